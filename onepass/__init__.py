@@ -1,0 +1,22 @@
+"""onepass: exact attention for PyTorch in one pass over memory.
+
+    out = onepass.attention(q, k, v, causal=True)      # (batch, seqlen, num_heads, head_dim)
+
+Importing onepass imports torch only and changes no global setting.
+"""
+
+from .api import AttentionOutput, attention, attention_varlen, merge_partials, supports
+from .dispatch import Support
+from .errors import UnsupportedError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionOutput",
+    "Support",
+    "UnsupportedError",
+    "attention",
+    "attention_varlen",
+    "merge_partials",
+    "supports",
+]

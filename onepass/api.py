@@ -1,0 +1,243 @@
+"""The public functions: what they take, what they return, and the one path from the door to a backend."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import dispatch, ops, validation
+from .problem import AttentionInputs, AttentionProblem
+
+Window = tuple[int | None, int | None]
+
+
+class AttentionOutput(NamedTuple):
+    """Result of a call with `return_lse=True`.
+
+    Attributes:
+        out: as q, with head_dim_v in place of head_dim.
+        lse: log of each row's softmax denominator (natural log), float32 (float64 for float64 inputs),
+            (batch, num_heads_q, seqlen_q), or (num_heads_q, total_q) for packed sequences. -inf for a row that
+            sees no key. With sinks it includes them.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under torch.autocast, cast as torch's own attention does, so that mixed inputs meet in one dtype."""
+    if not all(isinstance(t, Tensor) for t in tensors):
+        return tensors  # refused at the door
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+
+
+def _run(
+    problem: AttentionProblem, inputs: AttentionInputs, backend: str | None, return_lse: bool
+) -> Tensor | AttentionOutput:
+    options = ops.options_of(problem, dispatch.require(problem, backend))
+    out, lse = torch.ops.onepass.attention_forward(*inputs, *options)
+    return AttentionOutput(out, lse) if return_lse else out
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    softmax_scale: float | None = None,
+    seqused_k: Tensor | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    tuning: object | None = None,
+) -> Tensor | AttentionOutput:
+    """Exact attention, softmax(softmax_scale * q k^T + mask) v, in one pass over the keys.
+
+    Masks are aligned at the bottom right: with seqlen_q = 2 and seqlen_k = 4, `causal` keeps (1 = seen)
+
+        1 1 1 0
+        1 1 1 1
+
+    Args:
+        q: (batch, seqlen_q, num_heads_q, head_dim); float64, float32, bfloat16 or float16. Any strides; callers
+            with (batch, num_heads, seqlen, head_dim) pass `x.transpose(1, 2)`, which copies nothing.
+        k: (batch, seqlen_k, num_heads_kv, head_dim), num_heads_q divisible by num_heads_kv: query head h uses
+            kv head h // (num_heads_q // num_heads_kv).
+        v: (batch, seqlen_k, num_heads_kv, head_dim_v); head_dim_v may differ from head_dim.
+        causal: query i sees key j only if j <= i + seqlen_k - seqlen_q.
+        window: (left, right), both inclusive, None = unbounded: query i sees key j only if
+            i + shift - left <= j <= i + shift + right, where shift = seqlen_k - seqlen_q.
+        softcap: c > 0 replaces a scaled score s by c * tanh(s / c).
+        sinks: (num_heads_q,) floating point; adds exp(sinks[h]) to the denominator of every row of head h.
+        softmax_scale: multiplies q.k before the softmax; None = head_dim ** -0.5.
+        seqused_k: (batch,) int32 on q's device; only the first seqused_k[b] keys of batch entry b exist, also
+            for the alignment of masks. What lies beyond is never read.
+        deterministic: bitwise equal gradients run to run; None = torch.are_deterministic_algorithms_enabled().
+        return_lse: also return lse, which is differentiable.
+        backend: name of the backend that must run; None = the best one that `supports` the call.
+        tuning: a configuration of that backend; None = its own choice.
+
+    Returns: out, (batch, seqlen_q, num_heads_q, head_dim_v), in q's dtype, or AttentionOutput(out, lse). A row
+    that sees no key has out = 0, lse = -inf and zero gradients. Sums are accumulated in float32 (float64 for
+    float64 inputs).
+
+    Raises: TypeError, ValueError, or NotImplementedError for what no backend computes, each before any work and
+    with what was expected and given.
+
+    Source: FlashAttention-2, arXiv:2307.08691, Algorithms 1 and 2.
+    """
+    q, k, v = _autocast(q, k, v)
+    problem = validation.check_attention(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        softmax_scale=softmax_scale,
+        seqused_k=seqused_k,
+        deterministic=deterministic,
+        return_lse=return_lse,
+        tuning=tuning,
+    )
+    return _run(problem, AttentionInputs(q, k, v, sinks, seqused_k=seqused_k), backend, return_lse)
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    softmax_scale: float | None = None,
+    seqused_k: Tensor | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    tuning: object | None = None,
+) -> Tensor | AttentionOutput:
+    """Exact attention over packed sequences: sequence b attends to itself only.
+
+    Args:
+        q: (total_q, num_heads_q, head_dim); sequence b holds rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
+        k, v: (total_k, num_heads_kv, head_dim) and (total_k, num_heads_kv, head_dim_v), cut by cu_seqlens_k.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 on q's device, starting at 0 and never decreasing. Rows
+            past the last offset belong to no sequence: out = 0, lse = -inf, zero gradients.
+        max_seqlen_q, max_seqlen_k: an int, a tensor or None; a hint that is never read from the device.
+        seqused_k: (batch,) int32; only the first seqused_k[b] keys of sequence b exist.
+        causal, window, softcap, sinks, softmax_scale, deterministic, return_lse, backend, tuning: as for
+            `attention`; masks are aligned to each sequence's own lengths.
+
+    Returns: out, (total_q, num_heads_q, head_dim_v), or AttentionOutput with lse (num_heads_q, total_q).
+
+    Raises: as `attention`; ValueError also if offsets are out of order (checked by value where they are read).
+    """
+    q, k, v = _autocast(q, k, v)
+    problem = validation.check_attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        softmax_scale=softmax_scale,
+        seqused_k=seqused_k,
+        deterministic=deterministic,
+        return_lse=return_lse,
+        tuning=tuning,
+    )
+    inputs = AttentionInputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    return _run(problem, inputs, backend, return_lse)
+
+
+def merge_partials(outs, lses) -> AttentionOutput:
+    """Attention over the union of disjoint key sets, from the attention over each: exact, not an approximation.
+
+    With lse = log(sum_i exp(lse_i)), the merged row is sum_i exp(lse_i - lse) * out_i. Order and grouping do not
+    matter beyond rounding; a part in which a row saw no key (lse_i = -inf) adds nothing, whatever its out_i holds.
+
+    Args:
+        outs: sequence of n tensors (batch, seqlen_q, num_heads, head_dim_v) or (total_q, num_heads, head_dim_v),
+            or one tensor that stacks them in dimension 0.
+        lses: n tensors (batch, num_heads, seqlen_q) or (num_heads, total_q), natural log, float32 or float64, as
+            `return_lse=True` gives them. At most one part may include sinks.
+
+    Returns: AttentionOutput(out, lse), out in the dtype of outs; both differentiable. -inf and 0 where no part
+    saw a key. Raises: TypeError or ValueError if shapes, dtypes or devices disagree.
+
+    Source: FlashAttention-2, arXiv:2307.08691, section 2.3.
+    """
+    outs, lses = validation.check_partials(outs, lses)
+    partial_lse = torch.stack(lses)
+    row_max = partial_lse.detach().amax(0)
+    row_max = torch.where(row_max == -torch.inf, 0.0, row_max)
+    weights = torch.exp(partial_lse - row_max)
+    total = weights.sum(0)
+    is_empty = total == 0
+    # both branches of a where are differentiated: keep log and the division away from zero
+    safe_total = torch.where(is_empty, 1.0, total)
+    lse = torch.where(is_empty, -torch.inf, safe_total.log() + row_max)
+    shares = (weights / safe_total).transpose(-1, -2).unsqueeze(-1)
+    # an unseen part is taken out before the product, not after: 0 * NaN would reach the gradient of lse
+    merged = sum(
+        share * torch.where(share != 0, out.to(share.dtype), 0.0) for share, out in zip(shares, outs, strict=True)
+    )
+    return AttentionOutput(merged.to(outs[0].dtype), lse)
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor, **arguments) -> dispatch.Support:
+    """Whether `attention` (or, with cu_seqlens_q, `attention_varlen`) takes these arguments, and why (not).
+
+    Takes the same arguments as the call; computes nothing. Tensors on the "meta" device ask about shapes alone.
+
+    Returns: Support(ok, backend, reason); with ok=False the reason is the message that the call would raise.
+    Raises: TypeError only for an argument name that neither function has.
+    """
+    backend = arguments.pop("backend", None)
+    is_packed = "cu_seqlens_q" in arguments or "cu_seqlens_k" in arguments
+    options = {
+        "causal": False,
+        "window": None,
+        "softcap": None,
+        "sinks": None,
+        "softmax_scale": None,
+        "seqused_k": None,
+        "deterministic": None,
+        "return_lse": False,
+        "tuning": None,
+    }
+    if is_packed:
+        options |= {"cu_seqlens_q": None, "cu_seqlens_k": None, "max_seqlen_q": None, "max_seqlen_k": None}
+    unknown = sorted(set(arguments) - set(options))
+    if unknown:
+        raise TypeError(f"supports: expected arguments of attention or attention_varlen, got {', '.join(unknown)}")
+    check = validation.check_attention_varlen if is_packed else validation.check_attention
+    try:
+        problem = check(*_autocast(q, k, v), **(options | arguments))
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return dispatch.Support(False, backend or "", str(error))
+    return dispatch.choose(problem, backend)

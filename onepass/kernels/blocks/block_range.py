@@ -1,0 +1,94 @@
+"""Which keys a range of queries needs, and the reverse: the arithmetic that decides which tiles are visited.
+
+All functions take the geometry of one sequence. Query i stands at key position i + seqlen_k - seqlen_q
+(bottom-right alignment) and sees the keys from window_left before it to window_right after it, both inclusive;
+None = unbounded on that side. Ranges are half open, [start, end), and empty ranges have start == end.
+"""
+
+from __future__ import annotations
+
+
+def key_range(
+    m_start: int, m_end: int, seqlen_q: int, seqlen_k: int, window_left: int | None, window_right: int | None
+) -> tuple[int, int]:
+    """Keys that at least one of the queries [m_start, m_end) sees. All others need never be loaded."""
+    shift = seqlen_k - seqlen_q
+    start = 0 if window_left is None else min(max(0, m_start + shift - window_left), seqlen_k)
+    end = seqlen_k if window_right is None else min(seqlen_k, m_end + shift + window_right)
+    return start, max(start, end)
+
+
+def unmasked_key_range(
+    m_start: int, m_end: int, seqlen_q: int, seqlen_k: int, window_left: int | None, window_right: int | None
+) -> tuple[int, int]:
+    """Keys that every one of the queries [m_start, m_end) sees: tiles inside it need no mask.
+
+    It lies inside `key_range` of the same queries.
+    """
+    shift = seqlen_k - seqlen_q
+    low, high = key_range(m_start, m_end, seqlen_q, seqlen_k, window_left, window_right)
+    start = low if window_left is None else min(max(low, m_end - 1 + shift - window_left), high)
+    end = high if window_right is None else min(high, m_start + shift + window_right + 1)
+    return start, max(start, end)
+
+
+def query_range(
+    n_start: int, n_end: int, seqlen_q: int, seqlen_k: int, window_left: int | None, window_right: int | None
+) -> tuple[int, int]:
+    """Queries that see at least one of the keys [n_start, n_end): the same relation, read from the keys' side."""
+    shift = seqlen_k - seqlen_q
+    start = 0 if window_right is None else min(max(0, n_start - shift - window_right), seqlen_q)
+    end = seqlen_q if window_left is None else min(seqlen_q, n_end - shift + window_left)
+    return start, max(start, end)
+
+
+def tiles(start: int, end: int, tile: int) -> list[tuple[int, int]]:
+    """Cut [start, end) into consecutive ranges of at most `tile` elements."""
+    return [(low, min(low + tile, end)) for low in range(start, end, tile)]
+
+
+def key_tiles(
+    m_start: int,
+    m_end: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    window_left: int | None,
+    window_right: int | None,
+    tile_n: int,
+) -> list[tuple[int, int, bool]]:
+    """The key tiles of one query tile, in the order they are visited: (n_start, n_end, needs_mask).
+
+    Last keys first, as in the FlashAttention-3 kernels: the tiles cut by the causal diagonal come before the
+    unmasked ones. Cuts are made where masking begins and ends, so that a mask is only ever applied to the corners.
+    """
+    geometry = (m_start, m_end, seqlen_q, seqlen_k, window_left, window_right)
+    low, high = key_range(*geometry)
+    clear_low, clear_high = unmasked_key_range(*geometry)
+    if clear_low == clear_high:
+        clear_low = clear_high = low
+    ascending = (
+        [(a, b, True) for a, b in tiles(low, clear_low, tile_n)]
+        + [(a, b, False) for a, b in tiles(clear_low, clear_high, tile_n)]
+        + [(a, b, True) for a, b in tiles(clear_high, high, tile_n)]
+    )
+    return ascending[::-1]
+
+
+def count_visible_pairs(seqlen_q: int, seqlen_k: int, window_left: int | None, window_right: int | None) -> int:
+    """The number of (query, key) pairs that are not masked: what FLOP counts are made of.
+
+    Row i sees clamp(i + shift + right + 1, 0, seqlen_k) - clamp(i + shift - left, 0, seqlen_k) keys (never below
+    zero since left and right are not negative); each clamp is summed in closed form.
+    """
+    shift = seqlen_k - seqlen_q
+
+    def sum_clamped(offset: int) -> int:
+        """Sum over i in [0, seqlen_q) of min(max(i + offset, 0), seqlen_k)."""
+        first = min(max(0, -offset), seqlen_q)  # below it the term is 0
+        last = min(max(first, seqlen_k - offset), seqlen_q)  # from it on the term is seqlen_k
+        ramp = (first + last - 1 + 2 * offset) * (last - first) // 2
+        return ramp + (seqlen_q - last) * seqlen_k
+
+    ends = seqlen_q * seqlen_k if window_right is None else sum_clamped(shift + window_right + 1)
+    starts = 0 if window_left is None else sum_clamped(shift - window_left)
+    return ends - starts

@@ -1,0 +1,163 @@
+"""The torch operators behind the API: onepass::attention_forward and onepass::attention_backward.
+
+Each has an implementation (any device: dispatch.py loads the backend that was chosen at the door), a fake for
+tracing, and the forward an autograd rule. They are defined with `torch.library.define`, which costs less per call
+than `custom_op`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from . import dispatch
+from .errors import UnsupportedError
+from .kernels.blocks.block_range import count_visible_pairs
+from .problem import AttentionInputs, AttentionProblem, Mask
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k"
+_OPTIONS = (
+    "float softmax_scale, SymInt? window_left, SymInt? window_right, float? softcap, bool deterministic, str backend"
+)
+_NUM_INPUTS = len(AttentionInputs._fields)
+_TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
+
+torch.library.define("onepass::attention_forward", f"({_INPUTS}, {_OPTIONS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+torch.library.define(
+    "onepass::attention_backward",
+    f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}, {_OPTIONS})"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    tags=_TAGS,
+)
+
+
+def _problem(inputs: AttentionInputs, options: tuple) -> AttentionProblem:
+    softmax_scale, window_left, window_right, softcap, deterministic, _ = options
+    return AttentionProblem.of(
+        inputs,
+        softmax_scale=softmax_scale,
+        mask=Mask(window_left, window_right),
+        softcap=softcap,
+        deterministic=deterministic,
+    )
+
+
+def options_of(problem: AttentionProblem, backend: str) -> tuple:
+    """The option arguments of the operators, in the order of their schema."""
+    mask = problem.mask
+    return (
+        problem.softmax_scale,
+        mask.window_left,
+        mask.window_right,
+        problem.softcap,
+        problem.deterministic,
+        backend,
+    )
+
+
+def _lse_shape(q: Tensor) -> tuple[int, ...]:
+    return (*q.shape[:-3], q.shape[-2], q.shape[-3])
+
+
+def _empty_outputs(problem: AttentionProblem, q: Tensor) -> tuple[Tensor, Tensor]:
+    out = q.new_empty((*q.shape[:-1], problem.head_dim_v))
+    return out, q.new_empty(_lse_shape(q), dtype=problem.accum_dtype)
+
+
+@torch.library.impl("onepass::attention_forward", "default")
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    inputs, options = AttentionInputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
+    problem = _problem(inputs, options)
+    # An operator runs under the caller's autocast; ours computes in the dtypes that it states.
+    with torch.autocast(problem.device_type, enabled=False):
+        return dispatch.load(options[-1]).forward(problem, inputs)
+
+
+@torch.library.register_fake("onepass::attention_forward")
+def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    inputs, options = AttentionInputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
+    return _empty_outputs(_problem(inputs, options), inputs.q)
+
+
+@torch.library.impl("onepass::attention_backward", "default")
+def _backward(
+    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    inputs, options = AttentionInputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
+    problem = _problem(inputs, options)
+    dout = torch.zeros_like(out) if dout is None else dout
+    with torch.autocast(problem.device_type, enabled=False):
+        return dispatch.load(options[-1]).backward(problem, inputs, out, lse, dout, dlse)
+
+
+@torch.library.register_fake("onepass::attention_backward")
+def _backward_fake(
+    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, sinks = args[:4]
+    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks, memory_format=torch.contiguous_format)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output, *inputs[:_NUM_INPUTS])
+    ctx.options = inputs[_NUM_INPUTS:]
+
+
+def _autograd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+    no_grads = (None,) * (_NUM_INPUTS - 4 + len(ctx.options))
+    if dout is None and dlse is None:
+        return (None, None, None, None, *no_grads)
+    out, lse, *inputs = ctx.saved_tensors
+    dq, dk, dv, dsinks = torch.ops.onepass.attention_backward(dout, dlse, out, lse, *inputs, *ctx.options)
+    return (dq, dk, dv, None if inputs[3] is None else dsinks, *no_grads)
+
+
+torch.library.register_autograd("onepass::attention_forward", _autograd_backward, setup_context=_setup_context)
+
+
+def _refuse_double_backward(ctx: Any, *grads: Any) -> None:
+    raise UnsupportedError("onepass attention has no second derivative: expected one backward pass, got backward twice")
+
+
+torch.library.register_autograd("onepass::attention_backward", _refuse_double_backward)
+
+
+def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> None:
+    raise UnsupportedError(
+        "onepass attention cannot run under torch.vmap: it already takes a batch; "
+        "pass the mapped dimension as the batch dimension instead"
+    )
+
+
+for _name in ("attention_forward", "attention_backward"):
+    torch.library.register_vmap(f"onepass::{_name}", _refuse_vmap)
+
+
+def _visible_pairs(inputs: AttentionInputs, window_left: int | None, window_right: int | None) -> int:
+    """Unmasked (query, key) pairs of all sequences; packed lengths are read where the tensors are real."""
+    if inputs.cu_seqlens_q is None:
+        batch, seqlen_q, seqlen_k = inputs.q.shape[0], inputs.q.shape[1], inputs.k.shape[1]
+        return batch * count_visible_pairs(seqlen_q, seqlen_k, window_left, window_right)
+    lengths = zip(inputs.cu_seqlens_q.diff().tolist(), inputs.cu_seqlens_k.diff().tolist(), strict=True)
+    return sum(count_visible_pairs(m, n, window_left, window_right) for m, n in lengths)
+
+
+@register_flop_formula(torch.ops.onepass.attention_forward, get_raw=True)
+def _forward_flops(*args: Any, out_val: Any = None) -> int:
+    """Two GEMMs over the visible pairs: Q K^T over head_dim and P V over head_dim_v."""
+    inputs, options = AttentionInputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
+    pairs = _visible_pairs(inputs, options[1], options[2]) * inputs.q.shape[-2]
+    return 2 * pairs * (inputs.q.shape[-1] + inputs.v.shape[-1])
+
+
+@register_flop_formula(torch.ops.onepass.attention_backward, get_raw=True)
+def _backward_flops(*args: Any, out_val: Any = None) -> int:
+    """Five GEMMs: S, dQ, dK over head_dim and dP, dV over head_dim_v."""
+    inputs, options = AttentionInputs(*args[4 : 4 + _NUM_INPUTS]), args[4 + _NUM_INPUTS :]
+    pairs = _visible_pairs(inputs, options[1], options[2]) * inputs.q.shape[-2]
+    return 2 * pairs * (3 * inputs.q.shape[-1] + 2 * inputs.v.shape[-1])

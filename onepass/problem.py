@@ -1,0 +1,138 @@
+"""What is asked: `AttentionProblem`, the frozen description that every layer below the API works from.
+
+A problem holds sizes, types and the mask; it holds no tensor and no tile. How a problem is computed (tile sizes,
+stages, ...) is a backend's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar, NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The keys that each query may see: an interval of keys around the query's own position.
+
+    Query i of a sequence with seqlen_q queries and seqlen_k keys stands at key position i + shift, where
+    shift = seqlen_k - seqlen_q (bottom-right alignment: the last query stands at the last key). It sees the keys
+
+        i + shift - window_left <= j <= i + shift + window_right        (None = unbounded on that side)
+
+    so causal attention is window_right = 0.
+    """
+
+    window_left: int | None = None
+    window_right: int | None = None
+
+    @classmethod
+    def from_options(cls, causal: bool, window: tuple[int | None, int | None] | None) -> Mask:
+        """Fold `causal` into the window: it takes away the keys to the right of the query's position."""
+        left, right = window if window is not None else (None, None)
+        return cls(left, 0 if causal else right)
+
+    @property
+    def is_full(self) -> bool:
+        """True if every query sees every key."""
+        return self.window_left is None and self.window_right is None
+
+
+class AttentionInputs(NamedTuple):
+    """The tensors of one call: the data that an `AttentionProblem` leaves out."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    sinks: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    seqused_k: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """One call of attention, without its data.
+
+    Sizes are those of the tensors as given: for packed sequences `batch` is the number of sequences and
+    `seqlen_q`, `seqlen_k` are the total numbers of tokens.
+    """
+
+    dtype: torch.dtype
+    device_type: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    softmax_scale: float
+    mask: Mask = Mask()
+    softcap: float | None = None
+    has_sinks: bool = False
+    has_seqused_k: bool = False
+    is_packed: bool = False
+    deterministic: bool = False
+
+    # Fields that only change the data of a launch, never the code that runs.
+    _DYNAMIC: ClassVar = frozenset(
+        {"batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "softmax_scale", "softcap", "mask"}
+    )
+
+    @classmethod
+    def of(
+        cls,
+        inputs: AttentionInputs,
+        *,
+        softmax_scale: float,
+        mask: Mask,
+        softcap: float | None,
+        deterministic: bool,
+    ) -> AttentionProblem:
+        """The problem that these tensors and options pose; the tensors have been checked before."""
+        q, k, v = inputs.q, inputs.k, inputs.v
+        cu_seqlens_q = inputs.cu_seqlens_q
+        return cls(
+            dtype=q.dtype,
+            device_type=q.device.type,
+            batch=q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
+            seqlen_q=q.shape[-3],
+            seqlen_k=k.shape[-3],
+            num_heads_q=q.shape[-2],
+            num_heads_kv=k.shape[-2],
+            head_dim=q.shape[-1],
+            head_dim_v=v.shape[-1],
+            softmax_scale=softmax_scale,
+            mask=mask,
+            softcap=softcap,
+            has_sinks=inputs.sinks is not None,
+            has_seqused_k=inputs.seqused_k is not None,
+            is_packed=cu_seqlens_q is not None,
+            deterministic=deterministic,
+        )
+
+    @property
+    def qhead_per_kvhead(self) -> int:
+        return self.num_heads_q // self.num_heads_kv
+
+    @property
+    def accum_dtype(self) -> torch.dtype:
+        """The dtype of scores, sums and lse: float64 for float64 inputs, float32 for all others."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def static(self) -> tuple:
+        """What changes generated code, as (name, value) pairs: lengths, strides and head counts are not in it.
+
+        The group size is (one kv head serves `qhead_per_kvhead` query heads), and so is whether a bound exists,
+        but not where it lies.
+        """
+        kept = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in self._DYNAMIC]
+        return (
+            *kept,
+            ("qhead_per_kvhead", self.qhead_per_kvhead),
+            ("has_window_left", self.mask.window_left is not None),
+            ("has_window_right", self.mask.window_right is not None),
+            ("has_softcap", self.softcap is not None),
+        )

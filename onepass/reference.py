@@ -1,0 +1,201 @@
+"""What the answer is: the dense float64 oracle, and the road from there to one pass.
+
+`attention` is the written specification: every option of the API in plain dense torch, differentiable by autograd,
+O(seqlen^2) memory. All tests and the bench compare with it.
+
+The four functions after it compute one row's softmax(x) @ v, each with one pass over the keys less (or one matrix
+less) than the one before, and all give the same result:
+
+    materialised             the textbook formula; the whole row of probabilities exists at once
+    three_pass_safe_softmax  the row is streamed, once for its maximum, once for its sum, once for the output
+    two_pass_online_softmax  maximum and sum in one pass, by rescaling the sum whenever the maximum grows
+    one_pass                 the output is rescaled along with the sum: nothing is read twice
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .problem import Mask
+
+
+class Reference(NamedTuple):
+    out: Tensor
+    lse: Tensor
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    softmax_scale: float | None = None,
+    seqused_k: Tensor | None = None,
+    compute_dtype: torch.dtype = torch.float64,
+) -> Reference:
+    """Dense attention with the arguments of `onepass.attention`.
+
+    Args:
+        compute_dtype: dtype of every intermediate; float64 for the oracle, the inputs' own dtype for "what plain
+            PyTorch gives in that dtype", which is what error budgets are made of.
+
+    Returns: out (batch, seqlen_q, num_heads_q, head_dim_v) and lse (batch, num_heads_q, seqlen_q), both in
+    compute_dtype; out = 0 and lse = -inf where a row sees no key.
+    """
+    batch, seqlen_q, num_heads_q, head_dim = q.shape
+    seqlen_k = k.shape[1]
+    group = num_heads_q // k.shape[2]
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    q, k, v = (x.to(compute_dtype).transpose(1, 2) for x in (q, k, v))  # (batch, heads, seqlen, head_dim)
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+
+    s = q @ k.mT * scale
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    visible = visible_pairs(batch, seqlen_q, seqlen_k, Mask.from_options(causal, window), seqused_k, s.device)
+    s = s.masked_fill(~visible[:, None], -torch.inf)
+    sees_a_key = visible.any(-1)[:, None]  # (batch, 1, seqlen_q)
+
+    if sinks is not None:  # one more key of value 0
+        column = sinks.to(compute_dtype)[None, :, None, None].expand(batch, -1, seqlen_q, 1)
+        s = torch.cat([s, column], -1)
+        v = torch.cat([v, v.new_zeros(*v.shape[:2], 1, v.shape[3])], 2)
+    # rows that see nothing: give them one harmless score, then take their result out
+    s = torch.where(sees_a_key[..., None], s, 0.0)
+    out = torch.where(sees_a_key[..., None], s.softmax(-1) @ v, 0.0)
+    lse = torch.where(sees_a_key, s.logsumexp(-1), -torch.inf) if s.shape[-1] else s.new_full(s.shape[:3], -torch.inf)
+    return Reference(out.transpose(1, 2), lse)
+
+
+def visible_pairs(
+    batch: int, seqlen_q: int, seqlen_k: int, mask: Mask, seqused_k: Tensor | None, device: torch.device
+) -> Tensor:
+    """Boolean (batch, seqlen_q, seqlen_k): the pairs that DENSE attention keeps, straight from the definition."""
+    i = torch.arange(seqlen_q, device=device)[None, :, None]
+    j = torch.arange(seqlen_k, device=device)[None, None, :]
+    length = torch.full((batch,), seqlen_k, device=device) if seqused_k is None else seqused_k.long()
+    length = length[:, None, None]
+    position = i + length - seqlen_q
+    visible = (j < length) & torch.ones_like(position, dtype=torch.bool)
+    if mask.window_left is not None:
+        visible = visible & (j >= position - mask.window_left)
+    if mask.window_right is not None:
+        visible = visible & (j <= position + mask.window_right)
+    return visible
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None = None,
+    compute_dtype: torch.dtype = torch.float64,
+    **options,
+) -> Reference:
+    """`attention` of each packed sequence by itself: out (total_q, num_heads_q, head_dim_v), lse (num_heads_q, total_q)."""
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    outs, lses = [], []
+    for b, (m, m_end) in enumerate(itertools.pairwise(starts_q)):
+        n, n_end = starts_k[b], starts_k[b + 1]
+        if seqused_k is not None:
+            n_end = n + int(seqused_k[b])
+        one = attention(q[None, m:m_end], k[None, n:n_end], v[None, n:n_end], compute_dtype=compute_dtype, **options)
+        outs.append(one.out[0])
+        lses.append(one.lse[0])
+    rest = q.shape[0] - starts_q[-1]  # rows past the last offset belong to no sequence
+    outs.append(q.new_zeros(rest, q.shape[1], v.shape[2], dtype=compute_dtype))
+    lses.append(q.new_full((q.shape[1], rest), -torch.inf, dtype=compute_dtype))
+    return Reference(torch.cat(outs), torch.cat(lses, 1))
+
+
+def materialised(x: Tensor, v: Tensor) -> Tensor:
+    """softmax(x) @ v with the whole row of probabilities in memory.
+
+        p_j = exp(x_j) / sum_i exp(x_i),    o = sum_j p_j v_j
+
+    Overflows as soon as one score passes log(largest float): about 88 in float32, 709 in float64.
+
+    Args:
+        x: (n,) scores of one query. v: (n, head_dim_v).
+    Returns: o, (head_dim_v,).
+    """
+    p = torch.exp(x)
+    return (p / p.sum()) @ v
+
+
+def three_pass_safe_softmax(x: Tensor, v: Tensor) -> Tensor:
+    """The row is streamed three times; nothing of length n is kept.
+
+        pass 1   m_j = max(m_{j-1}, x_j)
+        pass 2   d_j = d_{j-1} + exp(x_j - m_n)
+        pass 3   o_j = o_{j-1} + exp(x_j - m_n) / d_n * v_j
+
+    Subtracting m_n changes nothing, exp(x - m) / sum exp(x - m) = exp(x) / sum exp(x), and cannot overflow. Passes 2
+    and 3 need m_n, the maximum of the whole row: that is why there are three.
+    """
+    m = torch.full((), -torch.inf, dtype=x.dtype)
+    for x_j in x:
+        m = torch.maximum(m, x_j)
+    d = torch.zeros((), dtype=x.dtype)
+    for x_j in x:
+        d = d + torch.exp(x_j - m)
+    o = torch.zeros_like(v[0])
+    for x_j, v_j in zip(x, v, strict=True):
+        o = o + torch.exp(x_j - m) / d * v_j
+    return o
+
+
+def two_pass_online_softmax(x: Tensor, v: Tensor) -> Tensor:
+    """Maximum and sum in one pass: the sum is kept relative to the maximum so far.
+
+        pass 1   m_j = max(m_{j-1}, x_j)
+                 d_j = d_{j-1} exp(m_{j-1} - m_j) + exp(x_j - m_j)
+        pass 2   o_j = o_{j-1} + exp(x_j - m_n) / d_n * v_j
+
+    d_j = sum_{i<=j} exp(x_i - m_j) holds after every step, so d_n is the d_n of three passes.
+    (Milakov & Gimelshein, arXiv:1805.02867, Algorithm 3.)
+    """
+    m = torch.full((), -torch.inf, dtype=x.dtype)
+    d = torch.zeros((), dtype=x.dtype)
+    for x_j in x:
+        m_new = torch.maximum(m, x_j)
+        d = d * torch.exp(m - m_new) + torch.exp(x_j - m_new)
+        m = m_new
+    o = torch.zeros_like(v[0])
+    for x_j, v_j in zip(x, v, strict=True):
+        o = o + torch.exp(x_j - m) / d * v_j
+    return o
+
+
+def one_pass(x: Tensor, v: Tensor) -> Tensor:
+    """The output rides along with the sum; every score and value is read once.
+
+        m_j = max(m_{j-1}, x_j)
+        d_j = d_{j-1} exp(m_{j-1} - m_j) + exp(x_j - m_j)
+        a_j = a_{j-1} exp(m_{j-1} - m_j) + exp(x_j - m_j) v_j
+        o   = a_n / d_n
+
+    A softmax alone cannot be had in one pass, since every p_j needs d_n; attention can, because only the sum over j
+    is wanted, and what d_n divides can be divided at the end. `onepass.tiled` does the same with tiles for elements.
+    """
+    m = torch.full((), -torch.inf, dtype=x.dtype)
+    d = torch.zeros((), dtype=x.dtype)
+    a = torch.zeros_like(v[0])
+    for x_j, v_j in zip(x, v, strict=True):
+        m_new = torch.maximum(m, x_j)
+        rescale, p_j = torch.exp(m - m_new), torch.exp(x_j - m_new)
+        d = d * rescale + p_j
+        a = a * rescale + p_j * v_j
+        m = m_new
+    return a / d

@@ -1,0 +1,92 @@
+"""How far from float64 a result may be. The budget comes from the data: no tolerance is picked by hand.
+
+An output may be off by at most `factor` times the error of plain dense PyTorch computed in the inputs' own dtype,
+plus one rounding of the largest value in that dtype: factor 2 for out, 3 for gradients. Random problems, which meet
+degenerate cases, add the floor of `rounding.py`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+OUT_FACTOR = 2.0
+GRADIENT_FACTOR = 3.0
+
+
+class Comparison(NamedTuple):
+    """Error of one tensor against float64, beside what it was allowed."""
+
+    name: str
+    error: float
+    budget: float
+    rms_error: float
+    plain_error: float
+    where: tuple[int, ...]
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.budget
+
+    def __str__(self) -> str:
+        sign = "<=" if self.ok else ">"
+        return (
+            f"{self.name}: max error {self.error:.3e} {sign} budget {self.budget:.3e} "
+            f"(plain {self.plain_error:.3e}, rms {self.rms_error:.3e}), worst at {self.where}"
+        )
+
+
+def _worst(error: Tensor) -> tuple[float, tuple[int, ...]]:
+    if error.numel() == 0:
+        return 0.0, ()
+    flat = int(error.argmax())
+    return float(error.flatten()[flat]), tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), error.shape))
+
+
+def compare(
+    name: str, actual: Tensor, oracle: Tensor, plain: Tensor, factor: float = OUT_FACTOR, floor: float = 0.0
+) -> Comparison:
+    """Compare with the float64 oracle under the budget of `factor` times the plain error plus one rounding.
+
+    Args:
+        actual: the result under test, in its own dtype.
+        oracle: float64, same shape.
+        plain: dense PyTorch in `actual`'s dtype, same shape; for float64, which has no oracle above it, in float32,
+            and its error is scaled down by the ratio of the two roundings.
+        floor: what rounding alone may do where terms cancel (`rounding_terms` times the accumulation's epsilon).
+    Returns: Comparison; `.ok` is False also where the places of NaN or inf differ from the oracle's.
+    """
+    if actual.shape != oracle.shape:
+        raise AssertionError(f"{name}: expected shape {tuple(oracle.shape)}, got {tuple(actual.shape)}")
+    eps = torch.finfo(actual.dtype).eps
+    scale = eps / torch.finfo(plain.dtype).eps if actual.dtype == torch.float64 else 1.0
+    actual, oracle, plain = (x.detach().double().cpu() for x in (actual, oracle, plain))
+    both_special = ~oracle.isfinite() & ((actual == oracle) | (actual.isnan() & oracle.isnan()))
+    error = torch.where(both_special, 0.0, (actual - oracle).abs()).nan_to_num(torch.inf, torch.inf, torch.inf)
+    finite = oracle.isfinite()
+    largest = float(oracle[finite].abs().max()) if finite.any() else 0.0
+    plain_errors = (plain - oracle).abs()[finite & plain.isfinite()]
+    plain_error = scale * float(plain_errors.max()) if plain_errors.numel() else 0.0
+    worst, where = _worst(error)
+    rms = float(error.square().mean().sqrt()) if error.numel() else 0.0
+    return Comparison(name, worst, factor * plain_error + eps * largest + floor, rms, plain_error, where)
+
+
+def compare_gradients(name: str, actual: Tensor, oracle: Tensor, plain: Tensor, floor: float = 0.0) -> Comparison:
+    """`compare` with the gradients' factor."""
+    return compare(name, actual, oracle, plain, GRADIENT_FACTOR, floor)
+
+
+def compare_lse(actual: Tensor, oracle: Tensor, plain: Tensor | None = None) -> Comparison:
+    """lse: within 1e-4 + 1e-5 |lse| for float32 accumulation, 1e-11 relative for float64; -inf where the oracle has it."""
+    absolute, relative = (1e-11, 1e-12) if actual.dtype == torch.float64 else (1e-4, 1e-5)
+    actual, oracle = actual.detach().double().cpu(), oracle.detach().double().cpu()
+    both_special = ~oracle.isfinite() & ((actual == oracle) | (actual.isnan() & oracle.isnan()))
+    allowed = absolute + relative * oracle.abs().nan_to_num(0.0, 0.0, 0.0)
+    error = torch.where(both_special, 0.0, (actual - oracle).abs()).nan_to_num(torch.inf, torch.inf, torch.inf)
+    share, where = _worst(error / allowed)
+    rms = float(error.square().mean().sqrt()) if error.numel() else 0.0
+    # in units of what each element is allowed
+    return Comparison("lse (share of its tolerance)", share, 1.0, rms, 0.0, where)

@@ -1,0 +1,182 @@
+"""Random calls of attention over all options, each repeatable from its seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import onepass
+
+from .. import reference
+from .budget import Comparison, compare, compare_gradients, compare_lse
+from .rounding import rounding_terms
+
+
+def fenced(shape: tuple[int, ...], dtype: torch.dtype, device: str, generator: torch.Generator) -> Tensor:
+    """Normal values whose memory lies between NaN fences: reading past either end gives NaN."""
+    count, fence = 1, 64
+    for n in shape:
+        count *= n
+    storage = torch.full((count + 2 * fence,), torch.nan, dtype=dtype, device=device)
+    middle = storage[fence : fence + count].view(shape)
+    middle.copy_(torch.randn(shape, generator=generator, dtype=torch.float32))
+    return middle
+
+
+@dataclass
+class Call:
+    """Arguments of one call: `tensors` (q, k, v), `options`, and whether they are packed sequences."""
+
+    tensors: dict[str, Tensor]
+    options: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        return "cu_seqlens_q" in self.options
+
+    def __str__(self) -> str:
+        shapes = ", ".join(f"{n}{tuple(t.shape)} {t.dtype}" for n, t in self.tensors.items())
+        options = {n: o.tolist() if isinstance(o, Tensor) else o for n, o in self.options.items()}
+        return f"Call(seed={self.seed}, {shapes}, {options})"
+
+    def run(self, **extra: Any) -> onepass.AttentionOutput:
+        """The call under test."""
+        function = onepass.attention_varlen if self.is_packed else onepass.attention
+        return function(**self.tensors, **self.options, return_lse=True, **extra)
+
+    def expected(self, compute_dtype: torch.dtype = torch.float64) -> reference.Reference:
+        """The oracle's answer, or plain PyTorch's with the inputs' own dtype."""
+        function = reference.attention_varlen if self.is_packed else reference.attention
+        return function(**self.tensors, **self.options, compute_dtype=compute_dtype)
+
+    def check(self, gradients: bool = True, with_floor: bool = False) -> list[Comparison]:
+        """Run forward (and backward through out and lse) three ways and compare.
+
+        Args:
+            gradients: also compare dq, dk, dv and dsinks.
+            with_floor: allow what rounding alone may do where terms cancel (`rounding.py`): for random problems.
+
+        Returns: one Comparison for out, lse and each gradient. Raises: AssertionError naming the call if any of
+        them is over its budget.
+        """
+        dtype = self.tensors["q"].dtype
+        leaves = {n: t.detach().requires_grad_(gradients) for n, t in self.tensors.items()}
+        options = dict(self.options)
+        if "sinks" in options:
+            options["sinks"] = leaves["sinks"] = options["sinks"].detach().requires_grad_(gradients)
+        call = Call({n: leaves[n] for n in ("q", "k", "v")}, options, self.seed)
+        actual = call.run()
+        oracle, plain = call.expected(), call.expected(torch.float32 if dtype == torch.float64 else dtype)
+        generator = torch.Generator().manual_seed(0)
+        dout = torch.randn(actual.out.shape, generator=generator).to(actual.out)
+        dlse = torch.randn(actual.lse.shape, generator=generator).to(actual.lse)
+        floors = call._floors(dout, dlse, oracle) if with_floor else {}
+        rows = [
+            compare("out", actual.out, oracle.out, plain.out, floor=floors.get("out", 0.0)),
+            compare_lse(actual.lse, oracle.lse),
+        ]
+        if gradients:
+            all_gradients = []
+            for result in (actual, oracle, plain):
+                # an empty row's lse is -inf and has no gradient
+                lse_term = torch.where(result.lse == -torch.inf, 0.0, result.lse) * dlse.to(result.lse)
+                loss = (result.out * dout.to(result.out)).sum() + lse_term.sum()
+                all_gradients.append(torch.autograd.grad(loss, list(leaves.values())))
+            for name, mine, exact, standard in zip(leaves, *all_gradients, strict=True):
+                rows.append(compare_gradients(f"d{name}", mine, exact, standard, floors.get(f"d{name}", 0.0)))
+        bad = [str(row) for row in rows if not row.ok]
+        if bad:
+            raise AssertionError(f"{self}\n  " + "\n  ".join(bad))
+        return rows
+
+    def _floors(self, dout: Tensor, dlse: Tensor, oracle: reference.Reference) -> dict[str, float]:
+        """`rounding_terms` of the whole call, times the epsilon of the accumulation dtype."""
+        options, tensors = dict(self.options), (*self.tensors.values(),)
+        eps = torch.finfo(torch.float64 if tensors[0].dtype == torch.float64 else torch.float32).eps
+        if not self.is_packed:
+            pieces = [rounding_terms(*tensors, dout, dlse, oracle, **options)]
+        else:
+            starts_q, starts_k = options.pop("cu_seqlens_q").tolist(), options.pop("cu_seqlens_k").tolist()
+            used = options.pop("seqused_k", None)
+            pieces = []
+            for b in range(len(starts_q) - 1):
+                end = starts_k[b + 1] if used is None else starts_k[b] + int(used[b])
+                rows, keys = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], end)
+                q, k, v = tensors[0][None, rows], tensors[1][None, keys], tensors[2][None, keys]
+                one = reference.Reference(oracle.out[None, rows], oracle.lse[None, :, rows])
+                pieces.append(rounding_terms(q, k, v, dout[None, rows], dlse[None, :, rows], one, **options))
+        # dsinks sums over sequences; the largest of the others is that of some sequence, and their sum covers it
+        return {name: eps * float(sum(p[name] for p in pieces)) for name in (pieces[0] if pieces else {})}
+
+
+def random_call(seed: int, device: str = "cpu", max_seqlen: int = 160, dtype: torch.dtype | None = None) -> Call:
+    """A random call over all options; the same seed gives the same call."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    dtype = dtype or rng.choice([torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    heads_kv = rng.choice([1, 1, 2, 3])
+    heads_q = heads_kv * rng.choice([1, 1, 2, 3, 5])
+    head_dim = rng.choice([1, 3, 8, 16, 32, 40, 64, 72, 128, 256])
+    head_dim_v = head_dim if rng.random() < 0.6 else rng.choice([1, 5, 16, 64, 128])
+
+    def length() -> int:
+        return rng.choice([0, 1, 2, 7, 16, 31, 64, 97, 128, rng.randint(1, max_seqlen)])
+
+    batch = rng.choice([1, 1, 2, 3])
+    options: dict[str, Any] = {}
+    if rng.random() < 0.4:
+        options["causal"] = True
+    if rng.random() < 0.35:
+        options["window"] = tuple(rng.choice([None, 0, 1, 5, 33, 200]) for _ in range(2))
+    if rng.random() < 0.3:
+        options["softcap"] = rng.choice([0.5, 5.0, 30.0, 50.0])
+    if rng.random() < 0.3:
+        options["softmax_scale"] = rng.choice([0.05, 0.3, 1.0, -0.2])
+    if rng.random() < 0.35:
+        options["sinks"] = (2 * torch.randn(heads_q, generator=generator)).to(
+            device, dtype if rng.random() < 0.5 else torch.float32
+        )
+
+    def tensor(*shape: int) -> Tensor:
+        layout = rng.choice(["plain", "plain", "transposed", "sliced"])
+        if layout == "transposed":  # (..., heads, seqlen, dim) seen as (..., seqlen, heads, dim)
+            swapped = (*shape[:-3], shape[-2], shape[-3], shape[-1])
+            t = fenced(swapped, dtype, device, generator).transpose(-3, -2)
+        elif layout == "sliced":  # one of three interleaved tensors, as in a packed qkv projection
+            t = fenced((*shape[:-2], 3 * shape[-2], shape[-1]), dtype, device, generator)[..., : shape[-2], :]
+        else:
+            t = fenced(shape, dtype, device, generator)
+        return t
+
+    if rng.random() < 0.35:
+        cu_seqlens = []
+        for _ in range(2):
+            offsets = [0]
+            for _ in range(batch):
+                offsets.append(offsets[-1] + length())
+            cu_seqlens.append(offsets)
+        slack = rng.choice([0, 0, 3])
+        total_q, total_k = cu_seqlens[0][-1] + slack, cu_seqlens[1][-1] + slack
+        lengths_k = [b - a for a, b in zip(cu_seqlens[1], cu_seqlens[1][1:], strict=False)]
+        q, k, v = (
+            tensor(total_q, heads_q, head_dim),
+            tensor(total_k, heads_kv, head_dim),
+            tensor(total_k, heads_kv, head_dim_v),
+        )
+        options["cu_seqlens_q"], options["cu_seqlens_k"] = (
+            torch.tensor(c, dtype=torch.int32, device=device) for c in cu_seqlens
+        )
+    else:
+        seqlen_q, seqlen_k = length(), length()
+        lengths_k = [seqlen_k] * batch
+        q = tensor(batch, seqlen_q, heads_q, head_dim)
+        k, v = tensor(batch, seqlen_k, heads_kv, head_dim), tensor(batch, seqlen_k, heads_kv, head_dim_v)
+    if rng.random() < 0.3:
+        used = [rng.randint(0, n) for n in lengths_k]
+        options["seqused_k"] = torch.tensor(used, dtype=torch.int32, device=device)
+    return Call({"q": q, "k": k, "v": v}, options, seed)

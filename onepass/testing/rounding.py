@@ -1,0 +1,65 @@
+"""What one rounding of every intermediate can do to a result: the floor under error budgets in degenerate cases.
+
+Where terms cancel (one key: ds = p (dp - delta) = 0 whatever the data), plain attention may be exact by luck, and a
+multiple of its error is no budget. The floor then comes from the terms before they cancel: the sum of their absolute
+values, each off by one rounding of the accumulation dtype. A wrong mask, scale or head is off by orders of magnitude
+more, and so are TF32 or bfloat16 products.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..problem import Mask
+
+
+def rounding_terms(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor, oracle: reference.Reference, **options
+) -> dict[str, Tensor]:
+    """Largest sum of absolute terms in out, dq, dk, dv and dsinks of one dense call, in float64: one number each.
+
+    Args: as `reference.attention`, with the gradients of out and lse, and the oracle's result for the call.
+    """
+    batch, seqlen_q, num_heads_q, head_dim = q.shape
+    group = num_heads_q // k.shape[2]
+    scale = abs(options.get("softmax_scale") or head_dim**-0.5)
+    softcap, sinks = options.get("softcap"), options.get("sinks")
+    q, k, v, dout, out = (x.detach().double().transpose(1, 2) for x in (q, k, v, dout, oracle.out))
+    dlse, lse = dlse.detach().double()[..., None], oracle.lse.detach().double()[..., None]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    mask = Mask.from_options(options.get("causal", False), options.get("window"))
+    visible = reference.visible_pairs(batch, seqlen_q, k.shape[2], mask, options.get("seqused_k"), q.device)[:, None]
+    is_empty = lse == -torch.inf
+    lse = torch.where(is_empty, 0.0, lse)
+
+    s = q @ k.mT * (options.get("softmax_scale") or head_dim**-0.5)
+    s_terms = scale * q.abs() @ k.abs().mT
+    if softcap is not None:
+        s, s_terms = softcap * torch.tanh(s / softcap), s_terms.clamp(max=2 * softcap)
+    p = torch.where(visible, torch.exp(s - lse), 0.0)
+    # relative error of p: the absolute error of the exponent s - lse
+    p_terms = p * (1 + s_terms + lse.abs())
+    dp, delta = dout @ v.mT, (dout * out).sum(-1, keepdim=True) - dlse
+    dp_terms, delta_terms = dout.abs() @ v.abs().mT, (dout * out).abs().sum(-1, keepdim=True) + dlse.abs()
+    ds_terms = p * (dp_terms + delta_terms) + p_terms * (dp - delta).abs()
+    delta_terms = torch.where(is_empty, 0.0, delta_terms)
+
+    def largest(x: Tensor) -> Tensor:
+        return x.max() if x.numel() else x.new_zeros(())
+
+    def over_group(x: Tensor) -> Tensor:
+        return x.unflatten(1, (-1, group)).sum(2)
+
+    terms = {
+        "out": largest(p_terms @ v.abs()),
+        "dq": scale * largest(ds_terms @ k.abs()),
+        "dk": scale * largest(over_group(ds_terms.mT @ q.abs())),
+        "dv": largest(over_group(p_terms.mT @ dout.abs())),
+    }
+    if sinks is not None:
+        sink = sinks.detach().double()[None, :, None, None]
+        p_sink = torch.where(is_empty, 0.0, torch.exp(sink - lse))
+        terms["dsinks"] = largest((p_sink * delta_terms * (1 + sink.abs() + lse.abs())).sum((0, 2, 3)))
+    return terms

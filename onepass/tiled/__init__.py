@@ -1,0 +1,12 @@
+"""The algorithm in plain torch, on any device: the code to read first.
+
+online_softmax.py   the recurrence, and when it can be left out
+forward.py          out and lse, one pass over the keys
+backward.py         gradients by recomputation, from lse
+mask.py sequences.py  masked pairs of a tile; how a call is cut into sequences and groups of heads
+"""
+
+from .backward import backward
+from .forward import forward
+
+__all__ = ["backward", "forward"]

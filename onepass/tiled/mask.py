@@ -1,0 +1,79 @@
+"""Masking of one tile of scores: which pairs are hidden, and sums that hidden pairs must not reach."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..problem import AttentionProblem
+
+Range = tuple[int, int]
+
+
+def hidden_pairs(
+    queries: Range, keys: Range, shift: int, window_left: int | None, window_right: int | None, device: torch.device
+) -> Tensor:
+    """Boolean (num_queries, num_keys): True where the query must not see the key.
+
+    Args:
+        queries, keys: half-open ranges of positions in one sequence.
+        shift: seqlen_k - seqlen_q; query i stands at key position i + shift.
+        window_left, window_right: how many keys before and after its position a query sees; None = all.
+    """
+    position = torch.arange(*queries, device=device)[:, None] + shift
+    distance = torch.arange(*keys, device=device)[None, :] - position
+    hidden = torch.zeros(distance.shape, dtype=torch.bool, device=device)
+    if window_left is not None:
+        hidden |= distance < -window_left
+    if window_right is not None:
+        hidden |= distance > window_right
+    return hidden
+
+
+class TileMask:
+    """The mask of one group of heads.
+
+    Args:
+        shift: seqlen_k - seqlen_q.
+        operands: the tensors that probabilities or their gradients are multiplied with. A hidden pair has p = 0,
+            and 0 * NaN = NaN: if any of them is not finite, hidden pairs have to be kept out of the products.
+    """
+
+    def __init__(self, problem: AttentionProblem, shift: int, *operands: Tensor):
+        self.window = problem.mask.window_left, problem.mask.window_right
+        self.shift = shift
+        self.device = operands[0].device
+        # a sum is finite only if every term is; it may overflow, which costs time and nothing else
+        self.operands_are_finite = problem.mask.is_full or all(bool(x.sum().isfinite()) for x in operands)
+        self._recent: dict[tuple[int, int, int], Tensor] = {}
+
+    def hidden(self, queries: Range, keys: Range) -> Tensor:
+        """`hidden_pairs` of a tile. Tiles along a diagonal have the same mask: it is made once."""
+        where = keys[0] - queries[0], queries[1] - queries[0], keys[1] - keys[0]
+        if where not in self._recent:
+            if len(self._recent) >= 8:
+                self._recent.clear()
+            self._recent[where] = hidden_pairs(queries, keys, self.shift, *self.window, self.device)
+        return self._recent[where]
+
+    @staticmethod
+    def fill(tile: Tensor, hidden: Tensor, value: float) -> None:
+        """Set the hidden pairs of a tile (heads, query heads * queries, keys), in place."""
+        tile.view(tile.shape[0], -1, *hidden.shape).masked_fill_(hidden, value)
+
+    @staticmethod
+    def add_visible(acc: Tensor, p: Tensor, operand: Tensor, hidden: Tensor) -> None:
+        """acc += p @ operand, where a hidden pair adds nothing even if the operand is NaN or inf there.
+
+        Args:
+            acc: (heads, rows, head_dim). p: (heads, rows, columns). operand: (heads, columns, head_dim).
+            hidden: (rows, columns), or fewer rows or columns if p repeats them (one block for each query head).
+        """
+        rows, columns = p.shape[1:]
+        hidden = hidden.repeat(rows // hidden.shape[0], columns // hidden.shape[1])
+        finite = operand.isfinite()
+        acc.baddbmm_(p, operand.where(finite, 0.0))
+        wild = operand.where(~finite, 0.0)
+        for j in (~finite).any(-1).any(0).nonzero().flatten().tolist():
+            seen = ~hidden[:, j, None] & (wild[:, None, j] != 0)
+            acc += torch.where(seen, p[:, :, j, None] * wild[:, None, j], 0.0)

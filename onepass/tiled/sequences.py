@@ -1,0 +1,86 @@
+"""How a call is cut into pieces of equal geometry: first into sequences, then into groups of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..problem import AttentionInputs, AttentionProblem
+from ..validation import read_lengths
+
+
+class Sequences(NamedTuple):
+    """Sequences of equal lengths, as indices into the dense or packed tensors of a call."""
+
+    batch: slice | None  # entries of a dense tensor; None: packed
+    queries: slice
+    keys: slice
+
+    def rows(self, t: Tensor) -> Tensor:
+        """View of q, out or their gradients: (n, seqlen_q, num_heads_q, head_dim)."""
+        return t[self.batch, self.queries] if self.batch is not None else t[self.queries].unsqueeze(0)
+
+    def cols(self, t: Tensor) -> Tensor:
+        """View of k, v or their gradients: (n, seqlen_k, num_heads_kv, head_dim)."""
+        return t[self.batch, self.keys] if self.batch is not None else t[self.keys].unsqueeze(0)
+
+    def stats(self, t: Tensor) -> Tensor:
+        """View of lse or delta: (n, num_heads_q, seqlen_q)."""
+        return t[self.batch, :, self.queries] if self.batch is not None else t[:, self.queries].unsqueeze(0)
+
+
+def sequences(problem: AttentionProblem, inputs: AttentionInputs) -> list[Sequences]:
+    """All sequences of a call. Checks the values of the length tensors first."""
+    cu_q, cu_k, used = read_lengths(problem, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k)
+    if cu_q is None:
+        all_queries = slice(0, problem.seqlen_q)
+        if used is None:
+            return [Sequences(slice(0, problem.batch), all_queries, slice(0, problem.seqlen_k))]
+        return [Sequences(slice(b, b + 1), all_queries, slice(0, n)) for b, n in enumerate(used)]
+    pieces = []
+    for b in range(problem.batch):
+        end = cu_k[b + 1] if used is None else cu_k[b] + used[b]
+        pieces.append(Sequences(None, slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], end)))
+    return pieces
+
+
+class HeadGroup(NamedTuple):
+    """Kv heads, with the query heads that they serve, that go through the GEMMs together.
+
+    Cutting one out of a tensor gives (entries, kv heads, ...): `q_rows` (.., qhead_per_kvhead, seqlen_q, head_dim),
+    `kv_rows` (.., seqlen_k, head_dim), `stats` (.., qhead_per_kvhead, seqlen_q).
+    """
+
+    entries: slice
+    heads: slice
+    qhead_per_kvhead: int
+
+    def q_rows(self, t: Tensor) -> Tensor:
+        return t.unflatten(2, (-1, self.qhead_per_kvhead))[self.entries, :, self.heads].permute(0, 2, 3, 1, 4)
+
+    def kv_rows(self, t: Tensor) -> Tensor:
+        return t[self.entries, :, self.heads].permute(0, 2, 1, 3)
+
+    def stats(self, t: Tensor) -> Tensor:
+        return t.unflatten(1, (-1, self.qhead_per_kvhead))[self.entries, self.heads]
+
+    def per_head(self, t: Tensor) -> Tensor:
+        """sinks: (num_heads_q,) -> (kv heads, qhead_per_kvhead)."""
+        return t.unflatten(0, (-1, self.qhead_per_kvhead))[self.heads]
+
+
+def head_groups(problem: AttentionProblem, n: int, group_size: int) -> Iterator[HeadGroup]:
+    """Cut n sequences x num_heads_kv into rectangles of about `group_size`."""
+    heads = min(problem.num_heads_kv, group_size)
+    entries = max(1, group_size // problem.num_heads_kv)
+    for b in range(0, n, entries):
+        for h in range(0, problem.num_heads_kv, heads):
+            yield HeadGroup(slice(b, b + entries), slice(h, h + heads), problem.qhead_per_kvhead)
+
+
+def contiguous(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """(entries, kv heads, rows, head_dim) -> (entries * kv heads, rows, head_dim), converted, copied if needed."""
+    return t.to(dtype).flatten(0, 1).contiguous()

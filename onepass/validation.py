@@ -1,0 +1,291 @@
+"""The door: every check of a caller's arguments, once, for all backends.
+
+`check_attention` and `check_attention_varlen` turn arguments into an `AttentionProblem` or raise before any work is
+done, with what was expected and what was given. The order is always the same: types, devices, dtypes, ranks,
+shapes, options. Code behind the door trusts the problem and checks nothing again.
+
+The one exception is data that only the device knows: `read_lengths` checks the values of `cu_seqlens_*` and
+`seqused_k` where a backend reads them, before it computes anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .errors import UnsupportedError
+from .problem import AttentionInputs, AttentionProblem, Mask
+
+SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DENSE_DIMS = "(batch, seqlen, num_heads, head_dim)"
+PACKED_DIMS = "(total_tokens, num_heads, head_dim)"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shape(t: torch.Tensor) -> str:
+    return str(tuple(t.shape))
+
+
+def _check_tensors(named: dict[str, Any]) -> None:
+    """All are tensors on one device, of one supported dtype."""
+    for name, t in named.items():
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
+    first_name, first = next(iter(named.items()))
+    for name, t in named.items():
+        if t.device != first.device:
+            raise ValueError(f"{name}: expected device {first.device} like {first_name}, got {t.device}")
+    for name, t in named.items():
+        if t.dtype not in SUPPORTED_DTYPES:
+            expected = ", ".join(_short(d) for d in SUPPORTED_DTYPES)
+            raise TypeError(f"{name}: expected dtype {expected}, got {_short(t.dtype)}")
+        if t.dtype != first.dtype:
+            raise TypeError(f"{name}: expected dtype {_short(first.dtype)} like {first_name}, got {_short(t.dtype)}")
+        if t.layout != torch.strided:
+            raise TypeError(f"{name}: expected a strided (dense) tensor, got layout {t.layout}")
+
+
+def _check_ranks(named: dict[str, torch.Tensor], dims: str, rank: int) -> None:
+    for name, t in named.items():
+        if t.dim() != rank:
+            raise ValueError(f"{name}: expected {rank} dimensions {dims}, got {t.dim()} in shape {_shape(t)}")
+
+
+def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Agreement of the head counts and head dims, which are the last two dimensions in both layouts."""
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"v: expected shape {_shape(k)[:-1]} like k up to head_dim, got {_shape(v)}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"k: expected head_dim {q.shape[-1]} like q, got {k.shape[-1]}")
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.shape[-1] < 1:
+            raise ValueError(f"{name}: expected a head_dim of at least 1, got shape {_shape(t)}")
+        if t.shape[-2] < 1:
+            raise ValueError(f"{name}: expected at least 1 head, got shape {_shape(t)}")
+    if q.shape[-2] % k.shape[-2] != 0:
+        raise ValueError(
+            f"q: expected a number of heads divisible by the {k.shape[-2]} heads of k and v, got {q.shape[-2]}"
+        )
+
+
+def _check_lengths_tensor(name: str, t: Any, length: int, length_of: str, device: torch.device) -> None:
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name}: expected an int32 torch.Tensor, got {type(t).__name__}")
+    if t.dtype != torch.int32:
+        raise TypeError(f"{name}: expected dtype int32, got {_short(t.dtype)}")
+    if t.device != device:
+        raise ValueError(f"{name}: expected device {device} like q, got {t.device}")
+    if t.dim() != 1 or t.shape[0] != length:
+        raise ValueError(f"{name}: expected shape ({length},), {length_of}, got {_shape(t)}")
+
+
+def _check_sinks(sinks: Any, q: torch.Tensor) -> None:
+    if not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"sinks: expected a torch.Tensor, got {type(sinks).__name__}")
+    if not sinks.dtype.is_floating_point or sinks.dtype not in SUPPORTED_DTYPES:
+        raise TypeError(f"sinks: expected a floating-point dtype, got {_short(sinks.dtype)}")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks: expected device {q.device} like q, got {sinks.device}")
+    if sinks.dim() != 1 or sinks.shape[0] != q.shape[-2]:
+        raise ValueError(f"sinks: expected shape ({q.shape[-2]},), one per query head, got {_shape(sinks)}")
+
+
+def _check_real(name: str, value: Any) -> float:
+    """A plain finite number; tensors are refused, because their gradient would be lost."""
+    if isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: expected a float, got a tensor (no gradient flows through it)")
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a float, got {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}: expected a finite number, got {value}")
+    return float(value)
+
+
+def _check_window(window: Any) -> tuple[int | None, int | None] | None:
+    if window is None:
+        return None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window: expected a pair (left, right) of int or None, got {window!r}")
+    for side, size in zip(("left", "right"), window, strict=True):
+        if size is None:
+            continue
+        if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
+            raise TypeError(f"window: expected an int or None for its {side} side, got {size!r}")
+        if size < 0:
+            raise ValueError(f"window: expected a {side} side of at least 0 (None = unbounded), got {size}")
+    return window[0], window[1]
+
+
+def _check_flag(name: str, value: Any, none_too: bool = False) -> None:
+    if not (isinstance(value, bool) or (none_too and value is None)):
+        raise TypeError(f"{name}: expected a bool{' or None' if none_too else ''}, got {value!r}")
+
+
+def _check_max_seqlen(name: str, value: Any) -> None:
+    """An int, a tensor of one integer (never read, so never a synchronisation) or None."""
+    if value is None:
+        return
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.dtype.is_floating_point or value.dtype.is_complex:
+            raise TypeError(
+                f"{name}: expected an int, a tensor of one integer or None, got {_short(value.dtype)} of shape {_shape(value)}"
+            )
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}: expected an int, a tensor of one integer or None, got {value!r}")
+    if value < 0:
+        raise ValueError(f"{name}: expected at least 0, got {value}")
+
+
+def _options(
+    q: torch.Tensor,
+    *,
+    causal: Any,
+    window: Any,
+    softcap: Any,
+    sinks: Any,
+    softmax_scale: Any,
+    deterministic: Any,
+    return_lse: Any,
+    tuning: Any,
+) -> dict[str, Any]:
+    """Check the options that both layouts share; return them as `AttentionProblem.of` takes them."""
+    _check_flag("causal", causal)
+    _check_flag("return_lse", return_lse)
+    _check_flag("deterministic", deterministic, none_too=True)
+    mask = Mask.from_options(causal, _check_window(window))
+    if softcap is not None:
+        softcap = _check_real("softcap", softcap)
+        if softcap <= 0:
+            raise ValueError(f"softcap: expected a number above 0 (None = no cap), got {softcap}")
+    if sinks is not None:
+        _check_sinks(sinks, q)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else _check_real("softmax_scale", softmax_scale)
+    if tuning is not None:
+        raise UnsupportedError(f"tuning: no backend of this release takes one, expected None, got {tuning!r}")
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    return {"softmax_scale": scale, "mask": mask, "softcap": softcap, "deterministic": deterministic}
+
+
+def check_attention(q: Any, k: Any, v: Any, *, seqused_k: Any = None, **options: Any) -> AttentionProblem:
+    """The problem that `onepass.attention` was asked for.
+
+    Raises: TypeError, ValueError or UnsupportedError (a NotImplementedError), naming the argument, what was
+    expected and what was given. Nothing has been computed or changed when it raises.
+    """
+    named = {"q": q, "k": k, "v": v}
+    _check_tensors(named)
+    _check_ranks(named, DENSE_DIMS, 4)
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"k: expected batch {q.shape[0]} like q, got {k.shape[0]}")
+    _check_heads(q, k, v)
+    if seqused_k is not None:
+        _check_lengths_tensor("seqused_k", seqused_k, q.shape[0], "one per batch entry", q.device)
+    inputs = AttentionInputs(q, k, v, options["sinks"], seqused_k=seqused_k)
+    return AttentionProblem.of(inputs, **_options(q, **options))
+
+
+def check_attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None,
+    seqused_k: Any = None,
+    **options: Any,
+) -> AttentionProblem:
+    """The problem that `onepass.attention_varlen` was asked for; raises like `check_attention`."""
+    named = {"q": q, "k": k, "v": v}
+    _check_tensors(named)
+    _check_ranks(named, PACKED_DIMS, 3)
+    _check_heads(q, k, v)
+    if not isinstance(cu_seqlens_q, torch.Tensor):
+        raise TypeError(f"cu_seqlens_q: expected an int32 torch.Tensor, got {type(cu_seqlens_q).__name__}")
+    if cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] < 1:
+        raise ValueError(f"cu_seqlens_q: expected shape (batch + 1,), got {_shape(cu_seqlens_q)}")
+    batch = cu_seqlens_q.shape[0] - 1
+    _check_lengths_tensor("cu_seqlens_q", cu_seqlens_q, batch + 1, "batch + 1", q.device)
+    _check_lengths_tensor("cu_seqlens_k", cu_seqlens_k, batch + 1, "batch + 1 like cu_seqlens_q", q.device)
+    if seqused_k is not None:
+        _check_lengths_tensor("seqused_k", seqused_k, batch, "one per sequence", q.device)
+    _check_max_seqlen("max_seqlen_q", max_seqlen_q)
+    _check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    inputs = AttentionInputs(q, k, v, options["sinks"], cu_seqlens_q, cu_seqlens_k, seqused_k)
+    return AttentionProblem.of(inputs, **_options(q, **options))
+
+
+def check_partials(outs: Any, lses: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The arguments of `onepass.merge_partials` as two lists of equal length; raises like `check_attention`."""
+    pair = []
+    for name, group in (("outs", outs), ("lses", lses)):
+        if isinstance(group, torch.Tensor):
+            group = list(group.unbind(0))
+        if not isinstance(group, Sequence) or not group or not all(isinstance(t, torch.Tensor) for t in group):
+            raise TypeError(f"{name}: expected a non-empty sequence of tensors or one stacked tensor")
+        pair.append(list(group))
+    outs, lses = pair
+    if len(outs) != len(lses):
+        raise ValueError(f"lses: expected {len(outs)} tensors like outs, got {len(lses)}")
+    out0 = outs[0]
+    if out0.dim() not in (3, 4):
+        raise ValueError(f"outs[0]: expected {DENSE_DIMS} or {PACKED_DIMS}, got {_shape(out0)}")
+    expected_lse = (*out0.shape[:-3], out0.shape[-2], out0.shape[-3])
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        if out.dtype not in SUPPORTED_DTYPES or out.dtype != out0.dtype:
+            raise TypeError(f"outs[{i}]: expected dtype {_short(out0.dtype)} like outs[0], got {_short(out.dtype)}")
+        if lse.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"lses[{i}]: expected dtype float32 or float64, got {_short(lse.dtype)}")
+        for name, t in (("outs", out), ("lses", lse)):
+            if t.device != out0.device:
+                raise ValueError(f"{name}[{i}]: expected device {out0.device} like outs[0], got {t.device}")
+        if out.shape != out0.shape:
+            raise ValueError(f"outs[{i}]: expected shape {_shape(out0)} like outs[0], got {_shape(out)}")
+        if tuple(lse.shape) != expected_lse:
+            raise ValueError(f"lses[{i}]: expected shape {expected_lse}, got {_shape(lse)}")
+    return outs, lses
+
+
+def read_lengths(
+    problem: AttentionProblem,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+) -> tuple[list[int] | None, list[int] | None, list[int] | None]:
+    """The three length tensors as checked lists, for a backend that works on the host.
+
+    Raises: ValueError if offsets do not start at 0, decrease, or pass the end of the tensor, or if seqused_k is
+    negative or larger than the sequence it belongs to.
+    """
+    offsets: list[list[int] | None] = []
+    for name, cu_seqlens, total in (
+        ("cu_seqlens_q", cu_seqlens_q, problem.seqlen_q),
+        ("cu_seqlens_k", cu_seqlens_k, problem.seqlen_k),
+    ):
+        values = None if cu_seqlens is None else cu_seqlens.tolist()
+        if values is not None:
+            if values[0] != 0:
+                raise ValueError(f"{name}: expected to start at 0, got {values[0]}")
+            if any(b < a for a, b in itertools.pairwise(values)):
+                raise ValueError(f"{name}: expected offsets that never decrease, got {values}")
+            if values[-1] > total:
+                raise ValueError(f"{name}: expected a last offset of at most {total} tokens, got {values[-1]}")
+        offsets.append(values)
+    used = None if seqused_k is None else seqused_k.tolist()
+    if used is not None:
+        for i, n in enumerate(used):
+            k_offsets = offsets[1]
+            longest = problem.seqlen_k if k_offsets is None else k_offsets[i + 1] - k_offsets[i]
+            if not 0 <= n <= longest:
+                raise ValueError(f"seqused_k[{i}]: expected 0 to {longest}, the keys there are, got {n}")
+    return offsets[0], offsets[1], used
