@@ -12,13 +12,17 @@ lse_i = log sum_j exp(s_ij) gives, for the scaled scores s,
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ..kernels.blocks.block_range import key_tiles, tiles
+from ..kernels.blocks.block_range import query_range, tile_needs_mask, tiles
 from ..problem import AttentionInputs, AttentionProblem
-from .mask import TileMask
-from .sequences import contiguous, head_groups, sequences
+from .mask import TileMask, add_visible, fill_hidden, zero_hidden
+from .online_softmax import log_tiny
+from .scratch import Scratch
+from .sequences import head_groups, sequences
 from .tile_sizes import TileSizes, matmul_precision
 
 
@@ -37,8 +41,11 @@ def backward(
     """
     q, k, v, sinks = inputs[:4]
     pieces = sequences(problem, inputs)
-    # zeros, not empty: rows outside every sequence and keys past seqused_k have zero gradients
-    dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    if problem.is_packed or problem.has_seqused_k or 0 in (problem.seqlen_q, problem.seqlen_k):
+        # tokens outside every sequence, keys past seqused_k and sequences without queries or keys
+        for x in (dq, dk, dv):
+            x.zero_()
     accum = problem.accum_dtype
     delta = torch.linalg.vecdot(dout.to(accum), out.to(accum)).transpose(-1, -2)
     # a row that saw no key has lse = -inf: its delta and its probabilities are zero, whatever dlse is
@@ -53,6 +60,7 @@ def backward(
         p_sink = torch.where(is_empty, 0.0, torch.exp(sinks.to(accum)[:, None] - lse))
         dsinks = -(p_sink * delta).transpose(-1, -2).flatten(0, -2).sum(0).to(sinks.dtype)
     lse = torch.where(is_empty, torch.inf, lse)
+    scratch = Scratch(q, accum)
     with matmul_precision(problem):
         for piece in pieces:
             rows = [piece.rows(x) for x in (q, dout, dq)]
@@ -69,16 +77,21 @@ def backward(
                     *(group.kv_rows(x) for x in cols),
                     *(group.stats(x) for x in stats),
                     sizes,
+                    scratch,
                 )
     return dq, dk, dv, dsinks
 
 
-def _augment(x: Tensor, column: Tensor | float) -> Tensor:
-    """Append one column: [x, column], so that a product with [y, 1] is x y^T + column."""
-    widened = x.new_empty(*x.shape[:-1], x.shape[-1] + 1)
-    widened[..., :-1] = x
-    widened[..., -1:] = column
-    return widened
+class _QueryTile(NamedTuple):
+    """What the backward pass needs of one tile of queries: loaded once, used by every tile of keys."""
+
+    m_start: int
+    m_end: int
+    q: Tensor  # (heads, rows, head_dim), times softmax_scale
+    dout: Tensor  # (heads, rows, head_dim_v)
+    lse: Tensor  # (heads, 1, rows)
+    delta: Tensor  # (heads, 1, rows)
+    acc_dq: Tensor  # (heads, rows, head_dim)
 
 
 def _backward_group(
@@ -93,63 +106,72 @@ def _backward_group(
     lse: Tensor,  # (entries, kv heads, qhead_per_kvhead, seqlen_q)
     delta: Tensor,
     sizes: TileSizes,
+    scratch: Scratch,
 ) -> None:
-    """The main loop. All query heads of a kv head are stacked, so dk and dv are summed over them by the GEMM."""
-    accum = problem.accum_dtype
+    """The main loop: keys outside, queries inside, so that dk and dv of a tile are finished before the next.
+
+    All query heads of a kv head are stacked, so the GEMM sums dk and dv over them. Score tiles are kept transposed,
+    (heads, keys, rows): two of the three products that sum over a tile then read it along its rows.
+    """
+    softcap, scale = problem.softcap, problem.softmax_scale
     seqlen_q, seqlen_k = q.shape[3], k.shape[2]
-    head_dim, head_dim_v, softcap = problem.head_dim, problem.head_dim_v, problem.softcap
     geometry = (seqlen_q, seqlen_k, problem.mask.window_left, problem.mask.window_right)
-    kv_shape = k.shape[:2]
-    k, v = contiguous(k, accum), contiguous(v, accum)
-    heads = k.shape[0]
-    tile_mask = TileMask(problem, seqlen_k - seqlen_q, q, k, dout)
-    # [k, 1] and [v, 1]: the shifts by -lse and -delta ride on the GEMMs as one more column of q and dout
-    k_one, v_one = _augment(k, 1.0), _augment(v, 1.0)
-    k, v = k_one[..., :-1], v_one[..., :-1]
-    acc_dk, acc_dv = k.new_zeros(heads, seqlen_k, head_dim), v.new_zeros(heads, seqlen_k, head_dim_v)
-    size = heads * problem.qhead_per_kvhead * sizes.tile_m * sizes.tile_n
-    p_buffer, ds_buffer = k.new_empty(size), k.new_empty(size)
+    entries, kv_heads = k.shape[:2]
+    heads = entries * kv_heads
+    tile_mask = TileMask(problem, seqlen_k - seqlen_q, q, k, dout, transposed=True)
+    lowest = log_tiny(problem.accum_dtype)
 
-    def add(acc: Tensor, tile: Tensor, operand: Tensor, hidden: Tensor | None) -> None:
-        if hidden is None or tile_mask.operands_are_finite:
-            acc.baddbmm_(tile, operand)
-        else:
-            tile_mask.add_visible(acc, tile, operand, hidden)
-
+    query_tiles = []
     for m_start, m_end in tiles(0, seqlen_q, sizes.tile_m):
-        rows_of = (slice(None), slice(None), slice(None), slice(m_start, m_end))
-        q_tile = (q[rows_of].to(accum) * problem.softmax_scale).reshape(heads, -1, head_dim)
-        dout_tile = dout[rows_of].to(accum).reshape(heads, -1, head_dim_v)
-        rows = q_tile.shape[1]
-        lse_tile, delta_tile = lse[rows_of].reshape(heads, rows, 1), delta[rows_of].reshape(heads, rows, 1)
-        q_shifted = q_tile if softcap is not None else _augment(q_tile, -lse_tile)
-        dout_shifted = _augment(dout_tile, -delta_tile)
-        acc_dq = q_tile.new_zeros(heads, rows, head_dim)
+        rows = slice(m_start, m_end)
+        q_tile, dout_tile, acc_dq = (
+            scratch.empty(f"{name} {m_start}", heads, problem.qhead_per_kvhead * (m_end - m_start), columns)
+            for name, columns in (("q", problem.head_dim), ("dout", problem.head_dim_v), ("dq", problem.head_dim))
+        )
+        for tile, source in ((q_tile, q), (dout_tile, dout)):
+            source_rows = source[:, :, :, rows]
+            tile.view(source_rows.shape).copy_(source_rows)
+        stats = [x[..., rows].reshape(heads, 1, -1) for x in (lse, delta)]
+        query_tiles.append(_QueryTile(m_start, m_end, q_tile.mul_(scale), dout_tile, *stats, acc_dq.zero_()))
 
-        for n_start, n_end, needs_mask in key_tiles(m_start, m_end, *geometry, sizes.tile_n):
-            keys = slice(n_start, n_end)
-            shape = (heads, rows, n_end - n_start)
-            p = p_buffer[: heads * rows * (n_end - n_start)].view(shape)
-            ds = ds_buffer[: heads * rows * (n_end - n_start)].view(shape)
-            if softcap is None:
-                torch.bmm(q_shifted, k_one[:, keys].transpose(1, 2), out=p)  # s - lse
-            else:
-                torch.bmm(q_tile, k[:, keys].transpose(1, 2), out=p)
-                tanh = p.div_(softcap).tanh()
-                torch.mul(tanh, softcap, out=p).sub_(lse_tile)
-            torch.bmm(dout_shifted, v_one[:, keys].transpose(1, 2), out=ds)  # dp - delta
-            hidden = tile_mask.hidden((m_start, m_end), (n_start, n_end)) if needs_mask else None
-            if hidden is not None:
-                tile_mask.fill(p, hidden, -torch.inf)
-                tile_mask.fill(ds, hidden, 0.0)
-            p.exp_()
-            add(acc_dv[:, keys], p.transpose(1, 2), dout_tile, None if hidden is None else hidden.T)
-            ds.mul_(p)
+    for n_start, n_end in tiles(0, seqlen_k, sizes.tile_n):
+        k_tile, v_tile = scratch.load("k", k[:, :, n_start:n_end]), scratch.load("v", v[:, :, n_start:n_end])
+        acc_dk = scratch.empty("dk", *k_tile.shape).zero_()
+        acc_dv = scratch.empty("dv", *v_tile.shape).zero_()
+        first_query, end_query = query_range(n_start, n_end, *geometry)
+        for m in query_tiles:
+            if m.m_end <= first_query or m.m_start >= end_query:
+                continue
+            shape = heads, n_end - n_start, m.q.shape[1]
+            p, ds = scratch.empty("p", *shape), scratch.empty("ds", *shape)
+            torch.bmm(k_tile, m.q.transpose(1, 2), out=p)  # scores
+            torch.bmm(v_tile, m.dout.transpose(1, 2), out=ds)  # dp
+            if softcap is not None:
+                tanh = p.div_(softcap).tanh_().clone()
+                p.mul_(softcap)
+            needs_mask = tile_needs_mask(m.m_start, m.m_end, n_start, n_end, *geometry)
+            pairs = tile_mask.pairs((m.m_start, m.m_end), (n_start, n_end)) if needs_mask else None
+            keep_apart = pairs is not None and not tile_mask.operands_are_finite
+            if keep_apart:
+                fill_hidden(p, pairs, -torch.inf)
+                fill_hidden(ds, pairs, 0.0)
+            # no visible score passes its row's lse; what a hidden one would overflow to is cut off
+            p.sub_(m.lse).clamp_(lowest, 0.0).exp_()
+            zero_hidden(p, pairs)
+            ds.sub_(m.delta).mul_(p)
             if softcap is not None:
                 ds.mul_(tanh.square_().neg_().add_(1.0))  # d(c tanh(s / c)) / ds = 1 - tanh^2
-            add(acc_dq, ds, k[:, keys], hidden)
-            add(acc_dk[:, keys], ds.transpose(1, 2), q_tile, None if hidden is None else hidden.T)
-
-        dq[rows_of] = acc_dq.mul_(problem.softmax_scale).view(dq[rows_of].shape)
-    dk.copy_(acc_dk.unflatten(0, kv_shape))  # q_tile carries the scale already
-    dv.copy_(acc_dv.unflatten(0, kv_shape))
+            if keep_apart:
+                hidden = pairs.hidden.squeeze(1)
+                add_visible(acc_dv, p, m.dout, hidden)
+                add_visible(acc_dk, ds, m.q, hidden)
+                add_visible(m.acc_dq, ds.transpose(1, 2), k_tile, hidden.T)
+            else:
+                acc_dv.baddbmm_(p, m.dout)
+                acc_dk.baddbmm_(ds, m.q)
+                m.acc_dq.baddbmm_(ds.transpose(1, 2), k_tile)
+        dk[:, :, n_start:n_end] = acc_dk.view(entries, kv_heads, -1, problem.head_dim)  # m.q carries the scale
+        dv[:, :, n_start:n_end] = acc_dv.view(entries, kv_heads, -1, problem.head_dim_v)
+    for m in query_tiles:
+        rows_of_dq = dq[:, :, :, m.m_start : m.m_end]
+        rows_of_dq.copy_(m.acc_dq.mul_(scale).view(rows_of_dq.shape))

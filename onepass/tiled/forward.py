@@ -7,9 +7,10 @@ from torch import Tensor
 
 from ..kernels.blocks.block_range import key_tiles, tiles
 from ..problem import AttentionInputs, AttentionProblem
-from .mask import TileMask
-from .online_softmax import OnlineSoftmax, scores_are_safe
-from .sequences import contiguous, head_groups, sequences
+from .mask import Range, TileMask, add_visible
+from .online_softmax import OnlineSoftmax, values_are_safe
+from .scratch import Scratch
+from .sequences import head_groups, sequences
 from .tile_sizes import TileSizes, matmul_precision
 
 
@@ -23,13 +24,19 @@ def forward(
     """
     q = inputs.q
     pieces = sequences(problem, inputs)
-    out = q.new_zeros((*q.shape[:-1], problem.head_dim_v))
-    lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=problem.accum_dtype)
+    # rows that no sequence or no key reaches keep these values; all others are written
+    is_covered = not problem.is_packed and all(piece.num_keys for piece in pieces)
+    out = q.new_empty((*q.shape[:-1], problem.head_dim_v))
+    lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=problem.accum_dtype)
+    if not is_covered:
+        out.zero_()
+        lse.fill_(-torch.inf)
+    scratch = Scratch(q, problem.accum_dtype)
     with matmul_precision(problem):
         for piece in pieces:
             views = piece.rows(q), piece.cols(inputs.k), piece.cols(inputs.v), piece.rows(out), piece.stats(lse)
             if 0 not in views[0].shape and 0 not in views[1].shape:
-                _forward_sequences(problem, *views, inputs.sinks, tile_sizes)
+                _forward_sequences(problem, *views, inputs.sinks, tile_sizes, scratch)
     return out, lse
 
 
@@ -42,6 +49,7 @@ def _forward_sequences(
     lse: Tensor,
     sinks: Tensor | None,
     tile_sizes: TileSizes | None,
+    scratch: Scratch,
 ) -> None:
     """Sequences of equal lengths, (n, seqlen, num_heads, head_dim): fills the views `out` and `lse`."""
     sizes = tile_sizes or TileSizes.choose(problem, q.shape[0], q.shape[1], k.shape[1])
@@ -56,6 +64,7 @@ def _forward_sequences(
             group.stats(lse),
             sinks_of_group,
             sizes,
+            scratch,
         )
 
 
@@ -68,44 +77,55 @@ def _forward_group(
     lse: Tensor,  # (entries, kv heads, qhead_per_kvhead, seqlen_q)
     sinks: Tensor | None,  # (kv heads, qhead_per_kvhead)
     sizes: TileSizes,
+    scratch: Scratch,
 ) -> None:
     """The main loop. All query heads of a kv head share its tiles: their rows are stacked into one matrix."""
-    accum = problem.accum_dtype
     seqlen_q, seqlen_k = q.shape[3], k.shape[2]
-    mask = problem.mask
-    geometry = (seqlen_q, seqlen_k, mask.window_left, mask.window_right)
-    fixed_reference = scores_are_safe(q, k, v, problem.softmax_scale, problem.softcap)
-    k, v = contiguous(k, accum), contiguous(v, accum)
+    geometry = (seqlen_q, seqlen_k, problem.mask.window_left, problem.mask.window_right)
+    k, v = scratch.load("k", k), scratch.load("v", v)
     heads = k.shape[0]
     tile_mask = TileMask(problem, seqlen_k - seqlen_q, v)
-    scores = k.new_empty(heads * problem.qhead_per_kvhead * sizes.tile_m * sizes.tile_n)
 
-    for m_start, m_end in tiles(0, seqlen_q, sizes.tile_m):
-        q_rows = q[:, :, :, m_start:m_end]
-        # the scale is applied to head_dim values of q instead of seqlen_k scores
-        q_tile = (q_rows.to(accum) * problem.softmax_scale).reshape(heads, -1, problem.head_dim)
-        rows = q_tile.shape[1]
-        softmax = OnlineSoftmax(q_tile.new_zeros(heads, rows, problem.head_dim_v), fixed_reference)
-
-        for n_start, n_end, needs_mask in key_tiles(m_start, m_end, *geometry, sizes.tile_n):
+    def visit_keys(q_tile: Tensor, acc_o: Tensor, queries: Range, fixed_reference: bool) -> OnlineSoftmax:
+        """One pass over the keys that these queries see; acc_o becomes the unnormalised output."""
+        softmax = OnlineSoftmax(acc_o, fixed_reference)
+        for n_start, n_end, needs_mask in key_tiles(*queries, *geometry, sizes.tile_n):
             k_tile, v_tile = k[:, n_start:n_end], v[:, n_start:n_end]
-            acc_s = scores[: heads * rows * (n_end - n_start)].view(heads, rows, n_end - n_start)
+            acc_s = scratch.empty("scores", heads, q_tile.shape[1], n_end - n_start)
             torch.bmm(q_tile, k_tile.transpose(1, 2), out=acc_s)
             if problem.softcap is not None:
                 acc_s.div_(problem.softcap).tanh_().mul_(problem.softcap)
-            if needs_mask:
-                hidden = tile_mask.hidden((m_start, m_end), (n_start, n_end))
-                tile_mask.fill(acc_s, hidden, -torch.inf)
-            p = softmax.update(acc_s)
-            if needs_mask and not tile_mask.operands_are_finite:
-                tile_mask.add_visible(softmax.acc_o, p, v_tile, hidden)
+            pairs = tile_mask.pairs(queries, (n_start, n_end)) if needs_mask else None
+            p, is_first = softmax.update(acc_s, pairs)
+            if pairs is not None and not tile_mask.operands_are_finite:
+                add_visible(acc_o.zero_() if is_first else acc_o, p, v_tile, pairs.hidden)
+            elif is_first:
+                torch.bmm(p, v_tile, out=acc_o)
             else:
-                softmax.acc_o.baddbmm_(p, v_tile)
+                acc_o.baddbmm_(p, v_tile)
+        return softmax
 
-        sinks_of_rows = None if sinks is None else _rows_of(sinks, q_rows).to(accum)
-        tile_out, tile_lse = softmax.finish(sinks_of_rows)
-        out[:, :, :, m_start:m_end] = tile_out.view(*q_rows.shape[:-1], -1)
-        lse[:, :, :, m_start:m_end] = tile_lse.view(q_rows.shape[:-1])
+    fixed_reference = values_are_safe(v)
+    for queries in tiles(0, seqlen_q, sizes.tile_m):
+        rows = slice(*queries)
+        q_rows, out_rows, lse_rows = q[:, :, :, rows], out[:, :, :, rows], lse[:, :, :, rows]
+        num_rows = problem.qhead_per_kvhead * (queries[1] - queries[0])
+        q_tile = scratch.empty("q", heads, num_rows, problem.head_dim)
+        # the scale is applied to head_dim values of q instead of seqlen_k scores
+        q_tile.view(q_rows.shape).copy_(q_rows)
+        q_tile.mul_(problem.softmax_scale)
+        acc_o = scratch.empty("acc_o", heads, num_rows, problem.head_dim_v)
+        softmax = visit_keys(q_tile, acc_o, queries, fixed_reference)
+        if softmax.row_sum is None:  # no key in sight of any of these queries
+            out_rows.zero_()
+            lse_rows.fill_(-torch.inf)
+            continue
+        if fixed_reference and not softmax.is_safe():
+            fixed_reference = False  # the scores of this group are too large: from here on with row maxima
+            softmax = visit_keys(q_tile, acc_o, queries, fixed_reference)
+        weight, tile_lse = softmax.finish(None if sinks is None else _rows_of(sinks, q_rows).to(acc_o.dtype))
+        torch.mul(acc_o.view(out_rows.shape), weight.view(*lse_rows.shape, 1), out=out_rows)
+        lse_rows.copy_(tile_lse.view(lse_rows.shape))
 
 
 def _rows_of(sinks: Tensor, q_rows: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,18 @@ def hidden_pairs(
     return hidden
 
 
+class TilePairs(NamedTuple):
+    """The mask of one tile, (queries, keys), in the two forms in which it is used."""
+
+    hidden: Tensor  # bool, True where masked
+    keep: Tensor  # 0.0 where masked, 1.0 elsewhere
+
+    @property
+    def mT(self) -> TilePairs:
+        """(keys, 1, queries): for transposed tiles, (keys, qhead_per_kvhead, queries)."""
+        return TilePairs(self.hidden.T.unsqueeze(1), self.keep.T.contiguous().unsqueeze(1))
+
+
 class TileMask:
     """The mask of one group of heads.
 
@@ -37,43 +51,63 @@ class TileMask:
         shift: seqlen_k - seqlen_q.
         operands: the tensors that probabilities or their gradients are multiplied with. A hidden pair has p = 0,
             and 0 * NaN = NaN: if any of them is not finite, hidden pairs have to be kept out of the products.
+        transposed: tiles are (keys, rows) instead of (rows, keys).
     """
 
-    def __init__(self, problem: AttentionProblem, shift: int, *operands: Tensor):
+    def __init__(self, problem: AttentionProblem, shift: int, *operands: Tensor, transposed: bool = False):
         self.window = problem.mask.window_left, problem.mask.window_right
         self.shift = shift
-        self.device = operands[0].device
+        self.transposed = transposed
+        self.like = operands[0]
+        self.dtype = problem.accum_dtype
         # a sum is finite only if every term is; it may overflow, which costs time and nothing else
         self.operands_are_finite = problem.mask.is_full or all(bool(x.sum().isfinite()) for x in operands)
-        self._recent: dict[tuple[int, int, int], Tensor] = {}
+        self._recent: dict[tuple[int, int, int], TilePairs] = {}
 
-    def hidden(self, queries: Range, keys: Range) -> Tensor:
-        """`hidden_pairs` of a tile. Tiles along a diagonal have the same mask: it is made once."""
+    def pairs(self, queries: Range, keys: Range) -> TilePairs:
+        """The mask of a tile. Tiles along a diagonal have the same one: it is made once."""
         where = keys[0] - queries[0], queries[1] - queries[0], keys[1] - keys[0]
         if where not in self._recent:
             if len(self._recent) >= 8:
                 self._recent.clear()
-            self._recent[where] = hidden_pairs(queries, keys, self.shift, *self.window, self.device)
+            hidden = hidden_pairs(queries, keys, self.shift, *self.window, self.like.device)
+            pairs = TilePairs(hidden, (~hidden).to(self.dtype))
+            self._recent[where] = pairs.mT if self.transposed else pairs
         return self._recent[where]
 
-    @staticmethod
-    def fill(tile: Tensor, hidden: Tensor, value: float) -> None:
-        """Set the hidden pairs of a tile (heads, query heads * queries, keys), in place."""
-        tile.view(tile.shape[0], -1, *hidden.shape).masked_fill_(hidden, value)
 
-    @staticmethod
-    def add_visible(acc: Tensor, p: Tensor, operand: Tensor, hidden: Tensor) -> None:
-        """acc += p @ operand, where a hidden pair adds nothing even if the operand is NaN or inf there.
+def fill_hidden(tile: Tensor, pairs: TilePairs | None, value: float) -> None:
+    """Set the hidden pairs of a tile, in place, whatever they hold."""
+    if pairs is not None:
+        _by_query_head(tile, pairs).masked_fill_(pairs.hidden, value)
 
-        Args:
-            acc: (heads, rows, head_dim). p: (heads, rows, columns). operand: (heads, columns, head_dim).
-            hidden: (rows, columns), or fewer rows or columns if p repeats them (one block for each query head).
-        """
-        rows, columns = p.shape[1:]
-        hidden = hidden.repeat(rows // hidden.shape[0], columns // hidden.shape[1])
-        finite = operand.isfinite()
-        acc.baddbmm_(p, operand.where(finite, 0.0))
-        wild = operand.where(~finite, 0.0)
-        for j in (~finite).any(-1).any(0).nonzero().flatten().tolist():
-            seen = ~hidden[:, j, None] & (wild[:, None, j] != 0)
-            acc += torch.where(seen, p[:, :, j, None] * wild[:, None, j], 0.0)
+
+def zero_hidden(tile: Tensor, pairs: TilePairs | None) -> None:
+    """Set the hidden pairs of a tile to 0, in place, by a product: a sixth of the time, but NaN and inf become NaN."""
+    if pairs is not None:
+        _by_query_head(tile, pairs).mul_(pairs.keep)
+
+
+def _by_query_head(tile: Tensor, pairs: TilePairs) -> Tensor:
+    """Unstack the query heads of a tile (heads, qhead_per_kvhead * queries, keys), or of its transpose."""
+    if pairs.hidden.dim() == 2:
+        return tile.view(tile.shape[0], -1, *pairs.hidden.shape)
+    keys, _, queries = pairs.hidden.shape
+    return tile.view(tile.shape[0], keys, -1, queries)
+
+
+def add_visible(acc: Tensor, p: Tensor, operand: Tensor, hidden: Tensor) -> None:
+    """acc += p @ operand, where a hidden pair adds nothing even if the operand is NaN or inf there.
+
+    Args:
+        acc: (heads, rows, head_dim). p: (heads, rows, columns). operand: (heads, columns, head_dim).
+        hidden: (rows, columns), or fewer rows or columns if p repeats them (one block for each query head).
+    """
+    rows, columns = p.shape[1:]
+    hidden = hidden.repeat(rows // hidden.shape[0], columns // hidden.shape[1])
+    finite = operand.isfinite()
+    acc.baddbmm_(p, operand.where(finite, 0.0))
+    wild = operand.where(~finite, 0.0)
+    for j in (~finite).any(-1).any(0).nonzero().flatten().tolist():
+        seen = ~hidden[:, j, None] & (wild[:, None, j] != 0)
+        acc += torch.where(seen, p[:, :, j, None] * wild[:, None, j], 0.0)

@@ -17,62 +17,92 @@ depend on the reference. (Milakov & Gimelshein, arXiv:1805.02867; FlashAttention
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-# If every score of a call is known to lie in [-24, 24], exp(s) lies in [4e-11, 3e10] and a sum of 2^40 of them is
-# far from float32's limit of 3e38: then 0 is a safe reference, and neither a maximum nor a rescaling is needed.
-SAFE_SCORE = 24.0
-# ... as long as the values it is multiplied with leave room on both sides, too.
+from .mask import TilePairs, fill_hidden, zero_hidden
+
+# The reference exists to keep exp(s - m) away from overflow and underflow, and scores of ordinary size need none: with
+# m = 0 the row sum itself tells afterwards whether all was well. Every term is positive, so row_sum <= 1e10 means that
+# none was larger, and row_sum >= 1e-10 that the largest of n terms was at least 1e-10 / n: what then underflowed
+# (below 1e-38) is 1e-28 n of it at most, far below float32's rounding.
+SAFE_ROW_SUM = (1e-10, 1e10)
+# The values that exp(s) is multiplied with must leave that room, too.
 SAFE_VALUES = (1e-16, 1e16)
 
 
-def scores_are_safe(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, softcap: float | None) -> bool:
-    """True if no score can leave [-SAFE_SCORE, SAFE_SCORE], by |q.k| <= |q| |k| (Cauchy-Schwarz), or by the softcap.
+def log_tiny(dtype: torch.dtype) -> float:
+    """A floor for exponents just above the logarithm of the smallest normal number.
 
-    Costs one read of q, k and v, where the maximum over scores would read every score. NaN and inf compare false.
+    exp and GEMMs are up to 200 times slower on denormal numbers (measured on a CPU with AVX-512), and a probability
+    of 2e-38 is nothing beside its row's maximum of 1.
     """
-    accum = torch.float64 if q.dtype == torch.float64 else torch.float32
-    bound = softcap
-    if bound is None or bound > SAFE_SCORE:
-        q_norm, k_norm = (torch.linalg.vector_norm(x, dim=-1, dtype=accum).amax() for x in (q, k))
-        bound = abs(softmax_scale) * float(q_norm) * float(k_norm)
-    largest_value = float(v.abs().amax())
-    return bound <= SAFE_SCORE and SAFE_VALUES[0] <= largest_value <= SAFE_VALUES[1]
+    return math.log(torch.finfo(dtype).tiny) + 0.5
+
+
+def values_are_safe(v: Tensor) -> bool:
+    """True if v is finite and its largest magnitude lies within SAFE_VALUES."""
+    low, high = torch.aminmax(v)
+    return SAFE_VALUES[0] <= max(-float(low), float(high)) <= SAFE_VALUES[1]
 
 
 class OnlineSoftmax:
-    """Row maxima and row sums of one tile of queries, (heads, rows, 1) each.
+    """The three values of every row of a query tile.
 
     Args:
-        acc_o: (heads, rows, head_dim_v), the unnormalised output; rescaled in place when a maximum grows.
-        fixed_reference: use 0 in place of the row maximum (only when `scores_are_safe`).
+        acc_o: (heads, rows, head_dim_v), contiguous and uninitialised: becomes the unnormalised output.
+        fixed_reference: take m = 0 throughout, which needs neither a maximum nor a rescaling; `is_safe` tells in the
+            end whether that was right.
     """
 
     def __init__(self, acc_o: Tensor, fixed_reference: bool):
-        shape = (*acc_o.shape[:-1], 1)
         self.acc_o = acc_o
-        self.row_max = None if fixed_reference else acc_o.new_full(shape, -torch.inf)
-        self.row_sum = acc_o.new_zeros(shape)
+        self.fixed_reference = fixed_reference
+        self.row_max: Tensor | None = None  # (heads, rows, 1); stays None with a fixed reference
+        self.row_sum: Tensor | None = None  # (heads, rows, 1); None: no key seen yet
 
-    def update(self, scores: Tensor) -> Tensor:
-        """Turn a tile of scores (heads, rows, keys) into exp(scores - row_max), in place; rescale earlier sums."""
-        if self.row_max is None:
+    def update(self, scores: Tensor, pairs: TilePairs | None) -> tuple[Tensor, bool]:
+        """One step of the recurrence for l; scores (heads, rows, keys) become exp(scores - row_max) in place.
+
+        Args:
+            pairs: the mask of the tile; None if every row sees every key.
+
+        Returns: those probabilities, and whether they are the first (then acc_o = p @ v, else acc_o += p @ v).
+        """
+        is_first = self.row_sum is None
+        if self.fixed_reference:
             p = scores.exp_()
-            self.row_sum += p.sum(-1, keepdim=True)
-            return p
-        row_max = torch.maximum(self.row_max, scores.amax(-1, keepdim=True))
+            zero_hidden(p, pairs)  # a hidden inf or NaN becomes NaN, and is_safe says no
+            tile_sum = p.sum(-1, keepdim=True)
+            self.row_sum = tile_sum if is_first else self.row_sum.add_(tile_sum)
+            return p, is_first
+        fill_hidden(scores, pairs, -torch.inf)
+        row_max = scores.amax(-1, keepdim=True)
+        if not is_first:
+            torch.maximum(self.row_max, row_max, out=row_max)
         # a row that has seen no key yet: -inf - -inf would be NaN
-        reference = torch.where(row_max == -torch.inf, 0.0, row_max)
-        row_scale = torch.exp(self.row_max - reference)
-        p = scores.sub_(reference).exp_()
-        self.row_sum.mul_(row_scale).add_(p.sum(-1, keepdim=True))
-        self.acc_o.mul_(row_scale)
+        reference = row_max.masked_fill(row_max == -torch.inf, 0.0)
+        p = scores.sub_(reference).clamp_(min=log_tiny(scores.dtype)).exp_()
+        zero_hidden(p, pairs)
+        tile_sum = p.sum(-1, keepdim=True)
+        if is_first:
+            self.row_sum = tile_sum
+        else:
+            row_scale = self.row_max.sub_(reference).exp_()
+            self.row_sum.mul_(row_scale).add_(tile_sum)
+            self.acc_o.mul_(row_scale)
         self.row_max = row_max
-        return p
+        return p, is_first
+
+    def is_safe(self) -> bool:
+        """Whether a fixed reference served every row; if not, the tile has to be done again without."""
+        low, high = torch.aminmax(self.row_sum)
+        return SAFE_ROW_SUM[0] <= float(low) and float(high) <= SAFE_ROW_SUM[1]
 
     def finish(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The normalised rows and their lse, (heads, rows, head_dim_v) and (heads, rows, 1).
+        """What acc_o must be multiplied with to become the output, and lse; (heads, rows, 1) each.
 
         Args:
             sinks: (heads, rows, 1) or None: a key of this score and of value 0, seen by every row that sees a key.
@@ -82,9 +112,9 @@ class OnlineSoftmax:
         if self.row_max is not None:
             lse += self.row_max
         if sinks is None:
-            weight = torch.where(is_empty, 0.0, 1.0 / self.row_sum)
+            weight = 1.0 / self.row_sum
         else:
             reference = 0.0 if self.row_max is None else self.row_max
-            lse = torch.where(is_empty, -torch.inf, torch.logaddexp(lse, sinks))
-            weight = torch.where(is_empty, 0.0, torch.exp(reference - lse))
-        return self.acc_o.mul_(weight), lse
+            lse = torch.logaddexp(lse, sinks).masked_fill_(is_empty, -torch.inf)
+            weight = torch.exp(reference - lse)
+        return weight.masked_fill_(is_empty, 0.0), lse

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..problem import AttentionInputs, AttentionProblem
@@ -18,6 +17,10 @@ class Sequences(NamedTuple):
     batch: slice | None  # entries of a dense tensor; None: packed
     queries: slice
     keys: slice
+
+    @property
+    def num_keys(self) -> int:
+        return self.keys.stop - self.keys.start
 
     def rows(self, t: Tensor) -> Tensor:
         """View of q, out or their gradients: (n, seqlen_q, num_heads_q, head_dim)."""
@@ -79,8 +82,3 @@ def head_groups(problem: AttentionProblem, n: int, group_size: int) -> Iterator[
     for b in range(0, n, entries):
         for h in range(0, problem.num_heads_kv, heads):
             yield HeadGroup(slice(b, b + entries), slice(h, h + heads), problem.qhead_per_kvhead)
-
-
-def contiguous(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """(entries, kv heads, rows, head_dim) -> (entries * kv heads, rows, head_dim), converted, copied if needed."""
-    return t.to(dtype).flatten(0, 1).contiguous()

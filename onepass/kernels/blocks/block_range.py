@@ -42,6 +42,21 @@ def query_range(
     return start, max(start, end)
 
 
+def tile_needs_mask(
+    m_start: int,
+    m_end: int,
+    n_start: int,
+    n_end: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    window_left: int | None,
+    window_right: int | None,
+) -> bool:
+    """True if some query of [m_start, m_end) must not see some key of [n_start, n_end)."""
+    low, high = unmasked_key_range(m_start, m_end, seqlen_q, seqlen_k, window_left, window_right)
+    return n_start < low or n_end > high
+
+
 def tiles(start: int, end: int, tile: int) -> list[tuple[int, int]]:
     """Cut [start, end) into consecutive ranges of at most `tile` elements."""
     return [(low, min(low + tile, end)) for low in range(start, end, tile)]
