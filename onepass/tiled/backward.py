@@ -124,15 +124,11 @@ def _backward_group(
     query_tiles = []
     for m_start, m_end in tiles(0, seqlen_q, sizes.tile_m):
         rows = slice(m_start, m_end)
-        q_tile, dout_tile, acc_dq = (
-            scratch.empty(f"{name} {m_start}", heads, problem.qhead_per_kvhead * (m_end - m_start), columns)
-            for name, columns in (("q", problem.head_dim), ("dout", problem.head_dim_v), ("dq", problem.head_dim))
-        )
-        for tile, source in ((q_tile, q), (dout_tile, dout)):
-            source_rows = source[:, :, :, rows]
-            tile.view(source_rows.shape).copy_(source_rows)
+        q_tile = scratch.load_scaled(f"q {m_start}", q[:, :, :, rows], scale).view(heads, -1, problem.head_dim)
+        dout_tile = scratch.load(f"dout {m_start}", dout[:, :, :, rows].flatten(2, 3))
         stats = [x[..., rows].reshape(heads, 1, -1) for x in (lse, delta)]
-        query_tiles.append(_QueryTile(m_start, m_end, q_tile.mul_(scale), dout_tile, *stats, acc_dq.zero_()))
+        acc_dq = scratch.empty(f"dq {m_start}", *q_tile.shape).zero_()
+        query_tiles.append(_QueryTile(m_start, m_end, q_tile, dout_tile, *stats, acc_dq))
 
     for n_start, n_end in tiles(0, seqlen_k, sizes.tile_n):
         k_tile, v_tile = scratch.load("k", k[:, :, n_start:n_end]), scratch.load("v", v[:, :, n_start:n_end])

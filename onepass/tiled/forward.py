@@ -110,10 +110,8 @@ def _forward_group(
         rows = slice(*queries)
         q_rows, out_rows, lse_rows = q[:, :, :, rows], out[:, :, :, rows], lse[:, :, :, rows]
         num_rows = problem.qhead_per_kvhead * (queries[1] - queries[0])
-        q_tile = scratch.empty("q", heads, num_rows, problem.head_dim)
         # the scale is applied to head_dim values of q instead of seqlen_k scores
-        q_tile.view(q_rows.shape).copy_(q_rows)
-        q_tile.mul_(problem.softmax_scale)
+        q_tile = scratch.load_scaled("q", q_rows, problem.softmax_scale).view(heads, num_rows, problem.head_dim)
         acc_o = scratch.empty("acc_o", heads, num_rows, problem.head_dim_v)
         softmax = visit_keys(q_tile, acc_o, queries, fixed_reference)
         if softmax.row_sum is None:  # no key in sight of any of these queries

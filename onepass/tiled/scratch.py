@@ -28,6 +28,11 @@ class Scratch:
             self._buffers[name] = self.like.new_empty(count, dtype=self.dtype)
         return self._buffers[name][:count].view(shape)
 
+    def load_scaled(self, name: str, source: Tensor, scale: float) -> Tensor:
+        """scale * source, (..., rows, head_dim), contiguous, of our dtype: converted first, then scaled."""
+        target = self.empty(name, *source.shape)
+        return torch.mul(source if source.dtype == self.dtype else target.copy_(source), scale, out=target)
+
     def load(self, name: str, source: Tensor) -> Tensor:
         """(entries, kv heads, rows, head_dim) -> (entries * kv heads, rows, head_dim), contiguous, of our dtype.
 
