@@ -74,13 +74,17 @@ def key_tiles(
     """The key tiles of one query tile, in the order they are visited: (n_start, n_end, needs_mask).
 
     Last keys first, as in the FlashAttention-3 kernels: the tiles cut by the causal diagonal come before the
-    unmasked ones. Cuts are made where masking begins and ends, so that a mask is only ever applied to the corners.
+    unmasked ones. Cuts are made where masking begins and ends, so that masks are applied to the corners only; what
+    is left of the unmasked keys joins the masked ones after it if both fit into one tile.
     """
     geometry = (m_start, m_end, seqlen_q, seqlen_k, window_left, window_right)
     low, high = key_range(*geometry)
     clear_low, clear_high = unmasked_key_range(*geometry)
     if clear_low == clear_high:
         clear_low = clear_high = low
+    rest = clear_high - (clear_high - clear_low) % tile_n
+    if clear_high < high <= rest + tile_n:
+        clear_high = rest
     ascending = (
         [(a, b, True) for a, b in tiles(low, clear_low, tile_n)]
         + [(a, b, False) for a, b in tiles(clear_low, clear_high, tile_n)]
