@@ -308,7 +308,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, is_real: Tensor, options: dict[str,
     k, v = k[:, :num_keys], v[:, :num_keys]
     is_causal, has_window = options["causal"], options["window"] is not None
     is_right_padded = not (is_real[:, 1:] & ~is_real[:, :-1]).any()
-    if is_right_padded and is_causal and (seqlen_q == num_keys or is_real.all()):
+    if is_right_padded and is_causal:
         return api.attention(q, k, v, **options)  # a real query sees no padding: it all lies to its right
     if is_right_padded and not is_causal and not has_window:
         return api.attention(q, k, v, **options, seqused_k=is_real.sum(-1, dtype=torch.int32))

@@ -9,6 +9,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from onepass import reference  # noqa: E402
 from onepass.integrations.transformers import attention_forward, padding_mask, register  # noqa: E402
 
 SMALL = {
@@ -117,10 +118,10 @@ def test_generate_from_left_padding(decoders, cache):
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("side", ["none", "left", "right"])
 def test_cached_steps(decoders, cache, side):
     """Prefill, then several tokens at once, then one: queries are fewer than keys, and keys fewer than slots."""
-    mask = torch.ones(BATCH, SEQLEN, dtype=torch.long) if side == "none" else padding("left")
+    mask = torch.ones(BATCH, SEQLEN, dtype=torch.long) if side == "none" else padding(side)
     results = []
     for model in decoders:
         past = (
@@ -130,7 +131,7 @@ def test_cached_steps(decoders, cache, side):
         )
         parts = []
         for start, end in ((0, 6), (6, 10), (10, 11)):
-            step_mask = mask[:, :end] if side == "left" else None
+            step_mask = None if side == "none" else mask[:, :end]
             step = model(tokens()[:, start:end], attention_mask=step_mask, past_key_values=past, use_cache=True)
             parts.append(step.logits)
         results.append(torch.cat(parts, 1))
@@ -229,6 +230,17 @@ class Layer(torch.nn.Module):
 def call(module=None, attention_mask=None, **kwargs):
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
     return attention_forward(module or Layer(), q, k, k, attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("sliding_window", range(1, 7))
+def test_window_edges(sliding_window, is_causal):
+    """Windows around the number of keys, 5: the last that hides a key and the first that does not."""
+    q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    out, _ = attention_forward(Layer(), q, k, k, None, sliding_window=sliding_window, is_causal=is_causal)
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    window = (sliding_window - 1, sliding_window - 1)
+    assert_close(out.double(), reference.attention(q, k, k, causal=is_causal, window=window).out)
 
 
 def test_harmless_arguments_pass():
