@@ -1,0 +1,424 @@
+"""The functions of flash-attn 2.8 with their names, arguments, order and defaults, computed by onepass.
+
+    from onepass.compat.flash_attn import flash_attn_func
+
+Conventions of that library which differ from onepass and are translated here:
+
+- `window_size` counts -1 (any negative number) as unbounded;
+- `softcap=0.0` means no cap;
+- `deterministic=False` permits a backward pass that is not reproducible, so `torch.use_deterministic_algorithms`
+  still decides.
+
+Two results differ. With `return_attn_probs=True` the third item, S_dmask, is None: the probabilities never exist in
+memory. And the log-sum-exp of a row that sees no key is -inf, where flash-attn gives +inf.
+
+What onepass does not compute raises NotImplementedError naming the argument, before any work is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import api, validation
+from ..errors import UnsupportedError
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+# argument -> (the only value it may have, what any other value would ask for)
+_UNSUPPORTED: dict[str, tuple[Any, str]] = {
+    "dropout_p": (0.0, "dropout"),
+    "alibi_slopes": (None, "ALiBi biases"),
+    "block_table": (None, "paged key/value caches"),
+    "rotary_cos": (None, "rotary embedding inside attention; rotate q and k before the call"),
+    "rotary_sin": (None, "rotary embedding inside attention; rotate q and k before the call"),
+    "cache_leftpad": (None, "caches padded on the left"),
+}
+
+
+def _refuse_unsupported(**arguments: Any) -> None:
+    """Raise NotImplementedError for the first argument that asks for something onepass does not compute."""
+    for name, value in arguments.items():
+        neutral, feature = _UNSUPPORTED[name]
+        if value is not neutral and (neutral is None or value != neutral):
+            given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise UnsupportedError(f"{name}: expected {neutral}, got {given}: onepass has no {feature}")
+
+
+def _mask_options(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any) -> dict[str, Any]:
+    """The scale and the mask in the words of `onepass.attention`."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"window_size: expected a pair (left, right) of int, got {window_size!r}")
+    left, right = (None if isinstance(side, int) and side < 0 else side for side in window_size)
+    return {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window": (left, right),
+        "softcap": None if softcap == 0 else softcap,
+    }
+
+
+def _unpack(name: str, packed: Any, count: int, rank: int) -> tuple[Tensor, ...]:
+    """Views of the tensors stacked in the third dimension from the end, (..., count, num_heads, head_dim)."""
+    if not isinstance(packed, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(packed).__name__}")
+    if packed.dim() != rank or packed.shape[-3] != count:
+        leading = "(batch, seqlen" if rank == 5 else "(total_tokens"
+        raise ValueError(f"{name}: expected shape {leading}, {count}, num_heads, head_dim), got {tuple(packed.shape)}")
+    return packed.unbind(-3)
+
+
+def _call(
+    function: Callable,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    deterministic: bool,
+    return_attn_probs: bool,
+    **lengths: Any,
+) -> Any:
+    """Run `onepass.attention` or `onepass.attention_varlen` and shape the result as flash-attn does."""
+    options = _mask_options(softmax_scale, causal, window_size, softcap)
+    result = function(
+        q, k, v, **options, **lengths, deterministic=deterministic or None, return_lse=bool(return_attn_probs)
+    )
+    return (result.out, result.lse, None) if return_attn_probs else result
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention of a dense batch.
+
+    Args:
+        q: (batch, seqlen_q, num_heads_q, head_dim). k, v: (batch, seqlen_k, num_heads_kv, head_dim); dtypes, GQA and
+            strides as in `onepass.attention`.
+        softmax_scale: None = head_dim ** -0.5.
+        causal, window_size: aligned at the bottom right; window_size is (left, right), inclusive, -1 = unbounded.
+        softcap: 0.0 = none.
+        deterministic: ask for bitwise reproducible gradients.
+        return_attn_probs: return (out, softmax_lse, None) in place of out.
+        dropout_p, alibi_slopes: only 0.0 and None.
+
+    Returns: out (batch, seqlen_q, num_heads_q, head_dim_v); softmax_lse (batch, num_heads_q, seqlen_q) float32.
+    Raises: NotImplementedError naming the argument that is not supported; else as `onepass.attention`.
+    """
+    _refuse_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    return _call(
+        api.attention,
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+    )
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` with k and v in one tensor, kv: (batch, seqlen_k, 2, num_heads_kv, head_dim)."""
+    _refuse_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    k, v = _unpack("kv", kv, 2, 5)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` with all three in one tensor, qkv: (batch, seqlen, 3, num_heads, head_dim)."""
+    _refuse_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    q, k, v = _unpack("qkv", qkv, 3, 5)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """Attention of packed sequences.
+
+    Args:
+        q: (total_q, num_heads_q, head_dim). k, v: (total_k, num_heads_kv, head_dim).
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where each sequence starts and the last one ends.
+        max_seqlen_q, max_seqlen_k: hints; an int, a tensor or None.
+        block_table: only None.
+        Others: as for `flash_attn_func`; masks are aligned to each sequence's own lengths.
+
+    Returns: out (total_q, num_heads_q, head_dim_v); softmax_lse (num_heads_q, total_q) float32.
+    Raises: NotImplementedError naming the argument that is not supported; else as `onepass.attention_varlen`.
+    """
+    _refuse_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
+    return _call(
+        api.attention_varlen,
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+    )
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_varlen_func` with k and v in one tensor, kv: (total_k, 2, num_heads_kv, head_dim)."""
+    _refuse_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    k, v = _unpack("kv", kv, 2, 4)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(q, k, v, *lengths, dropout_p, *options)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_varlen_func` with all three in one tensor, qkv: (total_tokens, 3, num_heads, head_dim)."""
+    _refuse_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    q, k, v = _unpack("qkv", qkv, 3, 4)
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    options = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(q, k, v, *lengths, dropout_p, *options)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Attention over a key/value cache, after writing k and v into it if they are given. Has no backward.
+
+    Batch entry b first stores k[b] and v[b] in the cache at positions cache_seqlens[b], cache_seqlens[b] + 1, ...,
+    in place, then q[b] attends to the first cache_seqlens[b] + seqlen_new positions. Masks are aligned at the bottom
+    right of that length. What the cache holds beyond it is never read.
+
+    Args:
+        q: (batch, seqlen_q, num_heads_q, head_dim).
+        k_cache, v_cache: (batch_cache, seqlen_cache, num_heads_kv, head_dim); batch_cache = batch unless
+            cache_batch_idx is given.
+        k, v: (batch, seqlen_new, num_heads_kv, head_dim), both or neither.
+        cache_seqlens: how much of the cache is filled: an int, (batch,) int32, or None = all of it.
+        cache_batch_idx: (batch,) int32 or int64, the cache entry of each batch entry; distinct if k is given.
+        softmax_scale, causal, window_size, softcap: as for `flash_attn_func`.
+        return_softmax_lse: return (out, softmax_lse).
+        num_splits, rotary_interleaved: without effect; they choose how flash-attn computes what is not changed here.
+        rotary_cos, rotary_sin, cache_leftpad, block_table, alibi_slopes: only None.
+
+    Returns: out (batch, seqlen_q, num_heads_q, head_dim_v); softmax_lse (batch, num_heads_q, seqlen_q) float32.
+    Raises: NotImplementedError naming the argument that is not supported, or an input that requires a gradient;
+    TypeError or ValueError for bad shapes, dtypes or lengths. The caches are unchanged whenever it raises.
+    """
+    _refuse_unsupported(
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        cache_leftpad=cache_leftpad,
+        block_table=block_table,
+        alibi_slopes=alibi_slopes,
+    )
+    options = _mask_options(softmax_scale, causal, window_size, softcap)
+    _check_cache(q, k_cache, v_cache, cache_batch_idx, options)
+    _check_new(q, k_cache, v_cache, k, v, cache_seqlens)
+    _refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+
+    batch, seqlen_cache, seqlen_new = q.shape[0], k_cache.shape[1], 0 if k is None else k.shape[1]
+    starts = _check_cache_seqlens(cache_seqlens, batch, seqlen_cache, seqlen_new, q.device)
+    if k is not None:
+        entries = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx.long()
+        positions = starts.long()[:, None] + torch.arange(seqlen_new, device=q.device)
+        k_cache[entries[:, None], positions] = k
+        v_cache[entries[:, None], positions] = v
+    if cache_batch_idx is not None:
+        k_cache, v_cache = (cache.index_select(0, cache_batch_idx) for cache in (k_cache, v_cache))
+    seqused_k = (starts + seqlen_new).to(torch.int32)
+    result = api.attention(q, k_cache, v_cache, **options, seqused_k=seqused_k, return_lse=bool(return_softmax_lse))
+    return tuple(result) if return_softmax_lse else result
+
+
+def _check_cache(q: Any, k_cache: Any, v_cache: Any, cache_batch_idx: Any, options: dict[str, Any]) -> None:
+    """The door's own checks, before anything is written; cache entries stand in for the ones that will be picked."""
+    picked = (k_cache, v_cache)
+    if cache_batch_idx is not None and all(isinstance(t, Tensor) and t.dim() == 4 for t in (q, *picked)):
+        if not isinstance(cache_batch_idx, Tensor) or cache_batch_idx.dtype not in (torch.int32, torch.int64):
+            given = cache_batch_idx.dtype if isinstance(cache_batch_idx, Tensor) else type(cache_batch_idx).__name__
+            raise TypeError(f"cache_batch_idx: expected an int32 or int64 torch.Tensor, got {given}")
+        if cache_batch_idx.shape != q.shape[:1] or cache_batch_idx.device != q.device:
+            raise ValueError(
+                f"cache_batch_idx: expected shape ({q.shape[0]},) on {q.device}, one per entry of q, "
+                f"got {tuple(cache_batch_idx.shape)} on {cache_batch_idx.device}"
+            )
+        num_entries = k_cache.shape[0]
+        if v_cache.shape[0] != num_entries:
+            raise ValueError(f"v_cache: expected {num_entries} entries like k_cache, got {v_cache.shape[0]}")
+        if cache_batch_idx.numel() and not 0 <= int(cache_batch_idx.min()) <= int(cache_batch_idx.max()) < num_entries:
+            raise ValueError(
+                f"cache_batch_idx: expected entries 0 to {num_entries - 1} of k_cache, got {cache_batch_idx.tolist()}"
+            )
+        picked = tuple(cache[:1].expand(q.shape[0], *cache.shape[1:]) for cache in picked)
+    validation.check_attention(q, *picked, **options, sinks=None, deterministic=None, return_lse=False, tuning=None)
+
+
+def _check_new(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any, cache_seqlens: Any) -> None:
+    """k and v: both or neither, and rows that fit the caches."""
+    if k is None and v is None:
+        return
+    if cache_seqlens is None:
+        raise ValueError("cache_seqlens: expected an int or a (batch,) int32 tensor where k and v are given, got None")
+    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if not isinstance(new, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor where the other of k and v is given, got {new!r}")
+        if new.dtype != cache.dtype or new.device != cache.device:
+            raise TypeError(
+                f"{name}: expected {cache.dtype} on {cache.device} like {name}_cache, got {new.dtype} on {new.device}"
+            )
+        expected = (q.shape[0], k.shape[1] if k.dim() == 4 else "seqlen_new", *cache.shape[2:])
+        if tuple(new.shape) != expected:
+            raise ValueError(f"{name}: expected shape {expected}, got {tuple(new.shape)}")
+
+
+def _refuse_gradients(**tensors: Tensor | None) -> None:
+    """A gradient would be lost without a word: there is no backward through a cache written in place."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"{name}: expected a tensor without requires_grad, because flash_attn_with_kvcache has no backward; "
+                "call it under torch.no_grad()"
+            )
+
+
+def _check_cache_seqlens(
+    cache_seqlens: Any, batch: int, seqlen_cache: int, seqlen_new: int, device: torch.device
+) -> Tensor:
+    """The filled lengths as a (batch,) tensor, checked to leave room for the new positions."""
+    if cache_seqlens is None:
+        cache_seqlens = seqlen_cache
+    if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
+        shortest = longest = cache_seqlens
+        starts = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
+    elif isinstance(cache_seqlens, Tensor):
+        starts = cache_seqlens
+        if starts.dtype != torch.int32 or starts.device != device:
+            raise TypeError(f"cache_seqlens: expected int32 on {device}, got {starts.dtype} on {starts.device}")
+        if tuple(starts.shape) != (batch,):
+            raise ValueError(f"cache_seqlens: expected shape ({batch},), one per entry of q, got {tuple(starts.shape)}")
+        shortest, longest = (int(starts.min()), int(starts.max())) if batch else (0, 0)
+    else:
+        raise TypeError(f"cache_seqlens: expected an int, an int32 tensor or None, got {cache_seqlens!r}")
+    if shortest < 0 or longest + seqlen_new > seqlen_cache:
+        given = longest if shortest >= 0 else shortest
+        raise ValueError(
+            f"cache_seqlens: expected 0 to {seqlen_cache - seqlen_new}, the {seqlen_cache} positions of the cache "
+            f"less {seqlen_new} new ones, got {given}"
+        )
+    return starts

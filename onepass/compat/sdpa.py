@@ -1,0 +1,205 @@
+"""`torch.nn.functional.scaled_dot_product_attention` with torch's signature and semantics, computed by onepass.
+
+No mask, `is_causal=True` and the biases of `torch.nn.attention.bias` (`causal_upper_left`, `causal_lower_right`) have
+a tile form and run in O(seqlen) memory. Every other mask is a dense tensor already, and takes the dense path at the
+end of this file: exact too, but with the score matrix in memory, which a `DenseAttentionWarning` says once.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+from .. import api, validation
+from ..errors import UnsupportedError
+
+__all__ = ["DenseAttentionWarning", "scaled_dot_product_attention"]
+
+
+class DenseAttentionWarning(UserWarning):
+    """A mask without a tile form made a call compute the whole score matrix."""
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(scale * query key^T + mask) value over the last two dimensions.
+
+    Causal attention is aligned at the TOP LEFT, as in torch: query i sees key j only if j <= i, whatever the two
+    lengths are. With 2 queries and 4 keys (1 = seen):
+
+        1 0 0 0
+        1 1 0 0
+
+    Args:
+        query: (..., num_heads_q, seqlen_q, head_dim), float64, float32, bfloat16 or float16.
+        key: (..., num_heads_kv, seqlen_k, head_dim).
+        value: (..., num_heads_kv, seqlen_k, head_dim_v). All dimensions before the last two broadcast, and may be
+            any number, also none.
+        attn_mask: broadcastable to (..., num_heads_q, seqlen_q, seqlen_k). Bool: True = seen. Floating point
+            (query's dtype or float32): added to the scaled scores; it has a gradient. Or a
+            `torch.nn.attention.bias.CausalBias`.
+        dropout_p: only 0.0.
+        is_causal: not together with attn_mask.
+        scale: None = head_dim ** -0.5.
+        enable_gqa: the numbers of heads of key and value may divide query's instead of being equal to it.
+
+    Returns: (..., num_heads_q, seqlen_q, head_dim_v) in query's dtype, accumulated in float32 (float64 for float64).
+    A row that sees no key is 0, with zero gradients.
+
+    Raises: TypeError or ValueError for bad arguments, NotImplementedError for dropout; before any work.
+    """
+    query, key, value = api._autocast(query, key, value)
+    leading = _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if attn_mask is not None and not isinstance(attn_mask, CausalBias):
+        return _dense(query, key, value, attn_mask, scale)
+
+    is_bottom_right = isinstance(attn_mask, CausalBias) and attn_mask.variant == CausalVariant.LOWER_RIGHT
+    window = None
+    if is_causal or (attn_mask is not None and not is_bottom_right):
+        # onepass aligns at the bottom right: keys past the diagonal, which nobody sees, are cut off, and missing keys
+        # are made up for by a window that reaches as far to the right
+        seqlen_q = query.shape[-2]
+        key, value = key[..., :seqlen_q, :], value[..., :seqlen_q, :]
+        window = (None, seqlen_q - key.shape[-2])
+    q, k, v = (_batch_seqlen_heads_dim(x, leading) for x in (query, key, value))
+    num_heads = leading[-1] if leading else 1
+    if q.shape[2] != num_heads:
+        q = q.expand(-1, -1, num_heads, -1)
+    if k.shape[2] != v.shape[2]:
+        k, v = (x.repeat_interleave(num_heads // x.shape[2], 2) for x in (k, v))
+    out = api.attention(q, k, v, causal=is_bottom_right, window=window, softmax_scale=scale)
+    return out.transpose(1, 2).reshape(*leading, *query.shape[-2:-1], value.shape[-1])
+
+
+def _batch_seqlen_heads_dim(x: Tensor, leading: torch.Size) -> Tensor:
+    """(..., heads, seqlen, dim) -> (batch, seqlen, heads, dim), a view wherever one exists."""
+    batch_shape = leading[:-1]
+    x = x if x.dim() > 2 else x.unsqueeze(0)
+    return x.expand(*batch_shape, *x.shape[-3:]).reshape(math.prod(batch_shape), *x.shape[-3:]).transpose(1, 2)
+
+
+def _check(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
+) -> torch.Size:
+    """Every check of the arguments. Returns: the broadcast dimensions (..., num_heads_q), () if there are none."""
+    named = {"query": query, "key": key, "value": value}
+    validation._check_tensors(named)
+    for name, t in named.items():
+        if t.dim() < 2:
+            raise ValueError(f"{name}: expected at least 2 dimensions (..., seqlen, head_dim), got {tuple(t.shape)}")
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(f"key: expected head_dim {query.shape[-1]} like query, got {key.shape[-1]}")
+    if value.shape[-2] != key.shape[-2]:
+        raise ValueError(f"value: expected seqlen_k {key.shape[-2]} like key, got {value.shape[-2]}")
+    validation._check_flag("is_causal", is_causal)
+    validation._check_flag("enable_gqa", enable_gqa)
+    if dropout_p != 0:
+        raise UnsupportedError(f"dropout_p: expected 0.0, got {dropout_p!r}: onepass has no dropout")
+    if scale is not None:
+        validation._check_real("scale", scale)
+    leading = _leading_shape(query, key, value, enable_gqa)
+    if attn_mask is not None:
+        if is_causal:
+            raise ValueError("attn_mask: expected None where is_causal=True, got a mask; put the causal part into it")
+        _check_mask(attn_mask, query, torch.Size((*leading, query.shape[-2], key.shape[-2])))
+    return leading
+
+
+def _leading_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> torch.Size:
+    shapes = [t.shape[:-2] for t in (query, key, value)]
+    if enable_gqa:
+        for name, shape in zip(("query", "key", "value"), shapes, strict=True):
+            if not shape:
+                raise ValueError(f"{name}: expected at least 3 dimensions with enable_gqa=True, got 2")
+        num_heads = shapes[0][-1]
+        for name, shape in zip(("key", "value"), shapes[1:], strict=True):
+            if shape[-1] < 1 or num_heads % shape[-1] != 0:
+                raise ValueError(
+                    f"{name}: expected a number of heads that divides query's {num_heads}, got {shape[-1]}"
+                )
+        shapes = [torch.Size((*shape[:-1], num_heads)) for shape in shapes]
+    try:
+        return torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        given = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
+        hint = "" if enable_gqa else " (heads that differ need enable_gqa=True)"
+        raise ValueError(
+            f"query, key, value: expected dimensions before the last two that broadcast, got {given}{hint}"
+        ) from None
+
+
+def _check_mask(attn_mask: Any, query: Tensor, scores_shape: torch.Size) -> None:
+    if isinstance(attn_mask, CausalBias):
+        given = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
+        if given != tuple(scores_shape[-2:]):
+            raise ValueError(f"attn_mask: expected a bias for lengths {tuple(scores_shape[-2:])}, got one for {given}")
+        return
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask: expected a torch.Tensor, got {type(attn_mask).__name__}")
+    if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise TypeError(f"attn_mask: expected dtype bool, float32 or {query.dtype} like query, got {attn_mask.dtype}")
+    if attn_mask.device != query.device:
+        raise ValueError(f"attn_mask: expected device {query.device} like query, got {attn_mask.device}")
+    try:
+        fits = attn_mask.dim() >= 2 and torch.broadcast_shapes(attn_mask.shape, scores_shape) == scores_shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"attn_mask: expected a shape that broadcasts to {tuple(scores_shape)}, got {tuple(attn_mask.shape)}"
+        )
+
+
+_has_warned = False
+
+
+def _warn_once() -> None:
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
+        warnings.warn(
+            "scaled_dot_product_attention: this attn_mask has no tile form, so the whole score matrix is computed: "
+            "memory is O(seqlen^2). Causal masks can be asked for with is_causal or torch.nn.attention.bias. "
+            "(This is said once per process.)",
+            DenseAttentionWarning,
+            stacklevel=4,
+        )
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, scale: float | None) -> Tensor:
+    """Attention under an arbitrary mask in plain torch, differentiable also in the mask."""
+    _warn_once()
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    dtype, accum_dtype = query.dtype, torch.float64 if query.dtype == torch.float64 else torch.float32
+    with torch.autocast(query.device.type, enabled=False):
+        query, key, value = (x.to(accum_dtype) for x in (query, key, value))
+        key, value = (_repeat_heads(x, query) for x in (key, value))
+        scores = query @ key.mT * scale
+        if attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, -torch.inf)
+        else:
+            scores = scores + attn_mask.to(accum_dtype)
+        # a row that sees no key: give it harmless scores, then take its result out, so that no gradient is NaN
+        sees_a_key = (scores != -torch.inf).any(-1, keepdim=True)
+        probabilities = torch.where(sees_a_key, scores, 0.0).softmax(-1)
+        return torch.where(sees_a_key, probabilities @ value, 0.0).to(dtype)
+
+
+def _repeat_heads(x: Tensor, query: Tensor) -> Tensor:
+    """Kv heads that are fewer than query's, but not one (which broadcasts), repeated for their groups."""
+    if x.dim() < 3 or query.dim() < 3 or not 1 < x.shape[-3] < query.shape[-3]:
+        return x
+    return x.repeat_interleave(query.shape[-3] // x.shape[-3], -3)

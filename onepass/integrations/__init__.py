@@ -1,0 +1,1 @@
+"""Plugging onepass into other libraries, each imported only when asked for: `integrations.transformers`."""

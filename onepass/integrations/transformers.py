@@ -1,0 +1,346 @@
+"""Hugging Face transformers with onepass as its attention.
+
+    from onepass.integrations.transformers import register
+
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=register())
+
+transformers calls two functions per implementation. The mask function runs once per forward pass, before the layers;
+the attention function runs in every layer and is handed what the mask function returned. `register` sets both: with
+an attention function alone, transformers passes no mask at all and padding is lost without a word.
+
+What travels between our two functions is never a score-sized mask, but one of
+
+- None: all keys are real;
+- bool (batch, num_keys): which keys are real; keys past num_keys are unused slots of a static cache;
+- int32 (batch, seqlen): which of several packed sequences each token belongs to.
+
+The other properties of the mask (causal, sliding window) are known to the attention function. A mask with any further
+pattern raises, because this form could not carry it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import api
+from ..errors import UnsupportedError
+
+__all__ = ["attention_forward", "padding_mask", "register"]
+
+
+def register(name: str = "onepass") -> str:
+    """Make `attn_implementation=name` available to every model of transformers.
+
+    Calling it again is harmless. Returns: name. Raises: ImportError without transformers 5.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, padding_mask)
+    return name
+
+
+# --- the mask function ------------------------------------------------------------------------------------------------
+
+
+def padding_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable | None = None,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor | None:
+    """What `attention_forward` cannot know by itself: padding, unused cache slots, packed sequences.
+
+    Args:
+        q_length, kv_length: of the attention to come; kv_length counts the unused slots of a static cache.
+        q_offset, kv_offset: position in the sequence of the first query and of the first key.
+        mask_function: the pattern, as transformers composes it.
+        attention_mask: (batch, tokens seen so far), True = real token, or None.
+        kwargs: further arguments of transformers' mask functions, which concern dense masks only.
+
+    Returns: None, bool (batch_size, num_keys) or int32 (batch_size, q_length), as the module says.
+    Raises: NotImplementedError for a pattern other than causal, bidirectional, sliding window and packed sequences.
+    """
+    pattern = _recognise(mask_function, kv_offset + kv_length)
+    if pattern.sequence_ids is not None:
+        return pattern.sequence_ids.to(torch.int32).expand(batch_size, -1)
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise UnsupportedError(f"attention_mask: expected (batch, tokens), got shape {tuple(attention_mask.shape)}")
+    # The last causal query stands at the last key, so slots of a static cache beyond it are cut off.
+    num_keys = int(q_offset) + q_length - kv_offset if pattern.is_causal else kv_length
+    if attention_mask is None:
+        if num_keys == kv_length:
+            return None
+        return torch.ones(batch_size, num_keys, dtype=torch.bool, device=device)
+    is_real = attention_mask[:, kv_offset : kv_offset + num_keys].bool()
+    is_real = torch.nn.functional.pad(is_real, (0, num_keys - is_real.shape[1]))
+    return None if num_keys == kv_length and is_real.all() else is_real
+
+
+class _Pattern(NamedTuple):
+    is_causal: bool
+    sequence_ids: Tensor | None  # (batch, seqlen), of packed sequences
+
+
+def _recognise(mask_function: Callable | None, num_positions: int) -> _Pattern:
+    """Read the pattern off transformers' composed mask function; refuse what `attention_forward` would lose."""
+    is_causal, sequence_ids = False, None
+    for name, variables in _parts(mask_function):
+        if name == "causal_mask_function":
+            is_causal = True
+        elif name == "packed_sequence_mask_function":
+            sequence_ids = variables["packed_sequence_mask"]
+        elif name == "chunked_overlay" and num_positions <= variables["chunk_size"]:
+            pass  # everything is still in the first chunk
+        elif name not in (
+            "bidirectional_mask_function",
+            "sliding_window_overlay",
+            "sliding_window_bidirectional_overlay",
+        ):
+            raise UnsupportedError(
+                f"mask_function: expected a causal, bidirectional, sliding window or packed pattern, got {name}; "
+                'use attn_implementation="sdpa" or "eager" for this model'
+            )
+    return _Pattern(is_causal, sequence_ids)
+
+
+def _parts(mask_function: Callable | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The conditions that are and-ed together: name of the function that made each, and the variables it holds."""
+    code = getattr(mask_function, "__code__", None)
+    if code is None:
+        yield str(mask_function), {}
+        return
+    cells = mask_function.__closure__ or ()
+    variables = {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+    name = mask_function.__qualname__.split(".<locals>")[0]
+    if mask_function.__module__ != "transformers.masking_utils":
+        yield f"{mask_function.__module__}.{mask_function.__qualname__}", {}
+    elif name == "and_masks":
+        for part in variables["mask_functions"]:
+            yield from _parts(part)
+    elif name == "remap_positions_for_packed_sequence":
+        yield from _parts(variables["mask_function"])
+    else:
+        yield name, variables
+
+
+# --- the attention function -------------------------------------------------------------------------------------------
+
+# Arguments of a model's forward pass that reach the attention function along with others, and do not concern it.
+_IRRELEVANT = frozenset(
+    {
+        "cache_position",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "seq_idx",  # for convolutions and state space layers
+        "use_cache",
+    }
+)
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | Tensor | None = None,
+    max_length_k: int | Tensor | None = None,
+    deterministic: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """One layer's attention, with transformers' signature.
+
+    Args:
+        module: the attention layer; `module.is_causal` is used where is_causal is None.
+        query: (batch, num_heads_q, q_length, head_dim). key: (batch, num_heads_kv, kv_length, head_dim).
+        value: (batch, num_heads_kv, kv_length, head_dim_v).
+        attention_mask: what `padding_mask` returned.
+        dropout: only 0.0.
+        scaling: None = head_dim ** -0.5.
+        sliding_window: how many keys a causal query sees, its own included; a bidirectional one sees
+            sliding_window - 1 on either side of its own.
+        softcap: as in `onepass.attention`.
+        s_aux: (num_heads_q,) attention sinks.
+        position_ids: (1, q_length), read where attention_mask is None and there is no cache: where they do not count
+            on, a new packed sequence begins.
+        cu_seq_lens_q, cu_seq_lens_k: (num_sequences + 1,) offsets of packed sequences in the flattened batch;
+            max_length_q, max_length_k are hints.
+        deterministic: as in `onepass.attention`.
+        kwargs: known not to matter, or None or False; anything else raises.
+
+    Returns: out (batch, q_length, num_heads_q, head_dim_v), 0 at left padding, and None in the place of attention
+    weights. Outputs at padding mean nothing.
+
+    Raises: NotImplementedError naming the argument that is not supported.
+    """
+    _refuse_unsupported(dropout, attention_mask, kwargs)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", None)
+    if is_causal is None:
+        raise ValueError(f"is_causal: expected a bool here or as an attribute of {type(module).__name__}, got neither")
+    is_causal = bool(is_causal)
+    options = {
+        "causal": is_causal,
+        "window": _window(sliding_window, is_causal, key.shape[2]),
+        "softcap": softcap,
+        "softmax_scale": scaling,
+        "sinks": s_aux,
+        "deterministic": deterministic,
+    }
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        if attention_mask is not None and attention_mask.dtype == torch.bool:
+            raise UnsupportedError("cu_seq_lens_q: expected None where attention_mask has padding, got both")
+        return _packed(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, options), None
+    if attention_mask is None:
+        attention_mask = _sequence_ids(position_ids, q, k)
+    if attention_mask is None:
+        return api.attention(q, k, v, **options), None
+    if attention_mask.dtype != torch.bool:
+        cu_seqlens = _cu_seqlens_of(attention_mask)
+        return _packed(q, k, v, cu_seqlens, cu_seqlens, None, None, options), None
+    return _padded(q, k, v, attention_mask, options), None
+
+
+def _refuse_unsupported(dropout: float, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+    if dropout:
+        raise UnsupportedError(
+            f"dropout: expected 0.0, got {dropout}: onepass has no dropout; set attention_dropout=0.0 in the "
+            "configuration or call model.eval()"
+        )
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise UnsupportedError(
+            f"attention_mask: expected None or (batch, tokens), got shape {tuple(attention_mask.shape)}: "
+            'a mask of scores; use attn_implementation="sdpa" or "eager" for it'
+        )
+    if attention_mask is not None and attention_mask.dtype not in (torch.bool, torch.int32):
+        raise UnsupportedError(
+            f"attention_mask: expected what padding_mask returns, bool or int32, got {attention_mask.dtype}: "
+            "this model makes its own mask"
+        )
+    for name, value in kwargs.items():
+        if value is not None and value is not False and name not in _IRRELEVANT:
+            given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise UnsupportedError(f"{name}: expected None, got {given}: onepass attention does not know this argument")
+
+
+def _window(sliding_window: int | None, is_causal: bool, num_keys: int) -> tuple[int, int | None] | None:
+    if sliding_window is None or sliding_window >= num_keys:
+        return None  # the window reaches over all keys
+    return sliding_window - 1, None if is_causal else sliding_window - 1
+
+
+def _packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor | None,
+    max_seqlen_k: int | Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attention of sequences that lie one after the other in the flattened batch."""
+    out = api.attention_varlen(
+        *(x.flatten(0, 1) for x in (q, k, v)),
+        cu_seqlens_q=cu_seqlens_q.to(q.device, torch.int32),
+        cu_seqlens_k=cu_seqlens_k.to(q.device, torch.int32),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        **options,
+    )
+    return out.unflatten(0, q.shape[:2])
+
+
+def _sequence_ids(position_ids: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """(1, seqlen) number of the packed sequence that each token belongs to; None if there is only one.
+
+    transformers packs a single row only where it infers sequences from positions, and only where all keys are there.
+    """
+    seqlen = q.shape[1]
+    if position_ids is None or tuple(position_ids.shape) != (1, seqlen) or seqlen == 1 or k.shape[:2] != (1, seqlen):
+        return None
+    is_start = position_ids.diff(dim=-1) != 1
+    if not is_start.any():
+        return None
+    return torch.nn.functional.pad(is_start.cumsum(-1), (1, 0))
+
+
+def _cu_seqlens_of(sequence_ids: Tensor) -> Tensor:
+    """Offsets of the runs of equal ids in each row, counted over the flattened batch."""
+    batch, seqlen = sequence_ids.shape
+    is_start = torch.ones(batch, seqlen + 1, dtype=torch.bool, device=sequence_ids.device)[:, :seqlen]
+    is_start[:, 1:] = sequence_ids.diff(dim=-1) != 0
+    starts = is_start.flatten().nonzero().flatten()
+    return torch.nn.functional.pad(starts, (0, 1), value=batch * seqlen).to(torch.int32)
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, is_real: Tensor, options: dict[str, Any]) -> Tensor:
+    """Attention where only the keys marked by is_real (batch, num_keys) exist.
+
+    Padding on the right needs no copy; padding anywhere else is taken out and the rest is packed.
+    """
+    batch, num_keys = is_real.shape
+    seqlen_q = q.shape[1]
+    k, v = k[:, :num_keys], v[:, :num_keys]
+    is_causal, has_window = options["causal"], options["window"] is not None
+    is_right_padded = not (is_real[:, 1:] & ~is_real[:, :-1]).any()
+    if is_right_padded and is_causal:
+        return api.attention(q, k, v, **options)  # a real query sees no padding: it all lies to its right
+    if is_right_padded and not is_causal and not has_window:
+        return api.attention(q, k, v, **options, seqused_k=is_real.sum(-1, dtype=torch.int32))
+
+    if has_window:
+        _refuse_holes(is_real)
+    # where masks count positions, padding goes out of queries and keys alike; else every query is kept
+    has_positions = is_causal or has_window
+    is_query = is_real[:, num_keys - seqlen_q :] if has_positions else is_real.new_ones(batch, seqlen_q)
+    out = q.new_zeros(batch, seqlen_q, q.shape[2], v.shape[3])
+    out[is_query] = api.attention_varlen(
+        q[is_query],
+        k[is_real],
+        v[is_real],
+        cu_seqlens_q=_cumulative(is_query.sum(-1)),
+        cu_seqlens_k=_cumulative(is_real.sum(-1)),
+        max_seqlen_q=seqlen_q,
+        max_seqlen_k=num_keys,
+        **options,
+    )
+    return out
+
+
+def _cumulative(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def _refuse_holes(is_real: Tensor) -> None:
+    """Taking out padding between real tokens would bring them closer together, and the window counts distances."""
+    num_runs = is_real[:, :1].sum(-1) + (is_real[:, 1:] & ~is_real[:, :-1]).sum(-1)
+    if (num_runs > 1).any():
+        raise UnsupportedError(
+            "attention_mask: expected padding at the ends of each row where sliding_window is set, "
+            "got padding between real tokens"
+        )

@@ -1,0 +1,249 @@
+"""scaled_dot_product_attention: torch's signature, layouts, broadcasting and masks."""
+
+import inspect
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+from onepass import reference
+from onepass.compat import sdpa
+from onepass.compat.sdpa import DenseAttentionWarning, scaled_dot_product_attention
+from onepass.testing import compare
+
+pytestmark = pytest.mark.filterwarnings("ignore::onepass.compat.sdpa.DenseAttentionWarning")
+
+
+def randn(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(dtype)
+
+
+def tensors(query, key, value=None, dtype=torch.float64):
+    shapes = (query, key, value or key)
+    return [randn(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+
+
+def assert_same_as_torch(qkv, **options):
+    """Values and gradients in float64, where only a different formula could make a difference."""
+    results = []
+    for function in (scaled_dot_product_attention, torch.nn.functional.scaled_dot_product_attention):
+        copies = [t.clone().requires_grad_() for t in qkv]
+        out = function(*copies, **options)
+        out.square().sum().backward()
+        results.append([out.detach(), *(t.grad for t in copies)])
+    for name, ours, theirs in zip(("out", "dq", "dk", "dv"), *results, strict=True):
+        assert ours.shape == theirs.shape, name
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
+
+
+LAYOUTS = {
+    "4-D": ((2, 3, 5, 8), (2, 3, 7, 8), None, False),
+    "more queries than keys": ((2, 3, 7, 8), (2, 3, 5, 8), None, False),
+    "head_dim_v": ((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 4), False),
+    "2-D": ((5, 8), (7, 8), None, False),
+    "3-D": ((3, 5, 8), (3, 7, 8), None, False),
+    "5-D": ((2, 2, 3, 5, 8), (2, 2, 3, 7, 8), None, False),
+    "batch of keys broadcast": ((2, 3, 5, 8), (1, 3, 7, 8), None, False),
+    "batch of queries broadcast": ((1, 3, 5, 8), (2, 3, 7, 8), None, False),
+    "batch of values broadcast": ((2, 3, 5, 8), (2, 3, 7, 8), (1, 3, 7, 8), False),
+    "only values have a batch": ((1, 3, 5, 8), (1, 3, 7, 8), (2, 3, 7, 8), False),
+    "heads of keys broadcast": ((2, 3, 5, 8), (2, 1, 7, 8), None, False),
+    "heads of queries broadcast": ((2, 1, 5, 8), (2, 3, 7, 8), None, False),
+    "heads of values broadcast": ((2, 3, 5, 8), (2, 3, 7, 8), (2, 1, 7, 8), False),
+    "ranks differ": ((2, 3, 5, 8), (7, 8), None, False),
+    "gqa": ((2, 4, 5, 8), (2, 2, 7, 8), None, True),
+    "gqa 3-D": ((4, 5, 8), (2, 7, 8), None, True),
+    "gqa of different groups": ((2, 4, 5, 8), (2, 2, 7, 8), (2, 1, 7, 8), True),
+    "gqa with equal heads": ((2, 4, 5, 8), (2, 4, 7, 8), None, True),
+}
+MASKS = {
+    "none": lambda m, n: {},
+    "causal": lambda m, n: {"is_causal": True},
+    "scale": lambda m, n: {"scale": 0.7, "is_causal": True},
+    "upper left": lambda m, n: {"attn_mask": causal_upper_left(m, n)},
+    "bool": lambda m, n: {"attn_mask": randn(m, n) > -0.3},
+    "float": lambda m, n: {"attn_mask": randn(m, n), "scale": 0.7},
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_same_as_torch(layout, mask):
+    query, key, value, enable_gqa = LAYOUTS[layout]
+    options = MASKS[mask](query[-2], key[-2])
+    assert_same_as_torch(tensors(query, key, value), enable_gqa=enable_gqa, **options)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 7), (5, 5)])
+def test_lower_right_bias(seqlen_q, seqlen_k):
+    qkv = tensors((2, 3, seqlen_q, 8), (2, 3, seqlen_k, 8))
+    assert_same_as_torch(qkv, attn_mask=causal_lower_right(seqlen_q, seqlen_k))
+
+
+@pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs")
+def test_lower_right_bias_with_rows_that_see_nothing():
+    qkv = tensors((2, 3, 7, 8), (2, 3, 5, 8))
+    out = scaled_dot_product_attention(*qkv, attn_mask=causal_lower_right(7, 5))
+    theirs = torch.nn.functional.scaled_dot_product_attention(*qkv, attn_mask=causal_lower_right(7, 5))
+    torch.testing.assert_close(out, theirs, rtol=1e-10, atol=1e-11)
+    assert (out[:, :, :2] == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 5, 8), (2, 3, 0, 8)])
+def test_empty(shape):
+    assert_same_as_torch(tensors(shape, shape))
+    assert_same_as_torch(tensors(shape, shape), is_causal=True)
+
+
+def test_no_keys_give_zero():
+    qkv = tensors((2, 3, 5, 8), (2, 3, 0, 8))
+    assert (scaled_dot_product_attention(*qkv) == torch.zeros(2, 3, 5, 8)).all()
+    assert (scaled_dot_product_attention(*qkv, attn_mask=torch.zeros(5, 0)) == torch.zeros(2, 3, 5, 8)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("path", ["tiles", "dense"])
+def test_accuracy(dtype, path):
+    qkv = tensors((2, 4, 33, 16), (2, 2, 33, 16), dtype=dtype)
+    options = {"is_causal": True} if path == "tiles" else {"attn_mask": torch.ones(33, 33).tril().bool()}
+    out = scaled_dot_product_attention(*qkv, enable_gqa=True, **options)
+    assert out.dtype == dtype
+    turned = [t.transpose(1, 2) for t in qkv]
+    oracle = reference.attention(*turned, causal=True).out
+    plain = reference.attention(*turned, causal=True, compute_dtype=dtype).out
+    comparison = compare("out", out.transpose(1, 2), oracle, plain)
+    assert comparison.ok, comparison
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masked_rows_are_zero_with_zero_gradients(kind):
+    qkv = [t.requires_grad_() for t in tensors((2, 3, 5, 8), (2, 3, 7, 8))]
+    visible = torch.ones(5, 7, dtype=torch.bool)
+    visible[1] = False
+    mask = visible if kind == "bool" else torch.where(visible, 0.0, -torch.inf)
+    out = scaled_dot_product_attention(*qkv, attn_mask=mask)
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(*qkv, attn_mask=mask))
+    assert (out[:, :, 1] == 0).all()
+    out.sum().backward()
+    assert all(t.grad.isfinite().all() for t in qkv)
+    assert (qkv[0].grad[:, :, 1] == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (1, 7), (5, 1), (3, 5, 7), (2, 1, 5, 7), (2, 3, 5, 7)])
+def test_mask_shapes_and_gradient(shape):
+    qkv = tensors((2, 3, 5, 8), (2, 3, 7, 8))
+    masks = [randn(*shape).requires_grad_() for _ in range(2)]
+    functions = (scaled_dot_product_attention, torch.nn.functional.scaled_dot_product_attention)
+    for function, mask in zip(functions, masks, strict=True):
+        function(*qkv, attn_mask=mask).square().sum().backward()
+    torch.testing.assert_close(masks[0].grad, masks[1].grad, rtol=1e-10, atol=1e-11)
+
+
+def test_float32_mask_on_other_dtypes():
+    for dtype in (torch.bfloat16, torch.float64):
+        qkv = tensors((2, 3, 5, 8), (2, 3, 7, 8), dtype=dtype)
+        mask = randn(5, 7, dtype=torch.float32)
+        out = scaled_dot_product_attention(*qkv, attn_mask=mask)
+        assert out.dtype == dtype
+        oracle = torch.nn.functional.scaled_dot_product_attention(*(t.double() for t in qkv), attn_mask=mask.double())
+        # the mask is added in float32 at least: one rounding of the result is all that is left
+        torch.testing.assert_close(out, oracle.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(5, 7, dtype=torch.bool)])
+def test_autocast(mask):
+    qkv = tensors((2, 3, 5, 8), (2, 3, 7, 8), dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = scaled_dot_product_attention(*qkv, attn_mask=mask)
+    expected = scaled_dot_product_attention(*(t.bfloat16() for t in qkv), attn_mask=mask)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, expected)
+
+
+def test_tile_forms_do_not_warn_and_the_dense_path_warns_once(monkeypatch):
+    monkeypatch.setattr(sdpa, "_has_warned", False)
+    qkv = tensors((2, 3, 5, 8), (2, 3, 7, 8))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scaled_dot_product_attention(*qkv)
+        scaled_dot_product_attention(*qkv, is_causal=True)
+        scaled_dot_product_attention(*qkv, attn_mask=causal_lower_right(5, 7))
+        assert not caught
+        for _ in range(2):
+            scaled_dot_product_attention(*qkv, attn_mask=torch.ones(5, 7, dtype=torch.bool))
+    assert [w.category for w in caught] == [DenseAttentionWarning]
+    assert "O(seqlen^2)" in str(caught[0].message)
+    assert caught[0].filename == __file__  # points at the caller
+
+
+def test_signature():
+    parameters = inspect.signature(scaled_dot_product_attention).parameters
+    assert {n: p.default for n, p in parameters.items() if p.default is not p.empty} == {
+        "attn_mask": None,
+        "dropout_p": 0.0,
+        "is_causal": False,
+        "scale": None,
+        "enable_gqa": False,
+    }
+    assert list(parameters)[:4] == ["query", "key", "value", "attn_mask"]
+
+
+BOOLS = torch.ones(5, 7, dtype=torch.bool)
+Q, K = (2, 4, 5, 8), (2, 4, 7, 8)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "error", "match"),
+    [
+        ((Q, K, K), {"dropout_p": 0.1}, NotImplementedError, r"dropout_p: expected 0\.0, got 0\.1"),
+        ((Q, K, K), {"attn_mask": BOOLS, "is_causal": True}, ValueError, "attn_mask: expected None where is_causal"),
+        (
+            (Q, K, K),
+            {"attn_mask": causal_upper_left(5, 7), "is_causal": True},
+            ValueError,
+            "attn_mask: expected None where is_causal",
+        ),
+        ((Q, K, K), {"attn_mask": causal_upper_left(5, 6)}, ValueError, r"lengths \(5, 7\), got one for \(5, 6\)"),
+        ((Q, K, K), {"attn_mask": BOOLS.int()}, TypeError, "attn_mask: expected dtype bool, float32 or"),
+        ((Q, K, K), {"attn_mask": torch.ones(7)}, ValueError, r"attn_mask: expected a shape that broadcasts"),
+        ((Q, K, K), {"attn_mask": torch.ones(5, 6)}, ValueError, r"broadcasts to \(2, 4, 5, 7\), got \(5, 6\)"),
+        (
+            ((1, 4, 5, 8), (1, 4, 7, 8), (1, 4, 7, 8)),
+            {"attn_mask": torch.ones(3, 1, 5, 7)},
+            ValueError,
+            "broad",
+        ),
+        ((Q, K, K), {"attn_mask": "causal"}, TypeError, r"attn_mask: expected a torch\.Tensor, got str"),
+        ((Q, K, K), {"is_causal": 1}, TypeError, "is_causal: expected a bool"),
+        ((Q, K, K), {"scale": float("nan")}, ValueError, "scale: expected a finite number"),
+        ((Q, K, (2, 4, 6, 8)), {}, ValueError, "value: expected seqlen_k 7 like key, got 6"),
+        ((Q, (2, 4, 7, 6), K), {}, ValueError, "key: expected head_dim 8 like query, got 6"),
+        ((Q, (2, 2, 7, 8), (2, 2, 7, 8)), {}, ValueError, r"broadcast, got .*enable_gqa=True"),
+        ((Q, (2, 3, 7, 8), K), {"enable_gqa": True}, ValueError, "key: expected .* divides query's 4, got 3"),
+        (((5, 8), (7, 8), (7, 8)), {"enable_gqa": True}, ValueError, "query: expected at least 3 dimensions"),
+        (((8,), K, K), {}, ValueError, "query: expected at least 2 dimensions"),
+    ],
+)
+def test_refusals(shapes, options, error, match):
+    with pytest.raises(error, match=match):
+        scaled_dot_product_attention(*tensors(*shapes), **options)
+
+
+def test_mixed_dtypes_are_refused():
+    q, k, v = tensors(Q, K)
+    with pytest.raises(TypeError, match="key: expected dtype float64 like query, got float32"):
+        scaled_dot_product_attention(q, k.float(), v)
+
+
+def test_importing_onepass_imports_no_compatibility_layer():
+    check = (
+        "import sys, onepass; "
+        "extra = [m for m in sys.modules if m == 'transformers' or m.startswith(('onepass.compat', 'onepass.integ'))]; "
+        "assert not extra, extra; "
+        "import onepass.compat.sdpa, onepass.compat.flash_attn, onepass.integrations.transformers; "
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True)

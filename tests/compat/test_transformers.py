@@ -1,0 +1,313 @@
+"""transformers models with onepass as their attention give what eager attention gives."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from onepass import reference  # noqa: E402
+from onepass.integrations.transformers import attention_forward, padding_mask, register  # noqa: E402
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+# Each is here for one thing: GQA; a window; window, softcap and a scale that is not head_dim ** -0.5, alternating
+# with full layers; sinks with alternating windows.
+MODELS = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": 4}),
+    "gemma2": ("Gemma2", {"sliding_window": 4, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 3}),
+    "gpt_oss": ("GptOss", {"sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1}),
+}
+BATCH, SEQLEN = 3, 11
+LENGTHS = (11, 6, 9)
+
+
+def make(family, extra, attn_implementation, head="ForCausalLM"):
+    """A tiny model with random weights, the same for each attention implementation."""
+    config = getattr(transformers, f"{family}Config")(**(SMALL | extra))
+    torch.manual_seed(0)
+    model = getattr(transformers, family + head)._from_config(config, attn_implementation=attn_implementation)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 or "sinks" in name:
+                parameter.normal_(0, 0.3)  # scores far enough from 0 for a wrong mask to show
+    return model.eval()
+
+
+@pytest.fixture(params=MODELS)
+def decoders(request):
+    family, extra = MODELS[request.param]
+    return [make(family, extra, implementation) for implementation in ("eager", register())]
+
+
+def tokens(batch=BATCH, seqlen=SEQLEN):
+    return torch.randint(2, 97, (batch, seqlen), generator=torch.Generator().manual_seed(1))
+
+
+def padding(side):
+    """(batch, seqlen) of 0 and 1, LENGTHS ones in each row."""
+    position = torch.arange(SEQLEN)
+    rows = [position < n if side == "right" else position >= SEQLEN - n for n in LENGTHS]
+    return torch.stack(rows).long()
+
+
+def assert_close(actual, expected, where=None):
+    if where is not None:
+        actual, expected = actual[where], expected[where]
+    assert actual.isfinite().all()
+    error = (actual - expected).abs().max() / expected.abs().max()
+    assert error <= 1e-5, f"expected an error of at most 1e-5, relative to the largest value, got {error:.2e}"
+
+
+def test_register_twice_returns_the_name():
+    assert register() == register() == "onepass"
+    assert register("onepass_too") == "onepass_too"
+    assert transformers.AttentionInterface()["onepass_too"] is attention_forward
+    assert transformers.AttentionMaskInterface()["onepass_too"] is padding_mask
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_logits(decoders, side):
+    mask = None if side == "none" else padding(side)
+    eager, ours = (model(tokens(), attention_mask=mask, use_cache=False).logits for model in decoders)
+    assert_close(ours, eager, None if mask is None else mask.bool())
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_gradients(decoders, side):
+    where = torch.ones(BATCH, SEQLEN, dtype=torch.bool) if side == "none" else padding(side).bool()
+    for model in decoders:
+        logits = model(tokens(), attention_mask=where.long(), use_cache=False).logits
+        logits[where].square().sum().backward()
+    eager, ours = (dict(model.named_parameters()) for model in decoders)
+    for name, parameter in eager.items():
+        if parameter.grad is not None and parameter.grad.any():
+            assert_close(ours[name].grad, parameter.grad)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate_from_left_padding(decoders, cache):
+    """Greedy tokens; in 12 steps the windows of 4 fill, and the static cache is never full."""
+    generated = [
+        model.generate(
+            tokens(),
+            attention_mask=padding("left"),
+            max_new_tokens=12,
+            do_sample=False,
+            cache_implementation=cache if cache == "static" else None,
+        )
+        for model in decoders
+    ]
+    assert generated[0].shape == (BATCH, SEQLEN + 12)
+    assert torch.equal(*generated)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_cached_steps(decoders, cache, side):
+    """Prefill, then several tokens at once, then one: queries are fewer than keys, and keys fewer than slots."""
+    mask = torch.ones(BATCH, SEQLEN, dtype=torch.long) if side == "none" else padding(side)
+    results = []
+    for model in decoders:
+        past = (
+            transformers.StaticCache(config=model.config, max_cache_len=16)
+            if cache == "static"
+            else transformers.DynamicCache(config=model.config)
+        )
+        parts = []
+        for start, end in ((0, 6), (6, 10), (10, 11)):
+            step_mask = None if side == "none" else mask[:, :end]
+            step = model(tokens()[:, start:end], attention_mask=step_mask, past_key_values=past, use_cache=True)
+            parts.append(step.logits)
+        results.append(torch.cat(parts, 1))
+    eager, ours = results
+    assert_close(ours, eager, mask.bool())
+
+
+def test_padding_between_real_tokens():
+    """Right-padded prompts that are then continued; without a window, what lies between is simply not there."""
+    mask = padding("right")
+    mask[:, -1] = 1
+    eager, ours = (
+        make("Llama", {}, implementation)(tokens(), attention_mask=mask).logits
+        for implementation in ("eager", register())
+    )
+    assert_close(ours, eager, mask.bool())
+
+
+PACKED = (4, 1, 6)
+
+
+def packed_positions():
+    return torch.cat([torch.arange(n) for n in PACKED])[None]
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_packed_by_position_ids(decoders, use_cache):
+    eager, ours = decoders
+    row = tokens(1)
+    out = ours(row, position_ids=packed_positions(), use_cache=use_cache).logits
+    expected = torch.cat([eager(part, use_cache=False).logits for part in row.split(PACKED, 1)], 1)
+    assert_close(out, expected)
+
+
+def test_packed_rows_of_a_batch(decoders):
+    """Rows that are cut at different places, which only the mask function sees."""
+    positions = torch.stack([packed_positions()[0], torch.arange(SEQLEN), torch.arange(SEQLEN) % 7])
+    eager, ours = (model(tokens(), position_ids=positions, use_cache=False).logits for model in decoders)
+    assert_close(ours, eager)
+
+
+def test_packed_by_cu_seq_lens(decoders):
+    eager, ours = decoders
+    row = tokens(1)
+    offsets = torch.tensor([0, *PACKED]).cumsum(0)
+    lengths = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 6, "max_length_k": 6}
+    out = ours(row, position_ids=packed_positions(), use_cache=False, **lengths).logits
+    expected = torch.cat([eager(part, use_cache=False).logits for part in row.split(PACKED, 1)], 1)
+    assert_close(out, expected)
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_encoder(side):
+    extra = {"type_vocab_size": 2, "num_key_value_heads": None}
+    mask = None if side == "none" else padding(side)
+    eager, ours = (
+        make("Bert", extra, implementation, head="Model")(tokens(), attention_mask=mask).last_hidden_state
+        for implementation in ("eager", register())
+    )
+    assert_close(ours, eager, None if mask is None else mask.bool())
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_encoder_with_a_window(side):
+    extra = {"local_attention": 6, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 1}
+    mask = None if side == "none" else padding(side)
+    eager, ours = (
+        make("ModernBert", extra, implementation, head="Model")(tokens(), attention_mask=mask).last_hidden_state
+        for implementation in ("eager", register())
+    )
+    assert_close(ours, eager, None if mask is None else mask.bool())
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_cross_attention(side):
+    """Encoder and decoder of equal length: padding of the keys must not be taken for padding of the queries."""
+    extra = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "decoder_start_token_id": 1}
+    extra |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    mask = padding(side)
+    eager, ours = (
+        make("Bart", extra, implementation, head="Model")(
+            tokens(), attention_mask=mask, decoder_input_ids=tokens(), use_cache=False
+        ).last_hidden_state
+        for implementation in ("eager", register())
+    )
+    assert_close(ours, eager)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+class Layer(torch.nn.Module):
+    is_causal = True
+
+
+def call(module=None, attention_mask=None, **kwargs):
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    return attention_forward(module or Layer(), q, k, k, attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("sliding_window", range(1, 7))
+def test_window_edges(sliding_window, is_causal):
+    """Windows around the number of keys, 5: the last that hides a key and the first that does not."""
+    q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    out, _ = attention_forward(Layer(), q, k, k, None, sliding_window=sliding_window, is_causal=is_causal)
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    window = (sliding_window - 1, sliding_window - 1)
+    assert_close(out.double(), reference.attention(q, k, k, causal=is_causal, window=window).out)
+
+
+def test_harmless_arguments_pass():
+    out, weights = call(use_cache=True, output_attentions=False, position_bias=None)
+    assert out.shape == (2, 5, 4, 8)
+    assert weights is None
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"dropout": 0.1}, "dropout: expected 0.0, got 0.1"),
+        ({"output_attentions": True}, "output_attentions"),
+        ({"position_bias": torch.zeros(1, 4, 5, 5)}, "position_bias"),
+        ({"cache": object()}, "cache"),
+        ({"block_table": torch.zeros(2, 1, dtype=torch.int32)}, "block_table"),
+        ({"attention_mask": torch.zeros(2, 1, 5, 5)}, r"attention_mask: .* a mask of scores"),
+        ({"attention_mask": torch.ones(2, 5, dtype=torch.long)}, "this model makes its own mask"),
+        (
+            {
+                "attention_mask": torch.ones(2, 5, dtype=torch.bool),
+                "cu_seq_lens_q": torch.tensor([0, 10]),
+                "cu_seq_lens_k": torch.tensor([0, 10]),
+            },
+            "cu_seq_lens_q: expected None where attention_mask has padding",
+        ),
+        (
+            {"attention_mask": torch.tensor([[1, 0, 1, 1, 1], [1, 1, 1, 1, 1]]).bool(), "sliding_window": 2},
+            "padding between real tokens",
+        ),
+    ],
+)
+def test_refusals(kwargs, match):
+    with pytest.raises(NotImplementedError, match=match):
+        call(**kwargs)
+
+
+def test_unknown_alignment_is_refused():
+    with pytest.raises(ValueError, match="is_causal: expected a bool here or as an attribute of Module"):
+        call(torch.nn.Module())
+
+
+def test_output_attentions_of_a_model_is_refused():
+    with pytest.raises(NotImplementedError, match="output_attentions"):
+        make("Llama", {}, register())(tokens(), output_attentions=True)
+
+
+def test_masks_with_another_pattern_are_refused():
+    from transformers import masking_utils
+
+    model = make("Llama", {}, register())
+    arguments = {"config": model.config, "inputs_embeds": torch.zeros(1, 9, 32), "past_key_values": None}
+    arguments["attention_mask"] = None
+    with pytest.raises(NotImplementedError, match=r"mask_function: expected a causal, .* or_masks"):
+        masking_utils.create_causal_mask(**arguments, or_mask_function=lambda b, h, i, j: j < 2)
+    with pytest.raises(NotImplementedError, match="lambda"):
+        masking_utils.create_causal_mask(**arguments, and_mask_function=lambda b, h, i, j: j < 2)
+    model.config.attention_chunk_size = 4
+    with pytest.raises(NotImplementedError, match="chunked_overlay"):
+        masking_utils.create_chunked_causal_mask(**arguments)
+    model.config.attention_chunk_size = 9
+    assert masking_utils.create_chunked_causal_mask(**arguments) is None
+    with pytest.raises(NotImplementedError, match="attention_mask"):
+        padding_mask(1, 9, 9, mask_function=masking_utils.causal_mask_function, attention_mask=torch.ones(1, 9, 9))
+
+
+def test_dropout_in_training_is_refused():
+    model = make("Llama", {"attention_dropout": 0.1}, register()).train()
+    with pytest.raises(NotImplementedError, match=r"dropout: expected 0\.0, got 0\.1"):
+        model(tokens())
