@@ -73,6 +73,7 @@ def demo(
     if layer is not None and layer.rows:
         console.print(layer_table(layer))
     if found is not None:
+        console.print()
         show_search(console, found)
     if json_file is not None:
         json_file.write_text(json.dumps(as_json(layer, found, interrupted), indent=2, allow_nan=False) + "\n")
