@@ -80,6 +80,7 @@ def demo(
     if interrupted:
         console.print("Interrupted: the rest was not measured.")
         raise typer.Exit(INTERRUPTED)
+    console.print()
     console.print(summary(layer, found))
     if not (layer.ok and (found is None or found.ok)):
         raise typer.Exit(1)
