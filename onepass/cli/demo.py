@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -28,7 +28,12 @@ from .demo_search import SearchReport
 
 INTERRUPTED = 130  # the shell's code for Ctrl-C
 # no vertical lines: eight columns fit into a terminal of 80 characters
-TABLE_STYLE = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "title_justify": "left", "caption_justify": "left"}
+TABLE_STYLE: dict[str, Any] = {
+    "box": box.SIMPLE_HEAD,
+    "padding": (0, 1, 0, 0),
+    "title_justify": "left",
+    "caption_justify": "left",
+}
 
 
 def demo(
@@ -49,7 +54,9 @@ def demo(
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise typer.BadParameter(f"no such directory: {json_file.absolute().parent}", param_hint="--json")
     console = Console()
-    layer, found, interrupted = None, None, False
+    layer: LayerReport | None = None
+    found: SearchReport | None = None
+    interrupted = False
     repeats = 1 if quick else 2
     num_steps = demo_layer.num_steps(repeats) + 1 + (0 if skip_search else demo_search.NUM_STEPS)
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
@@ -77,7 +84,7 @@ def demo(
         show_search(console, found)
     if json_file is not None:
         json_file.write_text(json.dumps(as_json(layer, found, interrupted), indent=2, allow_nan=False) + "\n")
-    if interrupted:
+    if interrupted or layer is None:
         console.print("Interrupted: the rest was not measured.")
         raise typer.Exit(INTERRUPTED)
     console.print()
@@ -131,6 +138,8 @@ def layer_table(report: LayerReport) -> Table:
     for row in report.rows:
         if row.note:  # beside the numbers it would make the columns wide
             table.caption = f"{row.name}: {row.note}. {table.caption}"
+    if report.is_disturbed:
+        table.caption = f"The machine was busy (load {report.load_average:.1f}): times are disturbed. {table.caption}"
     return table
 
 
@@ -139,14 +148,17 @@ def layer_cells(row: Row) -> list[str]:
     times = [
         "-" if ms is None else f"{ms:,.0f}" if ms >= 10 else f"{ms:.2f}" for ms in (row.forward_ms, row.backward_ms)
     ]
-    return [*times, "-" if row.peak_extra_bytes is None else mebibytes(row.peak_extra_bytes)]
+    return [*times, mebibytes(row.peak_extra_bytes)]
 
 
 def _errors(errors: dict[str, float], names: tuple[str, ...]) -> list[str]:
     return [f"{errors[name]:.1e}" if name in errors else "-" for name in names]
 
 
-def mebibytes(num_bytes: int) -> str:
+def mebibytes(num_bytes: int | None) -> str:
+    """In MiB or GiB; "-" for what was not measured."""
+    if num_bytes is None:
+        return "-"
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.0f} MiB"
 
 
@@ -184,9 +196,8 @@ def summary(layer: LayerReport, found: SearchReport | None) -> str:
     rows = {row.name: row for row in layer.rows}
     mine, sdpa, naive = (rows[name] for name in demo_layer.CONTENDERS)
     verdict = "within its error budget" if mine.within_budget else "OUTSIDE ITS ERROR BUDGET"
-    my_ms, sdpa_ms = (row.forward_ms + row.backward_ms for row in (mine, sdpa))
     sentences = [
-        f"onepass computed the layer and its gradients {verdict} against float64, at {sdpa_ms / my_ms:.2f} times "
+        f"onepass computed the layer and its gradients {verdict} against float64, at {sdpa.total_ms / mine.total_ms:.2f} times "
         f"the speed of torch SDPA."
     ]
     if naive.note:

@@ -6,6 +6,7 @@ longer than everything else.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -88,6 +89,13 @@ class Row:
     within_budget: bool | None = None
     note: str = ""
 
+    @property
+    def total_ms(self) -> float:
+        """Forward and backward, of a row that was timed."""
+        assert self.forward_ms is not None
+        assert self.backward_ms is not None
+        return self.forward_ms + self.backward_ms
+
 
 @dataclass
 class LayerReport:
@@ -95,6 +103,7 @@ class LayerReport:
 
     Attributes:
         results_bytes: size of out, dq, dk and dv, which every contender has to hold.
+        load_average: processes that wanted a core in the minute before, on Linux and macOS; else 0.
         repeats: timed runs of each contender, of which the best counts.
         budget: errors that onepass is allowed: 2 times (gradients: 3 times) that of dense PyTorch in the same dtype
             plus one rounding of the largest value.
@@ -105,6 +114,7 @@ class LayerReport:
     seqlen: int
     checked_kv_heads: tuple[int, ...]
     results_bytes: int
+    load_average: float
     repeats: int = 0
     rows: list[Row] = field(default_factory=list)
     budget: dict[str, float] = field(default_factory=dict)
@@ -114,12 +124,19 @@ class LayerReport:
         """onepass ran and is within the budget. The others are there to compare with."""
         return any(row.name == "onepass" and row.within_budget for row in self.rows)
 
+    @property
+    def is_disturbed(self) -> bool:
+        """Others leave no core free: what waits for several threads at once, as a tiled GEMM does, suffers most."""
+        return self.load_average >= (os.cpu_count() or 1)
+
     def as_dict(self) -> dict:
         return asdict(self) | {"ok": self.ok}
 
 
 def with_onepass(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return onepass.attention(q, k, v, causal=True)
+    out = onepass.attention(q, k, v, causal=True)
+    assert isinstance(out, Tensor)  # and not a pair: lse was not asked for
+    return out
 
 
 def with_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -272,4 +289,6 @@ def prepare(device: torch.device, seqlen: int, checked_kv_heads: tuple[int, ...]
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     values = 2 * seqlen * HEAD_DIM * (NUM_HEADS_Q + NUM_HEADS_KV)  # out, dq and dk, dv
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    return LayerReport(name, str(dtype).removeprefix("torch."), seqlen, checked_kv_heads, values * dtype.itemsize)
+    load_average = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    dtype_name = str(dtype).removeprefix("torch.")
+    return LayerReport(name, dtype_name, seqlen, checked_kv_heads, values * dtype.itemsize, load_average)

@@ -16,7 +16,7 @@ pytest.importorskip("psutil")
 from typer.testing import CliRunner  # noqa: E402
 
 from onepass.cli import demo_layer, demo_search  # noqa: E402
-from onepass.cli.demo import demo, mebibytes  # noqa: E402
+from onepass.cli.demo import demo, layer_table, mebibytes  # noqa: E402
 from onepass.cli.demo_memory import PeakMemory  # noqa: E402
 from onepass.cli.demo_search import CountAttention, Query, SearchReport  # noqa: E402
 
@@ -95,6 +95,13 @@ def test_peak_memory_sees_what_was_freed_again():
         del x
     assert total == 64 * MIB // 4
     assert 60 * MIB < memory.extra_bytes < 90 * MIB
+
+
+def test_a_busy_machine_is_named(monkeypatch):
+    report = measured()
+    for load_average, is_named in ((0.0, False), (1e3, True)):
+        report.load_average = load_average
+        assert ("The machine was busy" in layer_table(report).caption) == is_named
 
 
 def test_mebibytes():
