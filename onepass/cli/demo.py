@@ -197,8 +197,8 @@ def summary(layer: LayerReport, found: SearchReport | None) -> str:
     mine, sdpa, naive = (rows[name] for name in demo_layer.CONTENDERS)
     verdict = "within its error budget" if mine.within_budget else "OUTSIDE ITS ERROR BUDGET"
     sentences = [
-        f"onepass computed the layer and its gradients {verdict} against float64, at {sdpa.total_ms / mine.total_ms:.2f} times "
-        f"the speed of torch SDPA."
+        f"onepass computed the layer and its gradients {verdict} against float64, "
+        f"at {sdpa.total_ms / mine.total_ms:.2f} times the speed of torch SDPA."
     ]
     if naive.note:
         sentences.append(f"It took {mebibytes(mine.peak_extra_bytes)}; the naive form {naive.note}.")
