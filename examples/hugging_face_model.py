@@ -1,0 +1,35 @@
+"""A Hugging Face model with every attention layer run by onepass: a tiny Llama with random weights.
+
+Needs transformers: pip install "onepass[demo]"
+"""
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from onepass.integrations.transformers import register
+
+torch.manual_seed(0)
+config = LlamaConfig(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+model = LlamaForCausalLM(config).eval()
+tokens = torch.randint(256, (2, 50))
+
+model.set_attn_implementation("eager")
+expected = model(tokens).logits
+
+name = (
+    register()
+)  # once per process; the name is then known to every model: from_pretrained(..., attn_implementation=name)
+model.set_attn_implementation(name)
+output = model(tokens, labels=tokens)
+output.loss.backward()  # training works, too
+
+torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-5)
+difference = float((output.logits - expected).detach().abs().max())
+print(f"attention {name!r}: logits within {difference:.1e} of eager attention, loss {float(output.loss.detach()):.3f}")

@@ -1,0 +1,21 @@
+"""Sequences of different lengths in one call, one after the other, with no padding between them."""
+
+import torch
+
+import onepass
+
+torch.manual_seed(0)
+lengths = [5, 200, 33]
+num_heads, head_dim = 4, 32
+sequences = [torch.randn(n, 3, num_heads, head_dim) for n in lengths]  # q, k and v of each
+
+packed = torch.cat(sequences)  # (238, 3, num_heads, head_dim)
+# where each sequence starts, and where the last one ends: [0, 5, 205, 238]
+offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+out = onepass.attention_varlen(*packed.unbind(1), cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True)
+
+# each sequence attended to itself only: the same as one call for each
+for i, sequence in enumerate(sequences):
+    alone = onepass.attention(*sequence[None].unbind(2), causal=True)[0]
+    torch.testing.assert_close(out[offsets[i] : offsets[i + 1]], alone)
+print(f"{len(lengths)} sequences, {packed.shape[0]} tokens, 0 padding: equal to {len(lengths)} separate calls")

@@ -1,0 +1,232 @@
+"""`onepass demo`: exact attention at work, on the device that is there.
+
+demo_layer.py   one attention layer of a Llama-3-8B shape, beside torch's SDPA and the naive form
+demo_search.py  real input: sentences searched by meaning, every attention layer of the model run by onepass
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import onepass
+
+from . import demo_layer, demo_search
+from .demo_layer import LayerReport, Row
+from .demo_memory import GIB
+from .demo_search import SearchReport
+
+INTERRUPTED = 130  # the shell's code for Ctrl-C
+# no vertical lines: eight columns fit into a terminal of 80 characters
+TABLE_STYLE: dict[str, Any] = {
+    "box": box.SIMPLE_HEAD,
+    "padding": (0, 1, 0, 0),
+    "title_justify": "left",
+    "caption_justify": "left",
+}
+
+
+def demo(
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto = a GPU if there is one.")] = "auto",
+    seqlen: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the layer; chosen by a short probe if not given.")
+    ] = None,
+    skip_search: Annotated[bool, typer.Option("--skip-search", help="Only the attention layer.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="512 tokens, one timed run, fewer heads checked.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write everything measured here.")] = None,
+) -> None:
+    """Show onepass at work: a model-sized attention layer, and a search by meaning. Takes about a minute.
+
+    Exit code 0: all results are right. 1: a result is further from float64, or embeddings further from eager
+    attention's, than allowed. 2: wrong arguments. 130: interrupted; what was measured until then is shown.
+    """
+    where = _device(device)
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise typer.BadParameter(f"no such directory: {json_file.absolute().parent}", param_hint="--json")
+    console = Console()
+    layer: LayerReport | None = None
+    found: SearchReport | None = None
+    interrupted = False
+    repeats = 1 if quick else 2
+    num_steps = demo_layer.num_steps(repeats) + 1 + (0 if skip_search else demo_search.NUM_STEPS)
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=num_steps)
+
+        def step(what: str) -> None:
+            progress.update(task, description=escape(what), advance=1)
+
+        try:
+            step("choosing a length")
+            seqlen = seqlen or (512 if quick else demo_layer.choose_seqlen(where, target_s=2.0))
+            checked = demo_layer.CHECKED_KV_HEADS[: 1 if quick else None]
+            layer = demo_layer.prepare(where, seqlen, checked)
+            inputs = demo_layer.Inputs.random(seqlen, where)
+            demo_layer.measure(layer, inputs, where, repeats, step)
+            if not skip_search:
+                found = demo_search.search(where, step)
+        except KeyboardInterrupt:
+            interrupted = True
+    if layer is not None and layer.rows:
+        console.print(layer_table(layer))
+    if found is not None:
+        console.print()
+        show_search(console, found)
+    if json_file is not None:
+        json_file.write_text(json.dumps(as_json(layer, found, interrupted), indent=2, allow_nan=False) + "\n")
+    if interrupted or layer is None:
+        console.print("Interrupted: the rest was not measured.")
+        raise typer.Exit(INTERRUPTED)
+    console.print()
+    console.print(summary(layer, found))
+    if not (layer.ok and (found is None or found.ok)):
+        raise typer.Exit(1)
+
+
+def _device(name: str) -> torch.device:
+    """The device asked for. Raises: typer.BadParameter if it is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise typer.BadParameter(f"expected auto, cpu or cuda, got {name}", param_hint="--device") from None
+    if device.type not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"expected auto, cpu or cuda, got {name}", param_hint="--device")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        raise typer.BadParameter(f"{name} was asked for, PyTorch finds {found} CUDA devices", param_hint="--device")
+    return device
+
+
+def layer_table(report: LayerReport) -> Table:
+    """Time, memory and error of each contender, and how each was measured."""
+    is_cpu = report.device.startswith("CPU")
+    memory = "resident size, read every ms" if is_cpu else "PyTorch's allocator"
+    heads = len(report.checked_kv_heads) * demo_layer.GROUP
+    table = Table(
+        title=f"One attention layer of Llama 3 8B, {report.seqlen} tokens, causal, {report.dtype}; {report.device}",
+        caption=(
+            f"Time: best of {report.repeats}. Peak memory: beyond the inputs, the {mebibytes(report.results_bytes)} of "
+            f"results included; {memory}. Errors: largest difference from float64, all rows of {heads} of the "
+            f"{demo_layer.NUM_HEADS_Q} query heads. Budget: 2 times (gradients 3 times) the error of dense PyTorch "
+            f"in {report.dtype}, plus one rounding."
+        ),
+        **TABLE_STYLE,
+    )
+    table.add_column("", no_wrap=True)
+    for name in ("forward\nms", "backward\nms", "peak\nmemory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    names = "out", "dq", "dk", "dv"
+    for name in names:
+        table.add_column(f"error\n{name}", justify="right", no_wrap=True)
+    for row in report.rows:
+        table.add_row(row.name, *layer_cells(row), *_errors(row.errors, names))
+    if report.budget:
+        table.add_section()
+        table.add_row("budget", "", "", "", *_errors(report.budget, names))
+    for row in report.rows:
+        if row.note:  # beside the numbers it would make the columns wide
+            table.caption = f"{row.name}: {row.note}. {table.caption}"
+    if report.is_disturbed:
+        table.caption = f"The machine was busy (load {report.load_average:.1f}): times are disturbed. {table.caption}"
+    return table
+
+
+def layer_cells(row: Row) -> list[str]:
+    """Forward and backward milliseconds and peak memory; "-" for what was not measured."""
+    times = [
+        "-" if ms is None else f"{ms:,.0f}" if ms >= 10 else f"{ms:.2f}" for ms in (row.forward_ms, row.backward_ms)
+    ]
+    return [*times, mebibytes(row.peak_extra_bytes)]
+
+
+def _errors(errors: dict[str, float], names: tuple[str, ...]) -> list[str]:
+    return [f"{errors[name]:.1e}" if name in errors else "-" for name in names]
+
+
+def mebibytes(num_bytes: int | None) -> str:
+    """In MiB or GiB; "-" for what was not measured."""
+    if num_bytes is None:
+        return "-"
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.0f} MiB"
+
+
+def show_search(console: Console, report: SearchReport) -> None:
+    """The ranking, or what is missing for one."""
+    if report.missing:
+        # not rich's markup: the command has square brackets
+        console.print(
+            f"Search by meaning skipped: {' and '.join(report.missing)} not installed; {demo_search.PIP_COMMAND}",
+            markup=False,
+        )
+        return
+    table = Table(
+        title=f"{len(demo_search.CORPUS)} sentences searched by meaning (all-MiniLM-L6-v2)",
+        caption=(
+            f"{report.onepass_calls} calls of onepass ({report.num_layers} layers, {report.num_batches} batches, "
+            f"{report.padding_share:.0%} of the input padding), {report.other_calls} of any other attention. Largest "
+            f"difference from the embeddings of eager attention: {report.max_difference:.1e}, "
+            f"{demo_search.MAX_DIFFERENCE:.0e} allowed."
+        ),
+        **TABLE_STYLE,
+    )
+    table.add_column("query")
+    table.add_column("cosine", justify="right")
+    table.add_column("sentence")
+    for query in report.queries:
+        for i, (cosine, sentence) in enumerate(query.matches):
+            is_last = i == len(query.matches) - 1
+            table.add_row("" if i else query.text, f"{cosine:.3f}", sentence, end_section=is_last)
+    console.print(table)
+
+
+def summary(layer: LayerReport, found: SearchReport | None) -> str:
+    """What was shown, in two or three sentences."""
+    rows = {row.name: row for row in layer.rows}
+    mine, sdpa, naive = (rows[name] for name in demo_layer.CONTENDERS)
+    verdict = "within its error budget" if mine.within_budget else "OUTSIDE ITS ERROR BUDGET"
+    sentences = [
+        f"onepass computed the layer and its gradients {verdict} against float64, "
+        f"at {sdpa.total_ms / mine.total_ms:.2f} times the speed of torch SDPA."
+    ]
+    if naive.note:
+        sentences.append(f"It took {mebibytes(mine.peak_extra_bytes)}; the naive form {naive.note}.")
+    else:
+        naive_memory = mebibytes(naive.peak_extra_bytes)
+        sentences.append(f"It took {mebibytes(mine.peak_extra_bytes)}, the naive form {naive_memory}.")
+    if found is not None and not found.missing:
+        layers = "Every attention layer" if found.every_layer_used_onepass else "NOT EVERY ATTENTION LAYER"
+        agree = "agree with" if found.max_difference <= demo_search.MAX_DIFFERENCE else "DIFFER FROM"
+        sentences.append(f"{layers} of MiniLM ran on onepass, and its embeddings {agree} eager attention's.")
+    return " ".join(sentences)
+
+
+def as_json(layer: LayerReport | None, found: SearchReport | None, interrupted: bool) -> dict:
+    """Everything measured, with the versions. Numbers that JSON cannot hold (inf, NaN) become strings."""
+    report = {
+        "onepass": onepass.__version__,
+        "torch": torch.__version__,
+        "interrupted": interrupted,
+        "layer": None if layer is None else layer.as_dict(),
+        "search": None if found is None else found.as_dict(),
+    }
+    return _strict(report)
+
+
+def _strict(value):
+    if isinstance(value, dict):
+        return {name: _strict(v) for name, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
