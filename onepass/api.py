@@ -27,7 +27,7 @@ class AttentionOutput(NamedTuple):
     lse: Tensor
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under torch.autocast, cast as torch's own attention does, so that mixed inputs meet in one dtype."""
     if not all(isinstance(t, Tensor) for t in tensors):
         return tensors  # refused at the door
@@ -97,7 +97,7 @@ def attention(
 
     Source: FlashAttention-2, arXiv:2307.08691, Algorithms 1 and 2.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast_inputs(q, k, v)
     problem = validation.check_attention(
         q,
         k,
@@ -151,7 +151,7 @@ def attention_varlen(
 
     Raises: as `attention`; ValueError also if offsets are out of order (checked by value where they are read).
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast_inputs(q, k, v)
     problem = validation.check_attention_varlen(
         q,
         k,
@@ -237,7 +237,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **arguments) -> dispatch.Support:
         raise TypeError(f"supports: expected arguments of attention or attention_varlen, got {', '.join(unknown)}")
     check = validation.check_attention_varlen if is_packed else validation.check_attention
     try:
-        problem = check(*_autocast(q, k, v), **(options | arguments))
+        problem = check(*autocast_inputs(q, k, v), **(options | arguments))
     except (TypeError, ValueError, NotImplementedError) as error:
         return dispatch.Support(False, backend or "", str(error))
     return dispatch.choose(problem, backend)

@@ -103,7 +103,7 @@ def attention_varlen(
     compute_dtype: torch.dtype = torch.float64,
     **options,
 ) -> Reference:
-    """`attention` of each packed sequence by itself: out (total_q, num_heads_q, head_dim_v), lse (num_heads_q, total_q)."""
+    """`attention` of each packed sequence: out (total_q, num_heads_q, head_dim_v), lse (num_heads_q, total_q)."""
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     outs, lses = [], []
     for b, (m, m_end) in enumerate(itertools.pairwise(starts_q)):

@@ -33,7 +33,7 @@ def _shape(t: torch.Tensor) -> str:
     return str(tuple(t.shape))
 
 
-def _check_tensors(named: dict[str, Any]) -> None:
+def check_tensors(named: dict[str, Any]) -> None:
     """All are tensors on one device, of one supported dtype."""
     for name, t in named.items():
         if not isinstance(t, torch.Tensor):
@@ -97,7 +97,7 @@ def _check_sinks(sinks: Any, q: torch.Tensor) -> None:
         raise ValueError(f"sinks: expected shape ({q.shape[-2]},), one per query head, got {_shape(sinks)}")
 
 
-def _check_real(name: str, value: Any) -> float:
+def check_real(name: str, value: Any) -> float:
     """A plain finite number; tensors are refused, because their gradient would be lost."""
     if isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a float, got a tensor (no gradient flows through it)")
@@ -123,7 +123,7 @@ def _check_window(window: Any) -> tuple[int | None, int | None] | None:
     return window[0], window[1]
 
 
-def _check_flag(name: str, value: Any, none_too: bool = False) -> None:
+def check_flag(name: str, value: Any, none_too: bool = False) -> None:
     if not (isinstance(value, bool) or (none_too and value is None)):
         raise TypeError(f"{name}: expected a bool{' or None' if none_too else ''}, got {value!r}")
 
@@ -132,14 +132,13 @@ def _check_max_seqlen(name: str, value: Any) -> None:
     """An int, a tensor of one integer (never read, so never a synchronisation) or None."""
     if value is None:
         return
+    expected = "an int, a tensor of one integer or None"
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.dtype.is_floating_point or value.dtype.is_complex:
-            raise TypeError(
-                f"{name}: expected an int, a tensor of one integer or None, got {_short(value.dtype)} of shape {_shape(value)}"
-            )
+            raise TypeError(f"{name}: expected {expected}, got {_short(value.dtype)} of shape {_shape(value)}")
         return
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name}: expected an int, a tensor of one integer or None, got {value!r}")
+        raise TypeError(f"{name}: expected {expected}, got {value!r}")
     if value < 0:
         raise ValueError(f"{name}: expected at least 0, got {value}")
 
@@ -157,17 +156,17 @@ def _options(
     tuning: Any,
 ) -> dict[str, Any]:
     """Check the options that both layouts share; return them as `AttentionProblem.of` takes them."""
-    _check_flag("causal", causal)
-    _check_flag("return_lse", return_lse)
-    _check_flag("deterministic", deterministic, none_too=True)
+    check_flag("causal", causal)
+    check_flag("return_lse", return_lse)
+    check_flag("deterministic", deterministic, none_too=True)
     mask = Mask.from_options(causal, _check_window(window))
     if softcap is not None:
-        softcap = _check_real("softcap", softcap)
+        softcap = check_real("softcap", softcap)
         if softcap <= 0:
             raise ValueError(f"softcap: expected a number above 0 (None = no cap), got {softcap}")
     if sinks is not None:
         _check_sinks(sinks, q)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else _check_real("softmax_scale", softmax_scale)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else check_real("softmax_scale", softmax_scale)
     if tuning is not None:
         raise UnsupportedError(f"tuning: no backend of this release takes one, expected None, got {tuning!r}")
     if deterministic is None:
@@ -182,7 +181,7 @@ def check_attention(q: Any, k: Any, v: Any, *, seqused_k: Any = None, **options:
     expected and what was given. Nothing has been computed or changed when it raises.
     """
     named = {"q": q, "k": k, "v": v}
-    _check_tensors(named)
+    check_tensors(named)
     _check_ranks(named, DENSE_DIMS, 4)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k: expected batch {q.shape[0]} like q, got {k.shape[0]}")
@@ -207,7 +206,7 @@ def check_attention_varlen(
 ) -> AttentionProblem:
     """The problem that `onepass.attention_varlen` was asked for; raises like `check_attention`."""
     named = {"q": q, "k": k, "v": v}
-    _check_tensors(named)
+    check_tensors(named)
     _check_ranks(named, PACKED_DIMS, 3)
     _check_heads(q, k, v)
     if not isinstance(cu_seqlens_q, torch.Tensor):

@@ -61,7 +61,7 @@ def scaled_dot_product_attention(
 
     Raises: TypeError or ValueError for bad arguments, NotImplementedError for dropout; before any work.
     """
-    query, key, value = api._autocast(query, key, value)
+    query, key, value = api.autocast_inputs(query, key, value)
     leading = _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if attn_mask is not None and not isinstance(attn_mask, CausalBias):
         return _dense(query, key, value, attn_mask, scale)
@@ -96,7 +96,7 @@ def _check(
 ) -> torch.Size:
     """Every check of the arguments. Returns: the broadcast dimensions (..., num_heads_q), () if there are none."""
     named = {"query": query, "key": key, "value": value}
-    validation._check_tensors(named)
+    validation.check_tensors(named)
     for name, t in named.items():
         if t.dim() < 2:
             raise ValueError(f"{name}: expected at least 2 dimensions (..., seqlen, head_dim), got {tuple(t.shape)}")
@@ -104,12 +104,12 @@ def _check(
         raise ValueError(f"key: expected head_dim {query.shape[-1]} like query, got {key.shape[-1]}")
     if value.shape[-2] != key.shape[-2]:
         raise ValueError(f"value: expected seqlen_k {key.shape[-2]} like key, got {value.shape[-2]}")
-    validation._check_flag("is_causal", is_causal)
-    validation._check_flag("enable_gqa", enable_gqa)
+    validation.check_flag("is_causal", is_causal)
+    validation.check_flag("enable_gqa", enable_gqa)
     if dropout_p != 0:
         raise UnsupportedError(f"dropout_p: expected 0.0, got {dropout_p!r}: onepass has no dropout")
     if scale is not None:
-        validation._check_real("scale", scale)
+        validation.check_real("scale", scale)
     leading = _leading_shape(query, key, value, enable_gqa)
     if attn_mask is not None:
         if is_causal:

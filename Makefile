@@ -1,0 +1,35 @@
+# Two commands on a machine with Python 3.10 or newer and make:
+#   make demo    exact attention on real input, on the CPU or the GPU that is there
+#   make test    the tests
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint test-gpu bench clean
+
+# Rebuilt when the versions or the package's own description change.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(VENV)/installed
+	$(BIN)/onepass demo
+
+# One process per core with one thread each: many small parallel regions on busy cores wait for one another.
+test: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not gpu" tests
+
+lint: $(VENV)/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test-gpu: $(VENV)/installed
+	$(BIN)/python -m pytest -m gpu tests/gpu
+
+bench: $(VENV)/installed
+	$(BIN)/onepass bench --device cpu --json benchmarks/results/cpu.json
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

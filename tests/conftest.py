@@ -1,0 +1,20 @@
+"""Settings for every test process."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# nothing under test may reach for the network
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+settings.register_profile(
+    "onepass", deadline=None, print_blob=True, derandomize=False, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("onepass")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,208 @@
+"""Every refusal: the error's type and its words, with expected and got; and nothing is touched."""
+
+import pytest
+import torch
+
+import onepass
+
+
+def tensors(**changes):
+    made = {name: torch.randn(2, 6, heads, 8) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+    return made | {name: change(made[name]) if callable(change) else change for name, change in changes.items()}
+
+
+def packed(**changes):
+    made = {name: torch.randn(6, heads, 8) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+    made["cu_seqlens_q"] = made["cu_seqlens_k"] = torch.tensor([0, 2, 6], dtype=torch.int32)
+    return made | {name: change(made[name]) if callable(change) else change for name, change in changes.items()}
+
+
+INT32 = torch.int32
+NAN = float("nan")
+
+DENSE = [
+    # types, devices, dtypes
+    ({"q": [1.0]}, TypeError, r"q: expected a torch.Tensor, got list"),
+    ({"v": None}, TypeError, r"v: expected a torch.Tensor, got NoneType"),
+    ({"k": lambda t: t.to("meta")}, ValueError, r"k: expected device cpu like q, got meta"),
+    ({"q": lambda t: t.int()}, TypeError, r"q: expected dtype float64, float32, bfloat16, float16, got int32"),
+    ({"q": lambda t: t.to(torch.complex64)}, TypeError, r"q: expected dtype .*, got complex64"),
+    ({"q": lambda t: t.to(torch.float8_e4m3fn)}, TypeError, r"q: expected dtype .*, got float8_e4m3fn"),
+    ({"k": lambda t: t.half()}, TypeError, r"k: expected dtype float32 like q, got float16"),
+    ({"v": lambda t: t.double()}, TypeError, r"v: expected dtype float32 like q, got float64"),
+    (
+        {"q": lambda t: t.to_sparse()},
+        TypeError,
+        r"q: expected a strided \(dense\) tensor, got layout torch.sparse_coo",
+    ),
+    # ranks and shapes
+    ({"q": lambda t: t[0]}, ValueError, r"q: expected 4 dimensions \(batch, seqlen, .*, got 3 in shape \(6, 4, 8\)"),
+    ({"k": lambda t: t[None]}, ValueError, r"k: expected 4 dimensions .*, got 5"),
+    ({"k": lambda t: t[:1], "v": lambda t: t[:1]}, ValueError, r"k: expected batch 2 like q, got 1"),
+    (
+        {"v": lambda t: t[:, :5]},
+        ValueError,
+        r"v: expected shape \(2, 6, 2\) like k up to head_dim, got \(2, 5, 2, 8\)",
+    ),
+    (
+        {"v": lambda t: t[:, :, :1]},
+        ValueError,
+        r"v: expected shape \(2, 6, 2\) like k up to head_dim, got \(2, 6, 1, 8",
+    ),
+    ({"k": lambda t: t[..., :7]}, ValueError, r"k: expected head_dim 8 like q, got 7"),
+    ({"v": lambda t: t[..., :0]}, ValueError, r"v: expected a head_dim of at least 1, got shape \(2, 6, 2, 0\)"),
+    ({"q": lambda t: t[:, :, :0]}, ValueError, r"q: expected at least 1 head, got shape \(2, 6, 0, 8\)"),
+    ({"q": lambda t: t[:, :, :3]}, ValueError, r"q: expected a number of heads divisible by the 2 heads .*, got 3"),
+    # options
+    ({"causal": 1}, TypeError, r"causal: expected a bool, got 1"),
+    ({"return_lse": None}, TypeError, r"return_lse: expected a bool, got None"),
+    ({"deterministic": "yes"}, TypeError, r"deterministic: expected a bool or None, got 'yes'"),
+    ({"window": 3}, TypeError, r"window: expected a pair \(left, right\) of int or None, got 3"),
+    ({"window": (1, 2, 3)}, TypeError, r"window: expected a pair .*, got \(1, 2, 3\)"),
+    ({"window": (1.5, 0)}, TypeError, r"window: expected an int or None for its left side, got 1.5"),
+    ({"window": (0, True)}, TypeError, r"window: expected an int or None for its right side, got True"),
+    ({"window": (-1, 0)}, ValueError, r"window: expected a left side of at least 0 \(None = unbounded\), got -1"),
+    ({"window": (None, -2)}, ValueError, r"window: expected a right side of at least 0 .*, got -2"),
+    ({"softcap": 0}, ValueError, r"softcap: expected a number above 0 \(None = no cap\), got 0.0"),
+    ({"softcap": -1.0}, ValueError, r"softcap: expected a number above 0 .*, got -1.0"),
+    ({"softcap": NAN}, ValueError, r"softcap: expected a finite number, got nan"),
+    ({"softcap": "30"}, TypeError, r"softcap: expected a float, got str"),
+    ({"softmax_scale": NAN}, ValueError, r"softmax_scale: expected a finite number, got nan"),
+    ({"softmax_scale": float("inf")}, ValueError, r"softmax_scale: expected a finite number, got inf"),
+    ({"softmax_scale": True}, TypeError, r"softmax_scale: expected a float, got bool"),
+    (
+        {"softmax_scale": torch.ones((), requires_grad=True)},
+        TypeError,
+        r"softmax_scale: expected a float, got a tensor \(no gradient flows through it\)",
+    ),
+    ({"sinks": [0.0] * 4}, TypeError, r"sinks: expected a torch.Tensor, got list"),
+    ({"sinks": torch.zeros(4, dtype=INT32)}, TypeError, r"sinks: expected a floating-point dtype, got int32"),
+    ({"sinks": torch.zeros(2)}, ValueError, r"sinks: expected shape \(4,\), one per query head, got \(2,\)"),
+    ({"sinks": torch.zeros(4, device="meta")}, ValueError, r"sinks: expected device cpu like q, got meta"),
+    ({"seqused_k": [1, 2]}, TypeError, r"seqused_k: expected an int32 torch.Tensor, got list"),
+    ({"seqused_k": torch.tensor([1, 2])}, TypeError, r"seqused_k: expected dtype int32, got int64"),
+    ({"seqused_k": torch.ones(3, dtype=INT32)}, ValueError, r"seqused_k: expected shape \(2,\), .*, got \(3,\)"),
+    (
+        {"seqused_k": torch.ones(2, dtype=INT32, device="meta")},
+        ValueError,
+        r"seqused_k: expected device cpu like q, got meta",
+    ),
+    ({"seqused_k": torch.tensor([1, 7], dtype=INT32)}, ValueError, r"seqused_k\[1\]: expected 0 to 6, .*, got 7"),
+    ({"seqused_k": torch.tensor([-1, 2], dtype=INT32)}, ValueError, r"seqused_k\[0\]: expected 0 to 6, .*, got -1"),
+    ({"backend": "cuda9"}, ValueError, r"backend: expected one of .*tiled.* or None, got 'cuda9'"),
+    ({"tuning": object()}, NotImplementedError, r"tuning: no backend of this release takes one, expected None, got"),
+]
+
+PACKED = [
+    ({"q": lambda t: t[None]}, ValueError, r"q: expected 3 dimensions \(total_tokens, .*, got 4"),
+    ({"v": lambda t: t[:5]}, ValueError, r"v: expected shape \(6, 2\) like k up to head_dim, got \(5, 2, 8\)"),
+    ({"cu_seqlens_q": None}, TypeError, r"cu_seqlens_q: expected an int32 torch.Tensor, got NoneType"),
+    ({"cu_seqlens_q": lambda t: t.long()}, TypeError, r"cu_seqlens_q: expected dtype int32, got int64"),
+    ({"cu_seqlens_q": lambda t: t[None]}, ValueError, r"cu_seqlens_q: expected shape \(batch \+ 1,\), got \(1, 3\)"),
+    ({"cu_seqlens_q": lambda t: t[:0]}, ValueError, r"cu_seqlens_q: expected shape \(batch \+ 1,\), got \(0,\)"),
+    ({"cu_seqlens_k": lambda t: t[:2]}, ValueError, r"cu_seqlens_k: expected shape \(3,\), .*, got \(2,\)"),
+    ({"cu_seqlens_k": lambda t: t.to("meta")}, ValueError, r"cu_seqlens_k: expected device cpu like q, got meta"),
+    ({"cu_seqlens_q": lambda t: t + 1}, ValueError, r"cu_seqlens_q: expected to start at 0, got 1"),
+    (
+        {"cu_seqlens_k": torch.tensor([0, 4, 3], dtype=INT32)},
+        ValueError,
+        r"cu_seqlens_k: expected offsets that never decrease, got \[0, 4, 3\]",
+    ),
+    (
+        {"cu_seqlens_k": torch.tensor([0, 4, 7], dtype=INT32)},
+        ValueError,
+        r"cu_seqlens_k: expected a last offset of at most 6 tokens, got 7",
+    ),
+    ({"seqused_k": torch.ones(3, dtype=INT32)}, ValueError, r"seqused_k: expected shape \(2,\), .*, got \(3,\)"),
+    ({"seqused_k": torch.tensor([3, 1], dtype=INT32)}, ValueError, r"seqused_k\[0\]: expected 0 to 2, .*, got 3"),
+    ({"max_seqlen_q": 2.5}, TypeError, r"max_seqlen_q: expected an int, a tensor of one integer or None, got 2.5"),
+    ({"max_seqlen_k": torch.ones(2, dtype=INT32)}, TypeError, r"max_seqlen_k: .*, got int32 of shape \(2,\)"),
+    ({"max_seqlen_k": torch.ones(())}, TypeError, r"max_seqlen_k: .*, got float32 of shape \(\)"),
+    ({"max_seqlen_q": -1}, ValueError, r"max_seqlen_q: expected at least 0, got -1"),
+]
+
+
+def refused(function, make, changes, error, message):
+    arguments = make(**changes)
+    before = {n: t.clone() for n, t in arguments.items() if isinstance(t, torch.Tensor) and t.is_cpu}
+    with pytest.raises(error, match=message):
+        function(**arguments)
+    for name, copy in before.items():
+        same = arguments[name].to_dense() if arguments[name].is_sparse else arguments[name]
+        assert torch.equal(same, copy.to_dense() if copy.is_sparse else copy), f"{name} was changed"
+    return arguments
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), DENSE, ids=lambda x: str(x)[:50])
+def test_attention_refuses(changes, error, message):
+    refused(onepass.attention, tensors, changes, error, message)
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), PACKED, ids=lambda x: str(x)[:50])
+def test_attention_varlen_refuses(changes, error, message):
+    refused(onepass.attention_varlen, packed, changes, error, message)
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), DENSE, ids=lambda x: str(x)[:50])
+def test_supports_gives_the_same_reason(changes, error, message):
+    if "seqused_k\\[" in message:
+        pytest.skip("values of lengths are read by the call, not by supports")
+    answer = onepass.supports(**tensors(**changes))
+    assert not answer.ok
+    assert answer.reason
+    import re
+
+    assert re.search(message, answer.reason)
+
+
+def test_supports_says_yes_and_why():
+    answer = onepass.supports(**tensors(), causal=True, window=(3, None), sinks=torch.zeros(4))
+    assert answer == (True, "tiled", answer.reason)
+    assert "cpu" in answer.reason
+    assert onepass.supports(**packed()).ok
+
+
+def test_supports_asks_about_shapes_alone():
+    q = torch.empty(64, 2**20, 32, 128, dtype=torch.bfloat16, device="meta")
+    assert onepass.supports(q, q, q).ok
+
+
+def test_supports_refuses_unknown_arguments():
+    with pytest.raises(TypeError, match="supports: expected arguments of attention .*, got dropout"):
+        onepass.supports(**tensors(), dropout=0.1)
+
+
+def partials(**changes):
+    made = {"outs": [torch.randn(2, 6, 4, 8) for _ in range(2)], "lses": [torch.randn(2, 4, 6) for _ in range(2)]}
+    return made | {name: change(made[name]) for name, change in changes.items()}
+
+
+PARTIALS = [
+    ({"outs": lambda x: []}, TypeError, r"outs: expected a non-empty sequence of tensors or one stacked tensor"),
+    ({"outs": lambda x: [1, 2]}, TypeError, r"outs: expected a non-empty sequence of tensors"),
+    ({"lses": lambda x: x[:1]}, ValueError, r"lses: expected 2 tensors like outs, got 1"),
+    ({"outs": lambda x: [t[0, 0] for t in x]}, ValueError, r"outs\[0\]: expected \(batch, .*, got \(4, 8\)"),
+    (
+        {"outs": lambda x: [x[0], x[1][:1]]},
+        ValueError,
+        r"outs\[1\]: expected shape \(2, 6, 4, 8\) like outs\[0\], got",
+    ),
+    (
+        {"outs": lambda x: [x[0], x[1].half()]},
+        TypeError,
+        r"outs\[1\]: expected dtype float32 like outs\[0\], got float16",
+    ),
+    ({"lses": lambda x: [x[0], x[1].half()]}, TypeError, r"lses\[1\]: expected dtype float32 or float64, got float16"),
+    ({"lses": lambda x: [x[0], x[1].mT]}, ValueError, r"lses\[1\]: expected shape \(2, 4, 6\), got \(2, 6, 4\)"),
+    (
+        {"lses": lambda x: [x[0], x[1].to("meta")]},
+        ValueError,
+        r"lses\[1\]: expected device cpu like outs\[0\], got meta",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), PARTIALS, ids=lambda x: str(x)[:40])
+def test_merge_partials_refuses(changes, error, message):
+    with pytest.raises(error, match=message):
+        onepass.merge_partials(**partials(**changes))
