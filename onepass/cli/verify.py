@@ -82,8 +82,8 @@ def verify(
     console.print(table)
     console.print("Each line shows the tensor (out, dq, dk, dv or dsinks) that came closest to its budget.\n")
 
-    columns = ("dtype", "standard attention", "onepass", "ratio", "")
-    table = Table(*columns, title=f"RMSE with outliers, {outlier_seqlen} keys", **TABLE_STYLE)
+    outlier_columns = ("dtype", "standard attention", "onepass", "ratio", "")
+    table = Table(*outlier_columns, title=f"RMSE with outliers, {outlier_seqlen} keys", **TABLE_STYLE)
     for o in outliers:
         ratio = o.standard_rmse / o.onepass_rmse if o.onepass_rmse else float("inf")
         verdict = "ok" if o.ok else "[bold red]OVER BUDGET[/]"
