@@ -7,6 +7,7 @@ contender once, in rotating order; speeds are compared within a round, and the m
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import math
@@ -142,6 +143,26 @@ def input_copies(bytes_per_call: int) -> int:
     return max(2, min(32, math.ceil(2 * l2_bytes / max(1, bytes_per_call))))
 
 
+@functools.cache
+def _flush_buffer(device_index: int) -> torch.Tensor:
+    """Written before each sample: it empties the L2 cache, and keeps the GPU busy while the host enqueues."""
+    l2_bytes = torch.cuda.get_device_properties(device_index).L2_cache_size
+    return torch.empty(max(2 * l2_bytes, 2**28), dtype=torch.uint8, device=f"cuda:{device_index}")
+
+
+def _host_sync(call: Call) -> str | None:
+    """Why a call cannot be captured: torch's own words on where it waits for the GPU; None if it does not."""
+    previous = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    finally:
+        torch.cuda.set_sync_debug_mode(previous)
+    return None
+
+
 class CudaSampler:
     """Calls between two CUDA events, replayed from a CUDA graph.
 
@@ -159,11 +180,13 @@ class CudaSampler:
             call()
         one_pass_ms = max(1e-3, self._between_events(lambda: [call() for call in calls]))
         self._calls = list(calls) * max(1, min(64, round(sample_ms / one_pass_ms)))
-        # Written before each sample: it empties the L2 cache, and keeps the GPU busy while the host enqueues.
-        l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-        self._flush = torch.empty(max(2 * l2_bytes, 2**28), dtype=torch.uint8, device="cuda")
+        self._flush = _flush_buffer(torch.cuda.current_device())
         self._run: Call = self._run_eagerly
         self.launch = "graph"
+        # asked first, because a capture that fails half-way leaves the allocator in its capture pool
+        if reason := _host_sync(calls[0]):
+            self.launch = f"eager: {reason}"
+            return
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):

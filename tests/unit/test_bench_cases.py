@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -97,7 +98,7 @@ def test_cpu_grid_window_and_memory_sets():
 @pytest.mark.parametrize("name", CASE_SETS)
 def test_cases_survive_json_and_have_their_own_labels(name):
     cases = get_case_set(name).cases
-    assert [Case.from_dict(case.to_dict()) for case in cases] == list(cases)
+    assert [Case.from_dict(json.loads(json.dumps(case.to_dict()))) for case in cases] == list(cases)
     assert len({case.label for case in cases}) == len(cases)
 
 

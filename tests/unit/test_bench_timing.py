@@ -6,8 +6,9 @@ import gc
 import time
 
 import pytest
+import torch
 
-from onepass.bench.timing import Samples, Spread, cpu_sampler, measure_interleaved, percentile
+from onepass.bench.timing import CudaSampler, Samples, Spread, cpu_sampler, measure_interleaved, percentile
 
 
 def test_ratio_of_known_sleeps():
@@ -79,3 +80,19 @@ def test_percentiles_interpolate():
     assert percentile([4.0, 1.0, 3.0, 2.0, 5.0], 0.2) == pytest.approx(1.8)
     assert percentile([7.0], 0.8) == 7.0
     assert Spread.of([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx((3.0, 1.8, 4.2))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_cuda_sampler_replays_a_graph_and_runs_eagerly_what_waits_for_the_gpu():
+    with torch.cuda.stream(torch.cuda.Stream()):
+        small, large = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for n in (4096, 8192))
+        samplers = {
+            "small": CudaSampler([lambda: small @ small]),
+            "large": CudaSampler([lambda: large @ large]),
+            "waiting": CudaSampler([lambda: (small @ small).sum().item()]),
+        }
+        samples = measure_interleaved(samplers, rounds=7)
+    assert samplers["small"].launch == samplers["large"].launch == "graph"
+    assert samplers["waiting"].launch.startswith("eager: ")
+    assert 5 < samples.speed_ratio("small", "large").median < 13  # eight times the work
