@@ -1,0 +1,132 @@
+"""Is a result right? Asked of every contender before it is timed, on sampled rows, so that the check stays cheap.
+
+For sampled queries, out and dq need one row of the score matrix each. For sampled keys, dk and dv need one column
+each, and the row sums of all queries: those are streamed in chunks, so that memory stays linear in the length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..testing.budget import GRADIENT_FACTOR, OUT_FACTOR, Comparison, compare
+from .cases import Case, Inputs
+
+# A peer that rounds more often than we do is still a peer; the check is there to find wrong results, which are off
+# by orders of magnitude. onepass itself is held to its own budget.
+PEER_FACTOR = 8.0
+# Pairs of one chunk: small enough for a CPU's cache, large enough for a GPU.
+_CHUNK_PAIRS = {"cpu": 2**20, "cuda": 2**26}
+
+
+class Sample(NamedTuple):
+    """Rows of one batch entry and kv head (with all query heads that it serves)."""
+
+    batch: int
+    kv_head: int
+    queries: Tensor
+    keys: Tensor
+
+
+def choose_samples(case: Case, rows: int = 64) -> list[Sample]:
+    """First and last batch entry and head; rows at both ends, where masks cut, and in between."""
+
+    def indices(count: int) -> Tensor:
+        return torch.linspace(0, count - 1, min(count, rows)).round().long().unique()
+
+    corners = sorted({(0, 0), (case.batch - 1, case.heads_kv - 1)})
+    return [Sample(b, h, indices(case.seqlen_q), indices(case.seqlen_k)) for b, h in corners]
+
+
+def expected_rows(case: Case, inputs: Inputs, sample: Sample, compute_dtype: torch.dtype) -> dict[str, Tensor]:
+    """The sampled rows of out, or of dq, dk and dv, by the definition.
+
+    Args:
+        compute_dtype: of every intermediate: float64 for the oracle, the inputs' own for "what plain PyTorch gives".
+
+    Returns: "out" and "dq" as (group, queries, dim), "dk" and "dv" as (keys, dim).
+    """
+    group = case.heads_q // case.heads_kv
+    heads = slice(sample.kv_head * group, (sample.kv_head + 1) * group)
+    q, dout = (x[sample.batch, :, heads].transpose(0, 1).to(compute_dtype) for x in (inputs.q, inputs.dout))
+    k, v = (x[sample.batch, :, sample.kv_head].to(compute_dtype) for x in (inputs.k, inputs.v))
+    scale = case.head_dim**-0.5
+    device = q.device
+    queries, keys = sample.queries.to(device), sample.keys.to(device)
+
+    def probabilities(rows: Tensor) -> Tensor:
+        """(group, rows, seqlen_k); a row that sees no key is all zeros."""
+        scores = (q[:, rows] * scale) @ k.T
+        if case.causal or case.window is not None:
+            hidden = _hidden(case, rows)
+            return scores.masked_fill_(hidden, -torch.inf).softmax(-1).masked_fill_(hidden, 0.0)
+        return scores.softmax(-1)
+
+    if case.direction == "fwd":
+        return {"out": probabilities(queries) @ v}
+
+    # ds = p (dp - delta), dp = dout . v, delta = dout . out
+    p = probabilities(queries)
+    delta = (dout[:, queries] * (p @ v)).sum(-1, keepdim=True)
+    dq = p * (dout[:, queries] @ v.T - delta) @ k * scale
+
+    # sums over chunks in at least float32, as a single GEMM over all queries would accumulate
+    accum = torch.promote_types(compute_dtype, torch.float32)
+    dk = torch.zeros(len(keys), case.head_dim, dtype=accum, device=device)
+    dv = torch.zeros(len(keys), case.head_dim_v, dtype=accum, device=device)
+    chunk_rows = max(16, _CHUNK_PAIRS.get(device.type, 2**20) // (group * case.seqlen_k))
+    for rows in torch.arange(case.seqlen_q, device=device).split(chunk_rows):
+        p = probabilities(rows)
+        delta = (dout[:, rows] * (p @ v)).sum(-1, keepdim=True)
+        p = p[..., keys]
+        ds = p * (dout[:, rows] @ v[keys].T - delta)
+        dk += torch.einsum("gmn,gmd->nd", ds, q[:, rows]).to(accum) * scale
+        dv += torch.einsum("gmn,gmd->nd", p, dout[:, rows]).to(accum)
+    return {"dq": dq, "dk": dk.to(compute_dtype), "dv": dv.to(compute_dtype)}
+
+
+def _hidden(case: Case, rows: Tensor) -> Tensor:
+    """(rows, seqlen_k): True where the query must not see the key."""
+    position = rows[:, None] + (case.seqlen_k - case.seqlen_q)
+    j = torch.arange(case.seqlen_k, device=rows.device)[None, :]
+    hidden = torch.zeros(len(rows), case.seqlen_k, dtype=torch.bool, device=rows.device)
+    if case.causal:
+        hidden |= j > position
+    left, right = case.window if case.window is not None else (None, None)
+    if left is not None:
+        hidden |= j < position - left
+    if right is not None:
+        hidden |= j > position + right
+    return hidden
+
+
+class Oracle:
+    """The sampled rows of one case: in float64, and as plain PyTorch computes them in the case's own dtype."""
+
+    def __init__(self, case: Case, inputs: Inputs):
+        self.case = case
+        self.samples = choose_samples(case)
+        plain_dtype = torch.float32 if case.torch_dtype == torch.float64 else case.torch_dtype
+        self._exact = [expected_rows(case, inputs, s, torch.float64) for s in self.samples]
+        self._plain = [expected_rows(case, inputs, s, plain_dtype) for s in self.samples]
+
+    def compare(self, results: Mapping[str, Tensor], is_peer: bool) -> list[Comparison]:
+        """One Comparison for each tensor of `results` (as `Prepared.results` gives them)."""
+        rows = []
+        group = self.case.heads_q // self.case.heads_kv
+        for name, tensor in results.items():
+            factor = PEER_FACTOR if is_peer else OUT_FACTOR if name == "out" else GRADIENT_FACTOR
+            actual = []
+            for sample in self.samples:
+                if name in ("out", "dq"):
+                    heads = slice(sample.kv_head * group, (sample.kv_head + 1) * group)
+                    picked = tensor[sample.batch, :, heads].transpose(0, 1)[:, sample.queries.to(tensor.device)]
+                else:
+                    picked = tensor[sample.batch, sample.keys.to(tensor.device), sample.kv_head]
+                actual.append(picked.flatten())
+            exact, plain = (torch.cat([part[name].flatten() for part in parts]) for parts in (self._exact, self._plain))
+            rows.append(compare(name, torch.cat(actual), exact, plain, factor))
+        return rows

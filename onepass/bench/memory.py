@@ -1,0 +1,152 @@
+"""Peak extra memory of one pass, measured in a process of its own.
+
+    extra = peak - baseline - outputs
+
+The baseline is taken with the inputs (and for a backward pass the forward's results) in memory, after a smaller call
+has started threads and loaded code. On Linux the peak is the kernel's own high-water mark of resident memory, reset
+at the baseline; on CUDA it is the peak of torch's allocator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .cases import Case, make_inputs
+from .check import Oracle
+from .flops import output_bytes
+from .peers import Contender, find_peers, onepass_contender, prepare
+
+_WARM_UP_SEQLEN = 1024
+
+
+def measure_in_subprocess(name: str, case: Case, device: str, check: bool = True) -> dict[str, Any]:
+    """Run `_measure` in a fresh Python. Returns: its result. Raises: RuntimeError with the last line it said."""
+    request = json.dumps({"contender": name, "case": case.to_dict(), "device": device, "check": check})
+    # the child must import this very package, also from a checkout that is not installed
+    package_root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(p for p in (package_root, os.environ.get("PYTHONPATH")) if p)
+    command = [sys.executable, "-m", "onepass.bench.memory"]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, input=request, capture_output=True, text=True, env=environment)
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise RuntimeError(said[-1])
+    return json.loads(done.stdout)
+
+
+def _measure(contender: Contender, case: Case, device: str, check: bool) -> dict[str, Any]:
+    inputs = make_inputs(case, device)
+    small = replace(case, seqlen_q=min(case.seqlen_q, _WARM_UP_SEQLEN), seqlen_k=min(case.seqlen_k, _WARM_UP_SEQLEN))
+    prepare(contender, small, make_inputs(small, device)).run()
+    prepared = prepare(contender, case, inputs)
+    kept: list[Any] = []  # results stay alive, as they would for a caller
+    peak = _peak_of_cuda if device.startswith("cuda") else _peak_of_process
+    baseline_bytes, peak_bytes, method = peak(lambda: kept.append(prepared.run()))
+    result = {
+        "extra_bytes": max(0, peak_bytes - baseline_bytes - output_bytes(case)),
+        "peak_bytes": peak_bytes,
+        "baseline_bytes": baseline_bytes,
+        "output_bytes": output_bytes(case),
+        "method": method,
+    }
+    if check:
+        kept.clear()
+        rows = Oracle(case, inputs).compare(prepared.results(), is_peer=contender.name != "onepass")
+        worst = max(rows, key=lambda row: row.error / max(row.budget, 1e-300))
+        result |= {"max_error": worst.error, "error_budget": worst.budget, "ok": all(row.ok for row in rows)}
+    return result
+
+
+def _peak_of_cuda(work: Callable[[], object]) -> tuple[int, int, str]:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    baseline_bytes = torch.cuda.memory_allocated()
+    work()
+    torch.cuda.synchronize()
+    return baseline_bytes, torch.cuda.max_memory_allocated(), "torch.cuda.max_memory_allocated"
+
+
+def _peak_of_process(work: Callable[[], object]) -> tuple[int, int, str]:
+    """(baseline, peak, method) of resident memory, bytes.
+
+    `getrusage` would be shorter, but its maximum survives exec: a child would start with its parent's peak.
+    """
+    _give_back_freed_memory()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark, VmHWM
+        baseline_bytes = _process_status_bytes("VmRSS")
+    except (OSError, KeyError):
+        return _sampled_peak_of_process(work)
+    work()
+    return baseline_bytes, _process_status_bytes("VmHWM"), "VmHWM"
+
+
+def _process_status_bytes(field: str) -> int:
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return {line[0]: int(line[1]) * 1024 for line in lines if line[-1] == "kB"}[f"{field}:"]
+
+
+def _sampled_peak_of_process(work: Callable[[], object]) -> tuple[int, int, str]:
+    """Where the kernel keeps no resettable mark: look every millisecond."""
+    import psutil
+
+    process = psutil.Process()
+    baseline_bytes = peak_bytes = process.memory_info().rss
+    is_done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak_bytes
+        while not is_done.is_set():
+            peak_bytes = max(peak_bytes, process.memory_info().rss)
+            time.sleep(1e-3)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        work()
+    finally:
+        is_done.set()
+        watcher.join()
+    return baseline_bytes, max(peak_bytes, process.memory_info().rss), "resident memory sampled every ms"
+
+
+def _give_back_freed_memory() -> None:
+    """What malloc keeps of the warm-up would hide as much of the measured call; glibc can hand it back."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):
+        return  # another C library: small blocks may stay
+
+
+def contender_named(name: str, device: str) -> Contender:
+    """onepass, or a peer by its name. Raises: RuntimeError with the reason if that peer is absent."""
+    if name == "onepass":
+        return onepass_contender(device)
+    found = find_peers(device.partition(":")[0], [name])
+    if name in found.absent:
+        raise RuntimeError(f"{name}: {found.absent[name]}")
+    return found.present[name]
+
+
+def main() -> None:
+    """The child: a request on stdin, the result on stdout."""
+    request = json.load(sys.stdin)
+    contender = contender_named(request["contender"], request["device"])
+    print(json.dumps(_measure(contender, Case.from_dict(request["case"]), request["device"], request["check"])))
+
+
+if __name__ == "__main__":
+    main()

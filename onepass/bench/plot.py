@@ -1,0 +1,167 @@
+"""A results file as pictures: one PNG for each case set, bars like those of the FlashAttention-3 paper's figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+# One colour a contender, the same in every picture; onepass in the strongest.
+_COLORS = {
+    "onepass": "#d1495b",
+    "onepass-no-window": "#e9b3ba",
+    "sdpa": "#30638e",
+    "sdpa-flash": "#30638e",
+    "sdpa-cudnn": "#00798c",
+    "sdpa-efficient": "#8d96a3",
+    "fa3": "#edae49",
+    "fa4": "#7a5195",
+}
+_FALLBACK = "#555555"
+
+
+def plot(report: dict[str, Any], path: Path) -> list[Path]:
+    """Draw all sets of a report (the JSON content, or `Report.to_dict()`).
+
+    Args:
+        path: the PNG; with several sets in the report, the set's name is put before the suffix.
+
+    Returns: the files written, none for a report without results.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    sets = list(dict.fromkeys(row["set"] for row in report["rows"]))
+    written = []
+    for name in sets:
+        rows = [row for row in report["rows"] if row["set"] == name and row["contenders"]]
+        if not rows:
+            continue
+        target = path if len(sets) == 1 else path.with_name(f"{path.stem}-{name}{path.suffix}")
+        _draw(rows, report["header"], target)
+        written.append(target)
+    return written
+
+
+def _draw(rows: Sequence[Row], header: dict[str, Any], path: Path) -> None:
+    """Panels by direction and causal (down) and head_dim (across), or a single one if there is a single length."""
+    from matplotlib import pyplot as plt
+
+    kind, unit, scale = _what_to_show(rows)
+    is_grid = len({row["case"]["seqlen_q"] for row in rows}) > 1
+    panels: dict[tuple[str, str], list[Row]] = {}
+    for row in sorted(rows, key=_reading_order):
+        panels.setdefault(_panel(row["case"]) if is_grid else ("", ""), []).append(row)
+    down, across = (list(dict.fromkeys(panel[i] for panel in panels)) for i in (0, 1))
+    names = [name for name in _COLORS if any(name in row["contenders"] for row in rows)]
+    names += sorted({name for row in rows for name in row["contenders"]} - set(names))
+
+    widest = max(len(members) for members in panels.values())
+    width, height = max(3.4, 0.8 + 0.17 * (len(names) + 1) * widest), 2.3
+    if not is_grid:
+        width, height = max(6.5, 1.0 + 1.5 * widest), 3.4
+    room = 1.3 if len(names) > 2 else 1.15
+    margin = 0.9  # inches, for the title above and the legend below
+    size = width * len(across), height * len(down) + margin
+    figure, all_axes = plt.subplots(len(down), len(across), figsize=size, squeeze=False, sharey="row")
+    for i, axes in enumerate(all_axes):
+        for j, ax in enumerate(axes):
+            members = panels.get((down[i], across[j]), [])
+            if not members:
+                ax.axis("off")
+                continue
+            _bars(ax, members, names, kind, scale, is_grid)
+            ax.set_title(", ".join(part for part in (down[i], across[j]) if part), fontsize=9)
+            if j == 0:
+                ax.set_ylabel(unit, fontsize=9)
+            if is_grid and i == len(down) - 1:
+                ax.set_xlabel("sequence length", fontsize=9)
+        # room for the numbers above the bars; one scale for all panels of a row
+        axes[0].set_ylim(0, room * scale * _highest(panels, down[i], kind))
+    handles = [plt.Rectangle((0, 0), 1, 1, color=_COLORS.get(name, _FALLBACK)) for name in names]
+    figure.suptitle(_title(rows, header), fontsize=10, fontweight="bold", y=1 - 0.12 / size[1])
+    figure.legend(handles, names, loc="lower center", ncol=len(names), frameon=False, fontsize=9)
+    figure.tight_layout(rect=(0, 0.3 / size[1], 1, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _highest(panels: dict[tuple[str, str], list[Row]], down: str, kind: str) -> float:
+    members = (row for panel, rows in panels.items() if panel[0] == down for row in rows)
+    return max((entry[kind] for row in members for entry in row["contenders"].values()), default=0.0) or 1.0
+
+
+def _reading_order(row: Row) -> tuple:
+    case = row["case"]
+    return case["direction"] != "fwd", case["causal"], case["head_dim"], case["seqlen_q"]
+
+
+def _panel(case: dict[str, Any]) -> tuple[str, str]:
+    direction = "forward" if case["direction"] == "fwd" else "backward"
+    return f"{direction}, {'causal' if case['causal'] else 'not causal'}", f"head dim {case['head_dim']}"
+
+
+def _what_to_show(rows: Sequence[Row]) -> tuple[str, str, float]:
+    """(key of a contender's entry, unit, factor from the JSON's unit to the shown one)."""
+    if rows[0]["measure"] == "memory":
+        return "extra_bytes", "peak extra memory, MiB", 2.0**-20
+    if all(row["case"]["window"] is not None for row in rows):
+        # with and without a window is not the same work: the time says what TFLOP/s would hide
+        return "median_ms", "ms", 1.0
+    fastest = max(entry["tflops"] for row in rows for entry in row["contenders"].values())
+    return ("tflops", "TFLOP/s", 1.0) if fastest >= 10 else ("tflops", "GFLOP/s", 1e3)
+
+
+def _bars(ax: Any, rows: Sequence[Row], names: Sequence[str], kind: str, scale: float, is_grid: bool) -> None:
+    bar = 0.84 / len(names)
+    for index, name in enumerate(names):
+        for group, row in enumerate(rows):
+            entry = row["contenders"].get(name)
+            if entry is None:
+                continue
+            height = entry[kind] * scale
+            at = group - 0.42 + (index + 0.5) * bar
+            ax.bar(at, height, 0.92 * bar, color=_COLORS.get(name, _FALLBACK))
+            ax.annotate(
+                _number(height),
+                (at, height),
+                xytext=(0, 2),
+                textcoords="offset points",
+                ha="center",
+                fontsize=6 if len(names) > 2 else 7,
+                rotation=90 if len(names) > 2 else 0,
+            )
+    labels = [_length(row["case"]["seqlen_q"]) if is_grid else _tick(row["case"]) for row in rows]
+    ax.set_xticks(range(len(rows)), labels, fontsize=8)
+    ax.tick_params(axis="y", labelsize=8)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(axis="y", color="#dddddd", linewidth=0.6)
+    ax.set_axisbelow(True)
+
+
+def _tick(case: dict[str, Any]) -> str:
+    first, second = _panel(case)
+    window = case["window"]
+    bounds = "" if window is None else f"\nwindow ({window[0]}, {window[1]})"
+    return f"{first}\n{second}, seqlen {_length(case['seqlen_q'])}{bounds}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _length(seqlen: int) -> str:
+    return f"{seqlen // 1024}k" if seqlen >= 1024 and seqlen % 1024 == 0 else str(seqlen)
+
+
+def _title(rows: Sequence[Row], header: dict[str, Any]) -> str:
+    versions = header["versions"]
+    dtypes = "/".join(sorted({row["case"]["dtype"] for row in rows}))
+    threads = "" if header["device"].startswith("cuda") else f", {header['cpu']['torch_threads']} threads"
+    return (
+        f"{rows[0]['set']}: {dtypes} on {header['device_name']}{threads}; "
+        f"onepass {versions['onepass']}, torch {versions['torch']}"
+    )

@@ -1,0 +1,334 @@
+"""Runs case sets: check, interleaved timing, ratios; every finished row goes to the JSON file at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .cases import DTYPES, Case, CaseSet, make_inputs
+from .check import Oracle
+from .flops import bytes_moved, flops, score_matrix_bytes, visible_pairs
+from .machine import describe
+from .memory import measure_in_subprocess
+from .peers import Contender, Found, ask_support, find_peers, onepass_contender, prepare, without_window
+from .timing import Call, CudaSampler, Sampler, Samples, cpu_sampler, input_copies, measure_interleaved
+
+SCHEMA_VERSION = 1
+GEMM = "gemm"  # takes its turn in every round: a share of the ceiling is a ratio like any other
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run.
+
+    Attributes:
+        device: "cpu", "cuda" or "cuda:N".
+        peers: names of PEERS, or None for all.
+        rounds, time_budget_s: of each case, as in `measure_interleaved`.
+        gemm_size: the ceiling is a square GEMM of this size in the case's dtype; None = by device.
+    """
+
+    device: str = "cpu"
+    peers: Sequence[str] | None = None
+    rounds: int | None = None
+    time_budget_s: float = 10.0
+    gemm_size: int | None = None
+
+    @property
+    def device_type(self) -> str:
+        return self.device.partition(":")[0]
+
+
+@dataclass
+class Report:
+    """The content of a results file; written again, whole and at once, after every row.
+
+    Attributes:
+        status: "running", "complete", "interrupted" or "failed: <reason>"; rows are missing from all but a
+            complete one.
+    """
+
+    header: dict[str, Any]
+    path: Path | None = None
+    status: str = "running"
+    rows: list[Row] = field(default_factory=list)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.save()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "status": self.status,
+            "header": self.header,
+            "rows": self.rows,
+            "summary": summarise(self.rows),
+        }
+
+    def save(self) -> None:
+        if self.path is not None:
+            write_json(self.path, self.to_dict())
+
+    @property
+    def wrong(self) -> list[Row]:
+        """Rows in which onepass itself failed its check or did not run."""
+        return [row for row in self.rows if "onepass" in row["failed"]]
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Replace a file in one step: a reader sees the old content or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(content, file, indent=1, allow_nan=False)
+            file.write("\n")
+        os.chmod(name, 0o644)  # mkstemp's are private
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def run(
+    case_sets: Sequence[CaseSet],
+    options: Options,
+    path: Path | None = None,
+    on_start: Callable[[CaseSet, Case], None] | None = None,
+    on_row: Callable[[Row], None] | None = None,
+) -> Report:
+    """Measure all cases, one after another.
+
+    Args:
+        path: where the JSON goes, row by row; None keeps it in memory.
+        on_start, on_row: called before and after each case, for progress.
+
+    Returns: Report. After Ctrl-C it holds the rows measured so far, and its status says "interrupted".
+    """
+    found = find_peers(options.device_type, options.peers)
+    header = {
+        **describe(options.device),
+        "sets": [case_set.name for case_set in case_sets],
+        "peers": {"present": sorted(found.present), "absent": found.absent},
+        "rounds": options.rounds,
+        "time_budget_s": options.time_budget_s,
+    }
+    report = Report(header, path)
+    report.save()
+    try:
+        with _side_stream(options):
+            for case_set in case_sets:
+                for case in case_set.cases:
+                    if on_start is not None:
+                        on_start(case_set, case)
+                    measure = _time_row if case_set.measure == "time" else _memory_row
+                    row = measure(case_set.name, case, found, options)
+                    report.add(row)
+                    if on_row is not None:
+                        on_row(row)
+        report.status = "complete"
+    except KeyboardInterrupt:
+        report.status = "interrupted"
+    except BaseException as error:
+        report.status = f"failed: {type(error).__name__}: {error}"
+        raise
+    finally:
+        report.save()
+    return report
+
+
+def _side_stream(options: Options) -> contextlib.AbstractContextManager:
+    """CUDA graphs cannot be captured on the default stream."""
+    if options.device_type != "cuda":
+        return contextlib.nullcontext()
+    torch.cuda.set_device(options.device)
+    return torch.cuda.stream(torch.cuda.Stream())
+
+
+def _new_row(set_name: str, measure: str, case: Case, options: Options) -> Row:
+    support = ask_support(case, options.device)
+    return {
+        "set": set_name,
+        "measure": measure,
+        "label": case.label,
+        "case": case.to_dict(),
+        "backend": support.backend if support.ok else None,
+        "contenders": {},
+        "skipped": {},  # name -> why it does not compute this case
+        "failed": {},  # name -> what went wrong, or how far off its result was
+    }
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
+def _contenders(case: Case, found: Found, options: Options) -> list[Contender]:
+    ours = onepass_contender(options.device)
+    return [ours, *([without_window(ours)] if case.window is not None else []), *found.present.values()]
+
+
+# Time
+
+
+def _time_row(set_name: str, case: Case, found: Found, options: Options) -> Row:
+    row = _new_row(set_name, "time", case, options)
+    work = flops(case)
+    row |= {"flops": work, "bytes": bytes_moved(case), "visible_pairs": visible_pairs(case)}
+    is_cuda = options.device_type == "cuda"
+    copies = input_copies(bytes_moved(case)) if is_cuda else 1
+    inputs = [make_inputs(case, options.device, seed) for seed in range(copies)]
+    oracles: dict[Case, Oracle] = {}
+    samplers: dict[str, Sampler] = {}
+    work_of = {}
+
+    for contender in _contenders(case, found, options):
+        name, adapted = contender.name, contender.adapt(case)
+        if refusal := contender.refusal(adapted):
+            row["skipped"][name] = refusal
+            continue
+        try:
+            prepared = [prepare(contender, case, one) for one in inputs]
+            if adapted not in oracles:
+                oracles[adapted] = Oracle(adapted, inputs[0])
+            checked = oracles[adapted].compare(prepared[0].results(), is_peer=name in found.present)
+            bad = [str(comparison) for comparison in checked if not comparison.ok]
+            if bad:
+                row["failed"][name] = "; ".join(bad)
+                continue
+            samplers[name] = sampler = _sampler([one.run for one in prepared], is_cuda)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError, ImportError, AssertionError) as error:
+            row["failed"][name] = _reason(error)
+            continue
+        worst = max(checked, key=lambda comparison: comparison.error / max(comparison.budget, 1e-300))
+        row["contenders"][name] = {"max_error": worst.error, "error_budget": worst.budget}
+        if isinstance(sampler, CudaSampler):
+            row["contenders"][name]["launch"] = sampler.launch
+        work_of[name] = flops(adapted)
+    if not samplers:
+        return row
+    samplers[GEMM], gemm_flops = _gemm(case, options)
+    samples = measure_interleaved(samplers, rounds=options.rounds, time_budget_s=options.time_budget_s)
+    _fill_times(row, samples, work_of, gemm_flops, set(found.present))
+    return row
+
+
+def _sampler(calls: Sequence[Call], is_cuda: bool) -> Sampler:
+    return CudaSampler(calls) if is_cuda else cpu_sampler(calls[0])
+
+
+def _gemm(case: Case, options: Options) -> tuple[Sampler, int]:
+    is_cuda = options.device_type == "cuda"
+    size = options.gemm_size or (8192 if is_cuda else 1536)
+    a, b = (torch.randn(size, size, device=options.device).to(DTYPES[case.dtype]) for _ in range(2))
+    return _sampler([lambda: a @ b], is_cuda), 2 * size**3
+
+
+def _fill_times(row: Row, samples: Samples, work_of: dict[str, int], gemm_flops: int, peers: set[str]) -> None:
+    """Medians, spread, TFLOP/s and ratios of one row."""
+    gemm_ms = samples.spread(GEMM).median
+    row["rounds"] = samples.rounds
+    row["gemm"] = {"median_ms": gemm_ms, "tflops": gemm_flops / gemm_ms / 1e9}
+    for name, work in work_of.items():
+        ms = samples.spread(name)
+        row["contenders"][name] |= {
+            "median_ms": ms.median,
+            "p20_ms": ms.p20,
+            "p80_ms": ms.p80,
+            "tflops": work / ms.median / 1e9,
+            "gemm_share": samples.speed_ratio(name, GEMM).median * work / gemm_flops,
+        }
+    if "onepass" not in work_of:
+        return
+    others = [name for name in work_of if name != "onepass"]
+    # speed of onepass over each other contender: above 1, onepass is faster
+    row["speed_ratio"] = {name: samples.speed_ratio("onepass", name)._asdict() for name in others}
+    rivals = [name for name in others if name in peers]
+    if rivals:
+        best = min(rivals, key=lambda name: samples.spread(name).median)
+        row["best_peer"] = best
+        row["speed_ratio_best_peer"] = row["speed_ratio"][best]["median"]
+
+
+# Memory
+
+
+def _memory_row(set_name: str, case: Case, found: Found, options: Options) -> Row:
+    row = _new_row(set_name, "memory", case, options)
+    row["score_matrix_bytes"] = score_matrix_bytes(case)
+    for contender in [onepass_contender(options.device), *found.present.values()]:
+        name = contender.name
+        if refusal := contender.refusal(case):
+            row["skipped"][name] = refusal
+            continue
+        try:
+            result = measure_in_subprocess(name, case, options.device)
+        except RuntimeError as error:
+            row["failed"][name] = _reason(error)
+            continue
+        if not result.pop("ok"):
+            row["failed"][name] = f"max error {result['max_error']:.3e} > budget {result['error_budget']:.3e}"
+            continue
+        row["contenders"][name] = result
+    return row
+
+
+# Summary
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def summarise(rows: Sequence[Row]) -> dict[str, Any]:
+    """One entry for each set and direction.
+
+    Of times: geometric mean and minimum of the speed ratio over each other contender and over the best peer of each
+    case, with the case in which the minimum was met. Of memory: the largest extra of each contender.
+    """
+    summary: dict[str, Any] = {}
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["set"], row["case"]["direction"]), []).append(row)
+    for (set_name, direction), members in groups.items():
+        entry: dict[str, Any] = {
+            "cases": len(members),
+            "failed": sum("onepass" in row["failed"] for row in members),
+            "skipped": sum("onepass" in row["skipped"] for row in members),
+        }
+        if members[0]["measure"] == "memory":
+            names = {name for row in members for name in row["contenders"]}
+            entry["max_extra_bytes"] = {
+                name: max(row["contenders"][name]["extra_bytes"] for row in members if name in row["contenders"])
+                for name in sorted(names)
+            }
+        else:
+            ratios: dict[str, list[tuple[float, str]]] = {}
+            for row in members:
+                for name, spread in row.get("speed_ratio", {}).items():
+                    ratios.setdefault(name, []).append((spread["median"], row["label"]))
+                if "best_peer" in row:
+                    ratios.setdefault("best peer", []).append((row["speed_ratio_best_peer"], row["label"]))
+            entry["speed_ratio"] = {
+                name: {
+                    "geomean": geometric_mean([ratio for ratio, _ in values]),
+                    "min": min(values)[0],
+                    "min_case": min(values)[1],
+                    "cases": len(values),
+                }
+                for name, values in ratios.items()
+            }
+        summary[f"{set_name} {direction}"] = entry
+    return summary

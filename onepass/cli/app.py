@@ -1,0 +1,22 @@
+"""The commands, each in a module of its own."""
+
+from __future__ import annotations
+
+import typer
+
+from .bench import bench
+from .demo import demo
+from .info import info
+from .verify import verify
+
+app = typer.Typer(
+    name="onepass",
+    help="Exact attention for PyTorch in one pass over memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(info)
+app.command()(demo)
+app.command()(verify)
+app.command()(bench)

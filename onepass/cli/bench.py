@@ -1,0 +1,192 @@
+"""`onepass bench`: case sets beside the peers, as a table, JSON and pictures."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ..bench.cases import CASE_SETS, DTYPES, Case, CaseSet, get_case_set, select
+from ..bench.peers import PEERS
+from ..bench.run import Options, Report, run
+from .console import TABLE_STYLE, fail, make_console, resolve_device
+
+_DEFAULT_SETS = {"cpu": ("cpu", "window", "memory"), "cuda": ("paper",)}
+_INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
+
+
+def bench(
+    sets: Annotated[
+        list[str] | None, typer.Argument(help=f"of {', '.join(CASE_SETS)}; none: cpu window memory, on a GPU paper")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    peers: Annotated[str | None, typer.Option(help=f"comma-separated, of {', '.join(PEERS)}; default: all")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="results file, written row by row")] = None,
+    plot_path: Annotated[Path | None, typer.Option("--plot", help="PNG file; with several sets, one for each")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="of every case; default: as the budget allows")] = None,
+    time_budget: Annotated[float, typer.Option(min=0.0, help="seconds of timing a case")] = 10.0,
+    dtype: Annotated[str | None, typer.Option(help=f"run all cases in this dtype: {', '.join(DTYPES)}")] = None,
+    only: Annotated[
+        str | None, typer.Option(help='cases to keep: "direction=fwd,head_dim=64/128,causal=true,seqlen=512"')
+    ] = None,
+) -> None:
+    """Time onepass and its peers in turns, each result checked before it is timed.
+
+    Exits with 1 if a result of onepass is wrong or missing, 130 after Ctrl-C (the rows measured so far are kept).
+    """
+    console = make_console()
+    device = resolve_device(device)
+    if plot_path is not None and importlib.util.find_spec("matplotlib") is None:
+        fail("--plot needs matplotlib: pip install onepass[bench]", code=1)
+    names = sets or _DEFAULT_SETS[device.partition(":")[0]]
+    peer_names = None if peers is None else [name.strip() for name in peers.split(",") if name.strip()]
+    if unknown := sorted(set(peer_names or ()) - set(PEERS)):
+        fail(f"--peers: expected names of {', '.join(PEERS)}, got {', '.join(unknown)}")
+    if dtype is not None and dtype not in DTYPES:
+        fail(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    try:
+        case_sets = [select(get_case_set(name), only, dtype) for name in names]
+    except ValueError as error:
+        fail(str(error))
+    options = Options(device, peer_names, rounds, time_budget)
+
+    report = _run_with_progress(console, case_sets, options, json_path)
+    _print_report(console, report, case_sets)
+    if json_path is not None:
+        console.print(f"wrote {json_path}")
+    if plot_path is not None:
+        from ..bench.plot import plot
+
+        for path in plot(report.to_dict(), plot_path):
+            console.print(f"wrote {path}")
+    if report.status == "interrupted":
+        fail(f"interrupted after {len(report.rows)} of {sum(len(s.cases) for s in case_sets)} cases", code=_INTERRUPTED)
+    if report.wrong:
+        fail(f"onepass failed in {len(report.wrong)} of {len(report.rows)} cases", code=1)
+
+
+def _run_with_progress(console: Console, case_sets: list[CaseSet], options: Options, path: Path | None) -> Report:
+    """A bar on a terminal, a line a case elsewhere."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("bench", total=sum(len(case_set.cases) for case_set in case_sets))
+
+        def on_start(case_set: CaseSet, case: Case) -> None:
+            progress.update(task, description=f"{case_set.name}: {case.label}")
+
+        def on_row(row: dict[str, Any]) -> None:
+            progress.advance(task)
+            if not console.is_terminal:
+                console.print(f"{row['set']}: {row['label']}: {_in_short(row)}", markup=False)
+
+        return run(case_sets, options, path, on_start, on_row)
+
+
+def _in_short(row: dict[str, Any]) -> str:
+    if row["measure"] == "memory":
+        entries = (f"{name} {entry['extra_bytes'] / 2**20:.1f} MiB" for name, entry in row["contenders"].items())
+    else:
+        entries = (f"{name} {entry['median_ms']:.3f} ms" for name, entry in row["contenders"].items())
+    failures = (f"{name} FAILED: {reason}" for name, reason in row["failed"].items())
+    return ", ".join([*entries, *failures]) or "skipped"
+
+
+def _print_report(console: Console, report: Report, case_sets: list[CaseSet]) -> None:
+    header = report.header
+    threads = "" if header["gpu"] else f", {header['cpu']['torch_threads']} threads"
+    console.print(f"{header['device_name']}{threads}, torch {header['versions']['torch']}", markup=False)
+    absent: dict[str, list[str]] = {}
+    for name, reason in header["peers"]["absent"].items():
+        absent.setdefault(reason, []).append(name)
+    for reason, peers in absent.items():
+        console.print(f"absent: {', '.join(peers)} ({reason})", markup=False)
+    summary = report.to_dict()["summary"]
+    for case_set in case_sets:
+        rows = [row for row in report.rows if row["set"] == case_set.name]
+        if rows:
+            console.print(
+                _memory_table(case_set, rows) if case_set.measure == "memory" else _time_table(case_set, rows)
+            )
+        for key, entry in summary.items():
+            if key.startswith(f"{case_set.name} "):
+                _print_summary(console, key, entry)
+    for row in report.rows:
+        for name, reason in row["failed"].items():
+            console.print(f"FAILED {name}, {row['label']}: {reason}", style="red", markup=False)
+
+
+def _names(rows: list[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row["contenders"]))
+
+
+def _short_label(row: dict[str, Any]) -> str:
+    """The dtype stands in the title."""
+    return row["label"].replace(f" {row['case']['dtype']}", "")
+
+
+def _title(case_set: CaseSet, rows: list[dict[str, Any]]) -> str:
+    dtypes = dict.fromkeys(row["case"]["dtype"] for row in rows)
+    return f"{case_set.name}: {case_set.description}; {', '.join(dtypes)}"
+
+
+def _time_table(case_set: CaseSet, rows: list[dict[str, Any]]) -> Table:
+    others = [name for name in _names(rows) if name != "onepass"]
+    fastest = max((e["tflops"] for row in rows for e in row["contenders"].values()), default=0.0)
+    unit, scale = ("TFLOP/s", 1.0) if fastest >= 10 else ("GFLOP/s", 1e3)
+    table = Table(title=_title(case_set, rows), caption="a ratio above 1x: onepass is faster", **TABLE_STYLE)
+    table.add_column("case")
+    for heading in ("onepass ms", "20-80 %", unit, "of GEMM", *(f"{name} ms, ratio" for name in others), "rounds"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        mine = row["contenders"].get("onepass")
+        cells = ["-"] * 4
+        if mine:
+            cells = [
+                f"{mine['median_ms']:.3f}",
+                f"{mine['p20_ms']:.3f}-{mine['p80_ms']:.3f}",
+                f"{mine['tflops'] * scale:.1f}",
+                f"{100 * mine['gemm_share']:.0f} %",
+            ]
+        for name in others:
+            entry = row["contenders"].get(name)
+            ratio = row.get("speed_ratio", {}).get(name)
+            ratio_text = f"{ratio['median']:.2f}x" if ratio else "-"
+            cells.append(f"{entry['median_ms']:.3f} {ratio_text:>6}" if entry else "-")
+        table.add_row(_short_label(row), *cells, str(row.get("rounds", "-")))
+    return table
+
+
+def _memory_table(case_set: CaseSet, rows: list[dict[str, Any]]) -> Table:
+    names = _names(rows)
+    table = Table(title=_title(case_set, rows), **TABLE_STYLE)
+    table.add_column("case")
+    for heading in (*(f"{name} MiB" for name in names), "score matrix MiB"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        cells = [
+            f"{row['contenders'][name]['extra_bytes'] / 2**20:.1f}" if name in row["contenders"] else "-"
+            for name in names
+        ]
+        table.add_row(_short_label(row), *cells, f"{row['score_matrix_bytes'] / 2**20:.0f}")
+    return table
+
+
+def _print_summary(console: Console, key: str, entry: dict[str, Any]) -> None:
+    for name, ratio in entry.get("speed_ratio", {}).items():
+        console.print(
+            f"{key}, speed of onepass over {name}: geometric mean {ratio['geomean']:.2f},"
+            f" least {ratio['min']:.2f} ({ratio['min_case']}), {ratio['cases']} cases",
+            markup=False,
+        )
+    for name, extra_bytes in entry.get("max_extra_bytes", {}).items():
+        console.print(f"{key}, most extra memory of {name}: {extra_bytes / 2**20:.1f} MiB", markup=False)
+    for what in ("failed", "skipped"):
+        if entry[what]:
+            console.print(
+                f"{key}: onepass {what} in {entry[what]} of {entry['cases']} cases", style="red", markup=False
+            )

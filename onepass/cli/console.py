@@ -1,0 +1,45 @@
+"""Output shared by the commands."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, NoReturn
+
+import typer
+from rich import box
+from rich.console import Console
+
+# no vertical lines: more columns fit into a terminal
+TABLE_STYLE: dict[str, Any] = {
+    "box": box.SIMPLE_HEAD,
+    "padding": (0, 1, 0, 0),
+    "title_justify": "left",
+    "caption_justify": "left",
+}
+
+
+def make_console() -> Console:
+    """A console on standard output; wide enough for the tables where there is no terminal (CI, a pipe)."""
+    is_terminal = sys.stdout.isatty()
+    return Console(width=None if is_terminal or "COLUMNS" in os.environ else 140, soft_wrap=False, highlight=False)
+
+
+def fail(message: str, code: int = 2) -> NoReturn:
+    """One line on standard error, then exit: 2 for a request that makes no sense, 1 for a result that is wrong."""
+    typer.echo(f"onepass: {message}", err=True)
+    raise typer.Exit(code)
+
+
+def resolve_device(device: str) -> str:
+    """ "auto" is the GPU if torch sees one. Exits with a reason if the device is not there."""
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind = device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        fail(f"--device: expected auto, cpu, cuda or cuda:N, got {device!r}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        fail(f"--device: expected a device that torch sees, got {device!r}, and this torch sees no GPU")
+    return device

@@ -1,0 +1,232 @@
+"""Whole runs: peers, the JSON file, wrong results, interruption, memory, pictures."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import onepass
+from onepass.bench import memory, peers, run
+from onepass.bench.cases import Case, CaseSet, get_case_set, make_inputs
+from onepass.bench.peers import PEERS, find_peers, prepare
+from onepass.bench.plot import plot
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _single_threaded():
+    """Threads that wait for one another on a busy machine make small problems slow."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+QUICK = run.Options(rounds=3, gemm_size=64)
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    """The report of a smoke run, and its JSON file."""
+    path = tmp_path_factory.mktemp("bench") / "sub" / "smoke.json"
+    return run.run([get_case_set("smoke")], QUICK, path), path
+
+
+def test_absent_peers_are_named_with_a_reason(monkeypatch):
+    found = find_peers("cpu")
+    assert set(found.present) == {"sdpa"}
+    assert set(found.present) | set(found.absent) == set(PEERS)
+    assert all(found.absent.values())
+    # on a GPU without the packages: the import's own words
+    for name in ("fa3_fwd_interface", "flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        monkeypatch.setitem(sys.modules, name, None)
+    found = find_peers("cuda", ["fa3", "fa4", "sdpa-cudnn"])
+    assert set(found.present) == {"sdpa-cudnn"}
+    assert "fa3_fwd_interface" in found.absent["fa3"]
+    assert "flash_attn" in found.absent["fa4"]
+    with pytest.raises(ValueError, match="fa5"):
+        find_peers("cpu", ["sdpa", "fa5"])
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_contenders_give_the_same_tensors_in_one_layout(direction):
+    case = Case(2, 33, 33, 4, 2, 16, 16, "float32", causal=True, direction=direction)
+    inputs = make_inputs(case, "cpu")
+    mine = prepare(peers.onepass_contender("cpu"), case, inputs).results()
+    theirs = prepare(find_peers("cpu").present["sdpa"], case, inputs).results()
+    assert list(mine) == (["out"] if direction == "fwd" else ["dq", "dk", "dv"])
+    torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-4)
+    assert not any(t.requires_grad for t in inputs)
+
+
+def test_a_timed_backward_runs_no_forward():
+    calls = []
+    case = Case.square(16, 1, 8, dtype="float32", direction="bwd")
+    original = peers.onepass_contender("cpu")
+
+    def attend(*args):
+        calls.append(1)
+        return original.attend(*args)
+
+    prepared = prepare(replace(original, attend=attend), case, make_inputs(case, "cpu"))
+    prepared.run()
+    prepared.run()
+    assert len(calls) == 1
+
+
+def test_sdpa_refuses_what_it_would_compute_differently():
+    sdpa = find_peers("cpu").present["sdpa"]
+    square = Case.square(8, 1, 8, dtype="float32", causal=True)
+    assert sdpa.refusal(square) is None
+    assert "window" in sdpa.refusal(replace(square, window=(3, 0)))
+    assert "top left" in sdpa.refusal(replace(square, seqlen_k=16))
+
+
+def test_json_of_a_smoke_run(smoke):
+    report, path = smoke
+    data = json.loads(path.read_text())
+    assert data == json.loads(json.dumps(report.to_dict()))
+    assert data["schema_version"] == run.SCHEMA_VERSION
+    assert data["status"] == "complete"
+    header = data["header"]
+    assert {"date_utc", "device", "device_name", "cpu", "gpu", "versions", "commit", "peers"} <= set(header)
+    assert header["versions"]["torch"] == torch.__version__
+    assert header["versions"]["onepass"] == onepass.__version__
+    assert set(header["peers"]["absent"]) == set(PEERS) - {"sdpa"}
+
+    cases = get_case_set("smoke").cases
+    assert [Case.from_dict(row["case"]) for row in data["rows"]] == list(cases)
+    for row in data["rows"]:
+        assert row["rounds"] == 3
+        assert row["backend"] == "tiled"
+        assert not row["failed"]
+        assert row["gemm"]["tflops"] > 0
+        for entry in row["contenders"].values():
+            assert 0 < entry["p20_ms"] <= entry["median_ms"] <= entry["p80_ms"]
+            assert entry["max_error"] <= entry["error_budget"]
+            assert entry["gemm_share"] > 0
+        mine = row["contenders"]["onepass"]
+        assert mine["tflops"] == pytest.approx(row["flops"] / mine["median_ms"] / 1e9)
+    by_name = [set(row["contenders"]) for row in data["rows"]]
+    assert by_name == [{"onepass", "sdpa"}, {"onepass", "sdpa"}, {"onepass", "onepass-no-window"}, {"onepass"}]
+    # what did not run says why
+    assert "window" in data["rows"][2]["skipped"]["sdpa"]
+    assert "top left" in data["rows"][3]["skipped"]["sdpa"]
+    assert data["rows"][0]["best_peer"] == "sdpa"
+    assert data["rows"][0]["speed_ratio_best_peer"] == data["rows"][0]["speed_ratio"]["sdpa"]["median"]
+    assert not list(path.parent.glob(".*")), "temporary files are left"
+
+
+def test_summary_has_geometric_mean_and_minimum():
+    def row(label, ratio):
+        return {
+            "set": "s",
+            "measure": "time",
+            "label": label,
+            "case": {"direction": "fwd"},
+            "failed": {},
+            "skipped": {},
+            "speed_ratio": {"sdpa": {"median": ratio, "p20": ratio, "p80": ratio}},
+            "best_peer": "sdpa",
+            "speed_ratio_best_peer": ratio,
+        }
+
+    summary = run.summarise([row("a", 0.5), row("b", 2.0), row("c", 4.0)])["s fwd"]
+    assert summary["cases"] == 3
+    for name in ("sdpa", "best peer"):
+        ratio = summary["speed_ratio"][name]
+        assert ratio["geomean"] == pytest.approx(math.cbrt(4.0) if hasattr(math, "cbrt") else 4.0 ** (1 / 3))
+        assert (ratio["min"], ratio["min_case"], ratio["cases"]) == (0.5, "a", 3)
+
+
+def test_a_wrong_result_is_reported_and_not_timed(monkeypatch):
+    right = peers._onepass_attend
+
+    def off_by_one(q, k, v, case):
+        return onepass.attention(q, k, v, window=(None, 1)) if case.causal else right(q, k, v, case)
+
+    monkeypatch.setattr(peers, "_onepass_attend", off_by_one)
+    case = Case.square(32, 1, 16, dtype="float32", causal=True)
+    report = run.run([CaseSet("one", "", (case, replace(case, causal=False)))], QUICK)
+    wrong, fine = report.rows
+    assert "max error" in wrong["failed"]["onepass"]
+    assert "onepass" not in wrong["contenders"]
+    assert "sdpa" in wrong["contenders"]
+    assert "onepass" in fine["contenders"]
+    assert report.wrong == [wrong]
+    assert report.to_dict()["summary"]["one fwd"]["failed"] == 1
+
+
+def test_ctrl_c_keeps_the_rows_and_says_so(tmp_path, monkeypatch):
+    path = tmp_path / "interrupted.json"
+    original, calls = run._time_row, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            # by now the file must hold what was measured, whatever happens next
+            on_disk = json.loads(path.read_text())
+            assert (len(on_disk["rows"]), on_disk["status"]) == (2, "running")
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(run, "_time_row", interrupted)
+    report = run.run([get_case_set("smoke")], QUICK, path)
+    data = json.loads(path.read_text())
+    assert report.status == data["status"] == "interrupted"
+    assert len(data["rows"]) == 2
+    assert data["summary"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "results.json"
+    run.write_json(path, {"rows": 1})
+    with pytest.raises(ValueError, match="JSON"):
+        run.write_json(path, {"rows": float("nan")})
+    assert json.loads(path.read_text()) == {"rows": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_peak_memory_sees_a_known_allocation():
+    def work():
+        torch.ones(64 * 2**20, dtype=torch.uint8)  # freed at once: only a peak can see it
+
+    for measure in (memory._peak_of_process, memory._sampled_peak_of_process):
+        baseline_bytes, peak_bytes, _ = measure(lambda: [work() for _ in range(3)])
+        assert 56 <= (peak_bytes - baseline_bytes) / 2**20 <= 72, measure.__name__
+
+
+def test_memory_rows_come_from_a_fresh_process():
+    case = Case.square(2048, 1, 32, dtype="float32")
+    report = run.run([CaseSet("small", "", (case,), measure="memory")], replace(QUICK, peers=["sdpa"]))
+    (row,) = report.rows
+    assert not row["failed"]
+    assert set(row["contenders"]) == {"onepass", "sdpa"}
+    for entry in row["contenders"].values():
+        # far from the score matrix, 16 MiB, and from what a process takes, some hundred MiB
+        assert entry["extra_bytes"] < row["score_matrix_bytes"] / 2
+        assert entry["baseline_bytes"] > 2**26
+    assert report.to_dict()["summary"]["small fwd"]["max_extra_bytes"].keys() == {"onepass", "sdpa"}
+
+
+def test_memory_child_that_dies_is_a_failure():
+    case = Case.square(64, 1, 16, dtype="float32")
+    with pytest.raises(RuntimeError, match="measured on cuda only"):
+        memory.measure_in_subprocess("fa3", case, "cpu")
+
+
+def test_plot_draws_one_picture_for_each_set(smoke, tmp_path):
+    pytest.importorskip("matplotlib")
+    report, _ = smoke
+    content = report.to_dict()
+    assert plot(content, tmp_path / "one.png") == [tmp_path / "one.png"]
+    other = [{**row, "set": "other"} for row in content["rows"][2:3]]
+    both = plot({**content, "rows": content["rows"] + other}, tmp_path / "two.png")
+    assert both == [tmp_path / "two-smoke.png", tmp_path / "two-other.png"]
+    for path in both:
+        assert path.read_bytes().startswith(b"\x89PNG")
+    assert plot({**content, "rows": []}, tmp_path / "none.png") == []

@@ -1,0 +1,203 @@
+"""The command line, without a terminal."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+import onepass
+
+if importlib.util.find_spec("onepass.cli.demo") is None:  # `demo` has tests of its own
+
+    def demo() -> None:
+        """Show something."""
+
+    stub = types.ModuleType("onepass.cli.demo")
+    stub.demo = demo  # type: ignore[attr-defined]
+    sys.modules["onepass.cli.demo"] = stub
+
+from onepass.bench import run
+from onepass.cli import verify
+from onepass.cli.app import app
+
+
+@pytest.fixture(autouse=True)
+def _wide_and_single_threaded(monkeypatch):
+    """Tables in one piece; and threads that wait for one another on a busy machine make small problems slow."""
+    monkeypatch.setenv("COLUMNS", "200")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_help_lists_the_commands():
+    result = invoke("--help")
+    assert result.exit_code == 0
+    for command in ("info", "demo", "verify", "bench"):
+        assert command in result.output
+
+
+def test_info():
+    result = invoke("info")
+    assert result.exit_code == 0, result.output
+    for text in (onepass.__version__, "torch", "tiled", "packed sequences", "flash-attn-4"):
+        assert text in result.output
+    assert "no:" in result.output  # a peer that is not here
+
+
+def test_info_says_no_where_the_library_does(monkeypatch):
+    def supports(q, k, v, **options):
+        return onepass.Support(False, "", "not today") if options.get("softcap") else onepass.Support(True, "tiled", "")
+
+    monkeypatch.setattr(onepass, "supports", supports)
+    assert invoke("info").output.count("no: not today") == 1
+
+
+def test_verify_quick(tmp_path):
+    path = tmp_path / "verify.json"
+    result = invoke("verify", "--quick", "--device", "cpu", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    data = json.loads(path.read_text())
+    dtypes = {row["dtype"] for row in data["errors"]}
+    assert dtypes == {"float64", "float32", "bfloat16", "float16"}
+    for row in data["errors"]:
+        assert row["ok"]
+        assert row["max_error"] <= row["budget"]
+    outliers = {row["dtype"]: row for row in data["outliers"]}
+    # float32 intermediates are better than 16-bit ones, and still worse than float64
+    for row in outliers.values():
+        assert 0 < row["onepass_rmse"] < row["standard_rmse"] < 0.1
+
+
+def test_verify_fails_if_an_error_is_over_its_budget(monkeypatch):
+    right = onepass.attention
+
+    def slightly_wrong(q, k, v, **options):
+        return right(q, k, v, **{**options, "softmax_scale": (options.get("softmax_scale") or 64**-0.5) * 1.01})
+
+    monkeypatch.setattr(onepass, "attention", slightly_wrong)
+    result = invoke("verify", "--quick", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "OVER BUDGET" in result.output
+
+
+def test_outliers_have_the_distribution_of_the_paper(monkeypatch):
+    seen = []
+
+    def record(q, k, v):
+        seen.append(q.float())
+        return q
+
+    monkeypatch.setattr(onepass, "attention", record)
+    verify.outlier_errors("float32", 1024, "cpu")
+    # variance of N(0, 1) + N(0, 100) Bernoulli(0.001): 1 + 0.1
+    assert seen[0].var().item() == pytest.approx(1.1, abs=0.04)
+    assert 50 < (seen[0].abs() > 6).sum() < 110  # P(|N(0, 101)| > 6) = 0.55 of 131
+
+
+def test_bench_smoke(tmp_path):
+    path, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    arguments = ["bench", "smoke", "--device", "cpu", "--rounds", "2", "--peers", "sdpa,fa4"]
+    result = invoke(*arguments, "--json", str(path), "--plot", str(picture))
+    assert result.exit_code == 0, result.output
+    data = json.loads(path.read_text())
+    assert data["status"] == "complete"
+    assert len(data["rows"]) == 4
+    assert list(data["header"]["peers"]["absent"]) == ["fa4"]
+    assert "absent: fa4" in result.output
+    assert "geometric mean" in result.output
+    assert picture.exists()
+
+
+def test_bench_filters(tmp_path):
+    path = tmp_path / "bench.json"
+    arguments = ["--rounds", "2", "--only", "direction=bwd", "--dtype", "float64", "--json", str(path)]
+    result = invoke("bench", "smoke", "--device", "cpu", *arguments)
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(path.read_text())["rows"]
+    assert (row["case"]["direction"], row["case"]["dtype"]) == ("bwd", "float64")
+
+
+def test_plain_bench_on_a_cpu_runs_the_three_sets_into_one_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "_time_row", lambda *args: _empty_row("time", *args))
+    monkeypatch.setattr(run, "_memory_row", lambda *args: _empty_row("memory", *args))
+    path = tmp_path / "all.json"
+    result = invoke("bench", "--device", "cpu", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["set"] for row in rows] == ["cpu"] * 24 + ["window"] * 4 + ["memory"] * 4
+    assert {row["measure"] for row in rows if row["set"] == "memory"} == {"memory"}
+
+
+def _empty_row(measure, set_name, case, found, options):
+    return {**run._new_row(set_name, measure, case, options), "score_matrix_bytes": 0}
+
+
+@pytest.mark.parametrize(
+    ("failure", "exit_code", "text"),
+    [
+        (KeyboardInterrupt, 130, "interrupted after 0 of 4 cases"),
+        ({"onepass": "max error 1"}, 1, "onepass failed in 4 of 4 cases"),
+        ({"sdpa": "out of memory"}, 0, "FAILED sdpa"),
+    ],
+)
+def test_exit_codes_of_bench(monkeypatch, failure, exit_code, text):
+    def row(*args):
+        if failure is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return {**_empty_row("time", *args), "failed": failure}
+
+    monkeypatch.setattr(run, "_time_row", row)
+    result = invoke("bench", "smoke", "--device", "cpu")
+    assert result.exit_code == exit_code
+    assert text in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nonsense"], "expected one of paper, cpu"),
+        (["smoke", "--device", "tpu"], "expected auto, cpu, cuda"),
+        (["smoke", "--peers", "fa9"], "fa9"),
+        (["smoke", "--dtype", "int8"], "int8"),
+        (["smoke", "--only", "head_dim=7"], "no case"),
+    ],
+)
+def test_bench_refuses_what_makes_no_sense(arguments, text):
+    result = invoke("bench", *arguments)
+    assert result.exit_code == 2
+    assert text in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_missing_packages_are_named_in_one_line(missing):
+    code = f"import sys; sys.modules[{missing!r}] = None; from onepass.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == f"onepass: the command line needs {missing}: pip install onepass[bench]\n"
+
+
+def test_importing_onepass_imports_none_of_the_extras():
+    code = (
+        "import sys, onepass; import onepass.cli;"
+        "print([m for m in ('typer', 'rich', 'matplotlib', 'psutil', 'onepass.bench') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
