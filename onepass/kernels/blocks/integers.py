@@ -27,6 +27,15 @@ def maximum(a: Any, b: Any) -> Any:
     return cutlass.max(a, b)
 
 
+def select(condition: Any, a: Any, b: Any) -> Any:
+    """a if condition else b, both evaluated."""
+    if isinstance(condition, bool):
+        return a if condition else b
+    import cutlass
+
+    return cutlass.select_(condition, a, b)
+
+
 def ceil_div(a: Any, b: Any) -> Any:
     """The least n with n * b >= a, for a >= 0 and b > 0."""
     return (a + b - 1) // b

@@ -50,13 +50,12 @@ WARPS = 4  # of a warpgroup
 
 
 class Schedule(NamedTuple):
-    """The persistent grid's order of tiles, see blocks/tile_scheduler.py; divisors are precomputed on the host."""
+    """The persistent grid's order of tiles, see blocks/tile_scheduler.py."""
 
     num_tiles: Int32
     num_m_blocks: Int32
-    num_heads: cute.FastDivmodDivisorV2
-    heads_per_section: cute.FastDivmodDivisorV2
-    tiles_per_section: cute.FastDivmodDivisorV2
+    batch: Int32
+    divisors: tile_scheduler.Divisors
 
 
 class Scores(NamedTuple):
@@ -131,14 +130,10 @@ class ForwardSm90:
 
         seqlen_q, _, num_heads, batch = mQ.shape
         num_m_blocks = cute.ceil_div(seqlen_q, self.tile_m)
-        divisor = cute.FastDivmodDivisorV2
-        schedule = Schedule(
-            num_m_blocks * num_heads * batch,
-            num_m_blocks,
-            divisor(num_heads),
-            divisor(heads_per_section),
-            divisor(num_m_blocks * heads_per_section),
-        )
+        heads_in_last = tile_scheduler.heads_in_last_section(num_heads * batch, heads_per_section)
+        divisors = (num_m_blocks * heads_per_section, heads_per_section, heads_in_last, num_heads)
+        divisors = tile_scheduler.Divisors(*(cute.FastDivmodDivisorV2(d) for d in divisors))
+        schedule = Schedule(num_m_blocks * num_heads * batch, num_m_blocks, batch, divisors)
         self.kernel(
             tma_q,
             mQ,
@@ -247,13 +242,8 @@ class ForwardSm90:
     def tile_at(self, number: Int32, schedule: Schedule, seqlens: Geometry) -> Tile:
         """The tile of this number; past the end, the last one (which is then not computed)."""
         number = minimum(number, schedule.num_tiles - 1)
-        m_block, head, batch = tile_scheduler.tile_coord(
-            number,
-            schedule.tiles_per_section,
-            schedule.heads_per_section,
-            schedule.num_heads,
-            schedule.num_m_blocks,
-        )
+        coord = tile_scheduler.tile_coord(number, schedule.divisors, schedule.num_m_blocks, schedule.batch)
+        m_block, head, batch = coord
         m_start = m_block * self.tile_m
         m_end = minimum(m_start + self.tile_m, seqlens.seqlen_q)
         blocks = key_blocks(m_start, m_end, *seqlens, self.tile_n)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...problem import AttentionInputs, AttentionProblem
 from .. import compile, heuristics
 from ..blocks import tile_scheduler
+from ..blocks.integers import ceil_div
 from ..config import ForwardConfig
 
 ARCH = "sm_90a"
@@ -91,17 +92,21 @@ def _launch(problem: AttentionProblem, config: ForwardConfig | None, device: int
     bounds = [None if bound is None else min(bound, longest) for bound in (mask.window_left, mask.window_right)]
     has_growing_tiles = mask.window_right is not None and mask.window_left is None
     kv_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // problem.qhead_per_kvhead
-    heads = tile_scheduler.heads_per_section(
-        problem.num_heads_q * problem.batch, kv_bytes, has_growing_tiles and config.longest_first
-    )
     tiles = tile_scheduler.num_tiles(problem.seqlen_q, config.tile_m, problem.num_heads_q, problem.batch)
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    num_ctas = min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
+    heads = tile_scheduler.heads_per_section(
+        problem.num_heads_q * problem.batch,
+        ceil_div(problem.seqlen_q, config.tile_m),
+        num_ctas,
+        kv_bytes,
+        has_growing_tiles and config.longest_first,
+    )
     if problem.softcap is None:
         scale_log2, tanh_scale = problem.softmax_scale * LOG2_E, None
     else:
         scale_log2, tanh_scale = problem.softcap * LOG2_E, 2 * LOG2_E * problem.softmax_scale / problem.softcap
     kernel = compile.get("forward", (problem.static(), config), ARCH, functools.partial(trace, problem, config))
-    return Launch(kernel, scale_log2, tanh_scale, *bounds, heads, min(tiles, multiprocessors))
+    return Launch(kernel, scale_log2, tanh_scale, *bounds, heads, num_ctas)
 
 
 def _tma_ready(t: Tensor) -> Tensor:
