@@ -73,7 +73,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     problem = _problem(inputs, options)
     # An operator runs under the caller's autocast; ours computes in the dtypes that it states.
     with torch.autocast(problem.device_type, enabled=False):
-        return dispatch.load(options[-1]).forward(problem, inputs)
+        return dispatch.load_forward(options[-1]).forward(problem, inputs)
 
 
 @torch.library.register_fake("onepass::attention_forward")
@@ -90,7 +90,7 @@ def _backward(
     problem = _problem(inputs, options)
     dout = torch.zeros_like(out) if dout is None else dout
     with torch.autocast(problem.device_type, enabled=False):
-        return dispatch.load(options[-1]).backward(problem, inputs, out, lse, dout, dlse)
+        return dispatch.load_backward(options[-1]).backward(problem, inputs, out, lse, dout, dlse)
 
 
 @torch.library.register_fake("onepass::attention_backward")

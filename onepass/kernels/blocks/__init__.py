@@ -1,1 +1,1 @@
-"""Pieces shared by all kernels. Integer formulas are plain functions: Python ints today, device ints in a kernel."""
+"""Pieces shared by all kernels. The integer formulas run on Python ints and, inside a kernel, on device ints."""

@@ -7,15 +7,19 @@ None = unbounded on that side. Ranges are half open, [start, end), and empty ran
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from .integers import ceil_div, maximum, minimum
+
 
 def key_range(
     m_start: int, m_end: int, seqlen_q: int, seqlen_k: int, window_left: int | None, window_right: int | None
 ) -> tuple[int, int]:
     """Keys that at least one of the queries [m_start, m_end) sees. All others need never be loaded."""
     shift = seqlen_k - seqlen_q
-    start = 0 if window_left is None else min(max(0, m_start + shift - window_left), seqlen_k)
-    end = seqlen_k if window_right is None else min(seqlen_k, m_end + shift + window_right)
-    return start, max(start, end)
+    start = 0 if window_left is None else minimum(maximum(0, m_start + shift - window_left), seqlen_k)
+    end = seqlen_k if window_right is None else minimum(seqlen_k, m_end + shift + window_right)
+    return start, maximum(start, end)
 
 
 def unmasked_key_range(
@@ -27,9 +31,9 @@ def unmasked_key_range(
     """
     shift = seqlen_k - seqlen_q
     low, high = key_range(m_start, m_end, seqlen_q, seqlen_k, window_left, window_right)
-    start = low if window_left is None else min(max(low, m_end - 1 + shift - window_left), high)
-    end = high if window_right is None else min(high, m_start + shift + window_right + 1)
-    return start, max(start, end)
+    start = low if window_left is None else minimum(maximum(low, m_end - 1 + shift - window_left), high)
+    end = high if window_right is None else minimum(high, m_start + shift + window_right + 1)
+    return start, maximum(start, end)
 
 
 def query_range(
@@ -37,9 +41,45 @@ def query_range(
 ) -> tuple[int, int]:
     """Queries that see at least one of the keys [n_start, n_end): the same relation, read from the keys' side."""
     shift = seqlen_k - seqlen_q
-    start = 0 if window_right is None else min(max(0, n_start - shift - window_right), seqlen_q)
-    end = seqlen_q if window_left is None else min(seqlen_q, n_end - shift + window_left)
-    return start, max(start, end)
+    start = 0 if window_right is None else minimum(maximum(0, n_start - shift - window_right), seqlen_q)
+    end = seqlen_q if window_left is None else minimum(seqlen_q, n_end - shift + window_left)
+    return start, maximum(start, end)
+
+
+class KeyBlocks(NamedTuple):
+    """Key blocks of one query tile, as block indices: first <= clear_first <= clear_last <= last.
+
+    Blocks [first, last) are visited, from last - 1 down to first; blocks [clear_first, clear_last) need no mask.
+    """
+
+    first: int
+    clear_first: int
+    clear_last: int
+    last: int
+
+
+def key_blocks(
+    m_start: int,
+    m_end: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    window_left: int | None,
+    window_right: int | None,
+    tile_n: int,
+) -> KeyBlocks:
+    """The key blocks of the queries [m_start, m_end), for kernels, whose blocks start at multiples of tile_n.
+
+    There is always at least one block: a kernel that sees a fully masked block gives out = 0 and lse = -inf to a
+    tile of queries that see nothing, by the same code as for any other tile.
+    """
+    geometry = (m_start, m_end, seqlen_q, seqlen_k, window_left, window_right)
+    low, high = key_range(*geometry)
+    clear_low, clear_high = unmasked_key_range(*geometry)
+    first = low // tile_n
+    last = maximum(ceil_div(high, tile_n), first + 1)
+    clear_last = maximum(clear_high // tile_n, first)
+    clear_first = minimum(ceil_div(clear_low, tile_n), clear_last)
+    return KeyBlocks(first, clear_first, clear_last, last)
 
 
 def tile_needs_mask(

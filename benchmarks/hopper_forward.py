@@ -1,0 +1,467 @@
+"""The Hopper forward kernel on a GPU: is it right, how fast is it, and which configuration is fastest?
+
+    python benchmarks/hopper_forward.py                      # check, then time the grid beside the peers
+    python benchmarks/hopper_forward.py --variants           # ... and every variant of the configuration
+    python benchmarks/hopper_forward.py --no-check --head-dims 128 --seqlens 512,8192
+
+The grid is that of the FlashAttention-3 paper, section 4.1: 16k tokens in all, hidden size 2048. TFLOP/s counts
+4 * seqlen^2 * head_dim * heads * batch, halved when causal. Contenders take turns in each case; a figure is the median
+over the rounds of triton's do_bench median (which flushes the L2 cache before each run). Writes JSON to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import onepass
+from onepass import reference
+from onepass.kernels import compile, heuristics
+from onepass.kernels.config import ForwardConfig
+from onepass.kernels.sm90 import launch
+from onepass.problem import AttentionInputs, AttentionProblem, Mask
+from onepass.testing.budget import compare, compare_lse
+
+TOKENS, HIDDEN = 16384, 2048
+
+VARIANTS = {
+    64: {
+        "3wg n128": ForwardConfig(tile_n=128, num_warpgroups=3, q_stages=2),
+        "3wg n128 free": ForwardConfig(tile_n=128, num_warpgroups=3, q_stages=2, pingpong=False),
+        "3wg n128 lazy": ForwardConfig(tile_n=128, num_warpgroups=3, q_stages=2, rescale_threshold=8.0),
+        "3wg n128 fma4": ForwardConfig(tile_n=128, num_warpgroups=3, q_stages=2, exp2_fma_period=4),
+        "3wg n128 drain": ForwardConfig(tile_n=128, num_warpgroups=3, q_stages=2, overlap_tiles=False),
+        "2wg n128": ForwardConfig(tile_n=128, q_stages=2),
+        "2wg n192 rq": ForwardConfig(tile_n=192, q_in_registers=True),
+        "2wg n192 rq fma4": ForwardConfig(tile_n=192, q_in_registers=True, exp2_fma_period=4),
+        "2wg n128 rq": ForwardConfig(tile_n=128, q_in_registers=True),
+    },
+    128: {
+        "n128": ForwardConfig(tile_n=128, q_stages=2),
+        "n128 free": ForwardConfig(tile_n=128, q_stages=2, pingpong=False),
+        "n128 lazy": ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=8.0),
+        "n128 drain": ForwardConfig(tile_n=128, q_stages=2, overlap_tiles=False),
+        "n128 rq": ForwardConfig(tile_n=128, q_in_registers=True),
+        "n144": ForwardConfig(tile_n=144, q_stages=2),
+        "n160": ForwardConfig(tile_n=160, q_stages=2),
+        "n176": ForwardConfig(tile_n=176),
+    },
+    256: {
+        "n80": ForwardConfig(tile_n=80),
+        "n80 free": ForwardConfig(tile_n=80, pingpong=False),
+        "n80 lazy": ForwardConfig(tile_n=80, rescale_threshold=8.0),
+        "n80 drain": ForwardConfig(tile_n=80, overlap_tiles=False),
+        "n64": ForwardConfig(tile_n=64),
+        "n64 lazy": ForwardConfig(tile_n=64, rescale_threshold=8.0),
+    },
+}
+
+
+# ---------------------------------------------------------------- problems and compiling
+
+
+def problem_of(inputs: AttentionInputs, *, causal=False, window=None, softcap=None, softmax_scale=None):
+    return AttentionProblem.of(
+        inputs,
+        softmax_scale=softmax_scale or inputs.q.shape[-1] ** -0.5,
+        mask=Mask.from_options(causal, window),
+        softcap=softcap,
+        deterministic=False,
+    )
+
+
+def _compile_one(job: tuple[AttentionProblem, ForwardConfig]) -> float:
+    problem, config = job
+    started = time.perf_counter()
+    key = (problem.static(), config)
+    compile.get("forward", key, launch.ARCH, functools.partial(launch.trace, problem, config))
+    return time.perf_counter() - started
+
+
+def compile_all(jobs: list[tuple[AttentionProblem, ForwardConfig]]) -> None:
+    """Compile into the disk cache with one process per core; one job per kernel."""
+    unique = list({(problem.static(), config): (problem, config) for problem, config in jobs}.values())
+    workers = max(1, min(len(unique), (os.cpu_count() or 2) - 1, 24))
+    started = time.perf_counter()
+    pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+    with pool:
+        seconds = list(pool.map(_compile_one, unique))
+    wall = time.perf_counter() - started
+    mean = statistics.mean(seconds) if seconds else 0.0
+    print(f"compiled {len(unique)} kernels in {wall:.1f} s with {workers} processes, {mean:.1f} s each", flush=True)
+
+
+# ---------------------------------------------------------------- correctness
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One problem of the check; `layout` is how its tensors lie in memory."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    layout: str = "plain"
+    sinks: bool = False
+    scale: float = 1.0  # of the values of q
+    options: tuple = ()
+
+    def __str__(self) -> str:
+        parts = [f"b{self.batch} q{self.seqlen_q} k{self.seqlen_k} h{self.heads_q}/{self.heads_kv}"]
+        parts.append(f"d{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v else ""))
+        parts += [str(self.dtype)[6:]] if self.dtype != torch.bfloat16 else []
+        parts += [self.layout] if self.layout != "plain" else []
+        parts += [f"{k}={v}" for k, v in self.options] + (["sinks"] if self.sinks else [])
+        parts += [f"scale {self.scale}"] if self.scale != 1.0 else []
+        return " ".join(parts)
+
+    def tensor(self, batch: int, seqlen: int, heads: int, dim: int, generator: torch.Generator) -> Tensor:
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, device="cuda", dtype=torch.float32).to(self.dtype)
+
+        if self.layout == "transposed":
+            return randn(batch, heads, seqlen, dim).transpose(1, 2)
+        if self.layout == "sliced":
+            return randn(batch, seqlen, 3 * heads, dim)[:, :, heads : 2 * heads]
+        if self.layout == "expanded":
+            return randn(batch, seqlen, 1, dim).expand(-1, -1, heads, -1)
+        if self.layout == "unaligned":
+            return randn(batch, seqlen, heads, dim + 1)[..., 1:]
+        return randn(batch, seqlen, heads, dim)
+
+    def inputs(self) -> AttentionInputs:
+        generator = torch.Generator("cuda").manual_seed(0)
+        q = self.tensor(self.batch, self.seqlen_q, self.heads_q, self.head_dim, generator)
+        k = self.tensor(self.batch, self.seqlen_k, self.heads_kv, self.head_dim, generator)
+        v = self.tensor(self.batch, self.seqlen_k, self.heads_kv, self.head_dim_v or self.head_dim, generator)
+        q = q * self.scale if self.scale != 1.0 else q
+        sinks = torch.randn(self.heads_q, device="cuda") * 2 if self.sinks else None
+        return AttentionInputs(q, k, v, sinks)
+
+
+def check_cases() -> list[Case]:
+    causal, window = (("causal", True),), (("window", (100, 30)),)
+    cases = [
+        Case(1, 128, 128, 1, 1, 128),  # one tile, one block of keys
+        Case(1, 128, 1024, 1, 1, 128),
+        Case(2, 1024, 1024, 4, 4, 128),
+        Case(2, 1000, 1000, 4, 4, 128),  # ragged in both
+        Case(2, 1000, 777, 6, 2, 128),
+        Case(3, 1, 500, 4, 1, 128),
+        Case(2, 77, 1, 4, 4, 128),
+        Case(1, 4096, 4096, 8, 8, 128),
+        Case(4, 512, 512, 16, 16, 128, layout="sliced"),
+        Case(2, 333, 444, 4, 2, 128, layout="transposed"),
+        Case(2, 333, 444, 4, 2, 128, layout="unaligned"),
+        Case(2, 1024, 1024, 4, 4, 128, dtype=torch.float16),
+        Case(2, 1000, 1000, 4, 4, 128, scale=30.0),  # peaked rows: the reference moves often
+        Case(2, 0, 100, 4, 4, 128),
+        Case(2, 100, 0, 4, 4, 128),
+        Case(1, 128, 128, 1, 1, 128, options=causal),
+        Case(2, 1024, 1024, 4, 4, 128, options=causal),
+        Case(2, 1000, 1000, 4, 2, 128, options=causal),
+        Case(2, 1000, 1000, 4, 2, 128, options=causal, scale=30.0),
+        Case(2, 300, 1000, 4, 2, 128, options=causal),
+        Case(2, 1000, 300, 4, 2, 128, options=causal),  # 700 rows see nothing
+        Case(1, 3, 1000, 4, 2, 128, options=causal),
+        Case(1, 8192, 8192, 3, 3, 128, options=causal),
+        Case(2, 1000, 1000, 4, 2, 128, options=window),
+        Case(2, 1000, 600, 4, 2, 128, options=(("window", (0, 0)),)),
+        Case(2, 600, 1000, 4, 2, 128, options=(("window", (300, None)),)),
+        Case(2, 1000, 1000, 4, 2, 128, options=(("window", (130, None)), ("causal", True))),
+        Case(2, 1000, 300, 4, 2, 128, options=(("window", (50, 10)),)),
+        Case(2, 500, 700, 4, 2, 128, options=(("softcap", 5.0), *causal)),
+        Case(2, 500, 700, 4, 2, 128, options=(("softcap", 30.0),), dtype=torch.float16),
+        Case(2, 500, 700, 4, 2, 128, sinks=True, options=causal),
+        Case(2, 700, 300, 4, 2, 128, sinks=True, options=causal),
+        Case(2, 500, 700, 4, 2, 128, sinks=True, options=(("window", (64, 64)), ("softcap", 20.0))),
+        Case(2, 500, 700, 4, 2, 192, 128),
+        Case(2, 500, 700, 4, 2, 64, 256, options=causal),
+        Case(2, 500, 700, 4, 2, 128, 64),
+    ]
+    for head_dim in (8, 40, 64, 72, 96, 120, 160, 192, 200, 256):
+        cases.append(Case(2, 500, 700, 4, 2, head_dim))
+        cases.append(Case(2, 700, 700, 4, 2, head_dim, options=causal))
+    for head_dim in (64, 256):
+        cases.append(Case(2, 2048, 2048, 8, 8, head_dim, options=causal))
+        cases.append(Case(2, 500, 700, 4, 2, head_dim, dtype=torch.float16))
+    cases.append(Case(2, 333, 444, 4, 2, 128, layout="expanded"))  # strides of 0
+    return cases
+
+
+def check_one(case: Case, config: ForwardConfig | None = None) -> tuple[bool, str]:
+    """Run and compare with the float64 oracle; also that a second run gives the same bits."""
+    inputs, options = case.inputs(), dict(case.options)
+    problem = problem_of(inputs, **options)
+    # what the allocator hands out next holds NaN
+    poison = [torch.full((case.batch * max(1, case.seqlen_q) * case.heads_q * 256,), math.nan, device="cuda")]
+    del poison
+    out, lse = launch.forward(problem, inputs, config)
+    torch.cuda.synchronize()
+    again, lse_again = launch.forward(problem, inputs, config)
+    oracle = reference.attention(*inputs[:3], sinks=inputs.sinks, **options)
+    plain = reference.attention(*inputs[:3], sinks=inputs.sinks, **options, compute_dtype=case.dtype)
+    rows = [compare("out", out, oracle.out, plain.out), compare_lse(lse, oracle.lse)]
+    same = torch.equal(out.view(torch.int16), again.view(torch.int16)) and torch.equal(
+        lse.view(torch.int32), lse_again.view(torch.int32)
+    )
+    message = "; ".join(str(r) for r in rows if not r.ok) + ("" if same else "; runs differ")
+    share = max(rows[0].error / rows[0].budget if rows[0].budget else 0.0, rows[1].error)
+    return all(r.ok for r in rows) and same, message or f"{share:.2f} of the budget"
+
+
+def run_check(with_variants: bool) -> bool:
+    jobs = [(case, None) for case in check_cases()]
+    if with_variants:
+        for head_dim, variants in VARIANTS.items():
+            for name, config in variants.items():
+                jobs.append((Case(2, 1000, 1000, 4, 2, head_dim), (name, config)))
+                jobs.append((Case(2, 900, 1000, 4, 2, head_dim, options=(("causal", True),)), (name, config)))
+                jobs.append((Case(1, 700, 700, 4, 2, head_dim, scale=20.0), (name, config)))
+    compile_jobs = []
+    for case, variant in jobs:
+        if case.seqlen_q and case.seqlen_k:
+            problem = problem_of(case.inputs(), **dict(case.options))
+            compile_jobs.append((problem, variant[1] if variant else heuristics.forward_config(problem)))
+    compile_all(compile_jobs)
+    failed = 0
+    for case, variant in jobs:
+        label = f"{case}" + (f" [{variant[0]}]" if variant else "")
+        print(f"  {label:88s}", end="", flush=True)  # before the run: a hang shows where
+        try:
+            ok, message = check_one(case, variant[1] if variant else None)
+        except Exception as error:
+            ok, message = False, f"{type(error).__name__}: {str(error)[:300]}"
+        failed += not ok
+        print(f"{'ok  ' if ok else 'FAIL'} {message}", flush=True)
+    print(f"check: {len(jobs) - failed} of {len(jobs)} passed", flush=True)
+    return failed == 0
+
+
+# ---------------------------------------------------------------- speed
+
+
+def peers(names: list[str]) -> dict[str, Callable]:
+    """name -> prepare(q, k, v, causal) -> call, on (batch, seqlen, heads, dim) tensors, of those that can be imported.
+
+    torch's SDPA gets contiguous (batch, heads, seqlen, dim) copies, made before it is timed.
+    """
+
+    def sdpa(backend: SDPBackend) -> Callable:
+        def prepare(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable:
+            q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+
+            def call() -> Tensor:
+                with sdpa_kernel(backend):
+                    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+            return call
+
+        return prepare
+
+    def direct(function: Callable) -> Callable:
+        return lambda q, k, v, causal: lambda: _first(function(q, k, v, causal=causal))
+
+    found: dict[str, Callable] = {"cudnn": sdpa(SDPBackend.CUDNN_ATTENTION), "fa2": sdpa(SDPBackend.FLASH_ATTENTION)}
+    try:
+        import fa3_fwd_interface
+
+        found["fa3"] = direct(fa3_fwd_interface.flash_attn_func)
+    except ImportError as error:
+        print("fa3 not measured:", error)
+    try:
+        from flash_attn.cute.interface import flash_attn_func
+
+        found["fa4"] = direct(flash_attn_func)
+    except ImportError as error:
+        print("fa4 not measured:", error)
+    return {name: found[name] for name in names if name in found}
+
+
+def _first(x: object) -> Tensor:
+    return x[0] if isinstance(x, tuple) else x
+
+
+def run_grid(args: argparse.Namespace) -> list[dict]:
+    from triton.testing import do_bench
+
+    contenders = peers(args.peers.split(","))
+    rows: list[dict] = []
+    cells = [(d, c, s) for d in args.head_dims for c in args.causal for s in args.seqlens]
+    configs = {}
+    for head_dim in args.head_dims:
+        q = torch.empty(1, 1, 1, head_dim, dtype=torch.bfloat16, device="meta")
+        default = heuristics.forward_config(problem_of(AttentionInputs(q, q, q)))
+        named = {"onepass": default}
+        if args.variants:
+            named |= {n: c for n, c in VARIANTS.get(head_dim, {}).items() if c != default}
+        configs[head_dim] = named
+    jobs = []
+    for head_dim, causal, _ in cells:
+        q = torch.empty(1, 1, 1, head_dim, dtype=torch.bfloat16, device="meta")
+        problem = dataclasses.replace(problem_of(AttentionInputs(q, q, q), causal=causal), device_type="cuda")
+        jobs += [(problem, config) for config in configs[head_dim].values()]
+    compile_all(jobs)
+
+    header = None
+    for head_dim, causal, seqlen in cells:
+        batch, heads = TOKENS // seqlen, HIDDEN // head_dim
+        q, k, v = (torch.randn(batch, seqlen, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        inputs = AttentionInputs(q, k, v)
+        problem = problem_of(inputs, causal=causal)
+        calls = {name: prepare(q, k, v, causal) for name, prepare in contenders.items()}
+        for name, config in configs[head_dim].items():
+            calls[name] = lambda config=config, problem=problem, inputs=inputs: launch.forward(problem, inputs, config)[
+                0
+            ]
+        expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal)
+        expected = expected.transpose(1, 2).float()
+        times: dict[str, list[float]] = {}
+        errors = {}
+        for name, call in list(calls.items()):
+            try:
+                errors[name] = float((call().float() - expected).abs().max())
+                torch.cuda.synchronize()
+            except Exception as error:
+                print(f"{name}: {type(error).__name__}: {str(error)[:200]}")
+                del calls[name]
+        for _ in range(args.rounds):
+            for name, call in calls.items():
+                times.setdefault(name, []).append(do_bench(call, warmup=10, rep=args.rep_ms, return_mode="median"))
+        flops = 4 * seqlen**2 * head_dim * heads * batch * (0.5 if causal else 1.0)
+        tflops = {name: flops / statistics.median(ms) / 1e9 for name, ms in times.items()}
+        best_peer = max((tflops[name] for name in contenders if name in tflops and name != "fa2"), default=math.nan)
+        names = list(calls)
+        if names != header:
+            header = names
+            print(f"\n{'D':>4} {'causal':>6} {'S':>6} " + " ".join(f"{n[:16]:>16}" for n in names) + "   ratio  best")
+        ours = {name: tflops[name] for name in configs[head_dim] if name in tflops}
+        best = max(ours, key=ours.get, default="-")
+        ratio = tflops.get("onepass", math.nan) / best_peer
+        marks = {name: "" if errors[name] < 0.05 else "!" for name in names}  # ! = wrong values
+        line = " ".join(f"{marks[n]}{tflops[n]:.1f}".rjust(16) for n in names)
+        print(f"{head_dim:>4} {causal!s:>6} {seqlen:>6} {line}   {ratio:5.3f}  {best}", flush=True)
+        for name in names:
+            rows.append(
+                {
+                    "head_dim": head_dim,
+                    "causal": causal,
+                    "seqlen": seqlen,
+                    "contender": name,
+                    "ms": [round(ms, 5) for ms in times[name]],
+                    "tflops": round(tflops[name], 2),
+                    "error": errors[name],
+                    "config": dataclasses.asdict(configs[head_dim][name]) if name in configs[head_dim] else None,
+                }
+            )
+    summarise(rows, list(contenders))
+    return rows
+
+
+def summarise(rows: list[dict], peer_names: list[str]) -> None:
+    """Geometric mean of onepass (and of its best variant) over the best peer of each case."""
+    by_case: dict[tuple, dict[str, float]] = {}
+    for row in rows:
+        by_case.setdefault((row["head_dim"], row["causal"], row["seqlen"]), {})[row["contender"]] = row["tflops"]
+    ratios: dict[str, list[float]] = {"onepass": [], "best variant": []}
+    for case in by_case.values():
+        peer = max((case[n] for n in peer_names if n in case and n != "fa2"), default=0.0)
+        ours = {n: t for n, t in case.items() if n not in peer_names}
+        if peer and "onepass" in ours:
+            ratios["onepass"].append(ours["onepass"] / peer)
+            ratios["best variant"].append(max(ours.values()) / peer)
+    for name, values in ratios.items():
+        if values:
+            mean = math.exp(statistics.mean(math.log(r) for r in values))
+            print(f"{name}: geometric mean {mean:.3f} of the best peer, least {min(values):.3f}, {len(values)} cases")
+
+
+def call_cost_us() -> dict[str, float]:
+    """CPU time of one call on a small problem, without waiting for the GPU."""
+    q = torch.randn(1, 128, 4, 128, device="cuda", dtype=torch.bfloat16)
+    problem, inputs = problem_of(AttentionInputs(q, q, q), causal=True), AttentionInputs(q, q, q)
+    calls = {
+        "launch.forward": lambda: launch.forward(problem, inputs),
+        "onepass.attention": lambda: onepass.attention(q, q, q, causal=True),
+    }
+    costs = {}
+    for name, call in calls.items():
+        for _ in range(20):
+            call()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(500):
+            call()
+        costs[name] = round((time.perf_counter() - started) / 500 * 1e6, 1)
+        torch.cuda.synchronize()
+    print("CPU time of a call, us:", costs, flush=True)
+    return costs
+
+
+def circumstances() -> dict:
+    def output(*command: str) -> str:
+        try:
+            return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "driver_clocks_power": output(
+            "nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.max.sm,power.limit", "--format=csv,noheader"
+        ),
+        "commit": output("git", "rev-parse", "HEAD"),
+        "onepass": onepass.__version__,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    integers = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
+    parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--no-grid", action="store_true")
+    parser.add_argument("--variants", action="store_true", help="check and time the variants, too")
+    parser.add_argument("--head-dims", type=integers, default=[64, 128, 256])
+    parser.add_argument("--seqlens", type=integers, default=[512, 1024, 2048, 4096, 8192, 16384])
+    parser.add_argument("--causal", type=lambda t: [bool(int(x)) for x in t.split(",")], default=[False, True])
+    parser.add_argument("--peers", default="cudnn,fa3,fa4")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rep-ms", type=int, default=30)
+    parser.add_argument("--out", default=os.path.join(os.environ.get("OUT", "."), "hopper_forward.json"))
+    args = parser.parse_args()
+
+    about = circumstances()
+    print(about, flush=True)
+    ok = args.no_check or run_check(args.variants)
+    about["call_cost_us"] = call_cost_us()
+    rows = [] if args.no_grid else run_grid(args)
+    Path(args.out).write_text(json.dumps({"circumstances": about, "rows": rows}, indent=1))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Views of tensors and of wgmma register fragments that several kernels need."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
+
+
+def rows_first(t: cute.Tensor) -> cute.Tensor:
+    """(batch, seqlen, heads, dim) -> (seqlen, dim, heads, batch): rows and columns of a tile first. No data moves."""
+    return cute.make_tensor(t.iterator, cute.select(t.layout, [1, 3, 2, 0]))
+
+
+def swizzle_kind(columns: int, dtype: type[cutlass.Numeric]) -> SmemLayoutAtomKind:
+    """The widest swizzle whose atom (128, 64 or 32 bytes of a row) divides a row of `columns` elements."""
+    row_bytes = columns * dtype.width // 8
+    for width, kind in ((128, SmemLayoutAtomKind.K_SW128), (64, SmemLayoutAtomKind.K_SW64)):
+        if row_bytes % width == 0:
+            return kind
+    return SmemLayoutAtomKind.K_SW32
+
+
+def smem_tiles(rows: int, columns: int, count: int, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
+    """`count` swizzled tiles (rows, columns), each row contiguous: what TMA writes and wgmma reads."""
+    atom = warpgroup.make_smem_layout_atom(swizzle_kind(columns, dtype), dtype)
+    return cute.tile_to_shape(atom, (rows, columns, count), order=(0, 1, 2))
+
+
+def transposed(tiles: cute.Tensor) -> cute.Tensor:
+    """(rows, columns, count) -> (columns, rows, count) of the same bytes: V as the B operand of P V."""
+    rows, columns, count = (cute.size(tiles, mode=[i]) for i in range(3))
+    return cute.composition(tiles, cute.make_ordered_layout((columns, rows, count), order=(1, 0, 2)))
+
+
+def rows_and_columns(acc: cute.Tensor) -> cute.Tensor:
+    """A wgmma accumulator ((2, 2, V), M, N) as (row, column): thread-local rows 0 and 1 lie 8 apart in the tile."""
+    shape, stride = acc.layout.shape, acc.layout.stride
+    more_shape, more_stride = (shape[0][2:], stride[0][2:]) if len(shape[0]) > 2 else ((), ())
+    layout = cute.make_layout(
+        ((shape[0][1], shape[1]), (shape[0][0], *more_shape, shape[2])),
+        stride=((stride[0][1], stride[1]), (stride[0][0], *more_stride, stride[2])),
+    )
+    return cute.make_tensor(acc.iterator, layout)
+
+
+def as_operand_a(acc: cute.Tensor) -> cute.Tensor:
+    """16-bit values in accumulator order ((2, 2, V), M, N) as register operand A ((2, 2, 2), M, (V / 2, N)).
+
+    The same registers: one k = 16 step of the next wgmma is two 8-column blocks of the accumulator.
+    """
+    divided = cute.logical_divide(acc.layout, ((None, None, 2), None, None))
+    shape, stride = divided.shape, divided.stride
+    layout = cute.make_layout(
+        ((shape[0][0], shape[0][1], shape[0][2][0]), shape[1], (shape[0][2][1], shape[2])),
+        stride=((stride[0][0], stride[0][1], stride[0][2][0]), stride[1], (stride[0][2][1], stride[2])),
+    )
+    return cute.make_tensor(acc.iterator, layout)
+
+
+def column_offset(c: int) -> int:
+    """Column of a thread's c-th value of a row, counted from the thread's first column, 2 * (lane % 4)."""
+    return 8 * (c // 2) + c % 2

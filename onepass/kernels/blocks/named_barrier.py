@@ -1,0 +1,15 @@
+"""The named barriers of our kernels (hardware barriers 0 to 15 of a thread block), by what they order."""
+
+from __future__ import annotations
+
+import enum
+
+
+class NamedBarrier(enum.IntEnum):
+    """Barrier 0 is `sync_threads`. Barriers of one role per warpgroup take that many consecutive numbers."""
+
+    SYNC_THREADS = 0
+    # pingpong: warpgroup w waits for PINGPONG + w before it issues its GEMMs; the one before it arrives there
+    PINGPONG = 1  # 1, 2, 3
+    # the four warps of consumer warpgroup w among themselves, in the epilogue
+    EPILOGUE = 4  # 4, 5, 6

@@ -1,0 +1,80 @@
+"""Single instructions that the language has no word for."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+
+@cute.jit
+def pack_pair(low: Float32, high: Float32, dtype: cutlass.Constexpr) -> Int32:
+    """Two floats rounded to nearest into one 32-bit register of two bf16 or fp16."""
+    name = "bf16" if cutlass.const_expr(dtype is cutlass.BFloat16) else "f16"
+    return cute.arch.inline_ptx(
+        f"cvt.rn.{name}x2.f32 {{$w0}}, {{$r1}}, {{$r0}};", write_only_types=[Int32], read_only_args=[low, high]
+    )
+
+
+@cute.jit
+def pack(source: cute.Tensor, target: cute.Tensor):
+    """A float32 fragment -> a 16-bit fragment of the same order.
+
+    The assembly is volatile, so it stays behind the wait that frees `target`. A plain conversion is pure arithmetic:
+    it would be hoisted above the wait, two copies of P would be alive, and ptxas would serialise every wgmma.
+    """
+    words = cute.recast_tensor(target, Int32)
+    for i in cutlass.range_constexpr(cute.size(words)):
+        words[i] = pack_pair(source[2 * i], source[2 * i + 1], target.element_type)
+
+
+def bits(x: Float32) -> Int32:
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
+# 2^f on [0, 1) by a cubic in f, lowest coefficient first, c0 = 1 exactly; relative error 8.6e-5, which is 1/45 of a
+# bf16 rounding of P (2^-8) and 1/5 of an fp16 one.
+EXP2_CUBIC = (1.0, 0.69511613, 0.22764791, 0.07706437)
+
+
+@cute.jit
+def exp2_on_fma_pipe(x: Float32) -> Float32:
+    """2^x for x <= 127 without the special function unit (16 exponentials a clock against 128 FMAs).
+
+    x = i + f with i = floor(x): i goes into the exponent bits, f through the cubic.
+    """
+    x = cute.arch.fmax(x, Float32(-127.0))
+    # adding 1.5 * 2^23 rounded down leaves floor(x) in the low mantissa bits
+    shifted = cute.arch.inline_ptx(
+        "add.rm.ftz.f32 {$w0}, {$r0}, 0f4B400000;", write_only_types=[Float32], read_only_args=[x]
+    )
+    fraction = x - (shifted - 12582912.0)
+    power = Float32(EXP2_CUBIC[3])
+    for c in cutlass.range_constexpr(3):
+        power = power * fraction + EXP2_CUBIC[2 - c]
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 i; shl.b32 i, {$r0}, 23; add.s32 {$w0}, i, {$r1}; }",
+        write_only_types=[Float32],
+        read_only_args=[bits(shifted), bits(power)],
+    )
+
+
+@cute.jit
+def transpose_in_quad(r0: Int32, r1: Int32, r2: Int32, r3: Int32, lane_in_quad: Int32):
+    """4 x 4 transpose over the four lanes of a quad: lane i gets register i of lanes 0, 1, 2, 3, in this order.
+
+    Two rounds of exchange, with the lane two away and then one away: 4 shuffles and 8 selects.
+    """
+    is_upper, is_odd = (lane_in_quad & 2) != 0, (lane_in_quad & 1) != 0
+    swap0 = cute.arch.shuffle_sync_bfly(r0 if is_upper else r2, offset=2)
+    swap1 = cute.arch.shuffle_sync_bfly(r1 if is_upper else r3, offset=2)
+    a0, a1 = swap0 if is_upper else r0, swap1 if is_upper else r1
+    a2, a3 = r2 if is_upper else swap0, r3 if is_upper else swap1
+    swap0 = cute.arch.shuffle_sync_bfly(a0 if is_odd else a1, offset=1)
+    swap1 = cute.arch.shuffle_sync_bfly(a2 if is_odd else a3, offset=1)
+    return (
+        swap0 if is_odd else a0,
+        a1 if is_odd else swap0,
+        swap1 if is_odd else a2,
+        a3 if is_odd else swap1,
+    )

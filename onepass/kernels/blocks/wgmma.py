@@ -1,0 +1,24 @@
+"""Issue of one group of asynchronous warpgroup GEMMs."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import warpgroup
+
+
+@cute.jit
+def issue(
+    tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: cutlass.Constexpr[bool]
+):
+    """acc (+)= a b^T as one committed group; the caller waits with `warpgroup.wait_group`.
+
+    Args: a, b: (MMA, MMA_M | MMA_N, MMA_K), a in shared memory or registers.
+    """
+    # a private copy: ACCUMULATE is set on the Python object
+    atom = cute.make_mma_atom(tiled_mma.op)
+    warpgroup.fence()
+    for k in cutlass.range_constexpr(cute.size(a.shape[2])):
+        atom.set(warpgroup.Field.ACCUMULATE, accumulate or k != 0)
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+    warpgroup.commit_group()

@@ -1,0 +1,9 @@
+"""The Hopper backend: kernels in CuTe DSL.
+
+forward.py   the device code: read this one
+launch.py    tensors and options -> compiled kernel and grid
+"""
+
+from .launch import forward, unsupported
+
+__all__ = ["forward", "unsupported"]

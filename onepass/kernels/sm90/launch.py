@@ -1,0 +1,157 @@
+"""From tensors to a launch on Hopper: which kernel, which grid, and what the tensors have to look like."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...problem import AttentionInputs, AttentionProblem
+from .. import compile, heuristics
+from ..blocks import tile_scheduler
+from ..blocks.integers import ceil_div
+from ..config import ForwardConfig
+
+ARCH = "sm_90a"
+LOG2_E = math.log2(math.e)
+MAX_HEAD_DIM = 256
+
+
+def unsupported(problem: AttentionProblem) -> str | None:
+    """Why this backend does not compute the problem; None if it does."""
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype: expected bfloat16 or float16, got {str(problem.dtype).removeprefix('torch.')}"
+    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if size % 8 or size > MAX_HEAD_DIM:
+            return f"{name}: expected a multiple of 8 up to {MAX_HEAD_DIM} (16-byte rows for TMA), got {size}"
+    if problem.softcap is None and problem.softmax_scale <= 0:
+        return f"softmax_scale: expected a number above 0, got {problem.softmax_scale}"
+    if problem.is_packed:
+        return "packed sequences (cu_seqlens): not yet"
+    if problem.has_seqused_k:
+        return "seqused_k: not yet"
+    return None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What every call of one problem passes to its kernel beside the tensors."""
+
+    kernel: Callable
+    scale_log2: float
+    tanh_scale: float | None
+    window_left: int | None
+    window_right: int | None
+    heads_per_section: int
+    num_ctas: int
+
+
+def forward(
+    problem: AttentionProblem, inputs: AttentionInputs, config: ForwardConfig | None = None
+) -> tuple[Tensor, Tensor]:
+    """out and lse of a call, as `onepass.tiled.forward` gives them.
+
+    Tensors whose last dimension is contiguous and whose other strides and address are multiples of 16 bytes are read
+    where they lie; others are copied first, which TMA asks for.
+    """
+    q = inputs.q
+    out = q.new_empty((*q.shape[:-1], problem.head_dim_v))
+    lse = q.new_empty((problem.batch, problem.num_heads_q, problem.seqlen_q), dtype=torch.float32)
+    if problem.batch == 0 or problem.seqlen_q == 0:
+        return out, lse
+    if problem.seqlen_k == 0:
+        return out.zero_(), lse.fill_(-math.inf)
+    launch = _launch(problem, config, q.device.index)
+    launch.kernel(
+        _tma_ready(q),
+        _tma_ready(inputs.k),
+        _tma_ready(inputs.v),
+        out,
+        lse,
+        None if inputs.sinks is None else inputs.sinks.float().contiguous(),
+        launch.scale_log2,
+        launch.tanh_scale,
+        launch.window_left,
+        launch.window_right,
+        launch.heads_per_section,
+        launch.num_ctas,
+    )
+    return out, lse
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch(problem: AttentionProblem, config: ForwardConfig | None, device: int) -> Launch:
+    config = config or heuristics.forward_config(problem)
+    mask = problem.mask
+    # beyond the longer of both lengths a bound hides nothing; this keeps sums of positions in 32 bits
+    longest = max(problem.seqlen_q, problem.seqlen_k)
+    bounds = [None if bound is None else min(bound, longest) for bound in (mask.window_left, mask.window_right)]
+    has_growing_tiles = mask.window_right is not None and mask.window_left is None
+    kv_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // problem.qhead_per_kvhead
+    tiles = tile_scheduler.num_tiles(problem.seqlen_q, config.tile_m, problem.num_heads_q, problem.batch)
+    num_ctas = min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
+    heads = tile_scheduler.heads_per_section(
+        problem.num_heads_q * problem.batch,
+        ceil_div(problem.seqlen_q, config.tile_m),
+        num_ctas,
+        kv_bytes,
+        has_growing_tiles and config.longest_first,
+    )
+    if problem.softcap is None:
+        scale_log2, tanh_scale = problem.softmax_scale * LOG2_E, None
+    else:
+        scale_log2, tanh_scale = problem.softcap * LOG2_E, 2 * LOG2_E * problem.softmax_scale / problem.softcap
+    kernel = compile.get("forward", (problem.static(), config), ARCH, functools.partial(trace, problem, config))
+    return Launch(kernel, scale_log2, tanh_scale, *bounds, heads, num_ctas)
+
+
+def _tma_ready(t: Tensor) -> Tensor:
+    """t itself where TMA can read it, else a contiguous copy."""
+    strides = t.stride()
+    aligned = all(stride % 8 == 0 or size == 1 for size, stride in zip(t.shape[:-1], strides[:-1], strict=True))
+    if strides[-1] == 1 and aligned and t.data_ptr() % 16 == 0:
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def trace(problem: AttentionProblem, config: ForwardConfig) -> tuple:
+    """The kernel of a static problem and stand-ins for its arguments, for `compile`."""
+    import cutlass
+    from cutlass import Float32, Int32, cute
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    from .forward import ForwardSm90
+
+    dtype = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}[problem.dtype]
+
+    def tensor(kind: type, *shape: int | None, align_bytes: int):
+        """Any lengths (None) and strides; the last dimension contiguous."""
+        divisibility = align_bytes * 8 // kind.width
+        strides = tuple(cute.sym_int64(divisibility=divisibility) for _ in shape[:-1])
+        shape = tuple(cute.sym_int() if size is None else size for size in shape)
+        return make_fake_tensor(kind, shape, (*strides, 1), assumed_align=align_bytes)
+
+    def optional(value: object, is_given: bool):
+        return value if is_given else None
+
+    rows = [
+        tensor(dtype, None, None, None, size, align_bytes=16)
+        for size in (problem.head_dim, problem.head_dim, problem.head_dim_v, problem.head_dim_v)
+    ]
+    arguments = (
+        *rows,
+        tensor(Float32, None, None, None, align_bytes=4),
+        optional(tensor(Float32, None, align_bytes=4), problem.has_sinks),
+        Float32(1.0),
+        optional(Float32(1.0), problem.softcap is not None),
+        optional(Int32(0), problem.mask.window_left is not None),
+        optional(Int32(0), problem.mask.window_right is not None),
+        Int32(1),
+        Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+    return ForwardSm90(problem, config, dtype), arguments

@@ -1,0 +1,113 @@
+"""The Hopper kernel on a GPU, through the public API: values, layouts, reproducibility, and that it is the default."""
+
+import pytest
+import torch
+
+import onepass
+from onepass.testing.inputs import Call, random_call
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")]
+
+
+def tensors(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v=None, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.float32).to(dtype)
+
+    return {
+        "q": randn(batch, seqlen_q, heads_q, head_dim),
+        "k": randn(batch, seqlen_k, heads_kv, head_dim),
+        "v": randn(batch, seqlen_k, heads_kv, head_dim_v or head_dim),
+    }
+
+
+def check(call: Call, gradients: bool = False):
+    support = onepass.supports(**call.tensors, **call.options)
+    assert support.backend == "sm90", support.reason
+    call.check(gradients=gradients)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (128, 128), (129, 1), (1, 300), (300, 1000), (1000, 300)])
+def test_lengths(causal, head_dim, seqlen_q, seqlen_k):
+    check(Call(tensors(2, seqlen_q, seqlen_k, 4, 2, head_dim), {"causal": causal}))
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 72, 96, 120, 160, 192, 200])
+def test_head_dims(head_dim):
+    check(Call(tensors(1, 200, 300, 2, 2, head_dim), {"causal": True}))
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (64, 256), (128, 64)])
+def test_different_head_dims(head_dim, head_dim_v):
+    check(Call(tensors(1, 200, 300, 2, 2, head_dim, head_dim_v), {}))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_calls(seed):
+    """The random cases of the CPU tests, of those that this backend takes."""
+    call = random_call(seed, device="cuda", max_seqlen=700, dtype=(torch.bfloat16, torch.float16)[seed % 2])
+    support = onepass.supports(**call.tensors, **call.options)
+    if support.backend != "sm90":
+        pytest.skip(support.reason)
+    call.check(gradients=False, with_floor=True)
+
+
+def test_gradients_with_the_tiled_backward():
+    sinks = torch.randn(4, device="cuda")
+    check(Call(tensors(2, 100, 150, 4, 2, 64), {"causal": True, "sinks": sinks}), gradients=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_bitwise_reproducible(head_dim):
+    inputs = tensors(2, 1000, 1100, 8, 4, head_dim)
+    first = onepass.attention(**inputs, causal=True, return_lse=True, backend="sm90")
+    for _ in range(200):
+        again = onepass.attention(**inputs, causal=True, return_lse=True, backend="sm90")
+        assert torch.equal(first.out.view(torch.int16), again.out.view(torch.int16))
+        assert torch.equal(first.lse.view(torch.int32), again.lse.view(torch.int32))
+
+
+def test_other_strides_are_read_in_place():
+    qkv = torch.randn(2, 300, 3, 4, 128, device="cuda", dtype=torch.bfloat16)
+    q, k, v = qkv.unbind(2)
+    check(Call({"q": q, "k": k, "v": v}, {"causal": True}))
+    bhsd = {n: t.transpose(1, 2).contiguous().transpose(1, 2) for n, t in tensors(2, 300, 300, 4, 4, 128).items()}
+    check(Call(bhsd, {}))
+
+
+def test_unaligned_tensors_are_copied():
+    t = torch.randn(2, 300, 4, 129, device="cuda", dtype=torch.bfloat16)[..., 1:]
+    check(Call({"q": t, "k": t, "v": t}, {}))
+
+
+def test_cuda_graph_and_side_stream():
+    inputs = tensors(1, 500, 500, 4, 4, 128)
+    expected = onepass.attention(**inputs, backend="sm90")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        on_stream = onepass.attention(**inputs, backend="sm90")
+    stream.synchronize()
+    assert torch.equal(expected, on_stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = onepass.attention(**inputs, backend="sm90")
+    for _ in range(3):
+        out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(expected, out)
+
+
+def test_tensors_past_2_to_the_31_elements():
+    """1.1M tokens of 16 heads: a window keeps it short; the last rows are compared with the oracle."""
+    seqlen, heads = 1_100_000, 16
+    q, k, v = (torch.randn(1, seqlen, heads, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    assert q.numel() > 2**31
+    out = onepass.attention(q, k, v, causal=True, window=(255, None), backend="sm90")
+    tail = {n: t[:, -600:] for n, t in {"q": q, "k": k, "v": v}.items()}
+    expected = Call(tail, {"causal": True, "window": (255, None)}).expected().out[:, 300:]
+    assert (out[:, -300:].double() - expected).abs().max() < 0.02

@@ -1,0 +1,87 @@
+"""Compile a kernel without a GPU and read its machine code."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+
+class MachineCode(NamedTuple):
+    """What a test asks of a compiled kernel.
+
+    Attributes:
+        opcodes: how often each SASS instruction occurs, full name with its dots.
+        registers: 1 + the highest register that any instruction names.
+        serialized: the assembler's reason for draining each wgmma by itself, or "" if it overlaps them.
+    """
+
+    opcodes: Counter
+    registers: int
+    serialized: str
+
+    def count(self, pattern: str) -> int:
+        return sum(n for opcode, n in self.opcodes.items() if re.match(pattern, opcode))
+
+    @property
+    def spills(self) -> int:
+        """Loads and stores of local memory."""
+        return self.count("LDL|STL")
+
+
+def read(arch: str, trace: Callable[[], tuple]) -> MachineCode:
+    from onepass.kernels import compile
+
+    with tempfile.TemporaryDirectory() as directory:
+        with _captured() as output:
+            compiled = compile.compile_now(
+                arch, trace, f"{compile.OPTIONS} --keep-cubin --dump-dir={directory} remarks{{ptx}}"
+            )
+        cubin = Path(directory) / "kernel.cubin"
+        cubin.write_bytes(compiled.__cubin__)
+        sass = subprocess.run([disassembler(), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    opcodes = Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass))
+    registers = 1 + max(int(n) for n in re.findall(r"\bR(\d+)\b", sass))
+    reason = re.search(r"wgmma\.mma_async instructions are serialized due to (.*?) in", " ".join(output[0].split()))
+    return MachineCode(opcodes, registers, reason[1] if reason else "")
+
+
+@functools.lru_cache(maxsize=1)
+def disassembler() -> str | None:
+    """Path of nvdisasm from the nvidia-cuda-nvdisasm package, which is as new as the compiler; None without it."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.distribution("nvidia-cuda-nvdisasm").files or []:
+            if file.name == "nvdisasm":
+                return str(file.locate())
+    return None
+
+
+@contextlib.contextmanager
+def _captured() -> Iterator[list[str]]:
+    """What the compiler prints, which it does past Python: one string, there after the block."""
+    text: list[str] = []
+    with tempfile.TemporaryFile() as file:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        saved = os.dup(1), os.dup(2)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield text
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, copy in enumerate(saved, 1):
+                os.dup2(copy, number)
+                os.close(copy)
+            file.seek(0)
+            text.append(file.read().decode(errors="replace"))
