@@ -67,8 +67,8 @@ def backward(
             cols = [piece.cols(x) for x in (k, v, dk, dv)]
             if 0 in rows[0].shape or 0 in cols[0].shape:
                 continue
-            n, seqlen_q, seqlen_k = rows[0].shape[0], rows[0].shape[1], cols[0].shape[1]
-            sizes = tile_sizes or TileSizes.choose(problem, n, seqlen_q, seqlen_k)
+            n = rows[0].shape[0]
+            sizes = tile_sizes or TileSizes.choose(problem)
             stats = [piece.stats(x) for x in (lse, delta)]
             for group in head_groups(problem, n, sizes.heads):
                 _backward_group(

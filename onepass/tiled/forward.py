@@ -52,7 +52,7 @@ def _forward_sequences(
     scratch: Scratch,
 ) -> None:
     """Sequences of equal lengths, (n, seqlen, num_heads, head_dim): fills the views `out` and `lse`."""
-    sizes = tile_sizes or TileSizes.choose(problem, q.shape[0], q.shape[1], k.shape[1])
+    sizes = tile_sizes or TileSizes.choose(problem)
     for group in head_groups(problem, q.shape[0], sizes.heads):
         sinks_of_group = None if sinks is None else group.per_head(sinks)
         _forward_group(
