@@ -122,7 +122,7 @@ def _backward_group(
     geometry = (seqlen_q, seqlen_k, problem.mask.window_left, problem.mask.window_right)
     entries, kv_heads = k.shape[:2]
     heads = entries * kv_heads
-    tile_mask = TileMask(problem, seqlen_k - seqlen_q, q, k, dout, transposed=True)
+    tile_mask = TileMask(problem, seqlen_k - seqlen_q, q, k, v, dout, delta, transposed=True)
     lowest = log_tiny(problem.accum_dtype)
     # As in the forward pass, scores of ordinary size need no reference: p = exp(s) exp(-lse), and the second factor
     # belongs to the row, so dout and delta can carry it. |s| <= |q| |k| tells beforehand; below 1024 keys the norms
@@ -174,18 +174,19 @@ def _backward_group(
             needs_mask = tile_needs_mask(m.m_start, m.m_end, n_start, n_end, *geometry)
             pairs = tile_mask.pairs((m.m_start, m.m_end), (n_start, n_end)) if needs_mask else None
             keep_apart = pairs is not None and not tile_mask.operands_are_finite
-            if keep_apart:
-                fill_hidden(p, pairs, -torch.inf)
-                fill_hidden(ds, pairs, 0.0)
             if not fixed_reference:
                 # no visible score passes its row's lse; what a hidden one would overflow to is cut off
                 p.sub_(m.lse).clamp_(lowest, 0.0)
             p.exp_()
-            zero_hidden(p, pairs)
+            if keep_apart:
+                fill_hidden(p, pairs, 0.0)
+            else:
+                zero_hidden(p, pairs)
             ds.sub_(m.delta).mul_(p)
             if softcap is not None:
                 ds.mul_(tanh.square_().neg_().add_(1.0))  # d(c tanh(s / c)) / ds = 1 - tanh^2
             if keep_apart:
+                fill_hidden(ds, pairs, 0.0)
                 hidden = pairs.hidden.squeeze(1)
                 add_visible(acc_dv, p, m.dout, hidden)
                 add_visible(acc_dk, ds, m.q, hidden)
