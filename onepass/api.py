@@ -89,9 +89,9 @@ def attention(
         backend: name of the backend that must run; None = the best one that `supports` the call.
         tuning: a configuration of that backend; None = its own choice.
 
-    Returns: out, (batch, seqlen_q, num_heads_q, head_dim_v), in q's dtype, or AttentionOutput(out, lse). A row
-    that sees no key has out = 0, lse = -inf and zero gradients. Sums are accumulated in float32 (float64 for
-    float64 inputs).
+    Returns: out, (batch, seqlen_q, num_heads_q, head_dim_v), in q's dtype and laid out as q (heads outside seqlen
+    in memory if q has them so), or AttentionOutput(out, lse). A row that sees no key has out = 0, lse = -inf and
+    zero gradients. Sums are accumulated in float32 (float64 for float64 inputs).
 
     Raises: TypeError, ValueError, or NotImplementedError for what no backend computes, each before any work and
     with what was expected and given.

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 from . import dispatch
 from .errors import UnsupportedError
 from .kernels.blocks.block_range import count_visible_pairs
+from .outputs import empty_gradients, empty_outputs
 from .problem import AttentionInputs, AttentionProblem, Mask
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k"
@@ -58,15 +59,6 @@ def options_of(problem: AttentionProblem, backend: str) -> tuple:
     )
 
 
-def _lse_shape(q: Tensor) -> tuple[int, ...]:
-    return (*q.shape[:-3], q.shape[-2], q.shape[-3])
-
-
-def _empty_outputs(problem: AttentionProblem, q: Tensor) -> tuple[Tensor, Tensor]:
-    out = q.new_empty((*q.shape[:-1], problem.head_dim_v))
-    return out, q.new_empty(_lse_shape(q), dtype=problem.accum_dtype)
-
-
 @torch.library.impl("onepass::attention_forward", "default")
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     inputs, options = AttentionInputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
@@ -79,7 +71,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
 @torch.library.register_fake("onepass::attention_forward")
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     inputs, options = AttentionInputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
-    return _empty_outputs(_problem(inputs, options), inputs.q)
+    return empty_outputs(_problem(inputs, options), inputs)
 
 
 @torch.library.impl("onepass::attention_backward", "default")
@@ -97,9 +89,7 @@ def _backward(
 def _backward_fake(
     dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, k, v, sinks = args[:4]
-    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks, memory_format=torch.contiguous_format)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+    return empty_gradients(AttentionInputs(*args[:_NUM_INPUTS]))
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:

@@ -75,7 +75,11 @@ class Case:
 
 
 class Inputs(NamedTuple):
-    """Tensors of a case, (batch, seqlen, heads, head_dim), contiguous, standard normal."""
+    """Tensors of a case, (batch, seqlen, heads, head_dim), standard normal.
+
+    On a GPU they are contiguous, and a peer that wants heads first gets its own copy. On a CPU they are views of
+    (batch, heads, seqlen, head_dim) memory, as torch's SDPA takes it: all contenders read the very same tensors.
+    """
 
     q: Tensor
     k: Tensor
@@ -88,7 +92,8 @@ def make_inputs(case: Case, device: str, seed: int = 0) -> Inputs:
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(case.torch_dtype)
+        x = torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(case.torch_dtype)
+        return x.transpose(1, 2).contiguous().transpose(1, 2) if x.is_cpu else x
 
     return Inputs(
         normal(case.batch, case.seqlen_q, case.heads_q, case.head_dim),

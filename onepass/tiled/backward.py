@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.blocks.block_range import query_range, tile_needs_mask, tiles
+from ..outputs import empty_gradients
 from ..problem import AttentionInputs, AttentionProblem
 from .mask import TileMask, add_visible, fill_hidden, zero_hidden
 from .online_softmax import SAFE_SCORE, log_tiny
@@ -37,11 +38,11 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of a whole call, in the same order on every run.
 
-    Returns: dq, dk, dv as q, k, v, contiguous; dsinks as sinks (empty without sinks).
+    Returns: dq, dk, dv, laid out as q, k, v; dsinks as sinks (empty without sinks).
     """
     q, k, v, sinks = inputs[:4]
     pieces = sequences(problem, inputs)
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    dq, dk, dv, dsinks = empty_gradients(inputs)
     if problem.is_packed or problem.has_seqused_k or 0 in (problem.seqlen_q, problem.seqlen_k):
         # tokens outside every sequence, keys past seqused_k and sequences without queries or keys
         for x in (dq, dk, dv):
@@ -53,12 +54,10 @@ def backward(
     if dlse is not None:
         delta = delta - dlse
     delta = torch.where(is_empty, 0.0, delta)
-    if sinks is None:
-        dsinks = q.new_empty(0)
-    else:
+    if sinks is not None:
         # a sink is a key of value 0: p_sink = exp(sink - lse), dp_sink = 0, ds_sink = -p_sink * delta
         p_sink = torch.where(is_empty, 0.0, torch.exp(sinks.to(accum)[:, None] - lse))
-        dsinks = -(p_sink * delta).transpose(-1, -2).flatten(0, -2).sum(0).to(sinks.dtype)
+        dsinks.copy_(-(p_sink * delta).transpose(-1, -2).flatten(0, -2).sum(0))
     lse = torch.where(is_empty, torch.inf, lse)
     # an empty row counts as safe: exp(-inf) = 0
     lse_is_safe = bool(lse.abs().masked_fill_(is_empty, 0.0).amax() <= SAFE_SCORE) if lse.numel() else True
@@ -125,12 +124,10 @@ def _backward_group(
     tile_mask = TileMask(problem, seqlen_k - seqlen_q, q, k, v, dout, delta, transposed=True)
     lowest = log_tiny(problem.accum_dtype)
     # As in the forward pass, scores of ordinary size need no reference: p = exp(s) exp(-lse), and the second factor
-    # belongs to the row, so dout and delta can carry it. |s| <= |q| |k| tells beforehand; below 1024 keys the norms
-    # cost as much as they save.
+    # belongs to the row, so dout and delta can carry it. |s| <= |q| |k| tells beforehand; below 256 keys the norms
+    # cost more than they save.
     fixed_reference = (
-        lse_is_safe
-        and seqlen_k >= 1024
-        and abs(scale) * scratch.largest_norm(q) * scratch.largest_norm(k) <= SAFE_SCORE
+        lse_is_safe and seqlen_k >= 256 and abs(scale) * scratch.largest_norm(q) * scratch.largest_norm(k) <= SAFE_SCORE
     )
     group = problem.qhead_per_kvhead
     all_q, all_dout, all_dq = (

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.blocks.block_range import key_tiles, tiles
+from ..outputs import empty_outputs
 from ..problem import AttentionInputs, AttentionProblem
 from .mask import Range, TileMask, add_visible
 from .online_softmax import OnlineSoftmax
@@ -26,8 +27,7 @@ def forward(
     pieces = sequences(problem, inputs)
     # rows that no sequence or no key reaches keep these values; all others are written
     is_covered = not problem.is_packed and all(piece.num_keys for piece in pieces)
-    out = q.new_empty((*q.shape[:-1], problem.head_dim_v))
-    lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=problem.accum_dtype)
+    out, lse = empty_outputs(problem, inputs)
     if not is_covered:
         out.zero_()
         lse.fill_(-torch.inf)

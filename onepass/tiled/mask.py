@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -61,7 +62,7 @@ class TileMask:
         self.like = operands[0]
         self.dtype = problem.accum_dtype
         # a sum is finite only if every term is; it may overflow, which costs time and nothing else
-        self.operands_are_finite = problem.mask.is_full or all(bool(x.sum().isfinite()) for x in operands)
+        self.operands_are_finite = problem.mask.is_full or all(math.isfinite(float(x.sum())) for x in operands)
         self._recent: dict[tuple[int, int, int], TilePairs] = {}
 
     def pairs(self, queries: Range, keys: Range) -> TilePairs:

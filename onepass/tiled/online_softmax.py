@@ -110,7 +110,7 @@ class OnlineSoftmax:
         low, high = torch.aminmax(self.row_sum)
         in_range = SAFE_ROW_SUM[0] <= float(low) and float(high) <= SAFE_ROW_SUM[1]
         # values so large that p v overflowed, or a NaN
-        return in_range and bool(self.acc_o.sum().isfinite())
+        return in_range and math.isfinite(float(self.acc_o.sum()))
 
     def finish(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """What acc_o must be multiplied with to become the output, and lse; (heads, rows, 1) each.

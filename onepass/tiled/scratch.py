@@ -8,7 +8,6 @@ import threading
 import torch
 from torch import Tensor
 
-
 # Buffers up to this size outlive the call on a CPU, one of each name and dtype per thread (some 20 MiB at most): memory
 # that is new to a process costs a page fault for every 4 KiB, up to a fifth of the backward pass at seqlen 512.
 KEPT_BYTES = 2 * 2**20
@@ -66,6 +65,8 @@ class Scratch:
         """
         largest = []
         for piece in x.split(512, -2):
-            squares = self.empty("squares", *piece.shape).copy_(piece).square_()
-            largest.append(squares.sum(-1).amax())
+            squares = self.empty("squares", *piece.shape)
+            if piece.dtype != self.dtype:
+                piece = squares.copy_(piece)
+            largest.append(torch.mul(piece, piece, out=squares).sum(-1).amax())
         return float(torch.stack(largest).amax().sqrt())

@@ -170,7 +170,9 @@ def test_layouts(layout):
     out, lse = onepass.attention(*leaves, causal=True, return_lse=True)
     assert torch.equal(out, expected[0])
     assert torch.equal(lse, expected[1])
-    assert out.is_contiguous()
+    gradients_of = torch.autograd.grad(out.sum() + lse.sum(), leaves)
+    for t in (out, *gradients_of):
+        assert (t.transpose(1, 2) if layout == "transposed" else t).is_contiguous()
 
 
 def test_expanded_inputs():
