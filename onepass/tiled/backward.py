@@ -76,8 +76,8 @@ def backward(
                     *(group.q_rows(x) for x in rows),
                     *(group.kv_rows(x) for x in cols),
                     *(group.stats(x) for x in stats),
-                    sizes,
-                    scratch,
+                    sizes=sizes,
+                    scratch=scratch,
                 )
     return dq, dk, dv, dsinks
 
@@ -105,6 +105,7 @@ def _backward_group(
     dv: Tensor,
     lse: Tensor,  # (entries, kv heads, qhead_per_kvhead, seqlen_q)
     delta: Tensor,
+    *,
     sizes: TileSizes,
     scratch: Scratch,
 ) -> None:
@@ -119,6 +120,7 @@ def _backward_group(
     entries, kv_heads = k.shape[:2]
     heads = entries * kv_heads
     tile_mask = TileMask(problem, seqlen_k - seqlen_q, q, k, dout, transposed=True)
+    keep_apart = not tile_mask.operands_are_finite
     lowest = log_tiny(problem.accum_dtype)
 
     query_tiles = []
@@ -126,9 +128,9 @@ def _backward_group(
         rows = slice(m_start, m_end)
         q_tile = scratch.load_scaled(f"q {m_start}", q[:, :, :, rows], scale).view(heads, -1, problem.head_dim)
         dout_tile = scratch.load(f"dout {m_start}", dout[:, :, :, rows].flatten(2, 3))
-        stats = [x[..., rows].reshape(heads, 1, -1) for x in (lse, delta)]
+        lse_tile, delta_tile = (x[..., rows].reshape(heads, 1, -1) for x in (lse, delta))
         acc_dq = scratch.empty(f"dq {m_start}", *q_tile.shape).zero_()
-        query_tiles.append(_QueryTile(m_start, m_end, q_tile, dout_tile, *stats, acc_dq))
+        query_tiles.append(_QueryTile(m_start, m_end, q_tile, dout_tile, lse_tile, delta_tile, acc_dq))
 
     for n_start, n_end in tiles(0, seqlen_k, sizes.tile_n):
         k_tile, v_tile = scratch.load("k", k[:, :, n_start:n_end]), scratch.load("v", v[:, :, n_start:n_end])
@@ -147,7 +149,6 @@ def _backward_group(
                 p.mul_(softcap)
             needs_mask = tile_needs_mask(m.m_start, m.m_end, n_start, n_end, *geometry)
             pairs = tile_mask.pairs((m.m_start, m.m_end), (n_start, n_end)) if needs_mask else None
-            keep_apart = pairs is not None and not tile_mask.operands_are_finite
             if keep_apart:
                 fill_hidden(p, pairs, -torch.inf)
                 fill_hidden(ds, pairs, 0.0)
@@ -157,7 +158,7 @@ def _backward_group(
             ds.sub_(m.delta).mul_(p)
             if softcap is not None:
                 ds.mul_(tanh.square_().neg_().add_(1.0))  # d(c tanh(s / c)) / ds = 1 - tanh^2
-            if keep_apart:
+            if keep_apart and pairs is not None:
                 hidden = pairs.hidden.squeeze(1)
                 add_visible(acc_dv, p, m.dout, hidden)
                 add_visible(acc_dk, ds, m.q, hidden)

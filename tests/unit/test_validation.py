@@ -1,9 +1,12 @@
 """Every refusal: the error's type and its words, with expected and got; and nothing is touched."""
 
+import inspect
+
 import pytest
 import torch
 
 import onepass
+from onepass import api
 
 
 def tensors(**changes):
@@ -133,17 +136,17 @@ def refused(function, make, changes, error, message):
     return arguments
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), DENSE, ids=lambda x: str(x)[:50])
+@pytest.mark.parametrize(("changes", "error", "message"), DENSE, ids=lambda x: x[:60] if isinstance(x, str) else "")
 def test_attention_refuses(changes, error, message):
     refused(onepass.attention, tensors, changes, error, message)
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), PACKED, ids=lambda x: str(x)[:50])
+@pytest.mark.parametrize(("changes", "error", "message"), PACKED, ids=lambda x: x[:60] if isinstance(x, str) else "")
 def test_attention_varlen_refuses(changes, error, message):
     refused(onepass.attention_varlen, packed, changes, error, message)
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), DENSE, ids=lambda x: str(x)[:50])
+@pytest.mark.parametrize(("changes", "error", "message"), DENSE, ids=lambda x: x[:60] if isinstance(x, str) else "")
 def test_supports_gives_the_same_reason(changes, error, message):
     if "seqused_k\\[" in message:
         pytest.skip("values of lengths are read by the call, not by supports")
@@ -168,7 +171,7 @@ def test_supports_asks_about_shapes_alone():
 
 
 def test_supports_refuses_unknown_arguments():
-    with pytest.raises(TypeError, match="supports: expected arguments of attention .*, got dropout"):
+    with pytest.raises(TypeError, match=r"supports: expected arguments of attention .*, got dropout"):
         onepass.supports(**tensors(), dropout=0.1)
 
 
@@ -202,7 +205,18 @@ PARTIALS = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), PARTIALS, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(("changes", "error", "message"), PARTIALS, ids=lambda x: x[:60] if isinstance(x, str) else "")
 def test_merge_partials_refuses(changes, error, message):
     with pytest.raises(error, match=message):
         onepass.merge_partials(**partials(**changes))
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [(onepass.attention, api.Options), (onepass.attention_varlen, api.PackedOptions)],
+    ids=["dense", "packed"],
+)
+def test_types_of_the_options_are_those_of_the_signature(function, options):
+    """The overloads name the options once more, for type checkers: the two lists must not drift apart."""
+    taken = inspect.signature(function).parameters
+    assert set(options.__annotations__) == set(taken) - {"q", "k", "v", "return_lse"}
