@@ -59,7 +59,7 @@ def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not all(isinstance(t, Tensor) for t in tensors):
         return tensors  # refused at the door
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
@@ -68,6 +68,7 @@ def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _run(
     problem: AttentionProblem, inputs: AttentionInputs, backend: str | None, return_lse: bool
 ) -> Tensor | AttentionOutput:
+    validation.refuse_forward_mode(*inputs[:4])
     options = ops.options_of(problem, dispatch.require(problem, backend))
     out, lse = torch.ops.onepass.attention_forward(*inputs, *options)
     return AttentionOutput(out, lse) if return_lse else out

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from .errors import UnsupportedError
 from .problem import AttentionInputs, AttentionProblem, Mask
@@ -61,7 +62,7 @@ def _check_ranks(named: dict[str, torch.Tensor], dims: str, rank: int) -> None:
 def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Agreement of the head counts and head dims, which are the last two dimensions in both layouts."""
     if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"v: expected shape {_shape(k)[:-1]} like k up to head_dim, got {_shape(v)}")
+        raise ValueError(f"v: expected shape {tuple(k.shape[:-1])} like k up to head_dim, got {_shape(v)}")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"k: expected head_dim {q.shape[-1]} like q, got {k.shape[-1]}")
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -222,6 +223,18 @@ def check_attention_varlen(
     _check_max_seqlen("max_seqlen_k", max_seqlen_k)
     inputs = AttentionInputs(q, k, v, options["sinks"], cu_seqlens_q, cu_seqlens_k, seqused_k)
     return AttentionProblem.of(inputs, **_options(q, **options))
+
+
+def refuse_forward_mode(*tensors: torch.Tensor | None) -> None:
+    """Raise UnsupportedError for a tensor with a tangent: torch would drop it without a word."""
+    if forward_ad._current_level < 0 or torch.compiler.is_compiling():
+        return
+    for t in tensors:
+        if t is not None and forward_ad.unpack_dual(t).tangent is not None:
+            raise UnsupportedError(
+                "onepass attention has no forward-mode derivative (torch.func.jvp, jacfwd): expected tensors without "
+                "tangents; reverse mode (backward, torch.func.vjp) works"
+            )
 
 
 def check_partials(outs: Any, lses: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -53,7 +53,7 @@ def verify(
     """Errors of onepass and of plain PyTorch against float64, in each dtype and option.
 
     Exits with 1 if any error is over its budget: for out twice, for gradients three times the error of plain
-    PyTorch in the same dtype, plus one rounding of the largest value; for lse a tolerance fixed in each dtype.
+    PyTorch in the same dtype, plus what rounding alone may do; for lse a tolerance fixed in each dtype.
     """
     console = make_console()
     device = resolve_device(device)

@@ -61,7 +61,8 @@ class Call:
 
         Args:
             gradients: also compare dq, dk, dv and dsinks.
-            with_floor: allow what rounding alone may do where terms cancel (`rounding.py`): for random problems.
+            with_floor: allow out, too, what rounding alone may do (`rounding.py`): for degenerate cases. Gradients
+                always have that floor, since they are recomputed from an lse that is rounded to its dtype.
 
         Returns: one Comparison for out, lse and each gradient.
         """
@@ -76,9 +77,9 @@ class Call:
         generator = torch.Generator().manual_seed(0)
         dout = torch.randn(actual.out.shape, generator=generator).to(actual.out)
         dlse = torch.randn(actual.lse.shape, generator=generator).to(actual.lse)
-        floors = call._floors(dout, dlse, oracle) if with_floor else {}
+        floors = call._floors(dout, dlse, oracle)
         rows = [
-            compare("out", actual.out, oracle.out, plain.out, floor=floors.get("out", 0.0)),
+            compare("out", actual.out, oracle.out, plain.out, floor=floors.get("out", 0.0) if with_floor else 0.0),
             compare_lse(actual.lse, oracle.lse),
         ]
         if gradients:
@@ -117,7 +118,10 @@ class Call:
                 tensors = q[None, rows], k[None, keys], v[None, keys], dout[None, rows], dlse[None, :, rows]
                 pieces.append(rounding_terms(*tensors, one, **options))
         # dsinks sums over sequences; the largest of the others is that of some sequence, and their sum covers it
-        return {name: eps * float(sum(p[name] for p in pieces)) for name in (pieces[0] if pieces else {})}
+        totals = {name: float(sum(p[name] for p in pieces)) for name in (pieces[0] if pieces else {})}
+        # dsinks is made of delta = dout . out, and out has been rounded to its dtype
+        roundings = {"dsinks": torch.finfo(q.dtype).eps}
+        return {name: roundings.get(name, eps) * total for name, total in totals.items()}
 
 
 def random_call(seed: int, device: str = "cpu", max_seqlen: int = 160, dtype: torch.dtype | None = None) -> Call:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..kernels.blocks.block_range import query_range, tile_needs_mask, tiles
 from ..problem import AttentionInputs, AttentionProblem
 from .mask import TileMask, add_visible, fill_hidden, zero_hidden
-from .online_softmax import log_tiny
+from .online_softmax import SAFE_SCORE, log_tiny
 from .scratch import Scratch
 from .sequences import head_groups, sequences
 from .tile_sizes import TileSizes, matmul_precision
@@ -60,6 +60,8 @@ def backward(
         p_sink = torch.where(is_empty, 0.0, torch.exp(sinks.to(accum)[:, None] - lse))
         dsinks = -(p_sink * delta).transpose(-1, -2).flatten(0, -2).sum(0).to(sinks.dtype)
     lse = torch.where(is_empty, torch.inf, lse)
+    # an empty row counts as safe: exp(-inf) = 0
+    lse_is_safe = bool(lse.abs().masked_fill_(is_empty, 0.0).amax() <= SAFE_SCORE) if lse.numel() else True
     scratch = Scratch(q, accum)
     with matmul_precision(problem):
         for piece in pieces:
@@ -67,8 +69,8 @@ def backward(
             cols = [piece.cols(x) for x in (k, v, dk, dv)]
             if 0 in rows[0].shape or 0 in cols[0].shape:
                 continue
-            n, seqlen_q, seqlen_k = rows[0].shape[0], rows[0].shape[1], cols[0].shape[1]
-            sizes = tile_sizes or TileSizes.choose(problem, n, seqlen_q, seqlen_k)
+            n = rows[0].shape[0]
+            sizes = tile_sizes or TileSizes.choose(problem, cols[0].shape[1])
             stats = [piece.stats(x) for x in (lse, delta)]
             for group in head_groups(problem, n, sizes.heads):
                 _backward_group(
@@ -76,6 +78,7 @@ def backward(
                     *(group.q_rows(x) for x in rows),
                     *(group.kv_rows(x) for x in cols),
                     *(group.stats(x) for x in stats),
+                    lse_is_safe=lse_is_safe,
                     sizes=sizes,
                     scratch=scratch,
                 )
@@ -88,9 +91,9 @@ class _QueryTile(NamedTuple):
     m_start: int
     m_end: int
     q: Tensor  # (heads, rows, head_dim), times softmax_scale
-    dout: Tensor  # (heads, rows, head_dim_v)
+    dout: Tensor  # (heads, rows, head_dim_v); times exp(-lse) with a fixed reference
     lse: Tensor  # (heads, 1, rows)
-    delta: Tensor  # (heads, 1, rows)
+    delta: Tensor  # (heads, 1, rows); times exp(-lse) with a fixed reference
     acc_dq: Tensor  # (heads, rows, head_dim)
 
 
@@ -106,6 +109,7 @@ def _backward_group(
     lse: Tensor,  # (entries, kv heads, qhead_per_kvhead, seqlen_q)
     delta: Tensor,
     *,
+    lse_is_safe: bool,
     sizes: TileSizes,
     scratch: Scratch,
 ) -> None:
@@ -119,17 +123,39 @@ def _backward_group(
     geometry = (seqlen_q, seqlen_k, problem.mask.window_left, problem.mask.window_right)
     entries, kv_heads = k.shape[:2]
     heads = entries * kv_heads
-    tile_mask = TileMask(problem, seqlen_k - seqlen_q, q, k, dout, transposed=True)
+    tile_mask = TileMask(problem, seqlen_k - seqlen_q, q, k, v, dout, delta, transposed=True)
     keep_apart = not tile_mask.operands_are_finite
     lowest = log_tiny(problem.accum_dtype)
-
+    # As in the forward pass, scores of ordinary size need no reference: p = exp(s) exp(-lse), and the second factor
+    # belongs to the row, so dout and delta can carry it. |s| <= |q| |k| tells beforehand; below 1024 keys the norms
+    # cost as much as they save.
+    fixed_reference = (
+        lse_is_safe
+        and seqlen_k >= 1024
+        and abs(scale) * scratch.largest_norm(q) * scratch.largest_norm(k) <= SAFE_SCORE
+    )
+    group = problem.qhead_per_kvhead
+    all_q, all_dout, all_dq = (
+        scratch.empty(name, seqlen_q * heads * group * columns)
+        for name, columns in (("q", problem.head_dim), ("dout", problem.head_dim_v), ("dq", problem.head_dim))
+    )
     query_tiles = []
     for m_start, m_end in tiles(0, seqlen_q, sizes.tile_m):
-        rows = slice(m_start, m_end)
-        q_tile = scratch.load_scaled(f"q {m_start}", q[:, :, :, rows], scale).view(heads, -1, problem.head_dim)
-        dout_tile = scratch.load(f"dout {m_start}", dout[:, :, :, rows].flatten(2, 3))
-        lse_tile, delta_tile = (x[..., rows].reshape(heads, 1, -1) for x in (lse, delta))
-        acc_dq = scratch.empty(f"dq {m_start}", *q_tile.shape).zero_()
+
+        def tile_of(source: Tensor, buffer: Tensor, rows: slice = slice(m_start, m_end)) -> Tensor:
+            """The rows' contiguous place in a buffer, filled from the tensor that it holds."""
+            columns = source.shape[-1]
+            start, end = (i * heads * group * columns for i in (rows.start, rows.stop))
+            tile = buffer[start:end].view(*source.shape[:3], -1, columns)
+            return tile.copy_(source[:, :, :, rows]).view(heads, -1, columns)
+
+        q_tile, dout_tile = tile_of(q, all_q).mul_(scale), tile_of(dout, all_dout)
+        lse_tile, delta_tile = (x[..., m_start:m_end].reshape(heads, 1, -1) for x in (lse, delta))
+        if fixed_reference:
+            weight = torch.exp(-lse_tile)
+            delta_tile = delta_tile * weight
+            dout_tile.mul_(weight.mT)
+        acc_dq = all_dq[m_start * heads * group * problem.head_dim :][: q_tile.numel()].view(q_tile.shape).zero_()
         query_tiles.append(_QueryTile(m_start, m_end, q_tile, dout_tile, lse_tile, delta_tile, acc_dq))
 
     for n_start, n_end in tiles(0, seqlen_k, sizes.tile_n):
@@ -149,16 +175,19 @@ def _backward_group(
                 p.mul_(softcap)
             needs_mask = tile_needs_mask(m.m_start, m.m_end, n_start, n_end, *geometry)
             pairs = tile_mask.pairs((m.m_start, m.m_end), (n_start, n_end)) if needs_mask else None
+            if not fixed_reference:
+                # no visible score passes its row's lse; what a hidden one would overflow to is cut off
+                p.sub_(m.lse).clamp_(lowest, 0.0)
+            p.exp_()
             if keep_apart:
-                fill_hidden(p, pairs, -torch.inf)
-                fill_hidden(ds, pairs, 0.0)
-            # no visible score passes its row's lse; what a hidden one would overflow to is cut off
-            p.sub_(m.lse).clamp_(lowest, 0.0).exp_()
-            zero_hidden(p, pairs)
+                fill_hidden(p, pairs, 0.0)
+            else:
+                zero_hidden(p, pairs)
             ds.sub_(m.delta).mul_(p)
             if softcap is not None:
                 ds.mul_(tanh.square_().neg_().add_(1.0))  # d(c tanh(s / c)) / ds = 1 - tanh^2
             if keep_apart and pairs is not None:
+                fill_hidden(ds, pairs, 0.0)
                 hidden = pairs.hidden.squeeze(1)
                 add_visible(acc_dv, p, m.dout, hidden)
                 add_visible(acc_dk, ds, m.q, hidden)

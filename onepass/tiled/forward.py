@@ -8,7 +8,7 @@ from torch import Tensor
 from ..kernels.blocks.block_range import key_tiles, tiles
 from ..problem import AttentionInputs, AttentionProblem
 from .mask import Range, TileMask, add_visible
-from .online_softmax import OnlineSoftmax, values_are_safe
+from .online_softmax import OnlineSoftmax
 from .scratch import Scratch
 from .sequences import head_groups, sequences
 from .tile_sizes import TileSizes, matmul_precision
@@ -52,7 +52,7 @@ def _forward_sequences(
     scratch: Scratch,
 ) -> None:
     """Sequences of equal lengths, (n, seqlen, num_heads, head_dim): fills the views `out` and `lse`."""
-    sizes = tile_sizes or TileSizes.choose(problem, q.shape[0], q.shape[1], k.shape[1])
+    sizes = tile_sizes or TileSizes.choose(problem, k.shape[1])
     for group in head_groups(problem, q.shape[0], sizes.heads):
         sinks_of_group = None if sinks is None else group.per_head(sinks)
         _forward_group(
@@ -105,7 +105,7 @@ def _forward_group(
                 acc_o.baddbmm_(p, v_tile)
         return softmax
 
-    fixed_reference = values_are_safe(v)
+    fixed_reference = True
     for queries in tiles(0, seqlen_q, sizes.tile_m):
         rows = slice(*queries)
         q_rows, out_rows, lse_rows = q[:, :, :, rows], out[:, :, :, rows], lse[:, :, :, rows]

@@ -1,0 +1,238 @@
+"""The torch operators: schema, fakes, autograd, compile, functorch, autocast; and what importing costs."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import onepass
+from onepass.problem import AttentionInputs, AttentionProblem, Mask
+
+INT32 = torch.int32
+
+
+def qkv(*leading, heads_q=4, heads_kv=2, dtype=torch.float64, requires_grad=False):
+    return tuple(
+        torch.randn(*leading, heads, 8, dtype=dtype, requires_grad=requires_grad)
+        for heads in (heads_q, heads_kv, heads_kv)
+    )
+
+
+def samples():
+    cu_seqlens = torch.tensor([0, 4, 9], dtype=INT32)
+    used = torch.tensor([3, 5], dtype=INT32)
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    options = (0.3, None, 0, None, False, "tiled")
+    dense = qkv(2, 9, requires_grad=True)
+    packed = qkv(9, requires_grad=True)
+    return {
+        "dense": (*dense, None, None, None, None, *options),
+        "sinks, window, softcap": (*dense, sinks, None, None, None, 0.3, 2, 1, 5.0, True, "tiled"),
+        "seqused_k": (*dense, None, None, None, used, *options),
+        "packed": (*packed, None, cu_seqlens, cu_seqlens, None, *options),
+        "no gradients": (*qkv(2, 9), None, None, None, None, *options),
+    }
+
+
+@pytest.mark.parametrize("sample", samples().values(), ids=samples().keys())
+def test_opcheck(sample):
+    torch.library.opcheck(torch.ops.onepass.attention_forward.default, sample)
+
+
+def test_opcheck_backward():
+    q, k, v = qkv(2, 9)
+    options = (0.3, None, 0, None, False, "tiled")
+    inputs = (q, k, v, None, None, None, None)
+    out, lse = torch.ops.onepass.attention_forward(*inputs, *options)
+    arguments = (torch.randn_like(out), torch.randn_like(lse), out, lse, *inputs, *options)
+    torch.library.opcheck(torch.ops.onepass.attention_backward.default, arguments)
+
+
+GRADCHECK = {
+    "causal": {"causal": True},
+    "window": {"window": (2, 1)},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": True, "causal": True},
+    "seqused_k": {"seqused_k": torch.tensor([3, 0], dtype=INT32)},
+}
+
+
+@pytest.mark.parametrize("options", GRADCHECK.values(), ids=GRADCHECK.keys())
+def test_gradcheck(options):
+    options = dict(options)
+    leaves = list(qkv(2, 4, requires_grad=True))
+    if options.pop("sinks", False):
+        leaves.append(torch.randn(4, dtype=torch.float64, requires_grad=True))
+
+    def function(q, k, v, sinks=None):
+        out, lse = onepass.attention(q, k, v, **options, sinks=sinks, return_lse=True)
+        return out, torch.where(lse == -torch.inf, 0.0, lse)
+
+    assert torch.autograd.gradcheck(function, leaves)
+
+
+def test_gradcheck_packed():
+    cu_seqlens = torch.tensor([0, 2, 5], dtype=INT32)
+    leaves = qkv(5, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda *t: onepass.attention_varlen(*t, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, causal=True), leaves
+    )
+
+
+def test_only_lse_or_only_out_may_be_used():
+    leaves = qkv(1, 5, requires_grad=True)
+    out, lse = onepass.attention(*leaves, return_lse=True)
+    from_lse = torch.autograd.grad(lse.sum(), leaves, retain_graph=True)
+    from_out = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    both = torch.autograd.grad(out.sum() + lse.sum(), leaves)
+    for a, b, c in zip(from_lse, from_out, both, strict=True):
+        torch.testing.assert_close(a + b, c)
+    assert (from_lse[2] == 0).all()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_without_graph_breaks(dynamic):
+    def function(q, k, v, sinks):
+        out, lse = onepass.attention(q, k, v, causal=True, window=(5, None), softcap=3.0, sinks=sinks, return_lse=True)
+        return out.sin() * 2, lse
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for seqlen in (6, 9, 11):
+        leaves = qkv(2, seqlen, dtype=torch.float32, requires_grad=True)
+        sinks = torch.randn(4, requires_grad=True)
+        results = []
+        for f in (function, compiled):
+            out, lse = f(*leaves, sinks)
+            results.append((out, lse, *torch.autograd.grad(out.sum() + lse.sum(), (*leaves, sinks))))
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_lengths_do_not_recompile():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    function = torch.compile(
+        lambda q, k, v, cu, used, m: onepass.attention_varlen(
+            q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=m, max_seqlen_k=m, seqused_k=used
+        ),
+        fullgraph=True,
+        dynamic=True,
+        backend=counter,
+    )
+    for total in (7, 12, 23, 31):
+        cu_seqlens = torch.tensor([0, 3, total], dtype=INT32)
+        used = torch.tensor([2, total - 3], dtype=INT32)
+        function(*qkv(total), cu_seqlens, used, torch.tensor(total - 3))
+    assert counter.frame_count == 1
+
+
+def test_compile_with_inductor():
+    torch._dynamo.reset()
+    q, k, v = qkv(1, 16, dtype=torch.float32)
+    compiled = torch.compile(lambda q, k, v: onepass.attention(q, k, v, causal=True) + 1, fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), onepass.attention(q, k, v, causal=True) + 1)
+
+
+def test_vmap_is_refused_with_a_reason():
+    q, k, v = qkv(3, 2, 5)
+    with pytest.raises(NotImplementedError, match=r"cannot run under torch\.vmap: it already takes a batch"):
+        torch.vmap(onepass.attention)(q, k, v)
+
+
+def test_a_second_derivative_is_refused_with_a_reason():
+    q, k, v = qkv(1, 4, requires_grad=True)
+    (dq,) = torch.autograd.grad(onepass.attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        dq.sum().backward()
+
+
+def test_forward_mode_is_refused_with_a_reason():
+    q, k, v = qkv(1, 4)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda q: onepass.attention(q, k, v), (q,), (torch.ones_like(q),))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(k, torch.ones_like(k))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            onepass.attention(q, dual, v)
+        # tangents elsewhere do not matter
+        assert onepass.attention(q, k, v).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_inputs_and_nothing_inside(dtype):
+    q, k, v = qkv(2, 9, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=dtype):
+        out, lse = onepass.attention(q.to(dtype), k, v, return_lse=True)
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
+    expected = onepass.attention(q.to(dtype), k.to(dtype), v.to(dtype))
+    # accumulated in float32: not what bfloat16 products inside would give
+    assert torch.equal(out, expected)
+
+
+def test_inference_mode_and_default_dtype():
+    q, k, v = qkv(1, 9, dtype=torch.float32)
+    expected = onepass.attention(q, k, v)
+    with torch.inference_mode():
+        assert torch.equal(onepass.attention(q, k, v), expected)
+    previous = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert torch.equal(onepass.attention(q, k, v), expected)
+    finally:
+        torch.set_default_dtype(previous)
+    # work memory made in inference mode must serve autograd afterwards
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    onepass.attention(*leaves).sum().backward()
+    assert leaves[0].grad is not None
+
+
+def test_flops_are_counted():
+    q, k, v = qkv(2, 16, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        out = onepass.attention(q, k, v, causal=True)
+        out.sum().backward()
+    pairs = 2 * 4 * (16 * 17 // 2)
+    assert counter.get_total_flops() == pairs * (4 * 8 + 10 * 8)
+
+
+def test_deterministic_follows_the_global_flag():
+    q, k, v = qkv(1, 4)
+    from onepass.validation import check_attention
+
+    options = {"causal": False, "window": None, "softcap": None, "sinks": None, "softmax_scale": None}
+    options |= {"return_lse": False, "tuning": None}
+    assert not check_attention(q, k, v, **options, deterministic=None).deterministic
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert check_attention(q, k, v, **options, deterministic=None).deterministic
+        assert not check_attention(q, k, v, **options, deterministic=False).deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_static_holds_no_lengths():
+    def problem(seqlen, scale, window):
+        inputs = AttentionInputs(*qkv(1, seqlen))
+        return AttentionProblem.of(inputs, softmax_scale=scale, mask=Mask(*window), softcap=None, deterministic=False)
+
+    assert problem(4, 0.1, (3, 0)).static() == problem(9, 0.7, (8, 5)).static()
+    assert problem(4, 0.1, (3, 0)).static() != problem(4, 0.1, (None, 0)).static()
+
+
+def test_importing_imports_torch_only_and_changes_nothing():
+    code = """
+import sys, torch
+before = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.get_default_dtype()
+loaded = set(sys.modules)
+import onepass
+new = {name.partition(".")[0] for name in set(sys.modules) - loaded}
+foreign = {"cutlass", "cuda", "tvm_ffi", "triton", "transformers", "typer", "rich", "matplotlib", "numpy"} & new
+assert not foreign, foreign
+assert not any(name.startswith("onepass.kernels.sm") for name in sys.modules)
+assert (torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.get_default_dtype()) == before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
