@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
 
 from . import dispatch, ops, validation
 from .problem import AttentionInputs, AttentionProblem
+
+if TYPE_CHECKING:
+    from typing_extensions import Required, Unpack
 
 Window = tuple[int | None, int | None]
 
@@ -25,6 +29,29 @@ class AttentionOutput(NamedTuple):
 
     out: Tensor
     lse: Tensor
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of `attention` but for return_lse, which decides what it returns: for type checkers."""
+
+    causal: bool
+    window: Window | None
+    softcap: float | None
+    sinks: Tensor | None
+    softmax_scale: float | None
+    seqused_k: Tensor | None
+    deterministic: bool | None
+    backend: str | None
+    tuning: object | None
+
+
+class PackedOptions(Options, total=False):
+    """The same of `attention_varlen`."""
+
+    cu_seqlens_q: Required[Tensor]
+    cu_seqlens_k: Required[Tensor]
+    max_seqlen_q: int | Tensor | None
+    max_seqlen_k: int | Tensor | None
 
 
 def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -45,6 +72,24 @@ def _run(
     options = ops.options_of(problem, dispatch.require(problem, backend))
     out, lse = torch.ops.onepass.attention_forward(*inputs, *options)
     return AttentionOutput(out, lse) if return_lse else out
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Options]
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> AttentionOutput: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[Options]
+) -> Tensor | AttentionOutput: ...
 
 
 def attention(
@@ -116,6 +161,24 @@ def attention(
     return _run(problem, AttentionInputs(q, k, v, sinks, seqused_k=seqused_k), backend, return_lse)
 
 
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[PackedOptions]
+) -> Tensor: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[PackedOptions]
+) -> AttentionOutput: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[PackedOptions]
+) -> Tensor | AttentionOutput: ...
+
+
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -175,7 +238,7 @@ def attention_varlen(
     return _run(problem, inputs, backend, return_lse)
 
 
-def merge_partials(outs, lses) -> AttentionOutput:
+def merge_partials(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor) -> AttentionOutput:
     """Attention over the union of disjoint key sets, from the attention over each: exact, not an approximation.
 
     With lse = log(sum_i exp(lse_i)), the merged row is sum_i exp(lse_i - lse) * out_i. Order and grouping do not
@@ -210,7 +273,7 @@ def merge_partials(outs, lses) -> AttentionOutput:
     return AttentionOutput(merged.to(outs[0].dtype), lse)
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor, **arguments) -> dispatch.Support:
+def supports(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> dispatch.Support:
     """Whether `attention` (or, with cu_seqlens_q, `attention_varlen`) takes these arguments, and why (not).
 
     Takes the same arguments as the call; computes nothing. Tensors on the "meta" device ask about shapes alone.

@@ -41,10 +41,15 @@ class Support(NamedTuple):
     reason: str
 
 
+def backends() -> tuple[str, ...]:
+    """The names that `backend=` takes. Whether one runs here and what it computes, `onepass.supports` says."""
+    return tuple(_BACKENDS)
+
+
 def choose(problem: AttentionProblem, requested: str | None = None) -> Support:
     """The backend for this problem. A backend that the caller names is the one that runs, or is refused."""
     if requested is not None and requested not in _BACKENDS:
-        expected = ", ".join(sorted(_BACKENDS))
+        expected = ", ".join(sorted(backends()))
         return Support(False, str(requested), f"backend: expected one of {expected} or None, got {requested!r}")
     reason = None if requested == "tiled" else _sm90_refusal(problem)
     if requested == "sm90" and reason is not None:

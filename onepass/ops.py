@@ -130,7 +130,7 @@ for _name in ("attention_forward", "attention_backward"):
 
 def _visible_pairs(inputs: AttentionInputs, window_left: int | None, window_right: int | None) -> int:
     """Unmasked (query, key) pairs of all sequences; packed lengths are read where the tensors are real."""
-    if inputs.cu_seqlens_q is None:
+    if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
         batch, seqlen_q, seqlen_k = inputs.q.shape[0], inputs.q.shape[1], inputs.k.shape[1]
         return batch * count_visible_pairs(seqlen_q, seqlen_k, window_left, window_right)
     lengths = zip(inputs.cu_seqlens_q.diff().tolist(), inputs.cu_seqlens_k.diff().tolist(), strict=True)

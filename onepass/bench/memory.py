@@ -10,6 +10,7 @@ at the baseline; on CUDA it is the peak of torch's allocator.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import subprocess
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -27,6 +28,8 @@ from .cases import Case, make_inputs
 from .check import Oracle
 from .flops import output_bytes
 from .peers import Contender, find_peers, onepass_contender, prepare
+
+Result = TypeVar("Result")
 
 _WARM_UP_SEQLEN = 1024
 
@@ -51,36 +54,57 @@ def _measure(contender: Contender, case: Case, device: str, check: bool) -> dict
     small = replace(case, seqlen_q=min(case.seqlen_q, _WARM_UP_SEQLEN), seqlen_k=min(case.seqlen_k, _WARM_UP_SEQLEN))
     prepare(contender, small, make_inputs(small, device)).run()
     prepared = prepare(contender, case, inputs)
-    kept: list[Any] = []  # results stay alive, as they would for a caller
-    peak = _peak_of_cuda if device.startswith("cuda") else _peak_of_process
-    baseline_bytes, peak_bytes, method = peak(lambda: kept.append(prepared.run()))
+    peak = peak_of(prepared.run, device)[1]
     result = {
-        "extra_bytes": max(0, peak_bytes - baseline_bytes - output_bytes(case)),
-        "peak_bytes": peak_bytes,
-        "baseline_bytes": baseline_bytes,
+        "extra_bytes": max(0, peak.extra_bytes - output_bytes(case)),
+        "peak_bytes": peak.peak_bytes,
+        "baseline_bytes": peak.baseline_bytes,
         "output_bytes": output_bytes(case),
-        "method": method,
+        "method": peak.method,
     }
     if check:
-        kept.clear()
         rows = Oracle(case, inputs).compare(prepared.results(), is_peer=contender.name != "onepass")
-        worst = max(rows, key=lambda row: row.error / max(row.budget, 1e-300))
+        worst = max(rows, key=lambda row: row.share)
         result |= {"max_error": worst.error, "error_budget": worst.budget, "ok": all(row.ok for row in rows)}
     return result
 
 
-def _peak_of_cuda(work: Callable[[], object]) -> tuple[int, int, str]:
-    torch.cuda.synchronize()
+class Peak(NamedTuple):
+    """Memory before a piece of work, the most while it ran, and how that was found out."""
+
+    baseline_bytes: int
+    peak_bytes: int
+    method: str
+
+    @property
+    def extra_bytes(self) -> int:
+        return self.peak_bytes - self.baseline_bytes
+
+
+def peak_of(work: Callable[[], Result], device: str) -> tuple[Result, Peak]:
+    """Run `work` in this process: what it returned, and on CUDA what torch's allocator says, else resident memory."""
+    results = []  # stays alive until the end, as it would for a caller
+
+    def keep() -> None:
+        results.append(work())
+
+    gc.collect()
+    peak = _peak_of_cuda(keep, device) if device.startswith("cuda") else _peak_of_process(keep)
+    return results[0], peak
+
+
+def _peak_of_cuda(work: Callable[[], object], device: str) -> Peak:
+    torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    baseline_bytes = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats(device)
+    baseline_bytes = torch.cuda.memory_allocated(device)
     work()
-    torch.cuda.synchronize()
-    return baseline_bytes, torch.cuda.max_memory_allocated(), "torch.cuda.max_memory_allocated"
+    torch.cuda.synchronize(device)
+    return Peak(baseline_bytes, torch.cuda.max_memory_allocated(device), "torch.cuda.max_memory_allocated")
 
 
-def _peak_of_process(work: Callable[[], object]) -> tuple[int, int, str]:
-    """(baseline, peak, method) of resident memory, bytes.
+def _peak_of_process(work: Callable[[], object]) -> Peak:
+    """The kernel's own high-water mark.
 
     `getrusage` would be shorter, but its maximum survives exec: a child would start with its parent's peak.
     """
@@ -91,7 +115,7 @@ def _peak_of_process(work: Callable[[], object]) -> tuple[int, int, str]:
     except (OSError, KeyError):
         return _sampled_peak_of_process(work)
     work()
-    return baseline_bytes, _process_status_bytes("VmHWM"), "VmHWM"
+    return Peak(baseline_bytes, _process_status_bytes("VmHWM"), "VmHWM")
 
 
 def _process_status_bytes(field: str) -> int:
@@ -99,7 +123,7 @@ def _process_status_bytes(field: str) -> int:
     return {line[0]: int(line[1]) * 1024 for line in lines if line[-1] == "kB"}[f"{field}:"]
 
 
-def _sampled_peak_of_process(work: Callable[[], object]) -> tuple[int, int, str]:
+def _sampled_peak_of_process(work: Callable[[], object]) -> Peak:
     """Where the kernel keeps no resettable mark: look every millisecond."""
     import psutil
 
@@ -120,7 +144,7 @@ def _sampled_peak_of_process(work: Callable[[], object]) -> tuple[int, int, str]
     finally:
         is_done.set()
         watcher.join()
-    return baseline_bytes, max(peak_bytes, process.memory_info().rss), "resident memory sampled every ms"
+    return Peak(baseline_bytes, max(peak_bytes, process.memory_info().rss), "resident memory sampled every ms")
 
 
 def _give_back_freed_memory() -> None:

@@ -86,9 +86,7 @@ def prepare(contender: Contender, case: Case, inputs: Inputs) -> Prepared:
 
 
 def _onepass_attend(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
-    out = onepass.attention(q, k, v, causal=case.causal, window=case.window)
-    assert isinstance(out, Tensor)
-    return out
+    return onepass.attention(q, k, v, causal=case.causal, window=case.window)
 
 
 def ask_support(case: Case, device: str) -> onepass.Support:

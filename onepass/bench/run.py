@@ -213,7 +213,7 @@ def _time_row(set_name: str, case: Case, found: Found, options: Options) -> Row:
         except (RuntimeError, ValueError, TypeError, NotImplementedError, ImportError, AssertionError) as error:
             row["failed"][name] = _reason(error)
             continue
-        worst = max(checked, key=lambda comparison: comparison.error / max(comparison.budget, 1e-300))
+        worst = max(checked, key=lambda comparison: comparison.share)
         row["contenders"][name] = {"max_error": worst.error, "error_budget": worst.budget}
         if isinstance(sampler, CudaSampler):
             row["contenders"][name]["launch"] = sampler.launch

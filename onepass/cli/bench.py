@@ -14,10 +14,9 @@ from rich.table import Table
 from ..bench.cases import CASE_SETS, DTYPES, Case, CaseSet, get_case_set, select
 from ..bench.peers import PEERS
 from ..bench.run import Options, Report, run
-from .console import TABLE_STYLE, fail, make_console, resolve_device
+from .console import INTERRUPTED, TABLE_STYLE, fail, make_console, resolve_device
 
 _DEFAULT_SETS = {"cpu": ("cpu", "window", "memory"), "cuda": ("paper",)}
-_INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
 
 
 def bench(
@@ -65,7 +64,7 @@ def bench(
         for path in plot(report.to_dict(), plot_path):
             console.print(f"wrote {path}")
     if report.status == "interrupted":
-        fail(f"interrupted after {len(report.rows)} of {sum(len(s.cases) for s in case_sets)} cases", code=_INTERRUPTED)
+        fail(f"interrupted after {len(report.rows)} of {sum(len(s.cases) for s in case_sets)} cases", code=INTERRUPTED)
     if report.wrong:
         fail(f"onepass failed in {len(report.wrong)} of {len(report.rows)} cases", code=1)
 

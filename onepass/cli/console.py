@@ -6,10 +6,12 @@ import os
 import sys
 from typing import Any, NoReturn
 
+import torch
 import typer
 from rich import box
 from rich.console import Console
 
+INTERRUPTED = 130  # exit code: what a shell reports of a program that Ctrl-C ended
 # no vertical lines: more columns fit into a terminal
 TABLE_STYLE: dict[str, Any] = {
     "box": box.SIMPLE_HEAD,
@@ -31,15 +33,16 @@ def fail(message: str, code: int = 2) -> NoReturn:
     raise typer.Exit(code)
 
 
-def resolve_device(device: str) -> str:
-    """ "auto" is the GPU if torch sees one. Exits with a reason if the device is not there."""
-    import torch
-
-    if device == "auto":
+def resolve_device(name: str) -> str:
+    """ "auto" is a GPU if torch sees one. Exits with a reason if the device is not there."""
+    if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    kind = device.partition(":")[0]
-    if kind not in ("cpu", "cuda"):
-        fail(f"--device: expected auto, cpu, cuda or cuda:N, got {device!r}")
-    if kind == "cuda" and not torch.cuda.is_available():
-        fail(f"--device: expected a device that torch sees, got {device!r}, and this torch sees no GPU")
-    return device
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        fail(f"--device: expected auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        fail(f"--device: expected a device that torch sees, got {name!r}; it sees {torch.cuda.device_count()} GPUs")
+    return name

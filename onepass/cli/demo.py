@@ -6,14 +6,12 @@ demo_search.py  real input: sentences searched by meaning, every attention layer
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -21,19 +19,11 @@ from rich.table import Table
 
 import onepass
 
+from ..bench.run import write_json
 from . import demo_layer, demo_search
-from .demo_layer import LayerReport, Row
-from .demo_memory import GIB
+from .console import INTERRUPTED, TABLE_STYLE, make_console, resolve_device
+from .demo_layer import GIB, LayerReport, Row
 from .demo_search import SearchReport
-
-INTERRUPTED = 130  # the shell's code for Ctrl-C
-# no vertical lines: eight columns fit into a terminal of 80 characters
-TABLE_STYLE: dict[str, Any] = {
-    "box": box.SIMPLE_HEAD,
-    "padding": (0, 1, 0, 0),
-    "title_justify": "left",
-    "caption_justify": "left",
-}
 
 
 def demo(
@@ -50,10 +40,10 @@ def demo(
     Exit code 0: all results are right. 1: a result is further from float64, or embeddings further from eager
     attention's, than allowed. 2: wrong arguments. 130: interrupted; what was measured until then is shown.
     """
-    where = _device(device)
+    where = torch.device(resolve_device(device))
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise typer.BadParameter(f"no such directory: {json_file.absolute().parent}", param_hint="--json")
-    console = Console()
+    console = make_console()
     layer: LayerReport | None = None
     found: SearchReport | None = None
     interrupted = False
@@ -83,7 +73,7 @@ def demo(
         console.print()
         show_search(console, found)
     if json_file is not None:
-        json_file.write_text(json.dumps(as_json(layer, found, interrupted), indent=2, allow_nan=False) + "\n")
+        write_json(json_file, as_json(layer, found, interrupted))
     if interrupted or layer is None:
         console.print("Interrupted: the rest was not measured.")
         raise typer.Exit(INTERRUPTED)
@@ -93,26 +83,10 @@ def demo(
         raise typer.Exit(1)
 
 
-def _device(name: str) -> torch.device:
-    """The device asked for. Raises: typer.BadParameter if it is not there."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise typer.BadParameter(f"expected auto, cpu or cuda, got {name}", param_hint="--device") from None
-    if device.type not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"expected auto, cpu or cuda, got {name}", param_hint="--device")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
-        raise typer.BadParameter(f"{name} was asked for, PyTorch finds {found} CUDA devices", param_hint="--device")
-    return device
-
-
 def layer_table(report: LayerReport) -> Table:
     """Time, memory and error of each contender, and how each was measured."""
     is_cpu = report.device.startswith("CPU")
-    memory = "resident size, read every ms" if is_cpu else "PyTorch's allocator"
+    memory = "resident memory" if is_cpu else "PyTorch's allocator"
     heads = len(report.checked_kv_heads) * demo_layer.GROUP
     table = Table(
         title=f"One attention layer of Llama 3 8B, {report.seqlen} tokens, causal, {report.dtype}; {report.device}",

@@ -6,10 +6,12 @@ longer than everything else.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -19,9 +21,10 @@ from torch import Tensor
 import onepass
 
 from .. import reference
+from ..bench.memory import peak_of
 from ..testing import Comparison, compare, compare_gradients
-from .demo_memory import GIB, PeakMemory, available_bytes
 
+GIB = 2**30
 NUM_HEADS_Q, NUM_HEADS_KV, HEAD_DIM = 32, 8, 128
 GROUP = NUM_HEADS_Q // NUM_HEADS_KV
 CHECKED_KV_HEADS = (0, NUM_HEADS_KV - 1)  # with their query heads: a quarter of the layer
@@ -134,9 +137,7 @@ class LayerReport:
 
 
 def with_onepass(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out = onepass.attention(q, k, v, causal=True)
-    assert isinstance(out, Tensor)  # and not a pair: lse was not asked for
-    return out
+    return onepass.attention(q, k, v, causal=True)
 
 
 def with_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -225,6 +226,20 @@ def check(actual: Results, oracle: Results, plain: Results) -> list[Comparison]:
     return rows
 
 
+def available_bytes(device: torch.device) -> int:
+    """Memory that can be taken now: of the GPU, or of this machine or the container in it, whichever is less."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
+    available = psutil.virtual_memory().available
+    try:  # a container's limit (cgroup v2); "max" or no such file: no limit
+        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):
+        return available
+    return min(available, limit - used)
+
+
 def num_steps(repeats: int) -> int:
     """How often `measure` reports a step."""
     return 1 + len(CONTENDERS) * (1 + repeats)
@@ -263,9 +278,8 @@ def measure(
         if name == "naive" and needed_bytes > max_naive_bytes:
             row.note = f"would need {needed_bytes / GIB:.1f} GiB; {max_naive_bytes / GIB:.1f} GiB allowed here"
             continue
-        with PeakMemory(device) as memory:
-            results, _ = timed(attention, inputs, device)
-        row.peak_extra_bytes = memory.extra_bytes
+        (results, _), peak = peak_of(functools.partial(timed, attention, inputs, device), str(device))
+        row.peak_extra_bytes = peak.extra_bytes
         comparisons = check(results.of_kv_heads(report.checked_kv_heads), oracle, plain)
         del results
         row.errors = {c.name: c.error for c in comparisons}

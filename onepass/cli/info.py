@@ -10,13 +10,14 @@ from rich.table import Table
 
 import onepass
 
+from .. import dispatch
 from ..bench.machine import cpu_model, package_versions
 from ..bench.peers import PEERS, find_peers
 from .console import TABLE_STYLE, make_console
 
 
 def info() -> None:
-    """Devices, versions, what each backend supports, and the peers that a bench would find."""
+    """Devices, versions, backends and what they compute, and the peers that a bench would find."""
     console = make_console()
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
 
@@ -36,9 +37,16 @@ def info() -> None:
         table.add_row(device, f"{properties.name}, {capability}", f"{properties.total_memory / 2**30:.0f} GiB")
     console.print(table)
 
-    # Asked of the library itself, so that this table cannot say more than a call would do.
+    # Asked of the library itself, so that these tables cannot say more than a call would do.
+    probes = _probes()
+    table = Table("backend", *devices, title="Backends, asked for plain bfloat16 attention", **TABLE_STYLE)
+    for name in dispatch.backends():
+        answers = [onepass.supports(**probes["bfloat16"](device), backend=name) for device in devices]
+        table.add_row(name, *(f"{'yes' if a.ok else 'no'}: {a.reason}" for a in answers))
+    console.print(table)
+
     table = Table("", *devices, title="Which backend computes what", **TABLE_STYLE)
-    for feature, probe in _probes().items():
+    for feature, probe in probes.items():
         answers = [onepass.supports(**probe(device)) for device in devices]
         table.add_row(feature, *(a.backend if a.ok else f"no: {a.reason}" for a in answers))
     console.print(table)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -17,7 +17,7 @@ import onepass
 
 from .. import reference
 from ..bench.cases import DTYPES
-from ..testing import Call, Comparison, compare, compare_gradients
+from ..testing import Call, Comparison
 from .console import TABLE_STYLE, fail, make_console, resolve_device
 
 
@@ -53,7 +53,7 @@ def verify(
     """Errors of onepass and of plain PyTorch against float64, in each dtype and option.
 
     Exits with 1 if any error is over its budget: for out twice, for gradients three times the error of plain
-    PyTorch in the same dtype, plus one rounding of the largest value.
+    PyTorch in the same dtype, plus what rounding alone may do; for lse a tolerance fixed in each dtype.
     """
     console = make_console()
     device = resolve_device(device)
@@ -80,7 +80,7 @@ def verify(
         errors = (f"{value:.2e}" for value in (c.error, c.budget, c.plain_error))
         table.add_row(row.dtype, row.option, c.name, *errors, verdict)
     console.print(table)
-    console.print("Each line shows the tensor (out, dq, dk, dv or dsinks) that came closest to its budget.\n")
+    console.print("Each line shows the tensor (out, lse, dq, dk, dv or dsinks) that came closest to its budget.\n")
 
     outlier_columns = ("dtype", "standard attention", "onepass", "ratio", "")
     table = Table(*outlier_columns, title=f"RMSE with outliers, {outlier_seqlen} keys", **TABLE_STYLE)
@@ -146,26 +146,8 @@ def _options(length: int) -> dict[str, Callable[[torch.dtype, str], Call]]:
 
 
 def _error_row(dtype: str, option: str, call: Call) -> ErrorRow:
-    comparisons = list(_comparisons(call))
-    worst = max(comparisons, key=lambda c: c.error / c.budget if c.budget else float(c.error > 0) * 1e9)
-    return ErrorRow(dtype, option, worst, all(c.ok for c in comparisons))
-
-
-def _comparisons(call: Call) -> Iterator[Comparison]:
-    """out and all gradients of one call, computed three ways."""
-    dtype = call.tensors["q"].dtype
-    leaves = {name: t.detach().requires_grad_() for name, t in call.tensors.items()}
-    options = dict(call.options)
-    if "sinks" in options:
-        options["sinks"] = leaves["sinks"] = options["sinks"].detach().requires_grad_()
-    call = Call({name: leaves[name] for name in ("q", "k", "v")}, options)
-    plain_dtype = torch.float32 if dtype == torch.float64 else dtype
-    outs = [call.run().out, call.expected().out, call.expected(plain_dtype).out]
-    dout = torch.randn(outs[0].shape, generator=torch.Generator().manual_seed(1)).to(outs[0])
-    gradients = [torch.autograd.grad(out, list(leaves.values()), dout.to(out)) for out in outs]
-    yield compare("out", outs[0], outs[1], outs[2])
-    for name, actual, exact, plain in zip(leaves, *gradients, strict=True):
-        yield compare_gradients(f"d{name}", actual, exact, plain)
+    comparisons = call.compare()
+    return ErrorRow(dtype, option, max(comparisons, key=lambda c: c.share), all(c.ok for c in comparisons))
 
 
 def outlier_errors(dtype: str, seqlen: int, device: str) -> OutlierErrors:
@@ -181,7 +163,6 @@ def outlier_errors(dtype: str, seqlen: int, device: str) -> OutlierErrors:
 
     q, k, v = (with_outliers() for _ in range(3))
     out = onepass.attention(q, k, v)
-    assert isinstance(out, Tensor)
     squares = torch.zeros(2, dtype=torch.float64)
     # rows of a full mask do not depend on one another: 512 at a time, so that float64 scores fit anywhere
     for start in range(0, seqlen, 512):

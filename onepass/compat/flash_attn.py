@@ -251,9 +251,8 @@ def flash_attn_varlen_kvpacked_func(
     """`flash_attn_varlen_func` with k and v in one tensor, kv: (total_k, 2, num_heads_kv, head_dim)."""
     _refuse_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     k, v = _unpack("kv", kv, 2, 4)
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_varlen_func(q, k, v, *lengths, dropout_p, *options)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, *options)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -272,9 +271,8 @@ def flash_attn_varlen_qkvpacked_func(
     """`flash_attn_varlen_func` with all three in one tensor, qkv: (total_tokens, 3, num_heads, head_dim)."""
     _refuse_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     q, k, v = _unpack("qkv", qkv, 3, 4)
-    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     options = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_varlen_func(q, k, v, *lengths, dropout_p, *options)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, *options)
 
 
 def flash_attn_with_kvcache(
@@ -334,7 +332,7 @@ def flash_attn_with_kvcache(
 
     batch, seqlen_cache, seqlen_new = q.shape[0], k_cache.shape[1], 0 if k is None else k.shape[1]
     starts = _check_cache_seqlens(cache_seqlens, batch, seqlen_cache, seqlen_new, q.device)
-    if k is not None:
+    if k is not None and v is not None:
         entries = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx.long()
         positions = starts.long()[:, None] + torch.arange(seqlen_new, device=q.device)
         k_cache[entries[:, None], positions] = k

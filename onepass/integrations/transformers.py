@@ -116,7 +116,7 @@ def _recognise(mask_function: Callable | None, num_positions: int) -> _Pattern:
 def _parts(mask_function: Callable | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """The conditions that are and-ed together: name of the function that made each, and the variables it holds."""
     code = getattr(mask_function, "__code__", None)
-    if code is None:
+    if mask_function is None or code is None:
         yield str(mask_function), {}
         return
     cells = mask_function.__closure__ or ()
@@ -201,7 +201,7 @@ def attention_forward(
     if is_causal is None:
         raise ValueError(f"is_causal: expected a bool here or as an attribute of {type(module).__name__}, got neither")
     is_causal = bool(is_causal)
-    options = {
+    options: dict[str, Any] = {
         "causal": is_causal,
         "window": _window(sliding_window, is_causal, key.shape[2]),
         "softcap": softcap,

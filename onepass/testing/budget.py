@@ -30,6 +30,11 @@ class Comparison(NamedTuple):
     def ok(self) -> bool:
         return self.error <= self.budget
 
+    @property
+    def share(self) -> float:
+        """The error as a share of its budget: the worst of several comparisons is the one with the largest."""
+        return self.error / max(self.budget, 1e-300)
+
     def __str__(self) -> str:
         sign = "<=" if self.ok else ">"
         return (

@@ -46,15 +46,17 @@ class Call:
 
     def run(self, **extra: Any) -> onepass.AttentionOutput:
         """The call under test."""
-        function = onepass.attention_varlen if self.is_packed else onepass.attention
-        return function(**self.tensors, **self.options, return_lse=True, **extra)
+        arguments: dict[str, Any] = {**self.tensors, **self.options, **extra}
+        if self.is_packed:
+            return onepass.attention_varlen(**arguments, return_lse=True)
+        return onepass.attention(**arguments, return_lse=True)
 
     def expected(self, compute_dtype: torch.dtype = torch.float64) -> reference.Reference:
         """The oracle's answer, or plain PyTorch's with the inputs' own dtype."""
-        function = reference.attention_varlen if self.is_packed else reference.attention
-        return function(**self.tensors, **self.options, compute_dtype=compute_dtype)
+        arguments: dict[str, Any] = {**self.tensors, **self.options, "compute_dtype": compute_dtype}
+        return reference.attention_varlen(**arguments) if self.is_packed else reference.attention(**arguments)
 
-    def check(self, gradients: bool = True, with_floor: bool = False) -> list[Comparison]:
+    def compare(self, gradients: bool = True, with_floor: bool = False) -> list[Comparison]:
         """Run forward (and backward through out and lse) three ways and compare.
 
         Args:
@@ -62,8 +64,7 @@ class Call:
             with_floor: allow out, too, what rounding alone may do (`rounding.py`): for degenerate cases. Gradients
                 always have that floor, since they are recomputed from an lse that is rounded to its dtype.
 
-        Returns: one Comparison for out, lse and each gradient. Raises: AssertionError naming the call if any of
-        them is over its budget.
+        Returns: one Comparison for out, lse and each gradient.
         """
         dtype = self.tensors["q"].dtype
         leaves = {n: t.detach().requires_grad_(gradients) for n, t in self.tensors.items()}
@@ -90,6 +91,11 @@ class Call:
                 all_gradients.append(torch.autograd.grad(loss, list(leaves.values())))
             for name, mine, exact, standard in zip(leaves, *all_gradients, strict=True):
                 rows.append(compare_gradients(f"d{name}", mine, exact, standard, floors.get(f"d{name}", 0.0)))
+        return rows
+
+    def check(self, gradients: bool = True, with_floor: bool = False) -> list[Comparison]:
+        """`compare`, and raise AssertionError naming the call if anything is over its budget."""
+        rows = self.compare(gradients, with_floor)
         bad = [str(row) for row in rows if not row.ok]
         if bad:
             raise AssertionError(f"{self}\n  " + "\n  ".join(bad))
@@ -97,10 +103,10 @@ class Call:
 
     def _floors(self, dout: Tensor, dlse: Tensor, oracle: reference.Reference) -> dict[str, float]:
         """`rounding_terms` of the whole call, times the epsilon of the accumulation dtype."""
-        options, tensors = dict(self.options), (*self.tensors.values(),)
-        eps = torch.finfo(torch.float64 if tensors[0].dtype == torch.float64 else torch.float32).eps
+        options, (q, k, v) = dict(self.options), self.tensors.values()
+        eps = torch.finfo(torch.float64 if q.dtype == torch.float64 else torch.float32).eps
         if not self.is_packed:
-            pieces = [rounding_terms(*tensors, dout, dlse, oracle, **options)]
+            pieces = [rounding_terms(q, k, v, dout, dlse, oracle, **options)]
         else:
             starts_q, starts_k = options.pop("cu_seqlens_q").tolist(), options.pop("cu_seqlens_k").tolist()
             used = options.pop("seqused_k", None)
@@ -108,13 +114,13 @@ class Call:
             for b in range(len(starts_q) - 1):
                 end = starts_k[b + 1] if used is None else starts_k[b] + int(used[b])
                 rows, keys = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], end)
-                q, k, v = tensors[0][None, rows], tensors[1][None, keys], tensors[2][None, keys]
                 one = reference.Reference(oracle.out[None, rows], oracle.lse[None, :, rows])
-                pieces.append(rounding_terms(q, k, v, dout[None, rows], dlse[None, :, rows], one, **options))
+                tensors = q[None, rows], k[None, keys], v[None, keys], dout[None, rows], dlse[None, :, rows]
+                pieces.append(rounding_terms(*tensors, one, **options))
         # dsinks sums over sequences; the largest of the others is that of some sequence, and their sum covers it
         totals = {name: float(sum(p[name] for p in pieces)) for name in (pieces[0] if pieces else {})}
         # dsinks is made of delta = dout . out, and out has been rounded to its dtype
-        roundings = {"dsinks": torch.finfo(tensors[0].dtype).eps}
+        roundings = {"dsinks": torch.finfo(q.dtype).eps}
         return {name: roundings.get(name, eps) * total for name, total in totals.items()}
 
 

@@ -77,9 +77,9 @@ def backward(
                     *(group.q_rows(x) for x in rows),
                     *(group.kv_rows(x) for x in cols),
                     *(group.stats(x) for x in stats),
-                    lse_is_safe,
-                    sizes,
-                    scratch,
+                    lse_is_safe=lse_is_safe,
+                    sizes=sizes,
+                    scratch=scratch,
                 )
     return dq, dk, dv, dsinks
 
@@ -107,6 +107,7 @@ def _backward_group(
     dv: Tensor,
     lse: Tensor,  # (entries, kv heads, qhead_per_kvhead, seqlen_q)
     delta: Tensor,
+    *,
     lse_is_safe: bool,
     sizes: TileSizes,
     scratch: Scratch,
@@ -122,6 +123,7 @@ def _backward_group(
     entries, kv_heads = k.shape[:2]
     heads = entries * kv_heads
     tile_mask = TileMask(problem, seqlen_k - seqlen_q, q, k, v, dout, delta, transposed=True)
+    keep_apart = not tile_mask.operands_are_finite
     lowest = log_tiny(problem.accum_dtype)
     # As in the forward pass, scores of ordinary size need no reference: p = exp(s) exp(-lse), and the second factor
     # belongs to the row, so dout and delta can carry it. |s| <= |q| |k| tells beforehand; below 256 keys the norms
@@ -170,7 +172,6 @@ def _backward_group(
                 p.mul_(softcap)
             needs_mask = tile_needs_mask(m.m_start, m.m_end, n_start, n_end, *geometry)
             pairs = tile_mask.pairs((m.m_start, m.m_end), (n_start, n_end)) if needs_mask else None
-            keep_apart = pairs is not None and not tile_mask.operands_are_finite
             if not fixed_reference:
                 # no visible score passes its row's lse; what a hidden one would overflow to is cut off
                 p.sub_(m.lse).clamp_(lowest, 0.0)
@@ -182,7 +183,7 @@ def _backward_group(
             ds.sub_(m.delta).mul_(p)
             if softcap is not None:
                 ds.mul_(tanh.square_().neg_().add_(1.0))  # d(c tanh(s / c)) / ds = 1 - tanh^2
-            if keep_apart:
+            if keep_apart and pairs is not None:
                 fill_hidden(ds, pairs, 0.0)
                 hidden = pairs.hidden.squeeze(1)
                 add_visible(acc_dv, p, m.dout, hidden)

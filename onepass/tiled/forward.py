@@ -89,7 +89,7 @@ def _forward_group(
     def visit_keys(q_tile: Tensor, acc_o: Tensor, queries: Range, fixed_reference: bool) -> OnlineSoftmax:
         """One pass over the keys that these queries see; acc_o becomes the unnormalised output."""
         softmax = OnlineSoftmax(acc_o, fixed_reference)
-        for n_start, n_end, needs_mask in key_tiles(*queries, *geometry, sizes.tile_n):
+        for n_start, n_end, needs_mask in key_tiles(queries[0], queries[1], *geometry, sizes.tile_n):
             k_tile, v_tile = k[:, n_start:n_end], v[:, n_start:n_end]
             acc_s = scratch.empty("scores", heads, q_tile.shape[1], n_end - n_start)
             torch.bmm(q_tile, k_tile.transpose(1, 2), out=acc_s)

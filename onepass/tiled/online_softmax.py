@@ -70,7 +70,7 @@ class OnlineSoftmax:
         self.acc_o = acc_o
         self.fixed_reference = fixed_reference
         self.row_max: Tensor | None = None  # (heads, rows, 1); stays None with a fixed reference
-        self.row_sum: Tensor | None = None  # (heads, rows, 1); None: no key seen yet
+        self.row_sum: Tensor | None = None  # (heads, rows, 1); None: no key seen yet, and nothing to finish
 
     def update(self, scores: Tensor, pairs: TilePairs | None) -> tuple[Tensor, bool]:
         """One step of the recurrence for l; scores (heads, rows, keys) become exp(scores - row_max) in place.
@@ -85,18 +85,18 @@ class OnlineSoftmax:
             p = scores.exp_()
             zero_hidden(p, pairs)  # a hidden inf or NaN becomes NaN, and is_safe says no
             tile_sum = p.sum(-1, keepdim=True)
-            self.row_sum = tile_sum if is_first else self.row_sum.add_(tile_sum)
+            self.row_sum = tile_sum if self.row_sum is None else self.row_sum.add_(tile_sum)
             return p, is_first
         fill_hidden(scores, pairs, -torch.inf)
         row_max = scores.amax(-1, keepdim=True)
-        if not is_first:
+        if self.row_max is not None:
             torch.maximum(self.row_max, row_max, out=row_max)
         # a row that has seen no key yet: -inf - -inf would be NaN
         reference = row_max.masked_fill(row_max == -torch.inf, 0.0)
         p = scores.sub_(reference).clamp_(min=log_tiny(scores.dtype)).exp_()
         zero_hidden(p, pairs)
         tile_sum = p.sum(-1, keepdim=True)
-        if is_first:
+        if self.row_sum is None or self.row_max is None:
             self.row_sum = tile_sum
         else:
             row_scale = self.row_max.sub_(reference).exp_()
@@ -107,6 +107,7 @@ class OnlineSoftmax:
 
     def is_safe(self) -> bool:
         """Whether a fixed reference served every row; if not, the tile has to be done again without."""
+        assert self.row_sum is not None
         low, high = torch.aminmax(self.row_sum)
         in_range = SAFE_ROW_SUM[0] <= float(low) and float(high) <= SAFE_ROW_SUM[1]
         # values so large that p v overflowed, or a NaN
@@ -118,6 +119,7 @@ class OnlineSoftmax:
         Args:
             sinks: (heads, rows, 1) or None: a key of this score and of value 0, seen by every row that sees a key.
         """
+        assert self.row_sum is not None
         lse = torch.log(self.row_sum)
         if self.row_max is not None:
             lse += self.row_max

@@ -38,7 +38,7 @@ class Sequences(NamedTuple):
 def sequences(problem: AttentionProblem, inputs: AttentionInputs) -> list[Sequences]:
     """All sequences of a call. Checks the values of the length tensors first."""
     cu_q, cu_k, used = read_lengths(problem, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k)
-    if cu_q is None:
+    if cu_q is None or cu_k is None:
         all_queries = slice(0, problem.seqlen_q)
         if used is None:
             return [Sequences(slice(0, problem.batch), all_queries, slice(0, problem.seqlen_k))]

@@ -28,7 +28,7 @@ def subranges(length: int):
     return [(a, b) for a in range(length) for b in range(a + 1, length + 1)]
 
 
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), itertools.product(LENGTHS, LENGTHS))
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), list(itertools.product(LENGTHS, LENGTHS)))
 def test_ranges_match_brute_force(seqlen_q, seqlen_k):
     for left, right in itertools.product(WINDOWS, WINDOWS):
         geometry = (seqlen_q, seqlen_k, left, right)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
-import types
 
 import pytest
 import torch
@@ -16,16 +14,6 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 import onepass
-
-if importlib.util.find_spec("onepass.cli.demo") is None:  # `demo` has tests of its own
-
-    def demo() -> None:
-        """Show something."""
-
-    stub = types.ModuleType("onepass.cli.demo")
-    stub.demo = demo  # type: ignore[attr-defined]
-    sys.modules["onepass.cli.demo"] = stub
-
 from onepass.bench import run
 from onepass.cli import verify
 from onepass.cli.app import app
@@ -58,6 +46,8 @@ def test_info():
     for text in (onepass.__version__, "torch", "tiled", "packed sequences", "flash-attn-4"):
         assert text in result.output
     assert "no:" in result.output  # a peer that is not here
+    if not torch.cuda.is_available():
+        assert "no: backend sm90: expected tensors on cuda, got cpu" in result.output
 
 
 def test_info_says_no_where_the_library_does(monkeypatch):

@@ -1,9 +1,12 @@
 """Every refusal: the error's type and its words, with expected and got; and nothing is touched."""
 
+import inspect
+
 import pytest
 import torch
 
 import onepass
+from onepass import api
 
 
 def tensors(**changes):
@@ -206,3 +209,14 @@ PARTIALS = [
 def test_merge_partials_refuses(changes, error, message):
     with pytest.raises(error, match=message):
         onepass.merge_partials(**partials(**changes))
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [(onepass.attention, api.Options), (onepass.attention_varlen, api.PackedOptions)],
+    ids=["dense", "packed"],
+)
+def test_types_of_the_options_are_those_of_the_signature(function, options):
+    """The overloads name the options once more, for type checkers: the two lists must not drift apart."""
+    taken = inspect.signature(function).parameters
+    assert set(options.__annotations__) == set(taken) - {"q", "k", "v", "return_lse"}
