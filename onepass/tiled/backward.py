@@ -137,6 +137,7 @@ def _backward_group(
         for name, columns in (("q", problem.head_dim), ("dout", problem.head_dim_v), ("dq", problem.head_dim))
     )
     query_tiles = []
+    started: set[int] = set()  # query tiles whose acc_dq holds something
     for m_start, m_end in tiles(0, seqlen_q, sizes.tile_m):
 
         def tile_of(source: Tensor, buffer: Tensor, rows: slice = slice(m_start, m_end)) -> Tensor:
@@ -152,13 +153,13 @@ def _backward_group(
             weight = torch.exp(-lse_tile)
             delta_tile = delta_tile * weight
             dout_tile.mul_(weight.mT)
-        acc_dq = all_dq[m_start * heads * group * problem.head_dim :][: q_tile.numel()].view(q_tile.shape).zero_()
+        acc_dq = all_dq[m_start * heads * group * problem.head_dim :][: q_tile.numel()].view(q_tile.shape)
         query_tiles.append(_QueryTile(m_start, m_end, q_tile, dout_tile, lse_tile, delta_tile, acc_dq))
 
     for n_start, n_end in tiles(0, seqlen_k, sizes.tile_n):
         k_tile, v_tile = scratch.load("k", k[:, :, n_start:n_end]), scratch.load("v", v[:, :, n_start:n_end])
-        acc_dk = scratch.empty("dk", *k_tile.shape).zero_()
-        acc_dv = scratch.empty("dv", *v_tile.shape).zero_()
+        acc_dk, acc_dv = scratch.empty("dk", *k_tile.shape), scratch.empty("dv", *v_tile.shape)
+        has_dkv = False  # nothing in acc_dk and acc_dv yet
         first_query, end_query = query_range(n_start, n_end, *geometry)
         for m in query_tiles:
             if m.m_end <= first_query or m.m_start >= end_query:
@@ -186,15 +187,27 @@ def _backward_group(
             if keep_apart and pairs is not None:
                 fill_hidden(ds, pairs, 0.0)
                 hidden = pairs.hidden.squeeze(1)
-                add_visible(acc_dv, p, m.dout, hidden)
-                add_visible(acc_dk, ds, m.q, hidden)
-                add_visible(m.acc_dq, ds.transpose(1, 2), k_tile, hidden.T)
             else:
-                acc_dv.baddbmm_(p, m.dout)
-                acc_dk.baddbmm_(ds, m.q)
-                m.acc_dq.baddbmm_(ds.transpose(1, 2), k_tile)
-        dk[:, :, n_start:n_end] = acc_dk.view(entries, kv_heads, -1, problem.head_dim)  # m.q carries the scale
-        dv[:, :, n_start:n_end] = acc_dv.view(entries, kv_heads, -1, problem.head_dim_v)
+                hidden = None
+            has_dq = m.m_start in started
+            _add_product(acc_dv, p, m.dout, hidden, has_dkv)
+            _add_product(acc_dk, ds, m.q, hidden, has_dkv)
+            _add_product(m.acc_dq, ds.transpose(1, 2), k_tile, None if hidden is None else hidden.T, has_dq)
+            has_dkv = True
+            started.add(m.m_start)
+        for gradient, acc in ((dk, acc_dk), (dv, acc_dv)):  # m.q carries the scale of dk
+            columns = gradient[:, :, n_start:n_end]
+            columns.copy_(acc.view(columns.shape)) if has_dkv else columns.zero_()
     for m in query_tiles:
-        rows_of_dq = dq[:, :, :, m.m_start : m.m_end]
-        rows_of_dq.copy_(m.acc_dq.mul_(scale).view(rows_of_dq.shape))
+        rows = dq[:, :, :, m.m_start : m.m_end]
+        torch.mul(m.acc_dq.view(rows.shape), scale, out=rows) if m.m_start in started else rows.zero_()
+
+
+def _add_product(acc: Tensor, tile: Tensor, operand: Tensor, hidden: Tensor | None, has_value: bool) -> None:
+    """acc += tile @ operand; the first product is written instead. With `hidden`, hidden pairs are kept out of it."""
+    if hidden is not None:
+        add_visible(acc if has_value else acc.zero_(), tile, operand, hidden)
+    elif has_value:
+        acc.baddbmm_(tile, operand)
+    else:
+        torch.bmm(tile, operand, out=acc)
