@@ -29,7 +29,7 @@ class Backend(NamedTuple):
 
 _BACKENDS = {
     "tiled": Backend("onepass.tiled", "onepass.tiled"),
-    "sm90": Backend("onepass.kernels.sm90", "onepass.tiled"),
+    "sm90": Backend("onepass.kernels.sm90.launch", "onepass.tiled"),
 }
 
 

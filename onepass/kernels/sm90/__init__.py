@@ -1,9 +1,5 @@
 """The Hopper backend: kernels in CuTe DSL.
 
 forward.py   the device code: read this one
-launch.py    tensors and options -> compiled kernel and grid
+launch.py    tensors and options -> compiled kernel and grid; what dispatch calls
 """
-
-from .launch import forward, unsupported
-
-__all__ = ["forward", "unsupported"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...outputs import empty_outputs
 from ...problem import AttentionInputs, AttentionProblem
 from .. import compile, heuristics
 from ..blocks import tile_scheduler
@@ -59,8 +60,7 @@ def forward(
     where they lie; others are copied first, which TMA asks for.
     """
     q = inputs.q
-    out = q.new_empty((*q.shape[:-1], problem.head_dim_v))
-    lse = q.new_empty((problem.batch, problem.num_heads_q, problem.seqlen_q), dtype=torch.float32)
+    out, lse = empty_outputs(problem, inputs)
     if problem.batch == 0 or problem.seqlen_q == 0:
         return out, lse
     if problem.seqlen_k == 0:
