@@ -1,10 +1,12 @@
 """The Hopper forward kernel on a GPU: is it right, how fast is it, and which configuration is fastest?
 
-    python benchmarks/hopper_forward.py                      # check, then time the grid beside the peers
-    python benchmarks/hopper_forward.py --variants           # ... and every variant of the configuration
-    python benchmarks/hopper_forward.py --no-check --head-dims 128 --seqlens 512,8192
+    python benchmarks/hopper_forward.py                                       # check, then the grid beside the peers
+    python benchmarks/hopper_forward.py --no-check --cases 128c8192,256n512   # some cases only
+    python benchmarks/hopper_forward.py --variants "n128 q2; n128 q2 queue"   # ... with these configurations
+    python benchmarks/hopper_forward.py --variants try                        # ... with those of VARIANTS
 
-The grid is that of the FlashAttention-3 paper, section 4.1: 16k tokens in all, hidden size 2048. TFLOP/s counts
+A case is head_dim, c (causal) or n, and the sequence length; a configuration is a list of words, see `WORDS`. The grid
+is that of the FlashAttention-3 paper, section 4.1: 16k tokens in all, hidden size 2048. TFLOP/s counts
 4 * seqlen^2 * head_dim * heads * batch, halved when causal. Contenders take turns in each case; a figure is the median
 over the rounds of triton's do_bench median (which flushes the L2 cache before each run). Writes JSON to --out.
 """
@@ -19,10 +21,12 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,37 +45,88 @@ from onepass.testing.budget import compare, compare_lse
 
 TOKENS, HIDDEN = 16384, 2048
 
-VARIANTS = {
-    64: {
-        "3wg n128": ForwardConfig(tile_n=128, num_warpgroups=3, q_stages=2),
-        "3wg n128 free": ForwardConfig(tile_n=128, num_warpgroups=3, q_stages=2, pingpong=False),
-        "3wg n128 lazy": ForwardConfig(tile_n=128, num_warpgroups=3, q_stages=2, rescale_threshold=8.0),
-        "3wg n128 fma4": ForwardConfig(tile_n=128, num_warpgroups=3, q_stages=2, exp2_fma_period=4),
-        "3wg n128 drain": ForwardConfig(tile_n=128, num_warpgroups=3, q_stages=2, overlap_tiles=False),
-        "2wg n128": ForwardConfig(tile_n=128, q_stages=2),
-        "2wg n192 rq": ForwardConfig(tile_n=192, q_in_registers=True),
-        "2wg n192 rq fma4": ForwardConfig(tile_n=192, q_in_registers=True, exp2_fma_period=4),
-        "2wg n128 rq": ForwardConfig(tile_n=128, q_in_registers=True),
-    },
-    128: {
-        "n128": ForwardConfig(tile_n=128, q_stages=2),
-        "n128 free": ForwardConfig(tile_n=128, q_stages=2, pingpong=False),
-        "n128 lazy": ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=8.0),
-        "n128 drain": ForwardConfig(tile_n=128, q_stages=2, overlap_tiles=False),
-        "n128 rq": ForwardConfig(tile_n=128, q_in_registers=True),
-        "n144": ForwardConfig(tile_n=144, q_stages=2),
-        "n160": ForwardConfig(tile_n=160, q_stages=2),
-        "n176": ForwardConfig(tile_n=176),
-    },
-    256: {
-        "n80": ForwardConfig(tile_n=80),
-        "n80 free": ForwardConfig(tile_n=80, pingpong=False),
-        "n80 lazy": ForwardConfig(tile_n=80, rescale_threshold=8.0),
-        "n80 drain": ForwardConfig(tile_n=80, overlap_tiles=False),
-        "n64": ForwardConfig(tile_n=64),
-        "n64 lazy": ForwardConfig(tile_n=64, rescale_threshold=8.0),
-    },
+# What a word of a configuration changes; n128 is tile_n=128, 3wg is num_warpgroups=3.
+WORDS = {
+    "s3": {"num_stages": 3},
+    "q2": {"q_stages": 2},
+    "rq": {"q_in_registers": True},
+    "serial": {"overlap_gemm_softmax": False, "overlap_tiles": False},
+    "drain": {"overlap_tiles": False},
+    "free": {"pingpong": False},
+    "lazy": {"rescale_threshold": 8.0},
+    "fma4": {"exp2_fma_period": 4},
+    "fma8": {"exp2_fma_period": 8},
+    "3stage": {"score_buffers": 2, "softmax_before_wait": True},
+    "beside": {"rescale_beside_qk": True},
+    "hold": {"softmax_before_wait": True},
+    "queue": {"dynamic_tiles": True},
+    "anyorder": {"longest_first": False},
 }
+
+# Under measurement, by (head_dim, causal).
+VARIANTS = {
+    (64, False): (
+        "3wg n128 q2; 3wg n128 q2 drain; 3wg n128 q2 hold; 3wg n128 q2 hold drain; 3wg n128 q2 hold lazy;"
+        "2wg n192 q2 3stage free; 2wg n192 q2 3stage; 2wg n224 q2 3stage free; 2wg n256 q2 3stage free lazy;"
+        "2wg n192 q2 3stage free lazy fma8; 3wg n128 q2 3stage free lazy"
+    ),
+    (64, True): (
+        "3wg n128 q2; 3wg n128 q2 queue; 3wg n128 q2 queue hold; 2wg n128 q2 queue hold; 2wg n192 q2 3stage free queue;"
+        "2wg n192 q2 3stage queue; 2wg n128 q2 3stage free lazy queue; 2wg n256 q2 3stage free lazy queue;"
+        "3wg n128 q2 3stage free lazy queue"
+    ),
+    (128, False): (
+        "n128 q2; n128 q2 hold; n128 q2 beside; n128 q2 hold beside; n128 q2 hold lazy beside; n176; n176 hold;"
+        "n176 hold beside; n160 q2 3stage free; n160 q2 3stage free lazy; n160 q2 3stage lazy"
+    ),
+    (128, True): (
+        "n128 q2; n128 q2 queue; n128 q2 queue hold; n128 q2 queue beside; n128 q2 queue hold beside;"
+        "n128 q2 queue hold lazy beside; n128 q2 queue hold free; n160 q2 3stage free lazy queue"
+    ),
+    (256, False): (
+        "n80; n80 beside; n80 hold; n80 hold beside; n80 hold beside free; n80 hold lazy; n80 hold beside lazy;"
+        "n64 lazy; n64 hold lazy; n64 hold beside; n64 hold beside lazy"
+    ),
+    (256, True): (
+        "n80; n80 queue; n80 queue beside; n80 queue hold beside; n80 queue hold beside free; n80 queue hold lazy;"
+        "n80 queue hold beside lazy; n64 queue lazy; n64 queue hold lazy; n64 queue hold beside lazy"
+    ),
+}
+
+
+def configuration(words: str) -> ForwardConfig:
+    """ "3wg n128 q2" -> ForwardConfig(tile_n=128, num_warpgroups=3, q_stages=2)."""
+    fields: dict = {}
+    for word in words.split():
+        if word in WORDS:
+            fields |= WORDS[word]
+        elif word.endswith("wg"):
+            fields["num_warpgroups"] = int(word[:-2])
+        elif word.startswith("n"):
+            fields["tile_n"] = int(word[1:])
+        else:
+            raise ValueError(f"configuration {words!r}: unknown word {word!r}")
+    return ForwardConfig(**fields)
+
+
+def variants(text: str | None, head_dim: int, causal: bool) -> dict[str, ForwardConfig]:
+    """The configurations that --variants asks for in a case: by name, those that the case can take."""
+    if text is None:
+        return {}
+    if text == "try":
+        text = VARIANTS.get((head_dim, causal), "")
+    q = torch.empty(1, 1, 1, head_dim, dtype=torch.bfloat16, device="meta")
+    problem = problem_of(AttentionInputs(q, q, q), causal=causal)
+    found = {}
+    for words in filter(None, (" ".join(w.split()) for w in text.split(";"))):
+        config = configuration(words)
+        try:
+            config.check(problem)
+        except onepass.errors.UnsupportedError as error:
+            print(f"{words} not measured: {error}")
+            continue
+        found[words] = config
+    return found
 
 
 # ---------------------------------------------------------------- problems and compiling
@@ -232,14 +287,21 @@ def check_one(case: Case, config: ForwardConfig | None = None) -> tuple[bool, st
     return all(r.ok for r in rows) and same, message or f"{share:.2f} of the budget"
 
 
-def run_check(with_variants: bool) -> bool:
-    jobs = [(case, None) for case in check_cases()]
-    if with_variants:
-        for head_dim, variants in VARIANTS.items():
-            for name, config in variants.items():
-                jobs.append((Case(2, 1000, 1000, 4, 2, head_dim), (name, config)))
-                jobs.append((Case(2, 900, 1000, 4, 2, head_dim, options=(("causal", True),)), (name, config)))
-                jobs.append((Case(1, 700, 700, 4, 2, head_dim, scale=20.0), (name, config)))
+def run_check(variants_text: str | None, head_dims: list[int]) -> bool:
+    """The cases with the default configurations; with --variants also some of them with each variant."""
+    jobs = [(case, None) for case in check_cases()] if variants_text is None else []
+    for head_dim in head_dims:
+        for causal in (False, True):
+            for name, config in variants(variants_text, head_dim, causal).items():
+                options = (("causal", True),) if causal else ()
+                for case in (
+                    Case(2, 1000, 1000, 4, 2, head_dim, options=options),
+                    Case(2, 900, 1000, 4, 2, head_dim, options=options),
+                    Case(1, 700, 300, 4, 2, head_dim, options=options, scale=20.0),
+                    Case(9, 100, 128, 16, 16, head_dim, options=options),
+                    Case(4, 4096, 4096, 8, 8, head_dim, options=options),
+                ):
+                    jobs.append((case, (name, config)))
     compile_jobs = []
     for case, variant in jobs:
         if case.seqlen_q and case.seqlen_k:
@@ -309,30 +371,25 @@ def run_grid(args: argparse.Namespace) -> list[dict]:
 
     contenders = peers(args.peers.split(","))
     rows: list[dict] = []
-    cells = [(d, c, s) for d in args.head_dims for c in args.causal for s in args.seqlens]
-    configs = {}
-    for head_dim in args.head_dims:
-        q = torch.empty(1, 1, 1, head_dim, dtype=torch.bfloat16, device="meta")
-        default = heuristics.forward_config(problem_of(AttentionInputs(q, q, q)))
-        named = {"onepass": default}
-        if args.variants:
-            named |= {n: c for n, c in VARIANTS.get(head_dim, {}).items() if c != default}
-        configs[head_dim] = named
-    jobs = []
-    for head_dim, causal, _ in cells:
-        q = torch.empty(1, 1, 1, head_dim, dtype=torch.bfloat16, device="meta")
+    cells = args.cases or [(d, c, s) for d in args.head_dims for c in (False, True) for s in args.seqlens]
+    jobs, configs = [], {}
+    for head_dim, causal, seqlen in cells:
+        q = torch.empty(1, seqlen, 1, head_dim, dtype=torch.bfloat16, device="meta")
         problem = dataclasses.replace(problem_of(AttentionInputs(q, q, q), causal=causal), device_type="cuda")
-        jobs += [(problem, config) for config in configs[head_dim].values()]
+        default = heuristics.forward_config(problem)
+        configs[head_dim, causal, seqlen] = {"onepass": default} | variants(args.variants, head_dim, causal)
+        jobs += [(problem, config) for config in configs[head_dim, causal, seqlen].values()]
     compile_all(jobs)
 
     header = None
-    for head_dim, causal, seqlen in cells:
+    for cell in cells:
+        head_dim, causal, seqlen = cell
         batch, heads = TOKENS // seqlen, HIDDEN // head_dim
         q, k, v = (torch.randn(batch, seqlen, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         inputs = AttentionInputs(q, k, v)
         problem = problem_of(inputs, causal=causal)
         calls = {name: prepare(q, k, v, causal) for name, prepare in contenders.items()}
-        for name, config in configs[head_dim].items():
+        for name, config in configs[cell].items():
             calls[name] = lambda config=config, problem=problem, inputs=inputs: launch.forward(problem, inputs, config)[
                 0
             ]
@@ -356,13 +413,16 @@ def run_grid(args: argparse.Namespace) -> list[dict]:
         names = list(calls)
         if names != header:
             header = names
-            print(f"\n{'D':>4} {'causal':>6} {'S':>6} " + " ".join(f"{n[:16]:>16}" for n in names) + "   ratio  best")
-        ours = {name: tflops[name] for name in configs[head_dim] if name in tflops}
+            print(f"\n{'D':>4} {'causal':>6} {'S':>6} " + " ".join(f"{n[:22]:>9}" for n in names) + "   ratio  best")
+        ours = {name: tflops[name] for name in configs[cell] if name in tflops}
         best = max(ours, key=ours.get, default="-")
         ratio = tflops.get("onepass", math.nan) / best_peer
         marks = {name: "" if errors[name] < 0.05 else "!" for name in names}  # ! = wrong values
-        line = " ".join(f"{marks[n]}{tflops[n]:.1f}".rjust(16) for n in names)
+        line = " ".join(f"{marks[n]}{tflops[n]:.1f}".rjust(max(9, min(22, len(n)))) for n in names)
         print(f"{head_dim:>4} {causal!s:>6} {seqlen:>6} {line}   {ratio:5.3f}  {best}", flush=True)
+        loads = {name: under_load(calls[name]) for name in names} if args.load else {}
+        for name, load in loads.items():
+            print(f"    {name:32s} {load}", flush=True)
         for name in names:
             rows.append(
                 {
@@ -373,7 +433,8 @@ def run_grid(args: argparse.Namespace) -> list[dict]:
                     "ms": [round(ms, 5) for ms in times[name]],
                     "tflops": round(tflops[name], 2),
                     "error": errors[name],
-                    "config": dataclasses.asdict(configs[head_dim][name]) if name in configs[head_dim] else None,
+                    "under_load": loads.get(name),
+                    "config": dataclasses.asdict(configs[cell][name]) if name in configs[cell] else None,
                 }
             )
     summarise(rows, list(contenders))
@@ -398,6 +459,21 @@ def summarise(rows: list[dict], peer_names: list[str]) -> None:
             print(f"{name}: geometric mean {mean:.3f} of the best peer, least {min(values):.3f}, {len(values)} cases")
 
 
+def under_load(call: Callable, seconds: float = 0.7) -> dict[str, str]:
+    """Clock, power and what holds the clock down, after `seconds` of nothing but this call."""
+    fields = "clocks.sm,power.draw.instant,clocks_event_reasons.active"
+    ended = time.perf_counter() + seconds
+    while time.perf_counter() < ended:
+        for _ in range(20):
+            call()
+        torch.cuda.synchronize()
+    for _ in range(400):  # still to be done when the clock is read
+        call()
+    values = output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader").split(", ")
+    torch.cuda.synchronize()
+    return dict(zip(fields.split(","), values, strict=False))
+
+
 def call_cost_us() -> dict[str, float]:
     """CPU time of one call on a small problem, without waiting for the GPU."""
     q = torch.randn(1, 128, 4, 128, device="cuda", dtype=torch.bfloat16)
@@ -420,13 +496,14 @@ def call_cost_us() -> dict[str, float]:
     return costs
 
 
-def circumstances() -> dict:
-    def output(*command: str) -> str:
-        try:
-            return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
-        except (OSError, subprocess.TimeoutExpired):
-            return ""
+def output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
 
+
+def circumstances() -> dict:
     return {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -439,24 +516,32 @@ def circumstances() -> dict:
     }
 
 
+def parse_cases(text: str) -> list[tuple[int, bool, int]]:
+    """128c8192,64n512 -> [(128, True, 8192), (64, False, 512)]."""
+    found = [re.fullmatch(r"(\d+)([cn])(\d+)", case) for case in text.split(",")]
+    return [(int(m[1]), m[2] == "c", int(m[3])) for m in found if m]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     integers = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--no-grid", action="store_true")
-    parser.add_argument("--variants", action="store_true", help="check and time the variants, too")
+    parser.add_argument("--variants", help="check and time these, too: 'try', or configurations separated by ;")
+    parser.add_argument("--cases", type=parse_cases, help="such as 128c8192,64n512; default: the grid")
     parser.add_argument("--head-dims", type=integers, default=[64, 128, 256])
     parser.add_argument("--seqlens", type=integers, default=[512, 1024, 2048, 4096, 8192, 16384])
-    parser.add_argument("--causal", type=lambda t: [bool(int(x)) for x in t.split(",")], default=[False, True])
     parser.add_argument("--peers", default="cudnn,fa3,fa4")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--load", action="store_true", help="clock and power of each contender, 0.7 s each")
     parser.add_argument("--rep-ms", type=int, default=30)
     parser.add_argument("--out", default=os.path.join(os.environ.get("OUT", "."), "hopper_forward.json"))
     args = parser.parse_args()
 
+    warnings.filterwarnings("ignore", message="Argument aux_data")  # of FlashAttention-4 under this compiler
     about = circumstances()
     print(about, flush=True)
-    ok = args.no_check or run_check(args.variants)
+    ok = args.no_check or run_check(args.variants, args.head_dims)
     about["call_cost_us"] = call_cost_us()
     rows = [] if args.no_grid else run_grid(args)
     Path(args.out).write_text(json.dumps({"circumstances": about, "rows": rows}, indent=1))

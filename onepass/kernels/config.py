@@ -35,7 +35,12 @@ class ForwardConfig:
         rescale_threshold: powers of two that a row maximum may outgrow its reference by before acc_o is rescaled;
             0 = rescale in every step.
         exp2_fma_period: every so many-th exponential goes to the FMA pipe as a cubic; 0 = none.
+        score_buffers: 1, or 2 = 3-stage pipelining: a step's keys in two halves, each with its accumulator of scores;
+            the QK^T of one half runs during the softmax of the other.
+        rescale_beside_qk: rescale acc_o after the next QK^T has been issued instead of before it.
+        softmax_before_wait: keep the assembler from moving exponentials behind the wait for PV.
         longest_first: number the tiles by length (only meaningful where they differ), in L2-sized sections of heads.
+        dynamic_tiles: thread blocks draw their tiles from a queue instead of taking every so many-th one.
     """
 
     tile_n: int
@@ -48,7 +53,11 @@ class ForwardConfig:
     pingpong: bool = True
     rescale_threshold: float = 0.0
     exp2_fma_period: int = 0
+    score_buffers: int = 1
+    rescale_beside_qk: bool = False
+    softmax_before_wait: bool = False
     longest_first: bool = True
+    dynamic_tiles: bool = False
 
     @property
     def tile_m(self) -> int:
@@ -68,20 +77,28 @@ class ForwardConfig:
     def accumulator_registers(self, problem: AttentionProblem) -> int:
         """Registers of a consumer thread for S, P, O (and Q): the rest is left for addresses and the softmax."""
         d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
-        return self.tile_n // 2 + self.tile_n // 4 + dv // 2 + (d // 4 if self.q_in_registers else 0)
+        p = self.tile_n // (4 * self.score_buffers)
+        return self.tile_n // 2 + p + dv // 2 + (d // 4 if self.q_in_registers else 0)
 
     def check(self, problem: AttentionProblem) -> None:
         """Raises: UnsupportedError, naming the bound, what is needed and what there is."""
         if self.num_warpgroups not in REGISTERS:
             raise UnsupportedError(f"num_warpgroups: expected 1, 2 or 3, got {self.num_warpgroups}")
-        if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
-            raise UnsupportedError(f"tile_n: expected a multiple of 16 up to 256 (one wgmma), got {self.tile_n}")
+        if self.score_buffers not in (1, 2):
+            raise UnsupportedError(f"score_buffers: expected 1 or 2, got {self.score_buffers}")
+        keys, rest = divmod(self.tile_n, self.score_buffers)  # of one wgmma
+        if rest or keys % 16 or not 16 <= keys <= 256:
+            raise UnsupportedError(f"tile_n: expected {self.score_buffers} x 16, 32, ... 256, got {self.tile_n}")
         if self.num_stages < 1 or self.q_stages not in (1, 2):
             raise UnsupportedError(f"stages: expected K/V >= 1 and Q 1 or 2, got {self.num_stages} and {self.q_stages}")
         if self.overlap_gemm_softmax and self.num_stages < 2:
             raise UnsupportedError("num_stages: overlap_gemm_softmax needs 2, got 1")
         if self.overlap_tiles and not self.overlap_gemm_softmax:
             raise UnsupportedError("overlap_tiles: needs overlap_gemm_softmax")
+        if self.rescale_beside_qk and not self.overlap_gemm_softmax:
+            raise UnsupportedError("rescale_beside_qk: needs overlap_gemm_softmax")
+        if self.score_buffers == 2 and not self.overlap_tiles:
+            raise UnsupportedError("score_buffers: 2 need overlap_tiles")
         needed = self.smem_bytes(problem)
         if needed > SMEM_BYTES:
             raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {SMEM_BYTES}")

@@ -17,7 +17,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32
+from cutlass import Boolean, Float32, Int32
 
 from .bundle import Bundle
 from .ptx import exp2_on_fma_pipe
@@ -41,8 +41,9 @@ class OnlineSoftmax(Bundle):
         self.exp2_fma_period = exp2_fma_period
         self.row_max = cute.make_rmem_tensor((ROWS,), Float32)
         self.row_sum = cute.make_rmem_tensor((ROWS,), Float32)
-        # what acc_o has to be multiplied with before the next P V is added to it
+        # what acc_o has to be multiplied with before the next P V is added to it, and whether that is worth it
         self.row_scale = cute.make_rmem_tensor((ROWS,), Float32)
+        self.needs_rescale = cute.make_rmem_tensor((1,), Int32)
 
     @cute.jit
     def tile_maximum(self, scores: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
@@ -56,12 +57,11 @@ class OnlineSoftmax(Bundle):
         return cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1))
 
     @cute.jit
-    def update(self, scores: cute.Tensor, is_first: cutlass.Constexpr[bool]) -> Boolean:
+    def update(self, scores: cute.Tensor, is_first: cutlass.Constexpr[bool]):
         """scores (2, columns) -> exp2(scale_log2 * (scores - row_max)), in place; row_max, row_sum, row_scale follow.
 
-        Returns: whether acc_o has to be rescaled by row_scale (the same in all lanes of a warp).
+        With a threshold, needs_rescale says whether row_scale is anything but 1 in any lane of the warp.
         """
-        needs_rescale = Boolean(True)
         new_max = [self.tile_maximum(scores, r) for r in range(ROWS)]
         if cutlass.const_expr(not is_first):
             new_max = [cute.arch.fmax(new_max[r], self.row_max[r]) for r in range(ROWS)]
@@ -69,11 +69,15 @@ class OnlineSoftmax(Bundle):
                 limit = self.rescale_threshold
                 has_grown = [(new_max[r] - self.row_max[r]) * self.scale_log2 > limit for r in range(ROWS)]
                 needs_rescale = Boolean(cute.arch.vote_any_sync(has_grown[0] or has_grown[1]))
+                self.needs_rescale[0] = Int32(needs_rescale)
                 new_max = [new_max[r] if needs_rescale else self.row_max[r] for r in range(ROWS)]
         for r in cutlass.range_constexpr(ROWS):
             # a row that has seen no key yet: -inf - -inf would be NaN
             reference = (new_max[r] if new_max[r] > -Float32.inf else Float32(0.0)) * self.scale_log2
-            if cutlass.const_expr(not is_first):
+            if cutlass.const_expr(is_first):
+                self.row_scale[r] = Float32(1.0)
+                self.needs_rescale[0] = Int32(0)
+            else:
                 self.row_scale[r] = cute.math.exp2(self.row_max[r] * self.scale_log2 - reference, fastmath=True)
             self.row_max[r] = new_max[r]
             sums = [Float32(0.0), Float32(0.0)]
@@ -86,7 +90,6 @@ class OnlineSoftmax(Bundle):
                 self.row_sum[r] = tile_sum
             else:
                 self.row_sum[r] = self.row_sum[r] * self.row_scale[r] + tile_sum
-        return needs_rescale
 
     @cute.jit
     def exp2(self, x: Float32, c: cutlass.Constexpr[int]) -> Float32:
@@ -95,10 +98,10 @@ class OnlineSoftmax(Bundle):
         return cute.math.exp2(x, fastmath=True)
 
     @cute.jit
-    def rescale(self, acc_o: cute.Tensor, needs_rescale: Boolean):
-        """acc_o (2, columns) *= row_scale."""
+    def rescale(self, acc_o: cute.Tensor):
+        """acc_o (2, columns) *= row_scale, as the last update has left it."""
         if cutlass.const_expr(self.rescale_threshold > 0):
-            if needs_rescale:
+            if self.needs_rescale[0] != 0:
                 self._multiply(acc_o)
         else:
             self._multiply(acc_o)

@@ -28,6 +28,20 @@ def pack(source: cute.Tensor, target: cute.Tensor):
         words[i] = pack_pair(source[2 * i], source[2 * i + 1], target.element_type)
 
 
+@cute.jit
+def order_after(a: Float32, b: Float32):
+    """What follows in the program is not begun before the sums a and b (>= 0 or NaN) and all that they are made of.
+
+    Plain arithmetic has no order with respect to waits; an instruction with an effect (here one that is never taken)
+    has, and its predicate hangs on a and b.
+    """
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; .reg .f32 s; .reg .b32 a; add.f32 s, {$r0}, {$r1}; setp.lt.f32 p, s, 0f00000000;"
+        " mov.b32 a, s; @p st.volatile.shared.f32 [a], s; }",
+        read_only_args=[a, b],
+    )
+
+
 def bits(x: Float32) -> Int32:
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 

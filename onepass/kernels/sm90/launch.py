@@ -47,6 +47,7 @@ class Launch:
     tanh_scale: float | None
     window_left: int | None
     window_right: int | None
+    is_dynamic: bool
     heads_per_section: int
     num_ctas: int
 
@@ -77,10 +78,28 @@ def forward(
         launch.tanh_scale,
         launch.window_left,
         launch.window_right,
+        _tile_counter(q.device.index) if launch.is_dynamic else None,
         launch.heads_per_section,
         launch.num_ctas,
     )
     return out, lse
+
+
+_tile_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def _tile_counter(device: int) -> Tensor:
+    """The zero that the tile queue of a launch counts from.
+
+    Every launch leaves it at zero again, and launches of one stream follow each other, so one per stream does. A
+    captured launch may be replayed beside others: it gets its own, zeroed by the graph.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    if key not in _tile_counters:
+        _tile_counters[key] = torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
+    return _tile_counters[key]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -100,13 +119,14 @@ def _launch(problem: AttentionProblem, config: ForwardConfig | None, device: int
         num_ctas,
         kv_bytes,
         has_growing_tiles and config.longest_first,
+        config.dynamic_tiles,
     )
     if problem.softcap is None:
         scale_log2, tanh_scale = problem.softmax_scale * LOG2_E, None
     else:
         scale_log2, tanh_scale = problem.softcap * LOG2_E, 2 * LOG2_E * problem.softmax_scale / problem.softcap
     kernel = compile.get("forward", (problem.static(), config), ARCH, functools.partial(trace, problem, config))
-    return Launch(kernel, scale_log2, tanh_scale, *bounds, heads, num_ctas)
+    return Launch(kernel, scale_log2, tanh_scale, *bounds, config.dynamic_tiles, heads, num_ctas)
 
 
 def _tma_ready(t: Tensor) -> Tensor:
@@ -150,6 +170,7 @@ def trace(problem: AttentionProblem, config: ForwardConfig) -> tuple:
         optional(Float32(1.0), problem.softcap is not None),
         optional(Int32(0), problem.mask.window_left is not None),
         optional(Int32(0), problem.mask.window_right is not None),
+        optional(tensor(Int32, 1, align_bytes=4), config.dynamic_tiles),
         Int32(1),
         Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),

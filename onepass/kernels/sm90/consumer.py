@@ -1,0 +1,451 @@
+"""A consumer warpgroup of the Hopper forward: 64 query rows through the key blocks of each tile.
+
+What runs beside what, in one warpgroup (S = QK^T of a block, O += PV of the block before; time goes right):
+
+    Algorithm 1   [S ] softmax [PV] [S ] softmax [PV]          overlap_gemm_softmax=False
+    2 stages      [S,PV] softmax [S,PV] softmax                PV beside the softmax; S is waited for
+    3 stages      [S,PV]  [S,PV]  [S,PV]                       a block in two halves with an accumulator each: while
+                  softmax softmax softmax                      the softmax of one half runs, the S of the other does,
+                                                               too, and nothing is waited for
+
+The first S of the next tile is issued with the last PV of this one (overlap_tiles), so the tensor cores do not drain
+between tiles; finished rows are stored from registers meanwhile.
+
+Source: FlashAttention-3, arXiv:2407.08608: Algorithm 1, Algorithm 2 (2 stages), appendix B.3 (3 stages; there with a
+third buffer for P, here with halves of a block, which need fewer registers).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, pipeline
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from ..blocks import epilogue, mask, wgmma
+from ..blocks.bundle import Bundle
+from ..blocks.integers import minimum
+from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
+from ..blocks.mask import Geometry
+from ..blocks.named_barrier import NamedBarrier
+from ..blocks.online_softmax import OnlineSoftmax, finish
+from ..blocks.ptx import order_after, pack
+from ..config import ROWS_PER_WARPGROUP
+
+WARPGROUP = 128  # threads
+WARPS = 4  # of a warpgroup
+
+
+class Scores(NamedTuple):
+    """How raw scores q.k become exponents: exp2(scale_log2 * s), after s = tanh(s) of a softcap."""
+
+    scale_log2: Float32
+    tanh_scale: Float32 | None  # 2 log2(e) * softmax_scale / softcap; None: no softcap
+
+
+class Tile(NamedTuple):
+    """A tile of query rows and the key blocks it visits."""
+
+    m_block: Int32
+    head: Int32
+    batch: Int32
+    geometry: Geometry
+    first: Int32
+    clear_first: Int32
+    clear_last: Int32
+    last: Int32
+
+
+class Pipes(NamedTuple):
+    """The circular buffers of shared memory."""
+
+    q: pipeline.PipelineTmaAsync
+    k: pipeline.PipelineTmaAsync
+    v: pipeline.PipelineTmaAsync
+
+
+class Consumer(Bundle):
+    """A consumer warpgroup's registers and what it does with them.
+
+    Buffer states are advanced in the loops of `two_stages` and `three_stages`: an update in a callee would not be
+    carried around them.
+    """
+
+    def __init__(self, kernel, sQ, sK, sV, pipes: Pipes, tiled_mmas, scores: Scores, mO, mLSE, mSinks):
+        config = self.config = kernel.config
+        self.kernel = kernel
+        self.num_warpgroups, self.parts = config.num_warpgroups, config.score_buffers
+        self.tile_m, self.tile_n, self.part_n = kernel.tile_m, kernel.tile_n, kernel.part_n
+        self.has_window = kernel.has_window
+        self.thread = cute.arch.thread_idx()[0] % WARPGROUP
+        self.wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP - 1)
+        self.lane_in_quad = self.thread % 4
+        # the first of this thread's two rows, 8 apart
+        self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.thread // 32 * 16 + self.thread % 32 // 4
+        self.pipes, self.scores = pipes, scores
+        self.mO, self.mLSE, self.mSinks = mO, mLSE, mSinks
+
+        self.tiled_mma_qk, self.tiled_mma_pv = tiled_mmas
+        thr_qk, thr_pv = (tiled_mma.get_slice(self.thread) for tiled_mma in tiled_mmas)
+        self.sQ = sQ
+        self.rQ = self.tiled_mma_qk.make_fragment_A(thr_qk.partition_A(sQ))
+        if config.q_in_registers:
+            self.rQ = cute.make_rmem_tensor(cute.select(self.rQ.layout, [0, 1, 2]).shape, kernel.dtype)
+        self.rK = self.tiled_mma_qk.make_fragment_B(thr_qk.partition_B(sK))
+        self.rV = self.tiled_mma_pv.make_fragment_B(thr_pv.partition_B(transposed(sV)))
+        shape_s = self.tiled_mma_qk.partition_shape_C((ROWS_PER_WARPGROUP, self.part_n))
+        shape_o = self.tiled_mma_pv.partition_shape_C((ROWS_PER_WARPGROUP, kernel.head_dim_v))
+        self.acc_s = [cute.make_rmem_tensor(shape_s, Float32) for _ in range(self.parts)]
+        self.acc_o = cute.make_rmem_tensor(shape_o, Float32)
+        self.s, self.o = [rows_and_columns(acc) for acc in self.acc_s], rows_and_columns(self.acc_o)
+        self.rP = cute.make_rmem_tensor(self.acc_s[0].layout, kernel.dtype)
+        self.p = as_operand_a(self.rP)
+        self.softmax = OnlineSoftmax(scores.scale_log2, config.rescale_threshold, config.exp2_fma_period)
+        # of the tile whose last PV is still to come, while `softmax` is on the next one already
+        self.done_max, self.done_sum = (cute.make_rmem_tensor((2,), Float32) for _ in range(2))
+
+    # ---------------------------------------------------------------- through all tiles of the thread block
+
+    @cute.jit
+    def two_stages(self, queue, schedule, seqlens):
+        """Algorithm 1 or 2: one accumulator of scores."""
+        config = self.config
+        k_state, v_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
+        wave, number = Int32(0), queue.first()
+        tile = self.kernel.tile_at(number, schedule, seqlens)
+        self.prime_turns()
+        if cutlass.const_expr(config.overlap_tiles):
+            self.first_scores(tile, k_state, self.q_state(wave))
+            k_state.advance()
+        while number < queue.num_tiles:
+            if cutlass.const_expr(not config.overlap_tiles):
+                self.first_scores(tile, k_state, self.q_state(wave))
+                k_state.advance()
+            self.acc_o.fill(0.0)
+
+            # the keys, last block first: cut by the right edge of the mask, clear, cut by its left edge
+            n_block = tile.last - 1
+            clear_last, clear_first = minimum(tile.clear_last, n_block), minimum(tile.clear_first, n_block)
+            if cutlass.const_expr(self.has_window[1]):
+                for _ in cutlass.range(n_block - clear_last, unroll=1):
+                    n_block -= 1
+                    self.step(tile, n_block, k_state, v_state, self.q_state(wave), True)
+                    k_state.advance()
+                    v_state.advance()
+            n_clear = clear_last - clear_first if cutlass.const_expr(self.has_window[0]) else n_block - tile.first
+            for _ in cutlass.range(n_clear, unroll=1):
+                n_block -= 1
+                self.step(tile, n_block, k_state, v_state, self.q_state(wave), False)
+                k_state.advance()
+                v_state.advance()
+            if cutlass.const_expr(self.has_window[0]):
+                for _ in cutlass.range(n_block - tile.first, unroll=1):
+                    n_block -= 1
+                    self.step(tile, n_block, k_state, v_state, self.q_state(wave), True)
+                    k_state.advance()
+                    v_state.advance()
+
+            number = queue.take(wave + 1)
+            queue.want_next()
+            next_tile = self.kernel.tile_at(number, schedule, seqlens)
+            self.keep_done()
+            if cutlass.const_expr(config.overlap_tiles):
+                if number < queue.num_tiles:
+                    self.step_to_next_tile(next_tile, k_state, v_state, self.q_state(wave + 1))
+                else:
+                    self.last_pv(v_state)
+                k_state.advance()
+            else:
+                self.last_pv(v_state)
+            self.store(tile)
+            v_state.advance()
+            wave += 1
+            tile = next_tile
+
+    @cute.jit
+    def three_stages(self, queue, schedule, seqlens):
+        """Appendix B.3: a block of keys in two halves, the upper one (1) first, each with its accumulator.
+
+        At the start of each half step the scores of one half are there, and P holds the half before it.
+        """
+        k_state, v_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
+        wave, number = Int32(0), queue.first()
+        tile = self.kernel.tile_at(number, schedule, seqlens)
+        self.prime_turns()
+        self.load_q(self.q_state(wave))
+        self.issue_qk(1, k_state, self.q_state(wave))
+        warpgroup.wait_group(0)
+        self.pipes.k.consumer_release(k_state)
+        k_state.advance()
+        self.issue_qk(0, k_state, self.q_state(wave))
+        self.first_half(tile, k_state, self.q_state(wave))
+        k_state.advance()
+        while number < queue.num_tiles:
+            self.acc_o.fill(0.0)
+            n_block = tile.last - 1
+            for _ in cutlass.range(n_block - tile.first, unroll=1):
+                self.half_step(tile, n_block, 0, k_state, v_state, self.q_state(wave), Boolean(False))
+                k_state.advance()
+                v_state.advance()
+                n_block -= 1
+                self.half_step(tile, n_block, 1, k_state, v_state, self.q_state(wave), n_block == tile.first)
+                k_state.advance()
+                v_state.advance()
+
+            number = queue.take(wave + 1)
+            queue.want_next()
+            next_tile = self.kernel.tile_at(number, schedule, seqlens)
+            next_k, next_v = k_state.clone(), v_state.clone()
+            next_k.advance()
+            next_v.advance()
+            if number < queue.num_tiles:
+                next_q = self.q_state(wave + 1)
+                self.load_q(next_q)
+                self.half_step(tile, n_block, 0, k_state, v_state, next_q, Boolean(False))
+                self.keep_done()
+                self.issue_gemms(0, next_k, next_v, next_q)
+                self.first_half(next_tile, next_k, next_q)
+                self.pipes.v.consumer_release(next_v)
+            else:
+                self.issue_pv(v_state)
+                self.half_softmax(tile, n_block, 0)
+                warpgroup.wait_group(0)
+                self.pipes.v.consumer_release(v_state)
+                self.next_p(0)
+                self.keep_done()
+                self.last_pv(next_v)
+            self.store(tile)
+            for _ in cutlass.range_constexpr(2):
+                k_state.advance()
+                v_state.advance()
+            wave += 1
+            tile = next_tile
+
+    # ---------------------------------------------------------------- steps
+
+    @cute.jit
+    def step(self, tile: Tile, n_block: Int32, k_state, v_state, q_state, is_masked: cutlass.Constexpr[bool]):
+        """S = Q K_n^T issued with O += P V_(n+1); softmax of S while PV runs; then P = S and O rescaled."""
+        if cutlass.const_expr(self.config.overlap_gemm_softmax):
+            self.issue_gemms(0, k_state, v_state, q_state)
+            warpgroup.wait_group(1)
+        else:
+            # Algorithm 1: PV first, and nothing of this warpgroup runs beside its softmax
+            self.last_pv(v_state)
+            self.wait_for_turn()
+            self.issue_qk(0, k_state, q_state)
+            self.pass_turn()
+            warpgroup.wait_group(0)
+        self.pipes.k.consumer_release(k_state)
+        self.release_q(q_state, n_block == tile.first)
+        self.modify_scores(0)
+        if cutlass.const_expr(is_masked):
+            self.apply_mask(tile, n_block, 0)
+        self.softmax.update(self.s[0], False)
+        if cutlass.const_expr(self.config.overlap_gemm_softmax):
+            self.keep_softmax_above()
+            warpgroup.wait_group(0)
+            self.pipes.v.consumer_release(v_state)
+        self.next_p(0)
+
+    @cute.jit
+    def first_scores(self, tile: Tile, k_state, q_state):
+        """S = Q K^T and softmax of a tile's first block of keys (its last), with nothing beside it."""
+        self.load_q(q_state)
+        self.issue_qk(0, k_state, q_state)
+        warpgroup.wait_group(0)
+        self.first_softmax(tile, k_state, q_state)
+        pack(self.acc_s[0], self.rP)
+
+    @cute.jit
+    def step_to_next_tile(self, next_tile: Tile, k_state, v_state, next_q_state):
+        """The step between tiles: the first S of the next tile issued with the last PV of this one."""
+        self.load_q(next_q_state)
+        self.issue_gemms(0, k_state, v_state, next_q_state)
+        warpgroup.wait_group(1)
+        self.first_softmax(next_tile, k_state, next_q_state)
+        self.keep_softmax_above()
+        warpgroup.wait_group(0)
+        self.pipes.v.consumer_release(v_state)
+        pack(self.acc_s[0], self.rP)
+
+    @cute.jit
+    def first_softmax(self, tile: Tile, k_state, q_state):
+        """Softmax of a tile's first scores. They are masked only if they have to be: one branch for the tile."""
+        self.pipes.k.consumer_release(k_state)
+        n_block = tile.last - 1
+        self.release_q(q_state, n_block == tile.first)
+        self.modify_scores(0)
+        self.mask_if_needed(tile, n_block, 0)
+        self.softmax.update(self.s[0], True)
+
+    @cute.jit
+    def half_step(self, tile: Tile, n_block: Int32, part: cutlass.Constexpr[int], k_state, v_state, q_state, ends_q):
+        """Softmax of half `part` of block n, while the S of the half after it and the PV of the one before run.
+
+        Args: ends_q: that S is the last one of this Q.
+        """
+        self.issue_gemms(1 - part, k_state, v_state, q_state)
+        self.half_softmax(tile, n_block, part)
+        self.keep_softmax_above()
+        warpgroup.wait_group(0)
+        self.pipes.k.consumer_release(k_state)
+        self.release_q(q_state, ends_q)
+        self.pipes.v.consumer_release(v_state)
+        self.next_p(part)
+
+    @cute.jit
+    def first_half(self, tile: Tile, k_state, q_state):
+        """Softmax of a tile's first half block, while the GEMMs issued before run."""
+        n_block = tile.last - 1
+        self.modify_scores(1)
+        self.mask_if_needed(tile, n_block, 1)
+        self.softmax.update(self.s[1], True)
+        self.keep_softmax_above()
+        warpgroup.wait_group(0)
+        self.pipes.k.consumer_release(k_state)
+        self.release_q(q_state, n_block == tile.first)
+        pack(self.acc_s[1], self.rP)
+
+    @cute.jit
+    def half_softmax(self, tile: Tile, n_block: Int32, part: cutlass.Constexpr[int]):
+        self.modify_scores(part)
+        self.mask_if_needed(tile, n_block, part)
+        self.softmax.update(self.s[part], False)
+
+    @cute.jit
+    def next_p(self, part: cutlass.Constexpr[int]):
+        """The exponentials become P of the next PV, and O is brought to their reference (now or when that PV comes)."""
+        pack(self.acc_s[part], self.rP)
+        if cutlass.const_expr(not self.config.rescale_beside_qk):
+            self.softmax.rescale(self.o)
+
+    @cute.jit
+    def last_pv(self, v_state):
+        """O += P V with nothing beside it."""
+        self.issue_pv(v_state)
+        warpgroup.wait_group(0)
+        self.pipes.v.consumer_release(v_state)
+
+    @cute.jit
+    def keep_softmax_above(self):
+        """All exponentials before the wait that follows. ptxas takes the wait for free and would sink them below it
+        (seen: 50 of 64 at tile_n 128), out of the time in which the GEMM runs."""
+        if cutlass.const_expr(self.config.softmax_before_wait):
+            order_after(self.softmax.row_sum[0], self.softmax.row_sum[1])
+
+    # ---------------------------------------------------------------- GEMMs
+
+    def q_state(self, tile_count) -> pipeline.PipelineState:
+        return self.kernel.q_state(self.wg, tile_count)
+
+    @cute.jit
+    def load_q(self, q_state):
+        """Wait for this warpgroup's Q; with q_in_registers, copy it there and give its buffer back at once."""
+        self.pipes.q.consumer_wait(q_state)
+        if cutlass.const_expr(self.config.q_in_registers):
+            ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.kernel.dtype)
+            copy = cute.make_tiled_copy_A(ldmatrix, self.tiled_mma_qk).get_slice(self.thread)
+            source = copy.partition_S(self.sQ[None, None, q_state.index])
+            cute.copy(copy, source, copy.retile(self.rQ))
+            self.pipes.q.consumer_release(q_state)
+
+    @cute.jit
+    def release_q(self, q_state, is_last: Boolean):
+        if cutlass.const_expr(not self.config.q_in_registers):
+            if is_last:
+                self.pipes.q.consumer_release(q_state)
+
+    @cute.jit
+    def issue_gemms(self, part: cutlass.Constexpr[int], k_state, v_state, q_state):
+        """S[part] = Q K^T and O += P V, in this order, in this warpgroup's turn."""
+        self.pipes.k.consumer_wait(k_state)
+        self.wait_for_turn()
+        self._gemm_qk(part, k_state, q_state)
+        self.issue_pv(v_state)
+        self.pass_turn()
+
+    @cute.jit
+    def issue_qk(self, part: cutlass.Constexpr[int], k_state, q_state):
+        self.pipes.k.consumer_wait(k_state)
+        self._gemm_qk(part, k_state, q_state)
+
+    @cute.jit
+    def _gemm_qk(self, part: cutlass.Constexpr[int], k_state, q_state):
+        rQ = self.rQ if self.config.q_in_registers else self.rQ[None, None, None, q_state.index]
+        wgmma.issue(self.tiled_mma_qk, self.acc_s[part], rQ, self.rK[None, None, None, k_state.index], False)
+
+    @cute.jit
+    def issue_pv(self, v_state):
+        if cutlass.const_expr(self.config.rescale_beside_qk):
+            self.softmax.rescale(self.o)
+        self.pipes.v.consumer_wait(v_state)
+        wgmma.issue(self.tiled_mma_pv, self.acc_o, self.p, self.rV[None, None, None, v_state.index], True)
+
+    # ---------------------------------------------------------------- scores
+
+    @cute.jit
+    def modify_scores(self, part: cutlass.Constexpr[int]):
+        """Softcap: s -> tanh(softmax_scale * s / softcap) = 1 - 2 / (1 + exp2(tanh_scale * s)); the cap itself is in
+        scale_log2. tanh.approx would be one instruction, with an error of 5e-4 * softcap in the score."""
+        if cutlass.const_expr(self.scores.tanh_scale is not None):
+            acc_s = self.acc_s[part]
+            for i in cutlass.range_constexpr(cute.size(acc_s)):
+                e = cute.math.exp2(acc_s[i] * self.scores.tanh_scale, fastmath=True)
+                acc_s[i] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + e)
+
+    @cute.jit
+    def mask_if_needed(self, tile: Tile, n_block: Int32, part: cutlass.Constexpr[int]):
+        if n_block >= tile.clear_last or n_block < tile.clear_first:
+            self.apply_mask(tile, n_block, part)
+
+    @cute.jit
+    def apply_mask(self, tile: Tile, n_block: Int32, part: cutlass.Constexpr[int]):
+        row = tile.m_block * self.tile_m + self.row_in_tile
+        n_start = n_block * self.tile_n + part * self.part_n
+        mask.apply(self.s[part], row, n_start, self.lane_in_quad, tile.geometry)
+
+    # ---------------------------------------------------------------- end of a tile
+
+    @cute.jit
+    def keep_done(self):
+        for r in cutlass.range_constexpr(2):
+            self.done_max[r], self.done_sum[r] = self.softmax.row_max[r], self.softmax.row_sum[r]
+
+    @cute.jit
+    def store(self, tile: Tile):
+        """out = O / row_sum and lse of a finished tile; O is free afterwards."""
+        weights = cute.make_rmem_tensor((2,), Float32)
+        row = tile.m_block * self.tile_m + self.row_in_tile
+        sink = None
+        if cutlass.const_expr(self.mSinks is not None):
+            sink = self.mSinks[tile.head]
+        for r in cutlass.range_constexpr(2):
+            weight, lse = finish(self.done_max[r], self.done_sum[r], self.scores.scale_log2, sink)
+            weights[r] = weight
+            mLSE = self.mLSE[tile.batch, tile.head, None]
+            epilogue.store_lse(lse, mLSE, row + 8 * r, tile.geometry.seqlen_q, self.lane_in_quad)
+        mO = self.mO[None, None, tile.head, tile.batch]
+        epilogue.store_rows(self.o, weights, mO, row, tile.geometry.seqlen_q, self.lane_in_quad)
+
+    # ---------------------------------------------------------------- pingpong (section 3.1): GEMMs in turns
+
+    @cute.jit
+    def prime_turns(self):
+        """Warpgroup 0 goes first."""
+        if cutlass.const_expr(self.config.pingpong and self.num_warpgroups > 1):
+            if self.wg == self.num_warpgroups - 1:
+                self.pass_turn()
+
+    @cute.jit
+    def wait_for_turn(self):
+        if cutlass.const_expr(self.config.pingpong and self.num_warpgroups > 1):
+            cute.arch.barrier(barrier_id=NamedBarrier.PINGPONG + self.wg, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def pass_turn(self):
+        if cutlass.const_expr(self.config.pingpong and self.num_warpgroups > 1):
+            following = self.wg + 1 if self.wg < self.num_warpgroups - 1 else Int32(0)
+            cute.arch.barrier_arrive(barrier_id=NamedBarrier.PINGPONG + following, number_of_threads=2 * WARPGROUP)
