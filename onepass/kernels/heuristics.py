@@ -35,7 +35,23 @@ FORWARD_SM90 = {
     ),
     (96, 96): (Row(None, LONG, ForwardConfig(tile_n=128, q_stages=2)),),
     # 571 624 650 663 655 664, causal 387 500 590 612 648 634; tile_n 176: 492 565 594 607 661 671, causal 271 ... 623
-    (128, 128): (Row(None, LONG, ForwardConfig(tile_n=128, q_stages=2)),),
+    (128, 128): (
+        Row(False, LONG, ForwardConfig(tile_n=128, q_stages=2)),
+        Row(True, 2048, ForwardConfig(tile_n=128, q_stages=2)),
+        # 606 621 639 from 4096 on; without these four switches 563 590 608 in the same run
+        Row(
+            True,
+            LONG,
+            ForwardConfig(
+                tile_n=128,
+                q_stages=2,
+                dynamic_tiles=True,
+                softmax_before_wait=True,
+                rescale_beside_qk=True,
+                rescale_threshold=8.0,
+            ),
+        ),
+    ),
     (192, 128): (Row(None, LONG, ForwardConfig(tile_n=128)),),
     (192, 192): (Row(None, LONG, ForwardConfig(tile_n=112)),),
     # 577 667 711 748 735 738, causal 354 502 581 633 679 704; tile_n 80, too: 548 659 697 713 724 737, causal ... 713

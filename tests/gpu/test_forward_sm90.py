@@ -111,3 +111,27 @@ def test_tensors_past_2_to_the_31_elements():
     tail = {n: t[:, -600:] for n, t in {"q": q, "k": k, "v": v}.items()}
     expected = Call(tail, {"causal": True, "window": (255, None)}).expected().out[:, 300:]
     assert (out[:, -300:].double() - expected).abs().max() < 0.02
+
+
+def test_queue_of_tiles_in_graphs_and_on_two_streams():
+    """Long causal problems draw their tiles from a counter: replays, eager calls and streams must not share one."""
+    q, k, v = (torch.randn(1, 4096, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    expected = onepass.attention(q, k, v, causal=True)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        onepass.attention(q, k, v, causal=True)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = onepass.attention(q, k, v, causal=True)
+    for _ in range(50):
+        captured.fill_(float("nan"))
+        torch.cuda.synchronize()
+        graph.replay()
+        with torch.cuda.stream(side):
+            beside = onepass.attention(q, k, v, causal=True)
+        eager = onepass.attention(q, k, v, causal=True)
+        torch.cuda.synchronize()
+        for out in (captured, beside, eager):
+            assert torch.equal(out, expected)
