@@ -26,7 +26,7 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 
 test-gpu: $(VENV)/installed
-	$(BIN)/python -m pytest -m gpu tests/gpu
+	$(BIN)/python -m pytest -m gpu tests
 
 bench: $(VENV)/installed
 	$(BIN)/onepass bench --device cpu --json benchmarks/results/cpu.json

@@ -20,7 +20,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Attention of a whole call.
 
-    Returns: out as q (with head_dim_v), contiguous; lse (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q),
+    Returns: out as q (with head_dim_v), laid out as q; lse (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q),
     natural log, -inf for a row that sees no key. Source: FlashAttention-2, arXiv:2307.08691, Algorithm 1.
     """
     q = inputs.q
