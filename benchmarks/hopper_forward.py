@@ -48,6 +48,9 @@ TOKENS, HIDDEN = 16384, 2048
 # What a word of a configuration changes; n128 is tile_n=128, 3wg is num_warpgroups=3.
 WORDS = {
     "s3": {"num_stages": 3},
+    "s4": {"num_stages": 4},
+    "v2": {"v_stages": 2},
+    "v3": {"v_stages": 3},
     "q2": {"q_stages": 2},
     "rq": {"q_in_registers": True},
     "serial": {"overlap_gemm_softmax": False, "overlap_tiles": False},
@@ -66,31 +69,16 @@ WORDS = {
 # Under measurement, by (head_dim, causal).
 VARIANTS = {
     (64, False): (
-        "3wg n128 q2; 3wg n128 q2 drain; 3wg n128 q2 hold; 3wg n128 q2 hold drain; 3wg n128 q2 hold lazy;"
-        "2wg n192 q2 3stage free; 2wg n192 q2 3stage; 2wg n224 q2 3stage free; 2wg n256 q2 3stage free lazy;"
-        "2wg n192 q2 3stage free lazy fma8; 3wg n128 q2 3stage free lazy"
+        "3wg n128 q2 drain; 3wg n128 q2 lazy drain; 3wg n128 q2 s3 lazy drain; 3wg n128 q2 s3 lazy;"
+        "2wg n176 q2 lazy; 2wg n128 q2 s3 lazy"
     ),
-    (64, True): (
-        "3wg n128 q2; 3wg n128 q2 queue; 3wg n128 q2 queue hold; 2wg n128 q2 queue hold; 2wg n192 q2 3stage free queue;"
-        "2wg n192 q2 3stage queue; 2wg n128 q2 3stage free lazy queue; 2wg n256 q2 3stage free lazy queue;"
-        "3wg n128 q2 3stage free lazy queue"
-    ),
+    (64, True): "3wg n128 q2 queue; 3wg n128 q2 lazy queue; 3wg n128 q2 s3 lazy queue; 2wg n128 q2 s3 lazy queue",
     (128, False): (
-        "n128 q2; n128 q2 hold; n128 q2 beside; n128 q2 hold beside; n128 q2 hold lazy beside; n176; n176 hold;"
-        "n176 hold beside; n160 q2 3stage free; n160 q2 3stage free lazy; n160 q2 3stage lazy"
+        "n128 q2; n128 s3; n128 q2 lazy; n128 s3 lazy; n128 q2 s3 v2 lazy; n128 q2 v3 lazy; n176 lazy; 3wg n80 q2 lazy"
     ),
-    (128, True): (
-        "n128 q2; n128 q2 queue; n128 q2 queue hold; n128 q2 queue beside; n128 q2 queue hold beside;"
-        "n128 q2 queue hold lazy beside; n128 q2 queue hold free; n160 q2 3stage free lazy queue"
-    ),
-    (256, False): (
-        "n80; n80 beside; n80 hold; n80 hold beside; n80 hold beside free; n80 hold lazy; n80 hold beside lazy;"
-        "n64 lazy; n64 hold lazy; n64 hold beside; n64 hold beside lazy"
-    ),
-    (256, True): (
-        "n80; n80 queue; n80 queue beside; n80 queue hold beside; n80 queue hold beside free; n80 queue hold lazy;"
-        "n80 queue hold beside lazy; n64 queue lazy; n64 queue hold lazy; n64 queue hold beside lazy"
-    ),
+    (128, True): "n128 s3 queue; n128 q2 lazy queue; n128 s3 lazy queue; n128 q2 s3 v2 lazy queue",
+    (256, False): "n64 lazy; n64 s3 v2 lazy; n64 v3 lazy; n80 lazy",
+    (256, True): "n64 lazy queue; n64 s3 v2 lazy queue; n64 v3 lazy queue; n80 lazy queue",
 }
 
 

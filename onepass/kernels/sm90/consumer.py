@@ -66,6 +66,14 @@ class Pipes(NamedTuple):
     v: pipeline.PipelineTmaAsync
 
 
+@cute.jit
+def is_full(pipe: pipeline.PipelineTmaAsync, state) -> Boolean:
+    """Whether the buffer after this state's is full, without waiting."""
+    following = state.clone()
+    following.advance()
+    return cute.arch.mbarrier_test_wait(pipe.producer_get_barrier(following), following.phase)
+
+
 class Consumer(Bundle):
     """A consumer warpgroup's registers and what it does with them.
 
@@ -102,6 +110,7 @@ class Consumer(Bundle):
         self.s, self.o = [rows_and_columns(acc) for acc in self.acc_s], rows_and_columns(self.acc_o)
         self.rP = cute.make_rmem_tensor(self.acc_s[0].layout, kernel.dtype)
         self.p = as_operand_a(self.rP)
+        self.is_lazy = config.rescale_threshold > 0
         self.softmax = OnlineSoftmax(scores.scale_log2, config.rescale_threshold, config.exp2_fma_period)
         # of the tile whose last PV is still to come, while `softmax` is on the next one already
         self.done_max, self.done_sum = (cute.make_rmem_tensor((2,), Float32) for _ in range(2))
@@ -127,23 +136,24 @@ class Consumer(Bundle):
 
             # the keys, last block first: cut by the right edge of the mask, clear, cut by its left edge
             n_block = tile.last - 1
+            ready = (Boolean(False), Boolean(False))
             clear_last, clear_first = minimum(tile.clear_last, n_block), minimum(tile.clear_first, n_block)
             if cutlass.const_expr(self.has_window[1]):
                 for _ in cutlass.range(n_block - clear_last, unroll=1):
                     n_block -= 1
-                    self.step(tile, n_block, k_state, v_state, self.q_state(wave), True)
+                    ready = self.step(tile, n_block, k_state, v_state, self.q_state(wave), ready, True)
                     k_state.advance()
                     v_state.advance()
             n_clear = clear_last - clear_first if cutlass.const_expr(self.has_window[0]) else n_block - tile.first
             for _ in cutlass.range(n_clear, unroll=1):
                 n_block -= 1
-                self.step(tile, n_block, k_state, v_state, self.q_state(wave), False)
+                ready = self.step(tile, n_block, k_state, v_state, self.q_state(wave), ready, False)
                 k_state.advance()
                 v_state.advance()
             if cutlass.const_expr(self.has_window[0]):
                 for _ in cutlass.range(n_block - tile.first, unroll=1):
                     n_block -= 1
-                    self.step(tile, n_block, k_state, v_state, self.q_state(wave), True)
+                    ready = self.step(tile, n_block, k_state, v_state, self.q_state(wave), ready, True)
                     k_state.advance()
                     v_state.advance()
 
@@ -226,10 +236,14 @@ class Consumer(Bundle):
     # ---------------------------------------------------------------- steps
 
     @cute.jit
-    def step(self, tile: Tile, n_block: Int32, k_state, v_state, q_state, is_masked: cutlass.Constexpr[bool]):
-        """S = Q K_n^T issued with O += P V_(n+1); softmax of S while PV runs; then P = S and O rescaled."""
+    def step(self, tile: Tile, n_block: Int32, k_state, v_state, q_state, ready, is_masked: cutlass.Constexpr[bool]):
+        """S = Q K_n^T issued with O += P V_(n+1); softmax of S while PV runs; then P = S and O rescaled.
+
+        Args: ready: of K_n and V_(n+1), whether they were seen in shared memory before.
+        Returns: the same for the next step.
+        """
         if cutlass.const_expr(self.config.overlap_gemm_softmax):
-            self.issue_gemms(0, k_state, v_state, q_state)
+            self.issue_gemms(0, k_state, v_state, q_state, ready)
             warpgroup.wait_group(1)
         else:
             # Algorithm 1: PV first, and nothing of this warpgroup runs beside its softmax
@@ -240,15 +254,18 @@ class Consumer(Bundle):
             warpgroup.wait_group(0)
         self.pipes.k.consumer_release(k_state)
         self.release_q(q_state, n_block == tile.first)
+        # asked now, the answers are there when the next step begins: about 80 cycles each otherwise
+        ready = is_full(self.pipes.k, k_state), is_full(self.pipes.v, v_state)
         self.modify_scores(0)
         if cutlass.const_expr(is_masked):
             self.apply_mask(tile, n_block, 0)
-        self.softmax.update(self.s[0], False)
+        self.update_softmax(0, is_masked)
         if cutlass.const_expr(self.config.overlap_gemm_softmax):
             self.keep_softmax_above()
             warpgroup.wait_group(0)
             self.pipes.v.consumer_release(v_state)
         self.next_p(0)
+        return ready
 
     @cute.jit
     def first_scores(self, tile: Tile, k_state, q_state):
@@ -279,7 +296,7 @@ class Consumer(Bundle):
         self.release_q(q_state, n_block == tile.first)
         self.modify_scores(0)
         self.mask_if_needed(tile, n_block, 0)
-        self.softmax.update(self.s[0], True)
+        self.softmax.begin(self.s[0])
 
     @cute.jit
     def half_step(self, tile: Tile, n_block: Int32, part: cutlass.Constexpr[int], k_state, v_state, q_state, ends_q):
@@ -302,7 +319,7 @@ class Consumer(Bundle):
         n_block = tile.last - 1
         self.modify_scores(1)
         self.mask_if_needed(tile, n_block, 1)
-        self.softmax.update(self.s[1], True)
+        self.softmax.begin(self.s[1])
         self.keep_softmax_above()
         warpgroup.wait_group(0)
         self.pipes.k.consumer_release(k_state)
@@ -313,14 +330,21 @@ class Consumer(Bundle):
     def half_softmax(self, tile: Tile, n_block: Int32, part: cutlass.Constexpr[int]):
         self.modify_scores(part)
         self.mask_if_needed(tile, n_block, part)
-        self.softmax.update(self.s[part], False)
+        self.update_softmax(part, True)
 
     @cute.jit
     def next_p(self, part: cutlass.Constexpr[int]):
         """The exponentials become P of the next PV, and O is brought to their reference (now or when that PV comes)."""
         pack(self.acc_s[part], self.rP)
-        if cutlass.const_expr(not self.config.rescale_beside_qk):
+        if cutlass.const_expr(not self.is_lazy and not self.config.rescale_beside_qk):
             self.softmax.rescale(self.o)
+
+    @cute.jit
+    def update_softmax(self, part: cutlass.Constexpr[int], is_masked: cutlass.Constexpr[bool]):
+        if cutlass.const_expr(self.is_lazy):
+            self.softmax.update_lazily(self.s[part], self.o, is_masked)
+        else:
+            self.softmax.update(self.s[part])
 
     @cute.jit
     def last_pv(self, v_state):
@@ -359,12 +383,12 @@ class Consumer(Bundle):
                 self.pipes.q.consumer_release(q_state)
 
     @cute.jit
-    def issue_gemms(self, part: cutlass.Constexpr[int], k_state, v_state, q_state):
+    def issue_gemms(self, part: cutlass.Constexpr[int], k_state, v_state, q_state, ready=(None, None)):
         """S[part] = Q K^T and O += P V, in this order, in this warpgroup's turn."""
-        self.pipes.k.consumer_wait(k_state)
+        self.pipes.k.consumer_wait(k_state, ready[0])
         self.wait_for_turn()
         self._gemm_qk(part, k_state, q_state)
-        self.issue_pv(v_state)
+        self.issue_pv(v_state, ready[1])
         self.pass_turn()
 
     @cute.jit
@@ -378,10 +402,10 @@ class Consumer(Bundle):
         wgmma.issue(self.tiled_mma_qk, self.acc_s[part], rQ, self.rK[None, None, None, k_state.index], False)
 
     @cute.jit
-    def issue_pv(self, v_state):
-        if cutlass.const_expr(self.config.rescale_beside_qk):
+    def issue_pv(self, v_state, is_ready=None):
+        if cutlass.const_expr(not self.is_lazy and self.config.rescale_beside_qk):
             self.softmax.rescale(self.o)
-        self.pipes.v.consumer_wait(v_state)
+        self.pipes.v.consumer_wait(v_state, is_ready)
         wgmma.issue(self.tiled_mma_pv, self.acc_o, self.p, self.rV[None, None, None, v_state.index], True)
 
     # ---------------------------------------------------------------- scores

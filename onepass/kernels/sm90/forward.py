@@ -12,7 +12,7 @@ consumer.py for this and its variants.
 Buffers and barriers (mbarrier pairs full / empty; arrivals)
     Q   q_stages x num_warpgroups tiles (64, head_dim)    full: TMA bytes     empty: the 4 warps of its warpgroup
     K   num_stages tiles (tile_n, head_dim)               full: TMA bytes     empty: all consumer warps
-    V   num_stages tiles (tile_n, head_dim_v)             full: TMA bytes     empty: all consumer warps
+    V   num_stages (v_stages) tiles (tile_n, head_dim_v)  full: TMA bytes     empty: all consumer warps
         (score_buffers=2: twice as many tiles of half as many rows)
     numbers of the next tiles, with dynamic_tiles: see blocks/tile_queue.py
 
@@ -67,7 +67,7 @@ class ForwardSm90:
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.parts = config.score_buffers
         self.part_n = config.tile_n // config.score_buffers  # keys of one buffer and one QK^T
-        self.kv_stages = config.num_stages * config.score_buffers
+        self.k_stages, self.v_stages = (stages * config.score_buffers for stages in config.kv_stages)
         self.head_dim, self.head_dim_v = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
         self.num_warpgroups = config.num_warpgroups
         self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
@@ -97,8 +97,8 @@ class ForwardSm90:
         sQ_layout = smem_tiles(
             ROWS_PER_WARPGROUP, self.head_dim, self.num_warpgroups * self.config.q_stages, self.dtype
         )
-        sK_layout = smem_tiles(self.part_n, self.head_dim, self.kv_stages, self.dtype)
-        sV_layout = smem_tiles(self.part_n, self.head_dim_v, self.kv_stages, self.dtype)
+        sK_layout = smem_tiles(self.part_n, self.head_dim, self.k_stages, self.dtype)
+        sV_layout = smem_tiles(self.part_n, self.head_dim_v, self.v_stages, self.dtype)
         tma = []
         for t, layout, rows, columns in (
             (q, sQ_layout, ROWS_PER_WARPGROUP, self.head_dim),
@@ -182,8 +182,8 @@ class ForwardSm90:
         consumer_warps = WARPS * self.num_warpgroups
         pipes = Pipes(
             self._make_pipeline(smem, self.num_warpgroups * self.config.q_stages, WARPS, sQ_layout),
-            self._make_pipeline(smem, self.kv_stages, consumer_warps, sK_layout),
-            self._make_pipeline(smem, self.kv_stages, consumer_warps, sV_layout),
+            self._make_pipeline(smem, self.k_stages, consumer_warps, sK_layout),
+            self._make_pipeline(smem, self.v_stages, consumer_warps, sV_layout),
         )
         queue = TileQueue(smem, schedule.num_tiles, counter, consumer_warps)
         cute.arch.mbarrier_init_fence()
@@ -231,7 +231,7 @@ class ForwardSm90:
 
     def buffer_states(self, user: pipeline.PipelineUserType) -> tuple:
         """Where K and V are being filled (or read) first."""
-        return tuple(pipeline.make_pipeline_state(user, self.kv_stages) for _ in range(2))
+        return tuple(pipeline.make_pipeline_state(user, stages) for stages in (self.k_stages, self.v_stages))
 
     def q_state(self, warpgroup_id, tile_count) -> pipeline.PipelineState:
         """Buffer and phase of a warpgroup's Q in its tile_count-th tile, for the consumer; each has its own buffers."""
