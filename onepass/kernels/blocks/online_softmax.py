@@ -88,7 +88,7 @@ class OnlineSoftmax(Bundle):
 
     @cute.jit
     def update(self, scores: cute.Tensor):
-        """scores (2, columns) -> exp2(scale_log2 * (scores - row_max)), in place; row_max, row_sum, row_scale follow."""
+        """scores (2, columns) -> exp2(scale_log2 * (scores - row_max)), in place; the state follows."""
         for r in cutlass.range_constexpr(ROWS):
             old_max = self.row_max[r]
             self._refer_to(cute.arch.fmax(self.tile_maximum(scores, r), old_max), r)
