@@ -17,6 +17,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -28,7 +29,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -152,7 +153,11 @@ def compile_all(jobs: list[tuple[AttentionProblem, ForwardConfig]]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem of the check; `layout` is how its tensors lie in memory."""
+    """One problem of the check; `layout` is how its tensors lie in memory.
+
+    With `packed`, (queries, keys) of each sequence, batch and both lengths are 0 and follow from it; `slack` rows
+    that belong to no sequence follow.
+    """
 
     batch: int
     seqlen_q: int
@@ -166,9 +171,17 @@ class Case:
     sinks: bool = False
     scale: float = 1.0  # of the values of q
     options: tuple = ()
+    packed: tuple | None = None
+    slack: int = 0
+    used: tuple | None = None  # seqused_k
 
     def __str__(self) -> str:
-        parts = [f"b{self.batch} q{self.seqlen_q} k{self.seqlen_k} h{self.heads_q}/{self.heads_kv}"]
+        if self.packed is None:
+            parts = [f"b{self.batch} q{self.seqlen_q} k{self.seqlen_k} h{self.heads_q}/{self.heads_kv}"]
+        else:
+            lengths = " ".join(f"{q}:{k}" for q, k in self.packed[:5]) + (" .." if len(self.packed) > 5 else "")
+            parts = [f"packed {len(self.packed)} ({lengths})+{self.slack} h{self.heads_q}/{self.heads_kv}"]
+        parts += ["seqused"] if self.used is not None else []
         parts.append(f"d{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v else ""))
         parts += [str(self.dtype)[6:]] if self.dtype != torch.bfloat16 else []
         parts += [self.layout] if self.layout != "plain" else []
@@ -192,12 +205,50 @@ class Case:
 
     def inputs(self) -> AttentionInputs:
         generator = torch.Generator("cuda").manual_seed(0)
-        q = self.tensor(self.batch, self.seqlen_q, self.heads_q, self.head_dim, generator)
-        k = self.tensor(self.batch, self.seqlen_k, self.heads_kv, self.head_dim, generator)
-        v = self.tensor(self.batch, self.seqlen_k, self.heads_kv, self.head_dim_v or self.head_dim, generator)
+        batch, seqlen_q, seqlen_k = self.batch, self.seqlen_q, self.seqlen_k
+        if self.packed is not None:
+            batch, seqlen_q, seqlen_k = 1, *(sum(lengths) + self.slack for lengths in zip(*self.packed, strict=True))
+        q = self.tensor(batch, seqlen_q, self.heads_q, self.head_dim, generator)
+        k = self.tensor(batch, seqlen_k, self.heads_kv, self.head_dim, generator)
+        v = self.tensor(batch, seqlen_k, self.heads_kv, self.head_dim_v or self.head_dim, generator)
         q = q * self.scale if self.scale != 1.0 else q
         sinks = torch.randn(self.heads_q, device="cuda") * 2 if self.sinks else None
-        return AttentionInputs(q, k, v, sinks)
+        used = None if self.used is None else int32(self.used)
+        if self.packed is None:
+            return AttentionInputs(q, k, v, sinks, seqused_k=used)
+        offsets = [int32((0, *itertools.accumulate(lengths))) for lengths in zip(*self.packed, strict=True)]
+        return AttentionInputs(q[0], k[0], v[0], sinks, *offsets, used)
+
+    def with_rubbish(self, inputs: AttentionInputs) -> AttentionInputs:
+        """NaN in every row that no sequence owns or uses."""
+        if self.used is None and not self.slack:
+            return inputs
+        q, k, v = (t.clone() for t in inputs[:3])
+        if self.packed is None:
+            for t, (b, n) in itertools.product((k, v), enumerate(self.used)):
+                t[b, n:] = math.nan
+            return inputs._replace(k=k, v=v)
+        if self.slack:
+            q[-self.slack :] = math.nan
+        lengths = [n for _, n in self.packed]
+        start = 0
+        for n, used in zip((*lengths, self.slack), (*(self.used or lengths), 0), strict=True):
+            k[start + used : start + n] = v[start + used : start + n] = math.nan
+            start += n
+        return inputs._replace(q=q, k=k, v=v)
+
+
+def int32(values: Iterable[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int32, device="cuda")
+
+
+def oracle(inputs: AttentionInputs, options: dict, compute_dtype: torch.dtype) -> reference.Reference:
+    """The reference's answer to these inputs, dense or packed."""
+    options = {**options, "sinks": inputs.sinks, "seqused_k": inputs.seqused_k, "compute_dtype": compute_dtype}
+    if inputs.cu_seqlens_q is None:
+        return reference.attention(*inputs[:3], **options)
+    offsets = {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
+    return reference.attention_varlen(*inputs[:3], **offsets, **options)
 
 
 def check_cases() -> list[Case]:
@@ -247,22 +298,59 @@ def check_cases() -> list[Case]:
         cases.append(Case(2, 2048, 2048, 8, 8, head_dim, options=causal))
         cases.append(Case(2, 500, 700, 4, 2, head_dim, dtype=torch.float16))
     cases.append(Case(2, 333, 444, 4, 2, 128, layout="expanded"))  # strides of 0
+    return cases + packed_cases()
+
+
+def packed_cases() -> list[Case]:
+    """Packed sequences and seqused_k, with NaN in all that they must not read."""
+    rng = random.Random(0)
+    several = ((100, 100), (0, 50), (129, 300), (1, 1), (64, 0), (300, 129), (0, 0), (128, 128), (7, 500))
+    many = tuple((rng.choice((0, 1, 5, 64, 200)), rng.choice((0, 1, 30, 128, 300))) for _ in range(150))
+    long = ((4000, 4000), (10, 10), (1, 2500), (1500, 1500))
+    masks = ((), (("causal", True),), (("window", (40, 10)),), (("window", (100, None)),))
+    dense = {"used": (0, 1, 100, 128, 300, 500)}
+    cases = []
+    for head_dim, options in itertools.product((64, 128, 256), masks):
+        common = {"options": options, "packed": several}
+        cases.append(Case(0, 0, 0, 4, 2, head_dim, **common, slack=130))
+        cases.append(Case(0, 0, 0, 4, 2, head_dim, **common, slack=3, used=(100, 20, 129, 0, 0, 128, 0, 5, 300)))
+        cases.append(Case(6, 200, 500, 4, 2, head_dim, options=options, **dense))
+    for options in masks[:2]:
+        cases.append(Case(0, 0, 0, 3, 1, 128, options=options, packed=many))
+        cases.append(Case(0, 0, 0, 3, 3, 64, options=options, packed=many, slack=1, dtype=torch.float16))
+        cases.append(Case(0, 0, 0, 8, 8, 128, options=options, packed=long))
+        cases.append(Case(0, 0, 0, 8, 8, 128, options=options, packed=((5, 5),)))  # fewer tiles than the bound
+        cases.append(Case(0, 0, 0, 8, 8, 128, options=options, packed=((0, 0), (0, 64)), slack=1))
+        for layout in ("transposed", "sliced", "unaligned"):
+            cases.append(Case(0, 0, 0, 4, 2, 128, options=options, packed=several, layout=layout))
+    everything = (("window", (64, 64)), ("softcap", 20.0))
+    cases.append(Case(0, 0, 0, 4, 2, 128, sinks=True, options=everything, packed=several, slack=5))
+    cases.append(Case(6, 300, 500, 4, 2, 128, sinks=True, options=everything, **dense))
+    cases.append(Case(0, 0, 0, 4, 2, 192, 128, options=masks[1], packed=several))
     return cases
+
+
+def other_orders(case: Case) -> list[tuple[str, ForwardConfig]]:
+    """Configurations that go through packed tiles, or to the first block of V, in another way than the default."""
+    if case.head_dim != 128 or (case.packed is None and case.used is None):
+        return []
+    words = ["n128 q2", "n128 q2 queue", "3wg n80", "n128 serial", "n128 q2 drain queue", "n160 q2 3stage free lazy"]
+    return [(w, configuration(w)) for w in words]
 
 
 def check_one(case: Case, config: ForwardConfig | None = None) -> tuple[bool, str]:
     """Run and compare with the float64 oracle; also that a second run gives the same bits."""
-    inputs, options = case.inputs(), dict(case.options)
+    clean, options = case.inputs(), dict(case.options)
+    inputs = case.with_rubbish(clean)
     problem = problem_of(inputs, **options)
     # what the allocator hands out next holds NaN
-    poison = [torch.full((case.batch * max(1, case.seqlen_q) * case.heads_q * 256,), math.nan, device="cuda")]
+    poison = [torch.full((max(1, inputs.q.numel() // case.head_dim) * 256,), math.nan, device="cuda")]
     del poison
     out, lse = launch.forward(problem, inputs, config)
     torch.cuda.synchronize()
     again, lse_again = launch.forward(problem, inputs, config)
-    oracle = reference.attention(*inputs[:3], sinks=inputs.sinks, **options)
-    plain = reference.attention(*inputs[:3], sinks=inputs.sinks, **options, compute_dtype=case.dtype)
-    rows = [compare("out", out, oracle.out, plain.out), compare_lse(lse, oracle.lse)]
+    exact, plain = oracle(clean, options, torch.float64), oracle(clean, options, case.dtype)
+    rows = [compare("out", out, exact.out, plain.out), compare_lse(lse, exact.lse)]
     same = torch.equal(out.view(torch.int16), again.view(torch.int16)) and torch.equal(
         lse.view(torch.int32), lse_again.view(torch.int32)
     )
@@ -273,7 +361,10 @@ def check_one(case: Case, config: ForwardConfig | None = None) -> tuple[bool, st
 
 def run_check(variants_text: str | None, head_dims: list[int]) -> bool:
     """The cases with the default configurations; with --variants also some of them with each variant."""
-    jobs = [(case, None) for case in check_cases()] if variants_text is None else []
+    jobs: list[tuple[Case, tuple[str, ForwardConfig] | None]] = []
+    if variants_text is None:
+        for case in check_cases():
+            jobs += [(case, None), *((case, other) for other in other_orders(case))]
     for head_dim in head_dims:
         for causal in (False, True):
             for name, config in variants(variants_text, head_dim, causal).items():
@@ -288,7 +379,7 @@ def run_check(variants_text: str | None, head_dims: list[int]) -> bool:
                     jobs.append((case, (name, config)))
     compile_jobs = []
     for case, variant in jobs:
-        if case.seqlen_q and case.seqlen_k:
+        if case.packed is not None or (case.seqlen_q and case.seqlen_k):
             problem = problem_of(case.inputs(), **dict(case.options))
             compile_jobs.append((problem, variant[1] if variant else heuristics.forward_config(problem)))
     compile_all(compile_jobs)

@@ -213,7 +213,8 @@ def attention_varlen(
 
     Returns: out, (total_q, num_heads_q, head_dim_v), or AttentionOutput with lse (num_heads_q, total_q).
 
-    Raises: as `attention`; ValueError also if offsets are out of order (checked by value where they are read).
+    Raises: as `attention`; ValueError also if offsets are out of order, from a backend that reads them on the host
+        (`tiled`); kernels read them on the device only, and give undefined values then.
     """
     q, k, v = autocast_inputs(q, k, v)
     problem = validation.check_attention_varlen(

@@ -84,7 +84,7 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
     seqlen_k = problem.seqlen_k // max(1, problem.batch) if problem.is_packed else problem.seqlen_k
     for row in FORWARD_SM90.get(dims, ()):
         if row.is_causal in (None, is_causal) and seqlen_k <= row.seqlen_k:
-            return row.config
+            return _adapted(row.config, problem)
     # other pairs of head dims: the largest tile that leaves 60 registers beside the accumulators and fits
     for tile_n in (128, 112, 96, 80, 64, 48):
         config = ForwardConfig(tile_n=tile_n, rescale_threshold=LAZY)
@@ -93,5 +93,12 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         except UnsupportedError:
             continue
         if config.accumulator_registers(problem) <= 180:
-            return config
-    return replace(config, tile_n=32)
+            return _adapted(config, problem)
+    return _adapted(replace(config, tile_n=32), problem)
+
+
+def _adapted(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:
+    """The configuration of a dense problem for one that differs from it in its lengths alone."""
+    if problem.is_packed:  # of unequal lengths, which no fixed order balances (not measured yet)
+        return replace(config, dynamic_tiles=True)
+    return config

@@ -41,6 +41,10 @@ PROBLEMS = {
     "128 everything": problem(128, 128, mask=Mask(64, 64), softcap=30.0, has_sinks=True, num_heads_kv=2),
     "192/128 causal": problem(192, 128, mask=CAUSAL),
     "256 causal": problem(256, 256, mask=CAUSAL),
+    "64 packed causal": problem(64, 64, mask=CAUSAL, is_packed=True),
+    "128 packed": problem(128, 128, is_packed=True, has_seqused_k=True),
+    "128 seqused": problem(128, 128, mask=CAUSAL, has_seqused_k=True),
+    "256 packed causal": problem(256, 256, mask=CAUSAL, is_packed=True),
 }
 
 

@@ -26,7 +26,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..blocks import epilogue, mask, wgmma
 from ..blocks.bundle import Bundle
-from ..blocks.integers import minimum
+from ..blocks.integers import maximum, minimum
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
 from ..blocks.mask import Geometry
 from ..blocks.named_barrier import NamedBarrier
@@ -50,7 +50,8 @@ class Tile(NamedTuple):
 
     m_block: Int32
     head: Int32
-    batch: Int32
+    place_q: Int32  # batch entry; of packed sequences the first row
+    place_k: Int32
     geometry: Geometry
     first: Int32
     clear_first: Int32
@@ -97,7 +98,7 @@ class Consumer(Bundle):
 
         self.tiled_mma_qk, self.tiled_mma_pv = tiled_mmas
         thr_qk, thr_pv = (tiled_mma.get_slice(self.thread) for tiled_mma in tiled_mmas)
-        self.sQ = sQ
+        self.sQ, self.sV = sQ, sV
         self.rQ = self.tiled_mma_qk.make_fragment_A(thr_qk.partition_A(sQ))
         if config.q_in_registers:
             self.rQ = cute.make_rmem_tensor(cute.select(self.rQ.layout, [0, 1, 2]).shape, kernel.dtype)
@@ -133,6 +134,7 @@ class Consumer(Bundle):
                 self.first_scores(tile, k_state, self.q_state(wave))
                 k_state.advance()
             self.acc_o.fill(0.0)
+            self.clear_rubbish(tile, v_state)
 
             # the keys, last block first: cut by the right edge of the mask, clear, cut by its left edge
             n_block = tile.last - 1
@@ -194,6 +196,7 @@ class Consumer(Bundle):
         k_state.advance()
         while number < queue.num_tiles:
             self.acc_o.fill(0.0)
+            self.clear_rubbish(tile, v_state)
             n_block = tile.last - 1
             for _ in cutlass.range(n_block - tile.first, unroll=1):
                 self.half_step(tile, n_block, 0, k_state, v_state, self.q_state(wave), Boolean(False))
@@ -408,6 +411,36 @@ class Consumer(Bundle):
         self.pipes.v.consumer_wait(v_state, is_ready)
         wgmma.issue(self.tiled_mma_pv, self.acc_o, self.p, self.rV[None, None, None, v_state.index], True)
 
+    @cute.jit
+    def clear_rubbish(self, tile: Tile, v_state):
+        """Zeros in place of what a tile's first block of V holds past the sequence's last key.
+
+        P is 0 there, and 0 * NaN = NaN. V of a dense problem ends there, too: TMA fills in zeros itself. All
+        warpgroups write the same zeros, so they need not wait for each other.
+        """
+        if cutlass.const_expr(self.kernel.has_rubbish):
+            if tile.last * self.tile_n > tile.geometry.seqlen_k:
+                state = v_state.clone()
+                for part in cutlass.range_constexpr(self.parts - 1, -1, -1):
+                    self.pipes.v.consumer_wait(state)
+                    first = tile.geometry.seqlen_k - (tile.last - 1) * self.tile_n - part * self.part_n
+                    self._clear_rows(self.sV[None, None, state.index], first)
+                    state.advance()
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.wg, number_of_threads=WARPGROUP)
+
+    @cute.jit
+    def _clear_rows(self, tile_v: cute.Tensor, first: Int32):
+        """Zeros in rows `first` (any number) to the last one, 16 bytes a store, by all threads of the warpgroup."""
+        zeros = cute.make_rmem_tensor((8,), tile_v.element_type)
+        zeros.fill(0.0)
+        first = maximum(first, 0)
+        vectors_per_row = cute.size(tile_v, mode=[1]) // 8
+        vectors = cute.zipped_divide(tile_v, (1, 8))  # ((1, 8), (row, vector))
+        for i in cutlass.range(self.thread, (self.part_n - first) * vectors_per_row, WARPGROUP, unroll=1):
+            row, vector = first + i // vectors_per_row, i % vectors_per_row
+            cute.autovec_copy(zeros, vectors[(0, None), (row, vector)])
+
     # ---------------------------------------------------------------- scores
 
     @cute.jit
@@ -449,9 +482,9 @@ class Consumer(Bundle):
         for r in cutlass.range_constexpr(2):
             weight, lse = finish(self.done_max[r], self.done_sum[r], self.scores.scale_log2, sink)
             weights[r] = weight
-            mLSE = self.mLSE[tile.batch, tile.head, None]
+            mLSE = self.kernel.at_head(self.mLSE, self.mLSE, tile.head, tile.place_q)[None, 0]
             epilogue.store_lse(lse, mLSE, row + 8 * r, tile.geometry.seqlen_q, self.lane_in_quad)
-        mO = self.mO[None, None, tile.head, tile.batch]
+        mO = self.kernel.at_head(self.mO, self.mO, tile.head, tile.place_q)
         epilogue.store_rows(self.o, weights, mO, row, tile.geometry.seqlen_q, self.lane_in_quad)
 
     # ---------------------------------------------------------------- pingpong (section 3.1): GEMMs in turns
