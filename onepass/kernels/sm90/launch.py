@@ -109,12 +109,13 @@ def _launch(problem: AttentionProblem, config: ForwardConfig | None, device: int
     has_growing_tiles = mask.window_right is not None and mask.window_left is None
     kv_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // problem.qhead_per_kvhead
     count = tile_scheduler.max_packed_tiles if problem.is_packed else tile_scheduler.num_tiles
-    tiles = count(problem.seqlen_q, config.tile_m, problem.num_heads_q, problem.batch)
-    num_ctas = min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
+    tile_m = config.tile_m * config.cluster_size
+    tiles = count(problem.seqlen_q, tile_m, problem.num_heads_q, problem.batch)
+    num_clusters = min(tiles, torch.cuda.get_device_properties(device).multi_processor_count // config.cluster_size)
     heads = tile_scheduler.heads_per_section(
         problem.num_heads_q * problem.batch,
-        ceil_div(problem.seqlen_q, config.tile_m),
-        num_ctas,
+        ceil_div(problem.seqlen_q, tile_m),
+        num_clusters,
         kv_bytes,
         has_growing_tiles and config.longest_first,
         config.dynamic_tiles,
@@ -124,7 +125,9 @@ def _launch(problem: AttentionProblem, config: ForwardConfig | None, device: int
     else:
         scale_log2, tanh_scale = problem.softcap * LOG2_E, 2 * LOG2_E * problem.softmax_scale / problem.softcap
     kernel = compile.get("forward", (problem.static(), config), ARCH, functools.partial(trace, problem, config))
-    return Launch(kernel, scale_log2, tanh_scale, *bounds, config.dynamic_tiles, heads, num_ctas)
+    return Launch(
+        kernel, scale_log2, tanh_scale, *bounds, config.dynamic_tiles, heads, num_clusters * config.cluster_size
+    )
 
 
 def _tma_ready(t: Tensor) -> Tensor:
