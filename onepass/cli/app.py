@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from . import cache
 from .bench import bench
 from .demo import demo
 from .info import info
@@ -20,3 +21,4 @@ app.command()(info)
 app.command()(demo)
 app.command()(verify)
 app.command()(bench)
+app.add_typer(cache.app, name="cache")
