@@ -37,3 +37,4 @@ def test_machine_code(asked, config):
     assert code.count(r"STG\.E\.128") > 0
     # every group of GEMMs is issued once and waited for: one fence a group
     assert code.count(r"WARPGROUP\.ARRIVE") == code.count(r"WARPGROUP\.DEPBAR")
+    assert code.count(r"WARPGROUP\.ARRIVE") < code.count("HGMMA")  # serialised, each would have its own
