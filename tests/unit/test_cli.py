@@ -212,7 +212,9 @@ def ablated(monkeypatch):
             return (out if config.pingpong or not wrong else out * 1.5), lse
 
         full = ForwardConfig(tile_n=64, q_stages=2)
-        kernel = ablation.Kernel("tiled", "cpu", lambda problem: full, forward, ablation.FORWARD_SM90)
+        refused = ablation.Switch("num_stages", 1, "one buffer each for K and V")
+        switches = (*ablation.FORWARD_SM90, refused)
+        kernel = ablation.Kernel("tiled", "cpu", lambda problem: full, forward, switches)
         monkeypatch.setitem(ablation.KERNELS, "sm90", kernel)
 
     return make
@@ -233,6 +235,7 @@ def test_ablate(ablated, tmp_path):
         "with it overlap_tiles=False",
         "paper: No GEMM-Softmax Pipelining, Warp-Specialization",
         "no row, changes nothing here: not the longest tiles first",
+        "refused: num_stages: overlap_gemm_softmax needs 2, got 1",
         "2 rounds",
         f"wrote {picture}",
     ):
