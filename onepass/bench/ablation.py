@@ -21,7 +21,7 @@ from . import run as bench_run
 from .cases import Case
 from .machine import describe
 from .peers import Contender
-from .run import Options, new_row, side_stream, time_contenders
+from .run import Options, new_row, side_stream, time_contenders, use_device
 from .timing import Samples
 
 # Table 2: forward, not causal, fp16
@@ -214,7 +214,7 @@ def problem_of(case: Case, device_type: str) -> AttentionProblem:
 def refusal(kernel: Kernel, case: Case, device: str) -> str | None:
     """Why the kernel cannot be measured on this device; None if it can."""
     if device.startswith("cuda"):
-        torch.cuda.set_device(device)
+        use_device(device)
     elif kernel.device != device:
         return f"expected {kernel.device}, got {device}; torch sees {torch.cuda.device_count()} GPUs"
     support = dispatch.choose(problem_of(case, device.partition(":")[0]), kernel.backend)

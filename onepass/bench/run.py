@@ -159,8 +159,15 @@ def side_stream(options: Options) -> contextlib.AbstractContextManager:
     """CUDA graphs cannot be captured on the default stream."""
     if options.device_type != "cuda":
         return contextlib.nullcontext()
-    torch.cuda.set_device(options.device)
+    use_device(options.device)
     return torch.cuda.stream(torch.cuda.Stream())
+
+
+def use_device(device: str) -> None:
+    """Make it the current one: "cuda:N" GPU N, "cuda" the one that is current already, which torch does not take."""
+    index = torch.device(device).index
+    if device.startswith("cuda") and index is not None:
+        torch.cuda.set_device(index)
 
 
 def _new_row(set_name: str, measure: str, case: Case, options: Options) -> Row:
