@@ -128,7 +128,7 @@ def summary(key: tuple) -> str:
             pairs = [(f.name, getattr(item, f.name)) for f in dataclasses.fields(item)]
             defaults = {f.name: f.default for f in dataclasses.fields(item)}
             pairs = [(name, value) for name, value in pairs if value != defaults[name]]
-        elif isinstance(item, tuple):
+        elif isinstance(item, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in item):
             pairs = [(name, value) for name, value in item if value is not None and value is not False]
         else:
             pairs = [(str(item), True)]

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from onepass.kernels import compile, disk_cache
+from onepass.kernels.config import ForwardConfig
 
 KEY = ((("head_dim", 64), ("has_sinks", False), ("causal", True)),)
 # children see what the test has replaced, and start at once
@@ -125,6 +126,12 @@ def test_the_entry_says_what_it_is(directory):
     assert about["key"] == repr(KEY)
     assert about["summary"] == "head_dim=64 causal"
     assert about["compile_s"] >= 0
+
+
+def test_summaries():
+    config = ForwardConfig(tile_n=96, num_warpgroups=3, pingpong=False)
+    assert compile.summary((KEY[0], config)) == "head_dim=64 causal; tile_n=96 num_warpgroups=3 pingpong=False"
+    assert compile.summary(("split", (1, 2), None)) == "split; (1, 2); None"  # any key has one
 
 
 # ---------------------------------------------------------------- side by side, and killed
