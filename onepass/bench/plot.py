@@ -45,6 +45,45 @@ def plot(report: dict[str, Any], path: Path) -> list[Path]:
     return written
 
 
+def plot_ablation(report: dict[str, Any], path: Path) -> list[Path]:
+    """Draw the configurations of an `onepass ablate` report as bars, in the order of its table.
+
+    Returns: the files written, none for a report without results.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    (row,) = report["rows"]
+    found = {entry["label"]: row["contenders"].get(entry["label"], {}) for entry in row["configurations"]}
+    timed = {label: entry for label, entry in found.items() if "tflops" in entry}
+    if not timed:
+        return []
+    _, unit, scale = _what_to_show([{**row, "contenders": timed}])
+    size = 7.5, 1.1 + 0.32 * len(timed)
+    figure, ax = plt.subplots(figsize=size)
+    colors = [_COLORS["onepass"] if label == next(iter(found)) else _COLORS["sdpa-efficient"] for label in timed]
+    heights = [entry["tflops"] * scale for entry in timed.values()]
+    ax.barh(range(len(timed)), heights, 0.75, color=colors)
+    for at, (height, entry) in enumerate(zip(heights, timed.values(), strict=True)):
+        ratio = entry.get("relative_speed", {}).get("median")
+        text = _number(height) if ratio is None else f"{_number(height)}  ({ratio:.3f})"
+        ax.annotate(text, (height, at), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8)
+    ax.set_yticks(range(len(timed)), list(timed), fontsize=8)
+    ax.invert_yaxis()
+    ax.set_xlim(0, 1.2 * max(heights))
+    ax.set_xlabel(f"{unit} (ratio to the full configuration)", fontsize=9)
+    ax.set_title(row["label"], fontsize=9)
+    _plain(ax, "x")
+    figure.suptitle(_title([row], report["header"]), fontsize=10, fontweight="bold", y=1 - 0.08 / size[1])
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return [path]
+
+
 def _draw(rows: Sequence[Row], header: dict[str, Any], path: Path) -> None:
     """Panels by direction and causal (down) and head_dim (across), or a single one if there is a single length."""
     from matplotlib import pyplot as plt
@@ -136,9 +175,14 @@ def _bars(ax: Any, rows: Sequence[Row], names: Sequence[str], kind: str, scale: 
             )
     labels = [_length(row["case"]["seqlen_q"]) if is_grid else _tick(row["case"]) for row in rows]
     ax.set_xticks(range(len(rows)), labels, fontsize=8)
-    ax.tick_params(axis="y", labelsize=8)
+    _plain(ax, "y")
+
+
+def _plain(ax: Any, values: str) -> None:
+    """Lines behind the bars, at the values, and no frame."""
+    ax.tick_params(axis=values, labelsize=8)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.grid(axis="y", color="#dddddd", linewidth=0.6)
+    ax.grid(axis=values, color="#dddddd", linewidth=0.6)
     ax.set_axisbelow(True)
 
 

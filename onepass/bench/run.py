@@ -7,14 +7,14 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .cases import DTYPES, Case, CaseSet, make_inputs
+from .cases import DTYPES, Case, CaseSet, Inputs, make_inputs
 from .check import Oracle
 from .flops import bytes_moved, flops, score_matrix_bytes, visible_pairs
 from .machine import describe
@@ -82,6 +82,21 @@ class Report:
         if self.path is not None:
             write_json(self.path, self.to_dict())
 
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around the measuring: however it ends, the file holds what there is, and says so. Ctrl-C ends it quietly."""
+        self.save()
+        try:
+            yield
+            self.status = "complete"
+        except KeyboardInterrupt:
+            self.status = "interrupted"
+        except BaseException as error:
+            self.status = f"failed: {type(error).__name__}: {error}"
+            raise
+        finally:
+            self.save()
+
     @property
     def wrong(self) -> list[Row]:
         """Rows in which onepass itself failed its check or did not run."""
@@ -127,45 +142,47 @@ def run(
         "time_budget_s": options.time_budget_s,
     }
     report = Report(header, path)
-    report.save()
-    try:
-        with _side_stream(options):
-            for case_set in case_sets:
-                for case in case_set.cases:
-                    if on_start is not None:
-                        on_start(case_set, case)
-                    measure = _time_row if case_set.measure == "time" else _memory_row
-                    row = measure(case_set.name, case, found, options)
-                    report.add(row)
-                    if on_row is not None:
-                        on_row(row)
-        report.status = "complete"
-    except KeyboardInterrupt:
-        report.status = "interrupted"
-    except BaseException as error:
-        report.status = f"failed: {type(error).__name__}: {error}"
-        raise
-    finally:
-        report.save()
+    with report.recording(), side_stream(options):
+        for case_set in case_sets:
+            for case in case_set.cases:
+                if on_start is not None:
+                    on_start(case_set, case)
+                measure = _time_row if case_set.measure == "time" else _memory_row
+                row = measure(case_set.name, case, found, options)
+                report.add(row)
+                if on_row is not None:
+                    on_row(row)
     return report
 
 
-def _side_stream(options: Options) -> contextlib.AbstractContextManager:
+def side_stream(options: Options) -> contextlib.AbstractContextManager:
     """CUDA graphs cannot be captured on the default stream."""
     if options.device_type != "cuda":
         return contextlib.nullcontext()
-    torch.cuda.set_device(options.device)
+    use_device(options.device)
     return torch.cuda.stream(torch.cuda.Stream())
+
+
+def use_device(device: str) -> None:
+    """Make it the current one: "cuda:N" GPU N, "cuda" the one that is current already, which torch does not take."""
+    index = torch.device(device).index
+    if device.startswith("cuda") and index is not None:
+        torch.cuda.set_device(index)
 
 
 def _new_row(set_name: str, measure: str, case: Case, options: Options) -> Row:
     support = ask_support(case, options.device)
+    return new_row(set_name, measure, case, support.backend if support.ok else None)
+
+
+def new_row(set_name: str, measure: str, case: Case, backend: str | None) -> Row:
+    """Nothing measured yet."""
     return {
         "set": set_name,
         "measure": measure,
         "label": case.label,
         "case": case.to_dict(),
-        "backend": support.backend if support.ok else None,
+        "backend": backend,
         "contenders": {},
         "skipped": {},  # name -> why it does not compute this case
         "failed": {},  # name -> what went wrong, or how far off its result was
@@ -186,6 +203,29 @@ def _contenders(case: Case, found: Found, options: Options) -> list[Contender]:
 
 def _time_row(set_name: str, case: Case, found: Found, options: Options) -> Row:
     row = _new_row(set_name, "time", case, options)
+    peers = set(found.present)
+    samples = time_contenders(row, case, _contenders(case, found, options), options, peers)
+    _fill_ratios(row, samples, peers)
+    return row
+
+
+def time_contenders(
+    row: Row,
+    case: Case,
+    contenders: Sequence[Contender],
+    options: Options,
+    peers: Collection[str] = (),
+    on_check: Callable[[str], object] | None = None,
+    on_round: Callable[[Samples], object] | None = None,
+) -> Samples:
+    """Check all contenders, then time those that are right, in turns. What comes out goes into the row at once.
+
+    Args:
+        peers: names of those that are held to the wider budget.
+        on_check: told a contender's name before it is prepared and checked.
+        on_round: as in `measure_interleaved`. After Ctrl-C the row has the figures of the rounds that were finished.
+    Returns: the samples, none if no contender was right.
+    """
     work = flops(case)
     row |= {"flops": work, "bytes": bytes_moved(case), "visible_pairs": visible_pairs(case)}
     is_cuda = options.device_type == "cuda"
@@ -195,22 +235,25 @@ def _time_row(set_name: str, case: Case, found: Found, options: Options) -> Row:
     samplers: dict[str, Sampler] = {}
     work_of = {}
 
-    for contender in _contenders(case, found, options):
+    for contender in contenders:
         name, adapted = contender.name, contender.adapt(case)
         if refusal := contender.refusal(adapted):
             row["skipped"][name] = refusal
             continue
+        if on_check is not None:
+            on_check(name)
         try:
             prepared = [prepare(contender, case, one) for one in inputs]
             if adapted not in oracles:
                 oracles[adapted] = Oracle(adapted, inputs[0])
-            checked = oracles[adapted].compare(prepared[0].results(), is_peer=name in found.present)
+            _poison(inputs[0])
+            checked = oracles[adapted].compare(prepared[0].results(), is_peer=name in peers)
             bad = [str(comparison) for comparison in checked if not comparison.ok]
             if bad:
                 row["failed"][name] = "; ".join(bad)
                 continue
             samplers[name] = sampler = _sampler([one.run for one in prepared], is_cuda)
-        except (RuntimeError, ValueError, TypeError, NotImplementedError, ImportError, AssertionError) as error:
+        except Exception as error:  # a kernel compiler has errors of its own, and all of them mean: it did not run
             row["failed"][name] = _reason(error)
             continue
         worst = max(checked, key=lambda comparison: comparison.share)
@@ -218,16 +261,33 @@ def _time_row(set_name: str, case: Case, found: Found, options: Options) -> Row:
         if isinstance(sampler, CudaSampler):
             row["contenders"][name]["launch"] = sampler.launch
         work_of[name] = flops(adapted)
+    so_far = Samples({})
     if not samplers:
-        return row
+        return so_far
     # the ceiling is measured right before, not in the rounds: contenders take turns with one another alone, and none
     # of them finds its caches emptied by a large GEMM
     gemm, gemm_flops = _gemm(case, options)
     gemm_ms = measure_interleaved({GEMM: gemm}, rounds=GEMM_ROUNDS).spread(GEMM).median
     row["gemm"] = {"median_ms": gemm_ms, "tflops": gemm_flops / gemm_ms / 1e9}
-    samples = measure_interleaved(samplers, rounds=options.rounds, time_budget_s=options.time_budget_s)
-    _fill_times(row, samples, work_of, set(found.present))
-    return row
+
+    def keep(samples: Samples) -> None:
+        nonlocal so_far
+        so_far = samples
+        if on_round is not None:
+            on_round(samples)
+
+    try:
+        measure_interleaved(samplers, rounds=options.rounds, time_budget_s=options.time_budget_s, on_round=keep)
+    finally:
+        if so_far.rounds:
+            _fill_times(row, so_far, work_of)
+    return so_far
+
+
+def _poison(inputs: Inputs) -> None:
+    """NaN in the memory that results are likely to get: who writes too little must not find another's result there."""
+    poisoned = [torch.full_like(t, math.nan) for t in inputs]
+    del poisoned
 
 
 def _sampler(calls: Sequence[Call], is_cuda: bool) -> Sampler:
@@ -241,8 +301,8 @@ def _gemm(case: Case, options: Options) -> tuple[Sampler, int]:
     return _sampler([lambda: a @ b], is_cuda), 2 * size**3
 
 
-def _fill_times(row: Row, samples: Samples, work_of: dict[str, int], peers: set[str]) -> None:
-    """Medians, spread, TFLOP/s and ratios of one row."""
+def _fill_times(row: Row, samples: Samples, work_of: dict[str, int]) -> None:
+    """Medians, spread and TFLOP/s of one row."""
     row["rounds"] = samples.rounds
     for name, work in work_of.items():
         ms = samples.spread(name)
@@ -253,9 +313,12 @@ def _fill_times(row: Row, samples: Samples, work_of: dict[str, int], peers: set[
             "tflops": work / ms.median / 1e9,
             "gemm_share": work / ms.median / 1e9 / row["gemm"]["tflops"],
         }
-    if "onepass" not in work_of:
+
+
+def _fill_ratios(row: Row, samples: Samples, peers: set[str]) -> None:
+    if "onepass" not in samples.ms:
         return
-    others = [name for name in work_of if name != "onepass"]
+    others = [name for name in samples.ms if name != "onepass"]
     # speed of onepass over each other contender: above 1, onepass is faster
     row["speed_ratio"] = {name: samples.speed_ratio("onepass", name)._asdict() for name in others}
     rivals = [name for name in others if name in peers]

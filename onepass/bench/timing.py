@@ -74,12 +74,14 @@ def measure_interleaved(
     time_budget_s: float = 10.0,
     min_rounds: int = MIN_ROUNDS,
     max_rounds: int = MAX_ROUNDS,
+    on_round: Callable[[Samples], object] | None = None,
 ) -> Samples:
     """Run every sampler once a round, in rotating order.
 
     Args:
         rounds: exactly so many; None = as many as fit into the budget, between min_rounds and max_rounds.
         time_budget_s: of all rounds together. Where min_rounds take three times as long, FEWEST_ROUNDS are enough.
+        on_round: told all samples so far after each round, outside of any sample: what is left if there is no next one.
     """
     ms: dict[str, list[float]] = {name: [] for name in samplers}
     names = list(samplers)
@@ -91,6 +93,8 @@ def measure_interleaved(
             first = (done - 1) % max(1, len(names))
             for name in names[first:] + names[:first]:
                 ms[name].append(samplers[name]())
+            if on_round is not None:
+                on_round(Samples({name: list(values) for name, values in ms.items()}))
             elapsed_s = time.perf_counter() - start
             if rounds is not None:
                 finished = done >= rounds

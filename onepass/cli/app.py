@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from . import cache
+from .ablate import ablate
 from .bench import bench
 from .demo import demo
 from .info import info
@@ -20,3 +22,5 @@ app.command()(info)
 app.command()(demo)
 app.command()(verify)
 app.command()(bench)
+app.command()(ablate)
+app.add_typer(cache.app, name="cache")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +13,7 @@ from rich.table import Table
 from ..bench.cases import CASE_SETS, DTYPES, Case, CaseSet, get_case_set, select
 from ..bench.peers import PEERS
 from ..bench.run import Options, Report, run
-from .console import INTERRUPTED, TABLE_STYLE, fail, make_console, resolve_device
+from .console import INTERRUPTED, TABLE_STYLE, fail, make_console, require_matplotlib, resolve_device
 
 _DEFAULT_SETS = {"cpu": ("cpu", "window", "memory"), "cuda": ("paper",)}
 
@@ -40,8 +39,8 @@ def bench(
     """
     console = make_console()
     device = resolve_device(device)
-    if plot_path is not None and importlib.util.find_spec("matplotlib") is None:
-        fail("--plot needs matplotlib: pip install onepass[bench]", code=1)
+    if plot_path is not None:
+        require_matplotlib("--plot")
     names = sets or _DEFAULT_SETS[device.partition(":")[0]]
     peer_names = None if peers is None else [name.strip() for name in peers.split(",") if name.strip()]
     if unknown := sorted(set(peer_names or ()) - set(PEERS)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from typing import Any, NoReturn
@@ -31,6 +32,12 @@ def fail(message: str, code: int = 2) -> NoReturn:
     """One line on standard error, then exit: 2 for a request that makes no sense, 1 for a result that is wrong."""
     typer.echo(f"onepass: {message}", err=True)
     raise typer.Exit(code)
+
+
+def require_matplotlib(option: str) -> None:
+    """Asked before the measuring, not after it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        fail(f"{option} needs matplotlib: pip install onepass[bench]", code=1)
 
 
 def resolve_device(name: str) -> str:

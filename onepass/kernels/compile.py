@@ -1,31 +1,24 @@
-"""Compiling a kernel once: in this process, and on this machine through a disk cache.
+"""Compiling a kernel once: in this process, and on this machine through a disk cache (disk_cache.py).
 
-An entry of the disk cache is a native object file, <key>.o, and <key>.json beside it, which names what it is and holds
-the object's SHA-256. The key covers everything that the code depends on: the static problem, the configuration, the
-architecture, the compiler's and this package's sources and versions, and the CPU (the object holds host code, too).
-
-* The directory belongs to the user alone (mode 0700, owner checked): entries are loaded as native code.
-* One process compiles a key while the others wait for its lock; the lock dies with its process.
-* Files appear by atomic rename, the .json last: a compile that is killed leaves no entry. An entry whose digest does
-  not match is built again. Nothing is unpickled.
+The key covers everything that the code depends on: the static problem, the configuration, the architecture, the
+compiler's and this package's sources and versions, and the CPU (the object holds host code, too).
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
-import json
-import os
-import stat
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from . import disk_cache
 
 SYMBOL = "onepass_kernel"
 PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
@@ -35,14 +28,6 @@ OPTIONS = "--enable-tvm-ffi"
 _kernels: dict[str, Callable] = {}
 _keep_alive: list[Any] = []
 _lock = threading.Lock()
-
-
-def cache_directory() -> Path:
-    """$ONEPASS_CACHE_DIR, or onepass/ in the user's cache directory."""
-    explicit = os.environ.get("ONEPASS_CACHE_DIR")
-    if explicit:
-        return Path(explicit)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onepass"
 
 
 def get(name: str, key: tuple, arch: str, trace: Callable[[], tuple]) -> Callable:
@@ -71,94 +56,94 @@ def compile_now(arch: str, trace: Callable[[], tuple], options: str = OPTIONS) -
 
 
 def _get_from_disk(fingerprint: str, name: str, key: tuple, arch: str, trace: Callable[[], tuple]) -> Callable:
-    directory = _usable_directory()
-    if directory is None:
+    directory = disk_cache.cache_directory()
+    try:
+        disk_cache.make_usable(directory)
+        kernel = _shared(directory / f"{fingerprint}.o", name, key, arch, trace)
+    except OSError as error:  # another user's directory, no space left, no locks on this file system, ...
+        warnings.warn(f"onepass: kernels are compiled for this process only: {error}", RuntimeWarning, stacklevel=3)
         compiled = compile_now(arch, trace)
         _keep_alive.append(compiled)
         return compiled.__tvm_ffi_object__()
-    entry = directory / f"{fingerprint}.o"
+    if kernel is None:
+        raise RuntimeError(f"the kernel cache entry {fingerprint} cannot be loaded right after it was built")
+    return kernel
+
+
+def _shared(entry: Path, name: str, key: tuple, arch: str, trace: Callable[[], tuple]) -> Callable | None:
+    """The entry's kernel, built first if need be, by one process at a time."""
     kernel = _load(entry)
     if kernel is None:
-        with _exclusive(directory / f"{fingerprint}.lock"):
+        with disk_cache.exclusive(entry.with_suffix(".lock")):
             kernel = _load(entry)  # another process may have built it meanwhile
             if kernel is None:
                 _build(entry, name, key, arch, trace)
                 kernel = _load(entry)
-    if kernel is None:
-        raise RuntimeError(f"the kernel cache entry {entry} cannot be loaded right after it was built")
     return kernel
 
 
 def _build(entry: Path, name: str, key: tuple, arch: str, trace: Callable[[], tuple]) -> None:
     started = time.perf_counter()
     compiled = compile_now(arch, trace)
-    part = entry.with_name(f"{entry.stem}.{os.getpid()}.part.o")  # the suffix picks the format
-    try:
-        compiled.export_to_c(str(part), function_name=SYMBOL)
-        about = {
+
+    def export(path: Path) -> None:
+        compiled.export_to_c(str(path), function_name=SYMBOL)
+
+    def about() -> dict[str, Any]:
+        return {
             "name": name,
+            "summary": summary(key),
             "key": repr(key),
             "arch": arch,
-            "sha256": hashlib.sha256(part.read_bytes()).hexdigest(),
+            "environment": environment(),
             "compile_s": round(time.perf_counter() - started, 3),
         }
-        os.replace(part, entry)
-        part = part.with_suffix(".json")
-        part.write_text(json.dumps(about, indent=1))
-        os.replace(part, entry.with_suffix(".json"))
-    finally:
-        part.unlink(missing_ok=True)
+
+    disk_cache.write(entry, export, about)
 
 
 def _load(entry: Path) -> Callable | None:
     """The entry's kernel; None if there is none or it is not what its .json says."""
     try:
-        about = json.loads(entry.with_suffix(".json").read_text())
-        if about["sha256"] != hashlib.sha256(entry.read_bytes()).hexdigest():
-            return None
-    except (OSError, ValueError, KeyError, TypeError):
+        disk_cache.verify(entry)
+    except disk_cache.BrokenEntry:
         return None
     from cutlass.cute.runtime import load_module
 
-    module = load_module(str(entry), enable_tvm_ffi=True)
+    try:
+        module = load_module(str(entry), enable_tvm_ffi=True)
+    except Exception:
+        if entry.exists():
+            raise
+        return None  # the cache was cleared in between
     _keep_alive.append(module)
     return getattr(module, SYMBOL)
 
 
-def _usable_directory() -> Path | None:
-    """The cache directory, made if needed; None (with a warning) if others could have written to it."""
-    directory = cache_directory()
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = os.lstat(directory)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-            raise PermissionError(f"{directory} is not a directory of this user")
-        if status.st_mode & 0o077:
-            os.chmod(directory, 0o700)
-        if not os.access(directory, os.W_OK):
-            raise PermissionError(f"{directory} is not writable")
-    except OSError as error:
-        warnings.warn(f"onepass: kernels are compiled for this process only: {error}", RuntimeWarning, stacklevel=2)
-        return None
-    return directory
-
-
-@contextlib.contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    """Hold the lock file; the kernel gives it back if this process dies."""
-    with open(path, "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def summary(key: tuple) -> str:
+    """A key for people: pairs and fields that say something, those of a configuration only where they were set."""
+    parts = []
+    for item in key:
+        if dataclasses.is_dataclass(item):
+            pairs = [(f.name, getattr(item, f.name)) for f in dataclasses.fields(item)]
+            defaults = {f.name: f.default for f in dataclasses.fields(item)}
+            pairs = [(name, value) for name, value in pairs if value != defaults[name]]
+        elif isinstance(item, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in item):
+            pairs = [(name, value) for name, value in item if value is not None and value is not False]
+        else:
+            pairs = [(str(item), True)]
+        parts.append(" ".join(name if value is True else f"{name}={value}" for name, value in pairs))
+    return "; ".join(parts)
 
 
 def _fingerprint(name: str, key: tuple, arch: str) -> str:
-    parts = (name, key, arch, OPTIONS, _environment())
+    parts = (name, key, arch, OPTIONS, environment())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 @functools.lru_cache(maxsize=1)
-def _environment() -> str:
-    """Versions, CPU and sources, as one digest."""
+def environment() -> str:
+    """Versions, CPU and sources, as one digest: an entry of another one is not used any more."""
     digest = hashlib.sha256()
     for package in PACKAGES:
         digest.update(f"{package} {importlib.metadata.version(package)}\n".encode())

@@ -67,19 +67,20 @@ def disassembler() -> str | None:
 
 @contextlib.contextmanager
 def _captured() -> Iterator[list[str]]:
-    """What the compiler prints, which it does past Python: one string, there after the block."""
+    """What the compiler prints, by Python and past it: one string, there after the block."""
     text: list[str] = []
-    with tempfile.TemporaryFile() as file:
+    with tempfile.TemporaryFile() as file, open(os.dup(file.fileno()), "w") as stream:
         sys.stdout.flush()
         sys.stderr.flush()
         saved = os.dup(1), os.dup(2)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         try:
-            yield text
+            # under pytest sys.stdout is not file 1: what goes there would be missed
+            with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+                yield text
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            stream.flush()
             for number, copy in enumerate(saved, 1):
                 os.dup2(copy, number)
                 os.close(copy)

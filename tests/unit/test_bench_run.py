@@ -230,3 +230,16 @@ def test_plot_draws_one_picture_for_each_set(smoke, tmp_path):
     for path in both:
         assert path.read_bytes().startswith(b"\x89PNG")
     assert plot({**content, "rows": []}, tmp_path / "none.png") == []
+
+
+def test_the_current_device_needs_no_number(monkeypatch):
+    chosen = []
+
+    def set_device(device):
+        """torch's own check: "cuda" alone is refused."""
+        chosen.append(torch.cuda._utils._get_device_index(device))
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    for device in ("cpu", "cuda", "cuda:1"):
+        run.use_device(device)
+    assert chosen == [1]

@@ -40,6 +40,24 @@ def test_order_rotates_and_everyone_runs_once_a_round():
     assert "".join(order) == "abc" + "abc" + "bca" + "cab" + "abc"  # warm-up, then four rounds
 
 
+def test_what_a_round_has_told_stays_as_it_was():
+    """If the next round is interrupted, its samples belong to no round."""
+    told: list[Samples] = []
+    number = iter(range(1000))
+
+    def sample():
+        at = next(number)
+        if at == 13:  # two calls of warm-up, then five rounds and one sample
+            raise KeyboardInterrupt
+        return 1000.0 + at
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_interleaved({"a": sample, "b": sample}, rounds=100, on_round=told.append)
+    assert [samples.rounds for samples in told] == [1, 2, 3, 4, 5]
+    assert told[0].ms == {"a": [1002.0], "b": [1003.0]}
+    assert {len(values) for values in told[-1].ms.values()} == {5}
+
+
 @pytest.mark.parametrize(
     ("sample_ms", "budget_s", "rounds"),
     [

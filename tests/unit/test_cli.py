@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -14,9 +15,14 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 import onepass
-from onepass.bench import run
+from onepass import tiled
+from onepass.bench import ablation, run
+from onepass.bench.cases import Case
+from onepass.cli import ablate as cli_ablate
 from onepass.cli import verify
 from onepass.cli.app import app
+from onepass.kernels import disk_cache
+from onepass.kernels.config import ForwardConfig
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +42,7 @@ def invoke(*arguments: str):
 def test_help_lists_the_commands():
     result = invoke("--help")
     assert result.exit_code == 0
-    for command in ("info", "demo", "verify", "bench"):
+    for command in ("info", "demo", "verify", "bench", "ablate", "cache"):
         assert command in result.output
 
 
@@ -191,3 +197,168 @@ def test_importing_onepass_imports_none_of_the_extras():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# ablate: the runs are tested in test_bench_ablation.py; here what is printed, and the exit codes
+
+
+@pytest.fixture
+def ablated(monkeypatch):
+    """A kernel for the CPU under the name sm90: `wrong` makes one configuration wrong."""
+
+    def make(wrong: bool = False):
+        def forward(problem, inputs, config):
+            out, lse = tiled.forward(problem, inputs)
+            return (out if config.pingpong or not wrong else out * 1.5), lse
+
+        full = ForwardConfig(tile_n=64, q_stages=2)
+        refused = ablation.Switch("num_stages", 1, "one buffer each for K and V")
+        switches = (*ablation.FORWARD_SM90, refused)
+        kernel = ablation.Kernel("tiled", "cpu", lambda problem: full, forward, switches)
+        monkeypatch.setitem(ablation.KERNELS, "sm90", kernel)
+
+    return make
+
+
+ABLATE = ("ablate", "--device", "cpu", "--rounds", "2")
+SMALL = ("--seqlen", "32", "--heads", "1", "--batch", "1", "--head-dim", "16")
+
+
+def test_ablate(ablated, tmp_path):
+    ablated()
+    path, picture = tmp_path / "a.json", tmp_path / "a.png"
+    result = invoke(*ABLATE, *SMALL, "--json", str(path), "--plot", str(picture))
+    assert result.exit_code == 0, result.output
+    for text in (
+        "full configuration",
+        "no pingpong between warpgroups",
+        "with it overlap_tiles=False",
+        "paper: No GEMM-Softmax Pipelining, Warp-Specialization",
+        "no row, changes nothing here: not the longest tiles first",
+        "refused: num_stages: overlap_gemm_softmax needs 2, got 1",
+        "2 rounds",
+        f"wrote {picture}",
+    ):
+        assert text in result.output.replace("\n", "") if text.startswith("wrote") else text in result.output
+    row = json.loads(path.read_text())["rows"][0]
+    assert (row["case"]["dtype"], row["case"]["head_dim"], row["case"]["causal"]) == ("float16", 16, False)
+    assert picture.exists()
+
+
+def test_ablate_takes_the_papers_case_by_default(ablated, monkeypatch):
+    cases = []
+
+    def record(kernel, case, device):
+        cases.append(case)
+        return "seen enough"
+
+    monkeypatch.setattr(cli_ablate, "refusal", record)
+    for options in ((), ("--head-dim", "64", "--causal", "--seqlen", "1024", "--dtype", "bfloat16")):
+        assert invoke("ablate", *options).exit_code == 2
+    assert cases[0] == ablation.PAPER_CASE
+    # the same tokens and hidden size
+    assert cases[1] == Case.square(1024, 32, 64, batch=33, dtype="bfloat16", causal=True)
+
+
+@pytest.mark.parametrize(
+    ("what", "exit_code", "text"),
+    [
+        ("wrong", 1, "1 of 5 configurations failed"),
+        ("interrupted", 130, "interrupted after 1 rounds"),
+    ],
+)
+def test_exit_codes_of_ablate(ablated, monkeypatch, what, exit_code, text):
+    ablated(wrong=what == "wrong")
+    if what == "interrupted":
+        measure = cli_ablate.measure
+
+        def interrupted(case, kernel, options, path, on_check, on_round):
+            def stop(done):
+                raise KeyboardInterrupt
+
+            return measure(case, kernel, options, path, on_check, stop)
+
+        monkeypatch.setattr(cli_ablate, "measure", interrupted)
+    result = invoke(*ABLATE, *SMALL)
+    assert result.exit_code == exit_code, result.output
+    assert text in result.output
+    assert ("FAILED no pingpong" in result.output) == (what == "wrong")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--arch", "sm70"], "expected one of sm90, got 'sm70'"),
+        (["--dtype", "int8"], "int8"),
+        (["--heads", "6", "--heads-kv", "4"], "expected a divisor of 6 heads, got 4"),
+        (["--device", "cpu"], "the sm90 kernel cannot be measured here: expected a Hopper GPU"),
+    ],
+)
+def test_ablate_refuses_with_the_reason(arguments, text):
+    result = invoke("ablate", *arguments)
+    assert result.exit_code == 2
+    assert text in result.output
+    assert "Traceback" not in result.output
+
+
+# cache
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """A cache directory with an intact entry and the remains of a killed build."""
+    directory = tmp_path / "cache"
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(directory))
+    disk_cache.make_usable(directory)
+    about = {"name": "forward", "summary": "head_dim=64 [causal]", "arch": "sm_90a", "compile_s": 1.75}
+    disk_cache.write(directory / f"{'ab' * 16}.o", lambda path: path.write_bytes(b"x" * 3072), lambda: about)
+    (directory / f"{'cd' * 16}.7.part.o").write_bytes(b"half")
+    (directory / "notes.txt").write_text("not a kernel")
+    return directory
+
+
+def test_cache_lists(cached):
+    result = invoke("cache")
+    assert result.exit_code == 0, result.output
+    for text in ("head_dim=64 [causal]", "abababab", "sm_90a", "1.8", "intact", "unfinished build", "entries: 2"):
+        assert text in result.output
+    assert str(cached) in result.output.replace("\n", "")
+
+
+def test_cache_clear_asks(cached):
+    result = CliRunner().invoke(app, ["cache", "clear"], input="n\n")
+    assert result.exit_code == 1
+    assert len(list(cached.iterdir())) == 4
+    result = CliRunner().invoke(app, ["cache", "clear"], input="y\n")
+    assert result.exit_code == 0, result.output
+    assert [path.name for path in cached.iterdir()] == ["notes.txt"]
+
+
+def test_cache_clear_yes(cached):
+    with disk_cache.exclusive(cached / f"{'cd' * 16}.lock"):
+        result = invoke("cache", "clear", "--yes")
+    assert result.exit_code == 0, result.output
+    assert "entries removed: 1" in result.output
+    assert "kept cdcdcdcd: being built" in result.output
+    assert invoke("cache", "clear", "--yes").exit_code == 0
+    assert "no compiled kernels" in invoke("cache").output
+    assert "no compiled kernels" in invoke("cache", "clear").output
+
+
+def test_cache_without_a_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path / "none"))
+    for arguments in (["cache"], ["cache", "clear"]):
+        result = invoke(*arguments)
+        assert result.exit_code == 0
+        assert "not made yet" in result.output.replace("\n", " ")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("arguments", [["cache"], ["cache", "clear", "--yes"]])
+def test_another_users_cache_is_left_alone(cached, monkeypatch, arguments):
+    owner = cached.stat().st_uid
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    result = invoke(*arguments)
+    assert result.exit_code == 1
+    assert "not a directory of this user" in result.output
+    assert len(list(cached.iterdir())) == 4

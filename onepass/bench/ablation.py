@@ -1,0 +1,315 @@
+"""What is each choice of a kernel worth? Its default configuration, and the same with one choice at a time undone.
+
+The setting and the first rows are those of Table 2 of FlashAttention-3, arXiv:2407.08608, section 4.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import dispatch
+from ..errors import UnsupportedError
+from ..kernels import heuristics
+from ..problem import AttentionInputs, AttentionProblem, Mask
+from . import run as bench_run
+from .cases import Case
+from .machine import describe
+from .peers import Contender
+from .run import Options, new_row, side_stream, time_contenders, use_device
+from .timing import Samples
+
+# Table 2: forward, not causal, fp16
+PAPER_BATCH, PAPER_SEQLEN, PAPER_HEADS, PAPER_HEAD_DIM = 4, 8448, 16, 128
+PAPER_CASE = Case.square(PAPER_SEQLEN, PAPER_HEADS, PAPER_HEAD_DIM, batch=PAPER_BATCH, dtype="float16")
+FULL = "full configuration"
+
+
+class PaperRow(NamedTuple):
+    """A row of the paper's table."""
+
+    name: str
+    tflops: float  # on an H100 SXM5
+
+
+def _always(problem: AttentionProblem, config: Any) -> bool:
+    return True
+
+
+class Switch(NamedTuple):
+    """One choice of a configuration that can be undone.
+
+    Attributes:
+        field: of the configuration. One that it does not have (yet) gives no row.
+        off: the value without the choice. Values above it count as "on": True over False, 3 stages over 2.
+        label: what the row is called.
+        also: other fields that make no sense without the choice, and their values then.
+        matters: whether it changes anything for this problem and configuration.
+    """
+
+    field: str
+    off: Any
+    label: str
+    also: Mapping[str, Any] = {}
+    matters: Callable[[AttentionProblem, Any], bool] = _always
+    paper: PaperRow | None = None
+
+
+def _has_several_warpgroups(problem: AttentionProblem, config: Any) -> bool:
+    return config.num_warpgroups > 1
+
+
+def _has_growing_tiles(problem: AttentionProblem, config: Any) -> bool:
+    return problem.mask.window_right is not None and problem.mask.window_left is None
+
+
+FORWARD_SM90 = (
+    Switch(
+        "overlap_gemm_softmax",
+        False,
+        "no GEMM/softmax overlap in a warpgroup",
+        {"overlap_tiles": False, "score_buffers": 1, "rescale_beside_qk": False, "softmax_before_wait": False},
+        paper=PaperRow("No GEMM-Softmax Pipelining, Warp-Specialization", 582.0),
+    ),
+    Switch(
+        "warp_specialized",
+        False,
+        "no warp specialisation",
+        {"dynamic_tiles": False},  # who draws the tiles is a warp of the producer's
+        paper=PaperRow("GEMM-Softmax Pipelining, No Warp-Specialization", 570.0),
+    ),
+    Switch("pingpong", False, "no pingpong between warpgroups", matters=_has_several_warpgroups),
+    Switch("overlap_tiles", False, "no overlap across tiles", {"score_buffers": 1}),
+    Switch("score_buffers", 1, "2 stages instead of 3"),
+    Switch("dynamic_tiles", False, "static order of tiles"),
+    Switch("longest_first", False, "not the longest tiles first", matters=_has_growing_tiles),
+    Switch("rescale_threshold", 0.0, "rescaling in every step"),
+    Switch("rescale_beside_qk", False, "rescaling before QK^T"),
+    Switch("softmax_before_wait", False, "softmax free to sink below the wait"),
+    Switch("q_stages", 1, "one buffer for Q"),
+    Switch("num_stages", 2, "two buffers each for K and V"),
+    Switch("q_in_registers", False, "Q read from shared memory"),
+    Switch("exp2_fma_period", 0, "all exponentials on the MUFU"),
+)
+# Fields that choose a size, for which there is no "without".
+_SIZES = frozenset({"tile_n", "num_warpgroups"})
+
+
+class Row(NamedTuple):
+    """A configuration of the table.
+
+    Attributes:
+        changes: fields that differ from the full configuration.
+        refusal: why the kernel does not take it; None if it does.
+    """
+
+    label: str
+    config: Any
+    changes: dict[str, Any]
+    paper: PaperRow | None
+    refusal: str | None
+
+
+class Rows(NamedTuple):
+    """The table, and by label why a switch is not in it."""
+
+    rows: list[Row]
+    absent: dict[str, str]
+
+
+def rows(problem: AttentionProblem, full: Any, switches: tuple[Switch, ...]) -> Rows:
+    """The full configuration, then each of its switches off.
+
+    A field that the switches do not name gets a row, too, if it has a default: a new boolean is turned off, any other
+    goes back to its default.
+    """
+    values = asdict(full)
+    found = Rows([_row(problem, full, FULL, {}, PaperRow("FlashAttention-3", 661.0))], {})
+    known = _SIZES | {switch.field for switch in switches}
+    for switch in (*switches, *_unnamed(full, known)):
+        if switch.field not in values:
+            found.absent[switch.label] = f"the kernel has no switch {switch.field} yet"
+        elif not values[switch.field] > switch.off:
+            found.absent[switch.label] = "off in the full configuration already"
+        elif not switch.matters(problem, full):
+            found.absent[switch.label] = "changes nothing here"
+        else:
+            wanted = {switch.field: switch.off, **switch.also}
+            changes = {name: value for name, value in wanted.items() if name in values and values[name] != value}
+            found.rows.append(_row(problem, replace(full, **changes), switch.label, changes, switch.paper))
+    return found
+
+
+def _unnamed(full: Any, known: frozenset[str]) -> list[Switch]:
+    switches = []
+    for field in fields(full):
+        value = getattr(full, field.name)
+        off = False if isinstance(value, bool) else field.default
+        if field.name not in known and off is not MISSING and value != off:
+            label = f"no {field.name}" if off is False else f"{field.name} {off}"
+            switches.append(Switch(field.name, off, label))
+    return switches
+
+
+def _row(problem: AttentionProblem, config: Any, label: str, changes: dict[str, Any], paper: PaperRow | None) -> Row:
+    refusal = None
+    try:
+        config.check(problem)
+    except UnsupportedError as error:
+        refusal = str(error)
+    return Row(label, config, changes, paper, refusal)
+
+
+# ---------------------------------------------------------------- kernels
+
+
+class Kernel(NamedTuple):
+    """What is taken apart.
+
+    Attributes:
+        backend: its name for `onepass.dispatch`.
+        device: what it runs on, in words.
+        default: the configuration that a call of the problem runs with.
+        forward: as a backend's, with a configuration.
+    """
+
+    backend: str
+    device: str
+    default: Callable[[AttentionProblem], Any]
+    forward: Callable[[AttentionProblem, AttentionInputs, Any], tuple[Tensor, Tensor]]
+    switches: tuple[Switch, ...]
+
+
+def _forward_sm90(problem: AttentionProblem, inputs: AttentionInputs, config: Any) -> tuple[Tensor, Tensor]:
+    from ..kernels.sm90 import launch
+
+    return launch.forward(problem, inputs, config)
+
+
+_HOPPER = "a Hopper GPU (compute capability 9.0)"
+KERNELS = {"sm90": Kernel("sm90", _HOPPER, heuristics.forward_config, _forward_sm90, FORWARD_SM90)}
+
+
+def problem_of(case: Case, device_type: str) -> AttentionProblem:
+    return AttentionProblem(
+        dtype=case.torch_dtype,
+        device_type=device_type,
+        batch=case.batch,
+        seqlen_q=case.seqlen_q,
+        seqlen_k=case.seqlen_k,
+        num_heads_q=case.heads_q,
+        num_heads_kv=case.heads_kv,
+        head_dim=case.head_dim,
+        head_dim_v=case.head_dim_v,
+        softmax_scale=case.head_dim**-0.5,
+        mask=Mask.from_options(case.causal, case.window),
+    )
+
+
+def refusal(kernel: Kernel, case: Case, device: str) -> str | None:
+    """Why the kernel cannot be measured on this device; None if it can."""
+    if device.startswith("cuda"):
+        use_device(device)
+    elif kernel.device != device:
+        return f"expected {kernel.device}, got {device}; torch sees {torch.cuda.device_count()} GPUs"
+    support = dispatch.choose(problem_of(case, device.partition(":")[0]), kernel.backend)
+    return None if support.ok else support.reason
+
+
+# ---------------------------------------------------------------- measuring
+
+
+@dataclass
+class Report(bench_run.Report):
+    """A results file with one row, in the form of the bench's; the contenders are configurations.
+
+    The row has in addition "configurations", one for each line of the table in its order, "absent" (switches without a
+    line, and why), and each contender "relative_speed": how many times as fast as the full configuration it is.
+    """
+
+    @property
+    def row(self) -> dict[str, Any]:
+        return self.rows[0]
+
+    @property
+    def wrong(self) -> list[dict[str, Any]]:
+        """The row if any configuration failed its check or did not run."""
+        return [row for row in self.rows if row["failed"]]
+
+    def to_dict(self) -> dict[str, Any]:
+        content = super().to_dict()
+        del content["summary"]  # of many cases
+        return content
+
+
+def ablate(
+    case: Case,
+    kernel: Kernel,
+    options: Options,
+    path: Path | None = None,
+    on_check: Callable[[str], object] | None = None,
+    on_round: Callable[[int], object] | None = None,
+) -> Report:
+    """Check each configuration against plain attention, then time those that are right, in turns.
+
+    Args:
+        path: where the JSON goes; None keeps it in memory.
+        on_check, on_round: told the label of each configuration, and the rounds that are done.
+    Returns: Report. After Ctrl-C its figures are those of the rounds that were finished.
+    """
+    problem = problem_of(case, options.device_type)
+    table = rows(problem, kernel.default(problem), kernel.switches)
+    row = new_row("ablation", "time", case, kernel.backend)
+    row["configurations"] = [_about(entry, case) for entry in table.rows]
+    row["absent"] = table.absent
+    header = {
+        **describe(options.device),
+        "sets": ["ablation"],
+        "rounds": options.rounds,
+        "time_budget_s": options.time_budget_s,
+    }
+    report = Report(header, path, rows=[row])
+
+    def checked(label: str) -> None:
+        report.save()  # what the one before gave
+        if on_check is not None:
+            on_check(label)
+
+    def timed(samples: Samples) -> None:
+        if on_round is not None:
+            on_round(samples.rounds)
+        _fill_relative_speed(row, samples)
+
+    with report.recording(), side_stream(options):
+        contenders = [_contender(entry, kernel, problem) for entry in table.rows]
+        time_contenders(row, case, contenders, options, on_check=checked, on_round=timed)
+    return report
+
+
+def _contender(row: Row, kernel: Kernel, problem: AttentionProblem) -> Contender:
+    def attend(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
+        return kernel.forward(problem, AttentionInputs(q, k, v), row.config)[0]
+
+    return Contender(row.label, attend, lambda case: row.refusal)
+
+
+def _about(row: Row, case: Case) -> dict[str, Any]:
+    is_papers = case == PAPER_CASE and row.paper is not None
+    return {
+        "label": row.label,
+        "changes": row.changes,
+        "config": asdict(row.config),
+        "paper": row.paper.name if row.paper else None,
+        "paper_tflops": row.paper.tflops if row.paper and is_papers else None,
+    }
+
+
+def _fill_relative_speed(row: dict[str, Any], samples: Samples) -> None:
+    if FULL in samples.ms:
+        for label in samples.ms:
+            row["contenders"][label]["relative_speed"] = samples.speed_ratio(label, FULL)._asdict()

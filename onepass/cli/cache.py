@@ -1,0 +1,121 @@
+"""`onepass cache`: the compiled kernels on this machine's disk."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from .console import TABLE_STYLE, fail, make_console
+
+app = typer.Typer(invoke_without_command=True)
+
+
+@app.callback()
+def cache(context: typer.Context) -> None:
+    """List the compiled kernels on disk, or clear them.
+
+    Exits with 1 if the directory is not this user's: nothing is read from there.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    console = make_console()
+    entries, directory = _entries(_disk_cache())
+    if not entries:
+        return _say_empty(console, directory)
+    environment = _environment()
+    table = Table(title=f"Compiled kernels in {escape(str(directory))}", **TABLE_STYLE)
+    for column in ("kernel", "for", "key", "arch"):
+        table.add_column(column, overflow="fold")
+    for column in ("KiB", "compile s", "age"):
+        table.add_column(column, justify="right")
+    table.add_column("state")
+    for entry in entries:
+        about = entry.about
+        state = f"[red]{escape(entry.problem)}[/]" if entry.problem else "intact"
+        if not entry.problem and environment not in (None, about.get("environment")):
+            state = "intact, of other versions"
+        table.add_row(
+            *(escape(str(about.get(name, "-"))) for name in ("name", "summary")),
+            entry.key[:8],
+            escape(str(about.get("arch", "-"))),
+            f"{entry.size_bytes / 1024:.0f}",
+            f"{about['compile_s']:.1f}" if isinstance(about.get("compile_s"), float) else "-",
+            _age(time.time() - entry.modified),
+            state,
+        )
+    console.print(table)
+    total = sum(entry.size_bytes for entry in entries)
+    console.print(f"entries: {len(entries)}, {_mib(total)}; onepass cache clear removes them", markup=False)
+
+
+@app.command()
+def clear(yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False) -> None:
+    """Remove the compiled kernels; each is compiled again, in seconds, when it is next needed.
+
+    Exits with 1 if the answer is no, if the directory is not this user's, or if a file cannot be removed. Files that
+    are no compiled kernels stay, and so do kernels that another process is just building.
+    """
+    console = make_console()
+    disk_cache = _disk_cache()
+    entries, directory = _entries(disk_cache)
+    if not entries:
+        return _say_empty(console, directory)
+    total = sum(entry.size_bytes for entry in entries)
+    if not yes:
+        typer.confirm(f"Remove all compiled kernels ({len(entries)}, {_mib(total)}) from {directory}?", abort=True)
+    try:
+        removed, kept = disk_cache.clear(directory)
+    except OSError as error:
+        fail(str(error), code=1)
+    console.print(f"entries removed: {len(removed)}, {_mib(sum(entry.size_bytes for entry in removed))}", markup=False)
+    for entry in kept:
+        console.print(f"kept {entry.key[:8]}: being built", markup=False)
+
+
+def _disk_cache() -> ModuleType:
+    try:
+        from ..kernels import disk_cache
+    except ModuleNotFoundError as error:  # fcntl: no kernel runs on such a system, either
+        fail(f"compiled kernels are not cached on this system: {error}", code=1)
+    return disk_cache
+
+
+def _entries(disk_cache: ModuleType) -> tuple[list, Path]:
+    directory = disk_cache.cache_directory()
+    try:
+        return disk_cache.entries(directory), directory
+    except OSError as error:
+        fail(str(error), code=1)
+
+
+def _say_empty(console: Console, directory: Path) -> None:
+    console.print(f"no compiled kernels in {directory}{'' if directory.exists() else ' (not made yet)'}", markup=False)
+
+
+def _environment() -> str | None:
+    """What an entry must have been built with to be used; None without the kernel compiler."""
+    from ..kernels import compile
+
+    try:
+        return compile.environment()
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.1f} MiB"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"

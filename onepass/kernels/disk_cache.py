@@ -1,0 +1,225 @@
+"""The files of compiled kernels: where they lie, which of them may be loaded, what there is, and clearing it away.
+
+An entry is a native object file, <key>.o, and <key>.json beside it, which says what it is and holds the object's
+SHA-256. Beside them lie <key>.lock and, while it is built, <key>.<pid>.part.o and .part.json.
+
+* The directory belongs to the user alone: entries are loaded as native code. Another user's directory is refused; one
+  of this user that others may enter is made private (0700), and of what lies in it only this user's own files count.
+* One process builds a key while the others wait for its lock; the lock dies with its process.
+* Files appear by atomic rename, the .json last: a build that is killed leaves no entry. An entry that is not what its
+  .json says is built again. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_FILE = re.compile(r"(?P<key>[0-9a-f]{32})\.(?P<kind>o|json|lock|\d+\.part\.(?:o|json))")
+
+
+class BrokenEntry(Exception):
+    """Why an entry is not to be loaded."""
+
+
+def cache_directory() -> Path:
+    """$ONEPASS_CACHE_DIR, or onepass/ in the user's cache directory."""
+    explicit = os.environ.get("ONEPASS_CACHE_DIR")
+    if explicit:
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onepass"
+
+
+def make_usable(directory: Path) -> None:
+    """Make the directory, and make it private. Raises: OSError if it is another user's, or cannot be written."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = check_owner(directory)
+    if status.st_mode & 0o077:
+        os.chmod(directory, 0o700)
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise PermissionError(f"{directory} is not writable")
+
+
+def check_owner(directory: Path) -> os.stat_result:
+    """Raises: OSError if it is not a directory of this user; a link to one is not."""
+    status = os.lstat(directory)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise PermissionError(f"{directory} is not a directory of this user")
+    return status
+
+
+@contextlib.contextmanager
+def exclusive(lock: Path, wait: bool = True) -> Iterator[None]:
+    """Hold the lock file; the system gives it back if this process dies.
+
+    Raises: BlockingIOError if another process holds it and `wait` is False.
+    """
+    while True:
+        with open(lock, "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            # who clears the cache removes the file that was waited for: the lock is the file now under that name
+            if _is_at(file.fileno(), lock):
+                yield
+                return
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def write(entry: Path, export: Callable[[Path], object], about: Callable[[], dict[str, Any]]) -> None:
+    """Put an entry in place. The caller holds its lock.
+
+    Args:
+        entry: of the .o.
+        export: writes the object file to the path that it is given.
+        about: what the .json shall say beside key and digest; asked after the export.
+    """
+    for leftover in entry.parent.glob(f"{entry.stem}.*.part.*"):  # of a builder that was killed: we hold its lock
+        leftover.unlink(missing_ok=True)
+    part_o, part_json = (entry.with_name(f"{entry.stem}.{os.getpid()}.part.{kind}") for kind in ("o", "json"))
+    try:
+        export(part_o)
+        digest = hashlib.sha256(part_o.read_bytes()).hexdigest()
+        part_json.write_text(json.dumps({**about(), "entry": entry.stem, "sha256": digest}, indent=1))
+        for part in (part_o, part_json):
+            part.chmod(0o600)  # whatever the umask is: `verify` takes no file that others may write
+        os.replace(part_o, entry)
+        os.replace(part_json, entry.with_suffix(".json"))
+    finally:
+        part_o.unlink(missing_ok=True)
+        part_json.unlink(missing_ok=True)
+
+
+def verify(entry: Path) -> dict[str, Any]:
+    """What the .json says of an entry that may be loaded. Raises: BrokenEntry with the reason."""
+    about = _read_json(entry.with_suffix(".json"))
+    if about.get("entry") != entry.stem:
+        raise BrokenEntry("its .json is another entry's")
+    if about.get("sha256") != hashlib.sha256(_read(entry)).hexdigest():
+        raise BrokenEntry("the .o is not what the .json says")
+    return about
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        about = json.loads(_read(path))
+    except ValueError:
+        about = None
+    if not isinstance(about, dict):
+        raise BrokenEntry("its .json cannot be read")
+    return about
+
+
+def _read(path: Path) -> bytes:
+    """The content of a file that this user alone may have written."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid != os.getuid() or status.st_mode & 0o022:
+                raise BrokenEntry(f"others may have written the {path.suffix}")
+            return file.read()
+    except FileNotFoundError:
+        raise BrokenEntry(f"no {path.suffix}") from None
+    except OSError as error:
+        raise BrokenEntry(f"the {path.suffix} cannot be read: {error.strerror}") from None
+
+
+# ---------------------------------------------------------------- looking and clearing
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What lies in the cache under one key.
+
+    Attributes:
+        about: what a trustworthy .json says, even if the object is broken; else empty.
+        problem: why it is not loaded; "" if it is intact.
+        modified: newest file, in seconds since the epoch.
+    """
+
+    key: str
+    about: dict[str, Any]
+    problem: str
+    files: tuple[Path, ...]
+    size_bytes: int
+    modified: float
+
+
+def entries(directory: Path) -> list[Entry]:
+    """All that is there, oldest first; nothing if there is no directory. Raises: OSError if it is another user's."""
+    try:
+        check_owner(directory)
+    except FileNotFoundError:
+        return []
+    files: dict[str, list[Path]] = {}
+    for path in sorted(directory.iterdir()):
+        if match := _FILE.fullmatch(path.name):
+            files.setdefault(match["key"], []).append(path)
+    found = (_entry(directory / f"{key}.o", paths) for key, paths in files.items())
+    return sorted((entry for entry in found if entry is not None), key=lambda entry: (entry.modified, entry.key))
+
+
+def _entry(path: Path, files: list[Path]) -> Entry | None:
+    sizes, times = [], []
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):  # a part that was renamed meanwhile
+            status = os.lstat(file)
+            sizes.append(status.st_size)
+            times.append(status.st_mtime)
+    if not times:
+        return None
+    about: dict[str, Any] = {}
+    with contextlib.suppress(BrokenEntry):
+        about = _read_json(path.with_suffix(".json"))
+    return Entry(path.stem, about, _problem(path, files), tuple(files), sum(sizes), max(times))
+
+
+def _problem(path: Path, files: list[Path]) -> str:
+    lock = path.with_suffix(".lock")
+    try:
+        if lock in files:
+            with exclusive(lock, wait=False):
+                pass
+    except BlockingIOError:
+        return "being built"
+    kinds = {file.name.removeprefix(f"{path.stem}.") for file in files}
+    if not kinds & {"o", "json"}:
+        return "unfinished build"
+    try:
+        verify(path)
+    except BrokenEntry as error:
+        return str(error)
+    return ""
+
+
+def clear(directory: Path) -> tuple[list[Entry], list[Entry]]:
+    """Remove what `entries` lists: (removed, kept because they are being built). Other files are left alone.
+
+    Raises: OSError if the directory is another user's, or a file cannot be removed.
+    """
+    removed, kept = [], []
+    for entry in entries(directory):
+        lock = directory / f"{entry.key}.lock"
+        try:
+            with exclusive(lock, wait=False):
+                # the lock last, and while it is held: who waits for it looks for the file again
+                for file in sorted({*entry.files, lock}, key=lambda file: file == lock):
+                    file.unlink(missing_ok=True)
+        except BlockingIOError:
+            kept.append(entry)
+        else:
+            removed.append(entry)
+    return removed, kept

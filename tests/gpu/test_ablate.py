@@ -1,0 +1,23 @@
+"""`onepass ablate` on a Hopper GPU: every configuration of its tables runs, is right and is timed."""
+
+import pytest
+import torch
+
+from onepass.bench.ablation import FULL, KERNELS, ablate, refusal
+from onepass.bench.cases import Case
+from onepass.bench.run import Options
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")]
+
+
+@pytest.mark.parametrize(("causal", "seqlen"), [(False, 1000), (True, 4000)])
+def test_every_row(causal, seqlen):
+    case = Case.square(seqlen, 8, 128, batch=2, dtype="float16", causal=causal)
+    assert refusal(KERNELS["sm90"], case, "cuda") is None
+    row = ablate(case, KERNELS["sm90"], Options("cuda", (), rounds=3, gemm_size=2048)).row
+    assert row["failed"] == {}
+    assert row["skipped"] == {}
+    assert row["contenders"][FULL]["launch"] == "graph"
+    for entry in row["configurations"]:
+        assert row["contenders"][entry["label"]]["tflops"] > 0

@@ -1,0 +1,40 @@
+"""The tables of configurations: every row is reached, and every problem gets a configuration that it can take."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from shipped import CAUSAL, ROWS, problem
+
+from onepass.kernels import heuristics
+from onepass.kernels.config import HEAD_DIM_TILES
+from onepass.problem import Mask
+
+
+def test_no_row_is_missed():
+    configs = [row.config for table in heuristics.FORWARD_SM90.values() for row in table]
+    assert len({id(config) for config in configs}) == len({id(row.config) for row in ROWS})
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_row_is_used_from_its_first_to_its_last_length(row):
+    assert row.shortest <= row.longest, "no length is left for this row"
+    row.config.check(row.problem)
+    for seqlen in (row.shortest, min(row.longest, 2**20)):
+        asked = replace(row.problem, seqlen_q=seqlen, seqlen_k=seqlen)
+        assert heuristics.forward_config(asked) is row.config
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_row_serves_the_head_dims_below_its_tile(row):
+    below = max((tile for tile in HEAD_DIM_TILES if tile < row.problem.head_dim), default=0)
+    assert heuristics.forward_config(replace(row.problem, head_dim=below + 8)) is row.config
+
+
+def test_every_pair_of_head_dims_has_a_configuration():
+    for head_dim, head_dim_v in itertools.product(range(8, 257, 8), repeat=2):
+        for mask, dtype in ((Mask(), torch.bfloat16), (CAUSAL, torch.float16)):
+            for seqlen in (1, 1024, 2049, 2**20):
+                asked = problem(head_dim, head_dim_v, seqlen, dtype=dtype, mask=mask)
+                heuristics.forward_config(asked).check(asked)

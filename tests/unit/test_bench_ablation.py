@@ -1,0 +1,287 @@
+"""Ablations on a CPU: which rows a configuration gives, and whole runs of a kernel that stands for a GPU's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+
+import pytest
+import torch
+
+from onepass import tiled
+from onepass.bench import ablation
+from onepass.bench.ablation import FORWARD_SM90, FULL, PAPER_CASE, Kernel, PaperRow, Switch, problem_of, rows
+from onepass.bench.cases import Case
+from onepass.bench.plot import plot_ablation
+from onepass.bench.run import Options
+from onepass.errors import UnsupportedError
+from onepass.kernels import heuristics
+from onepass.kernels.config import ForwardConfig
+
+CASE = Case.square(40, 2, 16, dtype="float32", causal=True)
+QUICK = Options(rounds=3, gemm_size=64, peers=())
+
+
+@dataclass(frozen=True)
+class Config:
+    """As a kernel's: one choice that others need, one that is off, a size, and one nobody has named."""
+
+    tile_n: int
+    overlap: bool = True
+    needs_overlap: bool = True
+    stages: int = 3
+    lazy: float = 0.0
+    cluster: int = 1
+    wrong: bool = True
+    slow: bool = True
+
+    def check(self, problem) -> None:
+        if self.stages < 3:
+            raise UnsupportedError(f"stages: expected 3, got {self.stages}")
+
+
+SWITCHES = (
+    Switch(
+        "overlap", False, "no overlap", {"needs_overlap": False, "not_yet": False}, paper=PaperRow("No Overlap", 1.0)
+    ),
+    Switch("needs_overlap", False, "no second overlap"),
+    Switch("not_yet", False, "no future"),
+    Switch("stages", 2, "two stages"),
+    Switch("lazy", 0.0, "not lazy"),
+    Switch("slow", False, "not slow", matters=lambda problem, config: problem.mask.is_full),
+    Switch("wrong", False, "no wrong"),
+)
+
+
+def forward(problem, inputs, config):
+    out, lse = tiled.forward(problem, inputs)
+    return (out if config.wrong else out + 0.01), lse
+
+
+KERNEL = Kernel("tiled", "cpu", lambda problem: Config(64), forward, SWITCHES)
+
+
+@pytest.fixture(autouse=True)
+def _single_threaded():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# ---------------------------------------------------------------- the rows
+
+
+def test_rows_of_a_configuration():
+    found = rows(problem_of(CASE, "cpu"), Config(64, cluster=2), SWITCHES)
+    assert {row.label: row.changes for row in found.rows} == {
+        FULL: {},
+        "no overlap": {"overlap": False, "needs_overlap": False},
+        "no second overlap": {"needs_overlap": False},
+        "two stages": {"stages": 2},
+        "no wrong": {"wrong": False},
+        "cluster 1": {"cluster": 1},  # named by no switch: back to its default
+    }
+    for row in found.rows:
+        assert row.config == replace(Config(64, cluster=2), **row.changes)
+    assert found.absent == {
+        "no future": "the kernel has no switch not_yet yet",
+        "not lazy": "off in the full configuration already",
+        "not slow": "changes nothing here",
+    }
+    refusals = {row.label: row.refusal for row in found.rows if row.refusal}
+    assert refusals == {"two stages": "stages: expected 3, got 2"}
+
+
+def test_a_new_boolean_field_is_turned_off():
+    found = rows(problem_of(CASE, "cpu"), Config(64), ())
+    turned_off = {label: {label.removeprefix("no "): False} for label in ("no overlap", "no slow")}
+    assert {row.label: row.changes for row in found.rows if row.label in turned_off} == turned_off
+
+
+SHIPPED = [
+    (dims, row.config, causal)
+    for dims, table in heuristics.FORWARD_SM90.items()
+    for row in table
+    for causal in ((False, True) if row.is_causal is None else (row.is_causal,))
+]
+
+
+@pytest.mark.parametrize(("dims", "config", "causal"), SHIPPED)
+def test_rows_of_the_shipped_configurations(dims, config, causal):
+    problem = problem_of(Case(1, 512, 512, 2, 2, *dims, "bfloat16", causal), "cuda")
+    found = rows(problem, config, FORWARD_SM90)
+    labels = [row.label for row in found.rows]
+    assert labels[0] == FULL
+    assert labels[1] == "no GEMM/softmax overlap in a warpgroup"
+    assert len(set(labels)) == len(labels)
+    assert len({row.config for row in found.rows}) == len(labels), "two rows would measure the same"
+    # whatever is turned off takes with it what needs it
+    assert [row.refusal for row in found.rows] == [None] * len(labels)
+    assert {switch.label for switch in FORWARD_SM90} <= set(labels) | set(found.absent)
+
+
+def test_every_switch_of_the_hopper_kernel_is_named():
+    """A field without a row of its own still gets one, but under the field's name."""
+    every = {
+        "num_stages": 3,
+        "q_in_registers": True,
+        "rescale_threshold": 8.0,
+        "exp2_fma_period": 4,
+        "score_buffers": 2,
+        "rescale_beside_qk": True,
+        "softmax_before_wait": True,
+        "dynamic_tiles": True,
+        "q_stages": 2,
+    }
+    problem = problem_of(replace(PAPER_CASE, causal=True), "cuda")
+    found = rows(problem, ForwardConfig(tile_n=64, num_warpgroups=2, **every), FORWARD_SM90)
+    named = {switch.label for switch in FORWARD_SM90 if switch.field in asdict(found.rows[0].config)}
+    assert named == {row.label for row in found.rows} - {FULL}
+
+
+def test_no_row_without_an_effect():
+    problem = problem_of(PAPER_CASE, "cuda")
+    found = rows(problem, ForwardConfig(tile_n=128, num_warpgroups=1), FORWARD_SM90)
+    assert found.absent["no pingpong between warpgroups"] == "changes nothing here"
+    assert found.absent["not the longest tiles first"] == "changes nothing here"  # without a causal mask
+
+
+def test_warp_specialisation_gets_its_row_with_its_field():
+    @dataclass(frozen=True)
+    class Next(ForwardConfig):
+        warp_specialized: bool = True
+
+    problem = problem_of(PAPER_CASE, "cuda")
+    found = rows(problem, Next(tile_n=128, dynamic_tiles=True), FORWARD_SM90)
+    (row,) = (row for row in found.rows if row.label == "no warp specialisation")
+    assert row.changes == {"warp_specialized": False, "dynamic_tiles": False}
+    assert row.paper == ("GEMM-Softmax Pipelining, No Warp-Specialization", 570.0)
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+def test_report(tmp_path):
+    path = tmp_path / "sub" / "ablation.json"
+    checked, done = [], []
+    report = ablation.ablate(CASE, KERNEL, QUICK, path, checked.append, done.append)
+    data = json.loads(path.read_text())
+    assert data == json.loads(json.dumps(report.to_dict()))
+    assert data["status"] == "complete"
+    assert {"date_utc", "device_name", "gpu", "versions", "commit"} <= set(data["header"])
+    (row,) = data["rows"]
+    assert [entry["label"] for entry in row["configurations"]] == [
+        FULL,
+        "no overlap",
+        "no second overlap",
+        "two stages",
+        "no wrong",
+    ]
+    assert row["configurations"][1]["config"] == asdict(Config(64, overlap=False, needs_overlap=False))
+    assert row["configurations"][1]["paper"] == "No Overlap"
+    assert row["configurations"][1]["paper_tflops"] is None  # another case than the paper's
+    assert set(row["contenders"]) == {FULL, "no overlap", "no second overlap"}
+    assert row["skipped"] == {"two stages": "stages: expected 3, got 2"}
+    assert list(row["failed"]) == ["no wrong"]
+    assert "max error" in row["failed"]["no wrong"]
+    assert report.wrong == [report.row]
+    assert checked == [FULL, "no overlap", "no second overlap", "no wrong"]
+    assert done == [1, 2, 3]
+    assert row["rounds"] == 3
+    for entry in row["contenders"].values():
+        assert entry["tflops"] == pytest.approx(row["flops"] / entry["median_ms"] / 1e9)
+    assert row["contenders"][FULL]["relative_speed"] == {"median": 1.0, "p20": 1.0, "p80": 1.0}
+
+
+def test_relative_speed_is_above_one_for_a_faster_configuration():
+    row = {"contenders": {FULL: {}, "other": {}}}
+    ablation._fill_relative_speed(row, ablation.Samples({FULL: [2.0, 4.0], "other": [1.0, 2.0]}))
+    assert row["contenders"]["other"]["relative_speed"]["median"] == 2.0
+
+
+def test_the_papers_figures_stand_beside_its_own_case():
+    problem = problem_of(PAPER_CASE, "cuda")
+    table = rows(problem, heuristics.forward_config(problem), FORWARD_SM90).rows
+    assert [ablation._about(row, PAPER_CASE)["paper_tflops"] for row in table[:2]] == [661.0, 582.0]
+    assert ablation._about(table[0], replace(PAPER_CASE, dtype="bfloat16"))["paper_tflops"] is None
+
+
+def test_ctrl_c_keeps_the_finished_rounds(tmp_path):
+    path = tmp_path / "ablation.json"
+
+    def on_round(done):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    report = ablation.ablate(CASE, KERNEL, QUICK, path, on_round=on_round)
+    data = json.loads(path.read_text())
+    assert report.status == data["status"] == "interrupted"
+    (row,) = data["rows"]
+    assert row["rounds"] == 2
+    assert row["contenders"][FULL]["median_ms"] > 0
+
+
+def test_ctrl_c_inside_a_round_keeps_those_before_it():
+    calls = []
+
+    def stops(problem, inputs, config):
+        calls.append(config)
+        if len(calls) > 100:
+            raise KeyboardInterrupt
+        return forward(problem, inputs, config)
+
+    report = ablation.ablate(CASE, KERNEL._replace(forward=stops), replace(QUICK, rounds=10**6))
+    assert report.status == "interrupted"
+    row = report.row
+    assert 10 < row["rounds"] < 100
+    assert all("relative_speed" in entry for entry in row["contenders"].values())
+
+
+def test_ctrl_c_in_the_checks(tmp_path):
+    path = tmp_path / "ablation.json"
+
+    def on_check(label):
+        if label == "no second overlap":
+            # what was checked is in the file by now
+            assert list(json.loads(path.read_text())["rows"][0]["contenders"]) == [FULL, "no overlap"]
+            raise KeyboardInterrupt
+
+    report = ablation.ablate(CASE, KERNEL, QUICK, path, on_check)
+    assert report.status == "interrupted"
+    assert "rounds" not in report.row
+    assert plot_ablation(report.to_dict(), tmp_path / "none.png") == []
+
+
+def test_a_kernel_that_does_not_run_is_a_failure():
+    class CompilerError(Exception):
+        """Not one of Python's own."""
+
+    def fails(problem, inputs, config):
+        if not config.needs_overlap:
+            raise CompilerError("registers")
+        return forward(problem, inputs, config)
+
+    report = ablation.ablate(CASE, KERNEL._replace(forward=fails), QUICK)
+    assert report.row["failed"]["no overlap"] == "CompilerError: registers"
+    assert list(report.row["contenders"]) == [FULL]
+
+
+def test_the_full_configuration_may_fail(tmp_path):
+    def only_parts(problem, inputs, config):
+        out, lse = forward(problem, inputs, config)
+        return (out if not config.needs_overlap else out * 2), lse
+
+    report = ablation.ablate(CASE, KERNEL._replace(forward=only_parts), QUICK)
+    assert FULL in report.row["failed"]
+    assert "median_ms" in report.row["contenders"]["no overlap"]
+    assert "relative_speed" not in report.row["contenders"]["no overlap"]
+    (picture,) = plot_ablation(report.to_dict(), tmp_path / "a.png")
+    assert picture.stat().st_size > 1000
+
+
+def test_other_machines_are_told_why_not():
+    assert "expected a Hopper GPU (compute capability 9.0), got cpu; torch sees" in ablation.refusal(
+        ablation.KERNELS["sm90"], PAPER_CASE, "cpu"
+    )
+    assert ablation.refusal(KERNEL, CASE, "cpu") is None
