@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from ..errors import UnsupportedError
 from ..problem import AttentionProblem
-from .config import ForwardConfig, head_dim_tile
+from .blocks.integers import ceil_div
+from .config import ROWS_PER_WARPGROUP, ForwardConfig, head_dim_tile
 
 LONG = 2**62
 
@@ -25,7 +26,9 @@ class Row(NamedTuple):
 LAZY = 8.0
 FORWARD_SM90 = {
     (64, 64): (
-        # 425 466 530 551; 3 warpgroups need 15 percent more rows at 512, which costs less than what they hide
+        # 457 494; the next row 425 455
+        Row(False, 1024, ForwardConfig(tile_n=64, num_warpgroups=4, q_stages=2, rescale_threshold=LAZY)),
+        # 530 549; with overlap_tiles 529 549
         Row(
             False,
             4096,
@@ -33,9 +36,15 @@ FORWARD_SM90 = {
         ),
         # 578 587; without overlap_tiles 574 585
         Row(False, LONG, ForwardConfig(tile_n=128, num_warpgroups=3, q_stages=2, rescale_threshold=LAZY)),
-        # 286 361 426; with 3 warpgroups 245 307 419
-        Row(True, 2048, ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=LAZY, dynamic_tiles=True)),
-        # 479 534 552; with 2 warpgroups 468 497 504
+        # 304 409 471 518 547; 3 warpgroups 257 327 443 505 542, 2 of them 290 361 444 476 498
+        Row(
+            True,
+            8192,
+            ForwardConfig(
+                tile_n=64, num_warpgroups=4, num_stages=4, q_stages=2, rescale_threshold=LAZY, dynamic_tiles=True
+            ),
+        ),
+        # 569; the row above 559
         Row(
             True,
             LONG,
@@ -55,7 +64,9 @@ FORWARD_SM90 = {
         ),
     ),
     (128, 128): (
-        # 559 617 676 690; the next row 497 571 664 685
+        # 560 615; by themselves 554 587
+        Row(False, 1024, ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=LAZY, cluster_size=2)),
+        # 676 690; the next row 664 685
         Row(False, 4096, ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=LAZY)),
         # 720 731; the row above 703 705
         Row(
@@ -84,8 +95,8 @@ FORWARD_SM90 = {
         Row(True, LONG, ForwardConfig(tile_n=112, rescale_threshold=LAZY, dynamic_tiles=True)),
     ),
     (256, 256): (
-        # 576 645 692 708 726 735; tile_n 80: 537 638 685 712 721 734
-        Row(False, LONG, ForwardConfig(tile_n=64, rescale_threshold=LAZY)),
+        # 568 643 700 730 750 754; by themselves with two buffers for V 563 643 683 719 740 741
+        Row(False, LONG, ForwardConfig(tile_n=64, v_stages=3, rescale_threshold=LAZY, cluster_size=2)),
         # 367 492 577 645 688 712; tile_n 80, two buffers for V: 343 479 568 641 682 702
         Row(True, LONG, ForwardConfig(tile_n=64, v_stages=3, rescale_threshold=LAZY, dynamic_tiles=True)),
     ),
@@ -114,7 +125,11 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
 
 
 def _adapted(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:
-    """The configuration of a dense problem for one that differs from it in its lengths alone."""
+    """The configuration of a long dense problem for one that differs from it in its lengths alone."""
     if problem.is_packed:  # of unequal lengths, which no fixed order balances (not measured yet)
-        return replace(config, dynamic_tiles=True)
-    return config
+        return replace(config, dynamic_tiles=True, cluster_size=1)
+    # warpgroups and thread blocks without a row would only take part
+    needed = max(1, ceil_div(problem.seqlen_q, ROWS_PER_WARPGROUP))
+    num_warpgroups = min(config.num_warpgroups, needed)
+    cluster_size = config.cluster_size if needed > num_warpgroups else 1
+    return replace(config, num_warpgroups=num_warpgroups, cluster_size=cluster_size)

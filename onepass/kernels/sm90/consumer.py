@@ -25,6 +25,7 @@ from cutlass import Boolean, Float32, Int32, pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..blocks import epilogue, mask, wgmma
+from ..blocks.block_range import key_blocks
 from ..blocks.bundle import Bundle
 from ..blocks.integers import maximum, minimum
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
@@ -124,15 +125,27 @@ class Consumer(Bundle):
         config = self.config
         k_state, v_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
         wave, number = Int32(0), queue.first()
-        tile = self.kernel.tile_at(number, schedule, seqlens)
+        tile, skipped = self.own_blocks(self.kernel.tile_at(number, schedule, seqlens))
         self.prime_turns()
         if cutlass.const_expr(config.overlap_tiles):
+            for _ in cutlass.range(skipped, unroll=1):
+                self.skip(self.pipes.k, k_state)
+                k_state.advance()
             self.first_scores(tile, k_state, self.q_state(wave))
             k_state.advance()
         while number < queue.num_tiles:
             if cutlass.const_expr(not config.overlap_tiles):
+                for _ in cutlass.range(skipped, unroll=1):
+                    self.skip(self.pipes.k, k_state)
+                    k_state.advance()
                 self.first_scores(tile, k_state, self.q_state(wave))
                 k_state.advance()
+            for _ in cutlass.range(skipped, unroll=1):
+                self.skip(self.pipes.v, v_state)
+                v_state.advance()
+                # turns go round once a block
+                self.wait_for_turn()
+                self.pass_turn()
             self.acc_o.fill(0.0)
             self.clear_rubbish(tile, v_state)
 
@@ -161,9 +174,12 @@ class Consumer(Bundle):
 
             number = queue.take(wave + 1)
             queue.want_next()
-            next_tile = self.kernel.tile_at(number, schedule, seqlens)
+            next_tile, skipped = self.own_blocks(self.kernel.tile_at(number, schedule, seqlens))
             self.keep_done()
             if cutlass.const_expr(config.overlap_tiles):
+                for _ in cutlass.range(skipped if number < queue.num_tiles else 0, unroll=1):
+                    self.skip(self.pipes.k, k_state)
+                    k_state.advance()
                 if number < queue.num_tiles:
                     self.step_to_next_tile(next_tile, k_state, v_state, self.q_state(wave + 1))
                 else:
@@ -235,6 +251,29 @@ class Consumer(Bundle):
                 v_state.advance()
             wave += 1
             tile = next_tile
+
+    @cute.jit
+    def own_blocks(self, tile: Tile):
+        """The tile with the blocks that this warpgroup's rows see, and how many of its last blocks they do not.
+
+        Under a causal mask the rows of the first warpgroup need 64 keys less than those of the next one. A skipped K is
+        given back at once, so as many as have a buffer beside the first one can be skipped.
+        """
+        skipped = Int32(0)
+        if cutlass.const_expr(self.has_window[1]):
+            seqlen_q = tile.geometry.seqlen_q
+            m_start = minimum(tile.m_block * self.tile_m + self.wg * ROWS_PER_WARPGROUP, seqlen_q - 1)
+            m_end = minimum(m_start + ROWS_PER_WARPGROUP, seqlen_q)
+            own = key_blocks(m_start, m_end, *tile.geometry, self.tile_n)
+            skipped = minimum(maximum(tile.last - own.last, 0), self.kernel.k_stages - 1)
+            tile = tile._replace(last=tile.last - skipped, clear_first=own.clear_first, clear_last=own.clear_last)
+        return tile, skipped
+
+    @cute.jit
+    def skip(self, pipe: pipeline.PipelineTmaAsync, state):
+        """Give a buffer back unread."""
+        pipe.consumer_wait(state)
+        pipe.consumer_release(state)
 
     # ---------------------------------------------------------------- steps
 
