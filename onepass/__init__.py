@@ -8,11 +8,13 @@ Importing onepass imports torch only and changes no global setting.
 from .api import AttentionOutput, attention, attention_varlen, merge_partials, supports
 from .dispatch import Support
 from .errors import UnsupportedError
+from .kernels.config import ForwardConfig
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionOutput",
+    "ForwardConfig",
     "Support",
     "UnsupportedError",
     "attention",

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 import torch
 from torch import Tensor
 
-from . import dispatch, ops, validation
+from . import dispatch, ops, repeated, validation
+from .kernels.config import ForwardConfig
 from .problem import AttentionInputs, AttentionProblem
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Options(TypedDict, total=False):
     seqused_k: Tensor | None
     deterministic: bool | None
     backend: str | None
-    tuning: object | None
+    tuning: ForwardConfig | None
 
 
 class PackedOptions(Options, total=False):
@@ -66,12 +67,19 @@ def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _run(
-    problem: AttentionProblem, inputs: AttentionInputs, backend: str | None, return_lse: bool
-) -> Tensor | AttentionOutput:
+    problem: AttentionProblem,
+    inputs: AttentionInputs,
+    backend: str | None,
+    tuning: ForwardConfig | None,
+    key: tuple | None,
+) -> tuple[Tensor, Tensor]:
+    """The whole way: the operator on the chosen backend, and a shorter way for the next call with this key."""
     validation.refuse_forward_mode(*inputs[:4])
-    options = ops.options_of(problem, dispatch.require(problem, backend))
-    out, lse = torch.ops.onepass.attention_forward(*inputs, *options)
-    return AttentionOutput(out, lse) if return_lse else out
+    backend = dispatch.require(problem, backend, tuning)
+    out, lse = torch.ops.onepass.attention_forward(*inputs, *ops.options_of(problem, backend, tuning))
+    if key is not None and not out.is_meta:
+        repeated.keep(key, dispatch.prepare(backend, problem, inputs.q.device, tuning))
+    return out, lse
 
 
 @overload
@@ -106,7 +114,7 @@ def attention(
     deterministic: bool | None = None,
     return_lse: bool = False,
     backend: str | None = None,
-    tuning: object | None = None,
+    tuning: ForwardConfig | None = None,
 ) -> Tensor | AttentionOutput:
     """Exact attention, softmax(softmax_scale * q k^T + mask) v, in one pass over the keys.
 
@@ -132,7 +140,8 @@ def attention(
         deterministic: bitwise equal gradients run to run; None = torch.are_deterministic_algorithms_enabled().
         return_lse: also return lse, which is differentiable.
         backend: name of the backend that must run; None = the best one that `supports` the call.
-        tuning: a configuration of that backend; None = its own choice.
+        tuning: a `ForwardConfig` that a backend with kernels (sm90) computes the forward with, for measuring: it
+            changes speed and summation order only. None = the backend's own choice.
 
     Returns: out, (batch, seqlen_q, num_heads_q, head_dim_v), in q's dtype and laid out as q (heads outside seqlen
     in memory if q has them so), or AttentionOutput(out, lse). A row that sees no key has out = 0, lse = -inf and
@@ -143,6 +152,16 @@ def attention(
 
     Source: FlashAttention-2, arXiv:2307.08691, Algorithms 1 and 2.
     """
+    inputs = AttentionInputs(q, k, v, sinks, None, None, seqused_k)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    options = causal, softcap, softmax_scale, deterministic, return_lse, backend, tuning
+    key = repeated.key_of("attention", inputs, window, options)
+    forward = repeated.find(key)
+    if forward is not None:
+        out, lse = forward(inputs)
+        return AttentionOutput(out, lse) if return_lse else out
+
     q, k, v = autocast_inputs(q, k, v)
     problem = validation.check_attention(
         q,
@@ -158,7 +177,9 @@ def attention(
         return_lse=return_lse,
         tuning=tuning,
     )
-    return _run(problem, AttentionInputs(q, k, v, sinks, seqused_k=seqused_k), backend, return_lse)
+    inputs = AttentionInputs(q, k, v, sinks, seqused_k=seqused_k)
+    out, lse = _run(problem, inputs, backend, tuning, key)
+    return AttentionOutput(out, lse) if return_lse else out
 
 
 @overload
@@ -197,7 +218,7 @@ def attention_varlen(
     deterministic: bool | None = None,
     return_lse: bool = False,
     backend: str | None = None,
-    tuning: object | None = None,
+    tuning: ForwardConfig | None = None,
 ) -> Tensor | AttentionOutput:
     """Exact attention over packed sequences: sequence b attends to itself only.
 
@@ -215,6 +236,17 @@ def attention_varlen(
 
     Raises: as `attention`; ValueError also if offsets are out of order (checked by value where they are read).
     """
+    inputs = AttentionInputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    options = causal, softcap, softmax_scale, deterministic, return_lse, backend, tuning
+    key = repeated.key_of("attention_varlen", inputs, window, options)
+    forward = repeated.find(key)
+    if forward is not None:
+        validation.check_max_seqlens(max_seqlen_q, max_seqlen_k)
+        out, lse = forward(inputs)
+        return AttentionOutput(out, lse) if return_lse else out
+
     q, k, v = autocast_inputs(q, k, v)
     problem = validation.check_attention_varlen(
         q,
@@ -235,7 +267,8 @@ def attention_varlen(
         tuning=tuning,
     )
     inputs = AttentionInputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    return _run(problem, inputs, backend, return_lse)
+    out, lse = _run(problem, inputs, backend, tuning, key)
+    return AttentionOutput(out, lse) if return_lse else out
 
 
 def merge_partials(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor) -> AttentionOutput:
@@ -304,4 +337,4 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> dispatch.Supp
         problem = check(*autocast_inputs(q, k, v), **(options | arguments))
     except (TypeError, ValueError, NotImplementedError) as error:
         return dispatch.Support(False, backend or "", str(error))
-    return dispatch.choose(problem, backend)
+    return dispatch.choose(problem, backend, arguments.get("tuning"))

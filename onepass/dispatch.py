@@ -5,31 +5,39 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .errors import UnsupportedError
-from .problem import AttentionProblem
+from .kernels.config import ForwardConfig
+from .problem import AttentionInputs, AttentionProblem
+
+Forward = Callable[[AttentionInputs], tuple[Tensor, Tensor]]
 
 
 class Backend(NamedTuple):
     """Modules of a backend, imported when first used.
 
     Attributes:
-        forward: has forward(problem, inputs) -> (out, lse).
+        forward: has forward(problem, inputs) -> (out, lse); one with kernels has prepare(problem, device, config) ->
+            (inputs -> (out, lse)) beside it, which does once what does not depend on the tensors.
         backward: has backward(problem, inputs, out, lse, dout, dlse) -> (dq, dk, dv, dsinks). It may be another
             backend's: out and lse mean the same everywhere.
+        has_kernels: forward is compiled, and takes a ForwardConfig.
     """
 
     forward: str
     backward: str
+    has_kernels: bool = False
 
 
 _BACKENDS = {
     "tiled": Backend("onepass.tiled", "onepass.tiled"),
-    "sm90": Backend("onepass.kernels.sm90.launch", "onepass.tiled"),
+    "sm90": Backend("onepass.kernels.sm90.launch", "onepass.tiled", has_kernels=True),
 }
 
 
@@ -46,8 +54,25 @@ def backends() -> tuple[str, ...]:
     return tuple(_BACKENDS)
 
 
-def choose(problem: AttentionProblem, requested: str | None = None) -> Support:
-    """The backend for this problem. A backend that the caller names is the one that runs, or is refused."""
+def choose(problem: AttentionProblem, requested: str | None = None, tuning: ForwardConfig | None = None) -> Support:
+    """The backend for this problem. A backend that the caller names is the one that runs, or is refused.
+
+    A configuration picks no backend: one that does not fit the backend that would run without it is refused.
+    """
+    support = _choose(problem, requested)
+    if tuning is None or not support.ok:
+        return support
+    if not _BACKENDS[support.backend].has_kernels:
+        reason = f"tuning: backend {support.backend} takes none, expected None, got {tuning} ({support.reason})"
+        return Support(False, support.backend, reason)
+    try:
+        tuning.check(problem)
+    except UnsupportedError as error:
+        return Support(False, support.backend, f"tuning: {error}")
+    return support
+
+
+def _choose(problem: AttentionProblem, requested: str | None) -> Support:
     if requested is not None and requested not in _BACKENDS:
         expected = ", ".join(sorted(backends()))
         return Support(False, str(requested), f"backend: expected one of {expected} or None, got {requested!r}")
@@ -78,17 +103,22 @@ def _has_kernel_compiler() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("cutlass", "tvm_ffi"))
 
 
-def require(problem: AttentionProblem, requested: str | None = None) -> str:
+def require(problem: AttentionProblem, requested: str | None = None, tuning: ForwardConfig | None = None) -> str:
     """The name of the backend that will run. Raises: UnsupportedError with the reason if none can."""
-    support = choose(problem, requested)
+    support = choose(problem, requested, tuning)
     if not support.ok:
-        raise UnsupportedError(support.reason) if requested in _BACKENDS else ValueError(support.reason)
+        is_name = requested is None or requested in _BACKENDS
+        raise UnsupportedError(support.reason) if is_name else ValueError(support.reason)
     return support.backend
 
 
-def load_forward(name: str) -> ModuleType:
-    """The module with the backend's forward."""
-    return importlib.import_module(_BACKENDS[name].forward)
+def prepare(name: str, problem: AttentionProblem, device: torch.device, tuning: ForwardConfig | None = None) -> Forward:
+    """The backend's forward for calls of this problem: everything that does not depend on the tensors is done."""
+    backend = _BACKENDS[name]
+    module = importlib.import_module(backend.forward)
+    if backend.has_kernels:
+        return module.prepare(problem, device, tuning)
+    return functools.partial(module.forward, problem)
 
 
 def load_backward(name: str) -> ModuleType:

