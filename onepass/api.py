@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
 
 from . import dispatch, ops, repeated, validation
+from .kernels import ahead
+from .kernels.ahead import CompiledKernel
 from .kernels.config import ForwardConfig
 from .problem import AttentionInputs, AttentionProblem
 
@@ -315,26 +318,101 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> dispatch.Supp
     Raises: TypeError only for an argument name that neither function has.
     """
     backend = arguments.pop("backend", None)
-    is_packed = "cu_seqlens_q" in arguments or "cu_seqlens_k" in arguments
-    options = {
-        "causal": False,
-        "window": None,
-        "softcap": None,
-        "sinks": None,
-        "softmax_scale": None,
-        "seqused_k": None,
-        "deterministic": None,
-        "return_lse": False,
-        "tuning": None,
-    }
-    if is_packed:
-        options |= {"cu_seqlens_q": None, "cu_seqlens_k": None, "max_seqlen_q": None, "max_seqlen_k": None}
-    unknown = sorted(set(arguments) - set(options))
-    if unknown:
-        raise TypeError(f"supports: expected arguments of attention or attention_varlen, got {', '.join(unknown)}")
-    check = validation.check_attention_varlen if is_packed else validation.check_attention
+    _refuse_unknown("supports", arguments)
     try:
-        problem = check(*autocast_inputs(q, k, v), **(options | arguments))
+        problem = _problem_of(q, k, v, arguments)
     except (TypeError, ValueError, NotImplementedError) as error:
         return dispatch.Support(False, backend or "", str(error))
     return dispatch.choose(problem, backend, arguments.get("tuning"))
+
+
+def warmup(
+    calls: Iterable[Mapping[str, Any] | AttentionProblem], *, backend: str | None = None, workers: int | None = None
+) -> list[CompiledKernel]:
+    """Compile the kernels of calls to come, several at a time, into the disk cache and this process.
+
+        onepass.warmup([dict(q=(2, 4096, 32, 128), k=(2, 4096, 8, 128), v=(2, 4096, 8, 128), dtype=torch.bfloat16,
+                             causal=True)])
+
+    One kernel serves many calls: of lengths only the choice of a configuration depends, on the batch, strides and the
+    number of heads (but for how many of q share one of k) nothing does.
+
+    Args:
+        calls: for each, the arguments of `attention` or `attention_varlen` by name. Instead of a tensor its shape, with
+            `dtype` once for q, k, v and sinks, or a tensor on the "meta" device: these stand for tensors on this
+            machine's GPU. Or an `AttentionProblem`.
+        backend: for calls that name none. "sm90" compiles for Hopper wherever the compiler is, also without a GPU,
+            for machines with the same CPU that get this cache directory; None = what the calls would run on here.
+        workers: processes that compile at the same time; None = one a CPU.
+
+    Returns: a CompiledKernel for each kernel, in the order of `calls`. None for calls that run without a kernel: the
+    list is empty where all run on `tiled`.
+
+    Raises: as the calls would, before anything is compiled; UnsupportedError if the kernel compiler is missing.
+    """
+    if workers is not None and (type(workers) is not int or workers < 1):
+        raise ValueError(f"workers: expected an int of at least 1 or None, got {workers!r}")
+    jobs = []
+    for call in calls:
+        arguments = {} if isinstance(call, AttentionProblem) else dict(call)
+        requested, tuning = arguments.pop("backend", backend), arguments.get("tuning")
+        problem = call if isinstance(call, AttentionProblem) else _problem_of_shapes(arguments)
+        if requested == "sm90" or (problem.device_type == "meta" and torch.cuda.is_available()):
+            problem = replace(problem, device_type="cuda")
+        name = dispatch.require_to_compile(problem, requested, tuning)
+        if name is not None:
+            jobs.append(ahead.Job(name, problem, tuning))
+    return ahead.compile_all(jobs, workers)
+
+
+_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+
+
+def _problem_of_shapes(arguments: dict[str, Any]) -> AttentionProblem:
+    """The problem of a call of which some tensors may be given as shapes."""
+    missing = [name for name in ("q", "k", "v") if name not in arguments]
+    if missing:
+        raise TypeError(f"warmup: expected q, k and v in every call, got none for {', '.join(missing)}")
+    dtype = arguments.pop("dtype", None)
+    for name in ("q", "k", "v", "sinks", *_LENGTHS):
+        shape = arguments.get(name)
+        if isinstance(shape, (tuple, list)):
+            if dtype is None and name not in _LENGTHS:
+                raise TypeError(f"dtype: expected a torch.dtype beside the shape {tuple(shape)} of {name}, got None")
+            of = torch.int32 if name in _LENGTHS else dtype
+            arguments[name] = torch.empty(tuple(shape), dtype=of, device="meta")
+    q, k, v = (arguments.pop(name) for name in ("q", "k", "v"))
+    _refuse_unknown("warmup", arguments)
+    return _problem_of(q, k, v, arguments)
+
+
+_DEFAULTS: dict[str, Any] = {
+    "causal": False,
+    "window": None,
+    "softcap": None,
+    "sinks": None,
+    "softmax_scale": None,
+    "seqused_k": None,
+    "deterministic": None,
+    "return_lse": False,
+    "tuning": None,
+}
+_PACKED_DEFAULTS = {"cu_seqlens_q": None, "cu_seqlens_k": None, "max_seqlen_q": None, "max_seqlen_k": None}
+
+
+def _is_packed(arguments: dict[str, Any]) -> bool:
+    return "cu_seqlens_q" in arguments or "cu_seqlens_k" in arguments
+
+
+def _refuse_unknown(function: str, arguments: dict[str, Any]) -> None:
+    unknown = sorted(set(arguments) - set(_DEFAULTS) - (set(_PACKED_DEFAULTS) if _is_packed(arguments) else set()))
+    if unknown:
+        raise TypeError(f"{function}: expected arguments of attention or attention_varlen, got {', '.join(unknown)}")
+
+
+def _problem_of(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> AttentionProblem:
+    """The problem of a call of `attention` or, with cu_seqlens, of `attention_varlen`; raises as the call would."""
+    q, k, v = autocast_inputs(q, k, v)
+    if _is_packed(arguments):
+        return validation.check_attention_varlen(q, k, v, **(_DEFAULTS | _PACKED_DEFAULTS | arguments))
+    return validation.check_attention(q, k, v, **(_DEFAULTS | arguments))

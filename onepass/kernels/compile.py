@@ -62,6 +62,17 @@ def get(name: str, key: tuple, arch: str, trace: Callable[[], tuple]) -> Callabl
         return _kernels[fingerprint]
 
 
+def is_cached(name: str, key: tuple, arch: str) -> bool:
+    """Whether `get` would find this kernel without its compiler."""
+    fingerprint = _fingerprint(name, key, arch)
+    return fingerprint in _kernels or _is_intact(cache_directory() / f"{fingerprint}.o")
+
+
+def has_disk_cache() -> bool:
+    """Whether what this process compiles is there for others; warns if not."""
+    return _usable_directory() is not None
+
+
 def compile_now(arch: str, trace: Callable[[], tuple], options: str = OPTIONS) -> Any:
     """Compile in this process, without any cache: the compiler's own object."""
     import cutlass.cute as cute
@@ -112,17 +123,21 @@ def _build(entry: Path, name: str, key: tuple, arch: str, trace: Callable[[], tu
 
 def _load(entry: Path) -> Callable | None:
     """The entry's kernel; None if there is none or it is not what its .json says."""
-    try:
-        about = json.loads(entry.with_suffix(".json").read_text())
-        if about["sha256"] != hashlib.sha256(entry.read_bytes()).hexdigest():
-            return None
-    except (OSError, ValueError, KeyError, TypeError):
+    if not _is_intact(entry):
         return None
     from cutlass.cute.runtime import load_module
 
     module = load_module(str(entry), enable_tvm_ffi=True)
     _keep_alive.append(module)
     return getattr(module, SYMBOL)
+
+
+def _is_intact(entry: Path) -> bool:
+    try:
+        about = json.loads(entry.with_suffix(".json").read_text())
+        return about["sha256"] == hashlib.sha256(entry.read_bytes()).hexdigest()
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _usable_directory() -> Path | None:
@@ -160,8 +175,8 @@ def _fingerprint(name: str, key: tuple, arch: str) -> str:
 def _environment() -> str:
     """Versions, CPU and sources, as one digest."""
     digest = hashlib.sha256()
-    for package in PACKAGES:
-        digest.update(f"{package} {importlib.metadata.version(package)}\n".encode())
+    for name in PACKAGES:
+        digest.update(f"{name} {importlib.metadata.version(name)}\n".encode())
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         digest.update(next((line for line in lines if line.startswith(("flags", "Features"))), "").encode())

@@ -77,8 +77,14 @@ def prepare(
         scale_log2, tanh_scale = problem.softmax_scale * LOG2_E, None
     else:
         scale_log2, tanh_scale = problem.softcap * LOG2_E, 2 * LOG2_E * problem.softmax_scale / problem.softcap
-    kernel = compile.get("forward", (problem.static(), config), ARCH, functools.partial(trace, problem, config))
+    kernel = compile.get(*compile_request(problem, config))
     return Launch(problem, kernel, scale_log2, tanh_scale, bounds[0], bounds[1], config.dynamic_tiles, heads, num_ctas)
+
+
+def compile_request(problem: AttentionProblem, config: ForwardConfig | None = None) -> tuple:
+    """The arguments of `compile.get` for the kernel of this problem."""
+    config = config or heuristics.forward_config(problem)
+    return "forward", (problem.static(), config), ARCH, functools.partial(trace, problem, config)
 
 
 def _without_keys(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
