@@ -1,4 +1,7 @@
-"""Where results are written: the one place that decides their layout, for backends and for tracing alike."""
+"""Where results are written: the one place that decides their layout, for backends and for tracing alike.
+
+Every call comes through here, so strides are given: `new_empty_strided` takes half the time of `new_empty`.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,22 @@ def empty_as(t: Tensor, head_dim: int) -> Tensor:
     """
     if t.dim() == 3:
         total, num_heads, _ = t.shape
-        return t.new_empty((total, num_heads, head_dim))
+        return t.new_empty_strided((total, num_heads, head_dim), (num_heads * head_dim, head_dim, 1))
     batch, seqlen, num_heads, _ = t.shape
     _, row, head, _ = t.stride()
     row, head = (head_dim, seqlen * head_dim) if row < head else (num_heads * head_dim, head_dim)
-    # with strides it costs half of new_empty, and no transpose
     return t.new_empty_strided((batch, seqlen, num_heads, head_dim), (seqlen * num_heads * head_dim, row, head, 1))
 
 
 def empty_outputs(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """out, laid out as q, and lse (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q)."""
-    q = inputs.q
-    *batch, seqlen, num_heads, _ = q.shape
-    lse = q.new_empty((*batch, num_heads, seqlen), dtype=problem.accum_dtype)
+    q, dtype = inputs.q, problem.accum_dtype
+    if q.dim() == 3:
+        total, num_heads, _ = q.shape
+        lse = q.new_empty_strided((num_heads, total), (total, 1), dtype=dtype)
+    else:
+        batch, seqlen, num_heads, _ = q.shape
+        lse = q.new_empty_strided((batch, num_heads, seqlen), (num_heads * seqlen, seqlen, 1), dtype=dtype)
     return empty_as(q, problem.head_dim_v), lse
 
 
