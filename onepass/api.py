@@ -237,7 +237,8 @@ def attention_varlen(
 
     Returns: out, (total_q, num_heads_q, head_dim_v), or AttentionOutput with lse (num_heads_q, total_q).
 
-    Raises: as `attention`; ValueError also if offsets are out of order (checked by value where they are read).
+    Raises: as `attention`; ValueError also if offsets are out of order, from a backend that reads them on the host
+        (`tiled`); kernels read them on the device only, and give undefined values then.
     """
     inputs = AttentionInputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
     if deterministic is None:

@@ -29,7 +29,8 @@ class ForwardConfig:
     Attributes:
         tile_n: keys of one step of the main loop.
         num_warpgroups: consumer warpgroups, 64 query rows each.
-        num_stages: buffers in flight for K, and as many for V.
+        num_stages: buffers for K and V, see v_stages.
+        v_stages: buffers for V where they are not as many as those for K; None = num_stages.
         q_stages: buffers for Q; with 2 the next tile's Q is loaded while this one is still in use.
         q_in_registers: hold Q in registers instead of reading it from shared memory for every QK^T.
         overlap_gemm_softmax: 2-stage pipelining inside a warpgroup: QK^T of the next keys runs during this softmax.
@@ -51,6 +52,7 @@ class ForwardConfig:
     tile_n: int
     num_warpgroups: int = 2
     num_stages: int = 2
+    v_stages: int | None = None
     q_stages: int = 1
     q_in_registers: bool = False
     overlap_gemm_softmax: bool = True
@@ -74,7 +76,7 @@ class ForwardConfig:
             if field.type == "float" and type(value) is int:
                 value = float(value)
                 object.__setattr__(self, field.name, value)
-            if type(value).__name__ != field.type:
+            if type(value).__name__ not in str(field.type).replace("None", "NoneType").split(" | "):
                 raise TypeError(f"{field.name}: expected {field.type}, got {value!r}")
         object.__setattr__(self, "text", " ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)))
 
@@ -88,6 +90,11 @@ class ForwardConfig:
         return ROWS_PER_WARPGROUP * self.num_warpgroups
 
     @property
+    def kv_stages(self) -> tuple[int, int]:
+        """Buffers for K and for V."""
+        return self.num_stages, self.num_stages if self.v_stages is None else self.v_stages
+
+    @property
     def num_threads(self) -> int:
         return 128 * (self.num_warpgroups + 1)
 
@@ -95,7 +102,8 @@ class ForwardConfig:
         """Shared memory of the tiles and their barriers."""
         d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
         q = self.q_stages * self.tile_m * d
-        kv = self.num_stages * self.tile_n * (d + dv)
+        k_stages, v_stages = self.kv_stages
+        kv = self.tile_n * (k_stages * d + v_stages * dv)
         return 2 * (q + kv) + 1024
 
     def accumulator_registers(self, problem: AttentionProblem) -> int:
@@ -113,10 +121,11 @@ class ForwardConfig:
         keys = self.tile_n // self.score_buffers  # of one wgmma
         if keys * self.score_buffers != self.tile_n or keys % 16 or not 16 <= keys <= 256:
             raise UnsupportedError(f"tile_n: expected {self.score_buffers} x 16, 32, ... 256, got {self.tile_n}")
-        if self.num_stages < 1 or self.q_stages not in (1, 2):
-            raise UnsupportedError(f"stages: expected K/V >= 1 and Q 1 or 2, got {self.num_stages} and {self.q_stages}")
-        if self.overlap_gemm_softmax and self.num_stages < 2:
-            raise UnsupportedError("num_stages: overlap_gemm_softmax needs 2, got 1")
+        least = min(self.kv_stages)
+        if least < 1 or self.q_stages not in (1, 2):
+            raise UnsupportedError(f"stages: expected K/V >= 1 and Q 1 or 2, got {least} and {self.q_stages}")
+        if self.overlap_gemm_softmax and least < 2:
+            raise UnsupportedError("stages: overlap_gemm_softmax needs 2 for K and V, got 1")
         if self.overlap_tiles and not self.overlap_gemm_softmax:
             raise UnsupportedError("overlap_tiles: needs overlap_gemm_softmax")
         if self.rescale_beside_qk and not self.overlap_gemm_softmax:

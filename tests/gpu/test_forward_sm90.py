@@ -1,5 +1,7 @@
 """The Hopper kernel on a GPU, through the public API: values, layouts, reproducibility, and that it is the default."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -135,3 +137,98 @@ def test_queue_of_tiles_in_graphs_and_on_two_streams():
         torch.cuda.synchronize()
         for out in (captured, beside, eager):
             assert torch.equal(out, expected)
+
+
+def packed(lengths, slack=0, heads_q=4, heads_kv=2, head_dim=128):
+    """Packed tensors of (queries, keys) a sequence and their offsets."""
+    offsets = [[0, *itertools.accumulate(column)] for column in zip(*lengths, strict=True)]
+    total_q, total_k = (column[-1] + slack for column in offsets)
+    dense = tensors(1, max(total_q, total_k), max(total_q, total_k), heads_q, heads_kv, head_dim)
+    rows = {"q": total_q, "k": total_k, "v": total_k}
+    names = ("cu_seqlens_q", "cu_seqlens_k")
+    cu_seqlens = {
+        name: torch.tensor(o, dtype=torch.int32, device="cuda") for name, o in zip(names, offsets, strict=True)
+    }
+    return {name: t[0, : rows[name]] for name, t in dense.items()}, cu_seqlens
+
+
+LENGTHS = [(100, 100), (0, 50), (129, 300), (1, 1), (64, 0), (300, 129), (0, 0), (128, 128), (7, 500)]
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (40, 10)}])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS * 9, [(2000, 3000), (1, 1)]])
+def test_packed_sequences(options, head_dim, lengths):
+    inputs, cu_seqlens = packed(lengths, slack=140, head_dim=head_dim)
+    check(Call(inputs, {**options, **cu_seqlens}))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sequence_of_nan_stays_alone(causal):
+    inputs, cu_seqlens = packed(LENGTHS, slack=10)
+    options = {**cu_seqlens, "causal": causal, "return_lse": True, "backend": "sm90"}
+    expected = onepass.attention_varlen(**inputs, **options)
+    rows, keys = (cu_seqlens[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    for b in range(len(LENGTHS)):
+        broken = {name: t.clone() for name, t in inputs.items()}
+        broken["q"][rows[b] : rows[b + 1]] = torch.nan
+        for name in ("k", "v"):
+            broken[name][keys[b] : keys[b + 1]] = torch.nan
+        actual = onepass.attention_varlen(**broken, **options)
+        others = torch.ones(len(inputs["q"]), dtype=torch.bool, device="cuda")
+        others[rows[b] : rows[b + 1]] = False
+        assert torch.equal(actual.out[others], expected.out[others])
+        assert torch.equal(actual.lse[:, others], expected.lse[:, others])
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (40, 10)}])
+def test_nothing_past_seqused_k_matters(options):
+    inputs = tensors(6, 200, 500, 4, 2, 128)
+    options = {**options, "seqused_k": torch.tensor([0, 1, 100, 128, 300, 500], dtype=torch.int32, device="cuda")}
+    check(Call(inputs, options))
+    expected = onepass.attention(**inputs, **options, return_lse=True, backend="sm90")
+    for b, used in enumerate(options["seqused_k"].tolist()):
+        inputs["k"][b, used:] = inputs["v"][b, used:] = torch.nan
+    actual = onepass.attention(**inputs, **options, return_lse=True, backend="sm90")
+    assert torch.equal(actual.out, expected.out)
+    assert torch.equal(actual.lse, expected.lse)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_lengths_stay_on_the_device(causal):
+    """No synchronisation, and a captured call follows the offsets as they change."""
+    inputs, cu_seqlens = packed(LENGTHS)
+    options = {"causal": causal, "backend": "sm90"}
+    onepass.attention_varlen(**inputs, **cu_seqlens, **options)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        onepass.attention_varlen(**inputs, **cu_seqlens, **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = onepass.attention_varlen(**inputs, **cu_seqlens, **options)
+    totals = [int(t[-1]) for t in cu_seqlens.values()]
+    for cuts in ([0.0, 0.0, 0.1, 0.2, 0.4, 0.5, 0.7, 0.9, 1.0], [1.0] * 9, [0.0] * 8 + [0.3]):
+        for t, total in zip(cu_seqlens.values(), totals, strict=True):
+            t[1:] = torch.tensor([int(c * total) for c in cuts], dtype=torch.int32)
+        captured.fill_(torch.nan)
+        graph.replay()
+        expected = onepass.attention_varlen(**inputs, **cu_seqlens, **options)
+        assert torch.equal(captured, expected)
+        Call(inputs, {"causal": causal, **cu_seqlens}).check(gradients=False)
+
+
+def test_packed_past_2_to_the_31_elements():
+    heads = 16
+    lengths = torch.tensor([0, 600_000, 599_700, 300], device="cuda").cumsum(0)
+    total = int(lengths[-1])
+    q, k, v = (torch.randn(total, heads, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    assert q.numel() > 2**31
+    cu_seqlens = lengths.to(torch.int32)
+    options = {"causal": True, "window": (255, None)}
+    out = onepass.attention_varlen(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, **options, backend="sm90")
+    tail = {n: t[None, -300:] for n, t in {"q": q, "k": k, "v": v}.items()}
+    expected = Call(tail, options).expected().out[0]
+    assert (out[-300:].double() - expected).abs().max() < 0.02

@@ -41,6 +41,10 @@ PROBLEMS = {
     "128 everything": problem(128, 128, mask=Mask(64, 64), softcap=30.0, has_sinks=True, num_heads_kv=2),
     "192/128 causal": problem(192, 128, mask=CAUSAL),
     "256 causal": problem(256, 256, mask=CAUSAL),
+    "64 packed causal": problem(64, 64, mask=CAUSAL, is_packed=True),
+    "128 packed": problem(128, 128, is_packed=True, has_seqused_k=True),
+    "128 seqused": problem(128, 128, mask=CAUSAL, has_seqused_k=True),
+    "256 packed causal": problem(256, 256, mask=CAUSAL, is_packed=True),
 }
 
 
@@ -55,5 +59,5 @@ def test_machine_code(name):
     assert code.count("UTMALDG") >= config.num_warpgroups + 2  # Q, K, V by TMA
     assert code.count("USETMAXREG") == 2  # registers move from the producer to the consumers
     assert code.count(r"STG\.E\.128") > 0
-    # every group of GEMMs is issued once and waited for: one fence a group
-    assert code.count(r"WARPGROUP\.ARRIVE") == code.count(r"WARPGROUP\.DEPBAR")
+    # every group of GEMMs is issued once and waited for, one fence a group; the long way of the softmax waits, too
+    assert code.count(r"WARPGROUP\.ARRIVE") <= code.count(r"WARPGROUP\.DEPBAR")

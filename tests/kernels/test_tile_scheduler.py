@@ -2,8 +2,10 @@
 
 import heapq
 import itertools
+import random
 
 import pytest
+import torch
 
 from onepass.kernels.blocks import tile_scheduler
 
@@ -62,6 +64,92 @@ def test_sections_of_a_queue_fill_the_l2_budget():
     for heads, kv_bytes in itertools.product((1, 7, 64, 512), (1, 2**20, 2**24, 2**30)):
         n = tile_scheduler.heads_per_section(heads, 16, 132, kv_bytes, True, True)
         assert n == min(heads, max(1, tile_scheduler.L2_BUDGET_BYTES // kv_bytes))
+
+
+class Warp:
+    """blocks/warp.py on tensors with one element a lane."""
+
+    @staticmethod
+    def inclusive_sum(x):
+        assert x.shape == (tile_scheduler.LANES,)
+        return x.cumsum(0)
+
+    @staticmethod
+    def count(condition):
+        return int(condition.sum())
+
+
+def packed_tiles(lengths, slack, tile_m, heads, longest_first, numbers):
+    """(sequence, head, m_block) of the numbers, found one after the other as a thread block's warps do."""
+    cu_seqlens = [0, *itertools.accumulate(lengths)]
+    batch, total = len(lengths), cu_seqlens[-1] + slack
+
+    def rows(sequence):
+        return tile_scheduler.packed_rows(sequence, cu_seqlens, batch, total)
+
+    def tiles(first):
+        return torch.tensor([-(-rows(first + lane)[1] // tile_m) * heads for lane in range(tile_scheduler.LANES)])
+
+    first = tiles_before = 0
+    for number in numbers:
+        lane, ends = tile_scheduler.scan_sequences(number, tiles_before, tiles(first), Warp)
+        while lane == tile_scheduler.LANES:
+            first, tiles_before = first + tile_scheduler.LANES, int(ends[-1])
+            lane, ends = tile_scheduler.scan_sequences(number, tiles_before, tiles(first), Warp)
+        in_sequence = number - int((ends - tiles(first))[lane])
+        num_m_blocks = -(-rows(first + lane)[1] // tile_m)
+        m_block, head = tile_scheduler.packed_coord(in_sequence, num_m_blocks, heads, longest_first)
+        yield first + lane, head, m_block
+
+
+@pytest.mark.parametrize("longest_first", [False, True])
+@pytest.mark.parametrize("slack", [0, 1, 9])
+def test_every_packed_tile_has_one_number(longest_first, slack):
+    rng = random.Random(0)
+    batches = [list(lengths) for n in range(4) for lengths in itertools.product((0, 1, 4, 5, 9), repeat=n)]
+    batches += [[rng.choice((0, 0, 1, 7, 20)) for _ in range(n)] for n in (31, 32, 33, 64, 100)]
+    batches += [[0] * 70 + [3], [3] + [0] * 70]
+    for lengths, heads in itertools.product(batches, (1, 3)):
+        expected = [
+            (sequence, head, m_block)
+            for sequence, length in enumerate([*lengths, slack])
+            for head, m_block in itertools.product(range(heads), range(-(-length // 4)))
+        ]
+        assert len(expected) <= tile_scheduler.max_packed_tiles(sum(lengths) + slack, 4, heads, len(lengths))
+        found = list(packed_tiles(lengths, slack, 4, heads, longest_first, range(len(expected))))
+        assert sorted(found) == expected
+        # sequence after sequence, and the longest tiles of a sequence (or of its head) first
+        order = [(s, -m) if longest_first else (s, h, -m) for s, h, m in found]
+        assert order == sorted(order)
+        # whichever numbers a thread block gets
+        some = sorted(rng.sample(range(len(expected)), len(expected) // 3))
+        assert list(packed_tiles(lengths, slack, 4, heads, longest_first, some)) == [found[n] for n in some]
+
+
+def test_packed_rows_stay_inside_the_tensor():
+    for cu_seqlens in itertools.product((-3, 0, 2, 5, 99), repeat=3):
+        for sequence in range(6):
+            start, length = tile_scheduler.packed_rows(sequence, cu_seqlens, 2, 7)
+            assert 0 <= start <= start + length <= 7
+
+
+@pytest.mark.parametrize("num_ctas", [1, 2, 5])
+def test_the_queue_gives_every_tile_and_ends_where_it_began(num_ctas):
+    """However few of the thread blocks have a first tile; the others stop before they draw."""
+    rng = random.Random(num_ctas)
+    for tiles in range(20):
+        counter, taken = 0, list(range(min(num_ctas, tiles)))
+        active = list(taken)
+        while active:
+            cta = rng.choice(active)
+            number = num_ctas + counter
+            counter = 0 if counter >= tiles - 1 else counter + 1  # atom.inc
+            if number < tiles:
+                taken.append(number)
+            else:
+                active.remove(cta)
+        assert sorted(taken) == list(range(tiles))
+        assert counter == 0
 
 
 NUM_CTAS = 132  # multiprocessors of an H200

@@ -14,7 +14,7 @@ from onepass import ForwardConfig, dispatch, repeated
 from onepass.kernels import compile, heuristics
 from onepass.kernels.sm90 import launch
 
-CONFIG = ForwardConfig(tile_n=80, num_warpgroups=1, rescale_threshold=8, overlap_tiles=False)
+CONFIG = ForwardConfig(tile_n=80, num_warpgroups=1, v_stages=3, rescale_threshold=8, overlap_tiles=False)
 
 
 @pytest.fixture
@@ -32,6 +32,7 @@ def configs(monkeypatch):
 
     monkeypatch.setattr(dispatch, "_sm90_refusal", launch.unsupported)
     monkeypatch.setattr(compile, "get", get)
+    monkeypatch.setattr(launch, "_tile_counter", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     launch.prepare.cache_clear()
     repeated._forwards.clear()
@@ -58,6 +59,8 @@ def test_text_holds_every_field():
         ({"tile_n": 128.0}, "tile_n: expected int, got 128.0"),
         ({"tile_n": True}, "tile_n: expected int, got True"),
         ({"tile_n": 128, "pingpong": 1}, "pingpong: expected bool, got 1"),
+        ({"tile_n": 128, "v_stages": 2.0}, r"v_stages: expected int \| None, got 2.0"),
+        ({"tile_n": 128, "num_stages": None}, "num_stages: expected int, got None"),
         ({"tile_n": 128, "rescale_threshold": "8"}, "rescale_threshold: expected float, got '8'"),
     ],
 )
@@ -100,7 +103,7 @@ def test_it_survives_compilation(configs, dynamic):
 DOES_NOT_FIT = [
     ({"tile_n": 128, "num_warpgroups": 4}, r"num_warpgroups: expected 1, 2 or 3, got 4"),
     ({"tile_n": 100}, r"tile_n: expected 1 x 16, 32, ... 256, got 100"),
-    ({"tile_n": 128, "num_stages": 1}, r"num_stages: overlap_gemm_softmax needs 2, got 1"),
+    ({"tile_n": 128, "num_stages": 1}, r"stages: overlap_gemm_softmax needs 2 for K and V, got 1"),
     ({"tile_n": 176, "num_warpgroups": 3}, r"registers: ForwardConfig\(.* needs 196 for S, P and O, a thread has 160"),
     ({"tile_n": 128, "num_stages": 9}, r"shared memory: .* needs 623616 bytes, a thread block has 232448"),
     ({"tile_n": 128, "rescale_threshold": 16.0}, r"rescale_threshold: expected 0 to 15, .*, got 16.0"),

@@ -13,6 +13,19 @@ def rows_first(t: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(t.iterator, cute.select(t.layout, [1, 3, 2, 0]))
 
 
+def rows_first_of_lse(lse: cute.Tensor) -> cute.Tensor:
+    """(batch, heads, seqlen) -> (seqlen, 1, heads, batch): the modes of `rows_first`. No data moves."""
+    (batch, heads, seqlen), stride = lse.shape, lse.stride
+    return cute.make_tensor(
+        lse.iterator, cute.make_layout((seqlen, 1, heads, batch), stride=(stride[2], 0, *stride[1::-1]))
+    )
+
+
+def as_batch_of_one(t: cute.Tensor) -> cute.Tensor:
+    """(...) -> (1, ...), for packed sequences. No data moves."""
+    return cute.make_tensor(t.iterator, cute.make_layout((1, *t.shape), stride=(0, *t.stride)))
+
+
 def swizzle_kind(columns: int, dtype: type[cutlass.Numeric]) -> SmemLayoutAtomKind:
     """The widest swizzle whose atom (128, 64 or 32 bytes of a row) divides a row of `columns` elements."""
     row_bytes = columns * dtype.width // 8

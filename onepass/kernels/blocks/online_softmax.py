@@ -7,8 +7,10 @@ Scores stay unscaled: with scale_log2 = softmax_scale * log2(e), exp(scale * (s 
 m * scale_log2), one FMA and one exponential a score.
 
 The reference m need not be the maximum (any value gives the same quotient); it only has to keep exp2 in range. With a
-`rescale_threshold` it is left behind until a row's maximum has outgrown it by that many powers of two, which saves
-most rescalings of acc_o. Exactness is kept: row_sum and acc_o refer to the same m, and the final division cancels it.
+`rescale_threshold` it is left behind until a score has outgrown it by that many powers of two (`follow`). Then most
+tiles need neither a maximum over the quad nor a rescaling of acc_o: each thread looks whether any of its scores is past
+the limit, and a warp in which one is takes the long way. Exactness is kept: row_sum and acc_o refer to the same m, and
+the final division cancels it.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ import math
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
 
 from .bundle import Bundle
-from .ptx import exp2_on_fma_pipe
+from .integers import maximum
+from .ptx import bits, exp2_on_fma_pipe
 
 ROWS = 2  # rows of a thread
 LN2 = math.log(2.0)
@@ -31,7 +35,7 @@ class OnlineSoftmax(Bundle):
 
     Args:
         scale_log2: softmax_scale * log2(e), positive.
-        rescale_threshold: powers of two that a row maximum may outgrow its reference by; 0 = always follow it.
+        rescale_threshold: powers of two that a score may outgrow its row's reference by; 0 = always follow the maximum.
         exp2_fma_period: every so many-th exponential is computed on the FMA pipe; 0 = none.
     """
 
@@ -41,55 +45,102 @@ class OnlineSoftmax(Bundle):
         self.exp2_fma_period = exp2_fma_period
         self.row_max = cute.make_rmem_tensor((ROWS,), Float32)
         self.row_sum = cute.make_rmem_tensor((ROWS,), Float32)
-        # what acc_o has to be multiplied with before the next P V is added to it, and whether that is worth it
+        # what acc_o has to be multiplied with before the next P V is added to it
         self.row_scale = cute.make_rmem_tensor((ROWS,), Float32)
-        self.needs_rescale = cute.make_rmem_tensor((1,), Int32)
+        # with a threshold: row_max * scale_log2, and the score that must not be passed, see `follow`
+        self.reference = cute.make_rmem_tensor((ROWS,), Float32)
+        self.limit = cute.make_rmem_tensor((ROWS,), Int32)
 
     @cute.jit
     def tile_maximum(self, scores: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
-        """Maximum of row r over the quad. Four chains, because one of N / 4 dependent maxima would be all latency."""
-        columns = cute.size(scores, mode=[1])
-        chains = [scores[r, c] for c in range(4)]
-        for c in cutlass.range_constexpr(4, columns):
-            chains[c % 4] = cute.arch.fmax(chains[c % 4], scores[r, c])
-        largest = cute.arch.fmax(cute.arch.fmax(chains[0], chains[1]), cute.arch.fmax(chains[2], chains[3]))
+        """Maximum of row r over the quad."""
+        largest = self._thread_maximum(scores, r)
         largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=2))
         return cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1))
 
-    @cute.jit
-    def update(self, scores: cute.Tensor, is_first: cutlass.Constexpr[bool]):
-        """scores (2, columns) -> exp2(scale_log2 * (scores - row_max)), in place; row_max, row_sum, row_scale follow.
+    def _thread_maximum(self, scores: cute.Tensor, r: int) -> Float32:
+        """Of this thread's scores. Four chains, because one of N / 4 dependent maxima would be all latency."""
+        chains = [scores[r, c] for c in range(4)]
+        for c in range(4, cute.size(scores, mode=[1])):
+            chains[c % 4] = cute.arch.fmax(chains[c % 4], scores[r, c])
+        return cute.arch.fmax(cute.arch.fmax(chains[0], chains[1]), cute.arch.fmax(chains[2], chains[3]))
 
-        With a threshold, needs_rescale says whether row_scale is anything but 1 in any lane of the warp.
+    def _thread_maximum_bits(self, scores: cute.Tensor, r: int) -> Int32:
+        """The bits of this thread's largest score as an integer, if that score is positive; negative if none is.
+
+        Floats >= 0 order like the integers of their bits, floats < 0 are integers < 0. Integers have a maximum of
+        three in one instruction (VIMNMX3), half as many as FMNMX.
         """
-        new_max = [self.tile_maximum(scores, r) for r in range(ROWS)]
-        if cutlass.const_expr(not is_first):
-            new_max = [cute.arch.fmax(new_max[r], self.row_max[r]) for r in range(ROWS)]
-            if cutlass.const_expr(self.rescale_threshold > 0):
-                limit = self.rescale_threshold
-                has_grown = [(new_max[r] - self.row_max[r]) * self.scale_log2 > limit for r in range(ROWS)]
-                needs_rescale = Boolean(cute.arch.vote_any_sync(has_grown[0] or has_grown[1]))
-                self.needs_rescale[0] = Int32(needs_rescale)
-                new_max = [new_max[r] if needs_rescale else self.row_max[r] for r in range(ROWS)]
+        as_integers = cute.recast_tensor(scores, Int32)
+        chains = [as_integers[r, c] for c in range(2)]
+        for c in range(2, cute.size(scores, mode=[1]), 4):
+            for i in range(2):
+                chains[i] = maximum(maximum(chains[i], as_integers[r, c + i]), as_integers[r, c + i + 2])
+        return maximum(*chains)
+
+    @cute.jit
+    def begin(self, scores: cute.Tensor):
+        """The first tile of a row: the reference is its maximum."""
         for r in cutlass.range_constexpr(ROWS):
-            # a row that has seen no key yet: -inf - -inf would be NaN
-            reference = (new_max[r] if new_max[r] > -Float32.inf else Float32(0.0)) * self.scale_log2
-            if cutlass.const_expr(is_first):
-                self.row_scale[r] = Float32(1.0)
-                self.needs_rescale[0] = Int32(0)
+            self.row_sum[r], self.row_scale[r] = Float32(0.0), Float32(1.0)
+            self._refer_to(self.tile_maximum(scores, r), r)
+        self._exponentiate(scores)
+
+    @cute.jit
+    def update(self, scores: cute.Tensor):
+        """scores (2, columns) -> exp2(scale_log2 * (scores - row_max)), in place; the state follows."""
+        for r in cutlass.range_constexpr(ROWS):
+            old_max = self.row_max[r]
+            self._refer_to(cute.arch.fmax(self.tile_maximum(scores, r), old_max), r)
+            self.row_scale[r] = cute.math.exp2(old_max * self.scale_log2 - self.reference[r], fastmath=True)
+            self.row_sum[r] = self.row_sum[r] * self.row_scale[r]
+        self._exponentiate(scores)
+
+    @cute.jit
+    def update_lazily(self, scores: cute.Tensor, acc_o: cute.Tensor, is_masked: cutlass.Constexpr[bool]):
+        """`update` and `rescale` in one, where they are needed in few tiles.
+
+        Args: acc_o: (2, columns), still being added to: the long way waits for all wgmma of the warpgroup.
+        """
+        has_grown = Boolean(False)
+        for r in cutlass.range_constexpr(ROWS):
+            if cutlass.const_expr(is_masked):
+                peak = self._thread_maximum(scores, r)
+                has_grown = has_grown or peak > self.row_max[r] + self.rescale_threshold / self.scale_log2
             else:
-                self.row_scale[r] = cute.math.exp2(self.row_max[r] * self.scale_log2 - reference, fastmath=True)
-            self.row_max[r] = new_max[r]
-            sums = [Float32(0.0), Float32(0.0)]
+                has_grown = has_grown or self._thread_maximum_bits(scores, r) > self.limit[r]
+        if cute.arch.vote_any_sync(has_grown):
+            warpgroup.wait_group(0)
+            for r in cutlass.range_constexpr(ROWS):
+                old_max = self.row_max[r]
+                self._refer_to(cute.arch.fmax(self.tile_maximum(scores, r), old_max), r)
+                row_scale = cute.math.exp2(old_max * self.scale_log2 - self.reference[r], fastmath=True)
+                self.row_sum[r] = self.row_sum[r] * row_scale
+                for c in cutlass.range_constexpr(cute.size(acc_o, mode=[1])):
+                    acc_o[r, c] = acc_o[r, c] * row_scale
+        self._exponentiate(scores)
+
+    @cute.jit
+    def _refer_to(self, new_max: Float32, r: cutlass.Constexpr[int]):
+        """Scores of row r are taken relative to new_max from here on."""
+        self.row_max[r] = new_max
+        # a row that has seen no key yet: -inf - -inf would be NaN
+        self.reference[r] = (new_max if new_max > -Float32.inf else Float32(0.0)) * self.scale_log2
+        if cutlass.const_expr(self.rescale_threshold > 0):
+            limit = new_max + self.rescale_threshold / self.scale_log2
+            # see _thread_maximum_bits: it finds scores past a limit of 0 or more, and has to be checked below 0
+            self.limit[r] = bits(limit) if limit >= 0.0 else Int32(-(2**31))
+
+    @cute.jit
+    def _exponentiate(self, scores: cute.Tensor):
+        """Both rows column by column: exponentials wait for nothing but the special function unit."""
+        sums = [[Float32(0.0), Float32(0.0)] for _ in range(ROWS)]
+        for r in cutlass.range_constexpr(ROWS):
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                p = self.exp2(scores[r, c] * self.scale_log2 - reference, c)
+                p = self.exp2(scores[r, c] * self.scale_log2 - self.reference[r], c)
                 scores[r, c] = p
-                sums[c % 2] = p if c < 2 else sums[c % 2] + p
-            tile_sum = sums[0] + sums[1]
-            if cutlass.const_expr(is_first):
-                self.row_sum[r] = tile_sum
-            else:
-                self.row_sum[r] = self.row_sum[r] * self.row_scale[r] + tile_sum
+                sums[r][c % 2] = p if c < 2 else sums[r][c % 2] + p
+            self.row_sum[r] = self.row_sum[r] + (sums[r][0] + sums[r][1])
 
     @cute.jit
     def exp2(self, x: Float32, c: cutlass.Constexpr[int]) -> Float32:
@@ -100,14 +151,6 @@ class OnlineSoftmax(Bundle):
     @cute.jit
     def rescale(self, acc_o: cute.Tensor):
         """acc_o (2, columns) *= row_scale, as the last update has left it."""
-        if cutlass.const_expr(self.rescale_threshold > 0):
-            if self.needs_rescale[0] != 0:
-                self._multiply(acc_o)
-        else:
-            self._multiply(acc_o)
-
-    @cute.jit
-    def _multiply(self, acc_o: cute.Tensor):
         for r in cutlass.range_constexpr(ROWS):
             for c in cutlass.range_constexpr(cute.size(acc_o, mode=[1])):
                 acc_o[r, c] = acc_o[r, c] * self.row_scale[r]

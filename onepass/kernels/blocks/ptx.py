@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 
 @cute.jit
@@ -40,6 +40,12 @@ def order_after(a: Float32, b: Float32):
         " mov.b32 a, s; @p st.volatile.shared.f32 [a], s; }",
         read_only_args=[a, b],
     )
+
+
+@cute.jit
+def exit_if(condition: Boolean):
+    """End of this thread. For whole thread blocks, before anything waits for them."""
+    cute.arch.inline_ptx("exit;", predicate=condition)
 
 
 def bits(x: Float32) -> Int32:

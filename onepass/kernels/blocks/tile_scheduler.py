@@ -15,6 +15,10 @@ lengths fall inside a section: going always forwards would give thread block 0 t
 evens out if a section is a whole number of such double waves. Over the causal cases of the FlashAttention-3 paper (132
 thread blocks) the busiest thread block then has 1 to 4 percent more work than the mean (7 for head_dim 64 at 512, with
 its 3 m_blocks); with sections of arbitrary size it was up to 40.
+
+Packed sequences have their lengths on the device only. Their tiles are numbered sequence after sequence, and a thread
+block finds the sequence of a number by adding up the tiles of the sequences before it (blocks/packed_schedule.py, 32
+sequences at a time). The host knows a bound for their number.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-from .integers import ceil_div, select
+from .integers import ceil_div, maximum, minimum, select
 
 # Bytes of K and V that the heads of one section may hold: of the 50 MB L2 of a Hopper GPU the rest is left to Q, O
 # and to the neighbouring sections.
@@ -94,3 +98,53 @@ def heads_in_last_section(heads_in_all: int, heads_per_section: int) -> int:
 
 def num_tiles(seqlen_q: int, tile_m: int, num_heads: int, batch: int) -> int:
     return ceil_div(seqlen_q, tile_m) * num_heads * batch
+
+
+# ---------------------------------------------------------------- packed sequences
+
+LANES = 32  # of a warp
+
+
+def max_packed_tiles(total_q: int, tile_m: int, num_heads: int, batch: int) -> int:
+    """No lengths of `batch` sequences, and of the rows after them, that add up to total_q make more tiles than this."""
+    return (total_q + (batch + 1) * (tile_m - 1)) // tile_m * num_heads
+
+
+def packed_rows(sequence: Any, cu_seqlens: Any, batch: Any, total: Any) -> tuple[Any, Any]:
+    """First row and number of rows of a sequence.
+
+    The rows from cu_seqlens[batch] on, which belong to no sequence, are sequence number `batch`; later ones are empty.
+    Offsets that contradict themselves give rows within the tensor, never outside.
+    """
+    start = select(sequence > batch, total, cu_seqlens[minimum(sequence, batch)])
+    end = select(sequence < batch, cu_seqlens[minimum(sequence + 1, batch)], total)
+    start = minimum(maximum(start, 0), total)
+    return start, maximum(minimum(end, total) - start, 0)
+
+
+def scan_sequences(number: Any, tiles_before: Any, tiles: Any, warp: Any) -> tuple[Any, Any]:
+    """One step of the search for the sequence of tile `number`: a warp looks at 32 sequences, one a lane.
+
+    Args:
+        tiles_before: tiles of all sequences before these.
+        tiles: tiles of this lane's sequence.
+        warp: has `inclusive_sum` and `count` over the lanes, as blocks/warp.py.
+    Returns: the lane whose sequence holds the tile, LANES if it is a later sequence; and the number of the first tile
+    after this lane's sequence.
+    """
+    ends = tiles_before + warp.inclusive_sum(tiles)
+    return warp.count(ends <= number), ends
+
+
+def packed_coord(number: Any, num_m_blocks: Any, num_heads: Any, longest_first: bool) -> tuple[Any, Any]:
+    """m_block and head of a sequence's number-th tile.
+
+    Args:
+        longest_first: the last m_block of every head comes first; else all m_blocks of a head follow each other.
+    """
+    if longest_first:
+        rank, head = divmod(number, num_heads)
+    else:
+        head = number // num_m_blocks
+        rank = number - head * num_m_blocks
+    return num_m_blocks - 1 - rank, head

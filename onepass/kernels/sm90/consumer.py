@@ -26,7 +26,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..blocks import epilogue, mask, wgmma
 from ..blocks.bundle import Bundle
-from ..blocks.integers import minimum
+from ..blocks.integers import maximum, minimum
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
 from ..blocks.mask import Geometry
 from ..blocks.named_barrier import NamedBarrier
@@ -50,7 +50,8 @@ class Tile(NamedTuple):
 
     m_block: Int32
     head: Int32
-    batch: Int32
+    place_q: Int32  # batch entry; of packed sequences the first row
+    place_k: Int32
     geometry: Geometry
     first: Int32
     clear_first: Int32
@@ -64,6 +65,14 @@ class Pipes(NamedTuple):
     q: pipeline.PipelineTmaAsync
     k: pipeline.PipelineTmaAsync
     v: pipeline.PipelineTmaAsync
+
+
+@cute.jit
+def is_full(pipe: pipeline.PipelineTmaAsync, state) -> Boolean:
+    """Whether the buffer after this state's is full, without waiting."""
+    following = state.clone()
+    following.advance()
+    return cute.arch.mbarrier_test_wait(pipe.producer_get_barrier(following), following.phase)
 
 
 class Consumer(Bundle):
@@ -89,7 +98,7 @@ class Consumer(Bundle):
 
         self.tiled_mma_qk, self.tiled_mma_pv = tiled_mmas
         thr_qk, thr_pv = (tiled_mma.get_slice(self.thread) for tiled_mma in tiled_mmas)
-        self.sQ = sQ
+        self.sQ, self.sV = sQ, sV
         self.rQ = self.tiled_mma_qk.make_fragment_A(thr_qk.partition_A(sQ))
         if config.q_in_registers:
             self.rQ = cute.make_rmem_tensor(cute.select(self.rQ.layout, [0, 1, 2]).shape, kernel.dtype)
@@ -102,6 +111,7 @@ class Consumer(Bundle):
         self.s, self.o = [rows_and_columns(acc) for acc in self.acc_s], rows_and_columns(self.acc_o)
         self.rP = cute.make_rmem_tensor(self.acc_s[0].layout, kernel.dtype)
         self.p = as_operand_a(self.rP)
+        self.is_lazy = config.rescale_threshold > 0
         self.softmax = OnlineSoftmax(scores.scale_log2, config.rescale_threshold, config.exp2_fma_period)
         # of the tile whose last PV is still to come, while `softmax` is on the next one already
         self.done_max, self.done_sum = (cute.make_rmem_tensor((2,), Float32) for _ in range(2))
@@ -124,26 +134,28 @@ class Consumer(Bundle):
                 self.first_scores(tile, k_state, self.q_state(wave))
                 k_state.advance()
             self.acc_o.fill(0.0)
+            self.clear_rubbish(tile, v_state)
 
             # the keys, last block first: cut by the right edge of the mask, clear, cut by its left edge
             n_block = tile.last - 1
+            ready = (Boolean(False), Boolean(False))
             clear_last, clear_first = minimum(tile.clear_last, n_block), minimum(tile.clear_first, n_block)
             if cutlass.const_expr(self.has_window[1]):
                 for _ in cutlass.range(n_block - clear_last, unroll=1):
                     n_block -= 1
-                    self.step(tile, n_block, k_state, v_state, self.q_state(wave), True)
+                    ready = self.step(tile, n_block, k_state, v_state, self.q_state(wave), ready, True)
                     k_state.advance()
                     v_state.advance()
             n_clear = clear_last - clear_first if cutlass.const_expr(self.has_window[0]) else n_block - tile.first
             for _ in cutlass.range(n_clear, unroll=1):
                 n_block -= 1
-                self.step(tile, n_block, k_state, v_state, self.q_state(wave), False)
+                ready = self.step(tile, n_block, k_state, v_state, self.q_state(wave), ready, False)
                 k_state.advance()
                 v_state.advance()
             if cutlass.const_expr(self.has_window[0]):
                 for _ in cutlass.range(n_block - tile.first, unroll=1):
                     n_block -= 1
-                    self.step(tile, n_block, k_state, v_state, self.q_state(wave), True)
+                    ready = self.step(tile, n_block, k_state, v_state, self.q_state(wave), ready, True)
                     k_state.advance()
                     v_state.advance()
 
@@ -184,6 +196,7 @@ class Consumer(Bundle):
         k_state.advance()
         while number < queue.num_tiles:
             self.acc_o.fill(0.0)
+            self.clear_rubbish(tile, v_state)
             n_block = tile.last - 1
             for _ in cutlass.range(n_block - tile.first, unroll=1):
                 self.half_step(tile, n_block, 0, k_state, v_state, self.q_state(wave), Boolean(False))
@@ -226,10 +239,14 @@ class Consumer(Bundle):
     # ---------------------------------------------------------------- steps
 
     @cute.jit
-    def step(self, tile: Tile, n_block: Int32, k_state, v_state, q_state, is_masked: cutlass.Constexpr[bool]):
-        """S = Q K_n^T issued with O += P V_(n+1); softmax of S while PV runs; then P = S and O rescaled."""
+    def step(self, tile: Tile, n_block: Int32, k_state, v_state, q_state, ready, is_masked: cutlass.Constexpr[bool]):
+        """S = Q K_n^T issued with O += P V_(n+1); softmax of S while PV runs; then P = S and O rescaled.
+
+        Args: ready: of K_n and V_(n+1), whether they were seen in shared memory before.
+        Returns: the same for the next step.
+        """
         if cutlass.const_expr(self.config.overlap_gemm_softmax):
-            self.issue_gemms(0, k_state, v_state, q_state)
+            self.issue_gemms(0, k_state, v_state, q_state, ready)
             warpgroup.wait_group(1)
         else:
             # Algorithm 1: PV first, and nothing of this warpgroup runs beside its softmax
@@ -240,15 +257,18 @@ class Consumer(Bundle):
             warpgroup.wait_group(0)
         self.pipes.k.consumer_release(k_state)
         self.release_q(q_state, n_block == tile.first)
+        # asked now, the answers are there when the next step begins: about 80 cycles each otherwise
+        ready = is_full(self.pipes.k, k_state), is_full(self.pipes.v, v_state)
         self.modify_scores(0)
         if cutlass.const_expr(is_masked):
             self.apply_mask(tile, n_block, 0)
-        self.softmax.update(self.s[0], False)
+        self.update_softmax(0, is_masked)
         if cutlass.const_expr(self.config.overlap_gemm_softmax):
             self.keep_softmax_above()
             warpgroup.wait_group(0)
             self.pipes.v.consumer_release(v_state)
         self.next_p(0)
+        return ready
 
     @cute.jit
     def first_scores(self, tile: Tile, k_state, q_state):
@@ -279,7 +299,7 @@ class Consumer(Bundle):
         self.release_q(q_state, n_block == tile.first)
         self.modify_scores(0)
         self.mask_if_needed(tile, n_block, 0)
-        self.softmax.update(self.s[0], True)
+        self.softmax.begin(self.s[0])
 
     @cute.jit
     def half_step(self, tile: Tile, n_block: Int32, part: cutlass.Constexpr[int], k_state, v_state, q_state, ends_q):
@@ -302,7 +322,7 @@ class Consumer(Bundle):
         n_block = tile.last - 1
         self.modify_scores(1)
         self.mask_if_needed(tile, n_block, 1)
-        self.softmax.update(self.s[1], True)
+        self.softmax.begin(self.s[1])
         self.keep_softmax_above()
         warpgroup.wait_group(0)
         self.pipes.k.consumer_release(k_state)
@@ -313,14 +333,21 @@ class Consumer(Bundle):
     def half_softmax(self, tile: Tile, n_block: Int32, part: cutlass.Constexpr[int]):
         self.modify_scores(part)
         self.mask_if_needed(tile, n_block, part)
-        self.softmax.update(self.s[part], False)
+        self.update_softmax(part, True)
 
     @cute.jit
     def next_p(self, part: cutlass.Constexpr[int]):
         """The exponentials become P of the next PV, and O is brought to their reference (now or when that PV comes)."""
         pack(self.acc_s[part], self.rP)
-        if cutlass.const_expr(not self.config.rescale_beside_qk):
+        if cutlass.const_expr(not self.is_lazy and not self.config.rescale_beside_qk):
             self.softmax.rescale(self.o)
+
+    @cute.jit
+    def update_softmax(self, part: cutlass.Constexpr[int], is_masked: cutlass.Constexpr[bool]):
+        if cutlass.const_expr(self.is_lazy):
+            self.softmax.update_lazily(self.s[part], self.o, is_masked)
+        else:
+            self.softmax.update(self.s[part])
 
     @cute.jit
     def last_pv(self, v_state):
@@ -359,12 +386,12 @@ class Consumer(Bundle):
                 self.pipes.q.consumer_release(q_state)
 
     @cute.jit
-    def issue_gemms(self, part: cutlass.Constexpr[int], k_state, v_state, q_state):
+    def issue_gemms(self, part: cutlass.Constexpr[int], k_state, v_state, q_state, ready=(None, None)):
         """S[part] = Q K^T and O += P V, in this order, in this warpgroup's turn."""
-        self.pipes.k.consumer_wait(k_state)
+        self.pipes.k.consumer_wait(k_state, ready[0])
         self.wait_for_turn()
         self._gemm_qk(part, k_state, q_state)
-        self.issue_pv(v_state)
+        self.issue_pv(v_state, ready[1])
         self.pass_turn()
 
     @cute.jit
@@ -378,11 +405,41 @@ class Consumer(Bundle):
         wgmma.issue(self.tiled_mma_qk, self.acc_s[part], rQ, self.rK[None, None, None, k_state.index], False)
 
     @cute.jit
-    def issue_pv(self, v_state):
-        if cutlass.const_expr(self.config.rescale_beside_qk):
+    def issue_pv(self, v_state, is_ready=None):
+        if cutlass.const_expr(not self.is_lazy and self.config.rescale_beside_qk):
             self.softmax.rescale(self.o)
-        self.pipes.v.consumer_wait(v_state)
+        self.pipes.v.consumer_wait(v_state, is_ready)
         wgmma.issue(self.tiled_mma_pv, self.acc_o, self.p, self.rV[None, None, None, v_state.index], True)
+
+    @cute.jit
+    def clear_rubbish(self, tile: Tile, v_state):
+        """Zeros in place of what a tile's first block of V holds past the sequence's last key.
+
+        P is 0 there, and 0 * NaN = NaN. V of a dense problem ends there, too: TMA fills in zeros itself. All
+        warpgroups write the same zeros, so they need not wait for each other.
+        """
+        if cutlass.const_expr(self.kernel.has_rubbish):
+            if tile.last * self.tile_n > tile.geometry.seqlen_k:
+                state = v_state.clone()
+                for part in cutlass.range_constexpr(self.parts - 1, -1, -1):
+                    self.pipes.v.consumer_wait(state)
+                    first = tile.geometry.seqlen_k - (tile.last - 1) * self.tile_n - part * self.part_n
+                    self._clear_rows(self.sV[None, None, state.index], first)
+                    state.advance()
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.wg, number_of_threads=WARPGROUP)
+
+    @cute.jit
+    def _clear_rows(self, tile_v: cute.Tensor, first: Int32):
+        """Zeros in rows `first` (any number) to the last one, 16 bytes a store, by all threads of the warpgroup."""
+        zeros = cute.make_rmem_tensor((8,), tile_v.element_type)
+        zeros.fill(0.0)
+        first = maximum(first, 0)
+        vectors_per_row = cute.size(tile_v, mode=[1]) // 8
+        vectors = cute.zipped_divide(tile_v, (1, 8))  # ((1, 8), (row, vector))
+        for i in cutlass.range(self.thread, (self.part_n - first) * vectors_per_row, WARPGROUP, unroll=1):
+            row, vector = first + i // vectors_per_row, i % vectors_per_row
+            cute.autovec_copy(zeros, vectors[(0, None), (row, vector)])
 
     # ---------------------------------------------------------------- scores
 
@@ -425,9 +482,9 @@ class Consumer(Bundle):
         for r in cutlass.range_constexpr(2):
             weight, lse = finish(self.done_max[r], self.done_sum[r], self.scores.scale_log2, sink)
             weights[r] = weight
-            mLSE = self.mLSE[tile.batch, tile.head, None]
+            mLSE = self.kernel.at_head(self.mLSE, self.mLSE, tile.head, tile.place_q)[None, 0]
             epilogue.store_lse(lse, mLSE, row + 8 * r, tile.geometry.seqlen_q, self.lane_in_quad)
-        mO = self.mO[None, None, tile.head, tile.batch]
+        mO = self.kernel.at_head(self.mO, self.mO, tile.head, tile.place_q)
         epilogue.store_rows(self.o, weights, mO, row, tile.geometry.seqlen_q, self.lane_in_quad)
 
     # ---------------------------------------------------------------- pingpong (section 3.1): GEMMs in turns

@@ -12,7 +12,7 @@ consumer.py for this and its variants.
 Buffers and barriers (mbarrier pairs full / empty; arrivals)
     Q   q_stages x num_warpgroups tiles (64, head_dim)    full: TMA bytes     empty: the 4 warps of its warpgroup
     K   num_stages tiles (tile_n, head_dim)               full: TMA bytes     empty: all consumer warps
-    V   num_stages tiles (tile_n, head_dim_v)             full: TMA bytes     empty: all consumer warps
+    V   num_stages (v_stages) tiles (tile_n, head_dim_v)  full: TMA bytes     empty: all consumer warps
         (score_buffers=2: twice as many tiles of half as many rows)
     numbers of the next tiles, with dynamic_tiles: see blocks/tile_queue.py
 
@@ -38,8 +38,10 @@ from ...problem import AttentionProblem
 from ..blocks import tile_scheduler
 from ..blocks.block_range import key_blocks
 from ..blocks.integers import minimum
-from ..blocks.layouts import rows_first, smem_tiles
+from ..blocks.layouts import as_batch_of_one, rows_first, rows_first_of_lse, smem_tiles
 from ..blocks.mask import Geometry
+from ..blocks.packed_schedule import Lengths, PackedSchedule, used_keys
+from ..blocks.ptx import exit_if
 from ..blocks.tile_queue import DRAW_AHEAD, TileQueue
 from ..config import REGISTERS, ROWS_PER_WARPGROUP, ForwardConfig, head_dim_tile
 from .consumer import WARPS, Consumer, Pipes, Scores, Tile
@@ -47,12 +49,25 @@ from .consumer import WARPS, Consumer, Pipes, Scores, Tile
 PRODUCER_WARP, SCHEDULER_WARP = 0, 1
 
 
-class Schedule(NamedTuple):
-    """The persistent grid's order of tiles, see blocks/tile_scheduler.py."""
+class Sequences(NamedTuple):
+    """Lengths as the host knows them (of packed sequences: totals), the window, and lengths on the device."""
 
-    num_tiles: Int32
-    num_m_blocks: Int32
-    batch: Int32
+    seqlen_q: Int32
+    seqlen_k: Int32
+    window_left: Int32 | None
+    window_right: Int32 | None
+    lengths: Lengths
+
+
+class Schedule(NamedTuple):
+    """The persistent grid's order of tiles, see blocks/tile_scheduler.py.
+
+    Of packed sequences the host knows the number of heads only; the kernel makes a PackedSchedule of it.
+    """
+
+    num_tiles: Int32 | None
+    num_m_blocks: Int32 | None
+    batch: Int32 | None
     divisors: tile_scheduler.Divisors
 
 
@@ -67,10 +82,14 @@ class ForwardSm90:
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.parts = config.score_buffers
         self.part_n = config.tile_n // config.score_buffers  # keys of one buffer and one QK^T
-        self.kv_stages = config.num_stages * config.score_buffers
+        self.k_stages, self.v_stages = (stages * config.score_buffers for stages in config.kv_stages)
         self.head_dim, self.head_dim_v = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
         self.num_warpgroups = config.num_warpgroups
         self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
+        self.longest_first = config.longest_first and self.has_window == (False, True)
+        self.is_packed = problem.is_packed
+        # V may hold anything past the last key of a sequence
+        self.has_rubbish = problem.is_packed or problem.has_seqused_k
         self.producer_registers, self.consumer_registers = REGISTERS[config.num_warpgroups]
 
     # ---------------------------------------------------------------- host
@@ -78,12 +97,15 @@ class ForwardSm90:
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim)
+        q: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim); packed sequences: all tensors without batch
         k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim)
         v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v)
         out: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v)
         lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q)
         sinks: cute.Tensor | None,  # (num_heads_q,) float32
+        cu_seqlens_q: cute.Tensor | None,  # (batch + 1,) int32
+        cu_seqlens_k: cute.Tensor | None,  # (batch + 1,) int32
+        seqused_k: cute.Tensor | None,  # (batch,) int32
         scale_log2: Float32,
         tanh_scale: Float32 | None,
         window_left: Int32 | None,
@@ -93,12 +115,14 @@ class ForwardSm90:
         num_ctas: Int32,
         stream: cuda.CUstream,
     ):
+        if cutlass.const_expr(self.is_packed):
+            q, k, v, out, lse = (as_batch_of_one(t) for t in (q, k, v, out, lse))
         tiled_mma_qk, tiled_mma_pv = self._make_tiled_mmas()
         sQ_layout = smem_tiles(
             ROWS_PER_WARPGROUP, self.head_dim, self.num_warpgroups * self.config.q_stages, self.dtype
         )
-        sK_layout = smem_tiles(self.part_n, self.head_dim, self.kv_stages, self.dtype)
-        sV_layout = smem_tiles(self.part_n, self.head_dim_v, self.kv_stages, self.dtype)
+        sK_layout = smem_tiles(self.part_n, self.head_dim, self.k_stages, self.dtype)
+        sV_layout = smem_tiles(self.part_n, self.head_dim_v, self.v_stages, self.dtype)
         tma = []
         for t, layout, rows, columns in (
             (q, sQ_layout, ROWS_PER_WARPGROUP, self.head_dim),
@@ -111,11 +135,15 @@ class ForwardSm90:
         (tma_q, mQ), (tma_k, mK), (tma_v, mV) = tma
 
         seqlen_q, _, num_heads, batch = mQ.shape
-        num_m_blocks = cute.ceil_div(seqlen_q, self.tile_m)
-        heads_in_last = tile_scheduler.heads_in_last_section(num_heads * batch, heads_per_section)
-        divisors = (num_m_blocks * heads_per_section, heads_per_section, heads_in_last, num_heads)
-        divisors = tile_scheduler.Divisors(*(cute.FastDivmodDivisorV2(d) for d in divisors))
-        schedule = Schedule(num_m_blocks * num_heads * batch, num_m_blocks, batch, divisors)
+        if cutlass.const_expr(self.is_packed):
+            divisors = tile_scheduler.Divisors(None, None, None, cute.FastDivmodDivisorV2(num_heads))
+            schedule = Schedule(None, None, None, divisors)
+        else:
+            num_m_blocks = cute.ceil_div(seqlen_q, self.tile_m)
+            heads_in_last = tile_scheduler.heads_in_last_section(num_heads * batch, heads_per_section)
+            divisors = (num_m_blocks * heads_per_section, heads_per_section, heads_in_last, num_heads)
+            divisors = tile_scheduler.Divisors(*(cute.FastDivmodDivisorV2(d) for d in divisors))
+            schedule = Schedule(num_m_blocks * num_heads * batch, num_m_blocks, batch, divisors)
         self.kernel(
             tma_q,
             mQ,
@@ -124,8 +152,9 @@ class ForwardSm90:
             tma_v,
             mV,
             rows_first(out),
-            lse,
+            rows_first_of_lse(lse),
             sinks,
+            Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
             Scores(scale_log2, tanh_scale),
             window_left,
             window_right,
@@ -157,8 +186,9 @@ class ForwardSm90:
         tma_v: cute.CopyAtom,
         mV: cute.Tensor,
         mO: cute.Tensor,  # (seqlen_q, head_dim_v, num_heads_q, batch)
-        mLSE: cute.Tensor,
+        mLSE: cute.Tensor,  # (seqlen_q, 1, num_heads_q, batch)
         mSinks: cute.Tensor | None,
+        lengths: Lengths,
         scores: Scores,
         window_left: Int32 | None,
         window_right: Int32 | None,
@@ -171,6 +201,11 @@ class ForwardSm90:
         sV_layout: cute.ComposedLayout,
     ):
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if cutlass.const_expr(self.is_packed):
+            num_heads = schedule.divisors.num_heads
+            schedule = PackedSchedule(lengths, mQ.shape[0], mK.shape[0], num_heads, self.tile_m, self.longest_first)
+            # the grid was made for the worst case
+            exit_if(cute.arch.block_idx()[0] >= schedule.num_tiles)
         if warp_id == 0:
             for atom in (tma_q, tma_k, tma_v):
                 cpasync.prefetch_descriptor(atom)
@@ -182,14 +217,14 @@ class ForwardSm90:
         consumer_warps = WARPS * self.num_warpgroups
         pipes = Pipes(
             self._make_pipeline(smem, self.num_warpgroups * self.config.q_stages, WARPS, sQ_layout),
-            self._make_pipeline(smem, self.kv_stages, consumer_warps, sK_layout),
-            self._make_pipeline(smem, self.kv_stages, consumer_warps, sV_layout),
+            self._make_pipeline(smem, self.k_stages, consumer_warps, sK_layout),
+            self._make_pipeline(smem, self.v_stages, consumer_warps, sV_layout),
         )
         queue = TileQueue(smem, schedule.num_tiles, counter, consumer_warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        seqlens = Geometry(mQ.shape[0], mK.shape[0], window_left, window_right)
+        seqlens = Sequences(mQ.shape[0], mK.shape[0], window_left, window_right, lengths)
         if warp_id < WARPS:  # warpgroup 0
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_id == PRODUCER_WARP:
@@ -219,19 +254,36 @@ class ForwardSm90:
         )
 
     @cute.jit
-    def tile_at(self, number: Int32, schedule: Schedule, seqlens: Geometry) -> Tile:
+    def tile_at(self, number: Int32, schedule: Schedule, seqlens: Sequences) -> Tile:
         """The tile of this number; past the end, the last one (which is then not computed)."""
         number = minimum(number, schedule.num_tiles - 1)
-        coord = tile_scheduler.tile_coord(number, schedule.divisors, schedule.num_m_blocks, schedule.batch)
-        m_block, head, batch = coord
+        if cutlass.const_expr(self.is_packed):
+            m_block, head, place_q, seqlen_q, place_k, seqlen_k = schedule.find(number)
+        else:
+            coord = tile_scheduler.tile_coord(number, schedule.divisors, schedule.num_m_blocks, schedule.batch)
+            m_block, head, place_q = coord
+            place_k = place_q
+            seqlen_q, seqlen_k = seqlens.seqlen_q, used_keys(seqlens.lengths, place_k, seqlens.seqlen_k)
+        geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
         m_start = m_block * self.tile_m
-        m_end = minimum(m_start + self.tile_m, seqlens.seqlen_q)
-        blocks = key_blocks(m_start, m_end, *seqlens, self.tile_n)
-        return Tile(m_block, head, batch, seqlens, *blocks)
+        m_end = minimum(m_start + self.tile_m, seqlen_q)
+        blocks = key_blocks(m_start, m_end, *geometry, self.tile_n)
+        return Tile(m_block, head, place_q, place_k, geometry, *blocks)
+
+    def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
+        """A head's part of t (.., head, batch), which is m or cut into tiles from it, m (seqlen, dim, head, batch).
+
+        Args: place: batch entry; of packed sequences, whose batch is 1, the row of m to start from.
+        """
+        if not self.is_packed:
+            return t[None, None, head, place]
+        t = t[None, None, head, 0]
+        moved = cute.domain_offset((place, 0, 0, 0), cute.make_tensor(t.iterator, m.layout))
+        return cute.make_tensor(moved.iterator, t.layout)
 
     def buffer_states(self, user: pipeline.PipelineUserType) -> tuple:
         """Where K and V are being filled (or read) first."""
-        return tuple(pipeline.make_pipeline_state(user, self.kv_stages) for _ in range(2))
+        return tuple(pipeline.make_pipeline_state(user, stages) for stages in (self.k_stages, self.v_stages))
 
     def q_state(self, warpgroup_id, tile_count) -> pipeline.PipelineState:
         """Buffer and phase of a warpgroup's Q in its tile_count-th tile, for the consumer; each has its own buffers."""
@@ -256,12 +308,12 @@ class ForwardSm90:
 
         wave, number = Int32(0), cute.arch.block_idx()[0]
         # the V block that is still to be loaded
-        v_block, v_head, v_batch = Int32(0), Int32(0), Int32(0)
+        v_block, v_head, v_place = Int32(0), Int32(0), Int32(0)
         while number < schedule.num_tiles:
             tile = self.tile_at(number, schedule, seqlens)
             head_kv = tile.head // self.qhead_per_kvhead
-            tKgK_head = tKgK[None, None, head_kv, tile.batch]
-            tVgV_head = tVgV[None, None, head_kv, tile.batch]
+            tKgK_head = self.at_head(tKgK, mK, head_kv, tile.place_k)
+            tVgV_head = self.at_head(tVgV, mV, head_kv, tile.place_k)
             n_block = tile.last - 1
             for part in cutlass.range_constexpr(parts - 1, -1, -1):
                 self._load(pipes.k, k_state, tma_k, tKgK_head[None, n_block * parts + part], tKsK)
@@ -274,9 +326,11 @@ class ForwardSm90:
                             q_state.stages, q_state.count, q_state.index, q_state.phase ^ 1
                         )
                         q_block = tile.m_block * self.num_warpgroups + w
-                        self._load(pipes.q, q_state, tma_q, tQgQ[None, q_block, tile.head, tile.batch], tQsQ)
+                        tQgQ_head = self.at_head(tQgQ, mQ, tile.head, tile.place_q)
+                        self._load(pipes.q, q_state, tma_q, tQgQ_head[None, q_block], tQsQ)
                 if wave > 0:
-                    self._load(pipes.v, v_state, tma_v, tVgV[None, v_block * parts + part, v_head, v_batch], tVsV)
+                    rest = self.at_head(tVgV, mV, v_head, v_place)
+                    self._load(pipes.v, v_state, tma_v, rest[None, v_block * parts + part], tVsV)
                     v_state.advance()
 
             num_blocks = tile.last - 1 - tile.first
@@ -290,11 +344,12 @@ class ForwardSm90:
                     k_state.advance()
                     self._load(pipes.v, v_state, tma_v, tVgV_head[None, (n_block - i) * parts + part], tVsV)
                     v_state.advance()
-            v_block, v_head, v_batch = tile.first, head_kv, tile.batch
+            v_block, v_head, v_place = tile.first, head_kv, tile.place_k
             wave += 1
             number = queue.take(wave)
         for part in cutlass.range_constexpr(parts - 1, -1, -1):
-            self._load(pipes.v, v_state, tma_v, tVgV[None, v_block * parts + part, v_head, v_batch], tVsV)
+            rest = self.at_head(tVgV, mV, v_head, v_place)
+            self._load(pipes.v, v_state, tma_v, rest[None, v_block * parts + part], tVsV)
             v_state.advance()
         # shared memory must outlive the consumers' last arrivals
         pipes.k.producer_tail(k_state)

@@ -31,10 +31,6 @@ def unsupported(problem: AttentionProblem) -> str | None:
             return f"{name}: expected a multiple of 8 up to {MAX_HEAD_DIM} (16-byte rows for TMA), got {size}"
     if problem.softcap is None and problem.softmax_scale <= 0:
         return f"softmax_scale: expected a number above 0, got {problem.softmax_scale}"
-    if problem.is_packed:
-        return "packed sequences (cu_seqlens): not yet"
-    if problem.has_seqused_k:
-        return "seqused_k: not yet"
     return None
 
 
@@ -54,7 +50,7 @@ def prepare(
     problem: AttentionProblem, device: torch.device, config: ForwardConfig | None = None
 ) -> Callable[[AttentionInputs], tuple[Tensor, Tensor]]:
     """`forward` for calls of one problem on one device; holds no tensor."""
-    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):
+    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):  # packed rows of no sequence, or no keys
         return functools.partial(_without_keys, problem)
     config = config or heuristics.forward_config(problem)
     mask = problem.mask
@@ -63,7 +59,8 @@ def prepare(
     bounds = [None if bound is None else min(bound, longest) for bound in (mask.window_left, mask.window_right)]
     has_growing_tiles = mask.window_right is not None and mask.window_left is None
     kv_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // problem.qhead_per_kvhead
-    tiles = tile_scheduler.num_tiles(problem.seqlen_q, config.tile_m, problem.num_heads_q, problem.batch)
+    count = tile_scheduler.max_packed_tiles if problem.is_packed else tile_scheduler.num_tiles
+    tiles = count(problem.seqlen_q, config.tile_m, problem.num_heads_q, problem.batch)
     num_ctas = min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
     heads = tile_scheduler.heads_per_section(
         problem.num_heads_q * problem.batch,
@@ -115,6 +112,9 @@ class Launch:
             out,
             lse,
             None if inputs.sinks is None else inputs.sinks.float().contiguous(),
+            None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous(),
+            None if inputs.cu_seqlens_k is None else inputs.cu_seqlens_k.contiguous(),
+            None if inputs.seqused_k is None else inputs.seqused_k.contiguous(),
             self.scale_log2,
             self.tanh_scale,
             self.window_left,
@@ -177,14 +177,18 @@ def trace(problem: AttentionProblem, config: ForwardConfig) -> tuple:
     def optional(value: object, is_given: bool):
         return value if is_given else None
 
+    batch = () if problem.is_packed else (None,)
     rows = [
-        tensor(dtype, None, None, None, size, align_bytes=16)
+        tensor(dtype, *batch, None, None, size, align_bytes=16)
         for size in (problem.head_dim, problem.head_dim, problem.head_dim_v, problem.head_dim_v)
     ]
     arguments = (
         *rows,
-        tensor(Float32, None, None, None, align_bytes=4),
+        tensor(Float32, *batch, None, None, align_bytes=4),
         optional(tensor(Float32, None, align_bytes=4), problem.has_sinks),
+        optional(tensor(Int32, None, align_bytes=4), problem.is_packed),
+        optional(tensor(Int32, None, align_bytes=4), problem.is_packed),
+        optional(tensor(Int32, None, align_bytes=4), problem.has_seqused_k),
         Float32(1.0),
         optional(Float32(1.0), problem.softcap is not None),
         optional(Int32(0), problem.mask.window_left is not None),

@@ -1,0 +1,99 @@
+"""The order of the tiles of packed sequences, whose lengths only the device knows.
+
+Every warp that asks finds the sequence of a tile by itself, from cu_seqlens and without shared memory. The numbers that
+a thread block gets only grow, so a search begins where the one before ended: a launch reads the offsets about once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from . import tile_scheduler, warp
+from .bundle import Bundle
+from .integers import ceil_div, maximum, minimum
+from .tile_scheduler import LANES
+
+
+class Lengths(NamedTuple):
+    """The length tensors of a call, int32 on the device; None at compile time if it has none."""
+
+    cu_seqlens_q: cute.Tensor | None  # (batch + 1,)
+    cu_seqlens_k: cute.Tensor | None  # (batch + 1,)
+    seqused_k: cute.Tensor | None  # (batch,)
+
+
+def used_keys(lengths: Lengths, entry: Int32, seqlen_k: Int32) -> Int32:
+    """How many of its seqlen_k keys a batch entry (or a sequence) has."""
+    if lengths.seqused_k is None:
+        return seqlen_k
+    return minimum(maximum(lengths.seqused_k[entry], 0), seqlen_k)
+
+
+class PackedTile(NamedTuple):
+    """A tile and the sequence it belongs to."""
+
+    m_block: Int32
+    head: Int32
+    start_q: Int32
+    seqlen_q: Int32
+    start_k: Int32
+    seqlen_k: Int32
+
+
+class PackedSchedule(Bundle):
+    """A warp's view of the order of tiles.
+
+    Args:
+        total_q, total_k: rows of the packed tensors.
+        num_heads: FastDivmodDivisorV2 of it.
+    """
+
+    def __init__(self, lengths: Lengths, total_q, total_k, num_heads, tile_m: int, longest_first: bool):
+        self.lengths, self.total_q, self.total_k = lengths, total_q, total_k
+        self.batch = cute.size(lengths.cu_seqlens_q) - 1
+        self.num_heads, self.tile_m, self.longest_first = num_heads, tile_m, longest_first
+        # where the search goes on: a sequence, and the tiles before it
+        self.position = cute.make_rmem_tensor((2,), Int32)
+        self.position.fill(0)
+        self.num_tiles = cute.arch.make_warp_uniform(self._count_tiles())
+
+    @cute.jit
+    def _count_tiles(self) -> Int32:
+        tiles = Int32(0)
+        for first in cutlass.range(0, self.batch + 1, LANES, unroll=4):
+            tiles += self._tiles_of(first + cute.arch.lane_idx())
+        return cute.arch.warp_reduction_sum(tiles)
+
+    def _rows_of(self, sequence: Int32) -> tuple:
+        return tile_scheduler.packed_rows(sequence, self.lengths.cu_seqlens_q, self.batch, self.total_q)
+
+    def _tiles_of(self, sequence: Int32) -> Int32:
+        return ceil_div(self._rows_of(sequence)[1], self.tile_m) * self.num_heads.divisor
+
+    @cute.jit
+    def find(self, number: Int32) -> PackedTile:
+        """The tile of this number, below num_tiles and never below that of the call before."""
+        first, tiles_before = self.position[0], self.position[1]
+        lane, tiles, ends = Int32(LANES), Int32(0), Int32(0)
+        while lane == LANES:
+            tiles = self._tiles_of(first + cute.arch.lane_idx())
+            lane, ends = tile_scheduler.scan_sequences(number, tiles_before, tiles, warp)
+            if lane == LANES:
+                first += LANES
+                tiles_before = warp.broadcast(ends, LANES - 1)
+        self.position[0], self.position[1] = first, tiles_before
+
+        sequence = cute.arch.make_warp_uniform(first + lane)
+        in_sequence = cute.arch.make_warp_uniform(number - warp.broadcast(ends - tiles, lane))
+        start_q, seqlen_q = self._rows_of(sequence)
+        num_m_blocks = ceil_div(seqlen_q, self.tile_m)
+        coord = tile_scheduler.packed_coord(in_sequence, num_m_blocks, self.num_heads, self.longest_first)
+        start_k, seqlen_k = tile_scheduler.packed_rows(sequence, self.lengths.cu_seqlens_k, self.batch, self.total_k)
+        # the rows of no sequence see no key
+        is_sequence = sequence < self.batch
+        seqlen_k = used_keys(self.lengths, minimum(sequence, self.batch - 1), seqlen_k)
+        return PackedTile(*coord, start_q, seqlen_q, start_k, seqlen_k if is_sequence else Int32(0))
