@@ -64,18 +64,31 @@ WORDS = {
     "3stage": {"score_buffers": 2, "softmax_before_wait": True},
     "beside": {"rescale_beside_qk": True},
     "hold": {"softmax_before_wait": True},
+    "pair": {"cluster_size": 2},
     "queue": {"dynamic_tiles": True},
     "anyorder": {"longest_first": False},
 }
 
 # Under measurement, by (head_dim, causal).
 VARIANTS = {
-    (64, False): "3wg n128 q2 lazy drain; 3wg n128 q2 lazy drain hold; 3wg n128 q2 lazy",
-    (64, True): "3wg n128 q2 lazy queue; 3wg n128 q2 lazy queue drain; 2wg n128 q2 lazy queue; 3wg n96 q2 lazy queue",
-    (128, False): "n128 q2 lazy; n128 q2 lazy hold; 3wg n80 q2 s3 lazy; 3wg n80 q2 s3 lazy drain",
-    (128, True): "n128 q2 lazy queue; n128 q2 lazy hold queue; n128 q2 s3 v2 lazy hold queue; 3wg n80 q2 s3 lazy queue",
-    (256, False): "n64 lazy; n80 lazy hold; n64 lazy hold",
-    (256, True): "n64 v3 lazy queue; n80 lazy queue; n80 lazy hold queue; n64 v3 lazy hold queue",
+    (64, False): (
+        "3wg n128 q2 lazy; 4wg n64 q2 lazy; 4wg n80 q2 lazy; 4wg n80 q2 s3 lazy; 3wg n128 q2 lazy free;"
+        "4wg n80 q2 lazy free"
+    ),
+    (64, True): (
+        "3wg n128 q2 lazy queue; 4wg n64 q2 lazy queue; 4wg n80 q2 lazy queue; 3wg n128 q2 lazy queue free;"
+        "2wg n128 q2 s3 lazy queue free"
+    ),
+    (96, False): "n128 q2 lazy; 3wg n96 q2 lazy; 3wg n112 q2 lazy; n144 q2 lazy",
+    (96, True): "n128 q2 lazy; n128 q2 lazy queue; 3wg n96 q2 lazy queue; 3wg n112 q2 lazy queue",
+    (128, False): (
+        "n128 q2 lazy; n128 q2 lazy pair; 3wg n80 q2 s3 lazy; 3wg n80 q2 s3 lazy pair; n128 s3 lazy pair;n176 lazy pair"
+    ),
+    (128, True): "n128 q2 lazy queue; 3wg n80 q2 s3 lazy queue; 3wg n80 q2 s3 lazy pair; n128 q2 lazy pair",
+    (192, False): "n112 lazy; n96 lazy; n80 lazy",
+    (192, True): "n112 lazy queue; n96 lazy queue; n80 lazy queue",
+    (256, False): "n64 lazy; n64 lazy pair; n80 lazy pair; n64 v3 lazy pair",
+    (256, True): "n64 v3 lazy queue; n64 v3 lazy pair; n80 lazy pair",
 }
 
 

@@ -13,8 +13,9 @@ HEAD_DIM_TILES = (64, 96, 128, 192, 256)
 ROWS_PER_WARPGROUP = 64  # the M of a wgmma
 SMEM_BYTES = 227 * 1024  # of a Hopper thread block
 MAX_RESCALE_THRESHOLD = 15.0
-# Registers of a producer and of a consumer thread, by number of consumer warpgroups: 64 Ki registers in all.
-REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
+# Registers of a producer and of a consumer thread, by number of consumer warpgroups. A launch gives every thread the
+# same multiple of 8, of 64 Ki in all; setmaxnreg only moves them (asking for more than are there waits forever).
+REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
 
 
 def head_dim_tile(head_dim: int) -> int:
@@ -28,7 +29,7 @@ class ForwardConfig:
 
     Attributes:
         tile_n: keys of one step of the main loop.
-        num_warpgroups: consumer warpgroups, 64 query rows each.
+        num_warpgroups: consumer warpgroups (1 to 4), 64 query rows each.
         num_stages: buffers for K and V, see v_stages.
         v_stages: buffers for V where they are not as many as those for K; None = num_stages.
         q_stages: buffers for Q; with 2 the next tile's Q is loaded while this one is still in use.
@@ -44,6 +45,8 @@ class ForwardConfig:
         rescale_beside_qk: rescale acc_o after the next QK^T has been issued instead of before it.
         softmax_before_wait: keep the assembler from moving exponentials behind the wait for PV.
         longest_first: number the tiles by length (only meaningful where they differ), in L2-sized sections of heads.
+        cluster_size: thread blocks that share their loads of K and V (TMA multicast): neighbouring m_blocks of a head,
+            step by step in the same key block.
         dynamic_tiles: thread blocks draw their tiles from a queue instead of taking every so many-th one.
 
     Raises: TypeError for a value of another type than its field's.
@@ -64,6 +67,7 @@ class ForwardConfig:
     rescale_beside_qk: bool = False
     softmax_before_wait: bool = False
     longest_first: bool = True
+    cluster_size: int = 1
     dynamic_tiles: bool = False
 
     # All fields as "name=value ...", which is how a torch operator takes a configuration. Not a field, and made at
@@ -115,7 +119,7 @@ class ForwardConfig:
     def check(self, problem: AttentionProblem) -> None:
         """Raises: UnsupportedError, naming the bound, what is needed and what there is."""
         if self.num_warpgroups not in REGISTERS:
-            raise UnsupportedError(f"num_warpgroups: expected 1, 2 or 3, got {self.num_warpgroups}")
+            raise UnsupportedError(f"num_warpgroups: expected 1 to 4, got {self.num_warpgroups}")
         if self.score_buffers not in (1, 2):
             raise UnsupportedError(f"score_buffers: expected 1 or 2, got {self.score_buffers}")
         keys = self.tile_n // self.score_buffers  # of one wgmma
@@ -137,6 +141,10 @@ class ForwardConfig:
             raise UnsupportedError(f"rescale_threshold: expected {expected}, got {self.rescale_threshold}")
         if self.exp2_fma_period < 0:
             raise UnsupportedError(f"exp2_fma_period: expected 0 (none) or more, got {self.exp2_fma_period}")
+        if self.cluster_size not in (1, 2):
+            raise UnsupportedError(f"cluster_size: expected 1 or 2, got {self.cluster_size}")
+        if self.cluster_size > 1 and (self.dynamic_tiles or problem.is_packed):
+            raise UnsupportedError("cluster_size: above 1 it takes neither dynamic_tiles nor packed sequences")
         needed = self.smem_bytes(problem)
         if needed > SMEM_BYTES:
             raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {SMEM_BYTES}")

@@ -42,7 +42,18 @@ FORWARD_SM90 = {
             ForwardConfig(tile_n=128, num_warpgroups=3, q_stages=2, rescale_threshold=LAZY, dynamic_tiles=True),
         ),
     ),
-    (96, 96): (Row(None, LONG, ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=LAZY)),),
+    (96, 96): (
+        # at 2048 and 8192 609 669; tile_n 128 and 2 warpgroups 593 612
+        Row(False, LONG, ForwardConfig(tile_n=112, num_warpgroups=3, q_stages=2, rescale_threshold=LAZY)),
+        # at 2048 512; the next row 502
+        Row(True, 2048, ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=LAZY, dynamic_tiles=True)),
+        # at 8192 598; the row above 570
+        Row(
+            True,
+            LONG,
+            ForwardConfig(tile_n=96, num_warpgroups=3, q_stages=2, rescale_threshold=LAZY, dynamic_tiles=True),
+        ),
+    ),
     (128, 128): (
         # 559 617 676 690; the next row 497 571 664 685
         Row(False, 4096, ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=LAZY)),
@@ -66,7 +77,12 @@ FORWARD_SM90 = {
         ),
     ),
     (192, 128): (Row(None, LONG, ForwardConfig(tile_n=128, rescale_threshold=LAZY)),),
-    (192, 192): (Row(None, LONG, ForwardConfig(tile_n=112, rescale_threshold=LAZY)),),
+    (192, 192): (
+        # at 2048 and 8192 679 727; tile_n 112 667 711, 96 645 723
+        Row(False, LONG, ForwardConfig(tile_n=80, rescale_threshold=LAZY)),
+        # at 2048 and 8192 585 673; tile_n 80 569 675
+        Row(True, LONG, ForwardConfig(tile_n=112, rescale_threshold=LAZY, dynamic_tiles=True)),
+    ),
     (256, 256): (
         # 576 645 692 708 726 735; tile_n 80: 537 638 685 712 721 734
         Row(False, LONG, ForwardConfig(tile_n=64, rescale_threshold=LAZY)),

@@ -10,6 +10,6 @@ class NamedBarrier(enum.IntEnum):
 
     SYNC_THREADS = 0
     # pingpong: warpgroup w waits for PINGPONG + w before it issues its GEMMs; the one before it arrives there
-    PINGPONG = 1  # 1, 2, 3
+    PINGPONG = 1  # 1, 2, 3, 4
     # the four warps of consumer warpgroup w among themselves
-    WARPGROUP = 4  # 4, 5, 6
+    WARPGROUP = 5  # 5, 6, 7, 8

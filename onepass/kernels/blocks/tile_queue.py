@@ -32,13 +32,15 @@ class TileQueue(Bundle):
     """A thread block's view of the order of tiles.
 
     Args:
+        cluster_size: thread blocks that take a number together.
         num_tiles: numbers from this one on are no tiles.
         counter: one Int32 in global memory, 0 between launches; None: the numbers of `tile_scheduler.tile_number`.
     """
 
-    def __init__(self, smem, num_tiles, counter, num_consumer_warps: int):
+    def __init__(self, smem, num_tiles, counter, num_consumer_warps: int, cluster_size: int = 1):
         """Barriers are initialised by the calling threads; `mbarrier_init_fence` and a sync must follow."""
         self.num_tiles, self.counter = num_tiles, counter
+        self.index, self.count = (i[0] // cluster_size for i in (cute.arch.block_idx(), cute.arch.grid_dim()))
         if counter is not None:
             self.slot = smem.allocate_tensor(Int32, cute.make_layout((1,)), 8)
             self.full, self.empty = (smem.allocate_array(cutlass.Int64, 1) for _ in range(2))
@@ -54,14 +56,14 @@ class TileQueue(Bundle):
     def first(self) -> Int32:
         """The first number of this thread block, for its consumers; the producer only reads it."""
         self.want_next()
-        return cute.arch.block_idx()[0]
+        return self.index
 
     @cute.jit
     def take(self, wave: Int32) -> Int32:
         """The number of wave 1, 2, ...: called once a wave by every warp. A consumer then wants the next one."""
         number = Int32(0)
         if cutlass.const_expr(self.counter is None):
-            number = tile_scheduler.tile_number(cute.arch.block_idx()[0], wave, cute.arch.grid_dim()[0])
+            number = tile_scheduler.tile_number(self.index, wave, self.count)
         else:
             cute.arch.mbarrier_wait(self.full, (wave - 1) & 1)
             number = cute.arch.make_warp_uniform(self.slot[0])
@@ -78,11 +80,10 @@ class TileQueue(Bundle):
     @cute.jit
     def fill(self):
         """The scheduler's loop, for one thread."""
-        num_ctas = cute.arch.grid_dim()[0]
-        number, wave = cute.arch.block_idx()[0], Int32(1)
+        number, wave = self.index, Int32(1)
         while number < self.num_tiles:
             cute.arch.mbarrier_wait(self.empty, (wave - 1) & 1)
-            number = num_ctas + self._draw()
+            number = self.count + self._draw()
             self.slot[0] = number
             cute.arch.mbarrier_arrive(self.full)
             wave += 1

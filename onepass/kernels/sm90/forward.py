@@ -84,7 +84,7 @@ class ForwardSm90:
         self.part_n = config.tile_n // config.score_buffers  # keys of one buffer and one QK^T
         self.k_stages, self.v_stages = (stages * config.score_buffers for stages in config.kv_stages)
         self.head_dim, self.head_dim_v = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
-        self.num_warpgroups = config.num_warpgroups
+        self.num_warpgroups, self.cluster_size = config.num_warpgroups, config.cluster_size
         self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
         self.longest_first = config.longest_first and self.has_window == (False, True)
         self.is_packed = problem.is_packed
@@ -124,14 +124,16 @@ class ForwardSm90:
         sK_layout = smem_tiles(self.part_n, self.head_dim, self.k_stages, self.dtype)
         sV_layout = smem_tiles(self.part_n, self.head_dim_v, self.v_stages, self.dtype)
         tma = []
-        for t, layout, rows, columns in (
-            (q, sQ_layout, ROWS_PER_WARPGROUP, self.head_dim),
-            (k, sK_layout, self.part_n, self.head_dim),
-            (v, sV_layout, self.part_n, self.head_dim_v),
+        for t, layout, rows, columns, num_receivers in (
+            (q, sQ_layout, ROWS_PER_WARPGROUP, self.head_dim, 1),
+            (k, sK_layout, self.part_n, self.head_dim, self.cluster_size),
+            (v, sV_layout, self.part_n, self.head_dim_v, self.cluster_size),
         ):
             one_tile = cute.slice_(layout, (None, None, 0))
             load = cpasync.CopyBulkTensorTileG2SOp()
-            tma.append(cpasync.make_tiled_tma_atom(load, rows_first(t), one_tile, (rows, columns)))
+            if cutlass.const_expr(num_receivers > 1):
+                load = cpasync.CopyBulkTensorTileG2SMulticastOp()
+            tma.append(cpasync.make_tiled_tma_atom(load, rows_first(t), one_tile, (rows, columns), num_receivers))
         (tma_q, mQ), (tma_k, mK), (tma_v, mV) = tma
 
         seqlen_q, _, num_heads, batch = mQ.shape
@@ -139,7 +141,7 @@ class ForwardSm90:
             divisors = tile_scheduler.Divisors(None, None, None, cute.FastDivmodDivisorV2(num_heads))
             schedule = Schedule(None, None, None, divisors)
         else:
-            num_m_blocks = cute.ceil_div(seqlen_q, self.tile_m)
+            num_m_blocks = cute.ceil_div(seqlen_q, self.tile_m * self.cluster_size)
             heads_in_last = tile_scheduler.heads_in_last_section(num_heads * batch, heads_per_section)
             divisors = (num_m_blocks * heads_per_section, heads_per_section, heads_in_last, num_heads)
             divisors = tile_scheduler.Divisors(*(cute.FastDivmodDivisorV2(d) for d in divisors))
@@ -165,7 +167,13 @@ class ForwardSm90:
             sQ_layout,
             sK_layout,
             sV_layout,
-        ).launch(grid=[num_ctas, 1, 1], block=[self.config.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1)
+        ).launch(
+            grid=[num_ctas, 1, 1],
+            block=[self.config.num_threads, 1, 1],
+            cluster=(self.cluster_size, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
 
     def _make_tiled_mmas(self):
         """S = Q K^T (Q from shared memory or registers) and O += P V (P from registers), one warpgroup each."""
@@ -216,13 +224,17 @@ class ForwardSm90:
         sV = smem.allocate_tensor(self.dtype, sV_layout.outer, 1024, sV_layout.inner)
         consumer_warps = WARPS * self.num_warpgroups
         pipes = Pipes(
-            self._make_pipeline(smem, self.num_warpgroups * self.config.q_stages, WARPS, sQ_layout),
-            self._make_pipeline(smem, self.k_stages, consumer_warps, sK_layout),
-            self._make_pipeline(smem, self.v_stages, consumer_warps, sV_layout),
+            self._make_pipeline(smem, self.num_warpgroups * self.config.q_stages, WARPS, sQ_layout, 1),
+            self._make_pipeline(smem, self.k_stages, consumer_warps, sK_layout, self.cluster_size),
+            self._make_pipeline(smem, self.v_stages, consumer_warps, sV_layout, self.cluster_size),
         )
-        queue = TileQueue(smem, schedule.num_tiles, counter, consumer_warps)
+        queue = TileQueue(smem, schedule.num_tiles, counter, consumer_warps, self.cluster_size)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        if cutlass.const_expr(self.cluster_size > 1):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
 
         seqlens = Sequences(mQ.shape[0], mK.shape[0], window_left, window_right, lengths)
         if warp_id < WARPS:  # warpgroup 0
@@ -241,15 +253,19 @@ class ForwardSm90:
             else:
                 consumer.three_stages(queue, schedule, seqlens)
 
-    def _make_pipeline(self, smem, num_tiles: int, consumer_warps: int, layout) -> pipeline.PipelineTmaAsync:
-        """A circular buffer that TMA fills and `consumer_warps` warps empty; each of them arrives once a tile."""
+    def _make_pipeline(self, smem, num_tiles: int, consumer_warps: int, layout, cluster_size: int):
+        """A circular buffer that TMA fills and `consumer_warps` warps empty; each of them arrives once a tile.
+
+        With a cluster, each thread block fills a part of every buffer of all of them, when all have emptied it.
+        """
         thread = pipeline.Agent.Thread
         return pipeline.PipelineTmaAsync.create(
             num_stages=num_tiles,
             producer_group=pipeline.CooperativeGroup(thread),
-            consumer_group=pipeline.CooperativeGroup(thread, consumer_warps),
+            consumer_group=pipeline.CooperativeGroup(thread, consumer_warps * cluster_size),
             tx_count=cute.size_in_bytes(self.dtype, cute.slice_(layout, (None, None, 0))),
             barrier_storage=smem.allocate_array(cutlass.Int64, 2 * num_tiles),
+            cta_layout_vmnk=cute.make_layout((1, cluster_size, 1, 1)),
             defer_sync=True,
         )
 
@@ -265,9 +281,16 @@ class ForwardSm90:
             place_k = place_q
             seqlen_q, seqlen_k = seqlens.seqlen_q, used_keys(seqlens.lengths, place_k, seqlens.seqlen_k)
         geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
-        m_start = m_block * self.tile_m
-        m_end = minimum(m_start + self.tile_m, seqlen_q)
-        blocks = key_blocks(m_start, m_end, *geometry, self.tile_n)
+        tile_m = self.tile_m * self.cluster_size
+        m_start = m_block * tile_m
+        blocks = key_blocks(m_start, minimum(m_start + tile_m, seqlen_q), *geometry, self.tile_n)
+        if cutlass.const_expr(self.cluster_size > 1):
+            # the cluster visits the same blocks; which of them need a mask is up to each thread block. Where the last
+            # m_block is past the end, it computes and does not store.
+            m_block = m_block * self.cluster_size + cute.arch.block_idx_in_cluster()
+            m_start = minimum(m_block * self.tile_m, seqlen_q - 1)
+            own = key_blocks(m_start, minimum(m_start + self.tile_m, seqlen_q), *geometry, self.tile_n)
+            blocks = blocks._replace(clear_first=own.clear_first, clear_last=own.clear_last)
         return Tile(m_block, head, place_q, place_k, geometry, *blocks)
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
@@ -300,13 +323,14 @@ class ForwardSm90:
         The first K and the Q of a tile come before the last V of the tile before it: consumers start on the next tile
         together with that V.
         """
-        tQgQ, tQsQ = self._tma_partition(tma_q, mQ, sQ, ROWS_PER_WARPGROUP, self.head_dim)
-        tKgK, tKsK = self._tma_partition(tma_k, mK, sK, self.part_n, self.head_dim)
-        tVgV, tVsV = self._tma_partition(tma_v, mV, sV, self.part_n, self.head_dim_v)
+        tQgQ, tQsQ = self._tma_partition(tma_q, mQ, sQ, ROWS_PER_WARPGROUP, self.head_dim, 1)
+        tKgK, tKsK = self._tma_partition(tma_k, mK, sK, self.part_n, self.head_dim, self.cluster_size)
+        tVgV, tVsV = self._tma_partition(tma_v, mV, sV, self.part_n, self.head_dim_v, self.cluster_size)
         k_state, v_state = self.buffer_states(pipeline.PipelineUserType.Producer)
         parts = self.parts
+        everyone = None if self.cluster_size == 1 else cutlass.Int16(2**self.cluster_size - 1)
 
-        wave, number = Int32(0), cute.arch.block_idx()[0]
+        wave, number = Int32(0), queue.index
         # the V block that is still to be loaded
         v_block, v_head, v_place = Int32(0), Int32(0), Int32(0)
         while number < schedule.num_tiles:
@@ -316,7 +340,7 @@ class ForwardSm90:
             tVgV_head = self.at_head(tVgV, mV, head_kv, tile.place_k)
             n_block = tile.last - 1
             for part in cutlass.range_constexpr(parts - 1, -1, -1):
-                self._load(pipes.k, k_state, tma_k, tKgK_head[None, n_block * parts + part], tKsK)
+                self._load(pipes.k, k_state, tma_k, tKgK_head[None, n_block * parts + part], tKsK, everyone)
                 k_state.advance()
                 if cutlass.const_expr(part == parts - 1):
                     for w in cutlass.range_constexpr(self.num_warpgroups):
@@ -330,7 +354,7 @@ class ForwardSm90:
                         self._load(pipes.q, q_state, tma_q, tQgQ_head[None, q_block], tQsQ)
                 if wave > 0:
                     rest = self.at_head(tVgV, mV, v_head, v_place)
-                    self._load(pipes.v, v_state, tma_v, rest[None, v_block * parts + part], tVsV)
+                    self._load(pipes.v, v_state, tma_v, rest[None, v_block * parts + part], tVsV, everyone)
                     v_state.advance()
 
             num_blocks = tile.last - 1 - tile.first
@@ -340,31 +364,41 @@ class ForwardSm90:
                 if i == num_blocks - DRAW_AHEAD:
                     queue.want_next()
                 for part in cutlass.range_constexpr(parts - 1, -1, -1):
-                    self._load(pipes.k, k_state, tma_k, tKgK_head[None, (n_block - 1 - i) * parts + part], tKsK)
+                    self._load(
+                        pipes.k, k_state, tma_k, tKgK_head[None, (n_block - 1 - i) * parts + part], tKsK, everyone
+                    )
                     k_state.advance()
-                    self._load(pipes.v, v_state, tma_v, tVgV_head[None, (n_block - i) * parts + part], tVsV)
+                    self._load(pipes.v, v_state, tma_v, tVgV_head[None, (n_block - i) * parts + part], tVsV, everyone)
                     v_state.advance()
             v_block, v_head, v_place = tile.first, head_kv, tile.place_k
             wave += 1
             number = queue.take(wave)
         for part in cutlass.range_constexpr(parts - 1, -1, -1):
             rest = self.at_head(tVgV, mV, v_head, v_place)
-            self._load(pipes.v, v_state, tma_v, rest[None, v_block * parts + part], tVsV)
+            self._load(pipes.v, v_state, tma_v, rest[None, v_block * parts + part], tVsV, everyone)
             v_state.advance()
         # shared memory must outlive the consumers' last arrivals
         pipes.k.producer_tail(k_state)
         pipes.v.producer_tail(v_state)
 
     @cute.jit
-    def _load(self, pipe, state, tma_atom, source, buffers):
+    def _load(self, pipe, state, tma_atom, source, buffers, receivers: cutlass.Constexpr = None):
         """Wait for the buffer of this state to be empty, then fill it. The caller advances the state."""
         pipe.producer_acquire(state)
-        cute.copy(tma_atom, source, buffers[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
+        barrier = pipe.producer_get_barrier(state)
+        if cutlass.const_expr(receivers is None):
+            cute.copy(tma_atom, source, buffers[None, state.index], tma_bar_ptr=barrier)
+        else:
+            cute.copy(tma_atom, source, buffers[None, state.index], tma_bar_ptr=barrier, mcast_mask=receivers)
 
-    def _tma_partition(self, tma_atom, m, s, rows: int, columns: int):
-        """Global (tile bytes, block, head, batch) and shared (tile bytes, buffer) as one TMA copy sees them."""
+    def _tma_partition(self, tma_atom, m, s, rows: int, columns: int, cluster_size: int):
+        """Global (tile bytes, block, head, batch) and shared (tile bytes, buffer) as one TMA copy sees them.
+
+        With a cluster, this thread block's part of the tile.
+        """
         g = cute.local_tile(m, (rows, columns), (None, 0, None, None))
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if cluster_size > 1 else 0
         partitioned = cpasync.tma_partition(
-            tma_atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)
+            tma_atom, rank, cute.make_layout(cluster_size), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)
         )
         return partitioned[1], partitioned[0]

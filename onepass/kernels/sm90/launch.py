@@ -60,12 +60,13 @@ def prepare(
     has_growing_tiles = mask.window_right is not None and mask.window_left is None
     kv_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // problem.qhead_per_kvhead
     count = tile_scheduler.max_packed_tiles if problem.is_packed else tile_scheduler.num_tiles
-    tiles = count(problem.seqlen_q, config.tile_m, problem.num_heads_q, problem.batch)
-    num_ctas = min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
+    tile_m = config.tile_m * config.cluster_size
+    tiles = count(problem.seqlen_q, tile_m, problem.num_heads_q, problem.batch)
+    num_clusters = min(tiles, torch.cuda.get_device_properties(device).multi_processor_count // config.cluster_size)
     heads = tile_scheduler.heads_per_section(
         problem.num_heads_q * problem.batch,
-        ceil_div(problem.seqlen_q, config.tile_m),
-        num_ctas,
+        ceil_div(problem.seqlen_q, tile_m),
+        num_clusters,
         kv_bytes,
         has_growing_tiles and config.longest_first,
         config.dynamic_tiles,
@@ -75,6 +76,7 @@ def prepare(
     else:
         scale_log2, tanh_scale = problem.softcap * LOG2_E, 2 * LOG2_E * problem.softmax_scale / problem.softcap
     kernel = compile.get(*compile_request(problem, config))
+    num_ctas = num_clusters * config.cluster_size
     return Launch(problem, kernel, scale_log2, tanh_scale, bounds[0], bounds[1], config.dynamic_tiles, heads, num_ctas)
 
 
@@ -137,7 +139,7 @@ def _tile_counter(device: int) -> Tensor:
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
-    # torch.cuda.current_stream(device).cuda_stream without the object around it, which costs 2 us
+    # torch.cuda.current_stream(device).cuda_stream without making the object around it
     key = (device, torch._C._cuda_getCurrentRawStream(device))
     counter = _tile_counters.get(key)
     if counter is None:
