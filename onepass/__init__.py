@@ -5,18 +5,23 @@
 Importing onepass imports torch only and changes no global setting.
 """
 
-from .api import AttentionOutput, attention, attention_varlen, merge_partials, supports
+from .api import AttentionOutput, attention, attention_varlen, merge_partials, supports, warmup
 from .dispatch import Support
 from .errors import UnsupportedError
+from .kernels.ahead import CompiledKernel
+from .kernels.config import ForwardConfig
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionOutput",
+    "CompiledKernel",
+    "ForwardConfig",
     "Support",
     "UnsupportedError",
     "attention",
     "attention_varlen",
     "merge_partials",
     "supports",
+    "warmup",
 ]

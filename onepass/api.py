@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
 
-from . import dispatch, ops, validation
+from . import dispatch, ops, repeated, validation
+from .kernels import ahead
+from .kernels.ahead import CompiledKernel
+from .kernels.config import ForwardConfig
 from .problem import AttentionInputs, AttentionProblem
 
 if TYPE_CHECKING:
@@ -42,7 +46,7 @@ class Options(TypedDict, total=False):
     seqused_k: Tensor | None
     deterministic: bool | None
     backend: str | None
-    tuning: object | None
+    tuning: ForwardConfig | None
 
 
 class PackedOptions(Options, total=False):
@@ -66,12 +70,19 @@ def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _run(
-    problem: AttentionProblem, inputs: AttentionInputs, backend: str | None, return_lse: bool
-) -> Tensor | AttentionOutput:
+    problem: AttentionProblem,
+    inputs: AttentionInputs,
+    backend: str | None,
+    tuning: ForwardConfig | None,
+    key: tuple | None,
+) -> tuple[Tensor, Tensor]:
+    """The whole way: the operator on the chosen backend, and a shorter way for the next call with this key."""
     validation.refuse_forward_mode(*inputs[:4])
-    options = ops.options_of(problem, dispatch.require(problem, backend))
-    out, lse = torch.ops.onepass.attention_forward(*inputs, *options)
-    return AttentionOutput(out, lse) if return_lse else out
+    backend = dispatch.require(problem, backend, tuning)
+    out, lse = torch.ops.onepass.attention_forward(*inputs, *ops.options_of(problem, backend, tuning))
+    if key is not None and not out.is_meta:
+        repeated.keep(key, dispatch.prepare(backend, problem, inputs.q.device, tuning))
+    return out, lse
 
 
 @overload
@@ -106,7 +117,7 @@ def attention(
     deterministic: bool | None = None,
     return_lse: bool = False,
     backend: str | None = None,
-    tuning: object | None = None,
+    tuning: ForwardConfig | None = None,
 ) -> Tensor | AttentionOutput:
     """Exact attention, softmax(softmax_scale * q k^T + mask) v, in one pass over the keys.
 
@@ -132,7 +143,8 @@ def attention(
         deterministic: bitwise equal gradients run to run; None = torch.are_deterministic_algorithms_enabled().
         return_lse: also return lse, which is differentiable.
         backend: name of the backend that must run; None = the best one that `supports` the call.
-        tuning: a configuration of that backend; None = its own choice.
+        tuning: a `ForwardConfig` that a backend with kernels (sm90) computes the forward with, for measuring: it
+            changes speed and summation order only. None = the backend's own choice.
 
     Returns: out, (batch, seqlen_q, num_heads_q, head_dim_v), in q's dtype and laid out as q (heads outside seqlen
     in memory if q has them so), or AttentionOutput(out, lse). A row that sees no key has out = 0, lse = -inf and
@@ -143,6 +155,16 @@ def attention(
 
     Source: FlashAttention-2, arXiv:2307.08691, Algorithms 1 and 2.
     """
+    inputs = AttentionInputs(q, k, v, sinks, None, None, seqused_k)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    options = causal, softcap, softmax_scale, deterministic, return_lse, backend, tuning
+    key = repeated.key_of("attention", inputs, window, options)
+    forward = repeated.find(key)
+    if forward is not None:
+        out, lse = forward(inputs)
+        return AttentionOutput(out, lse) if return_lse else out
+
     q, k, v = autocast_inputs(q, k, v)
     problem = validation.check_attention(
         q,
@@ -158,7 +180,9 @@ def attention(
         return_lse=return_lse,
         tuning=tuning,
     )
-    return _run(problem, AttentionInputs(q, k, v, sinks, seqused_k=seqused_k), backend, return_lse)
+    inputs = AttentionInputs(q, k, v, sinks, seqused_k=seqused_k)
+    out, lse = _run(problem, inputs, backend, tuning, key)
+    return AttentionOutput(out, lse) if return_lse else out
 
 
 @overload
@@ -197,7 +221,7 @@ def attention_varlen(
     deterministic: bool | None = None,
     return_lse: bool = False,
     backend: str | None = None,
-    tuning: object | None = None,
+    tuning: ForwardConfig | None = None,
 ) -> Tensor | AttentionOutput:
     """Exact attention over packed sequences: sequence b attends to itself only.
 
@@ -216,6 +240,17 @@ def attention_varlen(
     Raises: as `attention`; ValueError also if offsets are out of order, from a backend that reads them on the host
         (`tiled`); kernels read them on the device only, and give undefined values then.
     """
+    inputs = AttentionInputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    options = causal, softcap, softmax_scale, deterministic, return_lse, backend, tuning
+    key = repeated.key_of("attention_varlen", inputs, window, options)
+    forward = repeated.find(key)
+    if forward is not None:
+        validation.check_max_seqlens(max_seqlen_q, max_seqlen_k)
+        out, lse = forward(inputs)
+        return AttentionOutput(out, lse) if return_lse else out
+
     q, k, v = autocast_inputs(q, k, v)
     problem = validation.check_attention_varlen(
         q,
@@ -236,7 +271,8 @@ def attention_varlen(
         tuning=tuning,
     )
     inputs = AttentionInputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    return _run(problem, inputs, backend, return_lse)
+    out, lse = _run(problem, inputs, backend, tuning, key)
+    return AttentionOutput(out, lse) if return_lse else out
 
 
 def merge_partials(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor) -> AttentionOutput:
@@ -283,26 +319,101 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> dispatch.Supp
     Raises: TypeError only for an argument name that neither function has.
     """
     backend = arguments.pop("backend", None)
-    is_packed = "cu_seqlens_q" in arguments or "cu_seqlens_k" in arguments
-    options = {
-        "causal": False,
-        "window": None,
-        "softcap": None,
-        "sinks": None,
-        "softmax_scale": None,
-        "seqused_k": None,
-        "deterministic": None,
-        "return_lse": False,
-        "tuning": None,
-    }
-    if is_packed:
-        options |= {"cu_seqlens_q": None, "cu_seqlens_k": None, "max_seqlen_q": None, "max_seqlen_k": None}
-    unknown = sorted(set(arguments) - set(options))
-    if unknown:
-        raise TypeError(f"supports: expected arguments of attention or attention_varlen, got {', '.join(unknown)}")
-    check = validation.check_attention_varlen if is_packed else validation.check_attention
+    _refuse_unknown("supports", arguments)
     try:
-        problem = check(*autocast_inputs(q, k, v), **(options | arguments))
+        problem = _problem_of(q, k, v, arguments)
     except (TypeError, ValueError, NotImplementedError) as error:
         return dispatch.Support(False, backend or "", str(error))
-    return dispatch.choose(problem, backend)
+    return dispatch.choose(problem, backend, arguments.get("tuning"))
+
+
+def warmup(
+    calls: Iterable[Mapping[str, Any] | AttentionProblem], *, backend: str | None = None, workers: int | None = None
+) -> list[CompiledKernel]:
+    """Compile the kernels of calls to come, several at a time, into the disk cache and this process.
+
+        onepass.warmup([dict(q=(2, 4096, 32, 128), k=(2, 4096, 8, 128), v=(2, 4096, 8, 128), dtype=torch.bfloat16,
+                             causal=True)])
+
+    One kernel serves many calls: of lengths only the choice of a configuration depends, on the batch, strides and the
+    number of heads (but for how many of q share one of k) nothing does.
+
+    Args:
+        calls: for each, the arguments of `attention` or `attention_varlen` by name. Instead of a tensor its shape, with
+            `dtype` once for q, k, v and sinks, or a tensor on the "meta" device: these stand for tensors on this
+            machine's GPU. Or an `AttentionProblem`.
+        backend: for calls that name none. "sm90" compiles for Hopper wherever the compiler is, also without a GPU,
+            for machines with the same CPU that get this cache directory; None = what the calls would run on here.
+        workers: processes that compile at the same time; None = one a CPU.
+
+    Returns: a CompiledKernel for each kernel, in the order of `calls`. None for calls that run without a kernel: the
+    list is empty where all run on `tiled`.
+
+    Raises: as the calls would, before anything is compiled; UnsupportedError if the kernel compiler is missing.
+    """
+    if workers is not None and (type(workers) is not int or workers < 1):
+        raise ValueError(f"workers: expected an int of at least 1 or None, got {workers!r}")
+    jobs = []
+    for call in calls:
+        arguments = {} if isinstance(call, AttentionProblem) else dict(call)
+        requested, tuning = arguments.pop("backend", backend), arguments.get("tuning")
+        problem = call if isinstance(call, AttentionProblem) else _problem_of_shapes(arguments)
+        if requested == "sm90" or (problem.device_type == "meta" and torch.cuda.is_available()):
+            problem = replace(problem, device_type="cuda")
+        name = dispatch.require_to_compile(problem, requested, tuning)
+        if name is not None:
+            jobs.append(ahead.Job(name, problem, tuning))
+    return ahead.compile_all(jobs, workers)
+
+
+_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+
+
+def _problem_of_shapes(arguments: dict[str, Any]) -> AttentionProblem:
+    """The problem of a call of which some tensors may be given as shapes."""
+    missing = [name for name in ("q", "k", "v") if name not in arguments]
+    if missing:
+        raise TypeError(f"warmup: expected q, k and v in every call, got none for {', '.join(missing)}")
+    dtype = arguments.pop("dtype", None)
+    for name in ("q", "k", "v", "sinks", *_LENGTHS):
+        shape = arguments.get(name)
+        if isinstance(shape, (tuple, list)):
+            if dtype is None and name not in _LENGTHS:
+                raise TypeError(f"dtype: expected a torch.dtype beside the shape {tuple(shape)} of {name}, got None")
+            of = torch.int32 if name in _LENGTHS else dtype
+            arguments[name] = torch.empty(tuple(shape), dtype=of, device="meta")
+    q, k, v = (arguments.pop(name) for name in ("q", "k", "v"))
+    _refuse_unknown("warmup", arguments)
+    return _problem_of(q, k, v, arguments)
+
+
+_DEFAULTS: dict[str, Any] = {
+    "causal": False,
+    "window": None,
+    "softcap": None,
+    "sinks": None,
+    "softmax_scale": None,
+    "seqused_k": None,
+    "deterministic": None,
+    "return_lse": False,
+    "tuning": None,
+}
+_PACKED_DEFAULTS = {"cu_seqlens_q": None, "cu_seqlens_k": None, "max_seqlen_q": None, "max_seqlen_k": None}
+
+
+def _is_packed(arguments: dict[str, Any]) -> bool:
+    return "cu_seqlens_q" in arguments or "cu_seqlens_k" in arguments
+
+
+def _refuse_unknown(function: str, arguments: dict[str, Any]) -> None:
+    unknown = sorted(set(arguments) - set(_DEFAULTS) - (set(_PACKED_DEFAULTS) if _is_packed(arguments) else set()))
+    if unknown:
+        raise TypeError(f"{function}: expected arguments of attention or attention_varlen, got {', '.join(unknown)}")
+
+
+def _problem_of(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> AttentionProblem:
+    """The problem of a call of `attention` or, with cu_seqlens, of `attention_varlen`; raises as the call would."""
+    q, k, v = autocast_inputs(q, k, v)
+    if _is_packed(arguments):
+        return validation.check_attention_varlen(q, k, v, **(_DEFAULTS | _PACKED_DEFAULTS | arguments))
+    return validation.check_attention(q, k, v, **(_DEFAULTS | arguments))

@@ -16,12 +16,14 @@ from torch.utils.flop_counter import register_flop_formula
 from . import dispatch
 from .errors import UnsupportedError
 from .kernels.blocks.block_range import count_visible_pairs
+from .kernels.config import ForwardConfig
 from .outputs import empty_gradients, empty_outputs
 from .problem import AttentionInputs, AttentionProblem, Mask
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k"
 _OPTIONS = (
-    "float softmax_scale, SymInt? window_left, SymInt? window_right, float? softcap, bool deterministic, str backend"
+    "float softmax_scale, SymInt? window_left, SymInt? window_right, float? softcap, bool deterministic, str backend, "
+    "str? tuning"
 )
 _NUM_INPUTS = len(AttentionInputs._fields)
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
@@ -36,7 +38,7 @@ torch.library.define(
 
 
 def _problem(inputs: AttentionInputs, options: tuple) -> AttentionProblem:
-    softmax_scale, window_left, window_right, softcap, deterministic, _ = options
+    softmax_scale, window_left, window_right, softcap, deterministic = options[:5]
     return AttentionProblem.of(
         inputs,
         softmax_scale=softmax_scale,
@@ -46,7 +48,7 @@ def _problem(inputs: AttentionInputs, options: tuple) -> AttentionProblem:
     )
 
 
-def options_of(problem: AttentionProblem, backend: str) -> tuple:
+def options_of(problem: AttentionProblem, backend: str, tuning: ForwardConfig | None = None) -> tuple:
     """The option arguments of the operators, in the order of their schema."""
     mask = problem.mask
     return (
@@ -56,16 +58,18 @@ def options_of(problem: AttentionProblem, backend: str) -> tuple:
         problem.softcap,
         problem.deterministic,
         backend,
+        None if tuning is None else tuning.text,
     )
 
 
 @torch.library.impl("onepass::attention_forward", "default")
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     inputs, options = AttentionInputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
-    problem = _problem(inputs, options)
+    problem, (backend, tuning) = _problem(inputs, options), options[-2:]
+    config = None if tuning is None else ForwardConfig.from_text(tuning)
     # An operator runs under the caller's autocast; ours computes in the dtypes that it states.
     with torch.autocast(problem.device_type, enabled=False):
-        return dispatch.load_forward(options[-1]).forward(problem, inputs)
+        return dispatch.prepare(backend, problem, inputs.q.device, config)(inputs)
 
 
 @torch.library.register_fake("onepass::attention_forward")
@@ -82,7 +86,7 @@ def _backward(
     problem = _problem(inputs, options)
     dout = torch.zeros_like(out) if dout is None else dout
     with torch.autocast(problem.device_type, enabled=False):
-        return dispatch.load_backward(options[-1]).backward(problem, inputs, out, lse, dout, dlse)
+        return dispatch.load_backward(options[-2]).backward(problem, inputs, out, lse, dout, dlse)
 
 
 @torch.library.register_fake("onepass::attention_backward")

@@ -19,6 +19,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .errors import UnsupportedError
+from .kernels.config import ForwardConfig
 from .problem import AttentionInputs, AttentionProblem, Mask
 
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -129,8 +130,13 @@ def check_flag(name: str, value: Any, none_too: bool = False) -> None:
         raise TypeError(f"{name}: expected a bool{' or None' if none_too else ''}, got {value!r}")
 
 
+def check_max_seqlens(max_seqlen_q: Any, max_seqlen_k: Any) -> None:
+    """Each an int, a tensor of one integer (never read, so never a synchronisation) or None."""
+    for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        _check_max_seqlen(name, value)
+
+
 def _check_max_seqlen(name: str, value: Any) -> None:
-    """An int, a tensor of one integer (never read, so never a synchronisation) or None."""
     if value is None:
         return
     expected = "an int, a tensor of one integer or None"
@@ -168,8 +174,8 @@ def _options(
     if sinks is not None:
         _check_sinks(sinks, q)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else check_real("softmax_scale", softmax_scale)
-    if tuning is not None:
-        raise UnsupportedError(f"tuning: no backend of this release takes one, expected None, got {tuning!r}")
+    if tuning is not None and not isinstance(tuning, ForwardConfig):
+        raise TypeError(f"tuning: expected a ForwardConfig or None, got {tuning!r}")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     return {"softmax_scale": scale, "mask": mask, "softcap": softcap, "deterministic": deterministic}
@@ -219,8 +225,7 @@ def check_attention_varlen(
     _check_lengths_tensor("cu_seqlens_k", cu_seqlens_k, batch + 1, "batch + 1 like cu_seqlens_q", q.device)
     if seqused_k is not None:
         _check_lengths_tensor("seqused_k", seqused_k, batch, "one per sequence", q.device)
-    _check_max_seqlen("max_seqlen_q", max_seqlen_q)
-    _check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    check_max_seqlens(max_seqlen_q, max_seqlen_k)
     inputs = AttentionInputs(q, k, v, options["sinks"], cu_seqlens_q, cu_seqlens_k, seqused_k)
     return AttentionProblem.of(inputs, **_options(q, **options))
 

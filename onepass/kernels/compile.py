@@ -47,6 +47,32 @@ def get(name: str, key: tuple, arch: str, trace: Callable[[], tuple]) -> Callabl
         return _kernels[fingerprint]
 
 
+def is_cached(name: str, key: tuple, arch: str) -> bool:
+    """Whether `get` would find this kernel without its compiler."""
+    fingerprint = _fingerprint(name, key, arch)
+    if fingerprint in _kernels:
+        return True
+    try:
+        disk_cache.verify(disk_cache.cache_directory() / f"{fingerprint}.o")
+    except disk_cache.BrokenEntry:
+        return False
+    return True
+
+
+def has_disk_cache() -> bool:
+    """Whether what this process compiles is there for others; warns if not."""
+    try:
+        disk_cache.make_usable(disk_cache.cache_directory())
+    except OSError as error:
+        _warn_of_no_cache(error)
+        return False
+    return True
+
+
+def _warn_of_no_cache(error: OSError) -> None:
+    warnings.warn(f"onepass: kernels are compiled for this process only: {error}", RuntimeWarning, stacklevel=4)
+
+
 def compile_now(arch: str, trace: Callable[[], tuple], options: str = OPTIONS) -> Any:
     """Compile in this process, without any cache: the compiler's own object."""
     import cutlass.cute as cute
@@ -61,7 +87,7 @@ def _get_from_disk(fingerprint: str, name: str, key: tuple, arch: str, trace: Ca
         disk_cache.make_usable(directory)
         kernel = _shared(directory / f"{fingerprint}.o", name, key, arch, trace)
     except OSError as error:  # another user's directory, no space left, no locks on this file system, ...
-        warnings.warn(f"onepass: kernels are compiled for this process only: {error}", RuntimeWarning, stacklevel=3)
+        _warn_of_no_cache(error)
         compiled = compile_now(arch, trace)
         _keep_alive.append(compiled)
         return compiled.__tvm_ffi_object__()
@@ -145,8 +171,8 @@ def _fingerprint(name: str, key: tuple, arch: str) -> str:
 def environment() -> str:
     """Versions, CPU and sources, as one digest: an entry of another one is not used any more."""
     digest = hashlib.sha256()
-    for package in PACKAGES:
-        digest.update(f"{package} {importlib.metadata.version(package)}\n".encode())
+    for name in PACKAGES:
+        digest.update(f"{name} {importlib.metadata.version(name)}\n".encode())
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         digest.update(next((line for line in lines if line.startswith(("flags", "Features"))), "").encode())

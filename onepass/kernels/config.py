@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from ast import literal_eval
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from ..errors import UnsupportedError
 from ..problem import AttentionProblem
@@ -10,6 +12,7 @@ from ..problem import AttentionProblem
 HEAD_DIM_TILES = (64, 96, 128, 192, 256)
 ROWS_PER_WARPGROUP = 64  # the M of a wgmma
 SMEM_BYTES = 227 * 1024  # of a Hopper thread block
+MAX_RESCALE_THRESHOLD = 15.0
 # Registers of a producer and of a consumer thread, by number of consumer warpgroups. A launch gives every thread the
 # same multiple of 8, of 64 Ki in all; setmaxnreg only moves them (asking for more than are there waits forever).
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
@@ -45,6 +48,8 @@ class ForwardConfig:
         cluster_size: thread blocks that share their loads of K and V (TMA multicast): neighbouring m_blocks of a head,
             step by step in the same key block.
         dynamic_tiles: thread blocks draw their tiles from a queue instead of taking every so many-th one.
+
+    Raises: TypeError for a value of another type than its field's.
     """
 
     tile_n: int
@@ -64,6 +69,25 @@ class ForwardConfig:
     longest_first: bool = True
     cluster_size: int = 1
     dynamic_tiles: bool = False
+
+    # All fields as "name=value ...", which is how a torch operator takes a configuration. Not a field, and made at
+    # once: torch.compile can read it from a configuration that exists already, but not put it together.
+    text: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "float" and type(value) is int:
+                value = float(value)
+                object.__setattr__(self, field.name, value)
+            if type(value).__name__ not in str(field.type).replace("None", "NoneType").split(" | "):
+                raise TypeError(f"{field.name}: expected {field.type}, got {value!r}")
+        object.__setattr__(self, "text", " ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)))
+
+    @classmethod
+    def from_text(cls, text: str) -> ForwardConfig:
+        """The configuration whose `text` this is."""
+        return cls(**{name: literal_eval(value) for name, value in (pair.split("=") for pair in text.split())})
 
     @property
     def tile_m(self) -> int:
@@ -98,8 +122,8 @@ class ForwardConfig:
             raise UnsupportedError(f"num_warpgroups: expected 1 to 4, got {self.num_warpgroups}")
         if self.score_buffers not in (1, 2):
             raise UnsupportedError(f"score_buffers: expected 1 or 2, got {self.score_buffers}")
-        keys, rest = divmod(self.tile_n, self.score_buffers)  # of one wgmma
-        if rest or keys % 16 or not 16 <= keys <= 256:
+        keys = self.tile_n // self.score_buffers  # of one wgmma
+        if keys * self.score_buffers != self.tile_n or keys % 16 or not 16 <= keys <= 256:
             raise UnsupportedError(f"tile_n: expected {self.score_buffers} x 16, 32, ... 256, got {self.tile_n}")
         least = min(self.kv_stages)
         if least < 1 or self.q_stages not in (1, 2):
@@ -112,6 +136,11 @@ class ForwardConfig:
             raise UnsupportedError("rescale_beside_qk: needs overlap_gemm_softmax")
         if self.score_buffers == 2 and not self.overlap_tiles:
             raise UnsupportedError("score_buffers: 2 need overlap_tiles")
+        if not 0 <= self.rescale_threshold <= MAX_RESCALE_THRESHOLD:
+            expected = f"0 to {MAX_RESCALE_THRESHOLD:g}, or probabilities outgrow float16"
+            raise UnsupportedError(f"rescale_threshold: expected {expected}, got {self.rescale_threshold}")
+        if self.exp2_fma_period < 0:
+            raise UnsupportedError(f"exp2_fma_period: expected 0 (none) or more, got {self.exp2_fma_period}")
         if self.cluster_size not in (1, 2):
             raise UnsupportedError(f"cluster_size: expected 1 or 2, got {self.cluster_size}")
         if self.cluster_size > 1 and (self.dynamic_tiles or problem.is_packed):

@@ -24,12 +24,12 @@ def samples():
     cu_seqlens = torch.tensor([0, 4, 9], dtype=INT32)
     used = torch.tensor([3, 5], dtype=INT32)
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    options = (0.3, None, 0, None, False, "tiled")
+    options = (0.3, None, 0, None, False, "tiled", None)
     dense = qkv(2, 9, requires_grad=True)
     packed = qkv(9, requires_grad=True)
     return {
         "dense": (*dense, None, None, None, None, *options),
-        "sinks, window, softcap": (*dense, sinks, None, None, None, 0.3, 2, 1, 5.0, True, "tiled"),
+        "sinks, window, softcap": (*dense, sinks, None, None, None, 0.3, 2, 1, 5.0, True, "tiled", None),
         "seqused_k": (*dense, None, None, None, used, *options),
         "packed": (*packed, None, cu_seqlens, cu_seqlens, None, *options),
         "no gradients": (*qkv(2, 9), None, None, None, None, *options),
@@ -43,7 +43,7 @@ def test_opcheck(sample):
 
 def test_opcheck_backward():
     q, k, v = qkv(2, 9)
-    options = (0.3, None, 0, None, False, "tiled")
+    options = (0.3, None, 0, None, False, "tiled", None)
     inputs = (q, k, v, None, None, None, None)
     out, lse = torch.ops.onepass.attention_forward(*inputs, *options)
     arguments = (torch.randn_like(out), torch.randn_like(lse), out, lse, *inputs, *options)

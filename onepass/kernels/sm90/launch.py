@@ -34,20 +34,6 @@ def unsupported(problem: AttentionProblem) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What every call of one problem passes to its kernel beside the tensors."""
-
-    kernel: Callable
-    scale_log2: float
-    tanh_scale: float | None
-    window_left: int | None
-    window_right: int | None
-    is_dynamic: bool
-    heads_per_section: int
-    num_ctas: int
-
-
 def forward(
     problem: AttentionProblem, inputs: AttentionInputs, config: ForwardConfig | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -56,51 +42,16 @@ def forward(
     Tensors whose last dimension is contiguous and whose other strides and address are multiples of 16 bytes are read
     where they lie; others are copied first, which TMA asks for.
     """
-    q = inputs.q
-    out, lse = empty_outputs(problem, inputs)
-    if out.numel() == 0:
-        return out, lse
-    if problem.batch == 0 or problem.seqlen_k == 0:  # packed rows of no sequence, or no keys
-        return out.zero_(), lse.fill_(-math.inf)
-    launch = _launch(problem, config, q.device.index)
-    launch.kernel(
-        _tma_ready(q),
-        _tma_ready(inputs.k),
-        _tma_ready(inputs.v),
-        out,
-        lse,
-        None if inputs.sinks is None else inputs.sinks.float().contiguous(),
-        *(None if lengths is None else lengths.contiguous() for lengths in inputs[4:]),
-        launch.scale_log2,
-        launch.tanh_scale,
-        launch.window_left,
-        launch.window_right,
-        _tile_counter(q.device.index) if launch.is_dynamic else None,
-        launch.heads_per_section,
-        launch.num_ctas,
-    )
-    return out, lse
-
-
-_tile_counters: dict[tuple[int, int], Tensor] = {}
-
-
-def _tile_counter(device: int) -> Tensor:
-    """The zero that the tile queue of a launch counts from.
-
-    Every launch leaves it at zero again, and launches of one stream follow each other, so one per stream does. A
-    captured launch may be replayed beside others: it gets its own, zeroed by the graph.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
-    if key not in _tile_counters:
-        _tile_counters[key] = torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
-    return _tile_counters[key]
+    return prepare(problem, inputs.q.device, config)(inputs)
 
 
 @functools.lru_cache(maxsize=4096)
-def _launch(problem: AttentionProblem, config: ForwardConfig | None, device: int) -> Launch:
+def prepare(
+    problem: AttentionProblem, device: torch.device, config: ForwardConfig | None = None
+) -> Callable[[AttentionInputs], tuple[Tensor, Tensor]]:
+    """`forward` for calls of one problem on one device; holds no tensor."""
+    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):  # packed rows of no sequence, or no keys
+        return functools.partial(_without_keys, problem)
     config = config or heuristics.forward_config(problem)
     mask = problem.mask
     # beyond the longer of both lengths a bound hides nothing; this keeps sums of positions in 32 bits
@@ -124,18 +75,87 @@ def _launch(problem: AttentionProblem, config: ForwardConfig | None, device: int
         scale_log2, tanh_scale = problem.softmax_scale * LOG2_E, None
     else:
         scale_log2, tanh_scale = problem.softcap * LOG2_E, 2 * LOG2_E * problem.softmax_scale / problem.softcap
-    kernel = compile.get("forward", (problem.static(), config), ARCH, functools.partial(trace, problem, config))
-    return Launch(
-        kernel, scale_log2, tanh_scale, *bounds, config.dynamic_tiles, heads, num_clusters * config.cluster_size
-    )
+    kernel = compile.get(*compile_request(problem, config))
+    num_ctas = num_clusters * config.cluster_size
+    return Launch(problem, kernel, scale_log2, tanh_scale, bounds[0], bounds[1], config.dynamic_tiles, heads, num_ctas)
+
+
+def compile_request(problem: AttentionProblem, config: ForwardConfig | None = None) -> tuple:
+    """The arguments of `compile.get` for the kernel of this problem."""
+    config = config or heuristics.forward_config(problem)
+    return "forward", (problem.static(), config), ARCH, functools.partial(trace, problem, config)
+
+
+def _without_keys(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    out, lse = empty_outputs(problem, inputs)
+    return out.zero_(), lse.fill_(-math.inf)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, and what every call of one problem passes to it beside the tensors."""
+
+    problem: AttentionProblem
+    kernel: Callable
+    scale_log2: float
+    tanh_scale: float | None
+    window_left: int | None
+    window_right: int | None
+    is_dynamic: bool
+    heads_per_section: int
+    num_ctas: int
+
+    def __call__(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        out, lse = empty_outputs(self.problem, inputs)
+        self.kernel(
+            _tma_ready(inputs.q),
+            _tma_ready(inputs.k),
+            _tma_ready(inputs.v),
+            out,
+            lse,
+            None if inputs.sinks is None else inputs.sinks.float().contiguous(),
+            None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous(),
+            None if inputs.cu_seqlens_k is None else inputs.cu_seqlens_k.contiguous(),
+            None if inputs.seqused_k is None else inputs.seqused_k.contiguous(),
+            self.scale_log2,
+            self.tanh_scale,
+            self.window_left,
+            self.window_right,
+            _tile_counter(inputs.q.get_device()) if self.is_dynamic else None,
+            self.heads_per_section,
+            self.num_ctas,
+        )
+        return out, lse
+
+
+_tile_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def _tile_counter(device: int) -> Tensor:
+    """The zero that the tile queue of a launch counts from.
+
+    Every launch leaves it at zero again, and launches of one stream follow each other, so one per stream does. A
+    captured launch may be replayed beside others: it gets its own, zeroed by the graph.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
+    # torch.cuda.current_stream(device).cuda_stream without making the object around it
+    key = (device, torch._C._cuda_getCurrentRawStream(device))
+    counter = _tile_counters.get(key)
+    if counter is None:
+        counter = _tile_counters[key] = torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
+    return counter
 
 
 def _tma_ready(t: Tensor) -> Tensor:
     """t itself where TMA can read it, else a contiguous copy."""
     strides = t.stride()
-    aligned = all(stride % 8 == 0 or size == 1 for size, stride in zip(t.shape[:-1], strides[:-1], strict=True))
-    if strides[-1] == 1 and aligned and t.data_ptr() % 16 == 0:
-        return t
+    if strides[-1] == 1 and t.data_ptr() % 16 == 0:
+        # of three or four dimensions, this is every stride but the last
+        if (strides[0] | strides[1] | strides[-2]) % 8 == 0:
+            return t
+        if all(stride % 8 == 0 or size == 1 for size, stride in zip(t.shape[:-1], strides[:-1], strict=True)):
+            return t
     return t.clone(memory_format=torch.contiguous_format)
 
 

@@ -1,0 +1,29 @@
+"""`onepass.warmup` with the real compiler, without a GPU."""
+
+import importlib.util
+
+import pytest
+import torch
+
+import onepass
+from onepass.kernels import compile
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
+)
+
+
+def test_two_processes_fill_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile, "_kernels", {})
+    calls = [dict.fromkeys("qkv", (1, 512, 4, d)) | {"dtype": torch.float16} for d in (64, 128)]
+    first = onepass.warmup(calls, backend="sm90", workers=2)
+    assert [kernel.was_cached for kernel in first] == [False, False]
+    assert all(kernel.seconds > 0.5 for kernel in first)
+    assert len(list(tmp_path.glob("*.o"))) == len(list(tmp_path.glob("*.json"))) == 2
+    assert len(compile._kernels) == 2
+    compile._kernels.clear()
+    again = onepass.warmup(calls, backend="sm90")
+    assert [kernel.was_cached for kernel in again] == [True, True]
+    assert len(compile._kernels) == 2
+    assert all(kernel.seconds < 0.5 for kernel in again)

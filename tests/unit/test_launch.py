@@ -1,0 +1,100 @@
+"""What a prepared Hopper launch hands to its kernel, with a kernel that only takes notes; and layouts of results."""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from onepass.kernels import compile
+from onepass.kernels.config import ForwardConfig
+from onepass.kernels.sm90 import launch
+from onepass.outputs import empty_as, empty_outputs
+from onepass.problem import AttentionInputs, AttentionProblem, Mask
+
+FULL = Mask()
+
+
+def problem_of(inputs, mask=FULL):
+    return AttentionProblem.of(inputs, softmax_scale=0.5, mask=mask, softcap=None, deterministic=False)
+
+
+def qkv(batch=2, seqlen_q=300, seqlen_k=200):
+    lengths = (seqlen_q, seqlen_k, seqlen_k)
+    return AttentionInputs(*(torch.randn(batch, n, 4, 64, dtype=torch.bfloat16) for n in lengths))
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The arguments of every launch."""
+    calls = []
+    monkeypatch.setattr(compile, "get", lambda *request: lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=9))
+    launch.prepare.cache_clear()
+    yield calls
+    launch.prepare.cache_clear()
+
+
+def test_arguments_of_the_kernel(launched):
+    inputs = qkv()._replace(sinks=torch.zeros(4, dtype=torch.bfloat16))
+    problem = problem_of(inputs, Mask(10**12, 7))
+    config = ForwardConfig(tile_n=128)
+    for _ in range(2):
+        out, lse = launch.forward(problem, inputs, config)
+    q, k, v, given_out, given_lse, sinks, *lengths, scale, tanh_scale, left, right, counter, _, num_ctas = launched[1]
+    assert (q is inputs.q, k is inputs.k, v is inputs.v, given_out is out, given_lse is lse) == (True,) * 5
+    assert sinks.dtype == torch.float32
+    assert lengths == [None, None, None]
+    assert (scale, tanh_scale, left, right, counter) == (0.5 * math.log2(math.e), None, 300, 7, None)
+    assert num_ctas == 9  # of 2 * 4 * 3 tiles
+    assert launched[0][6:] == launched[1][6:]
+    assert launched[0][3] is not out
+
+
+@pytest.mark.parametrize("empty", ["batch", "seqlen_q", "seqlen_k"])
+def test_without_keys_nothing_is_launched(launched, empty):
+    inputs = qkv(**{empty: 0})
+    out, lse = launch.forward(problem_of(inputs), inputs)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    assert launched == []
+
+
+def test_what_tma_reads_where_it_lies():
+    storage = torch.zeros(4096, dtype=torch.bfloat16)
+    seen = set()
+    sizes_strides = itertools.product(
+        [(2, 3, 2, 8), (1, 3, 1, 8), (1, 1, 1, 8)], itertools.product([8, 12, 64, 9], repeat=3)
+    )
+    for (sizes, strides), offset, last in itertools.product(sizes_strides, (0, 1, 8), (1, 2)):
+        t = storage.as_strided(sizes, (*strides, last), offset)
+        moves = [stride for size, stride in zip(sizes[:-1], strides, strict=True) if size > 1]
+        is_readable = last == 1 and offset % 8 == 0 and all(stride % 8 == 0 for stride in moves)
+        ready = launch._tma_ready(t)
+        assert (ready is t) == is_readable
+        assert ready is t or ready.is_contiguous()
+        packed = t[0]
+        moves = [stride for size, stride in zip(sizes[1:-1], strides[1:], strict=True) if size > 1]
+        is_readable = last == 1 and offset % 8 == 0 and all(stride % 8 == 0 for stride in moves)
+        assert (launch._tma_ready(packed) is packed) == is_readable
+        seen.add(is_readable)
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 3, 8), (1, 1, 1, 8), (0, 5, 3, 8), (2, 0, 3, 8), (7, 3, 8)])
+def test_results_are_dense_and_laid_out_as_q(shape):
+    inputs = AttentionInputs(*(torch.empty(shape) for _ in range(3)))
+    cu_seqlens = torch.zeros(1, dtype=torch.int32) if len(shape) == 3 else None
+    problem = problem_of(inputs._replace(cu_seqlens_q=cu_seqlens))
+    out, lse = empty_outputs(problem, inputs)
+    assert (out.shape, out.dtype, lse.dtype) == (shape, torch.float32, torch.float32)
+    assert lse.shape == (*shape[:-3], shape[-2], shape[-3])
+    assert out.is_contiguous()
+    assert lse.is_contiguous()
+    assert empty_as(inputs.q, 5).shape == (*shape[:-1], 5)
+    if len(shape) == 4 and shape[1] > 1:
+        heads_first = torch.empty(shape).transpose(1, 2).contiguous().transpose(1, 2)
+        result = empty_as(heads_first, 5)
+        assert result.shape == (*shape[:-1], 5)
+        assert result.transpose(1, 2).is_contiguous()

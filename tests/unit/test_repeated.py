@@ -1,0 +1,230 @@
+"""The short way of repeated calls: the same answers and refusals as the whole way, and when it is not taken."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from test_validation import DENSE, PACKED, packed, refused, tensors
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import onepass
+from onepass import ops, repeated
+from onepass.testing.inputs import random_call
+
+INT32 = torch.int32
+
+
+@pytest.fixture(autouse=True)
+def _no_calls_before():
+    repeated._forwards.clear()
+
+
+@pytest.fixture
+def count_operator(monkeypatch):
+    """How often the operator ran, as a list of one number."""
+    count = [0]
+    real = ops.options_of
+
+    def counted(*arguments):
+        count[0] += 1
+        return real(*arguments)
+
+    monkeypatch.setattr(ops, "options_of", counted)
+    return count
+
+
+def same(a, b):
+    assert a.dtype == b.dtype
+    assert a.stride() == b.stride()
+    assert not a.requires_grad
+    assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_same_answer_the_second_time(seed, count_operator):
+    call = random_call(seed, max_seqlen=70)
+    first = call.run()
+    again = call.run()
+    assert count_operator == [1]
+    same(first.out, again.out)
+    same(first.lse, again.lse)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "slices"])
+def test_layout_is_that_of_each_call(layout, count_operator):
+    """Strides are in no key: a second call of another layout has its own output layout."""
+    onepass.attention(**tensors())
+    if layout == "transposed":
+        other = {n: t.transpose(1, 2).contiguous().transpose(1, 2) for n, t in tensors().items()}
+    else:
+        other = {n: torch.randn(2, 6, t.shape[2], 16)[..., ::2] for n, t in tensors().items()}
+    out = onepass.attention(**other)
+    assert count_operator == [1]
+    repeated._forwards.clear()
+    same(out, onepass.attention(**other))
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), DENSE, ids=lambda x: x[:60] if isinstance(x, str) else "")
+def test_attention_still_refuses(changes, error, message):
+    with_options = {"sinks": torch.zeros(4), "seqused_k": torch.tensor([6, 6], dtype=INT32)}
+    for options in ({}, {"causal": True, "window": (1, 0), "softcap": 1.0, "softmax_scale": 1.0}, with_options):
+        onepass.attention(**tensors(), **options)
+    for _ in range(2):
+        refused(onepass.attention, tensors, changes, error, message)
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), PACKED, ids=lambda x: x[:60] if isinstance(x, str) else "")
+def test_attention_varlen_still_refuses(changes, error, message):
+    for options in ({}, {"seqused_k": torch.tensor([1, 1], dtype=INT32)}):
+        onepass.attention_varlen(**packed(), **options)
+    for _ in range(2):
+        refused(onepass.attention_varlen, packed, changes, error, message)
+
+
+EQUAL_BUT_NOT_THE_SAME = [
+    ({"causal": True}, {"causal": 1}),
+    ({"return_lse": False}, {"return_lse": 0}),
+    ({"window": (1, 0)}, {"window": (True, 0)}),
+    ({"window": (1, 0)}, {"window": (1.0, 0)}),
+    ({"softcap": 1.0}, {"softcap": True}),
+    ({"softmax_scale": 1}, {"softmax_scale": True}),
+    ({"deterministic": True}, {"deterministic": 1}),
+    ({}, {"window": ()}),
+    ({}, {"softcap": [1.0]}),
+]
+
+
+@pytest.mark.parametrize(("good", "bad"), EQUAL_BUT_NOT_THE_SAME)
+def test_options_that_compare_equal_are_still_refused(good, bad):
+    onepass.attention(**tensors(), **good)
+    with pytest.raises(TypeError, match=next(iter(bad)) + ": expected"):
+        onepass.attention(**tensors(), **bad)
+
+
+def test_the_functions_do_not_share_calls():
+    onepass.attention(**tensors())
+    with pytest.raises(ValueError, match="q: expected 3 dimensions"):
+        onepass.attention_varlen(**tensors(), cu_seqlens_q=None, cu_seqlens_k=None)
+
+
+def test_values_of_lengths_are_read_in_every_call():
+    lengths = torch.tensor([0, 2, 6], dtype=INT32)
+    call = packed(cu_seqlens_q=lengths, cu_seqlens_k=lengths)
+    before = onepass.attention_varlen(**call)
+    lengths[1] = 5
+    after = onepass.attention_varlen(**call)
+    assert not torch.equal(before, after)
+    repeated._forwards.clear()
+    same(after, onepass.attention_varlen(**call))
+    lengths[1] = 7
+    with pytest.raises(ValueError, match="cu_seqlens_q: expected offsets that never decrease"):
+        onepass.attention_varlen(**call)
+
+
+@pytest.mark.parametrize("max_seqlen", [None, 3, torch.tensor(4)])
+def test_max_seqlen_is_a_hint_and_no_reason_to_go_the_whole_way(max_seqlen, count_operator):
+    onepass.attention_varlen(**packed())
+    onepass.attention_varlen(**packed(), max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen)
+    assert count_operator == [1]
+
+
+def test_global_determinism_is_in_the_key():
+    call = tensors()
+    onepass.attention(**call)
+    torch.use_deterministic_algorithms(True)
+    try:
+        onepass.attention(**call)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(repeated._forwards) == 2
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+class SeenFunctions(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def under(context):
+    def run(q, k, v):
+        with context():
+            return onepass.attention(q, k, v)
+
+    return run
+
+
+def three(q, k, v):
+    return onepass.attention(q, k, v)
+
+
+WHOLE_WAY = {
+    "a gradient of q": lambda q, k, v: onepass.attention(q.requires_grad_(), k, v),
+    "a gradient of sinks": lambda q, k, v: onepass.attention(q, k, v, sinks=torch.zeros(4, requires_grad=True)),
+    "a subclass": lambda q, k, v: onepass.attention(q, k.as_subclass(Subclass), v),
+    "torch.func's level": lambda q, k, v: torch.func.grad(lambda x: (onepass.attention(q, k, v) * x).sum())(
+        torch.ones(())
+    ),
+    "forward mode": under(torch.autograd.forward_ad.dual_level),
+    "autocast": under(lambda: torch.autocast("cpu", torch.bfloat16)),
+    "a dispatch mode": under(lambda: FlopCounterMode(display=False)),
+    "a function mode": under(SeenFunctions),
+    "the profiler": under(lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])),
+    "jit.trace": lambda q, k, v: torch.jit.trace(onepass.attention, (q, k, v), check_trace=False),
+    "make_fx": lambda q, k, v: make_fx(three)(q, k, v),
+    "make_fx before dispatch": lambda q, k, v: make_fx(three, pre_dispatch=True)(q, k, v),
+    "make_fx with fake tensors": lambda q, k, v: make_fx(three, tracing_mode="fake")(q, k, v),
+    "a negative view": lambda q, k, v: onepass.attention(torch._neg_view(q), k, v),
+    "the meta device": lambda q, k, v: onepass.attention(*(t.to("meta") for t in (q, k, v))),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("case", WHOLE_WAY)
+def test_where_the_operator_runs(case, count_operator):
+    sinks = torch.zeros(4)
+    onepass.attention(**tensors())
+    onepass.attention(**tensors(), sinks=sinks)
+    for n in (3, 4):
+        WHOLE_WAY[case](*tensors().values())
+        assert count_operator == [n]
+    assert len(repeated._forwards) == 2  # nothing is left for others, either
+
+
+def test_where_it_does_not_run(count_operator):
+    q, k, v = tensors().values()
+    expected = onepass.attention(q, k, v)
+    for t in (q, k, v):
+        t.requires_grad_()
+    with torch.no_grad():
+        same(onepass.attention(q, k, v), expected)
+        same(onepass.attention(torch.nn.Parameter(q), k, v), expected)
+    with torch.inference_mode():
+        same(onepass.attention(q, k, v), expected)
+    same(onepass.attention(q.detach(), k.detach(), v.detach()), expected)
+    assert count_operator == [1]
+    assert onepass.attention(q, k, v).requires_grad
+
+
+def test_no_tensor_is_kept():
+    call = tensors(sinks=torch.zeros(4), seqused_k=torch.tensor([6, 5], dtype=INT32))
+    alive = [weakref.ref(t) for t in call.values()]
+    alive += [weakref.ref(onepass.attention(**call, return_lse=True).lse) for _ in range(2)]
+    del call
+    gc.collect()
+    assert [r() for r in alive] == [None] * len(alive)
+    assert repeated._forwards
+
+
+def test_the_number_of_kept_calls_is_bounded(monkeypatch):
+    monkeypatch.setattr(repeated, "MAX_CALLS", 3)
+    q, k, v = (torch.randn(1, 9, 1, 8) for _ in range(3))
+    for n in range(1, 9):
+        for _ in range(2):
+            assert onepass.attention(q, k[:, :n], v[:, :n]).shape == q.shape
+        assert 1 <= len(repeated._forwards) <= 3

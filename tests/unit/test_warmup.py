@@ -1,0 +1,156 @@
+"""`onepass.warmup`: which kernels it takes calls to need, and what it refuses (its compiler only takes notes)."""
+
+import json
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import onepass
+from onepass import ForwardConfig, dispatch
+from onepass.kernels import ahead, compile, heuristics
+from onepass.problem import AttentionProblem, Mask
+
+CALL = {"q": (2, 4096, 32, 128), "k": (2, 4096, 8, 128), "v": (2, 4096, 8, 128), "dtype": torch.bfloat16}
+META = {n: torch.empty(CALL[n], dtype=torch.bfloat16, device="meta") for n in "qkv"}
+PROBLEM = AttentionProblem(torch.bfloat16, "cuda", 2, 4096, 4096, 32, 8, 128, 128, 0.1, Mask(None, 0))
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The kernels that were asked for, as (name, key, arch), in a process with a compiler."""
+    asked = []
+
+    def get(name, key, arch, trace):
+        if (name, key, arch) not in asked:
+            asked.append((name, key, arch))
+        return print
+
+    monkeypatch.setattr(dispatch, "_has_kernel_compiler", lambda: True)
+    monkeypatch.setattr(compile, "get", get)
+    monkeypatch.setattr(compile, "is_cached", lambda *request: request in asked)
+    return asked
+
+
+def test_calls_in_every_form_need_the_same_kernel(compiled):
+    made = onepass.warmup([CALL | {"causal": True}, META | {"causal": True}, PROBLEM], backend="sm90", workers=1)
+    assert len(made) == len(compiled) == 1
+    name, key, arch = compiled[0]
+    assert (name, arch) == ("forward", "sm_90a")
+    assert key == (PROBLEM.static(), heuristics.forward_config(PROBLEM))
+    assert made[0].problem.mask == PROBLEM.mask
+    assert (made[0].backend, made[0].config, made[0].was_cached) == ("sm90", key[1], False)
+    assert made[0].seconds < 1
+    assert [kernel.was_cached for kernel in onepass.warmup([PROBLEM], backend="sm90")] == [True]
+
+
+def test_one_kernel_each_in_the_order_of_the_calls(compiled):
+    config = ForwardConfig(tile_n=96)
+    calls = [CALL, CALL | {"sinks": (32,)}, CALL | {"tuning": config}, CALL, CALL | {"causal": True, "window": (9, 0)}]
+    made = onepass.warmup(calls, backend="sm90", workers=1)
+    assert [key for _, key, _ in compiled] == [(kernel.problem.static(), kernel.config) for kernel in made]
+    assert [kernel.problem.has_sinks for kernel in made] == [False, True, False, False]
+    assert made[2].config == config
+    assert made[3].problem.mask == Mask(9, 0)
+
+
+def test_work_is_shared(compiled, monkeypatch):
+    """Each process gets every so many-th kernel; the first share stays here."""
+    shares = []
+
+    def run(command, input, **options):
+        assert command[0] == sys.executable
+        shares.append([ahead.Job(*job) for job in pickle.loads(input)])
+        answer = "the compiler says\n" + json.dumps([10.0 + len(shares)] * len(shares[-1]))
+        return SimpleNamespace(returncode=0, stdout=answer.encode())
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(compile, "has_disk_cache", lambda: True)
+    calls = [CALL | {"q": (1, 64, 4, d), "k": (1, 64, 4, d), "v": (1, 64, 4, d)} for d in (64, 96, 128, 192, 256)]
+    made = onepass.warmup(calls, backend="sm90", workers=2)
+    assert [[job.problem.head_dim for job in share] for share in shares] == [[96, 192]]
+    assert [kernel.problem.head_dim for kernel in made] == [64, 96, 128, 192, 256]
+    assert [kernel.seconds for kernel in made][1::2] == [11.0, 11.0]
+    assert not any(kernel.was_cached for kernel in made)
+    # nothing is left to share
+    assert all(kernel.was_cached for kernel in onepass.warmup(calls, backend="sm90", workers=2))
+    assert len(shares) == 1
+
+
+def test_without_a_disk_cache_there_is_one_process(compiled, monkeypatch):
+    monkeypatch.setattr(compile, "has_disk_cache", lambda: False)
+    monkeypatch.setattr(subprocess, "run", None)
+    assert len(onepass.warmup([CALL, CALL | {"causal": True}], backend="sm90", workers=2)) == 2
+
+
+def test_a_worker_that_fails_says_why(compiled, monkeypatch):
+    monkeypatch.setattr(compile, "has_disk_cache", lambda: True)
+    failed = SimpleNamespace(returncode=3, stderr=b"out of registers")
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: failed)
+    with pytest.raises(RuntimeError, match=r"(?s)exit status 3.*out of registers"):
+        onepass.warmup([CALL, CALL | {"causal": True}], backend="sm90", workers=2)
+
+
+def test_calls_that_need_no_kernel(compiled):
+    tensors = {n: torch.empty(1, 4, 2, 8) for n in "qkv"}
+    packed = dict.fromkeys("qkv", (9, 2, 64)) | {"cu_seqlens_q": (3,), "cu_seqlens_k": (3,), "dtype": torch.float32}
+    assert onepass.warmup([]) == []
+    assert onepass.warmup([tensors, CALL | {"backend": "tiled"}, packed | {"backend": "tiled"}]) == []
+    if not torch.cuda.is_available():
+        assert onepass.warmup([CALL, packed]) == []
+    assert onepass.warmup([META], backend="tiled") == []
+    assert compiled == []
+
+
+REFUSED = [
+    ({"k": (2, 4096, 8, 64)}, ValueError, "k: expected head_dim 128 like q, got 64"),
+    ({"causal": 1}, TypeError, "causal: expected a bool, got 1"),
+    ({"dropout": 0.1}, TypeError, "warmup: expected arguments of attention or attention_varlen, got dropout"),
+    ({"dtype": None}, TypeError, r"dtype: expected a torch.dtype beside the shape \(2, 4096, 32, 128\) of q, got None"),
+    ({"dtype": torch.float32}, NotImplementedError, "backend sm90: dtype: expected bfloat16 or float16, got float32"),
+    (
+        {"tuning": ForwardConfig(tile_n=100)},
+        NotImplementedError,
+        "tuning: tile_n: expected 1 x 16, .*, got 100",
+    ),
+    ({"tuning": 128}, TypeError, "tuning: expected a ForwardConfig or None, got 128"),
+    ({"backend": "sm91"}, ValueError, "backend: expected one of .* or None, got 'sm91'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), REFUSED)
+def test_a_bad_call_is_refused_before_anything_is_compiled(compiled, changes, error, message):
+    with pytest.raises(error, match=message):
+        onepass.warmup([CALL, CALL | changes], backend="sm90", workers=1)
+    assert compiled == []
+
+
+def test_bad_arguments(compiled):
+    with pytest.raises(TypeError, match="warmup: expected q, k and v in every call, got none for k, v"):
+        onepass.warmup([{"q": CALL["q"]}])
+    for workers in (0, 1.5, True):
+        with pytest.raises(ValueError, match="workers: expected an int of at least 1 or None"):
+            onepass.warmup([], workers=workers)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to choose for")
+def test_a_gpu_that_is_not_there(compiled):
+    with pytest.raises(NotImplementedError, match="backend: expected a name, such as 'sm90', where there is no GPU"):
+        onepass.warmup([PROBLEM])
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    monkeypatch.setattr(dispatch, "_has_kernel_compiler", lambda: False)
+    with pytest.raises(NotImplementedError, match="the kernel compiler is not installed: pip install 'onepass"):
+        onepass.warmup([CALL], backend="sm90")
+    # on a machine whose GPU could run it, not only where it is asked for by name
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    with pytest.raises(NotImplementedError, match="the kernel compiler is not installed: pip install 'onepass"):
+        onepass.warmup([CALL])
+    assert onepass.warmup([CALL | {"dtype": torch.float32}]) == []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert onepass.warmup([CALL]) == []
