@@ -1,4 +1,4 @@
-"""What the GPU tests share: where they run, cases as values, the check, and kernels compiled ahead.
+"""What the GPU tests share: where they run, cases as values, calls made harder, and the check.
 
     python -m pytest -m gpu tests/gpu                               on a Hopper GPU
     ONEPASS_TEST_DEVICE=cpu python -m pytest -m gpu tests/gpu       the same tests of the tiled backend, smaller
@@ -9,15 +9,12 @@ planted.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
-import functools
 import itertools
-import multiprocessing
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -73,7 +70,9 @@ class GpuCall(Call):
 
     @contextlib.contextmanager
     def _rubbish(self) -> Iterator[None]:
-        saved = [(rows, rows.clone()) for rows in self.unseen()]
+        # autograd refuses tensors that were written after it saved them
+        is_training = any(t.requires_grad for t in self.tensors.values())
+        saved = [] if is_training else [(rows, rows.clone()) for rows in self.unseen()]
         for rows, _ in saved:
             rows.fill_(NAN)
         yield
@@ -81,7 +80,7 @@ class GpuCall(Call):
             rows.copy_(values)
 
     def unseen(self) -> Iterator[Tensor]:
-        q, k, v = (t.detach() for t in self.tensors.values())
+        q, k, v = self.tensors.values()
         used, starts = self.options.get("seqused_k"), None
         if self.is_packed:
             starts = self.options["cu_seqlens_k"].tolist()
@@ -198,6 +197,11 @@ def check(call: Call, gradients: bool = False, with_floor: bool = False) -> None
     call.check(gradients, with_floor)
 
 
+def plain_run(call: Call) -> onepass.AttentionOutput:
+    """The call as a user makes it: no rubbish, no poison."""
+    return Call(call.tensors, call.options).run()
+
+
 def bits(t: Tensor) -> Tensor:
     """As integers, so that NaN equals NaN and 0 is not -0."""
     return t.view({2: torch.int16, 4: torch.int32}[t.element_size()])
@@ -205,50 +209,3 @@ def bits(t: Tensor) -> Tensor:
 
 def same_bits(a: onepass.AttentionOutput, b: onepass.AttentionOutput) -> bool:
     return torch.equal(bits(a.out), bits(b.out)) and torch.equal(bits(a.lse), bits(b.lse))
-
-
-# ---------------------------------------------------------------- kernels compiled ahead
-
-
-def compile_ahead(calls: Iterable[Call]) -> None:
-    """Fill the kernel cache with one process per core. Tests compile what is missing, one after the other."""
-    jobs = {}
-    for call in calls:
-        problem = problem_of(call)
-        if launch().unsupported(problem) is None:
-            config = heuristics().forward_config(problem)
-            jobs[problem.static(), config] = (problem, config)
-    workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 1))
-    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        for future in [pool.submit(_compile, job) for job in jobs.values()]:
-            if future.exception() is not None:
-                warnings.warn(f"not compiled ahead: {future.exception()}", RuntimeWarning, stacklevel=1)
-
-
-def problem_of(call: Call):
-    from onepass import validation
-
-    check = validation.check_attention_varlen if call.is_packed else validation.check_attention
-    absent = dict.fromkeys(("window", "softcap", "sinks", "softmax_scale", "tuning"))
-    options = {**absent, "causal": False, "deterministic": False, "return_lse": True, **call.options}
-    return replace(check(**call.tensors, **options), device_type="cuda")
-
-
-def _compile(job: tuple) -> None:
-    from onepass.kernels import compile
-
-    problem, config = job
-    trace = functools.partial(launch().trace, problem, config)
-    compile.get("forward", (problem.static(), config), launch().ARCH, trace)
-
-
-def launch():
-    from onepass.kernels.sm90 import launch
-
-    return launch
-
-
-def heuristics():
-    from onepass.kernels import heuristics
-
-    return heuristics

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from gpu_cases import BF16, DEVICE, FP16, ON_GPU, bits, case, cases, needs_hopper, size
+from gpu_cases import BF16, DEVICE, FP16, ON_GPU, bits, case, cases, needs_hopper, plain_run, same_bits, size
 
-import onepass
+from onepass.testing import Call
 
 pytestmark = needs_hopper
 
@@ -45,15 +45,13 @@ class MemoryLoad:
 def test_same_bits_every_time(case, load):
     """Compared on the device, read now and then: runs follow each other without a pause."""
     call = case.call()
-    function = onepass.attention_varlen if call.is_packed else onepass.attention
-    arguments = {**call.tensors, **call.options, "return_lse": True}
-    first = [bits(t).clone() for t in function(**arguments)]
+    first = [bits(t).clone() for t in plain_run(call)]
     num_different = torch.zeros((), dtype=torch.int64, device=DEVICE)
     memory_load = MemoryLoad() if load else None
     for i in range(REPEATS):
         if memory_load is not None and i % 2 == 0:
             memory_load.push()
-        for t, expected in zip(function(**arguments), first, strict=True):
+        for t, expected in zip(plain_run(call), first, strict=True):
             num_different += (bits(t) != expected).any()
         if i % 100 == 99:
             assert num_different.item() == 0, f"other bits in one of the runs up to {i + 1}"
@@ -65,16 +63,14 @@ def test_same_bits_every_time(case, load):
 def test_same_bits_on_four_streams_at_once(case):
     """Launches that run side by side share nothing, the counter of a tile queue least of all."""
     call = case.call()
-    function = onepass.attention_varlen if call.is_packed else onepass.attention
-    arguments = {**call.tensors, **call.options, "return_lse": True}
-    first = [bits(t).clone() for t in function(**arguments)]
+    first = [bits(t).clone() for t in plain_run(call)]
     streams = [torch.cuda.Stream() for _ in range(4)]
     torch.cuda.synchronize()
     different = []
     for _ in range(REPEATS // 20):
         for stream in streams:
             with torch.cuda.stream(stream):
-                different += [(bits(t) != e).any() for t, e in zip(function(**arguments), first, strict=True)]
+                different += [(bits(t) != e).any() for t, e in zip(plain_run(call), first, strict=True)]
     torch.cuda.synchronize()
     assert not torch.stack(different).any()
 
@@ -83,12 +79,9 @@ def test_same_bits_on_four_streams_at_once(case):
 def test_where_memory_lies_does_not_matter(case):
     """Other addresses and another order of allocation: the same bits."""
     call = case.call()
-    function = onepass.attention_varlen if call.is_packed else onepass.attention
-    first = function(**call.tensors, **call.options, return_lse=True)
+    first = plain_run(call)
     kept = []
     for pad in (1, 1000, 300_000):
         kept.append(torch.empty(pad, device=DEVICE, dtype=BF16))
-        moved = {n: t.clone() for n, t in call.tensors.items()}
-        again = function(**moved, **call.options, return_lse=True)
-        for a, b in zip(first, again, strict=True):
-            assert torch.equal(bits(a), bits(b))
+        moved = Call({n: t.clone() for n, t in call.tensors.items()}, call.options)
+        assert same_bits(plain_run(moved), first)

@@ -6,6 +6,7 @@ decide together when to: there a warp's other rows may round differently, and ar
 
 import pytest
 import torch
+from compile_ahead import config_of
 from gpu_cases import (
     BF16,
     DEVICE,
@@ -18,10 +19,8 @@ from gpu_cases import (
     bits,
     case,
     cases,
-    heuristics,
     needs_hopper,
     poisoned_memory,
-    problem_of,
     same_bits,
 )
 
@@ -67,10 +66,7 @@ def rows_that_see_it(call, name):
 def rows_that_may_round_differently(case, reach):
     if not ON_GPU:  # another algorithm runs where operands are not finite
         return ~reach
-    dims = case.head_dim, case.head_dim_v or case.head_dim
-    q, v = (torch.empty(1, case.seqlen_q, 1, d, dtype=case.dtype, device="meta") for d in dims)
-    problem = problem_of(GpuCall({"q": q, "k": q, "v": v}, case.options))
-    if heuristics().forward_config(problem).rescale_threshold == 0:
+    if config_of(case.call("meta")).rescale_threshold == 0:
         return torch.zeros_like(reach)
     tiles = torch.nn.functional.pad(reach, (0, -reach.shape[-1] % ROWS_OF_A_WARP)).unflatten(-1, (-1, ROWS_OF_A_WARP))
     return tiles.any(-1).repeat_interleave(ROWS_OF_A_WARP, -1)[..., : reach.shape[-1]] & ~reach
