@@ -1,4 +1,4 @@
-"""Kernels of many calls, compiled in parallel into the disk cache before the tests ask for them one by one.
+"""Kernels of many calls, compiled in parallel into the disk cache, ahead of the tests that would do it one by one.
 
 The one place of the GPU tests that knows how the Hopper backend is built.
 """
@@ -6,11 +6,12 @@ The one place of the GPU tests that knows how the Hopper backend is built.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import multiprocessing
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from onepass import validation
@@ -32,8 +33,12 @@ def config_of(call: Call) -> ForwardConfig:
     return heuristics.forward_config(problem_of(call))
 
 
-def compile_ahead(calls: Iterable[Call]) -> None:
-    """Fill the kernel cache with one process per core. A test compiles for itself what is missing."""
+@contextlib.contextmanager
+def compiled_ahead(calls: Iterable[Call]) -> Iterator[None]:
+    """Fill the kernel cache in the order of the calls, with one process per core, while the tests run.
+
+    A test that comes first to its kernel waits for the process that compiles it, or compiles it itself.
+    """
     from onepass.kernels.sm90 import launch
 
     jobs = {}
@@ -44,8 +49,10 @@ def compile_ahead(calls: Iterable[Call]) -> None:
             jobs[problem.static(), config] = (problem, config)
     workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 1))
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        for future in [pool.submit(_compile, job) for job in jobs.values()]:
-            if future.exception() is not None:
+        futures = [pool.submit(_compile, job) for job in jobs.values()]
+        yield
+        for future in futures:
+            if not future.cancel() and future.exception() is not None:
                 warnings.warn(f"not compiled ahead: {future.exception()!r}", RuntimeWarning, stacklevel=1)
 
 

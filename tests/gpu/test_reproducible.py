@@ -1,5 +1,7 @@
 """The Hopper forward gives the same bits in every run, whatever else the GPU does meanwhile."""
 
+import contextlib
+
 import pytest
 import torch
 from gpu_cases import BF16, DEVICE, FP16, ON_GPU, bits, case, cases, needs_hopper, plain_run, same_bits, size
@@ -24,20 +26,25 @@ CASES = [
 ]
 
 
-class MemoryLoad:
-    """Large copies and additions on a stream of their own, kept queued beside what is under test."""
+@contextlib.contextmanager
+def memory_load():
+    """Gives a function that queues large copies and additions on a stream of their own."""
+    if not ON_GPU:
+        yield lambda: None
+        return
+    stream = torch.cuda.Stream()
+    a, b = (torch.zeros(LOAD_MEGABYTES << 18, device=DEVICE) for _ in range(2))
+    stream.wait_stream(torch.cuda.current_stream())
 
-    def __init__(self):
-        if ON_GPU:
-            self.stream = torch.cuda.Stream()
-            self.a, self.b = (torch.zeros(LOAD_MEGABYTES << 18, device=DEVICE) for _ in range(2))
-            self.stream.wait_stream(torch.cuda.current_stream())
+    def push():
+        with torch.cuda.stream(stream):
+            b.copy_(a)  # all memory channels
+            a[: a.numel() // 4].add_(1.0)  # and multiprocessors
 
-    def push(self):
-        if ON_GPU:
-            with torch.cuda.stream(self.stream):
-                self.b.copy_(self.a)  # a copy engine or all multiprocessors, as the driver likes
-                self.a[: self.a.numel() // 4].add_(1.0)  # multiprocessors
+    try:
+        yield push
+    finally:
+        torch.cuda.synchronize()  # a and b must outlive what reads them
 
 
 @cases(CASES)
@@ -47,15 +54,14 @@ def test_same_bits_every_time(case, load):
     call = case.call()
     first = [bits(t).clone() for t in plain_run(call)]
     num_different = torch.zeros((), dtype=torch.int64, device=DEVICE)
-    memory_load = MemoryLoad() if load else None
-    for i in range(REPEATS):
-        if memory_load is not None and i % 2 == 0:
-            memory_load.push()
-        for t, expected in zip(plain_run(call), first, strict=True):
-            num_different += (bits(t) != expected).any()
-        if i % 100 == 99:
-            assert num_different.item() == 0, f"other bits in one of the runs up to {i + 1}"
-    assert num_different.item() == 0
+    with memory_load() if load else contextlib.nullcontext(lambda: None) as push:
+        for i in range(REPEATS):
+            if i % 2 == 0:
+                push()
+            for t, expected in zip(plain_run(call), first, strict=True):
+                num_different += (bits(t) != expected).any()
+            if i % 100 == 99 or i == REPEATS - 1:
+                assert num_different.item() == 0, f"other bits in one of the runs up to {i + 1}"
 
 
 @pytest.mark.skipif(not ON_GPU, reason="streams are a GPU's")
