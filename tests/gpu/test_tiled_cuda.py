@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gpu_cases import RandomCase, cases
 
 import onepass
 from onepass.testing import compare, compare_lse, random_call
@@ -26,9 +27,9 @@ def test_tiled_forward(seed):
         assert row.ok, f"{call}\n  {row}"
 
 
-@pytest.mark.parametrize("seed", range(100, 200))
-def test_default_backend_forward_and_backward(seed):
-    random_call(seed, device="cuda").check(with_floor=True)
+@cases(RandomCase(seed) for seed in range(100, 200))
+def test_default_backend_forward_and_backward(case):
+    case.call().check(with_floor=True)
 
 
 def test_devices_must_agree():

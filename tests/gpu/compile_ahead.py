@@ -1,0 +1,64 @@
+"""Kernels of many calls, compiled in parallel into the disk cache, ahead of the tests that would do it one by one.
+
+The one place of the GPU tests that knows how the Hopper backend is built.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import multiprocessing
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from onepass import validation
+from onepass.kernels import compile, heuristics
+from onepass.kernels.config import ForwardConfig
+from onepass.problem import AttentionProblem
+from onepass.testing import Call
+
+
+def problem_of(call: Call) -> AttentionProblem:
+    """The problem that a call poses on a GPU; its tensors may be on the "meta" device."""
+    check = validation.check_attention_varlen if call.is_packed else validation.check_attention
+    absent = dict.fromkeys(("window", "softcap", "sinks", "softmax_scale", "tuning"))
+    options = {**absent, "causal": False, "deterministic": False, "return_lse": True, **call.options}
+    return replace(check(**call.tensors, **options), device_type="cuda")
+
+
+def config_of(call: Call) -> ForwardConfig:
+    return heuristics.forward_config(problem_of(call))
+
+
+@contextlib.contextmanager
+def compiled_ahead(calls: Iterable[Call]) -> Iterator[None]:
+    """Fill the kernel cache in the order of the calls, with one process per core, while the tests run.
+
+    A test that comes first to its kernel waits for the process that compiles it, or compiles it itself.
+    """
+    from onepass.kernels.sm90 import launch
+
+    jobs = {}
+    for call in calls:
+        problem = problem_of(call)
+        if launch.unsupported(problem) is None:
+            config = heuristics.forward_config(problem)
+            jobs[problem.static(), config] = (problem, config)
+    workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 1))
+    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(_compile, job) for job in jobs.values()]
+        yield
+        for future in futures:
+            if not future.cancel() and future.exception() is not None:
+                warnings.warn(f"not compiled ahead: {future.exception()!r}", RuntimeWarning, stacklevel=1)
+
+
+def _compile(job: tuple[AttentionProblem, ForwardConfig]) -> None:
+    from onepass.kernels.sm90 import launch
+
+    problem, config = job
+    trace = functools.partial(launch.trace, problem, config)
+    compile.get("forward", (problem.static(), config), launch.ARCH, trace)

@@ -1,0 +1,69 @@
+"""Small launches of every kind of Hopper forward, to be watched by compute-sanitizer.
+
+    compute-sanitizer --tool memcheck python3 tests/gpu/sanitize.py           also: initcheck, synccheck, racecheck
+    compute-sanitizer --tool racecheck python3 tests/gpu/sanitize.py queue    only the cases whose name has this word
+
+Each tensor has an allocation of its own and of its exact size, so that the tool sees its ends. Results are compared
+with the oracle on the host, which the tool does not slow down. Exit status 1 if one is off.
+"""
+
+import os
+import sys
+import time
+from dataclasses import replace
+
+import torch
+from gpu_cases import BF16, DEVICE, FP16, ON_GPU, Case, case, plain_run
+
+from onepass.testing import Call, compare, compare_lse
+
+CASES = {
+    "causal": case(150, 200, heads=(2, 2), head_dim=64, causal=True),
+    "no mask": case(130, 70, batch=2, heads=(1, 1), head_dim=128),
+    "window": case(200, 260, heads=(1, 1), head_dim=128, window=(50, 20)),
+    "grouped heads, sinks, softcap": case(100, 150, heads=(4, 2), head_dim=64, sinks=True, softcap=5.0),
+    "head_dim 256": case(70, 200, heads=(1, 1), head_dim=256, causal=True),
+    "head_dim 40 and 72": case(70, 90, heads=(1, 1), head_dim=40, head_dim_v=72),
+    "packed": case((1, 0, 130, 20), (70, 5, 140, 0), heads=(2, 1), head_dim=128, causal=True, slack=2),
+    "packed, seqused_k": case((30, 70), (70, 140), heads=(2, 1), head_dim=64, used=(0, 131)),
+    "seqused_k": case(70, 200, batch=3, heads=(1, 1), head_dim=128, used=(0, 129, 200)),
+    # more tiles than the 132 multiprocessors: thread blocks come back to the queue
+    "queue": case(130, 2060, heads=(70, 70), head_dim=128, causal=True),
+}
+
+
+def on_device(arguments: dict) -> dict:
+    """Copies without the fences that cases have around their tensors: the tool would take them for a part."""
+    return {n: x.to(DEVICE, copy=True) if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
+
+
+def is_right(case: Case) -> bool:
+    host = case.call("cpu")
+    out, lse = (t.cpu() for t in plain_run(Call(on_device(host.tensors), on_device(host.options))))
+    oracle, plain = host.expected(), host.expected(host.tensors["q"].dtype)
+    rows = [compare("out", out, oracle.out, plain.out), compare_lse(lse, oracle.lse)]
+    for row in rows:
+        if not row.ok:
+            print(f"  {case}: {row}")
+    return all(row.ok for row in rows)
+
+
+def main() -> int:
+    if ON_GPU:
+        # read when the first tensor is made: one cudaMalloc a tensor
+        os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    failed = 0
+    word = sys.argv[1] if len(sys.argv) > 1 else ""
+    for name, one in CASES.items():
+        for dtype in (BF16, FP16) if name != "queue" else (BF16,):
+            if word not in name:
+                continue
+            started = time.perf_counter()
+            ok = is_right(replace(one, dtype=dtype))
+            failed += not ok
+            print(f"{name}, {dtype}: {'right' if ok else 'WRONG'}, {time.perf_counter() - started:.1f} s", flush=True)
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""Random calls over all options on the Hopper kernel. A failure names its seed:
+
+    random_call(seed, "cuda", MAX_SEQLEN, DTYPES[seed % 2]).check(gradients=False, with_floor=True)
+
+repeats it (rows that no one may look at are NaN here as well, see GpuCall).
+"""
+
+import itertools
+
+import torch
+from gpu_cases import BF16, FP16, RandomCase, cases, check, needs_hopper, size
+
+pytestmark = needs_hopper
+
+NUM_CALLS = 300
+MAX_SEQLEN = size(700, 160)
+DTYPES = (BF16, FP16)
+
+
+def is_for_the_kernel(case: RandomCase) -> bool:
+    """Its head dims are multiples of 8, and larger scores mean larger weights: all else has to be taken."""
+    call = case.call("meta")
+    scale, softcap = call.options.get("softmax_scale", 1.0), call.options.get("softcap")
+    return all(t.shape[-1] % 8 == 0 for t in call.tensors.values()) and (scale > 0 or softcap is not None)
+
+
+SEEDS = (RandomCase(seed, DTYPES[seed % 2], MAX_SEQLEN) for seed in itertools.count())
+CASES = list(itertools.islice(filter(is_for_the_kernel, SEEDS), NUM_CALLS))
+
+
+@cases(CASES)
+def test_random_calls(case):
+    check(case.call(), with_floor=True)
+
+
+def test_the_calls_cover_the_options():
+    """So many of each that a fault which takes an option and a length to show is met."""
+    calls = [case.call("meta") for case in CASES]
+    counts = {name: sum(name in call.options for call in calls) for call in calls for name in call.options}
+    assert set(counts) == {
+        "causal", "window", "softcap", "softmax_scale", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"
+    }  # fmt: skip
+    assert min(counts.values()) > 40
+    assert sum("cu_seqlens_q" in call.options and "seqused_k" in call.options for call in calls) > 20
+    assert {call.tensors["q"].dtype for call in calls} == {torch.bfloat16, torch.float16}
