@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import onepass
+from onepass import reference
+from onepass.problem import Mask
 from onepass.testing.inputs import Call, random_call
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -232,3 +234,76 @@ def test_packed_past_2_to_the_31_elements():
     tail = {n: t[None, -300:] for n, t in {"q": q, "k": k, "v": v}.items()}
     expected = Call(tail, options).expected().out[0]
     assert (out[-300:].double() - expected).abs().max() < 0.02
+
+
+NAN_CASES = {
+    "causal": {"causal": True},
+    "window": {"window": (70, 20)},
+    "left": {"window": (33, None)},
+    "softcap": {"causal": True, "softcap": 15.0},
+    "sinks": {"window": (200, 0), "sinks": True},
+}
+
+
+@pytest.mark.parametrize("name", NAN_CASES)
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_nan_in_a_hidden_row_of_v_stays_there(name, head_dim, value):
+    options = dict(NAN_CASES[name])
+    if "sinks" in options:
+        options["sinks"] = torch.randn(4, device="cuda")
+    seqlen_q, seqlen_k = 300, 333
+    inputs = tensors(2, seqlen_q, seqlen_k, 4, 2, head_dim)
+    clean = Call(inputs, options).run(backend="sm90")
+    mask = Mask.from_options(options.get("causal", False), options.get("window"))
+    visible = reference.visible_pairs(1, seqlen_q, seqlen_k, mask, None, inputs["q"].device)[0]
+    for key, column in ((0, 0), (127, 1), (128, 7), (200, 63), (332, 40)):
+        broken = inputs["v"].clone()
+        broken[0, key, 1, column] = value  # kv head 1 of batch entry 0: query heads 2 and 3
+        actual = Call({**inputs, "v": broken}, options).run(backend="sm90")
+        hit = torch.zeros_like(clean.out, dtype=torch.bool)
+        hit[0, visible[:, key], 2:, column] = True
+        assert not actual.out[hit].isfinite().any()
+        # a row that is computed again has its P unrounded
+        torch.testing.assert_close(actual.out[~hit], clean.out[~hit], rtol=2**-6, atol=2**-6)
+        assert torch.equal(actual.lse, clean.lse)
+    everything = Call({**inputs, "v": torch.full_like(inputs["v"], value)}, options).run(backend="sm90")
+    sees_a_key = visible.any(1)
+    assert not everything.out[:, sees_a_key].isfinite().any()
+    assert (everything.out[:, ~sees_a_key] == 0).all()
+
+
+@pytest.mark.parametrize("name", NAN_CASES)
+def test_nan_in_q_and_k_reaches_the_rows_it_belongs_to(name):
+    options = dict(NAN_CASES[name])
+    if "sinks" in options:
+        options["sinks"] = torch.randn(4, device="cuda")
+    inputs = tensors(1, 300, 333, 4, 2, 128)
+    clean = Call(inputs, options).run(backend="sm90")
+    mask = Mask.from_options(options.get("causal", False), options.get("window"))
+    visible = reference.visible_pairs(1, 300, 333, mask, None, inputs["q"].device)[0]
+    q, k = inputs["q"].clone(), inputs["k"].clone()
+    q[0, 130, 0, 3] = torch.nan
+    k[0, 200, 1, 3] = torch.nan
+    actual = Call({**inputs, "q": q, "k": k}, options).run(backend="sm90")
+    hit = torch.zeros_like(clean.out, dtype=torch.bool)
+    hit[0, 130, 0] = True
+    hit[0, visible[:, 200], 2:] = True
+    assert actual.out[hit].isnan().all()
+    assert torch.equal(actual.out[~hit], clean.out[~hit])
+
+
+def test_nan_in_packed_v_under_a_mask():
+    inputs, cu_seqlens = packed(LENGTHS, slack=10)
+    options = {**cu_seqlens, "causal": True}
+    clean = Call(inputs, options).run(backend="sm90")
+    # sequence 5, 300 queries over the keys from 451 on: key 100 of 129
+    first_q, first_k = int(cu_seqlens["cu_seqlens_q"][5]), int(cu_seqlens["cu_seqlens_k"][5])
+    broken = inputs["v"].clone()
+    broken[first_k + 100] = torch.nan
+    actual = Call({**inputs, "v": broken}, options).run(backend="sm90")
+    hit = torch.zeros_like(clean.out, dtype=torch.bool)
+    hit[first_q + 300 - 129 + 100 : first_q + 300] = True
+    assert actual.out[hit].isnan().all()
+    torch.testing.assert_close(actual.out[~hit], clean.out[~hit], rtol=2**-6, atol=2**-6)
+    assert torch.equal(actual.lse, clean.lse)
