@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, Numeric
 
 from .tile_scheduler import LANES
 
@@ -25,6 +25,6 @@ def count(condition: Boolean) -> Int32:
     return Int32(cute.arch.popc(cute.arch.vote_ballot_sync(condition)))
 
 
-def broadcast(x: Int32, lane: Int32) -> Int32:
+def broadcast(x: Numeric, lane: Int32) -> Numeric:
     """x of that lane."""
     return cute.arch.shuffle_sync(x, lane)

@@ -24,15 +24,17 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from ..blocks import epilogue, mask, wgmma
-from ..blocks.block_range import key_blocks
+from ..blocks import epilogue, mask, plain_rows, wgmma
+from ..blocks.block_range import key_blocks, key_range
 from ..blocks.bundle import Bundle
 from ..blocks.integers import maximum, minimum
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
 from ..blocks.mask import Geometry
 from ..blocks.named_barrier import NamedBarrier
 from ..blocks.online_softmax import OnlineSoftmax, finish
+from ..blocks.plain_rows import soft_cap
 from ..blocks.ptx import order_after, pack
+from ..blocks.warp import broadcast
 from ..config import ROWS_PER_WARPGROUP
 
 WARPGROUP = 128  # threads
@@ -83,7 +85,7 @@ class Consumer(Bundle):
     carried around them.
     """
 
-    def __init__(self, kernel, sQ, sK, sV, pipes: Pipes, tiled_mmas, scores: Scores, mO, mLSE, mSinks):
+    def __init__(self, kernel, sQ, sK, sV, pipes: Pipes, tiled_mmas, scores: Scores, mO, mLSE, mSinks, plain):
         config = self.config = kernel.config
         self.kernel = kernel
         self.num_warpgroups, self.parts = config.num_warpgroups, config.score_buffers
@@ -95,7 +97,7 @@ class Consumer(Bundle):
         # the first of this thread's two rows, 8 apart
         self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.thread // 32 * 16 + self.thread % 32 // 4
         self.pipes, self.scores = pipes, scores
-        self.mO, self.mLSE, self.mSinks = mO, mLSE, mSinks
+        self.mO, self.mLSE, self.mSinks, self.plain = mO, mLSE, mSinks, plain
 
         self.tiled_mma_qk, self.tiled_mma_pv = tiled_mmas
         thr_qk, thr_pv = (tiled_mma.get_slice(self.thread) for tiled_mma in tiled_mmas)
@@ -484,13 +486,11 @@ class Consumer(Bundle):
 
     @cute.jit
     def modify_scores(self, part: cutlass.Constexpr[int]):
-        """Softcap: s -> tanh(softmax_scale * s / softcap) = 1 - 2 / (1 + exp2(tanh_scale * s)); the cap itself is in
-        scale_log2. tanh.approx would be one instruction, with an error of 5e-4 * softcap in the score."""
+        """Softcap: s -> tanh(softmax_scale * s / softcap); the cap itself is in scale_log2."""
         if cutlass.const_expr(self.scores.tanh_scale is not None):
             acc_s = self.acc_s[part]
             for i in cutlass.range_constexpr(cute.size(acc_s)):
-                e = cute.math.exp2(acc_s[i] * self.scores.tanh_scale, fastmath=True)
-                acc_s[i] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + e)
+                acc_s[i] = soft_cap(acc_s[i], self.scores.tanh_scale)
 
     @cute.jit
     def mask_if_needed(self, tile: Tile, n_block: Int32, part: cutlass.Constexpr[int]):
@@ -525,6 +525,28 @@ class Consumer(Bundle):
             epilogue.store_lse(lse, mLSE, row + 8 * r, tile.geometry.seqlen_q, self.lane_in_quad)
         mO = self.kernel.at_head(self.mO, self.mO, tile.head, tile.place_q)
         epilogue.store_rows(self.o, weights, mO, row, tile.geometry.seqlen_q, self.lane_in_quad)
+        if cutlass.const_expr(self.plain is not None):
+            if plain_rows.has_nan(self.o):
+                cute.arch.sync_warp()  # other lanes write the same rows again
+                self.recompute(tile, weights)
+
+    @cute.jit
+    def recompute(self, tile: Tile, weights: cute.Tensor):
+        """Every row of this warp from its visible keys alone: V of a hidden key may have brought NaN (0 * NaN)."""
+        at_head, plain, geometry = self.kernel.at_head, self.plain, tile.geometry
+        head_kv = tile.head // self.kernel.qhead_per_kvhead
+        mQ, mO = (at_head(t, t, tile.head, tile.place_q) for t in (plain.q, self.mO))
+        mK, mV = (at_head(t, t, head_kv, tile.place_k) for t in (plain.k, plain.v))
+        # known to be uniform: if a branch could split the warp, ptxas would give up uniform registers in the main loop
+        first_row = tile.m_block * self.tile_m + cute.arch.make_warp_uniform(broadcast(self.row_in_tile, 0))
+        for i in cutlass.range(16, unroll=1):
+            row, is_upper, lane = first_row + i, i < 8, i % 8 * 4
+            row_max = broadcast(self.done_max[0] if is_upper else self.done_max[1], lane)
+            weight = broadcast(weights[0] if is_upper else weights[1], lane)
+            if row < geometry.seqlen_q:
+                low, high = key_range(row, row + 1, *geometry)
+                scales = (self.scores.scale_log2, self.scores.tanh_scale)
+                plain_rows.recompute_row(mQ[row, None], mK, mV, mO[row, None], low, high, *scales, row_max, weight)
 
     # ---------------------------------------------------------------- pingpong (section 3.1): GEMMs in turns
 

@@ -41,6 +41,7 @@ from ..blocks.integers import minimum
 from ..blocks.layouts import as_batch_of_one, rows_first, rows_first_of_lse, smem_tiles
 from ..blocks.mask import Geometry
 from ..blocks.packed_schedule import Lengths, PackedSchedule, used_keys
+from ..blocks.plain_rows import PlainTensors
 from ..blocks.ptx import exit_if
 from ..blocks.tile_queue import DRAW_AHEAD, TileQueue
 from ..config import REGISTERS, ROWS_PER_WARPGROUP, ForwardConfig, head_dim_tile
@@ -88,6 +89,7 @@ class ForwardSm90:
         self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
         self.longest_first = config.longest_first and self.has_window == (False, True)
         self.is_packed = problem.is_packed
+        self.has_mask = self.has_window != (False, False)
         # V may hold anything past the last key of a sequence
         self.has_rubbish = problem.is_packed or problem.has_seqused_k
         self.producer_registers, self.consumer_registers = REGISTERS[config.num_warpgroups]
@@ -155,6 +157,7 @@ class ForwardSm90:
             mV,
             rows_first(out),
             rows_first_of_lse(lse),
+            PlainTensors(*(rows_first(t) for t in (q, k, v))) if cutlass.const_expr(self.has_mask) else None,
             sinks,
             Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
             Scores(scale_log2, tanh_scale),
@@ -195,6 +198,7 @@ class ForwardSm90:
         mV: cute.Tensor,
         mO: cute.Tensor,  # (seqlen_q, head_dim_v, num_heads_q, batch)
         mLSE: cute.Tensor,  # (seqlen_q, 1, num_heads_q, batch)
+        plain: PlainTensors | None,  # with a mask only
         mSinks: cute.Tensor | None,
         lengths: Lengths,
         scores: Scores,
@@ -247,7 +251,7 @@ class ForwardSm90:
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             tiled_mmas = (tiled_mma_qk, tiled_mma_pv)
-            consumer = Consumer(self, sQ, sK, sV, pipes, tiled_mmas, scores, mO, mLSE, mSinks)
+            consumer = Consumer(self, sQ, sK, sV, pipes, tiled_mmas, scores, mO, mLSE, mSinks, plain)
             if cutlass.const_expr(self.parts == 1):
                 consumer.two_stages(queue, schedule, seqlens)
             else:

@@ -1,0 +1,108 @@
+"""A row of attention straight from global memory, by one warp: what a tile's rows are recomputed with after a NaN.
+
+A tile multiplies the V of hidden keys by P = 0, and 0 * NaN = NaN: a NaN or infinity in V at a key of a masked block
+reaches all rows of the tile, also those that do not see the key. That costs nothing to allow and is rare, so it is put
+right afterwards: `has_nan` looks at a finished tile, and `recompute_row` replaces a row by what its visible keys give.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from . import warp
+from .integers import ceil_div, minimum
+from .tile_scheduler import LANES
+
+VECTOR = 8  # 16-bit elements of a 16-byte load
+
+
+class PlainTensors(NamedTuple):
+    """q, k, v for ordinary loads: (seqlen, dim, heads, batch), see layouts.rows_first."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+
+
+@cute.jit
+def has_nan(acc_o: cute.Tensor) -> Boolean:
+    """Whether a NaN or infinity of V is in the rows of this warp.
+
+    It is in every row (where the key is hidden, as NaN), so each thread looks at one of its two. A product of two
+    values joins each sum: half the instructions, and a false alarm if 1e38 is passed.
+    """
+    sums = [Float32(0.0), Float32(0.0)]
+    for c in cutlass.range_constexpr(0, cute.size(acc_o, mode=[1]), 2):
+        sums[c // 2 % 2] = acc_o[0, c] * acc_o[0, c + 1] + sums[c // 2 % 2]
+    total = sums[0] + sums[1]
+    return Boolean(cute.arch.vote_any_sync(total - total != 0.0))
+
+
+@cute.jit
+def soft_cap(score: Float32, tanh_scale: Float32) -> Float32:
+    """tanh(softmax_scale * score / softcap) = 1 - 2 / (1 + exp2(tanh_scale * score)).
+
+    tanh.approx would be one instruction, with an error of 5e-4 * softcap in the score.
+    """
+    return 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + cute.math.exp2(score * tanh_scale, fastmath=True))
+
+
+@cute.jit
+def _dot(a: cute.Tensor, b: cute.Tensor) -> Float32:
+    """a . b of two contiguous rows in global memory, in float32."""
+    a, b = (cute.flat_divide(row, (VECTOR,)) for row in (a, b))
+    a_part, b_part = (cute.make_rmem_tensor((VECTOR,), row.element_type) for row in (a, b))
+    total = Float32(0.0)
+    for i in cutlass.range(cute.size(a, mode=[1]), unroll=2):
+        cute.autovec_copy(a[None, i], a_part)
+        cute.autovec_copy(b[None, i], b_part)
+        for c in cutlass.range_constexpr(VECTOR):
+            total += a_part[c].to(Float32) * b_part[c].to(Float32)
+    return total
+
+
+@cute.jit
+def recompute_row(
+    q: cute.Tensor,  # (head_dim,)
+    mK: cute.Tensor,  # (seqlen_k, head_dim)
+    mV: cute.Tensor,  # (seqlen_k, head_dim_v)
+    out: cute.Tensor,  # (head_dim_v,)
+    low: Int32,
+    high: Int32,
+    scale_log2: Float32,
+    tanh_scale: Float32 | None,
+    row_max: Float32,
+    weight: Float32,
+):
+    """out = weight * sum over the keys [low, high) of exp2(scale_log2 * (score - row_max)) * v, by all lanes of a warp.
+
+    A lane has a key of every 32 and all its score; for the sum over keys it has every 32nd column.
+    """
+    lane, head_dim_v = cute.arch.lane_idx(), cute.size(out)
+    num_columns = ceil_div(head_dim_v, LANES)
+    reference = (row_max if row_max > -Float32.inf else Float32(0.0)) * scale_log2
+    acc = cute.make_rmem_tensor((num_columns,), Float32)
+    acc.fill(0.0)
+    is_lost = Boolean(False)  # all columns are NaN: no further key changes that
+    while low < high and not is_lost:
+        score = _dot(q, mK[minimum(low + lane, high - 1), None])
+        if cutlass.const_expr(tanh_scale is not None):
+            score = soft_cap(score, tanh_scale)
+        p = cute.math.exp2(score * scale_log2 - reference, fastmath=True)
+        for key in cutlass.range(minimum(high - low, LANES), unroll=1):
+            p_key = warp.broadcast(p, key)
+            for i in cutlass.range_constexpr(num_columns):
+                column = minimum(lane + i * LANES, head_dim_v - 1)
+                acc[i] = acc[i] + p_key * mV[low + key, column].to(Float32)
+        is_number = Boolean(False)
+        for i in cutlass.range_constexpr(num_columns):
+            is_number = is_number or acc[i] == acc[i]
+        is_lost = not Boolean(cute.arch.vote_any_sync(is_number))
+        low += LANES
+    for i in cutlass.range_constexpr(num_columns):
+        if lane + i * LANES < head_dim_v:
+            out[lane + i * LANES] = (acc[i] * weight).to(out.element_type)
