@@ -41,6 +41,7 @@ class ForwardConfig:
         softmax_before_wait: keep the assembler from moving exponentials behind the wait for PV.
         longest_first: number the tiles by length (only meaningful where they differ), in L2-sized sections of heads.
         dynamic_tiles: thread blocks draw their tiles from a queue instead of taking every so many-th one.
+        pack_gqa: the query heads of one kv head share a tile, see blocks/pack_gqa.py.
     """
 
     tile_n: int
@@ -58,6 +59,7 @@ class ForwardConfig:
     softmax_before_wait: bool = False
     longest_first: bool = True
     dynamic_tiles: bool = False
+    pack_gqa: bool = False
 
     @property
     def tile_m(self) -> int:
@@ -66,6 +68,14 @@ class ForwardConfig:
     @property
     def num_threads(self) -> int:
         return 128 * (self.num_warpgroups + 1)
+
+    def group(self, problem: AttentionProblem) -> int:
+        """Query heads that share a tile."""
+        return problem.qhead_per_kvhead if self.pack_gqa else 1
+
+    def positions(self, problem: AttentionProblem) -> int:
+        """Query positions of a tile."""
+        return ROWS_PER_WARPGROUP // self.group(problem) * self.num_warpgroups
 
     def smem_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory of the tiles and their barriers."""
@@ -99,6 +109,10 @@ class ForwardConfig:
             raise UnsupportedError("rescale_beside_qk: needs overlap_gemm_softmax")
         if self.score_buffers == 2 and not self.overlap_tiles:
             raise UnsupportedError("score_buffers: 2 need overlap_tiles")
+        if self.group(problem) > ROWS_PER_WARPGROUP:
+            raise UnsupportedError(
+                f"pack_gqa: expected up to {ROWS_PER_WARPGROUP} query heads a kv head, got {self.group(problem)}"
+            )
         needed = self.smem_bytes(problem)
         if needed > SMEM_BYTES:
             raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {SMEM_BYTES}")

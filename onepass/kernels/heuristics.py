@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..errors import UnsupportedError
 from ..problem import AttentionProblem
-from .config import ForwardConfig, head_dim_tile
+from .config import ROWS_PER_WARPGROUP, ForwardConfig, head_dim_tile
 
 LONG = 2**62
 
@@ -81,7 +81,13 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
 
 
 def _adapted(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:
-    """The configuration of a dense problem for one that differs from it in its lengths alone."""
+    """The configuration of a dense problem for one that differs from it in its lengths or its groups of heads."""
+    seqlen_q = problem.seqlen_q
     if problem.is_packed:  # of unequal lengths, which no fixed order balances (not measured yet)
-        return replace(config, dynamic_tiles=True)
+        config = replace(config, dynamic_tiles=True)
+        seqlen_q //= max(1, problem.batch)
+    # few rows: all heads of a group fit into one tile and read their K and V once (not measured yet)
+    group = problem.qhead_per_kvhead
+    if 1 < group <= ROWS_PER_WARPGROUP and seqlen_q * group <= config.tile_m:
+        config = replace(config, pack_gqa=True)
     return config

@@ -307,3 +307,22 @@ def test_nan_in_packed_v_under_a_mask():
     assert actual.out[hit].isnan().all()
     torch.testing.assert_close(actual.out[~hit], clean.out[~hit], rtol=2**-6, atol=2**-6)
     assert torch.equal(actual.lse, clean.lse)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 3), "softcap": 20.0}])
+@pytest.mark.parametrize("group", [2, 3, 7, 8, 33, 64])
+@pytest.mark.parametrize("seqlen_q", [1, 2, 9])
+def test_groups_of_heads_in_one_tile(options, group, seqlen_q):
+    """Few query rows: heuristics let the heads of a group share a tile where they fit."""
+    check(Call(tensors(3, seqlen_q, 700, 2 * group, 2, 128), options))
+
+
+def test_nan_in_v_and_groups_of_heads_in_one_tile():
+    inputs = tensors(1, 12, 333, 6, 2, 128)
+    clean = Call(inputs, {"causal": True}).run(backend="sm90")
+    broken = inputs["v"].clone()
+    broken[0, 326, 1] = torch.nan  # query 5 is the first to see it
+    actual = Call({**inputs, "v": broken}, {"causal": True}).run(backend="sm90")
+    assert actual.out[:, 5:, 3:].isnan().all()
+    torch.testing.assert_close(actual.out[:, :5], clean.out[:, :5], rtol=2**-6, atol=2**-6)
+    assert torch.equal(actual.out[:, :, :3], clean.out[:, :, :3])

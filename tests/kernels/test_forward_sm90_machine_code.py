@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+from dataclasses import replace
 
 import machine_code
 import pytest
@@ -45,6 +46,8 @@ PROBLEMS = {
     "128 packed": problem(128, 128, is_packed=True, has_seqused_k=True),
     "128 seqused": problem(128, 128, mask=CAUSAL, has_seqused_k=True),
     "256 packed causal": problem(256, 256, mask=CAUSAL, is_packed=True),
+    "128 group of 4": replace(problem(128, 128, num_heads_kv=1), seqlen_q=1),
+    "128 group of 3 causal": replace(problem(128, 128, mask=CAUSAL), num_heads_q=12, seqlen_q=1),
 }
 
 
@@ -52,6 +55,7 @@ PROBLEMS = {
 def test_machine_code(name):
     asked = PROBLEMS[name]
     config = heuristics.forward_config(asked)
+    assert config.pack_gqa == ("group" in name)
     code = machine_code.read(launch.ARCH, functools.partial(launch.trace, asked, config))
     assert code.serialized == ""
     assert code.spills == 0

@@ -29,8 +29,10 @@ class PlainTensors(NamedTuple):
 
 
 @cute.jit
-def has_nan(acc_o: cute.Tensor) -> Boolean:
-    """Whether a NaN from V is in the rows of this warp. It is in every row, so each thread looks at one of its two.
+def has_nan(acc_o: cute.Tensor, is_row: Boolean) -> Boolean:
+    """Whether a NaN from V is in the rows of this warp. It is in every row, so each thread looks at its first one.
+
+    Args: is_row: whether that row is one (rows past the last one may hold anything).
 
     A product of two values joins each sum: half the instructions, and a false alarm if 1e38 is passed.
     """
@@ -38,7 +40,7 @@ def has_nan(acc_o: cute.Tensor) -> Boolean:
     for c in cutlass.range_constexpr(0, cute.size(acc_o, mode=[1]), 2):
         sums[c // 2 % 2] = acc_o[0, c] * acc_o[0, c + 1] + sums[c // 2 % 2]
     total = sums[0] + sums[1]
-    return Boolean(cute.arch.vote_any_sync(total != total))
+    return Boolean(cute.arch.vote_any_sync(is_row and total != total))
 
 
 @cute.jit

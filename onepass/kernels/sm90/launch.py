@@ -107,13 +107,16 @@ def _launch(problem: AttentionProblem, config: ForwardConfig | None, device: int
     longest = max(problem.seqlen_q, problem.seqlen_k)
     bounds = [None if bound is None else min(bound, longest) for bound in (mask.window_left, mask.window_right)]
     has_growing_tiles = mask.window_right is not None and mask.window_left is None
-    kv_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // problem.qhead_per_kvhead
+    # with pack_gqa the heads of a group are one head to the scheduler
+    group, positions = config.group(problem), config.positions(problem)
+    heads = problem.num_heads_q // group
+    kv_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // (problem.qhead_per_kvhead // group)
     count = tile_scheduler.max_packed_tiles if problem.is_packed else tile_scheduler.num_tiles
-    tiles = count(problem.seqlen_q, config.tile_m, problem.num_heads_q, problem.batch)
+    tiles = count(problem.seqlen_q, positions, heads, problem.batch)
     num_ctas = min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
-    heads = tile_scheduler.heads_per_section(
-        problem.num_heads_q * problem.batch,
-        ceil_div(problem.seqlen_q, config.tile_m),
+    section = tile_scheduler.heads_per_section(
+        heads * problem.batch,
+        ceil_div(problem.seqlen_q, positions),
         num_ctas,
         kv_bytes,
         has_growing_tiles and config.longest_first,
@@ -124,7 +127,7 @@ def _launch(problem: AttentionProblem, config: ForwardConfig | None, device: int
     else:
         scale_log2, tanh_scale = problem.softcap * LOG2_E, 2 * LOG2_E * problem.softmax_scale / problem.softcap
     kernel = compile.get("forward", (problem.static(), config), ARCH, functools.partial(trace, problem, config))
-    return Launch(kernel, scale_log2, tanh_scale, *bounds, config.dynamic_tiles, heads, num_ctas)
+    return Launch(kernel, scale_log2, tanh_scale, *bounds, config.dynamic_tiles, section, num_ctas)
 
 
 def _tma_ready(t: Tensor) -> Tensor:
