@@ -67,6 +67,7 @@ WORDS = {
     "pair": {"cluster_size": 2},
     "queue": {"dynamic_tiles": True},
     "anyorder": {"longest_first": False},
+    "pack": {"pack_gqa": True},
 }
 
 # Under measurement, by (head_dim, causal).
@@ -302,7 +303,21 @@ def check_cases() -> list[Case]:
         cases.append(Case(2, 2048, 2048, 8, 8, head_dim, options=causal))
         cases.append(Case(2, 500, 700, 4, 2, head_dim, dtype=torch.float16))
     cases.append(Case(2, 333, 444, 4, 2, 128, layout="expanded"))  # strides of 0
-    return cases + packed_cases()
+    return cases + packed_cases() + group_cases()
+
+
+def group_cases() -> list[Case]:
+    """Query heads that share a tile (pack_gqa): groups that divide 64 and that do not, up to the largest."""
+    everything = {"sinks": True, "options": (("window", (64, 10)), ("softcap", 20.0))}
+    cases = [Case(2, 1, 500, 64, 1, 128), Case(2, 3, 500, 80, 2, 128, options=(("causal", True),))]
+    for group, options in itertools.product((2, 3, 5, 7, 8, 33, 64), ((), (("causal", True),))):
+        for seqlen_q in (1, 5, 200):
+            cases.append(Case(2, seqlen_q, 300, 2 * group, 2, 128, options=options))
+        cases.append(Case(0, 0, 0, group, 1, 128, options=options, packed=((1, 100), (7, 300), (0, 9), (300, 200))))
+    for group, head_dim in itertools.product((3, 4), (64, 72, 96, 256)):
+        cases.append(Case(2, 100, 300, 2 * group, 2, head_dim, options=(("causal", True),)))
+        cases.append(Case(3, 20, 300, 2 * group, 2, head_dim, **everything, used=(0, 100, 300)))
+    return cases
 
 
 def packed_cases() -> list[Case]:
@@ -335,10 +350,20 @@ def packed_cases() -> list[Case]:
 
 
 def other_orders(case: Case) -> list[tuple[str, ForwardConfig]]:
-    """Configurations that go through packed tiles, or to the first block of V, in another way than the default."""
-    if case.head_dim != 128 or (case.packed is None and case.used is None):
-        return []
-    words = ["n128 q2", "n128 q2 queue", "3wg n80", "n128 serial", "n128 q2 drain queue", "n160 q2 3stage free lazy"]
+    """Configurations that go through packed tiles, groups of heads, or to the first block of V, in another way than the
+    default."""
+    words = []
+    if 1 < case.heads_q // case.heads_kv <= 64 and case.layout != "expanded":
+        words += ["n64 pack", "3wg n64 pack queue"] if max(case.head_dim, case.head_dim_v or 0) <= 128 else ["n64 pack"]
+    if case.head_dim == 128 and (case.packed is not None or case.used is not None):
+        words += [
+            "n128 q2",
+            "n128 q2 queue",
+            "3wg n80",
+            "n128 serial",
+            "n128 q2 drain queue",
+            "n160 q2 3stage free lazy",
+        ]
     return [(w, configuration(w)) for w in words]
 
 

@@ -93,6 +93,9 @@ FORWARD_SM90 = (
     Switch("softmax_before_wait", False, "softmax free to sink below the wait"),
     Switch("q_stages", 1, "one buffer for Q"),
     Switch("num_stages", 2, "two buffers each for K and V"),
+    Switch("v_stages", 0, "as many buffers for V as for K"),
+    Switch("cluster_size", 1, "each thread block loads its own K and V"),
+    Switch("pack_gqa", False, "each query head in tiles of its own"),
     Switch("q_in_registers", False, "Q read from shared memory"),
     Switch("exp2_fma_period", 0, "all exponentials on the MUFU"),
 )

@@ -31,7 +31,7 @@ class ForwardConfig:
         tile_n: keys of one step of the main loop.
         num_warpgroups: consumer warpgroups (1 to 4), 64 query rows each.
         num_stages: buffers for K and V, see v_stages.
-        v_stages: buffers for V where they are not as many as those for K; None = num_stages.
+        v_stages: buffers for V if they are not as many as those for K; 0 = num_stages.
         q_stages: buffers for Q; with 2 the next tile's Q is loaded while this one is still in use.
         q_in_registers: hold Q in registers instead of reading it from shared memory for every QK^T.
         overlap_gemm_softmax: 2-stage pipelining inside a warpgroup: QK^T of the next keys runs during this softmax.
@@ -48,6 +48,7 @@ class ForwardConfig:
         cluster_size: thread blocks that share their loads of K and V (TMA multicast): neighbouring m_blocks of a head,
             step by step in the same key block.
         dynamic_tiles: thread blocks draw their tiles from a queue instead of taking every so many-th one.
+        pack_gqa: the query heads of one kv head share a tile, see blocks/pack_gqa.py.
 
     Raises: TypeError for a value of another type than its field's.
     """
@@ -55,7 +56,7 @@ class ForwardConfig:
     tile_n: int
     num_warpgroups: int = 2
     num_stages: int = 2
-    v_stages: int | None = None
+    v_stages: int = 0
     q_stages: int = 1
     q_in_registers: bool = False
     overlap_gemm_softmax: bool = True
@@ -69,6 +70,7 @@ class ForwardConfig:
     longest_first: bool = True
     cluster_size: int = 1
     dynamic_tiles: bool = False
+    pack_gqa: bool = False
 
     # All fields as "name=value ...", which is how a torch operator takes a configuration. Not a field, and made at
     # once: torch.compile can read it from a configuration that exists already, but not put it together.
@@ -96,11 +98,19 @@ class ForwardConfig:
     @property
     def kv_stages(self) -> tuple[int, int]:
         """Buffers for K and for V."""
-        return self.num_stages, self.num_stages if self.v_stages is None else self.v_stages
+        return self.num_stages, self.v_stages or self.num_stages
 
     @property
     def num_threads(self) -> int:
         return 128 * (self.num_warpgroups + 1)
+
+    def group(self, problem: AttentionProblem) -> int:
+        """Query heads that share a tile."""
+        return problem.qhead_per_kvhead if self.pack_gqa else 1
+
+    def positions(self, problem: AttentionProblem) -> int:
+        """Query positions of a tile."""
+        return ROWS_PER_WARPGROUP // self.group(problem) * self.num_warpgroups
 
     def smem_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory of the tiles and their barriers."""
@@ -145,6 +155,10 @@ class ForwardConfig:
             raise UnsupportedError(f"cluster_size: expected 1 or 2, got {self.cluster_size}")
         if self.cluster_size > 1 and (self.dynamic_tiles or problem.is_packed):
             raise UnsupportedError("cluster_size: above 1 it takes neither dynamic_tiles nor packed sequences")
+        if self.group(problem) > ROWS_PER_WARPGROUP:
+            raise UnsupportedError(
+                f"pack_gqa: expected up to {ROWS_PER_WARPGROUP} query heads a kv head, got {self.group(problem)}"
+            )
         needed = self.smem_bytes(problem)
         if needed > SMEM_BYTES:
             raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {SMEM_BYTES}")

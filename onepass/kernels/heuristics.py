@@ -125,11 +125,19 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
 
 
 def _adapted(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:
-    """The configuration of a long dense problem for one that differs from it in its lengths alone."""
+    """The configuration of a long dense problem for one that differs from it in its lengths or its groups of heads."""
+    seqlen_q = problem.seqlen_q
     if problem.is_packed:  # of unequal lengths, which no fixed order balances (not measured yet)
-        return replace(config, dynamic_tiles=True, cluster_size=1)
+        config = replace(config, dynamic_tiles=True, cluster_size=1)
+        seqlen_q //= max(1, problem.batch)
+    # few rows: all heads of a group fit into one tile and read their K and V once (not measured yet)
+    group = problem.qhead_per_kvhead
+    pack_gqa = 1 < group <= ROWS_PER_WARPGROUP and seqlen_q * group <= config.tile_m
+    if problem.is_packed:
+        return replace(config, pack_gqa=pack_gqa)
     # warpgroups and thread blocks without a row would only take part
-    needed = max(1, ceil_div(problem.seqlen_q, ROWS_PER_WARPGROUP))
+    positions = ROWS_PER_WARPGROUP // group if pack_gqa else ROWS_PER_WARPGROUP
+    needed = max(1, ceil_div(seqlen_q, positions))
     num_warpgroups = min(config.num_warpgroups, needed)
     cluster_size = config.cluster_size if needed > num_warpgroups else 1
-    return replace(config, num_warpgroups=num_warpgroups, cluster_size=cluster_size)
+    return replace(config, pack_gqa=pack_gqa, num_warpgroups=num_warpgroups, cluster_size=cluster_size)

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+from dataclasses import replace
 
 import machine_code
 import pytest
@@ -26,6 +27,8 @@ OTHERS = {
     "128 packed": problem(128, 128, is_packed=True, has_seqused_k=True),
     "128 seqused": problem(128, 128, mask=CAUSAL, has_seqused_k=True),
     "256 packed causal": problem(256, 256, mask=CAUSAL, is_packed=True),
+    "128 group of 4": replace(problem(128, 128, mask=Mask(), num_heads_kv=1), seqlen_q=1),
+    "128 group of 3 causal": replace(problem(128, 128, mask=CAUSAL), num_heads_q=12, seqlen_q=1),
 }
 
 
@@ -36,7 +39,8 @@ OTHERS = {
         *(pytest.param(asked, heuristics.forward_config(asked), id=name) for name, asked in OTHERS.items()),
     ],
 )
-def test_machine_code(asked, config):
+def test_machine_code(asked, config, request):
+    assert config.pack_gqa == ("group" in request.node.name)
     code = machine_code.read(launch.ARCH, functools.partial(launch.trace, asked, config))
     assert code.serialized == ""
     assert code.spills == 0

@@ -235,7 +235,7 @@ def test_ablate(ablated, tmp_path):
         "with it overlap_tiles=False",
         "paper: No GEMM-Softmax Pipelining, Warp-Specialization",
         "no row, changes nothing here: not the longest tiles first",
-        "refused: num_stages: overlap_gemm_softmax needs 2, got 1",
+        "refused: stages: overlap_gemm_softmax needs 2 for K and V, got 1",
         "2 rounds",
         f"wrote {picture}",
     ):

@@ -13,6 +13,32 @@ def rows_first(t: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(t.iterator, cute.select(t.layout, [1, 3, 2, 0]))
 
 
+def pack_heads(t: cute.Tensor, group: int) -> cute.Tensor:
+    """(seqlen, dim, heads, batch) -> ((group, seqlen), dim, heads / group, batch). No data moves."""
+    (seqlen, dim, heads, batch), stride = t.shape, t.stride
+    shape = ((group, seqlen), dim, heads // group, batch)
+    return cute.make_tensor(
+        t.iterator, cute.make_layout(shape, stride=((stride[2], stride[0]), stride[1], group * stride[2], stride[3]))
+    )
+
+
+def first_rows(tiles: cute.Layout, rows: int) -> cute.Layout:
+    """The first rows of each of the tiles (rows, columns, count) of shared memory, at their places."""
+    if cute.size(tiles, mode=[0]) == rows:
+        return tiles
+    # rows of a tile are equally spaced: one mode of any length describes them
+    spacing = cute.coalesce(cute.make_layout(tiles.shape[0], stride=tiles.stride[0])).stride
+    return cute.make_layout((rows, *tiles.shape[1:]), stride=(spacing, *tiles.stride[1:]))
+
+
+def one_tile(tiles: cute.ComposedLayout, rows: int) -> cute.ComposedLayout:
+    """One of the tiles that `smem_tiles` makes, its first rows: what a TMA load fills."""
+    layout = first_rows(tiles.outer, rows)
+    # cut before it is swizzled: slicing the composed layout aborts the compiler if 8 does not divide rows
+    layout = cute.make_layout(layout.shape[:2], stride=layout.stride[:2])
+    return cute.make_composed_layout(tiles.inner, tiles.offset, layout)
+
+
 def rows_first_of_lse(lse: cute.Tensor) -> cute.Tensor:
     """(batch, heads, seqlen) -> (seqlen, 1, heads, batch): the modes of `rows_first`. No data moves."""
     (batch, heads, seqlen), stride = lse.shape, lse.stride

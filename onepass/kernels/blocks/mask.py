@@ -22,11 +22,12 @@ class Geometry(NamedTuple):
 
 
 @cute.jit
-def apply(scores: cute.Tensor, row: Int32, n_start: Int32, lane_in_quad: Int32, geometry: Geometry):
+def apply(scores: cute.Tensor, rows: list, n_start: Int32, lane_in_quad: Int32, geometry: Geometry):
     """Set hidden scores to -inf.
 
     Args:
-        scores: (2, columns) of this thread: rows `row` and `row + 8` of the sequence.
+        scores: (2, columns) of this thread.
+        rows: their positions in the sequence.
         n_start: the key at the tile's column 0.
 
     A row sees the keys [low, high). Both are turned into column numbers counted from the thread's first column, so
@@ -35,7 +36,7 @@ def apply(scores: cute.Tensor, row: Int32, n_start: Int32, lane_in_quad: Int32, 
     shift = geometry.seqlen_k - geometry.seqlen_q
     first_key = n_start + 2 * lane_in_quad
     for r in cutlass.range_constexpr(2):
-        position = row + 8 * r + shift
+        position = rows[r] + shift
         high = geometry.seqlen_k
         if cutlass.const_expr(geometry.window_right is not None):
             high = minimum(high, position + geometry.window_right + 1)

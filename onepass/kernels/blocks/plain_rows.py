@@ -29,17 +29,19 @@ class PlainTensors(NamedTuple):
 
 
 @cute.jit
-def has_nan(acc_o: cute.Tensor) -> Boolean:
+def has_nan(acc_o: cute.Tensor, is_row: Boolean) -> Boolean:
     """Whether a NaN or infinity of V is in the rows of this warp.
 
-    It is in every row (where the key is hidden, as NaN), so each thread looks at one of its two. A product of two
-    values joins each sum: half the instructions, and a false alarm if 1e38 is passed.
+    It is in every row (where the key is hidden, as NaN), so each thread looks at its first one. A product of two values
+    joins each sum: half the instructions, and a false alarm if 1e38 is passed.
+
+    Args: is_row: whether that row is one (rows past the last one may hold anything).
     """
     sums = [Float32(0.0), Float32(0.0)]
     for c in cutlass.range_constexpr(0, cute.size(acc_o, mode=[1]), 2):
         sums[c // 2 % 2] = acc_o[0, c] * acc_o[0, c + 1] + sums[c // 2 % 2]
     total = sums[0] + sums[1]
-    return Boolean(cute.arch.vote_any_sync(total - total != 0.0))
+    return Boolean(cute.arch.vote_any_sync(is_row and total - total != 0.0))
 
 
 @cute.jit

@@ -27,11 +27,12 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from ..blocks import epilogue, mask, plain_rows, wgmma
 from ..blocks.block_range import key_blocks, key_range
 from ..blocks.bundle import Bundle
-from ..blocks.integers import maximum, minimum
+from ..blocks.integers import maximum, minimum, select
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
 from ..blocks.mask import Geometry
 from ..blocks.named_barrier import NamedBarrier
 from ..blocks.online_softmax import OnlineSoftmax, finish
+from ..blocks.pack_gqa import unpack_row
 from ..blocks.plain_rows import soft_cap
 from ..blocks.ptx import order_after, pack
 from ..blocks.warp import broadcast
@@ -264,8 +265,9 @@ class Consumer(Bundle):
         skipped = Int32(0)
         if cutlass.const_expr(self.has_window[1]):
             seqlen_q = tile.geometry.seqlen_q
-            m_start = minimum(tile.m_block * self.tile_m + self.wg * ROWS_PER_WARPGROUP, seqlen_q - 1)
-            m_end = minimum(m_start + ROWS_PER_WARPGROUP, seqlen_q)
+            rows = self.tile_m // self.num_warpgroups
+            m_start = minimum(tile.m_block * self.tile_m + self.wg * rows, seqlen_q - 1)
+            m_end = minimum(m_start + rows, seqlen_q)
             own = key_blocks(m_start, m_end, *tile.geometry, self.tile_n)
             skipped = minimum(maximum(tile.last - own.last, 0), self.kernel.k_stages - 1)
             tile = tile._replace(last=tile.last - skipped, clear_first=own.clear_first, clear_last=own.clear_last)
@@ -499,9 +501,20 @@ class Consumer(Bundle):
 
     @cute.jit
     def apply_mask(self, tile: Tile, n_block: Int32, part: cutlass.Constexpr[int]):
-        row = tile.m_block * self.tile_m + self.row_in_tile
+        rows = [self.row_of(tile, self.row_in_tile + 8 * r)[0] for r in range(2)]
         n_start = n_block * self.tile_n + part * self.part_n
-        mask.apply(self.s[part], row, n_start, self.lane_in_quad, tile.geometry)
+        mask.apply(self.s[part], rows, n_start, self.lane_in_quad, tile.geometry)
+
+    def row_of(self, tile: Tile, row_in_tile) -> tuple:
+        """A row's position in the sequence, its head, and whether there is such a row."""
+        group = self.kernel.group
+        if group == 1:
+            position = tile.m_block * self.tile_m + row_in_tile
+            return position, tile.head, position < tile.geometry.seqlen_q
+        position, head, is_used = unpack_row(row_in_tile, group)
+        position = tile.m_block * self.tile_m + position
+        limit = select(is_used, tile.geometry.seqlen_q, Int32(0))
+        return position, tile.head * group + head, position < limit
 
     # ---------------------------------------------------------------- end of a tile
 
@@ -514,19 +527,22 @@ class Consumer(Bundle):
     def store(self, tile: Tile):
         """out = O / row_sum and lse of a finished tile; O is free afterwards."""
         weights = cute.make_rmem_tensor((2,), Float32)
-        row = tile.m_block * self.tile_m + self.row_in_tile
-        sink = None
-        if cutlass.const_expr(self.mSinks is not None):
-            sink = self.mSinks[tile.head]
+        at_head = self.kernel.at_head
+        rows = [self.row_of(tile, self.row_in_tile + 8 * r) for r in range(2)]
+        is_row = [exists for _, _, exists in rows]
         for r in cutlass.range_constexpr(2):
+            position, head, _ = rows[r]
+            sink = None
+            if cutlass.const_expr(self.mSinks is not None):
+                sink = self.mSinks[head]
             weight, lse = finish(self.done_max[r], self.done_sum[r], self.scores.scale_log2, sink)
             weights[r] = weight
-            mLSE = self.kernel.at_head(self.mLSE, self.mLSE, tile.head, tile.place_q)[None, 0]
-            epilogue.store_lse(lse, mLSE, row + 8 * r, tile.geometry.seqlen_q, self.lane_in_quad)
-        mO = self.kernel.at_head(self.mO, self.mO, tile.head, tile.place_q)
-        epilogue.store_rows(self.o, weights, mO, row, tile.geometry.seqlen_q, self.lane_in_quad)
+            mLSE = at_head(self.mLSE, self.mLSE, head, tile.place_q)[None, 0]
+            epilogue.store_lse(lse, mLSE, position, is_row[r], self.lane_in_quad)
+        out_rows = [at_head(self.mO, self.mO, head, tile.place_q)[position, None] for position, head, _ in rows]
+        epilogue.store_rows(self.o, weights, out_rows, is_row, self.lane_in_quad)
         if cutlass.const_expr(self.plain is not None):
-            if plain_rows.has_nan(self.o):
+            if plain_rows.has_nan(self.o, is_row[0]):
                 cute.arch.sync_warp()  # other lanes write the same rows again
                 self.recompute(tile, weights)
 
@@ -534,19 +550,22 @@ class Consumer(Bundle):
     def recompute(self, tile: Tile, weights: cute.Tensor):
         """Every row of this warp from its visible keys alone: V of a hidden key may have brought NaN (0 * NaN)."""
         at_head, plain, geometry = self.kernel.at_head, self.plain, tile.geometry
-        head_kv = tile.head // self.kernel.qhead_per_kvhead
-        mQ, mO = (at_head(t, t, tile.head, tile.place_q) for t in (plain.q, self.mO))
+        head_kv = tile.head // self.kernel.tile_heads_per_kvhead
         mK, mV = (at_head(t, t, head_kv, tile.place_k) for t in (plain.k, plain.v))
         # known to be uniform: if a branch could split the warp, ptxas would give up uniform registers in the main loop
-        first_row = tile.m_block * self.tile_m + cute.arch.make_warp_uniform(broadcast(self.row_in_tile, 0))
+        first_row = cute.arch.make_warp_uniform(broadcast(self.row_in_tile, 0))
         for i in cutlass.range(16, unroll=1):
-            row, is_upper, lane = first_row + i, i < 8, i % 8 * 4
+            position, head, is_row = self.row_of(tile, first_row + i)
+            is_upper, lane = i < 8, i % 8 * 4
             row_max = broadcast(self.done_max[0] if is_upper else self.done_max[1], lane)
             weight = broadcast(weights[0] if is_upper else weights[1], lane)
-            if row < geometry.seqlen_q:
-                low, high = key_range(row, row + 1, *geometry)
+            if is_row:
+                mQ, mO = (at_head(t, t, head, tile.place_q) for t in (plain.q, self.mO))
+                low, high = key_range(position, position + 1, *geometry)
                 scales = (self.scores.scale_log2, self.scores.tanh_scale)
-                plain_rows.recompute_row(mQ[row, None], mK, mV, mO[row, None], low, high, *scales, row_max, weight)
+                plain_rows.recompute_row(
+                    mQ[position, None], mK, mV, mO[position, None], low, high, *scales, row_max, weight
+                )
 
     # ---------------------------------------------------------------- pingpong (section 3.1): GEMMs in turns
 

@@ -38,7 +38,15 @@ from ...problem import AttentionProblem
 from ..blocks import tile_scheduler
 from ..blocks.block_range import key_blocks
 from ..blocks.integers import minimum
-from ..blocks.layouts import as_batch_of_one, rows_first, rows_first_of_lse, smem_tiles
+from ..blocks.layouts import (
+    as_batch_of_one,
+    first_rows,
+    one_tile,
+    pack_heads,
+    rows_first,
+    rows_first_of_lse,
+    smem_tiles,
+)
 from ..blocks.mask import Geometry
 from ..blocks.packed_schedule import Lengths, PackedSchedule, used_keys
 from ..blocks.plain_rows import PlainTensors
@@ -79,8 +87,11 @@ class ForwardSm90:
         config.check(problem)
         self.config = config
         self.dtype = dtype
-        self.qhead_per_kvhead = problem.qhead_per_kvhead
-        self.tile_m, self.tile_n = config.tile_m, config.tile_n
+        self.group = config.group(problem)  # query heads of a tile
+        self.tile_heads_per_kvhead = problem.qhead_per_kvhead // self.group
+        # of one head: all rows, or with pack_gqa fewer
+        self.tile_m, self.tile_n = config.positions(problem), config.tile_n
+        self.q_rows = ROWS_PER_WARPGROUP // self.group * self.group  # that a warpgroup loads
         self.parts = config.score_buffers
         self.part_n = config.tile_n // config.score_buffers  # keys of one buffer and one QK^T
         self.k_stages, self.v_stages = (stages * config.score_buffers for stages in config.kv_stages)
@@ -127,18 +138,19 @@ class ForwardSm90:
         sV_layout = smem_tiles(self.part_n, self.head_dim_v, self.v_stages, self.dtype)
         tma = []
         for t, layout, rows, columns, num_receivers in (
-            (q, sQ_layout, ROWS_PER_WARPGROUP, self.head_dim, 1),
-            (k, sK_layout, self.part_n, self.head_dim, self.cluster_size),
-            (v, sV_layout, self.part_n, self.head_dim_v, self.cluster_size),
+            (self._rows_of_q(q), sQ_layout, self.q_rows, self.head_dim, 1),
+            (rows_first(k), sK_layout, self.part_n, self.head_dim, self.cluster_size),
+            (rows_first(v), sV_layout, self.part_n, self.head_dim_v, self.cluster_size),
         ):
-            one_tile = cute.slice_(layout, (None, None, 0))
             load = cpasync.CopyBulkTensorTileG2SOp()
             if cutlass.const_expr(num_receivers > 1):
                 load = cpasync.CopyBulkTensorTileG2SMulticastOp()
-            tma.append(cpasync.make_tiled_tma_atom(load, rows_first(t), one_tile, (rows, columns), num_receivers))
+            box = one_tile(layout, rows)
+            tma.append(cpasync.make_tiled_tma_atom(load, t, box, (rows, columns), num_receivers))
         (tma_q, mQ), (tma_k, mK), (tma_v, mV) = tma
 
-        seqlen_q, _, num_heads, batch = mQ.shape
+        _, _, num_heads, batch = mQ.shape
+        seqlen_q = self._seqlen_q(mQ)
         if cutlass.const_expr(self.is_packed):
             divisors = tile_scheduler.Divisors(None, None, None, cute.FastDivmodDivisorV2(num_heads))
             schedule = Schedule(None, None, None, divisors)
@@ -178,6 +190,16 @@ class ForwardSm90:
             min_blocks_per_mp=1,
         )
 
+    def _rows_of_q(self, q: cute.Tensor) -> cute.Tensor:
+        """q as tiles are cut from it: (seqlen_q, ..), or with pack_gqa ((group, seqlen_q), ..)."""
+        return rows_first(q) if self.group == 1 else pack_heads(rows_first(q), self.group)
+
+    def _seqlen_q(self, mQ: cute.Tensor):
+        return mQ.shape[0] if self.group == 1 else mQ.shape[0][1]
+
+    def _loaded_rows(self, sQ: cute.Tensor) -> cute.Tensor:
+        return cute.make_tensor(sQ.iterator, first_rows(sQ.layout, self.q_rows))
+
     def _make_tiled_mmas(self):
         """S = Q K^T (Q from shared memory or registers) and O += P V (P from registers), one warpgroup each."""
         q_source = OperandSource.RMEM if self.config.q_in_registers else OperandSource.SMEM
@@ -215,7 +237,9 @@ class ForwardSm90:
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if cutlass.const_expr(self.is_packed):
             num_heads = schedule.divisors.num_heads
-            schedule = PackedSchedule(lengths, mQ.shape[0], mK.shape[0], num_heads, self.tile_m, self.longest_first)
+            schedule = PackedSchedule(
+                lengths, self._seqlen_q(mQ), mK.shape[0], num_heads, self.tile_m, self.longest_first
+            )
             # the grid was made for the worst case
             exit_if(cute.arch.block_idx()[0] >= schedule.num_tiles)
         if warp_id == 0:
@@ -228,9 +252,9 @@ class ForwardSm90:
         sV = smem.allocate_tensor(self.dtype, sV_layout.outer, 1024, sV_layout.inner)
         consumer_warps = WARPS * self.num_warpgroups
         pipes = Pipes(
-            self._make_pipeline(smem, self.num_warpgroups * self.config.q_stages, WARPS, sQ_layout, 1),
-            self._make_pipeline(smem, self.k_stages, consumer_warps, sK_layout, self.cluster_size),
-            self._make_pipeline(smem, self.v_stages, consumer_warps, sV_layout, self.cluster_size),
+            self._make_pipeline(smem, self.num_warpgroups * self.config.q_stages, WARPS, sQ_layout, self.q_rows, 1),
+            self._make_pipeline(smem, self.k_stages, consumer_warps, sK_layout, self.part_n, self.cluster_size),
+            self._make_pipeline(smem, self.v_stages, consumer_warps, sV_layout, self.part_n, self.cluster_size),
         )
         queue = TileQueue(smem, schedule.num_tiles, counter, consumer_warps, self.cluster_size)
         cute.arch.mbarrier_init_fence()
@@ -240,7 +264,7 @@ class ForwardSm90:
         else:
             cute.arch.sync_threads()
 
-        seqlens = Sequences(mQ.shape[0], mK.shape[0], window_left, window_right, lengths)
+        seqlens = Sequences(self._seqlen_q(mQ), mK.shape[0], window_left, window_right, lengths)
         if warp_id < WARPS:  # warpgroup 0
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_id == PRODUCER_WARP:
@@ -257,8 +281,9 @@ class ForwardSm90:
             else:
                 consumer.three_stages(queue, schedule, seqlens)
 
-    def _make_pipeline(self, smem, num_tiles: int, consumer_warps: int, layout, cluster_size: int):
-        """A circular buffer that TMA fills and `consumer_warps` warps empty; each of them arrives once a tile.
+    def _make_pipeline(self, smem, num_tiles: int, consumer_warps: int, layout, rows: int, cluster_size: int):
+        """A circular buffer that TMA fills (rows of each tile) and `consumer_warps` warps empty; each of them arrives
+        once a tile.
 
         With a cluster, each thread block fills a part of every buffer of all of them, when all have emptied it.
         """
@@ -267,7 +292,7 @@ class ForwardSm90:
             num_stages=num_tiles,
             producer_group=pipeline.CooperativeGroup(thread),
             consumer_group=pipeline.CooperativeGroup(thread, consumer_warps * cluster_size),
-            tx_count=cute.size_in_bytes(self.dtype, cute.slice_(layout, (None, None, 0))),
+            tx_count=cute.size_in_bytes(self.dtype, one_tile(layout, rows)),
             barrier_storage=smem.allocate_array(cutlass.Int64, 2 * num_tiles),
             cta_layout_vmnk=cute.make_layout((1, cluster_size, 1, 1)),
             defer_sync=True,
@@ -305,7 +330,8 @@ class ForwardSm90:
         if not self.is_packed:
             return t[None, None, head, place]
         t = t[None, None, head, 0]
-        moved = cute.domain_offset((place, 0, 0, 0), cute.make_tensor(t.iterator, m.layout))
+        start = (0, place) if isinstance(m.shape[0], tuple) else place  # of pack_heads
+        moved = cute.domain_offset((start, 0, 0, 0), cute.make_tensor(t.iterator, m.layout))
         return cute.make_tensor(moved.iterator, t.layout)
 
     def buffer_states(self, user: pipeline.PipelineUserType) -> tuple:
@@ -327,7 +353,7 @@ class ForwardSm90:
         The first K and the Q of a tile come before the last V of the tile before it: consumers start on the next tile
         together with that V.
         """
-        tQgQ, tQsQ = self._tma_partition(tma_q, mQ, sQ, ROWS_PER_WARPGROUP, self.head_dim, 1)
+        tQgQ, tQsQ = self._tma_partition(tma_q, mQ, self._loaded_rows(sQ), self.q_rows, self.head_dim, 1)
         tKgK, tKsK = self._tma_partition(tma_k, mK, sK, self.part_n, self.head_dim, self.cluster_size)
         tVgV, tVsV = self._tma_partition(tma_v, mV, sV, self.part_n, self.head_dim_v, self.cluster_size)
         k_state, v_state = self.buffer_states(pipeline.PipelineUserType.Producer)
@@ -339,7 +365,7 @@ class ForwardSm90:
         v_block, v_head, v_place = Int32(0), Int32(0), Int32(0)
         while number < schedule.num_tiles:
             tile = self.tile_at(number, schedule, seqlens)
-            head_kv = tile.head // self.qhead_per_kvhead
+            head_kv = tile.head // self.tile_heads_per_kvhead
             tKgK_head = self.at_head(tKgK, mK, head_kv, tile.place_k)
             tVgV_head = self.at_head(tVgV, mV, head_kv, tile.place_k)
             n_block = tile.last - 1

@@ -58,14 +58,16 @@ def prepare(
     longest = max(problem.seqlen_q, problem.seqlen_k)
     bounds = [None if bound is None else min(bound, longest) for bound in (mask.window_left, mask.window_right)]
     has_growing_tiles = mask.window_right is not None and mask.window_left is None
-    kv_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // problem.qhead_per_kvhead
+    # with pack_gqa the heads of a group are one head to the scheduler
+    group, positions = config.group(problem), config.positions(problem) * config.cluster_size
+    heads = problem.num_heads_q // group
+    kv_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // (problem.qhead_per_kvhead // group)
     count = tile_scheduler.max_packed_tiles if problem.is_packed else tile_scheduler.num_tiles
-    tile_m = config.tile_m * config.cluster_size
-    tiles = count(problem.seqlen_q, tile_m, problem.num_heads_q, problem.batch)
+    tiles = count(problem.seqlen_q, positions, heads, problem.batch)
     num_clusters = min(tiles, torch.cuda.get_device_properties(device).multi_processor_count // config.cluster_size)
-    heads = tile_scheduler.heads_per_section(
-        problem.num_heads_q * problem.batch,
-        ceil_div(problem.seqlen_q, tile_m),
+    section = tile_scheduler.heads_per_section(
+        heads * problem.batch,
+        ceil_div(problem.seqlen_q, positions),
         num_clusters,
         kv_bytes,
         has_growing_tiles and config.longest_first,
@@ -76,8 +78,8 @@ def prepare(
     else:
         scale_log2, tanh_scale = problem.softcap * LOG2_E, 2 * LOG2_E * problem.softmax_scale / problem.softcap
     kernel = compile.get(*compile_request(problem, config))
-    num_ctas = num_clusters * config.cluster_size
-    return Launch(problem, kernel, scale_log2, tanh_scale, bounds[0], bounds[1], config.dynamic_tiles, heads, num_ctas)
+    num_ctas, is_dynamic = num_clusters * config.cluster_size, config.dynamic_tiles
+    return Launch(problem, kernel, scale_log2, tanh_scale, bounds[0], bounds[1], is_dynamic, section, num_ctas)
 
 
 def compile_request(problem: AttentionProblem, config: ForwardConfig | None = None) -> tuple:
