@@ -12,7 +12,7 @@ from gpu_cases import BF16, FP16, RandomCase, cases, check, needs_hopper, size
 
 pytestmark = needs_hopper
 
-NUM_CALLS = 300
+NUM_CALLS = 150
 MAX_SEQLEN = size(700, 160)
 DTYPES = (BF16, FP16)
 

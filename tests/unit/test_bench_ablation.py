@@ -133,6 +133,9 @@ def test_every_switch_of_the_hopper_kernel_is_named():
         "softmax_before_wait": True,
         "dynamic_tiles": True,
         "q_stages": 2,
+        "v_stages": 2,
+        "cluster_size": 2,
+        "pack_gqa": True,
     }
     problem = problem_of(replace(PAPER_CASE, causal=True), "cuda")
     found = rows(problem, ForwardConfig(tile_n=64, num_warpgroups=2, **every), FORWARD_SM90)

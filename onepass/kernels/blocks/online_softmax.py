@@ -7,7 +7,7 @@ Scores stay unscaled: with scale_log2 = softmax_scale * log2(e), exp(scale * (s 
 m * scale_log2), one FMA and one exponential a score.
 
 The reference m need not be the maximum (any value gives the same quotient); it only has to keep exp2 in range. With a
-`rescale_threshold` it is left behind until a score has outgrown it by that many powers of two (`follow`). Then most
+`rescale_threshold` it is left behind until a score has outgrown it by that many powers of two. Then most
 tiles need neither a maximum over the quad nor a rescaling of acc_o: each thread looks whether any of its scores is past
 the limit, and a warp in which one is takes the long way. Exactness is kept: row_sum and acc_o refer to the same m, and
 the final division cancels it.
@@ -47,7 +47,7 @@ class OnlineSoftmax(Bundle):
         self.row_sum = cute.make_rmem_tensor((ROWS,), Float32)
         # what acc_o has to be multiplied with before the next P V is added to it
         self.row_scale = cute.make_rmem_tensor((ROWS,), Float32)
-        # with a threshold: row_max * scale_log2, and the score that must not be passed, see `follow`
+        # with a threshold: row_max * scale_log2, and the bits of the score that must not be passed
         self.reference = cute.make_rmem_tensor((ROWS,), Float32)
         self.limit = cute.make_rmem_tensor((ROWS,), Int32)
 
@@ -101,24 +101,31 @@ class OnlineSoftmax(Bundle):
         """`update` and `rescale` in one, where they are needed in few tiles.
 
         Args: acc_o: (2, columns), still being added to: the long way waits for all wgmma of the warpgroup.
+
+        A warp goes the long way together, but a row follows its maximum only if that has grown: what comes out for it
+        depends on no other row, not even in rounding.
         """
-        has_grown = Boolean(False)
+        may_have_grown = Boolean(False)
         for r in cutlass.range_constexpr(ROWS):
             if cutlass.const_expr(is_masked):
-                peak = self._thread_maximum(scores, r)
-                has_grown = has_grown or peak > self.row_max[r] + self.rescale_threshold / self.scale_log2
+                may_have_grown = may_have_grown or self._thread_maximum(scores, r) > self._limit(r)
             else:
-                has_grown = has_grown or self._thread_maximum_bits(scores, r) > self.limit[r]
-        if cute.arch.vote_any_sync(has_grown):
+                may_have_grown = may_have_grown or self._thread_maximum_bits(scores, r) > self.limit[r]
+        if cute.arch.vote_any_sync(may_have_grown):
             warpgroup.wait_group(0)
             for r in cutlass.range_constexpr(ROWS):
-                old_max = self.row_max[r]
-                self._refer_to(cute.arch.fmax(self.tile_maximum(scores, r), old_max), r)
+                old_max, tile_max = self.row_max[r], self.tile_maximum(scores, r)
+                has_grown = tile_max > self._limit(r)
+                self._refer_to(tile_max if has_grown else old_max, r)
                 row_scale = cute.math.exp2(old_max * self.scale_log2 - self.reference[r], fastmath=True)
+                row_scale = row_scale if has_grown else Float32(1.0)
                 self.row_sum[r] = self.row_sum[r] * row_scale
                 for c in cutlass.range_constexpr(cute.size(acc_o, mode=[1])):
                     acc_o[r, c] = acc_o[r, c] * row_scale
         self._exponentiate(scores)
+
+    def _limit(self, r: int) -> Float32:
+        return self.row_max[r] + self.rescale_threshold / self.scale_log2
 
     @cute.jit
     def _refer_to(self, new_max: Float32, r: cutlass.Constexpr[int]):
@@ -127,7 +134,7 @@ class OnlineSoftmax(Bundle):
         # a row that has seen no key yet: -inf - -inf would be NaN
         self.reference[r] = (new_max if new_max > -Float32.inf else Float32(0.0)) * self.scale_log2
         if cutlass.const_expr(self.rescale_threshold > 0):
-            limit = new_max + self.rescale_threshold / self.scale_log2
+            limit = self._limit(r)
             # see _thread_maximum_bits: it finds scores past a limit of 0 or more, and has to be checked below 0
             self.limit[r] = bits(limit) if limit >= 0.0 else Int32(-(2**31))
 

@@ -292,7 +292,8 @@ class ForwardSm90:
             num_stages=num_tiles,
             producer_group=pipeline.CooperativeGroup(thread),
             consumer_group=pipeline.CooperativeGroup(thread, consumer_warps * cluster_size),
-            tx_count=cute.size_in_bytes(self.dtype, one_tile(layout, rows)),
+            # not cute.size_in_bytes: it counts the unused rows between the column blocks of a swizzled tile
+            tx_count=rows * cute.size(layout.outer, mode=[1]) * self.dtype.width // 8,
             barrier_storage=smem.allocate_array(cutlass.Int64, 2 * num_tiles),
             cta_layout_vmnk=cute.make_layout((1, cluster_size, 1, 1)),
             defer_sync=True,
