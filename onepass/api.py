@@ -63,7 +63,8 @@ def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not all(isinstance(t, Tensor) for t in tensors):
         return tensors  # refused at the door
     device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    # not torch.amp.is_autocast_available: torch.compile cannot trace it before torch 2.13
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)

@@ -40,6 +40,6 @@ def test_the_calls_cover_the_options():
     assert set(counts) == {
         "causal", "window", "softcap", "softmax_scale", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"
     }  # fmt: skip
-    assert min(counts.values()) > 40
-    assert sum("cu_seqlens_q" in call.options and "seqused_k" in call.options for call in calls) > 20
+    assert min(counts.values()) > 20
+    assert sum("cu_seqlens_q" in call.options and "seqused_k" in call.options for call in calls) > 10
     assert {call.tensors["q"].dtype for call in calls} == {torch.bfloat16, torch.float16}

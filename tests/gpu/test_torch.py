@@ -86,7 +86,7 @@ def test_opcheck(sample, requires_grad):
     call = case.call()
     lengths = [call.options.get(n) for n in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")]
     tensors = [t.detach().requires_grad_(requires_grad) for t in call.tensors.values()]
-    arguments = (*tensors, call.options.get("sinks"), *lengths, 0.2, left, right, softcap, False, BACKEND)
+    arguments = (*tensors, call.options.get("sinks"), *lengths, 0.2, left, right, softcap, False, BACKEND, None)
     torch.library.opcheck(torch.ops.onepass.attention_forward.default, arguments)
 
 
