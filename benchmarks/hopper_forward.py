@@ -56,6 +56,7 @@ WORDS = {
     "q2": {"q_stages": 2},
     "rq": {"q_in_registers": True},
     "serial": {"overlap_gemm_softmax": False, "overlap_tiles": False},
+    "plain": {"warp_specialized": False, "overlap_tiles": False},
     "drain": {"overlap_tiles": False},
     "free": {"pingpong": False},
     "lazy": {"rescale_threshold": 8.0},

@@ -80,7 +80,8 @@ FORWARD_SM90 = (
         "warp_specialized",
         False,
         "no warp specialisation",
-        {"dynamic_tiles": False},  # who draws the tiles is a warp of the producer's
+        # who draws the tiles is a warp of the producer's, and the others hang on its loading ahead
+        {"dynamic_tiles": False, "overlap_tiles": False, "cluster_size": 1, "score_buffers": 1},
         paper=PaperRow("GEMM-Softmax Pipelining, No Warp-Specialization", 570.0),
     ),
     Switch("pingpong", False, "no pingpong between warpgroups", matters=_has_several_warpgroups),

@@ -34,6 +34,8 @@ class ForwardConfig:
         v_stages: buffers for V if they are not as many as those for K; 0 = num_stages.
         q_stages: buffers for Q; with 2 the next tile's Q is loaded while this one is still in use.
         q_in_registers: hold Q in registers instead of reading it from shared memory for every QK^T.
+        warp_specialized: a producer warp issues all loads and gives its warpgroup's registers to the consumers; else a
+            consumer warp issues them between its own steps.
         overlap_gemm_softmax: 2-stage pipelining inside a warpgroup: QK^T of the next keys runs during this softmax.
         overlap_tiles: the same across tiles: the first QK^T of the next tile runs with the last PV of this one.
         pingpong: warpgroups take turns with the tensor cores, so that one's softmax hides behind another's GEMMs.
@@ -59,6 +61,7 @@ class ForwardConfig:
     v_stages: int = 0
     q_stages: int = 1
     q_in_registers: bool = False
+    warp_specialized: bool = True
     overlap_gemm_softmax: bool = True
     overlap_tiles: bool = True
     pingpong: bool = True
@@ -102,7 +105,7 @@ class ForwardConfig:
 
     @property
     def num_threads(self) -> int:
-        return 128 * (self.num_warpgroups + 1)
+        return 128 * (self.num_warpgroups + self.warp_specialized)
 
     def group(self, problem: AttentionProblem) -> int:
         """Query heads that share a tile."""
@@ -144,6 +147,8 @@ class ForwardConfig:
             raise UnsupportedError("overlap_tiles: needs overlap_gemm_softmax")
         if self.rescale_beside_qk and not self.overlap_gemm_softmax:
             raise UnsupportedError("rescale_beside_qk: needs overlap_gemm_softmax")
+        if not self.warp_specialized and (self.overlap_tiles or self.dynamic_tiles or self.cluster_size > 1):
+            raise UnsupportedError("warp_specialized: overlap_tiles, dynamic_tiles and clusters need it")
         if self.score_buffers == 2 and not self.overlap_tiles:
             raise UnsupportedError("score_buffers: 2 need overlap_tiles")
         if not 0 <= self.rescale_threshold <= MAX_RESCALE_THRESHOLD:
@@ -162,6 +167,8 @@ class ForwardConfig:
         needed = self.smem_bytes(problem)
         if needed > SMEM_BYTES:
             raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {SMEM_BYTES}")
-        registers, available = self.accumulator_registers(problem), REGISTERS[self.num_warpgroups][1]
+        # without a producer to take them from, as many as the launch gives
+        available = REGISTERS[self.num_warpgroups][1] if self.warp_specialized else 65536 // self.num_threads // 8 * 8
+        registers = self.accumulator_registers(problem)
         if registers > available - 16:
             raise UnsupportedError(f"registers: {self} needs {registers} for S, P and O, a thread has {available}")

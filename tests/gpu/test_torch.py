@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+import torch._dynamo.testing
 from gpu_cases import BACKEND, BF16, DEVICE, FP16, ON_GPU, case, needs_hopper, plain_run
 
 import onepass

@@ -263,7 +263,7 @@ def test_ablate_takes_the_papers_case_by_default(ablated, monkeypatch):
 @pytest.mark.parametrize(
     ("what", "exit_code", "text"),
     [
-        ("wrong", 1, "1 of 5 configurations failed"),
+        ("wrong", 1, "1 of 6 configurations failed"),
         ("interrupted", 130, "interrupted after 1 rounds"),
     ],
 )

@@ -37,6 +37,7 @@ from ..blocks.plain_rows import soft_cap
 from ..blocks.ptx import order_after, pack
 from ..blocks.warp import broadcast
 from ..config import ROWS_PER_WARPGROUP
+from .producer import as_producer
 
 WARPGROUP = 128  # threads
 WARPS = 4  # of a warpgroup
@@ -71,11 +72,16 @@ class Pipes(NamedTuple):
     v: pipeline.PipelineTmaAsync
 
 
+def after(state: pipeline.PipelineState) -> pipeline.PipelineState:
+    following = state.clone()
+    following.advance()
+    return following
+
+
 @cute.jit
 def is_full(pipe: pipeline.PipelineTmaAsync, state) -> Boolean:
     """Whether the buffer after this state's is full, without waiting."""
-    following = state.clone()
-    following.advance()
+    following = after(state)
     return cute.arch.mbarrier_test_wait(pipe.producer_get_barrier(following), following.phase)
 
 
@@ -86,14 +92,17 @@ class Consumer(Bundle):
     carried around them.
     """
 
-    def __init__(self, kernel, sQ, sK, sV, pipes: Pipes, tiled_mmas, scores: Scores, mO, mLSE, mSinks, plain):
+    def __init__(self, kernel, sQ, sK, sV, pipes: Pipes, tiled_mmas, scores: Scores, mO, mLSE, mSinks, plain, producer):
         config = self.config = kernel.config
         self.kernel = kernel
         self.num_warpgroups, self.parts = config.num_warpgroups, config.score_buffers
         self.tile_m, self.tile_n, self.part_n = kernel.tile_m, kernel.tile_n, kernel.part_n
         self.has_window = kernel.has_window
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
-        self.wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP - 1)
+        # without a producer warp, the first consumer warp loads what the next step needs in each step
+        self.producer = producer
+        first_thread = WARPGROUP if producer is None else 0
+        self.wg = cute.arch.make_warp_uniform((cute.arch.thread_idx()[0] - first_thread) // WARPGROUP)
         self.lane_in_quad = self.thread % 4
         # the first of this thread's two rows, 8 apart
         self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.thread // 32 * 16 + self.thread % 32 // 4
@@ -141,6 +150,7 @@ class Consumer(Bundle):
                 for _ in cutlass.range(skipped, unroll=1):
                     self.skip(self.pipes.k, k_state)
                     k_state.advance()
+                self.load_first(tile, wave, k_state, v_state)
                 self.first_scores(tile, k_state, self.q_state(wave))
                 k_state.advance()
             for _ in cutlass.range(skipped, unroll=1):
@@ -263,7 +273,7 @@ class Consumer(Bundle):
         given back at once, so as many as have a buffer beside the first one can be skipped.
         """
         skipped = Int32(0)
-        if cutlass.const_expr(self.has_window[1]):
+        if cutlass.const_expr(self.has_window[1] and self.producer is None):
             seqlen_q = tile.geometry.seqlen_q
             rows = self.tile_m // self.num_warpgroups
             m_start = minimum(tile.m_block * self.tile_m + self.wg * rows, seqlen_q - 1)
@@ -279,6 +289,31 @@ class Consumer(Bundle):
         pipe.consumer_wait(state)
         pipe.consumer_release(state)
 
+    # ---------------------------------------------------------------- loads, without warp specialisation
+
+    @cute.jit
+    def load_first(self, tile: Tile, wave: Int32, k_state, v_state):
+        """What a tile starts with: Q, the first V, and two blocks of K, the second one for the first step."""
+        if cutlass.const_expr(self.producer is not None):
+            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+                self.producer.load_q(tile, wave)
+                self._load(self.producer.load_k, tile, tile.last - 1, k_state)
+                self._load(self.producer.load_v, tile, tile.last - 1, v_state)
+                if tile.last - 1 > tile.first:
+                    self._load(self.producer.load_k, tile, tile.last - 2, after(k_state))
+
+    @cute.jit
+    def load_next(self, tile: Tile, n_block: Int32, k_state, v_state):
+        """In the step of K_n and V_(n+1): V_n and K_(n-1), while its GEMMs run."""
+        if cutlass.const_expr(self.producer is not None):
+            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+                if n_block > tile.first:
+                    self._load(self.producer.load_k, tile, n_block - 1, after(k_state))
+                self._load(self.producer.load_v, tile, n_block, after(v_state))
+
+    def _load(self, load, tile: Tile, n_block: Int32, state):
+        load(self.producer.head_kv(tile), tile.place_k, n_block, as_producer(state))
+
     # ---------------------------------------------------------------- steps
 
     @cute.jit
@@ -290,6 +325,7 @@ class Consumer(Bundle):
         """
         if cutlass.const_expr(self.config.overlap_gemm_softmax):
             self.issue_gemms(0, k_state, v_state, q_state, ready)
+            self.load_next(tile, n_block, k_state, v_state)
             warpgroup.wait_group(1)
         else:
             # Algorithm 1: PV first, and nothing of this warpgroup runs beside its softmax
@@ -297,6 +333,7 @@ class Consumer(Bundle):
             self.wait_for_turn()
             self.issue_qk(0, k_state, q_state)
             self.pass_turn()
+            self.load_next(tile, n_block, k_state, v_state)
             warpgroup.wait_group(0)
         self.pipes.k.consumer_release(k_state)
         self.release_q(q_state, n_block == tile.first)

@@ -51,9 +51,10 @@ from ..blocks.mask import Geometry
 from ..blocks.packed_schedule import Lengths, PackedSchedule, used_keys
 from ..blocks.plain_rows import PlainTensors
 from ..blocks.ptx import exit_if
-from ..blocks.tile_queue import DRAW_AHEAD, TileQueue
+from ..blocks.tile_queue import TileQueue
 from ..config import REGISTERS, ROWS_PER_WARPGROUP, ForwardConfig, head_dim_tile
 from .consumer import WARPS, Consumer, Pipes, Scores, Tile
+from .producer import Producer
 
 PRODUCER_WARP, SCHEDULER_WARP = 0, 1
 
@@ -197,7 +198,7 @@ class ForwardSm90:
     def _seqlen_q(self, mQ: cute.Tensor):
         return mQ.shape[0] if self.group == 1 else mQ.shape[0][1]
 
-    def _loaded_rows(self, sQ: cute.Tensor) -> cute.Tensor:
+    def loaded_rows(self, sQ: cute.Tensor) -> cute.Tensor:
         return cute.make_tensor(sQ.iterator, first_rows(sQ.layout, self.q_rows))
 
     def _make_tiled_mmas(self):
@@ -265,17 +266,21 @@ class ForwardSm90:
             cute.arch.sync_threads()
 
         seqlens = Sequences(self._seqlen_q(mQ), mK.shape[0], window_left, window_right, lengths)
-        if warp_id < WARPS:  # warpgroup 0
+        producer = Producer(self, tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sV, pipes)
+        tiled_mmas = (tiled_mma_qk, tiled_mma_pv)
+        of_consumer = (sQ, sK, sV, pipes, tiled_mmas, scores, mO, mLSE, mSinks, plain)
+        if cutlass.const_expr(not self.config.warp_specialized):
+            Consumer(self, *of_consumer, producer).two_stages(queue, schedule, seqlens)
+        elif warp_id < WARPS:  # warpgroup 0
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_id == PRODUCER_WARP:
-                self.produce(tma_q, mQ, tma_k, mK, tma_v, mV, sQ, sK, sV, pipes, queue, schedule, seqlens)
+                producer.run(queue, schedule, seqlens)
             if cutlass.const_expr(counter is not None):
                 if cute.arch.thread_idx()[0] == SCHEDULER_WARP * 32:
                     queue.fill()
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            tiled_mmas = (tiled_mma_qk, tiled_mma_pv)
-            consumer = Consumer(self, sQ, sK, sV, pipes, tiled_mmas, scores, mO, mLSE, mSinks, plain)
+            consumer = Consumer(self, *of_consumer, None)
             if cutlass.const_expr(self.parts == 1):
                 consumer.two_stages(queue, schedule, seqlens)
             else:
@@ -344,92 +349,3 @@ class ForwardSm90:
         stages = self.config.q_stages
         index = warpgroup_id * stages + tile_count % stages
         return pipeline.PipelineState(self.num_warpgroups * stages, Int32(0), Int32(index), (tile_count // stages) & 1)
-
-    # ---------------------------------------------------------------- device: producer
-
-    @cute.jit
-    def produce(self, tma_q, mQ, tma_k, mK, tma_v, mV, sQ, sK, sV, pipes, queue, schedule, seqlens):
-        """One warp issues every load, in the order in which consumers need them.
-
-        The first K and the Q of a tile come before the last V of the tile before it: consumers start on the next tile
-        together with that V.
-        """
-        tQgQ, tQsQ = self._tma_partition(tma_q, mQ, self._loaded_rows(sQ), self.q_rows, self.head_dim, 1)
-        tKgK, tKsK = self._tma_partition(tma_k, mK, sK, self.part_n, self.head_dim, self.cluster_size)
-        tVgV, tVsV = self._tma_partition(tma_v, mV, sV, self.part_n, self.head_dim_v, self.cluster_size)
-        k_state, v_state = self.buffer_states(pipeline.PipelineUserType.Producer)
-        parts = self.parts
-        everyone = None if self.cluster_size == 1 else cutlass.Int16(2**self.cluster_size - 1)
-
-        wave, number = Int32(0), queue.index
-        # the V block that is still to be loaded
-        v_block, v_head, v_place = Int32(0), Int32(0), Int32(0)
-        while number < schedule.num_tiles:
-            tile = self.tile_at(number, schedule, seqlens)
-            head_kv = tile.head // self.tile_heads_per_kvhead
-            tKgK_head = self.at_head(tKgK, mK, head_kv, tile.place_k)
-            tVgV_head = self.at_head(tVgV, mV, head_kv, tile.place_k)
-            n_block = tile.last - 1
-            for part in cutlass.range_constexpr(parts - 1, -1, -1):
-                self._load(pipes.k, k_state, tma_k, tKgK_head[None, n_block * parts + part], tKsK, everyone)
-                k_state.advance()
-                if cutlass.const_expr(part == parts - 1):
-                    for w in cutlass.range_constexpr(self.num_warpgroups):
-                        q_state = self.q_state(w, wave)
-                        # a producer waits for the opposite phase: all buffers start empty
-                        q_state = pipeline.PipelineState(
-                            q_state.stages, q_state.count, q_state.index, q_state.phase ^ 1
-                        )
-                        q_block = tile.m_block * self.num_warpgroups + w
-                        tQgQ_head = self.at_head(tQgQ, mQ, tile.head, tile.place_q)
-                        self._load(pipes.q, q_state, tma_q, tQgQ_head[None, q_block], tQsQ)
-                if wave > 0:
-                    rest = self.at_head(tVgV, mV, v_head, v_place)
-                    self._load(pipes.v, v_state, tma_v, rest[None, v_block * parts + part], tVsV, everyone)
-                    v_state.advance()
-
-            num_blocks = tile.last - 1 - tile.first
-            if num_blocks < DRAW_AHEAD:
-                queue.want_next()
-            for i in cutlass.range(num_blocks, unroll=1):
-                if i == num_blocks - DRAW_AHEAD:
-                    queue.want_next()
-                for part in cutlass.range_constexpr(parts - 1, -1, -1):
-                    self._load(
-                        pipes.k, k_state, tma_k, tKgK_head[None, (n_block - 1 - i) * parts + part], tKsK, everyone
-                    )
-                    k_state.advance()
-                    self._load(pipes.v, v_state, tma_v, tVgV_head[None, (n_block - i) * parts + part], tVsV, everyone)
-                    v_state.advance()
-            v_block, v_head, v_place = tile.first, head_kv, tile.place_k
-            wave += 1
-            number = queue.take(wave)
-        for part in cutlass.range_constexpr(parts - 1, -1, -1):
-            rest = self.at_head(tVgV, mV, v_head, v_place)
-            self._load(pipes.v, v_state, tma_v, rest[None, v_block * parts + part], tVsV, everyone)
-            v_state.advance()
-        # shared memory must outlive the consumers' last arrivals
-        pipes.k.producer_tail(k_state)
-        pipes.v.producer_tail(v_state)
-
-    @cute.jit
-    def _load(self, pipe, state, tma_atom, source, buffers, receivers: cutlass.Constexpr = None):
-        """Wait for the buffer of this state to be empty, then fill it. The caller advances the state."""
-        pipe.producer_acquire(state)
-        barrier = pipe.producer_get_barrier(state)
-        if cutlass.const_expr(receivers is None):
-            cute.copy(tma_atom, source, buffers[None, state.index], tma_bar_ptr=barrier)
-        else:
-            cute.copy(tma_atom, source, buffers[None, state.index], tma_bar_ptr=barrier, mcast_mask=receivers)
-
-    def _tma_partition(self, tma_atom, m, s, rows: int, columns: int, cluster_size: int):
-        """Global (tile bytes, block, head, batch) and shared (tile bytes, buffer) as one TMA copy sees them.
-
-        With a cluster, this thread block's part of the tile.
-        """
-        g = cute.local_tile(m, (rows, columns), (None, 0, None, None))
-        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if cluster_size > 1 else 0
-        partitioned = cpasync.tma_partition(
-            tma_atom, rank, cute.make_layout(cluster_size), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)
-        )
-        return partitioned[1], partitioned[0]

@@ -1,0 +1,124 @@
+"""Who brings Q, K and V into shared memory: TMA loads through the circular buffers, and the warp that issues them."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, pipeline
+from cutlass.cute.nvgpu import cpasync
+
+from ..blocks.bundle import Bundle
+from ..blocks.tile_queue import DRAW_AHEAD
+
+
+class Producer(Bundle):
+    """Loads of the tiles of one thread block.
+
+    Every load waits until its buffer is empty, then fills it; the caller advances the state.
+    """
+
+    def __init__(self, kernel, tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sV, pipes):
+        self.kernel, self.pipes = kernel, pipes
+        self.tma_q, self.tma_k, self.tma_v = tma_q, tma_k, tma_v
+        self.mQ, self.mK, self.mV = mQ, mK, mV
+        rows, clusters = kernel.part_n, kernel.cluster_size
+        self.tQgQ, self.tQsQ = self._partition(tma_q, mQ, kernel.loaded_rows(sQ), kernel.q_rows, kernel.head_dim, 1)
+        self.tKgK, self.tKsK = self._partition(tma_k, mK, sK, rows, kernel.head_dim, clusters)
+        self.tVgV, self.tVsV = self._partition(tma_v, mV, sV, rows, kernel.head_dim_v, clusters)
+        self.everyone = None if clusters == 1 else cutlass.Int16(2**clusters - 1)
+
+    def _partition(self, tma_atom, m, s, rows: int, columns: int, cluster_size: int):
+        """Global (tile bytes, block, head, batch) and shared (tile bytes, buffer) as one TMA copy sees them.
+
+        With a cluster, this thread block's part of the tile.
+        """
+        g = cute.local_tile(m, (rows, columns), (None, 0, None, None))
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if cluster_size > 1 else 0
+        partitioned = cpasync.tma_partition(
+            tma_atom, rank, cute.make_layout(cluster_size), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)
+        )
+        return partitioned[1], partitioned[0]
+
+    @cute.jit
+    def run(self, queue, schedule, seqlens):
+        """One warp issues every load of all tiles, in the order in which consumers need them.
+
+        The first K and the Q of a tile come before the last V of the tile before it: consumers start on the next tile
+        together with that V.
+        """
+        k_state, v_state = self.kernel.buffer_states(pipeline.PipelineUserType.Producer)
+        parts = self.kernel.parts
+        wave, number = Int32(0), queue.index
+        # the V block that is still to be loaded
+        v_block, v_head, v_place = Int32(0), Int32(0), Int32(0)
+        while number < schedule.num_tiles:
+            tile = self.kernel.tile_at(number, schedule, seqlens)
+            head_kv = self.head_kv(tile)
+            n_block = tile.last - 1
+            for part in cutlass.range_constexpr(parts - 1, -1, -1):
+                self.load_k(head_kv, tile.place_k, n_block * parts + part, k_state)
+                k_state.advance()
+                if cutlass.const_expr(part == parts - 1):
+                    self.load_q(tile, wave)
+                if wave > 0:
+                    self.load_v(v_head, v_place, v_block * parts + part, v_state)
+                    v_state.advance()
+
+            num_blocks = tile.last - 1 - tile.first
+            if num_blocks < DRAW_AHEAD:
+                queue.want_next()
+            for i in cutlass.range(num_blocks, unroll=1):
+                if i == num_blocks - DRAW_AHEAD:
+                    queue.want_next()
+                for part in cutlass.range_constexpr(parts - 1, -1, -1):
+                    self.load_k(head_kv, tile.place_k, (n_block - 1 - i) * parts + part, k_state)
+                    k_state.advance()
+                    self.load_v(head_kv, tile.place_k, (n_block - i) * parts + part, v_state)
+                    v_state.advance()
+            v_block, v_head, v_place = tile.first, head_kv, tile.place_k
+            wave += 1
+            number = queue.take(wave)
+        for part in cutlass.range_constexpr(parts - 1, -1, -1):
+            self.load_v(v_head, v_place, v_block * parts + part, v_state)
+            v_state.advance()
+        # shared memory must outlive the consumers' last arrivals
+        self.pipes.k.producer_tail(k_state)
+        self.pipes.v.producer_tail(v_state)
+
+    # ---------------------------------------------------------------- single loads, by one warp
+
+    def head_kv(self, tile) -> Int32:
+        return tile.head // self.kernel.tile_heads_per_kvhead
+
+    @cute.jit
+    def load_q(self, tile, wave: Int32):
+        """Q of the tile, which is the thread block's wave-th, for each consumer warpgroup."""
+        tQgQ = self.kernel.at_head(self.tQgQ, self.mQ, tile.head, tile.place_q)
+        for w in cutlass.range_constexpr(self.kernel.num_warpgroups):
+            state = as_producer(self.kernel.q_state(w, wave))
+            block = tile.m_block * self.kernel.num_warpgroups + w
+            self._load(self.pipes.q, state, self.tma_q, tQgQ[None, block], self.tQsQ, None)
+
+    @cute.jit
+    def load_k(self, head_kv: Int32, place: Int32, block: Int32, state):
+        source = self.kernel.at_head(self.tKgK, self.mK, head_kv, place)
+        self._load(self.pipes.k, state, self.tma_k, source[None, block], self.tKsK, self.everyone)
+
+    @cute.jit
+    def load_v(self, head_kv: Int32, place: Int32, block: Int32, state):
+        source = self.kernel.at_head(self.tVgV, self.mV, head_kv, place)
+        self._load(self.pipes.v, state, self.tma_v, source[None, block], self.tVsV, self.everyone)
+
+    @cute.jit
+    def _load(self, pipe, state, tma_atom, source, buffers, receivers: cutlass.Constexpr):
+        pipe.producer_acquire(state)
+        barrier = pipe.producer_get_barrier(state)
+        if cutlass.const_expr(receivers is None):
+            cute.copy(tma_atom, source, buffers[None, state.index], tma_bar_ptr=barrier)
+        else:
+            cute.copy(tma_atom, source, buffers[None, state.index], tma_bar_ptr=barrier, mcast_mask=receivers)
+
+
+def as_producer(state: pipeline.PipelineState) -> pipeline.PipelineState:
+    """A consumer's buffer and phase for who fills it, and waits for the opposite phase: all buffers start empty."""
+    return pipeline.PipelineState(state.stages, state.count, state.index, state.phase ^ 1)
