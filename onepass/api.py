@@ -316,7 +316,8 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> dispatch.Supp
 
     Takes the same arguments as the call; computes nothing. Tensors on the "meta" device ask about shapes alone.
 
-    Returns: Support(ok, backend, reason); with ok=False the reason is the message that the call would raise.
+    Returns: Support(ok, backend, reason); with ok=False the reason is the message that the call would raise. On Hopper
+    it also says which tensors are copied before the kernel can read them.
     Raises: TypeError only for an argument name that neither function has.
     """
     backend = arguments.pop("backend", None)
@@ -325,7 +326,17 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> dispatch.Supp
         problem = _problem_of(q, k, v, arguments)
     except (TypeError, ValueError, NotImplementedError) as error:
         return dispatch.Support(False, backend or "", str(error))
-    return dispatch.choose(problem, backend, arguments.get("tuning"))
+    support = dispatch.choose(problem, backend, arguments.get("tuning"))
+    have_addresses = not torch.compiler.is_compiling() and all(
+        type(t) in (Tensor, torch.nn.Parameter) for t in (q, k, v)
+    )
+    if support.ok and support.backend == "sm90" and have_addresses:
+        from .kernels.sm90 import launch
+
+        if names := launch.copied(q, k, v):
+            copies = f"; copies {', '.join(names)} first (TMA reads rows at addresses and strides of 16 bytes)"
+            return support._replace(reason=support.reason + copies)
+    return support
 
 
 def warmup(

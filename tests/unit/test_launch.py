@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import onepass
+from onepass import dispatch
 from onepass.kernels import compile
 from onepass.kernels.config import ForwardConfig
 from onepass.kernels.sm90 import launch
@@ -98,3 +100,19 @@ def test_results_are_dense_and_laid_out_as_q(shape):
         result = empty_as(heads_first, 5)
         assert result.shape == (*shape[:-1], 5)
         assert result.transpose(1, 2).is_contiguous()
+
+
+def test_supports_names_what_is_copied(monkeypatch):
+    monkeypatch.setattr(dispatch, "_sm90_refusal", launch.unsupported)
+    q = torch.randn(2, 30, 4, 64, dtype=torch.bfloat16)
+    wide = torch.randn(2, 30, 4, 65, dtype=torch.bfloat16)
+    strided, unaligned = wide[..., :64], torch.randn(q.numel() + 1, dtype=torch.bfloat16)[1:].view(q.shape)
+    heads_first = q.transpose(1, 2).contiguous().transpose(1, 2)
+    assert launch.copied(q, heads_first, q[:, ::2]) == []
+    assert launch.copied(strided, q, unaligned) == ["q", "v"]
+    assert "copies" not in onepass.supports(q, heads_first, q, backend="sm90").reason
+    support = onepass.supports(q, strided, unaligned, backend="sm90")
+    assert support.ok
+    assert "copies k, v first" in support.reason
+    # a dimension of size 1 is never stepped over, whatever its stride says
+    assert launch.copied(wide[:, :1, :1, :64], q, q) == ([] if wide.stride(0) % 8 == 0 else ["q"])

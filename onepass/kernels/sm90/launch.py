@@ -151,14 +151,22 @@ def _tile_counter(device: int) -> Tensor:
 
 def _tma_ready(t: Tensor) -> Tensor:
     """t itself where TMA can read it, else a contiguous copy."""
+    return t if _is_tma_ready(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+def _is_tma_ready(t: Tensor) -> bool:
     strides = t.stride()
-    if strides[-1] == 1 and t.data_ptr() % 16 == 0:
-        # of three or four dimensions, this is every stride but the last
-        if (strides[0] | strides[1] | strides[-2]) % 8 == 0:
-            return t
-        if all(stride % 8 == 0 or size == 1 for size, stride in zip(t.shape[:-1], strides[:-1], strict=True)):
-            return t
-    return t.clone(memory_format=torch.contiguous_format)
+    if strides[-1] != 1 or t.data_ptr() % 16 != 0:
+        return False
+    # of three or four dimensions, this is every stride but the last
+    if (strides[0] | strides[1] | strides[-2]) % 8 == 0:
+        return True
+    return all(stride % 8 == 0 or size == 1 for size, stride in zip(t.shape[:-1], strides[:-1], strict=True))
+
+
+def copied(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
+    """Which of the tensors a call copies before its kernel runs."""
+    return [name for name, t in (("q", q), ("k", k), ("v", v)) if not _is_tma_ready(t)]
 
 
 def trace(problem: AttentionProblem, config: ForwardConfig) -> tuple:
