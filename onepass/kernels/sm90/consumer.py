@@ -101,8 +101,8 @@ class Consumer(Bundle):
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         # without a producer warp, the first consumer warp loads what the next step needs in each step
         self.producer = producer
-        first_thread = WARPGROUP if producer is None else 0
-        self.wg = cute.arch.make_warp_uniform((cute.arch.thread_idx()[0] - first_thread) // WARPGROUP)
+        first = 1 if producer is None else 0
+        self.wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP - first)
         self.lane_in_quad = self.thread % 4
         # the first of this thread's two rows, 8 apart
         self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.thread // 32 * 16 + self.thread % 32 // 4
