@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from onepass.kernels.blocks.block_range import key_blocks
+from onepass.kernels.blocks.block_range import blocks_of_part, key_blocks
 
 BOUNDS = (None, 0, 1, 3, 9)
 
@@ -44,3 +44,45 @@ def test_key_blocks_against_every_pair(tile_m, tile_n):
                 assert needed == list(range(first, last)) or (not needed and last == first + 1), where
                 # ... and no block is masked that every row sees
                 assert clear == list(range(clear_first, clear_last)), where
+
+
+def visits(blocks):
+    """(block, is masked) in the order of the consumer's loops."""
+    first, clear_first, clear_last, last = blocks
+    n = last - 1
+    yield n, n >= clear_last or n < clear_first
+    clear_first, clear_last = min(clear_first, n), min(clear_last, n)
+    for n in range(last - 2, first - 1, -1):
+        yield n, not clear_first <= n < clear_last
+
+
+@pytest.mark.parametrize("max_skipped", [0, 1, 3])
+@pytest.mark.parametrize(("part_m", "parts", "tile_n"), [(4, 2, 4), (4, 3, 6), (2, 4, 2), (3, 2, 8)])
+def test_parts_of_a_tile_against_every_pair(part_m, parts, tile_n, max_skipped):
+    """A warpgroup (or a thread block of a cluster) sees all keys of its rows, and masks where one of them must not."""
+    tile_m = part_m * parts
+    for seqlen_q, seqlen_k in itertools.product((1, 3, 8, 13, 24), (1, 4, 5, 11, 16, 24)):
+        shift = seqlen_k - seqlen_q
+        for left, right in itertools.product(BOUNDS, BOUNDS):
+            geometry = (seqlen_q, seqlen_k, left, right, tile_n)
+            for m_start in range(0, seqlen_q, tile_m):
+                tile = key_blocks(m_start, min(m_start + tile_m, seqlen_q), *geometry)
+                for part in range(parts):
+                    # as the kernel: a part past the end takes the last row, and stores nothing
+                    start = min(m_start + part * part_m, seqlen_q - 1)
+                    rows = range(start, min(start + part_m, seqlen_q))
+                    own = key_blocks(rows.start, rows.stop, *geometry)
+                    blocks, skipped = blocks_of_part(tile, own, max_skipped)
+                    where = (geometry, m_start, part, tile, own, blocks, skipped)
+                    assert blocks.first == tile.first, where
+                    assert blocks.last + skipped == tile.last, where
+                    assert 0 <= skipped <= max_skipped, where
+                    visited = dict(visits(blocks))
+                    assert list(visited) == list(range(blocks.last - 1, blocks.first - 1, -1)), where
+                    assert visited, where
+                    for i in rows:
+                        low = 0 if left is None else max(0, i + shift - left)
+                        high = seqlen_k if right is None else min(seqlen_k, i + shift + right + 1)
+                        assert all(j // tile_n in visited for j in range(low, high)), where
+                        for n, is_masked in visited.items():
+                            assert is_masked or (low <= n * tile_n and (n + 1) * tile_n <= high), where

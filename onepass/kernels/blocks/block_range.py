@@ -82,6 +82,20 @@ def key_blocks(
     return KeyBlocks(first, clear_first, clear_last, last)
 
 
+def blocks_of_part(tile: KeyBlocks, part: KeyBlocks, max_skipped: int) -> tuple[KeyBlocks, int]:
+    """The blocks that some of a tile's rows (of a warpgroup, of a thread block in a cluster) visit.
+
+    They go through the tile's blocks in step with it, but for its last ones, which they may skip if they see none of
+    their keys; which blocks need a mask is up to their own rows.
+
+    Args: part: `key_blocks` of these rows alone.
+    Returns: their blocks, and how many are skipped.
+    """
+    # not below 0: a part that sees no key visits one block, which need not be one of the tile's
+    skipped = minimum(maximum(tile.last - part.last, 0), max_skipped)
+    return KeyBlocks(tile.first, part.clear_first, part.clear_last, tile.last - skipped), skipped
+
+
 def tile_needs_mask(
     m_start: int,
     m_end: int,

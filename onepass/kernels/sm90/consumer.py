@@ -25,7 +25,7 @@ from cutlass import Boolean, Float32, Int32, pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..blocks import epilogue, mask, plain_rows, wgmma
-from ..blocks.block_range import key_blocks, key_range
+from ..blocks.block_range import KeyBlocks, blocks_of_part, key_blocks, key_range
 from ..blocks.bundle import Bundle
 from ..blocks.integers import maximum, minimum, select
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
@@ -62,6 +62,13 @@ class Tile(NamedTuple):
     clear_first: Int32
     clear_last: Int32
     last: Int32
+
+    @property
+    def blocks(self) -> KeyBlocks:
+        return KeyBlocks(self.first, self.clear_first, self.clear_last, self.last)
+
+    def with_blocks(self, blocks: KeyBlocks) -> Tile:
+        return self._replace(**blocks._asdict())
 
 
 class Pipes(NamedTuple):
@@ -279,8 +286,8 @@ class Consumer(Bundle):
             m_start = minimum(tile.m_block * self.tile_m + self.wg * rows, seqlen_q - 1)
             m_end = minimum(m_start + rows, seqlen_q)
             own = key_blocks(m_start, m_end, *tile.geometry, self.tile_n)
-            skipped = minimum(maximum(tile.last - own.last, 0), self.kernel.k_stages - 1)
-            tile = tile._replace(last=tile.last - skipped, clear_first=own.clear_first, clear_last=own.clear_last)
+            blocks, skipped = blocks_of_part(tile.blocks, own, self.kernel.k_stages - 1)
+            tile = tile.with_blocks(blocks)
         return tile, skipped
 
     @cute.jit

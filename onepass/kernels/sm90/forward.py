@@ -36,7 +36,7 @@ from cutlass.memory import SmemAllocator
 
 from ...problem import AttentionProblem
 from ..blocks import tile_scheduler
-from ..blocks.block_range import key_blocks
+from ..blocks.block_range import blocks_of_part, key_blocks
 from ..blocks.integers import minimum
 from ..blocks.layouts import (
     as_batch_of_one,
@@ -325,7 +325,7 @@ class ForwardSm90:
             m_block = m_block * self.cluster_size + cute.arch.block_idx_in_cluster()
             m_start = minimum(m_block * self.tile_m, seqlen_q - 1)
             own = key_blocks(m_start, minimum(m_start + self.tile_m, seqlen_q), *geometry, self.tile_n)
-            blocks = blocks._replace(clear_first=own.clear_first, clear_last=own.clear_last)
+            blocks, _ = blocks_of_part(blocks, own, 0)
         return Tile(m_block, head, place_q, place_k, geometry, *blocks)
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
