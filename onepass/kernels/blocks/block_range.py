@@ -91,8 +91,7 @@ def blocks_of_part(tile: KeyBlocks, part: KeyBlocks, max_skipped: int) -> tuple[
     Args: part: `key_blocks` of these rows alone.
     Returns: their blocks, and how many are skipped.
     """
-    # not below 0: a part that sees no key visits one block, which need not be one of the tile's
-    skipped = minimum(maximum(tile.last - part.last, 0), max_skipped)
+    skipped = minimum(tile.last - part.last, max_skipped)
     return KeyBlocks(tile.first, part.clear_first, part.clear_last, tile.last - skipped), skipped
 
 
