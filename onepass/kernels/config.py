@@ -147,6 +147,10 @@ class ForwardConfig:
             raise UnsupportedError("overlap_tiles: needs overlap_gemm_softmax")
         if self.rescale_beside_qk and not self.overlap_gemm_softmax:
             raise UnsupportedError("rescale_beside_qk: needs overlap_gemm_softmax")
+        if not self.warp_specialized and least < 2:
+            raise UnsupportedError(
+                "stages: without warp_specialized K and V need 2, got 1: the next ones are loaded early"
+            )
         if not self.warp_specialized and (self.overlap_tiles or self.dynamic_tiles or self.cluster_size > 1):
             raise UnsupportedError("warp_specialized: overlap_tiles, dynamic_tiles and clusters need it")
         if self.score_buffers == 2 and not self.overlap_tiles:

@@ -104,6 +104,18 @@ DOES_NOT_FIT = [
     ({"tile_n": 128, "num_warpgroups": 5}, r"num_warpgroups: expected 1 to 4, got 5"),
     ({"tile_n": 100}, r"tile_n: expected 1 x 16, 32, ... 256, got 100"),
     ({"tile_n": 128, "num_stages": 1}, r"stages: overlap_gemm_softmax needs 2 for K and V, got 1"),
+    (
+        {
+            "tile_n": 64,
+            "num_stages": 1,
+            "overlap_gemm_softmax": False,
+            "overlap_tiles": False,
+            "warp_specialized": False,
+        },
+        r"stages: without warp_specialized K and V need 2, got 1",
+    ),
+    ({"tile_n": 64, "warp_specialized": False}, r"warp_specialized: overlap_tiles, dynamic_tiles and clusters need it"),
+    ({"tile_n": 64, "cluster_size": 2, "dynamic_tiles": True}, r"cluster_size: above 1 it takes neither dynamic_tiles"),
     ({"tile_n": 176, "num_warpgroups": 3}, r"registers: ForwardConfig\(.* needs 196 for S, P and O, a thread has 160"),
     ({"tile_n": 128, "num_stages": 9}, r"shared memory: .* needs 623616 bytes, a thread block has 232448"),
     ({"tile_n": 128, "rescale_threshold": 16.0}, r"rescale_threshold: expected 0 to 15, .*, got 16.0"),

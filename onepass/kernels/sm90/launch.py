@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -85,7 +85,8 @@ def prepare(
 def compile_request(problem: AttentionProblem, config: ForwardConfig | None = None) -> tuple:
     """The arguments of `compile.get` for the kernel of this problem."""
     config = config or heuristics.forward_config(problem)
-    return "forward", (problem.static(), config), ARCH, functools.partial(trace, problem, config)
+    static = replace(problem, deterministic=False).static()  # the forward is, either way
+    return "forward", (static, config), ARCH, functools.partial(trace, problem, config)
 
 
 def _without_keys(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
