@@ -91,7 +91,8 @@ def blocks_of_part(tile: KeyBlocks, part: KeyBlocks, max_skipped: int) -> tuple[
     Args: part: `key_blocks` of these rows alone.
     Returns: their blocks, and how many are skipped.
     """
-    skipped = minimum(tile.last - part.last, max_skipped)
+    # no part ends after its tile; the bound at 0 says so to the compiler
+    skipped = minimum(maximum(tile.last - part.last, 0), max_skipped)
     return KeyBlocks(tile.first, part.clear_first, part.clear_last, tile.last - skipped), skipped
 
 

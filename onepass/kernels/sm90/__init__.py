@@ -1,5 +1,8 @@
 """The Hopper backend: kernels in CuTe DSL.
 
-forward.py   the device code: read this one
-launch.py    tensors and options -> compiled kernel and grid; what dispatch calls
+forward.py    the kernel: set-up, roles, tiles; read this one first
+producer.py   the loads, and the warp that issues them
+consumer.py   what a consumer warpgroup does with a tile, step by step
+warpgroup.py  its registers and single acts: GEMMs, masks, storing
+launch.py     tensors and options -> compiled kernel and grid; what dispatch calls
 """

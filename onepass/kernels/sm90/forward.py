@@ -53,8 +53,9 @@ from ..blocks.plain_rows import PlainTensors
 from ..blocks.ptx import exit_if
 from ..blocks.tile_queue import TileQueue
 from ..config import REGISTERS, ROWS_PER_WARPGROUP, ForwardConfig, head_dim_tile
-from .consumer import WARPS, Consumer, Pipes, Scores, Tile
+from .consumer import Consumer
 from .producer import Producer
+from .warpgroup import WARPS, Pipes, Scores, Tile
 
 PRODUCER_WARP, SCHEDULER_WARP = 0, 1
 

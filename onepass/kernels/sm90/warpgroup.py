@@ -1,0 +1,287 @@
+"""A consumer warpgroup of the Hopper forward: its registers, and single acts with them.
+
+GEMMs and their turns, scores and masks, finished rows. In which order they are done is consumer.py's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, pipeline
+from cutlass.cute.nvgpu import warp
+
+from ..blocks import epilogue, mask, plain_rows, wgmma
+from ..blocks.block_range import KeyBlocks, key_range
+from ..blocks.bundle import Bundle
+from ..blocks.integers import maximum, select
+from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
+from ..blocks.mask import Geometry
+from ..blocks.named_barrier import NamedBarrier
+from ..blocks.online_softmax import OnlineSoftmax, finish
+from ..blocks.pack_gqa import unpack_row
+from ..blocks.plain_rows import soft_cap
+from ..blocks.warp import broadcast
+from ..config import ROWS_PER_WARPGROUP
+
+WARPGROUP = 128  # threads
+WARPS = 4  # of a warpgroup
+
+
+class Scores(NamedTuple):
+    """How raw scores q.k become exponents: exp2(scale_log2 * s), after s = tanh(s) of a softcap."""
+
+    scale_log2: Float32
+    tanh_scale: Float32 | None  # 2 log2(e) * softmax_scale / softcap; None: no softcap
+
+
+class Tile(NamedTuple):
+    """A tile of query rows and the key blocks it visits."""
+
+    m_block: Int32
+    head: Int32
+    place_q: Int32  # batch entry; of packed sequences the first row
+    place_k: Int32
+    geometry: Geometry
+    first: Int32
+    clear_first: Int32
+    clear_last: Int32
+    last: Int32
+
+    @property
+    def blocks(self) -> KeyBlocks:
+        return KeyBlocks(self.first, self.clear_first, self.clear_last, self.last)
+
+    def with_blocks(self, blocks: KeyBlocks) -> Tile:
+        return self._replace(**blocks._asdict())
+
+
+class Pipes(NamedTuple):
+    """The circular buffers of shared memory."""
+
+    q: pipeline.PipelineTmaAsync
+    k: pipeline.PipelineTmaAsync
+    v: pipeline.PipelineTmaAsync
+
+
+class Warpgroup(Bundle):
+    """64 query rows of each tile: S, P and O in registers, Q, K and V in shared memory."""
+
+    def __init__(self, kernel, sQ, sK, sV, pipes: Pipes, tiled_mmas, scores: Scores, mO, mLSE, mSinks, plain, producer):
+        config = self.config = kernel.config
+        self.kernel = kernel
+        self.num_warpgroups, self.parts = config.num_warpgroups, config.score_buffers
+        self.tile_m, self.tile_n, self.part_n = kernel.tile_m, kernel.tile_n, kernel.part_n
+        self.has_window = kernel.has_window
+        self.thread = cute.arch.thread_idx()[0] % WARPGROUP
+        # without a producer warp, the first consumer warp loads what the next step needs in each step
+        self.producer = producer
+        first = 1 if producer is None else 0
+        self.wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP - first)
+        self.lane_in_quad = self.thread % 4
+        # the first of this thread's two rows, 8 apart
+        self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.thread // 32 * 16 + self.thread % 32 // 4
+        self.pipes, self.scores = pipes, scores
+        self.mO, self.mLSE, self.mSinks, self.plain = mO, mLSE, mSinks, plain
+
+        self.tiled_mma_qk, self.tiled_mma_pv = tiled_mmas
+        thr_qk, thr_pv = (tiled_mma.get_slice(self.thread) for tiled_mma in tiled_mmas)
+        self.sQ, self.sV = sQ, sV
+        self.rQ = self.tiled_mma_qk.make_fragment_A(thr_qk.partition_A(sQ))
+        if config.q_in_registers:
+            self.rQ = cute.make_rmem_tensor(cute.select(self.rQ.layout, [0, 1, 2]).shape, kernel.dtype)
+        self.rK = self.tiled_mma_qk.make_fragment_B(thr_qk.partition_B(sK))
+        self.rV = self.tiled_mma_pv.make_fragment_B(thr_pv.partition_B(transposed(sV)))
+        shape_s = self.tiled_mma_qk.partition_shape_C((ROWS_PER_WARPGROUP, self.part_n))
+        shape_o = self.tiled_mma_pv.partition_shape_C((ROWS_PER_WARPGROUP, kernel.head_dim_v))
+        self.acc_s = [cute.make_rmem_tensor(shape_s, Float32) for _ in range(self.parts)]
+        self.acc_o = cute.make_rmem_tensor(shape_o, Float32)
+        self.s, self.o = [rows_and_columns(acc) for acc in self.acc_s], rows_and_columns(self.acc_o)
+        self.rP = cute.make_rmem_tensor(self.acc_s[0].layout, kernel.dtype)
+        self.p = as_operand_a(self.rP)
+        self.is_lazy = config.rescale_threshold > 0
+        self.softmax = OnlineSoftmax(scores.scale_log2, config.rescale_threshold, config.exp2_fma_period)
+        # of the tile whose last PV is still to come, while `softmax` is on the next one already
+        self.done_max, self.done_sum = (cute.make_rmem_tensor((2,), Float32) for _ in range(2))
+
+    # ---------------------------------------------------------------- GEMMs
+
+    def q_state(self, tile_count) -> pipeline.PipelineState:
+        return self.kernel.q_state(self.wg, tile_count)
+
+    @cute.jit
+    def load_q(self, q_state):
+        """Wait for this warpgroup's Q; with q_in_registers, copy it there and give its buffer back at once."""
+        self.pipes.q.consumer_wait(q_state)
+        if cutlass.const_expr(self.config.q_in_registers):
+            ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.kernel.dtype)
+            copy = cute.make_tiled_copy_A(ldmatrix, self.tiled_mma_qk).get_slice(self.thread)
+            source = copy.partition_S(self.sQ[None, None, q_state.index])
+            cute.copy(copy, source, copy.retile(self.rQ))
+            self.pipes.q.consumer_release(q_state)
+
+    @cute.jit
+    def release_q(self, q_state, is_last: Boolean):
+        if cutlass.const_expr(not self.config.q_in_registers):
+            if is_last:
+                self.pipes.q.consumer_release(q_state)
+
+    @cute.jit
+    def issue_gemms(self, part: cutlass.Constexpr[int], k_state, v_state, q_state, ready=(None, None)):
+        """S[part] = Q K^T and O += P V, in this order, in this warpgroup's turn."""
+        self.pipes.k.consumer_wait(k_state, ready[0])
+        self.wait_for_turn()
+        self._gemm_qk(part, k_state, q_state)
+        self.issue_pv(v_state, ready[1])
+        self.pass_turn()
+
+    @cute.jit
+    def issue_qk(self, part: cutlass.Constexpr[int], k_state, q_state):
+        self.pipes.k.consumer_wait(k_state)
+        self._gemm_qk(part, k_state, q_state)
+
+    @cute.jit
+    def _gemm_qk(self, part: cutlass.Constexpr[int], k_state, q_state):
+        rQ = self.rQ if self.config.q_in_registers else self.rQ[None, None, None, q_state.index]
+        wgmma.issue(self.tiled_mma_qk, self.acc_s[part], rQ, self.rK[None, None, None, k_state.index], False)
+
+    @cute.jit
+    def issue_pv(self, v_state, is_ready=None):
+        if cutlass.const_expr(not self.is_lazy and self.config.rescale_beside_qk):
+            self.softmax.rescale(self.o)
+        self.pipes.v.consumer_wait(v_state, is_ready)
+        wgmma.issue(self.tiled_mma_pv, self.acc_o, self.p, self.rV[None, None, None, v_state.index], True)
+
+    @cute.jit
+    def clear_rubbish(self, tile: Tile, v_state):
+        """Zeros in place of what a tile's first block of V holds past the sequence's last key.
+
+        P is 0 there, and 0 * NaN = NaN. V of a dense problem ends there, too: TMA fills in zeros itself. All
+        warpgroups write the same zeros, so they need not wait for each other.
+        """
+        if cutlass.const_expr(self.kernel.has_rubbish):
+            if tile.last * self.tile_n > tile.geometry.seqlen_k:
+                state = v_state.clone()
+                for part in cutlass.range_constexpr(self.parts - 1, -1, -1):
+                    self.pipes.v.consumer_wait(state)
+                    first = tile.geometry.seqlen_k - (tile.last - 1) * self.tile_n - part * self.part_n
+                    self._clear_rows(self.sV[None, None, state.index], first)
+                    state.advance()
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.wg, number_of_threads=WARPGROUP)
+
+    @cute.jit
+    def _clear_rows(self, tile_v: cute.Tensor, first: Int32):
+        """Zeros in rows `first` (any number) to the last one, 16 bytes a store, by all threads of the warpgroup."""
+        zeros = cute.make_rmem_tensor((8,), tile_v.element_type)
+        zeros.fill(0.0)
+        first = maximum(first, 0)
+        vectors_per_row = cute.size(tile_v, mode=[1]) // 8
+        vectors = cute.zipped_divide(tile_v, (1, 8))  # ((1, 8), (row, vector))
+        for i in cutlass.range(self.thread, (self.part_n - first) * vectors_per_row, WARPGROUP, unroll=1):
+            row, vector = first + i // vectors_per_row, i % vectors_per_row
+            cute.autovec_copy(zeros, vectors[(0, None), (row, vector)])
+
+    # ---------------------------------------------------------------- scores
+
+    @cute.jit
+    def modify_scores(self, part: cutlass.Constexpr[int]):
+        """Softcap: s -> tanh(softmax_scale * s / softcap); the cap itself is in scale_log2."""
+        if cutlass.const_expr(self.scores.tanh_scale is not None):
+            acc_s = self.acc_s[part]
+            for i in cutlass.range_constexpr(cute.size(acc_s)):
+                acc_s[i] = soft_cap(acc_s[i], self.scores.tanh_scale)
+
+    @cute.jit
+    def mask_if_needed(self, tile: Tile, n_block: Int32, part: cutlass.Constexpr[int]):
+        if n_block >= tile.clear_last or n_block < tile.clear_first:
+            self.apply_mask(tile, n_block, part)
+
+    @cute.jit
+    def apply_mask(self, tile: Tile, n_block: Int32, part: cutlass.Constexpr[int]):
+        rows = [self.row_of(tile, self.row_in_tile + 8 * r)[0] for r in range(2)]
+        n_start = n_block * self.tile_n + part * self.part_n
+        mask.apply(self.s[part], rows, n_start, self.lane_in_quad, tile.geometry)
+
+    def row_of(self, tile: Tile, row_in_tile) -> tuple:
+        """A row's position in the sequence, its head, and whether there is such a row."""
+        group = self.kernel.group
+        if group == 1:
+            position = tile.m_block * self.tile_m + row_in_tile
+            return position, tile.head, position < tile.geometry.seqlen_q
+        position, head, is_used = unpack_row(row_in_tile, group)
+        position = tile.m_block * self.tile_m + position
+        limit = select(is_used, tile.geometry.seqlen_q, Int32(0))
+        return position, tile.head * group + head, position < limit
+
+    # ---------------------------------------------------------------- end of a tile
+
+    @cute.jit
+    def keep_done(self):
+        for r in cutlass.range_constexpr(2):
+            self.done_max[r], self.done_sum[r] = self.softmax.row_max[r], self.softmax.row_sum[r]
+
+    @cute.jit
+    def store(self, tile: Tile):
+        """out = O / row_sum and lse of a finished tile; O is free afterwards."""
+        weights = cute.make_rmem_tensor((2,), Float32)
+        at_head = self.kernel.at_head
+        rows = [self.row_of(tile, self.row_in_tile + 8 * r) for r in range(2)]
+        is_row = [exists for _, _, exists in rows]
+        for r in cutlass.range_constexpr(2):
+            position, head, _ = rows[r]
+            sink = None
+            if cutlass.const_expr(self.mSinks is not None):
+                sink = self.mSinks[head]
+            weight, lse = finish(self.done_max[r], self.done_sum[r], self.scores.scale_log2, sink)
+            weights[r] = weight
+            mLSE = at_head(self.mLSE, self.mLSE, head, tile.place_q)[None, 0]
+            epilogue.store_lse(lse, mLSE, position, is_row[r], self.lane_in_quad)
+        out_rows = [at_head(self.mO, self.mO, head, tile.place_q)[position, None] for position, head, _ in rows]
+        epilogue.store_rows(self.o, weights, out_rows, is_row, self.lane_in_quad)
+        if cutlass.const_expr(self.plain is not None):
+            if plain_rows.has_nan(self.o, is_row[0]):
+                cute.arch.sync_warp()  # other lanes write the same rows again
+                self.recompute(tile, weights)
+
+    @cute.jit
+    def recompute(self, tile: Tile, weights: cute.Tensor):
+        """Every row of this warp from its visible keys alone: V of a hidden key may have brought NaN (0 * NaN)."""
+        at_head, plain, geometry = self.kernel.at_head, self.plain, tile.geometry
+        head_kv = tile.head // self.kernel.tile_heads_per_kvhead
+        mK, mV = (at_head(t, t, head_kv, tile.place_k) for t in (plain.k, plain.v))
+        # known to be uniform: if a branch could split the warp, ptxas would give up uniform registers in the main loop
+        first_row = cute.arch.make_warp_uniform(broadcast(self.row_in_tile, 0))
+        for i in cutlass.range(16, unroll=1):
+            position, head, is_row = self.row_of(tile, first_row + i)
+            is_upper, lane = i < 8, i % 8 * 4
+            row_max = broadcast(self.done_max[0] if is_upper else self.done_max[1], lane)
+            weight = broadcast(weights[0] if is_upper else weights[1], lane)
+            if is_row:
+                mQ, mO = (at_head(t, t, head, tile.place_q) for t in (plain.q, self.mO))
+                low, high = key_range(position, position + 1, *geometry)
+                scales = (self.scores.scale_log2, self.scores.tanh_scale)
+                plain_rows.recompute_row(
+                    mQ[position, None], mK, mV, mO[position, None], low, high, *scales, row_max, weight
+                )
+
+    # ---------------------------------------------------------------- pingpong (section 3.1): GEMMs in turns
+
+    @cute.jit
+    def prime_turns(self):
+        """Warpgroup 0 goes first."""
+        if cutlass.const_expr(self.config.pingpong and self.num_warpgroups > 1):
+            if self.wg == self.num_warpgroups - 1:
+                self.pass_turn()
+
+    @cute.jit
+    def wait_for_turn(self):
+        if cutlass.const_expr(self.config.pingpong and self.num_warpgroups > 1):
+            cute.arch.barrier(barrier_id=NamedBarrier.PINGPONG + self.wg, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def pass_turn(self):
+        if cutlass.const_expr(self.config.pingpong and self.num_warpgroups > 1):
+            following = self.wg + 1 if self.wg < self.num_warpgroups - 1 else Int32(0)
+            cute.arch.barrier_arrive(barrier_id=NamedBarrier.PINGPONG + following, number_of_threads=2 * WARPGROUP)
