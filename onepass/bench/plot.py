@@ -120,7 +120,7 @@ def _draw(rows: Sequence[Row], header: dict[str, Any], path: Path) -> None:
         # room for the numbers above the bars; one scale for all panels of a row
         axes[0].set_ylim(0, room * scale * _highest(panels, down[i], kind))
     handles = [plt.Rectangle((0, 0), 1, 1, color=_COLORS.get(name, _FALLBACK)) for name in names]
-    figure.suptitle(_title(rows, header), fontsize=10, fontweight="bold", y=1 - 0.12 / size[1])
+    figure.suptitle(_title(rows, header), fontsize=8.5, fontweight="bold", y=1 - 0.12 / size[1])
     figure.legend(handles, names, loc="lower center", ncol=len(names), frameon=False, fontsize=9)
     figure.tight_layout(rect=(0, 0.3 / size[1], 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)

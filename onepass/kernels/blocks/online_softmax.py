@@ -140,7 +140,7 @@ class OnlineSoftmax(Bundle):
 
     @cute.jit
     def _exponentiate(self, scores: cute.Tensor):
-        """Both rows column by column: exponentials wait for nothing but the special function unit."""
+        """scores -> exponentials, in place, and their sums: two chains a row, mixed with them by ptxas."""
         sums = [[Float32(0.0), Float32(0.0)] for _ in range(ROWS)]
         for r in cutlass.range_constexpr(ROWS):
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
