@@ -79,7 +79,7 @@ def main() -> None:
         print("no GPU: CPU tensors, a kernel that does nothing")
         dispatch._sm90_refusal = lambda problem: None
         compile.get = lambda *request: lambda *arguments: None
-        launch._tile_counter = lambda device: None
+        launch.tile_counter = lambda device: None
         torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
     for name, call in components().items():
         print(f"{name:26s} {cost_us(call):6.1f} us", flush=True)

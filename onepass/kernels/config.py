@@ -176,3 +176,38 @@ class ForwardConfig:
         registers = self.accumulator_registers(problem)
         if registers > available - 16:
             raise UnsupportedError(f"registers: {self} needs {registers} for S, P and O, a thread has {available}")
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """How one backward launch on Hopper is tiled and overlapped.
+
+    Attributes:
+        tile_m: query rows of one step of the main loop, 64 or 128.
+        q_stages, do_stages: buffers for Q and for dO.
+        longest_first: number the tiles of keys by length (only meaningful where they differ), in L2-sized sections of heads.
+        dynamic_tiles: thread blocks draw their tiles from a queue instead of taking every so many-th one.
+    """
+
+    tile_m: int = 64
+    num_warpgroups: int = 2
+    q_stages: int = 2
+    do_stages: int = 2
+    longest_first: bool = True
+    dynamic_tiles: bool = False
+
+    @property
+    def tile_n(self) -> int:
+        return ROWS_PER_WARPGROUP * self.num_warpgroups
+
+    def head_dims(self, problem: AttentionProblem) -> tuple[int, int]:
+        """What the kernel is compiled for: no 96, whose halves are no whole column blocks of shared memory."""
+        d, dv = (head_dim_tile(d) for d in (problem.head_dim, problem.head_dim_v))
+        return (128 if d == 96 else d), (128 if dv == 96 else dv)
+
+    @property
+    def num_threads(self) -> int:
+        return 128 * (self.num_warpgroups + 1)
+
+    def check(self, problem: AttentionProblem) -> None:
+        """Raises: UnsupportedError, naming the bound, what is needed and what there is."""

@@ -32,7 +32,7 @@ def configs(monkeypatch):
 
     monkeypatch.setattr(dispatch, "_sm90_refusal", launch.unsupported)
     monkeypatch.setattr(compile, "get", get)
-    monkeypatch.setattr(launch, "_tile_counter", lambda device: None)
+    monkeypatch.setattr(launch, "tile_counter", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     launch.prepare.cache_clear()
     repeated._forwards.clear()

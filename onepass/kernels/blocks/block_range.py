@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .integers import ceil_div, maximum, minimum
+from .integers import ceil_div, maximum, minimum, select
 
 
 def key_range(
@@ -94,6 +94,45 @@ def blocks_of_part(tile: KeyBlocks, part: KeyBlocks, max_skipped: int) -> tuple[
     # no part ends after its tile; the bound at 0 says so to the compiler
     skipped = minimum(maximum(tile.last - part.last, 0), max_skipped)
     return KeyBlocks(tile.first, part.clear_first, part.clear_last, tile.last - skipped), skipped
+
+
+class QueryBlocks(NamedTuple):
+    """Query blocks of one tile of keys, as block indices: first <= clear_first <= clear_last <= last.
+
+    Blocks [first, last) are visited (none if the two are equal); blocks [clear_first, clear_last) need no mask.
+    """
+
+    first: int
+    clear_first: int
+    clear_last: int
+    last: int
+
+
+def query_blocks(
+    n_start: int,
+    n_end: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    window_left: int | None,
+    window_right: int | None,
+    tile_m: int,
+) -> QueryBlocks:
+    """The query blocks that the keys [n_start, n_end) are seen from, for kernels, whose blocks start at multiples of
+    tile_m.
+
+    Keys from seqlen_k on are hidden from every query, queries from seqlen_q on are none: blocks with either need a mask.
+    """
+    shift = seqlen_k - seqlen_q
+    low, high = query_range(n_start, minimum(n_end, seqlen_k), seqlen_q, seqlen_k, window_left, window_right)
+    high = select(n_start < seqlen_k, high, low)
+    clear_low = low if window_right is None else maximum(low, n_end - 1 - shift - window_right)
+    clear_high = high if window_left is None else minimum(high, n_start - shift + window_left + 1)
+    clear_high = select(n_end > seqlen_k, low, clear_high)
+    first = low // tile_m
+    last = select(high > low, ceil_div(high, tile_m), first)
+    clear_first = minimum(ceil_div(clear_low, tile_m), last)
+    clear_last = minimum(maximum(maximum(clear_high, 0) // tile_m, clear_first), last)
+    return QueryBlocks(first, clear_first, clear_last, last)
 
 
 def tile_needs_mask(

@@ -42,6 +42,7 @@ class PackedTile(NamedTuple):
     seqlen_q: Int32
     start_k: Int32
     seqlen_k: Int32
+    sequence: Int32
 
 
 class PackedSchedule(Bundle):
@@ -96,4 +97,5 @@ class PackedSchedule(Bundle):
         # the rows of no sequence see no key
         is_sequence = sequence < self.batch
         seqlen_k = used_keys(self.lengths, minimum(sequence, self.batch - 1), seqlen_k)
-        return PackedTile(*coord, start_q, seqlen_q, start_k, seqlen_k if is_sequence else Int32(0))
+        seqlen_k = seqlen_k if is_sequence else Int32(0)
+        return PackedTile(*coord, start_q, seqlen_q, start_k, seqlen_k, sequence)

@@ -15,10 +15,18 @@ def issue(
 
     Args: a, b: (MMA, MMA_M | MMA_N, MMA_K), a in shared memory or registers.
     """
+    issue_sum(tiled_mma, acc, [(a, b)], accumulate)
+
+
+@cute.jit
+def issue_sum(tiled_mma: cute.TiledMma, acc: cute.Tensor, pairs: list, accumulate: cutlass.Constexpr[bool]):
+    """acc (+)= the sum of a b^T over the pairs (a, b), as one committed group; see `issue`."""
     # a private copy: ACCUMULATE is set on the Python object
     atom = cute.make_mma_atom(tiled_mma.op)
     warpgroup.fence()
-    for k in cutlass.range_constexpr(cute.size(a.shape[2])):
-        atom.set(warpgroup.Field.ACCUMULATE, accumulate or k != 0)
-        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+    for i in cutlass.range_constexpr(len(pairs)):
+        a, b = pairs[i]
+        for k in cutlass.range_constexpr(cute.size(a.shape[2])):
+            atom.set(warpgroup.Field.ACCUMULATE, accumulate or i + k != 0)
+            cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
     warpgroup.commit_group()

@@ -310,7 +310,7 @@ class ForwardSm90:
         """The tile of this number; past the end, the last one (which is then not computed)."""
         number = minimum(number, schedule.num_tiles - 1)
         if cutlass.const_expr(self.is_packed):
-            m_block, head, place_q, seqlen_q, place_k, seqlen_k = schedule.find(number)
+            m_block, head, place_q, seqlen_q, place_k, seqlen_k, _ = schedule.find(number)
         else:
             coord = tile_scheduler.tile_coord(number, schedule.divisors, schedule.num_m_blocks, schedule.batch)
             m_block, head, place_q = coord

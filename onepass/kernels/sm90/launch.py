@@ -111,9 +111,9 @@ class Launch:
     def __call__(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_outputs(self.problem, inputs)
         self.kernel(
-            _tma_ready(inputs.q),
-            _tma_ready(inputs.k),
-            _tma_ready(inputs.v),
+            tma_ready(inputs.q),
+            tma_ready(inputs.k),
+            tma_ready(inputs.v),
             out,
             lse,
             None if inputs.sinks is None else inputs.sinks.float().contiguous(),
@@ -124,7 +124,7 @@ class Launch:
             self.tanh_scale,
             self.window_left,
             self.window_right,
-            _tile_counter(inputs.q.get_device()) if self.is_dynamic else None,
+            tile_counter(inputs.q.get_device()) if self.is_dynamic else None,
             self.heads_per_section,
             self.num_ctas,
         )
@@ -134,7 +134,7 @@ class Launch:
 _tile_counters: dict[tuple[int, int], Tensor] = {}
 
 
-def _tile_counter(device: int) -> Tensor:
+def tile_counter(device: int) -> Tensor:
     """The zero that the tile queue of a launch counts from.
 
     Every launch leaves it at zero again, and launches of one stream follow each other, so one per stream does. A
@@ -150,12 +150,12 @@ def _tile_counter(device: int) -> Tensor:
     return counter
 
 
-def _tma_ready(t: Tensor) -> Tensor:
+def tma_ready(t: Tensor) -> Tensor:
     """t itself where TMA can read it, else a contiguous copy."""
-    return t if _is_tma_ready(t) else t.clone(memory_format=torch.contiguous_format)
+    return t if is_tma_ready(t) else t.clone(memory_format=torch.contiguous_format)
 
 
-def _is_tma_ready(t: Tensor) -> bool:
+def is_tma_ready(t: Tensor) -> bool:
     strides = t.stride()
     if strides[-1] != 1 or t.data_ptr() % 16 != 0:
         return False
@@ -167,25 +167,36 @@ def _is_tma_ready(t: Tensor) -> bool:
 
 def copied(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
     """Which of the tensors a call copies before its kernel runs."""
-    return [name for name, t in (("q", q), ("k", k), ("v", v)) if not _is_tma_ready(t)]
+    return [name for name, t in (("q", q), ("k", k), ("v", v)) if not is_tma_ready(t)]
+
+
+def element_type(dtype: torch.dtype) -> type:
+    """The kernel language's name of a dtype."""
+    import cutlass
+
+    return {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}[dtype]
+
+
+def fake_tensor(kind: type, *shape: int | None, align_bytes: int):
+    """A stand-in of any lengths (None) and strides; the last dimension contiguous."""
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    divisibility = align_bytes * 8 // kind.width
+    strides = tuple(cute.sym_int64(divisibility=divisibility) for _ in shape[:-1])
+    shape = tuple(cute.sym_int() if size is None else size for size in shape)
+    return make_fake_tensor(kind, shape, (*strides, 1), assumed_align=align_bytes)
 
 
 def trace(problem: AttentionProblem, config: ForwardConfig) -> tuple:
     """The kernel of a static problem and stand-ins for its arguments, for `compile`."""
-    import cutlass
-    from cutlass import Float32, Int32, cute
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+    from cutlass import Float32, Int32
+    from cutlass.cute.runtime import make_fake_stream
 
     from .forward import ForwardSm90
 
-    dtype = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}[problem.dtype]
-
-    def tensor(kind: type, *shape: int | None, align_bytes: int):
-        """Any lengths (None) and strides; the last dimension contiguous."""
-        divisibility = align_bytes * 8 // kind.width
-        strides = tuple(cute.sym_int64(divisibility=divisibility) for _ in shape[:-1])
-        shape = tuple(cute.sym_int() if size is None else size for size in shape)
-        return make_fake_tensor(kind, shape, (*strides, 1), assumed_align=align_bytes)
+    dtype = element_type(problem.dtype)
+    tensor = fake_tensor
 
     def optional(value: object, is_given: bool):
         return value if is_given else None

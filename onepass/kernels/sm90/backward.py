@@ -1,0 +1,371 @@
+"""The Hopper backward kernel: warp-specialised, persistent, five GEMMs a step.
+
+A tile is 64 * num_warpgroups keys of one kv head; the steps go through the query blocks that see them, of each query
+head of the group in turn. Everything is computed transposed, keys in rows: S^T = K Q^T and dP^T = V dO^T leave P^T and
+dS^T in registers, in the layout in which the next GEMMs read them as operand A. So dV += P^T dO and dK += dS^T Q
+accumulate in registers through the whole tile, and only dS goes through shared memory: dQ = dS K sums over the keys of
+all warpgroups. The dQ of a step is added to a float32 accumulator in global memory.
+
+    producer warp        Q0 | K V | dO0 | Q1 dO1 | Q2 dO2 ...                      TMA, through circular buffers
+    each warpgroup       S0 P0 | dV0 dP0 S1 | dS0 | dK0 dQ0 | P1 | dV1 dP1 S2 | dS1 | dK1 dQ1 | P2 ...
+
+P and dS are computed while the tensor cores work on the GEMMs around them; see backward_consumer.py.
+
+Buffers and barriers (mbarrier pairs full / empty; arrivals)
+    K, V  one tile each, as tiles (64, head_dim) per warpgroup     full: TMA bytes     empty: all consumer warps
+    Q     q_stages tiles (tile_m, head_dim), with their lse, delta full: TMA bytes     empty: all consumer warps
+    dO    do_stages tiles (tile_m, head_dim_v)                     full: TMA bytes     empty: all consumer warps
+    dS    2 tiles (keys, tile_m)                                   a named barrier of all consumers in each step
+
+Source: FlashAttention-3, arXiv:2407.08608, appendix B.1, Algorithm 3.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode as Major
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu.warpgroup import MmaF16BF16Op, OperandSource
+from cutlass.memory import SmemAllocator
+
+from ...problem import AttentionProblem
+from ..blocks import tile_scheduler
+from ..blocks.block_range import query_blocks
+from ..blocks.integers import minimum
+from ..blocks.layouts import as_batch_of_one, one_tile, rows_first, smem_tiles
+from ..blocks.mask import Geometry
+from ..blocks.packed_schedule import Lengths, PackedSchedule, used_keys
+from ..blocks.ptx import exit_if
+from ..blocks.tile_queue import TileQueue
+from ..config import REGISTERS, ROWS_PER_WARPGROUP, BackwardConfig
+from .backward_consumer import BackwardConsumer, Mmas
+from .backward_producer import BackwardProducer
+from .forward import Schedule, Sequences
+from .warpgroup import WARPS, Scores
+
+PRODUCER_WARP, SCHEDULER_WARP = 0, 1
+STAT_ROWS = 2  # lse and delta of a query
+
+
+class KeyTile(NamedTuple):
+    """A tile of keys and the query blocks it visits."""
+
+    n_block: Int32
+    head_kv: Int32
+    place_q: Int32  # batch entry; of packed sequences the first row
+    place_k: Int32
+    rows_k: Int32  # of the tensors: dk and dv are written up to here
+    first_m_block: Int32  # number of the sequence's first query block among those of a head
+    geometry: Geometry
+    first: Int32
+    clear_first: Int32
+    clear_last: Int32
+    last: Int32
+
+
+class BackwardPipes(NamedTuple):
+    """The circular buffers of shared memory."""
+
+    k: pipeline.PipelineTmaAsync
+    v: pipeline.PipelineTmaAsync
+    q: pipeline.PipelineTmaAsync
+    do: pipeline.PipelineTmaAsync
+
+
+class Accumulator(NamedTuple):
+    """What belongs to blocks of query rows, numbered batch -> head -> block.
+
+    Attributes:
+        dq: (blocks, tile_m * head_dim) float32: sums of dq, each thread's values of a wgmma accumulator together.
+        stats: (blocks, 2 * tile_m) float32: log2(e) * lse of the rows (+inf: no keys, or no row), then delta.
+        turns: (blocks, num_warpgroups) int32, None unless deterministic: how many tiles of keys have been added.
+        blocks_per_head: of all packed sequences together.
+    """
+
+    dq: cute.Tensor
+    stats: cute.Tensor
+    turns: cute.Tensor | None
+    blocks_per_head: Int32
+    num_heads: Int32
+
+
+class BackwardSm90:
+    """One compiled backward: (static problem, config) -> device code. See the module's docstring for the picture."""
+
+    def __init__(self, problem: AttentionProblem, config: BackwardConfig, dtype: type[cutlass.Numeric]):
+        config.check(problem)
+        self.config = config
+        self.dtype = dtype
+        self.group = problem.qhead_per_kvhead
+        self.num_warpgroups = config.num_warpgroups
+        self.tile_m, self.tile_n = config.tile_m, config.tile_n
+        self.head_dim, self.head_dim_v = config.head_dims(problem)
+        self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
+        self.longest_first = config.longest_first and self.has_window == (False, True)
+        self.is_packed = problem.is_packed
+        # K, V, Q, dO may hold anything past the end of a sequence
+        self.has_rubbish = problem.is_packed or problem.has_seqused_k
+        self.producer_registers, self.consumer_registers = REGISTERS[config.num_warpgroups]
+
+    # ---------------------------------------------------------------- host
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim); packed sequences: these tensors without batch
+        k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim)
+        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v)
+        dout: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v)
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        dq_accum: cute.Tensor,  # see Accumulator, here and for the next two
+        stats: cute.Tensor,
+        turns: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor | None,  # (batch + 1,) int32
+        cu_seqlens_k: cute.Tensor | None,  # (batch + 1,) int32
+        seqused_k: cute.Tensor | None,  # (batch,) int32
+        softmax_scale: Float32,
+        scale_log2: Float32,
+        tanh_scale: Float32 | None,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        counter: cute.Tensor | None,  # (1,) int32, zero: see blocks/tile_queue.py
+        blocks_per_head: Int32,
+        heads_per_section: Int32,
+        num_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        if cutlass.const_expr(self.is_packed):
+            q, k, v, dout, dk, dv = (as_batch_of_one(t) for t in (q, k, v, dout, dk, dv))
+        sK_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim, self.num_warpgroups, self.dtype)
+        sV_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim_v, self.num_warpgroups, self.dtype)
+        sQ_layout = smem_tiles(self.tile_m, self.head_dim, self.config.q_stages, self.dtype)
+        sdO_layout = smem_tiles(self.tile_m, self.head_dim_v, self.config.do_stages, self.dtype)
+        sdS_layout = smem_tiles(ROWS_PER_WARPGROUP, self.tile_m, 2 * self.num_warpgroups, self.dtype)
+        tma = []
+        for t, layout, rows, columns in (
+            (k, sK_layout, ROWS_PER_WARPGROUP, self.head_dim),
+            (v, sV_layout, ROWS_PER_WARPGROUP, self.head_dim_v),
+            (q, sQ_layout, self.tile_m, self.head_dim),
+            (dout, sdO_layout, self.tile_m, self.head_dim_v),
+        ):
+            load = cpasync.CopyBulkTensorTileG2SOp()
+            tma.append(cpasync.make_tiled_tma_atom(load, rows_first(t), one_tile(layout, rows), (rows, columns)))
+        (tma_k, mK), (tma_v, mV), (tma_q, mQ), (tma_do, mdO) = tma
+
+        seqlen_k, _, num_heads_kv, batch = mK.shape
+        if cutlass.const_expr(self.is_packed):
+            divisors = tile_scheduler.Divisors(None, None, None, cute.FastDivmodDivisorV2(num_heads_kv))
+            schedule = Schedule(None, None, None, divisors)
+        else:
+            num_n_blocks = cute.ceil_div(seqlen_k, self.tile_n)
+            heads_in_last = tile_scheduler.heads_in_last_section(num_heads_kv * batch, heads_per_section)
+            divisors = (num_n_blocks * heads_per_section, heads_per_section, heads_in_last, num_heads_kv)
+            divisors = tile_scheduler.Divisors(*(cute.FastDivmodDivisorV2(d) for d in divisors))
+            schedule = Schedule(num_n_blocks * num_heads_kv * batch, num_n_blocks, batch, divisors)
+        self.kernel(
+            tma_k,
+            mK,
+            tma_v,
+            mV,
+            tma_q,
+            mQ,
+            tma_do,
+            mdO,
+            rows_first(dk),
+            rows_first(dv),
+            Accumulator(dq_accum, stats, turns, blocks_per_head, mQ.shape[2]),
+            Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
+            softmax_scale,
+            Scores(scale_log2, tanh_scale),
+            window_left,
+            window_right,
+            schedule,
+            counter,
+            self._make_tiled_mmas(),
+            sK_layout,
+            sV_layout,
+            sQ_layout,
+            sdO_layout,
+            sdS_layout,
+        ).launch(
+            grid=[num_ctas, 1, 1],
+            block=[self.config.num_threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def _make_tiled_mmas(self) -> Mmas:
+        """One warpgroup each; see Mmas."""
+
+        def tiled_mma(columns: int, a: OperandSource, a_major: Major, b_major: Major) -> cute.TiledMma:
+            op = MmaF16BF16Op(self.dtype, Float32, (64, columns, 16), a, a_major, b_major)
+            return cute.make_tiled_mma(op, (1, 1, 1))
+
+        smem, registers = OperandSource.SMEM, OperandSource.RMEM
+        return Mmas(
+            s=tiled_mma(self.tile_m, smem, Major.K, Major.K),
+            dp=tiled_mma(self.tile_m, smem, Major.K, Major.K),
+            dv=tiled_mma(self.head_dim_v, registers, Major.K, Major.MN),
+            dk=tiled_mma(self.head_dim, registers, Major.K, Major.MN),
+            dq=tiled_mma(self.dq_columns, smem, Major.MN, Major.MN),
+        )
+
+    @property
+    def dq_columns(self) -> int:
+        """Of each warpgroup's part of dQ: 64 rows, or half the columns."""
+        return self.head_dim * self.tile_m // ROWS_PER_WARPGROUP // self.num_warpgroups
+
+    # ---------------------------------------------------------------- device: set-up and roles
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_k: cute.CopyAtom,
+        mK: cute.Tensor,  # (seqlen_k, head_dim, num_heads_kv, batch), coordinates for TMA; mV, mQ, mdO alike
+        tma_v: cute.CopyAtom,
+        mV: cute.Tensor,
+        tma_q: cute.CopyAtom,
+        mQ: cute.Tensor,
+        tma_do: cute.CopyAtom,
+        mdO: cute.Tensor,
+        mdK: cute.Tensor,  # (seqlen_k, head_dim, num_heads_kv, batch)
+        mdV: cute.Tensor,
+        accumulator: Accumulator,
+        lengths: Lengths,
+        softmax_scale: Float32,
+        scores: Scores,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        schedule: Schedule,
+        counter: cute.Tensor | None,
+        tiled_mmas: Mmas,
+        sK_layout: cute.ComposedLayout,
+        sV_layout: cute.ComposedLayout,
+        sQ_layout: cute.ComposedLayout,
+        sdO_layout: cute.ComposedLayout,
+        sdS_layout: cute.ComposedLayout,
+    ):
+        warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if cutlass.const_expr(self.is_packed):
+            # tiles are made of keys here: the schedule with both sides exchanged
+            of_keys = Lengths(lengths.cu_seqlens_k, lengths.cu_seqlens_q, None)
+            num_heads = schedule.divisors.num_heads
+            schedule = PackedSchedule(of_keys, mK.shape[0], mQ.shape[0], num_heads, self.tile_n, False)
+            # the grid was made for the worst case
+            exit_if(cute.arch.block_idx()[0] >= schedule.num_tiles)
+        if warp_id == 0:
+            for atom in (tma_k, tma_v, tma_q, tma_do):
+                cpasync.prefetch_descriptor(atom)
+
+        smem = SmemAllocator()
+        sK, sV, sQ, sdO, sdS = (
+            smem.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
+            for layout in (sK_layout, sV_layout, sQ_layout, sdO_layout, sdS_layout)
+        )
+        stats_layout = cute.make_layout((STAT_ROWS * self.tile_m, self.config.q_stages))
+        sStats = smem.allocate_tensor(Float32, stats_layout, 128)
+        consumer_warps = WARPS * self.num_warpgroups
+        k_bytes, v_bytes = (self._bytes(self.tile_n, d) for d in (self.head_dim, self.head_dim_v))
+        stats_bytes = 4 * STAT_ROWS * self.tile_m
+        pipes = BackwardPipes(
+            self._make_pipeline(smem, 1, consumer_warps, k_bytes),
+            self._make_pipeline(smem, 1, consumer_warps, v_bytes),
+            self._make_pipeline(
+                smem, self.config.q_stages, consumer_warps, self._bytes(self.tile_m, self.head_dim) + stats_bytes
+            ),
+            self._make_pipeline(
+                smem, self.config.do_stages, consumer_warps, self._bytes(self.tile_m, self.head_dim_v)
+            ),
+        )
+        queue = TileQueue(smem, schedule.num_tiles, counter, consumer_warps)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        seqlens = Sequences(mQ.shape[0], mK.shape[0], window_left, window_right, lengths)
+        if warp_id < WARPS:  # warpgroup 0
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp_id == PRODUCER_WARP:
+                producer = BackwardProducer(
+                    self, (tma_k, mK, sK), (tma_v, mV, sV), (tma_q, mQ, sQ), (tma_do, mdO, sdO), sStats, accumulator, pipes
+                )
+                producer.run(queue, schedule, seqlens)
+            if cutlass.const_expr(counter is not None):
+                if cute.arch.thread_idx()[0] == SCHEDULER_WARP * 32:
+                    queue.fill()
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            buffers = (sK, sV, sQ, sdO, sdS, sStats)
+            consumer = BackwardConsumer(
+                self, buffers, pipes, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV
+            )
+            consumer.run(queue, schedule, seqlens)
+
+    def _bytes(self, rows: int, columns: int) -> int:
+        return rows * columns * self.dtype.width // 8
+
+    def _make_pipeline(self, smem, num_stages: int, consumer_warps: int, num_bytes: int):
+        """A circular buffer that TMA fills and all consumer warps empty, each with one arrival."""
+        thread = pipeline.Agent.Thread
+        return pipeline.PipelineTmaAsync.create(
+            num_stages=num_stages,
+            producer_group=pipeline.CooperativeGroup(thread),
+            consumer_group=pipeline.CooperativeGroup(thread, consumer_warps),
+            tx_count=num_bytes,
+            barrier_storage=smem.allocate_array(cutlass.Int64, 2 * num_stages),
+            defer_sync=True,
+        )
+
+    @cute.jit
+    def tile_at(self, number: Int32, schedule: Schedule, seqlens: Sequences) -> KeyTile:
+        """The tile of this number; past the end, the last one (which is then not computed).
+
+        Tiles of a head come in ascending order: under a causal mask the first keys are seen by the most queries, and
+        who waits for a turn waits for a tile of a lower number.
+        """
+        number = minimum(number, schedule.num_tiles - 1)
+        first_m_block = Int32(0)
+        if cutlass.const_expr(self.is_packed):
+            n_block, head, place_k, rows_k, place_q, seqlen_q, sequence = schedule.find(number)
+            n_block = cute.ceil_div(rows_k, self.tile_n) - 1 - n_block
+            first_m_block = place_q // self.tile_m + sequence
+            entry = minimum(sequence, schedule.batch - 1)
+        else:
+            n_block, head, place_q = tile_scheduler.tile_coord(
+                number, schedule.divisors, schedule.num_m_blocks, schedule.batch
+            )
+            n_block = schedule.num_m_blocks - 1 - n_block
+            place_k, entry = place_q, place_q
+            seqlen_q, rows_k = seqlens.seqlen_q, seqlens.seqlen_k
+        seqlen_k = used_keys(seqlens.lengths, entry, rows_k)
+        geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
+        n_start = n_block * self.tile_n
+        blocks = query_blocks(n_start, n_start + self.tile_n, *geometry, self.tile_m)
+        return KeyTile(n_block, head, place_q, place_k, rows_k, first_m_block, geometry, *blocks)
+
+    def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
+        """A head's part of t (.., head, batch), which is m or cut into tiles from it, m (seqlen, dim, head, batch).
+
+        Args: place: batch entry; of packed sequences, whose batch is 1, the row of m to start from.
+        """
+        if not self.is_packed:
+            return t[None, None, head, place]
+        t = t[None, None, head, 0]
+        moved = cute.domain_offset((place, 0, 0, 0), cute.make_tensor(t.iterator, m.layout))
+        return cute.make_tensor(moved.iterator, t.layout)
+
+    def buffer_states(self, user: pipeline.PipelineUserType) -> tuple:
+        """Where Q and dO are being filled (or read) first."""
+        stages = self.config.q_stages, self.config.do_stages
+        return tuple(pipeline.make_pipeline_state(user, count) for count in stages)
+
+    @cute.jit
+    def m_block_number(self, accumulator: Accumulator, tile: KeyTile, head: Int32, m_block: Int32) -> Int32:
+        """Number of a block of query rows, see Accumulator."""
+        entry = Int32(0) if cutlass.const_expr(self.is_packed) else tile.place_q
+        return (entry * accumulator.num_heads + head) * accumulator.blocks_per_head + tile.first_m_block + m_block

@@ -1,0 +1,300 @@
+"""A consumer warpgroup of the Hopper backward: 64 keys through the query blocks of each tile.
+
+One step, query block i (the GEMMs between two bars are in the tensor cores' queue together):
+
+    | dV += P_i^T dO_i   dP_i = V dO_i^T   S_(i+1) = K Q_(i+1)^T |        dQ_(i-1) goes to global memory beside dV
+      dS_i = P_i (dP_i - delta)                                           beside S_(i+1)
+    | dK += dS_i^T Q_i   dQ_i = dS_i K |                                  dS_i through shared memory beside dK
+      P_(i+1) = exp(S_(i+1) - lse)                                        beside dQ_i
+
+P_i and dS_i share registers, and so do dP_i and dQ_i. Thus a step holds dK, dV, two accumulators of (64, tile_m) and one
+16-bit operand (64, tile_m): 208 registers at head_dim 128 and tile_m 64.
+
+Source: FlashAttention-3, arXiv:2407.08608, appendix B.1, Algorithm 3.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, pipeline
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from ..blocks import epilogue, mask, wgmma
+from ..blocks.bundle import Bundle
+from ..blocks.integers import select
+from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
+from ..blocks.named_barrier import NamedBarrier
+from ..blocks.plain_rows import soft_cap
+from ..blocks.ptx import add_to_global, pack, pack_pair, unpack_pair
+from ..config import ROWS_PER_WARPGROUP
+from .warpgroup import WARPGROUP, Scores
+
+
+class Mmas(NamedTuple):
+    """Each a GEMM of one warpgroup: 64 keys (dq: 64 queries) by so many columns."""
+
+    s: cute.TiledMma  # S^T = K Q^T
+    dp: cute.TiledMma  # dP^T = V dO^T
+    dv: cute.TiledMma  # dV += P^T dO, P from registers
+    dk: cute.TiledMma  # dK += dS^T Q, dS from registers
+    dq: cute.TiledMma  # dQ = dS K, over the keys of all warpgroups
+
+
+class BackwardConsumer(Bundle):
+    """dK and dV of 64 keys in registers, and a part of each dQ."""
+
+    def __init__(self, kernel, buffers, pipes, mmas: Mmas, softmax_scale, scores: Scores, accumulator, mdK, mdV):
+        self.kernel, self.pipes, self.mmas = kernel, pipes, mmas
+        self.softmax_scale, self.scores, self.accumulator, self.mdK, self.mdV = (
+            softmax_scale,
+            scores,
+            accumulator,
+            mdK,
+            mdV,
+        )
+        self.num_warpgroups, self.tile_m, self.tile_n = kernel.num_warpgroups, kernel.tile_m, kernel.tile_n
+        self.thread = cute.arch.thread_idx()[0] % WARPGROUP
+        self.wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP - 1)
+        self.lane_in_quad = self.thread % 4
+        # the first of this thread's two keys, 8 apart
+        self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.thread // 32 * 16 + self.thread % 32 // 4
+
+        sK, sV, sQ, sdO, sdS, self.sStats = buffers
+        self.sK, self.sV, self.sQ, self.sdO, self.sdS = sK, sV, sQ, sdO, sdS
+        s, dp, dv, dk, dq = (mma.get_slice(self.thread) for mma in mmas)
+        self.rK = mmas.s.make_fragment_A(s.partition_A(sK))[None, None, None, self.wg]
+        self.rQ = mmas.s.make_fragment_B(s.partition_B(sQ))
+        self.rV = mmas.dp.make_fragment_A(dp.partition_A(sV))[None, None, None, self.wg]
+        self.rdO = mmas.dp.make_fragment_B(dp.partition_B(sdO))
+        self.rdO_t = mmas.dv.make_fragment_B(dv.partition_B(transposed(sdO)))
+        self.rQ_t = mmas.dk.make_fragment_B(dk.partition_B(transposed(sQ)))
+        # this warpgroup's part of dQ: 64 of the queries, or a part of the columns
+        row_part, column_part = (self.wg, 0) if self.tile_m > ROWS_PER_WARPGROUP else (0, self.wg)
+        sdS_t = cute.local_tile(transposed(sdS), (ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP), (row_part, 0, None))
+        sK_t = cute.local_tile(transposed(sK), (kernel.dq_columns, ROWS_PER_WARPGROUP), (column_part, 0, None))
+        self.rdS = mmas.dq.make_fragment_A(dq.partition_A(sdS_t))
+        self.rK_t = mmas.dq.make_fragment_B(dq.partition_B(sK_t))
+
+        shape_s = mmas.s.partition_shape_C((ROWS_PER_WARPGROUP, self.tile_m))
+        self.acc_s, self.acc_dp = (cute.make_rmem_tensor(shape_s, Float32) for _ in range(2))
+        shape_dq = mmas.dq.partition_shape_C((ROWS_PER_WARPGROUP, kernel.dq_columns))
+        self.acc_dq = cute.make_rmem_tensor(shape_dq, Float32)
+        self.acc_dk = cute.make_rmem_tensor(mmas.dk.partition_shape_C((64, kernel.head_dim)), Float32)
+        self.acc_dv = cute.make_rmem_tensor(mmas.dv.partition_shape_C((64, kernel.head_dim_v)), Float32)
+        self.rP = cute.make_rmem_tensor(self.acc_s.layout, kernel.dtype)
+        self.p = as_operand_a(self.rP)
+        self.words = cute.recast_tensor(self.rP, Int32)
+        if scores.tanh_scale is not None:
+            # P (1 - tanh^2), in the order of words
+            self.capped_words = cute.make_rmem_tensor((cute.size(self.words),), Int32)
+        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), kernel.dtype)
+        self.copy_ds = cute.make_tiled_copy_C(stmatrix, mmas.s).get_slice(self.thread)
+        self.ds_target = self.copy_ds.partition_D(sdS)
+
+    # ---------------------------------------------------------------- through all tiles of the thread block
+
+    @cute.jit
+    def run(self, queue, schedule, seqlens):
+        kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
+        wave, number = Int32(0), queue.first()
+        ds_buffer = Int32(0)
+        while number < queue.num_tiles:
+            tile = self.kernel.tile_at(number, schedule, seqlens)
+            num_steps = (tile.last - tile.first) * self.kernel.group
+            self.acc_dk.fill(0.0)
+            self.acc_dv.fill(0.0)
+            if num_steps > 0:
+                self.pipes.k.consumer_wait(kv_state)
+                self.pipes.v.consumer_wait(kv_state)
+                m_block, head = tile.first, tile.head_kv * self.kernel.group
+                target = Int64(0)
+                self.pipes.q.consumer_wait(q_state)
+                self.issue_s(q_state)
+                warpgroup.wait_group(0)
+                self.make_p(tile, m_block, q_state)
+                for i in cutlass.range(num_steps - 1, unroll=1):
+                    is_last_of_head = m_block == tile.last - 1
+                    next_m_block = select(is_last_of_head, tile.first, m_block + 1)
+                    self.step(tile, next_m_block, target, i > 0, q_state, do_state, ds_buffer)
+                    target = self.dq_offset(tile, head, m_block)
+                    head += select(is_last_of_head, Int32(1), Int32(0))
+                    m_block = next_m_block
+                    q_state.advance()
+                    do_state.advance()
+                    ds_buffer ^= 1
+                self.last_step(target, num_steps > 1, q_state, do_state, ds_buffer)
+                self.add_dq(self.dq_offset(tile, head, m_block), None)
+                q_state.advance()
+                do_state.advance()
+                ds_buffer ^= 1
+                self.pipes.k.consumer_release(kv_state)
+                self.pipes.v.consumer_release(kv_state)
+                kv_state.advance()
+            wave += 1
+            number = queue.take(wave)
+            queue.want_next()
+            self.store(tile)
+
+    @cute.jit
+    def step(self, tile, next_m_block: Int32, target: Int64, has_dq: Boolean, q_state, do_state, ds_buffer: Int32):
+        """A query block, and P of the next one.
+
+        Args: target: where the dQ of the block before goes, if has_dq.
+        """
+        next_q = q_state.clone()
+        next_q.advance()
+        # ptxas keeps no GEMM in flight around a loop: it would serialise them all
+        warpgroup.wait_group(0)
+        self.issue_dv(do_state)
+        self.add_dq(target, has_dq)
+        self.issue_dp(do_state)
+        self.pipes.q.consumer_wait(next_q)
+        self.issue_s(next_q)
+        warpgroup.wait_group(1)
+        self.pipes.do.consumer_release(do_state)
+        self.make_ds(q_state)
+        self.issue_dk(q_state)
+        self.share_ds(ds_buffer)
+        self.issue_dq(ds_buffer)
+        warpgroup.wait_group(1)
+        self.pipes.q.consumer_release(q_state)
+        self.make_p(tile, next_m_block, next_q)
+
+    @cute.jit
+    def last_step(self, target: Int64, has_dq: Boolean, q_state, do_state, ds_buffer: Int32):
+        """The tile's last query block; leaves its dQ in the accumulator."""
+        # ptxas keeps no GEMM in flight around a loop: it would serialise them all
+        warpgroup.wait_group(0)
+        self.issue_dv(do_state)
+        self.add_dq(target, has_dq)
+        self.issue_dp(do_state)
+        warpgroup.wait_group(0)
+        self.pipes.do.consumer_release(do_state)
+        self.make_ds(q_state)
+        self.issue_dk(q_state)
+        self.share_ds(ds_buffer)
+        self.issue_dq(ds_buffer)
+        warpgroup.wait_group(0)
+        self.pipes.q.consumer_release(q_state)
+
+    # ---------------------------------------------------------------- GEMMs
+
+    @cute.jit
+    def issue_s(self, q_state):
+        wgmma.issue(self.mmas.s, self.acc_s, self.rK, self.rQ[None, None, None, q_state.index], False)
+
+    @cute.jit
+    def issue_dp(self, do_state):
+        wgmma.issue(self.mmas.dp, self.acc_dp, self.rV, self.rdO[None, None, None, do_state.index], False)
+
+    @cute.jit
+    def issue_dv(self, do_state):
+        self.pipes.do.consumer_wait(do_state)
+        wgmma.issue(self.mmas.dv, self.acc_dv, self.p, self.rdO_t[None, None, None, do_state.index], True)
+
+    @cute.jit
+    def issue_dk(self, q_state):
+        wgmma.issue(self.mmas.dk, self.acc_dk, self.p, self.rQ_t[None, None, None, q_state.index], True)
+
+    @cute.jit
+    def issue_dq(self, ds_buffer: Int32):
+        pairs = [
+            (self.rdS[None, None, None, ds_buffer * self.num_warpgroups + w], self.rK_t[None, None, None, w])
+            for w in range(self.num_warpgroups)
+        ]
+        wgmma.issue_sum(self.mmas.dq, self.acc_dq, pairs, False)
+
+    # ---------------------------------------------------------------- P and dS
+
+    @cute.jit
+    def make_p(self, tile, m_block: Int32, q_state):
+        """P = exp2(scale_log2 * S - log2(e) * lse), rounded to 16 bits."""
+        acc_s, m_start = self.acc_s, m_block * self.tile_m
+        if cutlass.const_expr(self.scores.tanh_scale is not None):
+            for i in cutlass.range_constexpr(cute.size(acc_s)):
+                acc_s[i] = soft_cap(acc_s[i], self.scores.tanh_scale)
+            factors = cute.make_rmem_tensor((cute.size(acc_s),), Float32)
+            for i in cutlass.range_constexpr(cute.size(acc_s)):
+                factors[i] = 1.0 - acc_s[i] * acc_s[i]
+        if m_block >= tile.clear_last or m_block < tile.clear_first:
+            keys = [tile.n_block * self.tile_n + self.row_in_tile + 8 * r for r in range(2)]
+            mask.apply_to_keys(rows_and_columns(acc_s), keys, m_start, self.lane_in_quad, tile.geometry)
+        for j in cutlass.range_constexpr(self.tile_m // 8):
+            lse = self.stats_of(q_state, 0, j)
+            for r in cutlass.range_constexpr(2):
+                for c in cutlass.range_constexpr(2):
+                    i = 4 * j + 2 * r + c
+                    acc_s[i] = cute.math.exp2(acc_s[i] * self.scores.scale_log2 - lse[c], fastmath=True)
+        pack(acc_s, self.rP)
+        if cutlass.const_expr(self.scores.tanh_scale is not None):
+            for i in cutlass.range_constexpr(cute.size(self.words)):
+                pair = [acc_s[2 * i + c] * factors[2 * i + c] for c in range(2)]
+                self.capped_words[i] = pack_pair(*pair, self.kernel.dtype)
+
+    @cute.jit
+    def make_ds(self, q_state):
+        """dS = P (dP - delta), in the registers of P."""
+        is_capped = cutlass.const_expr(self.scores.tanh_scale is not None)
+        source = self.capped_words if is_capped else self.words
+        for j in cutlass.range_constexpr(self.tile_m // 8):
+            delta = self.stats_of(q_state, 1, j)
+            for r in cutlass.range_constexpr(2):
+                low, high = unpack_pair(source[2 * j + r], self.kernel.dtype)
+                i = 4 * j + 2 * r
+                low = low * (self.acc_dp[i] - delta[0])
+                high = high * (self.acc_dp[i + 1] - delta[1])
+                self.words[2 * j + r] = pack_pair(low, high, self.kernel.dtype)
+
+    def stats_of(self, q_state, which: int, j: int) -> cute.Tensor:
+        """lse (0) or delta (1) of this thread's two queries among the j-th eight columns."""
+        pair = cute.make_rmem_tensor((2,), Float32)
+        start = which * self.tile_m + 8 * j
+        source = cute.domain_offset((start + 2 * self.lane_in_quad,), self.sStats[None, q_state.index])
+        source = cute.make_tensor(source.iterator.align(8), cute.make_layout((2,)))
+        cute.autovec_copy(source, pair)
+        return pair
+
+    @cute.jit
+    def share_ds(self, ds_buffer: Int32):
+        """dS of these keys into shared memory, and wait for the other warpgroups'.
+
+        The buffer is free: who has passed the barrier of the step before has waited for the dQ of the one before that.
+        """
+        target = self.ds_target[None, None, None, ds_buffer * self.num_warpgroups + self.wg]
+        cute.copy(self.copy_ds, self.copy_ds.retile(self.rP), target)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(
+            barrier_id=NamedBarrier.SHARE_DS, number_of_threads=WARPGROUP * self.num_warpgroups
+        )
+
+    # ---------------------------------------------------------------- results
+
+    @cute.jit
+    def dq_offset(self, tile, head: Int32, m_block: Int32) -> Int64:
+        """Where this thread's values of a dQ are in the accumulator."""
+        number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
+        values = cute.size(self.acc_dq)
+        return Int64(number) * (self.tile_m * self.kernel.head_dim) + (self.wg * values * WARPGROUP + self.thread * 4)
+
+    @cute.jit
+    def add_dq(self, offset: Int64, is_there: Boolean | None):
+        """dq_accum += dQ: 16 bytes a thread, 512 in a row a warp."""
+        start = self.accumulator.dq.iterator + offset
+        for i in cutlass.range_constexpr(0, cute.size(self.acc_dq), 4):
+            add_to_global(start + i * WARPGROUP, [self.acc_dq[i + c] for c in range(4)], is_there)
+
+    @cute.jit
+    def store(self, tile):
+        """dK and dV of a finished tile."""
+        rows = [tile.n_block * self.tile_n + self.row_in_tile + 8 * r for r in range(2)]
+        is_row = [row < tile.rows_k for row in rows]
+        weights = cute.make_rmem_tensor((2,), Float32)
+        for acc, m, scale in ((self.acc_dv, self.mdV, Float32(1.0)), (self.acc_dk, self.mdK, self.softmax_scale)):
+            weights.fill(scale)
+            at_head = self.kernel.at_head(m, m, tile.head_kv, tile.place_k)
+            out_rows = [at_head[row, None] for row in rows]
+            epilogue.store_rows(rows_and_columns(acc), weights, out_rows, is_row, self.lane_in_quad)
