@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..errors import UnsupportedError
 from ..problem import AttentionProblem
 from .blocks.integers import ceil_div
-from .config import ROWS_PER_WARPGROUP, ForwardConfig, head_dim_tile
+from .config import ROWS_PER_WARPGROUP, BackwardConfig, ForwardConfig, head_dim_tile
 
 LONG = 2**62
 
@@ -141,3 +141,9 @@ def _adapted(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:
     num_warpgroups = min(config.num_warpgroups, needed)
     cluster_size = config.cluster_size if needed > num_warpgroups else 1
     return replace(config, pack_gqa=pack_gqa, num_warpgroups=num_warpgroups, cluster_size=cluster_size)
+
+
+def backward_config(problem: AttentionProblem) -> BackwardConfig:
+    """The configuration that a backward of this problem runs with on Hopper."""
+    is_growing = problem.mask.window_right is not None and problem.mask.window_left is None
+    return BackwardConfig(dynamic_tiles=is_growing or problem.is_packed)

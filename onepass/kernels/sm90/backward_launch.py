@@ -1,11 +1,10 @@
-"""From tensors to the launches of a backward on Hopper."""
+"""From tensors to the launches of a backward on Hopper: preprocess, main kernel, postprocess."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,47 +15,232 @@ from .. import compile, heuristics
 from ..blocks import tile_scheduler
 from ..blocks.integers import ceil_div
 from ..config import BackwardConfig
-from .launch import ARCH, LOG2_E, element_type, fake_tensor, tile_counter, tma_ready
+from .launch import ARCH, LOG2_E, element_type, fake_tensor, score_scales, tile_counter, tma_ready, unsupported, window_bounds
+
+__all__ = ["backward", "compile_requests", "prepare", "unsupported"]
+
+
+def backward(
+    problem: AttentionProblem,
+    inputs: AttentionInputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    config: BackwardConfig | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and dsinks of a call, as `onepass.tiled.backward` gives them.
+
+    Tensors that TMA cannot read where they lie (see `launch.forward`) are copied first.
+    """
+    return prepare(problem, inputs.q.device, dlse is not None, config)(inputs, out, lse, dout, dlse)
+
+
+@functools.lru_cache(maxsize=4096)
+def prepare(
+    problem: AttentionProblem, device: torch.device, has_dlse: bool, config: BackwardConfig | None = None
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """`backward` for calls of one problem on one device; holds no tensor."""
+    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):  # packed rows of no sequence, or no keys
+        return _without_keys
+    config = config or heuristics.backward_config(problem)
+    head_dim, head_dim_v = config.head_dims(problem)
+    if problem.is_packed:
+        blocks_per_head = problem.seqlen_q // config.tile_m + problem.batch
+        tiles = tile_scheduler.max_packed_tiles(
+            problem.seqlen_k, config.tile_n, problem.num_heads_kv, problem.batch
+        )
+    else:
+        blocks_per_head = ceil_div(problem.seqlen_q, config.tile_m)
+        tiles = tile_scheduler.num_tiles(problem.seqlen_k, config.tile_n, problem.num_heads_kv, problem.batch)
+    num_ctas = min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
+    mask = problem.mask
+    # what a kv head's tiles read and write again and again: Q, dO and the accumulator
+    row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * head_dim
+    section = tile_scheduler.heads_per_section(
+        problem.num_heads_kv * problem.batch,
+        ceil_div(problem.seqlen_k, config.tile_n),
+        num_ctas,
+        problem.seqlen_q * problem.qhead_per_kvhead * row_bytes,
+        mask.window_right is not None and mask.window_left is None and config.longest_first,
+        config.dynamic_tiles,
+    )
+    kernels = [compile.get(*request) for request in compile_requests(problem, has_dlse, config)]
+    return Launch(problem, config, *kernels, blocks_per_head, section, num_ctas)
+
+
+def compile_requests(
+    problem: AttentionProblem, has_dlse: bool = False, config: BackwardConfig | None = None
+) -> list[tuple]:
+    """The arguments of `compile.get` for each kernel of this problem, in the order in which they run."""
+    config = config or heuristics.backward_config(problem)
+    problem = replace(problem, has_sinks=False)  # they are in lse
+    static = problem.static()
+    rows_key = (problem.dtype, problem.is_packed, config.tile_m, problem.head_dim, problem.head_dim_v)
+    return [
+        (
+            "backward_preprocess",
+            (*rows_key, has_dlse),
+            ARCH,
+            functools.partial(trace_preprocess, problem, config, has_dlse),
+        ),
+        ("backward", (static, config), ARCH, functools.partial(trace, problem, config)),
+        ("backward_postprocess", rows_key, ARCH, functools.partial(trace_postprocess, problem, config)),
+    ]
+
+
+def _without_keys(inputs: AttentionInputs, *_) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return tuple(gradient.zero_() for gradient in empty_gradients(inputs))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Kernels, and what every call of one problem passes to them beside the tensors."""
+
+    problem: AttentionProblem
+    config: BackwardConfig
+    preprocess: Callable
+    main: Callable
+    postprocess: Callable
+    blocks_per_head: int
+    heads_per_section: int
+    num_ctas: int
+
+    def __call__(
+        self, inputs: AttentionInputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        problem, config = self.problem, self.config
+        dq, dk, dv, dsinks = empty_gradients(inputs)
+        cu_seqlens_q, cu_seqlens_k, seqused_k = (
+            None if t is None else t.contiguous() for t in (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k)
+        )
+        entries = 1 if problem.is_packed else problem.batch
+        blocks = entries * problem.num_heads_q * self.blocks_per_head
+        head_dim = config.head_dims(problem)[0]
+        dq_accum = out.new_empty((blocks, config.tile_m * head_dim), dtype=torch.float32)
+        stats = out.new_empty((blocks, 2 * config.tile_m), dtype=torch.float32)
+        if problem.is_packed:
+            # rows of no sequence; and in stats blocks of no rows
+            dq.zero_()
+            if inputs.sinks is not None:
+                stats.view(blocks, 2, config.tile_m).copy_(stats.new_tensor([[torch.inf], [0.0]]))
+        dout = tma_ready(dout)
+        self.preprocess(tma_ready(out), dout, lse, dlse, stats, dq_accum, cu_seqlens_q, self.blocks_per_head)
+        self.main(
+            tma_ready(inputs.q),
+            tma_ready(inputs.k),
+            tma_ready(inputs.v),
+            dout,
+            dk,
+            dv,
+            dq_accum,
+            stats,
+            None,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_k,
+            problem.softmax_scale,
+            *score_scales(problem),
+            *window_bounds(problem),
+            tile_counter(out.get_device()) if config.dynamic_tiles else None,
+            self.blocks_per_head,
+            self.heads_per_section,
+            self.num_ctas,
+        )
+        self.postprocess(dq_accum, dq, cu_seqlens_q, problem.softmax_scale, self.blocks_per_head)
+        if inputs.sinks is not None:
+            self._fill_dsinks(inputs.sinks, stats.view(entries, problem.num_heads_q, -1, 2, config.tile_m), dsinks)
+        return dq, dk, dv, dsinks
+
+    def _fill_dsinks(self, sinks: Tensor, stats: Tensor, dsinks: Tensor) -> None:
+        """A sink is a key of value 0: p = exp(sink - lse), dp = 0, so dsink = -sum over rows of p * delta."""
+        lse_log2, delta = stats.unbind(3)
+        p = torch.exp2((sinks.float() * LOG2_E)[:, None, None] - lse_log2)
+        dsinks.copy_(-(p * delta).sum((0, 2, 3)))
+
+
+# ---------------------------------------------------------------- tracing
+
+
+def _rows(problem: AttentionProblem, columns: int):
+    batch = () if problem.is_packed else (None,)
+    return fake_tensor(element_type(problem.dtype), *batch, None, None, columns, align_bytes=16)
+
+
+def _lse(problem: AttentionProblem):
+    from cutlass import Float32
+
+    return fake_tensor(Float32, *([None, None] if problem.is_packed else [None] * 3), align_bytes=4)
+
+
+def _accumulator(problem: AttentionProblem, config: BackwardConfig) -> tuple:
+    from cutlass import Float32
+
+    head_dim = config.head_dims(problem)[0]
+    return tuple(
+        fake_tensor(Float32, None, columns, align_bytes=16) for columns in (config.tile_m * head_dim, 2 * config.tile_m)
+    )
+
+
+def _cu_seqlens(problem: AttentionProblem):
+    from cutlass import Int32
+
+    return fake_tensor(Int32, None, align_bytes=4) if problem.is_packed else None
+
+
+def _stream():
+    from cutlass.cute.runtime import make_fake_stream
+
+    return make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+def trace_preprocess(problem: AttentionProblem, config: BackwardConfig, has_dlse: bool) -> tuple:
+    """The kernel of a static problem and stand-ins for its arguments, for `compile`."""
+    from cutlass import Int32
+
+    from .backward_rows import Preprocess
+
+    out, dout = (_rows(problem, problem.head_dim_v) for _ in range(2))
+    dq_accum, stats = _accumulator(problem, config)
+    dlse = _lse(problem) if has_dlse else None
+    arguments = (out, dout, _lse(problem), dlse, stats, dq_accum, _cu_seqlens(problem), Int32(1), _stream())
+    return Preprocess(problem, config), arguments
+
+
+def trace_postprocess(problem: AttentionProblem, config: BackwardConfig) -> tuple:
+    """As `trace_preprocess`."""
+    from cutlass import Float32, Int32
+
+    from .backward_rows import Postprocess
+
+    dq_accum, _ = _accumulator(problem, config)
+    arguments = (dq_accum, _rows(problem, problem.head_dim), _cu_seqlens(problem), Float32(1.0), Int32(1), _stream())
+    return Postprocess(problem, config), arguments
 
 
 def trace(problem: AttentionProblem, config: BackwardConfig) -> tuple:
-    """The kernel of a static problem and stand-ins for its arguments, for `compile`."""
+    """As `trace_preprocess`."""
     from cutlass import Float32, Int32
-    from cutlass.cute.runtime import make_fake_stream
 
     from .backward import BackwardSm90
 
-    dtype = element_type(problem.dtype)
-    batch = () if problem.is_packed else (None,)
-
-    def rows(columns: int):
-        return fake_tensor(dtype, *batch, None, None, columns, align_bytes=16)
-
-    def optional(value: object, is_given: bool):
-        return value if is_given else None
-
+    d, dv = problem.head_dim, problem.head_dim_v
     arguments = (
-        rows(problem.head_dim),
-        rows(problem.head_dim),
-        rows(problem.head_dim_v),
-        rows(problem.head_dim_v),
-        rows(problem.head_dim),
-        rows(problem.head_dim_v),
-        fake_tensor(Float32, None, config.tile_m * config.head_dims(problem)[0], align_bytes=16),
-        fake_tensor(Float32, None, 2 * config.tile_m, align_bytes=16),
+        *(_rows(problem, columns) for columns in (d, d, dv, dv, d, dv)),
+        *_accumulator(problem, config),
         None,
-        optional(fake_tensor(Int32, None, align_bytes=4), problem.is_packed),
-        optional(fake_tensor(Int32, None, align_bytes=4), problem.is_packed),
-        optional(fake_tensor(Int32, None, align_bytes=4), problem.has_seqused_k),
+        _cu_seqlens(problem),
+        _cu_seqlens(problem),
+        fake_tensor(Int32, None, align_bytes=4) if problem.has_seqused_k else None,
         Float32(1.0),
         Float32(1.0),
-        optional(Float32(1.0), problem.softcap is not None),
-        optional(Int32(0), problem.mask.window_left is not None),
-        optional(Int32(0), problem.mask.window_right is not None),
-        optional(fake_tensor(Int32, 1, align_bytes=4), config.dynamic_tiles),
+        None if problem.softcap is None else Float32(1.0),
+        None if problem.mask.window_left is None else Int32(0),
+        None if problem.mask.window_right is None else Int32(0),
+        fake_tensor(Int32, 1, align_bytes=4) if config.dynamic_tiles else None,
         Int32(1),
         Int32(1),
         Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
+        _stream(),
     )
-    return BackwardSm90(problem, config, dtype), arguments
+    return BackwardSm90(problem, config, element_type(problem.dtype)), arguments

@@ -54,9 +54,6 @@ def prepare(
         return functools.partial(_without_keys, problem)
     config = config or heuristics.forward_config(problem)
     mask = problem.mask
-    # beyond the longer of both lengths a bound hides nothing; this keeps sums of positions in 32 bits
-    longest = max(problem.seqlen_q, problem.seqlen_k)
-    bounds = [None if bound is None else min(bound, longest) for bound in (mask.window_left, mask.window_right)]
     has_growing_tiles = mask.window_right is not None and mask.window_left is None
     # with pack_gqa the heads of a group are one head to the scheduler
     group, positions = config.group(problem), config.positions(problem) * config.cluster_size
@@ -73,13 +70,24 @@ def prepare(
         has_growing_tiles and config.longest_first,
         config.dynamic_tiles,
     )
-    if problem.softcap is None:
-        scale_log2, tanh_scale = problem.softmax_scale * LOG2_E, None
-    else:
-        scale_log2, tanh_scale = problem.softcap * LOG2_E, 2 * LOG2_E * problem.softmax_scale / problem.softcap
     kernel = compile.get(*compile_request(problem, config))
     num_ctas, is_dynamic = num_clusters * config.cluster_size, config.dynamic_tiles
-    return Launch(problem, kernel, scale_log2, tanh_scale, bounds[0], bounds[1], is_dynamic, section, num_ctas)
+    return Launch(problem, kernel, *score_scales(problem), *window_bounds(problem), is_dynamic, section, num_ctas)
+
+
+def window_bounds(problem: AttentionProblem) -> tuple[int | None, int | None]:
+    """The window as a kernel gets it: beyond the longer of both lengths a bound hides nothing, and sums of positions
+    stay in 32 bits."""
+    longest = max(problem.seqlen_q, problem.seqlen_k)
+    left, right = problem.mask.window_left, problem.mask.window_right
+    return None if left is None else min(left, longest), None if right is None else min(right, longest)
+
+
+def score_scales(problem: AttentionProblem) -> tuple[float, float | None]:
+    """scale_log2 and tanh_scale of `warpgroup.Scores`."""
+    if problem.softcap is None:
+        return problem.softmax_scale * LOG2_E, None
+    return problem.softcap * LOG2_E, 2 * LOG2_E * problem.softmax_scale / problem.softcap
 
 
 def compile_request(problem: AttentionProblem, config: ForwardConfig | None = None) -> tuple:

@@ -1,0 +1,187 @@
+"""What the Hopper backward does for query rows: before the main kernel lse and delta, after it dq out of its accumulator.
+
+Both run one thread block of 128 threads per 64 query rows or per block of rows, and are bound by memory.
+"""
+
+from __future__ import annotations
+
+import math
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ...problem import AttentionProblem
+from ..blocks import epilogue
+from ..blocks.integers import select
+from ..blocks.layouts import as_batch_of_one, rows_first, rows_first_of_lse
+from ..blocks.ptx import exit_if
+from ..config import ROWS_PER_WARPGROUP, BackwardConfig
+
+THREADS = 128
+VECTOR = 8  # 16-bit elements of a 16-byte load
+LOG2_E = math.log2(math.e)
+
+
+@cute.jit
+def sequence_of_block(block: Int32, cu_seqlens: cute.Tensor, tile_m: cutlass.Constexpr[int]) -> tuple:
+    """The sequence whose rows a block of the accumulator holds, and the number of its first block.
+
+    Sequence s begins with block cu_seqlens[s] // tile_m + s: there is room for its rows before the next one.
+    """
+    low, high = Int32(0), cute.size(cu_seqlens) - 2
+    while low < high:
+        middle = (low + high + 1) // 2
+        is_before = cu_seqlens[middle] // tile_m + middle <= block
+        low = select(is_before, middle, low)
+        high = select(is_before, high, middle - 1)
+    return low, cu_seqlens[low] // tile_m + low
+
+
+class RowsKernel:
+    """What both kernels have in common: which rows a thread block is for."""
+
+    def __init__(self, problem: AttentionProblem, config: BackwardConfig):
+        self.tile_m = config.tile_m
+        self.head_dim, self.head_dim_v = config.head_dims(problem)
+        self.is_packed = problem.is_packed
+
+    @cute.jit
+    def rows_of_block(self, block: Int32, seqlen_q: Int32, cu_seqlens_q: cute.Tensor | None) -> tuple:
+        """Of a block of a head: its first row in the tensors, and how many rows there are from it on."""
+        start, num_rows = block * self.tile_m, seqlen_q - block * self.tile_m
+        if cutlass.const_expr(self.is_packed):
+            sequence, first_block = sequence_of_block(block, cu_seqlens_q, self.tile_m)
+            in_sequence = (block - first_block) * self.tile_m
+            start = cu_seqlens_q[sequence] + in_sequence
+            num_rows = cu_seqlens_q[sequence + 1] - start
+        return start, num_rows
+
+
+class Preprocess(RowsKernel):
+    """stats = (log2(e) * lse, delta = rowsum(dout * out) - dlse) of every row, and dq_accum = 0."""
+
+    @cute.jit
+    def __call__(
+        self,
+        out: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v); packed sequences: all without batch
+        dout: cute.Tensor,
+        lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q) float32
+        dlse: cute.Tensor | None,
+        stats: cute.Tensor,  # see backward.Accumulator, here and for the next one
+        dq_accum: cute.Tensor,
+        cu_seqlens_q: cute.Tensor | None,
+        blocks_per_head: Int32,
+        stream: cuda.CUstream,
+    ):
+        if cutlass.const_expr(self.is_packed):
+            out, dout, lse = (as_batch_of_one(t) for t in (out, dout, lse))
+            dlse = None if cutlass.const_expr(dlse is None) else as_batch_of_one(dlse)
+        batch, _, num_heads, _ = out.shape
+        self.kernel(
+            rows_first(out),
+            rows_first(dout),
+            rows_first_of_lse(lse),
+            None if cutlass.const_expr(dlse is None) else rows_first_of_lse(dlse),
+            stats,
+            dq_accum,
+            cu_seqlens_q,
+        ).launch(grid=[blocks_per_head, num_heads, batch], block=[THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        mO: cute.Tensor,  # (seqlen_q, head_dim_v, num_heads_q, batch)
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,  # (seqlen_q, 1, num_heads_q, batch)
+        mdLSE: cute.Tensor | None,
+        stats: cute.Tensor,
+        dq_accum: cute.Tensor,
+        cu_seqlens_q: cute.Tensor | None,
+    ):
+        thread, (block, head, entry) = cute.arch.thread_idx()[0], cute.arch.block_idx()
+        blocks_per_head, num_heads, _ = cute.arch.grid_dim()
+        start, num_rows = self.rows_of_block(block, mO.shape[0], cu_seqlens_q)
+        exit_if(num_rows <= 0)
+        number = (entry * num_heads + head) * blocks_per_head + block
+
+        zeros = cute.make_rmem_tensor((4,), Float32)
+        zeros.fill(0.0)
+        targets = cute.flat_divide(dq_accum[number, None], (4,))
+        for i in cutlass.range_constexpr(self.tile_m * self.head_dim // 4 // THREADS):
+            cute.autovec_copy(zeros, targets[None, i * THREADS + thread])
+
+        num_vectors = mO.shape[1] // VECTOR
+        lanes = 1 << (self.head_dim_v // VECTOR - 1).bit_length()  # of a row
+        lane = thread % lanes
+        rows_at_once = THREADS // lanes
+        a, b = (cute.make_rmem_tensor((VECTOR,), mO.element_type) for _ in range(2))
+        for i in cutlass.range(self.tile_m // rows_at_once, unroll=4):
+            row = i * rows_at_once + thread // lanes
+            delta, lse = Float32(0.0), Float32.inf
+            if row < num_rows:
+                total = Float32(0.0)
+                if lane < num_vectors:
+                    for t, part in ((mO, a), (mdO, b)):
+                        row_vectors = cute.flat_divide(t[start + row, None, head, entry], (VECTOR,))
+                        cute.autovec_copy(row_vectors[None, lane], part)
+                    for c in cutlass.range_constexpr(VECTOR):
+                        total += a[c].to(Float32) * b[c].to(Float32)
+                delta = total
+                lse = mLSE[start + row, 0, head, entry]
+            delta = cute.arch.warp_reduction_sum(delta, threads_in_group=lanes)
+            if lane == 0:
+                if row < num_rows:
+                    if cutlass.const_expr(mdLSE is not None):
+                        delta -= mdLSE[start + row, 0, head, entry]
+                is_empty = lse == -Float32.inf
+                stats[number, row] = Float32.inf if is_empty else lse * LOG2_E
+                stats[number, self.tile_m + row] = Float32(0.0) if is_empty else delta
+
+
+class Postprocess(RowsKernel):
+    """dq = softmax_scale * dq_accum, in the dtype of dq."""
+
+    @cute.jit
+    def __call__(
+        self,
+        dq_accum: cute.Tensor,
+        dq: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim)
+        cu_seqlens_q: cute.Tensor | None,
+        softmax_scale: Float32,
+        blocks_per_head: Int32,
+        stream: cuda.CUstream,
+    ):
+        if cutlass.const_expr(self.is_packed):
+            dq = as_batch_of_one(dq)
+        batch, _, num_heads, _ = dq.shape
+        parts = self.tile_m // ROWS_PER_WARPGROUP
+        self.kernel(dq_accum, rows_first(dq), cu_seqlens_q, softmax_scale).launch(
+            grid=[blocks_per_head * parts, num_heads, batch], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, dq_accum: cute.Tensor, mdQ: cute.Tensor, cu_seqlens_q: cute.Tensor | None, softmax_scale: Float32):
+        thread, (index, head, entry) = cute.arch.thread_idx()[0], cute.arch.block_idx()
+        parts = self.tile_m // ROWS_PER_WARPGROUP
+        block, part = index // parts, index % parts
+        blocks_per_head, num_heads = cute.arch.grid_dim()[0] // parts, cute.arch.grid_dim()[1]
+        start, num_rows = self.rows_of_block(block, mdQ.shape[0], cu_seqlens_q)
+        exit_if(num_rows <= part * ROWS_PER_WARPGROUP)
+        number = (entry * num_heads + head) * blocks_per_head + block
+
+        # the values of a wgmma accumulator of 64 rows, as the main kernel wrote them
+        num_blocks = self.head_dim // 8
+        values = cute.make_rmem_tensor((4 * num_blocks,), Float32)
+        first = part * ROWS_PER_WARPGROUP * self.head_dim // 4
+        vectors = cute.flat_divide(dq_accum[number, None], (4,))
+        for j in cutlass.range_constexpr(num_blocks):
+            target = cute.make_tensor(values.iterator + 4 * j, cute.make_layout((4,)))
+            cute.autovec_copy(vectors[None, first + j * THREADS + thread], target)
+        acc = cute.make_tensor(values.iterator, cute.make_layout((2, (2, num_blocks)), stride=(2, (1, 4))))
+        weights = cute.make_rmem_tensor((2,), Float32)
+        weights.fill(softmax_scale)
+        rows = [part * ROWS_PER_WARPGROUP + thread // 32 * 16 + thread % 32 // 4 + 8 * r for r in range(2)]
+        out_rows = [mdQ[start + row, None, head, entry] for row in rows]
+        epilogue.store_rows(acc, weights, out_rows, [row < num_rows for row in rows], thread % 4)
