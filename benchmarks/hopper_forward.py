@@ -5,33 +5,25 @@
     python benchmarks/hopper_forward.py --variants "n128 q2; n128 q2 queue"   # ... with these configurations
     python benchmarks/hopper_forward.py --variants try                        # ... with those of VARIANTS
 
-A case is head_dim, c (causal) or n, and the sequence length; a configuration is a list of words, see `WORDS`. The grid
-is that of the FlashAttention-3 paper, section 4.1: 16k tokens in all, hidden size 2048. TFLOP/s counts
-4 * seqlen^2 * head_dim * heads * batch, halved when causal. Contenders take turns in each case; a figure is the median
+A case is head_dim, c (causal) or n, and the sequence length; a configuration is a list of words, see `WORDS`. Grid and
+FLOPs are those of the FlashAttention-3 paper, see common.py. Contenders take turns in each case; a figure is the median
 over the rounds of triton's do_bench median (which flushes the L2 cache before each run). Writes JSON to --out.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 import itertools
-import json
 import math
-import multiprocessing
-import os
 import random
-import re
-import statistics
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
+import common
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -44,8 +36,6 @@ from onepass.kernels.config import ForwardConfig
 from onepass.kernels.sm90 import launch
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
 from onepass.testing.budget import compare, compare_lse
-
-TOKENS, HIDDEN = 16384, 2048
 
 # What a word of a configuration changes; n128 is tile_n=128, 3wg is num_warpgroups=3.
 WORDS = {
@@ -142,16 +132,9 @@ def _compile_one(job: tuple[AttentionProblem, ForwardConfig]) -> float:
 
 
 def compile_all(jobs: list[tuple[AttentionProblem, ForwardConfig]]) -> None:
-    """Compile into the disk cache with one process per core; one job per kernel."""
-    unique = list({(problem.static(), config): (problem, config) for problem, config in jobs}.values())
-    workers = max(1, min(len(unique), (os.cpu_count() or 2) - 1, 24))
-    started = time.perf_counter()
-    pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
-    with pool:
-        seconds = list(pool.map(_compile_one, unique))
-    wall = time.perf_counter() - started
-    mean = statistics.mean(seconds) if seconds else 0.0
-    print(f"compiled {len(unique)} kernels in {wall:.1f} s with {workers} processes, {mean:.1f} s each", flush=True)
+    """One job per kernel."""
+    unique = {(problem.static(), config): (problem, config) for problem, config in jobs}
+    common.compile_all(list(unique.values()), _compile_one)
 
 
 # ---------------------------------------------------------------- correctness
@@ -471,36 +454,30 @@ def _first(x: object) -> Tensor:
     return x[0] if isinstance(x, tuple) else x
 
 
-def run_grid(args: argparse.Namespace) -> list[dict]:
-    from triton.testing import do_bench
-
+def run_grid(args: argparse.Namespace, about: dict) -> None:
     contenders = peers(args.peers.split(","))
-    rows: list[dict] = []
-    cells = args.cases or [(d, c, s) for d in args.head_dims for c in (False, True) for s in args.seqlens]
+    results = common.Results(about, args.out, list(contenders))
     jobs, configs = [], {}
-    for head_dim, causal, seqlen in cells:
-        q = torch.empty(1, seqlen, 1, head_dim, dtype=torch.bfloat16, device="meta")
-        problem = dataclasses.replace(problem_of(AttentionInputs(q, q, q), causal=causal), device_type="cuda")
+    for cell in common.cells(args):
+        q = torch.empty(1, cell.seqlen, 1, cell.head_dim, dtype=torch.bfloat16, device="meta")
+        problem = dataclasses.replace(problem_of(AttentionInputs(q, q, q), causal=cell.causal), device_type="cuda")
         default = heuristics.forward_config(problem)
-        configs[head_dim, causal, seqlen] = {"onepass": default} | variants(args.variants, head_dim, causal)
-        jobs += [(problem, config) for config in configs[head_dim, causal, seqlen].values()]
+        configs[cell] = {"onepass": default} | variants(args.variants, cell.head_dim, cell.causal)
+        jobs += [(problem, config) for config in configs[cell].values()]
     compile_all(jobs)
 
-    header = None
-    for cell in cells:
-        head_dim, causal, seqlen = cell
-        batch, heads = TOKENS // seqlen, HIDDEN // head_dim
-        q, k, v = (torch.randn(batch, seqlen, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    for cell, own in configs.items():
+        shape = cell.batch, cell.seqlen, cell.heads, cell.head_dim
+        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         inputs = AttentionInputs(q, k, v)
-        problem = problem_of(inputs, causal=causal)
-        calls = {name: prepare(q, k, v, causal) for name, prepare in contenders.items()}
-        for name, config in configs[cell].items():
+        problem = problem_of(inputs, causal=cell.causal)
+        calls = {name: prepare(q, k, v, cell.causal) for name, prepare in contenders.items()}
+        for name, config in own.items():
             calls[name] = lambda config=config, problem=problem, inputs=inputs: launch.forward(problem, inputs, config)[
                 0
             ]
-        expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal)
+        expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=cell.causal)
         expected = expected.transpose(1, 2).float()
-        times: dict[str, list[float]] = {}
         errors = {}
         for name, call in list(calls.items()):
             try:
@@ -509,80 +486,10 @@ def run_grid(args: argparse.Namespace) -> list[dict]:
             except Exception as error:
                 print(f"{name}: {type(error).__name__}: {str(error)[:200]}")
                 del calls[name]
-        order = random.Random(seqlen).sample(list(calls), len(calls))
-        for turn in range(args.rounds):
-            # The chip runs at its power limit: who comes after a frugal contender finds a higher clock. Each round
-            # starts elsewhere and every other one goes backwards, so that neighbours change.
-            start = turn * len(order) // args.rounds
-            in_turn = order[start:] + order[:start]
-            for name in in_turn[:: -1 if turn % 2 else 1]:
-                ms = do_bench(calls[name], warmup=args.warmup_ms, rep=args.rep_ms, return_mode="median")
-                times.setdefault(name, []).append(ms)
-        flops = 4 * seqlen**2 * head_dim * heads * batch * (0.5 if causal else 1.0)
-        tflops = {name: flops / statistics.median(ms) / 1e9 for name, ms in times.items()}
-        best_peer = max((tflops[name] for name in contenders if name in tflops and name != "fa2"), default=math.nan)
-        names = list(calls)
-        if names != header:
-            header = names
-            print(f"\n{'D':>4} {'causal':>6} {'S':>6} " + " ".join(f"{n[:22]:>9}" for n in names) + "   ratio  best")
-        ours = {name: tflops[name] for name in configs[cell] if name in tflops}
-        best = max(ours, key=ours.get, default="-")
-        ratio = tflops.get("onepass", math.nan) / best_peer
-        marks = {name: "" if errors[name] < 0.05 else "!" for name in names}  # ! = wrong values
-        line = " ".join(f"{marks[n]}{tflops[n]:.1f}".rjust(max(9, min(22, len(n)))) for n in names)
-        print(f"{head_dim:>4} {causal!s:>6} {seqlen:>6} {line}   {ratio:5.3f}  {best}", flush=True)
-        loads = {name: under_load(calls[name]) for name in names} if args.load else {}
-        for name, load in loads.items():
-            print(f"    {name:32s} {load}", flush=True)
-        for name in names:
-            rows.append(
-                {
-                    "head_dim": head_dim,
-                    "causal": causal,
-                    "seqlen": seqlen,
-                    "contender": name,
-                    "ms": [round(ms, 5) for ms in times[name]],
-                    "tflops": round(tflops[name], 2),
-                    "error": errors[name],
-                    "under_load": loads.get(name),
-                    "config": dataclasses.asdict(configs[cell][name]) if name in configs[cell] else None,
-                }
-            )
-    summarise(rows, list(contenders))
-    return rows
-
-
-def summarise(rows: list[dict], peer_names: list[str]) -> None:
-    """Geometric mean of onepass (and of its best variant) over the best peer of each case."""
-    by_case: dict[tuple, dict[str, float]] = {}
-    for row in rows:
-        by_case.setdefault((row["head_dim"], row["causal"], row["seqlen"]), {})[row["contender"]] = row["tflops"]
-    ratios: dict[str, list[float]] = {"onepass": [], "best variant": []}
-    for case in by_case.values():
-        peer = max((case[n] for n in peer_names if n in case and n != "fa2"), default=0.0)
-        ours = {n: t for n, t in case.items() if n not in peer_names}
-        if peer and "onepass" in ours:
-            ratios["onepass"].append(ours["onepass"] / peer)
-            ratios["best variant"].append(max(ours.values()) / peer)
-    for name, values in ratios.items():
-        if values:
-            mean = math.exp(statistics.mean(math.log(r) for r in values))
-            print(f"{name}: geometric mean {mean:.3f} of the best peer, least {min(values):.3f}, {len(values)} cases")
-
-
-def under_load(call: Callable, seconds: float = 0.7) -> dict[str, str]:
-    """Clock, power and what holds the clock down, after `seconds` of nothing but this call."""
-    fields = "clocks.sm,power.draw.instant,clocks_event_reasons.active"
-    ended = time.perf_counter() + seconds
-    while time.perf_counter() < ended:
-        for _ in range(20):
-            call()
-        torch.cuda.synchronize()
-    for _ in range(400):  # still to be done when the clock is read
-        call()
-    values = output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader").split(", ")
-    torch.cuda.synchronize()
-    return dict(zip(fields.split(","), values, strict=False))
+        times = common.time_in_turns(calls, args, seed=cell.seqlen)
+        loads = {name: common.under_load(call) for name, call in calls.items()} if args.load else {}
+        results.add(cell, times, errors, own, loads)
+    results.summarise()
 
 
 def call_cost_us() -> dict[str, float]:
@@ -607,56 +514,20 @@ def call_cost_us() -> dict[str, float]:
     return costs
 
 
-def output(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-
-
-def circumstances() -> dict:
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),
-        "driver_clocks_power": output(
-            "nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.max.sm,power.limit", "--format=csv,noheader"
-        ),
-        "commit": output("git", "rev-parse", "HEAD"),
-        "onepass": onepass.__version__,
-    }
-
-
-def parse_cases(text: str) -> list[tuple[int, bool, int]]:
-    """128c8192,64n512 -> [(128, True, 8192), (64, False, 512)]."""
-    found = [re.fullmatch(r"(\d+)([cn])(\d+)", case) for case in text.split(",")]
-    return [(int(m[1]), m[2] == "c", int(m[3])) for m in found if m]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    integers = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
-    parser.add_argument("--no-check", action="store_true")
-    parser.add_argument("--no-grid", action="store_true")
+    common.add_arguments(parser, peers="cudnn,fa3,fa4", out="hopper_forward.json")
     parser.add_argument("--variants", help="check and time these, too: 'try', or configurations separated by ;")
-    parser.add_argument("--cases", type=parse_cases, help="such as 128c8192,64n512; default: the grid")
-    parser.add_argument("--head-dims", type=integers, default=[64, 128, 256])
-    parser.add_argument("--seqlens", type=integers, default=[512, 1024, 2048, 4096, 8192, 16384])
-    parser.add_argument("--peers", default="cudnn,fa3,fa4")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--load", action="store_true", help="clock and power of each contender, 0.7 s each")
-    parser.add_argument("--warmup-ms", type=int, default=25)
-    parser.add_argument("--rep-ms", type=int, default=50)
-    parser.add_argument("--out", default=os.path.join(os.environ.get("OUT", "."), "hopper_forward.json"))
     args = parser.parse_args()
 
     warnings.filterwarnings("ignore", message="Argument aux_data")  # of FlashAttention-4 under this compiler
-    about = circumstances()
+    about = common.circumstances()
     print(about, flush=True)
     ok = args.no_check or run_check(args.variants, args.head_dims)
     about["call_cost_us"] = call_cost_us()
-    rows = [] if args.no_grid else run_grid(args)
-    Path(args.out).write_text(json.dumps({"circumstances": about, "rows": rows}, indent=1))
+    common.Results(about, args.out).save()
+    if not args.no_grid:
+        run_grid(args, about)
     return 0 if ok else 1
 
 

@@ -1,10 +1,12 @@
 """What is each choice of a kernel worth? Its default configuration, and the same with one choice at a time undone.
 
-The setting and the first rows are those of Table 2 of FlashAttention-3, arXiv:2407.08608, section 4.2.
+The setting and the forward's first rows are those of Table 2 of FlashAttention-3, arXiv:2407.08608, section 4.2.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
@@ -18,9 +20,9 @@ from ..errors import UnsupportedError
 from ..kernels import heuristics
 from ..problem import AttentionInputs, AttentionProblem, Mask
 from . import run as bench_run
-from .cases import Case
+from .cases import Case, Direction
 from .machine import describe
-from .peers import Contender
+from .peers import Attend, Contender
 from .run import Options, new_row, side_stream, time_contenders, use_device
 from .timing import Samples
 
@@ -31,7 +33,7 @@ FULL = "full configuration"
 
 
 class PaperRow(NamedTuple):
-    """A row of the paper's table."""
+    """A row of the paper's table, which is of the forward pass."""
 
     name: str
     tflops: float  # on an H100 SXM5
@@ -101,7 +103,10 @@ FORWARD_SM90 = (
     Switch("exp2_fma_period", 0, "all exponentials on the MUFU"),
 )
 # Fields that choose a size, for which there is no "without".
-_SIZES = frozenset({"tile_n", "num_warpgroups"})
+_SIZES = frozenset({"tile_m", "tile_n", "num_warpgroups"})
+
+# None is named yet: every boolean gets a row, and every other field that is not at its default.
+BACKWARD_SM90: tuple[Switch, ...] = ()
 
 
 class Row(NamedTuple):
@@ -171,6 +176,9 @@ def _row(problem: AttentionProblem, config: Any, label: str, changes: dict[str, 
 
 # ---------------------------------------------------------------- kernels
 
+# (problem, inputs, out, lse, dout, dlse, config) -> (dq, dk, dv, dsinks)
+Backward = Callable[[AttentionProblem, AttentionInputs, Tensor, Tensor, Tensor, Tensor | None, Any], tuple[Tensor, ...]]
+
 
 class Kernel(NamedTuple):
     """What is taken apart.
@@ -179,7 +187,9 @@ class Kernel(NamedTuple):
         backend: its name for `onepass.dispatch`.
         device: what it runs on, in words.
         default: the configuration that a call of the problem runs with.
-        forward: as a backend's, with a configuration.
+        forward: as a backend's, with a configuration; with None its own choice.
+        backward: of a backward kernel: as a backend's, with a configuration. Its forward pass is not measured.
+        missing: why there is no such kernel (yet); None if there is one.
     """
 
     backend: str
@@ -187,6 +197,8 @@ class Kernel(NamedTuple):
     default: Callable[[AttentionProblem], Any]
     forward: Callable[[AttentionProblem, AttentionInputs, Any], tuple[Tensor, Tensor]]
     switches: tuple[Switch, ...]
+    backward: Backward | None = None
+    missing: Callable[[], str | None] = lambda: None
 
 
 def _forward_sm90(problem: AttentionProblem, inputs: AttentionInputs, config: Any) -> tuple[Tensor, Tensor]:
@@ -195,8 +207,33 @@ def _forward_sm90(problem: AttentionProblem, inputs: AttentionInputs, config: An
     return launch.forward(problem, inputs, config)
 
 
+def _backward_sm90(problem: AttentionProblem, inputs: AttentionInputs, *rest: Any) -> tuple[Tensor, ...]:
+    return importlib.import_module(_BACKWARD_LAUNCH).backward(problem, inputs, *rest)
+
+
+def _backward_config_sm90(problem: AttentionProblem) -> Any:
+    return getattr(heuristics, "backward_config")(problem)  # noqa: B009  (see _missing_backward_sm90)
+
+
+def _missing_backward_sm90() -> str | None:
+    if hasattr(heuristics, "backward_config") and importlib.util.find_spec(_BACKWARD_LAUNCH) is not None:
+        return None
+    return "onepass has no backward kernel for Hopper yet; gradients there come from the tiled backend"
+
+
+_BACKWARD_LAUNCH = "onepass.kernels.sm90.backward_launch"
 _HOPPER = "a Hopper GPU (compute capability 9.0)"
 KERNELS = {"sm90": Kernel("sm90", _HOPPER, heuristics.forward_config, _forward_sm90, FORWARD_SM90)}
+BACKWARD_KERNELS = {
+    "sm90": Kernel(
+        "sm90", _HOPPER, _backward_config_sm90, _forward_sm90, BACKWARD_SM90, _backward_sm90, _missing_backward_sm90
+    )
+}
+
+
+def kernels(direction: Direction) -> dict[str, Kernel]:
+    """The kernels of a pass, by architecture."""
+    return KERNELS if direction == "fwd" else BACKWARD_KERNELS
 
 
 def problem_of(case: Case, device_type: str) -> AttentionProblem:
@@ -217,6 +254,8 @@ def problem_of(case: Case, device_type: str) -> AttentionProblem:
 
 def refusal(kernel: Kernel, case: Case, device: str) -> str | None:
     """Why the kernel cannot be measured on this device; None if it can."""
+    if reason := kernel.missing():
+        return reason
     if device.startswith("cuda"):
         use_device(device)
     elif kernel.device != device:
@@ -296,20 +335,46 @@ def ablate(
 
 
 def _contender(row: Row, kernel: Kernel, problem: AttentionProblem) -> Contender:
-    def attend(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
-        return kernel.forward(problem, AttentionInputs(q, k, v), row.config)[0]
+    return Contender(row.label, attend_with(kernel, problem, row.config), lambda case: row.refusal)
 
-    return Contender(row.label, attend, lambda case: row.refusal)
+
+def attend_with(kernel: Kernel, problem: AttentionProblem, config: Any) -> Attend:
+    """Attention with this configuration: of the forward or, if the kernel is a backward one, of the backward alone."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
+        if kernel.backward is not None:
+            return _Attention.apply(q, k, v, kernel, problem, config)
+        return kernel.forward(problem, AttentionInputs(q, k, v), config)[0]
+
+    return attend
+
+
+class _Attention(torch.autograd.Function):
+    """Forward by default, backward with a configuration."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, *problem_and_config: Any) -> Tensor:
+        out, lse = kernel.forward(problem_and_config[0], AttentionInputs(q, k, v), None)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.arguments = kernel, *problem_and_config
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        kernel, problem, config = ctx.arguments
+        gradients = kernel.backward(problem, AttentionInputs(q, k, v), out, lse, dout, None, config)
+        return *gradients[:3], None, None, None
 
 
 def _about(row: Row, case: Case) -> dict[str, Any]:
-    is_papers = case == PAPER_CASE and row.paper is not None
+    paper = row.paper if case.direction == "fwd" else None
     return {
         "label": row.label,
         "changes": row.changes,
         "config": asdict(row.config),
-        "paper": row.paper.name if row.paper else None,
-        "paper_tflops": row.paper.tflops if row.paper and is_papers else None,
+        "paper": paper.name if paper else None,
+        "paper_tflops": paper.tflops if paper and case == PAPER_CASE else None,
     }
 
 

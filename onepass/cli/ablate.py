@@ -20,16 +20,20 @@ from ..bench.ablation import (
     PAPER_SEQLEN,
     Kernel,
     Report,
+    kernels,
     refusal,
 )
 from ..bench.ablation import ablate as measure
-from ..bench.cases import DTYPES, Case
+from ..bench.cases import DTYPES, Case, Direction
 from ..bench.run import Options
 from .console import INTERRUPTED, TABLE_STYLE, fail, make_console, require_matplotlib, resolve_device
+
+_DIRECTIONS: dict[str, Direction] = {"forward": "fwd", "backward": "bwd"}
 
 
 def ablate(
     arch: Annotated[str, typer.Option(help=f"the kernel's: {', '.join(KERNELS)}")] = "sm90",
+    direction: Annotated[str, typer.Option(help=f"the kernel's: {' or '.join(_DIRECTIONS)}")] = "forward",
     head_dim: Annotated[int, typer.Option(min=1)] = PAPER_HEAD_DIM,
     head_dim_v: Annotated[int | None, typer.Option(min=1, help="default: head_dim")] = None,
     causal: Annotated[bool, typer.Option("--causal", help="with a causal mask")] = False,
@@ -47,14 +51,18 @@ def ablate(
     """Take the kernel apart: its default configuration, and the same with one choice at a time turned off.
 
     Without options the setting is that of Table 2 of the FlashAttention-3 paper: forward, fp16, not causal, batch 4,
-    seqlen 8448, 16 heads of 128. Each configuration is checked against plain attention, then all are timed in turns.
+    seqlen 8448, 16 heads of 128. Each configuration is checked against plain attention, then all are timed in turns; of
+    a backward kernel the backward pass alone.
 
     Exits with 1 if a configuration is wrong or does not run, 2 if this machine or kernel cannot take the case (with
     the reason), 130 after Ctrl-C (the rounds finished so far are kept).
     """
     console = make_console()
-    if arch not in KERNELS:
-        fail(f"--arch: expected one of {', '.join(KERNELS)}, got {arch!r}")
+    if direction not in _DIRECTIONS:
+        fail(f"--direction: expected {' or '.join(_DIRECTIONS)}, got {direction!r}")
+    found = kernels(_DIRECTIONS[direction])
+    if arch not in found:
+        fail(f"--arch: expected one of {', '.join(found)}, got {arch!r}")
     if dtype not in DTYPES:
         fail(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     heads = heads or max(1, PAPER_HEADS * PAPER_HEAD_DIM // head_dim)
@@ -63,11 +71,12 @@ def ablate(
     if plot_path is not None:
         require_matplotlib("--plot")
     batch = batch or max(1, PAPER_BATCH * PAPER_SEQLEN // seqlen)
-    case = Case(batch, seqlen, seqlen, heads, heads_kv or heads, head_dim, head_dim_v or head_dim, dtype, causal)
-    kernel = KERNELS[arch]
+    shape = batch, seqlen, seqlen, heads, heads_kv or heads, head_dim, head_dim_v or head_dim
+    case = Case(*shape, dtype, causal, direction=_DIRECTIONS[direction])
+    kernel = found[arch]
     device = resolve_device(device)
     if reason := refusal(kernel, case, device):
-        fail(f"the {arch} kernel cannot be measured here: {reason}")
+        fail(f"the {arch} {direction} kernel cannot be measured here: {reason}")
 
     report = _measure_with_progress(console, case, kernel, Options(device, (), rounds, time_budget), json_path)
     _print_report(console, report)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onepass.bench.ablation import FULL, KERNELS, ablate, refusal
+from onepass.bench.ablation import FULL, ablate, kernels, refusal
 from onepass.bench.cases import Case
 from onepass.bench.run import Options
 
@@ -11,11 +11,15 @@ IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")]
 
 
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize(("causal", "seqlen"), [(False, 1000), (True, 4000)])
-def test_every_row(causal, seqlen):
-    case = Case.square(seqlen, 8, 128, batch=2, dtype="float16", causal=causal)
-    assert refusal(KERNELS["sm90"], case, "cuda") is None
-    row = ablate(case, KERNELS["sm90"], Options("cuda", (), rounds=3, gemm_size=2048)).row
+def test_every_row(causal, seqlen, direction):
+    kernel = kernels(direction)["sm90"]
+    if reason := kernel.missing():
+        pytest.skip(reason)
+    case = Case.square(seqlen, 8, 128, batch=2, dtype="float16", causal=causal, direction=direction)
+    assert refusal(kernel, case, "cuda") is None
+    row = ablate(case, kernel, Options("cuda", (), rounds=3, gemm_size=2048)).row
     assert row["failed"] == {}
     assert row["skipped"] == {}
     assert row["contenders"][FULL]["launch"] == "graph"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass, replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from onepass import tiled
 from onepass.bench import ablation
 from onepass.bench.ablation import FORWARD_SM90, FULL, PAPER_CASE, Kernel, PaperRow, Switch, problem_of, rows
 from onepass.bench.cases import Case
+from onepass.bench.flops import flops
 from onepass.bench.plot import plot_ablation
 from onepass.bench.run import Options
 from onepass.errors import UnsupportedError
@@ -58,7 +62,15 @@ def forward(problem, inputs, config):
     return (out if config.wrong else out + 0.01), lse
 
 
+def backward(problem, inputs, out, lse, dout, dlse, config):
+    dq, dk, dv, dsinks = tiled.backward(problem, inputs, out, lse, dout, dlse)
+    return dq, (dk if config.wrong else dk + 0.01), dv, dsinks
+
+
 KERNEL = Kernel("tiled", "cpu", lambda problem: Config(64), forward, SWITCHES)
+BACKWARD_CASE = replace(CASE, direction="bwd")
+# its forward takes no configuration, which is the backward's
+BACKWARD = KERNEL._replace(forward=lambda problem, inputs, config: tiled.forward(problem, inputs), backward=backward)
 
 
 @pytest.fixture(autouse=True)
@@ -194,6 +206,58 @@ def test_report(tmp_path):
     assert row["contenders"][FULL]["relative_speed"] == {"median": 1.0, "p20": 1.0, "p80": 1.0}
 
 
+def test_report_of_a_backward(tmp_path):
+    path = tmp_path / "ablation.json"
+    report = ablation.ablate(BACKWARD_CASE, BACKWARD, QUICK, path)
+    assert json.loads(path.read_text()) == json.loads(json.dumps(report.to_dict()))
+    assert report.status == "complete"
+    row = report.row
+    assert row["case"]["direction"] == "bwd"
+    assert row["flops"] == flops(BACKWARD_CASE) == 2.5 * flops(CASE)
+    assert [entry["label"] for entry in row["configurations"]] == [
+        FULL,
+        "no overlap",
+        "no second overlap",
+        "two stages",
+        "no wrong",
+    ]
+    # the paper's table is of the forward
+    assert {entry["paper"] for entry in row["configurations"]} == {None}
+    assert set(row["contenders"]) == {FULL, "no overlap", "no second overlap"}
+    assert row["skipped"] == {"two stages": "stages: expected 3, got 2"}
+    assert list(row["failed"]) == ["no wrong"]
+    assert "dk: max error" in row["failed"]["no wrong"]
+    assert row["contenders"][FULL]["relative_speed"] == {"median": 1.0, "p20": 1.0, "p80": 1.0}
+    (picture,) = plot_ablation(report.to_dict(), tmp_path / "a.png")
+    assert picture.stat().st_size > 1000
+
+
+def test_a_backward_is_timed_alone_with_its_configuration():
+    forwards, backwards = [], []
+
+    def forward(problem, inputs, config):
+        forwards.append(config)
+        return tiled.forward(problem, inputs)
+
+    def backward(problem, inputs, out, lse, dout, dlse, config):
+        assert dlse is None
+        backwards.append(config)
+        return tiled.backward(problem, inputs, out, lse, dout, dlse)
+
+    kernel = BACKWARD._replace(forward=forward, backward=backward, switches=())
+    report = ablation.ablate(BACKWARD_CASE, kernel, QUICK)
+    labels = [FULL, "no overlap", "no needs_overlap", "no wrong", "no slow"]  # no switch has a name: all booleans
+    assert list(report.row["contenders"]) == [entry["label"] for entry in report.row["configurations"]] == labels
+    assert forwards == [None] * len(labels)
+    assert {config: backwards.count(config) > QUICK.rounds for config in backwards} == {
+        Config(64): True,
+        Config(64, overlap=False): True,
+        Config(64, needs_overlap=False): True,
+        Config(64, slow=False): True,
+        Config(64, wrong=False): True,
+    }
+
+
 def test_relative_speed_is_above_one_for_a_faster_configuration():
     row = {"contenders": {FULL: {}, "other": {}}}
     ablation._fill_relative_speed(row, ablation.Samples({FULL: [2.0, 4.0], "other": [1.0, 2.0]}))
@@ -285,3 +349,26 @@ def test_other_machines_are_told_why_not():
         ablation.KERNELS["sm90"], PAPER_CASE, "cpu"
     )
     assert ablation.refusal(KERNEL, CASE, "cpu") is None
+
+
+def test_a_backward_kernel_that_is_not_there(monkeypatch):
+    kernel, case = ablation.kernels("bwd")["sm90"], replace(PAPER_CASE, direction="bwd")
+    monkeypatch.delattr(heuristics, "backward_config", raising=False)
+    assert "no backward kernel for Hopper yet" in ablation.refusal(kernel, case, "cuda")
+
+
+def test_a_backward_kernel_as_soon_as_it_is_there(monkeypatch):
+    """Its launch and its configuration are looked up when they are asked for."""
+    launch = ModuleType("backward_launch")
+    launch.backward = backward
+    launch.__spec__ = ModuleSpec("backward_launch", None)
+    monkeypatch.setitem(sys.modules, "onepass.kernels.sm90.backward_launch", launch)
+    monkeypatch.setattr(heuristics, "backward_config", lambda problem: Config(32), raising=False)
+    kernel = ablation.kernels("bwd")["sm90"]
+    assert kernel.missing() is None
+    assert "expected a Hopper GPU" in ablation.refusal(kernel, BACKWARD_CASE, "cpu")
+    on_cpu = kernel._replace(forward=BACKWARD.forward, backend="tiled", device="cpu", switches=SWITCHES)
+    assert ablation.refusal(on_cpu, BACKWARD_CASE, "cpu") is None
+    report = ablation.ablate(BACKWARD_CASE, on_cpu, QUICK)
+    assert report.row["configurations"][0]["config"] == asdict(Config(32))
+    assert set(report.row["contenders"]) == {FULL, "no overlap", "no second overlap"}

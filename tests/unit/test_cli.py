@@ -217,6 +217,12 @@ def ablated(monkeypatch):
         kernel = ablation.Kernel("tiled", "cpu", lambda problem: full, forward, switches)
         monkeypatch.setitem(ablation.KERNELS, "sm90", kernel)
 
+        def backward(problem, inputs, out, lse, dout, dlse, config):
+            return tiled.backward(problem, inputs, out, lse, dout, dlse)
+
+        by_default = kernel._replace(forward=lambda problem, inputs, config: tiled.forward(problem, inputs))
+        monkeypatch.setitem(ablation.BACKWARD_KERNELS, "sm90", by_default._replace(backward=backward))
+
     return make
 
 
@@ -243,6 +249,18 @@ def test_ablate(ablated, tmp_path):
     row = json.loads(path.read_text())["rows"][0]
     assert (row["case"]["dtype"], row["case"]["head_dim"], row["case"]["causal"]) == ("float16", 16, False)
     assert picture.exists()
+
+
+def test_ablate_backward(ablated, tmp_path):
+    ablated()
+    path = tmp_path / "a.json"
+    result = invoke(*ABLATE, *SMALL, "--direction", "backward", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    assert "tiled bwd d16" in result.output
+    assert "paper:" not in result.output
+    row = json.loads(path.read_text())["rows"][0]
+    assert row["case"]["direction"] == "bwd"
+    assert "no pingpong between warpgroups" in row["contenders"]
 
 
 def test_ablate_takes_the_papers_case_by_default(ablated, monkeypatch):
@@ -289,9 +307,10 @@ def test_exit_codes_of_ablate(ablated, monkeypatch, what, exit_code, text):
     ("arguments", "text"),
     [
         (["--arch", "sm70"], "expected one of sm90, got 'sm70'"),
+        (["--direction", "sideways"], "expected forward or backward, got 'sideways'"),
         (["--dtype", "int8"], "int8"),
         (["--heads", "6", "--heads-kv", "4"], "expected a divisor of 6 heads, got 4"),
-        (["--device", "cpu"], "the sm90 kernel cannot be measured here: expected a Hopper GPU"),
+        (["--device", "cpu"], "the sm90 forward kernel cannot be measured here: expected a Hopper GPU"),
     ],
 )
 def test_ablate_refuses_with_the_reason(arguments, text):

@@ -1,0 +1,238 @@
+"""The benchmarks of the Hopper kernels on a CPU: small grids, with a clock and kernels that stand for a GPU's."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from onepass import tiled
+from onepass.bench import ablation
+from onepass.bench.ablation import Kernel
+from onepass.bench.check import choose_samples, expected_rows
+from onepass.errors import UnsupportedError
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+pytestmark = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="not a checkout")
+
+
+@dataclass(frozen=True)
+class Config:
+    tile_n: int = 64
+    wrong: bool = False
+    name: str | None = None
+
+    def check(self, problem) -> None:
+        if self.tile_n > 128:
+            raise UnsupportedError(f"tile_n: expected up to 128, got {self.tile_n}")
+
+
+def forward(problem, inputs, config):
+    return tiled.forward(problem, inputs)
+
+
+def backward(problem, inputs, out, lse, dout, dlse, config):
+    dq, dk, dv, dsinks = tiled.backward(problem, inputs, out, lse, dout, dlse)
+    return dq, dk, (dv * 1.5 if config.wrong else dv), dsinks
+
+
+@pytest.fixture
+def common(monkeypatch):
+    """benchmarks/common.py with a grid of 64 tokens, and a clock by which no call takes as long as the one before."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.delitem(sys.modules, "common", raising=False)
+    common = importlib.import_module("common")
+    monkeypatch.setattr(common, "TOKENS", 64)
+    monkeypatch.setattr(common, "HIDDEN", 32)
+    monkeypatch.setattr(common, "circumstances", dict)
+    calls = []
+
+    def clock(call, warmup_ms, rep_ms):
+        call()
+        calls.append(call)
+        return float(len(calls))
+
+    monkeypatch.setattr(common, "median_ms", clock)
+    yield common
+    sys.modules.pop("common", None)
+
+
+@pytest.fixture
+def hopper_backward(common, monkeypatch):
+    monkeypatch.delitem(sys.modules, "hopper_backward", raising=False)
+    module = importlib.import_module("hopper_backward")
+    monkeypatch.setattr(module, "DEVICE", "cpu")
+    monkeypatch.setattr(module, "PEERS", {"torch": "sdpa", "fa4": "fa4"})
+    monkeypatch.setattr(module, "CHECKED_SEQLENS", (24,))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield module
+    torch.set_num_threads(threads)
+    sys.modules.pop("hopper_backward", None)
+
+
+@pytest.fixture
+def kernel(hopper_backward, monkeypatch):
+    monkeypatch.setattr(hopper_backward, "_backward_launch", SimpleNamespace)
+    stand_in = Kernel("tiled", "cpu", lambda problem: Config(), forward, (), backward)
+    monkeypatch.setitem(ablation.BACKWARD_KERNELS, "sm90", stand_in)
+
+
+def run(module, tmp_path, *arguments):
+    """The exit status and the results file."""
+    path = tmp_path / "results.json"
+    status = module.main(["--cases", "16c32,16n64", "--peers", "torch", "--out", str(path), *arguments])
+    return status, json.loads(path.read_text())
+
+
+def test_cases_of_the_command_line(common):
+    assert common.parse_cases("128c8192,64n512") == [(128, True, 8192), (64, False, 512)]
+    with pytest.raises(argparse.ArgumentTypeError, match="got 64x512"):
+        common.parse_cases("128c8192,64x512")
+
+
+def test_the_grid_is_the_papers(common, monkeypatch):
+    monkeypatch.setattr(common, "TOKENS", 16384)
+    monkeypatch.setattr(common, "HIDDEN", 2048)
+    parser = argparse.ArgumentParser()
+    common.add_arguments(parser, peers="", out="x.json")
+    cells = common.cells(parser.parse_args([]))
+    assert len(set(cells)) == 36
+    assert {cell.batch * cell.seqlen for cell in cells} == {16384}
+    assert {cell.heads * cell.head_dim for cell in cells} == {2048}
+    assert common.Cell(128, True, 8192).flops == 4 * 8192**2 * 128 * 16 * 2 / 2
+
+
+def test_neighbours_change_from_round_to_round(common):
+    order = []
+    calls = {name: (lambda name=name: order.append(name)) for name in "abcd"}
+    times = common.time_in_turns(calls, argparse.Namespace(rounds=4, warmup_ms=0, rep_ms=0), seed=0)
+    assert {name: len(ms) for name, ms in times.items()} == dict.fromkeys("abcd", 4)
+    rounds = [order[i : i + 4] for i in range(0, 16, 4)]
+    assert all(sorted(names) == list("abcd") for names in rounds)
+    assert len({names[0] for names in rounds}) > 1
+    before = {name: {names[i - 1] for names in rounds for i in range(1, 4) if names[i] == name} for name in "abcd"}
+    assert all(len(names) > 1 for names in before.values())
+
+
+def test_summary(common, tmp_path, capsys):
+    results = common.Results({}, tmp_path / "r.json", ["cudnn", "fa4"])
+    no_errors = dict.fromkeys(("cudnn", "fa4", "onepass", "other"), 0.0)
+    for seqlen, ms in ((32, [4.0, 2.0, 1.0, 3.0]), (64, [4.0, 8.0, 8.0, 2.0])):
+        times = {name: [each] for name, each in zip(no_errors, ms, strict=True)}
+        results.add(common.Cell(16, True, seqlen), times, no_errors, {}, {})
+    results.summarise()
+    text = capsys.readouterr().out
+    assert "| head_dim | causal | 32 | 64 |" in text
+    assert "| 16 | yes | 0 (2.00) | 0 (0.50) |" in text
+    assert (
+        "onepass: geometric mean 1.000 of the best peer, least 0.500 (head_dim 16 causal, seqlen 64), 2 cases" in text
+    )
+    assert "best variant: geometric mean 2.000" in text
+
+
+def test_backward_without_a_kernel(hopper_backward, tmp_path, capsys, monkeypatch):
+    """onepass as it is, by whichever backend computes its gradients."""
+    monkeypatch.setitem(
+        ablation.BACKWARD_KERNELS, "sm90", ablation.kernels("bwd")["sm90"]._replace(missing=lambda: "not there")
+    )
+    status, data = run(hopper_backward, tmp_path, "--deterministic", "--rounds", "2", "--peers", "torch,fa4")
+    text = capsys.readouterr().out
+    assert status == 0, text
+    assert "fa4 not measured: measured on cuda only" in text
+    assert "check: 6 of 6 passed" in text
+    assert "torch tiles" in data["circumstances"]["backend"]
+    by_cell = {}
+    for row in data["rows"]:
+        by_cell.setdefault((row["head_dim"], row["causal"], row["seqlen"]), []).append(row)
+    assert list(by_cell) == [(16, True, 32), (16, False, 64)]
+    for cell, rows in by_cell.items():
+        assert [row["contender"] for row in rows] == ["torch", "onepass", "deterministic"]
+        cell_flops = 4 * cell[2] ** 2 * 16 * 2 * (64 // cell[2]) * (0.5 if cell[1] else 1)
+        for row in rows:
+            assert len(row["ms"]) == 2
+            assert row["tflops"] == round(2.5 * cell_flops / (sum(row["ms"]) / 2) / 1e9, 2)
+            assert row["error"] < 0.05
+            assert row["config"] is None
+    assert any(line.startswith("onepass: geometric mean") for line in text.splitlines()[-2:])
+    with pytest.raises(SystemExit):
+        run(hopper_backward, tmp_path, "--variants", "tile_n=32")
+    assert "--variants: not there" in capsys.readouterr().err
+
+
+def test_backward_variants(hopper_backward, kernel, tmp_path, capsys):
+    status, data = run(hopper_backward, tmp_path, "--variants", "tile_n=32; tile_n=32, wrong=True; tile_n=256")
+    text = capsys.readouterr().out
+    assert status == 1  # one of them is wrong
+    assert "tile_n=256 not measured: tile_n: expected up to 128, got 256" in text
+    assert text.count("FAIL dv: max error") == 2
+    assert "check: 6 of 8 passed" in text
+    rows = {row["contender"]: row for row in data["rows"] if row["causal"]}
+    assert list(rows) == ["torch", "onepass", "tile_n=32", "tile_n=32,wrong=True"]
+    assert rows["onepass"]["config"] == {"tile_n": 64, "wrong": False, "name": None}
+    assert rows["tile_n=32"]["config"] == {"tile_n": 32, "wrong": False, "name": None}
+    assert rows["tile_n=32"]["error"] < 0.05 < rows["tile_n=32,wrong=True"]["error"]
+    # what is wrong is marked in the table
+    assert "!" in next(line for line in text.splitlines() if line.split()[:3] == ["16", "True", "32"])
+
+
+def test_a_wrong_peer_does_not_fail_the_check(hopper_backward, kernel, tmp_path, capsys, monkeypatch):
+    def twice(q, k, v, case):
+        return 2 * torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
+
+    def rivals(names):
+        return {"torch": hopper_backward.Contender("torch", twice, heads_first=True)}
+
+    monkeypatch.setattr(hopper_backward, "peers", rivals)
+    assert hopper_backward.main(["--cases", "16c32", "--no-grid", "--out", str(tmp_path / "r.json")]) == 0
+    assert "check: 1 of 2 passed" in capsys.readouterr().out
+
+
+def test_kernels_are_compiled_ahead(hopper_backward, common, kernel, monkeypatch, tmp_path):
+    requests, jobs = [], []
+    launch = SimpleNamespace(compile_request=lambda problem, config: ("backward", (problem.static(), config), "", None))
+    monkeypatch.setattr(hopper_backward, "_backward_launch", lambda: launch)
+    monkeypatch.setattr(hopper_backward.compile, "get", lambda *request: requests.append(request[1]))
+    monkeypatch.setattr(common, "compile_all", lambda found, compile_one: jobs.append([compile_one(j) for j in found]))
+    run(hopper_backward, tmp_path, "--no-check", "--rounds", "1", "--deterministic", "--variants", "tile_n=32")
+    # 2 masks, 2 configurations, deterministic and not
+    assert [len(found) for found in jobs] == [8]
+    assert len(set(requests)) == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ("tile_m=3", "expected name=value with a name of tile_n, wrong, name, got 'tile_m=3'"),
+        ("tile_n", "expected a Python literal for tile_n, got ''"),
+        ("tile_n=many", "expected a Python literal for tile_n, got 'many'"),
+    ],
+)
+def test_variants_that_make_no_sense(hopper_backward, changes, text):
+    with pytest.raises(ValueError, match=text):
+        hopper_backward.configuration(Config(), changes)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_by_math(hopper_backward, causal):
+    case = hopper_backward.Case.square(40, 2, 16, batch=2, dtype="bfloat16", causal=causal, direction="bwd")
+    inputs = hopper_backward.make_inputs(case, "cpu")
+    found = hopper_backward.gradients_by_math(inputs, causal, torch.float32)
+    (sample, _) = choose_samples(case)
+    for name, rows in expected_rows(case, inputs, sample, torch.float64).items():
+        torch.testing.assert_close(found[name][0, :, :1].transpose(0, 1).squeeze(0), rows.reshape(40, 16).float())
+    assert not math.isnan(float(found["dq"].sum()))
+
+
+def test_forward_takes_its_configurations(common):
+    module = importlib.import_module("hopper_forward")
+    sys.modules.pop("hopper_forward")
+    assert module.configuration("3wg n80 q2 queue").dynamic_tiles
