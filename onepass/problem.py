@@ -69,7 +69,8 @@ class AttentionProblem:
     head_dim: int
     head_dim_v: int
     softmax_scale: float
-    mask: Mask = Mask()
+    # No default: torch.compile in torch 2.10 to 2.12 wraps even those that are not used, and can wrap constants only.
+    mask: Mask
     softcap: float | None = None
     has_sinks: bool = False
     has_seqused_k: bool = False

@@ -472,7 +472,7 @@ import torch
 from pathlib import Path
 from onepass.kernels import compile, heuristics
 from onepass.kernels.sm90 import launch
-from onepass.problem import AttentionProblem
+from onepass.problem import AttentionProblem, Mask
 
 def noted(function, name):
     def call(*arguments, **options):
@@ -482,7 +482,7 @@ def noted(function, name):
     return call
 
 compile.compile_now = noted(compile.compile_now, "compile")
-problem = AttentionProblem(torch.bfloat16, "cuda", 1, 512, 512, 1, 1, 64, 64, 0.125)
+problem = AttentionProblem(torch.bfloat16, "cuda", 1, 512, 512, 1, 1, 64, 64, 0.125, Mask())
 config = heuristics.forward_config(problem)
 trace = functools.partial(launch.trace, problem, config)
 Path(sys.argv[2]).touch()

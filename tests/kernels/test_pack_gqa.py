@@ -9,7 +9,7 @@ from onepass.errors import UnsupportedError
 from onepass.kernels import heuristics
 from onepass.kernels.blocks.pack_gqa import unpack_row
 from onepass.kernels.config import ForwardConfig
-from onepass.problem import AttentionProblem
+from onepass.problem import AttentionProblem, Mask
 
 
 def problem(seqlen_q, group, **options):
@@ -24,6 +24,7 @@ def problem(seqlen_q, group, **options):
         head_dim=128,
         head_dim_v=128,
         softmax_scale=1.0,
+        mask=Mask(),
         **options,
     )
 

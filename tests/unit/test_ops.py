@@ -1,5 +1,6 @@
 """The torch operators: schema, fakes, autograd, compile, functorch, autocast; and what importing costs."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -127,6 +128,13 @@ def test_lengths_do_not_recompile():
         used = torch.tensor([2, total - 3], dtype=INT32)
         function(*qkv(total), cu_seqlens, used, torch.tensor(total - 3))
     assert counter.frame_count == 1
+
+
+def test_torch_compile_can_wrap_the_defaults_of_a_problem():
+    # in torch 2.10 to 2.12 it wraps all of them, used or not
+    for field in dataclasses.fields(AttentionProblem):
+        assert field.default_factory is dataclasses.MISSING
+        assert field.default in (dataclasses.MISSING, None) or type(field.default) in (bool, int, float, str)
 
 
 def test_compile_with_inductor():
