@@ -13,5 +13,3 @@ class NamedBarrier(enum.IntEnum):
     PINGPONG = 1  # 1, 2, 3, 4
     # the four warps of consumer warpgroup w among themselves
     WARPGROUP = 5  # 5, 6, 7, 8
-    # all consumer warpgroups of a backward: dS of a step is in shared memory
-    SHARE_DS = 9

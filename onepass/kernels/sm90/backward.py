@@ -7,7 +7,7 @@ accumulate in registers through the whole tile, and only dS goes through shared 
 all warpgroups. The dQ of a step is added to a float32 accumulator in global memory.
 
     producer warp        Q0 | K V | dO0 | Q1 dO1 | Q2 dO2 ...                      TMA, through circular buffers
-    each warpgroup       S0 P0 | dV0 dP0 S1 | dS0 | dK0 dQ0 | P1 | dV1 dP1 S2 | dS1 | dK1 dQ1 | P2 ...
+    each warpgroup       S0 P0 | dP0 dV0 | dS0 | S1 dK0 | P1 | dP1 dV1 dQ0 | dS1 | S2 dK1 | P2 ...
 
 P and dS are computed while the tensor cores work on the GEMMs around them; see backward_consumer.py.
 
@@ -15,7 +15,7 @@ Buffers and barriers (mbarrier pairs full / empty; arrivals)
     K, V  one tile each, as tiles (64, head_dim) per warpgroup     full: TMA bytes     empty: all consumer warps
     Q     q_stages tiles (tile_m, head_dim), with their lse, delta full: TMA bytes     empty: all consumer warps
     dO    do_stages tiles (tile_m, head_dim_v)                     full: TMA bytes     empty: all consumer warps
-    dS    2 tiles (keys, tile_m)                                   a named barrier of all consumers in each step
+    dS    2 tiles (keys, tile_m)                                   full: all consumer warps
 
 Source: FlashAttention-3, arXiv:2407.08608, appendix B.1, Algorithm 3.
 """
@@ -49,6 +49,7 @@ from .forward import Schedule, Sequences
 from .warpgroup import WARPS, Scores
 
 PRODUCER_WARP, SCHEDULER_WARP = 0, 1
+DS_BUFFERS = 2
 STAT_ROWS = 2  # lse and delta of a query
 
 
@@ -146,7 +147,7 @@ class BackwardSm90:
         sV_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim_v, self.num_warpgroups, self.dtype)
         sQ_layout = smem_tiles(self.tile_m, self.head_dim, self.config.q_stages, self.dtype)
         sdO_layout = smem_tiles(self.tile_m, self.head_dim_v, self.config.do_stages, self.dtype)
-        sdS_layout = smem_tiles(ROWS_PER_WARPGROUP, self.tile_m, 2 * self.num_warpgroups, self.dtype)
+        sdS_layout = smem_tiles(ROWS_PER_WARPGROUP, self.tile_m, DS_BUFFERS * self.num_warpgroups, self.dtype)
         tma = []
         for t, layout, rows, columns in (
             (k, sK_layout, ROWS_PER_WARPGROUP, self.head_dim),
@@ -284,6 +285,10 @@ class BackwardSm90:
             ),
         )
         queue = TileQueue(smem, schedule.num_tiles, counter, consumer_warps)
+        ds_full = smem.allocate_array(cutlass.Int64, DS_BUFFERS)
+        if cute.arch.thread_idx()[0] == 0:
+            for i in cutlass.range_constexpr(DS_BUFFERS):
+                cute.arch.mbarrier_init(ds_full + i, consumer_warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -300,7 +305,7 @@ class BackwardSm90:
                     queue.fill()
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            buffers = (sK, sV, sQ, sdO, sdS, sStats)
+            buffers = (sK, sV, sQ, sdO, sdS, sStats, ds_full)
             consumer = BackwardConsumer(
                 self, buffers, pipes, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV
             )

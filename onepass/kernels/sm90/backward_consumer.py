@@ -1,14 +1,13 @@
 """A consumer warpgroup of the Hopper backward: 64 keys through the query blocks of each tile.
 
-One step, query block i (the GEMMs between two bars are in the tensor cores' queue together):
+One step, query block i; in brackets what is in the tensor cores' queue, below it what the threads do meanwhile:
 
-    | dV += P_i^T dO_i   dP_i = V dO_i^T   S_(i+1) = K Q_(i+1)^T |        dQ_(i-1) goes to global memory beside dV
-      dS_i = P_i (dP_i - delta)                                           beside S_(i+1)
-    | dK += dS_i^T Q_i   dQ_i = dS_i K |                                  dS_i through shared memory beside dK
-      P_(i+1) = exp(S_(i+1) - lse)                                        beside dQ_i
+    [dP_i = V dO_i^T]   [dV += P_i^T dO_i   dQ_(i-1) = dS_(i-1) K]   [S_(i+1) = K Q_(i+1)^T    dK += dS_i^T Q_i       ]
+                        dS_i = P_i (dP_i - delta)                    dS_i to shared memory,    P_(i+1) =
+                                                                     dQ_(i-1) to global memory exp(S_(i+1) - lse)
 
-P_i and dS_i share registers, and so do dP_i and dQ_i. Thus a step holds dK, dV, two accumulators of (64, tile_m) and one
-16-bit operand (64, tile_m): 208 registers at head_dim 128 and tile_m 64.
+dQ needs the dS of all warpgroups; it comes a step late, so that none of them waits for another one's. A step holds dK,
+dV, one accumulator (64, tile_m) for S and dP in turn, a part of dQ, and P and dS in 16 bits.
 
 Source: FlashAttention-3, arXiv:2407.08608, appendix B.1, Algorithm 3.
 """
@@ -19,18 +18,23 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, pipeline
+from cutlass import Float32, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..blocks import epilogue, mask, wgmma
 from ..blocks.bundle import Bundle
 from ..blocks.integers import select
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
-from ..blocks.named_barrier import NamedBarrier
 from ..blocks.plain_rows import soft_cap
 from ..blocks.ptx import add_to_global, pack, pack_pair, unpack_pair
 from ..config import ROWS_PER_WARPGROUP
 from .warpgroup import WARPGROUP, Scores
+
+
+def after(state: pipeline.PipelineState) -> pipeline.PipelineState:
+    following = state.clone()
+    following.advance()
+    return following
 
 
 class Mmas(NamedTuple):
@@ -62,8 +66,7 @@ class BackwardConsumer(Bundle):
         # the first of this thread's two keys, 8 apart
         self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.thread // 32 * 16 + self.thread % 32 // 4
 
-        sK, sV, sQ, sdO, sdS, self.sStats = buffers
-        self.sK, self.sV, self.sQ, self.sdO, self.sdS = sK, sV, sQ, sdO, sdS
+        sK, sV, sQ, sdO, sdS, self.sStats, self.ds_full = buffers
         s, dp, dv, dk, dq = (mma.get_slice(self.thread) for mma in mmas)
         self.rK = mmas.s.make_fragment_A(s.partition_A(sK))[None, None, None, self.wg]
         self.rQ = mmas.s.make_fragment_B(s.partition_B(sQ))
@@ -75,21 +78,19 @@ class BackwardConsumer(Bundle):
         row_part, column_part = (self.wg, 0) if self.tile_m > ROWS_PER_WARPGROUP else (0, self.wg)
         sdS_t = cute.local_tile(transposed(sdS), (ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP), (row_part, 0, None))
         sK_t = cute.local_tile(transposed(sK), (kernel.dq_columns, ROWS_PER_WARPGROUP), (column_part, 0, None))
-        self.rdS = mmas.dq.make_fragment_A(dq.partition_A(sdS_t))
+        self.rdS_t = mmas.dq.make_fragment_A(dq.partition_A(sdS_t))
         self.rK_t = mmas.dq.make_fragment_B(dq.partition_B(sK_t))
 
         shape_s = mmas.s.partition_shape_C((ROWS_PER_WARPGROUP, self.tile_m))
-        self.acc_s, self.acc_dp = (cute.make_rmem_tensor(shape_s, Float32) for _ in range(2))
-        shape_dq = mmas.dq.partition_shape_C((ROWS_PER_WARPGROUP, kernel.dq_columns))
-        self.acc_dq = cute.make_rmem_tensor(shape_dq, Float32)
+        self.shape_s = shape_s
+        self.shape_dq = mmas.dq.partition_shape_C((ROWS_PER_WARPGROUP, kernel.dq_columns))
         self.acc_dk = cute.make_rmem_tensor(mmas.dk.partition_shape_C((64, kernel.head_dim)), Float32)
         self.acc_dv = cute.make_rmem_tensor(mmas.dv.partition_shape_C((64, kernel.head_dim_v)), Float32)
-        self.rP = cute.make_rmem_tensor(self.acc_s.layout, kernel.dtype)
-        self.p = as_operand_a(self.rP)
-        self.words = cute.recast_tensor(self.rP, Int32)
+        self.rP, self.rdS = (cute.make_rmem_tensor(shape_s, kernel.dtype) for _ in range(2))
+        self.p_words, self.ds_words = (cute.recast_tensor(r, Int32) for r in (self.rP, self.rdS))
         if scores.tanh_scale is not None:
-            # P (1 - tanh^2), in the order of words
-            self.capped_words = cute.make_rmem_tensor((cute.size(self.words),), Int32)
+            # P (1 - tanh^2), in the order of p_words
+            self.capped_words = cute.make_rmem_tensor((cute.size(self.p_words),), Int32)
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), kernel.dtype)
         self.copy_ds = cute.make_tiled_copy_C(stmatrix, mmas.s).get_slice(self.thread)
         self.ds_target = self.copy_ds.partition_D(sdS)
@@ -101,7 +102,7 @@ class BackwardConsumer(Bundle):
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
         wave, number = Int32(0), queue.first()
-        ds_buffer = Int32(0)
+        ds_count = Int32(0)
         while number < queue.num_tiles:
             tile = self.kernel.tile_at(number, schedule, seqlens)
             num_steps = (tile.last - tile.first) * self.kernel.group
@@ -113,24 +114,30 @@ class BackwardConsumer(Bundle):
                 m_block, head = tile.first, tile.head_kv * self.kernel.group
                 target = Int64(0)
                 self.pipes.q.consumer_wait(q_state)
-                self.issue_s(q_state)
+                acc_s = self.issue_s(q_state)
                 warpgroup.wait_group(0)
-                self.make_p(tile, m_block, q_state)
+                self.make_p(acc_s, tile, m_block, q_state)
                 for i in cutlass.range(num_steps - 1, unroll=1):
                     is_last_of_head = m_block == tile.last - 1
                     next_m_block = select(is_last_of_head, tile.first, m_block + 1)
-                    self.step(tile, next_m_block, target, i > 0, q_state, do_state, ds_buffer)
+                    if i == 0:
+                        self.step(tile, next_m_block, target, q_state, do_state, ds_count, False, True)
+                    else:
+                        self.step(tile, next_m_block, target, q_state, do_state, ds_count, True, True)
                     target = self.dq_offset(tile, head, m_block)
                     head += select(is_last_of_head, Int32(1), Int32(0))
                     m_block = next_m_block
                     q_state.advance()
                     do_state.advance()
-                    ds_buffer ^= 1
-                self.last_step(target, num_steps > 1, q_state, do_state, ds_buffer)
-                self.add_dq(self.dq_offset(tile, head, m_block), None)
+                    ds_count += 1
+                if num_steps == 1:
+                    self.step(tile, m_block, target, q_state, do_state, ds_count, False, False)
+                else:
+                    self.step(tile, m_block, target, q_state, do_state, ds_count, True, False)
+                self.last_dq(self.dq_offset(tile, head, m_block), ds_count)
                 q_state.advance()
                 do_state.advance()
-                ds_buffer ^= 1
+                ds_count += 1
                 self.pipes.k.consumer_release(kv_state)
                 self.pipes.v.consumer_release(kv_state)
                 kv_state.advance()
@@ -140,80 +147,95 @@ class BackwardConsumer(Bundle):
             self.store(tile)
 
     @cute.jit
-    def step(self, tile, next_m_block: Int32, target: Int64, has_dq: Boolean, q_state, do_state, ds_buffer: Int32):
-        """A query block, and P of the next one.
+    def step(
+        self,
+        tile,
+        next_m_block: Int32,
+        target: Int64,
+        q_state,
+        do_state,
+        ds_count: Int32,
+        has_previous: cutlass.Constexpr[bool],
+        has_next: cutlass.Constexpr[bool],
+    ):
+        """A query block. It begins and ends with P and nothing in flight: ptxas, which does not follow GEMMs around a
+        loop, would serialise all of them.
 
-        Args: target: where the dQ of the block before goes, if has_dq.
+        Args: target: where the dQ of the block before goes.
         """
-        next_q = q_state.clone()
-        next_q.advance()
-        # ptxas keeps no GEMM in flight around a loop: it would serialise them all
-        warpgroup.wait_group(0)
+        next_q = after(q_state)
+        self.pipes.do.consumer_wait(do_state)
+        acc_dp = self.issue_dp(do_state)
         self.issue_dv(do_state)
-        self.add_dq(target, has_dq)
-        self.issue_dp(do_state)
-        self.pipes.q.consumer_wait(next_q)
-        self.issue_s(next_q)
-        warpgroup.wait_group(1)
-        self.pipes.do.consumer_release(do_state)
-        self.make_ds(q_state)
+        if cutlass.const_expr(has_previous):
+            acc_dq = self.issue_dq(ds_count - 1)
+        warpgroup.wait_group(0 + has_previous)
+        self.make_ds(acc_dp, q_state)
+        if cutlass.const_expr(has_next):
+            self.pipes.q.consumer_wait(next_q)
+            acc_s = self.issue_s(next_q)
         self.issue_dk(q_state)
-        self.share_ds(ds_buffer)
-        self.issue_dq(ds_buffer)
-        warpgroup.wait_group(1)
+        self.write_ds(ds_count)
+        warpgroup.wait_group(1 + has_next)
+        self.pipes.do.consumer_release(do_state)
+        self.publish_ds(ds_count)
+        if cutlass.const_expr(has_previous):
+            self.add_dq(acc_dq, target)
+        if cutlass.const_expr(has_next):
+            warpgroup.wait_group(1)
+            self.make_p(acc_s, tile, next_m_block, next_q)
+        warpgroup.wait_group(0)
         self.pipes.q.consumer_release(q_state)
-        self.make_p(tile, next_m_block, next_q)
 
     @cute.jit
-    def last_step(self, target: Int64, has_dq: Boolean, q_state, do_state, ds_buffer: Int32):
-        """The tile's last query block; leaves its dQ in the accumulator."""
-        # ptxas keeps no GEMM in flight around a loop: it would serialise them all
+    def last_dq(self, target: Int64, ds_count: Int32):
+        """The dQ of a tile's last query block."""
+        acc_dq = self.issue_dq(ds_count)
         warpgroup.wait_group(0)
-        self.issue_dv(do_state)
-        self.add_dq(target, has_dq)
-        self.issue_dp(do_state)
-        warpgroup.wait_group(0)
-        self.pipes.do.consumer_release(do_state)
-        self.make_ds(q_state)
-        self.issue_dk(q_state)
-        self.share_ds(ds_buffer)
-        self.issue_dq(ds_buffer)
-        warpgroup.wait_group(0)
-        self.pipes.q.consumer_release(q_state)
+        self.add_dq(acc_dq, target)
 
     # ---------------------------------------------------------------- GEMMs
 
-    @cute.jit
-    def issue_s(self, q_state):
-        wgmma.issue(self.mmas.s, self.acc_s, self.rK, self.rQ[None, None, None, q_state.index], False)
+    # Accumulators that begin at zero are new registers each time: an old one would be an operand, and kept until then.
 
     @cute.jit
-    def issue_dp(self, do_state):
-        wgmma.issue(self.mmas.dp, self.acc_dp, self.rV, self.rdO[None, None, None, do_state.index], False)
+    def issue_s(self, q_state) -> cute.Tensor:
+        acc_s = cute.make_rmem_tensor(self.shape_s, Float32)
+        wgmma.issue(self.mmas.s, acc_s, self.rK, self.rQ[None, None, None, q_state.index], False)
+        return acc_s
+
+    @cute.jit
+    def issue_dp(self, do_state) -> cute.Tensor:
+        acc_dp = cute.make_rmem_tensor(self.shape_s, Float32)
+        wgmma.issue(self.mmas.dp, acc_dp, self.rV, self.rdO[None, None, None, do_state.index], False)
+        return acc_dp
 
     @cute.jit
     def issue_dv(self, do_state):
-        self.pipes.do.consumer_wait(do_state)
-        wgmma.issue(self.mmas.dv, self.acc_dv, self.p, self.rdO_t[None, None, None, do_state.index], True)
+        wgmma.issue(self.mmas.dv, self.acc_dv, as_operand_a(self.rP), self.rdO_t[None, None, None, do_state.index], True)
 
     @cute.jit
     def issue_dk(self, q_state):
-        wgmma.issue(self.mmas.dk, self.acc_dk, self.p, self.rQ_t[None, None, None, q_state.index], True)
+        wgmma.issue(self.mmas.dk, self.acc_dk, as_operand_a(self.rdS), self.rQ_t[None, None, None, q_state.index], True)
 
     @cute.jit
-    def issue_dq(self, ds_buffer: Int32):
+    def issue_dq(self, count: Int32) -> cute.Tensor:
+        acc_dq = cute.make_rmem_tensor(self.shape_dq, Float32)
+        cute.arch.mbarrier_wait(self.ds_full + count % 2, count // 2 & 1)
+        buffer = count % 2 * self.num_warpgroups
         pairs = [
-            (self.rdS[None, None, None, ds_buffer * self.num_warpgroups + w], self.rK_t[None, None, None, w])
+            (self.rdS_t[None, None, None, buffer + w], self.rK_t[None, None, None, w])
             for w in range(self.num_warpgroups)
         ]
-        wgmma.issue_sum(self.mmas.dq, self.acc_dq, pairs, False)
+        wgmma.issue_sum(self.mmas.dq, acc_dq, pairs, False)
+        return acc_dq
 
     # ---------------------------------------------------------------- P and dS
 
     @cute.jit
-    def make_p(self, tile, m_block: Int32, q_state):
+    def make_p(self, acc_s: cute.Tensor, tile, m_block: Int32, q_state):
         """P = exp2(scale_log2 * S - log2(e) * lse), rounded to 16 bits."""
-        acc_s, m_start = self.acc_s, m_block * self.tile_m
+        m_start = m_block * self.tile_m
         if cutlass.const_expr(self.scores.tanh_scale is not None):
             for i in cutlass.range_constexpr(cute.size(acc_s)):
                 acc_s[i] = soft_cap(acc_s[i], self.scores.tanh_scale)
@@ -231,23 +253,23 @@ class BackwardConsumer(Bundle):
                     acc_s[i] = cute.math.exp2(acc_s[i] * self.scores.scale_log2 - lse[c], fastmath=True)
         pack(acc_s, self.rP)
         if cutlass.const_expr(self.scores.tanh_scale is not None):
-            for i in cutlass.range_constexpr(cute.size(self.words)):
+            for i in cutlass.range_constexpr(cute.size(self.p_words)):
                 pair = [acc_s[2 * i + c] * factors[2 * i + c] for c in range(2)]
                 self.capped_words[i] = pack_pair(*pair, self.kernel.dtype)
 
     @cute.jit
-    def make_ds(self, q_state):
-        """dS = P (dP - delta), in the registers of P."""
+    def make_ds(self, acc_dp: cute.Tensor, q_state):
+        """dS = P (dP - delta), rounded to 16 bits."""
         is_capped = cutlass.const_expr(self.scores.tanh_scale is not None)
-        source = self.capped_words if is_capped else self.words
+        source = self.capped_words if is_capped else self.p_words
         for j in cutlass.range_constexpr(self.tile_m // 8):
             delta = self.stats_of(q_state, 1, j)
             for r in cutlass.range_constexpr(2):
                 low, high = unpack_pair(source[2 * j + r], self.kernel.dtype)
                 i = 4 * j + 2 * r
-                low = low * (self.acc_dp[i] - delta[0])
-                high = high * (self.acc_dp[i + 1] - delta[1])
-                self.words[2 * j + r] = pack_pair(low, high, self.kernel.dtype)
+                low = low * (acc_dp[i] - delta[0])
+                high = high * (acc_dp[i + 1] - delta[1])
+                self.ds_words[2 * j + r] = pack_pair(low, high, self.kernel.dtype)
 
     def stats_of(self, q_state, which: int, j: int) -> cute.Tensor:
         """lse (0) or delta (1) of this thread's two queries among the j-th eight columns."""
@@ -259,17 +281,21 @@ class BackwardConsumer(Bundle):
         return pair
 
     @cute.jit
-    def share_ds(self, ds_buffer: Int32):
-        """dS of these keys into shared memory, and wait for the other warpgroups'.
+    def write_ds(self, count: Int32):
+        """dS of these keys into shared memory, where `publish_ds` shows it to all warpgroups.
 
-        The buffer is free: who has passed the barrier of the step before has waited for the dQ of the one before that.
+        The buffer is free: every warpgroup has published the step before, and with it waited for the dQ that read this.
         """
-        target = self.ds_target[None, None, None, ds_buffer * self.num_warpgroups + self.wg]
-        cute.copy(self.copy_ds, self.copy_ds.retile(self.rP), target)
+        target = self.ds_target[None, None, None, count % 2 * self.num_warpgroups + self.wg]
+        cute.copy(self.copy_ds, self.copy_ds.retile(self.rdS), target)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(
-            barrier_id=NamedBarrier.SHARE_DS, number_of_threads=WARPGROUP * self.num_warpgroups
-        )
+
+    @cute.jit
+    def publish_ds(self, count: Int32):
+        """One arrival of this warp. It has written its dS and its part of the dQ of the step before is finished."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.ds_full + count % 2)
 
     # ---------------------------------------------------------------- results
 
@@ -277,15 +303,15 @@ class BackwardConsumer(Bundle):
     def dq_offset(self, tile, head: Int32, m_block: Int32) -> Int64:
         """Where this thread's values of a dQ are in the accumulator."""
         number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
-        values = cute.size(self.acc_dq)
+        values = self.tile_m * self.kernel.head_dim // WARPGROUP // self.num_warpgroups
         return Int64(number) * (self.tile_m * self.kernel.head_dim) + (self.wg * values * WARPGROUP + self.thread * 4)
 
     @cute.jit
-    def add_dq(self, offset: Int64, is_there: Boolean | None):
+    def add_dq(self, acc_dq: cute.Tensor, offset: Int64):
         """dq_accum += dQ: 16 bytes a thread, 512 in a row a warp."""
         start = self.accumulator.dq.iterator + offset
-        for i in cutlass.range_constexpr(0, cute.size(self.acc_dq), 4):
-            add_to_global(start + i * WARPGROUP, [self.acc_dq[i + c] for c in range(4)], is_there)
+        for i in cutlass.range_constexpr(0, cute.size(acc_dq), 4):
+            add_to_global(start + i * WARPGROUP, [acc_dq[i + c] for c in range(4)])
 
     @cute.jit
     def store(self, tile):
