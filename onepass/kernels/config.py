@@ -185,6 +185,8 @@ class BackwardConfig:
     Attributes:
         tile_m: query rows of one step of the main loop, 64 or 128.
         q_stages, do_stages: buffers for Q and for dO.
+        pingpong: warpgroups take turns with the tensor cores, so that one's exponentials hide behind another's GEMMs.
+        early_dq: the dQ of the step before leaves its registers before dS is computed, not after it.
         longest_first: number the tiles of keys by length (only meaningful where they differ), in L2-sized sections of heads.
         dynamic_tiles: thread blocks draw their tiles from a queue instead of taking every so many-th one.
     """
@@ -193,6 +195,8 @@ class BackwardConfig:
     num_warpgroups: int = 2
     q_stages: int = 2
     do_stages: int = 2
+    pingpong: bool = True
+    early_dq: bool = False
     longest_first: bool = True
     dynamic_tiles: bool = False
 

@@ -16,6 +16,7 @@ Buffers and barriers (mbarrier pairs full / empty; arrivals)
     Q     q_stages tiles (tile_m, head_dim), with their lse, delta full: TMA bytes     empty: all consumer warps
     dO    do_stages tiles (tile_m, head_dim_v)                     full: TMA bytes     empty: all consumer warps
     dS    2 tiles (keys, tile_m)                                   full: all consumer warps
+    dQ    a part (tile_m, head_dim) / warps for each warp          its own bulk copies
 
 Source: FlashAttention-3, arXiv:2407.08608, appendix B.1, Algorithm 3.
 """
@@ -42,6 +43,7 @@ from ..blocks.mask import Geometry
 from ..blocks.packed_schedule import Lengths, PackedSchedule, used_keys
 from ..blocks.ptx import exit_if
 from ..blocks.tile_queue import TileQueue
+from ..blocks.tile_scheduler import LANES
 from ..config import REGISTERS, ROWS_PER_WARPGROUP, BackwardConfig
 from .backward_consumer import BackwardConsumer, Mmas
 from .backward_producer import BackwardProducer
@@ -264,14 +266,18 @@ class BackwardSm90:
             for atom in (tma_k, tma_v, tma_q, tma_do):
                 cpasync.prefetch_descriptor(atom)
 
+        consumer_warps = WARPS * self.num_warpgroups
         smem = SmemAllocator()
         sK, sV, sQ, sdO, sdS = (
             smem.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
             for layout in (sK_layout, sV_layout, sQ_layout, sdO_layout, sdS_layout)
         )
+        # of each warp: [vectors of 4 values][lanes] of its part of a wgmma accumulator
+        dq_vectors = self.tile_m * self.head_dim // (4 * LANES * consumer_warps)
+        dq_layout = cute.make_ordered_layout((4, LANES, dq_vectors, consumer_warps), order=(0, 1, 2, 3))
+        sdQ = smem.allocate_tensor(Float32, dq_layout, 128)
         stats_layout = cute.make_layout((STAT_ROWS * self.tile_m, self.config.q_stages))
         sStats = smem.allocate_tensor(Float32, stats_layout, 128)
-        consumer_warps = WARPS * self.num_warpgroups
         k_bytes, v_bytes = (self._bytes(self.tile_n, d) for d in (self.head_dim, self.head_dim_v))
         stats_bytes = 4 * STAT_ROWS * self.tile_m
         pipes = BackwardPipes(
@@ -305,7 +311,7 @@ class BackwardSm90:
                     queue.fill()
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            buffers = (sK, sV, sQ, sdO, sdS, sStats, ds_full)
+            buffers = (sK, sV, sQ, sdO, sdS, sdQ, sStats, ds_full)
             consumer = BackwardConsumer(
                 self, buffers, pipes, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV
             )

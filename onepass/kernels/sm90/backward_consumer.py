@@ -25,10 +25,12 @@ from ..blocks import epilogue, mask, wgmma
 from ..blocks.bundle import Bundle
 from ..blocks.integers import select
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
+from ..blocks.named_barrier import NamedBarrier
 from ..blocks.plain_rows import soft_cap
-from ..blocks.ptx import add_to_global, pack, pack_pair, unpack_pair
+from ..blocks.ptx import bulk_add_to_global, pack, pack_pair, unpack_pair
 from ..config import ROWS_PER_WARPGROUP
-from .warpgroup import WARPGROUP, Scores
+from ..blocks.tile_scheduler import LANES
+from .warpgroup import WARPGROUP, WARPS, Scores
 
 
 def after(state: pipeline.PipelineState) -> pipeline.PipelineState:
@@ -66,7 +68,9 @@ class BackwardConsumer(Bundle):
         # the first of this thread's two keys, 8 apart
         self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.thread // 32 * 16 + self.thread % 32 // 4
 
-        sK, sV, sQ, sdO, sdS, self.sStats, self.ds_full = buffers
+        sK, sV, sQ, sdO, sdS, sdQ, self.sStats, self.ds_full = buffers
+        self.lane = cute.arch.lane_idx()
+        self.sdQ = sdQ[None, None, None, self.wg * WARPS + self.thread // LANES]
         s, dp, dv, dk, dq = (mma.get_slice(self.thread) for mma in mmas)
         self.rK = mmas.s.make_fragment_A(s.partition_A(sK))[None, None, None, self.wg]
         self.rQ = mmas.s.make_fragment_B(s.partition_B(sQ))
@@ -103,6 +107,7 @@ class BackwardConsumer(Bundle):
         q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
         wave, number = Int32(0), queue.first()
         ds_count = Int32(0)
+        self.prime_turns()
         while number < queue.num_tiles:
             tile = self.kernel.tile_at(number, schedule, seqlens)
             num_steps = (tile.last - tile.first) * self.kernel.group
@@ -165,22 +170,37 @@ class BackwardConsumer(Bundle):
         """
         next_q = after(q_state)
         self.pipes.do.consumer_wait(do_state)
+        self.wait_for_turn()
         acc_dp = self.issue_dp(do_state)
         self.issue_dv(do_state)
         if cutlass.const_expr(has_previous):
             acc_dq = self.issue_dq(ds_count - 1)
-        warpgroup.wait_group(0 + has_previous)
+        self.pass_turn()
+        if cutlass.const_expr(self.kernel.config.early_dq):
+            warpgroup.wait_group(0)
+            if cutlass.const_expr(has_previous):
+                self.write_dq(acc_dq)
+        else:
+            warpgroup.wait_group(0 + has_previous)
         self.make_ds(acc_dp, q_state)
         if cutlass.const_expr(has_next):
             self.pipes.q.consumer_wait(next_q)
+        self.wait_for_turn()
+        if cutlass.const_expr(has_next):
             acc_s = self.issue_s(next_q)
         self.issue_dk(q_state)
+        self.pass_turn()
         self.write_ds(ds_count)
-        warpgroup.wait_group(1 + has_next)
+        if cutlass.const_expr(not self.kernel.config.early_dq):
+            warpgroup.wait_group(1 + has_next)
+            if cutlass.const_expr(has_previous):
+                self.write_dq(acc_dq)
         self.pipes.do.consumer_release(do_state)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
         self.publish_ds(ds_count)
         if cutlass.const_expr(has_previous):
-            self.add_dq(acc_dq, target)
+            self.add_dq(target)
         if cutlass.const_expr(has_next):
             warpgroup.wait_group(1)
             self.make_p(acc_s, tile, next_m_block, next_q)
@@ -192,7 +212,10 @@ class BackwardConsumer(Bundle):
         """The dQ of a tile's last query block."""
         acc_dq = self.issue_dq(ds_count)
         warpgroup.wait_group(0)
-        self.add_dq(acc_dq, target)
+        self.write_dq(acc_dq)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        self.add_dq(target)
 
     # ---------------------------------------------------------------- GEMMs
 
@@ -288,12 +311,10 @@ class BackwardConsumer(Bundle):
         """
         target = self.ds_target[None, None, None, count % 2 * self.num_warpgroups + self.wg]
         cute.copy(self.copy_ds, self.copy_ds.retile(self.rdS), target)
-        cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
     def publish_ds(self, count: Int32):
         """One arrival of this warp. It has written its dS and its part of the dQ of the step before is finished."""
-        cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.ds_full + count % 2)
 
@@ -301,17 +322,49 @@ class BackwardConsumer(Bundle):
 
     @cute.jit
     def dq_offset(self, tile, head: Int32, m_block: Int32) -> Int64:
-        """Where this thread's values of a dQ are in the accumulator."""
+        """Where this warp's values of a dQ are in the accumulator."""
         number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
-        values = self.tile_m * self.kernel.head_dim // WARPGROUP // self.num_warpgroups
-        return Int64(number) * (self.tile_m * self.kernel.head_dim) + (self.wg * values * WARPGROUP + self.thread * 4)
+        warp_id = self.wg * WARPS + self.thread // LANES
+        return Int64(number) * (self.tile_m * self.kernel.head_dim) + warp_id * cute.size(self.sdQ)
 
     @cute.jit
-    def add_dq(self, acc_dq: cute.Tensor, offset: Int64):
-        """dq_accum += dQ: 16 bytes a thread, 512 in a row a warp."""
-        start = self.accumulator.dq.iterator + offset
-        for i in cutlass.range_constexpr(0, cute.size(acc_dq), 4):
-            add_to_global(start + i * WARPGROUP, [acc_dq[i + c] for c in range(4)])
+    def write_dq(self, acc_dq: cute.Tensor):
+        """This warp's part of dQ into its shared memory, once what was there has been read."""
+        if self.lane == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        vector = cute.make_rmem_tensor((4,), Float32)
+        for j in cutlass.range_constexpr(cute.size(acc_dq) // 4):
+            for c in cutlass.range_constexpr(4):
+                vector[c] = acc_dq[4 * j + c]
+            cute.autovec_copy(vector, self.sdQ[None, self.lane, j])
+
+    @cute.jit
+    def add_dq(self, offset: Int64):
+        """dq_accum += what `write_dq` wrote (and a fence made visible)."""
+        if self.lane == 0:
+            bulk_add_to_global(self.accumulator.dq.iterator + offset, self.sdQ.iterator, 4 * cute.size(self.sdQ))
+            cute.arch.cp_async_bulk_commit_group()
+
+    # ---------------------------------------------------------------- pingpong (section 3.1): GEMMs in turns
+
+    @cute.jit
+    def prime_turns(self):
+        """Warpgroup 0 goes first."""
+        if cutlass.const_expr(self.kernel.config.pingpong):
+            if self.wg == self.num_warpgroups - 1:
+                self.pass_turn()
+
+    @cute.jit
+    def wait_for_turn(self):
+        if cutlass.const_expr(self.kernel.config.pingpong):
+            cute.arch.barrier(barrier_id=NamedBarrier.PINGPONG + self.wg, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def pass_turn(self):
+        if cutlass.const_expr(self.kernel.config.pingpong):
+            following = self.wg + 1 if self.wg < self.num_warpgroups - 1 else Int32(0)
+            cute.arch.barrier_arrive(barrier_id=NamedBarrier.PINGPONG + following, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def store(self, tile):

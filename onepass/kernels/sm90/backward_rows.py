@@ -17,9 +17,11 @@ from ..blocks import epilogue
 from ..blocks.integers import select
 from ..blocks.layouts import as_batch_of_one, rows_first, rows_first_of_lse
 from ..blocks.ptx import exit_if
+from ..blocks.tile_scheduler import LANES
 from ..config import ROWS_PER_WARPGROUP, BackwardConfig
 
 THREADS = 128
+WARPS = THREADS // LANES
 VECTOR = 8  # 16-bit elements of a 16-byte load
 LOG2_E = math.log2(math.e)
 
@@ -174,11 +176,15 @@ class Postprocess(RowsKernel):
         # the values of a wgmma accumulator of 64 rows, as the main kernel wrote them
         num_blocks = self.head_dim // 8
         values = cute.make_rmem_tensor((4 * num_blocks,), Float32)
-        first = part * ROWS_PER_WARPGROUP * self.head_dim // 4
+        # [warp of the main kernel][vector][lane]; with tile_m 64 the two warpgroups have half the columns each
+        halves = 2 // parts
+        vectors_of_warp = num_blocks // halves
         vectors = cute.flat_divide(dq_accum[number, None], (4,))
         for j in cutlass.range_constexpr(num_blocks):
             target = cute.make_tensor(values.iterator + 4 * j, cute.make_layout((4,)))
-            cute.autovec_copy(vectors[None, first + j * THREADS + thread], target)
+            warp_id = (part * halves + j // vectors_of_warp) * WARPS + thread // LANES
+            vector = (warp_id * vectors_of_warp + j % vectors_of_warp) * LANES + thread % LANES
+            cute.autovec_copy(vectors[None, vector], target)
         acc = cute.make_tensor(values.iterator, cute.make_layout((2, (2, num_blocks)), stride=(2, (1, 4))))
         weights = cute.make_rmem_tensor((2,), Float32)
         weights.fill(softmax_scale)
