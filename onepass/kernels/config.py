@@ -197,6 +197,9 @@ class BackwardConfig:
     do_stages: int = 2
     pingpong: bool = True
     early_dq: bool = False
+    starts_s: bool = True
+    starts_dp: bool = True
+    debug: int = 0
     longest_first: bool = True
     dynamic_tiles: bool = False
 

@@ -92,7 +92,10 @@ class BackwardConsumer(Bundle):
         self.acc_dv = cute.make_rmem_tensor(mmas.dv.partition_shape_C((64, kernel.head_dim_v)), Float32)
         self.rP, self.rdS = (cute.make_rmem_tensor(shape_s, kernel.dtype) for _ in range(2))
         self.p_words, self.ds_words = (cute.recast_tensor(r, Int32) for r in (self.rP, self.rdS))
-        if scores.tanh_scale is not None:
+        self.is_capped = scores.tanh_scale is not None
+        self.starts_s = kernel.config.starts_s and not self.is_capped
+        self.starts_dp = kernel.config.starts_dp
+        if self.is_capped:
             # P (1 - tanh^2), in the order of p_words
             self.capped_words = cute.make_rmem_tensor((cute.size(self.p_words),), Int32)
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), kernel.dtype)
@@ -119,7 +122,8 @@ class BackwardConsumer(Bundle):
                 m_block, head = tile.first, tile.head_kv * self.kernel.group
                 target = Int64(0)
                 self.pipes.q.consumer_wait(q_state)
-                acc_s = self.issue_s(q_state)
+                acc_s = self.start_s(q_state)
+                self.issue_s(acc_s, q_state)
                 warpgroup.wait_group(0)
                 self.make_p(acc_s, tile, m_block, q_state)
                 for i in cutlass.range(num_steps - 1, unroll=1):
@@ -170,8 +174,9 @@ class BackwardConsumer(Bundle):
         """
         next_q = after(q_state)
         self.pipes.do.consumer_wait(do_state)
+        acc_dp = self.start_dp(q_state)
         self.wait_for_turn()
-        acc_dp = self.issue_dp(do_state)
+        self.issue_dp(acc_dp, do_state)
         self.issue_dv(do_state)
         if cutlass.const_expr(has_previous):
             acc_dq = self.issue_dq(ds_count - 1)
@@ -181,13 +186,14 @@ class BackwardConsumer(Bundle):
             if cutlass.const_expr(has_previous):
                 self.write_dq(acc_dq)
         else:
-            warpgroup.wait_group(0 + has_previous)
+            warpgroup.wait_group(self.kernel.config.debug + has_previous)
         self.make_ds(acc_dp, q_state)
         if cutlass.const_expr(has_next):
             self.pipes.q.consumer_wait(next_q)
+            acc_s = self.start_s(next_q)
         self.wait_for_turn()
         if cutlass.const_expr(has_next):
-            acc_s = self.issue_s(next_q)
+            self.issue_s(acc_s, next_q)
         self.issue_dk(q_state)
         self.pass_turn()
         self.write_ds(ds_count)
@@ -221,17 +227,38 @@ class BackwardConsumer(Bundle):
 
     # Accumulators that begin at zero are new registers each time: an old one would be an operand, and kept until then.
 
+    # And those of S and dP begin at what would be subtracted from them: it is read while the warpgroup waits for its turn.
+
     @cute.jit
-    def issue_s(self, q_state) -> cute.Tensor:
+    def start_s(self, q_state) -> cute.Tensor:
+        """-lse (in the units of S) in every row; nothing yet with a softcap, which is applied to S alone."""
         acc_s = cute.make_rmem_tensor(self.shape_s, Float32)
-        wgmma.issue(self.mmas.s, acc_s, self.rK, self.rQ[None, None, None, q_state.index], False)
+        if cutlass.const_expr(self.starts_s):
+            self._fill_rows(acc_s, q_state, 0)
         return acc_s
 
     @cute.jit
-    def issue_dp(self, do_state) -> cute.Tensor:
+    def start_dp(self, q_state) -> cute.Tensor:
+        """-delta in every row."""
         acc_dp = cute.make_rmem_tensor(self.shape_s, Float32)
-        wgmma.issue(self.mmas.dp, acc_dp, self.rV, self.rdO[None, None, None, do_state.index], False)
+        if cutlass.const_expr(self.starts_dp):
+            self._fill_rows(acc_dp, q_state, 1)
         return acc_dp
+
+    @cute.jit
+    def _fill_rows(self, acc: cute.Tensor, q_state, which: cutlass.Constexpr[int]):
+        for j in cutlass.range_constexpr(self.tile_m // 16):
+            values = self.stats_of(q_state, which, j)
+            for i in cutlass.range_constexpr(8):
+                acc[8 * j + i] = values[i // 4 * 2 + i % 2]
+
+    @cute.jit
+    def issue_s(self, acc_s: cute.Tensor, q_state):
+        wgmma.issue(self.mmas.s, acc_s, self.rK, self.rQ[None, None, None, q_state.index], self.starts_s)
+
+    @cute.jit
+    def issue_dp(self, acc_dp: cute.Tensor, do_state):
+        wgmma.issue(self.mmas.dp, acc_dp, self.rV, self.rdO[None, None, None, do_state.index], self.starts_dp)
 
     @cute.jit
     def issue_dv(self, do_state):
@@ -257,51 +284,51 @@ class BackwardConsumer(Bundle):
 
     @cute.jit
     def make_p(self, acc_s: cute.Tensor, tile, m_block: Int32, q_state):
-        """P = exp2(scale_log2 * S - log2(e) * lse), rounded to 16 bits."""
-        m_start = m_block * self.tile_m
-        if cutlass.const_expr(self.scores.tanh_scale is not None):
+        """P = exp2(scale_log2 * (S - lse)), rounded to 16 bits."""
+        m_start, scale_log2 = m_block * self.tile_m, self.scores.scale_log2
+        if cutlass.const_expr(self.is_capped):
+            slopes = cute.make_rmem_tensor(acc_s.layout, Float32)  # of the cap
             for i in cutlass.range_constexpr(cute.size(acc_s)):
                 acc_s[i] = soft_cap(acc_s[i], self.scores.tanh_scale)
-            factors = cute.make_rmem_tensor((cute.size(acc_s),), Float32)
-            for i in cutlass.range_constexpr(cute.size(acc_s)):
-                factors[i] = 1.0 - acc_s[i] * acc_s[i]
+                slopes[i] = 1.0 - acc_s[i] * acc_s[i]
         if m_block >= tile.clear_last or m_block < tile.clear_first:
             keys = [tile.n_block * self.tile_n + self.row_in_tile + 8 * r for r in range(2)]
             mask.apply_to_keys(rows_and_columns(acc_s), keys, m_start, self.lane_in_quad, tile.geometry)
-        for j in cutlass.range_constexpr(self.tile_m // 8):
-            lse = self.stats_of(q_state, 0, j)
-            for r in cutlass.range_constexpr(2):
-                for c in cutlass.range_constexpr(2):
-                    i = 4 * j + 2 * r + c
-                    acc_s[i] = cute.math.exp2(acc_s[i] * self.scores.scale_log2 - lse[c], fastmath=True)
+        for j in cutlass.range_constexpr(self.tile_m // 16):
+            if cutlass.const_expr(not self.starts_s):
+                minus_lse = self.stats_of(q_state, 0, j)
+            for i in cutlass.range_constexpr(8):
+                exponent = acc_s[8 * j + i] * scale_log2
+                if cutlass.const_expr(not self.starts_s):
+                    exponent += minus_lse[i // 4 * 2 + i % 2] * (1.0 if self.is_capped else scale_log2)
+                acc_s[8 * j + i] = cute.math.exp2(exponent, fastmath=True)
         pack(acc_s, self.rP)
-        if cutlass.const_expr(self.scores.tanh_scale is not None):
+        if cutlass.const_expr(self.is_capped):
             for i in cutlass.range_constexpr(cute.size(self.p_words)):
-                pair = [acc_s[2 * i + c] * factors[2 * i + c] for c in range(2)]
+                pair = [acc_s[2 * i + c] * slopes[2 * i + c] for c in range(2)]
                 self.capped_words[i] = pack_pair(*pair, self.kernel.dtype)
 
     @cute.jit
     def make_ds(self, acc_dp: cute.Tensor, q_state):
         """dS = P (dP - delta), rounded to 16 bits."""
-        is_capped = cutlass.const_expr(self.scores.tanh_scale is not None)
-        source = self.capped_words if is_capped else self.p_words
-        for j in cutlass.range_constexpr(self.tile_m // 8):
-            delta = self.stats_of(q_state, 1, j)
-            for r in cutlass.range_constexpr(2):
-                low, high = unpack_pair(source[2 * j + r], self.kernel.dtype)
-                i = 4 * j + 2 * r
-                low = low * (acc_dp[i] - delta[0])
-                high = high * (acc_dp[i + 1] - delta[1])
-                self.ds_words[2 * j + r] = pack_pair(low, high, self.kernel.dtype)
+        source = self.capped_words if cutlass.const_expr(self.is_capped) else self.p_words
+        for j in cutlass.range_constexpr(self.tile_m // 16):
+            if cutlass.const_expr(not self.starts_dp):
+                minus_delta = self.stats_of(q_state, 1, j)
+            for i in cutlass.range_constexpr(4 * j, 4 * j + 4):
+                pair = unpack_pair(source[i], self.kernel.dtype)
+                dp = [acc_dp[2 * i + c] for c in range(2)]
+                if cutlass.const_expr(not self.starts_dp):
+                    dp = [dp[c] + minus_delta[i // 2 % 2 * 2 + c] for c in range(2)]
+                self.ds_words[i] = pack_pair(pair[0] * dp[0], pair[1] * dp[1], self.kernel.dtype)
 
     def stats_of(self, q_state, which: int, j: int) -> cute.Tensor:
-        """lse (0) or delta (1) of this thread's two queries among the j-th eight columns."""
-        pair = cute.make_rmem_tensor((2,), Float32)
-        start = which * self.tile_m + 8 * j
-        source = cute.domain_offset((start + 2 * self.lane_in_quad,), self.sStats[None, q_state.index])
-        source = cute.make_tensor(source.iterator.align(8), cute.make_layout((2,)))
-        cute.autovec_copy(source, pair)
-        return pair
+        """-lse (0) or -delta (1) of this thread's four queries among the j-th sixteen columns, see `stats_position`."""
+        values = cute.make_rmem_tensor((4,), Float32)
+        start = which * self.tile_m + 16 * j + 4 * self.lane_in_quad
+        source = cute.domain_offset((start,), self.sStats[None, q_state.index])
+        cute.autovec_copy(cute.make_tensor(source.iterator.align(16), cute.make_layout((4,))), values)
+        return values
 
     @cute.jit
     def write_ds(self, count: Int32):

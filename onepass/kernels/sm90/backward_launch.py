@@ -106,6 +106,11 @@ class Launch:
     heads_per_section: int
     num_ctas: int
 
+    @property
+    def lse_factor(self) -> float:
+        """What makes lse subtractable from the scores, see backward.Accumulator."""
+        return 1.0 / self.problem.softmax_scale if self.problem.softcap is None else LOG2_E
+
     def __call__(
         self, inputs: AttentionInputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -123,9 +128,9 @@ class Launch:
             # rows of no sequence; and in stats blocks of no rows
             dq.zero_()
             if inputs.sinks is not None:
-                stats.view(blocks, 2, config.tile_m).copy_(stats.new_tensor([[torch.inf], [0.0]]))
+                stats.view(blocks, 2, config.tile_m).copy_(stats.new_tensor([[-torch.inf], [0.0]]))
         dout = tma_ready(dout)
-        self.preprocess(tma_ready(out), dout, lse, dlse, stats, dq_accum, cu_seqlens_q, self.blocks_per_head)
+        self.preprocess(tma_ready(out), dout, lse, dlse, stats, dq_accum, cu_seqlens_q, self.lse_factor, self.blocks_per_head)
         self.main(
             tma_ready(inputs.q),
             tma_ready(inputs.k),
@@ -154,9 +159,9 @@ class Launch:
 
     def _fill_dsinks(self, sinks: Tensor, stats: Tensor, dsinks: Tensor) -> None:
         """A sink is a key of value 0: p = exp(sink - lse), dp = 0, so dsink = -sum over rows of p * delta."""
-        lse_log2, delta = stats.unbind(3)
-        p = torch.exp2((sinks.float() * LOG2_E)[:, None, None] - lse_log2)
-        dsinks.copy_(-(p * delta).sum((0, 2, 3)))
+        minus_lse, minus_delta = stats.unbind(3)
+        p = torch.exp(sinks.float()[:, None, None] + minus_lse / self.lse_factor)
+        dsinks.copy_((p * minus_delta).sum((0, 2, 3)))
 
 
 # ---------------------------------------------------------------- tracing
@@ -196,14 +201,14 @@ def _stream():
 
 def trace_preprocess(problem: AttentionProblem, config: BackwardConfig, has_dlse: bool) -> tuple:
     """The kernel of a static problem and stand-ins for its arguments, for `compile`."""
-    from cutlass import Int32
+    from cutlass import Float32, Int32
 
     from .backward_rows import Preprocess
 
     out, dout = (_rows(problem, problem.head_dim_v) for _ in range(2))
     dq_accum, stats = _accumulator(problem, config)
     dlse = _lse(problem) if has_dlse else None
-    arguments = (out, dout, _lse(problem), dlse, stats, dq_accum, _cu_seqlens(problem), Int32(1), _stream())
+    arguments = (out, dout, _lse(problem), dlse, stats, dq_accum, _cu_seqlens(problem), Float32(1.0), Int32(1), _stream())
     return Preprocess(problem, config), arguments
 
 

@@ -5,8 +5,6 @@ Both run one thread block of 128 threads per 64 query rows or per block of rows,
 
 from __future__ import annotations
 
-import math
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -23,7 +21,15 @@ from ..config import ROWS_PER_WARPGROUP, BackwardConfig
 THREADS = 128
 WARPS = THREADS // LANES
 VECTOR = 8  # 16-bit elements of a 16-byte load
-LOG2_E = math.log2(math.e)
+
+
+def stats_position(row: Int32) -> Int32:
+    """Where a row's lse and delta are among those of its block.
+
+    Of sixteen rows a thread of the main kernel needs four, two of each eight: they lie together, 16 bytes.
+    """
+    upper, in_eight = row // 8 % 2, row % 8
+    return row // 16 * 16 + in_eight // 2 * 4 + upper * 2 + in_eight % 2
 
 
 @cute.jit
@@ -62,7 +68,7 @@ class RowsKernel:
 
 
 class Preprocess(RowsKernel):
-    """stats = (log2(e) * lse, delta = rowsum(dout * out) - dlse) of every row, and dq_accum = 0."""
+    """stats = (-lse_factor * lse, -delta = dlse - rowsum(dout * out)) of every row, and dq_accum = 0."""
 
     @cute.jit
     def __call__(
@@ -74,6 +80,7 @@ class Preprocess(RowsKernel):
         stats: cute.Tensor,  # see backward.Accumulator, here and for the next one
         dq_accum: cute.Tensor,
         cu_seqlens_q: cute.Tensor | None,
+        lse_factor: Float32,
         blocks_per_head: Int32,
         stream: cuda.CUstream,
     ):
@@ -89,6 +96,7 @@ class Preprocess(RowsKernel):
             stats,
             dq_accum,
             cu_seqlens_q,
+            lse_factor,
         ).launch(grid=[blocks_per_head, num_heads, batch], block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
@@ -101,6 +109,7 @@ class Preprocess(RowsKernel):
         stats: cute.Tensor,
         dq_accum: cute.Tensor,
         cu_seqlens_q: cute.Tensor | None,
+        lse_factor: Float32,
     ):
         thread, (block, head, entry) = cute.arch.thread_idx()[0], cute.arch.block_idx()
         blocks_per_head, num_heads, _ = cute.arch.grid_dim()
@@ -138,8 +147,9 @@ class Preprocess(RowsKernel):
                     if cutlass.const_expr(mdLSE is not None):
                         delta -= mdLSE[start + row, 0, head, entry]
                 is_empty = lse == -Float32.inf
-                stats[number, row] = Float32.inf if is_empty else lse * LOG2_E
-                stats[number, self.tile_m + row] = Float32(0.0) if is_empty else delta
+                position = stats_position(row)
+                stats[number, position] = -Float32.inf if is_empty else -lse * lse_factor
+                stats[number, self.tile_m + position] = Float32(0.0) if is_empty else -delta
 
 
 class Postprocess(RowsKernel):
