@@ -39,6 +39,11 @@ def after(state: pipeline.PipelineState) -> pipeline.PipelineState:
     return following
 
 
+def of_column(stats: cute.Tensor, i: int) -> Float32:
+    """What `read_stats` gives for the column of an accumulator's i-th value."""
+    return stats[i // 4 % 2 * 2 + i % 2, i // 8]
+
+
 class Mmas(NamedTuple):
     """Each a GEMM of one warpgroup: 64 keys (dq: 64 queries) by so many columns."""
 
@@ -92,6 +97,8 @@ class BackwardConsumer(Bundle):
         self.acc_dv = cute.make_rmem_tensor(mmas.dv.partition_shape_C((64, kernel.head_dim_v)), Float32)
         self.rP, self.rdS = (cute.make_rmem_tensor(shape_s, kernel.dtype) for _ in range(2))
         self.p_words, self.ds_words = (cute.recast_tensor(r, Int32) for r in (self.rP, self.rdS))
+        # of this thread's queries, see `read_stats`
+        self.minus_lse, self.minus_delta = (cute.make_rmem_tensor((4, self.tile_m // 16), Float32) for _ in range(2))
         self.is_capped = scores.tanh_scale is not None
         self.starts_s = kernel.config.starts_s and not self.is_capped
         self.starts_dp = kernel.config.starts_dp
@@ -122,10 +129,11 @@ class BackwardConsumer(Bundle):
                 m_block, head = tile.first, tile.head_kv * self.kernel.group
                 target = Int64(0)
                 self.pipes.q.consumer_wait(q_state)
-                acc_s = self.start_s(q_state)
+                self.read_stats(self.minus_lse, q_state, 0)
+                acc_s = self.begin(self.minus_lse, self.starts_s)
                 self.issue_s(acc_s, q_state)
                 warpgroup.wait_group(0)
-                self.make_p(acc_s, tile, m_block, q_state)
+                self.make_p(acc_s, tile, m_block)
                 for i in cutlass.range(num_steps - 1, unroll=1):
                     is_last_of_head = m_block == tile.last - 1
                     next_m_block = select(is_last_of_head, tile.first, m_block + 1)
@@ -174,7 +182,9 @@ class BackwardConsumer(Bundle):
         """
         next_q = after(q_state)
         self.pipes.do.consumer_wait(do_state)
-        acc_dp = self.start_dp(q_state)
+        if cutlass.const_expr(self.starts_dp):
+            self.read_stats(self.minus_delta, q_state, 1)
+        acc_dp = self.begin(self.minus_delta, self.starts_dp)
         self.wait_for_turn()
         self.issue_dp(acc_dp, do_state)
         self.issue_dv(do_state)
@@ -186,11 +196,16 @@ class BackwardConsumer(Bundle):
             if cutlass.const_expr(has_previous):
                 self.write_dq(acc_dq)
         else:
-            warpgroup.wait_group(self.kernel.config.debug + has_previous)
-        self.make_ds(acc_dp, q_state)
+            warpgroup.wait_group(0 + has_previous)
         if cutlass.const_expr(has_next):
             self.pipes.q.consumer_wait(next_q)
-            acc_s = self.start_s(next_q)
+            if cutlass.const_expr(self.starts_s):
+                self.read_stats(self.minus_lse, next_q, 0)
+        if cutlass.const_expr(not self.starts_dp):
+            self.read_stats(self.minus_delta, q_state, 1)
+        self.make_ds(acc_dp)
+        if cutlass.const_expr(has_next):
+            acc_s = self.begin(self.minus_lse, self.starts_s)
         self.wait_for_turn()
         if cutlass.const_expr(has_next):
             self.issue_s(acc_s, next_q)
@@ -208,8 +223,10 @@ class BackwardConsumer(Bundle):
         if cutlass.const_expr(has_previous):
             self.add_dq(target)
         if cutlass.const_expr(has_next):
+            if cutlass.const_expr(not self.starts_s):
+                self.read_stats(self.minus_lse, next_q, 0)
             warpgroup.wait_group(1)
-            self.make_p(acc_s, tile, next_m_block, next_q)
+            self.make_p(acc_s, tile, next_m_block)
         warpgroup.wait_group(0)
         self.pipes.q.consumer_release(q_state)
 
@@ -227,30 +244,25 @@ class BackwardConsumer(Bundle):
 
     # Accumulators that begin at zero are new registers each time: an old one would be an operand, and kept until then.
 
-    # And those of S and dP begin at what would be subtracted from them: it is read while the warpgroup waits for its turn.
+    # And those of S and dP begin at what would be subtracted from them.
 
     @cute.jit
-    def start_s(self, q_state) -> cute.Tensor:
-        """-lse (in the units of S) in every row; nothing yet with a softcap, which is applied to S alone."""
-        acc_s = cute.make_rmem_tensor(self.shape_s, Float32)
-        if cutlass.const_expr(self.starts_s):
-            self._fill_rows(acc_s, q_state, 0)
-        return acc_s
+    def read_stats(self, target: cute.Tensor, q_state, which: cutlass.Constexpr[int]):
+        """-lse (0) or -delta (1) of this thread's queries, four of each sixteen columns, see `stats_position`."""
+        count = self.tile_m // 16
+        source = cute.domain_offset((which * self.tile_m + 4 * self.lane_in_quad,), self.sStats[None, q_state.index])
+        source = cute.make_tensor(source.iterator.align(16), cute.make_layout((4, count), stride=(1, 16)))
+        for j in cutlass.range_constexpr(count):
+            cute.autovec_copy(source[None, j], target[None, j])
 
     @cute.jit
-    def start_dp(self, q_state) -> cute.Tensor:
-        """-delta in every row."""
-        acc_dp = cute.make_rmem_tensor(self.shape_s, Float32)
-        if cutlass.const_expr(self.starts_dp):
-            self._fill_rows(acc_dp, q_state, 1)
-        return acc_dp
-
-    @cute.jit
-    def _fill_rows(self, acc: cute.Tensor, q_state, which: cutlass.Constexpr[int]):
-        for j in cutlass.range_constexpr(self.tile_m // 16):
-            values = self.stats_of(q_state, which, j)
-            for i in cutlass.range_constexpr(8):
-                acc[8 * j + i] = values[i // 4 * 2 + i % 2]
+    def begin(self, stats: cute.Tensor, starts: cutlass.Constexpr[bool]) -> cute.Tensor:
+        """An accumulator with these in every row (nothing yet unless it `starts` there)."""
+        acc = cute.make_rmem_tensor(self.shape_s, Float32)
+        if cutlass.const_expr(starts):
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                acc[i] = of_column(stats, i)
+        return acc
 
     @cute.jit
     def issue_s(self, acc_s: cute.Tensor, q_state):
@@ -283,7 +295,7 @@ class BackwardConsumer(Bundle):
     # ---------------------------------------------------------------- P and dS
 
     @cute.jit
-    def make_p(self, acc_s: cute.Tensor, tile, m_block: Int32, q_state):
+    def make_p(self, acc_s: cute.Tensor, tile, m_block: Int32):
         """P = exp2(scale_log2 * (S - lse)), rounded to 16 bits."""
         m_start, scale_log2 = m_block * self.tile_m, self.scores.scale_log2
         if cutlass.const_expr(self.is_capped):
@@ -294,14 +306,11 @@ class BackwardConsumer(Bundle):
         if m_block >= tile.clear_last or m_block < tile.clear_first:
             keys = [tile.n_block * self.tile_n + self.row_in_tile + 8 * r for r in range(2)]
             mask.apply_to_keys(rows_and_columns(acc_s), keys, m_start, self.lane_in_quad, tile.geometry)
-        for j in cutlass.range_constexpr(self.tile_m // 16):
+        for i in cutlass.range_constexpr(cute.size(acc_s)):
+            exponent = acc_s[i] * scale_log2
             if cutlass.const_expr(not self.starts_s):
-                minus_lse = self.stats_of(q_state, 0, j)
-            for i in cutlass.range_constexpr(8):
-                exponent = acc_s[8 * j + i] * scale_log2
-                if cutlass.const_expr(not self.starts_s):
-                    exponent += minus_lse[i // 4 * 2 + i % 2] * (1.0 if self.is_capped else scale_log2)
-                acc_s[8 * j + i] = cute.math.exp2(exponent, fastmath=True)
+                exponent += of_column(self.minus_lse, i) * (1.0 if self.is_capped else scale_log2)
+            acc_s[i] = cute.math.exp2(exponent, fastmath=True)
         pack(acc_s, self.rP)
         if cutlass.const_expr(self.is_capped):
             for i in cutlass.range_constexpr(cute.size(self.p_words)):
@@ -309,26 +318,15 @@ class BackwardConsumer(Bundle):
                 self.capped_words[i] = pack_pair(*pair, self.kernel.dtype)
 
     @cute.jit
-    def make_ds(self, acc_dp: cute.Tensor, q_state):
+    def make_ds(self, acc_dp: cute.Tensor):
         """dS = P (dP - delta), rounded to 16 bits."""
         source = self.capped_words if cutlass.const_expr(self.is_capped) else self.p_words
-        for j in cutlass.range_constexpr(self.tile_m // 16):
+        for i in cutlass.range_constexpr(cute.size(self.ds_words)):
+            p = unpack_pair(source[i], self.kernel.dtype)
+            dp = [acc_dp[2 * i + c] for c in range(2)]
             if cutlass.const_expr(not self.starts_dp):
-                minus_delta = self.stats_of(q_state, 1, j)
-            for i in cutlass.range_constexpr(4 * j, 4 * j + 4):
-                pair = unpack_pair(source[i], self.kernel.dtype)
-                dp = [acc_dp[2 * i + c] for c in range(2)]
-                if cutlass.const_expr(not self.starts_dp):
-                    dp = [dp[c] + minus_delta[i // 2 % 2 * 2 + c] for c in range(2)]
-                self.ds_words[i] = pack_pair(pair[0] * dp[0], pair[1] * dp[1], self.kernel.dtype)
-
-    def stats_of(self, q_state, which: int, j: int) -> cute.Tensor:
-        """-lse (0) or -delta (1) of this thread's four queries among the j-th sixteen columns, see `stats_position`."""
-        values = cute.make_rmem_tensor((4,), Float32)
-        start = which * self.tile_m + 16 * j + 4 * self.lane_in_quad
-        source = cute.domain_offset((start,), self.sStats[None, q_state.index])
-        cute.autovec_copy(cute.make_tensor(source.iterator.align(16), cute.make_layout((4,))), values)
-        return values
+                dp = [dp[c] + of_column(self.minus_delta, 2 * i + c) for c in range(2)]
+            self.ds_words[i] = pack_pair(p[0] * dp[0], p[1] * dp[1], self.kernel.dtype)
 
     @cute.jit
     def write_ds(self, count: Int32):
