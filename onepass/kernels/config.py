@@ -184,6 +184,7 @@ class BackwardConfig:
 
     Attributes:
         tile_m: query rows of one step of the main loop, 64 or 128.
+        by_gradient: one warpgroup has dV and the other dK, of the same 64 keys; else each has both, of 64 keys of its own.
         q_stages, do_stages: buffers for Q and for dO.
         pingpong: warpgroups take turns with the tensor cores, so that one's exponentials hide behind another's GEMMs.
         early_dq: the dQ of the step before leaves its registers before dS is computed, not after it.
@@ -193,19 +194,30 @@ class BackwardConfig:
 
     tile_m: int = 64
     num_warpgroups: int = 2
+    by_gradient: bool = False
     q_stages: int = 2
     do_stages: int = 2
     pingpong: bool = True
     early_dq: bool = False
     starts_s: bool = True
     starts_dp: bool = True
-    debug: int = 0
     longest_first: bool = True
     dynamic_tiles: bool = False
 
     @property
+    def key_tiles(self) -> int:
+        """Tiles of 64 keys in a tile of the grid."""
+        return 1 if self.by_gradient else self.num_warpgroups
+
+    @property
     def tile_n(self) -> int:
-        return ROWS_PER_WARPGROUP * self.num_warpgroups
+        return ROWS_PER_WARPGROUP * self.key_tiles
+
+    def dq_columns(self, problem: AttentionProblem) -> int:
+        """Columns of the pieces (64 rows each) that a dQ of tile_m rows is computed in."""
+        if self.by_gradient:
+            return 64
+        return self.head_dims(problem)[0] * self.tile_m // ROWS_PER_WARPGROUP // self.num_warpgroups
 
     def head_dims(self, problem: AttentionProblem) -> tuple[int, int]:
         """What the kernel is compiled for: no 96, whose halves are no whole column blocks of shared memory."""

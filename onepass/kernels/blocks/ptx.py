@@ -29,6 +29,15 @@ def unpack_pair(word: Int32, dtype: cutlass.Constexpr) -> tuple:
 
 
 @cute.jit
+def add_to_global(target: cute.Pointer, values: list):
+    """target[0:4] += values, 16 bytes at once and without an answer."""
+    cute.arch.inline_ptx(
+        "red.global.add.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
+        read_only_args=[target.toint(), *values],
+    )
+
+
+@cute.jit
 def bulk_add_to_global(target: cute.Pointer, source: cute.Pointer, num_bytes: cutlass.Constexpr[int]):
     """target += source in shared memory, both contiguous float32, 16-byte aligned: asynchronously, for one thread.
 

@@ -58,50 +58,52 @@ class BackwardConsumer(Bundle):
     """dK and dV of 64 keys in registers, and a part of each dQ."""
 
     def __init__(self, kernel, buffers, pipes, mmas: Mmas, softmax_scale, scores: Scores, accumulator, mdK, mdV):
-        self.kernel, self.pipes, self.mmas = kernel, pipes, mmas
-        self.softmax_scale, self.scores, self.accumulator, self.mdK, self.mdV = (
-            softmax_scale,
-            scores,
-            accumulator,
-            mdK,
-            mdV,
-        )
-        self.num_warpgroups, self.tile_m, self.tile_n = kernel.num_warpgroups, kernel.tile_m, kernel.tile_n
-        self.thread = cute.arch.thread_idx()[0] % WARPGROUP
-        self.wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP - 1)
-        self.lane_in_quad = self.thread % 4
+        self._keep(kernel, pipes, mmas, softmax_scale, scores, accumulator, mdK, mdV)
         # the first of this thread's two keys, 8 apart
         self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.thread // 32 * 16 + self.thread % 32 // 4
 
         sK, sV, sQ, sdO, sdS, sdQ, self.sStats, self.ds_full = buffers
-        self.lane = cute.arch.lane_idx()
         self.sdQ = sdQ[None, None, None, self.wg * WARPS + self.thread // LANES]
-        s, dp, dv, dk, dq = (mma.get_slice(self.thread) for mma in mmas)
-        self.rK = mmas.s.make_fragment_A(s.partition_A(sK))[None, None, None, self.wg]
-        self.rQ = mmas.s.make_fragment_B(s.partition_B(sQ))
-        self.rV = mmas.dp.make_fragment_A(dp.partition_A(sV))[None, None, None, self.wg]
-        self.rdO = mmas.dp.make_fragment_B(dp.partition_B(sdO))
-        self.rdO_t = mmas.dv.make_fragment_B(dv.partition_B(transposed(sdO)))
-        self.rQ_t = mmas.dk.make_fragment_B(dk.partition_B(transposed(sQ)))
+        self._make_fragments(sK, sV, sQ, sdO, sdS, self.wg)
         # this warpgroup's part of dQ: 64 of the queries, or a part of the columns
         row_part, column_part = (self.wg, 0) if self.tile_m > ROWS_PER_WARPGROUP else (0, self.wg)
         sdS_t = cute.local_tile(transposed(sdS), (ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP), (row_part, 0, None))
         sK_t = cute.local_tile(transposed(sK), (kernel.dq_columns, ROWS_PER_WARPGROUP), (column_part, 0, None))
+        dq = mmas.dq.get_slice(self.thread)
         self.rdS_t = mmas.dq.make_fragment_A(dq.partition_A(sdS_t))
         self.rK_t = mmas.dq.make_fragment_B(dq.partition_B(sK_t))
 
-        shape_s = mmas.s.partition_shape_C((ROWS_PER_WARPGROUP, self.tile_m))
-        self.shape_s = shape_s
-        self.shape_dq = mmas.dq.partition_shape_C((ROWS_PER_WARPGROUP, kernel.dq_columns))
-        self.acc_dk = cute.make_rmem_tensor(mmas.dk.partition_shape_C((64, kernel.head_dim)), Float32)
-        self.acc_dv = cute.make_rmem_tensor(mmas.dv.partition_shape_C((64, kernel.head_dim_v)), Float32)
-        self.rP, self.rdS = (cute.make_rmem_tensor(shape_s, kernel.dtype) for _ in range(2))
-        self.p_words, self.ds_words = (cute.recast_tensor(r, Int32) for r in (self.rP, self.rdS))
-        # of this thread's queries, see `read_stats`
-        self.minus_lse, self.minus_delta = (cute.make_rmem_tensor((4, self.tile_m // 16), Float32) for _ in range(2))
+    def _keep(self, kernel, pipes, mmas, softmax_scale, scores, accumulator, mdK, mdV):
+        self.kernel, self.pipes, self.mmas = kernel, pipes, mmas
+        self.softmax_scale, self.scores, self.accumulator = softmax_scale, scores, accumulator
+        self.mdK, self.mdV = mdK, mdV
+        self.num_warpgroups, self.tile_m, self.tile_n = kernel.num_warpgroups, kernel.tile_m, kernel.tile_n
+        self.thread = cute.arch.thread_idx()[0] % WARPGROUP
+        self.lane, self.lane_in_quad = cute.arch.lane_idx(), self.thread % 4
+        self.wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP - 1)
         self.is_capped = scores.tanh_scale is not None
         self.starts_s = kernel.config.starts_s and not self.is_capped
         self.starts_dp = kernel.config.starts_dp
+
+    def _make_fragments(self, sK, sV, sQ, sdO, sdS, tile_of_keys):
+        """Operands and accumulators but those of dQ, for one of the tiles of 64 keys in sK and sV."""
+        kernel, mmas = self.kernel, self.mmas
+        s, dp, dv, dk = (mma.get_slice(self.thread) for mma in mmas[:4])
+        self.rK = mmas.s.make_fragment_A(s.partition_A(sK))[None, None, None, tile_of_keys]
+        self.rQ = mmas.s.make_fragment_B(s.partition_B(sQ))
+        self.rV = mmas.dp.make_fragment_A(dp.partition_A(sV))[None, None, None, tile_of_keys]
+        self.rdO = mmas.dp.make_fragment_B(dp.partition_B(sdO))
+        self.rdO_t = mmas.dv.make_fragment_B(dv.partition_B(transposed(sdO)))
+        self.rQ_t = mmas.dk.make_fragment_B(dk.partition_B(transposed(sQ)))
+
+        self.shape_s = mmas.s.partition_shape_C((ROWS_PER_WARPGROUP, self.tile_m))
+        self.shape_dq = mmas.dq.partition_shape_C((ROWS_PER_WARPGROUP, kernel.dq_columns))
+        self.acc_dk = cute.make_rmem_tensor(mmas.dk.partition_shape_C((64, kernel.head_dim)), Float32)
+        self.acc_dv = cute.make_rmem_tensor(mmas.dv.partition_shape_C((64, kernel.head_dim_v)), Float32)
+        self.rP, self.rdS = (cute.make_rmem_tensor(self.shape_s, kernel.dtype) for _ in range(2))
+        self.p_words, self.ds_words = (cute.recast_tensor(r, Int32) for r in (self.rP, self.rdS))
+        # of this thread's queries, see `read_stats`
+        self.minus_lse, self.minus_delta = (cute.make_rmem_tensor((4, self.tile_m // 16), Float32) for _ in range(2))
         if self.is_capped:
             # P (1 - tanh^2), in the order of p_words
             self.capped_words = cute.make_rmem_tensor((cute.size(self.p_words),), Int32)
@@ -297,6 +299,12 @@ class BackwardConsumer(Bundle):
     @cute.jit
     def make_p(self, acc_s: cute.Tensor, tile, m_block: Int32):
         """P = exp2(scale_log2 * (S - lse)), rounded to 16 bits."""
+        self.pack_p(acc_s, self.exponentials(acc_s, tile, m_block))
+
+    @cute.jit
+    def exponentials(self, acc_s: cute.Tensor, tile, m_block: Int32) -> cute.Tensor | None:
+        """P in place of S. Returns: with a softcap its slope at each score."""
+        slopes = None
         m_start, scale_log2 = m_block * self.tile_m, self.scores.scale_log2
         if cutlass.const_expr(self.is_capped):
             slopes = cute.make_rmem_tensor(acc_s.layout, Float32)  # of the cap
@@ -311,6 +319,10 @@ class BackwardConsumer(Bundle):
             if cutlass.const_expr(not self.starts_s):
                 exponent += of_column(self.minus_lse, i) * (1.0 if self.is_capped else scale_log2)
             acc_s[i] = cute.math.exp2(exponent, fastmath=True)
+        return slopes
+
+    @cute.jit
+    def pack_p(self, acc_s: cute.Tensor, slopes: cute.Tensor | None):
         pack(acc_s, self.rP)
         if cutlass.const_expr(self.is_capped):
             for i in cutlass.range_constexpr(cute.size(self.p_words)):
