@@ -187,7 +187,6 @@ class BackwardConfig:
         by_gradient: one warpgroup has dV and the other dK, of the same 64 keys; else each has both, of 64 keys of its own.
         q_stages, do_stages: buffers for Q and for dO.
         pingpong: warpgroups take turns with the tensor cores, so that one's exponentials hide behind another's GEMMs.
-        early_dq: the dQ of the step before leaves its registers before dS is computed, not after it.
         longest_first: number the tiles of keys by length (only meaningful where they differ), in L2-sized sections of heads.
         dynamic_tiles: thread blocks draw their tiles from a queue instead of taking every so many-th one.
     """
@@ -198,9 +197,6 @@ class BackwardConfig:
     q_stages: int = 2
     do_stages: int = 2
     pingpong: bool = True
-    early_dq: bool = False
-    starts_s: bool = True
-    starts_dp: bool = True
     longest_first: bool = True
     dynamic_tiles: bool = False
 

@@ -151,5 +151,5 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
     if widest > 128:
         return BackwardConfig(by_gradient=True, dynamic_tiles=is_dynamic)
     if widest > 64:
-        return BackwardConfig(q_stages=3, early_dq=True, dynamic_tiles=is_dynamic)
-    return BackwardConfig(tile_m=128, q_stages=3, early_dq=True, starts_dp=False, dynamic_tiles=is_dynamic)
+        return BackwardConfig(q_stages=3, dynamic_tiles=is_dynamic)
+    return BackwardConfig(tile_m=128, q_stages=3, dynamic_tiles=is_dynamic)

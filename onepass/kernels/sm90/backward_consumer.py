@@ -2,9 +2,9 @@
 
 One step, query block i; in brackets what is in the tensor cores' queue, below it what the threads do meanwhile:
 
-    [dP_i = V dO_i^T]   [dV += P_i^T dO_i   dQ_(i-1) = dS_(i-1) K]   [S_(i+1) = K Q_(i+1)^T    dK += dS_i^T Q_i       ]
-                        dS_i = P_i (dP_i - delta)                    dS_i to shared memory,    P_(i+1) =
-                                                                     dQ_(i-1) to global memory exp(S_(i+1) - lse)
+    [dP_i = V dO_i^T   dQ_(i-1) = dS_(i-1) K   dV += P_i^T dO_i]                      [S_(i+1) = K Q_(i+1)^T   dK += dS_i^T Q_i]
+                                               dQ_(i-1) to        dS_i = P_i            dS_i and dQ_(i-1)      P_(i+1) =
+                                               shared memory      (dP_i - delta)        on their ways          exp(S_(i+1) - lse)
 
 dQ needs the dS of all warpgroups; it comes a step late, so that none of them waits for another one's. A step holds dK,
 dV, one accumulator (64, tile_m) for S and dP in turn, a part of dQ, and P and dS in 16 bits.
@@ -82,8 +82,6 @@ class BackwardConsumer(Bundle):
         self.lane, self.lane_in_quad = cute.arch.lane_idx(), self.thread % 4
         self.wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP - 1)
         self.is_capped = scores.tanh_scale is not None
-        self.starts_s = kernel.config.starts_s and not self.is_capped
-        self.starts_dp = kernel.config.starts_dp
 
     def _make_fragments(self, sK, sV, sQ, sdO, sdS, tile_of_keys):
         """Operands and accumulators but those of dQ, for one of the tiles of 64 keys in sK and sV."""
@@ -132,7 +130,7 @@ class BackwardConsumer(Bundle):
                 target = Int64(0)
                 self.pipes.q.consumer_wait(q_state)
                 self.read_stats(self.minus_lse, q_state, 0)
-                acc_s = self.begin(self.minus_lse, self.starts_s)
+                acc_s = self.begin_s()
                 self.issue_s(acc_s, q_state)
                 warpgroup.wait_group(0)
                 self.make_p(acc_s, tile, m_block)
@@ -184,49 +182,41 @@ class BackwardConsumer(Bundle):
         """
         next_q = after(q_state)
         self.pipes.do.consumer_wait(do_state)
-        if cutlass.const_expr(self.starts_dp):
-            self.read_stats(self.minus_delta, q_state, 1)
-        acc_dp = self.begin(self.minus_delta, self.starts_dp)
         self.wait_for_turn()
-        self.issue_dp(acc_dp, do_state)
-        self.issue_dv(do_state)
+        acc_dp = self.issue_dp(do_state)
         if cutlass.const_expr(has_previous):
             acc_dq = self.issue_dq(ds_count - 1)
+        self.issue_dv(do_state)
         self.pass_turn()
-        if cutlass.const_expr(self.kernel.config.early_dq):
-            warpgroup.wait_group(0)
-            if cutlass.const_expr(has_previous):
-                self.write_dq(acc_dq)
-        else:
-            warpgroup.wait_group(0 + has_previous)
-        if cutlass.const_expr(has_next):
+        if cutlass.const_expr(has_previous):
+            warpgroup.wait_group(1)
+            self.write_dq(acc_dq)
+        # before they are needed, because shared memory answers late while GEMMs read it; registers permitting
+        reads_early = cutlass.const_expr(has_next and self.tile_m == 64)
+        self.read_stats(self.minus_delta, q_state, 1)
+        if cutlass.const_expr(reads_early):
             self.pipes.q.consumer_wait(next_q)
-            if cutlass.const_expr(self.starts_s):
-                self.read_stats(self.minus_lse, next_q, 0)
-        if cutlass.const_expr(not self.starts_dp):
-            self.read_stats(self.minus_delta, q_state, 1)
+            self.read_stats(self.minus_lse, next_q, 0)
+        warpgroup.wait_group(0)
+        self.pipes.do.consumer_release(do_state)
         self.make_ds(acc_dp)
         if cutlass.const_expr(has_next):
-            acc_s = self.begin(self.minus_lse, self.starts_s)
+            if cutlass.const_expr(not reads_early):
+                self.pipes.q.consumer_wait(next_q)
+                self.read_stats(self.minus_lse, next_q, 0)
+            acc_s = self.begin_s()
         self.wait_for_turn()
         if cutlass.const_expr(has_next):
             self.issue_s(acc_s, next_q)
         self.issue_dk(q_state)
         self.pass_turn()
         self.write_ds(ds_count)
-        if cutlass.const_expr(not self.kernel.config.early_dq):
-            warpgroup.wait_group(1 + has_next)
-            if cutlass.const_expr(has_previous):
-                self.write_dq(acc_dq)
-        self.pipes.do.consumer_release(do_state)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         self.publish_ds(ds_count)
         if cutlass.const_expr(has_previous):
             self.add_dq(target)
         if cutlass.const_expr(has_next):
-            if cutlass.const_expr(not self.starts_s):
-                self.read_stats(self.minus_lse, next_q, 0)
             warpgroup.wait_group(1)
             self.make_p(acc_s, tile, next_m_block)
         warpgroup.wait_group(0)
@@ -246,8 +236,6 @@ class BackwardConsumer(Bundle):
 
     # Accumulators that begin at zero are new registers each time: an old one would be an operand, and kept until then.
 
-    # And those of S and dP begin at what would be subtracted from them.
-
     @cute.jit
     def read_stats(self, target: cute.Tensor, q_state, which: cutlass.Constexpr[int]):
         """-lse (0) or -delta (1) of this thread's queries, four of each sixteen columns, see `stats_position`."""
@@ -258,21 +246,24 @@ class BackwardConsumer(Bundle):
             cute.autovec_copy(source[None, j], target[None, j])
 
     @cute.jit
-    def begin(self, stats: cute.Tensor, starts: cutlass.Constexpr[bool]) -> cute.Tensor:
-        """An accumulator with these in every row (nothing yet unless it `starts` there)."""
-        acc = cute.make_rmem_tensor(self.shape_s, Float32)
-        if cutlass.const_expr(starts):
-            for i in cutlass.range_constexpr(cute.size(acc)):
-                acc[i] = of_column(stats, i)
-        return acc
+    def begin_s(self) -> cute.Tensor:
+        """An accumulator with -lse in every row, which need not be subtracted then; with a softcap, which is applied to
+        S alone, there is nothing in it yet."""
+        acc_s = cute.make_rmem_tensor(self.shape_s, Float32)
+        if cutlass.const_expr(not self.is_capped):
+            for i in cutlass.range_constexpr(cute.size(acc_s)):
+                acc_s[i] = of_column(self.minus_lse, i)
+        return acc_s
 
     @cute.jit
     def issue_s(self, acc_s: cute.Tensor, q_state):
-        wgmma.issue(self.mmas.s, acc_s, self.rK, self.rQ[None, None, None, q_state.index], self.starts_s)
+        wgmma.issue(self.mmas.s, acc_s, self.rK, self.rQ[None, None, None, q_state.index], not self.is_capped)
 
     @cute.jit
-    def issue_dp(self, acc_dp: cute.Tensor, do_state):
-        wgmma.issue(self.mmas.dp, acc_dp, self.rV, self.rdO[None, None, None, do_state.index], self.starts_dp)
+    def issue_dp(self, do_state) -> cute.Tensor:
+        acc_dp = cute.make_rmem_tensor(self.shape_s, Float32)
+        wgmma.issue(self.mmas.dp, acc_dp, self.rV, self.rdO[None, None, None, do_state.index], False)
+        return acc_dp
 
     @cute.jit
     def issue_dv(self, do_state):
@@ -316,8 +307,8 @@ class BackwardConsumer(Bundle):
             mask.apply_to_keys(rows_and_columns(acc_s), keys, m_start, self.lane_in_quad, tile.geometry)
         for i in cutlass.range_constexpr(cute.size(acc_s)):
             exponent = acc_s[i] * scale_log2
-            if cutlass.const_expr(not self.starts_s):
-                exponent += of_column(self.minus_lse, i) * (1.0 if self.is_capped else scale_log2)
+            if cutlass.const_expr(self.is_capped):
+                exponent += of_column(self.minus_lse, i)
             acc_s[i] = cute.math.exp2(exponent, fastmath=True)
         return slopes
 
@@ -335,9 +326,7 @@ class BackwardConsumer(Bundle):
         source = self.capped_words if cutlass.const_expr(self.is_capped) else self.p_words
         for i in cutlass.range_constexpr(cute.size(self.ds_words)):
             p = unpack_pair(source[i], self.kernel.dtype)
-            dp = [acc_dp[2 * i + c] for c in range(2)]
-            if cutlass.const_expr(not self.starts_dp):
-                dp = [dp[c] + of_column(self.minus_delta, 2 * i + c) for c in range(2)]
+            dp = [acc_dp[2 * i + c] + of_column(self.minus_delta, 2 * i + c) for c in range(2)]
             self.ds_words[i] = pack_pair(p[0] * dp[0], p[1] * dp[1], self.kernel.dtype)
 
     @cute.jit

@@ -73,7 +73,7 @@ class WideConsumer(BackwardConsumer):
                 m_block, head = tile.first, tile.head_kv * self.kernel.group
                 self.pipes.q.consumer_wait(q_state)
                 self.read_stats(self.minus_lse, q_state, 0)
-                acc_s = self.begin(self.minus_lse, self.starts_s)
+                acc_s = self.begin_s()
                 self.issue_s(acc_s, q_state)
                 warpgroup.wait_group(0)
                 self.pipes.q.consumer_release(q_state)
@@ -115,7 +115,7 @@ class WideConsumer(BackwardConsumer):
         if cutlass.const_expr(has_next):
             self.pipes.q.consumer_wait(next_q)
             self.read_stats(self.minus_lse, next_q, 0)
-            acc_s = self.begin(self.minus_lse, self.starts_s)
+            acc_s = self.begin_s()
             self.issue_s(acc_s, next_q)
         self.issue_dv(do_state)
         if cutlass.const_expr(has_next):
@@ -163,10 +163,9 @@ class WideConsumer(BackwardConsumer):
                 m_block, head = tile.first, tile.head_kv * self.kernel.group
                 self.pipes.q.consumer_wait(q_state)
                 self.read_stats(self.minus_delta, q_state, 1)
-                acc_dp = self.begin(self.minus_delta, self.starts_dp)
                 self.pipes.v.consumer_wait(kv_state)
                 self.pipes.do.consumer_wait(do_state)
-                self.issue_dp(acc_dp, do_state)
+                acc_dp = self.issue_dp(do_state)
                 self.pipes.k.consumer_wait(kv_state)
                 warpgroup.wait_group(0)
                 self.pipes.do.consumer_release(do_state)
@@ -200,10 +199,9 @@ class WideConsumer(BackwardConsumer):
         if cutlass.const_expr(has_next):
             next_q = after(q_state)
             self.pipes.q.consumer_wait(next_q)
-            self.read_stats(self.minus_delta, next_q, 1)
-            acc_dp = self.begin(self.minus_delta, self.starts_dp)
             self.pipes.do.consumer_wait(next_do)
-            self.issue_dp(acc_dp, next_do)
+            acc_dp = self.issue_dp(next_do)
+            self.read_stats(self.minus_delta, next_q, 1)
         warpgroup.wait_group(0)
         self.pipes.q.consumer_release(q_state)
         if cutlass.const_expr(has_next):
