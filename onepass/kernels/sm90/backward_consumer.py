@@ -27,7 +27,7 @@ from ..blocks.integers import select
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
 from ..blocks.named_barrier import NamedBarrier
 from ..blocks.plain_rows import soft_cap
-from ..blocks.ptx import bulk_add_to_global, pack, pack_pair, unpack_pair
+from ..blocks.ptx import bulk_add_to_global, opaque, pack, pack_pair, unpack_pair
 from ..config import ROWS_PER_WARPGROUP
 from ..blocks.tile_scheduler import LANES
 from .warpgroup import WARPGROUP, WARPS, Scores
@@ -64,6 +64,8 @@ class BackwardConsumer(Bundle):
 
         sK, sV, sQ, sdO, sdS, sdQ, self.sStats, self.ds_full = buffers
         self.sdQ = sdQ[None, None, None, self.wg * WARPS + self.thread // LANES]
+        # ptxas would read the thread's number anew in the loop to save this register, and wait behind the GEMMs for it
+        self.dq_lane = opaque(self.lane)
         self._make_fragments(sK, sV, sQ, sdO, sdS, self.wg)
         # this warpgroup's part of dQ: 64 of the queries, or a part of the columns
         row_part, column_part = (self.wg, 0) if self.tile_m > ROWS_PER_WARPGROUP else (0, self.wg)
@@ -79,7 +81,7 @@ class BackwardConsumer(Bundle):
         self.mdK, self.mdV = mdK, mdV
         self.num_warpgroups, self.tile_m, self.tile_n = kernel.num_warpgroups, kernel.tile_m, kernel.tile_n
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
-        self.lane, self.lane_in_quad = cute.arch.lane_idx(), self.thread % 4
+        self.lane, self.lane_in_quad = self.thread % LANES, self.thread % 4
         self.wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP - 1)
         self.is_capped = scores.tanh_scale is not None
 
@@ -182,6 +184,8 @@ class BackwardConsumer(Bundle):
         """
         next_q = after(q_state)
         self.pipes.do.consumer_wait(do_state)
+        if cutlass.const_expr(has_previous):
+            self.wait_for_ds(ds_count - 1)
         self.wait_for_turn()
         acc_dp = self.issue_dp(do_state)
         if cutlass.const_expr(has_previous):
@@ -225,6 +229,7 @@ class BackwardConsumer(Bundle):
     @cute.jit
     def last_dq(self, target: Int64, ds_count: Int32):
         """The dQ of a tile's last query block."""
+        self.wait_for_ds(ds_count)
         acc_dq = self.issue_dq(ds_count)
         warpgroup.wait_group(0)
         self.write_dq(acc_dq)
@@ -276,7 +281,6 @@ class BackwardConsumer(Bundle):
     @cute.jit
     def issue_dq(self, count: Int32) -> cute.Tensor:
         acc_dq = cute.make_rmem_tensor(self.shape_dq, Float32)
-        cute.arch.mbarrier_wait(self.ds_full + count % 2, count // 2 & 1)
         buffer = count % 2 * self.num_warpgroups
         pairs = [
             (self.rdS_t[None, None, None, buffer + w], self.rK_t[None, None, None, w])
@@ -344,6 +348,10 @@ class BackwardConsumer(Bundle):
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.ds_full + count % 2)
 
+    @cute.jit
+    def wait_for_ds(self, count: Int32):
+        cute.arch.mbarrier_wait(self.ds_full + count % 2, count // 2 & 1)
+
     # ---------------------------------------------------------------- results
 
     @cute.jit
@@ -363,7 +371,7 @@ class BackwardConsumer(Bundle):
         for j in cutlass.range_constexpr(cute.size(acc_dq) // 4):
             for c in cutlass.range_constexpr(4):
                 vector[c] = acc_dq[4 * j + c]
-            cute.autovec_copy(vector, self.sdQ[None, self.lane, j])
+            cute.autovec_copy(vector, self.sdQ[None, self.dq_lane, j])
 
     @cute.jit
     def add_dq(self, offset: Int64):

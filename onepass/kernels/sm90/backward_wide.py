@@ -240,10 +240,6 @@ class WideConsumer(BackwardConsumer):
         return self.num_pieces if first else (self.num_pieces + 1) // 2
 
     @cute.jit
-    def wait_for_ds(self, count: Int32):
-        cute.arch.mbarrier_wait(self.ds_full + count % 2, count // 2 & 1)
-
-    @cute.jit
     def issue_piece(self, count: Int32, piece: cutlass.Constexpr[int]) -> cute.Tensor:
         acc_dq = cute.make_rmem_tensor(self.shape_dq, Float32)
         a, b = self.rdS_t[None, None, None, count % 2], self.rK_t[None, None, None, piece]
