@@ -89,7 +89,7 @@ def check_part(g, rows, keys, *whole_keys, heads=slice(None), heads_kv=slice(Non
 
 
 def check_window(g, start, stop, end, begin=0, **part):
-    """Some rows of a sequence from begin to end under a causal window: the keys that they see begin LEFT before them."""
+    """Some rows of the sequence from begin to end under a causal window: they see keys from LEFT before them on."""
     keys = slice(max(begin, start - LEFT), stop)
     # rows past `stop` see the last LEFT of these keys, too
     whole = slice(start, stop if stop == end else stop - LEFT)
