@@ -1,6 +1,5 @@
 """A small transformer trained with onepass on a Hopper GPU and with torch's dense attention: the same loss curve."""
 
-import pytest
 import torch
 from gpu_cases import BACKEND, BF16, DEVICE, needs_hopper, size
 from torch import nn
@@ -15,8 +14,8 @@ STEPS = size(200, 100)
 BATCH, SEQLEN, DISTANCE, VOCABULARY = size(32, 8), 96, 13, 32
 HEADS, HEADS_KV, HEAD_DIM = 4, 2, 64
 WIDTH = HEADS * HEAD_DIM
-# Measured on a CPU in 200 steps between dense attention in bfloat16, in float32, with its keys in another order, and the
-# tiled backend: losses, which fall from 3.6 to 0.01, are never further apart than 4e-4, norms of gradients by 6e-4.
+# Measured on a CPU in 200 steps between dense attention in bfloat16, in float32, with its keys in another order, and
+# the tiled backend: losses, which fall from 3.6 to 0.01, are never further apart than 4e-4, norms of gradients by 6e-4.
 TOLERANCE = 0.005
 
 
