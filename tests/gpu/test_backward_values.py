@@ -44,7 +44,7 @@ def test_lengths(case):
     check_gradients(case.call())
 
 
-HEAD_DIMS = (8, 16, 24, 32, 40, 56, 64, 72, 80, 96, 104, 120, 128, 136, 160, 192, 200, 224, 248, 256)
+HEAD_DIMS = (8, 16, 24, 32, 40, 64, 72, 80, 96, 104, 128, 160, 192, 200, 248, 256)
 
 
 @cases(case(200, 300, heads=(4, 2), head_dim=d, dtype=DTYPES[i % 2], causal=i % 4 < 2) for i, d in enumerate(HEAD_DIMS))
@@ -104,6 +104,7 @@ OPTIONS = [
     case(200, 333, batch=2, head_dim=d, dtype=dtype, **options)
     for options in OPTIONS
     for d, dtype in ((64, BF16), (128, FP16), (256, BF16))
+    if d < 256 or len(options) > 2
 )
 def test_options(case):
     check_gradients(case.call())
@@ -154,7 +155,10 @@ def test_some_inputs_have_no_gradient(case, names):
     assert not (misses := expected_gradients(call, loss).misses(actual, parts)), misses
 
 
-@cases(case(200, 333, head_dim=d, scale=30.0, dtype=dtype, causal=True) for d in (64, 128, 256) for dtype in DTYPES)
+@cases(
+    case(200, 333, heads=(4, 2), head_dim=d, scale=30.0, dtype=dtype, causal=True)
+    for d, dtype in ((64, BF16), (64, FP16), (128, BF16), (128, FP16), (256, BF16))
+)
 def test_large_scores(case):
     check_gradients(case.call())
 
@@ -190,10 +194,10 @@ def test_sinks_of_any_dtype_and_stride(case):
 
 
 @cases(
-    case(m, n, batch=2, head_dim=d, sinks=sinks, options=mask)
+    case(m, n, batch=2, heads=(4, 2), head_dim=d, sinks=sinks, options=mask)
     for m, n, mask in ((400, 130, {"causal": True}), (300, 20, {"window": (3, 2)}), (20, 300, {"window": (3, 2)}))
     for d in (64, 128, 256)
-    for sinks in (False, True)
+    for sinks in ((False, True) if d == 128 else (False,))
 )
 def test_rows_that_see_no_key_and_keys_that_no_row_sees(case):
     """check_gradients asks for zeros there."""
@@ -332,8 +336,7 @@ def test_packed_options(case):
 @cases(
     case(m, n, batch=len(used), heads=(4, 2), head_dim=d, used=used, options=MASKS[mask])
     for m, n, used in ((1, 300, (0, 1, 128, 300)), (200, 300, (299, 64, 0, 129)), (300, 130, (130, 1, 65, 0)))
-    for mask in ("full", "causal", "window")
-    for d in (64, 128, 256)
+    for d, mask in ((64, "window"), (128, "full"), (128, "causal"), (256, "causal"))
 )
 def test_padded_batch(case):
     check_gradients(case.call())
@@ -373,7 +376,7 @@ def test_lengths_stay_on_the_device(case):
 # ---------------------------------------------------------------- anything, and the definition of a gradient
 
 
-@cases(RANDOM_CASES[:50])
+@cases(RANDOM_CASES[:30])
 def test_random_calls(case):
     check_gradients(case.call())
 
