@@ -17,12 +17,6 @@ def pack_pair(low: Float32, high: Float32, dtype: cutlass.Constexpr) -> Int32:
 
 
 @cute.jit
-def opaque(x: Int32) -> Int32:
-    """x, where the compiler does not see what it comes from: it keeps the value instead of computing it again."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
-
-
-@cute.jit
 def unpack_pair(word: Int32, dtype: cutlass.Constexpr) -> tuple:
     """The two floats of a 32-bit register of two bf16 or fp16."""
     if cutlass.const_expr(dtype is cutlass.BFloat16):

@@ -2,9 +2,9 @@
 
 One step, query block i; in brackets what is in the tensor cores' queue, below it what the threads do meanwhile:
 
-    [dP_i = V dO_i^T   dQ_(i-1) = dS_(i-1) K   dV += P_i^T dO_i]                      [S_(i+1) = K Q_(i+1)^T   dK += dS_i^T Q_i]
-                                               dQ_(i-1) to        dS_i = P_i            dS_i and dQ_(i-1)      P_(i+1) =
-                                               shared memory      (dP_i - delta)        on their ways          exp(S_(i+1) - lse)
+    [dQ_(i-1) = dS_(i-1) K   dP_i = V dO_i^T   dV += P_i^T dO_i]                      [S_(i+1) = K Q_(i+1)^T   dK += dS_i^T Q_i]
+                             dQ_(i-1) to                          dS_i = P_i           dS_i and dQ_(i-1)       P_(i+1) =
+                             shared memory                        (dP_i - delta)       on their ways           exp(S_(i+1) - lse)
 
 dQ needs the dS of all warpgroups; it comes a step late, so that none of them waits for another one's. A step holds dK,
 dV, one accumulator (64, tile_m) for S and dP in turn, a part of dQ, and P and dS in 16 bits.
@@ -27,7 +27,7 @@ from ..blocks.integers import select
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
 from ..blocks.named_barrier import NamedBarrier
 from ..blocks.plain_rows import soft_cap
-from ..blocks.ptx import bulk_add_to_global, opaque, pack, pack_pair, unpack_pair
+from ..blocks.ptx import bulk_add_to_global, pack, pack_pair, unpack_pair
 from ..config import ROWS_PER_WARPGROUP
 from ..blocks.tile_scheduler import LANES
 from .warpgroup import WARPGROUP, WARPS, Scores
@@ -64,8 +64,6 @@ class BackwardConsumer(Bundle):
 
         sK, sV, sQ, sdO, sdS, sdQ, self.sStats, self.ds_full = buffers
         self.sdQ = sdQ[None, None, None, self.wg * WARPS + self.thread // LANES]
-        # ptxas would read the thread's number anew in the loop to save this register, and wait behind the GEMMs for it
-        self.dq_lane = opaque(self.lane)
         self._make_fragments(sK, sV, sQ, sdO, sdS, self.wg)
         # this warpgroup's part of dQ: 64 of the queries, or a part of the columns
         row_part, column_part = (self.wg, 0) if self.tile_m > ROWS_PER_WARPGROUP else (0, self.wg)
@@ -185,15 +183,11 @@ class BackwardConsumer(Bundle):
         next_q = after(q_state)
         self.pipes.do.consumer_wait(do_state)
         if cutlass.const_expr(has_previous):
-            self.wait_for_ds(ds_count - 1)
-        self.wait_for_turn()
-        acc_dp = self.issue_dp(do_state)
-        if cutlass.const_expr(has_previous):
             acc_dq = self.issue_dq(ds_count - 1)
+        acc_dp = self.issue_dp(do_state)
         self.issue_dv(do_state)
-        self.pass_turn()
         if cutlass.const_expr(has_previous):
-            warpgroup.wait_group(1)
+            warpgroup.wait_group(2)
             self.write_dq(acc_dq)
         # before they are needed, because shared memory answers late while GEMMs read it; registers permitting
         reads_early = cutlass.const_expr(has_next and self.tile_m == 64)
@@ -229,7 +223,6 @@ class BackwardConsumer(Bundle):
     @cute.jit
     def last_dq(self, target: Int64, ds_count: Int32):
         """The dQ of a tile's last query block."""
-        self.wait_for_ds(ds_count)
         acc_dq = self.issue_dq(ds_count)
         warpgroup.wait_group(0)
         self.write_dq(acc_dq)
@@ -281,6 +274,7 @@ class BackwardConsumer(Bundle):
     @cute.jit
     def issue_dq(self, count: Int32) -> cute.Tensor:
         acc_dq = cute.make_rmem_tensor(self.shape_dq, Float32)
+        self.wait_for_ds(count)
         buffer = count % 2 * self.num_warpgroups
         pairs = [
             (self.rdS_t[None, None, None, buffer + w], self.rK_t[None, None, None, w])
@@ -371,7 +365,7 @@ class BackwardConsumer(Bundle):
         for j in cutlass.range_constexpr(cute.size(acc_dq) // 4):
             for c in cutlass.range_constexpr(4):
                 vector[c] = acc_dq[4 * j + c]
-            cute.autovec_copy(vector, self.sdQ[None, self.dq_lane, j])
+            cute.autovec_copy(vector, self.sdQ[None, self.lane, j])
 
     @cute.jit
     def add_dq(self, offset: Int64):

@@ -128,8 +128,10 @@ class Launch:
             # rows of no sequence; and in stats blocks of no rows
             dq.zero_()
             if inputs.sinks is not None:
-                stats.view(blocks, 2, config.tile_m).copy_(stats.new_tensor([[-torch.inf], [0.0]]))
-        dout = tma_ready(dout)
+                stats[:, : config.tile_m].fill_(-torch.inf)
+                stats[:, config.tile_m :].zero_()
+        dout, lse = tma_ready(dout), lse.contiguous()
+        dlse = None if dlse is None else dlse.contiguous()
         self.preprocess(tma_ready(out), dout, lse, dlse, stats, dq_accum, cu_seqlens_q, self.lse_factor, self.blocks_per_head)
         self.main(
             tma_ready(inputs.q),
