@@ -146,4 +146,5 @@ def _adapted(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:
 def backward_config(problem: AttentionProblem) -> BackwardConfig:
     """The configuration that a backward of this problem runs with on Hopper."""
     is_growing = problem.mask.window_right is not None and problem.mask.window_left is None
-    return BackwardConfig(dynamic_tiles=is_growing or problem.is_packed)
+    # who waits for a turn delays its thread block, and a queue makes up for it
+    return BackwardConfig(dynamic_tiles=is_growing or problem.is_packed or problem.deterministic)

@@ -36,7 +36,7 @@ from cutlass.memory import SmemAllocator
 
 from ...problem import AttentionProblem
 from ..blocks import tile_scheduler
-from ..blocks.block_range import query_blocks
+from ..blocks.block_range import first_key_block, following_query_block, query_blocks
 from ..blocks.integers import minimum
 from ..blocks.layouts import as_batch_of_one, one_tile, rows_first, smem_tiles
 from ..blocks.mask import Geometry
@@ -87,7 +87,8 @@ class Accumulator(NamedTuple):
         dq: (blocks, tile_m * head_dim) float32: sums of dq, each thread's values of a wgmma accumulator together.
         stats: (blocks, 2 * tile_m) float32: -lse of the rows, divided by softmax_scale, or with a softcap times log2(e) (-inf:
             no keys, or no row); then -delta.
-        turns: (blocks, num_warpgroups) int32, None unless deterministic: how many tiles of keys have been added.
+        turns: (blocks * consumer warps,) int32, zero, None unless deterministic: how many tiles of keys have been added to
+            a warp's part of a block.
         blocks_per_head: of all packed sequences together.
     """
 
@@ -112,6 +113,7 @@ class BackwardSm90:
         self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
         self.longest_first = config.longest_first and self.has_window == (False, True)
         self.is_packed = problem.is_packed
+        self.is_deterministic = problem.deterministic
         # K, V, Q, dO may hold anything past the end of a sequence
         self.has_rubbish = problem.is_packed or problem.has_seqused_k
         self.producer_registers, self.consumer_registers = REGISTERS[config.num_warpgroups]
@@ -260,7 +262,7 @@ class BackwardSm90:
             # tiles are made of keys here: the schedule with both sides exchanged
             of_keys = Lengths(lengths.cu_seqlens_k, lengths.cu_seqlens_q, None)
             num_heads = schedule.divisors.num_heads
-            schedule = PackedSchedule(of_keys, mK.shape[0], mQ.shape[0], num_heads, self.tile_n, False)
+            schedule = PackedSchedule(of_keys, mK.shape[0], mQ.shape[0], num_heads, self.tile_n, self.is_deterministic)
             # the grid was made for the worst case
             exit_if(cute.arch.block_idx()[0] >= schedule.num_tiles)
         if warp_id == 0:
@@ -370,6 +372,19 @@ class BackwardSm90:
         t = t[None, None, head, 0]
         moved = cute.domain_offset((place, 0, 0, 0), cute.make_tensor(t.iterator, m.layout))
         return cute.make_tensor(moved.iterator, t.layout)
+
+    def first_visit(self, tile: KeyTile) -> tuple:
+        """The head and the query block with which a tile begins; `next_visit` says how it goes on."""
+        m_block = tile.last - 1 if self.is_deterministic else tile.first
+        return tile.head_kv * self.group, m_block
+
+    def next_visit(self, tile: KeyTile, head: Int32, m_block: Int32) -> tuple:
+        first_head = tile.head_kv * self.group
+        return following_query_block(head, m_block, first_head, self.group, tile.first, tile.last, self.is_deterministic)
+
+    def turn_of(self, tile: KeyTile, m_block: Int32) -> Int32:
+        """How many tiles add to the dQ of a block before this one."""
+        return tile.n_block - first_key_block(m_block * self.tile_m, *tile.geometry, self.tile_n)
 
     def buffer_states(self, user: pipeline.PipelineUserType) -> tuple:
         """Where Q and dO are being filled (or read) first."""
