@@ -153,9 +153,9 @@ def following_query_block(
     Args:
         in_turns: tiles add to a block of dQ in ascending order, each after the one before. So that nobody waits long:
             the last block comes first (of tiles that begin together each falls one step behind the one before, and
-            under a causal mask, where the later ones have less to do, none catches up), and all heads visit a block
-            before the next one (else every head would begin with a wait for the longest tile). If not, the blocks
-            of a head follow each other.
+            under a causal mask, where later ones have fewer blocks, that is all), and all heads visit a block before
+            the next one (else every head would begin with a wait for the longest tile). If not, the blocks of a head
+            follow each other.
     """
     if not in_turns:
         is_last = m_block == last - 1

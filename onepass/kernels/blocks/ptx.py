@@ -42,8 +42,8 @@ def bulk_add_to_global(target: cute.Pointer, source: cute.Pointer, num_bytes: cu
 
 @cute.jit
 def wait_until_equal(flag: cute.Pointer, value: Int32):
-    """Until the int32 in global memory is `value`, for a whole warp. Bulk copies that follow come after what its writer had
-    finished.
+    """Until the int32 in global memory is `value`, for a whole warp. Bulk copies that follow come after what its writer
+    had finished.
 
     All lanes read and vote: around a loop that lanes might leave one by one ptxas keeps nothing in uniform registers.
     """

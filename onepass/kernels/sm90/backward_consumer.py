@@ -374,9 +374,9 @@ class BackwardConsumer(Bundle):
     def add_dq(self, offset: Int64, turn: Int32):
         """dq_accum += what `write_dq` wrote (and a fence made visible).
 
-        Args: turn: how many tiles add to this dQ before this one, and are waited for; unless deterministic any order will
-            do. All of them have lower numbers than this tile, and thread blocks, which all run at once, take tiles in
-            ascending order: of the unfinished tiles the first one never waits.
+        Args: turn: how many tiles add to this dQ before this one, and are waited for; unless deterministic any order
+            will do. All of them have lower numbers than this tile, and thread blocks, which all run at once, take tiles
+            in ascending order: of the unfinished tiles the first one never waits.
         """
         if cutlass.const_expr(self.kernel.is_deterministic):
             self.finish_dq()
@@ -390,9 +390,9 @@ class BackwardConsumer(Bundle):
     def finish_dq(self):
         """Give the turn to the next tile once the last `add_dq`, if any, is complete.
 
-        Complete is more than read from shared memory: the sums are then visible to the waiting thread, and by its release
-        to who acquires. Both take a while, so this is done a step later, where GEMMs are in flight that the threads
-        would wait for.
+        Complete is more than read from shared memory: the sums are then visible to the waiting thread (a completion is
+        a fence between the proxies), and by its release to who acquires. Both take a while, so this is done a step
+        later, where GEMMs are in flight that the threads would wait for.
         """
         if self.lane == 0:
             cute.arch.cp_async_bulk_wait_group(0)

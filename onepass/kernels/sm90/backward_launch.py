@@ -17,8 +17,8 @@ from ..blocks.integers import ceil_div
 from ..config import BackwardConfig
 from .launch import ARCH, LOG2_E, element_type, fake_tensor, score_scales, tile_counter, tma_ready, unsupported, window_bounds
 
-# Tiles of a head that begin together when sums are in order. Each stays a step behind the one before, which costs a launch
-# about so many steps; they read the same rows at about the same time, so a section need not fit into L2.
+# Tiles of a head that begin together when sums are in order. Each stays a step behind the one before, which costs a
+# launch about so many steps; they read the same rows at about the same time, so a section need not fit into L2.
 IN_STEP = 4
 
 __all__ = ["backward", "compile_requests", "prepare", "unsupported"]
