@@ -11,6 +11,10 @@ all warpgroups. The dQ of a step is added to a float32 accumulator in global mem
 
 P and dS are computed while the tensor cores work on the GEMMs around them; see backward_consumer.py.
 
+These additions come in any order. If the problem is deterministic, tiles of keys add to a block of dQ in ascending
+order: each warp waits until a counter (Accumulator.turns) says that the tiles before have added to its part. The order in
+which a tile visits query blocks is another one then, so that these waits are short: block_range.following_query_block.
+
 Buffers and barriers (mbarrier pairs full / empty; arrivals)
     K, V  one tile each, as tiles (64, head_dim) per warpgroup     full: TMA bytes     empty: all consumer warps
     Q     q_stages tiles (tile_m, head_dim), with their lse, delta full: TMA bytes     empty: all consumer warps
@@ -87,8 +91,8 @@ class Accumulator(NamedTuple):
         dq: (blocks, tile_m * head_dim) float32: sums of dq, each thread's values of a wgmma accumulator together.
         stats: (blocks, 2 * tile_m) float32: -lse of the rows, divided by softmax_scale, or with a softcap times log2(e) (-inf:
             no keys, or no row); then -delta.
-        turns: (blocks * consumer warps,) int32, zero, None unless deterministic: how many tiles of keys have been added to
-            a warp's part of a block.
+        turns: (blocks * consumer warps,) int32, zero, None unless deterministic: how many tiles of keys have been added
+            to a warp's part of a block.
         blocks_per_head: of all packed sequences together.
     """
 
@@ -204,6 +208,7 @@ class BackwardSm90:
             block=[self.config.num_threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
+            cooperative=self.is_deterministic,  # who waits for a turn waits for a thread block that runs
         )
 
     def _make_tiled_mmas(self) -> Mmas:
@@ -380,7 +385,8 @@ class BackwardSm90:
 
     def next_visit(self, tile: KeyTile, head: Int32, m_block: Int32) -> tuple:
         first_head = tile.head_kv * self.group
-        return following_query_block(head, m_block, first_head, self.group, tile.first, tile.last, self.is_deterministic)
+        blocks = tile.first, tile.last
+        return following_query_block(head, m_block, first_head, self.group, *blocks, self.is_deterministic)
 
     def turn_of(self, tile: KeyTile, m_block: Int32) -> Int32:
         """How many tiles add to the dQ of a block before this one."""
