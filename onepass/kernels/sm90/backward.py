@@ -12,8 +12,8 @@ all warpgroups. The dQ of a step is added to a float32 accumulator in global mem
 P and dS are computed while the tensor cores work on the GEMMs around them; see backward_consumer.py.
 
 These additions come in any order. If the problem is deterministic, tiles of keys add to a block of dQ in ascending
-order: each warp waits until a counter (Accumulator.turns) says that the tiles before have added to its part. The order in
-which a tile visits query blocks is another one then, so that these waits are short: block_range.following_query_block.
+order: each warp waits until a counter (Accumulator.turns) says that the tiles before have added to its part. A tile
+then visits the query blocks in another order, so that these waits are short: block_range.following_query_block.
 
 Buffers and barriers (mbarrier pairs full / empty; arrivals)
     K, V  one tile each, as tiles (64, head_dim) per warpgroup     full: TMA bytes     empty: all consumer warps
