@@ -224,5 +224,9 @@ class BackwardConfig:
     def num_threads(self) -> int:
         return 128 * (self.num_warpgroups + 1)
 
+    @property
+    def consumer_warps(self) -> int:
+        return 4 * self.num_warpgroups
+
     def check(self, problem: AttentionProblem) -> None:
         """Raises: UnsupportedError, naming the bound, what is needed and what there is."""

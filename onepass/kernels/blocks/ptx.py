@@ -50,6 +50,27 @@ def bulk_add_to_global(target: cute.Pointer, source: cute.Pointer, num_bytes: cu
 
 
 @cute.jit
+def wait_until_equal(flag: cute.Pointer, value: Int32):
+    """Until the int32 in global memory is `value`, for a whole warp. Bulk copies that follow come after what its writer
+    had finished.
+
+    All lanes read and vote: around a loop that lanes might leave one by one ptxas keeps nothing in uniform registers.
+    """
+    cute.arch.inline_ptx(
+        "{ .reg .pred differs; .reg .b32 seen; again: ld.acquire.gpu.global.b32 seen, [{$r0}];"
+        " setp.ne.s32 differs, seen, {$r1}; vote.sync.any.pred differs, differs, 0xffffffff; @differs bra again; }",
+        read_only_args=[flag.toint(), value],
+    )
+    cute.arch.fence_proxy("async.global")  # the acquire orders generic accesses only
+
+
+@cute.jit
+def release_increment(flag: cute.Pointer):
+    """flag += 1 in global memory, for others to see after all that this thread has done (and seen finished) before."""
+    cute.arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[flag.toint()])
+
+
+@cute.jit
 def pack(source: cute.Tensor, target: cute.Tensor):
     """A float32 fragment -> a 16-bit fragment of the same order.
 

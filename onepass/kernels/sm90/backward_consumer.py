@@ -23,11 +23,10 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..blocks import epilogue, mask, wgmma
 from ..blocks.bundle import Bundle
-from ..blocks.integers import select
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
 from ..blocks.named_barrier import NamedBarrier
 from ..blocks.plain_rows import soft_cap
-from ..blocks.ptx import bulk_add_to_global, pack, pack_pair, unpack_pair
+from ..blocks.ptx import bulk_add_to_global, pack, pack_pair, release_increment, unpack_pair, wait_until_equal
 from ..config import ROWS_PER_WARPGROUP
 from ..blocks.tile_scheduler import LANES
 from .warpgroup import WARPGROUP, WARPS, Scores
@@ -102,6 +101,9 @@ class BackwardConsumer(Bundle):
         self.p_words, self.ds_words = (cute.recast_tensor(r, Int32) for r in (self.rP, self.rdS))
         # of this thread's queries, see `read_stats`
         self.minus_lse, self.minus_delta = (cute.make_rmem_tensor((4, self.tile_m // 16), Float32) for _ in range(2))
+        # number of the dQ part (see Accumulator.turns) that has been added, but perhaps not completely; -1: none
+        self.unfinished = cute.make_rmem_tensor((1,), Int32)
+        self.unfinished[0] = Int32(-1)
         if self.is_capped:
             # P (1 - tanh^2), in the order of p_words
             self.capped_words = cute.make_rmem_tensor((cute.size(self.p_words),), Int32)
@@ -126,8 +128,8 @@ class BackwardConsumer(Bundle):
             if num_steps > 0:
                 self.pipes.k.consumer_wait(kv_state)
                 self.pipes.v.consumer_wait(kv_state)
-                m_block, head = tile.first, tile.head_kv * self.kernel.group
-                target = Int64(0)
+                head, m_block = self.kernel.first_visit(tile)
+                target, turn = Int64(0), self.turn_of(tile, m_block)
                 self.pipes.q.consumer_wait(q_state)
                 self.read_stats(self.minus_lse, q_state, 0)
                 acc_s = self.begin_s()
@@ -135,23 +137,21 @@ class BackwardConsumer(Bundle):
                 warpgroup.wait_group(0)
                 self.make_p(acc_s, tile, m_block)
                 for i in cutlass.range(num_steps - 1, unroll=1):
-                    is_last_of_head = m_block == tile.last - 1
-                    next_m_block = select(is_last_of_head, tile.first, m_block + 1)
+                    _, next_m_block = self.kernel.next_visit(tile, head, m_block)
                     if i == 0:
-                        self.step(tile, next_m_block, target, q_state, do_state, ds_count, False, True)
+                        self.step(tile, next_m_block, target, turn, q_state, do_state, ds_count, False, True)
                     else:
-                        self.step(tile, next_m_block, target, q_state, do_state, ds_count, True, True)
-                    target = self.dq_offset(tile, head, m_block)
-                    head += select(is_last_of_head, Int32(1), Int32(0))
-                    m_block = next_m_block
+                        self.step(tile, next_m_block, target, turn, q_state, do_state, ds_count, True, True)
+                    target, turn = self.dq_offset(tile, head, m_block), self.turn_of(tile, m_block)
+                    head, m_block = self.kernel.next_visit(tile, head, m_block)
                     q_state.advance()
                     do_state.advance()
                     ds_count += 1
                 if num_steps == 1:
-                    self.step(tile, m_block, target, q_state, do_state, ds_count, False, False)
+                    self.step(tile, m_block, target, turn, q_state, do_state, ds_count, False, False)
                 else:
-                    self.step(tile, m_block, target, q_state, do_state, ds_count, True, False)
-                self.last_dq(self.dq_offset(tile, head, m_block), ds_count)
+                    self.step(tile, m_block, target, turn, q_state, do_state, ds_count, True, False)
+                self.last_dq(self.dq_offset(tile, head, m_block), self.turn_of(tile, m_block), ds_count)
                 q_state.advance()
                 do_state.advance()
                 ds_count += 1
@@ -169,6 +169,7 @@ class BackwardConsumer(Bundle):
         tile,
         next_m_block: Int32,
         target: Int64,
+        turn: Int32,
         q_state,
         do_state,
         ds_count: Int32,
@@ -178,7 +179,7 @@ class BackwardConsumer(Bundle):
         """A query block. It begins and ends with P and nothing in flight: ptxas, which does not follow GEMMs around a
         loop, would serialise all of them.
 
-        Args: target: where the dQ of the block before goes.
+        Args: target, turn: where the dQ of the block before goes, and when.
         """
         next_q = after(q_state)
         self.pipes.do.consumer_wait(do_state)
@@ -213,7 +214,7 @@ class BackwardConsumer(Bundle):
         cute.arch.sync_warp()
         self.publish_ds(ds_count)
         if cutlass.const_expr(has_previous):
-            self.add_dq(target)
+            self.add_dq(target, turn)
         if cutlass.const_expr(has_next):
             warpgroup.wait_group(1)
             self.make_p(acc_s, tile, next_m_block)
@@ -221,14 +222,16 @@ class BackwardConsumer(Bundle):
         self.pipes.q.consumer_release(q_state)
 
     @cute.jit
-    def last_dq(self, target: Int64, ds_count: Int32):
+    def last_dq(self, target: Int64, turn: Int32, ds_count: Int32):
         """The dQ of a tile's last query block."""
         acc_dq = self.issue_dq(ds_count)
         warpgroup.wait_group(0)
         self.write_dq(acc_dq)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        self.add_dq(target)
+        self.add_dq(target, turn)
+        if cutlass.const_expr(self.kernel.is_deterministic):
+            self.finish_dq()
 
     # ---------------------------------------------------------------- GEMMs
 
@@ -348,6 +351,9 @@ class BackwardConsumer(Bundle):
 
     # ---------------------------------------------------------------- results
 
+    def turn_of(self, tile, m_block: Int32) -> Int32:
+        return self.kernel.turn_of(tile, m_block) if self.kernel.is_deterministic else Int32(0)
+
     @cute.jit
     def dq_offset(self, tile, head: Int32, m_block: Int32) -> Int64:
         """Where this warp's values of a dQ are in the accumulator."""
@@ -368,11 +374,34 @@ class BackwardConsumer(Bundle):
             cute.autovec_copy(vector, self.sdQ[None, self.lane, j])
 
     @cute.jit
-    def add_dq(self, offset: Int64):
-        """dq_accum += what `write_dq` wrote (and a fence made visible)."""
+    def add_dq(self, offset: Int64, turn: Int32):
+        """dq_accum += what `write_dq` wrote (and a fence made visible).
+
+        Args: turn: how many tiles add to this dQ before this one, and are waited for; unless deterministic any order
+            will do. All of them have lower numbers than this tile, and thread blocks, which all run at once, take tiles
+            in ascending order: of the unfinished tiles the first one never waits.
+        """
+        if cutlass.const_expr(self.kernel.is_deterministic):
+            self.finish_dq()
+            self.unfinished[0] = Int32(offset // cute.size(self.sdQ))
+            wait_until_equal(self.accumulator.turns.iterator + self.unfinished[0], turn)
         if self.lane == 0:
             bulk_add_to_global(self.accumulator.dq.iterator + offset, self.sdQ.iterator, 4 * cute.size(self.sdQ))
             cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def finish_dq(self):
+        """Give the turn to the next tile once the last `add_dq`, if any, is complete.
+
+        Complete is more than read from shared memory: the sums are then visible to the waiting thread (a completion is
+        a fence between the proxies), and by its release to who acquires. Both take a while, so this is done a step
+        later, where GEMMs are in flight that the threads would wait for.
+        """
+        if self.lane == 0:
+            cute.arch.cp_async_bulk_wait_group(0)
+            if self.unfinished[0] >= 0:
+                release_increment(self.accumulator.turns.iterator + self.unfinished[0])
+        self.unfinished[0] = Int32(-1)
 
     # ---------------------------------------------------------------- pingpong (section 3.1): GEMMs in turns
 
