@@ -87,7 +87,9 @@ def _choose(problem: AttentionProblem, requested: str | None) -> Support:
     if requested == "sm90" and reason is not None:
         return Support(False, "sm90", f"backend sm90: {reason}")
     if requested != "tiled" and reason is None:
-        return Support(True, "sm90", "Hopper kernels (CuTe DSL)")
+        refusal = _sm90_backward_refusal(problem)
+        gradients = "" if refusal is None else f"; gradients by the tiled backend ({refusal})"
+        return Support(True, "sm90", f"Hopper kernels (CuTe DSL){gradients}")
     because = f" (sm90: {reason})" if problem.device_type == "cuda" and requested is None else ""
     return Support(True, "tiled", f"plain torch tiles run on any torch device, here {problem.device_type}{because}")
 
@@ -113,6 +115,13 @@ def _sm90_unsupported(problem: AttentionProblem) -> str | None:
     from .kernels.sm90.launch import unsupported
 
     return unsupported(problem)
+
+
+def _sm90_backward_refusal(problem: AttentionProblem) -> str | None:
+    """Why the Hopper backward does not run for this problem by default; None if it does."""
+    from .kernels.sm90.backward_launch import not_run_yet
+
+    return not_run_yet(problem)
 
 
 @functools.lru_cache(maxsize=1)
@@ -164,6 +173,7 @@ def prepare(name: str, problem: AttentionProblem, device: torch.device, tuning: 
     return functools.partial(module.forward, problem)
 
 
-def load_backward(name: str) -> ModuleType:
-    """The module with the backend's backward."""
-    return importlib.import_module(_BACKENDS[name].backward)
+def load_backward(name: str, problem: AttentionProblem) -> ModuleType:
+    """The module with the backward of this backend, or that of `tiled` where its kernels do not compute it."""
+    has_own = not _BACKENDS[name].has_kernels or _sm90_backward_refusal(problem) is None
+    return importlib.import_module(_BACKENDS[name if has_own else "tiled"].backward)

@@ -86,7 +86,7 @@ def _backward(
     problem = _problem(inputs, options)
     dout = torch.zeros_like(out) if dout is None else dout
     with torch.autocast(problem.device_type, enabled=False):
-        return dispatch.load_backward(options[-2]).backward(problem, inputs, out, lse, dout, dlse)
+        return dispatch.load_backward(options[-2], problem).backward(problem, inputs, out, lse, dout, dlse)
 
 
 @torch.library.register_fake("onepass::attention_backward")

@@ -31,6 +31,7 @@ def configs(monkeypatch):
         return kernel
 
     monkeypatch.setattr(dispatch, "_sm90_refusal", launch.unsupported)
+    monkeypatch.setattr(dispatch, "_sm90_backward_refusal", lambda problem: "no GPU")
     monkeypatch.setattr(compile, "get", get)
     monkeypatch.setattr(launch, "tile_counter", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))

@@ -15,13 +15,23 @@ from .. import compile, heuristics
 from ..blocks import tile_scheduler
 from ..blocks.integers import ceil_div
 from ..config import BackwardConfig
-from .launch import ARCH, LOG2_E, element_type, fake_tensor, score_scales, tile_counter, tma_ready, unsupported, window_bounds
+from .launch import ARCH, LOG2_E, element_type, fake_tensor, score_scales, tile_counter, tma_ready, window_bounds
 
 # Tiles of a head that begin together when sums are in order. Each stays a step behind the one before, which costs a
 # launch about so many steps; they read the same rows at about the same time, so a section need not fit into L2.
 IN_STEP = 4
 
-__all__ = ["backward", "compile_requests", "prepare", "unsupported"]
+
+def not_run_yet(problem: AttentionProblem) -> str | None:
+    """Why gradients of the problem are left to another backend: kernels for it compile, but have not run on a GPU."""
+    for is_so, what in (
+        (problem.deterministic, "deterministic"),
+        (problem.is_packed, "packed sequences"),
+        (problem.has_seqused_k, "seqused_k"),
+    ):
+        if is_so:
+            return f"{what}: the kernels for it have not run on a GPU yet"
+    return None
 
 
 def backward(
