@@ -23,6 +23,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..blocks import epilogue, mask, wgmma
 from ..blocks.bundle import Bundle
+from ..blocks.clear_rows import clear_rows
 from ..blocks.integers import select
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
 from ..blocks.named_barrier import NamedBarrier
@@ -74,6 +75,7 @@ class BackwardConsumer(Bundle):
         self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.thread // 32 * 16 + self.thread % 32 // 4
 
         sK, sV, sQ, sdO, sdS, sdQ, self.sStats, self.ds_full = buffers
+        self.sK, self.sV, self.sQ, self.sdO = sK, sV, sQ, sdO
         self.lane = cute.arch.lane_idx()
         self.sdQ = sdQ[None, None, None, self.wg * WARPS + self.thread // LANES]
         s, dp, dv, dk, dq = (mma.get_slice(self.thread) for mma in mmas)
@@ -126,6 +128,7 @@ class BackwardConsumer(Bundle):
             if num_steps > 0:
                 self.pipes.k.consumer_wait(kv_state)
                 self.pipes.v.consumer_wait(kv_state)
+                self.clear_keys(tile)
                 m_block, head = tile.first, tile.head_kv * self.kernel.group
                 target = Int64(0)
                 self.pipes.q.consumer_wait(q_state)
@@ -137,6 +140,7 @@ class BackwardConsumer(Bundle):
                 for i in cutlass.range(num_steps - 1, unroll=1):
                     is_last_of_head = m_block == tile.last - 1
                     next_m_block = select(is_last_of_head, tile.first, m_block + 1)
+                    self.clear_queries(tile, m_block, q_state, do_state)
                     if i == 0:
                         self.step(tile, next_m_block, target, q_state, do_state, ds_count, False, True)
                     else:
@@ -147,6 +151,7 @@ class BackwardConsumer(Bundle):
                     q_state.advance()
                     do_state.advance()
                     ds_count += 1
+                self.clear_queries(tile, m_block, q_state, do_state)
                 if num_steps == 1:
                     self.step(tile, m_block, target, q_state, do_state, ds_count, False, False)
                 else:
@@ -239,6 +244,43 @@ class BackwardConsumer(Bundle):
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         self.add_dq(target)
+
+    # ---------------------------------------------------------------- past the end of a sequence
+
+    # There P is 0, but 0 * NaN = NaN. Dense tensors end there, too: TMA fills in zeros itself. All warpgroups write the
+    # same zeros, so they need not wait for each other; who reads the rows before they are cleared masks what they give.
+
+    @cute.jit
+    def clear_keys(self, tile):
+        """Zeros in place of what a tile of K and V holds past the last key; once both have arrived, before any GEMM.
+
+        All of K, since dQ sums over the keys of all warpgroups, but only this warpgroup's V.
+        """
+        if cutlass.const_expr(self.kernel.has_rubbish):
+            first = tile.geometry.seqlen_k - tile.n_block * self.tile_n
+            if first < self.tile_n:
+                for w in cutlass.range_constexpr(self.num_warpgroups):
+                    clear_rows(self.sK[None, None, w], first - w * ROWS_PER_WARPGROUP, self.thread, WARPGROUP)
+                first_v = first - self.wg * ROWS_PER_WARPGROUP
+                clear_rows(self.sV[None, None, self.wg], first_v, self.thread, WARPGROUP)
+                self.show_zeros()
+
+    @cute.jit
+    def clear_queries(self, tile, m_block: Int32, q_state, do_state):
+        """The same for a block of Q and dO, before its step: S, which it was read for already, is masked."""
+        if cutlass.const_expr(self.kernel.is_packed):
+            first = tile.geometry.seqlen_q - m_block * self.tile_m
+            if first < self.tile_m:
+                clear_rows(self.sQ[None, None, q_state.index], first, self.thread, WARPGROUP)
+                self.pipes.do.consumer_wait(do_state)
+                clear_rows(self.sdO[None, None, do_state.index], first, self.thread, WARPGROUP)
+                self.show_zeros()
+
+    @cute.jit
+    def show_zeros(self):
+        """What all threads of this warpgroup have cleared, to its GEMMs."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.wg, number_of_threads=WARPGROUP)
 
     # ---------------------------------------------------------------- GEMMs
 
