@@ -14,6 +14,7 @@ Source: FlashAttention-3, arXiv:2407.08608, appendix B.1, Algorithm 3.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import cutlass
@@ -32,6 +33,9 @@ from ..blocks.ptx import bulk_add_to_global, pack, pack_pair, unpack_pair
 from ..config import ROWS_PER_WARPGROUP
 from ..blocks.tile_scheduler import LANES
 from .warpgroup import WARPGROUP, WARPS, Scores
+
+# A score whose softcap has no slope any more; finite, for softmax_scale may be 0 there.
+FAR_BELOW = -3e38
 
 
 def after(state: pipeline.PipelineState) -> pipeline.PipelineState:
@@ -130,7 +134,7 @@ class BackwardConsumer(Bundle):
                 self.pipes.v.consumer_wait(kv_state)
                 self.clear_keys(tile)
                 m_block, head = tile.first, tile.head_kv * self.kernel.group
-                target = Int64(0)
+                target = Int32(0)
                 self.pipes.q.consumer_wait(q_state)
                 self.read_stats(self.minus_lse, q_state, 0)
                 acc_s = self.begin(self.minus_lse, self.starts_s)
@@ -145,7 +149,7 @@ class BackwardConsumer(Bundle):
                         self.step(tile, next_m_block, target, q_state, do_state, ds_count, False, True)
                     else:
                         self.step(tile, next_m_block, target, q_state, do_state, ds_count, True, True)
-                    target = self.dq_offset(tile, head, m_block)
+                    target = self.dq_block(tile, head, m_block)
                     head += select(is_last_of_head, Int32(1), Int32(0))
                     m_block = next_m_block
                     q_state.advance()
@@ -156,7 +160,7 @@ class BackwardConsumer(Bundle):
                     self.step(tile, m_block, target, q_state, do_state, ds_count, False, False)
                 else:
                     self.step(tile, m_block, target, q_state, do_state, ds_count, True, False)
-                self.last_dq(self.dq_offset(tile, head, m_block), ds_count)
+                self.last_dq(self.dq_block(tile, head, m_block), ds_count)
                 q_state.advance()
                 do_state.advance()
                 ds_count += 1
@@ -173,7 +177,7 @@ class BackwardConsumer(Bundle):
         self,
         tile,
         next_m_block: Int32,
-        target: Int64,
+        target: Int32,
         q_state,
         do_state,
         ds_count: Int32,
@@ -183,7 +187,7 @@ class BackwardConsumer(Bundle):
         """A query block. It begins and ends with P and nothing in flight: ptxas, which does not follow GEMMs around a
         loop, would serialise all of them.
 
-        Args: target: where the dQ of the block before goes.
+        Args: target: which block of the accumulator the dQ of the block before is added to.
         """
         next_q = after(q_state)
         self.pipes.do.consumer_wait(do_state)
@@ -236,7 +240,7 @@ class BackwardConsumer(Bundle):
         self.pipes.q.consumer_release(q_state)
 
     @cute.jit
-    def last_dq(self, target: Int64, ds_count: Int32):
+    def last_dq(self, target: Int32, ds_count: Int32):
         """The dQ of a tile's last query block."""
         acc_dq = self.issue_dq(ds_count)
         warpgroup.wait_group(0)
@@ -339,25 +343,33 @@ class BackwardConsumer(Bundle):
     @cute.jit
     def make_p(self, acc_s: cute.Tensor, tile, m_block: Int32):
         """P = exp2(scale_log2 * (S - lse)), rounded to 16 bits."""
-        m_start, scale_log2 = m_block * self.tile_m, self.scores.scale_log2
+        scale_log2 = self.scores.scale_log2
+        self.mask_if_needed(acc_s, tile, m_block, FAR_BELOW if self.is_capped else -math.inf)
         if cutlass.const_expr(self.is_capped):
-            slopes = cute.make_rmem_tensor(acc_s.layout, Float32)  # of the cap
+            # two at a time, so that no more slopes of the cap than that are in registers
+            for i in cutlass.range_constexpr(cute.size(self.p_words)):
+                capped = []
+                for j in (2 * i, 2 * i + 1):
+                    score = soft_cap(acc_s[j], self.scores.tanh_scale)
+                    acc_s[j] = cute.math.exp2(score * scale_log2 + of_column(self.minus_lse, j), fastmath=True)
+                    capped.append(acc_s[j] * (1.0 - score * score))
+                self.capped_words[i] = pack_pair(*capped, self.kernel.dtype)
+            # a hidden score was capped, too: its slope is 0, its P is not yet
+            self.mask_if_needed(acc_s, tile, m_block, 0.0)
+        else:
             for i in cutlass.range_constexpr(cute.size(acc_s)):
-                acc_s[i] = soft_cap(acc_s[i], self.scores.tanh_scale)
-                slopes[i] = 1.0 - acc_s[i] * acc_s[i]
+                exponent = acc_s[i] * scale_log2
+                if cutlass.const_expr(not self.starts_s):
+                    exponent += of_column(self.minus_lse, i) * scale_log2
+                acc_s[i] = cute.math.exp2(exponent, fastmath=True)
+        pack(acc_s, self.rP)
+
+    @cute.jit
+    def mask_if_needed(self, acc_s: cute.Tensor, tile, m_block: Int32, hidden: cutlass.Constexpr[float]):
         if m_block >= tile.clear_last or m_block < tile.clear_first:
             keys = [tile.n_block * self.tile_n + self.row_in_tile + 8 * r for r in range(2)]
-            mask.apply_to_keys(rows_and_columns(acc_s), keys, m_start, self.lane_in_quad, tile.geometry)
-        for i in cutlass.range_constexpr(cute.size(acc_s)):
-            exponent = acc_s[i] * scale_log2
-            if cutlass.const_expr(not self.starts_s):
-                exponent += of_column(self.minus_lse, i) * (1.0 if self.is_capped else scale_log2)
-            acc_s[i] = cute.math.exp2(exponent, fastmath=True)
-        pack(acc_s, self.rP)
-        if cutlass.const_expr(self.is_capped):
-            for i in cutlass.range_constexpr(cute.size(self.p_words)):
-                pair = [acc_s[2 * i + c] * slopes[2 * i + c] for c in range(2)]
-                self.capped_words[i] = pack_pair(*pair, self.kernel.dtype)
+            scores, m_start = rows_and_columns(acc_s), m_block * self.tile_m
+            mask.apply_to_keys(scores, keys, m_start, self.lane_in_quad, tile.geometry, hidden)
 
     @cute.jit
     def make_ds(self, acc_dp: cute.Tensor):
@@ -388,11 +400,9 @@ class BackwardConsumer(Bundle):
     # ---------------------------------------------------------------- results
 
     @cute.jit
-    def dq_offset(self, tile, head: Int32, m_block: Int32) -> Int64:
-        """Where this warp's values of a dQ are in the accumulator."""
-        number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
-        warp_id = self.wg * WARPS + self.thread // LANES
-        return Int64(number) * (self.tile_m * self.kernel.head_dim) + warp_id * cute.size(self.sdQ)
+    def dq_block(self, tile, head: Int32, m_block: Int32) -> Int32:
+        """The number of a dQ's block in the accumulator: one register from step to step, an address would be two."""
+        return self.kernel.m_block_number(self.accumulator, tile, head, m_block)
 
     @cute.jit
     def write_dq(self, acc_dq: cute.Tensor):
@@ -407,8 +417,10 @@ class BackwardConsumer(Bundle):
             cute.autovec_copy(vector, self.sdQ[None, self.lane, j])
 
     @cute.jit
-    def add_dq(self, offset: Int64):
-        """dq_accum += what `write_dq` wrote (and a fence made visible)."""
+    def add_dq(self, number: Int32):
+        """This block of dq_accum += what `write_dq` wrote (and a fence made visible)."""
+        warp_id = self.wg * WARPS + self.thread // LANES
+        offset = Int64(number) * (self.tile_m * self.kernel.head_dim) + warp_id * cute.size(self.sdQ)
         if self.lane == 0:
             bulk_add_to_global(self.accumulator.dq.iterator + offset, self.sdQ.iterator, 4 * cute.size(self.sdQ))
             cute.arch.cp_async_bulk_commit_group()
