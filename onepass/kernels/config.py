@@ -13,7 +13,6 @@ HEAD_DIM_TILES = (64, 96, 128, 192, 256)
 ROWS_PER_WARPGROUP = 64  # the M of a wgmma
 SMEM_BYTES = 227 * 1024  # of a Hopper thread block
 MAX_RESCALE_THRESHOLD = 15.0
-MAX_BACKWARD_HEAD_DIM = 128  # the accumulators of dK and dV are in registers
 DS_BUFFERS = 2  # of the backward
 STAT_ROWS = 2  # lse and delta of a query
 # Registers of a producer and of a consumer thread, by number of consumer warpgroups. A launch gives every thread the
@@ -198,12 +197,10 @@ class BackwardConfig(LaunchConfig):
 
     Attributes:
         tile_m: query rows of one step of the main loop, 64 or 128.
-        num_warpgroups: consumer warpgroups, 64 keys each: 2.
+        by_gradient: one warpgroup has dV and the other dK, of the same 64 keys; else each has both, of 64 keys of its own.
+        num_warpgroups: consumer warpgroups: 2.
         q_stages, do_stages: buffers for Q and for dO.
         pingpong: warpgroups take turns with the tensor cores, so that one's exponentials hide behind another's GEMMs.
-        early_dq: the dQ of the step before leaves its registers before dS is computed, not after it.
-        starts_s, starts_dp: the accumulator of S, of dP begins at what would be subtracted from it (with a softcap S
-            never does).
         longest_first: number the tiles of keys by length (only meaningful where they differ), in L2-sized sections of
             heads.
         dynamic_tiles: thread blocks draw their tiles from a queue instead of taking every so many-th one.
@@ -211,19 +208,27 @@ class BackwardConfig(LaunchConfig):
 
     tile_m: int = 64
     num_warpgroups: int = 2
+    by_gradient: bool = False
     q_stages: int = 2
     do_stages: int = 2
     pingpong: bool = True
-    early_dq: bool = False
-    starts_s: bool = True
-    starts_dp: bool = True
-    debug: int = 0
     longest_first: bool = True
     dynamic_tiles: bool = False
 
     @property
+    def key_tiles(self) -> int:
+        """Tiles of 64 keys in a tile of the grid."""
+        return 1 if self.by_gradient else self.num_warpgroups
+
+    @property
     def tile_n(self) -> int:
-        return ROWS_PER_WARPGROUP * self.num_warpgroups
+        return ROWS_PER_WARPGROUP * self.key_tiles
+
+    def dq_columns(self, problem: AttentionProblem) -> int:
+        """Columns of the pieces (64 rows each) that a dQ of tile_m rows is computed in."""
+        if self.by_gradient:
+            return 64
+        return self.head_dims(problem)[0] * self.tile_m // ROWS_PER_WARPGROUP // self.num_warpgroups
 
     def head_dims(self, problem: AttentionProblem) -> tuple[int, int]:
         """What the kernel is compiled for: no 96, whose halves are no whole column blocks of shared memory."""
@@ -240,33 +245,35 @@ class BackwardConfig(LaunchConfig):
         kv = self.tile_n * (d + dv)
         q_do = self.tile_m * (self.q_stages * d + self.do_stages * dv)
         ds = DS_BUFFERS * self.tile_n * self.tile_m
-        dq = self.tile_m * d
+        p, dq = (self.tile_n * self.tile_m, 0) if self.by_gradient else (0, self.tile_m * d)
         stats = self.q_stages * STAT_ROWS * self.tile_m
-        # full and empty of K, V and each buffer of Q and dO; full of dS; a slot with both in the queue of tiles
-        barriers = 2 * (2 + self.q_stages + self.do_stages) + DS_BUFFERS + (3 if self.dynamic_tiles else 0)
-        return 2 * (kv + q_do + ds) + 4 * (dq + stats) + 8 * barriers
+        # full and empty of K, V and each buffer of Q and dO; a slot with both in the queue of tiles; full of dS and of P
+        barriers = 2 * (2 + self.q_stages + self.do_stages) + (3 if self.dynamic_tiles else 0) + 2 * DS_BUFFERS
+        return 2 * (kv + q_do + ds + p) + 4 * (dq + stats) + 8 * barriers
 
     def accumulator_registers(self, problem: AttentionProblem) -> int:
         """Registers of a consumer thread for dK, dV, S or dP, P (with a softcap also times its slope) and dS."""
         d, dv = self.head_dims(problem)
-        halves = 2 if problem.softcap is None else 3
-        return (d + dv + self.tile_m) // 2 + halves * self.tile_m // 4
+        words = self.tile_m // 4 * (2 if problem.softcap is None else 3)
+        return (max(d, dv) if self.by_gradient else d + dv) // 2 + self.tile_m // 2 + words
 
     def check(self, problem: AttentionProblem) -> None:
         """Raises: UnsupportedError, naming the bound, what is needed and what there is."""
-        if self.num_warpgroups != 2:  # each has half of a dQ
+        if self.num_warpgroups != 2:  # each has a half of dQ, or of the gradients
             raise UnsupportedError(f"num_warpgroups: expected 2, got {self.num_warpgroups}")
         if self.tile_m not in (64, 128):
             raise UnsupportedError(f"tile_m: expected 64 or 128, got {self.tile_m}")
+        if self.by_gradient and self.tile_m != 64:
+            raise UnsupportedError(f"tile_m: expected 64 with by_gradient, got {self.tile_m}")
         if self.q_stages < 2:
             raise UnsupportedError(
                 f"q_stages: expected 2 or more, for S of the next block is issued before Q is free, got {self.q_stages}"
             )
         if self.do_stages < 1:
             raise UnsupportedError(f"do_stages: expected 1 or more, got {self.do_stages}")
-        if max(problem.head_dim, problem.head_dim_v) > MAX_BACKWARD_HEAD_DIM:
+        if max(problem.head_dim, problem.head_dim_v) > 128 and not self.by_gradient:
             got = f"{problem.head_dim} and {problem.head_dim_v}"
-            raise UnsupportedError(f"head_dim: expected up to {MAX_BACKWARD_HEAD_DIM} in a backward, got {got}")
+            raise UnsupportedError(f"head_dim: expected up to 128 without by_gradient, got {got}")
         needed = self.smem_bytes(problem)
         if needed > SMEM_BYTES:
             raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {SMEM_BYTES}")

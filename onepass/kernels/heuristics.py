@@ -146,10 +146,10 @@ def _adapted(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:
 def backward_config(problem: AttentionProblem) -> BackwardConfig:
     """The configuration that a backward of this problem runs with on Hopper."""
     is_growing = problem.mask.window_right is not None and problem.mask.window_left is None
-    dynamic_tiles = is_growing or problem.is_packed
-    head_dims = BackwardConfig().head_dims(problem)
-    if head_dims != (64, 64):
-        return BackwardConfig(q_stages=3, early_dq=True, dynamic_tiles=dynamic_tiles)
-    if problem.softcap is not None:  # the slopes of the cap take the registers of the larger tile
-        return BackwardConfig(early_dq=True, dynamic_tiles=dynamic_tiles)
-    return BackwardConfig(tile_m=128, early_dq=True, starts_dp=False, dynamic_tiles=dynamic_tiles)
+    is_dynamic = is_growing or problem.is_packed
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest > 128:
+        return BackwardConfig(by_gradient=True, dynamic_tiles=is_dynamic)
+    if widest > 64:
+        return BackwardConfig(q_stages=3, dynamic_tiles=is_dynamic)
+    return BackwardConfig(tile_m=128, q_stages=3, dynamic_tiles=is_dynamic)

@@ -61,5 +61,8 @@ def rounding_terms(
     if sinks is not None:
         sink = sinks.detach().double()[None, :, None, None]
         p_sink = torch.where(is_empty, 0.0, torch.exp(sink - lse))
-        terms["dsinks"] = largest((p_sink * delta_terms * (1 + sink.abs() + lse.abs())).sum((0, 2, 3)))
+        p_sink_terms = torch.where(
+            p_sink == 0, 0.0, p_sink * (1 + sink.abs() + lse.abs())
+        )  # 0 * inf for a sink of -inf
+        terms["dsinks"] = largest((p_sink_terms * delta_terms).sum((0, 2, 3)))
     return terms

@@ -1,7 +1,8 @@
-"""Small launches of every kind of Hopper forward, to be watched by compute-sanitizer.
+"""Small launches of every kind of Hopper forward and backward, to be watched by compute-sanitizer.
 
     compute-sanitizer --tool memcheck python3 tests/gpu/sanitize.py           also: initcheck, synccheck, racecheck
     compute-sanitizer --tool racecheck python3 tests/gpu/sanitize.py queue    only the cases whose name has this word
+    compute-sanitizer --tool memcheck python3 tests/gpu/sanitize.py backward  gradients alone
 
 Each tensor has an allocation of its own and of its exact size, so that the tool sees its ends. Results are compared
 with the oracle on the host, which the tool does not slow down. Exit status 1 if one is off.
@@ -10,10 +11,13 @@ with the oracle on the host, which the tool does not slow down. Exit status 1 if
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from gpu_cases import BF16, DEVICE, FP16, ON_GPU, Case, case, plain_run
+from gradient_cases import Loss, expected_gradients, gradients, loss_of
 
 from onepass.testing import Call, compare, compare_lse
 
@@ -29,6 +33,22 @@ CASES = {
     "seqused_k": case(70, 200, batch=3, heads=(1, 1), head_dim=128, used=(0, 129, 200)),
     # more tiles than the 132 multiprocessors: thread blocks come back to the queue
     "queue": case(130, 2060, heads=(70, 70), head_dim=128, causal=True),
+}
+# forward and backward: no tile is whole, several blocks of keys add to a row of dq
+BACKWARD_CASES = {
+    "backward, causal": case(150, 200, heads=(2, 2), head_dim=64, causal=True),
+    "backward, no mask": case(130, 270, batch=2, heads=(1, 1), head_dim=128),
+    "backward, window": case(200, 260, heads=(1, 1), head_dim=128, window=(50, 20)),
+    "backward, rows without keys": case(200, 70, heads=(1, 1), head_dim=64, causal=True),
+    "backward, grouped heads, sinks, softcap": case(100, 150, heads=(4, 2), head_dim=64, sinks=True, softcap=5.0),
+    "backward, head_dim 256": case(70, 200, heads=(1, 1), head_dim=256, causal=True),
+    "backward, head_dim 40 and 72": case(70, 90, heads=(1, 1), head_dim=40, head_dim_v=72),
+    "backward, head_dim 192 and 128": case(70, 150, heads=(1, 1), head_dim=192, head_dim_v=128, causal=True),
+    "backward, packed": case((1, 0, 130, 20), (70, 5, 140, 0), heads=(2, 1), head_dim=128, causal=True, slack=2),
+    "backward, packed, seqused_k": case((30, 70), (70, 140), heads=(2, 1), head_dim=64, used=(0, 131)),
+    "backward, seqused_k": case(70, 200, batch=3, heads=(1, 1), head_dim=128, used=(0, 129, 200)),
+    # more blocks of keys than the 132 multiprocessors
+    "backward, many tiles": case(130, 260, heads=(70, 70), head_dim=128, causal=True),
 }
 
 
@@ -48,20 +68,41 @@ def is_right(case: Case) -> bool:
     return all(row.ok for row in rows)
 
 
+def has_right_gradients(case: Case, deterministic: bool) -> bool:
+    host = case.call("cpu")
+    loss = loss_of(host)
+    device_call = Call(on_device(host.tensors), on_device(host.options))
+    found = gradients(device_call, Loss(**on_device(loss._asdict())), deterministic=deterministic)
+    misses = expected_gradients(host, loss).misses({n: g.cpu() for n, g in found.items()})
+    for miss in misses:
+        print(f"  {case}: {miss}")
+    return not misses
+
+
+def checks() -> Iterator[tuple[str, Callable[[], bool]]]:
+    """Name and check of every case in both dtypes; the names of gradients say whether they are deterministic."""
+    for name, one in CASES.items():
+        for dtype in (BF16, FP16) if name != "queue" else (BF16,):
+            yield f"{name}, {dtype}", partial(is_right, replace(one, dtype=dtype))
+    for name, one in BACKWARD_CASES.items():
+        for dtype, deterministic in ((BF16, False), (FP16, True)):
+            kind = "deterministic" if deterministic else "in any order"
+            yield f"{name}, {dtype}, {kind}", partial(has_right_gradients, replace(one, dtype=dtype), deterministic)
+
+
 def main() -> int:
     if ON_GPU:
         # read when the first tensor is made: one cudaMalloc a tensor
         os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     failed = 0
     word = sys.argv[1] if len(sys.argv) > 1 else ""
-    for name, one in CASES.items():
-        for dtype in (BF16, FP16) if name != "queue" else (BF16,):
-            if word not in name:
-                continue
-            started = time.perf_counter()
-            ok = is_right(replace(one, dtype=dtype))
-            failed += not ok
-            print(f"{name}, {dtype}: {'right' if ok else 'WRONG'}, {time.perf_counter() - started:.1f} s", flush=True)
+    for name, check in checks():
+        if word not in name:
+            continue
+        started = time.perf_counter()
+        ok = check()
+        failed += not ok
+        print(f"{name}: {'right' if ok else 'WRONG'}, {time.perf_counter() - started:.1f} s", flush=True)
     return min(failed, 1)
 
 

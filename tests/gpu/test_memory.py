@@ -1,13 +1,31 @@
 """What the Hopper kernel reads and writes: any strides, nothing beside its tensors, all of its outputs."""
 
 import importlib
+import math
+import sys
 
 import pytest
 import torch
-from gpu_cases import BACKEND, BF16, DEVICE, FP16, NAN, GpuCall, bits, case, cases, check, needs_hopper, poisoned_memory
+from gpu_cases import (
+    BACKEND,
+    BF16,
+    DEVICE,
+    FP16,
+    NAN,
+    ON_GPU,
+    GpuCall,
+    bits,
+    case,
+    cases,
+    check,
+    needs_hopper,
+    poisoned_memory,
+)
+from gradient_cases import Loss, check_gradients, gradients, hard_gradients, inputs_of, loss_of, with_inputs
 
 import onepass
-from onepass.outputs import empty_outputs
+from onepass.bench.memory import peak_of
+from onepass.outputs import empty_gradients, empty_outputs
 
 pytestmark = needs_hopper
 
@@ -112,6 +130,89 @@ def test_memory_is_poisoned_in_every_check(case):
         )
         call.run()
     assert all(t.isnan().all() for t in seen[0])
+
+
+def replace_empty_gradients(patch, function):
+    """In every module that knows it by name: which one computes gradients is not this test's business."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("onepass.") and getattr(module, "empty_gradients", None) is empty_gradients:
+            patch.setattr(module, "empty_gradients", function)
+
+
+@cases(SHAPES)
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_the_backward_reads_and_writes_nothing_beside_its_tensors(case, heads_first, monkeypatch):
+    call, memory = case.call(), FencedMemory()
+    order = {3: (1, 0, 2), 4: (0, 2, 1, 3)}[call.tensors["q"].dim()] if heads_first else None
+    inputs = {n: memory.copy_of(t, order if t.dim() > 1 else None) for n, t in inputs_of(call).items()}
+    dout, dlse = loss_of(call)
+    loss = Loss(memory.copy_of(dout, order), memory.copy_of(dlse))
+    before = {n: bits(t).clone() for n, t in {**inputs, **loss._asdict()}.items()}
+    made = []
+
+    def fenced_gradients(inputs):
+        made.append([memory.empty(tuple(t.shape), t.dtype, order if t.dim() > 1 else None) for t in inputs[:3]])
+        if inputs.sinks is not None:
+            made[-1].append(memory.empty(tuple(inputs.sinks.shape), inputs.sinks.dtype))
+        return *made[-1], *[inputs.q.new_empty(0)] * (inputs.sinks is None)
+
+    replace_empty_gradients(monkeypatch, fenced_gradients)
+    actual = gradients(with_inputs(call, inputs), loss)
+    memory.assert_untouched()
+    for n, t in {**inputs, **loss._asdict()}.items():
+        assert torch.equal(bits(t), before[n]), f"{n} was modified"
+    addresses = [t.data_ptr() for t in made[-1]]
+    assert [g.data_ptr() for g in actual.values()] == addresses, "gradients under test are not those between the fences"
+    for g in actual.values():
+        assert not g.isnan().any(), "not every element is written"
+    monkeypatch.undo()
+    check_gradients(GpuCall({n: inputs[n] for n in "qkv"}, call.options), loss=loss)
+
+
+@cases([case(200, 300, head_dim=128, sinks=True), case((3, 20), (7, 9), head_dim=64)])
+def test_memory_is_poisoned_in_every_check_of_gradients(case, monkeypatch):
+    """What check_gradients relies on: gradients hold NaN before the kernels run."""
+    call, seen = case.call(), []
+    replace_empty_gradients(
+        monkeypatch, lambda inputs: seen.append([t.clone() for t in empty_gradients(inputs)]) or empty_gradients(inputs)
+    )
+    hard_gradients(call, loss_of(call))
+    assert seen
+    assert all(t.isnan().all() for t in seen[0])
+
+
+LONG = 16384
+MIB = 2**20
+
+
+@pytest.mark.skipif(not ON_GPU, reason="of the kernels; torch's tiles keep more in float32")
+@pytest.mark.parametrize("deterministic", [False, True])
+@cases(
+    [
+        case(LONG, LONG, heads=(4, 4), head_dim=64, causal=True),
+        case(LONG, LONG, heads=(8, 2), head_dim=128, causal=True),
+        case(LONG, LONG, heads=(4, 1), head_dim=256, dtype=FP16),
+        case(LONG, LONG, heads=(2, 2), head_dim=128, window=(500, 0), sinks=True),
+        case((1, 5000, 0, 11383), (1, 5000, 0, 11383), heads=(4, 2), head_dim=128, causal=True),
+    ]
+)
+def test_the_backward_needs_no_more_than_dq_in_float32(case, deterministic):
+    """Beside the gradients: a float32 sum for dq, three numbers a row, and no row of scores: nothing of seqlen^2."""
+    call = case.call()
+    loss, leaves = loss_of(call), {n: t.detach().requires_grad_() for n, t in inputs_of(call).items()}
+    outputs = with_inputs(call, leaves).run(deterministic=deterministic)
+
+    def backward():
+        return torch.autograd.grad(outputs, list(leaves.values()), loss, retain_graph=True)
+
+    backward()  # compiles, and makes whatever is made once
+    found, peak = peak_of(backward, DEVICE)
+    results = sum(t.numel() * t.element_size() for t in found)
+    q, lse = call.tensors["q"], outputs.lse
+    # rows in tiles of up to 192, of each sequence
+    padding = 192 * (len(case.seqlen_q) if call.is_packed else 1) / q.shape[-3]
+    allowed = math.ceil(4 * (q.numel() + 3 * lse.numel()) * (1 + padding)) + MIB
+    assert peak.extra_bytes - results <= allowed, f"{(peak.extra_bytes - results) / MIB:.1f} of {allowed / MIB:.1f} MiB"
 
 
 @cases(SHAPES)

@@ -40,8 +40,8 @@ def test_a_field_of_the_wrong_type(fields, message):
         ({"tile_m": 96}, {}, "tile_m: expected 64 or 128, got 96"),
         ({"q_stages": 1}, {}, "q_stages: expected 2 or more, .*, got 1"),
         ({"do_stages": 0}, {}, "do_stages: expected 1 or more, got 0"),
-        ({}, {"head_dim": 192}, "head_dim: expected up to 128 in a backward, got 192 and 128"),
-        ({}, {"head_dim_v": 256}, "head_dim: expected up to 128 in a backward, got 128 and 256"),
+        ({}, {"head_dim": 192}, "head_dim: expected up to 128 without by_gradient, got 192 and 128"),
+        ({}, {"head_dim_v": 256}, "head_dim: expected up to 128 without by_gradient, got 128 and 256"),
         ({"tile_m": 128}, {}, r"shared memory: BackwardConfig\(.* needs 329840 bytes, a thread block has 232448"),
         (
             {"tile_m": 128},

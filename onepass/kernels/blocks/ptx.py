@@ -17,6 +17,12 @@ def pack_pair(low: Float32, high: Float32, dtype: cutlass.Constexpr) -> Int32:
 
 
 @cute.jit
+def opaque(x: Int32) -> Int32:
+    """x, where the compiler does not see what it comes from: it keeps the value instead of computing it again."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
+@cute.jit
 def unpack_pair(word: Int32, dtype: cutlass.Constexpr) -> tuple:
     """The two floats of a 32-bit register of two bf16 or fp16."""
     if cutlass.const_expr(dtype is cutlass.BFloat16):
@@ -26,6 +32,15 @@ def unpack_pair(word: Int32, dtype: cutlass.Constexpr) -> tuple:
             "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }"
         )
     return cute.arch.inline_ptx(instructions, write_only_types=[Float32, Float32], read_only_args=[word])
+
+
+@cute.jit
+def add_to_global(target: cute.Pointer, values: list):
+    """target[0:4] += values, 16 bytes at once and without an answer."""
+    cute.arch.inline_ptx(
+        "red.global.add.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
+        read_only_args=[target.toint(), *values],
+    )
 
 
 @cute.jit

@@ -47,8 +47,9 @@ from ..blocks.tile_scheduler import LANES
 from ..config import DS_BUFFERS, REGISTERS, ROWS_PER_WARPGROUP, STAT_ROWS, BackwardConfig
 from .backward_consumer import BackwardConsumer, Mmas
 from .backward_producer import BackwardProducer
+from .backward_wide import P_WORDS, WideConsumer
 from .forward import Schedule, Sequences
-from .warpgroup import WARPS, Scores
+from .warpgroup import WARPGROUP, WARPS, Scores
 
 PRODUCER_WARP, SCHEDULER_WARP = 0, 1
 
@@ -107,6 +108,7 @@ class BackwardSm90:
         self.num_warpgroups = config.num_warpgroups
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.head_dim, self.head_dim_v = config.head_dims(problem)
+        self.key_tiles, self.dq_columns = config.key_tiles, config.dq_columns(problem)
         self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
         self.longest_first = config.longest_first and self.has_window == (False, True)
         self.is_packed = problem.is_packed
@@ -144,11 +146,11 @@ class BackwardSm90:
     ):
         if cutlass.const_expr(self.is_packed):
             q, k, v, dout, dk, dv = (as_batch_of_one(t) for t in (q, k, v, dout, dk, dv))
-        sK_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim, self.num_warpgroups, self.dtype)
-        sV_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim_v, self.num_warpgroups, self.dtype)
+        sK_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim, self.key_tiles, self.dtype)
+        sV_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim_v, self.key_tiles, self.dtype)
         sQ_layout = smem_tiles(self.tile_m, self.head_dim, self.config.q_stages, self.dtype)
         sdO_layout = smem_tiles(self.tile_m, self.head_dim_v, self.config.do_stages, self.dtype)
-        sdS_layout = smem_tiles(ROWS_PER_WARPGROUP, self.tile_m, DS_BUFFERS * self.num_warpgroups, self.dtype)
+        sdS_layout = smem_tiles(ROWS_PER_WARPGROUP, self.tile_m, DS_BUFFERS * self.key_tiles, self.dtype)
         tma = []
         for t, layout, rows, columns in (
             (k, sK_layout, ROWS_PER_WARPGROUP, self.head_dim),
@@ -218,11 +220,6 @@ class BackwardSm90:
             dq=tiled_mma(self.dq_columns, smem, Major.MN, Major.MN),
         )
 
-    @property
-    def dq_columns(self) -> int:
-        """Of each warpgroup's part of dQ: 64 rows, or half the columns."""
-        return self.head_dim * self.tile_m // ROWS_PER_WARPGROUP // self.num_warpgroups
-
     # ---------------------------------------------------------------- device: set-up and roles
 
     @cute.kernel
@@ -271,10 +268,16 @@ class BackwardSm90:
             smem.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
             for layout in (sK_layout, sV_layout, sQ_layout, sdO_layout, sdS_layout)
         )
-        # of each warp: [vectors of 4 values][lanes] of its part of a wgmma accumulator
-        dq_vectors = self.tile_m * self.head_dim // (4 * LANES * consumer_warps)
-        dq_layout = cute.make_ordered_layout((4, LANES, dq_vectors, consumer_warps), order=(0, 1, 2, 3))
-        sdQ = smem.allocate_tensor(Float32, dq_layout, 128)
+        if cutlass.const_expr(self.config.by_gradient):
+            # what is in registers, of each thread
+            p_vectors = self.tile_m * ROWS_PER_WARPGROUP // (2 * WARPGROUP * P_WORDS)
+            p_layout = cute.make_ordered_layout((P_WORDS, WARPGROUP, p_vectors), order=(0, 1, 2))
+            sP = smem.allocate_tensor(Int32, p_layout, 128)
+        else:
+            # of each warp: [vectors of 4 values][lanes] of its part of a wgmma accumulator
+            dq_vectors = self.tile_m * self.head_dim // (4 * LANES * consumer_warps)
+            dq_layout = cute.make_ordered_layout((4, LANES, dq_vectors, consumer_warps), order=(0, 1, 2, 3))
+            sdQ = smem.allocate_tensor(Float32, dq_layout, 128)
         stats_layout = cute.make_layout((STAT_ROWS * self.tile_m, self.config.q_stages))
         sStats = smem.allocate_tensor(Float32, stats_layout, 128)
         k_bytes, v_bytes = (self._bytes(self.tile_n, d) for d in (self.head_dim, self.head_dim_v))
@@ -290,10 +293,11 @@ class BackwardSm90:
             ),
         )
         queue = TileQueue(smem, schedule.num_tiles, counter, consumer_warps)
-        ds_full = smem.allocate_array(cutlass.Int64, DS_BUFFERS)
+        ds_full, p_full = (smem.allocate_array(cutlass.Int64, DS_BUFFERS) for _ in range(2))
         if cute.arch.thread_idx()[0] == 0:
             for i in cutlass.range_constexpr(DS_BUFFERS):
-                cute.arch.mbarrier_init(ds_full + i, consumer_warps)
+                cute.arch.mbarrier_init(ds_full + i, WARPS * self.key_tiles)
+                cute.arch.mbarrier_init(p_full + i, WARPS)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -310,10 +314,11 @@ class BackwardSm90:
                     queue.fill()
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            buffers = (sK, sV, sQ, sdO, sdS, sdQ, sStats, ds_full)
-            consumer = BackwardConsumer(
-                self, buffers, pipes, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV
-            )
+            others = (pipes, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV)
+            if cutlass.const_expr(self.config.by_gradient):
+                consumer = WideConsumer(self, (sK, sV, sQ, sdO, sdS, sP, sStats, ds_full, p_full), *others)
+            else:
+                consumer = BackwardConsumer(self, (sK, sV, sQ, sdO, sdS, sdQ, sStats, ds_full), *others)
             consumer.run(queue, schedule, seqlens)
 
     def _bytes(self, rows: int, columns: int) -> int:

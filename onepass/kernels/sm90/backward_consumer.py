@@ -2,9 +2,9 @@
 
 One step, query block i; in brackets what is in the tensor cores' queue, below it what the threads do meanwhile:
 
-    [dP_i = V dO_i^T]   [dV += P_i^T dO_i   dQ_(i-1) = dS_(i-1) K]   [S_(i+1) = K Q_(i+1)^T    dK += dS_i^T Q_i       ]
-                        dS_i = P_i (dP_i - delta)                    dS_i to shared memory,    P_(i+1) =
-                                                                     dQ_(i-1) to global memory exp(S_(i+1) - lse)
+    [dP_i = V dO_i^T   dQ_(i-1) = dS_(i-1) K   dV += P_i^T dO_i]                      [S_(i+1) = K Q_(i+1)^T   dK += dS_i^T Q_i]
+                                               dQ_(i-1) to        dS_i = P_i            dS_i and dQ_(i-1)      P_(i+1) =
+                                               shared memory      (dP_i - delta)        on their ways          exp(S_(i+1) - lse)
 
 dQ needs the dS of all warpgroups; it comes a step late, so that none of them waits for another one's. A step holds dK,
 dV, one accumulator (64, tile_m) for S and dP in turn, a part of dQ, and P and dS in 16 bits.
@@ -29,7 +29,7 @@ from ..blocks.integers import select
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
 from ..blocks.named_barrier import NamedBarrier
 from ..blocks.plain_rows import soft_cap
-from ..blocks.ptx import bulk_add_to_global, pack, pack_pair, unpack_pair
+from ..blocks.ptx import bulk_add_to_global, opaque, pack, pack_pair, unpack_pair
 from ..config import ROWS_PER_WARPGROUP
 from ..blocks.tile_scheduler import LANES
 from .warpgroup import WARPGROUP, WARPS, Scores
@@ -63,51 +63,56 @@ class BackwardConsumer(Bundle):
     """dK and dV of 64 keys in registers, and a part of each dQ."""
 
     def __init__(self, kernel, buffers, pipes, mmas: Mmas, softmax_scale, scores: Scores, accumulator, mdK, mdV):
-        self.kernel, self.pipes, self.mmas = kernel, pipes, mmas
-        self.softmax_scale, self.scores, self.accumulator, self.mdK, self.mdV = (
-            softmax_scale,
-            scores,
-            accumulator,
-            mdK,
-            mdV,
-        )
-        self.num_warpgroups, self.tile_m, self.tile_n = kernel.num_warpgroups, kernel.tile_m, kernel.tile_n
-        self.thread = cute.arch.thread_idx()[0] % WARPGROUP
-        self.wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP - 1)
-        self.lane_in_quad = self.thread % 4
+        self._keep(kernel, pipes, mmas, softmax_scale, scores, accumulator, mdK, mdV)
         # the first of this thread's two keys, 8 apart
         self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.thread // 32 * 16 + self.thread % 32 // 4
 
         sK, sV, sQ, sdO, sdS, sdQ, self.sStats, self.ds_full = buffers
-        self.sK, self.sV, self.sQ, self.sdO = sK, sV, sQ, sdO
-        self.lane = cute.arch.lane_idx()
         self.sdQ = sdQ[None, None, None, self.wg * WARPS + self.thread // LANES]
-        s, dp, dv, dk, dq = (mma.get_slice(self.thread) for mma in mmas)
-        self.rK = mmas.s.make_fragment_A(s.partition_A(sK))[None, None, None, self.wg]
-        self.rQ = mmas.s.make_fragment_B(s.partition_B(sQ))
-        self.rV = mmas.dp.make_fragment_A(dp.partition_A(sV))[None, None, None, self.wg]
-        self.rdO = mmas.dp.make_fragment_B(dp.partition_B(sdO))
-        self.rdO_t = mmas.dv.make_fragment_B(dv.partition_B(transposed(sdO)))
-        self.rQ_t = mmas.dk.make_fragment_B(dk.partition_B(transposed(sQ)))
+        # ptxas would read the thread's number anew in the loop to save this register, and wait behind the GEMMs for it
+        self.dq_lane = opaque(self.lane)
+        self._make_fragments(sK, sV, sQ, sdO, sdS, self.wg)
+        # what its GEMMs read: dQ sums over the keys of all warpgroups
+        self.own_keys = [(sK[None, None, w], w * ROWS_PER_WARPGROUP) for w in range(self.num_warpgroups)]
+        self.own_keys.append((sV[None, None, self.wg], self.wg * ROWS_PER_WARPGROUP))
         # this warpgroup's part of dQ: 64 of the queries, or a part of the columns
         row_part, column_part = (self.wg, 0) if self.tile_m > ROWS_PER_WARPGROUP else (0, self.wg)
         sdS_t = cute.local_tile(transposed(sdS), (ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP), (row_part, 0, None))
         sK_t = cute.local_tile(transposed(sK), (kernel.dq_columns, ROWS_PER_WARPGROUP), (column_part, 0, None))
+        dq = mmas.dq.get_slice(self.thread)
         self.rdS_t = mmas.dq.make_fragment_A(dq.partition_A(sdS_t))
         self.rK_t = mmas.dq.make_fragment_B(dq.partition_B(sK_t))
 
-        shape_s = mmas.s.partition_shape_C((ROWS_PER_WARPGROUP, self.tile_m))
-        self.shape_s = shape_s
+    def _keep(self, kernel, pipes, mmas, softmax_scale, scores, accumulator, mdK, mdV):
+        self.kernel, self.pipes, self.mmas = kernel, pipes, mmas
+        self.softmax_scale, self.scores, self.accumulator = softmax_scale, scores, accumulator
+        self.mdK, self.mdV = mdK, mdV
+        self.num_warpgroups, self.tile_m, self.tile_n = kernel.num_warpgroups, kernel.tile_m, kernel.tile_n
+        self.thread = cute.arch.thread_idx()[0] % WARPGROUP
+        self.lane, self.lane_in_quad = self.thread % LANES, self.thread % 4
+        self.wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP - 1)
+        self.is_capped = scores.tanh_scale is not None
+
+    def _make_fragments(self, sK, sV, sQ, sdO, sdS, tile_of_keys):
+        """Operands and accumulators but those of dQ, for one of the tiles of 64 keys in sK and sV."""
+        self.sK, self.sV, self.sQ, self.sdO = sK, sV, sQ, sdO
+        kernel, mmas = self.kernel, self.mmas
+        s, dp, dv, dk = (mma.get_slice(self.thread) for mma in mmas[:4])
+        self.rK = mmas.s.make_fragment_A(s.partition_A(sK))[None, None, None, tile_of_keys]
+        self.rQ = mmas.s.make_fragment_B(s.partition_B(sQ))
+        self.rV = mmas.dp.make_fragment_A(dp.partition_A(sV))[None, None, None, tile_of_keys]
+        self.rdO = mmas.dp.make_fragment_B(dp.partition_B(sdO))
+        self.rdO_t = mmas.dv.make_fragment_B(dv.partition_B(transposed(sdO)))
+        self.rQ_t = mmas.dk.make_fragment_B(dk.partition_B(transposed(sQ)))
+
+        self.shape_s = mmas.s.partition_shape_C((ROWS_PER_WARPGROUP, self.tile_m))
         self.shape_dq = mmas.dq.partition_shape_C((ROWS_PER_WARPGROUP, kernel.dq_columns))
         self.acc_dk = cute.make_rmem_tensor(mmas.dk.partition_shape_C((64, kernel.head_dim)), Float32)
         self.acc_dv = cute.make_rmem_tensor(mmas.dv.partition_shape_C((64, kernel.head_dim_v)), Float32)
-        self.rP, self.rdS = (cute.make_rmem_tensor(shape_s, kernel.dtype) for _ in range(2))
+        self.rP, self.rdS = (cute.make_rmem_tensor(self.shape_s, kernel.dtype) for _ in range(2))
         self.p_words, self.ds_words = (cute.recast_tensor(r, Int32) for r in (self.rP, self.rdS))
         # of this thread's queries, see `read_stats`
         self.minus_lse, self.minus_delta = (cute.make_rmem_tensor((4, self.tile_m // 16), Float32) for _ in range(2))
-        self.is_capped = scores.tanh_scale is not None
-        self.starts_s = kernel.config.starts_s and not self.is_capped
-        self.starts_dp = kernel.config.starts_dp
         if self.is_capped:
             # P (1 - tanh^2), in the order of p_words
             self.capped_words = cute.make_rmem_tensor((cute.size(self.p_words),), Int32)
@@ -132,12 +137,12 @@ class BackwardConsumer(Bundle):
             if num_steps > 0:
                 self.pipes.k.consumer_wait(kv_state)
                 self.pipes.v.consumer_wait(kv_state)
-                self.clear_keys(tile)
+                self.clear_keys(tile, self.own_keys)
                 m_block, head = tile.first, tile.head_kv * self.kernel.group
                 target = Int32(0)
                 self.pipes.q.consumer_wait(q_state)
                 self.read_stats(self.minus_lse, q_state, 0)
-                acc_s = self.begin(self.minus_lse, self.starts_s)
+                acc_s = self.begin_s()
                 self.issue_s(acc_s, q_state)
                 warpgroup.wait_group(0)
                 self.make_p(acc_s, tile, m_block)
@@ -149,7 +154,7 @@ class BackwardConsumer(Bundle):
                         self.step(tile, next_m_block, target, q_state, do_state, ds_count, False, True)
                     else:
                         self.step(tile, next_m_block, target, q_state, do_state, ds_count, True, True)
-                    target = self.dq_block(tile, head, m_block)
+                    target = self.dq_part(tile, head, m_block)
                     head += select(is_last_of_head, Int32(1), Int32(0))
                     m_block = next_m_block
                     q_state.advance()
@@ -160,7 +165,7 @@ class BackwardConsumer(Bundle):
                     self.step(tile, m_block, target, q_state, do_state, ds_count, False, False)
                 else:
                     self.step(tile, m_block, target, q_state, do_state, ds_count, True, False)
-                self.last_dq(self.dq_block(tile, head, m_block), ds_count)
+                self.last_dq(self.dq_part(tile, head, m_block), ds_count)
                 q_state.advance()
                 do_state.advance()
                 ds_count += 1
@@ -187,53 +192,47 @@ class BackwardConsumer(Bundle):
         """A query block. It begins and ends with P and nothing in flight: ptxas, which does not follow GEMMs around a
         loop, would serialise all of them.
 
-        Args: target: which block of the accumulator the dQ of the block before is added to.
+        Args: target: the part of the accumulator to which the dQ of the block before is added.
         """
         next_q = after(q_state)
         self.pipes.do.consumer_wait(do_state)
-        if cutlass.const_expr(self.starts_dp):
-            self.read_stats(self.minus_delta, q_state, 1)
-        acc_dp = self.begin(self.minus_delta, self.starts_dp)
+        if cutlass.const_expr(has_previous):
+            self.wait_for_ds(ds_count - 1)
         self.wait_for_turn()
-        self.issue_dp(acc_dp, do_state)
-        self.issue_dv(do_state)
+        acc_dp = self.issue_dp(do_state)
         if cutlass.const_expr(has_previous):
             acc_dq = self.issue_dq(ds_count - 1)
+        self.issue_dv(do_state)
         self.pass_turn()
-        if cutlass.const_expr(self.kernel.config.early_dq):
-            warpgroup.wait_group(0)
-            if cutlass.const_expr(has_previous):
-                self.write_dq(acc_dq)
-        else:
-            warpgroup.wait_group(0 + has_previous)
-        if cutlass.const_expr(has_next):
+        if cutlass.const_expr(has_previous):
+            warpgroup.wait_group(1)
+            self.write_dq(acc_dq)
+        # before they are needed, because shared memory answers late while GEMMs read it; registers permitting
+        reads_early = cutlass.const_expr(has_next and self.tile_m == 64 and not self.is_capped)
+        self.read_stats(self.minus_delta, q_state, 1)
+        if cutlass.const_expr(reads_early):
             self.pipes.q.consumer_wait(next_q)
-            if cutlass.const_expr(self.starts_s):
-                self.read_stats(self.minus_lse, next_q, 0)
-        if cutlass.const_expr(not self.starts_dp):
-            self.read_stats(self.minus_delta, q_state, 1)
+            self.read_stats(self.minus_lse, next_q, 0)
+        warpgroup.wait_group(0)
+        self.pipes.do.consumer_release(do_state)
         self.make_ds(acc_dp)
         if cutlass.const_expr(has_next):
-            acc_s = self.begin(self.minus_lse, self.starts_s)
+            if cutlass.const_expr(not reads_early):
+                self.pipes.q.consumer_wait(next_q)
+                self.read_stats(self.minus_lse, next_q, 0)
+            acc_s = self.begin_s()
         self.wait_for_turn()
         if cutlass.const_expr(has_next):
             self.issue_s(acc_s, next_q)
         self.issue_dk(q_state)
         self.pass_turn()
         self.write_ds(ds_count)
-        if cutlass.const_expr(not self.kernel.config.early_dq):
-            warpgroup.wait_group(1 + has_next)
-            if cutlass.const_expr(has_previous):
-                self.write_dq(acc_dq)
-        self.pipes.do.consumer_release(do_state)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         self.publish_ds(ds_count)
         if cutlass.const_expr(has_previous):
             self.add_dq(target)
         if cutlass.const_expr(has_next):
-            if cutlass.const_expr(not self.starts_s):
-                self.read_stats(self.minus_lse, next_q, 0)
             warpgroup.wait_group(1)
             self.make_p(acc_s, tile, next_m_block)
         warpgroup.wait_group(0)
@@ -242,6 +241,7 @@ class BackwardConsumer(Bundle):
     @cute.jit
     def last_dq(self, target: Int32, ds_count: Int32):
         """The dQ of a tile's last query block."""
+        self.wait_for_ds(ds_count)
         acc_dq = self.issue_dq(ds_count)
         warpgroup.wait_group(0)
         self.write_dq(acc_dq)
@@ -255,29 +255,29 @@ class BackwardConsumer(Bundle):
     # same zeros, so they need not wait for each other; who reads the rows before they are cleared masks what they give.
 
     @cute.jit
-    def clear_keys(self, tile):
-        """Zeros in place of what a tile of K and V holds past the last key; once both have arrived, before any GEMM.
+    def clear_keys(self, tile, tiles_of_keys: list):
+        """Zeros in place of what tiles of 64 rows of K or V hold past the last key, before any GEMM reads them.
 
-        All of K, since dQ sums over the keys of all warpgroups, but only this warpgroup's V.
+        Args: tiles_of_keys: each with the number of its first key among those of the tile. All have arrived.
         """
         if cutlass.const_expr(self.kernel.has_rubbish):
-            first = tile.geometry.seqlen_k - tile.n_block * self.tile_n
-            if first < self.tile_n:
-                for w in cutlass.range_constexpr(self.num_warpgroups):
-                    clear_rows(self.sK[None, None, w], first - w * ROWS_PER_WARPGROUP, self.thread, WARPGROUP)
-                first_v = first - self.wg * ROWS_PER_WARPGROUP
-                clear_rows(self.sV[None, None, self.wg], first_v, self.thread, WARPGROUP)
+            end = tile.geometry.seqlen_k - tile.n_block * self.tile_n
+            if end < self.tile_n:
+                for rows, start in tiles_of_keys:
+                    clear_rows(rows, end - start, self.thread, WARPGROUP)
                 self.show_zeros()
 
     @cute.jit
     def clear_queries(self, tile, m_block: Int32, q_state, do_state):
-        """The same for a block of Q and dO, before its step: S, which it was read for already, is masked."""
+        """The same for a block of Q (None: not read here) and dO, once they arrive. S of the block is masked."""
         if cutlass.const_expr(self.kernel.is_packed):
-            first = tile.geometry.seqlen_q - m_block * self.tile_m
-            if first < self.tile_m:
-                clear_rows(self.sQ[None, None, q_state.index], first, self.thread, WARPGROUP)
+            end = tile.geometry.seqlen_q - m_block * self.tile_m
+            if end < self.tile_m:
+                if cutlass.const_expr(q_state is not None):
+                    self.pipes.q.consumer_wait(q_state)
+                    clear_rows(self.sQ[None, None, q_state.index], end, self.thread, WARPGROUP)
                 self.pipes.do.consumer_wait(do_state)
-                clear_rows(self.sdO[None, None, do_state.index], first, self.thread, WARPGROUP)
+                clear_rows(self.sdO[None, None, do_state.index], end, self.thread, WARPGROUP)
                 self.show_zeros()
 
     @cute.jit
@@ -290,8 +290,6 @@ class BackwardConsumer(Bundle):
 
     # Accumulators that begin at zero are new registers each time: an old one would be an operand, and kept until then.
 
-    # And those of S and dP begin at what would be subtracted from them.
-
     @cute.jit
     def read_stats(self, target: cute.Tensor, q_state, which: cutlass.Constexpr[int]):
         """-lse (0) or -delta (1) of this thread's queries, four of each sixteen columns, see `stats_position`."""
@@ -302,21 +300,24 @@ class BackwardConsumer(Bundle):
             cute.autovec_copy(source[None, j], target[None, j])
 
     @cute.jit
-    def begin(self, stats: cute.Tensor, starts: cutlass.Constexpr[bool]) -> cute.Tensor:
-        """An accumulator with these in every row (nothing yet unless it `starts` there)."""
-        acc = cute.make_rmem_tensor(self.shape_s, Float32)
-        if cutlass.const_expr(starts):
-            for i in cutlass.range_constexpr(cute.size(acc)):
-                acc[i] = of_column(stats, i)
-        return acc
+    def begin_s(self) -> cute.Tensor:
+        """An accumulator with -lse in every row, which need not be subtracted then; with a softcap, which is applied to
+        S alone, there is nothing in it yet."""
+        acc_s = cute.make_rmem_tensor(self.shape_s, Float32)
+        if cutlass.const_expr(not self.is_capped):
+            for i in cutlass.range_constexpr(cute.size(acc_s)):
+                acc_s[i] = of_column(self.minus_lse, i)
+        return acc_s
 
     @cute.jit
     def issue_s(self, acc_s: cute.Tensor, q_state):
-        wgmma.issue(self.mmas.s, acc_s, self.rK, self.rQ[None, None, None, q_state.index], self.starts_s)
+        wgmma.issue(self.mmas.s, acc_s, self.rK, self.rQ[None, None, None, q_state.index], not self.is_capped)
 
     @cute.jit
-    def issue_dp(self, acc_dp: cute.Tensor, do_state):
-        wgmma.issue(self.mmas.dp, acc_dp, self.rV, self.rdO[None, None, None, do_state.index], self.starts_dp)
+    def issue_dp(self, do_state) -> cute.Tensor:
+        acc_dp = cute.make_rmem_tensor(self.shape_s, Float32)
+        wgmma.issue(self.mmas.dp, acc_dp, self.rV, self.rdO[None, None, None, do_state.index], False)
+        return acc_dp
 
     @cute.jit
     def issue_dv(self, do_state):
@@ -329,7 +330,6 @@ class BackwardConsumer(Bundle):
     @cute.jit
     def issue_dq(self, count: Int32) -> cute.Tensor:
         acc_dq = cute.make_rmem_tensor(self.shape_dq, Float32)
-        cute.arch.mbarrier_wait(self.ds_full + count % 2, count // 2 & 1)
         buffer = count % 2 * self.num_warpgroups
         pairs = [
             (self.rdS_t[None, None, None, buffer + w], self.rK_t[None, None, None, w])
@@ -343,6 +343,12 @@ class BackwardConsumer(Bundle):
     @cute.jit
     def make_p(self, acc_s: cute.Tensor, tile, m_block: Int32):
         """P = exp2(scale_log2 * (S - lse)), rounded to 16 bits."""
+        self.exponentials(acc_s, tile, m_block)
+        pack(acc_s, self.rP)
+
+    @cute.jit
+    def exponentials(self, acc_s: cute.Tensor, tile, m_block: Int32):
+        """P in place of S; with a softcap, P times its slope beside it, in 16 bits."""
         scale_log2 = self.scores.scale_log2
         self.mask_if_needed(acc_s, tile, m_block, FAR_BELOW if self.is_capped else -math.inf)
         if cutlass.const_expr(self.is_capped):
@@ -358,11 +364,7 @@ class BackwardConsumer(Bundle):
             self.mask_if_needed(acc_s, tile, m_block, 0.0)
         else:
             for i in cutlass.range_constexpr(cute.size(acc_s)):
-                exponent = acc_s[i] * scale_log2
-                if cutlass.const_expr(not self.starts_s):
-                    exponent += of_column(self.minus_lse, i) * scale_log2
-                acc_s[i] = cute.math.exp2(exponent, fastmath=True)
-        pack(acc_s, self.rP)
+                acc_s[i] = cute.math.exp2(acc_s[i] * scale_log2, fastmath=True)
 
     @cute.jit
     def mask_if_needed(self, acc_s: cute.Tensor, tile, m_block: Int32, hidden: cutlass.Constexpr[float]):
@@ -377,9 +379,7 @@ class BackwardConsumer(Bundle):
         source = self.capped_words if cutlass.const_expr(self.is_capped) else self.p_words
         for i in cutlass.range_constexpr(cute.size(self.ds_words)):
             p = unpack_pair(source[i], self.kernel.dtype)
-            dp = [acc_dp[2 * i + c] for c in range(2)]
-            if cutlass.const_expr(not self.starts_dp):
-                dp = [dp[c] + of_column(self.minus_delta, 2 * i + c) for c in range(2)]
+            dp = [acc_dp[2 * i + c] + of_column(self.minus_delta, 2 * i + c) for c in range(2)]
             self.ds_words[i] = pack_pair(p[0] * dp[0], p[1] * dp[1], self.kernel.dtype)
 
     @cute.jit
@@ -397,12 +397,17 @@ class BackwardConsumer(Bundle):
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.ds_full + count % 2)
 
+    @cute.jit
+    def wait_for_ds(self, count: Int32):
+        cute.arch.mbarrier_wait(self.ds_full + count % 2, count // 2 & 1)
+
     # ---------------------------------------------------------------- results
 
     @cute.jit
-    def dq_block(self, tile, head: Int32, m_block: Int32) -> Int32:
-        """The number of a dQ's block in the accumulator: one register from step to step, an address would be two."""
-        return self.kernel.m_block_number(self.accumulator, tile, head, m_block)
+    def dq_part(self, tile, head: Int32, m_block: Int32) -> Int32:
+        """Number of this warp's part of a dQ in the accumulator: from step to step one register, an address is two."""
+        number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
+        return number * (self.num_warpgroups * WARPS) + self.wg * WARPS + self.thread // LANES
 
     @cute.jit
     def write_dq(self, acc_dq: cute.Tensor):
@@ -414,13 +419,12 @@ class BackwardConsumer(Bundle):
         for j in cutlass.range_constexpr(cute.size(acc_dq) // 4):
             for c in cutlass.range_constexpr(4):
                 vector[c] = acc_dq[4 * j + c]
-            cute.autovec_copy(vector, self.sdQ[None, self.lane, j])
+            cute.autovec_copy(vector, self.sdQ[None, self.dq_lane, j])
 
     @cute.jit
-    def add_dq(self, number: Int32):
-        """This block of dq_accum += what `write_dq` wrote (and a fence made visible)."""
-        warp_id = self.wg * WARPS + self.thread // LANES
-        offset = Int64(number) * (self.tile_m * self.kernel.head_dim) + warp_id * cute.size(self.sdQ)
+    def add_dq(self, part: Int32):
+        """This part of dq_accum += what `write_dq` wrote (and a fence made visible)."""
+        offset = Int64(part) * cute.size(self.sdQ)
         if self.lane == 0:
             bulk_add_to_global(self.accumulator.dq.iterator + offset, self.sdQ.iterator, 4 * cute.size(self.sdQ))
             cute.arch.cp_async_bulk_commit_group()

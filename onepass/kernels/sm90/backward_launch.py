@@ -76,7 +76,7 @@ def compile_requests(
     config = config or heuristics.backward_config(problem)
     problem = replace(problem, has_sinks=False)  # they are in lse
     static = problem.static()
-    rows_key = (problem.dtype, problem.is_packed, config.tile_m, problem.head_dim, problem.head_dim_v)
+    rows_key = (problem.dtype, problem.is_packed, config.tile_m, config.by_gradient, problem.head_dim, problem.head_dim_v)
     return [
         (
             "backward_preprocess",

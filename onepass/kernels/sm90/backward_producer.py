@@ -72,13 +72,13 @@ class BackwardProducer(Bundle):
 
     @cute.jit
     def _load_kv(self, pipe, what, tile, state):
-        """The tile's rows, 64 for each warpgroup."""
+        """The tile's rows, in tiles of 64."""
         atom, m, tg, ts = what
         source = self.kernel.at_head(tg, m, tile.head_kv, tile.place_k)
         pipe.producer_acquire(state)
         barrier = pipe.producer_get_barrier(state)
-        for w in cutlass.range_constexpr(self.kernel.num_warpgroups):
-            block = tile.n_block * self.kernel.num_warpgroups + w
+        for w in cutlass.range_constexpr(self.kernel.key_tiles):
+            block = tile.n_block * self.kernel.key_tiles + w
             cute.copy(atom, source[None, block], ts[None, w], tma_bar_ptr=barrier)
 
     @cute.jit

@@ -53,6 +53,7 @@ class RowsKernel:
     def __init__(self, problem: AttentionProblem, config: BackwardConfig):
         self.tile_m = config.tile_m
         self.head_dim, self.head_dim_v = config.head_dims(problem)
+        self.dq_columns = config.dq_columns(problem)
         self.is_packed = problem.is_packed
 
     @cute.jit
@@ -186,13 +187,13 @@ class Postprocess(RowsKernel):
         # the values of a wgmma accumulator of 64 rows, as the main kernel wrote them
         num_blocks = self.head_dim // 8
         values = cute.make_rmem_tensor((4 * num_blocks,), Float32)
-        # [warp of the main kernel][vector][lane]; with tile_m 64 the two warpgroups have half the columns each
-        halves = 2 // parts
-        vectors_of_warp = num_blocks // halves
+        # [piece of 64 rows][warp][vector][lane], in the order of a piece's wgmma accumulator
+        vectors_of_warp = self.dq_columns // 8
+        pieces = num_blocks // vectors_of_warp
         vectors = cute.flat_divide(dq_accum[number, None], (4,))
         for j in cutlass.range_constexpr(num_blocks):
             target = cute.make_tensor(values.iterator + 4 * j, cute.make_layout((4,)))
-            warp_id = (part * halves + j // vectors_of_warp) * WARPS + thread // LANES
+            warp_id = (part * pieces + j // vectors_of_warp) * WARPS + thread // LANES
             vector = (warp_id * vectors_of_warp + j % vectors_of_warp) * LANES + thread % LANES
             cute.autovec_copy(vectors[None, vector], target)
         acc = cute.make_tensor(values.iterator, cute.make_layout((2, (2, num_blocks)), stride=(2, (1, 4))))

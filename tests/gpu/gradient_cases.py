@@ -1,0 +1,142 @@
+"""What the GPU tests of the backward pass share: the gradients of a call, made harder to get, and the check.
+
+Gradients are taken through the public API alone: whichever backend differentiates the call is the one under test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from gpu_cases import GpuCall, assert_taken, poisoned_memory, rubbish_in
+from torch import Tensor
+
+from onepass.reference import Reference
+from onepass.testing import Call, compare_gradients
+from onepass.testing.inputs import fenced
+
+
+class Loss(NamedTuple):
+    """A loss by its gradients with respect to out and lse; None for one that it does not depend on."""
+
+    dout: Tensor | None
+    dlse: Tensor | None
+
+    def unseen(self, call: Call) -> Iterator[Tensor]:
+        """The gradients of what nobody computes: rows past the last packed sequence."""
+        if call.is_packed:
+            end = int(call.options["cu_seqlens_q"][-1])
+            yield from (() if self.dout is None else (self.dout[end:],))
+            yield from (() if self.dlse is None else (self.dlse[:, end:],))
+
+
+def loss_of(call: Call, of: str = "both") -> Loss:
+    """Normal gradients between NaN fences, of out alone, of lse alone or of both."""
+    q, v = call.tensors["q"], call.tensors["v"]
+    generator, device = torch.Generator().manual_seed(1), str(q.device)
+    dout = fenced((*q.shape[:-1], v.shape[-1]), q.dtype, device, generator)
+    dlse = fenced((*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.float32, device, generator)
+    return Loss(dout if of != "lse" else None, dlse if of != "out" else None)
+
+
+def inputs_of(call: Call) -> dict[str, Tensor]:
+    """The tensors of a call that have a gradient."""
+    return {**call.tensors, **{n: call.options[n] for n in ("sinks",) if n in call.options}}
+
+
+def with_inputs(call: Call, inputs: dict[str, Tensor]) -> Call:
+    """The same call of other tensors, run as a user runs it."""
+    tensors, options = ({n: inputs.get(n, t) for n, t in d.items()} for d in (call.tensors, call.options))
+    return Call(tensors, options, call.seed)
+
+
+def differentiate(result: tuple[Tensor, Tensor], loss: Loss, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    used = [(t, g.to(t.dtype)) for t, g in zip(result, loss, strict=True) if g is not None and t.requires_grad]
+    if not used:  # the oracle of a call without any sequence
+        return {f"d{n}": torch.zeros_like(t) for n, t in leaves.items()}
+    outputs, weights = zip(*used, strict=True)
+    found = torch.autograd.grad(outputs, list(leaves.values()), weights, allow_unused=True, materialize_grads=True)
+    return {f"d{n}": g for n, g in zip(leaves, found, strict=True)}
+
+
+def gradients(call: Call, loss: Loss, **extra: Any) -> dict[str, Tensor]:
+    """dq, dk, dv and, with sinks, dsinks, as a user gets them."""
+    leaves = {n: t.detach().requires_grad_() for n, t in inputs_of(call).items()}
+    return differentiate(with_inputs(call, leaves).run(**extra), loss, leaves)
+
+
+def hard_gradients(call: GpuCall, loss: Loss, deterministic: bool = False) -> dict[str, Tensor]:
+    """The same, where what nobody may look at is NaN from before the forward to after the backward (see `GpuCall`)."""
+    with rubbish_in([*call.unseen(), *loss.unseen(call)]), poisoned_memory():
+        return gradients(call, loss, deterministic=deterministic)
+
+
+class Expected(NamedTuple):
+    """What gradients are compared with.
+
+    Attributes:
+        oracle, plain: by name, in float64 and in the dtype of the inputs.
+        floors: by name, what rounding alone may do.
+        result: the oracle's out and lse.
+    """
+
+    oracle: dict[str, Tensor]
+    plain: dict[str, Tensor]
+    floors: dict[str, float]
+    result: Reference
+
+    def misses(self, actual: dict[str, Tensor], parts: dict[str, Any] | None = None) -> list[str]:
+        """What is over its budget, of the whole gradients or of parts of them (by name, an index)."""
+        rows = []
+        for name in self.oracle if parts is None else parts:
+            three = [g[name] if parts is None else g[name][parts[name]] for g in (actual, self.oracle, self.plain)]
+            rows.append(compare_gradients(name, *three, self.floors[name]))
+        return [str(row) for row in rows if not row.ok]
+
+
+def expected_gradients(call: Call, loss: Loss) -> Expected:
+    dtype = call.tensors["q"].dtype
+    both = []
+    for compute_dtype in (torch.float64, dtype):
+        # leaves of that dtype, too, or the oracle's gradients would be rounded
+        kinds = {n: t.dtype if compute_dtype == dtype else compute_dtype for n, t in inputs_of(call).items()}
+        leaves = {n: t.detach().to(kinds[n]).requires_grad_() for n, t in inputs_of(call).items()}
+        result = with_inputs(call, leaves).expected(compute_dtype)
+        both.append((differentiate(result, loss, leaves), Reference(*(t.detach() for t in result))))
+    (oracle, result), (plain, _) = both
+    dout = torch.zeros_like(result.out) if loss.dout is None else loss.dout
+    dlse = torch.zeros_like(result.lse) if loss.dlse is None else loss.dlse
+    floors = call._floors(dout, dlse, result)
+    return Expected(oracle, plain, {name: floors.get(name, 0.0) for name in oracle}, result)
+
+
+def check_gradients(
+    call: GpuCall, of: str = "both", loss: Loss | None = None, deterministic: bool = False
+) -> dict[str, Tensor]:
+    """The gradients are within their budgets, and zero where nothing depends on an input. Returns: them."""
+    assert_taken(call)
+    loss = loss or loss_of(call, of)
+    actual, expected = hard_gradients(call, loss, deterministic), expected_gradients(call, loss)
+    misses = expected.misses(actual)
+    is_empty = (expected.result.lse == -torch.inf).mT
+    # a key that no row sees: with a random dout, where dv is zero
+    is_unseen = (expected.oracle["dv"] == 0).all(-1) if loss.dout is not None else ...
+    zeros = {"dq": is_empty, "dv": is_unseen}
+    if loss.dout is not None:
+        zeros["dk"] = is_unseen
+    for name, rows in zeros.items():
+        if (actual[name][rows] != 0).any():  # also for NaN
+            misses.append(f"{name}: expected zeros where the loss does not depend on it")
+    for name, t in inputs_of(call).items():
+        if actual[f"d{name}"].dtype != t.dtype or actual[f"d{name}"].shape != t.shape:
+            misses.append(f"d{name}: expected dtype and shape of {name}")
+    if misses:
+        raise AssertionError("\n  ".join((str(call), *misses)))
+    return actual
+
+
+def changed(call: GpuCall, **inputs: Tensor) -> GpuCall:
+    """The call with other tensors for some of its inputs."""
+    return replace(call, tensors={n: inputs.get(n, t) for n, t in call.tensors.items()})

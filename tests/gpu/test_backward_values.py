@@ -1,0 +1,415 @@
+"""Gradients on a Hopper GPU against the float64 oracle: masks, lengths, heads, head dims, options, layouts, packing."""
+
+import pytest
+import torch
+from gpu_cases import (
+    BACKEND,
+    BF16,
+    DEVICE,
+    FP16,
+    INF,
+    MASKS,
+    NAN,
+    ON_GPU,
+    GpuCall,
+    case,
+    cases,
+    lengths_tensor,
+    needs_hopper,
+    size,
+)
+from gradient_cases import Loss, check_gradients, expected_gradients, gradients, inputs_of, loss_of, with_inputs
+from test_memory import LAYOUTS
+from test_packed import LENGTHS as PACKED_LENGTHS
+from test_random_calls import CASES as RANDOM_CASES
+
+import onepass
+
+pytestmark = needs_hopper
+DTYPES = (BF16, FP16)
+
+# both sides of tiles of 64, 80, 96 and 128 rows or keys; more queries than keys and the reverse
+LENGTHS = [(1, 1), (1, 1000), (2, 3), (7, 63), (7, 200), (63, 65), (64, 64), (65, 63), (64, 257), (80, 96), (96, 80)]
+LENGTHS += [(81, 161), (97, 193), (127, 129), (128, 128), (129, 127), (200, 7), (257, 1), (257, 200), (200, 1000)]
+LENGTHS += [(1000, 257)]
+
+
+@cases(
+    case(m, n, batch=2, heads=(4, 2), head_dim=d, options=MASKS[mask])
+    for d in (64, 128, 256)
+    for mask in ("full", "causal", "window")
+    for m, n in LENGTHS
+)
+def test_lengths(case):
+    check_gradients(case.call())
+
+
+HEAD_DIMS = (8, 16, 24, 32, 40, 64, 72, 80, 96, 104, 128, 160, 192, 200, 248, 256)
+
+
+@cases(case(200, 300, heads=(4, 2), head_dim=d, dtype=DTYPES[i % 2], causal=i % 4 < 2) for i, d in enumerate(HEAD_DIMS))
+def test_head_dims(case):
+    check_gradients(case.call())
+
+
+HEAD_DIM_PAIRS = [(192, 128), (64, 256), (256, 64), (128, 192), (40, 72), (72, 8), (8, 256), (128, 64), (96, 200)]
+
+
+@cases(case(200, 300, head_dim=d, head_dim_v=dv, dtype=DTYPES[i % 2]) for i, (d, dv) in enumerate(HEAD_DIM_PAIRS))
+def test_head_dim_v(case):
+    check_gradients(case.call())
+
+
+@cases(
+    case(260, 330, heads=(4, 2), head_dim=d, dtype=dtype, options=MASKS[mask])
+    for mask in MASKS
+    for d, dtype in ((64, FP16), (128, BF16), (192, FP16), (256, BF16))
+)
+def test_masks(case):
+    check_gradients(case.call())
+
+
+WINDOWS = [(0, 0), (0, None), (None, 0), (1, 0), (0, 1), (63, 0), (64, 0), (127, 128), (500, 3), (10**6, 10**6)]
+
+
+@cases(
+    case(m, n, heads=(4, 2), head_dim=128, window=w) for w in WINDOWS for m, n in ((300, 300), (200, 450), (450, 200))
+)
+def test_window_edges(case):
+    check_gradients(case.call())
+
+
+GROUPS = [(1, 1), (2, 1), (3, 1), (4, 2), (5, 1), (7, 7), (8, 2), (16, 1), (32, 1), (71, 1), (140, 70)]
+
+
+@cases(case(150, 170, batch=2, heads=heads, head_dim=(64, 128)[i % 2], causal=True) for i, heads in enumerate(GROUPS))
+def test_heads(case):
+    check_gradients(case.call())
+
+
+OPTIONS = [
+    {"softcap": 0.5},
+    {"softcap": 5.0, "causal": True},
+    {"softcap": 50.0, "softmax_scale": 2.0},
+    {"softcap": 30.0, "softmax_scale": -0.2},
+    {"softmax_scale": 1e-3},
+    {"softmax_scale": 1.0, "window": (50, 5)},
+    {"sinks": True},
+    {"sinks": True, "causal": True, "softcap": 20.0},
+    {"sinks": True, "window": (64, 10), "softcap": 3.0, "softmax_scale": 0.3, "heads": (6, 2)},
+]
+
+
+@cases(
+    case(200, 333, batch=2, head_dim=d, dtype=dtype, **options)
+    for options in OPTIONS
+    for d, dtype in ((64, BF16), (128, FP16), (256, BF16))
+    if d < 256 or len(options) > 2
+)
+def test_options(case):
+    check_gradients(case.call())
+
+
+VARIED = [
+    case(200, 333, batch=2, head_dim=64),
+    case(300, 170, heads=(4, 2), head_dim=128, causal=True),
+    case(200, 333, batch=2, head_dim=256, dtype=BF16, sinks=True),
+    case((100, 0, 77, 140), (90, 20, 200, 140), heads=(4, 2), head_dim=128, causal=True, slack=9),
+]
+
+
+@pytest.mark.parametrize("of", ["out", "lse", "both"])
+@cases(VARIED)
+def test_loss_of(case, of):
+    check_gradients(case.call(), of)
+
+
+@cases(VARIED)
+def test_loss_of_a_call_without_lse(case):
+    """`attention` returns out alone: the same gradients as those of out beside an lse that nobody uses."""
+    call = case.call()
+    loss = loss_of(call, "out")
+    leaves = {n: t.detach().requires_grad_() for n, t in inputs_of(call).items()}
+    of_leaves = with_inputs(call, leaves)
+    function = onepass.attention_varlen if call.is_packed else onepass.attention
+    out = function(**of_leaves.tensors, **of_leaves.options)
+    actual = dict(zip((f"d{n}" for n in leaves), torch.autograd.grad(out, leaves.values(), loss.dout), strict=True))
+    assert not (misses := expected_gradients(call, loss).misses(actual)), misses
+
+
+@cases(VARIED)
+def test_deterministic_gradients(case):
+    check_gradients(case.call(), deterministic=True)
+
+
+@pytest.mark.parametrize("names", ["q", "k", "v", "sinks", "qv"])
+@cases([VARIED[2]])
+def test_some_inputs_have_no_gradient(case, names):
+    call = case.call()
+    loss, wanted = loss_of(call), ["sinks"] if names == "sinks" else list(names)
+    inputs = {n: t.detach().requires_grad_(n in wanted) for n, t in inputs_of(call).items()}
+    out, lse = with_inputs(call, inputs).run()
+    found = torch.autograd.grad((out, lse), [inputs[n] for n in wanted], loss)
+    actual = {f"d{n}": g for n, g in zip(wanted, found, strict=True)}
+    parts = dict.fromkeys(actual, ...)
+    assert not (misses := expected_gradients(call, loss).misses(actual, parts)), misses
+
+
+@cases(
+    case(200, 333, heads=(4, 2), head_dim=d, scale=30.0, dtype=dtype, causal=True)
+    for d, dtype in ((64, BF16), (64, FP16), (128, BF16), (128, FP16), (256, BF16))
+)
+def test_large_scores(case):
+    check_gradients(case.call())
+
+
+@pytest.mark.parametrize("factor", [1e-3, 100.0])
+@cases([case(200, 333, head_dim=64), case(200, 333, head_dim=128, dtype=FP16, causal=True)])
+def test_gradients_of_any_size(case, factor):
+    """dout as small as mean losses give it, and large: what is kept in 16 bits between the GEMMs must hold it."""
+    call = case.call()
+    check_gradients(call, loss=Loss(*(t * factor for t in loss_of(call))))
+
+
+# probabilities beside a sink of 60 are still normal numbers
+@pytest.mark.parametrize("sink", [-INF, -100.0, 0.0, 60.0])
+@cases([case(100, 150, causal=True), case(100, 150, head_dim=256)])
+def test_sinks_of_any_size(case, sink):
+    call = case.call()
+    call.options["sinks"] = torch.full((2,), sink, device=DEVICE)
+    check_gradients(call)
+
+
+@cases([case(300, 100, batch=2, heads=(4, 2), sinks=True), case(100, 100, heads=(4, 2), head_dim=256, sinks=True)])
+def test_sinks_of_any_dtype_and_stride(case):
+    call = case.call()
+    wide = torch.full((4, 3), NAN, device=DEVICE)
+    wide[:, 1] = call.options["sinks"]
+    for sinks in (wide[:, 1], wide[:, 1].to(BF16), wide[:, 1].double(), wide[:1, 1].expand(4)):
+        call.options["sinks"] = sinks
+        check_gradients(call)
+
+
+# ---------------------------------------------------------------- rows without keys, nothing to do
+
+
+@cases(
+    case(m, n, batch=2, heads=(4, 2), head_dim=d, sinks=sinks, options=mask)
+    for m, n, mask in ((400, 130, {"causal": True}), (300, 20, {"window": (3, 2)}), (20, 300, {"window": (3, 2)}))
+    for d in (64, 128, 256)
+    for sinks in ((False, True) if d == 128 else (False,))
+)
+def test_rows_that_see_no_key_and_keys_that_no_row_sees(case):
+    """check_gradients asks for zeros there."""
+    check_gradients(case.call())
+
+
+@cases(
+    case(m, n, batch=batch, head_dim=128, sinks=sinks)
+    for m, n, batch in ((0, 5, 2), (5, 0, 2), (0, 0, 2), (5, 5, 0))
+    for sinks in (False, True)
+)
+def test_zero_lengths(case):
+    assert all((g == 0).all() for g in check_gradients(case.call()).values())
+
+
+@cases([case(3, 5, batch=size(70_000, 300), heads=(1, 1)), case(2, 3, batch=2, heads=(size(40_000, 300), 1))])
+def test_many_batch_entries_and_heads(case):
+    """More tiles than fit 16 bits, of a few rows each."""
+    call = case.call()
+    loss = loss_of(call)
+    actual, expected = gradients(call, loss), expected_gradients(call, loss)
+    for name, g in actual.items():  # the second case sums dk and dv over thousands of heads
+        largest = expected.oracle[name].abs().max().item()
+        torch.testing.assert_close(g.double(), expected.oracle[name], rtol=0.01, atol=0.01 * largest)
+
+
+# ---------------------------------------------------------------- layouts
+
+
+LAYOUT_CASES = [
+    case(200, 300, batch=2, heads=(4, 2), head_dim=128, causal=True),
+    case(130, 170, batch=2, heads=(4, 2), head_dim=40, head_dim_v=72, dtype=FP16),
+    case(200, 300, batch=2, heads=(4, 2), head_dim=256, used=(133, 300)),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
+@cases(LAYOUT_CASES)
+def test_layouts(case, layout):
+    """One tensor at a time in this layout, dout among them, then all."""
+    call = case.call()
+    loss = loss_of(call)
+    for names in ("q", "k", "v", "o", "qkvo"):
+        tensors = {n: layout(t) if n in names else t for n, t in call.tensors.items()}
+        moved = Loss(layout(loss.dout) if "o" in names else loss.dout, loss.dlse)
+        actual = check_gradients(GpuCall(tensors, call.options), loss=moved)
+        for n, t in tensors.items():
+            # heads outside seqlen in memory where the input has them so
+            is_heads_first = t.stride(1) < t.stride(2)
+            assert (actual[f"d{n}"].transpose(1, 2) if is_heads_first else actual[f"d{n}"]).is_contiguous()
+
+
+@pytest.mark.parametrize("dims", [(0,), (1,), (2,), (3,), (1, 3), (0, 1, 2, 3)], ids=str)
+@cases(LAYOUT_CASES[:2])
+def test_expanded_gradients(case, dims):
+    """Stride 0 in dout and dlse, as sums and means of out and lse give them."""
+    call = case.call()
+    loss = loss_of(call)
+    small = tuple(slice(0, 1) if d in dims else slice(None) for d in range(4))
+    dout, dlse = loss.dout[small].expand_as(loss.dout), loss.dlse.mT[small[:3]].expand_as(loss.dlse.mT).mT
+    check_gradients(call, loss=Loss(dout, dlse))
+
+
+def test_gradients_of_strided_lse():
+    call = LAYOUT_CASES[0].call()
+    loss = loss_of(call)
+    wide = torch.full((*loss.dlse.shape[:2], 2 * loss.dlse.shape[2]), NAN, device=DEVICE)
+    wide[..., ::2] = loss.dlse
+    for dlse in (
+        wide[..., ::2],
+        loss.dlse.mT.contiguous().mT,
+        loss.dlse.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+    ):
+        check_gradients(call, loss=Loss(loss.dout, dlse))
+
+
+@pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
+def test_expanded_inputs(dims):
+    """Stride 0: one batch entry, one token or one head stands for all."""
+    shape = [2, 150, 4, 128]
+    small = [1 if d in dims else n for d, n in enumerate(shape)]
+    q, k, v = (torch.randn(small, device=DEVICE, dtype=BF16).expand(shape) for _ in range(3))
+    check_gradients(GpuCall({"q": q, "k": k, "v": v}, {"causal": True}))
+
+
+def test_interleaved_projection():
+    """Gradients meet in one tensor again, as those of a qkv projection do."""
+    qkv = torch.randn(2, 300, 3, 4, 128, device=DEVICE, dtype=BF16)
+    call = GpuCall(dict(zip("qkv", qkv.unbind(2), strict=True)), {"causal": True})
+    expected = check_gradients(call, deterministic=True)
+    leaf = qkv.detach().requires_grad_()
+    out = onepass.attention(*leaf.unbind(2), causal=True, deterministic=True, return_lse=True)
+    (found,) = torch.autograd.grad(out, leaf, loss_of(call))
+    assert torch.equal(found, torch.stack(list(expected.values()), 2))
+
+
+def test_one_tensor_is_q_k_and_v():
+    t = torch.randn(2, 300, 4, 64, device=DEVICE, dtype=FP16)
+    check_gradients(GpuCall({"q": t, "k": t, "v": t}, {}))
+
+
+# ---------------------------------------------------------------- packed sequences, padded batches
+
+
+@cases(
+    case(*PACKED_LENGTHS[name], heads=(4, 2), head_dim=d, options=MASKS[mask])
+    for name in PACKED_LENGTHS
+    for mask in ("full", "causal", "window")
+    for d in ((64, 128, 256) if name in ("unequal", "empty among others") else (128,))
+)
+def test_packed_lengths(case):
+    check_gradients(case.call())
+
+
+@cases(
+    case((100, 0, 77, 140), (90, 20, 200, 140), dtype=dtype, **options)
+    for dtype, options in (
+        (FP16, {"heads": (3, 1), "head_dim": 128, "causal": True}),
+        (BF16, {"heads": (8, 2), "head_dim": 64, "sinks": True}),
+        (FP16, {"head_dim": 96, "softcap": 10.0, "window": (50, 7)}),
+        (BF16, {"head_dim": 192, "head_dim_v": 128, "causal": True}),
+        (FP16, {"head_dim": 40, "head_dim_v": 200, "window": (None, 3)}),
+        (BF16, {"head_dim": 256, "sinks": True, "causal": True, "softcap": 5.0, "slack": 1}),
+        (BF16, {"head_dim": 64, "softmax_scale": 1.0, "slack": 5}),
+        (BF16, {"head_dim": 128, "slack": 150, "causal": True}),
+        (BF16, {"head_dim": 128, "used": (0, 20, 131, 64)}),
+        (FP16, {"head_dim": 64, "used": (90, 0, 1, 65), "causal": True, "slack": 3, "heads": (4, 1)}),
+        (BF16, {"head_dim": 256, "used": (10, 3, 129, 140), "window": (20, 20), "sinks": True}),
+    )
+)
+def test_packed_options(case):
+    """check_gradients has NaN in rows of no sequence (slack) and past seqused_k, and asks for zeros there."""
+    check_gradients(case.call())
+
+
+@cases(
+    case(m, n, batch=len(used), heads=(4, 2), head_dim=d, used=used, options=MASKS[mask])
+    for m, n, used in ((1, 300, (0, 1, 128, 300)), (200, 300, (299, 64, 0, 129)), (300, 130, (130, 1, 65, 0)))
+    for d, mask in ((64, "window"), (128, "full"), (128, "causal"), (256, "causal"))
+)
+def test_padded_batch(case):
+    check_gradients(case.call())
+
+
+@cases([case(200, 300, batch=2, heads=(2, 1), head_dim=128, dtype=FP16, used=(133, 0), sinks=True, softcap=5.0)])
+def test_padded_batch_options(case):
+    check_gradients(case.call())
+
+
+@cases([case((), ()), case((), (), slack=4), case((0, 0), (0, 0)), case((0, 0), (5, 2)), case((5, 2), (0, 0))])
+def test_no_work_at_all(case):
+    assert all((g == 0).all() for g in check_gradients(case.call()).values())
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the tiled backend reads the lengths on the host")
+@cases(
+    [
+        case((1, 300, 0, 17), (500, 3, 9, 129), heads=(4, 2), head_dim=128, causal=True),
+        case(200, 300, batch=2, head_dim=128, used=(133, 0), sinks=True),
+    ]
+)
+def test_lengths_stay_on_the_device(case):
+    call = case.call()
+    loss, hints = loss_of(call), {}
+    if call.is_packed:
+        hints = {"max_seqlen_q": lengths_tensor([300])[0], "max_seqlen_k": lengths_tensor([500])[0]}
+    gradients(call, loss, backend=BACKEND, **hints)  # the first call loads the kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients(call, loss, backend=BACKEND, **hints)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# ---------------------------------------------------------------- anything, and the definition of a gradient
+
+
+@cases(RANDOM_CASES[:30])
+def test_random_calls(case):
+    check_gradients(case.call())
+
+
+STEP = 1e-3
+DIRECTIONS = 6
+
+
+@cases(
+    [
+        case(70, 90, heads=(4, 2), head_dim=64, causal=True),
+        case(90, 70, batch=2, heads=(2, 1), head_dim=128, sinks=True, softcap=5.0, dtype=FP16),
+        case(65, 129, head_dim=256, window=(40, 9), softmax_scale=0.1),
+        case((20, 0, 65), (33, 5, 70), heads=(2, 1), head_dim=64, causal=True, sinks=True),
+    ]
+)
+def test_finite_differences(case):
+    """The slope of the oracle's float64 loss along random directions, without anybody's differentiation."""
+    call = case.call()
+    loss, generator = loss_of(call), torch.Generator().manual_seed(2)
+    actual = gradients(call, loss)
+    exact = {n: t.double() for n, t in inputs_of(call).items()}
+
+    def value(inputs):
+        out, lse = with_inputs(call, inputs).expected()
+        return (out * loss.dout).sum() + (torch.where(lse == -INF, 0.0, lse) * loss.dlse).sum()
+
+    for name, t in exact.items():
+        for _ in range(DIRECTIONS):
+            direction = torch.randn(t.shape, generator=generator).to(t)
+            ahead, behind = (value({**exact, name: t + step * direction}) for step in (STEP, -STEP))
+            gradient = actual[f"d{name}"].double()
+            # of a normal direction the slope has the gradient's norm as its standard deviation; each element is off
+            # by a few roundings of 2^-9, independent of one another, so that their share of it is about as small
+            error = (gradient * direction).sum() - (ahead - behind) / (2 * STEP)
+            assert abs(error) < 0.02 * gradient.norm() + 1e-4, f"d{name}: {error} of {gradient.norm()}"
