@@ -37,7 +37,7 @@ class Backend(NamedTuple):
 
 _BACKENDS = {
     "tiled": Backend("onepass.tiled", "onepass.tiled"),
-    "sm90": Backend("onepass.kernels.sm90.launch", "onepass.tiled", has_kernels=True),
+    "sm90": Backend("onepass.kernels.sm90.launch", "onepass.kernels.sm90.backward_launch", has_kernels=True),
 }
 
 
@@ -87,7 +87,7 @@ def _choose(problem: AttentionProblem, requested: str | None) -> Support:
     if requested == "sm90" and reason is not None:
         return Support(False, "sm90", f"backend sm90: {reason}")
     if requested != "tiled" and reason is None:
-        return Support(True, "sm90", "Hopper kernel (CuTe DSL); gradients by the tiled backend")
+        return Support(True, "sm90", "Hopper kernels (CuTe DSL)")
     because = f" (sm90: {reason})" if problem.device_type == "cuda" and requested is None else ""
     return Support(True, "tiled", f"plain torch tiles run on any torch device, here {problem.device_type}{because}")
 

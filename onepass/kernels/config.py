@@ -239,6 +239,10 @@ class BackwardConfig(LaunchConfig):
     def num_threads(self) -> int:
         return 128 * (self.num_warpgroups + 1)
 
+    @property
+    def consumer_warps(self) -> int:
+        return 4 * self.num_warpgroups
+
     def smem_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory of a thread block: what `BackwardSm90.kernel` allocates, in its order."""
         d, dv = self.head_dims(problem)

@@ -146,7 +146,8 @@ def _adapted(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:
 def backward_config(problem: AttentionProblem) -> BackwardConfig:
     """The configuration that a backward of this problem runs with on Hopper."""
     is_growing = problem.mask.window_right is not None and problem.mask.window_left is None
-    is_dynamic = is_growing or problem.is_packed
+    # who waits for a turn delays its thread block, and a queue makes up for it
+    is_dynamic = is_growing or problem.is_packed or problem.deterministic
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > 128:
         return BackwardConfig(by_gradient=True, dynamic_tiles=is_dynamic)

@@ -135,6 +135,37 @@ def query_blocks(
     return QueryBlocks(first, clear_first, clear_last, last)
 
 
+def first_key_block(
+    m_start: int, seqlen_q: int, seqlen_k: int, window_left: int | None, window_right: int | None, tile_n: int
+) -> int:
+    """The first of the tiles of keys whose `query_blocks` hold the block of queries that begins with m_start.
+
+    These tiles follow each other without a gap: n_block - first_key_block of them come before tile n_block.
+    """
+    return key_range(m_start, m_start + 1, seqlen_q, seqlen_k, window_left, window_right)[0] // tile_n
+
+
+def following_query_block(
+    head: int, m_block: int, first_head: int, num_heads: int, first: int, last: int, in_turns: bool
+) -> tuple[int, int]:
+    """Where a tile of keys goes after query block m_block of a head, of the blocks [first, last) of num_heads heads.
+
+    Args:
+        in_turns: tiles add to a block of dQ in ascending order, each after the one before. So that nobody waits long:
+            the last block comes first (of tiles that begin together each falls one step behind the one before, and
+            under a causal mask, where later ones have fewer blocks, that is all), and all heads visit a block before
+            the next one (else every head would begin with a wait for the longest tile). If not, the blocks of a head
+            follow each other.
+    """
+    if not in_turns:
+        is_last = m_block == last - 1
+        return head + select(is_last, 1, 0), select(is_last, first, m_block + 1)
+    if num_heads == 1:
+        return head, m_block - 1
+    is_last = head == first_head + num_heads - 1
+    return select(is_last, first_head, head + 1), select(is_last, m_block - 1, m_block)
+
+
 def tile_needs_mask(
     m_start: int,
     m_end: int,

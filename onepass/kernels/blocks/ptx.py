@@ -17,12 +17,6 @@ def pack_pair(low: Float32, high: Float32, dtype: cutlass.Constexpr) -> Int32:
 
 
 @cute.jit
-def opaque(x: Int32) -> Int32:
-    """x, where the compiler does not see what it comes from: it keeps the value instead of computing it again."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
-
-
-@cute.jit
 def unpack_pair(word: Int32, dtype: cutlass.Constexpr) -> tuple:
     """The two floats of a 32-bit register of two bf16 or fp16."""
     if cutlass.const_expr(dtype is cutlass.BFloat16):
@@ -53,6 +47,27 @@ def bulk_add_to_global(target: cute.Pointer, source: cute.Pointer, num_bytes: cu
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
         read_only_args=[target.toint(), source.toint(), Int32(num_bytes)],
     )
+
+
+@cute.jit
+def wait_until_equal(flag: cute.Pointer, value: Int32):
+    """Until the int32 in global memory is `value`, for a whole warp. Bulk copies that follow come after what its writer
+    had finished.
+
+    All lanes read and vote: around a loop that lanes might leave one by one ptxas keeps nothing in uniform registers.
+    """
+    cute.arch.inline_ptx(
+        "{ .reg .pred differs; .reg .b32 seen; again: ld.acquire.gpu.global.b32 seen, [{$r0}];"
+        " setp.ne.s32 differs, seen, {$r1}; vote.sync.any.pred differs, differs, 0xffffffff; @differs bra again; }",
+        read_only_args=[flag.toint(), value],
+    )
+    cute.arch.fence_proxy("async.global")  # the acquire orders generic accesses only
+
+
+@cute.jit
+def release_increment(flag: cute.Pointer):
+    """flag += 1 in global memory, for others to see after all that this thread has done (and seen finished) before."""
+    cute.arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[flag.toint()])
 
 
 @cute.jit

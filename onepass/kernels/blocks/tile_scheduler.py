@@ -75,7 +75,13 @@ def _value(divisor: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def heads_per_section(
-    heads_in_all: int, num_m_blocks: int, num_ctas: int, kv_bytes_per_head: int, longest_first: bool, is_dynamic: bool
+    heads_in_all: int,
+    num_m_blocks: int,
+    num_ctas: int,
+    kv_bytes_per_head: int,
+    longest_first: bool,
+    is_dynamic: bool,
+    least: int = 1,
 ) -> int:
     """Heads of a section: as many as have their K and V in L2 together (1 to all heads), in the static order in whole
     double waves of tiles.
@@ -84,11 +90,12 @@ def heads_per_section(
         kv_bytes_per_head: bytes of K and V that one query head reads; shared ones count in part under GQA.
         longest_first: False where tiles have equal lengths.
         is_dynamic: thread blocks draw numbers from a queue (blocks/tile_queue.py).
+        least: heads, more than fit into L2 if need be.
     """
     if not longest_first:
         return 1
     unit = 1 if is_dynamic else 2 * num_ctas // math.gcd(2 * num_ctas, num_m_blocks)
-    fitting = L2_BUDGET_BYTES // max(1, kv_bytes_per_head)
+    fitting = max(least, L2_BUDGET_BYTES // max(1, kv_bytes_per_head))
     return min(heads_in_all, max(unit, fitting // unit * unit))
 
 

@@ -11,6 +11,10 @@ all warpgroups. The dQ of a step is added to a float32 accumulator in global mem
 
 P and dS are computed while the tensor cores work on the GEMMs around them; see backward_consumer.py.
 
+These additions come in any order. If the problem is deterministic, tiles of keys add to a block of dQ in ascending
+order: each warp waits until a counter (Accumulator.turns) says that the tiles before have added to its part. A tile
+then visits the query blocks in another order, so that these waits are short: block_range.following_query_block.
+
 Buffers and barriers (mbarrier pairs full / empty; arrivals)
     K, V  one tile each, as tiles (64, head_dim) per warpgroup     full: TMA bytes     empty: all consumer warps
     Q     q_stages tiles (tile_m, head_dim), with their lse, delta full: TMA bytes     empty: all consumer warps
@@ -36,7 +40,7 @@ from cutlass.memory import SmemAllocator
 
 from ...problem import AttentionProblem
 from ..blocks import tile_scheduler
-from ..blocks.block_range import query_blocks
+from ..blocks.block_range import first_key_block, following_query_block, query_blocks
 from ..blocks.integers import minimum
 from ..blocks.layouts import as_batch_of_one, one_tile, rows_first, smem_tiles
 from ..blocks.mask import Geometry
@@ -86,7 +90,8 @@ class Accumulator(NamedTuple):
         dq: (blocks, tile_m * head_dim) float32: sums of dq, each thread's values of a wgmma accumulator together.
         stats: (blocks, 2 * tile_m) float32: -lse of the rows, divided by softmax_scale, or with a softcap times log2(e) (-inf:
             no keys, or no row); then -delta.
-        turns: (blocks, num_warpgroups) int32, None unless deterministic: how many tiles of keys have been added.
+        turns: (blocks * consumer warps,) int32, zero, None unless deterministic: how many tiles of keys have been added
+            to a warp's part of a block.
         blocks_per_head: of all packed sequences together.
     """
 
@@ -112,6 +117,7 @@ class BackwardSm90:
         self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
         self.longest_first = config.longest_first and self.has_window == (False, True)
         self.is_packed = problem.is_packed
+        self.is_deterministic = problem.deterministic
         # K, V, Q, dO may hold anything past the end of a sequence
         self.has_rubbish = problem.is_packed or problem.has_seqused_k
         self.producer_registers, self.consumer_registers = REGISTERS[config.num_warpgroups]
@@ -202,6 +208,7 @@ class BackwardSm90:
             block=[self.config.num_threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
+            cooperative=self.is_deterministic,  # who waits for a turn waits for a thread block that runs
         )
 
     def _make_tiled_mmas(self) -> Mmas:
@@ -255,7 +262,7 @@ class BackwardSm90:
             # tiles are made of keys here: the schedule with both sides exchanged
             of_keys = Lengths(lengths.cu_seqlens_k, lengths.cu_seqlens_q, None)
             num_heads = schedule.divisors.num_heads
-            schedule = PackedSchedule(of_keys, mK.shape[0], mQ.shape[0], num_heads, self.tile_n, False)
+            schedule = PackedSchedule(of_keys, mK.shape[0], mQ.shape[0], num_heads, self.tile_n, self.is_deterministic)
             # the grid was made for the worst case
             exit_if(cute.arch.block_idx()[0] >= schedule.num_tiles)
         if warp_id == 0:
@@ -373,6 +380,20 @@ class BackwardSm90:
         t = t[None, None, head, 0]
         moved = cute.domain_offset((place, 0, 0, 0), cute.make_tensor(t.iterator, m.layout))
         return cute.make_tensor(moved.iterator, t.layout)
+
+    def first_visit(self, tile: KeyTile) -> tuple:
+        """The head and the query block with which a tile begins; `next_visit` says how it goes on."""
+        m_block = tile.last - 1 if self.is_deterministic else tile.first
+        return tile.head_kv * self.group, m_block
+
+    def next_visit(self, tile: KeyTile, head: Int32, m_block: Int32) -> tuple:
+        first_head = tile.head_kv * self.group
+        blocks = tile.first, tile.last
+        return following_query_block(head, m_block, first_head, self.group, *blocks, self.is_deterministic)
+
+    def turn_of(self, tile: KeyTile, m_block: Int32) -> Int32:
+        """How many tiles add to the dQ of a block before this one."""
+        return tile.n_block - first_key_block(m_block * self.tile_m, *tile.geometry, self.tile_n)
 
     def buffer_states(self, user: pipeline.PipelineUserType) -> tuple:
         """Where Q and dO are being filled (or read) first."""

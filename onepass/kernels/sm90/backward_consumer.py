@@ -2,9 +2,9 @@
 
 One step, query block i; in brackets what is in the tensor cores' queue, below it what the threads do meanwhile:
 
-    [dP_i = V dO_i^T   dQ_(i-1) = dS_(i-1) K   dV += P_i^T dO_i]                      [S_(i+1) = K Q_(i+1)^T   dK += dS_i^T Q_i]
-                                               dQ_(i-1) to        dS_i = P_i            dS_i and dQ_(i-1)      P_(i+1) =
-                                               shared memory      (dP_i - delta)        on their ways          exp(S_(i+1) - lse)
+    [dQ_(i-1) = dS_(i-1) K   dP_i = V dO_i^T   dV += P_i^T dO_i]                      [S_(i+1) = K Q_(i+1)^T   dK += dS_i^T Q_i]
+                             dQ_(i-1) to                          dS_i = P_i           dS_i and dQ_(i-1)       P_(i+1) =
+                             shared memory                        (dP_i - delta)       on their ways           exp(S_(i+1) - lse)
 
 dQ needs the dS of all warpgroups; it comes a step late, so that none of them waits for another one's. A step holds dK,
 dV, one accumulator (64, tile_m) for S and dP in turn, a part of dQ, and P and dS in 16 bits.
@@ -25,11 +25,10 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from ..blocks import epilogue, mask, wgmma
 from ..blocks.bundle import Bundle
 from ..blocks.clear_rows import clear_rows
-from ..blocks.integers import select
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
 from ..blocks.named_barrier import NamedBarrier
 from ..blocks.plain_rows import soft_cap
-from ..blocks.ptx import bulk_add_to_global, opaque, pack, pack_pair, unpack_pair
+from ..blocks.ptx import bulk_add_to_global, pack, pack_pair, release_increment, unpack_pair, wait_until_equal
 from ..config import ROWS_PER_WARPGROUP
 from ..blocks.tile_scheduler import LANES
 from .warpgroup import WARPGROUP, WARPS, Scores
@@ -69,8 +68,6 @@ class BackwardConsumer(Bundle):
 
         sK, sV, sQ, sdO, sdS, sdQ, self.sStats, self.ds_full = buffers
         self.sdQ = sdQ[None, None, None, self.wg * WARPS + self.thread // LANES]
-        # ptxas would read the thread's number anew in the loop to save this register, and wait behind the GEMMs for it
-        self.dq_lane = opaque(self.lane)
         self._make_fragments(sK, sV, sQ, sdO, sdS, self.wg)
         # what its GEMMs read: dQ sums over the keys of all warpgroups
         self.own_keys = [(sK[None, None, w], w * ROWS_PER_WARPGROUP) for w in range(self.num_warpgroups)]
@@ -113,6 +110,9 @@ class BackwardConsumer(Bundle):
         self.p_words, self.ds_words = (cute.recast_tensor(r, Int32) for r in (self.rP, self.rdS))
         # of this thread's queries, see `read_stats`
         self.minus_lse, self.minus_delta = (cute.make_rmem_tensor((4, self.tile_m // 16), Float32) for _ in range(2))
+        # number of the dQ part (see Accumulator.turns) that has been added, but perhaps not completely; -1: none
+        self.unfinished = cute.make_rmem_tensor((1,), Int32)
+        self.unfinished[0] = Int32(-1)
         if self.is_capped:
             # P (1 - tanh^2), in the order of p_words
             self.capped_words = cute.make_rmem_tensor((cute.size(self.p_words),), Int32)
@@ -138,8 +138,8 @@ class BackwardConsumer(Bundle):
                 self.pipes.k.consumer_wait(kv_state)
                 self.pipes.v.consumer_wait(kv_state)
                 self.clear_keys(tile, self.own_keys)
-                m_block, head = tile.first, tile.head_kv * self.kernel.group
-                target = Int32(0)
+                head, m_block = self.kernel.first_visit(tile)
+                target, turn = Int32(0), self.turn_of(tile, m_block)
                 self.pipes.q.consumer_wait(q_state)
                 self.read_stats(self.minus_lse, q_state, 0)
                 acc_s = self.begin_s()
@@ -147,25 +147,23 @@ class BackwardConsumer(Bundle):
                 warpgroup.wait_group(0)
                 self.make_p(acc_s, tile, m_block)
                 for i in cutlass.range(num_steps - 1, unroll=1):
-                    is_last_of_head = m_block == tile.last - 1
-                    next_m_block = select(is_last_of_head, tile.first, m_block + 1)
                     self.clear_queries(tile, m_block, q_state, do_state)
+                    _, next_m_block = self.kernel.next_visit(tile, head, m_block)
                     if i == 0:
-                        self.step(tile, next_m_block, target, q_state, do_state, ds_count, False, True)
+                        self.step(tile, next_m_block, target, turn, q_state, do_state, ds_count, False, True)
                     else:
-                        self.step(tile, next_m_block, target, q_state, do_state, ds_count, True, True)
-                    target = self.dq_part(tile, head, m_block)
-                    head += select(is_last_of_head, Int32(1), Int32(0))
-                    m_block = next_m_block
+                        self.step(tile, next_m_block, target, turn, q_state, do_state, ds_count, True, True)
+                    target, turn = self.dq_part(tile, head, m_block), self.turn_of(tile, m_block)
+                    head, m_block = self.kernel.next_visit(tile, head, m_block)
                     q_state.advance()
                     do_state.advance()
                     ds_count += 1
                 self.clear_queries(tile, m_block, q_state, do_state)
                 if num_steps == 1:
-                    self.step(tile, m_block, target, q_state, do_state, ds_count, False, False)
+                    self.step(tile, m_block, target, turn, q_state, do_state, ds_count, False, False)
                 else:
-                    self.step(tile, m_block, target, q_state, do_state, ds_count, True, False)
-                self.last_dq(self.dq_part(tile, head, m_block), ds_count)
+                    self.step(tile, m_block, target, turn, q_state, do_state, ds_count, True, False)
+                self.last_dq(self.dq_part(tile, head, m_block), self.turn_of(tile, m_block), ds_count)
                 q_state.advance()
                 do_state.advance()
                 ds_count += 1
@@ -183,6 +181,7 @@ class BackwardConsumer(Bundle):
         tile,
         next_m_block: Int32,
         target: Int32,
+        turn: Int32,
         q_state,
         do_state,
         ds_count: Int32,
@@ -192,20 +191,16 @@ class BackwardConsumer(Bundle):
         """A query block. It begins and ends with P and nothing in flight: ptxas, which does not follow GEMMs around a
         loop, would serialise all of them.
 
-        Args: target: the part of the accumulator to which the dQ of the block before is added.
+        Args: target, turn: the part of the accumulator to which the dQ of the block before is added, and when.
         """
         next_q = after(q_state)
         self.pipes.do.consumer_wait(do_state)
         if cutlass.const_expr(has_previous):
-            self.wait_for_ds(ds_count - 1)
-        self.wait_for_turn()
-        acc_dp = self.issue_dp(do_state)
-        if cutlass.const_expr(has_previous):
             acc_dq = self.issue_dq(ds_count - 1)
+        acc_dp = self.issue_dp(do_state)
         self.issue_dv(do_state)
-        self.pass_turn()
         if cutlass.const_expr(has_previous):
-            warpgroup.wait_group(1)
+            warpgroup.wait_group(2)
             self.write_dq(acc_dq)
         # before they are needed, because shared memory answers late while GEMMs read it; registers permitting
         reads_early = cutlass.const_expr(has_next and self.tile_m == 64 and not self.is_capped)
@@ -231,7 +226,7 @@ class BackwardConsumer(Bundle):
         cute.arch.sync_warp()
         self.publish_ds(ds_count)
         if cutlass.const_expr(has_previous):
-            self.add_dq(target)
+            self.add_dq(target, turn)
         if cutlass.const_expr(has_next):
             warpgroup.wait_group(1)
             self.make_p(acc_s, tile, next_m_block)
@@ -239,15 +234,16 @@ class BackwardConsumer(Bundle):
         self.pipes.q.consumer_release(q_state)
 
     @cute.jit
-    def last_dq(self, target: Int32, ds_count: Int32):
+    def last_dq(self, target: Int32, turn: Int32, ds_count: Int32):
         """The dQ of a tile's last query block."""
-        self.wait_for_ds(ds_count)
         acc_dq = self.issue_dq(ds_count)
         warpgroup.wait_group(0)
         self.write_dq(acc_dq)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        self.add_dq(target)
+        self.add_dq(target, turn)
+        if cutlass.const_expr(self.kernel.is_deterministic):
+            self.finish_dq()
 
     # ---------------------------------------------------------------- past the end of a sequence
 
@@ -330,6 +326,7 @@ class BackwardConsumer(Bundle):
     @cute.jit
     def issue_dq(self, count: Int32) -> cute.Tensor:
         acc_dq = cute.make_rmem_tensor(self.shape_dq, Float32)
+        self.wait_for_ds(count)
         buffer = count % 2 * self.num_warpgroups
         pairs = [
             (self.rdS_t[None, None, None, buffer + w], self.rK_t[None, None, None, w])
@@ -403,11 +400,14 @@ class BackwardConsumer(Bundle):
 
     # ---------------------------------------------------------------- results
 
+    def turn_of(self, tile, m_block: Int32) -> Int32:
+        return self.kernel.turn_of(tile, m_block) if self.kernel.is_deterministic else Int32(0)
+
     @cute.jit
     def dq_part(self, tile, head: Int32, m_block: Int32) -> Int32:
         """Number of this warp's part of a dQ in the accumulator: from step to step one register, an address is two."""
         number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
-        return number * (self.num_warpgroups * WARPS) + self.wg * WARPS + self.thread // LANES
+        return number * self.kernel.config.consumer_warps + self.wg * WARPS + self.thread // LANES
 
     @cute.jit
     def write_dq(self, acc_dq: cute.Tensor):
@@ -419,15 +419,38 @@ class BackwardConsumer(Bundle):
         for j in cutlass.range_constexpr(cute.size(acc_dq) // 4):
             for c in cutlass.range_constexpr(4):
                 vector[c] = acc_dq[4 * j + c]
-            cute.autovec_copy(vector, self.sdQ[None, self.dq_lane, j])
+            cute.autovec_copy(vector, self.sdQ[None, self.lane, j])
 
     @cute.jit
-    def add_dq(self, part: Int32):
-        """This part of dq_accum += what `write_dq` wrote (and a fence made visible)."""
+    def add_dq(self, part: Int32, turn: Int32):
+        """This part of dq_accum += what `write_dq` wrote (and a fence made visible).
+
+        Args: turn: how many tiles add to this dQ before this one, and are waited for; unless deterministic any order
+            will do. All of them have lower numbers than this tile, and thread blocks, which all run at once, take tiles
+            in ascending order: of the unfinished tiles the first one never waits.
+        """
+        if cutlass.const_expr(self.kernel.is_deterministic):
+            self.finish_dq()
+            self.unfinished[0] = part
+            wait_until_equal(self.accumulator.turns.iterator + part, turn)
         offset = Int64(part) * cute.size(self.sdQ)
         if self.lane == 0:
             bulk_add_to_global(self.accumulator.dq.iterator + offset, self.sdQ.iterator, 4 * cute.size(self.sdQ))
             cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def finish_dq(self):
+        """Give the turn to the next tile once the last `add_dq`, if any, is complete.
+
+        Complete is more than read from shared memory: the sums are then visible to the waiting thread (a completion is
+        a fence between the proxies), and by its release to who acquires. Both take a while, so this is done a step
+        later, where GEMMs are in flight that the threads would wait for.
+        """
+        if self.lane == 0:
+            cute.arch.cp_async_bulk_wait_group(0)
+            if self.unfinished[0] >= 0:
+                release_increment(self.accumulator.turns.iterator + self.unfinished[0])
+        self.unfinished[0] = Int32(-1)
 
     # ---------------------------------------------------------------- pingpong (section 3.1): GEMMs in turns
 

@@ -17,6 +17,10 @@ from ..blocks.integers import ceil_div
 from ..config import BackwardConfig
 from .launch import ARCH, LOG2_E, element_type, fake_tensor, score_scales, tile_counter, tma_ready, unsupported, window_bounds
 
+# Tiles of a head that begin together when sums are in order. Each stays a step behind the one before, which costs a
+# launch about so many steps; they read the same rows at about the same time, so a section need not fit into L2.
+IN_STEP = 4
+
 __all__ = ["backward", "compile_requests", "prepare", "unsupported"]
 
 
@@ -62,8 +66,9 @@ def prepare(
         ceil_div(problem.seqlen_k, config.tile_n),
         num_ctas,
         problem.seqlen_q * problem.qhead_per_kvhead * row_bytes,
-        mask.window_right is not None and mask.window_left is None and config.longest_first,
+        problem.deterministic or (mask.window_right is not None and mask.window_left is None and config.longest_first),
         config.dynamic_tiles,
+        ceil_div(num_ctas, IN_STEP) if problem.deterministic else 1,
     )
     kernels = [compile.get(*request) for request in compile_requests(problem, has_dlse, config)]
     return Launch(problem, config, *kernels, blocks_per_head, section, num_ctas)
@@ -124,12 +129,17 @@ class Launch:
         head_dim = config.head_dims(problem)[0]
         dq_accum = out.new_empty((blocks, config.tile_m * head_dim), dtype=torch.float32)
         stats = out.new_empty((blocks, 2 * config.tile_m), dtype=torch.float32)
+        turns = None
+        if problem.deterministic:
+            turns = out.new_zeros((blocks * config.consumer_warps,), dtype=torch.int32)
         if problem.is_packed:
             # rows of no sequence; and in stats blocks of no rows
             dq.zero_()
             if inputs.sinks is not None:
-                stats.view(blocks, 2, config.tile_m).copy_(stats.new_tensor([[-torch.inf], [0.0]]))
-        dout = tma_ready(dout)
+                stats[:, : config.tile_m].fill_(-torch.inf)
+                stats[:, config.tile_m :].zero_()
+        dout, lse = tma_ready(dout), lse.contiguous()
+        dlse = None if dlse is None else dlse.contiguous()
         self.preprocess(tma_ready(out), dout, lse, dlse, stats, dq_accum, cu_seqlens_q, self.lse_factor, self.blocks_per_head)
         self.main(
             tma_ready(inputs.q),
@@ -140,7 +150,7 @@ class Launch:
             dv,
             dq_accum,
             stats,
-            None,
+            turns,
             cu_seqlens_q,
             cu_seqlens_k,
             seqused_k,
@@ -233,7 +243,7 @@ def trace(problem: AttentionProblem, config: BackwardConfig) -> tuple:
     arguments = (
         *(_rows(problem, columns) for columns in (d, d, dv, dv, d, dv)),
         *_accumulator(problem, config),
-        None,
+        fake_tensor(Int32, None, align_bytes=4) if problem.deterministic else None,
         _cu_seqlens(problem),
         _cu_seqlens(problem),
         fake_tensor(Int32, None, align_bytes=4) if problem.has_seqused_k else None,

@@ -8,7 +8,6 @@ from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from ..blocks.bundle import Bundle
-from ..blocks.integers import select
 from ..blocks.tile_queue import DRAW_AHEAD
 from ..config import ROWS_PER_WARPGROUP
 
@@ -42,9 +41,8 @@ class BackwardProducer(Bundle):
         wave, number = Int32(0), queue.index
         while number < schedule.num_tiles:
             tile = self.kernel.tile_at(number, schedule, seqlens)
-            per_head = tile.last - tile.first
-            num_steps = per_head * self.kernel.group
-            head, m_block = tile.head_kv * self.kernel.group, tile.first
+            num_steps = (tile.last - tile.first) * self.kernel.group
+            head, m_block = self.kernel.first_visit(tile)
             if num_steps > 0:
                 self._load_q(tile, head, m_block, q_state)
                 q_state.advance()
@@ -58,9 +56,7 @@ class BackwardProducer(Bundle):
                     queue.want_next()
                 self._load(self.pipes.do, do_state, self.do, head, tile.place_q, m_block, do_state.index)
                 do_state.advance()
-                is_last_of_head = m_block == tile.last - 1
-                head += select(is_last_of_head, Int32(1), Int32(0))
-                m_block = select(is_last_of_head, tile.first, m_block + 1)
+                head, m_block = self.kernel.next_visit(tile, head, m_block)
                 if i < num_steps - 1:
                     self._load_q(tile, head, m_block, q_state)
                     q_state.advance()

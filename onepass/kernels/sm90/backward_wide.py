@@ -21,9 +21,8 @@ from cutlass import Float32, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from ..blocks import epilogue, wgmma
-from ..blocks.integers import select
 from ..blocks.layouts import rows_and_columns, transposed
-from ..blocks.ptx import add_to_global, pack
+from ..blocks.ptx import add_to_global, pack, release_increment, wait_until_equal
 from ..config import ROWS_PER_WARPGROUP
 from .backward_consumer import BackwardConsumer, Mmas, after
 from .warpgroup import WARPS, Scores
@@ -71,7 +70,7 @@ class WideConsumer(BackwardConsumer):
                 self.pipes.v.consumer_release(kv_state)  # not read here
                 self.pipes.k.consumer_wait(kv_state)
                 self.clear_keys(tile, [(self.sK[None, None, 0], 0)])
-                m_block, head = tile.first, tile.head_kv * self.kernel.group
+                head, m_block = self.kernel.first_visit(tile)
                 self.pipes.q.consumer_wait(q_state)
                 self.read_stats(self.minus_lse, q_state, 0)
                 acc_s = self.begin_s()
@@ -83,18 +82,18 @@ class WideConsumer(BackwardConsumer):
                 self.send_p(count)
                 for _ in cutlass.range(num_steps - 1, unroll=1):
                     self.clear_queries(tile, m_block, None, do_state)
-                    target = self.dq_offset(tile, head, m_block)
-                    is_last_of_head = m_block == tile.last - 1
-                    head += select(is_last_of_head, Int32(1), Int32(0))
-                    m_block = select(is_last_of_head, tile.first, m_block + 1)
+                    target = self.dq_target(tile, head, m_block)
+                    head, m_block = self.kernel.next_visit(tile, head, m_block)
                     self.dv_step(tile, m_block, target, q_state, do_state, count, True)
                     q_state.advance()
                     do_state.advance()
                     count += 1
                 self.clear_queries(tile, m_block, None, do_state)
-                self.dv_step(tile, m_block, self.dq_offset(tile, head, m_block), q_state, do_state, count, False)
+                self.dv_step(tile, m_block, self.dq_target(tile, head, m_block), q_state, do_state, count, False)
                 do_state.advance()
                 count += 1
+                if cutlass.const_expr(self.kernel.is_deterministic):
+                    self.finish_dq()
                 self.pipes.k.consumer_release(kv_state)
                 kv_state.advance()
             wave += 1
@@ -107,7 +106,7 @@ class WideConsumer(BackwardConsumer):
         self,
         tile,
         next_m_block: Int32,
-        target: Int64,
+        target: tuple,
         next_q,
         do_state,
         count: Int32,
@@ -163,7 +162,7 @@ class WideConsumer(BackwardConsumer):
             num_steps = (tile.last - tile.first) * self.kernel.group
             self.acc_dk.fill(0.0)
             if num_steps > 0:
-                m_block, head = tile.first, tile.head_kv * self.kernel.group
+                head, m_block = self.kernel.first_visit(tile)
                 self.pipes.q.consumer_wait(q_state)
                 self.read_stats(self.minus_delta, q_state, 1)
                 self.pipes.v.consumer_wait(kv_state)
@@ -180,19 +179,19 @@ class WideConsumer(BackwardConsumer):
                 self.make_ds(acc_dp)
                 self.send_ds(count)
                 for _ in cutlass.range(num_steps - 1, unroll=1):
-                    target = self.dq_offset(tile, head, m_block)
-                    is_last_of_head = m_block == tile.last - 1
-                    head += select(is_last_of_head, Int32(1), Int32(0))
-                    m_block = select(is_last_of_head, tile.first, m_block + 1)
+                    target = self.dq_target(tile, head, m_block)
+                    head, m_block = self.kernel.next_visit(tile, head, m_block)
                     self.clear_queries(tile, m_block, after(q_state), do_state)
                     self.dk_step(target, q_state, do_state, count, True)
                     q_state.advance()
                     do_state.advance()
                     count += 1
-                self.dk_step(self.dq_offset(tile, head, m_block), q_state, do_state, count, False)
+                self.dk_step(self.dq_target(tile, head, m_block), q_state, do_state, count, False)
                 q_state.advance()
                 count += 1
                 self.pipes.v.consumer_release(kv_state)
+                if cutlass.const_expr(self.kernel.is_deterministic):
+                    self.finish_dq()
                 self.pipes.k.consumer_release(kv_state)
                 kv_state.advance()
             wave += 1
@@ -201,7 +200,7 @@ class WideConsumer(BackwardConsumer):
             self.store_rows(tile, self.acc_dk, self.mdK, self.softmax_scale)
 
     @cute.jit
-    def dk_step(self, target: Int64, q_state, next_do, count: Int32, has_next: cutlass.Constexpr[bool]):
+    def dk_step(self, target: tuple, q_state, next_do, count: Int32, has_next: cutlass.Constexpr[bool]):
         """Begins and ends with dS and nothing in flight."""
         self.issue_dk(q_state)
         if cutlass.const_expr(has_next):
@@ -254,27 +253,40 @@ class WideConsumer(BackwardConsumer):
         wgmma.issue(self.mmas.dq, acc_dq, a, b, False)
         return acc_dq
 
+    def dq_target(self, tile, head: Int32, m_block: Int32) -> tuple:
+        """Number of a query block, and how many tiles add to its dQ before this one."""
+        return self.kernel.m_block_number(self.accumulator, tile, head, m_block), self.turn_of(tile, m_block)
+
     @cute.jit
-    def add_pieces(self, target: Int64, count: Int32, first: cutlass.Constexpr[int]):
-        """This warpgroup's pieces of a dQ to global memory, the next one's GEMM beside it."""
+    def add_pieces(self, target: tuple, count: Int32, first: cutlass.Constexpr[int]):
+        """This warpgroup's pieces of a dQ to global memory, the next one's GEMM beside it; see add_dq for the turn."""
+        number, turn = target
         accs = [self.issue_piece(count, piece) for piece in range(first, self.end_piece(first))]
+        if cutlass.const_expr(self.kernel.is_deterministic):
+            self.finish_dq()
+            self.unfinished[0] = (number * self.num_warpgroups + self.wg) * WARPS + self.thread // 32
+            wait_until_equal(self.accumulator.turns.iterator + self.unfinished[0], turn)
         for i in cutlass.range_constexpr(len(accs)):
             warpgroup.wait_group(len(accs) - 1 - i)
-            self.add_piece(accs[i], target, first + i)
+            self.add_piece(accs[i], number, first + i)
 
     @cute.jit
-    def dq_offset(self, tile, head: Int32, m_block: Int32) -> Int64:
-        """Where this thread's values of a dQ's piece 0 are in the accumulator: [piece][warp][vector][lane]."""
-        number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
+    def finish_dq(self):
+        """Give the turn to the next tile: after the additions of all lanes, which a step ago were on their way."""
+        cute.arch.sync_warp()
+        if self.lane == 0:
+            if self.unfinished[0] >= 0:
+                release_increment(self.accumulator.turns.iterator + self.unfinished[0])
+        self.unfinished[0] = Int32(-1)
+
+    @cute.jit
+    def add_piece(self, acc_dq: cute.Tensor, number: Int32, piece: cutlass.Constexpr[int]):
+        """dq_accum += a piece, laid out as [piece][warp][vector][lane]: 16 bytes a thread, 512 in a row a warp."""
         values = self.tile_m * PIECE // WARPS  # of a warp
-        return Int64(number) * (self.tile_m * self.kernel.head_dim) + (
-            self.thread // 32 * values + self.thread % 32 * 4
+        offset = Int64(number) * (self.tile_m * self.kernel.head_dim) + (
+            piece * PIECE * self.tile_m + self.thread // 32 * values + self.lane * 4
         )
-
-    @cute.jit
-    def add_piece(self, acc_dq: cute.Tensor, target: Int64, piece: cutlass.Constexpr[int]):
-        """dq_accum += a piece: 16 bytes a thread, 512 in a row a warp."""
-        start = self.accumulator.dq.iterator + (target + piece * PIECE * self.tile_m)
+        start = self.accumulator.dq.iterator + offset
         for i in cutlass.range_constexpr(0, cute.size(acc_dq), 4):
             add_to_global(start + i * 32, [acc_dq[i + c] for c in range(4)])
 

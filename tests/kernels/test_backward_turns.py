@@ -1,0 +1,231 @@
+"""Deterministic backward: tiles of keys add to a block of dQ in ascending order, and nobody waits for ever.
+
+A model of the Hopper backward on Python ints: thread blocks go through tiles of keys, tiles through query blocks, and
+every addition waits for its turn. Order, turns and numbering are the kernel's own functions. Run as a program it prints
+what the order costs.
+"""
+
+import heapq
+import itertools
+import random
+from typing import NamedTuple
+
+import pytest
+
+from onepass.kernels.blocks import tile_scheduler
+from onepass.kernels.blocks.block_range import first_key_block, following_query_block, query_blocks
+from onepass.kernels.blocks.integers import ceil_div
+from onepass.kernels.sm90.backward_launch import IN_STEP
+
+# Time of the model: a step; from a tile's last addition until it is complete; from giving a turn until another thread
+# block sees it; the rest of a tile's end.
+STEP, COMPLETE, SEEN, STORE = 10, 6, 3, 5
+
+
+class Case(NamedTuple):
+    seqlen_q: int
+    seqlen_k: int
+    left: int | None
+    right: int | None
+    tile_m: int
+    tile_n: int
+    group: int
+
+    @property
+    def geometry(self):
+        return self.seqlen_q, self.seqlen_k, self.left, self.right
+
+
+def visits(case, n_block, head_kv, in_turns=True):
+    """(query head, query block) of a tile in the kernel's order."""
+    start = n_block * case.tile_n
+    first, _, _, last = query_blocks(start, start + case.tile_n, *case.geometry, case.tile_m)
+    head, m_block = head_kv * case.group, last - 1 if in_turns else first
+    for _ in range((last - first) * case.group):
+        yield head, m_block
+        head, m_block = following_query_block(head, m_block, head_kv * case.group, case.group, first, last, in_turns)
+
+
+def steps_of(case, n_block, head_kv, entry, in_turns=True):
+    """((counter of the block, turn), ...) of a tile."""
+    return [
+        ((entry, head, i), n_block - first_key_block(i * case.tile_m, *case.geometry, case.tile_n))
+        for head, i in visits(case, n_block, head_kv, in_turns)
+    ]
+
+
+def padded_tiles(case, heads_kv, batch, section, used=None, in_turns=True):
+    """Tiles by number. Args: used: valid keys of each batch entry."""
+    blocks = ceil_div(case.seqlen_k, case.tile_n)
+    last = tile_scheduler.heads_in_last_section(heads_kv * batch, section)
+    divisors = tile_scheduler.Divisors(blocks * section, section, last, heads_kv)
+    tiles = []
+    for number in range(blocks * heads_kv * batch):
+        coord = tile_scheduler.tile_coord(number, divisors, blocks, batch)
+        of_entry = case if used is None else case._replace(seqlen_k=used[coord.batch])
+        tiles.append(steps_of(of_entry, blocks - 1 - coord.m_block, coord.head, coord.batch, in_turns))
+    return tiles
+
+
+def packed_tiles(case, lengths, heads_kv):
+    """Args: lengths: (queries, keys) of each sequence."""
+    tiles = []
+    for sequence, (queries, keys) in enumerate(lengths):
+        of_sequence = case._replace(seqlen_q=queries, seqlen_k=keys)
+        blocks = ceil_div(keys, case.tile_n)
+        for number in range(blocks * heads_kv):
+            m_block, head = tile_scheduler.packed_coord(number, blocks, heads_kv, True)
+            tiles.append(steps_of(of_sequence, blocks - 1 - m_block, head, sequence))
+    return tiles
+
+
+def run(tiles, num_ctas, is_dynamic, in_turns=True, jitter=None):
+    """Steps until all tiles are done; AssertionError if some wait for ever, or twice for one turn."""
+    num_ctas = min(num_ctas, len(tiles))
+    counts, waiting, drawn = {}, {}, itertools.count(num_ctas)
+
+    def thread_block(cta):
+        """Yields a time to pass or a turn to wait for."""
+        number, unfinished = cta, None
+        for wave in itertools.count(1):
+            if number >= len(tiles):
+                return
+            for key, turn in tiles[number]:
+                yield STEP + (jitter() if jitter else 0)
+                if unfinished is not None:
+                    give(unfinished)
+                if in_turns:
+                    yield key, turn
+                unfinished = key
+            if unfinished is not None:
+                yield COMPLETE
+                give(unfinished)
+                unfinished = None
+            yield STORE
+            number = next(drawn) if is_dynamic else tile_scheduler.tile_number(cta, wave, num_ctas)
+
+    def give(key):
+        counts[key] = counts.get(key, 0) + 1
+        if (key, counts[key]) in waiting:
+            heapq.heappush(events, (now + SEEN, waiting.pop((key, counts[key]))))
+
+    blocks = [thread_block(cta) for cta in range(num_ctas)]
+    events, now = [(0, cta) for cta in range(num_ctas)], 0
+    while events:
+        now, cta = heapq.heappop(events)
+        for event in blocks[cta]:
+            if isinstance(event, int):
+                heapq.heappush(events, (now + event, cta))
+                break
+            key, turn = event
+            assert counts.get(key, 0) <= turn, event
+            assert event not in waiting, event
+            if counts.get(key, 0) < turn:
+                waiting[event] = cta
+                break
+    assert not waiting, f"deadlock: {len(waiting)} thread blocks wait"
+    assert sum(counts.values()) == sum(map(len, tiles))
+    return now / STEP
+
+
+# ---------------------------------------------------------------- turns
+
+BOUNDS = (None, 0, 1, 3, 9)
+LENGTHS = (1, 3, 4, 7, 12, 13)
+
+
+@pytest.mark.parametrize(("tile_m", "tile_n"), [(4, 4), (6, 4), (4, 6), (2, 8), (8, 2)])
+def test_turns_count_the_tiles_before(tile_m, tile_n):
+    """Of the tiles that visit a block, in ascending order, the turns are 0, 1, 2, ...; padding has no part in it."""
+    for seqlen_q, used, left, right in itertools.product(LENGTHS, (0, 1, 4, 5, 11, 16, 29), BOUNDS, BOUNDS):
+        for num_blocks in (ceil_div(used, tile_n), ceil_div(used, tile_n) + 2):
+            case = Case(seqlen_q, used, left, right, tile_m, tile_n, 1)
+            turns = {}
+            for n_block in range(num_blocks):
+                for (_, _, m_block), turn in steps_of(case, n_block, 0, 0):
+                    assert 0 <= m_block < ceil_div(seqlen_q, tile_m), case
+                    turns.setdefault(m_block, []).append(turn)
+            for m_block, of_block in turns.items():
+                assert of_block == list(range(len(of_block))), (case, m_block)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_every_head_and_block_is_visited_once(group, in_turns):
+    for seqlen_q, seqlen_k, left, right in itertools.product(LENGTHS, LENGTHS, BOUNDS, BOUNDS):
+        case = Case(seqlen_q, seqlen_k, left, right, 4, 6, group)
+        for n_block in range(ceil_div(seqlen_k, 6)):
+            first, _, _, last = query_blocks(n_block * 6, n_block * 6 + 6, *case.geometry, 4)
+            visited = list(visits(case, n_block, 2, in_turns))
+            blocks = range(first, last)[:: -1 if in_turns else 1]
+            heads = range(2 * group, 3 * group)
+            expected = [(h, i) for i in blocks for h in heads] if in_turns else list(itertools.product(heads, blocks))
+            assert visited == expected, case
+
+
+# ---------------------------------------------------------------- deadlock
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("num_ctas", [1, 2, 3, 7, 64])
+def test_no_deadlock(num_ctas, is_dynamic):
+    rng = random.Random(num_ctas)
+    for seqlen_q, seqlen_k, left, right in itertools.product((3, 12, 25), (5, 16, 41), (None, 0, 9), (None, 0, 9)):
+        case = Case(seqlen_q, seqlen_k, left, right, 4, 6, rng.choice((1, 2)))
+        heads, batch = rng.choice(((1, 1), (3, 1), (2, 3)))
+        used = [rng.randint(0, seqlen_k) for _ in range(batch)]
+        for section in {1, 2, heads * batch}:
+            if section <= heads * batch:
+                run(padded_tiles(case, heads, batch, section), num_ctas, is_dynamic)
+                tiles = padded_tiles(case, heads, batch, section, used)
+                run(tiles, num_ctas, is_dynamic, jitter=lambda: rng.randint(0, 30))
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("num_ctas", [1, 3, 10, 64])
+def test_no_deadlock_in_packed_sequences(num_ctas, is_dynamic):
+    rng = random.Random(num_ctas)
+    for left, right, group in itertools.product((None, 5), (None, 0), (1, 3)):
+        lengths = [(rng.randint(0, 30), rng.randint(0, 40)) for _ in range(12)]
+        tiles = packed_tiles(Case(0, 0, left, right, 4, 6, group), lengths, 2)
+        run(tiles, num_ctas, is_dynamic, jitter=lambda: rng.randint(0, 30))
+
+
+def test_the_model_sees_a_deadlock():
+    """The reverse order makes tiles wait for higher numbers, which nobody may be left to compute."""
+    case = Case(24, 24, None, None, 4, 6, 1)
+    tiles = [[(key, 3 - turn) for key, turn in tile] for tile in padded_tiles(case, 2, 1, 1)]
+    run(tiles, 8, False)
+    with pytest.raises(AssertionError, match="deadlock"):
+        run(tiles, 3, False)
+
+
+# ---------------------------------------------------------------- cost
+
+
+def cost(seqlen, left, right, heads_q, group, num_ctas=132):
+    """Steps (as the kernel is launched by default) without and with turns; 16384 tokens."""
+    case = Case(seqlen, seqlen, left, right, 64, 128, group)
+    heads, batch = heads_q // group, max(1, 16384 // seqlen)
+    is_growing = right is not None and left is None
+    bytes_per_head = seqlen * group * 1024
+    common = heads * batch, ceil_div(seqlen, 128), num_ctas, bytes_per_head
+    section = tile_scheduler.heads_per_section(*common, is_growing, is_growing)
+    steps = run(padded_tiles(case, heads, batch, section, in_turns=False), num_ctas, is_growing, False)
+    section = tile_scheduler.heads_per_section(*common, True, True, ceil_div(num_ctas, IN_STEP))
+    return steps, run(padded_tiles(case, heads, batch, section), num_ctas, True)
+
+
+@pytest.mark.parametrize(("left", "right", "most"), [(None, 0, 1.08), (None, None, 1.05), (512, 0, 1.1)])
+@pytest.mark.parametrize("group", [1, 4])
+def test_turns_cost_little(left, right, most, group):
+    free, in_turns = cost(2048, left, right, 16, group)
+    assert in_turns < most * free, (free, in_turns)
+
+
+if __name__ == "__main__":
+    for seqlen, (left, right), group in itertools.product(
+        (2048, 8192, 16384), ((None, 0), (None, None), (1024, 0)), (1, 4)
+    ):
+        free, in_turns = cost(seqlen, left, right, 16, group)
+        print(f"{seqlen:6} window {left}, {right}, group {group}: {free:.0f} -> {in_turns:.0f} ({in_turns / free:.3f})")
