@@ -37,7 +37,13 @@ OPTIONS = {
     },
 }
 PROBLEMS = {f"{d} {name}": problem(d, d, **options) for d in (64, 128) for name, options in OPTIONS.items()}
-PROBLEMS |= {f"{d}/{dv}": problem(d, dv) for d, dv in ((64, 128), (128, 64), (96, 96))}
+PROBLEMS |= {f"{d}/{dv}": problem(d, dv) for d, dv in ((64, 128), (128, 64), (96, 96), (192, 128))}
+PROBLEMS |= {f"{d} deterministic": problem(d, d, deterministic=True) for d in (64, 128)}
+PROBLEMS |= {
+    f"{d} {name}": problem(d, d, **OPTIONS[name])
+    for d in (192, 256)
+    for name in ("full", "causal", "seqused", "float16 packed seqused GQA window softcap")
+}
 
 
 @pytest.mark.parametrize("asked", PROBLEMS.values(), ids=PROBLEMS)
@@ -48,8 +54,10 @@ def test_machine_code(asked):
     assert code.serialized == ""
     assert code.spills == 0
     assert code.count("HGMMA") > 0
-    assert code.count("UTMALDG") >= 2 * config.num_warpgroups + 2  # K and V by halves, Q, dO by TMA
-    assert code.count("UBLKRED") > 0  # dQ to global memory, each warp its part at once
+    assert code.count("UTMALDG") >= 2 * config.key_tiles + 2  # K and V in tiles of 64, Q, dO by TMA
+    # dQ to global memory: each warp its part at once, or each thread its values
+    assert code.count("UBLKRED") > 0 or config.by_gradient
+    assert code.count("RED") > 0 or not config.by_gradient
     assert code.count("USETMAXREG") == 2  # registers move from the producer to the consumers
     assert code.count(r"STG\.E\.128") > 0
     assert code.count(r"WARPGROUP\.ARRIVE") < code.count("HGMMA")  # serialised, each would have its own
@@ -59,7 +67,7 @@ def test_machine_code(asked):
 def test_all_configurations_are_among_them():
     """Of the problems that the kernel takes, by all that a configuration may depend on."""
     shipped = {heuristics.backward_config(asked) for asked in PROBLEMS.values()}
-    for d, dv in ((64, 64), (64, 128), (128, 64), (128, 128)):
+    for d, dv in ((64, 64), (64, 128), (128, 64), (128, 128), (192, 128), (256, 256)):
         for mask in (FULL, CAUSAL, Mask(64, 64), Mask(64, 0)):
             for options in ({}, {"softcap": 30.0}, {"is_packed": True}, {"softcap": 30.0, "is_packed": True}):
                 for seqlen in (1, 512, 2**20):
@@ -69,12 +77,12 @@ def test_all_configurations_are_among_them():
 
 @pytest.mark.parametrize("has_dlse", [False, True])
 @pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
 def test_rows_before_and_after(head_dim, is_packed, has_dlse):
     asked = problem(head_dim, head_dim, is_packed=is_packed)
     preprocess, main, postprocess = backward_launch.compile_requests(asked, has_dlse)
     assert main[0] == "backward"
-    for _, _, arch, trace in (preprocess, *([] if has_dlse else [postprocess])):
+    for _, _, arch, trace in (preprocess, postprocess)[: 1 if has_dlse else 2]:
         code = machine_code.read(arch, trace)
         assert code.spills == 0
         assert code.count(r"LDG\.E\.128") > 0

@@ -29,8 +29,8 @@ from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
 from ..blocks.named_barrier import NamedBarrier
 from ..blocks.plain_rows import soft_cap
 from ..blocks.ptx import bulk_add_to_global, pack, pack_pair, release_increment, unpack_pair, wait_until_equal
-from ..config import ROWS_PER_WARPGROUP
 from ..blocks.tile_scheduler import LANES
+from ..config import ROWS_PER_WARPGROUP
 from .warpgroup import WARPGROUP, WARPS, Scores
 
 # A score whose softcap has no slope any more; finite, for softmax_scale may be 0 there.
@@ -197,23 +197,31 @@ class BackwardConsumer(Bundle):
         self.pipes.do.consumer_wait(do_state)
         if cutlass.const_expr(has_previous):
             acc_dq = self.issue_dq(ds_count - 1)
-        acc_dp = self.issue_dp(do_state)
+        # with a softcap, for which registers are short: those of delta become those of dP
+        if cutlass.const_expr(self.is_capped):
+            self.read_stats(self.minus_delta, q_state, 1)
+        acc_dp = self.issue_dp(do_state, self.is_capped)
         self.issue_dv(do_state)
         if cutlass.const_expr(has_previous):
             warpgroup.wait_group(2)
             self.write_dq(acc_dq)
-        # before they are needed, because shared memory answers late while GEMMs read it; registers permitting
+        # before they are needed, because shared memory answers late while GEMMs read it; registers permitting: of 128
+        # queries those of the second half, which are needed last, come once P is free
         reads_early = cutlass.const_expr(has_next and self.tile_m == 64 and not self.is_capped)
-        self.read_stats(self.minus_delta, q_state, 1)
+        if cutlass.const_expr(not self.is_capped):
+            self.read_stats(self.minus_delta, q_state, 1, 0, 64)
         if cutlass.const_expr(reads_early):
             self.pipes.q.consumer_wait(next_q)
             self.read_stats(self.minus_lse, next_q, 0)
         warpgroup.wait_group(0)
+        if cutlass.const_expr(not self.is_capped):
+            self.read_stats(self.minus_delta, q_state, 1, 64)
         self.pipes.do.consumer_release(do_state)
-        self.make_ds(acc_dp)
+        self.make_ds(acc_dp, self.is_capped)
         if cutlass.const_expr(has_next):
             if cutlass.const_expr(not reads_early):
                 self.pipes.q.consumer_wait(next_q)
+            if cutlass.const_expr(not reads_early and not self.is_capped):
                 self.read_stats(self.minus_lse, next_q, 0)
             acc_s = self.begin_s()
         self.wait_for_turn()
@@ -228,6 +236,8 @@ class BackwardConsumer(Bundle):
         if cutlass.const_expr(has_previous):
             self.add_dq(target, turn)
         if cutlass.const_expr(has_next):
+            if cutlass.const_expr(self.is_capped):
+                self.read_stats(self.minus_lse, next_q, 0)
             warpgroup.wait_group(1)
             self.make_p(acc_s, tile, next_m_block)
         warpgroup.wait_group(0)
@@ -287,12 +297,19 @@ class BackwardConsumer(Bundle):
     # Accumulators that begin at zero are new registers each time: an old one would be an operand, and kept until then.
 
     @cute.jit
-    def read_stats(self, target: cute.Tensor, q_state, which: cutlass.Constexpr[int]):
-        """-lse (0) or -delta (1) of this thread's queries, four of each sixteen columns, see `stats_position`."""
+    def read_stats(
+        self,
+        target: cute.Tensor,
+        q_state,
+        which: cutlass.Constexpr[int],
+        first: cutlass.Constexpr[int] = 0,
+        end: cutlass.Constexpr[int] = 128,
+    ):
+        """-lse (0) or -delta (1) of this thread's queries among [first, end), four of each sixteen, `stats_position`."""
         count = self.tile_m // 16
         source = cute.domain_offset((which * self.tile_m + 4 * self.lane_in_quad,), self.sStats[None, q_state.index])
         source = cute.make_tensor(source.iterator.align(16), cute.make_layout((4, count), stride=(1, 16)))
-        for j in cutlass.range_constexpr(count):
+        for j in cutlass.range_constexpr(first // 16, min(end // 16, count)):
             cute.autovec_copy(source[None, j], target[None, j])
 
     @cute.jit
@@ -310,9 +327,13 @@ class BackwardConsumer(Bundle):
         wgmma.issue(self.mmas.s, acc_s, self.rK, self.rQ[None, None, None, q_state.index], not self.is_capped)
 
     @cute.jit
-    def issue_dp(self, do_state) -> cute.Tensor:
+    def issue_dp(self, do_state, minus_delta: cutlass.Constexpr[bool] = False) -> cute.Tensor:
+        """dP, or dP - delta."""
         acc_dp = cute.make_rmem_tensor(self.shape_s, Float32)
-        wgmma.issue(self.mmas.dp, acc_dp, self.rV, self.rdO[None, None, None, do_state.index], False)
+        if cutlass.const_expr(minus_delta):
+            for i in cutlass.range_constexpr(cute.size(acc_dp)):
+                acc_dp[i] = of_column(self.minus_delta, i)
+        wgmma.issue(self.mmas.dp, acc_dp, self.rV, self.rdO[None, None, None, do_state.index], minus_delta)
         return acc_dp
 
     @cute.jit
@@ -371,12 +392,17 @@ class BackwardConsumer(Bundle):
             mask.apply_to_keys(scores, keys, m_start, self.lane_in_quad, tile.geometry, hidden)
 
     @cute.jit
-    def make_ds(self, acc_dp: cute.Tensor):
-        """dS = P (dP - delta), rounded to 16 bits."""
+    def make_ds(self, acc_dp: cute.Tensor, minus_delta: cutlass.Constexpr[bool] = False):
+        """dS = P (dP - delta), rounded to 16 bits.
+
+        Args: minus_delta: as for `issue_dp`.
+        """
         source = self.capped_words if cutlass.const_expr(self.is_capped) else self.p_words
         for i in cutlass.range_constexpr(cute.size(self.ds_words)):
             p = unpack_pair(source[i], self.kernel.dtype)
-            dp = [acc_dp[2 * i + c] + of_column(self.minus_delta, 2 * i + c) for c in range(2)]
+            dp = [acc_dp[2 * i + c] for c in range(2)]
+            if cutlass.const_expr(not minus_delta):
+                dp = [dp[c] + of_column(self.minus_delta, 2 * i + c) for c in range(2)]
             self.ds_words[i] = pack_pair(p[0] * dp[0], p[1] * dp[1], self.kernel.dtype)
 
     @cute.jit
