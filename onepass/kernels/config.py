@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ast import literal_eval
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from ..errors import UnsupportedError
 from ..problem import AttentionProblem
@@ -13,6 +13,8 @@ HEAD_DIM_TILES = (64, 96, 128, 192, 256)
 ROWS_PER_WARPGROUP = 64  # the M of a wgmma
 SMEM_BYTES = 227 * 1024  # of a Hopper thread block
 MAX_RESCALE_THRESHOLD = 15.0
+DS_BUFFERS = 2  # of the backward
+STAT_ROWS = 2  # lse and delta of a query
 # Registers of a producer and of a consumer thread, by number of consumer warpgroups. A launch gives every thread the
 # same multiple of 8, of 64 Ki in all; setmaxnreg only moves them (asking for more than are there waits forever).
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
@@ -23,8 +25,38 @@ def head_dim_tile(head_dim: int) -> int:
     return next(tile for tile in HEAD_DIM_TILES if tile >= head_dim)
 
 
+Config = TypeVar("Config", bound="LaunchConfig")
+
+
 @dataclass(frozen=True)
-class ForwardConfig:
+class LaunchConfig:
+    """What the configurations of all kernels have in common: fields of plain types, and a text that holds them.
+
+    Raises: TypeError for a value of another type than its field's.
+    """
+
+    # All fields as "name=value ...", which is how a torch operator takes a configuration. Not a field, and made at
+    # once: torch.compile can read it from a configuration that exists already, but not put it together.
+    text: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "float" and type(value) is int:
+                value = float(value)
+                object.__setattr__(self, field.name, value)
+            if type(value).__name__ not in str(field.type).replace("None", "NoneType").split(" | "):
+                raise TypeError(f"{field.name}: expected {field.type}, got {value!r}")
+        object.__setattr__(self, "text", " ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)))
+
+    @classmethod
+    def from_text(cls: type[Config], text: str) -> Config:
+        """The configuration whose `text` this is."""
+        return cls(**{name: literal_eval(value) for name, value in (pair.split("=") for pair in text.split())})
+
+
+@dataclass(frozen=True)
+class ForwardConfig(LaunchConfig):
     """How one forward launch on Hopper is tiled and overlapped: speed and summation order, never what is asked for.
 
     Attributes:
@@ -74,25 +106,6 @@ class ForwardConfig:
     cluster_size: int = 1
     dynamic_tiles: bool = False
     pack_gqa: bool = False
-
-    # All fields as "name=value ...", which is how a torch operator takes a configuration. Not a field, and made at
-    # once: torch.compile can read it from a configuration that exists already, but not put it together.
-    text: ClassVar[str]
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "float" and type(value) is int:
-                value = float(value)
-                object.__setattr__(self, field.name, value)
-            if type(value).__name__ not in str(field.type).replace("None", "NoneType").split(" | "):
-                raise TypeError(f"{field.name}: expected {field.type}, got {value!r}")
-        object.__setattr__(self, "text", " ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)))
-
-    @classmethod
-    def from_text(cls, text: str) -> ForwardConfig:
-        """The configuration whose `text` this is."""
-        return cls(**{name: literal_eval(value) for name, value in (pair.split("=") for pair in text.split())})
 
     @property
     def tile_m(self) -> int:
@@ -179,15 +192,17 @@ class ForwardConfig:
 
 
 @dataclass(frozen=True)
-class BackwardConfig:
+class BackwardConfig(LaunchConfig):
     """How one backward launch on Hopper is tiled and overlapped.
 
     Attributes:
         tile_m: query rows of one step of the main loop, 64 or 128.
         by_gradient: one warpgroup has dV and the other dK, of the same 64 keys; else each has both, of 64 keys of its own.
+        num_warpgroups: consumer warpgroups: 2.
         q_stages, do_stages: buffers for Q and for dO.
         pingpong: warpgroups take turns with the tensor cores, so that one's exponentials hide behind another's GEMMs.
-        longest_first: number the tiles of keys by length (only meaningful where they differ), in L2-sized sections of heads.
+        longest_first: number the tiles of keys by length (only meaningful where they differ), in L2-sized sections of
+            heads.
         dynamic_tiles: thread blocks draw their tiles from a queue instead of taking every so many-th one.
     """
 
@@ -228,5 +243,45 @@ class BackwardConfig:
     def consumer_warps(self) -> int:
         return 4 * self.num_warpgroups
 
+    def smem_bytes(self, problem: AttentionProblem) -> int:
+        """Shared memory of a thread block: what `BackwardSm90.kernel` allocates, in its order."""
+        d, dv = self.head_dims(problem)
+        kv = self.tile_n * (d + dv)
+        q_do = self.tile_m * (self.q_stages * d + self.do_stages * dv)
+        ds = DS_BUFFERS * self.tile_n * self.tile_m
+        p, dq = (self.tile_n * self.tile_m, 0) if self.by_gradient else (0, self.tile_m * d)
+        stats = self.q_stages * STAT_ROWS * self.tile_m
+        # full and empty of K, V and each buffer of Q and dO; a slot with both in the queue of tiles; full of dS and of P
+        barriers = 2 * (2 + self.q_stages + self.do_stages) + (3 if self.dynamic_tiles else 0) + 2 * DS_BUFFERS
+        return 2 * (kv + q_do + ds + p) + 4 * (dq + stats) + 8 * barriers
+
+    def accumulator_registers(self, problem: AttentionProblem) -> int:
+        """Registers of a consumer thread for dK, dV, S or dP, P (with a softcap also times its slope) and dS."""
+        d, dv = self.head_dims(problem)
+        words = self.tile_m // 4 * (2 if problem.softcap is None else 3)
+        return (max(d, dv) if self.by_gradient else d + dv) // 2 + self.tile_m // 2 + words
+
     def check(self, problem: AttentionProblem) -> None:
         """Raises: UnsupportedError, naming the bound, what is needed and what there is."""
+        if self.num_warpgroups != 2:  # each has a half of dQ, or of the gradients
+            raise UnsupportedError(f"num_warpgroups: expected 2, got {self.num_warpgroups}")
+        if self.tile_m not in (64, 128):
+            raise UnsupportedError(f"tile_m: expected 64 or 128, got {self.tile_m}")
+        if self.by_gradient and self.tile_m != 64:
+            raise UnsupportedError(f"tile_m: expected 64 with by_gradient, got {self.tile_m}")
+        if self.q_stages < 2:
+            raise UnsupportedError(
+                f"q_stages: expected 2 or more, for S of the next block is issued before Q is free, got {self.q_stages}"
+            )
+        if self.do_stages < 1:
+            raise UnsupportedError(f"do_stages: expected 1 or more, got {self.do_stages}")
+        if max(problem.head_dim, problem.head_dim_v) > 128 and not self.by_gradient:
+            got = f"{problem.head_dim} and {problem.head_dim_v}"
+            raise UnsupportedError(f"head_dim: expected up to 128 without by_gradient, got {got}")
+        needed = self.smem_bytes(problem)
+        if needed > SMEM_BYTES:
+            raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {SMEM_BYTES}")
+        registers, available = self.accumulator_registers(problem), REGISTERS[self.num_warpgroups][1]
+        if registers > available - 32:
+            needs = f"{self} needs {registers} for dK, dV, S, P and dS"
+            raise UnsupportedError(f"registers: {needs}, a thread has {available} and addresses take 32 of them")

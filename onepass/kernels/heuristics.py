@@ -151,6 +151,7 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > 128:
         return BackwardConfig(by_gradient=True, dynamic_tiles=is_dynamic)
-    if widest > 64:
+    # the slopes of a softcap take the registers of the larger tile
+    if widest > 64 or problem.softcap is not None:
         return BackwardConfig(q_stages=3, dynamic_tiles=is_dynamic)
     return BackwardConfig(tile_m=128, q_stages=3, dynamic_tiles=is_dynamic)

@@ -23,11 +23,13 @@ class MachineCode(NamedTuple):
         opcodes: how often each SASS instruction occurs, full name with its dots.
         registers: 1 + the highest register that any instruction names.
         serialized: the assembler's reason for draining each wgmma by itself, or "" if it overlaps them.
+        dynamic_smem: bytes of shared memory of each launch.
     """
 
     opcodes: Counter
     registers: int
     serialized: str
+    dynamic_smem: list[int]
 
     def count(self, pattern: str) -> int:
         return sum(n for opcode, n in self.opcodes.items() if re.match(pattern, opcode))
@@ -52,7 +54,20 @@ def read(arch: str, trace: Callable[[], tuple]) -> MachineCode:
     opcodes = Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass))
     registers = 1 + max(int(n) for n in re.findall(r"\bR(\d+)\b", sass))
     reason = re.search(r"wgmma\.mma_async instructions are serialized due to (.*?) in", " ".join(output[0].split()))
-    return MachineCode(opcodes, registers, reason[1] if reason else "")
+    return MachineCode(opcodes, registers, reason[1] if reason else "", _dynamic_smem(str(compiled.ir_module)))
+
+
+def _dynamic_smem(host_code: str) -> list[int]:
+    """Bytes in the launch configurations (field 2 of cudaLaunchConfig_t) that the host's code fills in."""
+    found = []
+    config = r"!llvm\.struct<\(array<3 x i32>, array<3 x i32>, i64"
+    for function in host_code.split("llvm.func @"):  # names of values are per function
+        constants = dict(re.findall(r"(%\d+) = llvm\.mlir\.constant\((\d+) : i64\)", function))
+        fields = rf"(%\d+) = llvm\.getelementptr %\S+\[0, 2\] : \(!llvm\.ptr\) -> !llvm\.ptr, {config}"
+        for field in re.findall(fields, function):
+            stored = re.findall(rf"llvm\.store (%\d+), {field} : i64", function)
+            found += [int(constants[value]) for value in stored if value in constants]
+    return found
 
 
 @functools.lru_cache(maxsize=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import cutlass
@@ -50,10 +51,20 @@ def apply(scores: cute.Tensor, rows: list, n_start: Int32, lane_in_quad: Int32, 
 
 
 @cute.jit
-def apply_to_keys(scores: cute.Tensor, keys: list, m_start: Int32, lane_in_quad: Int32, geometry: Geometry):
+def apply_to_keys(
+    scores: cute.Tensor,
+    keys: list,
+    m_start: Int32,
+    lane_in_quad: Int32,
+    geometry: Geometry,
+    hidden: cutlass.Constexpr[float] = -math.inf,
+):
     """`apply` for scores with a key in each row and a query in each column.
 
-    Args: keys: positions of the thread's two rows; m_start: the query at the tile's column 0.
+    Args:
+        keys: positions of the thread's two rows.
+        m_start: the query at the tile's column 0.
+        hidden: what takes the place of a hidden score.
     """
     shift = geometry.seqlen_k - geometry.seqlen_q
     first_query = m_start + 2 * lane_in_quad
@@ -63,8 +74,8 @@ def apply_to_keys(scores: cute.Tensor, keys: list, m_start: Int32, lane_in_quad:
             high = minimum(high, keys[r] - shift + geometry.window_left + 1)
         high = (high if keys[r] < geometry.seqlen_k else Int32(0)) - first_query
         for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-            scores[r, c] = scores[r, c] if column_offset(c) < high else -Float32.inf
+            scores[r, c] = scores[r, c] if column_offset(c) < high else Float32(hidden)
         if cutlass.const_expr(geometry.window_right is not None):
             low = keys[r] - shift - geometry.window_right - first_query
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                scores[r, c] = scores[r, c] if column_offset(c) >= low else -Float32.inf
+                scores[r, c] = scores[r, c] if column_offset(c) >= low else Float32(hidden)

@@ -48,7 +48,7 @@ from ..blocks.packed_schedule import Lengths, PackedSchedule, used_keys
 from ..blocks.ptx import exit_if
 from ..blocks.tile_queue import TileQueue
 from ..blocks.tile_scheduler import LANES
-from ..config import REGISTERS, ROWS_PER_WARPGROUP, BackwardConfig
+from ..config import DS_BUFFERS, REGISTERS, ROWS_PER_WARPGROUP, STAT_ROWS, BackwardConfig
 from .backward_consumer import BackwardConsumer, Mmas
 from .backward_producer import BackwardProducer
 from .backward_wide import P_WORDS, WideConsumer
@@ -56,8 +56,6 @@ from .forward import Schedule, Sequences
 from .warpgroup import WARPGROUP, WARPS, Scores
 
 PRODUCER_WARP, SCHEDULER_WARP = 0, 1
-DS_BUFFERS = 2
-STAT_ROWS = 2  # lse and delta of a query
 
 
 class KeyTile(NamedTuple):
@@ -272,7 +270,7 @@ class BackwardSm90:
                 cpasync.prefetch_descriptor(atom)
 
         consumer_warps = WARPS * self.num_warpgroups
-        smem = SmemAllocator()
+        smem = SmemAllocator()  # BackwardConfig.smem_bytes counts the same
         sK, sV, sQ, sdO, sdS = (
             smem.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
             for layout in (sK_layout, sV_layout, sQ_layout, sdO_layout, sdS_layout)

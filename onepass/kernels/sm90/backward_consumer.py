@@ -14,6 +14,7 @@ Source: FlashAttention-3, arXiv:2407.08608, appendix B.1, Algorithm 3.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import cutlass
@@ -23,13 +24,17 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..blocks import epilogue, mask, wgmma
 from ..blocks.bundle import Bundle
+from ..blocks.clear_rows import clear_rows
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
 from ..blocks.named_barrier import NamedBarrier
 from ..blocks.plain_rows import soft_cap
 from ..blocks.ptx import bulk_add_to_global, pack, pack_pair, release_increment, unpack_pair, wait_until_equal
-from ..config import ROWS_PER_WARPGROUP
 from ..blocks.tile_scheduler import LANES
+from ..config import ROWS_PER_WARPGROUP
 from .warpgroup import WARPGROUP, WARPS, Scores
+
+# A score whose softcap has no slope any more; finite, for softmax_scale may be 0 there.
+FAR_BELOW = -3e38
 
 
 def after(state: pipeline.PipelineState) -> pipeline.PipelineState:
@@ -64,6 +69,9 @@ class BackwardConsumer(Bundle):
         sK, sV, sQ, sdO, sdS, sdQ, self.sStats, self.ds_full = buffers
         self.sdQ = sdQ[None, None, None, self.wg * WARPS + self.thread // LANES]
         self._make_fragments(sK, sV, sQ, sdO, sdS, self.wg)
+        # what its GEMMs read: dQ sums over the keys of all warpgroups
+        self.own_keys = [(sK[None, None, w], w * ROWS_PER_WARPGROUP) for w in range(self.num_warpgroups)]
+        self.own_keys.append((sV[None, None, self.wg], self.wg * ROWS_PER_WARPGROUP))
         # this warpgroup's part of dQ: 64 of the queries, or a part of the columns
         row_part, column_part = (self.wg, 0) if self.tile_m > ROWS_PER_WARPGROUP else (0, self.wg)
         sdS_t = cute.local_tile(transposed(sdS), (ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP), (row_part, 0, None))
@@ -84,6 +92,7 @@ class BackwardConsumer(Bundle):
 
     def _make_fragments(self, sK, sV, sQ, sdO, sdS, tile_of_keys):
         """Operands and accumulators but those of dQ, for one of the tiles of 64 keys in sK and sV."""
+        self.sK, self.sV, self.sQ, self.sdO = sK, sV, sQ, sdO
         kernel, mmas = self.kernel, self.mmas
         s, dp, dv, dk = (mma.get_slice(self.thread) for mma in mmas[:4])
         self.rK = mmas.s.make_fragment_A(s.partition_A(sK))[None, None, None, tile_of_keys]
@@ -128,8 +137,9 @@ class BackwardConsumer(Bundle):
             if num_steps > 0:
                 self.pipes.k.consumer_wait(kv_state)
                 self.pipes.v.consumer_wait(kv_state)
+                self.clear_keys(tile, self.own_keys)
                 head, m_block = self.kernel.first_visit(tile)
-                target, turn = Int64(0), self.turn_of(tile, m_block)
+                target, turn = Int32(0), self.turn_of(tile, m_block)
                 self.pipes.q.consumer_wait(q_state)
                 self.read_stats(self.minus_lse, q_state, 0)
                 acc_s = self.begin_s()
@@ -137,21 +147,23 @@ class BackwardConsumer(Bundle):
                 warpgroup.wait_group(0)
                 self.make_p(acc_s, tile, m_block)
                 for i in cutlass.range(num_steps - 1, unroll=1):
+                    self.clear_queries(tile, m_block, q_state, do_state)
                     _, next_m_block = self.kernel.next_visit(tile, head, m_block)
                     if i == 0:
                         self.step(tile, next_m_block, target, turn, q_state, do_state, ds_count, False, True)
                     else:
                         self.step(tile, next_m_block, target, turn, q_state, do_state, ds_count, True, True)
-                    target, turn = self.dq_offset(tile, head, m_block), self.turn_of(tile, m_block)
+                    target, turn = self.dq_part(tile, head, m_block), self.turn_of(tile, m_block)
                     head, m_block = self.kernel.next_visit(tile, head, m_block)
                     q_state.advance()
                     do_state.advance()
                     ds_count += 1
+                self.clear_queries(tile, m_block, q_state, do_state)
                 if num_steps == 1:
                     self.step(tile, m_block, target, turn, q_state, do_state, ds_count, False, False)
                 else:
                     self.step(tile, m_block, target, turn, q_state, do_state, ds_count, True, False)
-                self.last_dq(self.dq_offset(tile, head, m_block), self.turn_of(tile, m_block), ds_count)
+                self.last_dq(self.dq_part(tile, head, m_block), self.turn_of(tile, m_block), ds_count)
                 q_state.advance()
                 do_state.advance()
                 ds_count += 1
@@ -168,7 +180,7 @@ class BackwardConsumer(Bundle):
         self,
         tile,
         next_m_block: Int32,
-        target: Int64,
+        target: Int32,
         turn: Int32,
         q_state,
         do_state,
@@ -179,29 +191,37 @@ class BackwardConsumer(Bundle):
         """A query block. It begins and ends with P and nothing in flight: ptxas, which does not follow GEMMs around a
         loop, would serialise all of them.
 
-        Args: target, turn: where the dQ of the block before goes, and when.
+        Args: target, turn: the part of the accumulator to which the dQ of the block before is added, and when.
         """
         next_q = after(q_state)
         self.pipes.do.consumer_wait(do_state)
         if cutlass.const_expr(has_previous):
             acc_dq = self.issue_dq(ds_count - 1)
-        acc_dp = self.issue_dp(do_state)
+        # with a softcap, for which registers are short: those of delta become those of dP
+        if cutlass.const_expr(self.is_capped):
+            self.read_stats(self.minus_delta, q_state, 1)
+        acc_dp = self.issue_dp(do_state, self.is_capped)
         self.issue_dv(do_state)
         if cutlass.const_expr(has_previous):
             warpgroup.wait_group(2)
             self.write_dq(acc_dq)
-        # before they are needed, because shared memory answers late while GEMMs read it; registers permitting
-        reads_early = cutlass.const_expr(has_next and self.tile_m == 64)
-        self.read_stats(self.minus_delta, q_state, 1)
+        # before they are needed, because shared memory answers late while GEMMs read it; registers permitting: of 128
+        # queries those of the second half, which are needed last, come once P is free
+        reads_early = cutlass.const_expr(has_next and self.tile_m == 64 and not self.is_capped)
+        if cutlass.const_expr(not self.is_capped):
+            self.read_stats(self.minus_delta, q_state, 1, 0, 64)
         if cutlass.const_expr(reads_early):
             self.pipes.q.consumer_wait(next_q)
             self.read_stats(self.minus_lse, next_q, 0)
         warpgroup.wait_group(0)
+        if cutlass.const_expr(not self.is_capped):
+            self.read_stats(self.minus_delta, q_state, 1, 64)
         self.pipes.do.consumer_release(do_state)
-        self.make_ds(acc_dp)
+        self.make_ds(acc_dp, self.is_capped)
         if cutlass.const_expr(has_next):
             if cutlass.const_expr(not reads_early):
                 self.pipes.q.consumer_wait(next_q)
+            if cutlass.const_expr(not reads_early and not self.is_capped):
                 self.read_stats(self.minus_lse, next_q, 0)
             acc_s = self.begin_s()
         self.wait_for_turn()
@@ -216,13 +236,15 @@ class BackwardConsumer(Bundle):
         if cutlass.const_expr(has_previous):
             self.add_dq(target, turn)
         if cutlass.const_expr(has_next):
+            if cutlass.const_expr(self.is_capped):
+                self.read_stats(self.minus_lse, next_q, 0)
             warpgroup.wait_group(1)
             self.make_p(acc_s, tile, next_m_block)
         warpgroup.wait_group(0)
         self.pipes.q.consumer_release(q_state)
 
     @cute.jit
-    def last_dq(self, target: Int64, turn: Int32, ds_count: Int32):
+    def last_dq(self, target: Int32, turn: Int32, ds_count: Int32):
         """The dQ of a tile's last query block."""
         acc_dq = self.issue_dq(ds_count)
         warpgroup.wait_group(0)
@@ -233,17 +255,61 @@ class BackwardConsumer(Bundle):
         if cutlass.const_expr(self.kernel.is_deterministic):
             self.finish_dq()
 
+    # ---------------------------------------------------------------- past the end of a sequence
+
+    # There P is 0, but 0 * NaN = NaN. Dense tensors end there, too: TMA fills in zeros itself. All warpgroups write the
+    # same zeros, so they need not wait for each other; who reads the rows before they are cleared masks what they give.
+
+    @cute.jit
+    def clear_keys(self, tile, tiles_of_keys: list):
+        """Zeros in place of what tiles of 64 rows of K or V hold past the last key, before any GEMM reads them.
+
+        Args: tiles_of_keys: each with the number of its first key among those of the tile. All have arrived.
+        """
+        if cutlass.const_expr(self.kernel.has_rubbish):
+            end = tile.geometry.seqlen_k - tile.n_block * self.tile_n
+            if end < self.tile_n:
+                for rows, start in tiles_of_keys:
+                    clear_rows(rows, end - start, self.thread, WARPGROUP)
+                self.show_zeros()
+
+    @cute.jit
+    def clear_queries(self, tile, m_block: Int32, q_state, do_state):
+        """The same for a block of Q (None: not read here) and dO, once they arrive. S of the block is masked."""
+        if cutlass.const_expr(self.kernel.is_packed):
+            end = tile.geometry.seqlen_q - m_block * self.tile_m
+            if end < self.tile_m:
+                if cutlass.const_expr(q_state is not None):
+                    self.pipes.q.consumer_wait(q_state)
+                    clear_rows(self.sQ[None, None, q_state.index], end, self.thread, WARPGROUP)
+                self.pipes.do.consumer_wait(do_state)
+                clear_rows(self.sdO[None, None, do_state.index], end, self.thread, WARPGROUP)
+                self.show_zeros()
+
+    @cute.jit
+    def show_zeros(self):
+        """What all threads of this warpgroup have cleared, to its GEMMs."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.wg, number_of_threads=WARPGROUP)
+
     # ---------------------------------------------------------------- GEMMs
 
     # Accumulators that begin at zero are new registers each time: an old one would be an operand, and kept until then.
 
     @cute.jit
-    def read_stats(self, target: cute.Tensor, q_state, which: cutlass.Constexpr[int]):
-        """-lse (0) or -delta (1) of this thread's queries, four of each sixteen columns, see `stats_position`."""
+    def read_stats(
+        self,
+        target: cute.Tensor,
+        q_state,
+        which: cutlass.Constexpr[int],
+        first: cutlass.Constexpr[int] = 0,
+        end: cutlass.Constexpr[int] = 128,
+    ):
+        """-lse (0) or -delta (1) of this thread's queries among [first, end), four of each sixteen, `stats_position`."""
         count = self.tile_m // 16
         source = cute.domain_offset((which * self.tile_m + 4 * self.lane_in_quad,), self.sStats[None, q_state.index])
         source = cute.make_tensor(source.iterator.align(16), cute.make_layout((4, count), stride=(1, 16)))
-        for j in cutlass.range_constexpr(count):
+        for j in cutlass.range_constexpr(first // 16, min(end // 16, count)):
             cute.autovec_copy(source[None, j], target[None, j])
 
     @cute.jit
@@ -261,9 +327,13 @@ class BackwardConsumer(Bundle):
         wgmma.issue(self.mmas.s, acc_s, self.rK, self.rQ[None, None, None, q_state.index], not self.is_capped)
 
     @cute.jit
-    def issue_dp(self, do_state) -> cute.Tensor:
+    def issue_dp(self, do_state, minus_delta: cutlass.Constexpr[bool] = False) -> cute.Tensor:
+        """dP, or dP - delta."""
         acc_dp = cute.make_rmem_tensor(self.shape_s, Float32)
-        wgmma.issue(self.mmas.dp, acc_dp, self.rV, self.rdO[None, None, None, do_state.index], False)
+        if cutlass.const_expr(minus_delta):
+            for i in cutlass.range_constexpr(cute.size(acc_dp)):
+                acc_dp[i] = of_column(self.minus_delta, i)
+        wgmma.issue(self.mmas.dp, acc_dp, self.rV, self.rdO[None, None, None, do_state.index], minus_delta)
         return acc_dp
 
     @cute.jit
@@ -291,43 +361,48 @@ class BackwardConsumer(Bundle):
     @cute.jit
     def make_p(self, acc_s: cute.Tensor, tile, m_block: Int32):
         """P = exp2(scale_log2 * (S - lse)), rounded to 16 bits."""
-        self.pack_p(acc_s, self.exponentials(acc_s, tile, m_block))
+        self.exponentials(acc_s, tile, m_block)
+        pack(acc_s, self.rP)
 
     @cute.jit
-    def exponentials(self, acc_s: cute.Tensor, tile, m_block: Int32) -> cute.Tensor | None:
-        """P in place of S. Returns: with a softcap its slope at each score."""
-        slopes = None
-        m_start, scale_log2 = m_block * self.tile_m, self.scores.scale_log2
+    def exponentials(self, acc_s: cute.Tensor, tile, m_block: Int32):
+        """P in place of S; with a softcap, P times its slope beside it, in 16 bits."""
+        scale_log2 = self.scores.scale_log2
+        self.mask_if_needed(acc_s, tile, m_block, FAR_BELOW if self.is_capped else -math.inf)
         if cutlass.const_expr(self.is_capped):
-            slopes = cute.make_rmem_tensor(acc_s.layout, Float32)  # of the cap
+            # two at a time, so that no more slopes of the cap than that are in registers
+            for i in cutlass.range_constexpr(cute.size(self.p_words)):
+                capped = []
+                for j in (2 * i, 2 * i + 1):
+                    score = soft_cap(acc_s[j], self.scores.tanh_scale)
+                    acc_s[j] = cute.math.exp2(score * scale_log2 + of_column(self.minus_lse, j), fastmath=True)
+                    capped.append(acc_s[j] * (1.0 - score * score))
+                self.capped_words[i] = pack_pair(*capped, self.kernel.dtype)
+            # a hidden score was capped, too: its slope is 0, its P is not yet
+            self.mask_if_needed(acc_s, tile, m_block, 0.0)
+        else:
             for i in cutlass.range_constexpr(cute.size(acc_s)):
-                acc_s[i] = soft_cap(acc_s[i], self.scores.tanh_scale)
-                slopes[i] = 1.0 - acc_s[i] * acc_s[i]
+                acc_s[i] = cute.math.exp2(acc_s[i] * scale_log2, fastmath=True)
+
+    @cute.jit
+    def mask_if_needed(self, acc_s: cute.Tensor, tile, m_block: Int32, hidden: cutlass.Constexpr[float]):
         if m_block >= tile.clear_last or m_block < tile.clear_first:
             keys = [tile.n_block * self.tile_n + self.row_in_tile + 8 * r for r in range(2)]
-            mask.apply_to_keys(rows_and_columns(acc_s), keys, m_start, self.lane_in_quad, tile.geometry)
-        for i in cutlass.range_constexpr(cute.size(acc_s)):
-            exponent = acc_s[i] * scale_log2
-            if cutlass.const_expr(self.is_capped):
-                exponent += of_column(self.minus_lse, i)
-            acc_s[i] = cute.math.exp2(exponent, fastmath=True)
-        return slopes
+            scores, m_start = rows_and_columns(acc_s), m_block * self.tile_m
+            mask.apply_to_keys(scores, keys, m_start, self.lane_in_quad, tile.geometry, hidden)
 
     @cute.jit
-    def pack_p(self, acc_s: cute.Tensor, slopes: cute.Tensor | None):
-        pack(acc_s, self.rP)
-        if cutlass.const_expr(self.is_capped):
-            for i in cutlass.range_constexpr(cute.size(self.p_words)):
-                pair = [acc_s[2 * i + c] * slopes[2 * i + c] for c in range(2)]
-                self.capped_words[i] = pack_pair(*pair, self.kernel.dtype)
+    def make_ds(self, acc_dp: cute.Tensor, minus_delta: cutlass.Constexpr[bool] = False):
+        """dS = P (dP - delta), rounded to 16 bits.
 
-    @cute.jit
-    def make_ds(self, acc_dp: cute.Tensor):
-        """dS = P (dP - delta), rounded to 16 bits."""
+        Args: minus_delta: as for `issue_dp`.
+        """
         source = self.capped_words if cutlass.const_expr(self.is_capped) else self.p_words
         for i in cutlass.range_constexpr(cute.size(self.ds_words)):
             p = unpack_pair(source[i], self.kernel.dtype)
-            dp = [acc_dp[2 * i + c] + of_column(self.minus_delta, 2 * i + c) for c in range(2)]
+            dp = [acc_dp[2 * i + c] for c in range(2)]
+            if cutlass.const_expr(not minus_delta):
+                dp = [dp[c] + of_column(self.minus_delta, 2 * i + c) for c in range(2)]
             self.ds_words[i] = pack_pair(p[0] * dp[0], p[1] * dp[1], self.kernel.dtype)
 
     @cute.jit
@@ -355,11 +430,10 @@ class BackwardConsumer(Bundle):
         return self.kernel.turn_of(tile, m_block) if self.kernel.is_deterministic else Int32(0)
 
     @cute.jit
-    def dq_offset(self, tile, head: Int32, m_block: Int32) -> Int64:
-        """Where this warp's values of a dQ are in the accumulator."""
+    def dq_part(self, tile, head: Int32, m_block: Int32) -> Int32:
+        """Number of this warp's part of a dQ in the accumulator: from step to step one register, an address is two."""
         number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
-        warp_id = self.wg * WARPS + self.thread // LANES
-        return Int64(number) * (self.tile_m * self.kernel.head_dim) + warp_id * cute.size(self.sdQ)
+        return number * self.kernel.config.consumer_warps + self.wg * WARPS + self.thread // LANES
 
     @cute.jit
     def write_dq(self, acc_dq: cute.Tensor):
@@ -374,8 +448,8 @@ class BackwardConsumer(Bundle):
             cute.autovec_copy(vector, self.sdQ[None, self.lane, j])
 
     @cute.jit
-    def add_dq(self, offset: Int64, turn: Int32):
-        """dq_accum += what `write_dq` wrote (and a fence made visible).
+    def add_dq(self, part: Int32, turn: Int32):
+        """This part of dq_accum += what `write_dq` wrote (and a fence made visible).
 
         Args: turn: how many tiles add to this dQ before this one, and are waited for; unless deterministic any order
             will do. All of them have lower numbers than this tile, and thread blocks, which all run at once, take tiles
@@ -383,8 +457,9 @@ class BackwardConsumer(Bundle):
         """
         if cutlass.const_expr(self.kernel.is_deterministic):
             self.finish_dq()
-            self.unfinished[0] = Int32(offset // cute.size(self.sdQ))
-            wait_until_equal(self.accumulator.turns.iterator + self.unfinished[0], turn)
+            self.unfinished[0] = part
+            wait_until_equal(self.accumulator.turns.iterator + part, turn)
+        offset = Int64(part) * cute.size(self.sdQ)
         if self.lane == 0:
             bulk_add_to_global(self.accumulator.dq.iterator + offset, self.sdQ.iterator, 4 * cute.size(self.sdQ))
             cute.arch.cp_async_bulk_commit_group()

@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ..blocks import epilogue, wgmma
 from ..blocks.layouts import rows_and_columns, transposed
-from ..blocks.ptx import add_to_global, release_increment, wait_until_equal
+from ..blocks.ptx import add_to_global, pack, release_increment, wait_until_equal
 from ..config import ROWS_PER_WARPGROUP
 from .backward_consumer import BackwardConsumer, Mmas, after
 from .warpgroup import WARPS, Scores
@@ -69,6 +69,7 @@ class WideConsumer(BackwardConsumer):
             if num_steps > 0:
                 self.pipes.v.consumer_release(kv_state)  # not read here
                 self.pipes.k.consumer_wait(kv_state)
+                self.clear_keys(tile, [(self.sK[None, None, 0], 0)])
                 head, m_block = self.kernel.first_visit(tile)
                 self.pipes.q.consumer_wait(q_state)
                 self.read_stats(self.minus_lse, q_state, 0)
@@ -80,12 +81,14 @@ class WideConsumer(BackwardConsumer):
                 self.make_p(acc_s, tile, m_block)
                 self.send_p(count)
                 for _ in cutlass.range(num_steps - 1, unroll=1):
+                    self.clear_queries(tile, m_block, None, do_state)
                     target = self.dq_target(tile, head, m_block)
                     head, m_block = self.kernel.next_visit(tile, head, m_block)
                     self.dv_step(tile, m_block, target, q_state, do_state, count, True)
                     q_state.advance()
                     do_state.advance()
                     count += 1
+                self.clear_queries(tile, m_block, None, do_state)
                 self.dv_step(tile, m_block, self.dq_target(tile, head, m_block), q_state, do_state, count, False)
                 do_state.advance()
                 count += 1
@@ -120,11 +123,11 @@ class WideConsumer(BackwardConsumer):
         if cutlass.const_expr(has_next):
             warpgroup.wait_group(1)
             self.pipes.q.consumer_release(next_q)
-            slopes = self.exponentials(acc_s, tile, next_m_block)
+            self.exponentials(acc_s, tile, next_m_block)
         warpgroup.wait_group(0)
         self.pipes.do.consumer_release(do_state)
         if cutlass.const_expr(has_next):
-            self.pack_p(acc_s, slopes)
+            pack(acc_s, self.rP)
         self.wait_for_ds(count)
         if cutlass.const_expr(has_next):
             self.send_p(count + 1)
@@ -164,17 +167,22 @@ class WideConsumer(BackwardConsumer):
                 self.read_stats(self.minus_delta, q_state, 1)
                 self.pipes.v.consumer_wait(kv_state)
                 self.pipes.do.consumer_wait(do_state)
+                self.clear_keys(tile, [(self.sV[None, None, 0], 0)])
+                self.clear_queries(tile, m_block, q_state, do_state)
                 acc_dp = self.issue_dp(do_state)
                 self.pipes.k.consumer_wait(kv_state)
                 warpgroup.wait_group(0)
+                self.clear_keys(tile, [(self.sK[None, None, 0], 0)])
                 self.pipes.do.consumer_release(do_state)
                 do_state.advance()
                 self.receive_p(count)
                 self.make_ds(acc_dp)
                 self.send_ds(count)
                 for _ in cutlass.range(num_steps - 1, unroll=1):
-                    self.dk_step(self.dq_target(tile, head, m_block), q_state, do_state, count, True)
+                    target = self.dq_target(tile, head, m_block)
                     head, m_block = self.kernel.next_visit(tile, head, m_block)
+                    self.clear_queries(tile, m_block, after(q_state), do_state)
+                    self.dk_step(target, q_state, do_state, count, True)
                     q_state.advance()
                     do_state.advance()
                     count += 1

@@ -15,7 +15,8 @@ from cutlass.cute.nvgpu import warp
 from ..blocks import epilogue, mask, plain_rows, wgmma
 from ..blocks.block_range import KeyBlocks, key_range
 from ..blocks.bundle import Bundle
-from ..blocks.integers import maximum, select
+from ..blocks.clear_rows import clear_rows
+from ..blocks.integers import select
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
 from ..blocks.mask import Geometry
 from ..blocks.named_barrier import NamedBarrier
@@ -166,22 +167,10 @@ class Warpgroup(Bundle):
                 for part in cutlass.range_constexpr(self.parts - 1, -1, -1):
                     self.pipes.v.consumer_wait(state)
                     first = tile.geometry.seqlen_k - (tile.last - 1) * self.tile_n - part * self.part_n
-                    self._clear_rows(self.sV[None, None, state.index], first)
+                    clear_rows(self.sV[None, None, state.index], first, self.thread, WARPGROUP)
                     state.advance()
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.wg, number_of_threads=WARPGROUP)
-
-    @cute.jit
-    def _clear_rows(self, tile_v: cute.Tensor, first: Int32):
-        """Zeros in rows `first` (any number) to the last one, 16 bytes a store, by all threads of the warpgroup."""
-        zeros = cute.make_rmem_tensor((8,), tile_v.element_type)
-        zeros.fill(0.0)
-        first = maximum(first, 0)
-        vectors_per_row = cute.size(tile_v, mode=[1]) // 8
-        vectors = cute.zipped_divide(tile_v, (1, 8))  # ((1, 8), (row, vector))
-        for i in cutlass.range(self.thread, (self.part_n - first) * vectors_per_row, WARPGROUP, unroll=1):
-            row, vector = first + i // vectors_per_row, i % vectors_per_row
-            cute.autovec_copy(zeros, vectors[(0, None), (row, vector)])
 
     # ---------------------------------------------------------------- scores
 

@@ -1,0 +1,61 @@
+"""The query blocks that the backward visits, exhaustively against the definition of the mask."""
+
+import importlib.util
+import itertools
+
+import pytest
+
+from onepass.kernels.blocks.block_range import query_blocks
+
+BOUNDS = (None, 0, 1, 3, 9)
+
+
+@pytest.mark.parametrize(("tile_m", "tile_n"), [(4, 4), (6, 4), (4, 6), (2, 8)])
+def test_query_blocks_against_every_pair(tile_m, tile_n):
+    for seqlen_q, seqlen_k in itertools.product((1, 3, 4, 7, 12, 13), (0, 1, 4, 5, 11, 16)):
+        shift = seqlen_k - seqlen_q
+        for left, right in itertools.product(BOUNDS, BOUNDS):
+
+            def sees(i, j, shift=shift, left=left, right=right, seqlen_q=seqlen_q, seqlen_k=seqlen_k):
+                low = 0 if left is None else i + shift - left
+                high = seqlen_k if right is None else i + shift + right
+                return 0 <= i < seqlen_q and 0 <= j < seqlen_k and low <= j <= high
+
+            # tiles past the last key, too: seqused_k may leave a tile of a padded batch without any
+            for n_start in range(0, seqlen_k + 2 * tile_n, tile_n):
+                keys = range(n_start, n_start + tile_n)
+                blocks = query_blocks(keys.start, keys.stop, seqlen_q, seqlen_k, left, right, tile_m)
+                where = (seqlen_q, seqlen_k, left, right, n_start, blocks)
+                first, clear_first, clear_last, last = blocks
+                num_blocks = -(-seqlen_q // tile_m)
+                assert 0 <= first <= clear_first <= clear_last <= last <= num_blocks, where
+                pairs = [
+                    [sees(i, j) for i in range(m * tile_m, (m + 1) * tile_m) for j in keys] for m in range(num_blocks)
+                ]
+                # every visible pair is visited, and no block is visited (or masked) in vain
+                assert [m for m in range(num_blocks) if any(pairs[m])] == list(range(first, last)), where
+                assert [m for m in range(num_blocks) if all(pairs[m])] == list(range(clear_first, clear_last)), where
+
+
+def test_no_queries():
+    for left, right in itertools.product(BOUNDS, BOUNDS):
+        first, clear_first, clear_last, last = query_blocks(0, 4, 0, 7, left, right, 4)
+        assert first == clear_first == clear_last == last
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
+def test_every_row_of_a_block_has_its_place():
+    from onepass.kernels.sm90.backward_rows import stats_position
+
+    for tile_m in (64, 128):
+        assert sorted(stats_position(row) for row in range(tile_m)) == list(range(tile_m))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
+def test_a_thread_finds_the_rows_of_its_columns():
+    """Of a wgmma accumulator a lane of a quad holds columns 2 * lane, 2 * lane + 1 of each eight."""
+    from onepass.kernels.sm90.backward_rows import stats_position
+
+    for lane, sixteen in itertools.product(range(4), range(8)):
+        rows = [16 * sixteen + 8 * upper + 2 * lane + c for upper in range(2) for c in range(2)]
+        assert [stats_position(row) for row in rows] == [16 * sixteen + 4 * lane + i for i in range(4)]

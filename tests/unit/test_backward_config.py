@@ -1,0 +1,73 @@
+"""`BackwardConfig`: what it may hold, and what a problem refuses."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onepass.errors import UnsupportedError
+from onepass.kernels import heuristics
+from onepass.kernels.config import SMEM_BYTES, BackwardConfig
+from onepass.problem import AttentionProblem, Mask
+
+PROBLEM = AttentionProblem(torch.bfloat16, "cuda", 2, 4096, 4096, 32, 8, 128, 128, 0.1, Mask(None, 0))
+
+
+def test_text_holds_every_field():
+    config = BackwardConfig(tile_m=128, q_stages=3, pingpong=False)
+    assert BackwardConfig.from_text(config.text) == config
+    assert type(BackwardConfig.from_text(config.text)) is BackwardConfig
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tile_m": 128.0}, "tile_m: expected int, got 128.0"),
+        ({"pingpong": 1}, "pingpong: expected bool, got 1"),
+        ({"q_stages": None}, "q_stages: expected int, got None"),
+    ],
+)
+def test_a_field_of_the_wrong_type(fields, message):
+    with pytest.raises(TypeError, match=message):
+        BackwardConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes", "message"),
+    [
+        ({"num_warpgroups": 3}, {}, "num_warpgroups: expected 2, got 3"),
+        ({"tile_m": 96}, {}, "tile_m: expected 64 or 128, got 96"),
+        ({"tile_m": 128, "by_gradient": True}, {}, "tile_m: expected 64 with by_gradient, got 128"),
+        ({"q_stages": 1}, {}, "q_stages: expected 2 or more, .*, got 1"),
+        ({"do_stages": 0}, {}, "do_stages: expected 1 or more, got 0"),
+        ({}, {"head_dim": 192}, "head_dim: expected up to 128 without by_gradient, got 192 and 128"),
+        ({}, {"head_dim_v": 256}, "head_dim: expected up to 128 without by_gradient, got 128 and 256"),
+        ({"tile_m": 128}, {}, r"shared memory: BackwardConfig\(.* needs 329856 bytes, a thread block has 232448"),
+        (
+            {"tile_m": 128},
+            {"head_dim": 64, "head_dim_v": 64, "softcap": 30.0},
+            r"registers: BackwardConfig\(.* needs 224 for dK, dV, S, P and dS, a thread has 240 and addresses take 32",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(fields, changes, message):
+    with pytest.raises(UnsupportedError, match=message):
+        BackwardConfig(**fields).check(replace(PROBLEM, **changes))
+
+
+def test_what_fits_is_taken():
+    BackwardConfig(q_stages=3, do_stages=1).check(PROBLEM)
+    BackwardConfig(tile_m=128).check(replace(PROBLEM, head_dim=64, head_dim_v=40))
+    BackwardConfig(by_gradient=True).check(replace(PROBLEM, head_dim=256, head_dim_v=192))
+
+
+def test_every_problem_gets_a_configuration_that_it_can_take():
+    masks = Mask(), Mask(None, 0), Mask(128, 0)
+    for d, dv, mask, softcap, is_packed in itertools.product(
+        range(8, 257, 8), range(8, 257, 8), masks, (None, 30.0), (False, True)
+    ):
+        asked = replace(PROBLEM, head_dim=d, head_dim_v=dv, mask=mask, softcap=softcap, is_packed=is_packed)
+        config = heuristics.backward_config(asked)
+        config.check(asked)
+        assert config.smem_bytes(asked) <= SMEM_BYTES
