@@ -295,9 +295,7 @@ class BackwardSm90:
             self._make_pipeline(
                 smem, self.config.q_stages, consumer_warps, self._bytes(self.tile_m, self.head_dim) + stats_bytes
             ),
-            self._make_pipeline(
-                smem, self.config.do_stages, consumer_warps, self._bytes(self.tile_m, self.head_dim_v)
-            ),
+            self._make_pipeline(smem, self.config.do_stages, consumer_warps, self._bytes(self.tile_m, self.head_dim_v)),
         )
         queue = TileQueue(smem, schedule.num_tiles, counter, consumer_warps)
         ds_full, p_full = (smem.allocate_array(cutlass.Int64, DS_BUFFERS) for _ in range(2))
@@ -313,7 +311,14 @@ class BackwardSm90:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_id == PRODUCER_WARP:
                 producer = BackwardProducer(
-                    self, (tma_k, mK, sK), (tma_v, mV, sV), (tma_q, mQ, sQ), (tma_do, mdO, sdO), sStats, accumulator, pipes
+                    self,
+                    (tma_k, mK, sK),
+                    (tma_v, mV, sV),
+                    (tma_q, mQ, sQ),
+                    (tma_do, mdO, sdO),
+                    sStats,
+                    accumulator,
+                    pipes,
                 )
                 producer.run(queue, schedule, seqlens)
             if cutlass.const_expr(counter is not None):

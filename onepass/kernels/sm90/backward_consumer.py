@@ -338,7 +338,9 @@ class BackwardConsumer(Bundle):
 
     @cute.jit
     def issue_dv(self, do_state):
-        wgmma.issue(self.mmas.dv, self.acc_dv, as_operand_a(self.rP), self.rdO_t[None, None, None, do_state.index], True)
+        wgmma.issue(
+            self.mmas.dv, self.acc_dv, as_operand_a(self.rP), self.rdO_t[None, None, None, do_state.index], True
+        )
 
     @cute.jit
     def issue_dk(self, q_state):

@@ -61,9 +61,7 @@ def prepare(
     head_dim, head_dim_v = config.head_dims(problem)
     if problem.is_packed:
         blocks_per_head = problem.seqlen_q // config.tile_m + problem.batch
-        tiles = tile_scheduler.max_packed_tiles(
-            problem.seqlen_k, config.tile_n, problem.num_heads_kv, problem.batch
-        )
+        tiles = tile_scheduler.max_packed_tiles(problem.seqlen_k, config.tile_n, problem.num_heads_kv, problem.batch)
     else:
         blocks_per_head = ceil_div(problem.seqlen_q, config.tile_m)
         tiles = tile_scheduler.num_tiles(problem.seqlen_k, config.tile_n, problem.num_heads_kv, problem.batch)
@@ -91,7 +89,14 @@ def compile_requests(
     config = config or heuristics.backward_config(problem)
     problem = replace(problem, has_sinks=False)  # they are in lse
     static = problem.static()
-    rows_key = (problem.dtype, problem.is_packed, config.tile_m, config.by_gradient, problem.head_dim, problem.head_dim_v)
+    rows_key = (
+        problem.dtype,
+        problem.is_packed,
+        config.tile_m,
+        config.by_gradient,
+        problem.head_dim,
+        problem.head_dim_v,
+    )
     return [
         (
             "backward_preprocess",
@@ -150,7 +155,9 @@ class Launch:
                 stats[:, config.tile_m :].zero_()
         dout, lse = tma_ready(dout), lse.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
-        self.preprocess(tma_ready(out), dout, lse, dlse, stats, dq_accum, cu_seqlens_q, self.lse_factor, self.blocks_per_head)
+        self.preprocess(
+            tma_ready(out), dout, lse, dlse, stats, dq_accum, cu_seqlens_q, self.lse_factor, self.blocks_per_head
+        )
         self.main(
             tma_ready(inputs.q),
             tma_ready(inputs.k),
@@ -228,7 +235,18 @@ def trace_preprocess(problem: AttentionProblem, config: BackwardConfig, has_dlse
     out, dout = (_rows(problem, problem.head_dim_v) for _ in range(2))
     dq_accum, stats = _accumulator(problem, config)
     dlse = _lse(problem) if has_dlse else None
-    arguments = (out, dout, _lse(problem), dlse, stats, dq_accum, _cu_seqlens(problem), Float32(1.0), Int32(1), _stream())
+    arguments = (
+        out,
+        dout,
+        _lse(problem),
+        dlse,
+        stats,
+        dq_accum,
+        _cu_seqlens(problem),
+        Float32(1.0),
+        Int32(1),
+        _stream(),
+    )
     return Preprocess(problem, config), arguments
 
 

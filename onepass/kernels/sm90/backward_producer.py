@@ -63,7 +63,12 @@ class BackwardProducer(Bundle):
             wave += 1
             number = queue.take(wave)
         # shared memory must outlive the consumers' last arrivals
-        for pipe, state in ((self.pipes.k, kv_state), (self.pipes.v, kv_state), (self.pipes.q, q_state), (self.pipes.do, do_state)):
+        for pipe, state in (
+            (self.pipes.k, kv_state),
+            (self.pipes.v, kv_state),
+            (self.pipes.q, q_state),
+            (self.pipes.do, do_state),
+        ):
             pipe.producer_tail(state.clone())
 
     @cute.jit
