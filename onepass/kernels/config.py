@@ -197,8 +197,8 @@ class BackwardConfig(LaunchConfig):
 
     Attributes:
         tile_m: query rows of one step of the main loop, 64 or 128.
-        by_gradient: one warpgroup has dV and the other dK, of the same 64 keys; else each has both, of 64 keys of its own.
         num_warpgroups: consumer warpgroups: 2.
+        by_gradient: one warpgroup has dV and the other dK, of the same 64 keys; else each has both, of its own 64 keys.
         q_stages, do_stages: buffers for Q and for dO.
         pingpong: warpgroups take turns with the tensor cores, so that one's exponentials hide behind another's GEMMs.
         longest_first: number the tiles of keys by length (only meaningful where they differ), in L2-sized sections of
@@ -251,7 +251,7 @@ class BackwardConfig(LaunchConfig):
         ds = DS_BUFFERS * self.tile_n * self.tile_m
         p, dq = (self.tile_n * self.tile_m, 0) if self.by_gradient else (0, self.tile_m * d)
         stats = self.q_stages * STAT_ROWS * self.tile_m
-        # full and empty of K, V and each buffer of Q and dO; a slot with both in the queue of tiles; full of dS and of P
+        # full and empty of K, V and each buffer of Q and dO; a slot with both in the queue of tiles; full of dS and P
         barriers = 2 * (2 + self.q_stages + self.do_stages) + (3 if self.dynamic_tiles else 0) + 2 * DS_BUFFERS
         return 2 * (kv + q_do + ds + p) + 4 * (dq + stats) + 8 * barriers
 

@@ -305,7 +305,7 @@ class BackwardConsumer(Bundle):
         first: cutlass.Constexpr[int] = 0,
         end: cutlass.Constexpr[int] = 128,
     ):
-        """-lse (0) or -delta (1) of this thread's queries among [first, end), four of each sixteen, `stats_position`."""
+        """-lse (0) or -delta (1) of this thread's queries in [first, end), four of each sixteen: `stats_position`."""
         count = self.tile_m // 16
         source = cute.domain_offset((which * self.tile_m + 4 * self.lane_in_quad,), self.sStats[None, q_state.index])
         source = cute.make_tensor(source.iterator.align(16), cute.make_layout((4, count), stride=(1, 16)))
