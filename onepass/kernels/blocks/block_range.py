@@ -120,7 +120,7 @@ def query_blocks(
     """The query blocks that the keys [n_start, n_end) are seen from, for kernels, whose blocks start at multiples of
     tile_m.
 
-    Keys from seqlen_k on are hidden from every query, queries from seqlen_q on are none: blocks with either need a mask.
+    Keys from seqlen_k on are hidden from all queries, and queries from seqlen_q on are none: such blocks need a mask.
     """
     shift = seqlen_k - seqlen_q
     low, high = query_range(n_start, minimum(n_end, seqlen_k), seqlen_q, seqlen_k, window_left, window_right)

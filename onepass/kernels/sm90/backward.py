@@ -88,8 +88,8 @@ class Accumulator(NamedTuple):
 
     Attributes:
         dq: (blocks, tile_m * head_dim) float32: sums of dq, each thread's values of a wgmma accumulator together.
-        stats: (blocks, 2 * tile_m) float32: -lse of the rows, divided by softmax_scale, or with a softcap times log2(e) (-inf:
-            no keys, or no row); then -delta.
+        stats: (blocks, 2 * tile_m) float32: -lse of the rows, divided by softmax_scale, or with a softcap times log2(e)
+            (-inf: no keys, or no row); then -delta.
         turns: (blocks * consumer warps,) int32, zero, None unless deterministic: how many tiles of keys have been added
             to a warp's part of a block.
         blocks_per_head: of all packed sequences together.

@@ -2,9 +2,9 @@
 
 One step, query block i; in brackets what is in the tensor cores' queue, below it what the threads do meanwhile:
 
-    [dQ_(i-1) = dS_(i-1) K   dP_i = V dO_i^T   dV += P_i^T dO_i]                      [S_(i+1) = K Q_(i+1)^T   dK += dS_i^T Q_i]
-                             dQ_(i-1) to                          dS_i = P_i           dS_i and dQ_(i-1)       P_(i+1) =
-                             shared memory                        (dP_i - delta)       on their ways           exp(S_(i+1) - lse)
+    [dQ_(i-1) = dS_(i-1) K   dP_i = V dO_i^T   dV += P_i^T dO_i]          [S_(i+1) = K Q_(i+1)^T   dK += dS_i^T Q_i]
+                             dQ_(i-1) to             dS_i = P_i           dS_i, dQ_(i-1)     P_(i+1) =
+                             shared memory           (dP_i - delta)       on their ways      exp(S_(i+1) - lse)
 
 dQ needs the dS of all warpgroups; it comes a step late, so that none of them waits for another one's. A step holds dK,
 dV, one accumulator (64, tile_m) for S and dP in turn, a part of dQ, and P and dS in 16 bits.

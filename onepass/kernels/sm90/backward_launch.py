@@ -58,7 +58,7 @@ def prepare(
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):  # packed rows of no sequence, or no keys
         return _without_keys
     config = config or heuristics.backward_config(problem)
-    head_dim, head_dim_v = config.head_dims(problem)
+    head_dim, _ = config.head_dims(problem)
     if problem.is_packed:
         blocks_per_head = problem.seqlen_q // config.tile_m + problem.batch
         tiles = tile_scheduler.max_packed_tiles(problem.seqlen_k, config.tile_n, problem.num_heads_kv, problem.batch)

@@ -26,7 +26,7 @@ class BackwardProducer(Bundle):
         self.do = self._partition(*do, rows_q, kernel.head_dim_v)
 
     def _partition(self, tma_atom, m, s, rows: int, columns: int):
-        """The atom; m; global (tile bytes, block, head, batch) and shared (tile bytes, buffer) as one copy sees them."""
+        """The atom, m, both ends of a copy: global (tile bytes, block, head, batch), shared (tile bytes, buffer)."""
         g = cute.local_tile(m, (rows, columns), (None, 0, None, None))
         ts, tg = cpasync.tma_partition(
             tma_atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)

@@ -1,4 +1,4 @@
-"""What the Hopper backward does for query rows: before the main kernel lse and delta, after it dq out of its accumulator.
+"""What the Hopper backward does for query rows: lse and delta before the main kernel, dq out of its accumulator after.
 
 Both run one thread block of 128 threads per 64 query rows or per block of rows, and are bound by memory.
 """

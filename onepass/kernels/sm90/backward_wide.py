@@ -10,7 +10,7 @@ step, in brackets what is in the tensor cores' queue:
 
 A dQ is computed 64 columns at a time (a piece): its accumulator is what registers are left for.
 
-Source: FlashAttention-3, arXiv:2407.08608, appendix B.1, Algorithm 3, with the roles of its warpgroups exchanged for these.
+Source: FlashAttention-3, arXiv:2407.08608, appendix B.1, Algorithm 3, with these roles for its warpgroups.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class WideConsumer(BackwardConsumer):
 
     @cute.jit
     def send_ds(self, count: Int32):
-        """dS to both warpgroups. The buffer is free: P of this step came after warpgroup 0's dQ of two steps before it."""
+        """dS to both warpgroups. The buffer is free: this P came after warpgroup 0's dQ of two steps before it."""
         cute.copy(self.copy_ds, self.copy_ds.retile(self.rdS), self.ds_target[None, None, None, count % 2])
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()

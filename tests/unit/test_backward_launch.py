@@ -1,0 +1,61 @@
+"""The parts of the Hopper backward's launch that plain torch computes."""
+
+import math
+
+import pytest
+import torch
+
+import onepass
+from onepass.kernels.config import BackwardConfig
+from onepass.kernels.sm90.backward_launch import Launch, not_run_yet
+from onepass.problem import AttentionInputs, AttentionProblem, Mask
+
+
+def problem(**options):
+    sizes = {
+        "batch": 2,
+        "seqlen_q": 70,
+        "seqlen_k": 90,
+        "num_heads_q": 4,
+        "num_heads_kv": 2,
+        "head_dim": 16,
+        "head_dim_v": 16,
+    }
+    options = {"softmax_scale": 0.25, "mask": Mask(), "has_sinks": True} | options
+    return AttentionProblem(dtype=torch.float32, device_type="cpu", **sizes, **options)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_gradient_of_sinks(softcap):
+    """From what the preprocess kernel leaves, -lse and -delta by blocks of rows, comes what autograd says."""
+    torch.manual_seed(0)
+    wanted, tile_m = problem(softcap=softcap), 64
+    q, dout = torch.randn(2, 70, 4, 16), torch.randn(2, 70, 4, 16)
+    k, v, sinks = torch.randn(2, 90, 2, 16), torch.randn(2, 90, 2, 16), torch.randn(4, requires_grad=True)
+    result = onepass.attention(q, k, v, sinks=sinks, softcap=softcap, softmax_scale=0.25, return_lse=True)
+    (expected,) = torch.autograd.grad(result.out, sinks, dout)
+
+    launch = Launch(wanted, BackwardConfig(tile_m=tile_m), *[None] * 3, 2, 1, 1)
+    rows = torch.full((2, 4, 2 * tile_m, 2), 0.0)
+    rows[..., 0] = -math.inf  # rows past the last one
+    rows[:, :, :70, 0] = -result.lse * launch.lse_factor
+    rows[:, :, :70, 1] = -(result.out * dout).sum(-1).transpose(1, 2)
+    stats = rows.view(2, 4, 2, tile_m, 2).transpose(3, 4).detach()
+    dsinks = torch.empty(4)
+    launch._fill_dsinks(sinks.detach(), stats, dsinks)
+    torch.testing.assert_close(dsinks, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_left_to_another_backend_says_why():
+    assert not_run_yet(problem()) is None
+    for name in ("deterministic", "is_packed", "has_seqused_k"):
+        assert "have not run on a GPU" in not_run_yet(problem(**{name: True}))
+
+
+def test_inputs_without_keys_have_no_gradient():
+    from onepass.kernels.sm90.backward_launch import _without_keys
+
+    q, kv = torch.randn(1, 3, 2, 16), torch.randn(1, 0, 2, 16)
+    gradients = _without_keys(AttentionInputs(q, kv, kv))
+    assert all((g == 0).all() for g in gradients)
+    assert [tuple(g.shape) for g in gradients[:3]] == [q.shape, kv.shape, kv.shape]
