@@ -37,6 +37,7 @@ from onepass.bench.check import PEER_FACTOR
 from onepass.bench.peers import Contender, ask_support, find_peers, onepass_contender, prepare
 from onepass.errors import UnsupportedError
 from onepass.kernels import compile
+from onepass.kernels.sm90 import backward_launch
 from onepass.testing.budget import GRADIENT_FACTOR, compare
 
 DEVICE = "cuda"
@@ -127,22 +128,16 @@ def compile_ahead(cases: Sequence[Case], args: argparse.Namespace) -> None:
         both = [problem, replace(problem, deterministic=True)] if args.deterministic else [problem]
         for config, one in itertools.product(configurations(case, args.variants).values(), both):
             jobs[one.static(), config] = one, config
-    if jobs and hasattr(_backward_launch(), "compile_request"):
+    if jobs:
         common.compile_all(list(jobs.values()), compile_one)
 
 
 def compile_one(job: tuple) -> float:
     started = time.perf_counter()
-    requests = _backward_launch().compile_request(*job)
-    for request in requests if isinstance(requests, list) else [requests]:
+    problem, config = job
+    for request in backward_launch.compile_requests(problem, config=config):
         compile.get(*request)
     return time.perf_counter() - started
-
-
-def _backward_launch() -> Any:
-    from onepass.kernels.sm90 import backward_launch
-
-    return backward_launch
 
 
 # ---------------------------------------------------------------- correctness

@@ -5,8 +5,6 @@ The setting and the forward's first rows are those of Table 2 of FlashAttention-
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
@@ -106,7 +104,15 @@ FORWARD_SM90 = (
 _SIZES = frozenset({"tile_m", "tile_n", "num_warpgroups"})
 
 # None is named yet: every boolean gets a row, and every other field that is not at its default.
-BACKWARD_SM90: tuple[Switch, ...] = ()
+BACKWARD_SM90 = (
+    Switch("tile_m", 64, "query blocks of 64 rows"),
+    Switch("pingpong", False, "no turns between warpgroups"),
+    Switch("dynamic_tiles", False, "static order of tiles"),
+    Switch("longest_first", False, "not the longest tiles first", matters=_has_growing_tiles),
+    Switch("q_stages", 2, "two buffers for Q"),
+    Switch("do_stages", 1, "one buffer for dO"),
+    Switch("by_gradient", False, "dK and dV in the same warpgroup"),
+)
 
 
 class Row(NamedTuple):
@@ -189,7 +195,6 @@ class Kernel(NamedTuple):
         default: the configuration that a call of the problem runs with.
         forward: as a backend's, with a configuration; with None its own choice.
         backward: of a backward kernel: as a backend's, with a configuration. Its forward pass is not measured.
-        missing: why there is no such kernel (yet); None if there is one.
     """
 
     backend: str
@@ -198,7 +203,6 @@ class Kernel(NamedTuple):
     forward: Callable[[AttentionProblem, AttentionInputs, Any], tuple[Tensor, Tensor]]
     switches: tuple[Switch, ...]
     backward: Backward | None = None
-    missing: Callable[[], str | None] = lambda: None
 
 
 def _forward_sm90(problem: AttentionProblem, inputs: AttentionInputs, config: Any) -> tuple[Tensor, Tensor]:
@@ -208,26 +212,15 @@ def _forward_sm90(problem: AttentionProblem, inputs: AttentionInputs, config: An
 
 
 def _backward_sm90(problem: AttentionProblem, inputs: AttentionInputs, *rest: Any) -> tuple[Tensor, ...]:
-    return importlib.import_module(_BACKWARD_LAUNCH).backward(problem, inputs, *rest)
+    from ..kernels.sm90 import backward_launch
+
+    return backward_launch.backward(problem, inputs, *rest)
 
 
-def _backward_config_sm90(problem: AttentionProblem) -> Any:
-    return getattr(heuristics, "backward_config")(problem)  # noqa: B009  (see _missing_backward_sm90)
-
-
-def _missing_backward_sm90() -> str | None:
-    if hasattr(heuristics, "backward_config") and importlib.util.find_spec(_BACKWARD_LAUNCH) is not None:
-        return None
-    return "onepass has no backward kernel for Hopper yet; gradients there come from the tiled backend"
-
-
-_BACKWARD_LAUNCH = "onepass.kernels.sm90.backward_launch"
 _HOPPER = "a Hopper GPU (compute capability 9.0)"
 KERNELS = {"sm90": Kernel("sm90", _HOPPER, heuristics.forward_config, _forward_sm90, FORWARD_SM90)}
 BACKWARD_KERNELS = {
-    "sm90": Kernel(
-        "sm90", _HOPPER, _backward_config_sm90, _forward_sm90, BACKWARD_SM90, _backward_sm90, _missing_backward_sm90
-    )
+    "sm90": Kernel("sm90", _HOPPER, heuristics.backward_config, _forward_sm90, BACKWARD_SM90, _backward_sm90)
 }
 
 
@@ -254,8 +247,6 @@ def problem_of(case: Case, device_type: str) -> AttentionProblem:
 
 def refusal(kernel: Kernel, case: Case, device: str) -> str | None:
     """Why the kernel cannot be measured on this device; None if it can."""
-    if reason := kernel.missing():
-        return reason
     if device.startswith("cuda"):
         use_device(device)
     elif kernel.device != device:

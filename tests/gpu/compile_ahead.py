@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import functools
 import multiprocessing
 import os
 import warnings
@@ -34,31 +33,38 @@ def config_of(call: Call) -> ForwardConfig:
 
 
 @contextlib.contextmanager
-def compiled_ahead(calls: Iterable[Call]) -> Iterator[None]:
+def compiled_ahead(calls: Iterable[Call], differentiated: Iterable[Call]) -> Iterator[None]:
     """Fill the kernel cache in the order of the calls, with one process per core, while the tests run.
 
     A test that comes first to its kernel waits for the process that compiles it, or compiles it itself.
-    """
-    from onepass.kernels.sm90 import launch
 
-    jobs = {}
-    for call in calls:
-        problem = problem_of(call)
-        if launch.unsupported(problem) is None:
-            config = heuristics.forward_config(problem)
-            jobs[problem.static(), config] = (problem, config)
+    Args: differentiated: calls whose backward kernels are wanted, too.
+    """
+    requests = [request for call in calls for request in _requests(call, False)]
+    requests += [request for call in differentiated for request in _requests(call, True)]
+    jobs = {request[:3]: request for request in requests}
     workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 1))
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(_compile, job) for job in jobs.values()]
+        futures = [pool.submit(_compile, request) for request in jobs.values()]
         yield
         for future in futures:
             if not future.cancel() and future.exception() is not None:
                 warnings.warn(f"not compiled ahead: {future.exception()!r}", RuntimeWarning, stacklevel=1)
 
 
-def _compile(job: tuple[AttentionProblem, ForwardConfig]) -> None:
-    from onepass.kernels.sm90 import launch
+def _requests(call: Call, needs_gradients: bool) -> list[tuple]:
+    """The arguments of `compile.get` for every kernel of a call."""
+    from onepass.kernels.sm90 import backward_launch, launch
 
-    problem, config = job
-    trace = functools.partial(launch.trace, problem, config)
-    compile.get("forward", (problem.static(), config), launch.ARCH, trace)
+    problem = problem_of(call)
+    if launch.unsupported(problem) is not None:
+        return []
+    requests = [launch.compile_request(problem)]
+    if needs_gradients and backward_launch.not_run_yet(problem) is None:
+        for has_dlse in (False, True):
+            requests += backward_launch.compile_requests(problem, has_dlse)
+    return requests
+
+
+def _compile(request: tuple) -> None:
+    compile.get(*request)

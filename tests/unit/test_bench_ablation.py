@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, dataclass, replace
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 
 import pytest
 import torch
@@ -351,24 +348,15 @@ def test_other_machines_are_told_why_not():
     assert ablation.refusal(KERNEL, CASE, "cpu") is None
 
 
-def test_a_backward_kernel_that_is_not_there(monkeypatch):
+def test_the_hopper_backward():
     kernel, case = ablation.kernels("bwd")["sm90"], replace(PAPER_CASE, direction="bwd")
-    monkeypatch.delattr(heuristics, "backward_config", raising=False)
-    assert "no backward kernel for Hopper yet" in ablation.refusal(kernel, case, "cuda")
-
-
-def test_a_backward_kernel_as_soon_as_it_is_there(monkeypatch):
-    """Its launch and its configuration are looked up when they are asked for."""
-    launch = ModuleType("backward_launch")
-    launch.backward = backward
-    launch.__spec__ = ModuleSpec("backward_launch", None)
-    monkeypatch.setitem(sys.modules, "onepass.kernels.sm90.backward_launch", launch)
-    monkeypatch.setattr(heuristics, "backward_config", lambda problem: Config(32), raising=False)
-    kernel = ablation.kernels("bwd")["sm90"]
-    assert kernel.missing() is None
-    assert "expected a Hopper GPU" in ablation.refusal(kernel, BACKWARD_CASE, "cpu")
-    on_cpu = kernel._replace(forward=BACKWARD.forward, backend="tiled", device="cpu", switches=SWITCHES)
-    assert ablation.refusal(on_cpu, BACKWARD_CASE, "cpu") is None
-    report = ablation.ablate(BACKWARD_CASE, on_cpu, QUICK)
-    assert report.row["configurations"][0]["config"] == asdict(Config(32))
-    assert set(report.row["contenders"]) == {FULL, "no overlap", "no second overlap"}
+    assert "expected a Hopper GPU" in ablation.refusal(kernel, case, "cpu")
+    problem = ablation.problem_of(case, "cuda")
+    full = heuristics.backward_config(problem)
+    table = ablation.rows(problem, full, kernel.switches)
+    assert [row.label for row in table.rows if row.refusal is None] == [
+        FULL,
+        "no turns between warpgroups",
+        "two buffers for Q",
+        "one buffer for dO",
+    ]
