@@ -42,7 +42,7 @@ from ...problem import AttentionProblem
 from ..blocks import tile_scheduler
 from ..blocks.block_range import first_key_block, following_query_block, query_blocks
 from ..blocks.integers import minimum
-from ..blocks.layouts import as_batch_of_one, one_tile, rows_first, smem_tiles
+from ..blocks.layouts import as_batch_of_one, at_head, one_tile, rows_first, smem_tiles
 from ..blocks.mask import Geometry
 from ..blocks.packed_schedule import Lengths, PackedSchedule, used_keys
 from ..blocks.ptx import exit_if
@@ -376,15 +376,7 @@ class BackwardSm90:
         return KeyTile(n_block, head, place_q, place_k, rows_k, first_m_block, geometry, *blocks)
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
-        """A head's part of t (.., head, batch), which is m or cut into tiles from it, m (seqlen, dim, head, batch).
-
-        Args: place: batch entry; of packed sequences, whose batch is 1, the row of m to start from.
-        """
-        if not self.is_packed:
-            return t[None, None, head, place]
-        t = t[None, None, head, 0]
-        moved = cute.domain_offset((place, 0, 0, 0), cute.make_tensor(t.iterator, m.layout))
-        return cute.make_tensor(moved.iterator, t.layout)
+        return at_head(t, m, head, place, self.is_packed)
 
     def first_visit(self, tile: KeyTile) -> tuple:
         """The head and the query block with which a tile begins; `next_visit` says how it goes on."""

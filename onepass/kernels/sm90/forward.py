@@ -40,6 +40,7 @@ from ..blocks.block_range import blocks_of_part, key_blocks
 from ..blocks.integers import minimum
 from ..blocks.layouts import (
     as_batch_of_one,
+    at_head,
     first_rows,
     one_tile,
     pack_heads,
@@ -330,16 +331,7 @@ class ForwardSm90:
         return Tile(m_block, head, place_q, place_k, geometry, *blocks)
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
-        """A head's part of t (.., head, batch), which is m or cut into tiles from it, m (seqlen, dim, head, batch).
-
-        Args: place: batch entry; of packed sequences, whose batch is 1, the row of m to start from.
-        """
-        if not self.is_packed:
-            return t[None, None, head, place]
-        t = t[None, None, head, 0]
-        start = (0, place) if isinstance(m.shape[0], tuple) else place  # of pack_heads
-        moved = cute.domain_offset((start, 0, 0, 0), cute.make_tensor(t.iterator, m.layout))
-        return cute.make_tensor(moved.iterator, t.layout)
+        return at_head(t, m, head, place, self.is_packed)
 
     def buffer_states(self, user: pipeline.PipelineUserType) -> tuple:
         """Where K and V are being filled (or read) first."""
