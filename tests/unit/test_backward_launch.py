@@ -48,8 +48,8 @@ def test_gradient_of_sinks(softcap):
 
 def test_what_is_left_to_another_backend_says_why():
     assert not_run_yet(problem()) is None
-    for name in ("deterministic", "is_packed", "has_seqused_k"):
-        assert "have not run on a GPU" in not_run_yet(problem(**{name: True}))
+    for option in ({"deterministic": True}, {"is_packed": True}, {"has_seqused_k": True}, {"softcap": 3.0}):
+        assert "have not run on a GPU" in not_run_yet(problem(**option))
 
 
 def test_inputs_without_keys_have_no_gradient():

@@ -23,11 +23,12 @@ IN_STEP = 4
 
 
 def not_run_yet(problem: AttentionProblem) -> str | None:
-    """Why gradients of the problem are left to another backend: kernels for it compile, but have not run on a GPU."""
+    """Why gradients of the problem are left to another backend: kernels for it compile, but have not run as they are."""
     for is_so, what in (
         (problem.deterministic, "deterministic"),
         (problem.is_packed, "packed sequences"),
         (problem.has_seqused_k, "seqused_k"),
+        (problem.softcap is not None, "softcap"),
     ):
         if is_so:
             return f"{what}: the kernels for it have not run on a GPU yet"
