@@ -106,7 +106,7 @@ class Call:
         return rows
 
     def _floors(self, dout: Tensor, dlse: Tensor, oracle: reference.Reference) -> dict[str, float]:
-        """`rounding_terms` of the whole call, times the epsilon of the accumulation dtype."""
+        """`rounding_terms` of the whole call, times the epsilons of the dtypes that the terms are rounded to."""
         options, (q, k, v) = dict(self.options), self.tensors.values()
         eps = torch.finfo(torch.float64 if q.dtype == torch.float64 else torch.float32).eps
         if not self.is_packed:
@@ -121,11 +121,14 @@ class Call:
                 one = reference.Reference(oracle.out[None, rows], oracle.lse[None, :, rows])
                 tensors = q[None, rows], k[None, keys], v[None, keys], dout[None, rows], dlse[None, :, rows]
                 pieces.append(rounding_terms(*tensors, one, **options))
-        # dsinks sums over sequences; the largest of the others is that of some sequence, and their sum covers it
-        totals = {name: float(sum(p[name] for p in pieces)) for name in (pieces[0] if pieces else {})}
-        # dsinks is made of delta = dout . out, and out has been rounded to its dtype
-        roundings = {"dsinks": torch.finfo(q.dtype).eps}
-        return {name: roundings.get(name, eps) * total for name, total in totals.items()}
+        # dsinks sums over sequences; the largest of the others is that of some sequence
+        names = pieces[0] if pieces else {}
+        terms = {n: float(sum(p[n] for p in pieces) if "dsinks" in n else max(p[n] for p in pieces)) for n in names}
+        eps_of_out = torch.finfo(q.dtype).eps
+        floors = {}
+        for name in names:
+            floors[name] = eps * terms[name] + eps_of_out * terms.get(f"{name} of out", 0.0)
+        return floors
 
 
 def random_call(seed: int, device: str = "cpu", max_seqlen: int = 160, dtype: torch.dtype | None = None) -> Call:
