@@ -71,29 +71,35 @@ class Call:
         Returns: one Comparison for out, lse and each gradient.
         """
         dtype = self.tensors["q"].dtype
-        leaves = {n: t.detach().requires_grad_(gradients) for n, t in self.tensors.items()}
-        options = dict(self.options)
-        if "sinks" in options:
-            options["sinks"] = leaves["sinks"] = options["sinks"].detach().requires_grad_(gradients)
-        call = replace(self, tensors={n: leaves[n] for n in ("q", "k", "v")}, options=options)
-        actual = call.run()
-        oracle, plain = call.expected(), call.expected(torch.float32 if dtype == torch.float64 else dtype)
+        plain_dtype = torch.float32 if dtype == torch.float64 else dtype
+        inputs = {**self.tensors, **{n: self.options[n] for n in ("sinks",) if n in self.options}}
+        results, all_leaves = [], []
+        for compute_dtype in (None, torch.float64, plain_dtype):
+            # gradients have the dtype of their leaves: the oracle's would be rounded, float64's plain ones too exact
+            is_cast = compute_dtype == torch.float64 or compute_dtype not in (None, dtype)
+            leaves = {n: (t.to(compute_dtype) if is_cast else t).detach() for n, t in inputs.items()}
+            leaves = {n: t.requires_grad_(gradients) for n, t in leaves.items()}
+            tensors, options = ({n: leaves.get(n, t) for n, t in d.items()} for d in (self.tensors, self.options))
+            call = replace(self, tensors=tensors, options=options)
+            results.append(call.run() if compute_dtype is None else call.expected(compute_dtype))
+            all_leaves.append(leaves)
+        actual, oracle, plain = results
         generator = torch.Generator().manual_seed(0)
         dout = torch.randn(actual.out.shape, generator=generator).to(actual.out)
         dlse = torch.randn(actual.lse.shape, generator=generator).to(actual.lse)
-        floors = call._floors(dout, dlse, oracle)
+        floors = self._floors(dout, dlse, oracle)
         rows = [
             compare("out", actual.out, oracle.out, plain.out, floor=floors.get("out", 0.0) if with_floor else 0.0),
             compare_lse(actual.lse, oracle.lse),
         ]
         if gradients:
             all_gradients = []
-            for result in (actual, oracle, plain):
+            for result, leaves in zip(results, all_leaves, strict=True):
                 # an empty row's lse is -inf and has no gradient
                 lse_term = torch.where(result.lse == -torch.inf, 0.0, result.lse) * dlse.to(result.lse)
                 loss = (result.out * dout.to(result.out)).sum() + lse_term.sum()
                 all_gradients.append(torch.autograd.grad(loss, list(leaves.values())))
-            for name, mine, exact, standard in zip(leaves, *all_gradients, strict=True):
+            for name, mine, exact, standard in zip(inputs, *all_gradients, strict=True):
                 rows.append(compare_gradients(f"d{name}", mine, exact, standard, floors.get(f"d{name}", 0.0)))
         return rows
 
@@ -106,7 +112,7 @@ class Call:
         return rows
 
     def _floors(self, dout: Tensor, dlse: Tensor, oracle: reference.Reference) -> dict[str, float]:
-        """`rounding_terms` of the whole call, times the epsilon of the accumulation dtype."""
+        """`rounding_terms` of the whole call, times the epsilons of the dtypes that the terms are rounded to."""
         options, (q, k, v) = dict(self.options), self.tensors.values()
         eps = torch.finfo(torch.float64 if q.dtype == torch.float64 else torch.float32).eps
         if not self.is_packed:
@@ -121,11 +127,14 @@ class Call:
                 one = reference.Reference(oracle.out[None, rows], oracle.lse[None, :, rows])
                 tensors = q[None, rows], k[None, keys], v[None, keys], dout[None, rows], dlse[None, :, rows]
                 pieces.append(rounding_terms(*tensors, one, **options))
-        # dsinks sums over sequences; the largest of the others is that of some sequence, and their sum covers it
-        totals = {name: float(sum(p[name] for p in pieces)) for name in (pieces[0] if pieces else {})}
-        # dsinks is made of delta = dout . out, and out has been rounded to its dtype
-        roundings = {"dsinks": torch.finfo(q.dtype).eps}
-        return {name: roundings.get(name, eps) * total for name, total in totals.items()}
+        # dsinks sums over sequences; the largest of the others is that of some sequence
+        names = pieces[0] if pieces else {}
+        terms = {n: float(sum(p[n] for p in pieces) if "dsinks" in n else max(p[n] for p in pieces)) for n in names}
+        eps_of_out = torch.finfo(q.dtype).eps
+        floors = {}
+        for name in names:
+            floors[name] = eps * terms[name] + eps_of_out * terms.get(f"{name} of out", 0.0)
+        return floors
 
 
 def random_call(seed: int, device: str = "cpu", max_seqlen: int = 160, dtype: torch.dtype | None = None) -> Call:

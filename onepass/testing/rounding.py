@@ -20,6 +20,10 @@ def rounding_terms(
 ) -> dict[str, Tensor]:
     """Largest sum of absolute terms in out, dq, dk, dv and dsinks of one dense call, in float64: one number each.
 
+    dq, dk and dsinks are made of delta = dout . out, and out has been rounded to its dtype. These errors are larger,
+    but independent of one another: "dq of out" and so on are the roots of the sums of their squares, times 2, for one
+    rounding of out. They show where a row has one probability close to 1 and all others are close to 0.
+
     Args: as `reference.attention`, with the gradients of out and lse, and the oracle's result for the call.
     """
     batch, seqlen_q, num_heads_q, head_dim = q.shape
@@ -52,17 +56,23 @@ def rounding_terms(
     def over_group(x: Tensor) -> Tensor:
         return x.unflatten(1, (-1, group)).sum(2)
 
+    # the error of delta, and so of each ds / p in its row
+    delta_of_out = torch.where(is_empty, 0.0, (dout * out).square().sum(-1, keepdim=True).sqrt())
+    ds_of_out = p * delta_of_out
+
     terms = {
         "out": largest(p_terms @ v.abs()),
         "dq": scale * largest(ds_terms @ k.abs()),
         "dk": scale * largest(over_group(ds_terms.mT @ q.abs())),
         "dv": largest(over_group(p_terms.mT @ dout.abs())),
+        "dq of out": 2 * scale * largest((ds_of_out @ k).abs()),  # one error for the whole row
+        "dk of out": 2 * scale * largest(over_group(ds_of_out.square().mT @ q.square()).sqrt()),
     }
     if sinks is not None:
         sink = sinks.detach().double()[None, :, None, None]
         p_sink = torch.where(is_empty, 0.0, torch.exp(sink - lse))
-        p_sink_terms = torch.where(
-            p_sink == 0, 0.0, p_sink * (1 + sink.abs() + lse.abs())
-        )  # 0 * inf for a sink of -inf
+        # a sink of -inf: 0 * inf
+        p_sink_terms = torch.where(p_sink == 0, 0.0, p_sink * (1 + sink.abs() + lse.abs()))
         terms["dsinks"] = largest((p_sink_terms * delta_terms).sum((0, 2, 3)))
+        terms["dsinks of out"] = 2 * largest((p_sink * delta_of_out).square().sum((0, 2, 3)).sqrt())
     return terms

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from gpu_cases import BACKEND, BF16, DEVICE, FP16, ON_GPU, case, lengths_tensor, needs_hopper, offsets, size
-from gradient_cases import check_gradients
+from gradient_cases import check_gradients, loss_of
 
 import onepass
 from onepass import reference
@@ -140,6 +140,18 @@ def test_few_queries_against_many_keys(seqlen_q, head_dim, dtype, causal):
 def test_many_queries_against_few_keys(causal):
     """With `causal` nearly all of them see no key."""
     check_gradients(case(LONG + 3, 64, heads=(2, 1), head_dim=128, causal=causal).call())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_sums_of_one_sign(head_dim):
+    """131072 terms that do not cancel: a sum in 16 bits would no longer grow after a few hundred tiles."""
+    call = case(16, LONG, heads=(1, 1), head_dim=head_dim).call()
+    call.tensors["k"].add_(1.0)
+    check_gradients(call, "lse")  # dq = scale * dlse * sum of p k
+    call = case(LONG, 16, heads=(1, 1), head_dim=head_dim).call()
+    loss = loss_of(call, "out")
+    loss.dout.add_(1.0)
+    check_gradients(call, loss=loss)  # dv = sum of p dout
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

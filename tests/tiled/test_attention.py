@@ -105,6 +105,7 @@ def test_random_problems(seed):
 @settings(max_examples=60)
 @given(st.integers(min_value=1000, max_value=2**31))
 @example(2)
+@example(1002411)  # few rows with one probability close to 1: what they cost is the rounding of out
 def test_more_random_problems(seed):
     """Another draw on every run; a seed that fails is printed and repeats the case."""
     random_call(seed, max_seqlen=96).check(with_floor=True)
