@@ -23,7 +23,7 @@ IN_STEP = 4
 
 
 def not_run_yet(problem: AttentionProblem) -> str | None:
-    """Why gradients of the problem are left to another backend: kernels for it compile, but have not run as they are."""
+    """Why gradients of the problem are left to another backend: its kernels compile, but have not run as they are."""
     for is_so, what in (
         (problem.deterministic, "deterministic"),
         (problem.is_packed, "packed sequences"),
@@ -59,6 +59,7 @@ def prepare(
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):  # packed rows of no sequence, or no keys
         return _without_keys
     config = config or heuristics.backward_config(problem)
+    config.check(problem)
     head_dim, _ = config.head_dims(problem)
     if problem.is_packed:
         blocks_per_head = problem.seqlen_q // config.tile_m + problem.batch
