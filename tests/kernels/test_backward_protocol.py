@@ -145,8 +145,7 @@ class Protocol:
         consumer: class of the consumer warps.
         reads_early: lse of the next step is read before the GEMMs of this one are done.
         has_rubbish: what lies past the end of a sequence is cleared.
-        warpgroups_meet: no warp sees a GEMM complete before all of its warpgroup have issued it.
-        memory_stays: shared memory outlives the thread block until all reductions have read theirs.
+        warpgroups_meet: no warp sees a GEMM complete before all of its warpgroup have issued it: PTX does not say so.
         pieces: of a dQ, for each warpgroup of the wide consumer.
     """
 
@@ -160,8 +159,7 @@ class Protocol:
     is_deterministic: bool = False
     reads_early: bool = True
     has_rubbish: bool = False
-    warpgroups_meet: bool = True
-    memory_stays: bool = True
+    warpgroups_meet: bool = False
     pieces: tuple = (2, 2)
 
     def run(self, tiles, num_ctas, seed):
@@ -269,7 +267,7 @@ class ThreadBlock:
     def until_end(self, process):
         yield from process
         self.alive -= 1
-        if not self.alive and not self.run.protocol.memory_stays:
+        if not self.alive:
             assert not any(buffer.readers for buffer in self.staging), "read after the end of the thread block"
 
     def schedule(self):
@@ -368,6 +366,10 @@ class Consumer(Reader):
             wave += 1
             self.number = yield from self.take(wave)
             yield from self.want_next()
+        yield from self.end()
+
+    def end(self):
+        yield from self.wait_until_read()
 
     def tile(self):
         block, last = self.block, len(self.steps) - 1
@@ -715,6 +717,7 @@ class Wide(Consumer):
         self.reg_p.write(self.tag(i))
 
     def send_ds(self, i, count):
+        yield from self.meet()
         yield from self.write_ds(i, count)
         yield from self.publish_ds(count)
 
@@ -762,7 +765,7 @@ def random_protocol(rng, consumer, **fixed):
     def flag():
         return rng.random() < 0.5
 
-    names = "pingpong", "is_dynamic", "is_deterministic", "reads_early", "has_rubbish"
+    names = "pingpong", "is_dynamic", "is_deterministic", "reads_early", "has_rubbish", "warpgroups_meet"
     changes = {name: flag() for name in names}
     protocol = Protocol(consumer, 2, rng.choice((2, 3)), rng.choice((1, 2)), pieces=rng.choice(((2, 2), (2, 1))))
     return replace(protocol, **{**changes, **fixed})
@@ -798,21 +801,6 @@ def test_tiles_of_every_length_follow_each_other(consumer):
         tiles = [[((number, i), 0) for i in range(steps)] for number, steps in enumerate(lengths)]
         for num_ctas, is_dynamic in ((1, False), (2, True)):
             replace(protocol, is_dynamic=is_dynamic).run(tiles, num_ctas, 0)
-
-
-def test_the_wide_consumer_relies_on_warpgroups_that_meet():
-    """A warp of warpgroup 1 writes dS while another one has not read the dS of two steps before.
-
-    GEMMs lie between, which all warps of the warpgroup have to issue; no barrier does.
-    """
-    attempt_all(range(100), Consumer, warpgroups_meet=False)
-    must_fail(Wide, warpgroups_meet=False)
-
-
-def test_the_last_reductions_rely_on_memory_that_stays():
-    """Nobody waits for them, unless for their turns."""
-    attempt_all(range(50), Consumer, memory_stays=False, is_deterministic=True)
-    must_fail(Consumer, memory_stays=False, is_deterministic=False)
 
 
 def must_fail(consumer, **fixed):
@@ -923,6 +911,16 @@ class NobodyMeets(Consumer):
         yield
 
 
+class EndsEarly(Consumer):
+    def end(self):
+        yield
+
+
+class WideNobodyMeets(Wide):
+    def meet(self):
+        yield
+
+
 class WideOtherParity(Wide):
     def wait_for(self, barriers, count):
         yield from super().wait_for(barriers, count + 2 * (barriers is self.block.p_full))
@@ -985,6 +983,8 @@ FAULTS = [
     (NobodyMeets, {"has_rubbish": True}),
     (Consumer, {"q_stages": 1}),
     (Consumer, {"ds_buffers": 1}),
+    (EndsEarly, {"is_deterministic": False}),
+    (WideNobodyMeets, {"has_rubbish": False, "warpgroups_meet": False}),
     (WideOtherParity, {}),
     (WideNoWaitForDS, {}),
     (WideNoWaitForP, {}),

@@ -174,6 +174,9 @@ class BackwardConsumer(Bundle):
             number = queue.take(wave)
             queue.want_next()
             self.store(tile)
+        # shared memory must outlive the reductions that read it
+        if self.lane == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def step(

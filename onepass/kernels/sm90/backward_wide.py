@@ -22,10 +22,11 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ..blocks import epilogue, wgmma
 from ..blocks.layouts import rows_and_columns, transposed
+from ..blocks.named_barrier import NamedBarrier
 from ..blocks.ptx import add_to_global, pack, release_increment, wait_until_equal
 from ..config import ROWS_PER_WARPGROUP
 from .backward_consumer import BackwardConsumer, Mmas, after
-from .warpgroup import WARPS, Scores
+from .warpgroup import WARPGROUP, WARPS, Scores
 
 PIECE = 64  # columns of dQ
 P_WORDS = 4  # 32-bit words of a 16-byte vector
@@ -231,7 +232,12 @@ class WideConsumer(BackwardConsumer):
 
     @cute.jit
     def send_ds(self, count: Int32):
-        """dS to both warpgroups. The buffer is free: this P came after warpgroup 0's dQ of two steps before it."""
+        """dS to both warpgroups.
+
+        The buffer is free: P of this step came after warpgroup 0's dQ of two steps before it; all warps of this
+        warpgroup wait here for their own.
+        """
+        cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.wg, number_of_threads=WARPGROUP)
         cute.copy(self.copy_ds, self.copy_ds.retile(self.rdS), self.ds_target[None, None, None, count % 2])
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
