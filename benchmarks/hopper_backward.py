@@ -93,7 +93,7 @@ def configuration(default: Any, changes: str) -> Any:
 def configurations(case: Case, text: str | None) -> dict[str, Any]:
     """By contender: the default ("onepass") and those of --variants that the case can take; none without a kernel."""
     kernel = ablation.kernels("bwd")["sm90"]
-    if kernel.missing():
+    if ablation.refusal(kernel, case, DEVICE) is not None:
         return {}
     problem = ablation.problem_of(case, DEVICE)
     found = {"onepass": kernel.default(problem)}
@@ -237,11 +237,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     warnings.filterwarnings("ignore", message="Argument aux_data")  # of FlashAttention-4 under this compiler
-    if args.variants and (reason := ablation.kernels("bwd")["sm90"].missing()):
+    first = case_of(common.cells(args)[0])
+    reason = ablation.refusal(ablation.kernels("bwd")["sm90"], first, DEVICE)
+    if args.variants and reason is not None:
         parser.error(f"--variants: {reason}")
     rivals = peers(args.peers.split(","))
     about = common.circumstances()
-    about["backend"] = ask_support(case_of(common.cells(args)[0]), DEVICE).reason
+    about["backend"] = ask_support(first, DEVICE).reason
     print(about, flush=True)
     ok = args.no_check or run_check(args, rivals)
     if not args.no_grid:
