@@ -87,6 +87,7 @@ class Call:
         generator = torch.Generator().manual_seed(0)
         dout = torch.randn(actual.out.shape, generator=generator).to(actual.out)
         dlse = torch.randn(actual.lse.shape, generator=generator).to(actual.lse)
+        assert isinstance(oracle, reference.Reference)
         floors = self._floors(dout, dlse, oracle)
         rows = [
             compare("out", actual.out, oracle.out, plain.out, floor=floors.get("out", 0.0) if with_floor else 0.0),
