@@ -1,6 +1,7 @@
 """The parts of the Hopper backward's launch that plain torch computes."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -48,6 +49,7 @@ def test_gradient_of_sinks(softcap):
 
 def test_what_is_left_to_another_backend_says_why():
     assert not_run_yet(problem()) is None
+    assert not_run_yet(replace(problem(), batch=70000)) == "batch: expected up to 65535, got 70000"
     for option in ({"deterministic": True}, {"is_packed": True}, {"has_seqused_k": True}, {"softcap": 3.0}):
         assert "have not run on a GPU" in not_run_yet(problem(**option))
 

@@ -20,10 +20,11 @@ from .launch import ARCH, LOG2_E, element_type, fake_tensor, score_scales, tile_
 # Tiles of a head that begin together when sums are in order. Each stays a step behind the one before, which costs a
 # launch about so many steps; they read the same rows at about the same time, so a section need not fit into L2.
 IN_STEP = 4
+MAX_GRID = 65535  # of CUDA, in the dimensions in which preprocess and postprocess have heads and batch
 
 
 def not_run_yet(problem: AttentionProblem) -> str | None:
-    """Why gradients of the problem are left to another backend: its kernels compile, but have not run as they are."""
+    """Why gradients are left to another backend: mostly, the kernels compile, but have not run as they are."""
     for is_so, what in (
         (problem.deterministic, "deterministic"),
         (problem.is_packed, "packed sequences"),
@@ -32,6 +33,9 @@ def not_run_yet(problem: AttentionProblem) -> str | None:
     ):
         if is_so:
             return f"{what}: the kernels for it have not run on a GPU yet"
+    for name, size in (("num_heads", problem.num_heads_q), ("batch", problem.batch)):
+        if size > MAX_GRID:
+            return f"{name}: expected up to {MAX_GRID}, got {size}"
     return None
 
 
