@@ -52,7 +52,7 @@ from ..config import DS_BUFFERS, REGISTERS, ROWS_PER_WARPGROUP, STAT_ROWS, Backw
 from .backward_consumer import BackwardConsumer, Mmas
 from .backward_producer import BackwardProducer
 from .backward_wide import P_WORDS, WideConsumer
-from .forward import Schedule, Sequences
+from .forward import Schedule, Sequences, make_schedule
 from .warpgroup import WARPGROUP, WARPS, Scores
 
 PRODUCER_WARP, SCHEDULER_WARP = 0, 1
@@ -169,15 +169,8 @@ class BackwardSm90:
         (tma_k, mK), (tma_v, mV), (tma_q, mQ), (tma_do, mdO) = tma
 
         seqlen_k, _, num_heads_kv, batch = mK.shape
-        if cutlass.const_expr(self.is_packed):
-            divisors = tile_scheduler.Divisors(None, None, None, cute.FastDivmodDivisorV2(num_heads_kv))
-            schedule = Schedule(None, None, None, divisors)
-        else:
-            num_n_blocks = cute.ceil_div(seqlen_k, self.tile_n)
-            heads_in_last = tile_scheduler.heads_in_last_section(num_heads_kv * batch, heads_per_section)
-            divisors = (num_n_blocks * heads_per_section, heads_per_section, heads_in_last, num_heads_kv)
-            divisors = tile_scheduler.Divisors(*(cute.FastDivmodDivisorV2(d) for d in divisors))
-            schedule = Schedule(num_n_blocks * num_heads_kv * batch, num_n_blocks, batch, divisors)
+        num_n_blocks = None if self.is_packed else cute.ceil_div(seqlen_k, self.tile_n)
+        schedule = make_schedule(num_n_blocks, num_heads_kv, batch, heads_per_section)
         self.kernel(
             tma_k,
             mK,

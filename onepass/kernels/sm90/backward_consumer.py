@@ -23,13 +23,13 @@ from cutlass import Float32, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..blocks import epilogue, mask, wgmma
-from ..blocks.bundle import Bundle
 from ..blocks.clear_rows import clear_rows
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
 from ..blocks.named_barrier import NamedBarrier
 from ..blocks.plain_rows import soft_cap
 from ..blocks.ptx import bulk_add_to_global, pack, pack_pair, release_increment, unpack_pair, wait_until_equal
 from ..blocks.tile_scheduler import LANES
+from ..blocks.turns import Turns
 from ..config import ROWS_PER_WARPGROUP
 from .warpgroup import WARPGROUP, WARPS, Scores
 
@@ -58,7 +58,7 @@ class Mmas(NamedTuple):
     dq: cute.TiledMma  # dQ = dS K, over the keys of all warpgroups
 
 
-class BackwardConsumer(Bundle):
+class BackwardConsumer(Turns):
     """dK and dV of 64 keys in registers, and a part of each dQ."""
 
     def __init__(self, kernel, buffers, pipes, mmas: Mmas, softmax_scale, scores: Scores, accumulator, mdK, mdV):
@@ -88,6 +88,7 @@ class BackwardConsumer(Bundle):
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.lane, self.lane_in_quad = self.thread % LANES, self.thread % 4
         self.wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP - 1)
+        self.takes_turns = kernel.config.pingpong
         self.is_capped = scores.tanh_scale is not None
 
     def _make_fragments(self, sK, sV, sQ, sdO, sdS, tile_of_keys):
@@ -483,34 +484,18 @@ class BackwardConsumer(Bundle):
                 release_increment(self.accumulator.turns.iterator + self.unfinished[0])
         self.unfinished[0] = Int32(-1)
 
-    # ---------------------------------------------------------------- pingpong (section 3.1): GEMMs in turns
-
-    @cute.jit
-    def prime_turns(self):
-        """Warpgroup 0 goes first."""
-        if cutlass.const_expr(self.kernel.config.pingpong):
-            if self.wg == self.num_warpgroups - 1:
-                self.pass_turn()
-
-    @cute.jit
-    def wait_for_turn(self):
-        if cutlass.const_expr(self.kernel.config.pingpong):
-            cute.arch.barrier(barrier_id=NamedBarrier.PINGPONG + self.wg, number_of_threads=2 * WARPGROUP)
-
-    @cute.jit
-    def pass_turn(self):
-        if cutlass.const_expr(self.kernel.config.pingpong):
-            following = self.wg + 1 if self.wg < self.num_warpgroups - 1 else Int32(0)
-            cute.arch.barrier_arrive(barrier_id=NamedBarrier.PINGPONG + following, number_of_threads=2 * WARPGROUP)
-
     @cute.jit
     def store(self, tile):
         """dK and dV of a finished tile."""
+        self.store_gradient(tile, self.acc_dv, self.mdV, Float32(1.0))
+        self.store_gradient(tile, self.acc_dk, self.mdK, self.softmax_scale)
+
+    @cute.jit
+    def store_gradient(self, tile, acc: cute.Tensor, m: cute.Tensor, scale: Float32):
         rows = [tile.n_block * self.tile_n + self.row_in_tile + 8 * r for r in range(2)]
         is_row = [row < tile.rows_k for row in rows]
         weights = cute.make_rmem_tensor((2,), Float32)
-        for acc, m, scale in ((self.acc_dv, self.mdV, Float32(1.0)), (self.acc_dk, self.mdK, self.softmax_scale)):
-            weights.fill(scale)
-            at_head = self.kernel.at_head(m, m, tile.head_kv, tile.place_k)
-            out_rows = [at_head[row, None] for row in rows]
-            epilogue.store_rows(rows_and_columns(acc), weights, out_rows, is_row, self.lane_in_quad)
+        weights.fill(scale)
+        at_head = self.kernel.at_head(m, m, tile.head_kv, tile.place_k)
+        out_rows = [at_head[row, None] for row in rows]
+        epilogue.store_rows(rows_and_columns(acc), weights, out_rows, is_row, self.lane_in_quad)

@@ -20,8 +20,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
-from ..blocks import epilogue, wgmma
-from ..blocks.layouts import rows_and_columns, transposed
+from ..blocks import wgmma
+from ..blocks.layouts import transposed
 from ..blocks.named_barrier import NamedBarrier
 from ..blocks.ptx import add_to_global, pack, release_increment, wait_until_equal
 from ..config import ROWS_PER_WARPGROUP
@@ -100,7 +100,7 @@ class WideConsumer(BackwardConsumer):
             wave += 1
             number = queue.take(wave)
             queue.want_next()
-            self.store_rows(tile, self.acc_dv, self.mdV, Float32(1.0))
+            self.store_gradient(tile, self.acc_dv, self.mdV, Float32(1.0))
 
     @cute.jit
     def dv_step(
@@ -198,7 +198,7 @@ class WideConsumer(BackwardConsumer):
             wave += 1
             number = queue.take(wave)
             queue.want_next()
-            self.store_rows(tile, self.acc_dk, self.mdK, self.softmax_scale)
+            self.store_gradient(tile, self.acc_dk, self.mdK, self.softmax_scale)
 
     @cute.jit
     def dk_step(self, target: tuple, q_state, next_do, count: Int32, has_next: cutlass.Constexpr[bool]):
@@ -295,14 +295,3 @@ class WideConsumer(BackwardConsumer):
         start = self.accumulator.dq.iterator + offset
         for i in cutlass.range_constexpr(0, cute.size(acc_dq), 4):
             add_to_global(start + i * 32, [acc_dq[i + c] for c in range(4)])
-
-    @cute.jit
-    def store_rows(self, tile, acc: cute.Tensor, m: cute.Tensor, scale: Float32):
-        """A finished gradient."""
-        rows = [tile.n_block * self.tile_n + self.row_in_tile + 8 * r for r in range(2)]
-        is_row = [row < tile.rows_k for row in rows]
-        weights = cute.make_rmem_tensor((2,), Float32)
-        weights.fill(scale)
-        at_head = self.kernel.at_head(m, m, tile.head_kv, tile.place_k)
-        out_rows = [at_head[row, None] for row in rows]
-        epilogue.store_rows(rows_and_columns(acc), weights, out_rows, is_row, self.lane_in_quad)

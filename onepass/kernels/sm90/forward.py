@@ -83,6 +83,17 @@ class Schedule(NamedTuple):
     divisors: tile_scheduler.Divisors
 
 
+def make_schedule(num_blocks: Int32 | None, num_heads: Int32, batch: Int32, heads_per_section: Int32) -> Schedule:
+    """On the host. Args: num_blocks: tiles of a head; None for packed sequences."""
+    if num_blocks is None:
+        divisors = tile_scheduler.Divisors(None, None, None, cute.FastDivmodDivisorV2(num_heads))
+        return Schedule(None, None, None, divisors)
+    heads_in_last = tile_scheduler.heads_in_last_section(num_heads * batch, heads_per_section)
+    numbers = num_blocks * heads_per_section, heads_per_section, heads_in_last, num_heads
+    divisors = tile_scheduler.Divisors(*(cute.FastDivmodDivisorV2(n) for n in numbers))
+    return Schedule(num_blocks * num_heads * batch, num_blocks, batch, divisors)
+
+
 class ForwardSm90:
     """One compiled forward: (static problem, config) -> device code. See the module's docstring for the picture."""
 
@@ -154,15 +165,8 @@ class ForwardSm90:
 
         _, _, num_heads, batch = mQ.shape
         seqlen_q = self._seqlen_q(mQ)
-        if cutlass.const_expr(self.is_packed):
-            divisors = tile_scheduler.Divisors(None, None, None, cute.FastDivmodDivisorV2(num_heads))
-            schedule = Schedule(None, None, None, divisors)
-        else:
-            num_m_blocks = cute.ceil_div(seqlen_q, self.tile_m * self.cluster_size)
-            heads_in_last = tile_scheduler.heads_in_last_section(num_heads * batch, heads_per_section)
-            divisors = (num_m_blocks * heads_per_section, heads_per_section, heads_in_last, num_heads)
-            divisors = tile_scheduler.Divisors(*(cute.FastDivmodDivisorV2(d) for d in divisors))
-            schedule = Schedule(num_m_blocks * num_heads * batch, num_m_blocks, batch, divisors)
+        num_m_blocks = None if self.is_packed else cute.ceil_div(seqlen_q, self.tile_m * self.cluster_size)
+        schedule = make_schedule(num_m_blocks, num_heads, batch, heads_per_section)
         self.kernel(
             tma_q,
             mQ,

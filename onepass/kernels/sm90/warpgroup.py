@@ -14,7 +14,6 @@ from cutlass.cute.nvgpu import warp
 
 from ..blocks import epilogue, mask, plain_rows, wgmma
 from ..blocks.block_range import KeyBlocks, key_range
-from ..blocks.bundle import Bundle
 from ..blocks.clear_rows import clear_rows
 from ..blocks.integers import select
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
@@ -23,6 +22,7 @@ from ..blocks.named_barrier import NamedBarrier
 from ..blocks.online_softmax import OnlineSoftmax, finish
 from ..blocks.pack_gqa import unpack_row
 from ..blocks.plain_rows import soft_cap
+from ..blocks.turns import Turns
 from ..blocks.warp import broadcast
 from ..config import ROWS_PER_WARPGROUP
 
@@ -66,13 +66,14 @@ class Pipes(NamedTuple):
     v: pipeline.PipelineTmaAsync
 
 
-class Warpgroup(Bundle):
+class Warpgroup(Turns):
     """64 query rows of each tile: S, P and O in registers, Q, K and V in shared memory."""
 
     def __init__(self, kernel, sQ, sK, sV, pipes: Pipes, tiled_mmas, scores: Scores, mO, mLSE, mSinks, plain, producer):
         config = self.config = kernel.config
         self.kernel = kernel
         self.num_warpgroups, self.parts = config.num_warpgroups, config.score_buffers
+        self.takes_turns = config.pingpong and self.num_warpgroups > 1
         self.tile_m, self.tile_n, self.part_n = kernel.tile_m, kernel.tile_n, kernel.part_n
         self.has_window = kernel.has_window
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -254,23 +255,3 @@ class Warpgroup(Bundle):
                 plain_rows.recompute_row(
                     mQ[position, None], mK, mV, mO[position, None], low, high, *scales, row_max, weight
                 )
-
-    # ---------------------------------------------------------------- pingpong (section 3.1): GEMMs in turns
-
-    @cute.jit
-    def prime_turns(self):
-        """Warpgroup 0 goes first."""
-        if cutlass.const_expr(self.config.pingpong and self.num_warpgroups > 1):
-            if self.wg == self.num_warpgroups - 1:
-                self.pass_turn()
-
-    @cute.jit
-    def wait_for_turn(self):
-        if cutlass.const_expr(self.config.pingpong and self.num_warpgroups > 1):
-            cute.arch.barrier(barrier_id=NamedBarrier.PINGPONG + self.wg, number_of_threads=2 * WARPGROUP)
-
-    @cute.jit
-    def pass_turn(self):
-        if cutlass.const_expr(self.config.pingpong and self.num_warpgroups > 1):
-            following = self.wg + 1 if self.wg < self.num_warpgroups - 1 else Int32(0)
-            cute.arch.barrier_arrive(barrier_id=NamedBarrier.PINGPONG + following, number_of_threads=2 * WARPGROUP)
