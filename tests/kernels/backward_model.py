@@ -1,0 +1,622 @@
+"""The Hopper backward as a model: its barriers and the order of waits and arrivals, without any arithmetic.
+
+The model has the barriers of backward_producer.py, backward_consumer.py, backward_wide.py and tile_queue.py: every warp
+is a process, and so is every asynchronous copy. They run step by step in random order, some of them seldom. A GEMM
+reads its buffers from its issue until a wait covers it, a reduction its own until it has read them; contents are tagged
+with tile and step.
+"""
+
+import itertools
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+from barrier_model import WARPS, Buffer, MBarrier, NamedBarrier, Pipe
+
+from onepass.kernels.blocks import tile_scheduler
+
+DRAW_AHEAD = 2  # as in tile_queue.py
+MISSES = 200  # processes that are found waiting before all of them are looked at
+
+# ---------------------------------------------------------------- protocols
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What a run is made of.
+
+    Attributes:
+        consumer: class of the consumer warps.
+        reads_early: lse of the next step is read before the GEMMs of this one are done.
+        has_rubbish: what lies past the end of a sequence is cleared.
+        warpgroups_meet: no warp sees a GEMM complete before all of its warpgroup have issued it: PTX does not say so.
+        pieces: of a dQ, for each warpgroup of the wide consumer.
+    """
+
+    consumer: type
+    warpgroups: int = 2
+    q_stages: int = 2
+    do_stages: int = 2
+    ds_buffers: int = 2
+    pingpong: bool = True
+    is_dynamic: bool = True
+    is_deterministic: bool = False
+    reads_early: bool = True
+    has_rubbish: bool = False
+    warpgroups_meet: bool = False
+    pieces: tuple = (2, 2)
+
+    def run(self, tiles, num_ctas, seed):
+        Run(self, tiles, num_ctas, seed).finish()
+
+
+class Run:
+    """A launch: thread blocks, and what they share in global memory.
+
+    Args: tiles: of each ((block of dQ, turn), ...), a step each.
+    """
+
+    def __init__(self, protocol, tiles, num_ctas, seed):
+        self.protocol, self.tiles, self.num_ctas = protocol, tiles, num_ctas
+        self.random, self.counter, self.turns, self.sums = random.Random(seed), 0, Counter(), {}
+        self.processes, self.slowness = [], []
+        # the grid was made for the worst case
+        self.blocks = [ThreadBlock(self, cta) for cta in range(min(num_ctas, len(tiles)))]
+
+    def has_rubbish(self, content):
+        """Whether the tile of keys (number) or the block of queries (number, step) goes past the end of a sequence."""
+        return self.protocol.has_rubbish and hash(content) % 2 == 0
+
+    def start(self, process):
+        self.processes.append([process, None])
+        self.slowness.append(self.random.choice((0, 0, 0, 0.9, 0.98)))
+
+    def draw(self):
+        number = self.counter
+        self.counter = 0 if number >= len(self.tiles) - 1 else number + 1
+        return number
+
+    def add(self, part, number):
+        """A tile's addition to a part of dQ is complete."""
+        before = self.sums.setdefault(part, [])
+        assert not self.protocol.is_deterministic or not before or before[-1] < number, "added out of order"
+        before.append(number)
+
+    def finish(self):
+        choose, misses = self.random.random, 0
+        while self.processes:
+            i = int(choose() * len(self.processes))
+            process = self.processes[i]
+            if misses > MISSES:
+                assert any(condition is None or condition() for _, condition in self.processes), "deadlock"
+                misses = 0
+            if process[1] is not None and not process[1]():
+                misses += 1
+                continue
+            if choose() < self.slowness[i]:
+                continue
+            misses = 0
+            try:
+                process[1] = next(process[0])
+            except StopIteration:
+                for of_all in (self.processes, self.slowness):
+                    of_all[i] = of_all[-1]
+                    of_all.pop()
+        self.check()
+
+    def check(self):
+        assert self.counter == 0, "the next launch would begin with another number"
+        visits = [(key, number) for number, tile in enumerate(self.tiles) for key, _ in tile]
+        parts = [
+            (warpgroup, warp, piece)
+            for warpgroup, warp in itertools.product(range(self.protocol.warpgroups), range(WARPS))
+            for piece in range(self.protocol.consumer.pieces_of(self.protocol, warpgroup))
+        ]
+        expected = sorted((key, *part, number) for (key, number), part in itertools.product(visits, parts))
+        assert sorted((*part, number) for part, numbers in self.sums.items() for number in numbers) == expected
+        if self.protocol.is_deterministic:
+            assert sum(self.turns.values()) == len(visits) * self.protocol.warpgroups * WARPS
+
+
+class ThreadBlock:
+    """Shared memory, barriers and processes of a thread block."""
+
+    def __init__(self, run, cta):
+        p = self.protocol = run.protocol
+        self.run, self.cta, self.alive = run, cta, 0
+        warps = WARPS * p.warpgroups
+        key_tiles = p.consumer.key_tiles(p)
+        self.k, self.v = (Pipe(run, 1, warps, key_tiles) for _ in range(2))
+        self.q, self.do = Pipe(run, p.q_stages, warps, 2), Pipe(run, p.do_stages, warps, 1)  # Q with its statistics
+        # of each warp its rows
+        self.ds = [[Buffer() for _ in range(key_tiles * WARPS)] for _ in range(p.ds_buffers)]
+        self.p = [Buffer() for _ in range(WARPS)]
+        self.ds_full = [MBarrier(key_tiles * WARPS) for _ in range(2)]
+        self.p_full = [MBarrier(WARPS) for _ in range(2)]
+        self.pingpong = [NamedBarrier(2 * WARPS) for _ in range(p.warpgroups)]
+        self.meeting = [NamedBarrier(WARPS) for _ in range(p.warpgroups)]
+        self.issued = [[0] * WARPS for _ in range(p.warpgroups)]
+        self.slot, self.queue_full, self.queue_empty = Buffer(), MBarrier(1), MBarrier(warps + 1)
+        self.staging = [Buffer() for _ in range(warps)]
+        self.start(Producer(self).produce())
+        if p.is_dynamic:
+            self.start(self.schedule())
+        for w, warp in itertools.product(range(p.warpgroups), range(WARPS)):
+            self.start(p.consumer(self, w, warp).consume())
+
+    def start(self, process):
+        self.alive += 1
+        self.run.start(self.until_end(process))
+
+    def until_end(self, process):
+        yield from process
+        self.alive -= 1
+        if not self.alive:
+            assert not any(buffer.readers for buffer in self.staging), "read after the end of the thread block"
+
+    def schedule(self):
+        """TileQueue.fill"""
+        number, wave = self.cta, 1
+        while number < len(self.run.tiles):
+            yield from self.queue_empty.wait(wave - 1 & 1)
+            number = self.run.num_ctas + self.run.draw()
+            self.slot.write((wave, number))
+            yield
+            self.queue_full.arrive()
+            wave += 1
+
+
+class Reader:
+    """What the producer and the consumers do alike."""
+
+    def __init__(self, block):
+        self.block, self.run, self.protocol = block, block.run, block.protocol
+
+    def take(self, wave):
+        if not self.protocol.is_dynamic:
+            return tile_scheduler.tile_number(self.block.cta, wave, self.run.num_ctas)
+        yield from self.block.queue_full.wait(wave - 1 & 1)
+        yield
+        assert self.block.slot.content[0] == wave, "another wave's number"
+        return self.block.slot.content[1]
+
+    def want_next(self):
+        if self.protocol.is_dynamic:
+            self.block.queue_empty.arrive()
+            yield
+
+
+class Producer(Reader):
+    """BackwardProducer.run"""
+
+    def produce(self):
+        block, tiles = self.block, self.run.tiles
+        kv = q = do = wave = 0
+        number = block.cta
+        while number < len(tiles):
+            steps = len(tiles[number])
+            if steps > 0:
+                yield from block.q.fill(q, (number, 0))
+                q += 1
+                yield from block.k.fill(kv, number)
+                yield from block.v.fill(kv, number)
+                kv += 1
+            if steps < DRAW_AHEAD:
+                yield from self.want_next()
+            for i in range(steps):
+                if i == steps - DRAW_AHEAD:
+                    yield from self.want_next()
+                yield from block.do.fill(do, (number, i))
+                do += 1
+                if i < steps - 1:
+                    yield from block.q.fill(q, (number, i + 1))
+                    q += 1
+            wave += 1
+            number = yield from self.take(wave)
+        for pipe, n in ((block.k, kv), (block.v, kv), (block.q, q), (block.do, do)):
+            yield from pipe.tail(n)
+
+
+class Consumer(Reader):
+    """BackwardConsumer: a warp."""
+
+    @staticmethod
+    def key_tiles(protocol):
+        return protocol.warpgroups
+
+    @staticmethod
+    def pieces_of(protocol, warpgroup):
+        return 1
+
+    def __init__(self, block, w, warp):
+        super().__init__(block)
+        self.w, self.warp, self.id = w, warp, (w, warp)
+        self.staging = block.staging[w * WARPS + warp]
+        self.kv = self.q = self.do = self.count = 0
+        self.number = block.cta
+        self.gemms, self.complete = [], 0  # buffers of each that is in flight; how many no longer are
+        self.reductions = []  # of those in flight, whether they have read
+        self.unfinished = None
+        self.reg_p, self.reg_ds = Buffer(), Buffer()
+
+    def consume(self):
+        yield from self.want_next()
+        yield from self.prime_turns()
+        wave = 0
+        while self.number < len(self.run.tiles):
+            self.steps = self.run.tiles[self.number]
+            if self.steps:
+                yield from self.tile()
+            wave += 1
+            self.number = yield from self.take(wave)
+            yield from self.want_next()
+        yield from self.end()
+
+    def end(self):
+        yield from self.wait_until_read()
+
+    def tile(self):
+        block, last = self.block, len(self.steps) - 1
+        yield from block.k.wait(self.kv)
+        yield from block.v.wait(self.kv)
+        yield from self.clear([*block.k.of(self.kv), block.v.of(self.kv)[self.w]], self.number)
+        yield from block.q.wait(self.q)
+        yield from self.read_stats(self.q, 0)
+        yield from self.issue_s(self.q, 0)
+        yield from self.wait_group(0)
+        yield from self.make_p(0)
+        for i in range(last + 1):
+            yield from self.clear_queries(i, self.q, self.do)
+            yield from self.step(i, i > 0, i < last)
+            self.q, self.do, self.count = self.q + 1, self.do + 1, self.count + 1
+        yield from self.last_dq(last, self.count - 1)
+        yield from self.release(block.k, self.kv)
+        yield from self.release(block.v, self.kv)
+        self.kv += 1
+
+    def step(self, i, has_previous, has_next):
+        block, early = self.block, has_next and self.protocol.reads_early
+        yield from block.do.wait(self.do)
+        if has_previous:
+            yield from self.issue_dq(i - 1, self.count - 1)
+        yield from self.issue_dp(self.do, i)
+        yield from self.issue_dv(self.do, i)
+        if has_previous:
+            yield from self.wait_group(2)
+            yield from self.write_dq(i - 1)
+        yield from self.read_stats(self.q, i)
+        if early:
+            yield from block.q.wait(self.q + 1)
+            yield from self.read_stats(self.q + 1, i + 1)
+        yield from self.wait_group(0)
+        yield from self.release(block.do, self.do)
+        yield from self.make_ds(i)
+        if has_next and not early:
+            yield from block.q.wait(self.q + 1)
+            yield from self.read_stats(self.q + 1, i + 1)
+        yield from self.wait_for_turn()
+        if has_next:
+            yield from self.issue_s(self.q + 1, i + 1)
+        yield from self.issue_dk(self.q, i)
+        yield from self.pass_turn()
+        yield from self.write_ds(i, self.count)
+        yield from self.publish_ds(self.count)
+        if has_previous:
+            yield from self.add_dq(i - 1)
+        if has_next:
+            yield from self.wait_group(1)
+            yield from self.make_p(i + 1)
+        yield from self.wait_group(0)
+        yield from self.release(block.q, self.q)
+
+    def last_dq(self, i, count):
+        yield from self.issue_dq(i, count)
+        yield from self.wait_group(0)
+        yield from self.write_dq(i)
+        yield from self.add_dq(i)
+        if self.protocol.is_deterministic:
+            yield from self.finish_dq()
+
+    # ---------------------------------------------------------------- buffers
+
+    def release(self, pipe, n):
+        yield from pipe.release(n)
+
+    def tag(self, i):
+        return self.number, i
+
+    def read_stats(self, q, i):
+        self.block.q.of(q)[1].read(self.tag(i))
+        yield
+
+    def clear(self, buffers, expected):
+        if self.run.has_rubbish(expected):
+            for buffer in buffers:
+                buffer.clear(expected, self.warp)
+                yield
+            yield from self.meet()
+
+    def meet(self):
+        yield from self.block.meeting[self.w].sync(self.warp)
+
+    def clear_queries(self, i, q, do):
+        if self.run.has_rubbish(self.tag(i)):
+            if q is not None:
+                yield from self.block.q.wait(q)
+                self.block.q.of(q)[0].clear(self.tag(i), self.warp)
+            yield from self.block.do.wait(do)
+            yield from self.clear(self.block.do.of(do), self.tag(i))
+
+    # ---------------------------------------------------------------- GEMMs
+
+    def issue(self, reads, is_masked=False):
+        """Args: reads: (buffer, what should be in it) of all operands."""
+        for buffer, expected in reads:
+            buffer.begin_read(expected, is_masked)
+        self.gemms.append([buffer for buffer, _ in reads])
+        self.block.issued[self.w][self.warp] += 1
+        yield
+
+    def wait_group(self, most):
+        while len(self.gemms) > most:
+            self.complete += 1
+            if self.protocol.warpgroups_meet:
+                yield self.all_have_issued
+            for buffer in self.gemms.pop(0):
+                buffer.end_read()
+        yield
+
+    def all_have_issued(self):
+        return min(self.block.issued[self.w]) >= self.complete
+
+    def own(self, pipe):
+        return pipe.of(self.kv)[self.w], self.number
+
+    def issue_s(self, q, i):
+        yield from self.issue([self.own(self.block.k), (self.block.q.of(q)[0], self.tag(i))], is_masked=True)
+
+    def issue_dp(self, do, i):
+        yield from self.issue([self.own(self.block.v), (self.block.do.of(do)[0], self.tag(i))])
+
+    def issue_dv(self, do, i):
+        yield from self.issue([(self.reg_p, self.tag(i)), (self.block.do.of(do)[0], self.tag(i))])
+
+    def issue_dk(self, q, i):
+        yield from self.issue([(self.reg_ds, self.tag(i)), (self.block.q.of(q)[0], self.tag(i))])
+
+    def issue_dq(self, i, count):
+        yield from self.wait_for_ds(count)
+        yield from self.issue(self.operands_of_dq(i, count))
+
+    def operands_of_dq(self, i, count):
+        ds = [(buffer, self.tag(i)) for buffer in self.block.ds[count % self.protocol.ds_buffers]]
+        return ds + [(buffer, self.number) for buffer in self.block.k.of(self.kv)]
+
+    # ---------------------------------------------------------------- P, dS, dQ
+
+    def make_p(self, i):
+        self.reg_p.write(self.tag(i))
+        yield
+
+    def make_ds(self, i):
+        self.reg_p.read(self.tag(i))
+        self.reg_ds.write(self.tag(i))
+        yield
+
+    def write_ds(self, i, count):
+        row = self.w % self.key_tiles(self.protocol) * WARPS + self.warp
+        self.block.ds[count % self.protocol.ds_buffers][row].write(self.tag(i))
+        yield
+
+    def publish_ds(self, count):
+        self.block.ds_full[count % 2].arrive()
+        yield
+
+    def wait_for_ds(self, count):
+        yield from self.wait_for(self.block.ds_full, count)
+
+    def wait_for(self, barriers, count):
+        yield from barriers[count % 2].wait(count // 2 & 1)
+
+    def write_dq(self, i):
+        yield from self.wait_until_read()
+        self.staging.write(self.tag(i))
+        yield
+
+    def wait_until_read(self):
+        yield lambda: all(has_read for (has_read,) in self.reductions)
+
+    def add_dq(self, i):
+        key, turn = self.steps[i]
+        if self.protocol.is_deterministic:
+            yield from self.finish_dq()
+            self.unfinished = (key, *self.id)
+            yield from self.wait_until_equal(turn)
+        self.staging.begin_read(self.tag(i), True)
+        self.reductions.append([False])
+        self.run.start(self.reduction((key, *self.id, 0), self.number, self.reductions[-1]))
+        yield
+
+    def reduction(self, part, number, state):
+        yield
+        self.staging.end_read()
+        state[0] = True
+        yield
+        self.run.add(part, number)
+        self.reductions[:] = [other for other in self.reductions if other is not state]
+
+    def wait_until_equal(self, turn):
+        yield lambda: self.run.turns[self.unfinished] == turn
+
+    def wait_until_complete(self):
+        yield lambda: not self.reductions
+
+    def finish_dq(self):
+        yield from self.wait_until_complete()
+        if self.unfinished is not None:
+            self.run.turns[self.unfinished] += 1
+        self.unfinished = None
+        yield
+
+    # ---------------------------------------------------------------- pingpong
+
+    def prime_turns(self):
+        if self.w == self.protocol.warpgroups - 1:
+            yield from self.pass_turn()
+
+    def wait_for_turn(self):
+        if self.protocol.pingpong:
+            yield from self.block.pingpong[self.w].sync(self.id)
+
+    def pass_turn(self):
+        if self.protocol.pingpong:
+            self.block.pingpong[(self.w + 1) % self.protocol.warpgroups].arrive(self.id)
+            yield
+
+
+class Wide(Consumer):
+    """WideConsumer: a warp."""
+
+    @staticmethod
+    def key_tiles(protocol):
+        return 1
+
+    @staticmethod
+    def pieces_of(protocol, warpgroup):
+        return protocol.pieces[warpgroup]
+
+    def prime_turns(self):
+        yield
+
+    def tile(self):
+        yield from self.dv_tile() if self.w == 0 else self.dk_tile()
+        self.kv += 1
+
+    def own(self, pipe):
+        return pipe.of(self.kv)[0], self.number
+
+    # ---------------------------------------------------------------- warpgroup 0
+
+    def dv_tile(self):
+        block, last = self.block, len(self.steps) - 1
+        yield from self.release(block.v, self.kv)
+        yield from block.k.wait(self.kv)
+        yield from self.clear(block.k.of(self.kv), self.number)
+        yield from block.q.wait(self.q)
+        yield from self.read_stats(self.q, 0)
+        yield from self.issue_s(self.q, 0)
+        yield from self.wait_group(0)
+        yield from self.release(block.q, self.q)
+        self.q += 1
+        yield from self.make_p(0)
+        yield from self.send_p(0, self.count)
+        for i in range(last + 1):
+            yield from self.clear_queries(i, None, self.do)
+            yield from self.dv_step(i, i < last)
+            self.q, self.do, self.count = self.q + (i < last), self.do + 1, self.count + 1
+        if self.protocol.is_deterministic:
+            yield from self.finish_dq()
+        yield from self.release(block.k, self.kv)
+
+    def dv_step(self, i, has_next):
+        block = self.block
+        yield from block.do.wait(self.do)
+        if has_next:
+            yield from block.q.wait(self.q)
+            yield from self.read_stats(self.q, i + 1)
+            yield from self.issue_s(self.q, i + 1)
+        yield from self.issue_dv(self.do, i)
+        if has_next:
+            yield from self.wait_group(1)
+            yield from self.release(block.q, self.q)
+        yield from self.wait_group(0)
+        yield from self.release(block.do, self.do)
+        if has_next:
+            yield from self.make_p(i + 1)
+        yield from self.wait_for_ds(self.count)
+        if has_next:
+            yield from self.send_p(i + 1, self.count + 1)
+        yield from self.add_pieces(i, self.count)
+
+    def send_p(self, i, count):
+        self.reg_p.read(self.tag(i))
+        self.block.p[self.warp].write(self.tag(i))
+        yield
+        self.block.p_full[count % 2].arrive()
+        yield
+
+    # ---------------------------------------------------------------- warpgroup 1
+
+    def dk_tile(self):
+        block, last = self.block, len(self.steps) - 1
+        yield from block.q.wait(self.q)
+        yield from self.read_stats(self.q, 0)
+        yield from block.v.wait(self.kv)
+        yield from block.do.wait(self.do)
+        yield from self.clear(block.v.of(self.kv), self.number)
+        yield from self.clear_queries(0, self.q, self.do)
+        yield from self.issue_dp(self.do, 0)
+        yield from block.k.wait(self.kv)
+        yield from self.wait_group(0)
+        yield from self.clear(block.k.of(self.kv), self.number)
+        yield from self.release(block.do, self.do)
+        self.do += 1
+        yield from self.receive_p(0, self.count)
+        yield from self.make_ds(0)
+        yield from self.send_ds(0, self.count)
+        for i in range(last + 1):
+            if i < last:
+                yield from self.clear_queries(i + 1, self.q + 1, self.do)
+            yield from self.dk_step(i, i < last)
+            self.q, self.do, self.count = self.q + 1, self.do + (i < last), self.count + 1
+        yield from self.release(block.v, self.kv)
+        if self.protocol.is_deterministic:
+            yield from self.finish_dq()
+        yield from self.release(block.k, self.kv)
+
+    def dk_step(self, i, has_next):
+        block = self.block
+        yield from self.issue_dk(self.q, i)
+        if has_next:
+            yield from block.q.wait(self.q + 1)
+            yield from block.do.wait(self.do)
+            yield from self.issue_dp(self.do, i + 1)
+            yield from self.read_stats(self.q + 1, i + 1)
+        yield from self.wait_group(0)
+        yield from self.release(block.q, self.q)
+        if has_next:
+            yield from self.release(block.do, self.do)
+            yield from self.receive_p(i + 1, self.count + 1)
+            yield from self.make_ds(i + 1)
+            yield from self.send_ds(i + 1, self.count + 1)
+        yield from self.wait_for_ds(self.count)
+        yield from self.add_pieces(i, self.count)
+
+    def receive_p(self, i, count):
+        yield from self.wait_for(self.block.p_full, count)
+        buffer = self.block.p[self.warp]
+        buffer.begin_read(self.tag(i), True)
+        yield
+        buffer.end_read()
+        self.reg_p.write(self.tag(i))
+
+    def send_ds(self, i, count):
+        yield from self.meet()
+        yield from self.write_ds(i, count)
+        yield from self.publish_ds(count)
+
+    # ---------------------------------------------------------------- dQ
+
+    def add_pieces(self, i, count):
+        key, turn = self.steps[i]
+        pieces = self.pieces_of(self.protocol, self.w)
+        for _ in range(pieces):
+            yield from self.issue(self.operands_of_dq(i, count))
+        if self.protocol.is_deterministic:
+            yield from self.finish_dq()
+            self.unfinished = (key, *self.id)
+            yield from self.wait_until_equal(turn)
+        for piece in range(pieces):
+            yield from self.wait_group(pieces - 1 - piece)
+            self.run.add((key, *self.id, piece), self.number)
+            yield
