@@ -118,10 +118,10 @@ def _sm90_unsupported(problem: AttentionProblem) -> str | None:
 
 
 def _sm90_backward_refusal(problem: AttentionProblem) -> str | None:
-    """Why the Hopper backward does not run for this problem by default; None if it does."""
-    from .kernels.sm90.backward_launch import not_run_yet
+    """Why the Hopper backward does not run for this problem; None if it does."""
+    from .kernels.sm90.backward_launch import unsupported
 
-    return not_run_yet(problem)
+    return unsupported(problem)
 
 
 @functools.lru_cache(maxsize=1)

@@ -60,7 +60,7 @@ def _requests(call: Call, needs_gradients: bool) -> list[tuple]:
     if launch.unsupported(problem) is not None:
         return []
     requests = [launch.compile_request(problem)]
-    if needs_gradients and backward_launch.not_run_yet(problem) is None:
+    if needs_gradients and backward_launch.unsupported(problem) is None:
         for has_dlse in (False, True):
             requests += backward_launch.compile_requests(problem, has_dlse)
     return requests

@@ -23,16 +23,8 @@ IN_STEP = 4
 MAX_GRID = 65535  # of CUDA, in the dimensions in which preprocess and postprocess have heads and batch
 
 
-def not_run_yet(problem: AttentionProblem) -> str | None:
-    """Why gradients are left to another backend: mostly, the kernels compile, but have not run as they are."""
-    for is_so, what in (
-        (problem.deterministic, "deterministic"),
-        (problem.is_packed, "packed sequences"),
-        (problem.has_seqused_k, "seqused_k"),
-        (problem.softcap is not None, "softcap"),
-    ):
-        if is_so:
-            return f"{what}: the kernels for it have not run on a GPU yet"
+def unsupported(problem: AttentionProblem) -> str | None:
+    """Why the kernels do not compute the gradients of this problem; None if they do."""
     for name, size in (("num_heads", problem.num_heads_q), ("batch", problem.batch)):
         if size > MAX_GRID:
             return f"{name}: expected up to {MAX_GRID}, got {size}"
