@@ -40,6 +40,9 @@ _BACKENDS = {
     "sm90": Backend("onepass.kernels.sm90.launch", "onepass.kernels.sm90.backward_launch", has_kernels=True),
 }
 
+# looked up at import: torch.compile traces the choice of a backend, and cannot trace a look at the disk
+_HAS_KERNEL_COMPILER = all(importlib.util.find_spec(name) is not None for name in ("cutlass", "tvm_ffi"))
+
 
 class Support(NamedTuple):
     """Answer of `onepass.supports`: whether the call would run, on which backend, and why (or why not)."""
@@ -108,7 +111,7 @@ def _hopper_refusal(problem: AttentionProblem) -> str | None:
 
 
 def _compiler_refusal() -> str | None:
-    return None if _has_kernel_compiler() else "the kernel compiler is not installed: pip install 'onepass[cuda]'"
+    return None if _HAS_KERNEL_COMPILER else "the kernel compiler is not installed: pip install 'onepass[cuda]'"
 
 
 def _sm90_unsupported(problem: AttentionProblem) -> str | None:
@@ -122,11 +125,6 @@ def _sm90_backward_refusal(problem: AttentionProblem) -> str | None:
     from .kernels.sm90.backward_launch import unsupported
 
     return unsupported(problem)
-
-
-@functools.lru_cache(maxsize=1)
-def _has_kernel_compiler() -> bool:
-    return all(importlib.util.find_spec(name) is not None for name in ("cutlass", "tvm_ffi"))
 
 
 def require(problem: AttentionProblem, requested: str | None = None, tuning: ForwardConfig | None = None) -> str:

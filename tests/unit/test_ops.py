@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
+from onepass import dispatch
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
 
 INT32 = torch.int32
@@ -93,16 +94,29 @@ def test_only_lse_or_only_out_may_be_used():
     assert (from_lse[2] == 0).all()
 
 
+@pytest.fixture(params=["tiled", "as on a Hopper GPU"])
+def traced_dtype(request, monkeypatch):
+    """Calls of this dtype are traced as they are here, or as on a Hopper GPU; tiled computes them either way."""
+    torch._dynamo.reset()
+    if request.param == "tiled":
+        return torch.float32
+    monkeypatch.setattr(dispatch, "_hopper_refusal", lambda problem: None)
+    monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
+    monkeypatch.setitem(dispatch._BACKENDS, "sm90", dispatch._BACKENDS["tiled"])
+    q = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
+    assert onepass.supports(q, q, q).backend == "sm90"
+    return torch.bfloat16
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_without_graph_breaks(dynamic):
+def test_compile_without_graph_breaks(traced_dtype, dynamic):
     def function(q, k, v, sinks):
         out, lse = onepass.attention(q, k, v, causal=True, window=(5, None), softcap=3.0, sinks=sinks, return_lse=True)
         return out.sin() * 2, lse
 
-    torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for seqlen in (6, 9, 11):
-        leaves = qkv(2, seqlen, dtype=torch.float32, requires_grad=True)
+        leaves = qkv(2, seqlen, dtype=traced_dtype, requires_grad=True)
         sinks = torch.randn(4, requires_grad=True)
         results = []
         for f in (function, compiled):
@@ -112,8 +126,7 @@ def test_compile_without_graph_breaks(dynamic):
             torch.testing.assert_close(a, b)
 
 
-def test_lengths_do_not_recompile():
-    torch._dynamo.reset()
+def test_lengths_do_not_recompile(traced_dtype):
     counter = torch._dynamo.testing.CompileCounter()
     function = torch.compile(
         lambda q, k, v, cu, used, m: onepass.attention_varlen(
@@ -126,7 +139,7 @@ def test_lengths_do_not_recompile():
     for total in (7, 12, 23, 31):
         cu_seqlens = torch.tensor([0, 3, total], dtype=INT32)
         used = torch.tensor([2, total - 3], dtype=INT32)
-        function(*qkv(total), cu_seqlens, used, torch.tensor(total - 3))
+        function(*qkv(total, dtype=traced_dtype), cu_seqlens, used, torch.tensor(total - 3))
     assert counter.frame_count == 1
 
 
