@@ -211,6 +211,7 @@ class BackwardConfig(LaunchConfig):
     by_gradient: bool = False
     q_stages: int = 2
     do_stages: int = 2
+    kv_stages: int = 1
     pingpong: bool = True
     longest_first: bool = True
     dynamic_tiles: bool = False
@@ -246,14 +247,14 @@ class BackwardConfig(LaunchConfig):
     def smem_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory of a thread block: what `BackwardSm90.kernel` allocates, in its order."""
         d, dv = self.head_dims(problem)
-        kv = self.tile_n * (d + dv)
+        kv = self.kv_stages * self.tile_n * (d + dv)
         q_do = self.tile_m * (self.q_stages * d + self.do_stages * dv)
         ds = DS_BUFFERS * self.tile_n * self.tile_m
-        p, dq = (self.tile_n * self.tile_m, 0) if self.by_gradient else (0, self.tile_m * d)
+        p = self.tile_n * self.tile_m if self.by_gradient else 0
         stats = self.q_stages * STAT_ROWS * self.tile_m
         # full and empty of K, V and each buffer of Q and dO; a slot with both in the queue of tiles; full of dS and P
-        barriers = 2 * (2 + self.q_stages + self.do_stages) + (3 if self.dynamic_tiles else 0) + 2 * DS_BUFFERS
-        return 2 * (kv + q_do + ds + p) + 4 * (dq + stats) + 8 * barriers
+        barriers = 2 * (2 * self.kv_stages + self.q_stages + self.do_stages) + (3 if self.dynamic_tiles else 0) + 2 * DS_BUFFERS
+        return 2 * (kv + q_do + ds + p) + 4 * stats + 8 * barriers
 
     def accumulator_registers(self, problem: AttentionProblem) -> int:
         """Registers of a consumer thread for dK, dV, S or dP, P (with a softcap also times its slope) and dS."""

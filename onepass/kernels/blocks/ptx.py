@@ -38,18 +38,6 @@ def add_to_global(target: cute.Pointer, values: list):
 
 
 @cute.jit
-def bulk_add_to_global(target: cute.Pointer, source: cute.Pointer, num_bytes: cutlass.Constexpr[int]):
-    """target += source in shared memory, both contiguous float32, 16-byte aligned: asynchronously, for one thread.
-
-    A bulk copy like others: `cp_async_bulk_commit_group` and `cp_async_bulk_wait_group` of the same thread follow.
-    """
-    cute.arch.inline_ptx(
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-        read_only_args=[target.toint(), source.toint(), Int32(num_bytes)],
-    )
-
-
-@cute.jit
 def wait_until_equal(flag: cute.Pointer, value: Int32):
     """Until the int32 in global memory is `value`, for a whole warp. Bulk copies that follow come after what its writer
     had finished.
@@ -61,7 +49,6 @@ def wait_until_equal(flag: cute.Pointer, value: Int32):
         " setp.ne.s32 differs, seen, {$r1}; vote.sync.any.pred differs, differs, 0xffffffff; @differs bra again; }",
         read_only_args=[flag.toint(), value],
     )
-    cute.arch.fence_proxy("async.global")  # the acquire orders generic accesses only
 
 
 @cute.jit

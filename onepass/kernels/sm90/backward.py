@@ -20,7 +20,6 @@ Buffers and barriers (mbarrier pairs full / empty; arrivals)
     Q     q_stages tiles (tile_m, head_dim), with their lse, delta full: TMA bytes     empty: all consumer warps
     dO    do_stages tiles (tile_m, head_dim_v)                     full: TMA bytes     empty: all consumer warps
     dS    2 tiles (keys, tile_m)                                   full: all consumer warps
-    dQ    a part (tile_m, head_dim) / warps for each warp          its own bulk copies
 
 Source: FlashAttention-3, arXiv:2407.08608, appendix B.1, Algorithm 3.
 """
@@ -114,6 +113,7 @@ class BackwardSm90:
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.head_dim, self.head_dim_v = config.head_dims(problem)
         self.key_tiles, self.dq_columns = config.key_tiles, config.dq_columns(problem)
+        self.kv_stages = config.kv_stages
         self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
         self.longest_first = config.longest_first and self.has_window == (False, True)
         self.is_packed = problem.is_packed
@@ -152,8 +152,8 @@ class BackwardSm90:
     ):
         if cutlass.const_expr(self.is_packed):
             q, k, v, dout, dk, dv = (as_batch_of_one(t) for t in (q, k, v, dout, dk, dv))
-        sK_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim, self.key_tiles, self.dtype)
-        sV_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim_v, self.key_tiles, self.dtype)
+        sK_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim, self.kv_stages * self.key_tiles, self.dtype)
+        sV_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim_v, self.kv_stages * self.key_tiles, self.dtype)
         sQ_layout = smem_tiles(self.tile_m, self.head_dim, self.config.q_stages, self.dtype)
         sdO_layout = smem_tiles(self.tile_m, self.head_dim_v, self.config.do_stages, self.dtype)
         sdS_layout = smem_tiles(ROWS_PER_WARPGROUP, self.tile_m, DS_BUFFERS * self.key_tiles, self.dtype)
@@ -273,18 +273,13 @@ class BackwardSm90:
             p_vectors = self.tile_m * ROWS_PER_WARPGROUP // (2 * WARPGROUP * P_WORDS)
             p_layout = cute.make_ordered_layout((P_WORDS, WARPGROUP, p_vectors), order=(0, 1, 2))
             sP = smem.allocate_tensor(Int32, p_layout, 128)
-        else:
-            # of each warp: [vectors of 4 values][lanes] of its part of a wgmma accumulator
-            dq_vectors = self.tile_m * self.head_dim // (4 * LANES * consumer_warps)
-            dq_layout = cute.make_ordered_layout((4, LANES, dq_vectors, consumer_warps), order=(0, 1, 2, 3))
-            sdQ = smem.allocate_tensor(Float32, dq_layout, 128)
         stats_layout = cute.make_layout((STAT_ROWS * self.tile_m, self.config.q_stages))
         sStats = smem.allocate_tensor(Float32, stats_layout, 128)
         k_bytes, v_bytes = (self._bytes(self.tile_n, d) for d in (self.head_dim, self.head_dim_v))
         stats_bytes = 4 * STAT_ROWS * self.tile_m
         pipes = BackwardPipes(
-            self._make_pipeline(smem, 1, consumer_warps, k_bytes),
-            self._make_pipeline(smem, 1, consumer_warps, v_bytes),
+            self._make_pipeline(smem, self.kv_stages, consumer_warps, k_bytes),
+            self._make_pipeline(smem, self.kv_stages, consumer_warps, v_bytes),
             self._make_pipeline(
                 smem, self.config.q_stages, consumer_warps, self._bytes(self.tile_m, self.head_dim) + stats_bytes
             ),
@@ -323,7 +318,7 @@ class BackwardSm90:
             if cutlass.const_expr(self.config.by_gradient):
                 consumer = WideConsumer(self, (sK, sV, sQ, sdO, sdS, sP, sStats, ds_full, p_full), *others)
             else:
-                consumer = BackwardConsumer(self, (sK, sV, sQ, sdO, sdS, sdQ, sStats, ds_full), *others)
+                consumer = BackwardConsumer(self, (sK, sV, sQ, sdO, sdS, sStats, ds_full), *others)
             consumer.run(queue, schedule, seqlens)
 
     def _bytes(self, rows: int, columns: int) -> int:
@@ -386,9 +381,13 @@ class BackwardSm90:
         return tile.n_block - first_key_block(m_block * self.tile_m, *tile.geometry, self.tile_n)
 
     def buffer_states(self, user: pipeline.PipelineUserType) -> tuple:
-        """Where Q and dO are being filled (or read) first."""
-        stages = self.config.q_stages, self.config.do_stages
+        """Where K and V, Q, and dO are being filled (or read) first."""
+        stages = self.kv_stages, self.config.q_stages, self.config.do_stages
         return tuple(pipeline.make_pipeline_state(user, count) for count in stages)
+
+    def first_tile(self, kv_state) -> Int32 | int:
+        """Of the tiles of 64 keys in shared memory the first of this buffer."""
+        return kv_state.index * self.key_tiles if self.kv_stages > 1 else 0
 
     @cute.jit
     def m_block_number(self, accumulator: Accumulator, tile: KeyTile, head: Int32, m_block: Int32) -> Int32:

@@ -27,7 +27,7 @@ from ..blocks.clear_rows import clear_rows
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
 from ..blocks.named_barrier import NamedBarrier
 from ..blocks.plain_rows import soft_cap
-from ..blocks.ptx import bulk_add_to_global, pack, pack_pair, release_increment, unpack_pair, wait_until_equal
+from ..blocks.ptx import add_to_global, pack, pack_pair, release_increment, unpack_pair, wait_until_equal
 from ..blocks.tile_scheduler import LANES
 from ..blocks.turns import Turns
 from ..config import ROWS_PER_WARPGROUP
@@ -66,12 +66,8 @@ class BackwardConsumer(Turns):
         # the first of this thread's two keys, 8 apart
         self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.thread // 32 * 16 + self.thread % 32 // 4
 
-        sK, sV, sQ, sdO, sdS, sdQ, self.sStats, self.ds_full = buffers
-        self.sdQ = sdQ[None, None, None, self.wg * WARPS + self.thread // LANES]
-        self._make_fragments(sK, sV, sQ, sdO, sdS, self.wg)
-        # what its GEMMs read: dQ sums over the keys of all warpgroups
-        self.own_keys = [(sK[None, None, w], w * ROWS_PER_WARPGROUP) for w in range(self.num_warpgroups)]
-        self.own_keys.append((sV[None, None, self.wg], self.wg * ROWS_PER_WARPGROUP))
+        sK, sV, sQ, sdO, sdS, self.sStats, self.ds_full = buffers
+        self._make_fragments(sK, sV, sQ, sdO, sdS)
         # this warpgroup's part of dQ: 64 of the queries, or a part of the columns
         row_part, column_part = (self.wg, 0) if self.tile_m > ROWS_PER_WARPGROUP else (0, self.wg)
         sdS_t = cute.local_tile(transposed(sdS), (ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP), (row_part, 0, None))
@@ -91,14 +87,14 @@ class BackwardConsumer(Turns):
         self.takes_turns = kernel.config.pingpong
         self.is_capped = scores.tanh_scale is not None
 
-    def _make_fragments(self, sK, sV, sQ, sdO, sdS, tile_of_keys):
-        """Operands and accumulators but those of dQ, for one of the tiles of 64 keys in sK and sV."""
+    def _make_fragments(self, sK, sV, sQ, sdO, sdS):
+        """Operands and accumulators but those of dQ."""
         self.sK, self.sV, self.sQ, self.sdO = sK, sV, sQ, sdO
         kernel, mmas = self.kernel, self.mmas
         s, dp, dv, dk = (mma.get_slice(self.thread) for mma in mmas[:4])
-        self.rK = mmas.s.make_fragment_A(s.partition_A(sK))[None, None, None, tile_of_keys]
+        self.rK = mmas.s.make_fragment_A(s.partition_A(sK))
         self.rQ = mmas.s.make_fragment_B(s.partition_B(sQ))
-        self.rV = mmas.dp.make_fragment_A(dp.partition_A(sV))[None, None, None, tile_of_keys]
+        self.rV = mmas.dp.make_fragment_A(dp.partition_A(sV))
         self.rdO = mmas.dp.make_fragment_B(dp.partition_B(sdO))
         self.rdO_t = mmas.dv.make_fragment_B(dv.partition_B(transposed(sdO)))
         self.rQ_t = mmas.dk.make_fragment_B(dk.partition_B(transposed(sQ)))
@@ -125,8 +121,7 @@ class BackwardConsumer(Turns):
 
     @cute.jit
     def run(self, queue, schedule, seqlens):
-        kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
-        q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
+        kv_state, q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
         wave, number = Int32(0), queue.first()
         ds_count = Int32(0)
         self.prime_turns()
@@ -138,22 +133,26 @@ class BackwardConsumer(Turns):
             if num_steps > 0:
                 self.pipes.k.consumer_wait(kv_state)
                 self.pipes.v.consumer_wait(kv_state)
-                self.clear_keys(tile, self.own_keys)
+                kv = self.kernel.first_tile(kv_state)
+                # what its GEMMs read: dQ sums over the keys of all warpgroups
+                keys = [(self.sK[None, None, kv + w], w * ROWS_PER_WARPGROUP) for w in range(self.num_warpgroups)]
+                keys.append((self.sV[None, None, kv + self.wg], self.wg * ROWS_PER_WARPGROUP))
+                self.clear_keys(tile, keys)
                 head, m_block = self.kernel.first_visit(tile)
                 target, turn = Int32(0), self.turn_of(tile, m_block)
                 self.pipes.q.consumer_wait(q_state)
                 self.read_stats(self.minus_lse, q_state, 0)
                 acc_s = self.begin_s()
-                self.issue_s(acc_s, q_state)
+                self.issue_s(acc_s, kv + self.wg, q_state)
                 warpgroup.wait_group(0)
                 self.make_p(acc_s, tile, m_block)
                 for i in cutlass.range(num_steps - 1, unroll=1):
                     self.clear_queries(tile, m_block, q_state, do_state)
                     _, next_m_block = self.kernel.next_visit(tile, head, m_block)
                     if i == 0:
-                        self.step(tile, next_m_block, target, turn, q_state, do_state, ds_count, False, True)
+                        self.step(tile, kv, next_m_block, target, turn, q_state, do_state, ds_count, False, True)
                     else:
-                        self.step(tile, next_m_block, target, turn, q_state, do_state, ds_count, True, True)
+                        self.step(tile, kv, next_m_block, target, turn, q_state, do_state, ds_count, True, True)
                     target, turn = self.dq_part(tile, head, m_block), self.turn_of(tile, m_block)
                     head, m_block = self.kernel.next_visit(tile, head, m_block)
                     q_state.advance()
@@ -161,10 +160,10 @@ class BackwardConsumer(Turns):
                     ds_count += 1
                 self.clear_queries(tile, m_block, q_state, do_state)
                 if num_steps == 1:
-                    self.step(tile, m_block, target, turn, q_state, do_state, ds_count, False, False)
+                    self.step(tile, kv, m_block, target, turn, q_state, do_state, ds_count, False, False)
                 else:
-                    self.step(tile, m_block, target, turn, q_state, do_state, ds_count, True, False)
-                self.last_dq(self.dq_part(tile, head, m_block), self.turn_of(tile, m_block), ds_count)
+                    self.step(tile, kv, m_block, target, turn, q_state, do_state, ds_count, True, False)
+                self.last_dq(kv, self.dq_part(tile, head, m_block), self.turn_of(tile, m_block), ds_count)
                 q_state.advance()
                 do_state.advance()
                 ds_count += 1
@@ -175,14 +174,12 @@ class BackwardConsumer(Turns):
             number = queue.take(wave)
             queue.want_next()
             self.store(tile)
-        # shared memory must outlive the reductions that read it
-        if self.lane == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def step(
         self,
         tile,
+        kv: Int32 | int,
         next_m_block: Int32,
         target: Int32,
         turn: Int32,
@@ -200,15 +197,16 @@ class BackwardConsumer(Turns):
         next_q = after(q_state)
         self.pipes.do.consumer_wait(do_state)
         if cutlass.const_expr(has_previous):
-            acc_dq = self.issue_dq(ds_count - 1)
+            acc_dq = self.issue_dq(kv, ds_count - 1)
         # with a softcap, for which registers are short: those of delta become those of dP
         if cutlass.const_expr(self.is_capped):
             self.read_stats(self.minus_delta, q_state, 1)
-        acc_dp = self.issue_dp(do_state, self.is_capped)
+        acc_dp = self.issue_dp(kv + self.wg, do_state, self.is_capped)
         self.issue_dv(do_state)
         if cutlass.const_expr(has_previous):
+            self.take_turn(target, turn)
             warpgroup.wait_group(2)
-            self.write_dq(acc_dq)
+            self.add_to_accumulator(acc_dq, target)
         # before they are needed, because shared memory answers late while GEMMs read it; registers permitting: of 128
         # queries those of the second half, which are needed last, come once P is free
         reads_early = cutlass.const_expr(has_next and self.tile_m == 64 and not self.is_capped)
@@ -230,15 +228,13 @@ class BackwardConsumer(Turns):
             acc_s = self.begin_s()
         self.wait_for_turn()
         if cutlass.const_expr(has_next):
-            self.issue_s(acc_s, next_q)
+            self.issue_s(acc_s, kv + self.wg, next_q)
         self.issue_dk(q_state)
         self.pass_turn()
         self.write_ds(ds_count)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         self.publish_ds(ds_count)
-        if cutlass.const_expr(has_previous):
-            self.add_dq(target, turn)
         if cutlass.const_expr(has_next):
             if cutlass.const_expr(self.is_capped):
                 self.read_stats(self.minus_lse, next_q, 0)
@@ -248,14 +244,12 @@ class BackwardConsumer(Turns):
         self.pipes.q.consumer_release(q_state)
 
     @cute.jit
-    def last_dq(self, target: Int32, turn: Int32, ds_count: Int32):
+    def last_dq(self, kv: Int32 | int, target: Int32, turn: Int32, ds_count: Int32):
         """The dQ of a tile's last query block."""
-        acc_dq = self.issue_dq(ds_count)
+        acc_dq = self.issue_dq(kv, ds_count)
+        self.take_turn(target, turn)
         warpgroup.wait_group(0)
-        self.write_dq(acc_dq)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        self.add_dq(target, turn)
+        self.add_to_accumulator(acc_dq, target)
         if cutlass.const_expr(self.kernel.is_deterministic):
             self.finish_dq()
 
@@ -327,17 +321,17 @@ class BackwardConsumer(Turns):
         return acc_s
 
     @cute.jit
-    def issue_s(self, acc_s: cute.Tensor, q_state):
-        wgmma.issue(self.mmas.s, acc_s, self.rK, self.rQ[None, None, None, q_state.index], not self.is_capped)
+    def issue_s(self, acc_s: cute.Tensor, keys: Int32 | int, q_state):
+        wgmma.issue(self.mmas.s, acc_s, self.rK[None, None, None, keys], self.rQ[None, None, None, q_state.index], not self.is_capped)
 
     @cute.jit
-    def issue_dp(self, do_state, minus_delta: cutlass.Constexpr[bool] = False) -> cute.Tensor:
+    def issue_dp(self, keys: Int32 | int, do_state, minus_delta: cutlass.Constexpr[bool] = False) -> cute.Tensor:
         """dP, or dP - delta."""
         acc_dp = cute.make_rmem_tensor(self.shape_s, Float32)
         if cutlass.const_expr(minus_delta):
             for i in cutlass.range_constexpr(cute.size(acc_dp)):
                 acc_dp[i] = of_column(self.minus_delta, i)
-        wgmma.issue(self.mmas.dp, acc_dp, self.rV, self.rdO[None, None, None, do_state.index], minus_delta)
+        wgmma.issue(self.mmas.dp, acc_dp, self.rV[None, None, None, keys], self.rdO[None, None, None, do_state.index], minus_delta)
         return acc_dp
 
     @cute.jit
@@ -351,12 +345,12 @@ class BackwardConsumer(Turns):
         wgmma.issue(self.mmas.dk, self.acc_dk, as_operand_a(self.rdS), self.rQ_t[None, None, None, q_state.index], True)
 
     @cute.jit
-    def issue_dq(self, count: Int32) -> cute.Tensor:
+    def issue_dq(self, kv: Int32 | int, count: Int32) -> cute.Tensor:
         acc_dq = cute.make_rmem_tensor(self.shape_dq, Float32)
         self.wait_for_ds(count)
         buffer = count % 2 * self.num_warpgroups
         pairs = [
-            (self.rdS_t[None, None, None, buffer + w], self.rK_t[None, None, None, w])
+            (self.rdS_t[None, None, None, buffer + w], self.rK_t[None, None, None, kv + w])
             for w in range(self.num_warpgroups)
         ]
         wgmma.issue_sum(self.mmas.dq, acc_dq, pairs, False)
@@ -442,44 +436,29 @@ class BackwardConsumer(Turns):
         return number * self.kernel.config.consumer_warps + self.wg * WARPS + self.thread // LANES
 
     @cute.jit
-    def write_dq(self, acc_dq: cute.Tensor):
-        """This warp's part of dQ into its shared memory, once what was there has been read."""
-        if self.lane == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()
-        vector = cute.make_rmem_tensor((4,), Float32)
-        for j in cutlass.range_constexpr(cute.size(acc_dq) // 4):
-            for c in cutlass.range_constexpr(4):
-                vector[c] = acc_dq[4 * j + c]
-            cute.autovec_copy(vector, self.sdQ[None, self.lane, j])
+    def take_turn(self, part: Int32, turn: Int32):
+        """Wait until `turn` tiles have added to this part of the accumulator, unless any order will do.
 
-    @cute.jit
-    def add_dq(self, part: Int32, turn: Int32):
-        """This part of dq_accum += what `write_dq` wrote (and a fence made visible).
-
-        Args: turn: how many tiles add to this dQ before this one, and are waited for; unless deterministic any order
-            will do. All of them have lower numbers than this tile, and thread blocks, which all run at once, take tiles
-            in ascending order: of the unfinished tiles the first one never waits.
+        All of them have lower numbers than this tile, and thread blocks, which all run at once, take tiles in ascending
+        order: of the unfinished tiles the first one never waits.
         """
         if cutlass.const_expr(self.kernel.is_deterministic):
             self.finish_dq()
             self.unfinished[0] = part
             wait_until_equal(self.accumulator.turns.iterator + part, turn)
-        offset = Int64(part) * cute.size(self.sdQ)
-        if self.lane == 0:
-            bulk_add_to_global(self.accumulator.dq.iterator + offset, self.sdQ.iterator, 4 * cute.size(self.sdQ))
-            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def add_to_accumulator(self, acc_dq: cute.Tensor, part: Int32):
+        """This part of dq_accum += acc_dq, laid out as [vector][lane]: 16 bytes a thread, 512 in a row a warp."""
+        start = self.accumulator.dq.iterator + (Int64(part) * (cute.size(acc_dq) * LANES) + self.lane * 4)
+        for i in cutlass.range_constexpr(0, cute.size(acc_dq), 4):
+            add_to_global(start + i * LANES, [acc_dq[i + c] for c in range(4)])
 
     @cute.jit
     def finish_dq(self):
-        """Give the turn to the next tile once the last `add_dq`, if any, is complete.
-
-        Complete is more than read from shared memory: the sums are then visible to the waiting thread (a completion is
-        a fence between the proxies), and by its release to who acquires. Both take a while, so this is done a step
-        later, where GEMMs are in flight that the threads would wait for.
-        """
+        """Give the turn to the next tile: after the additions of all lanes, which a step ago were on their way."""
+        cute.arch.sync_warp()
         if self.lane == 0:
-            cute.arch.cp_async_bulk_wait_group(0)
             if self.unfinished[0] >= 0:
                 release_increment(self.accumulator.turns.iterator + self.unfinished[0])
         self.unfinished[0] = Int32(-1)

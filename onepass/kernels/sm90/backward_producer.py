@@ -36,8 +36,7 @@ class BackwardProducer(Bundle):
     @cute.jit
     def run(self, queue, schedule, seqlens):
         """One warp issues every load of all tiles, in the order in which consumers need them."""
-        kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
-        q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Producer)
+        kv_state, q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Producer)
         wave, number = Int32(0), queue.index
         while number < schedule.num_tiles:
             tile = self.kernel.tile_at(number, schedule, seqlens)
@@ -78,9 +77,10 @@ class BackwardProducer(Bundle):
         source = self.kernel.at_head(tg, m, tile.head_kv, tile.place_k)
         pipe.producer_acquire(state)
         barrier = pipe.producer_get_barrier(state)
+        first = self.kernel.first_tile(state)
         for w in cutlass.range_constexpr(self.kernel.key_tiles):
             block = tile.n_block * self.kernel.key_tiles + w
-            cute.copy(atom, source[None, block], ts[None, w], tma_bar_ptr=barrier)
+            cute.copy(atom, source[None, block], ts[None, first + w], tma_bar_ptr=barrier)
 
     @cute.jit
     def _load_q(self, tile, head: Int32, m_block: Int32, state):

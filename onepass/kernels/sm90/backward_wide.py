@@ -23,7 +23,7 @@ from cutlass.cute.nvgpu import warpgroup
 from ..blocks import wgmma
 from ..blocks.layouts import transposed
 from ..blocks.named_barrier import NamedBarrier
-from ..blocks.ptx import add_to_global, pack, release_increment, wait_until_equal
+from ..blocks.ptx import pack
 from ..config import ROWS_PER_WARPGROUP
 from .backward_consumer import BackwardConsumer, Mmas, after
 from .warpgroup import WARPGROUP, WARPS, Scores
@@ -41,7 +41,7 @@ class WideConsumer(BackwardConsumer):
         self.row_in_tile = self.thread // 32 * 16 + self.thread % 32 // 4
 
         sK, sV, sQ, sdO, sdS, self.sP, self.sStats, self.ds_full, self.p_full = buffers
-        self._make_fragments(sK, sV, sQ, sdO, sdS, 0)
+        self._make_fragments(sK, sV, sQ, sdO, sdS)
         sK_t = cute.local_tile(transposed(sK), (PIECE, ROWS_PER_WARPGROUP), (None, 0, 0))
         dq = mmas.dq.get_slice(self.thread)
         self.rdS_t = mmas.dq.make_fragment_A(dq.partition_A(transposed(sdS)))
@@ -59,8 +59,7 @@ class WideConsumer(BackwardConsumer):
 
     @cute.jit
     def run_dv(self, queue, schedule, seqlens):
-        kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
-        q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
+        kv_state, q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
         wave, number = Int32(0), queue.first()
         count = Int32(0)
         while number < queue.num_tiles:
@@ -75,7 +74,7 @@ class WideConsumer(BackwardConsumer):
                 self.pipes.q.consumer_wait(q_state)
                 self.read_stats(self.minus_lse, q_state, 0)
                 acc_s = self.begin_s()
-                self.issue_s(acc_s, q_state)
+                self.issue_s(acc_s, 0, q_state)
                 warpgroup.wait_group(0)
                 self.pipes.q.consumer_release(q_state)
                 q_state.advance()
@@ -119,7 +118,7 @@ class WideConsumer(BackwardConsumer):
             self.pipes.q.consumer_wait(next_q)
             self.read_stats(self.minus_lse, next_q, 0)
             acc_s = self.begin_s()
-            self.issue_s(acc_s, next_q)
+            self.issue_s(acc_s, 0, next_q)
         self.issue_dv(do_state)
         if cutlass.const_expr(has_next):
             warpgroup.wait_group(1)
@@ -154,8 +153,7 @@ class WideConsumer(BackwardConsumer):
 
     @cute.jit
     def run_dk(self, queue, schedule, seqlens):
-        kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
-        q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
+        kv_state, q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
         wave, number = Int32(0), queue.first()
         count = Int32(0)
         while number < queue.num_tiles:
@@ -170,7 +168,7 @@ class WideConsumer(BackwardConsumer):
                 self.pipes.do.consumer_wait(do_state)
                 self.clear_keys(tile, [(self.sV[None, None, 0], 0)])
                 self.clear_queries(tile, m_block, q_state, do_state)
-                acc_dp = self.issue_dp(do_state)
+                acc_dp = self.issue_dp(0, do_state)
                 self.pipes.k.consumer_wait(kv_state)
                 warpgroup.wait_group(0)
                 self.clear_keys(tile, [(self.sK[None, None, 0], 0)])
@@ -208,7 +206,7 @@ class WideConsumer(BackwardConsumer):
             next_q = after(q_state)
             self.pipes.q.consumer_wait(next_q)
             self.pipes.do.consumer_wait(next_do)
-            acc_dp = self.issue_dp(next_do)
+            acc_dp = self.issue_dp(0, next_do)
             self.read_stats(self.minus_delta, next_q, 1)
         warpgroup.wait_group(0)
         self.pipes.q.consumer_release(q_state)
@@ -265,33 +263,10 @@ class WideConsumer(BackwardConsumer):
 
     @cute.jit
     def add_pieces(self, target: tuple, count: Int32, first: cutlass.Constexpr[int]):
-        """This warpgroup's pieces of a dQ to global memory, the next one's GEMM beside it; see add_dq for the turn."""
+        """This warpgroup's pieces of a dQ to global memory, the next one's GEMM beside it."""
         number, turn = target
         accs = [self.issue_piece(count, piece) for piece in range(first, self.end_piece(first))]
-        if cutlass.const_expr(self.kernel.is_deterministic):
-            self.finish_dq()
-            self.unfinished[0] = (number * self.num_warpgroups + self.wg) * WARPS + self.thread // 32
-            wait_until_equal(self.accumulator.turns.iterator + self.unfinished[0], turn)
+        self.take_turn((number * self.num_warpgroups + self.wg) * WARPS + self.thread // 32, turn)
         for i in cutlass.range_constexpr(len(accs)):
             warpgroup.wait_group(len(accs) - 1 - i)
-            self.add_piece(accs[i], number, first + i)
-
-    @cute.jit
-    def finish_dq(self):
-        """Give the turn to the next tile: after the additions of all lanes, which a step ago were on their way."""
-        cute.arch.sync_warp()
-        if self.lane == 0:
-            if self.unfinished[0] >= 0:
-                release_increment(self.accumulator.turns.iterator + self.unfinished[0])
-        self.unfinished[0] = Int32(-1)
-
-    @cute.jit
-    def add_piece(self, acc_dq: cute.Tensor, number: Int32, piece: cutlass.Constexpr[int]):
-        """dq_accum += a piece, laid out as [piece][warp][vector][lane]: 16 bytes a thread, 512 in a row a warp."""
-        values = self.tile_m * PIECE // WARPS  # of a warp
-        offset = Int64(number) * (self.tile_m * self.kernel.head_dim) + (
-            piece * PIECE * self.tile_m + self.thread // 32 * values + self.lane * 4
-        )
-        start = self.accumulator.dq.iterator + offset
-        for i in cutlass.range_constexpr(0, cute.size(acc_dq), 4):
-            add_to_global(start + i * 32, [acc_dq[i + c] for c in range(4)])
+            self.add_to_accumulator(accs[i], (number * self.num_pieces + first + i) * WARPS + self.thread // 32)
