@@ -199,7 +199,10 @@ class BackwardConfig(LaunchConfig):
         tile_m: query rows of one step of the main loop, 64 or 128.
         num_warpgroups: consumer warpgroups: 2.
         by_gradient: one warpgroup has dV and the other dK, of the same 64 keys; else each has both, of its own 64 keys.
-        q_stages, do_stages: buffers for Q and for dO.
+        q_stages, do_stages, kv_stages: buffers for Q, for dO, and for K and V.
+        private_dq: a thread block takes all tiles of keys of a kv head, one after the other. It sums dQ by itself: no
+            zeros before, no other thread block's additions, and the last tile writes dq. For many heads of short
+            sequences.
         pingpong: warpgroups take turns with the tensor cores, so that one's exponentials hide behind another's GEMMs.
         longest_first: number the tiles of keys by length (only meaningful where they differ), in L2-sized sections of
             heads.
@@ -212,6 +215,7 @@ class BackwardConfig(LaunchConfig):
     q_stages: int = 2
     do_stages: int = 2
     kv_stages: int = 1
+    private_dq: bool = False
     pingpong: bool = True
     longest_first: bool = True
     dynamic_tiles: bool = False
@@ -270,12 +274,19 @@ class BackwardConfig(LaunchConfig):
             raise UnsupportedError(f"tile_m: expected 64 or 128, got {self.tile_m}")
         if self.by_gradient and self.tile_m != 64:
             raise UnsupportedError(f"tile_m: expected 64 with by_gradient, got {self.tile_m}")
+        if self.private_dq and (self.by_gradient or self.dynamic_tiles or problem.is_packed):
+            raise UnsupportedError(
+                f"private_dq: expected by_gradient and dynamic_tiles off and no packed sequences, got {self}"
+            )
+        if self.kv_stages > 1 and self.by_gradient:
+            raise UnsupportedError(f"kv_stages: expected 1 with by_gradient, got {self.kv_stages}")
         if self.q_stages < 2:
             raise UnsupportedError(
                 f"q_stages: expected 2 or more, for S of the next block is issued before Q is free, got {self.q_stages}"
             )
-        if self.do_stages < 1:
-            raise UnsupportedError(f"do_stages: expected 1 or more, got {self.do_stages}")
+        for name in ("do_stages", "kv_stages"):
+            if getattr(self, name) < 1:
+                raise UnsupportedError(f"{name}: expected 1 or more, got {getattr(self, name)}")
         if max(problem.head_dim, problem.head_dim_v) > 128 and not self.by_gradient:
             got = f"{problem.head_dim} and {problem.head_dim_v}"
             raise UnsupportedError(f"head_dim: expected up to 128 without by_gradient, got {got}")

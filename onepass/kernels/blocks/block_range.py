@@ -145,6 +145,20 @@ def first_key_block(
     return key_range(m_start, m_start + 1, seqlen_q, seqlen_k, window_left, window_right)[0] // tile_n
 
 
+def last_key_block(
+    m_start: int,
+    tile_m: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    window_left: int | None,
+    window_right: int | None,
+    tile_n: int,
+) -> int:
+    """The last of these tiles; before `first_key_block` if no key is seen from the block of queries."""
+    m_end = minimum(m_start + tile_m, seqlen_q)
+    return (key_range(m_end - 1, m_end, seqlen_q, seqlen_k, window_left, window_right)[1] - 1) // tile_n
+
+
 def following_query_block(
     head: int, m_block: int, first_head: int, num_heads: int, first: int, last: int, in_turns: bool
 ) -> tuple[int, int]:

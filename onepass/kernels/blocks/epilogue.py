@@ -10,13 +10,14 @@ from .ptx import pack_pair, transpose_in_quad
 
 
 @cute.jit
-def store_rows(acc_o: cute.Tensor, weights: cute.Tensor, out_rows: list, is_row: list, lane_in_quad: Int32):
+def store_rows(acc_o: cute.Tensor, weights: cute.Tensor, out_rows: list, is_row: list, lane_in_quad: Int32, first_block=0):
     """out_rows[r] = weights[r] * acc_o[r] for the thread's two rows, 16 bytes a store.
 
     Args:
         acc_o: (2, columns) of this thread; every 8-column block of a row is spread over its quad, 2 columns a lane.
         out_rows: (head_dim_v,) each, contiguous.
         is_row: whether it is to be written.
+        first_block: of the 8-column blocks of out that acc_o holds.
 
     Four blocks at a time are transposed over the quad, after which lane i holds all 8 columns of block i: a quad
     writes 64 contiguous bytes. No shared memory and no barrier, so a warp that is done goes on to its next tile.
@@ -35,7 +36,7 @@ def store_rows(acc_o: cute.Tensor, weights: cute.Tensor, out_rows: list, is_row:
             words = transpose_in_quad(*words, lane_in_quad)
             for i in cutlass.range_constexpr(4):
                 vector[i] = words[i]
-            block = first + lane_in_quad
+            block = first_block + first + lane_in_quad
             if is_row[r] and block < head_dim_v // 8:
                 cute.autovec_copy(vector, vectors[None, block])
 

@@ -37,10 +37,18 @@ def add_to_global(target: cute.Pointer, values: list):
     )
 
 
+def load_past_l1(source: cute.Pointer) -> tuple:
+    """The four float32 at source, 16 bytes at once, as additions in L2 have left them."""
+    return cute.arch.inline_ptx(
+        "ld.relaxed.gpu.global.v4.f32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+        write_only_types=[Float32] * 4,
+        read_only_args=[source.toint()],
+    )
+
+
 @cute.jit
 def wait_until_equal(flag: cute.Pointer, value: Int32):
-    """Until the int32 in global memory is `value`, for a whole warp. Bulk copies that follow come after what its writer
-    had finished.
+    """Until the int32 in global memory is `value`, for a whole warp. What follows comes after what its writer had done.
 
     All lanes read and vote: around a loop that lanes might leave one by one ptxas keeps nothing in uniform registers.
     """

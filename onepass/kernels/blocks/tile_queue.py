@@ -35,11 +35,12 @@ class TileQueue(Bundle):
         cluster_size: thread blocks that take a number together.
         num_tiles: numbers from this one on are no tiles.
         counter: one Int32 in global memory, 0 between launches; None: the numbers of `tile_scheduler.tile_number`.
+        in_a_row: as there; only without a counter.
     """
 
-    def __init__(self, smem, num_tiles, counter, num_consumer_warps: int, cluster_size: int = 1):
+    def __init__(self, smem, num_tiles, counter, num_consumer_warps: int, cluster_size: int = 1, in_a_row=None):
         """Barriers are initialised by the calling threads; `mbarrier_init_fence` and a sync must follow."""
-        self.num_tiles, self.counter = num_tiles, counter
+        self.num_tiles, self.counter, self.in_a_row = num_tiles, counter, in_a_row
         self.index, self.count = (i[0] // cluster_size for i in (cute.arch.block_idx(), cute.arch.grid_dim()))
         if counter is not None:
             self.slot = smem.allocate_tensor(Int32, cute.make_layout((1,)), 8)
@@ -56,14 +57,17 @@ class TileQueue(Bundle):
     def first(self) -> Int32:
         """The first number of this thread block, for its consumers; the producer only reads it."""
         self.want_next()
-        return self.index
+        return self.start()
+
+    def start(self) -> Int32:
+        return self.index if self.in_a_row is None else self.index * self.in_a_row
 
     @cute.jit
     def take(self, wave: Int32) -> Int32:
         """The number of wave 1, 2, ...: called once a wave by every warp. A consumer then wants the next one."""
         number = Int32(0)
         if cutlass.const_expr(self.counter is None):
-            number = tile_scheduler.tile_number(self.index, wave, self.count)
+            number = tile_scheduler.tile_number(self.index, wave, self.count, self.in_a_row)
         else:
             cute.arch.mbarrier_wait(self.full, (wave - 1) & 1)
             number = cute.arch.make_warp_uniform(self.slot[0])

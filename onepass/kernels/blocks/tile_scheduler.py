@@ -49,8 +49,14 @@ class Divisors(NamedTuple):
     num_heads: Any
 
 
-def tile_number(cta: Any, wave: Any, num_ctas: Any) -> Any:
-    """The number of the tile that thread block `cta` computes in wave `wave`."""
+def tile_number(cta: Any, wave: Any, num_ctas: Any, in_a_row: Any = None) -> Any:
+    """The number of the tile that thread block `cta` computes in wave `wave`.
+
+    Args: in_a_row: tiles that a thread block takes together, in ascending order; None: one.
+    """
+    if in_a_row is not None:
+        of_rows = wave // in_a_row
+        return tile_number(cta, of_rows, num_ctas) * in_a_row + wave - of_rows * in_a_row
     backwards = wave % 2
     return wave * num_ctas + cta + backwards * (num_ctas - 1 - 2 * cta)
 

@@ -39,7 +39,7 @@ from cutlass.memory import SmemAllocator
 
 from ...problem import AttentionProblem
 from ..blocks import tile_scheduler
-from ..blocks.block_range import first_key_block, following_query_block, query_blocks
+from ..blocks.block_range import first_key_block, following_query_block, last_key_block, query_blocks
 from ..blocks.integers import minimum
 from ..blocks.layouts import as_batch_of_one, at_head, one_tile, rows_first, smem_tiles
 from ..blocks.mask import Geometry
@@ -86,7 +86,8 @@ class Accumulator(NamedTuple):
     """What belongs to blocks of query rows, numbered batch -> head -> block.
 
     Attributes:
-        dq: (blocks, tile_m * head_dim) float32: sums of dq, each thread's values of a wgmma accumulator together.
+        dq: (blocks, tile_m * head_dim) float32: sums of dq, each thread's values of a wgmma accumulator together. With
+            private_dq the blocks are those of the query heads of one kv head, for each thread block.
         stats: (blocks, 2 * tile_m) float32: -lse of the rows, divided by softmax_scale, or with a softcap times log2(e)
             (-inf: no keys, or no row); then -delta.
         turns: (blocks * consumer warps,) int32, zero, None unless deterministic: how many tiles of keys have been added
@@ -117,7 +118,8 @@ class BackwardSm90:
         self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
         self.longest_first = config.longest_first and self.has_window == (False, True)
         self.is_packed = problem.is_packed
-        self.is_deterministic = problem.deterministic
+        self.has_private_dq = config.private_dq
+        self.is_deterministic = problem.deterministic and not config.private_dq
         # K, V, Q, dO may hold anything past the end of a sequence
         self.has_rubbish = problem.is_packed or problem.has_seqused_k
         self.producer_registers, self.consumer_registers = REGISTERS[config.num_warpgroups]
@@ -133,6 +135,7 @@ class BackwardSm90:
         dout: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v)
         dk: cute.Tensor,
         dv: cute.Tensor,
+        dq: cute.Tensor | None,  # with private_dq; the postprocess kernel writes it otherwise
         dq_accum: cute.Tensor,  # see Accumulator, here and for the next two
         stats: cute.Tensor,
         turns: cute.Tensor | None,
@@ -182,6 +185,7 @@ class BackwardSm90:
             mdO,
             rows_first(dk),
             rows_first(dv),
+            None if cutlass.const_expr(dq is None) else rows_first(dq),
             Accumulator(dq_accum, stats, turns, blocks_per_head, mQ.shape[2]),
             Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
             softmax_scale,
@@ -235,6 +239,7 @@ class BackwardSm90:
         mdO: cute.Tensor,
         mdK: cute.Tensor,  # (seqlen_k, head_dim, num_heads_kv, batch)
         mdV: cute.Tensor,
+        mdQ: cute.Tensor | None,
         accumulator: Accumulator,
         lengths: Lengths,
         softmax_scale: Float32,
@@ -285,7 +290,8 @@ class BackwardSm90:
             ),
             self._make_pipeline(smem, self.config.do_stages, consumer_warps, self._bytes(self.tile_m, self.head_dim_v)),
         )
-        queue = TileQueue(smem, schedule.num_tiles, counter, consumer_warps)
+        in_a_row = schedule.num_m_blocks if cutlass.const_expr(self.has_private_dq) else None
+        queue = TileQueue(smem, schedule.num_tiles, counter, consumer_warps, in_a_row=in_a_row)
         ds_full, p_full = (smem.allocate_array(cutlass.Int64, DS_BUFFERS) for _ in range(2))
         if cute.arch.thread_idx()[0] == 0:
             for i in cutlass.range_constexpr(DS_BUFFERS):
@@ -314,7 +320,7 @@ class BackwardSm90:
                     queue.fill()
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            others = (pipes, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV)
+            others = (pipes, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ)
             if cutlass.const_expr(self.config.by_gradient):
                 consumer = WideConsumer(self, (sK, sV, sQ, sdO, sdS, sP, sStats, ds_full, p_full), *others)
             else:
@@ -379,6 +385,11 @@ class BackwardSm90:
     def turn_of(self, tile: KeyTile, m_block: Int32) -> Int32:
         """How many tiles add to the dQ of a block before this one."""
         return tile.n_block - first_key_block(m_block * self.tile_m, *tile.geometry, self.tile_n)
+
+    def is_first_and_last(self, tile: KeyTile, m_block: Int32) -> tuple:
+        """Whether a tile is the first, and the last, to add to the dQ of a block."""
+        last = last_key_block(m_block * self.tile_m, self.tile_m, *tile.geometry, self.tile_n)
+        return self.turn_of(tile, m_block) == 0, tile.n_block == last
 
     def buffer_states(self, user: pipeline.PipelineUserType) -> tuple:
         """Where K and V, Q, and dO are being filled (or read) first."""

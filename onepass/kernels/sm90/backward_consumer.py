@@ -27,7 +27,7 @@ from ..blocks.clear_rows import clear_rows
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
 from ..blocks.named_barrier import NamedBarrier
 from ..blocks.plain_rows import soft_cap
-from ..blocks.ptx import add_to_global, pack, pack_pair, release_increment, unpack_pair, wait_until_equal
+from ..blocks.ptx import add_to_global, load_past_l1, pack, pack_pair, release_increment, unpack_pair, wait_until_equal
 from ..blocks.tile_scheduler import LANES
 from ..blocks.turns import Turns
 from ..config import ROWS_PER_WARPGROUP
@@ -61,8 +61,8 @@ class Mmas(NamedTuple):
 class BackwardConsumer(Turns):
     """dK and dV of 64 keys in registers, and a part of each dQ."""
 
-    def __init__(self, kernel, buffers, pipes, mmas: Mmas, softmax_scale, scores: Scores, accumulator, mdK, mdV):
-        self._keep(kernel, pipes, mmas, softmax_scale, scores, accumulator, mdK, mdV)
+    def __init__(self, kernel, buffers, pipes, mmas: Mmas, softmax_scale, scores: Scores, accumulator, mdK, mdV, mdQ):
+        self._keep(kernel, pipes, mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ)
         # the first of this thread's two keys, 8 apart
         self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.thread // 32 * 16 + self.thread % 32 // 4
 
@@ -76,10 +76,10 @@ class BackwardConsumer(Turns):
         self.rdS_t = mmas.dq.make_fragment_A(dq.partition_A(sdS_t))
         self.rK_t = mmas.dq.make_fragment_B(dq.partition_B(sK_t))
 
-    def _keep(self, kernel, pipes, mmas, softmax_scale, scores, accumulator, mdK, mdV):
+    def _keep(self, kernel, pipes, mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ):
         self.kernel, self.pipes, self.mmas = kernel, pipes, mmas
         self.softmax_scale, self.scores, self.accumulator = softmax_scale, scores, accumulator
-        self.mdK, self.mdV = mdK, mdV
+        self.mdK, self.mdV, self.mdQ = mdK, mdV, mdQ
         self.num_warpgroups, self.tile_m, self.tile_n = kernel.num_warpgroups, kernel.tile_m, kernel.tile_n
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.lane, self.lane_in_quad = self.thread % LANES, self.thread % 4
@@ -139,7 +139,7 @@ class BackwardConsumer(Turns):
                 keys.append((self.sV[None, None, kv + self.wg], self.wg * ROWS_PER_WARPGROUP))
                 self.clear_keys(tile, keys)
                 head, m_block = self.kernel.first_visit(tile)
-                target, turn = Int32(0), self.turn_of(tile, m_block)
+                before = head, m_block  # of the step before
                 self.pipes.q.consumer_wait(q_state)
                 self.read_stats(self.minus_lse, q_state, 0)
                 acc_s = self.begin_s()
@@ -150,20 +150,20 @@ class BackwardConsumer(Turns):
                     self.clear_queries(tile, m_block, q_state, do_state)
                     _, next_m_block = self.kernel.next_visit(tile, head, m_block)
                     if i == 0:
-                        self.step(tile, kv, next_m_block, target, turn, q_state, do_state, ds_count, False, True)
+                        self.step(tile, kv, next_m_block, before, q_state, do_state, ds_count, False, True)
                     else:
-                        self.step(tile, kv, next_m_block, target, turn, q_state, do_state, ds_count, True, True)
-                    target, turn = self.dq_part(tile, head, m_block), self.turn_of(tile, m_block)
+                        self.step(tile, kv, next_m_block, before, q_state, do_state, ds_count, True, True)
+                    before = head, m_block
                     head, m_block = self.kernel.next_visit(tile, head, m_block)
                     q_state.advance()
                     do_state.advance()
                     ds_count += 1
                 self.clear_queries(tile, m_block, q_state, do_state)
                 if num_steps == 1:
-                    self.step(tile, kv, m_block, target, turn, q_state, do_state, ds_count, False, False)
+                    self.step(tile, kv, m_block, before, q_state, do_state, ds_count, False, False)
                 else:
-                    self.step(tile, kv, m_block, target, turn, q_state, do_state, ds_count, True, False)
-                self.last_dq(kv, self.dq_part(tile, head, m_block), self.turn_of(tile, m_block), ds_count)
+                    self.step(tile, kv, m_block, before, q_state, do_state, ds_count, True, False)
+                self.last_dq(tile, kv, (head, m_block), ds_count)
                 q_state.advance()
                 do_state.advance()
                 ds_count += 1
@@ -181,8 +181,7 @@ class BackwardConsumer(Turns):
         tile,
         kv: Int32 | int,
         next_m_block: Int32,
-        target: Int32,
-        turn: Int32,
+        before: tuple,
         q_state,
         do_state,
         ds_count: Int32,
@@ -192,7 +191,7 @@ class BackwardConsumer(Turns):
         """A query block. It begins and ends with P and nothing in flight: ptxas, which does not follow GEMMs around a
         loop, would serialise all of them.
 
-        Args: target, turn: the part of the accumulator to which the dQ of the block before is added, and when.
+        Args: before: head and number of the query block before, of which dQ is computed now.
         """
         next_q = after(q_state)
         self.pipes.do.consumer_wait(do_state)
@@ -204,9 +203,9 @@ class BackwardConsumer(Turns):
         acc_dp = self.issue_dp(kv + self.wg, do_state, self.is_capped)
         self.issue_dv(do_state)
         if cutlass.const_expr(has_previous):
-            self.take_turn(target, turn)
+            self.take_turn(tile, *before)
             warpgroup.wait_group(2)
-            self.add_to_accumulator(acc_dq, target)
+            self.add_dq(acc_dq, tile, *before)
         # before they are needed, because shared memory answers late while GEMMs read it; registers permitting: of 128
         # queries those of the second half, which are needed last, come once P is free
         reads_early = cutlass.const_expr(has_next and self.tile_m == 64 and not self.is_capped)
@@ -244,12 +243,12 @@ class BackwardConsumer(Turns):
         self.pipes.q.consumer_release(q_state)
 
     @cute.jit
-    def last_dq(self, kv: Int32 | int, target: Int32, turn: Int32, ds_count: Int32):
+    def last_dq(self, tile, kv: Int32 | int, block: tuple, ds_count: Int32):
         """The dQ of a tile's last query block."""
         acc_dq = self.issue_dq(kv, ds_count)
-        self.take_turn(target, turn)
+        self.take_turn(tile, *block)
         warpgroup.wait_group(0)
-        self.add_to_accumulator(acc_dq, target)
+        self.add_dq(acc_dq, tile, *block)
         if cutlass.const_expr(self.kernel.is_deterministic):
             self.finish_dq()
 
@@ -426,33 +425,91 @@ class BackwardConsumer(Turns):
 
     # ---------------------------------------------------------------- results
 
-    def turn_of(self, tile, m_block: Int32) -> Int32:
-        return self.kernel.turn_of(tile, m_block) if self.kernel.is_deterministic else Int32(0)
-
     @cute.jit
     def dq_part(self, tile, head: Int32, m_block: Int32) -> Int32:
-        """Number of this warp's part of a dQ in the accumulator: from step to step one register, an address is two."""
-        number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
+        """Number of this warp's part of a dQ in the accumulator."""
+        if cutlass.const_expr(self.kernel.has_private_dq):
+            in_group = head - tile.head_kv * self.kernel.group
+            first = (cute.arch.block_idx()[0] * self.kernel.group + in_group) * self.accumulator.blocks_per_head
+            number = first + m_block
+        else:
+            number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
         return number * self.kernel.config.consumer_warps + self.wg * WARPS + self.thread // LANES
 
     @cute.jit
-    def take_turn(self, part: Int32, turn: Int32):
-        """Wait until `turn` tiles have added to this part of the accumulator, unless any order will do.
+    def take_turn(self, tile, head: Int32, m_block: Int32):
+        """Wait until all tiles before this one have added to a part of dQ, unless any order will do.
 
-        All of them have lower numbers than this tile, and thread blocks, which all run at once, take tiles in ascending
-        order: of the unfinished tiles the first one never waits.
+        They have lower numbers than this tile, and thread blocks, which all run at once, take tiles in ascending order:
+        of the unfinished tiles the first one never waits.
         """
         if cutlass.const_expr(self.kernel.is_deterministic):
             self.finish_dq()
-            self.unfinished[0] = part
-            wait_until_equal(self.accumulator.turns.iterator + part, turn)
+            self.unfinished[0] = self.dq_part(tile, head, m_block)
+            turn = self.kernel.turn_of(tile, m_block)
+            wait_until_equal(self.accumulator.turns.iterator + self.unfinished[0], turn)
+
+    @cute.jit
+    def add_dq(self, acc_dq: cute.Tensor, tile, head: Int32, m_block: Int32):
+        part = self.dq_part(tile, head, m_block)
+        if cutlass.const_expr(self.kernel.has_private_dq):
+            is_first, is_last = self.kernel.is_first_and_last(tile, m_block)
+            if is_last:
+                if not is_first:
+                    self.add_from_accumulator(acc_dq, part)
+                self.store_dq(acc_dq, tile, head, m_block)
+            elif is_first:
+                self.begin_in_accumulator(acc_dq, part)
+            else:
+                self.add_to_accumulator(acc_dq, part)
+        else:
+            self.add_to_accumulator(acc_dq, part)
+
+    def place_in_accumulator(self, acc_dq: cute.Tensor, part: Int32) -> cute.Pointer:
+        """A part is laid out as [vector][lane]: 16 bytes a thread, 512 in a row a warp."""
+        return self.accumulator.dq.iterator + (Int64(part) * (cute.size(acc_dq) * LANES) + self.lane * 4)
 
     @cute.jit
     def add_to_accumulator(self, acc_dq: cute.Tensor, part: Int32):
-        """This part of dq_accum += acc_dq, laid out as [vector][lane]: 16 bytes a thread, 512 in a row a warp."""
-        start = self.accumulator.dq.iterator + (Int64(part) * (cute.size(acc_dq) * LANES) + self.lane * 4)
+        start = self.place_in_accumulator(acc_dq, part)
         for i in cutlass.range_constexpr(0, cute.size(acc_dq), 4):
             add_to_global(start + i * LANES, [acc_dq[i + c] for c in range(4)])
+
+    # With private_dq a thread is the only one that ever touches its values.
+
+    @cute.jit
+    def begin_in_accumulator(self, acc_dq: cute.Tensor, part: Int32):
+        start = self.place_in_accumulator(acc_dq, part)
+        vector = cute.make_rmem_tensor((4,), Float32)
+        for i in cutlass.range_constexpr(0, cute.size(acc_dq), 4):
+            for c in cutlass.range_constexpr(4):
+                vector[c] = acc_dq[i + c]
+            cute.autovec_copy(vector, cute.make_tensor((start + i * LANES).align(16), cute.make_layout((4,))))
+
+    @cute.jit
+    def add_from_accumulator(self, acc_dq: cute.Tensor, part: Int32):
+        start = self.place_in_accumulator(acc_dq, part)
+        half = cute.size(acc_dq) // 2  # for which there are registers
+        for first in cutlass.range_constexpr(0, cute.size(acc_dq), half):
+            vectors = [load_past_l1(start + i * LANES) for i in range(first, first + half, 4)]
+            for i in cutlass.range_constexpr(half):
+                acc_dq[first + i] = acc_dq[first + i] + vectors[i // 4][i % 4]
+
+    @cute.jit
+    def store_dq(self, acc_dq: cute.Tensor, tile, head: Int32, m_block: Int32):
+        """dq of a finished block: this warpgroup's rows, or columns of all rows."""
+        is_by_rows = cutlass.const_expr(self.tile_m > ROWS_PER_WARPGROUP)
+        start = m_block * self.tile_m + self.thread // LANES * 16 + self.thread % LANES // 4
+        if cutlass.const_expr(is_by_rows):
+            start += self.wg * ROWS_PER_WARPGROUP
+        rows = [start + 8 * r for r in range(2)]
+        is_row = [row < tile.geometry.seqlen_q for row in rows]
+        weights = cute.make_rmem_tensor((2,), Float32)
+        weights.fill(self.softmax_scale)
+        gradient = self.kernel.at_head(self.mdQ, self.mdQ, head, tile.place_q)
+        out_rows = [gradient[row, None] for row in rows]
+        first_block = 0 if is_by_rows else self.wg * (self.kernel.dq_columns // 8)
+        epilogue.store_rows(rows_and_columns(acc_dq), weights, out_rows, is_row, self.lane_in_quad, first_block)
 
     @cute.jit
     def finish_dq(self):

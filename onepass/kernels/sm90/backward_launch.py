@@ -63,21 +63,25 @@ def prepare(
     else:
         blocks_per_head = ceil_div(problem.seqlen_q, config.tile_m)
         tiles = tile_scheduler.num_tiles(problem.seqlen_k, config.tile_n, problem.num_heads_kv, problem.batch)
-    num_ctas = min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
+    units = problem.num_heads_kv * problem.batch if config.private_dq else tiles
+    num_ctas = min(units, torch.cuda.get_device_properties(device).multi_processor_count)
     mask = problem.mask
     # what a kv head's tiles read and write again and again: Q, dO and the accumulator
+    is_deterministic = problem.deterministic and not config.private_dq  # by itself
     row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * head_dim
     section = tile_scheduler.heads_per_section(
         problem.num_heads_kv * problem.batch,
         ceil_div(problem.seqlen_k, config.tile_n),
         num_ctas,
         problem.seqlen_q * problem.qhead_per_kvhead * row_bytes,
-        problem.deterministic or (mask.window_right is not None and mask.window_left is None and config.longest_first),
+        is_deterministic or (mask.window_right is not None and mask.window_left is None and config.longest_first),
         config.dynamic_tiles,
-        ceil_div(num_ctas, IN_STEP) if problem.deterministic else 1,
+        ceil_div(num_ctas, IN_STEP) if is_deterministic else 1,
     )
-    kernels = [compile.get(*request) for request in compile_requests(problem, has_dlse, config)]
-    return Launch(problem, config, *kernels, blocks_per_head, section, num_ctas)
+    section = 1 if config.private_dq else section
+    preprocess, main, *rest = (compile.get(*request) for request in compile_requests(problem, has_dlse, config))
+    postprocess = rest[0] if rest else None
+    return Launch(problem, config, preprocess, main, postprocess, blocks_per_head, section, num_ctas)
 
 
 def compile_requests(
@@ -92,10 +96,11 @@ def compile_requests(
         problem.is_packed,
         config.tile_m,
         config.by_gradient,
+        config.private_dq,
         problem.head_dim,
         problem.head_dim_v,
     )
-    return [
+    kernels = [
         (
             "backward_preprocess",
             (*rows_key, has_dlse),
@@ -103,8 +108,11 @@ def compile_requests(
             functools.partial(trace_preprocess, problem, config, has_dlse),
         ),
         ("backward", (static, config), ARCH, functools.partial(trace, problem, config)),
-        ("backward_postprocess", rows_key, ARCH, functools.partial(trace_postprocess, problem, config)),
     ]
+    if not config.private_dq:
+        request = "backward_postprocess", rows_key, ARCH, functools.partial(trace_postprocess, problem, config)
+        kernels.append(request)
+    return kernels
 
 
 def _without_keys(inputs: AttentionInputs, *_) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -119,7 +127,7 @@ class Launch:
     config: BackwardConfig
     preprocess: Callable
     main: Callable
-    postprocess: Callable
+    postprocess: Callable | None  # None with private_dq
     blocks_per_head: int
     heads_per_section: int
     num_ctas: int
@@ -128,6 +136,13 @@ class Launch:
     def lse_factor(self) -> float:
         """What makes lse subtractable from the scores, see backward.Accumulator."""
         return 1.0 / self.problem.softmax_scale if self.problem.softcap is None else LOG2_E
+
+    @property
+    def may_skip_blocks(self) -> bool:
+        """Whether a block of queries may see no key, and so be visited by no tile."""
+        mask, shift = self.problem.mask, self.problem.seqlen_k - self.problem.seqlen_q
+        is_ahead = mask.window_right is not None and shift + mask.window_right < 0
+        return self.problem.has_seqused_k or is_ahead
 
     def __call__(
         self, inputs: AttentionInputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
@@ -140,11 +155,15 @@ class Launch:
         entries = 1 if problem.is_packed else problem.batch
         blocks = entries * problem.num_heads_q * self.blocks_per_head
         head_dim = config.head_dims(problem)[0]
-        dq_accum = out.new_empty((blocks, config.tile_m * head_dim), dtype=torch.float32)
+        private_blocks = self.num_ctas * problem.qhead_per_kvhead * self.blocks_per_head
+        of_accum = private_blocks if config.private_dq else blocks
+        dq_accum = out.new_empty((of_accum, config.tile_m * head_dim), dtype=torch.float32)
         stats = out.new_empty((blocks, 2 * config.tile_m), dtype=torch.float32)
         turns = None
-        if problem.deterministic:
+        if problem.deterministic and not config.private_dq:
             turns = out.new_zeros((blocks * config.consumer_warps,), dtype=torch.int32)
+        if config.private_dq and self.may_skip_blocks:
+            dq.zero_()
         if problem.is_packed:
             # rows of no sequence; and in stats blocks of no rows
             dq.zero_()
@@ -153,8 +172,9 @@ class Launch:
                 stats[:, config.tile_m :].zero_()
         dout, lse = tma_ready(dout), lse.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
+        zeroed = None if config.private_dq else dq_accum
         self.preprocess(
-            tma_ready(out), dout, lse, dlse, stats, dq_accum, cu_seqlens_q, self.lse_factor, self.blocks_per_head
+            tma_ready(out), dout, lse, dlse, stats, zeroed, cu_seqlens_q, self.lse_factor, self.blocks_per_head
         )
         self.main(
             tma_ready(inputs.q),
@@ -163,6 +183,7 @@ class Launch:
             dout,
             dk,
             dv,
+            dq if config.private_dq else None,
             dq_accum,
             stats,
             turns,
@@ -177,7 +198,8 @@ class Launch:
             self.heads_per_section,
             self.num_ctas,
         )
-        self.postprocess(dq_accum, dq, cu_seqlens_q, problem.softmax_scale, self.blocks_per_head)
+        if self.postprocess is not None:
+            self.postprocess(dq_accum, dq, cu_seqlens_q, problem.softmax_scale, self.blocks_per_head)
         if inputs.sinks is not None:
             self._fill_dsinks(inputs.sinks, stats.view(entries, problem.num_heads_q, -1, 2, config.tile_m), dsinks)
         return dq, dk, dv, dsinks
@@ -239,7 +261,7 @@ def trace_preprocess(problem: AttentionProblem, config: BackwardConfig, has_dlse
         _lse(problem),
         dlse,
         stats,
-        dq_accum,
+        None if config.private_dq else dq_accum,
         _cu_seqlens(problem),
         Float32(1.0),
         Int32(1),
@@ -268,8 +290,9 @@ def trace(problem: AttentionProblem, config: BackwardConfig) -> tuple:
     d, dv = problem.head_dim, problem.head_dim_v
     arguments = (
         *(_rows(problem, columns) for columns in (d, d, dv, dv, d, dv)),
+        _rows(problem, d) if config.private_dq else None,
         *_accumulator(problem, config),
-        fake_tensor(Int32, None, align_bytes=4) if problem.deterministic else None,
+        fake_tensor(Int32, None, align_bytes=4) if problem.deterministic and not config.private_dq else None,
         _cu_seqlens(problem),
         _cu_seqlens(problem),
         fake_tensor(Int32, None, align_bytes=4) if problem.has_seqused_k else None,

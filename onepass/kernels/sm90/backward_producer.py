@@ -37,7 +37,7 @@ class BackwardProducer(Bundle):
     def run(self, queue, schedule, seqlens):
         """One warp issues every load of all tiles, in the order in which consumers need them."""
         kv_state, q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Producer)
-        wave, number = Int32(0), queue.index
+        wave, number = Int32(0), queue.start()
         while number < schedule.num_tiles:
             tile = self.kernel.tile_at(number, schedule, seqlens)
             num_steps = (tile.last - tile.first) * self.kernel.group

@@ -79,7 +79,7 @@ class Preprocess(RowsKernel):
         lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q) float32
         dlse: cute.Tensor | None,
         stats: cute.Tensor,  # see backward.Accumulator, here and for the next one
-        dq_accum: cute.Tensor,
+        dq_accum: cute.Tensor | None,  # to be zeroed
         cu_seqlens_q: cute.Tensor | None,
         lse_factor: Float32,
         blocks_per_head: Int32,
@@ -108,7 +108,7 @@ class Preprocess(RowsKernel):
         mLSE: cute.Tensor,  # (seqlen_q, 1, num_heads_q, batch)
         mdLSE: cute.Tensor | None,
         stats: cute.Tensor,
-        dq_accum: cute.Tensor,
+        dq_accum: cute.Tensor | None,
         cu_seqlens_q: cute.Tensor | None,
         lse_factor: Float32,
     ):
@@ -118,11 +118,12 @@ class Preprocess(RowsKernel):
         exit_if(num_rows <= 0)
         number = (entry * num_heads + head) * blocks_per_head + block
 
-        zeros = cute.make_rmem_tensor((4,), Float32)
-        zeros.fill(0.0)
-        targets = cute.flat_divide(dq_accum[number, None], (4,))
-        for i in cutlass.range_constexpr(self.tile_m * self.head_dim // 4 // THREADS):
-            cute.autovec_copy(zeros, targets[None, i * THREADS + thread])
+        if cutlass.const_expr(dq_accum is not None):
+            zeros = cute.make_rmem_tensor((4,), Float32)
+            zeros.fill(0.0)
+            targets = cute.flat_divide(dq_accum[number, None], (4,))
+            for i in cutlass.range_constexpr(self.tile_m * self.head_dim // 4 // THREADS):
+                cute.autovec_copy(zeros, targets[None, i * THREADS + thread])
 
         num_vectors = mO.shape[1] // VECTOR
         lanes = 1 << (self.head_dim_v // VECTOR - 1).bit_length()  # of a row

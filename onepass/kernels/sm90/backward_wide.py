@@ -26,6 +26,7 @@ from ..blocks.named_barrier import NamedBarrier
 from ..blocks.ptx import pack
 from ..config import ROWS_PER_WARPGROUP
 from .backward_consumer import BackwardConsumer, Mmas, after
+from ..blocks.tile_scheduler import LANES
 from .warpgroup import WARPGROUP, WARPS, Scores
 
 PIECE = 64  # columns of dQ
@@ -35,8 +36,8 @@ P_WORDS = 4  # 32-bit words of a 16-byte vector
 class WideConsumer(BackwardConsumer):
     """dV (warpgroup 0) or dK (warpgroup 1) of 64 keys in registers, and pieces of each dQ."""
 
-    def __init__(self, kernel, buffers, pipes, mmas: Mmas, softmax_scale, scores: Scores, accumulator, mdK, mdV):
-        self._keep(kernel, pipes, mmas, softmax_scale, scores, accumulator, mdK, mdV)
+    def __init__(self, kernel, buffers, pipes, mmas: Mmas, softmax_scale, scores: Scores, accumulator, mdK, mdV, mdQ):
+        self._keep(kernel, pipes, mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ)
         # the first of this thread's two keys, 8 apart
         self.row_in_tile = self.thread // 32 * 16 + self.thread % 32 // 4
 
@@ -82,14 +83,14 @@ class WideConsumer(BackwardConsumer):
                 self.send_p(count)
                 for _ in cutlass.range(num_steps - 1, unroll=1):
                     self.clear_queries(tile, m_block, None, do_state)
-                    target = self.dq_target(tile, head, m_block)
+                    block = head, m_block
                     head, m_block = self.kernel.next_visit(tile, head, m_block)
-                    self.dv_step(tile, m_block, target, q_state, do_state, count, True)
+                    self.dv_step(tile, m_block, block, q_state, do_state, count, True)
                     q_state.advance()
                     do_state.advance()
                     count += 1
                 self.clear_queries(tile, m_block, None, do_state)
-                self.dv_step(tile, m_block, self.dq_target(tile, head, m_block), q_state, do_state, count, False)
+                self.dv_step(tile, m_block, (head, m_block), q_state, do_state, count, False)
                 do_state.advance()
                 count += 1
                 if cutlass.const_expr(self.kernel.is_deterministic):
@@ -106,7 +107,7 @@ class WideConsumer(BackwardConsumer):
         self,
         tile,
         next_m_block: Int32,
-        target: tuple,
+        block: tuple,
         next_q,
         do_state,
         count: Int32,
@@ -131,7 +132,7 @@ class WideConsumer(BackwardConsumer):
         self.wait_for_ds(count)
         if cutlass.const_expr(has_next):
             self.send_p(count + 1)
-        self.add_pieces(target, count, 0)
+        self.add_pieces(tile, block, count, 0)
 
     @cute.jit
     def send_p(self, count: Int32):
@@ -178,14 +179,14 @@ class WideConsumer(BackwardConsumer):
                 self.make_ds(acc_dp)
                 self.send_ds(count)
                 for _ in cutlass.range(num_steps - 1, unroll=1):
-                    target = self.dq_target(tile, head, m_block)
+                    block = head, m_block
                     head, m_block = self.kernel.next_visit(tile, head, m_block)
                     self.clear_queries(tile, m_block, after(q_state), do_state)
-                    self.dk_step(target, q_state, do_state, count, True)
+                    self.dk_step(tile, block, q_state, do_state, count, True)
                     q_state.advance()
                     do_state.advance()
                     count += 1
-                self.dk_step(self.dq_target(tile, head, m_block), q_state, do_state, count, False)
+                self.dk_step(tile, (head, m_block), q_state, do_state, count, False)
                 q_state.advance()
                 count += 1
                 self.pipes.v.consumer_release(kv_state)
@@ -199,7 +200,7 @@ class WideConsumer(BackwardConsumer):
             self.store_gradient(tile, self.acc_dk, self.mdK, self.softmax_scale)
 
     @cute.jit
-    def dk_step(self, target: tuple, q_state, next_do, count: Int32, has_next: cutlass.Constexpr[bool]):
+    def dk_step(self, tile, block: tuple, q_state, next_do, count: Int32, has_next: cutlass.Constexpr[bool]):
         """Begins and ends with dS and nothing in flight."""
         self.issue_dk(q_state)
         if cutlass.const_expr(has_next):
@@ -216,7 +217,7 @@ class WideConsumer(BackwardConsumer):
             self.make_ds(acc_dp)
             self.send_ds(count + 1)
         self.wait_for_ds(count)
-        self.add_pieces(target, count, self.first_piece(1))
+        self.add_pieces(tile, block, count, self.first_piece(1))
 
     @cute.jit
     def receive_p(self, count: Int32):
@@ -257,16 +258,15 @@ class WideConsumer(BackwardConsumer):
         wgmma.issue(self.mmas.dq, acc_dq, a, b, False)
         return acc_dq
 
-    def dq_target(self, tile, head: Int32, m_block: Int32) -> tuple:
-        """Number of a query block, and how many tiles add to its dQ before this one."""
-        return self.kernel.m_block_number(self.accumulator, tile, head, m_block), self.turn_of(tile, m_block)
-
     @cute.jit
-    def add_pieces(self, target: tuple, count: Int32, first: cutlass.Constexpr[int]):
-        """This warpgroup's pieces of a dQ to global memory, the next one's GEMM beside it."""
-        number, turn = target
+    def add_pieces(self, tile, block: tuple, count: Int32, first: cutlass.Constexpr[int]):
+        """This warpgroup's pieces of a dQ to global memory, the next one's GEMM beside it.
+
+        Args: block: head and number of the query block.
+        """
         accs = [self.issue_piece(count, piece) for piece in range(first, self.end_piece(first))]
-        self.take_turn((number * self.num_warpgroups + self.wg) * WARPS + self.thread // 32, turn)
+        self.take_turn(tile, *block)
+        number = self.kernel.m_block_number(self.accumulator, tile, *block)
         for i in cutlass.range_constexpr(len(accs)):
             warpgroup.wait_group(len(accs) - 1 - i)
-            self.add_to_accumulator(accs[i], (number * self.num_pieces + first + i) * WARPS + self.thread // 32)
+            self.add_to_accumulator(accs[i], (number * self.num_pieces + first + i) * WARPS + self.thread // LANES)
