@@ -45,6 +45,7 @@ from ..blocks.integers import minimum
 from ..blocks.layouts import as_batch_of_one, at_head, one_tile, rows_first, smem_tiles
 from ..blocks.mask import Geometry
 from ..blocks.packed_schedule import Lengths, PackedSchedule, used_keys
+from ..blocks.plain_rows import PlainTensors
 from ..blocks.ptx import exit_if
 from ..blocks.tile_queue import TileQueue
 from ..blocks.tile_scheduler import LANES
@@ -115,6 +116,8 @@ class BackwardSm90:
         self.head_dim, self.head_dim_v = config.head_dims(problem)
         self.key_tiles, self.dq_columns = config.key_tiles, config.dq_columns(problem)
         self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
+        # tiles may hold pairs that are hidden, and whose parts of the gradients may be NaN
+        self.hides_pairs = self.has_window != (False, False) or problem.has_seqused_k
         self.longest_first = config.longest_first and self.has_window == (False, True)
         self.is_packed = problem.is_packed
         self.is_deterministic = problem.deterministic
@@ -169,6 +172,9 @@ class BackwardSm90:
         (tma_k, mK), (tma_v, mV), (tma_q, mQ), (tma_do, mdO) = tma
 
         seqlen_k, _, num_heads_kv, batch = mK.shape
+        plain = None
+        if cutlass.const_expr(self.hides_pairs):
+            plain = PlainTensors(*(rows_first(t) for t in (q, k, v, dout)))
         num_n_blocks = None if self.is_packed else cute.ceil_div(seqlen_k, self.tile_n)
         schedule = make_schedule(num_n_blocks, num_heads_kv, batch, heads_per_section)
         self.kernel(
@@ -182,6 +188,7 @@ class BackwardSm90:
             mdO,
             rows_first(dk),
             rows_first(dv),
+            plain,
             Accumulator(dq_accum, stats, turns, blocks_per_head, mQ.shape[2]),
             Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
             softmax_scale,
@@ -235,6 +242,7 @@ class BackwardSm90:
         mdO: cute.Tensor,
         mdK: cute.Tensor,  # (seqlen_k, head_dim, num_heads_kv, batch)
         mdV: cute.Tensor,
+        plain: PlainTensors | None,  # with hidden pairs only
         accumulator: Accumulator,
         lengths: Lengths,
         softmax_scale: Float32,
@@ -319,7 +327,7 @@ class BackwardSm90:
                     queue.fill()
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            others = (pipes, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV)
+            others = (pipes, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV, plain)
             if cutlass.const_expr(self.config.by_gradient):
                 consumer = WideConsumer(self, (sK, sV, sQ, sdO, sdS, sP, sStats, ds_full, p_full), *others)
             else:

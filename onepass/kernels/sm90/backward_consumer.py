@@ -22,14 +22,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from ..blocks import epilogue, mask, wgmma
+from ..blocks import epilogue, mask, plain_gradients, wgmma
+from ..blocks.block_range import queries_of_keys
 from ..blocks.clear_rows import clear_rows
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
 from ..blocks.named_barrier import NamedBarrier
-from ..blocks.plain_rows import soft_cap
+from ..blocks.plain_rows import row_sums, soft_cap, write_row
 from ..blocks.ptx import bulk_add_to_global, pack, pack_pair, release_increment, unpack_pair, wait_until_equal
 from ..blocks.tile_scheduler import LANES
 from ..blocks.turns import Turns
+from ..blocks.warp import broadcast
 from ..config import ROWS_PER_WARPGROUP
 from .warpgroup import WARPGROUP, WARPS, Scores
 
@@ -61,8 +63,8 @@ class Mmas(NamedTuple):
 class BackwardConsumer(Turns):
     """dK and dV of 64 keys in registers, and a part of each dQ."""
 
-    def __init__(self, kernel, buffers, pipes, mmas: Mmas, softmax_scale, scores: Scores, accumulator, mdK, mdV):
-        self._keep(kernel, pipes, mmas, softmax_scale, scores, accumulator, mdK, mdV)
+    def __init__(self, kernel, buffers, pipes, mmas: Mmas, softmax_scale, scores: Scores, accumulator, mdK, mdV, plain):
+        self._keep(kernel, pipes, mmas, softmax_scale, scores, accumulator, mdK, mdV, plain)
         # the first of this thread's two keys, 8 apart
         self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.thread // 32 * 16 + self.thread % 32 // 4
 
@@ -80,10 +82,10 @@ class BackwardConsumer(Turns):
         self.rdS_t = mmas.dq.make_fragment_A(dq.partition_A(sdS_t))
         self.rK_t = mmas.dq.make_fragment_B(dq.partition_B(sK_t))
 
-    def _keep(self, kernel, pipes, mmas, softmax_scale, scores, accumulator, mdK, mdV):
+    def _keep(self, kernel, pipes, mmas, softmax_scale, scores, accumulator, mdK, mdV, plain):
         self.kernel, self.pipes, self.mmas = kernel, pipes, mmas
         self.softmax_scale, self.scores, self.accumulator = softmax_scale, scores, accumulator
-        self.mdK, self.mdV = mdK, mdV
+        self.mdK, self.mdV, self.plain = mdK, mdV, plain
         self.num_warpgroups, self.tile_m, self.tile_n = kernel.num_warpgroups, kernel.tile_m, kernel.tile_n
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.lane, self.lane_in_quad = self.thread % LANES, self.thread % 4
@@ -487,15 +489,48 @@ class BackwardConsumer(Turns):
     @cute.jit
     def store(self, tile):
         """dK and dV of a finished tile."""
-        self.store_gradient(tile, self.acc_dv, self.mdV, Float32(1.0))
-        self.store_gradient(tile, self.acc_dk, self.mdK, self.softmax_scale)
+        self.store_dv(tile)
+        self.store_dk(tile)
+
+    def store_dv(self, tile):
+        self.store_gradient(tile, self.acc_dv, self.mdV, Float32(1.0), True)
+
+    def store_dk(self, tile):
+        self.store_gradient(tile, self.acc_dk, self.mdK, self.softmax_scale, False)
 
     @cute.jit
-    def store_gradient(self, tile, acc: cute.Tensor, m: cute.Tensor, scale: Float32):
+    def store_gradient(self, tile, acc: cute.Tensor, m: cute.Tensor, scale: Float32, of_v: cutlass.Constexpr[bool]):
         rows = [tile.n_block * self.tile_n + self.row_in_tile + 8 * r for r in range(2)]
         is_row = [row < tile.rows_k for row in rows]
         weights = cute.make_rmem_tensor((2,), Float32)
         weights.fill(scale)
-        at_head = self.kernel.at_head(m, m, tile.head_kv, tile.place_k)
-        out_rows = [at_head[row, None] for row in rows]
+        gradient = self.kernel.at_head(m, m, tile.head_kv, tile.place_k)
+        out_rows = [gradient[row, None] for row in rows]
         epilogue.store_rows(rows_and_columns(acc), weights, out_rows, is_row, self.lane_in_quad)
+        if cutlass.const_expr(self.plain is not None):
+            ballots = plain_gradients.nan_rows(rows_and_columns(acc), is_row)
+            if ballots[0] | ballots[1] != 0:
+                cute.arch.sync_warp()  # other lanes write the same rows again
+                self.recompute(tile, gradient, scale, ballots, of_v)
+
+    @cute.jit
+    def recompute(self, tile, gradient: cute.Tensor, scale: Float32, ballots: tuple, of_v: cutlass.Constexpr[bool]):
+        """This warp's rows that have a NaN, from the queries alone that see them: 0 * NaN may have brought it."""
+        at_head, plain, group = self.kernel.at_head, self.plain, self.kernel.group
+        mK, mV = (at_head(t, t, tile.head_kv, tile.place_k) for t in (plain.k, plain.v))
+        exponents = plain_gradients.Exponents(*self.scores)
+        # known to be uniform: see Warpgroup.recompute
+        first_row = cute.arch.make_warp_uniform(broadcast(self.row_in_tile, 0))
+        for i in cutlass.range(16, unroll=1):
+            if plain_gradients.has_nan(ballots, i):
+                key = tile.n_block * self.tile_n + first_row + i
+                low, high = queries_of_keys(key, key + 1, *tile.geometry)
+                acc = row_sums(gradient[key, None])
+                for h in cutlass.range(group, unroll=1):
+                    head = tile.head_kv * group + h
+                    mQ, mdO = (at_head(t, t, head, tile.place_q) for t in (plain.q, plain.dout))
+                    number = self.kernel.m_block_number(self.accumulator, tile, head, Int32(0))
+                    stats = cute.domain_offset((number, 0), self.accumulator.stats)
+                    rows = (mK[key, None], mV[key, None], mQ, mdO, stats)
+                    plain_gradients.add_queries(acc, *rows, low, high, exponents, of_v)
+                write_row(gradient[key, None], acc, scale)

@@ -35,8 +35,8 @@ P_WORDS = 4  # 32-bit words of a 16-byte vector
 class WideConsumer(BackwardConsumer):
     """dV (warpgroup 0) or dK (warpgroup 1) of 64 keys in registers, and pieces of each dQ."""
 
-    def __init__(self, kernel, buffers, pipes, mmas: Mmas, softmax_scale, scores: Scores, accumulator, mdK, mdV):
-        self._keep(kernel, pipes, mmas, softmax_scale, scores, accumulator, mdK, mdV)
+    def __init__(self, kernel, buffers, pipes, mmas: Mmas, softmax_scale, scores: Scores, accumulator, mdK, mdV, plain):
+        self._keep(kernel, pipes, mmas, softmax_scale, scores, accumulator, mdK, mdV, plain)
         # the first of this thread's two keys, 8 apart
         self.row_in_tile = self.thread // 32 * 16 + self.thread % 32 // 4
 
@@ -100,7 +100,7 @@ class WideConsumer(BackwardConsumer):
             wave += 1
             number = queue.take(wave)
             queue.want_next()
-            self.store_gradient(tile, self.acc_dv, self.mdV, Float32(1.0))
+            self.store_dv(tile)
 
     @cute.jit
     def dv_step(
@@ -198,7 +198,7 @@ class WideConsumer(BackwardConsumer):
             wave += 1
             number = queue.take(wave)
             queue.want_next()
-            self.store_gradient(tile, self.acc_dk, self.mdK, self.softmax_scale)
+            self.store_dk(tile)
 
     @cute.jit
     def dk_step(self, target: tuple, q_state, next_do, count: Int32, has_next: cutlass.Constexpr[bool]):
