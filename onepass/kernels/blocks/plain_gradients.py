@@ -1,8 +1,8 @@
 """A row of dq, dk or dv straight from global memory, by one warp: what is put right in a tile that a NaN has reached.
 
 P of a hidden pair is 0, but its dS = P (dP - delta) and its part of dV += P^T dO, dK += dS^T Q and dQ += dS K are NaN
-where dO, delta, Q or K (with V, through dP) is NaN or infinite. As in the forward (plain_rows.py), a finished tile looks
-for a NaN (`nan_rows`), and rows that have one are replaced by the sum over their visible pairs.
+where dO, delta, Q or K (with V, through dP) is NaN or infinite. As in the forward (plain_rows.py), a finished tile is
+looked through for NaN (`nan_rows`), and rows that have one are replaced by the sum over their visible pairs.
 
 Pairs are those of one head and one sequence; its rows are counted from 0.
 """

@@ -117,7 +117,7 @@ class BackwardSm90:
         self.key_tiles, self.dq_columns = config.key_tiles, config.dq_columns(problem)
         self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
         # tiles may hold pairs that are hidden, and whose parts of the gradients may be NaN
-        self.hides_pairs = self.has_window != (False, False) or problem.has_seqused_k
+        self.hides_pairs = not problem.mask.is_full or problem.has_seqused_k
         self.longest_first = config.longest_first and self.has_window == (False, True)
         self.is_packed = problem.is_packed
         self.is_deterministic = problem.deterministic

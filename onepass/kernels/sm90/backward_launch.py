@@ -20,6 +20,7 @@ from .launch import ARCH, LOG2_E, element_type, fake_tensor, score_scales, tile_
 # Tiles of a head that begin together when sums are in order. Each stays a step behind the one before, which costs a
 # launch about so many steps; they read the same rows at about the same time, so a section need not fit into L2.
 IN_STEP = 4
+POSTPROCESS_OF_MASK = 11  # arguments of the postprocess kernel that are None without a mask
 MAX_GRID = 65535  # of CUDA, in the dimensions in which preprocess and postprocess have heads and batch
 
 
@@ -103,7 +104,13 @@ def compile_requests(
             functools.partial(trace_preprocess, problem, config, has_dlse),
         ),
         ("backward", (static, config), ARCH, functools.partial(trace, problem, config)),
-        ("backward_postprocess", rows_key, ARCH, functools.partial(trace_postprocess, problem, config)),
+        (
+            "backward_postprocess",
+            # with a mask also what it computes rows again from
+            (*rows_key, None if problem.mask.is_full else replace(problem, deterministic=False).static()),
+            ARCH,
+            functools.partial(trace_postprocess, problem, config),
+        ),
     ]
 
 
@@ -156,11 +163,10 @@ class Launch:
         self.preprocess(
             tma_ready(out), dout, lse, dlse, stats, dq_accum, cu_seqlens_q, self.lse_factor, self.blocks_per_head
         )
+        rows = (*(tma_ready(t) for t in (inputs.q, inputs.k, inputs.v)), dout)
+        scales_and_window = *score_scales(problem), *window_bounds(problem)
         self.main(
-            tma_ready(inputs.q),
-            tma_ready(inputs.k),
-            tma_ready(inputs.v),
-            dout,
+            *rows,
             dk,
             dv,
             dq_accum,
@@ -170,14 +176,17 @@ class Launch:
             cu_seqlens_k,
             seqused_k,
             problem.softmax_scale,
-            *score_scales(problem),
-            *window_bounds(problem),
+            *scales_and_window,
             tile_counter(out.get_device()) if config.dynamic_tiles else None,
             self.blocks_per_head,
             self.heads_per_section,
             self.num_ctas,
         )
-        self.postprocess(dq_accum, dq, cu_seqlens_q, problem.softmax_scale, self.blocks_per_head)
+        of_rows = (dq_accum, dq, cu_seqlens_q, problem.softmax_scale, self.blocks_per_head)
+        if problem.mask.is_full:
+            self.postprocess(*of_rows, *[None] * POSTPROCESS_OF_MASK)
+        else:
+            self.postprocess(*of_rows, *rows, stats, cu_seqlens_k, seqused_k, *scales_and_window)
         if inputs.sinks is not None:
             self._fill_dsinks(inputs.sinks, stats.view(entries, problem.num_heads_q, -1, 2, config.tile_m), dsinks)
         return dq, dk, dv, dsinks
@@ -218,6 +227,24 @@ def _cu_seqlens(problem: AttentionProblem):
     return fake_tensor(Int32, None, align_bytes=4) if problem.is_packed else None
 
 
+def _seqused_k(problem: AttentionProblem):
+    from cutlass import Int32
+
+    return fake_tensor(Int32, None, align_bytes=4) if problem.has_seqused_k else None
+
+
+def _scales_and_window(problem: AttentionProblem) -> tuple:
+    """Stand-ins for `score_scales` and `window_bounds`."""
+    from cutlass import Float32, Int32
+
+    return (
+        Float32(1.0),
+        None if problem.softcap is None else Float32(1.0),
+        None if problem.mask.window_left is None else Int32(0),
+        None if problem.mask.window_right is None else Int32(0),
+    )
+
+
 def _stream():
     from cutlass.cute.runtime import make_fake_stream
 
@@ -254,9 +281,14 @@ def trace_postprocess(problem: AttentionProblem, config: BackwardConfig) -> tupl
 
     from .backward_rows import Postprocess
 
-    dq_accum, _ = _accumulator(problem, config)
-    arguments = (dq_accum, _rows(problem, problem.head_dim), _cu_seqlens(problem), Float32(1.0), Int32(1), _stream())
-    return Postprocess(problem, config), arguments
+    d, dv = problem.head_dim, problem.head_dim_v
+    dq_accum, stats = _accumulator(problem, config)
+    of_mask = [None] * POSTPROCESS_OF_MASK
+    if not problem.mask.is_full:
+        rows = (_rows(problem, columns) for columns in (d, d, dv, dv))
+        of_mask = [*rows, stats, _cu_seqlens(problem), _seqused_k(problem), *_scales_and_window(problem)]
+    of_rows = (dq_accum, _rows(problem, d), _cu_seqlens(problem), Float32(1.0), Int32(1))
+    return Postprocess(problem, config), (*of_rows, *of_mask, _stream())
 
 
 def trace(problem: AttentionProblem, config: BackwardConfig) -> tuple:
@@ -272,12 +304,9 @@ def trace(problem: AttentionProblem, config: BackwardConfig) -> tuple:
         fake_tensor(Int32, None, align_bytes=4) if problem.deterministic else None,
         _cu_seqlens(problem),
         _cu_seqlens(problem),
-        fake_tensor(Int32, None, align_bytes=4) if problem.has_seqused_k else None,
+        _seqused_k(problem),
         Float32(1.0),
-        Float32(1.0),
-        None if problem.softcap is None else Float32(1.0),
-        None if problem.mask.window_left is None else Int32(0),
-        None if problem.mask.window_right is None else Int32(0),
+        *_scales_and_window(problem),
         fake_tensor(Int32, 1, align_bytes=4) if config.dynamic_tiles else None,
         Int32(1),
         Int32(1),
