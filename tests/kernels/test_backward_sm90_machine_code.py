@@ -78,12 +78,25 @@ def test_all_configurations_are_among_them():
 @pytest.mark.parametrize("has_dlse", [False, True])
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
-def test_rows_before_and_after(head_dim, is_packed, has_dlse):
+def test_rows_before(head_dim, is_packed, has_dlse):
     asked = problem(head_dim, head_dim, is_packed=is_packed)
-    preprocess, main, postprocess = backward_launch.compile_requests(asked, has_dlse)
-    assert main[0] == "backward"
-    for _, _, arch, trace in (preprocess, postprocess)[: 1 if has_dlse else 2]:
-        code = machine_code.read(arch, trace)
-        assert code.spills == 0
-        assert code.count(r"LDG\.E\.128") > 0
-        assert code.count(r"STG\.E\.128") > 0
+    check_rows(backward_launch.compile_requests(asked, has_dlse)[0], "backward_preprocess")
+
+
+@pytest.mark.parametrize("options", ["full", "causal", "float16 packed seqused GQA window softcap"])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+def test_rows_after(head_dim, options):
+    asked = problem(head_dim, head_dim, **OPTIONS[options])
+    code = check_rows(backward_launch.compile_requests(asked)[2], "backward_postprocess")
+    # exponentials of the rows that are computed again, where a mask hides pairs
+    assert (code.count("MUFU") > 0) == (options != "full")
+
+
+def check_rows(request, name):
+    kernel, _, arch, trace = request
+    assert kernel == name
+    code = machine_code.read(arch, trace)
+    assert code.spills == 0
+    assert code.count(r"LDG\.E\.128") > 0
+    assert code.count(r"STG\.E\.128") > 0
+    return code

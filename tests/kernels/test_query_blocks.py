@@ -4,8 +4,11 @@ import importlib.util
 import itertools
 
 import pytest
+import torch
 
-from onepass.kernels.blocks.block_range import query_blocks
+from onepass.kernels.blocks.block_range import key_range, queries_of_keys, query_blocks
+from onepass.problem import Mask
+from onepass.reference import visible_pairs
 
 BOUNDS = (None, 0, 1, 3, 9)
 
@@ -35,6 +38,22 @@ def test_query_blocks_against_every_pair(tile_m, tile_n):
                 # every visible pair is visited, and no block is visited (or masked) in vain
                 assert [m for m in range(num_blocks) if any(pairs[m])] == list(range(first, last)), where
                 assert [m for m in range(num_blocks) if all(pairs[m])] == list(range(clear_first, clear_last)), where
+
+
+def test_the_pairs_of_a_row_against_the_oracle():
+    """What single rows of dk, dv and dq are summed over, also of keys past the used ones."""
+    for seqlen_q, seqlen_k, used in itertools.product((1, 4, 7, 13), (5, 16), (0, 1, 5, 11, 16)):
+        used = min(used, seqlen_k)
+        for left, right in itertools.product(BOUNDS, BOUNDS):
+            visible = visible_pairs(
+                1, seqlen_q, seqlen_k, Mask(left, right), torch.tensor([used]), torch.device("cpu")
+            )[0]
+            geometry = (seqlen_q, used, left, right)
+            for pairs, interval in ((visible, key_range), (visible.T, queries_of_keys)):
+                for row, seen in enumerate(pairs):
+                    low, high = interval(row, row + 1, *geometry)
+                    assert 0 <= low <= high, (geometry, row)
+                    assert seen.nonzero().flatten().tolist() == list(range(low, high)), (geometry, row)
 
 
 def test_no_queries():

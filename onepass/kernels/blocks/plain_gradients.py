@@ -9,8 +9,6 @@ Pairs are those of one head and one sequence; its rows are counted from 0.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
@@ -19,14 +17,6 @@ from .integers import maximum, minimum, select
 from .plain_rows import add_rows, dot, is_lost, soft_cap, sum_of_products
 from .row_stats import stats_of_row
 from .tile_scheduler import LANES
-
-
-class Exponents(NamedTuple):
-    """How raw scores q.k become P, see warpgroup.Scores: exp2(scale_log2 * (s - lse)), with a softcap
-    exp2(scale_log2 * tanh(s) - lse), lse in the units of the backward's stats."""
-
-    scale_log2: Float32
-    tanh_scale: Float32 | None
 
 
 @cute.jit
@@ -58,20 +48,24 @@ def _gradient_of_score(
     v: cute.Tensor,
     minus_lse: Float32,
     minus_delta: Float32,
-    exponents: Exponents,
+    scale_log2: Float32,
+    tanh_scale: Float32 | None,
     wants_p: cutlass.Constexpr[bool],
 ) -> Float32:
-    """dS of a visible pair, with a softcap times its slope; or P."""
+    """dS of a visible pair, with a softcap times its slope; or P.
+
+    Args: minus_lse, minus_delta: of the query, as in the backward's stats.
+    """
     score = dot(q, k)
-    if cutlass.const_expr(exponents.tanh_scale is None):
-        p = cute.math.exp2((score + minus_lse) * exponents.scale_log2, fastmath=True)
+    if cutlass.const_expr(tanh_scale is None):
+        p = cute.math.exp2((score + minus_lse) * scale_log2, fastmath=True)
     else:
-        score = soft_cap(score, exponents.tanh_scale)
-        p = cute.math.exp2(score * exponents.scale_log2 + minus_lse, fastmath=True)
+        score = soft_cap(score, tanh_scale)
+        p = cute.math.exp2(score * scale_log2 + minus_lse, fastmath=True)
     if cutlass.const_expr(wants_p):
         return p
     ds = p * (dot(dout, v) + minus_delta)
-    if cutlass.const_expr(exponents.tanh_scale is not None):
+    if cutlass.const_expr(tanh_scale is not None):
         ds *= 1.0 - score * score
     return ds
 
@@ -86,7 +80,8 @@ def add_queries(
     stats: cute.Tensor,  # from the sequence's first block of queries on
     low: Int32,
     high: Int32,
-    exponents: Exponents,
+    scale_log2: Float32,
+    tanh_scale: Float32 | None,
     of_v: cutlass.Constexpr[bool],
 ):
     """acc (plain_rows.row_sums) += what the queries [low, high) of a head give to dk of a key; to dv (of_v).
@@ -99,7 +94,7 @@ def add_queries(
         first = maximum(high - LANES, low)
         query = minimum(first + cute.arch.lane_idx(), high - 1)
         q, dout = mQ[query, None], mdO[query, None]
-        weight = _gradient_of_score(q, k, dout, v, *stats_of_row(stats, query), exponents, of_v)
+        weight = _gradient_of_score(q, k, dout, v, *stats_of_row(stats, query), scale_log2, tanh_scale, of_v)
         add_rows(acc, weight, mdO if cutlass.const_expr(of_v) else mQ, first, high - first)
         lost = is_lost(acc)
         high = first
@@ -116,14 +111,15 @@ def add_keys(
     minus_delta: Float32,
     low: Int32,
     high: Int32,
-    exponents: Exponents,
+    scale_log2: Float32,
+    tanh_scale: Float32 | None,
 ):
     """acc (plain_rows.row_sums) += what the keys [low, high) give to dq of a query: a lane has a key of every 32."""
     lost = Boolean(False)
     while low < high and not lost:
         key = minimum(low + cute.arch.lane_idx(), high - 1)
         k, v = mK[key, None], mV[key, None]
-        weight = _gradient_of_score(q, k, dout, v, minus_lse, minus_delta, exponents, False)
+        weight = _gradient_of_score(q, k, dout, v, minus_lse, minus_delta, scale_log2, tanh_scale, False)
         add_rows(acc, weight, mK, low, minimum(high - low, LANES))
         lost = is_lost(acc)
         low += LANES

@@ -518,7 +518,6 @@ class BackwardConsumer(Turns):
         """This warp's rows that have a NaN, from the queries alone that see them: 0 * NaN may have brought it."""
         at_head, plain, group = self.kernel.at_head, self.plain, self.kernel.group
         mK, mV = (at_head(t, t, tile.head_kv, tile.place_k) for t in (plain.k, plain.v))
-        exponents = plain_gradients.Exponents(*self.scores)
         # known to be uniform: see Warpgroup.recompute
         first_row = cute.arch.make_warp_uniform(broadcast(self.row_in_tile, 0))
         for i in cutlass.range(16, unroll=1):
@@ -532,5 +531,5 @@ class BackwardConsumer(Turns):
                     number = self.kernel.m_block_number(self.accumulator, tile, head, Int32(0))
                     stats = cute.domain_offset((number, 0), self.accumulator.stats)
                     rows = (mK[key, None], mV[key, None], mQ, mdO, stats)
-                    plain_gradients.add_queries(acc, *rows, low, high, exponents, of_v)
+                    plain_gradients.add_queries(acc, *rows, low, high, *self.scores, of_v)
                 write_row(gradient[key, None], acc, scale)

@@ -167,7 +167,8 @@ class Recomputation(NamedTuple):
 
     plain: PlainTensors
     stats: cute.Tensor  # see backward.Accumulator
-    exponents: plain_gradients.Exponents
+    scale_log2: Float32
+    tanh_scale: Float32 | None
     window_left: Int32 | None
     window_right: Int32 | None
 
@@ -208,9 +209,8 @@ class Postprocess(RowsKernel):
             plain = (q, k, v, dout)
             if cutlass.const_expr(self.is_packed):
                 plain = tuple(as_batch_of_one(t) for t in plain)
-            exponents = plain_gradients.Exponents(scale_log2, tanh_scale)
             again = Recomputation(
-                PlainTensors(*(rows_first(t) for t in plain)), stats, exponents, window_left, window_right
+                PlainTensors(*(rows_first(t) for t in plain)), stats, scale_log2, tanh_scale, window_left, window_right
             )
         batch, _, num_heads, _ = dq.shape
         parts = self.tile_m // ROWS_PER_WARPGROUP
@@ -302,5 +302,6 @@ class Postprocess(RowsKernel):
                 low, high = key_range(query, query + 1, *geometry)
                 acc = row_sums(dq[query, None])
                 rows = (mQ[query, None], mdO[query, None], mK, mV)
-                plain_gradients.add_keys(acc, *rows, *stats_of_row(stats, row), low, high, again.exponents)
+                scales = (again.scale_log2, again.tanh_scale)
+                plain_gradients.add_keys(acc, *rows, *stats_of_row(stats, row), low, high, *scales)
                 write_row(dq[query, None], acc, softmax_scale)
