@@ -199,7 +199,7 @@ class BackwardConfig(LaunchConfig):
         tile_m: query rows of one step of the main loop, 64 or 128.
         num_warpgroups: consumer warpgroups: 2.
         by_gradient: one warpgroup has dV and the other dK, of the same 64 keys; else each has both, of its own 64 keys.
-        q_stages, do_stages, kv_stages: buffers for Q, for dO, and for K and V.
+        q_stages, do_stages: buffers for Q and for dO.
         private_dq: a thread block takes all tiles of keys of a kv head, one after the other. It sums dQ by itself: no
             zeros before, no other thread block's additions, and the last tile writes dq. For many heads of short
             sequences.
@@ -214,7 +214,6 @@ class BackwardConfig(LaunchConfig):
     by_gradient: bool = False
     q_stages: int = 2
     do_stages: int = 2
-    kv_stages: int = 1
     private_dq: bool = False
     pingpong: bool = True
     longest_first: bool = True
@@ -228,6 +227,10 @@ class BackwardConfig(LaunchConfig):
     @property
     def tile_n(self) -> int:
         return ROWS_PER_WARPGROUP * self.key_tiles
+
+    def adds_in_turns(self, problem: AttentionProblem) -> bool:
+        """Whether tiles of keys add to a dQ in ascending order: with private_dq they do by themselves."""
+        return problem.deterministic and not self.private_dq
 
     def dq_columns(self, problem: AttentionProblem) -> int:
         """Columns of the pieces (64 rows each) that a dQ of tile_m rows is computed in."""
@@ -251,13 +254,13 @@ class BackwardConfig(LaunchConfig):
     def smem_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory of a thread block: what `BackwardSm90.kernel` allocates, in its order."""
         d, dv = self.head_dims(problem)
-        kv = self.kv_stages * self.tile_n * (d + dv)
+        kv = self.tile_n * (d + dv)
         q_do = self.tile_m * (self.q_stages * d + self.do_stages * dv)
         ds = DS_BUFFERS * self.tile_n * self.tile_m
         p = self.tile_n * self.tile_m if self.by_gradient else 0
         stats = self.q_stages * STAT_ROWS * self.tile_m
         # full and empty of K, V and each buffer of Q and dO; a slot with both in the queue of tiles; full of dS and P
-        barriers = 2 * (2 * self.kv_stages + self.q_stages + self.do_stages) + (3 if self.dynamic_tiles else 0) + 2 * DS_BUFFERS
+        barriers = 2 * (2 + self.q_stages + self.do_stages) + (3 if self.dynamic_tiles else 0) + 2 * DS_BUFFERS
         return 2 * (kv + q_do + ds + p) + 4 * stats + 8 * barriers
 
     def accumulator_registers(self, problem: AttentionProblem) -> int:
@@ -278,15 +281,12 @@ class BackwardConfig(LaunchConfig):
             raise UnsupportedError(
                 f"private_dq: expected by_gradient and dynamic_tiles off and no packed sequences, got {self}"
             )
-        if self.kv_stages > 1 and self.by_gradient:
-            raise UnsupportedError(f"kv_stages: expected 1 with by_gradient, got {self.kv_stages}")
         if self.q_stages < 2:
             raise UnsupportedError(
                 f"q_stages: expected 2 or more, for S of the next block is issued before Q is free, got {self.q_stages}"
             )
-        for name in ("do_stages", "kv_stages"):
-            if getattr(self, name) < 1:
-                raise UnsupportedError(f"{name}: expected 1 or more, got {getattr(self, name)}")
+        if self.do_stages < 1:
+            raise UnsupportedError(f"do_stages: expected 1 or more, got {self.do_stages}")
         if max(problem.head_dim, problem.head_dim_v) > 128 and not self.by_gradient:
             got = f"{problem.head_dim} and {problem.head_dim_v}"
             raise UnsupportedError(f"head_dim: expected up to 128 without by_gradient, got {got}")

@@ -140,6 +140,16 @@ def test_nothing_past_seqused_k_matters(case, value):
     assert all(g.isfinite().all() for g in actual.values())
 
 
+@pytest.mark.parametrize("name", ["q", "dout", "dlse"])
+@cases(case(200, 300, batch=4, heads=(4, 2), head_dim=d, used=(300, 1, 133, 0)) for d in (64, 128, 256))
+def test_keys_past_seqused_k_have_no_gradient(case, name):
+    """Also beside a key that every row sees, with NaN in all rows of a head."""
+    call = case.call()
+    actual = hard_gradients(*with_value(call, loss_of(call), name, NAN, slice(None), slice(None)))
+    for n in ("dk", "dv"):
+        assert (actual[n][ENTRY, 1:] == 0).all()
+
+
 @pytest.mark.parametrize("names", [("q",), ("dout",), ("dlse",), ("q", "dout", "dlse")], ids=str)
 @cases(case(300, 200, batch=2, heads=(4, 2), head_dim=d, causal=True, sinks=d == 128) for d in (64, 128, 256))
 def test_rows_without_keys_ignore_their_query_and_their_gradient(case, names):

@@ -1,9 +1,8 @@
 """The Hopper backward as a model: its barriers and the order of waits and arrivals, without any arithmetic.
 
 The model has the barriers of backward_producer.py, backward_consumer.py, backward_wide.py and tile_queue.py: every warp
-is a process, and so is every asynchronous copy. They run step by step in random order, some of them seldom. A GEMM
-reads its buffers from its issue until a wait covers it, a reduction its own until it has read them; contents are tagged
-with tile and step.
+is a process, and so are copies and additions. They run step by step in random order, some of them seldom.
+A GEMM reads its buffers from its issue until a wait covers it; contents are tagged with tile and step.
 """
 
 import itertools
@@ -123,7 +122,7 @@ class ThreadBlock:
 
     def __init__(self, run, cta):
         p = self.protocol = run.protocol
-        self.run, self.cta, self.alive = run, cta, 0
+        self.run, self.cta = run, cta
         warps = WARPS * p.warpgroups
         key_tiles = p.consumer.key_tiles(p)
         self.k, self.v = (Pipe(run, 1, warps, key_tiles) for _ in range(2))
@@ -137,22 +136,11 @@ class ThreadBlock:
         self.meeting = [NamedBarrier(WARPS) for _ in range(p.warpgroups)]
         self.issued = [[0] * WARPS for _ in range(p.warpgroups)]
         self.slot, self.queue_full, self.queue_empty = Buffer(), MBarrier(1), MBarrier(warps + 1)
-        self.staging = [Buffer() for _ in range(warps)]
-        self.start(Producer(self).produce())
+        run.start(Producer(self).produce())
         if p.is_dynamic:
-            self.start(self.schedule())
+            run.start(self.schedule())
         for w, warp in itertools.product(range(p.warpgroups), range(WARPS)):
-            self.start(p.consumer(self, w, warp).consume())
-
-    def start(self, process):
-        self.alive += 1
-        self.run.start(self.until_end(process))
-
-    def until_end(self, process):
-        yield from process
-        self.alive -= 1
-        if not self.alive:
-            assert not any(buffer.readers for buffer in self.staging), "read after the end of the thread block"
+            run.start(p.consumer(self, w, warp).consume())
 
     def schedule(self):
         """TileQueue.fill"""
@@ -231,11 +219,10 @@ class Consumer(Reader):
     def __init__(self, block, w, warp):
         super().__init__(block)
         self.w, self.warp, self.id = w, warp, (w, warp)
-        self.staging = block.staging[w * WARPS + warp]
         self.kv = self.q = self.do = self.count = 0
         self.number = block.cta
         self.gemms, self.complete = [], 0  # buffers of each that is in flight; how many no longer are
-        self.reductions = []  # of those in flight, whether they have read
+        self.additions = []  # to dQ, that are not complete
         self.unfinished = None
         self.reg_p, self.reg_ds = Buffer(), Buffer()
 
@@ -250,10 +237,6 @@ class Consumer(Reader):
             wave += 1
             self.number = yield from self.take(wave)
             yield from self.want_next()
-        yield from self.end()
-
-    def end(self):
-        yield from self.wait_until_read()
 
     def tile(self):
         block, last = self.block, len(self.steps) - 1
@@ -282,8 +265,9 @@ class Consumer(Reader):
         yield from self.issue_dp(self.do, i)
         yield from self.issue_dv(self.do, i)
         if has_previous:
+            yield from self.take_turn(i - 1)
             yield from self.wait_group(2)
-            yield from self.write_dq(i - 1)
+            yield from self.add_dq(i - 1)
         yield from self.read_stats(self.q, i)
         if early:
             yield from block.q.wait(self.q + 1)
@@ -301,8 +285,6 @@ class Consumer(Reader):
         yield from self.pass_turn()
         yield from self.write_ds(i, self.count)
         yield from self.publish_ds(self.count)
-        if has_previous:
-            yield from self.add_dq(i - 1)
         if has_next:
             yield from self.wait_group(1)
             yield from self.make_p(i + 1)
@@ -311,8 +293,8 @@ class Consumer(Reader):
 
     def last_dq(self, i, count):
         yield from self.issue_dq(i, count)
+        yield from self.take_turn(i)
         yield from self.wait_group(0)
-        yield from self.write_dq(i)
         yield from self.add_dq(i)
         if self.protocol.is_deterministic:
             yield from self.finish_dq()
@@ -418,38 +400,30 @@ class Consumer(Reader):
     def wait_for(self, barriers, count):
         yield from barriers[count % 2].wait(count // 2 & 1)
 
-    def write_dq(self, i):
-        yield from self.wait_until_read()
-        self.staging.write(self.tag(i))
-        yield
-
-    def wait_until_read(self):
-        yield lambda: all(has_read for (has_read,) in self.reductions)
-
-    def add_dq(self, i):
+    def take_turn(self, i):
         key, turn = self.steps[i]
         if self.protocol.is_deterministic:
             yield from self.finish_dq()
             self.unfinished = (key, *self.id)
             yield from self.wait_until_equal(turn)
-        self.staging.begin_read(self.tag(i), True)
-        self.reductions.append([False])
-        self.run.start(self.reduction((key, *self.id, 0), self.number, self.reductions[-1]))
+
+    def add_dq(self, i, piece=0):
+        key, _ = self.steps[i]
+        addition = (key, *self.id, piece)
+        self.additions.append(addition)
+        self.run.start(self.complete_later(addition, self.number))
         yield
 
-    def reduction(self, part, number, state):
+    def complete_later(self, addition, number):
         yield
-        self.staging.end_read()
-        state[0] = True
-        yield
-        self.run.add(part, number)
-        self.reductions[:] = [other for other in self.reductions if other is not state]
+        self.run.add(addition, number)
+        self.additions.remove(addition)
 
     def wait_until_equal(self, turn):
         yield lambda: self.run.turns[self.unfinished] == turn
 
     def wait_until_complete(self):
-        yield lambda: not self.reductions
+        yield lambda: not self.additions
 
     def finish_dq(self):
         yield from self.wait_until_complete()
@@ -608,15 +582,10 @@ class Wide(Consumer):
     # ---------------------------------------------------------------- dQ
 
     def add_pieces(self, i, count):
-        key, turn = self.steps[i]
         pieces = self.pieces_of(self.protocol, self.w)
         for _ in range(pieces):
             yield from self.issue(self.operands_of_dq(i, count))
-        if self.protocol.is_deterministic:
-            yield from self.finish_dq()
-            self.unfinished = (key, *self.id)
-            yield from self.wait_until_equal(turn)
+        yield from self.take_turn(i)
         for piece in range(pieces):
             yield from self.wait_group(pieces - 1 - piece)
-            self.run.add((key, *self.id, piece), self.number)
-            yield
+            yield from self.add_dq(i, piece)

@@ -133,11 +133,6 @@ class NoWaitForDS(Consumer):
         yield
 
 
-class NoWaitForStaging(Consumer):
-    def wait_until_read(self):
-        yield
-
-
 class NoWaitForTurn(Consumer):
     def wait_until_equal(self, turn):
         yield
@@ -151,8 +146,8 @@ class TurnGivenEarly(Consumer):
 class TurnNotGivenAtTheEnd(Consumer):
     def last_dq(self, i, count):
         yield from self.issue_dq(i, count)
+        yield from self.take_turn(i)
         yield from self.wait_group(0)
-        yield from self.write_dq(i)
         yield from self.add_dq(i)
 
 
@@ -180,11 +175,6 @@ class WantsTooEarly(Consumer):
 
 class NobodyMeets(Consumer):
     def meet(self):
-        yield
-
-
-class EndsEarly(Consumer):
-    def end(self):
         yield
 
 
@@ -245,7 +235,6 @@ FAULTS = [
     (PublishesTwice, {}),
     (OtherParity, {}),
     (NoWaitForDS, {}),
-    (NoWaitForStaging, {}),
     (NoWaitForTurn, {"is_deterministic": True}),
     (TurnGivenEarly, {"is_deterministic": True}),
     (TurnNotGivenAtTheEnd, {"is_deterministic": True}),
@@ -255,7 +244,6 @@ FAULTS = [
     (NobodyMeets, {"has_rubbish": True}),
     (Consumer, {"q_stages": 1}),
     (Consumer, {"ds_buffers": 1}),
-    (EndsEarly, {"is_deterministic": False}),
     (WideNobodyMeets, {"has_rubbish": False, "warpgroups_meet": False}),
     (WideOtherParity, {}),
     (WideNoWaitForDS, {}),

@@ -2,6 +2,8 @@
 
 import functools
 import importlib.util
+import itertools
+from dataclasses import replace
 
 import machine_code
 import pytest
@@ -44,6 +46,18 @@ PROBLEMS |= {
     for d in (192, 256)
     for name in ("full", "causal", "seqused", "float16 packed seqused GQA window softcap")
 }
+HEADS = 132  # with private_dq, one for each thread block
+SHORT = {
+    "64 short": problem(64, 64, mask=FULL),
+    "64 short causal": problem(64, 64, mask=CAUSAL),
+    "128 short causal": problem(128, 128, mask=CAUSAL),
+    "64 short window": problem(64, 64, mask=Mask(64, 64)),
+    "128 short GQA seqused window": problem(
+        128, 128, 100, torch.float16, mask=Mask(64, 0), num_heads_kv=2, has_seqused_k=True
+    ),
+}
+SHORT = {name: replace(asked, batch=HEADS // asked.num_heads_kv) for name, asked in SHORT.items()}
+PROBLEMS |= SHORT
 
 
 @pytest.mark.parametrize("asked", PROBLEMS.values(), ids=PROBLEMS)
@@ -55,9 +69,7 @@ def test_machine_code(asked):
     assert code.spills == 0
     assert code.count("HGMMA") > 0
     assert code.count("UTMALDG") >= 2 * config.key_tiles + 2  # K and V in tiles of 64, Q, dO by TMA
-    # dQ to global memory: each warp its part at once, or each thread its values
-    assert code.count("UBLKRED") > 0 or config.by_gradient
-    assert code.count("RED") > 0 or not config.by_gradient
+    assert code.count(r"REDG\.E\.ADD\.F32x4") > 0  # dQ to global memory: each thread its values
     assert code.count("USETMAXREG") == 2  # registers move from the producer to the consumers
     assert code.count(r"STG\.E\.128") > 0
     assert code.count(r"WARPGROUP\.ARRIVE") < code.count("HGMMA")  # serialised, each would have its own
@@ -70,20 +82,38 @@ def test_all_configurations_are_among_them():
     for d, dv in ((64, 64), (64, 128), (128, 64), (128, 128), (192, 128), (256, 256)):
         for mask in (FULL, CAUSAL, Mask(64, 64), Mask(64, 0)):
             for options in ({}, {"softcap": 30.0}, {"is_packed": True}, {"softcap": 30.0, "is_packed": True}):
-                for seqlen in (1, 512, 2**20):
-                    asked = problem(d, dv, seqlen, mask=mask, **options)
+                for seqlen, batch in itertools.product((1, 512, 2**20), (1, HEADS // 4)):
+                    asked = replace(problem(d, dv, seqlen, mask=mask, **options), batch=batch)
                     assert heuristics.backward_config(asked) in shipped, asked
+
+
+def test_problems_of_many_short_sequences_are_among_them():
+    for name, asked in SHORT.items():
+        assert heuristics.backward_config(asked).private_dq, name
 
 
 @pytest.mark.parametrize("has_dlse", [False, True])
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
-def test_rows_before_and_after(head_dim, is_packed, has_dlse):
+def test_rows_before(head_dim, is_packed, has_dlse):
     asked = problem(head_dim, head_dim, is_packed=is_packed)
-    preprocess, main, postprocess = backward_launch.compile_requests(asked, has_dlse)
-    assert main[0] == "backward"
-    for _, _, arch, trace in (preprocess, postprocess)[: 1 if has_dlse else 2]:
-        code = machine_code.read(arch, trace)
-        assert code.spills == 0
-        assert code.count(r"LDG\.E\.128") > 0
-        assert code.count(r"STG\.E\.128") > 0
+    check_rows(backward_launch.compile_requests(asked, has_dlse)[0], "backward_preprocess")
+
+
+@pytest.mark.parametrize("options", ["full", "causal", "float16 packed seqused GQA window softcap"])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+def test_rows_after(head_dim, options):
+    asked = problem(head_dim, head_dim, **OPTIONS[options])
+    code = check_rows(backward_launch.compile_requests(asked)[2], "backward_postprocess")
+    # exponentials of the rows that are computed again, where a mask hides pairs
+    assert (code.count("MUFU") > 0) == (options != "full")
+
+
+def check_rows(request, name):
+    kernel, _, arch, trace = request
+    assert kernel == name
+    code = machine_code.read(arch, trace)
+    assert code.spills == 0
+    assert code.count(r"LDG\.E\.128") > 0
+    assert code.count(r"STG\.E\.128") > 0
+    return code

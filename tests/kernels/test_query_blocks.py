@@ -4,8 +4,11 @@ import importlib.util
 import itertools
 
 import pytest
+import torch
 
-from onepass.kernels.blocks.block_range import query_blocks
+from onepass.kernels.blocks.block_range import first_key_block, key_range, last_key_block, queries_of_keys, query_blocks
+from onepass.problem import Mask
+from onepass.reference import visible_pairs
 
 BOUNDS = (None, 0, 1, 3, 9)
 
@@ -37,6 +40,38 @@ def test_query_blocks_against_every_pair(tile_m, tile_n):
                 assert [m for m in range(num_blocks) if all(pairs[m])] == list(range(clear_first, clear_last)), where
 
 
+def test_the_pairs_of_a_row_against_the_oracle():
+    """What single rows of dk, dv and dq are summed over, also of keys past the used ones."""
+    for seqlen_q, seqlen_k, used in itertools.product((1, 4, 7, 13), (5, 16), (0, 1, 5, 11, 16)):
+        used = min(used, seqlen_k)
+        for left, right in itertools.product(BOUNDS, BOUNDS):
+            visible = visible_pairs(
+                1, seqlen_q, seqlen_k, Mask(left, right), torch.tensor([used]), torch.device("cpu")
+            )[0]
+            geometry = (seqlen_q, used, left, right)
+            for pairs, interval in ((visible, key_range), (visible.T, queries_of_keys)):
+                for row, seen in enumerate(pairs):
+                    low, high = interval(row, row + 1, *geometry)
+                    assert 0 <= low <= high, (geometry, row)
+                    assert seen.nonzero().flatten().tolist() == list(range(low, high)), (geometry, row)
+
+
+@pytest.mark.parametrize(("tile_m", "tile_n"), [(4, 4), (6, 4), (4, 6), (2, 8)])
+def test_first_and_last_key_block(tile_m, tile_n):
+    """The tiles of keys that visit a block of queries: where its sum begins and ends."""
+    for seqlen_q, seqlen_k in itertools.product((1, 3, 4, 7, 12, 13), (0, 1, 4, 5, 11, 16)):
+        for left, right in itertools.product(BOUNDS, BOUNDS):
+            geometry = seqlen_q, seqlen_k, left, right
+            visits = [
+                query_blocks(n * tile_n, (n + 1) * tile_n, *geometry, tile_m) for n in range(-(-seqlen_k // tile_n))
+            ]
+            for m in range(-(-seqlen_q // tile_m)):
+                visitors = [n for n, blocks in enumerate(visits) if blocks.first <= m < blocks.last]
+                first = first_key_block(m * tile_m, *geometry, tile_n)
+                last = last_key_block(m * tile_m, tile_m, *geometry, tile_n)
+                assert visitors == list(range(first, last + 1)), (geometry, m)
+
+
 def test_no_queries():
     for left, right in itertools.product(BOUNDS, BOUNDS):
         first, clear_first, clear_last, last = query_blocks(0, 4, 0, 7, left, right, 4)
@@ -45,7 +80,7 @@ def test_no_queries():
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
 def test_every_row_of_a_block_has_its_place():
-    from onepass.kernels.sm90.backward_rows import stats_position
+    from onepass.kernels.blocks.row_stats import stats_position
 
     for tile_m in (64, 128):
         assert sorted(stats_position(row) for row in range(tile_m)) == list(range(tile_m))
@@ -54,7 +89,7 @@ def test_every_row_of_a_block_has_its_place():
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
 def test_a_thread_finds_the_rows_of_its_columns():
     """Of a wgmma accumulator a lane of a quad holds columns 2 * lane, 2 * lane + 1 of each eight."""
-    from onepass.kernels.sm90.backward_rows import stats_position
+    from onepass.kernels.blocks.row_stats import stats_position
 
     for lane, sixteen in itertools.product(range(4), range(8)):
         rows = [16 * sixteen + 8 * upper + 2 * lane + c for upper in range(2) for c in range(2)]

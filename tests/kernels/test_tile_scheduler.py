@@ -23,6 +23,22 @@ def test_every_number_is_taken_once(num_ctas):
         assert sorted(taken) == list(range(tiles))
 
 
+@pytest.mark.parametrize("num_ctas", [1, 2, 7, 132])
+def test_rows_of_tiles_are_taken_by_one_thread_block_in_ascending_order(num_ctas):
+    in_a_row, num_rows = 4, 300
+    taken = []
+    for cta in range(num_ctas):
+        numbers = [
+            tile_scheduler.tile_number(cta, wave, num_ctas, in_a_row)
+            for wave in range(in_a_row * (num_rows // num_ctas + 2))
+        ]
+        for start in range(0, len(numbers), in_a_row):
+            assert numbers[start] % in_a_row == 0
+            assert numbers[start : start + in_a_row] == list(range(numbers[start], numbers[start] + in_a_row))
+        taken += [number for number in numbers if number < num_rows * in_a_row]
+    assert sorted(taken) == list(range(num_rows * in_a_row))
+
+
 def test_a_thread_block_that_stops_has_no_later_tile():
     """Consumers stop at the first number past the end: no later wave may come back below it."""
     for num_ctas, cta, wave in itertools.product((1, 2, 5), range(5), range(6)):

@@ -39,11 +39,13 @@ def test_a_field_of_the_wrong_type(fields, message):
         ({"num_warpgroups": 3}, {}, "num_warpgroups: expected 2, got 3"),
         ({"tile_m": 96}, {}, "tile_m: expected 64 or 128, got 96"),
         ({"tile_m": 128, "by_gradient": True}, {}, "tile_m: expected 64 with by_gradient, got 128"),
+        ({"private_dq": True, "dynamic_tiles": True}, {}, "private_dq: expected .* dynamic_tiles off"),
+        ({"private_dq": True}, {"is_packed": True}, "private_dq: expected .* no packed sequences"),
         ({"q_stages": 1}, {}, "q_stages: expected 2 or more, .*, got 1"),
         ({"do_stages": 0}, {}, "do_stages: expected 1 or more, got 0"),
         ({}, {"head_dim": 192}, "head_dim: expected up to 128 without by_gradient, got 192 and 128"),
         ({}, {"head_dim_v": 256}, "head_dim: expected up to 128 without by_gradient, got 128 and 256"),
-        ({"tile_m": 128}, {}, r"shared memory: BackwardConfig\(.* needs 329856 bytes, a thread block has 232448"),
+        ({"tile_m": 128}, {}, r"shared memory: BackwardConfig\(.* needs 264320 bytes, a thread block has 232448"),
         (
             {"tile_m": 128},
             {"head_dim": 64, "head_dim_v": 64, "softcap": 30.0},
@@ -68,6 +70,24 @@ def test_every_problem_gets_a_configuration_that_it_can_take():
         range(8, 257, 8), range(8, 257, 8), masks, (None, 30.0), (False, True)
     ):
         asked = replace(PROBLEM, head_dim=d, head_dim_v=dv, mask=mask, softcap=softcap, is_packed=is_packed)
-        config = heuristics.backward_config(asked)
-        config.check(asked)
-        assert config.smem_bytes(asked) <= SMEM_BYTES
+        for lengths in ({}, {"seqlen_q": 100, "seqlen_k": 100, "batch": 33}):
+            config = heuristics.backward_config(replace(asked, **lengths))
+            config.check(asked)
+            assert config.smem_bytes(asked) <= SMEM_BYTES
+
+
+def test_short_sequences_keep_dq_to_themselves():
+    asked = replace(PROBLEM, head_dim=64, head_dim_v=64, num_heads_kv=32, seqlen_q=512, seqlen_k=512, batch=32)
+    assert heuristics.backward_config(asked).private_dq
+    for changes in (
+        {"seqlen_k": 513},
+        {"seqlen_q": 2048},  # sums of all thread blocks beyond L2
+        {"batch": 5},  # 160 heads for 132 multiprocessors
+        {"softcap": 30.0},
+        {"is_packed": True},
+        {"head_dim": 256},
+    ):
+        assert not heuristics.backward_config(replace(asked, **changes)).private_dq, changes
+    wide = replace(asked, head_dim=128, num_heads_q=16, num_heads_kv=16)
+    assert heuristics.backward_config(wide).private_dq
+    assert not heuristics.backward_config(replace(wide, mask=Mask())).private_dq

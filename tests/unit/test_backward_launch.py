@@ -1,5 +1,6 @@
 """The parts of the Hopper backward's launch that plain torch computes."""
 
+import importlib.util
 import math
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import torch
 import onepass
 from onepass import dispatch
 from onepass.kernels.config import BackwardConfig
+from onepass.kernels.sm90 import backward_launch
 from onepass.kernels.sm90.backward_launch import Launch, unsupported
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
 
@@ -46,6 +48,51 @@ def test_gradient_of_sinks(softcap):
     dsinks = torch.empty(4)
     launch._fill_dsinks(sinks.detach(), stats, dsinks)
     torch.testing.assert_close(dsinks, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mask": Mask(None, 0)},
+        {"mask": Mask(3, None), "softcap": 3.0, "has_seqused_k": True},
+        {"mask": Mask(3, 5), "is_packed": True, "deterministic": True},
+        {"has_seqused_k": True, "is_packed": True},
+    ],
+)
+def test_kernels_are_given_what_they_were_traced_with(options):
+    """In order: as many arguments, of as many dimensions, and None in the same places."""
+    wanted, config = problem(has_sinks=False, **options), BackwardConfig()
+    wanted = replace(wanted, dtype=torch.bfloat16)
+    sequences = (140,) if wanted.is_packed else (2, 70)
+    q, out, dout = (torch.zeros(*sequences, 4, 16, dtype=wanted.dtype) for _ in range(3))
+    k, v = (torch.zeros(*sequences, 2, 16, dtype=wanted.dtype) for _ in range(2))
+    lengths = torch.tensor([0, 70, 140], dtype=torch.int32)
+    inputs = AttentionInputs(
+        q,
+        k,
+        v,
+        cu_seqlens_q=lengths if wanted.is_packed else None,
+        cu_seqlens_k=lengths if wanted.is_packed else None,
+        seqused_k=lengths[:2] if wanted.has_seqused_k else None,
+    )
+    lse = torch.zeros(4, 140) if wanted.is_packed else torch.zeros(2, 4, 70)
+    given = []
+    kernels = [lambda *arguments: given.append(arguments)] * 3
+    Launch(wanted, config, *kernels, 4, 1, 1)(inputs, out, lse, dout, None)
+    traced = (
+        backward_launch.trace_preprocess(wanted, config, False),
+        backward_launch.trace(wanted, config),
+        backward_launch.trace_postprocess(wanted, config),
+    )
+
+    def dimensions(argument):
+        return None if argument is None else len(getattr(argument, "shape", ()))
+
+    for arguments, (_, stand_ins) in zip(given, traced, strict=True):
+        # the stream is torch's current one
+        assert [dimensions(a) for a in arguments] == [dimensions(a) for a in stand_ins[:-1]]
 
 
 def test_what_is_left_to_another_backend_says_why():

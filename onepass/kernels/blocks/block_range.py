@@ -46,6 +46,14 @@ def query_range(
     return start, maximum(start, end)
 
 
+def queries_of_keys(
+    n_start: int, n_end: int, seqlen_q: int, seqlen_k: int, window_left: int | None, window_right: int | None
+) -> tuple[int, int]:
+    """`query_range` of keys that may lie past the last one: those from seqlen_k on are hidden from all queries."""
+    low, high = query_range(n_start, minimum(n_end, seqlen_k), seqlen_q, seqlen_k, window_left, window_right)
+    return low, select(n_start < seqlen_k, high, low)
+
+
 class KeyBlocks(NamedTuple):
     """Key blocks of one query tile, as block indices: first <= clear_first <= clear_last <= last.
 
@@ -123,8 +131,7 @@ def query_blocks(
     Keys from seqlen_k on are hidden from all queries, and queries from seqlen_q on are none: such blocks need a mask.
     """
     shift = seqlen_k - seqlen_q
-    low, high = query_range(n_start, minimum(n_end, seqlen_k), seqlen_q, seqlen_k, window_left, window_right)
-    high = select(n_start < seqlen_k, high, low)
+    low, high = queries_of_keys(n_start, n_end, seqlen_q, seqlen_k, window_left, window_right)
     clear_low = low if window_right is None else maximum(low, n_end - 1 - shift - window_right)
     clear_high = high if window_left is None else minimum(high, n_start - shift + window_left + 1)
     clear_high = select(n_end > seqlen_k, low, clear_high)

@@ -10,7 +10,9 @@ from .ptx import pack_pair, transpose_in_quad
 
 
 @cute.jit
-def store_rows(acc_o: cute.Tensor, weights: cute.Tensor, out_rows: list, is_row: list, lane_in_quad: Int32, first_block=0):
+def store_rows(
+    acc_o: cute.Tensor, weights: cute.Tensor, out_rows: list, is_row: list, lane_in_quad: Int32, first_block=0
+):
     """out_rows[r] = weights[r] * acc_o[r] for the thread's two rows, 16 bytes a store.
 
     Args:

@@ -3,6 +3,7 @@
 A tile multiplies the V of hidden keys by P = 0, and 0 * NaN = NaN: a NaN or infinity in V at a key of a masked block
 reaches all rows of the tile, also those that do not see the key. That costs nothing to allow and is rare, so it is put
 right afterwards: `has_nan` looks at a finished tile, and `recompute_row` replaces a row by what its visible keys give.
+plain_gradients.py does the same for gradients.
 """
 
 from __future__ import annotations
@@ -21,26 +22,35 @@ VECTOR = 8  # 16-bit elements of a 16-byte load
 
 
 class PlainTensors(NamedTuple):
-    """q, k, v for ordinary loads: (seqlen, dim, heads, batch), see layouts.rows_first."""
+    """q, k, v and, of a backward, dout for ordinary loads: (seqlen, dim, heads, batch), see layouts.rows_first."""
 
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
+    dout: cute.Tensor | None = None
+
+
+@cute.jit
+def sum_of_products(acc: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
+    """NaN if one is in this thread's part of row r: the sum of products of two values each.
+
+    Half the instructions of a sum of values. It is infinite or NaN also if a product or their sum passes 3e38.
+    """
+    sums = [Float32(0.0), Float32(0.0)]
+    for c in cutlass.range_constexpr(0, cute.size(acc, mode=[1]), 2):
+        sums[c // 2 % 2] = acc[r, c] * acc[r, c + 1] + sums[c // 2 % 2]
+    return sums[0] + sums[1]
 
 
 @cute.jit
 def has_nan(acc_o: cute.Tensor, is_row: Boolean) -> Boolean:
     """Whether a NaN or infinity of V is in the rows of this warp.
 
-    It is in every row (where the key is hidden, as NaN), so each thread looks at its first one. A product of two values
-    joins each sum: half the instructions, and a false alarm if 1e38 is passed.
+    It is in every row (where the key is hidden, as NaN), so each thread looks at its first one.
 
     Args: is_row: whether that row is one (rows past the last one may hold anything).
     """
-    sums = [Float32(0.0), Float32(0.0)]
-    for c in cutlass.range_constexpr(0, cute.size(acc_o, mode=[1]), 2):
-        sums[c // 2 % 2] = acc_o[0, c] * acc_o[0, c + 1] + sums[c // 2 % 2]
-    total = sums[0] + sums[1]
+    total = sum_of_products(acc_o, 0)
     return Boolean(cute.arch.vote_any_sync(is_row and total - total != 0.0))
 
 
@@ -54,7 +64,7 @@ def soft_cap(score: Float32, tanh_scale: Float32) -> Float32:
 
 
 @cute.jit
-def _dot(a: cute.Tensor, b: cute.Tensor) -> Float32:
+def dot(a: cute.Tensor, b: cute.Tensor) -> Float32:
     """a . b of two contiguous rows in global memory, in float32."""
     a, b = (cute.flat_divide(row, (VECTOR,)) for row in (a, b))
     a_part, b_part = (cute.make_rmem_tensor((VECTOR,), row.element_type) for row in (a, b))
@@ -65,6 +75,43 @@ def _dot(a: cute.Tensor, b: cute.Tensor) -> Float32:
         for c in cutlass.range_constexpr(VECTOR):
             total += a_part[c].to(Float32) * b_part[c].to(Float32)
     return total
+
+
+@cute.jit
+def row_sums(row: cute.Tensor) -> cute.Tensor:
+    """Zeros for sums over rows like this one: a lane has every 32nd column."""
+    acc = cute.make_rmem_tensor((ceil_div(cute.size(row), LANES),), Float32)
+    acc.fill(0.0)
+    return acc
+
+
+@cute.jit
+def add_rows(acc: cute.Tensor, weight: Float32, rows: cute.Tensor, first: Int32, count: Int32):
+    """acc += the sum over the first `count` lanes of their weight times row `first` + lane of rows (.., columns)."""
+    lane, columns = cute.arch.lane_idx(), cute.size(rows, mode=[1])
+    for i in cutlass.range(count, unroll=1):
+        weight_i = warp.broadcast(weight, i)
+        for c in cutlass.range_constexpr(cute.size(acc)):
+            column = minimum(lane + c * LANES, columns - 1)
+            acc[c] = acc[c] + weight_i * rows[first + i, column].to(Float32)
+
+
+@cute.jit
+def is_lost(acc: cute.Tensor) -> Boolean:
+    """Whether all columns are NaN: nothing added to them changes that."""
+    is_number = Boolean(False)
+    for c in cutlass.range_constexpr(cute.size(acc)):
+        is_number = is_number or acc[c] == acc[c]
+    return not Boolean(cute.arch.vote_any_sync(is_number))
+
+
+@cute.jit
+def write_row(row: cute.Tensor, acc: cute.Tensor, weight: Float32):
+    """row = weight * acc."""
+    lane = cute.arch.lane_idx()
+    for c in cutlass.range_constexpr(cute.size(acc)):
+        if lane + c * LANES < cute.size(row):
+            row[lane + c * LANES] = (acc[c] * weight).to(row.element_type)
 
 
 @cute.jit
@@ -84,27 +131,15 @@ def recompute_row(
 
     A lane has a key of every 32 and all its score; for the sum over keys it has every 32nd column.
     """
-    lane, head_dim_v = cute.arch.lane_idx(), cute.size(out)
-    num_columns = ceil_div(head_dim_v, LANES)
     reference = (row_max if row_max > -Float32.inf else Float32(0.0)) * scale_log2
-    acc = cute.make_rmem_tensor((num_columns,), Float32)
-    acc.fill(0.0)
-    is_lost = Boolean(False)  # all columns are NaN: no further key changes that
-    while low < high and not is_lost:
-        score = _dot(q, mK[minimum(low + lane, high - 1), None])
+    acc = row_sums(out)
+    lost = Boolean(False)
+    while low < high and not lost:
+        score = dot(q, mK[minimum(low + cute.arch.lane_idx(), high - 1), None])
         if cutlass.const_expr(tanh_scale is not None):
             score = soft_cap(score, tanh_scale)
         p = cute.math.exp2(score * scale_log2 - reference, fastmath=True)
-        for key in cutlass.range(minimum(high - low, LANES), unroll=1):
-            p_key = warp.broadcast(p, key)
-            for i in cutlass.range_constexpr(num_columns):
-                column = minimum(lane + i * LANES, head_dim_v - 1)
-                acc[i] = acc[i] + p_key * mV[low + key, column].to(Float32)
-        is_number = Boolean(False)
-        for i in cutlass.range_constexpr(num_columns):
-            is_number = is_number or acc[i] == acc[i]
-        is_lost = not Boolean(cute.arch.vote_any_sync(is_number))
+        add_rows(acc, p, mV, low, minimum(high - low, LANES))
+        lost = is_lost(acc)
         low += LANES
-    for i in cutlass.range_constexpr(num_columns):
-        if lane + i * LANES < head_dim_v:
-            out[lane + i * LANES] = (acc[i] * weight).to(out.element_type)
+    write_row(out, acc, weight)

@@ -46,23 +46,32 @@ def load_past_l1(source: cute.Pointer) -> tuple:
     )
 
 
-@cute.jit
-def wait_until_equal(flag: cute.Pointer, value: Int32):
-    """Until the int32 in global memory is `value`, for a whole warp. What follows comes after what its writer had done.
-
-    All lanes read and vote: around a loop that lanes might leave one by one ptxas keeps nothing in uniform registers.
-    """
-    cute.arch.inline_ptx(
-        "{ .reg .pred differs; .reg .b32 seen; again: ld.acquire.gpu.global.b32 seen, [{$r0}];"
-        " setp.ne.s32 differs, seen, {$r1}; vote.sync.any.pred differs, differs, 0xffffffff; @differs bra again; }",
-        read_only_args=[flag.toint(), value],
+def look_at(flag: cute.Pointer) -> Int32:
+    """The int32 in global memory, now; what it says about other memory holds after a `fence_acq_rel_gpu`."""
+    return cute.arch.inline_ptx(
+        "ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[flag.toint()]
     )
 
 
 @cute.jit
-def release_increment(flag: cute.Pointer):
-    """flag += 1 in global memory, for others to see after all that this thread has done (and seen finished) before."""
-    cute.arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[flag.toint()])
+def wait_until_equal(flag: cute.Pointer, value: Int32, seen: Int32):
+    """Until the int32 in global memory is `value`, for a whole warp, whose lanes have `seen` what it was before.
+
+    All lanes read and vote: around a loop that lanes might leave one by one ptxas keeps nothing in uniform registers.
+    """
+    cute.arch.inline_ptx(
+        "{ .reg .pred differs; .reg .b32 seen; mov.b32 seen, {$r2}; bra.uni check;"
+        " again: ld.acquire.gpu.global.b32 seen, [{$r0}];"
+        " check: setp.ne.s32 differs, seen, {$r1}; vote.sync.any.pred differs, differs, 0xffffffff;"
+        " @differs bra again; }",
+        read_only_args=[flag.toint(), value, seen],
+    )
+
+
+@cute.jit
+def increment(flag: cute.Pointer):
+    """flag += 1 in global memory. After a `fence_acq_rel_gpu`, for others to see what this thread has done before."""
+    cute.arch.inline_ptx("red.relaxed.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[flag.toint()])
 
 
 @cute.jit

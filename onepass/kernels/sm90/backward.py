@@ -44,9 +44,9 @@ from ..blocks.integers import minimum
 from ..blocks.layouts import as_batch_of_one, at_head, one_tile, rows_first, smem_tiles
 from ..blocks.mask import Geometry
 from ..blocks.packed_schedule import Lengths, PackedSchedule, used_keys
+from ..blocks.plain_rows import PlainTensors
 from ..blocks.ptx import exit_if
 from ..blocks.tile_queue import TileQueue
-from ..blocks.tile_scheduler import LANES
 from ..config import DS_BUFFERS, REGISTERS, ROWS_PER_WARPGROUP, STAT_ROWS, BackwardConfig
 from .backward_consumer import BackwardConsumer, Mmas
 from .backward_producer import BackwardProducer
@@ -114,12 +114,13 @@ class BackwardSm90:
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.head_dim, self.head_dim_v = config.head_dims(problem)
         self.key_tiles, self.dq_columns = config.key_tiles, config.dq_columns(problem)
-        self.kv_stages = config.kv_stages
         self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
+        # tiles may hold pairs that are hidden, and whose parts of the gradients may be NaN
+        self.hides_pairs = not problem.mask.is_full or problem.has_seqused_k
         self.longest_first = config.longest_first and self.has_window == (False, True)
         self.is_packed = problem.is_packed
         self.has_private_dq = config.private_dq
-        self.is_deterministic = problem.deterministic and not config.private_dq
+        self.is_deterministic = config.adds_in_turns(problem)
         # K, V, Q, dO may hold anything past the end of a sequence
         self.has_rubbish = problem.is_packed or problem.has_seqused_k
         self.producer_registers, self.consumer_registers = REGISTERS[config.num_warpgroups]
@@ -155,8 +156,8 @@ class BackwardSm90:
     ):
         if cutlass.const_expr(self.is_packed):
             q, k, v, dout, dk, dv = (as_batch_of_one(t) for t in (q, k, v, dout, dk, dv))
-        sK_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim, self.kv_stages * self.key_tiles, self.dtype)
-        sV_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim_v, self.kv_stages * self.key_tiles, self.dtype)
+        sK_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim, self.key_tiles, self.dtype)
+        sV_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim_v, self.key_tiles, self.dtype)
         sQ_layout = smem_tiles(self.tile_m, self.head_dim, self.config.q_stages, self.dtype)
         sdO_layout = smem_tiles(self.tile_m, self.head_dim_v, self.config.do_stages, self.dtype)
         sdS_layout = smem_tiles(ROWS_PER_WARPGROUP, self.tile_m, DS_BUFFERS * self.key_tiles, self.dtype)
@@ -172,6 +173,9 @@ class BackwardSm90:
         (tma_k, mK), (tma_v, mV), (tma_q, mQ), (tma_do, mdO) = tma
 
         seqlen_k, _, num_heads_kv, batch = mK.shape
+        plain = None
+        if cutlass.const_expr(self.hides_pairs):
+            plain = PlainTensors(*(rows_first(t) for t in (q, k, v, dout)))
         num_n_blocks = None if self.is_packed else cute.ceil_div(seqlen_k, self.tile_n)
         schedule = make_schedule(num_n_blocks, num_heads_kv, batch, heads_per_section)
         self.kernel(
@@ -186,6 +190,7 @@ class BackwardSm90:
             rows_first(dk),
             rows_first(dv),
             None if cutlass.const_expr(dq is None) else rows_first(dq),
+            plain,
             Accumulator(dq_accum, stats, turns, blocks_per_head, mQ.shape[2]),
             Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
             softmax_scale,
@@ -240,6 +245,7 @@ class BackwardSm90:
         mdK: cute.Tensor,  # (seqlen_k, head_dim, num_heads_kv, batch)
         mdV: cute.Tensor,
         mdQ: cute.Tensor | None,
+        plain: PlainTensors | None,  # with hidden pairs only
         accumulator: Accumulator,
         lengths: Lengths,
         softmax_scale: Float32,
@@ -283,8 +289,8 @@ class BackwardSm90:
         k_bytes, v_bytes = (self._bytes(self.tile_n, d) for d in (self.head_dim, self.head_dim_v))
         stats_bytes = 4 * STAT_ROWS * self.tile_m
         pipes = BackwardPipes(
-            self._make_pipeline(smem, self.kv_stages, consumer_warps, k_bytes),
-            self._make_pipeline(smem, self.kv_stages, consumer_warps, v_bytes),
+            self._make_pipeline(smem, 1, consumer_warps, k_bytes),
+            self._make_pipeline(smem, 1, consumer_warps, v_bytes),
             self._make_pipeline(
                 smem, self.config.q_stages, consumer_warps, self._bytes(self.tile_m, self.head_dim) + stats_bytes
             ),
@@ -320,7 +326,7 @@ class BackwardSm90:
                     queue.fill()
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            others = (pipes, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ)
+            others = (pipes, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ, plain)
             if cutlass.const_expr(self.config.by_gradient):
                 consumer = WideConsumer(self, (sK, sV, sQ, sdO, sdS, sP, sStats, ds_full, p_full), *others)
             else:
@@ -393,12 +399,8 @@ class BackwardSm90:
 
     def buffer_states(self, user: pipeline.PipelineUserType) -> tuple:
         """Where K and V, Q, and dO are being filled (or read) first."""
-        stages = self.kv_stages, self.config.q_stages, self.config.do_stages
+        stages = 1, self.config.q_stages, self.config.do_stages
         return tuple(pipeline.make_pipeline_state(user, count) for count in stages)
-
-    def first_tile(self, kv_state) -> Int32 | int:
-        """Of the tiles of 64 keys in shared memory the first of this buffer."""
-        return kv_state.index * self.key_tiles if self.kv_stages > 1 else 0
 
     @cute.jit
     def m_block_number(self, accumulator: Accumulator, tile: KeyTile, head: Int32, m_block: Int32) -> Int32:

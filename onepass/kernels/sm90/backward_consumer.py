@@ -22,16 +22,19 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from ..blocks import epilogue, mask, wgmma
+from ..blocks import epilogue, mask, plain_gradients, wgmma
+from ..blocks.block_range import queries_of_keys
 from ..blocks.clear_rows import clear_rows
+from ..blocks.integers import minimum
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
 from ..blocks.named_barrier import NamedBarrier
-from ..blocks.plain_rows import soft_cap
-from ..blocks.ptx import add_to_global, load_past_l1, pack, pack_pair, release_increment, unpack_pair, wait_until_equal
+from ..blocks.plain_rows import row_sums, soft_cap, write_row
+from ..blocks.ptx import add_to_global, increment, load_past_l1, look_at, pack, pack_pair, unpack_pair, wait_until_equal
 from ..blocks.tile_scheduler import LANES
 from ..blocks.turns import Turns
+from ..blocks.warp import broadcast
 from ..config import ROWS_PER_WARPGROUP
-from .warpgroup import WARPGROUP, WARPS, Scores
+from .warpgroup import WARPGROUP, WARPS
 
 # A score whose softcap has no slope any more; finite, for softmax_scale may be 0 there.
 FAR_BELOW = -3e38
@@ -61,25 +64,29 @@ class Mmas(NamedTuple):
 class BackwardConsumer(Turns):
     """dK and dV of 64 keys in registers, and a part of each dQ."""
 
-    def __init__(self, kernel, buffers, pipes, mmas: Mmas, softmax_scale, scores: Scores, accumulator, mdK, mdV, mdQ):
-        self._keep(kernel, pipes, mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ)
+    def __init__(self, kernel, buffers, pipes, mmas: Mmas, *others):
+        self._keep(kernel, pipes, mmas, *others)
         # the first of this thread's two keys, 8 apart
         self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.thread // 32 * 16 + self.thread % 32 // 4
 
         sK, sV, sQ, sdO, sdS, self.sStats, self.ds_full = buffers
-        self._make_fragments(sK, sV, sQ, sdO, sdS)
+        self._make_fragments(sK, sV, sQ, sdO, sdS, self.wg)
+        # what its GEMMs read: dQ sums over the keys of all warpgroups
+        self.own_keys = [(sK[None, None, w], w * ROWS_PER_WARPGROUP) for w in range(self.num_warpgroups)]
+        self.own_keys.append((sV[None, None, self.wg], self.wg * ROWS_PER_WARPGROUP))
         # this warpgroup's part of dQ: 64 of the queries, or a part of the columns
-        row_part, column_part = (self.wg, 0) if self.tile_m > ROWS_PER_WARPGROUP else (0, self.wg)
+        self.is_dq_by_rows = self.tile_m > ROWS_PER_WARPGROUP
+        row_part, column_part = (self.wg, 0) if self.is_dq_by_rows else (0, self.wg)
         sdS_t = cute.local_tile(transposed(sdS), (ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP), (row_part, 0, None))
         sK_t = cute.local_tile(transposed(sK), (kernel.dq_columns, ROWS_PER_WARPGROUP), (column_part, 0, None))
         dq = mmas.dq.get_slice(self.thread)
         self.rdS_t = mmas.dq.make_fragment_A(dq.partition_A(sdS_t))
         self.rK_t = mmas.dq.make_fragment_B(dq.partition_B(sK_t))
 
-    def _keep(self, kernel, pipes, mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ):
+    def _keep(self, kernel, pipes, mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ, plain):
         self.kernel, self.pipes, self.mmas = kernel, pipes, mmas
         self.softmax_scale, self.scores, self.accumulator = softmax_scale, scores, accumulator
-        self.mdK, self.mdV, self.mdQ = mdK, mdV, mdQ
+        self.mdK, self.mdV, self.mdQ, self.plain = mdK, mdV, mdQ, plain
         self.num_warpgroups, self.tile_m, self.tile_n = kernel.num_warpgroups, kernel.tile_m, kernel.tile_n
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.lane, self.lane_in_quad = self.thread % LANES, self.thread % 4
@@ -87,14 +94,14 @@ class BackwardConsumer(Turns):
         self.takes_turns = kernel.config.pingpong
         self.is_capped = scores.tanh_scale is not None
 
-    def _make_fragments(self, sK, sV, sQ, sdO, sdS):
-        """Operands and accumulators but those of dQ."""
+    def _make_fragments(self, sK, sV, sQ, sdO, sdS, tile_of_keys):
+        """Operands and accumulators but those of dQ, for one of the tiles of 64 keys in sK and sV."""
         self.sK, self.sV, self.sQ, self.sdO = sK, sV, sQ, sdO
         kernel, mmas = self.kernel, self.mmas
         s, dp, dv, dk = (mma.get_slice(self.thread) for mma in mmas[:4])
-        self.rK = mmas.s.make_fragment_A(s.partition_A(sK))
+        self.rK = mmas.s.make_fragment_A(s.partition_A(sK))[None, None, None, tile_of_keys]
         self.rQ = mmas.s.make_fragment_B(s.partition_B(sQ))
-        self.rV = mmas.dp.make_fragment_A(dp.partition_A(sV))
+        self.rV = mmas.dp.make_fragment_A(dp.partition_A(sV))[None, None, None, tile_of_keys]
         self.rdO = mmas.dp.make_fragment_B(dp.partition_B(sdO))
         self.rdO_t = mmas.dv.make_fragment_B(dv.partition_B(transposed(sdO)))
         self.rQ_t = mmas.dk.make_fragment_B(dk.partition_B(transposed(sQ)))
@@ -107,6 +114,9 @@ class BackwardConsumer(Turns):
         self.p_words, self.ds_words = (cute.recast_tensor(r, Int32) for r in (self.rP, self.rdS))
         # of this thread's queries, see `read_stats`
         self.minus_lse, self.minus_delta = (cute.make_rmem_tensor((4, self.tile_m // 16), Float32) for _ in range(2))
+        # whether a dq that this tile has written has a NaN (with private_dq)
+        self.nan_in_dq = cute.make_rmem_tensor((1,), Int32)
+        self.nan_in_dq[0] = Int32(0)
         # number of the dQ part (see Accumulator.turns) that has been added, but perhaps not completely; -1: none
         self.unfinished = cute.make_rmem_tensor((1,), Int32)
         self.unfinished[0] = Int32(-1)
@@ -133,26 +143,22 @@ class BackwardConsumer(Turns):
             if num_steps > 0:
                 self.pipes.k.consumer_wait(kv_state)
                 self.pipes.v.consumer_wait(kv_state)
-                kv = self.kernel.first_tile(kv_state)
-                # what its GEMMs read: dQ sums over the keys of all warpgroups
-                keys = [(self.sK[None, None, kv + w], w * ROWS_PER_WARPGROUP) for w in range(self.num_warpgroups)]
-                keys.append((self.sV[None, None, kv + self.wg], self.wg * ROWS_PER_WARPGROUP))
-                self.clear_keys(tile, keys)
+                self.clear_keys(tile, self.own_keys)
                 head, m_block = self.kernel.first_visit(tile)
                 before = head, m_block  # of the step before
                 self.pipes.q.consumer_wait(q_state)
                 self.read_stats(self.minus_lse, q_state, 0)
                 acc_s = self.begin_s()
-                self.issue_s(acc_s, kv + self.wg, q_state)
+                self.issue_s(acc_s, q_state)
                 warpgroup.wait_group(0)
                 self.make_p(acc_s, tile, m_block)
                 for i in cutlass.range(num_steps - 1, unroll=1):
                     self.clear_queries(tile, m_block, q_state, do_state)
                     _, next_m_block = self.kernel.next_visit(tile, head, m_block)
                     if i == 0:
-                        self.step(tile, kv, next_m_block, before, q_state, do_state, ds_count, False, True)
+                        self.step(tile, next_m_block, before, q_state, do_state, ds_count, False, True)
                     else:
-                        self.step(tile, kv, next_m_block, before, q_state, do_state, ds_count, True, True)
+                        self.step(tile, next_m_block, before, q_state, do_state, ds_count, True, True)
                     before = head, m_block
                     head, m_block = self.kernel.next_visit(tile, head, m_block)
                     q_state.advance()
@@ -160,10 +166,10 @@ class BackwardConsumer(Turns):
                     ds_count += 1
                 self.clear_queries(tile, m_block, q_state, do_state)
                 if num_steps == 1:
-                    self.step(tile, kv, m_block, before, q_state, do_state, ds_count, False, False)
+                    self.step(tile, m_block, before, q_state, do_state, ds_count, False, False)
                 else:
-                    self.step(tile, kv, m_block, before, q_state, do_state, ds_count, True, False)
-                self.last_dq(tile, kv, (head, m_block), ds_count)
+                    self.step(tile, m_block, before, q_state, do_state, ds_count, True, False)
+                self.last_dq(tile, (head, m_block), ds_count)
                 q_state.advance()
                 do_state.advance()
                 ds_count += 1
@@ -179,7 +185,6 @@ class BackwardConsumer(Turns):
     def step(
         self,
         tile,
-        kv: Int32 | int,
         next_m_block: Int32,
         before: tuple,
         q_state,
@@ -196,14 +201,15 @@ class BackwardConsumer(Turns):
         next_q = after(q_state)
         self.pipes.do.consumer_wait(do_state)
         if cutlass.const_expr(has_previous):
-            acc_dq = self.issue_dq(kv, ds_count - 1)
+            seen = self.look_at_turn(tile, *before)
+            acc_dq = self.issue_dq(ds_count - 1)
         # with a softcap, for which registers are short: those of delta become those of dP
         if cutlass.const_expr(self.is_capped):
             self.read_stats(self.minus_delta, q_state, 1)
-        acc_dp = self.issue_dp(kv + self.wg, do_state, self.is_capped)
+        acc_dp = self.issue_dp(do_state, self.is_capped)
         self.issue_dv(do_state)
         if cutlass.const_expr(has_previous):
-            self.take_turn(tile, *before)
+            self.take_turn(tile, *before, seen)
             warpgroup.wait_group(2)
             self.add_dq(acc_dq, tile, *before)
         # before they are needed, because shared memory answers late while GEMMs read it; registers permitting: of 128
@@ -227,7 +233,7 @@ class BackwardConsumer(Turns):
             acc_s = self.begin_s()
         self.wait_for_turn()
         if cutlass.const_expr(has_next):
-            self.issue_s(acc_s, kv + self.wg, next_q)
+            self.issue_s(acc_s, next_q)
         self.issue_dk(q_state)
         self.pass_turn()
         self.write_ds(ds_count)
@@ -243,10 +249,11 @@ class BackwardConsumer(Turns):
         self.pipes.q.consumer_release(q_state)
 
     @cute.jit
-    def last_dq(self, tile, kv: Int32 | int, block: tuple, ds_count: Int32):
+    def last_dq(self, tile, block: tuple, ds_count: Int32):
         """The dQ of a tile's last query block."""
-        acc_dq = self.issue_dq(kv, ds_count)
-        self.take_turn(tile, *block)
+        seen = self.look_at_turn(tile, *block)
+        acc_dq = self.issue_dq(ds_count)
+        self.take_turn(tile, *block, seen)
         warpgroup.wait_group(0)
         self.add_dq(acc_dq, tile, *block)
         if cutlass.const_expr(self.kernel.is_deterministic):
@@ -320,17 +327,17 @@ class BackwardConsumer(Turns):
         return acc_s
 
     @cute.jit
-    def issue_s(self, acc_s: cute.Tensor, keys: Int32 | int, q_state):
-        wgmma.issue(self.mmas.s, acc_s, self.rK[None, None, None, keys], self.rQ[None, None, None, q_state.index], not self.is_capped)
+    def issue_s(self, acc_s: cute.Tensor, q_state):
+        wgmma.issue(self.mmas.s, acc_s, self.rK, self.rQ[None, None, None, q_state.index], not self.is_capped)
 
     @cute.jit
-    def issue_dp(self, keys: Int32 | int, do_state, minus_delta: cutlass.Constexpr[bool] = False) -> cute.Tensor:
+    def issue_dp(self, do_state, minus_delta: cutlass.Constexpr[bool] = False) -> cute.Tensor:
         """dP, or dP - delta."""
         acc_dp = cute.make_rmem_tensor(self.shape_s, Float32)
         if cutlass.const_expr(minus_delta):
             for i in cutlass.range_constexpr(cute.size(acc_dp)):
                 acc_dp[i] = of_column(self.minus_delta, i)
-        wgmma.issue(self.mmas.dp, acc_dp, self.rV[None, None, None, keys], self.rdO[None, None, None, do_state.index], minus_delta)
+        wgmma.issue(self.mmas.dp, acc_dp, self.rV, self.rdO[None, None, None, do_state.index], minus_delta)
         return acc_dp
 
     @cute.jit
@@ -344,12 +351,12 @@ class BackwardConsumer(Turns):
         wgmma.issue(self.mmas.dk, self.acc_dk, as_operand_a(self.rdS), self.rQ_t[None, None, None, q_state.index], True)
 
     @cute.jit
-    def issue_dq(self, kv: Int32 | int, count: Int32) -> cute.Tensor:
+    def issue_dq(self, count: Int32) -> cute.Tensor:
         acc_dq = cute.make_rmem_tensor(self.shape_dq, Float32)
         self.wait_for_ds(count)
         buffer = count % 2 * self.num_warpgroups
         pairs = [
-            (self.rdS_t[None, None, None, buffer + w], self.rK_t[None, None, None, kv + w])
+            (self.rdS_t[None, None, None, buffer + w], self.rK_t[None, None, None, w])
             for w in range(self.num_warpgroups)
         ]
         wgmma.issue_sum(self.mmas.dq, acc_dq, pairs, False)
@@ -436,18 +443,32 @@ class BackwardConsumer(Turns):
             number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
         return number * self.kernel.config.consumer_warps + self.wg * WARPS + self.thread // LANES
 
+    # A turn costs an answer of L2 (about 700 cycles) and a fence. The counter is looked at a GEMM or more before it is
+    # needed, and one fence makes this warp's last addition known to others and theirs to it.
+
     @cute.jit
-    def take_turn(self, tile, head: Int32, m_block: Int32):
+    def look_at_turn(self, tile, head: Int32, m_block: Int32) -> Int32:
+        """How many tiles have added to a part of dQ, or a part of them (unless deterministic: 0)."""
+        seen = Int32(0)
+        if cutlass.const_expr(self.kernel.is_deterministic):
+            seen = look_at(self.accumulator.turns.iterator + self.dq_part(tile, head, m_block))
+        return seen
+
+    @cute.jit
+    def take_turn(self, tile, head: Int32, m_block: Int32, seen: Int32):
         """Wait until all tiles before this one have added to a part of dQ, unless any order will do.
 
         They have lower numbers than this tile, and thread blocks, which all run at once, take tiles in ascending order:
         of the unfinished tiles the first one never waits.
+
+        Args: seen: what `look_at_turn` gave.
         """
         if cutlass.const_expr(self.kernel.is_deterministic):
             self.finish_dq()
             self.unfinished[0] = self.dq_part(tile, head, m_block)
             turn = self.kernel.turn_of(tile, m_block)
-            wait_until_equal(self.accumulator.turns.iterator + self.unfinished[0], turn)
+            wait_until_equal(self.accumulator.turns.iterator + self.unfinished[0], turn, seen)
+            cute.arch.sync_warp()
 
     @cute.jit
     def add_dq(self, acc_dq: cute.Tensor, tile, head: Int32, m_block: Int32):
@@ -495,43 +516,107 @@ class BackwardConsumer(Turns):
             for i in cutlass.range_constexpr(half):
                 acc_dq[first + i] = acc_dq[first + i] + vectors[i // 4][i % 4]
 
+    def row_of_dq(self) -> Int32:
+        """The first of this thread's two rows, 8 apart, of a block of dQ."""
+        row = self.thread // LANES * 16 + self.lane // 4
+        return row + self.wg * ROWS_PER_WARPGROUP if self.is_dq_by_rows else row
+
     @cute.jit
     def store_dq(self, acc_dq: cute.Tensor, tile, head: Int32, m_block: Int32):
         """dq of a finished block: this warpgroup's rows, or columns of all rows."""
-        is_by_rows = cutlass.const_expr(self.tile_m > ROWS_PER_WARPGROUP)
-        start = m_block * self.tile_m + self.thread // LANES * 16 + self.thread % LANES // 4
-        if cutlass.const_expr(is_by_rows):
-            start += self.wg * ROWS_PER_WARPGROUP
-        rows = [start + 8 * r for r in range(2)]
+        rows = [m_block * self.tile_m + self.row_of_dq() + 8 * r for r in range(2)]
         is_row = [row < tile.geometry.seqlen_q for row in rows]
         weights = cute.make_rmem_tensor((2,), Float32)
         weights.fill(self.softmax_scale)
         gradient = self.kernel.at_head(self.mdQ, self.mdQ, head, tile.place_q)
         out_rows = [gradient[row, None] for row in rows]
-        first_block = 0 if is_by_rows else self.wg * (self.kernel.dq_columns // 8)
+        first_block = 0 if self.is_dq_by_rows else self.wg * (self.kernel.dq_columns // 8)
         epilogue.store_rows(rows_and_columns(acc_dq), weights, out_rows, is_row, self.lane_in_quad, first_block)
+        if cutlass.const_expr(self.plain is not None):
+            ballots = plain_gradients.nan_rows(rows_and_columns(acc_dq), is_row)
+            self.nan_in_dq[0] = self.nan_in_dq[0] | ballots[0] | ballots[1]
 
     @cute.jit
     def finish_dq(self):
         """Give the turn to the next tile: after the additions of all lanes, which a step ago were on their way."""
         cute.arch.sync_warp()
         if self.lane == 0:
+            cute.arch.fence_acq_rel_gpu()
             if self.unfinished[0] >= 0:
-                release_increment(self.accumulator.turns.iterator + self.unfinished[0])
+                increment(self.accumulator.turns.iterator + self.unfinished[0])
         self.unfinished[0] = Int32(-1)
 
     @cute.jit
     def store(self, tile):
         """dK and dV of a finished tile."""
-        self.store_gradient(tile, self.acc_dv, self.mdV, Float32(1.0))
-        self.store_gradient(tile, self.acc_dk, self.mdK, self.softmax_scale)
+        self.store_dv(tile)
+        self.store_dk(tile)
+        if cutlass.const_expr(self.kernel.has_private_dq and self.plain is not None):
+            if self.nan_in_dq[0] != 0:
+                cute.arch.sync_warp()  # other lanes write the same rows again
+                self.recompute_dq(tile)
+            self.nan_in_dq[0] = Int32(0)
 
     @cute.jit
-    def store_gradient(self, tile, acc: cute.Tensor, m: cute.Tensor, scale: Float32):
+    def recompute_dq(self, tile):
+        """This warp's rows of all query blocks that this tile was the last to add to, as `recompute` does for keys.
+
+        Of sequences as short as with private_dq it is not worth remembering which rows have a NaN.
+        """
+        at_head, plain = self.kernel.at_head, self.plain
+        mK, mV = (at_head(t, t, tile.head_kv, tile.place_k) for t in (plain.k, plain.v))
+        first_row = cute.arch.make_warp_uniform(self.row_of_dq() - self.lane // 4)
+        for h in cutlass.range(self.kernel.group, unroll=1):
+            head = tile.head_kv * self.kernel.group + h
+            mQ, mdO, dq = (at_head(t, t, head, tile.place_q) for t in (plain.q, plain.dout, self.mdQ))
+            number = self.kernel.m_block_number(self.accumulator, tile, head, Int32(0))
+            rows = (mQ, mdO, mK, mV, cute.domain_offset((number, 0), self.accumulator.stats))
+            for m_block in cutlass.range(tile.first, tile.last, unroll=1):
+                _, is_last = self.kernel.is_first_and_last(tile, m_block)
+                start = m_block * self.tile_m + first_row
+                end = minimum(start + 16, tile.geometry.seqlen_q)
+                if is_last:
+                    for query in cutlass.range(start, end, unroll=1):
+                        plain_gradients.recompute_dq(dq, query, *rows, tile.geometry, *self.scores, self.softmax_scale)
+
+    def store_dv(self, tile):
+        self.store_gradient(tile, self.acc_dv, self.mdV, Float32(1.0), True)
+
+    def store_dk(self, tile):
+        self.store_gradient(tile, self.acc_dk, self.mdK, self.softmax_scale, False)
+
+    @cute.jit
+    def store_gradient(self, tile, acc: cute.Tensor, m: cute.Tensor, scale: Float32, of_v: cutlass.Constexpr[bool]):
         rows = [tile.n_block * self.tile_n + self.row_in_tile + 8 * r for r in range(2)]
         is_row = [row < tile.rows_k for row in rows]
         weights = cute.make_rmem_tensor((2,), Float32)
         weights.fill(scale)
-        at_head = self.kernel.at_head(m, m, tile.head_kv, tile.place_k)
-        out_rows = [at_head[row, None] for row in rows]
+        gradient = self.kernel.at_head(m, m, tile.head_kv, tile.place_k)
+        out_rows = [gradient[row, None] for row in rows]
         epilogue.store_rows(rows_and_columns(acc), weights, out_rows, is_row, self.lane_in_quad)
+        if cutlass.const_expr(self.plain is not None):
+            ballots = plain_gradients.nan_rows(rows_and_columns(acc), is_row)
+            if ballots[0] | ballots[1] != 0:
+                cute.arch.sync_warp()  # other lanes write the same rows again
+                self.recompute(tile, gradient, scale, ballots, of_v)
+
+    @cute.jit
+    def recompute(self, tile, gradient: cute.Tensor, scale: Float32, ballots: tuple, of_v: cutlass.Constexpr[bool]):
+        """This warp's rows that have a NaN, from the queries alone that see them: 0 * NaN may have brought it."""
+        at_head, plain, group = self.kernel.at_head, self.plain, self.kernel.group
+        mK, mV = (at_head(t, t, tile.head_kv, tile.place_k) for t in (plain.k, plain.v))
+        # known to be uniform: see Warpgroup.recompute
+        first_row = cute.arch.make_warp_uniform(broadcast(self.row_in_tile, 0))
+        for i in cutlass.range(16, unroll=1):
+            if plain_gradients.has_nan(ballots, i):
+                key = tile.n_block * self.tile_n + first_row + i
+                low, high = queries_of_keys(key, key + 1, *tile.geometry)
+                acc = row_sums(gradient[key, None])
+                for h in cutlass.range(group, unroll=1):
+                    head = tile.head_kv * group + h
+                    mQ, mdO = (at_head(t, t, head, tile.place_q) for t in (plain.q, plain.dout))
+                    number = self.kernel.m_block_number(self.accumulator, tile, head, Int32(0))
+                    stats = cute.domain_offset((number, 0), self.accumulator.stats)
+                    rows = (mK[key, None], mV[key, None], mQ, mdO, stats)
+                    plain_gradients.add_queries(acc, *rows, low, high, *self.scores, of_v)
+                write_row(gradient[key, None], acc, scale)

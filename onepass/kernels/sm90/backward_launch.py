@@ -20,6 +20,7 @@ from .launch import ARCH, LOG2_E, element_type, fake_tensor, score_scales, tile_
 # Tiles of a head that begin together when sums are in order. Each stays a step behind the one before, which costs a
 # launch about so many steps; they read the same rows at about the same time, so a section need not fit into L2.
 IN_STEP = 4
+POSTPROCESS_OF_MASK = 11  # arguments of the postprocess kernel that are None without a mask
 MAX_GRID = 65535  # of CUDA, in the dimensions in which preprocess and postprocess have heads and batch
 
 
@@ -63,22 +64,21 @@ def prepare(
     else:
         blocks_per_head = ceil_div(problem.seqlen_q, config.tile_m)
         tiles = tile_scheduler.num_tiles(problem.seqlen_k, config.tile_n, problem.num_heads_kv, problem.batch)
-    units = problem.num_heads_kv * problem.batch if config.private_dq else tiles
-    num_ctas = min(units, torch.cuda.get_device_properties(device).multi_processor_count)
-    mask = problem.mask
+    heads, mask, in_turns = problem.num_heads_kv * problem.batch, problem.mask, config.adds_in_turns(problem)
+    shares = heads if config.private_dq else tiles
+    num_ctas = min(shares, torch.cuda.get_device_properties(device).multi_processor_count)
+    has_falling_lengths = mask.window_right is not None and mask.window_left is None and config.longest_first
     # what a kv head's tiles read and write again and again: Q, dO and the accumulator
-    is_deterministic = problem.deterministic and not config.private_dq  # by itself
     row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * head_dim
     section = tile_scheduler.heads_per_section(
-        problem.num_heads_kv * problem.batch,
+        heads,
         ceil_div(problem.seqlen_k, config.tile_n),
         num_ctas,
         problem.seqlen_q * problem.qhead_per_kvhead * row_bytes,
-        is_deterministic or (mask.window_right is not None and mask.window_left is None and config.longest_first),
+        in_turns or (has_falling_lengths and not config.private_dq),
         config.dynamic_tiles,
-        ceil_div(num_ctas, IN_STEP) if is_deterministic else 1,
+        ceil_div(num_ctas, IN_STEP) if in_turns else 1,
     )
-    section = 1 if config.private_dq else section
     preprocess, main, *rest = (compile.get(*request) for request in compile_requests(problem, has_dlse, config))
     postprocess = rest[0] if rest else None
     return Launch(problem, config, preprocess, main, postprocess, blocks_per_head, section, num_ctas)
@@ -110,8 +110,9 @@ def compile_requests(
         ("backward", (static, config), ARCH, functools.partial(trace, problem, config)),
     ]
     if not config.private_dq:
-        request = "backward_postprocess", rows_key, ARCH, functools.partial(trace_postprocess, problem, config)
-        kernels.append(request)
+        # with a mask also what it computes rows again from
+        key = *rows_key, None if problem.mask.is_full else replace(problem, deterministic=False).static()
+        kernels.append(("backward_postprocess", key, ARCH, functools.partial(trace_postprocess, problem, config)))
     return kernels
 
 
@@ -160,7 +161,7 @@ class Launch:
         dq_accum = out.new_empty((of_accum, config.tile_m * head_dim), dtype=torch.float32)
         stats = out.new_empty((blocks, 2 * config.tile_m), dtype=torch.float32)
         turns = None
-        if problem.deterministic and not config.private_dq:
+        if config.adds_in_turns(problem):
             turns = out.new_zeros((blocks * config.consumer_warps,), dtype=torch.int32)
         if config.private_dq and self.may_skip_blocks:
             dq.zero_()
@@ -176,11 +177,10 @@ class Launch:
         self.preprocess(
             tma_ready(out), dout, lse, dlse, stats, zeroed, cu_seqlens_q, self.lse_factor, self.blocks_per_head
         )
+        rows = (*(tma_ready(t) for t in (inputs.q, inputs.k, inputs.v)), dout)
+        scales_and_window = *score_scales(problem), *window_bounds(problem)
         self.main(
-            tma_ready(inputs.q),
-            tma_ready(inputs.k),
-            tma_ready(inputs.v),
-            dout,
+            *rows,
             dk,
             dv,
             dq if config.private_dq else None,
@@ -191,15 +191,19 @@ class Launch:
             cu_seqlens_k,
             seqused_k,
             problem.softmax_scale,
-            *score_scales(problem),
-            *window_bounds(problem),
+            *scales_and_window,
             tile_counter(out.get_device()) if config.dynamic_tiles else None,
             self.blocks_per_head,
             self.heads_per_section,
             self.num_ctas,
         )
-        if self.postprocess is not None:
-            self.postprocess(dq_accum, dq, cu_seqlens_q, problem.softmax_scale, self.blocks_per_head)
+        of_rows = (dq_accum, dq, cu_seqlens_q, problem.softmax_scale, self.blocks_per_head)
+        if config.private_dq:
+            pass  # the main kernel has written dq
+        elif problem.mask.is_full:
+            self.postprocess(*of_rows, *[None] * POSTPROCESS_OF_MASK)
+        else:
+            self.postprocess(*of_rows, *rows, stats, cu_seqlens_k, seqused_k, *scales_and_window)
         if inputs.sinks is not None:
             self._fill_dsinks(inputs.sinks, stats.view(entries, problem.num_heads_q, -1, 2, config.tile_m), dsinks)
         return dq, dk, dv, dsinks
@@ -240,6 +244,24 @@ def _cu_seqlens(problem: AttentionProblem):
     return fake_tensor(Int32, None, align_bytes=4) if problem.is_packed else None
 
 
+def _seqused_k(problem: AttentionProblem):
+    from cutlass import Int32
+
+    return fake_tensor(Int32, None, align_bytes=4) if problem.has_seqused_k else None
+
+
+def _scales_and_window(problem: AttentionProblem) -> tuple:
+    """Stand-ins for `score_scales` and `window_bounds`."""
+    from cutlass import Float32, Int32
+
+    return (
+        Float32(1.0),
+        None if problem.softcap is None else Float32(1.0),
+        None if problem.mask.window_left is None else Int32(0),
+        None if problem.mask.window_right is None else Int32(0),
+    )
+
+
 def _stream():
     from cutlass.cute.runtime import make_fake_stream
 
@@ -276,9 +298,14 @@ def trace_postprocess(problem: AttentionProblem, config: BackwardConfig) -> tupl
 
     from .backward_rows import Postprocess
 
-    dq_accum, _ = _accumulator(problem, config)
-    arguments = (dq_accum, _rows(problem, problem.head_dim), _cu_seqlens(problem), Float32(1.0), Int32(1), _stream())
-    return Postprocess(problem, config), arguments
+    d, dv = problem.head_dim, problem.head_dim_v
+    dq_accum, stats = _accumulator(problem, config)
+    of_mask = [None] * POSTPROCESS_OF_MASK
+    if not problem.mask.is_full:
+        rows = (_rows(problem, columns) for columns in (d, d, dv, dv))
+        of_mask = [*rows, stats, _cu_seqlens(problem), _seqused_k(problem), *_scales_and_window(problem)]
+    of_rows = (dq_accum, _rows(problem, d), _cu_seqlens(problem), Float32(1.0), Int32(1))
+    return Postprocess(problem, config), (*of_rows, *of_mask, _stream())
 
 
 def trace(problem: AttentionProblem, config: BackwardConfig) -> tuple:
@@ -292,15 +319,12 @@ def trace(problem: AttentionProblem, config: BackwardConfig) -> tuple:
         *(_rows(problem, columns) for columns in (d, d, dv, dv, d, dv)),
         _rows(problem, d) if config.private_dq else None,
         *_accumulator(problem, config),
-        fake_tensor(Int32, None, align_bytes=4) if problem.deterministic and not config.private_dq else None,
+        fake_tensor(Int32, None, align_bytes=4) if config.adds_in_turns(problem) else None,
         _cu_seqlens(problem),
         _cu_seqlens(problem),
-        fake_tensor(Int32, None, align_bytes=4) if problem.has_seqused_k else None,
+        _seqused_k(problem),
         Float32(1.0),
-        Float32(1.0),
-        None if problem.softcap is None else Float32(1.0),
-        None if problem.mask.window_left is None else Int32(0),
-        None if problem.mask.window_right is None else Int32(0),
+        *_scales_and_window(problem),
         fake_tensor(Int32, 1, align_bytes=4) if config.dynamic_tiles else None,
         Int32(1),
         Int32(1),

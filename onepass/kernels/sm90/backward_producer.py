@@ -77,10 +77,9 @@ class BackwardProducer(Bundle):
         source = self.kernel.at_head(tg, m, tile.head_kv, tile.place_k)
         pipe.producer_acquire(state)
         barrier = pipe.producer_get_barrier(state)
-        first = self.kernel.first_tile(state)
         for w in cutlass.range_constexpr(self.kernel.key_tiles):
             block = tile.n_block * self.kernel.key_tiles + w
-            cute.copy(atom, source[None, block], ts[None, first + w], tma_bar_ptr=barrier)
+            cute.copy(atom, source[None, block], ts[None, w], tma_bar_ptr=barrier)
 
     @cute.jit
     def _load_q(self, tile, head: Int32, m_block: Int32, state):

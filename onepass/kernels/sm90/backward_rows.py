@@ -5,31 +5,29 @@ Both run one thread block of 128 threads per 64 query rows or per block of rows,
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ...problem import AttentionProblem
-from ..blocks import epilogue
+from ..blocks import epilogue, plain_gradients
 from ..blocks.integers import select
-from ..blocks.layouts import as_batch_of_one, rows_first, rows_first_of_lse
+from ..blocks.layouts import as_batch_of_one, at_head, rows_first, rows_first_of_lse
+from ..blocks.mask import Geometry
+from ..blocks.packed_schedule import Lengths, used_keys
+from ..blocks.plain_rows import PlainTensors
 from ..blocks.ptx import exit_if
-from ..blocks.tile_scheduler import LANES
+from ..blocks.row_stats import stats_position
+from ..blocks.tile_scheduler import LANES, packed_rows
+from ..blocks.warp import broadcast
 from ..config import ROWS_PER_WARPGROUP, BackwardConfig
 
 THREADS = 128
 WARPS = THREADS // LANES
 VECTOR = 8  # 16-bit elements of a 16-byte load
-
-
-def stats_position(row: Int32) -> Int32:
-    """Where a row's lse and delta are among those of its block.
-
-    Of sixteen rows a thread of the main kernel needs four, two of each eight: they lie together, 16 bytes.
-    """
-    upper, in_eight = row // 8 % 2, row % 8
-    return row // 16 * 16 + in_eight // 2 * 4 + upper * 2 + in_eight % 2
 
 
 @cute.jit
@@ -47,6 +45,15 @@ def sequence_of_block(block: Int32, cu_seqlens: cute.Tensor, tile_m: cutlass.Con
     return low, cu_seqlens[low] // tile_m + low
 
 
+class BlockRows(NamedTuple):
+    """The rows that a block of the accumulator holds."""
+
+    start: Int32  # the first one in the tensors
+    num_rows: Int32  # from it to the end of its sequence
+    position: Int32  # the first one in its sequence
+    sequence: Int32  # 0 unless packed
+
+
 class RowsKernel:
     """What both kernels have in common: which rows a thread block is for."""
 
@@ -57,15 +64,16 @@ class RowsKernel:
         self.is_packed = problem.is_packed
 
     @cute.jit
-    def rows_of_block(self, block: Int32, seqlen_q: Int32, cu_seqlens_q: cute.Tensor | None) -> tuple:
-        """Of a block of a head: its first row in the tensors, and how many rows there are from it on."""
-        start, num_rows = block * self.tile_m, seqlen_q - block * self.tile_m
+    def rows_of_block(self, block: Int32, seqlen_q: Int32, cu_seqlens_q: cute.Tensor | None) -> BlockRows:
+        """Of a block of a head."""
+        start = position = block * self.tile_m
+        num_rows, sequence = seqlen_q - start, Int32(0)
         if cutlass.const_expr(self.is_packed):
             sequence, first_block = sequence_of_block(block, cu_seqlens_q, self.tile_m)
-            in_sequence = (block - first_block) * self.tile_m
-            start = cu_seqlens_q[sequence] + in_sequence
+            position = (block - first_block) * self.tile_m
+            start = cu_seqlens_q[sequence] + position
             num_rows = cu_seqlens_q[sequence + 1] - start
-        return start, num_rows
+        return BlockRows(start, num_rows, position, sequence)
 
 
 class Preprocess(RowsKernel):
@@ -114,7 +122,7 @@ class Preprocess(RowsKernel):
     ):
         thread, (block, head, entry) = cute.arch.thread_idx()[0], cute.arch.block_idx()
         blocks_per_head, num_heads, _ = cute.arch.grid_dim()
-        start, num_rows = self.rows_of_block(block, mO.shape[0], cu_seqlens_q)
+        start, num_rows, _, _ = self.rows_of_block(block, mO.shape[0], cu_seqlens_q)
         exit_if(num_rows <= 0)
         number = (entry * num_heads + head) * blocks_per_head + block
 
@@ -154,8 +162,23 @@ class Preprocess(RowsKernel):
                 stats[number, self.tile_m + position] = Float32(0.0) if is_empty else -delta
 
 
+class Recomputation(NamedTuple):
+    """What rows of dq are computed again from, where hidden pairs of a tile have made them NaN."""
+
+    plain: PlainTensors
+    stats: cute.Tensor  # see backward.Accumulator
+    scale_log2: Float32
+    tanh_scale: Float32 | None
+    window_left: Int32 | None
+    window_right: Int32 | None
+
+
 class Postprocess(RowsKernel):
     """dq = softmax_scale * dq_accum, in the dtype of dq."""
+
+    def __init__(self, problem: AttentionProblem, config: BackwardConfig):
+        super().__init__(problem, config)
+        self.group = problem.qhead_per_kvhead
 
     @cute.jit
     def __call__(
@@ -165,23 +188,52 @@ class Postprocess(RowsKernel):
         cu_seqlens_q: cute.Tensor | None,
         softmax_scale: Float32,
         blocks_per_head: Int32,
+        # the rest as for BackwardSm90, and None of a problem without a mask
+        q: cute.Tensor | None,
+        k: cute.Tensor | None,
+        v: cute.Tensor | None,
+        dout: cute.Tensor | None,
+        stats: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        scale_log2: Float32 | None,
+        tanh_scale: Float32 | None,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
         stream: cuda.CUstream,
     ):
         if cutlass.const_expr(self.is_packed):
             dq = as_batch_of_one(dq)
+        again = None
+        if cutlass.const_expr(q is not None):
+            plain = (q, k, v, dout)
+            if cutlass.const_expr(self.is_packed):
+                plain = tuple(as_batch_of_one(t) for t in plain)
+            again = Recomputation(
+                PlainTensors(*(rows_first(t) for t in plain)), stats, scale_log2, tanh_scale, window_left, window_right
+            )
         batch, _, num_heads, _ = dq.shape
         parts = self.tile_m // ROWS_PER_WARPGROUP
-        self.kernel(dq_accum, rows_first(dq), cu_seqlens_q, softmax_scale).launch(
+        lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k)
+        self.kernel(dq_accum, rows_first(dq), lengths, softmax_scale, again).launch(
             grid=[blocks_per_head * parts, num_heads, batch], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def kernel(self, dq_accum: cute.Tensor, mdQ: cute.Tensor, cu_seqlens_q: cute.Tensor | None, softmax_scale: Float32):
+    def kernel(
+        self,
+        dq_accum: cute.Tensor,
+        mdQ: cute.Tensor,
+        lengths: Lengths,
+        softmax_scale: Float32,
+        again: Recomputation | None,
+    ):
         thread, (index, head, entry) = cute.arch.thread_idx()[0], cute.arch.block_idx()
         parts = self.tile_m // ROWS_PER_WARPGROUP
         block, part = index // parts, index % parts
         blocks_per_head, num_heads = cute.arch.grid_dim()[0] // parts, cute.arch.grid_dim()[1]
-        start, num_rows = self.rows_of_block(block, mdQ.shape[0], cu_seqlens_q)
+        block_rows = self.rows_of_block(block, mdQ.shape[0], lengths.cu_seqlens_q)
+        start, num_rows = block_rows.start, block_rows.num_rows
         exit_if(num_rows <= part * ROWS_PER_WARPGROUP)
         number = (entry * num_heads + head) * blocks_per_head + block
 
@@ -201,5 +253,51 @@ class Postprocess(RowsKernel):
         weights = cute.make_rmem_tensor((2,), Float32)
         weights.fill(softmax_scale)
         rows = [part * ROWS_PER_WARPGROUP + thread // 32 * 16 + thread % 32 // 4 + 8 * r for r in range(2)]
+        is_row = [row < num_rows for row in rows]
         out_rows = [mdQ[start + row, None, head, entry] for row in rows]
-        epilogue.store_rows(acc, weights, out_rows, [row < num_rows for row in rows], thread % 4)
+        epilogue.store_rows(acc, weights, out_rows, is_row, thread % 4)
+        if cutlass.const_expr(again is not None):
+            ballots = plain_gradients.nan_rows(acc, is_row)
+            if ballots[0] | ballots[1] != 0:
+                cute.arch.sync_warp()  # other lanes write the same rows again
+                first_row = broadcast(rows[0], 0)
+                self.recompute(mdQ, lengths, softmax_scale, again, block_rows, number, first_row, ballots)
+
+    @cute.jit
+    def recompute(
+        self,
+        mdQ: cute.Tensor,
+        lengths: Lengths,
+        softmax_scale: Float32,
+        again: Recomputation,
+        block_rows: BlockRows,
+        number: Int32,
+        first_row: Int32,
+        ballots: tuple,
+    ):
+        """This warp's rows that have a NaN, from the keys alone that they see: 0 * NaN may have brought it.
+
+        Args:
+            number: of the block.
+            first_row: of the warp's 16 in it.
+        """
+        _, head, entry = cute.arch.block_idx()
+        plain, packed = again.plain, self.is_packed
+        place_q, place_k, rows_k, sequence = entry, entry, plain.k.shape[0], entry
+        seqlen_q = block_rows.position + block_rows.num_rows
+        if cutlass.const_expr(packed):
+            sequence = block_rows.sequence
+            place_q = block_rows.start - block_rows.position
+            batch = cute.size(lengths.cu_seqlens_k) - 1
+            place_k, rows_k = packed_rows(sequence, lengths.cu_seqlens_k, batch, rows_k)
+        seqlen_k = used_keys(lengths, sequence, rows_k)
+        geometry = Geometry(seqlen_q, seqlen_k, again.window_left, again.window_right)
+        mQ, mdO, dq = (at_head(t, t, head, place_q, packed) for t in (plain.q, plain.dout, mdQ))
+        mK, mV = (at_head(t, t, head // self.group, place_k, packed) for t in (plain.k, plain.v))
+        first_block = number - block_rows.position // self.tile_m
+        rows = (mQ, mdO, mK, mV, cute.domain_offset((first_block, 0), again.stats))
+        for i in cutlass.range(16, unroll=1):
+            if plain_gradients.has_nan(ballots, i):
+                query = block_rows.position + first_row + i
+                scales = (again.scale_log2, again.tanh_scale, softmax_scale)
+                plain_gradients.recompute_dq(dq, query, *rows, geometry, *scales)

@@ -17,17 +17,17 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, pipeline
+from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from ..blocks import wgmma
 from ..blocks.layouts import transposed
 from ..blocks.named_barrier import NamedBarrier
 from ..blocks.ptx import pack
+from ..blocks.tile_scheduler import LANES
 from ..config import ROWS_PER_WARPGROUP
 from .backward_consumer import BackwardConsumer, Mmas, after
-from ..blocks.tile_scheduler import LANES
-from .warpgroup import WARPGROUP, WARPS, Scores
+from .warpgroup import WARPGROUP, WARPS
 
 PIECE = 64  # columns of dQ
 P_WORDS = 4  # 32-bit words of a 16-byte vector
@@ -36,13 +36,13 @@ P_WORDS = 4  # 32-bit words of a 16-byte vector
 class WideConsumer(BackwardConsumer):
     """dV (warpgroup 0) or dK (warpgroup 1) of 64 keys in registers, and pieces of each dQ."""
 
-    def __init__(self, kernel, buffers, pipes, mmas: Mmas, softmax_scale, scores: Scores, accumulator, mdK, mdV, mdQ):
-        self._keep(kernel, pipes, mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ)
+    def __init__(self, kernel, buffers, pipes, mmas: Mmas, *others):
+        self._keep(kernel, pipes, mmas, *others)
         # the first of this thread's two keys, 8 apart
         self.row_in_tile = self.thread // 32 * 16 + self.thread % 32 // 4
 
         sK, sV, sQ, sdO, sdS, self.sP, self.sStats, self.ds_full, self.p_full = buffers
-        self._make_fragments(sK, sV, sQ, sdO, sdS)
+        self._make_fragments(sK, sV, sQ, sdO, sdS, 0)
         sK_t = cute.local_tile(transposed(sK), (PIECE, ROWS_PER_WARPGROUP), (None, 0, 0))
         dq = mmas.dq.get_slice(self.thread)
         self.rdS_t = mmas.dq.make_fragment_A(dq.partition_A(transposed(sdS)))
@@ -75,7 +75,7 @@ class WideConsumer(BackwardConsumer):
                 self.pipes.q.consumer_wait(q_state)
                 self.read_stats(self.minus_lse, q_state, 0)
                 acc_s = self.begin_s()
-                self.issue_s(acc_s, 0, q_state)
+                self.issue_s(acc_s, q_state)
                 warpgroup.wait_group(0)
                 self.pipes.q.consumer_release(q_state)
                 q_state.advance()
@@ -100,7 +100,7 @@ class WideConsumer(BackwardConsumer):
             wave += 1
             number = queue.take(wave)
             queue.want_next()
-            self.store_gradient(tile, self.acc_dv, self.mdV, Float32(1.0))
+            self.store_dv(tile)
 
     @cute.jit
     def dv_step(
@@ -114,12 +114,13 @@ class WideConsumer(BackwardConsumer):
         has_next: cutlass.Constexpr[bool],
     ):
         """Begins and ends with P and nothing in flight, see BackwardConsumer.step."""
+        seen = self.look_at_turn(tile, *block)
         self.pipes.do.consumer_wait(do_state)
         if cutlass.const_expr(has_next):
             self.pipes.q.consumer_wait(next_q)
             self.read_stats(self.minus_lse, next_q, 0)
             acc_s = self.begin_s()
-            self.issue_s(acc_s, 0, next_q)
+            self.issue_s(acc_s, next_q)
         self.issue_dv(do_state)
         if cutlass.const_expr(has_next):
             warpgroup.wait_group(1)
@@ -132,7 +133,7 @@ class WideConsumer(BackwardConsumer):
         self.wait_for_ds(count)
         if cutlass.const_expr(has_next):
             self.send_p(count + 1)
-        self.add_pieces(tile, block, count, 0)
+        self.add_pieces(tile, block, seen, count, 0)
 
     @cute.jit
     def send_p(self, count: Int32):
@@ -169,7 +170,7 @@ class WideConsumer(BackwardConsumer):
                 self.pipes.do.consumer_wait(do_state)
                 self.clear_keys(tile, [(self.sV[None, None, 0], 0)])
                 self.clear_queries(tile, m_block, q_state, do_state)
-                acc_dp = self.issue_dp(0, do_state)
+                acc_dp = self.issue_dp(do_state)
                 self.pipes.k.consumer_wait(kv_state)
                 warpgroup.wait_group(0)
                 self.clear_keys(tile, [(self.sK[None, None, 0], 0)])
@@ -197,17 +198,18 @@ class WideConsumer(BackwardConsumer):
             wave += 1
             number = queue.take(wave)
             queue.want_next()
-            self.store_gradient(tile, self.acc_dk, self.mdK, self.softmax_scale)
+            self.store_dk(tile)
 
     @cute.jit
     def dk_step(self, tile, block: tuple, q_state, next_do, count: Int32, has_next: cutlass.Constexpr[bool]):
         """Begins and ends with dS and nothing in flight."""
+        seen = self.look_at_turn(tile, *block)
         self.issue_dk(q_state)
         if cutlass.const_expr(has_next):
             next_q = after(q_state)
             self.pipes.q.consumer_wait(next_q)
             self.pipes.do.consumer_wait(next_do)
-            acc_dp = self.issue_dp(0, next_do)
+            acc_dp = self.issue_dp(next_do)
             self.read_stats(self.minus_delta, next_q, 1)
         warpgroup.wait_group(0)
         self.pipes.q.consumer_release(q_state)
@@ -217,7 +219,7 @@ class WideConsumer(BackwardConsumer):
             self.make_ds(acc_dp)
             self.send_ds(count + 1)
         self.wait_for_ds(count)
-        self.add_pieces(tile, block, count, self.first_piece(1))
+        self.add_pieces(tile, block, seen, count, self.first_piece(1))
 
     @cute.jit
     def receive_p(self, count: Int32):
@@ -259,13 +261,13 @@ class WideConsumer(BackwardConsumer):
         return acc_dq
 
     @cute.jit
-    def add_pieces(self, tile, block: tuple, count: Int32, first: cutlass.Constexpr[int]):
+    def add_pieces(self, tile, block: tuple, seen: Int32, count: Int32, first: cutlass.Constexpr[int]):
         """This warpgroup's pieces of a dQ to global memory, the next one's GEMM beside it.
 
-        Args: block: head and number of the query block.
+        Args: block: head and number of the query block; seen: of its `look_at_turn`.
         """
         accs = [self.issue_piece(count, piece) for piece in range(first, self.end_piece(first))]
-        self.take_turn(tile, *block)
+        self.take_turn(tile, *block, seen)
         number = self.kernel.m_block_number(self.accumulator, tile, *block)
         for i in cutlass.range_constexpr(len(accs)):
             warpgroup.wait_group(len(accs) - 1 - i)
