@@ -47,6 +47,7 @@ BACKWARD_CASES = {
     "backward, packed": case((1, 0, 130, 20), (70, 5, 140, 0), heads=(2, 1), head_dim=128, causal=True, slack=2),
     "backward, packed, seqused_k": case((30, 70), (70, 140), heads=(2, 1), head_dim=64, used=(0, 131)),
     "backward, seqused_k": case(70, 200, batch=3, heads=(1, 1), head_dim=128, used=(0, 129, 200)),
+    "backward, many short sequences": case(100, 150, batch=132, heads=(1, 1), head_dim=64, causal=True),
     # more blocks of keys than the 132 multiprocessors
     "backward, many tiles": case(130, 260, heads=(70, 70), head_dim=128, causal=True),
 }

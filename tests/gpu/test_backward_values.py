@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from compile_ahead import problem_of
 from gpu_cases import (
     BACKEND,
     BF16,
@@ -24,6 +25,7 @@ from test_packed import LENGTHS as PACKED_LENGTHS
 from test_random_calls import CASES as RANDOM_CASES
 
 import onepass
+from onepass.kernels import heuristics
 
 pytestmark = needs_hopper
 DTYPES = (BF16, FP16)
@@ -108,6 +110,26 @@ OPTIONS = [
 )
 def test_options(case):
     check_gradients(case.call())
+
+
+# as many heads as multiprocessors: a thread block takes all tiles of a head (BackwardConfig.private_dq)
+MANY_SHORT = [
+    case(128, 128, batch=33, heads=(4, 4), head_dim=64, causal=True),
+    case(200, 300, batch=66, heads=(4, 2), head_dim=128, dtype=FP16, causal=True),
+    case(257, 200, batch=130, heads=(2, 1), head_dim=64),
+    case(300, 100, batch=33, heads=(4, 4), head_dim=128, causal=True),
+    case(90, 100, batch=66, heads=(2, 2), head_dim=40, head_dim_v=72, dtype=FP16),
+    case(1, 512, batch=132, heads=(1, 1), head_dim=128),
+    case(100, 150, batch=132, heads=(1, 1), head_dim=64, used=tuple(range(19, 151)), window=(30, 9), sinks=True),
+]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@cases(MANY_SHORT)
+def test_many_short_sequences(case, deterministic):
+    call = case.call()
+    assert not ON_GPU or heuristics.backward_config(problem_of(call)).private_dq
+    check_gradients(call, deterministic=deterministic)
 
 
 VARIED = [
