@@ -111,6 +111,7 @@ BACKWARD_SM90 = (
     Switch("longest_first", False, "not the longest tiles first", matters=_has_growing_tiles),
     Switch("q_stages", 2, "two buffers for Q"),
     Switch("do_stages", 1, "one buffer for dO"),
+    Switch("background_zeros", False, "zeros for dQ by the kernel before"),
     Switch("private_dq", False, "sums of dQ shared by all thread blocks"),
     Switch("by_gradient", False, "dK and dV in the same warpgroup"),
 )

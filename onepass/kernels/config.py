@@ -203,6 +203,8 @@ class BackwardConfig(LaunchConfig):
         private_dq: a thread block takes all tiles of keys of a kv head, one after the other. It sums dQ by itself: no
             zeros before, no other thread block's additions, and the last tile writes dq. For many heads of short
             sequences.
+        background_zeros: idle warps write the zeros that dQ is added to, while tiles are computed that need others; else
+            the kernel before does. Not with private_dq or packed sequences.
         pingpong: warpgroups take turns with the tensor cores, so that one's exponentials hide behind another's GEMMs.
         longest_first: number the tiles of keys by length (only meaningful where they differ), in L2-sized sections of
             heads.
@@ -215,6 +217,7 @@ class BackwardConfig(LaunchConfig):
     q_stages: int = 2
     do_stages: int = 2
     private_dq: bool = False
+    background_zeros: bool = True
     pingpong: bool = True
     longest_first: bool = True
     dynamic_tiles: bool = False
@@ -231,6 +234,10 @@ class BackwardConfig(LaunchConfig):
     def adds_in_turns(self, problem: AttentionProblem) -> bool:
         """Whether tiles of keys add to a dQ in ascending order: with private_dq they do by themselves."""
         return problem.deterministic and not self.private_dq
+
+    def zeroes_ahead(self, problem: AttentionProblem) -> bool:
+        # packed: the first tiles are those of all heads, whose zeros would all have to be there
+        return self.background_zeros and not self.private_dq and not problem.is_packed
 
     def dq_columns(self, problem: AttentionProblem) -> int:
         """Columns of the pieces (64 rows each) that a dQ of tile_m rows is computed in."""

@@ -68,6 +68,15 @@ def wait_until_equal(flag: cute.Pointer, value: Int32, seen: Int32):
     )
 
 
+def draw(counter: cute.Pointer) -> Int32:
+    """The int32 in global memory before it is counted up by one."""
+    return cute.arch.inline_ptx(
+        "atom.relaxed.gpu.global.add.s32 {$w0}, [{$r0}], 1;",
+        write_only_types=[Int32],
+        read_only_args=[counter.toint()],
+    )
+
+
 @cute.jit
 def increment(flag: cute.Pointer):
     """flag += 1 in global memory. After a `fence_acq_rel_gpu`, for others to see what this thread has done before."""

@@ -7,6 +7,7 @@ accumulate in registers through the whole tile, and only dS goes through shared 
 all warpgroups. The dQ of a step is added to a float32 accumulator in global memory.
 
     producer warp        Q0 | K V | dO0 | Q1 dO1 | Q2 dO2 ...                      TMA, through circular buffers
+    two warps            zeros in the accumulator of dQ, ahead of all tiles
     each warpgroup       S0 P0 | dP0 dV0 | dS0 | S1 dK0 | P1 | dP1 dV1 dQ0 | dS1 | S2 dK1 | P2 ...
 
 P and dS are computed while the tensor cores work on the GEMMs around them; see backward_consumer.py.
@@ -48,6 +49,7 @@ from ..blocks.plain_rows import PlainTensors
 from ..blocks.ptx import exit_if
 from ..blocks.tile_queue import TileQueue
 from ..config import DS_BUFFERS, REGISTERS, ROWS_PER_WARPGROUP, STAT_ROWS, BackwardConfig
+from . import backward_zeros
 from .backward_consumer import BackwardConsumer, Mmas
 from .backward_producer import BackwardProducer
 from .backward_wide import P_WORDS, WideConsumer
@@ -92,12 +94,15 @@ class Accumulator(NamedTuple):
             (-inf: no keys, or no row); then -delta.
         turns: (blocks * consumer warps,) int32, zero, None unless deterministic: how many tiles of keys have been added
             to a warp's part of a block.
+        zeroed: (1 + batch * num_heads,) int32, zero, None unless zeros are written in the background: how many blocks
+            have been drawn; at the first head of each group, how many of the group's are zero (backward_zeros.py).
         blocks_per_head: of all packed sequences together.
     """
 
     dq: cute.Tensor
     stats: cute.Tensor
     turns: cute.Tensor | None
+    zeroed: cute.Tensor | None
     blocks_per_head: Int32
     num_heads: Int32
 
@@ -137,9 +142,10 @@ class BackwardSm90:
         dk: cute.Tensor,
         dv: cute.Tensor,
         dq: cute.Tensor | None,  # with private_dq; the postprocess kernel writes it otherwise
-        dq_accum: cute.Tensor,  # see Accumulator, here and for the next two
+        dq_accum: cute.Tensor,  # see Accumulator, here and for the next three
         stats: cute.Tensor,
         turns: cute.Tensor | None,
+        zeroed: cute.Tensor | None,
         cu_seqlens_q: cute.Tensor | None,  # (batch + 1,) int32
         cu_seqlens_k: cute.Tensor | None,  # (batch + 1,) int32
         seqused_k: cute.Tensor | None,  # (batch,) int32
@@ -191,7 +197,7 @@ class BackwardSm90:
             rows_first(dv),
             None if cutlass.const_expr(dq is None) else rows_first(dq),
             plain,
-            Accumulator(dq_accum, stats, turns, blocks_per_head, mQ.shape[2]),
+            Accumulator(dq_accum, stats, turns, zeroed, blocks_per_head, mQ.shape[2]),
             Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
             softmax_scale,
             Scores(scale_log2, tanh_scale),
@@ -324,6 +330,9 @@ class BackwardSm90:
             if cutlass.const_expr(counter is not None):
                 if cute.arch.thread_idx()[0] == SCHEDULER_WARP * 32:
                     queue.fill()
+            if cutlass.const_expr(accumulator.zeroed is not None):
+                if warp_id >= backward_zeros.FIRST_WARP:
+                    backward_zeros.zero_blocks(accumulator, self.group)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             others = (pipes, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ, plain)

@@ -34,6 +34,7 @@ from ..blocks.tile_scheduler import LANES
 from ..blocks.turns import Turns
 from ..blocks.warp import broadcast
 from ..config import ROWS_PER_WARPGROUP
+from .backward_zeros import wait_for_zeros
 from .warpgroup import WARPGROUP, WARPS
 
 # A score whose softcap has no slope any more; finite, for softmax_scale may be 0 there.
@@ -141,6 +142,7 @@ class BackwardConsumer(Turns):
             self.acc_dk.fill(0.0)
             self.acc_dv.fill(0.0)
             if num_steps > 0:
+                self.wait_for_zeros(tile)
                 self.pipes.k.consumer_wait(kv_state)
                 self.pipes.v.consumer_wait(kv_state)
                 self.clear_keys(tile, self.own_keys)
@@ -180,6 +182,10 @@ class BackwardConsumer(Turns):
             number = queue.take(wave)
             queue.want_next()
             self.store(tile)
+
+    def wait_for_zeros(self, tile):
+        group = self.kernel.group
+        wait_for_zeros(self.accumulator, tile.place_q, tile.head_kv * group, group)
 
     @cute.jit
     def step(

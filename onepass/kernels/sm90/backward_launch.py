@@ -97,6 +97,7 @@ def compile_requests(
         config.tile_m,
         config.by_gradient,
         config.private_dq,
+        config.zeroes_ahead(problem),
         problem.head_dim,
         problem.head_dim_v,
     )
@@ -173,9 +174,12 @@ class Launch:
                 stats[:, config.tile_m :].zero_()
         dout, lse = tma_ready(dout), lse.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
-        zeroed = None if config.private_dq else dq_accum
+        zeroed = None
+        if config.zeroes_ahead(problem):
+            zeroed = out.new_empty((1 + problem.batch * problem.num_heads_q,), dtype=torch.int32)
+        before = None if config.private_dq or zeroed is not None else dq_accum
         self.preprocess(
-            tma_ready(out), dout, lse, dlse, stats, zeroed, cu_seqlens_q, self.lse_factor, self.blocks_per_head
+            tma_ready(out), dout, lse, dlse, stats, before, zeroed, cu_seqlens_q, self.lse_factor, self.blocks_per_head
         )
         rows = (*(tma_ready(t) for t in (inputs.q, inputs.k, inputs.v)), dout)
         scales_and_window = *score_scales(problem), *window_bounds(problem)
@@ -187,6 +191,7 @@ class Launch:
             dq_accum,
             stats,
             turns,
+            zeroed,
             cu_seqlens_q,
             cu_seqlens_k,
             seqused_k,
@@ -262,6 +267,12 @@ def _scales_and_window(problem: AttentionProblem) -> tuple:
     )
 
 
+def _zeroed(problem: AttentionProblem, config: BackwardConfig):
+    from cutlass import Int32
+
+    return fake_tensor(Int32, None, align_bytes=4) if config.zeroes_ahead(problem) else None
+
+
 def _stream():
     from cutlass.cute.runtime import make_fake_stream
 
@@ -283,7 +294,8 @@ def trace_preprocess(problem: AttentionProblem, config: BackwardConfig, has_dlse
         _lse(problem),
         dlse,
         stats,
-        None if config.private_dq else dq_accum,
+        None if config.private_dq or config.zeroes_ahead(problem) else dq_accum,
+        _zeroed(problem, config),
         _cu_seqlens(problem),
         Float32(1.0),
         Int32(1),
@@ -320,6 +332,7 @@ def trace(problem: AttentionProblem, config: BackwardConfig) -> tuple:
         _rows(problem, d) if config.private_dq else None,
         *_accumulator(problem, config),
         fake_tensor(Int32, None, align_bytes=4) if config.adds_in_turns(problem) else None,
+        _zeroed(problem, config),
         _cu_seqlens(problem),
         _cu_seqlens(problem),
         _seqused_k(problem),

@@ -77,7 +77,7 @@ class RowsKernel:
 
 
 class Preprocess(RowsKernel):
-    """stats = (-lse_factor * lse, -delta = dlse - rowsum(dout * out)) of every row, and dq_accum = 0."""
+    """stats = (-lse_factor * lse, -delta = dlse - rowsum(dout * out)) of every row, and where sums begin zeros."""
 
     @cute.jit
     def __call__(
@@ -87,7 +87,8 @@ class Preprocess(RowsKernel):
         lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q) float32
         dlse: cute.Tensor | None,
         stats: cute.Tensor,  # see backward.Accumulator, here and for the next one
-        dq_accum: cute.Tensor | None,  # to be zeroed
+        dq_accum: cute.Tensor | None,  # None: zeroed by the main kernel, or not at all
+        zeroed: cute.Tensor | None,
         cu_seqlens_q: cute.Tensor | None,
         lse_factor: Float32,
         blocks_per_head: Int32,
@@ -104,6 +105,7 @@ class Preprocess(RowsKernel):
             None if cutlass.const_expr(dlse is None) else rows_first_of_lse(dlse),
             stats,
             dq_accum,
+            zeroed,
             cu_seqlens_q,
             lse_factor,
         ).launch(grid=[blocks_per_head, num_heads, batch], block=[THREADS, 1, 1], stream=stream)
@@ -117,6 +119,7 @@ class Preprocess(RowsKernel):
         mdLSE: cute.Tensor | None,
         stats: cute.Tensor,
         dq_accum: cute.Tensor | None,
+        zeroed: cute.Tensor | None,
         cu_seqlens_q: cute.Tensor | None,
         lse_factor: Float32,
     ):
@@ -126,6 +129,11 @@ class Preprocess(RowsKernel):
         exit_if(num_rows <= 0)
         number = (entry * num_heads + head) * blocks_per_head + block
 
+        if cutlass.const_expr(zeroed is not None):
+            if block == 0 and thread == 0:
+                zeroed[1 + entry * num_heads + head] = 0
+                if entry + head == 0:
+                    zeroed[0] = 0
         if cutlass.const_expr(dq_accum is not None):
             zeros = cute.make_rmem_tensor((4,), Float32)
             zeros.fill(0.0)

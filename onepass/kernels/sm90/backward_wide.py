@@ -68,6 +68,7 @@ class WideConsumer(BackwardConsumer):
             num_steps = (tile.last - tile.first) * self.kernel.group
             self.acc_dv.fill(0.0)
             if num_steps > 0:
+                self.wait_for_zeros(tile)
                 self.pipes.v.consumer_release(kv_state)  # not read here
                 self.pipes.k.consumer_wait(kv_state)
                 self.clear_keys(tile, [(self.sK[None, None, 0], 0)])
@@ -163,6 +164,7 @@ class WideConsumer(BackwardConsumer):
             num_steps = (tile.last - tile.first) * self.kernel.group
             self.acc_dk.fill(0.0)
             if num_steps > 0:
+                self.wait_for_zeros(tile)
                 head, m_block = self.kernel.first_visit(tile)
                 self.pipes.q.consumer_wait(q_state)
                 self.read_stats(self.minus_delta, q_state, 1)
