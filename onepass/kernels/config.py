@@ -203,8 +203,8 @@ class BackwardConfig(LaunchConfig):
         private_dq: a thread block takes all tiles of keys of a kv head, one after the other. It sums dQ by itself: no
             zeros before, no other thread block's additions, and the last tile writes dq. For many heads of short
             sequences.
-        background_zeros: idle warps write the zeros that dQ is added to, while tiles are computed that need others; else
-            the kernel before does. Not with private_dq or packed sequences.
+        background_zeros: idle warps write the zeros that dQ is added to, beside tiles that need others; else the kernel
+            before does. Not with private_dq or packed sequences.
         pingpong: warpgroups take turns with the tensor cores, so that one's exponentials hide behind another's GEMMs.
         longest_first: number the tiles of keys by length (only meaningful where they differ), in L2-sized sections of
             heads.
