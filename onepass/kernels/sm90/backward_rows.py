@@ -31,6 +31,16 @@ VECTOR = 8  # 16-bit elements of a 16-byte load
 
 
 @cute.jit
+def last_first() -> tuple:
+    """The number of this thread block, counted from the end of the grid.
+
+    The main kernel goes from the first head to the last one. What the kernel before it has read last is still in L2, as
+    is what it has added last when the next kernel begins.
+    """
+    return tuple(n - 1 - i for i, n in zip(cute.arch.block_idx(), cute.arch.grid_dim(), strict=True))
+
+
+@cute.jit
 def sequence_of_block(block: Int32, cu_seqlens: cute.Tensor, tile_m: cutlass.Constexpr[int]) -> tuple:
     """The sequence whose rows a block of the accumulator holds, and the number of its first block.
 
@@ -123,7 +133,7 @@ class Preprocess(RowsKernel):
         cu_seqlens_q: cute.Tensor | None,
         lse_factor: Float32,
     ):
-        thread, (block, head, entry) = cute.arch.thread_idx()[0], cute.arch.block_idx()
+        thread, (block, head, entry) = cute.arch.thread_idx()[0], last_first()
         blocks_per_head, num_heads, _ = cute.arch.grid_dim()
         start, num_rows, _, _ = self.rows_of_block(block, mO.shape[0], cu_seqlens_q)
         exit_if(num_rows <= 0)
@@ -236,7 +246,7 @@ class Postprocess(RowsKernel):
         softmax_scale: Float32,
         again: Recomputation | None,
     ):
-        thread, (index, head, entry) = cute.arch.thread_idx()[0], cute.arch.block_idx()
+        thread, (index, head, entry) = cute.arch.thread_idx()[0], last_first()
         parts = self.tile_m // ROWS_PER_WARPGROUP
         block, part = index // parts, index % parts
         blocks_per_head, num_heads = cute.arch.grid_dim()[0] // parts, cute.arch.grid_dim()[1]
@@ -289,7 +299,7 @@ class Postprocess(RowsKernel):
             number: of the block.
             first_row: of the warp's 16 in it.
         """
-        _, head, entry = cute.arch.block_idx()
+        _, head, entry = last_first()
         plain, packed = again.plain, self.is_packed
         place_q, place_k, rows_k, sequence = entry, entry, plain.k.shape[0], entry
         seqlen_q = block_rows.position + block_rows.num_rows
