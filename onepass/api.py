@@ -340,15 +340,19 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> dispatch.Supp
 
 
 def warmup(
-    calls: Iterable[Mapping[str, Any] | AttentionProblem], *, backend: str | None = None, workers: int | None = None
+    calls: Iterable[Mapping[str, Any] | AttentionProblem],
+    *,
+    backend: str | None = None,
+    workers: int | None = None,
+    gradients: bool = False,
 ) -> list[CompiledKernel]:
     """Compile the kernels of calls to come, several at a time, into the disk cache and this process.
 
         onepass.warmup([dict(q=(2, 4096, 32, 128), k=(2, 4096, 8, 128), v=(2, 4096, 8, 128), dtype=torch.bfloat16,
                              causal=True)])
 
-    One kernel serves many calls: of lengths only the choice of a configuration depends, on the batch, strides and the
-    number of heads (but for how many of q share one of k) nothing does.
+    One kernel serves many calls. Strides make no difference to it; lengths, and to a backward also the batch and the
+    number of heads, only by the choice of its configuration. How many heads of q share one of k is compiled in.
 
     Args:
         calls: for each, the arguments of `attention` or `attention_varlen` by name. Instead of a tensor its shape, with
@@ -357,24 +361,29 @@ def warmup(
         backend: for calls that name none. "sm90" compiles for Hopper wherever the compiler is, also without a GPU,
             for machines with the same CPU that get this cache directory; None = what the calls would run on here.
         workers: processes that compile at the same time; None = one a CPU.
+        gradients: also the kernels of the calls' backward passes. Those for a loss that depends on lse are among them
+            for a call with return_lse=True, and for an `AttentionProblem`, which does not say.
 
-    Returns: a CompiledKernel for each kernel, in the order of `calls`. None for calls that run without a kernel: the
-    list is empty where all run on `tiled`.
+    Returns: a CompiledKernel for each kernel, in the order of `calls`; of a call its forward comes first. None for
+    calls that run without a kernel (the list is empty where all run on `tiled`), and none for a backward that does.
 
     Raises: as the calls would, before anything is compiled; UnsupportedError if the kernel compiler is missing.
     """
     if workers is not None and (type(workers) is not int or workers < 1):
         raise ValueError(f"workers: expected an int of at least 1 or None, got {workers!r}")
-    jobs = []
+    validation.check_flag("gradients", gradients)
+    jobs: list[ahead.Job] = []
     for call in calls:
         arguments = {} if isinstance(call, AttentionProblem) else dict(call)
         requested, tuning = arguments.pop("backend", backend), arguments.get("tuning")
+        may_have_dlse = isinstance(call, AttentionProblem) or arguments.get("return_lse", False)
         problem = call if isinstance(call, AttentionProblem) else _problem_of_shapes(arguments)
         if requested == "sm90" or (problem.device_type == "meta" and torch.cuda.is_available()):
             problem = replace(problem, device_type="cuda")
         name = dispatch.require_to_compile(problem, requested, tuning)
         if name is not None:
-            jobs.append(ahead.Job(name, problem, tuning))
+            has_dlse = () if not gradients else (False, True) if may_have_dlse else (False,)
+            jobs += ahead.jobs_of(name, problem, tuning, has_dlse)
     return ahead.compile_all(jobs, workers)
 
 

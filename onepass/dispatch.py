@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .errors import UnsupportedError
-from .kernels.config import ForwardConfig
+from .kernels.config import BackwardConfig, ForwardConfig
 from .problem import AttentionInputs, AttentionProblem
 
 Forward = Callable[[AttentionInputs], tuple[Tensor, Tensor]]
@@ -27,7 +27,7 @@ class Backend(NamedTuple):
             (inputs -> (out, lse)) beside it, which does once what does not depend on the tensors.
         backward: has backward(problem, inputs, out, lse, dout, dlse) -> (dq, dk, dv, dsinks). It may be another
             backend's: out and lse mean the same everywhere.
-        has_kernels: forward is compiled, and takes a ForwardConfig.
+        has_kernels: both are compiled; forward takes a ForwardConfig, backward a BackwardConfig.
     """
 
     forward: str
@@ -157,9 +157,19 @@ def require_to_compile(
     return "sm90"
 
 
-def compile_request(name: str, problem: AttentionProblem, tuning: ForwardConfig | None = None) -> tuple:
-    """The kernel that the backend needs for this problem, as the arguments of `kernels.compile.get`."""
-    return importlib.import_module(_BACKENDS[name].forward).compile_request(problem, tuning)
+def compile_request(name: str, problem: AttentionProblem, config: ForwardConfig) -> tuple:
+    """The kernel of the backend's forward of this problem, as the arguments of `kernels.compile.get`."""
+    return importlib.import_module(_BACKENDS[name].forward).compile_request(problem, config)
+
+
+def backward_compile_requests(
+    name: str, problem: AttentionProblem, has_dlse: bool, config: BackwardConfig
+) -> list[tuple]:
+    """The same for each kernel of its backward; none where the backward is that of a backend without kernels."""
+    backend = _backend_of_backward(name, problem)
+    if not backend.has_kernels:
+        return []
+    return importlib.import_module(backend.backward).compile_requests(problem, has_dlse, config)
 
 
 def prepare(name: str, problem: AttentionProblem, device: torch.device, tuning: ForwardConfig | None = None) -> Forward:
@@ -173,5 +183,9 @@ def prepare(name: str, problem: AttentionProblem, device: torch.device, tuning: 
 
 def load_backward(name: str, problem: AttentionProblem) -> ModuleType:
     """The module with the backward of this backend, or that of `tiled` where its kernels do not compute it."""
+    return importlib.import_module(_backend_of_backward(name, problem).backward)
+
+
+def _backend_of_backward(name: str, problem: AttentionProblem) -> Backend:
     has_own = not _BACKENDS[name].has_kernels or _sm90_backward_refusal(problem) is None
-    return importlib.import_module(_BACKENDS[name if has_own else "tiled"].backward)
+    return _BACKENDS[name if has_own else "tiled"]

@@ -3,7 +3,7 @@
 The compiler is not made for threads, so every worker but this process is a Python of its own, which reads its jobs from
 standard input, leaves the kernels in the disk cache and writes the seconds of each to standard output (`work`). It
 starts afresh, without the caller's __main__: scripts need no `if __name__ == "__main__"`. Starting takes 2 s of CPU
-time, a kernel 2 to 4.
+time, a kernel 2 to 4, one of those around the main kernel of a backward less than 1.
 """
 
 from __future__ import annotations
@@ -20,21 +20,35 @@ from typing import NamedTuple
 
 from .. import dispatch
 from ..problem import AttentionProblem
-from .config import ForwardConfig
+from . import heuristics
+from .config import BackwardConfig, ForwardConfig
 
 
 class Job(NamedTuple):
-    """A kernel to compile: that of a backend, for a problem, with a configuration or the backend's own choice."""
+    """A kernel to compile: that of a backend, for a problem, with a configuration.
+
+    Attributes:
+        request: the arguments of `compile.get`: name, key, arch and trace.
+    """
 
     backend: str
     problem: AttentionProblem
-    config: ForwardConfig | None
+    config: ForwardConfig | BackwardConfig
+    request: tuple
+
+    @property
+    def kernel(self) -> tuple:
+        """What tells it from other kernels: all of the request but `trace`, which follows from them."""
+        return self.request[:3]
 
 
 class CompiledKernel(NamedTuple):
     """A kernel that `onepass.warmup` made ready.
 
     Attributes:
+        name: which of its call's kernels it is: "forward", and in the order in which a backward runs them
+            "backward_preprocess" (two, where lse may have a gradient), "backward" and, in some configurations,
+            "backward_postprocess".
         backend: whose it is.
         problem: the first of the calls that need it.
         config: what it was compiled with.
@@ -42,11 +56,25 @@ class CompiledKernel(NamedTuple):
         was_cached: it lay in the disk cache or in this process already.
     """
 
+    name: str
     backend: str
     problem: AttentionProblem
-    config: ForwardConfig
+    config: ForwardConfig | BackwardConfig
     seconds: float
     was_cached: bool
+
+
+def jobs_of(
+    backend: str, problem: AttentionProblem, tuning: ForwardConfig | None = None, has_dlse: Sequence[bool] = ()
+) -> list[Job]:
+    """The kernels of a forward, then those of its backward for each has_dlse: whether lse has a gradient."""
+    forward = tuning or heuristics.forward_config(problem)
+    jobs = [Job(backend, problem, forward, dispatch.compile_request(backend, problem, forward))]
+    for is_given in has_dlse:
+        backward = heuristics.backward_config(problem)
+        requests = dispatch.backward_compile_requests(backend, problem, is_given, backward)
+        jobs += [Job(backend, problem, backward, request) for request in requests]
+    return jobs
 
 
 def compile_all(jobs: Sequence[Job], workers: int | None = None) -> list[CompiledKernel]:
@@ -55,26 +83,27 @@ def compile_all(jobs: Sequence[Job], workers: int | None = None) -> list[Compile
 
     distinct: dict[tuple, Job] = {}
     for job in jobs:
-        name, (static, config), arch, _ = dispatch.compile_request(*job)
-        distinct.setdefault((name, static, config, arch), job._replace(config=config))
-    jobs = list(distinct.values())
-    missing = [job for job in jobs if not compile.is_cached(*dispatch.compile_request(*job)[:3])]
+        distinct.setdefault(job.kernel, job)
+    missing = {kernel: job.request for kernel, job in distinct.items() if not compile.is_cached(*kernel)}
     workers = min(len(missing), workers or _num_cpus())
     if workers > 1 and not compile.has_disk_cache():
         workers = 1  # what another process compiles would be lost
-    seconds: dict[Job, float] = {}
+    seconds: dict[tuple, float] = {}
     if workers > 1:
-        shares = [missing[i::workers] for i in range(workers)]
+        # those of a name take about the same time, so every worker gets as many of them
+        by_name = sorted(missing, key=lambda kernel: kernel[0])
+        shares = [by_name[i::workers] for i in range(workers)]
+        requests = [[missing[kernel] for kernel in share] for share in shares]
         with ThreadPoolExecutor(workers - 1) as pool:
-            elsewhere = pool.map(_compile_elsewhere, shares[1:])
-            results = [_compile(shares[0]), *elsewhere]
+            elsewhere = pool.map(_compile_elsewhere, requests[1:])
+            results = [_compile(requests[0]), *elsewhere]
         for share, times in zip(shares, results, strict=True):
             seconds.update(zip(share, times, strict=True))
     made = []
-    for job in jobs:
-        assert job.config is not None
-        (here,) = _compile([job])  # or load
-        made.append(CompiledKernel(job.backend, job.problem, job.config, seconds.get(job, here), job not in missing))
+    for kernel, job in distinct.items():
+        (here,) = _compile([job.request])  # or load
+        took, was_cached = seconds.get(kernel, here), kernel not in missing
+        made.append(CompiledKernel(kernel[0], job.backend, job.problem, job.config, took, was_cached))
     return made
 
 
@@ -82,24 +111,23 @@ def _num_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _compile(jobs: Sequence[Job]) -> list[float]:
-    """Get the kernel of each, compiled or loaded, and the seconds that it took."""
+def _compile(requests: Sequence[tuple]) -> list[float]:
+    """Get the kernel of each request, compiled or loaded, and the seconds that it took."""
     from . import compile
 
     seconds = []
-    for job in jobs:
+    for request in requests:
         started = time.perf_counter()
-        compile.get(*dispatch.compile_request(*job))
+        compile.get(*request)
         seconds.append(round(time.perf_counter() - started, 3))
     return seconds
 
 
-def _compile_elsewhere(jobs: Sequence[Job]) -> list[float]:
+def _compile_elsewhere(requests: Sequence[tuple]) -> list[float]:
     """`_compile` in a new process that imports from where this one does."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     command = [sys.executable, "-c", f"from {__name__} import work; work()"]
-    sent = pickle.dumps([tuple(job) for job in jobs])
-    worker = subprocess.run(command, input=sent, env=environment, capture_output=True)
+    worker = subprocess.run(command, input=pickle.dumps(requests), env=environment, capture_output=True)
     if worker.returncode != 0:
         words = worker.stderr.decode(errors="replace")[-4000:]
         raise RuntimeError(f"onepass: compiling kernels ahead failed (exit status {worker.returncode}):\n{words}")
@@ -108,4 +136,4 @@ def _compile_elsewhere(jobs: Sequence[Job]) -> list[float]:
 
 def work() -> None:
     """The whole life of a worker process."""
-    print(json.dumps(_compile([Job(*job) for job in pickle.load(sys.stdin.buffer)])))
+    print(json.dumps(_compile(pickle.load(sys.stdin.buffer))))

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import onepass
-from onepass.kernels import compile
+from onepass.kernels import compile, heuristics
+from onepass.kernels.config import BackwardConfig
+from onepass.kernels.sm90 import backward_launch
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
@@ -27,3 +29,21 @@ def test_two_processes_fill_the_cache(tmp_path, monkeypatch):
     assert [kernel.was_cached for kernel in again] == [True, True]
     assert len(compile._kernels) == 2
     assert all(kernel.seconds < 0.5 for kernel in again)
+
+
+@pytest.mark.parametrize("config", [BackwardConfig(), BackwardConfig(private_dq=True)], ids=["plain", "private_dq"])
+def test_a_backward_finds_its_kernels_in_the_cache(tmp_path, monkeypatch, config):
+    """With a gradient of lse and without."""
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile, "_kernels", {})
+    monkeypatch.setattr(heuristics, "backward_config", lambda problem: config)
+    call = dict.fromkeys("qkv", (1, 512, 4, 64)) | {"dtype": torch.bfloat16, "return_lse": True}
+    made = onepass.warmup([call], backend="sm90", workers=2, gradients=True)
+    assert not any(kernel.was_cached for kernel in made)
+    assert len(list(tmp_path.glob("*.o"))) == len(compile._kernels) == len(made)
+    compile._kernels.clear()
+    monkeypatch.setattr(compile, "compile_now", None)
+    for has_dlse in (False, True):
+        for request in backward_launch.compile_requests(made[0].problem, has_dlse):
+            compile.get(*request)
+    assert len(compile._kernels) == len(made) - 1  # all but the forward

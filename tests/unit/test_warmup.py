@@ -11,7 +11,8 @@ import torch
 
 import onepass
 from onepass import ForwardConfig, dispatch
-from onepass.kernels import ahead, compile, heuristics
+from onepass.kernels import compile, heuristics
+from onepass.kernels.config import BackwardConfig
 from onepass.problem import AttentionProblem, Mask
 
 CALL = {"q": (2, 4096, 32, 128), "k": (2, 4096, 8, 128), "v": (2, 4096, 8, 128), "dtype": torch.bfloat16}
@@ -42,7 +43,7 @@ def test_calls_in_every_form_need_the_same_kernel(compiled):
     assert (name, arch) == ("forward", "sm_90a")
     assert key == (PROBLEM.static(), heuristics.forward_config(PROBLEM))
     assert made[0].problem.mask == PROBLEM.mask
-    assert (made[0].backend, made[0].config, made[0].was_cached) == ("sm90", key[1], False)
+    assert (made[0].name, made[0].backend, made[0].config, made[0].was_cached) == ("forward", "sm90", key[1], False)
     assert made[0].seconds < 1
     assert [kernel.was_cached for kernel in onepass.warmup([PROBLEM], backend="sm90")] == [True]
 
@@ -57,13 +58,63 @@ def test_one_kernel_each_in_the_order_of_the_calls(compiled):
     assert made[3].problem.mask == Mask(9, 0)
 
 
+def test_gradients_need_kernels_of_their_own(compiled):
+    calls = [CALL, CALL | {"causal": True, "tuning": ForwardConfig(tile_n=96)}]
+    made = onepass.warmup(calls, backend="sm90", workers=1, gradients=True)
+    # the second call's mask makes no difference to its preprocess kernel
+    assert [(kernel.name, kernel.problem.mask) for kernel in made] == [
+        ("forward", Mask()),
+        ("backward_preprocess", Mask()),
+        ("backward", Mask()),
+        ("backward_postprocess", Mask()),
+        ("forward", Mask(None, 0)),
+        ("backward", Mask(None, 0)),
+        ("backward_postprocess", Mask(None, 0)),
+    ]
+    assert [(name, arch) for name, _, arch in compiled] == [(kernel.name, "sm_90a") for kernel in made]
+    assert made[4].config == ForwardConfig(tile_n=96)
+    for kernel, (name, key, _) in zip(made, compiled, strict=True):
+        if name == "backward":
+            assert key == (kernel.problem.static(), kernel.config)
+        if name != "forward":
+            assert kernel.config == heuristics.backward_config(kernel.problem)
+    assert all(kernel.was_cached for kernel in onepass.warmup(calls, backend="sm90", gradients=True))
+
+
+def test_a_gradient_of_lse_needs_lse(compiled):
+    def preprocesses(call):
+        compiled.clear()
+        onepass.warmup([call], backend="sm90", workers=1, gradients=True)
+        return [key[-1] for name, key, _ in compiled if name == "backward_preprocess"]
+
+    assert preprocesses(CALL) == preprocesses(CALL | {"return_lse": False}) == [False]
+    assert preprocesses(CALL | {"return_lse": True}) == [False, True]
+    assert preprocesses(PROBLEM) == [False, True]  # which does not say
+    assert len(compiled) == 5
+
+
+def test_a_backward_without_postprocess(compiled, monkeypatch):
+    config = BackwardConfig(private_dq=True)
+    monkeypatch.setattr(heuristics, "backward_config", lambda problem: config)
+    made = onepass.warmup([CALL], backend="sm90", workers=1, gradients=True)
+    assert [kernel.name for kernel in made] == ["forward", "backward_preprocess", "backward"]
+    assert [kernel.config for kernel in made[1:]] == [config, config]
+
+
+def test_a_backward_of_another_backend_needs_no_kernels(compiled):
+    many = dict.fromkeys("qkv", (65536, 64, 1, 64)) | {"dtype": torch.float16}
+    made = onepass.warmup([many], backend="sm90", gradients=True)
+    assert [kernel.name for kernel in made] == ["forward"]
+    assert onepass.warmup([CALL], backend="tiled", gradients=True) == []
+
+
 def test_work_is_shared(compiled, monkeypatch):
     """Each process gets every so many-th kernel; the first share stays here."""
     shares = []
 
     def run(command, input, **options):
         assert command[0] == sys.executable
-        shares.append([ahead.Job(*job) for job in pickle.loads(input)])
+        shares.append([(name, dict(key[0])) for name, key, *_ in pickle.loads(input)])
         answer = "the compiler says\n" + json.dumps([10.0 + len(shares)] * len(shares[-1]))
         return SimpleNamespace(returncode=0, stdout=answer.encode())
 
@@ -71,13 +122,32 @@ def test_work_is_shared(compiled, monkeypatch):
     monkeypatch.setattr(compile, "has_disk_cache", lambda: True)
     calls = [CALL | {"q": (1, 64, 4, d), "k": (1, 64, 4, d), "v": (1, 64, 4, d)} for d in (64, 96, 128, 192, 256)]
     made = onepass.warmup(calls, backend="sm90", workers=2)
-    assert [[job.problem.head_dim for job in share] for share in shares] == [[96, 192]]
+    assert [[static["head_dim"] for _, static in share] for share in shares] == [[96, 192]]
     assert [kernel.problem.head_dim for kernel in made] == [64, 96, 128, 192, 256]
     assert [kernel.seconds for kernel in made][1::2] == [11.0, 11.0]
     assert not any(kernel.was_cached for kernel in made)
     # nothing is left to share
     assert all(kernel.was_cached for kernel in onepass.warmup(calls, backend="sm90", workers=2))
     assert len(shares) == 1
+
+
+def test_every_process_gets_as_many_kernels_of_a_kind(compiled, monkeypatch):
+    """Kinds take different times: one process with all main kernels of backward would finish last."""
+    shares = []
+
+    def run(command, input, **options):
+        shares.append([name for name, *_ in pickle.loads(input)])
+        return SimpleNamespace(returncode=0, stdout=json.dumps([1.0] * len(shares[-1])).encode())
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(compile, "has_disk_cache", lambda: True)
+    calls = [
+        CALL | {"dtype": dtype, "softcap": cap} for dtype in (torch.float16, torch.bfloat16) for cap in (None, 9.0)
+    ]
+    made = onepass.warmup(calls, backend="sm90", workers=2, gradients=True)
+    names = [kernel.name for kernel in made]
+    for name in set(names):
+        assert abs(shares[0].count(name) - names.count(name) / 2) < 1, name
 
 
 def test_without_a_disk_cache_there_is_one_process(compiled, monkeypatch):
@@ -121,10 +191,11 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize(("changes", "error", "message"), REFUSED)
-def test_a_bad_call_is_refused_before_anything_is_compiled(compiled, changes, error, message):
+def test_a_bad_call_is_refused_before_anything_is_compiled(compiled, changes, error, message, gradients):
     with pytest.raises(error, match=message):
-        onepass.warmup([CALL, CALL | changes], backend="sm90", workers=1)
+        onepass.warmup([CALL, CALL | changes], backend="sm90", workers=1, gradients=gradients)
     assert compiled == []
 
 
@@ -134,6 +205,10 @@ def test_bad_arguments(compiled):
     for workers in (0, 1.5, True):
         with pytest.raises(ValueError, match="workers: expected an int of at least 1 or None"):
             onepass.warmup([], workers=workers)
+    for gradients in (1, None):
+        with pytest.raises(TypeError, match=f"gradients: expected a bool, got {gradients}"):
+            onepass.warmup([CALL], backend="sm90", gradients=gradients)
+    assert compiled == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to choose for")
