@@ -247,6 +247,7 @@ def test_static_holds_no_lengths():
 def test_importing_imports_torch_only_and_changes_nothing():
     code = """
 import sys, torch
+import torch.utils.flop_counter  # where the operators' FLOP formulas belong; brings triton where torch has it
 before = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.get_default_dtype()
 loaded = set(sys.modules)
 import onepass
