@@ -8,14 +8,18 @@ what the order costs.
 import heapq
 import itertools
 import random
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
+from shipped import problem
 
+from onepass.kernels import heuristics
 from onepass.kernels.blocks import tile_scheduler
 from onepass.kernels.blocks.block_range import first_key_block, following_query_block, query_blocks
 from onepass.kernels.blocks.integers import ceil_div
-from onepass.kernels.sm90.backward_launch import IN_STEP
+from onepass.kernels.sm90.backward_launch import heads_per_section
+from onepass.problem import Mask
 
 # Time of the model: a step; from a tile's last addition until it is complete; from giving a turn until another thread
 # block sees it; the rest of a tile's end.
@@ -207,13 +211,15 @@ def cost(seqlen, left, right, heads_q, group, num_ctas=132):
     """Steps (as the kernel is launched by default) without and with turns; 16384 tokens."""
     case = Case(seqlen, seqlen, left, right, 64, 128, group)
     heads, batch = heads_q // group, max(1, 16384 // seqlen)
-    is_growing = right is not None and left is None
-    bytes_per_head = seqlen * group * 1024
-    common = heads * batch, ceil_div(seqlen, 128), num_ctas, bytes_per_head
-    section = tile_scheduler.heads_per_section(*common, is_growing, is_growing)
-    steps = run(padded_tiles(case, heads, batch, section, in_turns=False), num_ctas, is_growing, False)
-    section = tile_scheduler.heads_per_section(*common, True, True, ceil_div(num_ctas, IN_STEP))
-    return steps, run(padded_tiles(case, heads, batch, section), num_ctas, True)
+    asked = problem(128, 128, seqlen, mask=Mask(left, right), num_heads_kv=heads)
+    asked = replace(asked, batch=batch, num_heads_q=heads_q)
+    steps = []
+    for one in (asked, replace(asked, deterministic=True)):
+        config = heuristics.backward_config(one)
+        section = heads_per_section(one, config, num_ctas)
+        tiles = padded_tiles(case, heads, batch, section, in_turns=one.deterministic)
+        steps.append(run(tiles, num_ctas, config.dynamic_tiles, one.deterministic))
+    return tuple(steps)
 
 
 @pytest.mark.parametrize(("left", "right", "most"), [(None, 0, 1.08), (None, None, 1.05), (512, 0, 1.1)])
@@ -221,6 +227,14 @@ def cost(seqlen, left, right, heads_q, group, num_ctas=132):
 def test_turns_cost_little(left, right, most, group):
     free, in_turns = cost(2048, left, right, 16, group)
     assert in_turns < most * free, (free, in_turns)
+
+
+@pytest.mark.parametrize("group", [4, 8])
+@pytest.mark.parametrize("seqlen", [2048, 8192])
+def test_groups_of_heads_are_balanced(seqlen, group):
+    """About the steps of as many heads without groups."""
+    (alone, _), (grouped, _) = cost(seqlen, None, 0, 16, 1), cost(seqlen, None, 0, 16, group)
+    assert grouped < 1.05 * alone, (alone, grouped)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,8 @@ from ..blocks.integers import ceil_div
 from ..config import BackwardConfig
 from .launch import ARCH, LOG2_E, element_type, fake_tensor, score_scales, tile_counter, tma_ready, window_bounds
 
-# Tiles of a head that begin together when sums are in order. Each stays a step behind the one before, which costs a
-# launch about so many steps; they read the same rows at about the same time, so a section need not fit into L2.
-IN_STEP = 4
-POSTPROCESS_OF_MASK = 11  # arguments of the postprocess kernel that are None without a mask
 MAX_GRID = 65535  # of CUDA, in the dimensions in which preprocess and postprocess have heads and batch
+POSTPROCESS_OF_MASK = 11  # arguments of the postprocess kernel that are None without a mask
 
 
 def unsupported(problem: AttentionProblem) -> str | None:
@@ -57,28 +54,15 @@ def prepare(
         return _without_keys
     config = config or heuristics.backward_config(problem)
     config.check(problem)
-    head_dim, _ = config.head_dims(problem)
     if problem.is_packed:
         blocks_per_head = problem.seqlen_q // config.tile_m + problem.batch
         tiles = tile_scheduler.max_packed_tiles(problem.seqlen_k, config.tile_n, problem.num_heads_kv, problem.batch)
     else:
         blocks_per_head = ceil_div(problem.seqlen_q, config.tile_m)
         tiles = tile_scheduler.num_tiles(problem.seqlen_k, config.tile_n, problem.num_heads_kv, problem.batch)
-    heads, mask, in_turns = problem.num_heads_kv * problem.batch, problem.mask, config.adds_in_turns(problem)
-    shares = heads if config.private_dq else tiles
+    shares = problem.num_heads_kv * problem.batch if config.private_dq else tiles
     num_ctas = min(shares, torch.cuda.get_device_properties(device).multi_processor_count)
-    has_falling_lengths = mask.window_right is not None and mask.window_left is None and config.longest_first
-    # what a kv head's tiles read and write again and again: Q, dO and the accumulator
-    row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * head_dim
-    section = tile_scheduler.heads_per_section(
-        heads,
-        ceil_div(problem.seqlen_k, config.tile_n),
-        num_ctas,
-        problem.seqlen_q * problem.qhead_per_kvhead * row_bytes,
-        in_turns or (has_falling_lengths and not config.private_dq),
-        config.dynamic_tiles,
-        ceil_div(num_ctas, IN_STEP) if in_turns else 1,
-    )
+    section = heads_per_section(problem, config, num_ctas)
     preprocess, main, *rest = (compile.get(*request) for request in compile_requests(problem, has_dlse, config))
     postprocess = rest[0] if rest else None
     return Launch(problem, config, preprocess, main, postprocess, blocks_per_head, section, num_ctas)
@@ -218,6 +202,51 @@ class Launch:
         minus_lse, minus_delta = stats.unbind(3)
         p = torch.exp(sinks.float()[:, None, None] + minus_lse / self.lse_factor)
         dsinks.copy_((p * minus_delta).sum((0, 2, 3)))
+
+
+# ---------------------------------------------------------------- order of tiles
+
+
+def heads_per_section(problem: AttentionProblem, config: BackwardConfig, num_ctas: int) -> int:
+    """kv heads that are worked on at a time, see blocks/tile_scheduler.py."""
+    heads, tiles_per_head = problem.num_heads_kv * problem.batch, ceil_div(problem.seqlen_k, config.tile_n)
+    in_turns = config.adds_in_turns(problem)
+    is_growing = problem.mask.window_right is not None and problem.mask.window_left is None
+    # what a kv head's tiles read and write again and again: Q, dO and the accumulator
+    row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * config.head_dims(problem)[0]
+    bytes_per_head = problem.seqlen_q * problem.qhead_per_kvhead * row_bytes
+    if in_turns:
+        least = ceil_div(num_ctas, tiles_in_step(problem))
+    else:
+        least = least_heads(heads, tiles_per_head, bytes_per_head, num_ctas)
+    longest_first = in_turns or (is_growing and config.longest_first and not config.private_dq)
+    return tile_scheduler.heads_per_section(
+        heads, tiles_per_head, num_ctas, bytes_per_head, longest_first, config.dynamic_tiles, least
+    )
+
+
+def tiles_in_step(problem: AttentionProblem) -> int:
+    """Tiles of a head that begin together when sums are in order, and stay a step behind each other.
+
+    The more of them, the fewer heads are worked on at a time, and these share L2. But steps are lost, more where later
+    tiles are shorter and where sequences are (modelled in tests/kernels/test_backward_turns.py: without a mask 1 % with
+    16 of them, with a causal one 3 % at seqlen 8192 with 8 of them and 13 % at 2048).
+    """
+    if problem.mask.is_full:
+        return 16
+    return 8 if problem.mask.window_left is None and problem.seqlen_k >= 4096 else 4
+
+
+def least_heads(heads: int, tiles_per_head: int, bytes_per_head: int, num_ctas: int) -> int:
+    """kv heads that are worked on at a time, more than fit into L2 where these have fewer tiles than thread blocks.
+
+    Of 4 or 8 query heads a kv head they do, and longest first inside of such sections balances nothing: in the model of
+    tests/kernels/test_backward_turns.py sections of two waves take 12 to 33 % fewer steps (causal, 2048 to 8192).
+    """
+    if tile_scheduler.L2_BUDGET_BYTES // bytes_per_head * tiles_per_head >= num_ctas:
+        return 1
+    sections = ceil_div(heads, ceil_div(2 * num_ctas, tiles_per_head))
+    return ceil_div(heads, sections)
 
 
 # ---------------------------------------------------------------- tracing
