@@ -68,6 +68,10 @@ def _has_growing_tiles(problem: AttentionProblem, config: Any) -> bool:
     return problem.mask.window_right is not None and problem.mask.window_left is None
 
 
+def _has_background_zeros(problem: AttentionProblem, config: Any) -> bool:
+    return config.zeroes_ahead(problem)
+
+
 FORWARD_SM90 = (
     Switch(
         "overlap_gemm_softmax",
@@ -111,7 +115,7 @@ BACKWARD_SM90 = (
     Switch("longest_first", False, "not the longest tiles first", matters=_has_growing_tiles),
     Switch("q_stages", 2, "two buffers for Q"),
     Switch("do_stages", 1, "one buffer for dO"),
-    Switch("background_zeros", False, "zeros for dQ by the kernel before"),
+    Switch("background_zeros", False, "zeros for dQ by the kernel before", matters=_has_background_zeros),
     Switch("private_dq", False, "sums of dQ shared by all thread blocks"),
     Switch("by_gradient", False, "dK and dV in the same warpgroup"),
 )

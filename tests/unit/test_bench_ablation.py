@@ -359,4 +359,12 @@ def test_the_hopper_backward():
         "no turns between warpgroups",
         "two buffers for Q",
         "one buffer for dO",
+        "zeros for dQ by the kernel before",
     ]
+    short = replace(
+        problem, seqlen_q=512, seqlen_k=512, batch=33, num_heads_q=4, num_heads_kv=4, head_dim=64, head_dim_v=64
+    )
+    table = ablation.rows(short, heuristics.backward_config(short), kernel.switches)
+    labels = [row.label for row in table.rows if row.refusal is None]
+    assert "sums of dQ shared by all thread blocks" in labels
+    assert "zeros for dQ by the kernel before" not in labels  # it has none
