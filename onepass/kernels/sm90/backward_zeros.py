@@ -1,6 +1,6 @@
 """The zeros that dQ is added to, written in the background by warps that have nothing else to do.
 
-Before the main kernel they would be half of all that is moved there (134 of 268 MB for 16k rows of 2048 columns); in it,
+Before the main kernel they would be half of what is moved there (134 of 268 MB for 16k rows of 2048 columns); in it,
 they disappear behind the GEMMs. Blocks of the accumulator are drawn from a counter in ascending order, in which tiles
 of keys need them, and for each kv head is counted how many of its blocks are zero. A tile waits for all of its head.
 Whoever has drawn a block is running and waits for nobody, so that no launch depends on a thread block that has not
