@@ -207,12 +207,14 @@ def test_the_model_sees_a_deadlock():
 # ---------------------------------------------------------------- cost
 
 
-def cost(seqlen, left, right, heads_q, group, num_ctas=132):
-    """Steps (as the kernel is launched by default) without and with turns; 16384 tokens."""
-    case = Case(seqlen, seqlen, left, right, 64, 128, group)
+def cost(seqlen, left, right, group, head_dim=128, num_ctas=132):
+    """Steps (as the kernel is launched by default) without and with turns; 16384 tokens of hidden size 2048."""
+    heads_q = 2048 // head_dim
     heads, batch = heads_q // group, max(1, 16384 // seqlen)
-    asked = problem(128, 128, seqlen, mask=Mask(left, right), num_heads_kv=heads)
+    asked = problem(head_dim, head_dim, seqlen, mask=Mask(left, right), num_heads_kv=heads)
     asked = replace(asked, batch=batch, num_heads_q=heads_q)
+    tile_m = heuristics.backward_config(asked).tile_m
+    case = Case(seqlen, seqlen, left, right, tile_m, 128, group)
     steps = []
     for one in (asked, replace(asked, deterministic=True)):
         config = heuristics.backward_config(one)
@@ -223,9 +225,9 @@ def cost(seqlen, left, right, heads_q, group, num_ctas=132):
 
 
 @pytest.mark.parametrize(("left", "right", "most"), [(None, 0, 1.08), (None, None, 1.05), (512, 0, 1.1)])
-@pytest.mark.parametrize("group", [1, 4])
-def test_turns_cost_little(left, right, most, group):
-    free, in_turns = cost(2048, left, right, 16, group)
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 128), (4, 128), (1, 64)])
+def test_turns_cost_little(left, right, most, group, head_dim):
+    free, in_turns = cost(2048, left, right, group, head_dim)
     assert in_turns < most * free, (free, in_turns)
 
 
@@ -233,13 +235,14 @@ def test_turns_cost_little(left, right, most, group):
 @pytest.mark.parametrize("seqlen", [2048, 8192])
 def test_groups_of_heads_are_balanced(seqlen, group):
     """About the steps of as many heads without groups."""
-    (alone, _), (grouped, _) = cost(seqlen, None, 0, 16, 1), cost(seqlen, None, 0, 16, group)
+    (alone, _), (grouped, _) = cost(seqlen, None, 0, 1), cost(seqlen, None, 0, group)
     assert grouped < 1.05 * alone, (alone, grouped)
 
 
 if __name__ == "__main__":
-    for seqlen, (left, right), group in itertools.product(
-        (2048, 8192, 16384), ((None, 0), (None, None), (1024, 0)), (1, 4)
+    for head_dim, seqlen, (left, right), group in itertools.product(
+        (64, 128), (2048, 4096, 8192, 16384), ((None, 0), (None, None), (1024, 0)), (1, 4)
     ):
-        free, in_turns = cost(seqlen, left, right, 16, group)
-        print(f"{seqlen:6} window {left}, {right}, group {group}: {free:.0f} -> {in_turns:.0f} ({in_turns / free:.3f})")
+        free, in_turns = cost(seqlen, left, right, group, head_dim)
+        what = f"{head_dim:3} {seqlen:6} window {left}, {right}, group {group}"
+        print(f"{what}: {free:.0f} -> {in_turns:.0f} ({in_turns / free:.3f})")

@@ -216,7 +216,7 @@ def heads_per_section(problem: AttentionProblem, config: BackwardConfig, num_cta
     row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * config.head_dims(problem)[0]
     bytes_per_head = problem.seqlen_q * problem.qhead_per_kvhead * row_bytes
     if in_turns:
-        least = ceil_div(num_ctas, tiles_in_step(problem))
+        least = ceil_div(num_ctas, tiles_in_step(problem, config.tile_m))
     else:
         least = least_heads(heads, tiles_per_head, bytes_per_head, num_ctas)
     longest_first = in_turns or (is_growing and config.longest_first and not config.private_dq)
@@ -225,16 +225,19 @@ def heads_per_section(problem: AttentionProblem, config: BackwardConfig, num_cta
     )
 
 
-def tiles_in_step(problem: AttentionProblem) -> int:
+def tiles_in_step(problem: AttentionProblem, tile_m: int) -> int:
     """Tiles of a head that begin together when sums are in order, and stay a step behind each other.
 
     The more of them, the fewer heads are worked on at a time, and these share L2. But steps are lost, more where later
-    tiles are shorter and where sequences are (modelled in tests/kernels/test_backward_turns.py: without a mask 1 % with
-    16 of them, with a causal one 3 % at seqlen 8192 with 8 of them and 13 % at 2048).
+    tiles are shorter and where tiles have few steps. In the model of tests/kernels/test_backward_turns.py these numbers
+    lose up to 5 %; there 4 of them lost 16 % at head_dim 64, causal, 2048, of the 20 % that determinism was measured to
+    cost.
     """
     if problem.mask.is_full:
         return 16
-    return 8 if problem.mask.window_left is None and problem.seqlen_k >= 4096 else 4
+    if problem.mask.window_left is not None:
+        return 4
+    return max(1, min(8, problem.seqlen_k // (16 * tile_m)))
 
 
 def least_heads(heads: int, tiles_per_head: int, bytes_per_head: int, num_ctas: int) -> int:
