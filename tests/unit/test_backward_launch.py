@@ -52,18 +52,21 @@ def test_gradient_of_sinks(softcap):
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
 @pytest.mark.parametrize(
-    "options",
+    ("options", "fields"),
     [
-        {},
-        {"mask": Mask(None, 0)},
-        {"mask": Mask(3, None), "softcap": 3.0, "has_seqused_k": True},
-        {"mask": Mask(3, 5), "is_packed": True, "deterministic": True},
-        {"has_seqused_k": True, "is_packed": True},
+        ({}, {}),
+        ({"mask": Mask(None, 0)}, {}),
+        ({"mask": Mask(3, None), "softcap": 3.0, "has_seqused_k": True}, {}),
+        ({"mask": Mask(3, 5), "is_packed": True, "deterministic": True}, {}),
+        ({"has_seqused_k": True, "is_packed": True}, {}),
+        ({"mask": Mask(None, 0)}, {"background_zeros": False}),
+        ({"mask": Mask(None, 0), "deterministic": True}, {"private_dq": True}),
+        ({"has_seqused_k": True}, {"private_dq": True, "dynamic_tiles": False}),
     ],
 )
-def test_kernels_are_given_what_they_were_traced_with(options):
+def test_kernels_are_given_what_they_were_traced_with(options, fields):
     """In order: as many arguments, of as many dimensions, and None in the same places."""
-    wanted, config = problem(has_sinks=False, **options), BackwardConfig()
+    wanted, config = problem(has_sinks=False, **options), BackwardConfig(**fields)
     wanted = replace(wanted, dtype=torch.bfloat16)
     sequences = (140,) if wanted.is_packed else (2, 70)
     q, out, dout = (torch.zeros(*sequences, 4, 16, dtype=wanted.dtype) for _ in range(3))
@@ -81,11 +84,7 @@ def test_kernels_are_given_what_they_were_traced_with(options):
     given = []
     kernels = [lambda *arguments: given.append(arguments)] * 3
     Launch(wanted, config, *kernels, 4, 1, 1)(inputs, out, lse, dout, None)
-    traced = (
-        backward_launch.trace_preprocess(wanted, config, False),
-        backward_launch.trace(wanted, config),
-        backward_launch.trace_postprocess(wanted, config),
-    )
+    traced = [trace() for *_, trace in backward_launch.compile_requests(wanted, False, config)]
 
     def dimensions(argument):
         return None if argument is None else len(getattr(argument, "shape", ()))
