@@ -236,8 +236,13 @@ class BackwardConfig(LaunchConfig):
         return problem.deterministic and not self.private_dq
 
     def zeroes_ahead(self, problem: AttentionProblem) -> bool:
+        """Whether idle warps of the main kernel write the zeros that dQ is added to."""
         # packed: the first tiles are those of all heads, whose zeros would all have to be there
         return self.background_zeros and not self.private_dq and not problem.is_packed
+
+    def zeroes_before(self, problem: AttentionProblem) -> bool:
+        """Whether the kernel before writes the zeros; with private_dq there are none."""
+        return not self.private_dq and not self.zeroes_ahead(problem)
 
     def dq_columns(self, problem: AttentionProblem) -> int:
         """Columns of the pieces (64 rows each) that a dQ of tile_m rows is computed in."""

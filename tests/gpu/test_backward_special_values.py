@@ -8,6 +8,7 @@ import pytest
 import torch
 from gpu_cases import BF16, DEVICE, FP16, INF, MASKS, NAN, bits, case, cases, needs_hopper, same_bits
 from gradient_cases import Loss, changed, expected_gradients, gradients, hard_gradients, loss_of
+from test_special_values import USED
 
 from onepass import reference
 from onepass.problem import Mask
@@ -125,14 +126,7 @@ def test_packed_neighbours(case, name):
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 3e4])
-@cases(
-    [
-        *(case(200, 300, batch=4, heads=(4, 2), head_dim=d, used=(0, 1, 133, 300)) for d in (64, 128, 256)),
-        case(200, 300, batch=4, heads=(4, 2), head_dim=128, used=(0, 1, 133, 300), causal=True, dtype=FP16),
-        case(200, 300, batch=4, heads=(4, 2), head_dim=128, used=(0, 1, 133, 300), window=(30, 9), sinks=True),
-        case((70, 130, 50, 9), (90, 140, 200, 0), heads=(4, 2), head_dim=128, used=(50, 0, 129, 0)),
-    ]
-)
+@cases(USED)
 def test_nothing_past_seqused_k_matters(case, value):
     call = case.call()
     loss = loss_of(call)

@@ -23,6 +23,7 @@ from gradient_cases import Loss, check_gradients, expected_gradients, gradients,
 from test_memory import LAYOUTS
 from test_packed import LENGTHS as PACKED_LENGTHS
 from test_random_calls import CASES as RANDOM_CASES
+from test_values import GROUPS, OPTIONS, WINDOWS
 
 import onepass
 from onepass.kernels import heuristics
@@ -71,9 +72,6 @@ def test_masks(case):
     check_gradients(case.call())
 
 
-WINDOWS = [(0, 0), (0, None), (None, 0), (1, 0), (0, 1), (63, 0), (64, 0), (127, 128), (500, 3), (10**6, 10**6)]
-
-
 @cases(
     case(m, n, heads=(4, 2), head_dim=128, window=w) for w in WINDOWS for m, n in ((300, 300), (200, 450), (450, 200))
 )
@@ -81,25 +79,9 @@ def test_window_edges(case):
     check_gradients(case.call())
 
 
-GROUPS = [(1, 1), (2, 1), (3, 1), (4, 2), (5, 1), (7, 7), (8, 2), (16, 1), (32, 1), (71, 1), (140, 70)]
-
-
 @cases(case(150, 170, batch=2, heads=heads, head_dim=(64, 128)[i % 2], causal=True) for i, heads in enumerate(GROUPS))
 def test_heads(case):
     check_gradients(case.call())
-
-
-OPTIONS = [
-    {"softcap": 0.5},
-    {"softcap": 5.0, "causal": True},
-    {"softcap": 50.0, "softmax_scale": 2.0},
-    {"softcap": 30.0, "softmax_scale": -0.2},
-    {"softmax_scale": 1e-3},
-    {"softmax_scale": 1.0, "window": (50, 5)},
-    {"sinks": True},
-    {"sinks": True, "causal": True, "softcap": 20.0},
-    {"sinks": True, "window": (64, 10), "softcap": 3.0, "softmax_scale": 0.3, "heads": (6, 2)},
-]
 
 
 @cases(

@@ -129,15 +129,16 @@ def test_packed_neighbours(case, value):
     assert not out[~others].isfinite().any()
 
 
+USED = [
+    *(case(200, 300, batch=4, heads=(4, 2), head_dim=d, used=(0, 1, 133, 300)) for d in (64, 128, 256)),
+    case(200, 300, batch=4, heads=(4, 2), head_dim=128, used=(0, 1, 133, 300), causal=True, dtype=FP16),
+    case(200, 300, batch=4, heads=(4, 2), head_dim=128, used=(0, 1, 133, 300), window=(30, 9), sinks=True),
+    case((70, 130, 50, 9), (90, 140, 200, 0), heads=(4, 2), head_dim=128, used=(50, 0, 129, 0)),
+]
+
+
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 3e4])
-@cases(
-    [
-        *(case(200, 300, batch=4, heads=(4, 2), head_dim=d, used=(0, 1, 133, 300)) for d in (64, 128, 256)),
-        case(200, 300, batch=4, heads=(4, 2), head_dim=128, used=(0, 1, 133, 300), causal=True, dtype=FP16),
-        case(200, 300, batch=4, heads=(4, 2), head_dim=128, used=(0, 1, 133, 300), window=(30, 9), sinks=True),
-        case((70, 130, 50, 9), (90, 140, 200, 0), heads=(4, 2), head_dim=128, used=(50, 0, 129, 0)),
-    ]
-)
+@cases(USED)
 def test_nothing_past_seqused_k_matters(case, value):
     call = case.call()
     expected = run(call)

@@ -8,11 +8,12 @@ all warpgroups. The dQ of a step is added to a float32 accumulator in global mem
 
     producer warp        Q0 | K V | dO0 | Q1 dO1 | Q2 dO2 ...                      TMA, through circular buffers
     two warps            zeros in the accumulator of dQ, ahead of all tiles
-    each warpgroup       S0 P0 | dP0 dV0 | dS0 | S1 dK0 | P1 | dP1 dV1 dQ0 | dS1 | S2 dK1 | P2 ...
+    each warpgroup       S0 P0 | dP0 dV0 | dS0 | S1 dK0 | P1 | dQ0 dP1 dV1 | dS1 | S2 dK1 | P2 ...
 
 P and dS are computed while the tensor cores work on the GEMMs around them; see backward_consumer.py.
 
-These additions come in any order. If the problem is deterministic, tiles of keys add to a block of dQ in ascending
+With private_dq (BackwardConfig) a thread block is the only one that adds to a dQ, and writes it when it is complete.
+Else these additions come in any order. If the problem is deterministic, tiles of keys add to a block of dQ in ascending
 order: each warp waits until a counter (Accumulator.turns) says that the tiles before have added to its part. A tile
 then visits the query blocks in another order, so that these waits are short: block_range.following_query_block.
 

@@ -3,8 +3,8 @@
 One step, query block i; in brackets what is in the tensor cores' queue, below it what the threads do meanwhile:
 
     [dQ_(i-1) = dS_(i-1) K   dP_i = V dO_i^T   dV += P_i^T dO_i]          [S_(i+1) = K Q_(i+1)^T   dK += dS_i^T Q_i]
-                             dQ_(i-1) to             dS_i = P_i           dS_i, dQ_(i-1)     P_(i+1) =
-                             shared memory           (dP_i - delta)       on their ways      exp(S_(i+1) - lse)
+                             dQ_(i-1) added          dS_i = P_i           dS_i to            P_(i+1) =
+                             to memory               (dP_i - delta)       shared memory      exp(S_(i+1) - lse)
 
 dQ needs the dS of all warpgroups; it comes a step late, so that none of them waits for another one's. A step holds dK,
 dV, one accumulator (64, tile_m) for S and dP in turn, a part of dQ, and P and dS in 16 bits.
@@ -67,8 +67,7 @@ class BackwardConsumer(Turns):
 
     def __init__(self, kernel, buffers, pipes, mmas: Mmas, *others):
         self._keep(kernel, pipes, mmas, *others)
-        # the first of this thread's two keys, 8 apart
-        self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.thread // 32 * 16 + self.thread % 32 // 4
+        self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.row_in_warpgroup
 
         sK, sV, sQ, sdO, sdS, self.sStats, self.ds_full = buffers
         self._make_fragments(sK, sV, sQ, sdO, sdS, self.wg)
@@ -92,6 +91,8 @@ class BackwardConsumer(Turns):
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.lane, self.lane_in_quad = self.thread % LANES, self.thread % 4
         self.wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP - 1)
+        # the first of this thread's two rows of an accumulator, 8 apart; row_in_tile: the same among the tile's keys
+        self.row_in_warpgroup = self.thread // LANES * 16 + self.lane // 4
         self.takes_turns = kernel.config.pingpong
         self.is_capped = scores.tanh_scale is not None
 
@@ -523,9 +524,8 @@ class BackwardConsumer(Turns):
                 acc_dq[first + i] = acc_dq[first + i] + vectors[i // 4][i % 4]
 
     def row_of_dq(self) -> Int32:
-        """The first of this thread's two rows, 8 apart, of a block of dQ."""
-        row = self.thread // LANES * 16 + self.lane // 4
-        return row + self.wg * ROWS_PER_WARPGROUP if self.is_dq_by_rows else row
+        """The first of this thread's two rows of a block of dQ."""
+        return self.row_in_tile if self.is_dq_by_rows else self.row_in_warpgroup
 
     @cute.jit
     def store_dq(self, acc_dq: cute.Tensor, tile, head: Int32, m_block: Int32):

@@ -142,8 +142,8 @@ class Launch:
         blocks = entries * problem.num_heads_q * self.blocks_per_head
         head_dim = config.head_dims(problem)[0]
         private_blocks = self.num_ctas * problem.qhead_per_kvhead * self.blocks_per_head
-        of_accum = private_blocks if config.private_dq else blocks
-        dq_accum = out.new_empty((of_accum, config.tile_m * head_dim), dtype=torch.float32)
+        accum_blocks = private_blocks if config.private_dq else blocks
+        dq_accum = out.new_empty((accum_blocks, config.tile_m * head_dim), dtype=torch.float32)
         stats = out.new_empty((blocks, 2 * config.tile_m), dtype=torch.float32)
         turns = None
         if config.adds_in_turns(problem):
@@ -161,9 +161,9 @@ class Launch:
         zeroed = None
         if config.zeroes_ahead(problem):
             zeroed = out.new_empty((1 + problem.batch * problem.num_heads_q,), dtype=torch.int32)
-        before = None if config.private_dq or zeroed is not None else dq_accum
+        to_zero = dq_accum if config.zeroes_before(problem) else None
         self.preprocess(
-            tma_ready(out), dout, lse, dlse, stats, before, zeroed, cu_seqlens_q, self.lse_factor, self.blocks_per_head
+            tma_ready(out), dout, lse, dlse, stats, to_zero, zeroed, cu_seqlens_q, self.lse_factor, self.blocks_per_head
         )
         rows = (*(tma_ready(t) for t in (inputs.q, inputs.k, inputs.v)), dout)
         scales_and_window = *score_scales(problem), *window_bounds(problem)
@@ -230,7 +230,7 @@ def tiles_in_step(problem: AttentionProblem, tile_m: int) -> int:
 
     The more of them, the fewer heads are worked on at a time, and these share L2. But steps are lost, more where later
     tiles are shorter and where tiles have few steps. In the model of tests/kernels/test_backward_turns.py these numbers
-    lose up to 5 %; there 4 of them lost 16 % at head_dim 64, causal, 2048, of the 20 % that determinism was measured to
+    lose 0 to 7 %; there 4 of them lost 16 % at head_dim 64, causal, 2048, of the 20 % that determinism was measured to
     cost.
     """
     if problem.mask.is_full:
@@ -243,8 +243,9 @@ def tiles_in_step(problem: AttentionProblem, tile_m: int) -> int:
 def least_heads(heads: int, tiles_per_head: int, bytes_per_head: int, num_ctas: int) -> int:
     """kv heads that are worked on at a time, more than fit into L2 where these have fewer tiles than thread blocks.
 
-    Of 4 or 8 query heads a kv head they do, and longest first inside of such sections balances nothing: in the model of
-    tests/kernels/test_backward_turns.py sections of two waves take 12 to 33 % fewer steps (causal, 2048 to 8192).
+    Longest first inside of such sections balances nothing: in the model of tests/kernels/test_backward_turns.py two
+    waves take 15 to 19 % fewer steps with 4 query heads a kv head, 33 to 37 % with 8 (head_dim 128, causal, 2048 to
+    8192 of 16k tokens).
     """
     if tile_scheduler.L2_BUDGET_BYTES // bytes_per_head * tiles_per_head >= num_ctas:
         return 1
@@ -326,7 +327,7 @@ def trace_preprocess(problem: AttentionProblem, config: BackwardConfig, has_dlse
         _lse(problem),
         dlse,
         stats,
-        None if config.private_dq or config.zeroes_ahead(problem) else dq_accum,
+        dq_accum if config.zeroes_before(problem) else None,
         _zeroed(problem, config),
         _cu_seqlens(problem),
         Float32(1.0),

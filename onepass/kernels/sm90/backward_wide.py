@@ -38,8 +38,7 @@ class WideConsumer(BackwardConsumer):
 
     def __init__(self, kernel, buffers, pipes, mmas: Mmas, *others):
         self._keep(kernel, pipes, mmas, *others)
-        # the first of this thread's two keys, 8 apart
-        self.row_in_tile = self.thread // 32 * 16 + self.thread % 32 // 4
+        self.row_in_tile = self.row_in_warpgroup
 
         sK, sV, sQ, sdO, sdS, self.sP, self.sStats, self.ds_full, self.p_full = buffers
         self._make_fragments(sK, sV, sQ, sdO, sdS, 0)
