@@ -16,6 +16,7 @@ the final division cancels it.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -28,6 +29,13 @@ from .ptx import bits, exp2_on_fma_pipe
 
 ROWS = 2  # rows of a thread
 LN2 = math.log(2.0)
+
+
+class Scores(NamedTuple):
+    """How raw scores q.k become exponents: exp2(scale_log2 * s), after s = tanh(s) of a softcap."""
+
+    scale_log2: Float32
+    tanh_scale: Float32 | None  # 2 log2(e) * softmax_scale / softcap; None: no softcap
 
 
 class OnlineSoftmax(Bundle):
