@@ -261,6 +261,8 @@ class ForwardConfigSm80(LaunchConfig):
 
     def check(self, problem: AttentionProblem, arch: str) -> None:
         """Raises: UnsupportedError, naming the bound, what is needed and what there is."""
+        if arch not in SMEM_BYTES_BY_ARCH:
+            raise UnsupportedError(f"architecture: expected one of {', '.join(SMEM_BYTES_BY_ARCH)}, got {arch}")
         if self.num_warps not in (1, 2, 4, 8):
             raise UnsupportedError(f"num_warps: expected 1, 2, 4 or 8, got {self.num_warps}")
         rows = ROWS_PER_MMA * self.num_warps

@@ -258,6 +258,7 @@ class ForwardSm80:
             cute.arch.sync_threads()  # all warps are done with the buffers
             load_k.load(mK, n_start, limit, 0)
             load_v.load(mV, n_start, limit, 0)
+            cute.arch.cp_async_commit_group()
             self._wait_for_loads(0)
             warps.gemm_qk(0)
         elif cutlass.const_expr(stages == 1):
