@@ -15,9 +15,13 @@ Thread blocks of neighbouring tiles of a head have neighbouring numbers, so thei
 Shared memory: Q (tile_m, head_dim); num_stages of K (tile_n, head_dim) and of V (tile_n, head_dim_v); columns up to the
 compiled head dim are zeros, and so are rows past the end of a sequence: P = 0 there, and 0 * NaN = NaN.
 
-Done: fp16 and bf16, every mask, softcap, sinks, groups of query heads, packed sequences and seqused_k, head dims that
-are multiples of 8. Not yet: narrower copies of tensors that are not 16-byte aligned (launch.py copies the tensors),
-float32, pack_gqa, fragments loaded a step ahead of the math by hand (that is left to the assembler).
+State: no GPU has run this yet, and nothing is tuned. The tests compile it for six architectures, read the machine code,
+and run the PTX on the CPU.
+
+    done      fp16 and bf16, every mask, softcap, sinks, groups of query heads, packed sequences and seqused_k, and
+              head dims that are multiples of 8
+    not yet   narrower copies of tensors that are not 16-byte aligned (launch.py copies the tensors), float32,
+              pack_gqa, fragments loaded a step ahead of the math by hand (that is left to the assembler)
 
 Names as in CuTe code: mQ global, sQ shared, rQ register fragment.
 
