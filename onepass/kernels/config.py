@@ -25,6 +25,11 @@ def head_dim_tile(head_dim: int) -> int:
     return next(tile for tile in HEAD_DIM_TILES if tile >= head_dim)
 
 
+def column_block(head_dim: int) -> int:
+    """Columns of a 16-bit tile in shared memory that lie side by side: the widest swizzled row that divides it."""
+    return next(columns for columns in (64, 32, 16) if head_dim % columns == 0)
+
+
 Config = TypeVar("Config", bound="LaunchConfig")
 
 
@@ -189,6 +194,108 @@ class ForwardConfig(LaunchConfig):
         registers = self.accumulator_registers(problem)
         if registers > available - 16:
             raise UnsupportedError(f"registers: {self} needs {registers} for S, P and O, a thread has {available}")
+
+
+# Shared memory of a thread block, bytes; a tile of 16 query rows is the M of a warp-wide mma.
+SMEM_BYTES_BY_ARCH = {
+    "sm_80": 163 * 1024,
+    "sm_86": 99 * 1024,
+    "sm_89": 99 * 1024,
+    "sm_90": SMEM_BYTES,
+    "sm_90a": SMEM_BYTES,
+    "sm_100a": SMEM_BYTES,
+    "sm_120a": 99 * 1024,
+}
+ROWS_PER_MMA = 16
+MAX_REGISTERS = 255  # of a thread
+
+
+@dataclass(frozen=True)
+class ForwardConfigSm80(LaunchConfig):
+    """How one forward launch with the instructions of Ampere is tiled and overlapped.
+
+    Attributes:
+        tile_m: query rows of a thread block, 16, 32, ... for each warp.
+        tile_n: keys of one step of the main loop.
+        num_warps: each takes every num_warps-th 16 rows of a tile.
+        num_stages: buffers for K and for V.
+        prefetch: loads run beside the GEMMs, from one buffer, too (K of the next step beside softmax and PV, V beside
+            QK^T). Else a step loads its K and V, waits for them and computes.
+        swizzle: 16-byte pieces of shared memory rows are exchanged so that ldmatrix meets no bank conflict.
+        q_in_registers: hold Q in registers instead of reading it from shared memory in every step.
+        rescale_threshold: powers of two that a row maximum may outgrow its reference by before acc_o is rescaled;
+            0 = rescale in every step.
+        exp2_fma_period: every so many-th exponential goes to the FMA pipe as a cubic; 0 = none.
+        longest_first: number the tiles by length (only meaningful where they differ), in L2-sized sections of heads.
+    """
+
+    tile_m: int = 64
+    tile_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+    prefetch: bool = True
+    swizzle: bool = True
+    q_in_registers: bool = True
+    rescale_threshold: float = 0.0
+    exp2_fma_period: int = 0
+    longest_first: bool = True
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * self.num_warps
+
+    @property
+    def m_tiles(self) -> int:
+        """Times 16 query rows of a warp."""
+        return self.tile_m // (ROWS_PER_MMA * self.num_warps)
+
+    def smem_bytes(self, problem: AttentionProblem) -> int:
+        d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
+        return 2 * (self.tile_m * d + self.num_stages * self.tile_n * (d + dv))
+
+    def accumulator_registers(self, problem: AttentionProblem) -> int:
+        """Registers of a thread for S, P, O (and Q): the rest is left for fragments of K and V, addresses, softmax."""
+        d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
+        s = self.tile_n // 2
+        return self.m_tiles * (s + s // 2 + dv // 2 + (d // 4 if self.q_in_registers else 0))
+
+    def check(self, problem: AttentionProblem, arch: str) -> None:
+        """Raises: UnsupportedError, naming the bound, what is needed and what there is."""
+        if arch not in SMEM_BYTES_BY_ARCH:
+            raise UnsupportedError(f"architecture: expected one of {', '.join(SMEM_BYTES_BY_ARCH)}, got {arch}")
+        if self.num_warps not in (1, 2, 4, 8):
+            raise UnsupportedError(f"num_warps: expected 1, 2, 4 or 8, got {self.num_warps}")
+        rows = ROWS_PER_MMA * self.num_warps
+        if self.tile_m < rows or self.tile_m % rows:
+            raise UnsupportedError(f"tile_m: expected a multiple of {rows} ({self.num_warps} warps), got {self.tile_m}")
+        if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
+            raise UnsupportedError(f"tile_n: expected 16, 32, ... 256, got {self.tile_n}")
+        d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
+        for columns in (d, dv):
+            # a pass of all threads over a tile is so many whole rows
+            in_a_pass = self.num_threads // (column_block(columns) // 8)
+            if self.tile_m % in_a_pass or self.tile_n % in_a_pass:
+                raise UnsupportedError(
+                    f"tile_m, tile_n: expected multiples of {in_a_pass}, the rows that {self.num_threads} threads load"
+                    f" at once, got {self.tile_m} and {self.tile_n}"
+                )
+        if self.num_stages < 1:
+            raise UnsupportedError(f"num_stages: expected 1 or more, got {self.num_stages}")
+        if self.num_stages > 1 and not self.prefetch:
+            raise UnsupportedError(f"num_stages: expected 1 without prefetch, got {self.num_stages}")
+        if not 0 <= self.rescale_threshold <= MAX_RESCALE_THRESHOLD:
+            expected = f"0 to {MAX_RESCALE_THRESHOLD:g}, or probabilities outgrow float16"
+            raise UnsupportedError(f"rescale_threshold: expected {expected}, got {self.rescale_threshold}")
+        if self.exp2_fma_period < 0:
+            raise UnsupportedError(f"exp2_fma_period: expected 0 (none) or more, got {self.exp2_fma_period}")
+        needed, available = self.smem_bytes(problem), SMEM_BYTES_BY_ARCH[arch]
+        if needed > available:
+            raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {available}")
+        registers = self.accumulator_registers(problem)
+        if registers > MAX_REGISTERS - 40:
+            raise UnsupportedError(
+                f"registers: {self} needs {registers} for S, P, O and Q, a thread has {MAX_REGISTERS}"
+            )
 
 
 @dataclass(frozen=True)

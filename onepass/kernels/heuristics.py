@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..errors import UnsupportedError
 from ..problem import AttentionProblem
 from .blocks.integers import ceil_div
-from .config import ROWS_PER_WARPGROUP, BackwardConfig, ForwardConfig, head_dim_tile
+from .config import ROWS_PER_WARPGROUP, BackwardConfig, ForwardConfig, ForwardConfigSm80, head_dim_tile
 
 LONG = 2**62
 
@@ -141,6 +141,23 @@ def _adapted(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:
     num_warpgroups = min(config.num_warpgroups, needed)
     cluster_size = config.cluster_size if needed > num_warpgroups else 1
     return replace(config, pack_gqa=pack_gqa, num_warpgroups=num_warpgroups, cluster_size=cluster_size)
+
+
+# With the instructions of Ampere, by the larger head_dim tile. Chosen by registers and shared memory, not measured yet.
+FORWARD_SM80 = {
+    64: ForwardConfigSm80(tile_m=128, tile_n=64, q_in_registers=False, rescale_threshold=LAZY),
+    96: ForwardConfigSm80(tile_m=64, tile_n=64, rescale_threshold=LAZY),
+    128: ForwardConfigSm80(tile_m=64, tile_n=64, rescale_threshold=LAZY),
+    192: ForwardConfigSm80(tile_m=64, tile_n=32, rescale_threshold=LAZY),
+    256: ForwardConfigSm80(tile_m=64, tile_n=32, num_stages=1, q_in_registers=False, rescale_threshold=LAZY),
+}
+
+
+def forward_config_sm80(problem: AttentionProblem, arch: str) -> ForwardConfigSm80:
+    """The configuration that a call of this problem runs with on the Ampere kernels."""
+    config = FORWARD_SM80[max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))]
+    config.check(problem, arch)
+    return config
 
 
 def backward_config(problem: AttentionProblem) -> BackwardConfig:

@@ -1,4 +1,4 @@
-"""Views of tensors and of wgmma register fragments that several kernels need."""
+"""Views of tensors and of wgmma and mma register fragments that several kernels need."""
 
 from __future__ import annotations
 
@@ -107,6 +107,17 @@ def as_operand_a(acc: cute.Tensor) -> cute.Tensor:
     layout = cute.make_layout(
         ((shape[0][0], shape[0][1], shape[0][2][0]), shape[1], (shape[0][2][1], shape[2])),
         stride=((stride[0][0], stride[0][1], stride[0][2][0]), stride[1], (stride[0][2][1], stride[2])),
+    )
+    return cute.make_tensor(acc.iterator, layout)
+
+
+def as_operand_a_of_mma(acc: cute.Tensor) -> cute.Tensor:
+    """`as_operand_a` for the accumulator ((2, 2), M, N) of a warp's mma: ((2, 2, 2), M, N / 2)."""
+    divided = cute.logical_divide(acc.layout, (None, None, 2))
+    shape, stride = divided.shape, divided.stride
+    layout = cute.make_layout(
+        ((*shape[0], shape[2][0]), shape[1], shape[2][1]),
+        stride=((*stride[0], stride[2][0]), stride[1], stride[2][1]),
     )
     return cute.make_tensor(acc.iterator, layout)
 

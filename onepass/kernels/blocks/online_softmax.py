@@ -1,4 +1,4 @@
-"""The online softmax on wgmma accumulators: the recurrence of `onepass/tiled/online_softmax.py`, in registers.
+"""The online softmax on accumulators of wgmma or mma, in registers: the recurrence of onepass/tiled/online_softmax.py.
 
 A thread holds two rows of the tile (8 apart) and a quarter of their columns; the other quarters are in the three other
 lanes of its quad. Maxima are reduced over the quad at once, sums only at the end.
@@ -16,6 +16,7 @@ the final division cancels it.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -28,6 +29,13 @@ from .ptx import bits, exp2_on_fma_pipe
 
 ROWS = 2  # rows of a thread
 LN2 = math.log(2.0)
+
+
+class Scores(NamedTuple):
+    """How raw scores q.k become exponents: exp2(scale_log2 * s), after s = tanh(s) of a softcap."""
+
+    scale_log2: Float32
+    tanh_scale: Float32 | None  # 2 log2(e) * softmax_scale / softcap; None: no softcap
 
 
 class OnlineSoftmax(Bundle):
@@ -79,6 +87,13 @@ class OnlineSoftmax(Bundle):
         return maximum(*chains)
 
     @cute.jit
+    def reset(self):
+        """Rows that have seen no key yet: `update` takes it from here (`begin` saves it the first rescaling)."""
+        for r in cutlass.range_constexpr(ROWS):
+            self.row_sum[r], self.row_scale[r] = Float32(0.0), Float32(1.0)
+            self._refer_to(-Float32.inf, r)
+
+    @cute.jit
     def begin(self, scores: cute.Tensor):
         """The first tile of a row: the reference is its maximum."""
         for r in cutlass.range_constexpr(ROWS):
@@ -97,10 +112,18 @@ class OnlineSoftmax(Bundle):
         self._exponentiate(scores)
 
     @cute.jit
-    def update_lazily(self, scores: cute.Tensor, acc_o: cute.Tensor, is_masked: cutlass.Constexpr[bool]):
+    def update_lazily(
+        self,
+        scores: cute.Tensor,
+        acc_o: cute.Tensor,
+        is_masked: cutlass.Constexpr[bool],
+        is_in_flight: cutlass.Constexpr[bool] = True,
+    ):
         """`update` and `rescale` in one, where they are needed in few tiles.
 
-        Args: acc_o: (2, columns), still being added to: the long way waits for all wgmma of the warpgroup.
+        Args:
+            acc_o: (2, columns).
+            is_in_flight: it is still being added to: the long way waits for all wgmma of the warpgroup.
 
         A warp goes the long way together, but a row follows its maximum only if that has grown: what comes out for it
         depends on no other row, not even in rounding.
@@ -112,7 +135,8 @@ class OnlineSoftmax(Bundle):
             else:
                 may_have_grown = may_have_grown or self._thread_maximum_bits(scores, r) > self.limit[r]
         if cute.arch.vote_any_sync(may_have_grown):
-            warpgroup.wait_group(0)
+            if cutlass.const_expr(is_in_flight):
+                warpgroup.wait_group(0)
             for r in cutlass.range_constexpr(ROWS):
                 old_max, tile_max = self.row_max[r], self.tile_maximum(scores, r)
                 has_grown = tile_max > self._limit(r)

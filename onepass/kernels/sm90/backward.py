@@ -45,17 +45,18 @@ from ..blocks.block_range import first_key_block, following_query_block, last_ke
 from ..blocks.integers import minimum
 from ..blocks.layouts import as_batch_of_one, at_head, one_tile, rows_first, smem_tiles
 from ..blocks.mask import Geometry
+from ..blocks.online_softmax import Scores
 from ..blocks.packed_schedule import Lengths, PackedSchedule, used_keys
 from ..blocks.plain_rows import PlainTensors
 from ..blocks.ptx import exit_if
+from ..blocks.schedule import Schedule, Sequences, make_schedule
 from ..blocks.tile_queue import TileQueue
 from ..config import DS_BUFFERS, REGISTERS, ROWS_PER_WARPGROUP, STAT_ROWS, BackwardConfig
 from . import backward_zeros
 from .backward_consumer import BackwardConsumer, Mmas
 from .backward_producer import BackwardProducer
 from .backward_wide import P_WORDS, WideConsumer
-from .forward import Schedule, Sequences, make_schedule
-from .warpgroup import WARPGROUP, WARPS, Scores
+from .warpgroup import WARPGROUP, WARPS
 
 PRODUCER_WARP, SCHEDULER_WARP = 0, 1
 

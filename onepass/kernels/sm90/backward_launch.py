@@ -12,10 +12,11 @@ from torch import Tensor
 from ...outputs import empty_gradients
 from ...problem import AttentionInputs, AttentionProblem
 from .. import compile, heuristics
+from ..arguments import LOG2_E, element_type, fake_tensor, score_scales, window_bounds
 from ..blocks import tile_scheduler
 from ..blocks.integers import ceil_div
 from ..config import BackwardConfig
-from .launch import ARCH, LOG2_E, element_type, fake_tensor, score_scales, tile_counter, tma_ready, window_bounds
+from .launch import ARCH, tile_counter, tma_ready
 
 MAX_GRID = 65535  # of CUDA, in the dimensions in which preprocess and postprocess have heads and batch
 POSTPROCESS_OF_MASK = 11  # arguments of the postprocess kernel that are None without a mask

@@ -23,8 +23,6 @@ Source: FlashAttention-3, arXiv:2407.08608, sections 3.1, 3.2, Algorithms 1 and 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -49,49 +47,18 @@ from ..blocks.layouts import (
     smem_tiles,
 )
 from ..blocks.mask import Geometry
+from ..blocks.online_softmax import Scores
 from ..blocks.packed_schedule import Lengths, PackedSchedule, used_keys
 from ..blocks.plain_rows import PlainTensors
 from ..blocks.ptx import exit_if
+from ..blocks.schedule import Schedule, Sequences, make_schedule
 from ..blocks.tile_queue import TileQueue
 from ..config import REGISTERS, ROWS_PER_WARPGROUP, ForwardConfig, head_dim_tile
 from .consumer import Consumer
 from .producer import Producer
-from .warpgroup import WARPS, Pipes, Scores, Tile
+from .warpgroup import WARPS, Pipes, Tile
 
 PRODUCER_WARP, SCHEDULER_WARP = 0, 1
-
-
-class Sequences(NamedTuple):
-    """Lengths as the host knows them (of packed sequences: totals), the window, and lengths on the device."""
-
-    seqlen_q: Int32
-    seqlen_k: Int32
-    window_left: Int32 | None
-    window_right: Int32 | None
-    lengths: Lengths
-
-
-class Schedule(NamedTuple):
-    """The persistent grid's order of tiles, see blocks/tile_scheduler.py.
-
-    Of packed sequences the host knows the number of heads only; the kernel makes a PackedSchedule of it.
-    """
-
-    num_tiles: Int32 | None
-    num_m_blocks: Int32 | None
-    batch: Int32 | None
-    divisors: tile_scheduler.Divisors
-
-
-def make_schedule(num_blocks: Int32 | None, num_heads: Int32, batch: Int32, heads_per_section: Int32) -> Schedule:
-    """On the host. Args: num_blocks: tiles of a head; None for packed sequences."""
-    if num_blocks is None:
-        divisors = tile_scheduler.Divisors(None, None, None, cute.FastDivmodDivisorV2(num_heads))
-        return Schedule(None, None, None, divisors)
-    heads_in_last = tile_scheduler.heads_in_last_section(num_heads * batch, heads_per_section)
-    numbers = num_blocks * heads_per_section, heads_per_section, heads_in_last, num_heads
-    divisors = tile_scheduler.Divisors(*(cute.FastDivmodDivisorV2(n) for n in numbers))
-    return Schedule(num_blocks * num_heads * batch, num_blocks, batch, divisors)
 
 
 class ForwardSm90:

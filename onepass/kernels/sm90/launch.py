@@ -13,12 +13,12 @@ from torch import Tensor
 from ...outputs import empty_outputs
 from ...problem import AttentionInputs, AttentionProblem
 from .. import compile, heuristics
+from ..arguments import element_type, fake_tensor, score_scales, window_bounds
 from ..blocks import tile_scheduler
 from ..blocks.integers import ceil_div
 from ..config import ForwardConfig
 
 ARCH = "sm_90a"
-LOG2_E = math.log2(math.e)
 MAX_HEAD_DIM = 256
 
 
@@ -73,21 +73,6 @@ def prepare(
     kernel = compile.get(*compile_request(problem, config))
     num_ctas, is_dynamic = num_clusters * config.cluster_size, config.dynamic_tiles
     return Launch(problem, kernel, *score_scales(problem), *window_bounds(problem), is_dynamic, section, num_ctas)
-
-
-def window_bounds(problem: AttentionProblem) -> tuple[int | None, int | None]:
-    """The window as a kernel gets it: beyond the longer of both lengths a bound hides nothing, and sums of positions
-    stay in 32 bits."""
-    longest = max(problem.seqlen_q, problem.seqlen_k)
-    left, right = problem.mask.window_left, problem.mask.window_right
-    return None if left is None else min(left, longest), None if right is None else min(right, longest)
-
-
-def score_scales(problem: AttentionProblem) -> tuple[float, float | None]:
-    """scale_log2 and tanh_scale of `warpgroup.Scores`."""
-    if problem.softcap is None:
-        return problem.softmax_scale * LOG2_E, None
-    return problem.softcap * LOG2_E, 2 * LOG2_E * problem.softmax_scale / problem.softcap
 
 
 def compile_request(problem: AttentionProblem, config: ForwardConfig | None = None) -> tuple:
@@ -176,24 +161,6 @@ def is_tma_ready(t: Tensor) -> bool:
 def copied(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
     """Which of the tensors a call copies before its kernel runs."""
     return [name for name, t in (("q", q), ("k", k), ("v", v)) if not is_tma_ready(t)]
-
-
-def element_type(dtype: torch.dtype) -> type:
-    """The kernel language's name of a dtype."""
-    import cutlass
-
-    return {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}[dtype]
-
-
-def fake_tensor(kind: type, *shape: int | None, align_bytes: int):
-    """A stand-in of any lengths (None) and strides; the last dimension contiguous."""
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_tensor
-
-    divisibility = align_bytes * 8 // kind.width
-    strides = tuple(cute.sym_int64(divisibility=divisibility) for _ in shape[:-1])
-    shape = tuple(cute.sym_int() if size is None else size for size in shape)
-    return make_fake_tensor(kind, shape, (*strides, 1), assumed_align=align_bytes)
 
 
 def trace(problem: AttentionProblem, config: ForwardConfig) -> tuple:

@@ -19,7 +19,7 @@ from ..blocks.integers import select
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
 from ..blocks.mask import Geometry
 from ..blocks.named_barrier import NamedBarrier
-from ..blocks.online_softmax import OnlineSoftmax, finish
+from ..blocks.online_softmax import OnlineSoftmax, Scores, finish
 from ..blocks.pack_gqa import unpack_row
 from ..blocks.plain_rows import soft_cap
 from ..blocks.turns import Turns
@@ -28,13 +28,6 @@ from ..config import ROWS_PER_WARPGROUP
 
 WARPGROUP = 128  # threads
 WARPS = 4  # of a warpgroup
-
-
-class Scores(NamedTuple):
-    """How raw scores q.k become exponents: exp2(scale_log2 * s), after s = tanh(s) of a softcap."""
-
-    scale_log2: Float32
-    tanh_scale: Float32 | None  # 2 log2(e) * softmax_scale / softcap; None: no softcap
 
 
 class Tile(NamedTuple):

@@ -1,0 +1,44 @@
+"""What every kernel of attention is called with, and what stands for it while the kernel is compiled."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..problem import AttentionProblem
+
+LOG2_E = math.log2(math.e)
+
+
+def window_bounds(problem: AttentionProblem) -> tuple[int | None, int | None]:
+    """The window as a kernel gets it: beyond the longer of both lengths a bound hides nothing, and sums of positions
+    stay in 32 bits."""
+    longest = max(problem.seqlen_q, problem.seqlen_k)
+    left, right = problem.mask.window_left, problem.mask.window_right
+    return None if left is None else min(left, longest), None if right is None else min(right, longest)
+
+
+def score_scales(problem: AttentionProblem) -> tuple[float, float | None]:
+    """scale_log2 and tanh_scale of `online_softmax.Scores`."""
+    if problem.softcap is None:
+        return problem.softmax_scale * LOG2_E, None
+    return problem.softcap * LOG2_E, 2 * LOG2_E * problem.softmax_scale / problem.softcap
+
+
+def element_type(dtype: torch.dtype) -> type:
+    """The kernel language's name of a dtype."""
+    import cutlass
+
+    return {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}[dtype]
+
+
+def fake_tensor(kind: type, *shape: int | None, align_bytes: int):
+    """A stand-in of any lengths (None) and strides; the last dimension contiguous."""
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    divisibility = align_bytes * 8 // kind.width
+    strides = tuple(cute.sym_int64(divisibility=divisibility) for _ in shape[:-1])
+    shape = tuple(cute.sym_int() if size is None else size for size in shape)
+    return make_fake_tensor(kind, shape, (*strides, 1), assumed_align=align_bytes)

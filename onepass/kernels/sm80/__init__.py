@@ -1,0 +1,7 @@
+"""The backend for the instructions that every NVIDIA GPU since Ampere has: kernels in CuTe DSL.
+
+forward.py    the kernel: set-up, tiles, what a thread block does with one; read this one first
+warps.py      a warp's registers and single acts: GEMMs, masks, softmax, storing
+loads.py      tiles from global to shared memory, asynchronously
+launch.py     tensors and options -> compiled kernel and grid
+"""

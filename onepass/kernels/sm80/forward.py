@@ -1,0 +1,292 @@
+"""The Ampere forward kernel: one thread block a tile of query rows, all warps load and compute.
+
+    loads      Q K V(n-1) | K V(n-2)           | K V(n-3)           | ..       cp.async, through num_stages buffers
+    each warp               S=QK softmax O+=PV | S=QK softmax O+=PV | ..       mma, from shared memory by ldmatrix
+
+A warp owns 16 query rows (m_tiles times), and their softmax needs no other warp: a row of S lies in the four lanes of a
+quad. Warps meet once a step of tile_n keys: after `wait_group` and a barrier the buffers of step j are full for all of
+them, and those of step j - 1 free to be filled for step j + num_stages - 1. Other orders of loads, by configuration:
+
+    num_stages=1           K of the next step is loaded beside softmax and PV, V of this one beside QK^T; two barriers
+    prefetch=False         load, wait, compute
+
+Thread blocks of neighbouring tiles of a head have neighbouring numbers, so their K and V meet in L2.
+
+Shared memory: Q (tile_m, head_dim); num_stages of K (tile_n, head_dim) and of V (tile_n, head_dim_v); columns up to the
+compiled head dim are zeros, and so are rows past the end of a sequence: P = 0 there, and 0 * NaN = NaN.
+
+State: no GPU has run this yet, and nothing is tuned. The tests compile it for six architectures, read the machine code,
+and run the PTX on the CPU.
+
+    done      fp16 and bf16, every mask, softcap, sinks, groups of query heads, packed sequences and seqused_k, and
+              head dims that are multiples of 8
+    not yet   narrower copies of tensors that are not 16-byte aligned (launch.py copies the tensors), float32,
+              pack_gqa, fragments loaded a step ahead of the math by hand (that is left to the assembler)
+
+Names as in CuTe code: mQ global, sQ shared, rQ register fragment.
+
+Source: FlashAttention-2, arXiv:2307.08691, Algorithm 1 and section 3.3.
+"""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warp
+from cutlass.memory import SmemAllocator
+
+from ...problem import AttentionProblem
+from ..blocks import tile_scheduler
+from ..blocks.block_range import key_blocks
+from ..blocks.integers import minimum
+from ..blocks.layouts import as_batch_of_one, at_head, rows_first, rows_first_of_lse, smem_tiles
+from ..blocks.mask import Geometry
+from ..blocks.online_softmax import Scores
+from ..blocks.packed_schedule import Lengths, PackedSchedule, used_keys
+from ..blocks.plain_rows import PlainTensors
+from ..blocks.ptx import exit_if
+from ..blocks.schedule import Schedule, Sequences, make_schedule
+from ..config import ROWS_PER_MMA, ForwardConfigSm80, head_dim_tile
+from .loads import RowLoader
+from .warps import Tile, Warps
+
+
+class ForwardSm80:
+    """One compiled forward: (static problem, config) -> device code. See the module's docstring for the picture."""
+
+    def __init__(self, problem: AttentionProblem, config: ForwardConfigSm80, dtype: type[cutlass.Numeric], arch: str):
+        config.check(problem, arch)
+        self.config, self.dtype = config, dtype
+        self.qhead_per_kvhead = problem.qhead_per_kvhead
+        self.head_dims = problem.head_dim, problem.head_dim_v  # of the tensors
+        self.head_dim, self.head_dim_v = (head_dim_tile(d) for d in self.head_dims)  # of the tiles
+        self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
+        self.has_mask = self.has_window != (False, False)
+        self.longest_first = config.longest_first and self.has_window == (False, True)
+        self.is_packed = problem.is_packed
+
+    # ---------------------------------------------------------------- host
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim); packed sequences: all tensors without batch
+        k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim)
+        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v)
+        out: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v)
+        lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q)
+        sinks: cute.Tensor | None,  # (num_heads_q,) float32
+        cu_seqlens_q: cute.Tensor | None,  # (batch + 1,) int32
+        cu_seqlens_k: cute.Tensor | None,  # (batch + 1,) int32
+        seqused_k: cute.Tensor | None,  # (batch,) int32
+        scale_log2: Float32,
+        tanh_scale: Float32 | None,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        heads_per_section: Int32,
+        num_tiles: Int32,  # of packed sequences a bound
+        stream: cuda.CUstream,
+    ):
+        if cutlass.const_expr(self.is_packed):
+            q, k, v, out, lse = (as_batch_of_one(t) for t in (q, k, v, out, lse))
+        config = self.config
+        op = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
+        # all warps side by side along M; 16 columns, which one ldmatrix of four 8x8 matrices serves
+        rows = ROWS_PER_MMA * config.num_warps
+        tiled_mma = cute.make_tiled_mma(op, (config.num_warps, 1, 1), permutation_mnk=(rows, 16, 16))
+        mQ, mK, mV, mO = (rows_first(t) for t in (q, k, v, out))
+        _, _, num_heads, batch = mQ.shape
+        num_m_blocks = None if self.is_packed else cute.ceil_div(mQ.shape[0], config.tile_m)
+        self.kernel(
+            PlainTensors(mQ, mK, mV),
+            mO,
+            rows_first_of_lse(lse),
+            sinks,
+            Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
+            Scores(scale_log2, tanh_scale),
+            window_left,
+            window_right,
+            make_schedule(num_m_blocks, num_heads, batch, heads_per_section),
+            tiled_mma,
+            smem_tiles(config.tile_m, self.head_dim, 1, self.dtype),
+            smem_tiles(config.tile_n, self.head_dim, config.num_stages, self.dtype),
+            smem_tiles(config.tile_n, self.head_dim_v, config.num_stages, self.dtype),
+        ).launch(grid=[num_tiles, 1, 1], block=[config.num_threads, 1, 1], stream=stream)
+
+    # ---------------------------------------------------------------- device: set-up
+
+    @cute.kernel
+    def kernel(
+        self,
+        tensors: PlainTensors,  # (seqlen, head_dim, num_heads, batch) each
+        mO: cute.Tensor,  # (seqlen_q, head_dim_v, num_heads_q, batch)
+        mLSE: cute.Tensor,  # (seqlen_q, 1, num_heads_q, batch)
+        mSinks: cute.Tensor | None,
+        lengths: Lengths,
+        scores: Scores,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        schedule: Schedule,
+        tiled_mma: cute.TiledMma,
+        sQ_layout: cute.ComposedLayout,
+        sK_layout: cute.ComposedLayout,
+        sV_layout: cute.ComposedLayout,
+    ):
+        number = cute.arch.block_idx()[0]
+        seqlens = Sequences(tensors.q.shape[0], tensors.k.shape[0], window_left, window_right, lengths)
+        if cutlass.const_expr(self.is_packed):
+            num_heads = schedule.divisors.num_heads
+            schedule = PackedSchedule(
+                lengths, seqlens.seqlen_q, seqlens.seqlen_k, num_heads, self.config.tile_m, self.longest_first
+            )
+            # the grid was made for the worst case
+            exit_if(number >= schedule.num_tiles)
+        tile = self.tile_at(number, schedule, seqlens)
+
+        smem = SmemAllocator()
+        sQ, sK, sV = (self._allocate(smem, layout) for layout in (sQ_layout, sK_layout, sV_layout))
+        thread, num_threads = cute.arch.thread_idx()[0], self.config.num_threads
+        head_dim, head_dim_v = self.head_dims
+        loaders = tuple(
+            RowLoader(buffers, columns, num_threads, thread)
+            for buffers, columns in ((sQ, head_dim), (sK, head_dim), (sV, head_dim_v))
+        )
+        warps = Warps(self, sQ, sK, sV, tiled_mma, scores, tensors, mO, mLSE, mSinks)
+        self.compute(warps, loaders, tensors, tile)
+
+    def _allocate(self, smem: SmemAllocator, layout: cute.ComposedLayout) -> cute.Tensor:
+        swizzle = layout.inner if self.config.swizzle else None
+        return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle)
+
+    @cute.jit
+    def tile_at(self, number: Int32, schedule, seqlens: Sequences) -> Tile:
+        if cutlass.const_expr(self.is_packed):
+            m_block, head, place_q, seqlen_q, place_k, seqlen_k, _ = schedule.find(number)
+        else:
+            coord = tile_scheduler.tile_coord(number, schedule.divisors, schedule.num_m_blocks, schedule.batch)
+            m_block, head, place_q = coord
+            place_k = place_q
+            seqlen_q, seqlen_k = seqlens.seqlen_q, used_keys(seqlens.lengths, place_k, seqlens.seqlen_k)
+        geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
+        m_start = m_block * self.config.tile_m
+        blocks = key_blocks(m_start, minimum(m_start + self.config.tile_m, seqlen_q), *geometry, self.config.tile_n)
+        return Tile(m_block, head, place_q, place_k, geometry, blocks)
+
+    def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
+        return at_head(t, m, head, place, self.is_packed)
+
+    def head_kv(self, tile: Tile):
+        return tile.head // self.qhead_per_kvhead
+
+    # ---------------------------------------------------------------- device: a tile
+
+    @cute.jit
+    def compute(self, warps: Warps, loaders: tuple, tensors: PlainTensors, tile: Tile):
+        """The keys, last block first: cut by the right edge of the mask, clear, cut by its left edge."""
+        mQ = self.at_head(tensors.q, tensors.q, tile.head, tile.place_q)
+        mK, mV = (self.at_head(t, t, self.head_kv(tile), tile.place_k) for t in (tensors.k, tensors.v))
+        first, clear_first, clear_last, last = tile.blocks
+        config = self.config
+
+        loaders[0].load(mQ, tile.m_block * config.tile_m, tile.geometry.seqlen_q, 0)
+        cute.arch.cp_async_commit_group()
+        self.load_first(loaders, mK, mV, tile)
+        # Q is there; of K and V as many groups may be under way as `load_first` has begun
+        cute.arch.cp_async_wait_group(max(1, config.num_stages - 1) if config.prefetch else 0)
+        cute.arch.sync_threads()
+        warps.load_q()
+        warps.begin()
+
+        n_block, buffer = last - 1, Int32(0)
+        for _ in cutlass.range(last - clear_last, unroll=1):
+            buffer = self.step(warps, loaders, mK, mV, tile, n_block, buffer, True)
+            n_block -= 1
+        for _ in cutlass.range(clear_last - clear_first, unroll=1):
+            buffer = self.step(warps, loaders, mK, mV, tile, n_block, buffer, False)
+            n_block -= 1
+        if cutlass.const_expr(self.has_window[0]):
+            for _ in cutlass.range(clear_first - first, unroll=1):
+                buffer = self.step(warps, loaders, mK, mV, tile, n_block, buffer, True)
+                n_block -= 1
+        warps.store(tile)
+
+    @cute.jit
+    def load_first(self, loaders: tuple, mK: cute.Tensor, mV: cute.Tensor, tile: Tile):
+        """What is under way before the first step: K, or num_stages - 1 groups of K and V."""
+        _, load_k, load_v = loaders
+        config, n_block = self.config, tile.blocks.last - 1
+        if cutlass.const_expr(config.prefetch):
+            load_k.load(mK, n_block * config.tile_n, tile.geometry.seqlen_k, 0)
+            if cutlass.const_expr(config.num_stages > 1):
+                load_v.load(mV, n_block * config.tile_n, tile.geometry.seqlen_k, 0)
+            cute.arch.cp_async_commit_group()
+            for stage in cutlass.range_constexpr(1, config.num_stages - 1):
+                self.load_ahead(loaders, mK, mV, tile, n_block - stage, stage)
+
+    @cute.jit
+    def load_ahead(self, loaders: tuple, mK, mV, tile: Tile, n_block: Int32, buffer):
+        """K and V of a block, if the tile has it, as one group (else an empty one, so that groups count steps).
+
+        Only a tile's first step can meet the end of the sequence: here all rows exist.
+        """
+        _, load_k, load_v = loaders
+        if n_block >= tile.blocks.first:
+            load_k.load(mK, n_block * self.config.tile_n, None, buffer)
+            load_v.load(mV, n_block * self.config.tile_n, None, buffer)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def step(
+        self,
+        warps: Warps,
+        loaders: tuple,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        tile: Tile,
+        n_block: Int32,
+        buffer: Int32,
+        is_masked: cutlass.Constexpr[bool],
+    ) -> Int32:
+        """S = Q K_n^T, softmax, O += P V_n. A block that meets the end of the sequence is a masked one.
+
+        Returns: the next step's buffer.
+        """
+        _, load_k, load_v = loaders
+        config = self.config
+        stages, n_start = config.num_stages, n_block * config.tile_n
+        limit = tile.geometry.seqlen_k if cutlass.const_expr(is_masked) else None
+        following = Int32(0)
+        if cutlass.const_expr(not config.prefetch):
+            cute.arch.sync_threads()  # all warps are done with the buffers
+            load_k.load(mK, n_start, limit, 0)
+            load_v.load(mV, n_start, limit, 0)
+            cute.arch.cp_async_commit_group()
+            self._wait_for_loads(0)
+            warps.gemm_qk(0)
+        elif cutlass.const_expr(stages == 1):
+            self._wait_for_loads(0)  # K is there, and all warps are done with V
+            load_v.load(mV, n_start, limit, 0)
+            cute.arch.cp_async_commit_group()
+            warps.gemm_qk(0)
+            self._wait_for_loads(0)  # V is there, and all warps are done with K
+            if n_block > tile.blocks.first:
+                load_k.load(mK, n_start - config.tile_n, None, 0)
+            cute.arch.cp_async_commit_group()
+        else:
+            self._wait_for_loads(stages - 2)
+            following = buffer + 1 if buffer < stages - 1 else Int32(0)
+            # the buffer of the step before, num_stages - 1 steps ahead
+            freed = buffer - 1 if buffer > 0 else Int32(stages - 1)
+            self.load_ahead(loaders, mK, mV, tile, n_block - (stages - 1), freed)
+            warps.gemm_qk(buffer)
+        warps.scores_to_p(tile, n_block, is_masked)
+        warps.gemm_pv(buffer)
+        return following
+
+    @cute.jit
+    def _wait_for_loads(self, still_under_way: cutlass.Constexpr[int]):
+        """Until all threads' loads but those of their last groups are in shared memory, for all to see."""
+        cute.arch.cp_async_wait_group(still_under_way)
+        cute.arch.sync_threads()

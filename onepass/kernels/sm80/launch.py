@@ -1,0 +1,178 @@
+"""From tensors to a launch of the Ampere kernels: which kernel, which grid, and what the tensors have to look like.
+
+Dispatch does not know this backend yet: the kernels compile for every architecture, and their PTX gives right results
+on the CPU (tests/kernels/test_forward_sm80_values.py), but no GPU has run them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...outputs import empty_outputs
+from ...problem import AttentionInputs, AttentionProblem
+from .. import compile, heuristics
+from ..arguments import element_type, fake_tensor, score_scales, window_bounds
+from ..blocks import tile_scheduler
+from ..blocks.integers import ceil_div
+from ..config import ForwardConfigSm80
+
+# What the kernels are compiled for; later GPUs of a generation run what was compiled for its first.
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+MAX_HEAD_DIM = 256
+
+
+def unsupported(problem: AttentionProblem) -> str | None:
+    """Why this backend does not compute the problem; None if it does."""
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype: expected bfloat16 or float16, got {str(problem.dtype).removeprefix('torch.')}"
+    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if size % 8 or size > MAX_HEAD_DIM:
+            return f"{name}: expected a multiple of 8 up to {MAX_HEAD_DIM} (16-byte copies), got {size}"
+    if problem.softcap is None and problem.softmax_scale <= 0:
+        return f"softmax_scale: expected a number above 0, got {problem.softmax_scale}"
+    return None
+
+
+def arch_of(device: torch.device) -> str:
+    """The name that kernels for this GPU are compiled for."""
+    major, minor = torch.cuda.get_device_capability(device)
+    name = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+    if name in ARCHS:
+        return name
+    return {8: "sm_80"}.get(major, name)
+
+
+def forward(
+    problem: AttentionProblem, inputs: AttentionInputs, config: ForwardConfigSm80 | None = None
+) -> tuple[Tensor, Tensor]:
+    """out and lse of a call, as `onepass.tiled.forward` gives them.
+
+    Tensors whose last dimension is contiguous and whose other strides and address are multiples of 16 bytes are read
+    where they lie; others are copied first.
+    """
+    return prepare(problem, inputs.q.device, config)(inputs)
+
+
+@functools.lru_cache(maxsize=4096)
+def prepare(
+    problem: AttentionProblem, device: torch.device, config: ForwardConfigSm80 | None = None
+) -> Callable[[AttentionInputs], tuple[Tensor, Tensor]]:
+    """`forward` for calls of one problem on one device; holds no tensor."""
+    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):  # packed rows of no sequence, or no keys
+        return functools.partial(_without_keys, problem)
+    arch = arch_of(device)
+    config = config or heuristics.forward_config_sm80(problem, arch)
+    kernel = compile.get(*compile_request(problem, config, arch))
+    scales_and_window = *score_scales(problem), *window_bounds(problem)
+    return Launch(problem, kernel, *scales_and_window, *grid(problem, config))
+
+
+def grid(problem: AttentionProblem, config: ForwardConfigSm80) -> tuple[int, int]:
+    """Heads of a section (see blocks/tile_scheduler.py), and tiles: one thread block each."""
+    mask = problem.mask
+    has_growing_tiles = mask.window_right is not None and mask.window_left is None
+    count = tile_scheduler.max_packed_tiles if problem.is_packed else tile_scheduler.num_tiles
+    tiles = count(problem.seqlen_q, config.tile_m, problem.num_heads_q, problem.batch)
+    kv_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // problem.qhead_per_kvhead
+    section = tile_scheduler.heads_per_section(
+        problem.num_heads_q * problem.batch,
+        ceil_div(problem.seqlen_q, config.tile_m),
+        tiles,
+        kv_bytes,
+        has_growing_tiles and config.longest_first,
+        is_dynamic=True,  # the hardware gives out thread blocks in the order of their numbers, as a queue would
+    )
+    return section, tiles
+
+
+def compile_request(problem: AttentionProblem, config: ForwardConfigSm80, arch: str) -> tuple:
+    """The arguments of `compile.get` for the kernel of this problem."""
+    static = replace(problem, deterministic=False).static()  # the forward is, either way
+    return "forward_sm80", (static, config), arch, functools.partial(trace, problem, config, arch)
+
+
+def _without_keys(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    out, lse = empty_outputs(problem, inputs)
+    return out.zero_(), lse.fill_(-math.inf)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, and what every call of one problem passes to it beside the tensors."""
+
+    problem: AttentionProblem
+    kernel: Callable
+    scale_log2: float
+    tanh_scale: float | None
+    window_left: int | None
+    window_right: int | None
+    heads_per_section: int
+    num_tiles: int
+
+    def __call__(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        out, lse = empty_outputs(self.problem, inputs)
+        self.kernel(
+            *(aligned(t) for t in (inputs.q, inputs.k, inputs.v)),
+            out,
+            lse,
+            None if inputs.sinks is None else inputs.sinks.float().contiguous(),
+            *(
+                None if lengths is None else lengths.contiguous()
+                for lengths in (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k)
+            ),
+            self.scale_log2,
+            self.tanh_scale,
+            self.window_left,
+            self.window_right,
+            self.heads_per_section,
+            self.num_tiles,
+        )
+        return out, lse
+
+
+def aligned(t: Tensor) -> Tensor:
+    """t itself where 16-byte copies can read it, else a contiguous copy."""
+    strides = t.stride()
+    is_aligned = strides[-1] == 1 and t.data_ptr() % 16 == 0
+    if is_aligned and all(n % 8 == 0 or size == 1 for size, n in zip(t.shape[:-1], strides[:-1], strict=True)):
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def trace(problem: AttentionProblem, config: ForwardConfigSm80, arch: str) -> tuple:
+    """The kernel of a static problem and stand-ins for its arguments, for `compile`."""
+    from cutlass import Float32, Int32
+    from cutlass.cute.runtime import make_fake_stream
+
+    from .forward import ForwardSm80
+
+    def optional(value: object, is_given: bool):
+        return value if is_given else None
+
+    dtype, mask = element_type(problem.dtype), problem.mask
+    batch = () if problem.is_packed else (None,)
+    rows = [
+        fake_tensor(dtype, *batch, None, None, size, align_bytes=16)
+        for size in (problem.head_dim, problem.head_dim, problem.head_dim_v, problem.head_dim_v)
+    ]
+    is_given = (problem.is_packed, problem.is_packed, problem.has_seqused_k)
+    arguments = (
+        *rows,
+        fake_tensor(Float32, *batch, None, None, align_bytes=4),
+        optional(fake_tensor(Float32, None, align_bytes=4), problem.has_sinks),
+        *(optional(fake_tensor(Int32, None, align_bytes=4), given) for given in is_given),
+        Float32(1.0),
+        optional(Float32(1.0), problem.softcap is not None),
+        optional(Int32(0), mask.window_left is not None),
+        optional(Int32(0), mask.window_right is not None),
+        Int32(1),
+        Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+    return ForwardSm80(problem, config, dtype, arch), arguments
