@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     reason = ablation.refusal(ablation.kernels("bwd")["sm90"], first, DEVICE)
     if args.variants and reason is not None:
         parser.error(f"--variants: {reason}")
-    rivals = peers(args.peers.split(","))
+    rivals = peers([name for name in args.peers.split(",") if name])
     about = common.circumstances()
     about["backend"] = ask_support(first, DEVICE).reason
     print(about, flush=True)
