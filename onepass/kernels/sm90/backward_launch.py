@@ -121,7 +121,7 @@ class Launch:
 
     @property
     def lse_factor(self) -> float:
-        """What makes lse subtractable from the scores, see backward.Accumulator."""
+        """What makes lse subtractable from the scores, see dq_accumulator.Accumulator."""
         return 1.0 / self.problem.softmax_scale if self.problem.softcap is None else LOG2_E
 
     @property
@@ -317,7 +317,7 @@ def trace_preprocess(problem: AttentionProblem, config: BackwardConfig, has_dlse
     """The kernel of a static problem and stand-ins for its arguments, for `compile`."""
     from cutlass import Float32, Int32
 
-    from .backward_rows import Preprocess
+    from ..backward_rows import Preprocess
 
     out, dout = (_rows(problem, problem.head_dim_v) for _ in range(2))
     dq_accum, stats = _accumulator(problem, config)
@@ -342,7 +342,7 @@ def trace_postprocess(problem: AttentionProblem, config: BackwardConfig) -> tupl
     """As `trace_preprocess`."""
     from cutlass import Float32, Int32
 
-    from .backward_rows import Postprocess
+    from ..backward_rows import Postprocess
 
     d, dv = problem.head_dim, problem.head_dim_v
     dq_accum, stats = _accumulator(problem, config)
