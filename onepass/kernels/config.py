@@ -207,6 +207,8 @@ SMEM_BYTES_BY_ARCH = {
     "sm_120a": 99 * 1024,
 }
 ROWS_PER_MMA = 16
+# where float32 in global memory are added to one by one
+SCALAR_ADDS = ("sm_80", "sm_86", "sm_89")
 MAX_REGISTERS = 255  # of a thread
 
 
@@ -514,7 +516,7 @@ class BackwardConfigSm80(LaunchConfig):
             raise UnsupportedError(f"tile_m: expected 16, 32, 64 or 128, got {self.tile_m}")
         if self.num_stages not in (1, 2):
             raise UnsupportedError(f"num_stages: expected 1 or 2, got {self.num_stages}")
-        if self.vector_adds and arch in ("sm_80", "sm_86", "sm_89"):
+        if self.vector_adds and arch in SCALAR_ADDS:
             raise UnsupportedError(f"vector_adds: expected False on {arch}, which adds one value at a time")
         d, dv = self.head_dims(problem)
         sizes = {"tile_m": self.tile_m, "tile_n": self.tile_n, "head_dim": d, "head_dim_v": dv}
