@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from ..problem import AttentionProblem
 
@@ -42,3 +43,18 @@ def fake_tensor(kind: type, *shape: int | None, align_bytes: int):
     strides = tuple(cute.sym_int64(divisibility=divisibility) for _ in shape[:-1])
     shape = tuple(cute.sym_int() if size is None else size for size in shape)
     return make_fake_tensor(kind, shape, (*strides, 1), assumed_align=align_bytes)
+
+
+def aligned(t: Tensor) -> Tensor:
+    """t itself where TMA and 16-byte copies can read it, else a contiguous copy."""
+    return t if is_aligned(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+def is_aligned(t: Tensor) -> bool:
+    strides = t.stride()
+    if strides[-1] != 1 or t.data_ptr() % 16 != 0:
+        return False
+    # of three or four dimensions, this is every stride but the last
+    if (strides[0] | strides[1] | strides[-2]) % 8 == 0:
+        return True
+    return all(stride % 8 == 0 or size == 1 for size, stride in zip(t.shape[:-1], strides[:-1], strict=True))

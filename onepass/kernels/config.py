@@ -207,6 +207,8 @@ SMEM_BYTES_BY_ARCH = {
     "sm_120a": 99 * 1024,
 }
 ROWS_PER_MMA = 16
+# where float32 in global memory are added to one by one
+SCALAR_ADDS = ("sm_80", "sm_86", "sm_89")
 MAX_REGISTERS = 255  # of a thread
 
 
@@ -338,6 +340,11 @@ class BackwardConfig(LaunchConfig):
     def tile_n(self) -> int:
         return ROWS_PER_WARPGROUP * self.key_tiles
 
+    @property
+    def vector_adds(self) -> bool:
+        """Whether four values of a dQ are added at once, and lie side by side."""
+        return True
+
     def adds_in_turns(self, problem: AttentionProblem) -> bool:
         """Whether tiles of keys add to a dQ in ascending order: with private_dq they do by themselves."""
         return problem.deterministic and not self.private_dq
@@ -416,3 +423,135 @@ class BackwardConfig(LaunchConfig):
         if registers > available - 32:
             needs = f"{self} needs {registers} for dK, dV, S, P and dS"
             raise UnsupportedError(f"registers: {needs}, a thread has {available} and addresses take 32 of them")
+
+
+@dataclass(frozen=True)
+class BackwardConfigSm80(LaunchConfig):
+    """How one backward launch with the instructions of Ampere is tiled and overlapped.
+
+    All GEMMs of a step share the warps out in their own ways: over the rows of their result, and what is left over its
+    columns. Where the warps lie along the keys only, in S and dP as in dK and dV, P and dS are operands as they are in
+    registers, and only dQ needs dS from shared memory.
+
+    Attributes:
+        tile_m: query rows of one step of the main loop.
+        tile_n: keys of a thread block.
+        num_warps: of a thread block.
+        num_stages: buffers for Q and dO each; with one of them a step loads, waits and computes.
+        s_key_warps: warps along the keys in S^T = K Q^T and dP^T = V dO^T (the others along the queries).
+        dkv_key_warps: warps along the keys in dK and dV (the others along the head dim).
+        dq_query_warps: warps along the queries in dQ (the others along the head dim).
+        vector_adds: four values are added to the accumulator of dQ at once, which GPUs before Hopper cannot.
+        longest_first: number the tiles of keys by length (only meaningful where they differ), in L2-sized sections of
+            heads.
+    """
+
+    tile_m: int = 64
+    tile_n: int = 128
+    num_warps: int = 8
+    num_stages: int = 2
+    s_key_warps: int = 8
+    dkv_key_warps: int = 8
+    dq_query_warps: int = 4
+    vector_adds: bool = False
+    longest_first: bool = True
+
+    # of every configuration here, where Hopper's have a choice
+    private_dq: ClassVar[bool] = False
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * self.num_warps
+
+    @property
+    def consumer_warps(self) -> int:
+        return self.num_warps
+
+    @property
+    def p_in_registers(self) -> bool:
+        return self.s_key_warps == self.dkv_key_warps == self.num_warps
+
+    def adds_in_turns(self, problem: AttentionProblem) -> bool:
+        """Whether tiles of keys add to a dQ in ascending order."""
+        return problem.deterministic
+
+    def zeroes_ahead(self, problem: AttentionProblem) -> bool:
+        return False
+
+    def zeroes_before(self, problem: AttentionProblem) -> bool:
+        """The kernel before the main one writes the zeros that dQ is added to."""
+        return True
+
+    def head_dims(self, problem: AttentionProblem) -> tuple[int, int]:
+        return head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
+
+    def dq_columns(self, problem: AttentionProblem) -> int:
+        """Columns that lie together in the accumulator of dQ, for 16 rows each: all of them."""
+        return self.head_dims(problem)[0]
+
+    def smem_bytes(self, problem: AttentionProblem) -> int:
+        """Shared memory of a thread block: what `BackwardSm80.kernel` allocates, in its order."""
+        d, dv = self.head_dims(problem)
+        tiles = (self.tile_n + self.num_stages * self.tile_m) * (d + dv)
+        ds_and_p = self.tile_n * self.tile_m * (1 if self.p_in_registers else 2)
+        stats = self.num_stages * STAT_ROWS * self.tile_m
+        return 2 * (tiles + ds_and_p) + 4 * stats + (4 if problem.deterministic else 0)
+
+    def accumulator_registers(self, problem: AttentionProblem) -> int:
+        """Registers of a thread for dK and dV, and beside them P (with a softcap also times its slope) and dP, or dS
+        and dQ."""
+        d, dv = self.head_dims(problem)
+        s = self.tile_m * self.tile_n // self.num_threads
+        words = s // 2 * (1 if problem.softcap is None else 2)
+        dq = self.tile_m * d // self.num_threads + (s // 2 if self.p_in_registers else 0)
+        return self.tile_n * (d + dv) // self.num_threads + max(s + words, dq)
+
+    def check(self, problem: AttentionProblem, arch: str) -> None:
+        """Raises: UnsupportedError, naming the bound, what is needed and what there is."""
+        if arch not in SMEM_BYTES_BY_ARCH:
+            raise UnsupportedError(f"architecture: expected one of {', '.join(SMEM_BYTES_BY_ARCH)}, got {arch}")
+        if self.num_warps not in (1, 2, 4, 8):
+            raise UnsupportedError(f"num_warps: expected 1, 2, 4 or 8, got {self.num_warps}")
+        if self.tile_m not in (16, 32, 64, 128):
+            raise UnsupportedError(f"tile_m: expected 16, 32, 64 or 128, got {self.tile_m}")
+        if self.num_stages not in (1, 2):
+            raise UnsupportedError(f"num_stages: expected 1 or 2, got {self.num_stages}")
+        if self.vector_adds and arch in SCALAR_ADDS:
+            raise UnsupportedError(f"vector_adds: expected False on {arch}, which adds one value at a time")
+        d, dv = self.head_dims(problem)
+        sizes = {"tile_m": self.tile_m, "tile_n": self.tile_n, "head_dim": d, "head_dim_v": dv}
+        for name, warps, rows, columns, least in (
+            ("s_key_warps", self.s_key_warps, "tile_n", ("tile_m",), 16),
+            # four blocks of 8 columns are stored together
+            ("dkv_key_warps", self.dkv_key_warps, "tile_n", ("head_dim", "head_dim_v"), 32),
+            ("dq_query_warps", self.dq_query_warps, "tile_m", ("head_dim",), 16),
+        ):
+            if warps not in (1, 2, 4, 8) or warps > self.num_warps:
+                raise UnsupportedError(f"{name}: expected 1, 2, 4 or 8 up to num_warps, got {warps}")
+            if sizes[rows] % (ROWS_PER_MMA * warps):
+                raise UnsupportedError(
+                    f"{rows}: expected a multiple of {ROWS_PER_MMA * warps} ({name} is {warps}), got {sizes[rows]}"
+                )
+            for side in columns:
+                shared = least * (self.num_warps // warps)
+                if sizes[side] % shared:
+                    raise UnsupportedError(
+                        f"{name}: {self.num_warps // warps} warps share {side}, which they can if it is a multiple of"
+                        f" {shared}, got {sizes[side]}"
+                    )
+        for columns_of_row in (d, dv):
+            # a pass of all threads over a tile is so many whole rows
+            in_a_pass = self.num_threads // (column_block(columns_of_row) // 8)
+            if self.tile_m % in_a_pass or self.tile_n % in_a_pass:
+                raise UnsupportedError(
+                    f"tile_m, tile_n: expected multiples of {in_a_pass}, the rows that {self.num_threads} threads load"
+                    f" at once, got {self.tile_m} and {self.tile_n}"
+                )
+        needed, available = self.smem_bytes(problem), SMEM_BYTES_BY_ARCH[arch]
+        if needed > available:
+            raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {available}")
+        registers = self.accumulator_registers(problem)
+        if registers > MAX_REGISTERS - 40:
+            raise UnsupportedError(
+                f"registers: {self} needs {registers} for dK, dV, S, P, dS and dQ, a thread has {MAX_REGISTERS}"
+            )

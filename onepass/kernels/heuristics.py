@@ -8,7 +8,16 @@ from typing import NamedTuple
 from ..errors import UnsupportedError
 from ..problem import AttentionProblem
 from .blocks.integers import ceil_div
-from .config import ROWS_PER_WARPGROUP, BackwardConfig, ForwardConfig, ForwardConfigSm80, head_dim_tile
+from .config import (
+    ROWS_PER_WARPGROUP,
+    SCALAR_ADDS,
+    SMEM_BYTES_BY_ARCH,
+    BackwardConfig,
+    BackwardConfigSm80,
+    ForwardConfig,
+    ForwardConfigSm80,
+    head_dim_tile,
+)
 
 LONG = 2**62
 
@@ -156,6 +165,36 @@ FORWARD_SM80 = {
 def forward_config_sm80(problem: AttentionProblem, arch: str) -> ForwardConfigSm80:
     """The configuration that a call of this problem runs with on the Ampere kernels."""
     config = FORWARD_SM80[max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))]
+    config.check(problem, arch)
+    return config
+
+
+# With the instructions of Ampere, by the larger head_dim tile: with 163 KB of shared memory or more, and with 99 KB.
+# Chosen by registers and shared memory, not measured yet.
+BACKWARD_SM80 = {
+    64: BackwardConfigSm80(tile_m=128, tile_n=128, dq_query_warps=8),
+    96: BackwardConfigSm80(tile_m=64, tile_n=128),
+    128: BackwardConfigSm80(tile_m=64, tile_n=128),
+    192: BackwardConfigSm80(tile_m=64, tile_n=64, s_key_warps=4, dkv_key_warps=4),
+    256: BackwardConfigSm80(tile_m=64, tile_n=64, num_stages=1, s_key_warps=4, dkv_key_warps=4),
+}
+BACKWARD_SM80_SMALL = {
+    64: BackwardConfigSm80(tile_m=64, tile_n=128),
+    96: BackwardConfigSm80(tile_m=64, tile_n=64, num_warps=4, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2),
+    128: BackwardConfigSm80(tile_m=32, tile_n=64, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2),
+    192: BackwardConfigSm80(tile_m=32, tile_n=64, num_stages=1, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2),
+    256: BackwardConfigSm80(
+        tile_m=32, tile_n=32, num_warps=4, num_stages=1, s_key_warps=2, dkv_key_warps=2, dq_query_warps=2
+    ),
+}
+
+
+def backward_config_sm80(problem: AttentionProblem, arch: str) -> BackwardConfigSm80:
+    """The configuration that a backward of this problem runs with on the Ampere kernels."""
+    is_small = SMEM_BYTES_BY_ARCH[arch] < SMEM_BYTES_BY_ARCH["sm_80"]
+    table = BACKWARD_SM80_SMALL if is_small else BACKWARD_SM80
+    config = table[max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))]
+    config = replace(config, vector_adds=arch not in SCALAR_ADDS)
     config.check(problem, arch)
     return config
 

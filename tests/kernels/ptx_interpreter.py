@@ -79,7 +79,7 @@ def parse(ptx: str) -> Program:
     head, body = ptx.split(".reqntid", 1)
     scalar = {"f32": 4, "u32": 4, "b32": 4, "u64": 8, "b64": 8}
     declared = re.findall(r"\.param (?:\.align \d+ )?\.(\w+) \S+_param_\d+(?:\[(\d+)\])?", head)
-    body = re.sub(r"//[^\n]*", "", body[body.index("{") + 1 : body.rindex("}")])
+    body = without_scopes(re.sub(r"//[^\n]*", "", body[body.index("{") + 1 : body.rindex("}")]))
     body = re.sub(r"\b\w+_param_(\d+)\b", r"param\1", body)
     body = re.sub(r"(\$\w+):", r"label \1;", body)
     instructions: list[Instruction] = []
@@ -96,20 +96,39 @@ def parse(ptx: str) -> Program:
     return Program(instructions, labels, [int(n) if n else scalar[kind] for kind, n in declared])
 
 
+def without_scopes(body: str) -> str:
+    """PTX whose blocks { .reg ..; .. } of inline assembly have registers and labels like all others."""
+    found = list(re.finditer(r"\{\s*\.reg", body))
+    for number, match in reversed(list(enumerate(found))):
+        end, depth = match.start() + 1, 1
+        while depth:
+            depth += {"{": 1, "}": -1}.get(body[end], 0)
+            end += 1
+        block = body[match.start() + 1 : end - 1]
+        names = {n.strip(): "%" for line in re.findall(r"\.reg \.\w+ ([^;]+);", block) for n in line.split(",")}
+        names |= dict.fromkeys(re.findall(r"(\w+):", block), "$")
+        for name, sign in names.items():
+            block = re.sub(rf"(?<![\w%.$]){name}\b", f"{sign}of_block_{number}_{name}", block)
+        body = body[: match.start()] + block + body[end:]
+    return body
+
+
 def run(
     program: Program,
     parameters: list[bytes],
     memory: Memory,
-    num_blocks: int,
+    grid: int | tuple[int, int, int],
     num_threads: int,
     smem_bytes: int,
     copies_late: bool = True,
     warps_reversed: bool = False,
 ):
-    """All thread blocks of a one-dimensional grid."""
+    """All thread blocks of a grid (x, y, z), one after the other."""
+    grid = grid if isinstance(grid, tuple) else (grid, 1, 1)
     assert [len(p) for p in parameters] == program.parameter_bytes, "parameters of other sizes than the kernel's"
-    for block in range(num_blocks):
+    for z, y, x in np.ndindex(grid[::-1]):
         shared = Memory(smem_bytes, SHARED_BASE)
+        block = {"ctaid": (x, y, z), "nctaid": grid}
         warps = [Warp(program, parameters, memory, shared, block, w, copies_late) for w in range(num_threads // 32)]
         waiting = warps[::-1] if warps_reversed else warps
         while waiting:
@@ -184,13 +203,17 @@ INTEGERS: dict[str, Callable] = {
 
 
 class Warp:
-    def __init__(self, program, parameters, memory, shared, block: int, number: int, copies_late: bool):
+    def __init__(self, program, parameters, memory, shared, block: dict, number: int, copies_late: bool):
         self.program, self.parameters, self.copies_late = program, parameters, copies_late
         self.spaces = {"global": memory, "shared": shared}
         self.special = {
             "%tid.x": (LANES + 32 * number).astype(uint32),
             "%laneid": LANES.astype(uint32),
-            "%ctaid.x": np.full(32, block, uint32),
+            **{
+                f"%{name}.{axis}": np.full(32, n, uint32)
+                for name, numbers in block.items()
+                for axis, n in zip("xyz", numbers, strict=True)
+            },
             "__dynamic_shmem__0": np.full(32, SHARED_BASE, uint32),
         }
         self.registers: dict[str, np.ndarray] = {}
@@ -253,8 +276,10 @@ class Warp:
             self.place[active] = self.program.labels[operands[0]]
         elif parts[0] in ("ret", "exit"):
             self.is_done |= active
-        elif name == "bar.warp.sync":
+        elif name == "bar.warp.sync" or parts[0] == "fence":
             pass
+        elif parts[0] in ("red", "atom"):
+            self.add_to_memory(parts, operands, active)
         elif parts[0] in ("ld", "st"):
             self.load_or_store(parts, operands, active)
         elif name.startswith(("cp.async", "ldmatrix", "mma", "vote", "shfl")):
@@ -339,22 +364,38 @@ class Warp:
         values, place = operands if is_load else operands[::-1]
         registers = values.strip("{} ").replace(" ", "").split(",")
         size = int(parts[-1][1:]) // 8
-        if parts[1] == "param":
+        space = next(part for part in parts if part in ("param", *self.spaces))
+        if space == "param":
             number, _, offset = place.strip("[]").removeprefix("param").partition("+")
             data = np.frombuffer(self.parameters[int(number)], np.uint8)[int(offset or 0) :]
             data = np.tile(data[: size * len(registers)], (32, 1))
         elif is_load:
             data = np.zeros((32, size * len(registers)), np.uint8)
-            data[active] = self.spaces[parts[1]].read(self.address(place)[active], data.shape[1])
+            data[active] = self.spaces[space].read(self.address(place)[active], data.shape[1])
         else:
             words = [self.value(r, parts[-1])[active] for r in registers]
             data = np.concatenate([np.ascontiguousarray(w).view(np.uint8).reshape(-1, size) for w in words], 1)
-            self.spaces[parts[1]].write(self.address(place)[active], data)
+            self.spaces[space].write(self.address(place)[active], data)
             return
         for i, register in enumerate(registers):
             word = np.ascontiguousarray(data[:, i * size : (i + 1) * size])
             dtype = WIDTHS[str(8 * size)]
             self.set(register, word[:, 0].astype(dtype) if size == 1 else word.view(dtype)[:, 0], active)
+
+    def add_to_memory(self, parts, operands, active):
+        """red and atom, which also gives what was there, lane after lane."""
+        memory, kind, is_atom = self.spaces["global"], parts[-1], parts[0] == "atom"
+        place, values = operands[is_atom : is_atom + 2]
+        registers = values.strip("{} ").replace(" ", "").split(",")
+        dtype = np.dtype(float32 if kind == "f32" else SIGNED[WIDTHS[kind[1:]]])
+        addends = np.stack([self.value(register, kind).view(dtype) for register in registers], 1)
+        addresses, before = self.address(place), np.zeros(32, dtype)
+        for lane in LANES[active]:
+            old = memory.read(addresses[lane : lane + 1], dtype.itemsize * len(registers)).view(dtype)
+            before[lane] = old[0, 0]
+            memory.write(addresses[lane : lane + 1], np.ascontiguousarray(old + addends[lane]).view(np.uint8))
+        if is_atom:
+            self.set(operands[0], before.view(WIDTHS[kind[1:]]), active)
 
     def of_warp(self, parts, operands, active, text: str):
         """What other lanes, or later instructions, have a part in."""

@@ -30,11 +30,17 @@ def unpack_pair(word: Int32, dtype: cutlass.Constexpr) -> tuple:
 
 @cute.jit
 def add_to_global(target: cute.Pointer, values: list):
-    """target[0:4] += values, 16 bytes at once and without an answer."""
+    """target[0:4] += values, 16 bytes at once and without an answer. From Hopper on."""
     cute.arch.inline_ptx(
         "red.global.add.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
         read_only_args=[target.toint(), *values],
     )
+
+
+@cute.jit
+def add_one_to_global(target: cute.Pointer, value: Float32):
+    """`add_to_global` of one value, which GPUs before Hopper can, too."""
+    cute.arch.inline_ptx("red.global.add.f32 [{$r0}], {$r1};", read_only_args=[target.toint(), value])
 
 
 def load_past_l1(source: cute.Pointer) -> tuple:

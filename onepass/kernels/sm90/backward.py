@@ -40,13 +40,11 @@ from cutlass.cute.nvgpu.warpgroup import MmaF16BF16Op, OperandSource
 from cutlass.memory import SmemAllocator
 
 from ...problem import AttentionProblem
-from ..blocks import tile_scheduler
-from ..blocks.block_range import first_key_block, following_query_block, last_key_block, query_blocks
-from ..blocks.integers import minimum
-from ..blocks.layouts import as_batch_of_one, at_head, one_tile, rows_first, smem_tiles
-from ..blocks.mask import Geometry
+from ..blocks.dq_accumulator import Accumulator
+from ..blocks.key_tiles import KeyTiles
+from ..blocks.layouts import as_batch_of_one, one_tile, rows_first, smem_tiles
 from ..blocks.online_softmax import Scores
-from ..blocks.packed_schedule import Lengths, PackedSchedule, used_keys
+from ..blocks.packed_schedule import Lengths
 from ..blocks.plain_rows import PlainTensors
 from ..blocks.ptx import exit_if
 from ..blocks.schedule import Schedule, Sequences, make_schedule
@@ -61,22 +59,6 @@ from .warpgroup import WARPGROUP, WARPS
 PRODUCER_WARP, SCHEDULER_WARP = 0, 1
 
 
-class KeyTile(NamedTuple):
-    """A tile of keys and the query blocks it visits."""
-
-    n_block: Int32
-    head_kv: Int32
-    place_q: Int32  # batch entry; of packed sequences the first row
-    place_k: Int32
-    rows_k: Int32  # of the tensors: dk and dv are written up to here
-    first_m_block: Int32  # number of the sequence's first query block among those of a head
-    geometry: Geometry
-    first: Int32
-    clear_first: Int32
-    clear_last: Int32
-    last: Int32
-
-
 class BackwardPipes(NamedTuple):
     """The circular buffers of shared memory."""
 
@@ -86,30 +68,7 @@ class BackwardPipes(NamedTuple):
     do: pipeline.PipelineTmaAsync
 
 
-class Accumulator(NamedTuple):
-    """What belongs to blocks of query rows, numbered batch -> head -> block.
-
-    Attributes:
-        dq: (blocks, tile_m * head_dim) float32: sums of dq, each thread's values of a wgmma accumulator together. With
-            private_dq the blocks are those of the query heads of one kv head, for each thread block.
-        stats: (blocks, 2 * tile_m) float32: -lse of the rows, divided by softmax_scale, or with a softcap times log2(e)
-            (-inf: no keys, or no row); then -delta.
-        turns: (blocks * consumer warps,) int32, zero, None unless deterministic: how many tiles of keys have been added
-            to a warp's part of a block.
-        zeroed: (1 + batch * num_heads,) int32, zero, None unless zeros are written in the background: how many blocks
-            have been drawn; at the first head of each group, how many of the group's are zero (backward_zeros.py).
-        blocks_per_head: of all packed sequences together.
-    """
-
-    dq: cute.Tensor
-    stats: cute.Tensor
-    turns: cute.Tensor | None
-    zeroed: cute.Tensor | None
-    blocks_per_head: Int32
-    num_heads: Int32
-
-
-class BackwardSm90:
+class BackwardSm90(KeyTiles):
     """One compiled backward: (static problem, config) -> device code. See the module's docstring for the picture."""
 
     def __init__(self, problem: AttentionProblem, config: BackwardConfig, dtype: type[cutlass.Numeric]):
@@ -271,10 +230,7 @@ class BackwardSm90:
     ):
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if cutlass.const_expr(self.is_packed):
-            # tiles are made of keys here: the schedule with both sides exchanged
-            of_keys = Lengths(lengths.cu_seqlens_k, lengths.cu_seqlens_q, None)
-            num_heads = schedule.divisors.num_heads
-            schedule = PackedSchedule(of_keys, mK.shape[0], mQ.shape[0], num_heads, self.tile_n, self.is_deterministic)
+            schedule = self.schedule_of_keys(schedule, lengths, mK.shape[0], mQ.shape[0])
             # the grid was made for the worst case
             exit_if(cute.arch.block_idx()[0] >= schedule.num_tiles)
         if warp_id == 0:
@@ -359,62 +315,7 @@ class BackwardSm90:
             defer_sync=True,
         )
 
-    @cute.jit
-    def tile_at(self, number: Int32, schedule: Schedule, seqlens: Sequences) -> KeyTile:
-        """The tile of this number; past the end, the last one (which is then not computed).
-
-        Tiles of a head come in ascending order: under a causal mask the first keys are seen by the most queries, and
-        who waits for a turn waits for a tile of a lower number.
-        """
-        number = minimum(number, schedule.num_tiles - 1)
-        first_m_block = Int32(0)
-        if cutlass.const_expr(self.is_packed):
-            n_block, head, place_k, rows_k, place_q, seqlen_q, sequence = schedule.find(number)
-            n_block = cute.ceil_div(rows_k, self.tile_n) - 1 - n_block
-            first_m_block = place_q // self.tile_m + sequence
-            entry = minimum(sequence, schedule.batch - 1)
-        else:
-            n_block, head, place_q = tile_scheduler.tile_coord(
-                number, schedule.divisors, schedule.num_m_blocks, schedule.batch
-            )
-            n_block = schedule.num_m_blocks - 1 - n_block
-            place_k, entry = place_q, place_q
-            seqlen_q, rows_k = seqlens.seqlen_q, seqlens.seqlen_k
-        seqlen_k = used_keys(seqlens.lengths, entry, rows_k)
-        geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
-        n_start = n_block * self.tile_n
-        blocks = query_blocks(n_start, n_start + self.tile_n, *geometry, self.tile_m)
-        return KeyTile(n_block, head, place_q, place_k, rows_k, first_m_block, geometry, *blocks)
-
-    def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
-        return at_head(t, m, head, place, self.is_packed)
-
-    def first_visit(self, tile: KeyTile) -> tuple:
-        """The head and the query block with which a tile begins; `next_visit` says how it goes on."""
-        m_block = tile.last - 1 if self.is_deterministic else tile.first
-        return tile.head_kv * self.group, m_block
-
-    def next_visit(self, tile: KeyTile, head: Int32, m_block: Int32) -> tuple:
-        first_head = tile.head_kv * self.group
-        blocks = tile.first, tile.last
-        return following_query_block(head, m_block, first_head, self.group, *blocks, self.is_deterministic)
-
-    def turn_of(self, tile: KeyTile, m_block: Int32) -> Int32:
-        """How many tiles add to the dQ of a block before this one."""
-        return tile.n_block - first_key_block(m_block * self.tile_m, *tile.geometry, self.tile_n)
-
-    def is_first_and_last(self, tile: KeyTile, m_block: Int32) -> tuple:
-        """Whether a tile is the first, and the last, to add to the dQ of a block."""
-        last = last_key_block(m_block * self.tile_m, self.tile_m, *tile.geometry, self.tile_n)
-        return self.turn_of(tile, m_block) == 0, tile.n_block == last
-
     def buffer_states(self, user: pipeline.PipelineUserType) -> tuple:
         """Where K and V, Q, and dO are being filled (or read) first."""
         stages = 1, self.config.q_stages, self.config.do_stages
         return tuple(pipeline.make_pipeline_state(user, count) for count in stages)
-
-    @cute.jit
-    def m_block_number(self, accumulator: Accumulator, tile: KeyTile, head: Int32, m_block: Int32) -> Int32:
-        """Number of a block of query rows, see Accumulator."""
-        entry = Int32(0) if cutlass.const_expr(self.is_packed) else tile.place_q
-        return (entry * accumulator.num_heads + head) * accumulator.blocks_per_head + tile.first_m_block + m_block

@@ -14,7 +14,6 @@ Source: FlashAttention-3, arXiv:2407.08608, appendix B.1, Algorithm 3.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import cutlass
@@ -22,14 +21,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from ..blocks import epilogue, mask, plain_gradients, wgmma
-from ..blocks.block_range import queries_of_keys
+from ..blocks import epilogue, plain_gradients, wgmma
 from ..blocks.clear_rows import clear_rows
+from ..blocks.dq_accumulator import AdditionTurns
+from ..blocks.gradient_scores import GradientScores, of_column
 from ..blocks.integers import minimum
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
 from ..blocks.named_barrier import NamedBarrier
-from ..blocks.plain_rows import row_sums, soft_cap, write_row
-from ..blocks.ptx import add_to_global, increment, load_past_l1, look_at, pack, pack_pair, unpack_pair, wait_until_equal
+from ..blocks.ptx import add_to_global, load_past_l1, pack
 from ..blocks.tile_scheduler import LANES
 from ..blocks.turns import Turns
 from ..blocks.warp import broadcast
@@ -37,19 +36,11 @@ from ..config import ROWS_PER_WARPGROUP
 from .backward_zeros import wait_for_zeros
 from .warpgroup import WARPGROUP, WARPS
 
-# A score whose softcap has no slope any more; finite, for softmax_scale may be 0 there.
-FAR_BELOW = -3e38
-
 
 def after(state: pipeline.PipelineState) -> pipeline.PipelineState:
     following = state.clone()
     following.advance()
     return following
-
-
-def of_column(stats: cute.Tensor, i: int) -> Float32:
-    """What `read_stats` gives for the column of an accumulator's i-th value."""
-    return stats[i // 4 % 2 * 2 + i % 2, i // 8]
 
 
 class Mmas(NamedTuple):
@@ -62,7 +53,7 @@ class Mmas(NamedTuple):
     dq: cute.TiledMma  # dQ = dS K, over the keys of all warpgroups
 
 
-class BackwardConsumer(Turns):
+class BackwardConsumer(Turns, AdditionTurns, GradientScores):
     """dK and dV of 64 keys in registers, and a part of each dQ."""
 
     def __init__(self, kernel, buffers, pipes, mmas: Mmas, *others):
@@ -119,9 +110,7 @@ class BackwardConsumer(Turns):
         # whether a dq that this tile has written has a NaN (with private_dq)
         self.nan_in_dq = cute.make_rmem_tensor((1,), Int32)
         self.nan_in_dq[0] = Int32(0)
-        # number of the dQ part (see Accumulator.turns) that has been added, but perhaps not completely; -1: none
-        self.unfinished = cute.make_rmem_tensor((1,), Int32)
-        self.unfinished[0] = Int32(-1)
+        self.begin_turns()
         if self.is_capped:
             # P (1 - tanh^2), in the order of p_words
             self.capped_words = cute.make_rmem_tensor((cute.size(self.p_words),), Int32)
@@ -378,47 +367,6 @@ class BackwardConsumer(Turns):
         pack(acc_s, self.rP)
 
     @cute.jit
-    def exponentials(self, acc_s: cute.Tensor, tile, m_block: Int32):
-        """P in place of S; with a softcap, P times its slope beside it, in 16 bits."""
-        scale_log2 = self.scores.scale_log2
-        self.mask_if_needed(acc_s, tile, m_block, FAR_BELOW if self.is_capped else -math.inf)
-        if cutlass.const_expr(self.is_capped):
-            # two at a time, so that no more slopes of the cap than that are in registers
-            for i in cutlass.range_constexpr(cute.size(self.p_words)):
-                capped = []
-                for j in (2 * i, 2 * i + 1):
-                    score = soft_cap(acc_s[j], self.scores.tanh_scale)
-                    acc_s[j] = cute.math.exp2(score * scale_log2 + of_column(self.minus_lse, j), fastmath=True)
-                    capped.append(acc_s[j] * (1.0 - score * score))
-                self.capped_words[i] = pack_pair(*capped, self.kernel.dtype)
-            # a hidden score was capped, too: its slope is 0, its P is not yet
-            self.mask_if_needed(acc_s, tile, m_block, 0.0)
-        else:
-            for i in cutlass.range_constexpr(cute.size(acc_s)):
-                acc_s[i] = cute.math.exp2(acc_s[i] * scale_log2, fastmath=True)
-
-    @cute.jit
-    def mask_if_needed(self, acc_s: cute.Tensor, tile, m_block: Int32, hidden: cutlass.Constexpr[float]):
-        if m_block >= tile.clear_last or m_block < tile.clear_first:
-            keys = [tile.n_block * self.tile_n + self.row_in_tile + 8 * r for r in range(2)]
-            scores, m_start = rows_and_columns(acc_s), m_block * self.tile_m
-            mask.apply_to_keys(scores, keys, m_start, self.lane_in_quad, tile.geometry, hidden)
-
-    @cute.jit
-    def make_ds(self, acc_dp: cute.Tensor, minus_delta: cutlass.Constexpr[bool] = False):
-        """dS = P (dP - delta), rounded to 16 bits.
-
-        Args: minus_delta: as for `issue_dp`.
-        """
-        source = self.capped_words if cutlass.const_expr(self.is_capped) else self.p_words
-        for i in cutlass.range_constexpr(cute.size(self.ds_words)):
-            p = unpack_pair(source[i], self.kernel.dtype)
-            dp = [acc_dp[2 * i + c] for c in range(2)]
-            if cutlass.const_expr(not minus_delta):
-                dp = [dp[c] + of_column(self.minus_delta, 2 * i + c) for c in range(2)]
-            self.ds_words[i] = pack_pair(p[0] * dp[0], p[1] * dp[1], self.kernel.dtype)
-
-    @cute.jit
     def write_ds(self, count: Int32):
         """dS of these keys into shared memory, where `publish_ds` shows it to all warpgroups.
 
@@ -449,33 +397,6 @@ class BackwardConsumer(Turns):
         else:
             number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
         return number * self.kernel.config.consumer_warps + self.wg * WARPS + self.thread // LANES
-
-    # A turn costs an answer of L2 (about 700 cycles) and a fence. The counter is looked at a GEMM or more before it is
-    # needed, and one fence makes this warp's last addition known to others and theirs to it.
-
-    @cute.jit
-    def look_at_turn(self, tile, head: Int32, m_block: Int32) -> Int32:
-        """How many tiles have added to a part of dQ, or a part of them (unless deterministic: 0)."""
-        seen = Int32(0)
-        if cutlass.const_expr(self.kernel.is_deterministic):
-            seen = look_at(self.accumulator.turns.iterator + self.dq_part(tile, head, m_block))
-        return seen
-
-    @cute.jit
-    def take_turn(self, tile, head: Int32, m_block: Int32, seen: Int32):
-        """Wait until all tiles before this one have added to a part of dQ, unless any order will do.
-
-        They have lower numbers than this tile, and thread blocks, which all run at once, take tiles in ascending order:
-        of the unfinished tiles the first one never waits.
-
-        Args: seen: what `look_at_turn` gave.
-        """
-        if cutlass.const_expr(self.kernel.is_deterministic):
-            self.finish_dq()
-            self.unfinished[0] = self.dq_part(tile, head, m_block)
-            turn = self.kernel.turn_of(tile, m_block)
-            wait_until_equal(self.accumulator.turns.iterator + self.unfinished[0], turn, seen)
-            cute.arch.sync_warp()
 
     @cute.jit
     def add_dq(self, acc_dq: cute.Tensor, tile, head: Int32, m_block: Int32):
@@ -543,16 +464,6 @@ class BackwardConsumer(Turns):
             self.nan_in_dq[0] = self.nan_in_dq[0] | ballots[0] | ballots[1]
 
     @cute.jit
-    def finish_dq(self):
-        """Give the turn to the next tile: after the additions of all lanes, which a step ago were on their way."""
-        cute.arch.sync_warp()
-        if self.lane == 0:
-            cute.arch.fence_acq_rel_gpu()
-            if self.unfinished[0] >= 0:
-                increment(self.accumulator.turns.iterator + self.unfinished[0])
-        self.unfinished[0] = Int32(-1)
-
-    @cute.jit
     def store(self, tile):
         """dK and dV of a finished tile."""
         self.store_dv(tile)
@@ -593,7 +504,7 @@ class BackwardConsumer(Turns):
 
     @cute.jit
     def store_gradient(self, tile, acc: cute.Tensor, m: cute.Tensor, scale: Float32, of_v: cutlass.Constexpr[bool]):
-        rows = [tile.n_block * self.tile_n + self.row_in_tile + 8 * r for r in range(2)]
+        rows = [self.key(tile, 0, r) for r in range(2)]
         is_row = [row < tile.rows_k for row in rows]
         weights = cute.make_rmem_tensor((2,), Float32)
         weights.fill(scale)
@@ -604,25 +515,8 @@ class BackwardConsumer(Turns):
             ballots = plain_gradients.nan_rows(rows_and_columns(acc), is_row)
             if ballots[0] | ballots[1] != 0:
                 cute.arch.sync_warp()  # other lanes write the same rows again
-                self.recompute(tile, gradient, scale, ballots, of_v)
-
-    @cute.jit
-    def recompute(self, tile, gradient: cute.Tensor, scale: Float32, ballots: tuple, of_v: cutlass.Constexpr[bool]):
-        """This warp's rows that have a NaN, from the queries alone that see them: 0 * NaN may have brought it."""
-        at_head, plain, group = self.kernel.at_head, self.plain, self.kernel.group
-        mK, mV = (at_head(t, t, tile.head_kv, tile.place_k) for t in (plain.k, plain.v))
-        # known to be uniform: see Warpgroup.recompute
-        first_row = cute.arch.make_warp_uniform(broadcast(self.row_in_tile, 0))
-        for i in cutlass.range(16, unroll=1):
-            if plain_gradients.has_nan(ballots, i):
-                key = tile.n_block * self.tile_n + first_row + i
-                low, high = queries_of_keys(key, key + 1, *tile.geometry)
-                acc = row_sums(gradient[key, None])
-                for h in cutlass.range(group, unroll=1):
-                    head = tile.head_kv * group + h
-                    mQ, mdO = (at_head(t, t, head, tile.place_q) for t in (plain.q, plain.dout))
-                    number = self.kernel.m_block_number(self.accumulator, tile, head, Int32(0))
-                    stats = cute.domain_offset((number, 0), self.accumulator.stats)
-                    rows = (mK[key, None], mV[key, None], mQ, mdO, stats)
-                    plain_gradients.add_queries(acc, *rows, low, high, *self.scores, of_v)
-                write_row(gradient[key, None], acc, scale)
+                # known to be uniform: see Warpgroup.recompute
+                first_row = cute.arch.make_warp_uniform(broadcast(self.row_in_tile, 0))
+                first_key = tile.n_block * self.tile_n + first_row
+                others = (self.plain, self.accumulator, self.scores, of_v)
+                self.kernel.recompute_keys(tile, gradient, scale, first_key, ballots, *others)

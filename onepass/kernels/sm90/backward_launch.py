@@ -9,25 +9,29 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...outputs import empty_gradients
 from ...problem import AttentionInputs, AttentionProblem
 from .. import compile, heuristics
-from ..arguments import LOG2_E, element_type, fake_tensor, score_scales, window_bounds
+from ..arguments import element_type, fake_tensor
+from ..backward_launch import (
+    BackwardLaunch,
+    counts,
+    fake_accumulator,
+    fake_cu_seqlens,
+    fake_rows,
+    fake_scales_and_window,
+    fake_seqused_k,
+    fake_stream,
+    fake_zeroed,
+    requests_of_rows,
+    unsupported,
+    without_keys,
+)
 from ..blocks import tile_scheduler
 from ..blocks.integers import ceil_div
 from ..config import BackwardConfig
-from .launch import ARCH, tile_counter, tma_ready
+from .launch import ARCH, tile_counter
 
-MAX_GRID = 65535  # of CUDA, in the dimensions in which preprocess and postprocess have heads and batch
-POSTPROCESS_OF_MASK = 11  # arguments of the postprocess kernel that are None without a mask
-
-
-def unsupported(problem: AttentionProblem) -> str | None:
-    """Why the kernels do not compute the gradients of this problem; None if they do."""
-    for name, size in (("num_heads", problem.num_heads_q), ("batch", problem.batch)):
-        if size > MAX_GRID:
-            return f"{name}: expected up to {MAX_GRID}, got {size}"
-    return None
+__all__ = ["Launch", "backward", "compile_requests", "prepare", "unsupported"]
 
 
 def backward(
@@ -52,15 +56,10 @@ def prepare(
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
     """`backward` for calls of one problem on one device; holds no tensor."""
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):  # packed rows of no sequence, or no keys
-        return _without_keys
+        return without_keys
     config = config or heuristics.backward_config(problem)
     config.check(problem)
-    if problem.is_packed:
-        blocks_per_head = problem.seqlen_q // config.tile_m + problem.batch
-        tiles = tile_scheduler.max_packed_tiles(problem.seqlen_k, config.tile_n, problem.num_heads_kv, problem.batch)
-    else:
-        blocks_per_head = ceil_div(problem.seqlen_q, config.tile_m)
-        tiles = tile_scheduler.num_tiles(problem.seqlen_k, config.tile_n, problem.num_heads_kv, problem.batch)
+    blocks_per_head, tiles = counts(problem, config)
     shares = problem.num_heads_kv * problem.batch if config.private_dq else tiles
     num_ctas = min(shares, torch.cuda.get_device_properties(device).multi_processor_count)
     section = heads_per_section(problem, config, num_ctas)
@@ -75,134 +74,39 @@ def compile_requests(
     """The arguments of `compile.get` for each kernel of this problem, in the order in which they run."""
     config = config or heuristics.backward_config(problem)
     problem = replace(problem, has_sinks=False)  # they are in lse
-    static = problem.static()
-    rows_key = (
-        problem.dtype,
-        problem.is_packed,
-        config.tile_m,
-        config.by_gradient,
-        config.private_dq,
-        config.zeroes_ahead(problem),
-        problem.head_dim,
-        problem.head_dim_v,
-    )
-    kernels = [
-        (
-            "backward_preprocess",
-            (*rows_key, has_dlse),
-            ARCH,
-            functools.partial(trace_preprocess, problem, config, has_dlse),
-        ),
-        ("backward", (static, config), ARCH, functools.partial(trace, problem, config)),
-    ]
-    if not config.private_dq:
-        # with a mask also what it computes rows again from
-        key = *rows_key, None if problem.mask.is_full else replace(problem, deterministic=False).static()
-        kernels.append(("backward_postprocess", key, ARCH, functools.partial(trace_postprocess, problem, config)))
-    return kernels
-
-
-def _without_keys(inputs: AttentionInputs, *_) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return tuple(gradient.zero_() for gradient in empty_gradients(inputs))
+    main = ("backward", (problem.static(), config), ARCH, functools.partial(trace, problem, config))
+    preprocess, *postprocess = requests_of_rows(problem, config, ARCH, has_dlse)
+    return [preprocess, main, *postprocess]
 
 
 @dataclass(frozen=True)
-class Launch:
-    """Kernels, and what every call of one problem passes to them beside the tensors."""
+class Launch(BackwardLaunch):
+    """The kernels of Hopper; see BackwardLaunch."""
 
-    problem: AttentionProblem
-    config: BackwardConfig
-    preprocess: Callable
-    main: Callable
-    postprocess: Callable | None  # None with private_dq
-    blocks_per_head: int
-    heads_per_section: int
     num_ctas: int
 
     @property
-    def lse_factor(self) -> float:
-        """What makes lse subtractable from the scores, see backward.Accumulator."""
-        return 1.0 / self.problem.softmax_scale if self.problem.softcap is None else LOG2_E
+    def accumulator_blocks(self) -> int:
+        if self.config.private_dq:
+            return self.num_ctas * self.problem.qhead_per_kvhead * self.blocks_per_head
+        return super().accumulator_blocks
 
-    @property
-    def may_skip_blocks(self) -> bool:
-        """Whether a block of queries may see no key, and so be visited by no tile."""
-        mask, shift = self.problem.mask, self.problem.seqlen_k - self.problem.seqlen_q
-        is_ahead = mask.window_right is not None and shift + mask.window_right < 0
-        return self.problem.has_seqused_k or is_ahead
-
-    def __call__(
-        self, inputs: AttentionInputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        problem, config = self.problem, self.config
-        dq, dk, dv, dsinks = empty_gradients(inputs)
-        cu_seqlens_q, cu_seqlens_k, seqused_k = (
-            None if t is None else t.contiguous() for t in (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k)
-        )
-        entries = 1 if problem.is_packed else problem.batch
-        blocks = entries * problem.num_heads_q * self.blocks_per_head
-        head_dim = config.head_dims(problem)[0]
-        private_blocks = self.num_ctas * problem.qhead_per_kvhead * self.blocks_per_head
-        accum_blocks = private_blocks if config.private_dq else blocks
-        dq_accum = out.new_empty((accum_blocks, config.tile_m * head_dim), dtype=torch.float32)
-        stats = out.new_empty((blocks, 2 * config.tile_m), dtype=torch.float32)
-        turns = None
-        if config.adds_in_turns(problem):
-            turns = out.new_zeros((blocks * config.consumer_warps,), dtype=torch.int32)
-        if config.private_dq and self.may_skip_blocks:
-            dq.zero_()
-        if problem.is_packed:
-            # rows of no sequence; and in stats blocks of no rows
-            dq.zero_()
-            if inputs.sinks is not None:
-                stats[:, : config.tile_m].fill_(-torch.inf)
-                stats[:, config.tile_m :].zero_()
-        dout, lse = tma_ready(dout), lse.contiguous()
-        dlse = None if dlse is None else dlse.contiguous()
-        zeroed = None
-        if config.zeroes_ahead(problem):
-            zeroed = out.new_empty((1 + problem.batch * problem.num_heads_q,), dtype=torch.int32)
-        to_zero = dq_accum if config.zeroes_before(problem) else None
-        self.preprocess(
-            tma_ready(out), dout, lse, dlse, stats, to_zero, zeroed, cu_seqlens_q, self.lse_factor, self.blocks_per_head
-        )
-        rows = (*(tma_ready(t) for t in (inputs.q, inputs.k, inputs.v)), dout)
-        scales_and_window = *score_scales(problem), *window_bounds(problem)
+    def launch_main(self, rows: tuple, gradients: tuple, accumulator: tuple, zeroed: Tensor | None, of_call: tuple):
+        dq, dk, dv = gradients
+        config = self.config
         self.main(
             *rows,
             dk,
             dv,
             dq if config.private_dq else None,
-            dq_accum,
-            stats,
-            turns,
+            *accumulator,
             zeroed,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seqused_k,
-            problem.softmax_scale,
-            *scales_and_window,
-            tile_counter(out.get_device()) if config.dynamic_tiles else None,
+            *of_call,
+            tile_counter(dq.get_device()) if config.dynamic_tiles else None,
             self.blocks_per_head,
             self.heads_per_section,
             self.num_ctas,
         )
-        of_rows = (dq_accum, dq, cu_seqlens_q, problem.softmax_scale, self.blocks_per_head)
-        if config.private_dq:
-            pass  # the main kernel has written dq
-        elif problem.mask.is_full:
-            self.postprocess(*of_rows, *[None] * POSTPROCESS_OF_MASK)
-        else:
-            self.postprocess(*of_rows, *rows, stats, cu_seqlens_k, seqused_k, *scales_and_window)
-        if inputs.sinks is not None:
-            self._fill_dsinks(inputs.sinks, stats.view(entries, problem.num_heads_q, -1, 2, config.tile_m), dsinks)
-        return dq, dk, dv, dsinks
-
-    def _fill_dsinks(self, sinks: Tensor, stats: Tensor, dsinks: Tensor) -> None:
-        """A sink is a key of value 0: p = exp(sink - lse), dp = 0, so dsink = -sum over rows of p * delta."""
-        minus_lse, minus_delta = stats.unbind(3)
-        p = torch.exp(sinks.float()[:, None, None] + minus_lse / self.lse_factor)
-        dsinks.copy_((p * minus_delta).sum((0, 2, 3)))
 
 
 # ---------------------------------------------------------------- order of tiles
@@ -257,125 +161,28 @@ def least_heads(heads: int, tiles_per_head: int, bytes_per_head: int, num_ctas: 
 # ---------------------------------------------------------------- tracing
 
 
-def _rows(problem: AttentionProblem, columns: int):
-    batch = () if problem.is_packed else (None,)
-    return fake_tensor(element_type(problem.dtype), *batch, None, None, columns, align_bytes=16)
-
-
-def _lse(problem: AttentionProblem):
-    from cutlass import Float32
-
-    return fake_tensor(Float32, *([None, None] if problem.is_packed else [None] * 3), align_bytes=4)
-
-
-def _accumulator(problem: AttentionProblem, config: BackwardConfig) -> tuple:
-    from cutlass import Float32
-
-    head_dim = config.head_dims(problem)[0]
-    return tuple(
-        fake_tensor(Float32, None, columns, align_bytes=16) for columns in (config.tile_m * head_dim, 2 * config.tile_m)
-    )
-
-
-def _cu_seqlens(problem: AttentionProblem):
-    from cutlass import Int32
-
-    return fake_tensor(Int32, None, align_bytes=4) if problem.is_packed else None
-
-
-def _seqused_k(problem: AttentionProblem):
-    from cutlass import Int32
-
-    return fake_tensor(Int32, None, align_bytes=4) if problem.has_seqused_k else None
-
-
-def _scales_and_window(problem: AttentionProblem) -> tuple:
-    """Stand-ins for `score_scales` and `window_bounds`."""
-    from cutlass import Float32, Int32
-
-    return (
-        Float32(1.0),
-        None if problem.softcap is None else Float32(1.0),
-        None if problem.mask.window_left is None else Int32(0),
-        None if problem.mask.window_right is None else Int32(0),
-    )
-
-
-def _zeroed(problem: AttentionProblem, config: BackwardConfig):
-    from cutlass import Int32
-
-    return fake_tensor(Int32, None, align_bytes=4) if config.zeroes_ahead(problem) else None
-
-
-def _stream():
-    from cutlass.cute.runtime import make_fake_stream
-
-    return make_fake_stream(use_tvm_ffi_env_stream=True)
-
-
-def trace_preprocess(problem: AttentionProblem, config: BackwardConfig, has_dlse: bool) -> tuple:
-    """The kernel of a static problem and stand-ins for its arguments, for `compile`."""
-    from cutlass import Float32, Int32
-
-    from .backward_rows import Preprocess
-
-    out, dout = (_rows(problem, problem.head_dim_v) for _ in range(2))
-    dq_accum, stats = _accumulator(problem, config)
-    dlse = _lse(problem) if has_dlse else None
-    arguments = (
-        out,
-        dout,
-        _lse(problem),
-        dlse,
-        stats,
-        dq_accum if config.zeroes_before(problem) else None,
-        _zeroed(problem, config),
-        _cu_seqlens(problem),
-        Float32(1.0),
-        Int32(1),
-        _stream(),
-    )
-    return Preprocess(problem, config), arguments
-
-
-def trace_postprocess(problem: AttentionProblem, config: BackwardConfig) -> tuple:
-    """As `trace_preprocess`."""
-    from cutlass import Float32, Int32
-
-    from .backward_rows import Postprocess
-
-    d, dv = problem.head_dim, problem.head_dim_v
-    dq_accum, stats = _accumulator(problem, config)
-    of_mask = [None] * POSTPROCESS_OF_MASK
-    if not problem.mask.is_full:
-        rows = (_rows(problem, columns) for columns in (d, d, dv, dv))
-        of_mask = [*rows, stats, _cu_seqlens(problem), _seqused_k(problem), *_scales_and_window(problem)]
-    of_rows = (dq_accum, _rows(problem, d), _cu_seqlens(problem), Float32(1.0), Int32(1))
-    return Postprocess(problem, config), (*of_rows, *of_mask, _stream())
-
-
 def trace(problem: AttentionProblem, config: BackwardConfig) -> tuple:
-    """As `trace_preprocess`."""
+    """The kernel of a static problem and stand-ins for its arguments, for `compile`."""
     from cutlass import Float32, Int32
 
     from .backward import BackwardSm90
 
     d, dv = problem.head_dim, problem.head_dim_v
     arguments = (
-        *(_rows(problem, columns) for columns in (d, d, dv, dv, d, dv)),
-        _rows(problem, d) if config.private_dq else None,
-        *_accumulator(problem, config),
+        *(fake_rows(problem, columns) for columns in (d, d, dv, dv, d, dv)),
+        fake_rows(problem, d) if config.private_dq else None,
+        *fake_accumulator(problem, config),
         fake_tensor(Int32, None, align_bytes=4) if config.adds_in_turns(problem) else None,
-        _zeroed(problem, config),
-        _cu_seqlens(problem),
-        _cu_seqlens(problem),
-        _seqused_k(problem),
+        fake_zeroed(problem, config),
+        fake_cu_seqlens(problem),
+        fake_cu_seqlens(problem),
+        fake_seqused_k(problem),
         Float32(1.0),
-        *_scales_and_window(problem),
+        *fake_scales_and_window(problem),
         fake_tensor(Int32, 1, align_bytes=4) if config.dynamic_tiles else None,
         Int32(1),
         Int32(1),
         Int32(1),
-        _stream(),
+        fake_stream(),
     )
     return BackwardSm90(problem, config, element_type(problem.dtype)), arguments

@@ -13,7 +13,9 @@ from torch import Tensor
 from ...outputs import empty_outputs
 from ...problem import AttentionInputs, AttentionProblem
 from .. import compile, heuristics
+from ..arguments import aligned as tma_ready
 from ..arguments import element_type, fake_tensor, score_scales, window_bounds
+from ..arguments import is_aligned as is_tma_ready
 from ..blocks import tile_scheduler
 from ..blocks.integers import ceil_div
 from ..config import ForwardConfig
@@ -141,21 +143,6 @@ def tile_counter(device: int) -> Tensor:
     if counter is None:
         counter = _tile_counters[key] = torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
     return counter
-
-
-def tma_ready(t: Tensor) -> Tensor:
-    """t itself where TMA can read it, else a contiguous copy."""
-    return t if is_tma_ready(t) else t.clone(memory_format=torch.contiguous_format)
-
-
-def is_tma_ready(t: Tensor) -> bool:
-    strides = t.stride()
-    if strides[-1] != 1 or t.data_ptr() % 16 != 0:
-        return False
-    # of three or four dimensions, this is every stride but the last
-    if (strides[0] | strides[1] | strides[-2]) % 8 == 0:
-        return True
-    return all(stride % 8 == 0 or size == 1 for size, stride in zip(t.shape[:-1], strides[:-1], strict=True))
 
 
 def copied(q: Tensor, k: Tensor, v: Tensor) -> list[str]:

@@ -1,6 +1,7 @@
-"""What the Hopper backward does for query rows: lse and delta before the main kernel, dq out of its accumulator after.
+"""What a backward does for query rows: lse and delta before the main kernel, dq out of its accumulator after.
 
-Both run one thread block of 128 threads per 64 query rows or per block of rows, and are bound by memory.
+A thread block of 128 threads has a block of rows, or 64 of them (fewer threads where blocks are shorter). Both kernels
+are bound by memory.
 """
 
 from __future__ import annotations
@@ -12,21 +13,20 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...problem import AttentionProblem
-from ..blocks import epilogue, plain_gradients
-from ..blocks.integers import select
-from ..blocks.layouts import as_batch_of_one, at_head, rows_first, rows_first_of_lse
-from ..blocks.mask import Geometry
-from ..blocks.packed_schedule import Lengths, used_keys
-from ..blocks.plain_rows import PlainTensors
-from ..blocks.ptx import exit_if
-from ..blocks.row_stats import stats_position
-from ..blocks.tile_scheduler import LANES, packed_rows
-from ..blocks.warp import broadcast
-from ..config import ROWS_PER_WARPGROUP, BackwardConfig
+from ..problem import AttentionProblem
+from .blocks import epilogue, plain_gradients
+from .blocks.integers import select
+from .blocks.layouts import as_batch_of_one, at_head, rows_first, rows_first_of_lse
+from .blocks.mask import Geometry
+from .blocks.packed_schedule import Lengths, used_keys
+from .blocks.plain_rows import PlainTensors
+from .blocks.ptx import exit_if
+from .blocks.row_stats import stats_position
+from .blocks.tile_scheduler import LANES, packed_rows
+from .blocks.warp import broadcast
+from .config import ROWS_PER_MMA, ROWS_PER_WARPGROUP, BackwardConfig, BackwardConfigSm80
 
 THREADS = 128
-WARPS = THREADS // LANES
 VECTOR = 8  # 16-bit elements of a 16-byte load
 
 
@@ -67,8 +67,11 @@ class BlockRows(NamedTuple):
 class RowsKernel:
     """What both kernels have in common: which rows a thread block is for."""
 
-    def __init__(self, problem: AttentionProblem, config: BackwardConfig):
+    def __init__(self, problem: AttentionProblem, config: BackwardConfig | BackwardConfigSm80):
         self.tile_m = config.tile_m
+        self.rows_of_part = min(config.tile_m, ROWS_PER_WARPGROUP)  # of a thread block of the postprocess kernel
+        self.warps_of_part = self.rows_of_part // ROWS_PER_MMA
+        self.vector_adds = config.vector_adds
         self.head_dim, self.head_dim_v = config.head_dims(problem)
         self.dq_columns = config.dq_columns(problem)
         self.is_packed = problem.is_packed
@@ -96,7 +99,7 @@ class Preprocess(RowsKernel):
         dout: cute.Tensor,
         lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q) float32
         dlse: cute.Tensor | None,
-        stats: cute.Tensor,  # see backward.Accumulator, here and for the next one
+        stats: cute.Tensor,  # see dq_accumulator.Accumulator, here and for the next one
         dq_accum: cute.Tensor | None,  # None: zeroed by the main kernel, or not at all
         zeroed: cute.Tensor | None,
         cu_seqlens_q: cute.Tensor | None,
@@ -184,7 +187,7 @@ class Recomputation(NamedTuple):
     """What rows of dq are computed again from, where hidden pairs of a tile have made them NaN."""
 
     plain: PlainTensors
-    stats: cute.Tensor  # see backward.Accumulator
+    stats: cute.Tensor  # see dq_accumulator.Accumulator
     scale_log2: Float32
     tanh_scale: Float32 | None
     window_left: Int32 | None
@@ -194,7 +197,7 @@ class Recomputation(NamedTuple):
 class Postprocess(RowsKernel):
     """dq = softmax_scale * dq_accum, in the dtype of dq."""
 
-    def __init__(self, problem: AttentionProblem, config: BackwardConfig):
+    def __init__(self, problem: AttentionProblem, config: BackwardConfig | BackwardConfigSm80):
         super().__init__(problem, config)
         self.group = problem.qhead_per_kvhead
 
@@ -231,10 +234,10 @@ class Postprocess(RowsKernel):
                 PlainTensors(*(rows_first(t) for t in plain)), stats, scale_log2, tanh_scale, window_left, window_right
             )
         batch, _, num_heads, _ = dq.shape
-        parts = self.tile_m // ROWS_PER_WARPGROUP
+        parts = self.tile_m // self.rows_of_part
         lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k)
         self.kernel(dq_accum, rows_first(dq), lengths, softmax_scale, again).launch(
-            grid=[blocks_per_head * parts, num_heads, batch], block=[THREADS, 1, 1], stream=stream
+            grid=[blocks_per_head * parts, num_heads, batch], block=[self.warps_of_part * LANES, 1, 1], stream=stream
         )
 
     @cute.kernel
@@ -247,30 +250,34 @@ class Postprocess(RowsKernel):
         again: Recomputation | None,
     ):
         thread, (index, head, entry) = cute.arch.thread_idx()[0], last_first()
-        parts = self.tile_m // ROWS_PER_WARPGROUP
+        parts = self.tile_m // self.rows_of_part
         block, part = index // parts, index % parts
         blocks_per_head, num_heads = cute.arch.grid_dim()[0] // parts, cute.arch.grid_dim()[1]
         block_rows = self.rows_of_block(block, mdQ.shape[0], lengths.cu_seqlens_q)
         start, num_rows = block_rows.start, block_rows.num_rows
-        exit_if(num_rows <= part * ROWS_PER_WARPGROUP)
+        exit_if(num_rows <= part * self.rows_of_part)
         number = (entry * num_heads + head) * blocks_per_head + block
 
-        # the values of a wgmma accumulator of 64 rows, as the main kernel wrote them
+        # a warp's values of an accumulator of 16 rows, as the main kernel wrote them
         num_blocks = self.head_dim // 8
         values = cute.make_rmem_tensor((4 * num_blocks,), Float32)
-        # [piece of 64 rows][warp][vector][lane], in the order of a piece's wgmma accumulator
+        # [piece of up to 64 rows][warp][vector][lane], in the order of a piece's accumulator; see `vector_adds`
         vectors_of_warp = self.dq_columns // 8
         pieces = num_blocks // vectors_of_warp
         vectors = cute.flat_divide(dq_accum[number, None], (4,))
         for j in cutlass.range_constexpr(num_blocks):
             target = cute.make_tensor(values.iterator + 4 * j, cute.make_layout((4,)))
-            warp_id = (part * pieces + j // vectors_of_warp) * WARPS + thread // LANES
-            vector = (warp_id * vectors_of_warp + j % vectors_of_warp) * LANES + thread % LANES
-            cute.autovec_copy(vectors[None, vector], target)
+            warp_id = (part * pieces + j // vectors_of_warp) * self.warps_of_part + thread // LANES
+            vector = (warp_id * vectors_of_warp + j % vectors_of_warp) * LANES
+            if cutlass.const_expr(self.vector_adds):
+                cute.autovec_copy(vectors[None, vector + thread % LANES], target)
+            else:
+                for c in cutlass.range_constexpr(4):
+                    target[c] = dq_accum[number, 4 * vector + c * LANES + thread % LANES]
         acc = cute.make_tensor(values.iterator, cute.make_layout((2, (2, num_blocks)), stride=(2, (1, 4))))
         weights = cute.make_rmem_tensor((2,), Float32)
         weights.fill(softmax_scale)
-        rows = [part * ROWS_PER_WARPGROUP + thread // 32 * 16 + thread % 32 // 4 + 8 * r for r in range(2)]
+        rows = [part * self.rows_of_part + thread // 32 * 16 + thread % 32 // 4 + 8 * r for r in range(2)]
         is_row = [row < num_rows for row in rows]
         out_rows = [mdQ[start + row, None, head, entry] for row in rows]
         epilogue.store_rows(acc, weights, out_rows, is_row, thread % 4)

@@ -1,0 +1,128 @@
+"""From tensors to the launches of a backward with the instructions of Ampere: preprocess, main kernel, postprocess.
+
+Dispatch does not know it yet: no GPU has run it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...problem import AttentionInputs, AttentionProblem
+from .. import backward_launch, compile, heuristics
+from ..arguments import element_type, fake_tensor
+from ..backward_launch import BackwardLaunch, counts, requests_of_rows, without_keys
+from ..blocks import tile_scheduler
+from ..blocks.integers import ceil_div
+from ..config import BackwardConfigSm80
+from . import launch
+
+
+def unsupported(problem: AttentionProblem) -> str | None:
+    """Why the kernels do not compute the gradients of this problem; None if they do."""
+    return launch.unsupported(problem) or backward_launch.unsupported(problem)
+
+
+def backward(
+    problem: AttentionProblem,
+    inputs: AttentionInputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    config: BackwardConfigSm80 | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and dsinks of a call, as `onepass.tiled.backward` gives them.
+
+    Tensors that 16-byte copies cannot read where they lie (see `launch.forward`) are copied first.
+    """
+    return prepare(problem, inputs.q.device, dlse is not None, config)(inputs, out, lse, dout, dlse)
+
+
+@functools.lru_cache(maxsize=4096)
+def prepare(
+    problem: AttentionProblem, device: torch.device, has_dlse: bool, config: BackwardConfigSm80 | None = None
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """`backward` for calls of one problem on one device; holds no tensor."""
+    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):  # packed rows of no sequence, or no keys
+        return without_keys
+    arch = launch.arch_of(device)
+    config = config or heuristics.backward_config_sm80(problem, arch)
+    config.check(problem, arch)
+    kernels = [compile.get(*request) for request in compile_requests(problem, has_dlse, config, arch)]
+    blocks_per_head, num_tiles = counts(problem, config)
+    return Launch(problem, config, *kernels, blocks_per_head, heads_per_section(problem, config), num_tiles)
+
+
+def compile_requests(
+    problem: AttentionProblem,
+    has_dlse: bool = False,
+    config: BackwardConfigSm80 | None = None,
+    arch: str = launch.ARCHS[0],
+) -> list[tuple]:
+    """The arguments of `compile.get` for each kernel of this problem, in the order in which they run."""
+    config = config or heuristics.backward_config_sm80(problem, arch)
+    problem = replace(problem, has_sinks=False)  # they are in lse
+    main = ("backward_sm80", (problem.static(), config), arch, functools.partial(trace, problem, config, arch))
+    preprocess, postprocess = requests_of_rows(problem, config, arch, has_dlse)
+    return [preprocess, main, postprocess]
+
+
+@dataclass(frozen=True)
+class Launch(BackwardLaunch):
+    """The kernels of Ampere; see BackwardLaunch."""
+
+    num_tiles: int
+
+    @property
+    def num_turns(self) -> int:
+        return super().num_turns + 1  # and how many tiles have been drawn
+
+    def launch_main(self, rows: tuple, gradients: tuple, accumulator: tuple, zeroed: Tensor | None, of_call: tuple):
+        _, dk, dv = gradients
+        counts_of_call = (self.blocks_per_head, self.heads_per_section, self.num_tiles)
+        self.main(*rows, dk, dv, *accumulator, *of_call, *counts_of_call)
+
+
+def heads_per_section(problem: AttentionProblem, config: BackwardConfigSm80) -> int:
+    """kv heads that are worked on at a time, see blocks/tile_scheduler.py."""
+    is_growing = problem.mask.window_right is not None and problem.mask.window_left is None
+    # what a kv head's tiles read and write again and again: Q, dO and the accumulator
+    row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * config.head_dims(problem)[0]
+    _, num_tiles = counts(problem, config)
+    return tile_scheduler.heads_per_section(
+        problem.num_heads_kv * problem.batch,
+        ceil_div(problem.seqlen_k, config.tile_n),
+        num_tiles,
+        problem.seqlen_q * problem.qhead_per_kvhead * row_bytes,
+        is_growing and config.longest_first,
+        is_dynamic=True,  # thread blocks begin in the order of their numbers, as from a queue
+    )
+
+
+def trace(problem: AttentionProblem, config: BackwardConfigSm80, arch: str) -> tuple:
+    """The kernel of a static problem and stand-ins for its arguments, for `compile`."""
+    from cutlass import Float32, Int32
+
+    from .backward import BackwardSm80
+
+    d, dv = problem.head_dim, problem.head_dim_v
+    arguments = (
+        *(backward_launch.fake_rows(problem, columns) for columns in (d, d, dv, dv, d, dv)),
+        *backward_launch.fake_accumulator(problem, config),
+        fake_tensor(Int32, None, align_bytes=4) if problem.deterministic else None,
+        backward_launch.fake_cu_seqlens(problem),
+        backward_launch.fake_cu_seqlens(problem),
+        backward_launch.fake_seqused_k(problem),
+        Float32(1.0),
+        *backward_launch.fake_scales_and_window(problem),
+        Int32(1),
+        Int32(1),
+        Int32(1),
+        backward_launch.fake_stream(),
+    )
+    return BackwardSm80(problem, config, element_type(problem.dtype), arch), arguments

@@ -1,0 +1,241 @@
+"""The Ampere backward computes gradients: the PTX of its three kernels runs on the CPU, held to any backend's budgets."""
+
+import functools
+import importlib.util
+import itertools
+import math
+import struct
+import tempfile
+from dataclasses import dataclass, replace
+
+import ptx_interpreter
+import pytest
+import torch
+from test_forward_sm80_values import PACKED, Arguments, call_of, fast_divisor, problem_of
+
+import onepass
+from onepass.kernels import backward_rows, compile, heuristics
+from onepass.kernels.blocks import tile_scheduler
+from onepass.kernels.blocks.integers import ceil_div
+from onepass.kernels.config import BackwardConfigSm80
+from onepass.kernels.sm80 import backward_launch
+from onepass.testing.inputs import Call
+from onepass.tiled import forward
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
+)
+
+ARCH = "sm_80"
+
+
+@functools.lru_cache(maxsize=32)
+def program(name: str, key: tuple, request) -> ptx_interpreter.Program:
+    with tempfile.TemporaryDirectory() as directory:
+        compiled = compile.compile_now(ARCH, request.trace, f"{compile.OPTIONS} --keep-ptx --dump-dir={directory}")
+        return ptx_interpreter.parse(compiled.__ptx__)
+
+
+@dataclass(frozen=True)
+class Request:
+    """The last argument of `compile.get`; the others tell one kernel from another."""
+
+    trace: object
+
+    def __hash__(self):
+        return 0
+
+    def __eq__(self, other):
+        return isinstance(other, Request)
+
+
+class Parameters(Arguments):
+    """Memory with the tensors of a launch, and the parameters of a kernel that is given them."""
+
+    def __init__(self, is_packed: bool):
+        self.memory = ptx_interpreter.Memory(1 << 24, ptx_interpreter.GLOBAL_BASE)
+        self.is_packed, self.values, self.tensors = is_packed, [], []
+
+    def put(self, t: torch.Tensor) -> int:
+        address = super().put(t)
+        self.tensors.append((t, address))
+        return address
+
+    def rows(self, *tensors: torch.Tensor | None):
+        """q, lse and the like."""
+        for t in tensors:
+            if t is not None:
+                self.tensor(t)
+
+    def blocks(self, *tensors: torch.Tensor | None):
+        """(blocks, columns)"""
+        for t in tensors:
+            if t is not None:
+                self.values.append(struct.pack("<Qiiq", self.put(t), len(t), 0, t.stride(0)))
+
+    def vectors(self, *tensors: torch.Tensor | None):
+        """(count,)"""
+        for t in tensors:
+            if t is not None:
+                self.vector(t)
+
+    def numbers(self, *numbers):
+        self.values += [struct.pack("<f" if isinstance(n, float) else "<i", n) for n in numbers if n is not None]
+
+    def copy_back(self, *written: torch.Tensor | None):
+        for t, address in self.tensors:
+            if any(t is other for other in written):
+                t.copy_(self.result(address, t))
+
+
+class Kernels:
+    """preprocess, main and postprocess as callables of tensors, like compiled ones; see backward_launch.BackwardLaunch.
+
+    Attributes:
+        change: what is done to the program of the main kernel before it runs.
+        schedule: options of `ptx_interpreter.run` for it.
+    """
+
+    def __init__(self, problem, config, has_dlse, change, schedule):
+        self.problem, self.config, self.change, self.schedule = problem, config, change, schedule
+        requests = backward_launch.compile_requests(problem, has_dlse, config, ARCH)
+        self.programs = [program(name, key, Request(trace)) for name, key, _, trace in requests]
+
+    def run(self, number: int, p: Parameters, written: tuple, grid, num_threads: int, smem_bytes: int = 0, **schedule):
+        kernel = self.change(self.programs[number]) if number == 1 else self.programs[number]
+        ptx_interpreter.run(kernel, p.values, p.memory, grid, num_threads, smem_bytes, **schedule)
+        p.copy_back(*written)
+
+    def grid_of_rows(self, parts: int, blocks_per_head: int) -> tuple[int, int, int]:
+        problem = self.problem
+        return blocks_per_head * parts, problem.num_heads_q, 1 if problem.is_packed else problem.batch
+
+    def preprocess(
+        self, out, dout, lse, dlse, stats, dq_accum, zeroed, cu_seqlens_q, lse_factor, blocks_per_head
+    ):
+        p = Parameters(self.problem.is_packed)
+        p.rows(out, dout, lse, dlse)
+        p.blocks(stats, dq_accum)
+        p.vectors(zeroed, cu_seqlens_q)
+        p.numbers(float(lse_factor))
+        self.run(0, p, (stats, dq_accum), self.grid_of_rows(1, blocks_per_head), backward_rows.THREADS)
+
+    def main(self, q, k, v, dout, dk, dv, dq_accum, stats, turns, *others):
+        *lengths, softmax_scale, scale_log2, tanh_scale, left, right, blocks_per_head, section, num_tiles = others
+        problem, config = self.problem, self.config
+        p = Parameters(problem.is_packed)
+        p.rows(q, k, v, dout, dk, dv)
+        p.blocks(dq_accum, stats)
+        p.vectors(turns)
+        p.numbers(blocks_per_head, problem.num_heads_q)
+        p.vectors(*lengths)
+        p.numbers(softmax_scale, scale_log2, tanh_scale, left, right)
+        heads = problem.num_heads_kv
+        if problem.is_packed:
+            p.values += fast_divisor(heads)
+        else:
+            num_n_blocks, heads_in_all = ceil_div(problem.seqlen_k, config.tile_n), heads * problem.batch
+            p.numbers(num_tiles, num_n_blocks, problem.batch)
+            in_last = tile_scheduler.heads_in_last_section(heads_in_all, section)
+            for n in (num_n_blocks * section, section, in_last, heads):
+                p.values += fast_divisor(n)
+        self.run(1, p, (dk, dv, dq_accum, turns), num_tiles, config.num_threads, config.smem_bytes(problem), **self.schedule)
+
+    def postprocess(self, dq_accum, dq, cu_seqlens_q, softmax_scale, blocks_per_head, *again):
+        q, k, v, dout, stats, cu_seqlens_k, seqused_k, scale_log2, tanh_scale, left, right = again
+        p = Parameters(self.problem.is_packed)
+        p.blocks(dq_accum)
+        p.rows(dq)
+        p.vectors(cu_seqlens_q, cu_seqlens_k, seqused_k)
+        p.numbers(softmax_scale)
+        p.rows(q, k, v, dout)
+        p.blocks(stats)
+        p.numbers(scale_log2, tanh_scale, left, right)
+        rows = min(64, self.config.tile_m)
+        self.run(2, p, (dq,), self.grid_of_rows(self.config.tile_m // rows, blocks_per_head), 2 * rows)
+
+
+def poisoned(t: torch.Tensor) -> torch.Tensor:
+    return t.fill_(math.nan) if t.is_floating_point() else t
+
+
+def gradients(call, out, lse, dout, dlse, config=None, change=lambda kernel: kernel, **schedule):
+    """dq, dk, dv, dsinks by the kernels."""
+    problem, inputs = problem_of(call)
+    problem = replace(problem, deterministic=call.options.get("deterministic", False))
+    config = config or heuristics.backward_config_sm80(problem, ARCH)
+    kernels = Kernels(problem, config, dlse is not None, change, schedule)
+    blocks_per_head, num_tiles = backward_launch.counts(problem, config)
+    section = backward_launch.heads_per_section(problem, config)
+    launch = backward_launch.Launch(
+        problem, config, kernels.preprocess, kernels.main, kernels.postprocess, blocks_per_head, section, num_tiles
+    )
+    return launch(inputs, out, lse, dout, dlse)
+
+
+class ByKernels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call, q, k, v, sinks):
+        problem, inputs = problem_of(replace(call, tensors={"q": q, "k": k, "v": v}))
+        out, lse = forward(problem, inputs)
+        ctx.call = call
+        ctx.save_for_backward(out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        call = ctx.call
+        dq, dk, dv, dsinks = gradients(call, *ctx.saved_tensors, dout, dlse, call.config, **call.schedule)
+        return None, dq, dk, dv, dsinks if "sinks" in call.options else None
+
+
+@dataclass
+class KernelCall(Call):
+    """A call whose gradients are those of the kernels."""
+
+    config: BackwardConfigSm80 | None = None
+    schedule: dict | None = None
+
+    def run(self):
+        options = {n: o.detach() if n == "sinks" else o for n, o in self.options.items()}
+        call = replace(self, tensors={n: t.detach() for n, t in self.tensors.items()}, options=options)
+        call.schedule = self.schedule or {}
+        return onepass.AttentionOutput(*ByKernels.apply(call, *self.tensors.values(), self.options.get("sinks")))
+
+    def expected(self, compute_dtype=torch.float64):
+        options = {n: o for n, o in self.options.items() if n != "deterministic"}
+        return Call(self.tensors, options).expected(compute_dtype)
+
+    def _floors(self, dout, dlse, oracle):
+        options = {n: o for n, o in self.options.items() if n != "deterministic"}
+        return Call(self.tensors, options)._floors(dout, dlse, oracle)
+
+
+def check(call: Call, config: BackwardConfigSm80 | None = None, **schedule):
+    KernelCall(call.tensors, call.options, call.seed, config, schedule).check()
+
+
+CASES = {
+    "causal": call_of(64, 64, 150, 180, causal=True),
+    "full": call_of(64, 64, 70, 200),
+    "rows that see nothing": call_of(64, 64, 150, 70, causal=True),
+    "window": call_of(64, 64, 150, 280, window=(70, 5)),
+    "window to the left": call_of(64, 64, 150, 280, window=(70, None)),
+    "float16 softcap": call_of(128, 128, 70, 130, dtype=torch.float16, softcap=5.0, causal=True),
+    "sinks": call_of(64, 64, 70, 130, sinks=torch.tensor([1.0, -1.0])),
+    "batch and heads": call_of(64, 64, 70, 65, heads=(4, 2), batch=3, causal=True),
+    "seqused": call_of(64, 64, 70, 140, batch=3, seqused_k=[140, 0, 65]),
+    "packed": call_of(64, 64, 160, 230, causal=True, **PACKED),
+    "packed seqused": call_of(64, 64, 160, 230, seqused_k=[10, 0, 129, 21], **PACKED),
+    "packed sinks": call_of(64, 64, 160, 230, sinks=torch.tensor([1.0, -1.0]), **PACKED),
+    "head dims of no tile": call_of(72, 40, 70, 130),
+    **{f"head dim {d}": call_of(d, d, 70, 70, causal=True) for d in (96, 128, 192, 256)},
+    "head dims 192 and 128": call_of(192, 128, 70, 70),
+    "deterministic": call_of(64, 64, 150, 300, heads=(4, 2), causal=True, deterministic=True),
+    "deterministic packed": call_of(64, 64, 160, 230, causal=True, deterministic=True, **PACKED),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values(name):
+    check(CASES[name])
