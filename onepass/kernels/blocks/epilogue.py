@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from .integers import ceil_div
+from .layouts import column_offset
 from .ptx import pack_pair, transpose_in_quad
 
 
@@ -59,16 +60,15 @@ def store_pairs(
     """
     head_dim_v, dtype = cute.size(out_rows[0]), out_rows[0].element_type
     width = 1 if cutlass.const_expr(vector_bytes == 2) else 2
-    pair = cute.make_rmem_tensor((1,), Int32)
-    halves = cute.flat_divide(cute.recast_tensor(pair, dtype), (width,))
+    values = cute.make_rmem_tensor((width,), dtype)
     for r in cutlass.range_constexpr(2):
-        columns = cute.flat_divide(out_rows[r], (width,))
-        for b in cutlass.range_constexpr(ceil_div(head_dim_v, 8)):
-            pair[0] = pack_pair(acc_o[r, 2 * b] * weights[r], acc_o[r, 2 * b + 1] * weights[r], dtype)
-            for i in cutlass.range_constexpr(2 // width):
-                column = 8 * b + 2 * lane_in_quad + i
-                if is_row[r] and column < head_dim_v:
-                    cute.autovec_copy(halves[None, i], columns[None, column // width])
+        vectors = cute.flat_divide(out_rows[r], (width,))
+        for c in cutlass.range_constexpr(0, 2 * ceil_div(head_dim_v, 8), width):
+            for i in cutlass.range_constexpr(width):
+                values[i] = (acc_o[r, c + i] * weights[r]).to(dtype)
+            column = column_offset(c) + 2 * lane_in_quad
+            if is_row[r] and column < head_dim_v:
+                cute.autovec_copy(values, vectors[None, column // width])
 
 
 @cute.jit
