@@ -234,6 +234,8 @@ class ForwardConfigSm80(LaunchConfig):
             0 = rescale in every step.
         exp2_fma_period: every so many-th exponential goes to the FMA pipe as a cubic; 0 = none.
         longest_first: number the tiles by length (only meaningful where they differ), in L2-sized sections of heads.
+        fragments_ahead: of 16-bit types: ldmatrix of a k-step stands before the mma of the step before; else those of
+            all steps before the first mma (the assembler may move them, within its registers).
         fresh_sums: of float32: sums of 16 terms leave the tensor cores, which cut off, and are added up by the FMA
             pipe, which rounds; else S and O stay in the tensor cores.
         vector_bytes: 16, 8, 4 or 2 of a copy from and to global memory; not a choice but what addresses, strides and
@@ -250,6 +252,7 @@ class ForwardConfigSm80(LaunchConfig):
     rescale_threshold: float = 0.0
     exp2_fma_period: int = 0
     longest_first: bool = True
+    fragments_ahead: bool = True
     fresh_sums: bool = True
     vector_bytes: int = 16
 

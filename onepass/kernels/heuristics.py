@@ -174,11 +174,15 @@ FORWARD_SM80_FLOAT32 = {
     ),
     192: (
         ForwardConfigSm80(tile_m=128, tile_n=32, num_warps=8, q_in_registers=False, rescale_threshold=LAZY),
-        ForwardConfigSm80(tile_m=64, tile_n=32, q_in_registers=False, rescale_threshold=LAZY),
+        ForwardConfigSm80(
+            tile_m=128, tile_n=32, num_warps=8, num_stages=1, q_in_registers=False, rescale_threshold=LAZY
+        ),
         ForwardConfigSm80(tile_m=64, tile_n=16, q_in_registers=False, rescale_threshold=LAZY),
     ),
     256: (
-        ForwardConfigSm80(tile_m=64, tile_n=32, q_in_registers=False, rescale_threshold=LAZY),
+        ForwardConfigSm80(
+            tile_m=128, tile_n=32, num_warps=8, num_stages=1, q_in_registers=False, rescale_threshold=LAZY
+        ),
         ForwardConfigSm80(tile_m=64, tile_n=16, q_in_registers=False, rescale_threshold=LAZY),
         ForwardConfigSm80(tile_m=64, tile_n=16, num_stages=1, q_in_registers=False, rescale_threshold=LAZY),
     ),

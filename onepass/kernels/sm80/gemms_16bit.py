@@ -85,12 +85,8 @@ class Gemms16Bit(Bundle):
     def qk(self, buffer: Int32):
         """S = Q K^T."""
         self.acc_s.fill(0.0)
-        for k in cutlass.range_constexpr(self.k.steps):
-            if cutlass.const_expr(not self.config.q_in_registers):
-                self.q.load(k, 0)
-            self.k.load(k, buffer)
-            q, b = self.q.fragment[None, None, k], self.k.fragment[None, None, k]
-            cute.gemm(self.tiled_mma, self.acc_s, q, b, self.acc_s)
+        q_buffer = None if cutlass.const_expr(self.config.q_in_registers) else 0
+        self._gemm(self.acc_s, self.q.fragment, self.q, q_buffer, self.k, buffer)
 
     @cute.jit
     def take_p(self):
@@ -100,9 +96,24 @@ class Gemms16Bit(Bundle):
     @cute.jit
     def pv(self, buffer: Int32):
         """O += P V."""
-        for k in cutlass.range_constexpr(self.v.steps):
-            self.v.load(k, buffer)
-            cute.gemm(self.tiled_mma, self.acc_o, self.p[None, None, k], self.v.fragment[None, None, k], self.acc_o)
+        self._gemm(self.acc_o, self.p, None, None, self.v, buffer)
+
+    @cute.jit
+    def _gemm(self, acc, a: cute.Tensor, a_operand: Operand | None, a_buffer, b: Operand, b_buffer: Int32):
+        """acc += a b, with the fragments of b, and of a where it has a buffer, from shared memory.
+
+        With fragments_ahead those of a step are loaded before the mma of the step before, else all before the first.
+        """
+        steps = b.steps
+        ahead = 1 if cutlass.const_expr(self.config.fragments_ahead) else steps
+        for k in cutlass.range_constexpr(steps + ahead):
+            if cutlass.const_expr(k < steps):
+                if cutlass.const_expr(a_buffer is not None):
+                    a_operand.load(k, a_buffer)
+                b.load(k, b_buffer)
+            if cutlass.const_expr(k >= ahead):
+                step = k - ahead
+                cute.gemm(self.tiled_mma, acc, a[None, None, step], b.fragment[None, None, step], acc)
 
     @cute.jit
     def store_rows(self, acc_o: cute.Tensor, weights: cute.Tensor, out_rows: list, is_row: list, lane_in_quad: Int32):
