@@ -31,7 +31,11 @@ def element_type(dtype: torch.dtype) -> type:
     """The kernel language's name of a dtype."""
     import cutlass
 
-    return {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}[dtype]
+    return {
+        torch.bfloat16: cutlass.BFloat16,
+        torch.float16: cutlass.Float16,
+        torch.float32: cutlass.Float32,
+    }[dtype]
 
 
 def fake_tensor(kind: type, *shape: int | None, align_bytes: int):

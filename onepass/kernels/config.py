@@ -25,9 +25,10 @@ def head_dim_tile(head_dim: int) -> int:
     return next(tile for tile in HEAD_DIM_TILES if tile >= head_dim)
 
 
-def column_block(head_dim: int) -> int:
-    """Columns of a 16-bit tile in shared memory that lie side by side: the widest swizzled row that divides it."""
-    return next(columns for columns in (64, 32, 16) if head_dim % columns == 0)
+def column_block(head_dim: int, element_bytes: int = 2) -> int:
+    """Columns of a tile in shared memory that lie side by side: the widest swizzled row that divides it."""
+    widths = (width // element_bytes for width in (128, 64, 32))
+    return next(columns for columns in widths if head_dim % columns == 0)
 
 
 Config = TypeVar("Config", bound="LaunchConfig")
@@ -210,6 +211,12 @@ ROWS_PER_MMA = 16
 # where float32 in global memory are added to one by one
 SCALAR_ADDS = ("sm_80", "sm_86", "sm_89")
 MAX_REGISTERS = 255  # of a thread
+VECTOR_BYTES = (16, 8, 4, 2)  # of a copy
+
+
+def threads_per_row(columns: int, element_bytes: int, vector_bytes: int) -> int:
+    """Threads that load a row side by side, in copies of vector_bytes: at most a warp, and within a swizzled row."""
+    return min(32, column_block(columns, element_bytes) * element_bytes // vector_bytes)
 
 
 @dataclass(frozen=True)
@@ -229,6 +236,12 @@ class ForwardConfigSm80(LaunchConfig):
             0 = rescale in every step.
         exp2_fma_period: every so many-th exponential goes to the FMA pipe as a cubic; 0 = none.
         longest_first: number the tiles by length (only meaningful where they differ), in L2-sized sections of heads.
+        fragments_ahead: of 16-bit types: ldmatrix of a k-step stands before the mma of the step before; else those of
+            all steps before the first mma (the assembler may move them, within its registers).
+        fresh_sums: of float32: sums of 16 terms leave the tensor cores, which cut off, and are added up by the FMA
+            pipe, which rounds; else S and O stay in the tensor cores.
+        vector_bytes: 16, 8, 4 or 2 of a copy from and to global memory; not a choice but what addresses, strides and
+            head dims are multiples of.
     """
 
     tile_m: int = 64
@@ -241,6 +254,9 @@ class ForwardConfigSm80(LaunchConfig):
     rescale_threshold: float = 0.0
     exp2_fma_period: int = 0
     longest_first: bool = True
+    fragments_ahead: bool = True
+    fresh_sums: bool = True
+    vector_bytes: int = 16
 
     @property
     def num_threads(self) -> int:
@@ -253,13 +269,15 @@ class ForwardConfigSm80(LaunchConfig):
 
     def smem_bytes(self, problem: AttentionProblem) -> int:
         d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
-        return 2 * (self.tile_m * d + self.num_stages * self.tile_n * (d + dv))
+        return problem.dtype.itemsize * (self.tile_m * d + self.num_stages * self.tile_n * (d + dv))
 
     def accumulator_registers(self, problem: AttentionProblem) -> int:
         """Registers of a thread for S, P, O (and Q): the rest is left for fragments of K and V, addresses, softmax."""
         d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
-        s = self.tile_n // 2
-        return self.m_tiles * (s + s // 2 + dv // 2 + (d // 4 if self.q_in_registers else 0))
+        s, q = self.tile_n // 2, d * problem.dtype.itemsize // 8 if self.q_in_registers else 0
+        # P in 16 bits beside S; in float32 in its place, and beside it the sums of 32 columns
+        p = s // 2 if problem.dtype.itemsize == 2 else 16 * self.fresh_sums
+        return self.m_tiles * (s + p + dv // 2 + q)
 
     def check(self, problem: AttentionProblem, arch: str) -> None:
         """Raises: UnsupportedError, naming the bound, what is needed and what there is."""
@@ -273,9 +291,15 @@ class ForwardConfigSm80(LaunchConfig):
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             raise UnsupportedError(f"tile_n: expected 16, 32, ... 256, got {self.tile_n}")
         d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
+        element_bytes = problem.dtype.itemsize
+        if self.vector_bytes not in VECTOR_BYTES or self.vector_bytes < element_bytes:
+            raise UnsupportedError(f"vector_bytes: expected 16, 8, 4 or 2 of whole elements, got {self.vector_bytes}")
+        for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+            if size * element_bytes % self.vector_bytes:
+                raise UnsupportedError(f"vector_bytes: {self.vector_bytes} do not divide rows of {name} {size}")
         for columns in (d, dv):
             # a pass of all threads over a tile is so many whole rows
-            in_a_pass = self.num_threads // (column_block(columns) // 8)
+            in_a_pass = self.num_threads // threads_per_row(columns, element_bytes, self.vector_bytes)
             if self.tile_m % in_a_pass or self.tile_n % in_a_pass:
                 raise UnsupportedError(
                     f"tile_m, tile_n: expected multiples of {in_a_pass}, the rows that {self.num_threads} threads load"
@@ -290,6 +314,8 @@ class ForwardConfigSm80(LaunchConfig):
             raise UnsupportedError(f"rescale_threshold: expected {expected}, got {self.rescale_threshold}")
         if self.exp2_fma_period < 0:
             raise UnsupportedError(f"exp2_fma_period: expected 0 (none) or more, got {self.exp2_fma_period}")
+        if self.exp2_fma_period and element_bytes == 4:
+            raise UnsupportedError(f"exp2_fma_period: expected 0 for float32, got {self.exp2_fma_period} (a cubic)")
         needed, available = self.smem_bytes(problem), SMEM_BYTES_BY_ARCH[arch]
         if needed > available:
             raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {available}")

@@ -12,6 +12,7 @@ from .config import (
     ROWS_PER_WARPGROUP,
     SCALAR_ADDS,
     SMEM_BYTES_BY_ARCH,
+    VECTOR_BYTES,
     BackwardConfig,
     BackwardConfigSm80,
     ForwardConfig,
@@ -162,9 +163,44 @@ FORWARD_SM80 = {
 }
 
 
+# float32, the first that fits into the shared memory of the architecture (227, 163 or 99 KB).
+FORWARD_SM80_FLOAT32 = {
+    64: (ForwardConfigSm80(tile_m=128, tile_n=32, q_in_registers=False, rescale_threshold=LAZY),),
+    96: (
+        ForwardConfigSm80(tile_m=128, tile_n=32, num_warps=8, q_in_registers=False, rescale_threshold=LAZY),
+        ForwardConfigSm80(tile_m=64, tile_n=32, q_in_registers=False, rescale_threshold=LAZY),
+    ),
+    128: (
+        ForwardConfigSm80(tile_m=128, tile_n=32, num_warps=8, q_in_registers=False, rescale_threshold=LAZY),
+        ForwardConfigSm80(tile_m=64, tile_n=32, q_in_registers=False, rescale_threshold=LAZY),
+    ),
+    192: (
+        ForwardConfigSm80(tile_m=128, tile_n=32, num_warps=8, q_in_registers=False, rescale_threshold=LAZY),
+        ForwardConfigSm80(
+            tile_m=128, tile_n=32, num_warps=8, num_stages=1, q_in_registers=False, rescale_threshold=LAZY
+        ),
+        ForwardConfigSm80(tile_m=64, tile_n=16, q_in_registers=False, rescale_threshold=LAZY),
+    ),
+    256: (
+        ForwardConfigSm80(
+            tile_m=128, tile_n=32, num_warps=8, num_stages=1, q_in_registers=False, rescale_threshold=LAZY
+        ),
+        ForwardConfigSm80(tile_m=64, tile_n=16, q_in_registers=False, rescale_threshold=LAZY),
+        ForwardConfigSm80(tile_m=64, tile_n=16, num_stages=1, q_in_registers=False, rescale_threshold=LAZY),
+    ),
+}
+
+
 def forward_config_sm80(problem: AttentionProblem, arch: str) -> ForwardConfigSm80:
-    """The configuration that a call of this problem runs with on the Ampere kernels."""
-    config = FORWARD_SM80[max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))]
+    """The configuration that a call of this problem runs with on the Ampere kernels, if its tensors are aligned."""
+    widest = max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))
+    configs = FORWARD_SM80_FLOAT32[widest] if problem.dtype.itemsize == 4 else (FORWARD_SM80[widest],)
+    row_bytes = (problem.head_dim | problem.head_dim_v) * problem.dtype.itemsize
+    vector_bytes = next(n for n in VECTOR_BYTES if row_bytes % n == 0)
+    for config in configs:
+        config = replace(config, vector_bytes=vector_bytes)
+        if config.smem_bytes(problem) <= SMEM_BYTES_BY_ARCH.get(arch, 0):
+            break
     config.check(problem, arch)
     return config
 

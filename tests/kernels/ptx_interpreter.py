@@ -1,13 +1,17 @@
 """Runs the PTX of a kernel of Ampere's instructions on the CPU, so that its results can be tested without a GPU.
 
-A thread block runs by itself, its warps one after the other from barrier to barrier. Threads of a warp that have
-diverged run apart, those that are furthest behind first. Two choices find missing waits and barriers:
+The warps of a thread block run one after the other from barrier to barrier, those of the same number of all thread
+blocks together (numpy's time is per operation). Threads that have diverged run apart, those that are furthest behind
+first. Two choices find missing waits and barriers:
 
     copies_late    a cp.async writes NaN at once, and its data only when the thread that issued it waits for its group;
                    else the data at once. The former shows who reads too early, the latter who overwrites too early.
     warps_reversed  the last warp of a block runs first.
 
 Memory that nobody has written is full of NaN; an address outside raises, and so does a misaligned one.
+
+Arithmetic is as inexact as the hardware's where float32 results depend on it: ex2.approx is off by up to 2 units in the
+last place, and mma of tf32 ignores the low 13 bits of an operand and cuts off its sums.
 """
 
 from __future__ import annotations
@@ -25,10 +29,11 @@ SIGNED = {uint64: np.int64, uint32: np.int32, uint16: np.int16}
 
 
 class Memory:
-    """Bytes from `base` on, 0xff (NaN) at first."""
+    """Bytes from `base` on, 0xff (NaN) at first; `count` times, at the same addresses."""
 
-    def __init__(self, num_bytes: int, base: int):
-        self.bytes, self.base, self.used = np.full(num_bytes, 0xFF, np.uint8), base, 0
+    def __init__(self, num_bytes: int, base: int, count: int = 1):
+        self.bytes, self.base, self.used = np.full(count * num_bytes, 0xFF, np.uint8), base, 0
+        self.num_bytes = num_bytes
 
     def put(self, data: np.ndarray) -> int:
         """The address of a copy of the data, with room around it."""
@@ -41,19 +46,21 @@ class Memory:
     def get(self, address: int, num_bytes: int) -> np.ndarray:
         return self.bytes[address - self.base :][:num_bytes].copy()
 
-    def _places(self, addresses: np.ndarray, count: int) -> np.ndarray:
+    def _places(self, addresses: np.ndarray, count: int, which: np.ndarray | None) -> np.ndarray:
         starts = addresses.astype(int64) - self.base
         assert (starts >= 0).all(), "address below the memory"
-        assert (starts + count <= self.bytes.size).all(), "address past the memory"
+        assert (starts + count <= self.num_bytes).all(), "address past the memory"
         assert (addresses % count == 0).all(), "misaligned address"
+        if which is not None:
+            starts = starts + which * self.num_bytes
         return starts[:, None] + np.arange(count)
 
-    def read(self, addresses: np.ndarray, count: int) -> np.ndarray:
+    def read(self, addresses: np.ndarray, count: int, which: np.ndarray | None = None) -> np.ndarray:
         """(n, count) bytes."""
-        return self.bytes[self._places(addresses, count)]
+        return self.bytes[self._places(addresses, count, which)]
 
-    def write(self, addresses: np.ndarray, data: np.ndarray):
-        self.bytes[self._places(addresses, data.shape[1])] = data
+    def write(self, addresses: np.ndarray, data: np.ndarray, which: np.ndarray | None = None):
+        self.bytes[self._places(addresses, data.shape[1], which)] = data
 
 
 GLOBAL_BASE, SHARED_BASE = 1 << 28, 1 << 10
@@ -122,19 +129,23 @@ def run(
     smem_bytes: int,
     copies_late: bool = True,
     warps_reversed: bool = False,
+    one_by_one: bool = False,
 ):
-    """All thread blocks of a grid (x, y, z), one after the other."""
-    grid = grid if isinstance(grid, tuple) else (grid, 1, 1)
+    """All thread blocks of a grid (x, y, z) at the same time or, where they wait for earlier ones, one by one."""
     assert [len(p) for p in parameters] == program.parameter_bytes, "parameters of other sizes than the kernel's"
-    for z, y, x in np.ndindex(grid[::-1]):
-        shared = Memory(smem_bytes, SHARED_BASE)
-        block = {"ctaid": (x, y, z), "nctaid": grid}
-        warps = [Warp(program, parameters, memory, shared, block, w, copies_late) for w in range(num_threads // 32)]
-        waiting = warps[::-1] if warps_reversed else warps
-        while waiting:
-            still = [warp for warp in waiting if warp.run_to_barrier()]
-            assert not still or len(still) == len(waiting), "some warps wait for others that have ended"
-            waiting = still
+    grid = grid if isinstance(grid, tuple) else (grid, 1, 1)
+    places = np.array([(x, y, z) for z, y, x in np.ndindex(grid[::-1])])
+    for blocks in places[:, None] if one_by_one else [places]:
+        shared = Memory(smem_bytes, SHARED_BASE, len(blocks))
+        warps = [
+            Warp(program, parameters, memory, shared, blocks, grid, w, copies_late) for w in range(num_threads // 32)
+        ]
+        order = warps[::-1] if warps_reversed else warps
+        while True:
+            waiting = [warp.run_to_barrier() for warp in order]
+            assert all((w == waiting[0]).all() for w in waiting), "some warps wait for others that have ended"
+            if not waiting[0].any():
+                break
 
 
 def signed(x: np.ndarray) -> np.ndarray:
@@ -151,6 +162,20 @@ def to_16_bits(x: np.ndarray, kind: str) -> np.ndarray:
     bits = x.view(uint32).astype(uint64)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(uint16)
     return np.where(np.isnan(x), uint16(0x7FFF), rounded)
+
+
+def cut_off(x: np.ndarray) -> np.ndarray:
+    """float64 -> float32, towards zero."""
+    rounded = x.astype(float32)
+    return np.where(np.abs(rounded) > np.abs(x), np.nextafter(rounded, float32(0)), rounded)
+
+
+def approximate_exp2(x: np.ndarray) -> np.ndarray:
+    """With an error of -2 to 2 units in the last place, by the bits of x; 1 for 0, as the hardware has it."""
+    exact = np.exp2(x.astype(np.float64)).astype(float32)
+    error = (x.view(uint32) * uint32(2654435761) >> uint32(16)) % uint32(5)
+    off = (exact.view(uint32) + error - uint32(2)).view(float32)
+    return np.where(np.isfinite(exact) & (exact > 2.0**-125) & (x != 0), off, exact)
 
 
 def is_unordered(a, b):
@@ -180,7 +205,7 @@ FLOATS: dict[str, Callable] = {
     "fma": lambda a, b, c: (a.astype(np.float64) * b + c).astype(float32),
     "max": np.fmax,
     "min": np.fmin,
-    "ex2": np.exp2,
+    "ex2": approximate_exp2,
     "lg2": np.log2,
     "div": np.divide,
     "rcp": lambda a: float32(1) / a,
@@ -203,57 +228,80 @@ INTEGERS: dict[str, Callable] = {
 
 
 class Warp:
-    def __init__(self, program, parameters, memory, shared, block: dict, number: int, copies_late: bool):
+    """The warps of one number in all thread blocks: 32 lanes of each, one after the other."""
+
+    def __init__(self, program, parameters, memory, shared, blocks: np.ndarray, grid, number: int, copies_late: bool):
+        num_blocks = len(blocks)
         self.program, self.parameters, self.copies_late = program, parameters, copies_late
         self.spaces = {"global": memory, "shared": shared}
+        self.num_lanes = 32 * num_blocks
+        self.block, self.lane = np.repeat(np.arange(num_blocks), 32), np.tile(LANES, num_blocks)
         self.special = {
-            "%tid.x": (LANES + 32 * number).astype(uint32),
-            "%laneid": LANES.astype(uint32),
-            **{
-                f"%{name}.{axis}": np.full(32, n, uint32)
-                for name, numbers in block.items()
-                for axis, n in zip("xyz", numbers, strict=True)
-            },
-            "__dynamic_shmem__0": np.full(32, SHARED_BASE, uint32),
+            "%tid.x": (self.lane + 32 * number).astype(uint32),
+            "%laneid": self.lane.astype(uint32),
+            **{f"%ctaid.{axis}": np.repeat(blocks[:, i], 32).astype(uint32) for i, axis in enumerate("xyz")},
+            **{f"%nctaid.{axis}": self.full(grid[i], uint32) for i, axis in enumerate("xyz")},
+            "__dynamic_shmem__0": self.full(SHARED_BASE, uint32),
         }
+        self.constants: dict[tuple[str, str], np.ndarray] = {}
         self.registers: dict[str, np.ndarray] = {}
-        self.place = np.zeros(32, int)
-        self.is_done = np.zeros(32, bool)
-        self.groups: list[list] = []  # of copies, oldest first
-        self.copies: list = []
+        self.place = np.zeros(self.num_lanes, int)
+        self.is_done = np.zeros(self.num_lanes, bool)
+        # groups of copies that each lane has committed; and copies: lanes, addresses, data and the numbers of groups
+        self.committed = np.zeros(self.num_lanes, int)
+        self.copies: list[tuple] = []
 
-    def run_to_barrier(self) -> bool:
-        """False: the warp has ended."""
+    def full(self, value, dtype) -> np.ndarray:
+        return np.full(self.num_lanes, value, dtype)
+
+    def of_whole_warps(self, active: np.ndarray, text: str):
+        by_warp = active.reshape(-1, 32)
+        assert (by_warp.all(1) == by_warp.any(1)).all(), f"not all lanes are here: {text}"
+
+    def run_to_barrier(self) -> np.ndarray:
+        """Which warps have met one; the others have ended."""
         instructions = self.program.instructions
+        runs = ~self.is_done
         with np.errstate(all="ignore"):
-            while not self.is_done.all():
-                place = self.place[~self.is_done].min()
-                here = ~self.is_done & (self.place == place)
+            while runs.any():
+                is_everyone = runs.all()
+                place = self.place.min() if is_everyone else self.place[runs].min()
+                here = self.place == place
+                if not is_everyone:
+                    here &= runs
                 if place == len(instructions):
                     self.is_done |= here
+                    runs &= ~here
                     continue
                 instruction = instructions[place]
                 self.place[here] += 1
                 if instruction.name == "bar.sync":
-                    assert here.all(), "a barrier that not all threads of a warp meet together"
-                    return True
+                    self.of_whole_warps(here, instruction.text)
+                    runs &= ~here
+                    continue
                 if instruction.guard:
                     here = here & (self.registers[instruction.guard] ^ instruction.is_negated)
                 if here.any():
                     self.execute(instruction, here)
-        return False
+                    if instruction.parts[0] in ("ret", "exit"):
+                        runs &= ~here
+        return ~self.is_done[::32]
 
     # ---------------------------------------------------------------- operands
 
     def value(self, operand: str, kind: str = "b32") -> np.ndarray:
+        if operand in self.registers:
+            return self.registers[operand]
         if operand in self.special:
             return self.special[operand]
-        if operand[0] == "%":
-            return self.registers[operand]
-        if operand.startswith("0f"):
-            return np.full(32, int(operand[2:], 16), uint32)
-        width = WIDTHS[kind[1:]]
-        return np.full(32, int(operand, 0) & int(np.iinfo(width).max), width)
+        if (operand, kind) not in self.constants:
+            if operand.startswith("0f"):
+                constant = self.full(int(operand[2:], 16), uint32)
+            else:
+                width = WIDTHS[kind[1:]]
+                constant = self.full(int(operand, 0) & int(np.iinfo(width).max), width)
+            self.constants[operand, kind] = constant
+        return self.constants[operand, kind]
 
     def floats(self, operand: str) -> np.ndarray:
         return self.value(operand).view(float32)
@@ -355,7 +403,7 @@ class Warp:
             self.set(low, value.astype(half[1]), active)
             self.set(high, (value >> half[0](half[2])).astype(half[1]), active)
         elif kind == "pred":
-            self.set(target, self.registers[source] if source[0] == "%" else np.full(32, int(source) != 0), active)
+            self.set(target, self.registers[source] if source[0] == "%" else self.full(int(source) != 0, bool), active)
         else:
             self.set(target, self.value(source, kind), active)
 
@@ -368,14 +416,16 @@ class Warp:
         if space == "param":
             number, _, offset = place.strip("[]").removeprefix("param").partition("+")
             data = np.frombuffer(self.parameters[int(number)], np.uint8)[int(offset or 0) :]
-            data = np.tile(data[: size * len(registers)], (32, 1))
+            data = np.tile(data[: size * len(registers)], (self.num_lanes, 1))
         elif is_load:
-            data = np.zeros((32, size * len(registers)), np.uint8)
-            data[active] = self.spaces[space].read(self.address(place)[active], data.shape[1])
+            data = np.zeros((self.num_lanes, size * len(registers)), np.uint8)
+            which = self.block[active] if space == "shared" else None
+            data[active] = self.spaces[space].read(self.address(place)[active], data.shape[1], which)
         else:
             words = [self.value(r, parts[-1])[active] for r in registers]
             data = np.concatenate([np.ascontiguousarray(w).view(np.uint8).reshape(-1, size) for w in words], 1)
-            self.spaces[space].write(self.address(place)[active], data)
+            which = self.block[active] if space == "shared" else None
+            self.spaces[space].write(self.address(place)[active], data, which)
             return
         for i, register in enumerate(registers):
             word = np.ascontiguousarray(data[:, i * size : (i + 1) * size])
@@ -389,8 +439,8 @@ class Warp:
         registers = values.strip("{} ").replace(" ", "").split(",")
         dtype = np.dtype(float32 if kind == "f32" else SIGNED[WIDTHS[kind[1:]]])
         addends = np.stack([self.value(register, kind).view(dtype) for register in registers], 1)
-        addresses, before = self.address(place), np.zeros(32, dtype)
-        for lane in LANES[active]:
+        addresses, before = self.address(place), np.zeros(self.num_lanes, dtype)
+        for lane in np.flatnonzero(active):
             old = memory.read(addresses[lane : lane + 1], dtype.itemsize * len(registers)).view(dtype)
             before[lane] = old[0, 0]
             memory.write(addresses[lane : lane + 1], np.ascontiguousarray(old + addends[lane]).view(np.uint8))
@@ -404,57 +454,89 @@ class Warp:
             self.copy(operands, active)
             return
         if parts[0] == "shfl":
-            by, source = self.value(operands[2]).astype(int), self.value(operands[1])
-            lane = {"bfly": LANES ^ by, "idx": by & 31, "up": np.where(by <= LANES, LANES - by, LANES)}[parts[2]]
+            by, source, lane = self.value(operands[2]).astype(int), self.value(operands[1]), self.lane
+            lane = {"bfly": lane ^ by, "idx": by & 31, "up": np.where(by <= lane, lane - by, lane)}[parts[2]]
+            lane = lane + 32 * self.block
             assert active[lane[active]].all(), f"a lane reads from one that is elsewhere: {text}"
             self.set(operands[0].split("|")[0], source[lane], active)
             return
-        assert active.all(), f"not all lanes are here: {text}"
+        self.of_whole_warps(active, text)
         if parts[0] == "vote":
-            votes = self.registers[operands[1]]
-            ballot = uint32(sum(int(vote) << i for i, vote in enumerate(votes)))
-            self.set(operands[0], np.full(32, votes.any() if parts[2] == "any" else ballot), active)
+            votes = self.registers[operands[1]].reshape(-1, 32)
+            if parts[2] == "any":
+                votes = votes.any(1)
+            else:
+                votes = (votes.astype(uint32) << LANES.astype(uint32)).sum(1, dtype=uint32)
+            self.set(operands[0], np.repeat(votes, 32), active)
         elif parts[0] == "ldmatrix":
-            matrices = shared.read(self.address(operands[1]), 16).view(uint16).reshape(4, 8, 8).astype(uint32)
+            # of warps that are elsewhere the addresses may be anything
+            addresses = np.where(active, self.address(operands[1]), SHARED_BASE)
+            matrices = shared.read(addresses, 16, self.block).view(uint16).reshape(-1, 4, 8, 8).astype(uint32)
             row, column = LANES // 4, 2 * (LANES % 4)
-            for matrix, register in zip(matrices, re.findall(r"%\w+", operands[0]), strict=True):
-                m = matrix.T if "trans" in parts else matrix
-                self.set(register, m[row, column] | m[row, column + 1] << 16, active)
+            for i, register in enumerate(re.findall(r"%\w+", operands[0])):
+                m = matrices[:, i].transpose(0, 2, 1) if "trans" in parts else matrices[:, i]
+                self.set(register, (m[:, row, column] | m[:, row, column + 1] << 16).ravel(), active)
         elif parts[0] == "mma":
-            self.mma(parts[-2], [re.findall(r"[%\w]+", o) for o in operands])
+            self.mma(parts, [re.findall(r"[%\w]+", o) for o in operands], active)
         elif parts[2] == "commit_group":
-            self.groups.append(self.copies)
-            self.copies = []
+            self.committed[active] += 1
         else:  # wait_group
-            while len(self.groups) > int(operands[0]):
-                for addresses, data in self.groups.pop(0):
-                    shared.write(addresses, data)
+            self.wait_for_copies(active, int(operands[0]))
 
     def copy(self, operands, active):
-        """cp.async of 16 bytes, or of 16 zeros where there are none to read."""
+        """cp.async of 16, 8 or 4 bytes, or of as many zeros where there are none to read."""
+        size = int(operands[2])
         target, source = self.address(operands[0])[active], self.address(operands[1])
-        count = self.value(operands[3]) if len(operands) > 3 else np.full(32, 16)
-        assert set(count[active]) <= {0, 16}
-        data, is_read = np.zeros((32, 16), np.uint8), active & (count == 16)
-        data[is_read] = self.spaces["global"].read(source[is_read], 16)
+        count = self.value(operands[3]) if len(operands) > 3 else self.full(size, int)
+        assert set(count[active]) <= {0, size}
+        data, is_read = np.zeros((self.num_lanes, size), np.uint8), active & (count == size)
+        data[is_read] = self.spaces["global"].read(source[is_read], size)
         if self.copies_late:
-            self.copies.append((target, data[active]))
+            self.copies.append((np.flatnonzero(active), target, data[active], self.committed[active]))
             data[:] = 0xFF
-        self.spaces["shared"].write(target, data[active])
+        self.spaces["shared"].write(target, data[active], self.block[active])
 
-    def mma(self, kind: str, operands: list[list[str]]):
-        """m16n8k16 with float32 sums."""
+    def wait_for_copies(self, active, still_under_way: int):
+        """Until only so many of each lane's last groups are."""
+        remaining = []
+        for lanes, targets, data, groups in self.copies:
+            is_due = active[lanes] & (groups < self.committed[lanes] - still_under_way)
+            due = lanes[is_due]
+            self.spaces["shared"].write(targets[is_due], data[is_due], self.block[due])
+            if not is_due.all():
+                remaining.append(tuple(x[~is_due] for x in (lanes, targets, data, groups)))
+        self.copies = remaining
+
+    def mma(self, parts, operands: list[list[str]], active):
+        """m16n8k16 of 16-bit values or m16n8k8 of tf32, with float32 sums."""
         target, a_registers, b_registers, c_registers = operands
-        a, b = np.zeros((16, 16), float32), np.zeros((16, 8), float32)
-        eighth, pair = LANES // 4, 2 * (LANES % 4)
-        for half, shift in enumerate((0, 16)):
+        shape = (-1, 32)
+        eighth, quad = LANES // 4, LANES % 4
+        if "tf32" in parts:
+            a, b = (np.zeros((self.num_lanes // 32, rows, 8)) for rows in (16, 8))
+
+            def tf32(register: str) -> np.ndarray:
+                return (self.value(register) & uint32(0xFFFFE000)).view(float32).reshape(shape)
+
             for i, register in enumerate(a_registers):
-                word = (self.value(register) >> uint32(shift)).astype(uint16)
-                a[eighth + i % 2 * 8, pair + i // 2 * 8 + half] = from_16_bits(word, kind)
+                a[:, eighth + i % 2 * 8, quad + i // 2 * 4] = tf32(register)
             for i, register in enumerate(b_registers):
-                word = (self.value(register) >> uint32(shift)).astype(uint16)
-                b[pair + i * 8 + half, eighth] = from_16_bits(word, kind)
-        product, everyone = a @ b, np.ones(32, bool)
-        sums = [product[eighth + i // 2 * 8, pair + i % 2] + self.floats(c) for i, c in enumerate(c_registers)]
-        for register, total in zip(target, sums, strict=True):
-            self.set(register, total.astype(float32).view(uint32), everyone)
+                b[:, quad + i * 4, eighth] = tf32(register)
+        else:
+            a, b = (np.zeros((self.num_lanes // 32, *sides), float32) for sides in ((16, 16), (16, 8)))
+            for half, shift in enumerate((0, 16)):
+                for i, register in enumerate(a_registers):
+                    word = (self.value(register) >> uint32(shift)).astype(uint16)
+                    values = from_16_bits(word, parts[-2]).reshape(shape)
+                    a[:, eighth + i % 2 * 8, 2 * quad + i // 2 * 8 + half] = values
+                for i, register in enumerate(b_registers):
+                    word = (self.value(register) >> uint32(shift)).astype(uint16)
+                    b[:, 2 * quad + i * 8 + half, eighth] = from_16_bits(word, parts[-2]).reshape(shape)
+        product = a @ b
+        totals = [
+            product[:, eighth + i // 2 * 8, 2 * quad + i % 2].ravel() + self.floats(c)
+            for i, c in enumerate(c_registers)
+        ]
+        for register, total in zip(target, totals, strict=True):
+            total = cut_off(total) if total.dtype == np.float64 else total
+            self.set(register, total.view(uint32), active)

@@ -68,10 +68,10 @@ class Arguments:
         self.memory = ptx_interpreter.Memory(1 << 23, ptx_interpreter.GLOBAL_BASE)
         self.is_packed = problem.is_packed
         self.values: list[bytes] = []
-        for t in (inputs.q, inputs.k, inputs.v):
-            self.tensor(launch.aligned(t))
+        for t in inputs[:3]:
+            self.tensor(launch.with_rows(t))
         out, lse = launch.empty_outputs(problem, inputs)
-        self.out, self.lse = (self.tensor(t) for t in (out, lse))
+        self.out, self.lse = self.tensor(out), self.tensor(lse, is_lse=True)
         if inputs.sinks is not None:
             self.vector(inputs.sinks.float())
         for lengths in (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k):
@@ -96,10 +96,9 @@ class Arguments:
         flat = t.as_strided((last,), (1,))
         return self.memory.put((flat.view(torch.int16) if t.element_size() == 2 else flat).numpy())
 
-    def tensor(self, t: torch.Tensor) -> int:
+    def tensor(self, t: torch.Tensor, is_lse: bool = False) -> int:
         """(seqlen, dim, heads, batch): what is known when the kernel is compiled is not passed."""
         address, sizes, strides = self.put(t), list(t.shape), list(t.stride())
-        is_lse = t.dtype == torch.float32
         if is_lse:
             sizes[-2:], strides[-2:] = sizes[:-3:-1], strides[:-3:-1]
             sizes.append(1)

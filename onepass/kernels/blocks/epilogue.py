@@ -6,6 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from .integers import ceil_div
+from .layouts import column_offset
 from .ptx import pack_pair, transpose_in_quad
 
 
@@ -41,6 +43,62 @@ def store_rows(
             block = first_block + first + lane_in_quad
             if is_row[r] and block < head_dim_v // 8:
                 cute.autovec_copy(vector, vectors[None, block])
+
+
+@cute.jit
+def store_pairs(
+    acc_o: cute.Tensor,
+    weights: cute.Tensor,
+    out_rows: list,
+    is_row: list,
+    lane_in_quad: Int32,
+    vector_bytes: cutlass.Constexpr[int],
+):
+    """`store_rows` for rows that are not 16-byte aligned: a lane's two columns of each block as they are.
+
+    Args: vector_bytes: 2 for one by one, else both at once.
+    """
+    head_dim_v, dtype = cute.size(out_rows[0]), out_rows[0].element_type
+    width = 1 if cutlass.const_expr(vector_bytes == 2) else 2
+    values = cute.make_rmem_tensor((width,), dtype)
+    for r in cutlass.range_constexpr(2):
+        vectors = cute.flat_divide(out_rows[r], (width,))
+        for c in cutlass.range_constexpr(0, 2 * ceil_div(head_dim_v, 8), width):
+            for i in cutlass.range_constexpr(width):
+                values[i] = (acc_o[r, c + i] * weights[r]).to(dtype)
+            column = column_offset(c) + 2 * lane_in_quad
+            if is_row[r] and column < head_dim_v:
+                cute.autovec_copy(values, vectors[None, column // width])
+
+
+@cute.jit
+def store_eights(
+    acc_o: cute.Tensor,
+    weights: cute.Tensor,
+    out_rows: list,
+    is_row: list,
+    lane_in_quad: Int32,
+    vector: cutlass.Constexpr[int],
+):
+    """out_rows[r] = weights[r] * acc_o[r] in float32, for lanes that hold 8 neighbouring columns of each 32.
+
+    Args:
+        acc_o: (2, columns): of each four 8-column blocks of the accumulator the first columns of the lane's pairs are
+            the columns 0 to 3 of the eight, the second ones 4 to 7.
+        vector: elements of a store.
+    """
+    head_dim_v = cute.size(out_rows[0])
+    values = cute.make_rmem_tensor((vector,), Float32)
+    for r in cutlass.range_constexpr(2):
+        vectors = cute.flat_divide(out_rows[r], (vector,))
+        for first in cutlass.range_constexpr(0, 8 * ceil_div(head_dim_v, 32), vector):
+            block, column = first // 8, first % 8
+            for i in cutlass.range_constexpr(vector):
+                pair, second = 4 * block + (column + i) % 4, (column + i) // 4
+                values[i] = acc_o[r, 2 * pair + second] * weights[r]
+            column = 32 * block + 8 * lane_in_quad + column
+            if is_row[r] and column < head_dim_v:
+                cute.autovec_copy(values, vectors[None, column // vector])
 
 
 @cute.jit

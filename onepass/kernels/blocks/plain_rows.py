@@ -16,9 +16,13 @@ from cutlass import Boolean, Float32, Int32
 
 from . import warp
 from .integers import ceil_div, minimum
+from .online_softmax import LN2
 from .tile_scheduler import LANES
 
-VECTOR = 8  # 16-bit elements of a 16-byte load
+VECTOR_BYTES = 16  # of a load
+# tanh(x) = x + x^3 (c0 + c1 x^2 + ..) up to x = 0.5, relative error 2^-23
+TANH_SERIES = (-0.3333331, 0.13330476, -0.05338711, 0.017988745)
+TANH_SERIES_END = 0.5
 
 
 class PlainTensors(NamedTuple):
@@ -55,24 +59,35 @@ def has_nan(acc_o: cute.Tensor, is_row: Boolean) -> Boolean:
 
 
 @cute.jit
-def soft_cap(score: Float32, tanh_scale: Float32) -> Float32:
+def soft_cap(score: Float32, tanh_scale: Float32, dtype: cutlass.Constexpr = None) -> Float32:
     """tanh(softmax_scale * score / softcap) = 1 - 2 / (1 + exp2(tanh_scale * score)).
 
     tanh.approx would be one instruction, with an error of 5e-4 * softcap in the score.
+
+    Args: dtype: of the inputs; with float32 the error of small values, 1e-7 by itself, is relative, too.
     """
-    return 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + cute.math.exp2(score * tanh_scale, fastmath=True))
+    tanh = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + cute.math.exp2(score * tanh_scale, fastmath=True))
+    if cutlass.const_expr(dtype is Float32):
+        x = score * (tanh_scale * (0.5 * LN2))
+        square = x * x
+        series = Float32(TANH_SERIES[-1])
+        for c in cutlass.range_constexpr(len(TANH_SERIES) - 1):
+            series = series * square + TANH_SERIES[-2 - c]
+        tanh = x * square * series + x if square < TANH_SERIES_END * TANH_SERIES_END else tanh
+    return tanh
 
 
 @cute.jit
-def dot(a: cute.Tensor, b: cute.Tensor) -> Float32:
-    """a . b of two contiguous rows in global memory, in float32."""
-    a, b = (cute.flat_divide(row, (VECTOR,)) for row in (a, b))
-    a_part, b_part = (cute.make_rmem_tensor((VECTOR,), row.element_type) for row in (a, b))
+def dot(a: cute.Tensor, b: cute.Tensor, vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES) -> Float32:
+    """a . b of two contiguous rows in global memory, in float32, by loads of vector_bytes."""
+    vector = vector_bytes * 8 // a.element_type.width
+    a, b = (cute.flat_divide(row, (vector,)) for row in (a, b))
+    a_part, b_part = (cute.make_rmem_tensor((vector,), row.element_type) for row in (a, b))
     total = Float32(0.0)
     for i in cutlass.range(cute.size(a, mode=[1]), unroll=2):
         cute.autovec_copy(a[None, i], a_part)
         cute.autovec_copy(b[None, i], b_part)
-        for c in cutlass.range_constexpr(VECTOR):
+        for c in cutlass.range_constexpr(vector):
             total += a_part[c].to(Float32) * b_part[c].to(Float32)
     return total
 
@@ -126,6 +141,7 @@ def recompute_row(
     tanh_scale: Float32 | None,
     row_max: Float32,
     weight: Float32,
+    vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
 ):
     """out = weight * sum over the keys [low, high) of exp2(scale_log2 * (score - row_max)) * v, by all lanes of a warp.
 
@@ -135,9 +151,9 @@ def recompute_row(
     acc = row_sums(out)
     lost = Boolean(False)
     while low < high and not lost:
-        score = dot(q, mK[minimum(low + cute.arch.lane_idx(), high - 1), None])
+        score = dot(q, mK[minimum(low + cute.arch.lane_idx(), high - 1), None], vector_bytes)
         if cutlass.const_expr(tanh_scale is not None):
-            score = soft_cap(score, tanh_scale)
+            score = soft_cap(score, tanh_scale, q.element_type)
         p = cute.math.exp2(score * scale_log2 - reference, fastmath=True)
         add_rows(acc, p, mV, low, minimum(high - low, LANES))
         lost = is_lost(acc)

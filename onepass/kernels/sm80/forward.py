@@ -34,7 +34,6 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
 from ...problem import AttentionProblem
@@ -48,7 +47,8 @@ from ..blocks.packed_schedule import Lengths, PackedSchedule, used_keys
 from ..blocks.plain_rows import PlainTensors
 from ..blocks.ptx import exit_if
 from ..blocks.schedule import Schedule, Sequences, make_schedule
-from ..config import ROWS_PER_MMA, ForwardConfigSm80, head_dim_tile
+from ..config import ForwardConfigSm80, head_dim_tile
+from . import gemms_16bit, gemms_float32
 from .loads import RowLoader
 from .warps import Tile, Warps
 
@@ -66,6 +66,10 @@ class ForwardSm80:
         self.has_mask = self.has_window != (False, False)
         self.longest_first = config.longest_first and self.has_window == (False, True)
         self.is_packed = problem.is_packed
+        if dtype is Float32:
+            self.make_tiled_mma, self.gemms = gemms_float32.make_tiled_mma, gemms_float32.GemmsFloat32
+        else:
+            self.make_tiled_mma, self.gemms = gemms_16bit.make_tiled_mma, gemms_16bit.Gemms16Bit
 
     # ---------------------------------------------------------------- host
 
@@ -92,10 +96,6 @@ class ForwardSm80:
         if cutlass.const_expr(self.is_packed):
             q, k, v, out, lse = (as_batch_of_one(t) for t in (q, k, v, out, lse))
         config = self.config
-        op = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
-        # all warps side by side along M; 16 columns, which one ldmatrix of four 8x8 matrices serves
-        rows = ROWS_PER_MMA * config.num_warps
-        tiled_mma = cute.make_tiled_mma(op, (config.num_warps, 1, 1), permutation_mnk=(rows, 16, 16))
         mQ, mK, mV, mO = (rows_first(t) for t in (q, k, v, out))
         _, _, num_heads, batch = mQ.shape
         num_m_blocks = None if self.is_packed else cute.ceil_div(mQ.shape[0], config.tile_m)
@@ -109,7 +109,7 @@ class ForwardSm80:
             window_left,
             window_right,
             make_schedule(num_m_blocks, num_heads, batch, heads_per_section),
-            tiled_mma,
+            self.make_tiled_mma(config, self.dtype),
             smem_tiles(config.tile_m, self.head_dim, 1, self.dtype),
             smem_tiles(config.tile_n, self.head_dim, config.num_stages, self.dtype),
             smem_tiles(config.tile_n, self.head_dim_v, config.num_stages, self.dtype),
@@ -150,7 +150,7 @@ class ForwardSm80:
         thread, num_threads = cute.arch.thread_idx()[0], self.config.num_threads
         head_dim, head_dim_v = self.head_dims
         loaders = tuple(
-            RowLoader(buffers, columns, num_threads, thread)
+            RowLoader(buffers, columns, self.config.vector_bytes, num_threads, thread)
             for buffers, columns in ((sQ, head_dim), (sK, head_dim), (sV, head_dim_v))
         )
         warps = Warps(self, sQ, sK, sV, tiled_mma, scores, tensors, mO, mLSE, mSinks)
@@ -196,7 +196,7 @@ class ForwardSm80:
         # Q is there; of K and V as many groups may be under way as `load_first` has begun
         cute.arch.cp_async_wait_group(max(1, config.num_stages - 1) if config.prefetch else 0)
         cute.arch.sync_threads()
-        warps.load_q()
+        warps.gemms.load_q()
         warps.begin()
 
         n_block, buffer = last - 1, Int32(0)
@@ -264,12 +264,12 @@ class ForwardSm80:
             load_v.load(mV, n_start, limit, 0)
             cute.arch.cp_async_commit_group()
             self._wait_for_loads(0)
-            warps.gemm_qk(0)
+            warps.gemms.qk(0)
         elif cutlass.const_expr(stages == 1):
             self._wait_for_loads(0)  # K is there, and all warps are done with V
             load_v.load(mV, n_start, limit, 0)
             cute.arch.cp_async_commit_group()
-            warps.gemm_qk(0)
+            warps.gemms.qk(0)
             self._wait_for_loads(0)  # V is there, and all warps are done with K
             if n_block > tile.blocks.first:
                 load_k.load(mK, n_start - config.tile_n, None, 0)
@@ -280,9 +280,9 @@ class ForwardSm80:
             # the buffer of the step before, num_stages - 1 steps ahead
             freed = buffer - 1 if buffer > 0 else Int32(stages - 1)
             self.load_ahead(loaders, mK, mV, tile, n_block - (stages - 1), freed)
-            warps.gemm_qk(buffer)
+            warps.gemms.qk(buffer)
         warps.scores_to_p(tile, n_block, is_masked)
-        warps.gemm_pv(buffer)
+        warps.gemms.pv(buffer)
         return following
 
     @cute.jit

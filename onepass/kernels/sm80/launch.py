@@ -20,7 +20,7 @@ from .. import compile, heuristics
 from ..arguments import element_type, fake_tensor, score_scales, window_bounds
 from ..blocks import tile_scheduler
 from ..blocks.integers import ceil_div
-from ..config import ForwardConfigSm80
+from ..config import VECTOR_BYTES, ForwardConfigSm80
 
 # What the kernels are compiled for; later GPUs of a generation run what was compiled for its first.
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
@@ -29,11 +29,11 @@ MAX_HEAD_DIM = 256
 
 def unsupported(problem: AttentionProblem) -> str | None:
     """Why this backend does not compute the problem; None if it does."""
-    if problem.dtype not in (torch.bfloat16, torch.float16):
-        return f"dtype: expected bfloat16 or float16, got {str(problem.dtype).removeprefix('torch.')}"
+    if problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"dtype: expected bfloat16, float16 or float32, got {str(problem.dtype).removeprefix('torch.')}"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if size % 8 or size > MAX_HEAD_DIM:
-            return f"{name}: expected a multiple of 8 up to {MAX_HEAD_DIM} (16-byte copies), got {size}"
+        if size > MAX_HEAD_DIM:
+            return f"{name}: expected up to {MAX_HEAD_DIM}, got {size}"
     if problem.softcap is None and problem.softmax_scale <= 0:
         return f"softmax_scale: expected a number above 0, got {problem.softmax_scale}"
     return None
@@ -53,8 +53,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a call, as `onepass.tiled.forward` gives them.
 
-    Tensors whose last dimension is contiguous and whose other strides and address are multiples of 16 bytes are read
-    where they lie; others are copied first.
+    Tensors whose last dimension is contiguous are read where they lie, by copies of as many bytes as divide their
+    addresses and strides; others are copied first.
     """
     return prepare(problem, inputs.q.device, config)(inputs)
 
@@ -68,9 +68,8 @@ def prepare(
         return functools.partial(_without_keys, problem)
     arch = arch_of(device)
     config = config or heuristics.forward_config_sm80(problem, arch)
-    kernel = compile.get(*compile_request(problem, config, arch))
     scales_and_window = *score_scales(problem), *window_bounds(problem)
-    return Launch(problem, kernel, *scales_and_window, *grid(problem, config))
+    return Launch(problem, config, arch, *scales_and_window, *grid(problem, config))
 
 
 def grid(problem: AttentionProblem, config: ForwardConfigSm80) -> tuple[int, int]:
@@ -79,7 +78,9 @@ def grid(problem: AttentionProblem, config: ForwardConfigSm80) -> tuple[int, int
     has_growing_tiles = mask.window_right is not None and mask.window_left is None
     count = tile_scheduler.max_packed_tiles if problem.is_packed else tile_scheduler.num_tiles
     tiles = count(problem.seqlen_q, config.tile_m, problem.num_heads_q, problem.batch)
-    kv_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // problem.qhead_per_kvhead
+    kv_bytes = (
+        problem.dtype.itemsize * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // problem.qhead_per_kvhead
+    )
     section = tile_scheduler.heads_per_section(
         problem.num_heads_q * problem.batch,
         ceil_div(problem.seqlen_q, config.tile_m),
@@ -104,10 +105,11 @@ def _without_keys(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[T
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel, and what every call of one problem passes to it beside the tensors."""
+    """What every call of one problem passes to its kernel beside the tensors, whose alignment picks the kernel."""
 
     problem: AttentionProblem
-    kernel: Callable
+    config: ForwardConfigSm80
+    arch: str
     scale_log2: float
     tanh_scale: float | None
     window_left: int | None
@@ -117,8 +119,9 @@ class Launch:
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_outputs(self.problem, inputs)
-        self.kernel(
-            *(aligned(t) for t in (inputs.q, inputs.k, inputs.v)),
+        qkv = tuple(with_rows(t) for t in inputs[:3])
+        kernel_of(self.problem, self.config, self.arch, vector_bytes(*qkv, out))(
+            *qkv,
             out,
             lse,
             None if inputs.sinks is None else inputs.sinks.float().contiguous(),
@@ -136,13 +139,26 @@ class Launch:
         return out, lse
 
 
-def aligned(t: Tensor) -> Tensor:
-    """t itself where 16-byte copies can read it, else a contiguous copy."""
-    strides = t.stride()
-    is_aligned = strides[-1] == 1 and t.data_ptr() % 16 == 0
-    if is_aligned and all(n % 8 == 0 or size == 1 for size, n in zip(t.shape[:-1], strides[:-1], strict=True)):
-        return t
-    return t.clone(memory_format=torch.contiguous_format)
+@functools.lru_cache(maxsize=4096)
+def kernel_of(problem: AttentionProblem, config: ForwardConfigSm80, arch: str, vector_bytes: int) -> Callable:
+    """The compiled kernel for tensors that copies of so many bytes can read."""
+    return compile.get(*compile_request(problem, replace(config, vector_bytes=vector_bytes), arch))
+
+
+def with_rows(t: Tensor) -> Tensor:
+    """t itself if its last dimension is contiguous, else a contiguous copy."""
+    return t if t.stride(-1) == 1 else t.clone(memory_format=torch.contiguous_format)
+
+
+def vector_bytes(*tensors: Tensor) -> int:
+    """The widest copy that divides the tensors' addresses and strides and the length of their rows."""
+    offsets = 0  # a number with the trailing zeros of all of them
+    for t in tensors:
+        offsets |= t.data_ptr() | t.shape[-1] * t.element_size()
+        for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True):
+            if size != 1:
+                offsets |= stride * t.element_size()
+    return next(n for n in VECTOR_BYTES if offsets % n == 0)
 
 
 def trace(problem: AttentionProblem, config: ForwardConfigSm80, arch: str) -> tuple:
@@ -158,7 +174,7 @@ def trace(problem: AttentionProblem, config: ForwardConfigSm80, arch: str) -> tu
     dtype, mask = element_type(problem.dtype), problem.mask
     batch = () if problem.is_packed else (None,)
     rows = [
-        fake_tensor(dtype, *batch, None, None, size, align_bytes=16)
+        fake_tensor(dtype, *batch, None, None, size, align_bytes=config.vector_bytes)
         for size in (problem.head_dim, problem.head_dim, problem.head_dim_v, problem.head_dim_v)
     ]
     is_given = (problem.is_packed, problem.is_packed, problem.has_seqused_k)

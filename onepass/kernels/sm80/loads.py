@@ -1,4 +1,4 @@
-"""Tiles of rows from global to swizzled shared memory by 16-byte cp.async, zeros where there is nothing to read."""
+"""Tiles of rows from global to swizzled shared memory, zeros where there is nothing to read."""
 
 from __future__ import annotations
 
@@ -8,33 +8,41 @@ from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
 from ..blocks.bundle import Bundle
-from ..config import column_block
+from ..config import threads_per_row
 
-VECTOR = 8  # 16-bit elements of a 16-byte copy
+ASYNC_BYTES = (16, 8, 4)  # that one cp.async can copy
 
 
 class RowLoader(Bundle):
     """All threads of a thread block loading tiles (rows, columns) into the buffers of one tensor.
 
-    Eight threads take 128 contiguous bytes of a row (four 64 bytes where the rows of shared memory are that short), the
-    next eight those of the next row: whole sectors from global memory, and with the swizzle no bank conflict.
+    With 16-byte copies eight threads take 128 contiguous bytes of a row (four 64 bytes where the rows of shared memory
+    are that short), the next eight those of the next row: whole sectors from global memory, and with the swizzle no
+    bank conflict. Narrower copies have more threads in a row. Those of 2 bytes pass through registers: `load` waits
+    for them.
 
     Args:
         buffers: (rows, columns, count) in shared memory.
         head_dim: columns that global memory has; zeros are put into the others.
+        vector_bytes: of a copy.
     """
 
-    def __init__(self, buffers: cute.Tensor, head_dim: int, num_threads: int, thread: Int32):
+    def __init__(self, buffers: cute.Tensor, head_dim: int, vector_bytes: int, num_threads: int, thread: Int32):
         self.shape = rows, columns = tuple(cute.size(buffers, mode=[i]) for i in range(2))
-        self.head_dim = head_dim
-        threads_per_row = column_block(columns) // VECTOR
-        atom = cute.make_copy_atom(
-            cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL), buffers.element_type, num_bits_per_copy=128
-        )
-        threads = cute.make_ordered_layout((num_threads // threads_per_row, threads_per_row), order=(1, 0))
-        tiled_copy = cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, VECTOR)))
+        self.head_dim, dtype = head_dim, buffers.element_type
+        self.is_async = vector_bytes in ASYNC_BYTES
+        vector, in_a_row = vector_bytes * 8 // dtype.width, threads_per_row(columns, dtype.width // 8, vector_bytes)
+        self.step_columns = vector * in_a_row
+        if self.is_async:
+            # only 16 bytes can pass by L1
+            op = cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL if vector_bytes == 16 else LoadCacheMode.ALWAYS)
+        else:
+            op = cute.nvgpu.CopyUniversalOp()
+        atom = cute.make_copy_atom(op, dtype, num_bits_per_copy=8 * vector_bytes)
+        threads = cute.make_ordered_layout((num_threads // in_a_row, in_a_row), order=(1, 0))
+        tiled_copy = cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, vector)))
         self.copy = tiled_copy.get_slice(thread)
-        self.target = self.copy.partition_D(buffers)  # (vector, row, column block, buffer)
+        self.target = self.copy.partition_D(buffers)  # (vector, row, column step, buffer)
         self.places = self.copy.partition_S(cute.make_identity_tensor((rows, columns)))
 
     @cute.jit
@@ -46,19 +54,27 @@ class RowLoader(Bundle):
         moved = cute.domain_offset((first, 0), m)
         rows = cute.make_tensor(moved.iterator, cute.make_layout(self.shape, stride=m.stride))
         source = self.copy.partition_S(rows)
-        num_rows, num_blocks = (cute.size(source, mode=[i]) for i in (1, 2))
+        num_rows, num_steps = (cute.size(source, mode=[i]) for i in (1, 2))
         for i in cutlass.range_constexpr(num_rows):
-            target = self.target[None, i, None, buffer]
             if cutlass.const_expr(limit is None and self.head_dim == self.shape[1]):
-                cute.copy(self.copy, source[None, i, None], target)
+                self._copy_row(source[None, i, None], self.target[None, i, None, buffer], None)
             else:
                 is_there = Boolean(True)
                 if cutlass.const_expr(limit is not None):
                     is_there = first + self.places[0, i, 0][0] < limit
-                predicate = cute.make_rmem_tensor((1, num_blocks), Boolean)
-                for b in cutlass.range_constexpr(num_blocks):
+                predicate = cute.make_rmem_tensor((1, num_steps), Boolean)
+                for b in cutlass.range_constexpr(num_steps):
                     predicate[0, b] = is_there
-                    # only the last block of columns can be cut
-                    if cutlass.const_expr(self.head_dim < self.shape[1]):
+                    if cutlass.const_expr(self.head_dim < (b + 1) * self.step_columns):
                         predicate[0, b] = is_there and self.places[0, i, b][1] < self.head_dim
-                cute.copy(self.copy, source[None, i, None], target, pred=predicate)
+                self._copy_row(source[None, i, None], self.target[None, i, None, buffer], predicate)
+
+    @cute.jit
+    def _copy_row(self, source: cute.Tensor, target: cute.Tensor, predicate: cute.Tensor | None):
+        if cutlass.const_expr(self.is_async):
+            cute.copy(self.copy, source, target, pred=predicate)
+        else:
+            row = cute.make_rmem_tensor(source.shape, source.element_type)
+            row.fill(0.0)
+            cute.copy(self.copy, source, row, pred=predicate)
+            cute.copy(self.copy, row, target)

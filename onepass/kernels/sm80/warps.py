@@ -11,16 +11,14 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import warp
 
 from ..blocks import epilogue, mask, plain_rows
 from ..blocks.block_range import KeyBlocks, key_range
 from ..blocks.bundle import Bundle
-from ..blocks.layouts import as_operand_a_of_mma, rows_and_columns, transposed
+from ..blocks.layouts import rows_and_columns
 from ..blocks.mask import Geometry
 from ..blocks.online_softmax import OnlineSoftmax, Scores, finish
 from ..blocks.plain_rows import PlainTensors, soft_cap
-from ..blocks.ptx import pack
 from ..blocks.warp import broadcast
 from ..config import ROWS_PER_MMA
 
@@ -36,25 +34,12 @@ class Tile(NamedTuple):
     blocks: KeyBlocks
 
 
-class Operand(NamedTuple):
-    """An operand of the GEMMs in shared memory, and the registers that its fragments pass through."""
-
-    copy: cute.TiledCopy
-    source: cute.Tensor  # (.., .., k, buffer)
-    target: cute.Tensor  # `fragment` in the order of ldmatrix
-    fragment: cute.Tensor
-
-    def load(self, k: int, buffer: Int32):
-        """Step k of the sum (16 of its terms) of a buffer into registers."""
-        cute.copy(self.copy, self.source[None, None, k, buffer], self.target[None, None, k])
-
-
 class Warps(Bundle):
     """S, P and O of a warp's query rows in registers; Q there or, as K and V, in shared memory."""
 
     def __init__(self, kernel, sQ, sK, sV, tiled_mma, scores: Scores, tensors: PlainTensors, mO, mLSE, mSinks):
         config = self.config = kernel.config
-        self.kernel, self.scores, self.tiled_mma = kernel, scores, tiled_mma
+        self.kernel, self.scores = kernel, scores
         self.tensors, self.mO, self.mLSE, self.mSinks = tensors, mO, mLSE, mSinks
         self.tile_m, self.tile_n, self.m_tiles = config.tile_m, config.tile_n, config.m_tiles
         self.thread = cute.arch.thread_idx()[0]
@@ -62,42 +47,18 @@ class Warps(Bundle):
         # of the first of its 16-row tiles the first of this thread's two rows, 8 apart
         self.row_in_tile = self.thread // 32 * ROWS_PER_MMA + self.thread % 32 // 4
 
-        thr = tiled_mma.get_slice(self.thread)
-        dtype = kernel.dtype
-        ldmatrix, ldmatrix_transposed = (
-            cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=transpose, num_matrices=4), dtype)
-            for transpose in (False, True)
-        )
-        sVt = transposed(sV)
-        self.q = self._operand(
-            cute.make_tiled_copy_A(ldmatrix, tiled_mma), sQ, thr.make_fragment_A(thr.partition_A(sQ[None, None, 0]))
-        )
-        self.k = self._operand(
-            cute.make_tiled_copy_B(ldmatrix, tiled_mma), sK, thr.make_fragment_B(thr.partition_B(sK[None, None, 0]))
-        )
-        self.v = self._operand(
-            cute.make_tiled_copy_B(ldmatrix_transposed, tiled_mma),
-            sVt,
-            thr.make_fragment_B(thr.partition_B(sVt[None, None, 0])),
-        )
-        self.acc_s = cute.make_rmem_tensor(thr.partition_shape_C((self.tile_m, self.tile_n)), Float32)
-        self.acc_o = cute.make_rmem_tensor(thr.partition_shape_C((self.tile_m, kernel.head_dim_v)), Float32)
+        self.gemms = kernel.gemms(kernel, sQ, sK, sV, tiled_mma, self.thread)
+        self.acc_s, self.acc_o = self.gemms.acc_s, self.gemms.acc_o
         # (2 rows, columns) of each m_tile
         self.s, self.o = (
             [rows_and_columns(cute.make_tensor(part.iterator, part.layout)) for part in self._by_m_tile(acc)]
             for acc in (self.acc_s, self.acc_o)
         )
-        self.rP = cute.make_rmem_tensor(self.acc_s.layout, dtype)
-        self.p = as_operand_a_of_mma(self.rP)
         self.is_lazy = config.rescale_threshold > 0
         self.softmax = [
             OnlineSoftmax(scores.scale_log2, config.rescale_threshold, config.exp2_fma_period)
             for _ in range(self.m_tiles)
         ]
-
-    def _operand(self, tiled_copy: cute.TiledCopy, buffers: cute.Tensor, fragment: cute.Tensor) -> Operand:
-        copy = tiled_copy.get_slice(self.thread)
-        return Operand(copy, copy.partition_S(buffers), copy.retile(fragment), fragment)
 
     def _by_m_tile(self, acc: cute.Tensor) -> list:
         """acc ((2, 2), m_tiles, N) as m_tiles tensors ((2, 2), 1, N)."""
@@ -105,7 +66,7 @@ class Warps(Bundle):
         layout = cute.make_layout((shape[0], 1, shape[2]), stride=(stride[0], 0, stride[2]))
         return [cute.make_tensor(acc.iterator + i * stride[1], layout) for i in range(self.m_tiles)]
 
-    # ---------------------------------------------------------------- GEMMs
+    # ---------------------------------------------------------------- scores
 
     @cute.jit
     def begin(self):
@@ -114,38 +75,11 @@ class Warps(Bundle):
             self.softmax[i].reset()
 
     @cute.jit
-    def load_q(self):
-        """With q_in_registers: all of Q, once."""
-        if cutlass.const_expr(self.config.q_in_registers):
-            for k in cutlass.range_constexpr(cute.size(self.q.fragment, mode=[2])):
-                self.q.load(k, 0)
-
-    @cute.jit
-    def gemm_qk(self, buffer: Int32):
-        """S = Q K^T."""
-        self.acc_s.fill(0.0)
-        for k in cutlass.range_constexpr(cute.size(self.k.fragment, mode=[2])):
-            if cutlass.const_expr(not self.config.q_in_registers):
-                self.q.load(k, 0)
-            self.k.load(k, buffer)
-            q, b = self.q.fragment[None, None, k], self.k.fragment[None, None, k]
-            cute.gemm(self.tiled_mma, self.acc_s, q, b, self.acc_s)
-
-    @cute.jit
-    def gemm_pv(self, buffer: Int32):
-        """O += P V."""
-        for k in cutlass.range_constexpr(cute.size(self.v.fragment, mode=[2])):
-            self.v.load(k, buffer)
-            cute.gemm(self.tiled_mma, self.acc_o, self.p[None, None, k], self.v.fragment[None, None, k], self.acc_o)
-
-    # ---------------------------------------------------------------- scores
-
-    @cute.jit
     def scores_to_p(self, tile: Tile, n_block: Int32, is_masked: cutlass.Constexpr[bool]):
         """S -> P, and O brought to P's reference."""
         if cutlass.const_expr(self.scores.tanh_scale is not None):
             for i in cutlass.range_constexpr(cute.size(self.acc_s)):
-                self.acc_s[i] = soft_cap(self.acc_s[i], self.scores.tanh_scale)
+                self.acc_s[i] = soft_cap(self.acc_s[i], self.scores.tanh_scale, self.kernel.dtype)
         for i in cutlass.range_constexpr(self.m_tiles):
             if cutlass.const_expr(is_masked):
                 rows = [self.position(tile, i, r) for r in range(2)]
@@ -156,7 +90,7 @@ class Warps(Bundle):
             else:
                 self.softmax[i].update(self.s[i])
                 self.softmax[i].rescale(self.o[i])
-        pack(self.acc_s, self.rP)
+        self.gemms.take_p()
 
     def position(self, tile: Tile, i: int, r: int):
         """In the sequence, of row r (0 or 1) of this thread in its i-th 16-row tile."""
@@ -181,7 +115,7 @@ class Warps(Bundle):
                 weights[r] = weight
                 epilogue.store_lse(lse, mLSE[None, 0], positions[r], is_row[r], self.lane_in_quad)
             out_rows = [mO[position, None] for position in positions]
-            epilogue.store_rows(self.o[i], weights, out_rows, is_row, self.lane_in_quad)
+            self.gemms.store_rows(self.o[i], weights, out_rows, is_row, self.lane_in_quad)
             if cutlass.const_expr(self.kernel.has_mask):
                 if plain_rows.has_nan(self.o[i], is_row[0]):
                     cute.arch.sync_warp()  # other lanes write the same rows again
@@ -203,5 +137,14 @@ class Warps(Bundle):
                 low, high = key_range(position, position + 1, *geometry)
                 scales = (self.scores.scale_log2, self.scores.tanh_scale)
                 plain_rows.recompute_row(
-                    mQ[position, None], mK, mV, mO[position, None], low, high, *scales, reference, weight
+                    mQ[position, None],
+                    mK,
+                    mV,
+                    mO[position, None],
+                    low,
+                    high,
+                    *scales,
+                    reference,
+                    weight,
+                    self.config.vector_bytes,
                 )
