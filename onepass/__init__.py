@@ -9,7 +9,7 @@ from .api import AttentionOutput, attention, attention_varlen, merge_partials, s
 from .dispatch import Support
 from .errors import UnsupportedError
 from .kernels.ahead import CompiledKernel
-from .kernels.config import ForwardConfig
+from .kernels.config import ForwardConfig, ForwardConfigSm80
 
 __version__ = "0.1.0"
 
@@ -17,6 +17,7 @@ __all__ = [
     "AttentionOutput",
     "CompiledKernel",
     "ForwardConfig",
+    "ForwardConfigSm80",
     "Support",
     "UnsupportedError",
     "attention",

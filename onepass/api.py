@@ -12,7 +12,7 @@ from torch import Tensor
 from . import dispatch, ops, repeated, validation
 from .kernels import ahead
 from .kernels.ahead import CompiledKernel
-from .kernels.config import ForwardConfig
+from .kernels.config import ForwardConfig, ForwardConfigSm80
 from .problem import AttentionInputs, AttentionProblem
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Options(TypedDict, total=False):
     seqused_k: Tensor | None
     deterministic: bool | None
     backend: str | None
-    tuning: ForwardConfig | None
+    tuning: ForwardConfig | ForwardConfigSm80 | None
 
 
 class PackedOptions(Options, total=False):
@@ -74,7 +74,7 @@ def _run(
     problem: AttentionProblem,
     inputs: AttentionInputs,
     backend: str | None,
-    tuning: ForwardConfig | None,
+    tuning: ForwardConfig | ForwardConfigSm80 | None,
     key: tuple | None,
 ) -> tuple[Tensor, Tensor]:
     """The whole way: the operator on the chosen backend, and a shorter way for the next call with this key."""
@@ -118,7 +118,7 @@ def attention(
     deterministic: bool | None = None,
     return_lse: bool = False,
     backend: str | None = None,
-    tuning: ForwardConfig | None = None,
+    tuning: ForwardConfig | ForwardConfigSm80 | None = None,
 ) -> Tensor | AttentionOutput:
     """Exact attention, softmax(softmax_scale * q k^T + mask) v, in one pass over the keys.
 
@@ -144,8 +144,8 @@ def attention(
         deterministic: bitwise equal gradients run to run; None = torch.are_deterministic_algorithms_enabled().
         return_lse: also return lse, which is differentiable.
         backend: name of the backend that must run; None = the best one that `supports` the call.
-        tuning: a `ForwardConfig` that a backend with kernels (sm90) computes the forward with, for measuring: it
-            changes speed and summation order only. None = the backend's own choice.
+        tuning: a `ForwardConfig` (backend sm90) or `ForwardConfigSm80` (sm80) that the forward is computed with, for
+            measuring: it changes speed and summation order only. None = the backend's own choice.
 
     Returns: out, (batch, seqlen_q, num_heads_q, head_dim_v), in q's dtype and laid out as q (heads outside seqlen
     in memory if q has them so), or AttentionOutput(out, lse). A row that sees no key has out = 0, lse = -inf and
@@ -222,7 +222,7 @@ def attention_varlen(
     deterministic: bool | None = None,
     return_lse: bool = False,
     backend: str | None = None,
-    tuning: ForwardConfig | None = None,
+    tuning: ForwardConfig | ForwardConfigSm80 | None = None,
 ) -> Tensor | AttentionOutput:
     """Exact attention over packed sequences: sequence b attends to itself only.
 
@@ -359,7 +359,8 @@ def warmup(
             `dtype` once for q, k, v and sinks, or a tensor on the "meta" device: these stand for tensors on this
             machine's GPU. Or an `AttentionProblem`.
         backend: for calls that name none. "sm90" compiles for Hopper wherever the compiler is, also without a GPU,
-            for machines with the same CPU that get this cache directory; None = what the calls would run on here.
+            for machines with the same CPU that get this cache directory; "sm80" for this machine's GPU; None = what the
+            calls would run on here.
         workers: processes that compile at the same time; None = one a CPU.
         gradients: also the kernels of the calls' backward passes. Those for a loss that depends on lse are among them
             for a call with return_lse=True, and for an `AttentionProblem`, which does not say.
@@ -378,7 +379,7 @@ def warmup(
         requested, tuning = arguments.pop("backend", backend), arguments.get("tuning")
         may_have_dlse = isinstance(call, AttentionProblem) or arguments.get("return_lse", False)
         problem = call if isinstance(call, AttentionProblem) else _problem_of_shapes(arguments)
-        if requested == "sm90" or (problem.device_type == "meta" and torch.cuda.is_available()):
+        if requested in ("sm90", "sm80") or (problem.device_type == "meta" and torch.cuda.is_available()):
             problem = replace(problem, device_type="cuda")
         name = dispatch.require_to_compile(problem, requested, tuning)
         if name is not None:

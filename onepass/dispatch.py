@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .errors import UnsupportedError
-from .kernels.config import BackwardConfig, ForwardConfig
+from .kernels import heuristics
+from .kernels.config import LaunchConfig
 from .problem import AttentionInputs, AttentionProblem
 
 Forward = Callable[[AttentionInputs], tuple[Tensor, Tensor]]
@@ -27,18 +28,21 @@ class Backend(NamedTuple):
             (inputs -> (out, lse)) beside it, which does once what does not depend on the tensors.
         backward: has backward(problem, inputs, out, lse, dout, dlse) -> (dq, dk, dv, dsinks). It may be another
             backend's: out and lse mean the same everywhere.
-        has_kernels: both are compiled; forward takes a ForwardConfig, backward a BackwardConfig.
+        kernels: what its kernels are, in words; None: it has none, and takes no configuration.
     """
 
     forward: str
     backward: str
-    has_kernels: bool = False
+    kernels: str | None = None
 
 
+# in the order in which they are asked, but for `tiled`, which computes everything
 _BACKENDS = {
+    "sm90": Backend("onepass.kernels.sm90.launch", "onepass.kernels.sm90.backward_launch", "Hopper kernels (CuTe DSL)"),
+    "sm80": Backend("onepass.kernels.sm80.launch", "onepass.kernels.sm80.backward_launch", "Ampere kernels (CuTe DSL)"),
     "tiled": Backend("onepass.tiled", "onepass.tiled"),
-    "sm90": Backend("onepass.kernels.sm90.launch", "onepass.kernels.sm90.backward_launch", has_kernels=True),
 }
+_WITH_KERNELS = ("sm90", "sm80")
 
 # looked up at import: torch.compile traces the choice of a backend, and cannot trace a look at the disk
 _HAS_KERNEL_COMPILER = all(importlib.util.find_spec(name) is not None for name in ("cutlass", "tvm_ffi"))
@@ -57,7 +61,7 @@ def backends() -> tuple[str, ...]:
     return tuple(_BACKENDS)
 
 
-def choose(problem: AttentionProblem, requested: str | None = None, tuning: ForwardConfig | None = None) -> Support:
+def choose(problem: AttentionProblem, requested: str | None = None, tuning: LaunchConfig | None = None) -> Support:
     """The backend for this problem. A backend that the caller names is the one that runs, or is refused.
 
     A configuration picks none: it is refused where it does not fit the backend that would run without it.
@@ -65,18 +69,22 @@ def choose(problem: AttentionProblem, requested: str | None = None, tuning: Forw
     support = _choose(problem, requested)
     if tuning is None or not support.ok:
         return support
-    if not _BACKENDS[support.backend].has_kernels:
+    if support.backend not in _WITH_KERNELS:
         reason = f"tuning: backend {support.backend} takes none, expected None, got {tuning} ({support.reason})"
         return Support(False, support.backend, reason)
-    misfit = _misfit(problem, tuning)
+    misfit = _misfit(support.backend, problem, tuning)
     return support if misfit is None else Support(False, support.backend, misfit)
 
 
-def _misfit(problem: AttentionProblem, tuning: ForwardConfig | None) -> str | None:
+def _misfit(name: str, problem: AttentionProblem, tuning: LaunchConfig | None) -> str | None:
     """Why the problem cannot be computed with this configuration; None if it can."""
+    if tuning is None:
+        return None
+    expected = config_type(name)
+    if not isinstance(tuning, expected):
+        return f"tuning: backend {name} expects a {expected.__name__}, got {tuning}"
     try:
-        if tuning is not None:
-            tuning.check(problem)
+        tuning.check(problem, arch_of(name))
     except UnsupportedError as error:
         return f"tuning: {error}"
     return None
@@ -86,27 +94,37 @@ def _choose(problem: AttentionProblem, requested: str | None) -> Support:
     if requested is not None and requested not in _BACKENDS:
         expected = ", ".join(sorted(backends()))
         return Support(False, str(requested), f"backend: expected one of {expected} or None, got {requested!r}")
-    reason = None if requested == "tiled" else _sm90_refusal(problem)
-    if requested == "sm90" and reason is not None:
-        return Support(False, "sm90", f"backend sm90: {reason}")
-    if requested != "tiled" and reason is None:
-        refusal = _sm90_backward_refusal(problem)
-        gradients = "" if refusal is None else f"; gradients by the tiled backend ({refusal})"
-        return Support(True, "sm90", f"Hopper kernels (CuTe DSL){gradients}")
-    because = f" (sm90: {reason})" if problem.device_type == "cuda" and requested is None else ""
+    refusals = ""
+    if requested != "tiled":
+        for name in _WITH_KERNELS if requested is None else (requested,):
+            reason = _refusal(name, problem)
+            if reason is None:
+                return Support(True, name, f"{_BACKENDS[name].kernels}{refusals}{_whose_gradients(name, problem)}")
+            if requested is not None:
+                return Support(False, name, f"backend {name}: {reason}")
+            refusals += f"; {name}: {reason}"
+    because = f" ({refusals[2:]})" if problem.device_type == "cuda" and requested is None else ""
     return Support(True, "tiled", f"plain torch tiles run on any torch device, here {problem.device_type}{because}")
 
 
-def _sm90_refusal(problem: AttentionProblem) -> str | None:
-    """Why the Hopper kernel does not run this problem; None if it does."""
-    return _hopper_refusal(problem) or _compiler_refusal() or _sm90_unsupported(problem)
+def _whose_gradients(name: str, problem: AttentionProblem) -> str:
+    refusal = _backward_unsupported(name, problem)
+    return "" if refusal is None else f"; gradients by the tiled backend ({refusal})"
 
 
-def _hopper_refusal(problem: AttentionProblem) -> str | None:
+def _refusal(name: str, problem: AttentionProblem) -> str | None:
+    """Why the kernels of a backend do not run this problem; None if they do."""
+    return _device_refusal(name, problem) or _compiler_refusal() or _unsupported(name, problem)
+
+
+def _device_refusal(name: str, problem: AttentionProblem) -> str | None:
     if problem.device_type != "cuda":
         return f"expected tensors on cuda, got {problem.device_type}"
-    if torch.cuda.get_device_capability() != (9, 0):
-        return f"expected a Hopper GPU (compute capability 9.0), got {torch.cuda.get_device_capability()}"
+    capability = torch.cuda.get_device_capability()
+    if name == "sm90" and capability != (9, 0):
+        return f"expected a Hopper GPU (compute capability 9.0), got {capability}"
+    if name == "sm80" and capability < (8, 0):
+        return f"expected a GPU of compute capability 8.0 or more, got {capability}"
     return None
 
 
@@ -114,20 +132,43 @@ def _compiler_refusal() -> str | None:
     return None if _HAS_KERNEL_COMPILER else "the kernel compiler is not installed: pip install 'onepass[cuda]'"
 
 
-def _sm90_unsupported(problem: AttentionProblem) -> str | None:
-    from .kernels.sm90.launch import unsupported
+# Imports in functions, not importlib: torch.compile traces these.
 
+
+def _unsupported(name: str, problem: AttentionProblem) -> str | None:
+    """Why the forward kernel does not compute the problem on any GPU; None if it does."""
+    if name == "sm90":
+        from .kernels.sm90.launch import unsupported
+    else:
+        from .kernels.sm80.launch import unsupported
     return unsupported(problem)
 
 
-def _sm90_backward_refusal(problem: AttentionProblem) -> str | None:
-    """Why the Hopper backward does not run for this problem; None if it does."""
-    from .kernels.sm90.backward_launch import unsupported
-
+def _backward_unsupported(name: str, problem: AttentionProblem) -> str | None:
+    if name == "sm90":
+        from .kernels.sm90.backward_launch import unsupported
+    else:
+        from .kernels.sm80.backward_launch import unsupported
     return unsupported(problem)
 
 
-def require(problem: AttentionProblem, requested: str | None = None, tuning: ForwardConfig | None = None) -> str:
+def arch_of(name: str) -> str:
+    """What the kernels of a backend are compiled for on the current GPU."""
+    if name == "sm90":
+        from .kernels.sm90.launch import ARCH
+
+        return ARCH
+    from .kernels.sm80.launch import arch_of
+
+    return arch_of(torch.device("cuda"))
+
+
+def config_type(name: str) -> type[LaunchConfig]:
+    """What the forward of a backend with kernels takes as `tuning`."""
+    return heuristics.FORWARD[name].config_type
+
+
+def require(problem: AttentionProblem, requested: str | None = None, tuning: LaunchConfig | None = None) -> str:
     """The name of the backend that will run. Raises: UnsupportedError with the reason if none can."""
     support = choose(problem, requested, tuning)
     if not support.ok:
@@ -137,46 +178,60 @@ def require(problem: AttentionProblem, requested: str | None = None, tuning: For
 
 
 def require_to_compile(
-    problem: AttentionProblem, requested: str | None = None, tuning: ForwardConfig | None = None
+    problem: AttentionProblem, requested: str | None = None, tuning: LaunchConfig | None = None
 ) -> str | None:
     """The name of the backend whose kernel calls of this problem need; None if they run without one.
 
-    A backend that is named needs no GPU here. Raises: as `require`, and UnsupportedError without the compiler.
+    sm90 that is named needs no GPU here: there is one architecture. Raises: as `require`, and UnsupportedError without
+    the compiler.
     """
     if requested is None and problem.device_type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError(
             "backend: expected a name, such as 'sm90', where there is no GPU to choose for, got None"
         )
-    could_run_here = requested is None and _hopper_refusal(problem) is None and _sm90_unsupported(problem) is None
-    if requested != "sm90" and not could_run_here:
+    if requested is None:
+        could_run = (n for n in _WITH_KERNELS if not (_device_refusal(n, problem) or _unsupported(n, problem)))
+        name = next(could_run, None)
+    else:
+        name = requested if requested in _WITH_KERNELS else None
+    if name is None:
         require(problem, requested, tuning)
         return None
-    reason = _compiler_refusal() or _sm90_unsupported(problem) or _misfit(problem, tuning)
+    if name != "sm90" and not torch.cuda.is_available():
+        raise UnsupportedError(f"backend {name}: expected a GPU, whose architecture to compile for, got none")
+    reason = _compiler_refusal() or _unsupported(name, problem) or _misfit(name, problem, tuning)
     if reason is not None:
-        raise UnsupportedError(f"backend sm90: {reason}")
-    return "sm90"
+        raise UnsupportedError(f"backend {name}: {reason}")
+    return name
 
 
-def compile_request(name: str, problem: AttentionProblem, config: ForwardConfig) -> tuple:
+def forward_config(name: str, problem: AttentionProblem) -> LaunchConfig:
+    """The configuration that the forward of a backend with kernels runs this problem with on the current GPU."""
+    return heuristics.FORWARD[name].choose(problem, arch_of(name))
+
+
+def compile_request(name: str, problem: AttentionProblem, config: LaunchConfig) -> tuple:
     """The kernel of the backend's forward of this problem, as the arguments of `kernels.compile.get`."""
-    return importlib.import_module(_BACKENDS[name].forward).compile_request(problem, config)
+    return importlib.import_module(_BACKENDS[name].forward).compile_request(problem, config, arch_of(name))
 
 
-def backward_compile_requests(
-    name: str, problem: AttentionProblem, has_dlse: bool, config: BackwardConfig
-) -> list[tuple]:
-    """The same for each kernel of its backward; none where the backward is that of a backend without kernels."""
+def backward_requests(name: str, problem: AttentionProblem, has_dlse: bool) -> list[tuple[LaunchConfig, tuple]]:
+    """The same for each kernel of its backward, each with its configuration; none where the backward is that of a
+    backend without kernels."""
     backend = _backend_of_backward(name, problem)
-    if not backend.has_kernels:
+    if backend.kernels is None:
         return []
-    return importlib.import_module(backend.backward).compile_requests(problem, has_dlse, config)
+    arch = arch_of(name)
+    config = heuristics.BACKWARD[name].choose(problem, arch)
+    requests = importlib.import_module(backend.backward).compile_requests(problem, has_dlse, config, arch)
+    return [(config, request) for request in requests]
 
 
-def prepare(name: str, problem: AttentionProblem, device: torch.device, tuning: ForwardConfig | None = None) -> Forward:
+def prepare(name: str, problem: AttentionProblem, device: torch.device, tuning: LaunchConfig | None = None) -> Forward:
     """The backend's forward for calls of this problem: everything that does not depend on the tensors is done."""
     backend = _BACKENDS[name]
     module = importlib.import_module(backend.forward)
-    if backend.has_kernels:
+    if backend.kernels is not None:
         return module.prepare(problem, device, tuning)
     return functools.partial(module.forward, problem)
 
@@ -187,5 +242,5 @@ def load_backward(name: str, problem: AttentionProblem) -> ModuleType:
 
 
 def _backend_of_backward(name: str, problem: AttentionProblem) -> Backend:
-    has_own = not _BACKENDS[name].has_kernels or _sm90_backward_refusal(problem) is None
+    has_own = name not in _WITH_KERNELS or _backward_unsupported(name, problem) is None
     return _BACKENDS[name if has_own else "tiled"]

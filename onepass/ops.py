@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 from . import dispatch
 from .errors import UnsupportedError
 from .kernels.blocks.block_range import count_visible_pairs
-from .kernels.config import ForwardConfig
+from .kernels.config import LaunchConfig
 from .outputs import empty_gradients, empty_outputs
 from .problem import AttentionInputs, AttentionProblem, Mask
 
@@ -48,7 +48,7 @@ def _problem(inputs: AttentionInputs, options: tuple) -> AttentionProblem:
     )
 
 
-def options_of(problem: AttentionProblem, backend: str, tuning: ForwardConfig | None = None) -> tuple:
+def options_of(problem: AttentionProblem, backend: str, tuning: LaunchConfig | None = None) -> tuple:
     """The option arguments of the operators, in the order of their schema."""
     mask = problem.mask
     return (
@@ -66,7 +66,7 @@ def options_of(problem: AttentionProblem, backend: str, tuning: ForwardConfig | 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     inputs, options = AttentionInputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
     problem, (backend, tuning) = _problem(inputs, options), options[-2:]
-    config = None if tuning is None else ForwardConfig.from_text(tuning)
+    config = None if tuning is None else dispatch.config_type(backend).from_text(tuning)
     # An operator runs under the caller's autocast; ours computes in the dtypes that it states.
     with torch.autocast(problem.device_type, enabled=False):
         return dispatch.prepare(backend, problem, inputs.q.device, config)(inputs)

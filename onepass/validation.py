@@ -19,7 +19,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .errors import UnsupportedError
-from .kernels.config import ForwardConfig
+from .kernels.config import ForwardConfig, ForwardConfigSm80
 from .problem import AttentionInputs, AttentionProblem, Mask
 
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -174,8 +174,8 @@ def _options(
     if sinks is not None:
         _check_sinks(sinks, q)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else check_real("softmax_scale", softmax_scale)
-    if tuning is not None and not isinstance(tuning, ForwardConfig):
-        raise TypeError(f"tuning: expected a ForwardConfig or None, got {tuning!r}")
+    if tuning is not None and not isinstance(tuning, (ForwardConfig, ForwardConfigSm80)):
+        raise TypeError(f"tuning: expected a ForwardConfig, a ForwardConfigSm80 or None, got {tuning!r}")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     return {"softmax_scale": scale, "mask": mask, "softcap": softcap, "deterministic": deterministic}

@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 from .. import dispatch
 from ..problem import AttentionProblem
-from . import heuristics
-from .config import BackwardConfig, ForwardConfig
+from .config import LaunchConfig
 
 
 class Job(NamedTuple):
@@ -33,7 +32,7 @@ class Job(NamedTuple):
 
     backend: str
     problem: AttentionProblem
-    config: ForwardConfig | BackwardConfig
+    config: LaunchConfig
     request: tuple
 
     @property
@@ -59,21 +58,20 @@ class CompiledKernel(NamedTuple):
     name: str
     backend: str
     problem: AttentionProblem
-    config: ForwardConfig | BackwardConfig
+    config: LaunchConfig
     seconds: float
     was_cached: bool
 
 
 def jobs_of(
-    backend: str, problem: AttentionProblem, tuning: ForwardConfig | None = None, has_dlse: Sequence[bool] = ()
+    backend: str, problem: AttentionProblem, tuning: LaunchConfig | None = None, has_dlse: Sequence[bool] = ()
 ) -> list[Job]:
     """The kernels of a forward, then those of its backward for each has_dlse: whether lse has a gradient."""
-    forward = tuning or heuristics.forward_config(problem)
+    forward = tuning or dispatch.forward_config(backend, problem)
     jobs = [Job(backend, problem, forward, dispatch.compile_request(backend, problem, forward))]
     for is_given in has_dlse:
-        backward = heuristics.backward_config(problem)
-        requests = dispatch.backward_compile_requests(backend, problem, is_given, backward)
-        jobs += [Job(backend, problem, backward, request) for request in requests]
+        requests = dispatch.backward_requests(backend, problem, is_given)
+        jobs += [Job(backend, problem, config, request) for config, request in requests]
     return jobs
 
 

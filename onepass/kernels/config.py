@@ -11,6 +11,7 @@ from ..problem import AttentionProblem
 
 HEAD_DIM_TILES = (64, 96, 128, 192, 256)
 ROWS_PER_WARPGROUP = 64  # the M of a wgmma
+HOPPER = "sm_90a"
 SMEM_BYTES = 227 * 1024  # of a Hopper thread block
 MAX_RESCALE_THRESHOLD = 15.0
 DS_BUFFERS = 2  # of the backward
@@ -29,6 +30,11 @@ def column_block(head_dim: int, element_bytes: int = 2) -> int:
     """Columns of a tile in shared memory that lie side by side: the widest swizzled row that divides it."""
     widths = (width // element_bytes for width in (128, 64, 32))
     return next(columns for columns in widths if head_dim % columns == 0)
+
+
+def _require_hopper(arch: str) -> None:
+    if arch != HOPPER:
+        raise UnsupportedError(f"architecture: expected {HOPPER}, got {arch}")
 
 
 Config = TypeVar("Config", bound="LaunchConfig")
@@ -59,6 +65,13 @@ class LaunchConfig:
     def from_text(cls: type[Config], text: str) -> Config:
         """The configuration whose `text` this is."""
         return cls(**{name: literal_eval(value) for name, value in (pair.split("=") for pair in text.split())})
+
+    def check(self, problem: AttentionProblem, arch: str) -> None:
+        """Whether a launch of this problem can have this configuration on a GPU of this architecture.
+
+        Raises: UnsupportedError, naming the bound, what is needed and what there is.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -148,8 +161,9 @@ class ForwardConfig(LaunchConfig):
         p = self.tile_n // (4 * self.score_buffers)
         return self.tile_n // 2 + p + dv // 2 + (d // 4 if self.q_in_registers else 0)
 
-    def check(self, problem: AttentionProblem) -> None:
+    def check(self, problem: AttentionProblem, arch: str = HOPPER) -> None:
         """Raises: UnsupportedError, naming the bound, what is needed and what there is."""
+        _require_hopper(arch)
         if self.num_warpgroups not in REGISTERS:
             raise UnsupportedError(f"num_warpgroups: expected 1 to 4, got {self.num_warpgroups}")
         if self.score_buffers not in (1, 2):
@@ -421,8 +435,9 @@ class BackwardConfig(LaunchConfig):
         words = self.tile_m // 4 * (2 if problem.softcap is None else 3)
         return (max(d, dv) if self.by_gradient else d + dv) // 2 + self.tile_m // 2 + words
 
-    def check(self, problem: AttentionProblem) -> None:
+    def check(self, problem: AttentionProblem, arch: str = HOPPER) -> None:
         """Raises: UnsupportedError, naming the bound, what is needed and what there is."""
+        _require_hopper(arch)
         if self.num_warpgroups != 2:  # each has a half of dQ, or of the gradients
             raise UnsupportedError(f"num_warpgroups: expected 2, got {self.num_warpgroups}")
         if self.tile_m not in (64, 128):

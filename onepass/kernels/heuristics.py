@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from ..errors import UnsupportedError
 from ..problem import AttentionProblem
 from .blocks.integers import ceil_div
 from .config import (
+    HOPPER,
     ROWS_PER_WARPGROUP,
     SCALAR_ADDS,
     SMEM_BYTES_BY_ARCH,
@@ -17,10 +19,22 @@ from .config import (
     BackwardConfigSm80,
     ForwardConfig,
     ForwardConfigSm80,
+    LaunchConfig,
     head_dim_tile,
 )
 
 LONG = 2**62
+
+
+class Chooser(NamedTuple):
+    """Who configures the launches of a backend.
+
+    Attributes:
+        choose: (problem, architecture) -> configuration.
+    """
+
+    config_type: type[LaunchConfig]
+    choose: Callable[[AttentionProblem, str], LaunchConfig]
 
 
 class Row(NamedTuple):
@@ -113,7 +127,7 @@ FORWARD_SM90 = {
 }
 
 
-def forward_config(problem: AttentionProblem) -> ForwardConfig:
+def forward_config(problem: AttentionProblem, arch: str = HOPPER) -> ForwardConfig:
     """The configuration that a call of this problem runs with on Hopper."""
     dims = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
     is_causal = problem.mask.window_right is not None
@@ -235,7 +249,7 @@ def backward_config_sm80(problem: AttentionProblem, arch: str) -> BackwardConfig
     return config
 
 
-def backward_config(problem: AttentionProblem) -> BackwardConfig:
+def backward_config(problem: AttentionProblem, arch: str = HOPPER) -> BackwardConfig:
     """The configuration that a backward of this problem runs with on Hopper."""
     is_growing = problem.mask.window_right is not None and problem.mask.window_left is None
     # who waits for a turn delays its thread block, and a queue makes up for it
@@ -278,3 +292,15 @@ def _has_short_sequences(problem: AttentionProblem, config: BackwardConfig, is_g
         return max(problem.seqlen_q, problem.seqlen_k) <= PRIVATE_SEQLEN_IN_ORDER
     num_bytes = 4 * problem.seqlen_q * problem.qhead_per_kvhead * config.head_dims(problem)[0] * min(heads, NUM_SMS)
     return problem.seqlen_k <= PRIVATE_SEQLEN and num_bytes <= PRIVATE_BYTES[is_growing]
+
+
+# ---------------------------------------------------------------- by backend
+
+FORWARD = {
+    "sm90": Chooser(ForwardConfig, forward_config),
+    "sm80": Chooser(ForwardConfigSm80, forward_config_sm80),
+}
+BACKWARD = {
+    "sm90": Chooser(BackwardConfig, backward_config),
+    "sm80": Chooser(BackwardConfigSm80, backward_config_sm80),
+}

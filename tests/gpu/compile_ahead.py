@@ -1,6 +1,6 @@
 """Kernels of many calls, compiled in parallel into the disk cache, ahead of the tests that would do it one by one.
 
-The one place of the GPU tests that knows how the Hopper backend is built.
+The one place of the GPU tests that knows how the backends are built.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from onepass import validation
+from onepass import dispatch, validation
 from onepass.kernels import compile, heuristics
 from onepass.kernels.config import ForwardConfig
 from onepass.problem import AttentionProblem
@@ -54,15 +54,15 @@ def compiled_ahead(calls: Iterable[Call], differentiated: Iterable[Call]) -> Ite
 
 def _requests(call: Call, needs_gradients: bool) -> list[tuple]:
     """The arguments of `compile.get` for every kernel of a call."""
-    from onepass.kernels.sm90 import backward_launch, launch
-
     problem = problem_of(call)
-    if launch.unsupported(problem) is not None:
+    support = dispatch.choose(problem)
+    if not support.ok or support.backend == "tiled":
         return []
-    requests = [launch.compile_request(problem)]
-    if needs_gradients and backward_launch.unsupported(problem) is None:
+    config = dispatch.forward_config(support.backend, problem)
+    requests = [dispatch.compile_request(support.backend, problem, config)]
+    if needs_gradients:
         for has_dlse in (False, True):
-            requests += backward_launch.compile_requests(problem, has_dlse)
+            requests += [request for _, request in dispatch.backward_requests(support.backend, problem, has_dlse)]
     return requests
 
 

@@ -1,9 +1,10 @@
 """What the GPU tests share: where they run, cases as values, calls made harder, and the check.
 
     python -m pytest -m gpu tests/gpu                               on a Hopper GPU
+    ONEPASS_TEST_BACKEND=sm80 python -m pytest -m gpu tests/gpu     the Ampere kernels, on any GPU that has them
     ONEPASS_TEST_DEVICE=cpu python -m pytest -m gpu tests/gpu       the same tests of the tiled backend, smaller
 
-The second line needs no GPU. It is for work on the tests: they can be seen to pass, and to fail when a fault is
+The last line needs no GPU. It is for work on the tests: they can be seen to pass, and to fail when a fault is
 planted.
 """
 
@@ -22,13 +23,23 @@ import torch
 from torch import Tensor
 
 import onepass
+from onepass import dispatch
 from onepass.testing.inputs import Call, fenced, random_call
 
 DEVICE = os.environ.get("ONEPASS_TEST_DEVICE", "cuda")
 ON_GPU = DEVICE == "cuda"
-BACKEND = "sm90" if ON_GPU else "tiled"
-IS_READY = not ON_GPU or (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0))
-needs_hopper = [pytest.mark.gpu, pytest.mark.skipif(not IS_READY, reason="needs a Hopper GPU")]
+BACKEND = os.environ.get("ONEPASS_TEST_BACKEND", "sm90") if ON_GPU else "tiled"
+if BACKEND == "sm80":
+    dispatch._WITH_KERNELS = ("sm80",)  # as on a GPU before Hopper
+IS_READY = not ON_GPU or (
+    torch.cuda.is_available()
+    and (
+        torch.cuda.get_device_capability() == (9, 0)
+        if BACKEND == "sm90"
+        else torch.cuda.get_device_capability() >= (8, 0)
+    )
+)
+needs_hopper = [pytest.mark.gpu, pytest.mark.skipif(not IS_READY, reason=f"needs a GPU for {BACKEND}")]
 
 BF16, FP16 = torch.bfloat16, torch.float16
 NAN, INF = float("nan"), float("inf")

@@ -1,4 +1,4 @@
-"""The Ampere backward computes gradients: the PTX of its kernels runs on the CPU, held to the budgets of any backend."""
+"""The Ampere backward computes gradients: the PTX of its kernels runs on the CPU, held to any backend's budgets."""
 
 import functools
 import importlib.util

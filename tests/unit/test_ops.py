@@ -94,17 +94,18 @@ def test_only_lse_or_only_out_may_be_used():
     assert (from_lse[2] == 0).all()
 
 
-@pytest.fixture(params=["tiled", "as on a Hopper GPU"])
+@pytest.fixture(params=["tiled", "as on a Hopper GPU", "as on an Ampere GPU"])
 def traced_dtype(request, monkeypatch):
-    """Calls of this dtype are traced as they are here, or as on a Hopper GPU; tiled computes them either way."""
+    """Calls of this dtype are traced as they are here, or as on a GPU; tiled computes them either way."""
     torch._dynamo.reset()
     if request.param == "tiled":
         return torch.float32
-    monkeypatch.setattr(dispatch, "_hopper_refusal", lambda problem: None)
+    taken = "sm90" if "Hopper" in request.param else "sm80"
+    monkeypatch.setattr(dispatch, "_device_refusal", lambda name, problem: None if name == taken else "another GPU")
     monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
-    monkeypatch.setitem(dispatch._BACKENDS, "sm90", dispatch._BACKENDS["tiled"])
+    monkeypatch.setitem(dispatch._BACKENDS, taken, dispatch._BACKENDS["tiled"])
     q = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
-    assert onepass.supports(q, q, q).backend == "sm90"
+    assert onepass.supports(q, q, q).backend == taken
     return torch.bfloat16
 
 

@@ -30,8 +30,8 @@ def configs(monkeypatch):
 
         return kernel
 
-    monkeypatch.setattr(dispatch, "_sm90_refusal", launch.unsupported)
-    monkeypatch.setattr(dispatch, "_sm90_backward_refusal", lambda problem: "no GPU")
+    monkeypatch.setattr(dispatch, "_refusal", lambda name, problem: launch.unsupported(problem))
+    monkeypatch.setattr(dispatch, "_backward_unsupported", lambda name, problem: "no GPU")
     monkeypatch.setattr(compile, "get", get)
     monkeypatch.setattr(launch, "tile_counter", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))

@@ -93,7 +93,7 @@ DENSE = [
     ({"seqused_k": torch.tensor([1, 7], dtype=INT32)}, ValueError, r"seqused_k\[1\]: expected 0 to 6, .*, got 7"),
     ({"seqused_k": torch.tensor([-1, 2], dtype=INT32)}, ValueError, r"seqused_k\[0\]: expected 0 to 6, .*, got -1"),
     ({"backend": "cuda9"}, ValueError, r"backend: expected one of .*tiled.* or None, got 'cuda9'"),
-    ({"tuning": object()}, TypeError, r"tuning: expected a ForwardConfig or None, got <object"),
+    ({"tuning": object()}, TypeError, r"tuning: expected a ForwardConfig, a ForwardConfigSm80 or None, got <object"),
     (
         {"tuning": onepass.ForwardConfig(tile_n=128)},
         NotImplementedError,

@@ -95,7 +95,7 @@ def test_a_gradient_of_lse_needs_lse(compiled):
 
 def test_a_backward_without_postprocess(compiled, monkeypatch):
     config = BackwardConfig(private_dq=True)
-    monkeypatch.setattr(heuristics, "backward_config", lambda problem: config)
+    monkeypatch.setitem(heuristics.BACKWARD, "sm90", heuristics.Chooser(BackwardConfig, lambda problem, arch: config))
     made = onepass.warmup([CALL], backend="sm90", workers=1, gradients=True)
     assert [kernel.name for kernel in made] == ["forward", "backward_preprocess", "backward"]
     assert [kernel.config for kernel in made[1:]] == [config, config]
@@ -186,7 +186,7 @@ REFUSED = [
         NotImplementedError,
         "tuning: tile_n: expected 1 x 16, .*, got 100",
     ),
-    ({"tuning": 128}, TypeError, "tuning: expected a ForwardConfig or None, got 128"),
+    ({"tuning": 128}, TypeError, "tuning: expected a ForwardConfig, a ForwardConfigSm80 or None, got 128"),
     ({"backend": "sm91"}, ValueError, "backend: expected one of .* or None, got 'sm91'"),
 ]
 
@@ -223,9 +223,20 @@ def test_a_missing_compiler_is_named(monkeypatch):
         onepass.warmup([CALL], backend="sm90")
     # on a machine whose GPU could run it, not only where it is asked for by name
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    with pytest.raises(NotImplementedError, match="the kernel compiler is not installed: pip install 'onepass"):
-        onepass.warmup([CALL])
-    assert onepass.warmup([CALL | {"dtype": torch.float32}]) == []
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    for capability, dtype, name in (
+        ((9, 0), "float16", "sm90"),
+        ((9, 0), "float32", "sm80"),
+        ((8, 0), "float16", "sm80"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        with pytest.raises(NotImplementedError, match=f"backend {name}: the kernel compiler is not installed: pip"):
+            onepass.warmup([CALL | {"dtype": getattr(torch, dtype)}])
+    assert onepass.warmup([CALL | {"dtype": torch.float64}]) == []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     assert onepass.warmup([CALL]) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to compile for")
+def test_ampere_kernels_are_for_the_gpu_that_is_there(compiled):
+    with pytest.raises(NotImplementedError, match="backend sm80: expected a GPU, whose architecture to compile for"):
+        onepass.warmup([CALL], backend="sm80")

@@ -1,7 +1,4 @@
-"""From tensors to the launches of a backward with the instructions of Ampere: preprocess, main kernel, postprocess.
-
-Dispatch does not know it yet: no GPU has run it.
-"""
+"""From tensors to the launches of a backward with the instructions of Ampere: preprocess, main kernel, postprocess."""
 
 from __future__ import annotations
 
@@ -24,6 +21,11 @@ from . import launch
 
 def unsupported(problem: AttentionProblem) -> str | None:
     """Why the kernels do not compute the gradients of this problem; None if they do."""
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype: expected bfloat16 or float16, got {str(problem.dtype).removeprefix('torch.')}"
+    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if size % 8:
+            return f"{name}: expected a multiple of 8 (16-byte copies), got {size}"
     return launch.unsupported(problem) or backward_launch.unsupported(problem)
 
 

@@ -1,8 +1,4 @@
-"""From tensors to a launch of the Ampere kernels: which kernel, which grid, and what the tensors have to look like.
-
-Dispatch does not know this backend yet: the kernels compile for every architecture, and their PTX gives right results
-on the CPU (tests/kernels/test_forward_sm80_values.py), but no GPU has run them.
-"""
+"""From tensors to a launch of the Ampere kernels: which kernel, which grid, and what the tensors have to look like."""
 
 from __future__ import annotations
 

@@ -69,13 +69,13 @@ def prepare(
 
 
 def compile_requests(
-    problem: AttentionProblem, has_dlse: bool = False, config: BackwardConfig | None = None
+    problem: AttentionProblem, has_dlse: bool = False, config: BackwardConfig | None = None, arch: str = ARCH
 ) -> list[tuple]:
     """The arguments of `compile.get` for each kernel of this problem, in the order in which they run."""
     config = config or heuristics.backward_config(problem)
     problem = replace(problem, has_sinks=False)  # they are in lse
-    main = ("backward", (problem.static(), config), ARCH, functools.partial(trace, problem, config))
-    preprocess, *postprocess = requests_of_rows(problem, config, ARCH, has_dlse)
+    main = ("backward", (problem.static(), config), arch, functools.partial(trace, problem, config))
+    preprocess, *postprocess = requests_of_rows(problem, config, arch, has_dlse)
     return [preprocess, main, *postprocess]
 
 

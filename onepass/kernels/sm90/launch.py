@@ -18,9 +18,9 @@ from ..arguments import element_type, fake_tensor, score_scales, window_bounds
 from ..arguments import is_aligned as is_tma_ready
 from ..blocks import tile_scheduler
 from ..blocks.integers import ceil_div
-from ..config import ForwardConfig
+from ..config import HOPPER, ForwardConfig
 
-ARCH = "sm_90a"
+ARCH = HOPPER
 MAX_HEAD_DIM = 256
 
 
@@ -77,11 +77,11 @@ def prepare(
     return Launch(problem, kernel, *score_scales(problem), *window_bounds(problem), is_dynamic, section, num_ctas)
 
 
-def compile_request(problem: AttentionProblem, config: ForwardConfig | None = None) -> tuple:
+def compile_request(problem: AttentionProblem, config: ForwardConfig | None = None, arch: str = ARCH) -> tuple:
     """The arguments of `compile.get` for the kernel of this problem."""
     config = config or heuristics.forward_config(problem)
     static = replace(problem, deterministic=False).static()  # the forward is, either way
-    return "forward", (static, config), ARCH, functools.partial(trace, problem, config)
+    return "forward", (static, config), arch, functools.partial(trace, problem, config)
 
 
 def _without_keys(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
