@@ -245,15 +245,16 @@ class ForwardConfigSm80(LaunchConfig):
         prefetch: loads run beside the GEMMs, from one buffer, too (K of the next step beside softmax and PV, V beside
             QK^T). Else a step loads its K and V, waits for them and computes.
         swizzle: 16-byte pieces of shared memory rows are exchanged so that ldmatrix meets no bank conflict.
-        q_in_registers: hold Q in registers instead of reading it from shared memory in every step.
+        q_in_registers: hold Q in registers instead of reading it from shared memory in every step; of 16-bit types.
         rescale_threshold: powers of two that a row maximum may outgrow its reference by before acc_o is rescaled;
             0 = rescale in every step.
-        exp2_fma_period: every so many-th exponential goes to the FMA pipe as a cubic; 0 = none.
+        exp2_fma_period: every so many-th exponential goes to the FMA pipe as a cubic, too coarse for float32; 0 = none.
         longest_first: number the tiles by length (only meaningful where they differ), in L2-sized sections of heads.
         fragments_ahead: of 16-bit types: ldmatrix of a k-step stands before the mma of the step before; else those of
             all steps before the first mma (the assembler may move them, within its registers).
         fresh_sums: of float32: sums of 16 terms leave the tensor cores, which cut off, and are added up by the FMA
             pipe, which rounds; else S and O stay in the tensor cores.
+        pack_gqa: the query heads of one kv head share a tile, see blocks/pack_gqa.py.
         vector_bytes: 16, 8, 4 or 2 of a copy from and to global memory; not a choice but what addresses, strides and
             head dims are multiples of.
     """
@@ -270,6 +271,7 @@ class ForwardConfigSm80(LaunchConfig):
     longest_first: bool = True
     fragments_ahead: bool = True
     fresh_sums: bool = True
+    pack_gqa: bool = False
     vector_bytes: int = 16
 
     @property
@@ -281,6 +283,14 @@ class ForwardConfigSm80(LaunchConfig):
         """Times 16 query rows of a warp."""
         return self.tile_m // (ROWS_PER_MMA * self.num_warps)
 
+    def group(self, problem: AttentionProblem) -> int:
+        """Query heads that share a tile."""
+        return problem.qhead_per_kvhead if self.pack_gqa else 1
+
+    def positions(self, problem: AttentionProblem) -> int:
+        """Query positions of a tile."""
+        return self.tile_m // self.group(problem)
+
     def smem_bytes(self, problem: AttentionProblem) -> int:
         d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
         return problem.dtype.itemsize * (self.tile_m * d + self.num_stages * self.tile_n * (d + dv))
@@ -288,7 +298,7 @@ class ForwardConfigSm80(LaunchConfig):
     def accumulator_registers(self, problem: AttentionProblem) -> int:
         """Registers of a thread for S, P, O (and Q): the rest is left for fragments of K and V, addresses, softmax."""
         d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
-        s, q = self.tile_n // 2, d * problem.dtype.itemsize // 8 if self.q_in_registers else 0
+        s, q = self.tile_n // 2, d // 4 if self.q_in_registers else 0
         # P in 16 bits beside S; in float32 in its place, and beside it the sums of 32 columns
         p = s // 2 if problem.dtype.itemsize == 2 else 16 * self.fresh_sums
         return self.m_tiles * (s + p + dv // 2 + q)
@@ -328,8 +338,15 @@ class ForwardConfigSm80(LaunchConfig):
             raise UnsupportedError(f"rescale_threshold: expected {expected}, got {self.rescale_threshold}")
         if self.exp2_fma_period < 0:
             raise UnsupportedError(f"exp2_fma_period: expected 0 (none) or more, got {self.exp2_fma_period}")
-        if self.exp2_fma_period and element_bytes == 4:
-            raise UnsupportedError(f"exp2_fma_period: expected 0 for float32, got {self.exp2_fma_period} (a cubic)")
+        if self.group(problem) > self.tile_m:
+            raise UnsupportedError(
+                f"pack_gqa: expected up to tile_m = {self.tile_m} query heads a kv head, got {self.group(problem)}"
+            )
+        if element_bytes == 4 and (self.exp2_fma_period or self.q_in_registers):
+            raise UnsupportedError(
+                f"exp2_fma_period, q_in_registers: expected 0 and False for float32, got {self.exp2_fma_period} and"
+                f" {self.q_in_registers}"
+            )
         needed, available = self.smem_bytes(problem), SMEM_BYTES_BY_ARCH[arch]
         if needed > available:
             raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {available}")

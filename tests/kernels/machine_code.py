@@ -21,12 +21,14 @@ class MachineCode(NamedTuple):
 
     Attributes:
         opcodes: how often each SASS instruction occurs, full name with its dots.
+        spills_in_gemms: loads and stores of local memory between the mma of a basic block.
         registers: 1 + the highest register that any instruction names.
         serialized: the assembler's reason for draining each wgmma by itself, or "" if it overlaps them.
         dynamic_smem: bytes of shared memory of each launch.
     """
 
     opcodes: Counter
+    spills_in_gemms: int
     registers: int
     serialized: str
     dynamic_smem: list[int]
@@ -41,20 +43,35 @@ class MachineCode(NamedTuple):
 
 
 def read(arch: str, trace: Callable[[], tuple]) -> MachineCode:
+    return read_with_ptx(arch, trace)[0]
+
+
+def read_with_ptx(arch: str, trace: Callable[[], tuple]) -> tuple[MachineCode, str]:
     from onepass.kernels import compile
 
     with tempfile.TemporaryDirectory() as directory:
         with _captured() as output:
             compiled = compile.compile_now(
-                arch, trace, f"{compile.OPTIONS} --keep-cubin --dump-dir={directory} remarks{{ptx}}"
+                arch, trace, f"{compile.OPTIONS} --keep-ptx --keep-cubin --dump-dir={directory} remarks{{ptx}}"
             )
         cubin = Path(directory) / "kernel.cubin"
         cubin.write_bytes(compiled.__cubin__)
         sass = subprocess.run([disassembler(), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
-    opcodes = Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass))
+    blocks = [
+        re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", block)
+        for block in re.split(r"^\.L_\w+:", sass, flags=re.MULTILINE)
+    ]
+    opcodes = Counter(opcode for block in blocks for opcode in block)
+    spills_in_gemms = 0
+    for block in blocks:
+        mma = [i for i, opcode in enumerate(block) if re.match("[HIQ]G?MMA", opcode)]
+        if mma:
+            spills_in_gemms += sum(opcode.startswith(("LDL", "STL")) for opcode in block[mma[0] : mma[-1]])
     registers = 1 + max(int(n) for n in re.findall(r"\bR(\d+)\b", sass))
     reason = re.search(r"wgmma\.mma_async instructions are serialized due to (.*?) in", " ".join(output[0].split()))
-    return MachineCode(opcodes, registers, reason[1] if reason else "", _dynamic_smem(str(compiled.ir_module)))
+    smem = _dynamic_smem(str(compiled.ir_module))
+    code = MachineCode(opcodes, spills_in_gemms, registers, reason[1] if reason else "", smem)
+    return code, compiled.__ptx__
 
 
 def _dynamic_smem(host_code: str) -> list[int]:

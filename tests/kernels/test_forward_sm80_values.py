@@ -1,18 +1,19 @@
 """The Ampere forward computes attention: its PTX runs on the CPU and is held to the budgets of any backend."""
 
-import functools
 import importlib.util
 import itertools
 import math
 import struct
-import tempfile
+from dataclasses import replace
 
+import machine_code
 import numpy as np
 import ptx_interpreter
 import pytest
+import sm80_forward
 import torch
 
-from onepass.kernels import compile, heuristics
+from onepass.kernels import heuristics
 from onepass.kernels.arguments import score_scales, window_bounds
 from onepass.kernels.blocks import tile_scheduler
 from onepass.kernels.blocks.integers import ceil_div
@@ -22,23 +23,13 @@ from onepass.problem import AttentionInputs, AttentionProblem, Mask
 from onepass.testing.budget import compare, compare_lse
 from onepass.testing.inputs import Call, random_call
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
-)
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
+    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
+]
 
 ARCH = "sm_80"
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-
-
-@functools.lru_cache(maxsize=8)
-def program(static: tuple, config: ForwardConfigSm80, problem: AttentionProblem) -> ptx_interpreter.Program:
-    with tempfile.TemporaryDirectory() as directory:
-        compiled = compile.compile_now(
-            ARCH,
-            functools.partial(launch.trace, problem, config, ARCH),
-            f"{compile.OPTIONS} --keep-ptx --dump-dir={directory}",
-        )
-        return ptx_interpreter.parse(compiled.__ptx__)
 
 
 def problem_of(call: Call) -> tuple[AttentionProblem, AttentionInputs]:
@@ -80,11 +71,11 @@ class Arguments:
         scales = [struct.pack("<f", x) for x in score_scales(problem) if x is not None]
         self.values += scales + [struct.pack("<i", x) for x in window_bounds(problem) if x is not None]
         section, self.num_tiles = launch.grid(problem, config)
-        heads = problem.num_heads_q
+        heads = problem.num_heads_q // config.group(problem)
         if problem.is_packed:
             self.values += fast_divisor(heads)
             return
-        num_m_blocks, heads_in_all = ceil_div(problem.seqlen_q, config.tile_m), heads * problem.batch
+        num_m_blocks, heads_in_all = ceil_div(problem.seqlen_q, config.positions(problem)), heads * problem.batch
         self.values += [struct.pack("<i", n) for n in (self.num_tiles, num_m_blocks, problem.batch)]
         in_last = tile_scheduler.heads_in_last_section(heads_in_all, section)
         for n in (num_m_blocks * section, section, in_last, heads):
@@ -125,9 +116,11 @@ def computed(call: Call, config: ForwardConfigSm80 | None = None, change=lambda 
     """out and lse of the kernel, or of what `change` makes of its program."""
     problem, inputs = problem_of(call)
     config = config or heuristics.forward_config_sm80(problem, ARCH)
+    out, _ = launch.empty_outputs(problem, inputs)
+    config = replace(config, vector_bytes=launch.vector_bytes(*(launch.with_rows(t) for t in inputs[:3]), out))
     arguments = Arguments(problem, inputs, config)
     ptx_interpreter.run(
-        change(program(problem.static(), config, problem)),
+        change(sm80_forward.compiled(problem, config, ARCH).program),
         arguments.values,
         arguments.memory,
         arguments.num_tiles,
@@ -161,60 +154,120 @@ def call_of(head_dim, head_dim_v, seqlen_q, seqlen_k, heads=(2, 1), batch=1, dty
     return Call(tensors, options, 0)
 
 
+FLOAT32 = torch.float32
 PACKED = {"cu_seqlens_q": [0, 30, 30, 100, 150], "cu_seqlens_k": [0, 64, 70, 199, 220]}
+# calls with the same static problem share a kernel, and its compilation is most of a test's time
 CASES = {
-    "causal": call_of(64, 64, 150, 180, causal=True),
-    "full": call_of(64, 64, 70, 200),
-    "rows that see nothing": call_of(64, 64, 150, 70, causal=True),
-    "window": call_of(64, 64, 150, 280, window=(70, 5)),
-    "window to the left": call_of(64, 64, 150, 280, window=(70, None)),
-    "float16 softcap": call_of(128, 128, 70, 130, dtype=torch.float16, softcap=5.0, causal=True),
-    "sinks": call_of(64, 64, 70, 130, sinks=torch.tensor([1.0, -1.0])),
-    "batch and heads": call_of(64, 64, 70, 65, heads=(4, 2), batch=3, causal=True),
-    "seqused": call_of(64, 64, 70, 140, batch=3, seqused_k=[140, 0, 65]),
-    "packed": call_of(64, 64, 160, 230, causal=True, **PACKED),
-    "packed seqused": call_of(64, 64, 160, 230, seqused_k=[10, 0, 129, 21], **PACKED),
-    "head dims of no tile": call_of(72, 40, 70, 130),
-    **{f"head dim {d}": call_of(d, d, 70, 70, causal=True) for d in (96, 128, 192, 256)},
-    "head dims 192 and 128": call_of(192, 128, 70, 70),
+    "causal": [
+        call_of(64, 64, 150, 180, causal=True),
+        call_of(64, 64, 150, 70, causal=True),  # rows that see nothing
+        call_of(64, 64, 70, 65, heads=(4, 2), batch=3, causal=True),
+    ],
+    "float16 window softcap sinks": [
+        call_of(128, 128, 70, 280, dtype=torch.float16, softcap=5.0, window=(70, 5), sinks=torch.tensor([1.0, -1.0]))
+    ],
+    "seqused, head dims 192 and 128": [call_of(192, 128, 70, 140, batch=3, seqused_k=[140, 0, 65])],
+    "packed": [
+        call_of(64, 64, 160, 230, causal=True, seqused_k=[10, 0, 129, 21], **PACKED),
+        call_of(64, 64, 160, 230, causal=True, seqused_k=[64, 6, 129, 21], **PACKED),
+    ],
+    "head dim 256": [call_of(256, 256, 70, 70)],
+    "head dims 96 and 40, window to the left": [call_of(96, 40, 70, 200, window=(70, None))],
+    "8-byte copies": [call_of(36, 20, 70, 130)],
+    "4-byte copies": [call_of(18, 22, 70, 130, dtype=torch.float16, causal=True)],
+    "2-byte copies": [call_of(5, 7, 160, 230, causal=True, **PACKED)],
+    "float32": [
+        call_of(64, 64, 70, 130, dtype=FLOAT32, causal=True),
+        call_of(64, 64, 70, 65, heads=(4, 2), batch=2, dtype=FLOAT32, causal=True),
+    ],
+    "float32 window softcap sinks": [
+        call_of(128, 96, 70, 200, dtype=FLOAT32, softcap=5.0, window=(70, 5), sinks=torch.tensor([1.0, -1.0])),
+        call_of(128, 96, 70, 70, dtype=FLOAT32, softcap=50.0, window=(70, 5), sinks=torch.tensor([1.0, -1.0])),
+    ],
+    "float32 head dims 192 and 256": [call_of(192, 256, 40, 70, dtype=FLOAT32)],
+    "float32 4-byte copies": [call_of(5, 7, 160, 230, dtype=FLOAT32, seqused_k=[10, 0, 129, 21], **PACKED)],
 }
 ROAD = {
-    "plain": ForwardConfigSm80(num_stages=1, prefetch=False, swizzle=False),
+    "plain": ForwardConfigSm80(num_stages=1, prefetch=False, swizzle=False, fragments_ahead=False),
     "prefetching": ForwardConfigSm80(num_stages=1),
-    "2 stages": ForwardConfigSm80(num_stages=2),
-    "3 stages": ForwardConfigSm80(num_stages=3),
-    "2 x 16 rows a warp, lazy": ForwardConfigSm80(tile_m=128, q_in_registers=False, rescale_threshold=8.0),
+    "3 stages, lazy": ForwardConfigSm80(num_stages=3, rescale_threshold=8.0),
+}
+ROAD_FLOAT32 = {
+    "plain": ForwardConfigSm80(tile_n=16, num_stages=1, prefetch=False, swizzle=False, q_in_registers=False),
+    "default": None,
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_values(name):
-    check(CASES[name])
+    for call in CASES[name]:
+        check(call)
 
 
-@pytest.mark.parametrize("name", ROAD)
-def test_no_order_of_copies_and_warps_matters(name):
-    call = call_of(64, 64, 70, 300, heads=(1, 1), causal=True)
+@pytest.mark.parametrize(
+    ("dtype", "config"),
+    [
+        *(pytest.param(torch.bfloat16, config, id=name) for name, config in ROAD.items()),
+        *(pytest.param(FLOAT32, config, id=f"float32 {name}") for name, config in ROAD_FLOAT32.items()),
+    ],
+)
+def test_no_order_of_copies_and_warps_matters(dtype, config):
+    call = call_of(64, 64, 70, 200, heads=(1, 1), dtype=dtype, causal=True)
     for copies_late, warps_reversed in itertools.product((False, True), repeat=2):
-        check(call, ROAD[name], copies_late=copies_late, warps_reversed=warps_reversed)
+        check(call, config, copies_late=copies_late, warps_reversed=warps_reversed)
 
 
-def test_scores_that_grow_are_rescaled_lazily():
-    call = call_of(64, 64, 64, 320)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FLOAT32])
+def test_scores_that_grow_are_rescaled_lazily(dtype):
+    call = call_of(64, 64, 64, 320, dtype=dtype, causal=True)
     call.tensors["k"].mul_(20 * torch.linspace(1, 0.1, 320)[:, None, None])
-    for threshold in (0.0, 8.0):
-        check(call, ForwardConfigSm80(rescale_threshold=threshold))
+    check(call)
 
 
-def test_nan_of_a_hidden_key_stays_hidden():
-    call = call_of(64, 64, 100, 130, causal=True)
-    oracle, plain = call.expected().out, call.expected(torch.bfloat16).out
+@pytest.mark.parametrize(("dtype", "head_dims"), [(torch.bfloat16, (64, 64)), (FLOAT32, (64, 64)), (FLOAT32, (5, 7))])
+def test_nan_of_a_hidden_key_stays_hidden(dtype, head_dims):
+    call = call_of(*head_dims, 100, 130, dtype=dtype, causal=True)
+    oracle, plain = call.expected().out, call.expected(dtype).out
     call.tensors["v"][:, 90] = math.nan
     out, _ = computed(call)
     first = 90 - 30  # query that sees the key
     assert out[:, first:].isnan().all()
     comparison = compare("out", out[:, :first], oracle[:, :first], plain[:, :first])
     assert comparison.ok, str(comparison)
+
+
+def test_infinity_in_float32():
+    """It has no low part. Those that see it get it in its columns, others and other columns nothing."""
+    call = call_of(64, 64, 40, 70, dtype=FLOAT32, causal=True)
+    oracle, plain = call.expected().out, call.expected(FLOAT32).out
+    call.tensors["v"][:, 50, :, :32] = math.inf
+    for expected in (oracle, plain):
+        expected[:, 50 - 30 :, :, :32] = math.inf
+    comparison = compare("out", computed(call)[0], oracle, plain)
+    assert comparison.ok, str(comparison)
+
+
+def test_float32_over_many_keys():
+    """The tensor cores cut off: a sum that stayed in them would be too small."""
+    call = call_of(64, 64, 16, 1500, heads=(1, 1), dtype=FLOAT32, causal=True)
+    call.tensors["v"].abs_()
+    check(call)
+    stays = replace(heuristics.forward_config_sm80(problem_of(call)[0], ARCH), fresh_sums=False)
+    with pytest.raises(AssertionError, match="out: max error"):
+        check(call, stays)
+
+
+def test_tensors_of_any_alignment():
+    call = call_of(64, 64, 40, 70)
+    for offset, expected in ((8, 16), (4, 8), (2, 4), (1, 2)):
+        v = call.tensors["v"]
+        moved = torch.empty(v.numel() + 8, dtype=v.dtype)
+        moved = moved[-moved.data_ptr() % 16 // 2 + offset % 8 :][: v.numel()].view(v.shape)
+        assert launch.vector_bytes(call.tensors["q"], moved) == expected
+    assert launch.vector_bytes(torch.empty(1, 5, 1, 7)) == 4
+    assert launch.vector_bytes(torch.empty(2, 5, 3, 8, dtype=torch.float16)[..., :2]) == 4
+    # the stride of a single row or head is never used
+    assert launch.vector_bytes(torch.empty(64).as_strided((1, 1, 1, 8), (3, 5, 7, 1))) == 16
 
 
 def without_waits(kernel: ptx_interpreter.Program) -> ptx_interpreter.Program:
@@ -227,20 +280,22 @@ def without_waits(kernel: ptx_interpreter.Program) -> ptx_interpreter.Program:
 
 
 def test_the_interpreter_sees_a_missing_wait():
-    call = call_of(64, 64, 16, 64)
+    call = call_of(64, 64, 16, 64, causal=True)
     assert not computed(call)[0].isnan().any()
     assert computed(call, change=without_waits)[0].isnan().all()
     assert not computed(call, change=without_waits, copies_late=False)[0].isnan().any()
 
 
-SEEDS = [
-    seed
-    for seed in range(60)
-    if launch.unsupported(problem_of(random_call(seed, dtype=torch.bfloat16))[0]) is None
-    and min(random_call(seed, dtype=torch.bfloat16).tensors[n].numel() for n in "qkv") > 0
-]
+def _random_calls(dtype: torch.dtype, count: int):
+    """The first that this backend computes and that have keys."""
+    calls = (random_call(seed, dtype=dtype) for seed in range(60))
+    is_taken = (
+        (call, launch.unsupported(problem_of(call)[0]) is None and min(t.numel() for t in call.tensors.values()) > 0)
+        for call in calls
+    )
+    return itertools.islice((pytest.param(call, id=f"{dtype} {call.seed}") for call, taken in is_taken if taken), count)
 
 
-@pytest.mark.parametrize("seed", SEEDS[:8])
-def test_random_calls(seed):
-    check(random_call(seed, dtype=torch.bfloat16))
+@pytest.mark.parametrize("call", [*_random_calls(torch.bfloat16, 2), *_random_calls(FLOAT32, 2)])
+def test_random_calls(call):
+    check(call)

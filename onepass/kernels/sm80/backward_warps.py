@@ -25,7 +25,7 @@ from ..blocks.ptx import add_one_to_global, add_to_global, pack
 from ..blocks.tile_scheduler import LANES
 from ..blocks.warp import broadcast
 from ..config import ROWS_PER_MMA
-from .warps import Operand
+from .gemms_16bit import Operand
 
 COLUMNS_OF_LDMATRIX = 16  # four matrices of 8 x 8
 COLUMNS_OF_STORE = 32  # epilogue.store_rows

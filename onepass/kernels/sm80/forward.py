@@ -40,7 +40,7 @@ from ...problem import AttentionProblem
 from ..blocks import tile_scheduler
 from ..blocks.block_range import key_blocks
 from ..blocks.integers import minimum
-from ..blocks.layouts import as_batch_of_one, at_head, rows_first, rows_first_of_lse, smem_tiles
+from ..blocks.layouts import as_batch_of_one, at_head, pack_heads, rows_first, rows_first_of_lse, smem_tiles
 from ..blocks.mask import Geometry
 from ..blocks.online_softmax import Scores
 from ..blocks.packed_schedule import Lengths, PackedSchedule, used_keys
@@ -59,7 +59,9 @@ class ForwardSm80:
     def __init__(self, problem: AttentionProblem, config: ForwardConfigSm80, dtype: type[cutlass.Numeric], arch: str):
         config.check(problem, arch)
         self.config, self.dtype = config, dtype
-        self.qhead_per_kvhead = problem.qhead_per_kvhead
+        self.group = config.group(problem)  # query heads of a tile
+        self.tile_heads_per_kvhead = problem.qhead_per_kvhead // self.group
+        self.positions = config.positions(problem)  # of a tile
         self.head_dims = problem.head_dim, problem.head_dim_v  # of the tensors
         self.head_dim, self.head_dim_v = (head_dim_tile(d) for d in self.head_dims)  # of the tiles
         self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
@@ -97,8 +99,8 @@ class ForwardSm80:
             q, k, v, out, lse = (as_batch_of_one(t) for t in (q, k, v, out, lse))
         config = self.config
         mQ, mK, mV, mO = (rows_first(t) for t in (q, k, v, out))
-        _, _, num_heads, batch = mQ.shape
-        num_m_blocks = None if self.is_packed else cute.ceil_div(mQ.shape[0], config.tile_m)
+        num_heads, batch = mQ.shape[2] // self.group, mQ.shape[3]
+        num_m_blocks = None if self.is_packed else cute.ceil_div(mQ.shape[0], self.positions)
         self.kernel(
             PlainTensors(mQ, mK, mV),
             mO,
@@ -139,7 +141,7 @@ class ForwardSm80:
         if cutlass.const_expr(self.is_packed):
             num_heads = schedule.divisors.num_heads
             schedule = PackedSchedule(
-                lengths, seqlens.seqlen_q, seqlens.seqlen_k, num_heads, self.config.tile_m, self.longest_first
+                lengths, seqlens.seqlen_q, seqlens.seqlen_k, num_heads, self.positions, self.longest_first
             )
             # the grid was made for the worst case
             exit_if(number >= schedule.num_tiles)
@@ -170,28 +172,26 @@ class ForwardSm80:
             place_k = place_q
             seqlen_q, seqlen_k = seqlens.seqlen_q, used_keys(seqlens.lengths, place_k, seqlens.seqlen_k)
         geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
-        m_start = m_block * self.config.tile_m
-        blocks = key_blocks(m_start, minimum(m_start + self.config.tile_m, seqlen_q), *geometry, self.config.tile_n)
+        m_start = m_block * self.positions
+        blocks = key_blocks(m_start, minimum(m_start + self.positions, seqlen_q), *geometry, self.config.tile_n)
         return Tile(m_block, head, place_q, place_k, geometry, blocks)
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
         return at_head(t, m, head, place, self.is_packed)
 
     def head_kv(self, tile: Tile):
-        return tile.head // self.qhead_per_kvhead
+        return tile.head // self.tile_heads_per_kvhead
 
     # ---------------------------------------------------------------- device: a tile
 
     @cute.jit
     def compute(self, warps: Warps, loaders: tuple, tensors: PlainTensors, tile: Tile):
         """The keys, last block first: cut by the right edge of the mask, clear, cut by its left edge."""
-        mQ = self.at_head(tensors.q, tensors.q, tile.head, tile.place_q)
         mK, mV = (self.at_head(t, t, self.head_kv(tile), tile.place_k) for t in (tensors.k, tensors.v))
         first, clear_first, clear_last, last = tile.blocks
         config = self.config
 
-        loaders[0].load(mQ, tile.m_block * config.tile_m, tile.geometry.seqlen_q, 0)
-        cute.arch.cp_async_commit_group()
+        self.load_q(loaders[0], tensors.q, tile)
         self.load_first(loaders, mK, mV, tile)
         # Q is there; of K and V as many groups may be under way as `load_first` has begun
         cute.arch.cp_async_wait_group(max(1, config.num_stages - 1) if config.prefetch else 0)
@@ -211,6 +211,17 @@ class ForwardSm80:
                 buffer = self.step(warps, loaders, mK, mV, tile, n_block, buffer, True)
                 n_block -= 1
         warps.store(tile)
+
+    @cute.jit
+    def load_q(self, loader: RowLoader, q: cute.Tensor, tile: Tile):
+        """Q of the tile, as a group of its own."""
+        m_start, seqlen_q = tile.m_block * self.positions, tile.geometry.seqlen_q
+        if cutlass.const_expr(self.group == 1):
+            loader.load(self.at_head(q, q, tile.head, tile.place_q), m_start, seqlen_q, 0)
+        else:
+            packed = pack_heads(q, self.group)
+            loader.load_packed(self.at_head(packed, packed, tile.head, tile.place_q), self.group, m_start, seqlen_q)
+        cute.arch.cp_async_commit_group()
 
     @cute.jit
     def load_first(self, loaders: tuple, mK: cute.Tensor, mV: cute.Tensor, tile: Tile):

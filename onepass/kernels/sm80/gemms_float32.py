@@ -91,8 +91,6 @@ class GemmsFloat32(Bundle):
         self.acc_s = cute.make_rmem_tensor(thr.partition_shape_C((config.tile_m, config.tile_n)), Float32)
         self.acc_o = cute.make_rmem_tensor(thr.partition_shape_C((config.tile_m, kernel.head_dim_v)), Float32)
         self.column_blocks = kernel.head_dim // COLUMNS, kernel.head_dim_v // COLUMNS
-        if config.q_in_registers:
-            self.rQ = cute.make_rmem_tensor((VECTOR, 2, self.m_tiles, 2, self.column_blocks[0]), Float32)
 
     def _rows(self, buffers: cute.Tensor, row: Int32, piece: Int32, counts: tuple, spacings: tuple) -> cute.Tensor:
         """What a lane loads: (vector, *counts, column blocks, buffers), from a row and a 16-byte piece of it on.
@@ -115,35 +113,24 @@ class GemmsFloat32(Bundle):
 
     @cute.jit
     def load_q(self):
-        """With q_in_registers: all of Q, once."""
-        if cutlass.const_expr(self.config.q_in_registers):
-            for i in cutlass.range_constexpr(2):
-                for b in cutlass.range_constexpr(self.column_blocks[0]):
-                    self._load_q(i, b, self.rQ[None, None, None, i, b])
-
-    @cute.jit
-    def _load_q(self, i: cutlass.Constexpr[int], b: cutlass.Constexpr[int], target: cute.Tensor):
-        for m in cutlass.range_constexpr(self.m_tiles):
-            for r in cutlass.range_constexpr(2):
-                cute.autovec_copy(self.q[i][None, r, m, b, 0], target[None, r, m])
+        """Q stays in shared memory."""
 
     @cute.jit
     def qk(self, buffer: Int32):
-        """S = Q K^T."""
+        """S = Q K^T, in a loop: unrolled, the assembler would begin more loads than there are registers for."""
         self.acc_s.fill(0.0)
         for b in cutlass.range(self.column_blocks[0], unroll=1):
             for i in cutlass.range_constexpr(2):
                 q = self._q_parts(i, b)
                 for first, count in self._groups(self.config.tile_n // 8):
                     k = self._k_parts(i, b, first, count, buffer)
-                    self._add_products(q, k, self.acc_s, first, count, False)
+                    self._add_products(q, k, self.acc_s, first, count)
 
-    def _q_parts(self, i: int, b: int) -> Parts:
-        if self.config.q_in_registers:
-            rQ = self.rQ[None, None, None, i, b]
-        else:
-            rQ = cute.make_rmem_tensor((VECTOR, 2, self.m_tiles), Float32)
-            self._load_q(i, b, rQ)
+    def _q_parts(self, i: int, b: Int32) -> Parts:
+        rQ = cute.make_rmem_tensor((VECTOR, 2, self.m_tiles), Float32)
+        for m in range(self.m_tiles):
+            for r in range(2):
+                cute.autovec_copy(self.q[i][None, r, m, b, 0], rQ[None, r, m])
         parts = Parts(((2, 2), self.m_tiles))
         for step in range(STEPS):
             for m in range(self.m_tiles):
@@ -151,7 +138,7 @@ class GemmsFloat32(Bundle):
                     parts.set(step, 4 * m + v, rQ[2 * step + v // 2, v % 2, m])
         return parts
 
-    def _k_parts(self, i: int, b: int, first: int, count: int, buffer: Int32) -> Parts:
+    def _k_parts(self, i: int, b: Int32, first: int, count: int, buffer: Int32) -> Parts:
         rK = cute.make_rmem_tensor((VECTOR, count), Float32)
         for j in range(count):
             cute.autovec_copy(self.k[i][None, first + j, b, buffer], rK[None, j])
@@ -181,7 +168,7 @@ class GemmsFloat32(Bundle):
                         self.acc_s[(v % 2, v // 2), m, j] = self.acc_s[(v % 2, v // 2), m, j + STEPS]
             for b in cutlass.range_constexpr(self.column_blocks[1]):
                 v = self._v_parts(k, b, buffer)
-                self._add_products(p, v, self.acc_o, VECTOR * b, VECTOR, False)
+                self._add_products(p, v, self.acc_o, VECTOR * b, VECTOR)
 
     def _p_parts(self) -> Parts:
         parts = Parts(((2, 2), self.m_tiles))
@@ -210,15 +197,14 @@ class GemmsFloat32(Bundle):
         """Blocks of 8 columns that are summed together: 4 sums are under way at a time."""
         return [(first, min(VECTOR, count - first)) for first in range(0, count, VECTOR)]
 
-    def _add_products(self, a: Parts, b: Parts, acc: cute.Tensor, first: int, count: int, is_first: bool):
-        """acc (+)= a b, for `count` blocks of 8 columns from block `first` on; is_first: nothing is in acc yet."""
+    def _add_products(self, a: Parts, b: Parts, acc: cute.Tensor, first: int, count: int):
+        """acc += a b, for `count` blocks of 8 columns from block `first` on."""
         stride = acc.layout.stride
         layout = cute.make_layout(((2, 2), self.m_tiles, count), stride=stride)
         acc = cute.make_tensor(acc.iterator + first * stride[2], layout)
         sums = acc
         if self.config.fresh_sums:
             sums = cute.make_rmem_tensor(((2, 2), self.m_tiles, count), Float32)
-        if self.config.fresh_sums or is_first:
             sums.fill(0.0)
         for step in range(STEPS):
             cute.gemm(self.tiled_mma, sums, a.low[step], b.high[step], sums)
@@ -230,7 +216,7 @@ class GemmsFloat32(Bundle):
                 for m in range(self.m_tiles):
                     for v in range(4):
                         at = (v % 2, v // 2), m, j
-                        acc[at] = sums[at] if is_first else acc[at] + sums[at]
+                        acc[at] = acc[at] + sums[at]
 
     # ---------------------------------------------------------------- end of a tile
 

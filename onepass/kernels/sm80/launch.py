@@ -72,14 +72,16 @@ def grid(problem: AttentionProblem, config: ForwardConfigSm80) -> tuple[int, int
     """Heads of a section (see blocks/tile_scheduler.py), and tiles: one thread block each."""
     mask = problem.mask
     has_growing_tiles = mask.window_right is not None and mask.window_left is None
+    # with pack_gqa the heads of a group are one head to the scheduler
+    group, positions = config.group(problem), config.positions(problem)
+    heads = problem.num_heads_q // group
     count = tile_scheduler.max_packed_tiles if problem.is_packed else tile_scheduler.num_tiles
-    tiles = count(problem.seqlen_q, config.tile_m, problem.num_heads_q, problem.batch)
-    kv_bytes = (
-        problem.dtype.itemsize * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // problem.qhead_per_kvhead
-    )
+    tiles = count(problem.seqlen_q, positions, heads, problem.batch)
+    row_bytes = problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v)
+    kv_bytes = problem.seqlen_k * row_bytes // (problem.qhead_per_kvhead // group)
     section = tile_scheduler.heads_per_section(
-        problem.num_heads_q * problem.batch,
-        ceil_div(problem.seqlen_q, config.tile_m),
+        heads * problem.batch,
+        ceil_div(problem.seqlen_q, positions),
         tiles,
         kv_bytes,
         has_growing_tiles and config.longest_first,

@@ -8,6 +8,7 @@ from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
 from ..blocks.bundle import Bundle
+from ..blocks.pack_gqa import unpack_row
 from ..config import threads_per_row
 
 ASYNC_BYTES = (16, 8, 4)  # that one cp.async can copy
@@ -68,6 +69,23 @@ class RowLoader(Bundle):
                     if cutlass.const_expr(self.head_dim < (b + 1) * self.step_columns):
                         predicate[0, b] = is_there and self.places[0, i, b][1] < self.head_dim
                 self._copy_row(source[None, i, None], self.target[None, i, None, buffer], predicate)
+
+    @cute.jit
+    def load_packed(self, m: cute.Tensor, group: cutlass.Constexpr[int], first: Int32, limit: Int32):
+        """Positions first, first + 1, .. of m ((group, seqlen), head_dim) into buffer 0, zeros from `limit` on: rows
+        (position, head in the group), see blocks/pack_gqa.py."""
+        num_rows, num_steps = (cute.size(self.places, mode=[i]) for i in (1, 2))
+        for i in cutlass.range_constexpr(num_rows):
+            position, head, is_used = unpack_row(self.places[0, i, 0][0], group, self.shape[0])
+            row = m[(head, first + position), None]
+            # every row of this tensor is that one
+            rows = cute.make_tensor(row.iterator, cute.make_layout(self.shape, stride=(0, row.stride[0])))
+            predicate = cute.make_rmem_tensor((1, num_steps), Boolean)
+            for b in cutlass.range_constexpr(num_steps):
+                predicate[0, b] = is_used and first + position < limit
+                if cutlass.const_expr(self.head_dim < (b + 1) * self.step_columns):
+                    predicate[0, b] = predicate[0, b] and self.places[0, i, b][1] < self.head_dim
+            self._copy_row(self.copy.partition_S(rows)[None, i, None], self.target[None, i, None, 0], predicate)
 
     @cute.jit
     def _copy_row(self, source: cute.Tensor, target: cute.Tensor, predicate: cute.Tensor | None):

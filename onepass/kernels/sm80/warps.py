@@ -15,9 +15,11 @@ from cutlass import Float32, Int32
 from ..blocks import epilogue, mask, plain_rows
 from ..blocks.block_range import KeyBlocks, key_range
 from ..blocks.bundle import Bundle
+from ..blocks.integers import select
 from ..blocks.layouts import rows_and_columns
 from ..blocks.mask import Geometry
 from ..blocks.online_softmax import OnlineSoftmax, Scores, finish
+from ..blocks.pack_gqa import unpack_row
 from ..blocks.plain_rows import PlainTensors, soft_cap
 from ..blocks.warp import broadcast
 from ..config import ROWS_PER_MMA
@@ -82,7 +84,7 @@ class Warps(Bundle):
                 self.acc_s[i] = soft_cap(self.acc_s[i], self.scores.tanh_scale, self.kernel.dtype)
         for i in cutlass.range_constexpr(self.m_tiles):
             if cutlass.const_expr(is_masked):
-                rows = [self.position(tile, i, r) for r in range(2)]
+                rows = [self.row_of(tile, i, r)[0] for r in range(2)]
                 mask.apply(self.s[i], rows, n_block * self.tile_n, self.lane_in_quad, tile.geometry)
             if cutlass.const_expr(self.is_lazy):
                 # the search by integers would gain nothing: a maximum of three is Hopper's
@@ -92,31 +94,45 @@ class Warps(Bundle):
                 self.softmax[i].rescale(self.o[i])
         self.gemms.take_p()
 
-    def position(self, tile: Tile, i: int, r: int):
-        """In the sequence, of row r (0 or 1) of this thread in its i-th 16-row tile."""
-        return tile.m_block * self.tile_m + i * ROWS_PER_MMA * self.config.num_warps + self.row_in_tile + 8 * r
+    def row_of(self, tile: Tile, i: int, r: int) -> tuple:
+        """Row r (0 or 1) of this thread in its i-th 16-row tile: position in the sequence, head, and whether there is
+        such a row."""
+        return self.unpack(tile, i * ROWS_PER_MMA * self.config.num_warps + self.row_in_tile + 8 * r)
+
+    def unpack(self, tile: Tile, row_in_tile) -> tuple:
+        """`row_of` by a row's number in the tile."""
+        group, m_start = self.kernel.group, tile.m_block * self.kernel.positions
+        if group == 1:
+            position = m_start + row_in_tile
+            return position, tile.head, position < tile.geometry.seqlen_q
+        position, head, is_used = unpack_row(row_in_tile, group, self.tile_m)
+        limit = select(is_used, tile.geometry.seqlen_q, Int32(0))
+        return m_start + position, tile.head * group + head, m_start + position < limit
 
     # ---------------------------------------------------------------- end of a tile
 
     @cute.jit
     def store(self, tile: Tile):
         """out = O / row_sum and lse."""
-        mO, mLSE = (self.kernel.at_head(t, t, tile.head, tile.place_q) for t in (self.mO, self.mLSE))
+        at_head = self.kernel.at_head
         for i in cutlass.range_constexpr(self.m_tiles):
             weights = cute.make_rmem_tensor((2,), Float32)
             softmax = self.softmax[i]
-            positions = [self.position(tile, i, r) for r in range(2)]
-            is_row = [position < tile.geometry.seqlen_q for position in positions]
+            rows = [self.row_of(tile, i, r) for r in range(2)]
+            is_row = [exists for _, _, exists in rows]
             for r in cutlass.range_constexpr(2):
+                position, head, _ = rows[r]
                 sink = None
                 if cutlass.const_expr(self.mSinks is not None):
-                    sink = self.mSinks[tile.head]
+                    sink = self.mSinks[head]
                 weight, lse = finish(softmax.row_max[r], softmax.row_sum[r], self.scores.scale_log2, sink)
                 weights[r] = weight
-                epilogue.store_lse(lse, mLSE[None, 0], positions[r], is_row[r], self.lane_in_quad)
-            out_rows = [mO[position, None] for position in positions]
+                mLSE = at_head(self.mLSE, self.mLSE, head, tile.place_q)[None, 0]
+                epilogue.store_lse(lse, mLSE, position, is_row[r], self.lane_in_quad)
+            out_rows = [at_head(self.mO, self.mO, head, tile.place_q)[position, None] for position, head, _ in rows]
             self.gemms.store_rows(self.o[i], weights, out_rows, is_row, self.lane_in_quad)
-            if cutlass.const_expr(self.kernel.has_mask):
+            # a float32 infinity of V has no low part but NaN
+            if cutlass.const_expr(self.kernel.has_mask or self.kernel.dtype is Float32):
                 if plain_rows.has_nan(self.o[i], is_row[0]):
                     cute.arch.sync_warp()  # other lanes write the same rows again
                     self.recompute(tile, i, weights)
@@ -126,14 +142,16 @@ class Warps(Bundle):
         """Every row of an m_tile from its visible keys alone: V of a hidden key may have brought NaN (0 * NaN)."""
         at_head, geometry = self.kernel.at_head, tile.geometry
         mK, mV = (at_head(t, t, self.kernel.head_kv(tile), tile.place_k) for t in (self.tensors.k, self.tensors.v))
-        mQ, mO = (at_head(t, t, tile.head, tile.place_q) for t in (self.tensors.q, self.mO))
-        first = cute.arch.make_warp_uniform(broadcast(self.position(tile, i, 0), 0))
+        first = i * ROWS_PER_MMA * self.config.num_warps + self.row_in_tile
+        first = cute.arch.make_warp_uniform(broadcast(first, 0))
         row_max = self.softmax[i].row_max
         for row in cutlass.range(ROWS_PER_MMA, unroll=1):
-            position, is_upper, lane = first + row, row < 8, row % 8 * 4
+            position, head, is_row = self.unpack(tile, first + row)
+            is_upper, lane = row < 8, row % 8 * 4
             reference = broadcast(row_max[0] if is_upper else row_max[1], lane)
             weight = broadcast(weights[0] if is_upper else weights[1], lane)
-            if position < geometry.seqlen_q:
+            if is_row:
+                mQ, mO = (at_head(t, t, head, tile.place_q) for t in (self.tensors.q, self.mO))
                 low, high = key_range(position, position + 1, *geometry)
                 scales = (self.scores.scale_log2, self.scores.tanh_scale)
                 plain_rows.recompute_row(
