@@ -60,11 +60,11 @@ class Parameters(Arguments):
         self.tensors.append((t, address))
         return address
 
-    def rows(self, *tensors: torch.Tensor | None):
+    def rows(self, *tensors: torch.Tensor | None, is_lse: bool = False):
         """q, lse and the like."""
         for t in tensors:
             if t is not None:
-                self.tensor(t)
+                self.tensor(t, is_lse)
 
     def blocks(self, *tensors: torch.Tensor | None):
         """(blocks, columns)"""
@@ -111,7 +111,8 @@ class Kernels:
 
     def preprocess(self, out, dout, lse, dlse, stats, dq_accum, zeroed, cu_seqlens_q, lse_factor, blocks_per_head):
         p = Parameters(self.problem.is_packed)
-        p.rows(out, dout, lse, dlse)
+        p.rows(out, dout)
+        p.rows(lse, dlse, is_lse=True)
         p.blocks(stats, dq_accum)
         p.vectors(zeroed, cu_seqlens_q)
         p.numbers(float(lse_factor))

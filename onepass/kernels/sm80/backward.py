@@ -48,7 +48,7 @@ from ..blocks.packed_schedule import Lengths
 from ..blocks.plain_rows import PlainTensors
 from ..blocks.ptx import draw, exit_if
 from ..blocks.schedule import Schedule, Sequences, make_schedule
-from ..config import ROWS_PER_MMA, STAT_ROWS, BackwardConfigSm80
+from ..config import ROWS_PER_MMA, STAT_ROWS, VECTOR_BYTES, BackwardConfigSm80
 from .backward_warps import COLUMNS_OF_LDMATRIX, COLUMNS_OF_STORE, BackwardWarps, Buffers, Mmas
 from .loads import RowLoader
 
@@ -189,7 +189,7 @@ class BackwardSm80(KeyTiles):
 
         head_dim, head_dim_v = self.head_dims
         loaders = tuple(
-            RowLoader(buffers, columns, self.config.num_threads, thread)
+            RowLoader(buffers, columns, VECTOR_BYTES[0], self.config.num_threads, thread)
             for buffers, columns in ((sK, head_dim), (sV, head_dim_v), (sQ, head_dim), (sdO, head_dim_v))
         )
         buffers = Buffers(sK, sV, sQ, sdO, sdS, sP, sStats)
