@@ -541,7 +541,11 @@ class BackwardConfigSm80(LaunchConfig):
         return True
 
     def head_dims(self, problem: AttentionProblem) -> tuple[int, int]:
-        return head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
+        """What the kernel is compiled for: 96 not beside a wider one, for whose sake warps share columns by halves."""
+        d, dv = (head_dim_tile(d) for d in (problem.head_dim, problem.head_dim_v))
+        if max(d, dv) > 96:
+            d, dv = (max(n, 128) if n == 96 else n for n in (d, dv))
+        return d, dv
 
     def dq_columns(self, problem: AttentionProblem) -> int:
         """Columns that lie together in the accumulator of dQ, for 16 rows each: all of them."""

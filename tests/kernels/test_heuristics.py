@@ -9,6 +9,7 @@ from shipped import CAUSAL, ROWS, problem
 
 from onepass.kernels import heuristics
 from onepass.kernels.config import HEAD_DIM_TILES
+from onepass.kernels.sm80 import backward_launch, launch
 from onepass.problem import Mask
 
 
@@ -45,3 +46,13 @@ def test_every_pair_of_head_dims_has_a_configuration():
             for seqlen in (1, 1024, 2049, 2**20):
                 asked = problem(head_dim, head_dim_v, seqlen, dtype=dtype, mask=mask)
                 heuristics.forward_config(asked).check(asked)
+
+
+@pytest.mark.parametrize("arch", launch.ARCHS)
+def test_every_pair_of_head_dims_has_configurations_for_ampere_kernels(arch):
+    for head_dim, head_dim_v in itertools.product(range(8, 257, 8), repeat=2):
+        for dtype, softcap in itertools.product((torch.bfloat16, torch.float32), (None, 5.0)):
+            asked = replace(problem(head_dim, head_dim_v, dtype=dtype), softcap=softcap)
+            heuristics.forward_config_sm80(asked, arch).check(asked, arch)
+            if backward_launch.unsupported(asked) is None:
+                heuristics.backward_config_sm80(asked, arch).check(asked, arch)
