@@ -96,11 +96,11 @@ def configurations(case: Case, text: str | None) -> dict[str, Any]:
     if ablation.refusal(kernel, case, DEVICE) is not None:
         return {}
     problem = ablation.problem_of(case, DEVICE)
-    found = {"onepass": kernel.default(problem)}
+    found = {"onepass": kernel.default(problem, kernel.arch())}
     for changes in filter(None, ("".join(part.split()) for part in (text or "").split(";"))):
         config = configuration(found["onepass"], changes)
         try:
-            config.check(problem)
+            config.check(problem, kernel.arch())
         except UnsupportedError as error:
             print(f"{changes} not measured: {error}")
             continue

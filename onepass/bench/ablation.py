@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import dispatch
 from ..errors import UnsupportedError
 from ..kernels import heuristics
+from ..kernels.config import HOPPER
 from ..problem import AttentionInputs, AttentionProblem, Mask
 from . import run as bench_run
 from .cases import Case, Direction
@@ -143,14 +144,72 @@ class Rows(NamedTuple):
     absent: dict[str, str]
 
 
-def rows(problem: AttentionProblem, full: Any, switches: tuple[Switch, ...]) -> Rows:
+class Step(NamedTuple):
+    """A place on the road from a plain kernel to the full configuration.
+
+    Attributes:
+        changes: fields that differ from the place before.
+        of_full: fields that are as in the full configuration from here on.
+    """
+
+    label: str
+    changes: Mapping[str, Any]
+    of_full: tuple[str, ...] = ()
+
+
+# From the first kernel of a course to one that is tuned. The last step, to the full configuration, is rescaling lazily
+# and the order of tiles.
+ROAD_SM80 = (
+    Step(
+        "1 64 x 64 tiles, 4 warps, load and compute in turns",
+        {
+            "tile_m": 64,
+            "tile_n": 64,
+            "num_warps": 4,
+            "num_stages": 1,
+            "prefetch": False,
+            "swizzle": False,
+            "fragments_ahead": False,
+            "fold_scale": False,
+            "q_in_registers": True,
+            "rescale_threshold": 0.0,
+            "exp2_fma_period": 0,
+            "longest_first": False,
+            "pack_gqa": False,
+        },
+    ),
+    Step("2 swizzled shared memory", {"swizzle": True}),
+    Step("3 K and V loaded ahead, two buffers", {"prefetch": True, "num_stages": 2}),
+    Step("4 fragments loaded between the math", {"fragments_ahead": True}),
+    Step("5 scale folded into exp2", {"fold_scale": True}),
+    Step("6 tile shapes", {}, ("tile_m", "tile_n", "num_warps", "num_stages", "q_in_registers")),
+)
+
+
+def road(problem: AttentionProblem, full: Any, steps: tuple[Step, ...], arch: str) -> Rows:
+    """The full configuration, then the steps that lead to it, each with those before it."""
+    found = Rows([_row(problem, full, FULL, {}, None, arch)], {})
+    config = full
+    for step in steps:
+        changes = {**step.changes, **{name: getattr(full, name) for name in step.of_full}}
+        following = replace(config, **changes)
+        changes = {name: value for name, value in changes.items() if getattr(config, name) != value}
+        if following == config:
+            found.absent[step.label] = "changes nothing here"
+            continue
+        config = following
+        found.rows.append(_row(problem, config, step.label, changes, None, arch))
+    return found
+
+
+def rows(problem: AttentionProblem, full: Any, switches: tuple[Switch, ...], arch: str = HOPPER) -> Rows:
     """The full configuration, then each of its switches off.
 
     A field that the switches do not name gets a row, too, if it has a default: a new boolean is turned off, any other
     goes back to its default.
     """
     values = asdict(full)
-    found = Rows([_row(problem, full, FULL, {}, PaperRow("FlashAttention-3", 661.0))], {})
+    found = Rows([_row(problem, full, FULL, {}, PaperRow("FlashAttention-3", 661.0), arch)], {})
     known = _SIZES | {switch.field for switch in switches}
     for switch in (*switches, *_unnamed(full, known)):
         if switch.field not in values:
@@ -162,7 +221,7 @@ def rows(problem: AttentionProblem, full: Any, switches: tuple[Switch, ...]) -> 
         else:
             wanted = {switch.field: switch.off, **switch.also}
             changes = {name: value for name, value in wanted.items() if name in values and values[name] != value}
-            found.rows.append(_row(problem, replace(full, **changes), switch.label, changes, switch.paper))
+            found.rows.append(_row(problem, replace(full, **changes), switch.label, changes, switch.paper, arch))
     return found
 
 
@@ -177,10 +236,12 @@ def _unnamed(full: Any, known: frozenset[str]) -> list[Switch]:
     return switches
 
 
-def _row(problem: AttentionProblem, config: Any, label: str, changes: dict[str, Any], paper: PaperRow | None) -> Row:
+def _row(
+    problem: AttentionProblem, config: Any, label: str, changes: dict[str, Any], paper: PaperRow | None, arch: str
+) -> Row:
     refusal = None
     try:
-        config.check(problem)
+        config.check(problem, arch)
     except UnsupportedError as error:
         refusal = str(error)
     return Row(label, config, changes, paper, refusal)
@@ -198,17 +259,27 @@ class Kernel(NamedTuple):
     Attributes:
         backend: its name for `onepass.dispatch`.
         device: what it runs on, in words.
-        default: the configuration that a call of the problem runs with.
+        default: the configuration that a call of the problem runs with on an architecture.
         forward: as a backend's, with a configuration; with None its own choice.
         backward: of a backward kernel: as a backend's, with a configuration. Its forward pass is not measured.
+        steps: of a kernel whose road is measured instead of its switches.
+        arch: what it is compiled for here.
     """
 
     backend: str
     device: str
-    default: Callable[[AttentionProblem], Any]
+    default: Callable[[AttentionProblem, str], Any]
     forward: Callable[[AttentionProblem, AttentionInputs, Any], tuple[Tensor, Tensor]]
     switches: tuple[Switch, ...]
     backward: Backward | None = None
+    steps: tuple[Step, ...] = ()
+    arch: Callable[[], str] = lambda: HOPPER
+
+    def table(self, problem: AttentionProblem) -> Rows:
+        """What is measured: the steps to the full configuration if there are any, else its switches."""
+        arch = self.arch()
+        full = self.default(problem, arch)
+        return road(problem, full, self.steps, arch) if self.steps else rows(problem, full, self.switches, arch)
 
 
 def _forward_sm90(problem: AttentionProblem, inputs: AttentionInputs, config: Any) -> tuple[Tensor, Tensor]:
@@ -223,10 +294,33 @@ def _backward_sm90(problem: AttentionProblem, inputs: AttentionInputs, *rest: An
     return backward_launch.backward(problem, inputs, *rest)
 
 
+def _forward_sm80(problem: AttentionProblem, inputs: AttentionInputs, config: Any) -> tuple[Tensor, Tensor]:
+    from ..kernels.sm80 import launch
+
+    return launch.forward(problem, inputs, config)
+
+
+def _backward_sm80(problem: AttentionProblem, inputs: AttentionInputs, *rest: Any) -> tuple[Tensor, ...]:
+    from ..kernels.sm80 import backward_launch
+
+    return backward_launch.backward(problem, inputs, *rest)
+
+
+def _arch_sm80() -> str:
+    return dispatch.arch_of("sm80")
+
+
 _HOPPER = "a Hopper GPU (compute capability 9.0)"
-KERNELS = {"sm90": Kernel("sm90", _HOPPER, heuristics.forward_config, _forward_sm90, FORWARD_SM90)}
+_AMPERE = "a GPU of compute capability 8.0 or more"
+KERNELS = {
+    "sm90": Kernel("sm90", _HOPPER, heuristics.forward_config, _forward_sm90, FORWARD_SM90),
+    "sm80": Kernel("sm80", _AMPERE, heuristics.forward_config_sm80, _forward_sm80, (), None, ROAD_SM80, _arch_sm80),
+}
 BACKWARD_KERNELS = {
-    "sm90": Kernel("sm90", _HOPPER, heuristics.backward_config, _forward_sm90, BACKWARD_SM90, _backward_sm90)
+    "sm90": Kernel("sm90", _HOPPER, heuristics.backward_config, _forward_sm90, BACKWARD_SM90, _backward_sm90),
+    "sm80": Kernel(
+        "sm80", _AMPERE, heuristics.backward_config_sm80, _forward_sm80, (), _backward_sm80, arch=_arch_sm80
+    ),
 }
 
 
@@ -303,7 +397,7 @@ def ablate(
     Returns: Report. After Ctrl-C its figures are those of the rounds that were finished.
     """
     problem = problem_of(case, options.device_type)
-    table = rows(problem, kernel.default(problem), kernel.switches)
+    table = kernel.table(problem)
     row = new_row("ablation", "time", case, kernel.backend)
     row["configurations"] = [_about(entry, case) for entry in table.rows]
     row["absent"] = table.absent

@@ -249,6 +249,7 @@ class ForwardConfigSm80(LaunchConfig):
         rescale_threshold: powers of two that a row maximum may outgrow its reference by before acc_o is rescaled;
             0 = rescale in every step.
         exp2_fma_period: every so many-th exponential goes to the FMA pipe as a cubic, too coarse for float32; 0 = none.
+        fold_scale: softmax_scale is part of the exponent's factor, one FMA a score; else scores are multiplied first.
         longest_first: number the tiles by length (only meaningful where they differ), in L2-sized sections of heads.
         fragments_ahead: of 16-bit types: ldmatrix of a k-step stands before the mma of the step before; else those of
             all steps before the first mma (the assembler may move them, within its registers).
@@ -268,6 +269,7 @@ class ForwardConfigSm80(LaunchConfig):
     q_in_registers: bool = True
     rescale_threshold: float = 0.0
     exp2_fma_period: int = 0
+    fold_scale: bool = True
     longest_first: bool = True
     fragments_ahead: bool = True
     fresh_sums: bool = True

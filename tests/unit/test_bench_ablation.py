@@ -36,7 +36,7 @@ class Config:
     wrong: bool = True
     slow: bool = True
 
-    def check(self, problem) -> None:
+    def check(self, problem, arch) -> None:
         if self.stages < 3:
             raise UnsupportedError(f"stages: expected 3, got {self.stages}")
 
@@ -64,7 +64,7 @@ def backward(problem, inputs, out, lse, dout, dlse, config):
     return dq, (dk if config.wrong else dk + 0.01), dv, dsinks
 
 
-KERNEL = Kernel("tiled", "cpu", lambda problem: Config(64), forward, SWITCHES)
+KERNEL = Kernel("tiled", "cpu", lambda problem, arch: Config(64), forward, SWITCHES)
 BACKWARD_CASE = replace(CASE, direction="bwd")
 # its forward takes no configuration, which is the backward's
 BACKWARD = KERNEL._replace(forward=lambda problem, inputs, config: tiled.forward(problem, inputs), backward=backward)

@@ -214,7 +214,7 @@ def ablated(monkeypatch):
         full = ForwardConfig(tile_n=64, q_stages=2)
         refused = ablation.Switch("num_stages", 1, "one buffer each for K and V")
         switches = (*ablation.FORWARD_SM90, refused)
-        kernel = ablation.Kernel("tiled", "cpu", lambda problem: full, forward, switches)
+        kernel = ablation.Kernel("tiled", "cpu", lambda problem, arch: full, forward, switches)
         monkeypatch.setitem(ablation.KERNELS, "sm90", kernel)
 
         def backward(problem, inputs, out, lse, dout, dlse, config):
@@ -306,7 +306,7 @@ def test_exit_codes_of_ablate(ablated, monkeypatch, what, exit_code, text):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--arch", "sm70"], "expected one of sm90, got 'sm70'"),
+        (["--arch", "sm70"], "expected one of sm90, sm80, got 'sm70'"),
         (["--direction", "sideways"], "expected forward or backward, got 'sideways'"),
         (["--dtype", "int8"], "int8"),
         (["--heads", "6", "--heads-kv", "4"], "expected a divisor of 6 heads, got 4"),

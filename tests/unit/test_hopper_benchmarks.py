@@ -30,7 +30,7 @@ class Config:
     wrong: bool = False
     name: str | None = None
 
-    def check(self, problem) -> None:
+    def check(self, problem, arch) -> None:
         if self.tile_n > 128:
             raise UnsupportedError(f"tile_n: expected up to 128, got {self.tile_n}")
 
@@ -82,7 +82,7 @@ def hopper_backward(common, monkeypatch):
 @pytest.fixture
 def kernel(hopper_backward, monkeypatch):
     monkeypatch.setattr(hopper_backward.common, "compile_all", lambda jobs, compile_one: None)
-    stand_in = Kernel("tiled", "cpu", lambda problem: Config(), forward, (), backward)
+    stand_in = Kernel("tiled", "cpu", lambda problem, arch: Config(), forward, (), backward)
     monkeypatch.setitem(ablation.BACKWARD_KERNELS, "sm90", stand_in)
 
 

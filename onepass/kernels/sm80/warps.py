@@ -18,7 +18,7 @@ from ..blocks.bundle import Bundle
 from ..blocks.integers import select
 from ..blocks.layouts import rows_and_columns
 from ..blocks.mask import Geometry
-from ..blocks.online_softmax import OnlineSoftmax, Scores, finish
+from ..blocks.online_softmax import LN2, OnlineSoftmax, Scores, finish
 from ..blocks.pack_gqa import unpack_row
 from ..blocks.plain_rows import PlainTensors, soft_cap
 from ..blocks.warp import broadcast
@@ -57,9 +57,11 @@ class Warps(Bundle):
             for acc in (self.acc_s, self.acc_o)
         )
         self.is_lazy = config.rescale_threshold > 0
+        # what scores are multiplied with in the exponent; unless it is folded, they are scaled before
+        self.natural_scale = scores.scale_log2 * LN2
+        scale_log2 = scores.scale_log2 if config.fold_scale else Float32(1.0 / LN2)
         self.softmax = [
-            OnlineSoftmax(scores.scale_log2, config.rescale_threshold, config.exp2_fma_period)
-            for _ in range(self.m_tiles)
+            OnlineSoftmax(scale_log2, config.rescale_threshold, config.exp2_fma_period) for _ in range(self.m_tiles)
         ]
 
     def _by_m_tile(self, acc: cute.Tensor) -> list:
@@ -82,6 +84,9 @@ class Warps(Bundle):
         if cutlass.const_expr(self.scores.tanh_scale is not None):
             for i in cutlass.range_constexpr(cute.size(self.acc_s)):
                 self.acc_s[i] = soft_cap(self.acc_s[i], self.scores.tanh_scale, self.kernel.dtype)
+        if cutlass.const_expr(not self.config.fold_scale):
+            for i in cutlass.range_constexpr(cute.size(self.acc_s)):
+                self.acc_s[i] = self.acc_s[i] * self.natural_scale
         for i in cutlass.range_constexpr(self.m_tiles):
             if cutlass.const_expr(is_masked):
                 rows = [self.row_of(tile, i, r)[0] for r in range(2)]
@@ -122,6 +127,8 @@ class Warps(Bundle):
             is_row = [exists for _, _, exists in rows]
             for r in cutlass.range_constexpr(2):
                 position, head, _ = rows[r]
+                if cutlass.const_expr(not self.config.fold_scale):
+                    softmax.row_max[r] = softmax.row_max[r] / self.natural_scale
                 sink = None
                 if cutlass.const_expr(self.mSinks is not None):
                     sink = self.mSinks[head]
