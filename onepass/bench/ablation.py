@@ -21,7 +21,7 @@ from ..problem import AttentionInputs, AttentionProblem, Mask
 from . import run as bench_run
 from .cases import Case, Direction
 from .machine import describe
-from .peers import Attend, Contender
+from .peers import Attend, Contender, find_peers
 from .run import Options, new_row, side_stream, time_contenders, use_device
 from .timing import Samples
 
@@ -264,6 +264,7 @@ class Kernel(NamedTuple):
         backward: of a backward kernel: as a backend's, with a configuration. Its forward pass is not measured.
         steps: of a kernel whose road is measured instead of its switches.
         arch: what it is compiled for here.
+        peers: who is timed beside it, where it can be imported (see peers.py).
     """
 
     backend: str
@@ -274,6 +275,7 @@ class Kernel(NamedTuple):
     backward: Backward | None = None
     steps: tuple[Step, ...] = ()
     arch: Callable[[], str] = lambda: HOPPER
+    peers: tuple[str, ...] = ()
 
     def table(self, problem: AttentionProblem) -> Rows:
         """What is measured: the steps to the full configuration if there are any, else its switches."""
@@ -312,14 +314,24 @@ def _arch_sm80() -> str:
 
 _HOPPER = "a Hopper GPU (compute capability 9.0)"
 _AMPERE = "a GPU of compute capability 8.0 or more"
+_PEERS_SM80 = ("sdpa-flash", "sdpa-efficient")  # with the same instructions
 KERNELS = {
     "sm90": Kernel("sm90", _HOPPER, heuristics.forward_config, _forward_sm90, FORWARD_SM90),
-    "sm80": Kernel("sm80", _AMPERE, heuristics.forward_config_sm80, _forward_sm80, (), None, ROAD_SM80, _arch_sm80),
+    "sm80": Kernel(
+        "sm80", _AMPERE, heuristics.forward_config_sm80, _forward_sm80, (), None, ROAD_SM80, _arch_sm80, _PEERS_SM80
+    ),
 }
 BACKWARD_KERNELS = {
     "sm90": Kernel("sm90", _HOPPER, heuristics.backward_config, _forward_sm90, BACKWARD_SM90, _backward_sm90),
     "sm80": Kernel(
-        "sm80", _AMPERE, heuristics.backward_config_sm80, _forward_sm80, (), _backward_sm80, arch=_arch_sm80
+        "sm80",
+        _AMPERE,
+        heuristics.backward_config_sm80,
+        _forward_sm80,
+        (),
+        _backward_sm80,
+        arch=_arch_sm80,
+        peers=_PEERS_SM80,
     ),
 }
 
@@ -363,7 +375,7 @@ class Report(bench_run.Report):
     """A results file with one row, in the form of the bench's; the contenders are configurations.
 
     The row has in addition "configurations", one for each line of the table in its order, "absent" (switches without a
-    line, and why), and each contender "relative_speed": how many times as fast as the full configuration it is.
+    line, and why), "peers" (contenders that are not ours), and each contender "relative_speed": how many times as fast as the full configuration it is.
     """
 
     @property
@@ -421,6 +433,9 @@ def ablate(
 
     with report.recording(), side_stream(options):
         contenders = [_contender(entry, kernel, problem) for entry in table.rows]
+        rivals = find_peers(options.device, kernel.peers).present
+        row["peers"] = list(rivals)
+        contenders += rivals.values()
         time_contenders(row, case, contenders, options, on_check=checked, on_round=timed)
     return report
 

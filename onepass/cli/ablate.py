@@ -54,6 +54,9 @@ def ablate(
     seqlen 8448, 16 heads of 128. Each configuration is checked against plain attention, then all are timed in turns; of
     a backward kernel the backward pass alone.
 
+    The kernels of sm80 show the road to their default instead, a step a line, beside torch's SDPA with the same
+    instructions.
+
     Exits with 1 if a configuration is wrong or does not run, 2 if this machine or kernel cannot take the case (with
     the reason), 130 after Ctrl-C (the rounds finished so far are kept).
     """
@@ -140,9 +143,12 @@ def _table(row: dict[str, Any]) -> Table:
     table = Table(title=f"{row['backend']} {row['label']}", caption=caption, **TABLE_STYLE)
     table.add_column("configuration")
     headings = ["ms", "20-80 %", unit, "change", "ratio"]
-    for heading in headings + ["paper, H100", "ratio"] * bool(of_paper):
+    peers = {name: row["contenders"].get(name, {}).get("tflops", 0.0) for name in row.get("peers", ())}
+    best_peer = max(peers.values(), default=0.0)
+    for heading in headings + ["of best peer"] * bool(best_peer) + ["paper, H100", "ratio"] * bool(of_paper):
         table.add_column(heading, justify="right")
-    for entry in row["configurations"]:
+    of_peers = [{"label": name, "changes": {}, "paper": None} for name, tflops in peers.items() if tflops]
+    for entry in [*row["configurations"], *of_peers]:
         label = entry["label"]
         result = row["contenders"].get(label, {})
         if "median_ms" in result:
@@ -159,6 +165,8 @@ def _table(row: dict[str, Any]) -> Table:
             cells = ["[bold red]FAILED[/]", *[""] * 4]
         else:
             cells = ["refused" if label in row["skipped"] else "not timed", *[""] * 4]
+        if best_peer:
+            cells.append(f"{result['tflops'] / best_peer:.2f}" if "tflops" in result else "")
         if of_paper:
             paper = of_paper.get(label)
             cells += [f"{paper:.0f}", f"{paper / of_paper[FULL]:.3f}"] if paper else ["", ""]
