@@ -11,6 +11,7 @@ from ..problem import AttentionProblem
 from .blocks.integers import ceil_div
 from .config import (
     HOPPER,
+    ROWS_PER_MMA,
     ROWS_PER_WARPGROUP,
     SCALAR_ADDS,
     SMEM_BYTES_BY_ARCH,
@@ -211,12 +212,14 @@ def forward_config_sm80(problem: AttentionProblem, arch: str) -> ForwardConfigSm
     configs = FORWARD_SM80_FLOAT32[widest] if problem.dtype.itemsize == 4 else (FORWARD_SM80[widest],)
     row_bytes = (problem.head_dim | problem.head_dim_v) * problem.dtype.itemsize
     vector_bytes = next(n for n in VECTOR_BYTES if row_bytes % n == 0)
-    # few rows: all heads of a group fit into one tile and read their K and V once (not measured yet)
     seqlen_q = problem.seqlen_q // max(1, problem.batch) if problem.is_packed else problem.seqlen_q
     group = problem.qhead_per_kvhead
     for config in configs:
-        pack_gqa = group > 1 and max(1, seqlen_q) * group <= config.tile_m
-        config = replace(config, vector_bytes=vector_bytes, pack_gqa=pack_gqa)
+        config = replace(config, vector_bytes=vector_bytes)
+        # few rows: all heads of a group fit into one tile and read their K and V once (not measured yet)
+        rows = ROWS_PER_MMA * config.num_warps
+        if 1 < group <= rows and seqlen_q * group <= rows:
+            config = replace(config, tile_m=rows, pack_gqa=True)
         if config.smem_bytes(problem) <= SMEM_BYTES_BY_ARCH.get(arch, 0):
             break
     config.check(problem, arch)

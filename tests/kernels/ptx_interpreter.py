@@ -246,6 +246,7 @@ class Warp:
         self.constants: dict[tuple[str, str], np.ndarray] = {}
         self.registers: dict[str, np.ndarray] = {}
         self.place = np.zeros(self.num_lanes, int)
+        self.is_everyone = False  # all lanes execute the present instruction
         self.is_done = np.zeros(self.num_lanes, bool)
         # groups of copies that each lane has committed; and copies: lanes, addresses, data and the numbers of groups
         self.committed = np.zeros(self.num_lanes, int)
@@ -255,6 +256,8 @@ class Warp:
         return np.full(self.num_lanes, value, dtype)
 
     def of_whole_warps(self, active: np.ndarray, text: str):
+        if self.is_everyone:
+            return
         by_warp = active.reshape(-1, 32)
         assert (by_warp.all(1) == by_warp.any(1)).all(), f"not all lanes are here: {text}"
 
@@ -263,12 +266,12 @@ class Warp:
         instructions = self.program.instructions
         runs = ~self.is_done
         with np.errstate(all="ignore"):
-            while runs.any():
-                is_everyone = runs.all()
-                place = self.place.min() if is_everyone else self.place[runs].min()
+            while num_running := np.count_nonzero(runs):
+                place = self.place.min() if num_running == self.num_lanes else self.place[runs].min()
                 here = self.place == place
-                if not is_everyone:
+                if num_running < self.num_lanes:
                     here &= runs
+                self.is_everyone = np.count_nonzero(here) == self.num_lanes
                 if place == len(instructions):
                     self.is_done |= here
                     runs &= ~here
@@ -281,10 +284,13 @@ class Warp:
                     continue
                 if instruction.guard:
                     here = here & (self.registers[instruction.guard] ^ instruction.is_negated)
-                if here.any():
-                    self.execute(instruction, here)
-                    if instruction.parts[0] in ("ret", "exit"):
-                        runs &= ~here
+                    count = np.count_nonzero(here)
+                    self.is_everyone = count == self.num_lanes
+                    if count == 0:
+                        continue
+                self.execute(instruction, here)
+                if instruction.parts[0] in ("ret", "exit"):
+                    runs &= ~here
         return ~self.is_done[::32]
 
     # ---------------------------------------------------------------- operands
@@ -309,7 +315,9 @@ class Warp:
     def set(self, register: str, value: np.ndarray, active: np.ndarray):
         if register != "_":
             old = self.registers.get(register)
-            self.registers[register] = value.copy() if old is None else np.where(active, value, old)
+            is_whole = old is None or self.is_everyone
+            # no operation writes into its operands, so registers may share an array
+            self.registers[register] = value if is_whole else np.where(active, value, old)
 
     def address(self, operand: str) -> np.ndarray:
         base, _, offset = operand.strip("[]").partition("+")
@@ -477,7 +485,7 @@ class Warp:
                 m = matrices[:, i].transpose(0, 2, 1) if "trans" in parts else matrices[:, i]
                 self.set(register, (m[:, row, column] | m[:, row, column + 1] << 16).ravel(), active)
         elif parts[0] == "mma":
-            self.mma(parts, [re.findall(r"[%\w]+", o) for o in operands], active)
+            self.mma(parts, [o.strip("{} ").replace(" ", "").split(",") for o in operands], active)
         elif parts[2] == "commit_group":
             self.committed[active] += 1
         else:  # wait_group
@@ -513,15 +521,14 @@ class Warp:
         shape = (-1, 32)
         eighth, quad = LANES // 4, LANES % 4
         if "tf32" in parts:
-            a, b = (np.zeros((self.num_lanes // 32, rows, 8)) for rows in (16, 8))
 
-            def tf32(register: str) -> np.ndarray:
-                return (self.value(register) & uint32(0xFFFFE000)).view(float32).reshape(shape)
+            def tf32(registers: list[str]) -> np.ndarray:
+                words = np.stack([self.value(r) for r in registers]) & uint32(0xFFFFE000)
+                return words.view(float32).astype(np.float64)
 
-            for i, register in enumerate(a_registers):
-                a[:, eighth + i % 2 * 8, quad + i // 2 * 4] = tf32(register)
-            for i, register in enumerate(b_registers):
-                b[:, quad + i * 4, eighth] = tf32(register)
+            # registers of A: (columns + 4, rows + 8), of B: terms + 4
+            a = tf32(a_registers).reshape(2, 2, -1, 8, 4).transpose(2, 1, 3, 0, 4).reshape(-1, 16, 8)
+            b = tf32(b_registers).reshape(2, -1, 8, 4).transpose(1, 0, 3, 2).reshape(-1, 8, 8)
         else:
             a, b = (np.zeros((self.num_lanes // 32, *sides), float32) for sides in ((16, 16), (16, 8)))
             for half, shift in enumerate((0, 16)):
@@ -533,10 +540,10 @@ class Warp:
                     word = (self.value(register) >> uint32(shift)).astype(uint16)
                     b[:, 2 * quad + i * 8 + half, eighth] = from_16_bits(word, parts[-2]).reshape(shape)
         product = a @ b
-        totals = [
-            product[:, eighth + i // 2 * 8, 2 * quad + i % 2].ravel() + self.floats(c)
-            for i, c in enumerate(c_registers)
-        ]
-        for register, total in zip(target, totals, strict=True):
-            total = cut_off(total) if total.dtype == np.float64 else total
-            self.set(register, total.view(uint32), active)
+        # registers of C: (rows + 8, odd columns)
+        sums = product.reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)
+        sums = sums + np.stack([self.floats(c) for c in c_registers])
+        if sums.dtype == np.float64:
+            sums = cut_off(sums)
+        for register, total in zip(target, sums.view(uint32), strict=True):
+            self.set(register, total, active)

@@ -22,11 +22,9 @@ pytestmark = [
 # on sm_80 the tests of values look at the code of all that they compile (sm80_forward.py)
 ELSEWHERE = [
     ("sm_86", 256, torch.float32),
-    ("sm_89", 256, torch.bfloat16),
     ("sm_90a", 128, torch.bfloat16),
     ("sm_90a", 128, torch.float32),
     ("sm_100a", 128, torch.float16),
-    ("sm_120a", 64, torch.bfloat16),
     ("sm_120a", 128, torch.float32),
 ]
 
@@ -39,7 +37,7 @@ def test_every_architecture(arch, head_dim, dtype):
 
 def test_exponentials_on_both_pipes():
     asked, config = problem(64, 64), ForwardConfigSm80(tile_m=128, num_warps=8, exp2_fma_period=4)
-    code = sm80_forward.compiled(asked, config, "sm_80").code
+    code = sm80_forward.compiled(asked, config, "sm_89").code
     # of both bodies 16 scores a row and thread: every fourth is none of the special function unit's
     assert code.count(r"MUFU\.EX2") < 2 * 2 * 16 < code.count(r"MUFU\.EX2") + 2 * 2 * 4
 

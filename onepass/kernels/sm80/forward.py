@@ -12,16 +12,18 @@ them, and those of step j - 1 free to be filled for step j + num_stages - 1. Oth
 
 Thread blocks of neighbouring tiles of a head have neighbouring numbers, so their K and V meet in L2.
 
+What an element's type decides stands elsewhere: fragments, mma and the order of O's columns in gemms_16bit.py and, for
+float32 by three products of tf32 parts, in gemms_float32.py; the width of copies in loads.py.
+
 Shared memory: Q (tile_m, head_dim); num_stages of K (tile_n, head_dim) and of V (tile_n, head_dim_v); columns up to the
 compiled head dim are zeros, and so are rows past the end of a sequence: P = 0 there, and 0 * NaN = NaN.
 
 State: no GPU has run this yet, and nothing is tuned. The tests compile it for six architectures, read the machine code,
 and run the PTX on the CPU.
 
-    done      fp16 and bf16, every mask, softcap, sinks, groups of query heads, packed sequences and seqused_k, and
-              head dims that are multiples of 8
-    not yet   narrower copies of tensors that are not 16-byte aligned (launch.py copies the tensors), float32,
-              pack_gqa, fragments loaded a step ahead of the math by hand (that is left to the assembler)
+    done      fp16, bf16 and float32, every mask, softcap, sinks, groups of query heads (in a tile, too), packed
+              sequences and seqused_k, head dims from 1 to 256, tensors of any alignment
+    not yet   float32: infinities in Q and K give NaN where they could give a number
 
 Names as in CuTe code: mQ global, sQ shared, rQ register fragment.
 
