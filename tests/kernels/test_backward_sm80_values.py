@@ -110,9 +110,7 @@ class Kernels:
         problem = self.problem
         return blocks_per_head * parts, problem.num_heads_q, 1 if problem.is_packed else problem.batch
 
-    def preprocess(
-        self, out, dout, lse, dlse, stats, dq_accum, zeroed, cu_seqlens_q, lse_factor, blocks_per_head
-    ):
+    def preprocess(self, out, dout, lse, dlse, stats, dq_accum, zeroed, cu_seqlens_q, lse_factor, blocks_per_head):
         p = Parameters(self.problem.is_packed)
         p.rows(out, dout, lse, dlse)
         p.blocks(stats, dq_accum)
@@ -139,7 +137,9 @@ class Kernels:
             in_last = tile_scheduler.heads_in_last_section(heads_in_all, section)
             for n in (num_n_blocks * section, section, in_last, heads):
                 p.values += fast_divisor(n)
-        self.run(1, p, (dk, dv, dq_accum, turns), num_tiles, config.num_threads, config.smem_bytes(problem), **self.schedule)
+        self.run(
+            1, p, (dk, dv, dq_accum, turns), num_tiles, config.num_threads, config.smem_bytes(problem), **self.schedule
+        )
 
     def postprocess(self, dq_accum, dq, cu_seqlens_q, softmax_scale, blocks_per_head, *again):
         q, k, v, dout, stats, cu_seqlens_k, seqused_k, scale_log2, tanh_scale, left, right = again
