@@ -1,4 +1,4 @@
-"""The Ampere backward computes gradients: the PTX of its three kernels runs on the CPU, held to any backend's budgets."""
+"""The Ampere backward computes gradients: the PTX of its three kernels runs on the CPU and is held to the budgets."""
 
 import functools
 import importlib.util
