@@ -375,7 +375,8 @@ class Report(bench_run.Report):
     """A results file with one row, in the form of the bench's; the contenders are configurations.
 
     The row has in addition "configurations", one for each line of the table in its order, "absent" (switches without a
-    line, and why), "peers" (contenders that are not ours), and each contender "relative_speed": how many times as fast as the full configuration it is.
+    line, and why), "peers" (contenders that are not ours), and each contender "relative_speed": how many times as fast
+    as the full configuration it is.
     """
 
     @property

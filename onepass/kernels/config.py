@@ -501,6 +501,7 @@ class BackwardConfigSm80(LaunchConfig):
         s_key_warps: warps along the keys in S^T = K Q^T and dP^T = V dO^T (the others along the queries).
         dkv_key_warps: warps along the keys in dK and dV (the others along the head dim).
         dq_query_warps: warps along the queries in dQ (the others along the head dim).
+        dq_pieces: dQ is computed so many columns at a time, if all of them are too many registers.
         vector_adds: four values are added to the accumulator of dQ at once, which GPUs before Hopper cannot.
         longest_first: number the tiles of keys by length (only meaningful where they differ), in L2-sized sections of
             heads.
@@ -513,6 +514,7 @@ class BackwardConfigSm80(LaunchConfig):
     s_key_warps: int = 8
     dkv_key_warps: int = 8
     dq_query_warps: int = 4
+    dq_pieces: int = 1
     vector_adds: bool = False
     longest_first: bool = True
 
@@ -567,7 +569,7 @@ class BackwardConfigSm80(LaunchConfig):
         d, dv = self.head_dims(problem)
         s = self.tile_m * self.tile_n // self.num_threads
         words = s // 2 * (1 if problem.softcap is None else 2)
-        dq = self.tile_m * d // self.num_threads + (s // 2 if self.p_in_registers else 0)
+        dq = self.tile_m * d // (self.num_threads * self.dq_pieces) + (s // 2 if self.p_in_registers else 0)
         return self.tile_n * (d + dv) // self.num_threads + max(s + words, dq)
 
     def check(self, problem: AttentionProblem, arch: str) -> None:
@@ -580,6 +582,12 @@ class BackwardConfigSm80(LaunchConfig):
             raise UnsupportedError(f"tile_m: expected 16, 32, 64 or 128, got {self.tile_m}")
         if self.num_stages not in (1, 2):
             raise UnsupportedError(f"num_stages: expected 1 or 2, got {self.num_stages}")
+        if self.dq_pieces not in (1, 2, 4) or (
+            self.dq_pieces > 1 and self.head_dims(problem)[0] % (64 * self.dq_pieces)
+        ):
+            raise UnsupportedError(
+                f"dq_pieces: expected 1, or 2 or 4 of a multiple of 64 columns, got {self.dq_pieces}"
+            )
         if self.vector_adds and arch in SCALAR_ADDS:
             raise UnsupportedError(f"vector_adds: expected False on {arch}, which adds one value at a time")
         d, dv = self.head_dims(problem)

@@ -229,19 +229,19 @@ def forward_config_sm80(problem: AttentionProblem, arch: str) -> ForwardConfigSm
 # With the instructions of Ampere, by the larger head_dim tile: with 163 KB of shared memory or more, and with 99 KB.
 # Chosen by registers and shared memory, not measured yet.
 BACKWARD_SM80 = {
-    64: BackwardConfigSm80(tile_m=128, tile_n=128, dq_query_warps=8),
+    64: BackwardConfigSm80(tile_m=64, tile_n=128),
     96: BackwardConfigSm80(tile_m=64, tile_n=128),
     128: BackwardConfigSm80(tile_m=64, tile_n=128),
-    192: BackwardConfigSm80(tile_m=64, tile_n=64, s_key_warps=4, dkv_key_warps=4),
-    256: BackwardConfigSm80(tile_m=64, tile_n=64, num_stages=1, s_key_warps=4, dkv_key_warps=4),
+    192: BackwardConfigSm80(tile_m=64, tile_n=64, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2),
+    256: BackwardConfigSm80(tile_m=32, tile_n=64, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2),
 }
 BACKWARD_SM80_SMALL = {
     64: BackwardConfigSm80(tile_m=64, tile_n=128),
-    96: BackwardConfigSm80(tile_m=64, tile_n=64, num_warps=4, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2),
+    96: BackwardConfigSm80(tile_m=32, tile_n=64, num_warps=4, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2),
     128: BackwardConfigSm80(tile_m=32, tile_n=64, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2),
     192: BackwardConfigSm80(tile_m=32, tile_n=64, num_stages=1, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2),
     256: BackwardConfigSm80(
-        tile_m=32, tile_n=32, num_warps=4, num_stages=1, s_key_warps=2, dkv_key_warps=2, dq_query_warps=2
+        tile_m=32, tile_n=32, num_warps=4, num_stages=1, s_key_warps=2, dkv_key_warps=2, dq_query_warps=1, dq_pieces=4
     ),
 }
 

@@ -6,6 +6,7 @@ in each of its 16 x 8 blocks. In which order the acts are done, and what is load
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import cutlass
@@ -24,7 +25,7 @@ from ..blocks.plain_rows import PlainTensors
 from ..blocks.ptx import add_one_to_global, add_to_global, pack
 from ..blocks.tile_scheduler import LANES
 from ..blocks.warp import broadcast
-from ..config import ROWS_PER_MMA
+from ..config import ROWS_PER_MMA, column_block
 from .gemms_16bit import Operand
 
 COLUMNS_OF_LDMATRIX = 16  # four matrices of 8 x 8
@@ -87,7 +88,7 @@ class BackwardWarps(Bundle, AdditionTurns, GradientScores):
         self._make_operands()
         _, dkv, _ = slices = tuple(mma.get_slice(self.thread) for mma in mmas)
         self.shape_s = slices[0].partition_shape_C((self.tile_n, self.tile_m))
-        self.shape_dq = slices[2].partition_shape_C((self.tile_m, kernel.head_dim))
+        self.shape_dq = slices[2].partition_shape_C((self.tile_m, kernel.head_dim // config.dq_pieces))
         self.acc_dk = cute.make_rmem_tensor(dkv.partition_shape_C((self.tile_n, kernel.head_dim)), Float32)
         self.acc_dv = cute.make_rmem_tensor(dkv.partition_shape_C((self.tile_n, kernel.head_dim_v)), Float32)
         self.rP, self.rdS = (cute.make_rmem_tensor(self.shape_s, kernel.dtype) for _ in range(2))
@@ -103,17 +104,14 @@ class BackwardWarps(Bundle, AdditionTurns, GradientScores):
 
     def _make_operands(self):
         """Fragments of the GEMMs; those whose sum goes over the rows of a tile are transposed on the way."""
-        mmas, buffers, dtype = self.mmas, self.buffers, self.kernel.dtype
+        mmas, buffers = self.mmas, self.buffers
         k, v, q, do, ds, p, _ = buffers
         self.k_of_s, self.q_of_s = self._operand_a(mmas.s, k, False), self._operand_b(mmas.s, q, False)
         self.v_of_dp, self.do_of_dp = self._operand_a(mmas.s, v, False), self._operand_b(mmas.s, do, False)
         self.do_of_dv, self.q_of_dk = self._operand_b(mmas.dkv, do, True), self._operand_b(mmas.dkv, q, True)
-        self.ds_of_dq, self.k_of_dq = self._operand_a(mmas.dq, ds, True), self._operand_b(mmas.dq, k, True)
+        self.ds_of_dq, self.k_of_dq = self._operand_a(mmas.dq, ds, True), self._pieces_of_k(k)
         if not self.config.p_in_registers:
             self.p_of_dv, self.ds_of_dk = self._operand_a(mmas.dkv, p, False), self._operand_a(mmas.dkv, ds, False)
-        # what is written to shared memory lies in pairs of 16 bits
-        pairs = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=32)
-        self.copy_s = cute.make_tiled_copy_C(pairs, mmas.s).get_slice(self.thread)
 
     def _operand_a(self, tiled_mma: cute.TiledMma, tiles: cute.Tensor, is_transposed: bool) -> Operand:
         tiles, atom = self._source(tiles, is_transposed)
@@ -126,6 +124,15 @@ class BackwardWarps(Bundle, AdditionTurns, GradientScores):
         thr = tiled_mma.get_slice(self.thread)
         fragment = thr.make_fragment_B(thr.partition_B(tiles[None, None, 0]))
         return self._operand(cute.make_tiled_copy_B(atom, tiled_mma), tiles, fragment)
+
+    def _pieces_of_k(self, k: cute.Tensor) -> list:
+        """Operand B of dQ = dS K, so many columns at a time that dQ fits into registers."""
+        count = self.config.dq_pieces
+        if count == 1:
+            return [self._operand_b(self.mmas.dq, k, True)]
+        shape = (self.tile_n, self.kernel.head_dim // count)
+        pieces = [cute.local_tile(k, shape, (0, i, None)) for i in range(count)]
+        return [self._operand_b(self.mmas.dq, piece, True) for piece in pieces]
 
     def _source(self, tiles: cute.Tensor, is_transposed: bool) -> tuple:
         op = warp.LdMatrix8x8x16bOp(transpose=is_transposed, num_matrices=4)
@@ -155,23 +162,26 @@ class BackwardWarps(Bundle, AdditionTurns, GradientScores):
         self.exponentials(acc_s, tile, m_block)
         pack(acc_s, self.rP)
         if cutlass.const_expr(not p_in_registers):
-            self.write(self.rP, self.buffers.p)
+            self.write(self.p_words, self.buffers.p)
         self.read_stats(self.minus_delta, buffer, 1)
         acc_dp = cute.make_rmem_tensor(self.shape_s, Float32)
         self.begin_columns(acc_dp, self.minus_delta)
         self.gemm(self.mmas.s, acc_dp, self.v_of_dp, 0, self.do_of_dp, buffer)
         self.make_ds(acc_dp, True)
-        self.write(self.rdS, self.buffers.ds)
+        self.write(self.ds_words, self.buffers.ds)
         if cutlass.const_expr(p_in_registers):
             self.gemm_registers(self.mmas.dkv, self.acc_dv, self.rP, self.do_of_dv, buffer)
         cute.arch.sync_threads()
         if cutlass.const_expr(not p_in_registers):
             self.gemm(self.mmas.dkv, self.acc_dv, self.p_of_dv, 0, self.do_of_dv, buffer)
-        acc_dq = cute.make_rmem_tensor(self.shape_dq, Float32)
-        acc_dq.fill(0.0)
-        self.gemm(self.mmas.dq, acc_dq, self.ds_of_dq, 0, self.k_of_dq, 0)
-        self.take_turn(tile, head, m_block, seen)
-        self.add_dq(acc_dq, tile, head, m_block)
+        for piece in cutlass.range_constexpr(self.config.dq_pieces):
+            acc_dq = cute.make_rmem_tensor(self.shape_dq, Float32)
+            acc_dq.fill(0.0)
+            self.gemm(self.mmas.dq, acc_dq, self.ds_of_dq, 0, self.k_of_dq[piece], 0)
+            if cutlass.const_expr(piece == 0):
+                self.take_turn(tile, head, m_block, seen)
+            cute.arch.sync_warp()  # ptxas would begin dK before, and keep too much in registers
+            self.add_dq(acc_dq, tile, head, m_block, piece)
         if cutlass.const_expr(p_in_registers):
             self.gemm_registers(self.mmas.dkv, self.acc_dk, self.rdS, self.q_of_dk, buffer)
         else:
@@ -212,9 +222,27 @@ class BackwardWarps(Bundle, AdditionTurns, GradientScores):
             acc[i] = Float32(0.0) if cutlass.const_expr(stats is None) else of_column(stats, i, self.m_tiles)
 
     @cute.jit
-    def write(self, fragment: cute.Tensor, tiles: cute.Tensor):
-        """P or dS to where all warps read it after the next barrier."""
-        cute.copy(self.copy_s, self.copy_s.retile(fragment), self.copy_s.partition_D(tiles)[None, None, None, 0])
+    def write(self, words: cute.Tensor, tiles: cute.Tensor):
+        """P or dS, in pairs of 16 bits, to where all warps read it after the next barrier.
+
+        Rows 8 apart have their 16-byte pieces exchanged alike, so all addresses are one of at most eight plus a
+        constant. From the layout the compiler would make an address for each word, and keep them through the loop.
+        """
+        columns = column_block(self.tile_m)
+        row_bytes, pieces = 2 * columns, columns // 8  # 8 columns each
+        start = tiles.iterator.toint() + self.row_in_tile * row_bytes + 4 * self.lane_in_quad
+        first_piece = self.first_query // 8
+        swizzle = self.lane // 4 * row_bytes // 128 % pieces
+        start += first_piece // pieces * (self.tile_n * row_bytes)
+        shape = (2, self.m_tiles, max(1, self.queries_of_warp // columns))
+        stride = (8 * row_bytes // 4, self.rows_between * row_bytes // 4, self.tile_n * row_bytes // 4)
+        for piece in cutlass.range_constexpr(min(pieces, self.queries_of_warp // 8)):
+            address = start + 16 * ((first_piece % pieces) ^ piece ^ swizzle)
+            pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4)
+            target = cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
+            for block in cutlass.range_constexpr(shape[2]):
+                for i, r in itertools.product(range(self.m_tiles), range(2)):
+                    target[r, i, block] = words[r + 2 * (i + self.m_tiles * (block * pieces + piece))]
 
     # ---------------------------------------------------------------- dQ
 
@@ -224,7 +252,7 @@ class BackwardWarps(Bundle, AdditionTurns, GradientScores):
         return number * self.config.num_warps + self.warp_id
 
     @cute.jit
-    def add_dq(self, acc_dq: cute.Tensor, tile: KeyTile, head: Int32, m_block: Int32):
+    def add_dq(self, acc_dq: cute.Tensor, tile: KeyTile, head: Int32, m_block: Int32, piece: cutlass.Constexpr[int]):
         """The accumulator is laid out as [16 rows][8 columns][lane], four values a lane, or, where they are added one
         by one, [16 rows][8 columns][value][lane]: a warp's additions lie together."""
         row_warps, column_blocks = self.config.dq_query_warps, self.kernel.head_dim // 8
@@ -235,8 +263,9 @@ class BackwardWarps(Bundle, AdditionTurns, GradientScores):
         start = self.accumulator.dq.iterator + (
             Int64(number) * (self.tile_m * self.kernel.head_dim) + first_block * 4 * LANES + lane_offset
         )
-        for j in cutlass.range_constexpr(column_blocks // column_warps):
-            column = j // together * together * column_warps + j % together
+        blocks_of_piece = column_blocks // self.config.dq_pieces
+        for j in cutlass.range_constexpr(blocks_of_piece // column_warps):
+            column = piece * blocks_of_piece + j // together * together * column_warps + j % together
             for i in cutlass.range_constexpr(self.tile_m // (ROWS_PER_MMA * row_warps)):
                 target = start + (i * row_warps * column_blocks + column) * 4 * LANES
                 values = [acc_dq[(c, i, j)] for c in range(4)]

@@ -1,0 +1,88 @@
+"""The Ampere backward compiles without a GPU for every architecture, and its machine code is what was meant."""
+
+import functools
+import importlib.util
+
+import machine_code
+import pytest
+import torch
+from shipped import problem
+
+from onepass.errors import UnsupportedError
+from onepass.kernels import heuristics
+from onepass.kernels.config import SCALAR_ADDS, BackwardConfigSm80
+from onepass.kernels.sm80 import backward_launch, launch
+from onepass.problem import Mask
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
+    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
+]
+
+# each table of heuristics with all its rows, the other architectures with one of them
+SHIPPED = [
+    pytest.param(arch, head_dim, marks=() if arch in ("sm_80", "sm_86") or head_dim == 128 else pytest.mark.slow)
+    for arch in launch.ARCHS
+    for head_dim in heuristics.BACKWARD_SM80
+]
+OPTIONS = [
+    ("deterministic", problem(128, 128, deterministic=True)),
+    (
+        "float16 window softcap GQA",
+        problem(128, 128, dtype=torch.float16, mask=Mask(64, 64), softcap=30.0, num_heads_kv=2),
+    ),
+    ("packed seqused", problem(128, 128, mask=Mask(), is_packed=True, has_seqused_k=True)),
+    ("head dims of no tile", problem(72, 40)),
+    ("192 and 128", problem(192, 128)),
+]
+
+
+def check(asked, config, arch):
+    code = machine_code.read(arch, functools.partial(backward_launch.trace, asked, config, arch))
+    assert code.spills == 0
+    d, dv = config.head_dims(asked)
+    # S, dK and dQ have d columns or sum over them, dP and dV dv; a step is the loop's body, and there is one loop
+    products = config.tile_m * config.tile_n * (3 * d + 2 * dv)
+    assert code.count(r"HMMA\.16816\.F32") == products // (16 * 8 * 16 * config.num_warps)
+    assert code.count(r"LDSM\.16\.M88\.4") > 0
+    assert code.count(r"LDSM\.16\.MT88\.4") > 0  # dO and Q, K and dS transposed
+    # K and V, the step after, and with two buffers the first step
+    rows = config.tile_n + config.num_stages * config.tile_m
+    copies = rows * (d + dv) // 8 // config.num_threads + config.num_stages
+    assert code.count(r"LDGSTS\.E\.BYPASS.*128") == copies
+    dq_values = config.tile_m * d // config.num_threads
+    assert code.count(r"REDG?\.E\.ADD.*F32") == (dq_values if arch in SCALAR_ADDS else dq_values // 4)
+    assert code.dynamic_smem == [config.smem_bytes(asked)]
+
+
+@pytest.mark.parametrize(("arch", "head_dim"), SHIPPED)
+def test_every_architecture(arch, head_dim):
+    asked = problem(head_dim, head_dim)
+    check(asked, heuristics.backward_config_sm80(asked, arch), arch)
+
+
+@pytest.mark.parametrize("asked", [pytest.param(asked, id=name, marks=pytest.mark.slow) for name, asked in OPTIONS])
+def test_options(asked):
+    check(asked, heuristics.backward_config_sm80(asked, "sm_80"), "sm_80")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_warps": 3}, "num_warps: expected 1, 2, 4 or 8, got 3"),
+        ({"tile_m": 48}, "tile_m: expected 16, 32, 64 or 128, got 48"),
+        ({"num_stages": 3}, "num_stages: expected 1 or 2, got 3"),
+        ({"vector_adds": True}, "vector_adds: expected False on sm_80"),
+        ({"dq_pieces": 4}, "dq_pieces: expected 1, or 2 or 4 of a multiple of 64 columns, got 4"),
+        ({"s_key_warps": 16}, "s_key_warps: expected 1, 2, 4 or 8 up to num_warps, got 16"),
+        ({"tile_n": 64}, r"tile_n: expected a multiple of 128 \(s_key_warps is 8\), got 64"),
+        ({"tile_m": 16, "s_key_warps": 4}, "2 warps share tile_m, which they can if it is a multiple of 32, got 16"),
+        ({"dkv_key_warps": 1}, "8 warps share head_dim, which they can if it is a multiple of 256, got 128"),
+        ({"dq_query_warps": 8}, r"tile_m: expected a multiple of 128 \(dq_query_warps is 8\), got 64"),
+        ({"tile_n": 256}, "shared memory: .* needs 230400 bytes, a thread block has 166912"),
+        ({"tile_m": 128, "num_stages": 1}, "registers: .* needs 224 for dK, dV, S, P, dS and dQ, a thread has 255"),
+    ],
+)
+def test_impossible_configurations_are_refused(fields, message):
+    with pytest.raises(UnsupportedError, match=message):
+        BackwardConfigSm80(**fields).check(problem(128, 128), "sm_80")
