@@ -251,7 +251,9 @@ def backward_config_sm80(problem: AttentionProblem, arch: str) -> BackwardConfig
     is_small = SMEM_BYTES_BY_ARCH[arch] < SMEM_BYTES_BY_ARCH["sm_80"]
     table = BACKWARD_SM80_SMALL if is_small else BACKWARD_SM80
     config = table[max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))]
-    config = replace(config, vector_adds=arch not in SCALAR_ADDS)
+    # of 64 columns each, where a smaller head_dim_v is what was not asked for
+    pieces = min(config.dq_pieces, max(1, config.head_dims(problem)[0] // 64))
+    config = replace(config, vector_adds=arch not in SCALAR_ADDS, dq_pieces=1 if pieces == 3 else pieces)
     config.check(problem, arch)
     return config
 
