@@ -193,7 +193,14 @@ def backward_config_sm80(problem: AttentionProblem, arch: str) -> BackwardConfig
     """The configuration that a backward of this problem runs with on the Ampere kernels."""
     is_small = SMEM_BYTES_BY_ARCH[arch] < SMEM_BYTES_BY_ARCH["sm_80"]
     table = BACKWARD_SM80_SMALL if is_small else BACKWARD_SM80
-    config = table[max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))]
+    widest = max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))
+    config = table[widest]
+    if widest == 128 and not is_small:
+        # the slopes of a softcap, or more bounds, take the registers in which P and dS would stay
+        if problem.softcap is not None:
+            config = replace(config, tile_n=64, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2)
+        elif problem.is_packed or problem.has_seqused_k:
+            config = replace(config, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2)
     config = replace(config, vector_adds=arch not in SCALAR_ADDS)
     config.check(problem, arch)
     return config
