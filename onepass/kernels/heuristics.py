@@ -250,8 +250,15 @@ def backward_config_sm80(problem: AttentionProblem, arch: str) -> BackwardConfig
     """The configuration that a backward of this problem runs with on the Ampere kernels."""
     is_small = SMEM_BYTES_BY_ARCH[arch] < SMEM_BYTES_BY_ARCH["sm_80"]
     table = BACKWARD_SM80_SMALL if is_small else BACKWARD_SM80
-    config = table[max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))]
-    # of 64 columns each, where a smaller head_dim_v is what was not asked for
+    widest = max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))
+    config = table[widest]
+    if widest == 128 and not is_small:
+        # the slopes of a softcap, or more bounds, take the registers in which P and dS would stay
+        if problem.softcap is not None:
+            config = replace(config, tile_n=64, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2)
+        elif problem.is_packed or problem.has_seqused_k:
+            config = replace(config, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2)
+    # of 64 columns each, where head_dim is less than head_dim_v
     pieces = min(config.dq_pieces, max(1, config.head_dims(problem)[0] // 64))
     config = replace(config, vector_adds=arch not in SCALAR_ADDS, dq_pieces=1 if pieces == 3 else pieces)
     config.check(problem, arch)

@@ -29,9 +29,9 @@ ARCH = "sm_80"
 
 
 @functools.lru_cache(maxsize=32)
-def program(name: str, key: tuple, request) -> ptx_interpreter.Program:
+def program(name: str, key: tuple, arch: str, request) -> ptx_interpreter.Program:
     with tempfile.TemporaryDirectory() as directory:
-        compiled = compile.compile_now(ARCH, request.trace, f"{compile.OPTIONS} --keep-ptx --dump-dir={directory}")
+        compiled = compile.compile_now(arch, request.trace, f"{compile.OPTIONS} --keep-ptx --dump-dir={directory}")
         return ptx_interpreter.parse(compiled.__ptx__)
 
 
@@ -97,8 +97,9 @@ class Kernels:
 
     def __init__(self, problem, config, has_dlse, change, schedule):
         self.problem, self.config, self.change, self.schedule = problem, config, change, schedule
-        requests = backward_launch.compile_requests(problem, has_dlse, config, ARCH)
-        self.programs = [program(name, key, Request(trace)) for name, key, _, trace in requests]
+        arch = "sm_90a" if config.vector_adds else ARCH
+        requests = backward_launch.compile_requests(problem, has_dlse, config, arch)
+        self.programs = [program(name, key, arch, Request(trace)) for name, key, arch, trace in requests]
 
     def run(self, number: int, p: Parameters, written: tuple, grid, num_threads: int, smem_bytes: int = 0, **schedule):
         kernel = self.change(self.programs[number]) if number == 1 else self.programs[number]
@@ -235,6 +236,92 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("sinks", "rows that see nothing", "head dims of no tile", "head dim 256")
+SMALL = {d: config for d, config in heuristics.BACKWARD_SM80_SMALL.items() if d != 64}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
 def test_values(name):
     check(CASES[name])
+
+
+def test_four_values_added_at_once():
+    check(call_of(64, 64, 70, 150, heads=(1, 1), causal=True), BackwardConfigSm80(vector_adds=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", SMALL)
+def test_small_configurations(head_dim):
+    check(call_of(head_dim, head_dim, 70, 70, causal=True), SMALL[head_dim])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(BackwardConfigSm80(dq_query_warps=2), id="P in registers"),
+        pytest.param(BackwardConfigSm80(num_stages=1, s_key_warps=4, dkv_key_warps=4), id="one buffer, P in memory"),
+        pytest.param(
+            BackwardConfigSm80(tile_m=32, num_warps=4, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2),
+            id="2 x 16 keys a warp",
+        ),
+        pytest.param(
+            BackwardConfigSm80(tile_m=128, dq_query_warps=8, s_key_warps=2, dkv_key_warps=4), id="128 queries"
+        ),
+    ],
+)
+def test_no_order_of_copies_and_warps_matters(config):
+    call = call_of(64, 64, 150, 70, heads=(1, 1), window=(None, 90))
+    for copies_late, warps_reversed in itertools.product((False, True), repeat=2):
+        check(call, config, copies_late=copies_late, warps_reversed=warps_reversed)
+
+
+def given(call: Call):
+    """out, lse and their gradients, for `gradients`."""
+    out, lse = forward(*problem_of(call))
+    generator = torch.Generator().manual_seed(1)
+    return out, lse, torch.randn(out.shape, generator=generator).to(out.dtype), None
+
+
+@pytest.mark.slow
+def test_tiles_of_keys_take_turns():
+    """Each part of a dQ has been added to by every tile that sees its block, and all tiles were drawn."""
+    call = call_of(64, 64, 150, 300, causal=True, deterministic=True)
+    problem, inputs = problem_of(call)
+    problem = replace(problem, deterministic=True)
+    config = heuristics.backward_config_sm80(problem, ARCH)
+    seen = []
+    kernels = Kernels(problem, config, False, lambda kernel: kernel, {})
+
+    def main(*arguments):
+        kernels.main(*arguments)
+        seen.append(arguments[8])
+
+    blocks_per_head, num_tiles = backward_launch.counts(problem, config)
+    launch = backward_launch.Launch(
+        problem, config, kernels.preprocess, main, kernels.postprocess, blocks_per_head, 1, num_tiles
+    )
+    launch(inputs, *given(call))
+    tiles = [2, 3, 3]  # of 128 keys; the first 64 queries see the keys up to 213
+    turns = seen[0].tolist()
+    assert turns[:-1] == 2 * [n for n in tiles for _ in range(config.num_warps)]
+    assert turns[-1] == num_tiles
+
+
+@pytest.mark.slow
+def test_nan_of_a_hidden_pair_stays_hidden():
+    call = call_of(64, 64, 100, 130, heads=(1, 1), causal=True)
+    out, lse, dout, _ = given(call)
+    clean = gradients(call, out, lse, dout, None)
+    dout[:, 50] = math.nan  # sees the keys up to 80
+    call.tensors["k"][:, 120] = math.nan  # seen from query 90 on, whose lse and out are still those without it
+    dq, dk, dv, _ = gradients(call, out, lse, dout, None)
+    hidden = torch.ones(100, dtype=torch.bool)
+    hidden[50] = hidden[90:] = False
+    for gradient, expected, is_clean in ((dq, clean[0], hidden), (dk, clean[1], None), (dv, clean[2], None)):
+        if is_clean is None:  # keys after 80, but for the one that is NaN itself
+            is_clean = torch.arange(130) > 80
+            is_clean[120] = False
+        # what is computed again is rounded otherwise
+        torch.testing.assert_close(gradient[:, is_clean], expected[:, is_clean], rtol=0.02, atol=0.02)
+        assert not gradient.isfinite().all()
