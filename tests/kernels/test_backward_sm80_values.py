@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import itertools
 import math
 import struct
 import tempfile
