@@ -221,6 +221,7 @@ class Warp:
         self.is_done = np.zeros(32, bool)
         self.groups: list[list] = []  # of copies, oldest first
         self.copies: list = []
+        self.waits = 0
 
     def run_to_barrier(self) -> bool:
         """False: the warp has ended."""
@@ -281,6 +282,9 @@ class Warp:
         elif parts[0] in ("red", "atom"):
             self.add_to_memory(parts, operands, active)
         elif parts[0] in ("ld", "st"):
+            # thread blocks before this one have ended: nobody will write what it waits for
+            self.waits += "acquire" in parts
+            assert self.waits < 100, f"waits for ever: {text}"
             self.load_or_store(parts, operands, active)
         elif name.startswith(("cp.async", "ldmatrix", "mma", "vote", "shfl")):
             self.of_warp(parts, operands, active, text)

@@ -1,6 +1,7 @@
 """From tensors to the launches of a backward with the instructions of Ampere: preprocess, main kernel, postprocess.
 
-Dispatch does not know it yet: no GPU has run it.
+Dispatch does not know it yet: the kernels compile for every architecture, and their PTX gives right results on the CPU
+(tests/kernels/test_backward_sm80_values.py), but no GPU has run them.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ def prepare(
     arch = launch.arch_of(device)
     config = config or heuristics.backward_config_sm80(problem, arch)
     config.check(problem, arch)
-    kernels = [compile.get(*request) for request in compile_requests(problem, has_dlse, config, arch)]
+    preprocess, main, postprocess = (compile.get(*r) for r in compile_requests(problem, has_dlse, config, arch))
     blocks_per_head, num_tiles = counts(problem, config)
-    return Launch(problem, config, *kernels, blocks_per_head, heads_per_section(problem, config), num_tiles)
+    section = heads_per_section(problem, config)
+    return Launch(problem, config, preprocess, main, postprocess, blocks_per_head, section, num_tiles)
 
 
 def compile_requests(
