@@ -30,7 +30,8 @@ def unsupported(problem: AttentionProblem) -> str | None:
 
 def without_keys(inputs: AttentionInputs, *_) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A backward of a problem in which no query sees a key."""
-    return tuple(gradient.zero_() for gradient in empty_gradients(inputs))
+    dq, dk, dv, dsinks = (gradient.zero_() for gradient in empty_gradients(inputs))
+    return dq, dk, dv, dsinks
 
 
 def counts(problem: AttentionProblem, config: BackwardConfig | BackwardConfigSm80) -> tuple[int, int]:
@@ -133,7 +134,7 @@ class BackwardLaunch:
         of_call = (cu_seqlens_q, cu_seqlens_k, seqused_k, problem.softmax_scale, *scales_and_window)
         self.launch_main(rows, (dq, dk, dv), (dq_accum, stats, turns), zeroed, of_call)
         of_rows = (dq_accum, dq, cu_seqlens_q, problem.softmax_scale, self.blocks_per_head)
-        if config.private_dq:
+        if self.postprocess is None:
             pass  # the main kernel has written dq
         elif problem.mask.is_full:
             self.postprocess(*of_rows, *[None] * POSTPROCESS_OF_MASK)
@@ -233,9 +234,9 @@ def requests_of_rows(
     requests: list[tuple] = [("backward_preprocess", (*key, has_dlse), arch, trace)]
     if not config.private_dq:
         # with a mask also what it computes rows again from
-        key = *key, None if problem.mask.is_full else replace(problem, deterministic=False).static()
+        again = None if problem.mask.is_full else replace(problem, deterministic=False).static()
         trace = functools.partial(trace_postprocess, problem, config)
-        requests.append(("backward_postprocess", key, arch, trace))
+        requests.append(("backward_postprocess", (*key, again), arch, trace))
     return requests
 
 

@@ -251,6 +251,7 @@ class Warp:
         # groups of copies that each lane has committed; and copies: lanes, addresses, data and the numbers of groups
         self.committed = np.zeros(self.num_lanes, int)
         self.copies: list[tuple] = []
+        self.waits = 0
 
     def full(self, value, dtype) -> np.ndarray:
         return np.full(self.num_lanes, value, dtype)
@@ -337,6 +338,9 @@ class Warp:
         elif parts[0] in ("red", "atom"):
             self.add_to_memory(parts, operands, active)
         elif parts[0] in ("ld", "st"):
+            # thread blocks before this one have ended: nobody will write what it waits for
+            self.waits += "acquire" in parts
+            assert self.waits < 100, f"waits for ever: {text}"
             self.load_or_store(parts, operands, active)
         elif name.startswith(("cp.async", "ldmatrix", "mma", "vote", "shfl")):
             self.of_warp(parts, operands, active, text)

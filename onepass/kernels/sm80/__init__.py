@@ -4,4 +4,6 @@ forward.py    the kernel: set-up, tiles, what a thread block does with one; read
 warps.py      a warp's registers and single acts: GEMMs, masks, softmax, storing
 loads.py      tiles from global to shared memory, asynchronously
 launch.py     tensors and options -> compiled kernel and grid
+
+backward.py, backward_warps.py, backward_launch.py: the same for the gradients
 """

@@ -27,6 +27,9 @@ zeros, and so are rows past the end of a sequence: P = 0 there, and 0 * NaN = Na
 State: no GPU has run this yet, and nothing is tuned. The tests compile it for six architectures, read the machine code,
 and run the PTX on the CPU.
 
+    done      fp16 and bf16, all that the forward supports, the gradient of lse, deterministic, NaN in hidden pairs
+    not yet   float32, stmatrix where a GPU has it, turns whose wait hides behind a GEMM, dQ a step late (one barrier)
+
 Source: FlashAttention-2, arXiv:2307.08691, Algorithm 2.
 """
 

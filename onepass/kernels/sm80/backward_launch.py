@@ -55,9 +55,10 @@ def prepare(
     arch = launch.arch_of(device)
     config = config or heuristics.backward_config_sm80(problem, arch)
     config.check(problem, arch)
-    kernels = [compile.get(*request) for request in compile_requests(problem, has_dlse, config, arch)]
+    preprocess, main, postprocess = (compile.get(*r) for r in compile_requests(problem, has_dlse, config, arch))
     blocks_per_head, num_tiles = counts(problem, config)
-    return Launch(problem, config, *kernels, blocks_per_head, heads_per_section(problem, config), num_tiles)
+    section = heads_per_section(problem, config)
+    return Launch(problem, config, preprocess, main, postprocess, blocks_per_head, section, num_tiles)
 
 
 def compile_requests(

@@ -1,0 +1,94 @@
+"""The parts of the Ampere backward's launch that plain torch computes."""
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onepass.kernels import heuristics
+from onepass.kernels.sm80 import backward_launch, launch
+from onepass.kernels.sm80.backward_launch import Launch, unsupported
+from onepass.problem import AttentionInputs, AttentionProblem, Mask
+
+
+def problem(**options):
+    sizes = {
+        "batch": 2,
+        "seqlen_q": 70,
+        "seqlen_k": 90,
+        "num_heads_q": 4,
+        "num_heads_kv": 2,
+        "head_dim": 16,
+        "head_dim_v": 16,
+    }
+    options = {"dtype": torch.bfloat16, "softmax_scale": 0.25, "mask": Mask()} | sizes | options
+    return AttentionProblem(device_type="cpu", **options)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mask": Mask(None, 0), "deterministic": True},
+        {"mask": Mask(3, None), "softcap": 3.0, "has_seqused_k": True},
+        {"mask": Mask(3, 5), "is_packed": True, "deterministic": True},
+        {"has_seqused_k": True, "is_packed": True},
+    ],
+)
+def test_kernels_are_given_what_they_were_traced_with(options):
+    """In order: as many arguments, of as many dimensions, and None in the same places."""
+    wanted = problem(**options)
+    config = heuristics.backward_config_sm80(wanted, "sm_80")
+    sequences = (140,) if wanted.is_packed else (2, 70)
+    q, out, dout = (torch.zeros(*sequences, 4, 16, dtype=wanted.dtype) for _ in range(3))
+    k, v = (torch.zeros(*sequences, 2, 16, dtype=wanted.dtype) for _ in range(2))
+    lengths = torch.tensor([0, 70, 140], dtype=torch.int32)
+    inputs = AttentionInputs(
+        q,
+        k,
+        v,
+        cu_seqlens_q=lengths if wanted.is_packed else None,
+        cu_seqlens_k=lengths if wanted.is_packed else None,
+        seqused_k=lengths[:2] if wanted.has_seqused_k else None,
+    )
+    lse = torch.zeros(4, 140) if wanted.is_packed else torch.zeros(2, 4, 70)
+    given = []
+    kernels = [lambda *arguments: given.append(arguments)] * 3
+    Launch(wanted, config, *kernels, 4, 1, 1)(inputs, out, lse, dout, None)
+    traced = [trace() for *_, trace in backward_launch.compile_requests(wanted, False, config, "sm_80")]
+
+    def dimensions(argument):
+        return None if argument is None else len(getattr(argument, "shape", ()))
+
+    for arguments, (_, stand_ins) in zip(given, traced, strict=True):
+        # the stream is torch's current one
+        assert [dimensions(a) for a in arguments] == [dimensions(a) for a in stand_ins[:-1]]
+
+
+@pytest.mark.parametrize("arch", launch.ARCHS)
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 192, 256])
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"is_packed": True}, {"deterministic": True}])
+def test_every_problem_has_a_configuration(arch, head_dim, options):
+    for head_dim_v in (8, head_dim):
+        asked = problem(head_dim=head_dim, head_dim_v=head_dim_v, **options)
+        config = heuristics.backward_config_sm80(asked, arch)
+        config.check(asked, arch)
+        assert config.vector_adds == (arch not in ("sm_80", "sm_86", "sm_89"))
+        assert config.from_text(config.text) == config
+
+
+def test_what_is_left_to_another_backend_says_why():
+    for option in ({}, {"deterministic": True}, {"is_packed": True}, {"has_seqused_k": True}, {"softcap": 3.0}):
+        assert unsupported(problem(**option)) is None
+    assert unsupported(replace(problem(), batch=70000)) == "batch: expected up to 65535, got 70000"
+    assert "head_dim" in unsupported(problem(head_dim=12))
+
+
+def test_inputs_without_keys_have_no_gradient():
+    asked = problem(seqlen_k=0)
+    q, kv = torch.randn(2, 70, 4, 16), torch.randn(2, 0, 2, 16)
+    gradients = backward_launch.prepare(asked, torch.device("cpu"), False)(AttentionInputs(q, kv, kv))
+    assert all((g == 0).all() for g in gradients)
+    assert [tuple(g.shape) for g in gradients[:3]] == [q.shape, kv.shape, kv.shape]
