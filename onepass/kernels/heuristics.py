@@ -1,4 +1,4 @@
-"""Problem -> configuration: one table per architecture, each row with the measurement behind it."""
+"""Problem -> configuration on Hopper, each row of the table with the measurement behind it; and who configures what."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from ..problem import AttentionProblem
 from .blocks.integers import ceil_div
 from .config import (
     HOPPER,
-    ROWS_PER_MMA,
     ROWS_PER_WARPGROUP,
-    SCALAR_ADDS,
-    SMEM_BYTES_BY_ARCH,
-    VECTOR_BYTES,
     BackwardConfig,
     BackwardConfigSm80,
     ForwardConfig,
@@ -23,6 +19,7 @@ from .config import (
     LaunchConfig,
     head_dim_tile,
 )
+from .heuristics_sm80 import backward_config_sm80, forward_config_sm80
 
 LONG = 2**62
 
@@ -166,103 +163,6 @@ def _adapted(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:
     num_warpgroups = min(config.num_warpgroups, needed)
     cluster_size = config.cluster_size if needed > num_warpgroups else 1
     return replace(config, pack_gqa=pack_gqa, num_warpgroups=num_warpgroups, cluster_size=cluster_size)
-
-
-# With the instructions of Ampere, by the larger head_dim tile. Chosen by registers and shared memory, not measured yet.
-FORWARD_SM80 = {
-    64: ForwardConfigSm80(tile_m=128, tile_n=64, q_in_registers=False, rescale_threshold=LAZY),
-    96: ForwardConfigSm80(tile_m=64, tile_n=64, rescale_threshold=LAZY),
-    128: ForwardConfigSm80(tile_m=64, tile_n=64, rescale_threshold=LAZY),
-    192: ForwardConfigSm80(tile_m=64, tile_n=32, rescale_threshold=LAZY),
-    256: ForwardConfigSm80(tile_m=64, tile_n=32, num_stages=1, q_in_registers=False, rescale_threshold=LAZY),
-}
-
-
-# float32, the first that fits into the shared memory of the architecture (227, 163 or 99 KB).
-FORWARD_SM80_FLOAT32 = {
-    64: (ForwardConfigSm80(tile_m=128, tile_n=32, q_in_registers=False, rescale_threshold=LAZY),),
-    96: (
-        ForwardConfigSm80(tile_m=128, tile_n=32, num_warps=8, q_in_registers=False, rescale_threshold=LAZY),
-        ForwardConfigSm80(tile_m=64, tile_n=32, q_in_registers=False, rescale_threshold=LAZY),
-    ),
-    128: (
-        ForwardConfigSm80(tile_m=128, tile_n=32, num_warps=8, q_in_registers=False, rescale_threshold=LAZY),
-        ForwardConfigSm80(tile_m=64, tile_n=32, q_in_registers=False, rescale_threshold=LAZY),
-    ),
-    192: (
-        ForwardConfigSm80(tile_m=128, tile_n=32, num_warps=8, q_in_registers=False, rescale_threshold=LAZY),
-        ForwardConfigSm80(
-            tile_m=128, tile_n=32, num_warps=8, num_stages=1, q_in_registers=False, rescale_threshold=LAZY
-        ),
-        ForwardConfigSm80(tile_m=64, tile_n=16, q_in_registers=False, rescale_threshold=LAZY),
-    ),
-    256: (
-        ForwardConfigSm80(
-            tile_m=128, tile_n=32, num_warps=8, num_stages=1, q_in_registers=False, rescale_threshold=LAZY
-        ),
-        ForwardConfigSm80(tile_m=64, tile_n=16, q_in_registers=False, rescale_threshold=LAZY),
-        ForwardConfigSm80(tile_m=64, tile_n=16, num_stages=1, q_in_registers=False, rescale_threshold=LAZY),
-    ),
-}
-
-
-def forward_config_sm80(problem: AttentionProblem, arch: str) -> ForwardConfigSm80:
-    """The configuration that a call of this problem runs with on the Ampere kernels, if its tensors are aligned."""
-    widest = max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))
-    configs = FORWARD_SM80_FLOAT32[widest] if problem.dtype.itemsize == 4 else (FORWARD_SM80[widest],)
-    row_bytes = (problem.head_dim | problem.head_dim_v) * problem.dtype.itemsize
-    vector_bytes = next(n for n in VECTOR_BYTES if row_bytes % n == 0)
-    seqlen_q = problem.seqlen_q // max(1, problem.batch) if problem.is_packed else problem.seqlen_q
-    group = problem.qhead_per_kvhead
-    for config in configs:
-        config = replace(config, vector_bytes=vector_bytes)
-        # few rows: all heads of a group fit into one tile and read their K and V once (not measured yet)
-        rows = ROWS_PER_MMA * config.num_warps
-        if 1 < group <= rows and seqlen_q * group <= rows:
-            config = replace(config, tile_m=rows, pack_gqa=True)
-        if config.smem_bytes(problem) <= SMEM_BYTES_BY_ARCH.get(arch, 0):
-            break
-    config.check(problem, arch)
-    return config
-
-
-# With the instructions of Ampere, by the larger head_dim tile: with 163 KB of shared memory or more, and with 99 KB.
-# Chosen by registers and shared memory, not measured yet.
-BACKWARD_SM80 = {
-    64: BackwardConfigSm80(tile_m=64, tile_n=128),
-    96: BackwardConfigSm80(tile_m=64, tile_n=128),
-    128: BackwardConfigSm80(tile_m=64, tile_n=128),
-    192: BackwardConfigSm80(tile_m=64, tile_n=64, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2),
-    256: BackwardConfigSm80(tile_m=32, tile_n=64, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2),
-}
-BACKWARD_SM80_SMALL = {
-    64: BackwardConfigSm80(tile_m=64, tile_n=128),
-    96: BackwardConfigSm80(tile_m=32, tile_n=64, num_warps=4, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2),
-    128: BackwardConfigSm80(tile_m=32, tile_n=64, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2),
-    192: BackwardConfigSm80(tile_m=32, tile_n=64, num_stages=1, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2),
-    256: BackwardConfigSm80(
-        tile_m=32, tile_n=32, num_warps=4, num_stages=1, s_key_warps=2, dkv_key_warps=2, dq_query_warps=1, dq_pieces=4
-    ),
-}
-
-
-def backward_config_sm80(problem: AttentionProblem, arch: str) -> BackwardConfigSm80:
-    """The configuration that a backward of this problem runs with on the Ampere kernels."""
-    is_small = SMEM_BYTES_BY_ARCH[arch] < SMEM_BYTES_BY_ARCH["sm_80"]
-    table = BACKWARD_SM80_SMALL if is_small else BACKWARD_SM80
-    widest = max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))
-    config = table[widest]
-    if widest == 128 and not is_small:
-        # the slopes of a softcap, or more bounds, take the registers in which P and dS would stay
-        if problem.softcap is not None:
-            config = replace(config, tile_n=64, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2)
-        elif problem.is_packed or problem.has_seqused_k:
-            config = replace(config, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2)
-    # of 64 columns each, where head_dim is less than head_dim_v
-    pieces = min(config.dq_pieces, max(1, config.head_dims(problem)[0] // 64))
-    config = replace(config, vector_adds=arch not in SCALAR_ADDS, dq_pieces=1 if pieces == 3 else pieces)
-    config.check(problem, arch)
-    return config
 
 
 def backward_config(problem: AttentionProblem, arch: str = HOPPER) -> BackwardConfig:

@@ -9,7 +9,7 @@ import torch
 from shipped import problem
 
 from onepass.errors import UnsupportedError
-from onepass.kernels import heuristics
+from onepass.kernels import heuristics, heuristics_sm80
 from onepass.kernels.config import SCALAR_ADDS, BackwardConfigSm80
 from onepass.kernels.sm80 import backward_launch, launch
 from onepass.problem import Mask
@@ -23,7 +23,7 @@ pytestmark = [
 SHIPPED = [
     pytest.param(arch, head_dim, marks=() if arch in ("sm_80", "sm_86") or head_dim == 128 else pytest.mark.slow)
     for arch in launch.ARCHS
-    for head_dim in heuristics.BACKWARD_SM80
+    for head_dim in heuristics_sm80.BACKWARD
 ]
 OPTIONS = [
     ("deterministic", problem(128, 128, deterministic=True)),

@@ -14,7 +14,7 @@ import torch
 from test_forward_sm80_values import PACKED, Arguments, call_of, fast_divisor, problem_of
 
 import onepass
-from onepass.kernels import backward_rows, compile, heuristics
+from onepass.kernels import backward_rows, compile, heuristics, heuristics_sm80
 from onepass.kernels.blocks import tile_scheduler
 from onepass.kernels.blocks.integers import ceil_div
 from onepass.kernels.config import BackwardConfigSm80
@@ -238,7 +238,7 @@ CASES = {
 
 
 QUICK = ("sinks", "rows that see nothing", "head dims of no tile", "head dim 256")
-SMALL = {d: config for d, config in heuristics.BACKWARD_SM80_SMALL.items() if d != 64}
+SMALL = {d: config for d, config in heuristics_sm80.BACKWARD_SMALL.items() if d != 64}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
