@@ -303,7 +303,8 @@ def test_tiles_of_keys_take_turns():
         problem, config, kernels.preprocess, main, kernels.postprocess, blocks_per_head, 1, num_tiles
     )
     launch(inputs, *given(call))
-    tiles = [2, 3, 3]  # of 128 keys; the first 64 queries see the keys up to 213
+    assert (config.tile_m, config.tile_n) == (64, 64)
+    tiles = [4, 5, 5]  # the first 64 queries see the keys up to 213, the next ones up to 277
     turns = seen[0].tolist()
     assert turns[:-1] == 2 * [n for n in tiles for _ in range(config.num_warps)]
     assert turns[-1] == num_tiles
