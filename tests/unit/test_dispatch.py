@@ -1,0 +1,116 @@
+"""Which backend runs a call on which device: asked without a GPU, of one that is pretended."""
+
+import pytest
+import torch
+
+import onepass
+from onepass import ForwardConfig, ForwardConfigSm80, dispatch
+from onepass.kernels.config import HOPPER, BackwardConfigSm80
+from onepass.problem import AttentionProblem, Mask
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+
+
+def problem(dtype=BF16, head_dim=64, device_type="cuda", batch=1):
+    lengths = {"batch": batch, "seqlen_q": 5, "seqlen_k": 7, "num_heads_q": 4, "num_heads_kv": 2}
+    head_dims = {"head_dim": head_dim, "head_dim_v": head_dim}
+    return AttentionProblem(
+        dtype=dtype, device_type=device_type, **lengths, **head_dims, softmax_scale=1.0, mask=Mask()
+    )
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of this compute capability, with the kernel compiler."""
+
+    def make(*capability):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("capability", "asked", "backend"),
+    [
+        ((9, 0), {}, "sm90"),
+        ((9, 0), {"dtype": FP32}, "sm80"),
+        ((9, 0), {"head_dim": 63}, "sm80"),
+        ((9, 0), {"dtype": FP64}, "tiled"),
+        ((9, 0), {"head_dim": 264}, "tiled"),
+        ((8, 0), {}, "sm80"),
+        ((8, 9), {"dtype": FP32}, "sm80"),
+        ((12, 0), {}, "sm80"),
+        ((7, 5), {}, "tiled"),
+        ((9, 0), {"device_type": "cpu"}, "tiled"),
+    ],
+)
+def test_the_newest_kernels_that_take_a_call_run_it(gpu, capability, asked, backend):
+    gpu(*capability)
+    support = dispatch.choose(problem(**asked))
+    assert (support.ok, support.backend) == (True, backend), support.reason
+
+
+def test_the_reason_says_why_not_another(gpu):
+    gpu(9, 0)
+    assert dispatch.choose(problem()).reason == "Hopper kernels (CuTe DSL)"
+    reason = dispatch.choose(problem(FP32)).reason
+    assert "Ampere kernels (CuTe DSL); sm90: dtype: expected bfloat16 or float16, got float32" in reason
+    assert dispatch.choose(problem(FP64)).reason.endswith(
+        "here cuda (sm90: dtype: expected bfloat16 or float16, got float64; "
+        "sm80: dtype: expected bfloat16, float16 or float32, got float64)"
+    )
+    gpu(7, 5)
+    assert "sm80: expected a GPU of compute capability 8.0 or more, got (7, 5)" in dispatch.choose(problem()).reason
+
+
+@pytest.mark.parametrize("name", ["sm80", "sm90"])
+def test_a_backend_that_is_named_runs_or_is_refused(gpu, name):
+    gpu(9, 0)
+    assert dispatch.choose(problem(), name).backend == name
+    refused = dispatch.choose(problem(FP64), name)
+    assert (refused.ok, refused.backend) == (False, name)
+    assert refused.reason.startswith(f"backend {name}: dtype: expected bfloat16")
+    gpu(7, 0)
+    assert "got (7, 0)" in dispatch.choose(problem(), name).reason
+    assert (
+        dispatch.choose(problem(device_type="cpu"), name).reason == f"backend {name}: expected tensors on cuda, got cpu"
+    )
+
+
+def test_gradients_of_what_the_kernels_do_not_differentiate(gpu):
+    gpu(8, 0)
+    assert dispatch.load_backward("sm80", problem()).__name__ == "onepass.kernels.sm80.backward_launch"
+    many = problem(batch=70000)
+    assert dispatch.load_backward("sm80", many).__name__ == "onepass.tiled"
+    assert "gradients by the tiled backend (batch: expected up to 65535, got 70000)" in dispatch.choose(many).reason
+
+
+def test_a_configuration_is_of_its_backend(gpu):
+    gpu(9, 0)
+    wrong = dispatch.choose(problem(), None, ForwardConfigSm80())
+    assert not wrong.ok
+    assert wrong.reason.startswith("tuning: backend sm90 expects a ForwardConfig, got ForwardConfigSm80(")
+    assert dispatch.choose(problem(), "sm80", ForwardConfigSm80()).ok
+    assert dispatch.choose(problem(), None, ForwardConfig(tile_n=128)).ok
+    wrong = dispatch.choose(problem(), "sm80", ForwardConfigSm80(tile_n=72))
+    assert wrong.reason == "tuning: tile_n: expected 16, 32, ... 256, got 72"
+
+
+def test_configurations_of_hopper_are_for_hopper():
+    with pytest.raises(onepass.UnsupportedError, match=f"architecture: expected {HOPPER}, got sm_80"):
+        ForwardConfig(tile_n=128).check(problem(), "sm_80")
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"), [((8, 0), "sm_80"), ((8, 7), "sm_80"), ((9, 0), "sm_90a"), ((12, 0), "sm_120a")]
+)
+def test_kernels_are_compiled_for_the_gpu(gpu, capability, arch):
+    gpu(*capability)
+    assert dispatch.compile_request("sm80", problem(), ForwardConfigSm80())[2] == arch
+    requests = dispatch.backward_requests("sm80", problem(), False)
+    assert [request[0] for _, request in requests] == ["backward_preprocess", "backward_sm80", "backward_postprocess"]
+    assert {request[2] for _, request in requests} == {arch}
+    assert all(isinstance(config, BackwardConfigSm80) for config, _ in requests)
+    assert dispatch.backward_requests("sm80", problem(batch=70000), False) == []
