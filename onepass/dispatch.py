@@ -123,8 +123,15 @@ def _device_refusal(name: str, problem: AttentionProblem) -> str | None:
     capability = torch.cuda.get_device_capability()
     if name == "sm90" and capability != (9, 0):
         return f"expected a Hopper GPU (compute capability 9.0), got {capability}"
-    if name == "sm80" and capability < (8, 0):
-        return f"expected a GPU of compute capability 8.0 or more, got {capability}"
+    if name == "sm80":
+        if capability < (8, 0):
+            return f"expected a GPU of compute capability 8.0 or more, got {capability}"
+        from .kernels.sm80.launch import arch_of_capability
+
+        try:
+            arch_of_capability(*capability)
+        except UnsupportedError as error:
+            return str(error)
     return None
 
 

@@ -215,15 +215,19 @@ class ForwardConfig(LaunchConfig):
 SMEM_BYTES_BY_ARCH = {
     "sm_80": 163 * 1024,
     "sm_86": 99 * 1024,
+    "sm_87": 163 * 1024,
     "sm_89": 99 * 1024,
     "sm_90": SMEM_BYTES,
     "sm_90a": SMEM_BYTES,
     "sm_100a": SMEM_BYTES,
+    "sm_103a": SMEM_BYTES,
+    "sm_110a": SMEM_BYTES,
     "sm_120a": 99 * 1024,
+    "sm_121a": 99 * 1024,
 }
 ROWS_PER_MMA = 16
 # where float32 in global memory are added to one by one
-SCALAR_ADDS = ("sm_80", "sm_86", "sm_89")
+SCALAR_ADDS = ("sm_80", "sm_86", "sm_87", "sm_89")
 MAX_REGISTERS = 255  # of a thread
 VECTOR_BYTES = (16, 8, 4, 2)  # of a copy
 

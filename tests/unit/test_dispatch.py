@@ -42,7 +42,9 @@ def gpu(monkeypatch):
         ((8, 0), {}, "sm80"),
         ((8, 9), {"dtype": FP32}, "sm80"),
         ((12, 0), {}, "sm80"),
+        ((10, 3), {}, "sm80"),
         ((7, 5), {}, "tiled"),
+        ((99, 0), {}, "tiled"),
         ((9, 0), {"device_type": "cpu"}, "tiled"),
     ],
 )
@@ -104,7 +106,8 @@ def test_configurations_of_hopper_are_for_hopper():
 
 
 @pytest.mark.parametrize(
-    ("capability", "arch"), [((8, 0), "sm_80"), ((8, 7), "sm_80"), ((9, 0), "sm_90a"), ((12, 0), "sm_120a")]
+    ("capability", "arch"),
+    [((8, 0), "sm_80"), ((8, 8), "sm_80"), ((12, 1), "sm_121a"), ((9, 0), "sm_90a"), ((12, 0), "sm_120a")],
 )
 def test_kernels_are_compiled_for_the_gpu(gpu, capability, arch):
     gpu(*capability)

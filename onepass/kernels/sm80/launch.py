@@ -10,15 +10,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ...errors import UnsupportedError
 from ...outputs import empty_outputs
 from ...problem import AttentionInputs, AttentionProblem
 from .. import compile, heuristics
 from ..arguments import element_type, fake_tensor, score_scales, window_bounds
 from ..blocks import tile_scheduler
 from ..blocks.integers import ceil_div
-from ..config import VECTOR_BYTES, ForwardConfigSm80
+from ..config import SMEM_BYTES_BY_ARCH, VECTOR_BYTES, ForwardConfigSm80
 
-# What the kernels are compiled for; later GPUs of a generation run what was compiled for its first.
+# What the tests compile the kernels for; they compile for the others of SMEM_BYTES_BY_ARCH, too.
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 MAX_HEAD_DIM = 256
 
@@ -36,12 +37,18 @@ def unsupported(problem: AttentionProblem) -> str | None:
 
 
 def arch_of(device: torch.device) -> str:
-    """The name that kernels for this GPU are compiled for."""
-    major, minor = torch.cuda.get_device_capability(device)
+    """The name that kernels for this GPU are compiled for. Raises: UnsupportedError for one that is not known."""
+    return arch_of_capability(*torch.cuda.get_device_capability(device))
+
+
+def arch_of_capability(major: int, minor: int) -> str:
     name = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
-    if name in ARCHS:
+    if name in SMEM_BYTES_BY_ARCH:
         return name
-    return {8: "sm_80"}.get(major, name)
+    if major == 8:  # what was compiled for the first of this generation runs on all of it
+        return "sm_80"
+    known = ", ".join(SMEM_BYTES_BY_ARCH)
+    raise UnsupportedError(f"compute capability: expected that of one of {known}, got {(major, minor)}")
 
 
 def forward(
