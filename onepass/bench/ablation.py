@@ -171,7 +171,7 @@ ROAD_SM80 = (
             "swizzle": False,
             "fragments_ahead": False,
             "fold_scale": False,
-            "q_in_registers": True,
+            "q_in_registers": False,
             "rescale_threshold": 0.0,
             "exp2_fma_period": 0,
             "longest_first": False,

@@ -10,7 +10,18 @@ import torch
 
 from onepass import tiled
 from onepass.bench import ablation
-from onepass.bench.ablation import FORWARD_SM90, FULL, PAPER_CASE, Kernel, PaperRow, Switch, problem_of, rows
+from onepass.bench.ablation import (
+    FORWARD_SM90,
+    FULL,
+    PAPER_CASE,
+    ROAD_SM80,
+    Kernel,
+    PaperRow,
+    Switch,
+    problem_of,
+    road,
+    rows,
+)
 from onepass.bench.cases import Case
 from onepass.bench.flops import flops
 from onepass.bench.plot import plot_ablation
@@ -106,6 +117,31 @@ def test_a_new_boolean_field_is_turned_off():
     found = rows(problem_of(CASE, "cpu"), Config(64), ())
     turned_off = {label: {label.removeprefix("no "): False} for label in ("no overlap", "no slow")}
     assert {row.label: row.changes for row in found.rows if row.label in turned_off} == turned_off
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_road_of_the_ampere_kernels(head_dim, dtype):
+    problem = problem_of(Case.square(2048, 2, head_dim, dtype=dtype, causal=True), "cuda")
+    full = heuristics.forward_config_sm80(problem, "sm_80")
+    found = road(problem, full, ROAD_SM80, "sm_80")
+    labels = [row.label for row in found.rows]
+    assert labels[0] == FULL
+    assert [label[0] for label in labels[1:]] == sorted(label[0] for label in labels[1:])
+    assert labels[1].startswith("1 ")
+    assert {step.label for step in ROAD_SM80} == set(labels[1:]) | set(found.absent)
+    configs = [row.config for row in found.rows]
+    assert len(set(configs)) == len(configs), "two rows would measure the same"
+    # each step changes what it says and nothing else; after the last one only the small things are missing
+    for before, row in zip(configs[1:], found.rows[2:], strict=False):
+        assert replace(before, **row.changes) == row.config
+    last = {name: value for name, value in asdict(configs[-1]).items() if value != getattr(full, name)}
+    assert set(last) <= {"rescale_threshold", "longest_first"}
+    refusals = [row.refusal for row in found.rows if row.refusal]
+    if dtype == "float32" and head_dim > 128:  # 64 x 64 tiles of it do not fit
+        assert all(refusal.startswith("shared memory: ") for refusal in refusals)
+    else:
+        assert refusals == []
 
 
 SHIPPED = [
