@@ -34,7 +34,8 @@ def test_lengths(case):
     for d in (1, 2, 3, 5, 8, 17, 32, 40, 63, 64, 65, 80, 96, 100, 127, 128, 160, 192, 200, 250, 255, 256)
 )
 def test_head_dims(case):
-    check(case)
+    # rows of one or two columns have small sums by chance, which plain float32 then hardly rounds
+    check(case, with_floor=case.head_dim < 8)
 
 
 @cases(case(100, 170, head_dim=d, head_dim_v=dv, **FLOAT32) for d, dv in ((192, 128), (64, 256), (33, 7), (256, 40)))
