@@ -235,3 +235,53 @@ def test_forward_takes_its_configurations(common):
     module = importlib.import_module("hopper_forward")
     sys.modules.pop("hopper_forward")
     assert module.configuration("3wg n80 q2 queue").dynamic_tiles
+
+
+@pytest.fixture
+def ampere(hopper_backward, monkeypatch):
+    monkeypatch.delitem(sys.modules, "ampere", raising=False)
+    module = importlib.import_module("ampere")
+    monkeypatch.setattr(module, "DEVICE", "cpu")
+    monkeypatch.setattr(module, "BACKEND", "tiled")
+    monkeypatch.setattr(module, "PEERS", {"torch": "sdpa", "fa2": "sdpa-flash"})
+    monkeypatch.setattr(module, "CHECKED_SEQLENS", (24,))
+    monkeypatch.setattr(module.common, "compile_all", lambda jobs, compile_one: None)
+    monkeypatch.setattr(module.dispatch, "arch_of", lambda name: "")
+
+    def of_config(problem, inputs, config):
+        out, lse = tiled.forward(problem, inputs)
+        return (out * 1.5 if config is not None and config.wrong else out), lse
+
+    stand_in = Kernel("tiled", "cpu", lambda problem, arch: Config(), of_config, ())
+    monkeypatch.setitem(ablation.KERNELS, "tiled", stand_in)
+    monkeypatch.setitem(ablation.BACKWARD_KERNELS, "tiled", stand_in._replace(forward=forward, backward=backward))
+    yield module
+    sys.modules.pop("ampere", None)
+
+
+@pytest.mark.parametrize(("direction", "wrong"), [("fwd", "out"), ("bwd", "dv")])
+def test_ampere_grid(ampere, tmp_path, capsys, direction, wrong):
+    options = ("--direction", direction, "--rounds", "2", "--dtype", "float32")
+    status, data = run(ampere, tmp_path, *options, "--variants", "tile_n=32; tile_n=32, wrong=True; tile_n=256")
+    text = capsys.readouterr().out
+    assert status == 1  # one of them is wrong
+    assert "tile_n=256 not measured: tile_n: expected up to 128, got 256" in text
+    assert text.count(f": {wrong}: max error") == 2
+    assert "check: 6 of 8 passed" in text
+    assert (data["circumstances"]["dtype"], data["circumstances"]["direction"]) == ("float32", direction)
+    rows = {row["contender"]: row for row in data["rows"] if row["causal"]}
+    assert list(rows) == ["torch", "onepass", "tile_n=32", "tile_n=32,wrong=True"]
+    assert rows["tile_n=32"]["error"] < 0.05 < rows["tile_n=32,wrong=True"]["error"]
+    flops = 4 * 32**2 * 16 * 2 * 2 * 0.5 * (1.0 if direction == "fwd" else 2.5)
+    assert rows["onepass"]["tflops"] == round(flops / (sum(rows["onepass"]["ms"]) / 2) / 1e9, 2)
+    assert run(ampere, tmp_path, *options)[0] == 0
+
+
+def test_ampere_where_it_cannot_be_measured(ampere, tmp_path, capsys, monkeypatch):
+    with pytest.raises(SystemExit):
+        run(ampere, tmp_path, "--peers", "fa9")
+    assert "--peers: expected names of torch, fa2, got fa9" in capsys.readouterr().err
+    monkeypatch.setattr(ampere, "BACKEND", "sm80")
+    with pytest.raises(SystemExit):
+        run(ampere, tmp_path)
+    assert "backend sm80: expected tensors on cuda, got cpu" in capsys.readouterr().err
