@@ -41,10 +41,11 @@ class Cell(NamedTuple):
     head_dim: int
     causal: bool
     seqlen: int
+    tokens: int | None = None  # None: the grid's
 
     @property
     def batch(self) -> int:
-        return TOKENS // self.seqlen
+        return max(1, (self.tokens or TOKENS) // self.seqlen)
 
     @property
     def heads(self) -> int:
@@ -75,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser, peers: str, out: str) -> None
     parser.add_argument("--cases", type=parse_cases, help="such as 128c8192,64n512; default: the grid")
     parser.add_argument("--head-dims", type=integers, default=HEAD_DIMS)
     parser.add_argument("--seqlens", type=integers, default=SEQLENS)
+    parser.add_argument("--tokens", type=int, help=f"batch * seqlen; default: the grid's, {TOKENS}")
     parser.add_argument("--peers", default=peers)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--load", action="store_true", help="clock and power of each contender, 0.7 s each")
@@ -84,7 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser, peers: str, out: str) -> None
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
-    return args.cases or [Cell(d, c, s) for d in args.head_dims for c in (False, True) for s in args.seqlens]
+    found = args.cases or [Cell(d, c, s) for d in args.head_dims for c in (False, True) for s in args.seqlens]
+    return [cell._replace(tokens=args.tokens) for cell in found]
 
 
 # ---------------------------------------------------------------- compiling
@@ -238,7 +241,7 @@ class Results:
         """TFLOP/s of each contender."""
         found: dict[Cell, dict[str, float]] = {}
         for row in self.rows:
-            cell = Cell(row["head_dim"], row["causal"], row["seqlen"])
+            cell = Cell(row["head_dim"], row["causal"], row["seqlen"], row["tokens"])
             found.setdefault(cell, {})[row["contender"]] = self.tflops(cell, row["ms"])
         return found
 
@@ -259,9 +262,9 @@ class Results:
         tflops = {cell: values["onepass"] for cell, values in self.by_cell().items() if "onepass" in values}
         seqlens = sorted({cell.seqlen for cell in tflops})
         print(f"\n| head_dim | causal | {' | '.join(map(str, seqlens))} |\n|{'---|' * (2 + len(seqlens))}")
-        for head_dim, causal in dict.fromkeys(cell[:2] for cell in tflops):
+        for head_dim, causal, tokens in dict.fromkeys((*cell[:2], cell.tokens) for cell in tflops):
             entries = []
-            for cell in (Cell(head_dim, causal, seqlen) for seqlen in seqlens):
+            for cell in (Cell(head_dim, causal, seqlen, tokens) for seqlen in seqlens):
                 ratio = f" ({ratios['onepass'][cell]:.2f})" if cell in ratios["onepass"] else ""
                 entries.append(f"{tflops[cell]:.0f}{ratio}" if cell in tflops else "")
             print(f"| {head_dim} | {'yes' if causal else 'no'} | {' | '.join(entries)} |")

@@ -94,7 +94,7 @@ def run(module, tmp_path, *arguments):
 
 
 def test_cases_of_the_command_line(common):
-    assert common.parse_cases("128c8192,64n512") == [(128, True, 8192), (64, False, 512)]
+    assert common.parse_cases("128c8192,64n512") == [common.Cell(128, True, 8192), common.Cell(64, False, 512)]
     with pytest.raises(argparse.ArgumentTypeError, match="got 64x512"):
         common.parse_cases("128c8192,64x512")
 
@@ -274,7 +274,12 @@ def test_ampere_grid(ampere, tmp_path, capsys, direction, wrong):
     assert rows["tile_n=32"]["error"] < 0.05 < rows["tile_n=32,wrong=True"]["error"]
     flops = 4 * 32**2 * 16 * 2 * 2 * 0.5 * (1.0 if direction == "fwd" else 2.5)
     assert rows["onepass"]["tflops"] == round(flops / (sum(rows["onepass"]["ms"]) / 2) / 1e9, 2)
-    assert run(ampere, tmp_path, *options)[0] == 0
+    # fewer tokens than the grid's 64: a batch of one
+    status, data = run(ampere, tmp_path, *options, "--tokens", "32")
+    assert status == 0
+    rows = {(row["contender"], row["seqlen"]): row for row in data["rows"]}
+    assert {row["tokens"] for row in data["rows"]} == {32}
+    assert rows["onepass", 32]["tflops"] == round(flops / 2 / (sum(rows["onepass", 32]["ms"]) / 2) / 1e9, 2)
 
 
 def test_ampere_where_it_cannot_be_measured(ampere, tmp_path, capsys, monkeypatch):
