@@ -36,7 +36,7 @@ def test_a_backward_finds_its_kernels_in_the_cache(tmp_path, monkeypatch, config
     """With a gradient of lse and without."""
     monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile, "_kernels", {})
-    monkeypatch.setattr(heuristics, "backward_config", lambda problem: config)
+    monkeypatch.setitem(heuristics.BACKWARD, "sm90", heuristics.Chooser(BackwardConfig, lambda problem, arch: config))
     call = dict.fromkeys("qkv", (1, 512, 4, 64)) | {"dtype": torch.bfloat16, "return_lse": True}
     made = onepass.warmup([call], backend="sm90", workers=2, gradients=True)
     assert not any(kernel.was_cached for kernel in made)
@@ -44,6 +44,6 @@ def test_a_backward_finds_its_kernels_in_the_cache(tmp_path, monkeypatch, config
     compile._kernels.clear()
     monkeypatch.setattr(compile, "compile_now", None)
     for has_dlse in (False, True):
-        for request in backward_launch.compile_requests(made[0].problem, has_dlse):
+        for request in backward_launch.compile_requests(made[0].problem, has_dlse, config):
             compile.get(*request)
     assert len(compile._kernels) == len(made) - 1  # all but the forward
