@@ -19,11 +19,12 @@ pytestmark = [
     pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
 ]
 
-# each table of heuristics with all its rows, the other architectures with one of them
+# each table of heuristics with all its rows, what a GPU has run, the other architectures with one row
 SHIPPED = [
-    pytest.param(arch, head_dim, marks=() if arch in ("sm_80", "sm_86") or head_dim == 128 else pytest.mark.slow)
+    (arch, head_dim)
     for arch in launch.ARCHS
     for head_dim in heuristics_sm80.BACKWARD
+    if arch in ("sm_80", "sm_86") or head_dim == 128 or (arch == "sm_90a" and head_dim in (64, 256))
 ]
 OPTIONS = [
     ("deterministic", problem(128, 128, deterministic=True)),
