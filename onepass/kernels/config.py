@@ -507,6 +507,7 @@ class BackwardConfigSm80(LaunchConfig):
         dkv_key_warps: warps along the keys in dK and dV (the others along the head dim).
         dq_query_warps: warps along the queries in dQ (the others along the head dim).
         dq_pieces: dQ is computed so many columns at a time, if all of them are too many registers.
+        one_score_buffer: dS is written where P was, in shared memory, at the price of two more barriers a step.
         vector_adds: four values are added to the accumulator of dQ at once, which GPUs before Hopper cannot.
         longest_first: number the tiles of keys by length (only meaningful where they differ), in L2-sized sections of
             heads.
@@ -522,6 +523,7 @@ class BackwardConfigSm80(LaunchConfig):
     dkv_key_warps: int = 8
     dq_query_warps: int = 4
     dq_pieces: int = 1
+    one_score_buffer: bool = False
     vector_adds: bool = False
     longest_first: bool = True
     vector_bytes: int = 16
@@ -553,10 +555,14 @@ class BackwardConfigSm80(LaunchConfig):
         return True
 
     def head_dims(self, problem: AttentionProblem) -> tuple[int, int]:
-        """What the kernel is compiled for: 96 not beside a wider one, for whose sake warps share columns by halves, nor
-        in float32, where they share them by 32."""
+        """What the kernel is compiled for: 96 not beside a wider one, for whose sake warps share columns by halves.
+
+        In float32, where a warp has 32 columns or a multiple of them, no 96, and 192 not beside 256.
+        """
         d, dv = (head_dim_tile(d) for d in (problem.head_dim, problem.head_dim_v))
-        if max(d, dv) > 96 or problem.dtype.itemsize == 4:
+        if problem.dtype.itemsize == 4:
+            d, dv = (256 if n == 192 and max(d, dv) == 256 else max(n, 128) if n == 96 else n for n in (d, dv))
+        elif max(d, dv) > 96:
             d, dv = (max(n, 128) if n == 96 else n for n in (d, dv))
         return d, dv
 
@@ -568,7 +574,7 @@ class BackwardConfigSm80(LaunchConfig):
         """Shared memory of a thread block: what `BackwardSm80.kernel` allocates, in its order."""
         d, dv = self.head_dims(problem)
         tiles = (self.tile_n + self.num_stages * self.tile_m) * (d + dv)
-        ds_and_p = self.tile_n * self.tile_m * (1 if self.keeps_p(problem) else 2)
+        ds_and_p = self.tile_n * self.tile_m * (1 if self.keeps_p(problem) or self.one_score_buffer else 2)
         stats = self.num_stages * STAT_ROWS * self.tile_m
         return problem.dtype.itemsize * (tiles + ds_and_p) + 4 * stats + (4 if problem.deterministic else 0)
 
@@ -612,11 +618,11 @@ class BackwardConfigSm80(LaunchConfig):
                 raise UnsupportedError(f"vector_bytes: {self.vector_bytes} do not divide rows of {name} {size}")
         if self.num_stages not in (1, 2):
             raise UnsupportedError(f"num_stages: expected 1 or 2, got {self.num_stages}")
-        if self.dq_pieces not in (1, 2, 4) or (
+        if self.dq_pieces not in (1, 2, 3, 4) or (
             self.dq_pieces > 1 and self.head_dims(problem)[0] % (64 * self.dq_pieces)
         ):
             raise UnsupportedError(
-                f"dq_pieces: expected 1, or 2 or 4 of a multiple of 64 columns, got {self.dq_pieces}"
+                f"dq_pieces: expected 1, or 2, 3 or 4 of a multiple of 64 columns, got {self.dq_pieces}"
             )
         if self.vector_adds and arch in SCALAR_ADDS:
             raise UnsupportedError(f"vector_adds: expected False on {arch}, which adds one value at a time")
@@ -637,6 +643,8 @@ class BackwardConfigSm80(LaunchConfig):
                 )
             for side in columns:
                 shared = least * (self.num_warps // warps)
+                if is_float32 and name == "dq_query_warps":
+                    shared *= self.dq_pieces
                 if sizes[side] % shared:
                     raise UnsupportedError(
                         f"{name}: {self.num_warps // warps} warps share {side}, which they can if it is a multiple of"

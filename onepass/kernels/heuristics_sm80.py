@@ -130,13 +130,11 @@ BACKWARD_SMALL = {
 BACKWARD_MEDIUM = BackwardConfigSm80(tile_m=32, tile_n=64, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2)
 
 
-# float32, by the head dims that kernels are compiled for; each list from the most shared memory to the least. Not
-# measured.
+# float32, by the wider of the head dims that kernels are compiled for; of each list the first that a problem and an
+# architecture have room for. Not measured.
 BACKWARD_FLOAT32 = {
-    64: (
-        BackwardConfigSm80(tile_m=64, tile_n=64, num_warps=4, s_key_warps=2, dkv_key_warps=2, dq_query_warps=2),
-        BackwardConfigSm80(tile_m=32, tile_n=64, num_warps=4, s_key_warps=2, dkv_key_warps=2, dq_query_warps=2),
-    ),
+    # two thread blocks on a multiprocessor with 163 KB
+    64: (BackwardConfigSm80(tile_m=32, tile_n=64, num_warps=4, s_key_warps=2, dkv_key_warps=2, dq_query_warps=2),),
     128: (
         BackwardConfigSm80(tile_m=64, tile_n=64, s_key_warps=4, dkv_key_warps=2, dq_query_warps=2),
         BackwardConfigSm80(tile_m=32, tile_n=64, s_key_warps=4, dkv_key_warps=2, dq_query_warps=2),
@@ -145,11 +143,24 @@ BACKWARD_FLOAT32 = {
         ),
     ),
     192: (
-        BackwardConfigSm80(tile_m=32, tile_n=32, num_warps=4, s_key_warps=2, dkv_key_warps=2, dq_query_warps=2),
-        BackwardConfigSm80(tile_m=16, tile_n=16, num_warps=2, s_key_warps=1, dkv_key_warps=1, dq_query_warps=1),
+        BackwardConfigSm80(
+            tile_m=32, tile_n=32, num_warps=4, s_key_warps=2, dkv_key_warps=2, dq_query_warps=2, dq_pieces=3
+        ),
+        BackwardConfigSm80(
+            tile_m=32,
+            tile_n=16,
+            num_warps=2,
+            num_stages=1,
+            s_key_warps=1,
+            dkv_key_warps=1,
+            dq_query_warps=1,
+            dq_pieces=3,
+        ),
     ),
     256: (
-        BackwardConfigSm80(tile_m=32, tile_n=64, num_stages=1, s_key_warps=4, dkv_key_warps=2, dq_query_warps=2),
+        BackwardConfigSm80(
+            tile_m=32, tile_n=64, num_stages=1, s_key_warps=4, dkv_key_warps=2, dq_query_warps=2, dq_pieces=2
+        ),
         BackwardConfigSm80(
             tile_m=32,
             tile_n=32,
@@ -161,14 +172,14 @@ BACKWARD_FLOAT32 = {
             dq_pieces=2,
         ),
         BackwardConfigSm80(
-            tile_m=16,
+            tile_m=32,
             tile_n=16,
-            num_warps=2,
+            num_warps=4,
             num_stages=1,
             s_key_warps=1,
             dkv_key_warps=1,
             dq_query_warps=1,
-            dq_pieces=2,
+            one_score_buffer=True,
         ),
     ),
 }
@@ -210,10 +221,9 @@ def backward_config_sm80(problem: AttentionProblem, arch: str) -> BackwardConfig
 
 def _backward_float32(problem: AttentionProblem, arch: str) -> BackwardConfigSm80:
     for config in BACKWARD_FLOAT32[max(BackwardConfigSm80().head_dims(problem))]:
-        # of 64 columns or more, where head_dim is less than head_dim_v
-        pieces = min(config.dq_pieces, config.head_dims(problem)[0] // 64)
-        config = replace(config, vector_adds=arch not in SCALAR_ADDS, dq_pieces=1 if pieces == 3 else pieces)
-        config = replace(config, vector_bytes=_copies(problem))
+        if config.head_dims(problem)[0] < max(config.head_dims(problem)):
+            config = replace(config, dq_pieces=1)
+        config = replace(config, vector_adds=arch not in SCALAR_ADDS, vector_bytes=_copies(problem))
         try:
             config.check(problem, arch)
         except UnsupportedError as error:

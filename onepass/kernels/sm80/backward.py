@@ -10,6 +10,7 @@ stay in registers through all of them. Everything is computed transposed, keys i
 
 A step has two barriers. After the first one Q, dO, lse and delta of the step are there for all warps, and what they
 read in the step before is free; between the two dS (and P, see below) of all warps come together in shared memory.
+With one_score_buffer there are two more: P is read before dS takes its place.
 
 How warps share out a GEMM is up to the configuration. With all of them along the keys (p_in_registers), a warp's P and
 dS are its operands of dV and dK as they lie in registers; only dQ, which sums over all keys, needs shared memory. With
@@ -70,8 +71,8 @@ class BackwardSm80(KeyTiles):
         self.head_dims = problem.head_dim, problem.head_dim_v  # of the tensors
         self.head_dim, self.head_dim_v = config.head_dims(problem)  # of the tiles
         self.p_in_registers = config.keeps_p(problem)
-        # tiles may hold pairs that are hidden, and whose parts of the gradients may be NaN; and a float32 infinity of dO
-        # has no low part but NaN
+        # tiles may hold pairs that are hidden, and whose parts of the gradients may be NaN; and the low part of a
+        # float32 infinity is NaN
         self.may_recompute = not problem.mask.is_full or problem.has_seqused_k or dtype is Float32
         if dtype is Float32:
             module, self.gemms = backward_gemms_float32, backward_gemms_float32.BackwardGemmsFloat32
@@ -161,7 +162,9 @@ class BackwardSm80(KeyTiles):
             for layout in (sK_layout, sV_layout, sQ_layout, sdO_layout, sdS_layout)
         )
         sP = None
-        if cutlass.const_expr(not self.p_in_registers):
+        if cutlass.const_expr(self.config.one_score_buffer):
+            sP = sdS
+        elif cutlass.const_expr(not self.p_in_registers):
             sP = smem.allocate_tensor(self.dtype, sdS_layout.outer, 1024, sdS_layout.inner)
         stats_layout = cute.make_layout((STAT_ROWS * self.tile_m, self.config.num_stages))
         sStats = smem.allocate_tensor(Float32, stats_layout, 128)

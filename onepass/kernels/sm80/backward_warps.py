@@ -143,7 +143,7 @@ class BackwardWarps(Bundle, AdditionTurns, GradientScores):
     @cute.jit
     def step(self, tile: KeyTile, head: Int32, m_block: Int32, buffer: Int32):
         """A query block, whose Q, dO, lse and delta are in the buffer."""
-        gemms, p_in_registers = self.gemms, self.kernel.p_in_registers
+        gemms, p_in_registers = self.gemms, self.kernel.p_in_registers and not self.config.one_score_buffer
         seen = self.look_at_turn(tile, head, m_block)
         self.read_stats(self.minus_lse, buffer, 0)
         acc_s = self.p if cutlass.const_expr(self.kernel.dtype is Float32) else gemms.make_acc_s()
@@ -152,16 +152,21 @@ class BackwardWarps(Bundle, AdditionTurns, GradientScores):
         gemms.s(acc_s, buffer)
         self.exponentials(acc_s, tile, m_block)
         gemms.take_p(acc_s)
+        if cutlass.const_expr(self.config.one_score_buffer):
+            cute.arch.sync_threads()
+            gemms.dv(buffer)
         self.read_stats(self.minus_delta, buffer, 1)
         acc_dp = gemms.make_acc_s()
         self.begin_columns(acc_dp, self.minus_delta)
         gemms.dp(acc_dp, buffer)
         self.make_ds(acc_dp, True)
+        if cutlass.const_expr(self.config.one_score_buffer):
+            cute.arch.sync_threads()  # all warps are done with P
         gemms.take_ds(acc_dp)
         if cutlass.const_expr(p_in_registers):
             gemms.dv(buffer)
         cute.arch.sync_threads()
-        if cutlass.const_expr(not p_in_registers):
+        if cutlass.const_expr(not p_in_registers and not self.config.one_score_buffer):
             gemms.dv(buffer)
         for piece in cutlass.range_constexpr(self.config.dq_pieces):
             acc_dq = gemms.make_acc_dq()
