@@ -70,6 +70,10 @@ class BackwardLaunch:
         """
         raise NotImplementedError
 
+    def readable(self, t: Tensor) -> Tensor:
+        """t itself where the kernels can read it, else a copy."""
+        return aligned(t)
+
     @property
     def num_blocks(self) -> int:
         """Blocks of query rows, of all heads."""
@@ -120,16 +124,25 @@ class BackwardLaunch:
             if inputs.sinks is not None:
                 stats[:, : config.tile_m].fill_(-torch.inf)
                 stats[:, config.tile_m :].zero_()
-        dout, lse = aligned(dout), lse.contiguous()
+        dout, lse = self.readable(dout), lse.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
         zeroed = None
         if config.zeroes_ahead(problem):
             zeroed = out.new_empty((1 + problem.batch * problem.num_heads_q,), dtype=torch.int32)
         to_zero = dq_accum if config.zeroes_before(problem) else None
         self.preprocess(
-            aligned(out), dout, lse, dlse, stats, to_zero, zeroed, cu_seqlens_q, self.lse_factor, self.blocks_per_head
+            self.readable(out),
+            dout,
+            lse,
+            dlse,
+            stats,
+            to_zero,
+            zeroed,
+            cu_seqlens_q,
+            self.lse_factor,
+            self.blocks_per_head,
         )
-        rows = (*(aligned(t) for t in (inputs.q, inputs.k, inputs.v)), dout)
+        rows = (*(self.readable(t) for t in (inputs.q, inputs.k, inputs.v)), dout)
         scales_and_window = *score_scales(problem), *window_bounds(problem)
         of_call = (cu_seqlens_q, cu_seqlens_k, seqused_k, problem.softmax_scale, *scales_and_window)
         self.launch_main(rows, (dq, dk, dv), (dq_accum, stats, turns), zeroed, of_call)
@@ -155,9 +168,9 @@ class BackwardLaunch:
 # ---------------------------------------------------------------- tracing
 
 
-def fake_rows(problem: AttentionProblem, columns: int):
+def fake_rows(problem: AttentionProblem, columns: int, align_bytes: int = 16):
     batch = () if problem.is_packed else (None,)
-    return fake_tensor(element_type(problem.dtype), *batch, None, None, columns, align_bytes=16)
+    return fake_tensor(element_type(problem.dtype), *batch, None, None, columns, align_bytes=align_bytes)
 
 
 def fake_lse(problem: AttentionProblem):
@@ -227,6 +240,7 @@ def requests_of_rows(
         config.vector_adds,
         config.zeroes_ahead(problem),
         config.private_dq,
+        config.vector_bytes,
         problem.head_dim,
         problem.head_dim_v,
     )
@@ -246,7 +260,7 @@ def trace_preprocess(problem: AttentionProblem, config: BackwardConfig | Backwar
 
     from .backward_rows import Preprocess
 
-    out, dout = (fake_rows(problem, problem.head_dim_v) for _ in range(2))
+    out, dout = (fake_rows(problem, problem.head_dim_v, config.vector_bytes) for _ in range(2))
     dq_accum, stats = fake_accumulator(problem, config)
     dlse = fake_lse(problem) if has_dlse else None
     arguments = (
@@ -275,7 +289,8 @@ def trace_postprocess(problem: AttentionProblem, config: BackwardConfig | Backwa
     dq_accum, stats = fake_accumulator(problem, config)
     of_mask = [None] * POSTPROCESS_OF_MASK
     if not problem.mask.is_full:
-        rows = (fake_rows(problem, columns) for columns in (d, d, dv, dv))
+        rows = (fake_rows(problem, columns, config.vector_bytes) for columns in (d, d, dv, dv))
         of_mask = [*rows, stats, fake_cu_seqlens(problem), fake_seqused_k(problem), *fake_scales_and_window(problem)]
-    of_rows = (dq_accum, fake_rows(problem, d), fake_cu_seqlens(problem), Float32(1.0), Int32(1))
+    dq = fake_rows(problem, d, config.vector_bytes)
+    of_rows = (dq_accum, dq, fake_cu_seqlens(problem), Float32(1.0), Int32(1))
     return Postprocess(problem, config), (*of_rows, *of_mask, fake_stream())

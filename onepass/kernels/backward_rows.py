@@ -27,7 +27,6 @@ from .blocks.warp import broadcast
 from .config import ROWS_PER_MMA, ROWS_PER_WARPGROUP, BackwardConfig, BackwardConfigSm80
 
 THREADS = 128
-VECTOR = 8  # 16-bit elements of a 16-byte load
 
 
 @cute.jit
@@ -75,6 +74,8 @@ class RowsKernel:
         self.head_dim, self.head_dim_v = config.head_dims(problem)
         self.dq_columns = config.dq_columns(problem)
         self.is_packed = problem.is_packed
+        self.vector_bytes = config.vector_bytes
+        self.vector = config.vector_bytes // problem.dtype.itemsize  # elements of a load
 
     @cute.jit
     def rows_of_block(self, block: Int32, seqlen_q: Int32, cu_seqlens_q: cute.Tensor | None) -> BlockRows:
@@ -154,22 +155,23 @@ class Preprocess(RowsKernel):
             for i in cutlass.range_constexpr(self.tile_m * self.head_dim // 4 // THREADS):
                 cute.autovec_copy(zeros, targets[None, i * THREADS + thread])
 
-        num_vectors = mO.shape[1] // VECTOR
-        lanes = 1 << (self.head_dim_v // VECTOR - 1).bit_length()  # of a row
+        num_vectors = mO.shape[1] // self.vector
+        lanes = min(LANES, 1 << (self.head_dim_v // self.vector - 1).bit_length())  # of a row
         lane = thread % lanes
         rows_at_once = THREADS // lanes
-        a, b = (cute.make_rmem_tensor((VECTOR,), mO.element_type) for _ in range(2))
+        a, b = (cute.make_rmem_tensor((self.vector,), mO.element_type) for _ in range(2))
         for i in cutlass.range(self.tile_m // rows_at_once, unroll=4):
             row = i * rows_at_once + thread // lanes
             delta, lse = Float32(0.0), Float32.inf
             if row < num_rows:
                 total = Float32(0.0)
-                if lane < num_vectors:
-                    for t, part in ((mO, a), (mdO, b)):
-                        row_vectors = cute.flat_divide(t[start + row, None, head, entry], (VECTOR,))
-                        cute.autovec_copy(row_vectors[None, lane], part)
-                    for c in cutlass.range_constexpr(VECTOR):
-                        total += a[c].to(Float32) * b[c].to(Float32)
+                for first in cutlass.range_constexpr(0, num_vectors, lanes):
+                    if first + lane < num_vectors:
+                        for t, part in ((mO, a), (mdO, b)):
+                            row_vectors = cute.flat_divide(t[start + row, None, head, entry], (self.vector,))
+                            cute.autovec_copy(row_vectors[None, first + lane], part)
+                        for c in cutlass.range_constexpr(self.vector):
+                            total += a[c].to(Float32) * b[c].to(Float32)
                 delta = total
                 lse = mLSE[start + row, 0, head, entry]
             delta = cute.arch.warp_reduction_sum(delta, threads_in_group=lanes)
@@ -280,7 +282,10 @@ class Postprocess(RowsKernel):
         rows = [part * self.rows_of_part + thread // 32 * 16 + thread % 32 // 4 + 8 * r for r in range(2)]
         is_row = [row < num_rows for row in rows]
         out_rows = [mdQ[start + row, None, head, entry] for row in rows]
-        epilogue.store_rows(acc, weights, out_rows, is_row, thread % 4)
+        if cutlass.const_expr(mdQ.element_type is Float32):
+            epilogue.store_eights(acc, weights, out_rows, is_row, thread % 4, self.vector)
+        else:
+            epilogue.store_16_bits(acc, weights, out_rows, is_row, thread % 4, self.vector_bytes)
         if cutlass.const_expr(again is not None):
             ballots = plain_gradients.nan_rows(acc, is_row)
             if ballots[0] | ballots[1] != 0:
@@ -325,4 +330,4 @@ class Postprocess(RowsKernel):
             if plain_gradients.has_nan(ballots, i):
                 query = block_rows.position + first_row + i
                 scales = (again.scale_log2, again.tanh_scale, softmax_scale)
-                plain_gradients.recompute_dq(dq, query, *rows, geometry, *scales)
+                plain_gradients.recompute_dq(dq, query, *rows, geometry, *scales, self.vector_bytes)

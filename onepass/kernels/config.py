@@ -394,6 +394,9 @@ class BackwardConfig(LaunchConfig):
     longest_first: bool = True
     dynamic_tiles: bool = False
 
+    # of a copy: what TMA reads is aligned
+    vector_bytes: ClassVar[int] = 16
+
     @property
     def key_tiles(self) -> int:
         """Tiles of 64 keys in a tile of the grid."""
@@ -497,6 +500,8 @@ class BackwardConfigSm80(LaunchConfig):
     columns. Where the warps lie along the keys only, in S and dP as in dK and dV, P and dS are operands as they are in
     registers, and only dQ needs dS from shared memory.
 
+    In float32 all operands come from shared memory, P and dS, too, whichever way the warps lie.
+
     Attributes:
         tile_m: query rows of one step of the main loop.
         tile_n: keys of a thread block.
@@ -506,9 +511,12 @@ class BackwardConfigSm80(LaunchConfig):
         dkv_key_warps: warps along the keys in dK and dV (the others along the head dim).
         dq_query_warps: warps along the queries in dQ (the others along the head dim).
         dq_pieces: dQ is computed so many columns at a time, if all of them are too many registers.
+        one_score_buffer: dS is written where P was, in shared memory, at the price of two more barriers a step.
         vector_adds: four values are added to the accumulator of dQ at once, which GPUs before Hopper cannot.
         longest_first: number the tiles of keys by length (only meaningful where they differ), in L2-sized sections of
             heads.
+        vector_bytes: 16, 8, 4 or 2 of a copy from and to global memory; not a choice but what addresses, strides and
+            head dims are multiples of.
     """
 
     tile_m: int = 64
@@ -519,8 +527,10 @@ class BackwardConfigSm80(LaunchConfig):
     dkv_key_warps: int = 8
     dq_query_warps: int = 4
     dq_pieces: int = 1
+    one_score_buffer: bool = False
     vector_adds: bool = False
     longest_first: bool = True
+    vector_bytes: int = 16
 
     # of every configuration here, where Hopper's have a choice
     private_dq: ClassVar[bool] = False
@@ -533,9 +543,9 @@ class BackwardConfigSm80(LaunchConfig):
     def consumer_warps(self) -> int:
         return self.num_warps
 
-    @property
-    def p_in_registers(self) -> bool:
-        return self.s_key_warps == self.dkv_key_warps == self.num_warps
+    def keeps_p(self, problem: AttentionProblem) -> bool:
+        """Whether P and dS are operands of dV and dK as they are in registers."""
+        return problem.dtype.itemsize == 2 and self.s_key_warps == self.dkv_key_warps == self.num_warps
 
     def adds_in_turns(self, problem: AttentionProblem) -> bool:
         """Whether tiles of keys add to a dQ in ascending order."""
@@ -549,9 +559,14 @@ class BackwardConfigSm80(LaunchConfig):
         return True
 
     def head_dims(self, problem: AttentionProblem) -> tuple[int, int]:
-        """What the kernel is compiled for: 96 not beside a wider one, for whose sake warps share columns by halves."""
+        """What the kernel is compiled for: 96 not beside a wider one, for whose sake warps share columns by halves.
+
+        In float32, where a warp has 32 columns or a multiple of them, no 96, and 192 not beside 256.
+        """
         d, dv = (head_dim_tile(d) for d in (problem.head_dim, problem.head_dim_v))
-        if max(d, dv) > 96:
+        if problem.dtype.itemsize == 4:
+            d, dv = (256 if n == 192 and max(d, dv) == 256 else max(n, 128) if n == 96 else n for n in (d, dv))
+        elif max(d, dv) > 96:
             d, dv = (max(n, 128) if n == 96 else n for n in (d, dv))
         return d, dv
 
@@ -563,18 +578,33 @@ class BackwardConfigSm80(LaunchConfig):
         """Shared memory of a thread block: what `BackwardSm80.kernel` allocates, in its order."""
         d, dv = self.head_dims(problem)
         tiles = (self.tile_n + self.num_stages * self.tile_m) * (d + dv)
-        ds_and_p = self.tile_n * self.tile_m * (1 if self.p_in_registers else 2)
+        ds_and_p = self.tile_n * self.tile_m * (1 if self.keeps_p(problem) or self.one_score_buffer else 2)
         stats = self.num_stages * STAT_ROWS * self.tile_m
-        return 2 * (tiles + ds_and_p) + 4 * stats + (4 if problem.deterministic else 0)
+        return problem.dtype.itemsize * (tiles + ds_and_p) + 4 * stats + (4 if problem.deterministic else 0)
 
     def accumulator_registers(self, problem: AttentionProblem) -> int:
         """Registers of a thread for dK and dV, and beside them P (with a softcap also times its slope) and dP, or dS
-        and dQ."""
+        and dQ; in float32 also the parts of the fragments and the sums of 32 columns."""
         d, dv = self.head_dims(problem)
         s = self.tile_m * self.tile_n // self.num_threads
-        words = s // 2 * (1 if problem.softcap is None else 2)
-        dq = self.tile_m * d // (self.num_threads * self.dq_pieces) + (s // 2 if self.p_in_registers else 0)
-        return self.tile_n * (d + dv) // self.num_threads + max(s + words, dq)
+        words = s * problem.dtype.itemsize // 4 * (1 if problem.softcap is None else 2)
+        dq = self.tile_m * d // (self.num_threads * self.dq_pieces) + (s // 2 if self.keeps_p(problem) else 0)
+        gradients = self.tile_n * (d + dv) // self.num_threads
+        if problem.dtype.itemsize == 2:
+            return gradients + max(s + words, dq)
+        s_rows, dkv_rows, dq_rows = (
+            rows // (ROWS_PER_MMA * warps)
+            for rows, warps in (
+                (self.tile_n, self.s_key_warps),
+                (self.tile_n, self.dkv_key_warps),
+                (self.tile_m, self.dq_query_warps),
+            )
+        )
+        # of 16 rows 16 registers for parts of A and 4 for each of up to four sums, which need 8 for parts of B
+        in_s = min(4, self.tile_m * self.s_key_warps // (8 * self.num_warps))
+        return gradients + max(
+            s + words + s_rows * (16 + 4 * in_s) + 8 * in_s, 32 * dkv_rows + 32, dq + 32 * dq_rows + 32
+        )
 
     def check(self, problem: AttentionProblem, arch: str) -> None:
         """Raises: UnsupportedError, naming the bound, what is needed and what there is."""
@@ -584,23 +614,30 @@ class BackwardConfigSm80(LaunchConfig):
             raise UnsupportedError(f"num_warps: expected 1, 2, 4 or 8, got {self.num_warps}")
         if self.tile_m not in (16, 32, 64, 128):
             raise UnsupportedError(f"tile_m: expected 16, 32, 64 or 128, got {self.tile_m}")
+        element_bytes = problem.dtype.itemsize
+        if self.vector_bytes not in VECTOR_BYTES or self.vector_bytes < element_bytes:
+            raise UnsupportedError(f"vector_bytes: expected 16, 8, 4 or 2 of whole elements, got {self.vector_bytes}")
+        for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+            if size * element_bytes % self.vector_bytes:
+                raise UnsupportedError(f"vector_bytes: {self.vector_bytes} do not divide rows of {name} {size}")
         if self.num_stages not in (1, 2):
             raise UnsupportedError(f"num_stages: expected 1 or 2, got {self.num_stages}")
-        if self.dq_pieces not in (1, 2, 4) or (
+        if self.dq_pieces not in (1, 2, 3, 4) or (
             self.dq_pieces > 1 and self.head_dims(problem)[0] % (64 * self.dq_pieces)
         ):
             raise UnsupportedError(
-                f"dq_pieces: expected 1, or 2 or 4 of a multiple of 64 columns, got {self.dq_pieces}"
+                f"dq_pieces: expected 1, or 2, 3 or 4 of a multiple of 64 columns, got {self.dq_pieces}"
             )
         if self.vector_adds and arch in SCALAR_ADDS:
             raise UnsupportedError(f"vector_adds: expected False on {arch}, which adds one value at a time")
         d, dv = self.head_dims(problem)
         sizes = {"tile_m": self.tile_m, "tile_n": self.tile_n, "head_dim": d, "head_dim_v": dv}
+        is_float32 = element_bytes == 4
         for name, warps, rows, columns, least in (
-            ("s_key_warps", self.s_key_warps, "tile_n", ("tile_m",), 16),
+            ("s_key_warps", self.s_key_warps, "tile_n", ("tile_m",), 8 if is_float32 else 16),
             # four blocks of 8 columns are stored together
             ("dkv_key_warps", self.dkv_key_warps, "tile_n", ("head_dim", "head_dim_v"), 32),
-            ("dq_query_warps", self.dq_query_warps, "tile_m", ("head_dim",), 16),
+            ("dq_query_warps", self.dq_query_warps, "tile_m", ("head_dim",), 32 if is_float32 else 16),
         ):
             if warps not in (1, 2, 4, 8) or warps > self.num_warps:
                 raise UnsupportedError(f"{name}: expected 1, 2, 4 or 8 up to num_warps, got {warps}")
@@ -610,6 +647,8 @@ class BackwardConfigSm80(LaunchConfig):
                 )
             for side in columns:
                 shared = least * (self.num_warps // warps)
+                if is_float32 and name == "dq_query_warps":
+                    shared *= self.dq_pieces
                 if sizes[side] % shared:
                     raise UnsupportedError(
                         f"{name}: {self.num_warps // warps} warps share {side}, which they can if it is a multiple of"
@@ -617,7 +656,7 @@ class BackwardConfigSm80(LaunchConfig):
                     )
         for columns_of_row in (d, dv):
             # a pass of all threads over a tile is so many whole rows
-            in_a_pass = self.num_threads // (column_block(columns_of_row) // 8)
+            in_a_pass = self.num_threads // threads_per_row(columns_of_row, element_bytes, self.vector_bytes)
             if self.tile_m % in_a_pass or self.tile_n % in_a_pass:
                 raise UnsupportedError(
                     f"tile_m, tile_n: expected multiples of {in_a_pass}, the rows that {self.num_threads} threads load"
@@ -627,7 +666,8 @@ class BackwardConfigSm80(LaunchConfig):
         if needed > available:
             raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {available}")
         registers = self.accumulator_registers(problem)
-        if registers > MAX_REGISTERS - 40:
+        # 40 for fragments, which float32 counts already, and addresses
+        if registers > MAX_REGISTERS - (0 if is_float32 else 40):
             raise UnsupportedError(
                 f"registers: {self} needs {registers} for dK, dV, S, P, dS and dQ, a thread has {MAX_REGISTERS}"
             )

@@ -82,15 +82,13 @@ def forward_config_sm80(problem: AttentionProblem, arch: str) -> ForwardConfigSm
     """The configuration that a call of this problem runs with on the Ampere kernels, if its tensors are aligned."""
     widest = max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))
     is_float32 = problem.dtype.itemsize == 4
-    row_bytes = (problem.head_dim | problem.head_dim_v) * problem.dtype.itemsize
-    vector_bytes = next(n for n in VECTOR_BYTES if row_bytes % n == 0)
     seqlen_q = problem.seqlen_q // max(1, problem.batch) if problem.is_packed else problem.seqlen_q
     group = problem.qhead_per_kvhead
     for config in FORWARD_FLOAT32[widest] if is_float32 else FORWARD[widest]:
         num_tiles = ceil_div(seqlen_q, config.tile_m) * problem.num_heads_q * problem.batch
         if num_tiles < NUM_SMS and widest in FORWARD_FEW_TILES and not is_float32:
             config = FORWARD_FEW_TILES[widest]
-        config = replace(config, vector_bytes=vector_bytes)
+        config = replace(config, vector_bytes=_copies(problem))
         # few rows: all heads of a group fit into one tile and read their K and V once (not measured yet)
         rows = ROWS_PER_MMA * config.num_warps
         if 1 < group <= rows and seqlen_q * group <= rows:
@@ -132,8 +130,71 @@ BACKWARD_SMALL = {
 BACKWARD_MEDIUM = BackwardConfigSm80(tile_m=32, tile_n=64, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2)
 
 
+# float32, by the wider of the head dims that kernels are compiled for; of each list the first that a problem and an
+# architecture have room for. Not measured.
+BACKWARD_FLOAT32 = {
+    # two thread blocks on a multiprocessor with 163 KB
+    64: (BackwardConfigSm80(tile_m=32, tile_n=64, num_warps=4, s_key_warps=2, dkv_key_warps=2, dq_query_warps=2),),
+    128: (
+        BackwardConfigSm80(tile_m=64, tile_n=64, s_key_warps=4, dkv_key_warps=2, dq_query_warps=2),
+        BackwardConfigSm80(tile_m=32, tile_n=64, s_key_warps=4, dkv_key_warps=2, dq_query_warps=2),
+        BackwardConfigSm80(
+            tile_m=32, tile_n=32, num_warps=4, num_stages=1, s_key_warps=2, dkv_key_warps=2, dq_query_warps=2
+        ),
+    ),
+    192: (
+        BackwardConfigSm80(
+            tile_m=32, tile_n=32, num_warps=4, s_key_warps=2, dkv_key_warps=2, dq_query_warps=2, dq_pieces=3
+        ),
+        BackwardConfigSm80(
+            tile_m=32,
+            tile_n=16,
+            num_warps=2,
+            num_stages=1,
+            s_key_warps=1,
+            dkv_key_warps=1,
+            dq_query_warps=1,
+            dq_pieces=3,
+        ),
+    ),
+    256: (
+        BackwardConfigSm80(
+            tile_m=32, tile_n=64, num_stages=1, s_key_warps=4, dkv_key_warps=2, dq_query_warps=2, dq_pieces=2
+        ),
+        BackwardConfigSm80(
+            tile_m=32,
+            tile_n=32,
+            num_warps=4,
+            num_stages=1,
+            s_key_warps=2,
+            dkv_key_warps=2,
+            dq_query_warps=2,
+            dq_pieces=2,
+        ),
+        BackwardConfigSm80(
+            tile_m=32,
+            tile_n=16,
+            num_warps=4,
+            num_stages=1,
+            s_key_warps=1,
+            dkv_key_warps=1,
+            dq_query_warps=1,
+            one_score_buffer=True,
+        ),
+    ),
+}
+
+
+def _copies(problem: AttentionProblem) -> int:
+    """Bytes of the widest copy that divides the rows of a problem's tensors."""
+    row_bytes = (problem.head_dim | problem.head_dim_v) * problem.dtype.itemsize
+    return next(n for n in VECTOR_BYTES if row_bytes % n == 0)
+
+
 def backward_config_sm80(problem: AttentionProblem, arch: str) -> BackwardConfigSm80:
-    """The configuration that a backward of this problem runs with on the Ampere kernels."""
+    """The configuration that a backward of this problem runs with on the Ampere kernels, if its tensors are aligned."""
+    if problem.dtype.itemsize == 4:
+        return _backward_float32(problem, arch)
     smem_bytes = SMEM_BYTES_BY_ARCH[arch]
     is_small = smem_bytes < SMEM_BYTES_BY_ARCH["sm_80"]
     widest = max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))
@@ -148,6 +209,25 @@ def backward_config_sm80(problem: AttentionProblem, arch: str) -> BackwardConfig
         config = BACKWARD_MEDIUM
     # of 64 columns each, where head_dim is less than head_dim_v
     pieces = min(config.dq_pieces, max(1, config.head_dims(problem)[0] // 64))
-    config = replace(config, vector_adds=arch not in SCALAR_ADDS, dq_pieces=1 if pieces == 3 else pieces)
+    config = replace(
+        config,
+        vector_adds=arch not in SCALAR_ADDS,
+        dq_pieces=1 if pieces == 3 else pieces,
+        vector_bytes=_copies(problem),
+    )
     config.check(problem, arch)
     return config
+
+
+def _backward_float32(problem: AttentionProblem, arch: str) -> BackwardConfigSm80:
+    for config in BACKWARD_FLOAT32[max(BackwardConfigSm80().head_dims(problem))]:
+        if config.head_dims(problem)[0] < max(config.head_dims(problem)):
+            config = replace(config, dq_pieces=1)
+        config = replace(config, vector_adds=arch not in SCALAR_ADDS, vector_bytes=_copies(problem))
+        try:
+            config.check(problem, arch)
+        except UnsupportedError as error:
+            refusal = error
+        else:
+            return config
+    raise refusal

@@ -53,6 +53,7 @@ def store_pairs(
     is_row: list,
     lane_in_quad: Int32,
     vector_bytes: cutlass.Constexpr[int],
+    first_block=0,
 ):
     """`store_rows` for rows that are not 16-byte aligned: a lane's two columns of each block as they are.
 
@@ -63,12 +64,29 @@ def store_pairs(
     values = cute.make_rmem_tensor((width,), dtype)
     for r in cutlass.range_constexpr(2):
         vectors = cute.flat_divide(out_rows[r], (width,))
-        for c in cutlass.range_constexpr(0, 2 * ceil_div(head_dim_v, 8), width):
+        for c in cutlass.range_constexpr(0, min(cute.size(acc_o, mode=[1]), 2 * ceil_div(head_dim_v, 8)), width):
             for i in cutlass.range_constexpr(width):
                 values[i] = (acc_o[r, c + i] * weights[r]).to(dtype)
-            column = column_offset(c) + 2 * lane_in_quad
+            column = 8 * first_block + column_offset(c) + 2 * lane_in_quad
             if is_row[r] and column < head_dim_v:
                 cute.autovec_copy(values, vectors[None, column // width])
+
+
+@cute.jit
+def store_16_bits(
+    acc_o: cute.Tensor,
+    weights: cute.Tensor,
+    out_rows: list,
+    is_row: list,
+    lane_in_quad: Int32,
+    vector_bytes: cutlass.Constexpr[int],
+    first_block=0,
+):
+    """`store_rows` or `store_pairs`, by the bytes that divide addresses and rows of out."""
+    if cutlass.const_expr(vector_bytes == 16):
+        store_rows(acc_o, weights, out_rows, is_row, lane_in_quad, first_block)
+    else:
+        store_pairs(acc_o, weights, out_rows, is_row, lane_in_quad, vector_bytes, first_block)
 
 
 @cute.jit
@@ -79,6 +97,7 @@ def store_eights(
     is_row: list,
     lane_in_quad: Int32,
     vector: cutlass.Constexpr[int],
+    first_block=0,
 ):
     """out_rows[r] = weights[r] * acc_o[r] in float32, for lanes that hold 8 neighbouring columns of each 32.
 
@@ -91,12 +110,13 @@ def store_eights(
     values = cute.make_rmem_tensor((vector,), Float32)
     for r in cutlass.range_constexpr(2):
         vectors = cute.flat_divide(out_rows[r], (vector,))
-        for first in cutlass.range_constexpr(0, 8 * ceil_div(head_dim_v, 32), vector):
+        count = min(cute.size(acc_o, mode=[1]), 8 * ceil_div(head_dim_v, 32))
+        for first in cutlass.range_constexpr(0, count, vector):
             block, column = first // 8, first % 8
             for i in cutlass.range_constexpr(vector):
                 pair, second = 4 * block + (column + i) % 4, (column + i) // 4
                 values[i] = acc_o[r, 2 * pair + second] * weights[r]
-            column = 32 * block + 8 * lane_in_quad + column
+            column = 8 * first_block + 32 * block + 8 * lane_in_quad + column
             if is_row[r] and column < head_dim_v:
                 cute.autovec_copy(values, vectors[None, column // vector])
 

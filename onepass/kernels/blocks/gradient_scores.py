@@ -1,4 +1,7 @@
-"""P and dS of a backward on accumulators of wgmma or mma with keys in rows and queries in columns."""
+"""P and dS of a backward on accumulators of wgmma or mma with keys in rows and queries in columns.
+
+They are kept in 16 bits, or of float32 inputs in float32, in place of S and dP.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ class GradientScores:
     """S -> P and dP -> dS in registers.
 
     A subclass has kernel, scores, is_capped, p_words, ds_words and capped_words (P, dS, and with a softcap P times its
-    slope, in 16 bits), minus_lse and minus_delta (of the thread's columns), tile_m, tile_n, lane_in_quad, and:
+    slope, in 16 bits; of float32 p, which is S's accumulator, and capped), minus_lse and minus_delta (of the thread's
+    columns), tile_m, tile_n, lane_in_quad, and:
 
     Attributes:
         row_in_tile: the first of this thread's rows; the second one lies 8 below.
@@ -39,20 +43,23 @@ class GradientScores:
 
     @cute.jit
     def exponentials(self, acc_s: cute.Tensor, tile, m_block: Int32):
-        """P in place of S; with a softcap, P times its slope beside it, in 16 bits."""
+        """P in place of S; with a softcap, P times its slope beside it."""
         scale_log2 = self.scores.scale_log2
         self.mask_if_needed(acc_s, tile, m_block, FAR_BELOW if self.is_capped else -math.inf)
         if cutlass.const_expr(self.is_capped):
             # two at a time, so that no more slopes of the cap than that are in registers
-            for i in cutlass.range_constexpr(cute.size(self.p_words)):
+            for i in cutlass.range_constexpr(cute.size(acc_s) // 2):
                 capped = []
                 for j in (2 * i, 2 * i + 1):
-                    score = soft_cap(acc_s[j], self.scores.tanh_scale)
+                    score = soft_cap(acc_s[j], self.scores.tanh_scale, self.kernel.dtype)
                     acc_s[j] = cute.math.exp2(
                         score * scale_log2 + of_column(self.minus_lse, j, self.m_tiles), fastmath=True
                     )
                     capped.append(acc_s[j] * (1.0 - score * score))
-                self.capped_words[i] = pack_pair(*capped, self.kernel.dtype)
+                if cutlass.const_expr(self.kernel.dtype is Float32):
+                    self.capped[2 * i], self.capped[2 * i + 1] = capped[0], capped[1]
+                else:
+                    self.capped_words[i] = pack_pair(*capped, self.kernel.dtype)
             # a hidden score was capped, too: its slope is 0, its P is not yet
             self.mask_if_needed(acc_s, tile, m_block, 0.0)
         else:
@@ -82,14 +89,20 @@ class GradientScores:
 
     @cute.jit
     def make_ds(self, acc_dp: cute.Tensor, minus_delta: cutlass.Constexpr[bool] = False):
-        """dS = P (dP - delta), rounded to 16 bits.
+        """dS = P (dP - delta), rounded to 16 bits; of float32 in place of dP.
 
         Args: minus_delta: whether acc_dp holds dP - delta already.
         """
-        source = self.capped_words if cutlass.const_expr(self.is_capped) else self.p_words
-        for i in cutlass.range_constexpr(cute.size(self.ds_words)):
-            p = unpack_pair(source[i], self.kernel.dtype)
+        is_float32 = cutlass.const_expr(self.kernel.dtype is Float32)
+        for i in cutlass.range_constexpr(cute.size(acc_dp) // 2):
             dp = [acc_dp[2 * i + c] for c in range(2)]
             if cutlass.const_expr(not minus_delta):
                 dp = [dp[c] + of_column(self.minus_delta, 2 * i + c, self.m_tiles) for c in range(2)]
-            self.ds_words[i] = pack_pair(p[0] * dp[0], p[1] * dp[1], self.kernel.dtype)
+            if cutlass.const_expr(is_float32):
+                source = self.capped if cutlass.const_expr(self.is_capped) else self.p
+                for c in cutlass.range_constexpr(2):
+                    acc_dp[2 * i + c] = source[2 * i + c] * dp[c]
+            else:
+                source = self.capped_words if cutlass.const_expr(self.is_capped) else self.p_words
+                p = unpack_pair(source[i], self.kernel.dtype)
+                self.ds_words[i] = pack_pair(p[0] * dp[0], p[1] * dp[1], self.kernel.dtype)

@@ -16,7 +16,7 @@ from .layouts import at_head
 from .mask import Geometry
 from .online_softmax import Scores
 from .packed_schedule import Lengths, PackedSchedule, used_keys
-from .plain_rows import PlainTensors, row_sums, write_row
+from .plain_rows import VECTOR_BYTES, PlainTensors, row_sums, write_row
 from .schedule import Schedule, Sequences
 
 
@@ -115,6 +115,7 @@ class KeyTiles:
         accumulator: Accumulator,
         scores: Scores,
         of_v: cutlass.Constexpr[bool],
+        vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
     ):
         """Rows of dk (of_v: of dv) with a NaN, from the queries alone that see them: 0 * NaN may have brought it.
 
@@ -134,5 +135,5 @@ class KeyTiles:
                     number = self.m_block_number(accumulator, tile, head, Int32(0))
                     stats = cute.domain_offset((number, 0), accumulator.stats)
                     rows = (mK[key, None], mV[key, None], mQ, mdO, stats)
-                    plain_gradients.add_queries(acc, *rows, low, high, *scores, of_v)
+                    plain_gradients.add_queries(acc, *rows, low, high, *scores, of_v, vector_bytes)
                 write_row(gradient[key, None], acc, scale)

@@ -16,7 +16,7 @@ from cutlass import Boolean, Float32, Int32
 from .block_range import key_range
 from .integers import maximum, minimum, select
 from .mask import Geometry
-from .plain_rows import add_rows, dot, is_lost, row_sums, soft_cap, sum_of_products, write_row
+from .plain_rows import VECTOR_BYTES, add_rows, dot, is_lost, row_sums, soft_cap, sum_of_products, write_row
 from .row_stats import stats_of_row
 from .tile_scheduler import LANES
 
@@ -53,20 +53,23 @@ def _gradient_of_score(
     scale_log2: Float32,
     tanh_scale: Float32 | None,
     wants_p: cutlass.Constexpr[bool],
+    vector_bytes: cutlass.Constexpr[int],
 ) -> Float32:
     """dS of a visible pair, with a softcap times its slope; or P.
 
-    Args: minus_lse, minus_delta: of the query, as in the backward's stats.
+    Args:
+        minus_lse, minus_delta: of the query, as in the backward's stats.
+        vector_bytes: of a load.
     """
-    score = dot(q, k)
+    score = dot(q, k, vector_bytes)
     if cutlass.const_expr(tanh_scale is None):
         p = cute.math.exp2((score + minus_lse) * scale_log2, fastmath=True)
     else:
-        score = soft_cap(score, tanh_scale)
+        score = soft_cap(score, tanh_scale, q.element_type)
         p = cute.math.exp2(score * scale_log2 + minus_lse, fastmath=True)
     if cutlass.const_expr(wants_p):
         return p
-    ds = p * (dot(dout, v) + minus_delta)
+    ds = p * (dot(dout, v, vector_bytes) + minus_delta)
     if cutlass.const_expr(tanh_scale is not None):
         ds *= 1.0 - score * score
     return ds
@@ -85,6 +88,7 @@ def add_queries(
     scale_log2: Float32,
     tanh_scale: Float32 | None,
     of_v: cutlass.Constexpr[bool],
+    vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
 ):
     """acc (plain_rows.row_sums) += what the queries [low, high) of a head give to dk of a key; to dv (of_v).
 
@@ -96,7 +100,8 @@ def add_queries(
         first = maximum(high - LANES, low)
         query = minimum(first + cute.arch.lane_idx(), high - 1)
         q, dout = mQ[query, None], mdO[query, None]
-        weight = _gradient_of_score(q, k, dout, v, *stats_of_row(stats, query), scale_log2, tanh_scale, of_v)
+        of_query = stats_of_row(stats, query)
+        weight = _gradient_of_score(q, k, dout, v, *of_query, scale_log2, tanh_scale, of_v, vector_bytes)
         add_rows(acc, weight, mdO if cutlass.const_expr(of_v) else mQ, first, high - first)
         lost = is_lost(acc)
         high = first
@@ -115,6 +120,7 @@ def recompute_dq(
     scale_log2: Float32,
     tanh_scale: Float32 | None,
     softmax_scale: Float32,
+    vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
 ):
     """A row of dq from the keys alone that it sees: a lane has a key of every 32."""
     low, high = key_range(query, query + 1, *geometry)
@@ -125,7 +131,7 @@ def recompute_dq(
     while low < high and not lost:
         key = minimum(low + cute.arch.lane_idx(), high - 1)
         k, v = mK[key, None], mV[key, None]
-        weight = _gradient_of_score(q, k, dout, v, minus_lse, minus_delta, scale_log2, tanh_scale, False)
+        weight = _gradient_of_score(q, k, dout, v, minus_lse, minus_delta, scale_log2, tanh_scale, False, vector_bytes)
         add_rows(acc, weight, mK, low, minimum(high - low, LANES))
         lost = is_lost(acc)
         low += LANES

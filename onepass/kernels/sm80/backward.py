@@ -10,6 +10,7 @@ stay in registers through all of them. Everything is computed transposed, keys i
 
 A step has two barriers. After the first one Q, dO, lse and delta of the step are there for all warps, and what they
 read in the step before is free; between the two dS (and P, see below) of all warps come together in shared memory.
+With one_score_buffer there are two more: P is read before dS takes its place.
 
 How warps share out a GEMM is up to the configuration. With all of them along the keys (p_in_registers), a warp's P and
 dS are its operands of dV and dK as they lie in registers; only dQ, which sums over all keys, needs shared memory. With
@@ -39,7 +40,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ...problem import AttentionProblem
@@ -51,8 +52,9 @@ from ..blocks.packed_schedule import Lengths
 from ..blocks.plain_rows import PlainTensors
 from ..blocks.ptx import draw, exit_if
 from ..blocks.schedule import Schedule, Sequences, make_schedule
-from ..config import ROWS_PER_MMA, STAT_ROWS, VECTOR_BYTES, BackwardConfigSm80
-from .backward_warps import COLUMNS_OF_LDMATRIX, COLUMNS_OF_STORE, BackwardWarps, Buffers, Mmas
+from ..config import STAT_ROWS, BackwardConfigSm80
+from . import backward_gemms_16bit, backward_gemms_float32
+from .backward_warps import BackwardWarps, Buffers, Mmas
 from .loads import RowLoader
 
 STATS_VECTOR = 4  # float32 of a 16-byte copy
@@ -68,8 +70,15 @@ class BackwardSm80(KeyTiles):
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.head_dims = problem.head_dim, problem.head_dim_v  # of the tensors
         self.head_dim, self.head_dim_v = config.head_dims(problem)  # of the tiles
-        # tiles may hold pairs that are hidden, and whose parts of the gradients may be NaN
-        self.hides_pairs = not problem.mask.is_full or problem.has_seqused_k
+        self.p_in_registers = config.keeps_p(problem)
+        # tiles may hold pairs that are hidden, and whose parts of the gradients may be NaN; and the low part of a
+        # float32 infinity is NaN
+        self.may_recompute = not problem.mask.is_full or problem.has_seqused_k or dtype is Float32
+        if dtype is Float32:
+            module, self.gemms = backward_gemms_float32, backward_gemms_float32.BackwardGemmsFloat32
+        else:
+            module, self.gemms = backward_gemms_16bit, backward_gemms_16bit.BackwardGemms16Bit
+        self.make_tiled_mmas = module.make_tiled_mmas
         self.is_packed = problem.is_packed
         self.is_deterministic = problem.deterministic
 
@@ -117,34 +126,13 @@ class BackwardSm80(KeyTiles):
             window_left,
             window_right,
             make_schedule(num_n_blocks, num_heads_kv, batch, heads_per_section),
-            self._make_tiled_mmas(),
+            self.make_tiled_mmas(config, self.dtype),
             smem_tiles(self.tile_n, self.head_dim, 1, self.dtype),
             smem_tiles(self.tile_n, self.head_dim_v, 1, self.dtype),
             smem_tiles(self.tile_m, self.head_dim, config.num_stages, self.dtype),
             smem_tiles(self.tile_m, self.head_dim_v, config.num_stages, self.dtype),
             smem_tiles(self.tile_n, self.tile_m, 1, self.dtype),
         ).launch(grid=[num_tiles, 1, 1], block=[config.num_threads, 1, 1], stream=stream)
-
-    def _make_tiled_mmas(self) -> Mmas:
-        config = self.config
-        queries_of_warp = self.tile_m * config.s_key_warps // config.num_warps
-        return Mmas(
-            s=self._tiled_mma(config.s_key_warps, queries_of_warp),
-            dkv=self._tiled_mma(config.dkv_key_warps, COLUMNS_OF_STORE),
-            dq=self._tiled_mma(config.dq_query_warps, COLUMNS_OF_LDMATRIX),
-        )
-
-    def _tiled_mma(self, row_warps: int, together: int) -> cute.TiledMma:
-        """So many warps along the rows of the result, each with its 16 of every 16 * row_warps, and the others along
-        its columns, each with so many that lie together."""
-        op = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
-        column_warps = self.config.num_warps // row_warps
-        columns = COLUMNS_OF_LDMATRIX
-        if column_warps > 1:
-            columns = cute.make_layout((8, column_warps, together // 8), stride=(1, together, 8))
-        return cute.make_tiled_mma(
-            op, (row_warps, column_warps, 1), permutation_mnk=(ROWS_PER_MMA * row_warps, columns, 16)
-        )
 
     # ---------------------------------------------------------------- device: set-up
 
@@ -174,7 +162,9 @@ class BackwardSm80(KeyTiles):
             for layout in (sK_layout, sV_layout, sQ_layout, sdO_layout, sdS_layout)
         )
         sP = None
-        if cutlass.const_expr(not self.config.p_in_registers):
+        if cutlass.const_expr(self.config.one_score_buffer):
+            sP = sdS
+        elif cutlass.const_expr(not self.p_in_registers):
             sP = smem.allocate_tensor(self.dtype, sdS_layout.outer, 1024, sdS_layout.inner)
         stats_layout = cute.make_layout((STAT_ROWS * self.tile_m, self.config.num_stages))
         sStats = smem.allocate_tensor(Float32, stats_layout, 128)
@@ -192,11 +182,11 @@ class BackwardSm80(KeyTiles):
 
         head_dim, head_dim_v = self.head_dims
         loaders = tuple(
-            RowLoader(buffers, columns, VECTOR_BYTES[0], self.config.num_threads, thread)
+            RowLoader(buffers, columns, self.config.vector_bytes, self.config.num_threads, thread)
             for buffers, columns in ((sK, head_dim), (sV, head_dim_v), (sQ, head_dim), (sdO, head_dim_v))
         )
         buffers = Buffers(sK, sV, sQ, sdO, sdS, sP, sStats)
-        plain = tensors if cutlass.const_expr(self.hides_pairs) else None
+        plain = tensors if cutlass.const_expr(self.may_recompute) else None
         warps = BackwardWarps(self, buffers, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV, plain)
         self.compute(warps, loaders, tensors, tile)
 

@@ -21,11 +21,6 @@ from . import launch
 
 def unsupported(problem: AttentionProblem) -> str | None:
     """Why the kernels do not compute the gradients of this problem; None if they do."""
-    if problem.dtype not in (torch.bfloat16, torch.float16):
-        return f"dtype: expected bfloat16 or float16, got {str(problem.dtype).removeprefix('torch.')}"
-    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if size % 8:
-            return f"{name}: expected a multiple of 8 (16-byte copies), got {size}"
     return launch.unsupported(problem) or backward_launch.unsupported(problem)
 
 
@@ -40,7 +35,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dsinks of a call, as `onepass.tiled.backward` gives them.
 
-    Tensors that 16-byte copies cannot read where they lie (see `launch.forward`) are copied first.
+    Tensors are read where they lie, or copied first, as in `launch.forward`.
     """
     return prepare(problem, inputs.q.device, dlse is not None, config)(inputs, out, lse, dout, dlse)
 
@@ -55,6 +50,21 @@ def prepare(
     arch = launch.arch_of(device)
     config = config or heuristics.backward_config_sm80(problem, arch)
     config.check(problem, arch)
+    return functools.partial(_backward_of_any_alignment, problem, has_dlse, config, arch)
+
+
+def _backward_of_any_alignment(
+    problem: AttentionProblem, has_dlse: bool, config: BackwardConfigSm80, arch: str, *call
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A call whose tensors' alignment picks the kernels; gradients are new and as aligned as their rows are long."""
+    inputs, out, _, dout, _ = call
+    vector_bytes = launch.vector_bytes(*inputs[:3], out, dout)
+    return launch_of(problem, has_dlse, replace(config, vector_bytes=vector_bytes), arch)(*call)
+
+
+@functools.lru_cache(maxsize=4096)
+def launch_of(problem: AttentionProblem, has_dlse: bool, config: BackwardConfigSm80, arch: str) -> Launch:
+    """The compiled kernels for tensors that copies of config.vector_bytes can read."""
     preprocess, main, postprocess = (compile.get(*r) for r in compile_requests(problem, has_dlse, config, arch))
     blocks_per_head, num_tiles = counts(problem, config)
     section = heads_per_section(problem, config)
@@ -85,6 +95,9 @@ class Launch(BackwardLaunch):
     def num_turns(self) -> int:
         return super().num_turns + 1  # and how many tiles have been drawn
 
+    def readable(self, t: Tensor) -> Tensor:
+        return launch.with_rows(t)
+
     def launch_main(self, rows: tuple, gradients: tuple, accumulator: tuple, zeroed: Tensor | None, of_call: tuple):
         _, dk, dv = gradients
         counts_of_call = (self.blocks_per_head, self.heads_per_section, self.num_tiles)
@@ -95,7 +108,7 @@ def heads_per_section(problem: AttentionProblem, config: BackwardConfigSm80) -> 
     """kv heads that are worked on at a time, see blocks/tile_scheduler.py."""
     is_growing = problem.mask.window_right is not None and problem.mask.window_left is None
     # what a kv head's tiles read and write again and again: Q, dO and the accumulator
-    row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * config.head_dims(problem)[0]
+    row_bytes = problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v) + 4 * config.head_dims(problem)[0]
     _, num_tiles = counts(problem, config)
     return tile_scheduler.heads_per_section(
         problem.num_heads_kv * problem.batch,
@@ -115,7 +128,7 @@ def trace(problem: AttentionProblem, config: BackwardConfigSm80, arch: str) -> t
 
     d, dv = problem.head_dim, problem.head_dim_v
     arguments = (
-        *(backward_launch.fake_rows(problem, columns) for columns in (d, d, dv, dv, d, dv)),
+        *(backward_launch.fake_rows(problem, columns, config.vector_bytes) for columns in (d, d, dv, dv, d, dv)),
         *backward_launch.fake_accumulator(problem, config),
         fake_tensor(Int32, None, align_bytes=4) if problem.deterministic else None,
         backward_launch.fake_cu_seqlens(problem),

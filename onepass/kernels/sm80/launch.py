@@ -156,10 +156,16 @@ def with_rows(t: Tensor) -> Tensor:
 
 
 def vector_bytes(*tensors: Tensor) -> int:
-    """The widest copy that divides the tensors' addresses and strides and the length of their rows."""
+    """The widest copy that divides the tensors' addresses and strides and the length of their rows.
+
+    Of a tensor that `with_rows` copies, those of the copy.
+    """
     offsets = 0  # a number with the trailing zeros of all of them
     for t in tensors:
-        offsets |= t.data_ptr() | t.shape[-1] * t.element_size()
+        offsets |= t.shape[-1] * t.element_size()
+        if t.stride(-1) != 1:
+            continue
+        offsets |= t.data_ptr()
         for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True):
             if size != 1:
                 offsets |= stride * t.element_size()
