@@ -94,15 +94,20 @@ class GradientScores:
         Args: minus_delta: whether acc_dp holds dP - delta already.
         """
         is_float32 = cutlass.const_expr(self.kernel.dtype is Float32)
+        if cutlass.const_expr(is_float32):
+            source = self.capped if cutlass.const_expr(self.is_capped) else self.p
+        else:
+            source = self.capped_words if cutlass.const_expr(self.is_capped) else self.p_words
         for i in cutlass.range_constexpr(cute.size(acc_dp) // 2):
+            if cutlass.const_expr(is_float32):
+                p = [source[2 * i + c] for c in range(2)]
+            else:
+                p = unpack_pair(source[i], self.kernel.dtype)
             dp = [acc_dp[2 * i + c] for c in range(2)]
             if cutlass.const_expr(not minus_delta):
                 dp = [dp[c] + of_column(self.minus_delta, 2 * i + c, self.m_tiles) for c in range(2)]
             if cutlass.const_expr(is_float32):
-                source = self.capped if cutlass.const_expr(self.is_capped) else self.p
                 for c in cutlass.range_constexpr(2):
-                    acc_dp[2 * i + c] = source[2 * i + c] * dp[c]
+                    acc_dp[2 * i + c] = p[c] * dp[c]
             else:
-                source = self.capped_words if cutlass.const_expr(self.is_capped) else self.p_words
-                p = unpack_pair(source[i], self.kernel.dtype)
                 self.ds_words[i] = pack_pair(p[0] * dp[0], p[1] * dp[1], self.kernel.dtype)
