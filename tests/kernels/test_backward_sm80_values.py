@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import ptx_interpreter
 import pytest
 import torch
-from test_forward_sm80_values import PACKED, Arguments, call_of, fast_divisor, problem_of
+from test_forward_sm80_values import FLOAT32, PACKED, Arguments, call_of, fast_divisor, problem_of, shifted
 
 import onepass
 from onepass.kernels import backward_rows, compile, heuristics, heuristics_sm80
@@ -234,11 +234,53 @@ CASES = {
     "head dims 192 and 128": call_of(192, 128, 70, 70),
     "deterministic": call_of(64, 64, 150, 300, heads=(4, 2), causal=True, deterministic=True),
     "deterministic packed": call_of(64, 64, 160, 230, causal=True, deterministic=True, **PACKED),
+    "2-byte copies": call_of(5, 7, 70, 130, causal=True),
+    "4-byte copies": call_of(18, 40, 70, 130, window=(70, 5)),
+    "float16 8-byte copies, packed": call_of(20, 36, 160, 230, dtype=torch.float16, causal=True, **PACKED),
+    "float32": call_of(64, 64, 70, 130, dtype=FLOAT32),
+    "float32 window softcap sinks": call_of(
+        64,
+        64,
+        70,
+        65,
+        heads=(4, 2),
+        batch=2,
+        dtype=FLOAT32,
+        softcap=5.0,
+        window=(30, 5),
+        sinks=torch.tensor([1.0, -1.0, 0.0, 2.0]),
+    ),
+    "float32 rows that see nothing": call_of(64, 64, 100, 70, dtype=FLOAT32, causal=True),
+    "float32 4-byte copies, packed, deterministic": call_of(
+        5, 7, 160, 230, dtype=FLOAT32, causal=True, deterministic=True, **PACKED
+    ),
+    "float32 8-byte copies": call_of(6, 10, 70, 130, dtype=FLOAT32),
+    "float32 packed seqused": call_of(64, 64, 160, 230, dtype=FLOAT32, seqused_k=[10, 0, 129, 21], **PACKED),
+    "float32 packed sinks": call_of(
+        128, 96, 160, 230, dtype=FLOAT32, causal=True, sinks=torch.tensor([1.0, -1.0]), **PACKED
+    ),
+    "float32 softcap, head dim 128": call_of(128, 128, 40, 70, dtype=FLOAT32, softcap=50.0, causal=True),
+    "float32 head dims 192 and 128": call_of(192, 128, 40, 70, dtype=FLOAT32, causal=True),
+    "float32 head dims 64 and 256": call_of(64, 256, 40, 70, dtype=FLOAT32, causal=True),
+    "float32 head dim 256": call_of(256, 256, 40, 70, dtype=FLOAT32, causal=True),
 }
 
 
-QUICK = ("sinks", "rows that see nothing", "head dims of no tile", "head dim 256")
+QUICK = (
+    "sinks",
+    "rows that see nothing",
+    "head dims of no tile",
+    "head dim 256",
+    "2-byte copies",
+    "float32 window softcap sinks",
+    "float32 4-byte copies, packed, deterministic",
+)
 SMALL = {d: config for d, config in heuristics_sm80.BACKWARD_SMALL.items() if d != 64}
+FLOAT32_ROWS = [
+    pytest.param(d, replace(config, vector_adds=True), id=f"{d} row {i}")
+    for d, configs in heuristics_sm80.BACKWARD_FLOAT32.items()
+    for i, config in enumerate(configs)
+]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
@@ -257,10 +299,50 @@ def test_small_configurations(head_dim):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "config"), FLOAT32_ROWS)
+def test_configurations_of_float32(head_dim, config):
+    check(call_of(head_dim, head_dim, 70, 70, dtype=FLOAT32, causal=True), config)
+
+
+ORDERS = list(itertools.product((False, True), repeat=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(heuristics_sm80.BACKWARD_FLOAT32[64][0], id="two buffers"),
+        pytest.param(
+            BackwardConfigSm80(
+                tile_m=16,
+                tile_n=32,
+                num_warps=4,
+                num_stages=1,
+                s_key_warps=2,
+                dkv_key_warps=2,
+                dq_query_warps=1,
+                one_score_buffer=True,
+                vector_bytes=8,
+            ),
+            id="dS where P was",
+        ),
+    ],
+)
+def test_no_order_of_copies_and_warps_matters_in_float32(config):
+    call = call_of(128, 128, 40, 70, heads=(2, 1), dtype=FLOAT32, window=(None, 60))
+    for copies_late, warps_reversed in ORDERS:
+        check(call, config, copies_late=copies_late, warps_reversed=warps_reversed)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
         pytest.param(BackwardConfigSm80(dq_query_warps=2), id="P in registers"),
+        pytest.param(
+            BackwardConfigSm80(num_stages=1, s_key_warps=4, dkv_key_warps=4, one_score_buffer=True),
+            id="dS where P was",
+        ),
         pytest.param(BackwardConfigSm80(num_stages=1, s_key_warps=4, dkv_key_warps=4), id="one buffer, P in memory"),
         pytest.param(
             BackwardConfigSm80(tile_m=32, num_warps=4, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2),
@@ -273,7 +355,7 @@ def test_small_configurations(head_dim):
 )
 def test_no_order_of_copies_and_warps_matters(config):
     call = call_of(64, 64, 150, 70, heads=(1, 1), window=(None, 90))
-    for copies_late, warps_reversed in itertools.product((False, True), repeat=2):
+    for copies_late, warps_reversed in ORDERS:
         check(call, config, copies_late=copies_late, warps_reversed=warps_reversed)
 
 
@@ -311,8 +393,12 @@ def test_tiles_of_keys_take_turns():
 
 
 @pytest.mark.slow
-def test_nan_of_a_hidden_pair_stays_hidden():
-    call = call_of(64, 64, 100, 130, heads=(1, 1), causal=True)
+@pytest.mark.parametrize(
+    ("head_dims", "dtype"),
+    [((64, 64), torch.bfloat16), ((5, 7), torch.bfloat16), ((64, 64), FLOAT32), ((5, 7), FLOAT32)],
+)
+def test_nan_of_a_hidden_pair_stays_hidden(head_dims, dtype):
+    call = call_of(*head_dims, 100, 130, heads=(1, 1), dtype=dtype, causal=True)
     out, lse, dout, _ = given(call)
     clean = gradients(call, out, lse, dout, None)
     dout[:, 50] = math.nan  # sees the keys up to 80
@@ -320,10 +406,39 @@ def test_nan_of_a_hidden_pair_stays_hidden():
     dq, dk, dv, _ = gradients(call, out, lse, dout, None)
     hidden = torch.ones(100, dtype=torch.bool)
     hidden[50] = hidden[90:] = False
+    tolerance = 0.02 if dtype == torch.bfloat16 else 2e-6
     for gradient, expected, is_clean in ((dq, clean[0], hidden), (dk, clean[1], None), (dv, clean[2], None)):
         if is_clean is None:  # keys after 80, but for the one that is NaN itself
             is_clean = torch.arange(130) > 80
             is_clean[120] = False
         # what is computed again is rounded otherwise
-        torch.testing.assert_close(gradient[:, is_clean], expected[:, is_clean], rtol=0.02, atol=0.02)
+        torch.testing.assert_close(gradient[:, is_clean], expected[:, is_clean], rtol=tolerance, atol=tolerance)
         assert not gradient.isfinite().all()
+
+
+@pytest.mark.slow
+def test_infinity_in_float32():
+    """It has no low part; other columns of dV have nothing of it."""
+    call = call_of(64, 64, 40, 70, heads=(1, 1), dtype=FLOAT32)
+    out, lse, dout, _ = given(call)
+    clean = gradients(call, out, lse, dout, None)[2]
+    dout[:, 30, :, 5] = math.inf
+    dv = gradients(call, out, lse, dout, None)[2]
+    assert (dv[..., 5] == math.inf).all()
+    others = torch.arange(64) != 5
+    torch.testing.assert_close(dv[..., others], clean[..., others], rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "count", "vector_bytes"), [(torch.bfloat16, 1, 2), (FLOAT32, 2, 8)])
+def test_tensors_between_the_boundaries_of_wide_copies(dtype, count, vector_bytes):
+    call = call_of(64, 64, 70, 70, dtype=dtype, causal=True)
+    out, lse, dout, _ = given(call)
+    expected = gradients(call, out, lse, dout, None)
+    moved = replace(call, tensors={name: shifted(t, count) for name, t in call.tensors.items()})
+    config = replace(heuristics.backward_config_sm80(problem_of(call)[0], ARCH), vector_bytes=vector_bytes)
+    actual = gradients(moved, shifted(out, count), lse, shifted(dout, count), None, config)
+    # sums of delta have another order
+    tolerance = 0.02 if dtype == torch.bfloat16 else 2e-6
+    for a, b in zip(actual[:3], expected[:3], strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)

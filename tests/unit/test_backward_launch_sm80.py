@@ -1,6 +1,7 @@
 """The parts of the Ampere backward's launch that plain torch computes."""
 
 import importlib.util
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -35,6 +36,7 @@ def problem(**options):
         {"mask": Mask(3, None), "softcap": 3.0, "has_seqused_k": True},
         {"mask": Mask(3, 5), "is_packed": True, "deterministic": True},
         {"has_seqused_k": True, "is_packed": True},
+        {"dtype": torch.float32, "mask": Mask(None, 0)},
     ],
 )
 def test_kernels_are_given_what_they_were_traced_with(options):
@@ -68,11 +70,12 @@ def test_kernels_are_given_what_they_were_traced_with(options):
 
 
 @pytest.mark.parametrize("arch", launch.ARCHS)
-@pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [1, 2, 20, 64, 72, 96, 128, 192, 256])
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"is_packed": True}, {"deterministic": True}])
 def test_every_problem_has_a_configuration(arch, head_dim, options):
-    for head_dim_v in (8, head_dim):
-        asked = problem(head_dim=head_dim, head_dim_v=head_dim_v, **options)
+    dtypes = torch.bfloat16, torch.float32
+    for head_dim_v, dtype in itertools.product((5, 8, 96, 128, 192, 256, head_dim), dtypes):
+        asked = problem(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, **options)
         config = heuristics.backward_config_sm80(asked, arch)
         config.check(asked, arch)
         assert config.vector_adds == (arch not in ("sm_80", "sm_86", "sm_89"))
@@ -83,7 +86,33 @@ def test_what_is_left_to_another_backend_says_why():
     for option in ({}, {"deterministic": True}, {"is_packed": True}, {"has_seqused_k": True}, {"softcap": 3.0}):
         assert unsupported(problem(**option)) is None
     assert unsupported(replace(problem(), batch=70000)) == "batch: expected up to 65535, got 70000"
-    assert "head_dim" in unsupported(problem(head_dim=12))
+    for option in ({"head_dim": 13}, {"dtype": torch.float32}, {"dtype": torch.float32, "head_dim_v": 3}):
+        assert unsupported(problem(**option)) is None
+    assert "head_dim" in unsupported(problem(head_dim=257))
+    assert "dtype" in unsupported(problem(dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("offset", "expected"), [(0, 16), (4, 8), (2, 4), (1, 2)])
+def test_alignment_picks_the_kernels(offset, expected, monkeypatch):
+    asked = problem(head_dim=64, head_dim_v=64)
+    q, out, dout = (torch.zeros(2, 70, 4, 64, dtype=torch.bfloat16) for _ in range(3))
+    k = torch.zeros(2, 90, 2, 64, dtype=torch.bfloat16)
+    v = torch.zeros(k.numel() + 8, dtype=torch.bfloat16)[offset:][: k.numel()].view(k.shape)
+    picked = []
+
+    def launch_of(asked, has_dlse, config, arch):
+        picked.append(config.vector_bytes)
+        return lambda *call: call
+
+    monkeypatch.setattr(backward_launch, "launch_of", launch_of)
+    monkeypatch.setattr(launch, "arch_of", lambda device: "sm_80")
+    backward_launch.prepare.cache_clear()
+    run = backward_launch.prepare(asked, torch.device("cpu"), False)
+    backward_launch.prepare.cache_clear()
+    run(AttentionInputs(q, k, v), out, torch.zeros(2, 4, 70), dout, None)
+    # a gradient that is broadcast is copied, and the copy is aligned
+    run(AttentionInputs(q, k, v), out, torch.zeros(2, 4, 70), dout[..., :1].expand(dout.shape), None)
+    assert picked == [expected, expected]
 
 
 def test_inputs_without_keys_have_no_gradient():
