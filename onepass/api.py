@@ -13,6 +13,7 @@ from . import dispatch, ops, repeated, validation
 from .kernels import ahead
 from .kernels.ahead import CompiledKernel
 from .kernels.config import ForwardConfig, ForwardConfigSm80
+from .merge import merge_in_torch
 from .problem import AttentionInputs, AttentionProblem
 
 if TYPE_CHECKING:
@@ -294,20 +295,7 @@ def merge_partials(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Ten
     Source: FlashAttention-2, arXiv:2307.08691, section 2.3.
     """
     outs, lses = validation.check_partials(outs, lses)
-    partial_lse = torch.stack(lses)
-    row_max = partial_lse.detach().amax(0)
-    row_max = torch.where(row_max == -torch.inf, 0.0, row_max)
-    weights = torch.exp(partial_lse - row_max)
-    total = weights.sum(0)
-    is_empty = total == 0
-    # both branches of a where are differentiated: keep log and the division away from zero
-    safe_total = torch.where(is_empty, 1.0, total)
-    lse = torch.where(is_empty, -torch.inf, safe_total.log() + row_max)
-    shares = (weights / safe_total).transpose(-1, -2).unsqueeze(-1)
-    # an unseen part is taken out before the product, not after: 0 * NaN would reach the gradient of lse
-    merged = sum(
-        share * torch.where(share != 0, out.to(share.dtype), 0.0) for share, out in zip(shares, outs, strict=True)
-    )
+    merged, lse = merge_in_torch(outs, lses)
     return AttentionOutput(merged.to(outs[0].dtype), lse)
 
 
