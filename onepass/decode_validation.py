@@ -1,4 +1,7 @@
-"""The door of `attention_decode`: every check that needs no value from the device, once, for all backends."""
+"""The door of `attention_decode`: every check that needs no value from the device, once, for all backends.
+
+Values that only the device knows `read_cache_lengths` checks, where a backend works on the host or the caller asks.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 import torch
 
 from . import validation
-from .decode_problem import DecodeInputs, DecodeProblem
+from .decode_problem import DecodeInputs, DecodeProblem, refuse_lengths
 from .errors import UnsupportedError
 from .kernels.blocks.splits import MAX_SPLITS, SPLIT_UNIT
 from .problem import AttentionProblem
@@ -35,6 +38,9 @@ def check_decode(
     validation._check_ranks({"q": q}, DENSE_DIMS, 4)
     validation._check_ranks({"k_cache": k_cache, "v_cache": v_cache}, dims, 4)
     _check_cache_shapes(q, k_cache, v_cache)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.stride(-1) != 1:
+            raise ValueError(f"{name}: expected a last dimension of stride 1, got strides {cache.stride()}")
     batch = q.shape[0]
     _check_int32("cache_seqlens", inputs.cache_seqlens, (batch,), "one per batch entry", q.device)
     if inputs.page_table is None:
@@ -171,3 +177,30 @@ def _refuse_gradients(inputs: DecodeInputs) -> None:
                 f"{name}: expected a tensor without requires_grad, because attention_decode has no backward; "
                 "call it under torch.no_grad()"
             )
+
+
+def read_cache_lengths(inputs: DecodeInputs) -> list[int]:
+    """cache_seqlens as a list, with all values checked that decide where the call reads and writes.
+
+    Raises: ValueError if a length is negative or leaves no room for the new keys, if a page that is used is not one
+    of the cache's, or if a rotated position is past the end of rotary_cos.
+    """
+    lengths = inputs.cache_seqlens.tolist()
+    if not lengths:
+        return lengths
+    refuse_lengths(min(lengths), max(lengths), inputs.capacity, inputs.seqlen_new)
+    if inputs.page_table is not None:
+        num_pages, page_size = inputs.k_cache.shape[:2]
+        for b, row in enumerate(inputs.page_table.tolist()):
+            used = row[: -(-(lengths[b] + inputs.seqlen_new) // page_size)]
+            wrong = next((page for page in used if not 0 <= page < num_pages), None)
+            if wrong is not None:
+                name = f"page_table[{b}, {used.index(wrong)}]"
+                raise ValueError(f"{name}: expected a page 0 to {num_pages - 1} of the cache, got {wrong}")
+    longest = max(lengths) + inputs.seqlen_new
+    # queries that stand before the first key are rotated as if they stood at it
+    if inputs.rotary_cos is not None and longest > inputs.rotary_cos.shape[0]:
+        raise ValueError(
+            f"rotary_cos: expected a row for each of the {longest} positions, got {inputs.rotary_cos.shape[0]}"
+        )
+    return lengths

@@ -5,34 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..decode_problem import DecodeInputs, DecodeProblem, refuse_lengths
-
-
-def read_cache_lengths(problem: DecodeProblem, inputs: DecodeInputs) -> list[int]:
-    """cache_seqlens as a list, with all values checked that decide where the call reads and writes.
-
-    Raises: ValueError if a length is negative or leaves no room for the new keys, if a page that is used is not one
-    of the cache's, or if a rotated position is past the end of rotary_cos.
-    """
-    lengths = inputs.cache_seqlens.tolist()
-    if not lengths:
-        return lengths
-    refuse_lengths(min(lengths), max(lengths), inputs.capacity, inputs.seqlen_new)
-    if inputs.page_table is not None:
-        num_pages, page_size = inputs.k_cache.shape[:2]
-        for b, row in enumerate(inputs.page_table.tolist()):
-            used = row[: -(-(lengths[b] + inputs.seqlen_new) // page_size)]
-            wrong = next((page for page in used if not 0 <= page < num_pages), None)
-            if wrong is not None:
-                name = f"page_table[{b}, {used.index(wrong)}]"
-                raise ValueError(f"{name}: expected a page 0 to {num_pages - 1} of the cache, got {wrong}")
-    longest = max(lengths) + inputs.seqlen_new
-    # queries that stand before the first key are rotated as if they stood at it
-    if inputs.rotary_cos is not None and longest > inputs.rotary_cos.shape[0]:
-        raise ValueError(
-            f"rotary_cos: expected a row for each of the {longest} positions, got {inputs.rotary_cos.shape[0]}"
-        )
-    return lengths
+from ..decode_problem import DecodeInputs, DecodeProblem
 
 
 def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

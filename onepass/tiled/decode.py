@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from ..decode_problem import DecodeInputs, DecodeProblem
+from ..decode_validation import read_cache_lengths
 from ..kernels.blocks.splits import split_ranges
 from ..merge import merge_in_torch
 from ..outputs import empty_outputs
 from ..problem import AttentionInputs, AttentionProblem, Mask
-from .cache import append, read_cache_lengths, rotated_queries, rows_of_entry
+from .cache import append, rotated_queries, rows_of_entry
 from .forward import forward
 
 
@@ -22,7 +23,7 @@ def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor
     Every sequence is computed by itself, so nothing about it depends on the rest of the batch.
     """
     attention = problem.attention
-    lengths = read_cache_lengths(problem, inputs)
+    lengths = read_cache_lengths(inputs)
     if inputs.seqlen_new:
         append(problem, inputs)
     q = rotated_queries(problem, inputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from .block_range import KeyBlocks
 from .integers import ceil_div, maximum, minimum, select
@@ -13,6 +13,13 @@ MAX_SPLITS = 256
 # More splits have to be merged: with fewer keys than this each, merging is a good part of the work.
 LEAST_KEYS = 256
 WORKSPACE_BYTES = 256 * 2**20
+
+
+class Splits(NamedTuple):
+    """How a kernel's tiles are cut, see `blocks_of_split`."""
+
+    num_splits: Any
+    split_blocks: Any
 
 
 def blocks_of_split(tile: KeyBlocks, split: Any, num_splits: Any, split_blocks: Any) -> KeyBlocks:
