@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 import torch
 from torch import Tensor
 
-from . import dispatch, ops, repeated, validation
+from . import decode_ops, dispatch, ops, repeated, validation
 from .kernels import ahead
 from .kernels.ahead import CompiledKernel
 from .kernels.config import ForwardConfig, ForwardConfigSm80
@@ -294,7 +294,11 @@ def merge_partials(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Ten
 
     Source: FlashAttention-2, arXiv:2307.08691, section 2.3.
     """
+    stacked = outs, lses
     outs, lses = validation.check_partials(outs, lses)
+    if decode_ops.merges_in_one_kernel(outs, lses):
+        whole = (t if isinstance(t, Tensor) else torch.stack(tuple(t)) for t in stacked)
+        return AttentionOutput(*torch.ops.onepass.merge_partials(*whole))
     merged, lse = merge_in_torch(outs, lses)
     return AttentionOutput(merged.to(outs[0].dtype), lse)
 

@@ -1,10 +1,12 @@
-"""The torch operators behind `attention_decode`: onepass::decode, and onepass::decode_append, which writes the caches.
+"""The torch operators behind `attention_decode`: onepass::decode, and onepass::decode_append, which writes the caches;
+and onepass::merge_partials, where a kernel does it.
 
-Neither has a gradient: the door refuses tensors that ask for one.
+None has a gradient: the door refuses tensors that ask for one, or `merge_partials` goes another way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 from . import dispatch
 from .decode_problem import DecodeInputs, DecodeProblem
 from .errors import UnsupportedError
+from .merge import merge_in_torch
 from .outputs import empty_outputs
 from .problem import AttentionInputs, AttentionProblem, Mask
 
@@ -97,10 +100,40 @@ def _decode_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> None:
-    raise UnsupportedError("onepass attention_decode cannot run under torch.vmap: it already takes a batch")
+    raise UnsupportedError("onepass: attention over a cache cannot run under torch.vmap: it already takes a batch")
 
 
 for _name in _NAMES:
     torch.library.impl(f"onepass::{_name}", "default")(_decode)
     torch.library.register_fake(f"onepass::{_name}")(_decode_fake)
     torch.library.register_vmap(f"onepass::{_name}", _refuse_vmap)
+
+
+# ---------------------------------------------------------------- merging
+
+torch.library.define("onepass::merge_partials", f"(Tensor outs, Tensor lses) -> {_OUTPUTS}", tags=_TAGS)
+
+
+@torch.library.impl("onepass::merge_partials", "default")
+def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    if outs.device.type != "cuda":
+        merged, lse = merge_in_torch(outs.unbind(0), lses.unbind(0))
+        return merged.to(outs.dtype), lse
+    return dispatch.load_merge()(outs, lses)
+
+
+@torch.library.register_fake("onepass::merge_partials")
+def _merge_fake(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
+
+
+torch.library.register_vmap("onepass::merge_partials", _refuse_vmap)
+
+
+def merges_in_one_kernel(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> bool:
+    """Whether the merge kernel computes what `merge_in_torch` would: on a GPU, where no gradient is asked for."""
+    if outs[0].device.type != "cuda" or outs[0].dtype == torch.float64:
+        return False
+    if any(lse.dtype != torch.float32 for lse in lses) or not dispatch.has_sm80_kernels():
+        return False
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in (*outs, *lses)))

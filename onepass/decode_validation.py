@@ -12,7 +12,7 @@ import torch
 from . import validation
 from .decode_problem import DecodeInputs, DecodeProblem, refuse_lengths
 from .errors import UnsupportedError
-from .kernels.blocks.splits import MAX_SPLITS, SPLIT_UNIT
+from .kernels.blocks.splits import MAX_PARTS, MAX_SPLITS, SPLIT_UNIT
 from .problem import AttentionProblem
 from .validation import DENSE_DIMS, check_flag
 
@@ -58,7 +58,7 @@ def check_decode(
     _check_rotary(inputs)
     check_flag("rotary_interleaved", rotary_interleaved)
     check_flag("check_values", check_values)
-    _check_splits(num_splits, split_size)
+    _check_splits(num_splits, split_size, inputs.capacity)
     _refuse_gradients(inputs)
     checked = validation._options(q, sinks=inputs.sinks, deterministic=False, tuning=None, **options)
     attention = AttentionProblem(
@@ -155,7 +155,7 @@ def _check_rotary(inputs: DecodeInputs) -> None:
         )
 
 
-def _check_splits(num_splits: Any, split_size: Any) -> None:
+def _check_splits(num_splits: Any, split_size: Any, capacity: int) -> None:
     for name, value in (("num_splits", num_splits), ("split_size", split_size)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise TypeError(f"{name}: expected an int or None, got {value!r}")
@@ -165,6 +165,10 @@ def _check_splits(num_splits: Any, split_size: Any) -> None:
         raise ValueError(f"num_splits: expected 1 to {MAX_SPLITS} (None = chosen), got {num_splits}")
     if split_size is not None and (split_size < 1 or split_size % SPLIT_UNIT):
         raise ValueError(f"split_size: expected a multiple of {SPLIT_UNIT} keys, got {split_size}")
+    if split_size is not None and capacity > split_size * MAX_PARTS:
+        raise ValueError(
+            f"split_size: expected at most {MAX_PARTS} parts of the cache's {capacity} keys, got {split_size}"
+        )
 
 
 def _refuse_gradients(inputs: DecodeInputs) -> None:

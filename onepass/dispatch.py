@@ -268,6 +268,16 @@ def require_decode(problem: AttentionProblem, requested: str | None = None) -> s
     return "tiled"
 
 
+def has_sm80_kernels() -> bool:
+    """Whether the Ampere kernels run on the current GPU."""
+    return torch.cuda.get_device_capability() >= (8, 0) and _compiler_refusal() is None
+
+
+def load_merge() -> Callable:
+    """merge_partials(outs, lses) -> (out, lse) of the kernels."""
+    return importlib.import_module(_DECODE["sm80"]).merge_partials
+
+
 def load_decode(name: str) -> Callable:
     """decode(problem, inputs) -> (out, lse) of a backend."""
     return importlib.import_module(_DECODE[name]).decode

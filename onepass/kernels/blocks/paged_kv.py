@@ -1,4 +1,4 @@
-"""Keys and values that lie in pages: row n of a sequence is row n % page_size of page table[n // page_size]."""
+"""Keys and values that lie in pages, in a kernel."""
 
 from __future__ import annotations
 
@@ -7,17 +7,7 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 
 from .bundle import Bundle
-from .integers import maximum, minimum
-
-
-def place_of_key(key: Any, table: Any, page_size: Any, num_pages: Any) -> tuple[Any, Any]:
-    """Page and row in it. A page that the cache does not have is taken for its nearest one: nothing is read, and
-    nothing can be written, outside of the cache.
-
-    Args: table: of one sequence. page_size: what divmod takes, see tile_scheduler.Divisors.
-    """
-    number, row = divmod(key, page_size)
-    return minimum(maximum(table[number], 0), num_pages - 1), row
+from .pages import place_of_key
 
 
 class Pages(NamedTuple):

@@ -10,6 +10,7 @@ from .integers import ceil_div, maximum, minimum, select
 # Keys of a split are a multiple of this: of every tile_n that a split forward has.
 SPLIT_UNIT = 64
 MAX_SPLITS = 256
+MAX_PARTS = 65535  # of one size: a grid has no more
 # More splits have to be merged: with fewer keys than this each, merging is a good part of the work.
 LEAST_KEYS = 256
 WORKSPACE_BYTES = 256 * 2**20

@@ -186,6 +186,16 @@ def merge(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor, si
         kernel(partial_out, partial_lse, out, lse, sinks, num_blocks)
 
 
+def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """`onepass.merge_partials` of stacked tensors, packed ones too: as a batch of one."""
+    if outs.dim() == 4:
+        out, lse = merge_partials(outs.unsqueeze(1), lses.unsqueeze(1))
+        return out[0], lse[0]
+    out, lse = outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
+    merge(with_rows(outs), lses.contiguous(), out, lse, None, arch_of(outs.device))
+    return out, lse
+
+
 @functools.lru_cache(maxsize=256)
 def merge_kernel_of(partial: torch.dtype, dtype: torch.dtype, head_dim_v: int, has_sinks: bool, arch: str) -> Callable:
     key = (("partial", partial), ("dtype", dtype), ("head_dim_v", head_dim_v), ("has_sinks", has_sinks))
