@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 
 from . import dispatch
 from .decode_problem import DecodeInputs, DecodeProblem
@@ -131,8 +133,11 @@ torch.library.register_vmap("onepass::merge_partials", _refuse_vmap)
 
 
 def merges_in_one_kernel(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> bool:
-    """Whether the merge kernel computes what `merge_in_torch` would: on a GPU, where no gradient is asked for."""
+    """Whether the merge kernel computes what `merge_in_torch` would: on a GPU, where nothing is to be traced, mapped or
+    differentiated."""
     if outs[0].device.type != "cuda" or outs[0].dtype == torch.float64:
+        return False
+    if torch.compiler.is_compiling() or peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return False
     if any(lse.dtype != torch.float32 for lse in lses) or not dispatch.has_sm80_kernels():
         return False

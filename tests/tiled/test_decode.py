@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import onepass
-from onepass import reference
+from onepass import decode_ops, reference
 from onepass.testing.budget import compare, compare_lse
 
 INT32 = torch.int32
@@ -268,6 +268,18 @@ def test_opcheck():
             arguments += given["k_new"], given["v_new"]
         operator = torch.ops.onepass.decode_append if with_new else torch.ops.onepass.decode
         torch.library.opcheck(operator.default, (*arguments, *options))
+
+
+def test_merge_partials_as_an_operator(monkeypatch):
+    """Where a kernel merges, packed and dense, sequences of tensors and stacked ones; here the operator calls torch."""
+    outs, lses = randn(3, 2, 5, 4, 8, seed=1), randn(3, 2, 4, 5, seed=2)
+    torch.library.opcheck(torch.ops.onepass.merge_partials.default, (outs, lses))
+    expected = onepass.merge_partials(outs, lses)
+    monkeypatch.setattr(decode_ops, "merges_in_one_kernel", lambda outs, lses: True)
+    for given in ((outs, lses), (list(outs), list(lses)), (outs.requires_grad_(), lses)):
+        actual = onepass.merge_partials(*given)
+        assert torch.equal(actual.out, expected.out)
+        assert torch.equal(actual.lse, expected.lse)
 
 
 def test_compiled_without_a_break():

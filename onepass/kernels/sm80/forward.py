@@ -12,6 +12,9 @@ them, and those of step j - 1 free to be filled for step j + num_stages - 1. Oth
 
 Thread blocks of neighbouring tiles of a head have neighbouring numbers, so their K and V meet in L2.
 
+With splits, thread blocks (tile, split) take a part of the tile's keys each and write float32 partials, which combine.py
+merges; with pages, loads.py looks up where each row of K and V lies. Everything between is the same.
+
 What an element's type decides stands elsewhere: fragments, mma and the order of O's columns in gemms_16bit.py and, for
 float32 by three products of tf32 parts, in gemms_float32.py; the width of copies in loads.py.
 
@@ -22,7 +25,7 @@ State: no GPU has run this yet, and nothing is tuned. The tests compile it for s
 and run the PTX on the CPU.
 
     done      fp16, bf16 and float32, every mask, softcap, sinks, groups of query heads (in a tile, too), packed
-              sequences and seqused_k, head dims from 1 to 256, tensors of any alignment
+              sequences and seqused_k, head dims from 1 to 256, tensors of any alignment, splits, pages
     not yet   float32: infinities in Q and K give NaN where they could give a number
 
 Names as in CuTe code: mQ global, sQ shared, rQ register fragment.
