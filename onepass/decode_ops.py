@@ -120,13 +120,13 @@ torch.library.define("onepass::merge_partials", f"(Tensor outs, Tensor lses) -> 
 def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     if outs.device.type != "cuda":
         merged, lse = merge_in_torch(outs.unbind(0), lses.unbind(0))
-        return merged.to(outs.dtype), lse
+        return merged.to(outs.dtype).contiguous(), lse.contiguous()
     return dispatch.load_merge()(outs, lses)
 
 
 @torch.library.register_fake("onepass::merge_partials")
 def _merge_fake(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
+    return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])  # contiguous
 
 
 torch.library.register_vmap("onepass::merge_partials", _refuse_vmap)

@@ -12,8 +12,8 @@ them, and those of step j - 1 free to be filled for step j + num_stages - 1. Oth
 
 Thread blocks of neighbouring tiles of a head have neighbouring numbers, so their K and V meet in L2.
 
-With splits, thread blocks (tile, split) take a part of the tile's keys each and write float32 partials, which combine.py
-merges; with pages, loads.py looks up where each row of K and V lies. Everything between is the same.
+With splits, thread blocks (tile, split) take a part of the tile's keys each and write float32 partials, which
+combine.py merges; with pages, loads.py looks up where each row of K and V lies. Everything between is the same.
 
 What an element's type decides stands elsewhere: fragments, mma and the order of O's columns in gemms_16bit.py and, for
 float32 by three products of tf32 parts, in gemms_float32.py; the width of copies in loads.py.
