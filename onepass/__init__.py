@@ -6,6 +6,7 @@ Importing onepass imports torch only and changes no global setting.
 """
 
 from .api import AttentionOutput, attention, attention_varlen, merge_partials, supports, warmup
+from .decode import attention_decode, split_workspace_bytes
 from .dispatch import Support
 from .errors import UnsupportedError
 from .kernels.ahead import CompiledKernel
@@ -21,8 +22,10 @@ __all__ = [
     "Support",
     "UnsupportedError",
     "attention",
+    "attention_decode",
     "attention_varlen",
     "merge_partials",
+    "split_workspace_bytes",
     "supports",
     "warmup",
 ]

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 import torch
 from torch import Tensor
 
-from . import dispatch, ops, repeated, validation
+from . import decode_ops, dispatch, ops, repeated, validation
 from .kernels import ahead
 from .kernels.ahead import CompiledKernel
 from .kernels.config import ForwardConfig, ForwardConfigSm80
+from .merge import merge_in_torch
 from .problem import AttentionInputs, AttentionProblem
 
 if TYPE_CHECKING:
@@ -293,21 +294,12 @@ def merge_partials(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Ten
 
     Source: FlashAttention-2, arXiv:2307.08691, section 2.3.
     """
+    stacked = outs, lses
     outs, lses = validation.check_partials(outs, lses)
-    partial_lse = torch.stack(lses)
-    row_max = partial_lse.detach().amax(0)
-    row_max = torch.where(row_max == -torch.inf, 0.0, row_max)
-    weights = torch.exp(partial_lse - row_max)
-    total = weights.sum(0)
-    is_empty = total == 0
-    # both branches of a where are differentiated: keep log and the division away from zero
-    safe_total = torch.where(is_empty, 1.0, total)
-    lse = torch.where(is_empty, -torch.inf, safe_total.log() + row_max)
-    shares = (weights / safe_total).transpose(-1, -2).unsqueeze(-1)
-    # an unseen part is taken out before the product, not after: 0 * NaN would reach the gradient of lse
-    merged = sum(
-        share * torch.where(share != 0, out.to(share.dtype), 0.0) for share, out in zip(shares, outs, strict=True)
-    )
+    if decode_ops.merges_in_one_kernel(outs, lses):
+        whole = (t if isinstance(t, Tensor) else torch.stack(tuple(t)) for t in stacked)
+        return AttentionOutput(*torch.ops.onepass.merge_partials(*whole))
+    merged, lse = merge_in_torch(outs, lses)
     return AttentionOutput(merged.to(outs[0].dtype), lse)
 
 

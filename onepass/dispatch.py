@@ -251,3 +251,45 @@ def load_backward(name: str, problem: AttentionProblem) -> ModuleType:
 def _backend_of_backward(name: str, problem: AttentionProblem) -> Backend:
     has_own = name not in _WITH_KERNELS or _backward_unsupported(name, problem) is None
     return _BACKENDS[name if has_own else "tiled"]
+
+
+# ---------------------------------------------------------------- attention over a cache
+
+_DECODE = {"sm80": "onepass.kernels.sm80.decode_launch", "tiled": "onepass.tiled.decode"}
+
+
+# No GPU has run the kernels of `attention_decode` and of merging yet: they run where they are asked for by name.
+_DECODE_KERNELS_HAVE_RUN = False
+
+
+def require_decode(problem: AttentionProblem, requested: str | None = None) -> str:
+    """The name of the backend that will run `attention_decode`. Raises: as `require`."""
+    if requested is not None and requested not in _BACKENDS:
+        expected = ", ".join(sorted(_DECODE))
+        raise ValueError(f"backend: expected one of {expected} or None, got {requested!r}")
+    if requested is not None and requested not in _DECODE:
+        raise UnsupportedError(f"backend {requested}: has no kernel for attention_decode; sm80 runs on the same GPUs")
+    if requested == "tiled" or (requested is None and not _DECODE_KERNELS_HAVE_RUN):
+        return "tiled"
+    reason = _refusal("sm80", problem)
+    if reason is None:
+        return "sm80"
+    if requested is not None:
+        raise UnsupportedError(f"backend {requested}: {reason}")
+    return "tiled"
+
+
+def has_merge_kernel() -> bool:
+    """Whether `merge_partials` has a kernel on the current GPU."""
+    is_ampere = torch.cuda.get_device_capability() >= (8, 0)
+    return _DECODE_KERNELS_HAVE_RUN and is_ampere and _compiler_refusal() is None
+
+
+def load_merge() -> Callable:
+    """merge_partials(outs, lses) -> (out, lse) of the kernels."""
+    return importlib.import_module(_DECODE["sm80"]).merge_partials
+
+
+def load_decode(name: str) -> Callable:
+    """decode(problem, inputs) -> (out, lse) of a backend."""
+    return importlib.import_module(_DECODE[name]).decode

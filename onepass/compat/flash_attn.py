@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 from .. import api, validation
+from ..decode import attention_decode
+from ..decode_problem import refuse_lengths
 from ..errors import UnsupportedError
 
 __all__ = [
@@ -40,9 +42,7 @@ __all__ = [
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "dropout_p": (0.0, "dropout"),
     "alibi_slopes": (None, "ALiBi biases"),
-    "block_table": (None, "paged key/value caches"),
-    "rotary_cos": (None, "rotary embedding inside attention; rotate q and k before the call"),
-    "rotary_sin": (None, "rotary embedding inside attention; rotate q and k before the call"),
+    "block_table": (None, "paged keys and values of packed sequences; flash_attn_with_kvcache has"),
     "cache_leftpad": (None, "caches padded on the left"),
 }
 
@@ -305,66 +305,77 @@ def flash_attn_with_kvcache(
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim).
         k_cache, v_cache: (batch_cache, seqlen_cache, num_heads_kv, head_dim); batch_cache = batch unless
-            cache_batch_idx is given.
+            cache_batch_idx is given. With a block_table (num_blocks, page_block_size, num_heads_kv, head_dim).
         k, v: (batch, seqlen_new, num_heads_kv, head_dim), both or neither.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2): k and q are rotated by the rows from cache_seqlens[b] on;
+            only where k is given, of as many rows as q, and more than one of them only with causal or a window.
         cache_seqlens: how much of the cache is filled: an int, (batch,) int32, or None = all of it.
-        cache_batch_idx: (batch,) int32 or int64, the cache entry of each batch entry; distinct if k is given.
+        cache_batch_idx: (batch,) int32 or int64, the cache entry of each batch entry; distinct if k is given. Not
+            with a block_table.
+        block_table: (batch, max_blocks) int32, any page_block_size.
         softmax_scale, causal, window_size, softcap: as for `flash_attn_func`.
+        rotary_interleaved: rotated pairs are columns (0, 1), (2, 3), ..; else the two halves of the rotated columns.
+        num_splits: parts of the keys that a GPU computes side by side; 0 = chosen.
         return_softmax_lse: return (out, softmax_lse).
-        num_splits, rotary_interleaved: without effect; they choose how flash-attn computes what is not changed here.
-        rotary_cos, rotary_sin, cache_leftpad, block_table, alibi_slopes: only None.
+        cache_leftpad, alibi_slopes: only None.
 
     Returns: out (batch, seqlen_q, num_heads_q, head_dim_v); softmax_lse (batch, num_heads_q, seqlen_q) float32.
     Raises: NotImplementedError naming the argument that is not supported, or an input that requires a gradient;
-    TypeError or ValueError for bad shapes, dtypes or lengths. The caches are unchanged whenever it raises.
+    TypeError or ValueError for bad shapes, dtypes or lengths. The caches are unchanged whenever it raises. On a GPU
+    lengths and tables are not read by the host, so their values are not checked there.
     """
-    _refuse_unsupported(
+    _refuse_unsupported(cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes)
+    options = _mask_options(softmax_scale, causal, window_size, softcap)
+    page_table = block_table
+    if cache_batch_idx is not None:
+        if block_table is not None:
+            raise UnsupportedError("cache_batch_idx: expected None beside a block_table, which says the same")
+        page_table = _entries_as_pages(q, k_cache, v_cache, cache_batch_idx)
+    if page_table is None and all(isinstance(t, Tensor) and t.dim() == 4 for t in (q, k_cache, v_cache)):
+        validation.check_attention(
+            q, k_cache, v_cache, **options, sinks=None, deterministic=None, return_lse=False, tuning=None
+        )
+    _check_new(q, k_cache, v_cache, k, v, cache_seqlens)
+    if rotary_cos is not None or rotary_sin is not None:
+        _check_rotary(q, k, options)
+    _refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    seqlen_cache = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+    result = attention_decode(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens=_lengths(cache_seqlens, q, seqlen_cache, 0 if k is None else k.shape[1]),
+        page_table=page_table,
+        k_new=k,
+        v_new=v,
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
-        cache_leftpad=cache_leftpad,
-        block_table=block_table,
-        alibi_slopes=alibi_slopes,
+        rotary_interleaved=rotary_interleaved,
+        **options,
+        num_splits=num_splits or None,
+        return_lse=bool(return_softmax_lse),
     )
-    options = _mask_options(softmax_scale, causal, window_size, softcap)
-    _check_cache(q, k_cache, v_cache, cache_batch_idx, options)
-    _check_new(q, k_cache, v_cache, k, v, cache_seqlens)
-    _refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
-
-    batch, seqlen_cache, seqlen_new = q.shape[0], k_cache.shape[1], 0 if k is None else k.shape[1]
-    starts = _check_cache_seqlens(cache_seqlens, batch, seqlen_cache, seqlen_new, q.device)
-    if k is not None and v is not None:
-        entries = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx.long()
-        positions = starts.long()[:, None] + torch.arange(seqlen_new, device=q.device)
-        k_cache[entries[:, None], positions] = k
-        v_cache[entries[:, None], positions] = v
-    if cache_batch_idx is not None:
-        k_cache, v_cache = (cache.index_select(0, cache_batch_idx) for cache in (k_cache, v_cache))
-    seqused_k = (starts + seqlen_new).to(torch.int32)
-    result = api.attention(q, k_cache, v_cache, **options, seqused_k=seqused_k, return_lse=bool(return_softmax_lse))
     return tuple(result) if return_softmax_lse else result
 
 
-def _check_cache(q: Any, k_cache: Any, v_cache: Any, cache_batch_idx: Any, options: dict[str, Any]) -> None:
-    """The door's own checks, before anything is written; cache entries stand in for the ones that will be picked."""
-    picked = (k_cache, v_cache)
-    if cache_batch_idx is not None and all(isinstance(t, Tensor) and t.dim() == 4 for t in (q, *picked)):
-        if not isinstance(cache_batch_idx, Tensor) or cache_batch_idx.dtype not in (torch.int32, torch.int64):
-            given = cache_batch_idx.dtype if isinstance(cache_batch_idx, Tensor) else type(cache_batch_idx).__name__
-            raise TypeError(f"cache_batch_idx: expected an int32 or int64 torch.Tensor, got {given}")
-        if cache_batch_idx.shape != q.shape[:1] or cache_batch_idx.device != q.device:
-            raise ValueError(
-                f"cache_batch_idx: expected shape ({q.shape[0]},) on {q.device}, one per entry of q, "
-                f"got {tuple(cache_batch_idx.shape)} on {cache_batch_idx.device}"
-            )
-        num_entries = k_cache.shape[0]
-        if v_cache.shape[0] != num_entries:
-            raise ValueError(f"v_cache: expected {num_entries} entries like k_cache, got {v_cache.shape[0]}")
-        if cache_batch_idx.numel() and not 0 <= int(cache_batch_idx.min()) <= int(cache_batch_idx.max()) < num_entries:
+def _entries_as_pages(q: Tensor, k_cache: Any, v_cache: Any, cache_batch_idx: Any) -> Tensor:
+    """Picked cache entries are pages as long as the cache: nothing has to be copied."""
+    if not isinstance(cache_batch_idx, Tensor) or cache_batch_idx.dtype not in (torch.int32, torch.int64):
+        given = cache_batch_idx.dtype if isinstance(cache_batch_idx, Tensor) else type(cache_batch_idx).__name__
+        raise TypeError(f"cache_batch_idx: expected an int32 or int64 torch.Tensor, got {given}")
+    if cache_batch_idx.shape != q.shape[:1] or cache_batch_idx.device != q.device:
+        raise ValueError(
+            f"cache_batch_idx: expected shape ({q.shape[0]},) on {q.device}, one per entry of q, "
+            f"got {tuple(cache_batch_idx.shape)} on {cache_batch_idx.device}"
+        )
+    num_entries = k_cache.shape[0]
+    if cache_batch_idx.device.type == "cpu" and cache_batch_idx.numel():
+        lowest, highest = int(cache_batch_idx.min()), int(cache_batch_idx.max())
+        if not 0 <= lowest <= highest < num_entries:
             raise ValueError(
                 f"cache_batch_idx: expected entries 0 to {num_entries - 1} of k_cache, got {cache_batch_idx.tolist()}"
             )
-        picked = tuple(cache[:1].expand(q.shape[0], *cache.shape[1:]) for cache in picked)
-    validation.check_attention(q, *picked, **options, sinks=None, deterministic=None, return_lse=False, tuning=None)
+    return cache_batch_idx.to(torch.int32)[:, None]
 
 
 def _check_new(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any, cache_seqlens: Any) -> None:
@@ -395,28 +406,29 @@ def _refuse_gradients(**tensors: Tensor | None) -> None:
             )
 
 
-def _check_cache_seqlens(
-    cache_seqlens: Any, batch: int, seqlen_cache: int, seqlen_new: int, device: torch.device
-) -> Tensor:
-    """The filled lengths as a (batch,) tensor, checked to leave room for the new positions."""
+def _check_rotary(q: Tensor, k: Tensor | None, options: dict[str, Any]) -> None:
+    """flash-attn counts a rotated query's position from cache_seqlens on, onepass back from the last key."""
+    if k is None:
+        raise ValueError("rotary_cos: expected None where k and v are not given")
+    if q.shape[1] != k.shape[1]:
+        raise UnsupportedError(
+            f"rotary_cos: expected as many queries as new keys, got {q.shape[1]} and {k.shape[1]}: "
+            "rotate before the call"
+        )
+    if q.shape[1] > 1 and not options["causal"] and options["window"] == (None, None):
+        raise UnsupportedError(
+            f"rotary_cos: expected causal or a window with {q.shape[1]} queries, which flash-attn rotates all alike "
+            "without: rotate before the call"
+        )
+
+
+def _lengths(cache_seqlens: Any, q: Tensor, seqlen_cache: int, seqlen_new: int) -> Tensor:
+    """The filled lengths as a (batch,) tensor. Values that only a device knows are left to it."""
     if cache_seqlens is None:
         cache_seqlens = seqlen_cache
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
-        shortest = longest = cache_seqlens
-        starts = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
-    elif isinstance(cache_seqlens, Tensor):
-        starts = cache_seqlens
-        if starts.dtype != torch.int32 or starts.device != device:
-            raise TypeError(f"cache_seqlens: expected int32 on {device}, got {starts.dtype} on {starts.device}")
-        if tuple(starts.shape) != (batch,):
-            raise ValueError(f"cache_seqlens: expected shape ({batch},), one per entry of q, got {tuple(starts.shape)}")
-        shortest, longest = (int(starts.min()), int(starts.max())) if batch else (0, 0)
-    else:
+        refuse_lengths(cache_seqlens, cache_seqlens, seqlen_cache, seqlen_new)
+        return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    if not isinstance(cache_seqlens, Tensor):
         raise TypeError(f"cache_seqlens: expected an int, an int32 tensor or None, got {cache_seqlens!r}")
-    if shortest < 0 or longest + seqlen_new > seqlen_cache:
-        given = longest if shortest >= 0 else shortest
-        raise ValueError(
-            f"cache_seqlens: expected 0 to {seqlen_cache - seqlen_new}, the {seqlen_cache} positions of the cache "
-            f"less {seqlen_new} new ones, got {given}"
-        )
-    return starts
+    return cache_seqlens

@@ -13,6 +13,11 @@ def rows_first(t: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(t.iterator, cute.select(t.layout, [1, 3, 2, 0]))
 
 
+def partials_rows_first(t: cute.Tensor) -> cute.Tensor:
+    """`rows_first` of what splits write: (splits, batch, seqlen, heads, dim) -> (seqlen, dim, heads, batch, splits)."""
+    return cute.make_tensor(t.iterator, cute.select(t.layout, [2, 4, 3, 1, 0]))
+
+
 def pack_heads(t: cute.Tensor, group: int) -> cute.Tensor:
     """(seqlen, dim, heads, batch) -> ((group, seqlen), dim, heads / group, batch). No data moves."""
     (seqlen, dim, heads, batch), stride = t.shape, t.stride
@@ -44,6 +49,14 @@ def rows_first_of_lse(lse: cute.Tensor) -> cute.Tensor:
     (batch, heads, seqlen), stride = lse.shape, lse.stride
     return cute.make_tensor(
         lse.iterator, cute.make_layout((seqlen, 1, heads, batch), stride=(stride[2], 0, *stride[1::-1]))
+    )
+
+
+def partials_rows_first_of_lse(lse: cute.Tensor) -> cute.Tensor:
+    """(splits, batch, heads, seqlen) -> (seqlen, 1, heads, batch, splits). No data moves."""
+    (splits, batch, heads, seqlen), stride = lse.shape, lse.stride
+    return cute.make_tensor(
+        lse.iterator, cute.make_layout((seqlen, 1, heads, batch, splits), stride=(stride[3], 0, *stride[2::-1]))
     )
 
 

@@ -24,13 +24,17 @@ class Lengths(NamedTuple):
     cu_seqlens_q: cute.Tensor | None  # (batch + 1,)
     cu_seqlens_k: cute.Tensor | None  # (batch + 1,)
     seqused_k: cute.Tensor | None  # (batch,)
+    added_k: Int32 | None = None  # keys more than seqused_k says, the same for all
 
 
 def used_keys(lengths: Lengths, entry: Int32, seqlen_k: Int32) -> Int32:
     """How many of its seqlen_k keys a batch entry (or a sequence) has."""
     if lengths.seqused_k is None:
         return seqlen_k
-    return minimum(maximum(lengths.seqused_k[entry], 0), seqlen_k)
+    count = lengths.seqused_k[entry]
+    if lengths.added_k is not None:
+        count = count + lengths.added_k
+    return minimum(maximum(count, 0), seqlen_k)
 
 
 class PackedTile(NamedTuple):

@@ -103,7 +103,7 @@ def row_sums(row: cute.Tensor) -> cute.Tensor:
 @cute.jit
 def add_rows(acc: cute.Tensor, weight: Float32, rows: cute.Tensor, first: Int32, count: Int32):
     """acc += the sum over the first `count` lanes of their weight times row `first` + lane of rows (.., columns)."""
-    lane, columns = cute.arch.lane_idx(), cute.size(rows, mode=[1])
+    lane, columns = cute.arch.lane_idx(), rows.shape[1]
     for i in cutlass.range(count, unroll=1):
         weight_i = warp.broadcast(weight, i)
         for c in cutlass.range_constexpr(cute.size(acc)):

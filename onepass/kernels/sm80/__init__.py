@@ -5,5 +5,7 @@ warps.py      a warp's registers and single acts: GEMMs, masks, softmax, storing
 loads.py      tiles from global to shared memory, asynchronously
 launch.py     tensors and options -> compiled kernel and grid
 
+decode_launch.py   attention over a cache: appending to it, forward by splits, merging (docs/decoding.md)
+
 backward.py, backward_warps.py, backward_launch.py: the same for the gradients
 """

@@ -12,6 +12,9 @@ them, and those of step j - 1 free to be filled for step j + num_stages - 1. Oth
 
 Thread blocks of neighbouring tiles of a head have neighbouring numbers, so their K and V meet in L2.
 
+With splits, thread blocks (tile, split) take a part of the tile's keys each and write float32 partials, which
+combine.py merges; with pages, loads.py looks up where each row of K and V lies. Everything between is the same.
+
 What an element's type decides stands elsewhere: fragments, mma and the order of O's columns in gemms_16bit.py and, for
 float32 by three products of tf32 parts, in gemms_float32.py; the width of copies in loads.py.
 
@@ -22,7 +25,7 @@ State: no GPU has run this yet, and nothing is tuned. The tests compile it for s
 and run the PTX on the CPU.
 
     done      fp16, bf16 and float32, every mask, softcap, sinks, groups of query heads (in a tile, too), packed
-              sequences and seqused_k, head dims from 1 to 256, tensors of any alignment
+              sequences and seqused_k, head dims from 1 to 256, tensors of any alignment, splits, pages
     not yet   float32: infinities in Q and K give NaN where they could give a number
 
 Names as in CuTe code: mQ global, sQ shared, rQ register fragment.
@@ -42,13 +45,24 @@ from ...problem import AttentionProblem
 from ..blocks import tile_scheduler
 from ..blocks.block_range import key_blocks
 from ..blocks.integers import minimum
-from ..blocks.layouts import as_batch_of_one, at_head, pack_heads, rows_first, rows_first_of_lse, smem_tiles
+from ..blocks.layouts import (
+    as_batch_of_one,
+    at_head,
+    pack_heads,
+    partials_rows_first,
+    partials_rows_first_of_lse,
+    rows_first,
+    rows_first_of_lse,
+    smem_tiles,
+)
 from ..blocks.mask import Geometry
 from ..blocks.online_softmax import Scores
 from ..blocks.packed_schedule import Lengths, PackedSchedule, used_keys
+from ..blocks.paged_kv import Pages
 from ..blocks.plain_rows import PlainTensors
 from ..blocks.ptx import exit_if
 from ..blocks.schedule import Schedule, Sequences, make_schedule
+from ..blocks.splits import Splits, blocks_of_split
 from ..config import ForwardConfigSm80, head_dim_tile
 from . import gemms_16bit, gemms_float32
 from .loads import RowLoader
@@ -56,10 +70,25 @@ from .warps import Tile, Warps
 
 
 class ForwardSm80:
-    """One compiled forward: (static problem, config) -> device code. See the module's docstring for the picture."""
+    """One compiled forward: (static problem, config) -> device code. See the module's docstring for the picture.
 
-    def __init__(self, problem: AttentionProblem, config: ForwardConfigSm80, dtype: type[cutlass.Numeric], arch: str):
+    Args:
+        is_split: thread blocks (tile, split) handle a part of the keys each, and write float32 partials.
+        is_paged: K and V lie in pages. Both not of packed sequences.
+    """
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        config: ForwardConfigSm80,
+        dtype: type[cutlass.Numeric],
+        arch: str,
+        is_split: bool = False,
+        is_paged: bool = False,
+    ):
         config.check(problem, arch)
+        assert not (problem.is_packed and (is_split or is_paged))
+        self.is_split, self.is_paged = is_split, is_paged
         self.config, self.dtype = config, dtype
         self.group = config.group(problem)  # query heads of a tile
         self.tile_heads_per_kvhead = problem.qhead_per_kvhead // self.group
@@ -83,8 +112,8 @@ class ForwardSm80:
         q: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim); packed sequences: all tensors without batch
         k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim)
         v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v)
-        out: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v)
-        lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q)
+        out: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v); of splits (splits, ..) float32
+        lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q); of splits (splits, ..)
         sinks: cute.Tensor | None,  # (num_heads_q,) float32
         cu_seqlens_q: cute.Tensor | None,  # (batch + 1,) int32
         cu_seqlens_k: cute.Tensor | None,  # (batch + 1,) int32
@@ -95,29 +124,42 @@ class ForwardSm80:
         window_right: Int32 | None,
         heads_per_section: Int32,
         num_tiles: Int32,  # of packed sequences a bound
+        page_table: cute.Tensor | None,  # (batch, max_pages) int32; k, v: (num_pages, page_size, num_heads_kv, ..)
+        added_k: Int32 | None,  # keys more than seqused_k says
+        num_splits: Int32 | None,
+        split_blocks: Int32 | None,  # see blocks/splits.py
         stream: cuda.CUstream,
     ):
         if cutlass.const_expr(self.is_packed):
             q, k, v, out, lse = (as_batch_of_one(t) for t in (q, k, v, out, lse))
         config = self.config
-        mQ, mK, mV, mO = (rows_first(t) for t in (q, k, v, out))
+        mQ, mK, mV = (rows_first(t) for t in (q, k, v))
+        if cutlass.const_expr(self.is_split):
+            mO, mLSE = partials_rows_first(out), partials_rows_first_of_lse(lse)
+        else:
+            mO, mLSE = rows_first(out), rows_first_of_lse(lse)
+        pages = Pages(page_table, cute.FastDivmodDivisorV2(mK.shape[0])) if self.is_paged else None
         num_heads, batch = mQ.shape[2] // self.group, mQ.shape[3]
         num_m_blocks = None if self.is_packed else cute.ceil_div(mQ.shape[0], self.positions)
         self.kernel(
             PlainTensors(mQ, mK, mV),
             mO,
-            rows_first_of_lse(lse),
+            mLSE,
             sinks,
-            Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
+            Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, added_k),
             Scores(scale_log2, tanh_scale),
             window_left,
             window_right,
             make_schedule(num_m_blocks, num_heads, batch, heads_per_section),
+            pages,
+            Splits(num_splits, split_blocks) if self.is_split else None,
             self.make_tiled_mma(config, self.dtype),
             smem_tiles(config.tile_m, self.head_dim, 1, self.dtype),
             smem_tiles(config.tile_n, self.head_dim, config.num_stages, self.dtype),
             smem_tiles(config.tile_n, self.head_dim_v, config.num_stages, self.dtype),
-        ).launch(grid=[num_tiles, 1, 1], block=[config.num_threads, 1, 1], stream=stream)
+        ).launch(
+            grid=[num_tiles, num_splits if self.is_split else 1, 1], block=[config.num_threads, 1, 1], stream=stream
+        )
 
     # ---------------------------------------------------------------- device: set-up
 
@@ -133,13 +175,16 @@ class ForwardSm80:
         window_left: Int32 | None,
         window_right: Int32 | None,
         schedule: Schedule,
+        pages: Pages | None,
+        splits: Splits | None,
         tiled_mma: cute.TiledMma,
         sQ_layout: cute.ComposedLayout,
         sK_layout: cute.ComposedLayout,
         sV_layout: cute.ComposedLayout,
     ):
-        number = cute.arch.block_idx()[0]
-        seqlens = Sequences(tensors.q.shape[0], tensors.k.shape[0], window_left, window_right, lengths)
+        number, split, _ = cute.arch.block_idx()
+        seqlen_k = pages.capacity if self.is_paged else tensors.k.shape[0]
+        seqlens = Sequences(tensors.q.shape[0], seqlen_k, window_left, window_right, lengths)
         if cutlass.const_expr(self.is_packed):
             num_heads = schedule.divisors.num_heads
             schedule = PackedSchedule(
@@ -148,6 +193,9 @@ class ForwardSm80:
             # the grid was made for the worst case
             exit_if(number >= schedule.num_tiles)
         tile = self.tile_at(number, schedule, seqlens)
+        if cutlass.const_expr(self.is_split):
+            tile = tile._replace(blocks=blocks_of_split(tile.blocks, split, *splits))
+            mO, mLSE = (t[None, None, None, None, split] for t in (mO, mLSE))
 
         smem = SmemAllocator()
         sQ, sK, sV = (self._allocate(smem, layout) for layout in (sQ_layout, sK_layout, sV_layout))
@@ -157,7 +205,12 @@ class ForwardSm80:
             RowLoader(buffers, columns, self.config.vector_bytes, num_threads, thread)
             for buffers, columns in ((sQ, head_dim), (sK, head_dim), (sV, head_dim_v))
         )
-        warps = Warps(self, sQ, sK, sV, tiled_mma, scores, tensors, mO, mLSE, mSinks)
+        warps = Warps(self, sQ, sK, sV, tiled_mma, scores, tensors, mO, mLSE, mSinks, pages)
+        if cutlass.const_expr(self.is_split):
+            has_no_keys = tile.blocks.first == tile.blocks.last
+            if has_no_keys:
+                warps.store_no_keys(tile)
+            exit_if(has_no_keys)
         self.compute(warps, loaders, tensors, tile)
 
     def _allocate(self, smem: SmemAllocator, layout: cute.ComposedLayout) -> cute.Tensor:
@@ -189,7 +242,7 @@ class ForwardSm80:
     @cute.jit
     def compute(self, warps: Warps, loaders: tuple, tensors: PlainTensors, tile: Tile):
         """The keys, last block first: cut by the right edge of the mask, clear, cut by its left edge."""
-        mK, mV = (self.at_head(t, t, self.head_kv(tile), tile.place_k) for t in (tensors.k, tensors.v))
+        mK, mV = warps.keys_and_values(tile)
         first, clear_first, clear_last, last = tile.blocks
         config = self.config
 

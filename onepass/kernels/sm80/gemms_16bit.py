@@ -118,4 +118,8 @@ class Gemms16Bit(Bundle):
     @cute.jit
     def store_rows(self, acc_o: cute.Tensor, weights: cute.Tensor, out_rows: list, is_row: list, lane_in_quad: Int32):
         """out_rows[r] = weights[r] * acc_o[r] for a thread's two rows of an m_tile, acc_o (2, columns)."""
-        epilogue.store_16_bits(acc_o, weights, out_rows, is_row, lane_in_quad, self.config.vector_bytes)
+        if cutlass.const_expr(out_rows[0].element_type is Float32):  # of a split
+            is_even = cute.size(out_rows[0]) % 2 == 0
+            epilogue.store_pairs(acc_o, weights, out_rows, is_row, lane_in_quad, 8 if is_even else 2)
+        else:
+            epilogue.store_16_bits(acc_o, weights, out_rows, is_row, lane_in_quad, self.config.vector_bytes)

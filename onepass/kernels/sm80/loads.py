@@ -8,7 +8,9 @@ from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
 from ..blocks.bundle import Bundle
+from ..blocks.integers import maximum, minimum
 from ..blocks.pack_gqa import unpack_row
+from ..blocks.paged_kv import PagedRows
 from ..config import threads_per_row
 
 ASYNC_BYTES = (16, 8, 4)  # that one cp.async can copy
@@ -47,11 +49,18 @@ class RowLoader(Bundle):
         self.places = self.copy.partition_S(cute.make_identity_tensor((rows, columns)))
 
     @cute.jit
-    def load(self, m: cute.Tensor, first: Int32, limit: Int32 | None, buffer: Int32):
+    def load(self, m: cute.Tensor | PagedRows, first: Int32, limit: Int32 | None, buffer: Int32):
         """Rows first, first + 1, .. of m (seqlen, head_dim) into a buffer; the caller commits the group.
 
         Args: limit: rows from this one on are not read, zeros are written instead; None: no row is past it.
         """
+        if cutlass.const_expr(isinstance(m, PagedRows)):
+            self._load_paged(m, first, limit, buffer)
+        else:
+            self._load_plain(m, first, limit, buffer)
+
+    @cute.jit
+    def _load_plain(self, m: cute.Tensor, first: Int32, limit: Int32 | None, buffer: Int32):
         moved = cute.domain_offset((first, 0), m)
         rows = cute.make_tensor(moved.iterator, cute.make_layout(self.shape, stride=m.stride))
         source = self.copy.partition_S(rows)
@@ -71,21 +80,43 @@ class RowLoader(Bundle):
                 self._copy_row(source[None, i, None], self.target[None, i, None, buffer], predicate)
 
     @cute.jit
+    def _load_paged(self, m: PagedRows, first: Int32, limit: Int32 | None, buffer: Int32):
+        """Each thread looks up the page of each of its rows."""
+        num_rows, num_steps = (cute.size(self.places, mode=[i]) for i in (1, 2))
+        for i in cutlass.range_constexpr(num_rows):
+            key, is_there = first + self.places[0, i, 0][0], Boolean(True)
+            if cutlass.const_expr(limit is not None):
+                is_there = key < limit
+                key = maximum(minimum(key, limit - 1), 0)
+            predicate = cute.make_rmem_tensor((1, num_steps), Boolean)
+            for b in cutlass.range_constexpr(num_steps):
+                predicate[0, b] = is_there
+                if cutlass.const_expr(self.head_dim < (b + 1) * self.step_columns):
+                    predicate[0, b] = is_there and self.places[0, i, b][1] < self.head_dim
+            self._copy_row(
+                self._as_every_row(m[key, None])[None, i, None], self.target[None, i, None, buffer], predicate
+            )
+
+    def _as_every_row(self, row: cute.Tensor) -> cute.Tensor:
+        """The source of a copy every row of which is that one."""
+        return self.copy.partition_S(
+            cute.make_tensor(row.iterator, cute.make_layout(self.shape, stride=(0, row.stride[0])))
+        )
+
+    @cute.jit
     def load_packed(self, m: cute.Tensor, group: cutlass.Constexpr[int], first: Int32, limit: Int32):
         """Positions first, first + 1, .. of m ((group, seqlen), head_dim) into buffer 0, zeros from `limit` on: rows
         (position, head in the group), see blocks/pack_gqa.py."""
         num_rows, num_steps = (cute.size(self.places, mode=[i]) for i in (1, 2))
         for i in cutlass.range_constexpr(num_rows):
             position, head, is_used = unpack_row(self.places[0, i, 0][0], group, self.shape[0])
-            row = m[(head, first + position), None]
-            # every row of this tensor is that one
-            rows = cute.make_tensor(row.iterator, cute.make_layout(self.shape, stride=(0, row.stride[0])))
+            rows = self._as_every_row(m[(head, first + position), None])
             predicate = cute.make_rmem_tensor((1, num_steps), Boolean)
             for b in cutlass.range_constexpr(num_steps):
                 predicate[0, b] = is_used and first + position < limit
                 if cutlass.const_expr(self.head_dim < (b + 1) * self.step_columns):
                     predicate[0, b] = predicate[0, b] and self.places[0, i, b][1] < self.head_dim
-            self._copy_row(self.copy.partition_S(rows)[None, i, None], self.target[None, i, None, 0], predicate)
+            self._copy_row(rows[None, i, None], self.target[None, i, None, 0], predicate)
 
     @cute.jit
     def _copy_row(self, source: cute.Tensor, target: cute.Tensor, predicate: cute.Tensor | None):

@@ -15,11 +15,12 @@ from cutlass import Float32, Int32
 from ..blocks import epilogue, mask, plain_rows
 from ..blocks.block_range import KeyBlocks, key_range
 from ..blocks.bundle import Bundle
-from ..blocks.integers import select
+from ..blocks.integers import maximum, minimum, select
 from ..blocks.layouts import rows_and_columns
 from ..blocks.mask import Geometry
 from ..blocks.online_softmax import LN2, OnlineSoftmax, Scores, finish
 from ..blocks.pack_gqa import unpack_row
+from ..blocks.paged_kv import PagedRows, Pages
 from ..blocks.plain_rows import PlainTensors, soft_cap
 from ..blocks.warp import broadcast
 from ..config import ROWS_PER_MMA
@@ -39,8 +40,22 @@ class Tile(NamedTuple):
 class Warps(Bundle):
     """S, P and O of a warp's query rows in registers; Q there or, as K and V, in shared memory."""
 
-    def __init__(self, kernel, sQ, sK, sV, tiled_mma, scores: Scores, tensors: PlainTensors, mO, mLSE, mSinks):
+    def __init__(
+        self,
+        kernel,
+        sQ,
+        sK,
+        sV,
+        tiled_mma,
+        scores: Scores,
+        tensors: PlainTensors,
+        mO,
+        mLSE,
+        mSinks,
+        pages: Pages | None = None,
+    ):
         config = self.config = kernel.config
+        self.pages = pages
         self.kernel, self.scores = kernel, scores
         self.tensors, self.mO, self.mLSE, self.mSinks = tensors, mO, mLSE, mSinks
         self.tile_m, self.tile_n, self.m_tiles = config.tile_m, config.tile_n, config.m_tiles
@@ -99,6 +114,13 @@ class Warps(Bundle):
                 self.softmax[i].rescale(self.o[i])
         self.gemms.take_p()
 
+    def keys_and_values(self, tile: Tile) -> tuple:
+        """K and V of the tile's head and sequence, (seqlen, dim) each."""
+        k, v, head = self.tensors.k, self.tensors.v, self.kernel.head_kv(tile)
+        if self.pages is None:
+            return tuple(self.kernel.at_head(t, t, head, tile.place_k) for t in (k, v))
+        return tuple(PagedRows(t[None, None, head, None], self.pages, tile.place_k) for t in (k, v))
+
     def row_of(self, tile: Tile, i: int, r: int) -> tuple:
         """Row r (0 or 1) of this thread in its i-th 16-row tile: position in the sequence, head, and whether there is
         such a row."""
@@ -115,6 +137,14 @@ class Warps(Bundle):
         return m_start + position, tile.head * group + head, m_start + position < limit
 
     # ---------------------------------------------------------------- end of a tile
+
+    @cute.jit
+    def store_no_keys(self, tile: Tile):
+        """lse of a split without keys; what its out holds is not looked at."""
+        for row in cutlass.range(self.thread, self.tile_m, self.config.num_threads, unroll=1):
+            position, head, is_row = self.unpack(tile, row)
+            if is_row:
+                self.kernel.at_head(self.mLSE, self.mLSE, head, tile.place_q)[position, 0] = -Float32.inf
 
     @cute.jit
     def store(self, tile: Tile):
@@ -148,7 +178,7 @@ class Warps(Bundle):
     def recompute(self, tile: Tile, i: cutlass.Constexpr[int], weights: cute.Tensor):
         """Every row of an m_tile from its visible keys alone: V of a hidden key may have brought NaN (0 * NaN)."""
         at_head, geometry = self.kernel.at_head, tile.geometry
-        mK, mV = (at_head(t, t, self.kernel.head_kv(tile), tile.place_k) for t in (self.tensors.k, self.tensors.v))
+        mK, mV = self.keys_and_values(tile)
         first = i * ROWS_PER_MMA * self.config.num_warps + self.row_in_tile
         first = cute.arch.make_warp_uniform(broadcast(first, 0))
         row_max = self.softmax[i].row_max
@@ -160,6 +190,9 @@ class Warps(Bundle):
             if is_row:
                 mQ, mO = (at_head(t, t, head, tile.place_q) for t in (self.tensors.q, self.mO))
                 low, high = key_range(position, position + 1, *geometry)
+                if cutlass.const_expr(self.kernel.is_split):
+                    low = maximum(low, tile.blocks.first * self.tile_n)
+                    high = minimum(high, tile.blocks.last * self.tile_n)
                 scales = (self.scores.scale_log2, self.scores.tanh_scale)
                 plain_rows.recompute_row(
                     mQ[position, None],

@@ -1,0 +1,165 @@
+"""Attention over a key/value cache: what a model does for each token it generates."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+from torch import Tensor
+
+from . import decode_ops, dispatch, validation
+from .api import AttentionOutput, Window
+from .decode_problem import DecodeInputs
+from .decode_validation import check_decode
+from .kernels.blocks import splits
+
+
+@overload
+def attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    page_table: Tensor | None = None,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    causal: bool = True,
+    window: Window | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    softmax_scale: float | None = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    check_values: bool = False,
+    return_lse: Literal[False] = False,
+    backend: str | None = None,
+) -> Tensor: ...
+
+
+@overload
+def attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    page_table: Tensor | None = None,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    causal: bool = True,
+    window: Window | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    softmax_scale: float | None = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    check_values: bool = False,
+    return_lse: bool,
+    backend: str | None = None,
+) -> Tensor | AttentionOutput: ...
+
+
+def attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    page_table: Tensor | None = None,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    causal: bool = True,
+    window: Window | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    softmax_scale: float | None = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    check_values: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | AttentionOutput:
+    """Exact attention of a few new queries over the keys of a cache, after appending k_new and v_new to it.
+
+    Batch entry b has seqlen_k = cache_seqlens[b] + seqlen_new keys. Masks are aligned at their end, as in `attention`:
+    query i stands at key position seqlen_k - seqlen_q + i. No backward.
+
+    Args:
+        q: (batch, seqlen_q, num_heads_q, head_dim); float64, float32, bfloat16 or float16. Any seqlen_q; decoding has
+            1, or up to 16 where several tokens are proposed and checked at once.
+        k_cache, v_cache: (batch, max_seqlen, num_heads_kv, head_dim) and (.., head_dim_v); with a page_table
+            (num_pages, page_size, num_heads_kv, head_dim), any page_size from 1. What lies behind the filled part, and
+            in pages that no sequence uses, is never read.
+        cache_seqlens: (batch,) int32 on q's device: keys in the cache before the call. Not changed.
+        page_table: (batch, max_pages) int32: key n of entry b is row n % page_size of page
+            page_table[b, n // page_size]. Sequences may share pages that none of them writes. Numbers behind the
+            filled part may be anything.
+        k_new, v_new: (batch, seqlen_new, num_heads_kv, head_dim) and (.., head_dim_v), both or neither: written to the
+            cache in place, at positions cache_seqlens[b], cache_seqlens[b] + 1, ..
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), float32 or q's dtype, both or neither: the first rotary_dim
+            columns of k_new (before it is written) and of q are rotated by the row of their key position.
+        rotary_interleaved: rotated pairs are columns (0, 1), (2, 3), ..; else (0, d), (1, d + 1), .. with
+            d = rotary_dim / 2.
+        causal: query i sees key j only if j <= i + seqlen_k - seqlen_q. With one query it makes no difference.
+        window, softcap, sinks, softmax_scale: as for `attention`.
+        num_splits: the keys of each sequence are cut into so many parts (1 to 256), which a GPU computes side by side
+            and then merges, exactly; None: chosen from shapes, to fill the GPU. The same number gives a sequence the
+            same bits in any batch.
+        split_size: keys of a part instead, a multiple of 64: parts begin at multiples of it, so that the result of a
+            sequence depends neither on the batch nor on the size of the cache, bit by bit. Not with num_splits.
+        check_values: check cache_seqlens and page_table by value. A backend that works on the host (`tiled`) always
+            does. On a GPU this waits for the device: a way to find a mistake, not to run. Without it kernels take
+            lengths as if they were cut to what the cache holds, and a page that the cache does not have is read as
+            its nearest one and never written.
+        return_lse: also return lse.
+        backend: name of the backend that must run ("sm80" or "tiled"); None = the best one that computes the call.
+
+    Returns: out, (batch, seqlen_q, num_heads_q, head_dim_v), in q's dtype and laid out as q, or
+    AttentionOutput(out, lse) with lse (batch, num_heads_q, seqlen_q), natural log. out = 0, lse = -inf for a query
+    that sees no key.
+
+    Raises: TypeError, ValueError, or NotImplementedError for what no backend computes, each before any work and with
+    what was expected and given; the caches are unchanged then.
+
+    Source: FlashAttention-2, arXiv:2307.08691, section 2.3 (merging parts); Flash-Decoding, Dao et al. 2023 (splitting
+    the keys); PagedAttention, arXiv:2309.06180 (page tables).
+    """
+    inputs = DecodeInputs(q, k_cache, v_cache, cache_seqlens, page_table, rotary_cos, rotary_sin, sinks, k_new, v_new)
+    problem = check_decode(
+        inputs,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        softmax_scale=softmax_scale,
+        return_lse=return_lse,
+        rotary_interleaved=rotary_interleaved,
+        num_splits=num_splits,
+        split_size=split_size,
+        check_values=check_values,
+    )
+    validation.refuse_forward_mode(*inputs)
+    backend = dispatch.require_decode(problem.attention, backend)
+    out, lse = decode_ops.run(problem, inputs, backend)
+    return AttentionOutput(out, lse) if return_lse else out
+
+
+def split_workspace_bytes(num_splits: int, *, batch: int, seqlen_q: int, num_heads_q: int, head_dim_v: int) -> int:
+    """Bytes of GPU memory that `attention_decode` takes beside its outputs while it runs with so many splits: float32
+    out and lse of every split. 0 for one split, which writes its outputs directly. The backend `tiled` takes none.
+
+    Raises: ValueError for a number below 1 (num_splits, num_heads_q, head_dim_v) or below 0.
+    """
+    sizes = {"num_splits": num_splits, "num_heads_q": num_heads_q, "head_dim_v": head_dim_v}
+    for name, value in (sizes | {"batch": batch, "seqlen_q": seqlen_q}).items():
+        if value < (1 if name in sizes else 0):
+            raise ValueError(f"{name}: expected at least {1 if name in sizes else 0}, got {value}")
+    return 0 if num_splits == 1 else splits.workspace_bytes(num_splits, batch * seqlen_q * num_heads_q, head_dim_v)

@@ -1,0 +1,67 @@
+"""What is asked of `attention_decode`, in two parts: the tensors, and how the keys of a cache lie and are split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .problem import AttentionProblem
+
+
+class DecodeInputs(NamedTuple):
+    """The tensors of one call, see `onepass.attention_decode`."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    cache_seqlens: Tensor
+    page_table: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+    sinks: Tensor | None = None
+    k_new: Tensor | None = None
+    v_new: Tensor | None = None
+
+    @property
+    def seqlen_new(self) -> int:
+        return 0 if self.k_new is None else self.k_new.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        """Keys that a batch entry has room for."""
+        page_size = self.k_cache.shape[1]
+        return page_size if self.page_table is None else self.page_table.shape[1] * page_size
+
+
+@dataclass(frozen=True)
+class DecodeProblem:
+    """One call of attention over a cache, without its data.
+
+    Attributes:
+        attention: the call as attention over all positions of the cache, of which `seqused_k` are filled.
+        is_paged: rows of the cache are found through a page table.
+        num_splits: parts that each sequence's keys are cut into; None: as a backend likes.
+        split_size: keys of a part, from the first key on; None: parts of one sequence are of one length.
+        rotary_interleaved: rotated pairs are neighbours (0, 1), (2, 3), ..; else (0, d / 2), (1, d / 2 + 1), ..
+        check_values: read lengths and page numbers on the host, and refuse bad ones.
+    """
+
+    attention: AttentionProblem
+    is_paged: bool
+    num_splits: int | None = None
+    split_size: int | None = None
+    rotary_interleaved: bool = False
+    check_values: bool = False
+
+
+def refuse_lengths(first: int, last: int, capacity: int, seqlen_new: int) -> None:
+    """Raises: ValueError if filled lengths from `first` to `last` are not lengths or leave no room for new keys."""
+    if first < 0 or last + seqlen_new > capacity:
+        given = first if first < 0 else last
+        less = f" less {seqlen_new} new ones" if seqlen_new else ""
+        raise ValueError(
+            f"cache_seqlens: expected 0 to {capacity - seqlen_new}, the {capacity} positions of the cache{less}, "
+            f"got {given}"
+        )

@@ -1,0 +1,210 @@
+"""The door of `attention_decode`: every check that needs no value from the device, once, for all backends.
+
+Values that only the device knows `read_cache_lengths` checks, where a backend works on the host or the caller asks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import validation
+from .decode_problem import DecodeInputs, DecodeProblem, refuse_lengths
+from .errors import UnsupportedError
+from .kernels.blocks.splits import MAX_PARTS, MAX_SPLITS, SPLIT_UNIT
+from .problem import AttentionProblem
+from .validation import DENSE_DIMS, check_flag
+
+PAGED_DIMS = "(num_pages, page_size, num_heads_kv, head_dim)"
+
+
+def check_decode(
+    inputs: DecodeInputs,
+    *,
+    rotary_interleaved: Any,
+    num_splits: Any,
+    split_size: Any,
+    check_values: Any,
+    **options: Any,
+) -> DecodeProblem:
+    """The problem that `onepass.attention_decode` was asked for.
+
+    Raises: TypeError, ValueError or UnsupportedError, naming the argument, what was expected and what was given.
+    """
+    q, k_cache, v_cache = inputs[:3]
+    validation.check_tensors({"q": q, "k_cache": k_cache, "v_cache": v_cache})
+    dims = DENSE_DIMS if inputs.page_table is None else PAGED_DIMS
+    validation._check_ranks({"q": q}, DENSE_DIMS, 4)
+    validation._check_ranks({"k_cache": k_cache, "v_cache": v_cache}, dims, 4)
+    _check_cache_shapes(q, k_cache, v_cache)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.stride(-1) != 1:
+            raise ValueError(f"{name}: expected a last dimension of stride 1, got strides {cache.stride()}")
+    batch = q.shape[0]
+    _check_int32("cache_seqlens", inputs.cache_seqlens, (batch,), "one per batch entry", q.device)
+    if inputs.page_table is None:
+        if k_cache.shape[0] != batch:
+            raise ValueError(
+                f"k_cache: expected batch {batch} like q (or pages, with a page_table), got {k_cache.shape[0]}"
+            )
+    else:
+        _check_int32("page_table", inputs.page_table, (batch, None), "(batch, max_pages)", q.device)
+        if k_cache.shape[1] < 1:
+            raise ValueError(f"k_cache: expected pages of at least 1 key, got shape {tuple(k_cache.shape)}")
+        if k_cache.shape[0] < 1 and inputs.page_table.shape[1] > 0:
+            raise ValueError(f"k_cache: expected at least 1 page, got shape {tuple(k_cache.shape)}")
+    _check_new_keys(inputs)
+    _check_rotary(inputs)
+    check_flag("rotary_interleaved", rotary_interleaved)
+    check_flag("check_values", check_values)
+    _check_splits(num_splits, split_size, inputs.capacity)
+    _refuse_gradients(inputs)
+    checked = validation._options(q, sinks=inputs.sinks, deterministic=False, tuning=None, **options)
+    attention = AttentionProblem(
+        dtype=q.dtype,
+        device_type=q.device.type,
+        batch=batch,
+        seqlen_q=q.shape[1],
+        seqlen_k=inputs.capacity,
+        num_heads_q=q.shape[2],
+        num_heads_kv=k_cache.shape[2],
+        head_dim=q.shape[3],
+        head_dim_v=v_cache.shape[3],
+        has_sinks=inputs.sinks is not None,
+        has_seqused_k=True,
+        **checked,
+    )
+    is_paged = inputs.page_table is not None
+    return DecodeProblem(attention, is_paged, num_splits, split_size, rotary_interleaved, check_values)
+
+
+def _check_cache_shapes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    if k_cache.shape[:-1] != v_cache.shape[:-1]:
+        expected = tuple(k_cache.shape[:-1])
+        raise ValueError(f"v_cache: expected shape {expected} like k_cache up to head_dim, got {tuple(v_cache.shape)}")
+    if q.shape[-1] != k_cache.shape[-1]:
+        raise ValueError(f"k_cache: expected head_dim {q.shape[-1]} like q, got {k_cache.shape[-1]}")
+    for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if t.shape[-1] < 1 or t.shape[-2] < 1:
+            raise ValueError(f"{name}: expected at least 1 head and a head_dim of at least 1, got {tuple(t.shape)}")
+    if q.shape[-2] % k_cache.shape[-2] != 0:
+        raise ValueError(
+            f"q: expected a number of heads divisible by the {k_cache.shape[-2]} heads of the cache, got {q.shape[-2]}"
+        )
+
+
+def _check_int32(name: str, t: Any, shape: tuple, meaning: str, device: torch.device) -> None:
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name}: expected an int32 torch.Tensor, got {type(t).__name__}")
+    if t.dtype != torch.int32:
+        raise TypeError(f"{name}: expected dtype int32, got {str(t.dtype).removeprefix('torch.')}")
+    if t.device != device:
+        raise ValueError(f"{name}: expected device {device} like q, got {t.device}")
+    if t.dim() != len(shape) or any(n is not None and m != n for m, n in zip(t.shape, shape, strict=True)):
+        expected = str(shape).replace("None", "max_pages")
+        raise ValueError(f"{name}: expected shape {expected}, {meaning}, got {tuple(t.shape)}")
+
+
+def _check_new_keys(inputs: DecodeInputs) -> None:
+    """k_new and v_new: both or neither, rows like those of the caches, and room for them."""
+    q, k_new, v_new = inputs.q, inputs.k_new, inputs.v_new
+    if k_new is None and v_new is None:
+        return
+    seqlen_new = k_new.shape[1] if isinstance(k_new, torch.Tensor) and k_new.dim() == 4 else None
+    for name, new, cache in (("k_new", k_new, inputs.k_cache), ("v_new", v_new, inputs.v_cache)):
+        if not isinstance(new, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor where the other of k_new and v_new is given, got {new!r}")
+        if new.dtype != cache.dtype or new.device != cache.device:
+            raise TypeError(f"{name}: expected {cache.dtype} on {cache.device}, got {new.dtype} on {new.device}")
+        expected = (q.shape[0], "seqlen_new" if seqlen_new is None else seqlen_new, *cache.shape[2:])
+        if tuple(new.shape) != expected:
+            raise ValueError(f"{name}: expected shape {expected}, got {tuple(new.shape)}")
+    if inputs.seqlen_new > inputs.capacity:
+        raise ValueError(
+            f"k_new: expected up to {inputs.capacity} keys, the room of the cache, got {inputs.seqlen_new}"
+        )
+    # one element under several indices: what is written to it would depend on the order
+    for name, cache in (("k_cache", inputs.k_cache), ("v_cache", inputs.v_cache)):
+        if any(size > 1 and stride == 0 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
+            raise ValueError(f"{name}: expected memory of its own for every element, got strides {cache.stride()}")
+
+
+def _check_rotary(inputs: DecodeInputs) -> None:
+    cos, sin, q = inputs.rotary_cos, inputs.rotary_sin, inputs.q
+    if cos is None and sin is None:
+        return
+    for name, t in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor beside the other of both, got {t!r}")
+        if t.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} like q, got {t.device}")
+        if t.dtype not in (q.dtype, torch.float32):
+            raise TypeError(f"{name}: expected dtype {q.dtype} like q, or torch.float32, got {t.dtype}")
+        if t.dim() != 2 or not 1 <= t.shape[1] <= q.shape[-1] // 2 or t.shape[0] < 1:
+            raise ValueError(
+                f"{name}: expected shape (positions, rotary_dim / 2) with rotary_dim up to {q.shape[-1]}, "
+                f"got {tuple(t.shape)}"
+            )
+    assert cos is not None
+    assert sin is not None
+    if cos.shape != sin.shape or cos.dtype != sin.dtype:
+        raise ValueError(
+            f"rotary_sin: expected {cos.dtype} of shape {tuple(cos.shape)} like rotary_cos, "
+            f"got {sin.dtype} of {tuple(sin.shape)}"
+        )
+
+
+def _check_splits(num_splits: Any, split_size: Any, capacity: int) -> None:
+    for name, value in (("num_splits", num_splits), ("split_size", split_size)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"{name}: expected an int or None, got {value!r}")
+    if num_splits is not None and split_size is not None:
+        raise ValueError(f"split_size: expected None beside num_splits, got {split_size}")
+    if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
+        raise ValueError(f"num_splits: expected 1 to {MAX_SPLITS} (None = chosen), got {num_splits}")
+    if split_size is not None and (split_size < 1 or split_size % SPLIT_UNIT):
+        raise ValueError(f"split_size: expected a multiple of {SPLIT_UNIT} keys, got {split_size}")
+    if split_size is not None and capacity > split_size * MAX_PARTS:
+        raise ValueError(
+            f"split_size: expected at most {MAX_PARTS} parts of the cache's {capacity} keys, got {split_size}"
+        )
+
+
+def _refuse_gradients(inputs: DecodeInputs) -> None:
+    """A gradient would be lost without a word: there is no backward through a cache."""
+    if not torch.is_grad_enabled():
+        return
+    for name, t in zip(DecodeInputs._fields, inputs, strict=True):
+        if t is not None and t.requires_grad:
+            raise UnsupportedError(
+                f"{name}: expected a tensor without requires_grad, because attention_decode has no backward; "
+                "call it under torch.no_grad()"
+            )
+
+
+def read_cache_lengths(inputs: DecodeInputs) -> list[int]:
+    """cache_seqlens as a list, with all values checked that decide where the call reads and writes.
+
+    Raises: ValueError if a length is negative or leaves no room for the new keys, if a page that is used is not one
+    of the cache's, or if a rotated position is past the end of rotary_cos.
+    """
+    lengths = inputs.cache_seqlens.tolist()
+    if not lengths:
+        return lengths
+    refuse_lengths(min(lengths), max(lengths), inputs.capacity, inputs.seqlen_new)
+    if inputs.page_table is not None:
+        num_pages, page_size = inputs.k_cache.shape[:2]
+        for b, row in enumerate(inputs.page_table.tolist()):
+            used = row[: -(-(lengths[b] + inputs.seqlen_new) // page_size)]
+            wrong = next((page for page in used if not 0 <= page < num_pages), None)
+            if wrong is not None:
+                name = f"page_table[{b}, {used.index(wrong)}]"
+                raise ValueError(f"{name}: expected a page 0 to {num_pages - 1} of the cache, got {wrong}")
+    longest = max(lengths) + inputs.seqlen_new
+    # queries that stand before the first key are rotated as if they stood at it
+    if inputs.rotary_cos is not None and longest > inputs.rotary_cos.shape[0]:
+        raise ValueError(
+            f"rotary_cos: expected a row for each of the {longest} positions, got {inputs.rotary_cos.shape[0]}"
+        )
+    return lengths

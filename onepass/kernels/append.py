@@ -1,0 +1,128 @@
+"""Writes new keys and values into a cache, and rotates them and the queries on the way: a thread block a row of one.
+
+    grid (row, 1, part)    part 0: K, 1: V, 2: Q; rows of the longer of seqlen_new and seqlen_q, batch entry by entry
+
+What a length or a page table says decides no address outside of the cache: such rows are not written.
+"""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .blocks.integers import maximum, minimum, select
+
+NUM_THREADS = 128
+PARTS = 3
+
+
+class Append:
+    """One compiled append: (dtypes, head dims, rotary columns and order, what there is) -> device code.
+
+    Args: interleaved: rotated pairs are neighbours; else the two halves of the rotated columns.
+    """
+
+    def __init__(self, interleaved: bool):
+        self.interleaved = interleaved
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor | None,  # (batch, seqlen_q, num_heads_q, head_dim), to be rotated into q_out
+        q_out: cute.Tensor | None,
+        k_new: cute.Tensor | None,  # (batch, seqlen_new, num_heads_kv, head_dim)
+        v_new: cute.Tensor | None,
+        k_cache: cute.Tensor | None,  # (batch, max_seqlen, num_heads_kv, head_dim); in pages (num_pages, page_size, ..)
+        v_cache: cute.Tensor | None,
+        cache_seqlens: cute.Tensor,  # (batch,) int32
+        page_table: cute.Tensor | None,  # (batch, max_pages) int32
+        cos: cute.Tensor | None,  # (positions, rotary_dim / 2)
+        sin: cute.Tensor | None,
+        seqlen_new: Int32,
+        rows: Int32,  # of a batch entry
+        num_blocks: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.kernel(
+            q, q_out, k_new, v_new, k_cache, v_cache, cache_seqlens, page_table, cos, sin, seqlen_new, rows
+        ).launch(grid=[num_blocks, 1, PARTS], block=[NUM_THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: cute.Tensor | None,
+        q_out: cute.Tensor | None,
+        k_new: cute.Tensor | None,
+        v_new: cute.Tensor | None,
+        k_cache: cute.Tensor | None,
+        v_cache: cute.Tensor | None,
+        cache_seqlens: cute.Tensor,
+        page_table: cute.Tensor | None,
+        cos: cute.Tensor | None,
+        sin: cute.Tensor | None,
+        seqlen_new: Int32,
+        rows: Int32,
+    ):
+        number, _, part = cute.arch.block_idx()
+        entry, row = number // rows, number % rows
+        filled = cache_seqlens[entry]
+        if cutlass.const_expr(k_new is not None):
+            for i, (new, cache) in enumerate(((k_new, k_cache), (v_new, v_cache))):
+                page, place, is_there = self.place(cache, page_table, entry, filled + row)
+                if part == i and row < seqlen_new and is_there:
+                    of_k = (cos, sin) if i == 0 else (None, None)
+                    self.move(new[entry, row, None, None], cache[page, place, None, None], *of_k, filled + row)
+        if cutlass.const_expr(q is not None):
+            seqlen_q = q.shape[1]
+            if part == 2 and row < seqlen_q:
+                position = filled + seqlen_new - seqlen_q + row
+                self.move(q[entry, row, None, None], q_out[entry, row, None, None], cos, sin, position)
+
+    @cute.jit
+    def place(self, cache: cute.Tensor, page_table: cute.Tensor | None, entry: Int32, position: Int32) -> tuple:
+        """Page (or batch entry) and row of a position, and whether there is such a place."""
+        if cutlass.const_expr(page_table is None):
+            return entry, position, position >= 0 and position < cache.shape[1]
+        page_size = cache.shape[1]
+        is_there = position >= 0 and position < page_table.shape[1] * page_size
+        safe = select(is_there, position, Int32(0))
+        page = page_table[entry, safe // page_size]
+        return page, safe % page_size, is_there and page >= 0 and page < cache.shape[0]
+
+    @cute.jit
+    def move(
+        self,
+        source: cute.Tensor,
+        target: cute.Tensor,
+        cos: cute.Tensor | None,
+        sin: cute.Tensor | None,
+        position: Int32,
+    ):
+        """target = source, (num_heads, dim) each, with its first columns rotated."""
+        num_heads, dim = source.shape
+        for i in cutlass.range(cute.arch.thread_idx()[0], num_heads * dim, NUM_THREADS, unroll=1):
+            head, column = i // dim, i % dim
+            value = source[head, column]
+            if cutlass.const_expr(cos is not None):
+                value = self.rotated(source[head, None], value, column, cos, sin, position)
+            target[head, column] = value
+
+    @cute.jit
+    def rotated(self, source: cute.Tensor, value, column: Int32, cos: cute.Tensor, sin: cute.Tensor, position: Int32):
+        half = cos.shape[1]
+        if cutlass.const_expr(self.interleaved):
+            pair, is_second = column // 2, column % 2 == 1
+            other = select(is_second, column - 1, column + 1)
+        else:
+            is_second = column >= half
+            pair = select(is_second, column - half, column)
+            other = select(is_second, column - half, column + half)
+        result = value
+        if column < 2 * half:
+            place = minimum(maximum(position, 0), cos.shape[0] - 1)
+            c, s = cos[place, pair].to(Float32), sin[place, pair].to(Float32)
+            product = source[other].to(Float32) * s
+            result = (value.to(Float32) * c + (product if is_second else -product)).to(value.dtype)
+        return result

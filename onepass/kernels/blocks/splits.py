@@ -1,0 +1,67 @@
+"""Which keys each part of a split-KV forward handles, and how many parts there are: plain integer formulas."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .block_range import KeyBlocks
+from .integers import ceil_div, maximum, minimum, select
+
+# Keys of a split are a multiple of this: of every tile_n that a split forward has.
+SPLIT_UNIT = 64
+MAX_SPLITS = 256
+MAX_PARTS = 65535  # of one size: a grid has no more
+# More splits have to be merged: with fewer keys than this each, merging is a good part of the work.
+LEAST_KEYS = 256
+WORKSPACE_BYTES = 256 * 2**20
+
+
+class Splits(NamedTuple):
+    """How a kernel's tiles are cut, see `blocks_of_split`."""
+
+    num_splits: Any
+    split_blocks: Any
+
+
+def blocks_of_split(tile: KeyBlocks, split: Any, num_splits: Any, split_blocks: Any) -> KeyBlocks:
+    """The key blocks of a tile that belong to one of its splits: none (first == last) for some.
+
+    Args:
+        split_blocks: > 0: split s has the blocks from s * split_blocks on, wherever those of the tile begin, so that
+            the bounds depend on nothing else; 0: the tile's own blocks are shared out evenly.
+    """
+    in_a_split = ceil_div(tile.last - tile.first, num_splits)
+    is_fixed = split_blocks > 0
+    start = select(is_fixed, split * split_blocks, tile.first + split * in_a_split)
+    end = start + select(is_fixed, split_blocks, in_a_split)
+    first = minimum(maximum(start, tile.first), tile.last)
+    last = maximum(minimum(end, tile.last), first)
+    clear_first, clear_last = (minimum(maximum(n, first), last) for n in (tile.clear_first, tile.clear_last))
+    return KeyBlocks(first, clear_first, clear_last, last)
+
+
+def split_ranges(seqlen_k: int, num_splits: int, split_size: int | None) -> list[tuple[int, int]]:
+    """The same for a backend that works on the host: the keys of each split that has any."""
+    size = split_size or max(1, ceil_div(seqlen_k, num_splits))
+    return [(start, min(start + size, seqlen_k)) for start in range(0, seqlen_k, size)]
+
+
+def workspace_bytes(num_splits: int, rows: int, head_dim_v: int) -> int:
+    """float32 out and lse of every split for so many rows (batch * seqlen_q * num_heads_q)."""
+    return 4 * num_splits * rows * (head_dim_v + 1)
+
+
+def choose_num_splits(num_tiles: int, seqlen_k: int, slots: int, bytes_per_split: int) -> int:
+    """As many splits as give each multiprocessor its thread blocks, of LEAST_KEYS keys or more, in WORKSPACE_BYTES.
+
+    Args:
+        num_tiles: thread blocks without splits.
+        seqlen_k: keys that a sequence may have.
+        slots: thread blocks that the GPU runs at the same time.
+        bytes_per_split: of workspace.
+
+    Not measured yet. Only whole waves are filled: one more split than fits would run alone.
+    """
+    wanted = slots // max(1, num_tiles)
+    most = min(MAX_SPLITS, seqlen_k // LEAST_KEYS, WORKSPACE_BYTES // max(1, bytes_per_split))
+    return max(1, min(wanted, most))

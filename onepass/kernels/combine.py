@@ -1,0 +1,119 @@
+"""Merges what attention over disjoint parts of the keys gave, exactly: a warp a row.
+
+With m = max_s lse_s, total = sum_s exp(lse_s - m):   out = sum_s exp(lse_s - m) out_s / total,   lse = m + log(total)
+
+A part in which the row saw no key (lse_s = -inf) has weight 0 and its out_s is not looked at. Parts behind the last one
+that has keys change no bit of the result, because 0 is added, in an order that depends on the part's number alone.
+
+Source: FlashAttention-2, arXiv:2307.08691, section 2.3.
+"""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .blocks.integers import ceil_div
+from .blocks.online_softmax import LN2
+from .blocks.tile_scheduler import LANES
+
+WARPS = 4
+LOG2_E = 1.0 / LN2
+
+
+class Merge:
+    """One compiled merge: (dtypes, head_dim_v, whether there are sinks) -> device code."""
+
+    def __init__(self, head_dim_v: int):
+        self.head_dim_v = head_dim_v
+
+    @cute.jit
+    def __call__(
+        self,
+        partial_out: cute.Tensor,  # (splits, batch, seqlen_q, num_heads, head_dim_v)
+        partial_lse: cute.Tensor,  # (splits, batch, num_heads, seqlen_q) float32
+        out: cute.Tensor,  # (batch, seqlen_q, num_heads, head_dim_v)
+        lse: cute.Tensor,  # (batch, num_heads, seqlen_q) float32
+        sinks: cute.Tensor | None,  # (num_heads,) float32: in none of the parts
+        num_blocks: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.kernel(partial_out, partial_lse, out, lse, sinks).launch(
+            grid=[num_blocks, 1, 1], block=[WARPS * LANES, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        partial_out: cute.Tensor,
+        partial_lse: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        sinks: cute.Tensor | None,
+    ):
+        batch, seqlen_q, num_heads, _ = out.shape
+        warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // LANES)
+        row = cute.arch.block_idx()[0] * WARPS + warp
+        if row < batch * seqlen_q * num_heads:
+            rest, head = row // num_heads, row % num_heads
+            entry, position = rest // seqlen_q, rest % seqlen_q
+            self.merge_row(
+                partial_out[None, entry, position, head, None],
+                partial_lse[None, entry, head, position],
+                out[entry, position, head, None],
+                lse[entry, head, None],
+                position,
+                None if cutlass.const_expr(sinks is None) else sinks[head],
+            )
+
+    @cute.jit
+    def merge_row(
+        self,
+        partials: cute.Tensor,  # (splits, head_dim_v)
+        lses: cute.Tensor,  # (splits,)
+        out: cute.Tensor,  # (head_dim_v,)
+        lse: cute.Tensor,  # (seqlen_q,)
+        position: Int32,
+        sink: Float32 | None,
+    ):
+        lane, num_splits = cute.arch.lane_idx(), lses.shape[0]
+        largest = -Float32.inf
+        for split in cutlass.range(lane, num_splits, LANES, unroll=1):
+            largest = cute.arch.fmax(largest, lses[split])
+        largest = cute.arch.warp_reduction_max(largest)
+        # of a row that saw no key: -inf - -inf would be NaN
+        reference = largest if largest > -Float32.inf else Float32(0.0)
+        total = Float32(0.0)
+        for split in cutlass.range(lane, num_splits, LANES, unroll=1):
+            total += cute.math.exp2((lses[split] - reference) * LOG2_E, fastmath=True)
+        total = cute.arch.warp_reduction_sum(total)
+        is_empty = total == 0.0
+        scale = Float32(1.0)
+        if cutlass.const_expr(sink is not None):
+            # the larger of both is the reference, so that neither term overflows
+            larger = cute.arch.fmax(reference, sink)
+            scale = cute.math.exp2((reference - larger) * LOG2_E, fastmath=True)
+            total = total * scale + cute.math.exp2((sink - larger) * LOG2_E, fastmath=True)
+            reference = larger
+        safe_total = Float32(1.0) if is_empty else total
+        share = scale / safe_total
+
+        columns = ceil_div(self.head_dim_v, LANES)
+        acc = cute.make_rmem_tensor((columns,), Float32)
+        acc.fill(0.0)
+        key_reference = largest if largest > -Float32.inf else Float32(0.0)
+        for split in cutlass.range(num_splits, unroll=1):
+            weight = cute.math.exp2((lses[split] - key_reference) * LOG2_E, fastmath=True)
+            if weight != 0.0:
+                for c in cutlass.range_constexpr(columns):
+                    column = lane + c * LANES
+                    if cutlass.const_expr((c + 1) * LANES > self.head_dim_v):
+                        column = cutlass.min(column, self.head_dim_v - 1)
+                    acc[c] = acc[c] + weight * partials[split, column].to(Float32)
+        for c in cutlass.range_constexpr(columns):
+            if lane + c * LANES < self.head_dim_v:
+                out[lane + c * LANES] = (acc[c] * share).to(out.element_type)
+        if lane == 0:
+            lse[position] = -Float32.inf if is_empty else reference + cute.math.log2(safe_total, fastmath=True) * LN2

@@ -1,0 +1,43 @@
+"""Attention over parts of the keys, merged into attention over all of them: plain torch, differentiable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def merge_in_torch(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The formula of `onepass.merge_partials`.
+
+    Args:
+        outs: (.., seqlen_q, num_heads, head_dim_v) each. lses: (.., num_heads, seqlen_q) each, natural log.
+        sinks: (num_heads,): a key of value 0 more, for rows that see one; in none of the parts yet.
+
+    Returns: out in lse's dtype, and lse. A part in which a row saw no key adds nothing, whatever its out holds.
+    """
+    partial_lse = torch.stack(tuple(lses))
+    row_max = partial_lse.detach().amax(0)
+    if sinks is not None:
+        sinks = sinks.to(row_max.dtype)[:, None]
+        row_max = torch.where(row_max == -torch.inf, row_max, torch.maximum(row_max, sinks.detach()))
+    row_max = torch.where(row_max == -torch.inf, 0.0, row_max)
+    weights = torch.exp(partial_lse - row_max)
+    total = weights.sum(0)
+    is_empty = total == 0
+    if sinks is not None:
+        # not of the total alone: beside a large sink all keys may round to nothing, and are seen all the same
+        is_empty = (partial_lse == -torch.inf).all(0)
+        total = total + torch.exp(sinks - row_max)
+    # both branches of a where are differentiated: keep log and the division away from zero
+    safe_total = torch.where(is_empty, 1.0, total)
+    lse = torch.where(is_empty, -torch.inf, safe_total.log() + row_max)
+    shares = (weights / safe_total).transpose(-1, -2).unsqueeze(-1)
+    # an unseen part is taken out before the product, not after: 0 * NaN would reach the gradient of lse
+    merged = torch.zeros((), dtype=lse.dtype, device=lse.device)
+    for share, out in zip(shares, outs, strict=True):
+        merged = merged + share * torch.where(share != 0, out.to(share.dtype), 0.0)
+    return merged, lse

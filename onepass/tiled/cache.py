@@ -1,0 +1,65 @@
+"""A key/value cache in plain torch: rotating, appending, and reading rows through a page table."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..decode_problem import DecodeInputs, DecodeProblem
+
+
+def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x (batch, seqlen, num_heads, head_dim) with its first 2 * cos.shape[1] columns turned, pair by pair.
+
+    Args:
+        positions: (batch, seqlen), of rows of cos and sin (positions, rotary_dim / 2).
+        interleaved: pairs are (0, 1), (2, 3), ..; else (0, d), (1, d + 1), .. with d = rotary_dim / 2.
+
+    Returns: a new tensor, computed in float32 (float64 for float64) and rounded once. Source: RoFormer,
+    arXiv:2104.09864, section 3.2.2.
+    """
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    half = cos.shape[1]
+    cos, sin = (t[positions.clamp(0, t.shape[0] - 1)].to(dtype).unsqueeze(2) for t in (cos, sin))
+    turned = x[..., : 2 * half].to(dtype)
+    pairs = turned.unflatten(-1, (half, 2) if interleaved else (2, half))
+    a, b = pairs.unbind(-1 if interleaved else -2)
+    result = torch.stack((a * cos - b * sin, a * sin + b * cos), -1 if interleaved else -2).flatten(-2)
+    return torch.cat((result.to(x.dtype), x[..., 2 * half :]), -1)
+
+
+def append(problem: DecodeProblem, inputs: DecodeInputs) -> None:
+    """Write k_new, rotated, and v_new behind the keys of each batch entry, in place. Values have been checked."""
+    k_new, v_new = inputs.k_new, inputs.v_new
+    assert k_new is not None
+    assert v_new is not None
+    seqlen_new = k_new.shape[1]
+    positions = inputs.cache_seqlens.long()[:, None] + torch.arange(seqlen_new, device=k_new.device)
+    if inputs.rotary_cos is not None and inputs.rotary_sin is not None:
+        k_new = rotate(k_new, positions, inputs.rotary_cos, inputs.rotary_sin, problem.rotary_interleaved)
+    if inputs.page_table is None:
+        where = torch.arange(len(positions), device=k_new.device)[:, None], positions
+    else:
+        page_size = inputs.k_cache.shape[1]
+        where = inputs.page_table.long().gather(1, positions // page_size), positions % page_size
+    inputs.k_cache[where] = k_new
+    inputs.v_cache[where] = v_new
+
+
+def rotated_queries(problem: DecodeProblem, inputs: DecodeInputs) -> Tensor:
+    """q turned as its key positions say: query i stands at position seqlen_k - seqlen_q + i."""
+    q = inputs.q
+    if inputs.rotary_cos is None or inputs.rotary_sin is None:
+        return q
+    ends = inputs.cache_seqlens.long()[:, None] + inputs.seqlen_new
+    positions = ends + torch.arange(-q.shape[1], 0, device=q.device)
+    return rotate(q, positions, inputs.rotary_cos, inputs.rotary_sin, problem.rotary_interleaved)
+
+
+def rows_of_entry(cache: Tensor, page_table: Tensor | None, entry: int, count: int) -> Tensor:
+    """The first `count` rows of a batch entry, (count, num_heads_kv, head_dim); a copy where they lie in pages."""
+    if page_table is None:
+        return cache[entry, :count]
+    page_size = cache.shape[1]
+    pages = page_table[entry, : -(-count // page_size)].long()
+    return cache[pages].flatten(0, 1)[:count]

@@ -1,0 +1,180 @@
+"""attention_decode's kernels on the CPU: append, forward by splits and merge, each by its PTX, with the launch's own
+arguments."""
+
+import functools
+import struct
+from dataclasses import replace
+
+import machine_code
+import ptx_interpreter
+import torch
+
+from onepass.decode_problem import DecodeInputs, DecodeProblem
+from onepass.kernels.blocks import tile_scheduler
+from onepass.kernels.blocks.integers import ceil_div
+from onepass.kernels.heuristics_decode import decode_config_sm80
+from onepass.kernels.sm80 import decode_launch, launch
+from onepass.outputs import empty_outputs
+from onepass.problem import AttentionInputs
+
+ARCH = "sm_80"
+INT32, FLOAT32 = torch.int32, torch.float32
+
+
+def fast_divisor(n: int) -> list[bytes]:
+    """FastDivmodDivisorV2 as a kernel gets it: divisor, multiplier, two shifts; and the divisor once more."""
+    log = (n - 1).bit_length()
+    multiplier = ((2**log - n) * 2**32 // n + 1) % 2**32
+    return [struct.pack("<IIBBxx", n, multiplier, min(log, 1), max(log - 1, 0)), struct.pack("<i", n)]
+
+
+def integer(n: int) -> bytes:
+    return struct.pack("<i", n)
+
+
+class Parameters:
+    """The parameters of a kernel, and the memory that they point to. Tensors lie between NaN."""
+
+    def __init__(self, num_bytes: int = 1 << 22):
+        self.memory = ptx_interpreter.Memory(num_bytes, ptx_interpreter.GLOBAL_BASE)
+        self.values: list[bytes] = []
+
+    def put(self, t: torch.Tensor) -> int:
+        """Address of the memory that t is a view of: all strides stay as they are, and so do misaligned addresses."""
+        offset = t.data_ptr() % 16
+        data = torch.cat([torch.zeros(offset, dtype=torch.uint8), flat(t).view(torch.uint8)])
+        return self.memory.put(data.numpy()) + offset
+
+    def tensor(self, t: torch.Tensor, order: tuple[int, ...] | None = None, is_lse: bool = False) -> int:
+        """Its modes in this order; the last of t is known when the kernel is compiled, of lse (and of vectors and
+        tables, which have `order` None) but for its size."""
+        address, last = self.put(t), t.dim() - 1
+        has_size = is_lse or order is None
+        order = tuple(range(t.dim())) if order is None else order
+        numbers = [t.shape[i] for i in order if i != last or has_size]
+        strides = [t.stride(i) for i in order if i != last]
+        padding = [0] if len(numbers) % 2 else []
+        form = f"<Q{len(numbers) + len(padding)}i{len(strides)}q"
+        self.values.append(struct.pack(form, address, *numbers, *padding, *strides))
+        return address
+
+    def result(self, address: int, like: torch.Tensor) -> torch.Tensor:
+        data = self.memory.get(address, flat(like).numel() * like.element_size())
+        return torch.from_numpy(data).view(like.dtype).as_strided(like.shape, like.stride())
+
+
+def flat(t: torch.Tensor) -> torch.Tensor:
+    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) + 1
+    return t.as_strided((last,), (1,))
+
+
+@functools.lru_cache(maxsize=64)
+def parsed(ptx: str) -> ptx_interpreter.Program:
+    return ptx_interpreter.parse(ptx)
+
+
+_compiled: dict = {}
+
+
+def compiled(key, trace) -> ptx_interpreter.Program:
+    """A kernel whose machine code keeps everything in registers."""
+    if key not in _compiled:
+        code, ptx = machine_code.read_with_ptx(ARCH, trace)
+        assert code.spills == 0, key
+        _compiled[key] = code, ptx
+    return parsed(_compiled[key][1])
+
+
+def forward(
+    problem: DecodeProblem, inputs: DecodeInputs, num_splits: int, split_blocks: int = 0, is_split: bool | None = None
+):
+    """out and lse of the forward kernel, those of each split if there are some."""
+    attention = problem.attention
+    is_split = num_splits > 1 if is_split is None else is_split
+    config = decode_config_sm80(attention, ARCH)
+    out, lse = empty_outputs(attention, AttentionInputs(*inputs[:3]))
+    aligned_to = launch.vector_bytes(*inputs[:3], *(() if is_split else (out,)))
+    config = replace(config, vector_bytes=aligned_to)
+    if is_split:
+        out = torch.empty(num_splits, *out.shape, dtype=FLOAT32)
+        lse = torch.empty(num_splits, *lse.shape)
+    state = decode_launch.Launch(problem, config, ARCH, num_splits, split_blocks, is_split)
+    arguments = state.other_arguments(inputs, None if is_split or inputs.sinks is None else inputs.sinks.float())
+    sinks, _, _, filled, *scalars = arguments
+    scale, tanh_scale, left, right, section, num_tiles, table, added, *splits = scalars
+
+    kernel = Parameters()
+    for t in inputs[:3]:
+        kernel.tensor(t, (1, 3, 2, 0))
+    out_at = kernel.tensor(out, (2, 4, 3, 1, 0) if is_split else (1, 3, 2, 0))
+    lse_at = kernel.tensor(lse, (3, 2, 1, 0) if is_split else (2, 1, 0), is_lse=True)
+    if sinks is not None:
+        kernel.tensor(sinks)
+    kernel.tensor(filled)
+    kernel.values.append(integer(added))
+    kernel.values += [struct.pack("<f", x) for x in (scale, tanh_scale) if x is not None]
+    kernel.values += [integer(x) for x in (left, right) if x is not None]
+    heads = attention.num_heads_q // config.group(attention)
+    num_m_blocks, in_all = ceil_div(attention.seqlen_q, config.positions(attention)), heads * attention.batch
+    kernel.values += [integer(n) for n in (num_tiles, num_m_blocks, attention.batch)]
+    for n in (num_m_blocks * section, section, tile_scheduler.heads_in_last_section(in_all, section), heads):
+        kernel.values += fast_divisor(n)
+    if table is not None:
+        kernel.tensor(table)
+        kernel.values += fast_divisor(inputs.k_cache.shape[1])
+    kernel.values += [integer(n) for n in splits if n is not None]
+    key = decode_launch.compile_request(problem, config, ARCH, is_split)[1]
+    program = compiled(key, functools.partial(decode_launch.trace, problem, config, ARCH, is_split))
+    shape = num_tiles, num_splits, 1
+    smem = config.smem_bytes(attention)
+    ptx_interpreter.run(program, kernel.values, kernel.memory, shape, config.num_threads, smem)
+    return kernel.result(out_at, out), kernel.result(lse_at, lse)
+
+
+def merge(partial_out, partial_lse, out, lse, sinks):
+    """What the merge kernel writes to tensors like out and lse."""
+    kernel = Parameters()
+    kernel.tensor(partial_out, (0, 1, 2, 3, 4))
+    kernel.tensor(partial_lse)
+    out_at, lse_at = kernel.tensor(out, (0, 1, 2, 3)), kernel.tensor(lse)
+    if sinks is not None:
+        kernel.tensor(sinks.float())
+    key = partial_out.dtype, out.dtype, out.shape[-1], sinks is not None
+    num_blocks = ceil_div(lse.numel(), decode_launch.MERGE_WARPS)
+    program = compiled(key, functools.partial(decode_launch.trace_merge, *key))
+    ptx_interpreter.run(program, kernel.values, kernel.memory, num_blocks, 32 * decode_launch.MERGE_WARPS, 0)
+    return kernel.result(out_at, out), kernel.result(lse_at, lse)
+
+
+def append(problem: DecodeProblem, inputs: DecodeInputs):
+    """The rotated queries, and both caches, as the append kernel leaves them."""
+    q_out = torch.empty_like(inputs.q)
+    *tensors, seqlen_new, rows, num_blocks = decode_launch.append_arguments(inputs, q_out)
+    kernel = Parameters()
+    at = [
+        None if t is None else kernel.tensor(t, tuple(range(t.dim())) if i < 6 or i > 7 else None)
+        for i, t in enumerate(tensors)
+    ]
+    kernel.values += [integer(seqlen_new), integer(rows)]
+    key = decode_launch.AppendKey.of(problem, inputs)
+    program = compiled(key, functools.partial(decode_launch.trace_append, key))
+    ptx_interpreter.run(program, kernel.values, kernel.memory, (num_blocks, 1, 3), 128, 0)
+    results = (q_out, inputs.k_cache, inputs.v_cache)
+    places = (at[1], at[4], at[5])
+    return tuple(t if a is None else kernel.result(a, t) for a, t in zip(places, results, strict=True))
+
+
+def decode(problem: DecodeProblem, inputs: DecodeInputs, num_sms: int = 4):
+    """All of a call: what `decode_launch.decode` does, kernel after kernel. Also gives both caches."""
+    attention = problem.attention
+    caches = inputs.k_cache, inputs.v_cache
+    if inputs.seqlen_new or inputs.rotary_cos is not None:
+        q, *caches = append(problem, inputs)
+        inputs = inputs._replace(q=inputs.q if inputs.rotary_cos is None else q, k_cache=caches[0], v_cache=caches[1])
+    config = decode_config_sm80(attention, ARCH)
+    num_splits, split_blocks, is_split = decode_launch.splits_of(problem, config, ARCH, num_sms)
+    out, lse = forward(problem, inputs, num_splits, split_blocks, is_split)
+    if is_split:
+        like = empty_outputs(attention, AttentionInputs(*inputs[:3]))
+        out, lse = merge(out, lse, *like, inputs.sinks)
+    return out, lse, *caches

@@ -1,0 +1,237 @@
+"""The kernels of attention_decode compute what the tiled backend does: their PTX runs on the CPU."""
+
+import importlib.util
+from dataclasses import replace
+
+import machine_code
+import pytest
+import sm80_decode
+import torch
+
+from onepass import reference
+from onepass.decode_problem import DecodeInputs
+from onepass.decode_validation import check_decode
+from onepass.merge import merge_in_torch
+from onepass.testing.budget import compare, compare_lse
+from onepass.tiled import cache
+from onepass.tiled.decode import decode as tiled
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
+    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
+]
+
+BF16, FP16, FP32, INT32 = torch.bfloat16, torch.float16, torch.float32, torch.int32
+OPTIONS = {
+    "causal": True,
+    "window": None,
+    "softcap": None,
+    "softmax_scale": None,
+    "return_lse": True,
+    "rotary_interleaved": False,
+    "num_splits": None,
+    "split_size": None,
+    "check_values": False,
+}
+NAN = float("nan")
+
+
+def randn(*shape, dtype=FP32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def cache_of(filled, seqlen_q, heads, head_dims, page_size=None, room=200, dtype=BF16, seqlen_new=0, **more):
+    """Inputs whose cache is NaN wherever no key lies, with sequences in pages of random places if page_size."""
+    batch, room = len(filled), room if page_size is None else -(-room // page_size) * page_size
+    q = randn(batch, seqlen_q, heads[0], head_dims[0], dtype=dtype, seed=1)
+    caches = [randn(batch, room, heads[1], d, dtype=dtype, seed=2 + i) for i, d in enumerate(head_dims)]
+    for b, n in enumerate(filled):
+        for rows in caches:
+            rows[b, n:] = NAN
+    table = None
+    if page_size is not None:
+        order = torch.randperm(batch * room // page_size + 2, generator=torch.Generator().manual_seed(5))
+        table = order[:-2].view(batch, -1).int()
+        for i, rows in enumerate(caches):
+            caches[i] = rows.new_full((len(order), page_size, *rows.shape[2:]), NAN)
+            caches[i][table.flatten().long()] = rows.view(-1, page_size, *rows.shape[2:])
+        # behind the keys a table may hold anything
+        for b, n in enumerate(filled):
+            table[b, -(-(n + seqlen_new) // page_size) :] = -9 if b % 2 else 10**6
+    new = [None, None]
+    if seqlen_new:
+        new = [randn(batch, seqlen_new, heads[1], d, dtype=dtype, seed=7 + i) for i, d in enumerate(head_dims)]
+    lengths = torch.tensor(filled, dtype=INT32)
+    return DecodeInputs(q, *caches, lengths, table, k_new=new[0], v_new=new[1], **more)
+
+
+def check(inputs, num_sms=4, **options):
+    """Against the tiled backend in float64, with the budget of plain torch in the same dtype."""
+    problem = check_decode(inputs, **(OPTIONS | options))
+    copies = inputs._replace(k_cache=inputs.k_cache.clone(), v_cache=inputs.v_cache.clone())
+    out, lse, k_cache, v_cache = sm80_decode.decode(problem, inputs, num_sms)
+    expected = tiled(replace(problem, num_splits=1, split_size=None), copies)
+    for now, other in ((k_cache, copies.k_cache), (v_cache, copies.v_cache)):
+        assert torch.equal(now.isnan(), other.isnan())
+        torch.testing.assert_close(now.nan_to_num(9), other.nan_to_num(9), rtol=0.01, atol=1e-6)
+    wide = {
+        name: t.double()
+        for name, t in zip(DecodeInputs._fields, copies, strict=True)
+        if t is not None and t.dtype.is_floating_point
+    }
+    wide = copies._replace(**wide)._replace(
+        k_new=None, v_new=None, cache_seqlens=inputs.cache_seqlens + inputs.seqlen_new
+    )
+    oracle = tiled(check_decode(wide, **(OPTIONS | options | {"num_splits": 1, "split_size": None})), wide)
+    rows = compare("out", out, oracle[0], expected[0]), compare_lse(lse, oracle[1])
+    assert all(row.ok for row in rows), "\n".join(map(str, rows))
+    return out, lse
+
+
+SINKS = randn(8, seed=9)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 8])
+def test_splits(num_splits):
+    """An empty sequence, splits without keys, queries that stand before the first key."""
+    for filled in ((200, 0, 65), (1, 128, 3)):
+        check(cache_of(filled, 4, (8, 2), (64, 64)), num_splits=num_splits)
+
+
+CASES = {
+    "pages of 1, 16 queries": (cache_of((70, 33), 16, (8, 2), (64, 64), page_size=1), {"num_splits": 2}),
+    "pages of 48": (cache_of((190, 5, 97), 1, (8, 2), (64, 64), page_size=48), {"num_splits": 3}),
+    "one pass over pages": (cache_of((190, 5), 2, (8, 2), (64, 64), page_size=7), {"num_splits": 1}),
+    "window, softcap, sinks": (
+        cache_of((200, 90), 3, (8, 4), (40, 24), dtype=FP16, sinks=SINKS),
+        {"num_splits": 4, "window": (70, 2), "softcap": 5.0, "causal": False},
+    ),
+    "large sinks, one of the splits": (
+        cache_of((65, 0), 1, (8, 2), (64, 64), sinks=100 * SINKS),
+        {"num_splits": 2},
+    ),
+    "float32 in pages": (
+        cache_of((100, 7), 2, (5, 1), (16, 8), page_size=10, dtype=FP32),
+        {"num_splits": 3},
+    ),
+    "odd head dims": (cache_of((100, 7), 2, (2, 2), (5, 7)), {"num_splits": 2}),
+    "chosen": (cache_of((1100, 700), 1, (4, 1), (64, 64), room=1200), {}),
+    "parts of 64 keys": (cache_of((200, 0, 65), 4, (8, 2), (64, 64)), {"split_size": 64}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values(name):
+    inputs, options = CASES[name]
+    check(inputs, **options)
+
+
+def test_parts_of_equal_keys_give_equal_bits_in_any_batch_and_any_cache():
+    """Other tiles, other splits, another grid: the same bits."""
+    filled = (200, 130, 64)
+    inputs = cache_of(filled, 2, (8, 2), (64, 64))
+    together = check(inputs, split_size=64)
+    for b, n in enumerate(filled):
+        at, room = slice(b, b + 1), -(-n // 4) * 4
+        caches = (c[at, :room].clone() for c in inputs[1:3])
+        alone = DecodeInputs(inputs.q[at].clone(), *caches, inputs.cache_seqlens[at])
+        for one, many in zip(check(alone, split_size=64), together, strict=True):
+            assert torch.equal(one, many[at])
+
+
+def test_nan_of_a_hidden_key_stays_hidden_in_its_split():
+    inputs = cache_of((130,), 8, (4, 1), (64, 64))
+    whole, _ = check(inputs, num_splits=2)
+    inputs.v_cache[:, 126] = NAN
+    problem = check_decode(inputs, **(OPTIONS | {"num_splits": 2}))
+    out = sm80_decode.decode(problem, inputs)[0]
+    first = 126 - 122  # the query that stands there
+    assert out[:, first:].isnan().all()
+    torch.testing.assert_close(out[:, :first], whole[:, :first], rtol=0.02, atol=0.01)
+
+
+# ---------------------------------------------------------------- append
+
+
+@pytest.mark.parametrize("page_size", [None, 3])
+@pytest.mark.parametrize("rotary", [None, (FP32, False), (BF16, True)])
+def test_append(page_size, rotary):
+    """No other row is written; queries are rotated as if they stood at the last keys."""
+    inputs = cache_of((20, 0, 33), 5, (4, 2), (10, 6), page_size=page_size, room=36, seqlen_new=3)
+    options = OPTIONS
+    if rotary is not None:
+        dtype, is_interleaved = rotary
+        options = OPTIONS | {"rotary_interleaved": is_interleaved}
+        angles = torch.arange(40)[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])
+        inputs = inputs._replace(rotary_cos=angles.cos().to(dtype), rotary_sin=angles.sin().to(dtype))
+    problem = check_decode(inputs, **options)
+    q, k_cache, v_cache = sm80_decode.append(problem, inputs)
+    cache.append(problem, inputs)
+    if rotary is not None:
+        torch.testing.assert_close(q, cache.rotated_queries(problem, inputs), rtol=0.01, atol=1e-6)
+    torch.testing.assert_close(k_cache, inputs.k_cache, rtol=0.01, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(v_cache, inputs.v_cache, rtol=0, atol=0, equal_nan=True)
+
+
+def test_append_and_attend():
+    inputs = cache_of((120, 0), 3, (8, 2), (64, 64), page_size=16, seqlen_new=3)
+    check(inputs, num_splits=2)
+
+
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_bad_lengths_and_pages_write_nothing_outside(page_size):
+    inputs = cache_of((20, 4, 8), 1, (2, 1), (8, 8), page_size=page_size, room=24, seqlen_new=2)
+    if page_size is not None:
+        inputs.page_table[1] = torch.tensor([-1, 10**9, -(2**31), 20, 21, 22])  # of 20 pages
+    lengths = torch.tensor([23, 4 if page_size else 24, -1], dtype=INT32)
+    problem = check_decode(inputs, **OPTIONS)
+    _, k_cache, v_cache = sm80_decode.append(problem, inputs._replace(cache_seqlens=lengths))
+    for now, was, new in ((k_cache, inputs.k_cache, inputs.k_new), (v_cache, inputs.v_cache, inputs.v_new)):
+        for entry, position, row in ((0, 23, 0), (2, 0, 1)):  # the only ones with a place
+            page = entry if page_size is None else inputs.page_table[entry, position // page_size]
+            row_in_page = position if page_size is None else position % page_size
+            if 0 <= page < len(was):
+                assert torch.equal(now[page, row_in_page], new[entry, row])
+                was = was.clone()
+                was[page, row_in_page] = new[entry, row]
+        assert torch.equal(now.nan_to_num(9), was.nan_to_num(9))
+
+
+# ---------------------------------------------------------------- merge
+
+
+@pytest.mark.parametrize(("dtype", "head_dim_v"), [(FP32, 70), (BF16, 7)])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_merge(dtype, head_dim_v, has_sinks):
+    """40 parts, more than a warp has lanes; rows that one, some and none of them have seen."""
+    outs, lses = randn(40, 2, 3, 2, head_dim_v, dtype=dtype), 5 * randn(40, 2, 2, 3, seed=1)
+    lses[1:, 0, :, 0] = -torch.inf
+    lses[::3, 0, :, 1] = -torch.inf
+    lses[:, 1, 0] = -torch.inf
+    seen = (lses > -torch.inf).transpose(-1, -2)
+    outs[~seen] = NAN
+    sinks = torch.tensor([3.0, 200.0]) if has_sinks else None
+    expected = merge_in_torch([o.double() for o in outs], [x.double() for x in lses], sinks)
+    out, lse = sm80_decode.merge(
+        outs, lses, torch.empty(outs.shape[1:], dtype=dtype), torch.empty(lses.shape[1:]), sinks
+    )
+    assert compare("out", out, expected[0], merge_in_torch(outs, lses, sinks)[0].to(dtype)).ok
+    assert compare_lse(lse, expected[1]).ok
+    if not has_sinks:
+        assert torch.equal(out[0, 0], outs[0, 0, 0])  # alone: nothing is rounded twice
+
+
+def test_merge_passes_nan_on():
+    outs, lses = torch.ones(2, 1, 1, 1, 4), torch.tensor([1.0, NAN]).view(2, 1, 1, 1)
+    for some in (lses, torch.full_like(lses, NAN)):
+        out, lse = sm80_decode.merge(outs, some, torch.empty(1, 1, 1, 4), torch.empty(1, 1, 1), None)
+        assert out.isnan().all()
+        assert lse.isnan().all()
+
+
+def test_the_oracle_agrees():
+    """The tiled backend's float64, which the kernels are held to, is the dense formula."""
+    inputs = cache_of((100,), 4, (4, 2), (16, 16), dtype=torch.float64)
+    problem = check_decode(inputs, **OPTIONS)
+    expected = reference.attention(inputs.q, inputs.k_cache[:, :100], inputs.v_cache[:, :100], causal=True)
+    torch.testing.assert_close(tiled(problem, inputs)[0], expected.out)

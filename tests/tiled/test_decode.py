@@ -1,0 +1,376 @@
+"""attention_decode on the CPU: step by step as all at once, in splits as in one pass, in pages as in one piece."""
+
+import pytest
+import torch
+
+import onepass
+from onepass import decode_ops, reference
+from onepass.testing.budget import compare, compare_lse
+
+INT32 = torch.int32
+NAN = float("nan")
+
+
+def randn(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def lengths(*values):
+    return torch.tensor(values, dtype=INT32)
+
+
+def same(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+def dense(batch=2, seqlen_q=3, room=70, heads=(4, 2), head_dims=(8, 6), dtype=torch.float64):
+    q = randn(batch, seqlen_q, heads[0], head_dims[0], dtype=dtype, seed=1)
+    return q, *(randn(batch, room, heads[1], d, dtype=dtype, seed=2 + i) for i, d in enumerate(head_dims))
+
+
+def in_pages(cache, filled, page_size, extra=3, seed=0):
+    """The filled rows of a dense cache in pages of random places between pages of NaN, and the table."""
+    batch, room = cache.shape[:2]
+    per_entry = -(-room // page_size)
+    order = torch.randperm(batch * per_entry + extra, generator=torch.Generator().manual_seed(seed))
+    table = order[: batch * per_entry].view(batch, per_entry).int()
+    pages = cache.new_full((len(order), page_size, *cache.shape[2:]), NAN)
+    for b in range(batch):
+        for n in range(filled[b]):
+            pages[table[b, n // page_size], n % page_size] = cache[b, n]
+    return pages, table
+
+
+# ---------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("seqlen_new", [1, 3, 16])
+@pytest.mark.parametrize("options", [{}, {"window": (9, None)}, {"softcap": 2.0, "sinks": randn(4, seed=9)}])
+def test_step_by_step_is_one_causal_forward(seqlen_new, options):
+    q, k, v = (t[:, :48] for t in dense(seqlen_q=48))
+    expected = onepass.attention(q, k, v, causal=True, **options, return_lse=True)
+    caches = [t.new_full((2, 50, *t.shape[2:]), NAN) for t in (k, v)]
+    for start in range(0, 48, seqlen_new):
+        new = slice(start, start + seqlen_new)
+        out, lse = onepass.attention_decode(
+            q[:, new],
+            *caches,
+            cache_seqlens=lengths(start, start),
+            k_new=k[:, new],
+            v_new=v[:, new],
+            return_lse=True,
+            num_splits=2,
+            **options,
+        )
+        same(out, expected.out[:, new])
+        same(lse, expected.lse[:, :, new])
+    for t, c in zip((k, v), caches, strict=True):
+        assert torch.equal(c[:, :48], t)
+        assert c[:, 48:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("num_splits", [*range(1, 33, 5), 32])
+def test_splits_do_not_matter_beyond_rounding(dtype, num_splits):
+    q, k, v = dense(dtype=dtype, batch=1)
+    sinks = randn(4, seed=9)
+    for seqlen_k, options in ((70, {}), (20, {}), (70, {"window": (30, 0)}), (70, {"causal": False, "sinks": sinks})):
+        actual = onepass.attention_decode(
+            q, k, v, cache_seqlens=lengths(seqlen_k), num_splits=num_splits, return_lse=True, **options
+        )
+        tensors = q, k[:, :seqlen_k], v[:, :seqlen_k]
+        options = {"causal": True} | options
+        oracle = reference.attention(*tensors, **options)
+        plain = reference.attention(
+            *tensors, **options, compute_dtype=torch.float32 if dtype == torch.float64 else dtype
+        )
+        rows = compare("out", actual.out, oracle.out, plain.out), compare_lse(actual.lse, oracle.lse)
+        assert all(row.ok for row in rows), "\n".join(map(str, rows))
+
+
+def test_merging_is_associative():
+    """Splits merged in any grouping, parts without a visible key among them."""
+    q, k, v = dense(batch=1)
+    parts = [
+        onepass.attention(q, k[:, a:b], v[:, a:b], return_lse=True)
+        for a, b in ((0, 10), (10, 10), (10, 40), (40, 69), (69, 70))
+    ]
+    whole = onepass.attention(q, k, v, return_lse=True)
+    for cut in range(1, len(parts)):
+        halves = [onepass.merge_partials(*zip(*some, strict=True)) for some in (parts[:cut], parts[cut:])]
+        merged = onepass.merge_partials(*zip(*halves, strict=True))
+        same(merged.out, whole.out)
+        same(merged.lse, whole.lse)
+
+
+def test_parts_that_see_nothing():
+    """Queries before the first key, splits that a window hides, an empty sequence."""
+    q, k, v = dense(seqlen_q=16)
+    k[0, 5:], v[1] = NAN, NAN
+    options = {"window": (8, 0), "num_splits": 7, "sinks": torch.zeros(4, dtype=torch.float64), "return_lse": True}
+    out, lse = onepass.attention_decode(q, k, v, cache_seqlens=lengths(5, 0), **options)
+    assert (out[0, :11] == 0).all()
+    assert (lse[0, :, :11] == -torch.inf).all()
+    assert out[0, 11:].abs().min() > 0
+    assert (out[1] == 0).all()
+    assert (lse[1] == -torch.inf).all()
+
+
+def test_keys_of_equal_parts_give_equal_bits_in_any_batch_and_any_cache():
+    q, k, v = dense(batch=5, room=700, dtype=torch.bfloat16)
+    filled = lengths(700, 130, 64, 65, 3)
+    options = {"split_size": 64, "return_lse": True}
+    together = onepass.attention_decode(q, k, v, cache_seqlens=filled, **options)
+    for b in range(5):
+        at = slice(b, b + 1)
+        alone = onepass.attention_decode(
+            q[at], k[at, : filled[b]], v[at, : filled[b]], cache_seqlens=filled[at], **options
+        )
+        assert torch.equal(alone.out, together.out[at])
+        assert torch.equal(alone.lse, together.lse[at])
+
+
+# ---------------------------------------------------------------- pages
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 70, 128])
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_pages_are_one_cache(page_size, num_splits):
+    filled = (66, 5)
+    q, k, v = dense()
+    new = {"k_new": randn(2, 4, 2, 8, seed=5), "v_new": randn(2, 4, 2, 6, seed=6)}
+    (k_pages, table), (v_pages, _) = (in_pages(t, filled, page_size) for t in (k, v))
+    before = k_pages.clone(), v_pages.clone()
+    options = {"cache_seqlens": lengths(*filled), "num_splits": num_splits}
+    out = onepass.attention_decode(q, k_pages, v_pages, page_table=table, **options, **new)
+    same(out, onepass.attention_decode(q, k, v, **options, **new))
+    written = torch.zeros(k_pages.shape[:2], dtype=torch.bool)
+    for b, n in ((b, n + i) for b, n in enumerate(filled) for i in range(4)):
+        written[table[b, n // page_size], n % page_size] = True
+    for now, was, cache in ((k_pages, before[0], k), (v_pages, before[1], v)):
+        assert torch.equal(now[~written].nan_to_num(9), was[~written].nan_to_num(9))
+        for b, n in ((b, n + i) for b, n in enumerate(filled) for i in range(4)):
+            assert torch.equal(now[table[b, n // page_size], n % page_size], cache[b, n])
+
+
+def test_sequences_share_pages():
+    """A common beginning of 8 keys, in the same two pages; what stands in a table behind its keys is not looked at."""
+    q, k, v = dense(batch=1, room=16)
+    k_pages, v_pages = (t[0].unflatten(0, (4, 4)).contiguous() for t in (k, v))
+    table = torch.tensor([[0, 1, 2, -7], [0, 1, 3, 99]], dtype=INT32)
+    q = q.expand(2, -1, -1, -1)
+    out = onepass.attention_decode(q, k_pages, v_pages, cache_seqlens=lengths(12, 11), page_table=table)
+    for b, rows in enumerate(([*range(12)], [*range(8), 12, 13, 14])):
+        same(out[b : b + 1], onepass.attention(q[b : b + 1], k[:, rows], v[:, rows], causal=True))
+
+
+# ---------------------------------------------------------------- a model
+
+
+class TinyModel(torch.nn.Module):
+    """Two layers with rotary positions, grouped heads; attention has the larger part in what it says."""
+
+    def __init__(self, layers=2, heads=4, heads_kv=2, head_dim=16, vocabulary=97, positions=300):
+        super().__init__()
+        self.shape = heads, heads_kv, head_dim
+        width = heads * head_dim
+        self.embedding = torch.nn.Embedding(vocabulary, width)
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(width) for _ in range(2 * layers + 1))
+        self.qkv = torch.nn.ModuleList(
+            torch.nn.Linear(width, (heads + 2 * heads_kv) * head_dim, bias=False) for _ in range(layers)
+        )
+        self.outs = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(layers))
+        self.head = torch.nn.Linear(width, vocabulary, bias=False)
+        self.mlps = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(layers))
+        angles = torch.arange(positions)[:, None] * 0.5 ** torch.arange(head_dim // 2)
+        self.cos, self.sin = angles.cos(), angles.sin()
+
+    def forward(self, tokens, attend):
+        heads, heads_kv, head_dim = self.shape
+        x = self.embedding(tokens)
+        for i in range(len(self.qkv)):
+            qkv = self.qkv[i](self.norms[2 * i](x)).unflatten(-1, (heads + 2 * heads_kv, head_dim))
+            x = x + 5 * self.outs[i](attend(i, *qkv.split((heads, heads_kv, heads_kv), 2)).flatten(2))
+            x = x + torch.nn.functional.gelu(self.mlps[i](self.norms[2 * i + 1](x)))
+        return self.head(self.norms[-1](x[:, -1:]))
+
+    def rotated(self, x):
+        half = x.shape[-1] // 2
+        cos, sin = (t[: x.shape[1], None] for t in (self.cos, self.sin))
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+
+
+def test_a_model_generates_the_same_tokens_as_by_recomputation():
+    torch.manual_seed(0)
+    model, page_size, count = TinyModel(), 16, 256
+    prompt = torch.randint(97, (2, 5))
+
+    def recompute(i, q, k, v):
+        weights = model.rotated(q).transpose(1, 2), model.rotated(k).transpose(1, 2), v.transpose(1, 2)
+        out = torch.nn.functional.scaled_dot_product_attention(*weights, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    pages = -(-(count + 5) // page_size)
+    table = torch.randperm(2 * pages + 1)[: 2 * pages].view(2, pages).int()
+    caches = [[torch.full((2 * pages + 1, page_size, 2, 16), NAN) for _ in range(2)] for _ in range(2)]
+    filled = lengths(0, 0)
+
+    def cached(i, q, k, v):
+        return onepass.attention_decode(
+            q,
+            *caches[i],
+            cache_seqlens=filled,
+            page_table=table,
+            k_new=k,
+            v_new=v,
+            rotary_cos=model.cos,
+            rotary_sin=model.sin,
+            num_splits=3,
+        )
+
+    with torch.no_grad():
+        expected, tokens = prompt, prompt
+        for _ in range(count):
+            expected = torch.cat((expected, model(expected, recompute).argmax(-1)), 1)
+            new = tokens[:, filled[0] :]
+            tokens = torch.cat((tokens, model(new, cached).argmax(-1)), 1)
+            filled = filled + new.shape[1]
+    assert torch.equal(tokens, expected)
+    assert len(tokens[0].unique()) > 10  # what it says is not always the same
+
+
+# ---------------------------------------------------------------- torch
+
+
+def call_of(**changes):
+    q, k, v = dense(dtype=torch.float32)
+    (k_pages, table), (v_pages, _) = (in_pages(t.nan_to_num(0), (70, 70), 16) for t in (k, v))
+    arguments = {
+        "q": q,
+        "k_cache": k_pages.nan_to_num(0),
+        "v_cache": v_pages.nan_to_num(0),
+        "cache_seqlens": lengths(60, 5),
+        "page_table": table,
+        "k_new": randn(2, 3, 2, 8, dtype=torch.float32, seed=5),
+        "v_new": randn(2, 3, 2, 6, dtype=torch.float32, seed=6),
+    }
+    return arguments | changes
+
+
+def test_opcheck():
+    for with_new in (True, False):
+        given = call_of(**({} if with_new else {"k_new": None, "v_new": None}))
+        order = ("q", "k_cache", "v_cache", "cache_seqlens", "page_table")
+        options = (0.3, None, 0, None, 2, None, False, False, "tiled")
+        arguments = (*(given[name] for name in order), None, None, None)
+        if with_new:
+            arguments += given["k_new"], given["v_new"]
+        operator = torch.ops.onepass.decode_append if with_new else torch.ops.onepass.decode
+        torch.library.opcheck(operator.default, (*arguments, *options))
+
+
+def test_merge_partials_as_an_operator(monkeypatch):
+    """Where a kernel merges, packed and dense, sequences of tensors and stacked ones; here the operator calls torch."""
+    outs, lses = randn(3, 2, 5, 4, 8, seed=1), randn(3, 2, 4, 5, seed=2)
+    torch.library.opcheck(torch.ops.onepass.merge_partials.default, (outs, lses))
+    expected = onepass.merge_partials(outs, lses)
+    monkeypatch.setattr(decode_ops, "merges_in_one_kernel", lambda outs, lses: True)
+    for given in ((outs, lses), (list(outs), list(lses)), (outs.requires_grad_(), lses)):
+        actual = onepass.merge_partials(*given)
+        assert torch.equal(actual.out, expected.out)
+        assert torch.equal(actual.lse, expected.lse)
+
+
+def test_compiled_without_a_break():
+    compiled = torch.compile(onepass.attention_decode, fullgraph=True, backend="aot_eager")
+    first, second = call_of(), call_of()
+    for _ in range(2):
+        out, lse = compiled(**first, return_lse=True, num_splits=2)
+        expected = onepass.attention_decode(**second, return_lse=True, num_splits=2)
+        assert torch.equal(out, expected.out)
+        assert torch.equal(lse, expected.lse)
+        first["cache_seqlens"], second["cache_seqlens"] = (x["cache_seqlens"] + 3 for x in (first, second))
+    for name in ("k_cache", "v_cache"):
+        assert torch.equal(first[name], second[name])
+
+
+# ---------------------------------------------------------------- refusals
+
+COS = torch.ones(80, 4)
+REFUSED = {
+    "page_table[1, 0]: expected a page 0 to 12 of the cache, got 13": {
+        "page_table": torch.full((2, 5), 13, dtype=INT32).index_fill(0, torch.tensor(0), 1)
+    },
+    "page_table[0, 0]: expected a page 0 to 12 of the cache, got -1": {
+        "page_table": torch.full((2, 5), -1, dtype=INT32)
+    },
+    "page_table: expected shape (2, max_pages), (batch, max_pages), got (3, 5)": {
+        "page_table": torch.zeros(3, 5, dtype=INT32)
+    },
+    "page_table: expected dtype int32, got int64": {"page_table": torch.zeros(2, 5, dtype=torch.int64)},
+    "k_cache: expected batch 2 like q (or pages, with a page_table), got 13": {"page_table": None},
+    "cache_seqlens: expected 0 to 77, the 80 positions of the cache less 3 new ones, got 78": {
+        "cache_seqlens": lengths(78, 0)
+    },
+    "cache_seqlens: expected 0 to 77, the 80 positions of the cache less 3 new ones, got -1": {
+        "cache_seqlens": lengths(5, -1)
+    },
+    "cache_seqlens: expected shape (2,), one per batch entry, got (3,)": {"cache_seqlens": lengths(1, 2, 3)},
+    "cache_seqlens: expected an int32 torch.Tensor, got int": {"cache_seqlens": 5},
+    "v_new: expected a torch.Tensor where the other of k_new and v_new is given, got None": {"v_new": None},
+    "k_new: expected shape (2, 3, 2, 8), got (2, 3, 4, 8)": {"k_new": torch.zeros(2, 3, 4, 8)},
+    "k_new: expected up to 80 keys, the room of the cache, got 81": {
+        "k_new": torch.zeros(2, 81, 2, 8),
+        "v_new": torch.zeros(2, 81, 2, 6),
+    },
+    "k_cache: expected memory of its own for every element": {
+        "k_cache": torch.zeros(13, 16, 1, 8).expand(-1, -1, 2, -1)
+    },
+    "v_cache: expected shape (13, 16, 2) like k_cache up to head_dim, got (12, 16, 2, 6)": {
+        "v_cache": torch.zeros(12, 16, 2, 6)
+    },
+    "q: expected a number of heads divisible by the 2 heads of the cache, got 3": {"q": torch.zeros(2, 3, 3, 8)},
+    "q: expected a tensor without requires_grad": {"q": torch.zeros(2, 3, 4, 8, requires_grad=True)},
+    "num_splits: expected 1 to 256": {"num_splits": 0},
+    "num_splits: expected an int or None, got 2.0": {"num_splits": 2.0},
+    "split_size: expected a multiple of 64 keys, got 100": {"split_size": 100},
+    "split_size: expected None beside num_splits, got 64": {"split_size": 64, "num_splits": 2},
+    "rotary_sin: expected a torch.Tensor beside the other of both, got None": {"rotary_cos": COS},
+    "rotary_cos: expected shape (positions, rotary_dim / 2) with rotary_dim up to 8, got (80, 5)": {
+        "rotary_cos": torch.ones(80, 5),
+        "rotary_sin": torch.ones(80, 5),
+    },
+    "rotary_sin: expected torch.float32 of shape (80, 4) like rotary_cos": {
+        "rotary_cos": COS,
+        "rotary_sin": torch.ones(80, 3),
+    },
+    "rotary_cos: expected a row for each of the 63 positions, got 62": {
+        "rotary_cos": COS[:62],
+        "rotary_sin": COS[:62],
+    },
+    "rotary_interleaved: expected a bool, got 1": {"rotary_interleaved": 1},
+    "check_values: expected a bool, got None": {"check_values": None},
+    "backend: expected one of sm80, tiled or None, got 'fast'": {"backend": "fast"},
+    "backend sm80: expected tensors on cuda, got cpu": {"backend": "sm80"},
+    "backend sm90: has no kernel for attention_decode": {"backend": "sm90"},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refusals_leave_the_cache_alone(message):
+    arguments = call_of(**REFUSED[message])
+    before = [arguments[name].clone() for name in ("k_cache", "v_cache")]
+    with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
+        onepass.attention_decode(**arguments)
+    assert str(raised.value).startswith(message)
+    assert torch.equal(arguments["k_cache"], before[0])
+    assert torch.equal(arguments["v_cache"], before[1])
+
+
+def test_workspace_bytes():
+    sizes = {"batch": 2, "seqlen_q": 3, "num_heads_q": 8, "head_dim_v": 128}
+    assert onepass.split_workspace_bytes(4, **sizes) == 4 * 2 * 3 * 8 * (128 + 1) * 4
+    assert onepass.split_workspace_bytes(1, **sizes) == 0
+    with pytest.raises(ValueError, match="num_splits: expected at least 1, got 0"):
+        onepass.split_workspace_bytes(0, **sizes)

@@ -1,0 +1,159 @@
+"""What attention_decode hands to its kernels, with kernels that only take notes."""
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from onepass.decode_problem import DecodeInputs
+from onepass.decode_validation import check_decode
+from onepass.kernels import compile
+from onepass.kernels.sm80 import decode_launch
+
+INT32 = torch.int32
+OPTIONS = {
+    "causal": True,
+    "window": None,
+    "softcap": None,
+    "softmax_scale": None,
+    "return_lse": True,
+    "rotary_interleaved": False,
+    "num_splits": None,
+    "split_size": None,
+    "check_values": False,
+}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """(arguments of `compile.get`, arguments of the launch) of every kernel."""
+    calls = []
+
+    def get(*request):
+        return lambda *arguments: calls.append((request, arguments))
+
+    monkeypatch.setattr(compile, "get", get)
+    monkeypatch.setattr(decode_launch, "arch_of", lambda device: "sm_90a")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    caches = [f for f in vars(decode_launch).values() if hasattr(f, "cache_clear")]
+    for cache in caches:
+        cache.cache_clear()
+    yield calls
+    for cache in caches:
+        cache.cache_clear()
+
+
+def inputs_of(is_paged=False, has_new=False, is_rotary=False, has_sinks=False, batch=2, seqlen_q=3, room=2048):
+    def zeros(*shape):
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    leading = (batch * room // 16, 16) if is_paged else (batch, room)
+    return DecodeInputs(
+        zeros(batch, seqlen_q, 8, 64),
+        zeros(*leading, 2, 64),
+        zeros(*leading, 2, 32),
+        torch.zeros(batch, dtype=INT32),
+        page_table=torch.zeros(batch, room // 16, dtype=INT32) if is_paged else None,
+        rotary_cos=torch.zeros(100, 8) if is_rotary else None,
+        rotary_sin=torch.zeros(100, 8) if is_rotary else None,
+        sinks=zeros(8) if has_sinks else None,
+        k_new=zeros(batch, 5, 2, 64) if has_new else None,
+        v_new=zeros(batch, 5, 2, 32) if has_new else None,
+    )
+
+
+CALLS = {
+    "plain": ({}, {"num_splits": 1}, ["decode_sm80"]),
+    "chosen": ({"has_sinks": True}, {}, ["decode_sm80", "merge_splits"]),
+    "parts of equal keys": ({"is_paged": True}, {"split_size": 2048}, ["decode_sm80", "merge_splits"]),
+    "new keys": (
+        {"is_paged": True, "has_new": True, "has_sinks": True},
+        {"num_splits": 1, "softcap": 3.0, "window": (3, 4)},
+        ["append_to_cache", "decode_sm80"],
+    ),
+    "rotary": (
+        {"has_new": True, "is_rotary": True},
+        {"num_splits": 3},
+        ["append_to_cache", "decode_sm80", "merge_splits"],
+    ),
+    "rotary queries alone": (
+        {"is_rotary": True, "is_paged": True},
+        {"num_splits": 3},
+        ["append_to_cache", "decode_sm80", "merge_splits"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_kernels(launched, name):
+    given, options, names = CALLS[name]
+    inputs = inputs_of(**given)
+    decode_launch.decode(check_decode(inputs, **(OPTIONS | options)), inputs)
+    assert [request[0] for request, _ in launched] == names
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
+@pytest.mark.parametrize("name", CALLS)
+def test_kernels_are_given_what_they_were_traced_with(launched, name):
+    """In order: as many arguments, of as many dimensions, and None in the same places."""
+    given, options, _ = CALLS[name]
+    inputs = inputs_of(**given)
+    decode_launch.decode(check_decode(inputs, **(OPTIONS | options)), inputs)
+    for (_, _, _, trace), arguments in launched:
+        traced = trace()[1][:-1]  # but the stream
+        assert len(traced) == len(arguments)
+        for stand_in, value in zip(traced, arguments, strict=True):
+            assert (stand_in is None) == (value is None)
+            if isinstance(value, torch.Tensor):
+                assert len(stand_in.shape) == value.dim()
+                assert value.stride(-1) == 1
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_value_is_read_on_the_host(launched, monkeypatch, name):
+    """Fake tensors have none: reading one raises."""
+    monkeypatch.setattr(decode_launch, "vector_bytes", lambda *tensors: 16)
+    given, options, names = CALLS[name]
+    with FakeTensorMode():
+        inputs = inputs_of(**given)
+        problem = check_decode(inputs, **(OPTIONS | options))
+        out, lse = decode_launch.decode(problem, inputs)
+        assert (out.shape, lse.shape) == ((2, 3, 8, 32), (2, 8, 3))
+        assert [request[0] for request, _ in launched] == names
+        checking = check_decode(inputs, **(OPTIONS | options | {"check_values": True}))
+        with pytest.raises(DataDependentOutputException):
+            decode_launch.decode(checking, inputs)
+
+
+def test_workspace_is_as_large_as_said(launched):
+    import onepass
+
+    inputs = inputs_of()
+    decode_launch.decode(check_decode(inputs, **(OPTIONS | {"num_splits": 5})), inputs)
+    out, lse = launched[0][1][3:5]
+    said = onepass.split_workspace_bytes(5, batch=2, seqlen_q=3, num_heads_q=8, head_dim_v=32)
+    assert out.nbytes + lse.nbytes == said
+
+
+def test_parts_of_equal_keys_follow_the_cache(launched):
+    inputs = inputs_of(room=2048)
+    decode_launch.decode(check_decode(inputs, **(OPTIONS | {"split_size": 128})), inputs)
+    assert launched[0][1][-2:] == (16, 128 // 64)
+
+
+@pytest.mark.parametrize("changes", [{"batch": 0}, {"seqlen_q": 0}, {"room": 0}])
+def test_without_keys_nothing_is_launched(launched, changes):
+    inputs = inputs_of(**changes)
+    out, lse = decode_launch.decode(check_decode(inputs, **OPTIONS), inputs)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    assert launched == []
+
+
+def test_check_values(launched):
+    inputs = inputs_of()._replace(cache_seqlens=torch.tensor([1, 2049], dtype=INT32))
+    with pytest.raises(ValueError, match=r"cache_seqlens: expected 0 to 2048, .* got 2049"):
+        decode_launch.decode(check_decode(inputs, **(OPTIONS | {"check_values": True})), inputs)
+    assert launched == []

@@ -1,0 +1,130 @@
+"""Splits of the keys, and rows in pages: the integer formulas of the decoding kernels, exhaustively."""
+
+import itertools
+
+import pytest
+import torch
+
+from onepass.kernels import heuristics_decode
+from onepass.kernels.blocks import splits
+from onepass.kernels.blocks.block_range import key_blocks
+from onepass.kernels.blocks.pages import place_of_key
+from onepass.kernels.blocks.splits import blocks_of_split, choose_num_splits, split_ranges, workspace_bytes
+from onepass.kernels.sm80.launch import ARCHS
+from onepass.problem import AttentionProblem, Mask
+
+TILE_N = 4
+WINDOWS = ((None, None), (None, 0), (5, 0), (9, 3), (0, 0))
+
+
+def tiles():
+    for seqlen_k, window, seqlen_q in itertools.product(range(0, 42, 3), WINDOWS, (1, 5, 20)):
+        for m_start in range(0, seqlen_q, 8):
+            yield key_blocks(m_start, min(m_start + 8, seqlen_q), seqlen_q, seqlen_k, *window, TILE_N)
+
+
+@pytest.mark.parametrize("split_blocks", [0, 1, 3])
+@pytest.mark.parametrize("num_splits", [1, 2, 5, 16])
+def test_splits_share_out_the_blocks_of_a_tile(num_splits, split_blocks):
+    """Each block once, those that need a mask as before, and empty splits as first == last."""
+    if split_blocks:
+        num_splits = -(-12 // split_blocks)  # as many as the longest sequence has
+    for tile in tiles():
+        parts = [blocks_of_split(tile, s, num_splits, split_blocks) for s in range(num_splits)]
+        visited = [n for part in parts for n in range(part.first, part.last)]
+        assert visited == list(range(tile.first, tile.last))
+        clear = [n for part in parts for n in range(part.clear_first, part.clear_last)]
+        assert clear == list(range(tile.clear_first, tile.clear_last))
+        for s, part in enumerate(parts):
+            assert part.first <= part.clear_first <= part.clear_last <= part.last
+            assert tile.clear_first > tile.first or part.clear_first == part.first  # no loop for a left edge
+            if split_blocks and part.first < part.last:
+                assert s * split_blocks <= part.first < part.last <= (s + 1) * split_blocks
+
+
+def test_balanced_splits_differ_by_one_share():
+    for tile, num_splits in itertools.product(tiles(), (1, 3, 7)):
+        counts = [p.last - p.first for p in (blocks_of_split(tile, s, num_splits, 0) for s in range(num_splits))]
+        assert max(counts) == -(-(tile.last - tile.first) // num_splits)
+
+
+def test_ranges_of_keys():
+    for seqlen_k, num_splits in itertools.product(range(30), (1, 2, 7, 32)):
+        for ranges in (split_ranges(seqlen_k, num_splits, None), split_ranges(seqlen_k, 1, 4)):
+            assert [n for a, b in ranges for n in range(a, b)] == list(range(seqlen_k))
+            assert all(a < b for a, b in ranges)
+        assert len(split_ranges(seqlen_k, num_splits, None)) <= num_splits
+        assert all(a % 4 == 0 for a, _ in split_ranges(seqlen_k, 1, 4))
+
+
+def test_places_in_pages():
+    for page_size in (1, 3, 8):
+        table = [4, 0, 2, 2, -5, 99]
+        for key in range(len(table) * page_size):
+            page, row = place_of_key(key, table, page_size, 5)
+            assert (page, row) == ([4, 0, 2, 2, 0, 4][key // page_size], key % page_size)
+
+
+@pytest.mark.parametrize(
+    ("num_tiles", "seqlen_k", "expected"),
+    [
+        (1, 2**20, splits.MAX_SPLITS),
+        (8, 2**17, 33),  # whole waves only
+        (264, 2**17, 1),
+        (265, 2**17, 1),
+        (8, 1024, 4),  # LEAST_KEYS each
+        (8, 100, 1),
+        (0, 0, 1),
+    ],
+)
+def test_number_of_splits(num_tiles, seqlen_k, expected):
+    assert choose_num_splits(num_tiles, seqlen_k, 264, 1) == expected
+
+
+def test_number_of_splits_keeps_to_the_workspace():
+    per_split = workspace_bytes(1, 1000, 128)
+    assert per_split == 1000 * 129 * 4
+    chosen = choose_num_splits(1, 2**20, 1000, 40 * per_split)
+    assert chosen * 40 * per_split <= splits.WORKSPACE_BYTES < (chosen + 1) * 40 * per_split
+
+
+def problem(**changes):
+    fields = {
+        "dtype": torch.bfloat16,
+        "device_type": "cuda",
+        "batch": 1,
+        "seqlen_q": 1,
+        "seqlen_k": 4096,
+        "num_heads_q": 32,
+        "num_heads_kv": 8,
+        "head_dim": 128,
+        "head_dim_v": 128,
+        "softmax_scale": 1.0,
+        "mask": Mask(None, 0),
+        "has_seqused_k": True,
+    }
+    return AttentionProblem(**(fields | changes))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_configurations(arch):
+    """Every head dim has one, its tiles divide parts of equal keys, and the batch has no say."""
+    for dtype, (d, dv), heads in itertools.product(
+        (torch.bfloat16, torch.float32), itertools.product((5, 64, 96, 128, 192, 256), repeat=2), (8, 32, 96, 1024)
+    ):
+        asked = problem(dtype=dtype, head_dim=d, head_dim_v=dv, num_heads_q=heads)
+        config = heuristics_decode.decode_config_sm80(asked, arch)
+        assert splits.SPLIT_UNIT % config.tile_n == 0
+        assert config.pack_gqa == (1 < heads // 8 <= config.tile_m)
+        for changes in ({"batch": 100}, {"seqlen_q": 16}, {"seqlen_k": 10**6}):
+            assert heuristics_decode.decode_config_sm80(
+                problem(**changes), arch
+            ) == heuristics_decode.decode_config_sm80(problem(), arch)
+
+
+def test_splits_fill_the_gpu():
+    asked = problem(seqlen_k=2**17)
+    config = heuristics_decode.decode_config_sm80(asked, "sm_90a")
+    # 80 KB of shared memory: 2 thread blocks a multiprocessor, one for each of 8 kv heads
+    assert heuristics_decode.num_splits_sm80(asked, config, "sm_90a", 132) == 2 * 132 // 8
+    assert heuristics_decode.num_splits_sm80(problem(seqlen_k=2**17, batch=64), config, "sm_90a", 132) == 1
