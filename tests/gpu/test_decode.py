@@ -8,10 +8,16 @@ import torch
 from gpu_cases import DEVICE, IS_READY, NAN, ON_GPU
 
 import onepass
+from onepass import dispatch
 from onepass.testing.budget import compare, compare_lse
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_READY, reason="needs a GPU with the kernels")]
 INT32 = torch.int32
+
+
+@pytest.fixture(autouse=True)
+def _kernels_by_default(monkeypatch):
+    monkeypatch.setattr(dispatch, "_DECODE_KERNELS_HAVE_RUN", True)
 
 
 def randn(*shape, dtype=torch.bfloat16, seed=0):
