@@ -8,6 +8,7 @@ Importing onepass imports torch only and changes no global setting.
 from .api import AttentionOutput, attention, attention_varlen, merge_partials, supports, warmup
 from .dispatch import Support
 from .errors import UnsupportedError
+from .fp8 import QuantizedQKV, quantize_fp8
 from .kernels.ahead import CompiledKernel
 from .kernels.config import ForwardConfig, ForwardConfigSm80
 
@@ -18,11 +19,13 @@ __all__ = [
     "CompiledKernel",
     "ForwardConfig",
     "ForwardConfigSm80",
+    "QuantizedQKV",
     "Support",
     "UnsupportedError",
     "attention",
     "attention_varlen",
     "merge_partials",
+    "quantize_fp8",
     "supports",
     "warmup",
 ]

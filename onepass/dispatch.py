@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from torch import Tensor
 from .errors import UnsupportedError
 from .kernels import heuristics
 from .kernels.config import LaunchConfig
-from .problem import AttentionInputs, AttentionProblem
+from .problem import AttentionProblem
 
-Forward = Callable[[AttentionInputs], tuple[Tensor, Tensor]]
+Forward = Callable[[Any], tuple[Tensor, Tensor]]  # of AttentionInputs, in FP8 of QuantizedInputs
 
 
 class Backend(NamedTuple):
