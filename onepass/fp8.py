@@ -312,6 +312,23 @@ def _hadamard(x: Tensor) -> Tensor:
     return x * n**-0.5
 
 
+# ---------------------------------------------------------------- P
+
+
+def round_probabilities_(p: Tensor, scratch: Tensor) -> None:
+    """p = e4m3(P_SCALE * p) / P_SCALE in place, for float32 p from 0 to 1 (or NaN), bit by bit as a cast would.
+
+    Adding and taking away 1.5 * 2^23 spacings rounds to a multiple of the spacing: 2^-3 of the power of two below p,
+    but never less than what the smallest numbers have. On a CPU five such passes take a tenth of the time of two casts.
+
+    Args: scratch: float32, as p.
+    """
+    torch.clamp(p, min=2.0**-6 / P_SCALE, out=scratch)
+    scratch.view(torch.int32).bitwise_and_(0x7F800000)  # the power of two
+    scratch.mul_(1.5 * 2.0**20)
+    p.add_(scratch).sub_(scratch)
+
+
 # ---------------------------------------------------------------- scales
 
 

@@ -105,7 +105,7 @@ def _forward_group(
             pairs = tile_mask.pairs(queries, (n_start, n_end)) if needs_mask else None
             p, is_first = softmax.update(acc_s, pairs)
             if is_fp8:
-                p.copy_(p.mul_(fp8.P_SCALE).to(fp8.E4M3)).div_(fp8.P_SCALE)
+                fp8.round_probabilities_(p, scratch.empty("binade", *p.shape))
             if pairs is not None and not tile_mask.operands_are_finite:
                 add_visible(acc_o.zero_() if is_first else acc_o, p, v_tile, pairs.hidden)
             elif is_first:
