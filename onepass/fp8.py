@@ -353,6 +353,8 @@ def _segments(total: int, block: int | None, cu_seqlens: Tensor | None, device: 
 def _quantize(x: Tensor, granularity: str, block: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """x (batch or 1, rows, heads, head_dim) float32 -> e4m3 of that shape, and descale as `QuantizedQKV` has it."""
     is_packed = cu_seqlens is not None
+    # e4m3 has no inf, and whether a cast makes it NaN or 448 depends on torch's version
+    x = torch.where(x.isinf(), torch.nan, x)
     if granularity == "tensor":
         scale = _scale_of(_largest(x).amax() if x.numel() else x.new_zeros(()))
         return (x / scale).to(E4M3), scale
