@@ -9,6 +9,7 @@ from .api import AttentionOutput, attention, attention_varlen, merge_partials, s
 from .decode import attention_decode, split_workspace_bytes
 from .dispatch import Support
 from .errors import UnsupportedError
+from .fp8 import QuantizedQKV, quantize_fp8
 from .kernels.ahead import CompiledKernel
 from .kernels.config import ForwardConfig, ForwardConfigSm80
 
@@ -19,12 +20,14 @@ __all__ = [
     "CompiledKernel",
     "ForwardConfig",
     "ForwardConfigSm80",
+    "QuantizedQKV",
     "Support",
     "UnsupportedError",
     "attention",
     "attention_decode",
     "attention_varlen",
     "merge_partials",
+    "quantize_fp8",
     "split_workspace_bytes",
     "supports",
     "warmup",

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 import torch
 from torch import Tensor
 
-from . import decode_ops, dispatch, ops, repeated, validation
+from . import decode_ops, dispatch, fp8, ops, repeated, validation
+from .fp8 import QuantizedQKV
 from .kernels import ahead
 from .kernels.ahead import CompiledKernel
 from .kernels.config import ForwardConfig, ForwardConfigSm80
@@ -46,6 +47,7 @@ class Options(TypedDict, total=False):
     softmax_scale: float | None
     seqused_k: Tensor | None
     deterministic: bool | None
+    precision: Literal["fp8"] | None
     backend: str | None
     tuning: ForwardConfig | ForwardConfigSm80 | None
 
@@ -74,12 +76,18 @@ def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _run(
     problem: AttentionProblem,
     inputs: AttentionInputs,
+    precision: str | None,
     backend: str | None,
     tuning: ForwardConfig | ForwardConfigSm80 | None,
     key: tuple | None,
 ) -> tuple[Tensor, Tensor]:
     """The whole way: the operator on the chosen backend, and a shorter way for the next call with this key."""
     validation.refuse_forward_mode(*inputs[:4])
+    if precision is not None:
+        validation.check_precision(precision, inputs.q)
+        forward = dispatch.require(fp8.quantized_problem(problem), backend, tuning)
+        options = ops.options_of(problem, dispatch.require(problem, backend), tuning)
+        return torch.ops.onepass.attention_fp8(*inputs, *options, forward)
     backend = dispatch.require(problem, backend, tuning)
     out, lse = torch.ops.onepass.attention_forward(*inputs, *ops.options_of(problem, backend, tuning))
     if key is not None and not out.is_meta:
@@ -87,28 +95,69 @@ def _run(
     return out, lse
 
 
+def _run_quantized(
+    quantized: QuantizedQKV, k: Any, v: Any, backend: str | None, **arguments: Any
+) -> tuple[Tensor, Tensor]:
+    """A call whose tensors are in FP8 already. Args: k, v, arguments: as given, and checked here."""
+    problem = validation.check_quantized_call(quantized, k, v, **arguments)
+    tuning = arguments["tuning"]
+    backend = dispatch.require(problem, backend, tuning)
+    sinks, cu_seqlens_q = arguments["sinks"], arguments.get("cu_seqlens_q")
+    out, lse = torch.ops.onepass.attention_quantized(
+        quantized.q,
+        quantized.k,
+        quantized.v,
+        # a sink is compared with scores: these have to be put right first
+        sinks if quantized.score_shift is None else None,
+        cu_seqlens_q,
+        arguments.get("cu_seqlens_k"),
+        arguments["seqused_k"],
+        *ops.options_of(problem, backend, tuning),
+        *quantized.descales,
+        quantized.dtype,
+        quantized.q_block,
+        quantized.kv_block,
+    )
+    return fp8.restored(quantized, out, lse, problem.softmax_scale, sinks, cu_seqlens_q)
+
+
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Options]
+    q: Tensor | QuantizedQKV,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
 ) -> Tensor: ...
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+    q: Tensor | QuantizedQKV,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
 ) -> AttentionOutput: ...
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[Options]
+    q: Tensor | QuantizedQKV,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    return_lse: bool,
+    **options: Unpack[Options],
 ) -> Tensor | AttentionOutput: ...
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | QuantizedQKV,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     *,
     causal: bool = False,
     window: Window | None = None,
@@ -118,6 +167,7 @@ def attention(
     seqused_k: Tensor | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
+    precision: Literal["fp8"] | None = None,
     backend: str | None = None,
     tuning: ForwardConfig | ForwardConfigSm80 | None = None,
 ) -> Tensor | AttentionOutput:
@@ -130,7 +180,8 @@ def attention(
 
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim); float64, float32, bfloat16 or float16. Any strides; callers
-            with (batch, num_heads, seqlen, head_dim) pass `x.transpose(1, 2)`, which copies nothing.
+            with (batch, num_heads, seqlen, head_dim) pass `x.transpose(1, 2)`, which copies nothing. Or a
+            `QuantizedQKV` in place of q, k and v, through which no gradient flows.
         k: (batch, seqlen_k, num_heads_kv, head_dim), num_heads_q divisible by num_heads_kv: query head h uses
             kv head h // (num_heads_q // num_heads_kv).
         v: (batch, seqlen_k, num_heads_kv, head_dim_v); head_dim_v may differ from head_dim.
@@ -144,6 +195,9 @@ def attention(
             for the alignment of masks. What lies beyond is never read.
         deterministic: bitwise equal gradients run to run; None = torch.are_deterministic_algorithms_enabled().
         return_lse: also return lse, which is differentiable.
+        precision: "fp8" computes the forward in FP8: q, k and v (float32 or 16 bits) are quantised as `quantize_fp8`
+            does by default. Gradients are those of exact attention at q, k and v, from the out and lse of that
+            forward. None = in q's dtype.
         backend: name of the backend that must run; None = the best one that `supports` the call.
         tuning: a `ForwardConfig` (backend sm90) or `ForwardConfigSm80` (sm80) that the forward is computed with, for
             measuring: it changes speed and summation order only. None = the backend's own choice.
@@ -157,17 +211,35 @@ def attention(
 
     Source: FlashAttention-2, arXiv:2307.08691, Algorithms 1 and 2.
     """
-    inputs = AttentionInputs(q, k, v, sinks, None, None, seqused_k)
+    if isinstance(q, QuantizedQKV):
+        out, lse = _run_quantized(
+            q,
+            k,
+            v,
+            backend,
+            precision=precision,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            softmax_scale=softmax_scale,
+            seqused_k=seqused_k,
+            deterministic=deterministic,
+            return_lse=return_lse,
+            tuning=tuning,
+        )
+        return AttentionOutput(out, lse) if return_lse else out
+    inputs = AttentionInputs(q, k, v, sinks, None, None, seqused_k)  # type: ignore[arg-type]  # checked at the door
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    options = causal, softcap, softmax_scale, deterministic, return_lse, backend, tuning
+    options = causal, softcap, softmax_scale, deterministic, return_lse, backend, tuning, precision
     key = repeated.key_of("attention", inputs, window, options)
     forward = repeated.find(key)
     if forward is not None:
         out, lse = forward(inputs)
         return AttentionOutput(out, lse) if return_lse else out
 
-    q, k, v = autocast_inputs(q, k, v)
+    q, k, v = autocast_inputs(q, k, v)  # type: ignore[arg-type]
     problem = validation.check_attention(
         q,
         k,
@@ -183,32 +255,47 @@ def attention(
         tuning=tuning,
     )
     inputs = AttentionInputs(q, k, v, sinks, seqused_k=seqused_k)
-    out, lse = _run(problem, inputs, backend, tuning, key)
+    out, lse = _run(problem, inputs, precision, backend, tuning, key)
     return AttentionOutput(out, lse) if return_lse else out
 
 
 @overload
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[PackedOptions]
+    q: Tensor | QuantizedQKV,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[PackedOptions],
 ) -> Tensor: ...
 
 
 @overload
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[PackedOptions]
+    q: Tensor | QuantizedQKV,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[PackedOptions],
 ) -> AttentionOutput: ...
 
 
 @overload
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[PackedOptions]
+    q: Tensor | QuantizedQKV,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    return_lse: bool,
+    **options: Unpack[PackedOptions],
 ) -> Tensor | AttentionOutput: ...
 
 
 def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | QuantizedQKV,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     *,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
@@ -222,19 +309,21 @@ def attention_varlen(
     seqused_k: Tensor | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
+    precision: Literal["fp8"] | None = None,
     backend: str | None = None,
     tuning: ForwardConfig | ForwardConfigSm80 | None = None,
 ) -> Tensor | AttentionOutput:
     """Exact attention over packed sequences: sequence b attends to itself only.
 
     Args:
-        q: (total_q, num_heads_q, head_dim); sequence b holds rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
+        q: (total_q, num_heads_q, head_dim); sequence b holds rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]. Or a
+            `QuantizedQKV` of packed sequences in place of q, k and v.
         k, v: (total_k, num_heads_kv, head_dim) and (total_k, num_heads_kv, head_dim_v), cut by cu_seqlens_k.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 on q's device, starting at 0 and never decreasing. Rows
             past the last offset belong to no sequence: out = 0, lse = -inf, zero gradients.
         max_seqlen_q, max_seqlen_k: an int, a tensor or None; a hint that is never read from the device.
         seqused_k: (batch,) int32; only the first seqused_k[b] keys of sequence b exist.
-        causal, window, softcap, sinks, softmax_scale, deterministic, return_lse, backend, tuning: as for
+        causal, window, softcap, sinks, softmax_scale, deterministic, return_lse, precision, backend, tuning: as for
             `attention`; masks are aligned to each sequence's own lengths.
 
     Returns: out, (total_q, num_heads_q, head_dim_v), or AttentionOutput with lse (num_heads_q, total_q).
@@ -242,10 +331,32 @@ def attention_varlen(
     Raises: as `attention`; ValueError also if offsets are out of order, from a backend that reads them on the host
         (`tiled`); kernels read them on the device only, and give undefined values then.
     """
-    inputs = AttentionInputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    if isinstance(q, QuantizedQKV):
+        out, lse = _run_quantized(
+            q,
+            k,
+            v,
+            backend,
+            precision=precision,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            softmax_scale=softmax_scale,
+            seqused_k=seqused_k,
+            deterministic=deterministic,
+            return_lse=return_lse,
+            tuning=tuning,
+        )
+        return AttentionOutput(out, lse) if return_lse else out
+    inputs = AttentionInputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)  # type: ignore[arg-type]
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    options = causal, softcap, softmax_scale, deterministic, return_lse, backend, tuning
+    options = causal, softcap, softmax_scale, deterministic, return_lse, backend, tuning, precision
     key = repeated.key_of("attention_varlen", inputs, window, options)
     forward = repeated.find(key)
     if forward is not None:
@@ -253,7 +364,7 @@ def attention_varlen(
         out, lse = forward(inputs)
         return AttentionOutput(out, lse) if return_lse else out
 
-    q, k, v = autocast_inputs(q, k, v)
+    q, k, v = autocast_inputs(q, k, v)  # type: ignore[arg-type]
     problem = validation.check_attention_varlen(
         q,
         k,
@@ -273,7 +384,7 @@ def attention_varlen(
         tuning=tuning,
     )
     inputs = AttentionInputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    out, lse = _run(problem, inputs, backend, tuning, key)
+    out, lse = _run(problem, inputs, precision, backend, tuning, key)
     return AttentionOutput(out, lse) if return_lse else out
 
 
@@ -303,7 +414,9 @@ def merge_partials(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Ten
     return AttentionOutput(merged.to(outs[0].dtype), lse)
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> dispatch.Support:
+def supports(
+    q: Tensor | QuantizedQKV, k: Tensor | None = None, v: Tensor | None = None, **arguments: Any
+) -> dispatch.Support:
     """Whether `attention` (or, with cu_seqlens_q, `attention_varlen`) takes these arguments, and why (not).
 
     Takes the same arguments as the call; computes nothing. Tensors on the "meta" device ask about shapes alone.
@@ -319,13 +432,12 @@ def supports(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> dispatch.Supp
     except (TypeError, ValueError, NotImplementedError) as error:
         return dispatch.Support(False, backend or "", str(error))
     support = dispatch.choose(problem, backend, arguments.get("tuning"))
-    have_addresses = not torch.compiler.is_compiling() and all(
-        type(t) in (Tensor, torch.nn.Parameter) for t in (q, k, v)
-    )
+    tensors = [t for t in (q, k, v) if type(t) in (Tensor, torch.nn.Parameter)]
+    have_addresses = not torch.compiler.is_compiling() and len(tensors) == 3
     if support.ok and support.backend == "sm90" and have_addresses:
         from .kernels.sm90 import launch
 
-        if names := launch.copied(q, k, v):
+        if names := launch.copied(*tensors):  # type: ignore[arg-type]
             copies = f"; copies {', '.join(names)} first (TMA reads rows at addresses and strides of 16 bytes)"
             return support._replace(reason=support.reason + copies)
     return support
@@ -410,6 +522,7 @@ _DEFAULTS: dict[str, Any] = {
     "seqused_k": None,
     "deterministic": None,
     "return_lse": False,
+    "precision": None,
     "tuning": None,
 }
 _PACKED_DEFAULTS = {"cu_seqlens_q": None, "cu_seqlens_k": None, "max_seqlen_q": None, "max_seqlen_k": None}
@@ -427,7 +540,14 @@ def _refuse_unknown(function: str, arguments: dict[str, Any]) -> None:
 
 def _problem_of(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> AttentionProblem:
     """The problem of a call of `attention` or, with cu_seqlens, of `attention_varlen`; raises as the call would."""
+    arguments = _DEFAULTS | (_PACKED_DEFAULTS if _is_packed(arguments) else {}) | arguments
+    if isinstance(q, QuantizedQKV):
+        return validation.check_quantized_call(q, k, v, **arguments)
     q, k, v = autocast_inputs(q, k, v)
-    if _is_packed(arguments):
-        return validation.check_attention_varlen(q, k, v, **(_DEFAULTS | _PACKED_DEFAULTS | arguments))
-    return validation.check_attention(q, k, v, **(_DEFAULTS | arguments))
+    precision = arguments.pop("precision")
+    check = validation.check_attention_varlen if _is_packed(arguments) else validation.check_attention
+    problem = check(q, k, v, **arguments)
+    if precision is None:
+        return problem
+    validation.check_precision(precision, q)
+    return fp8.quantized_problem(problem)

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from torch import Tensor
 from .errors import UnsupportedError
 from .kernels import heuristics
 from .kernels.config import LaunchConfig
-from .problem import AttentionInputs, AttentionProblem
+from .problem import AttentionProblem
 
-Forward = Callable[[AttentionInputs], tuple[Tensor, Tensor]]
+Forward = Callable[[Any], tuple[Tensor, Tensor]]  # of AttentionInputs, in FP8 of QuantizedInputs
 
 
 class Backend(NamedTuple):
@@ -97,7 +97,7 @@ def _choose(problem: AttentionProblem, requested: str | None) -> Support:
     refusals = ""
     if requested != "tiled":
         for name in _WITH_KERNELS if requested is None else (requested,):
-            reason = _refusal(name, problem)
+            reason = _refusal(name, problem) or (None if requested else _not_by_itself(name, problem))
             if reason is None:
                 return Support(True, name, f"{_BACKENDS[name].kernels}{refusals}{_whose_gradients(name, problem)}")
             if requested is not None:
@@ -107,7 +107,16 @@ def _choose(problem: AttentionProblem, requested: str | None) -> Support:
     return Support(True, "tiled", f"plain torch tiles run on any torch device, here {problem.device_type}{because}")
 
 
+def _not_by_itself(name: str, problem: AttentionProblem) -> str | None:
+    """Why a backend that could run the problem is not chosen unless it is named."""
+    if name == "sm90" and problem.quantization is not None:
+        return "its FP8 kernel has been compiled, but not been run yet: ask for it with backend='sm90'"
+    return None
+
+
 def _whose_gradients(name: str, problem: AttentionProblem) -> str:
+    if problem.quantization is not None:
+        return ""  # none, or those of another problem
     refusal = _backward_unsupported(name, problem)
     return "" if refusal is None else f"; gradients by the tiled backend ({refusal})"
 
@@ -197,7 +206,8 @@ def require_to_compile(
             "backend: expected a name, such as 'sm90', where there is no GPU to choose for, got None"
         )
     if requested is None:
-        could_run = (n for n in _WITH_KERNELS if not (_device_refusal(n, problem) or _unsupported(n, problem)))
+        refusals = _device_refusal, _unsupported, _not_by_itself
+        could_run = (n for n in _WITH_KERNELS if not any(refuses(n, problem) for refuses in refusals))
         name = next(could_run, None)
     else:
         name = requested if requested in _WITH_KERNELS else None

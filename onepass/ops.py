@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import dispatch
+from . import dispatch, fp8
 from .errors import UnsupportedError
 from .kernels.blocks.block_range import count_visible_pairs
 from .kernels.config import LaunchConfig
 from .outputs import empty_gradients, empty_outputs
-from .problem import AttentionInputs, AttentionProblem, Mask
+from .problem import AttentionInputs, AttentionProblem, Descales, Mask, Quantization, QuantizedInputs
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k"
 _OPTIONS = (
@@ -37,7 +37,23 @@ torch.library.define(
 )
 
 
-def _problem(inputs: AttentionInputs, options: tuple) -> AttentionProblem:
+# the whole of precision="fp8": options are those of the call in 16 bits, backend that of its gradients
+torch.library.define(
+    "onepass::attention_fp8",
+    f"({_INPUTS}, {_OPTIONS}, str forward_backend) -> (Tensor out, Tensor lse)",
+    tags=_TAGS,
+)
+_QUANTIZATION = (
+    "Tensor q_descale, Tensor k_descale, Tensor v_descale, ScalarType out_dtype, SymInt? q_block, SymInt? kv_block"
+)
+torch.library.define(
+    "onepass::attention_quantized", f"({_INPUTS}, {_OPTIONS}, {_QUANTIZATION}) -> (Tensor out, Tensor lse)", tags=_TAGS
+)
+
+
+def _problem(
+    inputs: AttentionInputs | QuantizedInputs, options: tuple, quantization: Quantization | None = None
+) -> AttentionProblem:
     softmax_scale, window_left, window_right, softcap, deterministic = options[:5]
     return AttentionProblem.of(
         inputs,
@@ -45,6 +61,7 @@ def _problem(inputs: AttentionInputs, options: tuple) -> AttentionProblem:
         mask=Mask(window_left, window_right),
         softcap=softcap,
         deterministic=deterministic,
+        quantization=quantization,
     )
 
 
@@ -65,7 +82,12 @@ def options_of(problem: AttentionProblem, backend: str, tuning: LaunchConfig | N
 @torch.library.impl("onepass::attention_forward", "default")
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     inputs, options = AttentionInputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
-    problem, (backend, tuning) = _problem(inputs, options), options[-2:]
+    return _forward_on(options[-2], options[-1], _problem(inputs, options), inputs)
+
+
+def _forward_on(
+    backend: str, tuning: str | None, problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs
+) -> tuple[Tensor, Tensor]:
     config = None if tuning is None else dispatch.config_type(backend).from_text(tuning)
     # An operator runs under the caller's autocast; ours computes in the dtypes that it states.
     with torch.autocast(problem.device_type, enabled=False):
@@ -114,6 +136,52 @@ def _autograd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tu
 torch.library.register_autograd("onepass::attention_forward", _autograd_backward, setup_context=_setup_context)
 
 
+# ---------------------------------------------------------------- FP8
+
+
+@torch.library.impl("onepass::attention_fp8", "default")
+def _fp8(*args: Any) -> tuple[Tensor, Tensor]:
+    inputs, options, backend = AttentionInputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:-1], args[-1]
+    problem = fp8.quantized_problem(_problem(inputs, options))
+    return _forward_on(backend, options[-1], problem, fp8.quantized_inputs(inputs))
+
+
+@torch.library.register_fake("onepass::attention_fp8")
+def _fp8_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    return _forward_fake(*args[:-1])
+
+
+def _setup_context_fp8(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    # a configuration is the forward's alone
+    _setup_context(ctx, (*inputs[:-2], None), output)
+
+
+def _autograd_backward_fp8(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+    """The gradients of exact attention at the 16-bit inputs, with out and lse of the FP8 forward."""
+    return (*_autograd_backward(ctx, dout, dlse), None)
+
+
+torch.library.register_autograd("onepass::attention_fp8", _autograd_backward_fp8, setup_context=_setup_context_fp8)
+
+
+def _split_quantized(args: tuple) -> tuple[QuantizedInputs, tuple, Quantization]:
+    options, descales, quantization = args[_NUM_INPUTS:-6], Descales(*args[-6:-3]), Quantization(*args[-3:])
+    q, k, v, *others = args[:_NUM_INPUTS]
+    return QuantizedInputs(q, k, v, descales, *others), options, quantization
+
+
+@torch.library.impl("onepass::attention_quantized", "default")
+def _quantized(*args: Any) -> tuple[Tensor, Tensor]:
+    inputs, options, quantization = _split_quantized(args)
+    return _forward_on(options[-2], options[-1], _problem(inputs, options, quantization), inputs)
+
+
+@torch.library.register_fake("onepass::attention_quantized")
+def _quantized_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    inputs, options, quantization = _split_quantized(args)
+    return empty_outputs(_problem(inputs, options, quantization), inputs)
+
+
 def _refuse_double_backward(ctx: Any, *grads: Any) -> None:
     raise UnsupportedError("onepass attention has no second derivative: expected one backward pass, got backward twice")
 
@@ -128,7 +196,7 @@ def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> None:
     )
 
 
-for _name in ("attention_forward", "attention_backward"):
+for _name in ("attention_forward", "attention_backward", "attention_fp8", "attention_quantized"):
     torch.library.register_vmap(f"onepass::{_name}", _refuse_vmap)
 
 
@@ -141,6 +209,8 @@ def _visible_pairs(inputs: AttentionInputs, window_left: int | None, window_righ
     return sum(count_visible_pairs(m, n, window_left, window_right) for m, n in lengths)
 
 
+@register_flop_formula(torch.ops.onepass.attention_quantized, get_raw=True)
+@register_flop_formula(torch.ops.onepass.attention_fp8, get_raw=True)
 @register_flop_formula(torch.ops.onepass.attention_forward, get_raw=True)
 def _forward_flops(*args: Any, out_val: Any = None) -> int:
     """Two GEMMs over the visible pairs: Q K^T over head_dim and P V over head_dim_v."""

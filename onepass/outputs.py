@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .problem import AttentionInputs, AttentionProblem
+from .problem import AttentionInputs, AttentionProblem, QuantizedInputs
 
 
-def empty_as(t: Tensor, head_dim: int) -> Tensor:
+def empty_as(t: Tensor, head_dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """Uninitialised (..., seqlen, num_heads, head_dim), dense, with heads outside seqlen in memory if t has them so.
 
     A caller with (batch, num_heads, seqlen, head_dim) tensors passes transposes, and the transpose of what comes
@@ -19,14 +19,15 @@ def empty_as(t: Tensor, head_dim: int) -> Tensor:
     """
     if t.dim() == 3:
         total, num_heads, _ = t.shape
-        return t.new_empty_strided((total, num_heads, head_dim), (num_heads * head_dim, head_dim, 1))
+        return t.new_empty_strided((total, num_heads, head_dim), (num_heads * head_dim, head_dim, 1), dtype=dtype)
     batch, seqlen, num_heads, _ = t.shape
     _, row, head, _ = t.stride()
     row, head = (head_dim, seqlen * head_dim) if row < head else (num_heads * head_dim, head_dim)
-    return t.new_empty_strided((batch, seqlen, num_heads, head_dim), (seqlen * num_heads * head_dim, row, head, 1))
+    strides = seqlen * num_heads * head_dim, row, head, 1
+    return t.new_empty_strided((batch, seqlen, num_heads, head_dim), strides, dtype=dtype)
 
 
-def empty_outputs(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+def empty_outputs(problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
     """out, laid out as q, and lse (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q)."""
     q, dtype = inputs.q, problem.accum_dtype
     if q.dim() == 3:
@@ -35,7 +36,7 @@ def empty_outputs(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[T
     else:
         batch, seqlen, num_heads, _ = q.shape
         lse = q.new_empty_strided((batch, num_heads, seqlen), (num_heads * seqlen, seqlen, 1), dtype=dtype)
-    return empty_as(q, problem.head_dim_v), lse
+    return empty_as(q, problem.head_dim_v, problem.out_dtype), lse
 
 
 def empty_gradients(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -39,12 +39,47 @@ class Mask:
         return self.window_left is None and self.window_right is None
 
 
+class Descales(NamedTuple):
+    """Scales of FP8 tensors, float32: real value = stored value * descale. Shapes: see `onepass.QuantizedQKV`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What an FP8 call computes beside the sizes of its tensors.
+
+    Attributes:
+        out_dtype: of out.
+        q_block, kv_block: rows that share a scale of q, and of k and v, where their descales are by blocks.
+    """
+
+    out_dtype: torch.dtype
+    q_block: int | None = None
+    kv_block: int | None = None
+
+
 class AttentionInputs(NamedTuple):
     """The tensors of one call: the data that an `AttentionProblem` leaves out."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    sinks: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    seqused_k: torch.Tensor | None = None
+
+
+class QuantizedInputs(NamedTuple):
+    """The same of a call in FP8."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    descales: Descales
     sinks: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
@@ -76,6 +111,7 @@ class AttentionProblem:
     has_seqused_k: bool = False
     is_packed: bool = False
     deterministic: bool = False
+    quantization: Quantization | None = None  # with FP8 q, k, v
 
     # Fields that only change the data of a launch, never the code that runs.
     _DYNAMIC: ClassVar = frozenset(
@@ -85,12 +121,13 @@ class AttentionProblem:
     @classmethod
     def of(
         cls,
-        inputs: AttentionInputs,
+        inputs: AttentionInputs | QuantizedInputs,
         *,
         softmax_scale: float,
         mask: Mask,
         softcap: float | None,
         deterministic: bool,
+        quantization: Quantization | None = None,
     ) -> AttentionProblem:
         """The problem that these tensors and options pose; the tensors have been checked before."""
         q, k, v = inputs.q, inputs.k, inputs.v
@@ -112,11 +149,16 @@ class AttentionProblem:
             has_seqused_k=inputs.seqused_k is not None,
             is_packed=cu_seqlens_q is not None,
             deterministic=deterministic,
+            quantization=quantization,
         )
 
     @property
     def qhead_per_kvhead(self) -> int:
         return self.num_heads_q // self.num_heads_kv
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return self.dtype if self.quantization is None else self.quantization.out_dtype
 
     @property
     def accum_dtype(self) -> torch.dtype:

@@ -13,16 +13,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
 
 from .errors import UnsupportedError
 from .kernels.config import ForwardConfig, ForwardConfigSm80
-from .problem import AttentionInputs, AttentionProblem, Mask
+from .problem import AttentionInputs, AttentionProblem, Mask, QuantizedInputs
+
+if TYPE_CHECKING:
+    from .fp8 import QuantizedQKV
 
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+QUANTIZABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+E4M3 = torch.float8_e4m3fn
+PRECISIONS = ("fp8",)
 DENSE_DIMS = "(batch, seqlen, num_heads, head_dim)"
 PACKED_DIMS = "(total_tokens, num_heads, head_dim)"
 
@@ -35,8 +41,8 @@ def _shape(t: torch.Tensor) -> str:
     return str(tuple(t.shape))
 
 
-def check_tensors(named: dict[str, Any]) -> None:
-    """All are tensors on one device, of one supported dtype."""
+def check_tensors(named: dict[str, Any], dtypes: tuple[torch.dtype, ...] = SUPPORTED_DTYPES) -> None:
+    """All are tensors on one device, of one of the dtypes."""
     for name, t in named.items():
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
@@ -45,9 +51,12 @@ def check_tensors(named: dict[str, Any]) -> None:
         if t.device != first.device:
             raise ValueError(f"{name}: expected device {first.device} like {first_name}, got {t.device}")
     for name, t in named.items():
-        if t.dtype not in SUPPORTED_DTYPES:
-            expected = ", ".join(_short(d) for d in SUPPORTED_DTYPES)
-            raise TypeError(f"{name}: expected dtype {expected}, got {_short(t.dtype)}")
+        if t.dtype not in dtypes:
+            expected = ", ".join(_short(d) for d in dtypes)
+            hint = ""
+            if t.dtype == E4M3 and dtypes is SUPPORTED_DTYPES:
+                hint = " (FP8 tensors come with their scales, as a onepass.QuantizedQKV)"
+            raise TypeError(f"{name}: expected dtype {expected}, got {_short(t.dtype)}{hint}")
         if t.dtype != first.dtype:
             raise TypeError(f"{name}: expected dtype {_short(first.dtype)} like {first_name}, got {_short(t.dtype)}")
         if t.layout != torch.strided:
@@ -181,20 +190,41 @@ def _options(
     return {"softmax_scale": scale, "mask": mask, "softcap": softcap, "deterministic": deterministic}
 
 
+def _check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seqused_k: Any) -> None:
+    """Shapes of `attention`, behind `check_tensors`."""
+    _check_ranks({"q": q, "k": k, "v": v}, DENSE_DIMS, 4)
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"k: expected batch {q.shape[0]} like q, got {k.shape[0]}")
+    _check_heads(q, k, v)
+    if seqused_k is not None:
+        _check_lengths_tensor("seqused_k", seqused_k, q.shape[0], "one per batch entry", q.device)
+
+
+def _check_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_k: Any
+) -> None:
+    """Shapes of `attention_varlen`, behind `check_tensors`."""
+    _check_ranks({"q": q, "k": k, "v": v}, PACKED_DIMS, 3)
+    _check_heads(q, k, v)
+    if not isinstance(cu_seqlens_q, torch.Tensor):
+        raise TypeError(f"cu_seqlens_q: expected an int32 torch.Tensor, got {type(cu_seqlens_q).__name__}")
+    if cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] < 1:
+        raise ValueError(f"cu_seqlens_q: expected shape (batch + 1,), got {_shape(cu_seqlens_q)}")
+    batch = cu_seqlens_q.shape[0] - 1
+    _check_lengths_tensor("cu_seqlens_q", cu_seqlens_q, batch + 1, "batch + 1", q.device)
+    _check_lengths_tensor("cu_seqlens_k", cu_seqlens_k, batch + 1, "batch + 1 like cu_seqlens_q", q.device)
+    if seqused_k is not None:
+        _check_lengths_tensor("seqused_k", seqused_k, batch, "one per sequence", q.device)
+
+
 def check_attention(q: Any, k: Any, v: Any, *, seqused_k: Any = None, **options: Any) -> AttentionProblem:
     """The problem that `onepass.attention` was asked for.
 
     Raises: TypeError, ValueError or UnsupportedError (a NotImplementedError), naming the argument, what was
     expected and what was given. Nothing has been computed or changed when it raises.
     """
-    named = {"q": q, "k": k, "v": v}
-    check_tensors(named)
-    _check_ranks(named, DENSE_DIMS, 4)
-    if k.shape[0] != q.shape[0]:
-        raise ValueError(f"k: expected batch {q.shape[0]} like q, got {k.shape[0]}")
-    _check_heads(q, k, v)
-    if seqused_k is not None:
-        _check_lengths_tensor("seqused_k", seqused_k, q.shape[0], "one per batch entry", q.device)
+    check_tensors({"q": q, "k": k, "v": v})
+    _check_dense(q, k, v, seqused_k)
     inputs = AttentionInputs(q, k, v, options["sinks"], seqused_k=seqused_k)
     return AttentionProblem.of(inputs, **_options(q, **options))
 
@@ -212,22 +242,153 @@ def check_attention_varlen(
     **options: Any,
 ) -> AttentionProblem:
     """The problem that `onepass.attention_varlen` was asked for; raises like `check_attention`."""
-    named = {"q": q, "k": k, "v": v}
-    check_tensors(named)
-    _check_ranks(named, PACKED_DIMS, 3)
-    _check_heads(q, k, v)
-    if not isinstance(cu_seqlens_q, torch.Tensor):
-        raise TypeError(f"cu_seqlens_q: expected an int32 torch.Tensor, got {type(cu_seqlens_q).__name__}")
-    if cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] < 1:
-        raise ValueError(f"cu_seqlens_q: expected shape (batch + 1,), got {_shape(cu_seqlens_q)}")
-    batch = cu_seqlens_q.shape[0] - 1
-    _check_lengths_tensor("cu_seqlens_q", cu_seqlens_q, batch + 1, "batch + 1", q.device)
-    _check_lengths_tensor("cu_seqlens_k", cu_seqlens_k, batch + 1, "batch + 1 like cu_seqlens_q", q.device)
-    if seqused_k is not None:
-        _check_lengths_tensor("seqused_k", seqused_k, batch, "one per sequence", q.device)
+    check_tensors({"q": q, "k": k, "v": v})
+    _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k)
     check_max_seqlens(max_seqlen_q, max_seqlen_k)
     inputs = AttentionInputs(q, k, v, options["sinks"], cu_seqlens_q, cu_seqlens_k, seqused_k)
     return AttentionProblem.of(inputs, **_options(q, **options))
+
+
+# ---------------------------------------------------------------- FP8
+
+
+def check_one_of(name: str, value: Any, choices: Sequence[str]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        error = ValueError if isinstance(value, str) else TypeError
+        raise error(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
+
+
+def check_precision(precision: Any, q: torch.Tensor) -> None:
+    """`precision` of a call whose tensors have been checked: "fp8" (None is the other way, and not asked here)."""
+    check_one_of("precision", precision, PRECISIONS)
+    if q.dtype not in QUANTIZABLE_DTYPES:
+        expected = ", ".join(_short(d) for d in QUANTIZABLE_DTYPES)
+        raise TypeError(f"q: expected dtype {expected} with precision='fp8', got {_short(q.dtype)}")
+
+
+def check_quantizable(q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_k: Any) -> None:
+    """The tensors of `onepass.quantize_fp8`; raises like `check_attention`."""
+    check_tensors({"q": q, "k": k, "v": v}, QUANTIZABLE_DTYPES)
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        _check_dense(q, k, v, seqused_k)
+    else:
+        _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k)
+
+
+def check_quantized(quantized: QuantizedQKV) -> None:
+    """The tensors of a `onepass.QuantizedQKV` by themselves; of packed sequences their number is not known yet."""
+    q, k, v = quantized.q, quantized.k, quantized.v
+    check_tensors({"q": q, "k": k, "v": v}, (E4M3,))
+    if q.dim() == 3:
+        _check_ranks({"q": q, "k": k, "v": v}, PACKED_DIMS, 3)
+        _check_heads(q, k, v)
+    else:
+        _check_dense(q, k, v, None)
+    if quantized.dtype not in QUANTIZABLE_DTYPES:
+        expected = ", ".join(_short(d) for d in QUANTIZABLE_DTYPES)
+        raise TypeError(f"dtype: expected {expected}, the dtype of out, got {quantized.dtype!r}")
+    for name in ("q_block", "kv_block"):
+        block = getattr(quantized, name)
+        if block is not None and type(block) is not int:
+            raise TypeError(f"{name}: expected an int or None, got {block!r}")
+        if block is not None and block < 1:
+            raise ValueError(f"{name}: expected at least 1, got {block}")
+    for name, t, block in (
+        ("q_descale", q, quantized.q_block),
+        ("k_descale", k, quantized.kv_block),
+        ("v_descale", v, quantized.kv_block),
+    ):
+        _check_float32(name, getattr(quantized, name), q.device)
+        _check_descale(name, getattr(quantized, name), t, block)
+    is_packed, batch = q.dim() == 3, q.shape[0]
+    if quantized.score_shift is not None:
+        _check_float32("score_shift", quantized.score_shift, q.device)
+        expected_shape = (q.shape[1], q.shape[0]) if is_packed else (batch, q.shape[2], q.shape[1])
+        if tuple(quantized.score_shift.shape) != expected_shape:
+            raise ValueError(f"score_shift: expected shape {expected_shape}, got {_shape(quantized.score_shift)}")
+    if quantized.v_mean is not None:
+        v_mean = quantized.v_mean
+        _check_float32("v_mean", v_mean, q.device)
+        expected_tail = (v.shape[-2], v.shape[-1])
+        if v_mean.dim() != 3 or v_mean.shape[1:] != expected_tail or (not is_packed and v_mean.shape[0] != batch):
+            expected = f"({'batch' if is_packed else batch}, {expected_tail[0]}, {expected_tail[1]})"
+            raise ValueError(f"v_mean: expected shape {expected}, got {_shape(v_mean)}")
+
+
+def _check_float32(name: str, t: Any, device: torch.device) -> None:
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name}: expected a float32 torch.Tensor, got {type(t).__name__}")
+    if t.dtype != torch.float32:
+        raise TypeError(f"{name}: expected dtype float32, got {_short(t.dtype)}")
+    if t.device != device:
+        raise ValueError(f"{name}: expected device {device} like q, got {t.device}")
+
+
+def _check_descale(
+    name: str, descale: torch.Tensor, t: torch.Tensor, block: int | None, batch: int | None = None
+) -> None:
+    """The shape of one descale beside its tensor. Args: batch: number of packed sequences, once it is known."""
+    if descale.dim() == 0:
+        return
+    heads, total = t.shape[-2], t.shape[-3]
+    if t.dim() == 4:
+        allowed = [f"({t.shape[0]}, {heads})"]
+        if block is not None:
+            allowed.append(f"({t.shape[0]}, {heads}, {-(-total // block)})")
+        is_right = _shape(descale) in allowed
+    elif block is None:
+        allowed = [f"({'batch' if batch is None else batch}, {heads})"]
+        is_right = descale.dim() == 2 and descale.shape[1] == heads and batch in (None, descale.shape[0])
+    else:
+        count = total // block if batch is None else total // block + batch
+        allowed = [f"({heads}, {count}{' + batch' if batch is None else ''})"]
+        is_right = descale.dim() == 2 and descale.shape[0] == heads
+        is_right = is_right and (descale.shape[1] == count if batch is not None else descale.shape[1] >= count)
+    if not is_right:
+        of = "" if block is None else f" with blocks of {block} rows"
+        raise ValueError(f"{name}: expected shape () or {' or '.join(allowed)}{of}, got {_shape(descale)}")
+
+
+def check_quantized_call(
+    quantized: QuantizedQKV, k: Any, v: Any, *, precision: Any = None, seqused_k: Any = None, **options: Any
+) -> AttentionProblem:
+    """The problem that `attention` or, with cu_seqlens, `attention_varlen` was asked for with a `QuantizedQKV`."""
+    for name, value in (("k", k), ("v", v), ("precision", precision)):
+        if value is not None:
+            raise TypeError(f"{name}: expected None beside a QuantizedQKV, got {type(value).__name__}")
+    is_packed = "cu_seqlens_q" in options
+    cu_seqlens_q, cu_seqlens_k = (options.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    max_seqlens = (options.pop(name, None) for name in ("max_seqlen_q", "max_seqlen_k"))
+    tensors = quantized.q, quantized.k, quantized.v
+    if is_packed:
+        _check_packed(*tensors, cu_seqlens_q, cu_seqlens_k, seqused_k)
+        check_max_seqlens(*max_seqlens)
+        batch = cu_seqlens_q.shape[0] - 1
+        for name, t, block in zip(
+            ("q_descale", "k_descale", "v_descale"),
+            tensors,
+            (quantized.q_block, quantized.kv_block, quantized.kv_block),
+            strict=True,
+        ):
+            _check_descale(name, getattr(quantized, name), t, block, batch)
+        if quantized.v_mean is not None and quantized.v_mean.shape[0] != batch:
+            raise ValueError(f"v_mean: expected batch {batch} like cu_seqlens_q, got {quantized.v_mean.shape[0]}")
+    else:
+        _check_dense(*tensors, seqused_k)
+    if quantized.score_shift is not None and options["softcap"] is not None:
+        raise ValueError(
+            "softcap: expected None where the mean of k was subtracted (center_k=True): a softcap sees it, "
+            f"got {options['softcap']}"
+        )
+    sinks = options["sinks"]
+    checked = _options(quantized.q, **options)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*tensors, sinks)):
+        raise UnsupportedError(
+            "q, k, v, sinks: expected no requires_grad with FP8 tensors, through which no gradient flows; "
+            "precision='fp8' with q, k, v in 16 bits has gradients"
+        )
+    inputs = QuantizedInputs(*tensors, quantized.descales, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    return AttentionProblem.of(inputs, **checked, quantization=quantized.quantization)
 
 
 def refuse_forward_mode(*tensors: torch.Tensor | None) -> None:

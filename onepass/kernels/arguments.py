@@ -35,6 +35,7 @@ def element_type(dtype: torch.dtype) -> type:
         torch.bfloat16: cutlass.BFloat16,
         torch.float16: cutlass.Float16,
         torch.float32: cutlass.Float32,
+        torch.float8_e4m3fn: cutlass.Float8E4M3FN,
     }[dtype]
 
 
@@ -59,6 +60,7 @@ def is_aligned(t: Tensor) -> bool:
     if strides[-1] != 1 or t.data_ptr() % 16 != 0:
         return False
     # of three or four dimensions, this is every stride but the last
-    if (strides[0] | strides[1] | strides[-2]) % 8 == 0:
+    multiple = 16 if t.dtype == torch.float8_e4m3fn else 8
+    if (strides[0] | strides[1] | strides[-2]) % multiple == 0:
         return True
-    return all(stride % 8 == 0 or size == 1 for size, stride in zip(t.shape[:-1], strides[:-1], strict=True))
+    return all(stride % multiple == 0 or size == 1 for size, stride in zip(t.shape[:-1], strides[:-1], strict=True))

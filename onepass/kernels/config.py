@@ -153,12 +153,12 @@ class ForwardConfig(LaunchConfig):
         q = self.q_stages * self.tile_m * d
         k_stages, v_stages = self.kv_stages
         kv = self.tile_n * (k_stages * d + v_stages * dv)
-        return 2 * (q + kv) + 1024
+        return problem.dtype.itemsize * (q + kv) + 1024
 
     def accumulator_registers(self, problem: AttentionProblem) -> int:
         """Registers of a consumer thread for S, P, O (and Q): the rest is left for addresses and the softmax."""
         d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
-        p = self.tile_n // (4 * self.score_buffers)
+        p = self.tile_n * problem.dtype.itemsize // (8 * self.score_buffers)
         return self.tile_n // 2 + p + dv // 2 + (d // 4 if self.q_in_registers else 0)
 
     def check(self, problem: AttentionProblem, arch: str = HOPPER) -> None:
@@ -201,6 +201,8 @@ class ForwardConfig(LaunchConfig):
             raise UnsupportedError(
                 f"pack_gqa: expected up to {ROWS_PER_WARPGROUP} query heads a kv head, got {self.group(problem)}"
             )
+        if problem.quantization is not None:
+            self._check_fp8()
         needed = self.smem_bytes(problem)
         if needed > SMEM_BYTES:
             raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {SMEM_BYTES}")
@@ -209,6 +211,17 @@ class ForwardConfig(LaunchConfig):
         registers = self.accumulator_registers(problem)
         if registers > available - 16:
             raise UnsupportedError(f"registers: {self} needs {registers} for S, P and O, a thread has {available}")
+
+    def _check_fp8(self) -> None:
+        """What the GEMMs and scales of FP8 take of the choices."""
+        if self.tile_n % 64 and self.tile_n != 32:
+            raise UnsupportedError(f"tile_n: expected 32, 64, 128, 192 or 256 in FP8 (blocks of 64), got {self.tile_n}")
+        if self.q_in_registers or self.score_buffers != 1:
+            raise UnsupportedError("q_in_registers, score_buffers: expected False and 1 in FP8")
+        if self.rescale_threshold != 0:
+            raise UnsupportedError(
+                f"rescale_threshold: expected 0 in FP8, whose P has no room above 1, got {self.rescale_threshold}"
+            )
 
 
 # Shared memory of a thread block, bytes; a tile of 16 query rows is the M of a warp-wide mma.

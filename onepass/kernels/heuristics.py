@@ -128,6 +128,8 @@ FORWARD_SM90 = {
 def forward_config(problem: AttentionProblem, arch: str = HOPPER) -> ForwardConfig:
     """The configuration that a call of this problem runs with on Hopper."""
     dims = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
+    if problem.quantization is not None:
+        return _fp8_config(problem)
     is_causal = problem.mask.window_right is not None
     # of packed sequences only the total is known here: their mean
     seqlen_k = problem.seqlen_k // max(1, problem.batch) if problem.is_packed else problem.seqlen_k
@@ -144,6 +146,18 @@ def forward_config(problem: AttentionProblem, arch: str = HOPPER) -> ForwardConf
         if config.accumulator_registers(problem) <= 180:
             return _adapted(config, problem)
     return _adapted(replace(config, tile_n=32), problem)
+
+
+def _fp8_config(problem: AttentionProblem) -> ForwardConfig:
+    """FP8 on Hopper: none of this is measured yet."""
+    is_narrow = max(problem.head_dim, problem.head_dim_v) <= 64
+    config = ForwardConfig(
+        tile_n=128,
+        num_warpgroups=3 if is_narrow else 2,
+        q_stages=2,
+        dynamic_tiles=problem.mask.window_right is not None,
+    )
+    return _adapted(config, problem)
 
 
 def _adapted(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:

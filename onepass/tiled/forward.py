@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import fp8
 from ..kernels.blocks.block_range import key_tiles, tiles
 from ..outputs import empty_outputs
-from ..problem import AttentionInputs, AttentionProblem
+from ..problem import AttentionInputs, AttentionProblem, QuantizedInputs
 from .mask import Range, TileMask, add_visible
 from .online_softmax import OnlineSoftmax
 from .scratch import Scratch
@@ -16,18 +17,20 @@ from .tile_sizes import TileSizes, matmul_precision
 
 
 def forward(
-    problem: AttentionProblem, inputs: AttentionInputs, tile_sizes: TileSizes | None = None
+    problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs, tile_sizes: TileSizes | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention of a whole call.
 
     Returns: out as q (with head_dim_v), laid out as q; lse (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q),
     natural log, -inf for a row that sees no key. Source: FlashAttention-2, arXiv:2307.08691, Algorithm 1.
     """
+    out, lse = empty_outputs(problem, inputs)
+    if isinstance(inputs, QuantizedInputs):
+        inputs = fp8.dequantized(problem, inputs)
     q = inputs.q
     pieces = sequences(problem, inputs)
     # rows that no sequence or no key reaches keep these values; all others are written
     is_covered = not problem.is_packed and all(piece.num_keys for piece in pieces)
-    out, lse = empty_outputs(problem, inputs)
     if not is_covered:
         out.zero_()
         lse.fill_(-torch.inf)
@@ -79,7 +82,11 @@ def _forward_group(
     sizes: TileSizes,
     scratch: Scratch,
 ) -> None:
-    """The main loop. All query heads of a kv head share its tiles: their rows are stacked into one matrix."""
+    """The main loop. All query heads of a kv head share its tiles: their rows are stacked into one matrix.
+
+    An FP8 call differs in P alone: it is rounded to e4m3, which takes row maxima to stay in range.
+    """
+    is_fp8 = problem.quantization is not None
     seqlen_q, seqlen_k = q.shape[3], k.shape[2]
     geometry = (seqlen_q, seqlen_k, problem.mask.window_left, problem.mask.window_right)
     k, v = scratch.load("k", k), scratch.load("v", v)
@@ -97,6 +104,8 @@ def _forward_group(
                 acc_s.div_(problem.softcap).tanh_().mul_(problem.softcap)
             pairs = tile_mask.pairs(queries, (n_start, n_end)) if needs_mask else None
             p, is_first = softmax.update(acc_s, pairs)
+            if is_fp8:
+                fp8.round_probabilities_(p, scratch.empty("binade", *p.shape))
             if pairs is not None and not tile_mask.operands_are_finite:
                 add_visible(acc_o.zero_() if is_first else acc_o, p, v_tile, pairs.hidden)
             elif is_first:
@@ -105,7 +114,7 @@ def _forward_group(
                 acc_o.baddbmm_(p, v_tile)
         return softmax
 
-    fixed_reference = True
+    fixed_reference = not is_fp8
     for queries in tiles(0, seqlen_q, sizes.tile_m):
         rows = slice(*queries)
         q_rows, out_rows, lse_rows = q[:, :, :, rows], out[:, :, :, rows], lse[:, :, :, rows]

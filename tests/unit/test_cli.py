@@ -19,10 +19,10 @@ from onepass import tiled
 from onepass.bench import ablation, run
 from onepass.bench.cases import Case
 from onepass.cli import ablate as cli_ablate
-from onepass.cli import verify
 from onepass.cli.app import app
 from onepass.kernels import disk_cache
 from onepass.kernels.config import ForwardConfig
+from onepass.testing import table3
 
 
 @pytest.fixture(autouse=True)
@@ -74,16 +74,23 @@ def test_verify_quick(tmp_path):
     for row in data["errors"]:
         assert row["ok"]
         assert row["max_error"] <= row["budget"]
-    outliers = {row["dtype"]: row for row in data["outliers"]}
+    outliers = {row["method"]: row for row in data["outliers"]}
     # float32 intermediates are better than 16-bit ones, and still worse than float64
-    for row in outliers.values():
-        assert 0 < row["onepass_rmse"] < row["standard_rmse"] < 0.1
+    for dtype in ("float16", "bfloat16"):
+        ours, standard = outliers[f"onepass {dtype}"], outliers[f"standard {dtype}"]
+        assert 0 < ours["rounded_rmse"] < standard["rounded_rmse"] < standard["rmse"] < 0.1
+        assert ours["rounded_rmse"] < ours["rmse"] < standard["rmse"]
+    fp8 = {method: row["rmse"] for method, row in outliers.items() if method.startswith("FP8")}
+    assert len(fp8) == len(table3.FP8_METHODS)
+    assert 1.5 * fp8[table3.ONEPASS] < fp8[table3.BASELINE] < 0.1
+    assert fp8["FP8 option: one scale a row"] < fp8[table3.ONEPASS] < fp8["FP8 without rotation"]
+    assert "512 keys (there 8192" in result.output
 
 
 def test_verify_fails_if_an_error_is_over_its_budget(monkeypatch):
     right = onepass.attention
 
-    def slightly_wrong(q, k, v, **options):
+    def slightly_wrong(q, k=None, v=None, **options):
         return right(q, k, v, **{**options, "softmax_scale": (options.get("softmax_scale") or 64**-0.5) * 1.01})
 
     monkeypatch.setattr(onepass, "attention", slightly_wrong)
@@ -92,18 +99,29 @@ def test_verify_fails_if_an_error_is_over_its_budget(monkeypatch):
     assert "OVER BUDGET" in result.output
 
 
-def test_outliers_have_the_distribution_of_the_paper(monkeypatch):
-    seen = []
-
-    def record(q, k, v):
-        seen.append(q.float())
-        return q
-
-    monkeypatch.setattr(onepass, "attention", record)
-    verify.outlier_errors("float32", 1024, "cpu")
+def test_outliers_have_the_distribution_of_the_paper():
+    drawn = table3.with_outliers(1024, torch.Generator().manual_seed(0))
     # variance of N(0, 1) + N(0, 100) Bernoulli(0.001): 1 + 0.1
-    assert seen[0].var().item() == pytest.approx(1.1, abs=0.04)
-    assert 50 < (seen[0].abs() > 6).sum() < 110  # P(|N(0, 101)| > 6) = 0.55 of 131
+    assert drawn.var().item() == pytest.approx(1.1, abs=0.04)
+    assert 50 < (drawn.abs() > 6).sum() < 110  # P(|N(0, 101)| > 6) = 0.55 of 131
+
+
+def test_the_bar_of_fp8_is_that_of_the_paper_at_its_length(monkeypatch):
+    def quantized_for_nothing(q, k, v, **options):
+        return q, k, v
+
+    outs = iter([0.03, 0.01, *([0.0] * 5)])  # of the baseline, of onepass
+
+    def attention(q, *others):
+        return torch.zeros_like(q) if not isinstance(q, tuple) else torch.full_like(q[0], next(outs))
+
+    monkeypatch.setattr(onepass, "quantize_fp8", quantized_for_nothing)
+    monkeypatch.setattr(onepass, "attention", attention)
+    monkeypatch.setattr(table3, "_dense", lambda dtype, q, k, v: torch.zeros_like(q))
+    rows = {row.method: row for row in table3.table3(8192, "cpu", 1)}
+    assert rows[table3.ONEPASS].rmse == pytest.approx(0.01, rel=1e-3)
+    assert rows[table3.ONEPASS].limit == 9.5e-3
+    assert not rows[table3.ONEPASS].ok
 
 
 def test_bench_smoke(tmp_path):

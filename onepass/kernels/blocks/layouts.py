@@ -18,6 +18,11 @@ def partials_rows_first(t: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(t.iterator, cute.select(t.layout, [2, 4, 3, 1, 0]))
 
 
+def dims_first(t: cute.Tensor) -> cute.Tensor:
+    """(batch, heads, dim, seqlen) -> (dim, seqlen, heads, batch): V transposed. No data moves."""
+    return cute.make_tensor(t.iterator, cute.select(t.layout, [2, 3, 1, 0]))
+
+
 def pack_heads(t: cute.Tensor, group: int) -> cute.Tensor:
     """(seqlen, dim, heads, batch) -> ((group, seqlen), dim, heads / group, batch). No data moves."""
     (seqlen, dim, heads, batch), stride = t.shape, t.stride

@@ -102,6 +102,17 @@ def pack(source: cute.Tensor, target: cute.Tensor):
 
 
 @cute.jit
+def pack_four(a: Float32, b: Float32, c: Float32, d: Float32) -> Int32:
+    """Four floats rounded to e4m3 in one 32-bit register, a in its lowest byte; past 448 they become 448, NaN stays."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};"
+        " cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }",
+        write_only_types=[Int32],
+        read_only_args=[a, b, c, d],
+    )
+
+
+@cute.jit
 def order_after(a: Float32, b: Float32):
     """What follows in the program is not begun before the sums a and b (>= 0 or NaN) and all that they are made of.
 

@@ -29,16 +29,18 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode as Major
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.nvgpu.warpgroup import MmaF16BF16Op, OperandSource
+from cutlass.cute.nvgpu.warpgroup import MmaF8Op, MmaF16BF16Op, OperandSource
 from cutlass.memory import SmemAllocator
 
 from ...problem import AttentionProblem
 from ..blocks import tile_scheduler
 from ..blocks.block_range import blocks_of_part, key_blocks
+from ..blocks.fp8 import DescaleTensors
 from ..blocks.integers import minimum
 from ..blocks.layouts import (
     as_batch_of_one,
     at_head,
+    dims_first,
     first_rows,
     one_tile,
     pack_heads,
@@ -68,6 +70,8 @@ class ForwardSm90:
         config.check(problem)
         self.config = config
         self.dtype = dtype
+        # e4m3 GEMMs read both operands with the summed dimension contiguous: V comes and lies transposed
+        self.is_fp8 = problem.quantization is not None
         self.group = config.group(problem)  # query heads of a tile
         self.tile_heads_per_kvhead = problem.qhead_per_kvhead // self.group
         # of one head: all rows, or with pack_gqa fewer
@@ -83,7 +87,7 @@ class ForwardSm90:
         self.is_packed = problem.is_packed
         self.has_mask = self.has_window != (False, False)
         # V may hold anything past the last key of a sequence
-        self.has_rubbish = problem.is_packed or problem.has_seqused_k
+        self.has_rubbish = (problem.is_packed or problem.has_seqused_k) and not self.is_fp8
         self.producer_registers, self.consumer_registers = REGISTERS[config.num_warpgroups]
 
     # ---------------------------------------------------------------- host
@@ -93,13 +97,17 @@ class ForwardSm90:
         self,
         q: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim); packed sequences: all tensors without batch
         k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim)
-        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v)
+        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v); FP8: see launch.transposed_values
         out: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v)
         lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q)
         sinks: cute.Tensor | None,  # (num_heads_q,) float32
         cu_seqlens_q: cute.Tensor | None,  # (batch + 1,) int32
         cu_seqlens_k: cute.Tensor | None,  # (batch + 1,) int32
         seqused_k: cute.Tensor | None,  # (batch,) int32
+        q_scale: cute.Tensor | None,  # of FP8, as the next three: see blocks/fp8.py
+        k_scale: cute.Tensor | None,
+        v_share: cute.Tensor | None,
+        v_scale: cute.Tensor | None,
         scale_log2: Float32,
         tanh_scale: Float32 | None,
         window_left: Int32 | None,
@@ -116,12 +124,14 @@ class ForwardSm90:
             ROWS_PER_WARPGROUP, self.head_dim, self.num_warpgroups * self.config.q_stages, self.dtype
         )
         sK_layout = smem_tiles(self.part_n, self.head_dim, self.k_stages, self.dtype)
-        sV_layout = smem_tiles(self.part_n, self.head_dim_v, self.v_stages, self.dtype)
+        v_box = (self.head_dim_v, self.part_n) if self.is_fp8 else (self.part_n, self.head_dim_v)
+        sV_layout = smem_tiles(*v_box, self.v_stages, self.dtype)
+        v_rows = dims_first(v) if cutlass.const_expr(self.is_fp8) else rows_first(v)
         tma = []
         for t, layout, rows, columns, num_receivers in (
             (self._rows_of_q(q), sQ_layout, self.q_rows, self.head_dim, 1),
             (rows_first(k), sK_layout, self.part_n, self.head_dim, self.cluster_size),
-            (rows_first(v), sV_layout, self.part_n, self.head_dim_v, self.cluster_size),
+            (v_rows, sV_layout, *v_box, self.cluster_size),
         ):
             load = cpasync.CopyBulkTensorTileG2SOp()
             if cutlass.const_expr(num_receivers > 1):
@@ -143,9 +153,12 @@ class ForwardSm90:
             mV,
             rows_first(out),
             rows_first_of_lse(lse),
-            PlainTensors(*(rows_first(t) for t in (q, k, v))) if cutlass.const_expr(self.has_mask) else None,
+            PlainTensors(*(rows_first(t) for t in (q, k, v)))
+            if cutlass.const_expr(self.has_mask and not self.is_fp8)
+            else None,
             sinks,
             Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
+            DescaleTensors(q_scale, k_scale, v_share, v_scale) if cutlass.const_expr(self.is_fp8) else None,
             Scores(scale_log2, tanh_scale),
             window_left,
             window_right,
@@ -176,6 +189,11 @@ class ForwardSm90:
 
     def _make_tiled_mmas(self):
         """S = Q K^T (Q from shared memory or registers) and O += P V (P from registers), one warpgroup each."""
+        if cutlass.const_expr(self.is_fp8):
+            dtypes = self.dtype, self.dtype, Float32
+            qk = MmaF8Op(*dtypes, (64, self.part_n, 32), OperandSource.SMEM, Major.K, Major.K)
+            pv = MmaF8Op(*dtypes, (64, self.head_dim_v, 32), OperandSource.RMEM, Major.K, Major.K)
+            return cute.make_tiled_mma(qk, (1, 1, 1)), cute.make_tiled_mma(pv, (1, 1, 1))
         q_source = OperandSource.RMEM if self.config.q_in_registers else OperandSource.SMEM
         qk = MmaF16BF16Op(self.dtype, Float32, (64, self.part_n, 16), q_source, Major.K, Major.K)
         pv = MmaF16BF16Op(self.dtype, Float32, (64, self.head_dim_v, 16), OperandSource.RMEM, Major.K, Major.MN)
@@ -197,6 +215,7 @@ class ForwardSm90:
         plain: PlainTensors | None,  # with a mask only
         mSinks: cute.Tensor | None,
         lengths: Lengths,
+        descales: DescaleTensors | None,  # of FP8
         scores: Scores,
         window_left: Int32 | None,
         window_right: Int32 | None,
@@ -228,7 +247,14 @@ class ForwardSm90:
         pipes = Pipes(
             self._make_pipeline(smem, self.num_warpgroups * self.config.q_stages, WARPS, sQ_layout, self.q_rows, 1),
             self._make_pipeline(smem, self.k_stages, consumer_warps, sK_layout, self.part_n, self.cluster_size),
-            self._make_pipeline(smem, self.v_stages, consumer_warps, sV_layout, self.part_n, self.cluster_size),
+            self._make_pipeline(
+                smem,
+                self.v_stages,
+                consumer_warps,
+                sV_layout,
+                self.head_dim_v if self.is_fp8 else self.part_n,
+                self.cluster_size,
+            ),
         )
         queue = TileQueue(smem, schedule.num_tiles, counter, consumer_warps, self.cluster_size)
         cute.arch.mbarrier_init_fence()
@@ -241,7 +267,7 @@ class ForwardSm90:
         seqlens = Sequences(self._seqlen_q(mQ), mK.shape[0], window_left, window_right, lengths)
         producer = Producer(self, tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sV, pipes)
         tiled_mmas = (tiled_mma_qk, tiled_mma_pv)
-        of_consumer = (sQ, sK, sV, pipes, tiled_mmas, scores, mO, mLSE, mSinks, plain)
+        of_consumer = (sQ, sK, sV, pipes, tiled_mmas, scores, mO, mLSE, mSinks, plain, descales)
         if cutlass.const_expr(not self.config.warp_specialized):
             Consumer(self, *of_consumer, producer).two_stages(queue, schedule, seqlens)
         elif warp_id < WARPS:  # warpgroup 0

@@ -6,12 +6,14 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ... import fp8
 from ...outputs import empty_outputs
-from ...problem import AttentionInputs, AttentionProblem
+from ...problem import AttentionInputs, AttentionProblem, QuantizedInputs
 from .. import compile, heuristics
 from ..arguments import aligned as tma_ready
 from ..arguments import element_type, fake_tensor, score_scales, window_bounds
@@ -22,11 +24,15 @@ from ..config import HOPPER, ForwardConfig
 
 ARCH = HOPPER
 MAX_HEAD_DIM = 256
+SCALE_BLOCK = 64  # keys, of blocks.fp8
 
 
 def unsupported(problem: AttentionProblem) -> str | None:
     """Why this backend does not compute the problem; None if it does."""
-    if problem.dtype not in (torch.bfloat16, torch.float16):
+    if problem.quantization is not None:
+        if (reason := _unsupported_fp8(problem)) is not None:
+            return reason
+    elif problem.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype: expected bfloat16 or float16, got {str(problem.dtype).removeprefix('torch.')}"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size % 8 or size > MAX_HEAD_DIM:
@@ -36,8 +42,22 @@ def unsupported(problem: AttentionProblem) -> str | None:
     return None
 
 
+def _unsupported_fp8(problem: AttentionProblem) -> str | None:
+    assert problem.quantization is not None
+    if problem.out_dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype: expected out in bfloat16 or float16, got {str(problem.out_dtype).removeprefix('torch.')}"
+    if problem.is_packed:
+        return "cu_seqlens_q: expected None in FP8 (no packed sequences yet)"
+    if problem.quantization.kv_block not in (None, SCALE_BLOCK):
+        return f"kv_block: expected {SCALE_BLOCK} or None, got {problem.quantization.kv_block}"
+    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if size % 16:
+            return f"{name}: expected a multiple of 16 in FP8 (16-byte rows for TMA), got {size}"
+    return None
+
+
 def forward(
-    problem: AttentionProblem, inputs: AttentionInputs, config: ForwardConfig | None = None
+    problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs, config: ForwardConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a call, as `onepass.tiled.forward` gives them.
 
@@ -50,7 +70,7 @@ def forward(
 @functools.lru_cache(maxsize=4096)
 def prepare(
     problem: AttentionProblem, device: torch.device, config: ForwardConfig | None = None
-) -> Callable[[AttentionInputs], tuple[Tensor, Tensor]]:
+) -> Callable[[Any], tuple[Tensor, Tensor]]:
     """`forward` for calls of one problem on one device; holds no tensor."""
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):  # packed rows of no sequence, or no keys
         return functools.partial(_without_keys, problem)
@@ -84,7 +104,7 @@ def compile_request(problem: AttentionProblem, config: ForwardConfig | None = No
     return "forward", (static, config), arch, functools.partial(trace, problem, config)
 
 
-def _without_keys(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+def _without_keys(problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
     out, lse = empty_outputs(problem, inputs)
     return out.zero_(), lse.fill_(-math.inf)
 
@@ -103,18 +123,24 @@ class Launch:
     heads_per_section: int
     num_ctas: int
 
-    def __call__(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    def __call__(self, inputs: AttentionInputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_outputs(self.problem, inputs)
+        v = inputs.v
+        scales: tuple[Tensor | None, ...] = (None,) * 4
+        if isinstance(inputs, QuantizedInputs):
+            scales = kernel_scales(self.problem, inputs)
+            v = transposed_values(v, inputs.seqused_k)
         self.kernel(
             tma_ready(inputs.q),
             tma_ready(inputs.k),
-            tma_ready(inputs.v),
+            tma_ready(v),
             out,
             lse,
             None if inputs.sinks is None else inputs.sinks.float().contiguous(),
             None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous(),
             None if inputs.cu_seqlens_k is None else inputs.cu_seqlens_k.contiguous(),
             None if inputs.seqused_k is None else inputs.seqused_k.contiguous(),
+            *scales,
             self.scale_log2,
             self.tanh_scale,
             self.window_left,
@@ -124,6 +150,38 @@ class Launch:
             self.num_ctas,
         )
         return out, lse
+
+
+def transposed_values(v: Tensor, seqused_k: Tensor | None) -> Tensor:
+    """(batch, seqlen_k, heads, head_dim_v) e4m3 -> (batch, heads, head_dim_v, seqlen_k up to a multiple of 32).
+
+    Keys lie in the order in which P has them (blocks/fp8.py): within every 16 the places 4q + 2h + e hold the keys
+    8h + 2q + e. Zeros where there is no key. A copy: TMA turns no matrix.
+    """
+    batch, seqlen_k, heads, head_dim_v = v.shape
+    padded = v.new_zeros(batch, heads, head_dim_v, ceil_div(seqlen_k, 32) * 32, dtype=torch.uint8)
+    stored = v.view(torch.uint8)
+    if seqused_k is not None:  # what lies beyond may be NaN
+        exists = torch.arange(seqlen_k, device=v.device) < seqused_k[:, None]
+        stored = torch.where(exists[..., None, None], stored, 0)
+    padded[..., :seqlen_k] = stored.permute(0, 2, 3, 1)
+    runs = padded.unflatten(-1, (-1, 2, 4, 2))  # (.., run, h, q, e)
+    return runs.transpose(-3, -2).flatten(-4).view(v.dtype)
+
+
+def kernel_scales(problem: AttentionProblem, inputs: QuantizedInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The descales as `blocks.fp8.DescaleTensors`, whatever their granularity."""
+    assert problem.quantization is not None
+    q, k, descales = inputs.q, inputs.k, inputs.descales
+    batch, seqlen_k, heads_kv, _ = k.shape
+    q_scale = fp8.row_scales(q, descales.q, problem.quantization.q_block, None)
+    q_scale = q_scale.expand(*q.shape[:3], 1)[..., 0].transpose(1, 2).contiguous()
+    blocks = batch, heads_kv, ceil_div(seqlen_k, SCALE_BLOCK)
+    k_scale, v_scale = (
+        (t if t.dim() == 3 else t[..., None]).expand(blocks).contiguous() for t in (descales.k, descales.v)
+    )
+    largest = v_scale.amax(-1, keepdim=True)
+    return q_scale, k_scale, v_scale / largest, largest[..., 0].contiguous()
 
 
 _tile_counters: dict[tuple[int, int], Tensor] = {}
@@ -164,17 +222,28 @@ def trace(problem: AttentionProblem, config: ForwardConfig) -> tuple:
         return value if is_given else None
 
     batch = () if problem.is_packed else (None,)
-    rows = [
-        tensor(dtype, *batch, None, None, size, align_bytes=16)
-        for size in (problem.head_dim, problem.head_dim, problem.head_dim_v, problem.head_dim_v)
-    ]
+    head_dim, head_dim_v, is_fp8 = problem.head_dim, problem.head_dim_v, problem.quantization is not None
+
+    def scales(dims: int):
+        return optional(tensor(Float32, *[None] * dims, align_bytes=4), is_fp8)
+
     arguments = (
-        *rows,
+        tensor(dtype, *batch, None, None, head_dim, align_bytes=16),
+        tensor(dtype, *batch, None, None, head_dim, align_bytes=16),
+        # transposed: only the last length is not known beforehand
+        tensor(dtype, None, None, head_dim_v, None, align_bytes=16)
+        if is_fp8
+        else tensor(dtype, *batch, None, None, head_dim_v, align_bytes=16),
+        tensor(element_type(problem.out_dtype), *batch, None, None, head_dim_v, align_bytes=16),
         tensor(Float32, *batch, None, None, align_bytes=4),
         optional(tensor(Float32, None, align_bytes=4), problem.has_sinks),
         optional(tensor(Int32, None, align_bytes=4), problem.is_packed),
         optional(tensor(Int32, None, align_bytes=4), problem.is_packed),
         optional(tensor(Int32, None, align_bytes=4), problem.has_seqused_k),
+        scales(3),
+        scales(3),
+        scales(3),
+        scales(2),
         Float32(1.0),
         optional(Float32(1.0), problem.softcap is not None),
         optional(Int32(0), problem.mask.window_left is not None),

@@ -24,15 +24,18 @@ class Producer(Bundle):
         rows, clusters = kernel.part_n, kernel.cluster_size
         self.tQgQ, self.tQsQ = self._partition(tma_q, mQ, kernel.loaded_rows(sQ), kernel.q_rows, kernel.head_dim, 1)
         self.tKgK, self.tKsK = self._partition(tma_k, mK, sK, rows, kernel.head_dim, clusters)
-        self.tVgV, self.tVsV = self._partition(tma_v, mV, sV, rows, kernel.head_dim_v, clusters)
+        if kernel.is_fp8:  # V transposed: (head_dim_v, seqlen, ..)
+            self.tVgV, self.tVsV = self._partition(tma_v, mV, sV, kernel.head_dim_v, rows, clusters, along=1)
+        else:
+            self.tVgV, self.tVsV = self._partition(tma_v, mV, sV, rows, kernel.head_dim_v, clusters)
         self.everyone = None if clusters == 1 else cutlass.Int16(2**clusters - 1)
 
-    def _partition(self, tma_atom, m, s, rows: int, columns: int, cluster_size: int):
+    def _partition(self, tma_atom, m, s, rows: int, columns: int, cluster_size: int, along: int = 0):
         """Global (tile bytes, block, head, batch) and shared (tile bytes, buffer) as one TMA copy sees them.
 
-        With a cluster, this thread block's part of the tile.
+        With a cluster, this thread block's part of the tile. Args: along: the mode of m that is cut into blocks.
         """
-        g = cute.local_tile(m, (rows, columns), (None, 0, None, None))
+        g = cute.local_tile(m, (rows, columns), (None, 0, None, None) if along == 0 else (0, None, None, None))
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if cluster_size > 1 else 0
         partitioned = cpasync.tma_partition(
             tma_atom, rank, cute.make_layout(cluster_size), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, pipeline
 from cutlass.cute.nvgpu import warp
 
-from ..blocks import epilogue, mask, plain_rows, wgmma
+from ..blocks import epilogue, fp8, mask, plain_rows, wgmma
 from ..blocks.block_range import KeyBlocks, key_range
 from ..blocks.clear_rows import clear_rows
 from ..blocks.integers import select
@@ -22,6 +22,7 @@ from ..blocks.named_barrier import NamedBarrier
 from ..blocks.online_softmax import OnlineSoftmax, Scores, finish
 from ..blocks.pack_gqa import unpack_row
 from ..blocks.plain_rows import soft_cap
+from ..blocks.ptx import pack
 from ..blocks.turns import Turns
 from ..blocks.warp import broadcast
 from ..config import ROWS_PER_WARPGROUP
@@ -62,7 +63,9 @@ class Pipes(NamedTuple):
 class Warpgroup(Turns):
     """64 query rows of each tile: S, P and O in registers, Q, K and V in shared memory."""
 
-    def __init__(self, kernel, sQ, sK, sV, pipes: Pipes, tiled_mmas, scores: Scores, mO, mLSE, mSinks, plain, producer):
+    def __init__(
+        self, kernel, sQ, sK, sV, pipes: Pipes, tiled_mmas, scores: Scores, mO, mLSE, mSinks, plain, descales, producer
+    ):
         config = self.config = kernel.config
         self.kernel = kernel
         self.num_warpgroups, self.parts = config.num_warpgroups, config.score_buffers
@@ -79,6 +82,7 @@ class Warpgroup(Turns):
         self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.thread // 32 * 16 + self.thread % 32 // 4
         self.pipes, self.scores = pipes, scores
         self.mO, self.mLSE, self.mSinks, self.plain = mO, mLSE, mSinks, plain
+        self.descales = descales
 
         self.tiled_mma_qk, self.tiled_mma_pv = tiled_mmas
         thr_qk, thr_pv = (tiled_mma.get_slice(self.thread) for tiled_mma in tiled_mmas)
@@ -87,14 +91,19 @@ class Warpgroup(Turns):
         if config.q_in_registers:
             self.rQ = cute.make_rmem_tensor(cute.select(self.rQ.layout, [0, 1, 2]).shape, kernel.dtype)
         self.rK = self.tiled_mma_qk.make_fragment_B(thr_qk.partition_B(sK))
-        self.rV = self.tiled_mma_pv.make_fragment_B(thr_pv.partition_B(transposed(sV)))
+        self.rV = self.tiled_mma_pv.make_fragment_B(thr_pv.partition_B(sV if kernel.is_fp8 else transposed(sV)))
         shape_s = self.tiled_mma_qk.partition_shape_C((ROWS_PER_WARPGROUP, self.part_n))
         shape_o = self.tiled_mma_pv.partition_shape_C((ROWS_PER_WARPGROUP, kernel.head_dim_v))
         self.acc_s = [cute.make_rmem_tensor(shape_s, Float32) for _ in range(self.parts)]
         self.acc_o = cute.make_rmem_tensor(shape_o, Float32)
         self.s, self.o = [rows_and_columns(acc) for acc in self.acc_s], rows_and_columns(self.acc_o)
-        self.rP = cute.make_rmem_tensor(self.acc_s[0].layout, kernel.dtype)
-        self.p = as_operand_a(self.rP)
+        if kernel.is_fp8:
+            shape_p = self.tiled_mma_pv.partition_shape_A((ROWS_PER_WARPGROUP, self.part_n))
+            self.rP = self.p = cute.make_rmem_tensor(shape_p, kernel.dtype)
+            self.q_scale = cute.make_rmem_tensor((2,), Float32)
+        else:
+            self.rP = cute.make_rmem_tensor(self.acc_s[0].layout, kernel.dtype)
+            self.p = as_operand_a(self.rP)
         self.is_lazy = config.rescale_threshold > 0
         self.softmax = OnlineSoftmax(scores.scale_log2, config.rescale_threshold, config.exp2_fma_period)
         # of the tile whose last PV is still to come, while `softmax` is on the next one already
@@ -169,8 +178,38 @@ class Warpgroup(Turns):
     # ---------------------------------------------------------------- scores
 
     @cute.jit
-    def modify_scores(self, part: cutlass.Constexpr[int]):
-        """Softcap: s -> tanh(softmax_scale * s / softcap); the cap itself is in scale_log2."""
+    def load_q_scales(self, tile: Tile):
+        """FP8: the scales of this thread's two rows, for all scores of the tile."""
+        if cutlass.const_expr(self.descales is not None):
+            for r in cutlass.range_constexpr(2):
+                position, head, is_row = self.row_of(tile, self.row_in_tile + 8 * r)
+                scale = Float32(0.0)
+                if is_row:
+                    scale = self.descales.q_scale[tile.place_q, head, position]
+                self.q_scale[r] = scale
+
+    def block_scales(self, tile: Tile, n_block: Int32):
+        """FP8: the scales of a block of keys; to be asked for before the wait for its scores. None without."""
+        if self.descales is None:
+            return None
+        head_kv = tile.head // self.kernel.tile_heads_per_kvhead
+        k_scale, v_share = (t[tile.place_k, head_kv, None] for t in (self.descales.k_scale, self.descales.v_share))
+        return fp8.load_block_scales(k_scale, v_share, n_block, self.tile_n)
+
+    @cute.jit
+    def pack_p(self, part: cutlass.Constexpr[int], scales):
+        """The exponentials of S[part] become P of the next PV. Args: scales: `block_scales` of their keys."""
+        if cutlass.const_expr(self.descales is not None):
+            fp8.pack_p(self.s[part], self.rP, scales.p_scale)
+        else:
+            pack(self.acc_s[part], self.rP)
+
+    @cute.jit
+    def modify_scores(self, part: cutlass.Constexpr[int], scales):
+        """FP8: times the scales of Q and K. Softcap: s -> tanh(softmax_scale * s / softcap); the cap itself is in
+        scale_log2."""
+        if cutlass.const_expr(self.descales is not None):
+            fp8.scale_scores(self.s[part], self.q_scale, scales.k_scale)
         if cutlass.const_expr(self.scores.tanh_scale is not None):
             acc_s = self.acc_s[part]
             for i in cutlass.range_constexpr(cute.size(acc_s)):
@@ -218,6 +257,9 @@ class Warpgroup(Turns):
             if cutlass.const_expr(self.mSinks is not None):
                 sink = self.mSinks[head]
             weight, lse = finish(self.done_max[r], self.done_sum[r], self.scores.scale_log2, sink)
+            if cutlass.const_expr(self.descales is not None):
+                head_kv = tile.head // self.kernel.tile_heads_per_kvhead
+                weight = weight * (self.descales.v_scale[tile.place_k, head_kv] / fp8.P_SCALE)
             weights[r] = weight
             mLSE = at_head(self.mLSE, self.mLSE, head, tile.place_q)[None, 0]
             epilogue.store_lse(lse, mLSE, position, is_row[r], self.lane_in_quad)

@@ -1,0 +1,146 @@
+"""The Hopper forward in FP8: its machine code, the order of keys that P and V must share, and its scales."""
+
+import functools
+import importlib.util
+import re
+from dataclasses import replace
+
+import machine_code
+import pytest
+import torch
+from shipped import problem
+
+import onepass
+from onepass import fp8
+from onepass.errors import UnsupportedError
+from onepass.kernels import heuristics
+from onepass.kernels.config import ForwardConfig
+from onepass.kernels.sm90 import launch
+from onepass.problem import Mask, Quantization, QuantizedInputs
+
+CAUSAL = Mask(None, 0)
+
+
+def asked(head_dim, head_dim_v, out_dtype=torch.bfloat16, **options):
+    quantization = Quantization(out_dtype, 64, 64)
+    return replace(problem(head_dim, head_dim_v, **options), dtype=torch.float8_e4m3fn, quantization=quantization)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
+@pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed")
+@pytest.mark.parametrize(
+    "question",
+    [
+        pytest.param(asked(128, 128, mask=Mask()), id="128"),
+        pytest.param(
+            asked(
+                256, 64, torch.float16, mask=CAUSAL, softcap=30.0, has_sinks=True, has_seqused_k=True, num_heads_kv=2
+            ),
+            id="256/64 causal softcap sinks seqused GQA",
+        ),
+    ],
+)
+def test_machine_code(question):
+    config = heuristics.forward_config(question)
+    code = machine_code.read(launch.ARCH, functools.partial(launch.trace, question, config))
+    assert code.serialized == ""
+    assert code.spills == 0
+    # a step: head_dim / 32 for S and tile_n / 32 for O; of a tile S first, then with PV, PV alone at the end
+    assert code.count(r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3") > 0
+    assert code.count("HGMMA") == 0
+    assert code.count(r"F2FP\.\S*E4M3") > 0  # P
+    assert code.count("UTMALDG") >= config.num_warpgroups + 2
+    assert code.count("SHFL") <= 60  # maxima, sums and out: none for P
+    assert code.count(r"WARPGROUP\.ARRIVE") < code.count("QGMMA")
+
+
+def test_p_and_v_have_the_same_order_of_keys():
+    """Where an accumulator value goes, by the layouts of wgmma, must be the place where its key of V is stored."""
+    # the accumulator: lane q of a quad holds the keys 2q, 2q + 1 of every eight, as columns 0, 1, 2, 3, ... of its row
+    key_of_column = [[8 * (c // 2) + 2 * q + c % 2 for c in range(16)] for q in range(4)]  # of 64 keys
+    # operand A of e4m3: register `half` of step k holds, from its lowest byte, the places 32k + 16 half + 4q + (0 to 3)
+    place_of_key = {}
+    for q in range(4):
+        for k in range(2):
+            for half in range(2):
+                for i in range(4):  # as `blocks.fp8.pack_p` fills it
+                    key = key_of_column[q][8 * k + 4 * half + i]
+                    place_of_key[key] = 32 * k + 16 * half + 4 * q + i
+    assert sorted(place_of_key.values()) == list(range(64))
+    v = torch.arange(64).view(1, 64, 1, 1).to(torch.uint8).view(torch.float8_e4m3fn)
+    stored = launch.transposed_values(v, None).view(torch.uint8).flatten().tolist()
+    assert stored == [key for key, _ in sorted(place_of_key.items(), key=lambda item: item[1])]
+
+
+def test_transposed_values_are_those_of_the_keys():
+    v = torch.randn(2, 41, 3, 16).to(torch.float8_e4m3fn)
+    v[1, 30:] = torch.nan
+    transposed = launch.transposed_values(v, torch.tensor([41, 30], dtype=torch.int32))
+    assert transposed.shape == (2, 3, 16, 64)
+    assert transposed.stride(-1) == 1
+    order = launch.transposed_values(
+        torch.arange(64).view(1, 64, 1, 1).to(torch.uint8).view(torch.float8_e4m3fn), None
+    ).view(torch.uint8)[0, 0, 0]
+    back = torch.zeros(2, 64, 3, 16)
+    back[:, order.long()] = transposed.float().permute(0, 3, 1, 2)
+    expected = torch.zeros(2, 64, 3, 16)
+    expected[:, :41] = v.float()
+    expected[1, 30:] = 0.0
+    assert torch.equal(back, expected)
+
+
+@pytest.mark.parametrize("granularity", ["block", "head", "tensor"])
+def test_scales_of_the_kernel_are_those_of_the_tensors(granularity):
+    q, k, v = torch.randn(2, 100, 4, 16), torch.randn(2, 150, 2, 16), torch.randn(2, 150, 2, 32) * 3
+    quantized = onepass.quantize_fp8(q, k, v, granularity=granularity)
+    question = replace(asked(16, 32), batch=2, quantization=quantized.quantization)
+    inputs = QuantizedInputs(quantized.q, quantized.k, quantized.v, quantized.descales)
+    q_scale, k_scale, v_share, v_scale = launch.kernel_scales(question, inputs)
+    assert (q_scale.shape, v_scale.shape) == ((2, 4, 100), (2, 2))
+    assert (k_scale.shape, v_share.shape) == ((2, 2, 3), (2, 2, 3))
+    assert all(t.is_contiguous() for t in (q_scale, k_scale, v_share, v_scale))
+    for block, scales, t in (
+        (quantized.q_block, q_scale, q),
+        (quantized.kv_block, k_scale.repeat_interleave(64, -1)[..., :150], k),
+        (quantized.kv_block, (v_share * v_scale[..., None]).repeat_interleave(64, -1)[..., :150], v),
+    ):
+        descale = {id(q): quantized.q_descale, id(k): quantized.k_descale, id(v): quantized.v_descale}[id(t)]
+        expected = fp8.row_scales(t, descale, block, None).expand(*t.shape[:3], 1)[..., 0]
+        torch.testing.assert_close(scales.transpose(1, 2), expected)
+    assert v_share.max() == 1.0
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 192, 256])
+def test_a_configuration_for_every_head_dim(head_dim):
+    for mask in (Mask(), CAUSAL):
+        question = asked(head_dim, head_dim, mask=mask)
+        heuristics.forward_config(question).check(question)
+        assert launch.unsupported(question) is None
+
+
+REFUSED = [
+    (asked(128, 128, torch.float32), r"dtype: expected out in bfloat16 or float16, got float32"),
+    (asked(128, 128, is_packed=True), r"cu_seqlens_q: expected None in FP8"),
+    (asked(128, 40), r"head_dim_v: expected a multiple of 16 in FP8 .* got 40"),
+    (replace(asked(128, 128), quantization=Quantization(torch.half, 1, 1)), r"kv_block: expected 64 or None, got 1"),
+]
+
+
+@pytest.mark.parametrize(("question", "message"), REFUSED, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_the_kernel_does_not_take(question, message):
+    assert re.search(message, launch.unsupported(question))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ForwardConfig(tile_n=80), r"tile_n: expected 32, 64, 128, 192 or 256 in FP8 .* got 80"),
+        (ForwardConfig(tile_n=128, rescale_threshold=8.0), r"rescale_threshold: expected 0 in FP8, .* got 8.0"),
+        (ForwardConfig(tile_n=128, score_buffers=2), r"q_in_registers, score_buffers: expected False and 1 in FP8"),
+        (ForwardConfig(tile_n=64, q_in_registers=True), r"q_in_registers, score_buffers: expected False and 1 in FP8"),
+    ],
+    ids=str,
+)
+def test_configurations_that_do_not_fit(config, message):
+    with pytest.raises(UnsupportedError, match=message):
+        config.check(asked(128, 128))

@@ -1,0 +1,460 @@
+"""FP8 attention on the CPU: scales, rotation, what is subtracted, and values against float64."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import onepass
+from onepass import fp8, reference
+from onepass.testing import compare_gradients
+
+INT32 = torch.int32
+GRANULARITIES = ["row", "block", "head", "tensor"]
+# One rounding to e4m3 is off by at most half a unit of its 4 significant bits, 2^-4 of the value.
+HALF_UNIT = 2.0**-4
+
+
+def make(batch=2, seqlen_q=70, seqlen_k=150, heads_q=4, heads_kv=2, head_dim=32, head_dim_v=24, dtype=torch.float32):
+    shapes = (seqlen_q, heads_q, head_dim), (seqlen_k, heads_kv, head_dim), (seqlen_k, heads_kv, head_dim_v)
+    return [torch.randn(batch, *shape).to(dtype) for shape in shapes]
+
+
+def make_packed(lengths_q=(5, 0, 70, 33), lengths_k=(9, 4, 130, 66), slack=3, heads_q=4, heads_kv=2, head_dim=32):
+    def cu_seqlens(lengths):
+        return torch.tensor([0, *itertools.accumulate(lengths)], dtype=INT32)
+
+    tensors = [
+        # eighths: their sums are exact in any order
+        torch.randint(-16, 17, (sum(lengths) + slack, heads, head_dim)) / 8
+        for lengths, heads in ((lengths_q, heads_q), (lengths_k, heads_kv), (lengths_k, heads_kv))
+    ]
+    return tensors, {"cu_seqlens_q": cu_seqlens(lengths_q), "cu_seqlens_k": cu_seqlens(lengths_k)}
+
+
+def budget(weights, v, out_dtype=torch.float32):
+    """What rounding P alone may do to each element of out: half a unit of each term, and what becomes 0 or is denormal.
+
+    Args: weights: probabilities (batch, heads, rows, keys), float64. v: (batch, keys, heads, head_dim_v), float64.
+    """
+    # the running maximum is at most the final one: a probability was rounded as p or as something larger
+    error = (weights * HALF_UNIT + weights.amax(-1, keepdim=True) * 2.0**-10 / fp8.P_SCALE) @ v.abs().transpose(1, 2)
+    return 1.01 * error.transpose(1, 2) + torch.finfo(out_dtype).eps * v.abs().max() + 1e-5
+
+
+def weights_of(q, k, v, **options):
+    """The oracle's probabilities: attention with the identity for v. (batch, heads_q, seqlen_q, seqlen_k)."""
+    batch, seqlen_k, heads, _ = k.shape
+    identity = torch.eye(seqlen_k, dtype=torch.float64)[None, :, None].expand(batch, -1, heads, -1)
+    return reference.attention(q, k, identity, **options).out.transpose(1, 2)
+
+
+def check(quantized, options):
+    """A call against float64 attention of the dequantised tensors, within the rounding of P."""
+    out, lse = onepass.attention(quantized, **options, return_lse=True)
+    q, k, v = quantized.dequantize()
+    oracle = reference.attention(q, k, v, **options)
+    group = q.shape[2] // k.shape[2]
+    allowed = budget(weights_of(q, k, v, **options), v.double().repeat_interleave(group, 2), out.dtype)
+    assert ((out.double() - oracle.out).abs() <= allowed).all()
+    is_empty = oracle.lse == -math.inf
+    assert torch.equal(lse == -math.inf, is_empty)
+    assert (lse.double() - oracle.lse).masked_fill(is_empty, 0.0).abs().max() < 1e-4
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (40, 3)},
+    "softcap": {"softcap": 2.0},
+    "scale": {"softmax_scale": 0.7},
+    "sinks": {"sinks": torch.tensor([0.5, -3.0, 4.0, 0.0])},
+    "seqused_k": {"seqused_k": torch.tensor([150, 17], dtype=INT32), "causal": True},
+    "sinks, empty rows": {
+        "seqused_k": torch.tensor([3, 0], dtype=INT32),
+        "causal": True,
+        "sinks": torch.tensor([0.5, -3.0, 4.0, 0.0]),
+    },
+    "empty rows": {"seqused_k": torch.tensor([3, 0], dtype=INT32), "causal": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_options(options):
+    used = options.get("seqused_k")
+    check(onepass.quantize_fp8(*make(), seqused_k=used), options)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_granularities(granularity, dtype):
+    quantized = onepass.quantize_fp8(*make(dtype=dtype), granularity=granularity)
+    shapes = {
+        "row": ((2, 4, 70), (2, 2, 150)),
+        "block": ((2, 4, 2), (2, 2, 3)),
+        "head": ((2, 4), (2, 2)),
+        "tensor": ((), ()),
+    }[granularity]
+    assert (quantized.q_descale.shape, quantized.k_descale.shape) == shapes
+    assert quantized.v_descale.shape == quantized.k_descale.shape
+    assert all(t.dtype == torch.float8_e4m3fn for t in (quantized.q, quantized.k, quantized.v))
+    assert onepass.attention(quantized).dtype == dtype
+    check(quantized, {"causal": True})
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("rotate", [False, True])
+def test_stored_values_times_descales_are_the_tensors(granularity, rotate):
+    """Each value within half a unit, or within half the distance of the smallest numbers, of the rotated tensors."""
+    q, k, v = make(head_dim=40)
+    k[0, 3] *= 1000.0  # a scale of its own must not reach other blocks, heads or rows
+    quantized = onepass.quantize_fp8(q, k, v, granularity=granularity, rotate=rotate)
+    if rotate:
+        q, k = fp8.rotated(q, 0), fp8.rotated(k, 0)
+    for name, t, dequantized in zip("qkv", (q, k, v), quantized.dequantize(), strict=True):
+        block = quantized.q_block if name == "q" else quantized.kv_block
+        descale = fp8.row_scales(t, getattr(quantized, f"{name}_descale"), block, None)
+        slack = 1.3 if granularity == "row" else 1.0  # its scales are fitted afterwards
+        assert ((dequantized - t).abs() <= slack * torch.maximum(HALF_UNIT * t.abs(), 2.0**-10 * descale)).all(), name
+    others = quantized.k_descale.flatten()
+    is_large = others > 20 * others.min()
+    expected = {"row": 2, "block": 2, "head": 2, "tensor": 0}[granularity]  # of two heads
+    assert is_large.sum() == expected
+
+
+def test_rows_of_one_scale_are_the_better_the_fewer():
+    q, k, v = make(seqlen_q=256, seqlen_k=512, head_dim=64)
+    k = k * torch.exp(3 * torch.randn(2, 512, 1, 1)) / 20  # magnitudes of rows differ: small ones need their scale
+    errors = []
+    for granularity in GRANULARITIES:
+        _, stored, _ = onepass.quantize_fp8(q, k, v, granularity=granularity, rotate=False).dequantize()
+        errors.append(((stored - k) / k.norm(dim=-1, keepdim=True)).square().mean().sqrt())
+    assert errors[0] < 0.95 * errors[1] < 0.9 * errors[2]
+
+
+def test_scales_of_rows_are_searched():
+    x = torch.randn(1, 500, 1, 64)
+    _, stored, _ = onepass.quantize_fp8(x, x, x, granularity="row", rotate=False).dequantize()
+    scale = x.abs().amax(-1, keepdim=True) / 448
+    by_maximum = (x / scale).to(torch.float8_e4m3fn).float() * scale
+    assert (stored - x).square().mean() < 0.88 * (by_maximum - x).square().mean()
+
+
+# ---------------------------------------------------------------- rotation
+
+
+@pytest.mark.parametrize("head_dim", [1, 2, 7, 64, 80, 96, 128, 192, 256])
+def test_rotation_is_orthogonal(head_dim):
+    rotation = fp8.rotated(torch.eye(head_dim), 5)
+    torch.testing.assert_close(rotation @ rotation.T, torch.eye(head_dim), atol=1e-6, rtol=0)
+    x, y = torch.randn(2, 10, head_dim)
+    torch.testing.assert_close(fp8.rotated(x, 5) @ fp8.rotated(y, 5).T, x @ y.T, atol=1e-4, rtol=1e-5)
+
+
+def test_rotation_spreads_an_outlier():
+    for head_dim, largest_block in ((64, 64), (96, 64), (128, 128)):
+        x = torch.zeros(1, head_dim)
+        x[0, 3] = 100.0
+        assert fp8.rotated(x, 0).abs().max().item() == pytest.approx(100.0 * largest_block**-0.5)
+
+
+def test_rotation_depends_on_the_seed_alone():
+    q, k, v = make()
+    first, again, other = (onepass.quantize_fp8(q, k, v, seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(first.k.view(torch.uint8), again.k.view(torch.uint8))
+    assert not torch.equal(first.k.view(torch.uint8), other.k.view(torch.uint8))
+    assert (first.rotation, other.rotation) == (3, 4)
+    assert onepass.quantize_fp8(q, k, v, rotate=False).rotation is None
+
+
+def test_rotation_brings_down_the_error_of_outliers():
+    torch.manual_seed(1)
+    q, k, v = (x + 30 * torch.randn(x.shape) * (torch.rand(x.shape) < 0.002) for x in make(seqlen_k=600, head_dim=64))
+    exact = reference.attention(q, k, v).out
+    errors = [
+        (onepass.attention(onepass.quantize_fp8(q, k, v, rotate=rotate)).double() - exact).square().mean().sqrt()
+        for rotate in (False, True)
+    ]
+    assert errors[1] < 0.8 * errors[0]
+
+
+# ---------------------------------------------------------------- what is subtracted
+
+CENTERED = [{"center_k": True}, {"center_v": True}, {"center_k": True, "center_v": True}]
+
+
+@pytest.mark.parametrize("centered", CENTERED, ids=str)
+@pytest.mark.parametrize(
+    "name", ["plain", "causal", "window", "scale", "sinks", "seqused_k", "empty rows", "sinks, empty rows"]
+)
+def test_means_come_back(centered, name):
+    """k and v of a large mean: without it they would be rounded to multiples of 4, far off what is allowed here."""
+    options = OPTIONS[name]
+    q, k, v = make()
+    k, v = k + 8 * torch.randn(2, 1, 2, 32), v + 40
+    used = options.get("seqused_k")
+    quantized = onepass.quantize_fp8(q, k, v, seqused_k=used, **centered)
+    out, lse = onepass.attention(quantized, **options, return_lse=True)
+    # the oracle: what is stored, with the means as they were before rounding
+    stored_q, stored_k, stored_v = (x.double() for x in quantized.dequantize())
+    shift = 0.0 if quantized.score_shift is None else quantized.score_shift.double()
+    if quantized.v_mean is not None:
+        stored_v = stored_v + quantized.v_mean.double()[:, None]
+    # a score of its own: one more column of q and k
+    more_q = torch.cat([stored_q, torch.zeros(2, 70, 4, 1) + _by_row(shift, stored_q)], -1)
+    more_k = torch.cat([stored_k, torch.ones(2, 150, 2, 1)], -1)
+    scale = options.get("softmax_scale", 32**-0.5)
+    oracle = reference.attention(more_q, more_k, stored_v, **{**options, "softmax_scale": scale})
+    weights = weights_of(more_q, more_k, stored_v, **{**options, "softmax_scale": scale})
+    centered_v = quantized.dequantize()[2].double().repeat_interleave(2, 2)
+    allowed = budget(weights, centered_v) + 1e-4
+    assert ((out.double() - oracle.out).abs() <= allowed).all()
+    is_empty = oracle.lse == -math.inf
+    assert torch.equal(lse == -math.inf, is_empty)
+    assert (out[is_empty.transpose(1, 2)] == 0).all()
+    assert (lse.double() - oracle.lse).masked_fill(is_empty, 0.0).abs().max() < 2e-4
+    if "center_v" in centered:
+        truth = reference.attention(q, k, v, **options).out
+        assert (out.double() - truth).abs().max() < 8.0  # the mean is 40
+
+
+def _by_row(shift, q):
+    return shift.transpose(1, 2)[..., None] if isinstance(shift, torch.Tensor) else torch.zeros_like(q[..., :1])
+
+
+def test_subtracting_the_mean_helps_where_there_is_one():
+    q, k, v = make(seqlen_k=400)
+    k, v = k + 5 * torch.randn(2, 1, 2, 32), v + 10
+    exact = reference.attention(q, k, v).out
+    plain, centered = (
+        (onepass.attention(onepass.quantize_fp8(q, k, v, center_k=c, center_v=c)).double() - exact).square().mean()
+        for c in (False, True)
+    )
+    assert centered.sqrt() < 0.5 * plain.sqrt()
+
+
+# ---------------------------------------------------------------- packed sequences
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("used", [None, [9, 0, 100, 66]])
+def test_packed_sequences_are_those_one_by_one(granularity, centered, used):
+    """Scales, means and results of a sequence are the ones it has alone, whatever lies beside it."""
+    (q, k, v), cu = make_packed()
+    k, v = k + 2.0, v + 3.0
+    k[148:] = v[148:] = 1e6  # of the last sequence and past the end of all
+    if used is not None:
+        k[9 + 4 + 100 : 9 + 4 + 130] = v[9 + 4 + 100 : 9 + 4 + 130] = math.nan
+    seqused_k = None if used is None else torch.tensor(used, dtype=INT32)
+    options = {"granularity": granularity, "center_k": centered, "center_v": centered}
+    quantized = onepass.quantize_fp8(q, k, v, **options, **cu, seqused_k=seqused_k)
+    out, lse = onepass.attention_varlen(quantized, causal=True, **cu, seqused_k=seqused_k, return_lse=True)
+    starts_q, starts_k = cu["cu_seqlens_q"].tolist(), cu["cu_seqlens_k"].tolist()
+    largest = 0.0
+    for b in range(4):
+        rows, keys = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
+        if used is not None:
+            keys = slice(keys.start, keys.start + used[b])
+        alone = onepass.quantize_fp8(q[None, rows], k[None, keys], v[None, keys], **options)
+        one = onepass.attention(alone, causal=True, return_lse=True)
+        if granularity != "tensor":
+            for name in ("q", "k", "v"):
+                where = rows if name == "q" else keys
+                assert torch.equal(
+                    getattr(quantized, name)[where].view(torch.uint8), getattr(alone, name)[0].view(torch.uint8)
+                )
+            torch.testing.assert_close(out[rows], one.out[0], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(lse[:, rows], one.lse[0], atol=1e-5, rtol=1e-5)
+        if one.out.numel():
+            largest = max(largest, one.out.abs().max().item())
+    assert largest > 0
+    assert torch.isfinite(out).all()
+    assert (out[108:] == 0).all()
+    assert (lse[:, 108:] == -math.inf).all()
+
+
+def test_descales_of_packed_blocks_lie_where_they_are_said_to():
+    (q, k, v), cu = make_packed()
+    quantized = onepass.quantize_fp8(q, k, v, rotate=False, **cu)
+    assert quantized.k_descale.shape == (2, (209 + 3) // 64 + 4)
+    assert quantized.q_descale.shape == (4, (108 + 3) // 64 + 4)
+    start = 13 // 64 + 2  # sequence 2 begins at row 13
+    expected = torch.stack([k[13 + 64 * i : min(13 + 64 * (i + 1), 143)].abs().amax((0, 2)) for i in range(3)], 1)
+    torch.testing.assert_close(quantized.k_descale[:, start : start + 3], expected / 448.0)
+
+
+# ---------------------------------------------------------------- P, NaN, layouts
+
+
+def test_probabilities_are_rounded_as_a_cast_would():
+    p = torch.cat([torch.rand(10000), torch.exp2(-25 * torch.rand(10000)), torch.arange(4097) / 4096])
+    p = torch.cat([p, torch.arange(4096) * 2.0**-19])  # ties, and numbers around the smallest
+    rounded = p.clone()
+    fp8.round_probabilities_(rounded, torch.empty_like(p))
+    assert torch.equal(rounded, (p * fp8.P_SCALE).to(torch.float8_e4m3fn).float() / fp8.P_SCALE)
+    nan = torch.tensor([math.nan])
+    fp8.round_probabilities_(nan, torch.empty_like(nan))
+    assert nan.isnan().all()
+
+
+def test_p_is_rounded():
+    """One row, two keys, values 0 and 1: out is the second probability, rounded relative to the first."""
+    q, k = torch.ones(1, 1, 1, 1), torch.tensor([0.0, -1.0]).view(1, 2, 1, 1)
+    v = torch.tensor([0.0, 1.0]).view(1, 2, 1, 1)
+    out = onepass.attention(onepass.quantize_fp8(q, k, v, rotate=False), softmax_scale=1.0)
+    p = math.exp(-1.0)
+    rounded = torch.tensor(256 * p).to(torch.float8_e4m3fn).float().item() / 256
+    assert abs(rounded - p) > 0.005
+    assert out.item() == pytest.approx(rounded / (1 + p), rel=1e-5)
+
+
+def test_nan_stays_in_its_rows():
+    q, k, v = make()
+    q[0, 5, 1, 3], k[1, 120, 0, 2], v[0, 140, 1, 7] = math.nan, math.inf, math.nan
+    quantized = onepass.quantize_fp8(q, k, v, center_k=True, center_v=True)
+    assert all(t.isfinite().all() for t in quantized.descales)
+    without = onepass.quantize_fp8(q, k, v).v_descale[0, 1, 2].item()
+    assert without == pytest.approx(v[0, 128:, 1].nan_to_num(0.0).abs().max().item() / 448)
+    out = onepass.attention(quantized, causal=True)
+    is_nan = torch.zeros_like(out, dtype=torch.bool)
+    is_nan[0, 5, 1] = True
+    is_nan[1, 40:, :2] = True  # query i sees keys up to i + 80
+    is_nan[0, 60:, 2:, 7] = True
+    assert torch.equal(out.isnan(), is_nan)
+
+
+def test_zeros():
+    q, k, v = make()
+    out = onepass.attention(onepass.quantize_fp8(0 * q, k, 0 * v))
+    assert (out == 0).all()
+    for scale in (1e-44, 1e37):
+        quantized = onepass.quantize_fp8(q, k, v * scale)
+        assert quantized.dequantize()[2].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)], ids=str)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_no_rows_no_keys(shape, granularity):
+    batch, seqlen_q, seqlen_k = shape
+    q, k, v = make(batch, seqlen_q, seqlen_k)
+    out = onepass.attention(onepass.quantize_fp8(q, k, v, granularity=granularity, center_k=True, center_v=True))
+    assert out.shape == (batch, seqlen_q, 4, 24)
+    assert (out == 0).all()
+
+
+def test_layout_is_that_of_q():
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in make())
+    quantized = onepass.quantize_fp8(q, k, v)
+    assert quantized.q.stride() == q.stride()
+    out = onepass.attention(quantized)
+    assert out.transpose(1, 2).is_contiguous()
+    assert torch.equal(out, onepass.attention(onepass.quantize_fp8(*(t.contiguous() for t in (q, k, v)))))
+
+
+def test_inputs_are_left_alone():
+    tensors = make()
+    before = [t.clone() for t in tensors]
+    onepass.quantize_fp8(*tensors, center_k=True, center_v=True, seqused_k=torch.tensor([3, 9], dtype=INT32))
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+def test_tensors_that_were_quantised_elsewhere():
+    q, k, v = (x.clamp(-4, 4) * 100 for x in make())
+    stored = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
+    by_head = torch.tensor([[0.5, 2.0], [1.0, 4.0]]) / 100
+    quantized = onepass.QuantizedQKV(*stored, torch.tensor(0.01), by_head, by_head, dtype=torch.float16)
+    check(quantized, {"causal": True})
+    expected = stored[1].float() * by_head[:, None, :, None]
+    assert torch.equal(quantized.dequantize()[1], expected)
+    blocks = torch.rand(2, 2, 5) + 0.01
+    quantized = onepass.QuantizedQKV(*stored, torch.tensor(0.01), blocks, by_head, kv_block=32)
+    assert torch.equal(quantized.dequantize()[1][1, 40, 1], stored[1][1, 40, 1].float() * blocks[1, 1, 1])
+
+
+# ---------------------------------------------------------------- precision="fp8"
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "softcap", "sinks", "seqused_k"])
+def test_precision_is_quantize_and_attention(name):
+    options = OPTIONS[name]
+    q, k, v = make(dtype=torch.bfloat16)
+    quantized = onepass.quantize_fp8(q, k, v, seqused_k=options.get("seqused_k"))
+    expected = onepass.attention(quantized, **options, return_lse=True)
+    out, lse = onepass.attention(q, k, v, precision="fp8", **options, return_lse=True)
+    assert torch.equal(out, expected.out)
+    assert torch.equal(lse, expected.lse)
+    assert not torch.equal(out, onepass.attention(q, k, v, **options))
+
+
+def test_precision_of_packed_sequences():
+    (q, k, v), cu = make_packed()
+    out = onepass.attention_varlen(q, k, v, precision="fp8", **cu)
+    expected = onepass.attention_varlen(onepass.quantize_fp8(q, k, v, **cu), **cu)
+    assert torch.equal(out, expected)
+
+
+def test_gradients_are_those_of_exact_attention_with_this_out_and_lse():
+    """Against float64 with P of the scores and lse of the FP8 forward, and delta from its out: the same formulas."""
+    q, k, v = (x.requires_grad_() for x in make(heads_kv=4, dtype=torch.bfloat16))
+    sinks = torch.tensor([0.5, -3.0, 4.0, 0.0], requires_grad=True)
+    out, lse = onepass.attention(q, k, v, causal=True, sinks=sinks, precision="fp8", return_lse=True)
+    dout, dlse = torch.randn(out.shape).to(out), torch.randn(lse.shape)
+    gradients = torch.autograd.grad((out * dout).sum() + (lse * dlse).sum(), (q, k, v, sinks))
+    results = []
+    for dtype in (torch.float64, torch.bfloat16):
+        x_q, x_k, x_v, x_out, x_dout = (x.detach().to(dtype).transpose(1, 2) for x in (q, k, v, out, dout))
+        x_lse = lse.to(dtype)[..., None]
+        visible = torch.ones(70, 150, dtype=torch.bool).tril(80)
+        p = torch.exp((x_q @ x_k.mT * 32**-0.5) - x_lse).masked_fill(~visible, 0.0)
+        delta = (x_dout * x_out).sum(-1, keepdim=True) - dlse.to(dtype)[..., None]
+        ds = p * (x_dout @ x_v.mT - delta)
+        dsinks = -(torch.exp(sinks.detach().to(dtype)[:, None, None] - x_lse) * delta).sum((0, 2, 3))
+        tensors = ds @ x_k * 32**-0.5, ds.mT @ x_q * 32**-0.5, p.mT @ x_dout
+        results.append([*(x.transpose(1, 2) for x in tensors), dsinks])
+    for name, actual, oracle, plain in zip(("dq", "dk", "dv", "dsinks"), gradients, *results, strict=True):
+        comparison = compare_gradients(name, actual, oracle, plain)
+        assert comparison.ok, comparison
+
+
+def test_training_finds_the_way_down():
+    """Gradients of the FP8 forward agree with those of exact attention as far as FP8 goes."""
+    q, k, v = (x.requires_grad_() for x in make())
+    target = torch.randn(2, 70, 4, 24)
+    both = []
+    for precision in (None, "fp8"):
+        loss = (onepass.attention(q, k, v, precision=precision) - target).square().mean()
+        both.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, (q, k, v))]))
+    assert torch.nn.functional.cosine_similarity(*both, 0) > 0.99
+    assert not torch.equal(*both)
+
+
+def test_under_compile():
+    q, k, v = (x.requires_grad_() for x in make())
+
+    def step(q, k, v):
+        return onepass.attention(q, k, v, causal=True, precision="fp8")
+
+    out = torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, v)
+    assert torch.equal(out, step(q, k, v))
+    out.sum().backward()
+    assert q.grad.abs().sum() > 0
+
+
+def test_operators():
+    q, k, v = make(seqlen_q=9, seqlen_k=12)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    options = (32**-0.5, None, 0, None, False, "tiled", None)
+    torch.library.opcheck(torch.ops.onepass.attention_fp8, (*leaves, None, None, None, None, *options, "tiled"))
+    quantized = onepass.quantize_fp8(q, k, v)
+    tensors = quantized.q, quantized.k, quantized.v, None, None, None, None
+    arguments = (*tensors, *options, *quantized.descales, torch.float16, 64, 64)
+    # its other checks compute with copies of the tensors, which FP8 has no arithmetic for
+    torch.library.opcheck(torch.ops.onepass.attention_quantized, arguments, test_utils="test_faketensor")
+
+
+def test_autocast():
+    q, k, v = make()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert onepass.attention(q, k, v, precision="fp8").dtype == torch.bfloat16

@@ -1,0 +1,222 @@
+"""Every refusal of FP8 calls: the error's type and its words, with expected and got."""
+
+import re
+
+import pytest
+import torch
+
+import onepass
+
+INT32 = torch.int32
+E4M3 = torch.float8_e4m3fn
+
+
+def tensors(**changes):
+    made = {name: torch.randn(2, 70, heads, 8) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+    return made | {name: change(made[name]) if callable(change) else change for name, change in changes.items()}
+
+
+def packed():
+    return [torch.randn(70, heads, 8) for heads in (4, 2, 2)]
+
+
+CU = {"cu_seqlens_q": torch.tensor([0, 10, 70], dtype=INT32), "cu_seqlens_k": torch.tensor([0, 30, 70], dtype=INT32)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"q": [1.0]}, TypeError, r"q: expected a torch.Tensor, got list"),
+        ({"q": lambda t: t.double()}, TypeError, r"q: expected dtype float32, bfloat16, float16, got float64"),
+        ({"q": lambda t: t.to(E4M3)}, TypeError, r"q: expected dtype float32, bfloat16, float16, got float8_e4m3fn"),
+        ({"k": lambda t: t.half()}, TypeError, r"k: expected dtype float32 like q, got float16"),
+        ({"q": lambda t: t[0]}, ValueError, r"q: expected 4 dimensions .* got 3"),
+        ({"k": lambda t: t[..., :4]}, ValueError, r"k: expected head_dim 8 like q, got 4"),
+        (
+            {"granularity": "channel"},
+            ValueError,
+            r"granularity: expected one of row, block, head, tensor, got 'channel'",
+        ),
+        ({"granularity": 64}, TypeError, r"granularity: expected one of row, block, head, tensor, got 64"),
+        ({"rotate": 1}, TypeError, r"rotate: expected a bool, got 1"),
+        ({"center_k": None}, TypeError, r"center_k: expected a bool, got None"),
+        ({"center_v": "yes"}, TypeError, r"center_v: expected a bool, got 'yes'"),
+        ({"seed": 0.5}, TypeError, r"seed: expected an int, got 0.5"),
+        ({"seed": True}, TypeError, r"seed: expected an int, got True"),
+        ({"seqused_k": [1, 2]}, TypeError, r"seqused_k: expected an int32 torch.Tensor, got list"),
+        ({"seqused_k": torch.tensor([1], dtype=INT32)}, ValueError, r"seqused_k: expected shape \(2,\), one per batch"),
+        (CU, ValueError, r"q: expected 3 dimensions \(total_tokens, num_heads, head_dim\), got 4"),
+    ],
+    ids=str,
+)
+def test_quantize_refuses(changes, error, message):
+    with pytest.raises(error, match=message):
+        onepass.quantize_fp8(**tensors(**changes))
+
+
+def test_quantize_wants_both_lengths_of_packed_sequences():
+    q, k, v = packed()
+    with pytest.raises(TypeError, match=r"cu_seqlens_k: expected an int32 torch.Tensor, got NoneType"):
+        onepass.quantize_fp8(q, k, v, cu_seqlens_q=CU["cu_seqlens_q"])
+    with pytest.raises(TypeError, match=r"cu_seqlens_q: expected an int32 torch.Tensor, got NoneType"):
+        onepass.quantize_fp8(q, k, v, cu_seqlens_k=CU["cu_seqlens_k"])
+
+
+def stored(**changes):
+    made = {name: t.to(E4M3) for name, t in tensors().items()}
+    made |= {f"{name}_descale": torch.tensor(1.0) for name in "qkv"}
+    return made | {name: change(made[name]) if callable(change) else change for name, change in changes.items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"q": lambda t: t.half()}, TypeError, r"q: expected dtype float8_e4m3fn, got float16"),
+        ({"v": lambda t: t.to(torch.float8_e5m2)}, TypeError, r"v: expected dtype float8_e4m3fn, got float8_e5m2"),
+        ({"k": lambda t: t[:1], "v": lambda t: t[:1]}, ValueError, r"k: expected batch 2 like q, got 1"),
+        ({"q": lambda t: t[:, 0]}, ValueError, r"k: expected 3 dimensions .* got 4"),
+        (
+            {"dtype": torch.float64},
+            TypeError,
+            r"dtype: expected float32, bfloat16, float16, the dtype of out, got torch",
+        ),
+        ({"dtype": "half"}, TypeError, r"dtype: expected .* got 'half'"),
+        ({"q_block": 64.0}, TypeError, r"q_block: expected an int or None, got 64.0"),
+        ({"kv_block": 0}, ValueError, r"kv_block: expected at least 1, got 0"),
+        ({"q_descale": 1.0}, TypeError, r"q_descale: expected a float32 torch.Tensor, got float"),
+        ({"k_descale": torch.tensor(1.0).half()}, TypeError, r"k_descale: expected dtype float32, got float16"),
+        ({"v_descale": torch.ones((), device="meta")}, ValueError, r"v_descale: expected device cpu like q, got meta"),
+        ({"q_descale": torch.ones(1)}, ValueError, r"q_descale: expected shape \(\) or \(2, 4\), got \(1,\)"),
+        (
+            {"q_descale": torch.ones(2, 4, 2)},
+            ValueError,
+            r"q_descale: expected shape \(\) or \(2, 4\), got \(2, 4, 2\)",
+        ),
+        (
+            {"k_descale": torch.ones(2, 2, 3), "kv_block": 64},
+            ValueError,
+            r"k_descale: expected shape \(\) or \(2, 2\) or \(2, 2, 2\) with blocks of 64 rows, got \(2, 2, 3\)",
+        ),
+        (
+            {"score_shift": torch.ones(2, 70, 4)},
+            ValueError,
+            r"score_shift: expected shape \(2, 4, 70\), got \(2, 70, 4\)",
+        ),
+        ({"v_mean": torch.ones(2, 8)}, ValueError, r"v_mean: expected shape \(2, 2, 8\), got \(2, 8\)"),
+        ({"v_mean": torch.ones(3, 2, 8)}, ValueError, r"v_mean: expected shape \(2, 2, 8\), got \(3, 2, 8\)"),
+    ],
+    ids=str,
+)
+def test_quantized_tensors_are_refused(changes, error, message):
+    with pytest.raises(error, match=message):
+        onepass.QuantizedQKV(**stored(**changes))
+
+
+def quantized(**options):
+    return onepass.quantize_fp8(**tensors(), **options)
+
+
+CALLS = [
+    (lambda: quantized(), {"k": torch.ones(1)}, TypeError, r"k: expected None beside a QuantizedQKV, got Tensor"),
+    (lambda: quantized(), {"v": 3}, TypeError, r"v: expected None beside a QuantizedQKV, got int"),
+    (lambda: quantized(), {"precision": "fp8"}, TypeError, r"precision: expected None beside a QuantizedQKV, got str"),
+    (lambda: quantized(), {"causal": 1}, TypeError, r"causal: expected a bool, got 1"),
+    (
+        lambda: quantized(center_k=True),
+        {"softcap": 3.0},
+        ValueError,
+        r"softcap: expected None where the mean of k was subtracted \(center_k=True\): .* got 3.0",
+    ),
+    (
+        lambda: quantized(),
+        {"sinks": torch.zeros(4, requires_grad=True)},
+        onepass.UnsupportedError,
+        r"q, k, v, sinks: expected no requires_grad with FP8 tensors.* precision='fp8'",
+    ),
+    (lambda: quantized(), {"backend": "sm90"}, onepass.UnsupportedError, r"backend sm90: expected tensors on cuda"),
+    (lambda: quantized(), {"backend": "sm91"}, ValueError, r"backend: expected one of .*, got 'sm91'"),
+    (
+        lambda: quantized(),
+        {"seqused_k": torch.tensor([71, 3], dtype=INT32)},
+        ValueError,
+        r"seqused_k\[0\]: expected 0 to 70, the keys there are, got 71",
+    ),
+    (
+        lambda: onepass.quantize_fp8(*packed(), **CU),
+        {},
+        ValueError,
+        r"q: expected 4 dimensions \(batch, seqlen, num_heads, head_dim\), got 3",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "error", "message"), CALLS, ids=lambda x: str(x)[:40])
+def test_calls_are_refused_and_supports_says_so(make, options, error, message):
+    with pytest.raises(error, match=message):
+        onepass.attention(make(), **options)
+    if "seqused_k" in options:  # read by the call, not by supports
+        return
+    support = onepass.supports(make(), **options)
+    assert not support.ok
+    assert re.search(message, support.reason)
+
+
+def test_packed_calls_are_refused():
+    one = dict.fromkeys(CU, torch.tensor([0, 70], dtype=INT32))
+    by_block = onepass.quantize_fp8(*packed(), **CU, center_v=True)
+    with pytest.raises(
+        ValueError, match=r"q_descale: expected shape \(\) or \(4, 2\) with blocks of 64 rows, got \(4, 3"
+    ):
+        onepass.attention_varlen(by_block, **one)
+    by_head = onepass.quantize_fp8(*packed(), **CU, granularity="head")
+    with pytest.raises(ValueError, match=r"q_descale: expected shape \(\) or \(1, 4\), got \(2, 4\)"):
+        onepass.attention_varlen(by_head, **one)
+    with pytest.raises(ValueError, match=r"q: expected 3 dimensions .* got 4"):
+        onepass.attention_varlen(quantized(), **CU)
+    with pytest.raises(ValueError, match=r"max_seqlen_q: expected at least 0, got -1"):
+        onepass.attention_varlen(by_head, **CU, max_seqlen_q=-1)
+    whole = onepass.quantize_fp8(*packed(), **CU, granularity="tensor", center_v=True)
+    with pytest.raises(ValueError, match=r"v_mean: expected batch 1 like cu_seqlens_q, got 2"):
+        onepass.attention_varlen(whole, **one)
+
+
+def test_plain_float8_tensors_are_told_what_to_become():
+    q, k, v = (t.to(E4M3) for t in tensors().values())
+    with pytest.raises(TypeError, match=r"got float8_e4m3fn \(FP8 tensors come with their scales, as a onepass.Quant"):
+        onepass.attention(q, k, v)
+
+
+@pytest.mark.parametrize("packed_too", [False, True])
+def test_precision_is_refused(packed_too):
+    def call(precision, **changes):
+        if not packed_too:
+            return onepass.attention(**tensors(**changes), precision=precision)
+        q, k, v = (changes.get("all", lambda t: t)(t) for t in packed())
+        return onepass.attention_varlen(q, k, v, **CU, precision=precision)
+
+    with pytest.raises(ValueError, match=r"precision: expected one of fp8, got 'fp4'"):
+        call("fp4")
+    with pytest.raises(TypeError, match=r"precision: expected one of fp8, got 8"):
+        call(8)
+    doubles = dict.fromkeys(("all",) if packed_too else "qkv", torch.Tensor.double)
+    with pytest.raises(
+        TypeError, match=r"q: expected dtype float32, bfloat16, float16 with precision='fp8', got float64"
+    ):
+        call("fp8", **doubles)
+    assert not onepass.supports(**tensors(), precision="fp4").ok
+    assert onepass.supports(**tensors(), precision="fp8").ok
+
+
+def test_precision_does_not_take_the_short_way_of_another_call():
+    q, k, v = tensors().values()
+    exact = onepass.attention(q, k, v)
+    assert not torch.equal(onepass.attention(q, k, v, precision="fp8"), exact)
+    assert torch.equal(onepass.attention(q, k, v), exact)
+
+
+def test_no_derivative_but_backward():
+    q, k, v = tensors().values()
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda q: onepass.attention(q, k, v, precision="fp8"), (q,), (q,))
+    with pytest.raises(NotImplementedError, match=r"cannot run under torch.vmap"):
+        torch.vmap(lambda q: onepass.attention(q, k, v, precision="fp8"))(q[None])
