@@ -7,10 +7,12 @@ degenerate cases, add the floor of `rounding.py`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .. import reference
 
 OUT_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
@@ -77,6 +79,29 @@ def compare(
     worst, where = _worst(error)
     rms = float(error.square().mean().sqrt()) if error.numel() else 0.0
     return Comparison(name, worst, factor * plain_error + eps * largest + floor, rms, plain_error, where)
+
+
+def fp8_budget(
+    q: Tensor, k: Tensor, v: Tensor, out_dtype: torch.dtype, **options: Any
+) -> tuple[reference.Reference, Tensor]:
+    """The float64 oracle of an FP8 call, and how far each element of out may be off: what rounding P to e4m3 does.
+
+    A probability is rounded by at most 2^-4 of itself, or below e4m3's normal numbers by 2^-18 of its row's largest,
+    both before its product with v. (The running maximum that P refers to is at most the final one.)
+
+    Args: q, k, v: dequantised, dense. options: as for `attention`.
+    """
+    oracle = reference.attention(q, k, v, **options)
+    batch, seqlen_k, heads_kv, _ = k.shape
+    identity = torch.eye(seqlen_k, dtype=torch.float64, device=k.device)
+    # the probabilities: attention with the identity for v
+    p = reference.attention(q, k, identity[None, :, None].expand(batch, -1, heads_kv, -1), **options).out.transpose(
+        1, 2
+    )
+    v = v.double().repeat_interleave(q.shape[2] // heads_kv, 2).transpose(1, 2).abs()
+    error = (p * 2.0**-4) @ v + p.amax(-1, keepdim=True) * 2.0**-18 * v.sum(2, keepdim=True).amax(-1, keepdim=True)
+    rounding = torch.finfo(out_dtype).eps * oracle.out.abs() + 1e-5 * (v.amax() if v.numel() else 1.0)
+    return oracle, 1.01 * error.transpose(1, 2) + rounding
 
 
 def compare_gradients(name: str, actual: Tensor, oracle: Tensor, plain: Tensor, floor: float = 0.0) -> Comparison:

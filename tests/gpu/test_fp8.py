@@ -1,0 +1,107 @@
+"""The Hopper forward in FP8 against float64 attention of the dequantised tensors, and beside the tiled backend."""
+
+import math
+
+import pytest
+import torch
+from gpu_cases import BACKEND, BF16, DEVICE, FP16, ON_GPU, needs_hopper
+
+import onepass
+from onepass.kernels.config import ForwardConfig
+from onepass.testing import fp8_budget
+
+pytestmark = [*needs_hopper, pytest.mark.skipif(BACKEND == "sm80", reason="no FP8 kernels for Ampere")]
+
+
+def make(seqlen_q, seqlen_k, head_dim, head_dim_v, batch=2, heads=(4, 2), dtype=BF16):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (seqlen_q, heads[0], head_dim), (seqlen_k, heads[1], head_dim), (seqlen_k, heads[1], head_dim_v)
+    return [torch.randn(batch, *shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
+
+
+def check(quantized, **options):
+    tuning = options.pop("tuning", None)
+    out, lse = onepass.attention(quantized, **options, backend=BACKEND, tuning=tuning, return_lse=True)
+    oracle, allowed = fp8_budget(*quantized.dequantize(), out.dtype, **options)
+    error = (out.double() - oracle.out).abs()
+    assert (error <= allowed).all(), (
+        f"{int((error > allowed).sum())} of {error.numel()}, worst {(error / allowed).max()}"
+    )
+    is_empty = oracle.lse == -math.inf
+    assert torch.equal(lse == -math.inf, is_empty)
+    assert (lse.double() - oracle.lse).masked_fill(is_empty, 0.0).abs().max() < 2e-4
+    return out
+
+
+def test_order_of_keys():
+    """One key after another has all the probability, so that out is its row of V."""
+    v = make(256, 256, 128, 128, batch=1, heads=(1, 1))[2]
+    k = torch.nn.functional.normalize(torch.randn(256, 128, generator=torch.Generator().manual_seed(1)), dim=-1) * 11
+    k = k.to(DEVICE, BF16)[None, :, None]
+    quantized = onepass.quantize_fp8(k, k, v)
+    out = check(quantized, softmax_scale=1.0)  # query i sees key i with a score of 121, others with far less
+    torch.testing.assert_close(out.float(), quantized.dequantize()[2], atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (70, 30)}], ids=str)
+@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (16, 48)], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 1), (64, 64), (65, 129), (200, 333)], ids=str)
+def test_values(lengths, head_dims, mask):
+    check(onepass.quantize_fp8(*make(*lengths, *head_dims)), **mask)
+
+
+@pytest.mark.parametrize("granularity", ["block", "head", "tensor"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_granularities(granularity, dtype):
+    q, k, v = make(300, 500, 128, 128, dtype=dtype)
+    k[0, :70] *= 20  # blocks of different scales
+    v[1, 64:128] *= 50
+    q[:, 100:] *= 0.1
+    check(onepass.quantize_fp8(q, k, v, granularity=granularity), causal=True)
+
+
+OPTIONS = {
+    "softcap": {"softcap": 5.0},
+    "sinks": {"sinks": torch.linspace(-1.0, 3.0, 4)},
+    "seqused_k": {"seqused_k": torch.tensor([333, 17], dtype=torch.int32), "causal": True},
+    "few queries": {},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name):
+    options = {n: o.to(DEVICE) if isinstance(o, torch.Tensor) else o for n, o in OPTIONS[name].items()}
+    q, k, v = make(3 if name == "few queries" else 200, 333, 128, 128)
+    check(onepass.quantize_fp8(q, k, v, seqused_k=options.get("seqused_k")), **options)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="tiled takes no configuration")
+@pytest.mark.parametrize(
+    "config",
+    [
+        ForwardConfig(tile_n=64),
+        ForwardConfig(tile_n=192, q_stages=2),
+        ForwardConfig(tile_n=128, cluster_size=2),
+        ForwardConfig(tile_n=128, dynamic_tiles=True, pingpong=False),
+        ForwardConfig(tile_n=128, overlap_tiles=False),
+        ForwardConfig(tile_n=128, overlap_tiles=False, overlap_gemm_softmax=False),
+    ],
+    ids=lambda config: config.text,
+)
+def test_configurations(config):
+    check(onepass.quantize_fp8(*make(500, 700, 128, 128)), causal=True, tuning=config)
+
+
+def test_precision_and_gradients():
+    q, k, v = (x.requires_grad_() for x in make(200, 333, 128, 128))
+    both = []
+    for precision in (None, "fp8"):
+        out = onepass.attention(q, k, v, causal=True, precision=precision, backend=BACKEND)
+        both.append(torch.cat([g.flatten() for g in torch.autograd.grad(out.sum(), (q, k, v))]).float())
+    assert torch.nn.functional.cosine_similarity(*both, 0) > 0.98
+
+
+def test_the_same_bits():
+    quantized = onepass.quantize_fp8(*make(500, 700, 128, 128))
+    first = onepass.attention(quantized, causal=True, backend=BACKEND)
+    assert all(torch.equal(onepass.attention(quantized, causal=True, backend=BACKEND), first) for _ in range(50))
