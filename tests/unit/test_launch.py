@@ -44,10 +44,10 @@ def test_arguments_of_the_kernel(launched):
     config = ForwardConfig(tile_n=128)
     for _ in range(2):
         out, lse = launch.forward(problem, inputs, config)
-    q, k, v, given_out, given_lse, sinks, *lengths, scale, tanh_scale, left, right, counter, _, num_ctas = launched[1]
+    q, k, v, given_out, given_lse, sinks, *optional, scale, tanh_scale, left, right, counter, _, num_ctas = launched[1]
     assert (q is inputs.q, k is inputs.k, v is inputs.v, given_out is out, given_lse is lse) == (True,) * 5
     assert sinks.dtype == torch.float32
-    assert lengths == [None, None, None]
+    assert optional == [None] * 7  # lengths, and the scales of FP8
     assert (scale, tanh_scale, left, right, counter) == (0.5 * math.log2(math.e), None, 300, 7, None)
     assert num_ctas == 9  # of 2 * 4 * 3 tiles
     assert launched[0][6:] == launched[1][6:]
