@@ -234,7 +234,7 @@ CASES = {
     "head dims 192 and 128": call_of(192, 128, 70, 70),
     "deterministic": call_of(64, 64, 150, 300, heads=(4, 2), causal=True, deterministic=True),
     "deterministic packed": call_of(64, 64, 160, 230, causal=True, deterministic=True, **PACKED),
-    "2-byte copies": call_of(5, 7, 70, 130, causal=True),
+    "2-byte copies": call_of(5, 39, 70, 130, causal=True),
     "4-byte copies": call_of(18, 40, 70, 130, window=(70, 5)),
     "float16 8-byte copies, packed": call_of(20, 36, 160, 230, dtype=torch.float16, causal=True, **PACKED),
     "float32": call_of(64, 64, 70, 130, dtype=FLOAT32),
@@ -252,7 +252,7 @@ CASES = {
     ),
     "float32 rows that see nothing": call_of(64, 64, 100, 70, dtype=FLOAT32, causal=True),
     "float32 4-byte copies, packed, deterministic": call_of(
-        5, 7, 160, 230, dtype=FLOAT32, causal=True, deterministic=True, **PACKED
+        5, 39, 160, 230, dtype=FLOAT32, causal=True, deterministic=True, **PACKED
     ),
     "float32 8-byte copies": call_of(6, 10, 70, 130, dtype=FLOAT32),
     "float32 packed seqused": call_of(64, 64, 160, 230, dtype=FLOAT32, seqused_k=[10, 0, 129, 21], **PACKED),

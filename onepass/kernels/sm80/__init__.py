@@ -3,9 +3,10 @@
 forward.py    the kernel: set-up, tiles, what a thread block does with one; read this one first
 warps.py      a warp's registers and single acts: GEMMs, masks, softmax, storing
 loads.py      tiles from global to shared memory, asynchronously
+gemms_16bit.py, gemms_float32.py, tf32.py   the matrix products of fp16 and bf16, and of float32
 launch.py     tensors and options -> compiled kernel and grid
 
 decode_launch.py   attention over a cache: appending to it, forward by splits, merging (docs/decoding.md)
 
-backward.py, backward_warps.py, backward_launch.py: the same for the gradients
+backward.py, backward_warps.py, backward_gemms_*.py, backward_launch.py: the same for the gradients
 """

@@ -15,7 +15,8 @@ With one_score_buffer there are two more: P is read before dS takes its place.
 How warps share out a GEMM is up to the configuration. With all of them along the keys (p_in_registers), a warp's P and
 dS are its operands of dV and dK as they lie in registers; only dQ, which sums over all keys, needs shared memory. With
 less along the keys, dK and dV of large head dims are spread over all warps' registers, and P goes through shared
-memory, too.
+memory, too; in float32 it always does. What depends on the type of the elements is in backward_gemms_16bit.py and
+backward_gemms_float32.py.
 
 dQ is added to a float32 accumulator in global memory, which backward_rows.py makes dq of. These additions come in any
 order. If the problem is deterministic, tiles of keys add to a block of dQ in ascending order, see dq_accumulator.py:
@@ -25,11 +26,12 @@ Shared memory: K (tile_n, head_dim), V (tile_n, head_dim_v), num_stages of Q (ti
 head_dim_v), dS and perhaps P (tile_n, tile_m), num_stages of lse and delta. Columns up to the compiled head dim are
 zeros, and so are rows past the end of a sequence: P = 0 there, and 0 * NaN = NaN.
 
-State: no GPU has run this yet, and nothing is tuned. The tests compile it for six architectures, read the machine code,
-and run the PTX on the CPU.
+State: an H200 has run fp16 and bf16; float32, and copies of less than 16 bytes, no GPU yet. The tests compile it for
+six architectures, read the machine code, and run the PTX on the CPU.
 
-    done      fp16 and bf16, all that the forward supports, the gradient of lse, deterministic, NaN in hidden pairs
-    not yet   float32, stmatrix where a GPU has it, turns whose wait hides behind a GEMM, dQ a step late (one barrier)
+    done      fp16, bf16 and float32, all that the forward supports, the gradient of lse, deterministic, NaN in hidden
+              pairs, head dims from 1 to 256, tensors of any alignment
+    not yet   stmatrix where a GPU has it, turns whose wait hides behind a GEMM, dQ a step late (one barrier)
 
 Source: FlashAttention-2, arXiv:2307.08691, Algorithm 2.
 """

@@ -59,7 +59,6 @@ def prepare(
         return without_keys
     arch = launch.arch_of(device)
     config = config or heuristics.backward_config_sm80(problem, arch)
-    config.check(problem, arch)
     return functools.partial(_backward_of_any_alignment, problem, has_dlse, config, arch)
 
 
@@ -75,6 +74,7 @@ def _backward_of_any_alignment(
 @functools.lru_cache(maxsize=4096)
 def launch_of(problem: AttentionProblem, has_dlse: bool, config: BackwardConfigSm80, arch: str) -> Launch:
     """The compiled kernels for tensors that copies of config.vector_bytes can read."""
+    config.check(problem, arch)
     preprocess, main, postprocess = (compile.get(*r) for r in compile_requests(problem, has_dlse, config, arch))
     blocks_per_head, num_tiles = counts(problem, config)
     section = heads_per_section(problem, config)
