@@ -99,7 +99,7 @@ def test_splits(num_splits):
 
 
 CASES = {
-    "pages of 1, 16 queries": (cache_of((70, 33), 16, (8, 2), (64, 64), page_size=1), {"num_splits": 2}),
+    "pages of 1, 16 queries": (cache_of((33, 70), 16, (8, 2), (64, 64), page_size=1, room=70), {"num_splits": 2}),
     "pages of 48": (cache_of((190, 5, 97), 1, (8, 2), (64, 64), page_size=48), {"num_splits": 3}),
     "one pass over pages": (cache_of((190, 5), 2, (8, 2), (64, 64), page_size=7), {"num_splits": 1}),
     "window, softcap, sinks": (
@@ -139,17 +139,18 @@ def test_parts_of_equal_keys_give_equal_bits_in_any_batch_and_any_cache():
             assert torch.equal(one, many[at])
 
 
-@pytest.mark.parametrize("key", [126, 129])
-def test_nan_of_a_hidden_key_stays_hidden_in_its_split(key):
-    """Of the first split, of keys 0 to 127, and of the second."""
+@pytest.mark.parametrize(("key", "window"), [(126, None), (129, None), (117, (10, None))])
+def test_nan_of_a_hidden_key_stays_hidden_in_its_split(key, window):
+    """Of the first split, of keys 0 to 127, and of the second; with a window, of rows that see both."""
     inputs = cache_of((130,), 8, (4, 1), (64, 64))
-    whole, _ = check(inputs, num_splits=2)
+    options = {"num_splits": 2, "window": window}
+    whole, _ = check(inputs, **options)
     inputs.v_cache[:, key] = NAN
-    problem = check_decode(inputs, **(OPTIONS | {"num_splits": 2}))
-    out = sm80_decode.decode(problem, inputs)[0]
-    first = key - 122  # the query that stands there
-    assert out[:, first:].isnan().all()
-    torch.testing.assert_close(out[:, :first], whole[:, :first], rtol=0.02, atol=0.01)
+    out = sm80_decode.decode(check_decode(inputs, **(OPTIONS | options)), inputs)[0]
+    positions = torch.arange(122, 130)
+    sees = (key <= positions) & (window is None or positions <= key + 10)
+    assert out[:, sees].isnan().all()
+    torch.testing.assert_close(out[:, ~sees], whole[:, ~sees], rtol=0.02, atol=0.01)
 
 
 # ---------------------------------------------------------------- append
