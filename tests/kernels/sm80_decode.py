@@ -58,6 +58,10 @@ class Parameters:
         self.values.append(struct.pack(form, address, *numbers, *padding, *strides))
         return address
 
+    def end_here(self):
+        """What was put last ends with the memory: reading past it raises."""
+        self.memory.num_bytes = self.memory.used
+
     def result(self, address: int, like: torch.Tensor) -> torch.Tensor:
         data = self.memory.get(address, flat(like).numel() * like.element_size())
         return torch.from_numpy(data).view(like.dtype).as_strided(like.shape, like.stride())
@@ -121,6 +125,7 @@ def forward(
         kernel.values += fast_divisor(n)
     if table is not None:
         kernel.tensor(table)
+        kernel.end_here()
         kernel.values += fast_divisor(inputs.k_cache.shape[1])
     kernel.values += [integer(n) for n in splits if n is not None]
     key = decode_launch.compile_request(problem, config, ARCH, is_split)[1]
@@ -156,6 +161,7 @@ def append(problem: DecodeProblem, inputs: DecodeInputs):
         for i, t in enumerate(tensors)
     ]
     kernel.values += [integer(seqlen_new), integer(rows)]
+    kernel.end_here()
     key = decode_launch.AppendKey.of(problem, inputs)
     program = compiled(key, functools.partial(decode_launch.trace_append, key))
     ptx_interpreter.run(program, kernel.values, kernel.memory, (num_blocks, 1, 3), 128, 0)

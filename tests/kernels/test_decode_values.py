@@ -99,7 +99,7 @@ def test_splits(num_splits):
 
 
 CASES = {
-    "pages of 1, 16 queries": (cache_of((70, 33), 16, (8, 2), (64, 64), page_size=1), {"num_splits": 2}),
+    "pages of 1, 16 queries": (cache_of((33, 70), 16, (8, 2), (64, 64), page_size=1, room=70), {"num_splits": 2}),
     "pages of 48": (cache_of((190, 5, 97), 1, (8, 2), (64, 64), page_size=48), {"num_splits": 3}),
     "one pass over pages": (cache_of((190, 5), 2, (8, 2), (64, 64), page_size=7), {"num_splits": 1}),
     "window, softcap, sinks": (
@@ -128,26 +128,29 @@ def test_values(name):
 
 def test_parts_of_equal_keys_give_equal_bits_in_any_batch_and_any_cache():
     """Other tiles, other splits, another grid: the same bits."""
-    filled = (200, 130, 64)
-    inputs = cache_of(filled, 2, (8, 2), (64, 64))
-    together = check(inputs, split_size=64)
+    filled = (300, 130, 64)
+    inputs = cache_of(filled, 2, (8, 2), (64, 64), room=700)
+    together = check(inputs, split_size=128)
     for b, n in enumerate(filled):
         at, room = slice(b, b + 1), -(-n // 4) * 4
         caches = (c[at, :room].clone() for c in inputs[1:3])
         alone = DecodeInputs(inputs.q[at].clone(), *caches, inputs.cache_seqlens[at])
-        for one, many in zip(check(alone, split_size=64), together, strict=True):
+        for one, many in zip(check(alone, split_size=128), together, strict=True):
             assert torch.equal(one, many[at])
 
 
-def test_nan_of_a_hidden_key_stays_hidden_in_its_split():
+@pytest.mark.parametrize(("key", "window"), [(126, None), (129, None), (117, (10, None))])
+def test_nan_of_a_hidden_key_stays_hidden_in_its_split(key, window):
+    """Of the first split, of keys 0 to 127, and of the second; with a window, of rows that see both."""
     inputs = cache_of((130,), 8, (4, 1), (64, 64))
-    whole, _ = check(inputs, num_splits=2)
-    inputs.v_cache[:, 126] = NAN
-    problem = check_decode(inputs, **(OPTIONS | {"num_splits": 2}))
-    out = sm80_decode.decode(problem, inputs)[0]
-    first = 126 - 122  # the query that stands there
-    assert out[:, first:].isnan().all()
-    torch.testing.assert_close(out[:, :first], whole[:, :first], rtol=0.02, atol=0.01)
+    options = {"num_splits": 2, "window": window}
+    whole, _ = check(inputs, **options)
+    inputs.v_cache[:, key] = NAN
+    out = sm80_decode.decode(check_decode(inputs, **(OPTIONS | options)), inputs)[0]
+    positions = torch.arange(122, 130)
+    sees = (key <= positions) & (window is None or positions <= key + 10)
+    assert out[:, sees].isnan().all()
+    torch.testing.assert_close(out[:, ~sees], whole[:, ~sees], rtol=0.02, atol=0.01)
 
 
 # ---------------------------------------------------------------- append
@@ -180,10 +183,10 @@ def test_append_and_attend():
 
 @pytest.mark.parametrize("page_size", [None, 4])
 def test_bad_lengths_and_pages_write_nothing_outside(page_size):
-    inputs = cache_of((20, 4, 8), 1, (2, 1), (8, 8), page_size=page_size, room=24, seqlen_new=2)
+    inputs = cache_of((20, 4, 8, 8), 1, (2, 1), (8, 8), page_size=page_size, room=24, seqlen_new=2)
     if page_size is not None:
-        inputs.page_table[1] = torch.tensor([-1, 10**9, -(2**31), 20, 21, 22])  # of 20 pages
-    lengths = torch.tensor([23, 4 if page_size else 24, -1], dtype=INT32)
+        inputs.page_table[1] = torch.tensor([-1, 10**9, -(2**31), 26, 27, 28])  # of 26 pages
+    lengths = torch.tensor([23, 4 if page_size else 24, -1, 2**28], dtype=INT32)
     problem = check_decode(inputs, **OPTIONS)
     _, k_cache, v_cache = sm80_decode.append(problem, inputs._replace(cache_seqlens=lengths))
     for now, was, new in ((k_cache, inputs.k_cache, inputs.k_new), (v_cache, inputs.v_cache, inputs.v_new)):
