@@ -152,8 +152,7 @@ def _fp8_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _setup_context_fp8(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    # a configuration is the forward's alone
-    _setup_context(ctx, (*inputs[:-2], None), output)
+    _setup_context(ctx, inputs[:-1], output)
 
 
 def _autograd_backward_fp8(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:

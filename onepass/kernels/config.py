@@ -102,6 +102,8 @@ class ForwardConfig(LaunchConfig):
             step by step in the same key block.
         dynamic_tiles: thread blocks draw their tiles from a queue instead of taking every so many-th one.
         pack_gqa: the query heads of one kv head share a tile, see blocks/pack_gqa.py.
+        two_level_sums: P V of a step has an accumulator of its own, which the FMA pipe adds to O: in FP8 the tensor
+            cores sum with fewer bits than float32 has.
 
     Raises: TypeError for a value of another type than its field's.
     """
@@ -125,6 +127,7 @@ class ForwardConfig(LaunchConfig):
     cluster_size: int = 1
     dynamic_tiles: bool = False
     pack_gqa: bool = False
+    two_level_sums: bool = False
 
     @property
     def tile_m(self) -> int:
@@ -159,7 +162,8 @@ class ForwardConfig(LaunchConfig):
         """Registers of a consumer thread for S, P, O (and Q): the rest is left for addresses and the softmax."""
         d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
         p = self.tile_n * problem.dtype.itemsize // (8 * self.score_buffers)
-        return self.tile_n // 2 + p + dv // 2 + (d // 4 if self.q_in_registers else 0)
+        o = dv if self.two_level_sums else dv // 2
+        return self.tile_n // 2 + p + o + (d // 4 if self.q_in_registers else 0)
 
     def check(self, problem: AttentionProblem, arch: str = HOPPER) -> None:
         """Raises: UnsupportedError, naming the bound, what is needed and what there is."""
@@ -201,6 +205,8 @@ class ForwardConfig(LaunchConfig):
             raise UnsupportedError(
                 f"pack_gqa: expected up to {ROWS_PER_WARPGROUP} query heads a kv head, got {self.group(problem)}"
             )
+        if self.two_level_sums and (self.score_buffers != 1 or self.rescale_threshold != 0):
+            raise UnsupportedError("two_level_sums: needs score_buffers=1 and rescale_threshold=0")
         if problem.quantization is not None:
             self._check_fp8()
         needed = self.smem_bytes(problem)

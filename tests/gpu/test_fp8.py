@@ -84,6 +84,7 @@ def test_options(name):
         ForwardConfig(tile_n=128, cluster_size=2),
         ForwardConfig(tile_n=128, dynamic_tiles=True, pingpong=False),
         ForwardConfig(tile_n=128, overlap_tiles=False),
+        ForwardConfig(tile_n=64, two_level_sums=True),
         ForwardConfig(tile_n=128, overlap_tiles=False, overlap_gemm_softmax=False),
     ],
     ids=lambda config: config.text,

@@ -221,16 +221,14 @@ CASES = {
     "full": call_of(64, 64, 70, 200),
     "rows that see nothing": call_of(64, 64, 150, 70, causal=True),
     "window": call_of(64, 64, 150, 280, window=(70, 5)),
-    "window to the left": call_of(64, 64, 150, 280, window=(70, None)),
     "float16 softcap": call_of(128, 128, 70, 130, dtype=torch.float16, softcap=5.0, causal=True),
     "sinks": call_of(64, 64, 70, 130, sinks=torch.tensor([1.0, -1.0])),
     "batch and heads": call_of(64, 64, 70, 65, heads=(4, 2), batch=3, causal=True),
     "seqused": call_of(64, 64, 70, 140, batch=3, seqused_k=[140, 0, 65]),
-    "packed": call_of(64, 64, 160, 230, causal=True, **PACKED),
     "packed seqused": call_of(64, 64, 160, 230, seqused_k=[10, 0, 129, 21], **PACKED),
     "packed sinks": call_of(64, 64, 160, 230, sinks=torch.tensor([1.0, -1.0]), **PACKED),
     "head dims of no tile": call_of(72, 40, 70, 130),
-    **{f"head dim {d}": call_of(d, d, 70, 70, causal=True) for d in (96, 128, 192, 256)},
+    **{f"head dim {d}": call_of(d, d, 70, 70, causal=True) for d in (128, 192, 256)},
     "head dims 192 and 128": call_of(192, 128, 70, 70),
     "deterministic": call_of(64, 64, 150, 300, heads=(4, 2), causal=True, deterministic=True),
     "deterministic packed": call_of(64, 64, 160, 230, causal=True, deterministic=True, **PACKED),
@@ -250,11 +248,9 @@ CASES = {
         window=(30, 5),
         sinks=torch.tensor([1.0, -1.0, 0.0, 2.0]),
     ),
-    "float32 rows that see nothing": call_of(64, 64, 100, 70, dtype=FLOAT32, causal=True),
     "float32 4-byte copies, packed, deterministic": call_of(
         5, 39, 160, 230, dtype=FLOAT32, causal=True, deterministic=True, **PACKED
     ),
-    "float32 8-byte copies": call_of(6, 10, 70, 130, dtype=FLOAT32),
     "float32 packed seqused": call_of(64, 64, 160, 230, dtype=FLOAT32, seqused_k=[10, 0, 129, 21], **PACKED),
     "float32 packed sinks": call_of(
         128, 96, 160, 230, dtype=FLOAT32, causal=True, sinks=torch.tensor([1.0, -1.0]), **PACKED

@@ -11,7 +11,7 @@ import torch
 from shipped import problem
 
 import onepass
-from onepass import fp8
+from onepass import dispatch, fp8
 from onepass.errors import UnsupportedError
 from onepass.kernels import heuristics
 from onepass.kernels.config import ForwardConfig
@@ -137,6 +137,10 @@ def test_what_the_kernel_does_not_take(question, message):
         (ForwardConfig(tile_n=80), r"tile_n: expected 32, 64, 128, 192 or 256 in FP8 .* got 80"),
         (ForwardConfig(tile_n=128, rescale_threshold=8.0), r"rescale_threshold: expected 0 in FP8, .* got 8.0"),
         (ForwardConfig(tile_n=128, score_buffers=2), r"q_in_registers, score_buffers: expected False and 1 in FP8"),
+        (
+            ForwardConfig(tile_n=64, two_level_sums=True, rescale_threshold=1.0),
+            r"two_level_sums: needs score_buffers=1 and rescale_threshold=0",
+        ),
         (ForwardConfig(tile_n=64, q_in_registers=True), r"q_in_registers, score_buffers: expected False and 1 in FP8"),
     ],
     ids=str,
@@ -144,3 +148,13 @@ def test_what_the_kernel_does_not_take(question, message):
 def test_configurations_that_do_not_fit(config, message):
     with pytest.raises(UnsupportedError, match=message):
         config.check(asked(128, 128))
+
+
+def test_a_kernel_that_was_not_run_is_chosen_by_name_only(monkeypatch):
+    monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    support = dispatch.choose(asked(128, 128))
+    assert support.backend == "tiled"
+    assert "not been run yet: ask for it with backend='sm90'" in support.reason
+    assert dispatch.choose(asked(128, 128), "sm90").backend == "sm90"
+    assert dispatch.choose(problem(128, 128)).backend == "sm90"

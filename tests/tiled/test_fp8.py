@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
 from onepass import fp8, reference
@@ -427,6 +428,20 @@ def test_operators():
     arguments = (*tensors, *options, *quantized.descales, torch.float16, 64, 64)
     # its other checks compute with copies of the tensors, which FP8 has no arithmetic for
     torch.library.opcheck(torch.ops.onepass.attention_quantized, arguments, test_utils="test_faketensor")
+
+
+def test_flops_are_those_of_attention():
+    q, k, v = make()
+    counts = []
+    for call in (
+        lambda: onepass.attention(q, k, v, causal=True),
+        lambda: onepass.attention(q, k, v, causal=True, precision="fp8"),
+        lambda: onepass.attention(onepass.quantize_fp8(q, k, v, rotate=False), causal=True),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            call()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] == counts[2] > 0
 
 
 def test_autocast():

@@ -267,7 +267,7 @@ class Consumer(Warpgroup):
         if cutlass.const_expr(self.config.overlap_gemm_softmax):
             self.keep_softmax_above()
             warpgroup.wait_group(0)
-            self.pipes.v.consumer_release(v_state)
+            self.finish_pv(v_state)
         self.next_p(0, scales)
         return ready
 
@@ -293,7 +293,7 @@ class Consumer(Warpgroup):
         self.first_softmax(next_tile, k_state, next_q_state, scales)
         self.keep_softmax_above()
         warpgroup.wait_group(0)
-        self.pipes.v.consumer_release(v_state)
+        self.finish_pv(v_state)
         self.pack_p(0, scales)
 
     @cute.jit
@@ -359,7 +359,7 @@ class Consumer(Warpgroup):
         """O += P V with nothing beside it."""
         self.issue_pv(v_state)
         warpgroup.wait_group(0)
-        self.pipes.v.consumer_release(v_state)
+        self.finish_pv(v_state)
 
     @cute.jit
     def keep_softmax_above(self):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import fp8
 from ...outputs import empty_outputs
-from ...problem import AttentionInputs, AttentionProblem, QuantizedInputs
+from ...problem import AttentionInputs, AttentionProblem, Quantization, QuantizedInputs
 from .. import compile, heuristics
 from ..arguments import aligned as tma_ready
 from ..arguments import element_type, fake_tensor, score_scales, window_bounds
@@ -100,7 +100,9 @@ def prepare(
 def compile_request(problem: AttentionProblem, config: ForwardConfig | None = None, arch: str = ARCH) -> tuple:
     """The arguments of `compile.get` for the kernel of this problem."""
     config = config or heuristics.forward_config(problem)
-    static = replace(problem, deterministic=False).static()  # the forward is, either way
+    # the forward is deterministic either way, and scales of any granularity come to the kernel in one
+    quantization = None if problem.quantization is None else Quantization(problem.out_dtype)
+    static = replace(problem, deterministic=False, quantization=quantization).static()
     return "forward", (static, config), arch, functools.partial(trace, problem, config)
 
 
@@ -180,7 +182,7 @@ def kernel_scales(problem: AttentionProblem, inputs: QuantizedInputs) -> tuple[T
     k_scale, v_scale = (
         (t if t.dim() == 3 else t[..., None]).expand(blocks).contiguous() for t in (descales.k, descales.v)
     )
-    largest = v_scale.amax(-1, keepdim=True)
+    largest = v_scale.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     return q_scale, k_scale, v_scale / largest, largest[..., 0].contiguous()
 
 

@@ -96,6 +96,8 @@ class Warpgroup(Turns):
         shape_o = self.tiled_mma_pv.partition_shape_C((ROWS_PER_WARPGROUP, kernel.head_dim_v))
         self.acc_s = [cute.make_rmem_tensor(shape_s, Float32) for _ in range(self.parts)]
         self.acc_o = cute.make_rmem_tensor(shape_o, Float32)
+        # what the tensor cores add P V to: O itself, or the sum of one step
+        self.acc_pv = cute.make_rmem_tensor(shape_o, Float32) if config.two_level_sums else self.acc_o
         self.s, self.o = [rows_and_columns(acc) for acc in self.acc_s], rows_and_columns(self.acc_o)
         if kernel.is_fp8:
             shape_p = self.tiled_mma_pv.partition_shape_A((ROWS_PER_WARPGROUP, self.part_n))
@@ -155,7 +157,16 @@ class Warpgroup(Turns):
         if cutlass.const_expr(not self.is_lazy and self.config.rescale_beside_qk):
             self.softmax.rescale(self.o)
         self.pipes.v.consumer_wait(v_state, is_ready)
-        wgmma.issue(self.tiled_mma_pv, self.acc_o, self.p, self.rV[None, None, None, v_state.index], True)
+        accumulate = not self.config.two_level_sums
+        wgmma.issue(self.tiled_mma_pv, self.acc_pv, self.p, self.rV[None, None, None, v_state.index], accumulate)
+
+    @cute.jit
+    def finish_pv(self, v_state):
+        """Once P V is there: V is free, and with two_level_sums O gets it."""
+        self.pipes.v.consumer_release(v_state)
+        if cutlass.const_expr(self.config.two_level_sums):
+            for i in cutlass.range_constexpr(cute.size(self.acc_o)):
+                self.acc_o[i] = self.acc_o[i] + self.acc_pv[i]
 
     @cute.jit
     def clear_rubbish(self, tile: Tile, v_state):
