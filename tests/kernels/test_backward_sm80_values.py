@@ -6,8 +6,10 @@ import itertools
 import math
 import struct
 import tempfile
+from collections import Counter
 from dataclasses import dataclass, replace
 
+import numpy as np
 import ptx_interpreter
 import pytest
 import torch
@@ -410,6 +412,36 @@ def test_nan_of_a_hidden_pair_stays_hidden(head_dims, dtype):
         # what is computed again is rounded otherwise
         torch.testing.assert_close(gradient[:, is_clean], expected[:, is_clean], rtol=tolerance, atol=tolerance)
         assert not gradient.isfinite().all()
+
+
+def wavefronts(addresses: np.ndarray, num_bytes: int) -> tuple[int, int]:
+    """How often the banks of shared memory are read or written for a warp's access, and at least."""
+    together = addresses.reshape(max(1, num_bytes // 4), -1)  # 128 bytes at a time
+    words = [np.unique(lanes[:, None] // 4 + np.arange(num_bytes // 4)) for lanes in together]
+    return sum(int(np.bincount(w % 32).max()) for w in words), len(together)
+
+
+@pytest.mark.slow
+def test_float32_meets_no_bank_conflict(monkeypatch):
+    seen = Counter()
+    run = ptx_interpreter.Warp.load_or_store
+
+    def counted(warp, parts, operands, active):
+        if "shared" in parts and warp.is_everyone:
+            values, place = operands if parts[0] == "ld" else operands[::-1]
+            num_bytes = (values.count(",") + 1) * int(parts[-1][1:]) // 8
+            needed, least = wavefronts(warp.address(place)[:32], num_bytes)
+            seen[parts[0], num_bytes, "accesses"] += least
+            seen[parts[0], num_bytes, "conflicts"] += needed - least
+        return run(warp, parts, operands, active)
+
+    monkeypatch.setattr(ptx_interpreter.Warp, "load_or_store", counted)
+    call = call_of(64, 64, 40, 70, heads=(1, 1), dtype=FLOAT32)
+    gradients(call, *given(call))
+    # rows and columns of the tiles; P and dS written, and read by rows; dS by columns
+    for access in (("ld", 16), ("st", 8), ("ld", 8), ("ld", 4)):
+        assert seen[(*access, "accesses")] > 0
+        assert seen[(*access, "conflicts")] == 0
 
 
 @pytest.mark.slow
