@@ -15,7 +15,6 @@ Source: FlashAttention-3, arXiv:2407.08608, section 3.3; QuIP, arXiv:2307.13304 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -291,15 +290,25 @@ def rotated(x: Tensor, seed: int) -> Tensor:
 
     The fast transform: head_dim log2(head_dim) additions a row. M is the same on every device.
     """
-    x = x * _signs(x.shape[-1], seed).to(x.device)
+    x = x * _signs(x.shape[-1], seed, x.device)
     sizes = [2**i for i in reversed(range(x.shape[-1].bit_length())) if x.shape[-1] & 2**i]
     return torch.cat([_hadamard(piece) for piece in x.split(sizes, -1)], -1)
 
 
-@functools.lru_cache(maxsize=64)
-def _signs(head_dim: int, seed: int) -> Tensor:
-    bits = torch.randint(0, 2, (head_dim,), generator=torch.Generator().manual_seed(seed), device="cpu")
-    return 2.0 * bits.float() - 1.0
+def _signs(head_dim: int, seed: int, device: torch.device) -> Tensor:
+    """(head_dim,) float32 of 1 and -1: bits of a hash (splitmix64) of column and seed.
+
+    No generator: the same on every device, and torch.compile can trace it.
+    """
+    x = torch.arange(1, head_dim + 1, device=device) * _signed(0x9E3779B97F4A7C15) + _signed(seed % 2**64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> shift)) * _signed(factor)
+    return 1.0 - 2.0 * (x >> 63 & 1)
+
+
+def _signed(word: int) -> int:
+    """A word of 64 bits as torch's integers have it."""
+    return word - 2**64 if word >= 2**63 else word
 
 
 def _hadamard(x: Tensor) -> Tensor:
