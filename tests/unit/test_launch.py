@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from onepass.kernels import compile
 from onepass.kernels.config import ForwardConfig
 from onepass.kernels.sm90 import launch
 from onepass.outputs import empty_as, empty_outputs
-from onepass.problem import AttentionInputs, AttentionProblem, Mask
+from onepass.problem import AttentionInputs, AttentionProblem, Mask, QuantizedInputs
 
 FULL = Mask()
 
@@ -52,6 +53,35 @@ def test_arguments_of_the_kernel(launched):
     assert num_ctas == 9  # of 2 * 4 * 3 tiles
     assert launched[0][6:] == launched[1][6:]
     assert launched[0][3] is not out
+
+
+def test_arguments_of_the_kernel_in_fp8(launched):
+    q, k, v = (torch.randn(2, 40, heads, 32) for heads in (4, 2, 2))
+    quantized = onepass.quantize_fp8(q.half(), k.half(), v.half())
+    apart = torch.empty(2, 40, 4, 40, dtype=torch.float8_e4m3fn)[..., :32].copy_(quantized.q)  # rows 40 bytes apart
+    inputs = QuantizedInputs(apart, quantized.k, quantized.v, quantized.descales)
+    problem = replace(
+        AttentionProblem.of(
+            inputs,
+            softmax_scale=0.5,
+            mask=Mask(),
+            softcap=None,
+            deterministic=False,
+            quantization=quantized.quantization,
+        ),
+        device_type="cuda",
+    )
+    out, _ = launch.forward(problem, inputs, ForwardConfig(tile_n=64, num_warpgroups=1))
+    q, k, v, given_out, _, sinks, *lengths, q_scale, k_scale, v_share, v_scale = launched[0][:13]
+    assert given_out is out
+    assert out.dtype == torch.float16
+    assert (sinks, *lengths) == (None,) * 4
+    assert all(stride % 16 == 0 for stride in q.stride()[:-1])  # copied to where TMA can read it
+    assert k is inputs.k
+    assert torch.equal(q.float(), inputs.q.float())
+    assert (k.dtype, v.dtype, v.shape) == (torch.float8_e4m3fn, torch.float8_e4m3fn, (2, 2, 32, 64))
+    shapes = tuple(tuple(t.shape) for t in (q_scale, k_scale, v_share, v_scale))
+    assert shapes == ((2, 4, 40), (2, 2, 1), (2, 2, 1), (2, 2))
 
 
 @pytest.mark.parametrize("empty", ["batch", "seqlen_q", "seqlen_k"])
