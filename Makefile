@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint test-gpu bench clean
+.PHONY: demo test test-all lint test-gpu bench clean
 
 # Rebuilt when the versions or the package's own description change.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -18,6 +18,10 @@ demo: $(VENV)/installed
 
 # One process per core with one thread each: many small parallel regions on busy cores wait for one another.
 test: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not gpu and not slow" tests
+
+# With more kernels of the same kinds compiled and interpreted: minutes more.
+test-all: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not gpu" tests
 
 lint: $(VENV)/installed
