@@ -310,3 +310,18 @@ def _random_calls(dtype: torch.dtype, count: int):
 @pytest.mark.parametrize("call", [*_random_calls(torch.bfloat16, 1), *_random_calls(FLOAT32, 1)])
 def test_random_calls(call):
     check(call)
+
+
+def test_a_launch_picks_the_kernel_for_its_tensors(monkeypatch):
+    kernels = []
+    monkeypatch.setattr(launch, "arch_of", lambda device: ARCH)
+    monkeypatch.setattr(launch, "kernel_of", lambda *key: kernels.append(key[-1]) or (lambda *arguments: None))
+    call = call_of(64, 64, 40, 70, dtype=FLOAT32)
+    k = call.tensors["k"]
+    with_columns_apart = shifted(k, 1).transpose(1, 3).contiguous().transpose(1, 3)  # is copied
+    for t in (k, shifted(k, 2), with_columns_apart):
+        problem, inputs = problem_of(replace(call, tensors={**call.tensors, "k": t}))
+        out, lse = launch.forward(problem, inputs)
+        assert out.shape == call.tensors["q"].shape
+        assert lse.dtype == FLOAT32
+    assert kernels == [16, 8, 16]
