@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from torch import Tensor
 
@@ -12,56 +12,40 @@ from .decode_problem import DecodeInputs
 from .decode_validation import check_decode
 from .kernels.blocks import splits
 
+if TYPE_CHECKING:
+    from typing_extensions import Required, Unpack
+
+
+class DecodeOptions(TypedDict, total=False):
+    """The keyword arguments of `attention_decode` but for return_lse: for type checkers."""
+
+    cache_seqlens: Required[Tensor]
+    page_table: Tensor | None
+    k_new: Tensor | None
+    v_new: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    rotary_interleaved: bool
+    causal: bool
+    window: Window | None
+    softcap: float | None
+    sinks: Tensor | None
+    softmax_scale: float | None
+    num_splits: int | None
+    split_size: int | None
+    check_values: bool
+    backend: str | None
+
 
 @overload
 def attention_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    cache_seqlens: Tensor,
-    page_table: Tensor | None = None,
-    k_new: Tensor | None = None,
-    v_new: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    rotary_interleaved: bool = False,
-    causal: bool = True,
-    window: Window | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    softmax_scale: float | None = None,
-    num_splits: int | None = None,
-    split_size: int | None = None,
-    check_values: bool = False,
-    return_lse: Literal[False] = False,
-    backend: str | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[DecodeOptions]
 ) -> Tensor: ...
 
 
 @overload
 def attention_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    cache_seqlens: Tensor,
-    page_table: Tensor | None = None,
-    k_new: Tensor | None = None,
-    v_new: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    rotary_interleaved: bool = False,
-    causal: bool = True,
-    window: Window | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    softmax_scale: float | None = None,
-    num_splits: int | None = None,
-    split_size: int | None = None,
-    check_values: bool = False,
-    return_lse: bool,
-    backend: str | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: bool, **options: Unpack[DecodeOptions]
 ) -> Tensor | AttentionOutput: ...
 
 

@@ -18,6 +18,7 @@ from .config import (
     SMEM_BYTES_BY_ARCH,
     VECTOR_BYTES,
     BackwardConfigSm80,
+    Config,
     ForwardConfigSm80,
     head_dim_tile,
 )
@@ -78,12 +79,31 @@ FORWARD_FLOAT32 = {
 }
 
 
+def _copies(problem: AttentionProblem) -> int:
+    """Bytes of the widest copy that divides the rows of a problem's tensors."""
+    row_bytes = (problem.head_dim | problem.head_dim_v) * problem.dtype.itemsize
+    return next(n for n in VECTOR_BYTES if row_bytes % n == 0)
+
+
+def _first_that_fits(candidates: list[Config], problem: AttentionProblem, arch: str) -> Config:
+    """Raises: UnsupportedError, the last one's, if none does."""
+    for config in candidates[:-1]:
+        try:
+            config.check(problem, arch)
+        except UnsupportedError:
+            continue
+        return config
+    candidates[-1].check(problem, arch)
+    return candidates[-1]
+
+
 def forward_config_sm80(problem: AttentionProblem, arch: str) -> ForwardConfigSm80:
     """The configuration that a call of this problem runs with on the Ampere kernels, if its tensors are aligned."""
     widest = max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))
     is_float32 = problem.dtype.itemsize == 4
     seqlen_q = problem.seqlen_q // max(1, problem.batch) if problem.is_packed else problem.seqlen_q
     group = problem.qhead_per_kvhead
+    candidates = []
     for config in FORWARD_FLOAT32[widest] if is_float32 else FORWARD[widest]:
         num_tiles = ceil_div(seqlen_q, config.tile_m) * problem.num_heads_q * problem.batch
         if num_tiles < NUM_SMS and widest in FORWARD_FEW_TILES and not is_float32:
@@ -93,13 +113,8 @@ def forward_config_sm80(problem: AttentionProblem, arch: str) -> ForwardConfigSm
         rows = ROWS_PER_MMA * config.num_warps
         if 1 < group <= rows and seqlen_q * group <= rows:
             config = replace(config, tile_m=rows, pack_gqa=True)
-        try:
-            config.check(problem, arch)
-        except UnsupportedError as error:
-            refusal = error
-        else:
-            return config
-    raise refusal
+        candidates.append(config)
+    return _first_that_fits(candidates, problem, arch)
 
 
 # At 512, 1024, 2048, 4096 and 16384 but for gaps; with 163 KB of shared memory or more.
@@ -185,12 +200,6 @@ BACKWARD_FLOAT32 = {
 }
 
 
-def _copies(problem: AttentionProblem) -> int:
-    """Bytes of the widest copy that divides the rows of a problem's tensors."""
-    row_bytes = (problem.head_dim | problem.head_dim_v) * problem.dtype.itemsize
-    return next(n for n in VECTOR_BYTES if row_bytes % n == 0)
-
-
 def backward_config_sm80(problem: AttentionProblem, arch: str) -> BackwardConfigSm80:
     """The configuration that a backward of this problem runs with on the Ampere kernels, if its tensors are aligned."""
     if problem.dtype.itemsize == 4:
@@ -220,14 +229,9 @@ def backward_config_sm80(problem: AttentionProblem, arch: str) -> BackwardConfig
 
 
 def _backward_float32(problem: AttentionProblem, arch: str) -> BackwardConfigSm80:
+    candidates = []
     for config in BACKWARD_FLOAT32[max(BackwardConfigSm80().head_dims(problem))]:
         if config.head_dims(problem)[0] < max(config.head_dims(problem)):
             config = replace(config, dq_pieces=1)
-        config = replace(config, vector_adds=arch not in SCALAR_ADDS, vector_bytes=_copies(problem))
-        try:
-            config.check(problem, arch)
-        except UnsupportedError as error:
-            refusal = error
-        else:
-            return config
-    raise refusal
+        candidates.append(replace(config, vector_adds=arch not in SCALAR_ADDS, vector_bytes=_copies(problem)))
+    return _first_that_fits(candidates, problem, arch)
