@@ -185,6 +185,8 @@ class BackwardConfigSm80(LaunchConfig):
         vector_adds: four values are added to the accumulator of dQ at once, which GPUs before Hopper cannot.
         longest_first: number the tiles of keys by length (only meaningful where they differ), in L2-sized sections of
             heads.
+        descending_turns: tiles of keys of a deterministic problem add to a dQ from the last one to the first, not the
+            other way round: see block_range.following_query_block.
         vector_bytes: 16, 8, 4 or 2 of a copy from and to global memory; not a choice but what addresses, strides and
             head dims are multiples of.
     """
@@ -200,6 +202,7 @@ class BackwardConfigSm80(LaunchConfig):
     one_score_buffer: bool = False
     vector_adds: bool = False
     longest_first: bool = True
+    descending_turns: bool = False
     vector_bytes: int = 16
 
     # of every configuration here, where Hopper's have a choice
@@ -218,8 +221,12 @@ class BackwardConfigSm80(LaunchConfig):
         return problem.dtype.itemsize == 2 and self.s_key_warps == self.dkv_key_warps == self.num_warps
 
     def adds_in_turns(self, problem: AttentionProblem) -> bool:
-        """Whether tiles of keys add to a dQ in ascending order."""
+        """Whether tiles of keys add to a dQ one after the other."""
         return problem.deterministic
+
+    def adds_descending(self, problem: AttentionProblem) -> bool:
+        """Whether these turns begin with the last tile."""
+        return self.descending_turns and self.adds_in_turns(problem)
 
     def zeroes_ahead(self, problem: AttentionProblem) -> bool:
         return False
