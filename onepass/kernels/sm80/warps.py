@@ -164,9 +164,7 @@ class Warps(Bundle):
                     self.recompute(tile, i, weights)
 
     @cute.jit
-    def finish_rows(
-        self, tile: Tile, i: cutlass.Constexpr[int], rows: list, writes_lse: list, weights: cute.Tensor
-    ):
+    def finish_rows(self, tile: Tile, i: cutlass.Constexpr[int], rows: list, writes_lse: list, weights: cute.Tensor):
         """Of this thread's two rows of an m_tile: what O has to be multiplied with, and lse to memory."""
         softmax = self.softmax[i]
         for r in cutlass.range_constexpr(2):
@@ -190,8 +188,8 @@ class Warps(Bundle):
         first_row=0,
         step: cutlass.Constexpr[int] = 1,
     ):
-        """Every row of an m_tile (from first_row on every so many-th one) from its visible keys alone: V of a hidden key
-        may have brought NaN (0 * NaN)."""
+        """Every row of an m_tile, or every so many-th one from first_row on, from its visible keys alone: V of a hidden
+        key may have brought NaN (0 * NaN)."""
         at_head, geometry = self.kernel.at_head, tile.geometry
         mK, mV = self.keys_and_values(tile)
         first = i * ROWS_PER_MMA * self.config.num_warps + self.row_in_tile
