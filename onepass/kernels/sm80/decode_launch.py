@@ -336,8 +336,13 @@ class AppendKey:
 
 @functools.lru_cache(maxsize=256)
 def append_kernel_of(key: AppendKey, arch: str) -> Callable:
+    return compile.get(*append_request(key, arch))
+
+
+def append_request(key: AppendKey, arch: str) -> tuple:
+    """The arguments of `compile.get` for an append kernel."""
     pairs = tuple((name, getattr(key, name)) for name in key.__dataclass_fields__)
-    return compile.get("append_to_cache", (pairs,), arch, functools.partial(trace_append, key))
+    return "append_to_cache", (pairs,), arch, functools.partial(trace_append, key)
 
 
 def trace_append(key: AppendKey) -> tuple:
