@@ -32,8 +32,9 @@ class Space(NamedTuple):
     choices: Mapping[str, Values]
 
 
-# Only what has been seen to pay somewhere (docs/hopper-forward.md, docs/hopper-backward.md, docs/ampere.md). What pays
-# by how many heads or rows there are exactly, and not by their power of two, stays with the heuristics: private_dq.
+# Only what has been seen to pay somewhere (docs/hopper-forward.md, docs/hopper-backward.md, docs/ampere.md). What the
+# exact number of heads decides, and not its power of two, stays with the heuristics (private_dq), and so does what they
+# need for the head dim (by_gradient).
 BOTH = (False, True)
 SPACES = {
     ("fwd", "sm90"): Space(
@@ -64,7 +65,7 @@ SPACES = {
         {"longest_first": BOTH, "pack_gqa": BOTH},
     ),
     ("bwd", "sm90"): Space(
-        {"tile_m": (64, 128), "q_stages": (2, 3, 4), "do_stages": (1, 2, 3), "by_gradient": BOTH},
+        {"tile_m": (64, 128), "q_stages": (2, 3, 4), "do_stages": (1, 2, 3)},
         {"dynamic_tiles": BOTH, "background_zeros": BOTH, "pingpong": BOTH, "longest_first": BOTH},
     ),
     ("bwd", "sm80"): Space(
@@ -163,8 +164,6 @@ def _changed(usual: Any, changes: dict[str, Any]) -> Any:
         changes = {**changes, "cluster_size": 1}
     if changes.get("cluster_size", 1) > 1:
         changes = {**changes, "dynamic_tiles": False}
-    if changes.get("by_gradient"):
-        changes = {**changes, "private_dq": False}
     return replace(usual, **changes)
 
 

@@ -5,66 +5,22 @@ import random
 
 import pytest
 import torch
+import tuning_fakes
+from tuning_fakes import GPU, PROBLEM, TASK, USUAL, FakeRuns, machine, samples_of_a_race
 
-from onepass import dispatch
+from onepass import dispatch, repeated
 from onepass.bench.timing import Samples
-from onepass.kernels import compile, heuristics, tuned
+from onepass.kernels import heuristics, tuned
 from onepass.kernels.config import HOPPER, BackwardConfig, ForwardConfig
 from onepass.problem import AttentionProblem, Mask
 from onepass.tuning import launches, race, tuner
-from onepass.tuning.result import Task, changes
+from onepass.tuning.result import changes
 from onepass.tuning.space import MAX_CANDIDATES, candidates
-
-GPU = "Imagined GPU"
-PROBLEM = AttentionProblem(torch.bfloat16, "cuda", 4, 4096, 4096, 16, 16, 128, 128, 0.1, Mask(None, 0))
-TASK = Task("fwd", "sm90", PROBLEM)
-USUAL = heuristics.forward_config(PROBLEM)
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch, tmp_path):
-    """A cache directory and a table of this test's own; the kernels' version is known without a compiler."""
-    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv(tuned.SWITCH, raising=False)
-    monkeypatch.setattr(compile, "environment", lambda: "these kernels")
-    monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped.json")
-    (tmp_path / "shipped.json").write_text(tuned.dump({}))
-    tuned.forget()
-    yield
-    tuned.forget()
-
-
-class FakeRuns:
-    """Configurations whose calls take `ms(config)`, give or take `noise`; results of `wrong` ones are off."""
-
-    def __init__(self, ms, noise=0.0, wrong=lambda config: False, interrupt_after=None):
-        self.ms, self.noise, self.wrong = ms, noise, wrong
-        self.random, self.left = random.Random(0), interrupt_after
-
-    def results(self, config):
-        torch.manual_seed(0)
-        return {"out": torch.randn(2, 8) + 0.5 * self.wrong(config), "lse": torch.zeros(2)}
-
-    def sampler(self, config):
-        def sample():
-            if self.left is not None:
-                self.left -= 1
-                if self.left < 0:
-                    raise KeyboardInterrupt
-            # long enough for a warm-up of one call
-            return 100 * self.ms(config) * (1 + self.random.gauss(0, self.noise))
-
-        return sample
-
-
-def machine(runs, failed=()):
-    """Compiles nothing; kernels of the configurations in `failed` are said not to compile."""
-
-    def compile_each(requests, workers, on_done):
-        on_done(len(requests), len(requests))
-        return {request[:3]: "out of registers" for request in requests if request[1] in failed}
-
-    return tuner.Machine(GPU, lambda task: runs, lambda task, config: [("forward", config, HOPPER, None)], compile_each)
+    yield from tuning_fakes.own_cache(monkeypatch, tmp_path)
 
 
 def tune(runs, tasks=(TASK,), failed=(), **options):
@@ -88,6 +44,17 @@ def test_the_fastest_is_kept_and_used(monkeypatch):
     assert result.candidates[0].config == USUAL
     assert result.candidates[1].config == best
     assert result.candidates[1].changes == changes(USUAL, best) != ""
+
+
+def test_calls_that_are_prepared_already_use_it(monkeypatch):
+    best = candidates(*TASK, HOPPER)[7]
+    assert used(monkeypatch) == USUAL
+    forgotten = []
+    monkeypatch.setattr(dispatch, "forget_prepared", lambda: forgotten.append("prepared"))
+    monkeypatch.setattr(repeated, "forget", lambda: forgotten.append("repeated"))
+    tune(FakeRuns(lambda config: 1.0 - 0.1 * (config == best)))
+    assert used(monkeypatch) == best
+    assert forgotten == ["prepared", "repeated"]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -183,11 +150,6 @@ class Listener(tuner.Silent):
         self.results.append(result)
 
 
-def samples_of_a_race(num_candidates, rounds):
-    """Warm-up and rounds of the heats; of the final with the heuristics' choice, that again, and three others."""
-    return num_candidates * (1 + race.HEAT_ROUNDS), 5 * (1 + rounds)
-
-
 @pytest.mark.parametrize(("final_rounds", "is_kept"), [(3, False), (12, True)])
 def test_ctrl_c_keeps_what_is_decided(monkeypatch, final_rounds, is_kept):
     configs = candidates(*TASK, HOPPER)
@@ -240,6 +202,19 @@ def test_candidates_are_the_neighbours_that_were_measured():
     assert dataclasses.replace(USUAL, tile_n=112) in found
     assert dataclasses.replace(USUAL, pingpong=False) in found
     assert all(config.rescale_threshold == USUAL.rescale_threshold for config in found)
+
+
+def test_the_same_launch_is_not_timed_twice():
+    full = candidates("fwd", "sm90", dataclasses.replace(PROBLEM, mask=Mask()), HOPPER)
+    assert all(config.longest_first == full[0].longest_first for config in full)
+    assert any(config.longest_first != USUAL.longest_first for config in candidates(*TASK, HOPPER))
+    assert not any(config.pack_gqa for config in full)  # no groups
+    groups = dataclasses.replace(PROBLEM, num_heads_kv=4)
+    assert any(config.pack_gqa for config in candidates("fwd", "sm90", groups, HOPPER))
+    assert not any(config.v_stages == config.num_stages for config in full)
+    few = dataclasses.replace(PROBLEM, batch=1, num_heads_q=2, num_heads_kv=2)
+    halves = [{c.num_warpgroups for c in candidates("fwd", "sm90", p, HOPPER)} for p in (PROBLEM, few)]
+    assert [1 in of for of in halves] == [False, True]
 
 
 def test_what_depends_on_exact_head_counts_is_left_alone():
