@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..bench.cases import DTYPES, get_case_set
+from ..bench.cases import DTYPES, get_case_set, select
 from ..bench.machine import describe
 from ..errors import UnsupportedError
 from ..kernels.config import LaunchConfig
@@ -34,10 +34,14 @@ def tune(
     causal: Annotated[bool, typer.Option("--causal", help="with a causal mask")] = False,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
     backend: Annotated[str | None, typer.Option(help="sm90 or sm80; default: what the call would run on")] = None,
-    backward: Annotated[bool, typer.Option("--backward", help="the backward pass, too")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="the backward pass instead of the forward")] = False,
     paper_grid: Annotated[
         bool, typer.Option("--paper-grid", help="instead: 36 cases, the FlashAttention-3 paper's, in --dtype")
     ] = False,
+    only: Annotated[
+        str | None, typer.Option(help='of the paper\'s grid: "head_dim=64/128,causal=true,seqlen=512"')
+    ] = None,
+    missing: Annotated[bool, typer.Option("--missing", help="leave out cases that are kept already")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="of the final of each case")] = 25,
     candidates: Annotated[int, typer.Option(min=2, help="configurations of a case, at most")] = 24,
     workers: Annotated[int | None, typer.Option(min=1, help="compile so many at a time; default: one a CPU")] = None,
@@ -60,8 +64,10 @@ def tune(
         fail(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     if heads % (heads_kv or heads):
         fail(f"--heads-kv: expected a divisor of {heads} heads, got {heads_kv}")
+    if only is not None and not paper_grid:
+        fail("--only: expected --paper-grid beside it")
     if paper_grid:
-        calls = _paper_calls(dtype)
+        calls = _paper_calls(dtype, only)
     else:
         q = batch, seqlen, heads, head_dim
         k = batch, seqlen_k or seqlen, heads_kv or heads, head_dim
@@ -70,8 +76,11 @@ def tune(
         tasks = tasks_of(calls, backend, gradients=backward)
     except (UnsupportedError, ValueError, TypeError) as error:
         fail(f"cannot be tuned here: {error}")
-    if backward and all(task.direction == "fwd" for task in tasks):
+    tasks = [task for task in tasks if task.direction == ("bwd" if backward else "fwd")]
+    if not tasks:
         fail("--backward: expected a case whose gradients come from kernels; those of this one do not")
+    if missing:
+        tasks = _not_kept(tasks, table)
 
     found: list[TuningResult] = []
     is_interrupted = False
@@ -111,8 +120,11 @@ def _call(q: Shape, k: Shape, v: Shape, dtype: str, causal: bool) -> dict[str, A
     return {"q": q, "k": k, "v": v, "dtype": DTYPES[dtype], "causal": causal}
 
 
-def _paper_calls(dtype: str) -> list[dict[str, Any]]:
-    cases = [case for case in get_case_set("paper").cases if case.direction == "fwd"]
+def _paper_calls(dtype: str, only: str | None) -> list[dict[str, Any]]:
+    try:
+        grid = select(get_case_set("paper"), ",".join(filter(None, ["direction=fwd", only])))
+    except ValueError as error:
+        fail(f"--{error}")
     return [
         _call(
             (case.batch, case.seqlen_q, case.heads_q, case.head_dim),
@@ -121,8 +133,21 @@ def _paper_calls(dtype: str) -> list[dict[str, Any]]:
             dtype,
             case.causal,
         )
-        for case in cases
+        for case in grid.cases
     ]
+
+
+def _not_kept(tasks: list[Task], path: Path | None) -> list[Task]:
+    """Those without an entry of these kernels, for this GPU."""
+    from ..kernels import compile, tuned
+
+    try:
+        table = tuned.parse(path.read_bytes()) if path is not None else tuned.load(tuned.own_path())
+    except (OSError, ValueError):
+        return tasks
+    entries = table.get(tuned.gpu_name() or "", {})
+    kept = {key for key, entry in entries.items() if entry.environment == compile.environment()}
+    return [task for task in tasks if tuned.key_of(*task) not in kept]
 
 
 # ---------------------------------------------------------------- what is shown

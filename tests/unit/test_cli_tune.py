@@ -1,5 +1,6 @@
 """`onepass tune` and what `onepass cache` says of it, without a GPU: on the machine of tuning_fakes.py."""
 
+import dataclasses
 import importlib
 import json
 
@@ -12,7 +13,6 @@ import tuning_fakes
 from tuning_fakes import GPU, PROBLEM, TASK, FakeRuns, machine, samples_of_a_race
 from typer.testing import CliRunner
 
-from onepass.bench.cases import DTYPES
 from onepass.cli.app import app
 from onepass.kernels import tuned
 from onepass.kernels.config import HOPPER
@@ -128,8 +128,12 @@ def test_wrong_results(imagine):
     assert "candidates with wrong results, which were not timed: 1" in result.stderr
 
 
+def other_task():
+    return TASK._replace(problem=dataclasses.replace(PROBLEM, dtype=torch.float16))
+
+
 def test_ctrl_c(imagine, tmp_path):
-    other = TASK._replace(problem=PROBLEM.__class__(**{**vars(PROBLEM), "dtype": torch.float16}))
+    other = other_task()
     heats, final = samples_of_a_race(len(CONFIGS), 25)
     # the final has three others only if three are faster
     speeds = {config: 0.9 + 0.01 * i for i, config in enumerate(CONFIGS[1:4])}
@@ -140,6 +144,13 @@ def test_ctrl_c(imagine, tmp_path):
     assert "interrupted after 1 of 2" in result.stderr
     assert [one["kept"] for one in json.loads(path.read_text())["results"]] == [True, False]
     assert len(tuned.load(tuned.own_path())[GPU]) == 1
+
+
+def test_the_backward_instead_of_the_forward(imagine):
+    imagine(FakeRuns(lambda config: 1.0), (TASK, TASK._replace(direction="bwd")))
+    result = invoke("tune", "--backward")
+    assert result.exit_code == 0
+    assert [key.split()[0] for key in tuned.load(tuned.own_path())[GPU]] == ["bwd"]
 
 
 def test_backward_where_there_is_none(imagine):
@@ -158,7 +169,24 @@ def test_the_papers_grid(imagine):
     assert {call["dtype"] for call in calls} == {torch.float16}
     assert {call["q"][0] * call["q"][1] for call in calls} == {16384}
     assert {call["q"][2] * call["q"][3] for call in calls} == {2048}
-    assert set(DTYPES) >= {"float16"}
+    assert invoke("tune", "--paper-grid", "--only", "head_dim=128,causal=true,seqlen=512/1024").exit_code == 0
+    assert [call["q"] for call in asked[1][0]] == [(32, 512, 16, 128), (16, 1024, 16, 128)]
+    result = invoke("tune", "--paper-grid", "--only", "size=3")
+    assert result.exit_code == 2
+    assert "--only: expected field=value" in result.stderr
+    assert "expected --paper-grid beside it" in invoke("tune", "--only", "head_dim=64").stderr
+
+
+def test_only_what_is_missing(imagine, monkeypatch):
+    monkeypatch.setattr(tuned, "gpu_name", lambda device=None: GPU)
+    imagine(FakeRuns(gaining), (TASK, other_task()))
+    tuned.save(GPU, {tuned.key_of(*TASK): tuned.Entry("a", "b", 1.0, "these kernels", "")})
+    result = invoke("tune", "--missing")
+    assert "of 1, at most" in result.output
+    assert set(tuned.load(tuned.own_path())[GPU]) == {tuned.key_of(*TASK), tuned.key_of(*other_task())}
+    assert "faster than the heuristics: 0 of 0" in invoke("tune", "--missing").output
+    tuned.save(GPU, {tuned.key_of(*TASK): tuned.Entry("a", "b", 1.0, "other kernels", "")})
+    assert "of 1, at most" in invoke("tune", "--missing").output
 
 
 def test_cache_lists_and_clears(imagine):
