@@ -17,6 +17,7 @@ from ..bench.machine import describe
 from ..errors import UnsupportedError
 from ..kernels.config import LaunchConfig
 from ..tuning import TuningResult, tasks_of
+from ..tuning.result import Progress as Listener
 from ..tuning.result import Task, changes, summary
 from .console import INTERRUPTED, TABLE_STYLE, fail, make_console
 
@@ -90,7 +91,7 @@ def tune(
             _measure(tasks, rounds, candidates, workers, table, progress)
         except KeyboardInterrupt:
             is_interrupted = True
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             fail(str(error), code=1)
     if found:
         console.print(_summary(found))
@@ -158,7 +159,7 @@ def _bar(console: Console) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-class _Shown:
+class _Shown(Listener):
     """A bar of the tasks and one of what is being done; a line for each result, and all of them in the JSON file."""
 
     def __init__(

@@ -99,6 +99,22 @@ def _plain(value: Any) -> Any:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
+class Progress:
+    """Who is told how far it is; this one does nothing."""
+
+    def compiling(self, done: int, total: int) -> None:
+        """So many kernels are compiled."""
+
+    def checking(self, task: Task, config: LaunchConfig) -> None:
+        """This candidate is run next: if it hangs, this is the one."""
+
+    def timing(self, task: Task, done: int, total: int) -> None:
+        """So many rounds are done."""
+
+    def found(self, result: TuningResult) -> None:
+        """A task is done, or interrupted."""
+
+
 def changes(usual: LaunchConfig, config: LaunchConfig) -> str:
     """Fields of config that differ, as "tile_n=96 num_stages=3"."""
     before, after = vars(usual), vars(config)

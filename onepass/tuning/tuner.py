@@ -17,36 +17,8 @@ from ..kernels.config import LaunchConfig
 from .launches import Launches, difference
 from .pool import compile_each
 from .race import FINAL_ROUNDS, Verdict, race
-from .result import Candidate, Task, TuningResult, changes, summary
+from .result import Candidate, Progress, Task, TuningResult, changes, summary
 from .space import MAX_CANDIDATES, candidates
-
-
-class Progress(Protocol):
-    """Who is told how far it is. Every method may do nothing."""
-
-    def compiling(self, done: int, total: int) -> None: ...
-
-    def checking(self, task: Task, config: LaunchConfig) -> None: ...
-
-    def timing(self, task: Task, done: int, total: int) -> None: ...
-
-    def found(self, result: TuningResult) -> None: ...
-
-
-class Silent:
-    """Tells nobody."""
-
-    def compiling(self, done: int, total: int) -> None:
-        pass
-
-    def checking(self, task: Task, config: LaunchConfig) -> None:
-        pass
-
-    def timing(self, task: Task, done: int, total: int) -> None:
-        pass
-
-    def found(self, result: TuningResult) -> None:
-        pass
 
 
 class Refusal(NamedTuple):
@@ -116,7 +88,7 @@ def tune_all(
         anything is measured, if the cache directory is another user's or cannot be written. RuntimeError if the
         heuristics' own choice does not compile.
     """
-    progress = progress or Silent()
+    progress = progress or Progress()
     if table is None:
         disk_cache.make_usable(disk_cache.cache_directory())
     considered = {}

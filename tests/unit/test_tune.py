@@ -14,7 +14,7 @@ from onepass.kernels import heuristics, tuned
 from onepass.kernels.config import HOPPER, BackwardConfig, ForwardConfig
 from onepass.problem import AttentionProblem, Mask
 from onepass.tuning import launches, race, tuner
-from onepass.tuning.result import changes
+from onepass.tuning.result import Progress, changes
 from onepass.tuning.space import MAX_CANDIDATES, candidates
 
 
@@ -142,7 +142,7 @@ def test_the_heuristics_choice_must_compile_and_run():
 # ---------------------------------------------------------------- Ctrl-C
 
 
-class Listener(tuner.Silent):
+class Listener(Progress):
     def __init__(self):
         self.results = []
 
