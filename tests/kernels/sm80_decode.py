@@ -12,6 +12,7 @@ import torch
 from onepass.decode_problem import DecodeInputs, DecodeProblem
 from onepass.kernels.blocks import tile_scheduler
 from onepass.kernels.blocks.integers import ceil_div
+from onepass.kernels.config import ForwardConfigSm80
 from onepass.kernels.heuristics_decode import decode_config_sm80
 from onepass.kernels.sm80 import decode_launch, launch
 from onepass.outputs import empty_outputs
@@ -90,12 +91,21 @@ def compiled(key, trace) -> ptx_interpreter.Program:
 
 
 def forward(
-    problem: DecodeProblem, inputs: DecodeInputs, num_splits: int, split_blocks: int = 0, is_split: bool | None = None
+    problem: DecodeProblem,
+    inputs: DecodeInputs,
+    num_splits: int,
+    split_blocks: int = 0,
+    is_split: bool | None = None,
+    config: ForwardConfigSm80 | None = None,
+    **order,
 ):
-    """out and lse of the forward kernel, those of each split if there are some."""
+    """out and lse of the forward kernel, those of each split if there are some.
+
+    Args: order: copies_late and warps_reversed of `ptx_interpreter.run`.
+    """
     attention = problem.attention
     is_split = num_splits > 1 if is_split is None else is_split
-    config = decode_config_sm80(attention, ARCH)
+    config = config or decode_config_sm80(attention, ARCH)
     out, lse = empty_outputs(attention, AttentionInputs(*inputs[:3]))
     aligned_to = launch.vector_bytes(*inputs[:3], *(() if is_split else (out,)))
     config = replace(config, vector_bytes=aligned_to)
@@ -132,7 +142,7 @@ def forward(
     program = compiled(key, functools.partial(decode_launch.trace, problem, config, ARCH, is_split))
     shape = num_tiles, num_splits, 1
     smem = config.smem_bytes(attention)
-    ptx_interpreter.run(program, kernel.values, kernel.memory, shape, config.num_threads, smem)
+    ptx_interpreter.run(program, kernel.values, kernel.memory, shape, config.num_threads, smem, **order)
     return kernel.result(out_at, out), kernel.result(lse_at, lse)
 
 
@@ -144,7 +154,7 @@ def merge(partial_out, partial_lse, out, lse, sinks):
     out_at, lse_at = kernel.tensor(out, (0, 1, 2, 3)), kernel.tensor(lse)
     if sinks is not None:
         kernel.tensor(sinks.float())
-    key = partial_out.dtype, out.dtype, out.shape[-1], sinks is not None
+    key = partial_out.dtype, out.dtype, out.shape[-1], sinks is not None, launch.vector_bytes(partial_out)
     num_blocks = ceil_div(lse.numel(), decode_launch.MERGE_WARPS)
     program = compiled(key, functools.partial(decode_launch.trace_merge, *key))
     ptx_interpreter.run(program, kernel.values, kernel.memory, num_blocks, 32 * decode_launch.MERGE_WARPS, 0)

@@ -84,6 +84,21 @@ class ForwardConfigSm80(LaunchConfig):
         return 32 * self.num_warps
 
     @property
+    def loading_threads(self) -> int:
+        """Threads that load a tile of K and V together."""
+        return self.num_threads
+
+    @property
+    def block_keys(self) -> int:
+        """Keys of a step of the thread block."""
+        return self.tile_n
+
+    @property
+    def num_buffers(self) -> int:
+        """For tile_n keys each, and as many for their values."""
+        return self.num_stages
+
+    @property
     def m_tiles(self) -> int:
         """Times 16 query rows of a warp."""
         return self.tile_m // (ROWS_PER_MMA * self.num_warps)
@@ -98,7 +113,7 @@ class ForwardConfigSm80(LaunchConfig):
 
     def smem_bytes(self, problem: AttentionProblem) -> int:
         d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
-        return problem.dtype.itemsize * (self.tile_m * d + self.num_stages * self.tile_n * (d + dv))
+        return problem.dtype.itemsize * (self.tile_m * d + self.num_buffers * self.tile_n * (d + dv))
 
     def accumulator_registers(self, problem: AttentionProblem) -> int:
         """Registers of a thread for S, P, O (and Q): the rest is left for fragments of K and V, addresses, softmax."""
@@ -128,11 +143,11 @@ class ForwardConfigSm80(LaunchConfig):
                 raise UnsupportedError(f"vector_bytes: {self.vector_bytes} do not divide rows of {name} {size}")
         for columns in (d, dv):
             # a pass of all threads over a tile is so many whole rows
-            in_a_pass = self.num_threads // threads_per_row(columns, element_bytes, self.vector_bytes)
+            in_a_pass = self.loading_threads // threads_per_row(columns, element_bytes, self.vector_bytes)
             if self.tile_m % in_a_pass or self.tile_n % in_a_pass:
                 raise UnsupportedError(
-                    f"tile_m, tile_n: expected multiples of {in_a_pass}, the rows that {self.num_threads} threads load"
-                    f" at once, got {self.tile_m} and {self.tile_n}"
+                    f"tile_m, tile_n: expected multiples of {in_a_pass}, the rows that {self.loading_threads} threads"
+                    f" load at once, got {self.tile_m} and {self.tile_n}"
                 )
         if self.num_stages < 1:
             raise UnsupportedError(f"num_stages: expected 1 or more, got {self.num_stages}")
@@ -185,6 +200,8 @@ class BackwardConfigSm80(LaunchConfig):
         vector_adds: four values are added to the accumulator of dQ at once, which GPUs before Hopper cannot.
         longest_first: number the tiles of keys by length (only meaningful where they differ), in L2-sized sections of
             heads.
+        descending_turns: tiles of keys of a deterministic problem add to a dQ from the last one to the first, not the
+            other way round: see block_range.following_query_block.
         vector_bytes: 16, 8, 4 or 2 of a copy from and to global memory; not a choice but what addresses, strides and
             head dims are multiples of.
     """
@@ -200,6 +217,7 @@ class BackwardConfigSm80(LaunchConfig):
     one_score_buffer: bool = False
     vector_adds: bool = False
     longest_first: bool = True
+    descending_turns: bool = False
     vector_bytes: int = 16
 
     # of every configuration here, where Hopper's have a choice
@@ -218,8 +236,12 @@ class BackwardConfigSm80(LaunchConfig):
         return problem.dtype.itemsize == 2 and self.s_key_warps == self.dkv_key_warps == self.num_warps
 
     def adds_in_turns(self, problem: AttentionProblem) -> bool:
-        """Whether tiles of keys add to a dQ in ascending order."""
+        """Whether tiles of keys add to a dQ one after the other."""
         return problem.deterministic
+
+    def adds_descending(self, problem: AttentionProblem) -> bool:
+        """Whether these turns begin with the last tile."""
+        return self.descending_turns and self.adds_in_turns(problem)
 
     def zeroes_ahead(self, problem: AttentionProblem) -> bool:
         return False

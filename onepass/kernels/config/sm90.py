@@ -197,6 +197,8 @@ class BackwardConfig(LaunchConfig):
         longest_first: number the tiles of keys by length (only meaningful where they differ), in L2-sized sections of
             heads.
         dynamic_tiles: thread blocks draw their tiles from a queue instead of taking every so many-th one.
+        descending_turns: tiles of keys of a deterministic problem add to a dQ from the last one to the first, not the
+            other way round: see block_range.following_query_block.
     """
 
     tile_m: int = 64
@@ -209,6 +211,7 @@ class BackwardConfig(LaunchConfig):
     pingpong: bool = True
     longest_first: bool = True
     dynamic_tiles: bool = False
+    descending_turns: bool = False
 
     # of a copy: what TMA reads is aligned
     vector_bytes: ClassVar[int] = 16
@@ -228,8 +231,12 @@ class BackwardConfig(LaunchConfig):
         return True
 
     def adds_in_turns(self, problem: AttentionProblem) -> bool:
-        """Whether tiles of keys add to a dQ in ascending order: with private_dq they do by themselves."""
+        """Whether tiles of keys add to a dQ one after the other: with private_dq they do by themselves."""
         return problem.deterministic and not self.private_dq
+
+    def adds_descending(self, problem: AttentionProblem) -> bool:
+        """Whether these turns begin with the last tile."""
+        return self.descending_turns and self.adds_in_turns(problem)
 
     def zeroes_ahead(self, problem: AttentionProblem) -> bool:
         """Whether idle warps of the main kernel write the zeros that dQ is added to."""

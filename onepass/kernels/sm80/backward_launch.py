@@ -127,7 +127,7 @@ def heads_per_section(problem: AttentionProblem, config: BackwardConfigSm80) -> 
         ceil_div(problem.seqlen_k, config.tile_n),
         num_tiles,
         problem.seqlen_q * problem.qhead_per_kvhead * row_bytes,
-        is_growing and config.longest_first,
+        is_growing and config.longest_first and not config.adds_descending(problem),
         is_dynamic=True,  # thread blocks begin in the order of their numbers, as from a queue
     )
 

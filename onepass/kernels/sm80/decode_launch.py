@@ -23,102 +23,122 @@ from ...problem import AttentionInputs, AttentionProblem
 from .. import compile
 from ..arguments import element_type, fake_tensor, score_scales, window_bounds
 from ..blocks.integers import ceil_div
-from ..config import ForwardConfigSm80
+from ..config import VECTOR_BYTES, ForwardConfigSm80
+from ..config_decode import DecodeConfigSm80
 from ..heuristics_decode import decode_config_sm80, num_splits_sm80
 from .launch import arch_of, grid, vector_bytes, with_rows
 
-MERGE_WARPS = 4
+MERGE_WARPS = 2
 
 
 def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
     """out and lse of a call, as `onepass.tiled.decode` gives them."""
     if problem.check_values:
         read_cache_lengths(inputs)
-    attention = problem.attention
-    q = inputs.q
-    if inputs.seqlen_new or inputs.rotary_cos is not None:
-        q = append(problem, inputs)
-    if 0 in (attention.batch, attention.seqlen_q, attention.seqlen_k):
-        out, lse = empty_outputs(attention, AttentionInputs(inputs.q, inputs.k_cache, inputs.v_cache))
-        return out.zero_(), lse.fill_(-math.inf)
-    return prepare(problem, inputs.q.device)(inputs._replace(q=q))
-
-
-# ---------------------------------------------------------------- forward
+    return prepare(problem, inputs.q.device)(inputs)
 
 
 @functools.lru_cache(maxsize=4096)
-def prepare(problem: DecodeProblem, device: torch.device) -> Launch:
-    """What every call of a problem on one device shares; holds no tensor."""
-    attention, arch = problem.attention, arch_of(device)
+def prepare(problem: DecodeProblem, device: torch.device) -> Callable[[DecodeInputs], tuple[Tensor, Tensor]]:
+    """`decode` for calls of one problem on one device, but for values that are to be checked; holds no tensor."""
+    attention = problem.attention
+    if 0 in (attention.batch, attention.seqlen_q, attention.seqlen_k):
+        return functools.partial(_without_keys, problem)
+    arch = arch_of(device)
     config = decode_config_sm80(attention, arch)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return Launch(problem, config, arch, *splits_of(problem, config, arch, num_sms))
+
+
+def _without_keys(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
+    append(problem, inputs)
+    out, lse = empty_outputs(problem.attention, AttentionInputs(*inputs[:3]))
+    return out.zero_(), lse.fill_(-math.inf)
+
+
+# ---------------------------------------------------------------- forward
 
 
 def splits_of(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, num_sms: int) -> tuple[int, int, bool]:
     """num_splits, split_blocks (see blocks/splits.py), and whether there are partials to be merged."""
     if problem.split_size is not None:
         # always merged: how many there are must not matter
-        return ceil_div(problem.attention.seqlen_k, problem.split_size), problem.split_size // config.tile_n, True
+        return ceil_div(problem.attention.seqlen_k, problem.split_size), problem.split_size // config.block_keys, True
     num_splits = problem.num_splits or num_splits_sm80(problem.attention, config, arch, num_sms)
     return num_splits, 0, num_splits > 1
 
 
-@dataclass(frozen=True)
 class Launch:
-    """What every call of one problem passes to its kernels beside the tensors."""
+    """What every call of one problem passes to its kernels beside the tensors, and the kernels, once they are there.
 
-    problem: DecodeProblem
-    config: ForwardConfigSm80
-    arch: str
-    num_splits: int
-    split_blocks: int
-    is_split: bool
+    Args: num_splits, split_blocks, is_split: see `splits_of`.
+    """
+
+    def __init__(
+        self,
+        problem: DecodeProblem,
+        config: ForwardConfigSm80,
+        arch: str,
+        num_splits: int,
+        split_blocks: int,
+        is_split: bool,
+    ):
+        self.problem, self.config, self.arch = problem, config, arch
+        self.num_splits, self.is_split = num_splits, is_split
+        attention = problem.attention
+        self.scalars = *score_scales(attention), *window_bounds(attention), *grid(attention, config)
+        self.splits = (num_splits, split_blocks) if is_split else (None, None)
+        self._forwards: dict[int, Callable] = {}  # by the bytes of a copy
+        self._merge: Callable | None = None
 
     def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-        attention = self.problem.attention
-        out, lse = empty_outputs(attention, AttentionInputs(inputs.q, inputs.k_cache, inputs.v_cache))
-        qkv = tuple(with_rows(t) for t in inputs[:3])
-        target = out, lse
-        if self.is_split:
-            target = self.workspace(inputs.q)
-        aligned_to = vector_bytes(*qkv) if self.is_split else vector_bytes(*qkv, out)
+        q, k_cache, v_cache = inputs[:3]
+        out, lse = empty_outputs(self.problem.attention, AttentionInputs(q, k_cache, v_cache))
+        if inputs.k_new is not None or inputs.rotary_cos is not None:
+            q = append(self.problem, inputs)
+        q = with_rows(q)
         sinks = None if inputs.sinks is None else inputs.sinks.float().contiguous()
-        kernel_of(self.problem, replace(self.config, vector_bytes=aligned_to), self.arch, self.is_split)(
-            *qkv, *target, *self.other_arguments(inputs, None if self.is_split else sinks)
-        )
-        if self.is_split:
-            merge(*target, out, lse, sinks, self.arch)
+        if not self.is_split:
+            kernel = self.kernel(vector_bytes(q, k_cache, v_cache, out))
+            kernel(q, k_cache, v_cache, out, lse, *self.other_arguments(inputs, sinks))
+            return out, lse
+        partials = self.workspace(q)
+        kernel = self.kernel(vector_bytes(q, k_cache, v_cache))
+        kernel(q, k_cache, v_cache, *partials, *self.other_arguments(inputs, None))
+        if self._merge is None:
+            self._merge = compile.get(*merge_request(self.problem.attention, self.config, self.arch))
+        self._merge(*partials, out, lse, sinks, merge_blocks(out))
         return out, lse
+
+    def kernel(self, aligned_to: int) -> Callable:
+        """The forward for tensors that copies of so many bytes can read."""
+        found = self._forwards.get(aligned_to)
+        if found is None:
+            config = replace(self.config, vector_bytes=aligned_to)
+            found = compile.get(*compile_request(self.problem, config, self.arch, self.is_split))
+            self._forwards[aligned_to] = found
+        return found
 
     def workspace(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """float32 out (splits, batch, seqlen_q, num_heads_q, head_dim_v) and lse (splits, batch, num_heads_q, seqlen_q)
         of every split."""
-        p = self.problem.attention
-        out = q.new_empty((self.num_splits, p.batch, p.seqlen_q, p.num_heads_q, p.head_dim_v), dtype=torch.float32)
-        return out, q.new_empty((self.num_splits, p.batch, p.num_heads_q, p.seqlen_q), dtype=torch.float32)
+        p, n = self.problem.attention, self.num_splits
+        b, m, h, dv, dtype = p.batch, p.seqlen_q, p.num_heads_q, p.head_dim_v, torch.float32
+        out = q.new_empty_strided((n, b, m, h, dv), (b * m * h * dv, m * h * dv, h * dv, dv, 1), dtype=dtype)
+        return out, q.new_empty_strided((n, b, h, m), (b * h * m, h * m, m, 1), dtype=dtype)
 
     def other_arguments(self, inputs: DecodeInputs, sinks: Tensor | None) -> tuple:
         """Those of `ForwardSm80.__call__` after lse."""
-        attention = self.problem.attention
         return (
             sinks,
             None,
             None,
             inputs.cache_seqlens.contiguous(),
-            *score_scales(attention),
-            *window_bounds(attention),
-            *grid(attention, self.config),
+            *self.scalars,
             None if inputs.page_table is None else with_rows(inputs.page_table),
             inputs.seqlen_new,
-            *((self.num_splits, self.split_blocks) if self.is_split else (None, None)),
+            *self.splits,
         )
-
-
-@functools.lru_cache(maxsize=4096)
-def kernel_of(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split: bool) -> Callable:
-    return compile.get(*compile_request(problem, config, arch, is_split))
 
 
 def compile_request(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split: bool) -> tuple:
@@ -138,6 +158,7 @@ def trace(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split
     from cutlass import Float32, Int32
     from cutlass.cute.runtime import make_fake_stream
 
+    from .decode import DecodeSm80
     from .forward import ForwardSm80
 
     attention = _of_a_split(problem.attention, is_split)
@@ -172,18 +193,16 @@ def trace(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split
         *((Int32(1), Int32(0)) if is_split else (None, None)),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
-    return ForwardSm80(attention, config, dtype, arch, is_split, problem.is_paged), arguments
+    kernel = DecodeSm80 if isinstance(config, DecodeConfigSm80) else ForwardSm80
+    return kernel(attention, config, dtype, arch, is_split, problem.is_paged), arguments
 
 
 # ---------------------------------------------------------------- merge
 
 
-def merge(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, arch: str) -> None:
-    """Fill out and lse from partials (splits, ..), lse in float32: see combine.py."""
-    num_blocks = ceil_div(out.shape[0] * out.shape[1] * out.shape[2], MERGE_WARPS)
-    if num_blocks:
-        kernel = merge_kernel_of(partial_out.dtype, out.dtype, out.shape[-1], sinks is not None, arch)
-        kernel(partial_out, partial_lse, out, lse, sinks, num_blocks)
+def merge_blocks(out: Tensor) -> int:
+    """Thread blocks of a merge to out (batch, seqlen_q, num_heads, head_dim_v)."""
+    return ceil_div(out.shape[0] * out.shape[1] * out.shape[2], MERGE_WARPS)
 
 
 def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,34 +211,75 @@ def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = merge_partials(outs.unsqueeze(1), lses.unsqueeze(1))
         return out[0], lse[0]
     out, lse = outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
-    merge(with_rows(outs), lses.contiguous(), out, lse, None, arch_of(outs.device))
+    if merge_blocks(out):
+        outs = with_rows(outs)
+        aligned_to, arch = vector_bytes(outs), arch_of(outs.device)
+        kernel = merge_kernel_of(outs.dtype, out.dtype, out.shape[-1], False, aligned_to, False, arch)
+        kernel(outs, lses.contiguous(), out, lse, None, merge_blocks(out))
     return out, lse
 
 
+def merge_request(attention: AttentionProblem, config: ForwardConfigSm80, arch: str) -> tuple:
+    """The arguments of `compile.get` for the merge kernel of a forward by splits."""
+    is_early = isinstance(config, DecodeConfigSm80) and config.early_merge
+    dv, float32 = attention.head_dim_v, torch.float32
+    # of a workspace: aligned as its rows are
+    aligned_to = next(n for n in VECTOR_BYTES if dv * float32.itemsize % n == 0)
+    return _merge_request(float32, attention.dtype, dv, attention.has_sinks, aligned_to, is_early, arch)
+
+
+def _merge_request(
+    partial: torch.dtype,
+    dtype: torch.dtype,
+    head_dim_v: int,
+    has_sinks: bool,
+    vector_bytes: int,
+    is_early: bool,
+    arch: str,
+) -> tuple:
+    key = (
+        ("partial", partial),
+        ("dtype", dtype),
+        ("head_dim_v", head_dim_v),
+        ("has_sinks", has_sinks),
+        ("vector_bytes", vector_bytes),
+        ("is_early", is_early),
+    )
+    trace = functools.partial(trace_merge, partial, dtype, head_dim_v, has_sinks, vector_bytes, is_early)
+    return "merge_splits", (key,), arch, trace
+
+
 @functools.lru_cache(maxsize=256)
-def merge_kernel_of(partial: torch.dtype, dtype: torch.dtype, head_dim_v: int, has_sinks: bool, arch: str) -> Callable:
-    key = (("partial", partial), ("dtype", dtype), ("head_dim_v", head_dim_v), ("has_sinks", has_sinks))
-    of_kernel = functools.partial(trace_merge, partial, dtype, head_dim_v, has_sinks)
-    return compile.get("merge_splits", (key,), arch, of_kernel)
+def merge_kernel_of(*arguments: Any) -> Callable:
+    return compile.get(*_merge_request(*arguments))
 
 
-def trace_merge(partial: torch.dtype, dtype: torch.dtype, head_dim_v: int, has_sinks: bool) -> tuple:
+def trace_merge(
+    partial: torch.dtype,
+    dtype: torch.dtype,
+    head_dim_v: int,
+    has_sinks: bool,
+    vector_bytes: int,
+    is_early: bool = False,
+) -> tuple:
     from cutlass import Float32, Int32
     from cutlass.cute.runtime import make_fake_stream
 
     from ..combine import WARPS, Merge
 
     assert WARPS == MERGE_WARPS
+    # out is new, so its rows are aligned as those of the partials are
+    out_bytes = vector_bytes // partial.itemsize * dtype.itemsize
     arguments = (
-        fake_tensor(element_type(partial), None, None, None, None, head_dim_v, align_bytes=partial.itemsize),
+        fake_tensor(element_type(partial), None, None, None, None, head_dim_v, align_bytes=vector_bytes),
         fake_tensor(Float32, None, None, None, None, align_bytes=4),
-        fake_tensor(element_type(dtype), None, None, None, head_dim_v, align_bytes=dtype.itemsize),
+        fake_tensor(element_type(dtype), None, None, None, head_dim_v, align_bytes=out_bytes),
         fake_tensor(Float32, None, None, None, align_bytes=4),
         fake_tensor(Float32, None, align_bytes=4) if has_sinks else None,
         Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
-    return Merge(head_dim_v), arguments
+    return Merge(head_dim_v, vector_bytes, is_early), arguments
 
 
 # ---------------------------------------------------------------- append
@@ -276,8 +336,13 @@ class AppendKey:
 
 @functools.lru_cache(maxsize=256)
 def append_kernel_of(key: AppendKey, arch: str) -> Callable:
+    return compile.get(*append_request(key, arch))
+
+
+def append_request(key: AppendKey, arch: str) -> tuple:
+    """The arguments of `compile.get` for an append kernel."""
     pairs = tuple((name, getattr(key, name)) for name in key.__dataclass_fields__)
-    return compile.get("append_to_cache", (pairs,), arch, functools.partial(trace_append, key))
+    return "append_to_cache", (pairs,), arch, functools.partial(trace_append, key)
 
 
 def trace_append(key: AppendKey) -> tuple:
