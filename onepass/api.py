@@ -479,12 +479,7 @@ def warmup(
     validation.check_flag("gradients", gradients)
     jobs: list[ahead.Job] = []
     for call in calls:
-        arguments = {} if isinstance(call, AttentionProblem) else dict(call)
-        requested, tuning = arguments.pop("backend", backend), arguments.get("tuning")
-        may_have_dlse = isinstance(call, AttentionProblem) or arguments.get("return_lse", False)
-        problem = call if isinstance(call, AttentionProblem) else _problem_of_shapes(arguments)
-        if requested in ("sm90", "sm80") or (problem.device_type == "meta" and torch.cuda.is_available()):
-            problem = replace(problem, device_type="cuda")
+        problem, requested, tuning, may_have_dlse = problem_of_call("warmup", call, backend)
         name = dispatch.require_to_compile(problem, requested, tuning)
         if name is not None:
             has_dlse = () if not gradients else (False, True) if may_have_dlse else (False,)
@@ -492,14 +487,33 @@ def warmup(
     return ahead.compile_all(jobs, workers)
 
 
+def problem_of_call(
+    function: str, call: Mapping[str, Any] | AttentionProblem, backend: str | None
+) -> tuple[AttentionProblem, str | None, ForwardConfig | ForwardConfigSm80 | None, bool]:
+    """What a call poses on this machine's GPU, if it has one: for functions that take calls to come.
+
+    Args:
+        function: its name, for messages. call: as `warmup` takes it. backend: for a call that names none.
+    Returns: the problem, the backend that must run, its tuning, and whether lse may have a gradient.
+    Raises: as the call would.
+    """
+    arguments = {} if isinstance(call, AttentionProblem) else dict(call)
+    requested, tuning = arguments.pop("backend", backend), arguments.get("tuning")
+    may_have_dlse = isinstance(call, AttentionProblem) or arguments.get("return_lse", False)
+    problem = call if isinstance(call, AttentionProblem) else _problem_of_shapes(function, arguments)
+    if requested in ("sm90", "sm80") or (problem.device_type == "meta" and torch.cuda.is_available()):
+        problem = replace(problem, device_type="cuda")
+    return problem, requested, tuning, may_have_dlse
+
+
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
 
-def _problem_of_shapes(arguments: dict[str, Any]) -> AttentionProblem:
+def _problem_of_shapes(function: str, arguments: dict[str, Any]) -> AttentionProblem:
     """The problem of a call of which some tensors may be given as shapes."""
     missing = [name for name in ("q", "k", "v") if name not in arguments]
     if missing:
-        raise TypeError(f"warmup: expected q, k and v in every call, got none for {', '.join(missing)}")
+        raise TypeError(f"{function}: expected q, k and v in every call, got none for {', '.join(missing)}")
     dtype = arguments.pop("dtype", None)
     for name in ("q", "k", "v", "sinks", *_LENGTHS):
         shape = arguments.get(name)
@@ -509,7 +523,7 @@ def _problem_of_shapes(arguments: dict[str, Any]) -> AttentionProblem:
             of = torch.int32 if name in _LENGTHS else dtype
             arguments[name] = torch.empty(tuple(shape), dtype=of, device="meta")
     q, k, v = (arguments.pop(name) for name in ("q", "k", "v"))
-    _refuse_unknown("warmup", arguments)
+    _refuse_unknown(function, arguments)
     return _problem_of(q, k, v, arguments)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -223,9 +224,20 @@ def require_to_compile(
     return name
 
 
+def has_kernels(name: str) -> bool:
+    return name in _WITH_KERNELS
+
+
+def has_backward_kernels(name: str, problem: AttentionProblem) -> bool:
+    """Whether the gradients of a forward on this backend come from kernels, too."""
+    return _backend_of_backward(name, problem).kernels is not None
+
+
 def forward_config(name: str, problem: AttentionProblem) -> LaunchConfig:
     """The configuration that the forward of a backend with kernels runs this problem with on the current GPU."""
-    return heuristics.FORWARD[name].choose(problem, arch_of(name))
+    from .kernels import tuned  # not at the top: it needs files and locks that not every system has
+
+    return tuned.choose("fwd", name, problem, arch_of(name))
 
 
 def compile_request(name: str, problem: AttentionProblem, config: LaunchConfig) -> tuple:
@@ -233,14 +245,18 @@ def compile_request(name: str, problem: AttentionProblem, config: LaunchConfig) 
     return importlib.import_module(_BACKENDS[name].forward).compile_request(problem, config, arch_of(name))
 
 
-def backward_requests(name: str, problem: AttentionProblem, has_dlse: bool) -> list[tuple[LaunchConfig, tuple]]:
-    """The same for each kernel of its backward, each with its configuration; none where the backward is that of a
-    backend without kernels."""
+def backward_requests(
+    name: str, problem: AttentionProblem, has_dlse: bool, config: LaunchConfig | None = None
+) -> list[tuple[LaunchConfig, tuple]]:
+    """The same for each kernel of its backward, each with its configuration (None = what a call runs with); none where
+    the backward is that of a backend without kernels."""
     backend = _backend_of_backward(name, problem)
     if backend.kernels is None:
         return []
+    from .kernels import tuned
+
     arch = arch_of(name)
-    config = heuristics.BACKWARD[name].choose(problem, arch)
+    config = config or tuned.choose("bwd", name, problem, arch)
     requests = importlib.import_module(backend.backward).compile_requests(problem, has_dlse, config, arch)
     return [(config, request) for request in requests]
 
@@ -252,6 +268,15 @@ def prepare(name: str, problem: AttentionProblem, device: torch.device, tuning: 
     if backend.kernels is not None:
         return module.prepare(problem, device, tuning)
     return functools.partial(module.forward, problem)
+
+
+def forget_prepared() -> None:
+    """Prepare all calls anew: configurations may have changed."""
+    for backend in _BACKENDS.values():
+        for name in (backend.forward, backend.backward):
+            prepare = getattr(sys.modules.get(name), "prepare", None)
+            if prepare is not None:
+                prepare.cache_clear()
 
 
 def load_backward(name: str, problem: AttentionProblem) -> ModuleType:

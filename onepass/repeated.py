@@ -88,3 +88,8 @@ def keep(key: tuple | None, forward: Forward) -> None:
         if len(_forwards) >= MAX_CALLS:
             _forwards.clear()
         _forwards[key] = forward
+
+
+def forget() -> None:
+    """Every next call goes the whole way."""
+    _forwards.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..errors import UnsupportedError
 from ..problem import AttentionProblem
@@ -235,3 +235,7 @@ BACKWARD = {
     "sm90": Chooser(BackwardConfig, backward_config),
     "sm80": Chooser(BackwardConfigSm80, backward_config_sm80),
 }
+
+
+def chooser(direction: Literal["fwd", "bwd"], backend: str) -> Chooser:
+    return (FORWARD if direction == "fwd" else BACKWARD)[backend]

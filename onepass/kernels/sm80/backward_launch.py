@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...problem import AttentionInputs, AttentionProblem
-from .. import backward_launch, compile, heuristics
+from .. import backward_launch, compile, heuristics, tuned
 from ..arguments import element_type, fake_tensor
 from ..backward_launch import BackwardLaunch, counts, requests_of_rows, without_keys
 from ..blocks import tile_scheduler
@@ -48,7 +48,8 @@ def prepare(
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):  # packed rows of no sequence, or no keys
         return without_keys
     arch = launch.arch_of(device)
-    config = config or heuristics.backward_config_sm80(problem, arch)
+    if config is None:
+        config = tuned.refined(heuristics.backward_config_sm80(problem, arch), "bwd", "sm80", problem, arch, device)
     return functools.partial(_backward_of_any_alignment, problem, has_dlse, config, arch)
 
 
@@ -78,7 +79,8 @@ def compile_requests(
     arch: str = launch.ARCHS[0],
 ) -> list[tuple]:
     """The arguments of `compile.get` for each kernel of this problem, in the order in which they run."""
-    config = config or heuristics.backward_config_sm80(problem, arch)
+    if config is None:
+        config = tuned.refined(heuristics.backward_config_sm80(problem, arch), "bwd", "sm80", problem, arch)
     problem = replace(problem, has_sinks=False)  # they are in lse
     main = ("backward_sm80", (problem.static(), config), arch, functools.partial(trace, problem, config, arch))
     preprocess, postprocess = requests_of_rows(problem, config, arch, has_dlse)

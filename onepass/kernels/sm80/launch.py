@@ -13,7 +13,7 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ...outputs import empty_outputs
 from ...problem import AttentionInputs, AttentionProblem
-from .. import compile, heuristics
+from .. import compile, heuristics, tuned
 from ..arguments import element_type, fake_tensor, score_scales, window_bounds
 from ..blocks import tile_scheduler
 from ..blocks.integers import ceil_div
@@ -70,7 +70,8 @@ def prepare(
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):  # packed rows of no sequence, or no keys
         return functools.partial(_without_keys, problem)
     arch = arch_of(device)
-    config = config or heuristics.forward_config_sm80(problem, arch)
+    if config is None:
+        config = tuned.refined(heuristics.forward_config_sm80(problem, arch), "fwd", "sm80", problem, arch, device)
     scales_and_window = *score_scales(problem), *window_bounds(problem)
     return Launch(problem, config, arch, *scales_and_window, *grid(problem, config))
 

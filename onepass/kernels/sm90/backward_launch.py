@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...problem import AttentionInputs, AttentionProblem
-from .. import compile, heuristics
+from .. import compile, heuristics, tuned
 from ..arguments import element_type, fake_tensor
 from ..backward_launch import (
     BackwardLaunch,
@@ -57,7 +57,7 @@ def prepare(
     """`backward` for calls of one problem on one device; holds no tensor."""
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):  # packed rows of no sequence, or no keys
         return without_keys
-    config = config or heuristics.backward_config(problem)
+    config = config or tuned.refined(heuristics.backward_config(problem), "bwd", "sm90", problem, ARCH, device)
     config.check(problem)
     blocks_per_head, tiles = counts(problem, config)
     shares = problem.num_heads_kv * problem.batch if config.private_dq else tiles
@@ -72,7 +72,7 @@ def compile_requests(
     problem: AttentionProblem, has_dlse: bool = False, config: BackwardConfig | None = None, arch: str = ARCH
 ) -> list[tuple]:
     """The arguments of `compile.get` for each kernel of this problem, in the order in which they run."""
-    config = config or heuristics.backward_config(problem)
+    config = config or tuned.refined(heuristics.backward_config(problem), "bwd", "sm90", problem, arch)
     problem = replace(problem, has_sinks=False)  # they are in lse
     main = ("backward", (problem.static(), config), arch, functools.partial(trace, problem, config))
     preprocess, *postprocess = requests_of_rows(problem, config, arch, has_dlse)
