@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -124,6 +125,72 @@ def test_scales_of_rows_are_searched():
     scale = x.abs().amax(-1, keepdim=True) / 448
     by_maximum = (x / scale).to(torch.float8_e4m3fn).float() * scale
     assert (stored - x).square().mean() < 0.88 * (by_maximum - x).square().mean()
+
+
+# ---------------------------------------------------------------- V with its keys last
+
+
+def order_of_places():
+    """Of 64 keys, which one lies at each place: within 16, place 4q + 2h + e has key 8h + 2q + e."""
+    places = range(64)
+    return torch.tensor([p // 16 * 16 + 8 * (p // 2 % 2) + 2 * (p % 16 // 4) + p % 2 for p in places])
+
+
+def test_keys_last():
+    v = torch.randn(2, 41, 3, 24).to(torch.float8_e4m3fn)
+    last = fp8.keys_last(v)
+    assert last.shape == (2, 3, 24, 64)
+    assert last.is_contiguous()
+    expected = torch.zeros(2, 64, 3, 24)
+    expected[:, :41] = v.float()
+    assert torch.equal(last.float().permute(0, 3, 1, 2), expected[:, order_of_places()])
+    assert torch.equal(fp8.keys_first(last, 41).float(), v.float())
+
+
+def test_keys_last_of_packed_sequences():
+    lengths = [70, 0, 1, 64, 130]
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=INT32)
+    v = torch.randn(268, 3, 24).to(torch.float8_e4m3fn)  # and 3 rows of no sequence
+    last = fp8.keys_last(v, cu_seqlens)
+    assert last.shape == (3, 24, (268 // 64 + 5) * 64)
+    expected = torch.zeros(last.shape)
+    for b, (start, length) in enumerate(zip(cu_seqlens.tolist(), lengths, strict=False)):
+        alone = fp8.keys_last(v[None, start : start + length])[0].float()
+        place = (start // 64 + b) * 64
+        expected[..., place : place + alone.shape[-1]] = alone
+    assert torch.equal(last.float(), expected)
+    back = fp8.keys_first(last, 268, cu_seqlens).float()
+    assert torch.equal(back[:265], v[:265].float())
+    assert (back[265:] == 0).all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_v_with_its_keys_last_gives_the_same_result(packed):
+    tensors, offsets = make_packed() if packed else (make(), {})
+    function = onepass.attention_varlen if packed else onepass.attention
+    quantized = onepass.quantize_fp8(*tensors, **offsets)
+    last = replace(quantized, v=fp8.keys_last(quantized.v, offsets.get("cu_seqlens_k")), v_keys_last=True)
+    assert torch.equal(function(last, causal=True, **offsets), function(quantized, causal=True, **offsets))
+    for a, b in zip(last.dequantize(**offsets), quantized.dequantize(**offsets), strict=True):
+        torch.testing.assert_close(a[: len(b) - 3 * packed], b[: len(b) - 3 * packed], atol=0, rtol=0)
+    if not packed:
+        with FlopCounterMode(display=False) as flops, torch.no_grad():
+            onepass.attention(last)
+        assert flops.get_total_flops() == 2 * 2 * 4 * 70 * 150 * (32 + 24)
+
+
+def test_a_wrong_shape_with_keys_last_is_refused():
+    quantized = onepass.quantize_fp8(*make())
+    with pytest.raises(ValueError, match=r"v: expected shape \(2, 2, 2, 192\) with v_keys_last, got \(2, 150, 2, 24\)"):
+        replace(quantized, v_keys_last=True)
+    with pytest.raises(TypeError, match=r"v_keys_last: expected a bool, got 1"):
+        replace(quantized, v_keys_last=1)
+    tensors, offsets = make_packed()
+    packed = onepass.quantize_fp8(*tensors, **offsets)
+    last = replace(packed, v=fp8.keys_last(packed.v, offsets["cu_seqlens_k"]), v_keys_last=True)
+    two = {name: t[[0, 3]] for name, t in offsets.items()}
+    with pytest.raises(ValueError, match=r"v: expected shape \(2, 32, 256\) with v_keys_last, got \(2, 32, 448\)"):
+        onepass.attention_varlen(last, **two)
 
 
 # ---------------------------------------------------------------- rotation
@@ -432,7 +499,7 @@ def test_operators():
     torch.library.opcheck(torch.ops.onepass.attention_fp8, (*leaves, None, None, None, None, *options, "tiled"))
     quantized = onepass.quantize_fp8(q, k, v)
     tensors = quantized.q, quantized.k, quantized.v, None, None, None, None
-    arguments = (*tensors, *options, *quantized.descales, torch.float16, 64, 64)
+    arguments = (*tensors, *options, *quantized.descales, torch.float16, 64, 64, False)
     # its other checks compute with copies of the tensors, which FP8 has no arithmetic for
     torch.library.opcheck(torch.ops.onepass.attention_quantized, arguments, test_utils="test_faketensor")
 
