@@ -64,8 +64,8 @@ class QuantizedQKV:
         v_mean: (batch, num_heads_kv, head_dim_v) float32: what was subtracted from V, for each batch entry or packed
             sequence; added to out again. None: nothing.
         rotation: seed of the rotation of q and k; None: none. For information: scores do not depend on it.
-        v_keys_last: whether v has its keys contiguous and in the order in which tensor cores take them, see `keys_last`:
-            what the Hopper kernel reads without preparation. Other backends undo it; results are the same.
+        v_keys_last: v has its keys contiguous and in the order in which tensor cores take them, see `keys_last`: what
+            the Hopper kernel reads without preparation. Other backends undo it; results are the same.
 
     Raises: TypeError or ValueError with what was expected and given.
     """
@@ -327,6 +327,7 @@ def _hadamard(x: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------- V as tensor cores take it
 
+
 def keys_last(v: Tensor, cu_seqlens_k: Tensor | None = None) -> Tensor:
     """V as the Hopper kernel reads it: transposed, and the keys in the order in which P lies in registers.
 
@@ -365,7 +366,7 @@ def keys_first(v: Tensor, rows: int, cu_seqlens_k: Tensor | None = None) -> Tens
 
 
 def _places_of_keys(total: int, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Of packed keys: (total,) int64 place in `keys_last`, whether a sequence has them, and how many places there are."""
+    """Of packed keys: (total,) int64 place in `keys_last`, and whether a sequence has them; the number of places."""
     batch = cu_seqlens_k.shape[0] - 1
     length = (total // V_KEYS + batch) * V_KEYS
     row = torch.arange(total, device=cu_seqlens_k.device)
