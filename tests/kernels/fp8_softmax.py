@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_tensor
 
-from onepass.kernels.blocks import epilogue, fp8
+from onepass.kernels.blocks import fp8
 from onepass.kernels.blocks.online_softmax import Scores
 
 THREADS = 32

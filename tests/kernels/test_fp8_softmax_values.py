@@ -15,7 +15,7 @@ pytestmark = [
 ]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def program(softmax):
     return ptx_interpreter.parse(machine_code.read_with_ptx("sm_90a", softmax.trace)[1])
 
