@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -159,7 +160,11 @@ def run_check(args: argparse.Namespace) -> bool:
             call = run_kernel(quantized, causal, config)
             (out, lse), (again, lse_again) = call(), call()
             differs |= not (torch.equal(out, again) and torch.equal(lse, lse_again))
-            budget = fp8_budget(*quantized.dequantize(), out.dtype, short_sums=True, causal=causal)
+            tensors = quantized.dequantize()
+            v_scale = fp8.row_scales(tensors[2], quantized.v_descale, quantized.kv_block, None)
+            exponent = 8 if config is None else math.floor(math.log2(448) - config.rescale_threshold)
+            rounding = {"short_sums": True, "v_scale": v_scale, "p_exponent": exponent}
+            budget = fp8_budget(*tensors, out.dtype, causal=causal, **rounding)
             for i, (actual, oracle, allowed) in enumerate(
                 ((out, budget.oracle.out, budget.out), (lse, budget.oracle.lse, budget.lse))
             ):
