@@ -164,6 +164,17 @@ def to_16_bits(x: np.ndarray, kind: str) -> np.ndarray:
     return np.where(np.isnan(x), uint16(0x7FFF), rounded)
 
 
+def to_e4m3(x: np.ndarray) -> np.ndarray:
+    """Bytes, rounded to nearest even; what is past 448 becomes 448."""
+    size = np.minimum(np.abs(x.astype(np.float64)), 448.0)
+    spacing = np.exp2(np.maximum(np.frexp(size)[1] - 1, -6) - 3)
+    size = np.round(size / spacing) * spacing
+    exponent = np.maximum(np.frexp(size)[1] - 1, -6)
+    mantissa = size * np.exp2(3.0 - exponent)  # 8 to 15, below the normal numbers 0 to 7
+    code = np.where(np.isnan(x), 0x7F, mantissa + np.where(mantissa < 8, 0, 8 * (exponent + 6)))
+    return np.nan_to_num(code).astype(np.uint8) | np.where(np.signbit(x), 0x80, 0).astype(np.uint8)
+
+
 def cut_off(x: np.ndarray) -> np.ndarray:
     """float64 -> float32, towards zero."""
     rounded = x.astype(float32)
@@ -360,6 +371,7 @@ class Warp:
             self.set(operands[0], result.astype(float32).view(uint32), active)
         else:
             result = self.integer(parts, operands[1:])
+            result = np.maximum(result, 0) if "relu" in parts else result
             self.set(operands[0], result.view(WIDTHS[str(result.dtype.itemsize * 8)]), active)
 
     def typed(self, kind: str, operands: list[str]) -> list[np.ndarray]:
@@ -377,7 +389,7 @@ class Warp:
             else:
                 product = a.astype(int64) * b.astype(int64) if kind[0] == "s" else a.astype(uint64) * b.astype(uint64)
             if "hi" in parts:
-                product = (product >> (np.int64(32) if kind[0] == "s" else uint64(32))).astype(a.dtype)
+                product = (product >> product.dtype.type(kind[1:])).astype(a.dtype)
             if name == "mad":
                 product = product + self.value(operands[2], f"b{product.dtype.itemsize * 8}").view(product.dtype)
             return product
@@ -397,6 +409,9 @@ class Warp:
         if to in ("bf16x2", "f16x2"):
             high, low = (to_16_bits(self.floats(o), to[:-2]).astype(uint32) for o in operands[1:])
             return high << 16 | low
+        if to == "e4m3x2":
+            high, low = (to_e4m3(self.floats(o)).astype(uint16) for o in operands[1:])
+            return high << 8 | low
         if kind in ("bf16", "f16"):
             return from_16_bits(self.value(operands[1]), kind).view(uint32)
         if kind == "f32":
