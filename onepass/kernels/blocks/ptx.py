@@ -113,6 +113,18 @@ def pack_four(a: Float32, b: Float32, c: Float32, d: Float32) -> Int32:
 
 
 @cute.jit
+def multiply_16x16(a: list, low: Int32, high: Int32, dtype: cutlass.Constexpr) -> tuple:
+    """mma m16n8k16 of bf16 or fp16 from 0: the four registers of A (16, 16), and two of B (16, 8) -> four sums."""
+    name = "bf16" if cutlass.const_expr(dtype is cutlass.BFloat16) else "f16"
+    return cute.arch.inline_ptx(
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 {{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }},"
+        " { {$r0}, {$r1}, {$r2}, {$r3} }, { {$r4}, {$r5} }, { {$r6}, {$r6}, {$r6}, {$r6} };",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, low, high, Float32(0.0)],
+    )
+
+
+@cute.jit
 def order_after(a: Float32, b: Float32):
     """What follows in the program is not begun before the sums a and b (>= 0 or NaN) and all that they are made of.
 

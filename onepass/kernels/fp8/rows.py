@@ -1,0 +1,140 @@
+"""Rows of 16-bit numbers to e4m3, with a scale for every block of 64 rows of a head: Q and K, V where it stays as it is.
+
+A thread block has such a block of rows in its registers: reads it, subtracts a mean, rotates it, finds the largest
+magnitude, divides by the scale, rounds and writes. So each element is read once and written once.
+"""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.memory import SmemAllocator
+
+from ..blocks.integers import select
+from ..blocks.layouts import as_batch_of_one
+from ..blocks.ptx import pack_four, unpack_pair
+from ..blocks.tile_scheduler import LANES
+from . import rotation
+from .block import BLOCK, largest_of_block, row_block, scale_and_inverse
+from .rotation import GROUP, PART, QUAD
+
+HALF = 8  # elements of 16 bytes: half of a part
+
+
+def num_threads(head_dim: int) -> int:
+    """64 elements a thread at head dims 128 and 256: as many loads under way as registers have room for."""
+    return 256 if head_dim > 128 else 128
+
+
+class QuantizeRows:
+    """One compiled kernel: (dtype, head_dim, what there is) -> device code. head_dim: a multiple of 16."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], head_dim: int):
+        self.dtype, self.head_dim = dtype, head_dim
+        self.num_threads = num_threads(head_dim)
+        self.rows_at_once = self.num_threads // QUAD
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,  # (batch, seqlen, num_heads, head_dim); packed sequences: without batch
+        target: cute.Tensor,  # e4m3, the same shape
+        descale: cute.Tensor,  # (batch, num_heads, blocks) float32, one for each thread block of a head; packed alike
+        row_scale: cute.Tensor | None,  # (batch, num_heads, seqlen) float32: once more, for each row
+        mean: cute.Tensor | None,  # (batch, num_heads, head_dim) float32, of sequences: to be subtracted
+        signs: tuple | None,  # to rotate: Int32, a bit for each column, 1 to flip its sign
+        cu_seqlens: cute.Tensor | None,  # (batch + 1,) int32
+        seqused: cute.Tensor | None,  # (batch,) int32: rows behind are not looked at, and become 0
+        num_blocks: Int32,
+        stream: cuda.CUstream,
+    ):
+        if cutlass.const_expr(cu_seqlens is not None):
+            x, target, descale = (as_batch_of_one(t) for t in (x, target, descale))
+        batch, _, num_heads, _ = x.shape
+        self.kernel(x, target, descale, row_scale, mean, signs, cu_seqlens, seqused).launch(
+            grid=[num_heads, num_blocks, batch], block=[self.num_threads, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: cute.Tensor,
+        target: cute.Tensor,
+        descale: cute.Tensor,
+        row_scale: cute.Tensor | None,
+        mean: cute.Tensor | None,
+        signs: tuple | None,
+        cu_seqlens: cute.Tensor | None,
+        seqused: cute.Tensor | None,
+    ):
+        thread, (head, block, entry) = cute.arch.thread_idx()[0], cute.arch.block_idx()
+        rows = row_block(x.shape[1], block, entry, cu_seqlens, seqused)
+        lane, first_row = thread % QUAD, thread // QUAD
+        num_warps = self.num_threads // LANES
+        shared = SmemAllocator().allocate_tensor(Float32, cute.make_ordered_layout((2, num_warps), order=(1, 0)), 16)
+        parts, rows_at_once = rotation.num_parts(self.head_dim), self.rows_at_once
+        passes = BLOCK // rows_at_once
+
+        raw = cute.make_rmem_tensor(cute.make_ordered_layout((HALF, 2, parts, passes), order=(0, 1, 2, 3)), self.dtype)
+        raw.fill(0.0)
+        for i in cutlass.range_constexpr(passes):
+            row = first_row + i * rows_at_once
+            if row < rows.num_used:
+                source = cute.flat_divide(x[entry, rows.start + row, head, None], (HALF,))
+                for part in cutlass.range_constexpr(parts):
+                    if self.has_columns(part, lane):
+                        for half in cutlass.range_constexpr(2):
+                            vector = 2 * (part * QUAD + lane) + half
+                            cute.autovec_copy(source[None, vector], raw[None, half, part, i])
+
+        values = cute.make_rmem_tensor(cute.make_ordered_layout((PART, parts, passes), order=(0, 1, 2)), Float32)
+        self.fill(values, raw, signs, None if cutlass.const_expr(mean is None) else mean[rows.sequence, head, None])
+        scale, inverse = scale_and_inverse(largest_of_block(values, shared, num_warps))
+
+        packed = cute.make_rmem_tensor((4,), Int32)
+        for i in cutlass.range_constexpr(passes):
+            row = first_row + i * rows_at_once
+            if row < rows.num_rows:
+                to = cute.flat_divide(target[entry, rows.start + row, head, None], (PART,))
+                for part in cutlass.range_constexpr(parts):
+                    if self.has_columns(part, lane):
+                        for w in cutlass.range_constexpr(4):
+                            packed[w] = pack_four(*(values[4 * w + c, part, i] * inverse for c in range(4)))
+                        cute.autovec_copy(cute.recast_tensor(packed, target.element_type), to[None, part * QUAD + lane])
+        if thread == 0:
+            if block < descale.shape[2]:
+                descale[entry, head, block] = scale
+        if cutlass.const_expr(row_scale is not None):
+            if thread < rows.num_rows:
+                row_scale[entry, head, rows.start + thread] = scale
+
+    def has_columns(self, part: int, lane: Int32):
+        """Whether this lane's part of a row begins before the row's end."""
+        if (part + 1) * GROUP <= self.head_dim:
+            return True
+        return part * GROUP + lane * PART < self.head_dim
+
+    def fill(self, values: cute.Tensor, raw: cute.Tensor, signs: tuple | None, mean: cute.Tensor | None):
+        """values (PART, parts, passes) = what is to be rounded."""
+        lane = cute.arch.lane_idx() % QUAD
+        words = cute.recast_tensor(raw, Int32)
+        _, _, parts, passes = raw.shape
+        rows = [
+            [[words[w % 4, w // 4, part, i] for w in range(PART // 2)] for part in range(parts)] for i in range(passes)
+        ]
+        if signs is None:
+            factors = None
+            rows = [[[x for w in part for x in unpack_pair(w, self.dtype)] for part in row] for row in rows]
+        else:
+            factors = rotation.factors(self.head_dim, lane)
+            bits = [select(lane >= 2, *signs[2 * p + 1 : 2 * p - 1 if p else None : -1]) for p in range(parts)]
+            bits = [two >> (lane % 2 * PART) for two in bits]
+            rows = [rotation.rotated(row, bits, self.head_dim, self.dtype) for row in rows]
+        means = None if mean is None else cute.flat_divide(mean, (PART,))
+        for i in range(passes):
+            for part in range(parts):
+                for c in range(PART):
+                    x = rows[i][part][c]
+                    values[c, part, i] = x if factors is None else x * factors[part]
