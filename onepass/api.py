@@ -117,6 +117,7 @@ def _run_quantized(
         quantized.dtype,
         quantized.q_block,
         quantized.kv_block,
+        quantized.v_keys_last,
     )
     return fp8.restored(quantized, out, lse, problem.softmax_scale, sinks, cu_seqlens_q)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import validation
 from .outputs import empty_as
-from .problem import AttentionInputs, AttentionProblem, Descales, Quantization, QuantizedInputs
+from .problem import V_KEYS, AttentionInputs, AttentionProblem, Descales, Quantization, QuantizedInputs
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -49,7 +49,8 @@ class QuantizedQKV:
     seqlen is seqlen_q or seqlen_k and num_heads is num_heads_q or num_heads_kv.
 
     Attributes:
-        q, k, v: float8_e4m3fn, shapes as for `attention`, or as for `attention_varlen`.
+        q, k, v: float8_e4m3fn, shapes as for `attention`, or as for `attention_varlen`. With v_keys_last, v is what
+            `keys_last` makes of it.
         q_descale, k_descale, v_descale: float32, on q's device, finite. Each by itself one of
             (): one for the tensor;
             (batch, num_heads): one for each head of each batch entry or packed sequence;
@@ -63,6 +64,8 @@ class QuantizedQKV:
         v_mean: (batch, num_heads_kv, head_dim_v) float32: what was subtracted from V, for each batch entry or packed
             sequence; added to out again. None: nothing.
         rotation: seed of the rotation of q and k; None: none. For information: scores do not depend on it.
+        v_keys_last: v has its keys contiguous and in the order in which tensor cores take them, see `keys_last`: what
+            the Hopper kernel reads without preparation. Other backends undo it; results are the same.
 
     Raises: TypeError or ValueError with what was expected and given.
     """
@@ -79,13 +82,14 @@ class QuantizedQKV:
     score_shift: Tensor | None = None
     v_mean: Tensor | None = None
     rotation: int | None = None
+    v_keys_last: bool = False
 
     def __post_init__(self) -> None:
         validation.check_quantized(self)
 
     @property
     def quantization(self) -> Quantization:
-        return Quantization(self.dtype, self.q_block, self.kv_block)
+        return Quantization(self.dtype, self.q_block, self.kv_block, self.v_keys_last)
 
     @property
     def descales(self) -> Descales:
@@ -321,6 +325,58 @@ def _hadamard(x: Tensor) -> Tensor:
     return x * n**-0.5
 
 
+# ---------------------------------------------------------------- V as tensor cores take it
+
+
+def keys_last(v: Tensor, cu_seqlens_k: Tensor | None = None) -> Tensor:
+    """V as the Hopper kernel reads it: transposed, and the keys in the order in which P lies in registers.
+
+    Args:
+        v: (batch, seqlen_k, num_heads_kv, head_dim_v), e4m3. Packed sequences: (total_k, num_heads_kv, head_dim_v).
+        cu_seqlens_k: (batch + 1,) int32 of packed sequences.
+
+    Returns: e4m3, contiguous, (batch, num_heads_kv, head_dim_v, seqlen_k up to a multiple of 64); of packed sequences
+        (num_heads_kv, head_dim_v, (total_k // 64 + batch) * 64), where sequence b begins at
+        (cu_seqlens_k[b] // 64 + b) * 64. Within every 16 keys the places 4q + 2h + e hold the keys 8h + 2q + e
+        (q = 0..3, h and e = 0, 1; blocks/fp8.py says why). Zeros where there is no key.
+    """
+    if cu_seqlens_k is None:
+        batch, seqlen_k, heads, head_dim_v = v.shape
+        padded = v.new_zeros(batch, heads, head_dim_v, -(-seqlen_k // V_KEYS) * V_KEYS, dtype=torch.uint8)
+        padded[..., :seqlen_k] = v.view(torch.uint8).permute(0, 2, 3, 1)
+    else:
+        place, exists, length = _places_of_keys(v.shape[0], cu_seqlens_k)
+        padded = v.new_zeros(*v.shape[1:], length + 1, dtype=torch.uint8)
+        # rows of no sequence all go to the one column too many
+        padded[..., torch.where(exists, place, length)] = v.view(torch.uint8).permute(1, 2, 0)
+        padded = padded[..., :length]
+    runs = padded.unflatten(-1, (-1, 2, 4, 2))  # (.., run, h, q, e)
+    return runs.transpose(-3, -2).flatten(-4).view(v.dtype)
+
+
+def keys_first(v: Tensor, rows: int, cu_seqlens_k: Tensor | None = None) -> Tensor:
+    """The reverse of `keys_last`, to which it gives v; rows of no sequence are 0. Args: rows: seqlen_k or total_k."""
+    runs = v.view(torch.uint8).unflatten(-1, (-1, 4, 2, 2))  # (.., run, q, h, e)
+    ordered = runs.transpose(-3, -2).flatten(-4)
+    if cu_seqlens_k is None:
+        return ordered[..., :rows].permute(0, 3, 1, 2).view(v.dtype)
+    place, exists, length = _places_of_keys(rows, cu_seqlens_k)
+    found = ordered[..., torch.where(exists, place, 0).clamp(max=max(0, length - 1))].permute(2, 0, 1)
+    return torch.where(exists[:, None, None], found, 0).view(v.dtype)
+
+
+def _places_of_keys(total: int, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Of packed keys: (total,) int64 place in `keys_last`, and whether a sequence has them; the number of places."""
+    batch = cu_seqlens_k.shape[0] - 1
+    length = (total // V_KEYS + batch) * V_KEYS
+    row = torch.arange(total, device=cu_seqlens_k.device)
+    if batch == 0:
+        return torch.zeros_like(row), row < 0, length
+    sequence = _sequence_of(cu_seqlens_k, total)
+    start = cu_seqlens_k.long()[sequence]
+    return (start // V_KEYS + sequence) * V_KEYS + row - start, row < cu_seqlens_k[-1], length
+
+
 # ---------------------------------------------------------------- P
 
 
@@ -442,6 +498,8 @@ def _dequantized(
     cu_seqlens_k: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q_block, kv_block = quantization.q_block, quantization.kv_block
+    if quantization.v_keys_last:
+        v = keys_first(v, k.shape[-3], cu_seqlens_k)
     return (
         q.float() * row_scales(q, descales.q, q_block, cu_seqlens_q),
         k.float() * row_scales(k, descales.k, kv_block, cu_seqlens_k),
@@ -469,9 +527,10 @@ def quantized_problem(problem: AttentionProblem) -> AttentionProblem:
     return replace(problem, dtype=E4M3, quantization=Quantization(problem.dtype, Q_BLOCK, KV_BLOCK))
 
 
-def quantized_inputs(inputs: AttentionInputs) -> QuantizedInputs:
-    """What it computes it from: q, k and v with the defaults of `quantize_fp8`."""
+def quantized_call(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[AttentionProblem, QuantizedInputs]:
+    """That problem, and what it is computed from: q, k and v with the defaults of `quantize_fp8`."""
     q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs
     quantized = quantize_fp8(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
     tensors = quantized.q, quantized.k, quantized.v
-    return QuantizedInputs(*tensors, quantized.descales, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    problem = replace(problem, dtype=E4M3, quantization=quantized.quantization)
+    return problem, QuantizedInputs(*tensors, quantized.descales, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)

@@ -68,25 +68,8 @@ def test_p_and_v_have_the_same_order_of_keys():
                     place_of_key[key] = 32 * k + 16 * half + 4 * q + i
     assert sorted(place_of_key.values()) == list(range(64))
     v = torch.arange(64).view(1, 64, 1, 1).to(torch.uint8).view(torch.float8_e4m3fn)
-    stored = launch.transposed_values(v, None).view(torch.uint8).flatten().tolist()
+    stored = fp8.keys_last(v).view(torch.uint8).flatten().tolist()
     assert stored == [key for key, _ in sorted(place_of_key.items(), key=lambda item: item[1])]
-
-
-def test_transposed_values_are_those_of_the_keys():
-    v = torch.randn(2, 41, 3, 16).to(torch.float8_e4m3fn)
-    v[1, 30:] = torch.nan
-    transposed = launch.transposed_values(v, torch.tensor([41, 30], dtype=torch.int32))
-    assert transposed.shape == (2, 3, 16, 64)
-    assert transposed.stride(-1) == 1
-    order = launch.transposed_values(
-        torch.arange(64).view(1, 64, 1, 1).to(torch.uint8).view(torch.float8_e4m3fn), None
-    ).view(torch.uint8)[0, 0, 0]
-    back = torch.zeros(2, 64, 3, 16)
-    back[:, order.long()] = transposed.float().permute(0, 3, 1, 2)
-    expected = torch.zeros(2, 64, 3, 16)
-    expected[:, :41] = v.float()
-    expected[1, 30:] = 0.0
-    assert torch.equal(back, expected)
 
 
 @pytest.mark.parametrize("granularity", ["block", "head", "tensor"])

@@ -97,7 +97,7 @@ class ForwardSm90:
         self,
         q: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim); packed sequences: all tensors without batch
         k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim)
-        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v); FP8: see launch.transposed_values
+        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v); FP8: see fp8.keys_last
         out: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v)
         lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q)
         sinks: cute.Tensor | None,  # (num_heads_q,) float32

@@ -131,7 +131,9 @@ class Launch:
         scales: tuple[Tensor | None, ...] = (None,) * 4
         if isinstance(inputs, QuantizedInputs):
             scales = kernel_scales(self.problem, inputs)
-            v = transposed_values(v, inputs.seqused_k)
+            assert self.problem.quantization is not None
+            if not self.problem.quantization.v_keys_last:
+                v = fp8.keys_last(v)
         self.kernel(
             tma_ready(inputs.q),
             tma_ready(inputs.k),
@@ -152,23 +154,6 @@ class Launch:
             self.num_ctas,
         )
         return out, lse
-
-
-def transposed_values(v: Tensor, seqused_k: Tensor | None) -> Tensor:
-    """(batch, seqlen_k, heads, head_dim_v) e4m3 -> (batch, heads, head_dim_v, seqlen_k up to a multiple of 32).
-
-    Keys lie in the order in which P has them (blocks/fp8.py): within every 16 the places 4q + 2h + e hold the keys
-    8h + 2q + e. Zeros where there is no key. A copy: TMA turns no matrix.
-    """
-    batch, seqlen_k, heads, head_dim_v = v.shape
-    padded = v.new_zeros(batch, heads, head_dim_v, ceil_div(seqlen_k, 32) * 32, dtype=torch.uint8)
-    stored = v.view(torch.uint8)
-    if seqused_k is not None:  # what lies beyond may be NaN
-        exists = torch.arange(seqlen_k, device=v.device) < seqused_k[:, None]
-        stored = torch.where(exists[..., None, None], stored, 0)
-    padded[..., :seqlen_k] = stored.permute(0, 2, 3, 1)
-    runs = padded.unflatten(-1, (-1, 2, 4, 2))  # (.., run, h, q, e)
-    return runs.transpose(-3, -2).flatten(-4).view(v.dtype)
 
 
 def kernel_scales(problem: AttentionProblem, inputs: QuantizedInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
