@@ -15,7 +15,7 @@ from torch import Tensor
 from .errors import UnsupportedError
 from .kernels import heuristics
 from .kernels.config import LaunchConfig
-from .problem import AttentionProblem
+from .problem import AttentionInputs, AttentionProblem
 
 Forward = Callable[[Any], tuple[Tensor, Tensor]]  # of AttentionInputs, in FP8 of QuantizedInputs
 
@@ -303,3 +303,35 @@ def load_merge() -> Callable:
 def load_decode(name: str) -> Callable:
     """decode(problem, inputs) -> (out, lse) of a backend."""
     return importlib.import_module(_DECODE[name]).decode
+
+
+# ---------------------------------------------------------------- rounding to e4m3
+
+# No GPU has run the kernels of `quantize_fp8` yet.
+_QUANTIZATION_KERNELS_HAVE_RUN = False
+
+
+class QuantizationKernels(NamedTuple):
+    """Attributes:
+    quantize: (inputs, seed of the rotation or None, k_mean, v_mean, keys_last) -> tensors and descales; see
+        kernels/fp8/launch.py.
+    keys_last: whether V should lie as the FP8 attention kernel of this GPU reads it.
+    """
+
+    quantize: Callable
+    keys_last: bool
+
+
+def quantization_kernels(inputs: AttentionInputs, granularity: str) -> QuantizationKernels | None:
+    """Those that quantise these tensors on their GPU; None: plain torch does."""
+    # torch.compile cannot trace a launch
+    if not _QUANTIZATION_KERNELS_HAVE_RUN or inputs.q.device.type != "cuda" or torch.compiler.is_compiling():
+        return None
+    capability = torch.cuda.get_device_capability(inputs.q.device)
+    if capability < (8, 9) or _compiler_refusal() is not None:  # before, there is no e4m3
+        return None
+    from .kernels.fp8 import launch
+
+    if launch.unsupported(inputs, granularity) is not None:
+        return None
+    return QuantizationKernels(launch.quantize, capability == (9, 0))

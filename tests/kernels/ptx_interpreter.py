@@ -164,6 +164,15 @@ def to_16_bits(x: np.ndarray, kind: str) -> np.ndarray:
     return np.where(np.isnan(x), uint16(0x7FFF), rounded)
 
 
+def to_e4m3(x: np.ndarray) -> np.ndarray:
+    """Bytes of float32 rounded to nearest, ties to even; past 448 they become 448, NaN stays."""
+    magnitude = np.minimum(np.abs(x.astype(np.float64)), 448.0)
+    exponent = np.maximum(np.frexp(magnitude)[1] - 1, -6)  # of numbers below 2^-6 as of those from there on
+    eighths = np.rint(np.ldexp(magnitude, 3 - exponent)).astype(np.int64)  # 8 to 16, or below 8 with exponent -6
+    code = np.where(eighths < 8, eighths, (exponent + 6) * 8 + eighths)
+    return np.where(np.isnan(x), 0x7F, code | np.signbit(x) << 7).astype(np.uint8)
+
+
 def cut_off(x: np.ndarray) -> np.ndarray:
     """float64 -> float32, towards zero."""
     rounded = x.astype(float32)
@@ -388,6 +397,12 @@ class Warp:
                 a, np.minimum(count, bits - 1).astype(a.dtype)
             )
             return shifted if kind[0] == "s" else np.where(count >= bits, a.dtype.type(0), shifted)
+        if name == "prmt":
+            a, b, selector = (self.value(o) for o in operands)
+            both = (a.astype(uint64) | b.astype(uint64) << uint64(32)).view(np.uint8).reshape(-1, 8)
+            which = selector[:, None] >> np.arange(0, 16, 4, dtype=uint32) & uint32(15)
+            assert (which < 8).all(), "signs of bytes are not modelled"
+            return np.take_along_axis(both, which.astype(int64), 1).view(uint32)[:, 0]
         if name == "popc":
             return np.array([int(x).bit_count() for x in self.value(operands[0])], uint32)
         return INTEGERS[name](*self.typed(kind, operands))
@@ -397,6 +412,9 @@ class Warp:
         if to in ("bf16x2", "f16x2"):
             high, low = (to_16_bits(self.floats(o), to[:-2]).astype(uint32) for o in operands[1:])
             return high << 16 | low
+        if to == "e4m3x2":
+            high, low = (to_e4m3(self.floats(o)).astype(uint16) for o in operands[1:])
+            return high << uint16(8) | low
         if kind in ("bf16", "f16"):
             return from_16_bits(self.value(operands[1]), kind).view(uint32)
         if kind == "f32":

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 
-from ..blocks.integers import maximum, minimum, select
+from ..blocks.integers import minimum, select
 from ..blocks.tile_scheduler import LANES
 
 BLOCK = 64  # rows that share a scale
@@ -79,13 +79,6 @@ def larger_magnitude(largest: Float32, x: Float32) -> Float32:
     )
 
 
-def nan_if_infinite(x: Float32) -> Float32:
-    """x, and NaN for inf: e4m3 has none."""
-    return cute.arch.inline_ptx(
-        "fma.rn.f32 {$w0}, {$r0}, 0f00000000, {$r0};", write_only_types=[Float32], read_only_args=[x]
-    )
-
-
 @cute.jit
 def block_max(x: Float32, shared: cute.Tensor, num_warps: cutlass.Constexpr[int]) -> Float32:
     """The largest x (>= 0) of all threads, for each of them. `shared` (num_warps,) float32, to be used once."""
@@ -106,10 +99,17 @@ def largest_of_block(values: cute.Tensor, shared: cute.Tensor, num_warps: cutlas
     """
     largest = block_max(_largest(values), shared[0, None], num_warps)
     if largest == Float32.inf:  # of all threads
-        for i in cutlass.range_constexpr(cute.size(values)):
-            values[i] = nan_if_infinite(values[i])
+        _make_infinite_nan(values)
         largest = block_max(_largest(values), shared[1, None], num_warps)
     return largest
+
+
+def _make_infinite_nan(values: cute.Tensor):
+    """e4m3 has no inf. 0 * inf is NaN, and 0 * x + x is x."""
+    for i in range(cute.size(values)):
+        values[i] = cute.arch.inline_ptx(
+            "fma.rn.f32 {$w0}, {$r0}, 0f00000000, {$r0};", write_only_types=[Float32], read_only_args=[values[i]]
+        )
 
 
 def _largest(values: cute.Tensor) -> Float32:

@@ -1,4 +1,4 @@
-"""Rows of 16-bit numbers to e4m3, with a scale for every block of 64 rows of a head: Q and K, V where it stays as it is.
+"""16-bit rows to e4m3, with a scale for every block of 64 rows of a head: Q and K, V where it stays as it is.
 
 A thread block has such a block of rows in its registers: reads it, subtracts a mean, rotates it, finds the largest
 magnitude, divides by the scale, rounds and writes. So each element is read once and written once.
@@ -35,15 +35,15 @@ class QuantizeRows:
         self.dtype, self.head_dim = dtype, head_dim
         self.num_threads = num_threads(head_dim)
         self.rows_at_once = self.num_threads // QUAD
+        self.is_one_block = len(rotation.blocks_of(head_dim)) == 1  # of the rotation
 
     @cute.jit
     def __call__(
         self,
         x: cute.Tensor,  # (batch, seqlen, num_heads, head_dim); packed sequences: without batch
         target: cute.Tensor,  # e4m3, the same shape
-        descale: cute.Tensor,  # (batch, num_heads, blocks) float32, one for each thread block of a head; packed alike
-        row_scale: cute.Tensor | None,  # (batch, num_heads, seqlen) float32: once more, for each row
-        mean: cute.Tensor | None,  # (batch, num_heads, head_dim) float32, of sequences: to be subtracted
+        descale: cute.Tensor,  # (batch, num_heads, blocks) float32; packed sequences: without batch
+        mean: cute.Tensor | None,  # (batch, num_heads, head_dim) float32, of sequences: to be subtracted, rotated as x
         signs: tuple | None,  # to rotate: Int32, a bit for each column, 1 to flip its sign
         cu_seqlens: cute.Tensor | None,  # (batch + 1,) int32
         seqused: cute.Tensor | None,  # (batch,) int32: rows behind are not looked at, and become 0
@@ -53,7 +53,7 @@ class QuantizeRows:
         if cutlass.const_expr(cu_seqlens is not None):
             x, target, descale = (as_batch_of_one(t) for t in (x, target, descale))
         batch, _, num_heads, _ = x.shape
-        self.kernel(x, target, descale, row_scale, mean, signs, cu_seqlens, seqused).launch(
+        self.kernel(x, target, descale, mean, signs, cu_seqlens, seqused).launch(
             grid=[num_heads, num_blocks, batch], block=[self.num_threads, 1, 1], stream=stream
         )
 
@@ -63,7 +63,6 @@ class QuantizeRows:
         x: cute.Tensor,
         target: cute.Tensor,
         descale: cute.Tensor,
-        row_scale: cute.Tensor | None,
         mean: cute.Tensor | None,
         signs: tuple | None,
         cu_seqlens: cute.Tensor | None,
@@ -89,9 +88,18 @@ class QuantizeRows:
                             vector = 2 * (part * QUAD + lane) + half
                             cute.autovec_copy(source[None, vector], raw[None, half, part, i])
 
+        means = None
+        if cutlass.const_expr(mean is not None):
+            means = self.load_mean(mean[rows.sequence, head, None], lane)
         values = cute.make_rmem_tensor(cute.make_ordered_layout((PART, parts, passes), order=(0, 1, 2)), Float32)
-        self.fill(values, raw, signs, None if cutlass.const_expr(mean is None) else mean[rows.sequence, head, None])
-        scale, inverse = scale_and_inverse(largest_of_block(values, shared, num_warps))
+        # where one factor is for all columns, the scale takes it in
+        factor = Float32(1.0)
+        if cutlass.const_expr(signs is not None and mean is None and self.is_one_block):
+            factor = rotation.factors(self.head_dim, lane)[0]
+        is_used = [first_row + i * rows_at_once < rows.num_used for i in range(passes)]
+        self.fill(values, raw, signs, means, is_used)
+        scale, inverse = scale_and_inverse(largest_of_block(values, shared, num_warps) * factor)
+        inverse = inverse * factor
 
         packed = cute.make_rmem_tensor((4,), Int32)
         for i in cutlass.range_constexpr(passes):
@@ -106,9 +114,6 @@ class QuantizeRows:
         if thread == 0:
             if block < descale.shape[2]:
                 descale[entry, head, block] = scale
-        if cutlass.const_expr(row_scale is not None):
-            if thread < rows.num_rows:
-                row_scale[entry, head, rows.start + thread] = scale
 
     def has_columns(self, part: int, lane: Int32):
         """Whether this lane's part of a row begins before the row's end."""
@@ -116,25 +121,40 @@ class QuantizeRows:
             return True
         return part * GROUP + lane * PART < self.head_dim
 
-    def fill(self, values: cute.Tensor, raw: cute.Tensor, signs: tuple | None, mean: cute.Tensor | None):
+    @cute.jit
+    def load_mean(self, mean: cute.Tensor, lane: Int32) -> cute.Tensor:
+        """(PART, parts): of this lane's columns."""
+        parts = rotation.num_parts(self.head_dim)
+        loaded = cute.make_rmem_tensor(cute.make_ordered_layout((PART, parts), order=(0, 1)), Float32)
+        loaded.fill(0.0)
+        source = cute.flat_divide(mean, (PART,))
+        for part in cutlass.range_constexpr(parts):
+            if self.has_columns(part, lane):
+                cute.autovec_copy(source[None, part * QUAD + lane], loaded[None, part])
+        return loaded
+
+    def fill(self, values: cute.Tensor, raw: cute.Tensor, signs: tuple | None, means: cute.Tensor | None, is_used):
         """values (PART, parts, passes) = what is to be rounded."""
         lane = cute.arch.lane_idx() % QUAD
         words = cute.recast_tensor(raw, Int32)
         _, _, parts, passes = raw.shape
-        rows = [
-            [[words[w % 4, w // 4, part, i] for w in range(PART // 2)] for part in range(parts)] for i in range(passes)
-        ]
-        if signs is None:
-            factors = None
-            rows = [[[x for w in part for x in unpack_pair(w, self.dtype)] for part in row] for row in rows]
-        else:
-            factors = rotation.factors(self.head_dim, lane)
-            bits = [select(lane >= 2, *signs[2 * p + 1 : 2 * p - 1 if p else None : -1]) for p in range(parts)]
-            bits = [two >> (lane % 2 * PART) for two in bits]
-            rows = [rotation.rotated(row, bits, self.head_dim, self.dtype) for row in rows]
-        means = None if mean is None else cute.flat_divide(mean, (PART,))
         for i in range(passes):
+            row = [[words[w % 4, w // 4, part, i] for w in range(PART // 2)] for part in range(parts)]
+            if signs is None:
+                row = [[x for word in part for x in unpack_pair(word, self.dtype)] for part in row]
+            else:
+                row = rotation.rotated(row, self.lane_signs(signs, lane), self.head_dim, self.dtype)
+                if means is not None or not self.is_one_block:
+                    factors = rotation.factors(self.head_dim, lane)
+                    row = [[x * factor for x in part] for part, factor in zip(row, factors, strict=True)]
             for part in range(parts):
+                # lanes past head_dim have what is no number of the row
+                is_number = is_used[i] & self.has_columns(part, lane)
                 for c in range(PART):
-                    x = rows[i][part][c]
-                    values[c, part, i] = x if factors is None else x * factors[part]
+                    x = row[part][c]
+                    values[c, part, i] = x if means is None else select(is_number, x - means[c, part], Float32(0.0))
+
+    def lane_signs(self, signs: tuple, lane: Int32) -> list:
+        """Of each part the 16 bits of this lane's columns."""
+        pairs = [signs[i : i + 2] for i in range(0, len(signs), 2)]
+        return [select(lane >= 2, high, low) >> (lane % 2 * PART) for low, high in pairs]
