@@ -14,6 +14,7 @@ ROWS_PER_WARPGROUP = 64  # the M of a wgmma
 HOPPER = "sm_90a"
 SMEM_BYTES = 227 * 1024  # of a Hopper thread block
 MAX_RESCALE_THRESHOLD = 15.0
+MAX_RESCALE_THRESHOLD_FP8 = 3.8  # P is 32 at its largest reference then: a probability of 3e-5 of it is rounded to 0
 DS_BUFFERS = 2  # of the backward
 STAT_ROWS = 2  # lse and delta of a query
 # Registers of a producer and of a consumer thread, by number of consumer warpgroups. A launch gives every thread the
@@ -220,14 +221,13 @@ class ForwardConfig(LaunchConfig):
 
     def _check_fp8(self) -> None:
         """What the GEMMs and scales of FP8 take of the choices."""
-        if self.tile_n % 64 and self.tile_n != 32:
-            raise UnsupportedError(f"tile_n: expected 32, 64, 128, 192 or 256 in FP8 (blocks of 64), got {self.tile_n}")
+        if self.tile_n % 32:
+            raise UnsupportedError(f"tile_n: expected a multiple of 32 in FP8, got {self.tile_n}")
         if self.q_in_registers or self.score_buffers != 1:
             raise UnsupportedError("q_in_registers, score_buffers: expected False and 1 in FP8")
-        if self.rescale_threshold != 0:
-            raise UnsupportedError(
-                f"rescale_threshold: expected 0 in FP8, whose P has no room above 1, got {self.rescale_threshold}"
-            )
+        if self.rescale_threshold > MAX_RESCALE_THRESHOLD_FP8:
+            expected = f"0 to {MAX_RESCALE_THRESHOLD_FP8:g} in FP8, or P has no room below its largest value"
+            raise UnsupportedError(f"rescale_threshold: expected {expected}, got {self.rescale_threshold}")
 
 
 # Shared memory of a thread block, bytes; a tile of 16 query rows is the M of a warp-wide mma.

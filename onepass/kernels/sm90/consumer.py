@@ -175,7 +175,7 @@ class Consumer(Warpgroup):
                 self.half_softmax(tile, n_block, 0)
                 warpgroup.wait_group(0)
                 self.pipes.v.consumer_release(v_state)
-                self.next_p(0, None)
+                self.next_p(0)
                 self.keep_done()
                 self.last_pv(next_v)
             self.store(tile)
@@ -268,7 +268,7 @@ class Consumer(Warpgroup):
             self.keep_softmax_above()
             warpgroup.wait_group(0)
             self.finish_pv(v_state)
-        self.next_p(0, scales)
+        self.next_p(0)
         return ready
 
     @cute.jit
@@ -280,7 +280,7 @@ class Consumer(Warpgroup):
         self.issue_qk(0, k_state, q_state)
         warpgroup.wait_group(0)
         self.first_softmax(tile, k_state, q_state, scales)
-        self.pack_p(0, scales)
+        self.pack_p(0)
 
     @cute.jit
     def step_to_next_tile(self, next_tile: Tile, k_state, v_state, next_q_state):
@@ -294,7 +294,7 @@ class Consumer(Warpgroup):
         self.keep_softmax_above()
         warpgroup.wait_group(0)
         self.finish_pv(v_state)
-        self.pack_p(0, scales)
+        self.pack_p(0)
 
     @cute.jit
     def first_softmax(self, tile: Tile, k_state, q_state, scales):
@@ -319,7 +319,7 @@ class Consumer(Warpgroup):
         self.pipes.k.consumer_release(k_state)
         self.release_q(q_state, ends_q)
         self.pipes.v.consumer_release(v_state)
-        self.next_p(part, None)
+        self.next_p(part)
 
     @cute.jit
     def first_half(self, tile: Tile, k_state, q_state):
@@ -332,7 +332,7 @@ class Consumer(Warpgroup):
         warpgroup.wait_group(0)
         self.pipes.k.consumer_release(k_state)
         self.release_q(q_state, n_block == tile.first)
-        self.pack_p(1, None)
+        self.pack_p(1)
 
     @cute.jit
     def half_softmax(self, tile: Tile, n_block: Int32, part: cutlass.Constexpr[int]):
@@ -341,9 +341,9 @@ class Consumer(Warpgroup):
         self.update_softmax(part, True)
 
     @cute.jit
-    def next_p(self, part: cutlass.Constexpr[int], scales):
+    def next_p(self, part: cutlass.Constexpr[int]):
         """The exponentials become P of the next PV, and O is brought to their reference (now or when that PV comes)."""
-        self.pack_p(part, scales)
+        self.pack_p(part)
         if cutlass.const_expr(not self.is_lazy and not self.config.rescale_beside_qk):
             self.softmax.rescale(self.o)
 

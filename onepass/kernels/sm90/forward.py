@@ -87,7 +87,7 @@ class ForwardSm90:
         self.is_packed = problem.is_packed
         self.has_mask = self.has_window != (False, False)
         # V may hold anything past the last key of a sequence
-        self.has_rubbish = (problem.is_packed or problem.has_seqused_k) and not self.is_fp8
+        self.has_rubbish = problem.is_packed or problem.has_seqused_k
         self.producer_registers, self.consumer_registers = REGISTERS[config.num_warpgroups]
 
     # ---------------------------------------------------------------- host
@@ -106,8 +106,8 @@ class ForwardSm90:
         seqused_k: cute.Tensor | None,  # (batch,) int32
         q_scale: cute.Tensor | None,  # of FP8, as the next three: see blocks/fp8.py
         k_scale: cute.Tensor | None,
-        v_share: cute.Tensor | None,
         v_scale: cute.Tensor | None,
+        q_block: Int32 | None,
         scale_log2: Float32,
         tanh_scale: Float32 | None,
         window_left: Int32 | None,
@@ -158,7 +158,7 @@ class ForwardSm90:
             else None,
             sinks,
             Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
-            DescaleTensors(q_scale, k_scale, v_share, v_scale) if cutlass.const_expr(self.is_fp8) else None,
+            DescaleTensors(q_scale, k_scale, v_scale, q_block) if cutlass.const_expr(self.is_fp8) else None,
             Scores(scale_log2, tanh_scale),
             window_left,
             window_right,

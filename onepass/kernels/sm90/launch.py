@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import fp8
 from ...outputs import empty_outputs
-from ...problem import AttentionInputs, AttentionProblem, Quantization, QuantizedInputs
+from ...problem import AttentionInputs, AttentionProblem, Descales, Quantization, QuantizedInputs
 from .. import compile, heuristics
 from ..arguments import aligned as tma_ready
 from ..arguments import element_type, fake_tensor, score_scales, window_bounds
@@ -25,6 +25,7 @@ from ..config import HOPPER, ForwardConfig
 ARCH = HOPPER
 MAX_HEAD_DIM = 256
 SCALE_BLOCK = 64  # keys, of blocks.fp8
+ANY_ROWS = 2**30  # in a block: there is one
 
 
 def unsupported(problem: AttentionProblem) -> str | None:
@@ -128,9 +129,9 @@ class Launch:
     def __call__(self, inputs: AttentionInputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_outputs(self.problem, inputs)
         v = inputs.v
-        scales: tuple[Tensor | None, ...] = (None,) * 4
+        scales: tuple = (None,) * 4
         if isinstance(inputs, QuantizedInputs):
-            scales = kernel_scales(self.problem, inputs)
+            scales = kernel_scales(self.problem, inputs.descales)
             assert self.problem.quantization is not None
             if not self.problem.quantization.v_keys_last:
                 v = fp8.keys_last(v)
@@ -156,19 +157,18 @@ class Launch:
         return out, lse
 
 
-def kernel_scales(problem: AttentionProblem, inputs: QuantizedInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The descales as `blocks.fp8.DescaleTensors`, whatever their granularity."""
+def kernel_scales(problem: AttentionProblem, descales: Descales) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The descales as `blocks.fp8.DescaleTensors`, whatever their granularity: views, no data moves."""
     assert problem.quantization is not None
-    q, k, descales = inputs.q, inputs.k, inputs.descales
-    batch, seqlen_k, heads_kv, _ = k.shape
-    q_scale = fp8.row_scales(q, descales.q, problem.quantization.q_block, None)
-    q_scale = q_scale.expand(*q.shape[:3], 1)[..., 0].transpose(1, 2).contiguous()
-    blocks = batch, heads_kv, ceil_div(seqlen_k, SCALE_BLOCK)
-    k_scale, v_scale = (
-        (t if t.dim() == 3 else t[..., None]).expand(blocks).contiguous() for t in (descales.k, descales.v)
-    )
-    largest = v_scale.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    return q_scale, k_scale, v_scale / largest, largest[..., 0].contiguous()
+    by_heads = (problem.batch, problem.num_heads_q), *((problem.batch, problem.num_heads_kv),) * 2
+    views = []
+    for t, heads in zip(descales, by_heads, strict=True):
+        if t.dim() < 3:
+            strides = t.stride() if t.dim() == 2 else (0, 0)
+            t = t.as_strided((*heads, 1), (*strides, 1))
+        views.append(t if t.stride(-1) == 1 else t.contiguous())
+    q, k, v = views
+    return q, k, v, problem.quantization.q_block or ANY_ROWS
 
 
 _tile_counters: dict[tuple[int, int], Tensor] = {}
@@ -211,9 +211,7 @@ def trace(problem: AttentionProblem, config: ForwardConfig) -> tuple:
     batch = () if problem.is_packed else (None,)
     head_dim, head_dim_v, is_fp8 = problem.head_dim, problem.head_dim_v, problem.quantization is not None
 
-    def scales(dims: int):
-        return optional(tensor(Float32, *[None] * dims, align_bytes=4), is_fp8)
-
+    scales = optional(tensor(Float32, None, None, None, align_bytes=4), is_fp8)
     arguments = (
         tensor(dtype, *batch, None, None, head_dim, align_bytes=16),
         tensor(dtype, *batch, None, None, head_dim, align_bytes=16),
@@ -227,10 +225,10 @@ def trace(problem: AttentionProblem, config: ForwardConfig) -> tuple:
         optional(tensor(Int32, None, align_bytes=4), problem.is_packed),
         optional(tensor(Int32, None, align_bytes=4), problem.is_packed),
         optional(tensor(Int32, None, align_bytes=4), problem.has_seqused_k),
-        scales(3),
-        scales(3),
-        scales(3),
-        scales(2),
+        scales,
+        scales,
+        scales,
+        optional(Int32(1), is_fp8),
         Float32(1.0),
         optional(Float32(1.0), problem.softcap is not None),
         optional(Int32(0), problem.mask.window_left is not None),
