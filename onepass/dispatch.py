@@ -324,14 +324,27 @@ class QuantizationKernels(NamedTuple):
 
 def quantization_kernels(inputs: AttentionInputs, granularity: str) -> QuantizationKernels | None:
     """Those that quantise these tensors on their GPU; None: plain torch does."""
-    # torch.compile cannot trace a launch
-    if not _QUANTIZATION_KERNELS_HAVE_RUN or inputs.q.device.type != "cuda" or torch.compiler.is_compiling():
-        return None
-    capability = torch.cuda.get_device_capability(inputs.q.device)
-    if capability < (8, 9) or _compiler_refusal() is not None:  # before, there is no e4m3
+    if not _has_e4m3_kernels(inputs.q):
         return None
     from .kernels.fp8 import launch
 
     if launch.unsupported(inputs, granularity) is not None:
         return None
-    return QuantizationKernels(launch.quantize, capability == (9, 0))
+    return QuantizationKernels(launch.quantize, torch.cuda.get_device_capability(inputs.q.device) == (9, 0))
+
+
+def keys_last_kernel(v: Tensor, cu_seqlens: Tensor | None) -> Callable | None:
+    """(v, None, cu_seqlens, None) -> (`fp8.keys_last` of v in e4m3, None), on its GPU; None: plain torch does it."""
+    if not _has_e4m3_kernels(v):
+        return None
+    from .kernels.fp8 import launch
+
+    return None if launch.unsupported_tensor("v", v, cu_seqlens) is not None else launch.values
+
+
+def _has_e4m3_kernels(t: Tensor) -> bool:
+    # torch.compile cannot trace a launch
+    if not _QUANTIZATION_KERNELS_HAVE_RUN or t.device.type != "cuda" or torch.compiler.is_compiling():
+        return False
+    # before 8.9 there is no e4m3
+    return torch.cuda.get_device_capability(t.device) >= (8, 9) and _compiler_refusal() is None

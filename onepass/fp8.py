@@ -365,6 +365,11 @@ def keys_last(v: Tensor, cu_seqlens_k: Tensor | None = None) -> Tensor:
         (cu_seqlens_k[b] // 64 + b) * 64. Within every 16 keys the places 4q + 2h + e hold the keys 8h + 2q + e
         (q = 0..3, h and e = 0, 1; blocks/fp8.py says why). Zeros where there is no key.
     """
+    kernel = dispatch.keys_last_kernel(v, cu_seqlens_k)
+    return _keys_last_in_torch(v, cu_seqlens_k) if kernel is None else kernel(v, None, cu_seqlens_k, None)[0]
+
+
+def _keys_last_in_torch(v: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:
     if cu_seqlens_k is None:
         batch, seqlen_k, heads, head_dim_v = v.shape
         padded = v.new_zeros(batch, heads, head_dim_v, -(-seqlen_k // V_KEYS) * V_KEYS, dtype=torch.uint8)

@@ -33,7 +33,7 @@ class Arguments(Parameters):
 
 def run(kernel: launch.Kernel, *arguments):
     """In place of a compiled kernel: writes to the tensors that a launch gives it."""
-    parameters, placed = Arguments(1 << 23), []
+    parameters, placed = Arguments(1 << 25), []
     is_values, lengths = kernel.name == "values", [a for a in arguments if isinstance(a, torch.Tensor) and a.dim() == 1]
     x, target, descale, mean, *others = arguments
     signs = () if is_values or others[0] is None else others[0]

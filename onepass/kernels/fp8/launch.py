@@ -39,18 +39,24 @@ def unsupported(inputs: AttentionInputs, granularity: str) -> str | None:
     """Why the kernels do not quantise this; None if they do."""
     if granularity != "block":
         return f"granularity: expected 'block' (others need the whole tensor first), got {granularity!r}"
-    q, k, v = inputs[:3]
-    if any(t.dtype not in (torch.bfloat16, torch.float16) for t in (q, k, v)):
-        return f"dtype: expected bfloat16 or float16, got {q.dtype}"
-    for name, size in (("head_dim", q.shape[-1]), ("head_dim_v", v.shape[-1])):
-        if size % 16 or size > MAX_HEAD_DIM:
-            return f"{name}: expected a multiple of 16 up to {MAX_HEAD_DIM}, got {size}"
-    if 0 in q.shape or 0 in k.shape or (inputs.cu_seqlens_q is not None and inputs.cu_seqlens_q.shape[0] < 2):
-        return "expected tensors that have elements"
-    for t, cu_seqlens in ((q, inputs.cu_seqlens_q), (k, inputs.cu_seqlens_k)):
-        batch = t.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        if max(batch, t.shape[-3] // BLOCK + batch + 1) > MAX_GRID:
-            return f"expected at most {MAX_GRID} batch entries and blocks of {BLOCK} rows, got shape {tuple(t.shape)}"
+    tensors = {"q": (inputs.q, inputs.cu_seqlens_q), "k": (inputs.k, inputs.cu_seqlens_k)}
+    tensors["v"] = inputs.v, inputs.cu_seqlens_k
+    for name, (t, cu_seqlens) in tensors.items():
+        if t.dtype not in (torch.bfloat16, torch.float16):
+            return f"{name}: expected bfloat16 or float16, got {t.dtype}"
+        if (reason := unsupported_tensor(name, t, cu_seqlens)) is not None:
+            return reason
+    return None
+
+
+def unsupported_tensor(name: str, t: Tensor, cu_seqlens: Tensor | None) -> str | None:
+    batch = t.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if t.numel() == 0 or batch == 0:
+        return f"{name}: expected a tensor that has elements, got shape {tuple(t.shape)}"
+    if t.shape[-1] % 16 or t.shape[-1] > MAX_HEAD_DIM:
+        return f"{name}: expected a head_dim that is a multiple of 16 up to {MAX_HEAD_DIM}, got {t.shape[-1]}"
+    if max(batch, t.shape[-3] // BLOCK + batch + 1) > MAX_GRID:
+        return f"{name}: expected at most {MAX_GRID} batch entries and blocks of rows, got shape {tuple(t.shape)}"
     return None
 
 
