@@ -38,7 +38,7 @@ def assert_same_rounding(
         _compare(name, codes, expected_codes, is_exact and (name == "v" or expected.rotation is None))
         descales = getattr(actual, f"{name}_descale"), getattr(expected, f"{name}_descale")
         tolerance = 0.0 if is_exact and (name == "v" or expected.rotation is None) else SCALE_OFF
-        torch.testing.assert_close(*descales, rtol=tolerance, atol=0.0, msg=lambda m, name=name: f"{name}_descale: {m}")
+        torch.testing.assert_close(*descales, rtol=tolerance, atol=0.0)
 
 
 def _rows(quantized: QuantizedQKV, name: str, cu_seqlens: Tensor | None) -> Tensor:

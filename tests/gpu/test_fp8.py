@@ -1,12 +1,14 @@
 """The Hopper forward in FP8 against float64 attention of the dequantised tensors, and beside the tiled backend."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from gpu_cases import BACKEND, BF16, DEVICE, FP16, ON_GPU, needs_hopper
 
 import onepass
+from onepass import fp8
 from onepass.kernels.config import ForwardConfig
 from onepass.testing import fp8_budget
 
@@ -20,9 +22,14 @@ def make(seqlen_q, seqlen_k, head_dim, head_dim_v, batch=2, heads=(4, 2), dtype=
 
 
 def check(quantized, **options):
-    tuning = options.pop("tuning", None)
+    tuning, dequantized = options.pop("tuning", None), options.pop("dequantized", None)
     out, lse = onepass.attention(quantized, **options, backend=BACKEND, tuning=tuning, return_lse=True)
-    budget = fp8_budget(*quantized.dequantize(), out.dtype, short_sums=ON_GPU, **options)
+    tensors = dequantized or quantized.dequantize()
+    if ON_GPU:
+        v_scale = fp8.row_scales(tensors[2], quantized.v_descale, quantized.kv_block, None)
+        exponent = 8 if tuning is None else math.floor(math.log2(448) - tuning.rescale_threshold)
+        options |= {"short_sums": True, "v_scale": v_scale, "p_exponent": exponent}
+    budget = fp8_budget(*tensors, out.dtype, **options)
     is_empty = budget.oracle.lse == -math.inf
     assert torch.equal(lse == -math.inf, is_empty)
     for name, actual, oracle, allowed in (
@@ -76,12 +83,64 @@ def test_options(name):
     check(onepass.quantize_fp8(q, k, v, seqused_k=options.get("seqused_k")), **options)
 
 
+def with_keys_last(quantized):
+    """The same with V as the kernel reads it."""
+    if quantized.v_keys_last:
+        return quantized
+    return replace(quantized, v=fp8.keys_last(quantized.v), v_keys_last=True)
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (200, 333), (128, 256)], ids=str)
+@pytest.mark.parametrize("head_dims", [(64, 64), (192, 128), (256, 256)], ids=str)
+def test_v_with_its_keys_last(lengths, head_dims):
+    quantized = onepass.quantize_fp8(*make(*lengths, *head_dims))
+    last = with_keys_last(quantized)
+    assert torch.equal(check(last, causal=True), check(quantized, causal=True))
+
+
+@pytest.mark.parametrize("keys_last", [False, True])
+@pytest.mark.parametrize("tile_n", [32, 96, 128])
+def test_nan_behind_seqused_k(tile_n, keys_last):
+    q, k, v = make(100, 300, 128, 128, batch=7)
+    used = torch.tensor([300, 17, 1, 0, 129, 64, 250], dtype=torch.int32, device=DEVICE)
+    quantized = onepass.quantize_fp8(q, k, v)
+    behind = torch.arange(300, device=DEVICE) >= used[:, None]
+    stored = {n: getattr(quantized, n).view(torch.uint8).clone() for n in "kv"}
+    for t in stored.values():
+        t[behind] = 0x7F  # NaN
+    quantized = replace(quantized, **{n: t.view(torch.float8_e4m3fn) for n, t in stored.items()})
+    clean = quantized.dequantize()
+    for t in clean[1:]:
+        t[behind] = 0.0
+    given = with_keys_last(quantized) if keys_last else quantized
+    tuning = ForwardConfig(tile_n=tile_n, rescale_threshold=0.8) if ON_GPU else None
+    for mask in ({}, {"causal": True}):
+        check(given, dequantized=clean, seqused_k=used, tuning=tuning, **mask)
+
+
+def test_scales_that_differ_much():
+    """V's scales are part of the exponent: from block to block they may be far apart, and so may the scores."""
+    q, k, v = make(200, 640, 128, 128)
+    for i in range(10):
+        block = slice(64 * i, 64 * i + 64)
+        v[:, block] *= 10.0 ** ((7 * i) % 10 - 5)
+        k[:, block] *= 2.0 ** ((3 * i) % 5 - 2)
+    v[1, 128:192] = 0.0
+    for options in ({}, {"causal": True}, {"sinks": torch.tensor([1.0, -2.0, 5.0, 0.0], device=DEVICE)}):
+        check(onepass.quantize_fp8(q, k, v), **options)
+
+
 @pytest.mark.skipif(not ON_GPU, reason="tiled takes no configuration")
 @pytest.mark.parametrize(
     "config",
     [
         ForwardConfig(tile_n=64),
         ForwardConfig(tile_n=192, q_stages=2),
+        ForwardConfig(tile_n=32, rescale_threshold=0.8),
+        ForwardConfig(tile_n=96, rescale_threshold=1.8, num_warpgroups=3),
+        ForwardConfig(tile_n=128, rescale_threshold=0.8, softmax_before_wait=True),
+        ForwardConfig(tile_n=160, rescale_threshold=3.8, dynamic_tiles=True),
+        ForwardConfig(tile_n=224, rescale_threshold=0.8),
         ForwardConfig(tile_n=128, cluster_size=2),
         ForwardConfig(tile_n=128, dynamic_tiles=True, pingpong=False),
         ForwardConfig(tile_n=128, overlap_tiles=False),

@@ -165,12 +165,14 @@ def to_16_bits(x: np.ndarray, kind: str) -> np.ndarray:
 
 
 def to_e4m3(x: np.ndarray) -> np.ndarray:
-    """Bytes of float32 rounded to nearest, ties to even; past 448 they become 448, NaN stays."""
-    magnitude = np.minimum(np.abs(x.astype(np.float64)), 448.0)
-    exponent = np.maximum(np.frexp(magnitude)[1] - 1, -6)  # of numbers below 2^-6 as of those from there on
-    eighths = np.rint(np.ldexp(magnitude, 3 - exponent)).astype(np.int64)  # 8 to 16, or below 8 with exponent -6
-    code = np.where(eighths < 8, eighths, (exponent + 6) * 8 + eighths)
-    return np.where(np.isnan(x), 0x7F, code | np.signbit(x) << 7).astype(np.uint8)
+    """Bytes, rounded to nearest even; what is past 448 becomes 448."""
+    size = np.minimum(np.abs(x.astype(np.float64)), 448.0)
+    spacing = np.exp2(np.maximum(np.frexp(size)[1] - 1, -6) - 3)
+    size = np.round(size / spacing) * spacing
+    exponent = np.maximum(np.frexp(size)[1] - 1, -6)
+    mantissa = size * np.exp2(3.0 - exponent)  # 8 to 15, below the normal numbers 0 to 7
+    code = np.where(np.isnan(x), 0x7F, mantissa + np.where(mantissa < 8, 0, 8 * (exponent + 6)))
+    return np.nan_to_num(code).astype(np.uint8) | np.where(np.signbit(x), 0x80, 0).astype(np.uint8)
 
 
 def cut_off(x: np.ndarray) -> np.ndarray:
@@ -369,6 +371,7 @@ class Warp:
             self.set(operands[0], result.astype(float32).view(uint32), active)
         else:
             result = self.integer(parts, operands[1:])
+            result = np.maximum(result, 0) if "relu" in parts else result
             self.set(operands[0], result.view(WIDTHS[str(result.dtype.itemsize * 8)]), active)
 
     def typed(self, kind: str, operands: list[str]) -> list[np.ndarray]:
@@ -414,7 +417,7 @@ class Warp:
             return high << 16 | low
         if to == "e4m3x2":
             high, low = (to_e4m3(self.floats(o)).astype(uint16) for o in operands[1:])
-            return high << uint16(8) | low
+            return high << 8 | low
         if kind in ("bf16", "f16"):
             return from_16_bits(self.value(operands[1]), kind).view(uint32)
         if kind == "f32":
