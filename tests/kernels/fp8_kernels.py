@@ -44,11 +44,14 @@ def run(kernel: launch.Kernel, *arguments):
         placed.append((parameters.tensor(target, tuple(range(x.dim()))), target))
     if descale is not None:
         placed.append((parameters.tensor(descale), descale))
-    if mean is not None:
-        parameters.tensor(mean, (0, 1, 2))
+    number_of_mean = len(parameters.values)
     parameters.values += [integer(word) for word in signs]
     for t in lengths:
         parameters.tensor(t)
+    if mean is not None:  # the last one in memory
+        parameters.tensor(mean, (0, 1, 2))
+        parameters.values.insert(number_of_mean, parameters.values.pop())
+        parameters.end_here()
     blocks = target.shape[-1] // launch.BLOCK if is_values else others[-1]
     grid = x.shape[-2], blocks, 1 if kernel.is_packed else x.shape[0]
     threads = 256 if kernel.head_dim > 128 else 128

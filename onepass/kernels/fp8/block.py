@@ -59,7 +59,7 @@ def row_block(
         sequence, first = low, cu_seqlens[low]
         position = (block - first // BLOCK - sequence) * BLOCK
         is_sequence = sequence < batch
-        end = cu_seqlens[sequence + 1] if is_sequence else seqlen
+        end = select(is_sequence, cu_seqlens[minimum(sequence + 1, batch)], seqlen)
         start, num_rows = first + position, minimum(end, seqlen) - first - position
         num_used = num_rows if is_sequence else Int32(0)
         if cutlass.const_expr(seqused is not None):
@@ -68,6 +68,11 @@ def row_block(
     elif cutlass.const_expr(seqused is not None):
         num_used = minimum(num_used, seqused[entry] - start)
     return RowBlock(start, minimum(num_rows, BLOCK), minimum(num_used, BLOCK), sequence)
+
+
+def mean_of(mean: cute.Tensor, rows: RowBlock, head: Int32) -> cute.Tensor:
+    """(head_dim,) of mean (sequences, heads, head_dim); for rows of no sequence that of the last one."""
+    return mean[minimum(rows.sequence, mean.shape[0] - 1), head, None]
 
 
 def larger_magnitude(largest: Float32, x: Float32) -> Float32:

@@ -17,7 +17,7 @@ from ..blocks.layouts import as_batch_of_one
 from ..blocks.ptx import pack_four, unpack_pair
 from ..blocks.tile_scheduler import LANES
 from . import rotation
-from .block import BLOCK, largest_of_block, row_block, scale_and_inverse
+from .block import BLOCK, largest_of_block, mean_of, row_block, scale_and_inverse
 from .rotation import GROUP, PART, QUAD
 
 HALF = 8  # elements of 16 bytes: half of a part
@@ -90,7 +90,7 @@ class QuantizeRows:
 
         means = None
         if cutlass.const_expr(mean is not None):
-            means = self.load_mean(mean[rows.sequence, head, None], lane)
+            means = self.load_mean(mean_of(mean, rows, head), lane)
         values = cute.make_rmem_tensor(cute.make_ordered_layout((PART, parts, passes), order=(0, 1, 2)), Float32)
         # where one factor is for all columns, the scale takes it in
         factor = Float32(1.0)

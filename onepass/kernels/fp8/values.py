@@ -22,7 +22,7 @@ from ..blocks.integers import ceil_div, select
 from ..blocks.layouts import as_batch_of_one
 from ..blocks.ptx import pack_four, transpose_bytes, unpack_pair
 from ..blocks.tile_scheduler import LANES
-from .block import BLOCK, RowBlock, largest_of_block, row_block, scale_and_inverse
+from .block import BLOCK, RowBlock, largest_of_block, mean_of, row_block, scale_and_inverse
 from .rows import num_threads
 
 GROUP = 64  # columns that a warp loads at once
@@ -91,7 +91,7 @@ class QuantizeValues:
         values = None
         if cutlass.const_expr(not self.is_e4m3):
             values = cute.make_rmem_tensor(raw.layout, Float32)
-            means = None if cutlass.const_expr(mean is None) else self.load_mean(mean[rows.sequence, head, None])
+            means = None if cutlass.const_expr(mean is None) else self.load_mean(mean_of(mean, rows, head))
             self.fill(values, words, means, rows.num_used)
             scale, inverse = scale_and_inverse(largest_of_block(values, maxima, self.num_warps))
             if thread == 0:
