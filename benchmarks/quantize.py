@@ -160,15 +160,24 @@ def compile_one(kernel: launch.Kernel) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dims", type=lambda text: [int(d) for d in text.split(",")], default=[64, 128, 256])
+    parser.add_argument("--threads", type=int, help="of a thread block; default: what quantize_fp8 chooses")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "."), "quantize.json"))
     args = parser.parse_args()
     dispatch._QUANTIZATION_KERNELS_HAVE_RUN = True
-    compile_all(kernels(args.head_dims), compile_one)
+    if args.threads:
+        launch.default_threads = lambda head_dim: args.threads
+    compile_all([k._replace(num_threads=args.threads) for k in kernels(args.head_dims)], compile_one)
     of_copy = copy_gb_s()
     print(f"{torch.cuda.get_device_name()}; a copy reads and writes {of_copy:.0f} GB/s")
     print(f"{'head_dim':>8}  {'what':22s} {'us':>8} {'GB/s':>8} {'of copy':>8} {'CPU us':>8}")
     rows = [row for head_dim in args.head_dims for row in measure(head_dim, of_copy)]
-    about = circumstances() | {"tokens": TOKENS, "hidden": HIDDEN, "batch": BATCH, "copy_gb_s": of_copy}
+    about = circumstances() | {
+        "tokens": TOKENS,
+        "hidden": HIDDEN,
+        "batch": BATCH,
+        "threads": args.threads,
+        "copy_gb_s": of_copy,
+    }
     args.out.write_text(json.dumps({"circumstances": about, "rows": rows}, indent=1))
 
 

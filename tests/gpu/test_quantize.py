@@ -110,6 +110,7 @@ def test_nan_and_inf(rotate):
     for t in (q, k, v):
         t[0, 3, 0, 5], t[0, 3, 0, 40] = INF, -INF
         t[0, 7, 0, 17], t[0, 9, 0, 63] = NAN, -INF
+    v[0, 64:128], q[0, 64:128], k[0, :64] = 2.0**-130, 2.0**-120, 0.0
     check(q, k, v, rotate=rotate)
 
 

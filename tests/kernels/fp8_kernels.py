@@ -54,7 +54,7 @@ def run(kernel: launch.Kernel, *arguments):
         parameters.end_here()
     blocks = target.shape[-1] // launch.BLOCK if is_values else others[-1]
     grid = x.shape[-2], blocks, 1 if kernel.is_packed else x.shape[0]
-    threads = 256 if kernel.head_dim > 128 else 128
+    threads = launch.default_threads(kernel.head_dim)
     ptx_interpreter.run(program(kernel), parameters.values, parameters.memory, grid, threads, 1 << 15)
     for address, t in placed:
         t.copy_(parameters.result(address, t))

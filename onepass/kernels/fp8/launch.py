@@ -33,6 +33,12 @@ class Kernel(NamedTuple):
     has_mean: bool = False
     is_packed: bool = False
     has_seqused: bool = False
+    num_threads: int | None = None  # of a thread block; None: `default_threads`
+
+
+def default_threads(head_dim: int) -> int:
+    """64 elements a thread at head dims 128 and 256, 32 at 64: as many loads under way as registers have room for."""
+    return 256 if head_dim > 128 else 128
 
 
 def unsupported(inputs: AttentionInputs, granularity: str) -> str | None:
@@ -149,6 +155,7 @@ def kernel_of(kernel: Kernel, arch: str) -> Callable:
 
 def compile_request(kernel: Kernel, arch: str) -> tuple:
     """The arguments of `compile.get`."""
+    kernel = kernel._replace(num_threads=kernel.num_threads or default_threads(kernel.head_dim))
     pairs = tuple(zip(kernel._fields, kernel, strict=True))
     return f"quantize_{kernel.name}", (pairs,), arch, functools.partial(trace, kernel)
 
@@ -162,6 +169,7 @@ def trace(kernel: Kernel) -> tuple:
     from .values import QuantizeValues
 
     head_dim, dtype = kernel.head_dim, element_type(kernel.dtype)
+    num_threads = kernel.num_threads or default_threads(head_dim)
     batch = () if kernel.is_packed else (None,)
     x = fake_tensor(dtype, *batch, None, None, head_dim, align_bytes=16)
     descale = fake_tensor(Float32, *batch, None, None, align_bytes=4)
@@ -172,7 +180,17 @@ def trace(kernel: Kernel) -> tuple:
     if kernel.name == "values":
         target = fake_tensor(Float8E4M3FN, *batch, None, head_dim, None, align_bytes=16)
         descale = None if kernel.dtype == fp8.E4M3 else descale
-        return QuantizeValues(dtype, head_dim), (x, target, descale, mean, cu_seqlens, seqused, stream)
+        return QuantizeValues(dtype, head_dim, num_threads), (x, target, descale, mean, cu_seqlens, seqused, stream)
     target = fake_tensor(Float8E4M3FN, *batch, None, None, head_dim, align_bytes=16)
     signs = tuple(Int32(0) for _ in sign_words(head_dim, 0)) if kernel.rotates else None
-    return QuantizeRows(dtype, head_dim), (x, target, descale, mean, signs, cu_seqlens, seqused, Int32(1), stream)
+    return QuantizeRows(dtype, head_dim, num_threads), (
+        x,
+        target,
+        descale,
+        mean,
+        signs,
+        cu_seqlens,
+        seqused,
+        Int32(1),
+        stream,
+    )

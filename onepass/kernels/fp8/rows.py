@@ -23,17 +23,14 @@ from .rotation import GROUP, PART, QUAD
 HALF = 8  # elements of 16 bytes: half of a part
 
 
-def num_threads(head_dim: int) -> int:
-    """64 elements a thread at head dims 128 and 256: as many loads under way as registers have room for."""
-    return 256 if head_dim > 128 else 128
-
-
 class QuantizeRows:
-    """One compiled kernel: (dtype, head_dim, what there is) -> device code. head_dim: a multiple of 16."""
+    """One compiled kernel: (dtype, head_dim, what there is) -> device code.
 
-    def __init__(self, dtype: type[cutlass.Numeric], head_dim: int):
-        self.dtype, self.head_dim = dtype, head_dim
-        self.num_threads = num_threads(head_dim)
+    Args: head_dim: a multiple of 16. num_threads: 32 to 256, a power of two.
+    """
+
+    def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, num_threads: int):
+        self.dtype, self.head_dim, self.num_threads = dtype, head_dim, num_threads
         self.rows_at_once = self.num_threads // QUAD
         self.is_one_block = len(rotation.blocks_of(head_dim)) == 1  # of the rotation
 

@@ -23,7 +23,6 @@ from ..blocks.layouts import as_batch_of_one
 from ..blocks.ptx import pack_four, transpose_bytes, unpack_pair
 from ..blocks.tile_scheduler import LANES
 from .block import BLOCK, RowBlock, largest_of_block, mean_of, row_block, scale_and_inverse
-from .rows import num_threads
 
 GROUP = 64  # columns that a warp loads at once
 RUNS = BLOCK // KEY_RUN
@@ -33,15 +32,16 @@ WORDS = 4  # registers of 16 bytes
 
 
 class QuantizeValues:
-    """One compiled kernel: (dtype, head_dim_v, what there is) -> device code. head_dim_v: a multiple of 16.
+    """One compiled kernel: (dtype, head_dim_v, what there is) -> device code.
 
     From e4m3 it moves the values as they are.
+
+    Args: head_dim: of v, a multiple of 16. num_threads: 128 or a larger power of two.
     """
 
-    def __init__(self, dtype: type[cutlass.Numeric], head_dim: int):
-        self.dtype, self.head_dim = dtype, head_dim
+    def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, num_threads: int):
+        self.dtype, self.head_dim, self.num_threads = dtype, head_dim, num_threads
         self.is_e4m3 = dtype is Float8E4M3FN
-        self.num_threads = num_threads(head_dim)
         self.num_warps = self.num_threads // LANES
         self.vector = 16 * 8 // dtype.width  # columns of a lane
         self.lanes_of_key = GROUP // self.vector
