@@ -389,7 +389,7 @@ class Warp:
             else:
                 product = a.astype(int64) * b.astype(int64) if kind[0] == "s" else a.astype(uint64) * b.astype(uint64)
             if "hi" in parts:
-                product = (product >> (np.int64(32) if kind[0] == "s" else uint64(32))).astype(a.dtype)
+                product = (product >> product.dtype.type(kind[1:])).astype(a.dtype)
             if name == "mad":
                 product = product + self.value(operands[2], f"b{product.dtype.itemsize * 8}").view(product.dtype)
             return product

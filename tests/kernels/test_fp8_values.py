@@ -1,4 +1,4 @@
-"""The softmax of the Hopper forward in FP8, run on the CPU, against float64."""
+"""The softmax of the Hopper forward in FP8, run on the CPU, against float64; and V cleared behind its last key."""
 
 import functools
 import importlib.util
@@ -124,3 +124,21 @@ def test_values(name, spread):
     assert (p >= at_least * (1 - 2.0**-4) - 2.0**-10 - 1e-4).all()
     assert (p <= at_most * (1 + 2.0**-4) + 2.0**-10 + 1e-4).all()
     assert p.max() <= 448
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(64, 128), (96, 32), (64, 224)])
+def test_keys_behind_the_end_are_cleared(rows, keys):
+    from fp8_clear import Clear
+
+    clear = Clear(rows, keys)
+    stored = torch.randint(0, 256, (rows, keys), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    place_of_key = torch.tensor([k // 16 * 16 + 4 * (k % 8 // 2) + 2 * (k % 16 // 8) + k % 2 for k in range(keys)])
+    for first in (-5, 0, 1, 7, 8, 15, 16, keys - 23, keys - 1, keys, keys + 9):
+        memory = ptx_interpreter.Memory(1 << 20, 1 << 32)
+        place = memory.put(stored.numpy())
+        parameters = [np.uint64(p).tobytes() for p in (place, memory.put(np.array([first], np.int32)))]
+        ptx_interpreter.run(program(clear), parameters, memory, 1, 32, 64 << 10)
+        left = torch.from_numpy(memory.get(place, rows * keys).reshape(rows, keys).copy())
+        expected = stored.clone()
+        expected[:, place_of_key[max(0, first) :]] = 0
+        assert torch.equal(left, expected), first
