@@ -154,11 +154,11 @@ def quantize_fp8(
     exists = _existing_keys(inputs)
     k_mean = v_mean = score_shift = None
     if center_k:
-        k_mean = _mean_of_keys(_in_float32(k, exists), exists, cu_seqlens_k)
-        score_shift = _dots(_in_float32(q), k_mean, cu_seqlens_q)
+        k_mean = _mean_of_keys(_as_rows(k, exists), exists, cu_seqlens_k)
+        score_shift = _dots(_as_rows(q).float(), k_mean, cu_seqlens_q)
         score_shift = score_shift if cu_seqlens_q is None else score_shift.squeeze(0)
     if center_v:
-        v_mean = _mean_of_keys(_in_float32(v, exists), exists, cu_seqlens_k)
+        v_mean = _mean_of_keys(_as_rows(v, exists), exists, cu_seqlens_k)
     kernels = dispatch.quantization_kernels(inputs, granularity)
     of_rotation = seed if rotate else None
     if kernels is None:
@@ -195,7 +195,7 @@ def _quantize_in_torch(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """q, k and v in e4m3, and their descales. Args: seed: of the rotation; None: none."""
     q, k, v, _, cu_seqlens_q, cu_seqlens_k, _ = inputs
-    x_q, x_k, x_v = _in_float32(q), _in_float32(k, exists), _in_float32(v, exists)
+    x_q, x_k, x_v = (_as_rows(t, mask).float() for t, mask in ((q, None), (k, exists), (v, exists)))
     if k_mean is not None:
         x_k = _minus(x_k, k_mean, exists, cu_seqlens_k)
     if v_mean is not None:
@@ -216,10 +216,10 @@ def _quantize_in_torch(
     return parts, descales
 
 
-def _in_float32(t: Tensor, exists: Tensor | None = None) -> Tensor:
+def _as_rows(t: Tensor, exists: Tensor | None = None) -> Tensor:
     """(batch or 1, rows, heads, head_dim), 0 where there is no key."""
-    x = t.float() if t.dim() == 4 else t.unsqueeze(0).float()
-    return x if exists is None else torch.where(exists[..., None, None], x, 0.0)
+    rows = t if t.dim() == 4 else t.unsqueeze(0)
+    return rows if exists is None else torch.where(exists[..., None, None], rows, 0.0)
 
 
 # ---------------------------------------------------------------- what is subtracted
@@ -246,17 +246,19 @@ def _sequence_of(cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def _mean_of_keys(x: Tensor, exists: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """(batch, heads, head_dim): mean of the rows that exist. Any vector would be exact, so NaN and inf are left out."""
-    finite = torch.where(x.isfinite(), x, 0.0)
-    weight = torch.ones_like(x[..., 0, 0]) if exists is None else exists.to(x.dtype)
+    """(batch, heads, head_dim) float32: mean of the rows that exist. Any vector would be exact, so NaN and inf are left
+    out.
+    """
+    finite = x.nan_to_num(0.0, 0.0, 0.0)
+    weight = torch.ones(x.shape[:2], device=x.device) if exists is None else exists.float()
     if cu_seqlens is None:
-        sums, count = finite.sum(1), weight.sum(1)
+        sums, count = finite.sum(1, dtype=torch.float32), weight.sum(1)
     else:
         sequence, batch = _sequence_of(cu_seqlens, x.shape[1]), cu_seqlens.shape[0] - 1
-        sums = finite.new_zeros(batch, *x.shape[2:])
-        count = finite.new_zeros(batch)
+        sums = weight.new_zeros(batch, *x.shape[2:])
+        count = weight.new_zeros(batch)
         if batch > 0:
-            sums.index_add_(0, sequence, finite[0])
+            sums.index_add_(0, sequence, finite[0].float())
             count.index_add_(0, sequence, weight[0])
     return sums / count.clamp(min=1.0)[:, None, None]
 

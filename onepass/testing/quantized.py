@@ -8,8 +8,8 @@ from torch import Tensor
 from ..fp8 import QuantizedQKV, keys_first
 
 NAN_CODE = 0x7F
-# Sums in another order, of which tensor cores cut off the last bits, are off by up to 2^-18 or so of the largest term. So
-# are scales; and a value that lies as near to the middle between two e4m3 numbers, 2^-4 apart, rounds the other way.
+# Sums in another order, of which tensor cores cut off the last bits, are off by up to 2^-18 or so of the largest term.
+# So are scales; and a value that lies as near to the middle between two e4m3 numbers, 2^-4 apart, rounds the other way.
 SCALE_OFF = 2.0**-17
 SHARE_OFF = 1e-3
 
