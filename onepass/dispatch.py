@@ -17,7 +17,7 @@ from .decode_problem import DecodeProblem
 from .errors import UnsupportedError
 from .kernels import heuristics
 from .kernels.config import LaunchConfig
-from .problem import AttentionProblem
+from .problem import AttentionInputs, AttentionProblem
 
 Forward = Callable[[Any], tuple[Tensor, Tensor]]  # of AttentionInputs, in FP8 of QuantizedInputs
 
@@ -335,3 +335,48 @@ def prepare_decode(name: str, problem: DecodeProblem, device: torch.device) -> C
     """That of a backend for calls of this problem, whose values are not to be checked: inputs -> (out, lse)."""
     module = importlib.import_module(_DECODE[name])
     return functools.partial(module.decode, problem) if name == "tiled" else module.prepare(problem, device)
+
+
+# ---------------------------------------------------------------- rounding to e4m3
+
+# No GPU has run the kernels of `quantize_fp8` yet.
+_QUANTIZATION_KERNELS_HAVE_RUN = False
+
+
+class QuantizationKernels(NamedTuple):
+    """Attributes:
+    quantize: (inputs, seed of the rotation or None, k_mean, v_mean, keys_last) -> tensors and descales; see
+        kernels/fp8/launch.py.
+    keys_last: whether V should lie as the FP8 attention kernel of this GPU reads it.
+    """
+
+    quantize: Callable
+    keys_last: bool
+
+
+def quantization_kernels(inputs: AttentionInputs, granularity: str) -> QuantizationKernels | None:
+    """Those that quantise these tensors on their GPU; None: plain torch does."""
+    if not _has_e4m3_kernels(inputs.q):
+        return None
+    from .kernels.fp8 import launch
+
+    if launch.unsupported(inputs, granularity) is not None:
+        return None
+    return QuantizationKernels(launch.quantize, torch.cuda.get_device_capability(inputs.q.device) == (9, 0))
+
+
+def keys_last_kernel(v: Tensor, cu_seqlens: Tensor | None) -> Callable | None:
+    """(v, None, cu_seqlens, None) -> (`fp8.keys_last` of v in e4m3, None), on its GPU; None: plain torch does it."""
+    if not _has_e4m3_kernels(v):
+        return None
+    from .kernels.fp8 import launch
+
+    return None if launch.unsupported_tensor("v", v, cu_seqlens) is not None else launch.values
+
+
+def _has_e4m3_kernels(t: Tensor) -> bool:
+    # torch.compile cannot trace a launch
+    if not _QUANTIZATION_KERNELS_HAVE_RUN or t.device.type != "cuda" or torch.compiler.is_compiling():
+        return False
+    # before 8.9 there is no e4m3
+    return torch.cuda.get_device_capability(t.device) >= (8, 9) and _compiler_refusal() is None

@@ -400,6 +400,12 @@ class Warp:
                 a, np.minimum(count, bits - 1).astype(a.dtype)
             )
             return shifted if kind[0] == "s" else np.where(count >= bits, a.dtype.type(0), shifted)
+        if name == "prmt":
+            a, b, selector = (self.value(o) for o in operands)
+            both = (a.astype(uint64) | b.astype(uint64) << uint64(32)).view(np.uint8).reshape(-1, 8)
+            which = selector[:, None] >> np.arange(0, 16, 4, dtype=uint32) & uint32(15)
+            assert (which < 8).all(), "signs of bytes are not modelled"
+            return np.take_along_axis(both, which.astype(int64), 1).view(uint32)[:, 0]
         if name == "popc":
             return np.array([int(x).bit_count() for x in self.value(operands[0])], uint32)
         return INTEGERS[name](*self.typed(kind, operands))
