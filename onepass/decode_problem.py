@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from .problem import AttentionProblem
+from .validation import E4M3
 
 
 class DecodeInputs(NamedTuple):
@@ -21,6 +22,8 @@ class DecodeInputs(NamedTuple):
     rotary_cos: Tensor | None = None
     rotary_sin: Tensor | None = None
     sinks: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
     k_new: Tensor | None = None
     v_new: Tensor | None = None
 
@@ -46,6 +49,10 @@ class DecodeProblem:
         split_size: keys of a part, from the first key on; None: parts of one sequence are of one length.
         rotary_interleaved: rotated pairs are neighbours (0, 1), (2, 3), ..; else (0, d / 2), (1, d / 2 + 1), ..
         check_values: read lengths and page numbers on the host, and refuse bad ones.
+        is_e4m3: the cache holds e4m3 numbers; queries and new keys do not.
+        has_descales: its real values are those numbers times a descale.
+        kv_block: keys of a block (with pages, of a page) that has a descale of its own; None: the keys of a sequence
+            share one.
     """
 
     attention: AttentionProblem
@@ -54,6 +61,20 @@ class DecodeProblem:
     split_size: int | None = None
     rotary_interleaved: bool = False
     check_values: bool = False
+    is_e4m3: bool = False
+    has_descales: bool = False
+    kv_block: int | None = None
+
+    @classmethod
+    def of(cls, attention: AttentionProblem, inputs: DecodeInputs, **options: Any) -> DecodeProblem:
+        """The problem that these tensors and options pose; they have been checked before."""
+        return cls(
+            attention,
+            is_paged=inputs.page_table is not None,
+            is_e4m3=inputs.k_cache.dtype == E4M3,
+            has_descales=inputs.k_descale is not None,
+            **options,
+        )
 
 
 def refuse_lengths(first: int, last: int, capacity: int, seqlen_new: int) -> None:

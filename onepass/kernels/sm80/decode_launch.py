@@ -44,6 +44,13 @@ def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor
     return prepare(problem, inputs.q.device)(inputs._replace(q=q))
 
 
+def unsupported(problem: DecodeProblem) -> str | None:
+    """Why these kernels do not compute a problem whose attention they do; None if they do."""
+    if problem.is_e4m3:
+        return "its kernels take no e4m3 cache yet, expected one of q's dtype"
+    return None
+
+
 # ---------------------------------------------------------------- forward
 
 
