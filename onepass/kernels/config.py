@@ -304,6 +304,21 @@ class ForwardConfigSm80(LaunchConfig):
         return 32 * self.num_warps
 
     @property
+    def loading_threads(self) -> int:
+        """Threads that load a tile of K and V together."""
+        return self.num_threads
+
+    @property
+    def block_keys(self) -> int:
+        """Keys of a step of the thread block."""
+        return self.tile_n
+
+    @property
+    def num_buffers(self) -> int:
+        """For tile_n keys each, and as many for their values."""
+        return self.num_stages
+
+    @property
     def m_tiles(self) -> int:
         """Times 16 query rows of a warp."""
         return self.tile_m // (ROWS_PER_MMA * self.num_warps)
@@ -318,7 +333,7 @@ class ForwardConfigSm80(LaunchConfig):
 
     def smem_bytes(self, problem: AttentionProblem) -> int:
         d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
-        return problem.dtype.itemsize * (self.tile_m * d + self.num_stages * self.tile_n * (d + dv))
+        return problem.dtype.itemsize * (self.tile_m * d + self.num_buffers * self.tile_n * (d + dv))
 
     def accumulator_registers(self, problem: AttentionProblem) -> int:
         """Registers of a thread for S, P, O (and Q): the rest is left for fragments of K and V, addresses, softmax."""
@@ -348,10 +363,10 @@ class ForwardConfigSm80(LaunchConfig):
                 raise UnsupportedError(f"vector_bytes: {self.vector_bytes} do not divide rows of {name} {size}")
         for columns in (d, dv):
             # a pass of all threads over a tile is so many whole rows
-            in_a_pass = self.num_threads // threads_per_row(columns, element_bytes, self.vector_bytes)
+            in_a_pass = self.loading_threads // threads_per_row(columns, element_bytes, self.vector_bytes)
             if self.tile_m % in_a_pass or self.tile_n % in_a_pass:
                 raise UnsupportedError(
-                    f"tile_m, tile_n: expected multiples of {in_a_pass}, the rows that {self.num_threads} threads load"
+                    f"tile_m, tile_n: expected multiples of {in_a_pass}, the rows that {self.loading_threads} threads load"
                     f" at once, got {self.tile_m} and {self.tile_n}"
                 )
         if self.num_stages < 1:

@@ -24,6 +24,7 @@ from .. import compile
 from ..arguments import element_type, fake_tensor, score_scales, window_bounds
 from ..blocks.integers import ceil_div
 from ..config import ForwardConfigSm80
+from ..config_decode import DecodeConfigSm80
 from ..heuristics_decode import decode_config_sm80, num_splits_sm80
 from .launch import arch_of, grid, vector_bytes, with_rows
 
@@ -67,7 +68,7 @@ def splits_of(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, num_
     """num_splits, split_blocks (see blocks/splits.py), and whether there are partials to be merged."""
     if problem.split_size is not None:
         # always merged: how many there are must not matter
-        return ceil_div(problem.attention.seqlen_k, problem.split_size), problem.split_size // config.tile_n, True
+        return ceil_div(problem.attention.seqlen_k, problem.split_size), problem.split_size // config.block_keys, True
     num_splits = problem.num_splits or num_splits_sm80(problem.attention, config, arch, num_sms)
     return num_splits, 0, num_splits > 1
 
@@ -145,6 +146,7 @@ def trace(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split
     from cutlass import Float32, Int32
     from cutlass.cute.runtime import make_fake_stream
 
+    from .decode import DecodeSm80
     from .forward import ForwardSm80
 
     attention = _of_a_split(problem.attention, is_split)
@@ -179,7 +181,8 @@ def trace(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split
         *((Int32(1), Int32(0)) if is_split else (None, None)),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
-    return ForwardSm80(attention, config, dtype, arch, is_split, problem.is_paged), arguments
+    kernel = DecodeSm80 if isinstance(config, DecodeConfigSm80) else ForwardSm80
+    return kernel(attention, config, dtype, arch, is_split, problem.is_paged), arguments
 
 
 # ---------------------------------------------------------------- merge

@@ -155,8 +155,8 @@ class ForwardSm80:
             Splits(num_splits, split_blocks) if self.is_split else None,
             self.make_tiled_mma(config, self.dtype),
             smem_tiles(config.tile_m, self.head_dim, 1, self.dtype),
-            smem_tiles(config.tile_n, self.head_dim, config.num_stages, self.dtype),
-            smem_tiles(config.tile_n, self.head_dim_v, config.num_stages, self.dtype),
+            smem_tiles(config.tile_n, self.head_dim, config.num_buffers, self.dtype),
+            smem_tiles(config.tile_n, self.head_dim_v, config.num_buffers, self.dtype),
         ).launch(
             grid=[num_tiles, num_splits if self.is_split else 1, 1], block=[config.num_threads, 1, 1], stream=stream
         )
@@ -199,13 +199,13 @@ class ForwardSm80:
 
         smem = SmemAllocator()
         sQ, sK, sV = (self._allocate(smem, layout) for layout in (sQ_layout, sK_layout, sV_layout))
-        thread, num_threads = cute.arch.thread_idx()[0], self.config.num_threads
+        thread, num_threads = self.loading_thread(), self.config.loading_threads
         head_dim, head_dim_v = self.head_dims
         loaders = tuple(
             RowLoader(buffers, columns, self.config.vector_bytes, num_threads, thread)
             for buffers, columns in ((sQ, head_dim), (sK, head_dim), (sV, head_dim_v))
         )
-        warps = Warps(self, sQ, sK, sV, tiled_mma, scores, tensors, mO, mLSE, mSinks, pages)
+        warps = self.make_warps(self, sQ, sK, sV, tiled_mma, scores, tensors, mO, mLSE, mSinks, pages)
         if cutlass.const_expr(self.is_split):
             has_no_keys = tile.blocks.first == tile.blocks.last
             if has_no_keys:
@@ -228,7 +228,7 @@ class ForwardSm80:
             seqlen_q, seqlen_k = seqlens.seqlen_q, used_keys(seqlens.lengths, place_k, seqlens.seqlen_k)
         geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
         m_start = m_block * self.positions
-        blocks = key_blocks(m_start, minimum(m_start + self.positions, seqlen_q), *geometry, self.config.tile_n)
+        blocks = key_blocks(m_start, minimum(m_start + self.positions, seqlen_q), *geometry, self.config.block_keys)
         return Tile(m_block, head, place_q, place_k, geometry, blocks)
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
@@ -236,6 +236,22 @@ class ForwardSm80:
 
     def head_kv(self, tile: Tile):
         return tile.head // self.tile_heads_per_kvhead
+
+    # What decode.py, where each warp has keys and buffers of its own, does in its own way.
+
+    make_warps = Warps
+
+    def loading_thread(self) -> Int32:
+        """Number of this thread among those that load a tile together."""
+        return cute.arch.thread_idx()[0]
+
+    def first_key(self, n_block: Int32) -> Int32:
+        """Of those keys of a block that this warp has a part in."""
+        return n_block * self.config.tile_n
+
+    def buffer_of(self, buffer):
+        """Its place among all buffers."""
+        return buffer
 
     # ---------------------------------------------------------------- device: a tile
 
@@ -281,12 +297,12 @@ class ForwardSm80:
     @cute.jit
     def load_first(self, loaders: tuple, mK: cute.Tensor, mV: cute.Tensor, tile: Tile):
         """What is under way before the first step: K, or num_stages - 1 groups of K and V."""
-        _, load_k, load_v = loaders
-        config, n_block = self.config, tile.blocks.last - 1
+        config, n_block, limit = self.config, tile.blocks.last - 1, tile.geometry.seqlen_k
         if cutlass.const_expr(config.prefetch):
-            load_k.load(mK, n_block * config.tile_n, tile.geometry.seqlen_k, 0)
             if cutlass.const_expr(config.num_stages > 1):
-                load_v.load(mV, n_block * config.tile_n, tile.geometry.seqlen_k, 0)
+                self.load_block(loaders, mK, mV, tile, n_block, limit, 0)
+            else:
+                loaders[1].load(mK, self.first_key(n_block), limit, 0)
             cute.arch.cp_async_commit_group()
             for stage in cutlass.range_constexpr(1, config.num_stages - 1):
                 self.load_ahead(loaders, mK, mV, tile, n_block - stage, stage)
@@ -297,11 +313,16 @@ class ForwardSm80:
 
         Only a tile's first step can meet the end of the sequence: here all rows exist.
         """
-        _, load_k, load_v = loaders
         if n_block >= tile.blocks.first:
-            load_k.load(mK, n_block * self.config.tile_n, None, buffer)
-            load_v.load(mV, n_block * self.config.tile_n, None, buffer)
+            self.load_block(loaders, mK, mV, tile, n_block, None, buffer)
         cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def load_block(self, loaders: tuple, mK, mV, tile: Tile, n_block: Int32, limit: Int32 | None, buffer):
+        """K and V of a block; zeros from `limit` on."""
+        _, load_k, load_v = loaders
+        load_k.load(mK, self.first_key(n_block), limit, self.buffer_of(buffer))
+        load_v.load(mV, self.first_key(n_block), limit, self.buffer_of(buffer))
 
     @cute.jit
     def step(
@@ -321,7 +342,7 @@ class ForwardSm80:
         """
         _, load_k, load_v = loaders
         config = self.config
-        stages, n_start = config.num_stages, n_block * config.tile_n
+        stages, n_start = config.num_stages, self.first_key(n_block)
         limit = tile.geometry.seqlen_k if cutlass.const_expr(is_masked) else None
         following = Int32(0)
         if cutlass.const_expr(not config.prefetch):
@@ -346,9 +367,9 @@ class ForwardSm80:
             # the buffer of the step before, num_stages - 1 steps ahead
             freed = buffer - 1 if buffer > 0 else Int32(stages - 1)
             self.load_ahead(loaders, mK, mV, tile, n_block - (stages - 1), freed)
-            warps.gemms.qk(buffer)
-        warps.scores_to_p(tile, n_block, is_masked)
-        warps.gemms.pv(buffer)
+            warps.gemms.qk(self.buffer_of(buffer))
+        warps.scores_to_p(tile, n_start, is_masked)
+        warps.gemms.pv(self.buffer_of(buffer))
         return following
 
     @cute.jit
