@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .decode_problem import E4M3, DecodeInputs
+from .decode_problem import DecodeInputs
+from .validation import E4M3
 
 NAMES = ("k_descale", "v_descale")
 

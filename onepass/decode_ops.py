@@ -85,6 +85,7 @@ def _problem(inputs: DecodeInputs, options: tuple) -> DecodeProblem:
         softcap=softcap,
         has_sinks=inputs.sinks is not None,
         has_seqused_k=True,
+        kv_dtype=inputs.kv_dtype,
     )
     return DecodeProblem.of(
         attention,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .problem import AttentionProblem
-from .validation import E4M3
 
 
 class DecodeInputs(NamedTuple):
@@ -32,6 +32,11 @@ class DecodeInputs(NamedTuple):
         return 0 if self.k_new is None else self.k_new.shape[1]
 
     @property
+    def kv_dtype(self) -> torch.dtype | None:
+        """Of the cache, where it is not q's."""
+        return None if self.k_cache.dtype == self.q.dtype else self.k_cache.dtype
+
+    @property
     def capacity(self) -> int:
         """Keys that a batch entry has room for."""
         page_size = self.k_cache.shape[1]
@@ -49,8 +54,7 @@ class DecodeProblem:
         split_size: keys of a part, from the first key on; None: parts of one sequence are of one length.
         rotary_interleaved: rotated pairs are neighbours (0, 1), (2, 3), ..; else (0, d / 2), (1, d / 2 + 1), ..
         check_values: read lengths and page numbers on the host, and refuse bad ones.
-        is_e4m3: the cache holds e4m3 numbers; queries and new keys do not.
-        has_descales: its real values are those numbers times a descale.
+        has_descales: of an e4m3 cache: real values are the stored ones times a descale.
         kv_block: keys of a block (with pages, of a page) that has a descale of its own; None: the keys of a sequence
             share one.
     """
@@ -61,7 +65,6 @@ class DecodeProblem:
     split_size: int | None = None
     rotary_interleaved: bool = False
     check_values: bool = False
-    is_e4m3: bool = False
     has_descales: bool = False
     kv_block: int | None = None
 
@@ -71,7 +74,6 @@ class DecodeProblem:
         return cls(
             attention,
             is_paged=inputs.page_table is not None,
-            is_e4m3=inputs.k_cache.dtype == E4M3,
             has_descales=inputs.k_descale is not None,
             **options,
         )

@@ -11,11 +11,11 @@ import torch
 
 from . import validation
 from .decode_descales import check_descales
-from .decode_problem import E4M3, DecodeInputs, DecodeProblem, refuse_lengths
+from .decode_problem import DecodeInputs, DecodeProblem, refuse_lengths
 from .errors import UnsupportedError
 from .kernels.blocks.splits import MAX_PARTS, MAX_SPLITS, SPLIT_UNIT
 from .problem import AttentionProblem
-from .validation import DENSE_DIMS, check_flag
+from .validation import DENSE_DIMS, E4M3, check_flag
 
 PAGED_DIMS = "(num_pages, page_size, num_heads_kv, head_dim)"
 
@@ -76,6 +76,7 @@ def check_decode(
         head_dim_v=v_cache.shape[3],
         has_sinks=inputs.sinks is not None,
         has_seqused_k=True,
+        kv_dtype=inputs.kv_dtype,
         **checked,
     )
     return DecodeProblem.of(

@@ -48,7 +48,7 @@ def append(problem: DecodeProblem, inputs: DecodeInputs) -> None:
         (inputs.k_cache, k_new, inputs.k_descale),
         (inputs.v_cache, v_new, inputs.v_descale),
     ):
-        if problem.is_e4m3:
+        if problem.attention.has_e4m3_cache:
             scale = None
             if descale is not None:
                 entry = torch.arange(len(positions), device=new.device)[:, None].expand_as(positions)
@@ -79,7 +79,7 @@ def keys_and_values(problem: DecodeProblem, inputs: DecodeInputs, entry: int, co
     """The first `count` keys and values of a batch entry, (count, num_heads_kv, dim) each; of an e4m3 cache their real
     values, in the dtype that sums are in."""
     k, v = (rows_of_entry(cache, inputs.page_table, entry, count) for cache in (inputs.k_cache, inputs.v_cache))
-    if not problem.is_e4m3:
+    if not problem.attention.has_e4m3_cache:
         return k, v
     k, v = (rows.to(problem.attention.accum_dtype) for rows in (k, v))
     if inputs.k_descale is None or inputs.v_descale is None:

@@ -35,7 +35,7 @@ def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor
         if not parts:
             out[b].zero_()
             lse[b].fill_(-torch.inf)
-        elif len(parts) == 1 and not problem.is_e4m3:
+        elif len(parts) == 1 and not problem.attention.has_e4m3_cache:
             of_entry = replace(attention, batch=1, seqlen_k=seqlen_k, has_seqused_k=False)
             out_b, lse_b = forward(of_entry, AttentionInputs(q[b : b + 1], k, v, inputs.sinks))
             out[b], lse[b] = out_b[0], lse_b[0]

@@ -47,7 +47,7 @@ def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor
 
 def unsupported(problem: DecodeProblem) -> str | None:
     """Why these kernels do not compute a problem whose attention they do; None if they do."""
-    if problem.is_e4m3:
+    if problem.attention.has_e4m3_cache:
         return "its kernels take no e4m3 cache yet, expected one of q's dtype"
     return None
 
