@@ -305,6 +305,10 @@ def require_decode(problem: DecodeProblem, requested: str | None = None) -> str:
 
 def _unsupported_decode(problem: DecodeProblem) -> str | None:
     """Why the kernels of `attention_decode` do not compute the problem, whose attention they do; None if they do."""
+    if problem.attention.has_e4m3_cache:
+        capability = torch.cuda.get_device_capability()
+        if capability < (8, 9):
+            return f"an e4m3 cache needs a GPU of compute capability 8.9 or more, got {capability}"
     from .kernels.sm80.decode_launch import unsupported
 
     return unsupported(problem)

@@ -66,7 +66,7 @@ class DecodeConfigSm80(ForwardConfigSm80):
         if self.num_stages < 2 or not self.prefetch:
             raise UnsupportedError(f"num_stages: expected 2 or more, and prefetch, got {self.num_stages}")
         d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
-        available = self.num_buffers * self.tile_n * (d + dv) * problem.dtype.itemsize
+        available = self.num_buffers * self.tile_n * (d + dv) * problem.kv_itemsize
         if self.exchange_bytes(problem) > available:
             raise UnsupportedError(
                 f"num_stages: expected more, for {self.exchange_bytes(problem)} bytes of state fit into the "
