@@ -422,6 +422,8 @@ class Warp:
                 a, np.minimum(count, bits - 1).astype(a.dtype)
             )
             return shifted if kind[0] == "s" else np.where(count >= bits, a.dtype.type(0), shifted)
+        if name == "abs" and kind in ("bf16", "f16"):
+            return self.value(operands[0]) & uint16(0x7FFF)
         if name == "popc":
             return np.array([int(x).bit_count() for x in self.value(operands[0])], uint32)
         return INTEGERS[name](*self.typed(kind, operands))
@@ -474,7 +476,8 @@ class Warp:
             which = self.block[active] if space == "shared" else None
             data[active] = self.spaces[space].read(self.address(place)[active], data.shape[1], which)
         else:
-            words = [self.value(r, parts[-1])[active] for r in registers]
+            # of a wider register the low bits
+            words = [self.value(r, parts[-1])[active].astype(WIDTHS[parts[-1][1:]], copy=False) for r in registers]
             data = np.concatenate([np.ascontiguousarray(w).view(np.uint8).reshape(-1, size) for w in words], 1)
             which = self.block[active] if space == "shared" else None
             self.spaces[space].write(self.address(place)[active], data, which)
