@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from torch import Tensor
 
-from . import decode_ops, dispatch, validation
+from . import decode_ops, dispatch, repeated, validation
 from .api import AttentionOutput, Window
 from .decode_problem import DecodeInputs
 from .decode_validation import check_decode
@@ -147,6 +147,17 @@ def attention_decode(
         k_new,
         v_new,
     )
+    key = None
+    if check_values is False:
+        options = causal, softcap, softmax_scale, num_splits, split_size, rotary_interleaved, return_lse, kv_block, backend
+        key = repeated.key_of("attention_decode", inputs, window, options)
+    if key is not None:
+        key = *key, k_cache.stride(), v_cache.stride()  # the door looks at them, too
+        forward = repeated.find(key)
+        if forward is not None:
+            out, lse = forward(inputs)
+            return AttentionOutput(out, lse) if return_lse else out
+
     problem = check_decode(
         inputs,
         causal=causal,
@@ -163,6 +174,8 @@ def attention_decode(
     validation.refuse_forward_mode(*inputs)
     backend = dispatch.require_decode(problem, backend)
     out, lse = decode_ops.run(problem, inputs, backend)
+    if key is not None:
+        repeated.keep(key, dispatch.prepare_decode(backend, problem, q.device))
     return AttentionOutput(out, lse) if return_lse else out
 
 

@@ -328,3 +328,9 @@ def load_merge() -> Callable:
 def load_decode(name: str) -> Callable:
     """decode(problem, inputs) -> (out, lse) of a backend."""
     return importlib.import_module(_DECODE[name]).decode
+
+
+def prepare_decode(name: str, problem: DecodeProblem, device: torch.device) -> Callable:
+    """That of a backend for calls of this problem, whose values are not to be checked: inputs -> (out, lse)."""
+    module = importlib.import_module(_DECODE[name])
+    return functools.partial(module.decode, problem) if name == "tiled" else module.prepare(problem, device)

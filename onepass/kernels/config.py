@@ -370,8 +370,8 @@ class ForwardConfigSm80(LaunchConfig):
             in_a_pass = self.loading_threads // threads_per_row(columns, element_bytes, self.vector_bytes)
             if self.tile_m % in_a_pass or self.tile_n % in_a_pass:
                 raise UnsupportedError(
-                    f"tile_m, tile_n: expected multiples of {in_a_pass}, the rows that {self.loading_threads} threads load"
-                    f" at once, got {self.tile_m} and {self.tile_n}"
+                    f"tile_m, tile_n: expected multiples of {in_a_pass}, the rows that {self.loading_threads} threads"
+                    f" load at once, got {self.tile_m} and {self.tile_n}"
                 )
         if self.num_stages < 1:
             raise UnsupportedError(f"num_stages: expected 1 or more, got {self.num_stages}")

@@ -17,9 +17,9 @@ from .config import ROWS_PER_MMA, SMEM_BYTES_BY_ARCH, VECTOR_BYTES, ForwardConfi
 from .config_decode import DecodeConfigSm80
 from .heuristics_sm80 import FORWARD_FLOAT32, LAZY
 
-# Few rows: warps along the keys and buffers of each, by the bytes of the wider of a row of K and of V. Two thread blocks
-# of Hopper's 227 KB (about 100 KB each) where they fit, 4.8 TB/s * 1 us / 132 = 36 KB being needed under way; others
-# where there is less.
+# Few rows: warps along the keys and buffers of each, by the bytes of a row of K or of V, whichever is wider. Two thread
+# blocks of about 100 KB share Hopper's 227 KB where they fit, 4.8 TB/s * 1 us / 132 = 36 KB being needed under way;
+# others are for where there is less.
 KEY_WARPS_AND_STAGES = {
     64: ((4, 8), (4, 6)),
     96: ((4, 6), (4, 5)),
@@ -95,4 +95,5 @@ def num_splits_sm80(problem: AttentionProblem, config: ForwardConfigSm80, arch: 
     resident = min((SMEM_BYTES_BY_ARCH[arch] + 1024) // (config.smem_bytes(problem) + 1024), 16 // warps)
     rows = problem.batch * problem.seqlen_q * problem.num_heads_q
     slots = num_sms * max(1, resident)
-    return choose_num_splits(num_tiles, problem.seqlen_k, slots, workspace_bytes(1, rows, problem.head_dim_v))
+    per_split = workspace_bytes(1, rows, problem.head_dim_v)
+    return choose_num_splits(num_tiles, problem.seqlen_k, slots, per_split, config.block_keys)

@@ -158,7 +158,7 @@ def merge(partial_out, partial_lse, out, lse, sinks):
     out_at, lse_at = kernel.tensor(out, (0, 1, 2, 3)), kernel.tensor(lse)
     if sinks is not None:
         kernel.tensor(sinks.float())
-    key = partial_out.dtype, out.dtype, out.shape[-1], sinks is not None
+    key = partial_out.dtype, out.dtype, out.shape[-1], sinks is not None, launch.vector_bytes(partial_out)
     num_blocks = ceil_div(lse.numel(), decode_launch.MERGE_WARPS)
     program = compiled(key, functools.partial(decode_launch.trace_merge, *key))
     ptx_interpreter.run(program, kernel.values, kernel.memory, num_blocks, 32 * decode_launch.MERGE_WARPS, 0)

@@ -5,11 +5,11 @@
     warp 2   keys 32..47            | ..                       │
     warp 3   keys 48..63            | ..                       ┘
 
-Decoding has 1 to some 32 rows a kv head (query heads of a group, times proposed tokens), and time is the time to read K
-and V. In forward.py a warp has 16 rows and all warps read all K and V from shared memory: with 8 rows three of four
-warps would work for nothing, and shared memory would be read four times. Here each warp has all rows, and tile_n keys of
-every step of the thread block, in buffers that it alone fills and reads: it waits for its own copies and for no other
-warp, so there is no barrier in the loop, and as many bytes stay under way as the buffers hold.
+Decoding has 1 to some 32 rows a kv head (query heads of a group, times proposed tokens), and its time is that to read
+K and V. In forward.py a warp has 16 rows and all warps read all K and V from shared memory: with 8 rows three of four
+warps would work for nothing, and shared memory would be read four times. Here each warp has all rows, and tile_n keys
+of every step of the thread block, in buffers that it alone fills and reads: it waits for its own copies and for no
+other warp, so there is no barrier in the loop, and as many bytes stay under way as the buffers hold.
 
 In the end the warps are merged as splits are (combine.py), in the order of their numbers: with m the largest of their
 references m_w,   O = sum_w exp(m_w - m) O_w,   row_sum likewise.   Each warp adds up and writes some columns.
@@ -53,7 +53,7 @@ class KeyWarps(Warps):
         super().__init__(kernel, sQ, sK, sV, *others)
         self.warp, self.key_warps = warp_number(), self.config.key_warps
         self.column_blocks = kernel.head_dim_v // 8
-        pieces, lanes = self.m_tiles * self.column_blocks, cute.make_layout(LANES, stride=4)
+        pieces = self.m_tiles * self.column_blocks
         # over the buffers of K and V: four values of O a lane, those of an 8-column block of its two rows ..
         base = cute.recast_ptr(sK.iterator, dtype=Float32)
         shape, strides = (4, LANES, pieces, self.key_warps), (1, 4, 4 * LANES, 4 * LANES * pieces)

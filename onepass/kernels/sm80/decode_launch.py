@@ -18,17 +18,18 @@ from torch import Tensor
 
 from ...decode_problem import DecodeInputs, DecodeProblem
 from ...decode_validation import read_cache_lengths
+from ...errors import UnsupportedError
 from ...outputs import empty_outputs
 from ...problem import AttentionInputs, AttentionProblem
 from .. import compile
 from ..arguments import element_type, fake_tensor, score_scales, strided_tensor, window_bounds
 from ..blocks.integers import ceil_div
-from ..config import ForwardConfigSm80
+from ..config import VECTOR_BYTES, ForwardConfigSm80
 from ..config_decode import DecodeConfigSm80
 from ..heuristics_decode import decode_config_sm80, num_splits_sm80
 from .launch import arch_of, grid, vector_bytes, with_rows
 
-MERGE_WARPS = 4
+MERGE_WARPS = 2
 KEYS_OF_A_DESCALE = 16  # of an e4m3 cache: what its blocks and pages are multiples of, see blocks/cache_descales.py
 
 
@@ -36,14 +37,7 @@ def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor
     """out and lse of a call, as `onepass.tiled.decode` gives them."""
     if problem.check_values:
         read_cache_lengths(inputs)
-    attention = problem.attention
-    q = inputs.q
-    if inputs.seqlen_new or inputs.rotary_cos is not None:
-        q = append(problem, inputs)
-    if 0 in (attention.batch, attention.seqlen_q, attention.seqlen_k):
-        out, lse = empty_outputs(attention, AttentionInputs(inputs.q, inputs.k_cache, inputs.v_cache))
-        return out.zero_(), lse.fill_(-math.inf)
-    return prepare(problem, inputs.q.device)(inputs._replace(q=q))
+    return prepare(problem, inputs.q.device)(inputs)
 
 
 def unsupported(problem: DecodeProblem) -> str | None:
@@ -60,16 +54,25 @@ def unsupported(problem: DecodeProblem) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------- forward
-
-
 @functools.lru_cache(maxsize=4096)
-def prepare(problem: DecodeProblem, device: torch.device) -> Launch:
-    """What every call of a problem on one device shares; holds no tensor."""
-    attention, arch = problem.attention, arch_of(device)
+def prepare(problem: DecodeProblem, device: torch.device) -> Callable[[DecodeInputs], tuple[Tensor, Tensor]]:
+    """`decode` for calls of one problem on one device, but for values that are to be checked; holds no tensor."""
+    attention = problem.attention
+    if 0 in (attention.batch, attention.seqlen_q, attention.seqlen_k):
+        return functools.partial(_without_keys, problem)
+    arch = arch_of(device)
     config = decode_config_sm80(attention, arch)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return Launch(problem, config, arch, *splits_of(problem, config, arch, num_sms))
+
+
+def _without_keys(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
+    append(problem, inputs)
+    out, lse = empty_outputs(problem.attention, AttentionInputs(*inputs[:3]))
+    return out.zero_(), lse.fill_(-math.inf)
+
+
+# ---------------------------------------------------------------- forward
 
 
 def splits_of(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, num_sms: int) -> tuple[int, int, bool]:
@@ -81,61 +84,90 @@ def splits_of(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, num_
     return num_splits, 0, num_splits > 1
 
 
-@dataclass(frozen=True)
 class Launch:
-    """What every call of one problem passes to its kernels beside the tensors."""
+    """What every call of one problem passes to its kernels beside the tensors, and the kernels, once they are there.
 
-    problem: DecodeProblem
-    config: ForwardConfigSm80
-    arch: str
-    num_splits: int
-    split_blocks: int
-    is_split: bool
+    Args: num_splits, split_blocks, is_split: see `splits_of`.
+    """
+
+    def __init__(
+        self,
+        problem: DecodeProblem,
+        config: ForwardConfigSm80,
+        arch: str,
+        num_splits: int,
+        split_blocks: int,
+        is_split: bool,
+    ):
+        self.problem, self.config, self.arch = problem, config, arch
+        self.num_splits, self.is_split = num_splits, is_split
+        attention = problem.attention
+        self.scalars = *score_scales(attention), *window_bounds(attention), *grid(attention, config)
+        self.splits = (num_splits, split_blocks) if is_split else (None, None)
+        self._forwards: dict[int, Callable] = {}  # by the bytes of a copy
+        self._merge: Callable | None = None
 
     def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-        attention = self.problem.attention
-        out, lse = empty_outputs(attention, AttentionInputs(inputs.q, inputs.k_cache, inputs.v_cache))
-        qkv = tuple(with_rows(t) for t in (inputs.q, as_pairs(inputs.k_cache), as_pairs(inputs.v_cache)))
-        target = out, lse
-        if self.is_split:
-            target = self.workspace(inputs.q)
-        aligned_to = vector_bytes(*qkv) if self.is_split else vector_bytes(*qkv, out)
+        q, k_cache, v_cache = inputs.q, as_pairs(inputs.k_cache), as_pairs(inputs.v_cache)
+        out, lse = empty_outputs(self.problem.attention, AttentionInputs(*inputs[:3]))
+        if inputs.k_new is not None or inputs.rotary_cos is not None:
+            q = append(self.problem, inputs)
+        q = with_rows(q)
         sinks = None if inputs.sinks is None else inputs.sinks.float().contiguous()
-        kernel_of(self.problem, replace(self.config, vector_bytes=aligned_to), self.arch, self.is_split)(
-            *qkv, *target, *self.other_arguments(inputs, None if self.is_split else sinks)
-        )
-        if self.is_split:
-            merge(*target, out, lse, sinks, self.arch)
+        if not self.is_split:
+            kernel = self.kernel(vector_bytes(q, k_cache, v_cache, out))
+            kernel(q, k_cache, v_cache, out, lse, *self.other_arguments(inputs, sinks))
+            return out, lse
+        partials = self.workspace(q)
+        kernel = self.kernel(vector_bytes(q, k_cache, v_cache))
+        kernel(q, k_cache, v_cache, *partials, *self.other_arguments(inputs, None))
+        if self._merge is None:
+            self._merge = compile.get(*merge_request(self.problem.attention, self.arch))
+        self._merge(*partials, out, lse, sinks, merge_blocks(out))
         return out, lse
+
+    def kernel(self, aligned_to: int) -> Callable:
+        """The forward for tensors that copies of so many bytes can read."""
+        found = self._forwards.get(aligned_to)
+        if found is None:
+            config = replace(self.config, vector_bytes=aligned_to)
+            found = compile.get(*compile_request(self.problem, config, self.arch, self.is_split))
+            self._forwards[aligned_to] = found
+        return found
 
     def workspace(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """float32 out (splits, batch, seqlen_q, num_heads_q, head_dim_v) and lse (splits, batch, num_heads_q, seqlen_q)
         of every split."""
-        p = self.problem.attention
-        out = q.new_empty((self.num_splits, p.batch, p.seqlen_q, p.num_heads_q, p.head_dim_v), dtype=torch.float32)
-        return out, q.new_empty((self.num_splits, p.batch, p.num_heads_q, p.seqlen_q), dtype=torch.float32)
+        p, n = self.problem.attention, self.num_splits
+        b, m, h, dv, dtype = p.batch, p.seqlen_q, p.num_heads_q, p.head_dim_v, torch.float32
+        out = q.new_empty_strided((n, b, m, h, dv), (b * m * h * dv, m * h * dv, h * dv, dv, 1), dtype=dtype)
+        return out, q.new_empty_strided((n, b, h, m), (b * h * m, h * m, m, 1), dtype=dtype)
 
     def other_arguments(self, inputs: DecodeInputs, sinks: Tensor | None) -> tuple:
         """Those of `ForwardSm80.__call__` after lse."""
-        attention = self.problem.attention
         return (
             sinks,
             None,
             None,
             inputs.cache_seqlens.contiguous(),
-            *score_scales(attention),
-            *window_bounds(attention),
-            *grid(attention, self.config),
+            *self.scalars,
             None if inputs.page_table is None else with_rows(inputs.page_table),
             inputs.seqlen_new,
-            *((self.num_splits, self.split_blocks) if self.is_split else (None, None)),
+            *self.splits,
             *descale_arguments(self.problem, inputs),
         )
 
 
 def as_pairs(cache: Tensor, dtype: torch.dtype = torch.float16) -> Tensor:
-    """An e4m3 cache as what copies take it for, pairs in 16 bits, half as many columns; others as they are."""
-    return cache.view(dtype) if cache.dtype == torch.float8_e4m3fn else cache
+    """An e4m3 cache as what copies take it for, pairs in 16 bits, half as many columns; others as they are.
+
+    Raises: UnsupportedError where not every row begins with a pair.
+    """
+    if cache.dtype != torch.float8_e4m3fn:
+        return cache
+    if any(n % 2 for n in (cache.storage_offset(), *cache.stride()[:-1])):
+        raise UnsupportedError(f"e4m3 cache: expected rows at even addresses, got strides {cache.stride()}")
+    return cache.view(dtype)
 
 
 def descale_arguments(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor | None, Tensor | None, int | None]:
@@ -149,11 +181,6 @@ def descale_arguments(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Ten
     descales = (t if t.dim() == 3 else t.unsqueeze(-1) for t in (inputs.k_descale, inputs.v_descale))
     k_descale, v_descale = (t.expand(outer, heads, blocks) for t in descales)
     return k_descale, v_descale, None if problem.is_paged else problem.kv_block
-
-
-@functools.lru_cache(maxsize=4096)
-def kernel_of(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split: bool) -> Callable:
-    return compile.get(*compile_request(problem, config, arch, is_split))
 
 
 def compile_request(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split: bool) -> tuple:
@@ -228,12 +255,9 @@ def trace(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split
 # ---------------------------------------------------------------- merge
 
 
-def merge(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, arch: str) -> None:
-    """Fill out and lse from partials (splits, ..), lse in float32: see combine.py."""
-    num_blocks = ceil_div(out.shape[0] * out.shape[1] * out.shape[2], MERGE_WARPS)
-    if num_blocks:
-        kernel = merge_kernel_of(partial_out.dtype, out.dtype, out.shape[-1], sinks is not None, arch)
-        kernel(partial_out, partial_lse, out, lse, sinks, num_blocks)
+def merge_blocks(out: Tensor) -> int:
+    """Thread blocks of a merge to out (batch, seqlen_q, num_heads, head_dim_v)."""
+    return ceil_div(out.shape[0] * out.shape[1] * out.shape[2], MERGE_WARPS)
 
 
 def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -242,34 +266,59 @@ def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = merge_partials(outs.unsqueeze(1), lses.unsqueeze(1))
         return out[0], lse[0]
     out, lse = outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
-    merge(with_rows(outs), lses.contiguous(), out, lse, None, arch_of(outs.device))
+    if merge_blocks(out):
+        outs = with_rows(outs)
+        kernel = merge_kernel_of(outs.dtype, out.dtype, out.shape[-1], False, vector_bytes(outs), arch_of(outs.device))
+        kernel(outs, lses.contiguous(), out, lse, None, merge_blocks(out))
     return out, lse
 
 
+def merge_request(attention: AttentionProblem, arch: str) -> tuple:
+    """The arguments of `compile.get` for the merge kernel of a forward by splits."""
+    dv, float32 = attention.head_dim_v, torch.float32
+    # of a workspace: aligned as its rows are
+    aligned_to = next(n for n in VECTOR_BYTES if dv * float32.itemsize % n == 0)
+    return _merge_request(float32, attention.dtype, dv, attention.has_sinks, aligned_to, arch)
+
+
+def _merge_request(
+    partial: torch.dtype, dtype: torch.dtype, head_dim_v: int, has_sinks: bool, vector_bytes: int, arch: str
+) -> tuple:
+    key = (
+        ("partial", partial),
+        ("dtype", dtype),
+        ("head_dim_v", head_dim_v),
+        ("has_sinks", has_sinks),
+        ("vector_bytes", vector_bytes),
+    )
+    trace = functools.partial(trace_merge, partial, dtype, head_dim_v, has_sinks, vector_bytes)
+    return "merge_splits", (key,), arch, trace
+
+
 @functools.lru_cache(maxsize=256)
-def merge_kernel_of(partial: torch.dtype, dtype: torch.dtype, head_dim_v: int, has_sinks: bool, arch: str) -> Callable:
-    key = (("partial", partial), ("dtype", dtype), ("head_dim_v", head_dim_v), ("has_sinks", has_sinks))
-    of_kernel = functools.partial(trace_merge, partial, dtype, head_dim_v, has_sinks)
-    return compile.get("merge_splits", (key,), arch, of_kernel)
+def merge_kernel_of(*arguments: Any) -> Callable:
+    return compile.get(*_merge_request(*arguments))
 
 
-def trace_merge(partial: torch.dtype, dtype: torch.dtype, head_dim_v: int, has_sinks: bool) -> tuple:
+def trace_merge(partial: torch.dtype, dtype: torch.dtype, head_dim_v: int, has_sinks: bool, vector_bytes: int) -> tuple:
     from cutlass import Float32, Int32
     from cutlass.cute.runtime import make_fake_stream
 
     from ..combine import WARPS, Merge
 
     assert WARPS == MERGE_WARPS
+    # out is new, so its rows are aligned as those of the partials are
+    out_bytes = vector_bytes // partial.itemsize * dtype.itemsize
     arguments = (
-        fake_tensor(element_type(partial), None, None, None, None, head_dim_v, align_bytes=partial.itemsize),
+        fake_tensor(element_type(partial), None, None, None, None, head_dim_v, align_bytes=vector_bytes),
         fake_tensor(Float32, None, None, None, None, align_bytes=4),
-        fake_tensor(element_type(dtype), None, None, None, head_dim_v, align_bytes=dtype.itemsize),
+        fake_tensor(element_type(dtype), None, None, None, head_dim_v, align_bytes=out_bytes),
         fake_tensor(Float32, None, None, None, align_bytes=4),
         fake_tensor(Float32, None, align_bytes=4) if has_sinks else None,
         Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
-    return Merge(head_dim_v), arguments
+    return Merge(head_dim_v, vector_bytes), arguments
 
 
 # ---------------------------------------------------------------- append

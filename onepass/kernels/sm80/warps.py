@@ -218,8 +218,8 @@ class Warps(Bundle):
         first_row=0,
         step: cutlass.Constexpr[int] = 1,
     ):
-        """Every row of an m_tile (from first_row on every so many-th one) from its visible keys alone: V of a hidden key
-        may have brought NaN (0 * NaN)."""
+        """Every row of an m_tile, or every so many-th one from first_row on, from its visible keys alone: V of a hidden
+        key may have brought NaN (0 * NaN)."""
         at_head, geometry = self.kernel.at_head, tile.geometry
         mK, mV = self.keys_and_values(tile)
         first = i * ROWS_PER_MMA * self.config.num_warps + self.row_in_tile
