@@ -149,7 +149,8 @@ def attention_decode(
     )
     key = None
     if check_values is False:
-        options = causal, softcap, softmax_scale, num_splits, split_size, rotary_interleaved, return_lse, kv_block, backend
+        scores, splits_ = (causal, softcap, softmax_scale), (num_splits, split_size)
+        options = *scores, *splits_, rotary_interleaved, return_lse, kv_block, backend
         key = repeated.key_of("attention_decode", inputs, window, options)
     if key is not None:
         key = *key, k_cache.stride(), v_cache.stride()  # the door looks at them, too

@@ -1,8 +1,8 @@
 """The descales of an e4m3 cache in a kernel: scores times those of K, P times those of V, once for 16 keys at most.
 
-With one descale for a batch entry and head O is multiplied with V's in the end. With one for each block of keys, P is,
-before it is rounded to fp16: as a share of the largest descale so far, which O refers to and is brought to when a larger
-one comes, so that P stays in fp16's range.
+With one descale for a batch entry and head O is multiplied with V's in the end. With one for each block of keys P is,
+before it is rounded to fp16: as a share of the largest descale so far, which O refers to and is brought to when a
+larger one comes, so that P stays in fp16's range.
 """
 
 from __future__ import annotations

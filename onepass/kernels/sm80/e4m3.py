@@ -1,11 +1,11 @@
 """e4m3 numbers as operands of the fp16 mma: half the bytes in memory and in shared memory, converted in registers.
 
-Every e4m3 number is an fp16 number, and one instruction (of compute capability 8.9 on) converts two. Fragments of 16-bit
-values come out of shared memory by ldmatrix, which knows nothing of bytes; K and V are pairs of bytes to it, and what
-order values get by that is made good where it costs nothing:
+Every e4m3 number is an fp16 number, and one instruction (of compute capability 8.9 on) converts two. Fragments of
+16-bit values come out of shared memory by ldmatrix, which knows nothing of bytes; K and V are pairs of bytes to it, and
+what order values get by that is made good where it costs nothing:
 
     K   A lane t of a quad gets four neighbouring bytes of a row, columns 4t .. 4t+3 of 16, as one register, and operand
-        B wants 2t, 2t+1, 2t+8, 2t+9. The sum over columns has no order, so Q gets the same one (`permuted_columns`).
+        B wants 2t, 2t+1, 2t+8, 2t+9. The sum over columns has no order, so Q is given the same one.
     V   Transposed, a register has the columns 2n, 2n+1 of two neighbouring keys. A byte permutation makes even columns
         of it and odd ones, two 8-column blocks of O: its columns come out in another order, which `store_fours` knows.
 
@@ -20,13 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int16, Int32
 
-ARCHS = ("sm_89", "sm_90", "sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a")
 _UNPACK = "mov.b32 {low, high}, word; cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16x2.e4m3x2 {$w1}, high;"
-
-
-def permuted_columns(lane_in_quad: int) -> list[int]:
-    """Of 16 columns those that a lane holds of operands A and B, in their order: 2t, 2t+1, 2t+8, 2t+9 to the mma."""
-    return [4 * lane_in_quad + i for i in range(4)]
 
 
 @cute.jit

@@ -1,4 +1,4 @@
-"""The two GEMMs of a step over an e4m3 cache: mma.m16n8k16 of fp16 with float32 sums. How bytes become fp16: e4m3.py."""
+"""The two GEMMs of a step over an e4m3 cache: mma.m16n8k16 of fp16 with float32 sums; e4m3.py says how and why."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GemmsE4M3(Bundle):
         sQ: 16-bit Q. sK, sV: pairs of e4m3 as 16-bit elements, half as many columns.
 
     Attributes:
-        acc_s, acc_o: ((2, 2), m_tiles, columns / 8). Of every 16 columns of O the first 8-column block has the even ones.
+        acc_s, acc_o: ((2, 2), m_tiles, columns / 8). Of 16 columns of O the first 8-column block has the even ones.
         score_factors: (2 rows, m_tiles): what S has to be multiplied with to be Q K^T.
     """
 
