@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .decode_problem import DecodeProblem
+from .decode_problem import DecodeInputs, DecodeProblem
 from .errors import UnsupportedError
 from .kernels import heuristics
 from .kernels.config import LaunchConfig
@@ -312,6 +312,14 @@ def _unsupported_decode(problem: DecodeProblem) -> str | None:
     from .kernels.sm80.decode_launch import unsupported
 
     return unsupported(problem)
+
+
+def decode_requests(name: str, problem: DecodeProblem, inputs: DecodeInputs) -> list[tuple[LaunchConfig | None, tuple]]:
+    """The kernels of such a call on the current GPU, in the order in which they run, each with its configuration, as
+    the arguments of `kernels.compile.get`; none for a backend without kernels."""
+    if name == "tiled":
+        return []
+    return importlib.import_module(_DECODE[name]).compile_requests(problem, inputs, torch.device("cuda"))
 
 
 def has_merge_kernel() -> bool:

@@ -66,6 +66,23 @@ def prepare(problem: DecodeProblem, device: torch.device) -> Callable[[DecodeInp
     return Launch(problem, config, arch, *splits_of(problem, config, arch, num_sms))
 
 
+def compile_requests(
+    problem: DecodeProblem, inputs: DecodeInputs, device: torch.device
+) -> list[tuple[ForwardConfigSm80 | None, tuple]]:
+    """The kernels of a call whose tensors are aligned, in the order in which they run, each with its configuration, as
+    the arguments of `compile.get`."""
+    arch = arch_of(device)
+    requests: list[tuple[ForwardConfigSm80 | None, tuple]] = []
+    if inputs.seqlen_new or inputs.rotary_cos is not None:
+        requests.append((None, append_request(AppendKey.of(problem, inputs), arch)))
+    launch = prepare(problem, device)
+    if isinstance(launch, Launch):
+        requests.append((launch.config, compile_request(problem, launch.config, arch, launch.is_split)))
+        if launch.is_split:
+            requests.append((None, merge_request(problem.attention, arch)))
+    return requests
+
+
 def _without_keys(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
     append(problem, inputs)
     out, lse = empty_outputs(problem.attention, AttentionInputs(*inputs[:3]))
@@ -381,8 +398,13 @@ class AppendKey:
 
 @functools.lru_cache(maxsize=256)
 def append_kernel_of(key: AppendKey, arch: str) -> Callable:
+    return compile.get(*append_request(key, arch))
+
+
+def append_request(key: AppendKey, arch: str) -> tuple:
+    """The arguments of `compile.get` for an append kernel."""
     pairs = tuple((name, getattr(key, name)) for name in key.__dataclass_fields__)
-    return compile.get("append_to_cache", (pairs,), arch, functools.partial(trace_append, key))
+    return "append_to_cache", (pairs,), arch, functools.partial(trace_append, key)
 
 
 def trace_append(key: AppendKey) -> tuple:
