@@ -27,7 +27,7 @@ def check_decode(
     num_splits: Any,
     split_size: Any,
     check_values: Any,
-    kv_block: Any,
+    kv_block: Any = None,
     **options: Any,
 ) -> DecodeProblem:
     """The problem that `onepass.attention_decode` was asked for.
