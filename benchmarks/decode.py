@@ -136,7 +136,7 @@ def compile_ahead(cases: Sequence[DecodeCase], args: argparse.Namespace) -> None
                 is_split = prepared_variant(problem, config, num_splits).is_split
                 for request in (
                     decode_launch.compile_request(problem, config, arch, is_split),
-                    *((decode_launch.merge_request(problem.attention, arch),) if is_split else ()),
+                    *((decode_launch.merge_request(problem.attention, config, arch),) if is_split else ()),
                 ):
                     jobs[request[:3]] = request
     common.compile_all(list(jobs.values()), compile_one)

@@ -30,11 +30,13 @@ LOG2_E = 1.0 / LN2
 class Merge:
     """One compiled merge: (dtypes, head_dim_v, whether there are sinks) -> device code.
 
-    Args: vector_bytes: 16, 8, 4 or 2, of the loads of partial_out: what its rows are aligned to.
+    Args:
+        vector_bytes: 16, 8, 4 or 2, of the loads of partial_out: what its rows are aligned to.
+        is_early: launched while the kernel before it may still run (programmatic dependent launch). From Hopper on.
     """
 
-    def __init__(self, head_dim_v: int, vector_bytes: int):
-        self.head_dim_v, self.vector_bytes = head_dim_v, vector_bytes
+    def __init__(self, head_dim_v: int, vector_bytes: int, is_early: bool = False):
+        self.head_dim_v, self.vector_bytes, self.is_early = head_dim_v, vector_bytes, is_early
 
     @cute.jit
     def __call__(
@@ -48,7 +50,7 @@ class Merge:
         stream: cuda.CUstream,
     ):
         self.kernel(partial_out, partial_lse, out, lse, sinks).launch(
-            grid=[num_blocks, 1, 1], block=[WARPS * LANES, 1, 1], stream=stream
+            grid=[num_blocks, 1, 1], block=[WARPS * LANES, 1, 1], stream=stream, use_pdl=self.is_early
         )
 
     @cute.kernel
@@ -62,6 +64,8 @@ class Merge:
     ):
         batch, seqlen_q, num_heads, _ = out.shape
         row = cute.arch.block_idx()[0] * WARPS + cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // LANES)
+        if cutlass.const_expr(self.is_early):
+            cute.arch.griddepcontrol_wait()  # until the kernel before has ended and its stores are there
         if row < batch * seqlen_q * num_heads:
             rest, head = row // num_heads, row % num_heads
             entry, position = rest // seqlen_q, rest % seqlen_q

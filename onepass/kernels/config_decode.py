@@ -24,6 +24,8 @@ class DecodeConfigSm80(ForwardConfigSm80):
         key_warps: warps along the keys: a thread block's step has tile_n keys for each, which divide
             `splits.SPLIT_UNIT`.
         num_stages: buffers of a warp for K and for V, 2 or more.
+        early_merge: the merge is launched while this kernel runs, and waits for its end by itself: its launch takes no
+            time then. From Hopper on.
     """
 
     tile_m: int = ROWS_PER_MMA
@@ -31,6 +33,7 @@ class DecodeConfigSm80(ForwardConfigSm80):
     num_warps: int = 1
     num_stages: int = 3
     key_warps: int = 4
+    early_merge: bool = False
 
     loading_threads: ClassVar[int] = 32  # type: ignore[misc]
 
@@ -65,6 +68,8 @@ class DecodeConfigSm80(ForwardConfigSm80):
             )
         if self.num_stages < 2 or not self.prefetch:
             raise UnsupportedError(f"num_stages: expected 2 or more, and prefetch, got {self.num_stages}")
+        if self.early_merge and arch.startswith("sm_8"):
+            raise UnsupportedError(f"early_merge: expected False before Hopper, got True on {arch}")
         d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
         available = self.num_buffers * self.tile_n * (d + dv) * problem.kv_itemsize
         if self.exchange_bytes(problem) > available:

@@ -67,14 +67,14 @@ def _candidates(problem: AttentionProblem) -> Iterator[ForwardConfigSm80]:
     packs = group <= ROWS_PER_MMA * along_rows[0].num_warps
     rows = max(1, problem.seqlen_q) * (group if packs else 1)
     tile_m = ROWS_PER_MMA * ceil_div(rows, ROWS_PER_MMA)
-    # registers hold twice 16 rows of O up to 128 columns, and Q beside once 16 rows up to 192
+    # registers hold twice 16 rows of O up to 128 columns, or once 16 rows and Q up to 192
     if tile_m == ROWS_PER_MMA or (tile_m == 2 * ROWS_PER_MMA and widest <= 128 and not is_float32):
         for key_warps, num_stages in KEY_WARPS_AND_STAGES[widest * problem.kv_itemsize]:
             yield DecodeConfigSm80(
                 tile_m=tile_m,
                 num_stages=num_stages,
                 key_warps=key_warps,
-                q_in_registers=has_e4m3 or (not is_float32 and tile_m // ROWS_PER_MMA * widest <= 192),
+                q_in_registers=has_e4m3 or (not is_float32 and tile_m == ROWS_PER_MMA and widest <= 192),
                 rescale_threshold=LAZY,
                 pack_gqa=packs and group > 1,
             )

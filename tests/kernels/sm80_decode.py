@@ -12,6 +12,7 @@ import torch
 from onepass.decode_problem import DecodeInputs, DecodeProblem
 from onepass.kernels.blocks import tile_scheduler
 from onepass.kernels.blocks.integers import ceil_div
+from onepass.kernels.config import ForwardConfigSm80
 from onepass.kernels.heuristics_decode import decode_config_sm80
 from onepass.kernels.sm80 import decode_launch, launch
 from onepass.outputs import empty_outputs
@@ -96,13 +97,22 @@ def compiled(key, trace, arch=ARCH) -> ptx_interpreter.Program:
 
 
 def forward(
-    problem: DecodeProblem, inputs: DecodeInputs, num_splits: int, split_blocks: int = 0, is_split: bool | None = None
+    problem: DecodeProblem,
+    inputs: DecodeInputs,
+    num_splits: int,
+    split_blocks: int = 0,
+    is_split: bool | None = None,
+    config: ForwardConfigSm80 | None = None,
+    **order,
 ):
-    """out and lse of the forward kernel, those of each split if there are some."""
+    """out and lse of the forward kernel, those of each split if there are some.
+
+    Args: order: copies_late and warps_reversed of `ptx_interpreter.run`.
+    """
     attention = problem.attention
     is_split = num_splits > 1 if is_split is None else is_split
     arch = ARCH_E4M3 if attention.has_e4m3_cache else ARCH
-    config = decode_config_sm80(attention, arch)
+    config = config or decode_config_sm80(attention, arch)
     out, lse = empty_outputs(attention, AttentionInputs(*inputs[:3]))
     qkv = inputs.q, *(decode_launch.as_pairs(t) for t in inputs[1:3])
     aligned_to = launch.vector_bytes(*qkv, *(() if is_split else (out,)))
@@ -146,7 +156,7 @@ def forward(
     program = compiled(key, functools.partial(decode_launch.trace, problem, config, arch, is_split), arch)
     shape = num_tiles, num_splits, 1
     smem = config.smem_bytes(attention)
-    ptx_interpreter.run(program, kernel.values, kernel.memory, shape, config.num_threads, smem)
+    ptx_interpreter.run(program, kernel.values, kernel.memory, shape, config.num_threads, smem, **order)
     return kernel.result(out_at, out), kernel.result(lse_at, lse)
 
 

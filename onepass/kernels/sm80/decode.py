@@ -166,6 +166,11 @@ class DecodeSm80(ForwardSm80):
 
     make_warps = KeyWarps
 
+    def announce(self):
+        """The merge may be launched: it waits for the end of this kernel."""
+        if self.config.early_merge and self.is_split:
+            cute.arch.griddepcontrol_launch_dependents()
+
     def loading_thread(self) -> Int32:
         return cute.arch.lane_idx()
 

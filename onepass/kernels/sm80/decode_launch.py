@@ -139,7 +139,7 @@ class Launch:
         kernel = self.kernel(vector_bytes(q, k_cache, v_cache))
         kernel(q, k_cache, v_cache, *partials, *self.other_arguments(inputs, None))
         if self._merge is None:
-            self._merge = compile.get(*merge_request(self.problem.attention, self.arch))
+            self._merge = compile.get(*merge_request(self.problem.attention, self.config, self.arch))
         self._merge(*partials, out, lse, sinks, merge_blocks(out))
         return out, lse
 
@@ -285,21 +285,29 @@ def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     out, lse = outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
     if merge_blocks(out):
         outs = with_rows(outs)
-        kernel = merge_kernel_of(outs.dtype, out.dtype, out.shape[-1], False, vector_bytes(outs), arch_of(outs.device))
+        aligned_to, arch = vector_bytes(outs), arch_of(outs.device)
+        kernel = merge_kernel_of(outs.dtype, out.dtype, out.shape[-1], False, aligned_to, False, arch)
         kernel(outs, lses.contiguous(), out, lse, None, merge_blocks(out))
     return out, lse
 
 
-def merge_request(attention: AttentionProblem, arch: str) -> tuple:
+def merge_request(attention: AttentionProblem, config: ForwardConfigSm80, arch: str) -> tuple:
     """The arguments of `compile.get` for the merge kernel of a forward by splits."""
+    is_early = isinstance(config, DecodeConfigSm80) and config.early_merge
     dv, float32 = attention.head_dim_v, torch.float32
     # of a workspace: aligned as its rows are
     aligned_to = next(n for n in VECTOR_BYTES if dv * float32.itemsize % n == 0)
-    return _merge_request(float32, attention.dtype, dv, attention.has_sinks, aligned_to, arch)
+    return _merge_request(float32, attention.dtype, dv, attention.has_sinks, aligned_to, is_early, arch)
 
 
 def _merge_request(
-    partial: torch.dtype, dtype: torch.dtype, head_dim_v: int, has_sinks: bool, vector_bytes: int, arch: str
+    partial: torch.dtype,
+    dtype: torch.dtype,
+    head_dim_v: int,
+    has_sinks: bool,
+    vector_bytes: int,
+    is_early: bool,
+    arch: str,
 ) -> tuple:
     key = (
         ("partial", partial),
@@ -307,8 +315,9 @@ def _merge_request(
         ("head_dim_v", head_dim_v),
         ("has_sinks", has_sinks),
         ("vector_bytes", vector_bytes),
+        ("is_early", is_early),
     )
-    trace = functools.partial(trace_merge, partial, dtype, head_dim_v, has_sinks, vector_bytes)
+    trace = functools.partial(trace_merge, partial, dtype, head_dim_v, has_sinks, vector_bytes, is_early)
     return "merge_splits", (key,), arch, trace
 
 
@@ -317,7 +326,14 @@ def merge_kernel_of(*arguments: Any) -> Callable:
     return compile.get(*_merge_request(*arguments))
 
 
-def trace_merge(partial: torch.dtype, dtype: torch.dtype, head_dim_v: int, has_sinks: bool, vector_bytes: int) -> tuple:
+def trace_merge(
+    partial: torch.dtype,
+    dtype: torch.dtype,
+    head_dim_v: int,
+    has_sinks: bool,
+    vector_bytes: int,
+    is_early: bool = False,
+) -> tuple:
     from cutlass import Float32, Int32
     from cutlass.cute.runtime import make_fake_stream
 
@@ -335,7 +351,7 @@ def trace_merge(partial: torch.dtype, dtype: torch.dtype, head_dim_v: int, has_s
         Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
-    return Merge(head_dim_v, vector_bytes), arguments
+    return Merge(head_dim_v, vector_bytes, is_early), arguments
 
 
 # ---------------------------------------------------------------- append

@@ -200,6 +200,7 @@ class ForwardSm80:
         sK_layout: cute.ComposedLayout,
         sV_layout: cute.ComposedLayout,
     ):
+        self.announce()
         number, split, _ = cute.arch.block_idx()
         seqlen_k = pages.capacity if self.is_paged else tensors.k.shape[0]
         seqlens = Sequences(tensors.q.shape[0], seqlen_k, window_left, window_right, lengths)
@@ -262,6 +263,9 @@ class ForwardSm80:
     # What decode.py, where each warp has keys and buffers of its own, does in its own way.
 
     make_warps = Warps
+
+    def announce(self):
+        """What a thread block does first."""
 
     def loading_thread(self) -> Int32:
         """Number of this thread among those that load a tile together."""
