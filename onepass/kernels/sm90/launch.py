@@ -211,7 +211,8 @@ def trace(problem: AttentionProblem, config: ForwardConfig) -> tuple:
     batch = () if problem.is_packed else (None,)
     head_dim, head_dim_v, is_fp8 = problem.head_dim, problem.head_dim_v, problem.quantization is not None
 
-    scales = optional(tensor(Float32, None, None, None, align_bytes=4), is_fp8)
+    # one for each: whose sizes one stand-in stands for would have to be equal
+    scales = (optional(tensor(Float32, None, None, None, align_bytes=4), is_fp8) for _ in range(3))
     arguments = (
         tensor(dtype, *batch, None, None, head_dim, align_bytes=16),
         tensor(dtype, *batch, None, None, head_dim, align_bytes=16),
@@ -225,9 +226,7 @@ def trace(problem: AttentionProblem, config: ForwardConfig) -> tuple:
         optional(tensor(Int32, None, align_bytes=4), problem.is_packed),
         optional(tensor(Int32, None, align_bytes=4), problem.is_packed),
         optional(tensor(Int32, None, align_bytes=4), problem.has_seqused_k),
-        scales,
-        scales,
-        scales,
+        *scales,
         optional(Int32(1), is_fp8),
         Float32(1.0),
         optional(Float32(1.0), problem.softcap is not None),
