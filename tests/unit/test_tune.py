@@ -204,6 +204,17 @@ def test_candidates_are_the_neighbours_that_were_measured():
     assert all(config.rescale_threshold == USUAL.rescale_threshold for config in found)
 
 
+def test_turns_keep_their_order():
+    """Where tiles of keys take turns, another order of tiles could leave somebody waiting."""
+    for backend in ("sm90", "sm80"):
+        ordered = dataclasses.replace(PROBLEM, deterministic=True)
+        found = candidates("bwd", backend, ordered, HOPPER)
+        assert len(found) > 4
+        for name in ("dynamic_tiles", "longest_first"):
+            assert len({getattr(config, name, None) for config in found}) == 1
+    assert len({config.dynamic_tiles for config in candidates("bwd", "sm90", PROBLEM, HOPPER)}) == 2
+
+
 def test_the_same_launch_is_not_timed_twice():
     full = candidates("fwd", "sm90", dataclasses.replace(PROBLEM, mask=Mask()), HOPPER)
     assert all(config.longest_first == full[0].longest_first for config in full)
