@@ -46,6 +46,7 @@ def tune(
     rounds: Annotated[int, typer.Option(min=1, help="of the final of each case")] = 25,
     candidates: Annotated[int, typer.Option(min=2, help="configurations of a case, at most")] = 24,
     workers: Annotated[int | None, typer.Option(min=1, help="compile so many at a time; default: one a CPU")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="name each candidate before it is run")] = False,
     table: Annotated[
         Path | None, typer.Option(help="keep what is found in this file, which no call reads, instead of the cache")
     ] = None,
@@ -86,7 +87,7 @@ def tune(
     found: list[TuningResult] = []
     is_interrupted = False
     with _bar(console) as bar:
-        progress = _Shown(console, bar, len(tasks), found, json_path)
+        progress = _Shown(console, bar, len(tasks), found, json_path, verbose)
         try:
             _measure(tasks, rounds, candidates, workers, table, progress)
         except KeyboardInterrupt:
@@ -163,9 +164,15 @@ class _Shown(Listener):
     """A bar of the tasks and one of what is being done; a line for each result, and all of them in the JSON file."""
 
     def __init__(
-        self, console: Console, bar: Progress, num_tasks: int, found: list[TuningResult], path: Path | None
+        self,
+        console: Console,
+        bar: Progress,
+        num_tasks: int,
+        found: list[TuningResult],
+        path: Path | None,
+        is_verbose: bool,
     ) -> None:
-        self.console, self.bar, self.results, self.path = console, bar, found, path
+        self.console, self.bar, self.results, self.path, self.is_verbose = console, bar, found, path, is_verbose
         self.header = describe("cuda") if path is not None else {}
         self.overall: TaskID = bar.add_task("tuning", total=num_tasks)
         self.current: TaskID = bar.add_task("", total=None)
@@ -177,6 +184,8 @@ class _Shown(Listener):
 
     def checking(self, task: Task, config: LaunchConfig) -> None:
         self.bar.update(self.current, description=f"checking {task.label}", completed=0, total=None)
+        if self.is_verbose:
+            self.console.print(f"{task.label}: {config.text}", markup=False)
 
     def timing(self, task: Task, done: int, total: int) -> None:
         self.bar.update(self.current, description=f"timing {task.label}", completed=done, total=total)

@@ -100,12 +100,16 @@ def key_of(direction: Direction, backend: str, problem: AttentionProblem) -> str
     return f"{direction} {backend}: {compile.summary((problem.static(),))}; {lengths}"
 
 
-@functools.lru_cache(maxsize=64)
 def gpu_name(device: torch.device | None = None) -> str | None:
     """Of the current GPU, or this one; None where there is none."""
     if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
         return None
-    return torch.cuda.get_device_name(device)
+    return _name_of(torch.cuda.current_device() if device is None or device.index is None else device.index)
+
+
+@functools.lru_cache(maxsize=64)
+def _name_of(index: int) -> str:
+    return torch.cuda.get_device_name(index)
 
 
 # ---------------------------------------------------------------- what a launch uses
@@ -131,9 +135,12 @@ def refined(
     gpu = gpu_name(device)
     if gpu is None or os.environ.get(SWITCH) == "0":
         return usual
+    own, shipped = _own().get(gpu, {}), _shipped().get(gpu, {})
+    if not own and not shipped:
+        return usual
     key = key_of(direction, backend, problem)
-    for table, environment in ((_own(), _environment()), (_shipped(), None)):
-        entry = table.get(gpu, {}).get(key)
+    for entries, environment in ((own, _environment()), (shipped, None)):
+        entry = entries.get(key)
         if entry is not None and entry.instead_of == usual.text and environment in (None, entry.environment):
             return _usable(entry, usual, problem, arch)
     return usual

@@ -99,6 +99,8 @@ def candidates(
             break
         if _is_futile(config, usual, problem):
             continue
+        if direction == "bwd" and problem.deterministic and not _has_order_of(config, usual):
+            continue  # turns are taken in an order that goes with that of the tiles
         try:
             config.check(problem, arch)
         except UnsupportedError:
@@ -178,6 +180,11 @@ def _is_futile(config: Any, usual: Any, problem: AttentionProblem) -> bool:
         return True
     # half a tile for half the multiprocessors: where there are enough tiles for all
     return getattr(config, "num_warpgroups", 2) == 1 != usual.num_warpgroups and num_rows(problem) >= MANY_ROWS
+
+
+def _has_order_of(config: Any, usual: Any) -> bool:
+    names = "dynamic_tiles", "longest_first"
+    return all(getattr(config, name, None) == getattr(usual, name, None) for name in names)
 
 
 def distance(one: Any, other: Any) -> float:

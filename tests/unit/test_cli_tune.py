@@ -105,8 +105,9 @@ def test_a_gain(imagine, tmp_path):
 
 def test_no_gain(imagine):
     imagine(FakeRuns(lambda config: 1.0))
-    result = invoke("tune")
+    result = invoke("tune", "--verbose")
     assert result.exit_code == 0
+    assert result.output.replace("\n", " ").count("tile_n=112") > 0
     assert "the heuristics' choice stays, of 24" in result.output
     assert "faster than the heuristics: 0 of 1; kept in" in result.output
 

@@ -131,6 +131,22 @@ def test_not_on_another_gpu(monkeypatch):
         assert chosen() == USUAL
 
 
+def test_the_name_of_a_gpu(monkeypatch):
+    monkeypatch.undo()  # the imagined one
+    devices = ["First GPU", "Second GPU"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: devices[index])
+    tuned._name_of.cache_clear()
+    for current in (0, 1):  # noqa: B007: read above
+        assert tuned.gpu_name() == tuned.gpu_name(torch.device("cuda")) == devices[current]
+        assert tuned.gpu_name(torch.device("cuda", 1)) == "Second GPU"
+    assert tuned.gpu_name(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert tuned.gpu_name() is None
+    tuned._name_of.cache_clear()
+
+
 def test_the_switch(monkeypatch):
     tuned.save(GPU, {KEY: entry()})
     monkeypatch.setenv("ONEPASS_TUNED", "0")
