@@ -91,7 +91,10 @@ def test_e4m3_cache(arch, d, is_paged):
     # two for the fragment of an mma; some for rows that are recomputed
     assert 2 * num_mma < code.count(r"F2FP\.F16\.E4M3\.UNPACK_B") <= 2 * num_mma + 16
     assert code.count(r"STG\.E\.128") > 0  # four float32 of a partial
-    assert code.count(r"BAR\.SYNC") == 3
+    assert config.q_in_registers == (
+        d < 256
+    )  # else Q goes to shared memory in fp16: two barriers more, before the loop
+    assert code.count(r"BAR\.SYNC") == (3 if config.q_in_registers else 5)
 
 
 def test_merge_and_append():

@@ -195,8 +195,12 @@ def descale_arguments(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Ten
     blocks = 1
     if not (by_block and problem.is_paged):
         outer, blocks = inputs.q.shape[0], ceil_div(size, problem.kv_block) if by_block else 1
-    descales = (t if t.dim() == 3 else t.unsqueeze(-1) for t in (inputs.k_descale, inputs.v_descale))
-    k_descale, v_descale = (t.expand(outer, heads, blocks) for t in descales)
+    sizes = outer, heads, blocks
+    # () -> (0, 0, 0); (heads,) -> (0, s, 0); two and three dimensions are the first ones
+    k_descale, v_descale = (
+        t.as_strided(sizes, (0, *t.stride(), 0) if t.dim() == 1 else (*t.stride(), 0, 0, 0)[:3])
+        for t in (inputs.k_descale, inputs.v_descale)
+    )
     return k_descale, v_descale, None if problem.is_paged else problem.kv_block
 
 
