@@ -47,7 +47,9 @@ TABLE3_SEQLEN = table3.PAPER_SEQLEN
 # Under measurement, by head_dim.
 VARIANTS = {
     64: "3wg n128 q2 lazy8 hold; 3wg n128 q2 lazy8 fma4; 4wg n64 q2 lazy8; 2wg n192 q2 lazy8; 2wg n128 q2 lazy8",
-    128: "n128 q2 lazy8 hold; n160 q2 lazy8; n192 q2 lazy8; n128 q2 lazy8 fma8; 3wg n96 q2 lazy8; 3wg n96 q2 lazy8 hold",
+    128: (
+        "n128 q2 lazy8 hold; n160 q2 lazy8; n192 q2 lazy8; n128 q2 lazy8 fma8; 3wg n96 q2 lazy8; 3wg n96 q2 lazy8 hold"
+    ),
     256: "n128 q2 lazy8 hold; n96 q2 lazy8; n64 q2 lazy8; n64 q2 s3 lazy8",
 }
 CAUSAL_VARIANTS = "{} queue"  # what every one of them is under a causal mask

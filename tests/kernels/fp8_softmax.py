@@ -22,7 +22,11 @@ THREADS = 32
 
 @dataclass(frozen=True)
 class Softmax:
-    """tiles: how many, and of which a masked one is; threshold as in ForwardConfig."""
+    """Attributes:
+    tiles: how many tiles, of which some are masked.
+    threshold: as in ForwardConfig.
+    before: tiles of the head that are not visited.
+    """
 
     tile_n: int
     tiles: int
@@ -30,9 +34,10 @@ class Softmax:
     threshold: float
     has_sink: bool = False
     has_softcap: bool = False
+    before: int = 0
 
     def trace(self) -> tuple[Callable, tuple]:
-        blocks = -(-self.tile_n * self.tiles // 64)
+        blocks = -(-self.tile_n * (self.before + self.tiles) // 64)
 
         def tensor(kind, *shape: int):
             strides = [1]
@@ -72,6 +77,7 @@ class Softmax:
         columns = self.tile_n // 4
         scores = Scores(Float32(SCALE_LOG2), Float32(TANH_SCALE) if self.has_softcap else None)
         softmax = fp8.ScaledSoftmax(scores, self.threshold, 0, self.tile_n)
+        keys = fp8.KeyScales(self.tile_n)
         s = cute.make_rmem_tensor((2, columns), Float32)
         acc_o = cute.make_rmem_tensor((2, 1), Float32)
         acc_o.fill(0.0)
@@ -85,7 +91,10 @@ class Softmax:
             for r in cutlass.range_constexpr(2):
                 for c in cutlass.range_constexpr(columns):
                     s[r, c] = mS[n_block, thread, r, c]
-            softmax.take_scales(row_scale, fp8.load_group_scales(mK_scale, mV_scale, Int32(n_block), self.tile_n))
+            if cutlass.const_expr(tile == 0):
+                keys.load(mK_scale, mV_scale, Int32(self.before + n_block))
+            keys.take(mK_scale, mV_scale, Int32(self.before + n_block), tile == 0)
+            softmax.take_scales(row_scale, keys, Int32(self.before + n_block))
             if cutlass.const_expr(self.has_softcap):
                 softmax.soft_cap(s)
                 for r in cutlass.range_constexpr(2):  # a mask comes afterwards

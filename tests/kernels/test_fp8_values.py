@@ -68,12 +68,15 @@ def cases():
         "n192": Softmax(192, 3, (2, 0), 1.8),
         "n96": Softmax(96, 4, (), 2.8),
         "n32": Softmax(32, 7, (6, 5), 0.8),
+        # the scales of 16 tiles of 128 keys, or of 96, are a page: these go from one page to the one before
+        "pages of n128": Softmax(128, 4, (), 0.8, before=14),
+        "pages of n96": Softmax(96, 3, (), 0.8, before=31),
         "sink": Softmax(64, 5, (4,), 0.8, has_sink=True),
         "softcap": Softmax(64, 5, (4,), 0.8, has_softcap=True),
     }
 
 
-NAMES = ["n128", "n128 every step", "n192", "n96", "n32", "sink", "softcap"]
+NAMES = ["pages of n128", "pages of n96", "n128", "n128 every step", "n192", "n96", "n32", "sink", "softcap"]
 
 
 @pytest.mark.parametrize("spread", [1.0, 6.0, -3.0], ids=["normal", "peaked", "all below 0"])
@@ -85,7 +88,8 @@ def test_values(name, spread):
     rng = np.random.default_rng(len(name))
     keys = softmax.tile_n * softmax.tiles
     q_scale = np.exp(rng.normal(size=16))
-    k_scale, v_scale = (np.exp(rng.normal(size=-(-keys // 64))) for _ in range(2))
+    first = softmax.before * softmax.tile_n
+    k_scale, v_scale = (np.exp(rng.normal(size=-(-(first + keys) // 64))) for _ in range(2))
     s, v = spread * rng.normal(size=(16, keys)), rng.normal(size=keys)
     if spread < 0:
         s = -np.abs(s) - 5.0
@@ -99,7 +103,7 @@ def test_values(name, spread):
     out, lse, p = run(softmax, s, v, q_scale, k_scale, v_scale)
 
     q_scale, k_scale, v_scale = (x.astype(np.float32).astype(np.float64) for x in (q_scale, k_scale, v_scale))
-    of_key = np.arange(keys) // 64
+    of_key = (first + np.arange(keys)) // 64
     y = s.astype(np.float64) * q_scale[:, None] * k_scale[of_key]
     y = np.tanh(y * TANH_SCALE * np.log(2) / 2) if softmax.has_softcap else y
     y = np.where(np.isinf(s), -np.inf, y) * SCALE_LOG2

@@ -25,12 +25,16 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from . import online_softmax
+from .bundle import Bundle
 from .integers import maximum, minimum
 from .online_softmax import ROWS, OnlineSoftmax, Scores
 from .plain_rows import soft_cap
 from .ptx import pack_four
+from .tile_scheduler import LANES
+from .warp import broadcast
 
 SCALE_BLOCK = 64  # keys of one scale of K and V
+SCALE_BLOCK_LOG2 = 6
 KEY_RUN = 16  # keys in whose order P and V differ from the sequence
 E4M3_MAX = 448.0
 TINY = 2.0**-126
@@ -50,11 +54,9 @@ class DescaleTensors(NamedTuple):
     q_block: Int32  # rows of a block of q; those of k and v have SCALE_BLOCK
 
 
-class GroupScales(NamedTuple):
-    """Of the keys of one tile: one number for every group of them."""
-
-    k: list
-    v: list
+def load_row_scale(descales: DescaleTensors, place: Int32, head: Int32, position: Int32) -> Float32:
+    block = minimum(position // descales.q_block, cute.size(descales.q, mode=[2]) - 1)
+    return descales.q[place, head, block]
 
 
 def group_keys(tile_n: int) -> int:
@@ -62,16 +64,54 @@ def group_keys(tile_n: int) -> int:
     return math.gcd(tile_n, SCALE_BLOCK)
 
 
-def load_row_scale(descales: DescaleTensors, place: Int32, head: Int32, position: Int32) -> Float32:
-    block = minimum(position // descales.q_block, cute.size(descales.q, mode=[2]) - 1)
-    return descales.q[place, head, block]
+def tiles_of_page(tile_n: int) -> int:
+    """Tiles that 32 scales last for: a power of two."""
+    blocks = LANES if tile_n % SCALE_BLOCK == 0 or SCALE_BLOCK % tile_n == 0 else LANES - 1
+    return 1 << (blocks * SCALE_BLOCK // tile_n).bit_length() - 1
 
 
-def load_group_scales(k_scale: cute.Tensor, v_scale: cute.Tensor, n_block: Int32, tile_n: int) -> GroupScales:
-    """Of a tile, from one head's (blocks,); past the last key, those of the last block."""
-    keys = group_keys(tile_n)
-    blocks = [(n_block * tile_n + first) // SCALE_BLOCK for first in range(0, tile_n, keys)]
-    return GroupScales(*([t[minimum(block, cute.size(t) - 1)] for block in blocks] for t in (k_scale, v_scale)))
+class KeyScales(Bundle):
+    """The scales of K and V of one head, those of 32 blocks of keys at a time (a page), one in each lane of a warp.
+
+    Tiles come last first. A step has no load and no logarithm of its own, only a broadcast of each scale; the next page
+    is loaded in the last tile of a page, a step before it is needed.
+    """
+
+    def __init__(self, tile_n: int):
+        self.tile_n, self.size = tile_n, tiles_of_page(tile_n)
+        self.next_k, self.next_v = (cute.make_rmem_tensor((1,), Float32) for _ in range(2))
+        self.k, self.v_log2, self.v_inverse = (cute.make_rmem_tensor((1,), Float32) for _ in range(3))
+
+    @cute.jit
+    def load(self, k_scale: cute.Tensor, v_scale: cute.Tensor, n_block: Int32):
+        """The page of tile n_block, to be used after the next `take`. Args: k_scale, v_scale: (blocks,) of a head."""
+        page_start = maximum(n_block, 0) & -self.size
+        block = (page_start * self.tile_n >> SCALE_BLOCK_LOG2) + cute.arch.lane_idx()
+        self.next_k[0] = k_scale[minimum(block, cute.size(k_scale) - 1)]
+        self.next_v[0] = v_scale[minimum(block, cute.size(v_scale) - 1)]
+
+    @cute.jit
+    def take(self, k_scale: cute.Tensor, v_scale: cute.Tensor, n_block: Int32, is_first: cutlass.Constexpr[bool]):
+        """What `of_group` needs for tile n_block. Args: is_first: of this head; its page has been loaded."""
+        if cutlass.const_expr(is_first):
+            self._turn_page()
+        if cutlass.const_expr(not is_first):
+            if (n_block & self.size - 1) == self.size - 1:
+                self._turn_page()
+        if (n_block & self.size - 1) == 0:
+            self.load(k_scale, v_scale, n_block - 1)
+
+    @cute.jit
+    def _turn_page(self):
+        v_scale = cute.arch.fmax(self.next_v[0], Float32(TINY))
+        self.k[0] = self.next_k[0]
+        self.v_log2[0] = cute.math.log2(v_scale, fastmath=True)
+        self.v_inverse[0] = cute.arch.rcp_approx(v_scale)
+
+    def of_group(self, n_block: Int32, g: int) -> tuple:
+        """k_scale, log2(v_scale) and 1 / v_scale of the keys of group g."""
+        lane = (n_block & self.size - 1) * self.tile_n + g * group_keys(self.tile_n) >> SCALE_BLOCK_LOG2
+        return tuple(broadcast(t[0], lane) for t in (self.k, self.v_log2, self.v_inverse))
 
 
 class ScaledSoftmax(OnlineSoftmax):
@@ -96,15 +136,13 @@ class ScaledSoftmax(OnlineSoftmax):
         return q_scale if self.scores.tanh_scale is not None else q_scale * self.scores.scale_log2
 
     @cute.jit
-    def take_scales(self, row_scale: cute.Tensor, scales: GroupScales):
-        """The scales of the rows (ROWS,) and of the keys of the scores to come."""
+    def take_scales(self, row_scale: cute.Tensor, keys: KeyScales, n_block: Int32):
+        """The scales of the rows (ROWS,) and of tile n_block of the keys, whose scores come next."""
         for g in cutlass.range_constexpr(self.groups):
-            v_scale = cute.arch.fmax(scales.v[g], Float32(TINY))
-            self.v_log2[g] = cute.math.log2(v_scale, fastmath=True)
-            self.v_inverse[g] = cute.arch.rcp_approx(v_scale)
+            k_scale, self.v_log2[g], self.v_inverse[g] = keys.of_group(n_block, g)
             for r in cutlass.range_constexpr(ROWS):
                 # above 0: a hidden score is -inf
-                self.multiplier[r, g] = cute.arch.fmax(row_scale[r] * scales.k[g], Float32(TINY))
+                self.multiplier[r, g] = cute.arch.fmax(row_scale[r] * k_scale, Float32(TINY))
 
     @cute.jit
     def soft_cap(self, scores: cute.Tensor):

@@ -103,6 +103,7 @@ class Warpgroup(Turns):
             shape_p = self.tiled_mma_pv.partition_shape_A((ROWS_PER_WARPGROUP, self.part_n))
             self.rP = self.p = cute.make_rmem_tensor(shape_p, kernel.dtype)
             self.row_scale = cute.make_rmem_tensor((2,), Float32)
+            self.key_scales = fp8.KeyScales(self.tile_n)
         else:
             self.rP = cute.make_rmem_tensor(self.acc_s[0].layout, kernel.dtype)
             self.p = as_operand_a(self.rP)
@@ -194,23 +195,25 @@ class Warpgroup(Turns):
     # ---------------------------------------------------------------- scores
 
     @cute.jit
-    def load_q_scales(self, tile: Tile):
-        """FP8: the scales of this thread's two rows, for all scores of the tile."""
-        if cutlass.const_expr(self.descales is not None):
-            for r in cutlass.range_constexpr(2):
-                position, head, is_row = self.row_of(tile, self.row_in_tile + 8 * r)
-                scale = Float32(0.0)
-                if is_row:
-                    scale = fp8.load_row_scale(self.descales, tile.place_q, head, position)
-                self.row_scale[r] = self.softmax.scale_of_row(scale)
+    def load_row_scales(self, tile: Tile):
+        for r in cutlass.range_constexpr(2):
+            position, head, is_row = self.row_of(tile, self.row_in_tile + 8 * r)
+            scale = Float32(0.0)
+            if is_row:
+                scale = fp8.load_row_scale(self.descales, tile.place_q, head, position)
+            self.row_scale[r] = self.softmax.scale_of_row(scale)
 
-    def block_scales(self, tile: Tile, n_block: Int32):
-        """FP8: the scales of a block of keys; to be asked for before the wait for its scores. None without."""
-        if self.descales is None:
-            return None
+    def head_scales(self, tile: Tile) -> tuple:
+        """FP8: of all keys of a tile's head."""
         head_kv = tile.head // self.kernel.tile_heads_per_kvhead
-        k_scale, v_scale = (t[tile.place_k, head_kv, None] for t in (self.descales.k, self.descales.v))
-        return fp8.load_group_scales(k_scale, v_scale, n_block, self.tile_n)
+        return tuple(t[tile.place_k, head_kv, None] for t in (self.descales.k, self.descales.v))
+
+    @cute.jit
+    def load_scales(self, tile: Tile):
+        """FP8: the scales of the rows of a tile and of its first keys."""
+        if cutlass.const_expr(self.descales is not None):
+            self.load_row_scales(tile)
+            self.key_scales.load(*self.head_scales(tile), tile.last - 1)
 
     @cute.jit
     def pack_p(self, part: cutlass.Constexpr[int]):
@@ -221,11 +224,14 @@ class Warpgroup(Turns):
             pack(self.acc_s[part], self.rP)
 
     @cute.jit
-    def modify_scores(self, part: cutlass.Constexpr[int], scales):
+    def modify_scores(
+        self, tile: Tile, n_block: Int32, part: cutlass.Constexpr[int], is_first: cutlass.Constexpr[bool] = False
+    ):
         """Softcap: s -> tanh(softmax_scale * s / softcap); the cap itself is in scale_log2. In FP8 the softmax gets the
-        scales of these scores, `block_scales` of their keys."""
+        scales of these scores. Args: is_first: of the tile."""
         if cutlass.const_expr(self.descales is not None):
-            self.softmax.take_scales(self.row_scale, scales)
+            self.key_scales.take(*self.head_scales(tile), n_block, is_first)
+            self.softmax.take_scales(self.row_scale, self.key_scales, n_block)
             if cutlass.const_expr(self.scores.tanh_scale is not None):
                 self.softmax.soft_cap(self.s[part])
         elif cutlass.const_expr(self.scores.tanh_scale is not None):
