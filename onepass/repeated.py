@@ -3,7 +3,7 @@
 The checks of the door, the choice of a backend and its preparation depend on types, sizes and options alone, and take
 ten times as long as a launch. So the first call of a kind goes the whole way and leaves the prepared forward here,
 under a key that holds all that the door looks at. Values of tensors are in no key: those that are checked by value
-(`cu_seqlens_*`, `seqused_k`) the backend checks in every call. No tensor is kept.
+(`cu_seqlens_*`, `seqused_k`, `cache_seqlens`) the backend checks in every call. No tensor is kept.
 
 `key_of` gives None, and so the operator runs, wherever somebody may want to see it or the tensors are not what they
 seem: a gradient may be asked for; torch.compile, export and jit.trace; vmap and the other transforms of torch.func,
@@ -26,6 +26,7 @@ from torch._C import (
 )
 from torch.autograd import _profiler_enabled, forward_ad
 
+from .decode_problem import DecodeInputs
 from .dispatch import Forward
 from .problem import AttentionInputs
 
@@ -35,7 +36,7 @@ _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _forwards: dict[tuple, Forward] = {}
 
 
-def key_of(function: str, inputs: AttentionInputs, window: Any, options: tuple) -> tuple | None:
+def key_of(function: str, inputs: AttentionInputs | DecodeInputs, window: Any, options: tuple) -> tuple | None:
     """Everything that the door looks at; None if this call must go the whole way.
 
     Args:
@@ -87,3 +88,8 @@ def keep(key: tuple | None, forward: Forward) -> None:
         if len(_forwards) >= MAX_CALLS:
             _forwards.clear()
         _forwards[key] = forward
+
+
+def forget() -> None:
+    """Every next call goes the whole way."""
+    _forwards.clear()

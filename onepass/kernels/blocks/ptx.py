@@ -138,6 +138,12 @@ def multiply_16x16(a: list, low: Int32, high: Int32, dtype: cutlass.Constexpr) -
 
 
 @cute.jit
+def quotient(a: Float32, b: Float32) -> Float32:
+    """a / b, rounded to nearest."""
+    return cute.arch.inline_ptx("div.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
+@cute.jit
 def order_after(a: Float32, b: Float32):
     """What follows in the program is not begun before the sums a and b (>= 0 or NaN) and all that they are made of.
 
