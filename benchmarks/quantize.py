@@ -69,9 +69,9 @@ def cpu_us(call: Call, count: int = 200) -> float:
 
 def copy_gb_s() -> float:
     """Read and written by a copy, for every 16-bit number that a kernel reads 1.5 bytes each."""
-    count = TOKENS * HIDDEN * 3 // 2
-    pairs = [torch.zeros(2, count, device="cuda", dtype=torch.uint8) for _ in range(SETS)]
-    return 2 * count / graph_us([lambda p=p: p[1].copy_(p[0]) for p in pairs]) / 1e3
+    count = TOKENS * HIDDEN * 3 // 8  # of 4 bytes
+    pairs = [torch.zeros(2, count, device="cuda") for _ in range(SETS)]
+    return 8 * count / graph_us([lambda p=p: p[1].copy_(p[0]) for p in pairs]) / 1e3
 
 
 def num_bytes(*tensors: torch.Tensor) -> int:
