@@ -15,7 +15,7 @@ from .kernels import ahead
 from .kernels.ahead import CompiledKernel
 from .kernels.config import ForwardConfig, ForwardConfigSm80
 from .merge import merge_in_torch
-from .problem import AttentionInputs, AttentionProblem
+from .problem import AttentionInputs, AttentionProblem, QuantizedInputs
 
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
@@ -99,19 +99,32 @@ def _run_quantized(
     quantized: QuantizedQKV, k: Any, v: Any, backend: str | None, **arguments: Any
 ) -> tuple[Tensor, Tensor]:
     """A call whose tensors are in FP8 already. Args: k, v, arguments: as given, and checked here."""
+    others = dict(arguments)
+    sinks, seqused_k, window = (others.pop(name) for name in ("sinks", "seqused_k", "window"))
+    cu_seqlens_q, cu_seqlens_k = (others.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    max_seqlens = tuple(others.pop(name, None) for name in ("max_seqlen_q", "max_seqlen_k"))
+    if others["deterministic"] is None:
+        others["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    tensors, lengths = (quantized.q, quantized.k, quantized.v), (cu_seqlens_q, cu_seqlens_k, seqused_k)
+    key = None
+    if k is v is quantized.score_shift is quantized.v_mean is None:
+        function = "attention_varlen" if "cu_seqlens_q" in arguments else "attention"
+        seen = *tensors, *quantized.descales, sinks, *lengths
+        of_tensors = quantized.dtype, quantized.q_block, quantized.kv_block, quantized.v_keys_last
+        options = *others.values(), backend, *of_tensors
+        key = repeated.key_of(f"{function} of QuantizedQKV", seen, window, options)
+        forward = repeated.find(key)
+        if forward is not None:
+            validation.check_max_seqlens(*max_seqlens)
+            return forward(QuantizedInputs(*tensors, quantized.descales, sinks, *lengths))
     problem = validation.check_quantized_call(quantized, k, v, **arguments)
     tuning = arguments["tuning"]
     backend = dispatch.require(problem, backend, tuning)
-    sinks, cu_seqlens_q = arguments["sinks"], arguments.get("cu_seqlens_q")
     out, lse = torch.ops.onepass.attention_quantized(
-        quantized.q,
-        quantized.k,
-        quantized.v,
+        *tensors,
         # a sink is compared with scores: these have to be put right first
         sinks if quantized.score_shift is None else None,
-        cu_seqlens_q,
-        arguments.get("cu_seqlens_k"),
-        arguments["seqused_k"],
+        *lengths,
         *ops.options_of(problem, backend, tuning),
         *quantized.descales,
         quantized.dtype,
@@ -119,6 +132,8 @@ def _run_quantized(
         quantized.kv_block,
         quantized.v_keys_last,
     )
+    if key is not None and not out.is_meta:
+        repeated.keep(key, dispatch.prepare(backend, problem, quantized.q.device, tuning))
     return fp8.restored(quantized, out, lse, problem.softmax_scale, sinks, cu_seqlens_q)
 
 

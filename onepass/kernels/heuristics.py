@@ -152,8 +152,10 @@ def forward_config(problem: AttentionProblem, arch: str = HOPPER) -> ForwardConf
 def _fp8_config(problem: AttentionProblem) -> ForwardConfig:
     """FP8 on Hopper: none of this is measured yet."""
     is_narrow = max(problem.head_dim, problem.head_dim_v) <= 64
+    # a softcap or the left edge of a window take registers that the widest O leaves to 64 keys, but not to 128
+    is_tight = problem.head_dim_v > 192 and (problem.softcap is not None or problem.mask.window_left is not None)
     config = ForwardConfig(
-        tile_n=128,
+        tile_n=64 if is_tight else 128,
         num_warpgroups=3 if is_narrow else 2,
         q_stages=2,
         rescale_threshold=LAZY_FP8,

@@ -1,5 +1,6 @@
 """The Hopper forward in FP8 against float64 attention of the dequantised tensors, and beside the tiled backend."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -116,6 +117,57 @@ def test_nan_behind_seqused_k(tile_n, keys_last):
     tuning = ForwardConfig(tile_n=tile_n, rescale_threshold=0.8) if ON_GPU else None
     for mask in ({}, {"causal": True}):
         check(given, dequantized=clean, seqused_k=used, tuning=tuning, **mask)
+
+
+@pytest.mark.parametrize("keys_last", [False, True])
+@pytest.mark.parametrize("granularity", ["block", "head", "tensor"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_sequences(head_dim, granularity, keys_last):
+    """Each within its budget; rows of no sequence, and keys behind seqused_k, hold NaN."""
+    lengths_q, lengths_k = (5, 0, 70, 200, 64, 1), (9, 4, 130, 333, 64, 700)
+    used = torch.tensor([9, 0, 77, 333, 64, 650], dtype=torch.int32, device=DEVICE)
+    offsets = {
+        f"cu_seqlens_{n}": torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
+        for n, lengths in (("q", lengths_q), ("k", lengths_k))
+    }
+    q, k, v = (t[0] for t in make(sum(lengths_q) + 3, sum(lengths_k) + 9, head_dim, head_dim, batch=1))
+    quantized = onepass.quantize_fp8(q, k, v, granularity=granularity, **offsets)
+    is_nan = {n: torch.zeros(len(t), dtype=torch.bool, device=DEVICE) for n, t in (("q", q), ("k", k))}
+    for n, lengths in (("q", lengths_q), ("k", lengths_k)):
+        is_nan[n][sum(lengths) :] = True
+    clean = quantized.dequantize(**offsets)
+    for options in ({}, {"causal": True}, {"seqused_k": used}):
+        for b, start in enumerate(offsets["cu_seqlens_k"].tolist()[:-1]):
+            if "seqused_k" in options:
+                is_nan["k"][start + int(used[b]) : start + lengths_k[b]] = True
+        stored = {n: getattr(quantized, n).view(torch.uint8).clone() for n in "qkv"}
+        for n, t in stored.items():
+            t[is_nan["q" if n == "q" else "k"]] = 0x7F
+        given = replace(quantized, **{n: t.view(torch.float8_e4m3fn) for n, t in stored.items()})
+        if keys_last and not given.v_keys_last:
+            given = replace(given, v=fp8.keys_last(given.v, offsets["cu_seqlens_k"]), v_keys_last=True)
+        out, lse = onepass.attention_varlen(given, **offsets, **options, backend=BACKEND, return_lse=True)
+        v_scale = fp8.row_scales(clean[2], quantized.v_descale, quantized.kv_block, offsets["cu_seqlens_k"])
+        v_scale = v_scale.expand(len(k), 2, 1)
+        for b, (start_q, start_k) in enumerate(zip(*(t.tolist() for t in offsets.values()), strict=True)):
+            if b == len(lengths_q) or lengths_q[b] == 0:
+                continue
+            rows = slice(start_q, start_q + lengths_q[b])
+            count = int(used[b]) if "seqused_k" in options else lengths_k[b]
+            keys = slice(start_k, start_k + count)
+            mask = {name: value for name, value in options.items() if name == "causal"}
+            if count == 0:
+                assert (out[rows] == 0).all()
+                assert (lse[:, rows] == -math.inf).all()
+                continue
+            tensors = clean[0][None, rows], clean[1][None, keys], clean[2][None, keys]
+            short = {"short_sums": True, "v_scale": v_scale[None, keys]} if ON_GPU else {}
+            budget = fp8_budget(*tensors, out.dtype, **mask, **short)
+            is_empty = budget.oracle.lse == -math.inf
+            assert torch.equal(lse[None, :, rows] == -math.inf, is_empty)
+            assert ((out[None, rows].double() - budget.oracle.out).abs() <= budget.out).all(), b
+            error = (lse[None, :, rows].double() - budget.oracle.lse).masked_fill(is_empty, 0.0).abs()
+            assert (error <= budget.lse).all(), b
 
 
 def test_scales_that_differ_much():

@@ -92,8 +92,8 @@ class Softmax:
                 for c in cutlass.range_constexpr(columns):
                     s[r, c] = mS[n_block, thread, r, c]
             if cutlass.const_expr(tile == 0):
-                keys.load(mK_scale, mV_scale, Int32(self.before + n_block))
-            keys.take(mK_scale, mV_scale, Int32(self.before + n_block), tile == 0)
+                keys.load(mK_scale, mV_scale, Int32(0), Int32(self.before + n_block))
+            keys.take(mK_scale, mV_scale, Int32(0), Int32(self.before + n_block), tile == 0)
             softmax.take_scales(row_scale, keys, Int32(self.before + n_block))
             if cutlass.const_expr(self.has_softcap):
                 softmax.soft_cap(s)

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import itertools
 import re
 from dataclasses import replace
 
@@ -32,6 +33,8 @@ def asked(head_dim, head_dim_v, out_dtype=torch.bfloat16, **options):
     "question",
     [
         pytest.param(asked(128, 128, mask=Mask()), id="128"),
+        pytest.param(asked(256, 256, mask=Mask(70, 30), softcap=30.0, has_seqused_k=True), id="256 window softcap"),
+        pytest.param(asked(64, 64, mask=CAUSAL, is_packed=True), id="64 causal packed"),
         pytest.param(
             asked(
                 256, 64, torch.float16, mask=CAUSAL, softcap=30.0, has_sinks=True, has_seqused_k=True, num_heads_kv=2
@@ -46,11 +49,11 @@ def test_machine_code(question):
     assert code.serialized == ""
     assert code.spills == 0
     # a step: head_dim / 32 for S and tile_n / 32 for O; of a tile S first, then with PV, PV alone at the end
-    assert code.count(r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3") > 0
+    assert code.count(rf"QGMMA\.64x{config.tile_n}x32\.F32\.E4M3\.E4M3") > 0
     assert code.count("HGMMA") == 0
     assert code.count(r"F2FP\.\S*E4M3") > 0  # P
     assert code.count("UTMALDG") >= config.num_warpgroups + 2
-    assert code.count("SHFL") <= 60  # maxima, sums and out: none for P
+    assert code.count("SHFL") <= 110  # scales, maxima, sums and out, for widest heads 64 of them: none for P
     assert code.count(r"WARPGROUP\.ARRIVE") < code.count("QGMMA")
 
 
@@ -92,6 +95,26 @@ def test_scales_of_the_kernel_are_those_of_the_tensors(granularity):
         assert torch.equal(found, expected)
 
 
+def test_scales_of_packed_sequences():
+    """A block of sequence b is `first_block` of it and its number in the sequence, in the view that b has."""
+    offsets = {n: torch.tensor([0, 70, 70, 100, 250], dtype=torch.int32) for n in ("cu_seqlens_q", "cu_seqlens_k")}
+    tensors = [torch.randn(253, heads, 16) for heads in (4, 2, 2)]
+    for granularity in ("block", "head", "tensor"):
+        quantized = onepass.quantize_fp8(*tensors, granularity=granularity, **offsets)
+        question = replace(asked(16, 16, is_packed=True), batch=4, num_heads_kv=2, quantization=quantized.quantization)
+        *scales, q_block = launch.kernel_scales(question, quantized.descales)
+        for scale, descale, block, kernel_block, t in (
+            (scales[0], quantized.q_descale, quantized.q_block, q_block, tensors[0]),
+            (scales[2], quantized.v_descale, quantized.kv_block, 64, tensors[2]),
+        ):
+            assert scale.data_ptr() == descale.data_ptr()
+            expected = fp8.row_scales(t, descale, block, offsets["cu_seqlens_k"]).expand(253, t.shape[1], 1)[..., 0]
+            for b, (start, end) in enumerate(itertools.pairwise(offsets["cu_seqlens_k"].tolist())):
+                rows = torch.arange(end - start)
+                blocks = (start // kernel_block + b + rows // kernel_block).clamp(max=scale.shape[2] - 1)
+                assert torch.equal(scale[b][:, blocks].T, expected[start:end])
+
+
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 192, 256])
 def test_a_configuration_for_every_head_dim(head_dim):
     for mask in (Mask(), CAUSAL):
@@ -102,7 +125,6 @@ def test_a_configuration_for_every_head_dim(head_dim):
 
 REFUSED = [
     (asked(128, 128, torch.float32), r"dtype: expected out in bfloat16 or float16, got float32"),
-    (asked(128, 128, is_packed=True), r"cu_seqlens_q: expected None in FP8"),
     (asked(128, 40), r"head_dim_v: expected a multiple of 16 in FP8 .* got 40"),
     (replace(asked(128, 128), quantization=Quantization(torch.half, 1, 1)), r"kv_block: expected 64 or None, got 1"),
 ]

@@ -46,7 +46,11 @@ def p_exponent(rescale_threshold: float) -> int:
 
 
 class DescaleTensors(NamedTuple):
-    """Scales in global memory, float32, (batch, heads, blocks of rows); a head with one scale has one block."""
+    """Scales in global memory, float32, (batch, heads, blocks of rows); a head with one scale has one block.
+
+    With packed sequences, sequences for entries of the batch; blocks of all of them lie one after another, and each
+    entry sees all of them: see `first_block`.
+    """
 
     q: cute.Tensor
     k: cute.Tensor
@@ -54,9 +58,16 @@ class DescaleTensors(NamedTuple):
     q_block: Int32  # rows of a block of q; those of k and v have SCALE_BLOCK
 
 
-def load_row_scale(descales: DescaleTensors, place: Int32, head: Int32, position: Int32) -> Float32:
-    block = minimum(position // descales.q_block, cute.size(descales.q, mode=[2]) - 1)
-    return descales.q[place, head, block]
+def scales_of_entry(t: cute.Tensor, place: Int32, sequence: Int32 | None) -> cute.Tensor:
+    """(heads, blocks) of a batch entry or, where it is given, a sequence."""
+    # rows behind the last sequence see no key: any scale will do
+    entry = place if sequence is None else minimum(sequence, cute.size(t, mode=[0]) - 1)
+    return t[entry, None, None]
+
+
+def first_block(start: Int32, sequence: Int32 | None, block: Int32 | int) -> Int32:
+    """Which of the blocks of rows is the first one of a sequence that begins with row `start`."""
+    return Int32(0) if sequence is None else start // block + sequence
 
 
 def group_keys(tile_n: int) -> int:
@@ -83,15 +94,18 @@ class KeyScales(Bundle):
         self.k, self.v_log2, self.v_inverse = (cute.make_rmem_tensor((1,), Float32) for _ in range(3))
 
     @cute.jit
-    def load(self, k_scale: cute.Tensor, v_scale: cute.Tensor, n_block: Int32):
-        """The page of tile n_block, to be used after the next `take`. Args: k_scale, v_scale: (blocks,) of a head."""
+    def load(self, k_scale: cute.Tensor, v_scale: cute.Tensor, first: Int32, n_block: Int32):
+        """The page of tile n_block, to be used after the next `take`.
+
+        Args: k_scale, v_scale: (blocks,) of a head. first: the block of its first keys.
+        """
         page_start = maximum(n_block, 0) & -self.size
-        block = (page_start * self.tile_n >> SCALE_BLOCK_LOG2) + cute.arch.lane_idx()
+        block = first + (page_start * self.tile_n >> SCALE_BLOCK_LOG2) + cute.arch.lane_idx()
         self.next_k[0] = k_scale[minimum(block, cute.size(k_scale) - 1)]
         self.next_v[0] = v_scale[minimum(block, cute.size(v_scale) - 1)]
 
     @cute.jit
-    def take(self, k_scale: cute.Tensor, v_scale: cute.Tensor, n_block: Int32, is_first: cutlass.Constexpr[bool]):
+    def take(self, k_scale, v_scale, first: Int32, n_block: Int32, is_first: cutlass.Constexpr[bool]):
         """What `of_group` needs for tile n_block. Args: is_first: of this head; its page has been loaded."""
         if cutlass.const_expr(is_first):
             self._turn_page()
@@ -99,7 +113,7 @@ class KeyScales(Bundle):
             if (n_block & self.size - 1) == self.size - 1:
                 self._turn_page()
         if (n_block & self.size - 1) == 0:
-            self.load(k_scale, v_scale, n_block - 1)
+            self.load(k_scale, v_scale, first, n_block - 1)
 
     @cute.jit
     def _turn_page(self):

@@ -217,10 +217,10 @@ class Consumer(Warpgroup):
         if cutlass.const_expr(self.producer is not None):
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
                 self.producer.load_q(tile, wave)
-                self._load(self.producer.load_k, tile, tile.last - 1, k_state)
-                self._load(self.producer.load_v, tile, tile.last - 1, v_state)
+                self._load_k(tile, tile.last - 1, k_state)
+                self._load_v(tile, tile.last - 1, v_state)
                 if tile.last - 1 > tile.first:
-                    self._load(self.producer.load_k, tile, tile.last - 2, after(k_state))
+                    self._load_k(tile, tile.last - 2, after(k_state))
 
     @cute.jit
     def load_next(self, tile: Tile, n_block: Int32, k_state, v_state):
@@ -228,11 +228,14 @@ class Consumer(Warpgroup):
         if cutlass.const_expr(self.producer is not None):
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
                 if n_block > tile.first:
-                    self._load(self.producer.load_k, tile, n_block - 1, after(k_state))
-                self._load(self.producer.load_v, tile, n_block, after(v_state))
+                    self._load_k(tile, n_block - 1, after(k_state))
+                self._load_v(tile, n_block, after(v_state))
 
-    def _load(self, load, tile: Tile, n_block: Int32, state):
-        load(self.producer.head_kv(tile), tile.place_k, n_block, as_producer(state))
+    def _load_k(self, tile: Tile, n_block: Int32, state):
+        self.producer.load_k(self.producer.head_kv(tile), tile.place_k, n_block, as_producer(state))
+
+    def _load_v(self, tile: Tile, n_block: Int32, state):
+        self.producer.load_v(self.producer.head_kv(tile), self.producer.place_v(tile), n_block, as_producer(state))
 
     # ---------------------------------------------------------------- steps
 

@@ -308,11 +308,11 @@ class ForwardSm90:
         """The tile of this number; past the end, the last one (which is then not computed)."""
         number = minimum(number, schedule.num_tiles - 1)
         if cutlass.const_expr(self.is_packed):
-            m_block, head, place_q, seqlen_q, place_k, seqlen_k, _ = schedule.find(number)
+            m_block, head, place_q, seqlen_q, place_k, seqlen_k, sequence = schedule.find(number)
         else:
             coord = tile_scheduler.tile_coord(number, schedule.divisors, schedule.num_m_blocks, schedule.batch)
             m_block, head, place_q = coord
-            place_k = place_q
+            place_k, sequence = place_q, None
             seqlen_q, seqlen_k = seqlens.seqlen_q, used_keys(seqlens.lengths, place_k, seqlens.seqlen_k)
         geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
         tile_m = self.tile_m * self.cluster_size
@@ -325,10 +325,10 @@ class ForwardSm90:
             m_start = minimum(m_block * self.tile_m, seqlen_q - 1)
             own = key_blocks(m_start, minimum(m_start + self.tile_m, seqlen_q), *geometry, self.tile_n)
             blocks, _ = blocks_of_part(blocks, own, 0)
-        return Tile(m_block, head, place_q, place_k, geometry, *blocks)
+        return Tile(m_block, head, place_q, place_k, geometry, *blocks, sequence if self.is_fp8 else None)
 
-    def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
-        return at_head(t, m, head, place, self.is_packed)
+    def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place, along: int = 0) -> cute.Tensor:
+        return at_head(t, m, head, place, self.is_packed, along)
 
     def buffer_states(self, user: pipeline.PipelineUserType) -> tuple:
         """Where K and V are being filled (or read) first."""

@@ -47,8 +47,6 @@ def _unsupported_fp8(problem: AttentionProblem) -> str | None:
     assert problem.quantization is not None
     if problem.out_dtype not in (torch.bfloat16, torch.float16):
         return f"dtype: expected out in bfloat16 or float16, got {str(problem.out_dtype).removeprefix('torch.')}"
-    if problem.is_packed:
-        return "cu_seqlens_q: expected None in FP8 (no packed sequences yet)"
     if problem.quantization.kv_block not in (None, SCALE_BLOCK):
         return f"kv_block: expected {SCALE_BLOCK} or None, got {problem.quantization.kv_block}"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
@@ -134,7 +132,7 @@ class Launch:
             scales = kernel_scales(self.problem, inputs.descales)
             assert self.problem.quantization is not None
             if not self.problem.quantization.v_keys_last:
-                v = fp8.keys_last(v)
+                v = fp8.keys_last(v, inputs.cu_seqlens_k)
         self.kernel(
             tma_ready(inputs.q),
             tma_ready(inputs.k),
@@ -162,10 +160,17 @@ def kernel_scales(problem: AttentionProblem, descales: Descales) -> tuple[Tensor
     assert problem.quantization is not None
     by_heads = (problem.batch, problem.num_heads_q), *((problem.batch, problem.num_heads_kv),) * 2
     views = []
-    for t, heads in zip(descales, by_heads, strict=True):
-        if t.dim() < 3:
-            strides = t.stride() if t.dim() == 2 else (0, 0)
-            t = t.as_strided((*heads, 1), (*strides, 1))
+    quantization = problem.quantization
+    for t, heads, block in zip(
+        descales, by_heads, (quantization.q_block, quantization.kv_block, quantization.kv_block), strict=True
+    ):
+        if t.dim() == 0:
+            t = t.as_strided((*heads, 1), (0, 0, 1))
+        elif t.dim() == 2 and problem.is_packed and block is not None:  # (heads, blocks of all sequences)
+            t = t if t.stride(1) == 1 else t.contiguous()
+            t = t.as_strided((heads[0], *t.shape), (0, *t.stride()))
+        elif t.dim() == 2:
+            t = t.as_strided((*heads, 1), (*t.stride(), 1))
         views.append(t if t.stride(-1) == 1 else t.contiguous())
     q, k, v = views
     return q, k, v, problem.quantization.q_block or ANY_ROWS
@@ -217,7 +222,7 @@ def trace(problem: AttentionProblem, config: ForwardConfig) -> tuple:
         tensor(dtype, *batch, None, None, head_dim, align_bytes=16),
         tensor(dtype, *batch, None, None, head_dim, align_bytes=16),
         # transposed: only the last length is not known beforehand
-        tensor(dtype, None, None, head_dim_v, None, align_bytes=16)
+        tensor(dtype, *batch, None, head_dim_v, None, align_bytes=16)
         if is_fp8
         else tensor(dtype, *batch, None, None, head_dim_v, align_bytes=16),
         tensor(element_type(problem.out_dtype), *batch, None, None, head_dim_v, align_bytes=16),

@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import warp
 from ..blocks import epilogue, fp8, mask, plain_rows, wgmma
 from ..blocks.block_range import KeyBlocks, key_range
 from ..blocks.clear_rows import clear_keys, clear_rows
-from ..blocks.integers import select
+from ..blocks.integers import minimum, select
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
 from ..blocks.mask import Geometry
 from ..blocks.named_barrier import NamedBarrier
@@ -43,6 +43,7 @@ class Tile(NamedTuple):
     clear_first: Int32
     clear_last: Int32
     last: Int32
+    sequence: Int32 | None  # of packed sequences in FP8
 
     @property
     def blocks(self) -> KeyBlocks:
@@ -196,17 +197,21 @@ class Warpgroup(Turns):
 
     @cute.jit
     def load_row_scales(self, tile: Tile):
+        scales = fp8.scales_of_entry(self.descales.q, tile.place_q, tile.sequence)
+        first = fp8.first_block(tile.place_q, tile.sequence, self.descales.q_block)
         for r in cutlass.range_constexpr(2):
             position, head, is_row = self.row_of(tile, self.row_in_tile + 8 * r)
             scale = Float32(0.0)
             if is_row:
-                scale = fp8.load_row_scale(self.descales, tile.place_q, head, position)
+                block = first + position // self.descales.q_block
+                scale = scales[head, minimum(block, cute.size(scales, mode=[1]) - 1)]
             self.row_scale[r] = self.softmax.scale_of_row(scale)
 
     def head_scales(self, tile: Tile) -> tuple:
-        """FP8: of all keys of a tile's head."""
+        """FP8: of all keys of a tile's head, and which one is the first of its sequence."""
         head_kv = tile.head // self.kernel.tile_heads_per_kvhead
-        return tuple(t[tile.place_k, head_kv, None] for t in (self.descales.k, self.descales.v))
+        entries = (fp8.scales_of_entry(t, tile.place_k, tile.sequence) for t in (self.descales.k, self.descales.v))
+        return *(t[head_kv, None] for t in entries), fp8.first_block(tile.place_k, tile.sequence, fp8.SCALE_BLOCK)
 
     @cute.jit
     def load_scales(self, tile: Tile):
