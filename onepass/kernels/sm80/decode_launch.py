@@ -79,7 +79,7 @@ def compile_requests(
     if isinstance(launch, Launch):
         requests.append((launch.config, compile_request(problem, launch.config, arch, launch.is_split)))
         if launch.is_split:
-            requests.append((None, merge_request(problem.attention, arch)))
+            requests.append((None, merge_request(problem.attention, launch.config, arch)))
     return requests
 
 
