@@ -16,7 +16,7 @@ import torch
 from test_forward_sm80_values import FLOAT32, PACKED, Arguments, call_of, fast_divisor, problem_of, shifted
 
 import onepass
-from onepass.kernels import backward_rows, compile, heuristics, heuristics_sm80
+from onepass.kernels import compile, heuristics, heuristics_sm80
 from onepass.kernels.blocks import tile_scheduler
 from onepass.kernels.blocks.integers import ceil_div
 from onepass.kernels.config import BackwardConfigSm80
@@ -114,13 +114,15 @@ class Kernels:
         return blocks_per_head * parts, problem.num_heads_q, 1 if problem.is_packed else problem.batch
 
     def preprocess(self, out, dout, lse, dlse, stats, dq_accum, zeroed, cu_seqlens_q, lse_factor, blocks_per_head):
+        from onepass.kernels.backward_rows import THREADS  # not at the top: it needs the compiler
+
         p = Parameters(self.problem.is_packed)
         p.rows(out, dout)
         p.rows(lse, dlse, is_lse=True)
         p.blocks(stats, dq_accum)
         p.vectors(zeroed, cu_seqlens_q)
         p.numbers(float(lse_factor))
-        self.run(0, p, (stats, dq_accum), self.grid_of_rows(1, blocks_per_head), backward_rows.THREADS)
+        self.run(0, p, (stats, dq_accum), self.grid_of_rows(1, blocks_per_head), THREADS)
 
     def main(self, q, k, v, dout, dk, dv, dq_accum, stats, turns, *others):
         *lengths, softmax_scale, scale_log2, tanh_scale, left, right, blocks_per_head, section, num_tiles = others
