@@ -138,7 +138,7 @@ def test_the_name_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: devices[index])
     tuned._name_of.cache_clear()
-    for current in (0, 1):  # noqa: B007 (read above)
+    for current in (0, 1):
         assert tuned.gpu_name() == tuned.gpu_name(torch.device("cuda")) == devices[current]
         assert tuned.gpu_name(torch.device("cuda", 1)) == "Second GPU"
     assert tuned.gpu_name(torch.device("cpu")) is None
