@@ -21,11 +21,14 @@ PARTS = 3
 class Append:
     """One compiled append: (dtypes, head dims, rotary columns and order, what there is) -> device code.
 
-    Args: interleaved: rotated pairs are neighbours; else the two halves of the rotated columns.
+    Args:
+        interleaved: rotated pairs are neighbours; else the two halves of the rotated columns.
+        vector_bytes: of a load and a store: as many as divide addresses, strides and head dims, and, unless
+            interleaved, half of the rotated columns.
     """
 
-    def __init__(self, interleaved: bool):
-        self.interleaved = interleaved
+    def __init__(self, interleaved: bool, vector_bytes: int):
+        self.interleaved, self.vector_bytes = interleaved, vector_bytes
 
     @cute.jit
     def __call__(
@@ -100,29 +103,42 @@ class Append:
         sin: cute.Tensor | None,
         position: Int32,
     ):
-        """target = source, (num_heads, dim) each, with its first columns rotated."""
-        num_heads, dim = source.shape
-        for i in cutlass.range(cute.arch.thread_idx()[0], num_heads * dim, NUM_THREADS, unroll=1):
-            head, column = i // dim, i % dim
-            value = source[head, column]
+        """target = source, (num_heads, dim) each, with its first columns rotated: a vector of columns a thread."""
+        (num_heads, dim), dtype = source.shape, source.element_type
+        width = self.vector_bytes * 8 // dtype.width
+        sources, targets = (cute.flat_divide(t, (1, width))[0, None, None, None] for t in (source, target))
+        values = cute.make_rmem_tensor((width,), dtype)
+        for i in cutlass.range(cute.arch.thread_idx()[0], num_heads * (dim // width), NUM_THREADS, unroll=1):
+            head, vector = i // (dim // width), i % (dim // width)
+            cute.autovec_copy(sources[None, head, vector], values)
             if cutlass.const_expr(cos is not None):
-                value = self.rotated(source[head, None], value, column, cos, sin, position)
-            target[head, column] = value
+                self.rotate(values, sources[None, head, None], vector, cos, sin, position)
+            cute.autovec_copy(values, targets[None, head, vector])
 
     @cute.jit
-    def rotated(self, source: cute.Tensor, value, column: Int32, cos: cute.Tensor, sin: cute.Tensor, position: Int32):
-        half = cos.shape[1]
-        if cutlass.const_expr(self.interleaved):
-            pair, is_second = column // 2, column % 2 == 1
-            other = select(is_second, column - 1, column + 1)
+    def rotate(
+        self, values: cute.Tensor, row: cute.Tensor, vector: Int32, cos: cute.Tensor, sin: cute.Tensor, position: Int32
+    ):
+        """values, which are row[:, vector], rotated in place if their columns are to be."""
+        width, half, dtype = cute.size(values), cos.shape[1], values.element_type
+        place = minimum(maximum(position, 0), cos.shape[0] - 1)
+        first = vector * width
+        others = cute.make_rmem_tensor((width,), dtype)
+        if cutlass.const_expr(not self.interleaved):
+            step = half // width
+            cute.autovec_copy(row[None, select(vector < step, vector + step, maximum(vector - step, 0))], others)
+        elif cutlass.const_expr(width > 1):
+            for j in cutlass.range_constexpr(width):
+                others[j] = values[j ^ 1]
         else:
-            is_second = column >= half
-            pair = select(is_second, column - half, column)
-            other = select(is_second, column - half, column + half)
-        result = value
-        if column < 2 * half:
-            place = minimum(maximum(position, 0), cos.shape[0] - 1)
-            c, s = cos[place, pair].to(Float32), sin[place, pair].to(Float32)
-            product = source[other].to(Float32) * s
-            result = (value.to(Float32) * c + (product if is_second else -product)).to(value.dtype)
-        return result
+            others[0] = row[0, minimum(vector ^ 1, row.shape[1] - 1)]
+        for j in cutlass.range_constexpr(width):
+            column = first + j
+            if cutlass.const_expr(self.interleaved):
+                pair, is_second = minimum(column // 2, half - 1), column % 2 == 1
+            else:
+                is_second = column >= half
+                pair = minimum(select(is_second, column - half, column), half - 1)
+            product = others[j].to(Float32) * sin[place, pair].to(Float32)
+            turned = values[j].to(Float32) * cos[place, pair].to(Float32) + (product if is_second else -product)
+            values[j] = turned.to(dtype) if column < 2 * half else values[j]

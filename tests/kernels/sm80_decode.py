@@ -172,7 +172,7 @@ def append(problem: DecodeProblem, inputs: DecodeInputs):
     ]
     kernel.values += [integer(seqlen_new), integer(rows)]
     kernel.end_here()
-    key = decode_launch.AppendKey.of(problem, inputs)
+    key = decode_launch.AppendKey.of(problem, inputs, tensors[:6])
     program = compiled(key, functools.partial(decode_launch.trace_append, key))
     ptx_interpreter.run(program, kernel.values, kernel.memory, (num_blocks, 1, 3), 128, 0)
     results = (q_out, inputs.k_cache, inputs.v_cache)

@@ -81,5 +81,5 @@ def test_merge_and_append():
     code = machine_code.read("sm_90a", merge)
     assert code.spills == 0
     assert code.count(r"LDG\.E\.128") >= 8  # parts under way
-    key = decode_launch.AppendKey(torch.bfloat16, 128, 128, True, True, (torch.float32, 64, False))
+    key = decode_launch.AppendKey(torch.bfloat16, 128, 128, True, True, (torch.float32, 64, False), 16)
     assert machine_code.read("sm_90a", functools.partial(decode_launch.trace_append, key)).spills == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -292,7 +292,7 @@ def append(problem: DecodeProblem, inputs: DecodeInputs) -> Tensor:
     arguments = append_arguments(inputs, q_out)
     if arguments[-1]:
         arch = arch_of(inputs.q.device)
-        append_kernel_of(AppendKey.of(problem, inputs), arch)(*arguments)
+        append_kernel_of(AppendKey.of(problem, inputs, arguments[:6]), arch)(*arguments)
     return q_out
 
 
@@ -325,13 +325,21 @@ class AppendKey:
     has_new: bool
     is_paged: bool
     rotary: tuple[torch.dtype, int, bool] | None  # of cos and sin: dtype, columns; interleaved
+    vector_bytes: int
 
     @classmethod
-    def of(cls, problem: DecodeProblem, inputs: DecodeInputs) -> AppendKey:
+    def of(cls, problem: DecodeProblem, inputs: DecodeInputs, rows: Sequence[Tensor | None]) -> AppendKey:
+        """Args: rows: the tensors that are read and written by rows."""
         cos, has_new = inputs.rotary_cos, inputs.seqlen_new > 0
         rotary = None if cos is None else (cos.dtype, cos.shape[1], problem.rotary_interleaved)
-        sizes = problem.attention.head_dim, problem.attention.head_dim_v
-        return cls(problem.attention.dtype, *sizes, has_new, has_new and problem.is_paged, rotary)
+        attention = problem.attention
+        aligned_to = vector_bytes(*(t for t in rows if t is not None))
+        if cos is not None:
+            # halves are exchanged by whole vectors
+            half_bytes = 0 if problem.rotary_interleaved else cos.shape[1] * attention.dtype.itemsize
+            aligned_to = next(n for n in VECTOR_BYTES if (aligned_to | half_bytes) % n == 0)
+        sizes = attention.head_dim, attention.head_dim_v
+        return cls(attention.dtype, *sizes, has_new, has_new and problem.is_paged, rotary, aligned_to)
 
 
 @functools.lru_cache(maxsize=256)
@@ -354,7 +362,7 @@ def trace_append(key: AppendKey) -> tuple:
     def rows(size: int, is_given: bool) -> Any:
         if not is_given:
             return None
-        return fake_tensor(element_type(key.dtype), None, None, None, size, align_bytes=key.dtype.itemsize)
+        return fake_tensor(element_type(key.dtype), None, None, None, size, align_bytes=key.vector_bytes)
 
     def table() -> Any:
         if key.rotary is None:
@@ -375,4 +383,4 @@ def trace_append(key: AppendKey) -> tuple:
         Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
-    return Append(key.rotary is not None and key.rotary[2]), arguments
+    return Append(key.rotary is not None and key.rotary[2], key.vector_bytes), arguments
