@@ -95,7 +95,7 @@ class Launch:
         q, k_cache, v_cache = inputs[:3]
         out, lse = empty_outputs(self.problem.attention, AttentionInputs(q, k_cache, v_cache))
         if inputs.k_new is not None or inputs.rotary_cos is not None:
-            q = append(self.problem, inputs)
+            q = append(self.problem, inputs, self.arch)
         q = with_rows(q)
         sinks = None if inputs.sinks is None else inputs.sinks.float().contiguous()
         if not self.is_split:
@@ -285,14 +285,14 @@ def trace_merge(
 # ---------------------------------------------------------------- append
 
 
-def append(problem: DecodeProblem, inputs: DecodeInputs) -> Tensor:
+def append(problem: DecodeProblem, inputs: DecodeInputs, arch: str | None = None) -> Tensor:
     """New keys and values into the cache. Returns: the rotated queries, or q itself without rotary positions."""
     is_rotary = inputs.rotary_cos is not None
     q_out = torch.empty_like(inputs.q, memory_format=torch.contiguous_format) if is_rotary else inputs.q
     arguments = append_arguments(inputs, q_out)
     if arguments[-1]:
-        arch = arch_of(inputs.q.device)
-        append_kernel_of(AppendKey.of(problem, inputs, arguments[:6]), arch)(*arguments)
+        key = AppendKey.of(problem, inputs, arguments[:6])
+        append_kernel_of(key, arch or arch_of(inputs.q.device))(*arguments)
     return q_out
 
 
