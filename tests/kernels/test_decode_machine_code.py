@@ -76,6 +76,18 @@ def test_warps_along_the_rows(arch, head_dim, is_paged):
     assert code.count(r"STG\.E\.64") > 0
 
 
+def test_early_merge():
+    """The forward lets the merge begin, the merge waits for its end; without the switch neither does."""
+    for is_early in (False, True):
+        asked = DecodeProblem(replace(problem(128, 128), has_seqused_k=True, seqlen_q=1), False)
+        config = replace(decode_config_sm80(asked.attention, "sm_90a"), early_merge=is_early)
+        config.check(asked.attention, "sm_90a")
+        forward = machine_code.read("sm_90a", functools.partial(decode_launch.trace, asked, config, "sm_90a", True))
+        merge = machine_code.read("sm_90a", decode_launch.merge_request(asked.attention, config, "sm_90a")[3])
+        assert (forward.count("PREEXIT"), merge.count("ACQBULK")) == (int(is_early), int(is_early))
+        assert forward.spills == merge.spills == 0
+
+
 def test_merge_and_append():
     merge = functools.partial(decode_launch.trace_merge, torch.float32, torch.bfloat16, 128, True, 16)
     code = machine_code.read("sm_90a", merge)
