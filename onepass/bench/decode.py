@@ -240,7 +240,7 @@ def _backend(step: Step) -> str | None:
     absent = dict.fromkeys(("window", "softcap", "softmax_scale", "num_splits", "split_size"))
     flags = dict.fromkeys(("return_lse", "rotary_interleaved", "check_values"), False)
     problem = check_decode(DecodeInputs(*step), causal=True, **absent, **flags)
-    return dispatch.require_decode(problem.attention)
+    return dispatch.require_decode(problem)
 
 
 def oracle_of(case: Case, step: Step) -> Oracle:

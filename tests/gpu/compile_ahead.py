@@ -92,7 +92,8 @@ def decode_requests(case: DecodeCase) -> list[tuple]:
     if is_split:
         requests.append(decode_launch.merge_request(problem.attention, config, arch))
     if inputs.seqlen_new or inputs.rotary_cos is not None:
-        requests.append(decode_launch.append_request(decode_launch.AppendKey.of(problem, inputs), arch))
+        rows = decode_launch.append_arguments(inputs, torch.empty_like(inputs.q))[:6]
+        requests.append(decode_launch.append_request(decode_launch.AppendKey.of(problem, inputs, rows), arch))
     return requests
 
 

@@ -192,7 +192,7 @@ def append(problem: DecodeProblem, inputs: DecodeInputs):
         kernel.values.append(integer(kv_block))
     kernel.values += [integer(seqlen_new), integer(rows)]
     kernel.end_here()
-    key = decode_launch.AppendKey.of(problem, inputs)
+    key = decode_launch.AppendKey.of(problem, inputs, tensors[:6])
     arch = ARCH_E4M3 if key.is_e4m3 else ARCH
     program = compiled(key, functools.partial(decode_launch.trace_append, key), arch)
     ptx_interpreter.run(program, kernel.values, kernel.memory, (num_blocks, 1, 3), 128, 0)

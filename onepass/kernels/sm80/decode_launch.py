@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,12 +74,14 @@ def compile_requests(
     arch = arch_of(device)
     requests: list[tuple[ForwardConfigSm80 | None, tuple]] = []
     if inputs.seqlen_new or inputs.rotary_cos is not None:
-        requests.append((None, append_request(AppendKey.of(problem, inputs), arch)))
+        q_out = inputs.q if inputs.rotary_cos is None else torch.empty_like(inputs.q)
+        rows = append_arguments(problem, inputs, q_out)[:6]
+        requests.append((None, append_request(AppendKey.of(problem, inputs, rows), arch)))
     launch = prepare(problem, device)
     if isinstance(launch, Launch):
         requests.append((launch.config, compile_request(problem, launch.config, arch, launch.is_split)))
         if launch.is_split:
-            requests.append((None, merge_request(problem.attention, arch)))
+            requests.append((None, merge_request(problem.attention, launch.config, arch)))
     return requests
 
 
@@ -128,7 +130,7 @@ class Launch:
         q, k_cache, v_cache = inputs.q, as_pairs(inputs.k_cache), as_pairs(inputs.v_cache)
         out, lse = empty_outputs(self.problem.attention, AttentionInputs(*inputs[:3]))
         if inputs.k_new is not None or inputs.rotary_cos is not None:
-            q = append(self.problem, inputs)
+            q = append(self.problem, inputs, self.arch)
         q = with_rows(q)
         sinks = None if inputs.sinks is None else inputs.sinks.float().contiguous()
         if not self.is_split:
@@ -361,14 +363,14 @@ def trace_merge(
 # ---------------------------------------------------------------- append
 
 
-def append(problem: DecodeProblem, inputs: DecodeInputs) -> Tensor:
+def append(problem: DecodeProblem, inputs: DecodeInputs, arch: str | None = None) -> Tensor:
     """New keys and values into the cache. Returns: the rotated queries, or q itself without rotary positions."""
     is_rotary = inputs.rotary_cos is not None
     q_out = torch.empty_like(inputs.q, memory_format=torch.contiguous_format) if is_rotary else inputs.q
     arguments = append_arguments(problem, inputs, q_out)
     if arguments[-1]:
-        arch = arch_of(inputs.q.device)
-        append_kernel_of(AppendKey.of(problem, inputs), arch)(*arguments)
+        key = AppendKey.of(problem, inputs, arguments[:6])
+        append_kernel_of(key, arch or arch_of(inputs.q.device))(*arguments)
     return q_out
 
 
@@ -402,18 +404,26 @@ class AppendKey:
     has_new: bool
     is_paged: bool
     rotary: tuple[torch.dtype, int, bool] | None  # of cos and sin: dtype, columns; interleaved
+    vector_bytes: int
     is_e4m3: bool = False  # the cache
     has_descales: bool = False
     descales_by_block: bool = False  # or page
 
     @classmethod
-    def of(cls, problem: DecodeProblem, inputs: DecodeInputs) -> AppendKey:
+    def of(cls, problem: DecodeProblem, inputs: DecodeInputs, rows: Sequence[Tensor | None]) -> AppendKey:
+        """Args: rows: the tensors that are read and written by rows."""
         cos, has_new = inputs.rotary_cos, inputs.seqlen_new > 0
         rotary = None if cos is None else (cos.dtype, cos.shape[1], problem.rotary_interleaved)
-        sizes = problem.attention.head_dim, problem.attention.head_dim_v
-        is_e4m3 = has_new and problem.attention.has_e4m3_cache
+        attention = problem.attention
+        aligned_to = vector_bytes(*(t for t in rows if t is not None))
+        if cos is not None:
+            # halves are exchanged by whole vectors
+            half_bytes = 0 if problem.rotary_interleaved else cos.shape[1] * attention.dtype.itemsize
+            aligned_to = next(n for n in VECTOR_BYTES if (aligned_to | half_bytes) % n == 0)
+        is_e4m3 = has_new and attention.has_e4m3_cache
         scales = (is_e4m3, is_e4m3 and problem.has_descales, is_e4m3 and problem.kv_block is not None)
-        return cls(problem.attention.dtype, *sizes, has_new, has_new and problem.is_paged, rotary, *scales)
+        sizes = attention.head_dim, attention.head_dim_v
+        return cls(attention.dtype, *sizes, has_new, has_new and problem.is_paged, rotary, aligned_to, *scales)
 
 
 @functools.lru_cache(maxsize=256)
@@ -436,10 +446,10 @@ def trace_append(key: AppendKey) -> tuple:
     def rows(size: int, is_given: bool) -> Any:
         if not is_given:
             return None
-        return fake_tensor(element_type(key.dtype), None, None, None, size, align_bytes=key.dtype.itemsize)
+        return fake_tensor(element_type(key.dtype), None, None, None, size, align_bytes=key.vector_bytes)
 
     def pairs(size: int) -> Any:
-        return fake_tensor(Int16, None, None, None, size // 2, align_bytes=2)
+        return fake_tensor(Int16, None, None, None, size // 2, align_bytes=max(2, key.vector_bytes // 2))
 
     def table() -> Any:
         if key.rotary is None:
@@ -463,5 +473,5 @@ def trace_append(key: AppendKey) -> tuple:
         Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
-    by_page = key.descales_by_block and key.is_paged
-    return Append(key.rotary is not None and key.rotary[2], key.is_e4m3, by_page), arguments
+    by_page, interleaved = key.descales_by_block and key.is_paged, is_rotary and key.rotary[2]
+    return Append(interleaved, key.vector_bytes, key.is_e4m3, by_page), arguments
