@@ -1,16 +1,16 @@
 """`attention_decode` on the Ampere kernels: append and rotate, forward by splits, merge. The host reads no value.
 
-append.py     only with new keys or rotary positions
-forward.py    of one split writes out and lse, of more float32 partials of both to a workspace
-combine.py    merges them
+append.py                 only with new keys or rotary positions
+decode.py or forward.py   few rows or more; of one split writes out and lse, of more float32 partials to a workspace
+combine.py                merges them
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,12 +23,12 @@ from ...problem import AttentionInputs, AttentionProblem
 from .. import compile
 from ..arguments import element_type, fake_tensor, score_scales, window_bounds
 from ..blocks.integers import ceil_div
-from ..config import VECTOR_BYTES, ForwardConfigSm80
+from ..config import ForwardConfigSm80
 from ..config_decode import DecodeConfigSm80
 from ..heuristics_decode import decode_config_sm80, num_splits_sm80
+from .append_launch import append, needs_append
 from .launch import arch_of, grid, vector_bytes, with_rows
-
-MERGE_WARPS = 2
+from .merge_launch import merge_blocks, merge_request
 
 
 def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
@@ -51,7 +51,8 @@ def prepare(problem: DecodeProblem, device: torch.device) -> Callable[[DecodeInp
 
 
 def _without_keys(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-    append(problem, inputs)
+    if needs_append(inputs):
+        append(problem, inputs, arch_of(inputs.q.device))
     out, lse = empty_outputs(problem.attention, AttentionInputs(*inputs[:3]))
     return out.zero_(), lse.fill_(-math.inf)
 
@@ -94,7 +95,7 @@ class Launch:
     def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         q, k_cache, v_cache = inputs[:3]
         out, lse = empty_outputs(self.problem.attention, AttentionInputs(q, k_cache, v_cache))
-        if inputs.k_new is not None or inputs.rotary_cos is not None:
+        if needs_append(inputs):
             q = append(self.problem, inputs, self.arch)
         q = with_rows(q)
         sinks = None if inputs.sinks is None else inputs.sinks.float().contiguous()
@@ -195,192 +196,3 @@ def trace(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split
     )
     kernel = DecodeSm80 if isinstance(config, DecodeConfigSm80) else ForwardSm80
     return kernel(attention, config, dtype, arch, is_split, problem.is_paged), arguments
-
-
-# ---------------------------------------------------------------- merge
-
-
-def merge_blocks(out: Tensor) -> int:
-    """Thread blocks of a merge to out (batch, seqlen_q, num_heads, head_dim_v)."""
-    return ceil_div(out.shape[0] * out.shape[1] * out.shape[2], MERGE_WARPS)
-
-
-def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """`onepass.merge_partials` of stacked tensors, packed ones too: as a batch of one."""
-    if outs.dim() == 4:
-        out, lse = merge_partials(outs.unsqueeze(1), lses.unsqueeze(1))
-        return out[0], lse[0]
-    out, lse = outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
-    if merge_blocks(out):
-        outs = with_rows(outs)
-        aligned_to, arch = vector_bytes(outs), arch_of(outs.device)
-        kernel = merge_kernel_of(outs.dtype, out.dtype, out.shape[-1], False, aligned_to, False, arch)
-        kernel(outs, lses.contiguous(), out, lse, None, merge_blocks(out))
-    return out, lse
-
-
-def merge_request(attention: AttentionProblem, config: ForwardConfigSm80, arch: str) -> tuple:
-    """The arguments of `compile.get` for the merge kernel of a forward by splits."""
-    is_early = isinstance(config, DecodeConfigSm80) and config.early_merge
-    dv, float32 = attention.head_dim_v, torch.float32
-    # of a workspace: aligned as its rows are
-    aligned_to = next(n for n in VECTOR_BYTES if dv * float32.itemsize % n == 0)
-    return _merge_request(float32, attention.dtype, dv, attention.has_sinks, aligned_to, is_early, arch)
-
-
-def _merge_request(
-    partial: torch.dtype,
-    dtype: torch.dtype,
-    head_dim_v: int,
-    has_sinks: bool,
-    vector_bytes: int,
-    is_early: bool,
-    arch: str,
-) -> tuple:
-    key = (
-        ("partial", partial),
-        ("dtype", dtype),
-        ("head_dim_v", head_dim_v),
-        ("has_sinks", has_sinks),
-        ("vector_bytes", vector_bytes),
-        ("is_early", is_early),
-    )
-    trace = functools.partial(trace_merge, partial, dtype, head_dim_v, has_sinks, vector_bytes, is_early)
-    return "merge_splits", (key,), arch, trace
-
-
-@functools.lru_cache(maxsize=256)
-def merge_kernel_of(*arguments: Any) -> Callable:
-    return compile.get(*_merge_request(*arguments))
-
-
-def trace_merge(
-    partial: torch.dtype,
-    dtype: torch.dtype,
-    head_dim_v: int,
-    has_sinks: bool,
-    vector_bytes: int,
-    is_early: bool = False,
-) -> tuple:
-    from cutlass import Float32, Int32
-    from cutlass.cute.runtime import make_fake_stream
-
-    from ..combine import WARPS, Merge
-
-    assert WARPS == MERGE_WARPS
-    # out is new, so its rows are aligned as those of the partials are
-    out_bytes = vector_bytes // partial.itemsize * dtype.itemsize
-    arguments = (
-        fake_tensor(element_type(partial), None, None, None, None, head_dim_v, align_bytes=vector_bytes),
-        fake_tensor(Float32, None, None, None, None, align_bytes=4),
-        fake_tensor(element_type(dtype), None, None, None, head_dim_v, align_bytes=out_bytes),
-        fake_tensor(Float32, None, None, None, align_bytes=4),
-        fake_tensor(Float32, None, align_bytes=4) if has_sinks else None,
-        Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
-    return Merge(head_dim_v, vector_bytes, is_early), arguments
-
-
-# ---------------------------------------------------------------- append
-
-
-def append(problem: DecodeProblem, inputs: DecodeInputs, arch: str | None = None) -> Tensor:
-    """New keys and values into the cache. Returns: the rotated queries, or q itself without rotary positions."""
-    is_rotary = inputs.rotary_cos is not None
-    q_out = torch.empty_like(inputs.q, memory_format=torch.contiguous_format) if is_rotary else inputs.q
-    arguments = append_arguments(inputs, q_out)
-    if arguments[-1]:
-        key = AppendKey.of(problem, inputs, arguments[:6])
-        append_kernel_of(key, arch or arch_of(inputs.q.device))(*arguments)
-    return q_out
-
-
-def append_arguments(inputs: DecodeInputs, q_out: Tensor) -> tuple:
-    """Those of `Append.__call__` but the stream; the last is the number of rows to be written."""
-    is_rotary, has_new = inputs.rotary_cos is not None, inputs.seqlen_new > 0
-    rows = max(inputs.seqlen_new, inputs.q.shape[1] if is_rotary else 0)
-    new = (with_rows(t) for t in (inputs.k_new, inputs.v_new) if t is not None) if has_new else (None, None)
-    return (
-        with_rows(inputs.q) if is_rotary else None,
-        q_out if is_rotary else None,
-        *new,
-        *((inputs.k_cache, inputs.v_cache) if has_new else (None, None)),
-        inputs.cache_seqlens.contiguous(),
-        with_rows(inputs.page_table) if has_new and inputs.page_table is not None else None,
-        *(None if t is None else with_rows(t) for t in (inputs.rotary_cos, inputs.rotary_sin)),
-        inputs.seqlen_new,
-        rows,
-        rows * inputs.q.shape[0],
-    )
-
-
-@dataclass(frozen=True)
-class AppendKey:
-    """What the code of an append depends on."""
-
-    dtype: torch.dtype
-    head_dim: int
-    head_dim_v: int
-    has_new: bool
-    is_paged: bool
-    rotary: tuple[torch.dtype, int, bool] | None  # of cos and sin: dtype, columns; interleaved
-    vector_bytes: int
-
-    @classmethod
-    def of(cls, problem: DecodeProblem, inputs: DecodeInputs, rows: Sequence[Tensor | None]) -> AppendKey:
-        """Args: rows: the tensors that are read and written by rows."""
-        cos, has_new = inputs.rotary_cos, inputs.seqlen_new > 0
-        rotary = None if cos is None else (cos.dtype, cos.shape[1], problem.rotary_interleaved)
-        attention = problem.attention
-        aligned_to = vector_bytes(*(t for t in rows if t is not None))
-        if cos is not None:
-            # halves are exchanged by whole vectors
-            half_bytes = 0 if problem.rotary_interleaved else cos.shape[1] * attention.dtype.itemsize
-            aligned_to = next(n for n in VECTOR_BYTES if (aligned_to | half_bytes) % n == 0)
-        sizes = attention.head_dim, attention.head_dim_v
-        return cls(attention.dtype, *sizes, has_new, has_new and problem.is_paged, rotary, aligned_to)
-
-
-@functools.lru_cache(maxsize=256)
-def append_kernel_of(key: AppendKey, arch: str) -> Callable:
-    return compile.get(*append_request(key, arch))
-
-
-def append_request(key: AppendKey, arch: str) -> tuple:
-    """The arguments of `compile.get` for an append kernel."""
-    pairs = tuple((name, getattr(key, name)) for name in key.__dataclass_fields__)
-    return "append_to_cache", (pairs,), arch, functools.partial(trace_append, key)
-
-
-def trace_append(key: AppendKey) -> tuple:
-    from cutlass import Int32
-    from cutlass.cute.runtime import make_fake_stream
-
-    from ..append import Append
-
-    def rows(size: int, is_given: bool) -> Any:
-        if not is_given:
-            return None
-        return fake_tensor(element_type(key.dtype), None, None, None, size, align_bytes=key.vector_bytes)
-
-    def table() -> Any:
-        if key.rotary is None:
-            return None
-        dtype, half, _ = key.rotary
-        return fake_tensor(element_type(dtype), None, half, align_bytes=dtype.itemsize)
-
-    is_rotary = key.rotary is not None
-    arguments = (
-        *(rows(key.head_dim, is_rotary) for _ in range(2)),
-        *(rows(size, key.has_new) for _ in range(2) for size in (key.head_dim, key.head_dim_v)),
-        fake_tensor(Int32, None, align_bytes=4),
-        fake_tensor(Int32, None, None, align_bytes=4) if key.is_paged else None,
-        table(),
-        table(),
-        Int32(0),
-        Int32(1),
-        Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
-    return Append(key.rotary is not None and key.rotary[2], key.vector_bytes), arguments
