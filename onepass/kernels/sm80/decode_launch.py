@@ -68,15 +68,17 @@ def prepare(problem: DecodeProblem, device: torch.device) -> Callable[[DecodeInp
 def compile_requests(
     problem: DecodeProblem, inputs: DecodeInputs, device: torch.device
 ) -> list[tuple[ForwardConfigSm80 | None, tuple]]:
-    """The kernels of a call whose tensors are aligned, in the order in which they run, each with its configuration, as
-    the arguments of `compile.get`."""
+    """The kernels of a call, in the order in which they run, each with its configuration, as the arguments of
+    `compile.get`. Tensors on the "meta" device count as aligned."""
     arch = arch_of(device)
     requests: list[tuple[ForwardConfigSm80 | None, tuple]] = []
     if needs_append(inputs):
         requests.append((None, request_of_call(problem, inputs, arch)))
     launch = prepare(problem, device)
     if isinstance(launch, Launch):
-        requests.append((launch.config, compile_request(problem, launch.config, arch, launch.is_split)))
+        qkv = with_rows(inputs.q), as_pairs(inputs.k_cache), as_pairs(inputs.v_cache)
+        config = replace(launch.config, vector_bytes=vector_bytes(*qkv))
+        requests.append((config, compile_request(problem, config, arch, launch.is_split)))
         if launch.is_split:
             requests.append((None, merge_request(problem.attention, launch.config, arch)))
     return requests
