@@ -14,7 +14,7 @@ from onepass.kernels.blocks import tile_scheduler
 from onepass.kernels.blocks.integers import ceil_div
 from onepass.kernels.config import ForwardConfigSm80
 from onepass.kernels.heuristics_decode import decode_config_sm80
-from onepass.kernels.sm80 import decode_launch, launch
+from onepass.kernels.sm80 import append_launch, cache_launch, decode_launch, launch, merge_launch
 from onepass.outputs import empty_outputs
 from onepass.problem import AttentionInputs
 
@@ -114,7 +114,7 @@ def forward(
     arch = ARCH_E4M3 if attention.has_e4m3_cache else ARCH
     config = config or decode_config_sm80(attention, arch)
     out, lse = empty_outputs(attention, AttentionInputs(*inputs[:3]))
-    qkv = inputs.q, *(decode_launch.as_pairs(t) for t in inputs[1:3])
+    qkv = inputs.q, *(cache_launch.as_pairs(t) for t in inputs[1:3])
     aligned_to = launch.vector_bytes(*qkv, *(() if is_split else (out,)))
     config = replace(config, vector_bytes=aligned_to)
     if is_split:
@@ -169,16 +169,16 @@ def merge(partial_out, partial_lse, out, lse, sinks):
     if sinks is not None:
         kernel.tensor(sinks.float())
     key = partial_out.dtype, out.dtype, out.shape[-1], sinks is not None, launch.vector_bytes(partial_out)
-    num_blocks = ceil_div(lse.numel(), decode_launch.MERGE_WARPS)
-    program = compiled(key, functools.partial(decode_launch.trace_merge, *key))
-    ptx_interpreter.run(program, kernel.values, kernel.memory, num_blocks, 32 * decode_launch.MERGE_WARPS, 0)
+    num_blocks = ceil_div(lse.numel(), merge_launch.MERGE_WARPS)
+    program = compiled(key, functools.partial(merge_launch.trace_merge, *key))
+    ptx_interpreter.run(program, kernel.values, kernel.memory, num_blocks, 32 * merge_launch.MERGE_WARPS, 0)
     return kernel.result(out_at, out), kernel.result(lse_at, lse)
 
 
 def append(problem: DecodeProblem, inputs: DecodeInputs):
     """The rotated queries, and both caches, as the append kernel leaves them."""
     q_out = torch.empty_like(inputs.q)
-    *tensors, seqlen_new, rows, num_blocks = decode_launch.append_arguments(problem, inputs, q_out)
+    *tensors, seqlen_new, rows, num_blocks = append_launch.append_arguments(problem, inputs, q_out)
     *tensors, k_descale, v_descale, kv_block = tensors
     kernel = Parameters()
     at = [
@@ -192,9 +192,9 @@ def append(problem: DecodeProblem, inputs: DecodeInputs):
         kernel.values.append(integer(kv_block))
     kernel.values += [integer(seqlen_new), integer(rows)]
     kernel.end_here()
-    key = decode_launch.AppendKey.of(problem, inputs)
+    key = append_launch.AppendKey.of(problem, inputs, tensors[:6])
     arch = ARCH_E4M3 if key.is_e4m3 else ARCH
-    program = compiled(key, functools.partial(decode_launch.trace_append, key), arch)
+    program = compiled(key, functools.partial(append_launch.trace_append, key), arch)
     ptx_interpreter.run(program, kernel.values, kernel.memory, (num_blocks, 1, 3), 128, 0)
     results = (q_out, inputs.k_cache, inputs.v_cache)
     places = (at[1], at[4], at[5])

@@ -189,15 +189,16 @@ def test_nan_of_a_hidden_key_stays_hidden_in_its_split(key, window):
 
 
 @pytest.mark.parametrize("page_size", [None, 3])
-@pytest.mark.parametrize("rotary", [None, (FP32, False), (BF16, True)])
-def test_append(page_size, rotary):
-    """No other row is written; queries are rotated as if they stood at the last keys."""
-    inputs = cache_of((20, 0, 33), 5, (4, 2), (10, 6), page_size=page_size, room=36, seqlen_new=3)
+@pytest.mark.parametrize("head_dims", [(10, 6), (24, 32), (5, 7)])
+@pytest.mark.parametrize("rotary", [None, (FP32, False), (BF16, True), (FP32, True)])
+def test_append(page_size, head_dims, rotary):
+    """By copies of several widths. No other row is written; queries are rotated as if they stood at the last keys."""
+    inputs = cache_of((20, 0, 33), 5, (4, 2), head_dims, page_size=page_size, room=36, seqlen_new=3)
     options = OPTIONS
     if rotary is not None:
         dtype, is_interleaved = rotary
         options = OPTIONS | {"rotary_interleaved": is_interleaved}
-        angles = torch.arange(40)[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])
+        angles = torch.arange(40)[:, None] * 0.3 ** torch.arange({10: 4, 24: 8, 5: 2}[head_dims[0]])
         inputs = inputs._replace(rotary_cos=angles.cos().to(dtype), rotary_sin=angles.sin().to(dtype))
     problem = check_decode(inputs, **options)
     q, k_cache, v_cache = sm80_decode.append(problem, inputs)
