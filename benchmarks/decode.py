@@ -135,10 +135,11 @@ def compile_ahead(cases: Sequence[Case], args: argparse.Namespace) -> None:
             chosen = [(decode_config_sm80(problem.attention, arch), None)]
             chosen += filter(None, (variant(case, changes, is_paged) for changes in variants(args)))
             for config, num_splits in chosen:
-                is_split = prepared_variant(problem, config, num_splits).is_split
+                prepared = prepared_variant(problem, config, num_splits)
+                is_split, attention = prepared.is_split, problem.attention
                 for request in (
                     decode_launch.compile_request(problem, config, arch, is_split),
-                    *((merge_launch.merge_request(problem.attention, config, arch),) if is_split else ()),
+                    *((merge_launch.merge_request(attention, config, prepared.num_splits, arch),) if is_split else ()),
                 ):
                     jobs[request[:3]] = request
     common.compile_all(list(jobs.values()), compile_one)
