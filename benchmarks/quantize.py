@@ -22,7 +22,7 @@ import torch
 from common import HIDDEN, TOKENS, circumstances, compile_all
 
 import onepass
-from onepass import dispatch, fp8
+from onepass import fp8
 from onepass.kernels.fp8 import launch
 from onepass.problem import AttentionInputs
 
@@ -163,7 +163,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="of a thread block; default: what quantize_fp8 chooses")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "."), "quantize.json"))
     args = parser.parse_args()
-    dispatch._QUANTIZATION_KERNELS_HAVE_RUN = True
     if args.threads:
         launch.default_threads = lambda head_dim: args.threads
     compile_all([k._replace(num_threads=args.threads) for k in kernels(args.head_dims)], compile_one)

@@ -17,14 +17,9 @@ IS_HOPPER = HAS_E4M3 and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_E4M3, reason="needs a GPU that has e4m3")]
 
 
-@pytest.fixture(autouse=True)
-def _kernels_by_default(monkeypatch):
-    monkeypatch.setattr(dispatch, "_QUANTIZATION_KERNELS_HAVE_RUN", True)
-
-
 def in_torch(q, k, v, **options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "_QUANTIZATION_KERNELS_HAVE_RUN", False)
+        patch.setattr(dispatch, "_has_e4m3_kernels", lambda t: False)
         quantized = onepass.quantize_fp8(q, k, v, **options)
         return quantized, fp8.keys_last(quantized.v, options.get("cu_seqlens_k"))
 
