@@ -36,8 +36,11 @@ import torch
 from torch import Tensor
 
 from onepass.bench import decode as bench
-from onepass.bench.decode import CacheCopies, DecodeCase, Step
-from onepass.bench.timing import CudaSampler, measure_interleaved
+from onepass.bench.cases import Case, decode_case, get_case_set
+from onepass.bench.check import PEER_FACTOR
+from onepass.bench.decode import CacheCopies, Decoder, Step, kv_bytes
+from onepass.bench.flops import bytes_moved
+from onepass.bench.timing import measure_interleaved
 from onepass.decode_problem import DecodeInputs, DecodeProblem
 from onepass.decode_validation import check_decode
 from onepass.errors import UnsupportedError
@@ -45,20 +48,19 @@ from onepass.kernels import compile
 from onepass.kernels.config import ForwardConfigSm80
 from onepass.kernels.heuristics_decode import decode_config_sm80
 from onepass.kernels.sm80 import decode_launch, launch
-from onepass.testing.budget import compare
+from onepass.testing.budget import OUT_FACTOR, compare
 
 DEVICE, BACKEND = "cuda", "sm80"
-PAGED = {f"page {size}": size for size in bench.PAGE_SIZES}
+CONTENDERS = "onepass,onepass page 16,onepass page 64,onepass page 256,fa3,fa3 page 64"
 QUICK = "b1k8192h32/8d128,b1k65536h32/8d128,b8k8192h32/8d128,b8k65536h32/8d128,b64k8192h64/8d128,b64k65536h16/1d128"
-SAMPLE_MS = 2.5
 
 
-def parse_cases(text: str) -> list[DecodeCase]:
-    """b8k8192h32/8d128q4 -> DecodeCase(8, 8192, 32, 8, 128, 4)."""
+def parse_cases(text: str) -> list[Case]:
+    """b8k8192h32/8d128q4 -> decode_case(8, 8192, 32, 8, 128, 4)."""
     found = [re.fullmatch(r"b(\d+)k(\d+)h(\d+)/(\d+)d(\d+)(?:q(\d+))?", part.strip()) for part in text.split(",")]
     if None in found:
         raise argparse.ArgumentTypeError(f"expected cases such as b8k8192h32/8d128 or b1k1024h8/1d64q4, got {text}")
-    return [DecodeCase(*(int(n or 1) for n in match.groups())) for match in found if match]
+    return [decode_case(*(int(n or 1) for n in match.groups())) for match in found if match]
 
 
 # ---------------------------------------------------------------- configurations
@@ -72,7 +74,7 @@ def problem_of(step: Step) -> DecodeProblem:
 
 
 @functools.cache  # what cannot be measured is said once
-def variant(case: DecodeCase, changes: str, is_paged: bool) -> tuple[ForwardConfigSm80, int | None] | None:
+def variant(case: Case, changes: str, is_paged: bool) -> tuple[ForwardConfigSm80, int | None] | None:
     """Configuration and splits of a variant; None where the case cannot take it."""
     problem = problem_of(on_meta(case, is_paged)).attention
     arch = launch.arch_of(torch.device(DEVICE))
@@ -94,7 +96,7 @@ def variant(case: DecodeCase, changes: str, is_paged: bool) -> tuple[ForwardConf
     return config, None if num_splits is None else int(num_splits)
 
 
-def on_meta(case: DecodeCase, is_paged: bool) -> Step:
+def on_meta(case: Case, is_paged: bool) -> Step:
     """Tensors of a case without memory."""
     rows = (case.batch, case.seqlen_k) if not is_paged else (case.batch * case.seqlen_k // 64, 64)
     dtype, ints = {"dtype": case.torch_dtype, "device": "meta"}, {"dtype": torch.int32, "device": "meta"}
@@ -123,7 +125,7 @@ def compile_one(job: tuple) -> float:
     return time.perf_counter() - started
 
 
-def compile_ahead(cases: Sequence[DecodeCase], args: argparse.Namespace) -> None:
+def compile_ahead(cases: Sequence[Case], args: argparse.Namespace) -> None:
     jobs = {}
     for case in cases:
         for is_paged in (False, True):
@@ -149,22 +151,20 @@ def variants(args: argparse.Namespace) -> list[str]:
 # ---------------------------------------------------------------- contenders
 
 
-def contenders(case: DecodeCase, args: argparse.Namespace) -> dict[str, tuple[Callable[[Step], Tensor], int | None]]:
-    """By name: the call and its page size."""
-    found: dict[str, tuple[Callable[[Step], Tensor], int | None]] = {"onepass": (bench.onepass_run(BACKEND), None)}
-    found |= {name: (bench.onepass_run(BACKEND), size) for name, size in PAGED.items() if name in args.contenders}
+def contenders(case: Case, args: argparse.Namespace) -> dict[str, Decoder]:
+    found = {name: d for name, d in bench.onepass_decoders(BACKEND).items() if name in args.contenders}
     for changes in variants(args):
         for name, size in ((changes, None), (f"{changes} page 64", 64))[: 2 if args.paged_variants else 1]:
             chosen = variant(case, changes, size is not None)
             if chosen is not None:
-                found[name] = functools.partial(variant_run, *chosen), size
+                found[name] = Decoder(functools.partial(variant_run, *chosen), size)
     for name, size in (("fa3", None), ("fa3 page 64", 64)):
         if name in args.contenders and args.fa3 is not None:
-            found[name] = args.fa3, size
+            found[name] = Decoder(args.fa3, size)
     return found
 
 
-def find_fa3(args: argparse.Namespace) -> Callable[[Step], Tensor] | None:
+def find_fa3() -> Callable[[Step], Tensor] | None:
     try:
         return bench.flash_attention_3_run()
     except ImportError as error:
@@ -175,21 +175,22 @@ def find_fa3(args: argparse.Namespace) -> Callable[[Step], Tensor] | None:
 # ---------------------------------------------------------------- check
 
 
-def run_check(args: argparse.Namespace, cases: Sequence[DecodeCase]) -> bool:
+def run_check(args: argparse.Namespace, cases: Sequence[Case]) -> bool:
     """Every contender beside plain attention in float64, on new random data. Returns: whether onepass is right."""
     shapes = {(c.heads_q, c.heads_kv, c.head_dim, q) for c in cases for q in {c.seqlen_q, 1, 3}}
-    small = [DecodeCase(3, 2048, *heads, seqlen_q) for *heads, seqlen_q in sorted(shapes)]
+    small = [decode_case(3, 2048, *shape) for shape in sorted(shapes)]
     compile_ahead(small, args)
     seed, tried, wrong = time.time_ns() % 2**31, 0, []
+    filled = torch.tensor([2048, 1, 1499], dtype=torch.int32)
     for case in small:
         step = bench.make_step(case, DEVICE, seed)
-        step.cache_seqlens.copy_(torch.tensor([2048, 1, 1499], dtype=torch.int32))
-        for name, (run, page_size) in contenders(case, args).items():
-            given = step if page_size is None else step.in_pages(page_size, seed)
-            exact, plain = (bench.by_math(given, dtype) for dtype in (torch.float64, case.torch_dtype))
+        step.cache_seqlens.copy_(filled)
+        for name, decoder in contenders(case, args).items():
+            given = decoder.adapt(step, seed)
+            exact, plain = (by_math(given, dtype) for dtype in (torch.float64, case.torch_dtype))
             tried += 1
             try:
-                row = compare("out", run(given), exact, plain, 3.0 if name.startswith("fa3") else 2.0)
+                row = compare("out", decoder.run(given), exact, plain, PEER_FACTOR if is_fa3(name) else OUT_FACTOR)
                 message = "" if row.ok else str(row)
             except Exception as error:
                 message = f"{type(error).__name__}: {str(error)[:300]}"
@@ -197,18 +198,28 @@ def run_check(args: argparse.Namespace, cases: Sequence[DecodeCase]) -> bool:
                 wrong.append(name)
                 print(f"  FAIL {name}, {case.label}: {message}", flush=True)
     print(f"check: {tried - len(wrong)} of {tried} passed (seed {seed})", flush=True)
-    return all(name.startswith("fa3") for name in wrong)
+    return all(map(is_fa3, wrong))
+
+
+def is_fa3(name: str) -> bool:
+    return name.startswith("fa3")
+
+
+def by_math(step: Step, dtype: torch.dtype) -> Tensor:
+    """Plain attention over the filled keys of each sequence, every intermediate in one dtype."""
+    outs = []
+    for b, filled in enumerate(step.cache_seqlens.tolist()):
+        k, v = (bench.Sequences(step, t)[b, :filled].to(dtype) for t in (step.k_cache, step.v_cache))
+        q = step.q[b].to(dtype)
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q * q.shape[-1] ** -0.5, k)
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(filled - len(q) + 1)
+        out = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+        outs.append(out.nan_to_num(0.0))  # queries before the first key
+    return torch.stack(outs)
 
 
 # ---------------------------------------------------------------- grid
-
-
-def copy_bandwidth(num_bytes: int = 2**31) -> float:
-    """TB/s of a device-to-device copy, read and written bytes."""
-    a = torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
-    b = torch.empty_like(a)
-    sampler = CudaSampler([lambda: b.copy_(a)], 5.0)
-    return 2 * num_bytes / statistics.median(sampler() for _ in range(7)) / 1e9
 
 
 def host_us(run: Callable[[Step], Tensor], step: Step) -> float:
@@ -223,42 +234,33 @@ def host_us(run: Callable[[Step], Tensor], step: Step) -> float:
     return 1e6 * statistics.median(times)
 
 
-def measure(case: DecodeCase, args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Any]:
-    l2_bytes = torch.cuda.get_device_properties(DEVICE).L2_cache_size
-    copies = CacheCopies.of(case, l2_bytes)
+def measure(case: Case, args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Any]:
+    copies = CacheCopies.of(case, about["l2_bytes"])
     steps = [bench.make_step(case, DEVICE, seed) for seed in range(copies.number)]
     samplers, host, failed = {}, {}, {}
-    for name, (run, page_size) in contenders(case, args).items():
-        given = steps if page_size is None else [s.in_pages(page_size, seed) for seed, s in enumerate(steps)]
+    for name, decoder in contenders(case, args).items():
+        given = [decoder.adapt(step, seed) for seed, step in enumerate(steps)]
         try:
-            calls = [functools.partial(run, step) for step in given]
-            samplers[name] = CudaSampler(calls, 0.0 if copies.is_flushed else SAMPLE_MS)
-            host[name] = host_us(run, given[0]) if args.host else None
+            samplers[name] = bench.sampler_of([functools.partial(decoder.run, step) for step in given], copies)
+            host[name] = host_us(decoder.run, given[0]) if args.host else None
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {str(error)[:200]}"
             print(f"{case.label}: {name} not measured: {failed[name]}", flush=True)
     samples = measure_interleaved(samplers, time_budget_s=args.seconds * len(samplers), min_rounds=7)
     rows = {}
     for name, ms in samples.ms.items():
-        median = statistics.median(ms)
-        tbs = case.moved_bytes / median / 1e9
-        rows[name] = {
-            "us": round(1e3 * median, 3),
-            "tb_per_s": round(tbs, 4),
-            "of_copy": round(tbs / about["copy_tb_per_s"], 4),
-            "speed_over_fa3": None,
+        rows[name] = bench.times(samples, name, bytes_moved(case), about["copy_tb_per_s"]) | {
+            "speed_over_fa3": samples.speed_ratio(name, "fa3").median if "fa3" in samples.ms else None,
             "launch": samplers[name].launch,
             "host_us": host[name],
             "ms": [round(x, 5) for x in ms],
         }
-        if "fa3" in samples.ms:
-            rows[name]["speed_over_fa3"] = round(samples.speed_ratio(name, "fa3").median, 4)
     problem = problem_of(steps[0])
     chosen = prepared_variant(problem, decode_config_sm80(problem.attention, about["arch"]), None)
     return {
         "case": case.to_dict(),
         "label": case.label,
-        "kv_bytes": case.kv_bytes,
+        "kv_bytes": kv_bytes(case),
         "copies": str(copies),
         "num_splits": chosen.num_splits,
         "config": asdict(chosen.config),
@@ -270,7 +272,7 @@ def measure(case: DecodeCase, args: argparse.Namespace, about: dict[str, Any]) -
 def print_row(row: dict[str, Any]) -> None:
     """A line for the case, then one for each contender: microseconds, TB/s, share of a copy's, speed over FA3."""
     print(
-        f"{row['label'].removesuffix(' bfloat16')}: {row['kv_bytes'] / 1e9:.2f} GB in {row['copies']} copies, "
+        f"{row['label'].removesuffix(' bfloat16 causal')}: {row['kv_bytes'] / 1e9:.2f} GB in {row['copies']} copies, "
         f"{row['num_splits']} splits"
     )
     for name, entry in row["contenders"].items():
@@ -278,7 +280,7 @@ def print_row(row: dict[str, Any]) -> None:
         host = "" if entry["host_us"] is None else f"  host {entry['host_us']:.0f} us"
         rest = "" if entry["launch"] == "graph" else f"  {entry['launch'][:60]}"
         share = f"{entry['tb_per_s']:5.2f} TB/s {100 * entry['of_copy']:4.0f} %"
-        print(f"    {name:40s} {entry['us']:9.1f} us {share} {ratio}{host}{rest}", flush=True)
+        print(f"    {name:40s} {1e3 * entry['median_ms']:9.1f} us {share} {ratio}{host}{rest}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -288,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-gb", type=float, default=40.0, help="of K and V of a case")
     parser.add_argument("--variants", help='"name=value,name=value", several separated by ;')
     parser.add_argument("--paged-variants", action="store_true", help="variants over pages of 64, too")
-    parser.add_argument("--contenders", default="onepass,page 16,page 64,page 256,fa3,fa3 page 64")
+    parser.add_argument("--contenders", default=CONTENDERS)
     parser.add_argument("--seconds", type=float, default=0.04, help="of timing a contender")
     parser.add_argument("--host", action="store_true", help="the host's time of a call, too")
     parser.add_argument("--no-check", action="store_true")
@@ -296,14 +298,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "."), "decode.json"))
     args = parser.parse_args(argv)
     args.contenders = [name.strip() for name in args.contenders.split(",")]
-    cases = args.cases or (parse_cases(QUICK) if args.quick else list(bench.grid(int(args.max_gb * 1e9))))
+    cases = args.cases or (parse_cases(QUICK) if args.quick else get_case_set("decode").cases)
+    cases = [case for case in cases if kv_bytes(case) <= args.max_gb * 1e9]
 
-    args.fa3 = find_fa3(args)
+    args.fa3 = find_fa3()
     torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default one
     about = common.circumstances() | {
         "arch": launch.arch_of(torch.device(DEVICE)),
         "l2_bytes": torch.cuda.get_device_properties(DEVICE).L2_cache_size,
-        "copy_tb_per_s": round(copy_bandwidth(), 4),
+        "copy_tb_per_s": round(bench.copy_bandwidth(DEVICE), 4),
     }
     print(about, flush=True)
     ok = args.no_check or run_check(args, cases)

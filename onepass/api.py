@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 import torch
 from torch import Tensor
 
-from . import decode_ops, dispatch, fp8, ops, repeated, validation
+from . import decode_calls, decode_ops, dispatch, fp8, ops, repeated, validation
 from .fp8 import QuantizedQKV
 from .kernels import ahead
 from .kernels.ahead import CompiledKernel
 from .kernels.config import ForwardConfig, ForwardConfigSm80
 from .merge import merge_in_torch
-from .problem import AttentionInputs, AttentionProblem
+from .problem import AttentionInputs, AttentionProblem, QuantizedInputs
 
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
@@ -99,25 +99,41 @@ def _run_quantized(
     quantized: QuantizedQKV, k: Any, v: Any, backend: str | None, **arguments: Any
 ) -> tuple[Tensor, Tensor]:
     """A call whose tensors are in FP8 already. Args: k, v, arguments: as given, and checked here."""
+    others = dict(arguments)
+    sinks, seqused_k, window = (others.pop(name) for name in ("sinks", "seqused_k", "window"))
+    cu_seqlens_q, cu_seqlens_k = (others.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    max_seqlens = tuple(others.pop(name, None) for name in ("max_seqlen_q", "max_seqlen_k"))
+    if others["deterministic"] is None:
+        others["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    tensors, lengths = (quantized.q, quantized.k, quantized.v), (cu_seqlens_q, cu_seqlens_k, seqused_k)
+    key = None
+    if k is v is quantized.score_shift is quantized.v_mean is None:
+        function = "attention_varlen" if "cu_seqlens_q" in arguments else "attention"
+        seen = *tensors, *quantized.descales, sinks, *lengths
+        of_tensors = quantized.dtype, quantized.q_block, quantized.kv_block, quantized.v_keys_last
+        options = *others.values(), backend, *of_tensors
+        key = repeated.key_of(f"{function} of QuantizedQKV", seen, window, options)
+        forward = repeated.find(key)
+        if forward is not None:
+            validation.check_max_seqlens(*max_seqlens)
+            return forward(QuantizedInputs(*tensors, quantized.descales, sinks, *lengths))
     problem = validation.check_quantized_call(quantized, k, v, **arguments)
     tuning = arguments["tuning"]
     backend = dispatch.require(problem, backend, tuning)
-    sinks, cu_seqlens_q = arguments["sinks"], arguments.get("cu_seqlens_q")
     out, lse = torch.ops.onepass.attention_quantized(
-        quantized.q,
-        quantized.k,
-        quantized.v,
+        *tensors,
         # a sink is compared with scores: these have to be put right first
         sinks if quantized.score_shift is None else None,
-        cu_seqlens_q,
-        arguments.get("cu_seqlens_k"),
-        arguments["seqused_k"],
+        *lengths,
         *ops.options_of(problem, backend, tuning),
         *quantized.descales,
         quantized.dtype,
         quantized.q_block,
         quantized.kv_block,
+        quantized.v_keys_last,
     )
+    if key is not None and not out.is_meta:
+        repeated.keep(key, dispatch.prepare(backend, problem, quantized.q.device, tuning))
     return fp8.restored(quantized, out, lse, problem.softmax_scale, sinks, cu_seqlens_q)
 
 
@@ -417,15 +433,19 @@ def merge_partials(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Ten
 def supports(
     q: Tensor | QuantizedQKV, k: Tensor | None = None, v: Tensor | None = None, **arguments: Any
 ) -> dispatch.Support:
-    """Whether `attention` (or, with cu_seqlens_q, `attention_varlen`) takes these arguments, and why (not).
+    """Whether `attention` (or, with cu_seqlens_q, `attention_varlen`; with cache_seqlens, `attention_decode`) takes
+    these arguments, and why (not).
 
-    Takes the same arguments as the call; computes nothing. Tensors on the "meta" device ask about shapes alone.
+    Takes the same arguments as the call, k_cache and v_cache also in the places of k and v; computes nothing. Tensors
+    on the "meta" device ask about shapes alone.
 
     Returns: Support(ok, backend, reason); with ok=False the reason is the message that the call would raise. On Hopper
     it also says which tensors are copied before the kernel can read them.
-    Raises: TypeError only for an argument name that neither function has.
+    Raises: TypeError only for an argument name that the function does not have.
     """
     backend = arguments.pop("backend", None)
+    if decode_calls.is_decode(arguments):
+        return _supports_decode({"q": q, "k_cache": k, "v_cache": v} | arguments, backend)
     _refuse_unknown("supports", arguments)
     try:
         problem = _problem_of(q, k, v, arguments)
@@ -441,6 +461,18 @@ def supports(
             copies = f"; copies {', '.join(names)} first (TMA reads rows at addresses and strides of 16 bytes)"
             return support._replace(reason=support.reason + copies)
     return support
+
+
+def _supports_decode(arguments: dict[str, Any], backend: str | None) -> dispatch.Support:
+    try:
+        problem, _ = decode_calls.problem_of("supports", arguments)
+    except TypeError as error:
+        if str(error).startswith("supports: "):
+            raise
+        return dispatch.Support(False, backend or "", str(error))
+    except (ValueError, NotImplementedError) as error:
+        return dispatch.Support(False, backend or "", str(error))
+    return dispatch.choose_decode(problem, backend)
 
 
 def warmup(
@@ -459,9 +491,10 @@ def warmup(
     number of heads, only by the choice of its configuration. How many heads of q share one of k is compiled in.
 
     Args:
-        calls: for each, the arguments of `attention` or `attention_varlen` by name. Instead of a tensor its shape, with
-            `dtype` once for q, k, v and sinks, or a tensor on the "meta" device: these stand for tensors on this
-            machine's GPU. Or an `AttentionProblem`.
+        calls: for each, the arguments of `attention`, `attention_varlen` or (then with cache_seqlens)
+            `attention_decode` by name. Instead of a tensor its shape, with `dtype` once for all that are not of
+            integers or always float32 (and `cache_dtype` for caches, if theirs is another), or a tensor on the "meta"
+            device: these stand for tensors on this machine's GPU, aligned to 16 bytes. Or an `AttentionProblem`.
         backend: for calls that name none. "sm90" compiles for Hopper wherever the compiler is, also without a GPU,
             for machines with the same CPU that get this cache directory; "sm80" for this machine's GPU; None = what the
             calls would run on here.
@@ -469,7 +502,8 @@ def warmup(
         gradients: also the kernels of the calls' backward passes. Those for a loss that depends on lse are among them
             for a call with return_lse=True, and for an `AttentionProblem`, which does not say.
 
-    Returns: a CompiledKernel for each kernel, in the order of `calls`; of a call its forward comes first. None for
+    Returns: a CompiledKernel for each kernel, in the order of `calls`; of a call its forward comes first (of
+        `attention_decode` the kernels in the order in which they run). None for
     calls that run without a kernel (the list is empty where all run on `tiled`), and none for a backward that does.
 
     Raises: as the calls would, before anything is compiled; UnsupportedError if the kernel compiler is missing.
@@ -479,6 +513,12 @@ def warmup(
     validation.check_flag("gradients", gradients)
     jobs: list[ahead.Job] = []
     for call in calls:
+        arguments = {} if isinstance(call, AttentionProblem) else dict(call)
+        if decode_calls.is_decode(arguments):
+            requested = arguments.pop("backend", backend)
+            problem_inputs = decode_calls.problem_of("warmup", decode_calls.with_tensors(arguments))
+            jobs += ahead.jobs_of_decode(*problem_inputs, requested)
+            continue
         problem, requested, tuning, may_have_dlse = problem_of_call("warmup", call, backend)
         name = dispatch.require_to_compile(problem, requested, tuning)
         if name is not None:

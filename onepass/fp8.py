@@ -21,9 +21,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from . import validation
+from . import dispatch, validation
 from .outputs import empty_as
-from .problem import AttentionInputs, AttentionProblem, Descales, Quantization, QuantizedInputs
+from .problem import V_KEYS, AttentionInputs, AttentionProblem, Descales, Quantization, QuantizedInputs
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -49,7 +49,8 @@ class QuantizedQKV:
     seqlen is seqlen_q or seqlen_k and num_heads is num_heads_q or num_heads_kv.
 
     Attributes:
-        q, k, v: float8_e4m3fn, shapes as for `attention`, or as for `attention_varlen`.
+        q, k, v: float8_e4m3fn, shapes as for `attention`, or as for `attention_varlen`. With v_keys_last, v is what
+            `keys_last` makes of it.
         q_descale, k_descale, v_descale: float32, on q's device, finite. Each by itself one of
             (): one for the tensor;
             (batch, num_heads): one for each head of each batch entry or packed sequence;
@@ -63,6 +64,8 @@ class QuantizedQKV:
         v_mean: (batch, num_heads_kv, head_dim_v) float32: what was subtracted from V, for each batch entry or packed
             sequence; added to out again. None: nothing.
         rotation: seed of the rotation of q and k; None: none. For information: scores do not depend on it.
+        v_keys_last: v has its keys contiguous and in the order in which tensor cores take them, see `keys_last`: what
+            the Hopper kernel reads without preparation. Other backends undo it; results are the same.
 
     Raises: TypeError or ValueError with what was expected and given.
     """
@@ -79,13 +82,14 @@ class QuantizedQKV:
     score_shift: Tensor | None = None
     v_mean: Tensor | None = None
     rotation: int | None = None
+    v_keys_last: bool = False
 
     def __post_init__(self) -> None:
         validation.check_quantized(self)
 
     @property
     def quantization(self) -> Quantization:
-        return Quantization(self.dtype, self.q_block, self.kv_block)
+        return Quantization(self.dtype, self.q_block, self.kv_block, self.v_keys_last)
 
     @property
     def descales(self) -> Descales:
@@ -147,36 +151,23 @@ def quantize_fp8(
     if type(seed) is not int:
         raise TypeError(f"seed: expected an int, got {seed!r}")
     inputs = AttentionInputs(q, k, v, None, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    is_packed = cu_seqlens_q is not None
-    # (batch or 1, rows, heads, head_dim)
-    x_q, x_k, x_v = (t.unsqueeze(0).float() if is_packed else t.float() for t in (q, k, v))
     exists = _existing_keys(inputs)
-    if exists is not None:
-        x_k, x_v = (torch.where(exists[..., None, None], x, 0.0) for x in (x_k, x_v))
-    score_shift = v_mean = None
+    k_mean = v_mean = score_shift = None
     if center_k:
-        k_mean = _mean_of_keys(x_k, exists, cu_seqlens_k)
-        score_shift = _dots(x_q, k_mean, cu_seqlens_q)
-        x_k = _minus(x_k, k_mean, exists, cu_seqlens_k)
+        k_mean = _mean_of_keys(_as_rows(k, exists), exists, cu_seqlens_k)
+        score_shift = _dots(_as_rows(q).float(), k_mean, cu_seqlens_q)
+        score_shift = score_shift if cu_seqlens_q is None else score_shift.squeeze(0)
     if center_v:
-        v_mean = _mean_of_keys(x_v, exists, cu_seqlens_k)
-        x_v = _minus(x_v, v_mean, exists, cu_seqlens_k)
-    if rotate:
-        x_q, x_k = rotated(x_q, seed), rotated(x_k, seed)
-    parts: list[Tensor] = []
-    descales: list[Tensor] = []
-    for like, x, block, cu_seqlens in (
-        (q, x_q, Q_BLOCK, cu_seqlens_q),
-        (k, x_k, KV_BLOCK, cu_seqlens_k),
-        (v, x_v, KV_BLOCK, cu_seqlens_k),
-    ):
-        rounded, descale = _quantize(x, granularity, block, cu_seqlens)
-        stored = empty_as(like, like.shape[-1], E4M3)
-        parts.append(stored.copy_(rounded.squeeze(0) if is_packed else rounded))
-        descales.append(descale)
+        v_mean = _mean_of_keys(_as_rows(v, exists), exists, cu_seqlens_k)
+    kernels = dispatch.quantization_kernels(inputs, granularity)
+    of_rotation = seed if rotate else None
+    if kernels is None:
+        keys_last = False
+        parts, descales = _quantize_in_torch(inputs, granularity, of_rotation, exists, k_mean, v_mean)
+    else:
+        keys_last = kernels.keys_last
+        parts, descales = kernels.quantize(inputs, of_rotation, k_mean, v_mean, keys_last)
     q_block, kv_block = {"row": (1, 1), "block": (Q_BLOCK, KV_BLOCK)}.get(granularity, (None, None))
-    if score_shift is not None and is_packed:
-        score_shift = score_shift.squeeze(0)
     return QuantizedQKV(
         q=parts[0],
         k=parts[1],
@@ -189,8 +180,46 @@ def quantize_fp8(
         dtype=q.dtype,
         score_shift=score_shift,
         v_mean=v_mean,
-        rotation=seed if rotate else None,
+        rotation=of_rotation,
+        v_keys_last=keys_last,
     )
+
+
+def _quantize_in_torch(
+    inputs: AttentionInputs,
+    granularity: str,
+    seed: int | None,
+    exists: Tensor | None,
+    k_mean: Tensor | None,
+    v_mean: Tensor | None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """q, k and v in e4m3, and their descales. Args: seed: of the rotation; None: none."""
+    q, k, v, _, cu_seqlens_q, cu_seqlens_k, _ = inputs
+    x_q, x_k, x_v = (_as_rows(t, mask).float() for t, mask in ((q, None), (k, exists), (v, exists)))
+    if k_mean is not None:
+        x_k = _minus(x_k, k_mean, exists, cu_seqlens_k)
+    if v_mean is not None:
+        x_v = _minus(x_v, v_mean, exists, cu_seqlens_k)
+    if seed is not None:
+        x_q, x_k = rotated(x_q, seed), rotated(x_k, seed)
+    parts: list[Tensor] = []
+    descales: list[Tensor] = []
+    for like, x, block, cu_seqlens in (
+        (q, x_q, Q_BLOCK, cu_seqlens_q),
+        (k, x_k, KV_BLOCK, cu_seqlens_k),
+        (v, x_v, KV_BLOCK, cu_seqlens_k),
+    ):
+        rounded, descale = _quantize(x, granularity, block, cu_seqlens)
+        stored = empty_as(like, like.shape[-1], E4M3)
+        parts.append(stored.copy_(rounded if like.dim() == 4 else rounded.squeeze(0)))
+        descales.append(descale)
+    return parts, descales
+
+
+def _as_rows(t: Tensor, exists: Tensor | None = None) -> Tensor:
+    """(batch or 1, rows, heads, head_dim), 0 where there is no key."""
+    rows = t if t.dim() == 4 else t.unsqueeze(0)
+    return rows if exists is None else torch.where(exists[..., None, None], rows, 0.0)
 
 
 # ---------------------------------------------------------------- what is subtracted
@@ -217,17 +246,19 @@ def _sequence_of(cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def _mean_of_keys(x: Tensor, exists: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """(batch, heads, head_dim): mean of the rows that exist. Any vector would be exact, so NaN and inf are left out."""
-    finite = torch.where(x.isfinite(), x, 0.0)
-    weight = torch.ones_like(x[..., 0, 0]) if exists is None else exists.to(x.dtype)
+    """(batch, heads, head_dim) float32: mean of the rows that exist. Any vector would be exact, so NaN and inf are left
+    out.
+    """
+    finite = x.nan_to_num(0.0, 0.0, 0.0)
+    weight = torch.ones(x.shape[:2], device=x.device) if exists is None else exists.float()
     if cu_seqlens is None:
-        sums, count = finite.sum(1), weight.sum(1)
+        sums, count = finite.sum(1, dtype=torch.float32), weight.sum(1)
     else:
         sequence, batch = _sequence_of(cu_seqlens, x.shape[1]), cu_seqlens.shape[0] - 1
-        sums = finite.new_zeros(batch, *x.shape[2:])
-        count = finite.new_zeros(batch)
+        sums = weight.new_zeros(batch, *x.shape[2:])
+        count = weight.new_zeros(batch)
         if batch > 0:
-            sums.index_add_(0, sequence, finite[0])
+            sums.index_add_(0, sequence, finite[0].float())
             count.index_add_(0, sequence, weight[0])
     return sums / count.clamp(min=1.0)[:, None, None]
 
@@ -290,12 +321,12 @@ def rotated(x: Tensor, seed: int) -> Tensor:
 
     The fast transform: head_dim log2(head_dim) additions a row. M is the same on every device.
     """
-    x = x * _signs(x.shape[-1], seed, x.device)
+    x = x * signs(x.shape[-1], seed, x.device)
     sizes = [2**i for i in reversed(range(x.shape[-1].bit_length())) if x.shape[-1] & 2**i]
     return torch.cat([_hadamard(piece) for piece in x.split(sizes, -1)], -1)
 
 
-def _signs(head_dim: int, seed: int, device: torch.device) -> Tensor:
+def signs(head_dim: int, seed: int, device: torch.device) -> Tensor:
     """(head_dim,) float32 of 1 and -1: bits of a hash (splitmix64) of column and seed.
 
     No generator: the same on every device, and torch.compile can trace it.
@@ -319,6 +350,63 @@ def _hadamard(x: Tensor) -> Tensor:
         x = torch.stack((a + b, a - b), -2).flatten(-3)
         half *= 2
     return x * n**-0.5
+
+
+# ---------------------------------------------------------------- V as tensor cores take it
+
+
+def keys_last(v: Tensor, cu_seqlens_k: Tensor | None = None) -> Tensor:
+    """V as the Hopper kernel reads it: transposed, and the keys in the order in which P lies in registers.
+
+    Args:
+        v: (batch, seqlen_k, num_heads_kv, head_dim_v), e4m3. Packed sequences: (total_k, num_heads_kv, head_dim_v).
+        cu_seqlens_k: (batch + 1,) int32 of packed sequences.
+
+    Returns: e4m3, contiguous, (batch, num_heads_kv, head_dim_v, seqlen_k up to a multiple of 64); of packed sequences
+        (num_heads_kv, head_dim_v, (total_k // 64 + batch) * 64), where sequence b begins at
+        (cu_seqlens_k[b] // 64 + b) * 64. Within every 16 keys the places 4q + 2h + e hold the keys 8h + 2q + e
+        (q = 0..3, h and e = 0, 1; blocks/fp8.py says why). Zeros where there is no key.
+    """
+    kernel = dispatch.keys_last_kernel(v, cu_seqlens_k)
+    return _keys_last_in_torch(v, cu_seqlens_k) if kernel is None else kernel(v, None, cu_seqlens_k, None)[0]
+
+
+def _keys_last_in_torch(v: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:
+    if cu_seqlens_k is None:
+        batch, seqlen_k, heads, head_dim_v = v.shape
+        padded = v.new_zeros(batch, heads, head_dim_v, -(-seqlen_k // V_KEYS) * V_KEYS, dtype=torch.uint8)
+        padded[..., :seqlen_k] = v.view(torch.uint8).permute(0, 2, 3, 1)
+    else:
+        place, exists, length = _places_of_keys(v.shape[0], cu_seqlens_k)
+        padded = v.new_zeros(*v.shape[1:], length + 1, dtype=torch.uint8)
+        # rows of no sequence all go to the one column too many
+        padded[..., torch.where(exists, place, length)] = v.view(torch.uint8).permute(1, 2, 0)
+        padded = padded[..., :length]
+    runs = padded.unflatten(-1, (-1, 2, 4, 2))  # (.., run, h, q, e)
+    return runs.transpose(-3, -2).flatten(-4).view(v.dtype)
+
+
+def keys_first(v: Tensor, rows: int, cu_seqlens_k: Tensor | None = None) -> Tensor:
+    """The reverse of `keys_last`, to which it gives v; rows of no sequence are 0. Args: rows: seqlen_k or total_k."""
+    runs = v.view(torch.uint8).unflatten(-1, (-1, 4, 2, 2))  # (.., run, q, h, e)
+    ordered = runs.transpose(-3, -2).flatten(-4)
+    if cu_seqlens_k is None:
+        return ordered[..., :rows].permute(0, 3, 1, 2).view(v.dtype)
+    place, exists, length = _places_of_keys(rows, cu_seqlens_k)
+    found = ordered[..., torch.where(exists, place, 0).clamp(max=max(0, length - 1))].permute(2, 0, 1)
+    return torch.where(exists[:, None, None], found, 0).view(v.dtype)
+
+
+def _places_of_keys(total: int, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Of packed keys: (total,) int64 place in `keys_last`, and whether a sequence has them; the number of places."""
+    batch = cu_seqlens_k.shape[0] - 1
+    length = (total // V_KEYS + batch) * V_KEYS
+    row = torch.arange(total, device=cu_seqlens_k.device)
+    if batch == 0:
+        return torch.zeros_like(row), row < 0, length
+    sequence = _sequence_of(cu_seqlens_k, total)
+    start = cu_seqlens_k.long()[sequence]
+    return (start // V_KEYS + sequence) * V_KEYS + row - start, row < cu_seqlens_k[-1], length
 
 
 # ---------------------------------------------------------------- P
@@ -366,7 +454,7 @@ def _quantize(x: Tensor, granularity: str, block: int, cu_seqlens: Tensor | None
     x = torch.where(x.isinf(), torch.nan, x)
     if granularity == "tensor":
         scale = _scale_of(_largest(x).amax() if x.numel() else x.new_zeros(()))
-        return (x / scale).to(E4M3), scale
+        return (x * scale.reciprocal()).to(E4M3), scale
     rows = {"row": 1, "block": block}.get(granularity)
     index, count = _segments(x.shape[1], rows, cu_seqlens, x.device)
     shape = x.shape[0], count, x.shape[2]
@@ -381,7 +469,7 @@ def _quantize(x: Tensor, granularity: str, block: int, cu_seqlens: Tensor | None
             at = index[None, :, None].expand(x.shape[:3])
             scales = scales.scatter_reduce_(1, at, _largest(x), "amax", include_self=True)
         scales = _scale_of(scales)
-        rounded = (x / scales[:, index, :, None]).to(E4M3)
+        rounded = (x * scales.reciprocal()[:, index, :, None]).to(E4M3)
     if rows is None:  # (batch, heads)
         return rounded, (scales[0] if is_packed else scales[:, 0]).contiguous()
     scales = scales.transpose(1, 2).contiguous()
@@ -394,7 +482,8 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def _scale_of(largest: Tensor) -> Tensor:
-    return torch.where(largest > 0, largest / E4M3_MAX, 1.0).clamp(min=_TINY)
+    # products with a reciprocal, here and where values are scaled, as the kernels have them
+    return torch.where(largest > 0, largest * (1.0 / E4M3_MAX), 1.0).clamp(min=_TINY)
 
 
 CANDIDATES = 8
@@ -442,6 +531,8 @@ def _dequantized(
     cu_seqlens_k: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q_block, kv_block = quantization.q_block, quantization.kv_block
+    if quantization.v_keys_last:
+        v = keys_first(v, k.shape[-3], cu_seqlens_k)
     return (
         q.float() * row_scales(q, descales.q, q_block, cu_seqlens_q),
         k.float() * row_scales(k, descales.k, kv_block, cu_seqlens_k),
@@ -469,9 +560,10 @@ def quantized_problem(problem: AttentionProblem) -> AttentionProblem:
     return replace(problem, dtype=E4M3, quantization=Quantization(problem.dtype, Q_BLOCK, KV_BLOCK))
 
 
-def quantized_inputs(inputs: AttentionInputs) -> QuantizedInputs:
-    """What it computes it from: q, k and v with the defaults of `quantize_fp8`."""
+def quantized_call(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[AttentionProblem, QuantizedInputs]:
+    """That problem, and what it is computed from: q, k and v with the defaults of `quantize_fp8`."""
     q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs
     quantized = quantize_fp8(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
     tensors = quantized.q, quantized.k, quantized.v
-    return QuantizedInputs(*tensors, quantized.descales, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    problem = replace(problem, dtype=E4M3, quantization=quantized.quantization)
+    return problem, QuantizedInputs(*tensors, quantized.descales, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)

@@ -44,7 +44,8 @@ torch.library.define(
     tags=_TAGS,
 )
 _QUANTIZATION = (
-    "Tensor q_descale, Tensor k_descale, Tensor v_descale, ScalarType out_dtype, SymInt? q_block, SymInt? kv_block"
+    "Tensor q_descale, Tensor k_descale, Tensor v_descale, ScalarType out_dtype, SymInt? q_block, SymInt? kv_block, "
+    "bool v_keys_last"
 )
 torch.library.define(
     "onepass::attention_quantized", f"({_INPUTS}, {_OPTIONS}, {_QUANTIZATION}) -> (Tensor out, Tensor lse)", tags=_TAGS
@@ -142,8 +143,7 @@ torch.library.register_autograd("onepass::attention_forward", _autograd_backward
 @torch.library.impl("onepass::attention_fp8", "default")
 def _fp8(*args: Any) -> tuple[Tensor, Tensor]:
     inputs, options, backend = AttentionInputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:-1], args[-1]
-    problem = fp8.quantized_problem(_problem(inputs, options))
-    return _forward_on(backend, options[-1], problem, fp8.quantized_inputs(inputs))
+    return _forward_on(backend, options[-1], *fp8.quantized_call(_problem(inputs, options), inputs))
 
 
 @torch.library.register_fake("onepass::attention_fp8")
@@ -164,7 +164,7 @@ torch.library.register_autograd("onepass::attention_fp8", _autograd_backward_fp8
 
 
 def _split_quantized(args: tuple) -> tuple[QuantizedInputs, tuple, Quantization]:
-    options, descales, quantization = args[_NUM_INPUTS:-6], Descales(*args[-6:-3]), Quantization(*args[-3:])
+    options, descales, quantization = args[_NUM_INPUTS:-7], Descales(*args[-7:-4]), Quantization(*args[-4:])
     q, k, v, *others = args[:_NUM_INPUTS]
     return QuantizedInputs(q, k, v, descales, *others), options, quantization
 
@@ -199,7 +199,7 @@ for _name in ("attention_forward", "attention_backward", "attention_fp8", "atten
     torch.library.register_vmap(f"onepass::{_name}", _refuse_vmap)
 
 
-def _visible_pairs(inputs: AttentionInputs, window_left: int | None, window_right: int | None) -> int:
+def _visible_pairs(inputs: AttentionInputs | QuantizedInputs, window_left: int | None, window_right: int | None) -> int:
     """Unmasked (query, key) pairs of all sequences; packed lengths are read where the tensors are real."""
     if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
         batch, seqlen_q, seqlen_k = inputs.q.shape[0], inputs.q.shape[1], inputs.k.shape[1]
@@ -209,13 +209,22 @@ def _visible_pairs(inputs: AttentionInputs, window_left: int | None, window_righ
 
 
 @register_flop_formula(torch.ops.onepass.attention_quantized, get_raw=True)
+def _quantized_flops(*args: Any, out_val: Any = None) -> int:
+    inputs, options, quantization = _split_quantized(args)
+    return _flops_of(inputs, options, _problem(inputs, options, quantization).head_dim_v)
+
+
 @register_flop_formula(torch.ops.onepass.attention_fp8, get_raw=True)
 @register_flop_formula(torch.ops.onepass.attention_forward, get_raw=True)
 def _forward_flops(*args: Any, out_val: Any = None) -> int:
-    """Two GEMMs over the visible pairs: Q K^T over head_dim and P V over head_dim_v."""
     inputs, options = AttentionInputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
+    return _flops_of(inputs, options, inputs.v.shape[-1])
+
+
+def _flops_of(inputs: AttentionInputs | QuantizedInputs, options: tuple, head_dim_v: int) -> int:
+    """Two GEMMs over the visible pairs: Q K^T over head_dim and P V over head_dim_v."""
     pairs = _visible_pairs(inputs, options[1], options[2]) * inputs.q.shape[-2]
-    return 2 * pairs * (inputs.q.shape[-1] + inputs.v.shape[-1])
+    return 2 * pairs * (inputs.q.shape[-1] + head_dim_v)
 
 
 @register_flop_formula(torch.ops.onepass.attention_backward, get_raw=True)

@@ -47,6 +47,9 @@ class Descales(NamedTuple):
     v: torch.Tensor
 
 
+V_KEYS = 64  # in `fp8.keys_last` a sequence of keys begins and ends at a multiple of it
+
+
 @dataclass(frozen=True)
 class Quantization:
     """What an FP8 call computes beside the sizes of its tensors.
@@ -54,11 +57,13 @@ class Quantization:
     Attributes:
         out_dtype: of out.
         q_block, kv_block: rows that share a scale of q, and of k and v, where their descales are by blocks.
+        v_keys_last: v lies as `fp8.keys_last` lays it.
     """
 
     out_dtype: torch.dtype
     q_block: int | None = None
     kv_block: int | None = None
+    v_keys_last: bool = False
 
 
 class AttentionInputs(NamedTuple):
@@ -112,6 +117,7 @@ class AttentionProblem:
     is_packed: bool = False
     deterministic: bool = False
     quantization: Quantization | None = None  # with FP8 q, k, v
+    kv_dtype: torch.dtype | None = None  # of a cache's k and v, where it is not dtype
 
     # Fields that only change the data of a launch, never the code that runs.
     _DYNAMIC: ClassVar = frozenset(
@@ -141,7 +147,7 @@ class AttentionProblem:
             num_heads_q=q.shape[-2],
             num_heads_kv=k.shape[-2],
             head_dim=q.shape[-1],
-            head_dim_v=v.shape[-1],
+            head_dim_v=v.shape[-2 if quantization is not None and quantization.v_keys_last else -1],
             softmax_scale=softmax_scale,
             mask=mask,
             softcap=softcap,
@@ -155,6 +161,15 @@ class AttentionProblem:
     @property
     def qhead_per_kvhead(self) -> int:
         return self.num_heads_q // self.num_heads_kv
+
+    @property
+    def has_e4m3_cache(self) -> bool:
+        """k and v are e4m3, q is not."""
+        return self.kv_dtype is not None
+
+    @property
+    def kv_itemsize(self) -> int:
+        return (self.dtype if self.kv_dtype is None else self.kv_dtype).itemsize
 
     @property
     def out_dtype(self) -> torch.dtype:

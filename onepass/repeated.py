@@ -13,6 +13,7 @@ autocast; tensor subclasses, layouts other than strided, and negative views.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,9 +27,7 @@ from torch._C import (
 )
 from torch.autograd import _profiler_enabled, forward_ad
 
-from .decode_problem import DecodeInputs
 from .dispatch import Forward
-from .problem import AttentionInputs
 
 MAX_CALLS = 1024
 
@@ -36,10 +35,11 @@ _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _forwards: dict[tuple, Forward] = {}
 
 
-def key_of(function: str, inputs: AttentionInputs | DecodeInputs, window: Any, options: tuple) -> tuple | None:
+def key_of(function: str, inputs: Sequence[Tensor | None], window: Any, options: tuple) -> tuple | None:
     """Everything that the door looks at; None if this call must go the whole way.
 
     Args:
+        inputs: `AttentionInputs`, or the tensors of another call.
         function: its name, since each has a door of its own.
         window, options: as given, but `deterministic` with its default put in. Types count: 1 is not True at the door.
     """

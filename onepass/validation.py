@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 from .errors import UnsupportedError
 from .kernels.config import ForwardConfig, ForwardConfigSm80
-from .problem import AttentionInputs, AttentionProblem, Mask, QuantizedInputs
+from .problem import V_KEYS, AttentionInputs, AttentionProblem, Mask, QuantizedInputs
 
 if TYPE_CHECKING:
     from .fp8 import QuantizedQKV
@@ -279,6 +279,8 @@ def check_quantized(quantized: QuantizedQKV) -> None:
     """The tensors of a `onepass.QuantizedQKV` by themselves; of packed sequences their number is not known yet."""
     q, k, v = quantized.q, quantized.k, quantized.v
     check_tensors({"q": q, "k": k, "v": v}, (E4M3,))
+    check_flag("v_keys_last", quantized.v_keys_last)
+    v = _as_rows(k, v) if quantized.v_keys_last else v
     if q.dim() == 3:
         _check_ranks({"q": q, "k": k, "v": v}, PACKED_DIMS, 3)
         _check_heads(q, k, v)
@@ -313,6 +315,28 @@ def check_quantized(quantized: QuantizedQKV) -> None:
         if v_mean.dim() != 3 or v_mean.shape[1:] != expected_tail or (not is_packed and v_mean.shape[0] != batch):
             expected = f"({'batch' if is_packed else batch}, {expected_tail[0]}, {expected_tail[1]})"
             raise ValueError(f"v_mean: expected shape {expected}, got {_shape(v_mean)}")
+
+
+def _as_rows(k: torch.Tensor, v: torch.Tensor, batch: int | None = None) -> torch.Tensor:
+    """A stand-in with the shape that v had before `fp8.keys_last`; no data.
+
+    Args: batch: number of packed sequences, once it is known.
+    """
+    if k.dim() not in (3, 4) or v.dim() != k.dim():
+        raise ValueError(f"v: expected as many dimensions as k, {k.dim()}, got shape {_shape(v)}")
+    total, heads, head_dim_v = k.shape[-3], k.shape[-2], v.shape[-2]
+    if k.dim() == 4:
+        expected: tuple = (k.shape[0], heads, head_dim_v, -(-total // V_KEYS) * V_KEYS)
+        is_right = v.shape == expected
+    else:
+        least = total // V_KEYS * V_KEYS
+        expected = (heads, head_dim_v, f"{least} + {V_KEYS} * batch" if batch is None else least + V_KEYS * batch)
+        sizes_fit = v.shape[-1] >= least and v.shape[-1] % V_KEYS == 0 if batch is None else v.shape[-1] == expected[-1]
+        is_right = v.shape[0] == heads and sizes_fit
+    if not is_right:
+        shape = ", ".join(map(str, expected))
+        raise ValueError(f"v: expected shape ({shape}) with v_keys_last, got {_shape(v)}")
+    return k[..., :1].expand(*k.shape[:-1], head_dim_v)
 
 
 def _check_float32(name: str, t: Any, device: torch.device) -> None:
@@ -360,13 +384,16 @@ def check_quantized_call(
     cu_seqlens_q, cu_seqlens_k = (options.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k"))
     max_seqlens = (options.pop(name, None) for name in ("max_seqlen_q", "max_seqlen_k"))
     tensors = quantized.q, quantized.k, quantized.v
+    as_rows = tensors if not quantized.v_keys_last else (*tensors[:2], _as_rows(*tensors[1:]))
     if is_packed:
-        _check_packed(*tensors, cu_seqlens_q, cu_seqlens_k, seqused_k)
+        _check_packed(*as_rows, cu_seqlens_q, cu_seqlens_k, seqused_k)
         check_max_seqlens(*max_seqlens)
         batch = cu_seqlens_q.shape[0] - 1
+        if quantized.v_keys_last:
+            _as_rows(*tensors[1:], batch)
         for name, t, block in zip(
             ("q_descale", "k_descale", "v_descale"),
-            tensors,
+            as_rows,
             (quantized.q_block, quantized.kv_block, quantized.kv_block),
             strict=True,
         ):
@@ -374,7 +401,7 @@ def check_quantized_call(
         if quantized.v_mean is not None and quantized.v_mean.shape[0] != batch:
             raise ValueError(f"v_mean: expected batch {batch} like cu_seqlens_q, got {quantized.v_mean.shape[0]}")
     else:
-        _check_dense(*tensors, seqused_k)
+        _check_dense(*as_rows, seqused_k)
     if quantized.score_shift is not None and options["softcap"] is not None:
         raise ValueError(
             "softcap: expected None where the mean of k was subtracted (center_k=True): a softcap sees it, "

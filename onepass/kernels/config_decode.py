@@ -71,7 +71,7 @@ class DecodeConfigSm80(ForwardConfigSm80):
         if self.early_merge and arch.startswith("sm_8"):
             raise UnsupportedError(f"early_merge: expected False before Hopper, got True on {arch}")
         d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
-        available = self.num_buffers * self.tile_n * (d + dv) * problem.dtype.itemsize
+        available = self.num_buffers * self.tile_n * (d + dv) * problem.kv_itemsize
         if self.exchange_bytes(problem) > available:
             raise UnsupportedError(
                 f"num_stages: expected more, for {self.exchange_bytes(problem)} bytes of state fit into the "

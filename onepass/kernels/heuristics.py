@@ -46,6 +46,7 @@ class Row(NamedTuple):
 # Hopper, by (head_dim, head_dim_v) tile; the first row that holds. In the comments bf16 TFLOP/s on an H200 at sequence
 # lengths 512, 1024, 2048, 4096, 8192 and 16384 (16k tokens of hidden size 2048), and of the next best configuration.
 LAZY = 8.0
+LAZY_FP8 = 0.8  # as much as P has room for without getting smaller
 FORWARD_SM90 = {
     (64, 64): (
         # 457 494; the next row 425 455
@@ -151,10 +152,13 @@ def forward_config(problem: AttentionProblem, arch: str = HOPPER) -> ForwardConf
 def _fp8_config(problem: AttentionProblem) -> ForwardConfig:
     """FP8 on Hopper: none of this is measured yet."""
     is_narrow = max(problem.head_dim, problem.head_dim_v) <= 64
+    # a softcap or the left edge of a window take registers that the widest O leaves to 64 keys, but not to 128
+    is_tight = problem.head_dim_v > 192 and (problem.softcap is not None or problem.mask.window_left is not None)
     config = ForwardConfig(
-        tile_n=128,
+        tile_n=64 if is_tight else 128,
         num_warpgroups=3 if is_narrow else 2,
         q_stages=2,
+        rescale_threshold=LAZY_FP8,
         dynamic_tiles=problem.mask.window_right is not None,
     )
     return _adapted(config, problem)

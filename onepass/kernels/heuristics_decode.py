@@ -21,9 +21,11 @@ from .heuristics_sm80 import FORWARD_FLOAT32, LAZY
 # blocks of about 100 KB share Hopper's 227 KB where they fit, 4.8 TB/s * 1 us / 132 = 36 KB being needed under way;
 # others are for where there is less.
 KEY_WARPS_AND_STAGES = {
+    64: ((4, 8), (4, 6)),
+    96: ((4, 6), (4, 5)),
     128: ((4, 6), (4, 4)),
     192: ((4, 4), (4, 3)),
-    256: ((4, 3), (4, 2)),
+    256: ((4, 3), (4, 2), (2, 4)),
     384: ((2, 4), (2, 3), (2, 2)),
     512: ((2, 3), (2, 2)),
     768: ((2, 3), (2, 2), (1, 3)),
@@ -42,7 +44,7 @@ DECODE = {
 
 def decode_config_sm80(problem: AttentionProblem, arch: str) -> ForwardConfigSm80:
     """The configuration of a call, if its tensors are aligned. Query heads of a kv head share a tile if they can."""
-    row_bytes = (problem.head_dim | problem.head_dim_v) * problem.dtype.itemsize
+    row_bytes = (problem.head_dim | problem.head_dim_v) * problem.kv_itemsize
     vector_bytes = next(n for n in VECTOR_BYTES if row_bytes % n == 0)
     refusal: UnsupportedError | None = None
     for config in _candidates(problem):
@@ -67,7 +69,7 @@ def _candidates(problem: AttentionProblem) -> Iterator[ForwardConfigSm80]:
     tile_m = ROWS_PER_MMA * ceil_div(rows, ROWS_PER_MMA)
     # registers hold twice 16 rows of O up to 128 columns, or once 16 rows and Q up to 192
     if tile_m == ROWS_PER_MMA or (tile_m == 2 * ROWS_PER_MMA and widest <= 128 and not is_float32):
-        for key_warps, num_stages in KEY_WARPS_AND_STAGES[widest * problem.dtype.itemsize]:
+        for key_warps, num_stages in KEY_WARPS_AND_STAGES[widest * problem.kv_itemsize]:
             yield DecodeConfigSm80(
                 tile_m=tile_m,
                 num_stages=num_stages,

@@ -81,27 +81,79 @@ def compare(
     return Comparison(name, worst, factor * plain_error + eps * largest + floor, rms, plain_error, where)
 
 
+class FP8Budget(NamedTuple):
+    """The float64 oracle of an FP8 call, and how far each element of out and lse may be off."""
+
+    oracle: reference.Reference
+    out: Tensor
+    lse: Tensor
+
+
+# What an FP8 tensor core cuts off in a step of 32 products: a unit of the accumulator and one of the products.
+FP8_STEP = 32
+FP8_CUT = 2.0**-12
+FP32_LSE = 2e-4  # exponentials, sums and the logarithm in float32, with fast instructions
+
+
 def fp8_budget(
-    q: Tensor, k: Tensor, v: Tensor, out_dtype: torch.dtype, **options: Any
-) -> tuple[reference.Reference, Tensor]:
-    """The float64 oracle of an FP8 call, and how far each element of out may be off: what rounding P to e4m3 does.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    short_sums: bool = False,
+    v_scale: Tensor | None = None,
+    p_exponent: int = 8,
+    **options: Any,
+) -> FP8Budget:
+    """The budget of an FP8 call: what rounding P to e4m3 does, and with short_sums what tensor cores of Hopper add.
 
-    A probability is rounded by at most 2^-4 of itself, or below e4m3's normal numbers by 2^-18 of its row's largest,
-    both before its product with v. (The running maximum that P refers to is at most the final one.)
+    A probability is rounded by at most 2^-4 of itself, or below e4m3's normal numbers by 2^-10 where its row's largest
+    is 2^p_exponent, both before its product with v. (The running maximum that P refers to is at most the final one.)
+    With v_scale, P has it too, and stands before the product with v / v_scale.
 
-    Args: q, k, v: dequantised, dense. options: as for `attention`.
+    Short sums: for e4m3 operands these tensor cores align 32 products and the accumulator with the largest of them and
+    cut what is more than 13 bits below (DeepSeek-V3, arXiv:2412.19437, section 3.5.2, finds about 14 bits in all). So
+    each step of 32 columns may move a score by 2^-12 of |sum so far| + |products of the step|, the latter a root of the
+    sum of squares: where they are cut, they are cut independently. A row's lse moves by the mean of what its scores
+    move by, with its probabilities for weights. What P V loses is small beside the rounding of P and has no term.
+
+    Args:
+        q, k, v: dequantised, dense, with the columns of q and k in the order in which they are summed.
+        v_scale: of each row of v, what the kernel has in P: (batch, seqlen_k, num_heads_kv, 1) or ().
+        options: as for `attention`.
     """
     oracle = reference.attention(q, k, v, **options)
-    batch, seqlen_k, heads_kv, _ = k.shape
+    batch, seqlen_k, heads_kv, head_dim = k.shape
     identity = torch.eye(seqlen_k, dtype=torch.float64, device=k.device)
     # the probabilities: attention with the identity for v
     p = reference.attention(q, k, identity[None, :, None].expand(batch, -1, heads_kv, -1), **options).out.transpose(
         1, 2
     )
-    v = v.double().repeat_interleave(q.shape[2] // heads_kv, 2).transpose(1, 2).abs()
-    error = (p * 2.0**-4) @ v + p.amax(-1, keepdim=True) * 2.0**-18 * v.sum(2, keepdim=True).amax(-1, keepdim=True)
+    group = q.shape[2] // heads_kv
+    v = v.double().repeat_interleave(group, 2).transpose(1, 2).abs()
+    scale = torch.ones(1, dtype=torch.float64, device=v.device) if v_scale is None else v_scale.double()
+    scale = scale.expand(batch, seqlen_k, heads_kv, 1).repeat_interleave(group, 2).transpose(1, 2)  # (.., keys, 1)
+    smallest = (p * scale.mT).amax(-1, keepdim=True) * 2.0 ** (-10 - p_exponent)
+    error = (p * 2.0**-4) @ v + smallest * (v / scale).sum(2, keepdim=True).amax(-1, keepdim=True)
+    lse = torch.zeros_like(oracle.lse)
+    if short_sums:
+        softmax_scale = abs(options.get("softmax_scale") or head_dim**-0.5)
+        cut = softmax_scale * _cut_scores(q, k.repeat_interleave(group, 2))
+        lse = (p * cut).sum(-1)
+        error = error + (p * (cut + lse[..., None])) @ v
     rounding = torch.finfo(out_dtype).eps * oracle.out.abs() + 1e-5 * (v.amax() if v.numel() else 1.0)
-    return oracle, 1.01 * error.transpose(1, 2) + rounding
+    return FP8Budget(oracle, 1.01 * error.transpose(1, 2) + rounding, 1.01 * lse + FP32_LSE)
+
+
+def _cut_scores(q: Tensor, k: Tensor) -> Tensor:
+    """(batch, heads, seqlen_q, seqlen_k): how much of q.k tensor cores may cut off."""
+    q, k = (x.double().transpose(1, 2) for x in (q, k))
+    total = cut = q.new_zeros(*q.shape[:3], k.shape[2])
+    for q_step, k_step in zip(q.split(FP8_STEP, -1), k.split(FP8_STEP, -1), strict=True):
+        total = total + q_step @ k_step.mT
+        cut = cut + total.abs() + (q_step.square() @ k_step.square().mT).sqrt()
+    return FP8_CUT * cut
 
 
 def compare_gradients(name: str, actual: Tensor, oracle: Tensor, plain: Tensor, floor: float = 0.0) -> Comparison:

@@ -81,13 +81,16 @@ def steps(seeds: int) -> int:
     return seeds * (len(_DTYPES) + len(FP8_METHODS))
 
 
-def table3(seqlen: int, device: str, seeds: int, progress: Callable[[], None] = lambda: None) -> list[RmsError]:
+def table3(
+    seqlen: int, device: str, seeds: int, progress: Callable[[], None] = lambda: None, backend: str | None = None
+) -> list[RmsError]:
     """The rows of the table: plain and onepass attention in 16 bits, then FP8 with one thing at a time left out.
 
     Args:
         seqlen: keys; the paper has 8192. Queries: `num_queries`.
         seeds: inputs are drawn with the seeds 0, 1, ..., seeds - 1.
         progress: called after each of `steps(seeds)`.
+        backend: of the FP8 rows, where it takes them; None: the one that is chosen for them.
     """
     squares: dict[str, list[float]] = {}
     rounded_squares: dict[str, list[float]] = {}
@@ -110,7 +113,8 @@ def table3(seqlen: int, device: str, seeds: int, progress: Callable[[], None] = 
             progress()
         for method, (options, _) in FP8_METHODS.items():
             quantized = onepass.quantize_fp8(*(x.half() for x in (q, k, v)), **options)
-            add(method, onepass.attention(quantized), exact)
+            takes = backend if onepass.supports(quantized, backend=backend).ok else None
+            add(method, onepass.attention(quantized, backend=takes), exact)
             progress()
 
     def rms(sums: list[float]) -> float:

@@ -22,11 +22,13 @@ pytestmark = [
 ]
 
 
-def code_of(arch: str, is_paged: bool, is_split: bool = True, **changes) -> tuple:
+def code_of(arch: str, is_paged: bool, is_split: bool = True, has_descales: bool = False, **changes) -> tuple:
     """Machine code of the forward that a call gets, and its configuration."""
     widths = {"head_dim_v": changes["head_dim"], "has_seqused_k": True, "seqlen_q": 1}
     heads = {"num_heads_q": 32, "num_heads_kv": 8}
-    asked = DecodeProblem(replace(problem(64, 64), **(widths | heads | changes)), is_paged)
+    attention = replace(problem(64, 64), **(widths | heads | changes))
+    kv_block = 16 if has_descales else None
+    asked = DecodeProblem(attention, is_paged, has_descales=has_descales, kv_block=kv_block)
     config = decode_config_sm80(asked.attention, arch)
     code = machine_code.read(arch, functools.partial(decode_launch.trace, asked, config, arch, is_split))
     # of the widest float32 heads the assembler keeps addresses in local memory
@@ -74,6 +76,25 @@ def test_warps_along_the_rows(arch, head_dim, is_paged):
     assert type(config) is ForwardConfigSm80
     assert code.count(r"HMMA\.16816\.F32") > 0
     assert code.count(r"STG\.E\.64") > 0
+
+
+@pytest.mark.parametrize(
+    ("arch", "d", "is_paged"), [("sm_90a", 128, True), ("sm_89", 256, False), ("sm_100a", 64, True)]
+)
+def test_e4m3_cache(arch, d, is_paged):
+    """As many mma as with 16 bits, half the fragments from shared memory, and one instruction for two numbers."""
+    code, config = code_of(arch, is_paged, has_descales=True, head_dim=d, kv_dtype=torch.float8_e4m3fn)
+    assert isinstance(config, DecodeConfigSm80)
+    num_mma = 2 * (d // 16 * 2 + d // 8)
+    assert code.count(r"HMMA\.16816\.F32") == num_mma
+    assert code.count(r"LDSM\.16\.M88\.4") == code.count(r"LDSM\.16\.MT88\.4") == num_mma // 8
+    # two for the fragment of an mma; some for rows that are recomputed
+    assert 2 * num_mma < code.count(r"F2FP\.F16\.E4M3\.UNPACK_B") <= 2 * num_mma + 16
+    assert code.count(r"STG\.E\.128") > 0  # four float32 of a partial
+    assert config.q_in_registers == (
+        d < 256
+    )  # else Q goes to shared memory in fp16: two barriers more, before the loop
+    assert code.count(r"BAR\.SYNC") == (3 if config.q_in_registers else 5)
 
 
 def test_merge_and_append():

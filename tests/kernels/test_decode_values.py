@@ -32,6 +32,7 @@ OPTIONS = {
     "num_splits": None,
     "split_size": None,
     "check_values": False,
+    "kv_block": None,
 }
 NAN = float("nan")
 

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import itertools
 import re
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from onepass.errors import UnsupportedError
 from onepass.kernels import heuristics
 from onepass.kernels.config import ForwardConfig
 from onepass.kernels.sm90 import launch
-from onepass.problem import Mask, Quantization, QuantizedInputs
+from onepass.problem import Mask, Quantization
 
 CAUSAL = Mask(None, 0)
 
@@ -32,6 +33,8 @@ def asked(head_dim, head_dim_v, out_dtype=torch.bfloat16, **options):
     "question",
     [
         pytest.param(asked(128, 128, mask=Mask()), id="128"),
+        pytest.param(asked(256, 256, mask=Mask(70, 30), softcap=30.0, has_seqused_k=True), id="256 window softcap"),
+        pytest.param(asked(64, 64, mask=CAUSAL, is_packed=True), id="64 causal packed"),
         pytest.param(
             asked(
                 256, 64, torch.float16, mask=CAUSAL, softcap=30.0, has_sinks=True, has_seqused_k=True, num_heads_kv=2
@@ -46,11 +49,11 @@ def test_machine_code(question):
     assert code.serialized == ""
     assert code.spills == 0
     # a step: head_dim / 32 for S and tile_n / 32 for O; of a tile S first, then with PV, PV alone at the end
-    assert code.count(r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3") > 0
+    assert code.count(rf"QGMMA\.64x{config.tile_n}x32\.F32\.E4M3\.E4M3") > 0
     assert code.count("HGMMA") == 0
     assert code.count(r"F2FP\.\S*E4M3") > 0  # P
     assert code.count("UTMALDG") >= config.num_warpgroups + 2
-    assert code.count("SHFL") <= 60  # maxima, sums and out: none for P
+    assert code.count("SHFL") <= 110  # scales, maxima, sums and out, for widest heads 64 of them: none for P
     assert code.count(r"WARPGROUP\.ARRIVE") < code.count("QGMMA")
 
 
@@ -68,46 +71,48 @@ def test_p_and_v_have_the_same_order_of_keys():
                     place_of_key[key] = 32 * k + 16 * half + 4 * q + i
     assert sorted(place_of_key.values()) == list(range(64))
     v = torch.arange(64).view(1, 64, 1, 1).to(torch.uint8).view(torch.float8_e4m3fn)
-    stored = launch.transposed_values(v, None).view(torch.uint8).flatten().tolist()
+    stored = fp8.keys_last(v).view(torch.uint8).flatten().tolist()
     assert stored == [key for key, _ in sorted(place_of_key.items(), key=lambda item: item[1])]
-
-
-def test_transposed_values_are_those_of_the_keys():
-    v = torch.randn(2, 41, 3, 16).to(torch.float8_e4m3fn)
-    v[1, 30:] = torch.nan
-    transposed = launch.transposed_values(v, torch.tensor([41, 30], dtype=torch.int32))
-    assert transposed.shape == (2, 3, 16, 64)
-    assert transposed.stride(-1) == 1
-    order = launch.transposed_values(
-        torch.arange(64).view(1, 64, 1, 1).to(torch.uint8).view(torch.float8_e4m3fn), None
-    ).view(torch.uint8)[0, 0, 0]
-    back = torch.zeros(2, 64, 3, 16)
-    back[:, order.long()] = transposed.float().permute(0, 3, 1, 2)
-    expected = torch.zeros(2, 64, 3, 16)
-    expected[:, :41] = v.float()
-    expected[1, 30:] = 0.0
-    assert torch.equal(back, expected)
 
 
 @pytest.mark.parametrize("granularity", ["block", "head", "tensor"])
 def test_scales_of_the_kernel_are_those_of_the_tensors(granularity):
     q, k, v = torch.randn(2, 100, 4, 16), torch.randn(2, 150, 2, 16), torch.randn(2, 150, 2, 32) * 3
     quantized = onepass.quantize_fp8(q, k, v, granularity=granularity)
-    question = replace(asked(16, 32), batch=2, quantization=quantized.quantization)
-    inputs = QuantizedInputs(quantized.q, quantized.k, quantized.v, quantized.descales)
-    q_scale, k_scale, v_share, v_scale = launch.kernel_scales(question, inputs)
-    assert (q_scale.shape, v_scale.shape) == ((2, 4, 100), (2, 2))
-    assert (k_scale.shape, v_share.shape) == ((2, 2, 3), (2, 2, 3))
-    assert all(t.is_contiguous() for t in (q_scale, k_scale, v_share, v_scale))
-    for block, scales, t in (
-        (quantized.q_block, q_scale, q),
-        (quantized.kv_block, k_scale.repeat_interleave(64, -1)[..., :150], k),
-        (quantized.kv_block, (v_share * v_scale[..., None]).repeat_interleave(64, -1)[..., :150], v),
+    question = replace(asked(16, 32), batch=2, num_heads_kv=2, quantization=quantized.quantization)
+    *scales, q_block = launch.kernel_scales(question, quantized.descales)
+    kv_block = 64
+    for scale, descale, block, kernel_block, t in (
+        (scales[0], quantized.q_descale, quantized.q_block, q_block, q),
+        (scales[1], quantized.k_descale, quantized.kv_block, kv_block, k),
+        (scales[2], quantized.v_descale, quantized.kv_block, kv_block, v),
     ):
-        descale = {id(q): quantized.q_descale, id(k): quantized.k_descale, id(v): quantized.v_descale}[id(t)]
-        expected = fp8.row_scales(t, descale, block, None).expand(*t.shape[:3], 1)[..., 0]
-        torch.testing.assert_close(scales.transpose(1, 2), expected)
-    assert v_share.max() == 1.0
+        assert scale.data_ptr() == descale.data_ptr()  # a view
+        assert scale.stride(-1) == 1
+        rows = torch.arange(t.shape[1])
+        found = scale[:, :, (rows // kernel_block).clamp(max=scale.shape[2] - 1)]  # as blocks/fp8.py reads it
+        expected = fp8.row_scales(t, descale, block, None).expand(*t.shape[:3], 1)[..., 0].transpose(1, 2)
+        assert torch.equal(found, expected)
+
+
+def test_scales_of_packed_sequences():
+    """A block of sequence b is `first_block` of it and its number in the sequence, in the view that b has."""
+    offsets = {n: torch.tensor([0, 70, 70, 100, 250], dtype=torch.int32) for n in ("cu_seqlens_q", "cu_seqlens_k")}
+    tensors = [torch.randn(253, heads, 16) for heads in (4, 2, 2)]
+    for granularity in ("block", "head", "tensor"):
+        quantized = onepass.quantize_fp8(*tensors, granularity=granularity, **offsets)
+        question = replace(asked(16, 16, is_packed=True), batch=4, num_heads_kv=2, quantization=quantized.quantization)
+        *scales, q_block = launch.kernel_scales(question, quantized.descales)
+        for scale, descale, block, kernel_block, t in (
+            (scales[0], quantized.q_descale, quantized.q_block, q_block, tensors[0]),
+            (scales[2], quantized.v_descale, quantized.kv_block, 64, tensors[2]),
+        ):
+            assert scale.data_ptr() == descale.data_ptr()
+            expected = fp8.row_scales(t, descale, block, offsets["cu_seqlens_k"]).expand(253, t.shape[1], 1)[..., 0]
+            for b, (start, end) in enumerate(itertools.pairwise(offsets["cu_seqlens_k"].tolist())):
+                rows = torch.arange(end - start)
+                blocks = (start // kernel_block + b + rows // kernel_block).clamp(max=scale.shape[2] - 1)
+                assert torch.equal(scale[b][:, blocks].T, expected[start:end])
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 192, 256])
@@ -120,7 +125,6 @@ def test_a_configuration_for_every_head_dim(head_dim):
 
 REFUSED = [
     (asked(128, 128, torch.float32), r"dtype: expected out in bfloat16 or float16, got float32"),
-    (asked(128, 128, is_packed=True), r"cu_seqlens_q: expected None in FP8"),
     (asked(128, 40), r"head_dim_v: expected a multiple of 16 in FP8 .* got 40"),
     (replace(asked(128, 128), quantization=Quantization(torch.half, 1, 1)), r"kv_block: expected 64 or None, got 1"),
 ]
@@ -134,8 +138,8 @@ def test_what_the_kernel_does_not_take(question, message):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (ForwardConfig(tile_n=80), r"tile_n: expected 32, 64, 128, 192 or 256 in FP8 .* got 80"),
-        (ForwardConfig(tile_n=128, rescale_threshold=8.0), r"rescale_threshold: expected 0 in FP8, .* got 8.0"),
+        (ForwardConfig(tile_n=80), r"tile_n: expected a multiple of 32 in FP8, got 80"),
+        (ForwardConfig(tile_n=128, rescale_threshold=8.0), r"rescale_threshold: expected 0 to 3.8 in FP8, .* got 8.0"),
         (ForwardConfig(tile_n=128, score_buffers=2), r"q_in_registers, score_buffers: expected False and 1 in FP8"),
         (
             ForwardConfig(tile_n=64, two_level_sums=True, rescale_threshold=1.0),

@@ -238,6 +238,60 @@ def test_forward_takes_its_configurations(common):
 
 
 @pytest.fixture
+def fp8(common, monkeypatch):
+    monkeypatch.delitem(sys.modules, "fp8", raising=False)
+    module = importlib.import_module("fp8")
+    monkeypatch.setattr(module, "DEVICE", "cpu")
+    monkeypatch.setattr(module, "BACKEND", "tiled")
+    monkeypatch.setattr(module, "TABLE3_SEQLEN", 64)
+    monkeypatch.setattr(module, "CHECKS", ((2, 40, 70, 4, 2, 1.0), (1, 70, 30, 2, 2, 20.0)))
+    monkeypatch.setattr(module, "compile_all", lambda jobs: None)
+
+    def prepare(problem, device, config):
+        wrong = config is not None and config.tile_n == 32
+
+        def forward(inputs):
+            out, lse = tiled.forward(problem, inputs)
+            return (out * 1.5 if wrong else out), lse
+
+        return forward
+
+    monkeypatch.setattr(module.launch, "prepare", prepare)
+    yield module
+    for name in ("fp8", "hopper_forward"):
+        sys.modules.pop(name, None)
+
+
+def test_fp8(fp8, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "r.json"
+    arguments = ["--cases", "16c32,16n64", "--head-dims", "16", "--rounds", "2", "--out", str(path)]
+    arguments += ["--peers", "bf16,rows,whole,fa3"]
+    monkeypatch.setattr(sys, "argv", ["fp8.py", *arguments, "--variants", "n64; n32; n80"])
+    assert fp8.main() == 1
+    text = capsys.readouterr().out
+    assert "n80 not measured: tile_n: expected a multiple of 32 in FP8, got 80" in text
+    assert "check: 4 of 6 passed" in text  # n32 is wrong
+    assert "Table 3: FP8 onepass: block scales, rotation" in text
+    assert "fa3 not measured: ModuleNotFoundError" in text
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["contender"] for row in rows] == 2 * ["onepass", "bf16", "rows", "whole", "n64", "n32"]
+    of_first = {row["contender"]: row for row in rows[:6]}
+    assert of_first["onepass"]["error"] == of_first["rows"]["error"] == of_first["whole"]["error"] < 0.3
+    assert of_first["bf16"]["error"] == 0
+    assert of_first["n64"]["config"]["tile_n"] == 64
+
+    monkeypatch.setattr(sys, "argv", ["fp8.py", *arguments, "--no-grid", "--variants", "try"])
+    assert fp8.main() == 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_variants_of_fp8_fit(fp8, capsys, head_dim, causal):
+    assert len(fp8.variants("try", head_dim, causal)) >= 3
+    assert "not measured" not in capsys.readouterr().out
+
+
+@pytest.fixture
 def ampere(hopper_backward, monkeypatch):
     monkeypatch.delitem(sys.modules, "ampere", raising=False)
     module = importlib.import_module("ampere")

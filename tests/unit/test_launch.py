@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import onepass
-from onepass import dispatch
+from onepass import dispatch, fp8
 from onepass.kernels import compile
 from onepass.kernels.config import ForwardConfig
 from onepass.kernels.sm90 import launch
@@ -72,7 +72,7 @@ def test_arguments_of_the_kernel_in_fp8(launched):
         device_type="cuda",
     )
     out, _ = launch.forward(problem, inputs, ForwardConfig(tile_n=64, num_warpgroups=1))
-    q, k, v, given_out, _, sinks, *lengths, q_scale, k_scale, v_share, v_scale = launched[0][:13]
+    q, k, v, given_out, _, sinks, *lengths, q_scale, k_scale, v_scale, q_block = launched[0][:13]
     assert given_out is out
     assert out.dtype == torch.float16
     assert (sinks, *lengths) == (None,) * 4
@@ -80,8 +80,18 @@ def test_arguments_of_the_kernel_in_fp8(launched):
     assert k is inputs.k
     assert torch.equal(q.float(), inputs.q.float())
     assert (k.dtype, v.dtype, v.shape) == (torch.float8_e4m3fn, torch.float8_e4m3fn, (2, 2, 32, 64))
-    shapes = tuple(tuple(t.shape) for t in (q_scale, k_scale, v_share, v_scale))
-    assert shapes == ((2, 4, 40), (2, 2, 1), (2, 2, 1), (2, 2))
+    # as they are, and no operation for them
+    assert all(a is b for a, b in zip((q_scale, k_scale, v_scale), quantized.descales, strict=True))
+    assert (q_scale.shape, k_scale.shape, v_scale.shape, q_block) == ((2, 4, 1), (2, 2, 1), (2, 2, 1), 64)
+
+    # V that lies as the kernel reads it is read where it lies
+    keys_last = fp8.keys_last(quantized.v)
+    last = replace(problem.quantization, v_keys_last=True)
+    launch.forward(
+        replace(problem, quantization=last), inputs._replace(v=keys_last), ForwardConfig(tile_n=64, num_warpgroups=1)
+    )
+    assert launched[1][2] is keys_last
+    assert torch.equal(keys_last.view(torch.uint8), v.view(torch.uint8))
 
 
 @pytest.mark.parametrize("empty", ["batch", "seqlen_q", "seqlen_k"])

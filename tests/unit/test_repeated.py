@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -51,6 +52,37 @@ def test_same_answer_the_second_time(seed, count_operator):
     assert count_operator == [1]
     same(first.out, again.out)
     same(first.lse, again.lse)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_fp8_tensors(is_packed, count_operator):
+    function = onepass.attention_varlen if is_packed else onepass.attention
+    given = packed() if is_packed else tensors()
+    offsets = {n: t for n, t in given.items() if n.startswith("cu_seqlens")}
+    q, k, v = (given[n].half() for n in "qkv")
+    quantized = onepass.quantize_fp8(q, k, v, **offsets)
+    first, again, causal, causal_again = (
+        function(quantized, **offsets, causal=causal, return_lse=True) for causal in (False, False, True, True)
+    )
+    assert count_operator == [2]
+    same(first.out, again.out)
+    same(first.lse, again.lse)
+    same(causal.out, causal_again.out)
+    assert not torch.equal(first.out, causal.out)
+    # other scales are other data, another shape of them another call
+    doubled = replace(quantized, v_descale=2 * quantized.v_descale)
+    torch.testing.assert_close(function(doubled, **offsets, return_lse=True).out, 2 * first.out)
+    assert count_operator == [2]
+    by_tensor = onepass.quantize_fp8(q, k, v, granularity="tensor", **offsets)
+    function(by_tensor, **offsets, return_lse=True)
+    assert count_operator == [3]
+    # what is subtracted has to be put right
+    centered = onepass.quantize_fp8(q, k, v, center_v=True, **offsets)
+    for _ in range(2):
+        function(centered, **offsets, return_lse=True)
+    assert count_operator == [5]
+    with pytest.raises(TypeError, match=r"k: expected None beside a QuantizedQKV"):
+        function(quantized, k, **offsets, return_lse=True)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "slices"])

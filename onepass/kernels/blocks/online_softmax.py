@@ -86,6 +86,12 @@ class OnlineSoftmax(Bundle):
                 chains[i] = maximum(maximum(chains[i], as_integers[r, c + i]), as_integers[r, c + i + 2])
         return maximum(*chains)
 
+    def _may_have_grown(self, scores: cute.Tensor, r: int, is_masked: bool) -> Boolean:
+        """Whether one of this thread's scores is past the limit of row r; a limit below 0 may be said to be passed."""
+        if is_masked:
+            return self._thread_maximum(scores, r) > self._limit(r)
+        return self._thread_maximum_bits(scores, r) > self.limit[r]
+
     @cute.jit
     def reset(self):
         """Rows that have seen no key yet: `update` takes it from here (`begin` saves it the first rescaling)."""
@@ -130,10 +136,7 @@ class OnlineSoftmax(Bundle):
         """
         may_have_grown = Boolean(False)
         for r in cutlass.range_constexpr(ROWS):
-            if cutlass.const_expr(is_masked):
-                may_have_grown = may_have_grown or self._thread_maximum(scores, r) > self._limit(r)
-            else:
-                may_have_grown = may_have_grown or self._thread_maximum_bits(scores, r) > self.limit[r]
+            may_have_grown = may_have_grown or self._may_have_grown(scores, r, is_masked)
         if cute.arch.vote_any_sync(may_have_grown):
             if cutlass.const_expr(is_in_flight):
                 warpgroup.wait_group(0)

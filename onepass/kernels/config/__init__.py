@@ -1,6 +1,15 @@
 """How one launch is computed: `base.py` what all configurations share, `sm90.py` Hopper's, `sm80.py` Ampere's."""
 
-from .base import HEAD_DIM_TILES, MAX_RESCALE_THRESHOLD, STAT_ROWS, Config, LaunchConfig, column_block, head_dim_tile
+from .base import (
+    HEAD_DIM_TILES,
+    MAX_RESCALE_THRESHOLD,
+    MAX_RESCALE_THRESHOLD_FP8,
+    STAT_ROWS,
+    Config,
+    LaunchConfig,
+    column_block,
+    head_dim_tile,
+)
 from .sm80 import (
     MAX_REGISTERS,
     ROWS_PER_MMA,
@@ -19,6 +28,7 @@ __all__ = [
     "HOPPER",
     "MAX_REGISTERS",
     "MAX_RESCALE_THRESHOLD",
+    "MAX_RESCALE_THRESHOLD_FP8",
     "REGISTERS",
     "ROWS_PER_MMA",
     "ROWS_PER_WARPGROUP",

@@ -10,6 +10,7 @@ from ...problem import AttentionProblem
 
 HEAD_DIM_TILES = (64, 96, 128, 192, 256)
 MAX_RESCALE_THRESHOLD = 15.0
+MAX_RESCALE_THRESHOLD_FP8 = 3.8  # P is 32 at its largest reference then: a probability of 3e-5 of it is rounded to 0
 STAT_ROWS = 2  # lse and delta of a query
 
 

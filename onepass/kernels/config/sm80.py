@@ -113,7 +113,8 @@ class ForwardConfigSm80(LaunchConfig):
 
     def smem_bytes(self, problem: AttentionProblem) -> int:
         d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
-        return problem.dtype.itemsize * (self.tile_m * d + self.num_buffers * self.tile_n * (d + dv))
+        kv_bytes = problem.kv_itemsize * self.num_buffers * self.tile_n * (d + dv)
+        return problem.dtype.itemsize * self.tile_m * d + kv_bytes
 
     def accumulator_registers(self, problem: AttentionProblem) -> int:
         """Registers of a thread for S, P, O (and Q): the rest is left for fragments of K and V, addresses, softmax."""
@@ -139,9 +140,10 @@ class ForwardConfigSm80(LaunchConfig):
         if self.vector_bytes not in VECTOR_BYTES or self.vector_bytes < element_bytes:
             raise UnsupportedError(f"vector_bytes: expected 16, 8, 4 or 2 of whole elements, got {self.vector_bytes}")
         for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-            if size * element_bytes % self.vector_bytes:
+            if size * problem.kv_itemsize % self.vector_bytes:
                 raise UnsupportedError(f"vector_bytes: {self.vector_bytes} do not divide rows of {name} {size}")
-        for columns in (d, dv):
+        row_bytes = {d * element_bytes, d * problem.kv_itemsize, dv * problem.kv_itemsize}
+        for columns in (n // element_bytes for n in row_bytes):
             # a pass of all threads over a tile is so many whole rows
             in_a_pass = self.loading_threads // threads_per_row(columns, element_bytes, self.vector_bytes)
             if self.tile_m % in_a_pass or self.tile_n % in_a_pass:

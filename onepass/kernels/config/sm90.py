@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ...errors import UnsupportedError
 from ...problem import AttentionProblem
-from .base import MAX_RESCALE_THRESHOLD, STAT_ROWS, LaunchConfig, head_dim_tile
+from .base import MAX_RESCALE_THRESHOLD, MAX_RESCALE_THRESHOLD_FP8, STAT_ROWS, LaunchConfig, head_dim_tile
 
 ROWS_PER_WARPGROUP = 64  # the M of a wgmma
 HOPPER = "sm_90a"
@@ -169,14 +169,13 @@ class ForwardConfig(LaunchConfig):
 
     def _check_fp8(self) -> None:
         """What the GEMMs and scales of FP8 take of the choices."""
-        if self.tile_n % 64 and self.tile_n != 32:
-            raise UnsupportedError(f"tile_n: expected 32, 64, 128, 192 or 256 in FP8 (blocks of 64), got {self.tile_n}")
+        if self.tile_n % 32:
+            raise UnsupportedError(f"tile_n: expected a multiple of 32 in FP8, got {self.tile_n}")
         if self.q_in_registers or self.score_buffers != 1:
             raise UnsupportedError("q_in_registers, score_buffers: expected False and 1 in FP8")
-        if self.rescale_threshold != 0:
-            raise UnsupportedError(
-                f"rescale_threshold: expected 0 in FP8, whose P has no room above 1, got {self.rescale_threshold}"
-            )
+        if self.rescale_threshold > MAX_RESCALE_THRESHOLD_FP8:
+            expected = f"0 to {MAX_RESCALE_THRESHOLD_FP8:g} in FP8, or P has no room below its largest value"
+            raise UnsupportedError(f"rescale_threshold: expected {expected}, got {self.rescale_threshold}")
 
 
 @dataclass(frozen=True)

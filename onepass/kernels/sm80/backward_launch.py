@@ -21,17 +21,7 @@ from . import launch
 
 def unsupported(problem: AttentionProblem) -> str | None:
     """Why the kernels do not compute the gradients of this problem; None if they do."""
-    return launch.unsupported(problem) or backward_launch.unsupported(problem) or _not_run_yet(problem)
-
-
-def _not_run_yet(problem: AttentionProblem) -> str | None:
-    """What the kernels compute, but no GPU has: their PTX gives right results on the CPU."""
-    if problem.dtype == torch.float32:
-        return "dtype: expected bfloat16 or float16, got float32, whose kernels no GPU has run yet"
-    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if size % 8:
-            return f"{name}: expected a multiple of 8, got {size}, whose kernels no GPU has run yet"
-    return None
+    return launch.unsupported(problem) or backward_launch.unsupported(problem)
 
 
 def backward(

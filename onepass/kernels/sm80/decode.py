@@ -77,6 +77,7 @@ class KeyWarps(Warps):
     @cute.jit
     def store(self, tile: Tile):
         """All warps' states together: out = O / row_sum and lse, some columns a warp."""
+        self.finish_o()
         cute.arch.sync_threads()  # all warps are done with K and V
         self._put_state(tile)
         cute.arch.sync_threads()

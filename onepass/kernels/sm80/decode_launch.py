@@ -18,10 +18,11 @@ from torch import Tensor
 
 from ...decode_problem import DecodeInputs, DecodeProblem
 from ...decode_validation import read_cache_lengths
+from ...errors import UnsupportedError
 from ...outputs import empty_outputs
 from ...problem import AttentionInputs, AttentionProblem
 from .. import compile
-from ..arguments import element_type, fake_tensor, score_scales, window_bounds
+from ..arguments import element_type, fake_tensor, score_scales, strided_tensor, window_bounds
 from ..blocks.integers import ceil_div
 from ..config import VECTOR_BYTES, ForwardConfigSm80
 from ..config_decode import DecodeConfigSm80
@@ -29,6 +30,7 @@ from ..heuristics_decode import decode_config_sm80, num_splits_sm80
 from .launch import arch_of, grid, vector_bytes, with_rows
 
 MERGE_WARPS = 2
+KEYS_OF_A_DESCALE = 16  # of an e4m3 cache: what its blocks and pages are multiples of, see blocks/cache_descales.py
 
 
 def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
@@ -36,6 +38,20 @@ def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor
     if problem.check_values:
         read_cache_lengths(inputs)
     return prepare(problem, inputs.q.device)(inputs)
+
+
+def unsupported(problem: DecodeProblem) -> str | None:
+    """Why these kernels do not compute a problem whose attention they do; None if they do."""
+    attention = problem.attention
+    if not attention.has_e4m3_cache:
+        return None
+    if attention.dtype.itemsize != 2:
+        return f"expected q in bfloat16 or float16 with an e4m3 cache, got {attention.dtype}"
+    if attention.head_dim % 2 or attention.head_dim_v % 2:
+        return f"expected even head dims of an e4m3 cache, got {attention.head_dim} and {attention.head_dim_v}"
+    if problem.kv_block is not None and problem.kv_block % KEYS_OF_A_DESCALE:
+        return f"expected a kv_block that is a multiple of {KEYS_OF_A_DESCALE} keys, got {problem.kv_block}"
+    return None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -48,6 +64,23 @@ def prepare(problem: DecodeProblem, device: torch.device) -> Callable[[DecodeInp
     config = decode_config_sm80(attention, arch)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return Launch(problem, config, arch, *splits_of(problem, config, arch, num_sms))
+
+
+def compile_requests(
+    problem: DecodeProblem, inputs: DecodeInputs, device: torch.device
+) -> list[tuple[ForwardConfigSm80 | None, tuple]]:
+    """The kernels of a call whose tensors are aligned, in the order in which they run, each with its configuration, as
+    the arguments of `compile.get`."""
+    arch = arch_of(device)
+    requests: list[tuple[ForwardConfigSm80 | None, tuple]] = []
+    if inputs.seqlen_new or inputs.rotary_cos is not None:
+        requests.append((None, append_request(AppendKey.of(problem, inputs), arch)))
+    launch = prepare(problem, device)
+    if isinstance(launch, Launch):
+        requests.append((launch.config, compile_request(problem, launch.config, arch, launch.is_split)))
+        if launch.is_split:
+            requests.append((None, merge_request(problem.attention, arch)))
+    return requests
 
 
 def _without_keys(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
@@ -92,8 +125,8 @@ class Launch:
         self._merge: Callable | None = None
 
     def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-        q, k_cache, v_cache = inputs[:3]
-        out, lse = empty_outputs(self.problem.attention, AttentionInputs(q, k_cache, v_cache))
+        q, k_cache, v_cache = inputs.q, as_pairs(inputs.k_cache), as_pairs(inputs.v_cache)
+        out, lse = empty_outputs(self.problem.attention, AttentionInputs(*inputs[:3]))
         if inputs.k_new is not None or inputs.rotary_cos is not None:
             q = append(self.problem, inputs)
         q = with_rows(q)
@@ -138,12 +171,48 @@ class Launch:
             None if inputs.page_table is None else with_rows(inputs.page_table),
             inputs.seqlen_new,
             *self.splits,
+            *descale_arguments(self.problem, inputs),
         )
+
+
+def as_pairs(cache: Tensor, dtype: torch.dtype = torch.float16) -> Tensor:
+    """An e4m3 cache as what copies take it for, pairs in 16 bits, half as many columns; others as they are.
+
+    Raises: UnsupportedError where not every row begins with a pair.
+    """
+    if cache.dtype != torch.float8_e4m3fn:
+        return cache
+    if any(n % 2 for n in (cache.storage_offset(), *cache.stride()[:-1])):
+        raise UnsupportedError(f"e4m3 cache: expected rows at even addresses, got strides {cache.stride()}")
+    return cache.view(dtype)
+
+
+def descale_arguments(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor | None, Tensor | None, int | None]:
+    """k_descale, v_descale (batch or num_pages, num_heads_kv, blocks), by strides of 0 where some are one; kv_block."""
+    if inputs.k_descale is None or inputs.v_descale is None:
+        return None, None, None
+    by_block, (outer, size, heads) = problem.kv_block is not None, inputs.k_cache.shape[:3]
+    blocks = 1
+    if not (by_block and problem.is_paged):
+        outer, blocks = inputs.q.shape[0], ceil_div(size, problem.kv_block) if by_block else 1
+    sizes = outer, heads, blocks
+    # () -> (0, 0, 0); (heads,) -> (0, s, 0); two and three dimensions are the first ones
+    k_descale, v_descale = (
+        t.as_strided(sizes, (0, *t.stride(), 0) if t.dim() == 1 else (*t.stride(), 0, 0, 0)[:3])
+        for t in (inputs.k_descale, inputs.v_descale)
+    )
+    return k_descale, v_descale, None if problem.is_paged else problem.kv_block
 
 
 def compile_request(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split: bool) -> tuple:
     """The arguments of `compile.get` for the forward kernel of this problem."""
-    kind = ("is_split", is_split), ("is_paged", problem.is_paged)
+    by_block = problem.kv_block is not None
+    kind = (
+        ("is_split", is_split),
+        ("is_paged", problem.is_paged),
+        ("has_descales", problem.has_descales),
+        ("descales_by_block", by_block),
+    )
     key = _of_a_split(problem.attention, is_split).static(), config, kind
     return "decode_sm80", key, arch, functools.partial(trace, problem, config, arch, is_split)
 
@@ -155,27 +224,32 @@ def _of_a_split(attention: AttentionProblem, is_split: bool) -> AttentionProblem
 
 def trace(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split: bool) -> tuple:
     """The forward kernel of a static problem and stand-ins for its arguments, for `compile`."""
-    from cutlass import Float32, Int32
+    from cutlass import Float16, Float32, Int32
     from cutlass.cute.runtime import make_fake_stream
 
     from .decode import DecodeSm80
     from .forward import ForwardSm80
 
     attention = _of_a_split(problem.attention, is_split)
-    dtype, mask = element_type(attention.dtype), attention.mask
+    dtype, mask, by_block = element_type(attention.dtype), attention.mask, problem.kv_block is not None
     d, dv = attention.head_dim, attention.head_dim_v
 
-    def rows(size: int) -> Any:
+    def rows(size: int, dtype: type = dtype) -> Any:
         return fake_tensor(dtype, None, None, None, size, align_bytes=config.vector_bytes)
 
-    out = rows(dv)
+    out, caches = rows(dv), (rows(d), rows(dv))
+    if attention.has_e4m3_cache:
+        caches = tuple(rows(size // 2, Float16) for size in (d, dv))
     if is_split:
-        # of 16-bit types a thread stores two columns, of float32 those of its copies
+        # of 16-bit types a thread stores two columns, over an e4m3 cache four, of float32 those of its copies
         align_bytes = config.vector_bytes if attention.dtype == torch.float32 else 4 if dv % 2 else 8
+        if attention.has_e4m3_cache:
+            align_bytes = 16 if dv % 4 == 0 else 8
         out = fake_tensor(Float32, None, None, None, None, dv, align_bytes=align_bytes)
     splits = (None,) if is_split else ()
     arguments = (
-        *(rows(size) for size in (d, d, dv)),
+        rows(d),
+        *caches,
         out,
         fake_tensor(Float32, *splits, None, None, None, align_bytes=4),
         fake_tensor(Float32, None, align_bytes=4) if attention.has_sinks else None,
@@ -191,10 +265,12 @@ def trace(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split
         fake_tensor(Int32, None, None, align_bytes=4) if problem.is_paged else None,
         Int32(0),
         *((Int32(1), Int32(0)) if is_split else (None, None)),
+        *((strided_tensor(Float32, 3), strided_tensor(Float32, 3)) if problem.has_descales else (None, None)),
+        Int32(1) if by_block and not problem.is_paged else None,
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
     kernel = DecodeSm80 if isinstance(config, DecodeConfigSm80) else ForwardSm80
-    return kernel(attention, config, dtype, arch, is_split, problem.is_paged), arguments
+    return kernel(attention, config, dtype, arch, is_split, problem.is_paged, by_block), arguments
 
 
 # ---------------------------------------------------------------- merge
@@ -289,14 +365,14 @@ def append(problem: DecodeProblem, inputs: DecodeInputs) -> Tensor:
     """New keys and values into the cache. Returns: the rotated queries, or q itself without rotary positions."""
     is_rotary = inputs.rotary_cos is not None
     q_out = torch.empty_like(inputs.q, memory_format=torch.contiguous_format) if is_rotary else inputs.q
-    arguments = append_arguments(inputs, q_out)
+    arguments = append_arguments(problem, inputs, q_out)
     if arguments[-1]:
         arch = arch_of(inputs.q.device)
         append_kernel_of(AppendKey.of(problem, inputs), arch)(*arguments)
     return q_out
 
 
-def append_arguments(inputs: DecodeInputs, q_out: Tensor) -> tuple:
+def append_arguments(problem: DecodeProblem, inputs: DecodeInputs, q_out: Tensor) -> tuple:
     """Those of `Append.__call__` but the stream; the last is the number of rows to be written."""
     is_rotary, has_new = inputs.rotary_cos is not None, inputs.seqlen_new > 0
     rows = max(inputs.seqlen_new, inputs.q.shape[1] if is_rotary else 0)
@@ -305,10 +381,11 @@ def append_arguments(inputs: DecodeInputs, q_out: Tensor) -> tuple:
         with_rows(inputs.q) if is_rotary else None,
         q_out if is_rotary else None,
         *new,
-        *((inputs.k_cache, inputs.v_cache) if has_new else (None, None)),
+        *((as_pairs(t, torch.int16) for t in (inputs.k_cache, inputs.v_cache)) if has_new else (None, None)),
         inputs.cache_seqlens.contiguous(),
         with_rows(inputs.page_table) if has_new and inputs.page_table is not None else None,
         *(None if t is None else with_rows(t) for t in (inputs.rotary_cos, inputs.rotary_sin)),
+        *(descale_arguments(problem, inputs) if has_new else (None, None, None)),
         inputs.seqlen_new,
         rows,
         rows * inputs.q.shape[0],
@@ -325,13 +402,18 @@ class AppendKey:
     has_new: bool
     is_paged: bool
     rotary: tuple[torch.dtype, int, bool] | None  # of cos and sin: dtype, columns; interleaved
+    is_e4m3: bool = False  # the cache
+    has_descales: bool = False
+    descales_by_block: bool = False  # or page
 
     @classmethod
     def of(cls, problem: DecodeProblem, inputs: DecodeInputs) -> AppendKey:
         cos, has_new = inputs.rotary_cos, inputs.seqlen_new > 0
         rotary = None if cos is None else (cos.dtype, cos.shape[1], problem.rotary_interleaved)
         sizes = problem.attention.head_dim, problem.attention.head_dim_v
-        return cls(problem.attention.dtype, *sizes, has_new, has_new and problem.is_paged, rotary)
+        is_e4m3 = has_new and problem.attention.has_e4m3_cache
+        scales = (is_e4m3, is_e4m3 and problem.has_descales, is_e4m3 and problem.kv_block is not None)
+        return cls(problem.attention.dtype, *sizes, has_new, has_new and problem.is_paged, rotary, *scales)
 
 
 @functools.lru_cache(maxsize=256)
@@ -346,7 +428,7 @@ def append_request(key: AppendKey, arch: str) -> tuple:
 
 
 def trace_append(key: AppendKey) -> tuple:
-    from cutlass import Int32
+    from cutlass import Float32, Int16, Int32
     from cutlass.cute.runtime import make_fake_stream
 
     from ..append import Append
@@ -356,23 +438,30 @@ def trace_append(key: AppendKey) -> tuple:
             return None
         return fake_tensor(element_type(key.dtype), None, None, None, size, align_bytes=key.dtype.itemsize)
 
+    def pairs(size: int) -> Any:
+        return fake_tensor(Int16, None, None, None, size // 2, align_bytes=2)
+
     def table() -> Any:
         if key.rotary is None:
             return None
         dtype, half, _ = key.rotary
         return fake_tensor(element_type(dtype), None, half, align_bytes=dtype.itemsize)
 
-    is_rotary = key.rotary is not None
+    is_rotary, sizes = key.rotary is not None, (key.head_dim, key.head_dim_v)
     arguments = (
         *(rows(key.head_dim, is_rotary) for _ in range(2)),
-        *(rows(size, key.has_new) for _ in range(2) for size in (key.head_dim, key.head_dim_v)),
+        *(rows(size, key.has_new) for size in sizes),
+        *((pairs(size) for size in sizes) if key.is_e4m3 else (rows(size, key.has_new) for size in sizes)),
         fake_tensor(Int32, None, align_bytes=4),
         fake_tensor(Int32, None, None, align_bytes=4) if key.is_paged else None,
         table(),
         table(),
+        *((strided_tensor(Float32, 3), strided_tensor(Float32, 3)) if key.has_descales else (None, None)),
+        Int32(1) if key.descales_by_block and not key.is_paged else None,
         Int32(0),
         Int32(1),
         Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
-    return Append(key.rotary is not None and key.rotary[2]), arguments
+    by_page = key.descales_by_block and key.is_paged
+    return Append(key.rotary is not None and key.rotary[2], key.is_e4m3, by_page), arguments

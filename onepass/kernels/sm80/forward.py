@@ -21,12 +21,8 @@ float32 by three products of tf32 parts, in gemms_float32.py; the width of copie
 Shared memory: Q (tile_m, head_dim); num_stages of K (tile_n, head_dim) and of V (tile_n, head_dim_v); columns up to the
 compiled head dim are zeros, and so are rows past the end of a sequence: P = 0 there, and 0 * NaN = NaN.
 
-State: no GPU has run this yet, and nothing is tuned. The tests compile it for six architectures, read the machine code,
-and run the PTX on the CPU.
-
-    done      fp16, bf16 and float32, every mask, softcap, sinks, groups of query heads (in a tile, too), packed
-              sequences and seqused_k, head dims from 1 to 256, tensors of any alignment, splits, pages
-    not yet   float32: infinities in Q and K give NaN where they could give a number
+The tests compile it for six architectures, read the machine code, and run the PTX on the CPU; of GPUs an H200 has run
+it. float32: infinities in Q and K give NaN where they could give a number.
 
 Names as in CuTe code: mQ global, sQ shared, rQ register fragment.
 
@@ -38,12 +34,13 @@ from __future__ import annotations
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float16, Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from ...problem import AttentionProblem
 from ..blocks import tile_scheduler
 from ..blocks.block_range import key_blocks
+from ..blocks.cache_descales import CacheDescales, DescaleTensors
 from ..blocks.integers import minimum
 from ..blocks.layouts import (
     as_batch_of_one,
@@ -64,7 +61,7 @@ from ..blocks.ptx import exit_if
 from ..blocks.schedule import Schedule, Sequences, make_schedule
 from ..blocks.splits import Splits, blocks_of_split
 from ..config import ForwardConfigSm80, head_dim_tile
-from . import gemms_16bit, gemms_float32
+from . import gemms_16bit, gemms_e4m3, gemms_float32
 from .loads import RowLoader
 from .warps import Tile, Warps
 
@@ -75,6 +72,7 @@ class ForwardSm80:
     Args:
         is_split: thread blocks (tile, split) handle a part of the keys each, and write float32 partials.
         is_paged: K and V lie in pages. Both not of packed sequences.
+        descales_by_block: of an e4m3 cache: each block of keys, or page, has a descale of its own.
     """
 
     def __init__(
@@ -85,10 +83,11 @@ class ForwardSm80:
         arch: str,
         is_split: bool = False,
         is_paged: bool = False,
+        descales_by_block: bool = False,
     ):
         config.check(problem, arch)
         assert not (problem.is_packed and (is_split or is_paged))
-        self.is_split, self.is_paged = is_split, is_paged
+        self.is_split, self.is_paged, self.descales_by_block = is_split, is_paged, descales_by_block
         self.config, self.dtype = config, dtype
         self.group = config.group(problem)  # query heads of a tile
         self.tile_heads_per_kvhead = problem.qhead_per_kvhead // self.group
@@ -99,7 +98,14 @@ class ForwardSm80:
         self.has_mask = self.has_window != (False, False)
         self.longest_first = config.longest_first and self.has_window == (False, True)
         self.is_packed = problem.is_packed
-        if dtype is Float32:
+        self.has_e4m3_cache = problem.has_e4m3_cache
+        # K and V in memory: e4m3 in pairs
+        self.kv_dtype, per_element = (Float16, 2) if self.has_e4m3_cache else (dtype, 1)
+        self.kv_columns = tuple(d // per_element for d in self.head_dims)
+        self.kv_tile_columns = self.head_dim // per_element, self.head_dim_v // per_element
+        if self.has_e4m3_cache:
+            self.make_tiled_mma, self.gemms = gemms_16bit.make_tiled_mma, gemms_e4m3.GemmsE4M3
+        elif dtype is Float32:
             self.make_tiled_mma, self.gemms = gemms_float32.make_tiled_mma, gemms_float32.GemmsFloat32
         else:
             self.make_tiled_mma, self.gemms = gemms_16bit.make_tiled_mma, gemms_16bit.Gemms16Bit
@@ -110,8 +116,8 @@ class ForwardSm80:
     def __call__(
         self,
         q: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim); packed sequences: all tensors without batch
-        k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim)
-        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v)
+        k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim); e4m3 as (.., head_dim / 2) pairs
+        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v); likewise
         out: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v); of splits (splits, ..) float32
         lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q); of splits (splits, ..)
         sinks: cute.Tensor | None,  # (num_heads_q,) float32
@@ -128,6 +134,9 @@ class ForwardSm80:
         added_k: Int32 | None,  # keys more than seqused_k says
         num_splits: Int32 | None,
         split_blocks: Int32 | None,  # see blocks/splits.py
+        k_descale: cute.Tensor | None,  # (batch or num_pages, num_heads_kv, blocks) float32
+        v_descale: cute.Tensor | None,
+        kv_block: Int32 | None,  # keys of a block
         stream: cuda.CUstream,
     ):
         if cutlass.const_expr(self.is_packed):
@@ -139,6 +148,10 @@ class ForwardSm80:
         else:
             mO, mLSE = rows_first(out), rows_first_of_lse(lse)
         pages = Pages(page_table, cute.FastDivmodDivisorV2(mK.shape[0])) if self.is_paged else None
+        descales = None
+        if cutlass.const_expr(k_descale is not None):
+            divisor = None if kv_block is None else cute.FastDivmodDivisorV2(kv_block)
+            descales = DescaleTensors(k_descale, v_descale, divisor)
         num_heads, batch = mQ.shape[2] // self.group, mQ.shape[3]
         num_m_blocks = None if self.is_packed else cute.ceil_div(mQ.shape[0], self.positions)
         self.kernel(
@@ -153,10 +166,10 @@ class ForwardSm80:
             make_schedule(num_m_blocks, num_heads, batch, heads_per_section),
             pages,
             Splits(num_splits, split_blocks) if self.is_split else None,
-            self.make_tiled_mma(config, self.dtype),
+            descales,
+            self.make_tiled_mma(config, self.kv_dtype),
             smem_tiles(config.tile_m, self.head_dim, 1, self.dtype),
-            smem_tiles(config.tile_n, self.head_dim, config.num_buffers, self.dtype),
-            smem_tiles(config.tile_n, self.head_dim_v, config.num_buffers, self.dtype),
+            *(smem_tiles(config.tile_n, n, config.num_buffers, self.kv_dtype) for n in self.kv_tile_columns),
         ).launch(
             grid=[num_tiles, num_splits if self.is_split else 1, 1], block=[config.num_threads, 1, 1], stream=stream
         )
@@ -177,6 +190,7 @@ class ForwardSm80:
         schedule: Schedule,
         pages: Pages | None,
         splits: Splits | None,
+        descale_tensors: DescaleTensors | None,
         tiled_mma: cute.TiledMma,
         sQ_layout: cute.ComposedLayout,
         sK_layout: cute.ComposedLayout,
@@ -199,14 +213,18 @@ class ForwardSm80:
             mO, mLSE = (t[None, None, None, None, split] for t in (mO, mLSE))
 
         smem = SmemAllocator()
-        sQ, sK, sV = (self._allocate(smem, layout) for layout in (sQ_layout, sK_layout, sV_layout))
+        sQ = self._allocate(smem, sQ_layout, self.dtype)
+        sK, sV = (self._allocate(smem, layout, self.kv_dtype) for layout in (sK_layout, sV_layout))
         thread, num_threads = self.loading_thread(), self.config.loading_threads
-        head_dim, head_dim_v = self.head_dims
         loaders = tuple(
             RowLoader(buffers, columns, self.config.vector_bytes, num_threads, thread)
-            for buffers, columns in ((sQ, head_dim), (sK, head_dim), (sV, head_dim_v))
+            for buffers, columns in zip((sQ, sK, sV), (self.head_dims[0], *self.kv_columns), strict=True)
         )
-        warps = self.make_warps(self, sQ, sK, sV, tiled_mma, scores, tensors, mO, mLSE, mSinks, pages)
+        descales = None
+        if cutlass.const_expr(descale_tensors is not None):
+            place, head, tile_n = tile.place_k, self.head_kv(tile), self.config.tile_n
+            descales = CacheDescales(descale_tensors, pages, place, head, tile_n, self.descales_by_block)
+        warps = self.make_warps(self, sQ, sK, sV, tiled_mma, scores, tensors, mO, mLSE, mSinks, pages, descales)
         if cutlass.const_expr(self.is_split):
             has_no_keys = tile.blocks.first == tile.blocks.last
             if has_no_keys:
@@ -214,9 +232,9 @@ class ForwardSm80:
             exit_if(has_no_keys)
         self.compute(warps, loaders, tensors, tile)
 
-    def _allocate(self, smem: SmemAllocator, layout: cute.ComposedLayout) -> cute.Tensor:
+    def _allocate(self, smem: SmemAllocator, layout: cute.ComposedLayout, dtype: type[cutlass.Numeric]) -> cute.Tensor:
         swizzle = layout.inner if self.config.swizzle else None
-        return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle)
+        return smem.allocate_tensor(dtype, layout.outer, 1024, swizzle)
 
     @cute.jit
     def tile_at(self, number: Int32, schedule, seqlens: Sequences) -> Tile:
@@ -272,7 +290,7 @@ class ForwardSm80:
         cute.arch.cp_async_wait_group(max(1, config.num_stages - 1) if config.prefetch else 0)
         cute.arch.sync_threads()
         warps.gemms.load_q()
-        warps.begin()
+        warps.begin(tile)
 
         n_block, buffer = last - 1, Int32(0)
         for _ in cutlass.range(last - clear_last, unroll=1):

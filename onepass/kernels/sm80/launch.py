@@ -141,7 +141,7 @@ class Launch:
             self.window_right,
             self.heads_per_section,
             self.num_tiles,
-            *(None,) * 4,  # neither pages nor splits
+            *(None,) * 7,  # no pages, splits or descales
         )
         return out, lse
 
@@ -213,7 +213,7 @@ def trace(problem: AttentionProblem, config: ForwardConfigSm80, arch: str) -> tu
         optional(Int32(0), mask.window_right is not None),
         Int32(1),
         Int32(1),
-        *(None,) * 4,
+        *(None,) * 7,
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
     return ForwardSm80(problem, config, dtype, arch), arguments

@@ -15,6 +15,7 @@ from cutlass import Float32, Int32
 from ..blocks import epilogue, mask, plain_rows
 from ..blocks.block_range import KeyBlocks, key_range
 from ..blocks.bundle import Bundle
+from ..blocks.cache_descales import CacheDescales
 from ..blocks.integers import maximum, minimum, select
 from ..blocks.layouts import rows_and_columns
 from ..blocks.mask import Geometry
@@ -24,6 +25,7 @@ from ..blocks.paged_kv import PagedRows, Pages
 from ..blocks.plain_rows import PlainTensors, soft_cap
 from ..blocks.warp import broadcast
 from ..config import ROWS_PER_MMA
+from . import e4m3_rows
 
 
 class Tile(NamedTuple):
@@ -53,9 +55,10 @@ class Warps(Bundle):
         mLSE,
         mSinks,
         pages: Pages | None = None,
+        descales: CacheDescales | None = None,
     ):
         config = self.config = kernel.config
-        self.pages = pages
+        self.pages, self.descales = pages, descales
         self.kernel, self.scores = kernel, scores
         self.tensors, self.mO, self.mLSE, self.mSinks = tensors, mO, mLSE, mSinks
         self.tile_m, self.tile_n, self.m_tiles = config.tile_m, config.tile_n, config.m_tiles
@@ -88,14 +91,18 @@ class Warps(Bundle):
     # ---------------------------------------------------------------- scores
 
     @cute.jit
-    def begin(self):
+    def begin(self, tile: Tile):
         self.acc_o.fill(0.0)
+        if cutlass.const_expr(self.descales is not None):
+            self.descales.begin(self.kernel.first_key(tile.blocks.last - 1), tile.geometry.seqlen_k)
         for i in cutlass.range_constexpr(self.m_tiles):
             self.softmax[i].reset()
 
     @cute.jit
     def scores_to_p(self, tile: Tile, n_start: Int32, is_masked: cutlass.Constexpr[bool]):
         """S of the keys n_start, n_start + 1, .. -> P, and O brought to P's reference."""
+        if cutlass.const_expr(self.kernel.has_e4m3_cache):
+            self._scale_scores()
         if cutlass.const_expr(self.scores.tanh_scale is not None):
             for i in cutlass.range_constexpr(cute.size(self.acc_s)):
                 self.acc_s[i] = soft_cap(self.acc_s[i], self.scores.tanh_scale, self.kernel.dtype)
@@ -112,7 +119,23 @@ class Warps(Bundle):
             else:
                 self.softmax[i].update(self.s[i])
                 self.softmax[i].rescale(self.o[i])
+        if cutlass.const_expr(self.descales is not None):
+            self.descales.scale_p(self.acc_s, self.acc_o)
+            if cutlass.const_expr(self.descales.by_block):
+                self.descales.look_up(n_start - self.config.block_keys, tile.geometry.seqlen_k)
         self.gemms.take_p()
+
+    @cute.jit
+    def _scale_scores(self):
+        """S of an e4m3 cache = Q K^T of real values."""
+        for i in cutlass.range_constexpr(self.m_tiles):
+            for r in cutlass.range_constexpr(2):
+                factor = self.gemms.score_factors[r, i]
+                if cutlass.const_expr(self.descales is not None):
+                    self.descales.scale_scores(self.s[i], r, factor)
+                else:
+                    for c in cutlass.range_constexpr(cute.size(self.s[i], mode=[1])):
+                        self.s[i][r, c] = self.s[i][r, c] * factor
 
     def keys_and_values(self, tile: Tile) -> tuple:
         """K and V of the tile's head and sequence, (seqlen, dim) each."""
@@ -150,6 +173,7 @@ class Warps(Bundle):
     def store(self, tile: Tile):
         """out = O / row_sum and lse."""
         at_head = self.kernel.at_head
+        self.finish_o()
         for i in cutlass.range_constexpr(self.m_tiles):
             rows = [self.row_of(tile, i, r) for r in range(2)]
             is_row = [exists for _, _, exists in rows]
@@ -162,6 +186,12 @@ class Warps(Bundle):
                 if plain_rows.has_nan(self.o[i], is_row[0]):
                     cute.arch.sync_warp()  # other lanes write the same rows again
                     self.recompute(tile, i, weights)
+
+    @cute.jit
+    def finish_o(self):
+        """O in the unit of V's real values."""
+        if cutlass.const_expr(self.descales is not None):
+            self.descales.finish(self.acc_o)
 
     @cute.jit
     def finish_rows(self, tile: Tile, i: cutlass.Constexpr[int], rows: list, writes_lse: list, weights: cute.Tensor):
@@ -207,15 +237,8 @@ class Warps(Bundle):
                     low = maximum(low, tile.blocks.first * self.config.block_keys)
                     high = minimum(high, tile.blocks.last * self.config.block_keys)
                 scales = (self.scores.scale_log2, self.scores.tanh_scale)
-                plain_rows.recompute_row(
-                    mQ[position, None],
-                    mK,
-                    mV,
-                    mO[position, None],
-                    low,
-                    high,
-                    *scales,
-                    reference,
-                    weight,
-                    self.config.vector_bytes,
-                )
+                given = (mQ[position, None], mK, mV, mO[position, None], low, high, *scales, reference, weight)
+                if cutlass.const_expr(self.kernel.has_e4m3_cache):
+                    e4m3_rows.recompute_row(*given, self.descales)
+                else:
+                    plain_rows.recompute_row(*given, self.config.vector_bytes)

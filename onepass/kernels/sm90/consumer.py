@@ -175,7 +175,7 @@ class Consumer(Warpgroup):
                 self.half_softmax(tile, n_block, 0)
                 warpgroup.wait_group(0)
                 self.pipes.v.consumer_release(v_state)
-                self.next_p(0, None)
+                self.next_p(0)
                 self.keep_done()
                 self.last_pv(next_v)
             self.store(tile)
@@ -217,10 +217,10 @@ class Consumer(Warpgroup):
         if cutlass.const_expr(self.producer is not None):
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
                 self.producer.load_q(tile, wave)
-                self._load(self.producer.load_k, tile, tile.last - 1, k_state)
-                self._load(self.producer.load_v, tile, tile.last - 1, v_state)
+                self._load_k(tile, tile.last - 1, k_state)
+                self._load_v(tile, tile.last - 1, v_state)
                 if tile.last - 1 > tile.first:
-                    self._load(self.producer.load_k, tile, tile.last - 2, after(k_state))
+                    self._load_k(tile, tile.last - 2, after(k_state))
 
     @cute.jit
     def load_next(self, tile: Tile, n_block: Int32, k_state, v_state):
@@ -228,11 +228,14 @@ class Consumer(Warpgroup):
         if cutlass.const_expr(self.producer is not None):
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
                 if n_block > tile.first:
-                    self._load(self.producer.load_k, tile, n_block - 1, after(k_state))
-                self._load(self.producer.load_v, tile, n_block, after(v_state))
+                    self._load_k(tile, n_block - 1, after(k_state))
+                self._load_v(tile, n_block, after(v_state))
 
-    def _load(self, load, tile: Tile, n_block: Int32, state):
-        load(self.producer.head_kv(tile), tile.place_k, n_block, as_producer(state))
+    def _load_k(self, tile: Tile, n_block: Int32, state):
+        self.producer.load_k(self.producer.head_kv(tile), tile.place_k, n_block, as_producer(state))
+
+    def _load_v(self, tile: Tile, n_block: Int32, state):
+        self.producer.load_v(self.producer.head_kv(tile), self.producer.place_v(tile), n_block, as_producer(state))
 
     # ---------------------------------------------------------------- steps
 
@@ -243,7 +246,6 @@ class Consumer(Warpgroup):
         Args: ready: of K_n and V_(n+1), whether they were seen in shared memory before.
         Returns: the same for the next step.
         """
-        scales = self.block_scales(tile, n_block)
         if cutlass.const_expr(self.config.overlap_gemm_softmax):
             self.issue_gemms(0, k_state, v_state, q_state, ready)
             self.load_next(tile, n_block, k_state, v_state)
@@ -260,7 +262,7 @@ class Consumer(Warpgroup):
         self.release_q(q_state, n_block == tile.first)
         # asked now, the answers are there when the next step begins: about 80 cycles each otherwise
         ready = is_full(self.pipes.k, k_state), is_full(self.pipes.v, v_state)
-        self.modify_scores(0, scales)
+        self.modify_scores(tile, n_block, 0)
         if cutlass.const_expr(is_masked):
             self.apply_mask(tile, n_block, 0)
         self.update_softmax(0, is_masked)
@@ -268,41 +270,39 @@ class Consumer(Warpgroup):
             self.keep_softmax_above()
             warpgroup.wait_group(0)
             self.finish_pv(v_state)
-        self.next_p(0, scales)
+        self.next_p(0)
         return ready
 
     @cute.jit
     def first_scores(self, tile: Tile, k_state, q_state):
         """S = Q K^T and softmax of a tile's first block of keys (its last), with nothing beside it."""
         self.load_q(q_state)
-        self.load_q_scales(tile)
-        scales = self.block_scales(tile, tile.last - 1)
+        self.load_scales(tile)
         self.issue_qk(0, k_state, q_state)
         warpgroup.wait_group(0)
-        self.first_softmax(tile, k_state, q_state, scales)
-        self.pack_p(0, scales)
+        self.first_softmax(tile, k_state, q_state)
+        self.pack_p(0)
 
     @cute.jit
     def step_to_next_tile(self, next_tile: Tile, k_state, v_state, next_q_state):
         """The step between tiles: the first S of the next tile issued with the last PV of this one."""
         self.load_q(next_q_state)
-        self.load_q_scales(next_tile)
-        scales = self.block_scales(next_tile, next_tile.last - 1)
+        self.load_scales(next_tile)
         self.issue_gemms(0, k_state, v_state, next_q_state)
         warpgroup.wait_group(1)
-        self.first_softmax(next_tile, k_state, next_q_state, scales)
+        self.first_softmax(next_tile, k_state, next_q_state)
         self.keep_softmax_above()
         warpgroup.wait_group(0)
         self.finish_pv(v_state)
-        self.pack_p(0, scales)
+        self.pack_p(0)
 
     @cute.jit
-    def first_softmax(self, tile: Tile, k_state, q_state, scales):
+    def first_softmax(self, tile: Tile, k_state, q_state):
         """Softmax of a tile's first scores. They are masked only if they have to be: one branch for the tile."""
         self.pipes.k.consumer_release(k_state)
         n_block = tile.last - 1
         self.release_q(q_state, n_block == tile.first)
-        self.modify_scores(0, scales)
+        self.modify_scores(tile, n_block, 0, is_first=True)
         self.mask_if_needed(tile, n_block, 0)
         self.softmax.begin(self.s[0])
 
@@ -319,31 +319,31 @@ class Consumer(Warpgroup):
         self.pipes.k.consumer_release(k_state)
         self.release_q(q_state, ends_q)
         self.pipes.v.consumer_release(v_state)
-        self.next_p(part, None)
+        self.next_p(part)
 
     @cute.jit
     def first_half(self, tile: Tile, k_state, q_state):
         """Softmax of a tile's first half block, while the GEMMs issued before run."""
         n_block = tile.last - 1
-        self.modify_scores(1, None)
+        self.modify_scores(tile, n_block, 1)
         self.mask_if_needed(tile, n_block, 1)
         self.softmax.begin(self.s[1])
         self.keep_softmax_above()
         warpgroup.wait_group(0)
         self.pipes.k.consumer_release(k_state)
         self.release_q(q_state, n_block == tile.first)
-        self.pack_p(1, None)
+        self.pack_p(1)
 
     @cute.jit
     def half_softmax(self, tile: Tile, n_block: Int32, part: cutlass.Constexpr[int]):
-        self.modify_scores(part, None)
+        self.modify_scores(tile, n_block, part)
         self.mask_if_needed(tile, n_block, part)
         self.update_softmax(part, True)
 
     @cute.jit
-    def next_p(self, part: cutlass.Constexpr[int], scales):
+    def next_p(self, part: cutlass.Constexpr[int]):
         """The exponentials become P of the next PV, and O is brought to their reference (now or when that PV comes)."""
-        self.pack_p(part, scales)
+        self.pack_p(part)
         if cutlass.const_expr(not self.is_lazy and not self.config.rescale_beside_qk):
             self.softmax.rescale(self.o)
 

@@ -87,7 +87,7 @@ class ForwardSm90:
         self.is_packed = problem.is_packed
         self.has_mask = self.has_window != (False, False)
         # V may hold anything past the last key of a sequence
-        self.has_rubbish = (problem.is_packed or problem.has_seqused_k) and not self.is_fp8
+        self.has_rubbish = problem.is_packed or problem.has_seqused_k
         self.producer_registers, self.consumer_registers = REGISTERS[config.num_warpgroups]
 
     # ---------------------------------------------------------------- host
@@ -97,7 +97,7 @@ class ForwardSm90:
         self,
         q: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim); packed sequences: all tensors without batch
         k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim)
-        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v); FP8: see launch.transposed_values
+        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v); FP8: see fp8.keys_last
         out: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v)
         lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q)
         sinks: cute.Tensor | None,  # (num_heads_q,) float32
@@ -106,8 +106,8 @@ class ForwardSm90:
         seqused_k: cute.Tensor | None,  # (batch,) int32
         q_scale: cute.Tensor | None,  # of FP8, as the next three: see blocks/fp8.py
         k_scale: cute.Tensor | None,
-        v_share: cute.Tensor | None,
         v_scale: cute.Tensor | None,
+        q_block: Int32 | None,
         scale_log2: Float32,
         tanh_scale: Float32 | None,
         window_left: Int32 | None,
@@ -158,7 +158,7 @@ class ForwardSm90:
             else None,
             sinks,
             Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
-            DescaleTensors(q_scale, k_scale, v_share, v_scale) if cutlass.const_expr(self.is_fp8) else None,
+            DescaleTensors(q_scale, k_scale, v_scale, q_block) if cutlass.const_expr(self.is_fp8) else None,
             Scores(scale_log2, tanh_scale),
             window_left,
             window_right,
@@ -308,11 +308,11 @@ class ForwardSm90:
         """The tile of this number; past the end, the last one (which is then not computed)."""
         number = minimum(number, schedule.num_tiles - 1)
         if cutlass.const_expr(self.is_packed):
-            m_block, head, place_q, seqlen_q, place_k, seqlen_k, _ = schedule.find(number)
+            m_block, head, place_q, seqlen_q, place_k, seqlen_k, sequence = schedule.find(number)
         else:
             coord = tile_scheduler.tile_coord(number, schedule.divisors, schedule.num_m_blocks, schedule.batch)
             m_block, head, place_q = coord
-            place_k = place_q
+            place_k, sequence = place_q, None
             seqlen_q, seqlen_k = seqlens.seqlen_q, used_keys(seqlens.lengths, place_k, seqlens.seqlen_k)
         geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
         tile_m = self.tile_m * self.cluster_size
@@ -325,10 +325,10 @@ class ForwardSm90:
             m_start = minimum(m_block * self.tile_m, seqlen_q - 1)
             own = key_blocks(m_start, minimum(m_start + self.tile_m, seqlen_q), *geometry, self.tile_n)
             blocks, _ = blocks_of_part(blocks, own, 0)
-        return Tile(m_block, head, place_q, place_k, geometry, *blocks)
+        return Tile(m_block, head, place_q, place_k, geometry, *blocks, sequence if self.is_fp8 else None)
 
-    def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
-        return at_head(t, m, head, place, self.is_packed)
+    def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place, along: int = 0) -> cute.Tensor:
+        return at_head(t, m, head, place, self.is_packed, along)
 
     def buffer_states(self, user: pipeline.PipelineUserType) -> tuple:
         """Where K and V are being filled (or read) first."""

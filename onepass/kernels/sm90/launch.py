@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import fp8
 from ...outputs import empty_outputs
-from ...problem import AttentionInputs, AttentionProblem, Quantization, QuantizedInputs
+from ...problem import AttentionInputs, AttentionProblem, Descales, Quantization, QuantizedInputs
 from .. import compile, heuristics, tuned
 from ..arguments import aligned as tma_ready
 from ..arguments import element_type, fake_tensor, score_scales, window_bounds
@@ -25,6 +25,7 @@ from ..config import HOPPER, ForwardConfig
 ARCH = HOPPER
 MAX_HEAD_DIM = 256
 SCALE_BLOCK = 64  # keys, of blocks.fp8
+ANY_ROWS = 2**30  # in a block: there is one
 
 
 def unsupported(problem: AttentionProblem) -> str | None:
@@ -46,8 +47,6 @@ def _unsupported_fp8(problem: AttentionProblem) -> str | None:
     assert problem.quantization is not None
     if problem.out_dtype not in (torch.bfloat16, torch.float16):
         return f"dtype: expected out in bfloat16 or float16, got {str(problem.out_dtype).removeprefix('torch.')}"
-    if problem.is_packed:
-        return "cu_seqlens_q: expected None in FP8 (no packed sequences yet)"
     if problem.quantization.kv_block not in (None, SCALE_BLOCK):
         return f"kv_block: expected {SCALE_BLOCK} or None, got {problem.quantization.kv_block}"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
@@ -128,10 +127,12 @@ class Launch:
     def __call__(self, inputs: AttentionInputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_outputs(self.problem, inputs)
         v = inputs.v
-        scales: tuple[Tensor | None, ...] = (None,) * 4
+        scales: tuple = (None,) * 4
         if isinstance(inputs, QuantizedInputs):
-            scales = kernel_scales(self.problem, inputs)
-            v = transposed_values(v, inputs.seqused_k)
+            scales = kernel_scales(self.problem, inputs.descales)
+            assert self.problem.quantization is not None
+            if not self.problem.quantization.v_keys_last:
+                v = fp8.keys_last(v, inputs.cu_seqlens_k)
         self.kernel(
             tma_ready(inputs.q),
             tma_ready(inputs.k),
@@ -154,36 +155,25 @@ class Launch:
         return out, lse
 
 
-def transposed_values(v: Tensor, seqused_k: Tensor | None) -> Tensor:
-    """(batch, seqlen_k, heads, head_dim_v) e4m3 -> (batch, heads, head_dim_v, seqlen_k up to a multiple of 32).
-
-    Keys lie in the order in which P has them (blocks/fp8.py): within every 16 the places 4q + 2h + e hold the keys
-    8h + 2q + e. Zeros where there is no key. A copy: TMA turns no matrix.
-    """
-    batch, seqlen_k, heads, head_dim_v = v.shape
-    padded = v.new_zeros(batch, heads, head_dim_v, ceil_div(seqlen_k, 32) * 32, dtype=torch.uint8)
-    stored = v.view(torch.uint8)
-    if seqused_k is not None:  # what lies beyond may be NaN
-        exists = torch.arange(seqlen_k, device=v.device) < seqused_k[:, None]
-        stored = torch.where(exists[..., None, None], stored, 0)
-    padded[..., :seqlen_k] = stored.permute(0, 2, 3, 1)
-    runs = padded.unflatten(-1, (-1, 2, 4, 2))  # (.., run, h, q, e)
-    return runs.transpose(-3, -2).flatten(-4).view(v.dtype)
-
-
-def kernel_scales(problem: AttentionProblem, inputs: QuantizedInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The descales as `blocks.fp8.DescaleTensors`, whatever their granularity."""
+def kernel_scales(problem: AttentionProblem, descales: Descales) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The descales as `blocks.fp8.DescaleTensors`, whatever their granularity: views, no data moves."""
     assert problem.quantization is not None
-    q, k, descales = inputs.q, inputs.k, inputs.descales
-    batch, seqlen_k, heads_kv, _ = k.shape
-    q_scale = fp8.row_scales(q, descales.q, problem.quantization.q_block, None)
-    q_scale = q_scale.expand(*q.shape[:3], 1)[..., 0].transpose(1, 2).contiguous()
-    blocks = batch, heads_kv, ceil_div(seqlen_k, SCALE_BLOCK)
-    k_scale, v_scale = (
-        (t if t.dim() == 3 else t[..., None]).expand(blocks).contiguous() for t in (descales.k, descales.v)
-    )
-    largest = v_scale.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    return q_scale, k_scale, v_scale / largest, largest[..., 0].contiguous()
+    by_heads = (problem.batch, problem.num_heads_q), *((problem.batch, problem.num_heads_kv),) * 2
+    views = []
+    quantization = problem.quantization
+    for t, heads, block in zip(
+        descales, by_heads, (quantization.q_block, quantization.kv_block, quantization.kv_block), strict=True
+    ):
+        if t.dim() == 0:
+            t = t.as_strided((*heads, 1), (0, 0, 1))
+        elif t.dim() == 2 and problem.is_packed and block is not None:  # (heads, blocks of all sequences)
+            t = t if t.stride(1) == 1 else t.contiguous()
+            t = t.as_strided((heads[0], *t.shape), (0, *t.stride()))
+        elif t.dim() == 2:
+            t = t.as_strided((*heads, 1), (*t.stride(), 1))
+        views.append(t if t.stride(-1) == 1 else t.contiguous())
+    q, k, v = views
+    return q, k, v, problem.quantization.q_block or ANY_ROWS
 
 
 _tile_counters: dict[tuple[int, int], Tensor] = {}
@@ -226,14 +216,13 @@ def trace(problem: AttentionProblem, config: ForwardConfig) -> tuple:
     batch = () if problem.is_packed else (None,)
     head_dim, head_dim_v, is_fp8 = problem.head_dim, problem.head_dim_v, problem.quantization is not None
 
-    def scales(dims: int):
-        return optional(tensor(Float32, *[None] * dims, align_bytes=4), is_fp8)
-
+    # one for each: whose sizes one stand-in stands for would have to be equal
+    scales = (optional(tensor(Float32, None, None, None, align_bytes=4), is_fp8) for _ in range(3))
     arguments = (
         tensor(dtype, *batch, None, None, head_dim, align_bytes=16),
         tensor(dtype, *batch, None, None, head_dim, align_bytes=16),
         # transposed: only the last length is not known beforehand
-        tensor(dtype, None, None, head_dim_v, None, align_bytes=16)
+        tensor(dtype, *batch, None, head_dim_v, None, align_bytes=16)
         if is_fp8
         else tensor(dtype, *batch, None, None, head_dim_v, align_bytes=16),
         tensor(element_type(problem.out_dtype), *batch, None, None, head_dim_v, align_bytes=16),
@@ -242,10 +231,8 @@ def trace(problem: AttentionProblem, config: ForwardConfig) -> tuple:
         optional(tensor(Int32, None, align_bytes=4), problem.is_packed),
         optional(tensor(Int32, None, align_bytes=4), problem.is_packed),
         optional(tensor(Int32, None, align_bytes=4), problem.has_seqused_k),
-        scales(3),
-        scales(3),
-        scales(3),
-        scales(2),
+        *scales,
+        optional(Int32(1), is_fp8),
         Float32(1.0),
         optional(Float32(1.0), problem.softcap is not None),
         optional(Int32(0), problem.mask.window_left is not None),

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
+from ...problem import V_KEYS
 from ..blocks.bundle import Bundle
 from ..blocks.tile_queue import DRAW_AHEAD
 
@@ -76,9 +77,9 @@ class Producer(Bundle):
                 for part in cutlass.range_constexpr(parts - 1, -1, -1):
                     self.load_k(head_kv, tile.place_k, (n_block - 1 - i) * parts + part, k_state)
                     k_state.advance()
-                    self.load_v(head_kv, tile.place_k, (n_block - i) * parts + part, v_state)
+                    self.load_v(head_kv, self.place_v(tile), (n_block - i) * parts + part, v_state)
                     v_state.advance()
-            v_block, v_head, v_place = tile.first, head_kv, tile.place_k
+            v_block, v_head, v_place = tile.first, head_kv, self.place_v(tile)
             wave += 1
             number = queue.take(wave)
         for part in cutlass.range_constexpr(parts - 1, -1, -1):
@@ -92,6 +93,12 @@ class Producer(Bundle):
 
     def head_kv(self, tile) -> Int32:
         return tile.head // self.kernel.tile_heads_per_kvhead
+
+    def place_v(self, tile) -> Int32:
+        """As tile.place_k, of V: packed sequences begin elsewhere with their keys last."""
+        if tile.sequence is None:
+            return tile.place_k
+        return (tile.place_k // V_KEYS + tile.sequence) * V_KEYS
 
     @cute.jit
     def load_q(self, tile, wave: Int32):
@@ -109,7 +116,7 @@ class Producer(Bundle):
 
     @cute.jit
     def load_v(self, head_kv: Int32, place: Int32, block: Int32, state):
-        source = self.kernel.at_head(self.tVgV, self.mV, head_kv, place)
+        source = self.kernel.at_head(self.tVgV, self.mV, head_kv, place, along=1 if self.kernel.is_fp8 else 0)
         self._load(self.pipes.v, state, self.tma_v, source[None, block], self.tVsV, self.everyone)
 
     @cute.jit

@@ -14,8 +14,8 @@ from cutlass.cute.nvgpu import warp
 
 from ..blocks import epilogue, fp8, mask, plain_rows, wgmma
 from ..blocks.block_range import KeyBlocks, key_range
-from ..blocks.clear_rows import clear_rows
-from ..blocks.integers import select
+from ..blocks.clear_rows import clear_keys, clear_rows
+from ..blocks.integers import minimum, select
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
 from ..blocks.mask import Geometry
 from ..blocks.named_barrier import NamedBarrier
@@ -43,6 +43,7 @@ class Tile(NamedTuple):
     clear_first: Int32
     clear_last: Int32
     last: Int32
+    sequence: Int32 | None  # of packed sequences in FP8
 
     @property
     def blocks(self) -> KeyBlocks:
@@ -102,12 +103,17 @@ class Warpgroup(Turns):
         if kernel.is_fp8:
             shape_p = self.tiled_mma_pv.partition_shape_A((ROWS_PER_WARPGROUP, self.part_n))
             self.rP = self.p = cute.make_rmem_tensor(shape_p, kernel.dtype)
-            self.q_scale = cute.make_rmem_tensor((2,), Float32)
+            self.row_scale = cute.make_rmem_tensor((2,), Float32)
+            self.key_scales = fp8.KeyScales(self.tile_n)
         else:
             self.rP = cute.make_rmem_tensor(self.acc_s[0].layout, kernel.dtype)
             self.p = as_operand_a(self.rP)
         self.is_lazy = config.rescale_threshold > 0
-        self.softmax = OnlineSoftmax(scores.scale_log2, config.rescale_threshold, config.exp2_fma_period)
+        of_exponentials = config.rescale_threshold, config.exp2_fma_period
+        if kernel.is_fp8:
+            self.softmax = fp8.ScaledSoftmax(scores, *of_exponentials, self.tile_n)
+        else:
+            self.softmax = OnlineSoftmax(scores.scale_log2, *of_exponentials)
         # of the tile whose last PV is still to come, while `softmax` is on the next one already
         self.done_max, self.done_sum = (cute.make_rmem_tensor((2,), Float32) for _ in range(2))
 
@@ -181,7 +187,8 @@ class Warpgroup(Turns):
                 for part in cutlass.range_constexpr(self.parts - 1, -1, -1):
                     self.pipes.v.consumer_wait(state)
                     first = tile.geometry.seqlen_k - (tile.last - 1) * self.tile_n - part * self.part_n
-                    clear_rows(self.sV[None, None, state.index], first, self.thread, WARPGROUP)
+                    clear = clear_keys if self.kernel.is_fp8 else clear_rows
+                    clear(self.sV[None, None, state.index], first, self.thread, WARPGROUP)
                     state.advance()
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.wg, number_of_threads=WARPGROUP)
@@ -189,39 +196,50 @@ class Warpgroup(Turns):
     # ---------------------------------------------------------------- scores
 
     @cute.jit
-    def load_q_scales(self, tile: Tile):
-        """FP8: the scales of this thread's two rows, for all scores of the tile."""
-        if cutlass.const_expr(self.descales is not None):
-            for r in cutlass.range_constexpr(2):
-                position, head, is_row = self.row_of(tile, self.row_in_tile + 8 * r)
-                scale = Float32(0.0)
-                if is_row:
-                    scale = self.descales.q_scale[tile.place_q, head, position]
-                self.q_scale[r] = scale
+    def load_row_scales(self, tile: Tile):
+        scales = fp8.scales_of_entry(self.descales.q, tile.place_q, tile.sequence)
+        first = fp8.first_block(tile.place_q, tile.sequence, self.descales.q_block)
+        for r in cutlass.range_constexpr(2):
+            position, head, is_row = self.row_of(tile, self.row_in_tile + 8 * r)
+            scale = Float32(0.0)
+            if is_row:
+                block = first + position // self.descales.q_block
+                scale = scales[head, minimum(block, cute.size(scales, mode=[1]) - 1)]
+            self.row_scale[r] = self.softmax.scale_of_row(scale)
 
-    def block_scales(self, tile: Tile, n_block: Int32):
-        """FP8: the scales of a block of keys; to be asked for before the wait for its scores. None without."""
-        if self.descales is None:
-            return None
+    def head_scales(self, tile: Tile) -> tuple:
+        """FP8: of all keys of a tile's head, and which one is the first of its sequence."""
         head_kv = tile.head // self.kernel.tile_heads_per_kvhead
-        k_scale, v_share = (t[tile.place_k, head_kv, None] for t in (self.descales.k_scale, self.descales.v_share))
-        return fp8.load_block_scales(k_scale, v_share, n_block, self.tile_n)
+        entries = (fp8.scales_of_entry(t, tile.place_k, tile.sequence) for t in (self.descales.k, self.descales.v))
+        return *(t[head_kv, None] for t in entries), fp8.first_block(tile.place_k, tile.sequence, fp8.SCALE_BLOCK)
 
     @cute.jit
-    def pack_p(self, part: cutlass.Constexpr[int], scales):
-        """The exponentials of S[part] become P of the next PV. Args: scales: `block_scales` of their keys."""
+    def load_scales(self, tile: Tile):
+        """FP8: the scales of the rows of a tile and of its first keys."""
         if cutlass.const_expr(self.descales is not None):
-            fp8.pack_p(self.s[part], self.rP, scales.p_scale)
+            self.load_row_scales(tile)
+            self.key_scales.load(*self.head_scales(tile), tile.last - 1)
+
+    @cute.jit
+    def pack_p(self, part: cutlass.Constexpr[int]):
+        """The exponentials of S[part] become P of the next PV."""
+        if cutlass.const_expr(self.descales is not None):
+            fp8.pack_p(self.s[part], self.rP)
         else:
             pack(self.acc_s[part], self.rP)
 
     @cute.jit
-    def modify_scores(self, part: cutlass.Constexpr[int], scales):
-        """FP8: times the scales of Q and K. Softcap: s -> tanh(softmax_scale * s / softcap); the cap itself is in
-        scale_log2."""
+    def modify_scores(
+        self, tile: Tile, n_block: Int32, part: cutlass.Constexpr[int], is_first: cutlass.Constexpr[bool] = False
+    ):
+        """Softcap: s -> tanh(softmax_scale * s / softcap); the cap itself is in scale_log2. In FP8 the softmax gets the
+        scales of these scores. Args: is_first: of the tile."""
         if cutlass.const_expr(self.descales is not None):
-            fp8.scale_scores(self.s[part], self.q_scale, scales.k_scale)
-        if cutlass.const_expr(self.scores.tanh_scale is not None):
+            self.key_scales.take(*self.head_scales(tile), n_block, is_first)
+            self.softmax.take_scales(self.row_scale, self.key_scales, n_block)
+            if cutlass.const_expr(self.scores.tanh_scale is not None):
+                self.softmax.soft_cap(self.s[part])
+        elif cutlass.const_expr(self.scores.tanh_scale is not None):
             acc_s = self.acc_s[part]
             for i in cutlass.range_constexpr(cute.size(acc_s)):
                 acc_s[i] = soft_cap(acc_s[i], self.scores.tanh_scale)
@@ -267,10 +285,7 @@ class Warpgroup(Turns):
             sink = None
             if cutlass.const_expr(self.mSinks is not None):
                 sink = self.mSinks[head]
-            weight, lse = finish(self.done_max[r], self.done_sum[r], self.scores.scale_log2, sink)
-            if cutlass.const_expr(self.descales is not None):
-                head_kv = tile.head // self.kernel.tile_heads_per_kvhead
-                weight = weight * (self.descales.v_scale[tile.place_k, head_kv] / fp8.P_SCALE)
+            weight, lse = self.finish(self.done_max[r], self.done_sum[r], sink)
             weights[r] = weight
             mLSE = at_head(self.mLSE, self.mLSE, head, tile.place_q)[None, 0]
             epilogue.store_lse(lse, mLSE, position, is_row[r], self.lane_in_quad)
@@ -280,6 +295,11 @@ class Warpgroup(Turns):
             if plain_rows.has_nan(self.o, is_row[0]):
                 cute.arch.sync_warp()  # other lanes write the same rows again
                 self.recompute(tile, weights)
+
+    def finish(self, row_max, row_sum, sink) -> tuple:
+        if self.descales is None:
+            return finish(row_max, row_sum, self.scores.scale_log2, sink)
+        return fp8.finish(row_max, row_sum, self.softmax.exponent, sink)
 
     @cute.jit
     def recompute(self, tile: Tile, weights: cute.Tensor):

@@ -1,0 +1,282 @@
+"""The Hopper forward in FP8 on a GPU: is it right, how fast is it, and which configuration is fastest?
+
+    python benchmarks/fp8.py                                        # check, then the grid beside FlashAttention-3
+    python benchmarks/fp8.py --no-check --cases 128c8192,256n512    # some cases only
+    python benchmarks/fp8.py --variants "n128 q2 lazy8; n192 lazy8" # ... with these configurations
+    python benchmarks/fp8.py --variants try                         # ... with those of VARIANTS
+
+Contenders, all from e4m3 tensors with scales that are there already, unless said otherwise:
+
+    onepass   scales of blocks, V as `onepass.fp8.keys_last` lays it: the kernel alone
+    rows      the same with V as it comes, (batch, seqlen, heads, dim): laid out in each call
+    whole     onepass.attention(q, k, v, precision="fp8") from bfloat16: quantised in each call
+    fa3       FlashAttention-3 with scales of heads
+    bf16      onepass in bfloat16
+
+Grid and FLOPs are those of the FlashAttention-3 paper, configurations and options those of hopper_forward.py, timing as
+there. The check compares with float64 attention over the dequantised tensors, then prints the paper's Table 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+import sys
+import time
+from collections.abc import Callable
+
+import common
+import torch
+from hopper_forward import configuration
+from torch import Tensor
+
+import onepass
+from onepass import fp8
+from onepass.errors import UnsupportedError
+from onepass.kernels import compile, heuristics
+from onepass.kernels.config import ForwardConfig
+from onepass.kernels.sm90 import launch
+from onepass.problem import AttentionProblem, Mask, Quantization, QuantizedInputs
+from onepass.testing import fp8_budget, table3
+
+DEVICE, BACKEND = "cuda", "sm90"
+TABLE3_SEQLEN = table3.PAPER_SEQLEN
+
+# Under measurement, by head_dim.
+VARIANTS = {
+    64: "3wg n128 q2 lazy8 hold; 3wg n128 q2 lazy8 fma4; 4wg n64 q2 lazy8; 2wg n192 q2 lazy8; 2wg n128 q2 lazy8",
+    128: (
+        "n128 q2 lazy8 hold; n160 q2 lazy8; n192 q2 lazy8; n128 q2 lazy8 fma8; 3wg n96 q2 lazy8; 3wg n96 q2 lazy8 hold"
+    ),
+    256: "n128 q2 lazy8 hold; n96 q2 lazy8; n64 q2 lazy8; n64 q2 s3 lazy8",
+}
+CAUSAL_VARIANTS = "{} queue"  # what every one of them is under a causal mask
+
+
+def variants(text: str | None, head_dim: int, causal: bool) -> dict[str, ForwardConfig]:
+    """The configurations that --variants asks for in a case: by name, those that the case can take."""
+    if text is None:
+        return {}
+    listed = VARIANTS.get(head_dim, "") if text == "try" else text
+    names = [" ".join(words.split()) for words in listed.split(";") if words.split()]
+    if text == "try" and causal:
+        names = [CAUSAL_VARIANTS.format(name) for name in names]
+    found = {}
+    for name in names:
+        config = configuration(name)
+        try:
+            config.check(static_problem(head_dim, causal))
+        except UnsupportedError as error:
+            print(f"{name} not measured: {error}")
+            continue
+        found[name] = config
+    return found
+
+
+def static_problem(head_dim: int, causal: bool, seqlen: int = 1) -> AttentionProblem:
+    t = torch.empty(1, seqlen, 1, head_dim, dtype=fp8.E4M3, device="meta")
+    last = torch.empty(1, 1, head_dim, -(-seqlen // 64) * 64, dtype=fp8.E4M3, device="meta")
+    inputs = QuantizedInputs(t, t, last, None)  # type: ignore[arg-type]
+    problem = problem_of(inputs, causal, Quantization(torch.bfloat16, fp8.Q_BLOCK, fp8.KV_BLOCK, True))
+    return dataclasses.replace(problem, device_type=DEVICE)
+
+
+def problem_of(inputs: QuantizedInputs, causal: bool, quantization: Quantization) -> AttentionProblem:
+    return AttentionProblem.of(
+        inputs,
+        softmax_scale=inputs.q.shape[-1] ** -0.5,
+        mask=Mask.from_options(causal, None),
+        softcap=None,
+        deterministic=False,
+        quantization=quantization,
+    )
+
+
+def prepared(q: Tensor, k: Tensor, v: Tensor) -> onepass.QuantizedQKV:
+    """Quantised, with V as the kernel reads it."""
+    quantized = onepass.quantize_fp8(q, k, v)
+    if quantized.v_keys_last:
+        return quantized
+    return dataclasses.replace(quantized, v=fp8.keys_last(quantized.v), v_keys_last=True)
+
+
+def run_kernel(
+    quantized: onepass.QuantizedQKV, causal: bool, config: ForwardConfig | None
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    inputs = QuantizedInputs(quantized.q, quantized.k, quantized.v, quantized.descales)
+    problem = problem_of(inputs, causal, quantized.quantization)
+    return functools.partial(launch.prepare(problem, quantized.q.device, config), inputs)
+
+
+def out_of(run: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[], Tensor]:
+    return lambda: run()[0]
+
+
+def _compile_one(job: tuple[AttentionProblem, ForwardConfig]) -> float:
+    started = time.perf_counter()
+    compile.get(*launch.compile_request(*job))
+    return time.perf_counter() - started
+
+
+def compile_all(jobs: list[tuple[AttentionProblem, ForwardConfig]]) -> None:
+    unique = {launch.compile_request(*job)[1]: job for job in jobs}
+    common.compile_all(list(unique.values()), _compile_one)
+
+
+# ---------------------------------------------------------------- correctness
+
+# batch, seqlen_q, seqlen_k, heads_q, heads_kv, what q is multiplied with
+CHECKS = (
+    (2, 1000, 1000, 4, 2, 1.0),
+    (2, 300, 777, 4, 2, 1.0),
+    (1, 700, 300, 4, 2, 20.0),
+    (2, 128, 1, 4, 4, 1.0),
+    (1, 1024, 4096, 2, 2, 4.0),
+)
+
+
+def run_check(args: argparse.Namespace) -> bool:
+    torch.manual_seed(time.time_ns() % 2**31)
+    print("seed of the check:", torch.initial_seed())
+    jobs = [
+        (head_dim, causal, name, config)
+        for head_dim in args.head_dims
+        for causal in (False, True)
+        for name, config in ({"": None} | variants(args.variants, head_dim, causal)).items()
+    ]
+    compiled = []
+    for head_dim, causal, _, config in jobs:
+        for _, seqlen_q, *_ in CHECKS:
+            problem = static_problem(head_dim, causal, seqlen_q)
+            compiled.append((problem, config or heuristics.forward_config(problem)))
+    compile_all(compiled)
+    failed = 0
+    for head_dim, causal, name, config in jobs:
+        worst, differs = [0.0, 0.0], False
+        for batch, seqlen_q, seqlen_k, heads_q, heads_kv, scale in CHECKS:
+            shapes = (seqlen_q, heads_q), (seqlen_k, heads_kv), (seqlen_k, heads_kv)
+            q, k, v = (torch.randn(batch, *s, head_dim, device=DEVICE, dtype=torch.bfloat16) for s in shapes)
+            quantized = prepared(q * scale, k, v)
+            call = run_kernel(quantized, causal, config)
+            (out, lse), (again, lse_again) = call(), call()
+            differs |= not (torch.equal(out, again) and torch.equal(lse, lse_again))
+            tensors = quantized.dequantize()
+            v_scale = fp8.row_scales(tensors[2], quantized.v_descale, quantized.kv_block, None)
+            exponent = 8 if config is None else math.floor(math.log2(448) - config.rescale_threshold)
+            rounding = {"short_sums": True, "v_scale": v_scale, "p_exponent": exponent}
+            budget = fp8_budget(*tensors, out.dtype, causal=causal, **rounding)
+            for i, (actual, oracle, allowed) in enumerate(
+                ((out, budget.oracle.out, budget.out), (lse, budget.oracle.lse, budget.lse))
+            ):
+                same = actual.double() == oracle  # -inf of rows that see nothing
+                share = ((actual.double() - oracle).abs() / allowed).masked_fill(same, 0.0)
+                worst[i] = max(worst[i], float(share.nan_to_num(torch.inf).max()))
+        ok = max(worst) <= 1 and not differs
+        failed += not ok
+        label = f"d{head_dim}{' causal' if causal else ''} {name or 'default'}"
+        print(
+            f"  {label:48s} {'ok  ' if ok else 'FAIL'} of their budgets: out {worst[0]:.2f}, lse {worst[1]:.2f}"
+            + (", runs differ" if differs else ""),
+            flush=True,
+        )
+    print(f"check: {len(jobs) - failed} of {len(jobs)} passed", flush=True)
+    rows = table3.table3(TABLE3_SEQLEN, DEVICE, seeds=1, backend=BACKEND)
+    for row in rows:
+        limit = "" if row.limit is None else f"  {'ok' if row.ok else 'FAIL'}, may be {row.limit:.2e}"
+        paper = "" if row.paper is None else f"  paper {row.paper:.1e}"
+        print(f"  Table 3: {row.method:44s} {row.rmse:.2e}{paper}{limit}", flush=True)
+    return failed == 0 and all(row.ok for row in rows)
+
+
+# ---------------------------------------------------------------- speed
+
+
+def fa3(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
+    """FlashAttention-3 from tensors with a scale a head."""
+    import fa3_fwd_interface
+
+    z = onepass.quantize_fp8(q, k, v, granularity="head", rotate=False)
+    descales = {f"{n}_descale": getattr(z, f"{n}_descale").contiguous() for n in "qkv"}
+    rows = z.v if not z.v_keys_last else fp8.keys_first(z.v, k.shape[1]).contiguous()
+
+    try:
+        fa3_fwd_interface.flash_attn_func(z.q, z.k, rows, causal=causal, **descales)
+    except TypeError as error:  # takes none: its time is the same, its values are not
+        print("fa3 without scales:", error)
+        descales = {}
+
+    def call() -> Tensor:
+        result = fa3_fwd_interface.flash_attn_func(z.q, z.k, rows, causal=causal, **descales)
+        return result[0] if isinstance(result, tuple) else result
+
+    return call
+
+
+def contenders(q: Tensor, k: Tensor, v: Tensor, causal: bool, names: list[str]) -> dict[str, Callable[[], Tensor]]:
+    z = prepared(q, k, v)
+    rows = dataclasses.replace(z, v=fp8.keys_first(z.v, k.shape[1]).contiguous(), v_keys_last=False)
+
+    def public(*tensors: object, **options: object) -> Callable[[], Tensor]:
+        return lambda: onepass.attention(*tensors, causal=causal, **options)  # type: ignore[arg-type,return-value]
+
+    makers: dict[str, Callable[[], Callable[[], Tensor]]] = {
+        "fa3": lambda: fa3(q, k, v, causal),
+        "bf16": lambda: public(q, k, v),
+        "rows": lambda: public(rows, backend=BACKEND),
+        "whole": lambda: public(q, k, v, precision="fp8", backend=BACKEND),
+    }
+    found: dict[str, Callable[[], Tensor]] = {"onepass": public(z, backend=BACKEND)}
+    for name in names:
+        try:
+            found[name] = makers[name]()
+            found[name]()
+        except Exception as error:
+            print(f"{name} not measured: {type(error).__name__}: {str(error)[:300]}")
+            found.pop(name, None)
+    return found
+
+
+def run_grid(args: argparse.Namespace, about: dict) -> None:
+    names = [name for name in args.peers.split(",") if name]
+    # the ratio is that to FlashAttention-3
+    results = common.Results(about, args.out, ["fa3"], tolerance=0.3)
+    configs = {cell: variants(args.variants, cell.head_dim, cell.causal) for cell in common.cells(args)}
+    jobs = []
+    for cell, own in configs.items():
+        problem = static_problem(cell.head_dim, cell.causal, cell.seqlen)
+        jobs += [(problem, config) for config in (heuristics.forward_config(problem), *own.values())]
+    compile_all(jobs)
+    for cell, own in configs.items():
+        shape = cell.batch, cell.seqlen, cell.heads, cell.head_dim
+        q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+        calls = contenders(q, k, v, cell.causal, names)
+        quantized = prepared(q, k, v)
+        for name, config in own.items():
+            calls[name] = out_of(run_kernel(quantized, cell.causal, config))
+        expected = onepass.attention(q, k, v, causal=cell.causal)
+        assert isinstance(expected, Tensor)
+        errors = {name: float((call().float() - expected.float()).abs().max()) for name, call in calls.items()}
+        times = common.time_in_turns(calls, args, seed=cell.seqlen)
+        loads = {name: common.under_load(call) for name, call in calls.items()} if args.load else {}
+        default = heuristics.forward_config(static_problem(cell.head_dim, cell.causal, cell.seqlen))
+        results.add(cell, times, errors, {"onepass": default} | own, loads)
+    results.summarise()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    common.add_arguments(parser, peers="fa3,bf16,whole", out="fp8.json")
+    parser.add_argument("--variants", help="check and time these, too: 'try', or configurations separated by ;")
+    args = parser.parse_args()
+    about = common.circumstances()
+    print(about, flush=True)
+    ok = args.no_check or run_check(args)
+    if not args.no_grid:
+        run_grid(args, about)
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""A kernel of nothing but the softmax of the FP8 forward: scores come from memory, each thread sums P V for one column.
+
+One warp stands for a warp of a consumer warpgroup: thread t has the rows t // 4 and t // 4 + 8, and of every 8 keys the
+keys 2 (t % 4) and 2 (t % 4) + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.runtime import make_fake_tensor
+
+from onepass.kernels.blocks import fp8
+from onepass.kernels.blocks.online_softmax import Scores
+
+THREADS = 32
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """Attributes:
+    tiles: how many tiles, of which some are masked.
+    threshold: as in ForwardConfig.
+    before: tiles of the head that are not visited.
+    """
+
+    tile_n: int
+    tiles: int
+    masked: tuple[int, ...]
+    threshold: float
+    has_sink: bool = False
+    has_softcap: bool = False
+    before: int = 0
+
+    def trace(self) -> tuple[Callable, tuple]:
+        blocks = -(-self.tile_n * (self.before + self.tiles) // 64)
+
+        def tensor(kind, *shape: int):
+            strides = [1]
+            for size in shape[:0:-1]:
+                strides.insert(0, strides[0] * size)
+            return make_fake_tensor(kind, shape, tuple(strides), assumed_align=16)
+
+        arguments = (
+            tensor(Float32, self.tiles, THREADS, 2, self.tile_n // 4),
+            tensor(Float32, self.tiles, THREADS, self.tile_n // 4),
+            tensor(Float32, 16),
+            tensor(Float32, blocks),
+            tensor(Float32, blocks),
+            tensor(Float32, THREADS, 2),
+            tensor(Float32, THREADS, 2),
+            tensor(Int32, self.tiles, THREADS, self.tile_n // 8),
+        )
+        return self, arguments
+
+    @cute.jit
+    def __call__(
+        self,
+        mS: cute.Tensor,  # scores, -inf where hidden
+        mV: cute.Tensor,  # V of each thread's keys, before its scale
+        mQ_scale: cute.Tensor,
+        mK_scale: cute.Tensor,
+        mV_scale: cute.Tensor,
+        mO: cute.Tensor,  # of each thread's keys
+        mLSE: cute.Tensor,
+        mP: cute.Tensor,  # e4m3, as registers have it
+    ):
+        self.kernel(mS, mV, mQ_scale, mK_scale, mV_scale, mO, mLSE, mP).launch(grid=[1, 1, 1], block=[THREADS, 1, 1])
+
+    @cute.kernel
+    def kernel(self, mS, mV, mQ_scale, mK_scale, mV_scale, mO, mLSE, mP):
+        thread = cute.arch.thread_idx()[0]
+        columns = self.tile_n // 4
+        scores = Scores(Float32(SCALE_LOG2), Float32(TANH_SCALE) if self.has_softcap else None)
+        softmax = fp8.ScaledSoftmax(scores, self.threshold, 0, self.tile_n)
+        keys = fp8.KeyScales(self.tile_n)
+        s = cute.make_rmem_tensor((2, columns), Float32)
+        acc_o = cute.make_rmem_tensor((2, 1), Float32)
+        acc_o.fill(0.0)
+        words = cute.make_rmem_tensor((4, 2, 2, 1, columns // 8), cutlass.Float8E4M3FN)
+        target = cute.make_tensor(words.iterator, cute.make_layout(((4, 2, 2), 1, columns // 8)))
+        row_scale = cute.make_rmem_tensor((2,), Float32)
+        for r in cutlass.range_constexpr(2):
+            row_scale[r] = softmax.scale_of_row(mQ_scale[thread // 4 + 8 * r])
+        for tile in cutlass.range_constexpr(self.tiles):
+            n_block = self.tiles - 1 - tile
+            for r in cutlass.range_constexpr(2):
+                for c in cutlass.range_constexpr(columns):
+                    s[r, c] = mS[n_block, thread, r, c]
+            if cutlass.const_expr(tile == 0):
+                keys.load(mK_scale, mV_scale, Int32(0), Int32(self.before + n_block))
+            keys.take(mK_scale, mV_scale, Int32(0), Int32(self.before + n_block), tile == 0)
+            softmax.take_scales(row_scale, keys, Int32(self.before + n_block))
+            if cutlass.const_expr(self.has_softcap):
+                softmax.soft_cap(s)
+                for r in cutlass.range_constexpr(2):  # a mask comes afterwards
+                    for c in cutlass.range_constexpr(columns):
+                        s[r, c] = mS[n_block, thread, r, c] if mS[n_block, thread, r, c] == -Float32.inf else s[r, c]
+            if cutlass.const_expr(tile == 0):
+                softmax.begin(s)
+            elif cutlass.const_expr(self.threshold > 0):
+                softmax.update_lazily(s, acc_o, n_block in self.masked, is_in_flight=False)
+            else:
+                softmax.update(s)
+                softmax.rescale(acc_o)
+            for r in cutlass.range_constexpr(2):
+                for c in cutlass.range_constexpr(columns):
+                    acc_o[r, 0] = acc_o[r, 0] + s[r, c] * mV[n_block, thread, c]
+            fp8.pack_p(s, target)
+            packed = cute.recast_tensor(words, Int32)
+            for i in cutlass.range_constexpr(columns // 2):
+                mP[n_block, thread, i] = packed[i]
+        for r in cutlass.range_constexpr(2):
+            sink = Float32(SINK) if cutlass.const_expr(self.has_sink) else None
+            weight, lse = fp8.finish(softmax.row_max[r], softmax.row_sum[r], softmax.exponent, sink)
+            mO[thread, r] = acc_o[r, 0] * weight
+            mLSE[thread, r] = lse
+
+
+SCALE_LOG2, TANH_SCALE, SINK = 0.37, 0.11, 1.5

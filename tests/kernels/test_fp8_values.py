@@ -1,0 +1,148 @@
+"""The softmax of the Hopper forward in FP8, run on the CPU, against float64; and V cleared behind its last key."""
+
+import functools
+import importlib.util
+
+import machine_code
+import numpy as np
+import ptx_interpreter
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
+    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
+]
+
+
+@functools.cache
+def program(softmax):
+    return ptx_interpreter.parse(machine_code.read_with_ptx("sm_90a", softmax.trace)[1])
+
+
+def run(softmax, s, v, q_scale, k_scale, v_scale):
+    """s (16, keys), v (keys,) and the scales of rows and of blocks of 64 keys -> out, lse and P (16, keys), float64."""
+    keys = s.shape[1]
+    thread, column = np.arange(32), np.arange(softmax.tile_n // 4)
+    key = (8 * (column // 2) + column % 2)[None] + 2 * (thread % 4)[:, None]  # (thread, column), in a tile
+    row = np.stack([thread // 4, thread // 4 + 8], 1)
+    tiles = np.arange(softmax.tiles)[:, None, None] * softmax.tile_n + key[None]
+    given = [
+        s[row[None, :, :, None], tiles[:, :, None, :]],
+        v[tiles],
+        q_scale,
+        k_scale,
+        v_scale,
+    ]
+    memory = ptx_interpreter.Memory(1 << 20, 1 << 32)
+    places = [memory.put(np.ascontiguousarray(t, np.float32)) for t in given]
+    sizes = (32, 2), (32, 2), (softmax.tiles, 32, softmax.tile_n // 8)
+    places += [memory.put(np.full(size, np.nan, np.float32)) for size in sizes]
+    parameters = [np.uint64(place).tobytes() for place in places]
+    ptx_interpreter.run(program(softmax), parameters, memory, 1, 32, 1024)
+    out, lse, words = (
+        memory.get(place, 4 * int(np.prod(size))).view(np.float32).reshape(size)
+        for place, size in zip(places[5:], sizes, strict=True)
+    )
+    # bytes of operand A: register r + 2 half of step k has the places 32 k + 16 half + 4 q + (0 to 3) of row r
+    stored = torch.from_numpy(words.view(np.uint8).copy()).view(torch.float8_e4m3fn).double().numpy()
+    stored = stored.reshape(softmax.tiles, 32, softmax.tile_n // 32, 2, 2, 4)  # (tile, thread, k, half, r, byte)
+    p = np.zeros((16, keys))
+    for t in range(32):
+        for i in range(4):
+            of_run = 2 * (t % 4) + (0, 1, 8, 9)[i]  # the key at place 4q + i
+            for r in range(2):
+                runs = p[t // 4 + 8 * r].reshape(softmax.tiles, softmax.tile_n // 32, 2, 16)
+                runs[..., of_run] = stored[:, t, :, :, r, i]
+    is_first = thread % 4 == 0
+    sums = out.astype(np.float64).reshape(8, 4, 2).sum(1)
+    return np.concatenate([sums[:, 0], sums[:, 1]]), np.concatenate([lse[is_first, 0], lse[is_first, 1]]), p
+
+
+def cases():
+    from fp8_softmax import Softmax
+
+    return {
+        "n128": Softmax(128, 3, (2,), 0.8),
+        "n128 every step": Softmax(128, 3, (2,), 0.0),
+        "n192": Softmax(192, 3, (2, 0), 1.8),
+        "n96": Softmax(96, 4, (), 2.8),
+        "n32": Softmax(32, 7, (6, 5), 0.8),
+        # the scales of 16 tiles of 128 keys, or of 96, are a page: these go from one page to the one before
+        "pages of n128": Softmax(128, 4, (), 0.8, before=14),
+        "pages of n96": Softmax(96, 3, (), 0.8, before=31),
+        "sink": Softmax(64, 5, (4,), 0.8, has_sink=True),
+        "softcap": Softmax(64, 5, (4,), 0.8, has_softcap=True),
+    }
+
+
+NAMES = ["pages of n128", "pages of n96", "n128", "n128 every step", "n192", "n96", "n32", "sink", "softcap"]
+
+
+@pytest.mark.parametrize("spread", [1.0, 6.0, -3.0], ids=["normal", "peaked", "all below 0"])
+@pytest.mark.parametrize("name", NAMES)
+def test_values(name, spread):
+    from fp8_softmax import SCALE_LOG2, SINK, TANH_SCALE
+
+    softmax = cases()[name]
+    rng = np.random.default_rng(len(name))
+    keys = softmax.tile_n * softmax.tiles
+    q_scale = np.exp(rng.normal(size=16))
+    first = softmax.before * softmax.tile_n
+    k_scale, v_scale = (np.exp(rng.normal(size=-(-(first + keys) // 64))) for _ in range(2))
+    s, v = spread * rng.normal(size=(16, keys)), rng.normal(size=keys)
+    if spread < 0:
+        s = -np.abs(s) - 5.0
+    s[3, : keys // 2] -= 30.0  # a row whose reference moves far
+    s = s.astype(np.float32)
+    for tile in softmax.masked:
+        columns = slice(tile * softmax.tile_n, (tile + 1) * softmax.tile_n)
+        hidden = rng.random((16, softmax.tile_n)) < 0.4
+        hidden[5] = True
+        s[:, columns] = np.where(hidden, -np.inf, s[:, columns])
+    out, lse, p = run(softmax, s, v, q_scale, k_scale, v_scale)
+
+    q_scale, k_scale, v_scale = (x.astype(np.float32).astype(np.float64) for x in (q_scale, k_scale, v_scale))
+    of_key = (first + np.arange(keys)) // 64
+    y = s.astype(np.float64) * q_scale[:, None] * k_scale[of_key]
+    y = np.tanh(y * TANH_SCALE * np.log(2) / 2) if softmax.has_softcap else y
+    y = np.where(np.isinf(s), -np.inf, y) * SCALE_LOG2
+    largest = y.max(1, keepdims=True)
+    total = np.exp2(y - largest).sum(1)
+    if softmax.has_sink:
+        total = total + np.exp2(SINK / np.log(2) - largest[:, 0])
+    expected_lse = (largest[:, 0] + np.log2(total)) * np.log(2)
+    probabilities = np.exp2(y - largest) / total[:, None]
+    weighted = v.astype(np.float32) * v_scale[of_key]
+    assert np.abs(lse - expected_lse).max() < 1e-5 * max(1.0, np.abs(expected_lse).max())
+    allowed = 2e-5 * (probabilities * np.abs(weighted)).sum(1) * max(1.0, np.abs(expected_lse).max())
+    assert (np.abs(out - probabilities @ weighted) <= allowed + 1e-7).all()
+
+    # what is packed is P times its scale in a reference that lies at most `threshold` below the largest one so far
+    exponent = y + np.log2(v_scale[of_key])
+    tiles = exponent.reshape(16, softmax.tiles, softmax.tile_n)
+    so_far = np.maximum.accumulate(tiles.max(2)[:, ::-1], 1)[:, ::-1]
+    reference = np.where(np.isinf(so_far), 0.0, so_far)[..., None]
+    at_least = np.exp2(tiles - reference + np.floor(np.log2(448) - softmax.threshold)).reshape(16, keys)
+    at_most = at_least * 2.0**softmax.threshold
+    assert (p >= at_least * (1 - 2.0**-4) - 2.0**-10 - 1e-4).all()
+    assert (p <= at_most * (1 + 2.0**-4) + 2.0**-10 + 1e-4).all()
+    assert p.max() <= 448
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(64, 128), (96, 32), (64, 224)])
+def test_keys_behind_the_end_are_cleared(rows, keys):
+    from fp8_clear import Clear
+
+    clear = Clear(rows, keys)
+    stored = torch.randint(0, 256, (rows, keys), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    place_of_key = torch.tensor([k // 16 * 16 + 4 * (k % 8 // 2) + 2 * (k % 16 // 8) + k % 2 for k in range(keys)])
+    for first in (-5, 0, 1, 7, 8, 15, 16, keys - 23, keys - 1, keys, keys + 9):
+        memory = ptx_interpreter.Memory(1 << 20, 1 << 32)
+        place = memory.put(stored.numpy())
+        parameters = [np.uint64(p).tobytes() for p in (place, memory.put(np.array([first], np.int32)))]
+        ptx_interpreter.run(program(clear), parameters, memory, 1, 32, 64 << 10)
+        left = torch.from_numpy(memory.get(place, rows * keys).reshape(rows, keys).copy())
+        expected = stored.clone()
+        expected[:, place_of_key[max(0, first) :]] = 0
+        assert torch.equal(left, expected), first
