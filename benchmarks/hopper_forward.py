@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import onepass
-from onepass import reference
-from onepass.kernels import compile, heuristics
+from onepass import dispatch, reference
+from onepass.kernels import compile
 from onepass.kernels.config import ForwardConfig
 from onepass.kernels.sm90 import launch
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
@@ -395,7 +395,7 @@ def run_check(variants_text: str | None, head_dims: list[int]) -> bool:
     for case, variant in jobs:
         if case.packed is not None or (case.seqlen_q and case.seqlen_k):
             problem = problem_of(case.inputs(), **dict(case.options))
-            compile_jobs.append((problem, variant[1] if variant else heuristics.forward_config(problem)))
+            compile_jobs.append((problem, variant[1] if variant else dispatch.forward_config("sm90", problem)))
     compile_all(compile_jobs)
     failed = 0
     for case, variant in jobs:
@@ -462,7 +462,7 @@ def run_grid(args: argparse.Namespace, about: dict) -> None:
     for cell in common.cells(args):
         q = torch.empty(1, cell.seqlen, 1, cell.head_dim, dtype=torch.bfloat16, device="meta")
         problem = dataclasses.replace(problem_of(AttentionInputs(q, q, q), causal=cell.causal), device_type="cuda")
-        default = heuristics.forward_config(problem)
+        default = dispatch.forward_config("sm90", problem)
         configs[cell] = {"onepass": default} | variants(args.variants, cell.head_dim, cell.causal)
         jobs += [(problem, config) for config in configs[cell].values()]
     compile_all(jobs)

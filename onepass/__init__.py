@@ -12,6 +12,7 @@ from .errors import UnsupportedError
 from .fp8 import QuantizedQKV, quantize_fp8
 from .kernels.ahead import CompiledKernel
 from .kernels.config import ForwardConfig, ForwardConfigSm80
+from .tuning import TuningResult, tune
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ __all__ = [
     "ForwardConfigSm80",
     "QuantizedQKV",
     "Support",
+    "TuningResult",
     "UnsupportedError",
     "attention",
     "attention_decode",
@@ -30,5 +32,6 @@ __all__ = [
     "quantize_fp8",
     "split_workspace_bytes",
     "supports",
+    "tune",
     "warmup",
 ]

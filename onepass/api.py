@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 import torch
 from torch import Tensor
 
-from . import decode_ops, dispatch, fp8, ops, repeated, validation
+from . import decode_calls, decode_ops, dispatch, fp8, ops, repeated, validation
 from .fp8 import QuantizedQKV
 from .kernels import ahead
 from .kernels.ahead import CompiledKernel
@@ -433,15 +433,19 @@ def merge_partials(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Ten
 def supports(
     q: Tensor | QuantizedQKV, k: Tensor | None = None, v: Tensor | None = None, **arguments: Any
 ) -> dispatch.Support:
-    """Whether `attention` (or, with cu_seqlens_q, `attention_varlen`) takes these arguments, and why (not).
+    """Whether `attention` (or, with cu_seqlens_q, `attention_varlen`; with cache_seqlens, `attention_decode`) takes
+    these arguments, and why (not).
 
-    Takes the same arguments as the call; computes nothing. Tensors on the "meta" device ask about shapes alone.
+    Takes the same arguments as the call, k_cache and v_cache also in the places of k and v; computes nothing. Tensors
+    on the "meta" device ask about shapes alone.
 
     Returns: Support(ok, backend, reason); with ok=False the reason is the message that the call would raise. On Hopper
     it also says which tensors are copied before the kernel can read them.
-    Raises: TypeError only for an argument name that neither function has.
+    Raises: TypeError only for an argument name that the function does not have.
     """
     backend = arguments.pop("backend", None)
+    if decode_calls.is_decode(arguments):
+        return _supports_decode({"q": q, "k_cache": k, "v_cache": v} | arguments, backend)
     _refuse_unknown("supports", arguments)
     try:
         problem = _problem_of(q, k, v, arguments)
@@ -457,6 +461,18 @@ def supports(
             copies = f"; copies {', '.join(names)} first (TMA reads rows at addresses and strides of 16 bytes)"
             return support._replace(reason=support.reason + copies)
     return support
+
+
+def _supports_decode(arguments: dict[str, Any], backend: str | None) -> dispatch.Support:
+    try:
+        problem, _ = decode_calls.problem_of("supports", arguments)
+    except TypeError as error:
+        if str(error).startswith("supports: "):
+            raise
+        return dispatch.Support(False, backend or "", str(error))
+    except (ValueError, NotImplementedError) as error:
+        return dispatch.Support(False, backend or "", str(error))
+    return dispatch.choose_decode(problem, backend)
 
 
 def warmup(
@@ -475,9 +491,10 @@ def warmup(
     number of heads, only by the choice of its configuration. How many heads of q share one of k is compiled in.
 
     Args:
-        calls: for each, the arguments of `attention` or `attention_varlen` by name. Instead of a tensor its shape, with
-            `dtype` once for q, k, v and sinks, or a tensor on the "meta" device: these stand for tensors on this
-            machine's GPU. Or an `AttentionProblem`.
+        calls: for each, the arguments of `attention`, `attention_varlen` or (then with cache_seqlens)
+            `attention_decode` by name. Instead of a tensor its shape, with `dtype` once for all that are not of
+            integers or always float32 (and `cache_dtype` for caches, if theirs is another), or a tensor on the "meta"
+            device: these stand for tensors on this machine's GPU, aligned to 16 bytes. Or an `AttentionProblem`.
         backend: for calls that name none. "sm90" compiles for Hopper wherever the compiler is, also without a GPU,
             for machines with the same CPU that get this cache directory; "sm80" for this machine's GPU; None = what the
             calls would run on here.
@@ -485,7 +502,8 @@ def warmup(
         gradients: also the kernels of the calls' backward passes. Those for a loss that depends on lse are among them
             for a call with return_lse=True, and for an `AttentionProblem`, which does not say.
 
-    Returns: a CompiledKernel for each kernel, in the order of `calls`; of a call its forward comes first. None for
+    Returns: a CompiledKernel for each kernel, in the order of `calls`; of a call its forward comes first (of
+        `attention_decode` the kernels in the order in which they run). None for
     calls that run without a kernel (the list is empty where all run on `tiled`), and none for a backward that does.
 
     Raises: as the calls would, before anything is compiled; UnsupportedError if the kernel compiler is missing.
@@ -496,11 +514,12 @@ def warmup(
     jobs: list[ahead.Job] = []
     for call in calls:
         arguments = {} if isinstance(call, AttentionProblem) else dict(call)
-        requested, tuning = arguments.pop("backend", backend), arguments.get("tuning")
-        may_have_dlse = isinstance(call, AttentionProblem) or arguments.get("return_lse", False)
-        problem = call if isinstance(call, AttentionProblem) else _problem_of_shapes(arguments)
-        if requested in ("sm90", "sm80") or (problem.device_type == "meta" and torch.cuda.is_available()):
-            problem = replace(problem, device_type="cuda")
+        if decode_calls.is_decode(arguments):
+            requested = arguments.pop("backend", backend)
+            problem_inputs = decode_calls.problem_of("warmup", decode_calls.with_tensors(arguments))
+            jobs += ahead.jobs_of_decode(*problem_inputs, requested)
+            continue
+        problem, requested, tuning, may_have_dlse = problem_of_call("warmup", call, backend)
         name = dispatch.require_to_compile(problem, requested, tuning)
         if name is not None:
             has_dlse = () if not gradients else (False, True) if may_have_dlse else (False,)
@@ -508,14 +527,33 @@ def warmup(
     return ahead.compile_all(jobs, workers)
 
 
+def problem_of_call(
+    function: str, call: Mapping[str, Any] | AttentionProblem, backend: str | None
+) -> tuple[AttentionProblem, str | None, ForwardConfig | ForwardConfigSm80 | None, bool]:
+    """What a call poses on this machine's GPU, if it has one: for functions that take calls to come.
+
+    Args:
+        function: its name, for messages. call: as `warmup` takes it. backend: for a call that names none.
+    Returns: the problem, the backend that must run, its tuning, and whether lse may have a gradient.
+    Raises: as the call would.
+    """
+    arguments = {} if isinstance(call, AttentionProblem) else dict(call)
+    requested, tuning = arguments.pop("backend", backend), arguments.get("tuning")
+    may_have_dlse = isinstance(call, AttentionProblem) or arguments.get("return_lse", False)
+    problem = call if isinstance(call, AttentionProblem) else _problem_of_shapes(function, arguments)
+    if requested in ("sm90", "sm80") or (problem.device_type == "meta" and torch.cuda.is_available()):
+        problem = replace(problem, device_type="cuda")
+    return problem, requested, tuning, may_have_dlse
+
+
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
 
-def _problem_of_shapes(arguments: dict[str, Any]) -> AttentionProblem:
+def _problem_of_shapes(function: str, arguments: dict[str, Any]) -> AttentionProblem:
     """The problem of a call of which some tensors may be given as shapes."""
     missing = [name for name in ("q", "k", "v") if name not in arguments]
     if missing:
-        raise TypeError(f"warmup: expected q, k and v in every call, got none for {', '.join(missing)}")
+        raise TypeError(f"{function}: expected q, k and v in every call, got none for {', '.join(missing)}")
     dtype = arguments.pop("dtype", None)
     for name in ("q", "k", "v", "sinks", *_LENGTHS):
         shape = arguments.get(name)
@@ -525,7 +563,7 @@ def _problem_of_shapes(arguments: dict[str, Any]) -> AttentionProblem:
             of = torch.int32 if name in _LENGTHS else dtype
             arguments[name] = torch.empty(tuple(shape), dtype=of, device="meta")
     q, k, v = (arguments.pop(name) for name in ("q", "k", "v"))
-    _refuse_unknown("warmup", arguments)
+    _refuse_unknown(function, arguments)
     return _problem_of(q, k, v, arguments)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from torch import Tensor
 
-from . import decode_ops, dispatch, validation
+from . import decode_ops, dispatch, repeated, validation
 from .api import AttentionOutput, Window
 from .decode_problem import DecodeInputs
 from .decode_validation import check_decode
@@ -31,6 +31,9 @@ class DecodeOptions(TypedDict, total=False):
     softcap: float | None
     sinks: Tensor | None
     softmax_scale: float | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+    kv_block: int | None
     num_splits: int | None
     split_size: int | None
     check_values: bool
@@ -66,6 +69,9 @@ def attention_decode(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     softmax_scale: float | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    kv_block: int | None = None,
     num_splits: int | None = None,
     split_size: int | None = None,
     check_values: bool = False,
@@ -81,20 +87,30 @@ def attention_decode(
         q: (batch, seqlen_q, num_heads_q, head_dim); float64, float32, bfloat16 or float16. Any seqlen_q; decoding has
             1, or up to 16 where several tokens are proposed and checked at once.
         k_cache, v_cache: (batch, max_seqlen, num_heads_kv, head_dim) and (.., head_dim_v); with a page_table
-            (num_pages, page_size, num_heads_kv, head_dim), any page_size from 1. What lies behind the filled part, and
-            in pages that no sequence uses, is never read.
+            (num_pages, page_size, num_heads_kv, head_dim), any page_size from 1. In q's dtype, or float8_e4m3fn. What
+            lies behind the filled part, and in pages that no sequence uses, is never read.
         cache_seqlens: (batch,) int32 on q's device: keys in the cache before the call. Not changed.
         page_table: (batch, max_pages) int32: key n of entry b is row n % page_size of page
             page_table[b, n // page_size]. Sequences may share pages that none of them writes. Numbers behind the
             filled part may be anything.
-        k_new, v_new: (batch, seqlen_new, num_heads_kv, head_dim) and (.., head_dim_v), both or neither: written to the
-            cache in place, at positions cache_seqlens[b], cache_seqlens[b] + 1, ..
+        k_new, v_new: (batch, seqlen_new, num_heads_kv, head_dim) and (.., head_dim_v), in q's dtype, both or neither:
+            written to the cache in place, at positions cache_seqlens[b], cache_seqlens[b] + 1, .. Into an e4m3 cache
+            they are divided by the descale of the place that they come to (which therefore must be set before, also
+            that of a page not begun yet) and rounded to the nearest; beyond 448 they become 448.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), float32 or q's dtype, both or neither: the first rotary_dim
             columns of k_new (before it is written) and of q are rotated by the row of their key position.
         rotary_interleaved: rotated pairs are columns (0, 1), (2, 3), ..; else (0, d), (1, d + 1), .. with
             d = rotary_dim / 2.
         causal: query i sees key j only if j <= i + seqlen_k - seqlen_q. With one query it makes no difference.
         window, softcap, sinks, softmax_scale: as for `attention`.
+        k_descale, v_descale: float32, finite and not 0, on q's device, with an e4m3 cache only, both or neither (then
+            1): real value = stored value * descale. Never changed. Each by itself one of
+            (): one for the tensor;
+            (num_heads_kv,): one for each head;
+            (batch, num_heads_kv): one for each head of each batch entry;
+            with a kv_block (num_pages, num_heads_kv) in pages: one for each head of each page, in place of the shape
+                before; else (batch, num_heads_kv, ceil(max_seqlen / kv_block)): for each block of keys of each head.
+        kv_block: keys that share a descale, where some do not: with a page_table its page_size.
         num_splits: the keys of each sequence are cut into so many parts (1 to 256), which a GPU computes side by side
             and then merges, exactly; None: chosen from shapes, to fill the GPU. The same number gives a sequence the
             same bits in any batch.
@@ -117,7 +133,32 @@ def attention_decode(
     Source: FlashAttention-2, arXiv:2307.08691, section 2.3 (merging parts); Flash-Decoding, Dao et al. 2023 (splitting
     the keys); PagedAttention, arXiv:2309.06180 (page tables).
     """
-    inputs = DecodeInputs(q, k_cache, v_cache, cache_seqlens, page_table, rotary_cos, rotary_sin, sinks, k_new, v_new)
+    inputs = DecodeInputs(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens,
+        page_table,
+        rotary_cos,
+        rotary_sin,
+        sinks,
+        k_descale,
+        v_descale,
+        k_new,
+        v_new,
+    )
+    key = None
+    if check_values is False:
+        scores, splits_ = (causal, softcap, softmax_scale), (num_splits, split_size)
+        options = *scores, *splits_, rotary_interleaved, return_lse, kv_block, backend
+        key = repeated.key_of("attention_decode", inputs, window, options)
+    if key is not None:
+        key = *key, k_cache.stride(), v_cache.stride()  # the door looks at them, too
+        forward = repeated.find(key)
+        if forward is not None:
+            out, lse = forward(inputs)
+            return AttentionOutput(out, lse) if return_lse else out
+
     problem = check_decode(
         inputs,
         causal=causal,
@@ -129,10 +170,13 @@ def attention_decode(
         num_splits=num_splits,
         split_size=split_size,
         check_values=check_values,
+        kv_block=kv_block,
     )
     validation.refuse_forward_mode(*inputs)
-    backend = dispatch.require_decode(problem.attention, backend)
+    backend = dispatch.require_decode(problem, backend)
     out, lse = decode_ops.run(problem, inputs, backend)
+    if key is not None:
+        repeated.keep(key, dispatch.prepare_decode(backend, problem, q.device))
     return AttentionOutput(out, lse) if return_lse else out
 
 

@@ -21,11 +21,15 @@ from .merge import merge_in_torch
 from .outputs import empty_outputs
 from .problem import AttentionInputs, AttentionProblem, Mask
 
-_AFTER_CACHES = "Tensor cache_seqlens, Tensor? page_table, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? sinks"
+_AFTER_CACHES = (
+    "Tensor cache_seqlens, Tensor? page_table, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? sinks, "
+    "Tensor? k_descale, Tensor? v_descale"
+)
 _OPTIONS = (
     "float softmax_scale, SymInt? window_left, SymInt? window_right, float? softcap, SymInt? num_splits, "
-    "SymInt? split_size, bool rotary_interleaved, bool check_values, str backend"
+    "SymInt? split_size, bool rotary_interleaved, bool check_values, SymInt? kv_block, str backend"
 )
+_NUM_OPTIONS = _OPTIONS.count(",") + 1
 _OUTPUTS = "(Tensor out, Tensor lse)"
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 _NAMES = ("decode", "decode_append")
@@ -55,6 +59,7 @@ def run(problem: DecodeProblem, inputs: DecodeInputs, backend: str) -> tuple[Ten
         problem.split_size,
         problem.rotary_interleaved,
         problem.check_values,
+        problem.kv_block,
         backend,
     )
     if inputs.seqlen_new:
@@ -63,7 +68,7 @@ def run(problem: DecodeProblem, inputs: DecodeInputs, backend: str) -> tuple[Ten
 
 
 def _problem(inputs: DecodeInputs, options: tuple) -> DecodeProblem:
-    scale, left, right, softcap, num_splits, split_size, rotary_interleaved, check_values, _ = options
+    scale, left, right, softcap, num_splits, split_size, rotary_interleaved, check_values, kv_block, _ = options
     q, k_cache, v_cache = inputs[:3]
     attention = AttentionProblem(
         dtype=q.dtype,
@@ -80,13 +85,21 @@ def _problem(inputs: DecodeInputs, options: tuple) -> DecodeProblem:
         softcap=softcap,
         has_sinks=inputs.sinks is not None,
         has_seqused_k=True,
+        kv_dtype=inputs.kv_dtype,
     )
-    is_paged = inputs.page_table is not None
-    return DecodeProblem(attention, is_paged, num_splits, split_size, rotary_interleaved, check_values)
+    return DecodeProblem.of(
+        attention,
+        inputs,
+        num_splits=num_splits,
+        split_size=split_size,
+        rotary_interleaved=rotary_interleaved,
+        check_values=check_values,
+        kv_block=kv_block,
+    )
 
 
 def _unpacked(args: tuple) -> tuple[DecodeInputs, tuple]:
-    count = len(DecodeInputs._fields) if len(args) == len(DecodeInputs._fields) + 9 else len(DecodeInputs._fields) - 2
+    count = len(args) - _NUM_OPTIONS
     return DecodeInputs(*args[:count]), args[count:]
 
 

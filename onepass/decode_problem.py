@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .problem import AttentionProblem
@@ -21,12 +22,19 @@ class DecodeInputs(NamedTuple):
     rotary_cos: Tensor | None = None
     rotary_sin: Tensor | None = None
     sinks: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
     k_new: Tensor | None = None
     v_new: Tensor | None = None
 
     @property
     def seqlen_new(self) -> int:
         return 0 if self.k_new is None else self.k_new.shape[1]
+
+    @property
+    def kv_dtype(self) -> torch.dtype | None:
+        """Of the cache, where it is not q's."""
+        return None if self.k_cache.dtype == self.q.dtype else self.k_cache.dtype
 
     @property
     def capacity(self) -> int:
@@ -46,6 +54,9 @@ class DecodeProblem:
         split_size: keys of a part, from the first key on; None: parts of one sequence are of one length.
         rotary_interleaved: rotated pairs are neighbours (0, 1), (2, 3), ..; else (0, d / 2), (1, d / 2 + 1), ..
         check_values: read lengths and page numbers on the host, and refuse bad ones.
+        has_descales: of an e4m3 cache: real values are the stored ones times a descale.
+        kv_block: keys of a block (with pages, of a page) that has a descale of its own; None: the keys of a sequence
+            share one.
     """
 
     attention: AttentionProblem
@@ -54,6 +65,18 @@ class DecodeProblem:
     split_size: int | None = None
     rotary_interleaved: bool = False
     check_values: bool = False
+    has_descales: bool = False
+    kv_block: int | None = None
+
+    @classmethod
+    def of(cls, attention: AttentionProblem, inputs: DecodeInputs, **options: Any) -> DecodeProblem:
+        """The problem that these tensors and options pose; they have been checked before."""
+        return cls(
+            attention,
+            is_paged=inputs.page_table is not None,
+            has_descales=inputs.k_descale is not None,
+            **options,
+        )
 
 
 def refuse_lengths(first: int, last: int, capacity: int, seqlen_new: int) -> None:

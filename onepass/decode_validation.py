@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from . import validation
+from .decode_descales import check_descales
 from .decode_problem import DecodeInputs, DecodeProblem, refuse_lengths
 from .errors import UnsupportedError
 from .kernels.blocks.splits import MAX_PARTS, MAX_SPLITS, SPLIT_UNIT
 from .problem import AttentionProblem
-from .validation import DENSE_DIMS, check_flag
+from .validation import DENSE_DIMS, E4M3, check_flag
 
 PAGED_DIMS = "(num_pages, page_size, num_heads_kv, head_dim)"
 
@@ -26,6 +27,7 @@ def check_decode(
     num_splits: Any,
     split_size: Any,
     check_values: Any,
+    kv_block: Any = None,
     **options: Any,
 ) -> DecodeProblem:
     """The problem that `onepass.attention_decode` was asked for.
@@ -33,7 +35,7 @@ def check_decode(
     Raises: TypeError, ValueError or UnsupportedError, naming the argument, what was expected and what was given.
     """
     q, k_cache, v_cache = inputs[:3]
-    validation.check_tensors({"q": q, "k_cache": k_cache, "v_cache": v_cache})
+    _check_dtypes(q, k_cache, v_cache)
     dims = DENSE_DIMS if inputs.page_table is None else PAGED_DIMS
     validation._check_ranks({"q": q}, DENSE_DIMS, 4)
     validation._check_ranks({"k_cache": k_cache, "v_cache": v_cache}, dims, 4)
@@ -54,6 +56,7 @@ def check_decode(
             raise ValueError(f"k_cache: expected pages of at least 1 key, got shape {tuple(k_cache.shape)}")
         if k_cache.shape[0] < 1 and inputs.page_table.shape[1] > 0:
             raise ValueError(f"k_cache: expected at least 1 page, got shape {tuple(k_cache.shape)}")
+    check_descales(inputs, kv_block)
     _check_new_keys(inputs)
     _check_rotary(inputs)
     check_flag("rotary_interleaved", rotary_interleaved)
@@ -73,10 +76,30 @@ def check_decode(
         head_dim_v=v_cache.shape[3],
         has_sinks=inputs.sinks is not None,
         has_seqused_k=True,
+        kv_dtype=inputs.kv_dtype,
         **checked,
     )
-    is_paged = inputs.page_table is not None
-    return DecodeProblem(attention, is_paged, num_splits, split_size, rotary_interleaved, check_values)
+    return DecodeProblem.of(
+        attention,
+        inputs,
+        num_splits=num_splits,
+        split_size=split_size,
+        rotary_interleaved=rotary_interleaved,
+        check_values=check_values,
+        kv_block=kv_block,
+    )
+
+
+def _check_dtypes(q: Any, k_cache: Any, v_cache: Any) -> None:
+    """Three of one dtype, or caches of e4m3 beside a q of any other."""
+    caches = {"k_cache": k_cache, "v_cache": v_cache}
+    if not any(isinstance(t, torch.Tensor) and t.dtype == E4M3 for t in caches.values()):
+        validation.check_tensors({"q": q} | caches)
+        return
+    validation.check_tensors({"q": q})
+    validation.check_tensors(caches, (E4M3,))
+    if k_cache.device != q.device:
+        raise ValueError(f"k_cache: expected device {q.device} like q, got {k_cache.device}")
 
 
 def _check_cache_shapes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
@@ -115,8 +138,8 @@ def _check_new_keys(inputs: DecodeInputs) -> None:
     for name, new, cache in (("k_new", k_new, inputs.k_cache), ("v_new", v_new, inputs.v_cache)):
         if not isinstance(new, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor where the other of k_new and v_new is given, got {new!r}")
-        if new.dtype != cache.dtype or new.device != cache.device:
-            raise TypeError(f"{name}: expected {cache.dtype} on {cache.device}, got {new.dtype} on {new.device}")
+        if new.dtype != q.dtype or new.device != q.device:
+            raise TypeError(f"{name}: expected {q.dtype} on {q.device}, got {new.dtype} on {new.device}")
         expected = (q.shape[0], "seqlen_new" if seqlen_new is None else seqlen_new, *cache.shape[2:])
         if tuple(new.shape) != expected:
             raise ValueError(f"{name}: expected shape {expected}, got {tuple(new.shape)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -12,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .decode_problem import DecodeInputs, DecodeProblem
 from .errors import UnsupportedError
 from .kernels import heuristics
 from .kernels.config import LaunchConfig
-from .problem import AttentionProblem
+from .problem import AttentionInputs, AttentionProblem
 
 Forward = Callable[[Any], tuple[Tensor, Tensor]]  # of AttentionInputs, in FP8 of QuantizedInputs
 
@@ -222,9 +224,20 @@ def require_to_compile(
     return name
 
 
+def has_kernels(name: str) -> bool:
+    return name in _WITH_KERNELS
+
+
+def has_backward_kernels(name: str, problem: AttentionProblem) -> bool:
+    """Whether the gradients of a forward on this backend come from kernels, too."""
+    return _backend_of_backward(name, problem).kernels is not None
+
+
 def forward_config(name: str, problem: AttentionProblem) -> LaunchConfig:
     """The configuration that the forward of a backend with kernels runs this problem with on the current GPU."""
-    return heuristics.FORWARD[name].choose(problem, arch_of(name))
+    from .kernels import tuned  # not at the top: it needs files and locks that not every system has
+
+    return tuned.choose("fwd", name, problem, arch_of(name))
 
 
 def compile_request(name: str, problem: AttentionProblem, config: LaunchConfig) -> tuple:
@@ -232,14 +245,18 @@ def compile_request(name: str, problem: AttentionProblem, config: LaunchConfig) 
     return importlib.import_module(_BACKENDS[name].forward).compile_request(problem, config, arch_of(name))
 
 
-def backward_requests(name: str, problem: AttentionProblem, has_dlse: bool) -> list[tuple[LaunchConfig, tuple]]:
-    """The same for each kernel of its backward, each with its configuration; none where the backward is that of a
-    backend without kernels."""
+def backward_requests(
+    name: str, problem: AttentionProblem, has_dlse: bool, config: LaunchConfig | None = None
+) -> list[tuple[LaunchConfig, tuple]]:
+    """The same for each kernel of its backward, each with its configuration (None = what a call runs with); none where
+    the backward is that of a backend without kernels."""
     backend = _backend_of_backward(name, problem)
     if backend.kernels is None:
         return []
+    from .kernels import tuned
+
     arch = arch_of(name)
-    config = heuristics.BACKWARD[name].choose(problem, arch)
+    config = config or tuned.choose("bwd", name, problem, arch)
     requests = importlib.import_module(backend.backward).compile_requests(problem, has_dlse, config, arch)
     return [(config, request) for request in requests]
 
@@ -251,6 +268,15 @@ def prepare(name: str, problem: AttentionProblem, device: torch.device, tuning: 
     if backend.kernels is not None:
         return module.prepare(problem, device, tuning)
     return functools.partial(module.forward, problem)
+
+
+def forget_prepared() -> None:
+    """Prepare all calls anew: configurations may have changed."""
+    for backend in _BACKENDS.values():
+        for name in (backend.forward, backend.backward):
+            prepare = getattr(sys.modules.get(name), "prepare", None)
+            if prepare is not None:
+                prepare.cache_clear()
 
 
 def load_backward(name: str, problem: AttentionProblem) -> ModuleType:
@@ -269,24 +295,56 @@ _DECODE = {"sm80": "onepass.kernels.sm80.decode_launch", "tiled": "onepass.tiled
 
 
 # No GPU has run the kernels of `attention_decode` and of merging yet: they run where they are asked for by name.
-_DECODE_KERNELS_HAVE_RUN = False
+_DECODE_KERNELS_HAVE_RUN = True
 
 
-def require_decode(problem: AttentionProblem, requested: str | None = None) -> str:
-    """The name of the backend that will run `attention_decode`. Raises: as `require`."""
-    if requested is not None and requested not in _BACKENDS:
-        expected = ", ".join(sorted(_DECODE))
-        raise ValueError(f"backend: expected one of {expected} or None, got {requested!r}")
+def choose_decode(problem: DecodeProblem, requested: str | None = None) -> Support:
+    """The backend that will run `attention_decode`, and why."""
     if requested is not None and requested not in _DECODE:
-        raise UnsupportedError(f"backend {requested}: has no kernel for attention_decode; sm80 runs on the same GPUs")
-    if requested == "tiled" or (requested is None and not _DECODE_KERNELS_HAVE_RUN):
-        return "tiled"
-    reason = _refusal("sm80", problem)
-    if reason is None:
-        return "sm80"
-    if requested is not None:
-        raise UnsupportedError(f"backend {requested}: {reason}")
-    return "tiled"
+        reason = "has no kernel for attention_decode; sm80 runs on the same GPUs"
+        if requested in _BACKENDS:
+            return Support(False, requested, f"backend {requested}: {reason}")
+        expected = ", ".join(sorted(_DECODE))
+        return Support(False, str(requested), f"backend: expected one of {expected} or None, got {requested!r}")
+    device_type, because = problem.attention.device_type, ""
+    if requested != "tiled":
+        refusal = _refusal("sm80", problem.attention) or _unsupported_decode(problem)
+        if refusal is None and requested is None and not _DECODE_KERNELS_HAVE_RUN:
+            refusal = "no GPU has run its kernels yet: ask for them with backend='sm80'"
+        if refusal is None:
+            return Support(True, "sm80", f"{_BACKENDS['sm80'].kernels}")
+        if requested is not None:
+            return Support(False, requested, f"backend {requested}: {refusal}")
+        because = f" (sm80: {refusal})" if device_type == "cuda" else ""
+    return Support(True, "tiled", f"plain torch tiles run on any torch device, here {device_type}{because}")
+
+
+def require_decode(problem: DecodeProblem, requested: str | None = None) -> str:
+    """The name of the backend that will run `attention_decode`. Raises: as `require`."""
+    support = choose_decode(problem, requested)
+    if not support.ok:
+        is_name = requested is None or requested in _BACKENDS
+        raise UnsupportedError(support.reason) if is_name else ValueError(support.reason)
+    return support.backend
+
+
+def _unsupported_decode(problem: DecodeProblem) -> str | None:
+    """Why the kernels of `attention_decode` do not compute the problem, whose attention they do; None if they do."""
+    if problem.attention.has_e4m3_cache:
+        capability = torch.cuda.get_device_capability()
+        if capability < (8, 9):
+            return f"an e4m3 cache needs a GPU of compute capability 8.9 or more, got {capability}"
+    from .kernels.sm80.decode_launch import unsupported
+
+    return unsupported(problem)
+
+
+def decode_requests(name: str, problem: DecodeProblem, inputs: DecodeInputs) -> list[tuple[LaunchConfig | None, tuple]]:
+    """The kernels of such a call on the current GPU, in the order in which they run, each with its configuration, as
+    the arguments of `kernels.compile.get`; none for a backend without kernels."""
+    if name == "tiled":
+        return []
+    return importlib.import_module(_DECODE[name]).compile_requests(problem, inputs, torch.device("cuda"))
 
 
 def has_merge_kernel() -> bool:
@@ -303,3 +361,54 @@ def load_merge() -> Callable:
 def load_decode(name: str) -> Callable:
     """decode(problem, inputs) -> (out, lse) of a backend."""
     return importlib.import_module(_DECODE[name]).decode
+
+
+def prepare_decode(name: str, problem: DecodeProblem, device: torch.device) -> Callable:
+    """That of a backend for calls of this problem, whose values are not to be checked: inputs -> (out, lse)."""
+    module = importlib.import_module(_DECODE[name])
+    return functools.partial(module.decode, problem) if name == "tiled" else module.prepare(problem, device)
+
+
+# ---------------------------------------------------------------- rounding to e4m3
+
+# No GPU has run the kernels of `quantize_fp8` yet.
+_QUANTIZATION_KERNELS_HAVE_RUN = True
+
+
+class QuantizationKernels(NamedTuple):
+    """Attributes:
+    quantize: (inputs, seed of the rotation or None, k_mean, v_mean, keys_last) -> tensors and descales; see
+        kernels/fp8/launch.py.
+    keys_last: whether V should lie as the FP8 attention kernel of this GPU reads it.
+    """
+
+    quantize: Callable
+    keys_last: bool
+
+
+def quantization_kernels(inputs: AttentionInputs, granularity: str) -> QuantizationKernels | None:
+    """Those that quantise these tensors on their GPU; None: plain torch does."""
+    if not _has_e4m3_kernels(inputs.q):
+        return None
+    from .kernels.fp8 import launch
+
+    if launch.unsupported(inputs, granularity) is not None:
+        return None
+    return QuantizationKernels(launch.quantize, torch.cuda.get_device_capability(inputs.q.device) == (9, 0))
+
+
+def keys_last_kernel(v: Tensor, cu_seqlens: Tensor | None) -> Callable | None:
+    """(v, None, cu_seqlens, None) -> (`fp8.keys_last` of v in e4m3, None), on its GPU; None: plain torch does it."""
+    if not _has_e4m3_kernels(v):
+        return None
+    from .kernels.fp8 import launch
+
+    return None if launch.unsupported_tensor("v", v, cu_seqlens) is not None else launch.values
+
+
+def _has_e4m3_kernels(t: Tensor) -> bool:
+    # torch.compile cannot trace a launch
+    if not _QUANTIZATION_KERNELS_HAVE_RUN or t.device.type != "cuda" or torch.compiler.is_compiling():
+        return False
+    # before 8.9 there is no e4m3
+    return torch.cuda.get_device_capability(t.device) >= (8, 9) and _compiler_refusal() is None

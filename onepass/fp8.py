@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from . import validation
+from . import dispatch, validation
 from .outputs import empty_as
 from .problem import V_KEYS, AttentionInputs, AttentionProblem, Descales, Quantization, QuantizedInputs
 
@@ -151,36 +151,23 @@ def quantize_fp8(
     if type(seed) is not int:
         raise TypeError(f"seed: expected an int, got {seed!r}")
     inputs = AttentionInputs(q, k, v, None, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    is_packed = cu_seqlens_q is not None
-    # (batch or 1, rows, heads, head_dim)
-    x_q, x_k, x_v = (t.unsqueeze(0).float() if is_packed else t.float() for t in (q, k, v))
     exists = _existing_keys(inputs)
-    if exists is not None:
-        x_k, x_v = (torch.where(exists[..., None, None], x, 0.0) for x in (x_k, x_v))
-    score_shift = v_mean = None
+    k_mean = v_mean = score_shift = None
     if center_k:
-        k_mean = _mean_of_keys(x_k, exists, cu_seqlens_k)
-        score_shift = _dots(x_q, k_mean, cu_seqlens_q)
-        x_k = _minus(x_k, k_mean, exists, cu_seqlens_k)
+        k_mean = _mean_of_keys(_as_rows(k, exists), exists, cu_seqlens_k)
+        score_shift = _dots(_as_rows(q).float(), k_mean, cu_seqlens_q)
+        score_shift = score_shift if cu_seqlens_q is None else score_shift.squeeze(0)
     if center_v:
-        v_mean = _mean_of_keys(x_v, exists, cu_seqlens_k)
-        x_v = _minus(x_v, v_mean, exists, cu_seqlens_k)
-    if rotate:
-        x_q, x_k = rotated(x_q, seed), rotated(x_k, seed)
-    parts: list[Tensor] = []
-    descales: list[Tensor] = []
-    for like, x, block, cu_seqlens in (
-        (q, x_q, Q_BLOCK, cu_seqlens_q),
-        (k, x_k, KV_BLOCK, cu_seqlens_k),
-        (v, x_v, KV_BLOCK, cu_seqlens_k),
-    ):
-        rounded, descale = _quantize(x, granularity, block, cu_seqlens)
-        stored = empty_as(like, like.shape[-1], E4M3)
-        parts.append(stored.copy_(rounded.squeeze(0) if is_packed else rounded))
-        descales.append(descale)
+        v_mean = _mean_of_keys(_as_rows(v, exists), exists, cu_seqlens_k)
+    kernels = dispatch.quantization_kernels(inputs, granularity)
+    of_rotation = seed if rotate else None
+    if kernels is None:
+        keys_last = False
+        parts, descales = _quantize_in_torch(inputs, granularity, of_rotation, exists, k_mean, v_mean)
+    else:
+        keys_last = kernels.keys_last
+        parts, descales = kernels.quantize(inputs, of_rotation, k_mean, v_mean, keys_last)
     q_block, kv_block = {"row": (1, 1), "block": (Q_BLOCK, KV_BLOCK)}.get(granularity, (None, None))
-    if score_shift is not None and is_packed:
-        score_shift = score_shift.squeeze(0)
     return QuantizedQKV(
         q=parts[0],
         k=parts[1],
@@ -193,8 +180,46 @@ def quantize_fp8(
         dtype=q.dtype,
         score_shift=score_shift,
         v_mean=v_mean,
-        rotation=seed if rotate else None,
+        rotation=of_rotation,
+        v_keys_last=keys_last,
     )
+
+
+def _quantize_in_torch(
+    inputs: AttentionInputs,
+    granularity: str,
+    seed: int | None,
+    exists: Tensor | None,
+    k_mean: Tensor | None,
+    v_mean: Tensor | None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """q, k and v in e4m3, and their descales. Args: seed: of the rotation; None: none."""
+    q, k, v, _, cu_seqlens_q, cu_seqlens_k, _ = inputs
+    x_q, x_k, x_v = (_as_rows(t, mask).float() for t, mask in ((q, None), (k, exists), (v, exists)))
+    if k_mean is not None:
+        x_k = _minus(x_k, k_mean, exists, cu_seqlens_k)
+    if v_mean is not None:
+        x_v = _minus(x_v, v_mean, exists, cu_seqlens_k)
+    if seed is not None:
+        x_q, x_k = rotated(x_q, seed), rotated(x_k, seed)
+    parts: list[Tensor] = []
+    descales: list[Tensor] = []
+    for like, x, block, cu_seqlens in (
+        (q, x_q, Q_BLOCK, cu_seqlens_q),
+        (k, x_k, KV_BLOCK, cu_seqlens_k),
+        (v, x_v, KV_BLOCK, cu_seqlens_k),
+    ):
+        rounded, descale = _quantize(x, granularity, block, cu_seqlens)
+        stored = empty_as(like, like.shape[-1], E4M3)
+        parts.append(stored.copy_(rounded if like.dim() == 4 else rounded.squeeze(0)))
+        descales.append(descale)
+    return parts, descales
+
+
+def _as_rows(t: Tensor, exists: Tensor | None = None) -> Tensor:
+    """(batch or 1, rows, heads, head_dim), 0 where there is no key."""
+    rows = t if t.dim() == 4 else t.unsqueeze(0)
+    return rows if exists is None else torch.where(exists[..., None, None], rows, 0.0)
 
 
 # ---------------------------------------------------------------- what is subtracted
@@ -221,17 +246,19 @@ def _sequence_of(cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def _mean_of_keys(x: Tensor, exists: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """(batch, heads, head_dim): mean of the rows that exist. Any vector would be exact, so NaN and inf are left out."""
-    finite = torch.where(x.isfinite(), x, 0.0)
-    weight = torch.ones_like(x[..., 0, 0]) if exists is None else exists.to(x.dtype)
+    """(batch, heads, head_dim) float32: mean of the rows that exist. Any vector would be exact, so NaN and inf are left
+    out.
+    """
+    finite = x.nan_to_num(0.0, 0.0, 0.0)
+    weight = torch.ones(x.shape[:2], device=x.device) if exists is None else exists.float()
     if cu_seqlens is None:
-        sums, count = finite.sum(1), weight.sum(1)
+        sums, count = finite.sum(1, dtype=torch.float32), weight.sum(1)
     else:
         sequence, batch = _sequence_of(cu_seqlens, x.shape[1]), cu_seqlens.shape[0] - 1
-        sums = finite.new_zeros(batch, *x.shape[2:])
-        count = finite.new_zeros(batch)
+        sums = weight.new_zeros(batch, *x.shape[2:])
+        count = weight.new_zeros(batch)
         if batch > 0:
-            sums.index_add_(0, sequence, finite[0])
+            sums.index_add_(0, sequence, finite[0].float())
             count.index_add_(0, sequence, weight[0])
     return sums / count.clamp(min=1.0)[:, None, None]
 
@@ -294,12 +321,12 @@ def rotated(x: Tensor, seed: int) -> Tensor:
 
     The fast transform: head_dim log2(head_dim) additions a row. M is the same on every device.
     """
-    x = x * _signs(x.shape[-1], seed, x.device)
+    x = x * signs(x.shape[-1], seed, x.device)
     sizes = [2**i for i in reversed(range(x.shape[-1].bit_length())) if x.shape[-1] & 2**i]
     return torch.cat([_hadamard(piece) for piece in x.split(sizes, -1)], -1)
 
 
-def _signs(head_dim: int, seed: int, device: torch.device) -> Tensor:
+def signs(head_dim: int, seed: int, device: torch.device) -> Tensor:
     """(head_dim,) float32 of 1 and -1: bits of a hash (splitmix64) of column and seed.
 
     No generator: the same on every device, and torch.compile can trace it.
@@ -340,6 +367,11 @@ def keys_last(v: Tensor, cu_seqlens_k: Tensor | None = None) -> Tensor:
         (cu_seqlens_k[b] // 64 + b) * 64. Within every 16 keys the places 4q + 2h + e hold the keys 8h + 2q + e
         (q = 0..3, h and e = 0, 1; blocks/fp8.py says why). Zeros where there is no key.
     """
+    kernel = dispatch.keys_last_kernel(v, cu_seqlens_k)
+    return _keys_last_in_torch(v, cu_seqlens_k) if kernel is None else kernel(v, None, cu_seqlens_k, None)[0]
+
+
+def _keys_last_in_torch(v: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:
     if cu_seqlens_k is None:
         batch, seqlen_k, heads, head_dim_v = v.shape
         padded = v.new_zeros(batch, heads, head_dim_v, -(-seqlen_k // V_KEYS) * V_KEYS, dtype=torch.uint8)
@@ -422,7 +454,7 @@ def _quantize(x: Tensor, granularity: str, block: int, cu_seqlens: Tensor | None
     x = torch.where(x.isinf(), torch.nan, x)
     if granularity == "tensor":
         scale = _scale_of(_largest(x).amax() if x.numel() else x.new_zeros(()))
-        return (x / scale).to(E4M3), scale
+        return (x * scale.reciprocal()).to(E4M3), scale
     rows = {"row": 1, "block": block}.get(granularity)
     index, count = _segments(x.shape[1], rows, cu_seqlens, x.device)
     shape = x.shape[0], count, x.shape[2]
@@ -437,7 +469,7 @@ def _quantize(x: Tensor, granularity: str, block: int, cu_seqlens: Tensor | None
             at = index[None, :, None].expand(x.shape[:3])
             scales = scales.scatter_reduce_(1, at, _largest(x), "amax", include_self=True)
         scales = _scale_of(scales)
-        rounded = (x / scales[:, index, :, None]).to(E4M3)
+        rounded = (x * scales.reciprocal()[:, index, :, None]).to(E4M3)
     if rows is None:  # (batch, heads)
         return rounded, (scales[0] if is_packed else scales[:, 0]).contiguous()
     scales = scales.transpose(1, 2).contiguous()
@@ -450,7 +482,8 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def _scale_of(largest: Tensor) -> Tensor:
-    return torch.where(largest > 0, largest / E4M3_MAX, 1.0).clamp(min=_TINY)
+    # products with a reciprocal, here and where values are scaled, as the kernels have them
+    return torch.where(largest > 0, largest * (1.0 / E4M3_MAX), 1.0).clamp(min=_TINY)
 
 
 CANDIDATES = 8

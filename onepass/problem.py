@@ -117,6 +117,7 @@ class AttentionProblem:
     is_packed: bool = False
     deterministic: bool = False
     quantization: Quantization | None = None  # with FP8 q, k, v
+    kv_dtype: torch.dtype | None = None  # of a cache's k and v, where it is not dtype
 
     # Fields that only change the data of a launch, never the code that runs.
     _DYNAMIC: ClassVar = frozenset(
@@ -160,6 +161,15 @@ class AttentionProblem:
     @property
     def qhead_per_kvhead(self) -> int:
         return self.num_heads_q // self.num_heads_kv
+
+    @property
+    def has_e4m3_cache(self) -> bool:
+        """k and v are e4m3, q is not."""
+        return self.kv_dtype is not None
+
+    @property
+    def kv_itemsize(self) -> int:
+        return (self.dtype if self.kv_dtype is None else self.kv_dtype).itemsize
 
     @property
     def out_dtype(self) -> torch.dtype:

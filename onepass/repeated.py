@@ -3,7 +3,7 @@
 The checks of the door, the choice of a backend and its preparation depend on types, sizes and options alone, and take
 ten times as long as a launch. So the first call of a kind goes the whole way and leaves the prepared forward here,
 under a key that holds all that the door looks at. Values of tensors are in no key: those that are checked by value
-(`cu_seqlens_*`, `seqused_k`) the backend checks in every call. No tensor is kept.
+(`cu_seqlens_*`, `seqused_k`, `cache_seqlens`) the backend checks in every call. No tensor is kept.
 
 `key_of` gives None, and so the operator runs, wherever somebody may want to see it or the tensors are not what they
 seem: a gradient may be asked for; torch.compile, export and jit.trace; vmap and the other transforms of torch.func,
@@ -39,8 +39,8 @@ def key_of(function: str, inputs: Sequence[Tensor | None], window: Any, options:
     """Everything that the door looks at; None if this call must go the whole way.
 
     Args:
-        inputs: `AttentionInputs`, or the tensors of another call.
         function: its name, since each has a door of its own.
+        inputs: its tensors, such as `AttentionInputs`.
         window, options: as given, but `deterministic` with its default put in. Types count: 1 is not True at the door.
     """
     if torch.compiler.is_compiling() or _is_observed():
@@ -88,3 +88,8 @@ def keep(key: tuple | None, forward: Forward) -> None:
         if len(_forwards) >= MAX_CALLS:
             _forwards.clear()
         _forwards[key] = forward
+
+
+def forget() -> None:
+    """Every next call goes the whole way."""
+    _forwards.clear()

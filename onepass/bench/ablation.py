@@ -15,7 +15,6 @@ from torch import Tensor
 
 from .. import dispatch
 from ..errors import UnsupportedError
-from ..kernels import heuristics
 from ..kernels.config import HOPPER
 from ..problem import AttentionInputs, AttentionProblem, Mask
 from . import run as bench_run
@@ -312,21 +311,30 @@ def _arch_sm80() -> str:
     return dispatch.arch_of("sm80")
 
 
+def _of_a_call(direction: Direction, backend: str) -> Callable[[AttentionProblem, str], Any]:
+    def default(problem: AttentionProblem, arch: str) -> Any:
+        from ..kernels import tuned  # not at the top: it needs files and locks that not every system has
+
+        return tuned.choose(direction, backend, problem, arch)
+
+    return default
+
+
 _HOPPER = "a Hopper GPU (compute capability 9.0)"
 _AMPERE = "a GPU of compute capability 8.0 or more"
 _PEERS_SM80 = ("sdpa-flash", "sdpa-efficient")  # with the same instructions
 KERNELS = {
-    "sm90": Kernel("sm90", _HOPPER, heuristics.forward_config, _forward_sm90, FORWARD_SM90),
+    "sm90": Kernel("sm90", _HOPPER, _of_a_call("fwd", "sm90"), _forward_sm90, FORWARD_SM90),
     "sm80": Kernel(
-        "sm80", _AMPERE, heuristics.forward_config_sm80, _forward_sm80, (), None, ROAD_SM80, _arch_sm80, _PEERS_SM80
+        "sm80", _AMPERE, _of_a_call("fwd", "sm80"), _forward_sm80, (), None, ROAD_SM80, _arch_sm80, _PEERS_SM80
     ),
 }
 BACKWARD_KERNELS = {
-    "sm90": Kernel("sm90", _HOPPER, heuristics.backward_config, _forward_sm90, BACKWARD_SM90, _backward_sm90),
+    "sm90": Kernel("sm90", _HOPPER, _of_a_call("bwd", "sm90"), _forward_sm90, BACKWARD_SM90, _backward_sm90),
     "sm80": Kernel(
         "sm80",
         _AMPERE,
-        heuristics.backward_config_sm80,
+        _of_a_call("bwd", "sm80"),
         _forward_sm80,
         (),
         _backward_sm80,

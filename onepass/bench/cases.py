@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 Direction = Literal["fwd", "bwd"]
-Measure = Literal["time", "memory"]
+Measure = Literal["time", "memory", "decode"]
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -164,6 +164,32 @@ def _memory() -> CaseSet:
     return CaseSet("memory", "peak extra memory at seqlen 32768, one head", cases, measure="memory")
 
 
+DECODE_HEADS = ((32, 8, 128), (64, 8, 128), (16, 1, 128), (32, 8, 64), (32, 8, 256))  # of q, of the cache, head_dim
+
+
+def decode_case(
+    batch: int, seqlen_k: int, heads_q: int, heads_kv: int, head_dim: int, seqlen_q: int = 1, dtype: str = "bfloat16"
+) -> Case:
+    """One step of decoding: seqlen_q new queries a sequence over a cache of seqlen_k keys."""
+    return Case(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim, dtype, causal=True)
+
+
+def _decode(max_kv_bytes: int = 40 * 10**9) -> CaseSet:
+    cases = (
+        decode_case(batch, seqlen_k, *heads)
+        for heads in DECODE_HEADS
+        for seqlen_k in (1024, 8192, 65536, 524288)
+        for batch in (1, 8, 64)
+    )
+    fitting = tuple(c for c in cases if 4 * c.batch * c.seqlen_k * c.heads_kv * c.head_dim <= max_kv_bytes)
+    return CaseSet("decode", "a token for each sequence of a cache of up to 40 GB", fitting, measure="decode")
+
+
+def _decode_cpu() -> CaseSet:
+    cases = tuple(decode_case(b, n, 8, 2, 64, dtype="float32") for n in (1024, 16384) for b in (1, 8))
+    return CaseSet("decode-cpu", "a token for each sequence of a cache, on a CPU", cases, measure="decode")
+
+
 def _smoke() -> CaseSet:
     small = Case.square(64, 2, 32, dtype="float32", causal=True)
     grouped = Case(2, 48, 80, 4, 2, 16, 24, "float32", causal=True)
@@ -174,7 +200,7 @@ def _smoke() -> CaseSet:
     )
 
 
-CASE_SETS = {s.name: s for s in (_paper(), _cpu(), _window(), _memory(), _smoke())}
+CASE_SETS = {s.name: s for s in (_paper(), _cpu(), _window(), _memory(), _decode(), _decode_cpu(), _smoke())}
 
 
 def get_case_set(name: str) -> CaseSet:

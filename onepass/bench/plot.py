@@ -89,10 +89,11 @@ def _draw(rows: Sequence[Row], header: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     kind, unit, scale = _what_to_show(rows)
-    is_grid = len({row["case"]["seqlen_q"] for row in rows}) > 1
+    is_decoding = rows[0]["measure"] == "decode"
+    is_grid = is_decoding or len({row["case"]["seqlen_q"] for row in rows}) > 1
     panels: dict[tuple[str, str], list[Row]] = {}
     for row in sorted(rows, key=_reading_order):
-        panels.setdefault(_panel(row["case"]) if is_grid else ("", ""), []).append(row)
+        panels.setdefault(_panel(row) if is_grid else ("", ""), []).append(row)
     down, across = (list(dict.fromkeys(panel[i] for panel in panels)) for i in (0, 1))
     names = [name for name in _COLORS if any(name in row["contenders"] for row in rows)]
     names += sorted({name for row in rows for name in row["contenders"]} - set(names))
@@ -116,7 +117,7 @@ def _draw(rows: Sequence[Row], header: dict[str, Any], path: Path) -> None:
             if j == 0:
                 ax.set_ylabel(unit, fontsize=9)
             if is_grid and i == len(down) - 1:
-                ax.set_xlabel("sequence length", fontsize=9)
+                ax.set_xlabel("batch x keys" if is_decoding else "sequence length", fontsize=9)
         # room for the numbers above the bars; one scale for all panels of a row
         axes[0].set_ylim(0, room * scale * _highest(panels, down[i], kind))
     handles = [plt.Rectangle((0, 0), 1, 1, color=_COLORS.get(name, _FALLBACK)) for name in names]
@@ -135,10 +136,14 @@ def _highest(panels: dict[tuple[str, str], list[Row]], down: str, kind: str) -> 
 
 def _reading_order(row: Row) -> tuple:
     case = row["case"]
-    return case["direction"] != "fwd", case["causal"], case["head_dim"], case["seqlen_q"]
+    lengths = case["seqlen_q"], case["seqlen_k"], case["batch"]
+    return case["direction"] != "fwd", case["causal"], case["head_dim"], *lengths
 
 
-def _panel(case: dict[str, Any]) -> tuple[str, str]:
+def _panel(row: Row) -> tuple[str, str]:
+    case = row["case"]
+    if row["measure"] == "decode":
+        return f"{case['heads_q']} heads over {case['heads_kv']}", f"head dim {case['head_dim']}"
     direction = "forward" if case["direction"] == "fwd" else "backward"
     return f"{direction}, {'causal' if case['causal'] else 'not causal'}", f"head dim {case['head_dim']}"
 
@@ -147,6 +152,8 @@ def _what_to_show(rows: Sequence[Row]) -> tuple[str, str, float]:
     """(key of a contender's entry, unit, factor from the JSON's unit to the shown one)."""
     if rows[0]["measure"] == "memory":
         return "extra_bytes", "peak extra memory, MiB", 2.0**-20
+    if rows[0]["measure"] == "decode":
+        return "of_copy", "% of a copy's bandwidth", 100.0
     if all(row["case"]["window"] is not None for row in rows):
         # with and without a window is not the same work: the time says what TFLOP/s would hide
         return "median_ms", "ms", 1.0
@@ -173,7 +180,7 @@ def _bars(ax: Any, rows: Sequence[Row], names: Sequence[str], kind: str, scale: 
                 fontsize=6 if len(names) > 2 else 7,
                 rotation=90 if len(names) > 2 else 0,
             )
-    labels = [_length(row["case"]["seqlen_q"]) if is_grid else _tick(row["case"]) for row in rows]
+    labels = [_short_tick(row) if is_grid else _tick(row) for row in rows]
     ax.set_xticks(range(len(rows)), labels, fontsize=8)
     _plain(ax, "y")
 
@@ -186,8 +193,16 @@ def _plain(ax: Any, values: str) -> None:
     ax.set_axisbelow(True)
 
 
-def _tick(case: dict[str, Any]) -> str:
-    first, second = _panel(case)
+def _short_tick(row: Row) -> str:
+    case = row["case"]
+    if row["measure"] == "decode":
+        return f"{case['batch']} x {_length(case['seqlen_k'])}"
+    return _length(case["seqlen_q"])
+
+
+def _tick(row: Row) -> str:
+    first, second = _panel(row)
+    case = row["case"]
     window = case["window"]
     bounds = "" if window is None else f"\nwindow ({window[0]}, {window[1]})"
     return f"{first}\n{second}, seqlen {_length(case['seqlen_q'])}{bounds}"

@@ -147,7 +147,7 @@ def run(
             for case in case_set.cases:
                 if on_start is not None:
                     on_start(case_set, case)
-                measure = _time_row if case_set.measure == "time" else _memory_row
+                measure = {"time": _time_row, "memory": _memory_row, "decode": _decode_row}[case_set.measure]
                 row = measure(case_set.name, case, found, options)
                 report.add(row)
                 if on_row is not None:
@@ -189,7 +189,7 @@ def new_row(set_name: str, measure: str, case: Case, backend: str | None) -> Row
     }
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
@@ -205,7 +205,7 @@ def _time_row(set_name: str, case: Case, found: Found, options: Options) -> Row:
     row = _new_row(set_name, "time", case, options)
     peers = set(found.present)
     samples = time_contenders(row, case, _contenders(case, found, options), options, peers)
-    _fill_ratios(row, samples, peers)
+    fill_ratios(row, samples, peers)
     return row
 
 
@@ -254,7 +254,7 @@ def time_contenders(
                 continue
             samplers[name] = sampler = _sampler([one.run for one in prepared], is_cuda)
         except Exception as error:  # a kernel compiler has errors of its own, and all of them mean: it did not run
-            row["failed"][name] = _reason(error)
+            row["failed"][name] = reason_of(error)
             continue
         worst = max(checked, key=lambda comparison: comparison.share)
         row["contenders"][name] = {"max_error": worst.error, "error_budget": worst.budget}
@@ -315,7 +315,7 @@ def _fill_times(row: Row, samples: Samples, work_of: dict[str, int]) -> None:
         }
 
 
-def _fill_ratios(row: Row, samples: Samples, peers: set[str]) -> None:
+def fill_ratios(row: Row, samples: Samples, peers: set[str]) -> None:
     if "onepass" not in samples.ms:
         return
     others = [name for name in samples.ms if name != "onepass"]
@@ -342,13 +342,22 @@ def _memory_row(set_name: str, case: Case, found: Found, options: Options) -> Ro
         try:
             result = measure_in_subprocess(name, case, options.device)
         except RuntimeError as error:
-            row["failed"][name] = _reason(error)
+            row["failed"][name] = reason_of(error)
             continue
         if not result.pop("ok"):
             row["failed"][name] = f"max error {result['max_error']:.3e} > budget {result['error_budget']:.3e}"
             continue
         row["contenders"][name] = result
     return row
+
+
+# Decoding
+
+
+def _decode_row(set_name: str, case: Case, found: Found, options: Options) -> Row:
+    from . import decode  # which needs this module
+
+    return decode.measure_row(set_name, case, found, options)
 
 
 # Summary

@@ -11,11 +11,12 @@ import functools
 import gc
 import itertools
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,24 +75,31 @@ def measure_interleaved(
     time_budget_s: float = 10.0,
     min_rounds: int = MIN_ROUNDS,
     max_rounds: int = MAX_ROUNDS,
+    seed: int | None = None,
     on_round: Callable[[Samples], object] | None = None,
 ) -> Samples:
-    """Run every sampler once a round, in rotating order.
+    """Run every sampler once a round, in changing order.
 
     Args:
         rounds: exactly so many; None = as many as fit into the budget, between min_rounds and max_rounds.
+        seed: of another order in each round, so that neighbours change, too: under a power limit, who comes after a
+            frugal contender finds a higher clock. None = the order rotates.
         time_budget_s: of all rounds together. Where min_rounds take three times as long, FEWEST_ROUNDS are enough.
         on_round: told all samples so far after each round, outside of any sample: what is left if there is no next one.
     """
     ms: dict[str, list[float]] = {name: [] for name in samplers}
     names = list(samplers)
+    shuffled = None if seed is None else random.Random(seed)
     with _no_garbage_collection():
         for sampler in samplers.values():
             _warm_up(sampler)
         start = time.perf_counter()
         for done in itertools.count(1):
             first = (done - 1) % max(1, len(names))
-            for name in names[first:] + names[:first]:
+            order = names[first:] + names[:first]
+            if shuffled is not None:
+                shuffled.shuffle(order)
+            for name in order:
                 ms[name].append(samplers[name]())
             if on_round is not None:
                 on_round(Samples({name: list(values) for name, values in ms.items()}))
@@ -174,12 +182,14 @@ class CudaSampler:
         calls: the same work on different copies of the inputs, run in turn. They must have been prepared on the
             current stream, which must not be the default one: a backward pass runs on the stream of its forward.
         sample_ms: calls are repeated until a sample is about this long, so that the events weigh nothing.
+        pool: torch.cuda.graph_pool_handle() that samplers share whose results nobody reads: they write over one
+            another's memory.
 
     Attributes:
         launch: "graph", or "eager: <reason>" if the calls could not be captured.
     """
 
-    def __init__(self, calls: Sequence[Call], sample_ms: float = 2.0):
+    def __init__(self, calls: Sequence[Call], sample_ms: float = 2.0, pool: Any = None):
         for call in itertools.chain(calls, calls[:1]):
             call()
         one_pass_ms = max(1e-3, self._between_events(lambda: [call() for call in calls]))
@@ -193,7 +203,7 @@ class CudaSampler:
             return
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream()):
                 self._run_eagerly()
             self._run = graph.replay
         except RuntimeError as error:

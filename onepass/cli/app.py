@@ -9,6 +9,7 @@ from .ablate import ablate
 from .bench import bench
 from .demo import demo
 from .info import info
+from .tune import tune
 from .verify import verify
 
 app = typer.Typer(
@@ -23,4 +24,5 @@ app.command()(demo)
 app.command()(verify)
 app.command()(bench)
 app.command()(ablate)
+app.command()(tune)
 app.add_typer(cache.app, name="cache")

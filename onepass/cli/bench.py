@@ -41,7 +41,9 @@ def bench(
     device = resolve_device(device)
     if plot_path is not None:
         require_matplotlib("--plot")
-    names = sets or _DEFAULT_SETS[device.partition(":")[0]]
+    names = sets or list(_DEFAULT_SETS[device.partition(":")[0]])
+    if device == "cpu":  # the caches of `decode` are a GPU's
+        names = ["decode-cpu" if name == "decode" else name for name in names]
     peer_names = None if peers is None else [name.strip() for name in peers.split(",") if name.strip()]
     if unknown := sorted(set(peer_names or ()) - set(PEERS)):
         fail(f"--peers: expected names of {', '.join(PEERS)}, got {', '.join(unknown)}")
@@ -107,9 +109,8 @@ def _print_report(console: Console, report: Report, case_sets: list[CaseSet]) ->
     for case_set in case_sets:
         rows = [row for row in report.rows if row["set"] == case_set.name]
         if rows:
-            console.print(
-                _memory_table(case_set, rows) if case_set.measure == "memory" else _time_table(case_set, rows)
-            )
+            table = {"time": _time_table, "memory": _memory_table, "decode": _decode_table}[case_set.measure]
+            console.print(table(case_set, rows))
         for key, entry in summary.items():
             if key.startswith(f"{case_set.name} "):
                 _print_summary(console, key, entry)
@@ -171,6 +172,30 @@ def _memory_table(case_set: CaseSet, rows: list[dict[str, Any]]) -> Table:
             for name in names
         ]
         table.add_row(_short_label(row), *cells, f"{row['score_matrix_bytes'] / 2**20:.0f}")
+    return table
+
+
+def _decode_table(case_set: CaseSet, rows: list[dict[str, Any]]) -> Table:
+    names = _names(rows)
+    caption = "TB/s of K, V, q and out, and the share of a copy's; speed of onepass over the other"
+    table = Table(title=_title(case_set, rows), caption=caption, **TABLE_STYLE)
+    table.add_column("case")
+    for heading in (*names, "copies"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        cells = []
+        for name in names:
+            entry = row["contenders"].get(name, {})
+            ratio = row.get("speed_ratio", {}).get(name)
+            text = f" {ratio['median']:.2f}x" if ratio else ""
+            bandwidth = f"{1e3 * entry['tb_per_s']:.0f} GB/s" if entry.get("tb_per_s", 1) < 1 else ""
+            bandwidth = bandwidth or f"{entry.get('tb_per_s', 0):.2f} TB/s"
+            cells.append(
+                f"{1e3 * entry['median_ms']:.1f} us, {bandwidth}, {100 * entry['of_copy']:.0f} %{text}"
+                if "median_ms" in entry
+                else "-"
+            )
+        table.add_row(_short_label(row), *cells, row.get("copies", "-"))
     return table
 
 

@@ -1,4 +1,4 @@
-"""`onepass cache`: the compiled kernels on this machine's disk."""
+"""`onepass cache`: the compiled kernels on this machine's disk, and what `onepass tune` found."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def cache(context: typer.Context) -> None:
         return
     console = make_console()
     entries, directory = _entries(_disk_cache())
+    _say_tuned(console)
     if not entries:
         return _say_empty(console, directory)
     environment = _environment()
@@ -57,7 +58,12 @@ def cache(context: typer.Context) -> None:
 
 
 @app.command()
-def clear(yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False) -> None:
+def clear(
+    yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
+    tuned: Annotated[
+        bool, typer.Option("--tuned", help="the configurations that onepass tune kept, and no kernels")
+    ] = False,
+) -> None:
     """Remove the compiled kernels; each is compiled again, in seconds, when it is next needed.
 
     Exits with 1 if the answer is no, if the directory is not this user's, or if a file cannot be removed. Files that
@@ -65,6 +71,8 @@ def clear(yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False
     """
     console = make_console()
     disk_cache = _disk_cache()
+    if tuned:
+        return _clear_tuned(console, yes)
     entries, directory = _entries(disk_cache)
     if not entries:
         return _say_empty(console, directory)
@@ -94,6 +102,36 @@ def _entries(disk_cache: ModuleType) -> tuple[list, Path]:
         return disk_cache.entries(directory), directory
     except OSError as error:
         fail(str(error), code=1)
+
+
+def _say_tuned(console: Console) -> None:
+    """How many configurations are kept, if there are any."""
+    from ..kernels import tuned
+
+    path = tuned.own_path()
+    try:
+        table = tuned.load(path)
+    except (OSError, ValueError) as error:
+        return console.print(f"tuned configurations: not used: {error}", style="red", markup=False)
+    for gpu, entries in table.items():
+        gains = sum(entry.config != entry.instead_of for entry in entries.values())
+        counts = f"{len(entries)}, {gains} of them in place of the heuristics' choice"
+        console.print(f"tuned configurations for {gpu}: {counts}; {path}", markup=False)
+
+
+def _clear_tuned(console: Console, yes: bool) -> None:
+    from ..kernels import tuned
+
+    path = tuned.own_path()
+    if not path.exists():
+        return console.print(f"no tuned configurations in {path}", markup=False)
+    if not yes:
+        typer.confirm(f"Remove all tuned configurations, {path}?", abort=True)
+    try:
+        tuned.clear()
+    except OSError as error:
+        fail(str(error), code=1)
+    console.print(f"removed {path}", markup=False)
 
 
 def _say_empty(console: Console, directory: Path) -> None:

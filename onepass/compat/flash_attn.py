@@ -295,6 +295,9 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Any:
     """Attention over a key/value cache, after writing k and v into it if they are given. Has no backward.
 
@@ -306,7 +309,7 @@ def flash_attn_with_kvcache(
         q: (batch, seqlen_q, num_heads_q, head_dim).
         k_cache, v_cache: (batch_cache, seqlen_cache, num_heads_kv, head_dim); batch_cache = batch unless
             cache_batch_idx is given. With a block_table (num_blocks, page_block_size, num_heads_kv, head_dim).
-        k, v: (batch, seqlen_new, num_heads_kv, head_dim), both or neither.
+        k, v: (batch, seqlen_new, num_heads_kv, head_dim), both or neither, in q's dtype.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2): k and q are rotated by the rows from cache_seqlens[b] on;
             only where k is given, of as many rows as q, and more than one of them only with causal or a window.
         cache_seqlens: how much of the cache is filled: an int, (batch,) int32, or None = all of it.
@@ -317,6 +320,9 @@ def flash_attn_with_kvcache(
         rotary_interleaved: rotated pairs are columns (0, 1), (2, 3), ..; else the two halves of the rotated columns.
         num_splits: parts of the keys that a GPU computes side by side; 0 = chosen.
         return_softmax_lse: return (out, softmax_lse).
+        k_descale, v_descale: (batch, num_heads_kv) float32, with float8_e4m3fn caches only, as flash-attn 3 has them
+            (whose q is e4m3, too, while here it is not). Other shapes: those of `onepass.attention_decode` that need
+            no kv_block.
         cache_leftpad, alibi_slopes: only None.
 
     Returns: out (batch, seqlen_q, num_heads_q, head_dim_v); softmax_lse (batch, num_heads_q, seqlen_q) float32.
@@ -331,14 +337,16 @@ def flash_attn_with_kvcache(
         if block_table is not None:
             raise UnsupportedError("cache_batch_idx: expected None beside a block_table, which says the same")
         page_table = _entries_as_pages(q, k_cache, v_cache, cache_batch_idx)
-    if page_table is None and all(isinstance(t, Tensor) and t.dim() == 4 for t in (q, k_cache, v_cache)):
+    caches = k_cache, v_cache
+    has_e4m3 = any(isinstance(t, Tensor) and t.dtype == validation.E4M3 for t in caches)
+    if page_table is None and not has_e4m3 and all(isinstance(t, Tensor) and t.dim() == 4 for t in (q, *caches)):
         validation.check_attention(
             q, k_cache, v_cache, **options, sinks=None, deterministic=None, return_lse=False, tuning=None
         )
     _check_new(q, k_cache, v_cache, k, v, cache_seqlens)
     if rotary_cos is not None or rotary_sin is not None:
         _check_rotary(q, k, options)
-    _refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    _refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, k_descale=k_descale, v_descale=v_descale)
     seqlen_cache = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     result = attention_decode(
         q,
@@ -351,6 +359,8 @@ def flash_attn_with_kvcache(
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
+        k_descale=k_descale,
+        v_descale=v_descale,
         **options,
         num_splits=num_splits or None,
         return_lse=bool(return_softmax_lse),
@@ -387,10 +397,8 @@ def _check_new(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any, cach
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if not isinstance(new, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor where the other of k and v is given, got {new!r}")
-        if new.dtype != cache.dtype or new.device != cache.device:
-            raise TypeError(
-                f"{name}: expected {cache.dtype} on {cache.device} like {name}_cache, got {new.dtype} on {new.device}"
-            )
+        if new.dtype != q.dtype or new.device != q.device:
+            raise TypeError(f"{name}: expected {q.dtype} on {q.device} like q, got {new.dtype} on {new.device}")
         expected = (q.shape[0], k.shape[1] if k.dim() == 4 else "seqlen_new", *cache.shape[2:])
         if tuple(new.shape) != expected:
             raise ValueError(f"{name}: expected shape {expected}, got {tuple(new.shape)}")

@@ -16,9 +16,14 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
 from .. import dispatch
+from ..decode_problem import DecodeInputs, DecodeProblem
+from ..errors import UnsupportedError
 from ..problem import AttentionProblem
 from .config import LaunchConfig
 
@@ -31,8 +36,8 @@ class Job(NamedTuple):
     """
 
     backend: str
-    problem: AttentionProblem
-    config: LaunchConfig
+    problem: AttentionProblem | DecodeProblem
+    config: LaunchConfig | None
     request: tuple
 
     @property
@@ -47,18 +52,19 @@ class CompiledKernel(NamedTuple):
     Attributes:
         name: which of its call's kernels it is: "forward", and in the order in which a backward runs them
             "backward_preprocess" (two, where lse may have a gradient), "backward" and, in some configurations,
-            "backward_postprocess".
+            "backward_postprocess"; of `attention_decode` "append_to_cache", "decode_sm80" and "merge_splits", as far as
+            a call needs them.
         backend: whose it is.
         problem: the first of the calls that need it.
-        config: what it was compiled with.
+        config: what it was compiled with; None: there is nothing to choose.
         seconds: that compiling it took or, with was_cached, loading it.
         was_cached: it lay in the disk cache or in this process already.
     """
 
     name: str
     backend: str
-    problem: AttentionProblem
-    config: LaunchConfig
+    problem: AttentionProblem | DecodeProblem
+    config: LaunchConfig | None
     seconds: float
     was_cached: bool
 
@@ -73,6 +79,18 @@ def jobs_of(
         requests = dispatch.backward_requests(backend, problem, is_given)
         jobs += [Job(backend, problem, config, request) for config, request in requests]
     return jobs
+
+
+def jobs_of_decode(problem: DecodeProblem, inputs: DecodeInputs, requested: str | None) -> list[Job]:
+    """The kernels of a call of `attention_decode`. Raises: UnsupportedError if it cannot run or not be compiled."""
+    if requested == "sm80" or problem.attention.device_type == "meta":
+        device_type = "cuda" if requested == "sm80" or torch.cuda.is_available() else "meta"
+        problem = replace(problem, attention=replace(problem.attention, device_type=device_type))
+    if requested == "sm80" and not torch.cuda.is_available():
+        raise UnsupportedError("backend sm80: expected a GPU, whose architecture to compile for, got none")
+    name = dispatch.require_decode(problem, requested)
+    requests = dispatch.decode_requests(name, problem, inputs)
+    return [Job(name, problem, config, request) for config, request in requests]
 
 
 def compile_all(jobs: Sequence[Job], workers: int | None = None) -> list[CompiledKernel]:

@@ -13,6 +13,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .blocks.integers import maximum, minimum, select
+from .blocks.ptx import quotient
+from .sm80.e4m3 import pack_two
 
 NUM_THREADS = 128
 PARTS = 3
@@ -21,11 +23,14 @@ PARTS = 3
 class Append:
     """One compiled append: (dtypes, head dims, rotary columns and order, what there is) -> device code.
 
-    Args: interleaved: rotated pairs are neighbours; else the two halves of the rotated columns.
+    Args:
+        interleaved: rotated pairs are neighbours; else the two halves of the rotated columns.
+        is_e4m3: of the cache, which is given in pairs of them, (.., dim / 2) int16.
+        descales_by_page: else by batch entry, and there by block of keys.
     """
 
-    def __init__(self, interleaved: bool):
-        self.interleaved = interleaved
+    def __init__(self, interleaved: bool, is_e4m3: bool = False, descales_by_page: bool = False):
+        self.interleaved, self.is_e4m3, self.descales_by_page = interleaved, is_e4m3, descales_by_page
 
     @cute.jit
     def __call__(
@@ -40,13 +45,17 @@ class Append:
         page_table: cute.Tensor | None,  # (batch, max_pages) int32
         cos: cute.Tensor | None,  # (positions, rotary_dim / 2)
         sin: cute.Tensor | None,
+        k_descale: cute.Tensor | None,  # (batch or num_pages, num_heads_kv, blocks) float32, of an e4m3 cache
+        v_descale: cute.Tensor | None,
+        kv_block: Int32 | None,  # keys of a block, without pages
         seqlen_new: Int32,
         rows: Int32,  # of a batch entry
         num_blocks: Int32,
         stream: cuda.CUstream,
     ):
+        descales = k_descale, v_descale, kv_block
         self.kernel(
-            q, q_out, k_new, v_new, k_cache, v_cache, cache_seqlens, page_table, cos, sin, seqlen_new, rows
+            q, q_out, k_new, v_new, k_cache, v_cache, cache_seqlens, page_table, cos, sin, *descales, seqlen_new, rows
         ).launch(grid=[num_blocks, 1, PARTS], block=[NUM_THREADS, 1, 1], stream=stream)
 
     @cute.kernel
@@ -62,6 +71,9 @@ class Append:
         page_table: cute.Tensor | None,
         cos: cute.Tensor | None,
         sin: cute.Tensor | None,
+        k_descale: cute.Tensor | None,
+        v_descale: cute.Tensor | None,
+        kv_block: Int32 | None,
         seqlen_new: Int32,
         rows: Int32,
     ):
@@ -69,11 +81,20 @@ class Append:
         entry, row = number // rows, number % rows
         filled = cache_seqlens[entry]
         if cutlass.const_expr(k_new is not None):
+            descales = k_descale, v_descale
             for i, (new, cache) in enumerate(((k_new, k_cache), (v_new, v_cache))):
                 page, place, is_there = self.place(cache, page_table, entry, filled + row)
                 if part == i and row < seqlen_new and is_there:
                     of_k = (cos, sin) if i == 0 else (None, None)
-                    self.move(new[entry, row, None, None], cache[page, place, None, None], *of_k, filled + row)
+                    source, target = new[entry, row, None, None], cache[page, place, None, None]
+                    if cutlass.const_expr(self.is_e4m3):
+                        descale = descales[i]
+                        if cutlass.const_expr(descale is not None):
+                            block = 0 if kv_block is None else (filled + row) // kv_block
+                            descale = descale[page if self.descales_by_page else entry, None, block]
+                        self.round(source, target, *of_k, filled + row, descale)
+                    else:
+                        self.move(source, target, *of_k, filled + row)
         if cutlass.const_expr(q is not None):
             seqlen_q = q.shape[1]
             if part == 2 and row < seqlen_q:
@@ -108,6 +129,29 @@ class Append:
             if cutlass.const_expr(cos is not None):
                 value = self.rotated(source[head, None], value, column, cos, sin, position)
             target[head, column] = value
+
+    @cute.jit
+    def round(
+        self,
+        source: cute.Tensor,
+        target: cute.Tensor,
+        cos: cute.Tensor | None,
+        sin: cute.Tensor | None,
+        position: Int32,
+        descale: cute.Tensor | None,
+    ):
+        """`move` to e4m3, after a division by the head's descale. target: (num_heads, dim / 2) of pairs."""
+        num_heads, num_pairs = target.shape
+        for i in cutlass.range(cute.arch.thread_idx()[0], num_heads * num_pairs, NUM_THREADS, unroll=1):
+            head, pair = i // num_pairs, i % num_pairs
+            values = [source[head, 2 * pair + j] for j in range(2)]
+            if cutlass.const_expr(cos is not None):
+                row = source[head, None]
+                values = [self.rotated(row, values[j], 2 * pair + j, cos, sin, position) for j in range(2)]
+            values = [value.to(Float32) for value in values]
+            if cutlass.const_expr(descale is not None):
+                values = [quotient(value, descale[head]) for value in values]
+            target[head, pair] = pack_two(*values)
 
     @cute.jit
     def rotated(self, source: cute.Tensor, value, column: Int32, cos: cute.Tensor, sin: cute.Tensor, position: Int32):

@@ -50,6 +50,15 @@ def fake_tensor(kind: type, *shape: int | None, align_bytes: int):
     return make_fake_tensor(kind, shape, (*strides, 1), assumed_align=align_bytes)
 
 
+def strided_tensor(kind: type, rank: int):
+    """A stand-in of any lengths and any strides, also 0."""
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    lengths, strides = ([sym() for _ in range(rank)] for sym in (cute.sym_int, cute.sym_int64))
+    return make_fake_tensor(kind, tuple(lengths), tuple(strides), assumed_align=kind.width // 8)
+
+
 def aligned(t: Tensor) -> Tensor:
     """t itself where TMA and 16-byte copies can read it, else a contiguous copy."""
     return t if is_aligned(t) else t.clone(memory_format=torch.contiguous_format)

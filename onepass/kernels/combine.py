@@ -3,7 +3,9 @@
 With m = max_s lse_s, total = sum_s exp(lse_s - m):   out = sum_s exp(lse_s - m) out_s / total,   lse = m + log(total)
 
 A part in which the row saw no key (lse_s = -inf) has weight 0 and its out_s is not looked at. Parts behind the last one
-that has keys change no bit of the result, because 0 is added, in an order that depends on the part's number alone.
+that has keys change no bit of the result: parts are added in the order of their numbers, and those of weight 0 are not.
+
+A lane has `vector_bytes` of a part's row at a time, and begins the loads of AT_A_TIME parts before it adds the first.
 
 Source: FlashAttention-2, arXiv:2307.08691, section 2.3.
 """
@@ -15,19 +17,26 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .blocks.integers import ceil_div
+from .blocks import warp
+from .blocks.integers import ceil_div, minimum
 from .blocks.online_softmax import LN2
 from .blocks.tile_scheduler import LANES
 
-WARPS = 4
+WARPS = 2
+AT_A_TIME = 8  # divides the lanes of a warp
 LOG2_E = 1.0 / LN2
 
 
 class Merge:
-    """One compiled merge: (dtypes, head_dim_v, whether there are sinks) -> device code."""
+    """One compiled merge: (dtypes, head_dim_v, whether there are sinks) -> device code.
 
-    def __init__(self, head_dim_v: int):
-        self.head_dim_v = head_dim_v
+    Args:
+        vector_bytes: 16, 8, 4 or 2, of the loads of partial_out: what its rows are aligned to.
+        is_early: launched while the kernel before it may still run (programmatic dependent launch). From Hopper on.
+    """
+
+    def __init__(self, head_dim_v: int, vector_bytes: int, is_early: bool = False):
+        self.head_dim_v, self.vector_bytes, self.is_early = head_dim_v, vector_bytes, is_early
 
     @cute.jit
     def __call__(
@@ -41,7 +50,7 @@ class Merge:
         stream: cuda.CUstream,
     ):
         self.kernel(partial_out, partial_lse, out, lse, sinks).launch(
-            grid=[num_blocks, 1, 1], block=[WARPS * LANES, 1, 1], stream=stream
+            grid=[num_blocks, 1, 1], block=[WARPS * LANES, 1, 1], stream=stream, use_pdl=self.is_early
         )
 
     @cute.kernel
@@ -54,8 +63,9 @@ class Merge:
         sinks: cute.Tensor | None,
     ):
         batch, seqlen_q, num_heads, _ = out.shape
-        warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // LANES)
-        row = cute.arch.block_idx()[0] * WARPS + warp
+        row = cute.arch.block_idx()[0] * WARPS + cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // LANES)
+        if cutlass.const_expr(self.is_early):
+            cute.arch.griddepcontrol_wait()  # until the kernel before has ended and its stores are there
         if row < batch * seqlen_q * num_heads:
             rest, head = row // num_heads, row % num_heads
             entry, position = rest // seqlen_q, rest % seqlen_q
@@ -100,20 +110,41 @@ class Merge:
         safe_total = Float32(1.0) if is_empty else total
         share = scale / safe_total
 
-        columns = ceil_div(self.head_dim_v, LANES)
-        acc = cute.make_rmem_tensor((columns,), Float32)
-        acc.fill(0.0)
         key_reference = largest if largest > -Float32.inf else Float32(0.0)
-        for split in cutlass.range(num_splits, unroll=1):
-            weight = cute.math.exp2((lses[split] - key_reference) * LOG2_E, fastmath=True)
-            if weight != 0.0:
-                for c in cutlass.range_constexpr(columns):
-                    column = lane + c * LANES
-                    if cutlass.const_expr((c + 1) * LANES > self.head_dim_v):
-                        column = cutlass.min(column, self.head_dim_v - 1)
-                    acc[c] = acc[c] + weight * partials[split, column].to(Float32)
-        for c in cutlass.range_constexpr(columns):
-            if lane + c * LANES < self.head_dim_v:
-                out[lane + c * LANES] = (acc[c] * share).to(out.element_type)
+        vector = self.vector_bytes * 8 // partials.element_type.width
+        passes = ceil_div(self.head_dim_v, vector * LANES)
+        acc = cute.make_rmem_tensor((vector, passes), Float32)
+        acc.fill(0.0)
+        parts = cute.make_rmem_tensor((vector, passes, AT_A_TIME), partials.element_type)
+        # of a lane behind the last column the last one's
+        vectors = cute.flat_divide(partials, (1, vector))[0, None, None, None]  # (vector, splits, vectors of a row)
+        places = [minimum(lane + i * LANES, self.head_dim_v // vector - 1) for i in range(passes)]
+        for first in cutlass.range(0, num_splits, LANES, unroll=1):
+            weight = Float32(0.0)
+            if first + lane < num_splits:
+                weight = cute.math.exp2((lses[first + lane] - key_reference) * LOG2_E, fastmath=True)
+            for i in cutlass.range(0, minimum(num_splits - first, LANES), AT_A_TIME, unroll=1):
+                weights = [warp.broadcast(weight, i + j) for j in range(AT_A_TIME)]
+                counts = weights[0] != 0.0
+                for j in cutlass.range_constexpr(1, AT_A_TIME):
+                    counts = counts or weights[j] != 0.0
+                if cute.arch.vote_any_sync(counts):
+                    for j in cutlass.range_constexpr(AT_A_TIME):
+                        split = minimum(first + i + j, num_splits - 1)
+                        for k in cutlass.range_constexpr(passes):
+                            cute.autovec_copy(vectors[None, split, places[k]], parts[None, k, j])
+                    for j in cutlass.range_constexpr(AT_A_TIME):
+                        is_added = weights[j] != 0.0
+                        for k in cutlass.range_constexpr(passes):
+                            for c in cutlass.range_constexpr(vector):
+                                total_c = acc[c, k] + weights[j] * parts[c, k, j].to(Float32)
+                                acc[c, k] = total_c if is_added else acc[c, k]
+        result = cute.make_rmem_tensor((vector,), out.element_type)
+        out_vectors = cute.flat_divide(out, (vector,))
+        for k in cutlass.range_constexpr(passes):
+            for c in cutlass.range_constexpr(vector):
+                result[c] = (acc[c, k] * share).to(out.element_type)
+            if lane + k * LANES < self.head_dim_v // vector:
+                cute.autovec_copy(result, out_vectors[None, lane + k * LANES])
         if lane == 0:
             lse[position] = -Float32.inf if is_empty else reference + cute.math.log2(safe_total, fastmath=True) * LN2

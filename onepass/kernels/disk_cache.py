@@ -108,14 +108,14 @@ def verify(entry: Path) -> dict[str, Any]:
     about = _read_json(entry.with_suffix(".json"))
     if about.get("entry") != entry.stem:
         raise BrokenEntry("its .json is another entry's")
-    if about.get("sha256") != hashlib.sha256(_read(entry)).hexdigest():
+    if about.get("sha256") != hashlib.sha256(read_private(entry)).hexdigest():
         raise BrokenEntry("the .o is not what the .json says")
     return about
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        about = json.loads(_read(path))
+        about = json.loads(read_private(path))
     except ValueError:
         about = None
     if not isinstance(about, dict):
@@ -123,8 +123,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return about
 
 
-def _read(path: Path) -> bytes:
-    """The content of a file that this user alone may have written."""
+def read_private(path: Path) -> bytes:
+    """The content of a file that this user alone may have written. Raises: BrokenEntry with the reason."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             status = os.fstat(file.fileno())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..errors import UnsupportedError
 from ..problem import AttentionProblem
@@ -19,7 +19,7 @@ from .config import (
     LaunchConfig,
     head_dim_tile,
 )
-from .heuristics_sm80 import backward_config_sm80, forward_config_sm80
+from .heuristics_sm80 import backward_config_sm80, forward_config_sm80, has_descending_turns
 
 LONG = 2**62
 
@@ -190,7 +190,8 @@ def backward_config(problem: AttentionProblem, arch: str = HOPPER) -> BackwardCo
     is_dynamic = is_growing or problem.is_packed or problem.deterministic
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > 128:
-        return BackwardConfig(by_gradient=True, dynamic_tiles=is_dynamic)
+        config = BackwardConfig(by_gradient=True, dynamic_tiles=is_dynamic)
+        return replace(config, descending_turns=has_descending_turns(problem, config.tile_n))
     # the slopes of a softcap take the registers of the larger tile
     if widest > 64 or problem.softcap is not None:
         config = BackwardConfig(q_stages=3, dynamic_tiles=is_dynamic)
@@ -198,7 +199,7 @@ def backward_config(problem: AttentionProblem, arch: str = HOPPER) -> BackwardCo
         config = BackwardConfig(tile_m=128, q_stages=3, dynamic_tiles=is_dynamic)
     if _has_short_sequences(problem, config, is_growing):
         return replace(config, private_dq=True, dynamic_tiles=False)
-    return config
+    return replace(config, descending_turns=has_descending_turns(problem, config.tile_n))
 
 
 NUM_SMS = 132
@@ -238,3 +239,7 @@ BACKWARD = {
     "sm90": Chooser(BackwardConfig, backward_config),
     "sm80": Chooser(BackwardConfigSm80, backward_config_sm80),
 }
+
+
+def chooser(direction: Literal["fwd", "bwd"], backend: str) -> Chooser:
+    return (FORWARD if direction == "fwd" else BACKWARD)[backend]

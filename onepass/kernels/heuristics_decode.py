@@ -1,11 +1,12 @@
-"""Problem -> configuration of a split-KV forward on the Ampere kernels. Nothing here is measured yet.
+"""Problem -> configuration of a split-KV forward on the Ampere kernels, and splits. Nothing here is measured yet.
 
-A configuration depends on dtypes, head dims and the group alone, never on lengths or the batch: what a sequence gets
-does not depend on what else is in the call. Every tile_n divides `splits.SPLIT_UNIT`.
+A configuration depends on dtypes, head dims, the group and the number of queries alone, never on the lengths of keys or
+the batch: what a sequence gets does not depend on what else is in the call. Its steps divide `splits.SPLIT_UNIT`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ..errors import UnsupportedError
@@ -13,9 +14,25 @@ from ..problem import AttentionProblem
 from .blocks.integers import ceil_div
 from .blocks.splits import choose_num_splits, workspace_bytes
 from .config import ROWS_PER_MMA, SMEM_BYTES_BY_ARCH, VECTOR_BYTES, ForwardConfigSm80, head_dim_tile
+from .config_decode import DecodeConfigSm80
 from .heuristics_sm80 import FORWARD_FLOAT32, LAZY
 
-# Few query rows: the smallest tile that keeps four warps busy loading.
+# Few rows: warps along the keys and buffers of each, by the bytes of a row of K or of V, whichever is wider. Two thread
+# blocks of about 100 KB share Hopper's 227 KB where they fit, 4.8 TB/s * 1 us / 132 = 36 KB being needed under way;
+# others are for where there is less.
+KEY_WARPS_AND_STAGES = {
+    64: ((4, 8), (4, 6)),
+    96: ((4, 6), (4, 5)),
+    128: ((4, 6), (4, 4)),
+    192: ((4, 4), (4, 3)),
+    256: ((4, 3), (4, 2), (2, 4)),
+    384: ((2, 4), (2, 3), (2, 2)),
+    512: ((2, 3), (2, 2)),
+    768: ((2, 3), (2, 2), (1, 3)),
+    1024: ((2, 3), (2, 2), (1, 2)),
+}
+
+# More rows than that: warps along the rows.
 DECODE = {
     64: (ForwardConfigSm80(tile_m=64, tile_n=64, rescale_threshold=LAZY),),
     96: (ForwardConfigSm80(tile_m=64, tile_n=64, rescale_threshold=LAZY),),
@@ -27,14 +44,11 @@ DECODE = {
 
 def decode_config_sm80(problem: AttentionProblem, arch: str) -> ForwardConfigSm80:
     """The configuration of a call, if its tensors are aligned. Query heads of a kv head share a tile if they can."""
-    widest = max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))
-    row_bytes = (problem.head_dim | problem.head_dim_v) * problem.dtype.itemsize
+    row_bytes = (problem.head_dim | problem.head_dim_v) * problem.kv_itemsize
     vector_bytes = next(n for n in VECTOR_BYTES if row_bytes % n == 0)
-    group = problem.qhead_per_kvhead
     refusal: UnsupportedError | None = None
-    for config in FORWARD_FLOAT32[widest] if problem.dtype.itemsize == 4 else DECODE[widest]:
-        rows = ROWS_PER_MMA * config.num_warps
-        config = replace(config, tile_m=rows, pack_gqa=1 < group <= rows, vector_bytes=vector_bytes)
+    for config in _candidates(problem):
+        config = replace(config, vector_bytes=vector_bytes)
         try:
             config.check(problem, arch)
         except UnsupportedError as error:
@@ -45,11 +59,41 @@ def decode_config_sm80(problem: AttentionProblem, arch: str) -> ForwardConfigSm8
     raise refusal
 
 
+def _candidates(problem: AttentionProblem) -> Iterator[ForwardConfigSm80]:
+    """Best first."""
+    widest = max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))
+    group, is_float32, has_e4m3 = problem.qhead_per_kvhead, problem.dtype.itemsize == 4, problem.has_e4m3_cache
+    along_rows = FORWARD_FLOAT32[widest] if is_float32 else DECODE[widest]
+    packs = group <= ROWS_PER_MMA * along_rows[0].num_warps
+    rows = max(1, problem.seqlen_q) * (group if packs else 1)
+    tile_m = ROWS_PER_MMA * ceil_div(rows, ROWS_PER_MMA)
+    # registers hold twice 16 rows of O up to 128 columns, or once 16 rows and Q up to 192
+    if tile_m == ROWS_PER_MMA or (tile_m == 2 * ROWS_PER_MMA and widest <= 128 and not is_float32):
+        for key_warps, num_stages in KEY_WARPS_AND_STAGES[widest * problem.kv_itemsize]:
+            yield DecodeConfigSm80(
+                tile_m=tile_m,
+                num_stages=num_stages,
+                key_warps=key_warps,
+                q_in_registers=has_e4m3 or (not is_float32 and tile_m == ROWS_PER_MMA and widest <= 192),
+                rescale_threshold=LAZY,
+                pack_gqa=packs and group > 1,
+            )
+    for config in along_rows:
+        tile_m = ROWS_PER_MMA * config.num_warps
+        config = replace(config, tile_m=tile_m, pack_gqa=1 < group <= tile_m)
+        if has_e4m3:  # Q is always in registers: less room for S beside it
+            config = replace(config, q_in_registers=True, tile_n=16 if widest == 256 else config.tile_n)
+        yield config
+
+
 def num_splits_sm80(problem: AttentionProblem, config: ForwardConfigSm80, arch: str, num_sms: int) -> int:
     """Splits that give each multiprocessor the thread blocks that it has shared memory for, up to 16 warps."""
     heads = problem.num_heads_q // config.group(problem)
     num_tiles = ceil_div(problem.seqlen_q, config.positions(problem)) * heads * problem.batch
-    resident = min(SMEM_BYTES_BY_ARCH[arch] // config.smem_bytes(problem), 16 // config.num_warps)
+    warps = config.num_threads // 32
+    # of each thread block 1 KB is the system's
+    resident = min((SMEM_BYTES_BY_ARCH[arch] + 1024) // (config.smem_bytes(problem) + 1024), 16 // warps)
     rows = problem.batch * problem.seqlen_q * problem.num_heads_q
     slots = num_sms * max(1, resident)
-    return choose_num_splits(num_tiles, problem.seqlen_k, slots, workspace_bytes(1, rows, problem.head_dim_v))
+    per_split = workspace_bytes(1, rows, problem.head_dim_v)
+    return choose_num_splits(num_tiles, problem.seqlen_k, slots, per_split, config.block_keys)

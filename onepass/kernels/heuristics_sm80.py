@@ -200,6 +200,18 @@ BACKWARD_FLOAT32 = {
 }
 
 
+def has_descending_turns(problem: AttentionProblem, tile_n: int) -> bool:
+    """Whether deterministic sums of dQ begin with the last tile of keys (see `block_range.following_query_block`).
+
+    Under a causal mask the longest tile of a head then comes last, and the GPU waits for those of the last heads: the
+    share of all time that its multiprocessors are of all tiles, in the model of tests/kernels/test_backward_turns.py.
+    """
+    if not problem.deterministic or problem.mask.window_right is None:
+        return False
+    num_tiles = ceil_div(problem.seqlen_k, tile_n) * problem.num_heads_kv * problem.batch
+    return problem.mask.window_left is not None or 0.1 * num_tiles >= NUM_SMS
+
+
 def backward_config_sm80(problem: AttentionProblem, arch: str) -> BackwardConfigSm80:
     """The configuration that a backward of this problem runs with on the Ampere kernels, if its tensors are aligned."""
     if problem.dtype.itemsize == 4:
@@ -223,6 +235,7 @@ def backward_config_sm80(problem: AttentionProblem, arch: str) -> BackwardConfig
         vector_adds=arch not in SCALAR_ADDS,
         dq_pieces=1 if pieces == 3 else pieces,
         vector_bytes=_copies(problem),
+        descending_turns=has_descending_turns(problem, config.tile_n),
     )
     config.check(problem, arch)
     return config
@@ -233,5 +246,6 @@ def _backward_float32(problem: AttentionProblem, arch: str) -> BackwardConfigSm8
     for config in BACKWARD_FLOAT32[max(BackwardConfigSm80().head_dims(problem))]:
         if config.head_dims(problem)[0] < max(config.head_dims(problem)):
             config = replace(config, dq_pieces=1)
+        config = replace(config, descending_turns=has_descending_turns(problem, config.tile_n))
         candidates.append(replace(config, vector_adds=arch not in SCALAR_ADDS, vector_bytes=_copies(problem)))
     return _first_that_fits(candidates, problem, arch)

@@ -2,5 +2,15 @@
 
 from .budget import Comparison, compare, compare_gradients, compare_lse, fp8_budget
 from .inputs import Call, random_call
+from .quantized import assert_same_rounding
 
-__all__ = ["Call", "Comparison", "compare", "compare_gradients", "compare_lse", "fp8_budget", "random_call"]
+__all__ = [
+    "Call",
+    "Comparison",
+    "assert_same_rounding",
+    "compare",
+    "compare_gradients",
+    "compare_lse",
+    "fp8_budget",
+    "random_call",
+]

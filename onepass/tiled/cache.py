@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..decode_descales import descale_of_keys
 from ..decode_problem import DecodeInputs, DecodeProblem
+from ..fp8 import E4M3, E4M3_MAX
 
 
 def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -42,8 +44,25 @@ def append(problem: DecodeProblem, inputs: DecodeInputs) -> None:
     else:
         page_size = inputs.k_cache.shape[1]
         where = inputs.page_table.long().gather(1, positions // page_size), positions % page_size
-    inputs.k_cache[where] = k_new
-    inputs.v_cache[where] = v_new
+    for cache, new, descale in (
+        (inputs.k_cache, k_new, inputs.k_descale),
+        (inputs.v_cache, v_new, inputs.v_descale),
+    ):
+        if problem.attention.has_e4m3_cache:
+            scale = None
+            if descale is not None:
+                entry = torch.arange(len(positions), device=new.device)[:, None].expand_as(positions)
+                scale = descale_of_keys(descale, inputs, problem.kv_block, entry, positions)
+            # e4m3 has no indexing
+            cache.view(torch.uint8)[where] = to_e4m3(new, scale).view(torch.uint8)
+        else:
+            cache[where] = new
+
+
+def to_e4m3(x: Tensor, descale: Tensor | None) -> Tensor:
+    """x / descale, rounded to the nearest e4m3 number; what is beyond 448, infinities too, becomes 448. NaN stays."""
+    x = x.float() if x.dtype != torch.float64 else x
+    return (x if descale is None else x / descale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 def rotated_queries(problem: DecodeProblem, inputs: DecodeInputs) -> Tensor:
@@ -56,10 +75,29 @@ def rotated_queries(problem: DecodeProblem, inputs: DecodeInputs) -> Tensor:
     return rotate(q, positions, inputs.rotary_cos, inputs.rotary_sin, problem.rotary_interleaved)
 
 
+def keys_and_values(problem: DecodeProblem, inputs: DecodeInputs, entry: int, count: int) -> tuple[Tensor, Tensor]:
+    """The first `count` keys and values of a batch entry, (count, num_heads_kv, dim) each; of an e4m3 cache their real
+    values, in the dtype that sums are in."""
+    k, v = (rows_of_entry(cache, inputs.page_table, entry, count) for cache in (inputs.k_cache, inputs.v_cache))
+    if not problem.attention.has_e4m3_cache:
+        return k, v
+    k, v = (rows.to(problem.attention.accum_dtype) for rows in (k, v))
+    if inputs.k_descale is None or inputs.v_descale is None:
+        return k, v
+    key = torch.arange(count, device=k.device)
+    k_scale, v_scale = (
+        descale_of_keys(descale, inputs, problem.kv_block, torch.full_like(key, entry), key)
+        for descale in (inputs.k_descale, inputs.v_descale)
+    )
+    return k * k_scale, v * v_scale
+
+
 def rows_of_entry(cache: Tensor, page_table: Tensor | None, entry: int, count: int) -> Tensor:
     """The first `count` rows of a batch entry, (count, num_heads_kv, head_dim); a copy where they lie in pages."""
     if page_table is None:
         return cache[entry, :count]
     page_size = cache.shape[1]
     pages = page_table[entry, : -(-count // page_size)].long()
+    if cache.dtype == E4M3:  # which has no indexing
+        return cache.view(torch.uint8)[pages].view(E4M3).flatten(0, 1)[:count]
     return cache[pages].flatten(0, 1)[:count]

@@ -13,7 +13,7 @@ from ..kernels.blocks.splits import split_ranges
 from ..merge import merge_in_torch
 from ..outputs import empty_outputs
 from ..problem import AttentionInputs, AttentionProblem, Mask
-from .cache import append, rotated_queries, rows_of_entry
+from .cache import append, keys_and_values, rotated_queries
 from .forward import forward
 
 
@@ -30,14 +30,12 @@ def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor
     out, lse = empty_outputs(attention, AttentionInputs(inputs.q, inputs.k_cache, inputs.v_cache))
     for b, length in enumerate(lengths):
         seqlen_k = length + inputs.seqlen_new
-        k, v = (
-            rows_of_entry(cache, inputs.page_table, b, seqlen_k)[None] for cache in (inputs.k_cache, inputs.v_cache)
-        )
+        k, v = (rows[None] for rows in keys_and_values(problem, inputs, b, seqlen_k))
         parts = split_ranges(seqlen_k, problem.num_splits or 1, problem.split_size)
         if not parts:
             out[b].zero_()
             lse[b].fill_(-torch.inf)
-        elif len(parts) == 1:
+        elif len(parts) == 1 and not problem.attention.has_e4m3_cache:
             of_entry = replace(attention, batch=1, seqlen_k=seqlen_k, has_seqused_k=False)
             out_b, lse_b = forward(of_entry, AttentionInputs(q[b : b + 1], k, v, inputs.sinks))
             out[b], lse[b] = out_b[0], lse_b[0]

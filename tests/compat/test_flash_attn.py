@@ -82,7 +82,10 @@ def test_signature(name):
         expected = dict.fromkeys(REQUIRED[name].split(), inspect.Parameter.empty) | COMMON
         if name == "flash_attn_varlen_func":
             expected["block_table"] = None
-    parameters = inspect.signature(getattr(flash_attn, name)).parameters
+    parameters = dict(inspect.signature(getattr(flash_attn, name)).parameters)
+    if name == "flash_attn_with_kvcache":
+        for of_flash_attn_3 in ("k_descale", "v_descale"):
+            assert parameters.pop(of_flash_attn_3).kind is inspect.Parameter.KEYWORD_ONLY
     assert list(parameters) == list(expected)
     assert {n: p.default for n, p in parameters.items()} == expected
     assert all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters.values())
@@ -244,6 +247,30 @@ def test_kvcache_in_pages(page_size):
         for b in range(3):
             for n in range(filled[b] + 2):
                 assert torch.equal(pages[table[b, n // page_size], n % page_size], c[b, n])
+
+
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_kvcache_of_e4m3(in_pages):
+    """With the descales of flash-attn 3, of each entry of the batch, in pages, too."""
+    filled, e4m3 = (7, 0, 9), torch.float8_e4m3fn
+    q, k, v = randn(3, 2, 4, 16), randn(3, 2, 2, 16, seed=8), randn(3, 2, 2, 16, seed=9)
+    caches = [c.nan_to_num(1).to(e4m3) for c in cache(filled=filled)]
+    descales = {"k_descale": randn(3, 2, seed=3).abs() + 0.5, "v_descale": randn(3, 2, seed=4).abs() + 0.5}
+    real = [c.float() * d[:, None, :, None] for c, d in zip(caches, descales.values(), strict=True)]
+    arguments = {"cache_seqlens": torch.tensor(filled, dtype=torch.int32), "causal": True}
+    if in_pages:
+        arguments["block_table"] = torch.tensor([[2], [0], [1]], dtype=torch.int32)
+        caches = [c[[1, 2, 0]] for c in (t.view(torch.uint8) for t in caches)]
+        caches = [c.view(e4m3) for c in caches]
+    out = flash_attn.flash_attn_with_kvcache(q, *caches, k, v, **arguments, **descales)
+    for b, n in enumerate(filled):
+        rows = [
+            torch.cat([c[b, :n], (new[b] / d[b, :, None]).to(e4m3).float() * d[b, :, None]])[None]
+            for c, new, d in zip(real, (k, v), descales.values(), strict=True)
+        ]
+        expect(out[b : b + 1], (q[b : b + 1], *rows), causal=True)
+    with pytest.raises(ValueError, match=r"k_descale: expected None beside a cache of torch\.float32"):
+        flash_attn.flash_attn_with_kvcache(q, *cache(), **descales)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

@@ -13,9 +13,15 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+import torch
+from decode_cases import DecodeCase
+
 from onepass import dispatch, validation
+from onepass.decode_problem import DecodeInputs
+from onepass.decode_validation import check_decode
 from onepass.kernels import compile, heuristics
 from onepass.kernels.config import ForwardConfig
+from onepass.kernels.sm80 import decode_launch, launch
 from onepass.problem import AttentionProblem
 from onepass.testing import Call
 
@@ -33,14 +39,19 @@ def config_of(call: Call) -> ForwardConfig:
 
 
 @contextlib.contextmanager
-def compiled_ahead(calls: Iterable[Call], differentiated: Iterable[Call]) -> Iterator[None]:
+def compiled_ahead(
+    calls: Iterable[Call], differentiated: Iterable[Call], decoding: Iterable[DecodeCase] = ()
+) -> Iterator[None]:
     """Fill the kernel cache in the order of the calls, with one process per core, while the tests run.
 
     A test that comes first to its kernel waits for the process that compiles it, or compiles it itself.
 
-    Args: differentiated: calls whose backward kernels are wanted, too.
+    Args:
+        differentiated: calls whose backward kernels are wanted, too.
+        decoding: calls of attention_decode.
     """
-    requests = [request for call in calls for request in _requests(call, False)]
+    requests = [request for case in decoding for request in decode_requests(case)]
+    requests += [request for call in calls for request in _requests(call, False)]
     requests += [request for call in differentiated for request in _requests(call, True)]
     jobs = {request[:3]: request for request in requests}
     workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 1))
@@ -63,6 +74,25 @@ def _requests(call: Call, needs_gradients: bool) -> list[tuple]:
     if needs_gradients:
         for has_dlse in (False, True):
             requests += [request for _, request in dispatch.backward_requests(support.backend, problem, has_dlse)]
+    return requests
+
+
+def decode_requests(case: DecodeCase) -> list[tuple]:
+    """The same for a call of attention_decode."""
+    arguments = case.arguments("meta")
+    inputs = DecodeInputs(**{name: arguments.pop(name, None) for name in DecodeInputs._fields})
+    absent = dict.fromkeys(("window", "softcap", "softmax_scale", "num_splits", "split_size"))
+    plain = {"causal": True, "return_lse": True, "rotary_interleaved": False, "check_values": False}
+    problem = check_decode(inputs, **(absent | plain | arguments))
+    problem = replace(problem, attention=replace(problem.attention, device_type="cuda"))
+    prepared = decode_launch.prepare(problem, torch.device("cuda"))
+    config, arch, is_split = prepared.config, prepared.arch, prepared.is_split
+    config = replace(config, vector_bytes=launch.vector_bytes(*inputs[:3]))
+    requests = [decode_launch.compile_request(problem, config, arch, is_split)]
+    if is_split:
+        requests.append(decode_launch.merge_request(problem.attention, config, arch))
+    if inputs.seqlen_new or inputs.rotary_cos is not None:
+        requests.append(decode_launch.append_request(decode_launch.AppendKey.of(problem, inputs), arch))
     return requests
 
 

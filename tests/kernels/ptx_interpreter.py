@@ -164,15 +164,29 @@ def to_16_bits(x: np.ndarray, kind: str) -> np.ndarray:
     return np.where(np.isnan(x), uint16(0x7FFF), rounded)
 
 
+# of every byte: 4 bits of exponent, of bias 7, and 3 of mantissa; all ones: NaN
+_MAGNITUDES = [
+    (m * 2.0**-9 if e == 0 else (8 + m) * 2.0 ** (e - 10)) if (e, m) != (15, 7) else np.nan
+    for e in range(16)
+    for m in range(8)
+]
+E4M3 = np.array(_MAGNITUDES + [-x for x in _MAGNITUDES], float32)
+
+
+def from_e4m3(x: np.ndarray, byte: int) -> np.ndarray:
+    """float16 of one byte of each."""
+    return E4M3[(x >> (8 * byte)).astype(np.uint8)].astype(np.float16)
+
+
 def to_e4m3(x: np.ndarray) -> np.ndarray:
-    """Bytes, rounded to nearest even; what is past 448 becomes 448."""
-    size = np.minimum(np.abs(x.astype(np.float64)), 448.0)
-    spacing = np.exp2(np.maximum(np.frexp(size)[1] - 1, -6) - 3)
-    size = np.round(size / spacing) * spacing
-    exponent = np.maximum(np.frexp(size)[1] - 1, -6)
-    mantissa = size * np.exp2(3.0 - exponent)  # 8 to 15, below the normal numbers 0 to 7
-    code = np.where(np.isnan(x), 0x7F, mantissa + np.where(mantissa < 8, 0, 8 * (exponent + 6)))
-    return np.nan_to_num(code).astype(np.uint8) | np.where(np.signbit(x), 0x80, 0).astype(np.uint8)
+    """Bytes, in 16 bits: the nearest number, of two the even one, up to 448; NaN stays."""
+    magnitude = np.minimum(np.abs(x).astype(np.float64), 448.0)
+    above = np.searchsorted(E4M3[:127].astype(np.float64), magnitude)
+    above = np.clip(above, 1, 126)
+    low, high = (E4M3[i].astype(np.float64) for i in (above - 1, above))
+    is_upper = (magnitude - low > high - magnitude) | ((magnitude - low == high - magnitude) & (above % 2 == 0))
+    nearest = np.where(np.isnan(x), 0x7F, np.where(is_upper, above, above - 1)).astype(uint16)
+    return nearest | np.where(np.signbit(x), uint16(0x80), uint16(0))
 
 
 def cut_off(x: np.ndarray) -> np.ndarray:
@@ -357,6 +371,15 @@ class Warp:
             self.of_warp(parts, operands, active, text)
         elif parts[0] == "mov":
             self.move(kind, operands, active)
+        elif parts[0] == "prmt":
+            both = self.value(operands[1]).astype(uint64) | self.value(operands[2]).astype(uint64) << uint64(32)
+            selector, result = self.value(operands[3]), self.full(0, uint32)
+            for i in range(4):
+                byte = (selector >> uint32(4 * i)) & uint32(15)
+                assert (byte < 8).all(), f"no signs: {text}"
+                chosen = both >> (uint64(8) * byte.astype(uint64)) & uint64(255)
+                result = result | chosen.astype(uint32) << uint32(8 * i)
+            self.set(operands[0], result, active)
         elif parts[0] == "selp":
             chosen = np.where(self.registers[operands[3]], self.value(operands[1], kind), self.value(operands[2], kind))
             self.set(operands[0], chosen, active)
@@ -400,18 +423,29 @@ class Warp:
                 a, np.minimum(count, bits - 1).astype(a.dtype)
             )
             return shifted if kind[0] == "s" else np.where(count >= bits, a.dtype.type(0), shifted)
+        if name == "prmt":
+            a, b, selector = (self.value(o) for o in operands)
+            both = (a.astype(uint64) | b.astype(uint64) << uint64(32)).view(np.uint8).reshape(-1, 8)
+            which = selector[:, None] >> np.arange(0, 16, 4, dtype=uint32) & uint32(15)
+            assert (which < 8).all(), "signs of bytes are not modelled"
+            return np.take_along_axis(both, which.astype(int64), 1).view(uint32)[:, 0]
+        if name == "abs" and kind in ("bf16", "f16"):
+            return self.value(operands[0]) & uint16(0x7FFF)
         if name == "popc":
             return np.array([int(x).bit_count() for x in self.value(operands[0])], uint32)
         return INTEGERS[name](*self.typed(kind, operands))
 
     def converted(self, parts, operands) -> np.ndarray:
         to, kind = parts[-2], parts[-1]
+        if kind == "e4m3x2":
+            low, high = (from_e4m3(self.value(operands[1]), byte).view(uint16).astype(uint32) for byte in (0, 1))
+            return high << 16 | low
+        if to == "e4m3x2":
+            high, low = (to_e4m3(self.floats(o)) for o in operands[1:])
+            return high << uint16(8) | low
         if to in ("bf16x2", "f16x2"):
             high, low = (to_16_bits(self.floats(o), to[:-2]).astype(uint32) for o in operands[1:])
             return high << 16 | low
-        if to == "e4m3x2":
-            high, low = (to_e4m3(self.floats(o)).astype(uint16) for o in operands[1:])
-            return high << 8 | low
         if kind in ("bf16", "f16"):
             return from_16_bits(self.value(operands[1]), kind).view(uint32)
         if kind == "f32":
@@ -449,7 +483,8 @@ class Warp:
             which = self.block[active] if space == "shared" else None
             data[active] = self.spaces[space].read(self.address(place)[active], data.shape[1], which)
         else:
-            words = [self.value(r, parts[-1])[active] for r in registers]
+            # of a wider register the low bits
+            words = [self.value(r, parts[-1])[active].astype(WIDTHS[parts[-1][1:]], copy=False) for r in registers]
             data = np.concatenate([np.ascontiguousarray(w).view(np.uint8).reshape(-1, size) for w in words], 1)
             which = self.block[active] if space == "shared" else None
             self.spaces[space].write(self.address(place)[active], data, which)

@@ -12,12 +12,13 @@ import torch
 from onepass.decode_problem import DecodeInputs, DecodeProblem
 from onepass.kernels.blocks import tile_scheduler
 from onepass.kernels.blocks.integers import ceil_div
+from onepass.kernels.config import ForwardConfigSm80
 from onepass.kernels.heuristics_decode import decode_config_sm80
 from onepass.kernels.sm80 import decode_launch, launch
 from onepass.outputs import empty_outputs
 from onepass.problem import AttentionInputs
 
-ARCH = "sm_80"
+ARCH, ARCH_E4M3 = "sm_80", "sm_89"
 INT32, FLOAT32 = torch.int32, torch.float32
 
 
@@ -58,6 +59,12 @@ class Parameters:
         self.values.append(struct.pack(form, address, *numbers, *padding, *strides))
         return address
 
+    def strided(self, t: torch.Tensor):
+        """All its sizes and strides."""
+        padding = [0] * (t.dim() % 2)
+        form = f"<Q{t.dim() + len(padding)}i{t.dim()}q"
+        self.values.append(struct.pack(form, self.put(t), *t.shape, *padding, *t.stride()))
+
     def end_here(self):
         """What was put last ends with the memory: reading past it raises."""
         self.memory.num_bytes = self.memory.used
@@ -80,35 +87,47 @@ def parsed(ptx: str) -> ptx_interpreter.Program:
 _compiled: dict = {}
 
 
-def compiled(key, trace) -> ptx_interpreter.Program:
+def compiled(key, trace, arch=ARCH) -> ptx_interpreter.Program:
     """A kernel whose machine code keeps everything in registers."""
     if key not in _compiled:
-        code, ptx = machine_code.read_with_ptx(ARCH, trace)
+        code, ptx = machine_code.read_with_ptx(arch, trace)
         assert code.spills == 0, key
         _compiled[key] = code, ptx
     return parsed(_compiled[key][1])
 
 
 def forward(
-    problem: DecodeProblem, inputs: DecodeInputs, num_splits: int, split_blocks: int = 0, is_split: bool | None = None
+    problem: DecodeProblem,
+    inputs: DecodeInputs,
+    num_splits: int,
+    split_blocks: int = 0,
+    is_split: bool | None = None,
+    config: ForwardConfigSm80 | None = None,
+    **order,
 ):
-    """out and lse of the forward kernel, those of each split if there are some."""
+    """out and lse of the forward kernel, those of each split if there are some.
+
+    Args: order: copies_late and warps_reversed of `ptx_interpreter.run`.
+    """
     attention = problem.attention
     is_split = num_splits > 1 if is_split is None else is_split
-    config = decode_config_sm80(attention, ARCH)
+    arch = ARCH_E4M3 if attention.has_e4m3_cache else ARCH
+    config = config or decode_config_sm80(attention, arch)
     out, lse = empty_outputs(attention, AttentionInputs(*inputs[:3]))
-    aligned_to = launch.vector_bytes(*inputs[:3], *(() if is_split else (out,)))
+    qkv = inputs.q, *(decode_launch.as_pairs(t) for t in inputs[1:3])
+    aligned_to = launch.vector_bytes(*qkv, *(() if is_split else (out,)))
     config = replace(config, vector_bytes=aligned_to)
     if is_split:
         out = torch.empty(num_splits, *out.shape, dtype=FLOAT32)
         lse = torch.empty(num_splits, *lse.shape)
-    state = decode_launch.Launch(problem, config, ARCH, num_splits, split_blocks, is_split)
+    state = decode_launch.Launch(problem, config, arch, num_splits, split_blocks, is_split)
     arguments = state.other_arguments(inputs, None if is_split or inputs.sinks is None else inputs.sinks.float())
     sinks, _, _, filled, *scalars = arguments
+    *scalars, k_descale, v_descale, kv_block = scalars
     scale, tanh_scale, left, right, section, num_tiles, table, added, *splits = scalars
 
     kernel = Parameters()
-    for t in inputs[:3]:
+    for t in qkv:
         kernel.tensor(t, (1, 3, 2, 0))
     out_at = kernel.tensor(out, (2, 4, 3, 1, 0) if is_split else (1, 3, 2, 0))
     lse_at = kernel.tensor(lse, (3, 2, 1, 0) if is_split else (2, 1, 0), is_lse=True)
@@ -125,14 +144,19 @@ def forward(
         kernel.values += fast_divisor(n)
     if table is not None:
         kernel.tensor(table)
-        kernel.end_here()
         kernel.values += fast_divisor(inputs.k_cache.shape[1])
     kernel.values += [integer(n) for n in splits if n is not None]
-    key = decode_launch.compile_request(problem, config, ARCH, is_split)[1]
-    program = compiled(key, functools.partial(decode_launch.trace, problem, config, ARCH, is_split))
+    for descale in (k_descale, v_descale):
+        if descale is not None:
+            kernel.strided(descale)
+    if kv_block is not None:
+        kernel.values += fast_divisor(kv_block)
+    kernel.end_here()
+    key = decode_launch.compile_request(problem, config, arch, is_split)[1]
+    program = compiled(key, functools.partial(decode_launch.trace, problem, config, arch, is_split), arch)
     shape = num_tiles, num_splits, 1
     smem = config.smem_bytes(attention)
-    ptx_interpreter.run(program, kernel.values, kernel.memory, shape, config.num_threads, smem)
+    ptx_interpreter.run(program, kernel.values, kernel.memory, shape, config.num_threads, smem, **order)
     return kernel.result(out_at, out), kernel.result(lse_at, lse)
 
 
@@ -144,7 +168,7 @@ def merge(partial_out, partial_lse, out, lse, sinks):
     out_at, lse_at = kernel.tensor(out, (0, 1, 2, 3)), kernel.tensor(lse)
     if sinks is not None:
         kernel.tensor(sinks.float())
-    key = partial_out.dtype, out.dtype, out.shape[-1], sinks is not None
+    key = partial_out.dtype, out.dtype, out.shape[-1], sinks is not None, launch.vector_bytes(partial_out)
     num_blocks = ceil_div(lse.numel(), decode_launch.MERGE_WARPS)
     program = compiled(key, functools.partial(decode_launch.trace_merge, *key))
     ptx_interpreter.run(program, kernel.values, kernel.memory, num_blocks, 32 * decode_launch.MERGE_WARPS, 0)
@@ -154,16 +178,23 @@ def merge(partial_out, partial_lse, out, lse, sinks):
 def append(problem: DecodeProblem, inputs: DecodeInputs):
     """The rotated queries, and both caches, as the append kernel leaves them."""
     q_out = torch.empty_like(inputs.q)
-    *tensors, seqlen_new, rows, num_blocks = decode_launch.append_arguments(inputs, q_out)
+    *tensors, seqlen_new, rows, num_blocks = decode_launch.append_arguments(problem, inputs, q_out)
+    *tensors, k_descale, v_descale, kv_block = tensors
     kernel = Parameters()
     at = [
         None if t is None else kernel.tensor(t, tuple(range(t.dim())) if i < 6 or i > 7 else None)
         for i, t in enumerate(tensors)
     ]
+    for descale in (k_descale, v_descale):
+        if descale is not None:
+            kernel.strided(descale)
+    if kv_block is not None:
+        kernel.values.append(integer(kv_block))
     kernel.values += [integer(seqlen_new), integer(rows)]
     kernel.end_here()
     key = decode_launch.AppendKey.of(problem, inputs)
-    program = compiled(key, functools.partial(decode_launch.trace_append, key))
+    arch = ARCH_E4M3 if key.is_e4m3 else ARCH
+    program = compiled(key, functools.partial(decode_launch.trace_append, key), arch)
     ptx_interpreter.run(program, kernel.values, kernel.memory, (num_blocks, 1, 3), 128, 0)
     results = (q_out, inputs.k_cache, inputs.v_cache)
     places = (at[1], at[4], at[5])
@@ -177,8 +208,9 @@ def decode(problem: DecodeProblem, inputs: DecodeInputs, num_sms: int = 4):
     if inputs.seqlen_new or inputs.rotary_cos is not None:
         q, *caches = append(problem, inputs)
         inputs = inputs._replace(q=inputs.q if inputs.rotary_cos is None else q, k_cache=caches[0], v_cache=caches[1])
-    config = decode_config_sm80(attention, ARCH)
-    num_splits, split_blocks, is_split = decode_launch.splits_of(problem, config, ARCH, num_sms)
+    arch = ARCH_E4M3 if attention.has_e4m3_cache else ARCH
+    config = decode_config_sm80(attention, arch)
+    num_splits, split_blocks, is_split = decode_launch.splits_of(problem, config, arch, num_sms)
     out, lse = forward(problem, inputs, num_splits, split_blocks, is_split)
     if is_split:
         like = empty_outputs(attention, AttentionInputs(*inputs[:3]))

@@ -286,6 +286,13 @@ def test_values(name):
     check(CASES[name])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deterministic", "deterministic packed"])
+def test_turns_from_the_last_tile_to_the_first(name):
+    config = replace(heuristics.backward_config_sm80(problem_of(CASES[name])[0], ARCH), descending_turns=True)
+    check(CASES[name], config)
+
+
 def test_four_values_added_at_once():
     check(call_of(64, 64, 70, 150, heads=(1, 1), causal=True), BackwardConfigSm80(vector_adds=True))
 

@@ -1,4 +1,4 @@
-"""Deterministic backward: tiles of keys add to a block of dQ in ascending order, and nobody waits for ever.
+"""Deterministic backward: tiles of keys add to a block of dQ in a fixed order, and nobody waits for ever.
 
 A model of the Hopper backward on Python ints: thread blocks go through tiles of keys, tiles through query blocks, and
 every addition waits for its turn. Order, turns and numbering are the kernel's own functions. Run as a program it prints
@@ -16,7 +16,12 @@ from shipped import problem
 
 from onepass.kernels import heuristics
 from onepass.kernels.blocks import tile_scheduler
-from onepass.kernels.blocks.block_range import first_key_block, following_query_block, query_blocks
+from onepass.kernels.blocks.block_range import (
+    first_key_block,
+    following_query_block,
+    last_key_block,
+    query_blocks,
+)
 from onepass.kernels.blocks.integers import ceil_div
 from onepass.kernels.sm90.backward_launch import heads_per_section
 from onepass.problem import Mask
@@ -34,6 +39,7 @@ class Case(NamedTuple):
     tile_m: int
     tile_n: int
     group: int
+    descending: bool = False
 
     @property
     def geometry(self):
@@ -44,18 +50,22 @@ def visits(case, n_block, head_kv, in_turns=True):
     """(query head, query block) of a tile in the kernel's order."""
     start = n_block * case.tile_n
     first, _, _, last = query_blocks(start, start + case.tile_n, *case.geometry, case.tile_m)
-    head, m_block = head_kv * case.group, last - 1 if in_turns else first
+    head, m_block = head_kv * case.group, last - 1 if in_turns and not case.descending else first
     for _ in range((last - first) * case.group):
         yield head, m_block
-        head, m_block = following_query_block(head, m_block, head_kv * case.group, case.group, first, last, in_turns)
+        order = in_turns, case.descending
+        head, m_block = following_query_block(head, m_block, head_kv * case.group, case.group, first, last, *order)
 
 
 def steps_of(case, n_block, head_kv, entry, in_turns=True):
     """((counter of the block, turn), ...) of a tile."""
-    return [
-        ((entry, head, i), n_block - first_key_block(i * case.tile_m, *case.geometry, case.tile_n))
-        for head, i in visits(case, n_block, head_kv, in_turns)
-    ]
+
+    def turn(i):
+        if case.descending:
+            return last_key_block(i * case.tile_m, case.tile_m, *case.geometry, case.tile_n) - n_block
+        return n_block - first_key_block(i * case.tile_m, *case.geometry, case.tile_n)
+
+    return [((entry, head, i), turn(i)) for head, i in visits(case, n_block, head_kv, in_turns)]
 
 
 def padded_tiles(case, heads_kv, batch, section, used=None, in_turns=True):
@@ -67,7 +77,8 @@ def padded_tiles(case, heads_kv, batch, section, used=None, in_turns=True):
     for number in range(blocks * heads_kv * batch):
         coord = tile_scheduler.tile_coord(number, divisors, blocks, batch)
         of_entry = case if used is None else case._replace(seqlen_k=used[coord.batch])
-        tiles.append(steps_of(of_entry, blocks - 1 - coord.m_block, coord.head, coord.batch, in_turns))
+        n_block = coord.m_block if in_turns and case.descending else blocks - 1 - coord.m_block
+        tiles.append(steps_of(of_entry, n_block, coord.head, coord.batch, in_turns))
     return tiles
 
 
@@ -79,7 +90,8 @@ def packed_tiles(case, lengths, heads_kv):
         blocks = ceil_div(keys, case.tile_n)
         for number in range(blocks * heads_kv):
             m_block, head = tile_scheduler.packed_coord(number, blocks, heads_kv, True)
-            tiles.append(steps_of(of_sequence, blocks - 1 - m_block, head, sequence))
+            n_block = m_block if case.descending else blocks - 1 - m_block
+            tiles.append(steps_of(of_sequence, n_block, head, sequence))
     return tiles
 
 
@@ -138,14 +150,15 @@ BOUNDS = (None, 0, 1, 3, 9)
 LENGTHS = (1, 3, 4, 7, 12, 13)
 
 
+@pytest.mark.parametrize("descending", [False, True])
 @pytest.mark.parametrize(("tile_m", "tile_n"), [(4, 4), (6, 4), (4, 6), (2, 8), (8, 2)])
-def test_turns_count_the_tiles_before(tile_m, tile_n):
-    """Of the tiles that visit a block, in ascending order, the turns are 0, 1, 2, ...; padding has no part in it."""
+def test_turns_count_the_tiles_before(tile_m, tile_n, descending):
+    """Of the tiles that visit a block, in their order, the turns are 0, 1, 2, ...; padding has no part in it."""
     for seqlen_q, used, left, right in itertools.product(LENGTHS, (0, 1, 4, 5, 11, 16, 29), BOUNDS, BOUNDS):
         for num_blocks in (ceil_div(used, tile_n), ceil_div(used, tile_n) + 2):
-            case = Case(seqlen_q, used, left, right, tile_m, tile_n, 1)
+            case = Case(seqlen_q, used, left, right, tile_m, tile_n, 1, descending)
             turns = {}
-            for n_block in range(num_blocks):
+            for n_block in range(num_blocks)[:: -1 if descending else 1]:
                 for (_, _, m_block), turn in steps_of(case, n_block, 0, 0):
                     assert 0 <= m_block < ceil_div(seqlen_q, tile_m), case
                     turns.setdefault(m_block, []).append(turn)
@@ -154,14 +167,14 @@ def test_turns_count_the_tiles_before(tile_m, tile_n):
 
 
 @pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("in_turns", [False, True])
-def test_every_head_and_block_is_visited_once(group, in_turns):
+@pytest.mark.parametrize(("in_turns", "descending"), [(False, False), (True, False), (True, True)])
+def test_every_head_and_block_is_visited_once(group, in_turns, descending):
     for seqlen_q, seqlen_k, left, right in itertools.product(LENGTHS, LENGTHS, BOUNDS, BOUNDS):
-        case = Case(seqlen_q, seqlen_k, left, right, 4, 6, group)
+        case = Case(seqlen_q, seqlen_k, left, right, 4, 6, group, descending)
         for n_block in range(ceil_div(seqlen_k, 6)):
             first, _, _, last = query_blocks(n_block * 6, n_block * 6 + 6, *case.geometry, 4)
             visited = list(visits(case, n_block, 2, in_turns))
-            blocks = range(first, last)[:: -1 if in_turns else 1]
+            blocks = range(first, last)[:: -1 if in_turns and not descending else 1]
             heads = range(2 * group, 3 * group)
             expected = [(h, i) for i in blocks for h in heads] if in_turns else list(itertools.product(heads, blocks))
             assert visited == expected, case
@@ -175,7 +188,7 @@ def test_every_head_and_block_is_visited_once(group, in_turns):
 def test_no_deadlock(num_ctas, is_dynamic):
     rng = random.Random(num_ctas)
     for seqlen_q, seqlen_k, left, right in itertools.product((3, 12, 25), (5, 16, 41), (None, 0, 9), (None, 0, 9)):
-        case = Case(seqlen_q, seqlen_k, left, right, 4, 6, rng.choice((1, 2)))
+        case = Case(seqlen_q, seqlen_k, left, right, 4, 6, rng.choice((1, 2)), rng.choice((False, True)))
         heads, batch = rng.choice(((1, 1), (3, 1), (2, 3)))
         used = [rng.randint(0, seqlen_k) for _ in range(batch)]
         for section in {1, 2, heads * batch}:
@@ -189,9 +202,9 @@ def test_no_deadlock(num_ctas, is_dynamic):
 @pytest.mark.parametrize("num_ctas", [1, 3, 10, 64])
 def test_no_deadlock_in_packed_sequences(num_ctas, is_dynamic):
     rng = random.Random(num_ctas)
-    for left, right, group in itertools.product((None, 5), (None, 0), (1, 3)):
+    for left, right, group, descending in itertools.product((None, 5), (None, 0), (1, 3), (False, True)):
         lengths = [(rng.randint(0, 30), rng.randint(0, 40)) for _ in range(12)]
-        tiles = packed_tiles(Case(0, 0, left, right, 4, 6, group), lengths, 2)
+        tiles = packed_tiles(Case(0, 0, left, right, 4, 6, group, descending), lengths, 2)
         run(tiles, num_ctas, is_dynamic, jitter=lambda: rng.randint(0, 30))
 
 
@@ -214,10 +227,10 @@ def cost(seqlen, left, right, group, head_dim=128, num_ctas=132):
     asked = problem(head_dim, head_dim, seqlen, mask=Mask(left, right), num_heads_kv=heads)
     asked = replace(asked, batch=batch, num_heads_q=heads_q)
     tile_m = heuristics.backward_config(asked).tile_m
-    case = Case(seqlen, seqlen, left, right, tile_m, 128, group)
     steps = []
     for one in (asked, replace(asked, deterministic=True)):
         config = heuristics.backward_config(one)
+        case = Case(seqlen, seqlen, left, right, tile_m, 128, group, config.adds_descending(one))
         section = heads_per_section(one, config, num_ctas)
         tiles = padded_tiles(case, heads, batch, section, in_turns=one.deterministic)
         steps.append(run(tiles, num_ctas, config.dynamic_tiles, one.deterministic))

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+from dataclasses import replace
 
 import machine_code
 import pytest
@@ -9,8 +10,11 @@ import torch
 from shipped import problem
 
 from onepass.decode_problem import DecodeProblem
+from onepass.kernels.config import ForwardConfigSm80, head_dim_tile
+from onepass.kernels.config_decode import DecodeConfigSm80
 from onepass.kernels.heuristics_decode import decode_config_sm80
 from onepass.kernels.sm80 import decode_launch
+from onepass.kernels.sm80.launch import ARCHS
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
@@ -18,20 +22,82 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("arch", "head_dim", "is_paged"), [("sm_90a", 128, True), ("sm_86", 256, False)])
-def test_splits(arch, head_dim, is_paged):
-    asked = DecodeProblem(problem(head_dim, head_dim, has_seqused_k=True), is_paged)
+def code_of(arch: str, is_paged: bool, is_split: bool = True, has_descales: bool = False, **changes) -> tuple:
+    """Machine code of the forward that a call gets, and its configuration."""
+    widths = {"head_dim_v": changes["head_dim"], "has_seqused_k": True, "seqlen_q": 1}
+    heads = {"num_heads_q": 32, "num_heads_kv": 8}
+    attention = replace(problem(64, 64), **(widths | heads | changes))
+    kv_block = 16 if has_descales else None
+    asked = DecodeProblem(attention, is_paged, has_descales=has_descales, kv_block=kv_block)
     config = decode_config_sm80(asked.attention, arch)
-    code = machine_code.read(arch, functools.partial(decode_launch.trace, asked, config, arch, True))
-    assert code.spills == 0
-    assert code.count(r"HMMA\.16816\.F32") > 0
-    assert code.count(r"LDGSTS\.E\.BYPASS.*\.128$") == code.count("LDGSTS") > 0
-    assert code.count(r"STG\.E\.64") > 0  # two float32 of a partial
+    code = machine_code.read(arch, functools.partial(decode_launch.trace, asked, config, arch, is_split))
+    # of the widest float32 heads the assembler keeps addresses in local memory
+    is_wide = asked.attention.dtype == torch.float32 and changes["head_dim"] > 128
+    assert code.spills <= (20 if is_wide else 0)
+    assert code.spills_in_gemms == 0
     assert code.dynamic_smem == [config.smem_bytes(asked.attention)]
+    assert code.count(r"LDGSTS\.E\.BYPASS.*\.128(\.\w+)?$") == code.count("LDGSTS") > 0
+    return code, config
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "is_paged"), [(arch, 128, i % 2 == 0) for i, arch in enumerate(ARCHS)] + [("sm_90a", 64, True)]
+)
+def test_warps_along_the_keys(arch, head_dim, is_paged):
+    code, config = code_of(arch, is_paged, head_dim=head_dim)
+    assert isinstance(config, DecodeConfigSm80)
+    d = head_dim_tile(head_dim)
+    # a masked block and a clear one: 16 keys of a warp for two 8-column blocks of S, and for the columns of O
+    assert code.count(r"HMMA\.16816\.F32") == 2 * (d // 16 * 2 + d // 8)
+    # Q once; fragments of K and of V serve 16 x 16 elements each
+    assert code.count(r"LDSM\.16\.M88\.4") == d // 16 + 2 * d // 16
+    assert code.count(r"LDSM\.16\.MT88\.4") == 2 * d // 16
+    assert code.count(r"STS\.128") == d // 8  # O of a warp to the others ..
+    assert code.count(r"LDS\.128") >= config.key_warps * 4  # .. 32 columns of all
+    assert code.count(r"STG\.E\.64") > 0  # two float32 of a partial
+    assert code.count(r"BAR\.SYNC") == 3  # Q is there; before and after the exchange: none in the loop
+
+
+@pytest.mark.parametrize("changes", [{"head_dim": 256}, {"head_dim": 128, "seqlen_q": 8}])
+def test_wide_heads_and_more_rows(changes):
+    _, config = code_of("sm_90a", True, **changes)
+    assert isinstance(config, DecodeConfigSm80)
+
+
+def test_float32_on_all_that_shared_memory_holds():
+    code, config = code_of("sm_86", False, False, head_dim=256, dtype=torch.float32)
+    assert isinstance(config, DecodeConfigSm80)
+    assert code.count(r"HMMA\.1688\.F32\.TF32") > 0
+
+
+@pytest.mark.parametrize(("arch", "head_dim", "is_paged"), [("sm_90a", 128, True), ("sm_86", 256, False)])
+def test_warps_along_the_rows(arch, head_dim, is_paged):
+    code, config = code_of(arch, is_paged, head_dim=head_dim, seqlen_q=16)
+    assert type(config) is ForwardConfigSm80
+    assert code.count(r"HMMA\.16816\.F32") > 0
+    assert code.count(r"STG\.E\.64") > 0
+
+
+@pytest.mark.parametrize(
+    ("arch", "d", "is_paged"), [("sm_90a", 128, True), ("sm_89", 256, False), ("sm_100a", 64, True)]
+)
+def test_e4m3_cache(arch, d, is_paged):
+    """As many mma as with 16 bits, half the fragments from shared memory, and one instruction for two numbers."""
+    code, config = code_of(arch, is_paged, has_descales=True, head_dim=d, kv_dtype=torch.float8_e4m3fn)
+    assert isinstance(config, DecodeConfigSm80)
+    num_mma = 2 * (d // 16 * 2 + d // 8)
+    assert code.count(r"HMMA\.16816\.F32") == num_mma
+    assert code.count(r"LDSM\.16\.M88\.4") == code.count(r"LDSM\.16\.MT88\.4") == num_mma // 8
+    # two for the fragment of an mma; some for rows that are recomputed
+    assert 2 * num_mma < code.count(r"F2FP\.F16\.E4M3\.UNPACK_B") <= 2 * num_mma + 16
+    assert code.count(r"STG\.E\.128") > 0  # four float32 of a partial
+    assert code.count(r"BAR\.SYNC") == 3
 
 
 def test_merge_and_append():
-    merge = functools.partial(decode_launch.trace_merge, torch.float32, torch.bfloat16, 128, True)
+    merge = functools.partial(decode_launch.trace_merge, torch.float32, torch.bfloat16, 128, True, 16)
+    code = machine_code.read("sm_90a", merge)
+    assert code.spills == 0
+    assert code.count(r"LDG\.E\.128") >= 8  # parts under way
     key = decode_launch.AppendKey(torch.bfloat16, 128, 128, True, True, (torch.float32, 64, False))
-    for trace in (merge, functools.partial(decode_launch.trace_append, key)):
-        assert machine_code.read("sm_90a", trace).spills == 0
+    assert machine_code.read("sm_90a", functools.partial(decode_launch.trace_append, key)).spills == 0

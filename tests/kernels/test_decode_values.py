@@ -32,6 +32,7 @@ OPTIONS = {
     "num_splits": None,
     "split_size": None,
     "check_values": False,
+    "kv_block": None,
 }
 NAN = float("nan")
 
@@ -115,6 +116,13 @@ CASES = {
         {"num_splits": 3},
     ),
     "odd head dims": (cache_of((100, 7), 2, (2, 2), (5, 7)), {"num_splits": 2}),
+    "32 rows": (cache_of((190, 5), 7, (8, 2), (64, 96), page_size=16, sinks=SINKS), {"num_splits": 1}),
+    "32 rows, a window that hides all keys of some warps": (
+        cache_of((200, 31), 3, (18, 2), (64, 64)),
+        {"num_splits": 1, "window": (9, 0)},
+    ),
+    "48 rows: warps along the rows": (cache_of((130, 5), 12, (8, 2), (64, 64), page_size=16), {"num_splits": 2}),
+    "two warps": (cache_of((150, 9), 1, (3, 1), (256, 136), page_size=16), {"num_splits": 2}),
     "chosen": (cache_of((1100, 700), 1, (4, 1), (64, 64), room=1200), {}),
     "parts of 64 keys": (cache_of((200, 0, 65), 4, (8, 2), (64, 64)), {"split_size": 64}),
 }
@@ -124,6 +132,30 @@ CASES = {
 def test_values(name):
     inputs, options = CASES[name]
     check(inputs, **options)
+
+
+def test_references_of_the_warps_differ():
+    """Each warp meets the largest scores of a sequence once: the other ones' sums count next to nothing."""
+    inputs = cache_of((128, 128, 128, 128), 1, (4, 1), (64, 64))
+    for b in range(4):
+        inputs.k_cache[b, 16 * b : 16 * (b + 1)] *= 40
+    check(inputs, num_splits=1)
+
+
+@pytest.mark.parametrize("page_size", [None, 5])
+def test_the_order_of_copies_and_warps_changes_no_bit(page_size):
+    """Buffers are full before they are read and are filled again after that, whoever is first."""
+    inputs = cache_of((250, 190), 1, (8, 2), (128, 128), page_size=page_size, room=250)
+    problem = check_decode(inputs, **OPTIONS)
+    results = [
+        sm80_decode.forward(problem, inputs, 1, copies_late=late, warps_reversed=last_first)
+        for late in (True, False)
+        for last_first in (True, False)
+    ]
+    assert results[0][0].isfinite().all()
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
 
 
 def test_parts_of_equal_keys_give_equal_bits_in_any_batch_and_any_cache():

@@ -262,8 +262,8 @@ def test_opcheck():
     for with_new in (True, False):
         given = call_of(**({} if with_new else {"k_new": None, "v_new": None}))
         order = ("q", "k_cache", "v_cache", "cache_seqlens", "page_table")
-        options = (0.3, None, 0, None, 2, None, False, False, "tiled")
-        arguments = (*(given[name] for name in order), None, None, None)
+        options = (0.3, None, 0, None, 2, None, False, False, None, "tiled")
+        arguments = (*(given[name] for name in order), None, None, None, None, None)
         if with_new:
             arguments += given["k_new"], given["v_new"]
         operator = torch.ops.onepass.decode_append if with_new else torch.ops.onepass.decode

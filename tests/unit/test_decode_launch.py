@@ -23,6 +23,7 @@ OPTIONS = {
     "num_splits": None,
     "split_size": None,
     "check_values": False,
+    "kv_block": None,
 }
 
 
@@ -45,20 +46,34 @@ def launched(monkeypatch):
         cache.cache_clear()
 
 
-def inputs_of(is_paged=False, has_new=False, is_rotary=False, has_sinks=False, batch=2, seqlen_q=3, room=2048):
+def inputs_of(
+    is_paged=False,
+    has_new=False,
+    is_rotary=False,
+    has_sinks=False,
+    batch=2,
+    seqlen_q=3,
+    room=2048,
+    descales=None,  # of an e4m3 cache their shapes, () for none
+):
     def zeros(*shape):
         return torch.zeros(shape, dtype=torch.bfloat16)
 
     leading = (batch * room // 16, 16) if is_paged else (batch, room)
+    caches = zeros(*leading, 2, 64), zeros(*leading, 2, 32)
+    if descales is not None:
+        caches = tuple(t.to(torch.float8_e4m3fn) for t in caches)
+    k_descale, v_descale = (torch.zeros(shape) for shape in descales) if descales else (None, None)
     return DecodeInputs(
         zeros(batch, seqlen_q, 8, 64),
-        zeros(*leading, 2, 64),
-        zeros(*leading, 2, 32),
+        *caches,
         torch.zeros(batch, dtype=INT32),
         page_table=torch.zeros(batch, room // 16, dtype=INT32) if is_paged else None,
         rotary_cos=torch.zeros(100, 8) if is_rotary else None,
         rotary_sin=torch.zeros(100, 8) if is_rotary else None,
         sinks=zeros(8) if has_sinks else None,
+        k_descale=k_descale,
+        v_descale=v_descale,
         k_new=zeros(batch, 5, 2, 64) if has_new else None,
         v_new=zeros(batch, 5, 2, 32) if has_new else None,
     )
@@ -82,6 +97,22 @@ CALLS = {
         {"is_rotary": True, "is_paged": True},
         {"num_splits": 3},
         ["append_to_cache", "decode_sm80", "merge_splits"],
+    ),
+    "e4m3": ({"descales": ()}, {"num_splits": 1}, ["decode_sm80"]),
+    "e4m3, new keys, descales of heads": (
+        {"descales": ((), (2,)), "has_new": True, "is_paged": True},
+        {"num_splits": 1},
+        ["append_to_cache", "decode_sm80"],
+    ),
+    "e4m3, of pages": (
+        {"descales": ((256, 2), (256, 2)), "has_new": True, "is_paged": True, "is_rotary": True},
+        {"num_splits": 3, "kv_block": 16},
+        ["append_to_cache", "decode_sm80", "merge_splits"],
+    ),
+    "e4m3, of blocks and entries": (
+        {"descales": ((2, 2, 32), (2, 2)), "has_new": True},
+        {"num_splits": 1, "kv_block": 64},
+        ["append_to_cache", "decode_sm80"],
     ),
 }
 
@@ -108,7 +139,7 @@ def test_kernels_are_given_what_they_were_traced_with(launched, name):
             assert (stand_in is None) == (value is None)
             if isinstance(value, torch.Tensor):
                 assert len(stand_in.shape) == value.dim()
-                assert value.stride(-1) == 1
+                assert value.stride(-1) == 1 or (value.dtype == torch.float32 and value.dim() == 3)  # of descales any
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -140,7 +171,7 @@ def test_workspace_is_as_large_as_said(launched):
 def test_parts_of_equal_keys_follow_the_cache(launched):
     inputs = inputs_of(room=2048)
     decode_launch.decode(check_decode(inputs, **(OPTIONS | {"split_size": 128})), inputs)
-    assert launched[0][1][-2:] == (16, 128 // 64)
+    assert launched[0][1][-5:-3] == (16, 128 // 64)
 
 
 @pytest.mark.parametrize("changes", [{"batch": 0}, {"seqlen_q": 0}, {"room": 0}])
@@ -156,4 +187,16 @@ def test_check_values(launched):
     inputs = inputs_of()._replace(cache_seqlens=torch.tensor([1, 2049], dtype=INT32))
     with pytest.raises(ValueError, match=r"cache_seqlens: expected 0 to 2048, .* got 2049"):
         decode_launch.decode(check_decode(inputs, **(OPTIONS | {"check_values": True})), inputs)
+    assert launched == []
+
+
+@pytest.mark.parametrize(("strides", "offset"), [((65, 1), 0), ((64, 1), 1)])
+def test_rows_of_e4m3_that_begin_at_odd_addresses_are_refused(launched, strides, offset):
+    """Before anything is written: copies and ldmatrix take two at once."""
+    inputs = inputs_of(room=16, descales=(), has_new=True)
+    memory = torch.zeros(2 * 16 * 2 * 65 + 1, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    odd = memory.as_strided((2, 16, 2, 64), (32 * strides[0], 2 * strides[0], *strides), offset)
+    inputs = inputs._replace(k_cache=odd)
+    with pytest.raises(NotImplementedError, match="e4m3 cache: expected rows at even addresses"):
+        decode_launch.decode(check_decode(inputs, **OPTIONS), inputs)
     assert launched == []

@@ -1,6 +1,7 @@
 """Splits of the keys, and rows in pages: the integer formulas of the decoding kernels, exhaustively."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from onepass.kernels.blocks import splits
 from onepass.kernels.blocks.block_range import key_blocks
 from onepass.kernels.blocks.pages import place_of_key
 from onepass.kernels.blocks.splits import blocks_of_split, choose_num_splits, split_ranges, workspace_bytes
+from onepass.kernels.config_decode import DecodeConfigSm80
 from onepass.kernels.sm80.launch import ARCHS
 from onepass.problem import AttentionProblem, Mask
 
@@ -69,16 +71,25 @@ def test_places_in_pages():
     ("num_tiles", "seqlen_k", "expected"),
     [
         (1, 2**20, splits.MAX_SPLITS),
-        (8, 2**17, 33),  # whole waves only
+        (8, 2**19, 33),  # one whole wave
         (264, 2**17, 1),
-        (265, 2**17, 1),
-        (8, 1024, 4),  # LEAST_KEYS each
+        (512, 2**17, 1),  # two waves, almost
+        (8, 1024, 8),  # LEAST_KEYS each
         (8, 100, 1),
         (0, 0, 1),
     ],
 )
 def test_number_of_splits(num_tiles, seqlen_k, expected):
     assert choose_num_splits(num_tiles, seqlen_k, 264, 1) == expected
+
+
+def test_waves_are_filled():
+    """Long caches: what runs behind full waves is next to nothing or a good part of one; short ones: one is filled."""
+    for num_tiles in range(1, 2000, 7):
+        waves = num_tiles * choose_num_splits(num_tiles, 2**19, 264, 1) / 264
+        assert waves > 0.95
+        assert waves % 1 > splits.LEAST_SHARE - 0.05 or waves % 1 < 0.1 * waves
+        assert num_tiles * choose_num_splits(num_tiles, 2**13, 264, 1) >= min(264 / 2, num_tiles * 64)
 
 
 def test_number_of_splits_keeps_to_the_workspace():
@@ -108,23 +119,37 @@ def problem(**changes):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_configurations(arch):
-    """Every head dim has one, its tiles divide parts of equal keys, and the batch has no say."""
-    for dtype, (d, dv), heads in itertools.product(
-        (torch.bfloat16, torch.float32), itertools.product((5, 64, 96, 128, 192, 256), repeat=2), (8, 32, 96, 1024)
+    """Every head dim has one, its steps divide parts of equal keys, and the batch and the keys have no say."""
+    for dtype, (d, dv), heads, seqlen_q in itertools.product(
+        (torch.bfloat16, torch.float32),
+        itertools.product((5, 64, 96, 128, 192, 256), repeat=2),
+        (8, 32, 96, 1024),
+        (1, 4, 16),
     ):
-        asked = problem(dtype=dtype, head_dim=d, head_dim_v=dv, num_heads_q=heads)
-        config = heuristics_decode.decode_config_sm80(asked, arch)
-        assert splits.SPLIT_UNIT % config.tile_n == 0
-        assert config.pack_gqa == (1 < heads // 8 <= config.tile_m)
-        for changes in ({"batch": 100}, {"seqlen_q": 16}, {"seqlen_k": 10**6}):
-            assert heuristics_decode.decode_config_sm80(
-                problem(**changes), arch
-            ) == heuristics_decode.decode_config_sm80(problem(), arch)
+        asked = problem(dtype=dtype, head_dim=d, head_dim_v=dv, num_heads_q=heads, seqlen_q=seqlen_q)
+        config, group = heuristics_decode.decode_config_sm80(asked, arch), heads // 8
+        assert splits.SPLIT_UNIT % config.block_keys == 0
+        assert config.pack_gqa == (1 < group <= config.tile_m)
+        if seqlen_q * group <= 16:
+            assert isinstance(config, DecodeConfigSm80)
+            assert config.tile_m == 16
+        for changes in ({"batch": 100}, {"seqlen_k": 10**6}):
+            assert heuristics_decode.decode_config_sm80(replace(asked, **changes), arch) == config
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "tile_m", "is_few"), [(1, 16, True), (4, 16, True), (5, 32, True), (16, 64, False)]
+)
+def test_rows_decide_where_the_warps_lie(seqlen_q, tile_m, is_few):
+    config = heuristics_decode.decode_config_sm80(problem(seqlen_q=seqlen_q), "sm_90a")
+    assert (config.tile_m, isinstance(config, DecodeConfigSm80)) == (tile_m, is_few)
+    assert config.positions(problem()) >= min(seqlen_q, 16)
 
 
 def test_splits_fill_the_gpu():
     asked = problem(seqlen_k=2**17)
     config = heuristics_decode.decode_config_sm80(asked, "sm_90a")
-    # 80 KB of shared memory: 2 thread blocks a multiprocessor, one for each of 8 kv heads
-    assert heuristics_decode.num_splits_sm80(asked, config, "sm_90a", 132) == 2 * 132 // 8
+    # 100 KB of shared memory: 2 thread blocks a multiprocessor, for 8 kv heads
+    num_splits = heuristics_decode.num_splits_sm80(asked, config, "sm_90a", 132)
+    assert 0.95 * 2 * 132 <= 8 * num_splits <= 2 * 132
     assert heuristics_decode.num_splits_sm80(problem(seqlen_k=2**17, batch=64), config, "sm_90a", 132) == 1

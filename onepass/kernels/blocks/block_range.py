@@ -167,24 +167,28 @@ def last_key_block(
 
 
 def following_query_block(
-    head: int, m_block: int, first_head: int, num_heads: int, first: int, last: int, in_turns: bool
+    head: int, m_block: int, first_head: int, num_heads: int, first: int, last: int, in_turns: bool, descending: bool
 ) -> tuple[int, int]:
     """Where a tile of keys goes after query block m_block of a head, of the blocks [first, last) of num_heads heads.
 
     Args:
-        in_turns: tiles add to a block of dQ in ascending order, each after the one before. So that nobody waits long:
-            the last block comes first (of tiles that begin together each falls one step behind the one before, and
-            under a causal mask, where later ones have fewer blocks, that is all), and all heads visit a block before
-            the next one (else every head would begin with a wait for the longest tile). If not, the blocks of a head
-            follow each other.
+        in_turns: tiles add to a block of dQ one after the other. So that nobody waits long, all heads visit a block
+            before the next one: else every head would begin with a wait for the longest tile. If not, the blocks of a
+            head follow each other.
+        descending: these turns begin with the last tile of keys, and tiles with their first block. Where later keys are
+            hidden nobody waits: tile n begins with a block that is not seen from behind it, and goes on to blocks that
+            tile n + 1 has had a step ago. But short tiles come first, and the longest ends last. Not descending: turns
+            begin with the first tile, and tiles with their last block; of tiles that begin together each falls a step
+            behind the one before.
     """
     if not in_turns:
         is_last = m_block == last - 1
         return head + select(is_last, 1, 0), select(is_last, first, m_block + 1)
+    following = m_block + 1 if descending else m_block - 1
     if num_heads == 1:
-        return head, m_block - 1
+        return head, following
     is_last = head == first_head + num_heads - 1
-    return select(is_last, first_head, head + 1), select(is_last, m_block - 1, m_block)
+    return select(is_last, first_head, head + 1), select(is_last, following, m_block)
 
 
 def tile_needs_mask(

@@ -122,6 +122,36 @@ def store_eights(
 
 
 @cute.jit
+def store_fours(
+    acc_o: cute.Tensor,
+    weights: cute.Tensor,
+    out_rows: list,
+    is_row: list,
+    lane_in_quad: Int32,
+    vector_bytes: cutlass.Constexpr[int],
+    first_block=0,
+):
+    """out_rows[r] = weights[r] * acc_o[r] for lanes that hold 4 neighbouring columns of each 16, see sm80/e4m3.py.
+
+    Args:
+        acc_o: (2, columns): of each two 8-column blocks the first has a lane's even columns, the second its odd ones.
+        vector_bytes: of the widest store that addresses and rows of out allow.
+    """
+    head_dim_v, dtype = cute.size(out_rows[0]), out_rows[0].element_type
+    width = min(4, vector_bytes * 8 // dtype.width)
+    values = cute.make_rmem_tensor((width,), dtype)
+    for r in cutlass.range_constexpr(2):
+        vectors = cute.flat_divide(out_rows[r], (width,))
+        for first in cutlass.range_constexpr(0, cute.size(acc_o, mode=[1]), width):
+            for i in cutlass.range_constexpr(width):
+                column = first + i
+                values[i] = (acc_o[r, column // 4 * 4 + column % 2 * 2 + column % 4 // 2] * weights[r]).to(dtype)
+            column = 8 * first_block + first // 4 * 16 + 4 * lane_in_quad + first % 4
+            if is_row[r] and column < head_dim_v:
+                cute.autovec_copy(values, vectors[None, column // width])
+
+
+@cute.jit
 def store_lse(lse: Float32, mLSE: cute.Tensor, row: Int32, is_row: Boolean, lane_in_quad: Int32):
     """mLSE[row] = lse, by one lane of the row's quad."""
     if lane_in_quad == 0 and is_row:

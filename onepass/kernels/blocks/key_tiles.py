@@ -39,7 +39,8 @@ class KeyTile(NamedTuple):
 class KeyTiles:
     """A backward kernel that goes through tiles of keys.
 
-    A subclass has tile_m, tile_n, group (query heads of a kv head), is_packed and is_deterministic.
+    A subclass has tile_m, tile_n, group (query heads of a kv head), is_packed, is_deterministic and is_descending (see
+    `block_range.following_query_block`).
     """
 
     def schedule_of_keys(self, schedule: Schedule, lengths: Lengths, rows_k: Int32, rows_q: Int32) -> PackedSchedule:
@@ -52,23 +53,25 @@ class KeyTiles:
     def tile_at(self, number: Int32, schedule: Schedule, seqlens: Sequences) -> KeyTile:
         """The tile of this number; past the end, the last one (which is then not computed).
 
-        Tiles of a head come in ascending order: under a causal mask the first keys are seen by the most queries, and
-        who waits for a turn waits for a tile of a lower number.
+        Tiles of a head come in ascending order: under a causal mask the first keys are seen by the most queries. If
+        they add in turns they come in the order of these: who waits for one waits for a tile of a lower number.
         """
         number = minimum(number, schedule.num_tiles - 1)
         first_m_block = Int32(0)
         if cutlass.const_expr(self.is_packed):
             n_block, head, place_k, rows_k, place_q, seqlen_q, sequence = schedule.find(number)
-            n_block = cute.ceil_div(rows_k, self.tile_n) - 1 - n_block
+            num_blocks = cute.ceil_div(rows_k, self.tile_n)
             first_m_block = place_q // self.tile_m + sequence
             entry = minimum(sequence, schedule.batch - 1)
         else:
             n_block, head, place_q = tile_scheduler.tile_coord(
                 number, schedule.divisors, schedule.num_m_blocks, schedule.batch
             )
-            n_block = schedule.num_m_blocks - 1 - n_block
+            num_blocks = schedule.num_m_blocks
             place_k, entry = place_q, place_q
             seqlen_q, rows_k = seqlens.seqlen_q, seqlens.seqlen_k
+        if cutlass.const_expr(not self.is_descending):
+            n_block = num_blocks - 1 - n_block
         seqlen_k = used_keys(seqlens.lengths, entry, rows_k)
         geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
         n_start = n_block * self.tile_n
@@ -80,22 +83,26 @@ class KeyTiles:
 
     def first_visit(self, tile: KeyTile) -> tuple:
         """The head and the query block with which a tile begins; `next_visit` says how it goes on."""
-        m_block = tile.last - 1 if self.is_deterministic else tile.first
+        m_block = tile.last - 1 if self.is_deterministic and not self.is_descending else tile.first
         return tile.head_kv * self.group, m_block
 
     def next_visit(self, tile: KeyTile, head: Int32, m_block: Int32) -> tuple:
         first_head = tile.head_kv * self.group
-        blocks = tile.first, tile.last
-        return following_query_block(head, m_block, first_head, self.group, *blocks, self.is_deterministic)
+        order = self.is_deterministic, self.is_descending
+        return following_query_block(head, m_block, first_head, self.group, tile.first, tile.last, *order)
 
     def turn_of(self, tile: KeyTile, m_block: Int32) -> Int32:
         """How many tiles add to the dQ of a block before this one."""
+        if cutlass.const_expr(self.is_descending):
+            return self.last_key_block(tile, m_block) - tile.n_block
         return tile.n_block - first_key_block(m_block * self.tile_m, *tile.geometry, self.tile_n)
+
+    def last_key_block(self, tile: KeyTile, m_block: Int32) -> Int32:
+        return last_key_block(m_block * self.tile_m, self.tile_m, *tile.geometry, self.tile_n)
 
     def is_first_and_last(self, tile: KeyTile, m_block: Int32) -> tuple:
         """Whether a tile is the first, and the last, to add to the dQ of a block."""
-        last = last_key_block(m_block * self.tile_m, self.tile_m, *tile.geometry, self.tile_n)
-        return self.turn_of(tile, m_block) == 0, tile.n_block == last
+        return self.turn_of(tile, m_block) == 0, tile.n_block == self.last_key_block(tile, m_block)
 
     @cute.jit
     def m_block_number(self, accumulator: Accumulator, tile: KeyTile, head: Int32, m_block: Int32) -> Int32:

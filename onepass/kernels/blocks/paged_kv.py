@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
+from cutlass import Int32
 
+from . import warp
 from .bundle import Bundle
+from .integers import maximum, minimum
 from .pages import place_of_key
 
 
@@ -36,3 +39,43 @@ class PagedRows(Bundle):
         key, column = coord
         page, row = place_of_key(key, self.table, self.page_size, self.m.shape[2])
         return self.m[row, column, page]
+
+    def row(self, key: Any, number: Any) -> Any:
+        """(dim,) of a key. Args: number: of it among those that are loaded together."""
+        return self[key, None]
+
+
+class PlacesAhead(Bundle):
+    """Where the next keys lie that a warp loads: each lane has looked up one of them.
+
+    Args: count: keys that are loaded together, at most as many as a warp has lanes.
+    """
+
+    def __init__(self, pages: Pages, entry: Any, num_pages: Any, count: int):
+        self.table, self.page_size = pages.table[entry, None], pages.page_size
+        self.num_pages, self.count = num_pages, count
+        self.found = cute.make_rmem_tensor((2,), Int32)  # page, row in it
+        self.found.fill(0)
+
+    @cute.jit
+    def look_up(self, first: Int32, seqlen_k: Int32):
+        """The keys first, first + 1, ..; what is none (from seqlen_k on, below 0) as the nearest key."""
+        key = maximum(minimum(first + cute.arch.lane_idx() % self.count, seqlen_k - 1), 0)
+        page, row = place_of_key(key, self.table, self.page_size, self.num_pages)
+        self.found[0], self.found[1] = page, row
+
+    def of(self, number: Any) -> tuple[Any, Any]:
+        """Page and row in it of the number-th key. All lanes must ask."""
+        return warp.broadcast(self.found[0], number), warp.broadcast(self.found[1], number)
+
+
+class KnownRows(PagedRows):
+    """Rows in pages whose places are looked up ahead of their loads."""
+
+    def __init__(self, m: cute.Tensor, pages: Pages, entry: Any, places: PlacesAhead):
+        super().__init__(m, pages, entry)
+        self.places = places
+
+    def row(self, key: Any, number: Any) -> Any:
+        page, row = self.places.of(number)
+        return self.m[row, None, page]

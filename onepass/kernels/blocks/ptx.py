@@ -113,6 +113,37 @@ def pack_four(a: Float32, b: Float32, c: Float32, d: Float32) -> Int32:
 
 
 @cute.jit
+def transpose_bytes(a: Int32, b: Int32, c: Int32, d: Int32) -> tuple:
+    """4 x 4 transpose: register i of the result has byte i of a, b, c, d, from its lowest byte on."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 ab, cd, AB, CD; prmt.b32 ab, {$r0}, {$r1}, 0x5140; prmt.b32 cd, {$r2}, {$r3}, 0x5140;"
+        " prmt.b32 AB, {$r0}, {$r1}, 0x7362; prmt.b32 CD, {$r2}, {$r3}, 0x7362;"
+        " prmt.b32 {$w0}, ab, cd, 0x5410; prmt.b32 {$w1}, ab, cd, 0x7632;"
+        " prmt.b32 {$w2}, AB, CD, 0x5410; prmt.b32 {$w3}, AB, CD, 0x7632; }",
+        write_only_types=[Int32] * 4,
+        read_only_args=[a, b, c, d],
+    )
+
+
+@cute.jit
+def multiply_16x16(a: list, low: Int32, high: Int32, dtype: cutlass.Constexpr) -> tuple:
+    """mma m16n8k16 of bf16 or fp16 from 0: the four registers of A (16, 16), and two of B (16, 8) -> four sums."""
+    name = "bf16" if cutlass.const_expr(dtype is cutlass.BFloat16) else "f16"
+    return cute.arch.inline_ptx(
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 {{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }},"
+        " { {$r0}, {$r1}, {$r2}, {$r3} }, { {$r4}, {$r5} }, { {$r6}, {$r6}, {$r6}, {$r6} };",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, low, high, Float32(0.0)],
+    )
+
+
+@cute.jit
+def quotient(a: Float32, b: Float32) -> Float32:
+    """a / b, rounded to nearest."""
+    return cute.arch.inline_ptx("div.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
+@cute.jit
 def order_after(a: Float32, b: Float32):
     """What follows in the program is not begun before the sums a and b (>= 0 or NaN) and all that they are made of.
 

@@ -12,8 +12,12 @@ SPLIT_UNIT = 64
 MAX_SPLITS = 256
 MAX_PARTS = 65535  # of one size: a grid has no more
 # More splits have to be merged: with fewer keys than this each, merging is a good part of the work.
-LEAST_KEYS = 256
+LEAST_KEYS = 128
 WORKSPACE_BYTES = 256 * 2**20
+# What `choose_num_splits` counts with; estimates.
+OVERHEAD_STEPS = 1.5  # of a thread block, beside its keys: the first loads, the end
+MERGE_STEPS = 0.5  # of a thread block's partials: 16 rows of float32 written and read, where a step has 64 of K and V
+LEAST_SHARE = 0.5
 
 
 class Splits(NamedTuple):
@@ -51,17 +55,27 @@ def workspace_bytes(num_splits: int, rows: int, head_dim_v: int) -> int:
     return 4 * num_splits * rows * (head_dim_v + 1)
 
 
-def choose_num_splits(num_tiles: int, seqlen_k: int, slots: int, bytes_per_split: int) -> int:
-    """As many splits as give each multiprocessor its thread blocks, of LEAST_KEYS keys or more, in WORKSPACE_BYTES.
+def choose_num_splits(num_tiles: int, seqlen_k: int, slots: int, bytes_per_split: int, block_keys: int = 64) -> int:
+    """The number of splits that should take the least time, of LEAST_KEYS keys or more each and in WORKSPACE_BYTES.
 
     Args:
         num_tiles: thread blocks without splits.
         seqlen_k: keys that a sequence may have.
         slots: thread blocks that the GPU runs at the same time.
         bytes_per_split: of workspace.
+        block_keys: keys of a step of a thread block.
 
-    Not measured yet. Only whole waves are filled: one more split than fits would run alone.
+    A thread block takes its steps and OVERHEAD_STEPS more, and each wave of `slots` thread blocks that time. Behind
+    full waves those of the last one have the whole memory bandwidth, so fewer of them take less, down to LEAST_SHARE of
+    the slots, which are too few to ask for all of it. A merge reads once more what the splits write. Not measured yet.
     """
-    wanted = slots // max(1, num_tiles)
-    most = min(MAX_SPLITS, seqlen_k // LEAST_KEYS, WORKSPACE_BYTES // max(1, bytes_per_split))
-    return max(1, min(wanted, most))
+    num_tiles, blocks = max(1, num_tiles), ceil_div(max(1, seqlen_k), block_keys)
+    most = max(1, min(MAX_SPLITS, seqlen_k // LEAST_KEYS, WORKSPACE_BYTES // max(1, bytes_per_split)))
+
+    def steps(num_splits: int) -> float:
+        full, rest = divmod(num_tiles * num_splits, slots)
+        last = 1.0 if full == 0 else max(rest / slots, LEAST_SHARE) if rest else 0.0
+        merge = MERGE_STEPS * num_tiles * num_splits / slots if num_splits > 1 else 0.0
+        return (full + last) * (ceil_div(blocks, num_splits) + OVERHEAD_STEPS) + merge
+
+    return min(range(1, most + 1), key=lambda n: (steps(n), n))

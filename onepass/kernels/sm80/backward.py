@@ -83,6 +83,7 @@ class BackwardSm80(KeyTiles):
         self.make_tiled_mmas = module.make_tiled_mmas
         self.is_packed = problem.is_packed
         self.is_deterministic = problem.deterministic
+        self.is_descending = config.adds_descending(problem)
 
     # ---------------------------------------------------------------- host
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...problem import AttentionInputs, AttentionProblem
-from .. import backward_launch, compile, heuristics
+from .. import backward_launch, compile, heuristics, tuned
 from ..arguments import element_type, fake_tensor
 from ..backward_launch import BackwardLaunch, counts, requests_of_rows, without_keys
 from ..blocks import tile_scheduler
@@ -21,17 +21,7 @@ from . import launch
 
 def unsupported(problem: AttentionProblem) -> str | None:
     """Why the kernels do not compute the gradients of this problem; None if they do."""
-    return launch.unsupported(problem) or backward_launch.unsupported(problem) or _not_run_yet(problem)
-
-
-def _not_run_yet(problem: AttentionProblem) -> str | None:
-    """What the kernels compute, but no GPU has: their PTX gives right results on the CPU."""
-    if problem.dtype == torch.float32:
-        return "dtype: expected bfloat16 or float16, got float32, whose kernels no GPU has run yet"
-    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if size % 8:
-            return f"{name}: expected a multiple of 8, got {size}, whose kernels no GPU has run yet"
-    return None
+    return launch.unsupported(problem) or backward_launch.unsupported(problem)
 
 
 def backward(
@@ -58,7 +48,8 @@ def prepare(
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):  # packed rows of no sequence, or no keys
         return without_keys
     arch = launch.arch_of(device)
-    config = config or heuristics.backward_config_sm80(problem, arch)
+    if config is None:
+        config = tuned.refined(heuristics.backward_config_sm80(problem, arch), "bwd", "sm80", problem, arch, device)
     return functools.partial(_backward_of_any_alignment, problem, has_dlse, config, arch)
 
 
@@ -88,7 +79,8 @@ def compile_requests(
     arch: str = launch.ARCHS[0],
 ) -> list[tuple]:
     """The arguments of `compile.get` for each kernel of this problem, in the order in which they run."""
-    config = config or heuristics.backward_config_sm80(problem, arch)
+    if config is None:
+        config = tuned.refined(heuristics.backward_config_sm80(problem, arch), "bwd", "sm80", problem, arch)
     problem = replace(problem, has_sinks=False)  # they are in lse
     main = ("backward_sm80", (problem.static(), config), arch, functools.partial(trace, problem, config, arch))
     preprocess, postprocess = requests_of_rows(problem, config, arch, has_dlse)
@@ -125,7 +117,7 @@ def heads_per_section(problem: AttentionProblem, config: BackwardConfigSm80) -> 
         ceil_div(problem.seqlen_k, config.tile_n),
         num_tiles,
         problem.seqlen_q * problem.qhead_per_kvhead * row_bytes,
-        is_growing and config.longest_first,
+        is_growing and config.longest_first and not config.adds_descending(problem),
         is_dynamic=True,  # thread blocks begin in the order of their numbers, as from a queue
     )
 

@@ -21,12 +21,8 @@ float32 by three products of tf32 parts, in gemms_float32.py; the width of copie
 Shared memory: Q (tile_m, head_dim); num_stages of K (tile_n, head_dim) and of V (tile_n, head_dim_v); columns up to the
 compiled head dim are zeros, and so are rows past the end of a sequence: P = 0 there, and 0 * NaN = NaN.
 
-State: no GPU has run this yet, and nothing is tuned. The tests compile it for six architectures, read the machine code,
-and run the PTX on the CPU.
-
-    done      fp16, bf16 and float32, every mask, softcap, sinks, groups of query heads (in a tile, too), packed
-              sequences and seqused_k, head dims from 1 to 256, tensors of any alignment, splits, pages
-    not yet   float32: infinities in Q and K give NaN where they could give a number
+The tests compile it for six architectures, read the machine code, and run the PTX on the CPU; of GPUs an H200 has run
+it. float32: infinities in Q and K give NaN where they could give a number.
 
 Names as in CuTe code: mQ global, sQ shared, rQ register fragment.
 
@@ -38,12 +34,13 @@ from __future__ import annotations
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float16, Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from ...problem import AttentionProblem
 from ..blocks import tile_scheduler
 from ..blocks.block_range import key_blocks
+from ..blocks.cache_descales import CacheDescales, DescaleTensors
 from ..blocks.integers import minimum
 from ..blocks.layouts import (
     as_batch_of_one,
@@ -64,7 +61,7 @@ from ..blocks.ptx import exit_if
 from ..blocks.schedule import Schedule, Sequences, make_schedule
 from ..blocks.splits import Splits, blocks_of_split
 from ..config import ForwardConfigSm80, head_dim_tile
-from . import gemms_16bit, gemms_float32
+from . import gemms_16bit, gemms_e4m3, gemms_float32
 from .loads import RowLoader
 from .warps import Tile, Warps
 
@@ -75,6 +72,7 @@ class ForwardSm80:
     Args:
         is_split: thread blocks (tile, split) handle a part of the keys each, and write float32 partials.
         is_paged: K and V lie in pages. Both not of packed sequences.
+        descales_by_block: of an e4m3 cache: each block of keys, or page, has a descale of its own.
     """
 
     def __init__(
@@ -85,10 +83,11 @@ class ForwardSm80:
         arch: str,
         is_split: bool = False,
         is_paged: bool = False,
+        descales_by_block: bool = False,
     ):
         config.check(problem, arch)
         assert not (problem.is_packed and (is_split or is_paged))
-        self.is_split, self.is_paged = is_split, is_paged
+        self.is_split, self.is_paged, self.descales_by_block = is_split, is_paged, descales_by_block
         self.config, self.dtype = config, dtype
         self.group = config.group(problem)  # query heads of a tile
         self.tile_heads_per_kvhead = problem.qhead_per_kvhead // self.group
@@ -99,7 +98,14 @@ class ForwardSm80:
         self.has_mask = self.has_window != (False, False)
         self.longest_first = config.longest_first and self.has_window == (False, True)
         self.is_packed = problem.is_packed
-        if dtype is Float32:
+        self.has_e4m3_cache = problem.has_e4m3_cache
+        # K and V in memory: e4m3 in pairs
+        self.kv_dtype, per_element = (Float16, 2) if self.has_e4m3_cache else (dtype, 1)
+        self.kv_columns = tuple(d // per_element for d in self.head_dims)
+        self.kv_tile_columns = self.head_dim // per_element, self.head_dim_v // per_element
+        if self.has_e4m3_cache:
+            self.make_tiled_mma, self.gemms = gemms_16bit.make_tiled_mma, gemms_e4m3.GemmsE4M3
+        elif dtype is Float32:
             self.make_tiled_mma, self.gemms = gemms_float32.make_tiled_mma, gemms_float32.GemmsFloat32
         else:
             self.make_tiled_mma, self.gemms = gemms_16bit.make_tiled_mma, gemms_16bit.Gemms16Bit
@@ -110,8 +116,8 @@ class ForwardSm80:
     def __call__(
         self,
         q: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim); packed sequences: all tensors without batch
-        k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim)
-        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v)
+        k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim); e4m3 as (.., head_dim / 2) pairs
+        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v); likewise
         out: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v); of splits (splits, ..) float32
         lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q); of splits (splits, ..)
         sinks: cute.Tensor | None,  # (num_heads_q,) float32
@@ -128,6 +134,9 @@ class ForwardSm80:
         added_k: Int32 | None,  # keys more than seqused_k says
         num_splits: Int32 | None,
         split_blocks: Int32 | None,  # see blocks/splits.py
+        k_descale: cute.Tensor | None,  # (batch or num_pages, num_heads_kv, blocks) float32
+        v_descale: cute.Tensor | None,
+        kv_block: Int32 | None,  # keys of a block
         stream: cuda.CUstream,
     ):
         if cutlass.const_expr(self.is_packed):
@@ -139,6 +148,10 @@ class ForwardSm80:
         else:
             mO, mLSE = rows_first(out), rows_first_of_lse(lse)
         pages = Pages(page_table, cute.FastDivmodDivisorV2(mK.shape[0])) if self.is_paged else None
+        descales = None
+        if cutlass.const_expr(k_descale is not None):
+            divisor = None if kv_block is None else cute.FastDivmodDivisorV2(kv_block)
+            descales = DescaleTensors(k_descale, v_descale, divisor)
         num_heads, batch = mQ.shape[2] // self.group, mQ.shape[3]
         num_m_blocks = None if self.is_packed else cute.ceil_div(mQ.shape[0], self.positions)
         self.kernel(
@@ -153,10 +166,10 @@ class ForwardSm80:
             make_schedule(num_m_blocks, num_heads, batch, heads_per_section),
             pages,
             Splits(num_splits, split_blocks) if self.is_split else None,
-            self.make_tiled_mma(config, self.dtype),
+            descales,
+            self.make_tiled_mma(config, self.kv_dtype),
             smem_tiles(config.tile_m, self.head_dim, 1, self.dtype),
-            smem_tiles(config.tile_n, self.head_dim, config.num_stages, self.dtype),
-            smem_tiles(config.tile_n, self.head_dim_v, config.num_stages, self.dtype),
+            *(smem_tiles(config.tile_n, n, config.num_buffers, self.kv_dtype) for n in self.kv_tile_columns),
         ).launch(
             grid=[num_tiles, num_splits if self.is_split else 1, 1], block=[config.num_threads, 1, 1], stream=stream
         )
@@ -177,11 +190,13 @@ class ForwardSm80:
         schedule: Schedule,
         pages: Pages | None,
         splits: Splits | None,
+        descale_tensors: DescaleTensors | None,
         tiled_mma: cute.TiledMma,
         sQ_layout: cute.ComposedLayout,
         sK_layout: cute.ComposedLayout,
         sV_layout: cute.ComposedLayout,
     ):
+        self.announce()
         number, split, _ = cute.arch.block_idx()
         seqlen_k = pages.capacity if self.is_paged else tensors.k.shape[0]
         seqlens = Sequences(tensors.q.shape[0], seqlen_k, window_left, window_right, lengths)
@@ -198,14 +213,18 @@ class ForwardSm80:
             mO, mLSE = (t[None, None, None, None, split] for t in (mO, mLSE))
 
         smem = SmemAllocator()
-        sQ, sK, sV = (self._allocate(smem, layout) for layout in (sQ_layout, sK_layout, sV_layout))
-        thread, num_threads = cute.arch.thread_idx()[0], self.config.num_threads
-        head_dim, head_dim_v = self.head_dims
+        sQ = self._allocate(smem, sQ_layout, self.dtype)
+        sK, sV = (self._allocate(smem, layout, self.kv_dtype) for layout in (sK_layout, sV_layout))
+        thread, num_threads = self.loading_thread(), self.config.loading_threads
         loaders = tuple(
             RowLoader(buffers, columns, self.config.vector_bytes, num_threads, thread)
-            for buffers, columns in ((sQ, head_dim), (sK, head_dim), (sV, head_dim_v))
+            for buffers, columns in zip((sQ, sK, sV), (self.head_dims[0], *self.kv_columns), strict=True)
         )
-        warps = Warps(self, sQ, sK, sV, tiled_mma, scores, tensors, mO, mLSE, mSinks, pages)
+        descales = None
+        if cutlass.const_expr(descale_tensors is not None):
+            place, head, tile_n = tile.place_k, self.head_kv(tile), self.config.tile_n
+            descales = CacheDescales(descale_tensors, pages, place, head, tile_n, self.descales_by_block)
+        warps = self.make_warps(self, sQ, sK, sV, tiled_mma, scores, tensors, mO, mLSE, mSinks, pages, descales)
         if cutlass.const_expr(self.is_split):
             has_no_keys = tile.blocks.first == tile.blocks.last
             if has_no_keys:
@@ -213,9 +232,9 @@ class ForwardSm80:
             exit_if(has_no_keys)
         self.compute(warps, loaders, tensors, tile)
 
-    def _allocate(self, smem: SmemAllocator, layout: cute.ComposedLayout) -> cute.Tensor:
+    def _allocate(self, smem: SmemAllocator, layout: cute.ComposedLayout, dtype: type[cutlass.Numeric]) -> cute.Tensor:
         swizzle = layout.inner if self.config.swizzle else None
-        return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle)
+        return smem.allocate_tensor(dtype, layout.outer, 1024, swizzle)
 
     @cute.jit
     def tile_at(self, number: Int32, schedule, seqlens: Sequences) -> Tile:
@@ -228,7 +247,7 @@ class ForwardSm80:
             seqlen_q, seqlen_k = seqlens.seqlen_q, used_keys(seqlens.lengths, place_k, seqlens.seqlen_k)
         geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
         m_start = m_block * self.positions
-        blocks = key_blocks(m_start, minimum(m_start + self.positions, seqlen_q), *geometry, self.config.tile_n)
+        blocks = key_blocks(m_start, minimum(m_start + self.positions, seqlen_q), *geometry, self.config.block_keys)
         return Tile(m_block, head, place_q, place_k, geometry, blocks)
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
@@ -236,6 +255,25 @@ class ForwardSm80:
 
     def head_kv(self, tile: Tile):
         return tile.head // self.tile_heads_per_kvhead
+
+    # What decode.py, where each warp has keys and buffers of its own, does in its own way.
+
+    make_warps = Warps
+
+    def announce(self):
+        """What a thread block does first."""
+
+    def loading_thread(self) -> Int32:
+        """Number of this thread among those that load a tile together."""
+        return cute.arch.thread_idx()[0]
+
+    def first_key(self, n_block: Int32) -> Int32:
+        """Of those keys of a block that this warp has a part in."""
+        return n_block * self.config.tile_n
+
+    def buffer_of(self, buffer):
+        """Its place among all buffers."""
+        return buffer
 
     # ---------------------------------------------------------------- device: a tile
 
@@ -252,7 +290,7 @@ class ForwardSm80:
         cute.arch.cp_async_wait_group(max(1, config.num_stages - 1) if config.prefetch else 0)
         cute.arch.sync_threads()
         warps.gemms.load_q()
-        warps.begin()
+        warps.begin(tile)
 
         n_block, buffer = last - 1, Int32(0)
         for _ in cutlass.range(last - clear_last, unroll=1):
@@ -281,12 +319,12 @@ class ForwardSm80:
     @cute.jit
     def load_first(self, loaders: tuple, mK: cute.Tensor, mV: cute.Tensor, tile: Tile):
         """What is under way before the first step: K, or num_stages - 1 groups of K and V."""
-        _, load_k, load_v = loaders
-        config, n_block = self.config, tile.blocks.last - 1
+        config, n_block, limit = self.config, tile.blocks.last - 1, tile.geometry.seqlen_k
         if cutlass.const_expr(config.prefetch):
-            load_k.load(mK, n_block * config.tile_n, tile.geometry.seqlen_k, 0)
             if cutlass.const_expr(config.num_stages > 1):
-                load_v.load(mV, n_block * config.tile_n, tile.geometry.seqlen_k, 0)
+                self.load_block(loaders, mK, mV, tile, n_block, limit, 0)
+            else:
+                loaders[1].load(mK, self.first_key(n_block), limit, 0)
             cute.arch.cp_async_commit_group()
             for stage in cutlass.range_constexpr(1, config.num_stages - 1):
                 self.load_ahead(loaders, mK, mV, tile, n_block - stage, stage)
@@ -297,11 +335,16 @@ class ForwardSm80:
 
         Only a tile's first step can meet the end of the sequence: here all rows exist.
         """
-        _, load_k, load_v = loaders
         if n_block >= tile.blocks.first:
-            load_k.load(mK, n_block * self.config.tile_n, None, buffer)
-            load_v.load(mV, n_block * self.config.tile_n, None, buffer)
+            self.load_block(loaders, mK, mV, tile, n_block, None, buffer)
         cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def load_block(self, loaders: tuple, mK, mV, tile: Tile, n_block: Int32, limit: Int32 | None, buffer):
+        """K and V of a block; zeros from `limit` on."""
+        _, load_k, load_v = loaders
+        load_k.load(mK, self.first_key(n_block), limit, self.buffer_of(buffer))
+        load_v.load(mV, self.first_key(n_block), limit, self.buffer_of(buffer))
 
     @cute.jit
     def step(
@@ -321,7 +364,7 @@ class ForwardSm80:
         """
         _, load_k, load_v = loaders
         config = self.config
-        stages, n_start = config.num_stages, n_block * config.tile_n
+        stages, n_start = config.num_stages, self.first_key(n_block)
         limit = tile.geometry.seqlen_k if cutlass.const_expr(is_masked) else None
         following = Int32(0)
         if cutlass.const_expr(not config.prefetch):
@@ -346,9 +389,9 @@ class ForwardSm80:
             # the buffer of the step before, num_stages - 1 steps ahead
             freed = buffer - 1 if buffer > 0 else Int32(stages - 1)
             self.load_ahead(loaders, mK, mV, tile, n_block - (stages - 1), freed)
-            warps.gemms.qk(buffer)
-        warps.scores_to_p(tile, n_block, is_masked)
-        warps.gemms.pv(buffer)
+            warps.gemms.qk(self.buffer_of(buffer))
+        warps.scores_to_p(tile, n_start, is_masked)
+        warps.gemms.pv(self.buffer_of(buffer))
         return following
 
     @cute.jit

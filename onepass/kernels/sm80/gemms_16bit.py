@@ -116,10 +116,22 @@ class Gemms16Bit(Bundle):
                 cute.gemm(self.tiled_mma, acc, a[None, None, step], b.fragment[None, None, step], acc)
 
     @cute.jit
-    def store_rows(self, acc_o: cute.Tensor, weights: cute.Tensor, out_rows: list, is_row: list, lane_in_quad: Int32):
-        """out_rows[r] = weights[r] * acc_o[r] for a thread's two rows of an m_tile, acc_o (2, columns)."""
+    def store_rows(
+        self,
+        acc_o: cute.Tensor,
+        weights: cute.Tensor,
+        out_rows: list,
+        is_row: list,
+        lane_in_quad: Int32,
+        first_block=0,
+    ):
+        """out_rows[r] = weights[r] * acc_o[r] for a thread's two rows of an m_tile, acc_o (2, columns).
+
+        Args: first_block: of the 8-column blocks of out that acc_o holds.
+        """
         if cutlass.const_expr(out_rows[0].element_type is Float32):  # of a split
             is_even = cute.size(out_rows[0]) % 2 == 0
-            epilogue.store_pairs(acc_o, weights, out_rows, is_row, lane_in_quad, 8 if is_even else 2)
+            epilogue.store_pairs(acc_o, weights, out_rows, is_row, lane_in_quad, 8 if is_even else 2, first_block)
         else:
-            epilogue.store_16_bits(acc_o, weights, out_rows, is_row, lane_in_quad, self.config.vector_bytes)
+            width = self.config.vector_bytes
+            epilogue.store_16_bits(acc_o, weights, out_rows, is_row, lane_in_quad, width, first_block)

@@ -89,7 +89,18 @@ class GemmsFloat32(Bundle):
         tf32.add_products(self.tiled_mma, a, b, acc, first, count, self.config.fresh_sums)
 
     @cute.jit
-    def store_rows(self, acc_o: cute.Tensor, weights: cute.Tensor, out_rows: list, is_row: list, lane_in_quad: Int32):
-        """out_rows[r] = weights[r] * acc_o[r] for a thread's two rows of an m_tile, acc_o (2, columns)."""
+    def store_rows(
+        self,
+        acc_o: cute.Tensor,
+        weights: cute.Tensor,
+        out_rows: list,
+        is_row: list,
+        lane_in_quad: Int32,
+        first_block=0,
+    ):
+        """out_rows[r] = weights[r] * acc_o[r] for a thread's two rows of an m_tile, acc_o (2, columns).
+
+        Args: first_block: of the 8-column blocks of out that acc_o holds.
+        """
         vector = self.config.vector_bytes // 4
-        epilogue.store_eights(acc_o, weights, out_rows, is_row, lane_in_quad, vector)
+        epilogue.store_eights(acc_o, weights, out_rows, is_row, lane_in_quad, vector, first_block)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ...outputs import empty_outputs
 from ...problem import AttentionInputs, AttentionProblem
-from .. import compile, heuristics
+from .. import compile, heuristics, tuned
 from ..arguments import element_type, fake_tensor, score_scales, window_bounds
 from ..blocks import tile_scheduler
 from ..blocks.integers import ceil_div
@@ -70,7 +70,8 @@ def prepare(
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):  # packed rows of no sequence, or no keys
         return functools.partial(_without_keys, problem)
     arch = arch_of(device)
-    config = config or heuristics.forward_config_sm80(problem, arch)
+    if config is None:
+        config = tuned.refined(heuristics.forward_config_sm80(problem, arch), "fwd", "sm80", problem, arch, device)
     scales_and_window = *score_scales(problem), *window_bounds(problem)
     return Launch(problem, config, arch, *scales_and_window, *grid(problem, config))
 
@@ -140,7 +141,7 @@ class Launch:
             self.window_right,
             self.heads_per_section,
             self.num_tiles,
-            *(None,) * 4,  # neither pages nor splits
+            *(None,) * 7,  # no pages, splits or descales
         )
         return out, lse
 
@@ -161,6 +162,8 @@ def vector_bytes(*tensors: Tensor) -> int:
 
     Of a tensor that `with_rows` copies, those of the copy.
     """
+    if all(map(_is_16_byte_aligned, tensors)):
+        return 16
     offsets = 0  # a number with the trailing zeros of all of them
     for t in tensors:
         offsets |= t.shape[-1] * t.element_size()
@@ -171,6 +174,15 @@ def vector_bytes(*tensors: Tensor) -> int:
             if size != 1:
                 offsets |= stride * t.element_size()
     return next(n for n in VECTOR_BYTES if offsets % n == 0)
+
+
+def _is_16_byte_aligned(t: Tensor) -> bool:
+    """Without looking at sizes, so that the usual case takes no time: False says nothing."""
+    *strides, last = t.stride()
+    offsets = t.shape[-1]
+    for stride in strides:
+        offsets |= stride
+    return last == 1 and (t.data_ptr() | offsets * t.element_size()) % 16 == 0
 
 
 def trace(problem: AttentionProblem, config: ForwardConfigSm80, arch: str) -> tuple:
@@ -201,7 +213,7 @@ def trace(problem: AttentionProblem, config: ForwardConfigSm80, arch: str) -> tu
         optional(Int32(0), mask.window_right is not None),
         Int32(1),
         Int32(1),
-        *(None,) * 4,
+        *(None,) * 7,
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
     return ForwardSm80(problem, config, dtype, arch), arguments

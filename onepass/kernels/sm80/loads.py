@@ -81,10 +81,11 @@ class RowLoader(Bundle):
 
     @cute.jit
     def _load_paged(self, m: PagedRows, first: Int32, limit: Int32 | None, buffer: Int32):
-        """Each thread looks up the page of each of its rows."""
+        """Each thread finds the place of each of its rows."""
         num_rows, num_steps = (cute.size(self.places, mode=[i]) for i in (1, 2))
         for i in cutlass.range_constexpr(num_rows):
-            key, is_there = first + self.places[0, i, 0][0], Boolean(True)
+            row = self.places[0, i, 0][0]
+            key, is_there = first + row, Boolean(True)
             if cutlass.const_expr(limit is not None):
                 is_there = key < limit
                 key = maximum(minimum(key, limit - 1), 0)
@@ -93,9 +94,8 @@ class RowLoader(Bundle):
                 predicate[0, b] = is_there
                 if cutlass.const_expr(self.head_dim < (b + 1) * self.step_columns):
                     predicate[0, b] = is_there and self.places[0, i, b][1] < self.head_dim
-            self._copy_row(
-                self._as_every_row(m[key, None])[None, i, None], self.target[None, i, None, buffer], predicate
-            )
+            source = self._as_every_row(m.row(key, row))
+            self._copy_row(source[None, i, None], self.target[None, i, None, buffer], predicate)
 
     def _as_every_row(self, row: cute.Tensor) -> cute.Tensor:
         """The source of a copy every row of which is that one."""

@@ -15,6 +15,7 @@ from cutlass import Float32, Int32
 from ..blocks import epilogue, mask, plain_rows
 from ..blocks.block_range import KeyBlocks, key_range
 from ..blocks.bundle import Bundle
+from ..blocks.cache_descales import CacheDescales
 from ..blocks.integers import maximum, minimum, select
 from ..blocks.layouts import rows_and_columns
 from ..blocks.mask import Geometry
@@ -24,6 +25,7 @@ from ..blocks.paged_kv import PagedRows, Pages
 from ..blocks.plain_rows import PlainTensors, soft_cap
 from ..blocks.warp import broadcast
 from ..config import ROWS_PER_MMA
+from . import e4m3_rows
 
 
 class Tile(NamedTuple):
@@ -53,13 +55,14 @@ class Warps(Bundle):
         mLSE,
         mSinks,
         pages: Pages | None = None,
+        descales: CacheDescales | None = None,
     ):
         config = self.config = kernel.config
-        self.pages = pages
+        self.pages, self.descales = pages, descales
         self.kernel, self.scores = kernel, scores
         self.tensors, self.mO, self.mLSE, self.mSinks = tensors, mO, mLSE, mSinks
         self.tile_m, self.tile_n, self.m_tiles = config.tile_m, config.tile_n, config.m_tiles
-        self.thread = cute.arch.thread_idx()[0]
+        self.thread = kernel.loading_thread()
         self.lane_in_quad = self.thread % 4
         # of the first of its 16-row tiles the first of this thread's two rows, 8 apart
         self.row_in_tile = self.thread // 32 * ROWS_PER_MMA + self.thread % 32 // 4
@@ -88,14 +91,18 @@ class Warps(Bundle):
     # ---------------------------------------------------------------- scores
 
     @cute.jit
-    def begin(self):
+    def begin(self, tile: Tile):
         self.acc_o.fill(0.0)
+        if cutlass.const_expr(self.descales is not None):
+            self.descales.begin(self.kernel.first_key(tile.blocks.last - 1), tile.geometry.seqlen_k)
         for i in cutlass.range_constexpr(self.m_tiles):
             self.softmax[i].reset()
 
     @cute.jit
-    def scores_to_p(self, tile: Tile, n_block: Int32, is_masked: cutlass.Constexpr[bool]):
-        """S -> P, and O brought to P's reference."""
+    def scores_to_p(self, tile: Tile, n_start: Int32, is_masked: cutlass.Constexpr[bool]):
+        """S of the keys n_start, n_start + 1, .. -> P, and O brought to P's reference."""
+        if cutlass.const_expr(self.kernel.has_e4m3_cache):
+            self._scale_scores()
         if cutlass.const_expr(self.scores.tanh_scale is not None):
             for i in cutlass.range_constexpr(cute.size(self.acc_s)):
                 self.acc_s[i] = soft_cap(self.acc_s[i], self.scores.tanh_scale, self.kernel.dtype)
@@ -105,14 +112,30 @@ class Warps(Bundle):
         for i in cutlass.range_constexpr(self.m_tiles):
             if cutlass.const_expr(is_masked):
                 rows = [self.row_of(tile, i, r)[0] for r in range(2)]
-                mask.apply(self.s[i], rows, n_block * self.tile_n, self.lane_in_quad, tile.geometry)
+                mask.apply(self.s[i], rows, n_start, self.lane_in_quad, tile.geometry)
             if cutlass.const_expr(self.is_lazy):
                 # the search by integers would gain nothing: a maximum of three is Hopper's
                 self.softmax[i].update_lazily(self.s[i], self.o[i], True, False)
             else:
                 self.softmax[i].update(self.s[i])
                 self.softmax[i].rescale(self.o[i])
+        if cutlass.const_expr(self.descales is not None):
+            self.descales.scale_p(self.acc_s, self.acc_o)
+            if cutlass.const_expr(self.descales.by_block):
+                self.descales.look_up(n_start - self.config.block_keys, tile.geometry.seqlen_k)
         self.gemms.take_p()
+
+    @cute.jit
+    def _scale_scores(self):
+        """S of an e4m3 cache = Q K^T of real values."""
+        for i in cutlass.range_constexpr(self.m_tiles):
+            for r in cutlass.range_constexpr(2):
+                factor = self.gemms.score_factors[r, i]
+                if cutlass.const_expr(self.descales is not None):
+                    self.descales.scale_scores(self.s[i], r, factor)
+                else:
+                    for c in cutlass.range_constexpr(cute.size(self.s[i], mode=[1])):
+                        self.s[i][r, c] = self.s[i][r, c] * factor
 
     def keys_and_values(self, tile: Tile) -> tuple:
         """K and V of the tile's head and sequence, (seqlen, dim) each."""
@@ -141,7 +164,7 @@ class Warps(Bundle):
     @cute.jit
     def store_no_keys(self, tile: Tile):
         """lse of a split without keys; what its out holds is not looked at."""
-        for row in cutlass.range(self.thread, self.tile_m, self.config.num_threads, unroll=1):
+        for row in cutlass.range(cute.arch.thread_idx()[0], self.tile_m, self.config.num_threads, unroll=1):
             position, head, is_row = self.unpack(tile, row)
             if is_row:
                 self.kernel.at_head(self.mLSE, self.mLSE, head, tile.place_q)[position, 0] = -Float32.inf
@@ -150,22 +173,12 @@ class Warps(Bundle):
     def store(self, tile: Tile):
         """out = O / row_sum and lse."""
         at_head = self.kernel.at_head
+        self.finish_o()
         for i in cutlass.range_constexpr(self.m_tiles):
-            weights = cute.make_rmem_tensor((2,), Float32)
-            softmax = self.softmax[i]
             rows = [self.row_of(tile, i, r) for r in range(2)]
             is_row = [exists for _, _, exists in rows]
-            for r in cutlass.range_constexpr(2):
-                position, head, _ = rows[r]
-                if cutlass.const_expr(not self.config.fold_scale):
-                    softmax.row_max[r] = softmax.row_max[r] / self.natural_scale
-                sink = None
-                if cutlass.const_expr(self.mSinks is not None):
-                    sink = self.mSinks[head]
-                weight, lse = finish(softmax.row_max[r], softmax.row_sum[r], self.scores.scale_log2, sink)
-                weights[r] = weight
-                mLSE = at_head(self.mLSE, self.mLSE, head, tile.place_q)[None, 0]
-                epilogue.store_lse(lse, mLSE, position, is_row[r], self.lane_in_quad)
+            weights = cute.make_rmem_tensor((2,), Float32)
+            self.finish_rows(tile, i, rows, is_row, weights)
             out_rows = [at_head(self.mO, self.mO, head, tile.place_q)[position, None] for position, head, _ in rows]
             self.gemms.store_rows(self.o[i], weights, out_rows, is_row, self.lane_in_quad)
             # a float32 infinity of V has no low part but NaN
@@ -175,14 +188,44 @@ class Warps(Bundle):
                     self.recompute(tile, i, weights)
 
     @cute.jit
-    def recompute(self, tile: Tile, i: cutlass.Constexpr[int], weights: cute.Tensor):
-        """Every row of an m_tile from its visible keys alone: V of a hidden key may have brought NaN (0 * NaN)."""
+    def finish_o(self):
+        """O in the unit of V's real values."""
+        if cutlass.const_expr(self.descales is not None):
+            self.descales.finish(self.acc_o)
+
+    @cute.jit
+    def finish_rows(self, tile: Tile, i: cutlass.Constexpr[int], rows: list, writes_lse: list, weights: cute.Tensor):
+        """Of this thread's two rows of an m_tile: what O has to be multiplied with, and lse to memory."""
+        softmax = self.softmax[i]
+        for r in cutlass.range_constexpr(2):
+            position, head, _ = rows[r]
+            if cutlass.const_expr(not self.config.fold_scale):
+                softmax.row_max[r] = softmax.row_max[r] / self.natural_scale
+            sink = None
+            if cutlass.const_expr(self.mSinks is not None):
+                sink = self.mSinks[head]
+            weight, lse = finish(softmax.row_max[r], softmax.row_sum[r], self.scores.scale_log2, sink)
+            weights[r] = weight
+            mLSE = self.kernel.at_head(self.mLSE, self.mLSE, head, tile.place_q)[None, 0]
+            epilogue.store_lse(lse, mLSE, position, writes_lse[r], self.lane_in_quad)
+
+    @cute.jit
+    def recompute(
+        self,
+        tile: Tile,
+        i: cutlass.Constexpr[int],
+        weights: cute.Tensor,
+        first_row=0,
+        step: cutlass.Constexpr[int] = 1,
+    ):
+        """Every row of an m_tile, or every so many-th one from first_row on, from its visible keys alone: V of a hidden
+        key may have brought NaN (0 * NaN)."""
         at_head, geometry = self.kernel.at_head, tile.geometry
         mK, mV = self.keys_and_values(tile)
         first = i * ROWS_PER_MMA * self.config.num_warps + self.row_in_tile
         first = cute.arch.make_warp_uniform(broadcast(first, 0))
         row_max = self.softmax[i].row_max
-        for row in cutlass.range(ROWS_PER_MMA, unroll=1):
+        for row in cutlass.range(first_row, ROWS_PER_MMA, step, unroll=1):
             position, head, is_row = self.unpack(tile, first + row)
             is_upper, lane = row < 8, row % 8 * 4
             reference = broadcast(row_max[0] if is_upper else row_max[1], lane)
@@ -191,18 +234,11 @@ class Warps(Bundle):
                 mQ, mO = (at_head(t, t, head, tile.place_q) for t in (self.tensors.q, self.mO))
                 low, high = key_range(position, position + 1, *geometry)
                 if cutlass.const_expr(self.kernel.is_split):
-                    low = maximum(low, tile.blocks.first * self.tile_n)
-                    high = minimum(high, tile.blocks.last * self.tile_n)
+                    low = maximum(low, tile.blocks.first * self.config.block_keys)
+                    high = minimum(high, tile.blocks.last * self.config.block_keys)
                 scales = (self.scores.scale_log2, self.scores.tanh_scale)
-                plain_rows.recompute_row(
-                    mQ[position, None],
-                    mK,
-                    mV,
-                    mO[position, None],
-                    low,
-                    high,
-                    *scales,
-                    reference,
-                    weight,
-                    self.config.vector_bytes,
-                )
+                given = (mQ[position, None], mK, mV, mO[position, None], low, high, *scales, reference, weight)
+                if cutlass.const_expr(self.kernel.has_e4m3_cache):
+                    e4m3_rows.recompute_row(*given, self.descales)
+                else:
+                    plain_rows.recompute_row(*given, self.config.vector_bytes)

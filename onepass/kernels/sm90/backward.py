@@ -87,6 +87,7 @@ class BackwardSm90(KeyTiles):
         self.is_packed = problem.is_packed
         self.has_private_dq = config.private_dq
         self.is_deterministic = config.adds_in_turns(problem)
+        self.is_descending = config.adds_descending(problem)
         # K, V, Q, dO may hold anything past the end of a sequence
         self.has_rubbish = problem.is_packed or problem.has_seqused_k
         self.producer_registers, self.consumer_registers = REGISTERS[config.num_warpgroups]

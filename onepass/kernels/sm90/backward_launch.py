@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...problem import AttentionInputs, AttentionProblem
-from .. import compile, heuristics
+from .. import compile, heuristics, tuned
 from ..arguments import element_type, fake_tensor
 from ..backward_launch import (
     BackwardLaunch,
@@ -57,7 +57,7 @@ def prepare(
     """`backward` for calls of one problem on one device; holds no tensor."""
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):  # packed rows of no sequence, or no keys
         return without_keys
-    config = config or heuristics.backward_config(problem)
+    config = config or tuned.refined(heuristics.backward_config(problem), "bwd", "sm90", problem, ARCH, device)
     config.check(problem)
     blocks_per_head, tiles = counts(problem, config)
     shares = problem.num_heads_kv * problem.batch if config.private_dq else tiles
@@ -72,7 +72,7 @@ def compile_requests(
     problem: AttentionProblem, has_dlse: bool = False, config: BackwardConfig | None = None, arch: str = ARCH
 ) -> list[tuple]:
     """The arguments of `compile.get` for each kernel of this problem, in the order in which they run."""
-    config = config or heuristics.backward_config(problem)
+    config = config or tuned.refined(heuristics.backward_config(problem), "bwd", "sm90", problem, arch)
     problem = replace(problem, has_sinks=False)  # they are in lse
     main = ("backward", (problem.static(), config), arch, functools.partial(trace, problem, config))
     preprocess, *postprocess = requests_of_rows(problem, config, arch, has_dlse)
@@ -111,6 +111,12 @@ class Launch(BackwardLaunch):
 
 # ---------------------------------------------------------------- order of tiles
 
+# Tiles of a head that begin together when dQ is added to in ascending order, with a mask and without, and stay a step
+# behind each other. The more of them, the fewer heads are worked on at a time, and these share L2; but each loses the
+# steps that it is behind (1 % with 16 and no mask in the model of tests/kernels/test_backward_turns.py). In descending
+# order no step is lost, and heads follow each other.
+TILES_IN_STEP = 8, 16
+
 
 def heads_per_section(problem: AttentionProblem, config: BackwardConfig, num_ctas: int) -> int:
     """kv heads that are worked on at a time, see blocks/tile_scheduler.py."""
@@ -121,28 +127,14 @@ def heads_per_section(problem: AttentionProblem, config: BackwardConfig, num_cta
     row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * config.head_dims(problem)[0]
     bytes_per_head = problem.seqlen_q * problem.qhead_per_kvhead * row_bytes
     if in_turns:
-        least = ceil_div(num_ctas, tiles_in_step(problem, config.tile_m))
+        least = ceil_div(num_ctas, TILES_IN_STEP[problem.mask.is_full])
+        longest_first = not config.adds_descending(problem)
     else:
         least = least_heads(heads, tiles_per_head, bytes_per_head, num_ctas)
-    longest_first = in_turns or (is_growing and config.longest_first and not config.private_dq)
+        longest_first = is_growing and config.longest_first and not config.private_dq
     return tile_scheduler.heads_per_section(
         heads, tiles_per_head, num_ctas, bytes_per_head, longest_first, config.dynamic_tiles, least
     )
-
-
-def tiles_in_step(problem: AttentionProblem, tile_m: int) -> int:
-    """Tiles of a head that begin together when sums are in order, and stay a step behind each other.
-
-    The more of them, the fewer heads are worked on at a time, and these share L2. But steps are lost, more where later
-    tiles are shorter and where tiles have few steps. In the model of tests/kernels/test_backward_turns.py these numbers
-    lose 0 to 7 %; there 4 of them lost 16 % at head_dim 64, causal, 2048, of the 20 % that determinism was measured to
-    cost.
-    """
-    if problem.mask.is_full:
-        return 16
-    if problem.mask.window_left is not None:
-        return 4
-    return max(1, min(8, problem.seqlen_k // (16 * tile_m)))
 
 
 def least_heads(heads: int, tiles_per_head: int, bytes_per_head: int, num_ctas: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ... import fp8
 from ...outputs import empty_outputs
 from ...problem import AttentionInputs, AttentionProblem, Descales, Quantization, QuantizedInputs
-from .. import compile, heuristics
+from .. import compile, heuristics, tuned
 from ..arguments import aligned as tma_ready
 from ..arguments import element_type, fake_tensor, score_scales, window_bounds
 from ..arguments import is_aligned as is_tma_ready
@@ -73,7 +73,7 @@ def prepare(
     """`forward` for calls of one problem on one device; holds no tensor."""
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):  # packed rows of no sequence, or no keys
         return functools.partial(_without_keys, problem)
-    config = config or heuristics.forward_config(problem)
+    config = config or tuned.refined(heuristics.forward_config(problem), "fwd", "sm90", problem, ARCH, device)
     mask = problem.mask
     has_growing_tiles = mask.window_right is not None and mask.window_left is None
     # with pack_gqa the heads of a group are one head to the scheduler
@@ -98,7 +98,7 @@ def prepare(
 
 def compile_request(problem: AttentionProblem, config: ForwardConfig | None = None, arch: str = ARCH) -> tuple:
     """The arguments of `compile.get` for the kernel of this problem."""
-    config = config or heuristics.forward_config(problem)
+    config = config or tuned.refined(heuristics.forward_config(problem), "fwd", "sm90", problem, arch)
     # the forward is deterministic either way, and scales of any granularity come to the kernel in one
     quantization = None if problem.quantization is None else Quantization(problem.out_dtype)
     static = replace(problem, deterministic=False, quantization=quantization).static()
@@ -216,7 +216,8 @@ def trace(problem: AttentionProblem, config: ForwardConfig) -> tuple:
     batch = () if problem.is_packed else (None,)
     head_dim, head_dim_v, is_fp8 = problem.head_dim, problem.head_dim_v, problem.quantization is not None
 
-    scales = optional(tensor(Float32, None, None, None, align_bytes=4), is_fp8)
+    # one for each: whose sizes one stand-in stands for would have to be equal
+    scales = (optional(tensor(Float32, None, None, None, align_bytes=4), is_fp8) for _ in range(3))
     arguments = (
         tensor(dtype, *batch, None, None, head_dim, align_bytes=16),
         tensor(dtype, *batch, None, None, head_dim, align_bytes=16),
@@ -230,9 +231,7 @@ def trace(problem: AttentionProblem, config: ForwardConfig) -> tuple:
         optional(tensor(Int32, None, align_bytes=4), problem.is_packed),
         optional(tensor(Int32, None, align_bytes=4), problem.is_packed),
         optional(tensor(Int32, None, align_bytes=4), problem.has_seqused_k),
-        scales,
-        scales,
-        scales,
+        *scales,
         optional(Int32(1), is_fp8),
         Float32(1.0),
         optional(Float32(1.0), problem.softcap is not None),

@@ -1,0 +1,326 @@
+"""attention_decode on a GPU: is it right, how near to the memory's bandwidth is it, and which configuration is fastest?
+
+    python benchmarks/decode.py                                          # check, then the grid beside FlashAttention-3
+    python benchmarks/decode.py --quick                                  # six cases
+    python benchmarks/decode.py --no-check --cases b8k8192h32/8d128,b64k8192h32/8d128q4
+    python benchmarks/decode.py --quick --variants "num_splits=8; key_warps=2,num_stages=4; num_stages=2,num_splits=16"
+
+A case is the batch (b), keys (k), heads of q and of the cache (h), head_dim (d) and queries (q, 1 if not said).
+Contenders take turns: onepass over a dense cache ("onepass") and over pages of 16, 64 and 256 keys in random places,
+FlashAttention-3 ("fa3", where a package has flash_attn_with_kvcache; "fa3 page 64" where it takes pages). Variants are
+fields of `DecodeConfigSm80` (of `ForwardConfigSm80` where a case has more rows) and num_splits, several separated by ;.
+
+Times are of replayed CUDA graphs, so without the host's; --host prints that of a call. K and V come from memory: copies
+of a cache smaller than 4 times the L2 cache are read in turn, and where 64 do not reach that the L2 cache is flushed
+(column "copies"). TB/s counts K, V, q and out once; the share is of the bandwidth of a copy in the same run, read and
+written bytes together. Writes JSON to --out after every case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from torch import Tensor
+
+from onepass.bench import decode as bench
+from onepass.bench.cases import Case, decode_case, get_case_set
+from onepass.bench.check import PEER_FACTOR
+from onepass.bench.decode import CacheCopies, Decoder, Step, kv_bytes
+from onepass.bench.flops import bytes_moved
+from onepass.bench.timing import measure_interleaved
+from onepass.decode_problem import DecodeInputs, DecodeProblem
+from onepass.decode_validation import check_decode
+from onepass.errors import UnsupportedError
+from onepass.kernels import compile
+from onepass.kernels.config import ForwardConfigSm80
+from onepass.kernels.heuristics_decode import decode_config_sm80
+from onepass.kernels.sm80 import decode_launch, launch
+from onepass.testing.budget import OUT_FACTOR, compare
+
+DEVICE, BACKEND = "cuda", "sm80"
+CONTENDERS = "onepass,onepass page 16,onepass page 64,onepass page 256,fa3,fa3 page 64"
+QUICK = "b1k8192h32/8d128,b1k65536h32/8d128,b8k8192h32/8d128,b8k65536h32/8d128,b64k8192h64/8d128,b64k65536h16/1d128"
+
+
+def parse_cases(text: str) -> list[Case]:
+    """b8k8192h32/8d128q4 -> decode_case(8, 8192, 32, 8, 128, 4)."""
+    found = [re.fullmatch(r"b(\d+)k(\d+)h(\d+)/(\d+)d(\d+)(?:q(\d+))?", part.strip()) for part in text.split(",")]
+    if None in found:
+        raise argparse.ArgumentTypeError(f"expected cases such as b8k8192h32/8d128 or b1k1024h8/1d64q4, got {text}")
+    return [decode_case(*(int(n or 1) for n in match.groups())) for match in found if match]
+
+
+# ---------------------------------------------------------------- configurations
+
+
+def problem_of(step: Step) -> DecodeProblem:
+    inputs = DecodeInputs(step.q, step.k_cache, step.v_cache, step.cache_seqlens, step.page_table)
+    names = "window", "softcap", "softmax_scale", "num_splits", "split_size"
+    options = dict.fromkeys(names) | dict.fromkeys(("rotary_interleaved", "check_values"), False)
+    return check_decode(inputs, causal=True, return_lse=False, **options)
+
+
+@functools.cache  # what cannot be measured is said once
+def variant(case: Case, changes: str, is_paged: bool) -> tuple[ForwardConfigSm80, int | None] | None:
+    """Configuration and splits of a variant; None where the case cannot take it."""
+    problem = problem_of(on_meta(case, is_paged)).attention
+    arch = launch.arch_of(torch.device(DEVICE))
+    fields = dict(re.fullmatch(r"(\w+)=(.+)", part).groups() for part in changes.split(","))
+    num_splits = fields.pop("num_splits", None)
+    config = decode_config_sm80(problem, arch)
+    if unknown := set(fields) - set(asdict(config)):
+        print(f"{case.label}: {changes} not measured: {type(config).__name__} has no {', '.join(sorted(unknown))}")
+        return None
+    values = {name: {"True": True, "False": False}.get(text) for name, text in fields.items()}
+    types = {name: type(value) for name, value in asdict(config).items()}
+    values = {n: types[n](float(fields[n])) if value is None else value for n, value in values.items()}
+    config = replace(config, **values)
+    try:
+        config.check(problem, arch)
+    except UnsupportedError as error:
+        print(f"{case.label}: {changes} not measured: {error}")
+        return None
+    return config, None if num_splits is None else int(num_splits)
+
+
+def on_meta(case: Case, is_paged: bool) -> Step:
+    """Tensors of a case without memory."""
+    rows = (case.batch, case.seqlen_k) if not is_paged else (case.batch * case.seqlen_k // 64, 64)
+    dtype, ints = {"dtype": case.torch_dtype, "device": "meta"}, {"dtype": torch.int32, "device": "meta"}
+    q = torch.empty(case.batch, case.seqlen_q, case.heads_q, case.head_dim, **dtype)
+    k, v = (torch.empty(*rows, case.heads_kv, case.head_dim, **dtype) for _ in range(2))
+    table = torch.empty(case.batch, case.seqlen_k // 64, **ints) if is_paged else None
+    return Step(q, k, v, torch.empty(case.batch, **ints), table)
+
+
+def prepared_variant(problem: DecodeProblem, config: ForwardConfigSm80, num_splits: int | None) -> decode_launch.Launch:
+    device = torch.device(DEVICE)
+    arch, num_sms = launch.arch_of(device), torch.cuda.get_device_properties(device).multi_processor_count
+    problem = replace(problem, num_splits=num_splits)
+    return decode_launch.Launch(problem, config, arch, *decode_launch.splits_of(problem, config, arch, num_sms))
+
+
+def variant_run(config: ForwardConfigSm80, num_splits: int | None, step: Step) -> Tensor:
+    """A step with another configuration than onepass would choose."""
+    prepared = prepared_variant(problem_of(step), config, num_splits)
+    return prepared(DecodeInputs(step.q, step.k_cache, step.v_cache, step.cache_seqlens, step.page_table))[0]
+
+
+def compile_one(job: tuple) -> float:
+    started = time.perf_counter()
+    compile.get(*job)
+    return time.perf_counter() - started
+
+
+def compile_ahead(cases: Sequence[Case], args: argparse.Namespace) -> None:
+    jobs = {}
+    for case in cases:
+        for is_paged in (False, True):
+            problem = problem_of(on_meta(case, is_paged))
+            problem = replace(problem, attention=replace(problem.attention, device_type="cuda"))
+            arch = launch.arch_of(torch.device(DEVICE))
+            chosen = [(decode_config_sm80(problem.attention, arch), None)]
+            chosen += filter(None, (variant(case, changes, is_paged) for changes in variants(args)))
+            for config, num_splits in chosen:
+                is_split = prepared_variant(problem, config, num_splits).is_split
+                for request in (
+                    decode_launch.compile_request(problem, config, arch, is_split),
+                    *((decode_launch.merge_request(problem.attention, config, arch),) if is_split else ()),
+                ):
+                    jobs[request[:3]] = request
+    common.compile_all(list(jobs.values()), compile_one)
+
+
+def variants(args: argparse.Namespace) -> list[str]:
+    return ["".join(part.split()) for part in (args.variants or "").split(";") if part.strip()]
+
+
+# ---------------------------------------------------------------- contenders
+
+
+def contenders(case: Case, args: argparse.Namespace) -> dict[str, Decoder]:
+    found = {name: d for name, d in bench.onepass_decoders(BACKEND).items() if name in args.contenders}
+    for changes in variants(args):
+        for name, size in ((changes, None), (f"{changes} page 64", 64))[: 2 if args.paged_variants else 1]:
+            chosen = variant(case, changes, size is not None)
+            if chosen is not None:
+                found[name] = Decoder(functools.partial(variant_run, *chosen), size)
+    for name, size in (("fa3", None), ("fa3 page 64", 64)):
+        if name in args.contenders and args.fa3 is not None:
+            found[name] = Decoder(args.fa3, size)
+    return found
+
+
+def find_fa3() -> Callable[[Step], Tensor] | None:
+    try:
+        return bench.flash_attention_3_run()
+    except ImportError as error:
+        print("fa3 not measured:", error)
+        return None
+
+
+# ---------------------------------------------------------------- check
+
+
+def run_check(args: argparse.Namespace, cases: Sequence[Case]) -> bool:
+    """Every contender beside plain attention in float64, on new random data. Returns: whether onepass is right."""
+    shapes = {(c.heads_q, c.heads_kv, c.head_dim, q) for c in cases for q in {c.seqlen_q, 1, 3}}
+    small = [decode_case(3, 2048, *shape) for shape in sorted(shapes)]
+    compile_ahead(small, args)
+    seed, tried, wrong = time.time_ns() % 2**31, 0, []
+    filled = torch.tensor([2048, 1, 1499], dtype=torch.int32)
+    for case in small:
+        step = bench.make_step(case, DEVICE, seed)
+        step.cache_seqlens.copy_(filled)
+        for name, decoder in contenders(case, args).items():
+            given = decoder.adapt(step, seed)
+            exact, plain = (by_math(given, dtype) for dtype in (torch.float64, case.torch_dtype))
+            tried += 1
+            try:
+                row = compare("out", decoder.run(given), exact, plain, PEER_FACTOR if is_fa3(name) else OUT_FACTOR)
+                message = "" if row.ok else str(row)
+            except Exception as error:
+                message = f"{type(error).__name__}: {str(error)[:300]}"
+            if message:
+                wrong.append(name)
+                print(f"  FAIL {name}, {case.label}: {message}", flush=True)
+    print(f"check: {tried - len(wrong)} of {tried} passed (seed {seed})", flush=True)
+    return all(map(is_fa3, wrong))
+
+
+def is_fa3(name: str) -> bool:
+    return name.startswith("fa3")
+
+
+def by_math(step: Step, dtype: torch.dtype) -> Tensor:
+    """Plain attention over the filled keys of each sequence, every intermediate in one dtype."""
+    outs = []
+    for b, filled in enumerate(step.cache_seqlens.tolist()):
+        k, v = (bench.Sequences(step, t)[b, :filled].to(dtype) for t in (step.k_cache, step.v_cache))
+        q = step.q[b].to(dtype)
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q * q.shape[-1] ** -0.5, k)
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(filled - len(q) + 1)
+        out = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+        outs.append(out.nan_to_num(0.0))  # queries before the first key
+    return torch.stack(outs)
+
+
+# ---------------------------------------------------------------- grid
+
+
+def host_us(run: Callable[[Step], Tensor], step: Step) -> float:
+    """Of one call, while the GPU is behind."""
+    times = []
+    for _ in range(30):
+        started = time.perf_counter()
+        for _ in range(5):
+            run(step)
+        times.append((time.perf_counter() - started) / 5)
+        torch.cuda.synchronize()
+    return 1e6 * statistics.median(times)
+
+
+def measure(case: Case, args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Any]:
+    copies = CacheCopies.of(case, about["l2_bytes"])
+    steps = [bench.make_step(case, DEVICE, seed) for seed in range(copies.number)]
+    samplers, host, failed = {}, {}, {}
+    for name, decoder in contenders(case, args).items():
+        given = [decoder.adapt(step, seed) for seed, step in enumerate(steps)]
+        try:
+            samplers[name] = bench.sampler_of([functools.partial(decoder.run, step) for step in given], copies)
+            host[name] = host_us(decoder.run, given[0]) if args.host else None
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {str(error)[:200]}"
+            print(f"{case.label}: {name} not measured: {failed[name]}", flush=True)
+    samples = measure_interleaved(samplers, time_budget_s=args.seconds * len(samplers), min_rounds=7)
+    rows = {}
+    for name, ms in samples.ms.items():
+        rows[name] = bench.times(samples, name, bytes_moved(case), about["copy_tb_per_s"]) | {
+            "speed_over_fa3": samples.speed_ratio(name, "fa3").median if "fa3" in samples.ms else None,
+            "launch": samplers[name].launch,
+            "host_us": host[name],
+            "ms": [round(x, 5) for x in ms],
+        }
+    problem = problem_of(steps[0])
+    chosen = prepared_variant(problem, decode_config_sm80(problem.attention, about["arch"]), None)
+    return {
+        "case": case.to_dict(),
+        "label": case.label,
+        "kv_bytes": kv_bytes(case),
+        "copies": str(copies),
+        "num_splits": chosen.num_splits,
+        "config": asdict(chosen.config),
+        "contenders": rows,
+        "failed": failed,
+    }
+
+
+def print_row(row: dict[str, Any]) -> None:
+    """A line for the case, then one for each contender: microseconds, TB/s, share of a copy's, speed over FA3."""
+    print(
+        f"{row['label'].removesuffix(' bfloat16 causal')}: {row['kv_bytes'] / 1e9:.2f} GB in {row['copies']} copies, "
+        f"{row['num_splits']} splits"
+    )
+    for name, entry in row["contenders"].items():
+        ratio = "" if entry["speed_over_fa3"] is None else f"{entry['speed_over_fa3']:6.2f}x"
+        host = "" if entry["host_us"] is None else f"  host {entry['host_us']:.0f} us"
+        rest = "" if entry["launch"] == "graph" else f"  {entry['launch'][:60]}"
+        share = f"{entry['tb_per_s']:5.2f} TB/s {100 * entry['of_copy']:4.0f} %"
+        print(f"    {name:40s} {1e3 * entry['median_ms']:9.1f} us {share} {ratio}{host}{rest}", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="six cases")
+    parser.add_argument("--cases", type=parse_cases, help="such as b8k8192h32/8d128,b1k65536h64/8d128q4")
+    parser.add_argument("--max-gb", type=float, default=40.0, help="of K and V of a case")
+    parser.add_argument("--variants", help='"name=value,name=value", several separated by ;')
+    parser.add_argument("--paged-variants", action="store_true", help="variants over pages of 64, too")
+    parser.add_argument("--contenders", default=CONTENDERS)
+    parser.add_argument("--seconds", type=float, default=0.04, help="of timing a contender")
+    parser.add_argument("--host", action="store_true", help="the host's time of a call, too")
+    parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--no-grid", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "."), "decode.json"))
+    args = parser.parse_args(argv)
+    args.contenders = [name.strip() for name in args.contenders.split(",")]
+    cases = args.cases or (parse_cases(QUICK) if args.quick else get_case_set("decode").cases)
+    cases = [case for case in cases if kv_bytes(case) <= args.max_gb * 1e9]
+
+    args.fa3 = find_fa3()
+    torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default one
+    about = common.circumstances() | {
+        "arch": launch.arch_of(torch.device(DEVICE)),
+        "l2_bytes": torch.cuda.get_device_properties(DEVICE).L2_cache_size,
+        "copy_tb_per_s": round(bench.copy_bandwidth(DEVICE), 4),
+    }
+    print(about, flush=True)
+    ok = args.no_check or run_check(args, cases)
+    if args.no_grid:
+        return 0 if ok else 1
+    compile_ahead(cases, args)
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        rows.append(measure(case, args, about))
+        print_row(rows[-1])
+        args.out.write_text(json.dumps({"circumstances": about, "rows": rows}, indent=1))
+        torch.cuda.empty_cache()
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""attention_decode over e4m3 caches on a GPU: is it right, and how much faster is it than over 16-bit ones?
+
+    python benchmarks/decode_e4m3.py                                     # check, then six cases
+    python benchmarks/decode_e4m3.py --no-check --cases b8k8192h32/8d128,b64k8192h32/8d128q4
+
+A case is the batch (b), keys (k), heads of q and of the cache (h), head_dim (d) and queries (q, 1 if not said), as in
+decode.py, whose way of timing this is: contenders in turns, replayed CUDA graphs, caches that do not lie in L2. TB/s
+counts the bytes of a contender's own K and V, q and out. Writes JSON to --out after every case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import common
+import torch
+from decode import DEVICE, QUICK, SAMPLE_MS, copy_bandwidth, host_us, parse_cases
+from torch import Tensor
+
+import onepass
+from onepass.bench import decode as bench
+from onepass.bench.decode import CacheCopies, DecodeCase, Step
+from onepass.bench.timing import CudaSampler, measure_interleaved
+from onepass.testing.budget import compare
+
+E4M3 = torch.float8_e4m3fn
+
+
+class Contender(NamedTuple):
+    """page_size: None without pages. scaled: what has a descale: None (a 16-bit cache), "tensor", "head" or "block"
+    (of page_size keys, or of 64)."""
+
+    page_size: int | None
+    scaled: str | None
+
+    @property
+    def kv_block(self) -> int | None:
+        return (self.page_size or 64) if self.scaled == "block" else None
+
+    def arguments(self, step: Step, seed: int = 0) -> dict[str, Any]:
+        """Of attention_decode, from a dense 16-bit step."""
+        step = step if self.page_size is None else step.in_pages(self.page_size, seed)
+        arguments = {n: t for n, t in step._asdict().items() if t is not None}
+        if self.scaled is None:
+            return arguments
+        outer, size, heads = step.k_cache.shape[:3]
+        shape = {"tensor": (), "head": (len(step.q), heads), "block": (outer, heads)}[self.scaled]
+        if self.scaled == "block" and self.page_size is None:
+            shape = *shape, -(-size // 64)
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        descales = [torch.rand(shape, generator=generator, device=DEVICE) + 0.5 for _ in range(2)]
+        caches = {n: arguments[n].to(E4M3) for n in ("k_cache", "v_cache")}
+        return arguments | caches | {"k_descale": descales[0], "v_descale": descales[1], "kv_block": self.kv_block}
+
+    def real_step(self, arguments: dict[str, Any]) -> Step:
+        """The step of 16-bit or float32 caches with the same real values."""
+        step = Step(*(arguments.get(name) for name in Step._fields))
+        if self.scaled is None:
+            return step
+        caches = []
+        for name in "kv":
+            cache, descale = arguments[f"{name}_cache"].float(), arguments[f"{name}_descale"]
+            if descale.dim() == 3:
+                descale = descale.repeat_interleave(64, 2)[:, :, : cache.shape[1]].transpose(1, 2)[..., None]
+            elif descale.dim() == 2:
+                if self.page_size is not None and self.scaled == "head":
+                    raise NotImplementedError("a page may belong to any entry")
+                descale = descale[:, None, :, None]
+            caches.append(cache * descale)
+        return step._replace(k_cache=caches[0], v_cache=caches[1])
+
+
+CONTENDERS = {
+    "16 bits": Contender(None, None),
+    "16 bits, pages of 64": Contender(64, None),
+    "e4m3, one descale": Contender(None, "tensor"),
+    "e4m3, descale of each head": Contender(None, "head"),
+    "e4m3, of each block of 64": Contender(None, "block"),
+    "e4m3, of each page of 64": Contender(64, "block"),
+    "e4m3, of each page of 16": Contender(16, "block"),
+}
+
+
+def run(arguments: dict[str, Any]) -> Tensor:
+    return onepass.attention_decode(**arguments, backend="sm80")
+
+
+def run_check(cases: Sequence[DecodeCase]) -> bool:
+    """Every contender beside plain attention in float64, on new random data; new keys, too."""
+    seed, wrong, tried = time.time_ns() % 2**31, 0, 0
+    for heads_q, heads_kv, head_dim, seqlen_q in sorted(
+        {(c.heads_q, c.heads_kv, c.head_dim, q) for c in cases for q in (1, 3, 20)}
+    ):
+        case = DecodeCase(3, 2048, heads_q, heads_kv, head_dim, seqlen_q)
+        step = bench.make_step(case, DEVICE, seed)
+        step.cache_seqlens.copy_(torch.tensor([2048, 1, 1499], dtype=torch.int32))
+        for name, contender in CONTENDERS.items():
+            arguments = contender.arguments(step, seed)
+            real = contender.real_step(arguments)
+            exact, plain = (bench.by_math(real, dtype) for dtype in (torch.float64, case.torch_dtype))
+            tried += 1
+            row = compare("out", run(arguments), exact, plain)
+            if not row.ok:
+                wrong += 1
+                print(f"  FAIL {name}, {case.label}: {row}", flush=True)
+    print(f"check: {tried - wrong} of {tried} passed (seed {seed})", flush=True)
+    return not wrong
+
+
+def measure(case: DecodeCase, args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Any]:
+    # of e4m3 caches, half as large, so that theirs do not lie in L2 either
+    copies = CacheCopies.of(case, 2 * about["l2_bytes"])
+    steps = [bench.make_step(case, DEVICE, seed) for seed in range(copies.number)]
+    samplers, host = {}, {}
+    for name, contender in CONTENDERS.items():
+        given = [contender.arguments(step, seed) for seed, step in enumerate(steps)]
+        calls: list[Callable] = [functools.partial(run, arguments) for arguments in given]
+        samplers[name] = CudaSampler(calls, 0.0 if copies.is_flushed else SAMPLE_MS)
+        host[name] = host_us(run, given[0]) if args.host else None
+    samples = measure_interleaved(samplers, time_budget_s=args.seconds * len(samplers), min_rounds=7)
+    rows = {}
+    for name, ms in samples.ms.items():
+        median = statistics.median(ms)
+        kv_bytes = case.kv_bytes // (1 if CONTENDERS[name].scaled is None else 2)
+        rows[name] = {
+            "us": round(1e3 * median, 3),
+            "tb_per_s": round((case.moved_bytes - case.kv_bytes + kv_bytes) / median / 1e9, 4),
+            "speed_over_16_bits": round(samples.speed_ratio(name, "16 bits").median, 4),
+            "launch": samplers[name].launch,
+            "host_us": host[name],
+            "ms": [round(x, 5) for x in ms],
+        }
+    return {"case": case.to_dict(), "label": case.label, "copies": str(copies), "contenders": rows}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=parse_cases, default=parse_cases(QUICK))
+    parser.add_argument("--seconds", type=float, default=0.04, help="of timing a contender")
+    parser.add_argument("--host", action="store_true", help="the host's time of a call, too")
+    parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--no-grid", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "."), "decode_e4m3.json"))
+    args = parser.parse_args(argv)
+    torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default one
+    about = common.circumstances() | {
+        "l2_bytes": torch.cuda.get_device_properties(DEVICE).L2_cache_size,
+        "copy_tb_per_s": round(copy_bandwidth(), 4),
+    }
+    print(about, flush=True)
+    warmups = [
+        {n: t.to("meta") if isinstance(t, Tensor) else t for n, t in contender.arguments(step).items()}
+        for case in args.cases
+        for step in (bench.make_step(case, DEVICE),)
+        for contender in CONTENDERS.values()
+    ]
+    onepass.warmup(warmups, backend="sm80")
+    ok = args.no_check or run_check(args.cases)
+    rows: list[dict[str, Any]] = []
+    for case in [] if args.no_grid else args.cases:
+        rows.append(measure(case, args, about))
+        print(f"{case.label}: {rows[-1]['copies']} copies")
+        for name, entry in rows[-1]["contenders"].items():
+            host = "" if entry["host_us"] is None else f"  host {entry['host_us']:.0f} us"
+            share = f"{100 * entry['tb_per_s'] / about['copy_tb_per_s']:4.0f} % of a copy's bandwidth"
+            print(f"    {name:28s} {entry['us']:9.1f} us {entry['speed_over_16_bits']:6.2f}x {share}{host}", flush=True)
+        args.out.write_text(json.dumps({"circumstances": about, "rows": rows}, indent=1))
+        torch.cuda.empty_cache()
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""Time of quantize_fp8 and of each of its kernels, as a share of the bandwidth of a copy measured in the same run.
+
+    python benchmarks/quantize.py --out quantize.json
+
+16k tokens of hidden size 2048 in bfloat16, so 64 MB a tensor. Calls are captured in a CUDA graph, CALLS in a row on
+tensors that take turns, so that none of them is in the L2 cache; times are medians of replays, per call. A copy moves
+as many bytes as the kernel of one tensor reads and writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from common import HIDDEN, TOKENS, circumstances, compile_all
+
+import onepass
+from onepass import dispatch, fp8
+from onepass.kernels.fp8 import launch
+from onepass.problem import AttentionInputs
+
+CALLS, REPLAYS, SETS = 12, 30, 4
+BATCH = 4
+BF16 = torch.bfloat16
+
+Call = Callable[[], object]
+
+
+def median_us(run: Call, count: int) -> float:
+    """On the GPU, after a fifth more that do not count."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count + count // 5 + 1)]
+    for before, after in events:
+        before.record()
+        run()
+        after.record()
+    torch.cuda.synchronize()
+    return statistics.median(before.elapsed_time(after) for before, after in events[-count:]) * 1e3
+
+
+def graph_us(calls: list[Call]) -> float:
+    """Of one call, the calls in turns."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(CALLS):
+            calls[i % len(calls)]()
+    return median_us(graph.replay, REPLAYS) / CALLS
+
+
+def cpu_us(call: Call, count: int = 200) -> float:
+    """What Python spends on a call."""
+    torch.cuda.synchronize()
+    started = time.thread_time()
+    for _ in range(count):
+        call()
+    spent = time.thread_time() - started
+    torch.cuda.synchronize()
+    return spent / count * 1e6
+
+
+def copy_gb_s() -> float:
+    """Read and written by a copy, for every 16-bit number that a kernel reads 1.5 bytes each."""
+    count = TOKENS * HIDDEN * 3 // 2
+    pairs = [torch.zeros(2, count, device="cuda", dtype=torch.uint8) for _ in range(SETS)]
+    return 2 * count / graph_us([lambda p=p: p[1].copy_(p[0]) for p in pairs]) / 1e3
+
+
+def num_bytes(*tensors: torch.Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+class Contender(NamedTuple):
+    name: str
+    calls: list[Call]
+    moved: int  # bytes read and written, each once
+    is_torch: bool = False  # many kernels, timed one call after the other
+
+
+def contenders(head_dim: int) -> list[Contender]:
+    shape = BATCH, TOKENS // BATCH, HIDDEN // head_dim, head_dim
+    sets = [AttentionInputs(*(torch.randn(shape, device="cuda", dtype=BF16) for _ in range(3))) for _ in range(SETS)]
+    q, v = sets[0].q, sets[0].v
+    of_rows = num_bytes(q, *launch.rows(q, None, None, None, seed=0))
+    of_values = num_bytes(v, *launch.values(v, None, None, None))
+    rounded = [launch.rows(s.v, None, None, None, seed=None)[0] for s in sets]
+    whole = 2 * of_rows + of_values
+
+    def of_each(function: Callable[..., object], of: list) -> list[Call]:
+        return [lambda x=x: function(x) for x in of]
+
+    return [
+        Contender("q or k, rotated", of_each(lambda s: launch.rows(s.q, None, None, None, seed=0), sets), of_rows),
+        Contender("v, keys last", of_each(lambda s: launch.values(s.v, None, None, None), sets), of_values),
+        Contender("v as it lies", of_each(lambda s: launch.rows(s.v, None, None, None, seed=None), sets), of_rows),
+        Contender(
+            "e4m3 to keys last",
+            of_each(lambda t: launch.values(t, None, None, None), rounded),
+            2 * num_bytes(rounded[0]),
+        ),
+        Contender("quantize_fp8", of_each(lambda s: onepass.quantize_fp8(*s[:3]), sets), whole),
+        Contender(
+            "quantize_fp8 in torch",
+            of_each(lambda s: fp8._quantize_in_torch(s, "block", 0, None, None, None), sets[:1]),
+            whole,
+            True,
+        ),
+        Contender(
+            "keys_last in torch",
+            of_each(lambda t: fp8._keys_last_in_torch(t, None), rounded[:1]),
+            2 * num_bytes(rounded[0]),
+            True,
+        ),
+    ]
+
+
+def measure(head_dim: int, of_copy: float) -> list[dict[str, Any]]:
+    rows = []
+    for name, calls, moved, is_torch in contenders(head_dim):
+        us = median_us(calls[0], 5) if is_torch else graph_us(calls)
+        rows.append(
+            {"head_dim": head_dim, "what": name, "us": round(us, 2), "share_of_copy": moved / us / 1e3 / of_copy}
+        )
+        rows[-1]["gb_s"], rows[-1]["cpu_us"] = moved / us / 1e3, cpu_us(calls[0], 5 if is_torch else 200)
+        row = rows[-1]
+        print(
+            f"{head_dim:>8}  {name:22s} {us:8.1f} {row['gb_s']:8.0f} {row['share_of_copy']:8.2f} {row['cpu_us']:8.0f}",
+            flush=True,
+        )
+    return rows
+
+
+def kernels(head_dims: list[int]) -> list[launch.Kernel]:
+    return [
+        kernel
+        for d in head_dims
+        for kernel in (
+            launch.Kernel("rows", BF16, d, rotates=True),
+            launch.Kernel("rows", BF16, d),
+            launch.Kernel("values", BF16, d),
+            launch.Kernel("values", fp8.E4M3, d),
+        )
+    ]
+
+
+def compile_one(kernel: launch.Kernel) -> float:
+    started = time.perf_counter()
+    launch.kernel_of(kernel, launch.arch_of(torch.device("cuda")))
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--head-dims", type=lambda text: [int(d) for d in text.split(",")], default=[64, 128, 256])
+    parser.add_argument("--threads", type=int, help="of a thread block; default: what quantize_fp8 chooses")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "."), "quantize.json"))
+    args = parser.parse_args()
+    dispatch._QUANTIZATION_KERNELS_HAVE_RUN = True
+    if args.threads:
+        launch.default_threads = lambda head_dim: args.threads
+    compile_all([k._replace(num_threads=args.threads) for k in kernels(args.head_dims)], compile_one)
+    of_copy = copy_gb_s()
+    print(f"{torch.cuda.get_device_name()}; a copy reads and writes {of_copy:.0f} GB/s")
+    print(f"{'head_dim':>8}  {'what':22s} {'us':>8} {'GB/s':>8} {'of copy':>8} {'CPU us':>8}")
+    rows = [row for head_dim in args.head_dims for row in measure(head_dim, of_copy)]
+    about = circumstances() | {
+        "tokens": TOKENS,
+        "hidden": HIDDEN,
+        "batch": BATCH,
+        "threads": args.threads,
+        "copy_gb_s": of_copy,
+    }
+    args.out.write_text(json.dumps({"circumstances": about, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

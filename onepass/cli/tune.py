@@ -1,0 +1,247 @@
+"""`onepass tune`: the fastest configuration for a problem on this GPU, found by timing and kept for calls to come."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ..bench.cases import DTYPES, get_case_set, select
+from ..bench.machine import describe
+from ..errors import UnsupportedError
+from ..kernels.config import LaunchConfig
+from ..tuning import TuningResult, tasks_of
+from ..tuning.result import Progress as Listener
+from ..tuning.result import Task, changes, summary
+from .console import INTERRUPTED, TABLE_STYLE, fail, make_console
+
+Shape = tuple[int, int, int, int]
+
+
+def tune(
+    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    head_dim_v: Annotated[int | None, typer.Option(min=1, help="default: head_dim")] = None,
+    seqlen: Annotated[int, typer.Option(min=1, help="of the queries, and of the keys by default")] = 4096,
+    seqlen_k: Annotated[int | None, typer.Option(min=1, help="default: seqlen")] = None,
+    batch: Annotated[int, typer.Option(min=1)] = 4,
+    heads: Annotated[int, typer.Option(min=1)] = 16,
+    heads_kv: Annotated[int | None, typer.Option(min=1, help="default: heads")] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="with a causal mask")] = False,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
+    backend: Annotated[str | None, typer.Option(help="sm90 or sm80; default: what the call would run on")] = None,
+    backward: Annotated[bool, typer.Option("--backward", help="the backward pass instead of the forward")] = False,
+    paper_grid: Annotated[
+        bool, typer.Option("--paper-grid", help="instead: 36 cases, the FlashAttention-3 paper's, in --dtype")
+    ] = False,
+    only: Annotated[
+        str | None, typer.Option(help='of the paper\'s grid: "head_dim=64/128,causal=true,seqlen=512"')
+    ] = None,
+    missing: Annotated[bool, typer.Option("--missing", help="leave out cases that are kept already")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="of the final of each case")] = 25,
+    candidates: Annotated[int, typer.Option(min=2, help="configurations of a case, at most")] = 24,
+    workers: Annotated[int | None, typer.Option(min=1, help="compile so many at a time; default: one a CPU")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="name each candidate before it is run")] = False,
+    table: Annotated[
+        Path | None, typer.Option(help="keep what is found in this file, which no call reads, instead of the cache")
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="results file: all that was timed")] = None,
+) -> None:
+    """Time other configurations of a kernel, and keep the fastest for calls to come.
+
+    Candidates are compiled in parallel, their results compared with those of the heuristics' choice, and timed in turns
+    on random data. One replaces the heuristics' choice only where it is faster by more than 1 % and more than the noise
+    of the run. ONEPASS_TUNED=0 in the environment turns off what was kept; onepass cache clear --tuned removes it.
+
+    Exits with 2 if this machine or kernel cannot take the case (with the reason), 1 if a candidate gave wrong results,
+    130 after Ctrl-C (what was found is kept).
+    """
+    console = make_console()
+    if dtype not in DTYPES:
+        fail(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    if heads % (heads_kv or heads):
+        fail(f"--heads-kv: expected a divisor of {heads} heads, got {heads_kv}")
+    if only is not None and not paper_grid:
+        fail("--only: expected --paper-grid beside it")
+    if paper_grid:
+        calls = _paper_calls(dtype, only)
+    else:
+        q = batch, seqlen, heads, head_dim
+        k = batch, seqlen_k or seqlen, heads_kv or heads, head_dim
+        calls = [_call(q, k, (*k[:3], head_dim_v or head_dim), dtype, causal)]
+    try:
+        tasks = tasks_of(calls, backend, gradients=backward)
+    except (UnsupportedError, ValueError, TypeError) as error:
+        fail(f"cannot be tuned here: {error}")
+    tasks = [task for task in tasks if task.direction == ("bwd" if backward else "fwd")]
+    if not tasks:
+        fail("--backward: expected a case whose gradients come from kernels; those of this one do not")
+    if missing:
+        tasks = _not_kept(tasks, table)
+
+    found: list[TuningResult] = []
+    is_interrupted = False
+    with _bar(console) as bar:
+        progress = _Shown(console, bar, len(tasks), found, json_path, verbose)
+        try:
+            _measure(tasks, rounds, candidates, workers, table, progress)
+        except KeyboardInterrupt:
+            is_interrupted = True
+        except (OSError, RuntimeError) as error:
+            fail(str(error), code=1)
+    if found:
+        console.print(_summary(found))
+    kept = sum(result.kept for result in found)
+    console.print(_conclusion(kept, found, table), markup=False)
+    if json_path is not None:
+        console.print(f"wrote {json_path}", markup=False)
+    if is_interrupted:
+        fail(f"interrupted after {kept} of {len(tasks)}", code=INTERRUPTED)
+    wrong = [c for result in found for c in result.candidates if c.is_wrong]
+    if wrong:
+        fail(f"candidates with wrong results, which were not timed: {len(wrong)}", code=1)
+
+
+def _measure(
+    tasks: list[Task], rounds: int, limit: int, workers: int | None, table: Path | None, progress: _Shown
+) -> None:
+    from ..tuning.tuner import Machine, tune_all
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # the default stream cannot be captured
+        machine = Machine.here(device)
+        tune_all(tasks, machine, rounds=rounds, limit=limit, workers=workers, table=table, progress=progress)
+
+
+def _call(q: Shape, k: Shape, v: Shape, dtype: str, causal: bool) -> dict[str, Any]:
+    return {"q": q, "k": k, "v": v, "dtype": DTYPES[dtype], "causal": causal}
+
+
+def _paper_calls(dtype: str, only: str | None) -> list[dict[str, Any]]:
+    try:
+        grid = select(get_case_set("paper"), ",".join(filter(None, ["direction=fwd", only])))
+    except ValueError as error:
+        fail(f"--{error}")
+    return [
+        _call(
+            (case.batch, case.seqlen_q, case.heads_q, case.head_dim),
+            (case.batch, case.seqlen_k, case.heads_kv, case.head_dim),
+            (case.batch, case.seqlen_k, case.heads_kv, case.head_dim_v),
+            dtype,
+            case.causal,
+        )
+        for case in grid.cases
+    ]
+
+
+def _not_kept(tasks: list[Task], path: Path | None) -> list[Task]:
+    """Those without an entry of these kernels, for this GPU."""
+    from ..kernels import compile, tuned
+
+    try:
+        table = tuned.parse(path.read_bytes()) if path is not None else tuned.load(tuned.own_path())
+    except (OSError, ValueError):
+        return tasks
+    entries = table.get(tuned.gpu_name() or "", {})
+    kept = {key for key, entry in entries.items() if entry.environment == compile.environment()}
+    return [task for task in tasks if tuned.key_of(*task) not in kept]
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def _bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+class _Shown(Listener):
+    """A bar of the tasks and one of what is being done; a line for each result, and all of them in the JSON file."""
+
+    def __init__(
+        self,
+        console: Console,
+        bar: Progress,
+        num_tasks: int,
+        found: list[TuningResult],
+        path: Path | None,
+        is_verbose: bool,
+    ) -> None:
+        self.console, self.bar, self.results, self.path, self.is_verbose = console, bar, found, path, is_verbose
+        self.header = describe("cuda") if path is not None else {}
+        self.overall: TaskID = bar.add_task("tuning", total=num_tasks)
+        self.current: TaskID = bar.add_task("", total=None)
+
+    def compiling(self, done: int, total: int) -> None:
+        self.bar.update(self.current, description="compiling candidates", completed=done, total=total)
+        if not self.console.is_terminal and (done == total or done % 20 == 0):
+            self.console.print(f"compiled {done} of {total}", markup=False)
+
+    def checking(self, task: Task, config: LaunchConfig) -> None:
+        self.bar.update(self.current, description=f"checking {task.label}", completed=0, total=None)
+        if self.is_verbose:
+            self.console.print(f"{task.label}: {config.text}", markup=False)
+
+    def timing(self, task: Task, done: int, total: int) -> None:
+        self.bar.update(self.current, description=f"timing {task.label}", completed=done, total=total)
+
+    def found(self, result: TuningResult) -> None:
+        self.results.append(result)
+        self.bar.update(self.overall, advance=1)
+        if self.path is not None:  # again after each: what ends this process does not end them
+            content = {**self.header, "results": [one.to_dict() for one in self.results]}
+            self.path.write_text(json.dumps(content, indent=1))
+        self.console.print(_line(result), markup=False)
+        for candidate in result.candidates:
+            if candidate.refusal is not None:
+                self.console.print(f"    not timed: {candidate.changes}: {candidate.refusal}", markup=False)
+
+
+def _line(result: TuningResult) -> str:
+    label = Task(result.direction, result.backend, result.problem).label
+    timed = sum(candidate.ms is not None for candidate in result.candidates)
+    if not result.kept:
+        return f"{label}: interrupted, nothing kept"
+    if not result.is_gain:
+        return f"{label}: the heuristics' choice stays, of {timed}"
+    gain = f"{100 * (result.speedup - 1):.1f} % faster"
+    return f"{label}: {changes(result.heuristic, result.config)}: {gain} (noise {100 * result.noise:.1f} %), of {timed}"
+
+
+def _summary(found: list[TuningResult]) -> Table:
+    caption = "ms: medians; faster: median of the rounds of the final; noise: the same configuration twice"
+    table = Table(title=f"Tuned on {found[0].gpu}", caption=caption, **TABLE_STYLE)
+    for column in ("pass", "problem", "instead of the heuristics' choice"):
+        table.add_column(column, overflow="fold")
+    for column in ("heuristics ms", "tuned ms", "faster %", "noise %"):
+        table.add_column(column, justify="right")
+    for result in found:
+        ms = {candidate.config: candidate.ms for candidate in result.candidates}
+        table.add_row(
+            f"{result.direction} {result.backend}",
+            summary(result.problem),
+            changes(result.heuristic, result.config) or ("-" if result.kept else "interrupted"),
+            _ms(ms.get(result.heuristic)),
+            _ms(ms.get(result.config)),
+            f"{100 * (result.speedup - 1):.1f}" if result.is_gain else "",
+            f"{100 * result.noise:.1f}",
+        )
+    return table
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _conclusion(kept: int, found: list[TuningResult], table: Path | None) -> str:
+    from ..kernels import tuned
+
+    gains = [result.speedup for result in found if result.kept and result.is_gain]
+    most = f", at most {100 * (max(gains) - 1):.1f} %" if gains else ""
+    where = f"; kept in {table or tuned.own_path()}" if kept else ""
+    return f"faster than the heuristics: {len(gains)} of {kept}{most}{where}"

@@ -1,0 +1,62 @@
+"""What `supports` and `warmup` make of the arguments of a call of `attention_decode`, which they know by its
+`cache_seqlens`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .decode_problem import DecodeInputs, DecodeProblem
+from .decode_validation import check_decode
+
+_TENSORS = dict.fromkeys(DecodeInputs._fields[4:])
+_OPTIONS = {
+    "causal": True,
+    "window": None,
+    "softcap": None,
+    "softmax_scale": None,
+    "num_splits": None,
+    "split_size": None,
+    "check_values": False,
+    "return_lse": False,
+    "rotary_interleaved": False,
+    "kv_block": None,
+}
+_DTYPES = {"cache_seqlens": torch.int32, "page_table": torch.int32} | dict.fromkeys(
+    ("rotary_cos", "rotary_sin", "k_descale", "v_descale"), torch.float32
+)
+
+
+def is_decode(arguments: dict[str, Any]) -> bool:
+    return "cache_seqlens" in arguments
+
+
+def problem_of(function: str, arguments: dict[str, Any]) -> tuple[DecodeProblem, DecodeInputs]:
+    """The problem of a call, and its tensors; raises as the call would, and TypeError for a name that it has not."""
+    missing = [name for name in DecodeInputs._fields[:4] if name not in arguments]
+    if missing:
+        raise TypeError(f"{function}: expected {', '.join(missing)} beside the other arguments of attention_decode")
+    unknown = sorted(set(arguments) - set(DecodeInputs._fields) - set(_OPTIONS))
+    if unknown:
+        raise TypeError(f"{function}: expected arguments of attention_decode, got {', '.join(unknown)}")
+    arguments = _TENSORS | _OPTIONS | arguments
+    inputs = DecodeInputs(**{name: arguments.pop(name) for name in DecodeInputs._fields})
+    return check_decode(inputs, **arguments), inputs
+
+
+def with_tensors(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with tensors on the "meta" device for shapes: of `dtype`, those of caches of `cache_dtype` if there
+    is one; lengths and tables int32, rotary tables and descales float32."""
+    arguments = dict(arguments)
+    dtype = arguments.pop("dtype", None)
+    cache_dtype = arguments.pop("cache_dtype", dtype)
+    for name in DecodeInputs._fields:
+        shape = arguments.get(name)
+        if not isinstance(shape, (tuple, list)):
+            continue
+        of = _DTYPES.get(name, cache_dtype if name in ("k_cache", "v_cache") else dtype)
+        if of is None:
+            raise TypeError(f"dtype: expected a torch.dtype beside the shape {tuple(shape)} of {name}, got None")
+        arguments[name] = torch.empty(tuple(shape), dtype=of, device="meta")
+    return arguments

@@ -1,0 +1,49 @@
+"""How one launch is computed: `base.py` what all configurations share, `sm90.py` Hopper's, `sm80.py` Ampere's."""
+
+from .base import (
+    HEAD_DIM_TILES,
+    MAX_RESCALE_THRESHOLD,
+    MAX_RESCALE_THRESHOLD_FP8,
+    STAT_ROWS,
+    Config,
+    LaunchConfig,
+    column_block,
+    head_dim_tile,
+)
+from .sm80 import (
+    MAX_REGISTERS,
+    ROWS_PER_MMA,
+    SCALAR_ADDS,
+    SMEM_BYTES_BY_ARCH,
+    VECTOR_BYTES,
+    BackwardConfigSm80,
+    ForwardConfigSm80,
+    threads_per_row,
+)
+from .sm90 import DS_BUFFERS, HOPPER, REGISTERS, ROWS_PER_WARPGROUP, SMEM_BYTES, BackwardConfig, ForwardConfig
+
+__all__ = [
+    "DS_BUFFERS",
+    "HEAD_DIM_TILES",
+    "HOPPER",
+    "MAX_REGISTERS",
+    "MAX_RESCALE_THRESHOLD",
+    "MAX_RESCALE_THRESHOLD_FP8",
+    "REGISTERS",
+    "ROWS_PER_MMA",
+    "ROWS_PER_WARPGROUP",
+    "SCALAR_ADDS",
+    "SMEM_BYTES",
+    "SMEM_BYTES_BY_ARCH",
+    "STAT_ROWS",
+    "VECTOR_BYTES",
+    "BackwardConfig",
+    "BackwardConfigSm80",
+    "Config",
+    "ForwardConfig",
+    "ForwardConfigSm80",
+    "LaunchConfig",
+    "column_block",
+    "head_dim_tile",
+    "threads_per_row",
+]

@@ -1,0 +1,62 @@
+"""What the configurations of all kernels have in common."""
+
+from __future__ import annotations
+
+from ast import literal_eval
+from dataclasses import dataclass, fields
+from typing import ClassVar, TypeVar
+
+from ...problem import AttentionProblem
+
+HEAD_DIM_TILES = (64, 96, 128, 192, 256)
+MAX_RESCALE_THRESHOLD = 15.0
+MAX_RESCALE_THRESHOLD_FP8 = 3.8  # P is 32 at its largest reference then: a probability of 3e-5 of it is rounded to 0
+STAT_ROWS = 2  # lse and delta of a query
+
+
+def head_dim_tile(head_dim: int) -> int:
+    """The head dim that kernels are compiled for: TMA fills the columns in between with zeros."""
+    return next(tile for tile in HEAD_DIM_TILES if tile >= head_dim)
+
+
+def column_block(head_dim: int, element_bytes: int = 2) -> int:
+    """Columns of a tile in shared memory that lie side by side: the widest swizzled row that divides it."""
+    widths = (width // element_bytes for width in (128, 64, 32))
+    return next(columns for columns in widths if head_dim % columns == 0)
+
+
+Config = TypeVar("Config", bound="LaunchConfig")
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """What the configurations of all kernels have in common: fields of plain types, and a text that holds them.
+
+    Raises: TypeError for a value of another type than its field's.
+    """
+
+    # All fields as "name=value ...", which is how a torch operator takes a configuration. Not a field, and made at
+    # once: torch.compile can read it from a configuration that exists already, but not put it together.
+    text: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "float" and type(value) is int:
+                value = float(value)
+                object.__setattr__(self, field.name, value)
+            if type(value).__name__ not in str(field.type).replace("None", "NoneType").split(" | "):
+                raise TypeError(f"{field.name}: expected {field.type}, got {value!r}")
+        object.__setattr__(self, "text", " ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)))
+
+    @classmethod
+    def from_text(cls: type[Config], text: str) -> Config:
+        """The configuration whose `text` this is."""
+        return cls(**{name: literal_eval(value) for name, value in (pair.split("=") for pair in text.split())})
+
+    def check(self, problem: AttentionProblem, arch: str) -> None:
+        """Whether a launch of this problem can have this configuration on a GPU of this architecture.
+
+        Raises: UnsupportedError, naming the bound, what is needed and what there is.
+        """
+        raise NotImplementedError

@@ -1,0 +1,314 @@
+"""How one launch of the Hopper kernels is computed: tiles, and the choices that the FlashAttention-3 paper ablates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...errors import UnsupportedError
+from ...problem import AttentionProblem
+from .base import MAX_RESCALE_THRESHOLD, MAX_RESCALE_THRESHOLD_FP8, STAT_ROWS, LaunchConfig, head_dim_tile
+
+ROWS_PER_WARPGROUP = 64  # the M of a wgmma
+HOPPER = "sm_90a"
+SMEM_BYTES = 227 * 1024  # of a Hopper thread block
+DS_BUFFERS = 2  # of the backward
+# Registers of a producer and of a consumer thread, by number of consumer warpgroups. A launch gives every thread the
+# same multiple of 8, of 64 Ki in all; setmaxnreg only moves them (asking for more than are there waits forever).
+REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
+
+
+def _require_hopper(arch: str) -> None:
+    if arch != HOPPER:
+        raise UnsupportedError(f"architecture: expected {HOPPER}, got {arch}")
+
+
+@dataclass(frozen=True)
+class ForwardConfig(LaunchConfig):
+    """How one forward launch on Hopper is tiled and overlapped: speed and summation order, never what is asked for.
+
+    Attributes:
+        tile_n: keys of one step of the main loop.
+        num_warpgroups: consumer warpgroups (1 to 4), 64 query rows each.
+        num_stages: buffers for K and V, see v_stages.
+        v_stages: buffers for V if they are not as many as those for K; 0 = num_stages.
+        q_stages: buffers for Q; with 2 the next tile's Q is loaded while this one is still in use.
+        q_in_registers: hold Q in registers instead of reading it from shared memory for every QK^T.
+        warp_specialized: a producer warp issues all loads and gives its warpgroup's registers to the consumers; else a
+            consumer warp issues them between its own steps.
+        overlap_gemm_softmax: 2-stage pipelining inside a warpgroup: QK^T of the next keys runs during this softmax.
+        overlap_tiles: the same across tiles: the first QK^T of the next tile runs with the last PV of this one.
+        pingpong: warpgroups take turns with the tensor cores, so that one's softmax hides behind another's GEMMs.
+        rescale_threshold: powers of two that a row maximum may outgrow its reference by before acc_o is rescaled;
+            0 = rescale in every step.
+        exp2_fma_period: every so many-th exponential goes to the FMA pipe as a cubic; 0 = none.
+        score_buffers: 1, or 2 = 3-stage pipelining: a step's keys in two halves, each with its accumulator of scores;
+            the QK^T of one half runs during the softmax of the other.
+        rescale_beside_qk: rescale acc_o after the next QK^T has been issued instead of before it.
+        softmax_before_wait: keep the assembler from moving exponentials behind the wait for PV.
+        longest_first: number the tiles by length (only meaningful where they differ), in L2-sized sections of heads.
+        cluster_size: thread blocks that share their loads of K and V (TMA multicast): neighbouring m_blocks of a head,
+            step by step in the same key block.
+        dynamic_tiles: thread blocks draw their tiles from a queue instead of taking every so many-th one.
+        pack_gqa: the query heads of one kv head share a tile, see blocks/pack_gqa.py.
+        two_level_sums: P V of a step has an accumulator of its own, which the FMA pipe adds to O: in FP8 the tensor
+            cores sum with fewer bits than float32 has.
+
+    Raises: TypeError for a value of another type than its field's.
+    """
+
+    tile_n: int
+    num_warpgroups: int = 2
+    num_stages: int = 2
+    v_stages: int = 0
+    q_stages: int = 1
+    q_in_registers: bool = False
+    warp_specialized: bool = True
+    overlap_gemm_softmax: bool = True
+    overlap_tiles: bool = True
+    pingpong: bool = True
+    rescale_threshold: float = 0.0
+    exp2_fma_period: int = 0
+    score_buffers: int = 1
+    rescale_beside_qk: bool = False
+    softmax_before_wait: bool = False
+    longest_first: bool = True
+    cluster_size: int = 1
+    dynamic_tiles: bool = False
+    pack_gqa: bool = False
+    two_level_sums: bool = False
+
+    @property
+    def tile_m(self) -> int:
+        return ROWS_PER_WARPGROUP * self.num_warpgroups
+
+    @property
+    def kv_stages(self) -> tuple[int, int]:
+        """Buffers for K and for V."""
+        return self.num_stages, self.v_stages or self.num_stages
+
+    @property
+    def num_threads(self) -> int:
+        return 128 * (self.num_warpgroups + self.warp_specialized)
+
+    def group(self, problem: AttentionProblem) -> int:
+        """Query heads that share a tile."""
+        return problem.qhead_per_kvhead if self.pack_gqa else 1
+
+    def positions(self, problem: AttentionProblem) -> int:
+        """Query positions of a tile."""
+        return ROWS_PER_WARPGROUP // self.group(problem) * self.num_warpgroups
+
+    def smem_bytes(self, problem: AttentionProblem) -> int:
+        """Shared memory of the tiles and their barriers."""
+        d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
+        q = self.q_stages * self.tile_m * d
+        k_stages, v_stages = self.kv_stages
+        kv = self.tile_n * (k_stages * d + v_stages * dv)
+        return problem.dtype.itemsize * (q + kv) + 1024
+
+    def accumulator_registers(self, problem: AttentionProblem) -> int:
+        """Registers of a consumer thread for S, P, O (and Q): the rest is left for addresses and the softmax."""
+        d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
+        p = self.tile_n * problem.dtype.itemsize // (8 * self.score_buffers)
+        o = dv if self.two_level_sums else dv // 2
+        return self.tile_n // 2 + p + o + (d // 4 if self.q_in_registers else 0)
+
+    def check(self, problem: AttentionProblem, arch: str = HOPPER) -> None:
+        """Raises: UnsupportedError, naming the bound, what is needed and what there is."""
+        _require_hopper(arch)
+        if self.num_warpgroups not in REGISTERS:
+            raise UnsupportedError(f"num_warpgroups: expected 1 to 4, got {self.num_warpgroups}")
+        if self.score_buffers not in (1, 2):
+            raise UnsupportedError(f"score_buffers: expected 1 or 2, got {self.score_buffers}")
+        keys = self.tile_n // self.score_buffers  # of one wgmma
+        if keys * self.score_buffers != self.tile_n or keys % 16 or not 16 <= keys <= 256:
+            raise UnsupportedError(f"tile_n: expected {self.score_buffers} x 16, 32, ... 256, got {self.tile_n}")
+        least = min(self.kv_stages)
+        if least < 1 or self.q_stages not in (1, 2):
+            raise UnsupportedError(f"stages: expected K/V >= 1 and Q 1 or 2, got {least} and {self.q_stages}")
+        if self.overlap_gemm_softmax and least < 2:
+            raise UnsupportedError("stages: overlap_gemm_softmax needs 2 for K and V, got 1")
+        if self.overlap_tiles and not self.overlap_gemm_softmax:
+            raise UnsupportedError("overlap_tiles: needs overlap_gemm_softmax")
+        if self.rescale_beside_qk and not self.overlap_gemm_softmax:
+            raise UnsupportedError("rescale_beside_qk: needs overlap_gemm_softmax")
+        if not self.warp_specialized and least < 2:
+            raise UnsupportedError(
+                "stages: without warp_specialized K and V need 2, got 1: the next ones are loaded early"
+            )
+        if not self.warp_specialized and (self.overlap_tiles or self.dynamic_tiles or self.cluster_size > 1):
+            raise UnsupportedError("warp_specialized: overlap_tiles, dynamic_tiles and clusters need it")
+        if self.score_buffers == 2 and not self.overlap_tiles:
+            raise UnsupportedError("score_buffers: 2 need overlap_tiles")
+        if not 0 <= self.rescale_threshold <= MAX_RESCALE_THRESHOLD:
+            expected = f"0 to {MAX_RESCALE_THRESHOLD:g}, or probabilities outgrow float16"
+            raise UnsupportedError(f"rescale_threshold: expected {expected}, got {self.rescale_threshold}")
+        if self.exp2_fma_period < 0:
+            raise UnsupportedError(f"exp2_fma_period: expected 0 (none) or more, got {self.exp2_fma_period}")
+        if self.cluster_size not in (1, 2):
+            raise UnsupportedError(f"cluster_size: expected 1 or 2, got {self.cluster_size}")
+        if self.cluster_size > 1 and (self.dynamic_tiles or problem.is_packed):
+            raise UnsupportedError("cluster_size: above 1 it takes neither dynamic_tiles nor packed sequences")
+        if self.group(problem) > ROWS_PER_WARPGROUP:
+            raise UnsupportedError(
+                f"pack_gqa: expected up to {ROWS_PER_WARPGROUP} query heads a kv head, got {self.group(problem)}"
+            )
+        if self.two_level_sums and (self.score_buffers != 1 or self.rescale_threshold != 0):
+            raise UnsupportedError("two_level_sums: needs score_buffers=1 and rescale_threshold=0")
+        if problem.quantization is not None:
+            self._check_fp8()
+        needed = self.smem_bytes(problem)
+        if needed > SMEM_BYTES:
+            raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {SMEM_BYTES}")
+        # without a producer to take them from, as many as the launch gives
+        available = REGISTERS[self.num_warpgroups][1] if self.warp_specialized else 65536 // self.num_threads // 8 * 8
+        registers = self.accumulator_registers(problem)
+        if registers > available - 16:
+            raise UnsupportedError(f"registers: {self} needs {registers} for S, P and O, a thread has {available}")
+
+    def _check_fp8(self) -> None:
+        """What the GEMMs and scales of FP8 take of the choices."""
+        if self.tile_n % 32:
+            raise UnsupportedError(f"tile_n: expected a multiple of 32 in FP8, got {self.tile_n}")
+        if self.q_in_registers or self.score_buffers != 1:
+            raise UnsupportedError("q_in_registers, score_buffers: expected False and 1 in FP8")
+        if self.rescale_threshold > MAX_RESCALE_THRESHOLD_FP8:
+            expected = f"0 to {MAX_RESCALE_THRESHOLD_FP8:g} in FP8, or P has no room below its largest value"
+            raise UnsupportedError(f"rescale_threshold: expected {expected}, got {self.rescale_threshold}")
+
+
+@dataclass(frozen=True)
+class BackwardConfig(LaunchConfig):
+    """How one backward launch on Hopper is tiled and overlapped.
+
+    Attributes:
+        tile_m: query rows of one step of the main loop, 64 or 128.
+        num_warpgroups: consumer warpgroups: 2.
+        by_gradient: one warpgroup has dV and the other dK, of the same 64 keys; else each has both, of its own 64 keys.
+        q_stages, do_stages: buffers for Q and for dO.
+        private_dq: a thread block takes all tiles of keys of a kv head, one after the other. It sums dQ by itself: no
+            zeros before, no other thread block's additions, and the last tile writes dq. For many heads of short
+            sequences.
+        background_zeros: idle warps write the zeros that dQ is added to, beside tiles that need others; else the kernel
+            before does. Not with private_dq or packed sequences.
+        pingpong: warpgroups take turns with the tensor cores, so that one's exponentials hide behind another's GEMMs.
+        longest_first: number the tiles of keys by length (only meaningful where they differ), in L2-sized sections of
+            heads.
+        dynamic_tiles: thread blocks draw their tiles from a queue instead of taking every so many-th one.
+        descending_turns: tiles of keys of a deterministic problem add to a dQ from the last one to the first, not the
+            other way round: see block_range.following_query_block.
+    """
+
+    tile_m: int = 64
+    num_warpgroups: int = 2
+    by_gradient: bool = False
+    q_stages: int = 2
+    do_stages: int = 2
+    private_dq: bool = False
+    background_zeros: bool = True
+    pingpong: bool = True
+    longest_first: bool = True
+    dynamic_tiles: bool = False
+    descending_turns: bool = False
+
+    # of a copy: what TMA reads is aligned
+    vector_bytes: ClassVar[int] = 16
+
+    @property
+    def key_tiles(self) -> int:
+        """Tiles of 64 keys in a tile of the grid."""
+        return 1 if self.by_gradient else self.num_warpgroups
+
+    @property
+    def tile_n(self) -> int:
+        return ROWS_PER_WARPGROUP * self.key_tiles
+
+    @property
+    def vector_adds(self) -> bool:
+        """Whether four values of a dQ are added at once, and lie side by side."""
+        return True
+
+    def adds_in_turns(self, problem: AttentionProblem) -> bool:
+        """Whether tiles of keys add to a dQ one after the other: with private_dq they do by themselves."""
+        return problem.deterministic and not self.private_dq
+
+    def adds_descending(self, problem: AttentionProblem) -> bool:
+        """Whether these turns begin with the last tile."""
+        return self.descending_turns and self.adds_in_turns(problem)
+
+    def zeroes_ahead(self, problem: AttentionProblem) -> bool:
+        """Whether idle warps of the main kernel write the zeros that dQ is added to."""
+        # packed: the first tiles are those of all heads, whose zeros would all have to be there
+        return self.background_zeros and not self.private_dq and not problem.is_packed
+
+    def zeroes_before(self, problem: AttentionProblem) -> bool:
+        """Whether the kernel before writes the zeros; with private_dq there are none."""
+        return not self.private_dq and not self.zeroes_ahead(problem)
+
+    def dq_columns(self, problem: AttentionProblem) -> int:
+        """Columns of the pieces (64 rows each) that a dQ of tile_m rows is computed in."""
+        if self.by_gradient:
+            return 64
+        return self.head_dims(problem)[0] * self.tile_m // ROWS_PER_WARPGROUP // self.num_warpgroups
+
+    def head_dims(self, problem: AttentionProblem) -> tuple[int, int]:
+        """What the kernel is compiled for: no 96, whose halves are no whole column blocks of shared memory."""
+        d, dv = (head_dim_tile(d) for d in (problem.head_dim, problem.head_dim_v))
+        return (128 if d == 96 else d), (128 if dv == 96 else dv)
+
+    @property
+    def num_threads(self) -> int:
+        return 128 * (self.num_warpgroups + 1)
+
+    @property
+    def consumer_warps(self) -> int:
+        return 4 * self.num_warpgroups
+
+    def smem_bytes(self, problem: AttentionProblem) -> int:
+        """Shared memory of a thread block: what `BackwardSm90.kernel` allocates, in its order."""
+        d, dv = self.head_dims(problem)
+        kv = self.tile_n * (d + dv)
+        q_do = self.tile_m * (self.q_stages * d + self.do_stages * dv)
+        ds = DS_BUFFERS * self.tile_n * self.tile_m
+        p = self.tile_n * self.tile_m if self.by_gradient else 0
+        stats = self.q_stages * STAT_ROWS * self.tile_m
+        # full and empty of K, V and each buffer of Q and dO; a slot with both in the queue of tiles; full of dS and P
+        barriers = 2 * (2 + self.q_stages + self.do_stages) + (3 if self.dynamic_tiles else 0) + 2 * DS_BUFFERS
+        return 2 * (kv + q_do + ds + p) + 4 * stats + 8 * barriers
+
+    def accumulator_registers(self, problem: AttentionProblem) -> int:
+        """Registers of a consumer thread for dK, dV, S or dP, P (with a softcap also times its slope) and dS."""
+        d, dv = self.head_dims(problem)
+        words = self.tile_m // 4 * (2 if problem.softcap is None else 3)
+        return (max(d, dv) if self.by_gradient else d + dv) // 2 + self.tile_m // 2 + words
+
+    def check(self, problem: AttentionProblem, arch: str = HOPPER) -> None:
+        """Raises: UnsupportedError, naming the bound, what is needed and what there is."""
+        _require_hopper(arch)
+        if self.num_warpgroups != 2:  # each has a half of dQ, or of the gradients
+            raise UnsupportedError(f"num_warpgroups: expected 2, got {self.num_warpgroups}")
+        if self.tile_m not in (64, 128):
+            raise UnsupportedError(f"tile_m: expected 64 or 128, got {self.tile_m}")
+        if self.by_gradient and self.tile_m != 64:
+            raise UnsupportedError(f"tile_m: expected 64 with by_gradient, got {self.tile_m}")
+        if self.private_dq and (self.by_gradient or self.dynamic_tiles or problem.is_packed):
+            raise UnsupportedError(
+                f"private_dq: expected by_gradient and dynamic_tiles off and no packed sequences, got {self}"
+            )
+        if self.q_stages < 2:
+            raise UnsupportedError(
+                f"q_stages: expected 2 or more, for S of the next block is issued before Q is free, got {self.q_stages}"
+            )
+        if self.do_stages < 1:
+            raise UnsupportedError(f"do_stages: expected 1 or more, got {self.do_stages}")
+        if max(problem.head_dim, problem.head_dim_v) > 128 and not self.by_gradient:
+            got = f"{problem.head_dim} and {problem.head_dim_v}"
+            raise UnsupportedError(f"head_dim: expected up to 128 without by_gradient, got {got}")
+        needed = self.smem_bytes(problem)
+        if needed > SMEM_BYTES:
+            raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {SMEM_BYTES}")
+        registers, available = self.accumulator_registers(problem), REGISTERS[self.num_warpgroups][1]
+        if registers > available - 32:
+            needs = f"{self} needs {registers} for dK, dV, S, P and dS"
+            raise UnsupportedError(f"registers: {needs}, a thread has {available} and addresses take 32 of them")

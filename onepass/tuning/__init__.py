@@ -1,0 +1,89 @@
+"""Finding the fastest configuration of a kernel for a problem, on the GPU that is here.
+
+space.py     which are worth timing                 pool.py    compiling them, several at a time
+launches.py  random data, launches, their results   race.py    timing in turns, and when a difference is one
+tuner.py     all of it together, into the table of kernels/tuned.py, where launches look
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from .. import dispatch
+from ..api import problem_of_call
+from ..errors import UnsupportedError
+from ..problem import AttentionProblem
+from .result import Candidate, Task, TuningResult
+
+__all__ = ["Candidate", "TuningResult", "tasks_of", "tune"]
+
+
+def tune(
+    calls: Mapping[str, Any] | AttentionProblem | Iterable[Mapping[str, Any] | AttentionProblem],
+    *,
+    backend: str | None = None,
+    gradients: bool = False,
+    workers: int | None = None,
+) -> list[TuningResult]:
+    """Time other configurations of the kernels of calls to come, and let such calls use the fastest from now on.
+
+        (found,) = onepass.tune(dict(q=(4, 4096, 16, 128), k=(4, 4096, 16, 128), v=(4, 4096, 16, 128),
+                                     dtype=torch.bfloat16, causal=True))
+        print(found.config, found.speedup)
+
+    At most 24 a pass: the heuristics' choice, the other rows of their tables and its neighbours. They are compiled in
+    parallel, run on random data, compared with the heuristics' results, and timed in turns. One replaces the
+    heuristics' choice only where it is faster by more than 1 % and more than the noise of the same run, and in four
+    rounds of five. It is kept in `tuned.json` in the cache directory, for this GPU, the same kernel, and lengths and
+    numbers of rows up to the next power of two. With `ONEPASS_TUNED=0` in the environment no call uses it.
+
+    Args:
+        calls: one call or several, each as `onepass.warmup` takes it: the arguments of `attention` or
+            `attention_varlen` by name, with shapes or tensors, whose values do not matter; or an `AttentionProblem`.
+        backend: for calls that name none; None = the one that they would run on.
+        gradients: also the kernels of their backward passes, where these have any.
+        workers: processes that compile at the same time; None = one a CPU.
+
+    Returns: a TuningResult for each pass of each call.
+
+    Raises: as the calls would; UnsupportedError where there is no GPU, and for calls without a kernel; OSError if the
+        cache directory is another user's or cannot be written, each before anything is measured. KeyboardInterrupt
+        after Ctrl-C: what was found is kept.
+    """
+    tasks = tasks_of(calls, backend, gradients)
+
+    from .tuner import Machine, tune_all
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # the default stream cannot be captured
+        return tune_all(tasks, Machine.here(device), workers=workers)
+
+
+def tasks_of(
+    calls: Mapping[str, Any] | AttentionProblem | Iterable[Mapping[str, Any] | AttentionProblem],
+    backend: str | None = None,
+    gradients: bool = False,
+) -> list[Task]:
+    """The passes of calls, on this machine's GPU. Raises: as `tune`."""
+    if not torch.cuda.is_available():
+        raise UnsupportedError("tune: expected a GPU to measure on, torch sees none here")
+    tasks = []
+    for call in [calls] if isinstance(calls, (Mapping, AttentionProblem)) else calls:
+        problem, requested, tuning, _ = problem_of_call("tune", call, backend)
+        if tuning is not None:
+            raise TypeError(f"tuning: expected None, for that is what is looked for, got {tuning}")
+        if problem.quantization is not None:
+            raise UnsupportedError("precision: expected None, got a call in FP8, which is not tuned yet")
+        if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):
+            raise ValueError(f"tune: expected a batch and lengths above 0, got {problem}")
+        support = dispatch.choose(problem, requested)
+        name = dispatch.require(problem, requested)
+        if not dispatch.has_kernels(name):
+            raise UnsupportedError(f"tune: backend {name} has no kernels to tune ({support.reason})")
+        tasks.append(Task("fwd", name, problem))
+        if gradients and dispatch.has_backward_kernels(name, problem):
+            tasks.append(Task("bwd", name, problem))
+    return tasks

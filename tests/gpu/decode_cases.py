@@ -1,0 +1,124 @@
+"""Calls of attention_decode as values: their tensors, and the kernels that they need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from gpu_cases import DEVICE, NAN
+from torch import Tensor
+
+INT32 = torch.int32
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0, device: str = DEVICE) -> Tensor:
+    if device == "meta":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """Sequences of some filled lengths; NaN wherever no key lies.
+
+    Attributes:
+        heads: of q and of the cache.
+        options: of attention_decode; has_sinks among them stands for sinks.
+    """
+
+    filled: tuple[int, ...]
+    seqlen_q: int = 1
+    heads: tuple[int, int] = (8, 2)
+    head_dims: tuple[int, int] = (64, 64)
+    page_size: int | None = None
+    seqlen_new: int = 0
+    rotary: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    options: tuple[tuple[str, Any], ...] = field(default=())
+
+    def __str__(self) -> str:
+        shape = f"q{self.seqlen_q} h{self.heads[0]}/{self.heads[1]} d{self.head_dims[0]}/{self.head_dims[1]}"
+        pages = f" page {self.page_size}" if self.page_size else ""
+        more = "".join(f" {name}={value}" for name, value in self.options)
+        return f"{shape}{pages} {str(self.dtype).removeprefix('torch.')}{more}"
+
+    def arguments(self, device: str = DEVICE) -> dict[str, Any]:
+        """Of attention_decode."""
+        batch, room = len(self.filled), -(-(max(self.filled) + self.seqlen_new + 1) // 64) * 64
+        room = room if self.page_size is None else -(-room // self.page_size) * self.page_size
+        found: dict[str, Any] = dict(self.options)
+        num_heads, num_heads_kv = self.heads
+        if found.pop("has_sinks", False):
+            found["sinks"] = randn(num_heads, dtype=torch.float32, seed=4, device=device)
+        found["q"] = randn(batch, self.seqlen_q, num_heads, self.head_dims[0], dtype=self.dtype, seed=1, device=device)
+        for i, name in enumerate(("k_cache", "v_cache")):
+            rows = batch, room, num_heads_kv, self.head_dims[i]
+            cache = randn(*rows, dtype=self.dtype, seed=2 + i, device=device)
+            for b, n in enumerate(self.filled):
+                cache[b, n:] = NAN
+            if self.page_size is not None:
+                order = torch.randperm(batch * room // self.page_size + 2, generator=torch.Generator().manual_seed(5))
+                table = order[:-2].view(batch, -1).int().to(device)
+                pages = cache.new_full((len(order), self.page_size, *cache.shape[2:]), NAN)
+                if device != "meta":
+                    pages[table.flatten().long()] = cache.view(-1, self.page_size, *cache.shape[2:])
+                found["page_table"], cache = table, pages
+            found[name] = cache
+        found["cache_seqlens"] = torch.tensor(self.filled, dtype=INT32, device=device)
+        if self.seqlen_new:
+            for i, name in enumerate(("k_new", "v_new")):
+                rows = batch, self.seqlen_new, num_heads_kv, self.head_dims[i]
+                found[name] = randn(*rows, dtype=self.dtype, seed=7 + i, device=device)
+        if self.rotary:
+            columns = torch.arange(self.head_dims[0] // 4, device=device)
+            angles = torch.arange(room, device=device)[:, None] * 0.5**columns
+            found |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+        return found
+
+
+FILLED = (1000, 0, 1, 65, 3000)
+
+
+def _options(**options: Any) -> tuple:
+    return tuple(options.items())
+
+
+CASES = [
+    # each head dim over dense rows and over pages, in one part and in several
+    *(DecodeCase(FILLED, head_dims=(d, d), options=_options(num_splits=1)) for d in (32, 64, 96, 128, 192, 256)),
+    *(DecodeCase(FILLED, 3, head_dims=(d, d), page_size=16, options=_options(num_splits=7)) for d in (64, 128, 256)),
+    # pages and parts are no part of a kernel: these need few more
+    *(
+        DecodeCase(FILLED, head_dims=(128, 128), page_size=n, options=_options(num_splits=2))
+        for n in (1, 7, 48, 64, 256)
+    ),
+    *(DecodeCase(FILLED, head_dims=(128, 128), options=_options(num_splits=n)) for n in (None, 2, 64, 256)),
+    *(DecodeCase((70000, 1, 33333), head_dims=(128, 128), page_size=n) for n in (None, 64)),
+    # rows of a tile: 1 to 16, to 32, and more
+    *(
+        DecodeCase(FILLED, m, (h, 2), (128, 128), 16)
+        for m, h in ((1, 2), (1, 32), (3, 10), (5, 8), (8, 8), (16, 8), (1, 96))
+    ),
+    # head dims of their own, some that no wide copy divides
+    *(
+        DecodeCase(FILLED, 2, head_dims=dims, page_size=n)
+        for dims, n in (((128, 64), 16), ((40, 72), None), ((5, 7), 3))
+    ),
+    *(
+        DecodeCase((1000, 130), m, (8, 1), (128, 128), 16, dtype=dtype, options=_options(num_splits=5, **options))
+        for m, dtype, options in (
+            (2, torch.float16, {"window": (100, 0), "has_sinks": True}),
+            (2, torch.float32, {"window": (100, 0)}),
+            (1, torch.float32, {"softcap": 5.0, "causal": False, "has_sinks": True}),
+            (16, torch.float16, {"softcap": 5.0, "causal": False, "window": (300, 20)}),
+            (16, torch.float32, {"has_sinks": True}),
+        )
+    ),
+    DecodeCase((1000, 130), 2, (8, 1), (128, 128), options=_options(num_splits=1, has_sinks=True, softcap=5.0)),
+]
+NEW_KEYS = [
+    DecodeCase((100, 0, 63), 4, (8, 2), (128, 128), n, 4, rotary, options=_options(num_splits=2))
+    for n in (None, 16)
+    for rotary in (False, True)
+]

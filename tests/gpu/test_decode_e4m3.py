@@ -1,0 +1,153 @@
+"""attention_decode over an e4m3 cache on a GPU: values against float64, new keys, NaN, graphs.
+
+Oracle and plain results come from the tiled backend on the same device, over the same e4m3 numbers.
+"""
+
+import pytest
+import torch
+from decode_cases import FILLED, DecodeCase, randn
+from gpu_cases import DEVICE, IS_READY, ON_GPU
+
+import onepass
+from onepass import dispatch, repeated
+from onepass.testing.budget import compare, compare_lse
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_READY, reason="needs a GPU with the kernels")]
+E4M3 = torch.float8_e4m3fn
+
+
+def call_of(case, kind):
+    """Arguments with caches in e4m3. Args: kind: what has a descale of its own: "none", "tensor", "head", "entry",
+    "block" (of 64 keys) or "page"."""
+    arguments = case.arguments()
+    outer, size, heads = arguments["k_cache"].shape[:3]
+    batch = len(case.filled)
+    shape = {"tensor": (), "head": (heads,), "entry": (batch, heads), "block": (batch, heads, -(-size // 64))}
+    shape["page"] = outer, heads
+    if kind in ("block", "page"):
+        arguments["kv_block"] = size if kind == "page" else 64
+    for i, name in enumerate("kv"):
+        arguments[f"{name}_cache"] = arguments[f"{name}_cache"].to(E4M3)
+        if kind != "none":
+            arguments[f"{name}_descale"] = randn(*shape[kind], dtype=torch.float32, seed=40 + i).exp()
+    return arguments
+
+
+def by_tiles(arguments):
+    return onepass.attention_decode(**(arguments | {"num_splits": None}), return_lse=True, backend="tiled")
+
+
+def check(arguments):
+    """Against the tiled backend in float64; where keys are new, over the cache as the kernels have left it."""
+    there = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in arguments.items()}
+    out, lse = onepass.attention_decode(**arguments, return_lse=True)
+    plain = by_tiles(there)
+    for name in ("k_cache", "v_cache"):
+        now, other = (t[name].float() for t in (arguments, there))
+        # rotated, bf16 may be off by its last bit, and e4m3 then by its own
+        rtol = 0.13 if name == "k_cache" and "rotary_cos" in arguments else 0.0
+        torch.testing.assert_close(now, other, rtol=rtol, atol=1e-6 if rtol else 0.0, equal_nan=True)
+    wide = {n: t for n, t in arguments.items() if n not in ("k_new", "v_new", "rotary_cos", "rotary_sin")}
+    wide["q"] = arguments["q"].double()
+    if "k_new" in arguments:
+        wide["cache_seqlens"] = arguments["cache_seqlens"] + arguments["k_new"].shape[1]
+    if "rotary_cos" in arguments:
+        assert compare("out", out, plain.out.double(), plain.out, factor=4.0).ok
+        return
+    oracle = by_tiles(wide)
+    for row in (compare("out", out, oracle.out, plain.out), compare_lse(lse, oracle.lse)):
+        assert row.ok, row
+
+
+def case_of(seqlen_q=1, d=128, page_size=None, filled=FILLED, heads=(8, 2), seqlen_new=0, rotary=False, **options):
+    dtype = options.pop("dtype", torch.bfloat16)
+    return DecodeCase(filled, seqlen_q, heads, (d, d), page_size, seqlen_new, rotary, dtype, tuple(options.items()))
+
+
+CASES = [
+    # all descales; pages and parts that need no kernels of their own
+    *((case_of(num_splits=n), kind) for kind in ("none", "tensor", "head", "entry") for n in (1, 3)),
+    *((case_of(num_splits=n), "block") for n in (1, 7, 64)),
+    *((case_of(page_size=size, num_splits=2), "page") for size in (16, 48, 64, 256)),
+    *((case_of(page_size=size), "entry") for size in (1, 7)),
+    (case_of(page_size=16, filled=(70000, 1, 33333)), "page"),
+    # head dims; rows of a tile
+    *((case_of(d=d, page_size=16, num_splits=3), "page") for d in (64, 96, 192, 256)),
+    *((case_of(d=d, num_splits=1), "entry") for d in (40, 18)),
+    *((case_of(m, page_size=16, heads=(h, 2), num_splits=2), "page") for m, h in ((1, 32), (3, 10), (8, 8), (40, 8))),
+    # options
+    *(
+        (case_of(m, page_size=16, filled=(1000, 130), heads=(8, 1), num_splits=5, **options), "page")
+        for m, options in (
+            (2, {"dtype": torch.float16, "window": (100, 0), "has_sinks": True}),
+            (16, {"softcap": 5.0, "causal": False, "window": (300, 20)}),
+        )
+    ),
+]
+NEW_KEYS = [
+    (case_of(4, page_size=size, filled=(100, 0, 63), seqlen_new=4, rotary=rotary, num_splits=2), kind)
+    for size, kind in ((None, "block"), (16, "page"))
+    for rotary in (False, True)
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels_ahead():
+    """By `warmup`, as a user would; the cases' own tensors are of the GPU."""
+    if ON_GPU and IS_READY:
+        onepass.warmup([call_of(case, kind) for case, kind in (*CASES, *NEW_KEYS)], backend="sm80")
+
+
+@pytest.fixture(autouse=True)
+def _kernels_by_default(monkeypatch):
+    monkeypatch.setattr(dispatch, "_DECODE_KERNELS_HAVE_RUN", True)
+    repeated._forwards.clear()
+    yield
+    repeated._forwards.clear()
+
+
+@pytest.mark.parametrize(("case", "kind"), CASES, ids=str)
+def test_values(case, kind):
+    check(call_of(case, kind))
+
+
+@pytest.mark.parametrize(("case", "kind"), NEW_KEYS, ids=str)
+def test_new_keys(case, kind):
+    check(call_of(case, kind))
+
+
+def test_descales_that_grow_and_shrink():
+    """O refers to the largest descale of V so far."""
+    arguments = call_of(case_of(page_size=16, filled=(256,), num_splits=1), "page")
+    by_key = torch.logspace(-12, 12, 16, device=DEVICE)
+    for order in (by_key, by_key.flip(0)):
+        arguments["v_descale"] = arguments["v_descale"].clone()
+        arguments["v_descale"][arguments["page_table"][0, :16].long()] = order[:, None]
+        check(arguments)
+
+
+def test_nan_of_a_hidden_key_stays_hidden():
+    arguments = call_of(case_of(8, filled=(130,), heads=(4, 2), num_splits=2), "block")
+    whole = onepass.attention_decode(**arguments)
+    arguments["v_cache"].view(torch.uint8)[:, 126] = 0x7F
+    out = onepass.attention_decode(**arguments)
+    assert out[:, 4:].isnan().all()  # the queries from position 126 on
+    torch.testing.assert_close(out[:, :4], whole[:, :4], rtol=0.02, atol=0.01)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="graphs and synchronisation are a GPU's")
+def test_graph_of_a_growing_cache_without_synchronisation():
+    arguments = call_of(case_of(page_size=16, filled=(100, 7), seqlen_new=1, num_splits=3), "page")
+    onepass.attention_decode(**arguments)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        onepass.attention_decode(**arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = onepass.attention_decode(**arguments)
+    for _ in range(5):
+        graph.replay()
+        torch.testing.assert_close(out, onepass.attention_decode(**arguments), rtol=0, atol=0)
+        arguments["cache_seqlens"] += 1

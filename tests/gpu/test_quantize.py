@@ -1,0 +1,172 @@
+"""The kernels of `quantize_fp8` beside its plain torch on the same GPU, from compute capability 8.9 on.
+
+V is rounded by the same operations, bit for bit; what is rotated is summed in another order.
+"""
+
+import pytest
+import torch
+from gpu_cases import BF16, DEVICE, FP16, INF, NAN, ON_GPU, lengths_tensor, offsets
+
+import onepass
+from onepass import dispatch, fp8
+from onepass.kernels.fp8 import launch
+from onepass.testing import assert_same_rounding, fp8_budget
+
+HAS_E4M3 = ON_GPU and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+IS_HOPPER = HAS_E4M3 and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_E4M3, reason="needs a GPU that has e4m3")]
+
+
+@pytest.fixture(autouse=True)
+def _kernels_by_default(monkeypatch):
+    monkeypatch.setattr(dispatch, "_QUANTIZATION_KERNELS_HAVE_RUN", True)
+
+
+def in_torch(q, k, v, **options):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "_QUANTIZATION_KERNELS_HAVE_RUN", False)
+        quantized = onepass.quantize_fp8(q, k, v, **options)
+        return quantized, fp8.keys_last(quantized.v, options.get("cu_seqlens_k"))
+
+
+def check(q, k, v, **options):
+    expected, keys_last = in_torch(q, k, v, **options)
+    actual = onepass.quantize_fp8(q, k, v, **options)
+    lengths = options.get("cu_seqlens_q"), options.get("cu_seqlens_k")
+    # packed rows are added up in any order
+    assert_same_rounding(actual, expected, *lengths, same_means=lengths[1] is None)
+    if IS_HOPPER:
+        assert actual.v_keys_last
+        is_zero = keys_last.view(torch.uint8) == 0
+        assert (actual.v.view(torch.uint8)[is_zero] & 0x7F == 0).all()  # where there is no key, too
+    return actual
+
+
+def randn(*shape, dtype=BF16, seed=0):
+    return torch.randn(shape, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE).to(dtype)
+
+
+def make(lengths=(300, 500), heads=(4, 2), head_dims=(128, 128), batch=2, dtype=BF16):
+    q = randn(batch, lengths[0], heads[0], head_dims[0], dtype=dtype, seed=1)
+    k, v = (randn(batch, lengths[1], heads[1], d, dtype=dtype, seed=i) for i, d in enumerate(head_dims, 2))
+    k[:, :70] *= 30  # blocks of different scales
+    v[:, 64:128] *= 0.01
+    return q, k, v
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "dtype"), [((128, 128), BF16), ((64, 64), FP16), ((256, 256), BF16), ((112, 80), BF16)], ids=str
+)
+def test_head_dims(head_dims, dtype):
+    for lengths in ((1, 1), (64, 128), (300, 511), (2000, 3000)):
+        check(*make(lengths, head_dims=head_dims, dtype=dtype))
+
+
+def test_many_heads_and_strides():
+    """Heads outside of rows, parts of one tensor, an address that 16 bytes do not divide; rotation by other signs."""
+    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in make(heads=(32, 8)))
+    check(q, k, v, seed=2**63)
+    check(*randn(2, 200, 3, 4, 128).unbind(2))
+    check(*(torch.cat([t[..., :1], t], -1)[..., 1:] for t in make()))
+
+
+def packed(lengths_q=(50, 0, 700, 64, 1), lengths_k=(90, 4, 1300, 0, 66), slack=70):
+    """Rows of no sequence behind the last one, with NaN where nothing may look."""
+    q = randn(sum(lengths_q) + slack, 4, 128, seed=1)
+    k, v = (randn(sum(lengths_k) + slack, 2, 128, seed=i) for i in (2, 3))
+    for t, lengths in ((q, lengths_q), (k, lengths_k), (v, lengths_k)):
+        t[sum(lengths) :] = NAN
+    k[90:400] *= 30
+    lengths = {f"cu_seqlens_{n}": lengths_tensor(offsets(x)) for n, x in (("q", lengths_q), ("k", lengths_k))}
+    return (q, k, v), lengths
+
+
+def test_packed_sequences():
+    tensors, options = packed()
+    check(*tensors, **options)
+    used = (90, 0, 777, 0, 1)
+    for start, end, n in zip(
+        options["cu_seqlens_k"].tolist(), options["cu_seqlens_k"].tolist()[1:], used, strict=False
+    ):
+        for t in tensors[1:]:
+            t[start + n : end] = NAN
+    check(*tensors, **options, seqused_k=lengths_tensor(used))
+
+
+def test_hidden_keys_and_means():
+    q, k, v = make()
+    used = lengths_tensor((0, 333))
+    for t in (k, v):
+        t += 4
+        for b, n in enumerate(used.tolist()):
+            t[b, n:] = NAN
+    check(q, k, v, seqused_k=used)
+    check(q, k, v, seqused_k=used, center_k=True, center_v=True)
+
+
+@pytest.mark.parametrize("rotate", [True, False])
+def test_nan_and_inf(rotate):
+    q, k, v = make(batch=1)
+    for t in (q, k, v):
+        t[0, 3, 0, 5], t[0, 3, 0, 40] = INF, -INF
+        t[0, 7, 0, 17], t[0, 9, 0, 63] = NAN, -INF
+    v[0, 64:128], q[0, 64:128], k[0, :64] = 2.0**-130, 2.0**-120, 0.0
+    check(q, k, v, rotate=rotate)
+
+
+def test_more_than_2_31_elements():
+    """The last blocks are those of the same rows alone."""
+    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
+        pytest.skip("needs 20 GB")
+    heads, rows = 16, 2**31 // (16 * 128) + 100
+    x = torch.zeros(1, rows, heads, 128, dtype=BF16, device=DEVICE)
+    last = rows // 64 * 64 - 64
+    x[:, last:] = randn(1, rows - last, heads, 128)
+    stored, descale = launch.rows(x, None, None, None, seed=0)
+    alone, of_alone = launch.rows(x[:, last:].clone(), None, None, None, seed=0)
+    assert torch.equal(stored[:, last:].view(torch.uint8), alone.view(torch.uint8))
+    assert torch.equal(descale[..., -2:], of_alone)
+    stored, _ = launch.values(x, None, None, None)
+    alone, _ = launch.values(x[:, last:].clone(), None, None, None)
+    assert torch.equal(stored[..., last:].view(torch.uint8), alone.view(torch.uint8))
+
+
+def test_keys_last_of_e4m3():
+    """V that somebody else has quantised, with any bits."""
+    codes = torch.randint(0, 256, (2, 1000, 3, 128), device=DEVICE, dtype=torch.uint8)
+    codes[:, 500:] = 0x7F
+    for v, lengths in ((codes, None), (codes[0], lengths_tensor((0, 9, 9, 700)))):
+        v = v.view(fp8.E4M3)
+        assert torch.equal(
+            fp8.keys_last(v, lengths).view(torch.uint8), fp8._keys_last_in_torch(v, lengths).view(torch.uint8)
+        )
+
+
+def test_graph_and_no_wait_for_the_gpu():
+    tensors = make()
+    onepass.quantize_fp8(*tensors)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        onepass.quantize_fp8(*tensors)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = onepass.quantize_fp8(*tensors)
+    for t in tensors:
+        t.neg_().mul_(3)
+    graph.replay()
+    again = onepass.quantize_fp8(*tensors)
+    for name in ("q", "k", "v", "q_descale", "k_descale", "v_descale"):
+        a, b = (getattr(x, name).view(torch.uint8) for x in (captured, again))
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="FP8 attention has a kernel for Hopper alone")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_attention(head_dim):
+    """The attention kernel reads V as the quantisation kernel has written it."""
+    quantized = onepass.quantize_fp8(*make(head_dims=(head_dim, head_dim)))
+    out = onepass.attention(quantized, causal=True, backend="sm90")
+    budget = fp8_budget(*quantized.dequantize(), out.dtype, short_sums=True, causal=True)
+    assert ((out.double() - budget.oracle.out).abs() <= budget.out).all()

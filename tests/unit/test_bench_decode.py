@@ -1,0 +1,143 @@
+"""`onepass bench decode` and benchmarks/decode.py on a CPU: small caches, with a clock that stands for a GPU's."""
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from onepass.bench import decode as bench
+from onepass.bench.cases import decode_case, get_case_set
+from onepass.bench.flops import bytes_moved
+from onepass.cli.app import app
+from onepass.kernels.sm80 import decode_launch, launch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def test_the_grid_fits():
+    cases = get_case_set("decode").cases
+    assert len(cases) > 40
+    assert max(map(bench.kv_bytes, cases)) <= 40e9
+    assert bench.kv_bytes(decode_case(1, 8192, 32, 8, 128)) == 2**25
+    assert bytes_moved(decode_case(2, 8192, 32, 8, 128)) == 2**26 + 2 * 2 * 2 * 32 * 128 + 2 * 32 * 4  # q, out, lse
+
+
+@pytest.mark.parametrize(("seqlen_k", "expected"), [(512, "64, flushed"), (1024, "48"), (8192, "6"), (2**20, "1")])
+def test_what_is_timed_is_not_in_the_l2_cache(seqlen_k, expected):
+    case = decode_case(1, seqlen_k, 32, 8, 128)
+    copies = bench.CacheCopies.of(case, 50 * 10**6)
+    assert str(copies) == expected
+    assert copies.is_flushed or copies.number * bench.kv_bytes(case) >= 4 * 50e6
+
+
+def test_pages_are_those_of_the_same_memory():
+    case = decode_case(2, 64, 4, 2, 16, dtype="float32")
+    step = bench.make_step(case, "cpu")
+    paged = step.in_pages(16)
+    assert paged.k_cache.data_ptr() == step.k_cache.data_ptr()
+    assert sorted(paged.page_table.flatten().tolist()) == list(range(8))
+    rows = bench.Sequences(paged, paged.v_cache)[1, :, 0]
+    assert torch.equal(rows[16:32], step.v_cache.view(-1, 16, 2, 16)[paged.page_table[1, 1], :, 0])
+
+
+def test_bench_decode(tmp_path):
+    path, plot = tmp_path / "decode.json", tmp_path / "decode.png"
+    arguments = [
+        "--device",
+        "cpu",
+        "--rounds",
+        "2",
+        "--only",
+        "seqlen_k=1024",
+        "--json",
+        str(path),
+        "--plot",
+        str(plot),
+    ]
+    result = CliRunner().invoke(app, ["bench", "decode", *arguments])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["case"]["batch"] for row in rows] == [1, 8]
+    for row in rows:
+        assert (row["backend"], row["failed"]) == ("tiled", {})
+        assert set(row["contenders"]) == {"onepass", "onepass page 16", "onepass page 64", "onepass page 256", "sdpa"}
+        for entry in row["contenders"].values():
+            assert entry["of_copy"] == pytest.approx(row["bytes"] / entry["median_ms"] / 1e9 / row["copy_tb_per_s"])
+    assert plot.exists()
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """benchmarks/decode.py on the CPU, by the tiled backend."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for name in ("common", "decode"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    script = importlib.import_module("decode")
+    properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=2**20)
+    for module, name, value in (
+        (script, "DEVICE", "cpu"),
+        (script, "BACKEND", "tiled"),
+        (launch, "arch_of", lambda device: "sm_90a"),
+        (decode_launch, "arch_of", lambda device: "sm_90a"),
+        (script.common, "circumstances", dict),
+        (script, "variant_run", lambda config, num_splits, step: bench.onepass_run("tiled")(step)),
+        (bench, "MOST_COPIES", 2),
+        (bench, "copy_bandwidth", lambda device: 0.01),
+        (torch.cuda, "get_device_properties", lambda device: properties),
+        (torch.cuda, "Stream", lambda: None),
+        (torch.cuda, "set_stream", lambda stream: None),
+        (torch.cuda, "empty_cache", lambda: None),
+    ):
+        monkeypatch.setattr(module, name, value)
+    ticks = iter(range(1, 10**6))
+    monkeypatch.setattr(bench, "CudaSampler", lambda calls, ms: lambda: (calls[0](), 1.0 + next(ticks) * 1e-6)[1])
+    monkeypatch.setattr(bench, "sampler_of", lambda calls, copies: _Sampler(bench.CudaSampler(calls, 0.0)))
+    jobs = []
+    monkeypatch.setattr(script.common, "compile_all", lambda requests, compile_one: jobs.extend(requests))
+    script.jobs = jobs
+    decode_launch.prepare.cache_clear()
+    yield script
+    decode_launch.prepare.cache_clear()
+
+
+class _Sampler:
+    launch = "graph"
+
+    def __init__(self, sample):
+        self.sample = sample
+
+    def __call__(self):
+        return self.sample()
+
+
+@pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="not a checkout")
+def test_script(script, tmp_path, capsys):
+    path = tmp_path / "out.json"
+    arguments = ["--cases", "b1k1024h8/2d64,b2k512h4/4d32q3", "--seconds", "0.0", "--out", str(path)]
+    variants = "num_splits=8; key_warps=2, num_stages=4; nonsense=1; num_stages=1"
+    assert script.main([*arguments, "--variants", variants]) == 0
+    output = capsys.readouterr().out
+    assert "DecodeConfigSm80 has no nonsense" in output
+    assert "num_stages: expected 2 or more" in output
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["case"]["seqlen_q"] for row in rows] == [1, 3]
+    for row in rows:
+        assert row["failed"] == {}
+        assert {"onepass", "onepass page 16", "num_splits=8", "key_warps=2,num_stages=4"} <= set(row["contenders"])
+    assert {request[0] for request in script.jobs} == {"decode_sm80", "merge_splits"}
+
+
+@pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="not a checkout")
+def test_script_says_what_is_wrong(script, monkeypatch, tmp_path):
+    monkeypatch.setattr(script, "variant_run", lambda config, num_splits, step: 2 * bench.onepass_run("tiled")(step))
+    arguments = ["--cases", "b1k1024h8/2d64", "--no-grid", "--out", str(tmp_path / "out.json")]
+    assert script.main(arguments) == 0
+    assert script.main([*arguments, "--variants", "num_splits=8"]) == 1
+    with pytest.raises(argparse.ArgumentTypeError, match="expected cases such as"):
+        script.parse_cases("b1k1024h8d64")

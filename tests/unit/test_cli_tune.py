@@ -1,0 +1,208 @@
+"""`onepass tune` and what `onepass cache` says of it, without a GPU: on the machine of tuning_fakes.py."""
+
+import dataclasses
+import importlib
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+
+import tuning_fakes
+from tuning_fakes import GPU, PROBLEM, TASK, FakeRuns, machine, samples_of_a_race
+from typer.testing import CliRunner
+
+from onepass.cli.app import app
+from onepass.kernels import tuned
+from onepass.kernels.config import HOPPER
+from onepass.tuning import tuner
+from onepass.tuning.space import candidates
+
+cli = importlib.import_module("onepass.cli.tune")  # `onepass.cli.tune` may be the function
+CONFIGS = candidates(*TASK, HOPPER)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "200")
+    yield from tuning_fakes.own_cache(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def imagine(monkeypatch):
+    """Make the command run on a fake machine: imagine(runs, tasks=(TASK,), failed=()) -> the calls that it asks for."""
+
+    def imagined(runs, tasks=(TASK,), failed=()):
+        asked = []
+
+        def tasks_of(calls, backend, gradients):
+            asked.append((calls, backend, gradients))
+            return list(tasks)
+
+        def measure(tasks, rounds, limit, workers, table, progress):
+            options = {"rounds": rounds, "limit": limit, "workers": workers, "table": table, "progress": progress}
+            tuner.tune_all(tasks, machine(runs, failed), **options)
+
+        monkeypatch.setattr(cli, "tasks_of", tasks_of)
+        monkeypatch.setattr(cli, "_measure", measure)
+        monkeypatch.setattr(cli, "describe", lambda device: {"device": device})
+        return asked
+
+    return imagined
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def gaining(config):
+    return 0.9 if config == CONFIGS[3] else 1.0
+
+
+def test_help():
+    result = invoke("tune", "--help")
+    assert result.exit_code == 0
+    for text in ("--paper-grid", "--backward", "ONEPASS_TUNED=0", "130 after Ctrl-C"):
+        assert text in result.output
+    assert "tune" in invoke("--help").output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu():
+    result = invoke("tune")
+    assert result.exit_code == 2
+    assert "cannot be tuned here: tune: expected a GPU to measure on, torch sees none here" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--dtype", "int8"), "--dtype: expected one of"),
+        (("--heads", "8", "--heads-kv", "3"), "--heads-kv: expected a divisor of 8 heads, got 3"),
+    ],
+)
+def test_bad_options(arguments, message):
+    result = invoke("tune", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_gain(imagine, tmp_path):
+    asked = imagine(FakeRuns(gaining))
+    path = tmp_path / "tune.json"
+    options = ("--head-dim", "64", "--seqlen", "1000", "--batch", "2", "--heads", "8", "--heads-kv", "2", "--causal")
+    result = invoke("tune", *options, "--backend", "sm90", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    shapes = {"q": (2, 1000, 8, 64), "k": (2, 1000, 2, 64), "v": (2, 1000, 2, 64)}
+    assert asked == [([shapes | {"dtype": torch.bfloat16, "causal": True}], "sm90", False)]
+    assert "11.1 % faster (noise 0.0 %), of 24" in result.output
+    assert "faster than the heuristics: 1 of 1, at most 11.1 %; kept in" in result.output
+    data = json.loads(path.read_text())
+    assert data["results"][0]["config"] == CONFIGS[3].text
+    assert tuned.load(tuned.own_path())[GPU][tuned.key_of(*TASK)].config == CONFIGS[3].text
+
+
+def test_no_gain(imagine):
+    imagine(FakeRuns(lambda config: 1.0))
+    result = invoke("tune", "--verbose")
+    assert result.exit_code == 0
+    assert result.output.replace("\n", " ").count("tile_n=112") > 0
+    assert "the heuristics' choice stays, of 24" in result.output
+    assert "faster than the heuristics: 0 of 1; kept in" in result.output
+
+
+def test_another_table(imagine, tmp_path):
+    imagine(FakeRuns(gaining))
+    path = tmp_path / "table.json"
+    assert invoke("tune", "--table", str(path), "--candidates", "8", "--rounds", "9").exit_code == 0
+    assert not tuned.own_path().exists()
+    assert tuned.parse(path.read_bytes())[GPU][tuned.key_of(*TASK)].config == CONFIGS[3].text
+
+
+def test_wrong_results(imagine):
+    imagine(FakeRuns(gaining, wrong=lambda config: config == CONFIGS[3]), failed=(CONFIGS[4],))
+    result = invoke("tune")
+    assert result.exit_code == 1
+    assert "not timed" in result.output
+    assert "does not compile: out of registers" in result.output
+    assert "candidates with wrong results, which were not timed: 1" in result.stderr
+
+
+def other_task():
+    return TASK._replace(problem=dataclasses.replace(PROBLEM, dtype=torch.float16))
+
+
+def test_ctrl_c(imagine, tmp_path):
+    other = other_task()
+    heats, final = samples_of_a_race(len(CONFIGS), 25)
+    # the final has three others only if three are faster
+    speeds = {config: 0.9 + 0.01 * i for i, config in enumerate(CONFIGS[1:4])}
+    imagine(FakeRuns(lambda config: speeds.get(config, 1.0), interrupt_after=heats + final + 3), (TASK, other))
+    path = tmp_path / "tune.json"
+    result = invoke("tune", "--json", str(path))
+    assert result.exit_code == 130
+    assert "interrupted after 1 of 2" in result.stderr
+    assert [one["kept"] for one in json.loads(path.read_text())["results"]] == [True, False]
+    assert len(tuned.load(tuned.own_path())[GPU]) == 1
+
+
+def test_the_backward_instead_of_the_forward(imagine):
+    imagine(FakeRuns(lambda config: 1.0), (TASK, TASK._replace(direction="bwd")))
+    result = invoke("tune", "--backward")
+    assert result.exit_code == 0
+    assert [key.split()[0] for key in tuned.load(tuned.own_path())[GPU]] == ["bwd"]
+
+
+def test_backward_where_there_is_none(imagine):
+    asked = imagine(FakeRuns(gaining))
+    result = invoke("tune", "--backward")
+    assert result.exit_code == 2
+    assert "gradients come from kernels" in result.stderr
+    assert asked[0][2] is True
+
+
+def test_the_papers_grid(imagine):
+    asked = imagine(FakeRuns(gaining))
+    assert invoke("tune", "--paper-grid", "--dtype", "float16").exit_code == 0
+    calls = asked[0][0]
+    assert len(calls) == 36
+    assert {call["dtype"] for call in calls} == {torch.float16}
+    assert {call["q"][0] * call["q"][1] for call in calls} == {16384}
+    assert {call["q"][2] * call["q"][3] for call in calls} == {2048}
+    assert invoke("tune", "--paper-grid", "--only", "head_dim=128,causal=true,seqlen=512/1024").exit_code == 0
+    assert [call["q"] for call in asked[1][0]] == [(32, 512, 16, 128), (16, 1024, 16, 128)]
+    result = invoke("tune", "--paper-grid", "--only", "size=3")
+    assert result.exit_code == 2
+    assert "--only: expected field=value" in result.stderr
+    assert "expected --paper-grid beside it" in invoke("tune", "--only", "head_dim=64").stderr
+
+
+def test_only_what_is_missing(imagine, monkeypatch):
+    monkeypatch.setattr(tuned, "gpu_name", lambda device=None: GPU)
+    imagine(FakeRuns(gaining), (TASK, other_task()))
+    tuned.save(GPU, {tuned.key_of(*TASK): tuned.Entry("a", "b", 1.0, "these kernels", "")})
+    result = invoke("tune", "--missing")
+    assert "of 1, at most" in result.output
+    assert set(tuned.load(tuned.own_path())[GPU]) == {tuned.key_of(*TASK), tuned.key_of(*other_task())}
+    assert "faster than the heuristics: 0 of 0" in invoke("tune", "--missing").output
+    tuned.save(GPU, {tuned.key_of(*TASK): tuned.Entry("a", "b", 1.0, "other kernels", "")})
+    assert "of 1, at most" in invoke("tune", "--missing").output
+
+
+def test_cache_lists_and_clears(imagine):
+    imagine(FakeRuns(gaining))
+    assert "tuned configurations" not in invoke("cache").output
+    assert "no tuned configurations" in invoke("cache", "clear", "--tuned").output
+    invoke("tune")
+    assert f"tuned configurations for {GPU}: 1, 1 of them in place of the heuristics' choice" in invoke("cache").output
+    assert invoke("cache", "clear", "--yes").exit_code == 0
+    assert tuned.own_path().exists()
+    assert invoke("cache", "clear", "--tuned", "--yes").exit_code == 0
+    assert not tuned.own_path().exists()
+
+
+def test_cache_says_what_is_wrong_with_the_table():
+    tuned.save(GPU, {})
+    tuned.own_path().write_text("{")
+    assert "tuned configurations: not used" in invoke("cache").output

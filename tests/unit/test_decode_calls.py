@@ -1,0 +1,179 @@
+"""`supports` and `warmup` of calls of `attention_decode`; the compiler only takes notes."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import onepass
+from onepass import dispatch
+from onepass.kernels import compile
+from onepass.kernels.sm80 import decode_launch
+
+INT32, E4M3 = torch.int32, torch.float8_e4m3fn
+CALL = {
+    "q": (4, 1, 32, 128),
+    "k_cache": (4, 65536, 8, 128),
+    "v_cache": (4, 65536, 8, 128),
+    "cache_seqlens": (4,),
+    "dtype": torch.bfloat16,
+}
+PAGED = CALL | {"k_cache": (900, 16, 8, 128), "v_cache": (900, 16, 8, 128), "page_table": (4, 225)}
+NEW = {"k_new": (4, 1, 8, 128), "v_new": (4, 1, 8, 128), "rotary_cos": (4096, 64), "rotary_sin": (4096, 64)}
+DESCALES = {"k_descale": (900, 8), "v_descale": (), "kv_block": 16, "cache_dtype": E4M3}
+
+
+def tensors(**changes):
+    """A call on the "meta" device, with caches of q's dtype."""
+    call = {n: t for n, t in (CALL | changes).items() if n != "dtype"}
+    return {
+        n: torch.empty(t, dtype=INT32 if n == "cache_seqlens" else torch.bfloat16, device="meta")
+        if isinstance(t, tuple)
+        else t
+        for n, t in call.items()
+    }
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """(name, key, arch) of the kernels that were asked for, in a process with a compiler and a GPU."""
+    asked = []
+
+    def get(name, key, arch, trace):
+        if (name, key, arch) not in asked:
+            asked.append((name, key, arch))
+        return print
+
+    monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
+    monkeypatch.setattr(compile, "get", get)
+    monkeypatch.setattr(compile, "is_cached", lambda *request: request in asked)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(decode_launch, "arch_of", lambda device: "sm_90a")
+    decode_launch.prepare.cache_clear()
+    yield asked
+    decode_launch.prepare.cache_clear()
+
+
+# ---------------------------------------------------------------- supports
+
+
+def test_supports_here():
+    support = onepass.supports(**tensors())
+    assert (support.ok, support.backend) == (True, "tiled")
+    call = tensors()
+    assert onepass.supports(call.pop("q"), call.pop("k_cache"), call.pop("v_cache"), **call) == support
+    refused = onepass.supports(**tensors(), backend="sm80")
+    assert refused == (False, "sm80", "backend sm80: expected tensors on cuda, got meta")
+    assert onepass.supports(**tensors(), backend="sm90").reason.startswith("backend sm90: has no kernel for attention")
+    assert onepass.supports(**tensors(), backend="fast").reason == (
+        "backend: expected one of sm80, tiled or None, got 'fast'"
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"k_cache": (4, 100, 5, 128)}, {"num_splits": 0}, {"softcap": "much"}, {"kv_block": 16}],
+)
+def test_supports_says_what_the_call_would(changes):
+    call = tensors(**changes)
+    support = onepass.supports(**call)
+    with pytest.raises((TypeError, ValueError)) as raised:
+        onepass.attention_decode(**call)
+    assert (support.ok, support.reason) == (False, str(raised.value))
+
+
+def test_names():
+    with pytest.raises(TypeError, match="supports: expected arguments of attention_decode, got seqused_k"):
+        onepass.supports(**tensors(), seqused_k=None)
+    with pytest.raises(TypeError, match="warmup: expected v_cache beside the other arguments of attention_decode"):
+        onepass.warmup([{n: t for n, t in CALL.items() if n != "v_cache"}])
+    with pytest.raises(TypeError, match=r"dtype: expected a torch\.dtype beside the shape \(4, 1, 32, 128\) of q"):
+        onepass.warmup([{n: t for n, t in CALL.items() if n != "dtype"}])
+
+
+def on_cuda(call):
+    """Its problem on a GPU, as `choose_decode` sees it."""
+    from dataclasses import replace
+
+    from onepass import decode_calls
+
+    problem, _ = decode_calls.problem_of("supports", decode_calls.with_tensors(call))
+    return replace(problem, attention=replace(problem.attention, device_type="cuda"))
+
+
+def test_what_kernels_take_of_e4m3(hopper, monkeypatch):
+    monkeypatch.setattr(dispatch, "_DECODE_KERNELS_HAVE_RUN", True)
+    e4m3 = PAGED | DESCALES
+    assert dispatch.choose_decode(on_cuda(e4m3)).backend == "sm80"
+    pages = {"k_cache": (900, 8, 8, 128), "v_cache": (900, 8, 8, 128), "kv_block": 8}
+    refusals = {
+        "expected a kv_block that is a multiple of 16 keys, got 8": e4m3 | pages,
+        "expected q in bfloat16 or float16 with an e4m3 cache, got torch.float32": e4m3 | {"dtype": torch.float32},
+        "expected even head dims of an e4m3 cache, got 128 and 7": e4m3 | {"v_cache": (900, 16, 8, 7)},
+    }
+    for reason, call in refusals.items():
+        assert dispatch.choose_decode(on_cuda(call)) == (
+            True,
+            "tiled",
+            f"plain torch tiles run on any torch device, here cuda (sm80: {reason})",
+        )
+        assert dispatch.choose_decode(on_cuda(call), "sm80") == (False, "sm80", f"backend sm80: {reason}")
+    odd_pages = PAGED | {"k_cache": (900, 7, 8, 128), "v_cache": (900, 7, 8, 128), "cache_dtype": E4M3}
+    assert dispatch.choose_decode(on_cuda(odd_pages)).backend == "sm80"  # whose descales are none of pages
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (8, 0))
+    assert "an e4m3 cache needs a GPU of compute capability 8.9" in dispatch.choose_decode(on_cuda(e4m3)).reason
+
+
+# ---------------------------------------------------------------- warmup
+
+
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [
+        (CALL | {"num_splits": 1}, ["decode_sm80"]),
+        (CALL, ["decode_sm80", "merge_splits"]),
+        (PAGED | NEW | {"num_splits": 1}, ["append_to_cache", "decode_sm80"]),
+        (PAGED | NEW | DESCALES, ["append_to_cache", "decode_sm80", "merge_splits"]),
+    ],
+)
+def test_warmup(hopper, call, names):
+    made = onepass.warmup([call | {"backend": "sm80"}, call], backend="sm80", workers=1)
+    assert [kernel.name for kernel in made] == names == [name for name, _, _ in hopper]
+    assert {arch for _, _, arch in hopper} == {"sm_90a"}
+    assert made[0].backend == "sm80"
+    for kernel, (name, key, _) in zip(made, hopper, strict=True):
+        assert (kernel.config is not None) == (name == "decode_sm80")
+        if name == "decode_sm80":
+            assert key[1] == kernel.config
+    assert all(kernel.was_cached for kernel in onepass.warmup([call], backend="sm80"))
+
+
+def test_warmup_makes_the_kernels_that_the_call_gets(hopper):
+    """Of tensors that are aligned: the call asks for nothing more."""
+    small = {"k_cache": (4, 700, 8, 128), "v_cache": (4, 700, 8, 128), "k_descale": (4, 8), "v_descale": (8,)}
+    call = CALL | small | {"cache_dtype": E4M3, "k_new": NEW["k_new"], "v_new": NEW["v_new"]}
+    onepass.warmup([call], backend="sm80", workers=1)
+    ready = list(hopper)
+    shapes = {n: s for n, s in call.items() if isinstance(s, tuple)}
+    dtypes = {"cache_seqlens": INT32, "k_cache": E4M3, "v_cache": E4M3} | dict.fromkeys(
+        ("k_descale", "v_descale"), torch.float32
+    )
+    given = {n: torch.zeros(s, dtype=dtypes.get(n, torch.bfloat16)) for n, s in shapes.items()}
+    inputs = onepass.decode_problem.DecodeInputs(**given)
+    decode_launch.decode(on_cuda(call), inputs)
+    assert [name for name, _, _ in ready] == ["append_to_cache", "decode_sm80", "merge_splits"]
+    assert hopper == ready
+
+
+def test_warmup_without_kernels(hopper, monkeypatch):
+    assert onepass.warmup([CALL], backend="tiled") == []
+    assert onepass.warmup([CALL]) == []  # no GPU has run the kernels: they run where they are named
+    monkeypatch.setattr(dispatch, "_DECODE_KERNELS_HAVE_RUN", True)
+    assert [kernel.name for kernel in onepass.warmup([CALL], workers=1)] == ["decode_sm80", "merge_splits"]
+    with pytest.raises(NotImplementedError, match="backend sm90: has no kernel for attention_decode"):
+        onepass.warmup([CALL], backend="sm90")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(NotImplementedError, match="backend sm80: expected a GPU, whose architecture"):
+        onepass.warmup([CALL], backend="sm80")
