@@ -357,7 +357,7 @@ def has_merge_kernel() -> bool:
 
 def load_merge() -> Callable:
     """merge_partials(outs, lses) -> (out, lse) of the kernels."""
-    return importlib.import_module(_DECODE["sm80"]).merge_partials
+    return importlib.import_module("onepass.kernels.sm80.merge_launch").merge_partials
 
 
 def load_decode(name: str) -> Callable:

@@ -39,8 +39,8 @@ def key_of(function: str, inputs: Sequence[Tensor | None], window: Any, options:
     """Everything that the door looks at; None if this call must go the whole way.
 
     Args:
-        inputs: `AttentionInputs`, or the tensors of another call.
         function: its name, since each has a door of its own.
+        inputs: its tensors, such as `AttentionInputs`.
         window, options: as given, but `deterministic` with its default put in. Types count: 1 is not True at the door.
     """
     if torch.compiler.is_compiling() or _is_observed():

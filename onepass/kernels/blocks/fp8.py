@@ -55,7 +55,7 @@ class DescaleTensors(NamedTuple):
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
-    q_block: Int32  # rows of a block of q; those of k and v have SCALE_BLOCK
+    q_block: cute.FastDivmodDivisorV2  # rows of a block of q; those of k and v have SCALE_BLOCK
 
 
 def scales_of_entry(t: cute.Tensor, place: Int32, sequence: Int32 | None) -> cute.Tensor:
@@ -65,9 +65,9 @@ def scales_of_entry(t: cute.Tensor, place: Int32, sequence: Int32 | None) -> cut
     return t[entry, None, None]
 
 
-def first_block(start: Int32, sequence: Int32 | None, block: Int32 | int) -> Int32:
+def first_block(start: Int32, sequence: Int32 | None, block: cute.FastDivmodDivisorV2 | int) -> Int32:
     """Which of the blocks of rows is the first one of a sequence that begins with row `start`."""
-    return Int32(0) if sequence is None else start // block + sequence
+    return Int32(0) if sequence is None else divmod(start, block)[0] + sequence
 
 
 def group_keys(tile_n: int) -> int:
@@ -170,6 +170,24 @@ class ScaledSoftmax(OnlineSoftmax):
 
     # ---------------------------------------------------------------- what OnlineSoftmax asks
 
+    @cute.jit
+    def begin(self, scores: cute.Tensor):
+        """The first tile of a row: the reference is its maximum, by integers if a score of each row is above 0."""
+        of_zero = self.v_log2[0]
+        for g in cutlass.range_constexpr(1, self.groups):
+            of_zero = cute.arch.fmax(of_zero, self.v_log2[g])
+        may_be_below = Boolean(False)
+        for r in cutlass.range_constexpr(ROWS):
+            self.row_max[r] = self._quad_maximum(self._thread_maximum_above_zero(scores, r))
+            may_be_below = may_be_below or self.row_max[r] <= of_zero
+        if cute.arch.vote_any_sync(may_be_below):
+            for r in cutlass.range_constexpr(ROWS):
+                self.row_max[r] = self.tile_maximum(scores, r)
+        for r in cutlass.range_constexpr(ROWS):
+            self.row_sum[r], self.row_scale[r] = Float32(0.0), Float32(1.0)
+            self._refer_to(self.row_max[r], r)
+        self._exponentiate(scores)
+
     def _columns_of(self, g: int) -> list[int]:
         return list(range(g * self.columns, (g + 1) * self.columns))
 
@@ -201,8 +219,7 @@ class ScaledSoftmax(OnlineSoftmax):
         return largest
 
     def _may_have_grown(self, scores: cute.Tensor, r: int, is_masked: bool) -> Boolean:
-        if is_masked:
-            return self._thread_maximum(scores, r) > self._limit(r)
+        # hidden scores, -inf, are integers below 0
         return self._thread_maximum_above_zero(scores, r) > self._limit(r)
 
     @cute.jit

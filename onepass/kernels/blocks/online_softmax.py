@@ -62,7 +62,9 @@ class OnlineSoftmax(Bundle):
     @cute.jit
     def tile_maximum(self, scores: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
         """Maximum of row r over the quad."""
-        largest = self._thread_maximum(scores, r)
+        return self._quad_maximum(self._thread_maximum(scores, r))
+
+    def _quad_maximum(self, largest: Float32) -> Float32:
         largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=2))
         return cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1))
 

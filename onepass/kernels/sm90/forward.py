@@ -158,7 +158,9 @@ class ForwardSm90:
             else None,
             sinks,
             Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
-            DescaleTensors(q_scale, k_scale, v_scale, q_block) if cutlass.const_expr(self.is_fp8) else None,
+            DescaleTensors(q_scale, k_scale, v_scale, cute.FastDivmodDivisorV2(q_block))
+            if cutlass.const_expr(self.is_fp8)
+            else None,
             Scores(scale_log2, tanh_scale),
             window_left,
             window_right,

@@ -79,7 +79,8 @@ def prepare(
     # with pack_gqa the heads of a group are one head to the scheduler
     group, positions = config.group(problem), config.positions(problem) * config.cluster_size
     heads = problem.num_heads_q // group
-    kv_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // (problem.qhead_per_kvhead // group)
+    kv_bytes = problem.dtype.itemsize * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    kv_bytes //= problem.qhead_per_kvhead // group
     count = tile_scheduler.max_packed_tiles if problem.is_packed else tile_scheduler.num_tiles
     tiles = count(problem.seqlen_q, positions, heads, problem.batch)
     num_clusters = min(tiles, torch.cuda.get_device_properties(device).multi_processor_count // config.cluster_size)

@@ -203,7 +203,7 @@ class Warpgroup(Turns):
             position, head, is_row = self.row_of(tile, self.row_in_tile + 8 * r)
             scale = Float32(0.0)
             if is_row:
-                block = first + position // self.descales.q_block
+                block = first + divmod(position, self.descales.q_block)[0]
                 scale = scales[head, minimum(block, cute.size(scales, mode=[1]) - 1)]
             self.row_scale[r] = self.softmax.scale_of_row(scale)
 
