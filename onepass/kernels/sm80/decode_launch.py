@@ -80,7 +80,7 @@ def compile_requests(
         config = replace(launch.config, vector_bytes=vector_bytes(*qkv))
         requests.append((config, compile_request(problem, config, arch, launch.is_split)))
         if launch.is_split:
-            requests.append((None, merge_request(problem.attention, launch.config, arch)))
+            requests.append((None, launch.merge_request()))
     return requests
 
 
@@ -141,7 +141,7 @@ class Launch:
         kernel = self.kernel(vector_bytes(q, k_cache, v_cache))
         kernel(q, k_cache, v_cache, *partials, *self.other_arguments(inputs, None))
         if self._merge is None:
-            self._merge = compile.get(*merge_request(self.problem.attention, self.config, self.num_splits, self.arch))
+            self._merge = compile.get(*self.merge_request())
         self._merge(*partials, out, lse, sinks, merge_blocks(out, self.num_splits))
         return out, lse
 
@@ -153,6 +153,10 @@ class Launch:
             found = compile.get(*compile_request(self.problem, config, self.arch, self.is_split))
             self._forwards[aligned_to] = found
         return found
+
+    def merge_request(self) -> tuple:
+        """The arguments of `compile.get` for the merge of the splits."""
+        return merge_request(self.problem.attention, self.config, self.num_splits, self.arch)
 
     def workspace(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """float32 out (splits, batch, seqlen_q, num_heads_q, head_dim_v) and lse (splits, batch, num_heads_q, seqlen_q)
