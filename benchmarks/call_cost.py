@@ -9,6 +9,7 @@ the difference between allocating on the two devices. CPU time of this thread in
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 import timeit
@@ -20,6 +21,7 @@ import torch
 import onepass
 from onepass import dispatch, ops, validation
 from onepass.kernels import compile
+from onepass.kernels.sm80 import decode_launch
 from onepass.kernels.sm90 import launch
 from onepass.outputs import empty_outputs
 from onepass.problem import AttentionInputs
@@ -65,6 +67,12 @@ def components() -> dict[str, Callable[[], object]]:
         "attention, sinks and lse": lambda: onepass.attention(q, k, v, sinks=sinks, return_lse=True),
         "attention, gradient asked": lambda: onepass.attention(leaf, k, v, causal=True),
     }
+    cache, lengths = torch.zeros(1, 8192, 4, 128, device=device, dtype=q.dtype), torch.zeros(1, device=device).int()
+    for name, extra in (("one part", {"num_splits": 1}), ("parts", {}), ("parts, new keys", {"k_new": k, "v_new": v})):
+        arguments = {"cache_seqlens": lengths, "backend": "sm80"} | extra
+        rows[f"decode, {name}"] = functools.partial(
+            onepass.attention_decode, q[:, :1], cache, cache.clone(), **arguments
+        )
     if device == "cuda":
         # every launch looks up its stream
         queue = onepass.ForwardConfig(tile_n=128, q_stages=2, dynamic_tiles=True)
@@ -77,7 +85,8 @@ def main() -> None:
         print(torch.cuda.get_device_name())
     else:
         print("no GPU: CPU tensors, a kernel that does nothing")
-        dispatch._sm90_refusal = lambda problem: None
+        dispatch._refusal = lambda name, problem: None
+        decode_launch.arch_of = lambda device: "sm_90a"
         compile.get = lambda *request: lambda *arguments: None
         launch.tile_counter = lambda device: None
         torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)

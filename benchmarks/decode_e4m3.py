@@ -14,7 +14,6 @@ import argparse
 import functools
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,13 +22,15 @@ from typing import Any, NamedTuple
 
 import common
 import torch
-from decode import DEVICE, QUICK, SAMPLE_MS, copy_bandwidth, host_us, parse_cases
+from decode import DEVICE, QUICK, by_math, host_us, parse_cases
 from torch import Tensor
 
 import onepass
 from onepass.bench import decode as bench
-from onepass.bench.decode import CacheCopies, DecodeCase, Step
-from onepass.bench.timing import CudaSampler, measure_interleaved
+from onepass.bench.cases import Case, decode_case
+from onepass.bench.decode import CacheCopies, Step, kv_bytes
+from onepass.bench.flops import bytes_moved
+from onepass.bench.timing import measure_interleaved
 from onepass.testing.budget import compare
 
 E4M3 = torch.float8_e4m3fn
@@ -94,19 +95,19 @@ def run(arguments: dict[str, Any]) -> Tensor:
     return onepass.attention_decode(**arguments, backend="sm80")
 
 
-def run_check(cases: Sequence[DecodeCase]) -> bool:
+def run_check(cases: Sequence[Case]) -> bool:
     """Every contender beside plain attention in float64, on new random data; new keys, too."""
     seed, wrong, tried = time.time_ns() % 2**31, 0, 0
     for heads_q, heads_kv, head_dim, seqlen_q in sorted(
         {(c.heads_q, c.heads_kv, c.head_dim, q) for c in cases for q in (1, 3, 20)}
     ):
-        case = DecodeCase(3, 2048, heads_q, heads_kv, head_dim, seqlen_q)
+        case = decode_case(3, 2048, heads_q, heads_kv, head_dim, seqlen_q)
         step = bench.make_step(case, DEVICE, seed)
         step.cache_seqlens.copy_(torch.tensor([2048, 1, 1499], dtype=torch.int32))
         for name, contender in CONTENDERS.items():
             arguments = contender.arguments(step, seed)
             real = contender.real_step(arguments)
-            exact, plain = (bench.by_math(real, dtype) for dtype in (torch.float64, case.torch_dtype))
+            exact, plain = (by_math(real, dtype) for dtype in (torch.float64, case.torch_dtype))
             tried += 1
             row = compare("out", run(arguments), exact, plain)
             if not row.ok:
@@ -116,7 +117,7 @@ def run_check(cases: Sequence[DecodeCase]) -> bool:
     return not wrong
 
 
-def measure(case: DecodeCase, args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Any]:
+def measure(case: Case, args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Any]:
     # of e4m3 caches, half as large, so that theirs do not lie in L2 either
     copies = CacheCopies.of(case, 2 * about["l2_bytes"])
     steps = [bench.make_step(case, DEVICE, seed) for seed in range(copies.number)]
@@ -124,16 +125,13 @@ def measure(case: DecodeCase, args: argparse.Namespace, about: dict[str, Any]) -
     for name, contender in CONTENDERS.items():
         given = [contender.arguments(step, seed) for seed, step in enumerate(steps)]
         calls: list[Callable] = [functools.partial(run, arguments) for arguments in given]
-        samplers[name] = CudaSampler(calls, 0.0 if copies.is_flushed else SAMPLE_MS)
+        samplers[name] = bench.sampler_of(calls, copies)
         host[name] = host_us(run, given[0]) if args.host else None
     samples = measure_interleaved(samplers, time_budget_s=args.seconds * len(samplers), min_rounds=7)
     rows = {}
     for name, ms in samples.ms.items():
-        median = statistics.median(ms)
-        kv_bytes = case.kv_bytes // (1 if CONTENDERS[name].scaled is None else 2)
-        rows[name] = {
-            "us": round(1e3 * median, 3),
-            "tb_per_s": round((case.moved_bytes - case.kv_bytes + kv_bytes) / median / 1e9, 4),
+        saved = 0 if CONTENDERS[name].scaled is None else kv_bytes(case) // 2
+        rows[name] = bench.times(samples, name, bytes_moved(case) - saved, about["copy_tb_per_s"]) | {
             "speed_over_16_bits": round(samples.speed_ratio(name, "16 bits").median, 4),
             "launch": samplers[name].launch,
             "host_us": host[name],
@@ -154,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default one
     about = common.circumstances() | {
         "l2_bytes": torch.cuda.get_device_properties(DEVICE).L2_cache_size,
-        "copy_tb_per_s": round(copy_bandwidth(), 4),
+        "copy_tb_per_s": round(bench.copy_bandwidth(DEVICE), 4),
     }
     print(about, flush=True)
     warmups = [
@@ -171,8 +169,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{case.label}: {rows[-1]['copies']} copies")
         for name, entry in rows[-1]["contenders"].items():
             host = "" if entry["host_us"] is None else f"  host {entry['host_us']:.0f} us"
-            share = f"{100 * entry['tb_per_s'] / about['copy_tb_per_s']:4.0f} % of a copy's bandwidth"
-            print(f"    {name:28s} {entry['us']:9.1f} us {entry['speed_over_16_bits']:6.2f}x {share}{host}", flush=True)
+            share = f"{100 * entry['of_copy']:4.0f} % of a copy's bandwidth"
+            print(
+                f"    {name:28s} {1e3 * entry['median_ms']:9.1f} us {entry['speed_over_16_bits']:6.2f}x {share}{host}",
+                flush=True,
+            )
         args.out.write_text(json.dumps({"circumstances": about, "rows": rows}, indent=1))
         torch.cuda.empty_cache()
     return 0 if ok else 1

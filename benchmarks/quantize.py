@@ -22,7 +22,7 @@ import torch
 from common import HIDDEN, TOKENS, circumstances, compile_all
 
 import onepass
-from onepass import dispatch, fp8
+from onepass import fp8
 from onepass.kernels.fp8 import launch
 from onepass.problem import AttentionInputs
 
@@ -69,9 +69,9 @@ def cpu_us(call: Call, count: int = 200) -> float:
 
 def copy_gb_s() -> float:
     """Read and written by a copy, for every 16-bit number that a kernel reads 1.5 bytes each."""
-    count = TOKENS * HIDDEN * 3 // 2
-    pairs = [torch.zeros(2, count, device="cuda", dtype=torch.uint8) for _ in range(SETS)]
-    return 2 * count / graph_us([lambda p=p: p[1].copy_(p[0]) for p in pairs]) / 1e3
+    count = TOKENS * HIDDEN * 3 // 8  # of 4 bytes
+    pairs = [torch.zeros(2, count, device="cuda") for _ in range(SETS)]
+    return 8 * count / graph_us([lambda p=p: p[1].copy_(p[0]) for p in pairs]) / 1e3
 
 
 def num_bytes(*tensors: torch.Tensor) -> int:
@@ -163,7 +163,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="of a thread block; default: what quantize_fp8 chooses")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "."), "quantize.json"))
     args = parser.parse_args()
-    dispatch._QUANTIZATION_KERNELS_HAVE_RUN = True
     if args.threads:
         launch.default_threads = lambda head_dim: args.threads
     compile_all([k._replace(num_threads=args.threads) for k in kernels(args.head_dims)], compile_one)

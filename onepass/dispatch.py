@@ -294,10 +294,6 @@ def _backend_of_backward(name: str, problem: AttentionProblem) -> Backend:
 _DECODE = {"sm80": "onepass.kernels.sm80.decode_launch", "tiled": "onepass.tiled.decode"}
 
 
-# No GPU has run the kernels of `attention_decode` and of merging yet: they run where they are asked for by name.
-_DECODE_KERNELS_HAVE_RUN = True
-
-
 def choose_decode(problem: DecodeProblem, requested: str | None = None) -> Support:
     """The backend that will run `attention_decode`, and why."""
     if requested is not None and requested not in _DECODE:
@@ -309,8 +305,8 @@ def choose_decode(problem: DecodeProblem, requested: str | None = None) -> Suppo
     device_type, because = problem.attention.device_type, ""
     if requested != "tiled":
         refusal = _refusal("sm80", problem.attention) or _unsupported_decode(problem)
-        if refusal is None and requested is None and not _DECODE_KERNELS_HAVE_RUN:
-            refusal = "no GPU has run its kernels yet: ask for them with backend='sm80'"
+        if requested is None:
+            refusal = refusal or _decode_not_by_itself(problem)
         if refusal is None:
             return Support(True, "sm80", f"{_BACKENDS['sm80'].kernels}")
         if requested is not None:
@@ -326,6 +322,13 @@ def require_decode(problem: DecodeProblem, requested: str | None = None) -> str:
         is_name = requested is None or requested in _BACKENDS
         raise UnsupportedError(support.reason) if is_name else ValueError(support.reason)
     return support.backend
+
+
+def _decode_not_by_itself(problem: DecodeProblem) -> str | None:
+    """Why kernels that could run the problem are not chosen unless they are named."""
+    if problem.attention.has_e4m3_cache:
+        return "no GPU has run its kernels of e4m3 caches yet: ask for them with backend='sm80'"
+    return None
 
 
 def _unsupported_decode(problem: DecodeProblem) -> str | None:
@@ -349,13 +352,12 @@ def decode_requests(name: str, problem: DecodeProblem, inputs: DecodeInputs) -> 
 
 def has_merge_kernel() -> bool:
     """Whether `merge_partials` has a kernel on the current GPU."""
-    is_ampere = torch.cuda.get_device_capability() >= (8, 0)
-    return _DECODE_KERNELS_HAVE_RUN and is_ampere and _compiler_refusal() is None
+    return torch.cuda.get_device_capability() >= (8, 0) and _compiler_refusal() is None
 
 
 def load_merge() -> Callable:
     """merge_partials(outs, lses) -> (out, lse) of the kernels."""
-    return importlib.import_module(_DECODE["sm80"]).merge_partials
+    return importlib.import_module("onepass.kernels.sm80.merge_launch").merge_partials
 
 
 def load_decode(name: str) -> Callable:
@@ -370,9 +372,6 @@ def prepare_decode(name: str, problem: DecodeProblem, device: torch.device) -> C
 
 
 # ---------------------------------------------------------------- rounding to e4m3
-
-# No GPU has run the kernels of `quantize_fp8` yet.
-_QUANTIZATION_KERNELS_HAVE_RUN = True
 
 
 class QuantizationKernels(NamedTuple):
@@ -408,7 +407,7 @@ def keys_last_kernel(v: Tensor, cu_seqlens: Tensor | None) -> Callable | None:
 
 def _has_e4m3_kernels(t: Tensor) -> bool:
     # torch.compile cannot trace a launch
-    if not _QUANTIZATION_KERNELS_HAVE_RUN or t.device.type != "cuda" or torch.compiler.is_compiling():
+    if t.device.type != "cuda" or torch.compiler.is_compiling():
         return False
     # before 8.9 there is no e4m3
     return torch.cuda.get_device_capability(t.device) >= (8, 9) and _compiler_refusal() is None

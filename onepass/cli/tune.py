@@ -46,7 +46,7 @@ def tune(
     rounds: Annotated[int, typer.Option(min=1, help="of the final of each case")] = 25,
     candidates: Annotated[int, typer.Option(min=2, help="configurations of a case, at most")] = 24,
     workers: Annotated[int | None, typer.Option(min=1, help="compile so many at a time; default: one a CPU")] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="name each candidate before it is run")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="name each candidate before it runs; tracebacks")] = False,
     table: Annotated[
         Path | None, typer.Option(help="keep what is found in this file, which no call reads, instead of the cache")
     ] = None,
@@ -93,6 +93,8 @@ def tune(
         except KeyboardInterrupt:
             is_interrupted = True
         except (OSError, RuntimeError) as error:
+            if verbose:
+                raise
             fail(str(error), code=1)
     if found:
         console.print(_summary(found))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int16, Int32
 
 from .blocks.integers import maximum, minimum, select
 from .blocks.ptx import quotient
@@ -25,12 +25,15 @@ class Append:
 
     Args:
         interleaved: rotated pairs are neighbours; else the two halves of the rotated columns.
+        vector_bytes: of a load and a store: as many as divide addresses, strides and head dims, and, unless
+            interleaved, half of the rotated columns.
         is_e4m3: of the cache, which is given in pairs of them, (.., dim / 2) int16.
         descales_by_page: else by batch entry, and there by block of keys.
     """
 
-    def __init__(self, interleaved: bool, is_e4m3: bool = False, descales_by_page: bool = False):
-        self.interleaved, self.is_e4m3, self.descales_by_page = interleaved, is_e4m3, descales_by_page
+    def __init__(self, interleaved: bool, vector_bytes: int, is_e4m3: bool = False, descales_by_page: bool = False):
+        self.interleaved, self.vector_bytes = interleaved, vector_bytes
+        self.is_e4m3, self.descales_by_page = is_e4m3, descales_by_page
 
     @cute.jit
     def __call__(
@@ -121,14 +124,17 @@ class Append:
         sin: cute.Tensor | None,
         position: Int32,
     ):
-        """target = source, (num_heads, dim) each, with its first columns rotated."""
-        num_heads, dim = source.shape
-        for i in cutlass.range(cute.arch.thread_idx()[0], num_heads * dim, NUM_THREADS, unroll=1):
-            head, column = i // dim, i % dim
-            value = source[head, column]
+        """target = source, (num_heads, dim) each, with its first columns rotated: a vector of columns a thread."""
+        (num_heads, dim), dtype = source.shape, source.element_type
+        width = self.vector_bytes * 8 // dtype.width
+        sources, targets = (cute.flat_divide(t, (1, width))[0, None, None, None] for t in (source, target))
+        values = cute.make_rmem_tensor((width,), dtype)
+        for i in cutlass.range(cute.arch.thread_idx()[0], num_heads * (dim // width), NUM_THREADS, unroll=1):
+            head, vector = i // (dim // width), i % (dim // width)
+            cute.autovec_copy(sources[None, head, vector], values)
             if cutlass.const_expr(cos is not None):
-                value = self.rotated(source[head, None], value, column, cos, sin, position)
-            target[head, column] = value
+                self.rotate(values, sources[None, head, None], vector, cos, sin, position)
+            cute.autovec_copy(values, targets[None, head, vector])
 
     @cute.jit
     def round(
@@ -141,32 +147,54 @@ class Append:
         descale: cute.Tensor | None,
     ):
         """`move` to e4m3, after a division by the head's descale. target: (num_heads, dim / 2) of pairs."""
-        num_heads, num_pairs = target.shape
-        for i in cutlass.range(cute.arch.thread_idx()[0], num_heads * num_pairs, NUM_THREADS, unroll=1):
-            head, pair = i // num_pairs, i % num_pairs
-            values = [source[head, 2 * pair + j] for j in range(2)]
-            if cutlass.const_expr(cos is not None):
-                row = source[head, None]
-                values = [self.rotated(row, values[j], 2 * pair + j, cos, sin, position) for j in range(2)]
-            values = [value.to(Float32) for value in values]
-            if cutlass.const_expr(descale is not None):
-                values = [quotient(value, descale[head]) for value in values]
-            target[head, pair] = pack_two(*values)
+        (num_heads, dim), dtype = source.shape, source.element_type
+        width = self.vector_bytes * 8 // dtype.width
+        count = 2 if width == 1 else 1  # vectors of a thread: at least a pair
+        num_pairs = width * count // 2
+        sources = cute.flat_divide(source, (1, width))[0, None, None, None]
+        targets = cute.flat_divide(target, (1, num_pairs))[0, None, None, None]
+        values = cute.make_rmem_tensor((width,), dtype)
+        floats, pairs = cute.make_rmem_tensor((width * count,), Float32), cute.make_rmem_tensor((num_pairs,), Int16)
+        groups = dim // (width * count)
+        for i in cutlass.range(cute.arch.thread_idx()[0], num_heads * groups, NUM_THREADS, unroll=1):
+            head, group = i // groups, i % groups
+            for j in cutlass.range_constexpr(count):
+                vector = group * count + j
+                cute.autovec_copy(sources[None, head, vector], values)
+                if cutlass.const_expr(cos is not None):
+                    self.rotate(values, sources[None, head, None], vector, cos, sin, position)
+                for e in cutlass.range_constexpr(width):
+                    floats[j * width + e] = values[e].to(Float32)
+                    if cutlass.const_expr(descale is not None):
+                        floats[j * width + e] = quotient(floats[j * width + e], descale[head])
+            for p in cutlass.range_constexpr(num_pairs):
+                pairs[p] = pack_two(floats[2 * p], floats[2 * p + 1])
+            cute.autovec_copy(pairs, targets[None, head, group])
 
     @cute.jit
-    def rotated(self, source: cute.Tensor, value, column: Int32, cos: cute.Tensor, sin: cute.Tensor, position: Int32):
-        half = cos.shape[1]
-        if cutlass.const_expr(self.interleaved):
-            pair, is_second = column // 2, column % 2 == 1
-            other = select(is_second, column - 1, column + 1)
+    def rotate(
+        self, values: cute.Tensor, row: cute.Tensor, vector: Int32, cos: cute.Tensor, sin: cute.Tensor, position: Int32
+    ):
+        """values, which are row[:, vector], rotated in place if their columns are to be."""
+        width, half, dtype = cute.size(values), cos.shape[1], values.element_type
+        place = minimum(maximum(position, 0), cos.shape[0] - 1)
+        first = vector * width
+        others = cute.make_rmem_tensor((width,), dtype)
+        if cutlass.const_expr(not self.interleaved):
+            step = half // width
+            cute.autovec_copy(row[None, select(vector < step, vector + step, maximum(vector - step, 0))], others)
+        elif cutlass.const_expr(width > 1):
+            for j in cutlass.range_constexpr(width):
+                others[j] = values[j ^ 1]
         else:
-            is_second = column >= half
-            pair = select(is_second, column - half, column)
-            other = select(is_second, column - half, column + half)
-        result = value
-        if column < 2 * half:
-            place = minimum(maximum(position, 0), cos.shape[0] - 1)
-            c, s = cos[place, pair].to(Float32), sin[place, pair].to(Float32)
-            product = source[other].to(Float32) * s
-            result = (value.to(Float32) * c + (product if is_second else -product)).to(value.dtype)
-        return result
+            others[0] = row[0, minimum(vector ^ 1, row.shape[1] - 1)]
+        for j in cutlass.range_constexpr(width):
+            column = first + j
+            if cutlass.const_expr(self.interleaved):
+                pair, is_second = minimum(column // 2, half - 1), column % 2 == 1
+            else:
+                is_second = column >= half
+                pair = minimum(select(is_second, column - half, column), half - 1)
+            product = others[j].to(Float32) * sin[place, pair].to(Float32)
+            turned = values[j].to(Float32) * cos[place, pair].to(Float32) + (product if is_second else -product)
+            values[j] = turned.to(dtype) if column < 2 * half else values[j]

@@ -62,7 +62,7 @@ def decode_config_sm80(problem: AttentionProblem, arch: str) -> ForwardConfigSm8
 def _candidates(problem: AttentionProblem) -> Iterator[ForwardConfigSm80]:
     """Best first."""
     widest = max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))
-    group, is_float32, has_e4m3 = problem.qhead_per_kvhead, problem.dtype.itemsize == 4, problem.has_e4m3_cache
+    group, is_float32 = problem.qhead_per_kvhead, problem.dtype.itemsize == 4
     along_rows = FORWARD_FLOAT32[widest] if is_float32 else DECODE[widest]
     packs = group <= ROWS_PER_MMA * along_rows[0].num_warps
     rows = max(1, problem.seqlen_q) * (group if packs else 1)
@@ -74,16 +74,13 @@ def _candidates(problem: AttentionProblem) -> Iterator[ForwardConfigSm80]:
                 tile_m=tile_m,
                 num_stages=num_stages,
                 key_warps=key_warps,
-                q_in_registers=has_e4m3 or (not is_float32 and tile_m == ROWS_PER_MMA and widest <= 192),
+                q_in_registers=not is_float32 and tile_m == ROWS_PER_MMA and widest <= 192,
                 rescale_threshold=LAZY,
                 pack_gqa=packs and group > 1,
             )
     for config in along_rows:
         tile_m = ROWS_PER_MMA * config.num_warps
-        config = replace(config, tile_m=tile_m, pack_gqa=1 < group <= tile_m)
-        if has_e4m3:  # Q is always in registers: less room for S beside it
-            config = replace(config, q_in_registers=True, tile_n=16 if widest == 256 else config.tile_n)
-        yield config
+        yield replace(config, tile_m=tile_m, pack_gqa=1 < group <= tile_m)
 
 
 def num_splits_sm80(problem: AttentionProblem, config: ForwardConfigSm80, arch: str, num_sms: int) -> int:

@@ -21,7 +21,7 @@ from onepass.decode_problem import DecodeInputs
 from onepass.decode_validation import check_decode
 from onepass.kernels import compile, heuristics
 from onepass.kernels.config import ForwardConfig
-from onepass.kernels.sm80 import decode_launch, launch
+from onepass.kernels.sm80 import append_launch, decode_launch, launch, merge_launch
 from onepass.problem import AttentionProblem
 from onepass.testing import Call
 
@@ -90,9 +90,10 @@ def decode_requests(case: DecodeCase) -> list[tuple]:
     config = replace(config, vector_bytes=launch.vector_bytes(*inputs[:3]))
     requests = [decode_launch.compile_request(problem, config, arch, is_split)]
     if is_split:
-        requests.append(decode_launch.merge_request(problem.attention, config, arch))
+        requests.append(merge_launch.merge_request(problem.attention, config, prepared.num_splits, arch))
     if inputs.seqlen_new or inputs.rotary_cos is not None:
-        requests.append(decode_launch.append_request(decode_launch.AppendKey.of(problem, inputs), arch))
+        rows = append_launch.append_arguments(problem, inputs, torch.empty_like(inputs.q))[:6]
+        requests.append(append_launch.append_request(append_launch.AppendKey.of(problem, inputs, rows), arch))
     return requests
 
 

@@ -1,8 +1,8 @@
-"""Small launches of every kind of Hopper forward and backward, to be watched by compute-sanitizer.
+"""Small launches of every kind of Hopper forward and backward and of decoding, to be watched by compute-sanitizer.
 
     compute-sanitizer --tool memcheck python3 tests/gpu/sanitize.py           also: initcheck, synccheck, racecheck
     compute-sanitizer --tool racecheck python3 tests/gpu/sanitize.py queue    only the cases whose name has this word
-    compute-sanitizer --tool memcheck python3 tests/gpu/sanitize.py backward  gradients alone
+    compute-sanitizer --tool memcheck python3 tests/gpu/sanitize.py backward  gradients alone; or: decode
 
 Each tensor has an allocation of its own and of its exact size, so that the tool sees its ends. Results are compared
 with the oracle on the host, which the tool does not slow down. Exit status 1 if one is off.
@@ -16,9 +16,11 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from decode_cases import DecodeCase
 from gpu_cases import BF16, DEVICE, FP16, ON_GPU, Case, case, plain_run
 from gradient_cases import Loss, expected_gradients, gradients, loss_of
 
+import onepass
 from onepass.testing import Call, compare, compare_lse
 
 CASES = {
@@ -51,6 +53,18 @@ BACKWARD_CASES = {
     # more blocks of keys than the 132 multiprocessors
     "backward, many tiles": case(130, 260, heads=(70, 70), head_dim=128, causal=True),
 }
+# the Ampere kernels, which all of these run on
+DECODE_CASES = {
+    "decode, one part": DecodeCase((150, 0, 1), head_dims=(128, 128), options=(("num_splits", 1),)),
+    "decode, pages, parts, window, sinks": DecodeCase(
+        (150, 9), 3, page_size=7, options=(("num_splits", 3), ("window", (60, 0)), ("has_sinks", True))
+    ),
+    "decode, new keys": DecodeCase((100, 0, 63), 4, page_size=16, seqlen_new=4, options=(("num_splits", 2),)),
+    "decode, rotary": DecodeCase((100, 63), 1, seqlen_new=1, rotary=True),
+    "decode, 32 rows": DecodeCase((150, 9), 8, head_dims=(64, 96)),
+    "decode, head_dim 256": DecodeCase((150, 9), 1, head_dims=(256, 256), page_size=16),
+    "decode, head_dim 5 and 7": DecodeCase((50, 9), 1, head_dims=(5, 7), page_size=3),
+}
 
 
 def on_device(arguments: dict) -> dict:
@@ -80,6 +94,26 @@ def has_right_gradients(case: Case, deterministic: bool) -> bool:
     return not misses
 
 
+def decodes_right(case: DecodeCase) -> bool:
+    host = case.arguments("cpu")
+    call = partial(onepass.attention_decode, return_lse=True)
+    out, lse = (t.cpu() for t in call(**on_device(host), backend="sm80" if ON_GPU else "tiled"))
+    wide = {n: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in host.items()}
+    for name in ("rotary_cos", "rotary_sin"):
+        if name in wide:
+            wide[name] = host[name].double()
+    plain, oracle = call(**on_host(host), backend="tiled"), call(**wide, backend="tiled")
+    row = compare("out", out, oracle.out, plain.out, 3.0)
+    if not row.ok:
+        print(f"  {case}: {row}")
+    return row.ok and (case.rotary or compare_lse(lse, oracle.lse).ok)
+
+
+def on_host(arguments: dict) -> dict:
+    """Copies: a call may write to its caches."""
+    return {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
+
+
 def checks() -> Iterator[tuple[str, Callable[[], bool]]]:
     """Name and check of every case in both dtypes; the names of gradients say whether they are deterministic."""
     for name, one in CASES.items():
@@ -89,6 +123,9 @@ def checks() -> Iterator[tuple[str, Callable[[], bool]]]:
         for dtype, deterministic in ((BF16, False), (FP16, True)):
             kind = "deterministic" if deterministic else "in any order"
             yield f"{name}, {dtype}, {kind}", partial(has_right_gradients, replace(one, dtype=dtype), deterministic)
+    for name, decoding in DECODE_CASES.items():
+        for dtype in (BF16, torch.float32):
+            yield f"{name}, {dtype}", partial(decodes_right, replace(decoding, dtype=dtype))
 
 
 def main() -> int:

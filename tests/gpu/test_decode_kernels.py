@@ -9,18 +9,9 @@ from decode_cases import CASES, NEW_KEYS, DecodeCase, randn
 from gpu_cases import IS_READY, NAN, ON_GPU
 
 import onepass
-from onepass import dispatch, repeated
 from onepass.testing.budget import compare, compare_lse
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_READY, reason="needs a GPU with the kernels")]
-
-
-@pytest.fixture(autouse=True)
-def _kernels_by_default(monkeypatch):
-    monkeypatch.setattr(dispatch, "_DECODE_KERNELS_HAVE_RUN", True)
-    repeated._forwards.clear()
-    yield
-    repeated._forwards.clear()
 
 
 def by_tiles(arguments):
@@ -28,6 +19,7 @@ def by_tiles(arguments):
 
 
 def check(arguments):
+    assert onepass.supports(**arguments).backend == "sm80"
     before = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in arguments.items()}
     out, lse = onepass.attention_decode(**arguments, return_lse=True)
     plain = by_tiles(before)

@@ -331,7 +331,7 @@ class Warp:
                 constant = self.full(int(operand[2:], 16), uint32)
             else:
                 width = WIDTHS[kind[1:]]
-                constant = self.full(int(operand, 0) & int(np.iinfo(width).max), width)
+                constant = self.full(int(operand.rstrip("U"), 0) & int(np.iinfo(width).max), width)
             self.constants[operand, kind] = constant
         return self.constants[operand, kind]
 

@@ -14,7 +14,7 @@ from onepass.kernels.blocks import tile_scheduler
 from onepass.kernels.blocks.integers import ceil_div
 from onepass.kernels.config import ForwardConfigSm80
 from onepass.kernels.heuristics_decode import decode_config_sm80
-from onepass.kernels.sm80 import decode_launch, launch
+from onepass.kernels.sm80 import append_launch, cache_launch, decode_launch, launch, merge_launch
 from onepass.outputs import empty_outputs
 from onepass.problem import AttentionInputs
 
@@ -114,7 +114,7 @@ def forward(
     arch = ARCH_E4M3 if attention.has_e4m3_cache else ARCH
     config = config or decode_config_sm80(attention, arch)
     out, lse = empty_outputs(attention, AttentionInputs(*inputs[:3]))
-    qkv = inputs.q, *(decode_launch.as_pairs(t) for t in inputs[1:3])
+    qkv = inputs.q, *(cache_launch.as_pairs(t) for t in inputs[1:3])
     aligned_to = launch.vector_bytes(*qkv, *(() if is_split else (out,)))
     config = replace(config, vector_bytes=aligned_to)
     if is_split:
@@ -160,25 +160,30 @@ def forward(
     return kernel.result(out_at, out), kernel.result(lse_at, lse)
 
 
-def merge(partial_out, partial_lse, out, lse, sinks):
-    """What the merge kernel writes to tensors like out and lse."""
+def merge(partial_out, partial_lse, out, lse, sinks, row_warps=None, last_first=False):
+    """What the merge kernel writes to tensors like out and lse. Args: last_first: of the warps of a thread block."""
     kernel = Parameters()
     kernel.tensor(partial_out, (0, 1, 2, 3, 4))
     kernel.tensor(partial_lse)
     out_at, lse_at = kernel.tensor(out, (0, 1, 2, 3)), kernel.tensor(lse)
     if sinks is not None:
         kernel.tensor(sinks.float())
-    key = partial_out.dtype, out.dtype, out.shape[-1], sinks is not None, launch.vector_bytes(partial_out)
-    num_blocks = ceil_div(lse.numel(), decode_launch.MERGE_WARPS)
-    program = compiled(key, functools.partial(decode_launch.trace_merge, *key))
-    ptx_interpreter.run(program, kernel.values, kernel.memory, num_blocks, 32 * decode_launch.MERGE_WARPS, 0)
+    parts = len(partial_out)
+    row_warps = row_warps or merge_launch.row_warps(parts)
+    aligned_to = launch.vector_bytes(partial_out)
+    key = merge_launch.MergeKey(partial_out.dtype, out.dtype, out.shape[-1], sinks is not None, aligned_to, row_warps)
+    blocks, warps = (ceil_div(lse.numel(), merge_launch.ROWS), merge_launch.ROWS)
+    if row_warps > 1:
+        blocks, warps = lse.numel(), row_warps
+    program = compiled(key, functools.partial(merge_launch.trace_merge, key))
+    ptx_interpreter.run(program, kernel.values, kernel.memory, blocks, 32 * warps, 1 << 16, warps_reversed=last_first)
     return kernel.result(out_at, out), kernel.result(lse_at, lse)
 
 
 def append(problem: DecodeProblem, inputs: DecodeInputs):
     """The rotated queries, and both caches, as the append kernel leaves them."""
     q_out = torch.empty_like(inputs.q)
-    *tensors, seqlen_new, rows, num_blocks = decode_launch.append_arguments(problem, inputs, q_out)
+    *tensors, seqlen_new, rows, num_blocks = append_launch.append_arguments(problem, inputs, q_out)
     *tensors, k_descale, v_descale, kv_block = tensors
     kernel = Parameters()
     at = [
@@ -192,9 +197,9 @@ def append(problem: DecodeProblem, inputs: DecodeInputs):
         kernel.values.append(integer(kv_block))
     kernel.values += [integer(seqlen_new), integer(rows)]
     kernel.end_here()
-    key = decode_launch.AppendKey.of(problem, inputs)
+    key = append_launch.AppendKey.of(problem, inputs, tensors[:6])
     arch = ARCH_E4M3 if key.is_e4m3 else ARCH
-    program = compiled(key, functools.partial(decode_launch.trace_append, key), arch)
+    program = compiled(key, functools.partial(append_launch.trace_append, key), arch)
     ptx_interpreter.run(program, kernel.values, kernel.memory, (num_blocks, 1, 3), 128, 0)
     results = (q_out, inputs.k_cache, inputs.v_cache)
     places = (at[1], at[4], at[5])

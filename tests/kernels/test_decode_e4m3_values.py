@@ -89,6 +89,8 @@ CASES = {
     "even head dims": (e4m3_cache((100, 7), 1, (2, 2), (34, 18), "entry"), {"num_splits": 1}),
     "many rows": (e4m3_cache((150, 40), 20, (8, 2), (64, 64), "page", page_size=16), {"num_splits": 2}),
     "many rows, one pass": (e4m3_cache((150, 40), 20, (8, 2), (64, 64), "block of 16"), {"num_splits": 1}),
+    "32 rows": (e4m3_cache((150, 40), 8, (8, 2), (64, 64), "page", page_size=16), {"num_splits": 2}),
+    "many rows of 256 columns": (e4m3_cache((70,), 20, (4, 1), (256, 64), "entry"), {"num_splits": 1}),
     "sinks": (
         e4m3_cache((200, 90), 1, (8, 4), (64, 64), "page", page_size=16, sinks=torch.linspace(-2, 9, 8)),
         {"num_splits": 4},
@@ -96,7 +98,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("heads", "blocks of 32", "small head dims", "many rows, one pass", "many rows of 256 columns", "sinks")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
 def test_values(name):
     (inputs, kv_block), options = CASES[name]
     check(inputs, kv_block, **options)

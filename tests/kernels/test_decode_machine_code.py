@@ -13,7 +13,7 @@ from onepass.decode_problem import DecodeProblem
 from onepass.kernels.config import ForwardConfigSm80, head_dim_tile
 from onepass.kernels.config_decode import DecodeConfigSm80
 from onepass.kernels.heuristics_decode import decode_config_sm80
-from onepass.kernels.sm80 import decode_launch
+from onepass.kernels.sm80 import append_launch, decode_launch, merge_launch
 from onepass.kernels.sm80.launch import ARCHS
 
 pytestmark = [
@@ -91,13 +91,36 @@ def test_e4m3_cache(arch, d, is_paged):
     # two for the fragment of an mma; some for rows that are recomputed
     assert 2 * num_mma < code.count(r"F2FP\.F16\.E4M3\.UNPACK_B") <= 2 * num_mma + 16
     assert code.count(r"STG\.E\.128") > 0  # four float32 of a partial
-    assert code.count(r"BAR\.SYNC") == 3
+    assert config.q_in_registers == (
+        d < 256
+    )  # else Q goes to shared memory in fp16: two barriers more, before the loop
+    assert code.count(r"BAR\.SYNC") == (3 if config.q_in_registers else 5)
+
+
+def test_early_merge():
+    """The forward lets the merge begin, the merge waits for its end; without the switch neither does."""
+    for is_early in (False, True):
+        asked = DecodeProblem(replace(problem(128, 128), has_seqused_k=True, seqlen_q=1), False)
+        config = replace(decode_config_sm80(asked.attention, "sm_90a"), early_merge=is_early)
+        config.check(asked.attention, "sm_90a")
+        forward = machine_code.read("sm_90a", functools.partial(decode_launch.trace, asked, config, "sm_90a", True))
+        merge = machine_code.read("sm_90a", merge_launch.merge_request(asked.attention, config, 33, "sm_90a")[3])
+        assert (forward.count("PREEXIT"), merge.count("ACQBULK")) == (int(is_early), int(is_early))
+        assert forward.spills == merge.spills == 0
+
+
+OF_E4M3 = {"is_e4m3": True, "has_descales": True, "descales_by_block": True}
 
 
 def test_merge_and_append():
-    merge = functools.partial(decode_launch.trace_merge, torch.float32, torch.bfloat16, 128, True, 16)
-    code = machine_code.read("sm_90a", merge)
+    for warps in (1, 8):
+        merge = merge_launch.MergeKey(torch.float32, torch.bfloat16, 128, True, 16, warps)
+        code = machine_code.read("sm_90a", functools.partial(merge_launch.trace_merge, merge))
+        assert code.spills == 0
+        assert code.count(r"LDG\.E\.128") == 8  # parts under way
+    key = append_launch.AppendKey(torch.bfloat16, 128, 128, True, True, (torch.float32, 64, False), 16)
+    assert machine_code.read("sm_90a", functools.partial(append_launch.trace_append, key)).spills == 0
+    code = machine_code.read("sm_90a", functools.partial(append_launch.trace_append, replace(key, **OF_E4M3)))
     assert code.spills == 0
-    assert code.count(r"LDG\.E\.128") >= 8  # parts under way
-    key = decode_launch.AppendKey(torch.bfloat16, 128, 128, True, True, (torch.float32, 64, False))
-    assert machine_code.read("sm_90a", functools.partial(decode_launch.trace_append, key)).spills == 0
+    assert code.count(r"F2FP\.SATFINITE\.E4M3") == 2 * 4  # of K and V 8 columns a thread, two at a time
+    assert code.count(r"STG\.E\.64") == 2

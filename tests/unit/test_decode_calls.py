@@ -104,9 +104,8 @@ def on_cuda(call):
 
 
 def test_what_kernels_take_of_e4m3(hopper, monkeypatch):
-    monkeypatch.setattr(dispatch, "_DECODE_KERNELS_HAVE_RUN", True)
     e4m3 = PAGED | DESCALES
-    assert dispatch.choose_decode(on_cuda(e4m3)).backend == "sm80"
+    assert dispatch.choose_decode(on_cuda(e4m3), "sm80").backend == "sm80"
     pages = {"k_cache": (900, 8, 8, 128), "v_cache": (900, 8, 8, 128), "kv_block": 8}
     refusals = {
         "expected a kv_block that is a multiple of 16 keys, got 8": e4m3 | pages,
@@ -121,9 +120,20 @@ def test_what_kernels_take_of_e4m3(hopper, monkeypatch):
         )
         assert dispatch.choose_decode(on_cuda(call), "sm80") == (False, "sm80", f"backend sm80: {reason}")
     odd_pages = PAGED | {"k_cache": (900, 7, 8, 128), "v_cache": (900, 7, 8, 128), "cache_dtype": E4M3}
-    assert dispatch.choose_decode(on_cuda(odd_pages)).backend == "sm80"  # whose descales are none of pages
+    assert dispatch.choose_decode(on_cuda(odd_pages), "sm80").ok  # whose descales are none of pages
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (8, 0))
     assert "an e4m3 cache needs a GPU of compute capability 8.9" in dispatch.choose_decode(on_cuda(e4m3)).reason
+
+
+def test_kernels_by_themselves(hopper):
+    """Those of e4m3 caches, which no GPU has run, run where they are named."""
+    assert dispatch.choose_decode(on_cuda(CALL)) == (True, "sm80", "Ampere kernels (CuTe DSL)")
+    assert dispatch.choose_decode(on_cuda(PAGED | DESCALES)) == (
+        True,
+        "tiled",
+        "plain torch tiles run on any torch device, here cuda "
+        "(sm80: no GPU has run its kernels of e4m3 caches yet: ask for them with backend='sm80')",
+    )
 
 
 # ---------------------------------------------------------------- warmup
@@ -169,8 +179,7 @@ def test_warmup_makes_the_kernels_that_the_call_gets(hopper):
 
 def test_warmup_without_kernels(hopper, monkeypatch):
     assert onepass.warmup([CALL], backend="tiled") == []
-    assert onepass.warmup([CALL]) == []  # no GPU has run the kernels: they run where they are named
-    monkeypatch.setattr(dispatch, "_DECODE_KERNELS_HAVE_RUN", True)
+    assert onepass.warmup([PAGED | DESCALES]) == []  # kernels of e4m3 caches run where they are named
     assert [kernel.name for kernel in onepass.warmup([CALL], workers=1)] == ["decode_sm80", "merge_splits"]
     with pytest.raises(NotImplementedError, match="backend sm90: has no kernel for attention_decode"):
         onepass.warmup([CALL], backend="sm90")

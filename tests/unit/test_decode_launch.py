@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from onepass.decode_problem import DecodeInputs
 from onepass.decode_validation import check_decode
 from onepass.kernels import compile
-from onepass.kernels.sm80 import decode_launch
+from onepass.kernels.sm80 import append_launch, decode_launch
 
 INT32 = torch.int32
 OPTIONS = {
@@ -38,7 +38,8 @@ def launched(monkeypatch):
     monkeypatch.setattr(compile, "get", get)
     monkeypatch.setattr(decode_launch, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    caches = [f for f in vars(decode_launch).values() if hasattr(f, "cache_clear")]
+    modules = append_launch, decode_launch
+    caches = [f for module in modules for f in vars(module).values() if hasattr(f, "cache_clear")]
     for cache in caches:
         cache.cache_clear()
     yield calls
@@ -145,7 +146,8 @@ def test_kernels_are_given_what_they_were_traced_with(launched, name):
 @pytest.mark.parametrize("name", CALLS)
 def test_no_value_is_read_on_the_host(launched, monkeypatch, name):
     """Fake tensors have none: reading one raises."""
-    monkeypatch.setattr(decode_launch, "vector_bytes", lambda *tensors: 16)
+    for module in (decode_launch, append_launch):
+        monkeypatch.setattr(module, "vector_bytes", lambda *tensors: 16)
     given, options, names = CALLS[name]
     with FakeTensorMode():
         inputs = inputs_of(**given)

@@ -5,6 +5,7 @@ import torch
 
 import onepass
 from onepass import ForwardConfig, ForwardConfigSm80, dispatch
+from onepass.kernels import tuned
 from onepass.kernels.config import HOPPER, BackwardConfigSm80
 from onepass.problem import AttentionProblem, Mask
 
@@ -27,6 +28,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
+        monkeypatch.setattr(tuned, "gpu_name", lambda device=None: "Pretended GPU")
 
     return make
 

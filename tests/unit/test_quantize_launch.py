@@ -50,7 +50,7 @@ def test_words_of_signs(head_dim, seed):
     assert torch.equal(torch.tensor(flipped), (signs < 0).long())
 
 
-def test_not_chosen_before_a_gpu_has_run_them(monkeypatch):
+def test_which_gpus_have_kernels(monkeypatch):
     class OnGpu:
         device = torch.device("cuda")
 
@@ -58,8 +58,6 @@ def test_not_chosen_before_a_gpu_has_run_them(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(dispatch, "_compiler_refusal", lambda: None)
     monkeypatch.setattr(launch, "unsupported", lambda inputs, granularity: None)
-    assert dispatch.quantization_kernels(given, "block") is None
-    monkeypatch.setattr(dispatch, "_QUANTIZATION_KERNELS_HAVE_RUN", True)
     chosen = dispatch.quantization_kernels(given, "block")
     assert chosen == (launch.quantize, True)
     for capability, keys_last in (((8, 9), False), ((10, 0), False)):  # without an FP8 attention kernel V stays
@@ -70,7 +68,7 @@ def test_not_chosen_before_a_gpu_has_run_them(monkeypatch):
 
 
 def test_on_a_cpu_torch_rounds(monkeypatch):
-    monkeypatch.setattr(dispatch, "_QUANTIZATION_KERNELS_HAVE_RUN", True)
+    monkeypatch.setattr(dispatch, "_compiler_refusal", lambda: None)
     q = torch.randn(1, 5, 2, 64, dtype=BF16)
     assert not onepass.quantize_fp8(q, q, q).v_keys_last
 

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
-from onepass import ops, repeated
+from onepass import decode_ops, ops, repeated
 from onepass.testing.inputs import random_call
 
 INT32 = torch.int32
@@ -260,3 +260,84 @@ def test_the_number_of_kept_calls_is_bounded(monkeypatch):
         for _ in range(2):
             assert onepass.attention(q, k[:, :n], v[:, :n]).shape == q.shape
         assert 1 <= len(repeated._forwards) <= 3
+
+
+# ---------------------------------------------------------------- attention over a cache
+
+
+@pytest.fixture
+def count_decode(monkeypatch):
+    count = [0]
+    real = decode_ops.run
+
+    def counted(*arguments):
+        count[0] += 1
+        return real(*arguments)
+
+    monkeypatch.setattr(decode_ops, "run", counted)
+    return count
+
+
+def step(**changes):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, h, 16, generator=generator) for n, h in ((3, 4), (40, 2), (40, 2)))
+    return {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": torch.tensor([30, 7], dtype=INT32)} | changes
+
+
+def in_pages(arguments):
+    table = torch.arange(10, dtype=INT32).view(2, 5)
+    caches = {name: arguments[name].view(10, 8, 2, 16) for name in ("k_cache", "v_cache")}
+    return arguments | caches | {"page_table": table}
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (5, 0), "softcap": 3.0}, {"num_splits": 3}, {"split_size": 64}])
+def test_decoding_the_second_time(options, count_decode):
+    for arguments in (step(**options), in_pages(step(**options))):
+        count_decode[0] = 0
+        first, again = (onepass.attention_decode(**arguments, return_lse=True) for _ in range(2))
+        assert count_decode == [1]
+        same(first.out, again.out)
+        same(first.lse, again.lse)
+
+
+def test_decoding_appends_and_reads_lengths_every_time(count_decode):
+    new = {name: torch.ones(2, 1, 2, 16) for name in ("k_new", "v_new")}
+    arguments = step(**new)
+    onepass.attention_decode(**arguments)
+    arguments["cache_seqlens"] += 1
+    onepass.attention_decode(**arguments)
+    assert count_decode == [1]
+    assert (arguments["k_cache"][0, 30:32] == 1).all()
+    arguments["cache_seqlens"] += 100
+    with pytest.raises(ValueError, match="cache_seqlens: expected 0 to 39"):
+        onepass.attention_decode(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"k_cache": torch.zeros(2, 40, 16, 2).mT}, ValueError, "k_cache: expected a last dimension of stride 1"),
+        (
+            {"v_cache": torch.zeros(2, 40, 1, 16).expand(2, 40, 2, 16)},
+            ValueError,
+            "v_cache: expected memory of its own",
+        ),
+        ({"cache_seqlens": torch.zeros(2).long()}, TypeError, "cache_seqlens: expected dtype int32"),
+        ({"k_cache": torch.zeros(2, 40, 2, 16, requires_grad=True)}, NotImplementedError, "has no backward"),
+        ({"causal": 1}, TypeError, "causal"),
+        ({"num_splits": True}, TypeError, "num_splits"),
+    ],
+)
+def test_decoding_still_refuses(changes, error, message):
+    new = {name: torch.ones(2, 1, 2, 16) for name in ("k_new", "v_new")}
+    for options in ({}, {"num_splits": 1}):
+        onepass.attention_decode(**step(**new, **options))
+    for _ in range(2):
+        with pytest.raises(error, match=message):
+            onepass.attention_decode(**step(**(new | changes)))
+
+
+def test_checked_values_go_the_whole_way(count_decode):
+    for _ in range(2):
+        onepass.attention_decode(**step(), check_values=True)
+    assert count_decode == [2]

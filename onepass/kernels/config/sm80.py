@@ -142,8 +142,6 @@ class ForwardConfigSm80(LaunchConfig):
         for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
             if size * problem.kv_itemsize % self.vector_bytes:
                 raise UnsupportedError(f"vector_bytes: {self.vector_bytes} do not divide rows of {name} {size}")
-        if problem.has_e4m3_cache and not self.q_in_registers:
-            raise UnsupportedError("q_in_registers: expected True with an e4m3 cache, got False")
         row_bytes = {d * element_bytes, d * problem.kv_itemsize, dv * problem.kv_itemsize}
         for columns in (n // element_bytes for n in row_bytes):
             # a pass of all threads over a tile is so many whole rows

@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..blocks.integers import minimum, select
+from ..blocks.ptx import pack_four
 from ..blocks.tile_scheduler import LANES
 
 BLOCK = 64  # rows that share a scale
@@ -84,6 +85,13 @@ def larger_magnitude(largest: Float32, x: Float32) -> Float32:
     )
 
 
+def nan_if_infinite(x: Float32) -> Float32:
+    """x, and NaN for inf, which e4m3 does not have: 0 * inf is NaN, and 0 * x + x is x."""
+    return cute.arch.inline_ptx(
+        "fma.rn.f32 {$w0}, {$r0}, 0f00000000, {$r0};", write_only_types=[Float32], read_only_args=[x]
+    )
+
+
 @cute.jit
 def block_max(x: Float32, shared: cute.Tensor, num_warps: cutlass.Constexpr[int]) -> Float32:
     """The largest x (>= 0) of all threads, for each of them. `shared` (num_warps,) float32, to be used once."""
@@ -97,31 +105,33 @@ def block_max(x: Float32, shared: cute.Tensor, num_warps: cutlass.Constexpr[int]
 
 
 @cute.jit
-def largest_of_block(values: cute.Tensor, shared: cute.Tensor, num_warps: cutlass.Constexpr[int]) -> Float32:
-    """The largest finite magnitude of the values of all threads. Those that are inf become NaN.
+def largest_of_block(values: cute.Tensor, shared: cute.Tensor, num_warps: cutlass.Constexpr[int]) -> tuple:
+    """The largest finite magnitude of the values of all threads, and whether one of them is inf.
+
+    The values stay as they are, so that what hardly ever happens costs no registers.
 
     Args: shared: (2, num_warps) float32.
     """
-    largest = block_max(_largest(values), shared[0, None], num_warps)
-    if largest == Float32.inf:  # of all threads
-        _make_infinite_nan(values)
-        largest = block_max(_largest(values), shared[1, None], num_warps)
-    return largest
+    largest = block_max(_largest(values, False), shared[0, None], num_warps)
+    has_inf = largest == Float32.inf
+    if has_inf:  # of all threads
+        largest = block_max(_largest(values, True), shared[1, None], num_warps)
+    return largest, has_inf
 
 
-def _make_infinite_nan(values: cute.Tensor):
-    """e4m3 has no inf. 0 * inf is NaN, and 0 * x + x is x."""
-    for i in range(cute.size(values)):
-        values[i] = cute.arch.inline_ptx(
-            "fma.rn.f32 {$w0}, {$r0}, 0f00000000, {$r0};", write_only_types=[Float32], read_only_args=[values[i]]
-        )
-
-
-def _largest(values: cute.Tensor) -> Float32:
+def _largest(values: cute.Tensor, has_inf: bool) -> Float32:
     several = [Float32(0.0)] * 4  # independent of one another
     for i in range(cute.size(values)):
-        several[i % 4] = larger_magnitude(several[i % 4], values[i])
+        x = nan_if_infinite(values[i]) if has_inf else values[i]
+        several[i % 4] = larger_magnitude(several[i % 4], x)
     return cute.arch.fmax(cute.arch.fmax(*several[:2]), cute.arch.fmax(*several[2:]))
+
+
+def round_four(values: list, inverse: Float32, has_inf: bool) -> Int32:
+    """Four values in e4m3, the first one in the lowest byte."""
+    if has_inf:
+        values = [nan_if_infinite(x) for x in values]
+    return pack_four(*(x * inverse for x in values))
 
 
 @cute.jit

@@ -14,10 +14,10 @@ from cutlass.memory import SmemAllocator
 
 from ..blocks.integers import select
 from ..blocks.layouts import as_batch_of_one
-from ..blocks.ptx import pack_four, unpack_pair
+from ..blocks.ptx import unpack_pair
 from ..blocks.tile_scheduler import LANES
 from . import rotation
-from .block import BLOCK, largest_of_block, mean_of, row_block, scale_and_inverse
+from .block import BLOCK, largest_of_block, mean_of, round_four, row_block, scale_and_inverse
 from .rotation import GROUP, PART, QUAD
 
 HALF = 8  # elements of 16 bytes: half of a part
@@ -95,19 +95,23 @@ class QuantizeRows:
             factor = rotation.factors(self.head_dim, lane)[0]
         is_used = [first_row + i * rows_at_once < rows.num_used for i in range(passes)]
         self.fill(values, raw, signs, means, is_used)
-        scale, inverse = scale_and_inverse(largest_of_block(values, shared, num_warps) * factor)
+        largest, has_inf = largest_of_block(values, shared, num_warps)
+        scale, inverse = scale_and_inverse(largest * factor)
         inverse = inverse * factor
 
-        packed = cute.make_rmem_tensor((4,), Int32)
+        packed = cute.make_rmem_tensor(cute.make_ordered_layout((4, parts, passes), order=(0, 1, 2)), Int32)
+        if has_inf:
+            self.round(values, packed, inverse, True)
+        else:
+            self.round(values, packed, inverse, False)
         for i in cutlass.range_constexpr(passes):
             row = first_row + i * rows_at_once
             if row < rows.num_rows:
                 to = cute.flat_divide(target[entry, rows.start + row, head, None], (PART,))
                 for part in cutlass.range_constexpr(parts):
                     if self.has_columns(part, lane):
-                        for w in cutlass.range_constexpr(4):
-                            packed[w] = pack_four(*(values[4 * w + c, part, i] * inverse for c in range(4)))
-                        cute.autovec_copy(cute.recast_tensor(packed, target.element_type), to[None, part * QUAD + lane])
+                        stored = cute.recast_tensor(packed[None, part, i], target.element_type)
+                        cute.autovec_copy(stored, to[None, part * QUAD + lane])
         if thread == 0:
             if block < descale.shape[2]:
                 descale[entry, head, block] = scale
@@ -150,6 +154,14 @@ class QuantizeRows:
                 for c in range(PART):
                     x = row[part][c]
                     values[c, part, i] = x if means is None else select(is_number, x - means[c, part], Float32(0.0))
+
+    def round(self, values: cute.Tensor, packed: cute.Tensor, inverse: Float32, has_inf: bool):
+        _, parts, passes = packed.shape
+        for i in range(passes):
+            for part in range(parts):
+                for w in range(4):
+                    four = [values[4 * w + c, part, i] for c in range(4)]
+                    packed[w, part, i] = round_four(four, inverse, has_inf)
 
     def lane_signs(self, signs: tuple, lane: Int32) -> list:
         """Of each part the 16 bits of this lane's columns."""

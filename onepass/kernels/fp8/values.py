@@ -20,9 +20,9 @@ from cutlass.memory import SmemAllocator
 from ..blocks.fp8 import KEY_RUN
 from ..blocks.integers import ceil_div, select
 from ..blocks.layouts import as_batch_of_one
-from ..blocks.ptx import pack_four, transpose_bytes, unpack_pair
+from ..blocks.ptx import transpose_bytes, unpack_pair
 from ..blocks.tile_scheduler import LANES
-from .block import BLOCK, RowBlock, largest_of_block, mean_of, row_block, scale_and_inverse
+from .block import BLOCK, RowBlock, largest_of_block, mean_of, round_four, row_block, scale_and_inverse
 
 GROUP = 64  # columns that a warp loads at once
 RUNS = BLOCK // KEY_RUN
@@ -87,16 +87,23 @@ class QuantizeValues:
 
         raw = self.load(v[entry, None, head, None], rows)
         words = cute.recast_tensor(raw, Int32)  # (WORDS, KEYS, passes)
-        inverse = Float32(1.0)
-        values = None
-        if cutlass.const_expr(not self.is_e4m3):
+        # a register for each of this lane's columns, its four keys
+        columns = cute.make_rmem_tensor(cute.make_ordered_layout((self.vector, self.passes), order=(0, 1)), Int32)
+        if cutlass.const_expr(self.is_e4m3):
+            self.transpose(words, columns)
+        else:
             values = cute.make_rmem_tensor(raw.layout, Float32)
             means = None if cutlass.const_expr(mean is None) else self.load_mean(mean_of(mean, rows, head))
             self.fill(values, words, means, rows.num_used)
-            scale, inverse = scale_and_inverse(largest_of_block(values, maxima, self.num_warps))
+            largest, has_inf = largest_of_block(values, maxima, self.num_warps)
+            scale, inverse = scale_and_inverse(largest)
+            if has_inf:
+                self.round(values, columns, inverse, True)
+            else:
+                self.round(values, columns, inverse, False)
             if thread == 0:
                 descale[entry, head, block] = scale
-        self.to_shared(tile, values, words, inverse)
+        self.to_shared(tile, columns)
         cute.arch.sync_threads()
         self.store(tile, target[entry, head, None, None], block)
 
@@ -148,21 +155,24 @@ class QuantizeValues:
                 for c, x in enumerate(x for w in range(WORDS) for x in unpack_pair(words[w, k, i], self.dtype)):
                     values[c, k, i] = x if means is None else select(is_used, x - means[c, i], Float32(0.0))
 
-    @cute.jit
-    def to_shared(self, tile: cute.Tensor, values: cute.Tensor | None, words: cute.Tensor, inverse: Float32):
-        for i in cutlass.range_constexpr(self.passes):
-            column, four = self.place(i)
-            results = self.keys_together(values, words, inverse, i)
-            if column < self.head_dim:
-                for c in cutlass.range_constexpr(self.vector):
-                    tile[word_of(column + c, four // 4) + four % 4] = results[c]
+    def transpose(self, words: cute.Tensor, columns: cute.Tensor):
+        for i in range(self.passes):
+            for w in range(WORDS):
+                for c, column in enumerate(transpose_bytes(*(words[w, k, i] for k in range(KEYS)))):
+                    columns[4 * w + c, i] = column
 
-    def keys_together(self, values: cute.Tensor | None, words: cute.Tensor, inverse: Float32, i: int) -> list:
-        """For each of this lane's columns a register of e4m3, its four keys."""
-        if values is None:
-            of_words = [transpose_bytes(*(words[w, k, i] for k in range(KEYS))) for w in range(WORDS)]
-            return [column for four in of_words for column in four]
-        return [pack_four(*(values[c, k, i] * inverse for k in range(KEYS))) for c in range(self.vector)]
+    def round(self, values: cute.Tensor, columns: cute.Tensor, inverse: Float32, has_inf: bool):
+        for i in range(self.passes):
+            for c in range(self.vector):
+                columns[c, i] = round_four([values[c, k, i] for k in range(KEYS)], inverse, has_inf)
+
+    @cute.jit
+    def to_shared(self, tile: cute.Tensor, columns: cute.Tensor):
+        for i in cutlass.range_constexpr(self.passes):
+            first, four = self.place(i)
+            if first < self.head_dim:
+                for c in cutlass.range_constexpr(self.vector):
+                    tile[word_of(first + c, four // 4) + four % 4] = columns[c, i]
 
     @cute.jit
     def store(self, tile: cute.Tensor, target: cute.Tensor, block: Int32):

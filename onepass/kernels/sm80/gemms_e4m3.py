@@ -11,13 +11,17 @@ from ..blocks import epilogue
 from ..blocks.bundle import Bundle
 from ..blocks.layouts import as_operand_a_of_mma, transposed
 from ..blocks.ptx import pack, pack_pair
+from ..blocks.tile_scheduler import LANES
 from ..config import ROWS_PER_MMA
 from . import e4m3
 from .gemms_16bit import Operand
 
 
 class GemmsE4M3(Bundle):
-    """S = Q K^T and O += P V of a warp's query rows, with Q, S, P and O in registers.
+    """S = Q K^T and O += P V of a warp's query rows, with S, P and O in registers.
+
+    Q is there, too, or (without q_in_registers) in shared memory in fp16, a lane's four registers of each 16 columns
+    side by side.
 
     Args:
         sQ: 16-bit Q. sK, sV: pairs of e4m3 as 16-bit elements, half as many columns.
@@ -28,7 +32,6 @@ class GemmsE4M3(Bundle):
     """
 
     def __init__(self, kernel, sQ, sK, sV, tiled_mma: cute.TiledMma, thread: Int32):
-        assert kernel.config.q_in_registers
         self.config, self.tiled_mma, self.thread = kernel.config, tiled_mma, thread
         thr = tiled_mma.get_slice(thread)
         copy_b, copy_bt = (
@@ -43,7 +46,11 @@ class GemmsE4M3(Bundle):
         self.v = self._operand(copy_bt, sVt, thr.make_fragment_B(thr.partition_B(sVt[None, None, 0])))
         self.acc_s = cute.make_rmem_tensor(thr.partition_shape_C((self.config.tile_m, self.config.tile_n)), Float32)
         self.acc_o = cute.make_rmem_tensor(thr.partition_shape_C((self.config.tile_m, kernel.head_dim_v)), Float32)
-        self.rQ = cute.make_rmem_tensor(((2, 2, 2), m_tiles, kernel.head_dim // 16), Float16)
+        steps = kernel.head_dim // 16
+        self.rQ = cute.make_rmem_tensor(((2, 2, 2), m_tiles, steps), Float16)
+        lanes = LANES * self.config.num_warps
+        layout = cute.make_layout((4, lanes, m_tiles, steps), stride=(1, 4, 4 * lanes, 4 * lanes * m_tiles))
+        self.sQ_words = cute.make_tensor(cute.recast_ptr(sQ.iterator, dtype=Int32), layout)
         self.score_factors = cute.make_rmem_tensor((2, m_tiles), Float32)
         self.rP = cute.make_rmem_tensor(self.acc_s.layout, Float16)
         self.p = as_operand_a_of_mma(self.rP)
@@ -69,6 +76,33 @@ class GemmsE4M3(Bundle):
                     values = [four[j].to(Float32) * factor for j in range(4)]
                     for half in cutlass.range_constexpr(2):
                         words[(0, r, half), i, k] = pack_pair(values[2 * half], values[2 * half + 1], Float16)
+        if cutlass.const_expr(not self.config.q_in_registers):
+            self._put_q(words)
+
+    @cute.jit
+    def _put_q(self, words: cute.Tensor):
+        """Q in fp16 over Q as it came. Warps that have the same rows write the same."""
+        cute.arch.sync_threads()  # all have read it
+        four = cute.make_rmem_tensor((4,), Int32)
+        for i in cutlass.range_constexpr(self.config.m_tiles):
+            for k in cutlass.range_constexpr(cute.size(words, mode=[2])):
+                for j in cutlass.range_constexpr(4):
+                    four[j] = words[(0, j % 2, j // 2), i, k]
+                cute.autovec_copy(four, self.sQ_words[None, self.thread, i, k])
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def _operand_a(self, k: cutlass.Constexpr[int]) -> cute.Tensor:
+        """Q of 16 columns as operand A."""
+        if cutlass.const_expr(self.config.q_in_registers):
+            return self.rQ[None, None, k]
+        a = cute.make_rmem_tensor(((2, 2, 2), self.config.m_tiles), Float16)
+        words, four = cute.recast_tensor(a, Int32), cute.make_rmem_tensor((4,), Int32)
+        for i in cutlass.range_constexpr(self.config.m_tiles):
+            cute.autovec_copy(self.sQ_words[None, self.thread, i, k], four)
+            for j in cutlass.range_constexpr(4):
+                words[(0, j % 2, j // 2), i] = four[j]
+        return a
 
     @cute.jit
     def _range_of_row(self, fours: cute.Tensor, i: cutlass.Constexpr[int], r: cutlass.Constexpr[int]) -> Float32:
@@ -105,7 +139,7 @@ class GemmsE4M3(Bundle):
                         low, high = e4m3.neighbours_as_halves(raw[(0, half), n, k - 1])
                         words[(0, 0), n, half], words[(0, 1), n, half] = low, high
                 for half in cutlass.range_constexpr(2):
-                    a = self.rQ[None, None, 2 * (k - 1) + half]
+                    a = self._operand_a(2 * (k - 1) + half)
                     cute.gemm(self.tiled_mma, self.acc_s, a, b[None, None, half], self.acc_s)
 
     @cute.jit
