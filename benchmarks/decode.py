@@ -7,8 +7,10 @@
 
 A case is the batch (b), keys (k), heads of q and of the cache (h), head_dim (d) and queries (q, 1 if not said).
 Contenders take turns: onepass over a dense cache ("onepass") and over pages of 16, 64 and 256 keys in random places,
-FlashAttention-3 ("fa3", where a package has flash_attn_with_kvcache; "fa3 page 64" where it takes pages). Variants are
-fields of `DecodeConfigSm80` (of `ForwardConfigSm80` where a case has more rows) and num_splits, several separated by ;.
+FlashAttention-3 ("fa3", where a package has flash_attn_with_kvcache; "fa3 prepared" with scheduler metadata from
+before, as an engine makes it once for all layers; "fa3 page 64" where it takes pages). Ratios are to the fastest.
+Variants are fields of `DecodeConfigSm80` (of `ForwardConfigSm80` where a case has more rows) and num_splits, several
+separated by ;.
 
 Times are of replayed CUDA graphs, so without the host's; --host prints that of a call. K and V come from memory: copies
 of a cache smaller than 4 times the L2 cache are read in turn, and where 64 do not reach that the L2 cache is flushed
@@ -51,7 +53,7 @@ from onepass.kernels.sm80 import decode_launch, launch, merge_launch
 from onepass.testing.budget import OUT_FACTOR, compare
 
 DEVICE, BACKEND = "cuda", "sm80"
-CONTENDERS = "onepass,onepass page 16,onepass page 64,onepass page 256,fa3,fa3 page 64"
+CONTENDERS = "onepass,onepass page 16,onepass page 64,onepass page 256,fa3,fa3 prepared,fa3 page 64"
 QUICK = "b1k8192h32/8d128,b1k65536h32/8d128,b8k8192h32/8d128,b8k65536h32/8d128,b64k8192h64/8d128,b64k65536h16/1d128"
 
 
@@ -135,10 +137,11 @@ def compile_ahead(cases: Sequence[Case], args: argparse.Namespace) -> None:
             chosen = [(decode_config_sm80(problem.attention, arch), None)]
             chosen += filter(None, (variant(case, changes, is_paged) for changes in variants(args)))
             for config, num_splits in chosen:
-                is_split = prepared_variant(problem, config, num_splits).is_split
+                prepared = prepared_variant(problem, config, num_splits)
+                is_split, attention = prepared.is_split, problem.attention
                 for request in (
                     decode_launch.compile_request(problem, config, arch, is_split),
-                    *((merge_launch.merge_request(problem.attention, config, arch),) if is_split else ()),
+                    *((merge_launch.merge_request(attention, config, prepared.num_splits, arch),) if is_split else ()),
                 ):
                     jobs[request[:3]] = request
     common.compile_all(list(jobs.values()), compile_one)
@@ -158,18 +161,20 @@ def contenders(case: Case, args: argparse.Namespace) -> dict[str, Decoder]:
             chosen = variant(case, changes, size is not None)
             if chosen is not None:
                 found[name] = Decoder(functools.partial(variant_run, *chosen), size)
-    for name, size in (("fa3", None), ("fa3 page 64", 64)):
-        if name in args.contenders and args.fa3 is not None:
-            found[name] = Decoder(args.fa3, size)
+    if args.has_fa3:
+        for name, is_prepared, size in (("fa3", False, None), ("fa3 prepared", True, None), ("fa3 page 64", False, 64)):
+            if name in args.contenders:
+                found[name] = Decoder(bench.flash_attention_3_run(is_prepared), size)
     return found
 
 
-def find_fa3() -> Callable[[Step], Tensor] | None:
+def has_fa3() -> bool:
     try:
-        return bench.flash_attention_3_run()
+        bench.flash_attention_3_run()
     except ImportError as error:
         print("fa3 not measured:", error)
-        return None
+        return False
+    return True
 
 
 # ---------------------------------------------------------------- check
@@ -249,10 +254,11 @@ def measure(case: Case, args: argparse.Namespace, about: dict[str, Any]) -> dict
             if is_fa3(name):  # what it lacks once it lacks in every case
                 args.contenders.remove(name)
     samples = measure_interleaved(samplers, time_budget_s=args.seconds * len(samplers), min_rounds=7)
-    rows = {}
+    rows, fa3 = {}, [name for name in samples.ms if is_fa3(name)]
+    fastest = min(fa3, key=lambda name: samples.spread(name).median, default=None)
     for name, ms in samples.ms.items():
         rows[name] = bench.times(samples, name, bytes_moved(case), about["copy_tb_per_s"]) | {
-            "speed_over_fa3": samples.speed_ratio(name, "fa3").median if "fa3" in samples.ms else None,
+            "speed_over_fa3": None if fastest is None else samples.speed_ratio(name, fastest).median,
             "launch": samplers[name].launch,
             "host_us": host[name],
             "ms": [round(x, 5) for x in ms],
@@ -303,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = args.cases or (parse_cases(QUICK) if args.quick else get_case_set("decode").cases)
     cases = [case for case in cases if kv_bytes(case) <= args.max_gb * 1e9]
 
-    args.fa3 = find_fa3()
+    args.has_fa3 = has_fa3()
     torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default one
     about = common.circumstances() | {
         "arch": launch.arch_of(torch.device(DEVICE)),

@@ -144,21 +144,44 @@ def onepass_decoders(backend: str | None = None) -> dict[str, Decoder]:
     return {"onepass": Decoder(run)} | {f"onepass page {size}": Decoder(run, size) for size in PAGE_SIZES}
 
 
-def flash_attention_3_run() -> Run:
-    """FlashAttention-3's flash_attn_with_kvcache, which chooses its splits. Raises: ImportError without it."""
+def flash_attention_3_run(is_prepared: bool = False) -> Run:
+    """FlashAttention-3's flash_attn_with_kvcache, which chooses its splits.
+
+    Args: is_prepared: with the metadata that it else makes in every call, by a kernel of its own; made in the first.
+    Raises: ImportError without it.
+    """
+    module = _flash_attention_3()
+    metadata: dict[tuple, Any] = {}
+
+    def run(step: Step) -> Tensor:
+        q, k_cache, v_cache, lengths, table = step
+        more = {} if table is None else {"page_table": table}
+        if is_prepared:
+            key = lengths.data_ptr(), q.shape, k_cache.shape
+            if key not in metadata:
+                capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
+                sizes = q.shape[0], q.shape[1], capacity, q.shape[2], k_cache.shape[2], q.shape[3]
+                page_size = None if table is None else k_cache.shape[1]
+                metadata[key] = module.get_scheduler_metadata(
+                    *sizes, lengths, qkv_dtype=q.dtype, page_size=page_size, causal=True, num_splits=0
+                )
+            more["scheduler_metadata"] = metadata[key]
+        out = module.flash_attn_with_kvcache(
+            q, k_cache, v_cache, cache_seqlens=lengths, causal=True, num_splits=0, **more
+        )
+        return out[0] if isinstance(out, tuple) else out
+
+    return run
+
+
+def _flash_attention_3() -> Any:
     for name in ("flash_attn_interface", "fa3_fwd_interface"):
         try:
-            attend = importlib.import_module(name).flash_attn_with_kvcache
-        except (ImportError, AttributeError):
+            module = importlib.import_module(name)
+        except ImportError:
             continue
-
-        def run(step: Step, attend: Callable = attend) -> Tensor:
-            q, k_cache, v_cache, lengths, table = step
-            pages = {} if table is None else {"page_table": table}
-            out = attend(q, k_cache, v_cache, cache_seqlens=lengths, causal=True, num_splits=0, **pages)
-            return out[0] if isinstance(out, tuple) else out
-
-        return run
+        if hasattr(module, "flash_attn_with_kvcache"):
+            return module
     raise ImportError("neither flash_attn_interface nor fa3_fwd_interface has flash_attn_with_kvcache")
 
 

@@ -1,11 +1,12 @@
-"""Merges what attention over disjoint parts of the keys gave, exactly: a warp a row.
+"""Merges what attention over disjoint parts of the keys gave, exactly.
 
 With m = max_s lse_s, total = sum_s exp(lse_s - m):   out = sum_s exp(lse_s - m) out_s / total,   lse = m + log(total)
 
-A part in which the row saw no key (lse_s = -inf) has weight 0 and its out_s is not looked at. Parts behind the last one
-that has keys change no bit of the result: parts are added in the order of their numbers, and those of weight 0 are not.
+Parts are added in the order of their numbers, AT_A_TIME by themselves, whose loads are begun together, then these sums.
+So a few parts of a row are a warp's, many are shared out to the warps of a thread block, and the bits are the same.
 
-A lane has `vector_bytes` of a part's row at a time, and begins the loads of AT_A_TIME parts before it adds the first.
+A part in which the row saw no key (lse_s = -inf) has weight 0 and its out_s is not looked at. Parts behind the last one
+that has keys change no bit of the result.
 
 Source: FlashAttention-2, arXiv:2307.08691, section 2.3.
 """
@@ -16,13 +17,14 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass.memory import SmemAllocator
 
 from .blocks import warp
 from .blocks.integers import ceil_div, minimum
 from .blocks.online_softmax import LN2
 from .blocks.tile_scheduler import LANES
 
-WARPS = 2
+WARPS = 2  # of a thread block, if each has a row
 AT_A_TIME = 8  # divides the lanes of a warp
 LOG2_E = 1.0 / LN2
 
@@ -32,11 +34,14 @@ class Merge:
 
     Args:
         vector_bytes: 16, 8, 4 or 2, of the loads of partial_out: what its rows are aligned to.
+        row_warps: warps of a row.
         is_early: launched while the kernel before it may still run (programmatic dependent launch). From Hopper on.
     """
 
-    def __init__(self, head_dim_v: int, vector_bytes: int, is_early: bool = False):
-        self.head_dim_v, self.vector_bytes, self.is_early = head_dim_v, vector_bytes, is_early
+    def __init__(self, head_dim_v: int, vector_bytes: int, row_warps: int = 1, is_early: bool = False):
+        self.head_dim_v, self.vector_bytes = head_dim_v, vector_bytes
+        self.row_warps, self.is_early = row_warps, is_early
+        self.block_warps = WARPS if row_warps == 1 else row_warps
 
     @cute.jit
     def __call__(
@@ -50,7 +55,7 @@ class Merge:
         stream: cuda.CUstream,
     ):
         self.kernel(partial_out, partial_lse, out, lse, sinks).launch(
-            grid=[num_blocks, 1, 1], block=[WARPS * LANES, 1, 1], stream=stream, use_pdl=self.is_early
+            grid=[num_blocks, 1, 1], block=[self.block_warps * LANES, 1, 1], stream=stream, use_pdl=self.is_early
         )
 
     @cute.kernel
@@ -63,7 +68,10 @@ class Merge:
         sinks: cute.Tensor | None,
     ):
         batch, seqlen_q, num_heads, _ = out.shape
-        row = cute.arch.block_idx()[0] * WARPS + cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // LANES)
+        warp_number = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // LANES)
+        row = cute.arch.block_idx()[0]
+        if cutlass.const_expr(self.row_warps == 1):
+            row = row * WARPS + warp_number
         if cutlass.const_expr(self.is_early):
             cute.arch.griddepcontrol_wait()  # until the kernel before has ended and its stores are there
         if row < batch * seqlen_q * num_heads:
@@ -76,6 +84,7 @@ class Merge:
                 lse[entry, head, None],
                 position,
                 None if cutlass.const_expr(sinks is None) else sinks[head],
+                warp_number,
             )
 
     @cute.jit
@@ -87,6 +96,7 @@ class Merge:
         lse: cute.Tensor,  # (seqlen_q,)
         position: Int32,
         sink: Float32 | None,
+        warp_number: Int32,
     ):
         lane, num_splits = cute.arch.lane_idx(), lses.shape[0]
         largest = -Float32.inf
@@ -110,41 +120,66 @@ class Merge:
         safe_total = Float32(1.0) if is_empty else total
         share = scale / safe_total
 
+        # in units of the parts alone, without the sink
         key_reference = largest if largest > -Float32.inf else Float32(0.0)
         vector = self.vector_bytes * 8 // partials.element_type.width
         passes = ceil_div(self.head_dim_v, vector * LANES)
-        acc = cute.make_rmem_tensor((vector, passes), Float32)
+        acc, sums = (cute.make_rmem_tensor((vector, passes), Float32) for _ in range(2))
         acc.fill(0.0)
-        parts = cute.make_rmem_tensor((vector, passes, AT_A_TIME), partials.element_type)
-        # of a lane behind the last column the last one's
         vectors = cute.flat_divide(partials, (1, vector))[0, None, None, None]  # (vector, splits, vectors of a row)
-        places = [minimum(lane + i * LANES, self.head_dim_v // vector - 1) for i in range(passes)]
-        for first in cutlass.range(0, num_splits, LANES, unroll=1):
-            weight = Float32(0.0)
-            if first + lane < num_splits:
-                weight = cute.math.exp2((lses[first + lane] - key_reference) * LOG2_E, fastmath=True)
-            for i in cutlass.range(0, minimum(num_splits - first, LANES), AT_A_TIME, unroll=1):
-                weights = [warp.broadcast(weight, i + j) for j in range(AT_A_TIME)]
-                counts = weights[0] != 0.0
-                for j in cutlass.range_constexpr(1, AT_A_TIME):
-                    counts = counts or weights[j] != 0.0
-                if cute.arch.vote_any_sync(counts):
-                    for j in cutlass.range_constexpr(AT_A_TIME):
-                        split = minimum(first + i + j, num_splits - 1)
+        if cutlass.const_expr(self.row_warps == 1):
+            for first in cutlass.range(0, num_splits, AT_A_TIME, unroll=1):
+                self.add_parts(sums, vectors, lses, first, key_reference)
+                for i in cutlass.range_constexpr(cute.size(acc)):
+                    acc[i] = acc[i] + sums[i]
+        else:
+            shape = (vector, LANES, passes, self.row_warps, 2)
+            shared = SmemAllocator().allocate_tensor(Float32, cute.make_layout(shape), 16)
+            buffer = Int32(0)
+            for turn in cutlass.range(ceil_div(num_splits, AT_A_TIME * self.row_warps), unroll=1):
+                first = (turn * self.row_warps + warp_number) * AT_A_TIME
+                self.add_parts(sums, vectors, lses, first, key_reference)
+                for k in cutlass.range_constexpr(passes):
+                    cute.autovec_copy(sums[None, k], shared[None, lane, k, warp_number, buffer])
+                cute.arch.sync_threads()  # once a turn: the other buffer is read before the next one
+                if warp_number == 0:
+                    for w in cutlass.range_constexpr(self.row_warps):
                         for k in cutlass.range_constexpr(passes):
-                            cute.autovec_copy(vectors[None, split, places[k]], parts[None, k, j])
-                    for j in cutlass.range_constexpr(AT_A_TIME):
-                        is_added = weights[j] != 0.0
-                        for k in cutlass.range_constexpr(passes):
-                            for c in cutlass.range_constexpr(vector):
-                                total_c = acc[c, k] + weights[j] * parts[c, k, j].to(Float32)
-                                acc[c, k] = total_c if is_added else acc[c, k]
-        result = cute.make_rmem_tensor((vector,), out.element_type)
-        out_vectors = cute.flat_divide(out, (vector,))
-        for k in cutlass.range_constexpr(passes):
-            for c in cutlass.range_constexpr(vector):
-                result[c] = (acc[c, k] * share).to(out.element_type)
-            if lane + k * LANES < self.head_dim_v // vector:
-                cute.autovec_copy(result, out_vectors[None, lane + k * LANES])
-        if lane == 0:
-            lse[position] = -Float32.inf if is_empty else reference + cute.math.log2(safe_total, fastmath=True) * LN2
+                            cute.autovec_copy(shared[None, lane, k, w, buffer], sums[None, k])
+                        for i in cutlass.range_constexpr(cute.size(acc)):
+                            acc[i] = acc[i] + sums[i]
+                buffer = 1 - buffer
+        if cutlass.const_expr(self.row_warps == 1) or warp_number == 0:
+            result = cute.make_rmem_tensor((vector,), out.element_type)
+            out_vectors = cute.flat_divide(out, (vector,))
+            for k in cutlass.range_constexpr(passes):
+                for c in cutlass.range_constexpr(vector):
+                    result[c] = (acc[c, k] * share).to(out.element_type)
+                if lane + k * LANES < self.head_dim_v // vector:
+                    cute.autovec_copy(result, out_vectors[None, lane + k * LANES])
+            if lane == 0:
+                log_total = cute.math.log2(safe_total, fastmath=True) * LN2
+                lse[position] = -Float32.inf if is_empty else reference + log_total
+
+    @cute.jit
+    def add_parts(self, acc: cute.Tensor, vectors: cute.Tensor, lses: cute.Tensor, first: Int32, reference: Float32):
+        """acc = the sum of the parts first, first + 1, .. (AT_A_TIME of them, if there are) by their weights."""
+        lane, num_splits = cute.arch.lane_idx(), lses.shape[0]
+        vector, passes = (cute.size(acc, mode=[i]) for i in range(2))
+        parts = cute.make_rmem_tensor((vector, passes, AT_A_TIME), vectors.element_type)
+        acc.fill(0.0)
+        weight, own = Float32(0.0), first + lane % AT_A_TIME
+        if own < num_splits:
+            weight = cute.math.exp2((lses[own] - reference) * LOG2_E, fastmath=True)
+        if cute.arch.vote_any_sync(weight != 0.0):
+            for j in cutlass.range_constexpr(AT_A_TIME):
+                split = minimum(first + j, num_splits - 1)
+                for k in cutlass.range_constexpr(passes):
+                    # of a lane behind the last column the last one's
+                    place = minimum(lane + k * LANES, self.head_dim_v // vector - 1)
+                    cute.autovec_copy(vectors[None, split, place], parts[None, k, j])
+            for j in cutlass.range_constexpr(AT_A_TIME):
+                weight_j = warp.broadcast(weight, j)
+                for i in cutlass.range_constexpr(vector * passes):
+                    total = acc[i] + weight_j * parts[i % vector, i // vector, j].to(Float32)
+                    acc[i] = total if weight_j != 0.0 else acc[i]

@@ -90,7 +90,7 @@ def decode_requests(case: DecodeCase) -> list[tuple]:
     config = replace(config, vector_bytes=launch.vector_bytes(*inputs[:3]))
     requests = [decode_launch.compile_request(problem, config, arch, is_split)]
     if is_split:
-        requests.append(merge_launch.merge_request(problem.attention, config, arch))
+        requests.append(merge_launch.merge_request(problem.attention, config, prepared.num_splits, arch))
     if inputs.seqlen_new or inputs.rotary_cos is not None:
         rows = append_launch.append_arguments(problem, inputs, torch.empty_like(inputs.q))[:6]
         requests.append(append_launch.append_request(append_launch.AppendKey.of(problem, inputs, rows), arch))

@@ -160,18 +160,23 @@ def forward(
     return kernel.result(out_at, out), kernel.result(lse_at, lse)
 
 
-def merge(partial_out, partial_lse, out, lse, sinks):
-    """What the merge kernel writes to tensors like out and lse."""
+def merge(partial_out, partial_lse, out, lse, sinks, row_warps=None, last_first=False):
+    """What the merge kernel writes to tensors like out and lse. Args: last_first: of the warps of a thread block."""
     kernel = Parameters()
     kernel.tensor(partial_out, (0, 1, 2, 3, 4))
     kernel.tensor(partial_lse)
     out_at, lse_at = kernel.tensor(out, (0, 1, 2, 3)), kernel.tensor(lse)
     if sinks is not None:
         kernel.tensor(sinks.float())
-    key = partial_out.dtype, out.dtype, out.shape[-1], sinks is not None, launch.vector_bytes(partial_out)
-    num_blocks = ceil_div(lse.numel(), merge_launch.MERGE_WARPS)
-    program = compiled(key, functools.partial(merge_launch.trace_merge, *key))
-    ptx_interpreter.run(program, kernel.values, kernel.memory, num_blocks, 32 * merge_launch.MERGE_WARPS, 0)
+    parts = len(partial_out)
+    row_warps = row_warps or merge_launch.row_warps(parts)
+    aligned_to = launch.vector_bytes(partial_out)
+    key = merge_launch.MergeKey(partial_out.dtype, out.dtype, out.shape[-1], sinks is not None, aligned_to, row_warps)
+    blocks, warps = (ceil_div(lse.numel(), merge_launch.ROWS), merge_launch.ROWS)
+    if row_warps > 1:
+        blocks, warps = lse.numel(), row_warps
+    program = compiled(key, functools.partial(merge_launch.trace_merge, key))
+    ptx_interpreter.run(program, kernel.values, kernel.memory, blocks, 32 * warps, 1 << 16, warps_reversed=last_first)
     return kernel.result(out_at, out), kernel.result(lse_at, lse)
 
 

@@ -104,7 +104,7 @@ def test_early_merge():
         config = replace(decode_config_sm80(asked.attention, "sm_90a"), early_merge=is_early)
         config.check(asked.attention, "sm_90a")
         forward = machine_code.read("sm_90a", functools.partial(decode_launch.trace, asked, config, "sm_90a", True))
-        merge = machine_code.read("sm_90a", merge_launch.merge_request(asked.attention, config, "sm_90a")[3])
+        merge = machine_code.read("sm_90a", merge_launch.merge_request(asked.attention, config, 33, "sm_90a")[3])
         assert (forward.count("PREEXIT"), merge.count("ACQBULK")) == (int(is_early), int(is_early))
         assert forward.spills == merge.spills == 0
 
@@ -113,10 +113,11 @@ OF_E4M3 = {"is_e4m3": True, "has_descales": True, "descales_by_block": True}
 
 
 def test_merge_and_append():
-    merge = functools.partial(merge_launch.trace_merge, torch.float32, torch.bfloat16, 128, True, 16)
-    code = machine_code.read("sm_90a", merge)
-    assert code.spills == 0
-    assert code.count(r"LDG\.E\.128") >= 8  # parts under way
+    for warps in (1, 8):
+        merge = merge_launch.MergeKey(torch.float32, torch.bfloat16, 128, True, 16, warps)
+        code = machine_code.read("sm_90a", functools.partial(merge_launch.trace_merge, merge))
+        assert code.spills == 0
+        assert code.count(r"LDG\.E\.128") == 8  # parts under way
     key = append_launch.AppendKey(torch.bfloat16, 128, 128, True, True, (torch.float32, 64, False), 16)
     assert machine_code.read("sm_90a", functools.partial(append_launch.trace_append, key)).spills == 0
     code = machine_code.read("sm_90a", functools.partial(append_launch.trace_append, replace(key, **OF_E4M3)))

@@ -189,8 +189,17 @@ def test_nan_of_a_hidden_key_stays_hidden_in_its_split(key, window):
 
 
 @pytest.mark.parametrize("page_size", [None, 3])
-@pytest.mark.parametrize("head_dims", [(10, 6), (24, 32), (5, 7)])
-@pytest.mark.parametrize("rotary", [None, (FP32, False), (BF16, True), (FP32, True)])
+@pytest.mark.parametrize(
+    ("head_dims", "rotary"),
+    [
+        ((10, 6), None),
+        ((24, 32), None),
+        ((10, 6), (FP32, False)),
+        ((24, 32), (BF16, False)),
+        ((24, 32), (BF16, True)),
+        ((5, 7), (FP32, True)),
+    ],
+)
 def test_append(page_size, head_dims, rotary):
     """By copies of several widths. No other row is written; queries are rotated as if they stood at the last keys."""
     inputs = cache_of((20, 0, 33), 5, (4, 2), head_dims, page_size=page_size, room=36, seqlen_new=3)
@@ -239,8 +248,8 @@ def test_bad_lengths_and_pages_write_nothing_outside(page_size):
 @pytest.mark.parametrize(("dtype", "head_dim_v"), [(FP32, 70), (BF16, 7)])
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_merge(dtype, head_dim_v, has_sinks):
-    """40 parts, more than a warp has lanes; rows that one, some and none of them have seen."""
-    outs, lses = randn(40, 2, 3, 2, head_dim_v, dtype=dtype), 5 * randn(40, 2, 2, 3, seed=1)
+    """70 parts, more than a warp has lanes; rows that one, some and none of them have seen; shared out or not."""
+    outs, lses = randn(70, 2, 3, 2, head_dim_v, dtype=dtype), 5 * randn(70, 2, 2, 3, seed=1)
     lses[1:, 0, :, 0] = -torch.inf
     lses[::3, 0, :, 1] = -torch.inf
     lses[:, 1, 0] = -torch.inf
@@ -255,6 +264,11 @@ def test_merge(dtype, head_dim_v, has_sinks):
     assert compare_lse(lse, expected[1]).ok
     if not has_sinks:
         assert torch.equal(out[0, 0], outs[0, 0, 0])  # alone: nothing is rounded twice
+    for warps, last_first in ((1, False), (8, True)):
+        like = torch.empty_like(out), torch.empty_like(lse)
+        again = sm80_decode.merge(outs, lses, *like, sinks, row_warps=warps, last_first=last_first)
+        assert torch.equal(again[0], out)
+        assert torch.equal(again[1], lse)
 
 
 def test_merge_passes_nan_on():

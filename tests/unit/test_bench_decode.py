@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import onepass
 from onepass.bench import decode as bench
 from onepass.bench.cases import decode_case, get_case_set
 from onepass.bench.flops import bytes_moved
@@ -96,8 +97,7 @@ def script(monkeypatch):
     ):
         monkeypatch.setattr(module, name, value)
     ticks = iter(range(1, 10**6))
-    monkeypatch.setattr(bench, "CudaSampler", lambda calls, ms: lambda: (calls[0](), 1.0 + next(ticks) * 1e-6)[1])
-    monkeypatch.setattr(bench, "sampler_of", lambda calls, copies: _Sampler(bench.CudaSampler(calls, 0.0)))
+    monkeypatch.setattr(bench, "sampler_of", lambda calls, copies: _Sampler(calls, ticks))
     jobs = []
     monkeypatch.setattr(script.common, "compile_all", lambda requests, compile_one: jobs.extend(requests))
     script.jobs = jobs
@@ -107,13 +107,17 @@ def script(monkeypatch):
 
 
 class _Sampler:
+    """Stands for `CudaSampler`: calls once, and then tells times that hardly differ."""
+
     launch = "graph"
 
-    def __init__(self, sample):
-        self.sample = sample
+    def __init__(self, calls, ticks):
+        self.ticks = ticks
+        for call in calls:
+            call()
 
     def __call__(self):
-        return self.sample()
+        return 1.0 + next(self.ticks) * 1e-6
 
 
 @pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="not a checkout")
@@ -131,6 +135,37 @@ def test_script(script, tmp_path, capsys):
         assert row["failed"] == {}
         assert {"onepass", "onepass page 16", "num_splits=8", "key_warps=2,num_stages=4"} <= set(row["contenders"])
     assert {request[0] for request in script.jobs} == {"decode_sm80", "merge_splits"}
+
+
+@pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="not a checkout")
+def test_script_beside_flash_attention_3(script, monkeypatch, tmp_path, capsys):
+    """A module that stands for it: without pages, and with metadata that is made once a cache."""
+    made, given = [], []
+
+    def attend(q, k, v, cache_seqlens, causal, num_splits, page_table=None, scheduler_metadata=None):
+        if page_table is not None:
+            raise RuntimeError("built without pages")
+        given.append(scheduler_metadata)
+        return onepass.attention_decode(q, k, v, cache_seqlens=cache_seqlens, causal=causal, backend="tiled")
+
+    def prepare(*sizes, **options):
+        made.append(sizes[:-1])
+        return len(made)
+
+    module = SimpleNamespace(flash_attn_with_kvcache=attend, get_scheduler_metadata=prepare)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    path = tmp_path / "out.json"
+    arguments = ["--cases", "b1k1024h8/2d64,b1k512h8/2d64", "--no-check", "--seconds", "0", "--out", str(path)]
+    assert script.main(arguments) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert list(rows[0]["failed"]) == ["fa3 page 64"]
+    assert rows[1]["failed"] == {}
+    assert made == [(1, 1, n, 8, 2, 64) for n in (1024, 1024, 512, 512)]
+    assert set(given) == {None, 1, 2, 3, 4}
+    for row in rows:
+        assert {"fa3", "fa3 prepared"} < set(row["contenders"])
+        assert row["contenders"]["onepass"]["speed_over_fa3"] == pytest.approx(1.0, abs=0.01)
+    assert "built without pages" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="not a checkout")

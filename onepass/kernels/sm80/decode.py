@@ -34,12 +34,11 @@ from ..blocks.integers import ceil_div
 from ..blocks.layouts import rows_and_columns
 from ..blocks.paged_kv import KnownRows, PlacesAhead
 from ..blocks.tile_scheduler import LANES
-from ..config import ROWS_PER_MMA
 from .forward import ForwardSm80
 from .loads import RowLoader
 from .warps import Tile, Warps
 
-COLUMN_BLOCKS = 4  # of 8 columns: what a warp writes at a time
+COLUMN_BLOCKS = 4  # of 8 columns: what a warp writes at a time; all compiled head dims are multiples of 32
 
 
 def warp_number() -> Int32:
@@ -212,6 +211,3 @@ class DecodeSm80(ForwardSm80):
     def _wait_for_loads(self, still_under_way: cutlass.Constexpr[int]):
         cute.arch.cp_async_wait_group(still_under_way)
         cute.arch.sync_warp()
-
-
-assert COLUMN_BLOCKS * 8 % ROWS_PER_MMA == 0

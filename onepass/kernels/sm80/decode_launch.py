@@ -141,8 +141,8 @@ class Launch:
         kernel = self.kernel(vector_bytes(q, k_cache, v_cache))
         kernel(q, k_cache, v_cache, *partials, *self.other_arguments(inputs, None))
         if self._merge is None:
-            self._merge = compile.get(*merge_request(self.problem.attention, self.config, self.arch))
-        self._merge(*partials, out, lse, sinks, merge_blocks(out))
+            self._merge = compile.get(*merge_request(self.problem.attention, self.config, self.num_splits, self.arch))
+        self._merge(*partials, out, lse, sinks, merge_blocks(out, self.num_splits))
         return out, lse
 
     def kernel(self, aligned_to: int) -> Callable:

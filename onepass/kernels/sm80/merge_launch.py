@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,12 +17,36 @@ from ..config import VECTOR_BYTES, ForwardConfigSm80
 from ..config_decode import DecodeConfigSm80
 from .launch import arch_of, vector_bytes, with_rows
 
-MERGE_WARPS = 2
+ROWS = 2  # of a thread block, if a warp has one
+FEW_PARTS = 8  # a warp's; more are shared out to
+ROW_WARPS = 8  # warps
 
 
-def merge_blocks(out: Tensor) -> int:
+@dataclass(frozen=True)
+class MergeKey:
+    """What the code of a merge depends on.
+
+    Attributes: those of `combine.Merge`, and the dtypes of partial_out and of out.
+    """
+
+    partial: torch.dtype
+    dtype: torch.dtype
+    head_dim_v: int
+    has_sinks: bool
+    vector_bytes: int
+    row_warps: int
+    is_early: bool = False
+
+
+def row_warps(num_parts: int) -> int:
+    """Warps of a row in the merge of so many parts. Not measured yet."""
+    return 1 if num_parts <= FEW_PARTS else ROW_WARPS
+
+
+def merge_blocks(out: Tensor, num_parts: int) -> int:
     """Thread blocks of a merge to out (batch, seqlen_q, num_heads, head_dim_v)."""
-    return ceil_div(out.shape[0] * out.shape[1] * out.shape[2], MERGE_WARPS)
+    rows = out.shape[0] * out.shape[1] * out.shape[2]
+    return ceil_div(rows, ROWS) if row_warps(num_parts) == 1 else rows
 
 
 def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,72 +55,50 @@ def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = merge_partials(outs.unsqueeze(1), lses.unsqueeze(1))
         return out[0], lse[0]
     out, lse = outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
-    if merge_blocks(out):
+    num_parts = outs.shape[0]
+    if blocks := merge_blocks(out, num_parts):
         outs = with_rows(outs)
-        aligned_to, arch = vector_bytes(outs), arch_of(outs.device)
-        kernel = merge_kernel_of(outs.dtype, out.dtype, out.shape[-1], False, aligned_to, False, arch)
-        kernel(outs, lses.contiguous(), out, lse, None, merge_blocks(out))
+        key = MergeKey(outs.dtype, out.dtype, out.shape[-1], False, vector_bytes(outs), row_warps(num_parts))
+        merge_kernel_of(key, arch_of(outs.device))(outs, lses.contiguous(), out, lse, None, blocks)
     return out, lse
 
 
-def merge_request(attention: AttentionProblem, config: ForwardConfigSm80, arch: str) -> tuple:
+def merge_request(attention: AttentionProblem, config: ForwardConfigSm80, num_splits: int, arch: str) -> tuple:
     """The arguments of `compile.get` for the merge kernel of a forward by splits."""
     is_early = isinstance(config, DecodeConfigSm80) and config.early_merge
     dv, float32 = attention.head_dim_v, torch.float32
     # of a workspace: aligned as its rows are
     aligned_to = next(n for n in VECTOR_BYTES if dv * float32.itemsize % n == 0)
-    return _merge_request(float32, attention.dtype, dv, attention.has_sinks, aligned_to, is_early, arch)
+    key = MergeKey(float32, attention.dtype, dv, attention.has_sinks, aligned_to, row_warps(num_splits), is_early)
+    return _request(key, arch)
 
 
-def _merge_request(
-    partial: torch.dtype,
-    dtype: torch.dtype,
-    head_dim_v: int,
-    has_sinks: bool,
-    vector_bytes: int,
-    is_early: bool,
-    arch: str,
-) -> tuple:
-    key = (
-        ("partial", partial),
-        ("dtype", dtype),
-        ("head_dim_v", head_dim_v),
-        ("has_sinks", has_sinks),
-        ("vector_bytes", vector_bytes),
-        ("is_early", is_early),
-    )
-    trace = functools.partial(trace_merge, partial, dtype, head_dim_v, has_sinks, vector_bytes, is_early)
-    return "merge_splits", (key,), arch, trace
+def _request(key: MergeKey, arch: str) -> tuple:
+    pairs = tuple((name, getattr(key, name)) for name in key.__dataclass_fields__)
+    return "merge_splits", (pairs,), arch, functools.partial(trace_merge, key)
 
 
 @functools.lru_cache(maxsize=256)
-def merge_kernel_of(*arguments: Any) -> Callable:
-    return compile.get(*_merge_request(*arguments))
+def merge_kernel_of(key: MergeKey, arch: str) -> Callable:
+    return compile.get(*_request(key, arch))
 
 
-def trace_merge(
-    partial: torch.dtype,
-    dtype: torch.dtype,
-    head_dim_v: int,
-    has_sinks: bool,
-    vector_bytes: int,
-    is_early: bool = False,
-) -> tuple:
+def trace_merge(key: MergeKey) -> tuple:
     from cutlass import Float32, Int32
     from cutlass.cute.runtime import make_fake_stream
 
     from ..combine import WARPS, Merge
 
-    assert WARPS == MERGE_WARPS
+    assert WARPS == ROWS
     # out is new, so its rows are aligned as those of the partials are
-    out_bytes = vector_bytes // partial.itemsize * dtype.itemsize
+    out_bytes = key.vector_bytes // key.partial.itemsize * key.dtype.itemsize
     arguments = (
-        fake_tensor(element_type(partial), None, None, None, None, head_dim_v, align_bytes=vector_bytes),
+        fake_tensor(element_type(key.partial), None, None, None, None, key.head_dim_v, align_bytes=key.vector_bytes),
         fake_tensor(Float32, None, None, None, None, align_bytes=4),
-        fake_tensor(element_type(dtype), None, None, None, head_dim_v, align_bytes=out_bytes),
+        fake_tensor(element_type(key.dtype), None, None, None, key.head_dim_v, align_bytes=out_bytes),
         fake_tensor(Float32, None, None, None, align_bytes=4),
-        fake_tensor(Float32, None, align_bytes=4) if has_sinks else None,
+        fake_tensor(Float32, None, align_bytes=4) if key.has_sinks else None,
         Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
-    return Merge(head_dim_v, vector_bytes, is_early), arguments
+    return Merge(key.head_dim_v, key.vector_bytes, key.row_warps, key.is_early), arguments
