@@ -114,9 +114,10 @@ def fp8_budget(
 
     Short sums: for e4m3 operands these tensor cores align 32 products and the accumulator with the largest of them and
     cut what is more than 13 bits below (DeepSeek-V3, arXiv:2412.19437, section 3.5.2, finds about 14 bits in all). So
-    each step of 32 columns may move a score by 2^-12 of |sum so far| + |products of the step|, the latter a root of the
-    sum of squares: where they are cut, they are cut independently. A row's lse moves by the mean of what its scores
-    move by, with its probabilities for weights. What P V loses is small beside the rounding of P and has no term.
+    each step of 32 columns may move a score by 2^-12 of |sum so far| + |sum of the step| + the root of the sum of the
+    products' squares: products are cut independently, but towards zero, so what is lost of one sign adds up. A row's
+    lse moves by the mean of what its scores move by, with its probabilities for weights. What P V loses is small beside
+    the rounding of P and has no term.
 
     Args:
         q, k, v: dequantised, dense, with the columns of q and k in the order in which they are summed.
@@ -151,8 +152,9 @@ def _cut_scores(q: Tensor, k: Tensor) -> Tensor:
     q, k = (x.double().transpose(1, 2) for x in (q, k))
     total = cut = q.new_zeros(*q.shape[:3], k.shape[2])
     for q_step, k_step in zip(q.split(FP8_STEP, -1), k.split(FP8_STEP, -1), strict=True):
-        total = total + q_step @ k_step.mT
-        cut = cut + total.abs() + (q_step.square() @ k_step.square().mT).sqrt()
+        of_step = q_step @ k_step.mT
+        total = total + of_step
+        cut = cut + total.abs() + of_step.abs() + (q_step.square() @ k_step.square().mT).sqrt()
     return FP8_CUT * cut
 
 

@@ -189,8 +189,17 @@ def test_nan_of_a_hidden_key_stays_hidden_in_its_split(key, window):
 
 
 @pytest.mark.parametrize("page_size", [None, 3])
-@pytest.mark.parametrize("head_dims", [(10, 6), (24, 32), (5, 7)])
-@pytest.mark.parametrize("rotary", [None, (FP32, False), (BF16, True), (FP32, True)])
+@pytest.mark.parametrize(
+    ("head_dims", "rotary"),
+    [
+        ((10, 6), None),
+        ((24, 32), None),
+        ((10, 6), (FP32, False)),
+        ((24, 32), (BF16, False)),
+        ((24, 32), (BF16, True)),
+        ((5, 7), (FP32, True)),
+    ],
+)
 def test_append(page_size, head_dims, rotary):
     """By copies of several widths. No other row is written; queries are rotated as if they stood at the last keys."""
     inputs = cache_of((20, 0, 33), 5, (4, 2), head_dims, page_size=page_size, room=36, seqlen_new=3)

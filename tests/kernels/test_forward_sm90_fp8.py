@@ -15,7 +15,7 @@ import onepass
 from onepass import dispatch, fp8
 from onepass.errors import UnsupportedError
 from onepass.kernels import heuristics
-from onepass.kernels.config import ForwardConfig
+from onepass.kernels.config import ForwardConfig, head_dim_tile
 from onepass.kernels.sm90 import launch
 from onepass.problem import Mask, Quantization
 
@@ -51,9 +51,12 @@ def test_machine_code(question):
     # a step: head_dim / 32 for S and tile_n / 32 for O; of a tile S first, then with PV, PV alone at the end
     assert code.count(rf"QGMMA\.64x{config.tile_n}x32\.F32\.E4M3\.E4M3") > 0
     assert code.count("HGMMA") == 0
+    if question.softcap is None:  # multiplications: O where it is rescaled in each loop, O at the end; none of scores
+        loops = 1 + (question.mask.window_left is not None) + (question.mask.window_right is not None)
+        assert code.count("FMUL") < (loops + 1) * head_dim_tile(question.head_dim_v) // 2 + 40
     assert code.count(r"F2FP\.\S*E4M3") > 0  # P
     assert code.count("UTMALDG") >= config.num_warpgroups + 2
-    assert code.count("SHFL") <= 110  # scales, maxima, sums and out, for widest heads 64 of them: none for P
+    assert code.count("SHFL") <= 128  # scales, maxima, sums and out, for widest heads 64 of them: none for P
     assert code.count(r"WARPGROUP\.ARRIVE") < code.count("QGMMA")
 
 

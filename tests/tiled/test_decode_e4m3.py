@@ -163,8 +163,13 @@ def test_operators():
     new = arguments["k_new"], arguments["v_new"]
     torch.library.opcheck(torch.ops.onepass.decode_append.default, (*tensors, *new, *options), test_utils=tests)
 
-    compiled = torch.compile(onepass.attention_decode, fullgraph=True, backend="aot_eager")
-    second, _ = arguments_of("page", seqlen_new=2)
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("kind", ["page", "block"])
+def test_compiled_without_a_break(kind, dynamic):
+    """Also where torch.compile does not know the shapes."""
+    (arguments, _), (second, _) = (arguments_of(kind, seqlen_new=2) for _ in range(2))
+    compiled = torch.compile(onepass.attention_decode, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     assert torch.equal(compiled(**arguments), onepass.attention_decode(**second))
     for name in ("k_cache", "v_cache"):
         assert torch.equal(arguments[name].view(torch.uint8), second[name].view(torch.uint8))

@@ -67,7 +67,9 @@ def scales_of_entry(t: cute.Tensor, place: Int32, sequence: Int32 | None) -> cut
 
 def first_block(start: Int32, sequence: Int32 | None, block: cute.FastDivmodDivisorV2 | int) -> Int32:
     """Which of the blocks of rows is the first one of a sequence that begins with row `start`."""
-    return Int32(0) if sequence is None else divmod(start, block)[0] + sequence
+    if sequence is None:
+        return Int32(0)
+    return (start // block if isinstance(block, int) else divmod(start, block)[0]) + sequence
 
 
 def group_keys(tile_n: int) -> int:
