@@ -40,8 +40,15 @@ def code_of(arch: str, is_paged: bool, is_split: bool = True, has_descales: bool
     return code, config
 
 
+QUICK = ("sm_86", "sm_90a")
+
+
 @pytest.mark.parametrize(
-    ("arch", "head_dim", "is_paged"), [(arch, 128, i % 2 == 0) for i, arch in enumerate(ARCHS)] + [("sm_90a", 64, True)]
+    ("arch", "head_dim", "is_paged"),
+    [
+        *(pytest.param(a, 128, i % 2 == 0, marks=() if a in QUICK else pytest.mark.slow) for i, a in enumerate(ARCHS)),
+        ("sm_90a", 64, True),
+    ],
 )
 def test_warps_along_the_keys(arch, head_dim, is_paged):
     code, config = code_of(arch, is_paged, head_dim=head_dim)

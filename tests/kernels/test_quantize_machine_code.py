@@ -29,8 +29,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_89"])
-@pytest.mark.parametrize("name", CASES)
+OTHER_ARCH = ("rows 128", "values 128")  # of the quick tests
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [(name, "sm_90a") for name in CASES]
+    + [pytest.param(name, "sm_89", marks=() if name in OTHER_ARCH else pytest.mark.slow) for name in CASES],
+)
 def test_machine_code(name, arch):
     kernel, loads, stores, registers = CASES[name]
     code = machine_code.read(arch, functools.partial(launch.trace, kernel))
