@@ -98,7 +98,17 @@ CASES = {
 }
 
 
-SLOW = ("heads", "blocks of 32", "small head dims", "many rows, one pass", "many rows of 256 columns", "sinks")
+SLOW = (
+    "heads",
+    "entries",
+    "blocks of 32",
+    "a head dim of 128",
+    "small head dims",
+    "32 rows",
+    "many rows, one pass",
+    "many rows of 256 columns",
+    "sinks",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
@@ -137,7 +147,7 @@ def test_descales_that_grow_and_shrink():
 
 
 @pytest.mark.parametrize(("key", "window"), [(126, None), (129, None), (117, (10, None))])
-@pytest.mark.parametrize("kind", ["none", "block of 16"])
+@pytest.mark.parametrize("kind", [pytest.param("none", marks=pytest.mark.slow), "block of 16"])
 def test_nan_of_a_hidden_key_stays_hidden(key, window, kind):
     """Of the first split, of keys 0 to 127, and of the second; with a window, of rows that see both."""
     inputs, kv_block = e4m3_cache((130,), 8, (4, 1), (64, 64), kind)
