@@ -85,8 +85,8 @@ class Append:
         filled = cache_seqlens[entry]
         if cutlass.const_expr(k_new is not None):
             descales = k_descale, v_descale
+            page, place, is_there = self.place(k_cache, page_table, entry, filled + row)  # V's is the same
             for i, (new, cache) in enumerate(((k_new, k_cache), (v_new, v_cache))):
-                page, place, is_there = self.place(cache, page_table, entry, filled + row)
                 if part == i and row < seqlen_new and is_there:
                     of_k = (cos, sin) if i == 0 else (None, None)
                     source, target = new[entry, row, None, None], cache[page, place, None, None]
