@@ -79,7 +79,14 @@ def cases():
 NAMES = ["pages of n128", "pages of n96", "n128", "n128 every step", "n192", "n96", "n32", "sink", "softcap"]
 
 
-@pytest.mark.parametrize("spread", [1.0, 6.0, -3.0], ids=["normal", "peaked", "all below 0"])
+@pytest.mark.parametrize(
+    "spread",
+    [
+        pytest.param(1.0, id="normal", marks=pytest.mark.slow),
+        pytest.param(6.0, id="peaked"),
+        pytest.param(-3.0, id="all below 0"),
+    ],
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_values(name, spread):
     from fp8_softmax import SCALE_LOG2, SINK, TANH_SCALE
