@@ -80,7 +80,7 @@ def compile_requests(
         config = replace(launch.config, vector_bytes=vector_bytes(*qkv))
         requests.append((config, compile_request(problem, config, arch, launch.is_split)))
         if launch.is_split:
-            requests.append((None, merge_request(problem.attention, launch.config, arch)))
+            requests.append((None, merge_request(problem.attention, launch.config, launch.num_splits, arch)))
     return requests
 
 
