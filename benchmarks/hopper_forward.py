@@ -50,6 +50,7 @@ WORDS = {
     "drain": {"overlap_tiles": False},
     "free": {"pingpong": False},
     "lazy": {"rescale_threshold": 8.0},
+    "sums": {"two_level_sums": True},
     "t08": {"rescale_threshold": 0.8},  # these of FP8
     "t18": {"rescale_threshold": 1.8},
     "t28": {"rescale_threshold": 2.8},

@@ -202,6 +202,7 @@ def test_scales_that_differ_much():
         ForwardConfig(tile_n=128, dynamic_tiles=True, pingpong=False),
         ForwardConfig(tile_n=128, overlap_tiles=False),
         ForwardConfig(tile_n=64, two_level_sums=True),
+        ForwardConfig(tile_n=64, two_level_sums=True, rescale_threshold=0.8),
         ForwardConfig(tile_n=128, overlap_tiles=False, overlap_gemm_softmax=False),
     ],
     ids=lambda config: config.text,
