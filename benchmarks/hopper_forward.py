@@ -50,7 +50,10 @@ WORDS = {
     "drain": {"overlap_tiles": False},
     "free": {"pingpong": False},
     "lazy": {"rescale_threshold": 8.0},
-    "lazy8": {"rescale_threshold": 0.8},
+    "sums": {"two_level_sums": True},
+    "t08": {"rescale_threshold": 0.8},  # these of FP8
+    "t18": {"rescale_threshold": 1.8},
+    "t28": {"rescale_threshold": 2.8},
     "fma4": {"exp2_fma_period": 4},
     "fma8": {"exp2_fma_period": 8},
     "3stage": {"score_buffers": 2, "softmax_before_wait": True},

@@ -89,7 +89,7 @@ class FP8Budget(NamedTuple):
     lse: Tensor
 
 
-# What an FP8 tensor core cuts off in a step of 32 products: a unit of the accumulator and one of the products.
+# Below which part of the largest of 32 products and the accumulator an FP8 tensor core cuts all of them off.
 FP8_STEP = 32
 FP8_CUT = 2.0**-12
 FP32_LSE = 2e-4  # exponentials, sums and the logarithm in float32, with fast instructions
@@ -114,10 +114,9 @@ def fp8_budget(
 
     Short sums: for e4m3 operands these tensor cores align 32 products and the accumulator with the largest of them and
     cut what is more than 13 bits below (DeepSeek-V3, arXiv:2412.19437, section 3.5.2, finds about 14 bits in all). So
-    each step of 32 columns may move a score by 2^-12 of |sum so far| + |sum of the step| + the root of the sum of the
-    products' squares: products are cut independently, but towards zero, so what is lost of one sign adds up. A row's
-    lse moves by the mean of what its scores move by, with its probabilities for weights. What P V loses is small beside
-    the rounding of P and has no term.
+    each step of 32 columns loses what its products have below 2^-12 of the largest (the descales are no powers of two:
+    a bit more), and as much again of the accumulator. A row's lse moves by the mean of what its scores move by, with
+    its probabilities for weights. What P V loses is small beside the rounding of P and has no term.
 
     Args:
         q, k, v: dequantised, dense, with the columns of q and k in the order in which they are summed.
@@ -150,12 +149,18 @@ def fp8_budget(
 def _cut_scores(q: Tensor, k: Tensor) -> Tensor:
     """(batch, heads, seqlen_q, seqlen_k): how much of q.k tensor cores may cut off."""
     q, k = (x.double().transpose(1, 2) for x in (q, k))
+    return torch.cat([_cut_rows(rows, k) for rows in q.split(32, 2)], 2)
+
+
+def _cut_rows(q: Tensor, k: Tensor) -> Tensor:
     total = cut = q.new_zeros(*q.shape[:3], k.shape[2])
     for q_step, k_step in zip(q.split(FP8_STEP, -1), k.split(FP8_STEP, -1), strict=True):
-        of_step = q_step @ k_step.mT
-        total = total + of_step
-        cut = cut + total.abs() + of_step.abs() + (q_step.square() @ k_step.square().mT).sqrt()
-    return FP8_CUT * cut
+        products = q_step[..., :, None, :] * k_step[..., None, :, :]
+        unit = FP8_CUT * torch.maximum(products.abs().amax(-1), total.abs())
+        lost = torch.fmod(products, unit[..., None].clamp(min=torch.finfo(torch.float64).tiny)).sum(-1)
+        total = total + products.sum(-1)
+        cut = cut + lost.abs() + unit
+    return cut
 
 
 def compare_gradients(name: str, actual: Tensor, oracle: Tensor, plain: Tensor, floor: float = 0.0) -> Comparison:

@@ -11,6 +11,7 @@ from gpu_cases import BACKEND, BF16, DEVICE, FP16, ON_GPU, needs_hopper
 import onepass
 from onepass import fp8
 from onepass.kernels.config import ForwardConfig
+from onepass.kernels.heuristics import LAZY_FP8
 from onepass.testing import fp8_budget
 
 pytestmark = [*needs_hopper, pytest.mark.skipif(BACKEND == "sm80", reason="no FP8 kernels for Ampere")]
@@ -22,14 +23,18 @@ def make(seqlen_q, seqlen_k, head_dim, head_dim_v, batch=2, heads=(4, 2), dtype=
     return [torch.randn(batch, *shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
 
 
+def exponent_of_p(config):
+    """The power of two of the largest P, as blocks/fp8.py chooses it."""
+    return math.floor(math.log2(448) - (LAZY_FP8 if config is None else config.rescale_threshold))
+
+
 def check(quantized, **options):
     tuning, dequantized = options.pop("tuning", None), options.pop("dequantized", None)
     out, lse = onepass.attention(quantized, **options, backend=BACKEND, tuning=tuning, return_lse=True)
     tensors = dequantized or quantized.dequantize()
     if ON_GPU:
         v_scale = fp8.row_scales(tensors[2], quantized.v_descale, quantized.kv_block, None)
-        exponent = 8 if tuning is None else math.floor(math.log2(448) - tuning.rescale_threshold)
-        options |= {"short_sums": True, "v_scale": v_scale, "p_exponent": exponent}
+        options |= {"short_sums": True, "v_scale": v_scale, "p_exponent": exponent_of_p(tuning)}
     budget = fp8_budget(*tensors, out.dtype, **options)
     is_empty = budget.oracle.lse == -math.inf
     assert torch.equal(lse == -math.inf, is_empty)
@@ -169,8 +174,8 @@ def test_packed_sequences(head_dim, granularity, keys_last):
                 assert (lse[:, rows] == -math.inf).all()
                 continue
             tensors = clean[0][None, rows], clean[1][None, keys], clean[2][None, keys]
-            short = {"short_sums": True, "v_scale": v_scale[None, keys]} if ON_GPU else {}
-            budget = fp8_budget(*tensors, out.dtype, **mask, **short)
+            of_kernel = {"short_sums": True, "v_scale": v_scale[None, keys], "p_exponent": exponent_of_p(None)}
+            budget = fp8_budget(*tensors, out.dtype, **mask, **(of_kernel if ON_GPU else {}))
             is_empty = budget.oracle.lse == -math.inf
             assert torch.equal(lse[None, :, rows] == -math.inf, is_empty)
             assert ((out[None, rows].double() - budget.oracle.out).abs() <= budget.out).all(), b
@@ -205,6 +210,7 @@ def test_scales_that_differ_much():
         ForwardConfig(tile_n=128, dynamic_tiles=True, pingpong=False),
         ForwardConfig(tile_n=128, overlap_tiles=False),
         ForwardConfig(tile_n=64, two_level_sums=True),
+        ForwardConfig(tile_n=64, two_level_sums=True, rescale_threshold=0.8),
         ForwardConfig(tile_n=128, overlap_tiles=False, overlap_gemm_softmax=False),
     ],
     ids=lambda config: config.text,

@@ -87,11 +87,11 @@ def parsed(ptx: str) -> ptx_interpreter.Program:
 _compiled: dict = {}
 
 
-def compiled(key, trace, arch=ARCH) -> ptx_interpreter.Program:
-    """A kernel whose machine code keeps everything in registers."""
+def compiled(key, trace, arch: str = ARCH, spills: int = 0) -> ptx_interpreter.Program:
+    """A kernel whose machine code keeps everything in registers, but for so many loads and stores."""
     if key not in _compiled:
         code, ptx = machine_code.read_with_ptx(arch, trace)
-        assert code.spills == 0, key
+        assert code.spills <= spills, key
         _compiled[key] = code, ptx
     return parsed(_compiled[key][1])
 
@@ -199,7 +199,8 @@ def append(problem: DecodeProblem, inputs: DecodeInputs):
     kernel.end_here()
     key = append_launch.AppendKey.of(problem, inputs, tensors[:6])
     arch = ARCH_E4M3 if key.is_e4m3 else ARCH
-    program = compiled(key, functools.partial(append_launch.trace_append, key), arch)
+    # the assembler stops at 40 registers for it, for 12 thread blocks a multiprocessor
+    program = compiled(key, functools.partial(append_launch.trace_append, key), arch, spills=2)
     ptx_interpreter.run(program, kernel.values, kernel.memory, (num_blocks, 1, 3), 128, 0)
     results = (q_out, inputs.k_cache, inputs.v_cache)
     places = (at[1], at[4], at[5])

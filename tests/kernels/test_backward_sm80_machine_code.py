@@ -121,6 +121,10 @@ def test_options(asked):
         ({"tile_m": 16, "s_key_warps": 4}, "2 warps share tile_m, which they can if it is a multiple of 32, got 16"),
         ({"dkv_key_warps": 1}, "8 warps share head_dim, which they can if it is a multiple of 256, got 128"),
         ({"dq_query_warps": 8}, r"tile_m: expected a multiple of 128 \(dq_query_warps is 8\), got 64"),
+        (
+            {"dq_query_warps": 1, "dq_pieces": 2},
+            "8 warps share head_dim, which they can if it is a multiple of 256, got 128",
+        ),
         ({"tile_n": 256}, "shared memory: .* needs 230400 bytes, a thread block has 166912"),
         ({"tile_m": 128, "num_stages": 1}, "registers: .* needs 224 for dK, dV, S, P, dS and dQ, a thread has 255"),
     ],

@@ -144,10 +144,6 @@ def test_what_the_kernel_does_not_take(question, message):
         (ForwardConfig(tile_n=80), r"tile_n: expected a multiple of 32 in FP8, got 80"),
         (ForwardConfig(tile_n=128, rescale_threshold=8.0), r"rescale_threshold: expected 0 to 3.8 in FP8, .* got 8.0"),
         (ForwardConfig(tile_n=128, score_buffers=2), r"q_in_registers, score_buffers: expected False and 1 in FP8"),
-        (
-            ForwardConfig(tile_n=64, two_level_sums=True, rescale_threshold=1.0),
-            r"two_level_sums: needs score_buffers=1 and rescale_threshold=0",
-        ),
         (ForwardConfig(tile_n=64, q_in_registers=True), r"q_in_registers, score_buffers: expected False and 1 in FP8"),
     ],
     ids=str,

@@ -10,9 +10,9 @@ both are in the one FMA before the exponential. The reference is the largest y +
 256 where p * v_scale is largest, a power of two with room below e4m3's 448, and O is in one unit. The sum that out is
 divided by has v_scale taken out again, once for each group.
 
-With a rescale_threshold the reference is left behind by up to that many powers of two (see online_softmax.py), and
-P's largest value is made so much smaller that e4m3 holds what it grows to: not at all up to 0.8, since 256 * 2^0.8 is
-446. A part of the sum that is 2^-126 of the largest p * v_scale is lost.
+With a rescale_threshold the reference is left behind by up to that many powers of two (see online_softmax.py), and the
+8 becomes so much less that e4m3 holds what P grows to: not at all up to 0.8, since 256 * 2^0.8 is 446; 6 with 2.8.
+A part of the sum that is 2^-126 of the largest p * v_scale is lost.
 """
 
 from __future__ import annotations

@@ -126,12 +126,14 @@ class OnlineSoftmax(Bundle):
         acc_o: cute.Tensor,
         is_masked: cutlass.Constexpr[bool],
         is_in_flight: cutlass.Constexpr[bool] = True,
+        acc_step: cute.Tensor | None = None,
     ):
         """`update` and `rescale` in one, where they are needed in few tiles.
 
         Args:
             acc_o: (2, columns).
             is_in_flight: it is still being added to: the long way waits for all wgmma of the warpgroup.
+            acc_step: what is to be added to it, in the same reference, if that is apart.
 
         A warp goes the long way together, but a row follows its maximum only if that has grown: what comes out for it
         depends on no other row, not even in rounding.
@@ -151,6 +153,8 @@ class OnlineSoftmax(Bundle):
                 self.row_sum[r] = self.row_sum[r] * row_scale
                 for c in cutlass.range_constexpr(cute.size(acc_o, mode=[1])):
                     acc_o[r, c] = acc_o[r, c] * row_scale
+                    if cutlass.const_expr(acc_step is not None):
+                        acc_step[r, c] = acc_step[r, c] * row_scale
         self._exponentiate(scores)
 
     def _limit(self, r: int) -> Float32:

@@ -341,7 +341,7 @@ class BackwardConfigSm80(LaunchConfig):
                 )
             for side in columns:
                 shared = least * (self.num_warps // warps)
-                if is_float32 and name == "dq_query_warps":
+                if name == "dq_query_warps":
                     shared *= self.dq_pieces
                 if sizes[side] % shared:
                     raise UnsupportedError(

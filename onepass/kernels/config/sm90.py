@@ -154,8 +154,8 @@ class ForwardConfig(LaunchConfig):
             raise UnsupportedError(
                 f"pack_gqa: expected up to {ROWS_PER_WARPGROUP} query heads a kv head, got {self.group(problem)}"
             )
-        if self.two_level_sums and (self.score_buffers != 1 or self.rescale_threshold != 0):
-            raise UnsupportedError("two_level_sums: needs score_buffers=1 and rescale_threshold=0")
+        if self.two_level_sums and self.score_buffers != 1:
+            raise UnsupportedError("two_level_sums: needs score_buffers=1")
         if problem.quantization is not None:
             self._check_fp8()
         needed = self.smem_bytes(problem)

@@ -24,6 +24,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ..blocks.block_range import blocks_of_part, key_blocks
 from ..blocks.integers import minimum
+from ..blocks.layouts import rows_and_columns
 from ..blocks.ptx import order_after
 from .producer import as_producer
 from .warpgroup import Tile, Warpgroup
@@ -350,7 +351,8 @@ class Consumer(Warpgroup):
     @cute.jit
     def update_softmax(self, part: cutlass.Constexpr[int], is_masked: cutlass.Constexpr[bool]):
         if cutlass.const_expr(self.is_lazy):
-            self.softmax.update_lazily(self.s[part], self.o, is_masked)
+            acc_step = rows_and_columns(self.acc_pv) if self.config.two_level_sums else None
+            self.softmax.update_lazily(self.s[part], self.o, is_masked, acc_step=acc_step)
         else:
             self.softmax.update(self.s[part])
 
