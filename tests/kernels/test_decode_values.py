@@ -128,7 +128,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("one pass over pages", "large sinks, one of the splits", "32 rows", "pages of 48")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
 def test_values(name):
     inputs, options = CASES[name]
     check(inputs, **options)
