@@ -26,6 +26,7 @@ class Softmax:
     tiles: how many tiles, of which some are masked.
     threshold: as in ForwardConfig.
     before: tiles of the head that are not visited.
+    apart: P V of a tile is added to O after the softmax of the next one, as with two_level_sums.
     """
 
     tile_n: int
@@ -35,6 +36,7 @@ class Softmax:
     has_sink: bool = False
     has_softcap: bool = False
     before: int = 0
+    apart: bool = False
 
     def trace(self) -> tuple[Callable, tuple]:
         blocks = -(-self.tile_n * (self.before + self.tiles) // 64)
@@ -81,6 +83,8 @@ class Softmax:
         s = cute.make_rmem_tensor((2, columns), Float32)
         acc_o = cute.make_rmem_tensor((2, 1), Float32)
         acc_o.fill(0.0)
+        acc_step = cute.make_rmem_tensor((2, 1), Float32)
+        acc_step.fill(0.0)
         words = cute.make_rmem_tensor((4, 2, 2, 1, columns // 8), cutlass.Float8E4M3FN)
         target = cute.make_tensor(words.iterator, cute.make_layout(((4, 2, 2), 1, columns // 8)))
         row_scale = cute.make_rmem_tensor((2,), Float32)
@@ -103,19 +107,25 @@ class Softmax:
             if cutlass.const_expr(tile == 0):
                 softmax.begin(s)
             elif cutlass.const_expr(self.threshold > 0):
-                softmax.update_lazily(s, acc_o, n_block in self.masked, is_in_flight=False)
+                step = acc_step if self.apart else None
+                softmax.update_lazily(s, acc_o, n_block in self.masked, is_in_flight=False, acc_step=step)
             else:
                 softmax.update(s)
                 softmax.rescale(acc_o)
             for r in cutlass.range_constexpr(2):
+                if cutlass.const_expr(self.apart):
+                    acc_o[r, 0] = acc_o[r, 0] + acc_step[r, 0]
+                    acc_step[r, 0] = Float32(0.0)
+                acc = acc_step if self.apart else acc_o
                 for c in cutlass.range_constexpr(columns):
-                    acc_o[r, 0] = acc_o[r, 0] + s[r, c] * mV[n_block, thread, c]
+                    acc[r, 0] = acc[r, 0] + s[r, c] * mV[n_block, thread, c]
             fp8.pack_p(s, target)
             packed = cute.recast_tensor(words, Int32)
             for i in cutlass.range_constexpr(columns // 2):
                 mP[n_block, thread, i] = packed[i]
         for r in cutlass.range_constexpr(2):
             sink = Float32(SINK) if cutlass.const_expr(self.has_sink) else None
+            acc_o[r, 0] = acc_o[r, 0] + acc_step[r, 0]
             weight, lse = fp8.finish(softmax.row_max[r], softmax.row_sum[r], softmax.exponent, sink)
             mO[thread, r] = acc_o[r, 0] * weight
             mLSE[thread, r] = lse

@@ -71,12 +71,13 @@ def cases():
         # the scales of 16 tiles of 128 keys, or of 96, are a page: these go from one page to the one before
         "pages of n128": Softmax(128, 4, (), 0.8, before=14),
         "pages of n96": Softmax(96, 3, (), 0.8, before=31),
+        "apart": Softmax(64, 4, (3,), 0.8, apart=True),
         "sink": Softmax(64, 5, (4,), 0.8, has_sink=True),
         "softcap": Softmax(64, 5, (4,), 0.8, has_softcap=True),
     }
 
 
-NAMES = ["pages of n128", "pages of n96", "n128", "n128 every step", "n192", "n96", "n32", "sink", "softcap"]
+NAMES = ["pages of n128", "pages of n96", "n128", "n128 every step", "n192", "n96", "n32", "apart", "sink", "softcap"]
 
 
 @pytest.mark.parametrize(
