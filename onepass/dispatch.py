@@ -99,7 +99,7 @@ def _choose(problem: AttentionProblem, requested: str | None) -> Support:
     refusals = ""
     if requested != "tiled":
         for name in _WITH_KERNELS if requested is None else (requested,):
-            reason = _refusal(name, problem) or (None if requested else _not_by_itself(name, problem))
+            reason = _refusal(name, problem)
             if reason is None:
                 return Support(True, name, f"{_BACKENDS[name].kernels}{refusals}{_whose_gradients(name, problem)}")
             if requested is not None:
@@ -107,13 +107,6 @@ def _choose(problem: AttentionProblem, requested: str | None) -> Support:
             refusals += f"; {name}: {reason}"
     because = f" ({refusals[2:]})" if problem.device_type == "cuda" and requested is None else ""
     return Support(True, "tiled", f"plain torch tiles run on any torch device, here {problem.device_type}{because}")
-
-
-def _not_by_itself(name: str, problem: AttentionProblem) -> str | None:
-    """Why a backend that could run the problem is not chosen unless it is named."""
-    if name == "sm90" and problem.quantization is not None:
-        return "its FP8 kernel has been compiled, but not been run yet: ask for it with backend='sm90'"
-    return None
 
 
 def _whose_gradients(name: str, problem: AttentionProblem) -> str:
@@ -208,7 +201,7 @@ def require_to_compile(
             "backend: expected a name, such as 'sm90', where there is no GPU to choose for, got None"
         )
     if requested is None:
-        refusals = _device_refusal, _unsupported, _not_by_itself
+        refusals = _device_refusal, _unsupported
         could_run = (n for n in _WITH_KERNELS if not any(refuses(n, problem) for refuses in refusals))
         name = next(could_run, None)
     else:

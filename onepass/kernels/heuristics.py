@@ -127,6 +127,33 @@ FORWARD_SM90 = {
     ),
 }
 
+# The same in FP8 by the wider head dim: TFLOP/s at 2048 and 16384 (benchmarks/results/h200-fp8-variants.json).
+FP8_QUEUE = ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=LAZY_FP8, dynamic_tiles=True)
+FORWARD_FP8 = {
+    64: (
+        # 466; 128 keys and 3 warpgroups 447
+        Row(True, 4096, ForwardConfig(tile_n=64, num_warpgroups=4, q_stages=2, rescale_threshold=LAZY_FP8)),
+        # 628; with every eighth exponential on the FMA pipe 625, without the queue 630
+        Row(True, LONG, replace(FP8_QUEUE, num_warpgroups=3)),
+        # 598 677; with a queue 603 677, 64 keys and 4 warpgroups 603 647
+        Row(None, LONG, replace(FP8_QUEUE, num_warpgroups=3, dynamic_tiles=False)),
+    ),
+    128: (
+        # 844, causal 669; without the FMA pipe 819, causal 652; 192 keys 847, causal 662
+        Row(None, 4096, replace(FP8_QUEUE, exp2_fma_period=8)),
+        # 899; without the FMA pipe 891
+        Row(True, LONG, replace(FP8_QUEUE, tile_n=96, num_warpgroups=3, exp2_fma_period=8)),
+        # 949; with the FMA pipe 927; 128 keys and 2 warpgroups 877
+        Row(None, LONG, replace(FP8_QUEUE, tile_n=96, num_warpgroups=3)),
+    ),
+    256: (
+        # 901; in pairs 885
+        Row(True, 4096, FP8_QUEUE),
+        # pairs of thread blocks share K and V: 1194 1326, causal 1199; with a queue 1197 1257, causal 1112
+        Row(None, LONG, replace(FP8_QUEUE, dynamic_tiles=False, cluster_size=2)),
+    ),
+}
+
 
 def forward_config(problem: AttentionProblem, arch: str = HOPPER) -> ForwardConfig:
     """The configuration that a call of this problem runs with on Hopper."""
@@ -152,17 +179,18 @@ def forward_config(problem: AttentionProblem, arch: str = HOPPER) -> ForwardConf
 
 
 def _fp8_config(problem: AttentionProblem) -> ForwardConfig:
-    """FP8 on Hopper: none of this is measured yet."""
-    is_narrow = max(problem.head_dim, problem.head_dim_v) <= 64
-    # a softcap or the left edge of a window take registers that the widest O leaves to 64 keys, but not to 128
-    is_tight = problem.head_dim_v > 192 and (problem.softcap is not None or problem.mask.window_left is not None)
-    config = ForwardConfig(
-        tile_n=64 if is_tight else 128,
-        num_warpgroups=3 if is_narrow else 2,
-        q_stages=2,
-        rescale_threshold=LAZY_FP8,
-        dynamic_tiles=problem.mask.window_right is not None,
-    )
+    """FP8 on Hopper."""
+    is_causal = problem.mask.window_right is not None
+    if problem.head_dim_v > 192 and (problem.softcap is not None or problem.mask.window_left is not None):
+        # they take registers that the widest O leaves to 64 keys, but not to 128; not measured
+        config = replace(FP8_QUEUE, tile_n=64, dynamic_tiles=is_causal)
+        return _adapted(config, problem)
+    widest = max(problem.head_dim, problem.head_dim_v)
+    seqlen_k = problem.seqlen_k // max(1, problem.batch) if problem.is_packed else problem.seqlen_k
+    rows = FORWARD_FP8[64 if widest <= 64 else 128 if widest <= 128 else 256]
+    config = next(row.config for row in rows if row.is_causal in (None, is_causal) and seqlen_k <= row.seqlen_k)
+    if config.exp2_fma_period and problem.softcap is not None:
+        config = replace(config, exp2_fma_period=0)  # not measured
     return _adapted(config, problem)
 
 
@@ -193,7 +221,7 @@ def backward_config(problem: AttentionProblem, arch: str = HOPPER) -> BackwardCo
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > 128:
         config = BackwardConfig(by_gradient=True, dynamic_tiles=is_dynamic)
-        return replace(config, descending_turns=has_descending_turns(problem, config.tile_n))
+        return replace(config, descending_turns=has_descending_turns(problem, config.tile_m, config.tile_n))
     # the slopes of a softcap take the registers of the larger tile
     if widest > 64 or problem.softcap is not None:
         config = BackwardConfig(q_stages=3, dynamic_tiles=is_dynamic)
@@ -201,7 +229,7 @@ def backward_config(problem: AttentionProblem, arch: str = HOPPER) -> BackwardCo
         config = BackwardConfig(tile_m=128, q_stages=3, dynamic_tiles=is_dynamic)
     if _has_short_sequences(problem, config, is_growing):
         return replace(config, private_dq=True, dynamic_tiles=False)
-    return replace(config, descending_turns=has_descending_turns(problem, config.tile_n))
+    return replace(config, descending_turns=has_descending_turns(problem, config.tile_m, config.tile_n))
 
 
 NUM_SMS = 132
