@@ -181,16 +181,14 @@ def forward_config(problem: AttentionProblem, arch: str = HOPPER) -> ForwardConf
 def _fp8_config(problem: AttentionProblem) -> ForwardConfig:
     """FP8 on Hopper."""
     is_causal = problem.mask.window_right is not None
-    if problem.head_dim_v > 192 and (problem.softcap is not None or problem.mask.window_left is not None):
-        # they take registers that the widest O leaves to 64 keys, but not to 128; not measured
-        config = replace(FP8_QUEUE, tile_n=64, dynamic_tiles=is_causal)
-        return _adapted(config, problem)
     widest = max(problem.head_dim, problem.head_dim_v)
+    # these take registers, which the rows below do not leave; not measured
+    if problem.softcap is not None or problem.mask.window_left is not None or (widest > 128 and problem.has_seqused_k):
+        tile_n = 64 if problem.head_dim_v > 192 else 128
+        return _adapted(replace(FP8_QUEUE, tile_n=tile_n, dynamic_tiles=is_causal), problem)
     seqlen_k = problem.seqlen_k // max(1, problem.batch) if problem.is_packed else problem.seqlen_k
     rows = FORWARD_FP8[64 if widest <= 64 else 128 if widest <= 128 else 256]
     config = next(row.config for row in rows if row.is_causal in (None, is_causal) and seqlen_k <= row.seqlen_k)
-    if config.exp2_fma_period and problem.softcap is not None:
-        config = replace(config, exp2_fma_period=0)  # not measured
     return _adapted(config, problem)
 
 

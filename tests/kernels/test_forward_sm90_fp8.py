@@ -153,11 +153,9 @@ def test_configurations_that_do_not_fit(config, message):
         config.check(asked(128, 128))
 
 
-def test_a_kernel_that_was_not_run_is_chosen_by_name_only(monkeypatch):
+def test_hopper_runs_it_by_itself(monkeypatch):
     monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    support = dispatch.choose(asked(128, 128))
-    assert support.backend == "tiled"
-    assert "not been run yet: ask for it with backend='sm90'" in support.reason
-    assert dispatch.choose(asked(128, 128), "sm90").backend == "sm90"
-    assert dispatch.choose(problem(128, 128)).backend == "sm90"
+    assert dispatch.choose(asked(128, 128)).backend == "sm90"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert dispatch.choose(asked(128, 128)).backend == "tiled"
