@@ -41,6 +41,7 @@ OPTIONS = {
 PROBLEMS = {f"{d} {name}": problem(d, d, **options) for d in (64, 128) for name, options in OPTIONS.items()}
 PROBLEMS |= {f"{d}/{dv}": problem(d, dv) for d, dv in ((64, 128), (128, 64), (96, 96), (192, 128))}
 PROBLEMS |= {f"{d} deterministic": problem(d, d, deterministic=True) for d in (64, 128)}
+PROBLEMS["128 deterministic window"] = problem(128, 128, deterministic=True, mask=Mask(64, 64))  # in descending order
 PROBLEMS |= {
     f"{d} {name}": problem(d, d, **OPTIONS[name])
     for d in (192, 256)
@@ -60,7 +61,15 @@ SHORT = {name: replace(asked, batch=HEADS // asked.num_heads_kv) for name, asked
 PROBLEMS |= SHORT
 
 
-@pytest.mark.parametrize("asked", PROBLEMS.values(), ids=PROBLEMS)
+# beside these, parts of which each of them is
+SLOW = {f"64 {name}" for name in ("window", "GQA", "GQA softcap", "seqused")} | {"128 GQA", "128 window", "128 packed"}
+SLOW |= {f"192 {name}" for name in ("full", "causal", "seqused")} | {"64/128", "128/64", "64 short"}
+PARAMETERS = [
+    pytest.param(asked, id=name, marks=[pytest.mark.slow] if name in SLOW else []) for name, asked in PROBLEMS.items()
+]
+
+
+@pytest.mark.parametrize("asked", PARAMETERS)
 def test_machine_code(asked):
     config = heuristics.backward_config(asked)
     config.check(asked)

@@ -19,6 +19,7 @@ from ..blocks.tile_scheduler import LANES
 
 BLOCK = 64  # rows that share a scale
 E4M3_MAX = 448.0
+SCALE_OF_ZEROS = 2.0**-20  # as fp8.py has it
 TINY = 2.0**-126
 
 
@@ -137,7 +138,7 @@ def round_four(values: list, inverse: Float32, has_inf: bool) -> Int32:
 @cute.jit
 def scale_and_inverse(largest: Float32) -> tuple:
     """The scale that maps `largest` to 448, and what to multiply values with; as fp8.py has them."""
-    scale = select(largest > 0.0, largest * Float32(1.0 / E4M3_MAX), Float32(1.0))
+    scale = select(largest > 0.0, largest * Float32(1.0 / E4M3_MAX), Float32(SCALE_OF_ZEROS))
     scale = cute.arch.fmax(scale, Float32(TINY))
     inverse = cute.arch.inline_ptx("rcp.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[scale])
     return scale, inverse
