@@ -27,8 +27,8 @@ from .problem import V_KEYS, AttentionInputs, AttentionProblem, Descales, Quanti
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
-# Of rows without a number but 0. The kernel for Hopper measures P with the scale of V's block in it: with 1.0 a block of
-# zeros would leave the others' few bits; with a tiny one its probabilities would be missing from the sum.
+# Of rows without a number but 0. The kernel for Hopper measures P with the scale of V's block in it: with 1.0 a block
+# of zeros would leave few bits to the others; with a tiny one its probabilities would be missing from the sum.
 SCALE_OF_ZEROS = 2.0**-20
 # Rows of one scale with granularity "block": the rows of a Hopper warpgroup, and what divides a kernel's key tiles.
 Q_BLOCK = 64
