@@ -19,7 +19,7 @@ from .decode_problem import DecodeInputs, DecodeProblem
 from .errors import UnsupportedError
 from .merge import merge_in_torch
 from .outputs import empty_outputs
-from .problem import AttentionInputs, AttentionProblem, Mask
+from .problem import AttentionInputs, Mask
 
 _AFTER_CACHES = (
     "Tensor cache_seqlens, Tensor? page_table, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? sinks, "
@@ -69,24 +69,7 @@ def run(problem: DecodeProblem, inputs: DecodeInputs, backend: str) -> tuple[Ten
 
 def _problem(inputs: DecodeInputs, options: tuple) -> DecodeProblem:
     scale, left, right, softcap, num_splits, split_size, rotary_interleaved, check_values, kv_block, _ = options
-    q, k_cache, v_cache = inputs[:3]
-    attention = AttentionProblem(
-        dtype=q.dtype,
-        device_type=q.device.type,
-        batch=q.shape[0],
-        seqlen_q=q.shape[1],
-        seqlen_k=inputs.capacity,
-        num_heads_q=q.shape[2],
-        num_heads_kv=k_cache.shape[2],
-        head_dim=q.shape[3],
-        head_dim_v=v_cache.shape[3],
-        softmax_scale=scale,
-        mask=Mask(left, right),
-        softcap=softcap,
-        has_sinks=inputs.sinks is not None,
-        has_seqused_k=True,
-        kv_dtype=inputs.kv_dtype,
-    )
+    attention = inputs.attention(softmax_scale=scale, mask=Mask(left, right), softcap=softcap)
     return DecodeProblem.of(
         attention,
         inputs,

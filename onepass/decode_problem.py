@@ -42,6 +42,24 @@ class DecodeInputs(NamedTuple):
         page_size = self.k_cache.shape[1]
         return page_size if self.page_table is None else self.page_table.shape[1] * page_size
 
+    def attention(self, **options: Any) -> AttentionProblem:
+        """The call as attention over all positions of the cache. Args: options: the fields that no tensor tells."""
+        return AttentionProblem(
+            dtype=self.q.dtype,
+            device_type=self.q.device.type,
+            batch=self.q.shape[0],
+            seqlen_q=self.q.shape[1],
+            seqlen_k=self.capacity,
+            num_heads_q=self.q.shape[2],
+            num_heads_kv=self.k_cache.shape[2],
+            head_dim=self.q.shape[3],
+            head_dim_v=self.v_cache.shape[3],
+            has_sinks=self.sinks is not None,
+            has_seqused_k=True,
+            kv_dtype=self.kv_dtype,
+            **options,
+        )
+
 
 @dataclass(frozen=True)
 class DecodeProblem:

@@ -14,7 +14,6 @@ from .decode_descales import check_descales
 from .decode_problem import DecodeInputs, DecodeProblem, refuse_lengths
 from .errors import UnsupportedError
 from .kernels.blocks.splits import MAX_PARTS, MAX_SPLITS, SPLIT_UNIT
-from .problem import AttentionProblem
 from .validation import DENSE_DIMS, E4M3, check_flag
 
 PAGED_DIMS = "(num_pages, page_size, num_heads_kv, head_dim)"
@@ -64,23 +63,8 @@ def check_decode(
     _check_splits(num_splits, split_size, inputs.capacity)
     _refuse_gradients(inputs)
     checked = validation._options(q, sinks=inputs.sinks, deterministic=False, tuning=None, **options)
-    attention = AttentionProblem(
-        dtype=q.dtype,
-        device_type=q.device.type,
-        batch=batch,
-        seqlen_q=q.shape[1],
-        seqlen_k=inputs.capacity,
-        num_heads_q=q.shape[2],
-        num_heads_kv=k_cache.shape[2],
-        head_dim=q.shape[3],
-        head_dim_v=v_cache.shape[3],
-        has_sinks=inputs.sinks is not None,
-        has_seqused_k=True,
-        kv_dtype=inputs.kv_dtype,
-        **checked,
-    )
     return DecodeProblem.of(
-        attention,
+        inputs.attention(**checked),
         inputs,
         num_splits=num_splits,
         split_size=split_size,
