@@ -54,7 +54,7 @@ class QuantizedQKV:
     Attributes:
         q, k, v: float8_e4m3fn, shapes as for `attention`, or as for `attention_varlen`. With v_keys_last, v is what
             `keys_last` makes of it.
-        q_descale, k_descale, v_descale: float32, on q's device, finite. Each by itself one of
+        q_descale, k_descale, v_descale: float32, on q's device, finite and above 0. Each by itself one of
             (): one for the tensor;
             (batch, num_heads): one for each head of each batch entry or packed sequence;
             (batch, num_heads, ceil(seqlen / block)): one for each block of rows of each head; of packed sequences
@@ -123,7 +123,8 @@ def quantize_fp8(
 ) -> QuantizedQKV:
     """Q, K and V rounded to e4m3, with their scales, for `attention` and `attention_varlen`.
 
-    Runs in plain torch on any device; no gradient flows through it (`attention(..., precision="fp8")` has gradients).
+    By kernels on a GPU of compute capability 8.9 or more (16-bit tensors, scales of blocks, head dims in multiples of
+    16 up to 256), else in plain torch. No gradient flows through it (`attention(..., precision="fp8")` has gradients).
 
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim); float32, bfloat16 or float16. Packed sequences (with cu_seqlens):
@@ -141,7 +142,8 @@ def quantize_fp8(
             same ones.
         seqused_k: as for `attention`. What lies beyond is not read, and is 0 afterwards.
 
-    Returns: QuantizedQKV, whose dtype is q's. NaN and inf become NaN, at their places (rotated: in their rows).
+    Returns: QuantizedQKV, whose dtype is q's. NaN and inf become NaN, at their places (rotated: in their rows). On a
+    Hopper GPU its v may lie as the attention kernel reads it (v_keys_last); `dequantize` gives rows either way.
 
     Raises: TypeError or ValueError with what was expected and given.
 
@@ -198,7 +200,9 @@ def _quantize_in_torch(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """q, k and v in e4m3, and their descales. Args: seed: of the rotation; None: none."""
     q, k, v, _, cu_seqlens_q, cu_seqlens_k, _ = inputs
-    x_q, x_k, x_v = (_as_rows(t, mask).float() for t, mask in ((q, None), (k, exists), (v, exists)))
+    # rows of no sequence must not reach a scale
+    of_sequences = None if cu_seqlens_q is None else (torch.arange(len(q), device=q.device) < cu_seqlens_q[-1])[None]
+    x_q, x_k, x_v = (_as_rows(t, mask).float() for t, mask in ((q, of_sequences), (k, exists), (v, exists)))
     if k_mean is not None:
         x_k = _minus(x_k, k_mean, exists, cu_seqlens_k)
     if v_mean is not None:

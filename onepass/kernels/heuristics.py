@@ -127,13 +127,14 @@ FORWARD_SM90 = {
     ),
 }
 
-# The same in FP8 by the wider head dim: TFLOP/s at 2048 and 16384 (benchmarks/results/h200-fp8-variants.json).
+# The same in FP8 by the wider head dim: TFLOP/s at 2048 and 16384
+# (benchmarks/results/h200-fp8-variants.json, in which the same configuration twice differs by up to 5 percent).
 FP8_QUEUE = ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=LAZY_FP8, dynamic_tiles=True)
 FORWARD_FP8 = {
     64: (
         # 466; 128 keys and 3 warpgroups 447
         Row(True, 4096, ForwardConfig(tile_n=64, num_warpgroups=4, q_stages=2, rescale_threshold=LAZY_FP8)),
-        # 628; with every eighth exponential on the FMA pipe 625, without the queue 630
+        # 628 (611 in the same run, asked for by name); with every eighth exponential on the FMA pipe 625
         Row(True, LONG, replace(FP8_QUEUE, num_warpgroups=3)),
         # 598 677; with a queue 603 677, 64 keys and 4 warpgroups 603 647
         Row(None, LONG, replace(FP8_QUEUE, num_warpgroups=3, dynamic_tiles=False)),
@@ -157,9 +158,9 @@ FORWARD_FP8 = {
 
 def forward_config(problem: AttentionProblem, arch: str = HOPPER) -> ForwardConfig:
     """The configuration that a call of this problem runs with on Hopper."""
-    dims = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
     if problem.quantization is not None:
         return _fp8_config(problem)
+    dims = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
     is_causal = problem.mask.window_right is not None
     # of packed sequences only the total is known here: their mean
     seqlen_k = problem.seqlen_k // max(1, problem.batch) if problem.is_packed else problem.seqlen_k

@@ -1,8 +1,9 @@
 """Problem -> configuration of the Ampere kernels: tables by the larger head_dim tile, each row with its measurement.
 
 Measured on an H200 alone: there bf16 (float32 where said) TFLOP/s at sequence lengths 512, 1024, 2048, 4096, 8192 and
-16384 (16k tokens of hidden size 2048). Other GPUs get the same rows where their shared memory has room: the first that
-fits into 227, 163 or 99 KB.
+16384 (16k tokens of hidden size 2048), from the runs in which rows were chosen
+(benchmarks/results/h200-ampere-*-variants.json; the grid with the chosen ones alone is beside them). Other GPUs get the
+same rows where their shared memory has room: the first that fits into 227, 163 or 99 KB.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ FORWARD = {
     128: (ForwardConfigSm80(tile_m=128, tile_n=32, q_in_registers=False, rescale_threshold=LAZY),),
     # not measured
     192: (ForwardConfigSm80(tile_m=64, tile_n=32, rescale_threshold=LAZY),),
-    # 279 295 317 324 324 323, causal 214 264 300 318 327; tile_n 32 266 285 291 301 306 303, causal 214 257 285 300 308
+    # 279 295 317 324 324 323, causal 214 264 300 318 327 (16384 was cut off); tile_n 32 266 285 291 301 306 303,
+    # causal 214 257 285 300 308
     256: (
         ForwardConfigSm80(tile_m=64, tile_n=48, num_stages=1, q_in_registers=False, rescale_threshold=LAZY),
         ForwardConfigSm80(tile_m=64, tile_n=32, num_stages=1, q_in_registers=False, rescale_threshold=LAZY),
@@ -206,14 +208,17 @@ def has_descending_turns(problem: AttentionProblem, tile_m: int, tile_n: int) ->
     Under a causal mask the longest tile of a head then comes last, and the GPU waits for those of the last heads: the
     share of all time that its multiprocessors are of all tiles, in the model of tests/kernels/test_backward_turns.py.
     And a tile is only tile_n / tile_m steps behind the one before it, which at one step and 2048 cost more on Hopper
-    than the other order: 36 percent instead of 20 (head_dim 64); at 4096 18 instead of 21, and with two steps (head_dim
-    128) 11 instead of 17.
+    than the other order: 36 percent more time instead of 26 (head_dim 64); at 4096 19 instead of 27, and with two steps
+    (head_dim 128) 11 instead of 20.
     """
     if not problem.deterministic or problem.mask.window_right is None:
         return False
-    if tile_m >= tile_n and problem.seqlen_k < 4096:
+    batch = max(1, problem.batch)
+    # of packed sequences only the total is known here: their mean
+    seqlen_k = problem.seqlen_k // batch if problem.is_packed else problem.seqlen_k
+    if tile_m >= tile_n and seqlen_k < 4096:
         return False
-    num_tiles = ceil_div(problem.seqlen_k, tile_n) * problem.num_heads_kv * problem.batch
+    num_tiles = ceil_div(seqlen_k, tile_n) * problem.num_heads_kv * batch
     return problem.mask.window_left is not None or 0.1 * num_tiles >= NUM_SMS
 
 

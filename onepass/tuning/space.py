@@ -130,7 +130,7 @@ def _relatives(direction: Direction, backend: str, problem: AttentionProblem, us
         small = heuristics_sm80.BACKWARD_SMALL
         table = {d: (row, small[d]) for d, row in heuristics_sm80.BACKWARD.items()}
         table = heuristics_sm80.BACKWARD_FLOAT32 if is_float32 else table
-        kept = "vector_adds", "vector_bytes"
+        kept = "vector_adds", "vector_bytes", "descending_turns"
 
     def adapted(rows: Iterable[Any]) -> list[Any]:
         return sorted(
@@ -183,7 +183,7 @@ def _is_futile(config: Any, usual: Any, problem: AttentionProblem) -> bool:
 
 
 def _has_order_of(config: Any, usual: Any) -> bool:
-    names = "dynamic_tiles", "longest_first"
+    names = "dynamic_tiles", "longest_first", "descending_turns"
     return all(getattr(config, name, None) == getattr(usual, name, None) for name in names)
 
 

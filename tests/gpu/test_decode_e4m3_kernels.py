@@ -37,8 +37,13 @@ def by_tiles(arguments):
     return onepass.attention_decode(**(arguments | {"num_splits": None}), return_lse=True, backend="tiled")
 
 
+def assert_by_kernels(arguments):
+    assert onepass.supports(**arguments).backend == ("sm80" if ON_GPU else "tiled")
+
+
 def check(arguments):
     """Against the tiled backend in float64; where keys are new, over the cache as the kernels have left it."""
+    assert_by_kernels(arguments)
     there = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in arguments.items()}
     out, lse = onepass.attention_decode(**arguments, return_lse=True)
     plain = by_tiles(there)
@@ -129,6 +134,7 @@ def test_descales_that_grow_and_shrink():
 
 def test_nan_of_a_hidden_key_stays_hidden():
     arguments = call_of(case_of(8, filled=(130,), heads=(4, 2), num_splits=2), "block")
+    assert_by_kernels(arguments)
     whole = onepass.attention_decode(**arguments)
     arguments["v_cache"].view(torch.uint8)[:, 126] = 0x7F
     out = onepass.attention_decode(**arguments)
@@ -139,6 +145,7 @@ def test_nan_of_a_hidden_key_stays_hidden():
 @pytest.mark.skipif(not ON_GPU, reason="graphs and synchronisation are a GPU's")
 def test_graph_of_a_growing_cache_without_synchronisation():
     arguments = call_of(case_of(page_size=16, filled=(100, 7), seqlen_new=1, num_splits=3), "page")
+    assert_by_kernels(arguments)
     onepass.attention_decode(**arguments)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:

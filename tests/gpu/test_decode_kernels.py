@@ -9,6 +9,7 @@ from decode_cases import CASES, NEW_KEYS, DecodeCase, randn
 from gpu_cases import IS_READY, NAN, ON_GPU
 
 import onepass
+from onepass import decode_ops
 from onepass.testing.budget import compare, compare_lse
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_READY, reason="needs a GPU with the kernels")]
@@ -19,7 +20,7 @@ def by_tiles(arguments):
 
 
 def check(arguments):
-    assert onepass.supports(**arguments).backend == "sm80"
+    assert onepass.supports(**arguments).backend == ("sm80" if ON_GPU else "tiled")
     before = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in arguments.items()}
     out, lse = onepass.attention_decode(**arguments, return_lse=True)
     plain = by_tiles(before)
@@ -105,6 +106,7 @@ def test_merge_partials(packed):
     outs, lses = randn(5, 3, 70, 4, 64), randn(5, 3, 4, 70, dtype=torch.float32)
     if packed:
         outs, lses = outs[:, 0], lses[:, 0]
+    assert decode_ops.merges_in_one_kernel(outs.unbind(0), lses.unbind(0)) == ON_GPU
     merged = onepass.merge_partials(outs, lses)
     oracle = onepass.merge_partials(outs.cpu().double(), lses.cpu().double())
     plain = onepass.merge_partials(outs.cpu(), lses.cpu())

@@ -146,6 +146,13 @@ def test_descales_that_grow_and_shrink():
         check(inputs._replace(v_descale=v_descale), kv_block, num_splits=1)
 
 
+@pytest.mark.parametrize("signs", [(-1.0, -1.0), (-1.0, 1.0)])
+def test_negative_descales(signs):
+    (inputs, kv_block), options = CASES["pages of 16"]
+    by_page = torch.tensor(signs).repeat(len(inputs.v_descale))[: len(inputs.v_descale), None]
+    check(inputs._replace(v_descale=inputs.v_descale * by_page), kv_block, **options)
+
+
 @pytest.mark.parametrize(("key", "window"), [(126, None), (129, None), (117, (10, None))])
 @pytest.mark.parametrize("kind", [pytest.param("none", marks=pytest.mark.slow), "block of 16"])
 def test_nan_of_a_hidden_key_stays_hidden(key, window, kind):

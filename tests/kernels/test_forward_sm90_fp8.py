@@ -48,7 +48,6 @@ def test_machine_code(question):
     code = machine_code.read(launch.ARCH, functools.partial(launch.trace, question, config))
     assert code.serialized == ""
     assert code.spills == 0
-    # a step: head_dim / 32 for S and tile_n / 32 for O; of a tile S first, then with PV, PV alone at the end
     assert code.count(rf"QGMMA\.64x{config.tile_n}x32\.F32\.E4M3\.E4M3") > 0
     assert code.count("HGMMA") == 0
     if question.softcap is None:  # multiplications: O where it is rescaled in each loop, O at the end; none of scores

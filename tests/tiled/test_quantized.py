@@ -397,6 +397,18 @@ def test_descales_of_packed_blocks_lie_where_they_are_said_to():
     torch.testing.assert_close(quantized.k_descale[:, start : start + 3], expected / 448.0)
 
 
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_rows_of_no_sequence_reach_no_scale(granularity):
+    (q, k, v), cu = make_packed()
+    tensors = [torch.cat([t, torch.zeros(5, *t.shape[1:], dtype=t.dtype)]) for t in (q, k, v)]
+    clean = onepass.quantize_fp8(*tensors, granularity=granularity, **cu)
+    for t in tensors:
+        t[-5:] = 1e4
+    loud = onepass.quantize_fp8(*tensors, granularity=granularity, **cu)
+    for name in ("q_descale", "k_descale", "v_descale"):
+        assert torch.equal(getattr(loud, name), getattr(clean, name)), name
+
+
 # ---------------------------------------------------------------- P, NaN, layouts
 
 

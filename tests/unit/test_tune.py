@@ -207,10 +207,11 @@ def test_candidates_are_the_neighbours_that_were_measured():
 def test_turns_keep_their_order():
     """Where tiles of keys take turns, another order of tiles could leave somebody waiting."""
     for backend in ("sm90", "sm80"):
-        ordered = dataclasses.replace(PROBLEM, deterministic=True)
+        ordered = dataclasses.replace(PROBLEM, deterministic=True, seqlen_q=8192, seqlen_k=8192, batch=8)
         found = candidates("bwd", backend, ordered, HOPPER)
         assert len(found) > 4
-        for name in ("dynamic_tiles", "longest_first"):
+        assert found[0].descending_turns
+        for name in ("dynamic_tiles", "longest_first", "descending_turns"):
             assert len({getattr(config, name, None) for config in found}) == 1
     assert len({config.dynamic_tiles for config in candidates("bwd", "sm90", PROBLEM, HOPPER)}) == 2
 

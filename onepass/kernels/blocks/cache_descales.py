@@ -81,7 +81,7 @@ class CacheDescales(Bundle):
         if cutlass.const_expr(self.by_block):
             old, new = self.v_reference[0], self.v_reference[0]
             for g in cutlass.range_constexpr(cute.size(self.v)):
-                new = cute.arch.fmax(new, self.v[g])
+                new = cute.arch.fmax(new, cute.arch.fmax(self.v[g], -self.v[g]))
             if cute.arch.vote_any_sync(new > old):
                 for i in cutlass.range_constexpr(cute.size(acc_o)):
                     acc_o[i] = acc_o[i] * (old * cute.arch.rcp_approx(new))

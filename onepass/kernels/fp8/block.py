@@ -13,13 +13,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ...fp8 import E4M3_MAX, SCALE_OF_ZEROS
 from ..blocks.integers import minimum, select
 from ..blocks.ptx import pack_four
 from ..blocks.tile_scheduler import LANES
 
 BLOCK = 64  # rows that share a scale
-E4M3_MAX = 448.0
-SCALE_OF_ZEROS = 2.0**-20  # as fp8.py has it
 TINY = 2.0**-126
 
 

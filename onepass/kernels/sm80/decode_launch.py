@@ -204,9 +204,11 @@ def trace(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split
     from cutlass import Float16, Float32, Int32
     from cutlass.cute.runtime import make_fake_stream
 
+    from ..blocks import cache_descales
     from .decode import DecodeSm80
     from .forward import ForwardSm80
 
+    assert cache_descales.KEYS == KEYS_OF_A_DESCALE
     attention = _of_a_split(problem.attention, is_split)
     dtype, mask, by_block = element_type(attention.dtype), attention.mask, problem.kv_block is not None
     d, dv = attention.head_dim, attention.head_dim_v
