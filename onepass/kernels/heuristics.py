@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+import torch
+
 from ..errors import UnsupportedError
 from ..problem import AttentionProblem
 from .blocks.integers import ceil_div
@@ -160,6 +162,8 @@ def forward_config(problem: AttentionProblem, arch: str = HOPPER) -> ForwardConf
     """The configuration that a call of this problem runs with on Hopper."""
     if problem.quantization is not None:
         return _fp8_config(problem)
+    if problem.dtype == torch.float32:
+        return _adapted(FLOAT32_SM90[max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))], problem)
     dims = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
     is_causal = problem.mask.window_right is not None
     # of packed sequences only the total is known here: their mean
@@ -177,6 +181,14 @@ def forward_config(problem: AttentionProblem, arch: str = HOPPER) -> ForwardConf
         if config.accumulator_registers(problem) <= 180:
             return _adapted(config, problem)
     return _adapted(replace(config, tile_n=32), problem)
+
+
+# float32 in two float16 parts, by the wider head_dim tile; to be measured
+FLOAT32_SM90 = {
+    64: ForwardConfig(tile_n=128, rescale_threshold=LAZY, two_level_sums=True),
+    96: ForwardConfig(tile_n=64, rescale_threshold=LAZY, two_level_sums=True),
+    128: ForwardConfig(tile_n=64, rescale_threshold=LAZY, two_level_sums=True),
+}
 
 
 def _fp8_config(problem: AttentionProblem) -> ForwardConfig:

@@ -1,4 +1,5 @@
-"""FP8 (e4m3) in kernels: an online softmax whose scores and values have scales, and P as operand of the next GEMM.
+"""An online softmax whose scores and values have scales, for FP8 (e4m3) and for float32 in two float16 parts; and P of
+e4m3 as operand of the next GEMM.
 
 A score is q_scale * k_scale * (q.k), one factor for a row and a group of keys, and V counts v_scale of its group.
 Neither costs an instruction for each score: with
@@ -12,6 +13,7 @@ divided by has v_scale taken out again, once for each group.
 
 With a rescale_threshold the reference is left behind by up to that many powers of two (see online_softmax.py), and the
 8 becomes so much less that e4m3 holds what P grows to: not at all up to 0.8, since 256 * 2^0.8 is 446; 6 with 2.8.
+Parts in float16 have 15 in the place of 8, or 7 with a threshold of 8.
 A part of the sum that is 2^-126 of the largest p * v_scale is lost.
 """
 
@@ -36,13 +38,13 @@ from .warp import broadcast
 SCALE_BLOCK = 64  # keys of one scale of K and V
 SCALE_BLOCK_LOG2 = 6
 KEY_RUN = 16  # keys in whose order P and V differ from the sequence
-E4M3_MAX = 448.0
+E4M3_MAX, FLOAT16_MAX = 448.0, 65504.0
 TINY = 2.0**-126
 
 
-def p_exponent(rescale_threshold: float) -> int:
-    """The power of two that the largest P has when it is the reference: what outgrows it stays below 448."""
-    return math.floor(math.log2(E4M3_MAX) - rescale_threshold)
+def p_exponent(rescale_threshold: float, largest: float = E4M3_MAX) -> int:
+    """The power of two that the largest P has when it is the reference: what outgrows it stays below `largest`."""
+    return math.floor(math.log2(largest) - rescale_threshold)
 
 
 class DescaleTensors(NamedTuple):
@@ -133,14 +135,24 @@ class KeyScales(Bundle):
 class ScaledSoftmax(OnlineSoftmax):
     """`OnlineSoftmax` of scores with scales. Its maxima and references are y + log2(v_scale), in powers of two.
 
-    Args: tile_n: keys of a tile; its scales are given with `take_scales` before each update.
+    Args:
+        tile_n: keys of a tile; its scales are given with `take_scales` before each update.
+        dtype: of P.
     """
 
-    def __init__(self, scores: Scores, rescale_threshold: float, exp2_fma_period: int, tile_n: int):
+    def __init__(
+        self,
+        scores: Scores,
+        rescale_threshold: float,
+        exp2_fma_period: int,
+        tile_n: int,
+        dtype: type[cutlass.Numeric] = cutlass.Float8E4M3FN,
+    ):
         super().__init__(Float32(1.0), rescale_threshold, exp2_fma_period)
         self.scale_log2 = 1.0  # a constant: multiplications with it are none
         self.scores = scores
-        self.exponent = float(p_exponent(rescale_threshold))
+        largest = FLOAT16_MAX if dtype is cutlass.Float16 else E4M3_MAX
+        self.exponent = float(p_exponent(rescale_threshold, largest))
         self.columns = group_keys(tile_n) // 4  # of a group that a thread has
         self.groups = tile_n // group_keys(tile_n)
         self.multiplier = cute.make_rmem_tensor((ROWS, self.groups), Float32)

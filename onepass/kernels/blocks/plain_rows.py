@@ -142,12 +142,16 @@ def recompute_row(
     row_max: Float32,
     weight: Float32,
     vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
+    exponent: cutlass.Constexpr = None,
 ):
     """out = weight * sum over the keys [low, high) of exp2(scale_log2 * (score - row_max)) * v, by all lanes of a warp.
 
     A lane has a key of every 32 and all its score; for the sum over keys it has every 32nd column.
+
+    Args: exponent: of `fp8.ScaledSoftmax`, whose row_max is in powers of two.
     """
-    reference = (row_max if row_max > -Float32.inf else Float32(0.0)) * scale_log2
+    reference = row_max if row_max > -Float32.inf else Float32(0.0)
+    reference = reference * scale_log2 if cutlass.const_expr(exponent is None) else reference - exponent
     acc = row_sums(out)
     lost = Boolean(False)
     while low < high and not lost:

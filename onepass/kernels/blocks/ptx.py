@@ -102,6 +102,18 @@ def pack(source: cute.Tensor, target: cute.Tensor):
 
 
 @cute.jit
+def pack_parts(source: cute.Tensor, high: cute.Tensor, low: cute.Tensor):
+    """A float32 fragment -> the fragments of its rounding to 16 bits and of what that leaves; see `pack`."""
+    high_words, low_words = (cute.recast_tensor(t, Int32) for t in (high, low))
+    for i in cutlass.range_constexpr(cute.size(high_words)):
+        a, b = source[2 * i], source[2 * i + 1]
+        word = pack_pair(a, b, high.element_type)
+        rounded_a, rounded_b = unpack_pair(word, high.element_type)
+        high_words[i] = word
+        low_words[i] = pack_pair(a - rounded_a, b - rounded_b, low.element_type)
+
+
+@cute.jit
 def pack_four(a: Float32, b: Float32, c: Float32, d: Float32) -> Int32:
     """Four floats rounded to e4m3 in one 32-bit register, a in its lowest byte; past 448 they become 448, NaN stays."""
     return cute.arch.inline_ptx(

@@ -18,6 +18,17 @@ def issue(
     issue_sum(tiled_mma, acc, [(a, b)], accumulate)
 
 
+def products(a: list, b: list) -> list:
+    """The pairs whose products make up those of a and b, operands in one part or in a high and a low one each.
+
+    The low parts' own product is left out, about 2^-22 of the whole. The small ones come first: the tensor cores cut
+    off what they add to a large sum.
+    """
+    if len(a) == 1:
+        return [(a[0], b[0])]
+    return [(a[1], b[0]), (a[0], b[1]), (a[0], b[0])]
+
+
 @cute.jit
 def issue_sum(tiled_mma: cute.TiledMma, acc: cute.Tensor, pairs: list, accumulate: cutlass.Constexpr[bool]):
     """acc (+)= the sum of a b^T over the pairs (a, b), as one committed group; see `issue`."""

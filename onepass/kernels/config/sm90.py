@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from ...errors import UnsupportedError
 from ...problem import AttentionProblem
 from .base import MAX_RESCALE_THRESHOLD, MAX_RESCALE_THRESHOLD_FP8, STAT_ROWS, LaunchConfig, head_dim_tile
@@ -51,8 +53,8 @@ class ForwardConfig(LaunchConfig):
             step by step in the same key block.
         dynamic_tiles: thread blocks draw their tiles from a queue instead of taking every so many-th one.
         pack_gqa: the query heads of one kv head share a tile, see blocks/pack_gqa.py.
-        two_level_sums: P V of a step has an accumulator of its own, which the FMA pipe adds to O: in FP8 the tensor
-            cores sum with fewer bits than float32 has.
+        two_level_sums: P V of a step has an accumulator of its own, which the FMA pipe adds to O: the tensor cores cut
+            off what they add, and in FP8 sum with fewer bits than float32 has.
 
     Raises: TypeError for a value of another type than its field's.
     """
@@ -105,6 +107,7 @@ class ForwardConfig(LaunchConfig):
         q = self.q_stages * self.tile_m * d
         k_stages, v_stages = self.kv_stages
         kv = self.tile_n * (k_stages * d + v_stages * dv)
+        # float32 is two parts of 2 bytes
         return problem.dtype.itemsize * (q + kv) + 1024
 
     def accumulator_registers(self, problem: AttentionProblem) -> int:
@@ -158,6 +161,8 @@ class ForwardConfig(LaunchConfig):
             raise UnsupportedError("two_level_sums: needs score_buffers=1")
         if problem.quantization is not None:
             self._check_fp8()
+        if problem.dtype == torch.float32:
+            self._check_float32()
         needed = self.smem_bytes(problem)
         if needed > SMEM_BYTES:
             raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {SMEM_BYTES}")
@@ -166,6 +171,13 @@ class ForwardConfig(LaunchConfig):
         registers = self.accumulator_registers(problem)
         if registers > available - 16:
             raise UnsupportedError(f"registers: {self} needs {registers} for S, P and O, a thread has {available}")
+
+    def _check_float32(self) -> None:
+        """What float32's two parts take of the choices."""
+        if self.q_in_registers or self.score_buffers != 1:
+            raise UnsupportedError("q_in_registers, score_buffers: expected False and 1 in float32")
+        if self.exp2_fma_period:
+            raise UnsupportedError(f"exp2_fma_period: expected 0 in float32 (a cubic), got {self.exp2_fma_period}")
 
     def _check_fp8(self) -> None:
         """What the GEMMs and scales of FP8 take of the choices."""

@@ -26,6 +26,7 @@ from __future__ import annotations
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
+import torch
 from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode as Major
 from cutlass.cute.nvgpu import cpasync
@@ -72,6 +73,9 @@ class ForwardSm90:
         self.dtype = dtype
         # e4m3 GEMMs read both operands with the summed dimension contiguous: V comes and lies transposed
         self.is_fp8 = problem.quantization is not None
+        # float32 comes as two float16 parts side by side, see parts.py
+        self.num_parts = 2 if problem.dtype == torch.float32 else 1
+        self.is_scaled = self.is_fp8 or self.num_parts > 1
         self.group = config.group(problem)  # query heads of a tile
         self.tile_heads_per_kvhead = problem.qhead_per_kvhead // self.group
         # of one head: all rows, or with pack_gqa fewer
@@ -104,7 +108,8 @@ class ForwardSm90:
         cu_seqlens_q: cute.Tensor | None,  # (batch + 1,) int32
         cu_seqlens_k: cute.Tensor | None,  # (batch + 1,) int32
         seqused_k: cute.Tensor | None,  # (batch,) int32
-        q_scale: cute.Tensor | None,  # of FP8, as the next three: see blocks/fp8.py
+        float32: tuple | None,  # q, k and v themselves, where the first three are their parts
+        q_scale: cute.Tensor | None,  # of FP8 and parts, as the next three: see blocks/fp8.py
         k_scale: cute.Tensor | None,
         v_scale: cute.Tensor | None,
         q_block: Int32 | None,
@@ -119,13 +124,18 @@ class ForwardSm90:
     ):
         if cutlass.const_expr(self.is_packed):
             q, k, v, out, lse = (as_batch_of_one(t) for t in (q, k, v, out, lse))
+            if cutlass.const_expr(float32 is not None):
+                float32 = tuple(as_batch_of_one(t) for t in float32)
         tiled_mma_qk, tiled_mma_pv = self._make_tiled_mmas()
         sQ_layout = smem_tiles(
-            ROWS_PER_WARPGROUP, self.head_dim, self.num_warpgroups * self.config.q_stages, self.dtype
+            ROWS_PER_WARPGROUP,
+            self.head_dim,
+            self.num_parts * self.num_warpgroups * self.config.q_stages,
+            self.dtype,
         )
-        sK_layout = smem_tiles(self.part_n, self.head_dim, self.k_stages, self.dtype)
+        sK_layout = smem_tiles(self.part_n, self.head_dim, self.num_parts * self.k_stages, self.dtype)
         v_box = (self.head_dim_v, self.part_n) if self.is_fp8 else (self.part_n, self.head_dim_v)
-        sV_layout = smem_tiles(*v_box, self.v_stages, self.dtype)
+        sV_layout = smem_tiles(*v_box, self.num_parts * self.v_stages, self.dtype)
         v_rows = dims_first(v) if cutlass.const_expr(self.is_fp8) else rows_first(v)
         tma = []
         for t, layout, rows, columns, num_receivers in (
@@ -153,13 +163,13 @@ class ForwardSm90:
             mV,
             rows_first(out),
             rows_first_of_lse(lse),
-            PlainTensors(*(rows_first(t) for t in (q, k, v)))
-            if cutlass.const_expr(self.has_mask and not self.is_fp8)
+            PlainTensors(*(rows_first(t) for t in (float32 if cutlass.const_expr(self.num_parts > 1) else (q, k, v))))
+            if cutlass.const_expr(float32 is not None or (self.has_mask and not self.is_fp8))
             else None,
             sinks,
             Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
             DescaleTensors(q_scale, k_scale, v_scale, cute.FastDivmodDivisorV2(q_block))
-            if cutlass.const_expr(self.is_fp8)
+            if cutlass.const_expr(self.is_scaled)
             else None,
             Scores(scale_log2, tanh_scale),
             window_left,
@@ -214,10 +224,10 @@ class ForwardSm90:
         mV: cute.Tensor,
         mO: cute.Tensor,  # (seqlen_q, head_dim_v, num_heads_q, batch)
         mLSE: cute.Tensor,  # (seqlen_q, 1, num_heads_q, batch)
-        plain: PlainTensors | None,  # with a mask only
+        plain: PlainTensors | None,  # with a mask, and of float32
         mSinks: cute.Tensor | None,
         lengths: Lengths,
-        descales: DescaleTensors | None,  # of FP8
+        descales: DescaleTensors | None,  # of FP8 and parts
         scores: Scores,
         window_left: Int32 | None,
         window_right: Int32 | None,
@@ -299,7 +309,7 @@ class ForwardSm90:
             producer_group=pipeline.CooperativeGroup(thread),
             consumer_group=pipeline.CooperativeGroup(thread, consumer_warps * cluster_size),
             # not cute.size_in_bytes: it counts the unused rows between the column blocks of a swizzled tile
-            tx_count=rows * cute.size(layout.outer, mode=[1]) * self.dtype.width // 8,
+            tx_count=self.num_parts * rows * cute.size(layout.outer, mode=[1]) * self.dtype.width // 8,
             barrier_storage=smem.allocate_array(cutlass.Int64, 2 * num_tiles),
             cta_layout_vmnk=cute.make_layout((1, cluster_size, 1, 1)),
             defer_sync=True,
@@ -327,7 +337,7 @@ class ForwardSm90:
             m_start = minimum(m_block * self.tile_m, seqlen_q - 1)
             own = key_blocks(m_start, minimum(m_start + self.tile_m, seqlen_q), *geometry, self.tile_n)
             blocks, _ = blocks_of_part(blocks, own, 0)
-        return Tile(m_block, head, place_q, place_k, geometry, *blocks, sequence if self.is_fp8 else None)
+        return Tile(m_block, head, place_q, place_k, geometry, *blocks, sequence if self.is_scaled else None)
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place, along: int = 0) -> cute.Tensor:
         return at_head(t, m, head, place, self.is_packed, along)

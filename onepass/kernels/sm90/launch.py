@@ -20,10 +20,12 @@ from ..arguments import element_type, fake_tensor, score_scales, window_bounds
 from ..arguments import is_aligned as is_tma_ready
 from ..blocks import tile_scheduler
 from ..blocks.integers import ceil_div
-from ..config import HOPPER, ForwardConfig
+from ..config import HOPPER, ForwardConfig, head_dim_tile
+from . import parts_launch
 
 ARCH = HOPPER
 MAX_HEAD_DIM = 256
+MAX_HEAD_DIM_FLOAT32 = 128  # Q alone would take more than half of the shared memory
 SCALE_BLOCK = 64  # keys, of blocks.fp8
 ANY_ROWS = 2**30  # in a block: there is one
 
@@ -33,11 +35,13 @@ def unsupported(problem: AttentionProblem) -> str | None:
     if problem.quantization is not None:
         if (reason := _unsupported_fp8(problem)) is not None:
             return reason
-    elif problem.dtype not in (torch.bfloat16, torch.float16):
-        return f"dtype: expected bfloat16 or float16, got {str(problem.dtype).removeprefix('torch.')}"
+    elif problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"dtype: expected bfloat16, float16 or float32, got {str(problem.dtype).removeprefix('torch.')}"
+    widest = MAX_HEAD_DIM_FLOAT32 if problem.dtype == torch.float32 else MAX_HEAD_DIM
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if size % 8 or size > MAX_HEAD_DIM:
-            return f"{name}: expected a multiple of 8 up to {MAX_HEAD_DIM} (16-byte rows for TMA), got {size}"
+        if size % 8 or size > widest:
+            of_dtype = " in float32" if widest != MAX_HEAD_DIM else ""
+            return f"{name}: expected a multiple of 8 up to {widest}{of_dtype} (16-byte rows for TMA), got {size}"
     if problem.softcap is None and problem.softmax_scale <= 0:
         return f"softmax_scale: expected a number above 0, got {problem.softmax_scale}"
     return None
@@ -127,23 +131,28 @@ class Launch:
 
     def __call__(self, inputs: AttentionInputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_outputs(self.problem, inputs)
-        v = inputs.v
+        q, k, v = (tma_ready(t) for t in inputs[:3])
         scales: tuple = (None,) * 4
-        if isinstance(inputs, QuantizedInputs):
+        float32 = None
+        if self.problem.dtype == torch.float32:
+            float32 = q, k, v
+            q, k, v, scales = parts_launch.split(inputs._replace(q=q, k=k, v=v))
+        elif isinstance(inputs, QuantizedInputs):
             scales = kernel_scales(self.problem, inputs.descales)
             assert self.problem.quantization is not None
             if not self.problem.quantization.v_keys_last:
-                v = fp8.keys_last(v, inputs.cu_seqlens_k)
+                v = fp8.keys_last(inputs.v, inputs.cu_seqlens_k)
         self.kernel(
-            tma_ready(inputs.q),
-            tma_ready(inputs.k),
-            tma_ready(v),
+            q,
+            k,
+            v,
             out,
             lse,
             None if inputs.sinks is None else inputs.sinks.float().contiguous(),
             None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous(),
             None if inputs.cu_seqlens_k is None else inputs.cu_seqlens_k.contiguous(),
             None if inputs.seqused_k is None else inputs.seqused_k.contiguous(),
+            float32,
             *scales,
             self.scale_log2,
             self.tanh_scale,
@@ -203,12 +212,13 @@ def copied(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
 
 def trace(problem: AttentionProblem, config: ForwardConfig) -> tuple:
     """The kernel of a static problem and stand-ins for its arguments, for `compile`."""
-    from cutlass import Float32, Int32
+    from cutlass import Float16, Float32, Int32
     from cutlass.cute.runtime import make_fake_stream
 
     from .forward import ForwardSm90
 
-    dtype = element_type(problem.dtype)
+    is_float32 = problem.dtype == torch.float32
+    dtype = Float16 if is_float32 else element_type(problem.dtype)
     tensor = fake_tensor
 
     def optional(value: object, is_given: bool):
@@ -218,7 +228,12 @@ def trace(problem: AttentionProblem, config: ForwardConfig) -> tuple:
     head_dim, head_dim_v, is_fp8 = problem.head_dim, problem.head_dim_v, problem.quantization is not None
 
     # one for each: whose sizes one stand-in stands for would have to be equal
-    scales = (optional(tensor(Float32, None, None, None, align_bytes=4), is_fp8) for _ in range(3))
+    is_scaled = is_fp8 or is_float32
+    scales = (optional(tensor(Float32, None, None, None, align_bytes=4), is_scaled) for _ in range(3))
+    sizes = head_dim, head_dim, head_dim_v
+    float32 = tuple(tensor(Float32, *batch, None, None, size, align_bytes=16) for size in sizes)
+    if is_float32:
+        head_dim, head_dim_v = (2 * head_dim_tile(size) for size in (head_dim, head_dim_v))
     arguments = (
         tensor(dtype, *batch, None, None, head_dim, align_bytes=16),
         tensor(dtype, *batch, None, None, head_dim, align_bytes=16),
@@ -226,14 +241,15 @@ def trace(problem: AttentionProblem, config: ForwardConfig) -> tuple:
         tensor(dtype, *batch, None, head_dim_v, None, align_bytes=16)
         if is_fp8
         else tensor(dtype, *batch, None, None, head_dim_v, align_bytes=16),
-        tensor(element_type(problem.out_dtype), *batch, None, None, head_dim_v, align_bytes=16),
+        tensor(element_type(problem.out_dtype), *batch, None, None, problem.head_dim_v, align_bytes=16),
         tensor(Float32, *batch, None, None, align_bytes=4),
         optional(tensor(Float32, None, align_bytes=4), problem.has_sinks),
         optional(tensor(Int32, None, align_bytes=4), problem.is_packed),
         optional(tensor(Int32, None, align_bytes=4), problem.is_packed),
         optional(tensor(Int32, None, align_bytes=4), problem.has_seqused_k),
+        optional(float32, is_float32),
         *scales,
-        optional(Int32(1), is_fp8),
+        optional(Int32(1), is_scaled),
         Float32(1.0),
         optional(Float32(1.0), problem.softcap is not None),
         optional(Int32(0), problem.mask.window_left is not None),

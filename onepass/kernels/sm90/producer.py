@@ -32,16 +32,20 @@ class Producer(Bundle):
         self.everyone = None if clusters == 1 else cutlass.Int16(2**clusters - 1)
 
     def _partition(self, tma_atom, m, s, rows: int, columns: int, cluster_size: int, along: int = 0):
-        """Global (tile bytes, block, head, batch) and shared (tile bytes, buffer) as one TMA copy sees them.
+        """Global (tile bytes, block, head, batch) of every part and shared (tile bytes, buffer) as one TMA copy sees
+        them.
 
         With a cluster, this thread block's part of the tile. Args: along: the mode of m that is cut into blocks.
         """
-        g = cute.local_tile(m, (rows, columns), (None, 0, None, None) if along == 0 else (0, None, None, None))
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if cluster_size > 1 else 0
-        partitioned = cpasync.tma_partition(
-            tma_atom, rank, cute.make_layout(cluster_size), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)
-        )
-        return partitioned[1], partitioned[0]
+        sources, buffers = [], None
+        for part in range(self.kernel.num_parts):
+            g = cute.local_tile(m, (rows, columns), (None, part, None, None) if along == 0 else (0, None, None, None))
+            buffers, source = cpasync.tma_partition(
+                tma_atom, rank, cute.make_layout(cluster_size), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)
+            )
+            sources.append(source)
+        return sources, buffers
 
     @cute.jit
     def run(self, queue, schedule, seqlens):
@@ -96,37 +100,43 @@ class Producer(Bundle):
 
     def place_v(self, tile) -> Int32:
         """As tile.place_k, of V: packed sequences begin elsewhere with their keys last."""
-        if tile.sequence is None:
+        if tile.sequence is None or not self.kernel.is_fp8:
             return tile.place_k
         return (tile.place_k // V_KEYS + tile.sequence) * V_KEYS
 
     @cute.jit
     def load_q(self, tile, wave: Int32):
         """Q of the tile, which is the thread block's wave-th, for each consumer warpgroup."""
-        tQgQ = self.kernel.at_head(self.tQgQ, self.mQ, tile.head, tile.place_q)
+        sources = self._at_head(self.tQgQ, self.mQ, tile.head, tile.place_q)
         for w in cutlass.range_constexpr(self.kernel.num_warpgroups):
             state = as_producer(self.kernel.q_state(w, wave))
             block = tile.m_block * self.kernel.num_warpgroups + w
-            self._load(self.pipes.q, state, self.tma_q, tQgQ[None, block], self.tQsQ, None)
+            self._load(self.pipes.q, state, self.tma_q, sources, block, self.tQsQ, None)
 
     @cute.jit
     def load_k(self, head_kv: Int32, place: Int32, block: Int32, state):
-        source = self.kernel.at_head(self.tKgK, self.mK, head_kv, place)
-        self._load(self.pipes.k, state, self.tma_k, source[None, block], self.tKsK, self.everyone)
+        sources = self._at_head(self.tKgK, self.mK, head_kv, place)
+        self._load(self.pipes.k, state, self.tma_k, sources, block, self.tKsK, self.everyone)
 
     @cute.jit
     def load_v(self, head_kv: Int32, place: Int32, block: Int32, state):
-        source = self.kernel.at_head(self.tVgV, self.mV, head_kv, place, along=1 if self.kernel.is_fp8 else 0)
-        self._load(self.pipes.v, state, self.tma_v, source[None, block], self.tVsV, self.everyone)
+        sources = self._at_head(self.tVgV, self.mV, head_kv, place, 1 if self.kernel.is_fp8 else 0)
+        self._load(self.pipes.v, state, self.tma_v, sources, block, self.tVsV, self.everyone)
+
+    def _at_head(self, sources: list, m: cute.Tensor, head, place, along: int = 0) -> list:
+        return [self.kernel.at_head(source, m, head, place, along) for source in sources]
 
     @cute.jit
-    def _load(self, pipe, state, tma_atom, source, buffers, receivers: cutlass.Constexpr):
+    def _load(self, pipe, state, tma_atom, sources: list, block: Int32, buffers, receivers: cutlass.Constexpr):
+        """The parts of a block into buffers side by side, whose bytes one barrier counts."""
         pipe.producer_acquire(state)
         barrier = pipe.producer_get_barrier(state)
-        if cutlass.const_expr(receivers is None):
-            cute.copy(tma_atom, source, buffers[None, state.index], tma_bar_ptr=barrier)
-        else:
-            cute.copy(tma_atom, source, buffers[None, state.index], tma_bar_ptr=barrier, mcast_mask=receivers)
+        for part in cutlass.range_constexpr(len(sources)):
+            source, buffer = sources[part][None, block], buffers[None, len(sources) * state.index + part]
+            if cutlass.const_expr(receivers is None):
+                cute.copy(tma_atom, source, buffer, tma_bar_ptr=barrier)
+            else:
+                cute.copy(tma_atom, source, buffer, tma_bar_ptr=barrier, mcast_mask=receivers)
 
 
 def as_producer(state: pipeline.PipelineState) -> pipeline.PipelineState:

@@ -21,8 +21,8 @@ from ..blocks.mask import Geometry
 from ..blocks.named_barrier import NamedBarrier
 from ..blocks.online_softmax import OnlineSoftmax, Scores, finish
 from ..blocks.pack_gqa import unpack_row
-from ..blocks.plain_rows import soft_cap
-from ..blocks.ptx import pack
+from ..blocks.plain_rows import VECTOR_BYTES, soft_cap
+from ..blocks.ptx import pack, pack_parts
 from ..blocks.turns import Turns
 from ..blocks.warp import broadcast
 from ..config import ROWS_PER_WARPGROUP
@@ -102,18 +102,21 @@ class Warpgroup(Turns):
         self.s, self.o = [rows_and_columns(acc) for acc in self.acc_s], rows_and_columns(self.acc_o)
         if kernel.is_fp8:
             shape_p = self.tiled_mma_pv.partition_shape_A((ROWS_PER_WARPGROUP, self.part_n))
-            self.rP = self.p = cute.make_rmem_tensor(shape_p, kernel.dtype)
+            self.rP = [cute.make_rmem_tensor(shape_p, kernel.dtype)]
+            self.p = self.rP
+        else:
+            self.rP = [cute.make_rmem_tensor(self.acc_s[0].layout, kernel.dtype) for _ in range(kernel.num_parts)]
+            self.p = [as_operand_a(rP) for rP in self.rP]
+        if kernel.is_scaled:
             self.row_scale = cute.make_rmem_tensor((2,), Float32)
             self.key_scales = fp8.KeyScales(self.tile_n)
-        else:
-            self.rP = cute.make_rmem_tensor(self.acc_s[0].layout, kernel.dtype)
-            self.p = as_operand_a(self.rP)
         self.is_lazy = config.rescale_threshold > 0
         of_exponentials = config.rescale_threshold, config.exp2_fma_period
-        if kernel.is_fp8:
-            self.softmax = fp8.ScaledSoftmax(scores, *of_exponentials, self.tile_n)
+        if kernel.is_scaled:
+            self.softmax = fp8.ScaledSoftmax(scores, *of_exponentials, self.tile_n, kernel.dtype)
         else:
             self.softmax = OnlineSoftmax(scores.scale_log2, *of_exponentials)
+        self.exponent = self.softmax.exponent if kernel.is_scaled else None  # of P
         # of the tile whose last PV is still to come, while `softmax` is on the next one already
         self.done_max, self.done_sum = (cute.make_rmem_tensor((2,), Float32) for _ in range(2))
 
@@ -155,8 +158,14 @@ class Warpgroup(Turns):
 
     @cute.jit
     def _gemm_qk(self, part: cutlass.Constexpr[int], k_state, q_state):
-        rQ = self.rQ if self.config.q_in_registers else self.rQ[None, None, None, q_state.index]
-        wgmma.issue(self.tiled_mma_qk, self.acc_s[part], rQ, self.rK[None, None, None, k_state.index], False)
+        q = [self.rQ] if self.config.q_in_registers else self._parts(self.rQ, q_state)
+        products = wgmma.products(q, self._parts(self.rK, k_state))
+        wgmma.issue_sum(self.tiled_mma_qk, self.acc_s[part], products, False)
+
+    def _parts(self, buffers: cute.Tensor, state: pipeline.PipelineState) -> list:
+        """The operands that lie in a buffer: one, or of float32 its high and its low part."""
+        num_parts = self.kernel.num_parts
+        return [buffers[None, None, None, num_parts * state.index + part] for part in range(num_parts)]
 
     @cute.jit
     def issue_pv(self, v_state, is_ready=None):
@@ -164,7 +173,8 @@ class Warpgroup(Turns):
             self.softmax.rescale(self.o)
         self.pipes.v.consumer_wait(v_state, is_ready)
         accumulate = not self.config.two_level_sums
-        wgmma.issue(self.tiled_mma_pv, self.acc_pv, self.p, self.rV[None, None, None, v_state.index], accumulate)
+        products = wgmma.products(self.p, self._parts(self.rV, v_state))
+        wgmma.issue_sum(self.tiled_mma_pv, self.acc_pv, products, accumulate)
 
     @cute.jit
     def finish_pv(self, v_state):
@@ -188,7 +198,9 @@ class Warpgroup(Turns):
                     self.pipes.v.consumer_wait(state)
                     first = tile.geometry.seqlen_k - (tile.last - 1) * self.tile_n - part * self.part_n
                     clear = clear_keys if self.kernel.is_fp8 else clear_rows
-                    clear(self.sV[None, None, state.index], first, self.thread, WARPGROUP)
+                    for i in cutlass.range_constexpr(self.kernel.num_parts):
+                        buffer = self.kernel.num_parts * state.index + i
+                        clear(self.sV[None, None, buffer], first, self.thread, WARPGROUP)
                     state.advance()
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.wg, number_of_threads=WARPGROUP)
@@ -223,17 +235,19 @@ class Warpgroup(Turns):
     @cute.jit
     def pack_p(self, part: cutlass.Constexpr[int]):
         """The exponentials of S[part] become P of the next PV."""
-        if cutlass.const_expr(self.descales is not None):
-            fp8.pack_p(self.s[part], self.rP)
+        if cutlass.const_expr(self.kernel.is_fp8):
+            fp8.pack_p(self.s[part], self.rP[0])
+        elif cutlass.const_expr(self.kernel.num_parts == 2):
+            pack_parts(self.acc_s[part], *self.rP)
         else:
-            pack(self.acc_s[part], self.rP)
+            pack(self.acc_s[part], self.rP[0])
 
     @cute.jit
     def modify_scores(
         self, tile: Tile, n_block: Int32, part: cutlass.Constexpr[int], is_first: cutlass.Constexpr[bool] = False
     ):
-        """Softcap: s -> tanh(softmax_scale * s / softcap); the cap itself is in scale_log2. In FP8 the softmax gets the
-        scales of these scores. Args: is_first: of the tile."""
+        """Softcap: s -> tanh(softmax_scale * s / softcap); the cap itself is in scale_log2. Of FP8 and parts the softmax
+        gets the scales of these scores. Args: is_first: of the tile."""
         if cutlass.const_expr(self.descales is not None):
             self.key_scales.take(*self.head_scales(tile), n_block, is_first)
             self.softmax.take_scales(self.row_scale, self.key_scales, n_block)
@@ -290,7 +304,10 @@ class Warpgroup(Turns):
             mLSE = at_head(self.mLSE, self.mLSE, head, tile.place_q)[None, 0]
             epilogue.store_lse(lse, mLSE, position, is_row[r], self.lane_in_quad)
         out_rows = [at_head(self.mO, self.mO, head, tile.place_q)[position, None] for position, head, _ in rows]
-        epilogue.store_rows(self.o, weights, out_rows, is_row, self.lane_in_quad)
+        if cutlass.const_expr(self.kernel.num_parts == 2):
+            epilogue.store_pairs(self.o, weights, out_rows, is_row, self.lane_in_quad, VECTOR_BYTES)
+        else:
+            epilogue.store_rows(self.o, weights, out_rows, is_row, self.lane_in_quad)
         if cutlass.const_expr(self.plain is not None):
             if plain_rows.has_nan(self.o, is_row[0]):
                 cute.arch.sync_warp()  # other lanes write the same rows again
@@ -318,6 +335,5 @@ class Warpgroup(Turns):
                 mQ, mO = (at_head(t, t, head, tile.place_q) for t in (plain.q, self.mO))
                 low, high = key_range(position, position + 1, *geometry)
                 scales = (self.scores.scale_log2, self.scores.tanh_scale)
-                plain_rows.recompute_row(
-                    mQ[position, None], mK, mV, mO[position, None], low, high, *scales, row_max, weight
-                )
+                given = (mQ[position, None], mK, mV, mO[position, None], low, high, *scales, row_max, weight)
+                plain_rows.recompute_row(*given, exponent=self.exponent)

@@ -1,0 +1,176 @@
+"""float32 as two float16 tensors that add up to it, with a scale for every block of 64 rows of a head.
+
+    x = scale * (high + low),  high = x / scale rounded to float16, low = the rest, rounded to float16
+
+The scale is the power of two that puts the block's largest magnitude between 2^14 and 2^15, so that nothing is lost in
+dividing by it. Both parts together have 22 bits of every x down to 2^-16 of that largest one; below, the error is
+2^-40 of it. To Q and K that is nothing: what counts is a score's absolute error. Out may be small itself, if no large
+value reaches it. So a block of V whose rows or columns differ by more than 2^16 is filled with NaN, and the kernel
+computes the rows that come by it from the tensors themselves (see blocks/plain_rows.py).
+
+Three products of parts are those of the numbers but for about 2^-22 of them (see blocks/wgmma.py), at twice the speed of
+tf32, which has float16's 11 bits and would want V transposed.
+
+Source: the split is that of Ootomo and Yokota, arXiv:2203.03341, with block scales in the place of a shifted low part.
+"""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float16, Float32, Int32
+from cutlass.memory import SmemAllocator
+
+from ..blocks.integers import ceil_div, maximum
+from ..blocks.layouts import as_batch_of_one
+from ..blocks.ptx import bits, pack_pair, unpack_pair
+from ..blocks.tile_scheduler import LANES
+from ..config import head_dim_tile
+from ..fp8.block import BLOCK, largest_of_block, row_block
+
+VECTOR = 4  # float32 of a load
+LARGEST_LOG2 = 14  # of the power of two below the largest magnitude of a block after scaling
+SMALLEST_SCALE_LOG2 = -96  # its inverse times a sum of P is a float32
+EXPONENT_BIAS, MANTISSA_BITS = 127, 23
+MAX_RANGE = 2.0**16  # between rows or columns of V
+
+
+def num_threads(head_dim: int) -> int:
+    """Each thread has four columns of several rows."""
+    return 96 if head_dim == 96 else 128
+
+
+class SplitRows:
+    """One compiled kernel: (head_dim, whether it is V) -> device code. A thread block has 64 rows of a head."""
+
+    def __init__(self, head_dim: int, checks_range: bool):
+        self.head_dim, self.checks_range = head_dim, checks_range
+        self.columns = head_dim_tile(head_dim)
+        self.num_threads = num_threads(self.columns)
+        self.lanes = self.columns // VECTOR  # of a row
+        self.rows_at_once = self.num_threads // self.lanes
+        self.passes = ceil_div(BLOCK, self.rows_at_once)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,  # (batch, seqlen, num_heads, head_dim); packed sequences: without batch
+        target: cute.Tensor,  # float16, (batch, seqlen, num_heads, 2 * columns): the high parts, then the low ones
+        scale: cute.Tensor,  # (batch, num_heads, blocks) float32; packed sequences: without batch
+        cu_seqlens: cute.Tensor | None,  # (batch + 1,) int32
+        seqused: cute.Tensor | None,  # (batch,) int32: rows behind are not looked at, and become 0
+        num_blocks: Int32,
+        stream: cuda.CUstream,
+    ):
+        if cutlass.const_expr(cu_seqlens is not None):
+            x, target, scale = (as_batch_of_one(t) for t in (x, target, scale))
+        batch, _, num_heads, _ = x.shape
+        self.kernel(x, target, scale, cu_seqlens, seqused).launch(
+            grid=[num_heads, num_blocks, batch], block=[self.num_threads, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: cute.Tensor,
+        target: cute.Tensor,
+        scale: cute.Tensor,
+        cu_seqlens: cute.Tensor | None,
+        seqused: cute.Tensor | None,
+    ):
+        thread, (head, block, entry) = cute.arch.thread_idx()[0], cute.arch.block_idx()
+        rows = row_block(x.shape[1], block, entry, cu_seqlens, seqused)
+        lane, first_row = thread % self.lanes, thread // self.lanes
+        num_warps = self.num_threads // LANES
+        smem = SmemAllocator()
+        maxima = smem.allocate_tensor(Float32, cute.make_ordered_layout((2, num_warps), order=(1, 0)), 16)
+
+        values = cute.make_rmem_tensor(cute.make_ordered_layout((VECTOR, self.passes), order=(0, 1)), Float32)
+        values.fill(0.0)
+        for i in cutlass.range_constexpr(self.passes):
+            row = first_row + i * self.rows_at_once
+            if row < rows.num_used and lane * VECTOR < self.head_dim:
+                source = cute.flat_divide(x[entry, rows.start + row, head, None], (VECTOR,))
+                cute.autovec_copy(source[None, lane], values[None, i])
+        largest, _ = largest_of_block(values, maxima, num_warps)
+        block_scale, inverse = power_of_two(largest)
+        if thread == 0 and block < scale.shape[2]:
+            scale[entry, head, block] = block_scale
+        if cutlass.const_expr(self.checks_range):
+            if self.is_too_wide(smem, values, largest):
+                values.fill(Float32.nan)
+
+        words = cute.make_rmem_tensor((2,), Int32)
+        for i in cutlass.range_constexpr(self.passes):
+            row = first_row + i * self.rows_at_once
+            if row < rows.num_rows:
+                to = cute.recast_tensor(target[entry, rows.start + row, head, None], Int32)
+                vectors = cute.flat_divide(to, (2,))
+                lows = []
+                for j in cutlass.range_constexpr(2):
+                    a, b = (values[2 * j + n, i] * inverse for n in range(2))
+                    words[j] = pack_pair(a, b, Float16)
+                    high_a, high_b = unpack_pair(words[j], Float16)
+                    lows.append(pack_pair(a - high_a, b - high_b, Float16))
+                cute.autovec_copy(words, vectors[None, lane])
+                for j in cutlass.range_constexpr(2):
+                    words[j] = lows[j]
+                cute.autovec_copy(words, vectors[None, self.lanes + lane])
+
+    @cute.jit
+    def is_too_wide(self, smem: SmemAllocator, values: cute.Tensor, largest: Float32) -> Boolean:
+        """Whether a row or column of the block is not zero and MAX_RANGE below its largest magnitude."""
+        thread = cute.arch.thread_idx()[0]
+        lane, first_row = thread % self.lanes, thread // self.lanes
+        of_rows = smem.allocate_tensor(Float32, cute.make_layout((BLOCK, self.lanes), stride=(self.lanes + 1, 1)), 16)
+        of_columns = smem.allocate_tensor(
+            Float32, cute.make_ordered_layout((self.rows_at_once, self.columns), order=(1, 0)), 16
+        )
+        column_maxima = [Float32(0.0)] * VECTOR
+        for i in cutlass.range_constexpr(self.passes):
+            row_maximum = Float32(0.0)
+            for c in cutlass.range_constexpr(VECTOR):
+                magnitude = absolute(values[c, i])
+                row_maximum = cute.arch.fmax(row_maximum, magnitude)
+                column_maxima[c] = cute.arch.fmax(column_maxima[c], magnitude)
+            of_rows[first_row + i * self.rows_at_once, lane] = row_maximum
+        for c in cutlass.range_constexpr(VECTOR):
+            of_columns[first_row, lane * VECTOR + c] = column_maxima[c]
+        cute.arch.sync_threads()
+        limit, is_wide = largest * (1.0 / MAX_RANGE), Boolean(False)
+        if thread < BLOCK:
+            maximum_of_row = Float32(0.0)
+            for i in cutlass.range_constexpr(self.lanes):
+                maximum_of_row = cute.arch.fmax(maximum_of_row, of_rows[thread, i])
+            is_wide = maximum_of_row > 0.0 and maximum_of_row < limit
+        for first in cutlass.range_constexpr(0, self.columns, self.num_threads):
+            if first + thread < self.columns:
+                maximum_of_column = Float32(0.0)
+                for i in cutlass.range_constexpr(self.rows_at_once):
+                    maximum_of_column = cute.arch.fmax(maximum_of_column, of_columns[i, first + thread])
+                is_wide = is_wide or (maximum_of_column > 0.0 and maximum_of_column < limit)
+        return any_of_block(is_wide)
+
+
+def absolute(x: Float32) -> Float32:
+    return cute.arch.inline_ptx("abs.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+@cute.jit
+def any_of_block(condition: Boolean) -> Boolean:
+    """Whether it holds in any thread of the thread block; all of them wait for each other."""
+    found = cute.arch.inline_ptx(
+        "{ .reg .pred p, q; setp.ne.s32 p, {$r0}, 0; barrier.cta.red.or.pred q, 0, p; selp.s32 {$w0}, 1, 0, q; }",
+        write_only_types=[Int32],
+        read_only_args=[Int32(condition)],
+    )
+    return found != 0
+
+
+@cute.jit
+def power_of_two(largest: Float32) -> tuple:
+    """The scale of a block with this largest magnitude, and its inverse."""
+    exponent = maximum((bits(largest) >> MANTISSA_BITS) - LARGEST_LOG2, EXPONENT_BIAS + SMALLEST_SCALE_LOG2)
+    scale, inverse = (n << MANTISSA_BITS for n in (exponent, 2 * EXPONENT_BIAS - exponent))
+    return scale.bitcast(Float32), inverse.bitcast(Float32)

@@ -1,0 +1,107 @@
+"""From float32 tensors to their float16 parts, see parts.py: a kernel each for q, k and v."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...problem import AttentionInputs
+from .. import compile
+from ..arguments import fake_tensor
+from ..blocks.integers import ceil_div
+from ..config import HOPPER, head_dim_tile
+
+BLOCK = 64  # rows of a scale
+
+
+class Kernel(NamedTuple):
+    """What the code of a kernel depends on."""
+
+    head_dim: int
+    checks_range: bool = False  # V
+    is_packed: bool = False
+    has_seqused: bool = False
+
+
+class Parts(NamedTuple):
+    """What the forward kernel takes in place of q, k and v.
+
+    Attributes:
+        q, k, v: float16, as the tensors, but of a row first the high parts of all columns that the kernel is compiled
+            for, then the low ones.
+        scales: of each, as `blocks.fp8.DescaleTensors`, and the rows of a block of q.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scales: tuple[Tensor, Tensor, Tensor, int]
+
+
+def split(inputs: AttentionInputs) -> Parts:
+    """q, k and v (batch, seqlen, heads, head_dim) or packed, float32, aligned to 16 bytes."""
+    q, k, v, _, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs
+    of_q = _split(q, cu_seqlens_q, None, False)
+    of_k, of_v = (_split(t, cu_seqlens_k, seqused_k, t is v) for t in (k, v))
+    return Parts(of_q[0], of_k[0], of_v[0], (of_q[1], of_k[1], of_v[1], BLOCK))
+
+
+def _split(x: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None, checks_range: bool) -> tuple[Tensor, Tensor]:
+    seqlen, num_heads, head_dim = x.shape[-3:]
+    is_packed = cu_seqlens is not None
+    columns = 2 * head_dim_tile(head_dim)
+    # the rows of a head side by side: a tile is one piece of memory
+    target = x.new_empty(*x.shape[:-3], num_heads, seqlen, columns, dtype=torch.float16).transpose(-2, -3)
+    batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    blocks = seqlen // BLOCK + batch if is_packed else ceil_div(seqlen, BLOCK)
+    scale = x.new_empty(*x.shape[:-3], num_heads, blocks, dtype=torch.float32)
+    kernel_of(Kernel(head_dim, checks_range, is_packed, seqused is not None))(
+        x,
+        target,
+        scale,
+        None if cu_seqlens is None else cu_seqlens.contiguous(),
+        None if seqused is None else seqused.contiguous(),
+        blocks + is_packed,  # one more for rows of no sequence
+    )
+    if is_packed:  # each sequence sees the blocks of all
+        scale = scale.as_strided((batch, num_heads, blocks), (0, blocks, 1))
+    return target, scale
+
+
+@functools.lru_cache(maxsize=256)
+def kernel_of(kernel: Kernel) -> Callable:
+    return compile.get(*compile_request(kernel))
+
+
+def compile_requests(head_dim: int, head_dim_v: int, is_packed: bool, has_seqused: bool) -> list[tuple]:
+    """The arguments of `compile.get` for the kernels of a call."""
+    kernels = Kernel(head_dim, False, is_packed), Kernel(head_dim, False, is_packed, has_seqused)
+    return [compile_request(k) for k in {*kernels, Kernel(head_dim_v, True, is_packed, has_seqused)}]
+
+
+def compile_request(kernel: Kernel) -> tuple:
+    pairs = tuple(zip(kernel._fields, kernel, strict=True))
+    return "split_rows", (pairs,), HOPPER, functools.partial(trace, kernel)
+
+
+def trace(kernel: Kernel) -> tuple:
+    """The kernel and stand-ins for its arguments, for `compile`."""
+    from cutlass import Float16, Float32, Int32
+    from cutlass.cute.runtime import make_fake_stream
+
+    from .parts import SplitRows
+
+    batch = () if kernel.is_packed else (None,)
+    return SplitRows(kernel.head_dim, kernel.checks_range), (
+        fake_tensor(Float32, *batch, None, None, kernel.head_dim, align_bytes=16),
+        fake_tensor(Float16, *batch, None, None, 2 * head_dim_tile(kernel.head_dim), align_bytes=16),
+        fake_tensor(Float32, *batch, None, None, align_bytes=4),
+        fake_tensor(Int32, None, align_bytes=4) if kernel.is_packed else None,
+        fake_tensor(Int32, None, align_bytes=4) if kernel.has_seqused else None,
+        Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
