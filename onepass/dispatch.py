@@ -298,8 +298,6 @@ def choose_decode(problem: DecodeProblem, requested: str | None = None) -> Suppo
     device_type, because = problem.attention.device_type, ""
     if requested != "tiled":
         refusal = _refusal("sm80", problem.attention) or _unsupported_decode(problem)
-        if requested is None:
-            refusal = refusal or _decode_not_by_itself(problem)
         if refusal is None:
             return Support(True, "sm80", f"{_BACKENDS['sm80'].kernels}")
         if requested is not None:
@@ -315,13 +313,6 @@ def require_decode(problem: DecodeProblem, requested: str | None = None) -> str:
         is_name = requested is None or requested in _BACKENDS
         raise UnsupportedError(support.reason) if is_name else ValueError(support.reason)
     return support.backend
-
-
-def _decode_not_by_itself(problem: DecodeProblem) -> str | None:
-    """Why kernels that could run the problem are not chosen unless they are named."""
-    if problem.attention.has_e4m3_cache:
-        return "no GPU has run its kernels of e4m3 caches yet: ask for them with backend='sm80'"
-    return None
 
 
 def _unsupported_decode(problem: DecodeProblem) -> str | None:

@@ -9,7 +9,6 @@ from decode_cases import FILLED, DecodeCase, randn
 from gpu_cases import DEVICE, IS_READY, ON_GPU
 
 import onepass
-from onepass import dispatch, repeated
 from onepass.testing.budget import compare, compare_lse
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_READY, reason="needs a GPU with the kernels")]
@@ -100,16 +99,7 @@ NEW_KEYS = [
 def _kernels_ahead():
     """By `warmup`, as a user would; the cases' own tensors are of the GPU."""
     if ON_GPU and IS_READY:
-        onepass.warmup([call_of(case, kind) for case, kind in (*CASES, *NEW_KEYS)], backend="sm80")
-
-
-@pytest.fixture(autouse=True)
-def _kernels_by_default(monkeypatch):
-    """They are not chosen by themselves yet."""
-    monkeypatch.setattr(dispatch, "_decode_not_by_itself", lambda problem: None)
-    repeated._forwards.clear()
-    yield
-    repeated._forwards.clear()
+        onepass.warmup([call_of(case, kind) for case, kind in (*CASES, *NEW_KEYS)])
 
 
 @pytest.mark.parametrize(("case", "kind"), CASES, ids=str)
