@@ -40,19 +40,22 @@ def config_of(call: Call) -> ForwardConfig:
 
 @contextlib.contextmanager
 def compiled_ahead(
-    calls: Iterable[Call], differentiated: Iterable[Call], decoding: Iterable[DecodeCase] = ()
+    forward: Iterable[Call], backward: Iterable[Call], deterministic: Iterable[Call], decoding: Iterable[DecodeCase]
 ) -> Iterator[None]:
     """Fill the kernel cache in the order of the calls, with one process per core, while the tests run.
 
     A test that comes first to its kernel waits for the process that compiles it, or compiles it itself.
 
     Args:
-        differentiated: calls whose backward kernels are wanted, too.
+        forward: calls whose forward kernels are wanted; backward: those of the backward, too; deterministic: the same
+            with deterministic=True.
         decoding: calls of attention_decode.
     """
     requests = [request for case in decoding for request in decode_requests(case)]
-    requests += [request for call in calls for request in _requests(call, False)]
-    requests += [request for call in differentiated for request in _requests(call, True)]
+    requests += [request for call in forward for request in _requests(problem_of(call), False)]
+    requests += [request for call in backward for request in _requests(problem_of(call), True)]
+    for call in deterministic:
+        requests += _requests(replace(problem_of(call), deterministic=True), True)
     jobs = {request[:3]: request for request in requests}
     workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 1))
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
@@ -63,9 +66,8 @@ def compiled_ahead(
                 warnings.warn(f"not compiled ahead: {future.exception()!r}", RuntimeWarning, stacklevel=1)
 
 
-def _requests(call: Call, needs_gradients: bool) -> list[tuple]:
-    """The arguments of `compile.get` for every kernel of a call."""
-    problem = problem_of(call)
+def _requests(problem: AttentionProblem, needs_gradients: bool) -> list[tuple]:
+    """The arguments of `compile.get` for every kernel of a problem."""
     support = dispatch.choose(problem)
     if not support.ok or support.backend == "tiled":
         return []
