@@ -13,15 +13,11 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-import torch
 from decode_cases import DecodeCase
 
-from onepass import dispatch, validation
-from onepass.decode_problem import DecodeInputs
-from onepass.decode_validation import check_decode
-from onepass.kernels import compile, heuristics
+from onepass import decode_calls, dispatch, validation
+from onepass.kernels import ahead, compile, heuristics
 from onepass.kernels.config import ForwardConfig
-from onepass.kernels.sm80 import append_launch, decode_launch, launch, merge_launch
 from onepass.problem import AttentionProblem
 from onepass.testing import Call
 
@@ -81,22 +77,8 @@ def _requests(problem: AttentionProblem, needs_gradients: bool) -> list[tuple]:
 
 def decode_requests(case: DecodeCase) -> list[tuple]:
     """The same for a call of attention_decode."""
-    arguments = case.arguments("meta")
-    inputs = DecodeInputs(**{name: arguments.pop(name, None) for name in DecodeInputs._fields})
-    absent = dict.fromkeys(("window", "softcap", "softmax_scale", "num_splits", "split_size"))
-    plain = {"causal": True, "return_lse": True, "rotary_interleaved": False, "check_values": False}
-    problem = check_decode(inputs, **(absent | plain | arguments))
-    problem = replace(problem, attention=replace(problem.attention, device_type="cuda"))
-    prepared = decode_launch.prepare(problem, torch.device("cuda"))
-    config, arch, is_split = prepared.config, prepared.arch, prepared.is_split
-    config = replace(config, vector_bytes=launch.vector_bytes(*inputs[:3]))
-    requests = [decode_launch.compile_request(problem, config, arch, is_split)]
-    if is_split:
-        requests.append(merge_launch.merge_request(problem.attention, config, prepared.num_splits, arch))
-    if inputs.seqlen_new or inputs.rotary_cos is not None:
-        rows = append_launch.append_arguments(problem, inputs, torch.empty_like(inputs.q))[:6]
-        requests.append(append_launch.append_request(append_launch.AppendKey.of(problem, inputs, rows), arch))
-    return requests
+    problem, inputs = decode_calls.problem_of("compiled_ahead", case.arguments("meta"))
+    return [job.request for job in ahead.jobs_of_decode(problem, inputs, None)]
 
 
 def _compile(request: tuple) -> None:
