@@ -287,8 +287,11 @@ def test_fp8(fp8, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_variants_of_fp8_fit(fp8, capsys, head_dim, causal):
-    assert len(fp8.variants("try", head_dim, causal)) >= 3
+    variants = fp8.variants("try", head_dim, causal)
+    assert len(variants) >= 3
     assert "not measured" not in capsys.readouterr().out
+    for seqlen in (512, 4096, 4097, 16384):
+        assert fp8.heuristics.forward_config(fp8.static_problem(head_dim, causal, seqlen)) in variants.values()
 
 
 @pytest.fixture
