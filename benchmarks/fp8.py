@@ -133,7 +133,8 @@ CHECKS = (
 )
 
 
-def run_check(args: argparse.Namespace) -> bool:
+def run_check(args: argparse.Namespace, about: dict) -> bool:
+    """Whether all is right; Table 3 goes into `about`, and so into the results file."""
     torch.manual_seed(time.time_ns() % 2**31)
     print("seed of the check:", torch.initial_seed())
     jobs = [
@@ -179,6 +180,7 @@ def run_check(args: argparse.Namespace) -> bool:
         )
     print(f"check: {len(jobs) - failed} of {len(jobs)} passed", flush=True)
     rows = table3.table3(TABLE3_SEQLEN, DEVICE, seeds=1, backend=BACKEND)
+    about["table3_rmse"] = {row.method: float(f"{row.rmse:.2e}") for row in rows}
     for row in rows:
         limit = "" if row.limit is None else f"  {'ok' if row.ok else 'FAIL'}, may be {row.limit:.2e}"
         paper = "" if row.paper is None else f"  paper {row.paper:.1e}"
@@ -261,7 +263,7 @@ def main() -> int:
     args = parser.parse_args()
     about = common.circumstances()
     print(about, flush=True)
-    ok = args.no_check or run_check(args)
+    ok = args.no_check or run_check(args, about)
     if not args.no_grid:
         run_grid(args, about)
     return 0 if ok else 1
