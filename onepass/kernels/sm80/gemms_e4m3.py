@@ -177,4 +177,5 @@ class GemmsE4M3(Bundle):
         width = self.config.vector_bytes
         if cutlass.const_expr(out_rows[0].element_type is Float32):  # of a split, whose rows are dense
             width = 16 if cute.size(out_rows[0]) % 4 == 0 else 8
-        epilogue.store_fours(acc_o, weights, out_rows, is_row, lane_in_quad, width, first_block)
+        width = min(4, 8 * width // out_rows[0].element_type.width)
+        epilogue.store_runs(acc_o, weights, out_rows, is_row, lane_in_quad, 4, width, first_block)
