@@ -128,7 +128,8 @@ FORWARD_SM90 = {
 }
 
 # The same in FP8 by the wider head dim: TFLOP/s at 2048 and 16384
-# (benchmarks/results/h200-fp8-variants.json, in which the same configuration twice differs by up to 5 percent).
+# (benchmarks/results/h200-fp8-variants.json, in which the same configuration twice differs by up to 5 percent). Nothing
+# was compared at 8192, where 64 causal, 128 and 128 causal are 4 to 5 percent behind FlashAttention-3 (h200-fp8.json).
 FP8_QUEUE = ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=LAZY_FP8, dynamic_tiles=True)
 FORWARD_FP8 = {
     64: (

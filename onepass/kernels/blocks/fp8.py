@@ -24,6 +24,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from ..config import p_exponent
 from . import online_softmax
 from .bundle import Bundle
 from .integers import maximum, minimum
@@ -36,13 +37,7 @@ from .warp import broadcast
 SCALE_BLOCK = 64  # keys of one scale of K and V
 SCALE_BLOCK_LOG2 = 6
 KEY_RUN = 16  # keys in whose order P and V differ from the sequence
-E4M3_MAX = 448.0
 TINY = 2.0**-126
-
-
-def p_exponent(rescale_threshold: float) -> int:
-    """The power of two that the largest P has when it is the reference: what outgrows it stays below 448."""
-    return math.floor(math.log2(E4M3_MAX) - rescale_threshold)
 
 
 class DescaleTensors(NamedTuple):
