@@ -40,11 +40,10 @@ from torch import Tensor
 from onepass.bench import decode as bench
 from onepass.bench.cases import Case, decode_case, get_case_set
 from onepass.bench.check import PEER_FACTOR
-from onepass.bench.decode import CacheCopies, Decoder, Step, kv_bytes
+from onepass.bench.decode import CacheCopies, Decoder, Step, kv_bytes, problem_of
 from onepass.bench.flops import bytes_moved
 from onepass.bench.timing import measure_interleaved
 from onepass.decode_problem import DecodeInputs, DecodeProblem
-from onepass.decode_validation import check_decode
 from onepass.errors import UnsupportedError
 from onepass.kernels import compile
 from onepass.kernels.config import ForwardConfigSm80
@@ -66,13 +65,6 @@ def parse_cases(text: str) -> list[Case]:
 
 
 # ---------------------------------------------------------------- configurations
-
-
-def problem_of(step: Step) -> DecodeProblem:
-    inputs = DecodeInputs(step.q, step.k_cache, step.v_cache, step.cache_seqlens, step.page_table)
-    names = "window", "softcap", "softmax_scale", "num_splits", "split_size"
-    options = dict.fromkeys(names) | dict.fromkeys(("rotary_interleaved", "check_values"), False)
-    return check_decode(inputs, causal=True, return_lse=False, **options)
 
 
 @functools.cache  # what cannot be measured is said once

@@ -95,13 +95,29 @@ def run(arguments: dict[str, Any]) -> Tensor:
     return onepass.attention_decode(**arguments, backend="sm80")
 
 
+def warm_up(cases: Sequence[Case]) -> None:
+    """Compile the kernels of all contenders, several at a time."""
+    calls = [
+        {n: t.to("meta") if isinstance(t, Tensor) else t for n, t in contender.arguments(step).items()}
+        for case in cases
+        for step in (bench.make_step(case, DEVICE),)
+        for contender in CONTENDERS.values()
+    ]
+    started = time.perf_counter()
+    made = onepass.warmup(calls, backend="sm80")
+    print(f"{len(made)} kernels ready in {time.perf_counter() - started:.1f} s", flush=True)
+
+
+def checked_cases(cases: Sequence[Case]) -> list[Case]:
+    """Short ones of the same heads, with queries that take other kernels, too."""
+    shapes = {(c.heads_q, c.heads_kv, c.head_dim, q) for c in cases for q in (1, 3, 20)}
+    return [decode_case(3, 2048, *shape) for shape in sorted(shapes)]
+
+
 def run_check(cases: Sequence[Case]) -> bool:
     """Every contender beside plain attention in float64, on new random data."""
     seed, wrong, tried = time.time_ns() % 2**31, 0, 0
-    for heads_q, heads_kv, head_dim, seqlen_q in sorted(
-        {(c.heads_q, c.heads_kv, c.head_dim, q) for c in cases for q in (1, 3, 20)}
-    ):
-        case = decode_case(3, 2048, heads_q, heads_kv, head_dim, seqlen_q)
+    for case in checked_cases(cases):
         step = bench.make_step(case, DEVICE, seed)
         step.cache_seqlens.copy_(torch.tensor([2048, 1, 1499], dtype=torch.int32))
         for name, contender in CONTENDERS.items():
@@ -155,13 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "copy_tb_per_s": round(bench.copy_bandwidth(DEVICE), 4),
     }
     print(about, flush=True)
-    warmups = [
-        {n: t.to("meta") if isinstance(t, Tensor) else t for n, t in contender.arguments(step).items()}
-        for case in args.cases
-        for step in (bench.make_step(case, DEVICE),)
-        for contender in CONTENDERS.values()
-    ]
-    onepass.warmup(warmups, backend="sm80")
+    warm_up([*([] if args.no_check else checked_cases(args.cases)), *([] if args.no_grid else args.cases)])
     ok = args.no_check or run_check(args.cases)
     rows: list[dict[str, Any]] = []
     for case in [] if args.no_grid else args.cases:

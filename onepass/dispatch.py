@@ -112,8 +112,8 @@ def _choose(problem: AttentionProblem, requested: str | None) -> Support:
 def _whose_gradients(name: str, problem: AttentionProblem) -> str:
     if problem.quantization is not None:
         return ""  # none, or those of another problem
-    refusal = _backward_unsupported(name, problem)
-    return "" if refusal is None else f"; gradients by the tiled backend ({refusal})"
+    refusal, other = _backward_unsupported(name, problem), _name_of_backward(name, problem)
+    return "" if refusal is None else f"; gradients by the {other} backend ({refusal})"
 
 
 def _refusal(name: str, problem: AttentionProblem) -> str | None:
@@ -223,7 +223,7 @@ def has_kernels(name: str) -> bool:
 
 def has_backward_kernels(name: str, problem: AttentionProblem) -> bool:
     """Whether the gradients of a forward on this backend come from kernels, too."""
-    return _backend_of_backward(name, problem).kernels is not None
+    return _name_of_backward(name, problem) in _WITH_KERNELS
 
 
 def forward_config(name: str, problem: AttentionProblem) -> LaunchConfig:
@@ -243,14 +243,14 @@ def backward_requests(
 ) -> list[tuple[LaunchConfig, tuple]]:
     """The same for each kernel of its backward, each with its configuration (None = what a call runs with); none where
     the backward is that of a backend without kernels."""
-    backend = _backend_of_backward(name, problem)
-    if backend.kernels is None:
+    name = _name_of_backward(name, problem)
+    if name not in _WITH_KERNELS:
         return []
     from .kernels import tuned
 
     arch = arch_of(name)
     config = config or tuned.choose("bwd", name, problem, arch)
-    requests = importlib.import_module(backend.backward).compile_requests(problem, has_dlse, config, arch)
+    requests = importlib.import_module(_BACKENDS[name].backward).compile_requests(problem, has_dlse, config, arch)
     return [(config, request) for request in requests]
 
 
@@ -273,13 +273,17 @@ def forget_prepared() -> None:
 
 
 def load_backward(name: str, problem: AttentionProblem) -> ModuleType:
-    """The module with the backward of this backend, or that of `tiled` where its kernels do not compute it."""
-    return importlib.import_module(_backend_of_backward(name, problem).backward)
+    """The module with the backward of this backend, or of the one that computes it instead."""
+    return importlib.import_module(_BACKENDS[_name_of_backward(name, problem)].backward)
 
 
-def _backend_of_backward(name: str, problem: AttentionProblem) -> Backend:
-    has_own = name not in _WITH_KERNELS or _backward_unsupported(name, problem) is None
-    return _BACKENDS[name if has_own else "tiled"]
+def _name_of_backward(name: str, problem: AttentionProblem) -> str:
+    """Whose kernels compute the gradients of a forward on this backend: its own, sm80's (of float32 on Hopper), or
+    those of `tiled`."""
+    if name not in _WITH_KERNELS:
+        return name
+    later = _WITH_KERNELS[_WITH_KERNELS.index(name) :]
+    return next((n for n in later if _backward_unsupported(n, problem) is None), "tiled")
 
 
 # ---------------------------------------------------------------- attention over a cache
@@ -298,8 +302,6 @@ def choose_decode(problem: DecodeProblem, requested: str | None = None) -> Suppo
     device_type, because = problem.attention.device_type, ""
     if requested != "tiled":
         refusal = _refusal("sm80", problem.attention) or _unsupported_decode(problem)
-        if requested is None:
-            refusal = refusal or _decode_not_by_itself(problem)
         if refusal is None:
             return Support(True, "sm80", f"{_BACKENDS['sm80'].kernels}")
         if requested is not None:
@@ -315,13 +317,6 @@ def require_decode(problem: DecodeProblem, requested: str | None = None) -> str:
         is_name = requested is None or requested in _BACKENDS
         raise UnsupportedError(support.reason) if is_name else ValueError(support.reason)
     return support.backend
-
-
-def _decode_not_by_itself(problem: DecodeProblem) -> str | None:
-    """Why kernels that could run the problem are not chosen unless they are named."""
-    if problem.attention.has_e4m3_cache:
-        return "no GPU has run its kernels of e4m3 caches yet: ask for them with backend='sm80'"
-    return None
 
 
 def _unsupported_decode(problem: DecodeProblem) -> str | None:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 import onepass
 
-from .. import dispatch
+from .. import decode_calls, dispatch
+from ..decode_problem import DecodeProblem
 from .cases import Case, Inputs
 from .check import Oracle
 from .flops import bytes_moved
@@ -54,6 +55,12 @@ class Step(NamedTuple):
         order = torch.randperm(batch * seqlen // page_size, generator=torch.Generator().manual_seed(seed))
         k, v = (t.view(-1, page_size, *t.shape[2:]) for t in (self.k_cache, self.v_cache))
         return self._replace(k_cache=k, v_cache=v, page_table=order.view(batch, -1).int().to(self.q.device))
+
+
+def problem_of(step: Step) -> DecodeProblem:
+    """What `onepass_run` asks for."""
+    problem, _ = decode_calls.problem_of("bench", step._asdict())
+    return problem
 
 
 class Sequences:
@@ -228,7 +235,7 @@ def measure_row(set_name: str, case: Case, found: Found, options: Options) -> Ro
         copies = CacheCopies.of(case, torch.cuda.get_device_properties(device).L2_cache_size)
     row["copies"] = str(copies)
     steps = [make_step(case, device, seed) for seed in range(copies.number)]
-    row["backend"] = _backend(steps[0])
+    row["backend"] = dispatch.require_decode(problem_of(steps[0]))
     samplers = {}
     for name, decoder in decoders.items():
         try:
@@ -258,17 +265,6 @@ def measure_row(set_name: str, case: Case, found: Found, options: Options) -> Ro
             row["contenders"][name] |= times(samples, name, bytes_read, row["copy_tb_per_s"])
     fill_ratios(row, samples, set(found.present))
     return row
-
-
-def _backend(step: Step) -> str | None:
-    """Whose kernels onepass runs."""
-    from ..decode_problem import DecodeInputs
-    from ..decode_validation import check_decode
-
-    absent = dict.fromkeys(("window", "softcap", "softmax_scale", "num_splits", "split_size"))
-    flags = dict.fromkeys(("return_lse", "rotary_interleaved", "check_values"), False)
-    problem = check_decode(DecodeInputs(*step), causal=True, **absent, **flags)
-    return dispatch.require_decode(problem)
 
 
 def oracle_of(case: Case, step: Step) -> Oracle:

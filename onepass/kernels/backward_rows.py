@@ -283,7 +283,7 @@ class Postprocess(RowsKernel):
         is_row = [row < num_rows for row in rows]
         out_rows = [mdQ[start + row, None, head, entry] for row in rows]
         if cutlass.const_expr(mdQ.element_type is Float32):
-            epilogue.store_eights(acc, weights, out_rows, is_row, thread % 4, self.vector)
+            epilogue.store_runs(acc, weights, out_rows, is_row, thread % 4, 8, self.vector)
         else:
             epilogue.store_16_bits(acc, weights, out_rows, is_row, thread % 4, self.vector_bytes)
         if cutlass.const_expr(again is not None):

@@ -136,14 +136,18 @@ FORWARD_FP8 = {
     64: (
         # 466; 128 keys and 3 warpgroups 447
         Row(True, 4096, ForwardConfig(tile_n=64, num_warpgroups=4, q_stages=2, rescale_threshold=LAZY_FP8)),
-        # 628 (611 in the same run, asked for by name); with every eighth exponential on the FMA pipe 625
-        Row(True, LONG, replace(FP8_QUEUE, num_warpgroups=3)),
+        # at 8192 and 16384 599 632; without the FMA pipe 590 624, 64 keys and 4 warpgroups 595 633
+        Row(True, LONG, replace(FP8_QUEUE, num_warpgroups=3, exp2_fma_period=8)),
         # 598 677; with a queue 603 677, 64 keys and 4 warpgroups 603 647
         Row(None, LONG, replace(FP8_QUEUE, num_warpgroups=3, dynamic_tiles=False)),
     ),
     128: (
         # 844, causal 669; without the FMA pipe 819, causal 652; 192 keys 847, causal 662
         Row(None, 4096, replace(FP8_QUEUE, exp2_fma_period=8)),
+        # at 8192 852; with the FMA pipe 825, 128 keys and 2 warpgroups 819
+        Row(True, 8192, replace(FP8_QUEUE, tile_n=96, num_warpgroups=3)),
+        # at 8192 919; 96 keys and 3 warpgroups 899, without a queue 915
+        Row(False, 8192, replace(FP8_QUEUE, exp2_fma_period=8)),
         # 899; without the FMA pipe 891
         Row(True, LONG, replace(FP8_QUEUE, tile_n=96, num_warpgroups=3, exp2_fma_period=8)),
         # 949; with the FMA pipe 927; 128 keys and 2 warpgroups 877

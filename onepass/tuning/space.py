@@ -174,6 +174,10 @@ def _is_futile(config: Any, usual: Any, problem: AttentionProblem) -> bool:
     has_growing_tiles = problem.mask.window_right is not None and problem.mask.window_left is None
     if config.longest_first != usual.longest_first and not has_growing_tiles:
         return True
+    if _differ("background_zeros", config, usual) and config.zeroes_ahead(problem) == usual.zeroes_ahead(problem):
+        return True
+    if _differ("pingpong", config, usual) and config.num_warpgroups == 1:  # nobody to take turns with
+        return True
     if getattr(config, "pack_gqa", False) and problem.qhead_per_kvhead == 1:
         return True
     if getattr(config, "v_stages", 0) == getattr(config, "num_stages", None):
@@ -183,8 +187,12 @@ def _is_futile(config: Any, usual: Any, problem: AttentionProblem) -> bool:
 
 
 def _has_order_of(config: Any, usual: Any) -> bool:
-    names = "dynamic_tiles", "longest_first", "descending_turns"
-    return all(getattr(config, name, None) == getattr(usual, name, None) for name in names)
+    return not any(_differ(name, config, usual) for name in ("dynamic_tiles", "longest_first", "descending_turns"))
+
+
+def _differ(name: str, one: Any, other: Any) -> bool:
+    """In this field, if configurations of their kind have it."""
+    return getattr(one, name, None) != getattr(other, name, None)
 
 
 def distance(one: Any, other: Any) -> float:

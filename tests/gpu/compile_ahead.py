@@ -13,15 +13,11 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-import torch
 from decode_cases import DecodeCase
 
-from onepass import dispatch, validation
-from onepass.decode_problem import DecodeInputs
-from onepass.decode_validation import check_decode
-from onepass.kernels import compile, heuristics
+from onepass import decode_calls, dispatch, validation
+from onepass.kernels import ahead, compile, heuristics
 from onepass.kernels.config import ForwardConfig
-from onepass.kernels.sm80 import append_launch, decode_launch, launch, merge_launch
 from onepass.problem import AttentionProblem
 from onepass.testing import Call
 
@@ -40,19 +36,22 @@ def config_of(call: Call) -> ForwardConfig:
 
 @contextlib.contextmanager
 def compiled_ahead(
-    calls: Iterable[Call], differentiated: Iterable[Call], decoding: Iterable[DecodeCase] = ()
+    forward: Iterable[Call], backward: Iterable[Call], deterministic: Iterable[Call], decoding: Iterable[DecodeCase]
 ) -> Iterator[None]:
     """Fill the kernel cache in the order of the calls, with one process per core, while the tests run.
 
     A test that comes first to its kernel waits for the process that compiles it, or compiles it itself.
 
     Args:
-        differentiated: calls whose backward kernels are wanted, too.
+        forward: calls whose forward kernels are wanted; backward: those of the backward, too; deterministic: the same
+            with deterministic=True.
         decoding: calls of attention_decode.
     """
     requests = [request for case in decoding for request in decode_requests(case)]
-    requests += [request for call in calls for request in _requests(call, False)]
-    requests += [request for call in differentiated for request in _requests(call, True)]
+    requests += [request for call in forward for request in _requests(problem_of(call), False)]
+    requests += [request for call in backward for request in _requests(problem_of(call), True)]
+    for call in deterministic:
+        requests += _requests(replace(problem_of(call), deterministic=True), True)
     jobs = {request[:3]: request for request in requests}
     workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 1))
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
@@ -63,9 +62,8 @@ def compiled_ahead(
                 warnings.warn(f"not compiled ahead: {future.exception()!r}", RuntimeWarning, stacklevel=1)
 
 
-def _requests(call: Call, needs_gradients: bool) -> list[tuple]:
-    """The arguments of `compile.get` for every kernel of a call."""
-    problem = problem_of(call)
+def _requests(problem: AttentionProblem, needs_gradients: bool) -> list[tuple]:
+    """The arguments of `compile.get` for every kernel of a problem."""
     support = dispatch.choose(problem)
     if not support.ok or support.backend == "tiled":
         return []
@@ -79,22 +77,8 @@ def _requests(call: Call, needs_gradients: bool) -> list[tuple]:
 
 def decode_requests(case: DecodeCase) -> list[tuple]:
     """The same for a call of attention_decode."""
-    arguments = case.arguments("meta")
-    inputs = DecodeInputs(**{name: arguments.pop(name, None) for name in DecodeInputs._fields})
-    absent = dict.fromkeys(("window", "softcap", "softmax_scale", "num_splits", "split_size"))
-    plain = {"causal": True, "return_lse": True, "rotary_interleaved": False, "check_values": False}
-    problem = check_decode(inputs, **(absent | plain | arguments))
-    problem = replace(problem, attention=replace(problem.attention, device_type="cuda"))
-    prepared = decode_launch.prepare(problem, torch.device("cuda"))
-    config, arch, is_split = prepared.config, prepared.arch, prepared.is_split
-    config = replace(config, vector_bytes=launch.vector_bytes(*inputs[:3]))
-    requests = [decode_launch.compile_request(problem, config, arch, is_split)]
-    if is_split:
-        requests.append(merge_launch.merge_request(problem.attention, config, prepared.num_splits, arch))
-    if inputs.seqlen_new or inputs.rotary_cos is not None:
-        rows = append_launch.append_arguments(problem, inputs, torch.empty_like(inputs.q))[:6]
-        requests.append(append_launch.append_request(append_launch.AppendKey.of(problem, inputs, rows), arch))
-    return requests
+    problem, inputs = decode_calls.problem_of("compiled_ahead", case.arguments("meta"))
+    return [job.request for job in ahead.jobs_of_decode(problem, inputs, None)]
 
 
 def _compile(request: tuple) -> None:

@@ -1,6 +1,8 @@
 """Compile the kernels of all selected cases in parallel, not one in each test."""
 
+import inspect
 import os
+import re
 
 import compile_ahead
 import decode_cases
@@ -10,21 +12,30 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_ahead(request):
-    # a dict, not a set: in the order of the tests
-    calls = {True: {}, False: {}}  # by whether gradients are wanted
-    decoding = {}
+    # dicts, not sets: in the order of the tests
+    calls, decoding = {"forward": {}, "backward": {}, "deterministic": {}}, {}
     for item in request.session.items:
         for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
             if isinstance(value, (gpu_cases.Case, gpu_cases.RandomCase)):
-                calls[item.path.name.startswith(("test_backward", "test_training"))][value] = None
+                calls[kernels_of(item)][value] = None
             elif isinstance(value, decode_cases.DecodeCase):
                 decoding[value] = None
     # for a few it is not worth starting processes; of several pytest processes one does it
     is_first = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
-    count = len(calls[True]) + len(calls[False]) + len(decoding)
+    count = sum(map(len, calls.values())) + len(decoding)
     if not (gpu_cases.ON_GPU and gpu_cases.IS_READY and is_first) or count < 8:
         yield
         return
-    plain, differentiated = ([case.call("meta") for case in calls[needs]] for needs in (False, True))
-    with compile_ahead.compiled_ahead(plain, differentiated, decoding):
+    of_cases = {name: [case.call("meta") for case in found] for name, found in calls.items()}
+    with compile_ahead.compiled_ahead(**of_cases, decoding=decoding):
         yield
+
+
+def kernels_of(item) -> str:
+    """What a test of attention asks for: "forward", also "backward", or that in its "deterministic" form."""
+    if not re.search("backward|gradients|training", item.nodeid):
+        return "forward"
+    is_deterministic = item.callspec.params.get(
+        "deterministic", "deterministic=True" in inspect.getsource(item.function)
+    )
+    return "deterministic" if is_deterministic else "backward"

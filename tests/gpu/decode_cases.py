@@ -9,7 +9,7 @@ import torch
 from gpu_cases import DEVICE, NAN
 from torch import Tensor
 
-INT32 = torch.int32
+INT32, E4M3 = torch.int32, torch.float8_e4m3fn
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0, device: str = DEVICE) -> Tensor:
@@ -74,6 +74,35 @@ class DecodeCase:
             columns = torch.arange(self.head_dims[0] // 4, device=device)
             angles = torch.arange(room, device=device)[:, None] * 0.5**columns
             found |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+        return found
+
+
+@dataclass(frozen=True)
+class E4m3Case(DecodeCase):
+    """The same over caches in e4m3.
+
+    Attributes:
+        descales: what has one of its own: "none", "tensor", "head", "entry", "block" (of 64 keys) or "page".
+    """
+
+    descales: str = "none"
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} {self.descales}"
+
+    def arguments(self, device: str = DEVICE) -> dict[str, Any]:
+        found = super().arguments(device)
+        outer, size, heads = found["k_cache"].shape[:3]
+        batch = len(self.filled)
+        shape = {"tensor": (), "head": (heads,), "entry": (batch, heads), "block": (batch, heads, -(-size // 64))}
+        shape["page"] = outer, heads
+        if self.descales in ("block", "page"):
+            found["kv_block"] = size if self.descales == "page" else 64
+        for i, name in enumerate("kv"):
+            found[f"{name}_cache"] = found[f"{name}_cache"].to(E4M3)
+            if self.descales != "none":
+                of_name = randn(*shape[self.descales], dtype=torch.float32, seed=40 + i, device=device).exp()
+                found[f"{name}_descale"] = of_name
         return found
 
 

@@ -5,32 +5,13 @@ Oracle and plain results come from the tiled backend on the same device, over th
 
 import pytest
 import torch
-from decode_cases import FILLED, DecodeCase, randn
+from decode_cases import FILLED, E4m3Case
 from gpu_cases import DEVICE, IS_READY, ON_GPU
 
 import onepass
-from onepass import dispatch, repeated
 from onepass.testing.budget import compare, compare_lse
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_READY, reason="needs a GPU with the kernels")]
-E4M3 = torch.float8_e4m3fn
-
-
-def call_of(case, kind):
-    """Arguments with caches in e4m3. Args: kind: what has a descale of its own: "none", "tensor", "head", "entry",
-    "block" (of 64 keys) or "page"."""
-    arguments = case.arguments()
-    outer, size, heads = arguments["k_cache"].shape[:3]
-    batch = len(case.filled)
-    shape = {"tensor": (), "head": (heads,), "entry": (batch, heads), "block": (batch, heads, -(-size // 64))}
-    shape["page"] = outer, heads
-    if kind in ("block", "page"):
-        arguments["kv_block"] = size if kind == "page" else 64
-    for i, name in enumerate("kv"):
-        arguments[f"{name}_cache"] = arguments[f"{name}_cache"].to(E4M3)
-        if kind != "none":
-            arguments[f"{name}_descale"] = randn(*shape[kind], dtype=torch.float32, seed=40 + i).exp()
-    return arguments
 
 
 def by_tiles(arguments):
@@ -64,25 +45,28 @@ def check(arguments):
         assert row.ok, row
 
 
-def case_of(seqlen_q=1, d=128, page_size=None, filled=FILLED, heads=(8, 2), seqlen_new=0, rotary=False, **options):
+def case_of(
+    descales, seqlen_q=1, d=128, page_size=None, filled=FILLED, heads=(8, 2), seqlen_new=0, rotary=False, **options
+):
     dtype = options.pop("dtype", torch.bfloat16)
-    return DecodeCase(filled, seqlen_q, heads, (d, d), page_size, seqlen_new, rotary, dtype, tuple(options.items()))
+    options = tuple(options.items())
+    return E4m3Case(filled, seqlen_q, heads, (d, d), page_size, seqlen_new, rotary, dtype, options, descales)
 
 
 CASES = [
     # all descales; pages and parts that need no kernels of their own
-    *((case_of(num_splits=n), kind) for kind in ("none", "tensor", "head", "entry") for n in (1, 3)),
-    *((case_of(num_splits=n), "block") for n in (1, 7, 64)),
-    *((case_of(page_size=size, num_splits=2), "page") for size in (16, 48, 64, 256)),
-    *((case_of(page_size=size), "entry") for size in (1, 7)),
-    (case_of(page_size=16, filled=(70000, 1, 33333)), "page"),
+    *(case_of(kind, num_splits=n) for kind in ("none", "tensor", "head", "entry") for n in (1, 3)),
+    *(case_of("block", num_splits=n) for n in (1, 7, 64)),
+    *(case_of("page", page_size=size, num_splits=2) for size in (16, 48, 64, 256)),
+    *(case_of("entry", page_size=size) for size in (1, 7)),
+    case_of("page", page_size=16, filled=(70000, 1, 33333)),
     # head dims; rows of a tile
-    *((case_of(d=d, page_size=16, num_splits=3), "page") for d in (64, 96, 192, 256)),
-    *((case_of(d=d, num_splits=1), "entry") for d in (40, 18)),
-    *((case_of(m, page_size=16, heads=(h, 2), num_splits=2), "page") for m, h in ((1, 32), (3, 10), (8, 8), (40, 8))),
+    *(case_of("page", d=d, page_size=16, num_splits=3) for d in (64, 96, 192, 256)),
+    *(case_of("entry", d=d, num_splits=1) for d in (40, 18)),
+    *(case_of("page", m, page_size=16, heads=(h, 2), num_splits=2) for m, h in ((1, 32), (3, 10), (8, 8), (40, 8))),
     # options
     *(
-        (case_of(m, page_size=16, filled=(1000, 130), heads=(8, 1), num_splits=5, **options), "page")
+        case_of("page", m, page_size=16, filled=(1000, 130), heads=(8, 1), num_splits=5, **options)
         for m, options in (
             (2, {"dtype": torch.float16, "window": (100, 0), "has_sinks": True}),
             (16, {"softcap": 5.0, "causal": False, "window": (300, 20)}),
@@ -90,41 +74,25 @@ CASES = [
     ),
 ]
 NEW_KEYS = [
-    (case_of(4, page_size=size, filled=(100, 0, 63), seqlen_new=4, rotary=rotary, num_splits=2), kind)
+    case_of(kind, 4, page_size=size, filled=(100, 0, 63), seqlen_new=4, rotary=rotary, num_splits=2)
     for size, kind in ((None, "block"), (16, "page"))
     for rotary in (False, True)
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _kernels_ahead():
-    """By `warmup`, as a user would; the cases' own tensors are of the GPU."""
-    if ON_GPU and IS_READY:
-        onepass.warmup([call_of(case, kind) for case, kind in (*CASES, *NEW_KEYS)], backend="sm80")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values(case):
+    check(case.arguments())
 
 
-@pytest.fixture(autouse=True)
-def _kernels_by_default(monkeypatch):
-    """They are not chosen by themselves yet."""
-    monkeypatch.setattr(dispatch, "_decode_not_by_itself", lambda problem: None)
-    repeated._forwards.clear()
-    yield
-    repeated._forwards.clear()
-
-
-@pytest.mark.parametrize(("case", "kind"), CASES, ids=str)
-def test_values(case, kind):
-    check(call_of(case, kind))
-
-
-@pytest.mark.parametrize(("case", "kind"), NEW_KEYS, ids=str)
-def test_new_keys(case, kind):
-    check(call_of(case, kind))
+@pytest.mark.parametrize("case", NEW_KEYS, ids=str)
+def test_new_keys(case):
+    check(case.arguments())
 
 
 def test_descales_that_grow_and_shrink():
     """O refers to the largest descale of V so far."""
-    arguments = call_of(case_of(page_size=16, filled=(256,), num_splits=1), "page")
+    arguments = case_of("page", page_size=16, filled=(256,), num_splits=1).arguments()
     by_key = torch.logspace(-12, 12, 16, device=DEVICE)
     for order in (by_key, by_key.flip(0)):
         arguments["v_descale"] = arguments["v_descale"].clone()
@@ -133,7 +101,7 @@ def test_descales_that_grow_and_shrink():
 
 
 def test_nan_of_a_hidden_key_stays_hidden():
-    arguments = call_of(case_of(8, filled=(130,), heads=(4, 2), num_splits=2), "block")
+    arguments = case_of("block", 8, filled=(130,), heads=(4, 2), num_splits=2).arguments()
     assert_by_kernels(arguments)
     whole = onepass.attention_decode(**arguments)
     arguments["v_cache"].view(torch.uint8)[:, 126] = 0x7F
@@ -144,7 +112,7 @@ def test_nan_of_a_hidden_key_stays_hidden():
 
 @pytest.mark.skipif(not ON_GPU, reason="graphs and synchronisation are a GPU's")
 def test_graph_of_a_growing_cache_without_synchronisation():
-    arguments = call_of(case_of(page_size=16, filled=(100, 7), seqlen_new=1, num_splits=3), "page")
+    arguments = case_of("page", page_size=16, filled=(100, 7), seqlen_new=1, num_splits=3).arguments()
     assert_by_kernels(arguments)
     onepass.attention_decode(**arguments)  # compiles
     torch.cuda.set_sync_debug_mode("error")

@@ -10,7 +10,7 @@ from gpu_cases import BACKEND, BF16, DEVICE, FP16, ON_GPU, needs_hopper
 
 import onepass
 from onepass import fp8
-from onepass.kernels.config import ForwardConfig
+from onepass.kernels.config import ForwardConfig, p_exponent
 from onepass.kernels.heuristics import LAZY_FP8
 from onepass.testing import fp8_budget
 
@@ -24,8 +24,7 @@ def make(seqlen_q, seqlen_k, head_dim, head_dim_v, batch=2, heads=(4, 2), dtype=
 
 
 def exponent_of_p(config):
-    """The power of two of the largest P, as blocks/fp8.py chooses it."""
-    return math.floor(math.log2(448) - (LAZY_FP8 if config is None else config.rescale_threshold))
+    return p_exponent(LAZY_FP8 if config is None else config.rescale_threshold)
 
 
 def check(quantized, **options):

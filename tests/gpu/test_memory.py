@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from compile_ahead import problem_of
 from gpu_cases import (
     BACKEND,
     BF16,
@@ -24,6 +25,7 @@ from gpu_cases import (
 from gradient_cases import Loss, check_gradients, gradients, hard_gradients, inputs_of, loss_of, with_inputs
 
 import onepass
+from onepass import dispatch
 from onepass.bench.memory import peak_of
 from onepass.outputs import empty_gradients, empty_outputs
 
@@ -132,8 +134,9 @@ def test_memory_is_poisoned_in_every_check(case):
     assert all(t.isnan().all() for t in seen[0])
 
 
-def replace_empty_gradients(patch, function):
-    """In every module that knows it by name: which one computes gradients is not this test's business."""
+def replace_empty_gradients(patch, call, function):
+    """In every module that knows it by name: which one computes the call's gradients is not this test's business."""
+    dispatch.load_backward(BACKEND, problem_of(call))  # else that one may be imported by the first gradient alone
     for name, module in list(sys.modules.items()):
         if name.startswith("onepass.") and getattr(module, "empty_gradients", None) is empty_gradients:
             patch.setattr(module, "empty_gradients", function)
@@ -156,7 +159,7 @@ def test_the_backward_reads_and_writes_nothing_beside_its_tensors(case, heads_fi
             made[-1].append(memory.empty(tuple(inputs.sinks.shape), inputs.sinks.dtype))
         return *made[-1], *[inputs.q.new_empty(0)] * (inputs.sinks is None)
 
-    replace_empty_gradients(monkeypatch, fenced_gradients)
+    replace_empty_gradients(monkeypatch, call, fenced_gradients)
     actual = gradients(with_inputs(call, inputs), loss)
     memory.assert_untouched()
     for n, t in {**inputs, **loss._asdict()}.items():
@@ -174,7 +177,9 @@ def test_memory_is_poisoned_in_every_check_of_gradients(case, monkeypatch):
     """What check_gradients relies on: gradients hold NaN before the kernels run."""
     call, seen = case.call(), []
     replace_empty_gradients(
-        monkeypatch, lambda inputs: seen.append([t.clone() for t in empty_gradients(inputs)]) or empty_gradients(inputs)
+        monkeypatch,
+        call,
+        lambda inputs: seen.append([t.clone() for t in empty_gradients(inputs)]) or empty_gradients(inputs),
     )
     hard_gradients(call, loss_of(call))
     assert seen

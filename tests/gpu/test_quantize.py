@@ -9,7 +9,9 @@ from gpu_cases import BF16, DEVICE, FP16, INF, NAN, ON_GPU, lengths_tensor, offs
 
 import onepass
 from onepass import dispatch, fp8
+from onepass.kernels.config import p_exponent
 from onepass.kernels.fp8 import launch
+from onepass.kernels.heuristics import LAZY_FP8
 from onepass.testing import assert_same_rounding, fp8_budget
 
 HAS_E4M3 = ON_GPU and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -165,6 +167,7 @@ def test_attention(head_dim):
     quantized = onepass.quantize_fp8(*make(head_dims=(head_dim, head_dim)))
     out = onepass.attention(quantized, causal=True, backend="sm90")
     tensors = quantized.dequantize()
-    of_p = {"v_scale": fp8.row_scales(tensors[2], quantized.v_descale, quantized.kv_block, None), "p_exponent": 6}
-    budget = fp8_budget(*tensors, out.dtype, short_sums=True, causal=True, **of_p)  # P is 64 with LAZY_FP8
+    v_scale = fp8.row_scales(tensors[2], quantized.v_descale, quantized.kv_block, None)
+    rounding = {"short_sums": True, "v_scale": v_scale, "p_exponent": p_exponent(LAZY_FP8)}
+    budget = fp8_budget(*tensors, out.dtype, causal=True, **rounding)
     assert ((out.double() - budget.oracle.out).abs() <= budget.out).all()

@@ -4,6 +4,7 @@ import argparse
 import importlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 import onepass
+from onepass import decode_calls
 from onepass.bench import decode as bench
 from onepass.bench.cases import decode_case, get_case_set
 from onepass.bench.flops import bytes_moved
@@ -176,3 +178,38 @@ def test_script_says_what_is_wrong(script, monkeypatch, tmp_path):
     assert script.main([*arguments, "--variants", "num_splits=8"]) == 1
     with pytest.raises(argparse.ArgumentTypeError, match="expected cases such as"):
         script.parse_cases("b1k1024h8d64")
+
+
+@pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="not a checkout")
+def test_script_of_e4m3_caches(script, monkeypatch, tmp_path, capsys):
+    """Every call is right by tiles, and its kernels have been compiled ahead."""
+    monkeypatch.delitem(sys.modules, "decode_e4m3", raising=False)
+    e4m3 = importlib.import_module("decode_e4m3")  # takes DEVICE from the other script
+    ready, asked = set(), set()
+
+    def problem_of(call):
+        problem, _ = decode_calls.problem_of("test", call)
+        return replace(problem, attention=replace(problem.attention, device_type="any"))
+
+    def run(arguments):
+        asked.add(problem_of(arguments))
+        return onepass.attention_decode(**arguments, backend="tiled")
+
+    def warmup(calls, backend):
+        ready.update(map(problem_of, calls))
+        return calls
+
+    monkeypatch.setattr(e4m3, "run", run)
+    monkeypatch.setattr(onepass, "warmup", warmup)
+    path = tmp_path / "out.json"
+    arguments = ["--cases", "b2k1024h8/2d64", "--seconds", "0.0", "--out", str(path)]
+    assert e4m3.main(arguments) == 0
+    assert "check: 21 of 21 passed" in capsys.readouterr().out
+    assert {problem.attention.seqlen_q for problem in asked} == {1, 3, 20}
+    assert asked == ready
+    (row,) = json.loads(path.read_text())["rows"]
+    assert set(row["contenders"]) == set(e4m3.CONTENDERS)
+    assert row["contenders"]["e4m3, one descale"]["speed_over_16_bits"] == pytest.approx(1.0, abs=0.01)
+    ready.clear()
+    assert e4m3.main([*arguments, "--no-check"]) == 0
+    assert {problem.attention.seqlen_q for problem in ready} == {1}

@@ -125,15 +125,9 @@ def test_what_kernels_take_of_e4m3(hopper, monkeypatch):
     assert "an e4m3 cache needs a GPU of compute capability 8.9" in dispatch.choose_decode(on_cuda(e4m3)).reason
 
 
-def test_kernels_by_themselves(hopper):
-    """Those of e4m3 caches, which no GPU has run, run where they are named."""
-    assert dispatch.choose_decode(on_cuda(CALL)) == (True, "sm80", "Ampere kernels (CuTe DSL)")
-    assert dispatch.choose_decode(on_cuda(PAGED | DESCALES)) == (
-        True,
-        "tiled",
-        "plain torch tiles run on any torch device, here cuda "
-        "(sm80: no GPU has run its kernels of e4m3 caches yet: ask for them with backend='sm80')",
-    )
+@pytest.mark.parametrize("call", [CALL, PAGED | DESCALES], ids=["16 bits", "e4m3"])
+def test_kernels_by_themselves(hopper, call):
+    assert dispatch.choose_decode(on_cuda(call)) == (True, "sm80", "Ampere kernels (CuTe DSL)")
 
 
 # ---------------------------------------------------------------- warmup
@@ -149,7 +143,7 @@ def test_kernels_by_themselves(hopper):
     ],
 )
 def test_warmup(hopper, call, names):
-    made = onepass.warmup([call | {"backend": "sm80"}, call], backend="sm80", workers=1)
+    made = onepass.warmup([call | {"backend": "sm80"}, call], workers=1)
     assert [kernel.name for kernel in made] == names == [name for name, _, _ in hopper]
     assert {arch for _, _, arch in hopper} == {"sm_90a"}
     assert made[0].backend == "sm80"
@@ -179,7 +173,6 @@ def test_warmup_makes_the_kernels_that_the_call_gets(hopper):
 
 def test_warmup_without_kernels(hopper, monkeypatch):
     assert onepass.warmup([CALL], backend="tiled") == []
-    assert onepass.warmup([PAGED | DESCALES]) == []  # kernels of e4m3 caches run where they are named
     assert [kernel.name for kernel in onepass.warmup([CALL], workers=1)] == ["decode_sm80", "merge_splits"]
     with pytest.raises(NotImplementedError, match="backend sm90: has no kernel for attention_decode"):
         onepass.warmup([CALL], backend="sm90")

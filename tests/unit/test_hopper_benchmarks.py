@@ -273,7 +273,9 @@ def test_fp8(fp8, tmp_path, capsys, monkeypatch):
     assert "check: 4 of 6 passed" in text  # n32 is wrong
     assert "Table 3: FP8 onepass: block scales, rotation" in text
     assert "fa3 not measured: ModuleNotFoundError" in text
-    rows = json.loads(path.read_text())["rows"]
+    results = json.loads(path.read_text())
+    assert 0 < results["circumstances"]["table3_rmse"]["FP8 onepass: block scales, rotation"] < 0.1
+    rows = results["rows"]
     assert [row["contender"] for row in rows] == 2 * ["onepass", "bf16", "rows", "whole", "n64", "n32"]
     of_first = {row["contender"]: row for row in rows[:6]}
     assert of_first["onepass"]["error"] == of_first["rows"]["error"] == of_first["whole"]["error"] < 0.3
@@ -287,8 +289,11 @@ def test_fp8(fp8, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_variants_of_fp8_fit(fp8, capsys, head_dim, causal):
-    assert len(fp8.variants("try", head_dim, causal)) >= 3
+    variants = fp8.variants("try", head_dim, causal)
+    assert len(variants) >= 3
     assert "not measured" not in capsys.readouterr().out
+    for seqlen in (512, 4096, 4097, 16384):
+        assert fp8.heuristics.forward_config(fp8.static_problem(head_dim, causal, seqlen)) in variants.values()
 
 
 @pytest.fixture

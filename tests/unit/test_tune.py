@@ -227,6 +227,17 @@ def test_the_same_launch_is_not_timed_twice():
     few = dataclasses.replace(PROBLEM, batch=1, num_heads_q=2, num_heads_kv=2)
     halves = [{c.num_warpgroups for c in candidates("fwd", "sm90", p, HOPPER)} for p in (PROBLEM, few)]
     assert [1 in of for of in halves] == [False, True]
+    one = dataclasses.replace(PROBLEM, seqlen_q=64)
+    of_one = [c.pingpong for c in candidates("fwd", "sm90", one, HOPPER) if c.num_warpgroups == 1]
+    assert len(set(of_one)) == 1 < len(of_one)  # takes no turns
+
+
+def test_zeros_are_written_where_there_is_a_choice():
+    short = dataclasses.replace(PROBLEM, batch=33, seqlen_q=512, seqlen_k=512, head_dim=64, head_dim_v=64)
+    packed = dataclasses.replace(PROBLEM, is_packed=True)
+    found = [candidates("bwd", "sm90", problem, HOPPER) for problem in (PROBLEM, short, packed)]
+    assert [len({config.background_zeros for config in of}) for of in found] == [2, 1, 1]
+    assert found[1][0].private_dq
 
 
 def test_what_depends_on_exact_head_counts_is_left_alone():

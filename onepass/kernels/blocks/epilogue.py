@@ -90,63 +90,35 @@ def store_16_bits(
 
 
 @cute.jit
-def store_eights(
+def store_runs(
     acc_o: cute.Tensor,
     weights: cute.Tensor,
     out_rows: list,
     is_row: list,
     lane_in_quad: Int32,
-    vector: cutlass.Constexpr[int],
+    run: cutlass.Constexpr[int],
+    width: cutlass.Constexpr[int],
     first_block=0,
 ):
-    """out_rows[r] = weights[r] * acc_o[r] in float32, for lanes that hold 8 neighbouring columns of each 32.
+    """out_rows[r] = weights[r] * acc_o[r] for lanes that hold `run` neighbouring columns of each 4 * run.
 
     Args:
-        acc_o: (2, columns): of each four 8-column blocks of the accumulator the first columns of the lane's pairs are
-            the columns 0 to 3 of the eight, the second ones 4 to 7.
-        vector: elements of a store.
-    """
-    head_dim_v = cute.size(out_rows[0])
-    values = cute.make_rmem_tensor((vector,), Float32)
-    for r in cutlass.range_constexpr(2):
-        vectors = cute.flat_divide(out_rows[r], (vector,))
-        count = min(cute.size(acc_o, mode=[1]), 8 * ceil_div(head_dim_v, 32))
-        for first in cutlass.range_constexpr(0, count, vector):
-            block, column = first // 8, first % 8
-            for i in cutlass.range_constexpr(vector):
-                pair, second = 4 * block + (column + i) % 4, (column + i) // 4
-                values[i] = acc_o[r, 2 * pair + second] * weights[r]
-            column = 8 * first_block + 32 * block + 8 * lane_in_quad + column
-            if is_row[r] and column < head_dim_v:
-                cute.autovec_copy(values, vectors[None, column // vector])
-
-
-@cute.jit
-def store_fours(
-    acc_o: cute.Tensor,
-    weights: cute.Tensor,
-    out_rows: list,
-    is_row: list,
-    lane_in_quad: Int32,
-    vector_bytes: cutlass.Constexpr[int],
-    first_block=0,
-):
-    """out_rows[r] = weights[r] * acc_o[r] for lanes that hold 4 neighbouring columns of each 16, see sm80/e4m3.py.
-
-    Args:
-        acc_o: (2, columns): of each two 8-column blocks the first has a lane's even columns, the second its odd ones.
-        vector_bytes: of the widest store that addresses and rows of out allow.
+        acc_o: (2, columns): of each run / 2 8-column blocks of the accumulator the first columns of the lane's pairs
+            are the first half of the run, the second ones the other half.
+        run: 8 in float32, 4 over an e4m3 cache (sm80/e4m3.py).
+        width: elements of a store.
     """
     head_dim_v, dtype = cute.size(out_rows[0]), out_rows[0].element_type
-    width = min(4, vector_bytes * 8 // dtype.width)
+    count = min(cute.size(acc_o, mode=[1]), run * ceil_div(head_dim_v, 4 * run))
     values = cute.make_rmem_tensor((width,), dtype)
     for r in cutlass.range_constexpr(2):
         vectors = cute.flat_divide(out_rows[r], (width,))
-        for first in cutlass.range_constexpr(0, cute.size(acc_o, mode=[1]), width):
+        for first in cutlass.range_constexpr(0, count, width):
+            number, place = first // run, first % run
             for i in cutlass.range_constexpr(width):
-                column = first + i
-                values[i] = (acc_o[r, column // 4 * 4 + column % 2 * 2 + column % 4 // 2] * weights[r]).to(dtype)
-            column = 8 * first_block + first // 4 * 16 + 4 * lane_in_quad + first % 4
+                pair, second = (place + i) % (run // 2), (place + i) // (run // 2)
+                values[i] = (acc_o[r, run * number + 2 * pair + second] * weights[r]).to(dtype)
+            column = 8 * first_block + 4 * run * number + run * lane_in_quad + place
             if is_row[r] and column < head_dim_v:
                 cute.autovec_copy(values, vectors[None, column // width])
 

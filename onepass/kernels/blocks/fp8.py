@@ -24,8 +24,10 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+import torch
 from cutlass import Boolean, Float32, Int32
 
+from ..config import p_exponent
 from . import online_softmax
 from .bundle import Bundle
 from .integers import maximum, minimum
@@ -38,13 +40,7 @@ from .warp import broadcast
 SCALE_BLOCK = 64  # keys of one scale of K and V
 SCALE_BLOCK_LOG2 = 6
 KEY_RUN = 16  # keys in whose order P and V differ from the sequence
-E4M3_MAX, FLOAT16_MAX = 448.0, 65504.0
 TINY = 2.0**-126
-
-
-def p_exponent(rescale_threshold: float, largest: float = E4M3_MAX) -> int:
-    """The power of two that the largest P has when it is the reference: what outgrows it stays below `largest`."""
-    return math.floor(math.log2(largest) - rescale_threshold)
 
 
 class DescaleTensors(NamedTuple):
@@ -137,7 +133,7 @@ class ScaledSoftmax(OnlineSoftmax):
 
     Args:
         tile_n: keys of a tile; its scales are given with `take_scales` before each update.
-        dtype: of P.
+        p_dtype: of P.
     """
 
     def __init__(
@@ -146,13 +142,12 @@ class ScaledSoftmax(OnlineSoftmax):
         rescale_threshold: float,
         exp2_fma_period: int,
         tile_n: int,
-        dtype: type[cutlass.Numeric] = cutlass.Float8E4M3FN,
+        p_dtype: torch.dtype = torch.float8_e4m3fn,
     ):
         super().__init__(Float32(1.0), rescale_threshold, exp2_fma_period)
         self.scale_log2 = 1.0  # a constant: multiplications with it are none
         self.scores = scores
-        largest = FLOAT16_MAX if dtype is cutlass.Float16 else E4M3_MAX
-        self.exponent = float(p_exponent(rescale_threshold, largest))
+        self.exponent = float(p_exponent(rescale_threshold, p_dtype))
         self.columns = group_keys(tile_n) // 4  # of a group that a thread has
         self.groups = tile_n // group_keys(tile_n)
         self.multiplier = cute.make_rmem_tensor((ROWS, self.groups), Float32)

@@ -9,6 +9,7 @@ from .base import (
     LaunchConfig,
     column_block,
     head_dim_tile,
+    p_exponent,
 )
 from .sm80 import (
     MAX_REGISTERS,
@@ -45,5 +46,6 @@ __all__ = [
     "LaunchConfig",
     "column_block",
     "head_dim_tile",
+    "p_exponent",
     "threads_per_row",
 ]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from ast import literal_eval
 from dataclasses import dataclass, fields
 from typing import ClassVar, TypeVar
+
+import torch
 
 from ...problem import AttentionProblem
 
@@ -23,6 +26,15 @@ def column_block(head_dim: int, element_bytes: int = 2) -> int:
     """Columns of a tile in shared memory that lie side by side: the widest swizzled row that divides it."""
     widths = (width // element_bytes for width in (128, 64, 32))
     return next(columns for columns in widths if head_dim % columns == 0)
+
+
+def p_exponent(rescale_threshold: float, dtype: torch.dtype = torch.float8_e4m3fn) -> int:
+    """The power of two that a P of this dtype is stored as where its row's reference lies.
+
+    P may outgrow it by rescale_threshold powers of two and stays below what the dtype holds: of e4m3 8 up to 0.8, 6
+    with 2.8; of float16 7 with 8.
+    """
+    return math.floor(math.log2(torch.finfo(dtype).max) - rescale_threshold)
 
 
 Config = TypeVar("Config", bound="LaunchConfig")

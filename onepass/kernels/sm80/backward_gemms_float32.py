@@ -228,4 +228,4 @@ class BackwardGemmsFloat32(Bundle):
     ):
         """rows[r] = weights[r] * part[r] for a thread's two rows of COLUMNS columns."""
         vector = self.config.vector_bytes // 4
-        epilogue.store_eights(part, weights, rows, is_row, lane_in_quad, vector, first_block)
+        epilogue.store_runs(part, weights, rows, is_row, lane_in_quad, 8, vector, first_block)

@@ -19,8 +19,8 @@ Everything else is forward.py's: the loop over blocks of keys, masks, softmax, G
 Pages: a lane looks up one key of the warp's step, a step before it is loaded, and hands what it found to the lanes that
 copy that row. So any page size costs the same, and no copy waits for a table.
 
-State: an H200 has run this, over caches in 16 and 32 bits; over e4m3 no GPU has yet, and nothing is tuned. The tests
-compile it for six architectures, read the machine code, and run the PTX on the CPU.
+State: an H200 has run this, over caches in e4m3, 16 and 32 bits; nothing is tuned. The tests compile it for six
+architectures, read the machine code, and run the PTX on the CPU.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ what order values get by that is made good where it costs nothing:
     K   A lane t of a quad gets four neighbouring bytes of a row, columns 4t .. 4t+3 of 16, as one register, and operand
         B wants 2t, 2t+1, 2t+8, 2t+9. The sum over columns has no order, so Q is given the same one.
     V   Transposed, a register has the columns 2n, 2n+1 of two neighbouring keys. A byte permutation makes even columns
-        of it and odd ones, two 8-column blocks of O: its columns come out in another order, which `store_fours` knows.
+        of it and odd ones, two 8-column blocks of O: its columns come out in another order, which `store_runs` knows.
 
 Q in bf16 has a wider range than fp16. Its rows are multiplied with a power of two that brings their largest value to
 2^14, and scores of the row with the reciprocal: exact but for values below 2^-28 of the row's largest, which lose bits

@@ -174,7 +174,8 @@ class GemmsE4M3(Bundle):
 
         Args: first_block: of the 8-column blocks of out that acc_o holds, even.
         """
-        width = self.config.vector_bytes
-        if cutlass.const_expr(out_rows[0].element_type is Float32):  # of a split, whose rows are dense
-            width = 16 if cute.size(out_rows[0]) % 4 == 0 else 8
-        epilogue.store_fours(acc_o, weights, out_rows, is_row, lane_in_quad, width, first_block)
+        dtype, vector_bytes = out_rows[0].element_type, self.config.vector_bytes
+        if cutlass.const_expr(dtype is Float32):  # of a split, whose rows are dense
+            vector_bytes = 16 if cute.size(out_rows[0]) % 4 == 0 else 8
+        width = min(4, 8 * vector_bytes // dtype.width)
+        epilogue.store_runs(acc_o, weights, out_rows, is_row, lane_in_quad, 4, width, first_block)

@@ -103,4 +103,4 @@ class GemmsFloat32(Bundle):
         Args: first_block: of the 8-column blocks of out that acc_o holds.
         """
         vector = self.config.vector_bytes // 4
-        epilogue.store_eights(acc_o, weights, out_rows, is_row, lane_in_quad, vector, first_block)
+        epilogue.store_runs(acc_o, weights, out_rows, is_row, lane_in_quad, 8, vector, first_block)

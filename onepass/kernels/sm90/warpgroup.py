@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+import torch
 from cutlass import Boolean, Float32, Int32, pipeline
 from cutlass.cute.nvgpu import warp
 
@@ -113,7 +114,8 @@ class Warpgroup(Turns):
         self.is_lazy = config.rescale_threshold > 0
         of_exponentials = config.rescale_threshold, config.exp2_fma_period
         if kernel.is_scaled:
-            self.softmax = fp8.ScaledSoftmax(scores, *of_exponentials, self.tile_n, kernel.dtype)
+            p_dtype = torch.float8_e4m3fn if kernel.is_fp8 else torch.float16
+            self.softmax = fp8.ScaledSoftmax(scores, *of_exponentials, self.tile_n, p_dtype)
         else:
             self.softmax = OnlineSoftmax(scores.scale_log2, *of_exponentials)
         self.exponent = self.softmax.exponent if kernel.is_scaled else None  # of P
