@@ -130,18 +130,28 @@ class Launch:
     num_ctas: int
 
     def __call__(self, inputs: AttentionInputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
-        out, lse = empty_outputs(self.problem, inputs)
-        q, k, v = (tma_ready(t) for t in inputs[:3])
-        scales: tuple = (None,) * 4
-        float32 = None
-        if self.problem.dtype == torch.float32:
-            float32 = q, k, v
-            q, k, v, scales = parts_launch.split(inputs._replace(q=q, k=k, v=v))
-        elif isinstance(inputs, QuantizedInputs):
+        v, scales = inputs.v, (None,) * 4
+        if isinstance(inputs, QuantizedInputs):
             scales = kernel_scales(self.problem, inputs.descales)
             assert self.problem.quantization is not None
             if not self.problem.quantization.v_keys_last:
-                v = fp8.keys_last(inputs.v, inputs.cu_seqlens_k)
+                v = fp8.keys_last(v, inputs.cu_seqlens_k)
+        tensors = tma_ready(inputs.q), tma_ready(inputs.k), tma_ready(v)
+        if self.problem.dtype == torch.float32:
+            return self.attend(inputs, *parts_launch.split(*tensors, *inputs[4:]), tensors)
+        return self.attend(inputs, *tensors, scales)
+
+    def attend(
+        self,
+        inputs: AttentionInputs | QuantizedInputs,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scales: tuple,
+        float32: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The kernel alone, from what it reads in place of inputs.q, k and v. Args: see `ForwardSm90.__call__`."""
+        out, lse = empty_outputs(self.problem, inputs)
         self.kernel(
             q,
             k,

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...problem import AttentionInputs
 from .. import compile
 from ..arguments import fake_tensor
 from ..blocks.integers import ceil_div
@@ -42,11 +41,18 @@ class Parts(NamedTuple):
     scales: tuple[Tensor, Tensor, Tensor, int]
 
 
-def split(inputs: AttentionInputs) -> Parts:
-    """q, k and v (batch, seqlen, heads, head_dim) or packed, float32, aligned to 16 bytes."""
-    q, k, v, _, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs
+def split(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+) -> Parts:
+    """The parts of float32 q, k and v (batch, seqlen, heads, head_dim) or packed, aligned to 16 bytes."""
     of_q = _split(q, cu_seqlens_q, None, False)
-    of_k, of_v = (_split(t, cu_seqlens_k, seqused_k, t is v) for t in (k, v))
+    of_k = _split(k, cu_seqlens_k, seqused_k, False)
+    of_v = _split(v, cu_seqlens_k, seqused_k, True)
     return Parts(of_q[0], of_k[0], of_v[0], (of_q[1], of_k[1], of_v[1], BLOCK))
 
 

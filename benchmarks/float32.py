@@ -1,0 +1,133 @@
+"""Forward in float32 on a Hopper GPU: how exact is it, and how fast beside torch's memory-efficient SDPA (TF32 off)?
+
+    python benchmarks/float32.py                                        # errors, then the grid
+    python benchmarks/float32.py --no-check --cases 128c8192,64n512     # some cases only
+    python benchmarks/float32.py --variants "n64 lazy sums; n64 lazy sums queue"     # ... with these configurations
+
+Contenders: "onepass" as a call runs it, splitting of q, k and v into float16 parts included; "kernel" without that, from
+parts that are there; "sm80", the three products of tf32 (which "onepass" is, too, above head_dim 128); "efficient".
+FLOPs are counted once, though each product takes three. Grid, configurations and timing are those of hopper_forward.py.
+Writes JSON to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import common
+import torch
+from hopper_forward import configuration
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import onepass
+from onepass import dispatch
+from onepass.kernels.config import ForwardConfig
+from onepass.kernels.sm90 import launch, parts_launch
+from onepass.problem import AttentionInputs, AttentionProblem, Mask
+
+DEVICE = "cuda"
+ERROR_CASES = [(d, causal, seqlen) for d in (64, 96, 128, 256) for causal in (False, True) for seqlen in (1000, 4096)]
+
+
+def efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
+    rows = [t.transpose(1, 2) for t in (q, k, v)]
+
+    def call() -> Tensor:
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            return functional.scaled_dot_product_attention(*rows, is_causal=causal).transpose(1, 2)
+
+    return call
+
+
+def kernel_alone(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
+    """From parts that were made before."""
+    inputs = AttentionInputs(q, k, v)
+    parts = parts_launch.split(q, k, v)
+    ready = launch.prepare(problem_of(inputs, causal), q.device)
+    return lambda: ready.attend(inputs, *parts, (q, k, v))[0]  # type: ignore[attr-defined]
+
+
+def problem_of(inputs: AttentionInputs, causal: bool) -> AttentionProblem:
+    scale, mask = inputs.q.shape[-1] ** -0.5, Mask.from_options(causal, None)
+    return AttentionProblem.of(inputs, softmax_scale=scale, mask=mask, softcap=None, deterministic=False)
+
+
+def contenders(q: Tensor, k: Tensor, v: Tensor, causal: bool, configs: dict[str, ForwardConfig]) -> dict[str, Callable]:
+    def public(**options: Any) -> Callable[[], Tensor]:
+        return lambda: onepass.attention(q, k, v, causal=causal, **options)
+
+    found: dict[str, Callable] = {"onepass": public(), "efficient": efficient(q, k, v, causal)}
+    if launch.unsupported(problem_of(AttentionInputs(q, k, v), causal)) is None:
+        found["sm80"] = public(backend="sm80")
+        found["kernel"] = kernel_alone(q, k, v, causal)
+        found |= {name: public(backend="sm90", tuning=config) for name, config in configs.items()}
+    return found
+
+
+def by_math(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    scores = (q * q.shape[-1] ** -0.5) @ k.mT
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def run_check(configs: dict[str, ForwardConfig], about: dict[str, Any]) -> bool:
+    """Root mean square of the errors against float64, relative to that of out: no more than torch's float32 math has."""
+    torch.manual_seed(time.time_ns() % 2**31)
+    print("seed of the check:", torch.initial_seed())
+    about["rmse"], failed = [], 0
+    for head_dim, causal, seqlen in ERROR_CASES:
+        q, k, v = (torch.randn(2, seqlen, 4, head_dim, device=DEVICE) for _ in range(3))
+        exact = by_math(q.double(), k.double(), v.double(), causal)
+        calls = {"math": lambda q=q, k=k, v=v, causal=causal: by_math(q, k, v, causal)}
+        calls |= contenders(q, k, v, causal, configs)
+        errors = {name: float((call() - exact).square().mean().sqrt()) for name, call in calls.items()}
+        errors = {name: error / float(exact.square().mean().sqrt()) for name, error in errors.items()}
+        failed += not errors["onepass"] <= errors["math"]
+        row = {"head_dim": head_dim, "causal": causal, "seqlen": seqlen}
+        about["rmse"].append(row | {name: float(f"{error:.3e}") for name, error in errors.items()})
+        print(*row.values(), *(f"{name} {error:.2e}" for name, error in errors.items()), flush=True)
+    print(f"check: {len(ERROR_CASES) - failed} of {len(ERROR_CASES)} passed", flush=True)
+    return not failed
+
+
+def run_grid(args: argparse.Namespace, configs: dict[str, ForwardConfig], about: dict[str, Any]) -> None:
+    results = common.Results(about, args.out, ["efficient"], tolerance=1e-4)
+    for cell in common.cells(args):
+        shape = cell.batch, cell.seqlen, cell.heads, cell.head_dim
+        q, k, v = (torch.randn(shape, device=DEVICE) for _ in range(3))
+        calls = contenders(q, k, v, cell.causal, configs)
+        expected = calls["efficient"]()
+        errors = {name: float((call() - expected).abs().max()) for name, call in calls.items()}
+        problem = problem_of(AttentionInputs(q, k, v), cell.causal)
+        chosen = {"onepass": dispatch.forward_config(dispatch.choose(problem).backend, problem)}
+        results.add(cell, common.time_in_turns(calls, args, seed=cell.seqlen), errors, chosen | configs, {})
+        del q, k, v, calls, expected
+    results.summarise()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    common.add_arguments(parser, peers="efficient", out="float32.json")
+    parser.add_argument("--variants", default="", help="check and time these, too: configurations separated by ;")
+    args = parser.parse_args()
+    names = filter(None, (" ".join(words.split()) for words in args.variants.split(";")))
+    configs = {name: configuration(name) for name in names}
+    torch.backends.cuda.matmul.allow_tf32 = False
+    about = common.circumstances() | {"dtype": "float32"}
+    print(about, flush=True)
+    ok = args.no_check or run_check(configs, about)
+    if not args.no_grid:
+        run_grid(args, configs, about)
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
