@@ -4,8 +4,8 @@
     python benchmarks/float32.py --no-check --cases 128c8192,64n512     # some cases only
     python benchmarks/float32.py --variants "n64 lazy sums; n64 lazy sums queue"     # ... with these configurations
 
-Contenders: "onepass" as a call runs it, splitting of q, k and v into float16 parts included; "kernel" without that, from
-parts that are there; "sm80", the three products of tf32 (which "onepass" is, too, above head_dim 128); "efficient".
+Contenders: "onepass" as a call runs it, splitting of q, k and v into float16 parts included; "kernel" without that,
+from parts that are there; "sm80", three products of tf32 (which "onepass" is, too, above head_dim 128); "efficient".
 FLOPs are counted once, though each product takes three. Grid, configurations and timing are those of hopper_forward.py.
 Writes JSON to --out.
 """
@@ -79,7 +79,7 @@ def by_math(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def run_check(configs: dict[str, ForwardConfig], about: dict[str, Any]) -> bool:
-    """Root mean square of the errors against float64, relative to that of out: no more than torch's float32 math has."""
+    """Root mean square of the errors against float64, relative to that of out: at most that of torch's float32 math."""
     torch.manual_seed(time.time_ns() % 2**31)
     print("seed of the check:", torch.initial_seed())
     about["rmse"], failed = [], 0

@@ -126,8 +126,8 @@ BACKWARD = {
     64: BackwardConfigSm80(tile_m=64, tile_n=64, num_warps=4, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2),
     # not measured
     96: BackwardConfigSm80(tile_m=64, tile_n=128),
-    # at 8192 311, at 16384 316, causal 314; all 8 warps along the keys in S^T, dK and dV 286 288 285 (and 219 249 272 at
-    # 512, 1024, 2048), 64 x 64 and 4 warps 307 313 277
+    # at 8192 311, at 16384 316, causal 314; 8 warps along the keys in S^T, dK and dV 286 288 285 (219 249 272 at 512,
+    # 1024, 2048), 64 x 64 and 4 warps 307 313 277
     128: BackwardConfigSm80(tile_m=64, tile_n=128, s_key_warps=4, dkv_key_warps=4),
     # not measured
     192: BackwardConfigSm80(tile_m=64, tile_n=64, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2),

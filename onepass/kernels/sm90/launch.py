@@ -130,7 +130,8 @@ class Launch:
     num_ctas: int
 
     def __call__(self, inputs: AttentionInputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
-        v, scales = inputs.v, (None,) * 4
+        v = inputs.v
+        scales: tuple = (None,) * 4
         if isinstance(inputs, QuantizedInputs):
             scales = kernel_scales(self.problem, inputs.descales)
             assert self.problem.quantization is not None

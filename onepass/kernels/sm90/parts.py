@@ -8,8 +8,8 @@ dividing by it. Both parts together have 22 bits of every x down to 2^-16 of tha
 value reaches it. So a block of V whose rows or columns differ by more than 2^16 is filled with NaN, and the kernel
 computes the rows that come by it from the tensors themselves (see blocks/plain_rows.py).
 
-Three products of parts are those of the numbers but for about 2^-22 of them (see blocks/wgmma.py), at twice the speed of
-tf32, which has float16's 11 bits and would want V transposed.
+Three products of parts are those of the numbers but for about 2^-22 of them (see blocks/wgmma.py), at twice the speed
+of tf32, which has float16's 11 bits and would want V transposed.
 
 Source: the split is that of Ootomo and Yokota, arXiv:2203.03341, with block scales in the place of a shifted low part.
 """

@@ -248,8 +248,8 @@ class Warpgroup(Turns):
     def modify_scores(
         self, tile: Tile, n_block: Int32, part: cutlass.Constexpr[int], is_first: cutlass.Constexpr[bool] = False
     ):
-        """Softcap: s -> tanh(softmax_scale * s / softcap); the cap itself is in scale_log2. Of FP8 and parts the softmax
-        gets the scales of these scores. Args: is_first: of the tile."""
+        """Softcap: s -> tanh(softmax_scale * s / softcap); the cap itself is in scale_log2. Of FP8 and parts the
+        softmax gets the scales of these scores. Args: is_first: of the tile."""
         if cutlass.const_expr(self.descales is not None):
             self.key_scales.take(*self.head_scales(tile), n_block, is_first)
             self.softmax.take_scales(self.row_scale, self.key_scales, n_block)
