@@ -66,7 +66,7 @@ def test_what_is_left_to_another_backend_says_why():
     for option in ({"dtype": torch.float32}, {"dtype": torch.float32, "head_dim": 13, "head_dim_v": 3}):
         assert unsupported(problem(**option)) is None
     for option in ({"head_dim": 13}, {"dtype": torch.bfloat16, "head_dim_v": 3}):
-        assert unsupported(problem(**option)).endswith("whose kernels no GPU has run yet")
+        assert unsupported(problem(**option)) is None
     assert unsupported(replace(problem(), batch=70000)) == "batch: expected up to 65535, got 70000"
     assert "head_dim" in unsupported(problem(head_dim=257))
     assert "dtype" in unsupported(problem(dtype=torch.float64))

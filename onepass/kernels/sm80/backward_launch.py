@@ -21,15 +21,7 @@ from . import launch
 
 def unsupported(problem: AttentionProblem) -> str | None:
     """Why the kernels do not compute the gradients of this problem; None if they do."""
-    return launch.unsupported(problem) or backward_launch.unsupported(problem) or _not_run_yet(problem)
-
-
-def _not_run_yet(problem: AttentionProblem) -> str | None:
-    """What the kernels compute, but no GPU has: their PTX gives right results on the CPU."""
-    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if size % 8 and problem.dtype.itemsize == 2:
-            return f"{name}: expected a multiple of 8 in 16 bits, got {size}, whose kernels no GPU has run yet"
-    return None
+    return launch.unsupported(problem) or backward_launch.unsupported(problem)
 
 
 def backward(
