@@ -243,12 +243,12 @@ def backward_requests(
 ) -> list[tuple[LaunchConfig, tuple]]:
     """The same for each kernel of its backward, each with its configuration (None = what a call runs with); none where
     the backward is that of a backend without kernels."""
-    name = _name_of_backward(name, problem)
+    forward, name = name, _name_of_backward(name, problem)
     if name not in _WITH_KERNELS:
         return []
     from .kernels import tuned
 
-    arch = arch_of(name)
+    arch = arch_of(forward)  # of one GPU: that of sm80 asks which one
     config = config or tuned.choose("bwd", name, problem, arch)
     requests = importlib.import_module(_BACKENDS[name].backward).compile_requests(problem, has_dlse, config, arch)
     return [(config, request) for request in requests]

@@ -146,6 +146,8 @@ def run(
             assert all((w == waiting[0]).all() for w in waiting), "some warps wait for others that have ended"
             if not waiting[0].any():
                 break
+            for warp in warps:
+                warp.take_vote(warps)
 
 
 def signed(x: np.ndarray) -> np.ndarray:
@@ -277,6 +279,8 @@ class Warp:
         self.committed = np.zeros(self.num_lanes, int)
         self.copies: list[tuple] = []
         self.waits = 0
+        # of a barrier that is also a vote: the register for what all say, the lanes that are there, those that say yes
+        self.vote: tuple[str, np.ndarray, np.ndarray] | None = None
 
     def full(self, value, dtype) -> np.ndarray:
         return np.full(self.num_lanes, value, dtype)
@@ -290,7 +294,7 @@ class Warp:
     def run_to_barrier(self) -> np.ndarray:
         """Which warps have met one; the others have ended."""
         instructions = self.program.instructions
-        runs = ~self.is_done
+        runs, self.vote = ~self.is_done, None
         with np.errstate(all="ignore"):
             while num_running := np.count_nonzero(runs):
                 place = self.place.min() if num_running == self.num_lanes else self.place[runs].min()
@@ -308,6 +312,12 @@ class Warp:
                     self.of_whole_warps(here, instruction.text)
                     runs &= ~here
                     continue
+                if instruction.name == "barrier.cta.red.or.pred":
+                    self.of_whole_warps(here, instruction.text)
+                    runs &= ~here
+                    result, _, mine = instruction.operands
+                    self.vote = result, here, here & self.registers[mine]
+                    continue
                 if instruction.guard:
                     here = here & (self.registers[instruction.guard] ^ instruction.is_negated)
                     count = np.count_nonzero(here)
@@ -318,6 +328,17 @@ class Warp:
                 if instruction.parts[0] in ("ret", "exit"):
                     runs &= ~here
         return ~self.is_done[::32]
+
+    def take_vote(self, warps: list[Warp]):
+        """After a barrier: what the warps of each thread block have said there, where it was a vote."""
+        if self.vote is None:
+            return
+        result, here, _ = self.vote
+        votes = [warp.vote for warp in warps]
+        assert all(vote is not None and (vote[1] == here).all() for vote in votes), "some warps vote, others wait"
+        found = np.any([says_yes.reshape(-1, 32).any(1) for _, _, says_yes in votes], 0)
+        self.is_everyone = here.all()
+        self.set(result, np.repeat(found, 32), here)
 
     # ---------------------------------------------------------------- operands
 

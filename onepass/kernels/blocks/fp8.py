@@ -147,6 +147,7 @@ class ScaledSoftmax(OnlineSoftmax):
         super().__init__(Float32(1.0), rescale_threshold, exp2_fma_period)
         self.scale_log2 = 1.0  # a constant: multiplications with it are none
         self.scores = scores
+        self.input_dtype = Float32 if p_dtype == torch.float16 else None  # for `soft_cap`: that of parts
         self.exponent = float(p_exponent(rescale_threshold, p_dtype))
         self.columns = group_keys(tile_n) // 4  # of a group that a thread has
         self.groups = tile_n // group_keys(tile_n)
@@ -173,7 +174,7 @@ class ScaledSoftmax(OnlineSoftmax):
         for r in cutlass.range_constexpr(ROWS):
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 factor = self.multiplier[r, c // self.columns] * self.scores.tanh_scale
-                scores[r, c] = soft_cap(scores[r, c], factor)
+                scores[r, c] = soft_cap(scores[r, c], factor, self.input_dtype)
             for g in cutlass.range_constexpr(self.groups):
                 self.multiplier[r, g] = self.scores.scale_log2
 

@@ -3,10 +3,12 @@
     x = scale * (high + low),  high = x / scale rounded to float16, low = the rest, rounded to float16
 
 The scale is the power of two that puts the block's largest magnitude between 2^14 and 2^15, so that nothing is lost in
-dividing by it. Both parts together have 22 bits of every x down to 2^-16 of that largest one; below, the error is
-2^-40 of it. To Q and K that is nothing: what counts is a score's absolute error. Out may be small itself, if no large
-value reaches it. So a block of V whose rows or columns differ by more than 2^16 is filled with NaN, and the kernel
-computes the rows that come by it from the tensors themselves (see blocks/plain_rows.py).
+dividing by it. Both parts together have 22 bits of every x down to 2^-17 of that largest one; below, the error is
+up to 2^-39 of it. To Q and K that is nothing as long as rows of a block differ by less than 2^16: what counts is a
+score's absolute error. Out may be small itself, if no large value reaches it. So a block of V whose rows or columns
+differ by more than 2^16 is filled with NaN, and the kernel computes the rows that come by it from the tensors
+themselves (see blocks/plain_rows.py). So is one whose scale would not be in V_SCALES_LOG2: the softmax divides its sums
+by V's scales, and keys of two blocks count in one sum only if these are not too far apart.
 
 Three products of parts are those of the numbers but for about 2^-22 of them (see blocks/wgmma.py), at twice the speed
 of tf32, which has float16's 11 bits and would want V transposed.
@@ -22,7 +24,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from ..blocks.integers import ceil_div, maximum
+from ..blocks.integers import ceil_div, maximum, minimum
 from ..blocks.layouts import as_batch_of_one
 from ..blocks.ptx import bits, pack_pair, unpack_pair
 from ..blocks.tile_scheduler import LANES
@@ -31,9 +33,12 @@ from ..fp8.block import BLOCK, largest_of_block, row_block
 
 VECTOR = 4  # float32 of a load
 LARGEST_LOG2 = 14  # of the power of two below the largest magnitude of a block after scaling
-SMALLEST_SCALE_LOG2 = -96  # its inverse times a sum of P is a float32
 EXPONENT_BIAS, MANTISSA_BITS = 127, 23
-MAX_RANGE = 2.0**16  # between rows or columns of V
+SCALES_LOG2 = -112, EXPONENT_BIAS - LARGEST_LOG2  # least and greatest; times softmax_scale it is no subnormal number
+# a row's sum is one of P / scale, up to 2^(15 + 64) each; P of the least scale beside the greatest is 2^(7 - 96) times
+# its part of the largest probability: a float32 until that is 2^-37
+V_SCALES_LOG2 = -64, 32
+MAX_RANGE_LOG2 = 16  # between rows or columns of V
 
 
 def num_threads(head_dim: int) -> int:
@@ -66,8 +71,11 @@ class SplitRows:
         if cutlass.const_expr(cu_seqlens is not None):
             x, target, scale = (as_batch_of_one(t) for t in (x, target, scale))
         batch, _, num_heads, _ = x.shape
-        self.kernel(x, target, scale, cu_seqlens, seqused).launch(
-            grid=[num_heads, num_blocks, batch], block=[self.num_threads, 1, 1], stream=stream
+        self.kernel(x, target, scale, cu_seqlens, seqused, num_blocks).launch(
+            # in one dimension: the others end at 65535
+            grid=[num_heads * num_blocks * batch, 1, 1],
+            block=[self.num_threads, 1, 1],
+            stream=stream,
         )
 
     @cute.kernel
@@ -78,8 +86,11 @@ class SplitRows:
         scale: cute.Tensor,
         cu_seqlens: cute.Tensor | None,
         seqused: cute.Tensor | None,
+        num_blocks: Int32,
     ):
-        thread, (head, block, entry) = cute.arch.thread_idx()[0], cute.arch.block_idx()
+        thread, number = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        head, number = number % x.shape[2], number // x.shape[2]
+        block, entry = number % num_blocks, number // num_blocks
         rows = row_block(x.shape[1], block, entry, cu_seqlens, seqused)
         lane, first_row = thread % self.lanes, thread // self.lanes
         num_warps = self.num_threads // LANES
@@ -94,7 +105,7 @@ class SplitRows:
                 source = cute.flat_divide(x[entry, rows.start + row, head, None], (VECTOR,))
                 cute.autovec_copy(source[None, lane], values[None, i])
         largest, _ = largest_of_block(values, maxima, num_warps)
-        block_scale, inverse = power_of_two(largest)
+        block_scale, inverse = power_of_two(largest, *(V_SCALES_LOG2 if self.checks_range else SCALES_LOG2))
         if thread == 0 and block < scale.shape[2]:
             scale[entry, head, block] = block_scale
         if cutlass.const_expr(self.checks_range):
@@ -120,7 +131,8 @@ class SplitRows:
 
     @cute.jit
     def is_too_wide(self, smem: SmemAllocator, values: cute.Tensor, largest: Float32) -> Boolean:
-        """Whether a row or column of the block is not zero and MAX_RANGE below its largest magnitude."""
+        """Whether a row or column of the block is not zero and 2^MAX_RANGE_LOG2 below its largest magnitude, or that of
+        the least scale; or the block is above what the greatest scale is for."""
         thread = cute.arch.thread_idx()[0]
         lane, first_row = thread % self.lanes, thread // self.lanes
         of_rows = smem.allocate_tensor(Float32, cute.make_layout((BLOCK, self.lanes), stride=(self.lanes + 1, 1)), 16)
@@ -138,12 +150,14 @@ class SplitRows:
         for c in cutlass.range_constexpr(VECTOR):
             of_columns[first_row, lane * VECTOR + c] = column_maxima[c]
         cute.arch.sync_threads()
-        limit, is_wide = largest * (1.0 / MAX_RANGE), Boolean(False)
+        least, above = (2.0 ** (scale_log2 + LARGEST_LOG2) for scale_log2 in V_SCALES_LOG2)
+        limit = cute.arch.fmax(largest, Float32(least)) * 2.0**-MAX_RANGE_LOG2
+        is_wide = largest >= 2.0 * above
         if thread < BLOCK:
             maximum_of_row = Float32(0.0)
             for i in cutlass.range_constexpr(self.lanes):
                 maximum_of_row = cute.arch.fmax(maximum_of_row, of_rows[thread, i])
-            is_wide = maximum_of_row > 0.0 and maximum_of_row < limit
+            is_wide = is_wide or (maximum_of_row > 0.0 and maximum_of_row < limit)
         for first in cutlass.range_constexpr(0, self.columns, self.num_threads):
             if first + thread < self.columns:
                 maximum_of_column = Float32(0.0)
@@ -169,8 +183,9 @@ def any_of_block(condition: Boolean) -> Boolean:
 
 
 @cute.jit
-def power_of_two(largest: Float32) -> tuple:
+def power_of_two(largest: Float32, least_log2: cutlass.Constexpr[int], greatest_log2: cutlass.Constexpr[int]) -> tuple:
     """The scale of a block with this largest magnitude, and its inverse."""
-    exponent = maximum((bits(largest) >> MANTISSA_BITS) - LARGEST_LOG2, EXPONENT_BIAS + SMALLEST_SCALE_LOG2)
+    exponent = maximum((bits(largest) >> MANTISSA_BITS) - LARGEST_LOG2, EXPONENT_BIAS + least_log2)
+    exponent = minimum(exponent, EXPONENT_BIAS + greatest_log2)
     scale, inverse = (n << MANTISSA_BITS for n in (exponent, 2 * EXPONENT_BIAS - exponent))
     return scale.bitcast(Float32), inverse.bitcast(Float32)

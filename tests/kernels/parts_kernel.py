@@ -1,0 +1,41 @@
+"""The kernel that splits float32 into two float16 parts, on the CPU by its PTX, with the launch's own arguments."""
+
+import functools
+
+import machine_code
+import ptx_interpreter
+import torch
+from sm80_decode import Parameters, integer
+
+from onepass.kernels.config import HOPPER, head_dim_tile
+from onepass.kernels.sm90 import parts, parts_launch
+
+
+@functools.lru_cache(maxsize=32)
+def program(kernel: parts_launch.Kernel) -> ptx_interpreter.Program:
+    code, ptx = machine_code.read_with_ptx(HOPPER, functools.partial(parts_launch.trace, kernel))
+    assert code.spills == 0, kernel
+    return ptx_interpreter.parse(ptx)
+
+
+def run(kernel: parts_launch.Kernel, x, target, scale, cu_seqlens, seqused, num_blocks):
+    """In place of a compiled kernel: writes to the tensors that a launch gives it."""
+    parameters = Parameters(1 << 24)
+    order = tuple(range(x.dim()))
+    parameters.tensor(x, order)
+    placed = [(parameters.tensor(target, order), target), (parameters.tensor(scale), scale)]
+    for lengths in (cu_seqlens, seqused):
+        if lengths is not None:
+            parameters.tensor(lengths)
+    parameters.values.append(integer(num_blocks))
+    batch = 1 if kernel.is_packed else x.shape[0]
+    grid = x.shape[-2] * num_blocks * batch
+    threads = parts.num_threads(head_dim_tile(kernel.head_dim))
+    ptx_interpreter.run(program(kernel), parameters.values, parameters.memory, grid, threads, 1 << 15)
+    for address, t in placed:
+        t.copy_(parameters.result(address, t))
+
+
+def install(monkeypatch):
+    """`parts_launch.split` runs on the CPU."""
+    monkeypatch.setattr(parts_launch, "kernel_of", lambda kernel: functools.partial(run, kernel))

@@ -1,0 +1,241 @@
+"""float32 as two float16 parts with a scale: what the kernel writes, by its PTX on the CPU."""
+
+import importlib.util
+
+import machine_code
+import parts_kernel
+import pytest
+import torch
+
+from onepass.kernels.config import head_dim_tile
+from onepass.kernels.sm90 import parts, parts_launch
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
+    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
+]
+
+NAN, INF = float("nan"), float("inf")
+INT32 = torch.int32
+BLOCK = parts_launch.BLOCK
+EXACT_TO, RELATIVE, OF_LARGEST = 2.0**-17, 2.0**-22, 2.0**-39
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch):
+    parts_kernel.install(monkeypatch)
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def offsets(lengths):
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=INT32)
+
+
+def split(k, v=None, q=None, **lengths):
+    return parts_launch.split(k if q is None else q, k, k if v is None else v, **lengths)
+
+
+def blocks_of(rows, scale):
+    """The blocks of rows (seqlen, heads, columns) and their scales (heads,), in turn."""
+    for i, block in enumerate(rows.split(BLOCK)):
+        yield block, scale[:, i]
+
+
+def check_block(x, target, scale, least_log2=parts.SCALES_LOG2[0]):
+    """One block of rows of x (rows, heads, head_dim) against its parts and scales (heads,)."""
+    head_dim, columns = x.shape[-1], head_dim_tile(x.shape[-1])
+    assert target.shape[-1] == 2 * columns
+    high, low = target.double()[..., :columns], target.double()[..., columns:]
+    for part in (high, low):
+        assert (part[..., head_dim:] == 0).all(), "padding"
+    largest = x.abs().nan_to_num(0.0, 0.0).amax((0, 2)).double()
+    exponent = torch.where(largest > 0, largest.log2().floor() - parts.LARGEST_LOG2, -torch.inf)
+    assert torch.equal(scale.double().log2(), exponent.clamp(min=least_log2)), "scale"
+    for part in (high, low):
+        assert (part <= 2.0 ** (parts.LARGEST_LOG2 + 1)).all()
+    both = (high + low)[..., :head_dim] * scale.double()[:, None]
+    error = (both - x.double()).abs()
+    bound = torch.where(
+        x.abs() >= EXACT_TO * largest[:, None], RELATIVE * x.abs().double(), OF_LARGEST * largest[:, None]
+    )
+    bound = bound.maximum(2.0**-25 * scale.double()[:, None])  # where the least scale is used
+    assert (error <= bound).all(), (error / bound).max()
+
+
+def check(x, target, scale, **options):
+    """All blocks of a batch."""
+    for entry in range(x.shape[0]):
+        for (rows, _), (stored, scales) in zip(
+            blocks_of(x[entry], scale[entry]), blocks_of(target[entry], scale[entry]), strict=True
+        ):
+            check_block(rows, stored, scales, **options)
+
+
+def wide(*shape, seed=0, powers=30):
+    """Magnitudes from 2^-powers to 1, in all rows and columns."""
+    x = randn(*shape, seed=seed)
+    exponents = torch.randint(-powers, 1, shape, generator=torch.Generator().manual_seed(seed))
+    return x * 2.0 ** exponents.float()
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 80, 96, 128])
+def test_parts_add_up(head_dim):
+    """Blocks of very different magnitudes, wide ranges in a block, a last block of a few rows."""
+    q, k = wide(2, 70, 2, head_dim), wide(2, 130, 1, head_dim, seed=1)
+    v = randn(2, 130, 1, head_dim, seed=2)
+    k[:, :64] *= 1e20
+    k[1, 64:] *= 1e-12
+    v[0, 128:] *= 1e-12
+    made = split(k, v, q)
+    assert made.scales[3] == BLOCK
+    for x, target, scale in zip((q, k, v), made[:3], made.scales, strict=False):
+        assert target.dtype == torch.float16
+        assert target.shape == (*x.shape[:-1], 2 * head_dim_tile(head_dim))
+        assert scale.shape == (2, x.shape[2], -(-x.shape[1] // BLOCK))
+        check(x, target, scale)
+
+
+def test_strides():
+    """Parts of one tensor, read where they lie."""
+    q, k, v = randn(2, 70, 3, 2, 64).unbind(2)
+    made = split(k[:, :, :1], v[:, :, 1:], q)
+    check(q, made.q, made.scales[0])
+    check(k[:, :, :1], made.k, made.scales[1])
+    check(v[:, :, 1:], made.v, made.scales[2])
+
+
+def test_magnitudes_at_the_ends_of_float32():
+    x = torch.stack([randn(64, 1, 64) * factor for factor in (1e37, 1e30, 1e-30, 1e-35, 2.0**-120)]).clamp(max=3.4e38)
+    made = split(x, randn(5, 64, 1, 64))
+    check(x, made.k, made.scales[1])
+    assert (made.scales[1][:, 0].log2() == torch.tensor([[110.0], [87.0], [-112.0], [-112.0], [-112.0]])).all()
+
+
+@pytest.mark.parametrize("checks_range", [False, True], ids=["k", "v"])
+def test_zeros(checks_range):
+    x = torch.zeros(2, 130, 1, 64)
+    x[1, 64:128] = randn(64, 1, 64)
+    made = split(x)
+    target, scale = (made.v, made.scales[2]) if checks_range else (made.k, made.scales[1])
+    least = parts.V_SCALES_LOG2[0] if checks_range else parts.SCALES_LOG2[0]
+    check(x, target, scale, least_log2=least)
+    assert (scale[0] == 2.0**least).all()
+
+
+def test_rows_past_seqused_k():
+    """Of no entry, one without keys, one that ends in a block, one of whole blocks: NaN there is not looked at."""
+    k, v = randn(4, 150, 1, 64), randn(4, 150, 1, 96, seed=1)
+    used = torch.tensor([0, 65, 128, 150], dtype=INT32)
+    for t in (k, v):
+        for b, n in enumerate(used):
+            t[b, n:] = NAN
+    made = parts_launch.split(k, k, v, seqused_k=used)
+    for x, target, scale, least in (
+        (k, made.k, made.scales[1], parts.SCALES_LOG2[0]),
+        (v, made.v, made.scales[2], parts.V_SCALES_LOG2[0]),
+    ):
+        for b, n in enumerate(used):
+            assert (target[b, n:] == 0).all()
+        check(x.nan_to_num(0.0), target, scale, least_log2=least)
+    assert made.q[0].isnan().all()  # q has all its rows
+
+
+@pytest.mark.parametrize("used", [None, (9, 0, 70, 0, 1)], ids=["all keys", "seqused_k"])
+def test_packed_sequences(used):
+    """Sequence s begins at block cu_seqlens[s] // 64 + s; rows of no sequence become 0."""
+    lengths_q, lengths_k, slack = (5, 0, 70, 64, 33), (9, 4, 130, 0, 66), 70
+    q, k, v = randn(sum(lengths_q) + slack, 2, 64), *(randn(sum(lengths_k) + slack, 1, 64, seed=i) for i in (1, 2))
+    starts_q, starts_k = offsets(lengths_q), offsets(lengths_k)
+    for t, lengths in ((q, lengths_q), (k, lengths_k), (v, lengths_k)):
+        t[sum(lengths) :] = NAN
+    for s in range(5):  # of very different magnitudes
+        for t, starts in ((q, starts_q), (k, starts_k), (v, starts_k)):
+            t[starts[s] : starts[s + 1]] *= 10.0 ** (5 - 3 * s)
+    seqused = None
+    if used is not None:
+        seqused = torch.tensor(used, dtype=INT32)
+        for t in (k, v):
+            for s, n in enumerate(used):
+                t[starts_k[s] + n : starts_k[s + 1]] = NAN
+    made = parts_launch.split(q, k, v, starts_q, starts_k, seqused)
+    for number, (x, target, starts) in enumerate(((q, made.q, starts_q), (k, made.k, starts_k), (v, made.v, starts_k))):
+        scale = made.scales[number]
+        assert scale.shape == (5, x.shape[1], x.shape[0] // BLOCK + 5)
+        least = (parts.V_SCALES_LOG2 if number == 2 else parts.SCALES_LOG2)[0]
+        for s in range(5):
+            first = int(starts[s]) // BLOCK + s
+            rows, stored = (t[starts[s] : starts[s + 1]] for t in (x.nan_to_num(0.0), target))
+            for (part, _), (of_part, scales) in zip(
+                blocks_of(rows, scale[s, :, first:]), blocks_of(stored, scale[s, :, first:]), strict=True
+            ):
+                if len(part):
+                    check_block(part, of_part, scales, least)
+        assert (target[starts[-1] :] == 0).all(), "rows of no sequence"
+
+
+@pytest.mark.parametrize("checks_range", [False, True], ids=["k", "v"])
+def test_nan_and_inf_stay_where_they_are(checks_range):
+    """The scale is that of the largest finite number. A sum of both parts is NaN or inf where the number is."""
+    x = randn(1, 130, 1, 64)
+    places = {(3, 5): INF, (3, 40): -INF, (7, 17): NAN, (64, 0): NAN, (129, 63): INF}
+    for (row, column), value in places.items():
+        x[0, row, 0, column] = value
+    made = split(x)
+    target, scale = (made.v, made.scales[2]) if checks_range else (made.k, made.scales[1])
+    high, low = target[..., :64], target[..., 64:]
+    assert torch.equal((high + low).isfinite(), x.isfinite())
+    assert torch.equal(high[x.isinf()].double(), x[x.isinf()].double())
+    clean = x.nan_to_num(0.0, 0.0, 0.0)
+    kept = torch.where(x.isfinite().repeat(1, 1, 1, 2), target, 0.0)
+    check(clean, kept, scale)
+
+
+RANGES = {
+    "a row 2^17 smaller": (lambda x: x[5].mul_(2.0**-17), True),
+    "a row 2^15 smaller": (lambda x: x[5].mul_(2.0**-15), False),
+    "the last row": (lambda x: x[63].mul_(2.0**-17), True),
+    "a column 2^17 smaller": (lambda x: x[..., 9].mul_(2.0**-17), True),
+    "a column 2^15 smaller": (lambda x: x[..., 9].mul_(2.0**-15), False),
+    "the last column": (lambda x: x[..., -1].mul_(2.0**-17), True),
+    "zero rows and columns": (lambda x: (x[5:9].zero_(), x[..., 3:6].zero_()), False),
+    "one number": (lambda x: x[5, 0, 7].mul_(2.0**-30), False),
+    "a large number": (lambda x: x[5, 0, 7].fill_(2.0**17), True),
+    "a row with inf": (lambda x: x[5, 0, 7].fill_(INF), False),
+    "all small": (lambda x: x.mul_(2.0**-48), False),
+    "all too small": (lambda x: x.mul_(2.0**-70), True),
+    "all large": (lambda x: x.mul_(2.0**46), False),
+    "all too large": (lambda x: x.mul_(2.0**47), True),
+}
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+@pytest.mark.parametrize("name", RANGES)
+def test_a_block_of_v_with_a_wide_range_is_nan(name, head_dim):
+    """All magnitudes are between 1 and 2 but for those changed; the block before and the head beside stay."""
+    change, is_wide = RANGES[name]
+    x = (1 + torch.rand(1, 130, 2, head_dim, generator=torch.Generator().manual_seed(0))) * randn(1, 130, 2, 1).sign()
+    change(x[0, 64:128, 1:])
+    made = split(x)
+    columns = head_dim_tile(head_dim)
+    is_nan = torch.zeros(1, 130, 2, dtype=torch.bool)
+    is_nan[0, 64:128, 1] = is_wide
+    nan = made.v.isnan()
+    assert nan[is_nan].all()
+    if name != "a row with inf":
+        assert not nan[~is_nan].any()
+        kept = torch.where(is_nan[..., None], 0.0, x)
+        stored = torch.where(is_nan[..., None], 0.0, made.v)
+        assert torch.equal(made.scales[2][:, 0], made.scales[1][:, 0])
+        check(kept[:, :, :1], stored[:, :, :1], made.scales[2][:, :1])
+    assert not made.k.isnan()[..., :columns].any(), "k is never too wide"
+
+
+def test_k_may_be_the_same_tensor_as_v():
+    x = randn(1, 64, 1, 64)
+    x[0, 5] *= 2.0**-20
+    made = split(x)
+    check(x, made.k, made.scales[1])
+    assert made.v.isnan().all()
