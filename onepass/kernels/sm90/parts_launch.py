@@ -84,9 +84,10 @@ def kernel_of(kernel: Kernel) -> Callable:
 
 
 def compile_requests(head_dim: int, head_dim_v: int, is_packed: bool, has_seqused: bool) -> list[tuple]:
-    """The arguments of `compile.get` for the kernels of a call."""
-    kernels = Kernel(head_dim, False, is_packed), Kernel(head_dim, False, is_packed, has_seqused)
-    return [compile_request(k) for k in {*kernels, Kernel(head_dim_v, True, is_packed, has_seqused)}]
+    """The arguments of `compile.get` for the kernels of a call: those of q, k (if it is another) and v."""
+    of_q, of_k = (Kernel(head_dim, False, is_packed, is_used) for is_used in (False, has_seqused))
+    of_v = Kernel(head_dim_v, True, is_packed, has_seqused)
+    return [compile_request(kernel) for kernel in dict.fromkeys((of_q, of_k, of_v))]
 
 
 def compile_request(kernel: Kernel) -> tuple:
