@@ -112,7 +112,7 @@ def _choose(problem: AttentionProblem, requested: str | None) -> Support:
 def _whose_gradients(name: str, problem: AttentionProblem) -> str:
     if problem.quantization is not None:
         return ""  # none, or those of another problem
-    refusal, other = _backward_unsupported(name, problem), _name_of_backward(name, problem)
+    refusal, other = _backward_unsupported(name, problem), backend_of_backward(name, problem)
     return "" if refusal is None else f"; gradients by the {other} backend ({refusal})"
 
 
@@ -221,11 +221,6 @@ def has_kernels(name: str) -> bool:
     return name in _WITH_KERNELS
 
 
-def has_backward_kernels(name: str, problem: AttentionProblem) -> bool:
-    """Whether the gradients of a forward on this backend come from kernels, too."""
-    return _name_of_backward(name, problem) in _WITH_KERNELS
-
-
 def forward_config(name: str, problem: AttentionProblem) -> LaunchConfig:
     """The configuration that the forward of a backend with kernels runs this problem with on the current GPU."""
     from .kernels import tuned  # not at the top: it needs files and locks that not every system has
@@ -238,12 +233,22 @@ def compile_request(name: str, problem: AttentionProblem, config: LaunchConfig) 
     return importlib.import_module(_BACKENDS[name].forward).compile_request(problem, config, arch_of(name))
 
 
+def forward_requests(name: str, problem: AttentionProblem, config: LaunchConfig) -> list[tuple]:
+    """All kernels of the backend's forward: that of `compile_request`, then those that run before it."""
+    requests = [compile_request(name, problem, config)]
+    if name == "sm90":
+        from .kernels.sm90.launch import helper_requests
+
+        requests += helper_requests(problem)
+    return requests
+
+
 def backward_requests(
     name: str, problem: AttentionProblem, has_dlse: bool, config: LaunchConfig | None = None
 ) -> list[tuple[LaunchConfig, tuple]]:
     """The same for each kernel of its backward, each with its configuration (None = what a call runs with); none where
     the backward is that of a backend without kernels."""
-    forward, name = name, _name_of_backward(name, problem)
+    forward, name = name, backend_of_backward(name, problem)
     if name not in _WITH_KERNELS:
         return []
     from .kernels import tuned
@@ -274,10 +279,10 @@ def forget_prepared() -> None:
 
 def load_backward(name: str, problem: AttentionProblem) -> ModuleType:
     """The module with the backward of this backend, or of the one that computes it instead."""
-    return importlib.import_module(_BACKENDS[_name_of_backward(name, problem)].backward)
+    return importlib.import_module(_BACKENDS[backend_of_backward(name, problem)].backward)
 
 
-def _name_of_backward(name: str, problem: AttentionProblem) -> str:
+def backend_of_backward(name: str, problem: AttentionProblem) -> str:
     """Whose kernels compute the gradients of a forward on this backend: its own, sm80's (of float32 on Hopper), or
     those of `tiled`."""
     if name not in _WITH_KERNELS:

@@ -50,7 +50,8 @@ class CompiledKernel(NamedTuple):
     """A kernel that `onepass.warmup` made ready.
 
     Attributes:
-        name: which of its call's kernels it is: "forward", and in the order in which a backward runs them
+        name: which of its call's kernels it is: "forward", of float32 on Hopper "split_rows" (one for q and k, mostly,
+            and one for v), and in the order in which a backward runs them
             "backward_preprocess" (two, where lse may have a gradient), "backward" and, in some configurations,
             "backward_postprocess"; of `attention_decode` "append_to_cache", "decode_sm80" and "merge_splits", as far as
             a call needs them.
@@ -74,10 +75,12 @@ def jobs_of(
 ) -> list[Job]:
     """The kernels of a forward, then those of its backward for each has_dlse: whether lse has a gradient."""
     forward = tuning or dispatch.forward_config(backend, problem)
-    jobs = [Job(backend, problem, forward, dispatch.compile_request(backend, problem, forward))]
+    request, *helpers = dispatch.forward_requests(backend, problem, forward)
+    jobs = [Job(backend, problem, forward, request), *(Job(backend, problem, None, helper) for helper in helpers)]
     for is_given in has_dlse:
         requests = dispatch.backward_requests(backend, problem, is_given)
-        jobs += [Job(backend, problem, config, request) for config, request in requests]
+        backward = dispatch.backend_of_backward(backend, problem)
+        jobs += [Job(backward, problem, config, request) for config, request in requests]
     return jobs
 
 

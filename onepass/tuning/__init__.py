@@ -84,6 +84,7 @@ def tasks_of(
         if not dispatch.has_kernels(name):
             raise UnsupportedError(f"tune: backend {name} has no kernels to tune ({support.reason})")
         tasks.append(Task("fwd", name, problem))
-        if gradients and dispatch.has_backward_kernels(name, problem):
-            tasks.append(Task("bwd", name, problem))
+        backward = dispatch.backend_of_backward(name, problem)
+        if gradients and dispatch.has_kernels(backward):
+            tasks.append(Task("bwd", backward, problem))
     return tasks

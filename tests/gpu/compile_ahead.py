@@ -68,7 +68,7 @@ def _requests(problem: AttentionProblem, needs_gradients: bool) -> list[tuple]:
     if not support.ok or support.backend == "tiled":
         return []
     config = dispatch.forward_config(support.backend, problem)
-    requests = [dispatch.compile_request(support.backend, problem, config)]
+    requests = dispatch.forward_requests(support.backend, problem, config)
     if needs_gradients:
         for has_dlse in (False, True):
             requests += [request for _, request in dispatch.backward_requests(support.backend, problem, has_dlse)]

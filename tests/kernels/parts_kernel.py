@@ -4,7 +4,6 @@ import functools
 
 import machine_code
 import ptx_interpreter
-import torch
 from sm80_decode import Parameters, integer
 
 from onepass.kernels.config import HOPPER, head_dim_tile

@@ -27,7 +27,7 @@ def problem(**options):
         "head_dim_v": 16,
     }
     options = {"softmax_scale": 0.25, "mask": Mask(), "has_sinks": True} | options
-    return AttentionProblem(dtype=torch.float32, device_type="cpu", **sizes, **options)
+    return AttentionProblem(dtype=torch.bfloat16, device_type="cpu", **sizes, **options)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
@@ -67,7 +67,6 @@ def test_gradient_of_sinks(softcap):
 )
 def test_kernels_are_given_what_they_were_traced_with(options, fields):
     wanted, config = problem(has_sinks=False, **options), BackwardConfig(**fields)
-    wanted = replace(wanted, dtype=torch.bfloat16)
     requests = backward_launch.compile_requests(wanted, False, config)
     assert len(requests) == (2 if config.private_dq else 3)
 
@@ -81,12 +80,16 @@ def test_what_is_left_to_another_backend_says_why():
     for option in ({}, {"deterministic": True}, {"is_packed": True}, {"has_seqused_k": True}, {"softcap": 3.0}):
         assert unsupported(problem(**option)) is None
     assert unsupported(replace(problem(), batch=70000)) == "batch: expected up to 65535, got 70000"
+    float32 = replace(problem(), dtype=torch.float32)
+    assert unsupported(float32) == "dtype: expected bfloat16 or float16, got float32"
 
 
 def test_which_module_computes_gradients():
     assert dispatch.load_backward("sm90", problem()).__name__ == "onepass.kernels.sm90.backward_launch"
     assert dispatch.load_backward("sm90", replace(problem(), batch=70000)).__name__ == "onepass.tiled"
     assert dispatch.load_backward("tiled", problem()).__name__ == "onepass.tiled"
+    float32 = replace(problem(), dtype=torch.float32)
+    assert dispatch.load_backward("sm90", float32).__name__ == "onepass.kernels.sm80.backward_launch"
 
 
 def test_inputs_without_keys_have_no_gradient():

@@ -1,5 +1,7 @@
 """Which backend runs a call on which device: asked without a GPU, of one that is pretended."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -37,7 +39,12 @@ def gpu(monkeypatch):
     ("capability", "asked", "backend"),
     [
         ((9, 0), {}, "sm90"),
-        ((9, 0), {"dtype": FP32}, "sm80"),
+        ((9, 0), {"dtype": FP32}, "sm90"),
+        ((9, 0), {"dtype": FP32, "head_dim": 8}, "sm90"),
+        ((9, 0), {"dtype": FP32, "head_dim": 128}, "sm90"),
+        ((9, 0), {"dtype": FP32, "head_dim": 60}, "sm80"),
+        ((9, 0), {"dtype": FP32, "head_dim": 136}, "sm80"),
+        ((9, 0), {"dtype": FP32, "batch": 70000}, "sm90"),
         ((9, 0), {"head_dim": 63}, "sm80"),
         ((9, 0), {"dtype": FP64}, "tiled"),
         ((9, 0), {"head_dim": 264}, "tiled"),
@@ -60,9 +67,17 @@ def test_the_reason_says_why_not_another(gpu):
     gpu(9, 0)
     assert dispatch.choose(problem()).reason == "Hopper kernels (CuTe DSL)"
     reason = dispatch.choose(problem(FP32)).reason
-    assert "Ampere kernels (CuTe DSL); sm90: dtype: expected bfloat16 or float16, got float32" in reason
+    assert reason.startswith("Hopper kernels (CuTe DSL); gradients by the sm80 backend (dtype: expected ")
+    for head_dim in (60, 136):
+        reason = dispatch.choose(problem(FP32, head_dim)).reason
+        expected = "head_dim: expected a multiple of 8 up to 128 in float32 (16-byte rows for TMA)"
+        assert reason == f"Ampere kernels (CuTe DSL); sm90: {expected}, got {head_dim}"
+    one_wide = dispatch.choose(replace(problem(FP32), head_dim_v=192))
+    assert one_wide.backend == "sm80"
+    assert "sm90: head_dim_v: expected a multiple of 8 up to 128 in float32" in one_wide.reason
+    assert "sm90: head_dim: expected a multiple of 8 up to 256 (16" in dispatch.choose(problem(head_dim=264)).reason
     assert dispatch.choose(problem(FP64)).reason.endswith(
-        "here cuda (sm90: dtype: expected bfloat16 or float16, got float64; "
+        "here cuda (sm90: dtype: expected bfloat16, float16 or float32, got float64; "
         "sm80: dtype: expected bfloat16, float16 or float32, got float64)"
     )
     gpu(7, 5)
@@ -89,6 +104,38 @@ def test_gradients_of_what_the_kernels_do_not_differentiate(gpu):
     many = problem(batch=70000)
     assert dispatch.load_backward("sm80", many).__name__ == "onepass.tiled"
     assert "gradients by the tiled backend (batch: expected up to 65535, got 70000)" in dispatch.choose(many).reason
+
+
+def test_gradients_of_float32_on_hopper(gpu):
+    """By sm80's kernels, for Hopper; also where only its forward is asked for by name."""
+    gpu(9, 0)
+    wanted = problem(FP32)
+    for requested in (None, "sm90"):
+        assert dispatch.choose(wanted, requested).backend == "sm90"
+    assert dispatch.backend_of_backward("sm90", wanted) == "sm80"
+    assert dispatch.load_backward("sm90", wanted).__name__ == "onepass.kernels.sm80.backward_launch"
+    for has_dlse in (False, True):
+        requests = dispatch.backward_requests("sm90", wanted, has_dlse)
+        names = [request[0] for _, request in requests]
+        assert names == ["backward_preprocess", "backward_sm80", "backward_postprocess"]
+        assert {request[2] for _, request in requests} == {HOPPER}
+        assert all(isinstance(config, BackwardConfigSm80) for config, _ in requests)
+    many = problem(FP32, batch=70000)
+    assert dispatch.backend_of_backward("sm90", many) == "tiled"
+    assert "gradients by the tiled backend" in dispatch.choose(many).reason
+    assert dispatch.backward_requests("sm90", many, False) == []
+    # its own where it has them
+    assert dispatch.load_backward("sm90", problem()).__name__ == "onepass.kernels.sm90.backward_launch"
+
+
+def test_kernels_of_a_forward(gpu):
+    gpu(9, 0)
+    for wanted in (problem(), problem(FP32)):
+        config = dispatch.forward_config("sm90", wanted)
+        main, *helpers = dispatch.forward_requests("sm90", wanted, config)
+        assert main[:3] == dispatch.compile_request("sm90", wanted, config)[:3]
+        assert [(name, arch) for name, _, arch, _ in helpers] == [("split_rows", HOPPER)] * (2 * (wanted.dtype == FP32))
+    assert len(dispatch.forward_requests("sm80", problem(FP32), ForwardConfigSm80())) == 1
 
 
 def test_a_configuration_is_of_its_backend(gpu):

@@ -1,5 +1,6 @@
 """What a prepared Hopper launch hands to its kernel, with a kernel that only takes notes; and layouts of results."""
 
+import importlib.util
 import itertools
 import math
 from dataclasses import replace
@@ -12,7 +13,7 @@ import onepass
 from onepass import dispatch, fp8
 from onepass.kernels import compile
 from onepass.kernels.config import ForwardConfig
-from onepass.kernels.sm90 import launch
+from onepass.kernels.sm90 import launch, parts_launch
 from onepass.outputs import empty_as, empty_outputs
 from onepass.problem import AttentionInputs, AttentionProblem, Mask, QuantizedInputs
 
@@ -48,7 +49,7 @@ def test_arguments_of_the_kernel(launched):
     q, k, v, given_out, given_lse, sinks, *optional, scale, tanh_scale, left, right, counter, _, num_ctas = launched[1]
     assert (q is inputs.q, k is inputs.k, v is inputs.v, given_out is out, given_lse is lse) == (True,) * 5
     assert sinks.dtype == torch.float32
-    assert optional == [None] * 7  # lengths, and the scales of FP8
+    assert optional == [None] * 8  # lengths, and what there is of float32 and FP8
     assert (scale, tanh_scale, left, right, counter) == (0.5 * math.log2(math.e), None, 300, 7, None)
     assert num_ctas == 9  # of 2 * 4 * 3 tiles
     assert launched[0][6:] == launched[1][6:]
@@ -72,10 +73,10 @@ def test_arguments_of_the_kernel_in_fp8(launched):
         device_type="cuda",
     )
     out, _ = launch.forward(problem, inputs, ForwardConfig(tile_n=64, num_warpgroups=1))
-    q, k, v, given_out, _, sinks, *lengths, q_scale, k_scale, v_scale, q_block = launched[0][:13]
+    q, k, v, given_out, _, sinks, *lengths, float32, q_scale, k_scale, v_scale, q_block = launched[0][:14]
     assert given_out is out
     assert out.dtype == torch.float16
-    assert (sinks, *lengths) == (None,) * 4
+    assert (sinks, *lengths, float32) == (None,) * 5
     assert all(stride % 16 == 0 for stride in q.stride()[:-1])  # copied to where TMA can read it
     assert k is inputs.k
     assert torch.equal(q.float(), inputs.q.float())
@@ -92,6 +93,51 @@ def test_arguments_of_the_kernel_in_fp8(launched):
     )
     assert launched[1][2] is keys_last
     assert torch.equal(keys_last.view(torch.uint8), v.view(torch.uint8))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
+def test_arguments_of_the_kernels_in_float32(launched, is_packed, monkeypatch):
+    """Three kernels make the parts and their scales, which the forward gets beside the tensors themselves."""
+    monkeypatch.setattr(launch, "tile_counter", lambda device: torch.zeros(1, dtype=torch.int32))
+    parts_launch.kernel_of.cache_clear()
+    leading = (300,) if is_packed else (2, 150)
+    q, v = torch.randn(*leading, 4, 40), torch.randn(*leading, 2, 96)
+    k = torch.randn(*leading, 2, 41)[..., :40]  # rows that are to be copied
+    starts = torch.tensor([0, 100, 300], dtype=torch.int32) if is_packed else None
+    inputs = AttentionInputs(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, seqused_k=torch.tensor([7, 100]))
+    problem = problem_of(inputs, Mask(None, 0))
+    out, lse = launch.forward(problem, inputs)
+    parts_launch.kernel_of.cache_clear()
+    *splits, forward = launched
+    parts = forward[:3]
+    plain = forward[9]
+    scales, q_block = forward[10:13], forward[13]
+    assert (forward[3] is out, forward[4] is lse, out.dtype, q_block) == (True, True, torch.float32, 64)
+    assert (plain[0] is q, plain[2] is v) == (True, True)
+    assert torch.equal(plain[1], k)
+    assert plain[1].data_ptr() % 16 == plain[1].stride(-2) % 4 == 0
+    for number, (split, x, columns) in enumerate(zip(splits, plain, (64, 64, 96), strict=True)):
+        source, target, scale, cu_seqlens, seqused, num_blocks = split
+        assert source is x
+        assert target is parts[number]
+        assert (target.shape, target.dtype) == ((*x.shape[:-1], 2 * columns), torch.float16)
+        assert target.transpose(-2, -3).is_contiguous()
+        assert scale.data_ptr() == scales[number].data_ptr()
+        assert scales[number].shape == (2, x.shape[-2], 6 if is_packed else 3)
+        assert num_blocks == (7 if is_packed else 3)
+        assert (cu_seqlens is not None) == is_packed
+        assert (seqused is not None) == (number > 0)
+
+    def dimensions(argument):
+        if isinstance(argument, tuple):
+            return [dimensions(a) for a in argument]
+        return None if argument is None else len(getattr(argument, "shape", ()))
+
+    requests = launch.compile_request(problem), *launch.helper_requests(problem)
+    for arguments, (*_, trace) in zip((forward, *splits), requests, strict=True):
+        _, stand_ins = trace()
+        assert [dimensions(a) for a in arguments] == [dimensions(a) for a in stand_ins[:-1]]
 
 
 @pytest.mark.parametrize("empty", ["batch", "seqlen_q", "seqlen_k"])

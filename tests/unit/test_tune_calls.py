@@ -57,7 +57,7 @@ def test_calls_in_every_form(hopper):
     ]
     assert tasks[3].problem.mask == Mask(None, 0)
     float32 = CALL | {"dtype": torch.float32}
-    assert [(t.direction, t.backend) for t in tasks_of(float32, gradients=True)] == [("fwd", "sm80"), ("bwd", "sm80")]
+    assert [(t.direction, t.backend) for t in tasks_of(float32, gradients=True)] == [("fwd", "sm90"), ("bwd", "sm80")]
     many = dict.fromkeys("qkv", (70000, 16, 2, 8)) | {"dtype": torch.float16}
     assert [t.direction for t in tasks_of(many, gradients=True)] == ["fwd"]  # gradients by tiled
 

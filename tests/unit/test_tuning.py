@@ -137,13 +137,33 @@ def test_what_does_not_fit_is_refused(configs, fields, message):
     assert configs == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"q_in_registers": True}, "q_in_registers, score_buffers: expected False and 1 in float32"),
+        ({"score_buffers": 2, "tile_n": 128}, "q_in_registers, score_buffers: expected False and 1 in float32"),
+        ({"exp2_fma_period": 8}, r"exp2_fma_period: expected 0 in float32 \(a cubic\), got 8"),
+        ({"tile_n": 128}, r"shared memory: .* needs 328704 bytes, a thread block has 232448"),
+        ({"num_warpgroups": 3}, r"registers: ForwardConfig\(.* needs 1\d\d for S, P and O, a thread has 160"),
+    ],
+)
+def test_what_does_not_fit_in_float32(configs, fields, message):
+    tensors = qkv(head_dim=128, dtype=torch.float32)
+    config = ForwardConfig(**{"tile_n": 64, "two_level_sums": "score_buffers" not in fields} | fields)
+    support = onepass.supports(*tensors, tuning=config)
+    assert (support.ok, support.backend) == (False, "sm90")
+    with pytest.raises(NotImplementedError, match=f"tuning: {message}"):
+        onepass.attention(*tensors, tuning=config)
+    assert configs == []
+
+
 def test_supports_says_yes(configs):
     assert onepass.supports(*qkv(), tuning=CONFIG).ok
     assert onepass.supports(*qkv(), tuning=CONFIG).backend == "sm90"
 
 
 def test_a_backend_without_kernels_takes_none(configs):
-    for call in ({"backend": "tiled"}, {"dtype": torch.float32}):
+    for call in ({"backend": "tiled"}, {"dtype": torch.float64}):
         tensors = qkv(dtype=call.pop("dtype", torch.bfloat16))
         with pytest.raises(NotImplementedError, match="tuning: backend tiled takes none, expected None"):
             onepass.attention(*tensors, **call, tuning=CONFIG)

@@ -13,6 +13,7 @@ import onepass
 from onepass import ForwardConfig, dispatch
 from onepass.kernels import compile, heuristics
 from onepass.kernels.config import BackwardConfig
+from onepass.kernels.sm90 import parts_launch
 from onepass.problem import AttentionProblem, Mask
 
 CALL = {"q": (2, 4096, 32, 128), "k": (2, 4096, 8, 128), "v": (2, 4096, 8, 128), "dtype": torch.bfloat16}
@@ -101,6 +102,30 @@ def test_a_backward_without_postprocess(compiled, monkeypatch):
     assert [kernel.config for kernel in made[1:]] == [config, config]
 
 
+PARTS = "split_rows"
+
+
+def test_float32_on_hopper_needs_kernels_for_its_parts(compiled):
+    """Those of q and k are one, unless k has seqused_k; and all that a call asks for is there."""
+    float32 = CALL | {"dtype": torch.float32}
+    calls = [float32, float32 | {"causal": True}, float32 | {"v": (2, 4096, 8, 64), "seqused_k": (2,)}]
+    made = onepass.warmup(calls, backend="sm90", workers=1)
+    assert [kernel.name for kernel in made] == ["forward", PARTS, PARTS, "forward", "forward", PARTS, PARTS]
+    assert {kernel.config for kernel in made if kernel.name == PARTS} == {None}
+    assert all((kernel.backend, kernel.problem.dtype) == ("sm90", torch.float32) for kernel in made)
+    parts_launch.kernel_of.cache_clear()
+    asked = list(compiled)
+    q, k, v = (torch.empty(2, 5, 1, d) for d in (128, 128, 64))
+    parts_launch.split(q, k, v, seqused_k=torch.tensor([1, 5], dtype=torch.int32))
+    parts_launch.split(q, k, k)
+    parts_launch.kernel_of.cache_clear()
+    assert compiled == asked
+    gradients = onepass.warmup([float32], backend="sm90", workers=1, gradients=True)[3:]
+    assert [kernel.name for kernel in gradients] == ["backward_preprocess", "backward_sm80", "backward_postprocess"]
+    assert {kernel.backend for kernel in gradients} == {"sm80"}
+    assert {arch for _, _, arch in compiled} == {"sm_90a"}
+
+
 def test_a_backward_of_another_backend_needs_no_kernels(compiled):
     many = dict.fromkeys("qkv", (65536, 64, 1, 64)) | {"dtype": torch.float16}
     made = onepass.warmup([many], backend="sm90", gradients=True)
@@ -180,7 +205,7 @@ REFUSED = [
     ({"causal": 1}, TypeError, "causal: expected a bool, got 1"),
     ({"dropout": 0.1}, TypeError, "warmup: expected arguments of attention or attention_varlen, got dropout"),
     ({"dtype": None}, TypeError, r"dtype: expected a torch.dtype beside the shape \(2, 4096, 32, 128\) of q, got None"),
-    ({"dtype": torch.float32}, NotImplementedError, "backend sm90: dtype: expected bfloat16 or float16, got float32"),
+    ({"dtype": torch.float64}, NotImplementedError, "backend sm90: dtype: expected bfloat16, float16 or float32, got"),
     (
         {"tuning": ForwardConfig(tile_n=100)},
         NotImplementedError,
@@ -225,7 +250,8 @@ def test_a_missing_compiler_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, dtype, name in (
         ((9, 0), "float16", "sm90"),
-        ((9, 0), "float32", "sm80"),
+        ((9, 0), "float32", "sm90"),
+        ((8, 9), "float32", "sm80"),
         ((8, 0), "float16", "sm80"),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...problem import AttentionInputs, AttentionProblem
-from .. import compile, heuristics, tuned
+from .. import backward_launch, compile, heuristics, tuned
 from ..arguments import element_type, fake_tensor
 from ..backward_launch import (
     BackwardLaunch,
@@ -23,7 +23,6 @@ from ..backward_launch import (
     fake_stream,
     fake_zeroed,
     requests_of_rows,
-    unsupported,
     without_keys,
 )
 from ..blocks import tile_scheduler
@@ -32,6 +31,13 @@ from ..config import BackwardConfig
 from .launch import ARCH, tile_counter
 
 __all__ = ["Launch", "backward", "compile_requests", "prepare", "unsupported"]
+
+
+def unsupported(problem: AttentionProblem) -> str | None:
+    """Why the kernels do not compute the gradients of this problem; None if they do."""
+    if problem.dtype == torch.float32:  # which the forward takes
+        return "dtype: expected bfloat16 or float16, got float32"
+    return backward_launch.unsupported(problem)
 
 
 def backward(

@@ -110,6 +110,11 @@ def compile_request(problem: AttentionProblem, config: ForwardConfig | None = No
     return "forward", (static, config), arch, functools.partial(trace, problem, config)
 
 
+def helper_requests(problem: AttentionProblem) -> list[tuple]:
+    """The same for the kernels that a call runs before it, whatever its configuration."""
+    return parts_launch.compile_requests(problem) if problem.dtype == torch.float32 else []
+
+
 def _without_keys(problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
     out, lse = empty_outputs(problem, inputs)
     return out.zero_(), lse.fill_(-math.inf)

@@ -90,11 +90,11 @@ def kernel_of(kernel: Kernel) -> Callable:
 
 
 def compile_requests(problem: AttentionProblem) -> list[tuple]:
-    """The arguments of `compile.get` for the kernels of a call."""
+    """The arguments of `compile.get` for the kernels of a call: those of q, k (if it is another) and v."""
     head_dim, is_packed, has_seqused = problem.head_dim, problem.is_packed, problem.has_seqused_k
-    kernels = Kernel(head_dim, False, is_packed), Kernel(head_dim, False, is_packed, has_seqused)
+    of_q, of_k = (Kernel(head_dim, False, is_packed, is_used) for is_used in (False, has_seqused))
     of_v = Kernel(value_columns(problem), True, is_packed, has_seqused)
-    return [compile_request(kernel) for kernel in dict.fromkeys((*kernels, of_v))]
+    return [compile_request(kernel) for kernel in dict.fromkeys((of_q, of_k, of_v))]
 
 
 def compile_request(kernel: Kernel) -> tuple:

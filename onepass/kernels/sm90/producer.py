@@ -111,28 +111,28 @@ class Producer(Bundle):
         for w in cutlass.range_constexpr(self.kernel.num_warpgroups):
             state = as_producer(self.kernel.q_state(w, wave))
             block = tile.m_block * self.kernel.num_warpgroups + w
-            self._load(self.pipes.q, state, self.tma_q, sources, block, self.tQsQ, None)
+            self._load(self.pipes.q, state, self.tma_q, [t[None, block] for t in sources], self.tQsQ, None)
 
     @cute.jit
     def load_k(self, head_kv: Int32, place: Int32, block: Int32, state):
         sources = self._at_head(self.tKgK, self.mK, head_kv, place)
-        self._load(self.pipes.k, state, self.tma_k, sources, block, self.tKsK, self.everyone)
+        self._load(self.pipes.k, state, self.tma_k, [t[None, block] for t in sources], self.tKsK, self.everyone)
 
     @cute.jit
     def load_v(self, head_kv: Int32, place: Int32, block: Int32, state):
         sources = self._at_head(self.tVgV, self.mV, head_kv, place, 1 if self.kernel.is_fp8 else 0)
-        self._load(self.pipes.v, state, self.tma_v, sources, block, self.tVsV, self.everyone)
+        self._load(self.pipes.v, state, self.tma_v, [t[None, block] for t in sources], self.tVsV, self.everyone)
 
     def _at_head(self, sources: list, m: cute.Tensor, head, place, along: int = 0) -> list:
         return [self.kernel.at_head(source, m, head, place, along) for source in sources]
 
     @cute.jit
-    def _load(self, pipe, state, tma_atom, sources: list, block: Int32, buffers, receivers: cutlass.Constexpr):
+    def _load(self, pipe, state, tma_atom, sources: list, buffers, receivers: cutlass.Constexpr):
         """The parts of a block into buffers side by side, whose bytes one barrier counts."""
         pipe.producer_acquire(state)
         barrier = pipe.producer_get_barrier(state)
         for part in cutlass.range_constexpr(len(sources)):
-            source, buffer = sources[part][None, block], buffers[None, len(sources) * state.index + part]
+            source, buffer = sources[part], buffers[None, len(sources) * state.index + part]
             if cutlass.const_expr(receivers is None):
                 cute.copy(tma_atom, source, buffer, tma_bar_ptr=barrier)
             else:
