@@ -68,13 +68,11 @@ def test_the_reason_says_why_not_another(gpu):
     assert dispatch.choose(problem()).reason == "Hopper kernels (CuTe DSL)"
     reason = dispatch.choose(problem(FP32)).reason
     assert reason.startswith("Hopper kernels (CuTe DSL); gradients by the sm80 backend (dtype: expected ")
-    for head_dim in (60, 136):
-        reason = dispatch.choose(problem(FP32, head_dim)).reason
-        expected = "head_dim: expected a multiple of 8 up to 128 in float32 (16-byte rows for TMA)"
-        assert reason == f"Ampere kernels (CuTe DSL); sm90: {expected}, got {head_dim}"
-    one_wide = dispatch.choose(replace(problem(FP32), head_dim_v=192))
-    assert one_wide.backend == "sm80"
-    assert "sm90: head_dim_v: expected a multiple of 8 up to 128 in float32" in one_wide.reason
+    expected = "head_dim: expected a multiple of 8 up to 256 (16-byte rows for TMA)"
+    assert dispatch.choose(problem(FP32, 60)).reason == f"Ampere kernels (CuTe DSL); sm90: {expected}, got 60"
+    halves = dispatch.choose(replace(problem(FP32), head_dim_v=200))
+    assert halves.backend == "sm80"
+    assert "sm90: head_dim_v: expected a multiple of 16 above 128 in float32, got 200" in halves.reason
     assert "sm90: head_dim: expected a multiple of 8 up to 256 (16" in dispatch.choose(problem(head_dim=264)).reason
     assert dispatch.choose(problem(FP64)).reason.endswith(
         "here cuda (sm90: dtype: expected bfloat16, float16 or float32, got float64; "

@@ -43,7 +43,7 @@ MAX_RANGE_LOG2 = 16  # between rows or columns of V
 
 def num_threads(head_dim: int) -> int:
     """Each thread has four columns of several rows."""
-    return 96 if head_dim == 96 else 128
+    return head_dim if head_dim % 96 == 0 else 128
 
 
 class SplitRows:
