@@ -27,8 +27,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import onepass
 from onepass import dispatch
-from onepass.kernels.config import ForwardConfig
+from onepass.kernels.config import ForwardConfig, value_blocks
 from onepass.kernels.sm90 import launch, parts_launch
+from onepass.outputs import empty_outputs
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
 
 DEVICE = "cuda"
@@ -48,9 +49,15 @@ def efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Ten
 def kernel_alone(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
     """From parts that were made before."""
     inputs = AttentionInputs(q, k, v)
-    parts = parts_launch.split(q, k, v)
+    parts = parts_launch.split(q, k, v, value_blocks(problem_of(inputs, causal)))
     ready = launch.prepare(problem_of(inputs, causal), q.device)
-    return lambda: ready.attend(inputs, *parts, (q, k, v))[0]  # type: ignore[attr-defined]
+    outputs = empty_outputs(ready.problem, inputs)  # type: ignore[attr-defined]
+
+    def call() -> Tensor:
+        ready.attend_parts(inputs, *outputs, parts, q, k, v)  # type: ignore[attr-defined]
+        return outputs[0]
+
+    return call
 
 
 def problem_of(inputs: AttentionInputs, causal: bool) -> AttentionProblem:

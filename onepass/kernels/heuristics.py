@@ -20,6 +20,7 @@ from .config import (
     ForwardConfigSm80,
     LaunchConfig,
     head_dim_tile,
+    value_columns,
 )
 from .heuristics_sm80 import backward_config_sm80, forward_config_sm80, has_descending_turns
 
@@ -167,7 +168,9 @@ def forward_config(problem: AttentionProblem, arch: str = HOPPER) -> ForwardConf
     if problem.quantization is not None:
         return _fp8_config(problem)
     if problem.dtype == torch.float32:
-        return _adapted(FLOAT32_SM90[max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))], problem)
+        return _adapted(
+            FLOAT32_SM90[max(head_dim_tile(d) for d in (problem.head_dim, value_columns(problem)))], problem
+        )
     dims = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
     is_causal = problem.mask.window_right is not None
     # of packed sequences only the total is known here: their mean
@@ -192,6 +195,8 @@ FLOAT32_SM90 = {
     64: ForwardConfig(tile_n=128, rescale_threshold=LAZY, two_level_sums=True),
     96: ForwardConfig(tile_n=64, rescale_threshold=LAZY, two_level_sums=True),
     128: ForwardConfig(tile_n=64, rescale_threshold=LAZY, two_level_sums=True),
+    192: ForwardConfig(tile_n=48, rescale_threshold=LAZY, two_level_sums=True),
+    256: ForwardConfig(tile_n=32, rescale_threshold=LAZY, two_level_sums=True),
 }
 
 

@@ -21,7 +21,17 @@ from .sm80 import (
     ForwardConfigSm80,
     threads_per_row,
 )
-from .sm90 import DS_BUFFERS, HOPPER, REGISTERS, ROWS_PER_WARPGROUP, SMEM_BYTES, BackwardConfig, ForwardConfig
+from .sm90 import (
+    DS_BUFFERS,
+    HOPPER,
+    REGISTERS,
+    ROWS_PER_WARPGROUP,
+    SMEM_BYTES,
+    BackwardConfig,
+    ForwardConfig,
+    value_blocks,
+    value_columns,
+)
 
 __all__ = [
     "DS_BUFFERS",
@@ -48,4 +58,6 @@ __all__ = [
     "head_dim_tile",
     "p_exponent",
     "threads_per_row",
+    "value_blocks",
+    "value_columns",
 ]

@@ -20,6 +20,19 @@ DS_BUFFERS = 2  # of the backward
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
 
 
+MAX_COLUMNS_FLOAT32 = 128  # of V: O has two accumulators
+
+
+def value_blocks(problem: AttentionProblem) -> int:
+    """Launches of the forward that share the columns of V."""
+    return 2 if problem.dtype == torch.float32 and problem.head_dim_v > MAX_COLUMNS_FLOAT32 else 1
+
+
+def value_columns(problem: AttentionProblem) -> int:
+    """Columns of V of such a launch."""
+    return problem.head_dim_v // value_blocks(problem)
+
+
 def _require_hopper(arch: str) -> None:
     if arch != HOPPER:
         raise UnsupportedError(f"architecture: expected {HOPPER}, got {arch}")
@@ -103,7 +116,7 @@ class ForwardConfig(LaunchConfig):
 
     def smem_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory of the tiles and their barriers."""
-        d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
+        d, dv = head_dim_tile(problem.head_dim), head_dim_tile(value_columns(problem))
         q = self.q_stages * self.tile_m * d
         k_stages, v_stages = self.kv_stages
         kv = self.tile_n * (k_stages * d + v_stages * dv)
@@ -112,7 +125,7 @@ class ForwardConfig(LaunchConfig):
 
     def accumulator_registers(self, problem: AttentionProblem) -> int:
         """Registers of a consumer thread for S, P, O (and Q): the rest is left for addresses and the softmax."""
-        d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
+        d, dv = head_dim_tile(problem.head_dim), head_dim_tile(value_columns(problem))
         p = self.tile_n * problem.dtype.itemsize // (8 * self.score_buffers)
         o = dv if self.two_level_sums else dv // 2
         return self.tile_n // 2 + p + o + (d // 4 if self.q_in_registers else 0)

@@ -20,12 +20,11 @@ from ..arguments import element_type, fake_tensor, score_scales, window_bounds
 from ..arguments import is_aligned as is_tma_ready
 from ..blocks import tile_scheduler
 from ..blocks.integers import ceil_div
-from ..config import HOPPER, ForwardConfig, head_dim_tile
+from ..config import HOPPER, ForwardConfig, head_dim_tile, value_blocks, value_columns
 from . import parts_launch
 
 ARCH = HOPPER
 MAX_HEAD_DIM = 256
-MAX_HEAD_DIM_FLOAT32 = 128  # Q alone would take more than half of the shared memory
 SCALE_BLOCK = 64  # keys, of blocks.fp8
 ANY_ROWS = 2**30  # in a block: there is one
 
@@ -37,11 +36,11 @@ def unsupported(problem: AttentionProblem) -> str | None:
             return reason
     elif problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"dtype: expected bfloat16, float16 or float32, got {str(problem.dtype).removeprefix('torch.')}"
-    widest = MAX_HEAD_DIM_FLOAT32 if problem.dtype == torch.float32 else MAX_HEAD_DIM
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if size % 8 or size > widest:
-            of_dtype = " in float32" if widest != MAX_HEAD_DIM else ""
-            return f"{name}: expected a multiple of 8 up to {widest}{of_dtype} (16-byte rows for TMA), got {size}"
+        if size % 8 or size > MAX_HEAD_DIM:
+            return f"{name}: expected a multiple of 8 up to {MAX_HEAD_DIM} (16-byte rows for TMA), got {size}"
+    if value_columns(problem) % 8:
+        return f"head_dim_v: expected a multiple of 16 above 128 in float32, got {problem.head_dim_v}"
     if problem.softcap is None and problem.softmax_scale <= 0:
         return f"softmax_scale: expected a number above 0, got {problem.softmax_scale}"
     return None
@@ -106,15 +105,14 @@ def compile_request(problem: AttentionProblem, config: ForwardConfig | None = No
     config = config or tuned.refined(heuristics.forward_config(problem), "fwd", "sm90", problem, arch)
     # the forward is deterministic either way, and scales of any granularity come to the kernel in one
     quantization = None if problem.quantization is None else Quantization(problem.out_dtype)
+    problem = replace(problem, head_dim_v=value_columns(problem))
     static = replace(problem, deterministic=False, quantization=quantization).static()
     return "forward", (static, config), arch, functools.partial(trace, problem, config)
 
 
 def helper_requests(problem: AttentionProblem) -> list[tuple]:
     """The same for the kernels that a call runs before it, whatever its configuration."""
-    if problem.dtype != torch.float32:
-        return []
-    return parts_launch.compile_requests(problem.head_dim, problem.head_dim_v, problem.is_packed, problem.has_seqused_k)
+    return parts_launch.compile_requests(problem) if problem.dtype == torch.float32 else []
 
 
 def _without_keys(problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
@@ -145,21 +143,45 @@ class Launch:
             if not self.problem.quantization.v_keys_last:
                 v = fp8.keys_last(v, inputs.cu_seqlens_k)
         tensors = tma_ready(inputs.q), tma_ready(inputs.k), tma_ready(v)
-        if self.problem.dtype == torch.float32:
-            return self.attend(inputs, *parts_launch.split(*tensors, *inputs[4:]), tensors)
-        return self.attend(inputs, *tensors, scales)
+        outputs = empty_outputs(self.problem, inputs)
+        if isinstance(inputs, AttentionInputs) and self.problem.dtype == torch.float32:
+            self.attend_parts(
+                inputs, *outputs, parts_launch.split(*tensors, value_blocks(self.problem), *inputs[4:]), *tensors
+            )
+        else:
+            self.attend(inputs, *outputs, *tensors, scales)
+        return outputs
+
+    def attend_parts(
+        self,
+        inputs: AttentionInputs,
+        out: Tensor,
+        lse: Tensor,
+        parts: parts_launch.Parts,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> None:
+        """out and lse from the parts of q, k and v: a kernel for each block of columns of V."""
+        columns = v.shape[-1] // len(parts.v)
+        for i, (of_v, v_scale) in enumerate(parts.v):
+            block = slice(i * columns, (i + 1) * columns)
+            scales = parts.q[1], parts.k[1], v_scale, parts_launch.BLOCK
+            of_block = parts.q[0], parts.k[0], of_v, scales, (q, k, v[..., block])
+            self.attend(inputs, out[..., block], lse, *of_block)
 
     def attend(
         self,
         inputs: AttentionInputs | QuantizedInputs,
+        out: Tensor,
+        lse: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         scales: tuple,
         float32: tuple[Tensor, Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The kernel alone, from what it reads in place of inputs.q, k and v. Args: see `ForwardSm90.__call__`."""
-        out, lse = empty_outputs(self.problem, inputs)
+    ) -> None:
+        """The kernel, from what it reads in place of inputs.q, k and v. Args: see `ForwardSm90.__call__`."""
         self.kernel(
             q,
             k,
@@ -180,7 +202,6 @@ class Launch:
             self.heads_per_section,
             self.num_ctas,
         )
-        return out, lse
 
 
 def kernel_scales(problem: AttentionProblem, descales: Descales) -> tuple[Tensor, Tensor, Tensor, int]:

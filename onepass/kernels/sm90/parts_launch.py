@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...problem import AttentionProblem
 from .. import compile
 from ..arguments import fake_tensor
 from ..blocks.integers import ceil_div
-from ..config import HOPPER, head_dim_tile
+from ..config import HOPPER, head_dim_tile, value_columns
 
 BLOCK = 64  # rows of a scale
 
@@ -30,30 +31,35 @@ class Parts(NamedTuple):
     """What the forward kernel takes in place of q, k and v.
 
     Attributes:
-        q, k, v: float16, as the tensors, but of a row first the high parts of all columns that the kernel is compiled
-            for, then the low ones.
-        scales: of each, as `blocks.fp8.DescaleTensors`, and the rows of a block of q.
+        q, k: float16, as the tensors, but of a row first the high parts of all columns that the kernel is compiled for,
+            then the low ones; and their scales, as `blocks.fp8.DescaleTensors`.
+        v: the same of each block of columns that a launch takes.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scales: tuple[Tensor, Tensor, Tensor, int]
+    q: tuple[Tensor, Tensor]
+    k: tuple[Tensor, Tensor]
+    v: list[tuple[Tensor, Tensor]]
 
 
 def split(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    value_blocks: int,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
 ) -> Parts:
-    """The parts of float32 q, k and v (batch, seqlen, heads, head_dim) or packed, aligned to 16 bytes."""
-    of_q = _split(q, cu_seqlens_q, None, False)
-    of_k = _split(k, cu_seqlens_k, seqused_k, False)
-    of_v = _split(v, cu_seqlens_k, seqused_k, True)
-    return Parts(of_q[0], of_k[0], of_v[0], (of_q[1], of_k[1], of_v[1], BLOCK))
+    """The parts of float32 q, k and v (batch, seqlen, heads, head_dim) or packed, aligned to 16 bytes.
+
+    Args: value_blocks: of the columns of v, see `config.value_blocks`.
+    """
+    columns = v.chunk(value_blocks, dim=-1)
+    return Parts(
+        _split(q, cu_seqlens_q, None, False),
+        _split(k, cu_seqlens_k, seqused_k, False),
+        [_split(block, cu_seqlens_k, seqused_k, True) for block in columns],
+    )
 
 
 def _split(x: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None, checks_range: bool) -> tuple[Tensor, Tensor]:
@@ -83,10 +89,11 @@ def kernel_of(kernel: Kernel) -> Callable:
     return compile.get(*compile_request(kernel))
 
 
-def compile_requests(head_dim: int, head_dim_v: int, is_packed: bool, has_seqused: bool) -> list[tuple]:
+def compile_requests(problem: AttentionProblem) -> list[tuple]:
     """The arguments of `compile.get` for the kernels of a call: those of q, k (if it is another) and v."""
+    head_dim, is_packed, has_seqused = problem.head_dim, problem.is_packed, problem.has_seqused_k
     of_q, of_k = (Kernel(head_dim, False, is_packed, is_used) for is_used in (False, has_seqused))
-    of_v = Kernel(head_dim_v, True, is_packed, has_seqused)
+    of_v = Kernel(value_columns(problem), True, is_packed, has_seqused)
     return [compile_request(kernel) for kernel in dict.fromkeys((of_q, of_k, of_v))]
 
 
