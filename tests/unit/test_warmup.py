@@ -116,8 +116,8 @@ def test_float32_on_hopper_needs_kernels_for_its_parts(compiled):
     parts_launch.kernel_of.cache_clear()
     asked = list(compiled)
     q, k, v = (torch.empty(2, 5, 1, d) for d in (128, 128, 64))
-    parts_launch.split(q, k, v, seqused_k=torch.tensor([1, 5], dtype=torch.int32))
-    parts_launch.split(q, k, k)
+    parts_launch.split(q, k, v, 1, seqused_k=torch.tensor([1, 5], dtype=torch.int32))
+    parts_launch.split(q, k, k, 1)
     parts_launch.kernel_of.cache_clear()
     assert compiled == asked
     gradients = onepass.warmup([float32], backend="sm90", workers=1, gradients=True)[3:]
