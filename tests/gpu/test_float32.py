@@ -1,24 +1,70 @@
-"""float32 on a GPU: the Ampere kernels' three tf32 products give float32's accuracy. Held to the budgets of float32."""
+"""float32 on a GPU, held to the budgets of float32: on Hopper by three products of float16 parts for head dims in
+multiples of 8 (of V above 128, of 16); else, and for all gradients, by the Ampere kernels' three of tf32.
+
+Blocks of 64 rows share the scale of their parts: so there are cases of very different magnitudes in one tensor.
+"""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from gpu_cases import DEVICE, IS_READY, MASKS, NAN, ON_GPU, Case, case, cases, plain_run, same_bits
+from compile_ahead import config_of
+from gpu_cases import (
+    BACKEND,
+    DEVICE,
+    INF,
+    IS_READY,
+    MASKS,
+    NAN,
+    ON_GPU,
+    Case,
+    GpuCall,
+    case,
+    cases,
+    plain_run,
+    same_bits,
+    size,
+)
+from test_graphs import Replayed
 
 import onepass
+from onepass.testing import compare, compare_lse
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_READY, reason="needs a GPU with the kernels")]
 
 FLOAT32 = {"dtype": torch.float32}
+OF_PARTS = (64, 96, 128, 256)  # head dims of the Hopper kernel; 256 has V in two blocks of columns
+
+
+def expected_backend(call: GpuCall) -> str:
+    head_dim, _, head_dim_v = (t.shape[-1] for t in call.tensors.values())
+    if BACKEND == "sm90" and head_dim % 8 == head_dim_v % (16 if head_dim_v > 128 else 8) == 0:
+        return "sm90"  # the tests are skipped where the device is not Hopper
+    return "sm80" if ON_GPU else "tiled"
+
+
+def check_call(call: GpuCall, gradients: bool = False, with_floor: bool = False):
+    support = onepass.supports(**call.tensors, **call.options)
+    assert support.ok, support.reason
+    assert support.backend == expected_backend(call), support.reason
+    call.check(gradients, with_floor)
 
 
 def check(one: Case, gradients: bool = False, with_floor: bool = False):
-    call = one.call()
-    support = onepass.supports(**call.tensors, **call.options)
-    assert support.ok, support.reason
-    assert support.backend == ("sm80" if ON_GPU else "tiled"), support.reason
-    call.check(gradients, with_floor)
+    check_call(one.call(), gradients, with_floor)
+
+
+def check_parts_of_out(call: GpuCall, groups: dict):
+    """Each group of elements within a budget of its own, so that small ones are not measured by large ones.
+
+    Args: groups: name -> an index into out (batch, seqlen_q, num_heads_q, head_dim_v), or without batch.
+    """
+    out, lse = call.run()
+    oracle, plain = call.expected(), call.expected(torch.float32)
+    rows = [compare(name, out[place], oracle.out[place], plain.out[place]) for name, place in groups.items()]
+    rows.append(compare_lse(lse, oracle.lse))
+    bad = [str(row) for row in rows if not row.ok]
+    assert not bad, f"{call}\n  " + "\n  ".join(bad)
 
 
 @cases(
@@ -108,6 +154,185 @@ def test_nan_reaches_only_rows_that_see_it(case):
     out = plain_run(call).out
     assert out[0, 150:].isnan().all()
     assert out[0, :150].isfinite().all()
+
+
+# ---------------------------------------------------------------- magnitudes
+
+SMALL_ROWS, SMALL_COLUMN = 70, 5
+
+
+@cases(
+    case(m, n, heads=(2, 1), head_dim=d, **FLOAT32, **mask)
+    for d in OF_PARTS
+    for m, n, mask in (
+        (200, 200, MASKS["full"]),
+        (200, 200, MASKS["causal"]),
+        (200, 300, MASKS["window"]),
+        (200, 100, MASKS["causal"]),
+    )
+)
+def test_v_of_a_wide_range(case):
+    """Rows of 1e-9 and a column of 1e-10: also where the large rows of a block of 64 are hidden, out is accurate."""
+    call = case.call()
+    v = call.tensors["v"]
+    v[:, :SMALL_ROWS] *= 1e-9
+    v[..., SMALL_COLUMN] *= 1e-10
+    # rows that see small rows of V alone, under the causal mask of equal lengths, and others
+    few, others = slice(0, SMALL_ROWS), slice(SMALL_ROWS, None)
+    columns = [c for c in range(v.shape[-1]) if c != SMALL_COLUMN]
+    check_parts_of_out(
+        call,
+        {
+            f"rows {rows}, columns {name}": (slice(None), rows, slice(None), place)
+            for rows in (few, others)
+            for name, place in (("small", [SMALL_COLUMN]), ("others", columns))
+        },
+    )
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 3e38])
+@cases(case(200, 200, heads=(4, 2), head_dim=d, causal=True, **FLOAT32) for d in OF_PARTS)
+def test_a_value_in_v_reaches_only_rows_that_see_it(case, value):
+    """Those before it are as accurate as without it; a large value makes no difference to them either."""
+    call, position = case.call(), 150
+    clean = GpuCall({**call.tensors, "v": call.tensors["v"].clone()}, call.options)
+    clean.tensors["v"][0, position] = 0.0
+    call.tensors["v"][0, position] = value
+    out, lse = plain_run(call)
+    oracle, plain = clean.expected(), clean.expected(torch.float32)
+    row = compare("out", out[:, :position], oracle.out[:, :position], plain.out[:, :position])
+    assert row.ok, row
+    row = compare_lse(lse, oracle.lse)
+    assert row.ok, row
+    if value == 3e38:
+        check_parts_of_out(call, {"rows that see it": (slice(None), slice(position, None))})
+    else:
+        assert not out[:, position:].isfinite().any()
+
+
+MAGNITUDES = [
+    {"q": 1e30, "k": 1e-30},
+    {"q": 1e-30, "k": 1e30},
+    {"q": 1e18, "k": 1e-18, "v": 1e12},
+    {"v": 1e30},
+    {"v": 1e-12},
+    {"v": 1e-30},
+]
+
+
+@pytest.mark.parametrize("factors", MAGNITUDES, ids=str)
+@cases(
+    case(130, 200, batch=2, heads=(2, 1), head_dim=d, **FLOAT32, **mask)
+    for d in OF_PARTS
+    for mask in (MASKS["full"], MASKS["causal"])
+)
+def test_magnitudes(case, factors):
+    call = case.call()
+    for name, factor in factors.items():
+        call.tensors[name].mul_(factor)
+    check_call(call)
+
+
+@cases(case(200, 200, heads=(2, 1), head_dim=d, **FLOAT32) for d in OF_PARTS)
+def test_rows_of_q_and_k_of_different_magnitudes(case):
+    """In one block of 64, by 2^10: every group of rows is as accurate as if it were alone."""
+    call = case.call()
+    q, k = call.tensors["q"], call.tensors["k"]
+    k[:, ::7] *= 2.0**-10
+    q[:, 1::5] *= 2.0**-10
+    large = torch.arange(200) % 5 != 1
+    check_parts_of_out(call, {"large rows": (slice(None), large), "small rows": (slice(None), ~large)})
+
+
+@cases(case(200, size(2000, 400), heads=(2, 1), head_dim=d, **FLOAT32) for d in OF_PARTS)
+def test_blocks_of_v_of_different_magnitudes(case):
+    """From 1e-12 to 1e12, with zeros: all keys count in lse, and out is that of the largest."""
+    call = case.call()
+    v = call.tensors["v"]
+    for i, rows in enumerate(v[0].split(64)):
+        rows *= (1.0, 1e12, 0.0, 1e-12, 1e-3)[i % 5]
+    check_call(call)
+
+
+@cases(
+    case((70, 130, 50, 1, 64), (90, 140, 200, 60, 64), heads=(4, 2), head_dim=d, slack=3, **FLOAT32, **options)
+    for d in OF_PARTS
+    for options in ({}, {"causal": True}, {"used": (50, 0, 129, 60, 3)})
+)
+def test_packed_sequences_of_different_magnitudes(case):
+    """Blocks of rows end with a sequence: none takes its scale from a neighbour."""
+    call = case.call()
+    q, k, v = call.tensors.values()
+    starts_q, starts_k = (call.options[f"cu_seqlens_{n}"].tolist() for n in "qk")
+    for s in range(5):
+        rows, keys = slice(*starts_q[s : s + 2]), slice(*starts_k[s : s + 2])
+        q[rows] *= 1e6 ** (s - 2)
+        k[keys] *= 1e6 ** (2 - s)
+        v[keys] *= 1e4 ** (2 - s)
+    # without the sequence of one query, which plain float32 hardly rounds by chance
+    check_parts_of_out(call, {f"sequence {s}": slice(*starts_q[s : s + 2]) for s in (0, 1, 2, 4)})
+
+
+# ---------------------------------------------------------------- few keys, few queries, many entries
+
+
+@cases(
+    case(m, n, batch=2, heads=(2, 1), head_dim=d, **FLOAT32, **options)
+    for d in OF_PARTS
+    for m, n in ((1, 1), (100, 2), (3, 3))
+    for options in ({}, {"causal": True}, {"softcap": 5.0})
+)
+def test_one_to_three_keys(case):
+    check(case, with_floor=True)
+
+
+@cases(
+    case(m, n, batch=2, heads=heads, head_dim=d, **FLOAT32, **options)
+    for d in OF_PARTS
+    for m, n, heads, options in (
+        (1, 300, (8, 1), {}),
+        (3, 500, (6, 2), {"causal": True}),
+        (16, 200, (8, 2), {"used": (0, 133), "sinks": True}),
+    )
+)
+def test_heads_that_share_a_tile(case):
+    call = case.call()
+    if expected_backend(call) == "sm90":
+        assert config_of(call).pack_gqa
+    check_call(call, with_floor=True)
+
+
+@cases([case(3, 5, batch=size(70_000, 300), heads=(1, 1), **FLOAT32)])
+def test_many_batch_entries(case):
+    """More thread blocks than the second and third dimension of a grid have."""
+    call = case.call()
+    out, lse = call.run()
+    expected = call.expected()
+    torch.testing.assert_close(out.double(), expected.out.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), expected.lse.double(), rtol=1e-5, atol=1e-5)
+
+
+# ---------------------------------------------------------------- again and again
+
+
+@cases(
+    [
+        case(200, 300, batch=2, heads=(4, 2), head_dim=96, causal=True, **FLOAT32),
+        case((64, 136), (100, 200), heads=(4, 2), head_dim=64, slack=40, **FLOAT32),
+        case(200, 300, batch=2, heads=(4, 2), head_dim=128, used=(300, 133), **FLOAT32),
+    ]
+)
+def test_graph_follows_its_inputs(case):
+    """Parts and scales are made anew in each replay; V gets a wide range in the last one."""
+    call = case.call()
+    replay = Replayed(lambda: plain_run(call))
+    for scale in (1.0, 1e-3, 1e5):
+        for t in call.tensors.values():
+            t.mul_(scale if t is call.tensors["v"] else -0.5)
+        assert same_bits(replay(), plain_run(call))
+    call.tensors["v"][..., 3] *= 1e-9
+    assert same_bits(replay(), plain_run(call))
+    call.check(gradients=False)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="of the kernels")

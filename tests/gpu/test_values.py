@@ -178,19 +178,28 @@ def test_gradients_with_the_tiled_backward(case):
     check(case.call(), gradients=True)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="the tiled backend refuses none of these")
-@pytest.mark.parametrize(
-    ("shape", "dtype", "options", "message"),
-    [
-        ((1, 8, 2, 64), torch.float32, {}, "dtype: expected bfloat16 or float16, got float32"),
-        ((1, 8, 2, 12), BF16, {}, "head_dim: expected a multiple of 8 up to 256"),
-        ((1, 8, 2, 264), BF16, {}, "head_dim: expected a multiple of 8 up to 256"),
-        ((1, 8, 2, 64), BF16, {"softmax_scale": -1.0}, "softmax_scale: expected a number above 0"),
+FLOAT64 = "dtype: expected bfloat16, float16 or float32, got float64"
+NO_POSITIVE_SCALE = "softmax_scale: expected a number above 0"
+REFUSALS = {  # and which backend computes it
+    "sm90": [
+        ((1, 8, 2, 64), torch.float64, {}, FLOAT64, "tiled"),
+        ((1, 8, 2, 12), BF16, {}, "head_dim: expected a multiple of 8 up to 256", "sm80"),
+        ((1, 8, 2, 136), torch.float32, {}, "head_dim_v: expected a multiple of 16 above 128 in float32", "sm80"),
+        ((1, 8, 2, 264), BF16, {}, "head_dim: expected a multiple of 8 up to 256", "tiled"),
+        ((1, 8, 2, 64), BF16, {"softmax_scale": -1.0}, NO_POSITIVE_SCALE, "tiled"),
     ],
-    ids=str,
-)
-def test_refusals(shape, dtype, options, message):
+    "sm80": [
+        ((1, 8, 2, 64), torch.float64, {}, FLOAT64, "tiled"),
+        ((1, 8, 2, 264), BF16, {}, "head_dim: expected up to 256", "tiled"),
+        ((1, 8, 2, 64), BF16, {"softmax_scale": -1.0}, NO_POSITIVE_SCALE, "tiled"),
+    ],
+}
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the tiled backend refuses none of these")
+@pytest.mark.parametrize(("shape", "dtype", "options", "message", "other"), REFUSALS.get(BACKEND, []), ids=str)
+def test_refusals(shape, dtype, options, message, other):
     q = torch.zeros(shape, device=DEVICE, dtype=dtype)
     with pytest.raises(NotImplementedError, match=message):
         onepass.attention(q, q, q, **options, backend=BACKEND)
-    assert onepass.supports(q, q, q, **options).backend == "tiled"
+    assert onepass.supports(q, q, q, **options).backend == other

@@ -1,6 +1,7 @@
 """float32 as two float16 parts with a scale: what the kernel writes, by its PTX on the CPU."""
 
 import importlib.util
+from typing import NamedTuple
 
 import machine_code
 import parts_kernel
@@ -34,8 +35,17 @@ def offsets(lengths):
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=INT32)
 
 
-def split(k, v=None, q=None, **lengths):
-    return parts_launch.split(k if q is None else q, k, k if v is None else v, **lengths)
+class Made(NamedTuple):
+    """Parts and scales of q, k and v."""
+
+    parts: tuple
+    scales: tuple
+
+
+def split(k, v=None, q=None, *lengths, value_blocks=1):
+    q, k, v = k if q is None else q, k, k if v is None else v
+    of_q, of_k, of_v = parts_launch.split(q, k, v, value_blocks, *lengths)
+    return Made(*zip(of_q, of_k, *of_v, strict=True))
 
 
 def blocks_of(rows, scale):
@@ -81,19 +91,18 @@ def wide(*shape, seed=0, powers=30):
     return x * 2.0 ** exponents.float()
 
 
-@pytest.mark.parametrize("head_dim", [8, 40, 64, 80, 96, 128])
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 80, 96, 128, 136, 192, 256])
 def test_parts_add_up(head_dim):
     """Blocks of very different magnitudes, wide ranges in a block, a last block of a few rows."""
     q, k = wide(2, 70, 2, head_dim), wide(2, 130, 1, head_dim, seed=1)
-    v = randn(2, 130, 1, head_dim, seed=2)
+    v = randn(2, 130, 1, min(head_dim, 128), seed=2)
     k[:, :64] *= 1e20
     k[1, 64:] *= 1e-12
     v[0, 128:] *= 1e-12
     made = split(k, v, q)
-    assert made.scales[3] == BLOCK
-    for x, target, scale in zip((q, k, v), made[:3], made.scales, strict=False):
+    for x, target, scale in zip((q, k, v), *made, strict=True):
         assert target.dtype == torch.float16
-        assert target.shape == (*x.shape[:-1], 2 * head_dim_tile(head_dim))
+        assert target.shape == (*x.shape[:-1], 2 * head_dim_tile(x.shape[-1]))
         assert scale.shape == (2, x.shape[2], -(-x.shape[1] // BLOCK))
         check(x, target, scale)
 
@@ -102,15 +111,25 @@ def test_strides():
     """Parts of one tensor, read where they lie."""
     q, k, v = randn(2, 70, 3, 2, 64).unbind(2)
     made = split(k[:, :, :1], v[:, :, 1:], q)
-    check(q, made.q, made.scales[0])
-    check(k[:, :, :1], made.k, made.scales[1])
-    check(v[:, :, 1:], made.v, made.scales[2])
+    for x, target, scale in zip((q, k[:, :, :1], v[:, :, 1:]), *made, strict=True):
+        check(x, target, scale)
+
+
+def test_blocks_of_columns_of_v():
+    """Each with scales of its own."""
+    v = randn(1, 70, 1, 240)
+    v[..., 120:] *= 1e6
+    v[..., 7] *= 1e-6
+    made = split(randn(1, 70, 1, 256), v, value_blocks=2)
+    assert len(made.parts) == 4
+    assert made.parts[2].isnan().all()
+    check(v[..., 120:], made.parts[3], made.scales[3])
 
 
 def test_magnitudes_at_the_ends_of_float32():
     x = torch.stack([randn(64, 1, 64) * factor for factor in (1e37, 1e30, 1e-30, 1e-35, 2.0**-120)]).clamp(max=3.4e38)
     made = split(x, randn(5, 64, 1, 64))
-    check(x, made.k, made.scales[1])
+    check(x, made.parts[1], made.scales[1])
     assert (made.scales[1][:, 0].log2() == torch.tensor([[110.0], [87.0], [-112.0], [-112.0], [-112.0]])).all()
 
 
@@ -119,7 +138,7 @@ def test_zeros(checks_range):
     x = torch.zeros(2, 130, 1, 64)
     x[1, 64:128] = randn(64, 1, 64)
     made = split(x)
-    target, scale = (made.v, made.scales[2]) if checks_range else (made.k, made.scales[1])
+    target, scale = (t[1 + checks_range] for t in made)
     least = parts.V_SCALES_LOG2[0] if checks_range else parts.SCALES_LOG2[0]
     check(x, target, scale, least_log2=least)
     assert (scale[0] == 2.0**least).all()
@@ -132,15 +151,13 @@ def test_rows_past_seqused_k():
     for t in (k, v):
         for b, n in enumerate(used):
             t[b, n:] = NAN
-    made = parts_launch.split(k, k, v, seqused_k=used)
-    for x, target, scale, least in (
-        (k, made.k, made.scales[1], parts.SCALES_LOG2[0]),
-        (v, made.v, made.scales[2], parts.V_SCALES_LOG2[0]),
-    ):
+    made = split(k, v, None, None, None, used)
+    leasts = parts.SCALES_LOG2[0], parts.V_SCALES_LOG2[0]
+    for x, target, scale, least in zip((k, v), made.parts[1:], made.scales[1:], leasts, strict=True):
         for b, n in enumerate(used):
             assert (target[b, n:] == 0).all()
         check(x.nan_to_num(0.0), target, scale, least_log2=least)
-    assert made.q[0].isnan().all()  # q has all its rows
+    assert made.parts[0][0, ..., :64].isnan().all()  # q has all its rows
 
 
 @pytest.mark.parametrize("used", [None, (9, 0, 70, 0, 1)], ids=["all keys", "seqused_k"])
@@ -160,9 +177,9 @@ def test_packed_sequences(used):
         for t in (k, v):
             for s, n in enumerate(used):
                 t[starts_k[s] + n : starts_k[s + 1]] = NAN
-    made = parts_launch.split(q, k, v, starts_q, starts_k, seqused)
-    for number, (x, target, starts) in enumerate(((q, made.q, starts_q), (k, made.k, starts_k), (v, made.v, starts_k))):
-        scale = made.scales[number]
+    made = split(k, v, q, starts_q, starts_k, seqused)
+    all_starts = starts_q, starts_k, starts_k
+    for number, (x, starts, target, scale) in enumerate(zip((q, k, v), all_starts, *made, strict=True)):
         assert scale.shape == (5, x.shape[1], x.shape[0] // BLOCK + 5)
         least = (parts.V_SCALES_LOG2 if number == 2 else parts.SCALES_LOG2)[0]
         for s in range(5):
@@ -184,7 +201,7 @@ def test_nan_and_inf_stay_where_they_are(checks_range):
     for (row, column), value in places.items():
         x[0, row, 0, column] = value
     made = split(x)
-    target, scale = (made.v, made.scales[2]) if checks_range else (made.k, made.scales[1])
+    target, scale = (t[1 + checks_range] for t in made)
     high, low = target[..., :64], target[..., 64:]
     assert torch.equal((high + low).isfinite(), x.isfinite())
     assert torch.equal(high[x.isinf()].double(), x[x.isinf()].double())
@@ -222,20 +239,20 @@ def test_a_block_of_v_with_a_wide_range_is_nan(name, head_dim):
     columns = head_dim_tile(head_dim)
     is_nan = torch.zeros(1, 130, 2, dtype=torch.bool)
     is_nan[0, 64:128, 1] = is_wide
-    nan = made.v.isnan()
+    nan = made.parts[2].isnan()
     assert nan[is_nan].all()
     if name != "a row with inf":
         assert not nan[~is_nan].any()
         kept = torch.where(is_nan[..., None], 0.0, x)
-        stored = torch.where(is_nan[..., None], 0.0, made.v)
+        stored = torch.where(is_nan[..., None], 0.0, made.parts[2])
         assert torch.equal(made.scales[2][:, 0], made.scales[1][:, 0])
         check(kept[:, :, :1], stored[:, :, :1], made.scales[2][:, :1])
-    assert not made.k.isnan()[..., :columns].any(), "k is never too wide"
+    assert not made.parts[1].isnan()[..., :columns].any(), "k is never too wide"
 
 
 def test_k_may_be_the_same_tensor_as_v():
     x = randn(1, 64, 1, 64)
     x[0, 5] *= 2.0**-20
     made = split(x)
-    check(x, made.k, made.scales[1])
-    assert made.v.isnan().all()
+    check(x, made.parts[1], made.scales[1])
+    assert made.parts[2].isnan().all()

@@ -41,9 +41,11 @@ def gpu(monkeypatch):
         ((9, 0), {}, "sm90"),
         ((9, 0), {"dtype": FP32}, "sm90"),
         ((9, 0), {"dtype": FP32, "head_dim": 8}, "sm90"),
-        ((9, 0), {"dtype": FP32, "head_dim": 128}, "sm90"),
+        ((9, 0), {"dtype": FP32, "head_dim": 256}, "sm90"),
         ((9, 0), {"dtype": FP32, "head_dim": 60}, "sm80"),
         ((9, 0), {"dtype": FP32, "head_dim": 136}, "sm80"),
+        ((9, 0), {"dtype": FP32, "head_dim": 144}, "sm90"),
+        ((9, 0), {"dtype": FP32, "head_dim": 264}, "tiled"),
         ((9, 0), {"dtype": FP32, "batch": 70000}, "sm90"),
         ((9, 0), {"head_dim": 63}, "sm80"),
         ((9, 0), {"dtype": FP64}, "tiled"),
@@ -68,11 +70,13 @@ def test_the_reason_says_why_not_another(gpu):
     assert dispatch.choose(problem()).reason == "Hopper kernels (CuTe DSL)"
     reason = dispatch.choose(problem(FP32)).reason
     assert reason.startswith("Hopper kernels (CuTe DSL); gradients by the sm80 backend (dtype: expected ")
-    expected = "head_dim: expected a multiple of 8 up to 256 (16-byte rows for TMA)"
-    assert dispatch.choose(problem(FP32, 60)).reason == f"Ampere kernels (CuTe DSL); sm90: {expected}, got 60"
-    halves = dispatch.choose(replace(problem(FP32), head_dim_v=200))
-    assert halves.backend == "sm80"
-    assert "sm90: head_dim_v: expected a multiple of 16 above 128 in float32, got 200" in halves.reason
+    for asked, expected in (
+        (problem(FP32, 60), "head_dim: expected a multiple of 8 up to 256 (16-byte rows for TMA), got 60"),
+        (replace(problem(FP32), head_dim_v=136), "head_dim_v: expected a multiple of 16 above 128 in float32, got 136"),
+    ):
+        support = dispatch.choose(asked)
+        assert (support.backend, support.reason) == ("sm80", f"Ampere kernels (CuTe DSL); sm90: {expected}")
+    assert dispatch.choose(replace(problem(FP32, 136), head_dim_v=128)).backend == "sm90"
     assert "sm90: head_dim: expected a multiple of 8 up to 256 (16" in dispatch.choose(problem(head_dim=264)).reason
     assert dispatch.choose(problem(FP64)).reason.endswith(
         "here cuda (sm90: dtype: expected bfloat16, float16 or float32, got float64; "

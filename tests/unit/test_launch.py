@@ -96,38 +96,49 @@ def test_arguments_of_the_kernel_in_fp8(launched):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
+@pytest.mark.parametrize("head_dim_v", [96, 240])
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
-def test_arguments_of_the_kernels_in_float32(launched, is_packed, monkeypatch):
-    """Three kernels make the parts and their scales, which the forward gets beside the tensors themselves."""
+def test_arguments_of_the_kernels_in_float32(launched, is_packed, head_dim_v, monkeypatch):
+    """Kernels make the parts and their scales, which the forward gets beside the tensors themselves: that of each block
+    of columns of V."""
     monkeypatch.setattr(launch, "tile_counter", lambda device: torch.zeros(1, dtype=torch.int32))
     parts_launch.kernel_of.cache_clear()
     leading = (300,) if is_packed else (2, 150)
-    q, v = torch.randn(*leading, 4, 40), torch.randn(*leading, 2, 96)
+    q, v = torch.randn(*leading, 4, 40), torch.randn(*leading, 2, head_dim_v)
     k = torch.randn(*leading, 2, 41)[..., :40]  # rows that are to be copied
     starts = torch.tensor([0, 100, 300], dtype=torch.int32) if is_packed else None
     inputs = AttentionInputs(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, seqused_k=torch.tensor([7, 100]))
     problem = problem_of(inputs, Mask(None, 0))
     out, lse = launch.forward(problem, inputs)
     parts_launch.kernel_of.cache_clear()
-    *splits, forward = launched
-    parts = forward[:3]
-    plain = forward[9]
-    scales, q_block = forward[10:13], forward[13]
-    assert (forward[3] is out, forward[4] is lse, out.dtype, q_block) == (True, True, torch.float32, 64)
-    assert (plain[0] is q, plain[2] is v) == (True, True)
-    assert torch.equal(plain[1], k)
-    assert plain[1].data_ptr() % 16 == plain[1].stride(-2) % 4 == 0
-    for number, (split, x, columns) in enumerate(zip(splits, plain, (64, 64, 96), strict=True)):
-        source, target, scale, cu_seqlens, seqused, num_blocks = split
-        assert source is x
-        assert target is parts[number]
-        assert (target.shape, target.dtype) == ((*x.shape[:-1], 2 * columns), torch.float16)
-        assert target.transpose(-2, -3).is_contiguous()
-        assert scale.data_ptr() == scales[number].data_ptr()
-        assert scales[number].shape == (2, x.shape[-2], 6 if is_packed else 3)
-        assert num_blocks == (7 if is_packed else 3)
-        assert (cu_seqlens is not None) == is_packed
-        assert (seqused is not None) == (number > 0)
+    num_blocks_of_v = 1 if head_dim_v == 96 else 2
+    splits, forwards = launched[: 2 + num_blocks_of_v], launched[2 + num_blocks_of_v :]
+    blocks_of_v, blocks_of_out = (t.chunk(num_blocks_of_v, dim=-1) for t in (v, out))
+    assert len(forwards) == num_blocks_of_v
+    for i, forward in enumerate(forwards):
+        *parts, given_out, given_lse = forward[:5]
+        plain, scales, q_block = forward[9], forward[10:13], forward[13]
+        assert given_lse is lse
+        assert same_memory(given_out, blocks_of_out[i])
+        assert (out.dtype, q_block) == (torch.float32, 64)
+        assert plain[0] is q
+        assert same_memory(plain[2], blocks_of_v[i])
+        assert torch.equal(plain[1], k)
+        assert plain[1].data_ptr() % 16 == plain[1].stride(-2) % 4 == 0
+        of_block = splits[0], splits[1], splits[2 + i]
+        for number, (split, columns) in enumerate(
+            zip(of_block, (64, 64, 96 if head_dim_v == 96 else 128), strict=True)
+        ):
+            x, target, scale, cu_seqlens, seqused, num_blocks = split
+            assert same_memory(x, plain[number])
+            assert target is parts[number]
+            assert (target.shape, target.dtype) == ((*x.shape[:-1], 2 * columns), torch.float16)
+            assert target.transpose(-2, -3).is_contiguous()
+            assert scale.data_ptr() == scales[number].data_ptr()
+            assert scales[number].shape == (2, x.shape[-2], 6 if is_packed else 3)
+            assert num_blocks == (7 if is_packed else 3)
+            assert (cu_seqlens is not None) == is_packed
+            assert (seqused is not None) == (number > 0)
 
     def dimensions(argument):
         if isinstance(argument, tuple):
@@ -135,9 +146,13 @@ def test_arguments_of_the_kernels_in_float32(launched, is_packed, monkeypatch):
         return None if argument is None else len(getattr(argument, "shape", ()))
 
     requests = launch.compile_request(problem), *launch.helper_requests(problem)
-    for arguments, (*_, trace) in zip((forward, *splits), requests, strict=True):
+    for arguments, (*_, trace) in zip((forwards[0], *splits[:3]), requests, strict=True):
         _, stand_ins = trace()
         assert [dimensions(a) for a in arguments] == [dimensions(a) for a in stand_ins[:-1]]
+
+
+def same_memory(a, b):
+    return (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
 
 
 @pytest.mark.parametrize("empty", ["batch", "seqlen_q", "seqlen_k"])

@@ -41,9 +41,9 @@ V_SCALES_LOG2 = -64, 32
 MAX_RANGE_LOG2 = 16  # between rows or columns of V
 
 
-def num_threads(head_dim: int) -> int:
-    """Each thread has four columns of several rows."""
-    return head_dim if head_dim % 96 == 0 else 128
+def num_threads(columns: int) -> int:
+    """Each thread has four columns of several rows: of 16 or, of 64 columns, 8."""
+    return 128 if columns == 64 else columns
 
 
 class SplitRows:
