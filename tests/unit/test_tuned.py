@@ -14,6 +14,8 @@ import torch
 
 import onepass
 from onepass import dispatch, repeated
+from onepass.bench.ablation import problem_of
+from onepass.bench.cases import get_case_set, select
 from onepass.kernels import compile, heuristics, tuned
 from onepass.kernels.config import HOPPER, ForwardConfig, ForwardConfigSm80
 from onepass.kernels.sm80 import launch as launch_sm80
@@ -217,7 +219,14 @@ def test_the_shipped_table_can_be_used():
             kind = heuristics.chooser(direction, backend).config_type
             assert kind.from_text(one.config).text == one.config
             assert kind.from_text(one.instead_of).text == one.instead_of
-            assert one.speedup >= 1
+            assert one.speedup > 1
+        used = {}
+        for case in select(get_case_set("paper"), "direction=fwd", "bfloat16").cases:
+            problem = problem_of(case, "cuda")
+            key = tuned.key_of("fwd", "sm90", problem)
+            if key in entries:
+                used[key] = heuristics.forward_config(problem).text
+        assert used == {key: one.instead_of for key, one in entries.items()}
 
 
 # ---------------------------------------------------------------- launches
