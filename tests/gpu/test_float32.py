@@ -33,6 +33,7 @@ from onepass.testing import compare, compare_lse
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_READY, reason="needs a GPU with the kernels")]
 
 FLOAT32 = {"dtype": torch.float32}
+GROUP_FACTOR = 4.0  # of the plain error, which in a few elements is small by chance
 OF_PARTS = (64, 96, 128, 256)  # head dims of the Hopper kernel; 256 has V in two blocks of columns
 
 
@@ -61,7 +62,10 @@ def check_parts_of_out(call: GpuCall, groups: dict):
     """
     out, lse = call.run()
     oracle, plain = call.expected(), call.expected(torch.float32)
-    rows = [compare(name, out[place], oracle.out[place], plain.out[place]) for name, place in groups.items()]
+    rows = [
+        compare(name, out[place], oracle.out[place], plain.out[place], factor=GROUP_FACTOR)
+        for name, place in groups.items()
+    ]
     rows.append(compare_lse(lse, oracle.lse))
     bad = [str(row) for row in rows if not row.ok]
     assert not bad, f"{call}\n  " + "\n  ".join(bad)
@@ -251,7 +255,7 @@ def test_blocks_of_v_of_different_magnitudes(case):
     v = call.tensors["v"]
     for i, rows in enumerate(v[0].split(64)):
         rows *= (1.0, 1e12, 0.0, 1e-12, 1e-3)[i % 5]
-    check_call(call)
+    check_parts_of_out(call, {"all rows": ...})
 
 
 @cases(

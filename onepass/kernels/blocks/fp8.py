@@ -33,7 +33,7 @@ from .bundle import Bundle
 from .integers import maximum, minimum
 from .online_softmax import ROWS, OnlineSoftmax, Scores
 from .plain_rows import soft_cap
-from .ptx import pack_four
+from .ptx import pack_four, power_below
 from .tile_scheduler import LANES
 from .warp import broadcast
 
@@ -255,6 +255,21 @@ class ScaledSoftmax(OnlineSoftmax):
 def finish(row_reference: Float32, row_sum: Float32, exponent: float, sink: Float32 | None) -> tuple:
     """`online_softmax.finish` of a row of `ScaledSoftmax`: P, its sum and O have 2^exponent, which lse has not."""
     return online_softmax.finish(row_reference - exponent, row_sum, 1.0, sink)
+
+
+@cute.jit
+def finish_exactly(row_reference: Float32, row_sum: Float32, exponent: float, sink: Float32 | None) -> tuple:
+    """The same to float32's accuracy.
+
+    V's scales are large powers of two in the reference and, inverse, in the sum: lse, the sum of both logarithms, would
+    have fewer bits. So they are taken out first.
+    """
+    total = cute.arch.warp_reduction_sum(row_sum, threads_in_group=4)
+    power, inverse = power_below(total)
+    # a quarter, for it is summed over the quad again
+    parts = row_reference + (power - exponent), total * inverse * 0.25
+    weight, lse = online_softmax.finish(*parts, 1.0, sink)
+    return weight * inverse, lse
 
 
 @cute.jit

@@ -17,6 +17,7 @@ from cutlass import Boolean, Float32, Int32
 from . import warp
 from .integers import ceil_div, minimum
 from .online_softmax import LN2
+from .ptx import power_below
 from .tile_scheduler import LANES
 
 VECTOR_BYTES = 16  # of a load
@@ -143,16 +144,23 @@ def recompute_row(
     weight: Float32,
     vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
     exponent: cutlass.Constexpr = None,
+    sink: Float32 | None = None,
 ):
     """out = weight * sum over the keys [low, high) of exp2(scale_log2 * (score - row_max)) * v, by all lanes of a warp.
 
     A lane has a key of every 32 and all its score; for the sum over keys it has every 32nd column.
 
-    Args: exponent: of `fp8.ScaledSoftmax`, whose row_max is in powers of two.
+    Args:
+        exponent: of `fp8.ScaledSoftmax`, whose row_max is in powers of two, with V's scales. Its scores are other sums
+            than these, so the row is divided by its own sum, to which `sink` belongs; weight only says how large.
     """
     reference = row_max if row_max > -Float32.inf else Float32(0.0)
-    reference = reference * scale_log2 if cutlass.const_expr(exponent is None) else reference - exponent
-    acc = row_sums(out)
+    if cutlass.const_expr(exponent is None):
+        reference = reference * scale_log2
+    else:  # of exponents near 0, as they are after division by the sum, float32 has more bits
+        power, _ = power_below(weight)
+        reference = reference - (power + exponent)
+    acc, total = row_sums(out), Float32(0.0)
     lost = Boolean(False)
     while low < high and not lost:
         score = dot(q, mK[minimum(low + cute.arch.lane_idx(), high - 1), None], vector_bytes)
@@ -160,6 +168,13 @@ def recompute_row(
             score = soft_cap(score, tanh_scale, q.element_type)
         p = cute.math.exp2(score * scale_log2 - reference, fastmath=True)
         add_rows(acc, p, mV, low, minimum(high - low, LANES))
+        if cutlass.const_expr(exponent is not None):
+            total += p if low + cute.arch.lane_idx() < high else Float32(0.0)
         lost = is_lost(acc)
         low += LANES
+    if cutlass.const_expr(exponent is not None):
+        total = cute.arch.warp_reduction_sum(total)
+        if cutlass.const_expr(sink is not None):
+            total += cute.math.exp2(sink * (1.0 / LN2) - reference, fastmath=True)
+        weight = cute.arch.rcp_approx(total) if total != 0.0 else Float32(0.0)
     write_row(out, acc, weight)

@@ -179,6 +179,16 @@ def bits(x: Float32) -> Int32:
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 
+@cute.jit
+def power_below(x: Float32) -> tuple:
+    """n and 2^-n with 2^n <= x < 2^(n + 1), of a number above 0 that is not subnormal; n is a float.
+
+    Of 0 they are -127 and 2^127, of NaN anything: a product with it is NaN.
+    """
+    exponent = bits(x) >> 23
+    return (exponent - 127).to(Float32), (254 - exponent << 23).bitcast(Float32)
+
+
 # 2^f on [0, 1) by a cubic in f, lowest coefficient first, c0 = 1 exactly; relative error 8.6e-5, which is 1/45 of a
 # bf16 rounding of P (2^-8) and 1/5 of an fp16 one.
 EXP2_CUBIC = (1.0, 0.69511613, 0.22764791, 0.07706437)

@@ -318,7 +318,8 @@ class Warpgroup(Turns):
     def finish(self, row_max, row_sum, sink) -> tuple:
         if self.descales is None:
             return finish(row_max, row_sum, self.scores.scale_log2, sink)
-        return fp8.finish(row_max, row_sum, self.softmax.exponent, sink)
+        finish_scaled = fp8.finish if self.kernel.is_fp8 else fp8.finish_exactly
+        return finish_scaled(row_max, row_sum, self.softmax.exponent, sink)
 
     @cute.jit
     def recompute(self, tile: Tile, weights: cute.Tensor):
@@ -338,4 +339,7 @@ class Warpgroup(Turns):
                 low, high = key_range(position, position + 1, *geometry)
                 scales = (self.scores.scale_log2, self.scores.tanh_scale)
                 given = (mQ[position, None], mK, mV, mO[position, None], low, high, *scales, row_max, weight)
-                plain_rows.recompute_row(*given, exponent=self.exponent)
+                sink = None
+                if cutlass.const_expr(self.exponent is not None and self.mSinks is not None):
+                    sink = self.mSinks[head]
+                plain_rows.recompute_row(*given, exponent=self.exponent, sink=sink)
