@@ -120,6 +120,7 @@ def _relatives(direction: Direction, backend: str, problem: AttentionProblem, us
     kept: tuple[str, ...] = ("vector_bytes",)
     if (direction, backend) == ("fwd", "sm90"):
         table = {pair: [row.config for row in rows] for pair, rows in heuristics.FORWARD_SM90.items()}
+        table = {d: [config] for d, config in heuristics.FLOAT32_SM90.items()} if is_float32 else table
         kept = "pack_gqa", "two_level_sums", "rescale_threshold"
     elif (direction, backend) == ("fwd", "sm80"):
         few = heuristics_sm80.FORWARD_FEW_TILES

@@ -193,6 +193,17 @@ def test_packed_sequences(used):
         assert (target[starts[-1] :] == 0).all(), "rows of no sequence"
 
 
+def test_packed_sequences_that_fill_all_blocks():
+    """Of two sequences the second one has the last block of all."""
+    x, starts = randn(64 + 70, 1, 64), offsets((64, 70))
+    x[64:128] *= 1e3
+    made = split(x, None, None, starts, starts)
+    for target, scale in zip(*made, strict=True):
+        assert scale.shape == (2, 1, 4)
+        for start, end, block in ((0, 64, 0), (64, 128, 2), (128, 134, 3)):
+            check_block(x[start:end], target[start:end], scale[0, :, block])
+
+
 @pytest.mark.parametrize("checks_range", [False, True], ids=["k", "v"])
 def test_nan_and_inf_stay_where_they_are(checks_range):
     """The scale is that of the largest finite number. A sum of both parts is NaN or inf where the number is."""
