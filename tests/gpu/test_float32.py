@@ -345,3 +345,32 @@ def test_runs_give_the_same_bits(case):
     call = case.call()
     expected = plain_run(call)
     assert all(same_bits(plain_run(call), expected) for _ in range(50))
+
+
+@pytest.mark.parametrize("name", ["q", "k"])
+@pytest.mark.parametrize("factor", [1e4, 1e9, 1e20])
+@cases(case(130, 130, heads=(4, 2), head_dim=d, causal=True, **FLOAT32) for d in (64, 128))
+def test_a_row_far_above_its_neighbours(case, factor, name):
+    """Of q: other rows of its block. Of k, at the last key, hidden from all rows but the last: the rows before."""
+    call = case.call()
+    row = 100 if name == "q" else 129
+    call.tensors[name][:, row] *= factor
+    out, lse = call.run()
+    oracle, plain = call.expected(), call.expected(torch.float32)
+    others = [i for i in range(130) if i != row]
+    for row in (
+        compare("out", out[:, others], oracle.out[:, others], plain.out[:, others]),
+        compare_lse(lse[..., others], oracle.lse[..., others]),
+    ):
+        assert row.ok, row
+
+
+def test_scores_of_minus_infinity():
+    """A key of -inf counts for nothing, where the queries' own column is above 0."""
+    call = case(70, 90, heads=(2, 1), head_dim=64, **FLOAT32).call()
+    call.tensors["q"][..., 0] = call.tensors["q"][..., 0].abs() + 0.1
+    call.tensors["k"][:, 50, :, 0] = -INF
+    out, lse = call.run()
+    oracle, plain = call.expected(), call.expected(torch.float32)
+    assert compare("out", out, oracle.out, plain.out).ok
+    assert compare_lse(lse, oracle.lse).ok

@@ -17,7 +17,6 @@ from cutlass import Boolean, Float32, Int32
 from . import warp
 from .integers import ceil_div, minimum
 from .online_softmax import LN2
-from .ptx import power_below
 from .tile_scheduler import LANES
 
 VECTOR_BYTES = 16  # of a load
@@ -57,6 +56,16 @@ def has_nan(acc_o: cute.Tensor, is_row: Boolean) -> Boolean:
     """
     total = sum_of_products(acc_o, 0)
     return Boolean(cute.arch.vote_any_sync(is_row and total - total != 0.0))
+
+
+@cute.jit
+def has_nan_in_a_row(acc_o: cute.Tensor, is_row: list) -> Boolean:
+    """The same where one row may have it and another not: a thread looks at both of its rows."""
+    found = Boolean(False)
+    for r in cutlass.range_constexpr(2):
+        total = sum_of_products(acc_o, r)
+        found = found or (is_row[r] and total - total != 0.0)
+    return Boolean(cute.arch.vote_any_sync(found))
 
 
 @cute.jit
@@ -143,24 +152,13 @@ def recompute_row(
     row_max: Float32,
     weight: Float32,
     vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
-    exponent: cutlass.Constexpr = None,
-    sink: Float32 | None = None,
 ):
     """out = weight * sum over the keys [low, high) of exp2(scale_log2 * (score - row_max)) * v, by all lanes of a warp.
 
     A lane has a key of every 32 and all its score; for the sum over keys it has every 32nd column.
-
-    Args:
-        exponent: of `fp8.ScaledSoftmax`, whose row_max is in powers of two, with V's scales. Its scores are other sums
-            than these, so the row is divided by its own sum, to which `sink` belongs; weight only says how large.
     """
-    reference = row_max if row_max > -Float32.inf else Float32(0.0)
-    if cutlass.const_expr(exponent is None):
-        reference = reference * scale_log2
-    else:  # of exponents near 0, as they are after division by the sum, float32 has more bits
-        power, _ = power_below(weight)
-        reference = reference - (power + exponent)
-    acc, total = row_sums(out), Float32(0.0)
+    reference = (row_max if row_max > -Float32.inf else Float32(0.0)) * scale_log2
+    acc = row_sums(out)
     lost = Boolean(False)
     while low < high and not lost:
         score = dot(q, mK[minimum(low + cute.arch.lane_idx(), high - 1), None], vector_bytes)
@@ -168,13 +166,55 @@ def recompute_row(
             score = soft_cap(score, tanh_scale, q.element_type)
         p = cute.math.exp2(score * scale_log2 - reference, fastmath=True)
         add_rows(acc, p, mV, low, minimum(high - low, LANES))
-        if cutlass.const_expr(exponent is not None):
-            total += p if low + cute.arch.lane_idx() < high else Float32(0.0)
         lost = is_lost(acc)
         low += LANES
-    if cutlass.const_expr(exponent is not None):
-        total = cute.arch.warp_reduction_sum(total)
-        if cutlass.const_expr(sink is not None):
-            total += cute.math.exp2(sink * (1.0 / LN2) - reference, fastmath=True)
-        weight = cute.arch.rcp_approx(total) if total != 0.0 else Float32(0.0)
     write_row(out, acc, weight)
+
+
+@cute.jit
+def attend_row(
+    q: cute.Tensor,  # (head_dim,)
+    mK: cute.Tensor,  # (seqlen_k, head_dim)
+    mV: cute.Tensor,  # (seqlen_k, head_dim_v)
+    out: cute.Tensor,  # (head_dim_v,)
+    low: Int32,
+    high: Int32,
+    scale_log2: Float32,
+    tanh_scale: Float32 | None,
+    sink: Float32 | None,
+) -> Float32:
+    """Attention of a row over the keys [low, high), in two passes over them. Returns: lse, with out written."""
+    largest, start = -Float32.inf, low
+    while start < high:
+        largest = cute.arch.fmax(largest, lane_exponent(q, mK, start, high, scale_log2, tanh_scale))
+        start += LANES
+    reference = cute.arch.warp_reduction_max(largest)
+    is_empty = low >= high
+    reference = Float32(0.0) if is_empty or reference == -Float32.inf else reference
+    if cutlass.const_expr(sink is not None):
+        sink_log2 = sink * (1.0 / LN2)
+        reference = reference if is_empty else cute.arch.fmax(reference, sink_log2)
+    acc, total, start = row_sums(out), Float32(0.0), low
+    while start < high:
+        exponent = lane_exponent(q, mK, start, high, scale_log2, tanh_scale)
+        p = cute.math.exp2(exponent - reference, fastmath=True)
+        add_rows(acc, p, mV, start, minimum(high - start, LANES))
+        total += p
+        start += LANES
+    total = cute.arch.warp_reduction_sum(total)
+    if cutlass.const_expr(sink is not None):
+        total += Float32(0.0) if is_empty else cute.math.exp2(sink_log2 - reference, fastmath=True)
+    write_row(out, acc, Float32(0.0) if is_empty else cute.arch.rcp_approx(total))
+    return -Float32.inf if is_empty else (reference + cute.math.log2(total, fastmath=True)) * LN2
+
+
+@cute.jit
+def lane_exponent(
+    q: cute.Tensor, mK: cute.Tensor, start: Int32, high: Int32, scale_log2: Float32, tanh_scale: Float32 | None
+) -> Float32:
+    """scale_log2 * score of key start + lane, -inf from key `high` on."""
+    key = start + cute.arch.lane_idx()
+    score = dot(q, mK[minimum(key, high - 1), None])
+    if cutlass.const_expr(tanh_scale is not None):
+        score = soft_cap(score, tanh_scale, q.element_type)
+    return score * scale_log2 if key < high else -Float32.inf

@@ -29,7 +29,7 @@ from ..blocks.layouts import as_batch_of_one
 from ..blocks.ptx import bits, pack_pair, unpack_pair
 from ..blocks.tile_scheduler import LANES
 from ..config import head_dim_tile
-from ..fp8.block import BLOCK, largest_of_block, row_block
+from ..fp8.block import BLOCK, larger_magnitude, largest_of_block, row_block
 
 VECTOR = 4  # float32 of a load
 LARGEST_LOG2 = 14  # of the power of two below the largest magnitude of a block after scaling
@@ -49,8 +49,9 @@ def num_threads(columns: int) -> int:
 class SplitRows:
     """One compiled kernel: (head_dim, whether it is V) -> device code. A thread block has 64 rows of a head."""
 
-    def __init__(self, head_dim: int, checks_range: bool):
-        self.head_dim, self.checks_range = head_dim, checks_range
+    def __init__(self, head_dim: int, is_v: bool):
+        self.head_dim, self.is_v = head_dim, is_v
+        self.scales_log2 = V_SCALES_LOG2 if is_v else SCALES_LOG2
         self.columns = head_dim_tile(head_dim)
         self.num_threads = num_threads(self.columns)
         self.lanes = self.columns // VECTOR  # of a row
@@ -105,12 +106,10 @@ class SplitRows:
                 source = cute.flat_divide(x[entry, rows.start + row, head, None], (VECTOR,))
                 cute.autovec_copy(source[None, lane], values[None, i])
         largest, _ = largest_of_block(values, maxima, num_warps)
-        block_scale, inverse = power_of_two(largest, *(V_SCALES_LOG2 if self.checks_range else SCALES_LOG2))
+        block_scale, inverse = power_of_two(largest, *self.scales_log2)
         if thread == 0 and block < scale.shape[2]:
             scale[entry, head, block] = block_scale
-        if cutlass.const_expr(self.checks_range):
-            if self.is_too_wide(smem, values, largest):
-                values.fill(Float32.nan)
+        self.refuse(smem, values, largest)
 
         words = cute.make_rmem_tensor((2,), Int32)
         for i in cutlass.range_constexpr(self.passes):
@@ -130,45 +129,56 @@ class SplitRows:
                 cute.autovec_copy(words, vectors[None, self.lanes + lane])
 
     @cute.jit
-    def is_too_wide(self, smem: SmemAllocator, values: cute.Tensor, largest: Float32) -> Boolean:
-        """Whether a row or column of the block is not zero and 2^MAX_RANGE_LOG2 below its largest magnitude, or that of
-        the least scale; or the block is above what the greatest scale is for."""
+    def refuse(self, smem: SmemAllocator, values: cute.Tensor, largest: Float32):
+        """NaN in place of what two parts cannot hold beside the block's largest magnitude: of Q and K rows that are not
+        zero and 2^MAX_RANGE_LOG2 below it; of V the whole block, if a row or column is, or if the block is above what
+        the greatest scale is for. Also below are what is so far below the least scale's."""
         thread = cute.arch.thread_idx()[0]
         lane, first_row = thread % self.lanes, thread // self.lanes
         of_rows = smem.allocate_tensor(Float32, cute.make_layout((BLOCK, self.lanes), stride=(self.lanes + 1, 1)), 16)
-        of_columns = smem.allocate_tensor(
-            Float32, cute.make_ordered_layout((self.rows_at_once, self.columns), order=(1, 0)), 16
-        )
-        column_maxima = [Float32(0.0)] * VECTOR
         for i in cutlass.range_constexpr(self.passes):
-            row_maximum = Float32(0.0)
+            of_rows[first_row + i * self.rows_at_once, lane] = largest_magnitude([values[c, i] for c in range(VECTOR)])
+        if cutlass.const_expr(self.is_v):
+            of_columns = smem.allocate_tensor(
+                Float32, cute.make_ordered_layout((self.rows_at_once, self.columns), order=(1, 0)), 16
+            )
             for c in cutlass.range_constexpr(VECTOR):
-                magnitude = absolute(values[c, i])
-                row_maximum = cute.arch.fmax(row_maximum, magnitude)
-                column_maxima[c] = cute.arch.fmax(column_maxima[c], magnitude)
-            of_rows[first_row + i * self.rows_at_once, lane] = row_maximum
-        for c in cutlass.range_constexpr(VECTOR):
-            of_columns[first_row, lane * VECTOR + c] = column_maxima[c]
+                of_columns[first_row, lane * VECTOR + c] = largest_magnitude([values[c, i] for i in range(self.passes)])
         cute.arch.sync_threads()
-        least, above = (2.0 ** (scale_log2 + LARGEST_LOG2) for scale_log2 in V_SCALES_LOG2)
+        least, above = (2.0 ** (scale_log2 + LARGEST_LOG2) for scale_log2 in self.scales_log2)
         limit = cute.arch.fmax(largest, Float32(least)) * 2.0**-MAX_RANGE_LOG2
-        is_wide = largest >= 2.0 * above
-        if thread < BLOCK:
-            maximum_of_row = Float32(0.0)
-            for i in cutlass.range_constexpr(self.lanes):
-                maximum_of_row = cute.arch.fmax(maximum_of_row, of_rows[thread, i])
-            is_wide = is_wide or (maximum_of_row > 0.0 and maximum_of_row < limit)
-        for first in cutlass.range_constexpr(0, self.columns, self.num_threads):
-            if first + thread < self.columns:
-                maximum_of_column = Float32(0.0)
-                for i in cutlass.range_constexpr(self.rows_at_once):
-                    maximum_of_column = cute.arch.fmax(maximum_of_column, of_columns[i, first + thread])
-                is_wide = is_wide or (maximum_of_column > 0.0 and maximum_of_column < limit)
-        return any_of_block(is_wide)
+        for first in cutlass.range_constexpr(0, BLOCK, self.num_threads):
+            if first + thread < BLOCK:
+                of_row = largest_magnitude([of_rows[first + thread, i] for i in range(self.lanes)])
+                of_rows[first + thread, 0] = of_row
+        if cutlass.const_expr(self.is_v):
+            is_wide = largest >= 2.0 * above
+            for first in cutlass.range_constexpr(0, BLOCK, self.num_threads):
+                if first + thread < BLOCK:
+                    is_wide = is_wide or is_lost(of_rows[first + thread, 0], limit)
+            for first in cutlass.range_constexpr(0, self.columns, self.num_threads):
+                if first + thread < self.columns:
+                    of_column = largest_magnitude([of_columns[i, first + thread] for i in range(self.rows_at_once)])
+                    is_wide = is_wide or is_lost(of_column, limit)
+            if any_of_block(is_wide):
+                values.fill(Float32.nan)
+        else:
+            cute.arch.sync_threads()
+            for i in cutlass.range_constexpr(self.passes):
+                if is_lost(of_rows[first_row + i * self.rows_at_once, 0], limit):
+                    values[None, i].fill(Float32.nan)
 
 
-def absolute(x: Float32) -> Float32:
-    return cute.arch.inline_ptx("abs.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+def largest_magnitude(values: list) -> Float32:
+    largest = Float32(0.0)
+    for x in values:
+        largest = larger_magnitude(largest, x)
+    return largest
+
+
+@cute.jit
+def is_lost(magnitude: Float32, limit: Float32) -> Boolean:
+    return magnitude > 0.0 and magnitude < limit
 
 
 @cute.jit

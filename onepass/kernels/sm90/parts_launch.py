@@ -22,7 +22,7 @@ class Kernel(NamedTuple):
     """What the code of a kernel depends on."""
 
     head_dim: int
-    checks_range: bool = False  # V
+    is_v: bool = False  # V
     is_packed: bool = False
     has_seqused: bool = False
 
@@ -62,7 +62,7 @@ def split(
     )
 
 
-def _split(x: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None, checks_range: bool) -> tuple[Tensor, Tensor]:
+def _split(x: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None, is_v: bool) -> tuple[Tensor, Tensor]:
     seqlen, num_heads, head_dim = x.shape[-3:]
     is_packed = cu_seqlens is not None
     columns = 2 * head_dim_tile(head_dim)
@@ -71,7 +71,7 @@ def _split(x: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None, checks_
     batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     blocks = seqlen // BLOCK + batch if is_packed else ceil_div(seqlen, BLOCK)
     scale = x.new_empty(*x.shape[:-3], num_heads, blocks, dtype=torch.float32)
-    kernel_of(Kernel(head_dim, checks_range, is_packed, seqused is not None))(
+    kernel_of(Kernel(head_dim, is_v, is_packed, seqused is not None))(
         x,
         target,
         scale,
@@ -110,7 +110,7 @@ def trace(kernel: Kernel) -> tuple:
     from .parts import SplitRows
 
     batch = () if kernel.is_packed else (None,)
-    return SplitRows(kernel.head_dim, kernel.checks_range), (
+    return SplitRows(kernel.head_dim, kernel.is_v), (
         fake_tensor(Float32, *batch, None, None, kernel.head_dim, align_bytes=16),
         fake_tensor(Float16, *batch, None, None, 2 * head_dim_tile(kernel.head_dim), align_bytes=16),
         fake_tensor(Float32, *batch, None, None, align_bytes=4),

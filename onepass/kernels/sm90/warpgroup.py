@@ -118,7 +118,6 @@ class Warpgroup(Turns):
             self.softmax = fp8.ScaledSoftmax(scores, *of_exponentials, self.tile_n, p_dtype)
         else:
             self.softmax = OnlineSoftmax(scores.scale_log2, *of_exponentials)
-        self.exponent = self.softmax.exponent if kernel.is_scaled else None  # of P
         # of the tile whose last PV is still to come, while `softmax` is on the next one already
         self.done_max, self.done_sum = (cute.make_rmem_tensor((2,), Float32) for _ in range(2))
 
@@ -310,9 +309,13 @@ class Warpgroup(Turns):
             epilogue.store_pairs(self.o, weights, out_rows, is_row, self.lane_in_quad, VECTOR_BYTES)
         else:
             epilogue.store_rows(self.o, weights, out_rows, is_row, self.lane_in_quad)
-        if cutlass.const_expr(self.plain is not None):
-            if plain_rows.has_nan(self.o, is_row[0]):
+        if cutlass.const_expr(self.plain is not None and self.kernel.num_parts == 2):
+            if plain_rows.has_nan_in_a_row(self.o, is_row):
                 cute.arch.sync_warp()  # other lanes write the same rows again
+                self.attend_plainly(tile)
+        elif cutlass.const_expr(self.plain is not None):
+            if plain_rows.has_nan(self.o, is_row[0]):
+                cute.arch.sync_warp()
                 self.recompute(tile, weights)
 
     def finish(self, row_max, row_sum, sink) -> tuple:
@@ -338,8 +341,24 @@ class Warpgroup(Turns):
                 mQ, mO = (at_head(t, t, head, tile.place_q) for t in (plain.q, self.mO))
                 low, high = key_range(position, position + 1, *geometry)
                 scales = (self.scores.scale_log2, self.scores.tanh_scale)
-                given = (mQ[position, None], mK, mV, mO[position, None], low, high, *scales, row_max, weight)
+                plain_rows.recompute_row(
+                    mQ[position, None], mK, mV, mO[position, None], low, high, *scales, row_max, weight
+                )
+
+    @cute.jit
+    def attend_plainly(self, tile: Tile):
+        """Every row of this warp, and its lse, from q, k and v in float32: parts that cannot hold them are NaN."""
+        at_head, plain = self.kernel.at_head, self.plain
+        head_kv = tile.head // self.kernel.tile_heads_per_kvhead
+        mK, mV = (at_head(t, t, head_kv, tile.place_k) for t in (plain.k, plain.v))
+        first_row = cute.arch.make_warp_uniform(broadcast(self.row_in_tile, 0))  # see `recompute`
+        for i in cutlass.range(16, unroll=1):
+            position, head, is_row = self.row_of(tile, first_row + i)
+            if is_row:
+                mQ, mO, mLSE = (at_head(t, t, head, tile.place_q) for t in (plain.q, self.mO, self.mLSE))
                 sink = None
-                if cutlass.const_expr(self.exponent is not None and self.mSinks is not None):
+                if cutlass.const_expr(self.mSinks is not None):
                     sink = self.mSinks[head]
-                plain_rows.recompute_row(*given, exponent=self.exponent, sink=sink)
+                keys = key_range(position, position + 1, *tile.geometry)
+                lse = plain_rows.attend_row(mQ[position, None], mK, mV, mO[position, None], *keys, *self.scores, sink)
+                epilogue.store_lse(lse, mLSE[None, 0], position, is_row, cute.arch.lane_idx())
