@@ -145,12 +145,10 @@ FORWARD_FP8 = {
     128: (
         # 844, causal 669; without the FMA pipe 819, causal 652; 192 keys 847, causal 662
         Row(None, 4096, replace(FP8_QUEUE, exp2_fma_period=8)),
-        # at 8192 852; with the FMA pipe 825, 128 keys and 2 warpgroups 819
-        Row(True, 8192, replace(FP8_QUEUE, tile_n=96, num_warpgroups=3)),
         # at 8192 919; 96 keys and 3 warpgroups 899, without a queue 915
         Row(False, 8192, replace(FP8_QUEUE, exp2_fma_period=8)),
-        # 899; without the FMA pipe 891
-        Row(True, LONG, replace(FP8_QUEUE, tile_n=96, num_warpgroups=3, exp2_fma_period=8)),
+        # at 8192 and 16384 875 905; with the FMA pipe 847 895, 128 keys and 2 warpgroups with it 838 884
+        Row(True, LONG, replace(FP8_QUEUE, tile_n=96, num_warpgroups=3)),
         # 949; with the FMA pipe 927; 128 keys and 2 warpgroups 877
         Row(None, LONG, replace(FP8_QUEUE, tile_n=96, num_warpgroups=3)),
     ),
