@@ -4,11 +4,10 @@
 
 The scale is the power of two that puts the block's largest magnitude between 2^14 and 2^15, so that nothing is lost in
 dividing by it. Both parts together have 22 bits of every x down to 2^-17 of that largest one; below, the error is
-up to 2^-39 of it. To Q and K that is nothing as long as rows of a block differ by less than 2^16: what counts is a
-score's absolute error. Out may be small itself, if no large value reaches it. So a block of V whose rows or columns
-differ by more than 2^16 is filled with NaN, and the kernel computes the rows that come by it from the tensors
-themselves (see blocks/plain_rows.py). So is one whose scale would not be in V_SCALES_LOG2: the softmax divides its sums
-by V's scales, and keys of two blocks count in one sum only if these are not too far apart.
+up to 2^-39 of it. Where only small values count, out should be as exact. So rows of Q and K that are less than 2^-16 of
+their block's largest element become NaN, and so does a block of V in which a row or column is, or whose scale would not
+be in V_SCALES_LOG2: the softmax divides its sums by V's scales, and keys of two blocks count in one sum only if these are
+not too far apart. The kernel computes rows that come by a NaN from the tensors themselves (blocks/plain_rows.py).
 
 Three products of parts are those of the numbers but for about 2^-22 of them (see blocks/wgmma.py), at twice the speed
 of tf32, which has float16's 11 bits and would want V transposed.
