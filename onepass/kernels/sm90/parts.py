@@ -6,8 +6,8 @@ The scale is the power of two that puts the block's largest magnitude between 2^
 dividing by it. Both parts together have 22 bits of every x down to 2^-17 of that largest one; below, the error is
 up to 2^-39 of it. Where only small values count, out should be as exact. So rows of Q and K that are less than 2^-16 of
 their block's largest element become NaN, and so does a block of V in which a row or column is, or whose scale would not
-be in V_SCALES_LOG2: the softmax divides its sums by V's scales, and keys of two blocks count in one sum only if these are
-not too far apart. The kernel computes rows that come by a NaN from the tensors themselves (blocks/plain_rows.py).
+be in V_SCALES_LOG2: the softmax divides its sums by V's scales, and keys of two blocks count in one sum only if these
+are not too far apart. The kernel computes rows that come by a NaN from the tensors themselves (blocks/plain_rows.py).
 
 Three products of parts are those of the numbers but for about 2^-22 of them (see blocks/wgmma.py), at twice the speed
 of tf32, which has float16's 11 bits and would want V transposed.
