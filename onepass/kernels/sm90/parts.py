@@ -148,7 +148,9 @@ class SplitRows:
         limit = cute.arch.fmax(largest, Float32(least)) * 2.0**-MAX_RANGE_LOG2
         for first in cutlass.range_constexpr(0, BLOCK, self.num_threads):
             if first + thread < BLOCK:
-                of_row = largest_magnitude([of_rows[first + thread, i] for i in range(self.lanes)])
+                of_row = Float32(0.0)
+                for i in cutlass.range(self.lanes, unroll=8):  # not all at once: registers
+                    of_row = larger_magnitude(of_row, of_rows[first + thread, i])
                 of_rows[first + thread, 0] = of_row
         if cutlass.const_expr(self.is_v):
             is_wide = largest >= 2.0 * above
