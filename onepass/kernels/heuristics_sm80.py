@@ -14,6 +14,7 @@ from ..errors import UnsupportedError
 from ..problem import AttentionProblem
 from .blocks.integers import ceil_div
 from .config import (
+    HOPPER,
     ROWS_PER_MMA,
     SCALAR_ADDS,
     SMEM_BYTES_BY_ARCH,
@@ -126,14 +127,16 @@ BACKWARD = {
     64: BackwardConfigSm80(tile_m=64, tile_n=64, num_warps=4, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2),
     # not measured
     96: BackwardConfigSm80(tile_m=64, tile_n=128),
-    # at 8192 311, at 16384 316, causal 314; 8 warps along the keys in S^T, dK and dV 286 288 285 (219 249 272 at 512,
-    # 1024, 2048), 64 x 64 and 4 warps 307 313 277
-    128: BackwardConfigSm80(tile_m=64, tile_n=128, s_key_warps=4, dkv_key_warps=4),
+    # 219 249 272, causal 240 at 2048; 64 x 64 and 4 warps 226 255 277 (265 in another run), causal 233
+    128: BackwardConfigSm80(tile_m=64, tile_n=128),
     # not measured
     192: BackwardConfigSm80(tile_m=64, tile_n=64, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2),
     # at 2048 238, causal 221; 32 x 64 213, causal 200
     256: BackwardConfigSm80(tile_m=64, tile_n=64, s_key_warps=4, dkv_key_warps=4, dq_query_warps=4, dq_pieces=4),
 }
+# head_dim 128 on Hopper, where it was measured: at 8192 311, at 16384 316, causal 314; the row above 286 288 285. A fragment
+# is used twice as often, which is worth more than the 59 loads and stores of spilled registers (of sm_80 31) between GEMMs.
+BACKWARD_128_HOPPER = BackwardConfigSm80(tile_m=64, tile_n=128, s_key_warps=4, dkv_key_warps=4)
 # In 99 KB, and for what does not fit into the rows above. Not measured.
 BACKWARD_SMALL = {
     64: BackwardConfigSm80(tile_m=64, tile_n=64, num_warps=4, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2),
@@ -237,6 +240,8 @@ def backward_config_sm80(problem: AttentionProblem, arch: str) -> BackwardConfig
             config = replace(config, tile_n=64, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2)
         elif problem.is_packed or problem.has_seqused_k:
             config = replace(config, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2)
+        elif arch == HOPPER:
+            config = BACKWARD_128_HOPPER
     if widest == 256 and not is_small and (problem.softcap is not None or config.smem_bytes(problem) > smem_bytes):
         config = BACKWARD_MEDIUM
     # of 64 columns each, where head_dim is less than head_dim_v

@@ -50,7 +50,14 @@ def compiled(question, config):
     return machine_code.read(*launch.compile_request(question, config)[2:])
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_compiler) for name in QUESTIONS])
+# compiled by `make test`, too; the others by `make test-all`
+QUICK = ("64", "128 causal", "128 packed causal seqused", "256")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[*needs_compiler, *([] if name in QUICK else [pytest.mark.slow])]) for name in QUESTIONS],
+)
 def test_machine_code(name):
     question = QUESTIONS[name]
     config = heuristics.forward_config(question)
@@ -70,7 +77,7 @@ def test_machine_code(name):
     assert code.count("UTMALDG") >= 2 * (config.num_warpgroups + 2)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_compiler) for name in ("64 causal", "96", "128")])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_compiler) for name in ("64 causal", "128")])
 def test_three_products_for_one_of_16_bits(name):
     question = QUESTIONS[name]
     config = heuristics.forward_config(question)
