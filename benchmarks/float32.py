@@ -5,7 +5,7 @@
     python benchmarks/float32.py --variants "n64 lazy sums; n64 lazy sums queue"     # ... with these configurations
 
 Contenders: "onepass" as a call runs it, splitting of q, k and v into float16 parts included; "kernel" without that,
-from parts that are there; "sm80", three products of tf32 (which "onepass" is, too, above head_dim 128); "efficient".
+from parts that are there; "sm80", the Ampere kernels' three products of tf32; "efficient", torch's.
 FLOPs are counted once, though each product takes three. Grid, configurations and timing are those of hopper_forward.py.
 Writes JSON to --out.
 """
@@ -20,17 +20,19 @@ from typing import Any
 
 import common
 import torch
-from hopper_forward import configuration
+from ampere import by_math
+from hopper_forward import configuration, problem_of
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import onepass
 from onepass import dispatch
+from onepass.bench.cases import Case, make_inputs
 from onepass.kernels.config import ForwardConfig, value_blocks
 from onepass.kernels.sm90 import launch, parts_launch
 from onepass.outputs import empty_outputs
-from onepass.problem import AttentionInputs, AttentionProblem, Mask
+from onepass.problem import AttentionInputs
 
 DEVICE = "cuda"
 ERROR_CASES = [(d, causal, seqlen) for d in (64, 96, 128, 256) for causal in (False, True) for seqlen in (1000, 4096)]
@@ -49,8 +51,9 @@ def efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Ten
 def kernel_alone(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
     """From parts that were made before."""
     inputs = AttentionInputs(q, k, v)
-    parts = parts_launch.split(q, k, v, value_blocks(problem_of(inputs, causal)))
-    ready = launch.prepare(problem_of(inputs, causal), q.device)
+    problem = problem_of(inputs, causal=causal)
+    parts = parts_launch.split(q, k, v, value_blocks(problem))
+    ready = launch.prepare(problem, q.device)
     outputs = empty_outputs(ready.problem, inputs)  # type: ignore[attr-defined]
 
     def call() -> Tensor:
@@ -60,42 +63,30 @@ def kernel_alone(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], 
     return call
 
 
-def problem_of(inputs: AttentionInputs, causal: bool) -> AttentionProblem:
-    scale, mask = inputs.q.shape[-1] ** -0.5, Mask.from_options(causal, None)
-    return AttentionProblem.of(inputs, softmax_scale=scale, mask=mask, softcap=None, deterministic=False)
-
-
 def contenders(q: Tensor, k: Tensor, v: Tensor, causal: bool, configs: dict[str, ForwardConfig]) -> dict[str, Callable]:
     def public(**options: Any) -> Callable[[], Tensor]:
         return lambda: onepass.attention(q, k, v, causal=causal, **options)
 
     found: dict[str, Callable] = {"onepass": public(), "efficient": efficient(q, k, v, causal)}
-    if launch.unsupported(problem_of(AttentionInputs(q, k, v), causal)) is None:
+    if launch.unsupported(problem_of(AttentionInputs(q, k, v), causal=causal)) is None:
         found["sm80"] = public(backend="sm80")
         found["kernel"] = kernel_alone(q, k, v, causal)
         found |= {name: public(backend="sm90", tuning=config) for name, config in configs.items()}
     return found
 
 
-def by_math(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    scores = (q * q.shape[-1] ** -0.5) @ k.mT
-    if causal:
-        scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -torch.inf)
-    return (scores.softmax(-1) @ v).transpose(1, 2)
-
-
 def run_check(configs: dict[str, ForwardConfig], about: dict[str, Any]) -> bool:
     """Root mean square of the errors against float64, relative to that of out: at most that of torch's float32 math."""
-    torch.manual_seed(time.time_ns() % 2**31)
-    print("seed of the check:", torch.initial_seed())
+    seed = time.time_ns() % 2**31
+    print("seed of the check:", seed)
     about["rmse"], failed = [], 0
     for head_dim, causal, seqlen in ERROR_CASES:
-        q, k, v = (torch.randn(2, seqlen, 4, head_dim, device=DEVICE) for _ in range(3))
-        exact = by_math(q.double(), k.double(), v.double(), causal)
-        calls = {"math": lambda q=q, k=k, v=v, causal=causal: by_math(q, k, v, causal)}
-        calls |= contenders(q, k, v, causal, configs)
-        errors = {name: float((call() - exact).square().mean().sqrt()) for name, call in calls.items()}
+        case = Case.square(seqlen, 4, head_dim, batch=2, dtype="float32", causal=causal)
+        inputs = make_inputs(case, DEVICE, seed)
+        exact, plain = (by_math(case, inputs, dtype)["out"] for dtype in (torch.float64, torch.float32))
+        found = {"math": plain}
+        found |= {name: call() for name, call in contenders(*inputs[:3], causal, configs).items()}
+        errors = {name: float((out - exact).square().mean().sqrt()) for name, out in found.items()}
         errors = {name: error / float(exact.square().mean().sqrt()) for name, error in errors.items()}
         failed += not errors["onepass"] <= errors["math"]
         row = {"head_dim": head_dim, "causal": causal, "seqlen": seqlen}
@@ -113,7 +104,7 @@ def run_grid(args: argparse.Namespace, configs: dict[str, ForwardConfig], about:
         calls = contenders(q, k, v, cell.causal, configs)
         expected = calls["efficient"]()
         errors = {name: float((call() - expected).abs().max()) for name, call in calls.items()}
-        problem = problem_of(AttentionInputs(q, k, v), cell.causal)
+        problem = problem_of(AttentionInputs(q, k, v), causal=cell.causal)
         chosen = {"onepass": dispatch.forward_config(dispatch.choose(problem).backend, problem)}
         results.add(cell, common.time_in_turns(calls, args, seed=cell.seqlen), errors, chosen | configs, {})
         del q, k, v, calls, expected

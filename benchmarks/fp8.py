@@ -46,10 +46,9 @@ TABLE3_SEQLEN = table3.PAPER_SEQLEN
 # Under measurement, by (head_dim, causal): those of heuristics.FORWARD_FP8 at any length, and the next best.
 VARIANTS = {
     (64, False): "3wg n128 q2 t28; 3wg n128 q2 t28 queue; 3wg n128 q2 t28 fma8; 4wg n64 q2 t28; 4wg n64 q2 t28 queue",
-    (
-        64,
-        True,
-    ): "4wg n64 q2 t28; 3wg n128 q2 t28 queue; 3wg n128 q2 t28 fma8 queue; 4wg n64 q2 t28 queue; 3wg n128 q2 t28",
+    (64, True): (
+        "4wg n64 q2 t28; 3wg n128 q2 t28 queue; 3wg n128 q2 t28 fma8 queue; 4wg n64 q2 t28 queue; 3wg n128 q2 t28"
+    ),
     (128, False): "n128 q2 t28 fma8 queue; 3wg n96 q2 t28 queue; n192 q2 t28 fma8 queue; n128 q2 t28 fma8 pair",
     (128, True): "n128 q2 t28 fma8 queue; 3wg n96 q2 t28 fma8 queue; 3wg n96 q2 t28 queue; n192 q2 t28 fma8 queue",
     (256, False): "n128 q2 t28 pair; n128 q2 t28 queue; n128 q2 t28",

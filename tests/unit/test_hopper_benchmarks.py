@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onepass import tiled
+from onepass import reference, tiled
 from onepass.bench import ablation
 from onepass.bench.ablation import Kernel
 from onepass.bench.check import choose_samples, expected_rows
@@ -349,3 +349,25 @@ def test_ampere_where_it_cannot_be_measured(ampere, tmp_path, capsys, monkeypatc
     with pytest.raises(SystemExit):
         run(ampere, tmp_path)
     assert "backend sm80: expected tensors on cuda, got cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_check_of_float32(ampere, monkeypatch, wrong):
+    """It holds onepass to the errors of plain float32."""
+    monkeypatch.delitem(sys.modules, "float32", raising=False)
+    monkeypatch.delitem(sys.modules, "hopper_forward", raising=False)
+    float32 = importlib.import_module("float32")
+    monkeypatch.setattr(float32, "DEVICE", "cpu")
+    monkeypatch.setattr(float32, "ERROR_CASES", [(16, False, 24), (16, True, 40)])
+
+    def contenders(q, k, v, causal, configs):
+        out = reference.attention(q, k, v, causal=causal).out
+        return {"onepass": lambda: out.float() * (1 + 1e-4 * wrong)}
+
+    monkeypatch.setattr(float32, "contenders", contenders)
+    about = {}
+    assert float32.run_check({}, about) is not wrong
+    assert [row["seqlen"] for row in about["rmse"]] == [24, 40]
+    assert all(0 < row["math"] < 1e-6 for row in about["rmse"])
+    for name in ("float32", "hopper_forward"):
+        sys.modules.pop(name)

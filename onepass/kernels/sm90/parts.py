@@ -129,9 +129,9 @@ class SplitRows:
 
     @cute.jit
     def refuse(self, smem: SmemAllocator, values: cute.Tensor, largest: Float32):
-        """NaN in place of what two parts cannot hold beside the block's largest magnitude: of Q and K rows that are not
-        zero and 2^MAX_RANGE_LOG2 below it; of V the whole block, if a row or column is, or if the block is above what
-        the greatest scale is for. Also below are what is so far below the least scale's."""
+        """NaN in place of what two parts cannot hold: of Q and K rows that are not zero and 2^MAX_RANGE_LOG2 below the
+        block's largest magnitude, or that of the least scale; of V the whole block, if a row or column is, or if its
+        largest magnitude is above that of the greatest scale."""
         thread = cute.arch.thread_idx()[0]
         lane, first_row = thread % self.lanes, thread // self.lanes
         of_rows = smem.allocate_tensor(Float32, cute.make_layout((BLOCK, self.lanes), stride=(self.lanes + 1, 1)), 16)
@@ -146,21 +146,17 @@ class SplitRows:
         cute.arch.sync_threads()
         least, above = (2.0 ** (scale_log2 + LARGEST_LOG2) for scale_log2 in self.scales_log2)
         limit = cute.arch.fmax(largest, Float32(least)) * 2.0**-MAX_RANGE_LOG2
-        for first in cutlass.range_constexpr(0, BLOCK, self.num_threads):
-            if first + thread < BLOCK:
-                of_row = Float32(0.0)
-                for i in cutlass.range(self.lanes, unroll=8):  # not all at once: registers
-                    of_row = larger_magnitude(of_row, of_rows[first + thread, i])
-                of_rows[first + thread, 0] = of_row
+        # there are at least as many threads as rows, and as columns
+        of_row = Float32(0.0)
+        if thread < BLOCK:
+            for i in cutlass.range(self.lanes, unroll=8):  # not all at once: registers
+                of_row = larger_magnitude(of_row, of_rows[thread, i])
+            of_rows[thread, 0] = of_row
         if cutlass.const_expr(self.is_v):
-            is_wide = largest >= 2.0 * above
-            for first in cutlass.range_constexpr(0, BLOCK, self.num_threads):
-                if first + thread < BLOCK:
-                    is_wide = is_wide or is_lost(of_rows[first + thread, 0], limit)
-            for first in cutlass.range_constexpr(0, self.columns, self.num_threads):
-                if first + thread < self.columns:
-                    of_column = largest_magnitude([of_columns[i, first + thread] for i in range(self.rows_at_once)])
-                    is_wide = is_wide or is_lost(of_column, limit)
+            is_wide = largest >= 2.0 * above or is_lost(of_row, limit)
+            if thread < self.columns:
+                of_column = largest_magnitude([of_columns[i, thread] for i in range(self.rows_at_once)])
+                is_wide = is_wide or is_lost(of_column, limit)
             if any_of_block(is_wide):
                 values.fill(Float32.nan)
         else:
