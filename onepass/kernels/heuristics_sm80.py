@@ -134,9 +134,9 @@ BACKWARD = {
     # at 2048 238, causal 221; 32 x 64 213, causal 200
     256: BackwardConfigSm80(tile_m=64, tile_n=64, s_key_warps=4, dkv_key_warps=4, dq_query_warps=4, dq_pieces=4),
 }
-# head_dim 128 on Hopper, where it was measured: at 8192 311, at 16384 316, causal 314; the row above 286 288 285. A warp's
-# parts of 32 x 32 and 32 x 64 load less than those of 16 x 64 and 16 x 128. Faster in spite of 59 loads and stores of
-# spilled registers (31 of sm_80) between the GEMMs.
+# head_dim 128 on Hopper, where it was measured: at 8192 311, at 16384 316, causal 314; the row above 286 288 285.
+# A warp's parts of 32 x 32 and 32 x 64 load less than those of 16 x 64 and 16 x 128. Faster in spite of 59 loads
+# and stores of spilled registers (31 of sm_80) between the GEMMs.
 BACKWARD_128_HOPPER = BackwardConfigSm80(tile_m=64, tile_n=128, s_key_warps=4, dkv_key_warps=4)
 # In 99 KB, and for what does not fit into the rows above. Not measured.
 BACKWARD_SMALL = {
