@@ -9,8 +9,8 @@ A case is the batch (b), keys (k), heads of q and of the cache (h), head_dim (d)
 Contenders take turns: onepass over a dense cache ("onepass") and over pages of 16, 64 and 256 keys in random places,
 FlashAttention-3 ("fa3", where a package has flash_attn_with_kvcache; "fa3 prepared" with scheduler metadata from
 before, as an engine makes it once for all layers; "fa3 page 64" where it takes pages). Ratios are to the fastest.
-Variants are fields of `DecodeConfigSm80` (of `ForwardConfigSm80` where a case has more rows) and num_splits, several
-separated by ;.
+Variants are fields of `DecodeConfigSm80` (of `ForwardConfig` or `ForwardConfigSm80` where a case has more rows) and
+num_splits, several separated by ;. --backend sm80 measures the Ampere kernels alone.
 
 Times are of replayed CUDA graphs, so without the host's; --host prints that of a call. K and V come from memory: copies
 of a cache smaller than 4 times the L2 cache are read in turn, and where 64 do not reach that the L2 cache is flushed
@@ -31,12 +31,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import common
 import torch
 from torch import Tensor
 
+from onepass import dispatch
 from onepass.bench import decode as bench
 from onepass.bench.cases import Case, decode_case, get_case_set
 from onepass.bench.check import PEER_FACTOR
@@ -46,12 +48,14 @@ from onepass.bench.timing import measure_interleaved
 from onepass.decode_problem import DecodeInputs, DecodeProblem
 from onepass.errors import UnsupportedError
 from onepass.kernels import compile
-from onepass.kernels.config import ForwardConfigSm80
-from onepass.kernels.heuristics_decode import decode_config_sm80
-from onepass.kernels.sm80 import decode_launch, launch, merge_launch
+from onepass.kernels.arch import arch_of
+from onepass.kernels.config import LaunchConfig
+from onepass.kernels.decode_launch import DecodeLaunch, compile_requests
+from onepass.kernels.sm80 import decode_launch as sm80
+from onepass.kernels.sm90 import decode_launch as sm90
 from onepass.testing.budget import OUT_FACTOR, compare
 
-DEVICE, BACKEND = "cuda", "sm80"
+DEVICE = "cuda"
 CONTENDERS = "onepass,onepass page 16,onepass page 64,onepass page 256,fa3,fa3 prepared,fa3 page 64"
 QUICK = "b1k8192h32/8d128,b1k65536h32/8d128,b8k8192h32/8d128,b8k65536h32/8d128,b64k8192h64/8d128,b64k65536h16/1d128"
 
@@ -68,13 +72,12 @@ def parse_cases(text: str) -> list[Case]:
 
 
 @functools.cache  # what cannot be measured is said once
-def variant(case: Case, changes: str, is_paged: bool) -> tuple[ForwardConfigSm80, int | None] | None:
+def variant(case: Case, changes: str, is_paged: bool, backend: str | None) -> tuple[LaunchConfig, int | None] | None:
     """Configuration and splits of a variant; None where the case cannot take it."""
-    problem = problem_of(on_meta(case, is_paged)).attention
-    arch = launch.arch_of(torch.device(DEVICE))
+    problem = on_gpu(case, is_paged)
     fields = dict(re.fullmatch(r"(\w+)=(.+)", part).groups() for part in changes.split(","))
     num_splits = fields.pop("num_splits", None)
-    config = decode_config_sm80(problem, arch)
+    config = launches(problem, backend).config_of(problem, torch.device(DEVICE))
     if unknown := set(fields) - set(asdict(config)):
         print(f"{case.label}: {changes} not measured: {type(config).__name__} has no {', '.join(sorted(unknown))}")
         return None
@@ -83,7 +86,7 @@ def variant(case: Case, changes: str, is_paged: bool) -> tuple[ForwardConfigSm80
     values = {n: types[n](float(fields[n])) if value is None else value for n, value in values.items()}
     config = replace(config, **values)
     try:
-        config.check(problem, arch)
+        config.check(problem.attention, arch_of(torch.device(DEVICE)))
     except UnsupportedError as error:
         print(f"{case.label}: {changes} not measured: {error}")
         return None
@@ -100,17 +103,29 @@ def on_meta(case: Case, is_paged: bool) -> Step:
     return Step(q, k, v, torch.empty(case.batch, **ints), table)
 
 
-def prepared_variant(problem: DecodeProblem, config: ForwardConfigSm80, num_splits: int | None) -> decode_launch.Launch:
-    device = torch.device(DEVICE)
-    arch, num_sms = launch.arch_of(device), torch.cuda.get_device_properties(device).multi_processor_count
+def on_gpu(case: Case, is_paged: bool) -> DecodeProblem:
+    problem = problem_of(on_meta(case, is_paged))
+    return replace(problem, attention=replace(problem.attention, device_type="cuda"))
+
+
+def launches(problem: DecodeProblem, backend: str | None) -> ModuleType:
+    """Of the backend that runs this problem."""
+    return {"sm90": sm90, "sm80": sm80}[dispatch.require_decode(problem, backend)]
+
+
+def prepared(
+    problem: DecodeProblem, backend: str | None, config: LaunchConfig | None = None, num_splits: int | None = None
+) -> DecodeLaunch:
+    """Args: config: None as onepass chooses."""
+    module, device = launches(problem, backend), torch.device(DEVICE)
     problem = replace(problem, num_splits=num_splits)
-    return decode_launch.Launch(problem, config, arch, *decode_launch.splits_of(problem, config, arch, num_sms))
+    return module.launch_with(problem, config or module.config_of(problem, device), device)
 
 
-def variant_run(config: ForwardConfigSm80, num_splits: int | None, step: Step) -> Tensor:
+def variant_run(config: LaunchConfig, num_splits: int | None, backend: str | None, step: Step) -> Tensor:
     """A step with another configuration than onepass would choose."""
-    prepared = prepared_variant(problem_of(step), config, num_splits)
-    return prepared(DecodeInputs(step.q, step.k_cache, step.v_cache, step.cache_seqlens, step.page_table))[0]
+    launch = prepared(problem_of(step), backend, config, num_splits)
+    return launch(DecodeInputs(step.q, step.k_cache, step.v_cache, step.cache_seqlens, step.page_table))[0]
 
 
 def compile_one(job: tuple) -> float:
@@ -123,18 +138,12 @@ def compile_ahead(cases: Sequence[Case], args: argparse.Namespace) -> None:
     jobs = {}
     for case in cases:
         for is_paged in (False, True):
-            problem = problem_of(on_meta(case, is_paged))
-            problem = replace(problem, attention=replace(problem.attention, device_type="cuda"))
-            arch = launch.arch_of(torch.device(DEVICE))
-            chosen = [(decode_config_sm80(problem.attention, arch), None)]
-            chosen += filter(None, (variant(case, changes, is_paged) for changes in variants(args)))
-            for config, num_splits in chosen:
-                prepared = prepared_variant(problem, config, num_splits)
-                is_split, attention = prepared.is_split, problem.attention
-                for request in (
-                    decode_launch.compile_request(problem, config, arch, is_split),
-                    *((merge_launch.merge_request(attention, config, prepared.num_splits, arch),) if is_split else ()),
-                ):
+            step, problem = on_meta(case, is_paged), on_gpu(case, is_paged)
+            found = (variant(case, changes, is_paged, args.backend) for changes in variants(args))
+            for config, num_splits in [(None, None), *filter(None, found)]:
+                launch = prepared(problem, args.backend, config, num_splits)
+                inputs = DecodeInputs(step.q, step.k_cache, step.v_cache, step.cache_seqlens, step.page_table)
+                for _, request in compile_requests(problem, inputs, launch, launch.arch):
                     jobs[request[:3]] = request
     common.compile_all(list(jobs.values()), compile_one)
 
@@ -147,12 +156,12 @@ def variants(args: argparse.Namespace) -> list[str]:
 
 
 def contenders(case: Case, args: argparse.Namespace) -> dict[str, Decoder]:
-    found = {name: d for name, d in bench.onepass_decoders(BACKEND).items() if name in args.contenders}
+    found = {name: d for name, d in bench.onepass_decoders(args.backend).items() if name in args.contenders}
     for changes in variants(args):
         for name, size in ((changes, None), (f"{changes} page 64", 64))[: 2 if args.paged_variants else 1]:
-            chosen = variant(case, changes, size is not None)
+            chosen = variant(case, changes, size is not None, args.backend)
             if chosen is not None:
-                found[name] = Decoder(functools.partial(variant_run, *chosen), size)
+                found[name] = Decoder(functools.partial(variant_run, *chosen, args.backend), size)
     if args.has_fa3:
         for name, is_prepared, size in (("fa3", False, None), ("fa3 prepared", True, None), ("fa3 page 64", False, 64)):
             if name in args.contenders:
@@ -256,12 +265,13 @@ def measure(case: Case, args: argparse.Namespace, about: dict[str, Any]) -> dict
             "ms": [round(x, 5) for x in ms],
         }
     problem = problem_of(steps[0])
-    chosen = prepared_variant(problem, decode_config_sm80(problem.attention, about["arch"]), None)
+    chosen = prepared(problem, args.backend)
     return {
         "case": case.to_dict(),
         "label": case.label,
         "kv_bytes": kv_bytes(case),
         "copies": str(copies),
+        "backend": dispatch.require_decode(problem, args.backend),
         "num_splits": chosen.num_splits,
         "config": asdict(chosen.config),
         "contenders": rows,
@@ -273,7 +283,7 @@ def print_row(row: dict[str, Any]) -> None:
     """A line for the case, then one for each contender: microseconds, TB/s, share of a copy's, speed over FA3."""
     print(
         f"{row['label'].removesuffix(' bfloat16 causal')}: {row['kv_bytes'] / 1e9:.2f} GB in {row['copies']} copies, "
-        f"{row['num_splits']} splits"
+        f"{row['num_splits']} splits, {row['backend']}"
     )
     for name, entry in row["contenders"].items():
         ratio = "" if entry["speed_over_fa3"] is None else f"{entry['speed_over_fa3']:6.2f}x"
@@ -289,6 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=parse_cases, help="such as b8k8192h32/8d128,b1k65536h64/8d128q4")
     parser.add_argument("--max-gb", type=float, default=40.0, help="of K and V of a case")
     parser.add_argument("--variants", help='"name=value,name=value", several separated by ;')
+    parser.add_argument("--backend", choices=("sm80", "sm90"), help="None: as onepass chooses")
     parser.add_argument("--paged-variants", action="store_true", help="variants over pages of 64, too")
     parser.add_argument("--contenders", default=CONTENDERS)
     parser.add_argument("--seconds", type=float, default=0.04, help="of timing a contender")
@@ -304,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.has_fa3 = has_fa3()
     torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default one
     about = common.circumstances() | {
-        "arch": launch.arch_of(torch.device(DEVICE)),
+        "arch": arch_of(torch.device(DEVICE)),
         "l2_bytes": torch.cuda.get_device_properties(DEVICE).L2_cache_size,
         "copy_tb_per_s": round(bench.copy_bandwidth(DEVICE), 4),
     }

@@ -67,7 +67,7 @@ class DecodeProblem:
 
     Attributes:
         attention: the call as attention over all positions of the cache, of which `seqused_k` are filled.
-        is_paged: rows of the cache are found through a page table.
+        page_size: keys of a page, where rows of the cache are found through a page table; None: there is none.
         num_splits: parts that each sequence's keys are cut into; None: as a backend likes.
         split_size: keys of a part, from the first key on; None: parts of one sequence are of one length.
         rotary_interleaved: rotated pairs are neighbours (0, 1), (2, 3), ..; else (0, d / 2), (1, d / 2 + 1), ..
@@ -75,26 +75,39 @@ class DecodeProblem:
         has_descales: of an e4m3 cache: real values are the stored ones times a descale.
         kv_block: keys of a block (with pages, of a page) that has a descale of its own; None: the keys of a sequence
             share one.
+        has_aligned_rows: those of both caches begin at multiples of 16 bytes.
     """
 
     attention: AttentionProblem
-    is_paged: bool
+    page_size: int | None = None
     num_splits: int | None = None
     split_size: int | None = None
     rotary_interleaved: bool = False
     check_values: bool = False
     has_descales: bool = False
     kv_block: int | None = None
+    has_aligned_rows: bool = True
 
     @classmethod
     def of(cls, attention: AttentionProblem, inputs: DecodeInputs, **options: Any) -> DecodeProblem:
         """The problem that these tensors and options pose; they have been checked before."""
         return cls(
             attention,
-            is_paged=inputs.page_table is not None,
+            page_size=None if inputs.page_table is None else inputs.k_cache.shape[1],
             has_descales=inputs.k_descale is not None,
+            has_aligned_rows=_has_aligned_rows(inputs.k_cache) and _has_aligned_rows(inputs.v_cache),
             **options,
         )
+
+    @property
+    def is_paged(self) -> bool:
+        return self.page_size is not None
+
+
+def _has_aligned_rows(cache: Tensor) -> bool:
+    """By what the shape tells, not the address: a tensor that torch.compile traces has none."""
+    strides = (stride for size, stride in zip(cache.shape[:-1], cache.stride()[:-1], strict=True) if size != 1)
+    return all(n * cache.element_size() % 16 == 0 for n in (cache.storage_offset(), *strides))
 
 
 def refuse_lengths(first: int, last: int, capacity: int, seqlen_new: int) -> None:

@@ -130,7 +130,7 @@ def _device_refusal(name: str, problem: AttentionProblem) -> str | None:
     if name == "sm80":
         if capability < (8, 0):
             return f"expected a GPU of compute capability 8.0 or more, got {capability}"
-        from .kernels.sm80.launch import arch_of_capability
+        from .kernels.arch import arch_of_capability
 
         try:
             arch_of_capability(*capability)
@@ -169,7 +169,7 @@ def arch_of(name: str) -> str:
         from .kernels.sm90.launch import ARCH
 
         return ARCH
-    from .kernels.sm80.launch import arch_of
+    from .kernels.arch import arch_of
 
     return arch_of(torch.device("cuda"))
 
@@ -293,25 +293,29 @@ def backend_of_backward(name: str, problem: AttentionProblem) -> str:
 
 # ---------------------------------------------------------------- attention over a cache
 
-_DECODE = {"sm80": "onepass.kernels.sm80.decode_launch", "tiled": "onepass.tiled.decode"}
+# in the order in which they are asked
+_DECODE = {
+    "sm90": "onepass.kernels.sm90.decode_launch",
+    "sm80": "onepass.kernels.sm80.decode_launch",
+    "tiled": "onepass.tiled.decode",
+}
 
 
 def choose_decode(problem: DecodeProblem, requested: str | None = None) -> Support:
     """The backend that will run `attention_decode`, and why."""
     if requested is not None and requested not in _DECODE:
-        reason = "has no kernel for attention_decode; sm80 runs on the same GPUs"
-        if requested in _BACKENDS:
-            return Support(False, requested, f"backend {requested}: {reason}")
         expected = ", ".join(sorted(_DECODE))
         return Support(False, str(requested), f"backend: expected one of {expected} or None, got {requested!r}")
-    device_type, because = problem.attention.device_type, ""
+    device_type, refusals = problem.attention.device_type, ""
     if requested != "tiled":
-        refusal = _refusal("sm80", problem.attention) or _unsupported_decode(problem)
-        if refusal is None:
-            return Support(True, "sm80", f"{_BACKENDS['sm80'].kernels}")
-        if requested is not None:
-            return Support(False, requested, f"backend {requested}: {refusal}")
-        because = f" (sm80: {refusal})" if device_type == "cuda" else ""
+        for name in _WITH_KERNELS if requested is None else (requested,):
+            refusal = _refusal(name, problem.attention) or _unsupported_decode(name, problem, requested is not None)
+            if refusal is None:
+                return Support(True, name, f"{_BACKENDS[name].kernels}{refusals}")
+            if requested is not None:
+                return Support(False, name, f"backend {name}: {refusal}")
+            refusals += f"; {name}: {refusal}"
+    because = f" ({refusals[2:]})" if device_type == "cuda" and requested is None else ""
     return Support(True, "tiled", f"plain torch tiles run on any torch device, here {device_type}{because}")
 
 
@@ -324,8 +328,15 @@ def require_decode(problem: DecodeProblem, requested: str | None = None) -> str:
     return support.backend
 
 
-def _unsupported_decode(problem: DecodeProblem) -> str | None:
-    """Why the kernels of `attention_decode` do not compute the problem, whose attention they do; None if they do."""
+def _unsupported_decode(name: str, problem: DecodeProblem, is_named: bool) -> str | None:
+    """Why the kernels of `attention_decode` do not compute the problem, whose attention they do; None if they do.
+
+    Args: is_named: by the caller; else those that another backend has faster ones for refuse, too.
+    """
+    if name == "sm90":
+        from .kernels.sm90 import decode_launch
+
+        return decode_launch.unsupported(problem) or (None if is_named else decode_launch.slower(problem))
     if problem.attention.has_e4m3_cache:
         capability = torch.cuda.get_device_capability()
         if capability < (8, 9):
@@ -350,7 +361,7 @@ def has_merge_kernel() -> bool:
 
 def load_merge() -> Callable:
     """merge_partials(outs, lses) -> (out, lse) of the kernels."""
-    return importlib.import_module("onepass.kernels.sm80.merge_launch").merge_partials
+    return importlib.import_module("onepass.kernels.merge_launch").merge_partials
 
 
 def load_decode(name: str) -> Callable:

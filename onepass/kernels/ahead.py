@@ -86,11 +86,12 @@ def jobs_of(
 
 def jobs_of_decode(problem: DecodeProblem, inputs: DecodeInputs, requested: str | None) -> list[Job]:
     """The kernels of a call of `attention_decode`. Raises: UnsupportedError if it cannot run or not be compiled."""
-    if requested == "sm80" or problem.attention.device_type == "meta":
-        device_type = "cuda" if requested == "sm80" or torch.cuda.is_available() else "meta"
+    has_kernels = requested is not None and dispatch.has_kernels(requested)
+    if has_kernels or problem.attention.device_type == "meta":
+        device_type = "cuda" if has_kernels or torch.cuda.is_available() else "meta"
         problem = replace(problem, attention=replace(problem.attention, device_type=device_type))
-    if requested == "sm80" and not torch.cuda.is_available():
-        raise UnsupportedError("backend sm80: expected a GPU, whose architecture to compile for, got none")
+    if has_kernels and not torch.cuda.is_available():
+        raise UnsupportedError(f"backend {requested}: expected a GPU, whose size decides the splits, got none")
     name = dispatch.require_decode(problem, requested)
     requests = dispatch.decode_requests(name, problem, inputs)
     return [Job(name, problem, config, request) for config, request in requests]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..problem import AttentionProblem
+from .config import VECTOR_BYTES
 
 LOG2_E = math.log2(math.e)
 
@@ -73,3 +74,36 @@ def is_aligned(t: Tensor) -> bool:
     if (strides[0] | strides[1] | strides[-2]) % multiple == 0:
         return True
     return all(stride % multiple == 0 or size == 1 for size, stride in zip(t.shape[:-1], strides[:-1], strict=True))
+
+
+def with_rows(t: Tensor) -> Tensor:
+    """t itself if its last dimension is contiguous, else a contiguous copy."""
+    return t if t.stride(-1) == 1 else t.clone(memory_format=torch.contiguous_format)
+
+
+def vector_bytes(*tensors: Tensor) -> int:
+    """The widest copy that divides the tensors' addresses and strides and the length of their rows.
+
+    Of a tensor that `with_rows` copies, those of the copy.
+    """
+    if all(map(_is_16_byte_aligned, tensors)):
+        return 16
+    offsets = 0  # a number with the trailing zeros of all of them
+    for t in tensors:
+        offsets |= t.shape[-1] * t.element_size()
+        if t.stride(-1) != 1:
+            continue
+        offsets |= t.data_ptr()
+        for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True):
+            if size != 1:
+                offsets |= stride * t.element_size()
+    return next(n for n in VECTOR_BYTES if offsets % n == 0)
+
+
+def _is_16_byte_aligned(t: Tensor) -> bool:
+    """Without looking at sizes, so that the usual case takes no time: False says nothing."""
+    *strides, last = t.stride()
+    offsets = t.shape[-1]
+    for stride in strides:
+        offsets |= stride
+    return last == 1 and (t.data_ptr() | offsets * t.element_size()) % 16 == 0

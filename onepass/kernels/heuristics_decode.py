@@ -1,4 +1,4 @@
-"""Problem -> configuration of a split-KV forward on the Ampere kernels, and splits.
+"""Problem -> configuration of a split-KV forward on the Ampere and on the Hopper kernels, and splits.
 
 Guesses, with which docs/decoding.md's figures were measured; alternatives were not.
 
@@ -14,8 +14,17 @@ from dataclasses import replace
 from ..errors import UnsupportedError
 from ..problem import AttentionProblem
 from .blocks.integers import ceil_div
-from .blocks.splits import choose_num_splits, workspace_bytes
-from .config import ROWS_PER_MMA, SMEM_BYTES_BY_ARCH, VECTOR_BYTES, ForwardConfigSm80, head_dim_tile
+from .blocks.splits import SPLIT_UNIT, choose_num_splits, workspace_bytes
+from .config import (
+    ROWS_PER_MMA,
+    ROWS_PER_WARPGROUP,
+    SMEM_BYTES,
+    SMEM_BYTES_BY_ARCH,
+    VECTOR_BYTES,
+    ForwardConfig,
+    ForwardConfigSm80,
+    head_dim_tile,
+)
 from .config_decode import DecodeConfigSm80
 from .heuristics_sm80 import FORWARD_FLOAT32, LAZY
 
@@ -96,3 +105,45 @@ def num_splits_sm80(problem: AttentionProblem, config: ForwardConfigSm80, arch: 
     slots = num_sms * max(1, resident)
     per_split = workspace_bytes(1, rows, problem.head_dim_v)
     return choose_num_splits(num_tiles, problem.seqlen_k, slots, per_split, config.block_keys)
+
+
+# Hopper, by the wider head_dim tile: keys of a step
+DECODE_TILE_N = {64: 128, 96: 128, 128: 128, 192: 64, 256: 64}
+MAX_STAGES = 6
+
+
+def has_few_rows(problem: AttentionProblem, arch: str) -> bool:
+    """Whether the Ampere kernels have one for rows this few, which leaves only the memory to wait for."""
+    return isinstance(decode_config_sm80(problem, arch), DecodeConfigSm80)
+
+
+def decode_config_sm90(problem: AttentionProblem, split_size: int | None = None) -> ForwardConfig:
+    """The same on the Hopper kernel, in 16 bits."""
+    group = problem.qhead_per_kvhead
+    tile_n = DECODE_TILE_N[max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))]
+    if split_size is not None and split_size % tile_n:
+        tile_n = SPLIT_UNIT
+    # a tile of one head's queries alone would be part empty
+    pack_gqa = 1 < group <= ROWS_PER_WARPGROUP and problem.seqlen_q < 2 * ROWS_PER_WARPGROUP
+    positions = ROWS_PER_WARPGROUP // group if pack_gqa else ROWS_PER_WARPGROUP
+    config = ForwardConfig(
+        tile_n=tile_n,
+        num_warpgroups=min(2, ceil_div(max(1, problem.seqlen_q), positions)),
+        rescale_threshold=LAZY,
+        pack_gqa=pack_gqa,
+    )
+    # as much under way as there is room for
+    for num_stages in range(MAX_STAGES, 2, -1):
+        deeper = replace(config, num_stages=num_stages)
+        if deeper.smem_bytes(problem) <= SMEM_BYTES:
+            return deeper
+    return config
+
+
+def num_splits_sm90(problem: AttentionProblem, config: ForwardConfig, num_sms: int) -> int:
+    """A thread block of the persistent kernel has a multiprocessor for itself."""
+    heads = problem.num_heads_q // config.group(problem)
+    num_tiles = ceil_div(problem.seqlen_q, config.positions(problem)) * heads * problem.batch
+    rows = problem.batch * problem.seqlen_q * problem.num_heads_q
+    per_split = workspace_bytes(1, rows, problem.head_dim_v)
+    return choose_num_splits(num_tiles, problem.seqlen_k, num_sms, per_split, config.tile_n)

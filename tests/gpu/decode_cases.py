@@ -146,8 +146,40 @@ CASES = [
     ),
     DecodeCase((1000, 130), 2, (8, 1), (128, 128), options=_options(num_splits=1, has_sinks=True, softcap=5.0)),
 ]
+# More than 32 rows of a kv head, or 16 of wide heads: on Hopper the wgmma kernel
+MANY_ROWS = [
+    # each head dim over dense rows and over pages, in one part and in several; 64 rows are one warpgroup, more are two
+    *(
+        DecodeCase(FILLED, m, (8, 1), (d, d), page_size=n, options=_options(num_splits=s))
+        for d in (64, 128, 256)
+        for m, n, s in ((8, None, 1), (16, 16, 7), (16, None, 2))
+    ),
+    *(DecodeCase(FILLED, 16, (8, 1), (d, d), 64) for d in (32, 96, 192)),
+    # loads of 16, 64 and 128 keys of a page
+    *(DecodeCase(FILLED, 16, (8, 1), (128, 128), n, options=_options(num_splits=3)) for n in (48, 64, 128, 1024)),
+    *(DecodeCase((70000, 1, 33333), 16, (8, 1), (128, 128), n) for n in (None, 64)),
+    *(DecodeCase(FILLED, 16, (8, 1), (128, 128), options=_options(num_splits=n)) for n in (None, 64, 256)),
+    # groups that do not divide a tile, several tiles, groups too large to be packed, queries before the first key
+    *(
+        DecodeCase(FILLED, m, (h, 2), (128, 128), n)
+        for m, h, n in ((9, 10, 16), (5, 18, None), (16, 40, None), (50, 132, None), (100, 6, 16), (300, 2, 64))
+    ),
+    DecodeCase(FILLED, 40, (4, 2), (128, 64), 16),
+    DecodeCase(FILLED, 40, (4, 2), (72, 136), None, options=_options(num_splits=2)),
+    *(
+        DecodeCase((1000, 130), m, (8, 1), (128, 128), n, dtype=dtype, options=_options(num_splits=s, **options))
+        for s, n in ((1, None), (5, 16))
+        for m, dtype, options in (
+            (16, torch.float16, {"window": (100, 0), "has_sinks": True}),
+            (16, torch.float16, {"softcap": 5.0, "causal": False, "window": (300, 20)}),
+            (140, torch.bfloat16, {"causal": False, "has_sinks": True}),
+            (140, torch.bfloat16, {"window": (20, None), "causal": False}),
+        )
+    ),
+]
 NEW_KEYS = [
-    DecodeCase((100, 0, 63), 4, (8, 2), (128, 128), n, 4, rotary, options=_options(num_splits=2))
+    DecodeCase((100, 0, 63), 4, (h, 2), (128, 128), n, 4, rotary, options=_options(num_splits=2))
+    for h in (8, 20)
     for n in (None, 16)
     for rotary in (False, True)
 ]

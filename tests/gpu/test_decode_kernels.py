@@ -5,8 +5,8 @@ Oracle and plain results come from the tiled backend on the same device.
 
 import pytest
 import torch
-from decode_cases import CASES, NEW_KEYS, DecodeCase, randn
-from gpu_cases import IS_READY, NAN, ON_GPU
+from decode_cases import CASES, MANY_ROWS, NEW_KEYS, DecodeCase, randn
+from gpu_cases import BACKEND, IS_READY, NAN, ON_GPU
 
 import onepass
 from onepass import decode_ops
@@ -15,14 +15,34 @@ from onepass.testing.budget import compare, compare_lse
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_READY, reason="needs a GPU with the kernels")]
 
 
+needs_hopper_kernels = pytest.mark.skipif(BACKEND != "sm90", reason="a Hopper GPU and its kernels")
+
+
+def is_read_by_tma(dtype, head_dims, page_size):
+    return dtype.itemsize == 2 and all(d % 8 == 0 for d in head_dims) and (page_size or 16) % 16 == 0
+
+
 def by_tiles(arguments):
     return onepass.attention_decode(**(arguments | {"num_splits": None}), return_lse=True, backend="tiled")
 
 
+def expected_backend(arguments):
+    """The Ampere kernels; on Hopper its own where a kv head has more than a few rows, and TMA can read the cache."""
+    if BACKEND != "sm90":
+        return BACKEND
+    (_, rows, num_heads, d), (_, size, num_heads_kv, dv) = arguments["q"].shape, arguments["v_cache"].shape
+    group = num_heads // num_heads_kv
+    are_few = rows * (group if group <= 64 else 1) <= (32 if max(d, dv) <= 128 else 16)
+    is_read = is_read_by_tma(arguments["q"].dtype, (d, dv), size if "page_table" in arguments else None)
+    return "sm90" if is_read and not are_few else "sm80"
+
+
 def check(arguments):
-    assert onepass.supports(**arguments).backend == ("sm80" if ON_GPU else "tiled")
+    if "backend" not in arguments:
+        assert onepass.supports(**arguments).backend == expected_backend(arguments)
     before = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in arguments.items()}
     out, lse = onepass.attention_decode(**arguments, return_lse=True)
+    before.pop("backend", None)
     plain = by_tiles(before)
     for name in ("k_cache", "v_cache"):
         torch.testing.assert_close(arguments[name], before[name], rtol=0.01, atol=1e-6, equal_nan=True)
@@ -42,15 +62,28 @@ def test_values(case):
     check(case.arguments())
 
 
+@pytest.mark.parametrize("case", MANY_ROWS, ids=str)
+def test_many_rows(case):
+    check(case.arguments())
+
+
+@needs_hopper_kernels
+@pytest.mark.parametrize("case", [c for c in CASES if is_read_by_tma(c.dtype, c.head_dims, c.page_size)][::3], ids=str)
+def test_few_rows_on_the_hopper_kernel(case):
+    """Which onepass would not choose by itself."""
+    check(case.arguments() | {"backend": "sm90"})
+
+
 @pytest.mark.parametrize("case", NEW_KEYS, ids=str)
 def test_new_keys(case):
     check(case.arguments())
 
 
+@pytest.mark.parametrize("heads", [4, 16])
 @pytest.mark.parametrize("key", [0, 20, 40, 60, 100, 129])
-def test_nan_of_a_hidden_key_stays_hidden(key):
+def test_nan_of_a_hidden_key_stays_hidden(key, heads):
     """Of each warp, of the first and the last block, in one part and in two."""
-    case = DecodeCase((130,), 4, (4, 1), (128, 128), 16, options=(("window", (60, 0)),))
+    case = DecodeCase((130,), 4, (heads, 1), (128, 128), 16, options=(("window", (60, 0)),))
     arguments = case.arguments() | {"num_splits": 1 + key % 40 // 20}
     whole, _ = check(arguments)
     page, row = arguments["page_table"][0, key // 16], key % 16
@@ -62,11 +95,12 @@ def test_nan_of_a_hidden_key_stays_hidden(key):
     torch.testing.assert_close(out[:, ~sees], whole[:, ~sees], rtol=0.02, atol=0.01)
 
 
-@pytest.mark.parametrize("page_size", [None, 16])
-def test_equal_bits_in_any_batch(page_size):
+@pytest.mark.parametrize("heads", [(8, 2), (40, 2)])
+@pytest.mark.parametrize(("page_size", "split_size"), [(None, 256), (16, 256), (None, 192)])
+def test_equal_bits_in_any_batch(page_size, split_size, heads):
     filled = (5000, 64, 900, 1, 3333)
-    arguments = DecodeCase(filled, 2, head_dims=(128, 128), page_size=page_size).arguments()
-    options = {"split_size": 256, "return_lse": True}
+    arguments = DecodeCase(filled, 2, heads, (128, 128), page_size).arguments()
+    options = {"split_size": split_size, "return_lse": True}
     together = onepass.attention_decode(**arguments, **options)
     for b in range(len(filled)):
         shared = ("k_cache", "v_cache") if page_size else ()
@@ -75,8 +109,9 @@ def test_equal_bits_in_any_batch(page_size):
             assert torch.equal(one, many[b : b + 1])
 
 
-def test_equal_bits_run_to_run():
-    arguments = DecodeCase((5000, 64, 900, 1, 3333), 2, (16, 2), (128, 128), 16).arguments()
+@pytest.mark.parametrize("heads", [(16, 2), (40, 2)])
+def test_equal_bits_run_to_run(heads):
+    arguments = DecodeCase((5000, 64, 900, 1, 3333), 2, heads, (128, 128), 16).arguments()
     first = onepass.attention_decode(**arguments, return_lse=True)
     for _ in range(200 if ON_GPU else 2):
         for now, then in zip(onepass.attention_decode(**arguments, return_lse=True), first, strict=True):
@@ -84,8 +119,9 @@ def test_equal_bits_run_to_run():
 
 
 @pytest.mark.skipif(not ON_GPU, reason="graphs and synchronisation are a GPU's")
-def test_graph_of_a_growing_cache_without_synchronisation():
-    arguments = DecodeCase((100, 7), 1, head_dims=(128, 128), page_size=16, seqlen_new=1).arguments()
+@pytest.mark.parametrize("heads", [(8, 2), (80, 2)])
+def test_graph_of_a_growing_cache_without_synchronisation(heads):
+    arguments = DecodeCase((100, 7), 1, heads, (128, 128), 16, seqlen_new=1).arguments()
     onepass.attention_decode(**arguments, num_splits=3)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:

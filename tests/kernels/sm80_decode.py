@@ -10,11 +10,13 @@ import ptx_interpreter
 import torch
 
 from onepass.decode_problem import DecodeInputs, DecodeProblem
+from onepass.kernels import append_launch, cache_launch, merge_launch
 from onepass.kernels.blocks import tile_scheduler
 from onepass.kernels.blocks.integers import ceil_div
 from onepass.kernels.config import ForwardConfigSm80
+from onepass.kernels.decode_launch import SplitPlan
 from onepass.kernels.heuristics_decode import decode_config_sm80
-from onepass.kernels.sm80 import append_launch, cache_launch, decode_launch, launch, merge_launch
+from onepass.kernels.sm80 import decode_launch, launch
 from onepass.outputs import empty_outputs
 from onepass.problem import AttentionInputs
 
@@ -120,7 +122,7 @@ def forward(
     if is_split:
         out = torch.empty(num_splits, *out.shape, dtype=FLOAT32)
         lse = torch.empty(num_splits, *lse.shape)
-    state = decode_launch.Launch(problem, config, arch, num_splits, split_blocks, is_split)
+    state = decode_launch.Launch(problem, config, arch, SplitPlan(num_splits, split_blocks, is_split))
     arguments = state.other_arguments(inputs, None if is_split or inputs.sinks is None else inputs.sinks.float())
     sinks, _, _, filled, *scalars = arguments
     *scalars, k_descale, v_descale, kv_block = scalars
@@ -216,7 +218,7 @@ def decode(problem: DecodeProblem, inputs: DecodeInputs, num_sms: int = 4):
         inputs = inputs._replace(q=inputs.q if inputs.rotary_cos is None else q, k_cache=caches[0], v_cache=caches[1])
     arch = ARCH_E4M3 if attention.has_e4m3_cache else ARCH
     config = decode_config_sm80(attention, arch)
-    num_splits, split_blocks, is_split = decode_launch.splits_of(problem, config, arch, num_sms)
+    num_splits, split_blocks, is_split = decode_launch.split_plan(problem, config, arch, num_sms)
     out, lse = forward(problem, inputs, num_splits, split_blocks, is_split)
     if is_split:
         like = empty_outputs(attention, AttentionInputs(*inputs[:3]))

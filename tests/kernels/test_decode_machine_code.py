@@ -10,10 +10,11 @@ import torch
 from shipped import problem
 
 from onepass.decode_problem import DecodeProblem
+from onepass.kernels import append_launch, merge_launch
 from onepass.kernels.config import ForwardConfigSm80, head_dim_tile
 from onepass.kernels.config_decode import DecodeConfigSm80
 from onepass.kernels.heuristics_decode import decode_config_sm80
-from onepass.kernels.sm80 import append_launch, decode_launch, merge_launch
+from onepass.kernels.sm80 import decode_launch
 from onepass.kernels.sm80.launch import ARCHS
 
 pytestmark = [
@@ -28,7 +29,7 @@ def code_of(arch: str, is_paged: bool, is_split: bool = True, has_descales: bool
     heads = {"num_heads_q": 32, "num_heads_kv": 8}
     attention = replace(problem(64, 64), **(widths | heads | changes))
     kv_block = 16 if has_descales else None
-    asked = DecodeProblem(attention, is_paged, has_descales=has_descales, kv_block=kv_block)
+    asked = DecodeProblem(attention, 16 if is_paged else None, has_descales=has_descales, kv_block=kv_block)
     config = decode_config_sm80(asked.attention, arch)
     code = machine_code.read(arch, functools.partial(decode_launch.trace, asked, config, arch, is_split))
     # of the widest float32 heads the assembler keeps addresses in local memory
@@ -107,7 +108,7 @@ def test_e4m3_cache(arch, d, is_paged):
 def test_early_merge():
     """The forward lets the merge begin, the merge waits for its end; without the switch neither does."""
     for is_early in (False, True):
-        asked = DecodeProblem(replace(problem(128, 128), has_seqused_k=True, seqlen_q=1), False)
+        asked = DecodeProblem(replace(problem(128, 128), has_seqused_k=True, seqlen_q=1))
         config = replace(decode_config_sm80(asked.attention, "sm_90a"), early_merge=is_early)
         config.check(asked.attention, "sm_90a")
         forward = machine_code.read("sm_90a", functools.partial(decode_launch.trace, asked, config, "sm_90a", True))

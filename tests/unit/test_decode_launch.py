@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from onepass.decode_problem import DecodeInputs
 from onepass.decode_validation import check_decode
-from onepass.kernels import compile
-from onepass.kernels.sm80 import append_launch, decode_launch
+from onepass.kernels import append_launch, compile
+from onepass.kernels.sm80 import decode_launch
 
 INT32 = torch.int32
 OPTIONS = {

@@ -18,6 +18,12 @@ def partials_rows_first(t: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(t.iterator, cute.select(t.layout, [2, 4, 3, 1, 0]))
 
 
+def splits_as_batch(t: cute.Tensor) -> cute.Tensor:
+    """(splits, batch, ..) -> (splits * batch, ..), of a workspace in which they follow each other. No data moves."""
+    layout = cute.make_layout((t.shape[0] * t.shape[1], *t.shape[2:]), stride=t.stride[1:])
+    return cute.make_tensor(t.iterator, layout)
+
+
 def dims_first(t: cute.Tensor) -> cute.Tensor:
     """(batch, heads, dim, seqlen) -> (dim, seqlen, heads, batch): V transposed. No data moves."""
     return cute.make_tensor(t.iterator, cute.select(t.layout, [2, 3, 1, 0]))
@@ -39,6 +45,16 @@ def first_rows(tiles: cute.Layout, rows: int) -> cute.Layout:
     # rows of a tile are equally spaced: one mode of any length describes them
     spacing = cute.coalesce(cute.make_layout(tiles.shape[0], stride=tiles.stride[0])).stride
     return cute.make_layout((rows, *tiles.shape[1:]), stride=(spacing, *tiles.stride[1:]))
+
+
+def row_boxes(tiles: cute.Layout, rows: int) -> cute.Layout:
+    """Tiles (rows of all boxes, columns, count) of shared memory as boxes (rows, columns, box of a tile, count)."""
+    spacing = cute.coalesce(cute.make_layout(tiles.shape[0], stride=tiles.stride[0])).stride
+    num_boxes = cute.size(tiles, mode=[0]) // rows
+    (_, columns, count), (_, along_columns, along_count) = tiles.shape, tiles.stride
+    return cute.make_layout(
+        (rows, columns, num_boxes, count), stride=(spacing, along_columns, rows * spacing, along_count)
+    )
 
 
 def one_tile(tiles: cute.ComposedLayout, rows: int) -> cute.ComposedLayout:

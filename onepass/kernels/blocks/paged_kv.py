@@ -69,6 +69,40 @@ class PlacesAhead(Bundle):
         return warp.broadcast(self.found[0], number), warp.broadcast(self.found[1], number)
 
 
+class BoxPlaces(Bundle):
+    """Where the boxes of rows lie that TMA loads: a lane looks up one of a block of keys.
+
+    A block of V is loaded after the next block of K: its places are kept until then.
+
+    Args: box_rows: keys of a box; they divide a page. boxes: of a block, at most as many as a warp has lanes.
+    """
+
+    def __init__(self, pages: Pages, num_pages: Any, box_rows: int, boxes: int):
+        self.pages, self.num_pages, self.box_rows, self.boxes = pages, num_pages, box_rows, boxes
+        self.of_k, self.of_v = (cute.make_rmem_tensor((2,), Int32) for _ in range(2))  # page, box of the page
+        for places in (self.of_k, self.of_v):
+            places.fill(0)
+
+    @cute.jit
+    def look_up(self, entry: Any, block: Int32, seqlen_k: Int32):
+        """Those of a block of keys of a sequence; a box without keys as the last key's."""
+        self.keep()
+        lane = cute.arch.lane_idx() % self.boxes
+        key = maximum(minimum((block * self.boxes + lane) * self.box_rows, seqlen_k - 1), 0)
+        page, row = place_of_key(key, self.pages.table[entry, None], self.pages.page_size, self.num_pages)
+        self.of_k[0], self.of_k[1] = page, row // self.box_rows
+
+    @cute.jit
+    def keep(self):
+        """The block of K that was looked up is the next one of V."""
+        self.of_v[0], self.of_v[1] = self.of_k[0], self.of_k[1]
+
+    @staticmethod
+    def box(places: cute.Tensor, number: int) -> tuple[Any, Any]:
+        """Page and box in it of the number-th box of a block. All lanes must ask."""
+        return warp.broadcast(places[0], number), warp.broadcast(places[1], number)
+
+
 class KnownRows(PagedRows):
     """Rows in pages whose places are looked up ahead of their loads."""
 

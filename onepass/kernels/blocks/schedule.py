@@ -9,6 +9,7 @@ from cutlass import Int32
 
 from . import tile_scheduler
 from .packed_schedule import Lengths
+from .splits import Splits
 
 
 class Sequences(NamedTuple):
@@ -25,12 +26,18 @@ class Schedule(NamedTuple):
     """The persistent grid's order of tiles, see blocks/tile_scheduler.py.
 
     Of packed sequences the host knows the number of heads only; the kernel makes a PackedSchedule of it.
+
+    Attributes:
+        batch: entries; with splits, which are entries to the order, those of all splits together.
+        entries: FastDivmodDivisorV2 of those of one split.
     """
 
     num_tiles: Int32 | None
     num_m_blocks: Int32 | None
     batch: Int32 | None
     divisors: tile_scheduler.Divisors
+    splits: Splits | None = None
+    entries: cute.FastDivmodDivisorV2 | None = None
 
 
 def make_schedule(num_blocks: Int32 | None, num_heads: Int32, batch: Int32, heads_per_section: Int32) -> Schedule:

@@ -44,6 +44,14 @@ def blocks_of_split(tile: KeyBlocks, split: Any, num_splits: Any, split_blocks: 
     return KeyBlocks(first, clear_first, clear_last, last)
 
 
+def visited_blocks(split: KeyBlocks, hidden: Any) -> KeyBlocks:
+    """The blocks of a split for a kernel that visits at least one: where it has none a block behind the last key, in
+    which nothing is visible. Args: hidden: the number of that block."""
+    is_empty = split.first == split.last
+    first, clear_first, clear_last = (select(is_empty, hidden, n) for n in split[:3])
+    return KeyBlocks(first, clear_first, clear_last, select(is_empty, hidden + 1, split.last))
+
+
 def split_ranges(seqlen_k: int, num_splits: int, split_size: int | None) -> list[tuple[int, int]]:
     """The same for a backend that works on the host: the keys of each split that has any."""
     size = split_size or max(1, ceil_div(seqlen_k, num_splits))

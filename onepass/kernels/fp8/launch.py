@@ -13,9 +13,9 @@ from ... import fp8
 from ...outputs import empty_as
 from ...problem import V_KEYS, AttentionInputs
 from .. import compile
+from ..arch import arch_of
 from ..arguments import aligned, element_type, fake_tensor
 from ..blocks.integers import ceil_div
-from ..sm80.launch import arch_of
 
 BLOCK = 64
 MAX_HEAD_DIM = 256

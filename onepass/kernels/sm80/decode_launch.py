@@ -1,14 +1,9 @@
-"""`attention_decode` on the Ampere kernels: append and rotate, forward by splits, merge. The host reads no value.
-
-append.py                 only with new keys or rotary positions
-decode.py or forward.py   few rows or more; of one split writes out and lse, of more float32 partials to a workspace
-combine.py                merges them
-"""
+"""`attention_decode` on the Ampere kernels: decode.py for few rows, forward.py for more. What happens before and after:
+../decode_launch.py."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,18 +13,16 @@ from torch import Tensor
 
 from ...decode_problem import DecodeInputs, DecodeProblem
 from ...decode_validation import read_cache_lengths
-from ...outputs import empty_outputs
-from ...problem import AttentionInputs, AttentionProblem
-from .. import compile
-from ..arguments import element_type, fake_tensor, score_scales, strided_tensor, window_bounds
-from ..blocks.integers import ceil_div
+from ...problem import AttentionProblem
+from .. import compile, decode_launch
+from ..arch import arch_of
+from ..arguments import element_type, fake_tensor, score_scales, strided_tensor, vector_bytes, window_bounds, with_rows
+from ..cache_launch import KEYS_OF_A_DESCALE, as_pairs, descale_arguments
 from ..config import ForwardConfigSm80
 from ..config_decode import DecodeConfigSm80
+from ..decode_launch import DecodeLaunch, SplitPlan, page_table_of
 from ..heuristics_decode import decode_config_sm80, num_splits_sm80
-from .append_launch import append, needs_append, request_of_call
-from .cache_launch import KEYS_OF_A_DESCALE, as_pairs, descale_arguments
-from .launch import arch_of, grid, vector_bytes, with_rows
-from .merge_launch import merge_blocks, merge_request
+from .launch import grid
 
 
 def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
@@ -56,115 +49,62 @@ def unsupported(problem: DecodeProblem) -> str | None:
 @functools.lru_cache(maxsize=4096)
 def prepare(problem: DecodeProblem, device: torch.device) -> Callable[[DecodeInputs], tuple[Tensor, Tensor]]:
     """`decode` for calls of one problem on one device, but for values that are to be checked; holds no tensor."""
-    attention = problem.attention
-    if 0 in (attention.batch, attention.seqlen_q, attention.seqlen_k):
-        return functools.partial(_without_keys, problem)
-    arch = arch_of(device)
-    config = decode_config_sm80(attention, arch)
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return Launch(problem, config, arch, *splits_of(problem, config, arch, num_sms))
+    if decode_launch.has_no_rows_or_keys(problem):
+        return functools.partial(decode_launch.without_keys, problem)
+    return launch_with(problem, config_of(problem, device), device)
 
 
-def compile_requests(
-    problem: DecodeProblem, inputs: DecodeInputs, device: torch.device
-) -> list[tuple[ForwardConfigSm80 | None, tuple]]:
-    """The kernels of a call, in the order in which they run, each with its configuration, as the arguments of
-    `compile.get`. Tensors on the "meta" device count as aligned."""
-    arch = arch_of(device)
-    requests: list[tuple[ForwardConfigSm80 | None, tuple]] = []
-    if needs_append(inputs):
-        requests.append((None, request_of_call(problem, inputs, arch)))
-    launch = prepare(problem, device)
-    if isinstance(launch, Launch):
-        qkv = with_rows(inputs.q), as_pairs(inputs.k_cache), as_pairs(inputs.v_cache)
-        config = replace(launch.config, vector_bytes=vector_bytes(*qkv))
-        requests.append((config, compile_request(problem, config, arch, launch.is_split)))
-        if launch.is_split:
-            requests.append((None, launch.merge_request()))
-    return requests
+def config_of(problem: DecodeProblem, device: torch.device) -> ForwardConfigSm80:
+    return decode_config_sm80(problem.attention, arch_of(device))
 
 
-def _without_keys(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-    if needs_append(inputs):
-        append(problem, inputs, arch_of(inputs.q.device))
-    out, lse = empty_outputs(problem.attention, AttentionInputs(*inputs[:3]))
-    return out.zero_(), lse.fill_(-math.inf)
+def launch_with(problem: DecodeProblem, config: ForwardConfigSm80, device: torch.device) -> Launch:
+    arch, num_sms = arch_of(device), torch.cuda.get_device_properties(device).multi_processor_count
+    return Launch(problem, config, arch, split_plan(problem, config, arch, num_sms))
 
 
-# ---------------------------------------------------------------- forward
+def compile_requests(problem: DecodeProblem, inputs: DecodeInputs, device: torch.device) -> list[tuple[Any, tuple]]:
+    """See ../decode_launch.py."""
+    return decode_launch.compile_requests(problem, inputs, prepare(problem, device), arch_of(device))
 
 
-def splits_of(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, num_sms: int) -> tuple[int, int, bool]:
-    """num_splits, split_blocks (see blocks/splits.py), and whether there are partials to be merged."""
-    if problem.split_size is not None:
-        # always merged: how many there are must not matter
-        return ceil_div(problem.attention.seqlen_k, problem.split_size), problem.split_size // config.block_keys, True
-    num_splits = problem.num_splits or num_splits_sm80(problem.attention, config, arch, num_sms)
-    return num_splits, 0, num_splits > 1
+def split_plan(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, num_sms: int) -> SplitPlan:
+    choose = functools.partial(num_splits_sm80, problem.attention, config, arch, num_sms)
+    return SplitPlan.of(problem, config.block_keys, choose)
 
 
-class Launch:
-    """What every call of one problem passes to its kernels beside the tensors, and the kernels, once they are there.
+class Launch(DecodeLaunch):
+    """Whose kernel is picked by the alignment of the tensors."""
 
-    Args: num_splits, split_blocks, is_split: see `splits_of`.
-    """
+    config: ForwardConfigSm80
 
-    def __init__(
-        self,
-        problem: DecodeProblem,
-        config: ForwardConfigSm80,
-        arch: str,
-        num_splits: int,
-        split_blocks: int,
-        is_split: bool,
-    ):
-        self.problem, self.config, self.arch = problem, config, arch
-        self.num_splits, self.is_split = num_splits, is_split
+    def __init__(self, problem: DecodeProblem, config: ForwardConfigSm80, arch: str, plan: SplitPlan):
+        super().__init__(problem, config, arch, plan)
         attention = problem.attention
         self.scalars = *score_scales(attention), *window_bounds(attention), *grid(attention, config)
-        self.splits = (num_splits, split_blocks) if is_split else (None, None)
         self._forwards: dict[int, Callable] = {}  # by the bytes of a copy
-        self._merge: Callable | None = None
 
-    def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-        q, k_cache, v_cache = inputs.q, as_pairs(inputs.k_cache), as_pairs(inputs.v_cache)
-        out, lse = empty_outputs(self.problem.attention, AttentionInputs(*inputs[:3]))
-        if needs_append(inputs):
-            q = append(self.problem, inputs, self.arch)
-        q = with_rows(q)
-        sinks = None if inputs.sinks is None else inputs.sinks.float().contiguous()
-        if not self.is_split:
-            kernel = self.kernel(vector_bytes(q, k_cache, v_cache, out))
-            kernel(q, k_cache, v_cache, out, lse, *self.other_arguments(inputs, sinks))
-            return out, lse
-        partials = self.workspace(q)
-        kernel = self.kernel(vector_bytes(q, k_cache, v_cache))
-        kernel(q, k_cache, v_cache, *partials, *self.other_arguments(inputs, None))
-        if self._merge is None:
-            self._merge = compile.get(*self.merge_request())
-        self._merge(*partials, out, lse, sinks, merge_blocks(out, self.num_splits))
-        return out, lse
+    def attend(self, q: Tensor, inputs: DecodeInputs, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
+        q, k_cache, v_cache = with_rows(q), as_pairs(inputs.k_cache), as_pairs(inputs.v_cache)
+        # rows of the workspace are aligned as far as their length allows
+        kernel = self.kernel(vector_bytes(q, k_cache, v_cache, *(() if self.is_split else (out,))))
+        kernel(q, k_cache, v_cache, out, lse, *self.other_arguments(inputs, sinks))
 
     def kernel(self, aligned_to: int) -> Callable:
         """The forward for tensors that copies of so many bytes can read."""
         found = self._forwards.get(aligned_to)
         if found is None:
-            config = replace(self.config, vector_bytes=aligned_to)
-            found = compile.get(*compile_request(self.problem, config, self.arch, self.is_split))
+            found = compile.get(*self._request(aligned_to)[1])
             self._forwards[aligned_to] = found
         return found
 
-    def merge_request(self) -> tuple:
-        """The arguments of `compile.get` for the merge of the splits."""
-        return merge_request(self.problem.attention, self.config, self.num_splits, self.arch)
+    def forward_request(self, inputs: DecodeInputs) -> tuple[ForwardConfigSm80, tuple]:
+        qkv = with_rows(inputs.q), as_pairs(inputs.k_cache), as_pairs(inputs.v_cache)
+        return self._request(vector_bytes(*qkv))
 
-    def workspace(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """float32 out (splits, batch, seqlen_q, num_heads_q, head_dim_v) and lse (splits, batch, num_heads_q, seqlen_q)
-        of every split."""
-        p, n = self.problem.attention, self.num_splits
-        b, m, h, dv, dtype = p.batch, p.seqlen_q, p.num_heads_q, p.head_dim_v, torch.float32
-        out = q.new_empty_strided((n, b, m, h, dv), (b * m * h * dv, m * h * dv, h * dv, dv, 1), dtype=dtype)
-        return out, q.new_empty_strided((n, b, h, m), (b * h * m, h * m, m, 1), dtype=dtype)
+    def _request(self, aligned_to: int) -> tuple[ForwardConfigSm80, tuple]:
+        config = replace(self.config, vector_bytes=aligned_to)
+        return config, compile_request(self.problem, config, self.arch, self.is_split)
 
     def other_arguments(self, inputs: DecodeInputs, sinks: Tensor | None) -> tuple:
         """Those of `ForwardSm80.__call__` after lse."""
@@ -174,7 +114,7 @@ class Launch:
             None,
             inputs.cache_seqlens.contiguous(),
             *self.scalars,
-            None if inputs.page_table is None else with_rows(inputs.page_table),
+            page_table_of(inputs),
             inputs.seqlen_new,
             *self.splits,
             *descale_arguments(self.problem, inputs),

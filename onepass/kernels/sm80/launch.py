@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...errors import UnsupportedError
 from ...outputs import empty_outputs
 from ...problem import AttentionInputs, AttentionProblem
 from .. import compile, heuristics, tuned
-from ..arguments import element_type, fake_tensor, score_scales, window_bounds
+from ..arch import arch_of
+from ..arguments import element_type, fake_tensor, score_scales, vector_bytes, window_bounds, with_rows
 from ..blocks import tile_scheduler
 from ..blocks.integers import ceil_div
-from ..config import SMEM_BYTES_BY_ARCH, VECTOR_BYTES, ForwardConfigSm80
+from ..config import ForwardConfigSm80
 
 # What the tests compile the kernels for; they compile for the others of SMEM_BYTES_BY_ARCH, too.
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
@@ -34,21 +34,6 @@ def unsupported(problem: AttentionProblem) -> str | None:
     if problem.softcap is None and problem.softmax_scale <= 0:
         return f"softmax_scale: expected a number above 0, got {problem.softmax_scale}"
     return None
-
-
-def arch_of(device: torch.device) -> str:
-    """The name that kernels for this GPU are compiled for. Raises: UnsupportedError for one that is not known."""
-    return arch_of_capability(*torch.cuda.get_device_capability(device))
-
-
-def arch_of_capability(major: int, minor: int) -> str:
-    name = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
-    if name in SMEM_BYTES_BY_ARCH:
-        return name
-    if major == 8:  # what was compiled for the first of this generation runs on all of it
-        return "sm_80"
-    known = ", ".join(SMEM_BYTES_BY_ARCH)
-    raise UnsupportedError(f"compute capability: expected that of one of {known}, got {(major, minor)}")
 
 
 def forward(
@@ -150,39 +135,6 @@ class Launch:
 def kernel_of(problem: AttentionProblem, config: ForwardConfigSm80, arch: str, vector_bytes: int) -> Callable:
     """The compiled kernel for tensors that copies of so many bytes can read."""
     return compile.get(*compile_request(problem, replace(config, vector_bytes=vector_bytes), arch))
-
-
-def with_rows(t: Tensor) -> Tensor:
-    """t itself if its last dimension is contiguous, else a contiguous copy."""
-    return t if t.stride(-1) == 1 else t.clone(memory_format=torch.contiguous_format)
-
-
-def vector_bytes(*tensors: Tensor) -> int:
-    """The widest copy that divides the tensors' addresses and strides and the length of their rows.
-
-    Of a tensor that `with_rows` copies, those of the copy.
-    """
-    if all(map(_is_16_byte_aligned, tensors)):
-        return 16
-    offsets = 0  # a number with the trailing zeros of all of them
-    for t in tensors:
-        offsets |= t.shape[-1] * t.element_size()
-        if t.stride(-1) != 1:
-            continue
-        offsets |= t.data_ptr()
-        for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True):
-            if size != 1:
-                offsets |= stride * t.element_size()
-    return next(n for n in VECTOR_BYTES if offsets % n == 0)
-
-
-def _is_16_byte_aligned(t: Tensor) -> bool:
-    """Without looking at sizes, so that the usual case takes no time: False says nothing."""
-    *strides, last = t.stride()
-    offsets = t.shape[-1]
-    for stride in strides:
-        offsets |= stride
-    return last == 1 and (t.data_ptr() | offsets * t.element_size()) % 16 == 0
 
 
 def trace(problem: AttentionProblem, config: ForwardConfigSm80, arch: str) -> tuple:

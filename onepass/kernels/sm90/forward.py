@@ -37,7 +37,7 @@ from ...problem import AttentionProblem
 from ..blocks import tile_scheduler
 from ..blocks.block_range import blocks_of_part, key_blocks
 from ..blocks.fp8 import DescaleTensors
-from ..blocks.integers import minimum
+from ..blocks.integers import ceil_div, minimum
 from ..blocks.layouts import (
     as_batch_of_one,
     at_head,
@@ -48,15 +48,18 @@ from ..blocks.layouts import (
     rows_first,
     rows_first_of_lse,
     smem_tiles,
+    splits_as_batch,
 )
 from ..blocks.mask import Geometry
 from ..blocks.online_softmax import Scores
 from ..blocks.packed_schedule import Lengths, PackedSchedule, used_keys
+from ..blocks.paged_kv import Pages
 from ..blocks.plain_rows import PlainTensors
 from ..blocks.ptx import exit_if
 from ..blocks.schedule import Schedule, Sequences, make_schedule
+from ..blocks.splits import Splits, blocks_of_split, visited_blocks
 from ..blocks.tile_queue import TileQueue
-from ..config import REGISTERS, ROWS_PER_WARPGROUP, ForwardConfig, head_dim_tile
+from ..config import REGISTERS, REGISTERS_OF_PAGES, ROWS_PER_WARPGROUP, ForwardConfig, head_dim_tile
 from .consumer import Consumer
 from .producer import Producer
 from .warpgroup import WARPS, Pipes, Tile
@@ -67,10 +70,20 @@ PRODUCER_WARP, SCHEDULER_WARP = 0, 1
 class ForwardSm90:
     """One compiled forward: (static problem, config) -> device code. See the module's docstring for the picture."""
 
-    def __init__(self, problem: AttentionProblem, config: ForwardConfig, dtype: type[cutlass.Numeric]):
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        config: ForwardConfig,
+        dtype: type[cutlass.Numeric],
+        is_split: bool = False,
+        box_rows: int | None = None,
+    ):
+        """Args: is_split: out and lse are partials, of parts of the keys. box_rows: K and V lie in pages; so many rows
+        of one are loaded together."""
         config.check(problem)
         self.config = config
         self.dtype = dtype
+        self.is_split, self.is_paged, self.box_rows = is_split, box_rows is not None, box_rows
         # e4m3 GEMMs read both operands with the summed dimension contiguous: V comes and lies transposed
         self.is_fp8 = problem.quantization is not None
         # float32 comes as two float16 parts side by side, see parts.py
@@ -92,7 +105,8 @@ class ForwardSm90:
         self.has_mask = self.has_window != (False, False)
         # V may hold anything past the last key of a sequence
         self.has_rubbish = problem.is_packed or problem.has_seqused_k
-        self.producer_registers, self.consumer_registers = REGISTERS[config.num_warpgroups]
+        registers = REGISTERS_OF_PAGES if self.is_paged else REGISTERS
+        self.producer_registers, self.consumer_registers = registers[config.num_warpgroups]
 
     # ---------------------------------------------------------------- host
 
@@ -120,12 +134,18 @@ class ForwardSm90:
         counter: cute.Tensor | None,  # (1,) int32, zero: see blocks/tile_queue.py
         heads_per_section: Int32,
         num_ctas: Int32,
+        page_table: cute.Tensor | None,  # (batch, max_pages) int32; k, v: (num_pages, page_size, num_heads_kv, ..)
+        added_k: Int32 | None,  # keys more than seqused_k says
+        num_splits: Int32 | None,  # see blocks/splits.py; out and lse: (splits, ..) float32
+        split_blocks: Int32 | None,
         stream: cuda.CUstream,
     ):
         if cutlass.const_expr(self.is_packed):
             q, k, v, out, lse = (as_batch_of_one(t) for t in (q, k, v, out, lse))
             if cutlass.const_expr(float32 is not None):
                 float32 = tuple(as_batch_of_one(t) for t in float32)
+        if cutlass.const_expr(self.is_split):
+            out, lse = splits_as_batch(out), splits_as_batch(lse)
         tiled_mma_qk, tiled_mma_pv = self._make_tiled_mmas()
         sQ_layout = smem_tiles(
             ROWS_PER_WARPGROUP,
@@ -137,10 +157,13 @@ class ForwardSm90:
         v_box = (self.head_dim_v, self.part_n) if self.is_fp8 else (self.part_n, self.head_dim_v)
         sV_layout = smem_tiles(*v_box, self.num_parts * self.v_stages, self.dtype)
         v_rows = dims_first(v) if cutlass.const_expr(self.is_fp8) else rows_first(v)
+        k_box = (self.part_n, self.head_dim)
+        if cutlass.const_expr(self.is_paged):
+            k_box, v_box = (self.box_rows, self.head_dim), (self.box_rows, self.head_dim_v)
         tma = []
         for t, layout, rows, columns, num_receivers in (
             (self._rows_of_q(q), sQ_layout, self.q_rows, self.head_dim, 1),
-            (rows_first(k), sK_layout, self.part_n, self.head_dim, self.cluster_size),
+            (rows_first(k), sK_layout, *k_box, self.cluster_size),
             (v_rows, sV_layout, *v_box, self.cluster_size),
         ):
             load = cpasync.CopyBulkTensorTileG2SOp()
@@ -153,7 +176,12 @@ class ForwardSm90:
         _, _, num_heads, batch = mQ.shape
         seqlen_q = self._seqlen_q(mQ)
         num_m_blocks = None if self.is_packed else cute.ceil_div(seqlen_q, self.tile_m * self.cluster_size)
-        schedule = make_schedule(num_m_blocks, num_heads, batch, heads_per_section)
+        if cutlass.const_expr(self.is_split):
+            schedule = make_schedule(num_m_blocks, num_heads, batch * num_splits, heads_per_section)
+            splits = Splits(num_splits, split_blocks)
+            schedule = schedule._replace(splits=splits, entries=cute.FastDivmodDivisorV2(batch))
+        else:
+            schedule = make_schedule(num_m_blocks, num_heads, batch, heads_per_section)
         self.kernel(
             tma_q,
             mQ,
@@ -167,7 +195,8 @@ class ForwardSm90:
             if cutlass.const_expr(float32 is not None or (self.has_mask and not self.is_fp8))
             else None,
             sinks,
-            Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
+            Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, added_k),
+            Pages(page_table, cute.FastDivmodDivisorV2(mK.shape[0])) if self.is_paged else None,
             DescaleTensors(q_scale, k_scale, v_scale, cute.FastDivmodDivisorV2(q_block))
             if cutlass.const_expr(self.is_scaled)
             else None,
@@ -227,6 +256,7 @@ class ForwardSm90:
         plain: PlainTensors | None,  # with a mask, and of float32
         mSinks: cute.Tensor | None,
         lengths: Lengths,
+        pages: Pages | None,
         descales: DescaleTensors | None,  # of FP8 and parts
         scores: Scores,
         window_left: Int32 | None,
@@ -276,10 +306,11 @@ class ForwardSm90:
         else:
             cute.arch.sync_threads()
 
-        seqlens = Sequences(self._seqlen_q(mQ), mK.shape[0], window_left, window_right, lengths)
-        producer = Producer(self, tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sV, pipes)
+        seqlen_k = pages.capacity if self.is_paged else mK.shape[0]
+        seqlens = Sequences(self._seqlen_q(mQ), seqlen_k, window_left, window_right, lengths)
+        producer = Producer(self, tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sV, pipes, pages)
         tiled_mmas = (tiled_mma_qk, tiled_mma_pv)
-        of_consumer = (sQ, sK, sV, pipes, tiled_mmas, scores, mO, mLSE, mSinks, plain, descales)
+        of_consumer = (sQ, sK, sV, pipes, tiled_mmas, scores, mO, mLSE, mSinks, plain, descales, pages)
         if cutlass.const_expr(not self.config.warp_specialized):
             Consumer(self, *of_consumer, producer).two_stages(queue, schedule, seqlens)
         elif warp_id < WARPS:  # warpgroup 0
@@ -321,9 +352,11 @@ class ForwardSm90:
         number = minimum(number, schedule.num_tiles - 1)
         if cutlass.const_expr(self.is_packed):
             m_block, head, place_q, seqlen_q, place_k, seqlen_k, sequence = schedule.find(number)
+            split, place_out = None, place_q
         else:
             coord = tile_scheduler.tile_coord(number, schedule.divisors, schedule.num_m_blocks, schedule.batch)
-            m_block, head, place_q = coord
+            m_block, head, place_out = coord
+            split, place_q = divmod(place_out, schedule.entries) if self.is_split else (None, place_out)
             place_k, sequence = place_q, None
             seqlen_q, seqlen_k = seqlens.seqlen_q, used_keys(seqlens.lengths, place_k, seqlens.seqlen_k)
         geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
@@ -337,7 +370,11 @@ class ForwardSm90:
             m_start = minimum(m_block * self.tile_m, seqlen_q - 1)
             own = key_blocks(m_start, minimum(m_start + self.tile_m, seqlen_q), *geometry, self.tile_n)
             blocks, _ = blocks_of_part(blocks, own, 0)
-        return Tile(m_block, head, place_q, place_k, geometry, *blocks, sequence if self.is_scaled else None)
+        if cutlass.const_expr(self.is_split):
+            blocks = blocks_of_split(blocks, split, *schedule.splits)
+            blocks = visited_blocks(blocks, ceil_div(seqlen_k, self.tile_n))
+        sequence = sequence if self.is_scaled else None
+        return Tile(m_block, head, place_q, place_k, geometry, *blocks, sequence, place_out)
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place, along: int = 0) -> cute.Tensor:
         return at_head(t, m, head, place, self.is_packed, along)

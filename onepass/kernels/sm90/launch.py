@@ -77,6 +77,13 @@ def prepare(
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):  # packed rows of no sequence, or no keys
         return functools.partial(_without_keys, problem)
     config = config or tuned.refined(heuristics.forward_config(problem), "fwd", "sm90", problem, ARCH, device)
+    kernel = compile.get(*compile_request(problem, config))
+    grid = persistent_grid(problem, config, torch.cuda.get_device_properties(device).multi_processor_count)
+    return Launch(problem, kernel, *score_scales(problem), *window_bounds(problem), config.dynamic_tiles, *grid)
+
+
+def persistent_grid(problem: AttentionProblem, config: ForwardConfig, num_sms: int) -> tuple[int, int]:
+    """Heads of a section (see blocks/tile_scheduler.py), and thread blocks."""
     mask = problem.mask
     has_growing_tiles = mask.window_right is not None and mask.window_left is None
     # with pack_gqa the heads of a group are one head to the scheduler
@@ -86,7 +93,7 @@ def prepare(
     kv_bytes //= problem.qhead_per_kvhead // group
     count = tile_scheduler.max_packed_tiles if problem.is_packed else tile_scheduler.num_tiles
     tiles = count(problem.seqlen_q, positions, heads, problem.batch)
-    num_clusters = min(tiles, torch.cuda.get_device_properties(device).multi_processor_count // config.cluster_size)
+    num_clusters = min(tiles, num_sms // config.cluster_size)
     section = tile_scheduler.heads_per_section(
         heads * problem.batch,
         ceil_div(problem.seqlen_q, positions),
@@ -95,9 +102,7 @@ def prepare(
         has_growing_tiles and config.longest_first,
         config.dynamic_tiles,
     )
-    kernel = compile.get(*compile_request(problem, config))
-    num_ctas, is_dynamic = num_clusters * config.cluster_size, config.dynamic_tiles
-    return Launch(problem, kernel, *score_scales(problem), *window_bounds(problem), is_dynamic, section, num_ctas)
+    return section, num_clusters * config.cluster_size
 
 
 def compile_request(problem: AttentionProblem, config: ForwardConfig | None = None, arch: str = ARCH) -> tuple:
@@ -201,6 +206,7 @@ class Launch:
             tile_counter(inputs.q.get_device()) if self.is_dynamic else None,
             self.heads_per_section,
             self.num_ctas,
+            *(None,) * 4,  # no pages and splits
         )
 
 
@@ -249,8 +255,11 @@ def copied(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
     return [name for name, t in (("q", q), ("k", k), ("v", v)) if not is_tma_ready(t)]
 
 
-def trace(problem: AttentionProblem, config: ForwardConfig) -> tuple:
-    """The kernel of a static problem and stand-ins for its arguments, for `compile`."""
+def trace(problem: AttentionProblem, config: ForwardConfig, of_cache: tuple[bool, int | None] | None = None) -> tuple:
+    """The kernel of a static problem and stand-ins for its arguments, for `compile`.
+
+    Args: of_cache: of `attention_decode`, is_split and box_rows of `ForwardSm90`.
+    """
     from cutlass import Float16, Float32, Int32
     from cutlass.cute.runtime import make_fake_stream
 
@@ -264,6 +273,8 @@ def trace(problem: AttentionProblem, config: ForwardConfig) -> tuple:
         return value if is_given else None
 
     batch = () if problem.is_packed else (None,)
+    is_split, box_rows = of_cache or (False, None)
+    splits, out_dtype = ((None,), Float32) if is_split else ((), element_type(problem.out_dtype))
     head_dim, head_dim_v, is_fp8 = problem.head_dim, problem.head_dim_v, problem.quantization is not None
 
     # one for each: whose sizes one stand-in stands for would have to be equal
@@ -280,8 +291,8 @@ def trace(problem: AttentionProblem, config: ForwardConfig) -> tuple:
         tensor(dtype, *batch, None, head_dim_v, None, align_bytes=16)
         if is_fp8
         else tensor(dtype, *batch, None, None, head_dim_v, align_bytes=16),
-        tensor(element_type(problem.out_dtype), *batch, None, None, problem.head_dim_v, align_bytes=16),
-        tensor(Float32, *batch, None, None, align_bytes=4),
+        tensor(out_dtype, *splits, *batch, None, None, problem.head_dim_v, align_bytes=16),
+        tensor(Float32, *splits, *batch, None, None, align_bytes=4),
         optional(tensor(Float32, None, align_bytes=4), problem.has_sinks),
         optional(tensor(Int32, None, align_bytes=4), problem.is_packed),
         optional(tensor(Int32, None, align_bytes=4), problem.is_packed),
@@ -296,6 +307,9 @@ def trace(problem: AttentionProblem, config: ForwardConfig) -> tuple:
         optional(tensor(Int32, 1, align_bytes=4), config.dynamic_tiles),
         Int32(1),
         Int32(1),
+        optional(tensor(Int32, None, None, align_bytes=4), box_rows is not None),
+        optional(Int32(0), of_cache is not None),
+        *((Int32(1), Int32(0)) if is_split else (None, None)),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
-    return ForwardSm90(problem, config, dtype), arguments
+    return ForwardSm90(problem, config, dtype, is_split, box_rows), arguments

@@ -9,6 +9,8 @@ from cutlass.cute.nvgpu import cpasync
 
 from ...problem import V_KEYS
 from ..blocks.bundle import Bundle
+from ..blocks.layouts import row_boxes
+from ..blocks.paged_kv import BoxPlaces
 from ..blocks.tile_queue import DRAW_AHEAD
 
 
@@ -18,12 +20,18 @@ class Producer(Bundle):
     Every load waits until its buffer is empty, then fills it; the caller advances the state.
     """
 
-    def __init__(self, kernel, tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sV, pipes):
+    def __init__(self, kernel, tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sV, pipes, pages):
         self.kernel, self.pipes = kernel, pipes
         self.tma_q, self.tma_k, self.tma_v = tma_q, tma_k, tma_v
         self.mQ, self.mK, self.mV = mQ, mK, mV
         rows, clusters = kernel.part_n, kernel.cluster_size
         self.tQgQ, self.tQsQ = self._partition(tma_q, mQ, kernel.loaded_rows(sQ), kernel.q_rows, kernel.head_dim, 1)
+        if kernel.is_paged:
+            self.tKgK, self.tKsK = self._partition_pages(tma_k, mK, sK, kernel.head_dim)
+            self.tVgV, self.tVsV = self._partition_pages(tma_v, mV, sV, kernel.head_dim_v)
+            self.everyone = None
+            self.places = BoxPlaces(pages, mK.shape[3], kernel.box_rows, rows // kernel.box_rows)
+            return
         self.tKgK, self.tKsK = self._partition(tma_k, mK, sK, rows, kernel.head_dim, clusters)
         if kernel.is_fp8:  # V transposed: (head_dim_v, seqlen, ..)
             self.tVgV, self.tVsV = self._partition(tma_v, mV, sV, kernel.head_dim_v, rows, clusters, along=1)
@@ -47,6 +55,16 @@ class Producer(Bundle):
             sources.append(source)
         return sources, buffers
 
+    def _partition_pages(self, tma_atom, m, s, columns: int):
+        """Global (box bytes, box, head, page) and shared (box bytes, box, buffer). Args: m: (page_size, .., pages)."""
+        rows = self.kernel.box_rows
+        boxes = cute.make_tensor(s.iterator, row_boxes(s.layout, rows))
+        g = cute.local_tile(m, (rows, columns), (None, 0, None, None))
+        buffers, source = cpasync.tma_partition(
+            tma_atom, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(g, 0, 2)
+        )
+        return source, buffers
+
     @cute.jit
     def run(self, queue, schedule, seqlens):
         """One warp issues every load of all tiles, in the order in which consumers need them.
@@ -64,6 +82,7 @@ class Producer(Bundle):
             head_kv = self.head_kv(tile)
             n_block = tile.last - 1
             for part in cutlass.range_constexpr(parts - 1, -1, -1):
+                self.look_up(tile, n_block)
                 self.load_k(head_kv, tile.place_k, n_block * parts + part, k_state)
                 k_state.advance()
                 if cutlass.const_expr(part == parts - 1):
@@ -79,6 +98,7 @@ class Producer(Bundle):
                 if i == num_blocks - DRAW_AHEAD:
                     queue.want_next()
                 for part in cutlass.range_constexpr(parts - 1, -1, -1):
+                    self.look_up(tile, n_block - 1 - i)
                     self.load_k(head_kv, tile.place_k, (n_block - 1 - i) * parts + part, k_state)
                     k_state.advance()
                     self.load_v(head_kv, self.place_v(tile), (n_block - i) * parts + part, v_state)
@@ -86,6 +106,8 @@ class Producer(Bundle):
             v_block, v_head, v_place = tile.first, head_kv, self.place_v(tile)
             wave += 1
             number = queue.take(wave)
+        if cutlass.const_expr(self.kernel.is_paged):
+            self.places.keep()
         for part in cutlass.range_constexpr(parts - 1, -1, -1):
             self.load_v(v_head, v_place, v_block * parts + part, v_state)
             v_state.advance()
@@ -114,17 +136,42 @@ class Producer(Bundle):
             self._load(self.pipes.q, state, self.tma_q, [t[None, block] for t in sources], self.tQsQ, None)
 
     @cute.jit
+    def look_up(self, tile, block: Int32):
+        """Where K of this block lies, if in pages, before it is loaded."""
+        if cutlass.const_expr(self.kernel.is_paged):
+            self.places.look_up(tile.place_k, block, tile.geometry.seqlen_k)
+
+    @cute.jit
     def load_k(self, head_kv: Int32, place: Int32, block: Int32, state):
-        sources = self._at_head(self.tKgK, self.mK, head_kv, place)
-        self._load(self.pipes.k, state, self.tma_k, [t[None, block] for t in sources], self.tKsK, self.everyone)
+        if cutlass.const_expr(self.kernel.is_paged):
+            self._load_boxes(self.pipes.k, state, self.tma_k, self.tKgK, self.tKsK, head_kv, self.places.of_k)
+        else:
+            sources = self._at_head(self.tKgK, self.mK, head_kv, place)
+            self._load(self.pipes.k, state, self.tma_k, [t[None, block] for t in sources], self.tKsK, self.everyone)
 
     @cute.jit
     def load_v(self, head_kv: Int32, place: Int32, block: Int32, state):
-        sources = self._at_head(self.tVgV, self.mV, head_kv, place, 1 if self.kernel.is_fp8 else 0)
-        self._load(self.pipes.v, state, self.tma_v, [t[None, block] for t in sources], self.tVsV, self.everyone)
+        if cutlass.const_expr(self.kernel.is_paged):
+            self._load_boxes(self.pipes.v, state, self.tma_v, self.tVgV, self.tVsV, head_kv, self.places.of_v)
+        else:
+            sources = self._at_head(self.tVgV, self.mV, head_kv, place, 1 if self.kernel.is_fp8 else 0)
+            self._load(self.pipes.v, state, self.tma_v, [t[None, block] for t in sources], self.tVsV, self.everyone)
 
     def _at_head(self, sources: list, m: cute.Tensor, head, place, along: int = 0) -> list:
         return [self.kernel.at_head(source, m, head, place, along) for source in sources]
+
+    @cute.jit
+    def _load_boxes(self, pipe, state, tma_atom, source, buffers, head_kv: Int32, places):
+        """The boxes of a block, each from its page."""
+        pipe.producer_acquire(state)
+        for number in cutlass.range_constexpr(self.places.boxes):
+            page, box = self.places.box(places, number)
+            cute.copy(
+                tma_atom,
+                source[None, box, head_kv, page],
+                buffers[None, number, state.index],
+                tma_bar_ptr=pipe.producer_get_barrier(state),
+            )
 
     @cute.jit
     def _load(self, pipe, state, tma_atom, sources: list, buffers, receivers: cutlass.Constexpr):

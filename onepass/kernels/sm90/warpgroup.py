@@ -16,12 +16,13 @@ from cutlass.cute.nvgpu import warp
 from ..blocks import epilogue, fp8, mask, plain_rows, wgmma
 from ..blocks.block_range import KeyBlocks, key_range
 from ..blocks.clear_rows import clear_keys, clear_rows
-from ..blocks.integers import minimum, select
+from ..blocks.integers import maximum, minimum, select
 from ..blocks.layouts import as_operand_a, rows_and_columns, transposed
 from ..blocks.mask import Geometry
 from ..blocks.named_barrier import NamedBarrier
 from ..blocks.online_softmax import OnlineSoftmax, Scores, finish
 from ..blocks.pack_gqa import unpack_row
+from ..blocks.paged_kv import PagedRows
 from ..blocks.plain_rows import VECTOR_BYTES, soft_cap
 from ..blocks.ptx import pack, pack_parts
 from ..blocks.turns import Turns
@@ -45,6 +46,7 @@ class Tile(NamedTuple):
     clear_last: Int32
     last: Int32
     sequence: Int32 | None  # of packed sequences in FP8
+    place_out: Int32  # as place_q, of out and lse: of splits their own
 
     @property
     def blocks(self) -> KeyBlocks:
@@ -66,7 +68,21 @@ class Warpgroup(Turns):
     """64 query rows of each tile: S, P and O in registers, Q, K and V in shared memory."""
 
     def __init__(
-        self, kernel, sQ, sK, sV, pipes: Pipes, tiled_mmas, scores: Scores, mO, mLSE, mSinks, plain, descales, producer
+        self,
+        kernel,
+        sQ,
+        sK,
+        sV,
+        pipes: Pipes,
+        tiled_mmas,
+        scores: Scores,
+        mO,
+        mLSE,
+        mSinks,
+        plain,
+        descales,
+        pages,
+        producer,
     ):
         config = self.config = kernel.config
         self.kernel = kernel
@@ -84,7 +100,7 @@ class Warpgroup(Turns):
         self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.thread // 32 * 16 + self.thread % 32 // 4
         self.pipes, self.scores = pipes, scores
         self.mO, self.mLSE, self.mSinks, self.plain = mO, mLSE, mSinks, plain
-        self.descales = descales
+        self.descales, self.pages = descales, pages
 
         self.tiled_mma_qk, self.tiled_mma_pv = tiled_mmas
         thr_qk, thr_pv = (tiled_mma.get_slice(self.thread) for tiled_mma in tiled_mmas)
@@ -302,10 +318,10 @@ class Warpgroup(Turns):
                 sink = self.mSinks[head]
             weight, lse = self.finish(self.done_max[r], self.done_sum[r], sink)
             weights[r] = weight
-            mLSE = at_head(self.mLSE, self.mLSE, head, tile.place_q)[None, 0]
+            mLSE = at_head(self.mLSE, self.mLSE, head, tile.place_out)[None, 0]
             epilogue.store_lse(lse, mLSE, position, is_row[r], self.lane_in_quad)
-        out_rows = [at_head(self.mO, self.mO, head, tile.place_q)[position, None] for position, head, _ in rows]
-        if cutlass.const_expr(self.kernel.num_parts == 2):
+        out_rows = [at_head(self.mO, self.mO, head, tile.place_out)[position, None] for position, head, _ in rows]
+        if cutlass.const_expr(self.kernel.num_parts == 2 or self.kernel.is_split):
             epilogue.store_pairs(self.o, weights, out_rows, is_row, self.lane_in_quad, VECTOR_BYTES)
         else:
             epilogue.store_rows(self.o, weights, out_rows, is_row, self.lane_in_quad)
@@ -329,7 +345,10 @@ class Warpgroup(Turns):
         """Every row of this warp from its visible keys alone: V of a hidden key may have brought NaN (0 * NaN)."""
         at_head, plain, geometry = self.kernel.at_head, self.plain, tile.geometry
         head_kv = tile.head // self.kernel.tile_heads_per_kvhead
-        mK, mV = (at_head(t, t, head_kv, tile.place_k) for t in (plain.k, plain.v))
+        if cutlass.const_expr(self.kernel.is_paged):
+            mK, mV = (PagedRows(t[None, None, head_kv, None], self.pages, tile.place_k) for t in (plain.k, plain.v))
+        else:
+            mK, mV = (at_head(t, t, head_kv, tile.place_k) for t in (plain.k, plain.v))
         # known to be uniform: if a branch could split the warp, ptxas would give up uniform registers in the main loop
         first_row = cute.arch.make_warp_uniform(broadcast(self.row_in_tile, 0))
         for i in cutlass.range(16, unroll=1):
@@ -338,8 +357,11 @@ class Warpgroup(Turns):
             row_max = broadcast(self.done_max[0] if is_upper else self.done_max[1], lane)
             weight = broadcast(weights[0] if is_upper else weights[1], lane)
             if is_row:
-                mQ, mO = (at_head(t, t, head, tile.place_q) for t in (plain.q, self.mO))
+                mQ = at_head(plain.q, plain.q, head, tile.place_q)
+                mO = at_head(self.mO, self.mO, head, tile.place_out)
                 low, high = key_range(position, position + 1, *geometry)
+                if cutlass.const_expr(self.kernel.is_split):
+                    low, high = maximum(low, tile.first * self.tile_n), minimum(high, tile.last * self.tile_n)
                 scales = (self.scores.scale_log2, self.scores.tanh_scale)
                 plain_rows.recompute_row(
                     mQ[position, None], mK, mV, mO[position, None], low, high, *scales, row_max, weight

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...problem import AttentionProblem
-from .. import compile
-from ..arguments import element_type, fake_tensor
-from ..blocks.integers import ceil_div
-from ..config import VECTOR_BYTES, ForwardConfigSm80
-from ..config_decode import DecodeConfigSm80
-from .launch import arch_of, vector_bytes, with_rows
+from ..problem import AttentionProblem
+from . import compile
+from .arch import arch_of
+from .arguments import element_type, fake_tensor, vector_bytes, with_rows
+from .blocks.integers import ceil_div
+from .config import VECTOR_BYTES, LaunchConfig
+from .config_decode import DecodeConfigSm80
 
 ROWS = 2  # of a thread block, if a warp has one
 FEW_PARTS = 8  # a warp's; more are shared out to
@@ -63,7 +63,7 @@ def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def merge_request(attention: AttentionProblem, config: ForwardConfigSm80, num_splits: int, arch: str) -> tuple:
+def merge_request(attention: AttentionProblem, config: LaunchConfig, num_splits: int, arch: str) -> tuple:
     """The arguments of `compile.get` for the merge kernel of a forward by splits."""
     is_early = isinstance(config, DecodeConfigSm80) and config.early_merge
     dv, float32 = attention.head_dim_v, torch.float32
@@ -87,7 +87,7 @@ def trace_merge(key: MergeKey) -> tuple:
     from cutlass import Float32, Int32
     from cutlass.cute.runtime import make_fake_stream
 
-    from ..combine import WARPS, Merge
+    from .combine import WARPS, Merge
 
     assert WARPS == ROWS
     # out is new, so its rows are aligned as those of the partials are

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...decode_problem import DecodeInputs, DecodeProblem
-from ...errors import UnsupportedError
-from ..blocks.integers import ceil_div
+from ..decode_problem import DecodeInputs, DecodeProblem
+from ..errors import UnsupportedError
+from .blocks.integers import ceil_div
 
 KEYS_OF_A_DESCALE = (
     16  # what blocks and pages with descales of their own are multiples of, see blocks/cache_descales.py

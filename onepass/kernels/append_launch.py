@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...decode_problem import DecodeInputs, DecodeProblem
-from .. import compile
-from ..arguments import element_type, fake_tensor, strided_tensor
-from ..config import VECTOR_BYTES
+from ..decode_problem import DecodeInputs, DecodeProblem
+from . import compile
+from .arguments import element_type, fake_tensor, strided_tensor, vector_bytes, with_rows
 from .cache_launch import as_pairs, descale_arguments
-from .launch import vector_bytes, with_rows
+from .config import VECTOR_BYTES
 
 
 def needs_append(inputs: DecodeInputs) -> bool:
@@ -107,7 +106,7 @@ def trace_append(key: AppendKey) -> tuple:
     from cutlass import Float32, Int16, Int32
     from cutlass.cute.runtime import make_fake_stream
 
-    from ..append import Append
+    from .append import Append
 
     def rows(size: int, is_given: bool) -> Any:
         if not is_given:

@@ -1,0 +1,123 @@
+"""`attention_decode` on kernels: append and rotate, forward by splits, merge. The host reads no value.
+
+append.py                only with new keys or rotary positions
+a backend's forward      of one split writes out and lse, of more float32 partials to a workspace
+combine.py               merges them
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..decode_problem import DecodeInputs, DecodeProblem
+from ..outputs import empty_outputs
+from ..problem import AttentionInputs
+from . import compile
+from .append_launch import append, needs_append, request_of_call
+from .arch import arch_of
+from .arguments import with_rows
+from .blocks.integers import ceil_div
+from .config import LaunchConfig
+from .merge_launch import merge_blocks, merge_request
+
+
+class SplitPlan(NamedTuple):
+    """Attributes:
+    num_splits, split_blocks: see blocks/splits.py.
+    is_split: whether there are partials to be merged.
+    """
+
+    num_splits: int
+    split_blocks: int
+    is_split: bool
+
+    @classmethod
+    def of(cls, problem: DecodeProblem, block_keys: int, choose: Callable[[], int]) -> SplitPlan:
+        """Args: block_keys: keys of a block. choose: the number of splits, if the caller leaves it open."""
+        if problem.split_size is not None:
+            # always merged: how many there are must not matter
+            return cls(ceil_div(problem.attention.seqlen_k, problem.split_size), problem.split_size // block_keys, True)
+        num_splits = problem.num_splits or choose()
+        return cls(num_splits, 0, num_splits > 1)
+
+
+class DecodeLaunch(ABC):
+    """What every call of one problem passes to its kernels beside the tensors, and the kernels, once they are there."""
+
+    def __init__(self, problem: DecodeProblem, config: LaunchConfig, arch: str, plan: SplitPlan):
+        self.problem, self.config, self.arch = problem, config, arch
+        self.num_splits, self.is_split = plan.num_splits, plan.is_split
+        self.splits = plan[:2] if plan.is_split else (None, None)
+        self._merge: Callable | None = None
+
+    def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
+        out, lse = empty_outputs(self.problem.attention, AttentionInputs(*inputs[:3]))
+        q = append(self.problem, inputs, self.arch) if needs_append(inputs) else inputs.q
+        sinks = None if inputs.sinks is None else inputs.sinks.float().contiguous()
+        if not self.is_split:
+            self.attend(q, inputs, out, lse, sinks)
+            return out, lse
+        partials = self.workspace(q)
+        self.attend(q, inputs, *partials, None)
+        if self._merge is None:
+            self._merge = compile.get(*self.merge_request())
+        self._merge(*partials, out, lse, sinks, merge_blocks(out, self.num_splits))
+        return out, lse
+
+    @abstractmethod
+    def attend(self, q: Tensor, inputs: DecodeInputs, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
+        """The forward. Args: q: in place of inputs.q. out, lse: of the call, or partials. sinks: not with partials."""
+
+    @abstractmethod
+    def forward_request(self, inputs: DecodeInputs) -> tuple[LaunchConfig, tuple]:
+        """Its configuration for these tensors and its kernel, as the arguments of `compile.get`."""
+
+    def merge_request(self) -> tuple:
+        """The arguments of `compile.get` for the merge of the splits."""
+        return merge_request(self.problem.attention, self.config, self.num_splits, self.arch)
+
+    def workspace(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """float32 out (splits, batch, seqlen_q, num_heads_q, head_dim_v) and lse (splits, batch, num_heads_q, seqlen_q)
+        of every split."""
+        p, n = self.problem.attention, self.num_splits
+        b, m, h, dv, dtype = p.batch, p.seqlen_q, p.num_heads_q, p.head_dim_v, torch.float32
+        out = q.new_empty_strided((n, b, m, h, dv), (b * m * h * dv, m * h * dv, h * dv, dv, 1), dtype=dtype)
+        return out, q.new_empty_strided((n, b, h, m), (b * h * m, h * m, m, 1), dtype=dtype)
+
+
+def page_table_of(inputs: DecodeInputs) -> Tensor | None:
+    """As kernels read it."""
+    return None if inputs.page_table is None else with_rows(inputs.page_table)
+
+
+def has_no_rows_or_keys(problem: DecodeProblem) -> bool:
+    attention = problem.attention
+    return 0 in (attention.batch, attention.seqlen_q, attention.seqlen_k)
+
+
+def without_keys(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
+    if needs_append(inputs):
+        append(problem, inputs, arch_of(inputs.q.device))
+    out, lse = empty_outputs(problem.attention, AttentionInputs(*inputs[:3]))
+    return out.zero_(), lse.fill_(-math.inf)
+
+
+def compile_requests(
+    problem: DecodeProblem, inputs: DecodeInputs, launch: Callable, arch: str
+) -> list[tuple[LaunchConfig | None, tuple]]:
+    """The kernels of a call, in the order in which they run, each with its configuration, as the arguments of
+    `compile.get`. Tensors on the "meta" device count as aligned. Args: launch: what a backend has prepared for it."""
+    requests: list[tuple[LaunchConfig | None, tuple]] = []
+    if needs_append(inputs):
+        requests.append((None, request_of_call(problem, inputs, arch)))
+    if isinstance(launch, DecodeLaunch):
+        requests.append(launch.forward_request(inputs))
+        if launch.is_split:
+            requests.append((None, launch.merge_request()))
+    return requests

@@ -1,0 +1,138 @@
+"""`attention_decode` on the Hopper forward: for more rows than leave only the memory to wait for.
+
+What happens before and after: ../decode_launch.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...decode_problem import DecodeInputs, DecodeProblem
+from ...decode_validation import read_cache_lengths
+from ...errors import UnsupportedError
+from .. import compile, decode_launch
+from ..arguments import aligned, is_aligned, score_scales, window_bounds
+from ..config import ForwardConfig
+from ..decode_launch import DecodeLaunch, SplitPlan, page_table_of
+from ..heuristics_decode import decode_config_sm90, has_few_rows, num_splits_sm90
+from .launch import ARCH, persistent_grid, trace
+
+LEAST_BOX = 16  # keys of a page that are loaded together
+
+
+def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
+    """out and lse of a call, as `onepass.tiled.decode` gives them."""
+    if problem.check_values:
+        read_cache_lengths(inputs)
+    return prepare(problem, inputs.q.device)(inputs)
+
+
+def unsupported(problem: DecodeProblem) -> str | None:
+    """Why this kernel does not compute a problem whose attention the Hopper forward does; None if it does."""
+    attention = problem.attention
+    if attention.dtype.itemsize != 2 or attention.has_e4m3_cache:
+        return f"expected q and a cache in bfloat16 or float16, got {attention.dtype} and {attention.kv_dtype}"
+    if not problem.has_aligned_rows:
+        return "expected rows of the caches at multiples of 16 bytes (TMA)"
+    if problem.page_size is not None and problem.page_size % LEAST_BOX:
+        return f"expected a page size that is a multiple of {LEAST_BOX} keys, got {problem.page_size}"
+    return None
+
+
+def slower(problem: DecodeProblem) -> str | None:
+    """Why the Ampere kernels compute it in less time; None if they do not."""
+    if has_few_rows(problem.attention, ARCH):
+        return "rows so few are the faster on the kernel for few rows"
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def prepare(problem: DecodeProblem, device: torch.device) -> Callable[[DecodeInputs], tuple[Tensor, Tensor]]:
+    """`decode` for calls of one problem on one device, but for values that are to be checked; holds no tensor."""
+    if decode_launch.has_no_rows_or_keys(problem):
+        return functools.partial(decode_launch.without_keys, problem)
+    return launch_with(problem, config_of(problem, device), device)
+
+
+def config_of(problem: DecodeProblem, device: torch.device) -> ForwardConfig:
+    return decode_config_sm90(problem.attention, problem.split_size)
+
+
+def launch_with(problem: DecodeProblem, config: ForwardConfig, device: torch.device) -> Launch:
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return Launch(problem, config, split_plan(problem, config, num_sms), num_sms)
+
+
+def compile_requests(problem: DecodeProblem, inputs: DecodeInputs, device: torch.device) -> list[tuple[Any, tuple]]:
+    """See ../decode_launch.py."""
+    return decode_launch.compile_requests(problem, inputs, prepare(problem, device), ARCH)
+
+
+def split_plan(problem: DecodeProblem, config: ForwardConfig, num_sms: int) -> SplitPlan:
+    return SplitPlan.of(problem, config.tile_n, functools.partial(num_splits_sm90, problem.attention, config, num_sms))
+
+
+class Launch(DecodeLaunch):
+    """One kernel, whatever the tensors."""
+
+    config: ForwardConfig
+
+    def __init__(self, problem: DecodeProblem, config: ForwardConfig, plan: SplitPlan, num_sms: int):
+        super().__init__(problem, config, ARCH, plan)
+        attention = problem.attention
+        self.scalars = *score_scales(attention), *window_bounds(attention)
+        # to the order of tiles, parts are batch entries
+        entries = replace(attention, batch=attention.batch * plan.num_splits)
+        self.grid = persistent_grid(entries, config, num_sms)
+        self._forward: Callable | None = None
+
+    def attend(self, q: Tensor, inputs: DecodeInputs, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
+        for name, cache in (("k_cache", inputs.k_cache), ("v_cache", inputs.v_cache)):
+            if not is_aligned(cache):
+                raise UnsupportedError(
+                    f"{name}: backend sm90 expects rows at multiples of 16 bytes, got address {cache.data_ptr():#x}"
+                )
+        if self._forward is None:
+            self._forward = compile.get(*self.forward_request(inputs)[1])
+        self._forward(
+            aligned(q),
+            inputs.k_cache,
+            inputs.v_cache,
+            out,
+            lse,
+            sinks,
+            None,
+            None,
+            inputs.cache_seqlens.contiguous(),
+            *(None,) * 5,
+            *self.scalars,
+            None,
+            *self.grid,
+            page_table_of(inputs),
+            inputs.seqlen_new,
+            *self.splits,
+        )
+
+    def forward_request(self, inputs: DecodeInputs) -> tuple[ForwardConfig, tuple]:
+        return self.config, compile_request(self.problem, self.config, self.is_split)
+
+
+def box_rows(problem: DecodeProblem, config: ForwardConfig) -> int | None:
+    """Keys of a page that one TMA load brings; None without pages."""
+    return None if problem.page_size is None else math.gcd(problem.page_size, config.tile_n)
+
+
+def compile_request(problem: DecodeProblem, config: ForwardConfig, is_split: bool) -> tuple:
+    """The arguments of `compile.get` for the forward kernel of this problem."""
+    # sinks join when splits are merged
+    attention = replace(problem.attention, has_sinks=problem.attention.has_sinks and not is_split)
+    rows = box_rows(problem, config)
+    key = attention.static(), config, (("is_split", is_split), ("box_rows", rows))
+    return "decode", key, ARCH, functools.partial(trace, attention, config, of_cache=(is_split, rows))
