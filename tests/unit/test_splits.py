@@ -8,9 +8,16 @@ import torch
 
 from onepass.kernels import heuristics_decode
 from onepass.kernels.blocks import splits
-from onepass.kernels.blocks.block_range import key_blocks
+from onepass.kernels.blocks.block_range import blocks_of_part, key_blocks, key_range
 from onepass.kernels.blocks.pages import place_of_key
-from onepass.kernels.blocks.splits import blocks_of_split, choose_num_splits, split_ranges, workspace_bytes
+from onepass.kernels.blocks.splits import (
+    blocks_of_split,
+    blocks_within,
+    choose_num_splits,
+    split_ranges,
+    visited_blocks,
+    workspace_bytes,
+)
 from onepass.kernels.config_decode import DecodeConfigSm80
 from onepass.kernels.sm80.launch import ARCHS
 from onepass.problem import AttentionProblem, Mask
@@ -42,6 +49,58 @@ def test_splits_share_out_the_blocks_of_a_tile(num_splits, split_blocks):
             assert tile.clear_first > tile.first or part.clear_first == part.first  # no loop for a left edge
             if split_blocks and part.first < part.last:
                 assert s * split_blocks <= part.first < part.last <= (s + 1) * split_blocks
+
+
+@pytest.mark.parametrize("split_blocks", [0, 1, 3])
+@pytest.mark.parametrize("num_splits", [1, 2, 5, 16])
+def test_warpgroups_of_a_split_see_every_key_once(num_splits, split_blocks):
+    """As the Hopper consumer goes through the blocks of its own rows: at least one in each split, the masked ones of a
+    key range that `key_range` gives, and never past its tile's."""
+    if split_blocks:
+        num_splits = -(-12 // split_blocks)
+    for seqlen_k, window, seqlen_q in itertools.product(range(0, 42, 3), WINDOWS, (1, 5, 20)):
+        geometry = seqlen_q, seqlen_k, *window
+        for start in range(0, seqlen_q, 8):
+            tile = key_blocks(start, min(start + 8, seqlen_q), *geometry, TILE_N)
+            for m_start in (start, min(start + 4, seqlen_q - 1)):
+                m_end = min(m_start + 4, seqlen_q)
+                own = key_blocks(m_start, m_end, *geometry, TILE_N)
+                visits = []
+                for split in range(num_splits):
+                    of_tile = visited_blocks(
+                        blocks_of_split(tile, split, num_splits, split_blocks), -(-seqlen_k // TILE_N)
+                    )
+                    assert of_tile.first < of_tile.last
+                    within = blocks_within(own, of_tile)
+                    blocks, skipped = blocks_of_part(of_tile, within, 2)
+                    assert blocks.first < blocks.last == of_tile.last - skipped
+                    visits += seen_in(blocks, m_start, m_end, geometry)
+                expected = [
+                    (row, key) for row in range(m_start, m_end) for key in range(*key_range(row, row + 1, *geometry))
+                ]
+                assert sorted(visits) == expected
+
+
+def seen_in(blocks, m_start, m_end, geometry):
+    """(row, key) of all scores that are not masked, in the loops of `Consumer.two_stages`."""
+    n_block, visits = blocks.last - 1, []
+
+    def visit(n, is_masked):
+        for row in range(m_start, m_end):
+            low, high = key_range(row, row + 1, *geometry)
+            keys = range(n * TILE_N, (n + 1) * TILE_N)
+            visits.extend((row, key) for key in keys if not is_masked or low <= key < high)
+
+    visit(n_block, n_block >= blocks.clear_last or n_block < blocks.clear_first)
+    clear_last, clear_first = min(blocks.clear_last, n_block), min(blocks.clear_first, n_block)
+    visits_of = ((n_block - clear_last, True), (clear_last - clear_first, False), (clear_first - blocks.first, True))
+    for count, is_masked in visits_of:
+        assert count >= 0
+        for _ in range(count):
+            n_block -= 1
+            visit(n_block, is_masked)
+    assert n_block == blocks.first
+    return visits
 
 
 def test_balanced_splits_differ_by_one_share():

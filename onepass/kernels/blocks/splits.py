@@ -52,6 +52,16 @@ def visited_blocks(split: KeyBlocks, hidden: Any) -> KeyBlocks:
     return KeyBlocks(first, clear_first, clear_last, select(is_empty, hidden + 1, split.last))
 
 
+def blocks_within(part: KeyBlocks, tile: KeyBlocks) -> KeyBlocks:
+    """The blocks of some of a tile's rows, without regard to splits, among those of the tile's split, at least one.
+
+    Args: tile: `visited_blocks` of its split.
+    """
+    last = minimum(maximum(part.last, tile.first + 1), tile.last)
+    clear_first, clear_last = (minimum(maximum(n, tile.first), last) for n in (part.clear_first, part.clear_last))
+    return KeyBlocks(tile.first, clear_first, clear_last, last)
+
+
 def split_ranges(seqlen_k: int, num_splits: int, split_size: int | None) -> list[tuple[int, int]]:
     """The same for a backend that works on the host: the keys of each split that has any."""
     size = split_size or max(1, ceil_div(seqlen_k, num_splits))

@@ -26,6 +26,7 @@ from ..blocks.block_range import blocks_of_part, key_blocks
 from ..blocks.integers import minimum
 from ..blocks.layouts import rows_and_columns
 from ..blocks.ptx import order_after
+from ..blocks.splits import blocks_within
 from .producer import as_producer
 from .warpgroup import Tile, Warpgroup
 
@@ -200,6 +201,8 @@ class Consumer(Warpgroup):
             m_start = minimum(tile.m_block * self.tile_m + self.wg * rows, seqlen_q - 1)
             m_end = minimum(m_start + rows, seqlen_q)
             own = key_blocks(m_start, m_end, *tile.geometry, self.tile_n)
+            if cutlass.const_expr(self.kernel.is_split):
+                own = blocks_within(own, tile.blocks)
             blocks, skipped = blocks_of_part(tile.blocks, own, self.kernel.k_stages - 1)
             tile = tile.with_blocks(blocks)
         return tile, skipped
