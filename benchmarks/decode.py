@@ -2,6 +2,7 @@
 
     python benchmarks/decode.py                                          # check, then the grid beside FlashAttention-3
     python benchmarks/decode.py --quick                                  # six cases
+    python benchmarks/decode.py --rows                                   # 4 to 1024 queries a sequence
     python benchmarks/decode.py --no-check --cases b8k8192h32/8d128,b64k8192h32/8d128q4
     python benchmarks/decode.py --quick --variants "num_splits=8; key_warps=2,num_stages=4; num_stages=2,num_splits=16"
 
@@ -108,9 +109,12 @@ def on_gpu(case: Case, is_paged: bool) -> DecodeProblem:
     return replace(problem, attention=replace(problem.attention, device_type="cuda"))
 
 
+backend_of = dispatch.require_decode
+
+
 def launches(problem: DecodeProblem, backend: str | None) -> ModuleType:
     """Of the backend that runs this problem."""
-    return {"sm90": sm90, "sm80": sm80}[dispatch.require_decode(problem, backend)]
+    return {"sm90": sm90, "sm80": sm80}[backend_of(problem, backend)]
 
 
 def prepared(
@@ -271,7 +275,7 @@ def measure(case: Case, args: argparse.Namespace, about: dict[str, Any]) -> dict
         "label": case.label,
         "kv_bytes": kv_bytes(case),
         "copies": str(copies),
-        "backend": dispatch.require_decode(problem, args.backend),
+        "backend": backend_of(problem, args.backend),
         "num_splits": chosen.num_splits,
         "config": asdict(chosen.config),
         "contenders": rows,
@@ -296,6 +300,7 @@ def print_row(row: dict[str, Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="six cases")
+    parser.add_argument("--rows", action="store_true", help="several queries a sequence")
     parser.add_argument("--cases", type=parse_cases, help="such as b8k8192h32/8d128,b1k65536h64/8d128q4")
     parser.add_argument("--max-gb", type=float, default=40.0, help="of K and V of a case")
     parser.add_argument("--variants", help='"name=value,name=value", several separated by ;')
@@ -309,7 +314,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "."), "decode.json"))
     args = parser.parse_args(argv)
     args.contenders = [name.strip() for name in args.contenders.split(",")]
-    cases = args.cases or (parse_cases(QUICK) if args.quick else get_case_set("decode").cases)
+    of_set = parse_cases(QUICK) if args.quick else get_case_set("decode-rows" if args.rows else "decode").cases
+    cases = args.cases or of_set
     cases = [case for case in cases if kv_bytes(case) <= args.max_gb * 1e9]
 
     args.has_fa3 = has_fa3()

@@ -105,9 +105,14 @@ class DecodeProblem:
 
 
 def _has_aligned_rows(cache: Tensor) -> bool:
-    """By what the shape tells, not the address: a tensor that torch.compile traces has none."""
-    strides = (stride for size, stride in zip(cache.shape[:-1], cache.stride()[:-1], strict=True) if size != 1)
-    return all(n * cache.element_size() % 16 == 0 for n in (cache.storage_offset(), *strides))
+    """Of memory that begins at such a multiple, as torch's does; of a tensor that torch.compile traces by strides.
+
+    Where that turns out wrong, the backend that needs it refuses.
+    """
+    steps = [stride for size, stride in zip(cache.shape[:-1], cache.stride()[:-1], strict=True) if size != 1]
+    if not torch.compiler.is_compiling():
+        steps.append(cache.storage_offset())
+    return all(n * cache.element_size() % 16 == 0 for n in steps)
 
 
 def refuse_lengths(first: int, last: int, capacity: int, seqlen_new: int) -> None:

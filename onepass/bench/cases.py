@@ -185,6 +185,20 @@ def _decode(max_kv_bytes: int = 40 * 10**9) -> CaseSet:
     return CaseSet("decode", "a token for each sequence of a cache of up to 40 GB", fitting, measure="decode")
 
 
+# batch, keys, new tokens
+DECODE_ROWS = ((8, 8192, 4), (8, 8192, 16), (64, 8192, 16), (1, 65536, 16), (1, 65536, 128), (1, 65536, 1024))
+
+
+def _decode_rows() -> CaseSet:
+    cases = (
+        decode_case(batch, seqlen_k, *heads, seqlen_q)
+        for heads in DECODE_HEADS
+        for batch, seqlen_k, seqlen_q in DECODE_ROWS
+    )
+    about = "several tokens for each sequence of a cache: drafts to be checked, chunks of a prompt"
+    return CaseSet("decode-rows", about, tuple(cases), measure="decode")
+
+
 def _decode_cpu() -> CaseSet:
     cases = tuple(decode_case(b, n, 8, 2, 64, dtype="float32") for n in (1024, 16384) for b in (1, 8))
     return CaseSet("decode-cpu", "a token for each sequence of a cache, on a CPU", cases, measure="decode")
@@ -200,7 +214,8 @@ def _smoke() -> CaseSet:
     )
 
 
-CASE_SETS = {s.name: s for s in (_paper(), _cpu(), _window(), _memory(), _decode(), _decode_cpu(), _smoke())}
+_SETS = _paper(), _cpu(), _window(), _memory(), _decode(), _decode_rows(), _decode_cpu(), _smoke()
+CASE_SETS = {s.name: s for s in _SETS}
 
 
 def get_case_set(name: str) -> CaseSet:

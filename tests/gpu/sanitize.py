@@ -53,7 +53,7 @@ BACKWARD_CASES = {
     # more blocks of keys than the 132 multiprocessors
     "backward, many tiles": case(130, 260, heads=(70, 70), head_dim=128, causal=True),
 }
-# the Ampere kernels, which all of these run on
+# the Ampere kernels, which all of these run on, but for those of Hopper alone
 DECODE_CASES = {
     "decode, one part": DecodeCase((150, 0, 1), head_dims=(128, 128), options=(("num_splits", 1),)),
     "decode, pages, parts, window, sinks": DecodeCase(
@@ -64,6 +64,11 @@ DECODE_CASES = {
     "decode, 32 rows": DecodeCase((150, 9), 8, head_dims=(64, 96)),
     "decode, head_dim 256": DecodeCase((150, 9), 1, head_dims=(256, 256), page_size=16),
     "decode, head_dim 5 and 7": DecodeCase((50, 9), 1, head_dims=(5, 7), page_size=3),
+}
+HOPPER_DECODE_CASES = {
+    "decode, many rows": DecodeCase((150, 0, 1), 20, (8, 2), (128, 128), options=(("num_splits", 1),)),
+    "decode, many rows, pages, parts": DecodeCase((350, 9), 20, (8, 2), (64, 96), 16, options=(("num_splits", 3),)),
+    "decode, many rows, new keys": DecodeCase((200, 63), 20, (8, 2), (256, 256), 48, 20, options=(("num_splits", 2),)),
 }
 
 
@@ -94,10 +99,10 @@ def has_right_gradients(case: Case, deterministic: bool) -> bool:
     return not misses
 
 
-def decodes_right(case: DecodeCase) -> bool:
+def decodes_right(case: DecodeCase, backend: str = "sm80") -> bool:
     host = case.arguments("cpu")
     call = partial(onepass.attention_decode, return_lse=True)
-    out, lse = (t.cpu() for t in call(**on_device(host), backend="sm80" if ON_GPU else "tiled"))
+    out, lse = (t.cpu() for t in call(**on_device(host), backend=backend if ON_GPU else "tiled"))
     wide = {n: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in host.items()}
     for name in ("rotary_cos", "rotary_sin"):
         if name in wide:
@@ -126,6 +131,8 @@ def checks() -> Iterator[tuple[str, Callable[[], bool]]]:
     for name, decoding in DECODE_CASES.items():
         for dtype in (BF16, torch.float32):
             yield f"{name}, {dtype}", partial(decodes_right, replace(decoding, dtype=dtype))
+    for name, decoding in HOPPER_DECODE_CASES.items():
+        yield name, partial(decodes_right, decoding, "sm90")
 
 
 def main() -> int:

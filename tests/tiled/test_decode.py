@@ -351,9 +351,9 @@ REFUSED = {
     },
     "rotary_interleaved: expected a bool, got 1": {"rotary_interleaved": 1},
     "check_values: expected a bool, got None": {"check_values": None},
-    "backend: expected one of sm80, tiled or None, got 'fast'": {"backend": "fast"},
+    "backend: expected one of sm80, sm90, tiled or None, got 'fast'": {"backend": "fast"},
     "backend sm80: expected tensors on cuda, got cpu": {"backend": "sm80"},
-    "backend sm90: has no kernel for attention_decode": {"backend": "sm90"},
+    "backend sm90: expected tensors on cuda, got cpu": {"backend": "sm90"},
 }
 
 

@@ -18,7 +18,8 @@ from onepass.bench import decode as bench
 from onepass.bench.cases import decode_case, get_case_set
 from onepass.bench.flops import bytes_moved
 from onepass.cli.app import app
-from onepass.kernels.sm80 import decode_launch, launch
+from onepass.kernels.sm80 import decode_launch
+from onepass.kernels.sm90 import decode_launch as decode_launch_sm90
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -83,13 +84,20 @@ def script(monkeypatch):
         monkeypatch.delitem(sys.modules, name, raising=False)
     script = importlib.import_module("decode")
     properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=2**20)
+    decoders = bench.onepass_decoders
+
+    def backend_of(problem, requested):
+        is_wgmma = decode_launch_sm90.unsupported(problem) is None and decode_launch_sm90.slower(problem) is None
+        return "sm90" if is_wgmma else "sm80"
+
     for module, name, value in (
         (script, "DEVICE", "cpu"),
-        (script, "BACKEND", "tiled"),
-        (launch, "arch_of", lambda device: "sm_90a"),
+        (script, "arch_of", lambda device: "sm_90a"),
+        (script, "backend_of", backend_of),
+        (script.bench, "onepass_decoders", lambda backend: decoders("tiled")),
         (decode_launch, "arch_of", lambda device: "sm_90a"),
         (script.common, "circumstances", dict),
-        (script, "variant_run", lambda config, num_splits, step: bench.onepass_run("tiled")(step)),
+        (script, "variant_run", lambda *chosen: bench.onepass_run("tiled")(chosen[-1])),
         (bench, "MOST_COPIES", 2),
         (bench, "copy_bandwidth", lambda device: 0.01),
         (torch.cuda, "get_device_properties", lambda device: properties),
@@ -103,9 +111,11 @@ def script(monkeypatch):
     jobs = []
     monkeypatch.setattr(script.common, "compile_all", lambda requests, compile_one: jobs.extend(requests))
     script.jobs = jobs
-    decode_launch.prepare.cache_clear()
+    for module in (decode_launch, decode_launch_sm90):
+        module.prepare.cache_clear()
     yield script
-    decode_launch.prepare.cache_clear()
+    for module in (decode_launch, decode_launch_sm90):
+        module.prepare.cache_clear()
 
 
 class _Sampler:
@@ -137,6 +147,18 @@ def test_script(script, tmp_path, capsys):
         assert row["failed"] == {}
         assert {"onepass", "onepass page 16", "num_splits=8", "key_warps=2,num_stages=4"} <= set(row["contenders"])
     assert {request[0] for request in script.jobs} == {"decode_sm80", "merge_splits"}
+
+
+@pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="not a checkout")
+def test_script_of_many_rows(script, tmp_path, capsys):
+    path = tmp_path / "out.json"
+    arguments = ["--cases", "b1k1024h8/1d64q20", "--seconds", "0.0", "--no-check", "--out", str(path)]
+    assert script.main([*arguments, "--variants", "num_splits=3,tile_n=64; key_warps=2"]) == 0
+    assert "ForwardConfig has no key_warps" in capsys.readouterr().out
+    (row,) = json.loads(path.read_text())["rows"]
+    assert (row["backend"], row["config"]["num_warpgroups"]) == ("sm90", 2)
+    assert "num_splits=3,tile_n=64" in row["contenders"]
+    assert {request[0] for request in script.jobs} == {"decode", "merge_splits"}
 
 
 @pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="not a checkout")
@@ -172,7 +194,7 @@ def test_script_beside_flash_attention_3(script, monkeypatch, tmp_path, capsys):
 
 @pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="not a checkout")
 def test_script_says_what_is_wrong(script, monkeypatch, tmp_path):
-    monkeypatch.setattr(script, "variant_run", lambda config, num_splits, step: 2 * bench.onepass_run("tiled")(step))
+    monkeypatch.setattr(script, "variant_run", lambda *chosen: 2 * bench.onepass_run("tiled")(chosen[-1]))
     arguments = ["--cases", "b1k1024h8/2d64", "--no-grid", "--out", str(tmp_path / "out.json")]
     assert script.main(arguments) == 0
     assert script.main([*arguments, "--variants", "num_splits=8"]) == 1

@@ -66,9 +66,10 @@ def test_supports_here():
     assert onepass.supports(call.pop("q"), call.pop("k_cache"), call.pop("v_cache"), **call) == support
     refused = onepass.supports(**tensors(), backend="sm80")
     assert refused == (False, "sm80", "backend sm80: expected tensors on cuda, got meta")
-    assert onepass.supports(**tensors(), backend="sm90").reason.startswith("backend sm90: has no kernel for attention")
+    refused = onepass.supports(**tensors(), backend="sm90")
+    assert refused == (False, "sm90", "backend sm90: expected tensors on cuda, got meta")
     assert onepass.supports(**tensors(), backend="fast").reason == (
-        "backend: expected one of sm80, tiled or None, got 'fast'"
+        "backend: expected one of sm80, sm90, tiled or None, got 'fast'"
     )
 
 
@@ -113,11 +114,10 @@ def test_what_kernels_take_of_e4m3(hopper, monkeypatch):
         "expected even head dims of an e4m3 cache, got 128 and 7": e4m3 | {"v_cache": (900, 16, 8, 7)},
     }
     for reason, call in refusals.items():
-        assert dispatch.choose_decode(on_cuda(call)) == (
-            True,
-            "tiled",
-            f"plain torch tiles run on any torch device, here cuda (sm80: {reason})",
-        )
+        support = dispatch.choose_decode(on_cuda(call))
+        assert support[:2] == (True, "tiled")
+        assert support.reason.startswith("plain torch tiles run on any torch device, here cuda (sm90: ")
+        assert support.reason.endswith(f"; sm80: {reason})")
         assert dispatch.choose_decode(on_cuda(call), "sm80") == (False, "sm80", f"backend sm80: {reason}")
     odd_pages = PAGED | {"k_cache": (900, 7, 8, 128), "v_cache": (900, 7, 8, 128), "cache_dtype": E4M3}
     assert dispatch.choose_decode(on_cuda(odd_pages), "sm80").ok  # whose descales are none of pages
@@ -125,9 +125,47 @@ def test_what_kernels_take_of_e4m3(hopper, monkeypatch):
     assert "an e4m3 cache needs a GPU of compute capability 8.9" in dispatch.choose_decode(on_cuda(e4m3)).reason
 
 
-@pytest.mark.parametrize("call", [CALL, PAGED | DESCALES], ids=["16 bits", "e4m3"])
-def test_kernels_by_themselves(hopper, call):
-    assert dispatch.choose_decode(on_cuda(call)) == (True, "sm80", "Ampere kernels (CuTe DSL)")
+FEW = "rows so few are the faster on the kernel for few rows"
+MANY = {"q": (4, 9, 32, 128)}
+
+
+@pytest.mark.parametrize(
+    ("call", "refusal"),
+    [
+        (CALL, FEW),
+        (CALL | {"q": (4, 8, 32, 128)}, FEW),
+        (PAGED | DESCALES, "expected q and a cache in bfloat16 or float16, got torch.bfloat16 and torch.float8_e4m3fn"),
+        (CALL | MANY, None),
+        (PAGED | MANY, None),
+        (CALL | MANY | {"dtype": torch.float32}, "expected q and a cache in bfloat16 or float16, got torch.float32"),
+        (CALL | MANY | {"v_cache": (4, 65536, 8, 36)}, "head_dim_v: expected a multiple of 8"),
+        (
+            PAGED | MANY | {"k_cache": (900, 24, 8, 128), "v_cache": (900, 24, 8, 128)},
+            "expected a page size that is a multiple of 16 keys, got 24",
+        ),
+    ],
+)
+def test_kernels_by_themselves(hopper, call, refusal):
+    """On Hopper its own from more than 32 rows of a kv head on, where TMA can read the cache."""
+    support = dispatch.choose_decode(on_cuda(call))
+    assert support.backend == ("sm90" if refusal is None else "sm80")
+    if refusal is None:
+        assert support == (True, "sm90", "Hopper kernels (CuTe DSL)")
+    else:
+        assert support.reason.startswith(f"Ampere kernels (CuTe DSL); sm90: {refusal}")
+        named = dispatch.choose_decode(on_cuda(call), "sm90")
+        assert named.ok == (refusal == FEW)
+
+
+def test_caches_that_tma_cannot_read(hopper):
+    rows = torch.zeros(4, 700, 8, 136, dtype=torch.bfloat16)
+    given = {"cache_seqlens": torch.zeros(4, dtype=INT32), "q": torch.zeros(4, 9, 32, 128, dtype=torch.bfloat16)}
+    for cache, is_read in ((rows[..., :128], True), (rows[..., 8:], True), (rows[..., 1:129], False)):
+        support = dispatch.choose_decode(on_cuda(given | {"k_cache": rows[..., 8:], "v_cache": cache}))
+        assert support.backend == ("sm90" if is_read else "sm80")
+        assert is_read or "sm90: expected rows of the caches at multiples of 16 bytes" in support.reason
+    odd = torch.zeros(4, 700, 8, 132, dtype=torch.bfloat16)[..., :128]  # rows 264 bytes apart
+    assert dispatch.choose_decode(on_cuda(given | {"k_cache": rows[..., 8:], "v_cache": odd})).backend == "sm80"
 
 
 # ---------------------------------------------------------------- warmup
@@ -140,18 +178,24 @@ def test_kernels_by_themselves(hopper, call):
         (CALL, ["decode_sm80", "merge_splits"]),
         (PAGED | NEW | {"num_splits": 1}, ["append_to_cache", "decode_sm80"]),
         (PAGED | NEW | DESCALES, ["append_to_cache", "decode_sm80", "merge_splits"]),
+        (CALL | MANY | {"num_splits": 1}, ["decode"]),
+        (
+            PAGED | MANY | {"k_new": (4, 9, 8, 128), "v_new": (4, 9, 8, 128), "num_splits": 1},
+            ["append_to_cache", "decode"],
+        ),
     ],
 )
 def test_warmup(hopper, call, names):
-    made = onepass.warmup([call | {"backend": "sm80"}, call], workers=1)
+    name = "sm90" if "decode" in names else "sm80"
+    made = onepass.warmup([call | {"backend": name}, call], workers=1)
     assert [kernel.name for kernel in made] == names == [name for name, _, _ in hopper]
     assert {arch for _, _, arch in hopper} == {"sm_90a"}
-    assert made[0].backend == "sm80"
-    for kernel, (name, key, _) in zip(made, hopper, strict=True):
-        assert (kernel.config is not None) == (name == "decode_sm80")
-        if name == "decode_sm80":
+    assert made[0].backend == name
+    for kernel, (kind, key, _) in zip(made, hopper, strict=True):
+        assert (kernel.config is not None) == (kind in ("decode_sm80", "decode"))
+        if kernel.config is not None:
             assert key[1] == kernel.config
-    assert all(kernel.was_cached for kernel in onepass.warmup([call], backend="sm80"))
+    assert all(kernel.was_cached for kernel in onepass.warmup([call], backend=name))
 
 
 def test_warmup_makes_the_kernels_that_the_call_gets(hopper):
@@ -174,8 +218,8 @@ def test_warmup_makes_the_kernels_that_the_call_gets(hopper):
 def test_warmup_without_kernels(hopper, monkeypatch):
     assert onepass.warmup([CALL], backend="tiled") == []
     assert [kernel.name for kernel in onepass.warmup([CALL], workers=1)] == ["decode_sm80", "merge_splits"]
-    with pytest.raises(NotImplementedError, match="backend sm90: has no kernel for attention_decode"):
-        onepass.warmup([CALL], backend="sm90")
+    assert [kernel.name for kernel in onepass.warmup([CALL], backend="sm90", workers=1)] == ["decode", "merge_splits"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(NotImplementedError, match="backend sm80: expected a GPU, whose architecture"):
-        onepass.warmup([CALL], backend="sm80")
+    for name in ("sm80", "sm90"):
+        with pytest.raises(NotImplementedError, match=f"backend {name}: expected a GPU, whose size decides"):
+            onepass.warmup([CALL], backend=name)

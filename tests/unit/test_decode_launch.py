@@ -1,6 +1,7 @@
 """What attention_decode hands to its kernels, with kernels that only take notes."""
 
 import importlib.util
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from onepass.decode_problem import DecodeInputs
 from onepass.decode_validation import check_decode
 from onepass.kernels import append_launch, compile
 from onepass.kernels.sm80 import decode_launch
+from onepass.kernels.sm90 import decode_launch as decode_launch_sm90
 
 INT32 = torch.int32
 OPTIONS = {
@@ -38,7 +40,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(compile, "get", get)
     monkeypatch.setattr(decode_launch, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    modules = append_launch, decode_launch
+    modules = append_launch, decode_launch, decode_launch_sm90
     caches = [f for module in modules for f in vars(module).values() if hasattr(f, "cache_clear")]
     for cache in caches:
         cache.cache_clear()
@@ -118,21 +120,52 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_kernels(launched, name):
-    given, options, names = CALLS[name]
+# on Hopper's own kernel: 16-bit caches and pages of 16
+ON_HOPPER = {name: call for name, call in CALLS.items() if "descales" not in call[0]}
+LAUNCHES = [*((name, decode_launch) for name in CALLS), *((name, decode_launch_sm90) for name in ON_HOPPER)]
+
+
+def names_of(name, module):
+    return [n.replace("decode_sm80", "decode_sm80" if module is decode_launch else "decode") for n in CALLS[name][2]]
+
+
+@pytest.mark.parametrize(("name", "module"), LAUNCHES)
+def test_kernels(launched, name, module):
+    given, options, _ = CALLS[name]
     inputs = inputs_of(**given)
-    decode_launch.decode(check_decode(inputs, **(OPTIONS | options)), inputs)
-    assert [request[0] for request, _ in launched] == names
+    module.decode(check_decode(inputs, **(OPTIONS | options)), inputs)
+    assert [request[0] for request, _ in launched] == names_of(name, module)
+
+
+def test_caches_that_tma_cannot_read(launched):
+    """The door sees that, but where it has only strides to go by."""
+    inputs = inputs_of()
+    problem = check_decode(inputs, **OPTIONS)
+    odd = torch.zeros(inputs.v_cache.numel() + 1, dtype=torch.bfloat16)[1:].view(inputs.v_cache.shape)
+    with pytest.raises(NotImplementedError, match="v_cache: backend sm90 expects rows at multiples of 16 bytes"):
+        decode_launch_sm90.decode(problem, inputs._replace(v_cache=odd))
+    assert launched == []
+
+
+@pytest.mark.parametrize(("split_size", "page_size", "tile_n", "box_rows"), [(64, 16, 64, 16), (256, 192, 128, 64)])
+def test_blocks_of_splits_and_pages(split_size, page_size, tile_n, box_rows):
+    """A split begins with a block, and a box of a TMA load lies in one page."""
+    problem = check_decode(inputs_of(), **OPTIONS)
+    problem = replace(problem, split_size=split_size, page_size=page_size)
+    config = decode_launch_sm90.config_of(problem, torch.device("cpu"))
+    assert config.tile_n == tile_n
+    assert split_size % tile_n == 0
+    assert decode_launch_sm90.box_rows(problem, config) == box_rows
+    assert decode_launch_sm90.split_plan(problem, config, 132)[1:] == (split_size // tile_n, True)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
-@pytest.mark.parametrize("name", CALLS)
-def test_kernels_are_given_what_they_were_traced_with(launched, name):
+@pytest.mark.parametrize(("name", "module"), LAUNCHES)
+def test_kernels_are_given_what_they_were_traced_with(launched, name, module):
     """In order: as many arguments, of as many dimensions, and None in the same places."""
     given, options, _ = CALLS[name]
     inputs = inputs_of(**given)
-    decode_launch.decode(check_decode(inputs, **(OPTIONS | options)), inputs)
+    module.decode(check_decode(inputs, **(OPTIONS | options)), inputs)
     for (_, _, _, trace), arguments in launched:
         traced = trace()[1][:-1]  # but the stream
         assert len(traced) == len(arguments)
@@ -143,21 +176,23 @@ def test_kernels_are_given_what_they_were_traced_with(launched, name):
                 assert value.stride(-1) == 1 or (value.dtype == torch.float32 and value.dim() == 3)  # of descales any
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_no_value_is_read_on_the_host(launched, monkeypatch, name):
+@pytest.mark.parametrize(("name", "module"), LAUNCHES)
+def test_no_value_is_read_on_the_host(launched, monkeypatch, name, module):
     """Fake tensors have none: reading one raises."""
-    for module in (decode_launch, append_launch):
-        monkeypatch.setattr(module, "vector_bytes", lambda *tensors: 16)
-    given, options, names = CALLS[name]
+    for reader in (decode_launch, append_launch):
+        monkeypatch.setattr(reader, "vector_bytes", lambda *tensors: 16)
+    monkeypatch.setattr(decode_launch_sm90, "is_aligned", lambda t: True)
+    monkeypatch.setattr(decode_launch_sm90, "aligned", lambda t: t)
+    given, options, _ = CALLS[name]
     with FakeTensorMode():
         inputs = inputs_of(**given)
         problem = check_decode(inputs, **(OPTIONS | options))
-        out, lse = decode_launch.decode(problem, inputs)
+        out, lse = module.decode(problem, inputs)
         assert (out.shape, lse.shape) == ((2, 3, 8, 32), (2, 8, 3))
-        assert [request[0] for request, _ in launched] == names
+        assert [request[0] for request, _ in launched] == names_of(name, module)
         checking = check_decode(inputs, **(OPTIONS | options | {"check_values": True}))
         with pytest.raises(DataDependentOutputException):
-            decode_launch.decode(checking, inputs)
+            module.decode(checking, inputs)
 
 
 def test_workspace_is_as_large_as_said(launched):

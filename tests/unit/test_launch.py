@@ -46,7 +46,9 @@ def test_arguments_of_the_kernel(launched):
     config = ForwardConfig(tile_n=128)
     for _ in range(2):
         out, lse = launch.forward(problem, inputs, config)
-    q, k, v, given_out, given_lse, sinks, *optional, scale, tanh_scale, left, right, counter, _, num_ctas = launched[1]
+    *arguments, table, added, num_splits, split_blocks = launched[1]
+    assert (table, added, num_splits, split_blocks) == (None,) * 4
+    q, k, v, given_out, given_lse, sinks, *optional, scale, tanh_scale, left, right, counter, _, num_ctas = arguments
     assert (q is inputs.q, k is inputs.k, v is inputs.v, given_out is out, given_lse is lse) == (True,) * 5
     assert sinks.dtype == torch.float32
     assert optional == [None] * 8  # lengths, and what there is of float32 and FP8

@@ -97,7 +97,8 @@ class Launch(DecodeLaunch):
         for name, cache in (("k_cache", inputs.k_cache), ("v_cache", inputs.v_cache)):
             if not is_aligned(cache):
                 raise UnsupportedError(
-                    f"{name}: backend sm90 expects rows at multiples of 16 bytes, got address {cache.data_ptr():#x}"
+                    f"{name}: backend sm90 expects rows at multiples of 16 bytes, got address {cache.data_ptr():#x} "
+                    f"and strides {cache.stride()}; backend='sm80' takes any"
                 )
         if self._forward is None:
             self._forward = compile.get(*self.forward_request(inputs)[1])
