@@ -14,7 +14,13 @@ from dataclasses import replace
 from ..errors import UnsupportedError
 from ..problem import AttentionProblem
 from .blocks.integers import ceil_div
-from .blocks.splits import SPLIT_UNIT, choose_num_splits, workspace_bytes
+from .blocks.splits import (
+    LEAST_SHARE_SM90,
+    OVERHEAD_STEPS_SM90,
+    SPLIT_UNIT,
+    choose_num_splits,
+    workspace_bytes,
+)
 from .config import (
     ROWS_PER_MMA,
     ROWS_PER_WARPGROUP,
@@ -107,8 +113,10 @@ def num_splits_sm80(problem: AttentionProblem, config: ForwardConfigSm80, arch: 
     return choose_num_splits(num_tiles, problem.seqlen_k, slots, per_split, config.block_keys)
 
 
-# Hopper, by the wider head_dim tile: keys of a step
-DECODE_TILE_N = {64: 128, 96: 128, 128: 128, 192: 64, 256: 64}
+# Hopper, by the wider head_dim tile: keys of a step, and warpgroups where there are rows for so many. An H200, 1024
+# queries of 32 heads over 65536 keys: head_dim 64 1032 us, with 2 warpgroups 1076; 128 1590, with 64 keys 1723, with 80
+# and 3 warpgroups 1712.
+DECODE_SM90 = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (64, 2), 256: (64, 2)}
 MAX_STAGES = 6
 
 
@@ -120,16 +128,20 @@ def has_few_rows(problem: AttentionProblem, arch: str) -> bool:
 def decode_config_sm90(problem: AttentionProblem, split_size: int | None = None) -> ForwardConfig:
     """The same on the Hopper kernel, in 16 bits."""
     group = problem.qhead_per_kvhead
-    tile_n = DECODE_TILE_N[max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))]
+    tile_n, most = DECODE_SM90[max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))]
     if split_size is not None and split_size % tile_n:
         tile_n = SPLIT_UNIT
+    if problem.softcap is not None:
+        most = 2  # 3 leave it too few registers
     # a tile of one head's queries alone would be part empty
-    pack_gqa = 1 < group <= ROWS_PER_WARPGROUP and problem.seqlen_q < 2 * ROWS_PER_WARPGROUP
+    pack_gqa = 1 < group <= ROWS_PER_WARPGROUP and problem.seqlen_q < most * ROWS_PER_WARPGROUP
     positions = ROWS_PER_WARPGROUP // group if pack_gqa else ROWS_PER_WARPGROUP
     config = ForwardConfig(
         tile_n=tile_n,
-        num_warpgroups=min(2, ceil_div(max(1, problem.seqlen_q), positions)),
+        num_warpgroups=min(most, ceil_div(max(1, problem.seqlen_q), positions)),
         rescale_threshold=LAZY,
+        # tiles of one head and part, which read the same K and V, follow each other
+        longest_first=False,
         pack_gqa=pack_gqa,
     )
     # as much under way as there is room for
@@ -146,4 +158,5 @@ def num_splits_sm90(problem: AttentionProblem, config: ForwardConfig, num_sms: i
     num_tiles = ceil_div(problem.seqlen_q, config.positions(problem)) * heads * problem.batch
     rows = problem.batch * problem.seqlen_q * problem.num_heads_q
     per_split = workspace_bytes(1, rows, problem.head_dim_v)
-    return choose_num_splits(num_tiles, problem.seqlen_k, num_sms, per_split, config.tile_n)
+    of_kernel = OVERHEAD_STEPS_SM90, LEAST_SHARE_SM90
+    return choose_num_splits(num_tiles, problem.seqlen_k, num_sms, per_split, config.tile_n, *of_kernel)

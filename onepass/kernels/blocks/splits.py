@@ -18,6 +18,9 @@ WORKSPACE_BYTES = 256 * 2**20
 OVERHEAD_STEPS = 1.5  # of a thread block, beside its keys: the first loads, the end
 MERGE_STEPS = 0.5  # of a thread block's partials: 16 rows of float32 written and read, where a step has 64 of K and V
 LEAST_SHARE = 0.5
+# The same of the Hopper kernel, whose thread blocks have a multiprocessor each and more to compute.
+OVERHEAD_STEPS_SM90 = 4.0
+LEAST_SHARE_SM90 = 1.0
 
 
 class Splits(NamedTuple):
@@ -73,7 +76,15 @@ def workspace_bytes(num_splits: int, rows: int, head_dim_v: int) -> int:
     return 4 * num_splits * rows * (head_dim_v + 1)
 
 
-def choose_num_splits(num_tiles: int, seqlen_k: int, slots: int, bytes_per_split: int, block_keys: int = 64) -> int:
+def choose_num_splits(
+    num_tiles: int,
+    seqlen_k: int,
+    slots: int,
+    bytes_per_split: int,
+    block_keys: int = 64,
+    overhead_steps: float = OVERHEAD_STEPS,
+    least_share: float = LEAST_SHARE,
+) -> int:
     """The number of splits that should take the least time, of LEAST_KEYS keys or more each and in WORKSPACE_BYTES.
 
     Args:
@@ -83,8 +94,8 @@ def choose_num_splits(num_tiles: int, seqlen_k: int, slots: int, bytes_per_split
         bytes_per_split: of workspace.
         block_keys: keys of a step of a thread block.
 
-    A thread block takes its steps and OVERHEAD_STEPS more, and each wave of `slots` thread blocks that time. Behind
-    full waves those of the last one have the whole memory bandwidth, so fewer of them take less, down to LEAST_SHARE of
+    A thread block takes its steps and overhead_steps more, and each wave of `slots` thread blocks that time. Behind
+    full waves those of the last one have the whole memory bandwidth, so fewer of them take less, down to least_share of
     the slots, which are too few to ask for all of it. A merge reads once more what the splits write. The
     constants are guesses; docs/decoding.md's figures were measured with them.
     """
@@ -93,8 +104,8 @@ def choose_num_splits(num_tiles: int, seqlen_k: int, slots: int, bytes_per_split
 
     def steps(num_splits: int) -> float:
         full, rest = divmod(num_tiles * num_splits, slots)
-        last = 1.0 if full == 0 else max(rest / slots, LEAST_SHARE) if rest else 0.0
+        last = 1.0 if full == 0 else max(rest / slots, least_share) if rest else 0.0
         merge = MERGE_STEPS * num_tiles * num_splits / slots if num_splits > 1 else 0.0
-        return (full + last) * (ceil_div(blocks, num_splits) + OVERHEAD_STEPS) + merge
+        return (full + last) * (ceil_div(blocks, num_splits) + overhead_steps) + merge
 
     return min(range(1, most + 1), key=lambda n: (steps(n), n))

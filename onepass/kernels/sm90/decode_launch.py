@@ -22,7 +22,7 @@ from ..arguments import aligned, is_aligned, score_scales, window_bounds
 from ..config import ForwardConfig
 from ..decode_launch import DecodeLaunch, SplitPlan, page_table_of
 from ..heuristics_decode import decode_config_sm90, has_few_rows, num_splits_sm90
-from .launch import ARCH, persistent_grid, trace
+from .launch import ARCH, persistent_grid, tile_counter, trace
 
 LEAST_BOX = 16  # keys of a page that are loaded together
 
@@ -114,7 +114,7 @@ class Launch(DecodeLaunch):
             inputs.cache_seqlens.contiguous(),
             *(None,) * 5,
             *self.scalars,
-            None,
+            tile_counter(q.get_device()) if self.config.dynamic_tiles else None,
             *self.grid,
             page_table_of(inputs),
             inputs.seqlen_new,
