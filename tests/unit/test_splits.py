@@ -205,6 +205,48 @@ def test_rows_decide_where_the_warps_lie(seqlen_q, tile_m, is_few):
     assert config.positions(problem()) >= min(seqlen_q, 16)
 
 
+def test_configurations_of_hopper():
+    """As above; and each fits, its warpgroups have rows, and only rows that are few are the Ampere kernels'."""
+    for (d, dv), heads, seqlen_q, split_size, softcap in itertools.product(
+        itertools.product((8, 64, 96, 128, 192, 256), repeat=2),
+        (8, 32, 56, 96, 1024),
+        (1, 4, 16, 100, 5000),
+        (None, 64, 192, 256),
+        (None, 5.0),
+    ):
+        asked = problem(head_dim=d, head_dim_v=dv, num_heads_q=heads, seqlen_q=seqlen_q, softcap=softcap)
+        config, group = heuristics_decode.decode_config_sm90(asked, split_size), heads // 8
+        config.check(asked)
+        assert split_size is None or split_size % config.tile_n == 0
+        assert config.pack_gqa == (
+            1 < group <= 64 and seqlen_q < (192 if max(d, dv) <= 64 and softcap is None else 128)
+        )
+        rows = seqlen_q if not config.pack_gqa else -(-seqlen_q // (64 // group)) * 64
+        assert 64 * (config.num_warpgroups - 1) < rows
+        for changes in ({"batch": 100}, {"seqlen_k": 10**6}):
+            assert heuristics_decode.decode_config_sm90(replace(asked, **changes), split_size) == config
+        is_few = seqlen_q * (group if group <= 64 else 1) <= (32 if max(d, dv) <= 128 else 16)
+        assert heuristics_decode.has_few_rows(asked, "sm_90a") == is_few
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "seqlen_q", "seqlen_k", "expected"),
+    [
+        (8, (16, 1), 16, 65536, 8),  # one whole wave, not two: 110 us for 149
+        (1, (32, 8), 128, 65536, 4),  # 207 for 216
+        (8, (32, 8), 16, 8192, 2),
+        (64, (32, 8), 16, 8192, 1),
+        (1, (32, 8), 1024, 65536, 1),
+        (1, (32, 8), 16, 100, 1),
+    ],
+)
+def test_splits_of_hopper(batch, heads, seqlen_q, seqlen_k, expected):
+    sizes = {"num_heads_q": heads[0], "num_heads_kv": heads[1], "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    asked = problem(batch=batch, **sizes)
+    config = heuristics_decode.decode_config_sm90(asked)
+    assert heuristics_decode.num_splits_sm90(asked, config, 132) == expected
+
+
 def test_splits_fill_the_gpu():
     asked = problem(seqlen_k=2**17)
     config = heuristics_decode.decode_config_sm80(asked, "sm_90a")

@@ -1,0 +1,76 @@
+"""The Hopper forward over a cache, in splits and pages: everything stays in registers, and loads are TMA's."""
+
+import importlib.util
+from dataclasses import replace
+
+import machine_code
+import pytest
+import torch
+from shipped import problem
+
+from onepass.decode_problem import DecodeProblem
+from onepass.kernels.config import HOPPER, SMEM_BYTES
+from onepass.kernels.sm90 import decode_launch
+from onepass.problem import Mask
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
+    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
+]
+
+OPTIONS = {"mask": Mask(60, 0), "softcap": 20.0, "dtype": torch.float16, "has_sinks": True}
+
+
+def code_of(head_dims: tuple[int, int], page_size: int | None, is_split: bool, **changes) -> tuple:
+    """Machine code of the forward that a call gets, and its configuration."""
+    sizes = {"seqlen_q": 16, "num_heads_q": 16, "num_heads_kv": 2, "mask": Mask(None, 0)}
+    attention = replace(problem(*head_dims), has_seqused_k=True, **(sizes | changes))
+    asked = DecodeProblem(attention, page_size)
+    config = decode_launch.config_of(asked, torch.device("cpu"))
+    config.check(attention)
+    code = machine_code.read(HOPPER, decode_launch.compile_request(asked, config, is_split)[3])
+    assert (code.spills, code.serialized) == (0, "")
+    (smem,) = code.dynamic_smem
+    assert smem <= config.smem_bytes(attention) <= SMEM_BYTES
+    # partials two columns at a time, out eight (16 bits)
+    assert (code.count(r"STG\.E\.64") > 0) == is_split
+    assert (code.count(r"STG\.E\.128") > 0) == (not is_split)
+    return code, config
+
+
+@pytest.mark.parametrize(
+    ("page_size", "boxes"),
+    [(16, 8), pytest.param(None, 1, marks=pytest.mark.slow), pytest.param(256, 1, marks=pytest.mark.slow)],
+)
+def test_loads(page_size, boxes):
+    """Each box in two halves of 64 columns: of K at a tile's start and in the loop, of V also at the very end."""
+    code, config = code_of((128, 128), page_size, True)
+    assert (config.num_warpgroups, config.tile_n) == (2, 128)
+    in_q = 2 * config.num_warpgroups  # 64 columns of 64 rows
+    assert code.count("UTMALDG") == in_q + 2 * boxes * (2 + 3)
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "page_size", "is_split", "changes"),
+    [
+        ((64, 64), 64, False, {"seqlen_q": 300}),
+        *(
+            pytest.param(*call, marks=pytest.mark.slow)
+            for call in (
+                ((64, 64), 16, True, {"seqlen_q": 300} | OPTIONS),
+                ((128, 128), None, False, OPTIONS),
+                ((128, 128), 16, True, OPTIONS | {"seqlen_q": 8}),
+                ((96, 96), 48, True, {}),
+                ((192, 128), 16, True, OPTIONS),
+                ((256, 256), 16, True, OPTIONS),
+                ((256, 256), None, False, {"mask": Mask(), "seqlen_q": 8}),
+            )
+        ),
+    ],
+)
+def test_configurations(head_dims, page_size, is_split, changes):
+    code, config = code_of(head_dims, page_size, is_split, **changes)
+    assert config.num_warpgroups == (
+        3 if head_dims[0] == 64 and "softcap" not in changes else min(2, config.num_warpgroups)
+    )
+    assert code.count("HGMMA") > 0
