@@ -85,10 +85,10 @@ def attention_decode(
 
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim); float64, float32, bfloat16 or float16. Any seqlen_q; decoding has
-            1, or up to 16 where several tokens are proposed and checked at once.
+            1, or up to 16 where several tokens are proposed and checked at once, a chunk of a prompt hundreds.
         k_cache, v_cache: (batch, max_seqlen, num_heads_kv, head_dim) and (.., head_dim_v); with a page_table
             (num_pages, page_size, num_heads_kv, head_dim), any page_size from 1. In q's dtype, or float8_e4m3fn. What
-            lies behind the filled part, and in pages that no sequence uses, is never read.
+            lies behind the filled part, and in pages that no sequence uses, counts for nothing, whatever it is.
         cache_seqlens: (batch,) int32 on q's device: keys in the cache before the call. Not changed.
         page_table: (batch, max_pages) int32: key n of entry b is row n % page_size of page
             page_table[b, n // page_size]. Sequences may share pages that none of them writes. Numbers behind the
