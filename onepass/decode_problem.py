@@ -110,9 +110,8 @@ def _has_aligned_rows(cache: Tensor) -> bool:
     Where that turns out wrong, the backend that needs it refuses.
     """
     steps = [stride for size, stride in zip(cache.shape[:-1], cache.stride()[:-1], strict=True) if size != 1]
-    if not torch.compiler.is_compiling():
-        steps.append(cache.storage_offset())
-    return all(n * cache.element_size() % 16 == 0 for n in steps)
+    offset = 0 if torch.compiler.is_compiling() else cache.storage_offset()
+    return all(n * cache.element_size() % 16 == 0 for n in (offset, *steps))
 
 
 def refuse_lengths(first: int, last: int, capacity: int, seqlen_new: int) -> None:

@@ -7,6 +7,7 @@ combine.py               merges them
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..decode_problem import DecodeInputs, DecodeProblem
+from ..errors import UnsupportedError
 from ..outputs import empty_outputs
 from ..problem import AttentionInputs
 from . import compile
@@ -39,8 +41,14 @@ class SplitPlan(NamedTuple):
 
     @classmethod
     def of(cls, problem: DecodeProblem, block_keys: int, choose: Callable[[], int]) -> SplitPlan:
-        """Args: block_keys: keys of a block. choose: the number of splits, if the caller leaves it open."""
+        """Args: block_keys: keys of a block. choose: the number of splits, if the caller leaves it open.
+
+        Raises: UnsupportedError if parts of split_size would begin within a block.
+        """
         if problem.split_size is not None:
+            if problem.split_size % block_keys:
+                expected = f"a multiple of the {block_keys} keys of a step"
+                raise UnsupportedError(f"split_size: expected {expected}, got {problem.split_size}")
             # always merged: how many there are must not matter
             return cls(ceil_div(problem.attention.seqlen_k, problem.split_size), problem.split_size // block_keys, True)
         num_splits = problem.num_splits or choose()
@@ -96,12 +104,17 @@ def page_table_of(inputs: DecodeInputs) -> Tensor | None:
     return None if inputs.page_table is None else with_rows(inputs.page_table)
 
 
-def has_no_rows_or_keys(problem: DecodeProblem) -> bool:
+def prepared(
+    problem: DecodeProblem, make: Callable[[], DecodeLaunch]
+) -> Callable[[DecodeInputs], tuple[Tensor, Tensor]]:
+    """A launch, if there are rows and keys."""
     attention = problem.attention
-    return 0 in (attention.batch, attention.seqlen_q, attention.seqlen_k)
+    if 0 in (attention.batch, attention.seqlen_q, attention.seqlen_k):
+        return functools.partial(_without_keys, problem)
+    return make()
 
 
-def without_keys(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
+def _without_keys(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
     if needs_append(inputs):
         append(problem, inputs, arch_of(inputs.q.device))
     out, lse = empty_outputs(problem.attention, AttentionInputs(*inputs[:3]))

@@ -120,9 +120,14 @@ DECODE_SM90 = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (64, 2), 256: (64
 MAX_STAGES = 6
 
 
-def has_few_rows(problem: AttentionProblem, arch: str) -> bool:
-    """Whether the Ampere kernels have one for rows this few, which leaves only the memory to wait for."""
-    return isinstance(decode_config_sm80(problem, arch), DecodeConfigSm80)
+def has_few_rows(problem: AttentionProblem) -> bool:
+    """Whether `decode_config_sm80` has warps along the keys for rows this few, which leave only the memory to wait for.
+
+    Of 16 bits. Without making a configuration, which torch.compile would have to trace.
+    """
+    group = problem.qhead_per_kvhead
+    rows = problem.seqlen_q * (group if group <= ROWS_PER_WARPGROUP else 1)
+    return rows <= (2 if max(problem.head_dim, problem.head_dim_v) <= 128 else 1) * ROWS_PER_MMA
 
 
 def decode_config_sm90(problem: AttentionProblem, split_size: int | None = None) -> ForwardConfig:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import onepass
-from onepass import decode_ops, reference
+from onepass import decode_ops, dispatch, reference
 from onepass.testing.budget import compare, compare_lse
 
 INT32 = torch.int32
@@ -293,6 +293,21 @@ def test_compiled_without_a_break():
         first["cache_seqlens"], second["cache_seqlens"] = (x["cache_seqlens"] + 3 for x in (first, second))
     for name in ("k_cache", "v_cache"):
         assert torch.equal(first[name], second[name])
+
+
+@pytest.mark.parametrize(("taken", "seqlen_q"), [("sm80", 1), ("sm90", 20)])
+def test_choice_of_a_kernel_is_traced_without_a_break(monkeypatch, taken, seqlen_q):
+    """As on a Hopper GPU, of few rows and of many; tiled computes them."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(dispatch, "_device_refusal", lambda name, problem: None)
+    monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
+    monkeypatch.setitem(dispatch._DECODE, taken, dispatch._DECODE["tiled"])
+    q = torch.randn(2, seqlen_q, 4, 64, dtype=torch.bfloat16)
+    k, v = (torch.randn(2, 64, 2, 64, dtype=torch.bfloat16) for _ in range(2))
+    call = {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": torch.tensor([40, 64], dtype=INT32)}
+    assert onepass.supports(**call).backend == taken
+    compiled = torch.compile(onepass.attention_decode, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(**call), onepass.attention_decode(**call, backend="tiled"))
 
 
 # ---------------------------------------------------------------- refusals

@@ -156,7 +156,7 @@ def test_script_of_many_rows(script, tmp_path, capsys):
     assert script.main([*arguments, "--variants", "num_splits=3,tile_n=64; key_warps=2"]) == 0
     assert "ForwardConfig has no key_warps" in capsys.readouterr().out
     (row,) = json.loads(path.read_text())["rows"]
-    assert (row["backend"], row["config"]["num_warpgroups"]) == ("sm90", 2)
+    assert (row["backend"], row["config"]["num_warpgroups"]) == ("sm90", 3)
     assert "num_splits=3,tile_n=64" in row["contenders"]
     assert {request[0] for request in script.jobs} == {"decode", "merge_splits"}
 

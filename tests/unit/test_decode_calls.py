@@ -125,7 +125,7 @@ def test_what_kernels_take_of_e4m3(hopper, monkeypatch):
     assert "an e4m3 cache needs a GPU of compute capability 8.9" in dispatch.choose_decode(on_cuda(e4m3)).reason
 
 
-FEW = "rows so few are the faster on the kernel for few rows"
+FEW = "rows this few take less time on the kernel for few rows"
 MANY = {"q": (4, 9, 32, 128)}
 
 

@@ -237,3 +237,21 @@ def test_rows_of_e4m3_that_begin_at_odd_addresses_are_refused(launched, strides,
     with pytest.raises(NotImplementedError, match="e4m3 cache: expected rows at even addresses"):
         decode_launch.decode(check_decode(inputs, **OPTIONS), inputs)
     assert launched == []
+
+
+def test_parts_that_begin_within_a_block_are_refused():
+    problem = replace(check_decode(inputs_of(seqlen_q=100), **OPTIONS), split_size=100)
+    config = decode_launch_sm90.config_of(problem, torch.device("cpu"))
+    assert config.tile_n == 64
+    with pytest.raises(NotImplementedError, match="split_size: expected a multiple of the 64 keys of a step, got 100"):
+        decode_launch_sm90.split_plan(problem, config, 132)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
+def test_what_splits_and_pages_do_not_take():
+    problem = check_decode(inputs_of(seqlen_q=100, is_paged=True), **OPTIONS)
+    config = decode_launch_sm90.config_of(problem, torch.device("cpu"))
+    for changes in ({"cluster_size": 2}, {"warp_specialized": False, "overlap_tiles": False}):
+        trace = decode_launch_sm90.compile_request(problem, replace(config, **changes), True)[3]
+        with pytest.raises(NotImplementedError, match="splits and pages: expected warp_specialized, cluster_size=1"):
+            trace()

@@ -225,8 +225,8 @@ def test_configurations_of_hopper():
         assert 64 * (config.num_warpgroups - 1) < rows
         for changes in ({"batch": 100}, {"seqlen_k": 10**6}):
             assert heuristics_decode.decode_config_sm90(replace(asked, **changes), split_size) == config
-        is_few = seqlen_q * (group if group <= 64 else 1) <= (32 if max(d, dv) <= 128 else 16)
-        assert heuristics_decode.has_few_rows(asked, "sm_90a") == is_few
+        of_ampere = heuristics_decode.decode_config_sm80(asked, "sm_90a")
+        assert heuristics_decode.has_few_rows(asked) == isinstance(of_ampere, DecodeConfigSm80)
 
 
 @pytest.mark.parametrize(

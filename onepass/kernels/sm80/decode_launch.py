@@ -49,9 +49,7 @@ def unsupported(problem: DecodeProblem) -> str | None:
 @functools.lru_cache(maxsize=4096)
 def prepare(problem: DecodeProblem, device: torch.device) -> Callable[[DecodeInputs], tuple[Tensor, Tensor]]:
     """`decode` for calls of one problem on one device, but for values that are to be checked; holds no tensor."""
-    if decode_launch.has_no_rows_or_keys(problem):
-        return functools.partial(decode_launch.without_keys, problem)
-    return launch_with(problem, config_of(problem, device), device)
+    return decode_launch.prepared(problem, lambda: launch_with(problem, config_of(problem, device), device))
 
 
 def config_of(problem: DecodeProblem, device: torch.device) -> ForwardConfigSm80:

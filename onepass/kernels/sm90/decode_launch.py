@@ -48,17 +48,15 @@ def unsupported(problem: DecodeProblem) -> str | None:
 
 def slower(problem: DecodeProblem) -> str | None:
     """Why the Ampere kernels compute it in less time; None if they do not."""
-    if has_few_rows(problem.attention, ARCH):
-        return "rows so few are the faster on the kernel for few rows"
+    if has_few_rows(problem.attention):
+        return "rows this few take less time on the kernel for few rows"
     return None
 
 
 @functools.lru_cache(maxsize=4096)
 def prepare(problem: DecodeProblem, device: torch.device) -> Callable[[DecodeInputs], tuple[Tensor, Tensor]]:
     """`decode` for calls of one problem on one device, but for values that are to be checked; holds no tensor."""
-    if decode_launch.has_no_rows_or_keys(problem):
-        return functools.partial(decode_launch.without_keys, problem)
-    return launch_with(problem, config_of(problem, device), device)
+    return decode_launch.prepared(problem, lambda: launch_with(problem, config_of(problem, device), device))
 
 
 def config_of(problem: DecodeProblem, device: torch.device) -> ForwardConfig:

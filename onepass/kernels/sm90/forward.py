@@ -33,6 +33,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.warpgroup import MmaF8Op, MmaF16BF16Op, OperandSource
 from cutlass.memory import SmemAllocator
 
+from ...errors import UnsupportedError
 from ...problem import AttentionProblem
 from ..blocks import tile_scheduler
 from ..blocks.block_range import blocks_of_part, key_blocks
@@ -81,6 +82,10 @@ class ForwardSm90:
         """Args: is_split: out and lse are partials, of parts of the keys. box_rows: K and V lie in pages; so many rows
         of one are loaded together."""
         config.check(problem)
+        of_cache = is_split or box_rows is not None
+        if of_cache and (not config.warp_specialized or config.cluster_size > 1 or config.score_buffers > 1):
+            expected = "warp_specialized, cluster_size=1 and score_buffers=1"
+            raise UnsupportedError(f"splits and pages: expected {expected}, got {config}")
         self.config = config
         self.dtype = dtype
         self.is_split, self.is_paged, self.box_rows = is_split, box_rows is not None, box_rows

@@ -377,7 +377,8 @@ class Warpgroup(Turns):
         for i in cutlass.range(16, unroll=1):
             position, head, is_row = self.row_of(tile, first_row + i)
             if is_row:
-                mQ, mO, mLSE = (at_head(t, t, head, tile.place_q) for t in (plain.q, self.mO, self.mLSE))
+                mQ = at_head(plain.q, plain.q, head, tile.place_q)
+                mO, mLSE = (at_head(t, t, head, tile.place_out) for t in (self.mO, self.mLSE))
                 sink = None
                 if cutlass.const_expr(self.mSinks is not None):
                     sink = self.mSinks[head]
