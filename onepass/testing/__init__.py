@@ -1,16 +1,19 @@
 """Input makers, error budgets and random problems, used by the tests and by the bench alike."""
 
 from .budget import Comparison, compare, compare_gradients, compare_lse, fp8_budget
+from .decoding import DecodeCall, random_decode_call
 from .inputs import Call, random_call
 from .quantized import assert_same_rounding
 
 __all__ = [
     "Call",
     "Comparison",
+    "DecodeCall",
     "assert_same_rounding",
     "compare",
     "compare_gradients",
     "compare_lse",
     "fp8_budget",
     "random_call",
+    "random_decode_call",
 ]

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from decode_cases import DecodeCase
+from decode_cases import DecodeCase, RandomDecodeCase
 
 from onepass import decode_calls, dispatch, validation
 from onepass.kernels import ahead, compile, heuristics
@@ -36,7 +36,10 @@ def config_of(call: Call) -> ForwardConfig:
 
 @contextlib.contextmanager
 def compiled_ahead(
-    forward: Iterable[Call], backward: Iterable[Call], deterministic: Iterable[Call], decoding: Iterable[DecodeCase]
+    forward: Iterable[Call],
+    backward: Iterable[Call],
+    deterministic: Iterable[Call],
+    decoding: Iterable[DecodeCase | RandomDecodeCase],
 ) -> Iterator[None]:
     """Fill the kernel cache in the order of the calls, with one process per core, while the tests run.
 
@@ -75,7 +78,7 @@ def _requests(problem: AttentionProblem, needs_gradients: bool) -> list[tuple]:
     return requests
 
 
-def decode_requests(case: DecodeCase) -> list[tuple]:
+def decode_requests(case: DecodeCase | RandomDecodeCase) -> list[tuple]:
     """The same for a call of attention_decode."""
     problem, inputs = decode_calls.problem_of("compiled_ahead", case.arguments("meta"))
     return [job.request for job in ahead.jobs_of_decode(problem, inputs, None)]

@@ -18,7 +18,7 @@ def _compiled_ahead(request):
         for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
             if isinstance(value, (gpu_cases.Case, gpu_cases.RandomCase)):
                 calls[kernels_of(item)][value] = None
-            elif isinstance(value, decode_cases.DecodeCase):
+            elif isinstance(value, (decode_cases.DecodeCase, decode_cases.RandomDecodeCase)):
                 decoding[value] = None
     # for a few it is not worth starting processes; of several pytest processes one does it
     is_first = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"

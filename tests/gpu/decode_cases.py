@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from gpu_cases import DEVICE, NAN
+from gpu_cases import DEVICE, NAN, size
 from torch import Tensor
+
+from onepass.testing import DecodeCall, random_decode_call
 
 INT32, E4M3 = torch.int32, torch.float8_e4m3fn
 
@@ -104,6 +106,24 @@ class E4m3Case(DecodeCase):
                 of_name = randn(*shape[self.descales], dtype=torch.float32, seed=40 + i, device=device).exp()
                 found[f"{name}_descale"] = of_name
         return found
+
+
+@dataclass(frozen=True)
+class RandomDecodeCase:
+    """A call of `onepass.testing.random_decode_call`, up to 700 keys on a GPU."""
+
+    seed: int
+    many_rows: bool = False
+
+    def __str__(self) -> str:
+        return f"seed {self.seed}{' many rows' if self.many_rows else ''}"
+
+    def call(self, device: str = DEVICE) -> DecodeCall:
+        dtypes = torch.bfloat16, torch.float16, torch.bfloat16, torch.float16 if self.many_rows else torch.float32
+        return random_decode_call(self.seed, dtypes[self.seed % 4], size(700, 100), self.many_rows).on(device)
+
+    def arguments(self, device: str = DEVICE) -> dict[str, Any]:
+        return self.call(device).arguments
 
 
 FILLED = (1000, 0, 1, 65, 3000)

@@ -5,8 +5,8 @@ Oracle and plain results come from the tiled backend on the same device.
 
 import pytest
 import torch
-from decode_cases import CASES, MANY_ROWS, NEW_KEYS, DecodeCase, randn
-from gpu_cases import BACKEND, IS_READY, NAN, ON_GPU
+from decode_cases import CASES, MANY_ROWS, NEW_KEYS, DecodeCase, RandomDecodeCase, randn
+from gpu_cases import BACKEND, IS_READY, NAN, ON_GPU, size
 
 import onepass
 from onepass import decode_ops
@@ -65,6 +65,21 @@ def test_values(case):
 @pytest.mark.parametrize("case", MANY_ROWS, ids=str)
 def test_many_rows(case):
     check(case.arguments())
+
+
+RANDOM = [RandomDecodeCase(seed, many_rows) for many_rows in (False, True) for seed in range(size(50, 15))]
+
+
+@pytest.mark.parametrize("case", RANDOM, ids=str)
+def test_random_calls(case):
+    """`case.call().check()` repeats one."""
+    call = case.call()
+    support = onepass.supports(**call.arguments)
+    if ON_GPU and case.many_rows:
+        assert support.backend == BACKEND
+    # pages of 3 keys with descales of their own are nobody's but tiles'
+    assert support.backend != "tiled" or not ON_GPU or "kv_block" in support.reason
+    call.check()
 
 
 @needs_hopper_kernels

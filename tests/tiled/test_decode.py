@@ -5,6 +5,7 @@ import torch
 
 import onepass
 from onepass import decode_ops, dispatch, reference
+from onepass.testing import random_decode_call
 from onepass.testing.budget import compare, compare_lse
 
 INT32 = torch.int32
@@ -128,6 +129,32 @@ def test_keys_of_equal_parts_give_equal_bits_in_any_batch_and_any_cache():
         )
         assert torch.equal(alone.out, together.out[at])
         assert torch.equal(alone.lse, together.lse[at])
+
+
+# ---------------------------------------------------------------- random calls
+
+
+NUM_CALLS = 240
+
+
+@pytest.mark.parametrize("first", range(0, NUM_CALLS, 20))
+def test_random_calls(first):
+    for seed in range(first, first + 20):
+        random_decode_call(seed, max_keys=140).check()
+
+
+def test_random_calls_cover_the_options():
+    calls = [random_decode_call(seed, max_keys=140).arguments for seed in range(NUM_CALLS)]
+    counts = {name: sum(name in call for call in calls) for call in calls for name in call}
+    required = {"q", "k_cache", "v_cache", "cache_seqlens"}
+    new = {"k_new", "v_new", "rotary_cos", "rotary_sin", "rotary_interleaved"}
+    of_e4m3 = {"k_descale", "v_descale", "kv_block"}
+    splits = {"num_splits", "split_size"}
+    options = {"causal", "window", "softcap", "softmax_scale", "sinks", "page_table"}
+    assert set(counts) == required | new | of_e4m3 | splits | options
+    assert min(counts[name] for name in set(counts) - of_e4m3) >= 30
+    assert min(counts[name] for name in of_e4m3) >= 3
+    assert sum("page_table" in call and "rotary_cos" in call and "k_new" in call for call in calls) >= 15
 
 
 # ---------------------------------------------------------------- pages

@@ -1,0 +1,260 @@
+"""Random calls of `attention_decode` over all options, each repeatable from its seed, and what they should give.
+
+The oracle knows nothing of caches: it gathers the keys of each sequence and takes `reference.attention`.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import onepass
+
+from .. import reference
+from .budget import Comparison, compare, compare_lse
+from .rounding import rounding_terms
+
+INT32, E4M3 = torch.int32, torch.float8_e4m3fn
+LARGEST_E4M3 = 448.0
+# q and new keys are rounded once more where they are rotated, and partials where they are merged
+OUT_FACTOR = 3.0
+ATTENTION_OPTIONS = ("causal", "window", "softcap", "softmax_scale", "sinks")
+
+
+@dataclass
+class DecodeCall:
+    """Arguments of one call; the caches are NaN wherever no key lies.
+
+    Attributes:
+        filled: cache_seqlens, for who must not ask the device.
+    """
+
+    arguments: dict[str, Any]
+    filled: tuple[int, ...]
+    seed: int
+
+    def __str__(self) -> str:
+        described = {
+            name: (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+            for name, value in self.arguments.items()
+        }
+        return f"DecodeCall(seed={self.seed}, filled={self.filled}, {described})"
+
+    def on(self, device: str) -> DecodeCall:
+        moved = {n: t.to(device, copy=True) if isinstance(t, Tensor) else t for n, t in self.arguments.items()}
+        return DecodeCall(moved, self.filled, self.seed)
+
+    @property
+    def seqlen_new(self) -> int:
+        return self.arguments["k_new"].shape[1] if "k_new" in self.arguments else 0
+
+    def check(self, **extra: Any) -> None:
+        """Run it once and look at out, lse and both caches. Args: extra: more arguments, such as a backend.
+
+        Raises: AssertionError naming the call.
+        """
+        before = {name: self.arguments[f"{name}_cache"].clone() for name in "kv"}
+        out, lse = onepass.attention_decode(**self.arguments, **extra, return_lse=True)
+        bad = [message for name in "kv" if (message := self._check_cache(name, before[name]))]
+        dtype = self.arguments["q"].dtype
+        oracle, plain = (self.expected(d) for d in (torch.float64, torch.float32 if dtype == torch.float64 else dtype))
+        rows: list[Comparison] = [compare("out", out, oracle.out, plain.out, OUT_FACTOR, self._floor(oracle))]
+        if "rotary_cos" not in self.arguments:  # rounding q and k moves it by as much as they are large
+            rows.append(compare_lse(lse, oracle.lse))
+        bad += [str(row) for row in rows if not row.ok]
+        if bad:
+            raise AssertionError(f"{self}\n  " + "\n  ".join(bad))
+
+    # ---------------------------------------------------------------- oracle
+
+    def expected(self, dtype: torch.dtype) -> reference.Reference:
+        """Attention over what the caches hold after the call, every intermediate in one dtype."""
+        found = [
+            reference.attention(*self._entry(b, dtype), compute_dtype=dtype, **self._options())
+            for b in range(len(self.filled))
+        ]
+        return reference.Reference(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+    def _floor(self, oracle: reference.Reference) -> float:
+        """What rounding alone may do to out, see rounding.py."""
+        dout, dlse = torch.zeros_like(oracle.out), torch.zeros_like(oracle.lse)
+        is_double = self.arguments["q"].dtype == torch.float64
+        eps, largest = torch.finfo(torch.float64 if is_double else torch.float32).eps, 0.0
+        for b in range(len(self.filled)):
+            one = reference.Reference(*(t[b : b + 1] for t in oracle))
+            entry = *self._entry(b, torch.float64), dout[b : b + 1], dlse[b : b + 1], one
+            largest = max(largest, float(rounding_terms(*entry, **self._options())["out"]))
+        return eps * largest
+
+    def _options(self) -> dict[str, Any]:
+        options = {name: self.arguments[name] for name in ATTENTION_OPTIONS if name in self.arguments}
+        return {"causal": True} | options
+
+    def _entry(self, b: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of a batch entry, a batch of one. Args: dtype: float64 keeps what rotation gives."""
+        keys, q = self.filled[b] + self.seqlen_new, self.arguments["q"][b]
+        if "rotary_cos" in self.arguments:
+            positions = torch.arange(len(q)) + keys - len(q)
+            q = self._rotated(q, positions.clamp(min=0)).to(q.dtype if dtype != torch.float64 else dtype)
+        k, v = (self._sequence(name, b, keys)[None] for name in "kv")
+        return q[None], k, v
+
+    def _sequence(self, name: str, b: int, keys: int) -> Tensor:
+        """The first keys of an entry, real values: (keys, num_heads_kv, dim)."""
+        cache = self.arguments[f"{name}_cache"]
+        pages, rows = self._places(b, torch.arange(keys))
+        stored = _as_integers(cache)[pages, rows].view(cache.dtype)
+        if cache.dtype != E4M3:
+            return stored
+        return (
+            stored.to(torch.float32).double() * self._descales(name, b, pages, torch.arange(keys)).double()[..., None]
+        )
+
+    def _places(self, b: int, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Page (or entry) and row in it of each key."""
+        table, size = self.arguments.get("page_table"), self.arguments["k_cache"].shape[1]
+        if table is None:
+            return torch.full_like(keys, b), keys
+        return table[b].cpu().long()[keys // size], keys % size
+
+    def _descales(self, name: str, b: int, pages: Tensor, keys: Tensor) -> Tensor:
+        """(keys, num_heads_kv)."""
+        shape, descale = (len(keys), self.arguments["k_cache"].shape[2]), self.arguments.get(f"{name}_descale")
+        if descale is None:
+            return torch.ones(shape, device=self.arguments["q"].device)
+        if descale.dim() == 3:
+            return descale[b].mT[keys // self.arguments["kv_block"]]
+        if descale.dim() == 2:
+            is_of_pages = "page_table" in self.arguments and self.arguments.get("kv_block") is not None
+            return descale[pages] if is_of_pages else descale[b].expand(shape)
+        return descale.expand(shape)
+
+    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x (rows, heads, dim) in float64, turned as complex numbers."""
+        cos, sin = (self.arguments[f"rotary_{name}"][positions].double() for name in ("cos", "sin"))
+        half, x = cos.shape[1], x.double()
+        turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+        interleaved = self.arguments.get("rotary_interleaved", False)
+        pairs = turned.unflatten(-1, (half, 2)) if interleaved else turned.unflatten(-1, (2, half)).mT
+        turn = torch.complex(cos, sin)[:, None]
+        pairs = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+        turned = pairs.flatten(-2) if interleaved else pairs.mT.flatten(-2)
+        return torch.cat([turned, rest], -1)
+
+    def _check_cache(self, name: str, before: Tensor) -> str:
+        """What is wrong with a cache after the call: new keys at their places, all else as it was, bit by bit."""
+        cache, new = self.arguments[f"{name}_cache"], self.arguments.get(f"{name}_new")
+        untouched = torch.ones(cache.shape[:2], dtype=torch.bool, device=cache.device)
+        for b, n in enumerate(self.filled if new is not None else ()):
+            keys = torch.arange(n, n + self.seqlen_new)
+            pages, rows = self._places(b, keys)
+            untouched[pages, rows] = False
+            assert new is not None
+            exact = self._rotated(new[b], keys) if name == "k" and "rotary_cos" in self.arguments else new[b].double()
+            actual = _as_integers(cache)[pages, rows].view(cache.dtype)
+            actual = actual.to(torch.float32 if cache.dtype != torch.float64 else torch.float64).double()
+            step = torch.finfo(cache.dtype).eps
+            if cache.dtype == E4M3:
+                stored = exact / self._descales(name, b, pages, keys).double()[..., None]
+                exact = stored.clamp(-LARGEST_E4M3, LARGEST_E4M3)
+            # of a rotated pair one may cancel: to the rounding of the larger
+            slack = exact.abs().amax(-1, keepdim=True) * step + torch.finfo(cache.dtype).smallest_normal
+            if not ((actual - exact).abs() <= slack).all():
+                return f"{name}_cache: entry {b}: new keys are off by up to {float((actual - exact).abs().max()):.3e}"
+        if not torch.equal(_as_integers(cache)[untouched], _as_integers(before)[untouched]):
+            return f"{name}_cache: something was written where no new key lies"
+        return ""
+
+
+def _as_integers(t: Tensor) -> Tensor:
+    """Its bits, so that NaN equals NaN; and e4m3, which not every torch can index, is indexed."""
+    return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+
+
+def random_decode_call(
+    seed: int, dtype: torch.dtype | None = None, max_keys: int = 200, many_rows: bool = False
+) -> DecodeCall:
+    """A random call of `attention_decode` on the CPU; the same arguments give the same call.
+
+    Args: many_rows: more than 32 of each kv head, no e4m3, and rows and pages in multiples of 8 and of 16.
+    """
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    dtype = dtype or rng.choice([torch.float64, torch.float32, torch.bfloat16, torch.float16])
+
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    batch, heads_kv = rng.choice([1, 2, 3, 5]), rng.choice([1, 1, 2, 3])
+    heads_q = heads_kv * rng.choice([1, 1, 2, 3, 4, 5, 8, 16])
+    is_e4m3 = dtype.itemsize == 2 and not many_rows and rng.random() < 0.25
+    head_dims = [8, 40, 64, 64, 96, 128, 128, 256]
+    head_dim = rng.choice(head_dims if is_e4m3 or many_rows else [3, *head_dims])
+    head_dim_v = head_dim if rng.random() < 0.7 else rng.choice([16, 64, 128, 192])
+    seqlen_q = rng.choice([33, 40, 70, 150, 260] if many_rows else [1, 1, 2, 4, 7, 16, 33, 70])
+    seqlen_new = 0 if rng.random() < 0.4 else rng.choice([1, 3, seqlen_q, 20])
+    filled = tuple(rng.choice([0, 1, 15, 16, 63, 64, 65, 128, rng.randint(0, max_keys)]) for _ in range(batch))
+    room = max(1, max(filled) + seqlen_new + rng.choice([0, 1, 40]))
+    arguments: dict[str, Any] = {"q": normal(batch, seqlen_q, heads_q, head_dim)}
+    arguments["cache_seqlens"] = torch.tensor(filled, dtype=INT32)
+
+    page_sizes = [16, 16, 32, 48, 64, 128, 256]
+    page_size = rng.choice([None, None, *page_sizes] if many_rows else [None, None, 1, 3, *page_sizes])
+    outer, size = (batch, room) if page_size is None else (batch * -(-room // page_size) + 3, page_size)
+    if page_size is not None:
+        order = torch.randperm(outer, generator=generator)[: outer - 3].view(batch, -1).int()
+        shares = batch > 1 and min(filled[:2]) >= page_size and rng.random() < 0.5
+        if shares:  # a whole page, which nobody writes
+            order[1, 0] = order[0, 0]
+        for b, n in enumerate(filled):  # what stands behind the last key may be anything
+            order[b, -(-(n + seqlen_new) // page_size) :] = rng.choice([0, -7, 10**6])
+        arguments["page_table"] = order
+    cache_dtype = E4M3 if is_e4m3 else dtype
+    call = DecodeCall(arguments, filled, seed)
+    for name, columns in (("k", head_dim), ("v", head_dim_v)):
+        is_transposed = rng.random() < 0.3
+        shape = (outer, heads_kv, size, columns) if is_transposed else (outer, size, heads_kv, columns)
+        cache = torch.full(shape, torch.nan).to(cache_dtype)
+        cache = arguments[f"{name}_cache"] = cache.transpose(1, 2) if is_transposed else cache
+        arguments.setdefault("k_cache", cache)
+        for b, n in enumerate(filled):
+            keys = normal(n, heads_kv, columns, dtype=torch.float32).to(cache_dtype)
+            _as_integers(cache)[call._places(b, torch.arange(n))] = _as_integers(keys)
+        if seqlen_new:
+            arguments[f"{name}_new"] = normal(batch, seqlen_new, heads_kv, columns)
+    if is_e4m3 and seqlen_new and rng.random() < 0.5:
+        arguments["v_new"] *= 500  # some beyond what e4m3 holds
+
+    if is_e4m3 and rng.random() < 0.8:
+        kind = rng.choice(["tensor", "head", "entry", "own"])
+        shapes: dict[str, tuple[int, ...]] = {"tensor": (), "head": (heads_kv,), "entry": (batch, heads_kv)}
+        if kind == "own":
+            arguments["kv_block"] = page_size or rng.choice([16, 64])
+            blocks = -(-size // arguments["kv_block"])
+            shapes["own"] = (batch, heads_kv, blocks) if page_size is None else (outer, heads_kv)
+        for name in "kv":
+            arguments[f"{name}_descale"] = normal(*shapes[kind], dtype=torch.float32).exp()
+    if head_dim > 3 and rng.random() < 0.3:
+        half = rng.choice([head_dim // 2, head_dim // 4])
+        angles = torch.arange(size if page_size is None else arguments["page_table"].shape[1] * size)
+        angles = angles[:, None] * 0.5 ** torch.arange(half)
+        of_table = rng.choice([dtype, torch.float32])
+        arguments |= {"rotary_cos": angles.cos().to(of_table), "rotary_sin": angles.sin().to(of_table)}
+        arguments["rotary_interleaved"] = rng.random() < 0.5
+
+    arguments["causal"] = rng.random() < 0.7
+    if rng.random() < 0.3:
+        arguments["window"] = tuple(rng.choice([None, 0, 5, 33, 100]) for _ in range(2))
+    if rng.random() < 0.25:
+        arguments["softcap"] = rng.choice([0.5, 5.0, 30.0])
+    if rng.random() < 0.2:
+        arguments["softmax_scale"] = rng.choice([0.05, 0.3, 1.0])
+    if rng.random() < 0.3:
+        arguments["sinks"] = 2 * normal(heads_q, dtype=torch.float32)
+    splits = rng.choice([None, "num_splits", "num_splits", "split_size"])
+    if splits is not None:
+        arguments[splits] = rng.choice([1, 2, 5, 32] if splits == "num_splits" else [64, 128, 192])
+    return call
