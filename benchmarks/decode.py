@@ -187,7 +187,7 @@ def has_fa3() -> bool:
 
 def run_check(args: argparse.Namespace, cases: Sequence[Case]) -> bool:
     """Every contender beside plain attention in float64, on new random data. Returns: whether onepass is right."""
-    shapes = {(c.heads_q, c.heads_kv, c.head_dim, q) for c in cases for q in {c.seqlen_q, 1, 3}}
+    shapes = {(c.heads_q, c.heads_kv, c.head_dim, q) for c in cases for q in {min(c.seqlen_q, 40), 1, 3}}
     small = [decode_case(3, 2048, *shape) for shape in sorted(shapes)]
     compile_ahead(small, args)
     seed, tried, wrong = time.time_ns() % 2**31, 0, []
