@@ -64,6 +64,8 @@ PROBLEMS |= SHORT
 # beside these, parts of which each of them is
 SLOW = {f"64 {name}" for name in ("window", "GQA", "GQA softcap", "seqused")} | {"128 GQA", "128 window", "128 packed"}
 SLOW |= {f"192 {name}" for name in ("full", "causal", "seqused")} | {"64/128", "128/64", "64 short"}
+SLOW |= {f"64 {name}" for name in ("softcap", "packed", "short window", "deterministic")} | {"256 full", "256 seqused"}
+SLOW |= {f"128 {name}" for name in ("GQA softcap", "seqused", "short GQA seqused window", "deterministic window")}
 PARAMETERS = [
     pytest.param(asked, id=name, marks=[pytest.mark.slow] if name in SLOW else []) for name, asked in PROBLEMS.items()
 ]
