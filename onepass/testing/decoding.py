@@ -219,7 +219,6 @@ def random_decode_call(
         shape = (outer, heads_kv, size, columns) if is_transposed else (outer, size, heads_kv, columns)
         cache = torch.full(shape, torch.nan).to(cache_dtype)
         cache = arguments[f"{name}_cache"] = cache.transpose(1, 2) if is_transposed else cache
-        arguments.setdefault("k_cache", cache)
         for b, n in enumerate(filled):
             keys = normal(n, heads_kv, columns, dtype=torch.float32).to(cache_dtype)
             _as_integers(cache)[call._places(b, torch.arange(n))] = _as_integers(keys)
