@@ -8,10 +8,12 @@ import pytest
 import sm80_decode
 import torch
 
-from onepass import reference
+import onepass
+from onepass import decode_calls, reference
 from onepass.decode_problem import DecodeInputs
 from onepass.decode_validation import check_decode
 from onepass.merge import merge_in_torch
+from onepass.testing import random_decode_call
 from onepass.testing.budget import compare, compare_lse
 from onepass.tiled import cache
 from onepass.tiled.decode import decode as tiled
@@ -135,6 +137,26 @@ SLOW = ("one pass over pages", "large sinks, one of the splits", "32 rows", "pag
 def test_values(name):
     inputs, options = CASES[name]
     check(inputs, **options)
+
+
+# of calls that the interpreter has memory for; in the first two nearly every option
+RANDOM = (18, 38, 2, 3, 4, 5, 7, 8, 12, 13, 14, 15, 19, 21, 22, 23, 25, 27, 28, 29, 30, 31, 32, 33, 34, 35, 37, 41, 45)
+
+
+@pytest.mark.parametrize("seed", [*RANDOM[:2], *(pytest.param(seed, marks=pytest.mark.slow) for seed in RANDOM[2:])])
+def test_random_calls(seed, monkeypatch):
+    """Kernel after kernel, in place of what `attention_decode` would run here."""
+
+    def by_kernels(**arguments):
+        problem, inputs = decode_calls.problem_of("attention_decode", arguments)
+        out, lse, *caches = sm80_decode.decode(problem, inputs)
+        for cache_, written in zip(inputs[1:3], caches, strict=True):
+            if written is not cache_:
+                cache_.view(torch.uint8).copy_(written.view(torch.uint8))
+        return out, lse
+
+    monkeypatch.setattr(onepass, "attention_decode", by_kernels)
+    random_decode_call(seed, (BF16, FP16, BF16, FP32)[seed % 4], max_keys=70).check()
 
 
 def test_references_of_the_warps_differ():
