@@ -12,6 +12,9 @@ Row = dict[str, Any]
 _COLORS = {
     "onepass": "#d1495b",
     "onepass-no-window": "#e9b3ba",
+    "onepass page 16": "#f2c9cf",
+    "onepass page 64": "#e39aa5",
+    "onepass page 256": "#b8717c",
     "sdpa": "#30638e",
     "sdpa-flash": "#30638e",
     "sdpa-cudnn": "#00798c",
@@ -196,7 +199,8 @@ def _plain(ax: Any, values: str) -> None:
 def _short_tick(row: Row) -> str:
     case = row["case"]
     if row["measure"] == "decode":
-        return f"{case['batch']} x {_length(case['seqlen_k'])}"
+        queries = f"\n{case['seqlen_q']} queries" if case["seqlen_q"] > 1 else ""
+        return f"{case['batch']} x {_length(case['seqlen_k'])}{queries}"
     return _length(case["seqlen_q"])
 
 

@@ -42,8 +42,8 @@ def bench(
     if plot_path is not None:
         require_matplotlib("--plot")
     names = sets or list(_DEFAULT_SETS[device.partition(":")[0]])
-    if device == "cpu":  # the caches of `decode` are a GPU's
-        names = ["decode-cpu" if name == "decode" else name for name in names]
+    if device == "cpu":  # the caches of the others are a GPU's
+        names = ["decode-cpu" if name in ("decode", "decode-rows") else name for name in names]
     peer_names = None if peers is None else [name.strip() for name in peers.split(",") if name.strip()]
     if unknown := sorted(set(peer_names or ()) - set(PEERS)):
         fail(f"--peers: expected names of {', '.join(PEERS)}, got {', '.join(unknown)}")

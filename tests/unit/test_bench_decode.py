@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import onepass
 from onepass import decode_calls
 from onepass.bench import decode as bench
+from onepass.bench import plot
 from onepass.bench.cases import decode_case, get_case_set
 from onepass.bench.flops import bytes_moved
 from onepass.cli.app import app
@@ -74,6 +75,15 @@ def test_bench_decode(tmp_path):
         for entry in row["contenders"].values():
             assert entry["of_copy"] == pytest.approx(row["bytes"] / entry["median_ms"] / 1e9 / row["copy_tb_per_s"])
     assert plot.exists()
+
+
+def test_cases_of_one_batch_and_cache_differ_in_a_picture_by_their_queries():
+    ticks = [
+        plot._short_tick({"measure": "decode", "case": case.to_dict()}) for case in get_case_set("decode-rows").cases
+    ]
+    assert ticks[2:6] == ["64 x 8k\n16 queries", *(f"1 x 64k\n{n} queries" for n in (16, 128, 1024))]
+    assert len(set(ticks[:6])) == 6
+    assert plot._short_tick({"measure": "decode", "case": get_case_set("decode").cases[0].to_dict()}) == "1 x 1k"
 
 
 @pytest.fixture
