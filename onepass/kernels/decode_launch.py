@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..decode_problem import DecodeInputs, DecodeProblem
+from ..decode_validation import read_cache_lengths
 from ..errors import UnsupportedError
 from ..outputs import empty_outputs
 from ..problem import AttentionInputs
@@ -27,6 +28,13 @@ from .arguments import with_rows
 from .blocks.integers import ceil_div
 from .config import LaunchConfig
 from .merge_launch import merge_blocks, merge_request
+
+
+def decode(problem: DecodeProblem, inputs: DecodeInputs, prepare: Callable) -> tuple[Tensor, Tensor]:
+    """out and lse of a call, as `onepass.tiled.decode` gives them. Args: prepare: a backend's."""
+    if problem.check_values:
+        read_cache_lengths(inputs)
+    return prepare(problem, inputs.q.device)(inputs)
 
 
 class SplitPlan(NamedTuple):

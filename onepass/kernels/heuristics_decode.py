@@ -113,9 +113,9 @@ def num_splits_sm80(problem: AttentionProblem, config: ForwardConfigSm80, arch: 
     return choose_num_splits(num_tiles, problem.seqlen_k, slots, per_split, config.block_keys)
 
 
-# Hopper, by the wider head_dim tile: keys of a step, and warpgroups where there are rows for so many. An H200, 1024
-# queries of 32 heads over 65536 keys: head_dim 64 1032 us, with 2 warpgroups 1076; 128 1590, with 64 keys 1723, with 80
-# and 3 warpgroups 1712.
+# Hopper, by the wider head_dim tile: keys of a step, and warpgroups where there are rows for so many. On an H200, 1024
+# bfloat16 queries of 32 heads over 65536 keys of 8: head_dim 64 1032 us, with 2 warpgroups 1076; 128 1590, with 64 keys
+# 1723, with 80 and 3 warpgroups 1712 (h200-decode-rows-variants.json).
 DECODE_SM90 = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (64, 2), 256: (64, 2)}
 MAX_STAGES = 6
 

@@ -137,7 +137,10 @@ MANY = {"q": (4, 9, 32, 128)}
         (PAGED | DESCALES, "expected q and a cache in bfloat16 or float16, got torch.bfloat16 and torch.float8_e4m3fn"),
         (CALL | MANY, None),
         (PAGED | MANY, None),
-        (CALL | MANY | {"dtype": torch.float32}, "expected q and a cache in bfloat16 or float16, got torch.float32"),
+        (
+            CALL | MANY | {"dtype": torch.float32},
+            "expected q and a cache in bfloat16 or float16, got torch.float32 and torch.float32",
+        ),
         (CALL | MANY | {"v_cache": (4, 65536, 8, 36)}, "head_dim_v: expected a multiple of 8"),
         (
             PAGED | MANY | {"k_cache": (900, 24, 8, 128), "v_cache": (900, 24, 8, 128)},

@@ -18,7 +18,8 @@ WORKSPACE_BYTES = 256 * 2**20
 OVERHEAD_STEPS = 1.5  # of a thread block, beside its keys: the first loads, the end
 MERGE_STEPS = 0.5  # of a thread block's partials: 16 rows of float32 written and read, where a step has 64 of K and V
 LEAST_SHARE = 0.5
-# The same of the Hopper kernel, whose thread blocks have a multiprocessor each and more to compute.
+# The same of the Hopper kernel, whose thread blocks have a multiprocessor each and more to compute. On an H200 8 splits
+# take 110 us where 16, two waves, take 149, and 4 take 207 where 8 take 216 (h200-decode-rows-variants.json).
 OVERHEAD_STEPS_SM90 = 4.0
 LEAST_SHARE_SM90 = 1.0
 
@@ -93,11 +94,13 @@ def choose_num_splits(
         slots: thread blocks that the GPU runs at the same time.
         bytes_per_split: of workspace.
         block_keys: keys of a step of a thread block.
+        overhead_steps: of a thread block, beside its keys.
+        least_share: of the slots, see below.
 
     A thread block takes its steps and overhead_steps more, and each wave of `slots` thread blocks that time. Behind
     full waves those of the last one have the whole memory bandwidth, so fewer of them take less, down to least_share of
-    the slots, which are too few to ask for all of it. A merge reads once more what the splits write. The
-    constants are guesses; docs/decoding.md's figures were measured with them.
+    the slots, which are too few to ask for all of it. A merge reads once more what the splits write. The constants
+    are guesses, those of Hopper after two measurements; docs/decoding.md's figures were measured with them.
     """
     num_tiles, blocks = max(1, num_tiles), ceil_div(max(1, seqlen_k), block_keys)
     most = max(1, min(MAX_SPLITS, seqlen_k // LEAST_KEYS, WORKSPACE_BYTES // max(1, bytes_per_split)))

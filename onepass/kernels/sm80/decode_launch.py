@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ...decode_problem import DecodeInputs, DecodeProblem
-from ...decode_validation import read_cache_lengths
 from ...problem import AttentionProblem
 from .. import compile, decode_launch
 from ..arch import arch_of
@@ -26,10 +25,7 @@ from .launch import grid
 
 
 def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-    """out and lse of a call, as `onepass.tiled.decode` gives them."""
-    if problem.check_values:
-        read_cache_lengths(inputs)
-    return prepare(problem, inputs.q.device)(inputs)
+    return decode_launch.decode(problem, inputs, prepare)
 
 
 def unsupported(problem: DecodeProblem) -> str | None:

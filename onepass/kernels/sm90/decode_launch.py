@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ...decode_problem import DecodeInputs, DecodeProblem
-from ...decode_validation import read_cache_lengths
 from ...errors import UnsupportedError
 from .. import compile, decode_launch
 from ..arguments import aligned, is_aligned, score_scales, window_bounds
@@ -28,17 +27,15 @@ LEAST_BOX = 16  # keys of a page that are loaded together
 
 
 def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-    """out and lse of a call, as `onepass.tiled.decode` gives them."""
-    if problem.check_values:
-        read_cache_lengths(inputs)
-    return prepare(problem, inputs.q.device)(inputs)
+    return decode_launch.decode(problem, inputs, prepare)
 
 
 def unsupported(problem: DecodeProblem) -> str | None:
     """Why this kernel does not compute a problem whose attention the Hopper forward does; None if it does."""
     attention = problem.attention
     if attention.dtype.itemsize != 2 or attention.has_e4m3_cache:
-        return f"expected q and a cache in bfloat16 or float16, got {attention.dtype} and {attention.kv_dtype}"
+        given = f"{attention.dtype} and {attention.kv_dtype or attention.dtype}"
+        return f"expected q and a cache in bfloat16 or float16, got {given}"
     if not problem.has_aligned_rows:
         return "expected rows of the caches at multiples of 16 bytes (TMA)"
     if problem.page_size is not None and problem.page_size % LEAST_BOX:
