@@ -115,7 +115,8 @@ def num_splits_sm80(problem: AttentionProblem, config: ForwardConfigSm80, arch: 
 
 # Hopper, by the wider head_dim tile: keys of a step, and warpgroups where there are rows for so many. On an H200, 1024
 # bfloat16 queries of 32 heads over 65536 keys of 8: head_dim 64 1032 us, with 2 warpgroups 1076; 128 1590, with 64 keys
-# 1723, with 80 and 3 warpgroups 1712 (h200-decode-rows-variants.json).
+# 1723, with 80 and 3 warpgroups 1712. 128 queries, packed (512 rows a kv head, in tiles of 192 part empty): head_dim 64
+# 155 us, with 2 warpgroups 145, and with one query head a tile 149 (h200-decode-rows-variants.json).
 DECODE_SM90 = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (64, 2), 256: (64, 2)}
 MAX_STAGES = 6
 
@@ -130,6 +131,11 @@ def has_few_rows(problem: AttentionProblem) -> bool:
     return rows <= (2 if max(problem.head_dim, problem.head_dim_v) <= 128 else 1) * ROWS_PER_MMA
 
 
+def _rows(problem: AttentionProblem, positions: int) -> int:
+    """Queries of a head, in whole tiles."""
+    return ceil_div(problem.seqlen_q, positions) * positions
+
+
 def decode_config_sm90(problem: AttentionProblem, split_size: int | None = None) -> ForwardConfig:
     """The same on the Hopper kernel, in 16 bits."""
     group = problem.qhead_per_kvhead
@@ -141,9 +147,12 @@ def decode_config_sm90(problem: AttentionProblem, split_size: int | None = None)
     # a tile of one head's queries alone would be part empty
     pack_gqa = 1 < group <= ROWS_PER_WARPGROUP and problem.seqlen_q < most * ROWS_PER_WARPGROUP
     positions = ROWS_PER_WARPGROUP // group if pack_gqa else ROWS_PER_WARPGROUP
+    num_warpgroups = min(most, ceil_div(max(1, problem.seqlen_q), positions))
+    if pack_gqa and num_warpgroups == 3 and _rows(problem, 2 * positions) < _rows(problem, 3 * positions):
+        num_warpgroups = 2
     config = ForwardConfig(
         tile_n=tile_n,
-        num_warpgroups=min(most, ceil_div(max(1, problem.seqlen_q), positions)),
+        num_warpgroups=num_warpgroups,
         rescale_threshold=LAZY,
         # tiles of one head and part, which read the same K and V, follow each other
         longest_first=False,

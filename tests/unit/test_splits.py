@@ -229,6 +229,13 @@ def test_configurations_of_hopper():
         assert heuristics_decode.has_few_rows(asked) == isinstance(of_ampere, DecodeConfigSm80)
 
 
+@pytest.mark.parametrize(("seqlen_q", "expected"), [(16, 1), (40, 3), (48, 3), (96, 3), (128, 2), (144, 3), (1024, 3)])
+def test_warpgroups_of_hopper_fill_their_tiles(seqlen_q, expected):
+    """head_dim 64, 4 heads a kv head: 128 queries are 512 rows, 4 tiles of 128 or 3 of 192 with 64 rows empty."""
+    asked = problem(head_dim=64, head_dim_v=64, num_heads_q=32, num_heads_kv=8, seqlen_q=seqlen_q)
+    assert heuristics_decode.decode_config_sm90(asked).num_warpgroups == expected
+
+
 @pytest.mark.parametrize(
     ("batch", "heads", "seqlen_q", "seqlen_k", "expected"),
     [
