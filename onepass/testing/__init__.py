@@ -4,6 +4,7 @@ from .budget import Comparison, compare, compare_gradients, compare_lse, fp8_bud
 from .decoding import DecodeCall, random_decode_call
 from .inputs import Call, random_call
 from .quantized import assert_same_rounding
+from .rounding import floor_of_out
 
 __all__ = [
     "Call",
@@ -13,6 +14,7 @@ __all__ = [
     "compare",
     "compare_gradients",
     "compare_lse",
+    "floor_of_out",
     "fp8_budget",
     "random_call",
     "random_decode_call",

@@ -2,7 +2,8 @@
 
 An output may be off by at most `factor` times the error of plain dense PyTorch computed in the inputs' own dtype,
 plus one rounding of the largest value in that dtype: factor 2 for out, 3 for gradients. Random problems, which meet
-degenerate cases, add the floor of `rounding.py`.
+degenerate cases, and problems of few values, of which plain PyTorch may get all right by chance, add the floor of
+`rounding.py`.
 """
 
 from __future__ import annotations

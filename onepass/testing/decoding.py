@@ -16,7 +16,7 @@ import onepass
 
 from .. import reference
 from .budget import Comparison, compare, compare_lse
-from .rounding import rounding_terms
+from .rounding import floor_of_out
 
 INT32, E4M3 = torch.int32, torch.float8_e4m3fn
 LARGEST_E4M3 = 448.0
@@ -80,15 +80,16 @@ class DecodeCall:
         return reference.Reference(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
     def _floor(self, oracle: reference.Reference) -> float:
-        """What rounding alone may do to out, see rounding.py."""
-        dout, dlse = torch.zeros_like(oracle.out), torch.zeros_like(oracle.lse)
-        is_double = self.arguments["q"].dtype == torch.float64
-        eps, largest = torch.finfo(torch.float64 if is_double else torch.float32).eps, 0.0
-        for b in range(len(self.filled)):
-            one = reference.Reference(*(t[b : b + 1] for t in oracle))
-            entry = *self._entry(b, torch.float64), dout[b : b + 1], dlse[b : b + 1], one
-            largest = max(largest, float(rounding_terms(*entry, **self._options())["out"]))
-        return eps * largest
+        """What rounding alone may do to out, see rounding.py: the largest of the batch."""
+        dtype, options = self.arguments["q"].dtype, self._options()
+        entries = ((self._entry(b, torch.float64), b) for b in range(len(self.filled)))
+        return max(
+            (
+                floor_of_out(dtype, *entry, reference.Reference(*(t[b : b + 1] for t in oracle)), **options)
+                for entry, b in entries
+            ),
+            default=0.0,
+        )
 
     def _options(self) -> dict[str, Any]:
         options = {name: self.arguments[name] for name in ATTENTION_OPTIONS if name in self.arguments}

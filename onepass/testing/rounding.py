@@ -76,3 +76,19 @@ def rounding_terms(
         terms["dsinks"] = largest((p_sink_terms * delta_terms).sum((0, 2, 3)))
         terms["dsinks of out"] = 2 * largest((p_sink * delta_of_out).square().sum((0, 2, 3)).sqrt())
     return terms
+
+
+def floor_of_out(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, oracle: reference.Reference, **options) -> float:
+    """What rounding alone may do to out of one dense call.
+
+    For problems of few values, too: there the largest error of plain attention may be small by chance, while another
+    order of the same sums, as another processor's matrix product has it, is off by its rounding.
+
+    Args:
+        dtype: of the call under test.
+        q, k, v, options: as `reference.attention`.
+        oracle: its result for them.
+    """
+    dout, dlse = torch.zeros_like(oracle.out), torch.zeros_like(oracle.lse)
+    eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    return eps * float(rounding_terms(q, k, v, dout, dlse, oracle, **options)["out"])
