@@ -16,13 +16,14 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed
 	$(BIN)/onepass demo
 
-# One process per core with one thread each: many small parallel regions on busy cores wait for one another.
+# One process per core with one thread each: many small parallel regions on busy cores wait for one another. Who is done
+# takes tests over from the others: those of the kernels take seconds each, others milliseconds.
 test: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not gpu and not slow" tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not gpu and not slow" tests
 
 # With more kernels of the same kinds compiled and interpreted: minutes more.
 test-all: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not gpu" tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not gpu" tests
 
 lint: $(VENV)/installed
 	$(BIN)/ruff format --check .

@@ -9,7 +9,7 @@ from torch import Tensor
 from . import decode_ops, dispatch, repeated, validation
 from .api import AttentionOutput, Window
 from .decode_problem import DecodeInputs
-from .decode_validation import check_decode
+from .decode_validation import check_decode, few_queries
 from .kernels.blocks import splits
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ class DecodeOptions(TypedDict, total=False):
 
     cache_seqlens: Required[Tensor]
     page_table: Tensor | None
+    cu_seqlens_q: Tensor | None
+    max_seqlen_q: int | Tensor | None
     k_new: Tensor | None
     v_new: Tensor | None
     rotary_cos: Tensor | None
@@ -59,6 +61,8 @@ def attention_decode(
     *,
     cache_seqlens: Tensor,
     page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
     k_new: Tensor | None = None,
     v_new: Tensor | None = None,
     rotary_cos: Tensor | None = None,
@@ -85,7 +89,8 @@ def attention_decode(
 
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim); float64, float32, bfloat16 or float16. Any seqlen_q; decoding has
-            1, or up to 16 where several tokens are proposed and checked at once, a chunk of a prompt hundreds.
+            1, or up to 16 where several tokens are proposed and checked at once, a chunk of a prompt hundreds. With
+            cu_seqlens_q (total_q, num_heads_q, head_dim), and out and lse as those of `attention_varlen`.
         k_cache, v_cache: (batch, max_seqlen, num_heads_kv, head_dim) and (.., head_dim_v); with a page_table
             (num_pages, page_size, num_heads_kv, head_dim), any page_size from 1. In q's dtype, or float8_e4m3fn. What
             lies behind the filled part, and in pages that no sequence uses, counts for nothing, whatever it is.
@@ -93,6 +98,11 @@ def attention_decode(
         page_table: (batch, max_pages) int32: key n of entry b is row n % page_size of page
             page_table[b, n // page_size]. Sequences may share pages that none of them writes. Numbers behind the
             filled part may be anything.
+        cu_seqlens_q: (batch + 1,) int32: sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, which
+            stand at the end of its cache_seqlens[b] keys: prompts in chunks beside single tokens. Rows behind the last
+            offset give out = 0, lse = -inf. Not with k_new and v_new or rotary positions.
+        max_seqlen_q: with cu_seqlens_q, queries that no sequence has more of, if that is known: an int of up to 32 lets
+            a GPU take the kernel for few queries, which computes any number. A tensor is never read.
         k_new, v_new: (batch, seqlen_new, num_heads_kv, head_dim) and (.., head_dim_v), in q's dtype, both or neither:
             written to the cache in place, at positions cache_seqlens[b], cache_seqlens[b] + 1, .. Into an e4m3 cache
             they are divided by the descale of the place that they come to (which therefore must be set before, also
@@ -145,13 +155,15 @@ def attention_decode(
         sinks,
         k_descale,
         v_descale,
+        cu_seqlens_q,
         k_new,
         v_new,
     )
+    most_queries = few_queries(max_seqlen_q, cu_seqlens_q)
     key = None
     if check_values is False:
         scores, splits_ = (causal, softcap, softmax_scale), (num_splits, split_size)
-        options = *scores, *splits_, rotary_interleaved, return_lse, kv_block, backend
+        options = *scores, *splits_, rotary_interleaved, return_lse, kv_block, most_queries, backend
         key = repeated.key_of("attention_decode", inputs, window, options)
     if key is not None:
         # the door looks at these, too
@@ -173,6 +185,7 @@ def attention_decode(
         split_size=split_size,
         check_values=check_values,
         kv_block=kv_block,
+        max_seqlen_q=most_queries,
     )
     validation.refuse_forward_mode(*inputs)
     backend = dispatch.require_decode(problem, backend)

@@ -22,8 +22,9 @@ _OPTIONS = {
     "return_lse": False,
     "rotary_interleaved": False,
     "kv_block": None,
+    "max_seqlen_q": None,
 }
-_DTYPES = {"cache_seqlens": torch.int32, "page_table": torch.int32} | dict.fromkeys(
+_DTYPES = dict.fromkeys(("cache_seqlens", "page_table", "cu_seqlens_q"), torch.int32) | dict.fromkeys(
     ("rotary_cos", "rotary_sin", "k_descale", "v_descale"), torch.float32
 )
 

@@ -75,10 +75,10 @@ def _shapes(inputs: DecodeInputs, kv_block: int | None) -> list[tuple[int, ...]]
     num_pages, size, heads = inputs.k_cache.shape[:3]
     shapes: list[tuple[int, ...]] = [(), (heads,)]
     if kv_block is None or inputs.page_table is None:
-        shapes.append((inputs.q.shape[0], heads))
+        shapes.append((inputs.batch, heads))
     if kv_block is not None:
         is_paged = inputs.page_table is not None
-        shapes.append((num_pages, heads) if is_paged else (inputs.q.shape[0], heads, -(-size // kv_block)))
+        shapes.append((num_pages, heads) if is_paged else (inputs.batch, heads, -(-size // kv_block)))
     return shapes
 
 

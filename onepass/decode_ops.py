@@ -23,11 +23,12 @@ from .problem import AttentionInputs, Mask
 
 _AFTER_CACHES = (
     "Tensor cache_seqlens, Tensor? page_table, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? sinks, "
-    "Tensor? k_descale, Tensor? v_descale"
+    "Tensor? k_descale, Tensor? v_descale, Tensor? cu_seqlens_q"
 )
 _OPTIONS = (
     "float softmax_scale, SymInt? window_left, SymInt? window_right, float? softcap, SymInt? num_splits, "
-    "SymInt? split_size, bool rotary_interleaved, bool check_values, SymInt? kv_block, str backend"
+    "SymInt? split_size, bool rotary_interleaved, bool check_values, SymInt? kv_block, SymInt? max_seqlen_q, "
+    "str backend"
 )
 _NUM_OPTIONS = _OPTIONS.count(",") + 1
 _OUTPUTS = "(Tensor out, Tensor lse)"
@@ -60,6 +61,7 @@ def run(problem: DecodeProblem, inputs: DecodeInputs, backend: str) -> tuple[Ten
         problem.rotary_interleaved,
         problem.check_values,
         problem.kv_block,
+        problem.max_seqlen_q,
         backend,
     )
     if inputs.seqlen_new:
@@ -68,7 +70,7 @@ def run(problem: DecodeProblem, inputs: DecodeInputs, backend: str) -> tuple[Ten
 
 
 def _problem(inputs: DecodeInputs, options: tuple) -> DecodeProblem:
-    scale, left, right, softcap, num_splits, split_size, rotary_interleaved, check_values, kv_block, _ = options
+    scale, left, right, softcap, num_splits, split_size, rotary_interleaved, check_values, kv_block, *rest = options
     attention = inputs.attention(softmax_scale=scale, mask=Mask(left, right), softcap=softcap)
     return DecodeProblem.of(
         attention,
@@ -78,6 +80,7 @@ def _problem(inputs: DecodeInputs, options: tuple) -> DecodeProblem:
         rotary_interleaved=rotary_interleaved,
         check_values=check_values,
         kv_block=kv_block,
+        max_seqlen_q=rest[0],
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .problem import AttentionProblem
+
+FEW_QUERIES = 32  # of a sequence: more are many to every kernel
 
 
 class DecodeInputs(NamedTuple):
@@ -24,8 +26,13 @@ class DecodeInputs(NamedTuple):
     sinks: Tensor | None = None
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
     k_new: Tensor | None = None
     v_new: Tensor | None = None
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
     @property
     def seqlen_new(self) -> int:
@@ -43,19 +50,21 @@ class DecodeInputs(NamedTuple):
         return page_size if self.page_table is None else self.page_table.shape[1] * page_size
 
     def attention(self, **options: Any) -> AttentionProblem:
-        """The call as attention over all positions of the cache. Args: options: the fields that no tensor tells."""
+        """The call as attention over all positions of the cache: also where queries are packed, seqlen_k is that of one
+        sequence. Args: options: the fields that no tensor tells."""
         return AttentionProblem(
             dtype=self.q.dtype,
             device_type=self.q.device.type,
-            batch=self.q.shape[0],
-            seqlen_q=self.q.shape[1],
+            batch=self.batch,
+            seqlen_q=self.q.shape[-3],
             seqlen_k=self.capacity,
-            num_heads_q=self.q.shape[2],
+            num_heads_q=self.q.shape[-2],
             num_heads_kv=self.k_cache.shape[2],
-            head_dim=self.q.shape[3],
+            head_dim=self.q.shape[-1],
             head_dim_v=self.v_cache.shape[3],
             has_sinks=self.sinks is not None,
             has_seqused_k=True,
+            is_packed=self.cu_seqlens_q is not None,
             kv_dtype=self.kv_dtype,
             **options,
         )
@@ -76,6 +85,8 @@ class DecodeProblem:
         kv_block: keys of a block (with pages, of a page) that has a descale of its own; None: the keys of a sequence
             share one.
         has_aligned_rows: those of both caches begin at multiples of 16 bytes.
+        max_seqlen_q: of packed queries, what no sequence has more of, if these are few: a hint, by which a kernel is
+            chosen.
     """
 
     attention: AttentionProblem
@@ -87,6 +98,7 @@ class DecodeProblem:
     has_descales: bool = False
     kv_block: int | None = None
     has_aligned_rows: bool = True
+    max_seqlen_q: int | None = None
 
     @classmethod
     def of(cls, attention: AttentionProblem, inputs: DecodeInputs, **options: Any) -> DecodeProblem:
@@ -98,6 +110,13 @@ class DecodeProblem:
             has_aligned_rows=_has_aligned_rows(inputs.k_cache) and _has_aligned_rows(inputs.v_cache),
             **options,
         )
+
+    @property
+    def rows_asked(self) -> AttentionProblem:
+        """What a configuration is chosen for: with max_seqlen_q a batch of sequences of so many queries."""
+        if self.max_seqlen_q is None:
+            return self.attention
+        return replace(self.attention, is_packed=False, seqlen_q=self.max_seqlen_q)
 
     @property
     def is_paged(self) -> bool:

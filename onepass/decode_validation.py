@@ -11,10 +11,10 @@ import torch
 
 from . import validation
 from .decode_descales import check_descales
-from .decode_problem import DecodeInputs, DecodeProblem, refuse_lengths
+from .decode_problem import FEW_QUERIES, DecodeInputs, DecodeProblem, refuse_lengths
 from .errors import UnsupportedError
 from .kernels.blocks.splits import MAX_PARTS, MAX_SPLITS, SPLIT_UNIT
-from .validation import DENSE_DIMS, E4M3, check_flag
+from .validation import DENSE_DIMS, E4M3, PACKED_DIMS, check_flag
 
 PAGED_DIMS = "(num_pages, page_size, num_heads_kv, head_dim)"
 
@@ -27,6 +27,7 @@ def check_decode(
     split_size: Any,
     check_values: Any,
     kv_block: Any = None,
+    max_seqlen_q: Any = None,
     **options: Any,
 ) -> DecodeProblem:
     """The problem that `onepass.attention_decode` was asked for.
@@ -36,18 +37,22 @@ def check_decode(
     q, k_cache, v_cache = inputs[:3]
     _check_dtypes(q, k_cache, v_cache)
     dims = DENSE_DIMS if inputs.page_table is None else PAGED_DIMS
-    validation._check_ranks({"q": q}, DENSE_DIMS, 4)
+    is_packed = inputs.cu_seqlens_q is not None
+    validation._check_ranks({"q": q}, *((PACKED_DIMS, 3) if is_packed else (DENSE_DIMS, 4)))
     validation._check_ranks({"k_cache": k_cache, "v_cache": v_cache}, dims, 4)
     _check_cache_shapes(q, k_cache, v_cache)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.stride(-1) != 1:
             raise ValueError(f"{name}: expected a last dimension of stride 1, got strides {cache.stride()}")
-    batch = q.shape[0]
+    if is_packed:
+        _check_packed_queries(inputs)
+    batch = inputs.batch
     _check_int32("cache_seqlens", inputs.cache_seqlens, (batch,), "one per batch entry", q.device)
     if inputs.page_table is None:
         if k_cache.shape[0] != batch:
             raise ValueError(
-                f"k_cache: expected batch {batch} like q (or pages, with a page_table), got {k_cache.shape[0]}"
+                f"k_cache: expected batch {batch} like {'cu_seqlens_q' if is_packed else 'q'} (or pages, with a "
+                f"page_table), got {k_cache.shape[0]}"
             )
     else:
         _check_int32("page_table", inputs.page_table, (batch, None), "(batch, max_pages)", q.device)
@@ -71,6 +76,7 @@ def check_decode(
         rotary_interleaved=rotary_interleaved,
         check_values=check_values,
         kv_block=kv_block,
+        max_seqlen_q=few_queries(max_seqlen_q, inputs.cu_seqlens_q),
     )
 
 
@@ -101,6 +107,31 @@ def _check_cache_shapes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.T
         )
 
 
+def _check_packed_queries(inputs: DecodeInputs) -> None:
+    """cu_seqlens_q, and what is not given beside it: new keys and rotary positions, which are those of queries."""
+    cu_seqlens_q = inputs.cu_seqlens_q
+    _check_int32("cu_seqlens_q", cu_seqlens_q, (None,), "an offset more than there are sequences", inputs.q.device)
+    assert cu_seqlens_q is not None
+    if cu_seqlens_q.shape[0] < 1:
+        raise ValueError(f"cu_seqlens_q: expected shape (batch + 1,), got {tuple(cu_seqlens_q.shape)}")
+    for name in ("k_new", "v_new", "rotary_cos", "rotary_sin"):
+        if getattr(inputs, name) is not None:
+            raise UnsupportedError(
+                f"{name}: expected None beside cu_seqlens_q (packed queries are rotated, and keys appended, before "
+                "the call)"
+            )
+
+
+def few_queries(max_seqlen_q: Any, cu_seqlens_q: Any) -> int | None:
+    """max_seqlen_q of a call where it says that all sequences have few. Raises: TypeError, ValueError if it is none."""
+    if max_seqlen_q is None:
+        return None
+    validation.check_max_seqlens(max_seqlen_q, None)
+    if cu_seqlens_q is None:
+        raise ValueError(f"max_seqlen_q: expected None without cu_seqlens_q, got {max_seqlen_q!r}")
+    return None if isinstance(max_seqlen_q, torch.Tensor) or max_seqlen_q > FEW_QUERIES else max_seqlen_q
+
+
 def _check_int32(name: str, t: Any, shape: tuple, meaning: str, device: torch.device) -> None:
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name}: expected an int32 torch.Tensor, got {type(t).__name__}")
@@ -109,7 +140,7 @@ def _check_int32(name: str, t: Any, shape: tuple, meaning: str, device: torch.de
     if t.device != device:
         raise ValueError(f"{name}: expected device {device} like q, got {t.device}")
     if t.dim() != len(shape) or any(n is not None and m != n for m, n in zip(t.shape, shape, strict=True)):
-        expected = str(shape).replace("None", "max_pages")
+        expected = {"page_table": f"({shape[0]}, max_pages)", "cu_seqlens_q": "(batch + 1,)"}.get(name, shape)
         raise ValueError(f"{name}: expected shape {expected}, {meaning}, got {tuple(t.shape)}")
 
 
@@ -194,8 +225,9 @@ def read_cache_lengths(inputs: DecodeInputs) -> list[int]:
     """cache_seqlens as a list, with all values checked that decide where the call reads and writes.
 
     Raises: ValueError if a length is negative or leaves no room for the new keys, if a page that is used is not one
-    of the cache's, or if a rotated position is past the end of rotary_cos.
+    of the cache's, if a rotated position is past the end of rotary_cos, or if offsets of queries are none.
     """
+    read_query_offsets(inputs)
     lengths = inputs.cache_seqlens.tolist()
     if not lengths:
         return lengths
@@ -215,3 +247,10 @@ def read_cache_lengths(inputs: DecodeInputs) -> list[int]:
             f"rotary_cos: expected a row for each of the {longest} positions, got {inputs.rotary_cos.shape[0]}"
         )
     return lengths
+
+
+def read_query_offsets(inputs: DecodeInputs) -> list[int] | None:
+    """cu_seqlens_q as a checked list. Raises: ValueError, as `validation.read_offsets`."""
+    if inputs.cu_seqlens_q is None:
+        return None
+    return validation.read_offsets("cu_seqlens_q", inputs.cu_seqlens_q, inputs.q.shape[0])

@@ -461,6 +461,18 @@ def check_partials(outs: Any, lses: Any) -> tuple[list[torch.Tensor], list[torch
     return outs, lses
 
 
+def read_offsets(name: str, cu_seqlens: torch.Tensor, total: int) -> list[int]:
+    """Offsets of sequences into `total` tokens as a checked list. Raises: ValueError as `read_lengths`."""
+    values = cu_seqlens.tolist()
+    if values[0] != 0:
+        raise ValueError(f"{name}: expected to start at 0, got {values[0]}")
+    if any(b < a for a, b in itertools.pairwise(values)):
+        raise ValueError(f"{name}: expected offsets that never decrease, got {values}")
+    if values[-1] > total:
+        raise ValueError(f"{name}: expected a last offset of at most {total} tokens, got {values[-1]}")
+    return values
+
+
 def read_lengths(
     problem: AttentionProblem,
     cu_seqlens_q: torch.Tensor | None,
@@ -477,15 +489,7 @@ def read_lengths(
         ("cu_seqlens_q", cu_seqlens_q, problem.seqlen_q),
         ("cu_seqlens_k", cu_seqlens_k, problem.seqlen_k),
     ):
-        values = None if cu_seqlens is None else cu_seqlens.tolist()
-        if values is not None:
-            if values[0] != 0:
-                raise ValueError(f"{name}: expected to start at 0, got {values[0]}")
-            if any(b < a for a, b in itertools.pairwise(values)):
-                raise ValueError(f"{name}: expected offsets that never decrease, got {values}")
-            if values[-1] > total:
-                raise ValueError(f"{name}: expected a last offset of at most {total} tokens, got {values[-1]}")
-        offsets.append(values)
+        offsets.append(None if cu_seqlens is None else read_offsets(name, cu_seqlens, total))
     used = None if seqused_k is None else seqused_k.tolist()
     if used is not None:
         for i, n in enumerate(used):

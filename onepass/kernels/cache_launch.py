@@ -33,7 +33,7 @@ def descale_arguments(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Ten
     by_block, (outer, size, heads) = problem.kv_block is not None, inputs.k_cache.shape[:3]
     blocks = 1
     if not (by_block and problem.is_paged):
-        outer, blocks = inputs.q.shape[0], ceil_div(size, problem.kv_block) if by_block else 1
+        outer, blocks = inputs.batch, ceil_div(size, problem.kv_block) if by_block else 1
     sizes = outer, heads, blocks
     # () -> (0, 0, 0); (heads,) -> (0, s, 0); two and three dimensions are the first ones
     k_descale, v_descale = (

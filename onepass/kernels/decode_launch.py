@@ -83,7 +83,8 @@ class DecodeLaunch(ABC):
         self.attend(q, inputs, *partials, None)
         if self._merge is None:
             self._merge = compile.get(*self.merge_request())
-        self._merge(*partials, out, lse, sinks, merge_blocks(out, self.num_splits))
+        merged = (out[None], lse[None]) if self.problem.attention.is_packed else (out, lse)
+        self._merge(*partials, *merged, sinks, merge_blocks(merged[0], self.num_splits))
         return out, lse
 
     @abstractmethod
@@ -100,16 +101,22 @@ class DecodeLaunch(ABC):
 
     def workspace(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """float32 out (splits, batch, seqlen_q, num_heads_q, head_dim_v) and lse (splits, batch, num_heads_q, seqlen_q)
-        of every split."""
+        of every split; of packed queries a batch of one, in which the rows of all splits follow each other."""
         p, n = self.problem.attention, self.num_splits
-        b, m, h, dv, dtype = p.batch, p.seqlen_q, p.num_heads_q, p.head_dim_v, torch.float32
+        b, m, h, dv, dtype = 1 if p.is_packed else p.batch, p.seqlen_q, p.num_heads_q, p.head_dim_v, torch.float32
         out = q.new_empty_strided((n, b, m, h, dv), (b * m * h * dv, m * h * dv, h * dv, dv, 1), dtype=dtype)
-        return out, q.new_empty_strided((n, b, h, m), (b * h * m, h * m, m, 1), dtype=dtype)
+        of_lse = (m, n * h * m, n * m, 1) if p.is_packed else (b * h * m, h * m, m, 1)
+        return out, q.new_empty_strided((n, b, h, m), of_lse, dtype=dtype)
 
 
 def page_table_of(inputs: DecodeInputs) -> Tensor | None:
     """As kernels read it."""
     return None if inputs.page_table is None else with_rows(inputs.page_table)
+
+
+def query_offsets_of(inputs: DecodeInputs) -> Tensor | None:
+    """Likewise."""
+    return None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous()
 
 
 def prepared(

@@ -83,6 +83,8 @@ def _candidates(problem: AttentionProblem) -> Iterator[ForwardConfigSm80]:
     along_rows = FORWARD_FLOAT32[widest] if is_float32 else DECODE[widest]
     packs = group <= ROWS_PER_MMA * along_rows[0].num_warps
     rows = max(1, problem.seqlen_q) * (group if packs else 1)
+    if problem.is_packed:
+        rows = MANY_ROWS
     tile_m = ROWS_PER_MMA * ceil_div(rows, ROWS_PER_MMA)
     # registers hold twice 16 rows of O up to 128 columns, or once 16 rows and Q up to 192
     if tile_m == ROWS_PER_MMA or (tile_m == 2 * ROWS_PER_MMA and widest <= 128 and not is_float32):
@@ -102,15 +104,13 @@ def _candidates(problem: AttentionProblem) -> Iterator[ForwardConfigSm80]:
 
 def num_splits_sm80(problem: AttentionProblem, config: ForwardConfigSm80, arch: str, num_sms: int) -> int:
     """Splits that give each multiprocessor the thread blocks that it has shared memory for, up to 16 warps."""
-    heads = problem.num_heads_q // config.group(problem)
-    num_tiles = ceil_div(problem.seqlen_q, config.positions(problem)) * heads * problem.batch
+    tiles = num_tiles(problem, problem.num_heads_q // config.group(problem), config.positions(problem))
     warps = config.num_threads // 32
     # of each thread block 1 KB is the system's
     resident = min((SMEM_BYTES_BY_ARCH[arch] + 1024) // (config.smem_bytes(problem) + 1024), 16 // warps)
-    rows = problem.batch * problem.seqlen_q * problem.num_heads_q
     slots = num_sms * max(1, resident)
-    per_split = workspace_bytes(1, rows, problem.head_dim_v)
-    return choose_num_splits(num_tiles, problem.seqlen_k, slots, per_split, config.block_keys)
+    per_split = workspace_bytes(1, num_rows(problem), problem.head_dim_v)
+    return choose_num_splits(tiles, problem.seqlen_k, slots, per_split, config.block_keys)
 
 
 # Hopper, by the wider head_dim tile: keys of a step, and warpgroups where there are rows for so many. On an H200, 1024
@@ -119,15 +119,32 @@ def num_splits_sm80(problem: AttentionProblem, config: ForwardConfigSm80, arch: 
 # 155 us, with 2 warpgroups 145, and with one query head a tile 149 (h200-decode-rows-variants.json).
 DECODE_SM90 = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (64, 2), 256: (64, 2)}
 MAX_STAGES = 6
+# Of packed queries, whose lengths only the device knows: in a tile for prompts, with single tokens beside them.
+MANY_ROWS = 2**16
+PACKED_WARPGROUPS = 2
 
 
-def has_few_rows(problem: AttentionProblem) -> bool:
+def num_tiles(problem: AttentionProblem, heads: int, positions: int) -> int:
+    """Tiles of a call; of packed sequences the fewest that there can be, if none is empty."""
+    if problem.is_packed:
+        return max(problem.batch, ceil_div(problem.seqlen_q, positions)) * heads
+    return ceil_div(problem.seqlen_q, positions) * heads * problem.batch
+
+
+def num_rows(problem: AttentionProblem) -> int:
+    return (1 if problem.is_packed else problem.batch) * problem.seqlen_q * problem.num_heads_q
+
+
+def has_few_rows(problem: AttentionProblem, max_seqlen_q: int | None = None) -> bool:
     """Whether `decode_config_sm80` has warps along the keys for rows this few, which leave only the memory to wait for.
 
     Of 16 bits. Without making a configuration, which torch.compile would have to trace.
     """
+    if problem.is_packed and max_seqlen_q is None:
+        return False
     group = problem.qhead_per_kvhead
-    rows = problem.seqlen_q * (group if group <= ROWS_PER_WARPGROUP else 1)
+    seqlen_q = problem.seqlen_q if max_seqlen_q is None else max_seqlen_q
+    rows = seqlen_q * (group if group <= ROWS_PER_WARPGROUP else 1)
     return rows <= (2 if max(problem.head_dim, problem.head_dim_v) <= 128 else 1) * ROWS_PER_MMA
 
 
@@ -145,10 +162,13 @@ def decode_config_sm90(problem: AttentionProblem, split_size: int | None = None)
     if problem.softcap is not None:
         most = 2  # 3 leave it too few registers
     # a tile of one head's queries alone would be part empty
-    pack_gqa = 1 < group <= ROWS_PER_WARPGROUP and problem.seqlen_q < most * ROWS_PER_WARPGROUP
+    is_short = problem.is_packed or problem.seqlen_q < most * ROWS_PER_WARPGROUP
+    pack_gqa = 1 < group <= ROWS_PER_WARPGROUP and is_short
     positions = ROWS_PER_WARPGROUP // group if pack_gqa else ROWS_PER_WARPGROUP
     num_warpgroups = min(most, ceil_div(max(1, problem.seqlen_q), positions))
-    if pack_gqa and num_warpgroups == 3 and _rows(problem, 2 * positions) < _rows(problem, 3 * positions):
+    if problem.is_packed:
+        num_warpgroups = PACKED_WARPGROUPS
+    elif pack_gqa and num_warpgroups == 3 and _rows(problem, 2 * positions) < _rows(problem, 3 * positions):
         num_warpgroups = 2
     config = ForwardConfig(
         tile_n=tile_n,
@@ -156,6 +176,7 @@ def decode_config_sm90(problem: AttentionProblem, split_size: int | None = None)
         rescale_threshold=LAZY,
         # tiles of one head and part, which read the same K and V, follow each other
         longest_first=False,
+        dynamic_tiles=problem.is_packed,
         pack_gqa=pack_gqa,
     )
     # as much under way as there is room for
@@ -168,9 +189,7 @@ def decode_config_sm90(problem: AttentionProblem, split_size: int | None = None)
 
 def num_splits_sm90(problem: AttentionProblem, config: ForwardConfig, num_sms: int) -> int:
     """A thread block of the persistent kernel has a multiprocessor for itself."""
-    heads = problem.num_heads_q // config.group(problem)
-    num_tiles = ceil_div(problem.seqlen_q, config.positions(problem)) * heads * problem.batch
-    rows = problem.batch * problem.seqlen_q * problem.num_heads_q
-    per_split = workspace_bytes(1, rows, problem.head_dim_v)
+    tiles = num_tiles(problem, problem.num_heads_q // config.group(problem), config.positions(problem))
+    per_split = workspace_bytes(1, num_rows(problem), problem.head_dim_v)
     of_kernel = OVERHEAD_STEPS_SM90, LEAST_SHARE_SM90
-    return choose_num_splits(num_tiles, problem.seqlen_k, num_sms, per_split, config.tile_n, *of_kernel)
+    return choose_num_splits(tiles, problem.seqlen_k, num_sms, per_split, config.tile_n, *of_kernel)

@@ -5,6 +5,7 @@ The oracle knows nothing of caches: it gathers the keys of each sequence and tak
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -61,8 +62,9 @@ class DecodeCall:
         out, lse = onepass.attention_decode(**self.arguments, **extra, return_lse=True)
         bad = [message for name in "kv" if (message := self._check_cache(name, before[name]))]
         dtype = self.arguments["q"].dtype
-        oracle, plain = (self.expected(d) for d in (torch.float64, torch.float32 if dtype == torch.float64 else dtype))
-        rows: list[Comparison] = [compare("out", out, oracle.out, plain.out, OUT_FACTOR, self._floor(oracle))]
+        entries = self._entries(torch.float64)
+        oracle, plain = self._joined(entries), self.expected(torch.float32 if dtype == torch.float64 else dtype)
+        rows: list[Comparison] = [compare("out", out, oracle.out, plain.out, OUT_FACTOR, self._floor(entries))]
         if "rotary_cos" not in self.arguments:  # rounding q and k moves it by as much as they are large
             rows.append(compare_lse(lse, oracle.lse))
         bad += [str(row) for row in rows if not row.ok]
@@ -73,23 +75,29 @@ class DecodeCall:
 
     def expected(self, dtype: torch.dtype) -> reference.Reference:
         """Attention over what the caches hold after the call, every intermediate in one dtype."""
-        found = [
+        return self._joined(self._entries(dtype))
+
+    def _entries(self, dtype: torch.dtype) -> list[reference.Reference]:
+        """That of each batch entry, a batch of one."""
+        return [
             reference.attention(*self._entry(b, dtype), compute_dtype=dtype, **self._options())
             for b in range(len(self.filled))
         ]
-        return reference.Reference(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
-    def _floor(self, oracle: reference.Reference) -> float:
+    def _joined(self, entries: list[reference.Reference]) -> reference.Reference:
+        outs, lses = zip(*entries, strict=True)
+        if "cu_seqlens_q" not in self.arguments:
+            return reference.Reference(torch.cat(outs), torch.cat(lses))
+        out, lse = torch.cat(outs, 1)[0], torch.cat(lses, 2)[0]
+        behind = self.arguments["q"].shape[0] - len(out)  # rows of no sequence
+        out = torch.cat((out, out.new_zeros(behind, *out.shape[1:])))
+        return reference.Reference(out, torch.cat((lse, lse.new_full((len(lse), behind), -torch.inf)), 1))
+
+    def _floor(self, entries: list[reference.Reference]) -> float:
         """What rounding alone may do to out, see rounding.py: the largest of the batch."""
         dtype, options = self.arguments["q"].dtype, self._options()
-        entries = ((self._entry(b, torch.float64), b) for b in range(len(self.filled)))
-        return max(
-            (
-                floor_of_out(dtype, *entry, reference.Reference(*(t[b : b + 1] for t in oracle)), **options)
-                for entry, b in entries
-            ),
-            default=0.0,
-        )
+        floors = (floor_of_out(dtype, *self._entry(b, torch.float64), e, **options) for b, e in enumerate(entries))
+        return max(floors, default=0.0)
 
     def _options(self) -> dict[str, Any]:
         options = {name: self.arguments[name] for name in ATTENTION_OPTIONS if name in self.arguments}
@@ -97,7 +105,8 @@ class DecodeCall:
 
     def _entry(self, b: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of a batch entry, a batch of one. Args: dtype: float64 keeps what rotation gives."""
-        keys, q = self.filled[b] + self.seqlen_new, self.arguments["q"][b]
+        keys, q, offsets = self.filled[b] + self.seqlen_new, self.arguments["q"], self.arguments.get("cu_seqlens_q")
+        q = q[b] if offsets is None else q[offsets[b] : offsets[b + 1]]
         if "rotary_cos" in self.arguments:
             positions = torch.arange(len(q)) + keys - len(q)
             q = self._rotated(q, positions.clamp(min=0)).to(q.dtype if dtype != torch.float64 else dtype)
@@ -177,11 +186,13 @@ def _as_integers(t: Tensor) -> Tensor:
 
 
 def random_decode_call(
-    seed: int, dtype: torch.dtype | None = None, max_keys: int = 200, many_rows: bool = False
+    seed: int, dtype: torch.dtype | None = None, max_keys: int = 200, many_rows: bool = False, packed: bool = False
 ) -> DecodeCall:
     """A random call of `attention_decode` on the CPU; the same arguments give the same call.
 
-    Args: many_rows: more than 32 of each kv head, no e4m3, and rows and pages in multiples of 8 and of 16.
+    Args:
+        many_rows: more than 32 of each kv head, no e4m3, and rows and pages in multiples of 8 and of 16.
+        packed: queries of sequences of different lengths, some of none, and rows behind them; no new keys, no rotation.
     """
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     dtype = dtype or rng.choice([torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -197,6 +208,8 @@ def random_decode_call(
     head_dim_v = head_dim if rng.random() < 0.7 else rng.choice([16, 64, 128, 192])
     seqlen_q = rng.choice([33, 40, 70, 150, 260] if many_rows else [1, 1, 2, 4, 7, 16, 33, 70])
     seqlen_new = 0 if rng.random() < 0.4 else rng.choice([1, 3, seqlen_q, 20])
+    if packed:
+        seqlen_new = 0
     filled = tuple(rng.choice([0, 1, 15, 16, 63, 64, 65, 128, rng.randint(0, max_keys)]) for _ in range(batch))
     room = max(1, max(filled) + seqlen_new + rng.choice([0, 1, 40]))
     arguments: dict[str, Any] = {"q": normal(batch, seqlen_q, heads_q, head_dim)}
@@ -237,7 +250,7 @@ def random_decode_call(
             shapes["own"] = (batch, heads_kv, blocks) if page_size is None else (outer, heads_kv)
         for name in "kv":
             arguments[f"{name}_descale"] = normal(*shapes[kind], dtype=torch.float32).exp()
-    if head_dim > 3 and rng.random() < 0.3:
+    if head_dim > 3 and rng.random() < 0.3 and not packed:
         half = rng.choice([head_dim // 2, head_dim // 4])
         angles = torch.arange(size if page_size is None else arguments["page_table"].shape[1] * size)
         angles = angles[:, None] * 0.5 ** torch.arange(half)
@@ -257,4 +270,11 @@ def random_decode_call(
     splits = rng.choice([None, "num_splits", "num_splits", "split_size"])
     if splits is not None:
         arguments[splits] = rng.choice([1, 2, 5, 32] if splits == "num_splits" else [64, 128, 192])
+    if packed:
+        counts = [rng.choice([0, 1, 1, rng.randint(0, seqlen_q), seqlen_q]) for _ in range(batch)]
+        rows = [q[:n] for q, n in zip(arguments["q"], counts, strict=True)]
+        arguments["q"] = torch.cat([*rows, normal(rng.choice([0, 0, 5]), heads_q, head_dim)])
+        arguments["cu_seqlens_q"] = torch.tensor([0, *itertools.accumulate(counts)], dtype=INT32)
+        if rng.random() < 0.5:  # only a hint: a sequence may have more
+            arguments["max_seqlen_q"] = rng.choice([max(counts), max(counts), 1])
     return call

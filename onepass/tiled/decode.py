@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..decode_problem import DecodeInputs, DecodeProblem
-from ..decode_validation import read_cache_lengths
+from ..decode_validation import read_cache_lengths, read_query_offsets
 from ..kernels.blocks.splits import split_ranges
 from ..merge import merge_in_torch
 from ..outputs import empty_outputs
@@ -23,28 +23,45 @@ def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor
     Every sequence is computed by itself, so nothing about it depends on the rest of the batch.
     """
     attention = problem.attention
-    lengths = read_cache_lengths(inputs)
+    lengths, offsets = read_cache_lengths(inputs), read_query_offsets(inputs)
     if inputs.seqlen_new:
         append(problem, inputs)
     q = rotated_queries(problem, inputs)
     out, lse = empty_outputs(attention, AttentionInputs(inputs.q, inputs.k_cache, inputs.v_cache))
+    if offsets is not None and offsets[-1] < inputs.q.shape[0]:
+        out[offsets[-1] :].zero_()
+        lse[:, offsets[-1] :].fill_(-torch.inf)
     for b, length in enumerate(lengths):
         seqlen_k = length + inputs.seqlen_new
         k, v = (rows[None] for rows in keys_and_values(problem, inputs, b, seqlen_k))
-        parts = split_ranges(seqlen_k, problem.num_splits or 1, problem.split_size)
-        if not parts:
-            out[b].zero_()
-            lse[b].fill_(-torch.inf)
-        elif len(parts) == 1 and not problem.attention.has_e4m3_cache:
-            of_entry = replace(attention, batch=1, seqlen_k=seqlen_k, has_seqused_k=False)
-            out_b, lse_b = forward(of_entry, AttentionInputs(q[b : b + 1], k, v, inputs.sinks))
-            out[b], lse[b] = out_b[0], lse_b[0]
+        if offsets is None:
+            of_entry = q[b : b + 1], k, v
+            results = out[b], lse[b]
         else:
-            partials = [forward_of_split(attention, q[b : b + 1], k, v, *part) for part in parts]
-            outs, lses = zip(*partials, strict=True)
-            out_b, lse_b = merge_in_torch(outs, lses, inputs.sinks)
-            out[b], lse[b] = out_b[0], lse_b[0]
+            queries = slice(*offsets[b : b + 2])
+            of_entry = q[None, queries], k, v
+            results = out[queries], lse[:, queries]
+        for result, computed in zip(results, _decode_entry(problem, *of_entry, inputs.sinks), strict=True):
+            result.copy_(computed[0])
     return out, lse
+
+
+def _decode_entry(
+    problem: DecodeProblem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """out and lse of one sequence, a batch of one."""
+    attention = replace(
+        problem.attention, batch=1, seqlen_q=q.shape[1], seqlen_k=k.shape[1], has_seqused_k=False, is_packed=False
+    )
+    inputs = AttentionInputs(q, k, v, sinks)
+    parts = split_ranges(k.shape[1], problem.num_splits or 1, problem.split_size)
+    if not parts or q.shape[1] == 0:
+        out, lse = empty_outputs(attention, inputs)
+        return out.zero_(), lse.fill_(-torch.inf)
+    if len(parts) == 1 and not attention.has_e4m3_cache:
+        return forward(attention, inputs)
+    outs, lses = zip(*(forward_of_split(attention, q, k, v, *part) for part in parts), strict=True)
+    return merge_in_torch(outs, lses, sinks)
 
 
 def forward_of_split(
@@ -59,8 +76,6 @@ def forward_of_split(
     left, right = attention.mask.window_left, attention.mask.window_right
     mask = Mask(None if left is None else left - behind, None if right is None else right + behind)
     dtype = attention.accum_dtype
-    part = replace(
-        attention, dtype=dtype, batch=1, seqlen_k=end - start, mask=mask, has_seqused_k=False, has_sinks=False
-    )
+    part = replace(attention, dtype=dtype, seqlen_k=end - start, mask=mask, has_sinks=False)
     tensors = (t.to(dtype) for t in (q, k[:, start:end], v[:, start:end]))
     return forward(part, AttentionInputs(*tensors))

@@ -114,13 +114,15 @@ class RandomDecodeCase:
 
     seed: int
     many_rows: bool = False
+    packed: bool = False
 
     def __str__(self) -> str:
-        return f"seed {self.seed}{' many rows' if self.many_rows else ''}"
+        return f"seed {self.seed}{' many rows' if self.many_rows else ''}{' packed' if self.packed else ''}"
 
     def call(self, device: str = DEVICE) -> DecodeCall:
         dtypes = torch.bfloat16, torch.float16, torch.bfloat16, torch.float16 if self.many_rows else torch.float32
-        return random_decode_call(self.seed, dtypes[self.seed % 4], size(700, 100), self.many_rows).on(device)
+        dtype, max_keys = dtypes[self.seed % 4], size(700, 100)
+        return random_decode_call(self.seed, dtype, max_keys, self.many_rows, self.packed).on(device)
 
     def arguments(self, device: str = DEVICE) -> dict[str, Any]:
         return self.call(device).arguments

@@ -114,36 +114,41 @@ def forward(
     attention = problem.attention
     is_split = num_splits > 1 if is_split is None else is_split
     arch = ARCH_E4M3 if attention.has_e4m3_cache else ARCH
-    config = config or decode_config_sm80(attention, arch)
+    config = config or decode_config_sm80(problem.rows_asked, arch)
     out, lse = empty_outputs(attention, AttentionInputs(*inputs[:3]))
     qkv = inputs.q, *(cache_launch.as_pairs(t) for t in inputs[1:3])
     aligned_to = launch.vector_bytes(*qkv, *(() if is_split else (out,)))
     config = replace(config, vector_bytes=aligned_to)
-    if is_split:
-        out = torch.empty(num_splits, *out.shape, dtype=FLOAT32)
-        lse = torch.empty(num_splits, *lse.shape)
     state = decode_launch.Launch(problem, config, arch, SplitPlan(num_splits, split_blocks, is_split))
+    if is_split:
+        out, lse = state.workspace(inputs.q)
     arguments = state.other_arguments(inputs, None if is_split or inputs.sinks is None else inputs.sinks.float())
-    sinks, _, _, filled, *scalars = arguments
+    sinks, offsets, _, filled, *scalars = arguments
     *scalars, k_descale, v_descale, kv_block = scalars
     scale, tanh_scale, left, right, section, num_tiles, table, added, *splits = scalars
 
     kernel = Parameters()
+    rows_first = {3: (0, 2, 1), 4: (1, 3, 2, 0), 5: (2, 4, 3, 1, 0)}
     for t in qkv:
-        kernel.tensor(t, (1, 3, 2, 0))
-    out_at = kernel.tensor(out, (2, 4, 3, 1, 0) if is_split else (1, 3, 2, 0))
-    lse_at = kernel.tensor(lse, (3, 2, 1, 0) if is_split else (2, 1, 0), is_lse=True)
+        kernel.tensor(t, rows_first[t.dim()])
+    out_at = kernel.tensor(out, rows_first[out.dim()])
+    lse_at = kernel.tensor(lse, tuple(range(lse.dim()))[::-1], is_lse=True)
     if sinks is not None:
         kernel.tensor(sinks)
+    if offsets is not None:
+        kernel.tensor(offsets)
     kernel.tensor(filled)
     kernel.values.append(integer(added))
     kernel.values += [struct.pack("<f", x) for x in (scale, tanh_scale) if x is not None]
     kernel.values += [integer(x) for x in (left, right) if x is not None]
     heads = attention.num_heads_q // config.group(attention)
-    num_m_blocks, in_all = ceil_div(attention.seqlen_q, config.positions(attention)), heads * attention.batch
-    kernel.values += [integer(n) for n in (num_tiles, num_m_blocks, attention.batch)]
-    for n in (num_m_blocks * section, section, tile_scheduler.heads_in_last_section(in_all, section), heads):
-        kernel.values += fast_divisor(n)
+    if attention.is_packed:
+        kernel.values += fast_divisor(heads)
+    else:
+        num_m_blocks, in_all = ceil_div(attention.seqlen_q, config.positions(attention)), heads * attention.batch
+        kernel.values += [integer(n) for n in (num_tiles, num_m_blocks, attention.batch)]
+        for n in (num_m_blocks * section, section, tile_scheduler.heads_in_last_section(in_all, section), heads):
+            kernel.values += fast_divisor(n)
     if table is not None:
         kernel.tensor(table)
         kernel.values += fast_divisor(inputs.k_cache.shape[1])
@@ -217,10 +222,14 @@ def decode(problem: DecodeProblem, inputs: DecodeInputs, num_sms: int = 4):
         q, *caches = append(problem, inputs)
         inputs = inputs._replace(q=inputs.q if inputs.rotary_cos is None else q, k_cache=caches[0], v_cache=caches[1])
     arch = ARCH_E4M3 if attention.has_e4m3_cache else ARCH
-    config = decode_config_sm80(attention, arch)
+    config = decode_config_sm80(problem.rows_asked, arch)
     num_splits, split_blocks, is_split = decode_launch.split_plan(problem, config, arch, num_sms)
     out, lse = forward(problem, inputs, num_splits, split_blocks, is_split)
     if is_split:
         like = empty_outputs(attention, AttentionInputs(*inputs[:3]))
+        if attention.is_packed:
+            like = like[0][None], like[1][None]
         out, lse = merge(out, lse, *like, inputs.sinks)
+        if attention.is_packed:
+            out, lse = out[0], lse[0]
     return out, lse, *caches

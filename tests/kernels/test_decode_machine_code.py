@@ -78,9 +78,12 @@ def test_float32_on_all_that_shared_memory_holds():
     assert code.count(r"HMMA\.1688\.F32\.TF32") > 0
 
 
-@pytest.mark.parametrize(("arch", "head_dim", "is_paged"), [("sm_90a", 128, True), ("sm_86", 256, False)])
-def test_warps_along_the_rows(arch, head_dim, is_paged):
-    code, config = code_of(arch, is_paged, head_dim=head_dim, seqlen_q=16)
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "is_paged", "is_packed"),
+    [("sm_90a", 128, True, False), ("sm_86", 256, False, False), ("sm_80", 128, True, True)],
+)
+def test_warps_along_the_rows(arch, head_dim, is_paged, is_packed):
+    code, config = code_of(arch, is_paged, head_dim=head_dim, seqlen_q=16, is_packed=is_packed)
     assert type(config) is ForwardConfigSm80
     assert code.count(r"HMMA\.16816\.F32") > 0
     assert code.count(r"STG\.E\.64") > 0

@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
 ]
 
+PACKED = {"is_packed": True, "seqlen_q": 5000}
 OPTIONS = {"mask": Mask(60, 0), "softcap": 20.0, "dtype": torch.float16, "has_sinks": True}
 
 
@@ -64,13 +65,15 @@ def test_loads(page_size, boxes):
                 ((192, 128), 16, True, OPTIONS),
                 ((256, 256), 16, True, OPTIONS),
                 ((256, 256), None, False, {"mask": Mask(), "seqlen_q": 8}),
+                ((64, 64), 16, False, PACKED | OPTIONS),
+                ((256, 256), None, True, PACKED | {"mask": Mask()}),
             )
         ),
+        ((128, 128), 64, True, PACKED),
     ],
 )
 def test_configurations(head_dims, page_size, is_split, changes):
     code, config = code_of(head_dims, page_size, is_split, **changes)
-    assert config.num_warpgroups == (
-        3 if head_dims[0] == 64 and "softcap" not in changes else min(2, config.num_warpgroups)
-    )
+    has_third = head_dims[0] == 64 and "softcap" not in changes and "is_packed" not in changes
+    assert config.num_warpgroups == (3 if has_third else min(2, config.num_warpgroups))
     assert code.count("HGMMA") > 0

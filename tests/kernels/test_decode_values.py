@@ -143,8 +143,19 @@ def test_values(name):
 RANDOM = (18, 38, 2, 3, 4, 5, 7, 8, 12, 13, 14, 15, 19, 21, 22, 23, 25, 27, 28, 29, 30, 31, 32, 33, 34, 35, 37, 41, 45)
 
 
-@pytest.mark.parametrize("seed", [*RANDOM[:2], *(pytest.param(seed, marks=pytest.mark.slow) for seed in RANDOM[2:])])
-def test_random_calls(seed, monkeypatch):
+# likewise, and of 16 bits: 12 is over pages in splits and 3 without, 28 is of few queries; 9 has rows of no sequence
+PACKED = (12, 2, 0, 1, 4, 5, 6, 8, 9, 10, 13, 14)
+
+
+@pytest.mark.parametrize(
+    ("seed", "packed"),
+    [
+        pytest.param(seed, packed, marks=() if seed in quick else pytest.mark.slow)
+        for packed, seeds, quick in ((False, RANDOM, RANDOM[:2]), (True, PACKED, PACKED[:2]))
+        for seed in seeds
+    ],
+)
+def test_random_calls(seed, packed, monkeypatch):
     """Kernel after kernel, in place of what `attention_decode` would run here."""
 
     def by_kernels(**arguments):
@@ -156,7 +167,7 @@ def test_random_calls(seed, monkeypatch):
         return out, lse
 
     monkeypatch.setattr(onepass, "attention_decode", by_kernels)
-    random_decode_call(seed, (BF16, FP16, BF16, FP32)[seed % 4], max_keys=70).check()
+    random_decode_call(seed, (BF16, FP16, BF16, FP32)[seed % 4], max_keys=70, packed=packed).check()
 
 
 def test_references_of_the_warps_differ():

@@ -1,5 +1,7 @@
 """attention_decode on the CPU: step by step as all at once, in splits as in one pass, in pages as in one piece."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -138,9 +140,10 @@ NUM_CALLS = 240
 
 
 @pytest.mark.parametrize("first", range(0, NUM_CALLS, 20))
-def test_random_calls(first):
-    for seed in range(first, first + 20):
-        random_decode_call(seed, max_keys=140).check()
+@pytest.mark.parametrize("packed", [False, True])
+def test_random_calls(first, packed):
+    for seed in range(first, first + (10 if packed else 20)):
+        random_decode_call(seed, max_keys=140, packed=packed).check()
 
 
 def test_random_calls_cover_the_options():
@@ -155,6 +158,81 @@ def test_random_calls_cover_the_options():
     assert min(counts[name] for name in set(counts) - of_e4m3) >= 30
     assert min(counts[name] for name in of_e4m3) >= 3
     assert sum("page_table" in call and "rotary_cos" in call and "k_new" in call for call in calls) >= 15
+
+
+# ---------------------------------------------------------------- packed queries
+
+
+def packed_call(counts=(3, 0, 5), behind=2, **changes):
+    """Queries of sequences one after the other, and rows of none."""
+    q, k, v = dense(batch=len(counts), seqlen_q=max(counts))
+    rows = [*(t[:n] for t, n in zip(q, counts, strict=True)), q[0, :behind]]
+    ends = lengths(*itertools.accumulate((0, *counts)))
+    caches = {"k_cache": k, "v_cache": v, "cache_seqlens": lengths(*range(20, 20 + len(counts)))}
+    return {"q": torch.cat(rows), "cu_seqlens_q": ends} | caches | changes
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_packed_queries_are_those_of_each_sequence(num_splits):
+    call = packed_call(num_splits=num_splits, return_lse=True, window=(9, 0))
+    out, lse = onepass.attention_decode(**call)
+    assert (out.shape, lse.shape) == ((10, 4, 6), (4, 10))
+    for b, rows in enumerate((slice(0, 3), slice(3, 3), slice(3, 8))):
+        alone = {name: call[name][b : b + 1] for name in ("k_cache", "v_cache", "cache_seqlens")}
+        expected = onepass.attention_decode(call["q"][None, rows], **alone, window=(9, 0), return_lse=True)
+        same(out[rows], expected.out[0])
+        same(lse[:, rows], expected.lse[0])
+    assert (out[8:] == 0).all()
+    assert (lse[:, 8:] == -torch.inf).all()
+
+
+def test_packed_queries_under_compile():
+    torch._dynamo.reset()
+    compiled = torch.compile(onepass.attention_decode, fullgraph=True, backend="aot_eager")
+    for counts in ((3, 0, 5), (1, 2, 2)):
+        call = packed_call(counts, max_seqlen_q=5)
+        assert torch.equal(compiled(**call), onepass.attention_decode(**call))
+
+
+NOT_PACKED = {
+    "q: expected 3 dimensions (total_tokens, num_heads, head_dim), got 4": {"q": torch.zeros(3, 1, 4, 8).double()},
+    "cu_seqlens_q: expected dtype int32, got int64": {"cu_seqlens_q": torch.tensor([0, 3, 3, 8])},
+    "cu_seqlens_q: expected an int32 torch.Tensor, got list": {"cu_seqlens_q": [0, 3, 3, 8]},
+    "cu_seqlens_q: expected shape (batch + 1,), an offset more": {"cu_seqlens_q": lengths(0, 3)[None]},
+    "cu_seqlens_q: expected shape (batch + 1,), got (0,)": {"cu_seqlens_q": lengths()},
+    "cu_seqlens_q: expected to start at 0, got 1": {"cu_seqlens_q": lengths(1, 3, 3, 8)},
+    "cu_seqlens_q: expected offsets that never decrease, got [0, 3, 2, 8]": {"cu_seqlens_q": lengths(0, 3, 2, 8)},
+    "cu_seqlens_q: expected a last offset of at most 10 tokens, got 11": {"cu_seqlens_q": lengths(0, 3, 3, 11)},
+    "cache_seqlens: expected shape (2,), one per batch entry, got (3,)": {"cu_seqlens_q": lengths(0, 3, 8)},
+    "k_cache: expected batch 3 like cu_seqlens_q (or pages, with a page_table), got 4": {
+        name: torch.zeros(4, 70, 2, 8, dtype=torch.float64) for name in ("k_cache", "v_cache")
+    },
+    "k_new: expected None beside cu_seqlens_q": dict.fromkeys(("k_new", "v_new"), torch.zeros(3, 1, 2, 8)),
+    "rotary_cos: expected None beside cu_seqlens_q": dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(80, 4)),
+    "max_seqlen_q: expected an int, a tensor of one integer or None, got 2.5": {"max_seqlen_q": 2.5},
+    "max_seqlen_q: expected at least 0, got -1": {"max_seqlen_q": -1},
+}
+
+
+@pytest.mark.parametrize("message", NOT_PACKED)
+def test_refusals_of_packed_queries(message):
+    with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
+        onepass.attention_decode(**packed_call(**NOT_PACKED[message]))
+    assert str(raised.value).startswith(message)
+
+
+def test_most_queries_are_of_packed_ones():
+    q, k, v = dense()
+    with pytest.raises(ValueError, match="max_seqlen_q: expected None without cu_seqlens_q, got 3"):
+        onepass.attention_decode(q, k, v, cache_seqlens=lengths(9, 9), max_seqlen_q=3)
+
+
+def test_packed_queries_without_a_sequence():
+    call = packed_call(counts=(0,), behind=0)
+    empty = call | {name: call[name][:0] for name in ("k_cache", "v_cache", "cache_seqlens")}
+    assert onepass.attention_decode(**empty | {"cu_seqlens_q": lengths(0)}).shape == (0, 4, 6)
+    behind = onepass.attention_decode(**empty | {"cu_seqlens_q": lengths(0), "q": torch.ones(2, 4, 8).double()})
+    assert (behind == torch.zeros(2, 4, 6)).all()
 
 
 # ---------------------------------------------------------------- pages
@@ -289,12 +367,14 @@ def test_opcheck():
     for with_new in (True, False):
         given = call_of(**({} if with_new else {"k_new": None, "v_new": None}))
         order = ("q", "k_cache", "v_cache", "cache_seqlens", "page_table")
-        options = (0.3, None, 0, None, 2, None, False, False, None, "tiled")
-        arguments = (*(given[name] for name in order), None, None, None, None, None)
+        options = (0.3, None, 0, None, 2, None, False, False, None, None, "tiled")
+        arguments = (*(given[name] for name in order), None, None, None, None, None, None)
         if with_new:
             arguments += given["k_new"], given["v_new"]
         operator = torch.ops.onepass.decode_append if with_new else torch.ops.onepass.decode
         torch.library.opcheck(operator.default, (*arguments, *options))
+    packed = (given["q"].flatten(0, 1), *arguments[1:-1], lengths(0, 4, 6))
+    torch.library.opcheck(torch.ops.onepass.decode.default, (*packed, *options[:-2], 4, "tiled"))
 
 
 def test_merge_partials_as_an_operator(monkeypatch):

@@ -156,8 +156,9 @@ def test_nan_reaches_the_queries_that_see_it():
 def test_operators():
     arguments, _ = arguments_of("page", seqlen_new=2)
     order = ("q", "k_cache", "v_cache", "cache_seqlens", "page_table")
-    options = (0.3, None, 0, None, 2, None, False, False, PAGE_SIZE, "tiled")
-    tensors = *(arguments[n] for n in order), None, None, None, arguments["k_descale"], arguments["v_descale"]
+    options = (0.3, None, 0, None, 2, None, False, False, PAGE_SIZE, None, "tiled")
+    descales = arguments["k_descale"], arguments["v_descale"]
+    tensors = *(arguments[n] for n in order), None, None, None, *descales, None
     tests = ("test_faketensor",)  # that of the schema compares values, which torch cannot in e4m3
     torch.library.opcheck(torch.ops.onepass.decode.default, (*tensors, *options), test_utils=tests)
     new = arguments["k_new"], arguments["v_new"]

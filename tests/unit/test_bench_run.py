@@ -196,8 +196,9 @@ def test_peak_memory_sees_a_known_allocation():
         torch.ones(64 * 2**20, dtype=torch.uint8)  # freed at once: only a peak can see it
 
     for measure in (memory._peak_of_process, memory._sampled_peak_of_process):
-        baseline_bytes, peak_bytes, _ = measure(lambda: [work() for _ in range(3)])
-        assert 56 <= (peak_bytes - baseline_bytes) / 2**20 <= 72, measure.__name__
+        # what other threads of this process take at the same time only adds
+        peak = min((measure(lambda: [work() for _ in range(3)]) for _ in range(3)), key=lambda peak: peak.extra_bytes)
+        assert 56 <= peak.extra_bytes / 2**20 <= 72, measure.__name__
 
 
 def test_memory_rows_come_from_a_fresh_process():

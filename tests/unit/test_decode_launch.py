@@ -39,6 +39,7 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(compile, "get", get)
     monkeypatch.setattr(decode_launch, "arch_of", lambda device: "sm_90a")
+    monkeypatch.setattr(decode_launch_sm90, "tile_counter", lambda device: torch.zeros(1, dtype=INT32))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     modules = append_launch, decode_launch, decode_launch_sm90
     caches = [f for module in modules for f in vars(module).values() if hasattr(f, "cache_clear")]
@@ -57,6 +58,7 @@ def inputs_of(
     batch=2,
     seqlen_q=3,
     room=2048,
+    is_packed=False,
     descales=None,  # of an e4m3 cache their shapes, () for none
 ):
     def zeros(*shape):
@@ -68,7 +70,7 @@ def inputs_of(
         caches = tuple(t.to(torch.float8_e4m3fn) for t in caches)
     k_descale, v_descale = (torch.zeros(shape) for shape in descales) if descales else (None, None)
     return DecodeInputs(
-        zeros(batch, seqlen_q, 8, 64),
+        zeros(*((batch * seqlen_q,) if is_packed else (batch, seqlen_q)), 8, 64),
         *caches,
         torch.zeros(batch, dtype=INT32),
         page_table=torch.zeros(batch, room // 16, dtype=INT32) if is_paged else None,
@@ -77,6 +79,7 @@ def inputs_of(
         sinks=zeros(8) if has_sinks else None,
         k_descale=k_descale,
         v_descale=v_descale,
+        cu_seqlens_q=torch.zeros(batch + 1, dtype=INT32) if is_packed else None,
         k_new=zeros(batch, 5, 2, 64) if has_new else None,
         v_new=zeros(batch, 5, 2, 32) if has_new else None,
     )
@@ -116,6 +119,12 @@ CALLS = {
         {"descales": ((2, 2, 32), (2, 2)), "has_new": True},
         {"num_splits": 1, "kv_block": 64},
         ["append_to_cache", "decode_sm80"],
+    ),
+    "packed": ({"is_packed": True, "is_paged": True}, {"num_splits": 1}, ["decode_sm80"]),
+    "packed, in splits": (
+        {"is_packed": True, "has_sinks": True},
+        {"num_splits": 3, "max_seqlen_q": 3},
+        ["decode_sm80", "merge_splits"],
     ),
 }
 
@@ -188,7 +197,8 @@ def test_no_value_is_read_on_the_host(launched, monkeypatch, name, module):
         inputs = inputs_of(**given)
         problem = check_decode(inputs, **(OPTIONS | options))
         out, lse = module.decode(problem, inputs)
-        assert (out.shape, lse.shape) == ((2, 3, 8, 32), (2, 8, 3))
+        shapes = ((6, 8, 32), (8, 6)) if given.get("is_packed") else ((2, 3, 8, 32), (2, 8, 3))
+        assert (out.shape, lse.shape) == shapes
         assert [request[0] for request, _ in launched] == names_of(name, module)
         checking = check_decode(inputs, **(OPTIONS | options | {"check_values": True}))
         with pytest.raises(DataDependentOutputException):

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch.utils.flop_counter import FlopCounterMode
 
 import onepass

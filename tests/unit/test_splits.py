@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from onepass.decode_problem import DecodeProblem
 from onepass.kernels import heuristics_decode
 from onepass.kernels.blocks import splits
 from onepass.kernels.blocks.block_range import blocks_of_part, key_blocks, key_range
@@ -252,6 +253,24 @@ def test_splits_of_hopper(batch, heads, seqlen_q, seqlen_k, expected):
     asked = problem(batch=batch, **sizes)
     config = heuristics_decode.decode_config_sm90(asked)
     assert heuristics_decode.num_splits_sm90(asked, config, 132) == expected
+
+
+def test_packed_queries_are_many_but_where_few_are_said():
+    """A configuration that depends neither on the batch nor on the queries in all: bits of equal parts are its own."""
+    for (d, dv), heads in itertools.product(itertools.product((64, 128, 256), repeat=2), (8, 32, 96, 1024)):
+        asked = problem(head_dim=d, head_dim_v=dv, num_heads_q=heads, is_packed=True, batch=7, seqlen_q=100)
+        assert not heuristics_decode.has_few_rows(asked)
+        config = heuristics_decode.decode_config_sm90(asked)
+        of_ampere = heuristics_decode.decode_config_sm80(asked, "sm_90a")
+        config.check(asked)
+        assert (config.num_warpgroups, config.dynamic_tiles, config.pack_gqa) == (2, True, 1 < heads // 8 <= 64)
+        assert not isinstance(of_ampere, DecodeConfigSm80)
+        for changes in ({"batch": 100}, {"seqlen_k": 10**6}, {"seqlen_q": 1}, {"seqlen_q": 10**5}):
+            assert heuristics_decode.decode_config_sm90(replace(asked, **changes)) == config
+            assert heuristics_decode.decode_config_sm80(replace(asked, **changes), "sm_90a") == of_ampere
+    few = DecodeProblem(problem(is_packed=True, batch=7, seqlen_q=20), max_seqlen_q=4)
+    assert heuristics_decode.has_few_rows(few.attention, few.max_seqlen_q)
+    assert isinstance(heuristics_decode.decode_config_sm80(few.rows_asked, "sm_90a"), DecodeConfigSm80)
 
 
 def test_splits_fill_the_gpu():

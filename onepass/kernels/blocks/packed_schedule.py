@@ -22,7 +22,7 @@ class Lengths(NamedTuple):
     """The length tensors of a call, int32 on the device; None at compile time if it has none."""
 
     cu_seqlens_q: cute.Tensor | None  # (batch + 1,)
-    cu_seqlens_k: cute.Tensor | None  # (batch + 1,)
+    cu_seqlens_k: cute.Tensor | None  # (batch + 1,); packed queries over a cache have none
     seqused_k: cute.Tensor | None  # (batch,)
     added_k: Int32 | None = None  # keys more than seqused_k says, the same for all
 
@@ -38,7 +38,12 @@ def used_keys(lengths: Lengths, entry: Int32, seqlen_k: Int32) -> Int32:
 
 
 class PackedTile(NamedTuple):
-    """A tile and the sequence it belongs to."""
+    """A tile and the sequence it belongs to.
+
+    Attributes:
+        head: of heads * splits, where there are splits.
+        start_k: first row of its keys; of a cache its batch entry.
+    """
 
     m_block: Int32
     head: Int32
@@ -53,14 +58,26 @@ class PackedSchedule(Bundle):
     """A warp's view of the order of tiles.
 
     Args:
-        total_q, total_k: rows of the packed tensors.
-        num_heads: FastDivmodDivisorV2 of it.
+        total_q, total_k: rows of the packed tensors; of a cache total_k is the keys that a sequence has room for.
+        num_heads: FastDivmodDivisorV2 of it; splits of a head are heads of their own.
+        splits, entries: see `schedule.Schedule`.
     """
 
-    def __init__(self, lengths: Lengths, total_q, total_k, num_heads, tile_m: int, longest_first: bool):
+    def __init__(
+        self,
+        lengths: Lengths,
+        total_q,
+        total_k,
+        num_heads,
+        tile_m: int,
+        longest_first: bool,
+        splits=None,
+        entries=None,
+    ):
         self.lengths, self.total_q, self.total_k = lengths, total_q, total_k
         self.batch = cute.size(lengths.cu_seqlens_q) - 1
-        self.num_heads, self.tile_m, self.longest_first = num_heads, tile_m, longest_first
+        self.num_heads, self.splits, self.entries = num_heads, splits, entries
+        self.tile_m, self.longest_first = tile_m, longest_first
         # where the search goes on: a sequence, and the tiles before it
         self.position = cute.make_rmem_tensor((2,), Int32)
         self.position.fill(0)
@@ -97,9 +114,13 @@ class PackedSchedule(Bundle):
         start_q, seqlen_q = self._rows_of(sequence)
         num_m_blocks = ceil_div(seqlen_q, self.tile_m)
         coord = tile_scheduler.packed_coord(in_sequence, num_m_blocks, self.num_heads, self.longest_first)
-        start_k, seqlen_k = tile_scheduler.packed_rows(sequence, self.lengths.cu_seqlens_k, self.batch, self.total_k)
+        entry = minimum(sequence, self.batch - 1)
+        start_k, seqlen_k = entry, self.total_k
+        if cutlass.const_expr(self.lengths.cu_seqlens_k is not None):
+            offsets = self.lengths.cu_seqlens_k
+            start_k, seqlen_k = tile_scheduler.packed_rows(sequence, offsets, self.batch, self.total_k)
         # the rows of no sequence see no key
         is_sequence = sequence < self.batch
-        seqlen_k = used_keys(self.lengths, minimum(sequence, self.batch - 1), seqlen_k)
+        seqlen_k = used_keys(self.lengths, entry, seqlen_k)
         seqlen_k = seqlen_k if is_sequence else Int32(0)
         return PackedTile(*coord, start_q, seqlen_q, start_k, seqlen_k, sequence)

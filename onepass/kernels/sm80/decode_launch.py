@@ -19,7 +19,7 @@ from ..arguments import element_type, fake_tensor, score_scales, strided_tensor,
 from ..cache_launch import KEYS_OF_A_DESCALE, as_pairs, descale_arguments
 from ..config import ForwardConfigSm80
 from ..config_decode import DecodeConfigSm80
-from ..decode_launch import DecodeLaunch, SplitPlan, page_table_of
+from ..decode_launch import DecodeLaunch, SplitPlan, page_table_of, query_offsets_of
 from ..heuristics_decode import decode_config_sm80, num_splits_sm80
 from .launch import grid
 
@@ -49,7 +49,7 @@ def prepare(problem: DecodeProblem, device: torch.device) -> Callable[[DecodeInp
 
 
 def config_of(problem: DecodeProblem, device: torch.device) -> ForwardConfigSm80:
-    return decode_config_sm80(problem.attention, arch_of(device))
+    return decode_config_sm80(problem.rows_asked, arch_of(device))
 
 
 def launch_with(problem: DecodeProblem, config: ForwardConfigSm80, device: torch.device) -> Launch:
@@ -104,7 +104,7 @@ class Launch(DecodeLaunch):
         """Those of `ForwardSm80.__call__` after lse."""
         return (
             sinks,
-            None,
+            query_offsets_of(inputs),
             None,
             inputs.cache_seqlens.contiguous(),
             *self.scalars,
@@ -147,10 +147,11 @@ def trace(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split
     dtype, mask, by_block = element_type(attention.dtype), attention.mask, problem.kv_block is not None
     d, dv = attention.head_dim, attention.head_dim_v
 
-    def rows(size: int, dtype: type = dtype) -> Any:
-        return fake_tensor(dtype, None, None, None, size, align_bytes=config.vector_bytes)
+    def rows(size: int, dtype: type = dtype, batch: tuple = (None,)) -> Any:
+        return fake_tensor(dtype, *batch, None, None, size, align_bytes=config.vector_bytes)
 
-    out, caches = rows(dv), (rows(d), rows(dv))
+    batch = () if attention.is_packed else (None,)
+    q, out, caches = rows(d, batch=batch), rows(dv, batch=batch), (rows(d), rows(dv))
     if attention.has_e4m3_cache:
         caches = tuple(rows(size // 2, Float16) for size in (d, dv))
     if is_split:
@@ -159,14 +160,14 @@ def trace(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split
         if attention.has_e4m3_cache:
             align_bytes = 16 if dv % 4 == 0 else 8
         out = fake_tensor(Float32, None, None, None, None, dv, align_bytes=align_bytes)
-    splits = (None,) if is_split else ()
+    lse = (None, None) if is_split else batch  # partials have a batch
     arguments = (
-        rows(d),
+        q,
         *caches,
         out,
-        fake_tensor(Float32, *splits, None, None, None, align_bytes=4),
+        fake_tensor(Float32, *lse, None, None, align_bytes=4),
         fake_tensor(Float32, None, align_bytes=4) if attention.has_sinks else None,
-        None,
+        fake_tensor(Int32, None, align_bytes=4) if attention.is_packed else None,
         None,
         fake_tensor(Int32, None, align_bytes=4),
         Float32(1.0),
@@ -183,4 +184,4 @@ def trace(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
     kernel = DecodeSm80 if isinstance(config, DecodeConfigSm80) else ForwardSm80
-    return kernel(attention, config, dtype, arch, is_split, problem.is_paged, by_block), arguments
+    return kernel(attention, config, dtype, arch, True, is_split, problem.is_paged, by_block), arguments

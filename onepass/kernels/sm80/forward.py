@@ -70,8 +70,9 @@ class ForwardSm80:
     """One compiled forward: (static problem, config) -> device code. See the module's docstring for the picture.
 
     Args:
+        of_cache: K and V are a cache, with batch entries also where queries are packed.
         is_split: thread blocks (tile, split) handle a part of the keys each, and write float32 partials.
-        is_paged: K and V lie in pages. Both not of packed sequences.
+        is_paged: K and V lie in pages.
         descales_by_block: of an e4m3 cache: each block of keys, or page, has a descale of its own.
     """
 
@@ -81,12 +82,12 @@ class ForwardSm80:
         config: ForwardConfigSm80,
         dtype: type[cutlass.Numeric],
         arch: str,
+        of_cache: bool = False,
         is_split: bool = False,
         is_paged: bool = False,
         descales_by_block: bool = False,
     ):
         config.check(problem, arch)
-        assert not (problem.is_packed and (is_split or is_paged))
         self.is_split, self.is_paged, self.descales_by_block = is_split, is_paged, descales_by_block
         self.config, self.dtype = config, dtype
         self.group = config.group(problem)  # query heads of a tile
@@ -97,7 +98,7 @@ class ForwardSm80:
         self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
         self.has_mask = self.has_window != (False, False)
         self.longest_first = config.longest_first and self.has_window == (False, True)
-        self.is_packed = problem.is_packed
+        self.is_packed, self.packs_keys = problem.is_packed, problem.is_packed and not of_cache
         self.has_e4m3_cache = problem.has_e4m3_cache
         # K and V in memory: e4m3 in pairs
         self.kv_dtype, per_element = (Float16, 2) if self.has_e4m3_cache else (dtype, 1)
@@ -119,7 +120,7 @@ class ForwardSm80:
         k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim); e4m3 as (.., head_dim / 2) pairs
         v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v); likewise
         out: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v); of splits (splits, ..) float32
-        lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q); of splits (splits, ..)
+        lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q); of splits (splits, ..); packed: (splits, 1, ..)
         sinks: cute.Tensor | None,  # (num_heads_q,) float32
         cu_seqlens_q: cute.Tensor | None,  # (batch + 1,) int32
         cu_seqlens_k: cute.Tensor | None,  # (batch + 1,) int32
@@ -140,7 +141,11 @@ class ForwardSm80:
         stream: cuda.CUstream,
     ):
         if cutlass.const_expr(self.is_packed):
-            q, k, v, out, lse = (as_batch_of_one(t) for t in (q, k, v, out, lse))
+            q = as_batch_of_one(q)
+            if cutlass.const_expr(self.packs_keys):
+                k, v = as_batch_of_one(k), as_batch_of_one(v)
+            if cutlass.const_expr(not self.is_split):  # partials have a batch
+                out, lse = as_batch_of_one(out), as_batch_of_one(lse)
         config = self.config
         mQ, mK, mV = (rows_first(t) for t in (q, k, v))
         if cutlass.const_expr(self.is_split):
@@ -251,7 +256,12 @@ class ForwardSm80:
         return Tile(m_block, head, place_q, place_k, geometry, blocks)
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
+        """Of queries: q, out and lse."""
         return at_head(t, m, head, place, self.is_packed)
+
+    def keys_at_head(self, t: cute.Tensor, head, place) -> cute.Tensor:
+        """Of keys: k and v."""
+        return at_head(t, t, head, place, self.packs_keys)
 
     def head_kv(self, tile: Tile):
         return tile.head // self.tile_heads_per_kvhead

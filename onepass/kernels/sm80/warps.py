@@ -34,7 +34,7 @@ class Tile(NamedTuple):
     m_block: Int32
     head: Int32
     place_q: Int32  # batch entry; of packed sequences the first row
-    place_k: Int32
+    place_k: Int32  # likewise; of a cache the batch entry
     geometry: Geometry
     blocks: KeyBlocks
 
@@ -141,7 +141,7 @@ class Warps(Bundle):
         """K and V of the tile's head and sequence, (seqlen, dim) each."""
         k, v, head = self.tensors.k, self.tensors.v, self.kernel.head_kv(tile)
         if self.pages is None:
-            return tuple(self.kernel.at_head(t, t, head, tile.place_k) for t in (k, v))
+            return tuple(self.kernel.keys_at_head(t, head, tile.place_k) for t in (k, v))
         return tuple(PagedRows(t[None, None, head, None], self.pages, tile.place_k) for t in (k, v))
 
     def row_of(self, tile: Tile, i: int, r: int) -> tuple:

@@ -22,7 +22,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
-from ..blocks.block_range import blocks_of_part, key_blocks
+from ..blocks.block_range import KeyBlocks, blocks_of_part, key_blocks
 from ..blocks.integers import minimum
 from ..blocks.layouts import rows_and_columns
 from ..blocks.ptx import order_after
@@ -59,7 +59,7 @@ class Consumer(Warpgroup):
         config = self.config
         k_state, v_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
         wave, number = Int32(0), queue.first()
-        tile, skipped = self.own_blocks(self.kernel.tile_at(number, schedule, seqlens))
+        tile, skipped, unused = self.own_blocks(self.kernel.tile_at(number, schedule, seqlens))
         self.prime_turns()
         if cutlass.const_expr(config.overlap_tiles):
             for _ in cutlass.range(skipped, unroll=1):
@@ -107,9 +107,17 @@ class Consumer(Warpgroup):
                     k_state.advance()
                     v_state.advance()
 
+            if cutlass.const_expr(self.kernel.skips_unused):
+                for _ in cutlass.range(unused, unroll=1):
+                    self.wait_for_turn()
+                    self.pass_turn()
+                    self.skip(self.pipes.v, v_state)
+                    v_state.advance()
+                    self.skip(self.pipes.k, k_state)
+                    k_state.advance()
             number = queue.take(wave + 1)
             queue.want_next()
-            next_tile, skipped = self.own_blocks(self.kernel.tile_at(number, schedule, seqlens))
+            next_tile, skipped, unused = self.own_blocks(self.kernel.tile_at(number, schedule, seqlens))
             self.keep_done()
             if cutlass.const_expr(config.overlap_tiles):
                 for _ in cutlass.range(skipped if number < queue.num_tiles else 0, unroll=1):
@@ -189,12 +197,13 @@ class Consumer(Warpgroup):
 
     @cute.jit
     def own_blocks(self, tile: Tile):
-        """The tile with the blocks that this warpgroup's rows see, and how many of its last blocks they do not.
+        """The tile with the blocks that this warpgroup's rows see, how many of its last blocks they do not, and how
+        many of the others a warpgroup without rows leaves out: all but one, whose S and P V it computes for nothing.
 
         Under a causal mask the rows of the first warpgroup need 64 keys less than those of the next one. A skipped K is
         given back at once, so as many as have a buffer beside the first one can be skipped.
         """
-        skipped = Int32(0)
+        skipped, unused = Int32(0), Int32(0)
         if cutlass.const_expr(self.has_window[1] and self.producer is None):
             seqlen_q = tile.geometry.seqlen_q
             rows = self.tile_m // self.num_warpgroups
@@ -205,7 +214,11 @@ class Consumer(Warpgroup):
                 own = blocks_within(own, tile.blocks)
             blocks, skipped = blocks_of_part(tile.blocks, own, self.kernel.k_stages - 1)
             tile = tile.with_blocks(blocks)
-        return tile, skipped
+        if cutlass.const_expr(self.kernel.skips_unused):
+            if tile.m_block * self.tile_m + self.wg * (self.tile_m // self.num_warpgroups) >= tile.geometry.seqlen_q:
+                unused = tile.last - 1 - tile.first
+                tile = tile.with_blocks(KeyBlocks(tile.last - 1, tile.last - 1, tile.last - 1, tile.last))
+        return tile, skipped, unused
 
     @cute.jit
     def skip(self, pipe: pipeline.PipelineTmaAsync, state):

@@ -19,7 +19,7 @@ from ...errors import UnsupportedError
 from .. import compile, decode_launch
 from ..arguments import aligned, is_aligned, score_scales, window_bounds
 from ..config import ForwardConfig
-from ..decode_launch import DecodeLaunch, SplitPlan, page_table_of
+from ..decode_launch import DecodeLaunch, SplitPlan, page_table_of, query_offsets_of
 from ..heuristics_decode import decode_config_sm90, has_few_rows, num_splits_sm90
 from .launch import ARCH, persistent_grid, tile_counter, trace
 
@@ -45,7 +45,7 @@ def unsupported(problem: DecodeProblem) -> str | None:
 
 def slower(problem: DecodeProblem) -> str | None:
     """Why the Ampere kernels compute it in less time; None if they do not."""
-    if has_few_rows(problem.attention):
+    if has_few_rows(problem.attention, problem.max_seqlen_q):
         return "rows this few take less time on the kernel for few rows"
     return None
 
@@ -57,7 +57,7 @@ def prepare(problem: DecodeProblem, device: torch.device) -> Callable[[DecodeInp
 
 
 def config_of(problem: DecodeProblem, device: torch.device) -> ForwardConfig:
-    return decode_config_sm90(problem.attention, problem.split_size)
+    return decode_config_sm90(problem.rows_asked, problem.split_size)
 
 
 def launch_with(problem: DecodeProblem, config: ForwardConfig, device: torch.device) -> Launch:
@@ -83,9 +83,10 @@ class Launch(DecodeLaunch):
         super().__init__(problem, config, ARCH, plan)
         attention = problem.attention
         self.scalars = *score_scales(attention), *window_bounds(attention)
-        # to the order of tiles, parts are batch entries
-        entries = replace(attention, batch=attention.batch * plan.num_splits)
-        self.grid = persistent_grid(entries, config, num_sms)
+        # to the order of tiles, parts are batch entries, or heads of packed sequences
+        names = ("num_heads_q", "num_heads_kv") if attention.is_packed else ("batch",)
+        times = {name: getattr(attention, name) * plan.num_splits for name in names}
+        self.grid = persistent_grid(replace(attention, **times), config, num_sms)
         self._forward: Callable | None = None
 
     def attend(self, q: Tensor, inputs: DecodeInputs, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
@@ -95,6 +96,9 @@ class Launch(DecodeLaunch):
                     f"{name}: backend sm90 expects rows at multiples of 16 bytes, got address {cache.data_ptr():#x} "
                     f"and strides {cache.stride()}; backend='sm80' takes any"
                 )
+        if self.is_split and self.problem.attention.is_packed:
+            # the kernel knows one more row of packed tensors, no further dimension: see `workspace`
+            out, lse = out.flatten(0, 2), lse.transpose(0, 2).flatten(1)
         if self._forward is None:
             self._forward = compile.get(*self.forward_request(inputs)[1])
         self._forward(
@@ -104,7 +108,7 @@ class Launch(DecodeLaunch):
             out,
             lse,
             sinks,
-            None,
+            query_offsets_of(inputs),
             None,
             inputs.cache_seqlens.contiguous(),
             *(None,) * 5,

@@ -76,14 +76,19 @@ class ForwardSm90:
         problem: AttentionProblem,
         config: ForwardConfig,
         dtype: type[cutlass.Numeric],
+        of_cache: bool = False,
         is_split: bool = False,
         box_rows: int | None = None,
     ):
-        """Args: is_split: out and lse are partials, of parts of the keys. box_rows: K and V lie in pages; so many rows
-        of one are loaded together."""
+        """Args:
+        of_cache: K and V are a cache, with batch entries also where queries are packed.
+        is_split: out and lse are partials, of parts of the keys; of packed queries the rows of all splits in turn.
+        box_rows: K and V lie in pages; so many rows of one are loaded together.
+        """
         config.check(problem)
-        of_cache = is_split or box_rows is not None
-        if of_cache and (not config.warp_specialized or config.cluster_size > 1 or config.score_buffers > 1):
+        if (is_split or box_rows is not None) and (
+            not config.warp_specialized or config.cluster_size > 1 or config.score_buffers > 1
+        ):
             expected = "warp_specialized, cluster_size=1 and score_buffers=1"
             raise UnsupportedError(f"splits and pages: expected {expected}, got {config}")
         self.config = config
@@ -106,8 +111,10 @@ class ForwardSm90:
         self.num_warpgroups, self.cluster_size = config.num_warpgroups, config.cluster_size
         self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
         self.longest_first = config.longest_first and self.has_window == (False, True)
-        self.is_packed = problem.is_packed
+        self.is_packed, self.packs_keys = problem.is_packed, problem.is_packed and not of_cache
         self.has_mask = self.has_window != (False, False)
+        # single tokens beside prompts in chunks: tiles of which most warpgroups have no row
+        self.skips_unused = self.is_packed and of_cache and config.num_warpgroups > 1
         # V may hold anything past the last key of a sequence
         self.has_rubbish = problem.is_packed or problem.has_seqused_k
         registers = REGISTERS_OF_PAGES if self.is_paged else REGISTERS
@@ -146,10 +153,12 @@ class ForwardSm90:
         stream: cuda.CUstream,
     ):
         if cutlass.const_expr(self.is_packed):
-            q, k, v, out, lse = (as_batch_of_one(t) for t in (q, k, v, out, lse))
+            q, out, lse = (as_batch_of_one(t) for t in (q, out, lse))
+            if cutlass.const_expr(self.packs_keys):
+                k, v = as_batch_of_one(k), as_batch_of_one(v)
             if cutlass.const_expr(float32 is not None):
                 float32 = tuple(as_batch_of_one(t) for t in float32)
-        if cutlass.const_expr(self.is_split):
+        elif cutlass.const_expr(self.is_split):
             out, lse = splits_as_batch(out), splits_as_batch(lse)
         tiled_mma_qk, tiled_mma_pv = self._make_tiled_mmas()
         sQ_layout = smem_tiles(
@@ -182,9 +191,13 @@ class ForwardSm90:
         seqlen_q = self._seqlen_q(mQ)
         num_m_blocks = None if self.is_packed else cute.ceil_div(seqlen_q, self.tile_m * self.cluster_size)
         if cutlass.const_expr(self.is_split):
-            schedule = make_schedule(num_m_blocks, num_heads, batch * num_splits, heads_per_section)
+            # to the order of tiles, splits are heads of packed sequences, and batch entries of others
+            of_order, entries = (num_heads, batch * num_splits), batch
+            if cutlass.const_expr(self.is_packed):
+                of_order, entries = (num_heads * num_splits, batch), num_heads
+            schedule = make_schedule(num_m_blocks, *of_order, heads_per_section)
             splits = Splits(num_splits, split_blocks)
-            schedule = schedule._replace(splits=splits, entries=cute.FastDivmodDivisorV2(batch))
+            schedule = schedule._replace(splits=splits, entries=cute.FastDivmodDivisorV2(entries))
         else:
             schedule = make_schedule(num_m_blocks, num_heads, batch, heads_per_section)
         self.kernel(
@@ -276,10 +289,9 @@ class ForwardSm90:
     ):
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if cutlass.const_expr(self.is_packed):
-            num_heads = schedule.divisors.num_heads
-            schedule = PackedSchedule(
-                lengths, self._seqlen_q(mQ), mK.shape[0], num_heads, self.tile_m, self.longest_first
-            )
+            total_k = pages.capacity if self.is_paged else mK.shape[0]
+            of_order = schedule.divisors.num_heads, self.tile_m, self.longest_first, schedule.splits, schedule.entries
+            schedule = PackedSchedule(lengths, self._seqlen_q(mQ), total_k, *of_order)
             # the grid was made for the worst case
             exit_if(cute.arch.block_idx()[0] >= schedule.num_tiles)
         if warp_id == 0:
@@ -358,6 +370,9 @@ class ForwardSm90:
         if cutlass.const_expr(self.is_packed):
             m_block, head, place_q, seqlen_q, place_k, seqlen_k, sequence = schedule.find(number)
             split, place_out = None, place_q
+            if cutlass.const_expr(self.is_split):
+                split, head = divmod(head, schedule.entries)
+                place_out = place_q + split * schedule.total_q
         else:
             coord = tile_scheduler.tile_coord(number, schedule.divisors, schedule.num_m_blocks, schedule.batch)
             m_block, head, place_out = coord
@@ -381,8 +396,13 @@ class ForwardSm90:
         sequence = sequence if self.is_scaled else None
         return Tile(m_block, head, place_q, place_k, geometry, *blocks, sequence, place_out)
 
-    def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place, along: int = 0) -> cute.Tensor:
-        return at_head(t, m, head, place, self.is_packed, along)
+    def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
+        """Of queries: q, out and lse."""
+        return at_head(t, m, head, place, self.is_packed)
+
+    def keys_at_head(self, t: cute.Tensor, m: cute.Tensor, head, place, along: int = 0) -> cute.Tensor:
+        """Of keys: k and v."""
+        return at_head(t, m, head, place, self.packs_keys, along)
 
     def buffer_states(self, user: pipeline.PipelineUserType) -> tuple:
         """Where K and V are being filled (or read) first."""

@@ -272,9 +272,14 @@ def trace(problem: AttentionProblem, config: ForwardConfig, of_cache: tuple[bool
     def optional(value: object, is_given: bool):
         return value if is_given else None
 
-    batch = () if problem.is_packed else (None,)
-    is_split, box_rows = of_cache or (False, None)
-    splits, out_dtype = ((None,), Float32) if is_split else ((), element_type(problem.out_dtype))
+    batch, keys_batch = ((),) * 2 if problem.is_packed else ((None,),) * 2
+    is_split, box_rows = False, None
+    if of_cache is not None:
+        is_split, box_rows = of_cache
+        keys_batch = (None,)
+    # splits of packed queries have rows of their own
+    splits = (None,) if is_split and not problem.is_packed else ()
+    out_dtype = Float32 if is_split else element_type(problem.out_dtype)
     head_dim, head_dim_v, is_fp8 = problem.head_dim, problem.head_dim_v, problem.quantization is not None
 
     # one for each: whose sizes one stand-in stands for would have to be equal
@@ -286,16 +291,16 @@ def trace(problem: AttentionProblem, config: ForwardConfig, of_cache: tuple[bool
         head_dim, head_dim_v = (2 * head_dim_tile(size) for size in (head_dim, head_dim_v))
     arguments = (
         tensor(dtype, *batch, None, None, head_dim, align_bytes=16),
-        tensor(dtype, *batch, None, None, head_dim, align_bytes=16),
+        tensor(dtype, *keys_batch, None, None, head_dim, align_bytes=16),
         # transposed: only the last length is not known beforehand
         tensor(dtype, *batch, None, head_dim_v, None, align_bytes=16)
         if is_fp8
-        else tensor(dtype, *batch, None, None, head_dim_v, align_bytes=16),
+        else tensor(dtype, *keys_batch, None, None, head_dim_v, align_bytes=16),
         tensor(out_dtype, *splits, *batch, None, None, problem.head_dim_v, align_bytes=16),
         tensor(Float32, *splits, *batch, None, None, align_bytes=4),
         optional(tensor(Float32, None, align_bytes=4), problem.has_sinks),
         optional(tensor(Int32, None, align_bytes=4), problem.is_packed),
-        optional(tensor(Int32, None, align_bytes=4), problem.is_packed),
+        optional(tensor(Int32, None, align_bytes=4), problem.is_packed and of_cache is None),
         optional(tensor(Int32, None, align_bytes=4), problem.has_seqused_k),
         optional(float32, is_float32),
         *scales,
@@ -312,4 +317,4 @@ def trace(problem: AttentionProblem, config: ForwardConfig, of_cache: tuple[bool
         *((Int32(1), Int32(0)) if is_split else (None, None)),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
-    return ForwardSm90(problem, config, dtype, is_split, box_rows), arguments
+    return ForwardSm90(problem, config, dtype, of_cache is not None, is_split, box_rows), arguments

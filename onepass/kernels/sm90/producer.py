@@ -129,7 +129,7 @@ class Producer(Bundle):
     @cute.jit
     def load_q(self, tile, wave: Int32):
         """Q of the tile, which is the thread block's wave-th, for each consumer warpgroup."""
-        sources = self._at_head(self.tQgQ, self.mQ, tile.head, tile.place_q)
+        sources = [self.kernel.at_head(t, self.mQ, tile.head, tile.place_q) for t in self.tQgQ]
         for w in cutlass.range_constexpr(self.kernel.num_warpgroups):
             state = as_producer(self.kernel.q_state(w, wave))
             block = tile.m_block * self.kernel.num_warpgroups + w
@@ -146,7 +146,7 @@ class Producer(Bundle):
         if cutlass.const_expr(self.kernel.is_paged):
             self._load_boxes(self.pipes.k, state, self.tma_k, self.tKgK, self.tKsK, head_kv, self.places.of_k)
         else:
-            sources = self._at_head(self.tKgK, self.mK, head_kv, place)
+            sources = self._keys_at_head(self.tKgK, self.mK, head_kv, place)
             self._load(self.pipes.k, state, self.tma_k, [t[None, block] for t in sources], self.tKsK, self.everyone)
 
     @cute.jit
@@ -154,11 +154,11 @@ class Producer(Bundle):
         if cutlass.const_expr(self.kernel.is_paged):
             self._load_boxes(self.pipes.v, state, self.tma_v, self.tVgV, self.tVsV, head_kv, self.places.of_v)
         else:
-            sources = self._at_head(self.tVgV, self.mV, head_kv, place, 1 if self.kernel.is_fp8 else 0)
+            sources = self._keys_at_head(self.tVgV, self.mV, head_kv, place, 1 if self.kernel.is_fp8 else 0)
             self._load(self.pipes.v, state, self.tma_v, [t[None, block] for t in sources], self.tVsV, self.everyone)
 
-    def _at_head(self, sources: list, m: cute.Tensor, head, place, along: int = 0) -> list:
-        return [self.kernel.at_head(source, m, head, place, along) for source in sources]
+    def _keys_at_head(self, sources: list, m: cute.Tensor, head, place, along: int = 0) -> list:
+        return [self.kernel.keys_at_head(source, m, head, place, along) for source in sources]
 
     @cute.jit
     def _load_boxes(self, pipe, state, tma_atom, source, buffers, head_kv: Int32, places):

@@ -39,14 +39,14 @@ class Tile(NamedTuple):
     m_block: Int32
     head: Int32
     place_q: Int32  # batch entry; of packed sequences the first row
-    place_k: Int32
+    place_k: Int32  # likewise; of a cache the batch entry
     geometry: Geometry
     first: Int32
     clear_first: Int32
     clear_last: Int32
     last: Int32
     sequence: Int32 | None  # of packed sequences in FP8
-    place_out: Int32  # as place_q, of out and lse: of splits their own
+    place_out: Int32  # as place_q, of out and lse: of splits their own entry or row
 
     @property
     def blocks(self) -> KeyBlocks:
@@ -348,7 +348,7 @@ class Warpgroup(Turns):
         if cutlass.const_expr(self.kernel.is_paged):
             mK, mV = (PagedRows(t[None, None, head_kv, None], self.pages, tile.place_k) for t in (plain.k, plain.v))
         else:
-            mK, mV = (at_head(t, t, head_kv, tile.place_k) for t in (plain.k, plain.v))
+            mK, mV = (self.kernel.keys_at_head(t, t, head_kv, tile.place_k) for t in (plain.k, plain.v))
         # known to be uniform: if a branch could split the warp, ptxas would give up uniform registers in the main loop
         first_row = cute.arch.make_warp_uniform(broadcast(self.row_in_tile, 0))
         for i in cutlass.range(16, unroll=1):
@@ -372,7 +372,7 @@ class Warpgroup(Turns):
         """Every row of this warp, and its lse, from q, k and v in float32: parts that cannot hold them are NaN."""
         at_head, plain = self.kernel.at_head, self.plain
         head_kv = tile.head // self.kernel.tile_heads_per_kvhead
-        mK, mV = (at_head(t, t, head_kv, tile.place_k) for t in (plain.k, plain.v))
+        mK, mV = (self.kernel.keys_at_head(t, t, head_kv, tile.place_k) for t in (plain.k, plain.v))
         first_row = cute.arch.make_warp_uniform(broadcast(self.row_in_tile, 0))  # see `recompute`
         for i in cutlass.range(16, unroll=1):
             position, head, is_row = self.row_of(tile, first_row + i)

@@ -1,0 +1,273 @@
+"""attention_decode of packed queries on a GPU: prompts in chunks beside single tokens, beside FlashAttention-3.
+
+    python benchmarks/decode_packed.py                                        # check, then all cases
+    python benchmarks/decode_packed.py --variants "dynamic_tiles=False; pack_gqa=False; num_warpgroups=3"
+
+A case is a batch as an engine with continuous batching makes it, see CASES. Contenders take turns: onepass over a dense
+cache and over pages of 16 and 64 keys in random places, and FlashAttention-3's flash_attn_with_kvcache with
+cu_seqlens_q over the same ("fa3 .."). Times are of replayed CUDA graphs; TFLOP/s counts visible pairs, TB/s K and V of
+every sequence once, q and out. Ratios are to the fa3 of the same cache. Variants are fields of `ForwardConfig` and
+num_splits. Writes JSON to --out after every case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import common
+import torch
+from torch import Tensor
+
+import onepass
+from onepass import decode_calls, reference
+from onepass.bench import decode as bench
+from onepass.bench.check import PEER_FACTOR
+from onepass.bench.timing import CudaSampler, measure_interleaved
+from onepass.decode_problem import DecodeProblem
+from onepass.kernels.decode_launch import DecodeLaunch
+from onepass.kernels.sm90 import decode_launch
+from onepass.testing.budget import OUT_FACTOR, compare
+
+DEVICE = "cuda"
+PAGE_SIZES = (None, 16, 64)
+
+
+class Batch(NamedTuple):
+    """Sequences, in turn: queries and keys of each."""
+
+    name: str
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    heads: tuple[int, int] = (32, 8)
+    head_dim: int = 128
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} h{self.heads[0]}/{self.heads[1]} d{self.head_dim}"
+
+    @property
+    def flops(self) -> float:
+        pairs = sum(q * k - q * (q - 1) // 2 for q, k in zip(self.queries, self.keys, strict=True))
+        return 4.0 * pairs * self.heads[0] * self.head_dim
+
+    @property
+    def bytes(self) -> int:
+        rows = 2 * sum(self.keys) * self.heads[1] + 2 * sum(self.queries) * self.heads[0]
+        return 2 * rows * self.head_dim
+
+
+def _batches() -> list[Batch]:
+    singles = (1,) * 63
+    found = []
+    for heads, head_dim in (((32, 8), 128), ((64, 8), 128), ((32, 8), 64)):
+        of = heads, head_dim
+        found += [
+            Batch("a chunk of 2048 of 8192 and 63 tokens over 8192", (2048, *singles), (8192,) * 64, *of),
+            Batch("a chunk of 512 of 8192 and 63 tokens over 1k to 16k", (*singles, 512), (*spread(63), 8192), *of),
+            Batch("4 chunks of 1024 of 1k to 16k", (1024,) * 4, (1024, 4096, 8192, 16384), *of),
+            Batch("64 drafts of 1 to 5 over 1k to 16k", tuple(1 + b % 5 for b in range(64)), spread(64), *of),
+            Batch("a chunk of 8192 and 8 tokens over 65536", (8192, *singles[:8]), (8192, *(65536,) * 8), *of),
+        ]
+    return found
+
+
+def spread(count: int) -> tuple[int, ...]:
+    """Lengths from 1024 to 16384 in no order."""
+    return tuple(1024 + 15360 * (b * 29 % count) // (count - 1) for b in range(count))
+
+
+CASES = _batches()
+
+
+class Step(NamedTuple):
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    cache_seqlens: Tensor
+    cu_seqlens_q: Tensor
+    page_table: Tensor | None
+    max_seqlen_q: int
+
+
+def make_step(batch: Batch, page_size: int | None, seed: int) -> Step:
+    """Standard normal. A dense cache has room for the longest; of pages there are as many as are filled."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_(generator=generator)
+
+    def integers(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    (heads, heads_kv), table = batch.heads, None
+    rows = len(batch.keys), max(batch.keys)
+    if page_size is not None:
+        counts = [-(-n // page_size) for n in batch.keys]
+        order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed)).int()
+        table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+        for b, pages in enumerate(order.split(counts)):
+            table[b, : len(pages)] = pages
+        table, rows = table.to(DEVICE), (sum(counts), page_size)
+    q = normal(sum(batch.queries), heads, batch.head_dim)
+    k, v = (normal(*rows, heads_kv, batch.head_dim) for _ in range(2))
+    ends = integers([0, *itertools.accumulate(batch.queries)])
+    return Step(q, k, v, integers(batch.keys), ends, table, max(batch.queries))
+
+
+def onepass_run(step: Step) -> Tensor:
+    return onepass.attention_decode(**step._asdict())
+
+
+def fa3_run(module: Any, step: Step) -> Tensor:
+    q, k, v, lengths, ends, table, longest = step
+    more = {} if table is None else {"page_table": table}
+    options = {"cu_seqlens_q": ends, "max_seqlen_q": longest, "cache_seqlens": lengths, "causal": True, "num_splits": 0}
+    out = module.flash_attn_with_kvcache(q, k, v, **options, **more)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def variant_run(changes: str, step: Step) -> Tensor:
+    """A step with another configuration than onepass would choose."""
+    arguments = step._asdict()
+    del arguments["max_seqlen_q"]
+    problem, inputs = decode_calls.problem_of("bench", arguments)
+    return _variant_launch(changes, problem)(inputs)[0]
+
+
+@functools.cache
+def _variant_launch(changes: str, problem: DecodeProblem) -> DecodeLaunch:
+    fields = dict(re.fullmatch(r"(\w+)=(.+)", part.strip()).groups() for part in changes.split(","))
+    num_splits, device = fields.pop("num_splits", None), torch.device(DEVICE)
+    problem = replace(problem, num_splits=None if num_splits is None else int(num_splits))
+    config = decode_launch.config_of(problem, device)
+    given = {name: json.loads(value.lower()) for name, value in fields.items()}
+    return decode_launch.launch_with(problem, replace(config, **given), device)
+
+
+def contenders(args: argparse.Namespace) -> dict[str, tuple[Callable[[Step], Tensor], int | None]]:
+    found: dict[str, tuple[Callable[[Step], Tensor], int | None]] = {}
+    for size in PAGE_SIZES:
+        suffix = "" if size is None else f" page {size}"
+        found["onepass" + suffix] = onepass_run, size
+        if args.fa3 is not None:
+            found["fa3" + suffix] = functools.partial(fa3_run, args.fa3), size
+    for changes in filter(None, (part.strip() for part in (args.variants or "").split(";"))):
+        found[changes] = functools.partial(variant_run, changes), None
+    return found
+
+
+def by_math(step: Step, dtype: torch.dtype) -> Tensor:
+    """Plain attention of each sequence, every intermediate in one dtype."""
+    ends, outs = step.cu_seqlens_q.tolist(), []
+    for b, keys in enumerate(step.cache_seqlens.tolist()):
+        rows = step.q[None, ends[b] : ends[b + 1]]
+        k, v = (
+            (t[b] if step.page_table is None else t[step.page_table[b].long()].flatten(0, 1))[None, :keys]
+            for t in (step.k_cache, step.v_cache)
+        )
+        outs.append(reference.attention(rows, k, v, causal=True, compute_dtype=dtype).out[0])
+    return torch.cat(outs)
+
+
+def run_check(args: argparse.Namespace, cases: Sequence[Batch]) -> bool:
+    """Every contender beside plain attention in float64, on new random data of a smaller batch of the same heads."""
+    seed, tried, wrong = time.time_ns() % 2**31, 0, []
+    for heads, head_dim in dict.fromkeys((case.heads, case.head_dim) for case in cases):
+        small = Batch("check", (1, 300, 2, 1, 40), (2048, 301, 1000, 1, 1499), heads, head_dim)
+        for name, (run, page_size) in contenders(args).items():
+            step = make_step(small, page_size, seed)
+            tried += 1
+            factor = PEER_FACTOR if name.startswith("fa3") else OUT_FACTOR
+            try:
+                row = compare("out", run(step), by_math(step, torch.float64), by_math(step, torch.bfloat16), factor)
+                message = "" if row.ok else str(row)
+            except Exception as error:
+                message = f"{type(error).__name__}: {str(error)[:300]}"
+            if message:
+                wrong.append(name)
+                print(f"  FAIL {name}, {small.label}: {message}", flush=True)
+    print(f"check: {tried - len(wrong)} of {tried} passed (seed {seed})", flush=True)
+    return all(name.startswith("fa3") for name in wrong)
+
+
+def measure(batch: Batch, args: argparse.Namespace) -> dict[str, Any]:
+    samplers, failed = {}, {}
+    for name, (run, page_size) in contenders(args).items():
+        steps = [make_step(batch, page_size, seed) for seed in range(1 if batch.bytes > 2e8 else 4)]
+        try:
+            samplers[name] = CudaSampler([functools.partial(run, step) for step in steps], 2.5)
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {str(error)[:200]}"
+            print(f"{batch.label}: {name} not measured: {failed[name]}", flush=True)
+    samples = measure_interleaved(samplers, time_budget_s=args.seconds * len(samplers), min_rounds=7)
+    rows = {}
+    for name, ms in samples.ms.items():
+        spread_ = samples.spread(name)
+        peer = "fa3" + "".join(re.findall(r" page \d+", name))
+        rows[name] = {
+            "median_ms": spread_.median,
+            "p20_ms": spread_.p20,
+            "p80_ms": spread_.p80,
+            "tflops": batch.flops / spread_.median / 1e9,
+            "tb_per_s": batch.bytes / spread_.median / 1e9,
+            "speed_over_fa3": samples.speed_ratio(name, peer).median if peer in samples.ms else None,
+            "launch": samplers[name].launch,
+            "ms": [round(x, 5) for x in ms],
+        }
+    step = make_step(batch, None, 0)
+    problem, _ = decode_calls.problem_of("bench", step._asdict())
+    launch = decode_launch.launch_with(problem, decode_launch.config_of(problem, step.q.device), step.q.device)
+    return {
+        "case": batch._asdict(),
+        "label": batch.label,
+        "num_splits": launch.num_splits,
+        "config": asdict(launch.config),
+        "contenders": rows,
+        "failed": failed,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, nargs="*", help="numbers in CASES")
+    parser.add_argument("--variants", help='"name=value,name=value", several separated by ;')
+    parser.add_argument("--seconds", type=float, default=0.05, help="of timing a contender")
+    parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "."), "decode-packed.json"))
+    args = parser.parse_args(argv)
+    cases = CASES if args.cases is None else [CASES[n] for n in args.cases]
+    try:
+        args.fa3 = bench._flash_attention_3()
+    except ImportError as error:
+        print("fa3 not measured:", error)
+        args.fa3 = None
+    torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default one
+    about = common.circumstances() | {"copy_tb_per_s": round(bench.copy_bandwidth(DEVICE), 4)}
+    print(about, flush=True)
+    ok = args.no_check or run_check(args, cases)
+    rows = []
+    for batch in cases:
+        rows.append(measure(batch, args))
+        print(f"{batch.label}: {rows[-1]['num_splits']} splits", flush=True)
+        for name, entry in rows[-1]["contenders"].items():
+            ratio = "" if entry["speed_over_fa3"] is None else f"{entry['speed_over_fa3']:6.2f}x"
+            rates = f"{entry['tflops']:6.0f} TFLOP/s {entry['tb_per_s']:5.2f} TB/s"
+            print(f"    {name:40s} {1e3 * entry['median_ms']:9.1f} us {rates} {ratio}", flush=True)
+        args.out.write_text(json.dumps({"circumstances": about, "rows": rows}, indent=1))
+        torch.cuda.empty_cache()
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
