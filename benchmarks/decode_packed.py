@@ -6,8 +6,8 @@
 A case is a batch as an engine with continuous batching makes it, see CASES. Contenders take turns: onepass over a dense
 cache and over pages of 16 and 64 keys in random places, and FlashAttention-3's flash_attn_with_kvcache with
 cu_seqlens_q over the same ("fa3 .."). Times are of replayed CUDA graphs; TFLOP/s counts visible pairs, TB/s K and V of
-every sequence once, q and out. Ratios are to the fa3 of the same cache. Variants are fields of `ForwardConfig` and
-num_splits. Writes JSON to --out after every case.
+every sequence once, q and out. Ratios are to the fa3 of the same cache. Variants are fields of `ForwardConfig` (of the
+Hopper forward), num_splits, and hint=false for a call without max_seqlen_q. Writes JSON to --out after every case.
 """
 
 from __future__ import annotations
@@ -138,16 +138,24 @@ def fa3_run(module: Any, step: Step) -> Tensor:
 
 
 def variant_run(changes: str, step: Step) -> Tensor:
-    """A step with another configuration than onepass would choose."""
-    arguments = step._asdict()
+    """A step with another configuration of the Hopper forward than onepass would choose, or by another call."""
+    arguments, fields = step._asdict(), fields_of(changes)
+    if fields.pop("hint", True) == "false":
+        arguments["max_seqlen_q"] = None
+    if set(fields) <= {"num_splits"}:
+        return onepass.attention_decode(**arguments, **{name: int(value) for name, value in fields.items()})
     del arguments["max_seqlen_q"]
     problem, inputs = decode_calls.problem_of("bench", arguments)
     return _variant_launch(changes, problem)(inputs)[0]
 
 
+def fields_of(changes: str) -> dict[str, str]:
+    return dict(re.fullmatch(r"(\w+)=(.+)", part.strip()).groups() for part in changes.split(","))
+
+
 @functools.cache
 def _variant_launch(changes: str, problem: DecodeProblem) -> DecodeLaunch:
-    fields = dict(re.fullmatch(r"(\w+)=(.+)", part.strip()).groups() for part in changes.split(","))
+    fields = fields_of(changes)
     num_splits, device = fields.pop("num_splits", None), torch.device(DEVICE)
     problem = replace(problem, num_splits=None if num_splits is None else int(num_splits))
     config = decode_launch.config_of(problem, device)

@@ -190,6 +190,8 @@ def decode_config_sm90(problem: AttentionProblem, split_size: int | None = None)
 def num_splits_sm90(problem: AttentionProblem, config: ForwardConfig, num_sms: int) -> int:
     """A thread block of the persistent kernel has a multiprocessor for itself."""
     tiles = num_tiles(problem, problem.num_heads_q // config.group(problem), config.positions(problem))
+    if problem.is_packed and tiles >= num_sms:
+        return 1  # of unknown and different lengths: the queue shares them out
     per_split = workspace_bytes(1, num_rows(problem), problem.head_dim_v)
     of_kernel = OVERHEAD_STEPS_SM90, LEAST_SHARE_SM90
     return choose_num_splits(tiles, problem.seqlen_k, num_sms, per_split, config.tile_n, *of_kernel)

@@ -32,7 +32,7 @@ def test_random_calls(case):
     """`case.call().check()` repeats one."""
     call = case.call()
     support = onepass.supports(**call.arguments)
-    if ON_GPU and case.many_rows:
+    if ON_GPU and case.many_rows and "max_seqlen_q" not in call.arguments:
         assert support.backend == BACKEND
     assert support.backend != "tiled" or not ON_GPU or "kv_block" in support.reason
     call.check()

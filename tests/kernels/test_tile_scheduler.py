@@ -142,6 +142,16 @@ def test_every_packed_tile_has_one_number(longest_first, slack):
         assert list(packed_tiles(lengths, slack, 4, heads, longest_first, some)) == [found[n] for n in some]
 
 
+@pytest.mark.parametrize(("num_singles", "num_others"), itertools.product((0, 1, 2, 7), repeat=2))
+def test_kinds_of_tiles_alternate(num_singles, num_others):
+    """Each tile once, those of a kind in ascending order, and two in turn while there are two kinds."""
+    order = [tile_scheduler.mixed_number(n, num_singles, num_others) for n in range(num_singles + num_others)]
+    for kind, count in ((True, num_singles), (False, num_others)):
+        assert [i for is_single, i in order if is_single == kind] == list(range(count))
+    paired = order[: 2 * min(num_singles, num_others)]
+    assert [is_single for is_single, _ in paired] == [n % 2 == 0 for n in range(len(paired))]
+
+
 def test_packed_rows_stay_inside_the_tensor():
     for cu_seqlens in itertools.product((-3, 0, 2, 5, 99), repeat=3):
         for sequence in range(6):

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
 from . import tile_scheduler, warp
 from .bundle import Bundle
-from .integers import ceil_div, maximum, minimum
+from .integers import ceil_div, maximum, minimum, select
 from .tile_scheduler import LANES
 
 
@@ -61,6 +61,8 @@ class PackedSchedule(Bundle):
         total_q, total_k: rows of the packed tensors; of a cache total_k is the keys that a sequence has room for.
         num_heads: FastDivmodDivisorV2 of it; splits of a head are heads of their own.
         splits, entries: see `schedule.Schedule`.
+
+    Over a cache sequences of one tile and of several alternate (`tile_scheduler.mixed_number`).
     """
 
     def __init__(
@@ -78,36 +80,58 @@ class PackedSchedule(Bundle):
         self.batch = cute.size(lengths.cu_seqlens_q) - 1
         self.num_heads, self.splits, self.entries = num_heads, splits, entries
         self.tile_m, self.longest_first = tile_m, longest_first
-        # where the search goes on: a sequence, and the tiles before it
-        self.position = cute.make_rmem_tensor((2,), Int32)
+        self.mixes = lengths.cu_seqlens_k is None
+        # where the search goes on, of sequences of one tile and of others: a sequence, and the tiles before it
+        self.position = cute.make_rmem_tensor((1 + self.mixes, 2), Int32)
         self.position.fill(0)
-        self.num_tiles = cute.arch.make_warp_uniform(self._count_tiles())
+        self.num_singles = None
+        if self.mixes:
+            self.num_singles = cute.arch.make_warp_uniform(self._count_tiles(Boolean(True)))
+        self.num_tiles = cute.arch.make_warp_uniform(self._count_tiles(None))
 
     @cute.jit
-    def _count_tiles(self) -> Int32:
+    def _count_tiles(self, of_singles: Boolean | None) -> Int32:
         tiles = Int32(0)
         for first in cutlass.range(0, self.batch + 1, LANES, unroll=4):
-            tiles += self._tiles_of(first + cute.arch.lane_idx())
+            tiles += self._tiles_of(first + cute.arch.lane_idx(), of_singles)
         return cute.arch.warp_reduction_sum(tiles)
 
     def _rows_of(self, sequence: Int32) -> tuple:
         return tile_scheduler.packed_rows(sequence, self.lengths.cu_seqlens_q, self.batch, self.total_q)
 
-    def _tiles_of(self, sequence: Int32) -> Int32:
-        return ceil_div(self._rows_of(sequence)[1], self.tile_m) * self.num_heads.divisor
+    def _tiles_of(self, sequence: Int32, of_singles: Boolean | None) -> Int32:
+        """Of a sequence, if it is one of those with one tile, or with several; None: of any."""
+        tiles = ceil_div(self._rows_of(sequence)[1], self.tile_m)
+        if of_singles is not None:
+            tiles = select(of_singles == (tiles == 1), tiles, Int32(0))
+        return tiles * self.num_heads.divisor
+
+    def _keep(self, kind: int, first: Int32, tiles_before: Int32, is_kind: Boolean):
+        for i, value in ((0, first), (1, tiles_before)):
+            self.position[kind, i] = select(is_kind, value, self.position[kind, i])
 
     @cute.jit
     def find(self, number: Int32) -> PackedTile:
         """The tile of this number, below num_tiles and never below that of the call before."""
-        first, tiles_before = self.position[0], self.position[1]
+        is_single = None
+        first, tiles_before = self.position[0, 0], self.position[0, 1]
+        if cutlass.const_expr(self.mixes):
+            others = self.num_tiles - self.num_singles
+            is_single, number = tile_scheduler.mixed_number(number, self.num_singles, others)
+            first = select(is_single, first, self.position[1, 0])
+            tiles_before = select(is_single, tiles_before, self.position[1, 1])
         lane, tiles, ends = Int32(LANES), Int32(0), Int32(0)
         while lane == LANES:
-            tiles = self._tiles_of(first + cute.arch.lane_idx())
+            tiles = self._tiles_of(first + cute.arch.lane_idx(), is_single)
             lane, ends = tile_scheduler.scan_sequences(number, tiles_before, tiles, warp)
             if lane == LANES:
                 first += LANES
                 tiles_before = warp.broadcast(ends, LANES - 1)
-        self.position[0], self.position[1] = first, tiles_before
+        if cutlass.const_expr(self.mixes):
+            self._keep(0, first, tiles_before, is_single)
+            self._keep(1, first, tiles_before, not is_single)
+        else:
+            self.position[0, 0], self.position[0, 1] = first, tiles_before
 
         sequence = cute.arch.make_warp_uniform(first + lane)
         in_sequence = cute.arch.make_warp_uniform(number - warp.broadcast(ends - tiles, lane))

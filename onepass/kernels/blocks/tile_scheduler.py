@@ -149,6 +149,22 @@ def scan_sequences(number: Any, tiles_before: Any, tiles: Any, warp: Any) -> tup
     return warp.count(ends <= number), ends
 
 
+def mixed_number(number: Any, num_singles: Any, num_others: Any) -> tuple[Any, Any]:
+    """Tile `number` of an order in which tiles of two kinds alternate, until there are no more of one.
+
+    Sequences of one tile are, over a cache, single tokens and the like: they wait for the memory. Those of several are
+    prompts, and compute. Side by side on the multiprocessors they need less time than one kind after the other, and a
+    long cache of a single token is not left for the end, wherever in the batch it stands.
+
+    Returns: whether it is of the first kind, and its number among those of its kind.
+    """
+    pairs = minimum(num_singles, num_others)
+    in_pairs = number < 2 * pairs
+    half = number // 2
+    is_single = select(in_pairs, number - 2 * half == 0, num_singles > num_others)
+    return is_single, select(in_pairs, half, number - pairs)
+
+
 def packed_coord(number: Any, num_m_blocks: Any, num_heads: Any, longest_first: bool) -> tuple[Any, Any]:
     """m_block and head of a sequence's number-th tile.
 
