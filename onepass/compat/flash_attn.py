@@ -42,7 +42,6 @@ __all__ = [
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "dropout_p": (0.0, "dropout"),
     "alibi_slopes": (None, "ALiBi biases"),
-    "block_table": (None, "paged keys and values of packed sequences; flash_attn_with_kvcache has"),
     "cache_leftpad": (None, "caches padded on the left"),
 }
 
@@ -204,16 +203,33 @@ def flash_attn_varlen_func(
     """Attention of packed sequences.
 
     Args:
-        q: (total_q, num_heads_q, head_dim). k, v: (total_k, num_heads_kv, head_dim).
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where each sequence starts and the last one ends.
+        q: (total_q, num_heads_q, head_dim). k, v: (total_k, num_heads_kv, head_dim); with a block_table
+            (num_blocks, page_block_size, num_heads_kv, head_dim), any page_block_size.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where each sequence starts and the last one ends; with a
+            block_table only the differences of cu_seqlens_k count.
         max_seqlen_q, max_seqlen_k: hints; an int, a tensor or None.
-        block_table: only None.
+        block_table: (batch, max_blocks) int32: the keys of each sequence are rows of these blocks. Has no backward.
         Others: as for `flash_attn_func`; masks are aligned to each sequence's own lengths.
 
     Returns: out (total_q, num_heads_q, head_dim_v); softmax_lse (num_heads_q, total_q) float32.
-    Raises: NotImplementedError naming the argument that is not supported; else as `onepass.attention_varlen`.
+    Raises: NotImplementedError naming the argument that is not supported, or with a block_table an input that requires
+    a gradient; else as `onepass.attention_varlen`, with a block_table as `onepass.attention_decode`.
     """
-    _refuse_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
+    _refuse_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    if block_table is not None:
+        _refuse_gradients("flash_attn_varlen_func with a block_table", q=q, k=k, v=v)
+        result = attention_decode(
+            q,
+            k,
+            v,
+            cache_seqlens=_differences(cu_seqlens_k),
+            page_table=block_table,
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q,
+            **_mask_options(softmax_scale, causal, window_size, softcap),
+            return_lse=bool(return_attn_probs),
+        )
+        return (*result, None) if isinstance(result, api.AttentionOutput) else result
     return _call(
         api.attention_varlen,
         q,
@@ -346,7 +362,16 @@ def flash_attn_with_kvcache(
     _check_new(q, k_cache, v_cache, k, v, cache_seqlens)
     if rotary_cos is not None or rotary_sin is not None:
         _check_rotary(q, k, options)
-    _refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, k_descale=k_descale, v_descale=v_descale)
+    _refuse_gradients(
+        "flash_attn_with_kvcache",
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        k=k,
+        v=v,
+        k_descale=k_descale,
+        v_descale=v_descale,
+    )
     seqlen_cache = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     result = attention_decode(
         q,
@@ -404,12 +429,22 @@ def _check_new(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any, cach
             raise ValueError(f"{name}: expected shape {expected}, got {tuple(new.shape)}")
 
 
-def _refuse_gradients(**tensors: Tensor | None) -> None:
+def _differences(cu_seqlens_k: Any) -> Tensor:
+    """Lengths from offsets, on their device."""
+    if not isinstance(cu_seqlens_k, Tensor) or cu_seqlens_k.dtype != torch.int32 or cu_seqlens_k.dim() != 1:
+        given = cu_seqlens_k
+        if isinstance(cu_seqlens_k, Tensor):
+            given = f"{cu_seqlens_k.dtype} of shape {tuple(cu_seqlens_k.shape)}"
+        raise TypeError(f"cu_seqlens_k: expected an int32 torch.Tensor of shape (batch + 1,), got {given}")
+    return cu_seqlens_k.diff()
+
+
+def _refuse_gradients(function: str, **tensors: Tensor | None) -> None:
     """A gradient would be lost without a word: there is no backward through a cache written in place."""
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+        if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
             raise UnsupportedError(
-                f"{name}: expected a tensor without requires_grad, because flash_attn_with_kvcache has no backward; "
+                f"{name}: expected a tensor without requires_grad, because {function} has no backward; "
                 "call it under torch.no_grad()"
             )
 

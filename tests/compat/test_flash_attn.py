@@ -129,6 +129,55 @@ def test_varlen(theirs, ours):
     assert torch.equal(packed, result[0])
 
 
+@pytest.mark.parametrize(("theirs", "ours"), OPTIONS)
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_varlen_in_pages(theirs, ours, page_size):
+    """As without: keys in blocks at random places, between blocks of NaN."""
+    q, k, v = (x.flatten(0, 1) for x in qkv(batch=3))
+    starts, lengths = (0, 9, 12), (9, 3, 18)
+    offsets = {
+        "cu_seqlens_q": torch.tensor([0, 5, 5, 21], dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([0, 9, 12, 30], dtype=torch.int32),
+    }
+    counts = [-(-n // page_size) for n in lengths]
+    order = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(1)).int()
+    table = torch.full((3, max(counts)), 99, dtype=torch.int32)
+    pages = [torch.full((len(order), page_size, 2, 16), torch.nan) for _ in range(2)]
+    for b, blocks in enumerate(order[:-2].split(counts)):
+        table[b, : len(blocks)] = blocks
+        for n in range(lengths[b]):
+            for paged, rows in zip(pages, (k, v), strict=True):
+                paged[blocks[n // page_size], n % page_size] = rows[starts[b] + n]
+    result = flash_attn.flash_attn_varlen_func(
+        q, *pages, *offsets.values(), 16, 18, **theirs, return_attn_probs=True, block_table=table
+    )
+    assert result[2] is None
+    expect(result[:2], (q, k, v), reference.attention_varlen, **offsets, **ours)
+    out = flash_attn.flash_attn_varlen_func(q, *pages, *offsets.values(), 16, 18, **theirs, block_table=table)
+    assert torch.equal(out, result[0])
+
+
+def test_varlen_in_pages_refusals():
+    table, offsets = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([0, 3, 7], dtype=torch.int32)
+    q, pages = randn(7, 4, 16), randn(5, 4, 2, 16)
+    call = {"q": q, "k": pages, "v": pages, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "block_table": table}
+    call |= {"max_seqlen_q": 4, "max_seqlen_k": 4}
+    assert flash_attn.flash_attn_varlen_func(**call).isfinite().all()
+    for changes, error, match in (
+        (
+            {"q": q.clone().requires_grad_()},
+            NotImplementedError,
+            "q: .* flash_attn_varlen_func with a block_table has no",
+        ),
+        ({"cu_seqlens_k": offsets.long()}, TypeError, r"cu_seqlens_k: expected an int32 .* got torch\.int64 of shape"),
+        ({"cu_seqlens_k": [0, 3, 7]}, TypeError, r"cu_seqlens_k: expected an int32 .* got \[0, 3, 7\]"),
+        ({"k": randn(7, 2, 16)}, ValueError, "k_cache: expected 4 dimensions"),
+        ({"alibi_slopes": torch.ones(4)}, NotImplementedError, "alibi_slopes"),
+    ):
+        with pytest.raises(error, match=match):
+            flash_attn.flash_attn_varlen_func(**(call | changes))
+
+
 def test_packed_forms():
     q, k, v = qkv(seqlen_q=9, seqlen_k=9, heads_q=2)
     options = {"causal": True, "softcap": 2.0, "softmax_scale": 0.4}
@@ -339,7 +388,6 @@ def test_the_calls_below_are_legal_without_the_refused_argument(name):
     [
         *[(name, "dropout_p", 0.1) for name in REQUIRED],
         *[(name, "alibi_slopes", SLOPES) for name in CALLS],
-        ("flash_attn_varlen_func", "block_table", torch.zeros(2, 1, dtype=torch.int32)),
         ("flash_attn_with_kvcache", "cache_leftpad", torch.zeros(3, dtype=torch.int32)),
     ],
 )
