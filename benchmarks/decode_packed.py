@@ -78,6 +78,9 @@ def _batches() -> list[Batch]:
             Batch("4 chunks of 1024 of 1k to 16k", (1024,) * 4, (1024, 4096, 8192, 16384), *of),
             Batch("64 drafts of 1 to 5 over 1k to 16k", tuple(1 + b % 5 for b in range(64)), spread(64), *of),
             Batch("a chunk of 8192 and 8 tokens over 65536", (8192, *singles[:8]), (8192, *(65536,) * 8), *of),
+            Batch(
+                "a chunk of 1024 of 8192 and 4 tokens over 131072", (1024, *singles[:4]), (8192, *(131072,) * 4), *of
+            ),
         ]
     return found
 

@@ -15,9 +15,13 @@ from ..errors import UnsupportedError
 from ..problem import AttentionProblem
 from .blocks.integers import ceil_div
 from .blocks.splits import (
+    LEAST_KEYS,
     LEAST_SHARE_SM90,
+    MAX_SPLITS,
     OVERHEAD_STEPS_SM90,
+    PARTS_EACH,
     SPLIT_UNIT,
+    WORKSPACE_BYTES,
     choose_num_splits,
     workspace_bytes,
 )
@@ -119,6 +123,7 @@ def num_splits_sm80(problem: AttentionProblem, config: ForwardConfigSm80, arch: 
 # 155 us, with 2 warpgroups 145, and with one query head a tile 149 (h200-decode-rows-variants.json).
 DECODE_SM90 = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (64, 2), 256: (64, 2)}
 MAX_STAGES = 6
+FEW_PARTS = 8  # that the merge gives to one warp
 # Of packed queries, whose lengths only the device knows: in a tile for prompts, with single tokens beside them.
 MANY_ROWS = 2**16
 PACKED_WARPGROUPS = 2
@@ -187,11 +192,24 @@ def decode_config_sm90(problem: AttentionProblem, split_size: int | None = None)
     return config
 
 
+def most_splits_sm90(problem: AttentionProblem, config: ForwardConfig, num_sms: int) -> int:
+    """Of packed queries, of which a sequence has as many splits as its length asks for. 1: none, and no merge.
+
+    A merge writes and reads 8 bytes for each column of each row of out, of prompts, too, which are not split. A tile of
+    a single token beside them reads 4 bytes for each column and key it may have, at some 90 GB/s, where it is the last
+    one: more than ten times as long, if there are no more than twice as many rows as such keys.
+    """
+    if num_rows(problem) > 2 * problem.seqlen_k:
+        return 1
+    heads = problem.num_heads_q // config.group(problem)
+    per_split = workspace_bytes(1, num_rows(problem), problem.head_dim_v)
+    enough = ceil_div(num_sms * PARTS_EACH, max(1, problem.batch * heads))
+    return max(1, min(MAX_SPLITS, max(FEW_PARTS, enough), problem.seqlen_k // LEAST_KEYS, WORKSPACE_BYTES // per_split))
+
+
 def num_splits_sm90(problem: AttentionProblem, config: ForwardConfig, num_sms: int) -> int:
     """A thread block of the persistent kernel has a multiprocessor for itself."""
     tiles = num_tiles(problem, problem.num_heads_q // config.group(problem), config.positions(problem))
-    if problem.is_packed and tiles >= num_sms:
-        return 1  # of unknown and different lengths: the queue shares them out
     per_split = workspace_bytes(1, num_rows(problem), problem.head_dim_v)
     of_kernel = OVERHEAD_STEPS_SM90, LEAST_SHARE_SM90
     return choose_num_splits(tiles, problem.seqlen_k, num_sms, per_split, config.tile_n, *of_kernel)

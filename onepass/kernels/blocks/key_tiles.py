@@ -59,7 +59,7 @@ class KeyTiles:
         number = minimum(number, schedule.num_tiles - 1)
         first_m_block = Int32(0)
         if cutlass.const_expr(self.is_packed):
-            n_block, head, place_k, rows_k, place_q, seqlen_q, sequence = schedule.find(number)
+            n_block, head, place_k, rows_k, place_q, seqlen_q, sequence, _ = schedule.find(number)
             num_blocks = cute.ceil_div(rows_k, self.tile_n)
             first_m_block = place_q // self.tile_m + sequence
             entry = minimum(sequence, schedule.batch - 1)

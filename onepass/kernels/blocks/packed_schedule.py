@@ -15,6 +15,7 @@ from cutlass import Boolean, Int32
 from . import tile_scheduler, warp
 from .bundle import Bundle
 from .integers import ceil_div, maximum, minimum, select
+from .splits import part_blocks
 from .tile_scheduler import LANES
 
 
@@ -41,8 +42,9 @@ class PackedTile(NamedTuple):
     """A tile and the sequence it belongs to.
 
     Attributes:
-        head: of heads * splits, where there are splits.
+        head: of a sequence that is split head + num_heads * split.
         start_k: first row of its keys; of a cache its batch entry.
+        parts: that the keys of the sequence are split into.
     """
 
     m_block: Int32
@@ -52,6 +54,7 @@ class PackedTile(NamedTuple):
     start_k: Int32
     seqlen_k: Int32
     sequence: Int32
+    parts: Int32
 
 
 class PackedSchedule(Bundle):
@@ -59,8 +62,10 @@ class PackedSchedule(Bundle):
 
     Args:
         total_q, total_k: rows of the packed tensors; of a cache total_k is the keys that a sequence has room for.
-        num_heads: FastDivmodDivisorV2 of it; splits of a head are heads of their own.
-        splits, entries: see `schedule.Schedule`.
+        num_heads: FastDivmodDivisorV2 of it.
+        splits: of sequences of one tile; others, which give a GPU tiles enough, are not split. With split_blocks < 0
+            each has as many parts as its length asks for, up to num_splits (`part_blocks`).
+        tile_n: keys of a block; only with splits.
 
     Over a cache sequences of one tile and of several alternate (`tile_scheduler.mixed_number`).
     """
@@ -74,16 +79,19 @@ class PackedSchedule(Bundle):
         tile_m: int,
         longest_first: bool,
         splits=None,
-        entries=None,
+        tile_n: int = 1,
     ):
         self.lengths, self.total_q, self.total_k = lengths, total_q, total_k
         self.batch = cute.size(lengths.cu_seqlens_q) - 1
-        self.num_heads, self.splits, self.entries = num_heads, splits, entries
+        self.num_heads, self.splits, self.tile_n = num_heads, splits, tile_n
         self.tile_m, self.longest_first = tile_m, longest_first
         self.mixes = lengths.cu_seqlens_k is None
         # where the search goes on, of sequences of one tile and of others: a sequence, and the tiles before it
         self.position = cute.make_rmem_tensor((1 + self.mixes, 2), Int32)
         self.position.fill(0)
+        self.part_blocks = None
+        if splits is not None:
+            self.part_blocks = cute.arch.make_warp_uniform(self._share_out())
         self.num_singles = None
         if self.mixes:
             self.num_singles = cute.arch.make_warp_uniform(self._count_tiles(Boolean(True)))
@@ -104,7 +112,30 @@ class PackedSchedule(Bundle):
         tiles = ceil_div(self._rows_of(sequence)[1], self.tile_m)
         if of_singles is not None:
             tiles = select(of_singles == (tiles == 1), tiles, Int32(0))
+        if self.splits is not None:  # which are further heads
+            tiles = select(tiles == 1, self._parts_of(sequence), tiles)
         return tiles * self.num_heads.divisor
+
+    def _key_blocks_of(self, sequence: Int32) -> Int32:
+        entry = minimum(sequence, self.batch - 1)
+        keys = used_keys(self.lengths, entry, self.total_k)
+        return select(sequence < self.batch, ceil_div(keys, self.tile_n), Int32(0))
+
+    @cute.jit
+    def _share_out(self) -> Int32:
+        """Key blocks of a part, see `splits.part_blocks`."""
+        blocks = Int32(0)
+        for first in cutlass.range(0, self.batch, LANES, unroll=4):
+            sequence = first + cute.arch.lane_idx()
+            is_single = ceil_div(self._rows_of(sequence)[1], self.tile_m) == 1
+            blocks += select(is_single, self._key_blocks_of(sequence), Int32(0))
+        return part_blocks(cute.arch.warp_reduction_sum(blocks), self.num_heads.divisor, cute.arch.grid_dim()[0])
+
+    def _parts_of(self, sequence: Int32) -> Int32:
+        """Of a sequence of one tile."""
+        num_splits, split_blocks = self.splits
+        by_length = maximum(ceil_div(self._key_blocks_of(sequence), self.part_blocks), 1)
+        return select(split_blocks < 0, minimum(by_length, num_splits), num_splits)
 
     def _keep(self, kind: int, first: Int32, tiles_before: Int32, is_kind: Boolean):
         for i, value in ((0, first), (1, tiles_before)):
@@ -147,4 +178,7 @@ class PackedSchedule(Bundle):
         is_sequence = sequence < self.batch
         seqlen_k = used_keys(self.lengths, entry, seqlen_k)
         seqlen_k = seqlen_k if is_sequence else Int32(0)
-        return PackedTile(*coord, start_q, seqlen_q, start_k, seqlen_k, sequence)
+        parts = Int32(1)
+        if cutlass.const_expr(self.splits is not None):
+            parts = select(num_m_blocks == 1, self._parts_of(sequence), parts)
+        return PackedTile(*coord, start_q, seqlen_q, start_k, seqlen_k, sequence, parts)

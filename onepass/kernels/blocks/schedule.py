@@ -29,8 +29,7 @@ class Schedule(NamedTuple):
 
     Attributes:
         batch: entries; with splits, which are entries to the order, those of all splits together.
-        entries: FastDivmodDivisorV2 of those of one split; of packed sequences, where the splits of a head are heads to
-            the order, of its heads.
+        entries: FastDivmodDivisorV2 of those of one split.
     """
 
     num_tiles: Int32 | None

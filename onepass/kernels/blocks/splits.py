@@ -30,6 +30,22 @@ class Splits(NamedTuple):
     num_splits: Any
     split_blocks: Any
 
+    def of_sequence(self, parts: Any, is_split: Any) -> Splits:
+        """Of packed sequences, some of which are left in one part, one. Args: parts: of this one."""
+        return Splits(parts, select(is_split, maximum(self.split_blocks, 0), 0))
+
+
+BY_LENGTH = -1  # split_blocks: of packed sequences each has as many parts as its length asks for, see `part_blocks`
+# Tiles of a multiprocessor, if sequences are cut by their lengths: of equal parts, half of one is lost in the end.
+PARTS_EACH = 4
+LEAST_PART_BLOCKS = 8  # of 64 or 128 keys: a tile takes as long as 4 of them beside its keys
+
+
+def part_blocks(key_blocks: Any, num_heads: Any, num_ctas: Any) -> Any:
+    """Key blocks of a part where parts follow from lengths, of sequences with so many in all, each for num_heads tiles:
+    PARTS_EACH for each thread block."""
+    return maximum(ceil_div(key_blocks, maximum(num_ctas * PARTS_EACH // num_heads, 1)), LEAST_PART_BLOCKS)
+
 
 def blocks_of_split(tile: KeyBlocks, split: Any, num_splits: Any, split_blocks: Any) -> KeyBlocks:
     """The key blocks of a tile that belong to one of its splits: none (first == last) for some.

@@ -41,7 +41,7 @@ from ...problem import AttentionProblem
 from ..blocks import tile_scheduler
 from ..blocks.block_range import key_blocks
 from ..blocks.cache_descales import CacheDescales, DescaleTensors
-from ..blocks.integers import minimum
+from ..blocks.integers import minimum, select
 from ..blocks.layouts import (
     as_batch_of_one,
     at_head,
@@ -214,6 +214,10 @@ class ForwardSm80:
             exit_if(number >= schedule.num_tiles)
         tile = self.tile_at(number, schedule, seqlens)
         if cutlass.const_expr(self.is_split):
+            if cutlass.const_expr(self.is_packed):
+                # of packed sequences those of one tile: others are the first part's, and the others have no keys
+                is_split = tile.geometry.seqlen_q <= self.positions
+                splits = splits.of_sequence(select(is_split, splits.num_splits, Int32(1)), is_split)
             tile = tile._replace(blocks=blocks_of_split(tile.blocks, split, *splits))
             mO, mLSE = (t[None, None, None, None, split] for t in (mO, mLSE))
 
@@ -244,7 +248,7 @@ class ForwardSm80:
     @cute.jit
     def tile_at(self, number: Int32, schedule, seqlens: Sequences) -> Tile:
         if cutlass.const_expr(self.is_packed):
-            m_block, head, place_q, seqlen_q, place_k, seqlen_k, _ = schedule.find(number)
+            m_block, head, place_q, seqlen_q, place_k, seqlen_k, _, _ = schedule.find(number)
         else:
             coord = tile_scheduler.tile_coord(number, schedule.divisors, schedule.num_m_blocks, schedule.batch)
             m_block, head, place_q = coord

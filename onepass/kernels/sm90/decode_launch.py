@@ -18,9 +18,10 @@ from ...decode_problem import DecodeInputs, DecodeProblem
 from ...errors import UnsupportedError
 from .. import compile, decode_launch
 from ..arguments import aligned, is_aligned, score_scales, window_bounds
+from ..blocks.splits import BY_LENGTH
 from ..config import ForwardConfig
 from ..decode_launch import DecodeLaunch, SplitPlan, page_table_of, query_offsets_of
-from ..heuristics_decode import decode_config_sm90, has_few_rows, num_splits_sm90
+from ..heuristics_decode import decode_config_sm90, has_few_rows, most_splits_sm90, num_splits_sm90
 from .launch import ARCH, persistent_grid, tile_counter, trace
 
 LEAST_BOX = 16  # keys of a page that are loaded together
@@ -71,6 +72,9 @@ def compile_requests(problem: DecodeProblem, inputs: DecodeInputs, device: torch
 
 
 def split_plan(problem: DecodeProblem, config: ForwardConfig, num_sms: int) -> SplitPlan:
+    if problem.attention.is_packed and problem.num_splits is None and problem.split_size is None:
+        most = most_splits_sm90(problem.attention, config, num_sms)
+        return SplitPlan(most, BY_LENGTH if most > 1 else 0, most > 1)
     return SplitPlan.of(problem, config.tile_n, functools.partial(num_splits_sm90, problem.attention, config, num_sms))
 
 

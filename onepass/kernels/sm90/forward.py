@@ -191,13 +191,9 @@ class ForwardSm90:
         seqlen_q = self._seqlen_q(mQ)
         num_m_blocks = None if self.is_packed else cute.ceil_div(seqlen_q, self.tile_m * self.cluster_size)
         if cutlass.const_expr(self.is_split):
-            # to the order of tiles, splits are heads of packed sequences, and batch entries of others
-            of_order, entries = (num_heads, batch * num_splits), batch
-            if cutlass.const_expr(self.is_packed):
-                of_order, entries = (num_heads * num_splits, batch), num_heads
-            schedule = make_schedule(num_m_blocks, *of_order, heads_per_section)
+            schedule = make_schedule(num_m_blocks, num_heads, batch * num_splits, heads_per_section)
             splits = Splits(num_splits, split_blocks)
-            schedule = schedule._replace(splits=splits, entries=cute.FastDivmodDivisorV2(entries))
+            schedule = schedule._replace(splits=splits, entries=cute.FastDivmodDivisorV2(batch))
         else:
             schedule = make_schedule(num_m_blocks, num_heads, batch, heads_per_section)
         self.kernel(
@@ -290,7 +286,7 @@ class ForwardSm90:
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if cutlass.const_expr(self.is_packed):
             total_k = pages.capacity if self.is_paged else mK.shape[0]
-            of_order = schedule.divisors.num_heads, self.tile_m, self.longest_first, schedule.splits, schedule.entries
+            of_order = schedule.divisors.num_heads, self.tile_m, self.longest_first, schedule.splits, self.tile_n
             schedule = PackedSchedule(lengths, self._seqlen_q(mQ), total_k, *of_order)
             # the grid was made for the worst case
             exit_if(cute.arch.block_idx()[0] >= schedule.num_tiles)
@@ -327,7 +323,10 @@ class ForwardSm90:
         seqlens = Sequences(self._seqlen_q(mQ), seqlen_k, window_left, window_right, lengths)
         producer = Producer(self, tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sV, pipes, pages)
         tiled_mmas = (tiled_mma_qk, tiled_mma_pv)
-        of_consumer = (sQ, sK, sV, pipes, tiled_mmas, scores, mO, mLSE, mSinks, plain, descales, pages)
+        all_parts = None
+        if cutlass.const_expr(self.is_split and self.is_packed):
+            all_parts = schedule.splits.num_splits, schedule.total_q
+        of_consumer = (sQ, sK, sV, pipes, tiled_mmas, scores, mO, mLSE, mSinks, plain, descales, pages, all_parts)
         if cutlass.const_expr(not self.config.warp_specialized):
             Consumer(self, *of_consumer, producer).two_stages(queue, schedule, seqlens)
         elif warp_id < WARPS:  # warpgroup 0
@@ -368,16 +367,16 @@ class ForwardSm90:
         """The tile of this number; past the end, the last one (which is then not computed)."""
         number = minimum(number, schedule.num_tiles - 1)
         if cutlass.const_expr(self.is_packed):
-            m_block, head, place_q, seqlen_q, place_k, seqlen_k, sequence = schedule.find(number)
+            m_block, head, place_q, seqlen_q, place_k, seqlen_k, sequence, parts = schedule.find(number)
             split, place_out = None, place_q
             if cutlass.const_expr(self.is_split):
-                split, head = divmod(head, schedule.entries)
+                split, head = divmod(head, schedule.num_heads)
                 place_out = place_q + split * schedule.total_q
         else:
             coord = tile_scheduler.tile_coord(number, schedule.divisors, schedule.num_m_blocks, schedule.batch)
             m_block, head, place_out = coord
             split, place_q = divmod(place_out, schedule.entries) if self.is_split else (None, place_out)
-            place_k, sequence = place_q, None
+            place_k, sequence, parts = place_q, None, None
             seqlen_q, seqlen_k = seqlens.seqlen_q, used_keys(seqlens.lengths, place_k, seqlens.seqlen_k)
         geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
         tile_m = self.tile_m * self.cluster_size
@@ -391,10 +390,14 @@ class ForwardSm90:
             own = key_blocks(m_start, minimum(m_start + self.tile_m, seqlen_q), *geometry, self.tile_n)
             blocks, _ = blocks_of_part(blocks, own, 0)
         if cutlass.const_expr(self.is_split):
-            blocks = blocks_of_split(blocks, split, *schedule.splits)
+            splits = schedule.splits
+            if cutlass.const_expr(self.is_packed):
+                splits = splits.of_sequence(parts, seqlen_q <= self.tile_m)
+            blocks = blocks_of_split(blocks, split, *splits)
             blocks = visited_blocks(blocks, ceil_div(seqlen_k, self.tile_n))
         sequence = sequence if self.is_scaled else None
-        return Tile(m_block, head, place_q, place_k, geometry, *blocks, sequence, place_out)
+        parts = parts if self.is_split and self.is_packed else None
+        return Tile(m_block, head, place_q, place_k, geometry, *blocks, sequence, place_out, parts)
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
         """Of queries: q, out and lse."""

@@ -47,6 +47,7 @@ class Tile(NamedTuple):
     last: Int32
     sequence: Int32 | None  # of packed sequences in FP8
     place_out: Int32  # as place_q, of out and lse: of splits their own entry or row
+    parts: Int32 | None  # of packed sequences in splits, those of this one
 
     @property
     def blocks(self) -> KeyBlocks:
@@ -82,8 +83,10 @@ class Warpgroup(Turns):
         plain,
         descales,
         pages,
+        all_parts,
         producer,
     ):
+        """Args: all_parts: of packed queries in splits, how many there are, and the rows from one to the next."""
         config = self.config = kernel.config
         self.kernel = kernel
         self.num_warpgroups, self.parts = config.num_warpgroups, config.score_buffers
@@ -100,7 +103,7 @@ class Warpgroup(Turns):
         self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.thread // 32 * 16 + self.thread % 32 // 4
         self.pipes, self.scores = pipes, scores
         self.mO, self.mLSE, self.mSinks, self.plain = mO, mLSE, mSinks, plain
-        self.descales, self.pages = descales, pages
+        self.descales, self.pages, self.all_parts = descales, pages, all_parts
 
         self.tiled_mma_qk, self.tiled_mma_pv = tiled_mmas
         thr_qk, thr_pv = (tiled_mma.get_slice(self.thread) for tiled_mma in tiled_mmas)
@@ -320,6 +323,9 @@ class Warpgroup(Turns):
             weights[r] = weight
             mLSE = at_head(self.mLSE, self.mLSE, head, tile.place_out)[None, 0]
             epilogue.store_lse(lse, mLSE, position, is_row[r], self.lane_in_quad)
+            if cutlass.const_expr(self.all_parts is not None):
+                if tile.place_out == tile.place_q:  # the first part
+                    self.store_no_parts(tile, mLSE, position, is_row[r])
         out_rows = [at_head(self.mO, self.mO, head, tile.place_out)[position, None] for position, head, _ in rows]
         if cutlass.const_expr(self.kernel.num_parts == 2 or self.kernel.is_split):
             epilogue.store_pairs(self.o, weights, out_rows, is_row, self.lane_in_quad, VECTOR_BYTES)
@@ -333,6 +339,13 @@ class Warpgroup(Turns):
             if plain_rows.has_nan(self.o, is_row[0]):
                 cute.arch.sync_warp()
                 self.recompute(tile, weights)
+
+    @cute.jit
+    def store_no_parts(self, tile: Tile, mLSE: cute.Tensor, position: Int32, is_row: Boolean):
+        """lse of the parts that a packed sequence does not have, while others do."""
+        num_splits, total_q = self.all_parts
+        for split in cutlass.range(tile.parts, num_splits, unroll=1):
+            epilogue.store_lse(-Float32.inf, mLSE, position + split * total_q, is_row, self.lane_in_quad)
 
     def finish(self, row_max, row_sum, sink) -> tuple:
         if self.descales is None:
