@@ -82,6 +82,12 @@ def _batches() -> list[Batch]:
                 "a chunk of 1024 of 8192 and 4 tokens over 131072", (1024, *singles[:4]), (8192, *(131072,) * 4), *of
             ),
         ]
+    for head_dim in (128, 64):
+        found += [
+            Batch("64 tokens over 1k to 16k", (1,) * 64, spread(64), (32, 8), head_dim),
+            Batch("1 token over 8192", (1,), (8192,), (32, 8), head_dim),
+            Batch("8 tokens over 8192", (1,) * 8, (8192,) * 8, (32, 8), head_dim),
+        ]
     return found
 
 

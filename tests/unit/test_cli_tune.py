@@ -1,6 +1,7 @@
 """`onepass tune` and what `onepass cache` says of it, without a GPU: on the machine of tuning_fakes.py."""
 
 import dataclasses
+import gc
 import importlib
 import json
 
@@ -25,6 +26,7 @@ CONFIGS = candidates(*TASK, HOPPER)
 
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # before each measurement, of which many are imagined here
     monkeypatch.setenv("COLUMNS", "200")
     yield from tuning_fakes.own_cache(monkeypatch, tmp_path)
 

@@ -121,6 +121,11 @@ CALLS = {
         ["append_to_cache", "decode_sm80"],
     ),
     "packed": ({"is_packed": True, "is_paged": True}, {"num_splits": 1}, ["decode_sm80"]),
+    "packed, as many splits as the lengths ask for": (
+        {"is_packed": True, "is_paged": True},
+        {},
+        ["decode_sm80", "merge_splits"],
+    ),
     "packed, in splits": (
         {"is_packed": True, "has_sinks": True},
         {"num_splits": 3, "max_seqlen_q": 3},

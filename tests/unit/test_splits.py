@@ -273,6 +273,38 @@ def test_packed_queries_are_many_but_where_few_are_said():
     assert isinstance(heuristics_decode.decode_config_sm80(few.rows_asked, "sm_90a"), DecodeConfigSm80)
 
 
+@pytest.mark.parametrize(
+    ("batch", "total_q", "seqlen_k", "expected"),
+    [
+        (64, 64, 16384, 8),  # one warp merges so many
+        (1, 1, 131072, 66),  # 8 tiles, of which 528 would be 4 for each multiprocessor
+        (4, 1027, 131072, 15),  # for 17 there is not workspace enough
+        (64, 2111, 8192, 1),  # a merge of 2048 rows of 32 heads, for caches this short
+        (1, 1, 100, 1),
+    ],
+)
+def test_most_splits_of_packed_queries(batch, total_q, seqlen_k, expected):
+    asked = problem(is_packed=True, batch=batch, seqlen_q=total_q, seqlen_k=seqlen_k)
+    config = heuristics_decode.decode_config_sm90(asked)
+    most = heuristics_decode.most_splits_sm90(asked, config, 132)
+    assert most == expected
+    rows = total_q * asked.num_heads_q
+    assert most == 1 or splits.workspace_bytes(most, rows, asked.head_dim_v) <= splits.WORKSPACE_BYTES
+
+
+def test_parts_by_length():
+    """Of sequences of any lengths a multiprocessor has about 4 parts, and none is too short to be worth it."""
+    for lengths, num_heads in itertools.product(((128,) * 64, (64,) * 63 + (1000,), (1,) * 8, (4000,)), (1, 8, 64)):
+        part = splits.part_blocks(sum(lengths), num_heads, 132)
+        assert part >= splits.LEAST_PART_BLOCKS
+        tiles = sum(-(-n // part) for n in lengths) * num_heads
+        assert part == splits.LEAST_PART_BLOCKS or tiles <= 132 * splits.PARTS_EACH + len(lengths) * num_heads
+    splits_ = splits.Splits(8, splits.BY_LENGTH)
+    assert splits_.of_sequence(3, True) == (3, 0)
+    assert splits.Splits(8, 5).of_sequence(8, True) == (8, 5)
+    assert splits.Splits(1, 5).of_sequence(1, False) == (1, 0)
+
+
 def test_splits_fill_the_gpu():
     asked = problem(seqlen_k=2**17)
     config = heuristics_decode.decode_config_sm80(asked, "sm_90a")

@@ -1,6 +1,7 @@
 """`onepass.tune` without a GPU: its logic on contenders of known speed, which a fake machine compiles and runs."""
 
 import dataclasses
+import gc
 import random
 
 import pytest
@@ -20,6 +21,7 @@ from onepass.tuning.space import MAX_CANDIDATES, candidates
 
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # before each measurement, of which many are imagined here
     yield from tuning_fakes.own_cache(monkeypatch, tmp_path)
 
 

@@ -58,7 +58,7 @@ def prepare(problem: DecodeProblem, device: torch.device) -> Callable[[DecodeInp
 
 
 def config_of(problem: DecodeProblem, device: torch.device) -> ForwardConfig:
-    return decode_config_sm90(problem.rows_asked, problem.split_size)
+    return decode_config_sm90(problem.attention, problem.split_size)
 
 
 def launch_with(problem: DecodeProblem, config: ForwardConfig, device: torch.device) -> Launch:
