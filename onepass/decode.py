@@ -122,8 +122,9 @@ def attention_decode(
                 before; else (batch, num_heads_kv, ceil(max_seqlen / kv_block)): for each block of keys of each head.
         kv_block: keys that share a descale, where some do not: with a page_table its page_size.
         num_splits: the keys of each sequence are cut into so many parts (1 to 256), which a GPU computes side by side
-            and then merges, exactly; None: chosen from shapes, to fill the GPU. The same number gives a sequence the
-            same bits in any batch.
+            and then merges, exactly; None: chosen from shapes, to fill the GPU, and of packed queries also by lengths.
+            The same number gives a sequence the same bits in any batch. Packed queries that fill more than one tile of
+            a kernel are not split.
         split_size: keys of a part instead, a multiple of 64: parts begin at multiples of it, so that the result of a
             sequence depends neither on the batch nor on the size of the cache, bit by bit. Not with num_splits.
         check_values: check cache_seqlens and page_table by value. A backend that works on the host (`tiled`) always
@@ -198,6 +199,7 @@ def attention_decode(
 def split_workspace_bytes(num_splits: int, *, batch: int, seqlen_q: int, num_heads_q: int, head_dim_v: int) -> int:
     """Bytes of GPU memory that `attention_decode` takes beside its outputs while it runs with so many splits: float32
     out and lse of every split. 0 for one split, which writes its outputs directly. The backend `tiled` takes none.
+    Packed queries are a batch of one.
 
     Raises: ValueError for a number below 1 (num_splits, num_heads_q, head_dim_v) or below 0.
     """

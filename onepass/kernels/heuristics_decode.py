@@ -15,6 +15,7 @@ from ..errors import UnsupportedError
 from ..problem import AttentionProblem
 from .blocks.integers import ceil_div
 from .blocks.splits import (
+    FEW_PARTS,
     LEAST_KEYS,
     LEAST_SHARE_SM90,
     MAX_SPLITS,
@@ -123,7 +124,6 @@ def num_splits_sm80(problem: AttentionProblem, config: ForwardConfigSm80, arch: 
 # 155 us, with 2 warpgroups 145, and with one query head a tile 149 (h200-decode-rows-variants.json).
 DECODE_SM90 = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (64, 2), 256: (64, 2)}
 MAX_STAGES = 6
-FEW_PARTS = 8  # that the merge gives to one warp
 # Of packed queries, whose lengths only the device knows: in a tile for prompts, with single tokens beside them.
 MANY_ROWS = 2**16
 PACKED_WARPGROUPS = 2
@@ -150,7 +150,7 @@ def has_few_rows(problem: AttentionProblem, max_seqlen_q: int | None = None) -> 
     group = problem.qhead_per_kvhead
     seqlen_q = problem.seqlen_q if max_seqlen_q is None else max_seqlen_q
     rows = seqlen_q * (group if group <= ROWS_PER_WARPGROUP else 1)
-    # 64 packed drafts of 1 to 5 tokens, 20 rows: 531 us on Hopper, in tiles of 32 rows 552 (h200-decode-packed.json)
+    # 64 packed drafts of 1 to 5 tokens, 20 rows: 531 us, in tiles of 32 rows 552 (h200-decode-packed-steps.json)
     has_two = max(problem.head_dim, problem.head_dim_v) <= 128 and not problem.is_packed
     return rows <= (2 if has_two else 1) * ROWS_PER_MMA
 
@@ -198,8 +198,9 @@ def most_splits_sm90(problem: AttentionProblem, config: ForwardConfig, num_sms: 
     """Of packed queries, of which a sequence has as many splits as its length asks for. 1: none, and no merge.
 
     A merge writes and reads 8 bytes for each column of each row of out, of prompts, too, which are not split. A tile of
-    a single token beside them reads 4 bytes for each column and key it may have, at some 90 GB/s, where it is the last
-    one: more than ten times as long, if there are no more than twice as many rows as such keys.
+    a single token beside them reads 4 bytes for each column and key it may have, where it is one of the last at some 70
+    GB/s (131072 keys of 512 bytes in 0.95 ms): more than ten times as long, if there are no more than twice as many
+    rows as such keys.
     """
     if num_rows(problem) > 2 * problem.seqlen_k:
         return 1

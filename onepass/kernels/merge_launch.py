@@ -14,12 +14,12 @@ from . import compile
 from .arch import arch_of
 from .arguments import element_type, fake_tensor, vector_bytes, with_rows
 from .blocks.integers import ceil_div
+from .blocks.splits import FEW_PARTS
 from .config import VECTOR_BYTES, LaunchConfig
 from .config_decode import DecodeConfigSm80
 
 ROWS = 2  # of a thread block, if a warp has one
-FEW_PARTS = 8  # a warp's; more are shared out to
-ROW_WARPS = 8  # warps
+ROW_WARPS = 8  # that more than FEW_PARTS parts are shared out to
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,20 @@ def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0, devic
     if device == "meta":
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+
+def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of a call, and its result. The call before it raises where it waits for the device."""
+    run()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+    return graph, result
 
 
 @dataclass(frozen=True)

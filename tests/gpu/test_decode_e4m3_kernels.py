@@ -5,7 +5,7 @@ Oracle and plain results come from the tiled backend on the same device, over th
 
 import pytest
 import torch
-from decode_cases import FILLED, E4m3Case
+from decode_cases import FILLED, E4m3Case, captured
 from gpu_cases import DEVICE, IS_READY, ON_GPU
 
 import onepass
@@ -114,15 +114,7 @@ def test_nan_of_a_hidden_key_stays_hidden():
 def test_graph_of_a_growing_cache_without_synchronisation():
     arguments = case_of("page", page_size=16, filled=(100, 7), seqlen_new=1, num_splits=3).arguments()
     assert_by_kernels(arguments)
-    onepass.attention_decode(**arguments)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        onepass.attention_decode(**arguments)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = onepass.attention_decode(**arguments)
+    graph, out = captured(lambda: onepass.attention_decode(**arguments))
     for _ in range(5):
         graph.replay()
         torch.testing.assert_close(out, onepass.attention_decode(**arguments), rtol=0, atol=0)

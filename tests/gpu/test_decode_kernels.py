@@ -5,7 +5,7 @@ Oracle and plain results come from the tiled backend on the same device.
 
 import pytest
 import torch
-from decode_cases import CASES, MANY_ROWS, NEW_KEYS, DecodeCase, RandomDecodeCase, randn
+from decode_cases import CASES, MANY_ROWS, NEW_KEYS, DecodeCase, RandomDecodeCase, captured, randn
 from gpu_cases import BACKEND, IS_READY, NAN, ON_GPU, size
 
 import onepass
@@ -137,15 +137,7 @@ def test_equal_bits_run_to_run(heads):
 @pytest.mark.parametrize("heads", [(8, 2), (80, 2)])
 def test_graph_of_a_growing_cache_without_synchronisation(heads):
     arguments = DecodeCase((100, 7), 1, heads, (128, 128), 16, seqlen_new=1).arguments()
-    onepass.attention_decode(**arguments, num_splits=3)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        onepass.attention_decode(**arguments, num_splits=3)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = onepass.attention_decode(**arguments, num_splits=3)
+    graph, out = captured(lambda: onepass.attention_decode(**arguments, num_splits=3))
     for _ in range(5):
         graph.replay()
         torch.testing.assert_close(out, onepass.attention_decode(**arguments, num_splits=3), rtol=0, atol=0)

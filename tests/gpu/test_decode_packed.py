@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from decode_cases import DecodeCase, RandomDecodeCase
+from decode_cases import DecodeCase, RandomDecodeCase, captured
 from gpu_cases import BACKEND, IS_READY, NAN, ON_GPU, lengths_tensor, offsets, size
 
 import onepass
@@ -131,19 +131,11 @@ def test_nan_of_a_hidden_key_stays_hidden(page_size, key):
 def test_graph_of_another_batch_without_synchronisation():
     """One graph for all that add up to as many rows or fewer: offsets and lengths are read when it is replayed."""
     arguments = arguments_of(return_lse=True)
-    onepass.attention_decode(**arguments)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        onepass.attention_decode(**arguments)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = onepass.attention_decode(**arguments)
+    graph, results = captured(lambda: onepass.attention_decode(**arguments))
     for counts in (QUERIES, (1, 1, 1, 1, 1), (0, 60, 4, 1, 130)):
         arguments["cu_seqlens_q"].copy_(lengths_tensor(offsets(counts)))
         graph.replay()
-        for now, expected in zip(captured, onepass.attention_decode(**arguments), strict=True):
+        for now, expected in zip(results, onepass.attention_decode(**arguments), strict=True):
             assert torch.equal(now, expected)
         arguments["cache_seqlens"] -= 1
         arguments["cache_seqlens"].clamp_(min=0)

@@ -225,7 +225,7 @@ def test_search_by_meaning():
 # --- examples and figure
 
 
-@pytest.mark.parametrize("name", ["basic", "packed_sequences", "decoding", "hugging_face_model"])
+@pytest.mark.parametrize("name", ["basic", "packed_sequences", "decoding", "continuous_batching", "hugging_face_model"])
 def test_example_runs(name, capsys):
     if name == "hugging_face_model":
         pytest.importorskip("transformers")

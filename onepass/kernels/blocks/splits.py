@@ -14,6 +14,7 @@ MAX_PARTS = 65535  # of one size: a grid has no more
 # More splits have to be merged: with fewer keys than this each, merging is a good part of the work.
 LEAST_KEYS = 128
 WORKSPACE_BYTES = 256 * 2**20
+FEW_PARTS = 8  # of a row, that the merge gives to one warp
 # What `choose_num_splits` counts with; estimates.
 OVERHEAD_STEPS = 1.5  # of a thread block, beside its keys: the first loads, the end
 MERGE_STEPS = 0.5  # of a thread block's partials: 16 rows of float32 written and read, where a step has 64 of K and V

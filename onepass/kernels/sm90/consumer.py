@@ -108,6 +108,7 @@ class Consumer(Warpgroup):
                     v_state.advance()
 
             if cutlass.const_expr(self.kernel.skips_unused):
+                # in the order in which they come: K of a block before V of the one that was visited before it
                 for _ in cutlass.range(unused, unroll=1):
                     self.wait_for_turn()
                     self.pass_turn()
