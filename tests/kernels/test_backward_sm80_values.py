@@ -271,9 +271,7 @@ QUICK = (
     "rows that see nothing",
     "head dims of no tile",
     "head dim 256",
-    "2-byte copies",
     "float32 window softcap sinks",
-    "float32 4-byte copies, packed, deterministic",
 )
 SMALL = {d: config for d, config in heuristics_sm80.BACKWARD_SMALL.items() if d != 64}
 FLOAT32_ROWS = [

@@ -66,6 +66,7 @@ SLOW = {f"64 {name}" for name in ("window", "GQA", "GQA softcap", "seqused")} | 
 SLOW |= {f"192 {name}" for name in ("full", "causal", "seqused")} | {"64/128", "128/64", "64 short"}
 SLOW |= {f"64 {name}" for name in ("softcap", "packed", "short window", "deterministic")} | {"256 full", "256 seqused"}
 SLOW |= {f"128 {name}" for name in ("GQA softcap", "seqused", "short GQA seqused window", "deterministic window")}
+SLOW |= {f"{d} float16 packed seqused GQA window softcap" for d in (64, 256)} | {"128 softcap"}
 SLOW |= {"96/96", "192/128", "192 float16 packed seqused GQA window softcap", "64 short causal", "128 full"}
 PARAMETERS = [
     pytest.param(asked, id=name, marks=[pytest.mark.slow] if name in SLOW else []) for name, asked in PROBLEMS.items()

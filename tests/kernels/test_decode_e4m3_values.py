@@ -108,6 +108,8 @@ SLOW = (
     "many rows, one pass",
     "many rows of 256 columns",
     "sinks",
+    "even head dims",
+    "head dims of 256 and 96",
 )
 
 

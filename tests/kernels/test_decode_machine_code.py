@@ -90,7 +90,8 @@ def test_warps_along_the_rows(arch, head_dim, is_paged, is_packed):
 
 
 @pytest.mark.parametrize(
-    ("arch", "d", "is_paged"), [("sm_90a", 128, True), ("sm_89", 256, False), ("sm_100a", 64, True)]
+    ("arch", "d", "is_paged"),
+    [("sm_90a", 128, True), pytest.param("sm_89", 256, False, marks=pytest.mark.slow), ("sm_100a", 64, True)],
 )
 def test_e4m3_cache(arch, d, is_paged):
     """As many mma as with 16 bits, half the fragments from shared memory, and one instruction for two numbers."""
@@ -108,6 +109,7 @@ def test_e4m3_cache(arch, d, is_paged):
     assert code.count(r"BAR\.SYNC") == (3 if config.q_in_registers else 5)
 
 
+@pytest.mark.slow  # no configuration that is chosen has it
 def test_early_merge():
     """The forward lets the merge begin, the merge waits for its end; without the switch neither does."""
     for is_early in (False, True):

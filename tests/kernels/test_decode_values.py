@@ -139,7 +139,7 @@ def test_values(name):
     check(inputs, **options)
 
 
-# of calls that the interpreter has memory for; in the first two nearly every option
+# of calls that the interpreter has memory for; in the first two, one of them slow, nearly every option
 RANDOM = (18, 38, 2, 3, 4, 5, 7, 8, 12, 13, 14, 15, 19, 21, 22, 23, 25, 27, 28, 29, 30, 31, 32, 33, 34, 35, 37, 41, 45)
 
 
@@ -151,7 +151,7 @@ PACKED = (12, 2, 0, 1, 4, 5, 6, 8, 9, 10, 13, 14)
     ("seed", "packed"),
     [
         pytest.param(seed, packed, marks=() if seed in quick else pytest.mark.slow)
-        for packed, seeds, quick in ((False, RANDOM, RANDOM[:2]), (True, PACKED, PACKED[:2]))
+        for packed, seeds, quick in ((False, RANDOM, RANDOM[:1]), (True, PACKED, PACKED[:2]))
         for seed in seeds
     ],
 )

@@ -77,7 +77,13 @@ def test_machine_code(name):
     assert code.count("UTMALDG") >= 2 * (config.num_warpgroups + 2)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_compiler) for name in ("64 causal", "128")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("64 causal", marks=[*needs_compiler, pytest.mark.slow]),
+        pytest.param("128", marks=needs_compiler),
+    ],
+)
 def test_three_products_for_one_of_16_bits(name):
     question = QUESTIONS[name]
     config = heuristics.forward_config(question)

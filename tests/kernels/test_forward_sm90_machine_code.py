@@ -34,6 +34,15 @@ OTHERS = {
 
 # beside these, parts of which each of them is
 SLOW = {"64 packed causal", "256 packed causal", "128 seqused"}
+SLOW |= {
+    "64 to 4096",
+    "64 causal to 8192",
+    "96 from 1",
+    "128 to 4096",
+    "128 causal to 4096",
+    "192 from 1",
+    "256 from 1",
+}
 SLOW |= {row.name for row in ROWS if row.name.startswith(("96", "192 ")) and "causal" in row.name}
 
 

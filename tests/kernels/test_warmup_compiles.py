@@ -31,7 +31,13 @@ def test_two_processes_fill_the_cache(tmp_path, monkeypatch):
     assert all(kernel.seconds < 0.5 for kernel in again)
 
 
-@pytest.mark.parametrize("config", [BackwardConfig(), BackwardConfig(private_dq=True)], ids=["plain", "private_dq"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(BackwardConfig(), id="plain"),
+        pytest.param(BackwardConfig(private_dq=True), id="private_dq", marks=pytest.mark.slow),
+    ],
+)
 def test_a_backward_finds_its_kernels_in_the_cache(tmp_path, monkeypatch, config):
     """With a gradient of lse and without."""
     monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path))
