@@ -143,7 +143,7 @@ def test_values(name):
 RANDOM = (18, 38, 2, 3, 4, 5, 7, 8, 12, 13, 14, 15, 19, 21, 22, 23, 25, 27, 28, 29, 30, 31, 32, 33, 34, 35, 37, 41, 45)
 
 
-# likewise, and of 16 bits: 12 is over pages in splits and 3 without, 28 is of few queries; 9 has rows of no sequence
+# likewise, and of 16 bits; the first two over pages and in splits
 PACKED = (12, 2, 0, 1, 4, 5, 6, 8, 9, 10, 13, 14)
 
 
