@@ -64,29 +64,31 @@ OPTIONS = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_options(options, dtype):
-    Call(make(dtype=dtype), options).check(with_floor=True)
+    # float64 has no plain result above its own precision: its budget is a floor of roundings. Of float32 values as few
+    # as these the plain error may be small by chance: 0.9 of the budget without the floor, on one processor
+    Call(make(dtype=dtype), options).check(with_floor=dtype in (torch.float64, torch.float32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (3, 4), "softcap": 3.0}], ids=str)
 def test_packed_sequences(options, dtype):
     tensors, cu_seqlens = make_packed(dtype=dtype)
-    Call(tensors, options | cu_seqlens).check(with_floor=True)
+    Call(tensors, options | cu_seqlens).check(with_floor=dtype == torch.float64)
 
 
 @pytest.mark.parametrize("head_dim", [1, 2, 7, 16, 64, 96, 128, 200, 256])
 def test_head_dims(head_dim):
-    Call(make(head_dim=head_dim), {"causal": True}).check(with_floor=True)
+    Call(make(head_dim=head_dim), {"causal": True}).check(with_floor=head_dim == 1)
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (64, 256), (1, 16), (16, 1)])
 def test_value_dim_differs(head_dim, head_dim_v):
-    Call(make(head_dim=head_dim, head_dim_v=head_dim_v), {"causal": True}).check(with_floor=True)
+    Call(make(head_dim=head_dim, head_dim_v=head_dim_v), {"causal": True}).check(with_floor=head_dim == 1)
 
 
 @pytest.mark.parametrize(("heads_q", "heads_kv"), [(1, 1), (6, 1), (6, 2), (6, 6), (15, 5)])
 def test_grouped_heads(heads_q, heads_kv):
-    Call(make(heads_q=heads_q, heads_kv=heads_kv), {"causal": True}).check(with_floor=True)
+    Call(make(heads_q=heads_q, heads_kv=heads_kv), {"causal": True}).check(with_floor=True)  # 0.83, see `test_options`
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (1, 97), (97, 1), (2, 3), (31, 31), (127, 251), (251, 127)])
