@@ -16,6 +16,7 @@ import argparse
 import functools
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -218,10 +219,11 @@ def run_check(args: argparse.Namespace, cases: Sequence[Batch]) -> bool:
     return all(name.startswith("fa3") for name in wrong)
 
 
-def measure(batch: Batch, args: argparse.Namespace) -> dict[str, Any]:
+def measure(batch: Batch, args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Any]:
     samplers, failed = {}, {}
+    copies = max(1, min(bench.MOST_COPIES, math.ceil(bench.L2_TIMES * about["l2_bytes"] / batch.bytes)))
     for name, (run, page_size) in contenders(args).items():
-        steps = [make_step(batch, page_size, seed) for seed in range(1 if batch.bytes > 2e8 else 4)]
+        steps = [make_step(batch, page_size, seed) for seed in range(copies)]
         try:
             samplers[name] = CudaSampler([functools.partial(run, step) for step in steps], 2.5)
         except Exception as error:
@@ -230,14 +232,10 @@ def measure(batch: Batch, args: argparse.Namespace) -> dict[str, Any]:
     samples = measure_interleaved(samplers, time_budget_s=args.seconds * len(samplers), min_rounds=7)
     rows = {}
     for name, ms in samples.ms.items():
-        spread_ = samples.spread(name)
         peer = "fa3" + "".join(re.findall(r" page \d+", name))
-        rows[name] = {
-            "median_ms": spread_.median,
-            "p20_ms": spread_.p20,
-            "p80_ms": spread_.p80,
-            "tflops": batch.flops / spread_.median / 1e9,
-            "tb_per_s": batch.bytes / spread_.median / 1e9,
+        times = bench.times(samples, name, batch.bytes, about["copy_tb_per_s"])
+        rows[name] = times | {
+            "tflops": batch.flops / times["median_ms"] / 1e9,
             "speed_over_fa3": samples.speed_ratio(name, peer).median if peer in samples.ms else None,
             "launch": samplers[name].launch,
             "ms": [round(x, 5) for x in ms],
@@ -248,6 +246,7 @@ def measure(batch: Batch, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "case": batch._asdict(),
         "label": batch.label,
+        "copies": copies,
         "num_splits": launch.num_splits,
         "config": asdict(launch.config),
         "contenders": rows,
@@ -270,12 +269,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("fa3 not measured:", error)
         args.fa3 = None
     torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default one
-    about = common.circumstances() | {"copy_tb_per_s": round(bench.copy_bandwidth(DEVICE), 4)}
+    about = common.circumstances() | {
+        "l2_bytes": torch.cuda.get_device_properties(DEVICE).L2_cache_size,
+        "copy_tb_per_s": round(bench.copy_bandwidth(DEVICE), 4),
+    }
     print(about, flush=True)
     ok = args.no_check or run_check(args, cases)
     rows = []
     for batch in cases:
-        rows.append(measure(batch, args))
+        rows.append(measure(batch, args, about))
         print(f"{batch.label}: {rows[-1]['num_splits']} splits", flush=True)
         for name, entry in rows[-1]["contenders"].items():
             ratio = "" if entry["speed_over_fa3"] is None else f"{entry['speed_over_fa3']:6.2f}x"
