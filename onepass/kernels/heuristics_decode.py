@@ -124,8 +124,11 @@ def num_splits_sm80(problem: AttentionProblem, config: ForwardConfigSm80, arch: 
 # 155 us, with 2 warpgroups 145, and with one query head a tile 149 (h200-decode-rows-variants.json).
 DECODE_SM90 = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (64, 2), 256: (64, 2)}
 MAX_STAGES = 6
-# Of packed queries, whose lengths only the device knows: in a tile for prompts, with single tokens beside them.
+# Of packed queries only the device knows how many a sequence has: they are taken for many, whatever the total, so that
+# the bits of one do not depend on the others.
 MANY_ROWS = 2**16
+# With 1 instead a chunk of 2048 with 63 tokens takes 979 us for 816, with 3 at head_dim 64 621 for 568
+# (h200-decode-packed-steps.json).
 PACKED_WARPGROUPS = 2
 
 

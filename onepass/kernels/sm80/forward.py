@@ -215,7 +215,7 @@ class ForwardSm80:
         tile = self.tile_at(number, schedule, seqlens)
         if cutlass.const_expr(self.is_split):
             if cutlass.const_expr(self.is_packed):
-                # of packed sequences those of one tile: others are the first part's, and the others have no keys
+                # of packed sequences those of one tile are split: of others the first part has all keys
                 is_split = tile.geometry.seqlen_q <= self.positions
                 splits = splits.of_sequence(select(is_split, splits.num_splits, Int32(1)), is_split)
             tile = tile._replace(blocks=blocks_of_split(tile.blocks, split, *splits))

@@ -101,7 +101,7 @@ class Launch(DecodeLaunch):
                     f"and strides {cache.stride()}; backend='sm80' takes any"
                 )
         if self.is_split and self.problem.attention.is_packed:
-            # the kernel knows one more row of packed tensors, no further dimension: see `workspace`
+            # to the kernel the rows of all splits follow each other, as they do in `workspace`
             out, lse = out.flatten(0, 2), lse.transpose(0, 2).flatten(1)
         if self._forward is None:
             self._forward = compile.get(*self.forward_request(inputs)[1])
