@@ -7,7 +7,7 @@ import torch
 
 import onepass
 from onepass import decode_ops, dispatch, reference
-from onepass.testing import random_decode_call
+from onepass.testing import floor_of_out, random_decode_call
 from onepass.testing.budget import compare, compare_lse
 
 INT32 = torch.int32
@@ -89,6 +89,28 @@ def test_splits_do_not_matter_beyond_rounding(dtype, num_splits):
         )
         rows = compare("out", actual.out, oracle.out, plain.out), compare_lse(actual.lse, oracle.lse)
         assert all(row.ok for row in rows), "\n".join(map(str, rows))
+
+
+@pytest.mark.parametrize("sink", [-300.0, -5.0, 20.0, 60.0, 250.0])
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_sink_that_dominates_or_vanishes(dtype, num_splits, sink):
+    """Beside one a row's keys have a share of e^-20, of e^-60, or one that no float32 tells from 0; none is NaN."""
+    q, k, v = dense(dtype=dtype, batch=1, head_dims=(16, 16))
+    sinks = torch.tensor([sink, sink + 1, 0.0, sink])
+    out, lse = onepass.attention_decode(
+        q, k, v, cache_seqlens=lengths(70), num_splits=num_splits, sinks=sinks, return_lse=True
+    )
+    oracle, plain = (
+        reference.attention(q, k, v, causal=True, sinks=sinks, compute_dtype=d) for d in (torch.float64, torch.float32)
+    )
+    floor = floor_of_out(dtype, q, k, v, oracle, causal=True, sinks=sinks)
+    for h in range(4):  # each by its own largest value
+        of_head = [x[:, :, h : h + 1] for x in (out, oracle.out, plain.out, floor)]
+        row = compare("out", *of_head[:3], floor=of_head[3])
+        assert row.ok, (h, row)
+    row = compare_lse(lse, oracle.lse)
+    assert row.ok, row
 
 
 def test_merging_is_associative():
