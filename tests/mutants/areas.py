@@ -75,7 +75,7 @@ AREAS = (
         "host",
         20,
         (
-            Group(("onepass/validation.py",), (*VALIDATION, "tests/unit/test_repeated.py", *SEMANTICS)),
+            Group(("onepass/validation.py",), (*VALIDATION, "tests/unit/test_repeated.py", *SEMANTICS, FP8[0])),
             Group(("onepass/dispatch.py",), (*DISPATCH, *OPERATORS, *DECODING[2:])),
             Group(("onepass/fp8.py",), (*FP8, "tests/unit/test_quantize_launch.py")),
             Group(

@@ -156,7 +156,7 @@ class Tree:
                 shutil.rmtree(self.root / ".hypothesis", ignore_errors=True)
         if process.returncode == 0:
             return SURVIVED, ""
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+(?:\[.*?\])?)", output, re.MULTILINE)
+        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
         if failed is None or process.returncode not in (1, 2):
             # 3, 4, 5: pytest itself has failed, or found no test; a signal: the process has crashed
             if process.returncode > 2:

@@ -280,6 +280,13 @@ def test_pages_are_one_cache(page_size, num_splits):
             assert torch.equal(now[table[b, n // page_size], n % page_size], cache[b, n])
 
 
+def test_a_cache_of_one_page():
+    q, k, v = dense(batch=1, room=16)
+    table = lengths(0)[None]
+    out = onepass.attention_decode(q, k, v, cache_seqlens=lengths(9), page_table=table)
+    same(out, onepass.attention_decode(q, k, v, cache_seqlens=lengths(9)))
+
+
 def test_sequences_share_pages():
     """A common beginning of 8 keys, in the same two pages; what stands in a table behind its keys is not looked at."""
     q, k, v = dense(batch=1, room=16)
@@ -510,6 +517,16 @@ def test_refusals_leave_the_cache_alone(message):
     assert str(raised.value).startswith(message)
     assert torch.equal(arguments["k_cache"], before[0])
     assert torch.equal(arguments["v_cache"], before[1])
+
+
+@pytest.mark.parametrize("changes", [{"v_cache": torch.zeros(13, 16, 2, 0)}, {"q": torch.zeros(2, 3, 4, 0)}])
+def test_a_head_dim_of_zero_is_refused(changes):
+    if "q" in changes:
+        changes = {**changes, "k_cache": torch.zeros(13, 16, 2, 0)}
+    k, v = torch.zeros(13, 16, 2, 8), torch.zeros(13, 16, 2, 6)
+    call = {"q": torch.zeros(2, 3, 4, 8), "k_cache": k, "v_cache": v, "page_table": torch.zeros(2, 5, dtype=INT32)}
+    with pytest.raises(ValueError, match=r"(q|v_cache): expected .*head_dim"):
+        onepass.attention_decode(**(call | changes), cache_seqlens=lengths(3, 4))
 
 
 def test_workspace_bytes():
