@@ -81,11 +81,16 @@ class Verdict:
 
 
 def candidates(area: Area) -> list[Mutant]:
+    """What may be changed in the files of an area: those that no area before it has."""
     found = []
+    before = AREAS[: AREAS.index(area)]
     for path in sorted((ROOT / "onepass").rglob("*.py")):
         file = path.relative_to(ROOT).as_posix()
+        if any(other.group_of(file) for other in before):
+            continue
         if area.group_of(file) is not None and reason_out_of_reach(file) is None:
-            found += mutants_of(file, path.read_bytes())
+            of_file = mutants_of(file, path.read_bytes())
+            found += [mutant for mutant in of_file if reason_out_of_reach(file, mutant.scope) is None]
     return found
 
 
@@ -147,12 +152,13 @@ class Tree:
             )
             try:
                 output, _ = process.communicate(timeout=limit_s)
-            except subprocess.TimeoutExpired:
-                return HANGS, ""
+            except BaseException as error:
+                os.killpg(process.pid, signal.SIGKILL)  # not waited for yet: the group is its own
+                process.communicate()
+                if isinstance(error, subprocess.TimeoutExpired):
+                    return HANGS, ""
+                raise
             finally:
-                with contextlib.suppress(ProcessLookupError):  # its whole group, and nothing else
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
                 shutil.rmtree(self.root / ".hypothesis", ignore_errors=True)
         if process.returncode == 0:
             return SURVIVED, ""

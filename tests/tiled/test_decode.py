@@ -287,6 +287,16 @@ def test_a_cache_of_one_page():
     same(out, onepass.attention_decode(q, k, v, cache_seqlens=lengths(9)))
 
 
+def test_a_cache_without_pages():
+    q, k, v = dense(room=16)
+    call = {"q": q, "k_cache": k[:0], "v_cache": v[:0], "cache_seqlens": lengths(0, 0)}
+    out, lse = onepass.attention_decode(**call, page_table=torch.zeros(2, 0, dtype=INT32), return_lse=True)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    with pytest.raises(ValueError, match="k_cache: expected at least 1 page"):
+        onepass.attention_decode(**call, page_table=torch.zeros(2, 5, dtype=INT32))
+
+
 def test_sequences_share_pages():
     """A common beginning of 8 keys, in the same two pages; what stands in a table behind its keys is not looked at."""
     q, k, v = dense(batch=1, room=16)
