@@ -169,6 +169,11 @@ def order_after(a: Float32, b: Float32):
     )
 
 
+def add_here(a: Float32, b: Float32) -> Float32:
+    """a + b, computed before any instruction with an effect that follows in the program."""
+    return cute.arch.inline_ptx("add.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
 @cute.jit
 def exit_if(condition: Boolean):
     """End of this thread. For whole thread blocks, before anything waits for them."""

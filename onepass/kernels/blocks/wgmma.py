@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Boolean
 from cutlass.cute.nvgpu import warpgroup
 
 
@@ -30,14 +31,25 @@ def products(a: list, b: list) -> list:
 
 
 @cute.jit
-def issue_sum(tiled_mma: cute.TiledMma, acc: cute.Tensor, pairs: list, accumulate: cutlass.Constexpr[bool]):
-    """acc (+)= the sum of a b^T over the pairs (a, b), as one committed group; see `issue`."""
+def issue_sum(tiled_mma: cute.TiledMma, acc: cute.Tensor, pairs: list, accumulate: Boolean | bool):
+    """acc (+)= the sum of a b^T over the pairs (a, b), as one committed group; see `issue`.
+
+    Args: accumulate: a Python bool, or one that only the device knows.
+    """
     # a private copy: ACCUMULATE is set on the Python object
     atom = cute.make_mma_atom(tiled_mma.op)
     warpgroup.fence()
     for i in cutlass.range_constexpr(len(pairs)):
         a, b = pairs[i]
         for k in cutlass.range_constexpr(cute.size(a.shape[2])):
-            atom.set(warpgroup.Field.ACCUMULATE, accumulate or i + k != 0)
+            atom.set(warpgroup.Field.ACCUMULATE, accumulate if i + k == 0 else True)
             cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
     warpgroup.commit_group()
+
+
+def block_of_columns(b: cute.Tensor, block: int) -> cute.Tensor:
+    """(MMA, 1, MMA_K) of one block of an operand b (MMA, MMA_N, MMA_K)."""
+    columns = b[None, block, None]
+    (size, steps), (stride, along_steps) = columns.shape, columns.stride
+    layout = cute.make_layout((size, 1, steps), stride=(stride, 0, along_steps))
+    return cute.make_tensor(columns.iterator, layout)

@@ -69,6 +69,9 @@ class ForwardConfig(LaunchConfig):
         pack_gqa: the query heads of one kv head share a tile, see blocks/pack_gqa.py.
         two_level_sums: P V of a step has an accumulator of its own, which the FMA pipe adds to O: the tensor cores cut
             off what they add, and in FP8 sum with fewer bits than float32 has.
+        sum_steps: with two_level_sums, steps whose P V share that accumulator before it is added to O.
+        pv_columns: with two_level_sums and without overlap_gemm_softmax, columns of V that share that accumulator, one
+            block of them after another; 0 = all.
 
     Raises: TypeError for a value of another type than its field's.
     """
@@ -93,6 +96,8 @@ class ForwardConfig(LaunchConfig):
     dynamic_tiles: bool = False
     pack_gqa: bool = False
     two_level_sums: bool = False
+    sum_steps: int = 1
+    pv_columns: int = 0
 
     @property
     def tile_m(self) -> int:
@@ -128,8 +133,12 @@ class ForwardConfig(LaunchConfig):
         """Registers of a consumer thread for S, P, O (and Q): the rest is left for addresses and the softmax."""
         d, dv = head_dim_tile(problem.head_dim), head_dim_tile(value_columns(problem))
         p = self.tile_n * problem.dtype.itemsize // (8 * self.score_buffers)
-        o = dv if self.two_level_sums else dv // 2
-        return self.tile_n // 2 + p + o + (d // 4 if self.q_in_registers else 0)
+        s, pv = self.tile_n // 2, 0
+        if self.two_level_sums:
+            pv = (self.pv_columns or dv) // 2
+        # without overlap S is gone when P V comes
+        s_and_pv = s + pv if self.overlap_gemm_softmax else max(s, pv)
+        return s_and_pv + p + dv // 2 + (d // 4 if self.q_in_registers else 0)
 
     def check(self, problem: AttentionProblem, arch: str = HOPPER) -> None:
         """Raises: UnsupportedError, naming the bound, what is needed and what there is."""
@@ -173,6 +182,7 @@ class ForwardConfig(LaunchConfig):
             )
         if self.two_level_sums and self.score_buffers != 1:
             raise UnsupportedError("two_level_sums: needs score_buffers=1")
+        self._check_sums(problem)
         if problem.quantization is not None:
             self._check_fp8()
         if problem.dtype == torch.float32:
@@ -185,6 +195,23 @@ class ForwardConfig(LaunchConfig):
         registers = self.accumulator_registers(problem)
         if registers > available - 16:
             raise UnsupportedError(f"registers: {self} needs {registers} for S, P and O, a thread has {available}")
+
+    def _check_sums(self, problem: AttentionProblem) -> None:
+        """What two_level_sums asks of the choices."""
+        if self.sum_steps < 1 or self.sum_steps & self.sum_steps - 1:
+            raise UnsupportedError(f"sum_steps: expected a power of two, got {self.sum_steps}")
+        if self.sum_steps > 1 and not (self.two_level_sums and self.overlap_gemm_softmax and self.rescale_threshold):
+            raise UnsupportedError(
+                "sum_steps: above 1 it needs two_level_sums, overlap_gemm_softmax and a rescale_threshold"
+            )
+        if self.pv_columns:
+            columns = head_dim_tile(value_columns(problem))
+            if not self.two_level_sums or self.overlap_gemm_softmax:
+                raise UnsupportedError("pv_columns: it needs two_level_sums, and no overlap_gemm_softmax")
+            if self.pv_columns % 32 or columns % self.pv_columns:
+                raise UnsupportedError(
+                    f"pv_columns: expected a multiple of 32 that divides {columns}, got {self.pv_columns}"
+                )
 
     def _check_float32(self) -> None:
         """What float32's two parts take of the choices."""

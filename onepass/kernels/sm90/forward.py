@@ -108,6 +108,7 @@ class ForwardSm90:
         self.part_n = config.tile_n // config.score_buffers  # keys of one buffer and one QK^T
         self.k_stages, self.v_stages = (stages * config.score_buffers for stages in config.kv_stages)
         self.head_dim, self.head_dim_v = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
+        self.pv_columns = config.pv_columns or self.head_dim_v  # of one P V
         self.num_warpgroups, self.cluster_size = config.num_warpgroups, config.cluster_size
         self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
         self.longest_first = config.longest_first and self.has_window == (False, True)
@@ -247,11 +248,11 @@ class ForwardSm90:
         if cutlass.const_expr(self.is_fp8):
             dtypes = self.dtype, self.dtype, Float32
             qk = MmaF8Op(*dtypes, (64, self.part_n, 32), OperandSource.SMEM, Major.K, Major.K)
-            pv = MmaF8Op(*dtypes, (64, self.head_dim_v, 32), OperandSource.RMEM, Major.K, Major.K)
+            pv = MmaF8Op(*dtypes, (64, self.pv_columns, 32), OperandSource.RMEM, Major.K, Major.K)
             return cute.make_tiled_mma(qk, (1, 1, 1)), cute.make_tiled_mma(pv, (1, 1, 1))
         q_source = OperandSource.RMEM if self.config.q_in_registers else OperandSource.SMEM
         qk = MmaF16BF16Op(self.dtype, Float32, (64, self.part_n, 16), q_source, Major.K, Major.K)
-        pv = MmaF16BF16Op(self.dtype, Float32, (64, self.head_dim_v, 16), OperandSource.RMEM, Major.K, Major.MN)
+        pv = MmaF16BF16Op(self.dtype, Float32, (64, self.pv_columns, 16), OperandSource.RMEM, Major.K, Major.MN)
         return cute.make_tiled_mma(qk, (1, 1, 1)), cute.make_tiled_mma(pv, (1, 1, 1))
 
     # ---------------------------------------------------------------- device: set-up and roles

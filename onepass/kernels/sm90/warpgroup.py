@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Boolean, Float32, Int32, pipeline
-from cutlass.cute.nvgpu import warp
+from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..blocks import epilogue, fp8, mask, plain_rows, wgmma
 from ..blocks.block_range import KeyBlocks, key_range
@@ -24,7 +24,7 @@ from ..blocks.online_softmax import OnlineSoftmax, Scores, finish
 from ..blocks.pack_gqa import unpack_row
 from ..blocks.paged_kv import PagedRows
 from ..blocks.plain_rows import VECTOR_BYTES, soft_cap
-from ..blocks.ptx import pack, pack_parts
+from ..blocks.ptx import add_here, pack, pack_parts
 from ..blocks.turns import Turns
 from ..blocks.warp import broadcast
 from ..config import ROWS_PER_WARPGROUP
@@ -118,7 +118,17 @@ class Warpgroup(Turns):
         self.acc_s = [cute.make_rmem_tensor(shape_s, Float32) for _ in range(self.parts)]
         self.acc_o = cute.make_rmem_tensor(shape_o, Float32)
         # what the tensor cores add P V to: O itself, or the sum of one step
-        self.acc_pv = cute.make_rmem_tensor(shape_o, Float32) if config.two_level_sums else self.acc_o
+        self.acc_pv = self.acc_o
+        if config.two_level_sums:
+            shape_pv = self.tiled_mma_pv.partition_shape_C((ROWS_PER_WARPGROUP, kernel.pv_columns))
+            if config.overlap_gemm_softmax:
+                self.acc_pv = cute.make_rmem_tensor(shape_pv, Float32)
+            else:
+                # P V comes when S is gone, into the same registers: ptxas does not find that out by itself
+                shared = cute.make_rmem_tensor((max(cute.size(shape_s), cute.size(shape_pv)),), Float32)
+                self.never = self.wg > 64
+                self.acc_s = [cute.make_tensor(shared.iterator, cute.make_layout(shape_s))]
+                self.acc_pv = cute.make_tensor(shared.iterator, cute.make_layout(shape_pv))
         self.s, self.o = [rows_and_columns(acc) for acc in self.acc_s], rows_and_columns(self.acc_o)
         if kernel.is_fp8:
             shape_p = self.tiled_mma_pv.partition_shape_A((ROWS_PER_WARPGROUP, self.part_n))
@@ -130,6 +140,7 @@ class Warpgroup(Turns):
         if kernel.is_scaled:
             self.row_scale = cute.make_rmem_tensor((2,), Float32)
             self.key_scales = fp8.KeyScales(self.tile_n)
+        self.pv_blocks = kernel.head_dim_v // kernel.pv_columns
         self.is_lazy = config.rescale_threshold > 0
         of_exponentials = config.rescale_threshold, config.exp2_fma_period
         if kernel.is_scaled:
@@ -163,12 +174,14 @@ class Warpgroup(Turns):
                 self.pipes.q.consumer_release(q_state)
 
     @cute.jit
-    def issue_gemms(self, part: cutlass.Constexpr[int], k_state, v_state, q_state, ready=(None, None)):
+    def issue_gemms(
+        self, part: cutlass.Constexpr[int], k_state, v_state, q_state, ready=(None, None), begins_sum=True
+    ):
         """S[part] = Q K^T and O += P V, in this order, in this warpgroup's turn."""
         self.pipes.k.consumer_wait(k_state, ready[0])
         self.wait_for_turn()
         self._gemm_qk(part, k_state, q_state)
-        self.issue_pv(v_state, ready[1])
+        self.issue_pv(v_state, ready[1], begins_sum)
         self.pass_turn()
 
     @cute.jit
@@ -180,7 +193,10 @@ class Warpgroup(Turns):
     def _gemm_qk(self, part: cutlass.Constexpr[int], k_state, q_state):
         q = [self.rQ] if self.config.q_in_registers else self._parts(self.rQ, q_state)
         products = wgmma.products(q, self._parts(self.rK, k_state))
-        wgmma.issue_sum(self.tiled_mma_qk, self.acc_s[part], products, False)
+        fresh = False
+        if cutlass.const_expr(self.config.two_level_sums and not self.config.overlap_gemm_softmax):
+            fresh = self.never
+        wgmma.issue_sum(self.tiled_mma_qk, self.acc_s[part], products, fresh)
 
     def _parts(self, buffers: cute.Tensor, state: pipeline.PipelineState) -> list:
         """The operands that lie in a buffer: one, or of float32 its high and its low part."""
@@ -188,21 +204,50 @@ class Warpgroup(Turns):
         return [buffers[None, None, None, num_parts * state.index + part] for part in range(num_parts)]
 
     @cute.jit
-    def issue_pv(self, v_state, is_ready=None):
+    def issue_pv(self, v_state, is_ready=None, is_first=True):
+        """Args: is_first: of the steps that share acc_pv, with two_level_sums."""
         if cutlass.const_expr(not self.is_lazy and self.config.rescale_beside_qk):
             self.softmax.rescale(self.o)
         self.pipes.v.consumer_wait(v_state, is_ready)
-        accumulate = not self.config.two_level_sums
+        accumulate = True
+        if cutlass.const_expr(self.config.two_level_sums):
+            if cutlass.const_expr(not self.config.overlap_gemm_softmax):
+                accumulate = self.never
+            else:
+                accumulate = False if cutlass.const_expr(self.config.sum_steps == 1) else not is_first
         products = wgmma.products(self.p, self._parts(self.rV, v_state))
         wgmma.issue_sum(self.tiled_mma_pv, self.acc_pv, products, accumulate)
 
     @cute.jit
-    def finish_pv(self, v_state):
-        """Once P V is there: V is free, and with two_level_sums O gets it."""
+    def finish_pv(self, v_state, is_last=True):
+        """Once P V is there: V is free, and with two_level_sums O gets it. Args: is_last: see `issue_pv`."""
         self.pipes.v.consumer_release(v_state)
         if cutlass.const_expr(self.config.two_level_sums):
-            for i in cutlass.range_constexpr(cute.size(self.acc_o)):
-                self.acc_o[i] = self.acc_o[i] + self.acc_pv[i]
+            if cutlass.const_expr(self.config.sum_steps == 1):
+                self._add_pv(0)
+            elif is_last:
+                self._add_pv(0)
+
+    @cute.jit
+    def _add_pv(self, block: cutlass.Constexpr[int]):
+        acc_o = self.acc_o[None, None, block] if cutlass.const_expr(self.pv_blocks > 1) else self.acc_o
+        for i in cutlass.range_constexpr(cute.size(self.acc_pv)):
+            if cutlass.const_expr(self.config.overlap_gemm_softmax):
+                acc_o[i] = acc_o[i] + self.acc_pv[i]
+            else:
+                acc_o[i] = add_here(acc_o[i], self.acc_pv[i])
+
+    @cute.jit
+    def pv_by_blocks(self, v_state):
+        """O += P V, `pv_columns` columns at a time."""
+        self.pipes.v.consumer_wait(v_state)
+        for block in cutlass.range_constexpr(self.pv_blocks):
+            parts = [wgmma.block_of_columns(t, block) for t in self._parts(self.rV, v_state)]
+            wgmma.issue_sum(self.tiled_mma_pv, self.acc_pv, wgmma.products(self.p, parts), self.never)
+            warpgroup.wait_group(0)
+            if cutlass.const_expr(block == self.pv_blocks - 1):
+                self.pipes.v.consumer_release(v_state)
+            self._add_pv(block)
 
     @cute.jit
     def clear_rubbish(self, tile: Tile, v_state):
