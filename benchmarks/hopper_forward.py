@@ -51,10 +51,8 @@ WORDS = {
     "free": {"pingpong": False},
     "lazy": {"rescale_threshold": 8.0},
     "sums": {"two_level_sums": True},
-    "sums2": {"two_level_sums": True, "sum_steps": 2},
-    "sums4": {"two_level_sums": True, "sum_steps": 4},
-    "halves": {"two_level_sums": True, "pv_columns": 128},
-    "quarters": {"two_level_sums": True, "pv_columns": 64},
+    "after": {"two_level_sums": True, "overlap_gemm_softmax": False},
+    "halves": {"pv_columns": 128},
     "t08": {"rescale_threshold": 0.8},  # these of FP8
     "t18": {"rescale_threshold": 1.8},
     "t28": {"rescale_threshold": 2.8},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean
 from cutlass.cute.nvgpu import warpgroup
 
 
@@ -31,18 +30,15 @@ def products(a: list, b: list) -> list:
 
 
 @cute.jit
-def issue_sum(tiled_mma: cute.TiledMma, acc: cute.Tensor, pairs: list, accumulate: Boolean | bool):
-    """acc (+)= the sum of a b^T over the pairs (a, b), as one committed group; see `issue`.
-
-    Args: accumulate: a Python bool, or one that only the device knows.
-    """
+def issue_sum(tiled_mma: cute.TiledMma, acc: cute.Tensor, pairs: list, accumulate: cutlass.Constexpr[bool]):
+    """acc (+)= the sum of a b^T over the pairs (a, b), as one committed group; see `issue`."""
     # a private copy: ACCUMULATE is set on the Python object
     atom = cute.make_mma_atom(tiled_mma.op)
     warpgroup.fence()
     for i in cutlass.range_constexpr(len(pairs)):
         a, b = pairs[i]
         for k in cutlass.range_constexpr(cute.size(a.shape[2])):
-            atom.set(warpgroup.Field.ACCUMULATE, accumulate if i + k == 0 else True)
+            atom.set(warpgroup.Field.ACCUMULATE, accumulate or i + k != 0)
             cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
     warpgroup.commit_group()
 

@@ -69,7 +69,6 @@ class ForwardConfig(LaunchConfig):
         pack_gqa: the query heads of one kv head share a tile, see blocks/pack_gqa.py.
         two_level_sums: P V of a step has an accumulator of its own, which the FMA pipe adds to O: the tensor cores cut
             off what they add, and in FP8 sum with fewer bits than float32 has.
-        sum_steps: with two_level_sums, steps whose P V share that accumulator before it is added to O.
         pv_columns: with two_level_sums and without overlap_gemm_softmax, columns of V that share that accumulator, one
             block of them after another; 0 = all.
 
@@ -96,7 +95,6 @@ class ForwardConfig(LaunchConfig):
     dynamic_tiles: bool = False
     pack_gqa: bool = False
     two_level_sums: bool = False
-    sum_steps: int = 1
     pv_columns: int = 0
 
     @property
@@ -155,8 +153,8 @@ class ForwardConfig(LaunchConfig):
             raise UnsupportedError(f"stages: expected K/V >= 1 and Q 1 or 2, got {least} and {self.q_stages}")
         if self.overlap_gemm_softmax and least < 2:
             raise UnsupportedError("stages: overlap_gemm_softmax needs 2 for K and V, got 1")
-        if self.overlap_tiles and not self.overlap_gemm_softmax:
-            raise UnsupportedError("overlap_tiles: needs overlap_gemm_softmax")
+        if self.overlap_tiles and not (self.overlap_gemm_softmax or self.two_level_sums):
+            raise UnsupportedError("overlap_tiles: needs overlap_gemm_softmax or two_level_sums")
         if self.rescale_beside_qk and not self.overlap_gemm_softmax:
             raise UnsupportedError("rescale_beside_qk: needs overlap_gemm_softmax")
         if not self.warp_specialized and least < 2:
@@ -198,12 +196,6 @@ class ForwardConfig(LaunchConfig):
 
     def _check_sums(self, problem: AttentionProblem) -> None:
         """What two_level_sums asks of the choices."""
-        if self.sum_steps < 1 or self.sum_steps & self.sum_steps - 1:
-            raise UnsupportedError(f"sum_steps: expected a power of two, got {self.sum_steps}")
-        if self.sum_steps > 1 and not (self.two_level_sums and self.overlap_gemm_softmax and self.rescale_threshold):
-            raise UnsupportedError(
-                "sum_steps: above 1 it needs two_level_sums, overlap_gemm_softmax and a rescale_threshold"
-            )
         if self.pv_columns:
             columns = head_dim_tile(value_columns(problem))
             if not self.two_level_sums or self.overlap_gemm_softmax:

@@ -126,12 +126,15 @@ class Consumer(Warpgroup):
                     k_state.advance()
                 if number < queue.num_tiles:
                     self.step_to_next_tile(tile, next_tile, k_state, v_state, self.q_state(wave + 1))
+                    if cutlass.const_expr(config.overlap_gemm_softmax):
+                        self.store(tile)
                 else:
-                    self.last_pv(v_state, self.begins_sum(tile, tile.first))
+                    self.last_pv(v_state)
+                    self.store(tile)
                 k_state.advance()
             else:
-                self.last_pv(v_state, self.begins_sum(tile, tile.first))
-            self.store(tile)
+                self.last_pv(v_state)
+                self.store(tile)
             v_state.advance()
             wave += 1
             tile = next_tile
@@ -265,12 +268,13 @@ class Consumer(Warpgroup):
         Returns: the same for the next step.
         """
         if cutlass.const_expr(self.config.overlap_gemm_softmax):
-            self.issue_gemms(0, k_state, v_state, q_state, ready, self.begins_sum(tile, n_block + 1))
+            self.issue_gemms(0, k_state, v_state, q_state, ready)
             self.load_next(tile, n_block, k_state, v_state)
             warpgroup.wait_group(1)
         else:
             # Algorithm 1: PV first, and nothing of this warpgroup runs beside its softmax
-            if cutlass.const_expr(self.config.softmax_before_wait):
+            if cutlass.const_expr(self.config.two_level_sums):
+                # PV and QK^T in one turn: elsewhere between them the tensor cores are another warpgroup's
                 self.pipes.k.consumer_wait(k_state, ready[0])
                 self.pipes.v.consumer_wait(v_state, ready[1])
                 self.wait_for_turn()
@@ -293,24 +297,9 @@ class Consumer(Warpgroup):
         if cutlass.const_expr(self.config.overlap_gemm_softmax):
             self.keep_softmax_above()
             warpgroup.wait_group(0)
-            self.finish_pv(v_state, self.ends_sum(n_block + 1))
+            self.finish_pv(v_state)
         self.next_p(0)
         return ready
-
-    @cute.jit
-    def begins_sum(self, tile: Tile, n_block: Int32):
-        """Whether P V of a block is the first one that acc_pv gets since it was added to O."""
-        result = Boolean(True)
-        if cutlass.const_expr(self.config.sum_steps > 1):
-            result = (n_block + 1 & self.config.sum_steps - 1) == 0 or n_block == tile.last - 1
-        return result
-
-    @cute.jit
-    def ends_sum(self, n_block: Int32):
-        result = Boolean(True)
-        if cutlass.const_expr(self.config.sum_steps > 1):
-            result = (n_block & self.config.sum_steps - 1) == 0
-        return result
 
     @cute.jit
     def first_scores(self, tile: Tile, k_state, q_state):
@@ -324,15 +313,29 @@ class Consumer(Warpgroup):
 
     @cute.jit
     def step_to_next_tile(self, tile: Tile, next_tile: Tile, k_state, v_state, next_q_state):
-        """The step between tiles: the first S of the next tile issued with the last PV of this one."""
-        self.load_q(next_q_state)
-        self.load_scales(next_tile)
-        self.issue_gemms(0, k_state, v_state, next_q_state, (None, None), self.begins_sum(tile, tile.first))
-        warpgroup.wait_group(1)
-        self.first_softmax(next_tile, k_state, next_q_state)
-        self.keep_softmax_above()
-        warpgroup.wait_group(0)
-        self.finish_pv(v_state)
+        """The step between tiles: the first S of the next tile issued with the last PV of this one.
+
+        Without overlap_gemm_softmax it comes after that PV, and the finished rows are stored beside it.
+        """
+        if cutlass.const_expr(not self.config.overlap_gemm_softmax):
+            self.wait_for_turn()
+            self.last_pv(v_state)
+            self.load_q(next_q_state)
+            self.load_scales(next_tile)
+            self.issue_qk(0, k_state, next_q_state)
+            self.pass_turn()
+            self.store(tile)
+            warpgroup.wait_group(0)
+            self.first_softmax(next_tile, k_state, next_q_state)
+        else:
+            self.load_q(next_q_state)
+            self.load_scales(next_tile)
+            self.issue_gemms(0, k_state, v_state, next_q_state)
+            warpgroup.wait_group(1)
+            self.first_softmax(next_tile, k_state, next_q_state)
+            self.keep_softmax_above()
+            warpgroup.wait_group(0)
+            self.finish_pv(v_state)
         self.pack_p(0)
 
     @cute.jit
@@ -396,12 +399,12 @@ class Consumer(Warpgroup):
             self.softmax.update(self.s[part])
 
     @cute.jit
-    def last_pv(self, v_state, begins_sum=True):
-        """O += P V with nothing beside it. Args: begins_sum: whether acc_pv is empty."""
+    def last_pv(self, v_state):
+        """O += P V with nothing beside it."""
         if cutlass.const_expr(self.pv_blocks > 1):
             self.pv_by_blocks(v_state)
         else:
-            self.issue_pv(v_state, None, begins_sum)
+            self.issue_pv(v_state)
             warpgroup.wait_group(0)
             self.finish_pv(v_state)
 

@@ -119,6 +119,7 @@ class Warpgroup(Turns):
         self.acc_o = cute.make_rmem_tensor(shape_o, Float32)
         # what the tensor cores add P V to: O itself, or the sum of one step
         self.acc_pv = self.acc_o
+        self.pv_blocks = kernel.head_dim_v // kernel.pv_columns
         if config.two_level_sums:
             shape_pv = self.tiled_mma_pv.partition_shape_C((ROWS_PER_WARPGROUP, kernel.pv_columns))
             if config.overlap_gemm_softmax:
@@ -126,7 +127,6 @@ class Warpgroup(Turns):
             else:
                 # P V comes when S is gone, into the same registers: ptxas does not find that out by itself
                 shared = cute.make_rmem_tensor((max(cute.size(shape_s), cute.size(shape_pv)),), Float32)
-                self.never = self.wg > 64
                 self.acc_s = [cute.make_tensor(shared.iterator, cute.make_layout(shape_s))]
                 self.acc_pv = cute.make_tensor(shared.iterator, cute.make_layout(shape_pv))
         self.s, self.o = [rows_and_columns(acc) for acc in self.acc_s], rows_and_columns(self.acc_o)
@@ -140,7 +140,6 @@ class Warpgroup(Turns):
         if kernel.is_scaled:
             self.row_scale = cute.make_rmem_tensor((2,), Float32)
             self.key_scales = fp8.KeyScales(self.tile_n)
-        self.pv_blocks = kernel.head_dim_v // kernel.pv_columns
         self.is_lazy = config.rescale_threshold > 0
         of_exponentials = config.rescale_threshold, config.exp2_fma_period
         if kernel.is_scaled:
@@ -174,14 +173,12 @@ class Warpgroup(Turns):
                 self.pipes.q.consumer_release(q_state)
 
     @cute.jit
-    def issue_gemms(
-        self, part: cutlass.Constexpr[int], k_state, v_state, q_state, ready=(None, None), begins_sum=True
-    ):
+    def issue_gemms(self, part: cutlass.Constexpr[int], k_state, v_state, q_state, ready=(None, None)):
         """S[part] = Q K^T and O += P V, in this order, in this warpgroup's turn."""
         self.pipes.k.consumer_wait(k_state, ready[0])
         self.wait_for_turn()
         self._gemm_qk(part, k_state, q_state)
-        self.issue_pv(v_state, ready[1], begins_sum)
+        self.issue_pv(v_state, ready[1])
         self.pass_turn()
 
     @cute.jit
@@ -193,10 +190,7 @@ class Warpgroup(Turns):
     def _gemm_qk(self, part: cutlass.Constexpr[int], k_state, q_state):
         q = [self.rQ] if self.config.q_in_registers else self._parts(self.rQ, q_state)
         products = wgmma.products(q, self._parts(self.rK, k_state))
-        fresh = False
-        if cutlass.const_expr(self.config.two_level_sums and not self.config.overlap_gemm_softmax):
-            fresh = self.never
-        wgmma.issue_sum(self.tiled_mma_qk, self.acc_s[part], products, fresh)
+        wgmma.issue_sum(self.tiled_mma_qk, self.acc_s[part], products, False)
 
     def _parts(self, buffers: cute.Tensor, state: pipeline.PipelineState) -> list:
         """The operands that lie in a buffer: one, or of float32 its high and its low part."""
@@ -204,32 +198,24 @@ class Warpgroup(Turns):
         return [buffers[None, None, None, num_parts * state.index + part] for part in range(num_parts)]
 
     @cute.jit
-    def issue_pv(self, v_state, is_ready=None, is_first=True):
-        """Args: is_first: of the steps that share acc_pv, with two_level_sums."""
+    def issue_pv(self, v_state, is_ready=None):
         if cutlass.const_expr(not self.is_lazy and self.config.rescale_beside_qk):
             self.softmax.rescale(self.o)
         self.pipes.v.consumer_wait(v_state, is_ready)
-        accumulate = True
-        if cutlass.const_expr(self.config.two_level_sums):
-            if cutlass.const_expr(not self.config.overlap_gemm_softmax):
-                accumulate = self.never
-            else:
-                accumulate = False if cutlass.const_expr(self.config.sum_steps == 1) else not is_first
+        accumulate = not self.config.two_level_sums
         products = wgmma.products(self.p, self._parts(self.rV, v_state))
         wgmma.issue_sum(self.tiled_mma_pv, self.acc_pv, products, accumulate)
 
     @cute.jit
-    def finish_pv(self, v_state, is_last=True):
-        """Once P V is there: V is free, and with two_level_sums O gets it. Args: is_last: see `issue_pv`."""
+    def finish_pv(self, v_state):
+        """Once P V is there: V is free, and with two_level_sums O gets it."""
         self.pipes.v.consumer_release(v_state)
         if cutlass.const_expr(self.config.two_level_sums):
-            if cutlass.const_expr(self.config.sum_steps == 1):
-                self._add_pv(0)
-            elif is_last:
-                self._add_pv(0)
+            self._add_pv(0)
 
     @cute.jit
     def _add_pv(self, block: cutlass.Constexpr[int]):
+        """Args: block: of columns, which acc_pv holds."""
         acc_o = self.acc_o[None, None, block] if cutlass.const_expr(self.pv_blocks > 1) else self.acc_o
         for i in cutlass.range_constexpr(cute.size(self.acc_pv)):
             if cutlass.const_expr(self.config.overlap_gemm_softmax):
@@ -239,11 +225,11 @@ class Warpgroup(Turns):
 
     @cute.jit
     def pv_by_blocks(self, v_state):
-        """O += P V, `pv_columns` columns at a time."""
+        """O += P V, `pv_columns` columns at a time, each added to O before the next is computed."""
         self.pipes.v.consumer_wait(v_state)
         for block in cutlass.range_constexpr(self.pv_blocks):
             parts = [wgmma.block_of_columns(t, block) for t in self._parts(self.rV, v_state)]
-            wgmma.issue_sum(self.tiled_mma_pv, self.acc_pv, wgmma.products(self.p, parts), self.never)
+            wgmma.issue_sum(self.tiled_mma_pv, self.acc_pv, wgmma.products(self.p, parts), False)
             warpgroup.wait_group(0)
             if cutlass.const_expr(block == self.pv_blocks - 1):
                 self.pipes.v.consumer_release(v_state)
