@@ -15,6 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import dispatch, fp8
 from .errors import UnsupportedError
+from .gradient_rule import register_gradient
 from .kernels.blocks.block_range import count_visible_pairs
 from .kernels.config import LaunchConfig
 from .outputs import empty_gradients, empty_outputs
@@ -134,7 +135,7 @@ def _autograd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tu
     return (dq, dk, dv, None if inputs[3] is None else dsinks, *no_grads)
 
 
-torch.library.register_autograd("onepass::attention_forward", _autograd_backward, setup_context=_setup_context)
+register_gradient("attention_forward", _autograd_backward, _setup_context)
 
 
 # ---------------------------------------------------------------- FP8
@@ -160,7 +161,7 @@ def _autograd_backward_fp8(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -
     return (*_autograd_backward(ctx, dout, dlse), None)
 
 
-torch.library.register_autograd("onepass::attention_fp8", _autograd_backward_fp8, setup_context=_setup_context_fp8)
+register_gradient("attention_fp8", _autograd_backward_fp8, _setup_context_fp8)
 
 
 def _split_quantized(args: tuple) -> tuple[QuantizedInputs, tuple, Quantization]:
@@ -185,13 +186,13 @@ def _refuse_double_backward(ctx: Any, *grads: Any) -> None:
     raise UnsupportedError("onepass attention has no second derivative: expected one backward pass, got backward twice")
 
 
-torch.library.register_autograd("onepass::attention_backward", _refuse_double_backward)
+register_gradient("attention_backward", _refuse_double_backward)
 
 
 def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> None:
     raise UnsupportedError(
         "onepass attention cannot run under torch.vmap: it already takes a batch; "
-        "pass the mapped dimension as the batch dimension instead"
+        "pass the mapped dimension as the batch dimension instead (torch.func.jacrev needs no vmap with chunk_size=1)"
     )
 
 
