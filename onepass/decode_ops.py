@@ -15,6 +15,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from . import dispatch
+from .decode_overlap import refuse_shared_caches
 from .decode_problem import DecodeInputs, DecodeProblem
 from .errors import UnsupportedError
 from .merge import merge_in_torch
@@ -91,6 +92,9 @@ def _unpacked(args: tuple) -> tuple[DecodeInputs, tuple]:
 
 def _decode(*args: Any) -> tuple[Tensor, Tensor]:
     inputs, options = _unpacked(args)
+    if inputs.seqlen_new:
+        # the door has no addresses to look at where torch.compile traces it
+        refuse_shared_caches(inputs.k_cache, inputs.v_cache)
     with torch.autocast(inputs.q.device.type, enabled=False):
         return dispatch.load_decode(options[-1])(_problem(inputs, options), inputs)
 
