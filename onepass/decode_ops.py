@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
 
 from . import dispatch
 from .decode_overlap import refuse_shared_caches
@@ -21,6 +22,7 @@ from .errors import UnsupportedError
 from .merge import merge_in_torch
 from .outputs import empty_outputs
 from .problem import AttentionInputs, Mask
+from .visible_pairs import visible_pairs_of_cache
 
 _AFTER_CACHES = (
     "Tensor cache_seqlens, Tensor? page_table, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? sinks, "
@@ -112,6 +114,14 @@ for _name in _NAMES:
     torch.library.impl(f"onepass::{_name}", "default")(_decode)
     torch.library.register_fake(f"onepass::{_name}")(_decode_fake)
     torch.library.register_vmap(f"onepass::{_name}", _refuse_vmap)
+
+
+@register_flop_formula([torch.ops.onepass.decode, torch.ops.onepass.decode_append], get_raw=True)
+def _flops(*args: Any, out_val: Any = None) -> int:
+    """Two GEMMs over the visible pairs, as of `attention`. Appending, rotating and merging splits have none."""
+    inputs, options = _unpacked(args)
+    pairs = visible_pairs_of_cache(inputs, options[1], options[2]) * inputs.q.shape[-2]
+    return 2 * pairs * (inputs.q.shape[-1] + inputs.v_cache.shape[-1])
 
 
 # ---------------------------------------------------------------- merging
