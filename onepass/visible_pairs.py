@@ -35,7 +35,7 @@ def visible_pairs(inputs: AttentionInputs | QuantizedInputs, window_left: int | 
 
 
 def visible_pairs_of_cache(inputs: DecodeInputs, window_left: int | None, window_right: int | None) -> int:
-    """The same of `attention_decode`: over the filled part of the cache and the new keys.
+    """Unmasked pairs of a call of `attention_decode`, for one head: with the filled part of the cache and the new keys.
 
     Without values the cache counts as full; packed queries then see all its keys, as far as the window reaches.
     """
@@ -55,10 +55,11 @@ def visible_pairs_of_cache(inputs: DecodeInputs, window_left: int | None, window
 
 
 def _lengths(cu_seqlens: Tensor) -> list[int] | None:
+    """Rows of each packed sequence; None where the offsets have no values."""
     offsets = _values(cu_seqlens)
     return None if offsets is None else [end - start for start, end in pairwise(offsets)]
 
 
 def _values(t: Tensor | None) -> list[int] | None:
-    """Of a tensor that has some."""
+    """The values of a tensor that has some, as a list; else None."""
     return None if t is None or t.is_meta or is_fake(t) else t.tolist()
