@@ -25,8 +25,8 @@ Steps = tuple[tuple[int, int], ...]  # (bytes, number of positions) of every dim
 
 
 def refuse_shared_caches(k_cache: Tensor, v_cache: Tensor) -> None:
-    """Raises: ValueError if the caches have an element in common. Of tensors without memory it is known only where
-    both are one."""
+    """Raises: ValueError if the caches have an element in common; tensors without memory do where both are
+    one tensor."""
     if k_cache.device.type == "meta":
         return
     if k_cache is v_cache or (_have_addresses(k_cache, v_cache) and _share_memory(k_cache, v_cache)):
