@@ -8,6 +8,7 @@ from torch import Tensor
 
 from . import decode_ops, dispatch, repeated, validation
 from .api import AttentionOutput, Window
+from .decode_overlap import with_shared_caches_refused
 from .decode_problem import DecodeInputs
 from .decode_validation import check_decode, few_queries
 from .kernels.blocks import splits
@@ -104,9 +105,10 @@ def attention_decode(
         max_seqlen_q: with cu_seqlens_q, queries that no sequence has more of, if that is known: an int of up to 32 lets
             a GPU take the kernel for few queries, which computes any number. A tensor is never read.
         k_new, v_new: (batch, seqlen_new, num_heads_kv, head_dim) and (.., head_dim_v), in q's dtype, both or neither:
-            written to the cache in place, at positions cache_seqlens[b], cache_seqlens[b] + 1, .. Into an e4m3 cache
-            they are divided by the descale of the place that they come to (which therefore must be set before, also
-            that of a page not begun yet) and rounded to the nearest; beyond 448 they become 448.
+            written to the cache in place, at positions cache_seqlens[b], cache_seqlens[b] + 1, .. (autograd sees it
+            as it sees torch's operations in place). The caches may lie in one allocation, but share no element then.
+            Into an e4m3 cache new keys are divided by the descale of the place that they come to (which therefore must
+            be set before, also that of a page not begun yet) and rounded to the nearest; beyond 448 they become 448.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), float32 or q's dtype, both or neither: the first rotary_dim
             columns of k_new (before it is written) and of q are rotated by the row of their key position.
         rotary_interleaved: rotated pairs are columns (0, 1), (2, 3), ..; else (0, d), (1, d + 1), .. with
@@ -192,7 +194,8 @@ def attention_decode(
     backend = dispatch.require_decode(problem, backend)
     out, lse = decode_ops.run(problem, inputs, backend)
     if key is not None:
-        repeated.keep(key, dispatch.prepare_decode(backend, problem, q.device))
+        forward = dispatch.prepare_decode(backend, problem, q.device)
+        repeated.keep(key, with_shared_caches_refused(forward, inputs) if inputs.seqlen_new else forward)
     return AttentionOutput(out, lse) if return_lse else out
 
 

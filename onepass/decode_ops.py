@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
 
 from . import dispatch
+from .decode_overlap import refuse_shared_caches
 from .decode_problem import DecodeInputs, DecodeProblem
 from .errors import UnsupportedError
 from .merge import merge_in_torch
 from .outputs import empty_outputs
 from .problem import AttentionInputs, Mask
+from .visible_pairs import visible_pairs_of_cache
 
 _AFTER_CACHES = (
     "Tensor cache_seqlens, Tensor? page_table, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? sinks, "
@@ -91,6 +94,9 @@ def _unpacked(args: tuple) -> tuple[DecodeInputs, tuple]:
 
 def _decode(*args: Any) -> tuple[Tensor, Tensor]:
     inputs, options = _unpacked(args)
+    if inputs.seqlen_new:
+        # the door has no addresses to look at where torch.compile traces it
+        refuse_shared_caches(inputs.k_cache, inputs.v_cache)
     with torch.autocast(inputs.q.device.type, enabled=False):
         return dispatch.load_decode(options[-1])(_problem(inputs, options), inputs)
 
@@ -108,6 +114,14 @@ for _name in _NAMES:
     torch.library.impl(f"onepass::{_name}", "default")(_decode)
     torch.library.register_fake(f"onepass::{_name}")(_decode_fake)
     torch.library.register_vmap(f"onepass::{_name}", _refuse_vmap)
+
+
+@register_flop_formula([torch.ops.onepass.decode, torch.ops.onepass.decode_append], get_raw=True)
+def _flops(*args: Any, out_val: Any = None) -> int:
+    """Two GEMMs over the visible pairs, as of `attention`. Appending, rotating and merging splits have none."""
+    inputs, options = _unpacked(args)
+    pairs = visible_pairs_of_cache(inputs, options[1], options[2]) * inputs.q.shape[-2]
+    return 2 * pairs * (inputs.q.shape[-1] + inputs.v_cache.shape[-1])
 
 
 # ---------------------------------------------------------------- merging

@@ -11,6 +11,7 @@ import torch
 
 from . import validation
 from .decode_descales import check_descales
+from .decode_overlap import refuse_shared_caches
 from .decode_problem import FEW_QUERIES, DecodeInputs, DecodeProblem, refuse_lengths
 from .errors import UnsupportedError
 from .kernels.blocks.splits import MAX_PARTS, MAX_SPLITS, SPLIT_UNIT
@@ -166,6 +167,8 @@ def _check_new_keys(inputs: DecodeInputs) -> None:
     for name, cache in (("k_cache", inputs.k_cache), ("v_cache", inputs.v_cache)):
         if any(size > 1 and stride == 0 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
             raise ValueError(f"{name}: expected memory of its own for every element, got strides {cache.stride()}")
+    if inputs.seqlen_new:
+        refuse_shared_caches(inputs.k_cache, inputs.v_cache)
 
 
 def _check_rotary(inputs: DecodeInputs) -> None:

@@ -28,6 +28,9 @@ def append(problem: DecodeProblem, inputs: DecodeInputs, arch: str) -> Tensor:
     arguments = append_arguments(problem, inputs, q_out)
     if arguments[-1]:
         key = AppendKey.of(problem, inputs, arguments[:6])
+        if inputs.seqlen_new:
+            # autograd sees no write of a kernel: a graph that saved a cache would go back through the new keys
+            torch.autograd.graph.increment_version((inputs.k_cache, inputs.v_cache))
         append_kernel_of(key, arch)(*arguments)
     return q_out
 

@@ -24,7 +24,7 @@ from .mask import TileMask, add_visible, fill_hidden, zero_hidden
 from .online_softmax import SAFE_SCORE, log_tiny
 from .scratch import Scratch
 from .sequences import head_groups, sequences
-from .tile_sizes import TileSizes, matmul_precision
+from .tile_sizes import TileSizes, work_dtype
 
 
 def backward(
@@ -61,26 +61,25 @@ def backward(
     lse = torch.where(is_empty, torch.inf, lse)
     # an empty row counts as safe: exp(-inf) = 0
     lse_is_safe = bool(lse.abs().masked_fill_(is_empty, 0.0).amax() <= SAFE_SCORE) if lse.numel() else True
-    scratch = Scratch(q, accum)
-    with matmul_precision(problem):
-        for piece in pieces:
-            rows = [piece.rows(x) for x in (q, dout, dq)]
-            cols = [piece.cols(x) for x in (k, v, dk, dv)]
-            if 0 in rows[0].shape or 0 in cols[0].shape:
-                continue
-            n = rows[0].shape[0]
-            sizes = tile_sizes or TileSizes.choose(problem, cols[0].shape[1])
-            stats = [piece.stats(x) for x in (lse, delta)]
-            for group in head_groups(problem, n, sizes.heads):
-                _backward_group(
-                    problem,
-                    *(group.q_rows(x) for x in rows),
-                    *(group.kv_rows(x) for x in cols),
-                    *(group.stats(x) for x in stats),
-                    lse_is_safe=lse_is_safe,
-                    sizes=sizes,
-                    scratch=scratch,
-                )
+    scratch = Scratch(q, work_dtype(problem))
+    for piece in pieces:
+        rows = [piece.rows(x) for x in (q, dout, dq)]
+        cols = [piece.cols(x) for x in (k, v, dk, dv)]
+        if 0 in rows[0].shape or 0 in cols[0].shape:
+            continue
+        n = rows[0].shape[0]
+        sizes = tile_sizes or TileSizes.choose(problem, cols[0].shape[1])
+        stats = [piece.stats(x) for x in (lse, delta)]
+        for group in head_groups(problem, n, sizes.heads):
+            _backward_group(
+                problem,
+                *(group.q_rows(x) for x in rows),
+                *(group.kv_rows(x) for x in cols),
+                *(group.stats(x) for x in stats),
+                lse_is_safe=lse_is_safe,
+                sizes=sizes,
+                scratch=scratch,
+            )
     return dq, dk, dv, dsinks
 
 
@@ -124,7 +123,7 @@ def _backward_group(
     heads = entries * kv_heads
     tile_mask = TileMask(problem, seqlen_k - seqlen_q, q, k, v, dout, delta, transposed=True)
     keep_apart = not tile_mask.operands_are_finite
-    lowest = log_tiny(problem.accum_dtype)
+    lowest = log_tiny(scratch.dtype)
     # As in the forward pass, scores of ordinary size need no reference: p = exp(s) exp(-lse), and the second factor
     # belongs to the row, so dout and delta can carry it. |s| <= |q| |k| tells beforehand; below 256 keys the norms
     # cost more than they save.

@@ -13,7 +13,7 @@ from .mask import Range, TileMask, add_visible
 from .online_softmax import OnlineSoftmax
 from .scratch import Scratch
 from .sequences import head_groups, sequences
-from .tile_sizes import TileSizes, matmul_precision
+from .tile_sizes import TileSizes, work_dtype
 
 
 def forward(
@@ -34,12 +34,11 @@ def forward(
     if not is_covered:
         out.zero_()
         lse.fill_(-torch.inf)
-    scratch = Scratch(q, problem.accum_dtype)
-    with matmul_precision(problem):
-        for piece in pieces:
-            views = piece.rows(q), piece.cols(inputs.k), piece.cols(inputs.v), piece.rows(out), piece.stats(lse)
-            if 0 not in views[0].shape and 0 not in views[1].shape:
-                _forward_sequences(problem, *views, inputs.sinks, tile_sizes, scratch)
+    scratch = Scratch(q, work_dtype(problem))
+    for piece in pieces:
+        views = piece.rows(q), piece.cols(inputs.k), piece.cols(inputs.v), piece.rows(out), piece.stats(lse)
+        if 0 not in views[0].shape and 0 not in views[1].shape:
+            _forward_sequences(problem, *views, inputs.sinks, tile_sizes, scratch)
     return out, lse
 
 
@@ -105,7 +104,7 @@ def _forward_group(
             pairs = tile_mask.pairs(queries, (n_start, n_end)) if needs_mask else None
             p, is_first = softmax.update(acc_s, pairs)
             if is_fp8:
-                fp8.round_probabilities_(p, scratch.empty("binade", *p.shape))
+                _round_probabilities_(p, scratch)
             if pairs is not None and not tile_mask.operands_are_finite:
                 add_visible(acc_o.zero_() if is_first else acc_o, p, v_tile, pairs.hidden)
             elif is_first:
@@ -133,6 +132,16 @@ def _forward_group(
         weight, tile_lse = softmax.finish(None if sinks is None else _rows_of(sinks, q_rows).to(acc_o.dtype))
         torch.mul(acc_o.view(out_rows.shape), weight.view(*lse_rows.shape, 1), out=out_rows)
         lse_rows.copy_(tile_lse.view(lse_rows.shape))
+
+
+def _round_probabilities_(p: Tensor, scratch: Scratch) -> None:
+    """`fp8.round_probabilities_`, which works on the bits of float32."""
+    if p.dtype == torch.float32:
+        fp8.round_probabilities_(p, scratch.empty("binade", *p.shape))
+    else:
+        rounded = p.float()
+        fp8.round_probabilities_(rounded, torch.empty_like(rounded))
+        p.copy_(rounded)
 
 
 def _rows_of(sinks: Tensor, q_rows: Tensor) -> Tensor:

@@ -105,3 +105,34 @@ def test_inference_mode():
     expected = onepass.attention(q, k, v, backend=BACKEND)
     with torch.inference_mode():
         assert torch.equal(onepass.attention(q, k, v, backend=BACKEND), expected)
+
+
+@pytest.mark.parametrize("precision", [None, "fp8"])
+def test_torch_func_gives_what_backward_gives(precision):
+    call = case(60, 70, heads=(4, 2), sinks=True).call()
+    tensors = [t.detach().clone() for t in (*call.tensors.values(), call.options["sinks"])]
+
+    def loss(q, k, v, sinks):
+        options = {"causal": True, "sinks": sinks, "deterministic": True, "precision": precision, "backend": BACKEND}
+        out, lse = onepass.attention(q, k, v, **options, return_lse=True)
+        return out.float().square().sum() + lse.sin().sum()
+
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    function = torch.func.grad(loss, argnums=(0, 1, 2, 3))
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch._dynamo.reset()
+    for gradients in (function(*tensors), compiled(*tensors)):
+        for result, of_backward in zip(gradients, expected, strict=True):
+            assert torch.equal(result, of_backward)
+
+
+def test_jacobian_row_by_row():
+    q, k, v = (t[:, :2] for t in case(60, 70, heads=(4, 2)).tensors().values())
+
+    def function(q):
+        return onepass.attention(q, k, v, backend=BACKEND, deterministic=True)
+
+    jacobian = torch.func.jacrev(function, chunk_size=1)(q)
+    leaf = q.detach().clone().requires_grad_()
+    assert torch.equal(jacobian[0, 1, 2, 3], torch.autograd.grad(function(leaf)[0, 1, 2, 3], leaf)[0])
