@@ -65,13 +65,16 @@ class TileQueue(Bundle):
         return self.index if self.in_a_row is None else self.index * self.in_a_row
 
     @cute.jit
-    def take(self, wave: Int32) -> Int32:
-        """The number of wave 1, 2, ...: called once a wave by every warp. A consumer then wants the next one."""
+    def take(self, wave: Int32, phase: Int32 | None = None) -> Int32:
+        """The number of wave 1, 2, ...: called once a wave by every warp. A consumer then wants the next one.
+
+        Args: phase: (wave - 1) & 1, from who has it.
+        """
         number = Int32(0)
         if cutlass.const_expr(self.counter is None):
             number = tile_scheduler.tile_number(self.index, wave, self.count, self.in_a_row)
         else:
-            cute.arch.mbarrier_wait(self.full, (wave - 1) & 1)
+            cute.arch.mbarrier_wait(self.full, (wave - 1) & 1 if cutlass.const_expr(phase is None) else phase)
             number = cute.arch.make_warp_uniform(self.slot[0])
         return number
 

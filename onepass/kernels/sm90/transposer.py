@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, pipeline
+from cutlass import Boolean, Int32, pipeline
 
 from ..blocks.bundle import Bundle
+from ..blocks.integers import select
 from ..blocks.ptx import load_transposed, permute_bytes, store_matrices
 from .producer import as_producer
 
@@ -81,19 +82,19 @@ def step_of_keys(place, step: int, keys: int, head_dim_v: int):
 class Transposer(Bundle):
     """One of the warps that transpose, each every WARPS-th block of 16 columns."""
 
-    def __init__(self, keys: int, head_dim_v: int):
+    def __init__(self, keys: int, head_dim_v: int, raw: Int32, target: Int32):
+        """Args: raw, target: addresses in shared memory of the first tiles."""
         self.keys, self.head_dim_v = keys, head_dim_v
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane, step = cute.arch.lane_idx(), warp & WARPS - 1
         # from here on even steps are enough: they do not touch the bit of the warp
-        self.source = step_of_columns(loaded_place(lane, keys, head_dim_v), step, keys, head_dim_v)
-        self.target = stored_place(lane, keys, head_dim_v) + step * (COLUMNS * row_bytes(keys))
+        self.source = raw + step_of_columns(loaded_place(lane, keys, head_dim_v), step, keys, head_dim_v)
+        self.target = target + stored_place(lane, keys, head_dim_v) + step * (COLUMNS * row_bytes(keys))
         self.selectors = selectors(lane >> 4)
 
     @cute.jit
-    def transpose(self, raw: Int32, target: Int32):
-        """This warp's share of a tile. Args: raw, target: addresses in shared memory."""
-        source, target = raw + self.source, target + self.target
+    def transpose(self, source: Int32, target: Int32):
+        """This warp's share of a tile. Args: this lane's places in it, in both forms."""
         # the next one is loaded before this one is stored. No loop: its counter would be a register too many
         units = [(step, k) for step in range(0, self.head_dim_v // COLUMNS, WARPS) for k in range(self.keys // KEYS)]
         following = self._load(source, *units[0])
@@ -124,32 +125,44 @@ class TransposingWarp(Bundle):
 
     def __init__(self, kernel, sRaw, sV, raw_pipe, v_pipe):
         self.kernel, self.raw_pipe, self.v_pipe = kernel, raw_pipe, v_pipe
-        self.raw, self.v = (t.iterator.toint() for t in (sRaw, sV))
-        self.tile_bytes = kernel.part_n * kernel.head_dim_v
-        self.transposer = Transposer(kernel.part_n, kernel.head_dim_v)
+        self.raw_stages, self.v_stages = kernel.loaded_v_stages, kernel.v_stages
+        self.transposer = Transposer(kernel.part_n, kernel.head_dim_v, *(t.iterator.toint() for t in (sRaw, sV)))
 
     @cute.jit
     def run(self, queue, schedule, seqlens):
         """Every block of V, in the order in which the producer loads them."""
         wave, number, block = Int32(0), queue.first(), Int32(0)
+        phase = Boolean(False)  # of the queue; a predicate, where the wave itself would be a register
+        source, target = (
+            cute.arch.shuffle_sync_bfly(t, offset=0) for t in (self.transposer.source, self.transposer.target)
+        )
         while number < schedule.num_tiles:
             tile = self.kernel.tile_at(number, schedule, seqlens)
             for _ in cutlass.range(tile.last - tile.first, unroll=1):
-                self.pass_on(block)
+                raw_state, v_state = (state_of(block, stages) for stages in (self.raw_stages, self.v_stages))
+                self.pass_on(raw_state, v_state, source, target)
+                # carried along: a first place and a distance from it would be registers more
+                source += self.to_next(raw_state)
+                target += self.to_next(v_state)
                 block += 1
             wave += 1
-            number = queue.take(wave)
+            number = queue.take(wave, select(phase, Int32(1), Int32(0)))
+            phase = not phase
             queue.want_next()
 
+    def to_next(self, state: pipeline.PipelineState) -> Int32:
+        """Bytes from this buffer to the next one."""
+        tile = self.kernel.part_n * self.kernel.head_dim_v
+        return select(state.index == state.stages - 1, Int32(-(state.stages - 1) * tile), Int32(tile))
+
     @cute.jit
-    def pass_on(self, block: Int32):
-        """The tile that is the thread block's block-th of V, from one circular buffer to the other."""
-        raw_state, v_state = state_of(block, self.kernel.loaded_v_stages), as_producer(state_of(block, self.kernel.v_stages))
+    def pass_on(self, raw_state, v_state, source: Int32, target: Int32):
+        """A tile, from one circular buffer to the other."""
+        v_state = as_producer(v_state)
         self.raw_pipe.consumer_wait(raw_state)
         # not producer_acquire, which would expect bytes of TMA
         self.v_pipe.sync_object_empty.wait(v_state.index, v_state.phase)
-        raw, target = self.raw + raw_state.index * self.tile_bytes, self.v + v_state.index * self.tile_bytes
-        self.transposer.transpose(raw, target)
+        self.transposer.transpose(source, target)
         # the tensor cores see what each lane has stored once the lane has waited here
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
