@@ -71,6 +71,8 @@ class ForwardConfig(LaunchConfig):
             off what they add, and in FP8 sum with fewer bits than float32 has.
         pv_columns: with two_level_sums and without overlap_gemm_softmax, columns of V that share that accumulator, one
             block of them after another; 0 = all.
+        transposes_v: in FP8, V comes as (batch, seqlen, heads, dim) and idle warps transpose it in shared memory; else
+            it comes as `fp8.keys_last` lays it, by a kernel of its own before where the call's V does not lie so.
 
     Raises: TypeError for a value of another type than its field's.
     """
@@ -96,6 +98,7 @@ class ForwardConfig(LaunchConfig):
     pack_gqa: bool = False
     two_level_sums: bool = False
     pv_columns: int = 0
+    transposes_v: bool = False
 
     @property
     def tile_m(self) -> int:
@@ -118,12 +121,21 @@ class ForwardConfig(LaunchConfig):
         """Query positions of a tile."""
         return ROWS_PER_WARPGROUP // self.group(problem) * self.num_warpgroups
 
+    def raw_stages(self, problem: AttentionProblem) -> int:
+        """Buffers for V before it is transposed: 2 where they fit. 0: it is not transposed."""
+        if not self.transposes_v:
+            return 0
+        return 2 if self._smem_bytes(problem, 2) <= SMEM_BYTES else 1
+
     def smem_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory of the tiles and their barriers."""
+        return self._smem_bytes(problem, self.raw_stages(problem))
+
+    def _smem_bytes(self, problem: AttentionProblem, raw_stages: int) -> int:
         d, dv = head_dim_tile(problem.head_dim), head_dim_tile(value_columns(problem))
         q = self.q_stages * self.tile_m * d
         k_stages, v_stages = self.kv_stages
-        kv = self.tile_n * (k_stages * d + v_stages * dv)
+        kv = self.tile_n * (k_stages * d + (v_stages + raw_stages) * dv)
         # float32 is two parts of 2 bytes
         return problem.dtype.itemsize * (q + kv) + 1024
 
@@ -181,6 +193,8 @@ class ForwardConfig(LaunchConfig):
         if self.two_level_sums and self.score_buffers != 1:
             raise UnsupportedError("two_level_sums: needs score_buffers=1")
         self._check_sums(problem)
+        if self.transposes_v:
+            self._check_transposes_v(problem)
         if problem.quantization is not None:
             self._check_fp8()
         if problem.dtype == torch.float32:
@@ -204,6 +218,12 @@ class ForwardConfig(LaunchConfig):
                 raise UnsupportedError(
                     f"pv_columns: expected a multiple of 32 that divides {columns}, got {self.pv_columns}"
                 )
+
+    def _check_transposes_v(self, problem: AttentionProblem) -> None:
+        if problem.quantization is None or problem.quantization.v_keys_last:
+            raise UnsupportedError("transposes_v: it needs V in FP8, as (batch, seqlen, heads, dim)")
+        if not self.warp_specialized or self.cluster_size > 1:
+            raise UnsupportedError("transposes_v: it needs warp_specialized and cluster_size=1")
 
     def _check_float32(self) -> None:
         """What float32's two parts take of the choices."""

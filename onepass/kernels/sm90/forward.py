@@ -14,6 +14,7 @@ Buffers and barriers (mbarrier pairs full / empty; arrivals)
     K   num_stages tiles (tile_n, head_dim)               full: TMA bytes     empty: all consumer warps
     V   num_stages (v_stages) tiles (tile_n, head_dim_v)  full: TMA bytes     empty: all consumer warps
         (score_buffers=2: twice as many tiles of half as many rows)
+        (transposes_v: full: the warps of transposer.py, which take it from raw tiles that TMA has filled)
     numbers of the next tiles, with dynamic_tiles: see blocks/tile_queue.py
 
 Names as in CuTe code: mQ global, gQ a tile of it, sQ shared, rQ register fragment or descriptor; t... partitioned.
@@ -63,6 +64,9 @@ from ..blocks.tile_queue import TileQueue
 from ..config import REGISTERS, REGISTERS_OF_PAGES, ROWS_PER_WARPGROUP, ForwardConfig, head_dim_tile
 from .consumer import Consumer
 from .producer import Producer
+from .transposer import FIRST_WARP as FIRST_TRANSPOSING_WARP
+from .transposer import WARPS as TRANSPOSING_WARPS
+from .transposer import TransposingWarp
 from .warpgroup import WARPS, Pipes, Tile
 
 PRODUCER_WARP, SCHEDULER_WARP = 0, 1
@@ -94,8 +98,10 @@ class ForwardSm90:
         self.config = config
         self.dtype = dtype
         self.is_split, self.is_paged, self.box_rows = is_split, box_rows is not None, box_rows
-        # e4m3 GEMMs read both operands with the summed dimension contiguous: V comes and lies transposed
+        # e4m3 GEMMs read both operands with the summed dimension contiguous: V lies transposed, and comes so or not
         self.is_fp8 = problem.quantization is not None
+        self.transposes_v = config.transposes_v
+        self.loads_keys_last = self.is_fp8 and not self.transposes_v
         # float32 comes as two float16 parts side by side, see parts.py
         self.num_parts = 2 if problem.dtype == torch.float32 else 1
         self.is_scaled = self.is_fp8 or self.num_parts > 1
@@ -107,6 +113,7 @@ class ForwardSm90:
         self.parts = config.score_buffers
         self.part_n = config.tile_n // config.score_buffers  # keys of one buffer and one QK^T
         self.k_stages, self.v_stages = (stages * config.score_buffers for stages in config.kv_stages)
+        self.loaded_v_stages = config.raw_stages(problem) or self.v_stages
         self.head_dim, self.head_dim_v = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
         self.pv_columns = config.pv_columns or self.head_dim_v  # of one P V
         self.num_warpgroups, self.cluster_size = config.num_warpgroups, config.cluster_size
@@ -128,7 +135,7 @@ class ForwardSm90:
         self,
         q: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim); packed sequences: all tensors without batch
         k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim)
-        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v); FP8: see fp8.keys_last
+        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v); FP8: `fp8.keys_last`, or transposes_v
         out: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v)
         lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q)
         sinks: cute.Tensor | None,  # (num_heads_q,) float32
@@ -169,9 +176,11 @@ class ForwardSm90:
             self.dtype,
         )
         sK_layout = smem_tiles(self.part_n, self.head_dim, self.num_parts * self.k_stages, self.dtype)
-        v_box = (self.head_dim_v, self.part_n) if self.is_fp8 else (self.part_n, self.head_dim_v)
-        sV_layout = smem_tiles(*v_box, self.num_parts * self.v_stages, self.dtype)
-        v_rows = dims_first(v) if cutlass.const_expr(self.is_fp8) else rows_first(v)
+        v_box = (self.head_dim_v, self.part_n) if self.loads_keys_last else (self.part_n, self.head_dim_v)
+        sV_layout = loaded_v_layout = smem_tiles(*v_box, self.num_parts * self.loaded_v_stages, self.dtype)
+        if cutlass.const_expr(self.transposes_v):
+            sV_layout = smem_tiles(self.head_dim_v, self.part_n, self.v_stages, self.dtype)
+        v_rows = dims_first(v) if cutlass.const_expr(self.loads_keys_last) else rows_first(v)
         k_box = (self.part_n, self.head_dim)
         if cutlass.const_expr(self.is_paged):
             k_box, v_box = (self.box_rows, self.head_dim), (self.box_rows, self.head_dim_v)
@@ -179,7 +188,7 @@ class ForwardSm90:
         for t, layout, rows, columns, num_receivers in (
             (self._rows_of_q(q), sQ_layout, self.q_rows, self.head_dim, 1),
             (rows_first(k), sK_layout, *k_box, self.cluster_size),
-            (v_rows, sV_layout, *v_box, self.cluster_size),
+            (v_rows, loaded_v_layout, *v_box, self.cluster_size),
         ):
             load = cpasync.CopyBulkTensorTileG2SOp()
             if cutlass.const_expr(num_receivers > 1):
@@ -225,6 +234,7 @@ class ForwardSm90:
             sQ_layout,
             sK_layout,
             sV_layout,
+            loaded_v_layout if cutlass.const_expr(self.transposes_v) else None,
         ).launch(
             grid=[num_ctas, 1, 1],
             block=[self.config.num_threads, 1, 1],
@@ -283,6 +293,7 @@ class ForwardSm90:
         sQ_layout: cute.ComposedLayout,
         sK_layout: cute.ComposedLayout,
         sV_layout: cute.ComposedLayout,
+        sRaw_layout: cute.ComposedLayout | None,  # of V that is to be transposed
     ):
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if cutlass.const_expr(self.is_packed):
@@ -300,6 +311,7 @@ class ForwardSm90:
         sK = smem.allocate_tensor(self.dtype, sK_layout.outer, 1024, sK_layout.inner)
         sV = smem.allocate_tensor(self.dtype, sV_layout.outer, 1024, sV_layout.inner)
         consumer_warps = WARPS * self.num_warpgroups
+        readers = consumer_warps + (TRANSPOSING_WARPS if self.transposes_v else 0)
         pipes = Pipes(
             self._make_pipeline(smem, self.num_warpgroups * self.config.q_stages, WARPS, sQ_layout, self.q_rows, 1),
             self._make_pipeline(smem, self.k_stages, consumer_warps, sK_layout, self.part_n, self.cluster_size),
@@ -310,9 +322,15 @@ class ForwardSm90:
                 sV_layout,
                 self.head_dim_v if self.is_fp8 else self.part_n,
                 self.cluster_size,
+                TRANSPOSING_WARPS if self.transposes_v else 1,
             ),
         )
-        queue = TileQueue(smem, schedule.num_tiles, counter, consumer_warps, self.cluster_size)
+        sLoadedV, loaded = sV, pipes
+        if cutlass.const_expr(self.transposes_v):
+            sLoadedV = smem.allocate_tensor(self.dtype, sRaw_layout.outer, 1024, sRaw_layout.inner)
+            raw = self._make_pipeline(smem, self.loaded_v_stages, TRANSPOSING_WARPS, sRaw_layout, self.part_n, 1)
+            loaded = pipes._replace(v=raw)
+        queue = TileQueue(smem, schedule.num_tiles, counter, readers, self.cluster_size)
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(self.cluster_size > 1):
             cute.arch.cluster_arrive_relaxed()
@@ -322,7 +340,7 @@ class ForwardSm90:
 
         seqlen_k = pages.capacity if self.is_paged else mK.shape[0]
         seqlens = Sequences(self._seqlen_q(mQ), seqlen_k, window_left, window_right, lengths)
-        producer = Producer(self, tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sV, pipes, pages)
+        producer = Producer(self, tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sLoadedV, loaded, pages)
         tiled_mmas = (tiled_mma_qk, tiled_mma_pv)
         all_parts = None
         if cutlass.const_expr(self.is_split and self.is_packed):
@@ -337,6 +355,9 @@ class ForwardSm90:
             if cutlass.const_expr(counter is not None):
                 if cute.arch.thread_idx()[0] == SCHEDULER_WARP * 32:
                     queue.fill()
+            if cutlass.const_expr(self.transposes_v):
+                if warp_id >= FIRST_TRANSPOSING_WARP:
+                    TransposingWarp(self, sLoadedV, sV, loaded.v, pipes.v).run(queue, schedule, seqlens)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             consumer = Consumer(self, *of_consumer, None)
@@ -345,16 +366,18 @@ class ForwardSm90:
             else:
                 consumer.three_stages(queue, schedule, seqlens)
 
-    def _make_pipeline(self, smem, num_tiles: int, consumer_warps: int, layout, rows: int, cluster_size: int):
+    def _make_pipeline(
+        self, smem, num_tiles: int, consumer_warps: int, layout, rows: int, cluster_size: int, producers: int = 1
+    ):
         """A circular buffer that TMA fills (rows of each tile) and `consumer_warps` warps empty; each of them arrives
-        once a tile.
+        once a tile. So do several producers, which are warps.
 
         With a cluster, each thread block fills a part of every buffer of all of them, when all have emptied it.
         """
         thread = pipeline.Agent.Thread
         return pipeline.PipelineTmaAsync.create(
             num_stages=num_tiles,
-            producer_group=pipeline.CooperativeGroup(thread),
+            producer_group=pipeline.CooperativeGroup(thread, producers),
             consumer_group=pipeline.CooperativeGroup(thread, consumer_warps * cluster_size),
             # not cute.size_in_bytes: it counts the unused rows between the column blocks of a swizzled tile
             tx_count=self.num_parts * rows * cute.size(layout.outer, mode=[1]) * self.dtype.width // 8,
@@ -409,8 +432,9 @@ class ForwardSm90:
         return at_head(t, m, head, place, self.packs_keys, along)
 
     def buffer_states(self, user: pipeline.PipelineUserType) -> tuple:
-        """Where K and V are being filled (or read) first."""
-        return tuple(pipeline.make_pipeline_state(user, stages) for stages in (self.k_stages, self.v_stages))
+        """Where K and V are being loaded (or read) first."""
+        v_stages = self.loaded_v_stages if user is pipeline.PipelineUserType.Producer else self.v_stages
+        return tuple(pipeline.make_pipeline_state(user, stages) for stages in (self.k_stages, v_stages))
 
     def q_state(self, warpgroup_id, tile_count) -> pipeline.PipelineState:
         """Buffer and phase of a warpgroup's Q in its tile_count-th tile, for the consumer; each has its own buffers."""

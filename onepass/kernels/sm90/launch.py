@@ -79,7 +79,8 @@ def prepare(
     config = config or tuned.refined(heuristics.forward_config(problem), "fwd", "sm90", problem, ARCH, device)
     kernel = compile.get(*compile_request(problem, config))
     grid = persistent_grid(problem, config, torch.cuda.get_device_properties(device).multi_processor_count)
-    return Launch(problem, kernel, *score_scales(problem), *window_bounds(problem), config.dynamic_tiles, *grid)
+    of_config = config.dynamic_tiles, config.transposes_v
+    return Launch(problem, kernel, *score_scales(problem), *window_bounds(problem), *of_config, *grid)
 
 
 def persistent_grid(problem: AttentionProblem, config: ForwardConfig, num_sms: int) -> tuple[int, int]:
@@ -136,6 +137,7 @@ class Launch:
     window_left: int | None
     window_right: int | None
     is_dynamic: bool
+    transposes_v: bool
     heads_per_section: int
     num_ctas: int
 
@@ -145,7 +147,7 @@ class Launch:
         if isinstance(inputs, QuantizedInputs):
             scales = kernel_scales(self.problem, inputs.descales)
             assert self.problem.quantization is not None
-            if not self.problem.quantization.v_keys_last:
+            if not (self.problem.quantization.v_keys_last or self.transposes_v):
                 v = fp8.keys_last(v, inputs.cu_seqlens_k)
         tensors = tma_ready(inputs.q), tma_ready(inputs.k), tma_ready(v)
         outputs = empty_outputs(self.problem, inputs)
@@ -294,7 +296,7 @@ def trace(problem: AttentionProblem, config: ForwardConfig, of_cache: tuple[bool
         tensor(dtype, *keys_batch, None, None, head_dim, align_bytes=16),
         # transposed: only the last length is not known beforehand
         tensor(dtype, *batch, None, head_dim_v, None, align_bytes=16)
-        if is_fp8
+        if is_fp8 and not config.transposes_v
         else tensor(dtype, *keys_batch, None, None, head_dim_v, align_bytes=16),
         tensor(out_dtype, *splits, *batch, None, None, problem.head_dim_v, align_bytes=16),
         tensor(Float32, *splits, *batch, None, None, align_bytes=4),
