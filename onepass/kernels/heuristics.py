@@ -215,15 +215,23 @@ def _fp8_config(problem: AttentionProblem) -> ForwardConfig:
     """FP8 on Hopper."""
     is_causal = problem.mask.window_right is not None
     widest = max(problem.head_dim, problem.head_dim_v)
-    columns = FP8_COLUMNS.get(head_dim_tile(problem.head_dim_v), 0)
+    columns = head_dim_tile(problem.head_dim_v)
     # these take registers, which the rows below do not leave; not measured
-    if problem.softcap is not None or problem.mask.window_left is not None or (widest > 128 and problem.has_seqused_k):
-        tile_n = 64 if problem.head_dim_v > 192 else 128
-        return _adapted(replace(FP8_AFTER, tile_n=tile_n, pv_columns=columns, dynamic_tiles=is_causal), problem)
-    seqlen_k = problem.seqlen_k // max(1, problem.batch) if problem.is_packed else problem.seqlen_k
-    rows = FORWARD_FP8[64 if widest <= 64 else 128 if widest <= 128 else 256]
-    config = next(row.config for row in rows if row.is_causal in (None, is_causal) and seqlen_k <= row.seqlen_k)
-    return _adapted(replace(config, pv_columns=0 if config.overlap_gemm_softmax else columns), problem)
+    takes_registers = problem.softcap is not None or problem.mask.window_left is not None
+    if takes_registers or (widest > 128 and problem.has_seqused_k):
+        tile_n = 64 if columns > 192 else 128
+        config = replace(FP8_AFTER, tile_n=tile_n, dynamic_tiles=is_causal)
+    else:
+        seqlen_k = problem.seqlen_k // max(1, problem.batch) if problem.is_packed else problem.seqlen_k
+        rows = FORWARD_FP8[64 if widest <= 64 else 128 if widest <= 128 else 256]
+        config = next(row.config for row in rows if row.is_causal in (None, is_causal) and seqlen_k <= row.seqlen_k)
+    is_measured = widest <= 64 and not (takes_registers or problem.is_packed or problem.has_seqused_k)
+    if not config.overlap_gemm_softmax and columns < config.tile_n and not is_measured:
+        # fewer registers than S has: ptxas would let P V share them, but then drains every wgmma by itself
+        config = replace(FP8_BESIDE, dynamic_tiles=config.dynamic_tiles)
+    if not config.overlap_gemm_softmax:
+        config = replace(config, pv_columns=FP8_COLUMNS.get(columns, 0))
+    return _adapted(config, problem)
 
 
 def _adapted(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:
