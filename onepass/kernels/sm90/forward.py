@@ -395,9 +395,12 @@ class ForwardSm90:
         )
 
     @cute.jit
-    def tile_at(self, number: Int32, schedule: Schedule, seqlens: Sequences) -> Tile:
-        """The tile of this number; past the end, the last one (which is then not computed)."""
-        number = minimum(number, schedule.num_tiles - 1)
+    def tile_at(
+        self, number: Int32, schedule: Schedule, seqlens: Sequences, exists: cutlass.Constexpr[bool] = False
+    ) -> Tile:
+        """The tile of this number; past the end, where it may not exist, the last one (which is then not computed)."""
+        if cutlass.const_expr(not exists):
+            number = minimum(number, schedule.num_tiles - 1)
         if cutlass.const_expr(self.is_packed):
             m_block, head, place_q, seqlen_q, place_k, seqlen_k, sequence, parts = schedule.find(number)
             split, place_out = None, place_q

@@ -143,7 +143,7 @@ class TransposingWarp(Bundle):
             cute.arch.shuffle_sync_bfly(t, offset=0) for t in (self.transposer.source, self.transposer.target)
         )
         while number < schedule.num_tiles:
-            tile = self.kernel.tile_at(number, schedule, seqlens)
+            tile = self.kernel.tile_at(number, schedule, seqlens, exists=True)
             for _ in cutlass.range(tile.last - tile.first, unroll=1):
                 raw_state, v_state = (state_of(progress >> 1, stages) for stages in (self.raw_stages, self.v_stages))
                 self.pass_on(raw_state, v_state, source, target)
@@ -172,6 +172,6 @@ class TransposingWarp(Bundle):
         # the tensor cores see what each lane has stored once the lane has waited here
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        self.raw_pipe.consumer_release(raw_state)
         with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.raw_pipe.consumer_get_barrier(raw_state))
             cute.arch.mbarrier_arrive(self.v_pipe.producer_get_barrier(v_state))
