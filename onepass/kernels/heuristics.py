@@ -172,7 +172,7 @@ FP8_COLUMNS = {192: 96, 256: 128}
 def forward_config(problem: AttentionProblem, arch: str = HOPPER) -> ForwardConfig:
     """The configuration that a call of this problem runs with on Hopper."""
     if problem.quantization is not None:
-        return _fp8_config(problem)
+        return _of_rows(_fp8_config(problem), problem)
     if problem.dtype == torch.float32:
         return _adapted(
             FLOAT32_SM90[max(head_dim_tile(d) for d in (problem.head_dim, value_columns(problem)))], problem
@@ -232,6 +232,27 @@ def _fp8_config(problem: AttentionProblem) -> ForwardConfig:
     if not config.overlap_gemm_softmax:
         config = replace(config, pv_columns=FP8_COLUMNS.get(columns, 0))
     return _adapted(config, problem)
+
+
+# Queries up to which the kernel transposes V itself, once for each tile of queries; for more of them it costs less to lay
+# V out once, by a kernel of its own (about 19 us). Not measured.
+TRANSPOSED_QUERIES = 4096
+
+
+def _of_rows(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:
+    """The configuration for V that lies as `fp8.keys_last` lays it, for the V of this problem."""
+    assert problem.quantization is not None
+    seqlen_q = problem.seqlen_q // max(1, problem.batch) if problem.is_packed else problem.seqlen_q
+    if problem.quantization.v_keys_last or seqlen_q > TRANSPOSED_QUERIES:
+        return config
+    # pairs share what they load, and none of what they transpose; by themselves they are faster with a queue
+    is_dynamic = config.dynamic_tiles or config.cluster_size > 1
+    transposing = replace(config, transposes_v=True, cluster_size=1, dynamic_tiles=is_dynamic)
+    try:
+        transposing.check(problem)
+    except UnsupportedError:
+        return config
+    return transposing
 
 
 def _adapted(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:

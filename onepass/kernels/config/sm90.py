@@ -18,6 +18,7 @@ DS_BUFFERS = 2  # of the backward
 # Registers of a producer and of a consumer thread, by number of consumer warpgroups. A launch gives every thread the
 # same multiple of 8, of 64 Ki in all; setmaxnreg only moves them (asking for more than are there waits forever).
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
+REGISTERS_TO_TRANSPOSE = REGISTERS | {4: (32, 112)}  # V, beside a producer
 REGISTERS_OF_PAGES = REGISTERS | {2: (40, 232)}  # of a producer that looks up pages
 
 

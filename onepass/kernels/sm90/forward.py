@@ -61,7 +61,14 @@ from ..blocks.ptx import exit_if
 from ..blocks.schedule import Schedule, Sequences, make_schedule
 from ..blocks.splits import Splits, blocks_of_split, visited_blocks
 from ..blocks.tile_queue import TileQueue
-from ..config import REGISTERS, REGISTERS_OF_PAGES, ROWS_PER_WARPGROUP, ForwardConfig, head_dim_tile
+from ..config import (
+    REGISTERS,
+    REGISTERS_OF_PAGES,
+    REGISTERS_TO_TRANSPOSE,
+    ROWS_PER_WARPGROUP,
+    ForwardConfig,
+    head_dim_tile,
+)
 from .consumer import Consumer
 from .producer import Producer
 from .transposer import FIRST_WARP as FIRST_TRANSPOSING_WARP
@@ -126,6 +133,7 @@ class ForwardSm90:
         # V may hold anything past the last key of a sequence
         self.has_rubbish = problem.is_packed or problem.has_seqused_k
         registers = REGISTERS_OF_PAGES if self.is_paged else REGISTERS
+        registers = REGISTERS_TO_TRANSPOSE if self.transposes_v else registers
         self.producer_registers, self.consumer_registers = registers[config.num_warpgroups]
 
     # ---------------------------------------------------------------- host
@@ -387,9 +395,12 @@ class ForwardSm90:
         )
 
     @cute.jit
-    def tile_at(self, number: Int32, schedule: Schedule, seqlens: Sequences) -> Tile:
-        """The tile of this number; past the end, the last one (which is then not computed)."""
-        number = minimum(number, schedule.num_tiles - 1)
+    def tile_at(
+        self, number: Int32, schedule: Schedule, seqlens: Sequences, exists: cutlass.Constexpr[bool] = False
+    ) -> Tile:
+        """The tile of this number; past the end, where it may not exist, the last one (which is then not computed)."""
+        if cutlass.const_expr(not exists):
+            number = minimum(number, schedule.num_tiles - 1)
         if cutlass.const_expr(self.is_packed):
             m_block, head, place_q, seqlen_q, place_k, seqlen_k, sequence, parts = schedule.find(number)
             split, place_out = None, place_q

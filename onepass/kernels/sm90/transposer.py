@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, pipeline
+from cutlass import Int32, pipeline
 
 from ..blocks.bundle import Bundle
 from ..blocks.integers import select
@@ -28,6 +28,7 @@ from .producer import as_producer
 FIRST_WARP, WARPS = 2, 2  # of the producer's warpgroup
 KEYS = 32  # of four 8 x 8 matrices of 16-bit values
 COLUMNS = 16  # and bytes of a piece, which the swizzle leaves together
+REGISTERS_AHEAD = 32  # of a thread, for a load that does not wait for the store before it
 EVEN_COLUMN, ODD_COLUMN = 0x6420, 0x7531  # bytes of two words of pairs
 
 
@@ -82,9 +83,12 @@ def step_of_keys(place, step: int, keys: int, head_dim_v: int):
 class Transposer(Bundle):
     """One of the warps that transpose, each every WARPS-th block of 16 columns."""
 
-    def __init__(self, keys: int, head_dim_v: int, raw: Int32, target: Int32):
-        """Args: raw, target: addresses in shared memory of the first tiles."""
-        self.keys, self.head_dim_v = keys, head_dim_v
+    def __init__(self, keys: int, head_dim_v: int, raw: Int32, target: Int32, ahead: int):
+        """Args:
+        raw, target: addresses in shared memory of the first tiles.
+        ahead: how many loads stand before a store that does not need them, in 4 registers each.
+        """
+        self.keys, self.head_dim_v, self.ahead = keys, head_dim_v, ahead
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane, step = cute.arch.lane_idx(), warp & WARPS - 1
         # from here on even steps are enough: they do not touch the bit of the warp
@@ -95,14 +99,13 @@ class Transposer(Bundle):
     @cute.jit
     def transpose(self, source: Int32, target: Int32):
         """This warp's share of a tile. Args: this lane's places in it, in both forms."""
-        # the next one is loaded before this one is stored. No loop: its counter would be a register too many
+        # no loop: its counter would be a register too many
         units = [(step, k) for step in range(0, self.head_dim_v // COLUMNS, WARPS) for k in range(self.keys // KEYS)]
-        following = self._load(source, *units[0])
+        loaded = []
         for i in cutlass.range_constexpr(len(units)):
-            words = following
-            if cutlass.const_expr(i + 1 < len(units)):
-                following = self._load(source, *units[i + 1])
-            self._store(target, *units[i], words)
+            for unit in units[i + len(loaded) : i + 1 + self.ahead]:
+                loaded.append(self._load(source, *unit))
+            self._store(target, *units[i], loaded.pop(0))
 
     def _load(self, source: Int32, step: int, k: int) -> tuple:
         of_columns = step_of_columns(source, step, self.keys, self.head_dim_v)
@@ -126,28 +129,31 @@ class TransposingWarp(Bundle):
     def __init__(self, kernel, sRaw, sV, raw_pipe, v_pipe):
         self.kernel, self.raw_pipe, self.v_pipe = kernel, raw_pipe, v_pipe
         self.raw_stages, self.v_stages = kernel.loaded_v_stages, kernel.v_stages
-        self.transposer = Transposer(kernel.part_n, kernel.head_dim_v, *(t.iterator.toint() for t in (sRaw, sV)))
+        places = (t.iterator.toint() for t in (sRaw, sV))
+        ahead = 1 if kernel.producer_registers >= REGISTERS_AHEAD else 0
+        self.transposer = Transposer(kernel.part_n, kernel.head_dim_v, *places, ahead)
 
     @cute.jit
     def run(self, queue, schedule, seqlens):
         """Every block of V, in the order in which the producer loads them."""
-        wave, number, block = Int32(0), queue.first(), Int32(0)
-        phase = Boolean(False)  # of the queue; a predicate, where the wave itself would be a register
+        wave, number = Int32(0), queue.first()
+        # blocks that have been passed on, and in the lowest bit the phase of the queue: a register less than with the wave
+        progress = Int32(0)
         source, target = (
             cute.arch.shuffle_sync_bfly(t, offset=0) for t in (self.transposer.source, self.transposer.target)
         )
         while number < schedule.num_tiles:
-            tile = self.kernel.tile_at(number, schedule, seqlens)
+            tile = self.kernel.tile_at(number, schedule, seqlens, exists=True)
             for _ in cutlass.range(tile.last - tile.first, unroll=1):
-                raw_state, v_state = (state_of(block, stages) for stages in (self.raw_stages, self.v_stages))
+                raw_state, v_state = (state_of(progress >> 1, stages) for stages in (self.raw_stages, self.v_stages))
                 self.pass_on(raw_state, v_state, source, target)
                 # carried along: a first place and a distance from it would be registers more
                 source += self.to_next(raw_state)
                 target += self.to_next(v_state)
-                block += 1
+                progress += 2
             wave += 1
-            number = queue.take(wave, select(phase, Int32(1), Int32(0)))
-            phase = not phase
+            number = queue.take(wave, progress & 1)
+            progress = progress ^ 1
             queue.want_next()
 
     def to_next(self, state: pipeline.PipelineState) -> Int32:
@@ -166,6 +172,6 @@ class TransposingWarp(Bundle):
         # the tensor cores see what each lane has stored once the lane has waited here
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        self.raw_pipe.consumer_release(raw_state)
         with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.raw_pipe.consumer_get_barrier(raw_state))
             cute.arch.mbarrier_arrive(self.v_pipe.producer_get_barrier(v_state))
