@@ -44,7 +44,7 @@ def backward(
     pieces = sequences(problem, inputs)
     dq, dk, dv, dsinks = empty_gradients(inputs)
     if problem.is_packed or problem.has_seqused_k or problem.is_empty:
-        # tokens outside every sequence, keys past seqused_k, sequences without queries or keys, and kv heads of no query
+        # tokens outside every sequence, keys past seqused_k, sequences without queries or keys, heads of keys alone
         for x in (dq, dk, dv):
             x.zero_()
     accum = problem.accum_dtype

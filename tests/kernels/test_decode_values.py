@@ -150,7 +150,8 @@ def test_values(name):
     check(inputs, **options)
 
 
-# of calls that have heads and that the interpreter has memory for; in the first two, one of them slow, nearly every option
+# of calls that have heads, and that the interpreter has memory for; in the first two, one of them slow, nearly every
+# option
 RANDOM = (18, 38, 2, 3, 4, 5, 7, 8, 12, 13, 14, 15, 19, 21, 23, 25, 27, 28, 29, 30, 31, 32, 33, 34, 35, 37, 41, 45)
 
 

@@ -66,7 +66,10 @@ def test_backend_and_oracle_against_a_mask_written_down(seqlen_q, seqlen_k, caus
     for left, right in itertools.product(SIDES, SIDES):
         options = {"window": (left, right), "causal": causal}
         expected, sees_a_key = dense(*tensors.values(), causal, left, right)
-        for result in (onepass.attention(**tensors, **options, return_lse=True), reference.attention(**tensors, **options)):
+        for result in (
+            onepass.attention(**tensors, **options, return_lse=True),
+            reference.attention(**tensors, **options),
+        ):
             torch.testing.assert_close(result.out, expected, rtol=1e-12, atol=1e-12)
             assert torch.equal(result.lse[0, 0] > -torch.inf, sees_a_key), options
 

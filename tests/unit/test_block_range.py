@@ -94,7 +94,7 @@ def test_tiles_cut_without_gaps():
 
 
 def test_masks_of_options():
-    """`causal` takes away the keys after the query's own and gives none back; no key at all is one right side's doing."""
+    """`causal` takes away the keys after the query's own and gives none back; a right side alone hides all keys."""
     for causal, (left, right) in itertools.product((False, True), itertools.product(SIDES, SIDES)):
         mask = Mask.from_options(causal, (left, right))
         window = mask.window_left, mask.window_right
@@ -113,7 +113,7 @@ FAR = 2**40
 
 @pytest.mark.parametrize("is_shorter", [False, True])
 def test_bounds_of_kernels_stay_in_range(is_shorter):
-    """They hide what the window hides in sequences up to these lengths, and are as far from 0 as the longest at most."""
+    """They hide what the window hides in sequences up to these lengths, and lie no further from 0 than the longest."""
     sides = [*SIDES, *(side * FAR + 3 for side in (-1, 1))]
     for most_q, most_k in ((8, 5), (2, 8), (8, 8), (1, 1)):
         for left, right in itertools.product(sides, sides):
