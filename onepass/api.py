@@ -199,11 +199,13 @@ def attention(
             with (batch, num_heads, seqlen, head_dim) pass `x.transpose(1, 2)`, which copies nothing. Or a
             `QuantizedQKV` in place of q, k and v, through which no gradient flows.
         k: (batch, seqlen_k, num_heads_kv, head_dim), num_heads_q divisible by num_heads_kv: query head h uses
-            kv head h // (num_heads_q // num_heads_kv).
+            kv head h // (num_heads_q // num_heads_kv). With 0 heads of q, out has none and gradients of k and v are 0.
         v: (batch, seqlen_k, num_heads_kv, head_dim_v); head_dim_v may differ from head_dim.
         causal: query i sees key j only if j <= i + seqlen_k - seqlen_q.
         window: (left, right), both inclusive, None = unbounded: query i sees key j only if
-            i + shift - left <= j <= i + shift + right, where shift = seqlen_k - seqlen_q.
+            i + shift - left <= j <= i + shift + right, where shift = seqlen_k - seqlen_q. A side may be negative:
+            (None, -1) hides a query's own position, too, (-3, None) all keys up to the second after it. (What is -1 in
+            flash-attn is None here.)
         softcap: c > 0 replaces a scaled score s by c * tanh(s / c).
         sinks: (num_heads_q,) floating point; adds exp(sinks[h]) to the denominator of every row of head h.
         softmax_scale: multiplies q.k before the softmax; None = head_dim ** -0.5.

@@ -204,10 +204,10 @@ def split_workspace_bytes(num_splits: int, *, batch: int, seqlen_q: int, num_hea
     out and lse of every split. 0 for one split, which writes its outputs directly. The backend `tiled` takes none.
     Packed queries are a batch of one.
 
-    Raises: ValueError for a number below 1 (num_splits, num_heads_q, head_dim_v) or below 0.
+    Raises: ValueError for a number below 1 (num_splits, head_dim_v) or below 0.
     """
-    sizes = {"num_splits": num_splits, "num_heads_q": num_heads_q, "head_dim_v": head_dim_v}
-    for name, value in (sizes | {"batch": batch, "seqlen_q": seqlen_q}).items():
+    sizes = {"num_splits": num_splits, "head_dim_v": head_dim_v}
+    for name, value in (sizes | {"num_heads_q": num_heads_q, "batch": batch, "seqlen_q": seqlen_q}).items():
         if value < (1 if name in sizes else 0):
             raise ValueError(f"{name}: expected at least {1 if name in sizes else 0}, got {value}")
     return 0 if num_splits == 1 else splits.workspace_bytes(num_splits, batch * seqlen_q * num_heads_q, head_dim_v)

@@ -100,12 +100,9 @@ def _check_cache_shapes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.T
     if q.shape[-1] != k_cache.shape[-1]:
         raise ValueError(f"k_cache: expected head_dim {q.shape[-1]} like q, got {k_cache.shape[-1]}")
     for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if t.shape[-1] < 1 or t.shape[-2] < 1:
-            raise ValueError(f"{name}: expected at least 1 head and a head_dim of at least 1, got {tuple(t.shape)}")
-    if q.shape[-2] % k_cache.shape[-2] != 0:
-        raise ValueError(
-            f"q: expected a number of heads divisible by the {k_cache.shape[-2]} heads of the cache, got {q.shape[-2]}"
-        )
+        if t.shape[-1] < 1:
+            raise ValueError(f"{name}: expected a head_dim of at least 1, got shape {tuple(t.shape)}")
+    validation.check_groups(q.shape[-2], k_cache.shape[-2], "the cache")
 
 
 def _check_packed_queries(inputs: DecodeInputs) -> None:

@@ -286,7 +286,7 @@ def _minus(x: Tensor, mean: Tensor, exists: Tensor | None, cu_seqlens: Tensor | 
 
 def _dots(x_q: Tensor, k_mean: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
     """q . mean of k, (batch or 1, num_heads_q, rows)."""
-    group = x_q.shape[2] // k_mean.shape[1]
+    group = x_q.shape[2] // max(1, k_mean.shape[1])
     mean = _rows_of(k_mean.repeat_interleave(group, 1), cu_seqlens_q, x_q.shape[1])
     return torch.linalg.vecdot(x_q, mean).transpose(1, 2).contiguous()
 
@@ -313,7 +313,7 @@ def restored(
         share = 1.0 - torch.exp(sink - lse)
     if quantized.v_mean is not None:
         share = torch.where(is_empty, 0.0, share)
-        mean = quantized.v_mean.repeat_interleave(out.shape[-2] // quantized.v_mean.shape[1], 1)
+        mean = quantized.v_mean.repeat_interleave(out.shape[-2] // max(1, quantized.v_mean.shape[1]), 1)
         mean = _rows_of(mean, cu_seqlens_q, out.shape[-3])
         mean = mean if cu_seqlens_q is None else mean[0]
         out = torch.add(out, mean * share.transpose(-1, -2)[..., None]).to(out.dtype)

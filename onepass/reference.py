@@ -52,7 +52,7 @@ def attention(
     """
     batch, seqlen_q, num_heads_q, head_dim = q.shape
     seqlen_k = k.shape[1]
-    group = num_heads_q // k.shape[2]
+    group = num_heads_q // max(1, k.shape[2])
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     q, k, v = (x.to(compute_dtype).transpose(1, 2) for x in (q, k, v))  # (batch, heads, seqlen, head_dim)
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)

@@ -78,11 +78,19 @@ def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.shape[-1] < 1:
             raise ValueError(f"{name}: expected a head_dim of at least 1, got shape {_shape(t)}")
-        if t.shape[-2] < 1:
-            raise ValueError(f"{name}: expected at least 1 head, got shape {_shape(t)}")
-    if q.shape[-2] % k.shape[-2] != 0:
+    check_groups(q.shape[-2], k.shape[-2], "k and v")
+
+
+def check_groups(num_heads_q: int, num_heads_kv: int, of: str) -> None:
+    """Each kv head serves as many query heads; without query heads, of which 0 are legal, there may be any number.
+
+    Args: of: whose heads the second ones are.
+    """
+    if num_heads_q == 0:
+        return
+    if num_heads_kv == 0 or num_heads_q % num_heads_kv != 0:
         raise ValueError(
-            f"q: expected a number of heads divisible by the {k.shape[-2]} heads of k and v, got {q.shape[-2]}"
+            f"q: expected a number of heads divisible by the {num_heads_kv} heads of {of}, got {num_heads_q}"
         )
 
 
@@ -129,8 +137,6 @@ def _check_window(window: Any) -> tuple[int | None, int | None] | None:
             continue
         if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
             raise TypeError(f"window: expected an int or None for its {side} side, got {size!r}")
-        if size < 0:
-            raise ValueError(f"window: expected a {side} side of at least 0 (None = unbounded), got {size}")
     return window[0], window[1]
 
 

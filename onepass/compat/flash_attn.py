@@ -17,6 +17,7 @@ What onepass does not compute raises NotImplementedError naming the argument, be
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -59,7 +60,9 @@ def _mask_options(softmax_scale: Any, causal: Any, window_size: Any, softcap: An
     """The scale and the mask in the words of `onepass.attention`."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(f"window_size: expected a pair (left, right) of int, got {window_size!r}")
-    left, right = (None if isinstance(side, int) and side < 0 else side for side in window_size)
+    # to `onepass.attention` a negative side is a bound like any other: none may pass, of whatever type of integers
+    integers = numbers.Integral, torch.SymInt
+    left, right = (None if isinstance(side, integers) and side < 0 else side for side in window_size)
     return {
         "softmax_scale": softmax_scale,
         "causal": causal,

@@ -79,7 +79,7 @@ def scaled_dot_product_attention(
     if q.shape[2] != num_heads:
         q = q.expand(-1, -1, num_heads, -1)
     if k.shape[2] != v.shape[2]:
-        k, v = (x.repeat_interleave(num_heads // x.shape[2], 2) for x in (k, v))
+        k, v = (x.repeat_interleave(num_heads // max(1, x.shape[2]), 2) for x in (k, v))
     out = api.attention(q, k, v, causal=is_bottom_right, window=window, softmax_scale=scale)
     return out.transpose(1, 2).reshape(*leading, *query.shape[-2:-1], value.shape[-1])
 
@@ -126,7 +126,7 @@ def _leading_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
                 raise ValueError(f"{name}: expected at least 3 dimensions with enable_gqa=True, got 2")
         num_heads = shapes[0][-1]
         for name, shape in zip(("key", "value"), shapes[1:], strict=True):
-            if shape[-1] < 1 or num_heads % shape[-1] != 0:
+            if num_heads and (shape[-1] < 1 or num_heads % shape[-1] != 0):
                 raise ValueError(
                     f"{name}: expected a number of heads that divides query's {num_heads}, got {shape[-1]}"
                 )

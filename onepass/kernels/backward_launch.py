@@ -100,7 +100,8 @@ class BackwardLaunch:
         """Whether a block of queries may see no key, and so be visited by no tile."""
         mask, shift = self.problem.mask, self.problem.seqlen_k - self.problem.seqlen_q
         is_ahead = mask.window_right is not None and shift + mask.window_right < 0
-        return self.problem.has_seqused_k or is_ahead
+        is_behind = mask.window_left is not None and mask.window_left < 0
+        return self.problem.has_seqused_k or is_ahead or is_behind
 
     def __call__(
         self, inputs: AttentionInputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None

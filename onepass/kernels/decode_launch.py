@@ -123,8 +123,7 @@ def prepared(
     problem: DecodeProblem, make: Callable[[], DecodeLaunch]
 ) -> Callable[[DecodeInputs], tuple[Tensor, Tensor]]:
     """A launch, if there are rows and keys."""
-    attention = problem.attention
-    if 0 in (attention.batch, attention.seqlen_q, attention.seqlen_k):
+    if problem.attention.is_empty:
         return functools.partial(_without_keys, problem)
     return make()
 

@@ -131,7 +131,7 @@ def fp8_budget(
     p = reference.attention(q, k, identity[None, :, None].expand(batch, -1, heads_kv, -1), **options).out.transpose(
         1, 2
     )
-    group = q.shape[2] // heads_kv
+    group = q.shape[2] // max(1, heads_kv)
     v = v.double().repeat_interleave(group, 2).transpose(1, 2).abs()
     scale = torch.ones(1, dtype=torch.float64, device=v.device) if v_scale is None else v_scale.double()
     scale = scale.expand(batch, seqlen_k, heads_kv, 1).repeat_interleave(group, 2).transpose(1, 2)  # (.., keys, 1)

@@ -17,6 +17,7 @@ import onepass
 
 from .. import reference
 from .budget import Comparison, compare, compare_lse
+from .inputs import edges_of, heads_or_none, some_side_negative
 from .rounding import floor_of_out
 
 INT32, E4M3 = torch.int32, torch.float8_e4m3fn
@@ -202,6 +203,8 @@ def random_decode_call(
 
     batch, heads_kv = rng.choice([1, 2, 3, 5]), rng.choice([1, 1, 2, 3])
     heads_q = heads_kv * rng.choice([1, 1, 2, 3, 4, 5, 8, 16])
+    edges = edges_of(seed)
+    heads_q, heads_kv = heads_or_none(edges, heads_q, heads_kv)
     is_e4m3 = dtype.itemsize == 2 and not many_rows and rng.random() < 0.25
     head_dims = [8, 40, 64, 64, 96, 128, 128, 256]
     head_dim = rng.choice(head_dims if is_e4m3 or many_rows else [3, *head_dims])
@@ -260,7 +263,7 @@ def random_decode_call(
 
     arguments["causal"] = rng.random() < 0.7
     if rng.random() < 0.3:
-        arguments["window"] = tuple(rng.choice([None, 0, 5, 33, 100]) for _ in range(2))
+        arguments["window"] = some_side_negative(edges, tuple(rng.choice([None, 0, 5, 33, 100]) for _ in range(2)))
     if rng.random() < 0.25:
         arguments["softcap"] = rng.choice([0.5, 5.0, 30.0])
     if rng.random() < 0.2:

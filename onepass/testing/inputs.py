@@ -138,6 +138,26 @@ class Call:
         return floors
 
 
+def edges_of(seed: int) -> random.Random:
+    """What draws rare cases: a source of its own, so that what else a seed gives does not depend on them."""
+    return random.Random(f"{seed}, edges")
+
+
+def heads_or_none(edges: random.Random, heads_q: int, heads_kv: int) -> tuple[int, int]:
+    """These numbers of heads; in one of 50 calls there are none, or none of q."""
+    if edges.random() >= 0.02:
+        return heads_q, heads_kv
+    return 0, edges.choice([0, heads_kv])
+
+
+def some_side_negative(edges: random.Random, window: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    """This window; in two of five with a negative number in place of one of its sides."""
+    if edges.random() >= 0.4:
+        return window
+    size = -edges.choice([1, 2, 9, 40])
+    return (size, window[1]) if edges.random() < 0.5 else (window[0], size)
+
+
 def random_call(seed: int, device: str = "cpu", max_seqlen: int = 160, dtype: torch.dtype | None = None) -> Call:
     """A random call over all options; the same seed gives the same call."""
     rng = random.Random(seed)
@@ -145,6 +165,8 @@ def random_call(seed: int, device: str = "cpu", max_seqlen: int = 160, dtype: to
     dtype = dtype or rng.choice([torch.float64, torch.float32, torch.bfloat16, torch.float16])
     heads_kv = rng.choice([1, 1, 2, 3])
     heads_q = heads_kv * rng.choice([1, 1, 2, 3, 5])
+    edges = edges_of(seed)
+    heads_q, heads_kv = heads_or_none(edges, heads_q, heads_kv)
     head_dim = rng.choice([1, 3, 8, 16, 32, 40, 64, 72, 128, 256])
     head_dim_v = head_dim if rng.random() < 0.6 else rng.choice([1, 5, 16, 64, 128])
 
@@ -156,7 +178,8 @@ def random_call(seed: int, device: str = "cpu", max_seqlen: int = 160, dtype: to
     if rng.random() < 0.4:
         options["causal"] = True
     if rng.random() < 0.35:
-        options["window"] = tuple(rng.choice([None, 0, 1, 5, 33, 200]) for _ in range(2))
+        window = tuple(rng.choice([None, 0, 1, 5, 33, 200]) for _ in range(2))
+        options["window"] = some_side_negative(edges, window)
     if rng.random() < 0.3:
         options["softcap"] = rng.choice([0.5, 5.0, 30.0, 50.0])
     if rng.random() < 0.3:

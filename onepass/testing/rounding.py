@@ -27,7 +27,7 @@ def rounding_terms(
     Args: as `reference.attention`, with the gradients of out and lse, and the oracle's result for the call.
     """
     batch, seqlen_q, num_heads_q, head_dim = q.shape
-    group = num_heads_q // k.shape[2]
+    group = num_heads_q // max(1, k.shape[2])
     scale = abs(options.get("softmax_scale") or head_dim**-0.5)
     softcap, sinks = options.get("softcap"), options.get("sinks")
     q, k, v, dout, out = (x.detach().double().transpose(1, 2) for x in (q, k, v, dout, oracle.out))
@@ -54,7 +54,7 @@ def rounding_terms(
         return x.max() if x.numel() else x.new_zeros(())
 
     def over_group(x: Tensor) -> Tensor:
-        return x.unflatten(1, (-1, group)).sum(2)
+        return x.unflatten(1, (-1, group)).sum(2) if group else x
 
     # the error of delta, and so of each ds / p in its row
     delta_of_out = torch.where(is_empty, 0.0, (dout * out).square().sum(-1, keepdim=True).sqrt())

@@ -43,8 +43,8 @@ def backward(
     q, k, v, sinks = inputs[:4]
     pieces = sequences(problem, inputs)
     dq, dk, dv, dsinks = empty_gradients(inputs)
-    if problem.is_packed or problem.has_seqused_k or 0 in (problem.seqlen_q, problem.seqlen_k):
-        # tokens outside every sequence, keys past seqused_k and sequences without queries or keys
+    if problem.is_packed or problem.has_seqused_k or problem.is_empty:
+        # tokens outside every sequence, keys past seqused_k, sequences without queries or keys, heads of keys alone
         for x in (dq, dk, dv):
             x.zero_()
     accum = problem.accum_dtype

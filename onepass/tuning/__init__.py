@@ -77,8 +77,8 @@ def tasks_of(
             raise TypeError(f"tuning: expected None, for that is what is looked for, got {tuning}")
         if problem.quantization is not None:
             raise UnsupportedError("precision: expected None, got a call in FP8, which is not tuned yet")
-        if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):
-            raise ValueError(f"tune: expected a batch and lengths above 0, got {problem}")
+        if problem.is_empty:
+            raise ValueError(f"tune: expected a batch, lengths and heads above 0, got {problem}")
         support = dispatch.choose(problem, requested)
         name = dispatch.require(problem, requested)
         if not dispatch.has_kernels(name):

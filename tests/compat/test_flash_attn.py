@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 
@@ -98,6 +99,9 @@ OPTIONS = [
     ({"causal": True}, {"causal": True}),
     ({"window_size": (3, -1)}, {"window": (3, None)}),
     ({"window_size": (-1, 2)}, {"window": (None, 2)}),
+    ({"window_size": (-7, 2)}, {"window": (None, 2)}),
+    ({"window_size": (3, np.int64(-1))}, {"window": (3, None)}),
+    ({"causal": True, "window_size": (-1, -1)}, {"causal": True}),
     ({"window_size": [2, 1], "softmax_scale": 0.3}, {"window": (2, 1), "softmax_scale": 0.3}),
     ({"causal": True, "window_size": (4, 4), "softcap": 1.5}, {"causal": True, "window": (4, 4), "softcap": 1.5}),
 ]

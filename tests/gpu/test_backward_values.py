@@ -103,6 +103,9 @@ MANY_SHORT = [
     case(90, 100, batch=66, heads=(2, 2), head_dim=40, head_dim_v=72, dtype=FP16),
     case(1, 512, batch=132, heads=(1, 1), head_dim=128),
     case(100, 150, batch=132, heads=(1, 1), head_dim=64, used=tuple(range(19, 151)), window=(30, 9), sinks=True),
+    case(200, 200, batch=132, heads=(1, 1), head_dim=64, window=(-20, 90)),
+    case(200, 200, batch=132, heads=(1, 1), head_dim=128, window=(-100, None), sinks=True),
+    case(200, 150, batch=66, heads=(4, 2), head_dim=128, window=(90, -70), dtype=FP16),
 ]
 
 
@@ -330,6 +333,9 @@ def test_packed_lengths(case):
         (BF16, {"head_dim": 128, "used": (0, 20, 131, 64)}),
         (FP16, {"head_dim": 64, "used": (90, 0, 1, 65), "causal": True, "slack": 3, "heads": (4, 1)}),
         (BF16, {"head_dim": 256, "used": (10, 3, 129, 140), "window": (20, 20), "sinks": True}),
+        (BF16, {"head_dim": 64, "window": (-10, 90), "heads": (4, 2), "slack": 2}),
+        (FP16, {"head_dim": 128, "window": (90, -10), "used": (90, 0, 131, 64)}),
+        (BF16, {"head_dim": 256, "window": (None, -30), "sinks": True}),
     )
 )
 def test_packed_options(case):

@@ -56,6 +56,16 @@ def test_order_of_keys():
     torch.testing.assert_close(out.float(), quantized.dequantize()[2], atol=0.02, rtol=0.02)
 
 
+NEGATIVE = [(None, -50), (-50, None), (-20, 100), (100, -20), (3, -4)]
+
+
+@pytest.mark.parametrize("window", NEGATIVE, ids=str)
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("lengths", [(128, 128), (200, 333), (333, 200)], ids=str)
+def test_windows_with_negative_sides(lengths, head_dims, window):
+    check(onepass.quantize_fp8(*make(*lengths, *head_dims)), window=window)
+
+
 @pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (70, 30)}], ids=str)
 @pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (16, 48)], ids=str)
 @pytest.mark.parametrize("lengths", [(1, 1), (64, 64), (65, 129), (200, 333)], ids=str)

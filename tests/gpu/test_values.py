@@ -51,6 +51,9 @@ def test_masks(case):
 
 
 WINDOWS = [(0, 0), (0, None), (None, 0), (1, 0), (0, 1), (63, 0), (64, 0), (127, 128), (500, 3), (10**6, 10**6)]
+# keys that begin behind a query's position or end before it: some rows see none, and of the last three no row does
+WINDOWS += [(-1, None), (None, -1), (-64, 200), (200, -64), (-3, 3), (-127, 128), (None, -300), (-450, None), (63, -64)]
+WINDOWS += [(-(10**6), 10**6), (10**6, -(10**6)), (5, -(10**6))]
 
 
 @cases(case(m, n, head_dim=128, window=w) for w in WINDOWS for m, n in ((300, 300), (200, 450), (450, 200)))

@@ -130,6 +130,17 @@ CASES = {
 }
 
 
+NEGATIVE = ((40, -2), (-1, 40), (-3, 250), (250, -150), (-70, 70), (5, -6))
+
+
+@pytest.mark.parametrize("name", ["window, softcap, sinks", "32 rows, a window that hides all keys of some warps"])
+def test_windows_with_negative_sides(name):
+    """By the kernels of other windows: rows, warps and splits that see no key among them."""
+    inputs, options = CASES[name]
+    for window in NEGATIVE:
+        check(inputs, **(options | {"causal": False, "window": window}))
+
+
 SLOW = ("one pass over pages", "large sinks, one of the splits", "32 rows", "pages of 48")
 
 
@@ -139,8 +150,9 @@ def test_values(name):
     check(inputs, **options)
 
 
-# of calls that the interpreter has memory for; in the first two, one of them slow, nearly every option
-RANDOM = (18, 38, 2, 3, 4, 5, 7, 8, 12, 13, 14, 15, 19, 21, 22, 23, 25, 27, 28, 29, 30, 31, 32, 33, 34, 35, 37, 41, 45)
+# of calls that have heads, and that the interpreter has memory for; in the first two, one of them slow, nearly every
+# option
+RANDOM = (18, 38, 2, 3, 4, 5, 7, 8, 12, 13, 14, 15, 19, 21, 23, 25, 27, 28, 29, 30, 31, 32, 33, 34, 35, 37, 41, 45)
 
 
 # likewise, and of 16 bits; the first two over pages and in splits

@@ -1,6 +1,7 @@
 """The parts of the Hopper backward's launch that plain torch computes."""
 
 import importlib.util
+import itertools
 import math
 from dataclasses import replace
 
@@ -10,6 +11,8 @@ from launch_arguments import assert_as_traced
 
 import onepass
 from onepass import dispatch
+from onepass.kernels.arguments import window_bounds
+from onepass.kernels.blocks.block_range import query_blocks
 from onepass.kernels.config import BackwardConfig
 from onepass.kernels.sm90 import backward_launch
 from onepass.kernels.sm90.backward_launch import Launch, unsupported
@@ -82,6 +85,31 @@ def test_what_is_left_to_another_backend_says_why():
     assert unsupported(replace(problem(), batch=70000)) == "batch: expected up to 65535, got 70000"
     float32 = replace(problem(), dtype=torch.float32)
     assert unsupported(float32) == "dtype: expected bfloat16 or float16, got float32"
+
+
+SIDES = (None, 0, 3, 40, 200, -1, -40, -200)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(130, 130), (70, 300), (300, 70)])
+def test_blocks_of_queries_that_no_tile_visits_are_known(seqlen_q, seqlen_k):
+    """With private_dq nobody but a tile of keys writes dq, so that it has to be zeroed where one may be left out."""
+    config = BackwardConfig(private_dq=True, dynamic_tiles=False)
+    for window in itertools.product(SIDES, SIDES):
+        mask = Mask.from_options(False, window)
+        asked = replace(problem(mask=mask), seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        left_out = set(range(-(-seqlen_q // config.tile_m)))
+        for n_start in range(0, seqlen_k, config.tile_n):
+            geometry = seqlen_q, seqlen_k, *window_bounds(asked)
+            first, _, _, last = query_blocks(n_start, n_start + config.tile_n, *geometry, config.tile_m)
+            left_out -= set(range(first, last))
+        may_skip = Launch(asked, config, *[None] * 3, 2, 1, 1).may_skip_blocks
+        assert may_skip or not left_out, window
+        assert may_skip == any(side is not None and side < 0 for side in mask_and_shift(mask, seqlen_k - seqlen_q))
+
+
+def mask_and_shift(mask, shift):
+    """The sides of which a negative one leaves queries without a key: the first query's last key, the last's first."""
+    return mask.window_left, None if mask.window_right is None else mask.window_right + shift
 
 
 def test_which_module_computes_gradients():

@@ -35,6 +35,8 @@ def samples():
         "sinks, window, softcap": (*dense, sinks, None, None, None, 0.3, 2, 1, 5.0, True, "tiled", None),
         "seqused_k": (*dense, None, None, None, used, *options),
         "packed": (*packed, None, cu_seqlens, cu_seqlens, None, *options),
+        "negative sides": (*dense, None, None, None, None, 0.3, -2, 5, None, False, "tiled", None),
+        "no heads": (*qkv(2, 9, heads_q=0, requires_grad=True), None, None, None, None, *options),
         "no gradients": (*qkv(2, 9), None, None, None, None, *options),
     }
 
@@ -56,6 +58,7 @@ def test_opcheck_backward():
 GRADCHECK = {
     "causal": {"causal": True},
     "window": {"window": (2, 1)},
+    "negative sides": {"window": (3, -1)},
     "softcap": {"softcap": 1.5},
     "sinks": {"sinks": True, "causal": True},
     "seqused_k": {"seqused_k": torch.tensor([3, 0], dtype=INT32)},

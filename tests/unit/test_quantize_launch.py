@@ -11,9 +11,9 @@ from onepass.problem import AttentionInputs
 BF16, INT32 = torch.bfloat16, torch.int32
 
 
-def inputs(rows=70, head_dim=64, head_dim_v=64, dtype=BF16, lengths=None, batch=2):
-    leading = (batch,) if lengths is None else ()
-    tensors = [torch.empty(*leading, rows, 1, d, dtype=dtype, device="meta") for d in (head_dim, head_dim, head_dim_v)]
+def inputs(rows=70, head_dim=64, head_dim_v=64, dtype=BF16, lengths=None, batch=2, heads=1):
+    leading = (batch, rows, heads) if lengths is None else (rows, heads)
+    tensors = [torch.empty(*leading, d, dtype=dtype, device="meta") for d in (head_dim, head_dim, head_dim_v)]
     cu_seqlens = None if lengths is None else torch.tensor(lengths, dtype=INT32)
     return AttentionInputs(*tensors, None, cu_seqlens, cu_seqlens)
 
@@ -26,6 +26,7 @@ def inputs(rows=70, head_dim=64, head_dim_v=64, dtype=BF16, lengths=None, batch=
         (inputs(head_dim=72), "block", "72"),
         (inputs(head_dim_v=272), "block", "272"),
         (inputs(rows=0), "block", "elements"),
+        (inputs(heads=0), "block", "elements"),
         (inputs(lengths=(0,)), "block", "elements"),
         (inputs(rows=2**22 + 64), "block", "at most 65535"),
         (inputs(rows=1, batch=65536), "block", "at most 65535"),

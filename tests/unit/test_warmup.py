@@ -197,6 +197,9 @@ def test_calls_that_need_no_kernel(compiled):
     if not torch.cuda.is_available():
         assert onepass.warmup([CALL, packed]) == []
     assert onepass.warmup([META], backend="tiled") == []
+    for heads_kv in (0, 2):
+        shapes = {"q": (2, 9, 0, 64), "k": (2, 9, heads_kv, 64), "v": (2, 9, heads_kv, 64), "dtype": torch.bfloat16}
+        assert onepass.warmup([shapes], backend="sm90", gradients=True) == []
     assert compiled == []
 
 

@@ -52,7 +52,7 @@ def prepare(
     problem: AttentionProblem, device: torch.device, config: ForwardConfigSm80 | None = None
 ) -> Callable[[AttentionInputs], tuple[Tensor, Tensor]]:
     """`forward` for calls of one problem on one device; holds no tensor."""
-    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):  # packed rows of no sequence, or no keys
+    if problem.is_empty:  # packed rows of no sequence, no keys, or no heads
         return functools.partial(_without_keys, problem)
     arch = arch_of(device)
     if config is None:

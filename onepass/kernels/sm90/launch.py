@@ -74,7 +74,7 @@ def prepare(
     problem: AttentionProblem, device: torch.device, config: ForwardConfig | None = None
 ) -> Callable[[Any], tuple[Tensor, Tensor]]:
     """`forward` for calls of one problem on one device; holds no tensor."""
-    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):  # packed rows of no sequence, or no keys
+    if problem.is_empty:  # packed rows of no sequence, no keys, or no heads
         return functools.partial(_without_keys, problem)
     config = config or tuned.refined(heuristics.forward_config(problem), "fwd", "sm90", problem, ARCH, device)
     kernel = compile.get(*compile_request(problem, config))
