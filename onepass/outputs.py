@@ -39,9 +39,7 @@ def empty_outputs(problem: AttentionProblem, inputs: AttentionInputs | Quantized
     return empty_as(q, problem.head_dim_v, problem.out_dtype), lse
 
 
-def without_keys(
-    out: Tensor, lse: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def without_keys(out: Tensor, lse: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor | None) -> tuple[Tensor, Tensor]:
     """out and lse of rows that see no key, written into both: 0 and the row's sink, or -inf without sinks.
 
     Rows past the last offset belong to no sequence and have no sink: their lse is -inf.

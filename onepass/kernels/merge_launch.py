@@ -26,7 +26,8 @@ ROW_WARPS = 8  # that more than FEW_PARTS parts are shared out to
 class MergeKey:
     """What the code of a merge depends on.
 
-    Attributes: those of `combine.Merge`, the dtypes of partial_out and of out, and whether queries with sinks are packed.
+    Attributes: those of `combine.Merge`, the dtypes of partial_out and of out, and has_offsets: of packed queries with
+    sinks.
     """
 
     partial: torch.dtype

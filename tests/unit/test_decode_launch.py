@@ -226,12 +226,21 @@ def test_parts_of_equal_keys_follow_the_cache(launched):
     assert launched[0][1][-5:-3] == (16, 128 // 64)
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("changes", [{"batch": 0}, {"seqlen_q": 0}, {"room": 0}])
-def test_without_keys_nothing_is_launched(launched, changes):
-    inputs = inputs_of(**changes)
+def test_without_keys_nothing_is_launched(launched, changes, has_sinks, is_packed):
+    inputs = inputs_of(**changes, is_packed=is_packed)
+    if has_sinks:
+        inputs = inputs._replace(sinks=torch.randn(8))
+    if is_packed and changes == {"room": 0}:
+        inputs = inputs._replace(cu_seqlens_q=torch.tensor([0, 3, 4], dtype=INT32))  # and two rows of no sequence
     out, lse = decode_launch.decode(check_decode(inputs, **OPTIONS), inputs)
     assert (out == 0).all()
-    assert (lse == -torch.inf).all()
+    expected = torch.full_like(lse, -torch.inf)
+    if has_sinks:
+        expected[..., : 4 if is_packed else None] = inputs.sinks[:, None]
+    assert torch.equal(lse, expected)
     assert launched == []
 
 

@@ -13,6 +13,7 @@ import onepass
 from onepass import dispatch, fp8
 from onepass.kernels import compile
 from onepass.kernels.config import ForwardConfig
+from onepass.kernels.sm80 import launch as launch_sm80
 from onepass.kernels.sm90 import launch, parts_launch
 from onepass.outputs import empty_as, empty_outputs
 from onepass.problem import AttentionInputs, AttentionProblem, Mask, QuantizedInputs
@@ -157,12 +158,29 @@ def same_memory(a, b):
     return (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
 
 
+@pytest.mark.parametrize("backend", [launch, launch_sm80])
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("empty", ["batch", "seqlen_q", "seqlen_k"])
-def test_without_keys_nothing_is_launched(launched, empty):
-    inputs = qkv(**{empty: 0})
-    out, lse = launch.forward(problem_of(inputs), inputs)
+def test_without_keys_nothing_is_launched(launched, empty, has_sinks, backend):
+    sinks = torch.randn(4) if has_sinks else torch.full((4,), -torch.inf)
+    inputs = qkv(**{empty: 0})._replace(sinks=sinks if has_sinks else None)
+    out, lse = backend.forward(problem_of(inputs), inputs)
     assert (out == 0).all()
-    assert (lse == -torch.inf).all()
+    assert torch.equal(lse, sinks[:, None].expand_as(lse))
+    assert launched == []
+
+
+@pytest.mark.parametrize("backend", [launch, launch_sm80])
+def test_packed_without_keys(launched, backend):
+    """Rows of a sequence have their sink, those of no sequence none."""
+    q, k, v, *_ = (t if t is None else t[0] for t in qkv(1, 20, 0))
+    sinks, lengths = torch.randn(4), torch.zeros(3, dtype=torch.int32)
+    for last in (12, 0):
+        inputs = AttentionInputs(q, k, v, sinks, torch.tensor([0, last // 2, last], dtype=torch.int32), lengths)
+        out, lse = backend.forward(problem_of(inputs), inputs)
+        assert (out == 0).all()
+        assert torch.equal(lse[:, :last], sinks[:, None].expand(4, last))
+        assert (lse[:, last:] == -torch.inf).all()
     assert launched == []
 
 
