@@ -29,8 +29,9 @@ class AttentionOutput(NamedTuple):
     Attributes:
         out: as q, with head_dim_v in place of head_dim.
         lse: log of each row's softmax denominator (natural log), float32 (float64 for float64 inputs),
-            (batch, num_heads_q, seqlen_q), or (num_heads_q, total_q) for packed sequences. -inf for a row that
-            sees no key. With sinks it includes them.
+            (batch, num_heads_q, seqlen_q), or (num_heads_q, total_q) for packed sequences. With sinks it
+            includes them. For a row that sees no key it is the row's sink, or -inf without sinks; for a row of no
+            packed sequence it is -inf in any case.
     """
 
     out: Tensor
@@ -207,7 +208,10 @@ def attention(
             (None, -1) hides a query's own position, too, (-3, None) all keys up to the second after it. (What is -1 in
             flash-attn is None here.)
         softcap: c > 0 replaces a scaled score s by c * tanh(s / c).
-        sinks: (num_heads_q,) floating point; adds exp(sinks[h]) to the denominator of every row of head h.
+        sinks: (num_heads_q,) floating point; adds exp(sinks[h]) to the denominator of every row of head h, also of
+            one that sees no key. A sink of -inf is none. One of +inf has all of the probability: out = 0 and
+            lse = +inf. One of NaN makes lse of its head NaN, and out where a key is seen. The gradient of a sink of
+            +inf or NaN is undefined; other heads do not depend on it.
         softmax_scale: multiplies q.k before the softmax; None = head_dim ** -0.5.
         seqused_k: (batch,) int32 on q's device; only the first seqused_k[b] keys of batch entry b exist, also
             for the alignment of masks. What lies beyond is never read.
@@ -221,8 +225,9 @@ def attention(
             measuring: it changes speed and summation order only. None = the backend's own choice.
 
     Returns: out, (batch, seqlen_q, num_heads_q, head_dim_v), in q's dtype and laid out as q (heads outside seqlen
-    in memory if q has them so), or AttentionOutput(out, lse). A row that sees no key has out = 0, lse = -inf and
-    zero gradients. Sums are accumulated in float32 (float64 for float64 inputs).
+    in memory if q has them so), or AttentionOutput(out, lse). A row that sees no key has out = 0, and with sinks
+    lse = sinks[h], else lse = -inf; q, k and v have no gradient through it, while the sink has that of lse. Sums are
+    accumulated in float32 (float64 for float64 inputs).
 
     Raises: TypeError, ValueError, or NotImplementedError for what no backend computes, each before any work and
     with what was expected and given.
@@ -338,7 +343,7 @@ def attention_varlen(
             `QuantizedQKV` of packed sequences in place of q, k and v.
         k, v: (total_k, num_heads_kv, head_dim) and (total_k, num_heads_kv, head_dim_v), cut by cu_seqlens_k.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 on q's device, starting at 0 and never decreasing. Rows
-            past the last offset belong to no sequence: out = 0, lse = -inf, zero gradients.
+            past the last offset belong to no sequence: out = 0, lse = -inf (also with sinks), zero gradients.
         max_seqlen_q, max_seqlen_k: an int, a tensor or None; a hint that is never read from the device.
         seqused_k: (batch,) int32; only the first seqused_k[b] keys of sequence b exist.
         causal, window, softcap, sinks, softmax_scale, deterministic, return_lse, precision, backend, tuning: as for
@@ -410,16 +415,18 @@ def merge_partials(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Ten
     """Attention over the union of disjoint key sets, from the attention over each: exact, not an approximation.
 
     With lse = log(sum_i exp(lse_i)), the merged row is sum_i exp(lse_i - lse) * out_i. Order and grouping do not
-    matter beyond rounding; a part in which a row saw no key (lse_i = -inf) adds nothing, whatever its out_i holds.
+    matter beyond rounding; a part in which a row saw neither key nor sink (lse_i = -inf) adds nothing, whatever its
+    out_i holds.
 
     Args:
         outs: sequence of n tensors (batch, seqlen_q, num_heads, head_dim_v) or (total_q, num_heads, head_dim_v),
             or one tensor that stacks them in dimension 0.
         lses: n tensors (batch, num_heads, seqlen_q) or (num_heads, total_q), natural log, float32 or float64, as
-            `return_lse=True` gives them. At most one part may include sinks.
+            `return_lse=True` gives them. At most one part may include sinks: their share is kept also for rows that
+            see no key of that part.
 
-    Returns: AttentionOutput(out, lse), out in the dtype of outs; both differentiable. -inf and 0 where no part
-    saw a key. Raises: TypeError or ValueError if shapes, dtypes or devices disagree.
+    Returns: AttentionOutput(out, lse), out in the dtype of outs; both differentiable. lse = -inf and out = 0 where no
+    part saw a key or a sink. Raises: TypeError or ValueError if shapes, dtypes or devices disagree.
 
     Source: FlashAttention-2, arXiv:2307.08691, section 2.3.
     """

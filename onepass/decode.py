@@ -101,7 +101,7 @@ def attention_decode(
             filled part may be anything.
         cu_seqlens_q: (batch + 1,) int32: sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, which
             stand at the end of its cache_seqlens[b] keys: prompts in chunks beside single tokens. Rows behind the last
-            offset give out = 0, lse = -inf. Not with k_new and v_new or rotary positions.
+            offset give out = 0, lse = -inf, also with sinks. Not with k_new and v_new or rotary positions.
         max_seqlen_q: with cu_seqlens_q, queries that no sequence has more of, if that is known: an int of up to 32 lets
             a GPU take the kernel for few queries, which computes any number. A tensor is never read.
         k_new, v_new: (batch, seqlen_new, num_heads_kv, head_dim) and (.., head_dim_v), in q's dtype, both or neither:
@@ -138,8 +138,8 @@ def attention_decode(
             call.
 
     Returns: out, (batch, seqlen_q, num_heads_q, head_dim_v), in q's dtype and laid out as q, or
-    AttentionOutput(out, lse) with lse (batch, num_heads_q, seqlen_q), natural log. out = 0, lse = -inf for a query
-    that sees no key.
+    AttentionOutput(out, lse) with lse (batch, num_heads_q, seqlen_q), natural log. A query that sees no key has
+    out = 0, and its sink for lse, or -inf without sinks.
 
     Raises: TypeError, ValueError, or NotImplementedError for what no backend computes, each before any work and with
     what was expected and given; the caches are unchanged then.

@@ -304,13 +304,16 @@ def restored(
     share = torch.ones_like(lse)  # of a row's probability that lies on its keys
     sink = None if sinks is None else sinks.to(lse.dtype)[:, None]
     if quantized.score_shift is not None:
-        lse_of_keys = lse + scale * quantized.score_shift
-        lse = lse_of_keys if sink is None else torch.logaddexp(lse_of_keys, sink).masked_fill(is_empty, -torch.inf)
+        lse = lse_of_keys = torch.where(is_empty, lse, lse + scale * quantized.score_shift)
         if sink is not None:
+            lse = torch.logaddexp(lse_of_keys, sink)
+            if cu_seqlens_q is not None:  # rows of no sequence have no sink
+                lse.masked_fill_(torch.arange(lse.shape[-1], device=lse.device) >= cu_seqlens_q[-1], -torch.inf)
             share = torch.where(is_empty, 0.0, torch.exp(lse_of_keys - lse))
             out = (out * share.transpose(-1, -2)[..., None]).to(out.dtype)
     elif sink is not None:
-        share = 1.0 - torch.exp(sink - lse)
+        # a row that sees no key has lse = sink; NaN is in out already, or in no key's share
+        share = (1.0 - torch.exp(sink - lse)).nan_to_num(0.0)
     if quantized.v_mean is not None:
         share = torch.where(is_empty, 0.0, share)
         mean = quantized.v_mean.repeat_interleave(out.shape[-2] // max(1, quantized.v_mean.shape[1]), 1)

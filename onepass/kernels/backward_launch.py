@@ -28,9 +28,15 @@ def unsupported(problem: AttentionProblem) -> str | None:
     return None
 
 
-def without_keys(inputs: AttentionInputs, *_) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A backward of a problem in which no query sees a key."""
+def without_keys(
+    inputs: AttentionInputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A backward of a problem in which no query sees a key: lse of a row is its sink, so dsink sums up dlse."""
     dq, dk, dv, dsinks = (gradient.zero_() for gradient in empty_gradients(inputs))
+    if inputs.sinks is not None and dlse is not None:
+        # exp(sink - lse) is 1, or NaN of a sink that is none; -inf, without a sink: 0
+        p = torch.where(lse == -torch.inf, 0.0, torch.exp(inputs.sinks.float()[:, None] - lse))
+        dsinks.copy_(torch.where(p == 0, 0.0, p * dlse).transpose(-1, -2).flatten(0, -2).sum(0))
     return dq, dk, dv, dsinks
 
 

@@ -96,7 +96,7 @@ class Call:
         if gradients:
             all_gradients = []
             for result, leaves in zip(results, all_leaves, strict=True):
-                # an empty row's lse is -inf and has no gradient
+                # an empty row's lse is -inf, unless it has a sink, and has no gradient
                 lse_term = torch.where(result.lse == -torch.inf, 0.0, result.lse) * dlse.to(result.lse)
                 loss = (result.out * dout.to(result.out)).sum() + lse_term.sum()
                 all_gradients.append(torch.autograd.grad(loss, list(leaves.values())))

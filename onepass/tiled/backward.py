@@ -49,8 +49,10 @@ def backward(
             x.zero_()
     accum = problem.accum_dtype
     delta = torch.linalg.vecdot(dout.to(accum), out.to(accum)).transpose(-1, -2)
-    # a row that saw no key has lse = -inf: its delta and its probabilities are zero, whatever dlse is
+    # a row that saw neither key nor sink has lse = -inf: its delta and its probabilities are zero, whatever dlse is
     is_empty = lse == -torch.inf
+    if sinks is not None:  # out of a row that saw a sink alone is 0, whatever dout is
+        delta = torch.where((out != 0).any(-1).transpose(-1, -2), delta, 0.0)
     if dlse is not None:
         delta = delta - dlse
     delta = torch.where(is_empty, 0.0, delta)
@@ -61,6 +63,8 @@ def backward(
     lse = torch.where(is_empty, torch.inf, lse)
     # an empty row counts as safe: exp(-inf) = 0
     lse_is_safe = bool(lse.abs().masked_fill_(is_empty, 0.0).amax() <= SAFE_SCORE) if lse.numel() else True
+    # of a sink that is none: its rows have no finite probabilities, not even of hidden pairs
+    has_nan = not lse_is_safe and bool(lse.isnan().any())
     scratch = Scratch(q, work_dtype(problem))
     for piece in pieces:
         rows = [piece.rows(x) for x in (q, dout, dq)]
@@ -77,6 +81,7 @@ def backward(
                 *(group.kv_rows(x) for x in cols),
                 *(group.stats(x) for x in stats),
                 lse_is_safe=lse_is_safe,
+                lse_has_nan=has_nan,
                 sizes=sizes,
                 scratch=scratch,
             )
@@ -108,6 +113,7 @@ def _backward_group(
     delta: Tensor,
     *,
     lse_is_safe: bool,
+    lse_has_nan: bool,
     sizes: TileSizes,
     scratch: Scratch,
 ) -> None:
@@ -122,7 +128,7 @@ def _backward_group(
     entries, kv_heads = k.shape[:2]
     heads = entries * kv_heads
     tile_mask = TileMask(problem, seqlen_k - seqlen_q, q, k, v, dout, delta, transposed=True)
-    keep_apart = not tile_mask.operands_are_finite
+    keep_apart = lse_has_nan or not tile_mask.operands_are_finite
     lowest = log_tiny(scratch.dtype)
     # As in the forward pass, scores of ordinary size need no reference: p = exp(s) exp(-lse), and the second factor
     # belongs to the row, so dout and delta can carry it. |s| <= |q| |k| tells beforehand; below 256 keys the norms

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import fp8
 from ..kernels.blocks.block_range import key_tiles, tiles
-from ..outputs import empty_outputs
+from ..outputs import empty_outputs, without_keys
 from ..problem import AttentionInputs, AttentionProblem, QuantizedInputs
 from .mask import Range, TileMask, add_visible
 from .online_softmax import OnlineSoftmax
@@ -22,7 +22,8 @@ def forward(
     """Attention of a whole call.
 
     Returns: out as q (with head_dim_v), laid out as q; lse (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q),
-    natural log, -inf for a row that sees no key. Source: FlashAttention-2, arXiv:2307.08691, Algorithm 1.
+    natural log. A row that sees no key has out = 0, and its sink for lse, or -inf without sinks.
+    Source: FlashAttention-2, arXiv:2307.08691, Algorithm 1.
     """
     out, lse = empty_outputs(problem, inputs)
     if isinstance(inputs, QuantizedInputs):
@@ -32,8 +33,7 @@ def forward(
     # rows that no sequence or no key reaches keep these values; all others are written
     is_covered = not problem.is_packed and all(piece.num_keys for piece in pieces)
     if not is_covered:
-        out.zero_()
-        lse.fill_(-torch.inf)
+        without_keys(out, lse, inputs.sinks, inputs.cu_seqlens_q)
     scratch = Scratch(q, work_dtype(problem))
     for piece in pieces:
         views = piece.rows(q), piece.cols(inputs.k), piece.cols(inputs.v), piece.rows(out), piece.stats(lse)
@@ -124,7 +124,7 @@ def _forward_group(
         softmax = visit_keys(q_tile, acc_o, queries, fixed_reference)
         if softmax.row_sum is None:  # no key in sight of any of these queries
             out_rows.zero_()
-            lse_rows.fill_(-torch.inf)
+            lse_rows.fill_(-torch.inf) if sinks is None else lse_rows.copy_(sinks[None, :, :, None])
             continue
         if fixed_reference and not softmax.is_safe():
             fixed_reference = False  # the scores of this group are too large: from here on with row maxima

@@ -217,7 +217,9 @@ def test_rows_that_see_no_key_and_keys_that_no_row_sees(case):
     for sinks in (False, True)
 )
 def test_zero_lengths(case):
-    assert all((g == 0).all() for g in check_gradients(case.call()).values())
+    found = check_gradients(case.call())
+    found.pop("dsinks", None)  # a sink has the gradients of lse: test_sinks.py
+    assert all((g == 0).all() for g in found.values())
 
 
 @cases([case(3, 5, batch=size(70_000, 300), heads=(1, 1)), case(2, 3, batch=2, heads=(size(40_000, 300), 1))])

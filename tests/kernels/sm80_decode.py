@@ -167,7 +167,7 @@ def forward(
     return kernel.result(out_at, out), kernel.result(lse_at, lse)
 
 
-def merge(partial_out, partial_lse, out, lse, sinks, row_warps=None, last_first=False):
+def merge(partial_out, partial_lse, out, lse, sinks, row_warps=None, last_first=False, offsets=None):
     """What the merge kernel writes to tensors like out and lse. Args: last_first: of the warps of a thread block."""
     kernel = Parameters()
     kernel.tensor(partial_out, (0, 1, 2, 3, 4))
@@ -175,10 +175,13 @@ def merge(partial_out, partial_lse, out, lse, sinks, row_warps=None, last_first=
     out_at, lse_at = kernel.tensor(out, (0, 1, 2, 3)), kernel.tensor(lse)
     if sinks is not None:
         kernel.tensor(sinks.float())
+    if offsets is not None:
+        kernel.tensor(offsets)
     parts = len(partial_out)
     row_warps = row_warps or merge_launch.row_warps(parts)
     aligned_to = launch.vector_bytes(partial_out)
     key = merge_launch.MergeKey(partial_out.dtype, out.dtype, out.shape[-1], sinks is not None, aligned_to, row_warps)
+    key = replace(key, has_offsets=offsets is not None)
     blocks, warps = (ceil_div(lse.numel(), merge_launch.ROWS), merge_launch.ROWS)
     if row_warps > 1:
         blocks, warps = lse.numel(), row_warps
@@ -229,7 +232,7 @@ def decode(problem: DecodeProblem, inputs: DecodeInputs, num_sms: int = 4):
         like = empty_outputs(attention, AttentionInputs(*inputs[:3]))
         if attention.is_packed:
             like = like[0][None], like[1][None]
-        out, lse = merge(out, lse, *like, inputs.sinks)
+        out, lse = merge(out, lse, *like, inputs.sinks, offsets=None if inputs.sinks is None else inputs.cu_seqlens_q)
         if attention.is_packed:
             out, lse = out[0], lse[0]
     return out, lse, *caches

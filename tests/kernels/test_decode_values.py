@@ -1,6 +1,7 @@
 """The kernels of attention_decode compute what the tiled backend does: their PTX runs on the CPU."""
 
 import importlib.util
+import itertools
 from dataclasses import replace
 
 import machine_code
@@ -68,6 +69,14 @@ def cache_of(filled, seqlen_q, heads, head_dims, page_size=None, room=200, dtype
     return DecodeInputs(q, *caches, lengths, table, k_new=new[0], v_new=new[1], **more)
 
 
+def packed_of(filled, queries, behind, heads, head_dims, **more):
+    """Packed queries of these lengths, and rows behind them."""
+    inputs = cache_of(filled, max(queries), heads, head_dims, **more)
+    rows = [q[:n] for q, n in zip(inputs.q, queries, strict=True)]
+    q = torch.cat([*rows, randn(behind, heads[0], head_dims[0], dtype=inputs.q.dtype, seed=10)])
+    return inputs._replace(q=q, cu_seqlens_q=torch.tensor([0, *itertools.accumulate(queries)], dtype=INT32))
+
+
 def check(inputs, num_sms=4, **options):
     """Against the tiled backend in float64, with the budget of plain torch in the same dtype."""
     problem = check_decode(inputs, **(OPTIONS | options))
@@ -116,6 +125,11 @@ CASES = {
     "float32 in pages": (
         cache_of((100, 7), 2, (5, 1), (16, 8), page_size=10, dtype=FP32),
         {"num_splits": 3},
+    ),
+    "sinks, a sequence without keys": (cache_of((65, 0, 2), 4, (8, 2), (64, 64), sinks=SINKS), {"num_splits": 1}),
+    "packed sinks, a sequence without keys, rows of none": (
+        packed_of((65, 0, 2), (4, 5, 3), 2, (8, 2), (64, 64), sinks=SINKS),
+        {"num_splits": 2},
     ),
     "odd head dims": (cache_of((100, 7), 2, (2, 2), (5, 7)), {"num_splits": 2}),
     "32 rows": (cache_of((190, 5), 7, (8, 2), (64, 96), page_size=16, sinks=SINKS), {"num_splits": 1}),

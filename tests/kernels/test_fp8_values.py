@@ -138,6 +138,24 @@ def test_values(name, spread):
     assert p.max() <= 448
 
 
+@pytest.mark.parametrize("name", ["n128", "sink"])
+def test_a_row_without_keys(name):
+    """out = 0, and lse is the sink or -inf, exactly."""
+    from fp8_softmax import SINK
+
+    softmax = cases()[name]
+    keys = softmax.tile_n * softmax.tiles
+    rng = np.random.default_rng(0)
+    s = rng.normal(size=(16, keys))
+    s[6] = -np.inf
+    scales = np.ones(16), np.ones(-(-keys // 64)), np.full(-(-keys // 64), 7.0)
+    out, lse, p = run(softmax, s, rng.normal(size=keys), *scales)
+    assert np.isfinite(lse[np.arange(16) != 6]).all()
+    assert out[6] == 0
+    assert lse[6] == (SINK if softmax.has_sink else -np.inf)
+    assert (p[6] == 0).all()
+
+
 @pytest.mark.parametrize(("rows", "keys"), [(64, 128), (96, 32), (64, 224)])
 def test_keys_behind_the_end_are_cleared(rows, keys):
     from fp8_clear import Clear

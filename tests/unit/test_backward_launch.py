@@ -124,6 +124,22 @@ def test_inputs_without_keys_have_no_gradient():
     from onepass.kernels.backward_launch import without_keys
 
     q, kv = torch.randn(1, 3, 2, 16), torch.randn(1, 0, 2, 16)
-    gradients = without_keys(AttentionInputs(q, kv, kv))
+    lse = torch.full((1, 2, 3), -torch.inf)
+    gradients = without_keys(AttentionInputs(q, kv, kv), q, lse, q, torch.randn(1, 2, 3))
     assert all((g == 0).all() for g in gradients)
     assert [tuple(g.shape) for g in gradients[:3]] == [q.shape, kv.shape, kv.shape]
+
+
+def test_the_sink_of_rows_without_keys_has_the_gradient_of_their_lse():
+    """-inf: no sink, or a row of no sequence, whatever its gradient is."""
+    from onepass.kernels.backward_launch import without_keys
+
+    sinks, dlse = torch.tensor([1.0, -torch.inf, torch.nan]), torch.randn(3, 7)
+    q, kv = torch.randn(7, 3, 16), torch.randn(0, 3, 16)
+    lse = sinks[:, None].repeat(1, 7)
+    lse[:, 5:], dlse[:, 5:] = -torch.inf, torch.nan
+    for given in (dlse, None):
+        *others, dsinks = without_keys(AttentionInputs(q, kv, kv, sinks), q, lse, q, given)
+        assert all((g == 0).all() for g in others)
+        expected = torch.zeros(3) if given is None else torch.tensor([float(dlse[0, :5].sum()), 0.0, torch.nan])
+        torch.testing.assert_close(dsinks, expected, equal_nan=True)

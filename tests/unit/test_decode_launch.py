@@ -233,14 +233,35 @@ NO_HEADS = [{"heads": (0, 2), "is_packed": True}, {"heads": (0, 0)}, {"heads": (
 NO_HEADS += [{"heads": (0, 2), "is_rotary": True}, {"heads": (0, 0), "has_new": True, "is_rotary": True}]
 
 
-@pytest.mark.parametrize("changes", [{"batch": 0}, {"seqlen_q": 0}, {"room": 0}, *NO_HEADS], ids=str)
+@pytest.mark.parametrize("changes", NO_HEADS, ids=str)
 @pytest.mark.parametrize("module", [decode_launch, decode_launch_sm90])
-def test_without_keys_nothing_is_launched(launched, changes, module):
+def test_without_heads_nothing_is_launched(launched, changes, module):
     inputs = inputs_of(**changes)
     asked = check_decode(inputs, **OPTIONS)
     out, lse = module.decode(asked, inputs)
     assert (out == 0).all()
     assert (lse == -torch.inf).all()
+    assert launched == []
+    assert module.compile_requests(asked, inputs, inputs.q.device) == []
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("changes", [{"batch": 0}, {"seqlen_q": 0}, {"room": 0}])
+@pytest.mark.parametrize("module", [decode_launch, decode_launch_sm90])
+def test_without_keys_nothing_is_launched(launched, changes, has_sinks, is_packed, module):
+    inputs = inputs_of(**changes, is_packed=is_packed)
+    if has_sinks:
+        inputs = inputs._replace(sinks=torch.randn(8))
+    if is_packed and changes == {"room": 0}:
+        inputs = inputs._replace(cu_seqlens_q=torch.tensor([0, 3, 4], dtype=INT32))  # and two rows of no sequence
+    asked = check_decode(inputs, **OPTIONS)
+    out, lse = module.decode(asked, inputs)
+    assert (out == 0).all()
+    expected = torch.full_like(lse, -torch.inf)
+    if has_sinks:
+        expected[..., : 4 if is_packed else None] = inputs.sinks[:, None]
+    assert torch.equal(lse, expected)
     assert launched == []
     assert module.compile_requests(asked, inputs, inputs.q.device) == []
 

@@ -162,14 +162,31 @@ def same_memory(a, b):
 EMPTY = [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}, {"heads_q": 0}, {"heads_q": 0, "heads_kv": 0}]
 
 
-@pytest.mark.parametrize("module", [launch, launch_sm80], ids=["sm90", "sm80"])
+@pytest.mark.parametrize("backend", [launch, launch_sm80], ids=["sm90", "sm80"])
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("empty", EMPTY, ids=str)
-def test_without_keys_or_heads_nothing_is_launched(launched, empty, module):
+def test_without_keys_or_heads_nothing_is_launched(launched, empty, has_sinks, backend):
     """Nor a grid without a thread block, which CUDA refuses."""
-    inputs = qkv(**empty)
-    out, lse = module.forward(problem_of(inputs), inputs)
+    num_heads = empty.get("heads_q", 4)
+    sinks = torch.randn(num_heads) if has_sinks else torch.full((num_heads,), -torch.inf)
+    inputs = qkv(**empty)._replace(sinks=sinks if has_sinks else None)
+    out, lse = backend.forward(problem_of(inputs), inputs)
     assert (out == 0).all()
-    assert (lse == -torch.inf).all()
+    assert torch.equal(lse, sinks[:, None].expand_as(lse))
+    assert launched == []
+
+
+@pytest.mark.parametrize("backend", [launch, launch_sm80])
+def test_packed_without_keys(launched, backend):
+    """Rows of a sequence have their sink, those of no sequence none."""
+    q, k, v, *_ = (t if t is None else t[0] for t in qkv(1, 20, 0))
+    sinks, lengths = torch.randn(4), torch.zeros(3, dtype=torch.int32)
+    for last in (12, 0):
+        inputs = AttentionInputs(q, k, v, sinks, torch.tensor([0, last // 2, last], dtype=torch.int32), lengths)
+        out, lse = backend.forward(problem_of(inputs), inputs)
+        assert (out == 0).all()
+        assert torch.equal(lse[:, :last], sinks[:, None].expand(4, last))
+        assert (lse[:, last:] == -torch.inf).all()
     assert launched == []
 
 

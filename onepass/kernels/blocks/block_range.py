@@ -80,7 +80,8 @@ def key_blocks(
     """The key blocks of the queries [m_start, m_end), for kernels, whose blocks start at multiples of tile_n.
 
     There is always at least one block, with keys if there are any: a kernel that sees a fully masked block gives
-    out = 0 and lse = -inf to a tile of queries that see nothing, by the same code as for any other tile.
+    out = 0 and lse = -inf (with sinks the sink) to a tile of queries that see nothing, by the same code as for any
+    other tile.
     """
     geometry = (m_start, m_end, seqlen_q, seqlen_k, window_left, window_right)
     low, high = key_range(*geometry)

@@ -59,6 +59,7 @@ from ..blocks.paged_kv import Pages
 from ..blocks.plain_rows import PlainTensors
 from ..blocks.ptx import exit_if
 from ..blocks.schedule import Schedule, Sequences, make_schedule
+from ..blocks.sinks import Sinks
 from ..blocks.splits import Splits, blocks_of_split, visited_blocks
 from ..blocks.tile_queue import TileQueue
 from ..config import (
@@ -353,7 +354,8 @@ class ForwardSm90:
         all_parts = None
         if cutlass.const_expr(self.is_split and self.is_packed):
             all_parts = schedule.splits.num_splits, schedule.total_q
-        of_consumer = (sQ, sK, sV, pipes, tiled_mmas, scores, mO, mLSE, mSinks, plain, descales, pages, all_parts)
+        sinks = None if cutlass.const_expr(mSinks is None) else Sinks(mSinks, lengths.cu_seqlens_q)
+        of_consumer = (sQ, sK, sV, pipes, tiled_mmas, scores, mO, mLSE, sinks, plain, descales, pages, all_parts)
         if cutlass.const_expr(not self.config.warp_specialized):
             Consumer(self, *of_consumer, producer).two_stages(queue, schedule, seqlens)
         elif warp_id < WARPS:  # warpgroup 0

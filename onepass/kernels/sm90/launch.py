@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ... import fp8
-from ...outputs import empty_outputs
+from ...outputs import empty_outputs, without_keys
 from ...problem import AttentionInputs, AttentionProblem, Descales, Quantization, QuantizedInputs
 from .. import compile, heuristics, tuned
 from ..arguments import aligned as tma_ready
@@ -122,8 +121,7 @@ def helper_requests(problem: AttentionProblem) -> list[tuple]:
 
 
 def _without_keys(problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
-    out, lse = empty_outputs(problem, inputs)
-    return out.zero_(), lse.fill_(-math.inf)
+    return without_keys(*empty_outputs(problem, inputs), inputs.sinks, inputs.cu_seqlens_q)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from ..blocks.pack_gqa import unpack_row
 from ..blocks.paged_kv import PagedRows
 from ..blocks.plain_rows import VECTOR_BYTES, soft_cap
 from ..blocks.ptx import add_here, pack, pack_parts
+from ..blocks.sinks import Sinks
 from ..blocks.turns import Turns
 from ..blocks.warp import broadcast
 from ..config import ROWS_PER_WARPGROUP
@@ -79,7 +80,7 @@ class Warpgroup(Turns):
         scores: Scores,
         mO,
         mLSE,
-        mSinks,
+        sinks: Sinks | None,
         plain,
         descales,
         pages,
@@ -102,7 +103,7 @@ class Warpgroup(Turns):
         # the first of this thread's two rows, 8 apart
         self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.thread // 32 * 16 + self.thread % 32 // 4
         self.pipes, self.scores = pipes, scores
-        self.mO, self.mLSE, self.mSinks, self.plain = mO, mLSE, mSinks, plain
+        self.mO, self.mLSE, self.sinks, self.plain = mO, mLSE, sinks, plain
         self.descales, self.pages, self.all_parts = descales, pages, all_parts
 
         self.tiled_mma_qk, self.tiled_mma_pv = tiled_mmas
@@ -348,8 +349,8 @@ class Warpgroup(Turns):
         for r in cutlass.range_constexpr(2):
             position, head, _ = rows[r]
             sink = None
-            if cutlass.const_expr(self.mSinks is not None):
-                sink = self.mSinks[head]
+            if cutlass.const_expr(self.sinks is not None):
+                sink = self.sinks.of_row(head, tile.place_q)
             weight, lse = self.finish(self.done_max[r], self.done_sum[r], sink)
             weights[r] = weight
             mLSE = at_head(self.mLSE, self.mLSE, head, tile.place_out)[None, 0]
@@ -424,8 +425,8 @@ class Warpgroup(Turns):
                 mQ = at_head(plain.q, plain.q, head, tile.place_q)
                 mO, mLSE = (at_head(t, t, head, tile.place_out) for t in (self.mO, self.mLSE))
                 sink = None
-                if cutlass.const_expr(self.mSinks is not None):
-                    sink = self.mSinks[head]
+                if cutlass.const_expr(self.sinks is not None):
+                    sink = self.sinks.of_row(head, tile.place_q)
                 keys = key_range(position, position + 1, *tile.geometry)
                 lse = plain_rows.attend_row(mQ[position, None], mK, mV, mO[position, None], *keys, *self.scores, sink)
                 epilogue.store_lse(lse, mLSE[None, 0], position, is_row, cute.arch.lane_idx())
