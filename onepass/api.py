@@ -83,15 +83,16 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     """The whole way: the operator on the chosen backend, and a shorter way for the next call with this key."""
     validation.refuse_forward_mode(*inputs[:4])
+    device = inputs.q.device
     if precision is not None:
         validation.check_precision(precision, inputs.q)
-        forward = dispatch.require(fp8.quantized_problem(problem), backend, tuning)
-        options = ops.options_of(problem, dispatch.require(problem, backend), tuning)
+        forward = dispatch.require(fp8.quantized_problem(problem), backend, tuning, device)
+        options = ops.options_of(problem, dispatch.require(problem, backend, None, device), tuning)
         return torch.ops.onepass.attention_fp8(*inputs, *options, forward)
-    backend = dispatch.require(problem, backend, tuning)
+    backend = dispatch.require(problem, backend, tuning, device)
     out, lse = torch.ops.onepass.attention_forward(*inputs, *ops.options_of(problem, backend, tuning))
     if key is not None and not out.is_meta:
-        repeated.keep(key, dispatch.prepare(backend, problem, inputs.q.device, tuning))
+        repeated.keep(key, dispatch.prepare(backend, problem, device, tuning))
     return out, lse
 
 
@@ -119,7 +120,7 @@ def _run_quantized(
             return forward(QuantizedInputs(*tensors, quantized.descales, sinks, *lengths))
     problem = validation.check_quantized_call(quantized, k, v, **arguments)
     tuning = arguments["tuning"]
-    backend = dispatch.require(problem, backend, tuning)
+    backend = dispatch.require(problem, backend, tuning, quantized.q.device)
     out, lse = torch.ops.onepass.attention_quantized(
         *tensors,
         # a sink is compared with scores: these have to be put right first
@@ -451,7 +452,8 @@ def supports(
         problem = _problem_of(q, k, v, arguments)
     except (TypeError, ValueError, NotImplementedError) as error:
         return dispatch.Support(False, backend or "", str(error))
-    support = dispatch.choose(problem, backend, arguments.get("tuning"))
+    device = (q.q if isinstance(q, QuantizedQKV) else q).device
+    support = dispatch.choose(problem, backend, arguments.get("tuning"), device)
     tensors = [t for t in (q, k, v) if type(t) in (Tensor, torch.nn.Parameter)]
     have_addresses = not torch.compiler.is_compiling() and len(tensors) == 3
     if support.ok and support.backend == "sm90" and have_addresses:
@@ -465,14 +467,14 @@ def supports(
 
 def _supports_decode(arguments: dict[str, Any], backend: str | None) -> dispatch.Support:
     try:
-        problem, _ = decode_calls.problem_of("supports", arguments)
+        problem, inputs = decode_calls.problem_of("supports", arguments)
     except TypeError as error:
         if str(error).startswith("supports: "):
             raise
         return dispatch.Support(False, backend or "", str(error))
     except (ValueError, NotImplementedError) as error:
         return dispatch.Support(False, backend or "", str(error))
-    return dispatch.choose_decode(problem, backend)
+    return dispatch.choose_decode(problem, backend, inputs.q.device)
 
 
 def warmup(

@@ -189,7 +189,7 @@ def attention_decode(
         max_seqlen_q=most_queries,
     )
     validation.refuse_forward_mode(*inputs)
-    backend = dispatch.require_decode(problem, backend)
+    backend = dispatch.require_decode(problem, backend, q.device)
     out, lse = decode_ops.run(problem, inputs, backend)
     if key is not None:
         repeated.keep(key, dispatch.prepare_decode(backend, problem, q.device))

@@ -138,6 +138,6 @@ def merges_in_one_kernel(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> bool
         return False
     if torch.compiler.is_compiling() or peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return False
-    if any(lse.dtype != torch.float32 for lse in lses) or not dispatch.has_merge_kernel():
+    if any(lse.dtype != torch.float32 for lse in lses) or not dispatch.has_merge_kernel(outs[0].device):
         return False
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in (*outs, *lses)))

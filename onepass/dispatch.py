@@ -63,22 +63,33 @@ def backends() -> tuple[str, ...]:
     return tuple(_BACKENDS)
 
 
-def choose(problem: AttentionProblem, requested: str | None = None, tuning: LaunchConfig | None = None) -> Support:
+# In what follows, device is that of the tensors, where it is a GPU: GPUs of one machine may be of different
+# architectures. None stands for the current GPU, for calls that have no tensors yet.
+
+
+def choose(
+    problem: AttentionProblem,
+    requested: str | None = None,
+    tuning: LaunchConfig | None = None,
+    device: torch.device | None = None,
+) -> Support:
     """The backend for this problem. A backend that the caller names is the one that runs, or is refused.
 
     A configuration picks none: it is refused where it does not fit the backend that would run without it.
     """
-    support = _choose(problem, requested)
+    support = _choose(problem, requested, device)
     if tuning is None or not support.ok:
         return support
     if support.backend not in _WITH_KERNELS:
         reason = f"tuning: backend {support.backend} takes none, expected None, got {tuning} ({support.reason})"
         return Support(False, support.backend, reason)
-    misfit = _misfit(support.backend, problem, tuning)
+    misfit = _misfit(support.backend, problem, tuning, device)
     return support if misfit is None else Support(False, support.backend, misfit)
 
 
-def _misfit(name: str, problem: AttentionProblem, tuning: LaunchConfig | None) -> str | None:
+def _misfit(
+    name: str, problem: AttentionProblem, tuning: LaunchConfig | None, device: torch.device | None = None
+) -> str | None:
     """Why the problem cannot be computed with this configuration; None if it can."""
     if tuning is None:
         return None
@@ -86,20 +97,20 @@ def _misfit(name: str, problem: AttentionProblem, tuning: LaunchConfig | None) -
     if not isinstance(tuning, expected):
         return f"tuning: backend {name} expects a {expected.__name__}, got {tuning}"
     try:
-        tuning.check(problem, arch_of(name))
+        tuning.check(problem, arch_of(name, device))
     except UnsupportedError as error:
         return f"tuning: {error}"
     return None
 
 
-def _choose(problem: AttentionProblem, requested: str | None) -> Support:
+def _choose(problem: AttentionProblem, requested: str | None, device: torch.device | None) -> Support:
     if requested is not None and requested not in _BACKENDS:
         expected = ", ".join(sorted(backends()))
         return Support(False, str(requested), f"backend: expected one of {expected} or None, got {requested!r}")
     refusals = ""
     if requested != "tiled":
         for name in _WITH_KERNELS if requested is None else (requested,):
-            reason = _refusal(name, problem)
+            reason = _refusal(name, problem, device)
             if reason is None:
                 return Support(True, name, f"{_BACKENDS[name].kernels}{refusals}{_whose_gradients(name, problem)}")
             if requested is not None:
@@ -116,15 +127,15 @@ def _whose_gradients(name: str, problem: AttentionProblem) -> str:
     return "" if refusal is None else f"; gradients by the {other} backend ({refusal})"
 
 
-def _refusal(name: str, problem: AttentionProblem) -> str | None:
+def _refusal(name: str, problem: AttentionProblem, device: torch.device | None) -> str | None:
     """Why the kernels of a backend do not run this problem; None if they do."""
-    return _device_refusal(name, problem) or _compiler_refusal() or _unsupported(name, problem)
+    return _device_refusal(name, problem, device) or _compiler_refusal() or _unsupported(name, problem)
 
 
-def _device_refusal(name: str, problem: AttentionProblem) -> str | None:
+def _device_refusal(name: str, problem: AttentionProblem, device: torch.device | None = None) -> str | None:
     if problem.device_type != "cuda":
         return f"expected tensors on cuda, got {problem.device_type}"
-    capability = torch.cuda.get_device_capability()
+    capability = torch.cuda.get_device_capability(device)
     if name == "sm90" and capability != (9, 0):
         return f"expected a Hopper GPU (compute capability 9.0), got {capability}"
     if name == "sm80":
@@ -163,15 +174,15 @@ def _backward_unsupported(name: str, problem: AttentionProblem) -> str | None:
     return unsupported(problem)
 
 
-def arch_of(name: str) -> str:
-    """What the kernels of a backend are compiled for on the current GPU."""
+def arch_of(name: str, device: torch.device | None = None) -> str:
+    """What the kernels of a backend are compiled for."""
     if name == "sm90":
         from .kernels.sm90.launch import ARCH
 
         return ARCH
     from .kernels.arch import arch_of
 
-    return arch_of(torch.device("cuda"))
+    return arch_of(device or torch.device("cuda"))
 
 
 def config_type(name: str) -> type[LaunchConfig]:
@@ -179,9 +190,14 @@ def config_type(name: str) -> type[LaunchConfig]:
     return heuristics.FORWARD[name].config_type
 
 
-def require(problem: AttentionProblem, requested: str | None = None, tuning: LaunchConfig | None = None) -> str:
+def require(
+    problem: AttentionProblem,
+    requested: str | None = None,
+    tuning: LaunchConfig | None = None,
+    device: torch.device | None = None,
+) -> str:
     """The name of the backend that will run. Raises: UnsupportedError with the reason if none can."""
-    support = choose(problem, requested, tuning)
+    support = choose(problem, requested, tuning, device)
     if not support.ok:
         is_name = requested is None or requested in _BACKENDS
         raise UnsupportedError(support.reason) if is_name else ValueError(support.reason)
@@ -301,7 +317,7 @@ _DECODE = {
 }
 
 
-def choose_decode(problem: DecodeProblem, requested: str | None = None) -> Support:
+def choose_decode(problem: DecodeProblem, requested: str | None = None, device: torch.device | None = None) -> Support:
     """The backend that will run `attention_decode`, and why."""
     if requested is not None and requested not in _DECODE:
         expected = ", ".join(sorted(_DECODE))
@@ -309,7 +325,8 @@ def choose_decode(problem: DecodeProblem, requested: str | None = None) -> Suppo
     device_type, refusals = problem.attention.device_type, ""
     if requested != "tiled":
         for name in _WITH_KERNELS if requested is None else (requested,):
-            refusal = _refusal(name, problem.attention) or _unsupported_decode(name, problem, requested is not None)
+            refusal = _refusal(name, problem.attention, device)
+            refusal = refusal or _unsupported_decode(name, problem, requested is not None, device)
             if refusal is None:
                 return Support(True, name, f"{_BACKENDS[name].kernels}{refusals}")
             if requested is not None:
@@ -319,16 +336,16 @@ def choose_decode(problem: DecodeProblem, requested: str | None = None) -> Suppo
     return Support(True, "tiled", f"plain torch tiles run on any torch device, here {device_type}{because}")
 
 
-def require_decode(problem: DecodeProblem, requested: str | None = None) -> str:
+def require_decode(problem: DecodeProblem, requested: str | None = None, device: torch.device | None = None) -> str:
     """The name of the backend that will run `attention_decode`. Raises: as `require`."""
-    support = choose_decode(problem, requested)
+    support = choose_decode(problem, requested, device)
     if not support.ok:
         is_name = requested is None or requested in _BACKENDS
         raise UnsupportedError(support.reason) if is_name else ValueError(support.reason)
     return support.backend
 
 
-def _unsupported_decode(name: str, problem: DecodeProblem, is_named: bool) -> str | None:
+def _unsupported_decode(name: str, problem: DecodeProblem, is_named: bool, device: torch.device | None) -> str | None:
     """Why the kernels of `attention_decode` do not compute the problem, whose attention they do; None if they do.
 
     Args: is_named: by the caller; else those that another backend has faster ones for refuse, too.
@@ -338,7 +355,7 @@ def _unsupported_decode(name: str, problem: DecodeProblem, is_named: bool) -> st
 
         return decode_launch.unsupported(problem) or (None if is_named else decode_launch.slower(problem))
     if problem.attention.has_e4m3_cache:
-        capability = torch.cuda.get_device_capability()
+        capability = torch.cuda.get_device_capability(device)
         if capability < (8, 9):
             return f"an e4m3 cache needs a GPU of compute capability 8.9 or more, got {capability}"
     from .kernels.sm80.decode_launch import unsupported
@@ -354,9 +371,9 @@ def decode_requests(name: str, problem: DecodeProblem, inputs: DecodeInputs) -> 
     return importlib.import_module(_DECODE[name]).compile_requests(problem, inputs, torch.device("cuda"))
 
 
-def has_merge_kernel() -> bool:
-    """Whether `merge_partials` has a kernel on the current GPU."""
-    return torch.cuda.get_device_capability() >= (8, 0) and _compiler_refusal() is None
+def has_merge_kernel(device: torch.device) -> bool:
+    """Whether `merge_partials` has a kernel on this GPU."""
+    return torch.cuda.get_device_capability(device) >= (8, 0) and _compiler_refusal() is None
 
 
 def load_merge() -> Callable:
