@@ -113,7 +113,7 @@ def test_whether_parts_are_merged_by_a_kernel(gpus, index):
 
 
 def test_a_capture_is_looked_for_on_the_tensors_gpu(gpus, monkeypatch):
-    """The tile counter of a captured launch is its own; a stream that is captured on another GPU makes no difference."""
+    """The tile counter of a captured launch is its own; another GPU's captured stream makes no difference."""
     current, capturing = [torch.cuda.current_device()], [None]
 
     class on_device:
