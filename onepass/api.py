@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 import torch
 from torch import Tensor
 
-from . import decode_calls, decode_ops, dispatch, fp8, ops, repeated, validation
+from . import choice, decode_calls, decode_ops, dispatch, fp8, ops, repeated, validation
 from .fp8 import QuantizedQKV
 from .kernels import ahead
 from .kernels.ahead import CompiledKernel
@@ -87,12 +87,14 @@ def _run(
     if precision is not None:
         validation.check_precision(precision, inputs.q)
         forward = dispatch.require(fp8.quantized_problem(problem), backend, tuning, device)
-        options = ops.options_of(problem, dispatch.require(problem, backend, None, device), tuning)
-        return torch.ops.onepass.attention_fp8(*inputs, *options, forward)
-    backend = dispatch.require(problem, backend, tuning, device)
-    out, lse = torch.ops.onepass.attention_forward(*inputs, *ops.options_of(problem, backend, tuning))
+        gradients = dispatch.require(problem, backend, None, device)
+        options = ops.options_of(problem, choice.of_operator(gradients, backend), tuning)
+        return torch.ops.onepass.attention_fp8(*inputs, *options, choice.of_operator(forward, backend))
+    name = dispatch.require(problem, backend, tuning, device)
+    options = ops.options_of(problem, choice.of_operator(name, backend), tuning)
+    out, lse = torch.ops.onepass.attention_forward(*inputs, *options)
     if key is not None and not out.is_meta:
-        repeated.keep(key, dispatch.prepare(backend, problem, device, tuning))
+        repeated.keep(key, dispatch.prepare(name, problem, device, tuning))
     return out, lse
 
 
@@ -120,13 +122,13 @@ def _run_quantized(
             return forward(QuantizedInputs(*tensors, quantized.descales, sinks, *lengths))
     problem = validation.check_quantized_call(quantized, k, v, **arguments)
     tuning = arguments["tuning"]
-    backend = dispatch.require(problem, backend, tuning, quantized.q.device)
+    name = dispatch.require(problem, backend, tuning, quantized.q.device)
     out, lse = torch.ops.onepass.attention_quantized(
         *tensors,
         # a sink is compared with scores: these have to be put right first
         sinks if quantized.score_shift is None else None,
         *lengths,
-        *ops.options_of(problem, backend, tuning),
+        *ops.options_of(problem, choice.of_operator(name, backend), tuning),
         *quantized.descales,
         quantized.dtype,
         quantized.q_block,
@@ -134,7 +136,7 @@ def _run_quantized(
         quantized.v_keys_last,
     )
     if key is not None and not out.is_meta:
-        repeated.keep(key, dispatch.prepare(backend, problem, quantized.q.device, tuning))
+        repeated.keep(key, dispatch.prepare(name, problem, quantized.q.device, tuning))
     return fp8.restored(quantized, out, lse, problem.softmax_scale, sinks, cu_seqlens_q)
 
 
@@ -215,7 +217,8 @@ def attention(
         precision: "fp8" computes the forward in FP8: q, k and v (float32 or 16 bits) are quantised as `quantize_fp8`
             does by default. Gradients are those of exact attention at q, k and v, from the out and lse of that
             forward. None = in q's dtype.
-        backend: name of the backend that must run; None = the best one that `supports` the call.
+        backend: name of the backend that must run; None = what `use_backend` or ONEPASS_BACKEND chose, else the best
+            one that `supports` the call.
         tuning: a `ForwardConfig` (backend sm90) or `ForwardConfigSm80` (sm80) that the forward is computed with, for
             measuring: it changes speed and summation order only. None = the backend's own choice.
 
@@ -445,6 +448,8 @@ def supports(
     Raises: TypeError only for an argument name that the function does not have.
     """
     backend = arguments.pop("backend", None)
+    if backend is not None and (unknown := choice.refusal(backend)) is not None:
+        return dispatch.Support(False, str(backend), f"backend: {unknown}")
     if decode_calls.is_decode(arguments):
         return _supports_decode({"q": q, "k_cache": k, "v_cache": v} | arguments, backend)
     _refuse_unknown("supports", arguments)
@@ -517,7 +522,7 @@ def warmup(
     for call in calls:
         arguments = {} if isinstance(call, AttentionProblem) else dict(call)
         if decode_calls.is_decode(arguments):
-            requested = arguments.pop("backend", backend)
+            requested = choice.named(arguments.pop("backend", backend))
             problem_inputs = decode_calls.problem_of("warmup", decode_calls.with_tensors(arguments))
             jobs += ahead.jobs_of_decode(*problem_inputs, requested)
             continue
@@ -540,7 +545,7 @@ def problem_of_call(
     Raises: as the call would.
     """
     arguments = {} if isinstance(call, AttentionProblem) else dict(call)
-    requested, tuning = arguments.pop("backend", backend), arguments.get("tuning")
+    requested, tuning = choice.named(arguments.pop("backend", backend)), arguments.get("tuning")
     may_have_dlse = isinstance(call, AttentionProblem) or arguments.get("return_lse", False)
     problem = call if isinstance(call, AttentionProblem) else _problem_of_shapes(function, arguments)
     if requested in ("sm90", "sm80") or (problem.device_type == "meta" and torch.cuda.is_available()):

@@ -92,7 +92,9 @@ def _unpacked(args: tuple) -> tuple[DecodeInputs, tuple]:
 def _decode(*args: Any) -> tuple[Tensor, Tensor]:
     inputs, options = _unpacked(args)
     with torch.autocast(inputs.q.device.type, enabled=False):
-        return dispatch.load_decode(options[-1])(_problem(inputs, options), inputs)
+        problem = _problem(inputs, options)
+        backend = dispatch.at_run_decode(options[-1], problem, inputs.q.device)
+        return dispatch.load_decode(backend)(problem, inputs)
 
 
 def _decode_fake(*args: Any) -> tuple[Tensor, Tensor]:

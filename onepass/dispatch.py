@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import choice
 from .decode_problem import DecodeInputs, DecodeProblem
 from .errors import UnsupportedError
 from .kernels import heuristics
@@ -60,7 +61,7 @@ class Support(NamedTuple):
 
 def backends() -> tuple[str, ...]:
     """The names that `backend=` takes. Whether one runs here and what it computes, `onepass.supports` says."""
-    return tuple(_BACKENDS)
+    return choice.NAMES
 
 
 # In what follows, device is that of the tensors, where it is a GPU: GPUs of one machine may be of different
@@ -73,7 +74,7 @@ def choose(
     tuning: LaunchConfig | None = None,
     device: torch.device | None = None,
 ) -> Support:
-    """The backend for this problem. A backend that the caller names is the one that runs, or is refused.
+    """The backend for this problem. One that the caller names, or has chosen (choice.py), runs, or is refused.
 
     A configuration picks none: it is refused where it does not fit the backend that would run without it.
     """
@@ -104,9 +105,9 @@ def _misfit(
 
 
 def _choose(problem: AttentionProblem, requested: str | None, device: torch.device | None) -> Support:
-    if requested is not None and requested not in _BACKENDS:
-        expected = ", ".join(sorted(backends()))
-        return Support(False, str(requested), f"backend: expected one of {expected} or None, got {requested!r}")
+    requested, words = _named(requested)
+    if requested is not None and (reason := choice.refusal(requested)) is not None:
+        return Support(False, str(requested), f"backend: {reason}")
     refusals = ""
     if requested != "tiled":
         for name in _WITH_KERNELS if requested is None else (requested,):
@@ -114,10 +115,16 @@ def _choose(problem: AttentionProblem, requested: str | None, device: torch.devi
             if reason is None:
                 return Support(True, name, f"{_BACKENDS[name].kernels}{refusals}{_whose_gradients(name, problem)}")
             if requested is not None:
-                return Support(False, name, f"backend {name}: {reason}")
+                return Support(False, name, f"backend {name}{words}: {reason}")
             refusals += f"; {name}: {reason}"
     because = f" ({refusals[2:]})" if problem.device_type == "cuda" and requested is None else ""
     return Support(True, "tiled", f"plain torch tiles run on any torch device, here {problem.device_type}{because}")
+
+
+def _named(requested: str | None) -> tuple[str | None, str]:
+    """`choice.named`, and in words whose choice that is."""
+    name = choice.named(requested)
+    return name, "" if name is None or requested is not None else f" (by use_backend or {choice.VARIABLE})"
 
 
 def _whose_gradients(name: str, problem: AttentionProblem) -> str:
@@ -196,12 +203,24 @@ def require(
     tuning: LaunchConfig | None = None,
     device: torch.device | None = None,
 ) -> str:
-    """The name of the backend that will run. Raises: UnsupportedError with the reason if none can."""
-    support = choose(problem, requested, tuning, device)
-    if not support.ok:
-        is_name = requested is None or requested in _BACKENDS
-        raise UnsupportedError(support.reason) if is_name else ValueError(support.reason)
-    return support.backend
+    """The name of the backend that will run.
+
+    Raises: UnsupportedError with the reason if none can; ValueError or TypeError if `requested` is no name.
+    """
+    return _accepted(choose(problem, requested, tuning, device), requested)
+
+
+def _accepted(support: Support, requested: object) -> str:
+    if support.ok:
+        return support.backend
+    if requested is None or choice.refusal(requested) is None:
+        raise UnsupportedError(support.reason)
+    raise (ValueError if isinstance(requested, str) else TypeError)(support.reason)
+
+
+def at_run(told: str, problem: AttentionProblem, tuning: LaunchConfig | None, device: torch.device) -> str:
+    """The backend of an operator that was told `choice.of_operator`. Raises: as `require`."""
+    return require(problem, None, tuning, device) if choice.is_left_to_block(told) else choice.found(told)
 
 
 def require_to_compile(
@@ -212,6 +231,7 @@ def require_to_compile(
     sm90 that is named needs no GPU here: there is one architecture. Raises: as `require`, and UnsupportedError without
     the compiler.
     """
+    requested, _ = _named(requested)
     if requested is None and problem.device_type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError(
             "backend: expected a name, such as 'sm90', where there is no GPU to choose for, got None"
@@ -221,7 +241,7 @@ def require_to_compile(
         could_run = (n for n in _WITH_KERNELS if not any(refuses(n, problem) for refuses in refusals))
         name = next(could_run, None)
     else:
-        name = requested if requested in _WITH_KERNELS else None
+        name = requested if choice.refusal(requested) is None and requested in _WITH_KERNELS else None
     if name is None:
         require(problem, requested, tuning)
         return None
@@ -319,9 +339,9 @@ _DECODE = {
 
 def choose_decode(problem: DecodeProblem, requested: str | None = None, device: torch.device | None = None) -> Support:
     """The backend that will run `attention_decode`, and why."""
-    if requested is not None and requested not in _DECODE:
-        expected = ", ".join(sorted(_DECODE))
-        return Support(False, str(requested), f"backend: expected one of {expected} or None, got {requested!r}")
+    requested, words = _named(requested)
+    if requested is not None and (reason := choice.refusal(requested)) is not None:
+        return Support(False, str(requested), f"backend: {reason}")
     device_type, refusals = problem.attention.device_type, ""
     if requested != "tiled":
         for name in _WITH_KERNELS if requested is None else (requested,):
@@ -330,7 +350,7 @@ def choose_decode(problem: DecodeProblem, requested: str | None = None, device: 
             if refusal is None:
                 return Support(True, name, f"{_BACKENDS[name].kernels}{refusals}")
             if requested is not None:
-                return Support(False, name, f"backend {name}: {refusal}")
+                return Support(False, name, f"backend {name}{words}: {refusal}")
             refusals += f"; {name}: {refusal}"
     because = f" ({refusals[2:]})" if device_type == "cuda" and requested is None else ""
     return Support(True, "tiled", f"plain torch tiles run on any torch device, here {device_type}{because}")
@@ -338,11 +358,12 @@ def choose_decode(problem: DecodeProblem, requested: str | None = None, device: 
 
 def require_decode(problem: DecodeProblem, requested: str | None = None, device: torch.device | None = None) -> str:
     """The name of the backend that will run `attention_decode`. Raises: as `require`."""
-    support = choose_decode(problem, requested, device)
-    if not support.ok:
-        is_name = requested is None or requested in _BACKENDS
-        raise UnsupportedError(support.reason) if is_name else ValueError(support.reason)
-    return support.backend
+    return _accepted(choose_decode(problem, requested, device), requested)
+
+
+def at_run_decode(told: str, problem: DecodeProblem, device: torch.device) -> str:
+    """As `at_run`."""
+    return require_decode(problem, None, device) if choice.is_left_to_block(told) else choice.found(told)
 
 
 def _unsupported_decode(name: str, problem: DecodeProblem, is_named: bool, device: torch.device | None) -> str | None:
@@ -373,6 +394,8 @@ def decode_requests(name: str, problem: DecodeProblem, inputs: DecodeInputs) -> 
 
 def has_merge_kernel(device: torch.device) -> bool:
     """Whether `merge_partials` has a kernel on this GPU."""
+    if choice.current() == "tiled":
+        return False
     return torch.cuda.get_device_capability(device) >= (8, 0) and _compiler_refusal() is None
 
 
@@ -428,7 +451,7 @@ def keys_last_kernel(v: Tensor, cu_seqlens: Tensor | None) -> Callable | None:
 
 def _has_e4m3_kernels(t: Tensor) -> bool:
     # torch.compile cannot trace a launch
-    if t.device.type != "cuda" or torch.compiler.is_compiling():
+    if t.device.type != "cuda" or torch.compiler.is_compiling() or choice.current() == "tiled":
         return False
     # before 8.9 there is no e4m3
     return torch.cuda.get_device_capability(t.device) >= (8, 9) and _compiler_refusal() is None
