@@ -94,7 +94,7 @@ def _decode(*args: Any) -> tuple[Tensor, Tensor]:
     with torch.autocast(inputs.q.device.type, enabled=False):
         problem = _problem(inputs, options)
         backend = dispatch.at_run_decode(options[-1], problem, inputs.q.device)
-        return dispatch.load_decode(backend)(problem, inputs)
+        return dispatch.load_decode(backend, inputs.q.device)(problem, inputs)
 
 
 def _decode_fake(*args: Any) -> tuple[Tensor, Tensor]:
@@ -122,7 +122,7 @@ def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     if outs.device.type != "cuda":
         merged, lse = merge_in_torch(outs.unbind(0), lses.unbind(0))
         return merged.to(outs.dtype).contiguous(), lse.contiguous()
-    return dispatch.load_merge()(outs, lses)
+    return dispatch.load_merge(outs.device)(outs, lses)
 
 
 @torch.library.register_fake("onepass::merge_partials")

@@ -300,8 +300,16 @@ def prepare(name: str, problem: AttentionProblem, device: torch.device, tuning: 
     backend = _BACKENDS[name]
     module = importlib.import_module(backend.forward)
     if backend.kernels is not None:
+        _warn_if_unproven(device)
         return module.prepare(problem, device, tuning)
     return functools.partial(module.forward, problem)
+
+
+def _warn_if_unproven(device: torch.device) -> None:
+    if device.type == "cuda":
+        from .kernels.arch import warn_if_unproven
+
+        warn_if_unproven(device)
 
 
 def forget_prepared() -> None:
@@ -399,13 +407,16 @@ def has_merge_kernel(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0) and _compiler_refusal() is None
 
 
-def load_merge() -> Callable:
+def load_merge(device: torch.device) -> Callable:
     """merge_partials(outs, lses) -> (out, lse) of the kernels."""
+    _warn_if_unproven(device)
     return importlib.import_module("onepass.kernels.merge_launch").merge_partials
 
 
-def load_decode(name: str) -> Callable:
+def load_decode(name: str, device: torch.device) -> Callable:
     """decode(problem, inputs) -> (out, lse) of a backend."""
+    if name in _WITH_KERNELS:
+        _warn_if_unproven(device)
     return importlib.import_module(_DECODE[name]).decode
 
 
@@ -437,6 +448,7 @@ def quantization_kernels(inputs: AttentionInputs, granularity: str) -> Quantizat
 
     if launch.unsupported(inputs, granularity) is not None:
         return None
+    _warn_if_unproven(inputs.q.device)
     return QuantizationKernels(launch.quantize, torch.cuda.get_device_capability(inputs.q.device) == (9, 0))
 
 

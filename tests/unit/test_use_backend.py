@@ -69,7 +69,7 @@ def ran(monkeypatch):
     def prepare_decode(name, problem, device):
         return noted(name, functools.partial(tiled_decode.decode, problem))
 
-    def load_decode(name):
+    def load_decode(name, device):
         return noted(name, tiled_decode.decode)
 
     def load_backward(name, problem):
