@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 import torch
 from torch import Tensor
 
-from . import decode_calls, decode_ops, dispatch, fp8, ops, repeated, validation
+from . import choice, decode_calls, decode_ops, dispatch, fp8, ops, repeated, validation
 from .fp8 import QuantizedQKV
 from .kernels import ahead
 from .kernels.ahead import CompiledKernel
@@ -84,15 +84,18 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     """The whole way: the operator on the chosen backend, and a shorter way for the next call with this key."""
     validation.refuse_forward_mode(*inputs[:4])
+    device = inputs.q.device
     if precision is not None:
         validation.check_precision(precision, inputs.q)
-        forward = dispatch.require(fp8.quantized_problem(problem), backend, tuning)
-        options = ops.options_of(problem, dispatch.require(problem, backend), tuning)
-        return torch.ops.onepass.attention_fp8(*inputs, *options, forward)
-    backend = dispatch.require(problem, backend, tuning)
-    out, lse = torch.ops.onepass.attention_forward(*inputs, *ops.options_of(problem, backend, tuning))
+        forward = dispatch.require(fp8.quantized_problem(problem), backend, tuning, device)
+        gradients = dispatch.require(problem, backend, None, device)
+        options = ops.options_of(problem, choice.of_operator(gradients, backend), tuning)
+        return torch.ops.onepass.attention_fp8(*inputs, *options, choice.of_operator(forward, backend))
+    name = dispatch.require(problem, backend, tuning, device)
+    options = ops.options_of(problem, choice.of_operator(name, backend), tuning)
+    out, lse = torch.ops.onepass.attention_forward(*inputs, *options)
     if key is not None and not out.is_meta:
-        repeated.keep(key, dispatch.prepare(backend, problem, inputs.q.device, tuning))
+        repeated.keep(key, dispatch.prepare(name, problem, device, tuning))
     return out, lse
 
 
@@ -120,13 +123,13 @@ def _run_quantized(
             return forward(QuantizedInputs(*tensors, quantized.descales, sinks, *lengths))
     problem = validation.check_quantized_call(quantized, k, v, **arguments)
     tuning = arguments["tuning"]
-    backend = dispatch.require(problem, backend, tuning)
+    name = dispatch.require(problem, backend, tuning, quantized.q.device)
     out, lse = torch.ops.onepass.attention_quantized(
         *tensors,
         # a sink is compared with scores: these have to be put right first
         sinks if quantized.score_shift is None else None,
         *lengths,
-        *ops.options_of(problem, backend, tuning),
+        *ops.options_of(problem, choice.of_operator(name, backend), tuning),
         *quantized.descales,
         quantized.dtype,
         quantized.q_block,
@@ -134,7 +137,7 @@ def _run_quantized(
         quantized.v_keys_last,
     )
     if key is not None and not out.is_meta:
-        repeated.keep(key, dispatch.prepare(backend, problem, quantized.q.device, tuning))
+        repeated.keep(key, dispatch.prepare(name, problem, quantized.q.device, tuning))
     return fp8.restored(quantized, out, lse, problem.softmax_scale, sinks, cu_seqlens_q)
 
 
@@ -220,7 +223,8 @@ def attention(
         precision: "fp8" computes the forward in FP8: q, k and v (float32 or 16 bits) are quantised as `quantize_fp8`
             does by default. Gradients are those of exact attention at q, k and v, from the out and lse of that
             forward. None = in q's dtype.
-        backend: name of the backend that must run; None = the best one that `supports` the call.
+        backend: name of the backend that must run; None = what `use_backend` or ONEPASS_BACKEND chose, else the best
+            one that `supports` the call.
         tuning: a `ForwardConfig` (backend sm90) or `ForwardConfigSm80` (sm80) that the forward is computed with, for
             measuring: it changes speed and summation order only. None = the backend's own choice.
 
@@ -453,6 +457,8 @@ def supports(
     Raises: TypeError only for an argument name that the function does not have.
     """
     backend = arguments.pop("backend", None)
+    if backend is not None and (unknown := choice.refusal(backend)) is not None:
+        return dispatch.Support(False, str(backend), f"backend: {unknown}")
     if decode_calls.is_decode(arguments):
         return _supports_decode({"q": q, "k_cache": k, "v_cache": v} | arguments, backend)
     _refuse_unknown("supports", arguments)
@@ -460,7 +466,8 @@ def supports(
         problem = _problem_of(q, k, v, arguments)
     except (TypeError, ValueError, NotImplementedError) as error:
         return dispatch.Support(False, backend or "", str(error))
-    support = dispatch.choose(problem, backend, arguments.get("tuning"))
+    device = (q.q if isinstance(q, QuantizedQKV) else q).device
+    support = dispatch.choose(problem, backend, arguments.get("tuning"), device)
     tensors = [t for t in (q, k, v) if type(t) in (Tensor, torch.nn.Parameter)]
     have_addresses = not torch.compiler.is_compiling() and len(tensors) == 3
     if support.ok and support.backend == "sm90" and have_addresses:
@@ -474,14 +481,14 @@ def supports(
 
 def _supports_decode(arguments: dict[str, Any], backend: str | None) -> dispatch.Support:
     try:
-        problem, _ = decode_calls.problem_of("supports", arguments)
+        problem, inputs = decode_calls.problem_of("supports", arguments)
     except TypeError as error:
         if str(error).startswith("supports: "):
             raise
         return dispatch.Support(False, backend or "", str(error))
     except (ValueError, NotImplementedError) as error:
         return dispatch.Support(False, backend or "", str(error))
-    return dispatch.choose_decode(problem, backend)
+    return dispatch.choose_decode(problem, backend, inputs.q.device)
 
 
 def warmup(
@@ -524,7 +531,7 @@ def warmup(
     for call in calls:
         arguments = {} if isinstance(call, AttentionProblem) else dict(call)
         if decode_calls.is_decode(arguments):
-            requested = arguments.pop("backend", backend)
+            requested = choice.named(arguments.pop("backend", backend))
             problem_inputs = decode_calls.problem_of("warmup", decode_calls.with_tensors(arguments))
             jobs += ahead.jobs_of_decode(*problem_inputs, requested)
             continue
@@ -547,7 +554,7 @@ def problem_of_call(
     Raises: as the call would.
     """
     arguments = {} if isinstance(call, AttentionProblem) else dict(call)
-    requested, tuning = arguments.pop("backend", backend), arguments.get("tuning")
+    requested, tuning = choice.named(arguments.pop("backend", backend)), arguments.get("tuning")
     may_have_dlse = isinstance(call, AttentionProblem) or arguments.get("return_lse", False)
     problem = call if isinstance(call, AttentionProblem) else _problem_of_shapes(function, arguments)
     if requested in ("sm90", "sm80") or (problem.device_type == "meta" and torch.cuda.is_available()):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from torch import Tensor
 
-from . import decode_ops, dispatch, repeated, validation
+from . import choice, decode_ops, dispatch, repeated, validation
 from .api import AttentionOutput, Window
 from .decode_overlap import with_shared_caches_refused
 from .decode_problem import DecodeInputs
@@ -134,8 +134,8 @@ def attention_decode(
             lengths as if they were cut to what the cache holds, and a page that the cache does not have is read as
             its nearest one and never written.
         return_lse: also return lse.
-        backend: name of the backend that must run ("sm90", "sm80" or "tiled"); None = the best one that computes the
-            call.
+        backend: name of the backend that must run ("sm90", "sm80" or "tiled"); None = what `use_backend` or
+            ONEPASS_BACKEND chose, else the best one that computes the call.
 
     Returns: out, (batch, seqlen_q, num_heads_q, head_dim_v), in q's dtype and laid out as q, or
     AttentionOutput(out, lse) with lse (batch, num_heads_q, seqlen_q), natural log. A query that sees no key has
@@ -191,10 +191,10 @@ def attention_decode(
         max_seqlen_q=most_queries,
     )
     validation.refuse_forward_mode(*inputs)
-    backend = dispatch.require_decode(problem, backend)
-    out, lse = decode_ops.run(problem, inputs, backend)
+    name = dispatch.require_decode(problem, backend, q.device)
+    out, lse = decode_ops.run(problem, inputs, choice.of_operator(name, backend))
     if key is not None:
-        forward = dispatch.prepare_decode(backend, problem, q.device)
+        forward = dispatch.prepare_decode(name, problem, q.device)
         repeated.keep(key, with_shared_caches_refused(forward, inputs) if inputs.seqlen_new else forward)
     return AttentionOutput(out, lse) if return_lse else out
 

@@ -98,7 +98,9 @@ def _decode(*args: Any) -> tuple[Tensor, Tensor]:
         # the door has no addresses to look at where torch.compile traces it
         refuse_shared_caches(inputs.k_cache, inputs.v_cache)
     with torch.autocast(inputs.q.device.type, enabled=False):
-        return dispatch.load_decode(options[-1])(_problem(inputs, options), inputs)
+        problem = _problem(inputs, options)
+        backend = dispatch.at_run_decode(options[-1], problem, inputs.q.device)
+        return dispatch.load_decode(backend, inputs.q.device)(problem, inputs)
 
 
 def _decode_fake(*args: Any) -> tuple[Tensor, Tensor]:
@@ -134,7 +136,7 @@ def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     if outs.device.type != "cuda":
         merged, lse = merge_in_torch(outs.unbind(0), lses.unbind(0))
         return merged.to(outs.dtype).contiguous(), lse.contiguous()
-    return dispatch.load_merge()(outs, lses)
+    return dispatch.load_merge(outs.device)(outs, lses)
 
 
 @torch.library.register_fake("onepass::merge_partials")
@@ -152,6 +154,6 @@ def merges_in_one_kernel(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> bool
         return False
     if torch.compiler.is_compiling() or peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return False
-    if any(lse.dtype != torch.float32 for lse in lses) or not dispatch.has_merge_kernel():
+    if any(lse.dtype != torch.float32 for lse in lses) or not dispatch.has_merge_kernel(outs[0].device):
         return False
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in (*outs, *lses)))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import dispatch, fp8
+from . import choice, dispatch, fp8
 from .errors import UnsupportedError
 from .gradient_rule import register_gradient
 from .kernels.config import LaunchConfig
@@ -90,7 +90,8 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
 def _forward_on(
     backend: str, tuning: str | None, problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs
 ) -> tuple[Tensor, Tensor]:
-    config = None if tuning is None else dispatch.config_type(backend).from_text(tuning)
+    config = None if tuning is None else dispatch.config_type(choice.found(backend)).from_text(tuning)
+    backend = dispatch.at_run(backend, problem, config, inputs.q.device)
     # An operator runs under the caller's autocast; ours computes in the dtypes that it states.
     with torch.autocast(problem.device_type, enabled=False):
         return dispatch.prepare(backend, problem, inputs.q.device, config)(inputs)
@@ -110,7 +111,8 @@ def _backward(
     problem = _problem(inputs, options)
     dout = torch.zeros_like(out) if dout is None else dout
     with torch.autocast(problem.device_type, enabled=False):
-        return dispatch.load_backward(options[-2], problem).backward(problem, inputs, out, lse, dout, dlse)
+        module = dispatch.load_backward(choice.found(options[-2]), problem)
+        return module.backward(problem, inputs, out, lse, dout, dlse)
 
 
 @torch.library.register_fake("onepass::attention_backward")

@@ -27,6 +27,7 @@ from torch._C import (
 )
 from torch.autograd import _profiler_enabled, forward_ad
 
+from . import choice
 from .dispatch import Forward
 
 MAX_CALLS = 1024
@@ -59,7 +60,7 @@ def key_of(function: str, inputs: Sequence[Tensor | None], window: Any, options:
         window = (None, None)
     elif type(window) is not tuple:
         return None
-    return function, tuple(seen), window, options, tuple(map(type, window + options))
+    return function, tuple(seen), window, options, tuple(map(type, window + options)), choice.of_context()
 
 
 def _is_observed() -> bool:

@@ -234,16 +234,21 @@ def _fp8_config(problem: AttentionProblem) -> ForwardConfig:
     return _adapted(config, problem)
 
 
-# Queries up to which the kernel transposes V itself, once for each tile of queries; for more of them it costs less to lay
-# V out once, by a kernel of its own (about 19 us). Not measured.
-TRANSPOSED_QUERIES = 4096
+# Queries up to which the kernel transposes V itself, once for each tile of queries, by the wider head dim: without a mask
+# and under a causal one. For more of them it costs less to lay V out once, by a kernel of its own (about 19 us). TFLOP/s
+# of both ways, transposed first (h200-fp8-variants.json): 64 at 1024 and 2048 466 453, 532 542, causal at 4096 and 8192
+# 486 479, 547 553; 128 at 4096 and 8192 876 856, 899 916, causal 739 719, 841 834; 256 at 1024 and 2048 849 825, 936 957,
+# causal at 4096 and 8192 883 870, 943 957.
+TRANSPOSED_QUERIES = {64: (1024, 4096), 128: (4096, 4096), 256: (1024, 4096)}
 
 
 def _of_rows(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:
     """The configuration for V that lies as `fp8.keys_last` lays it, for the V of this problem."""
     assert problem.quantization is not None
     seqlen_q = problem.seqlen_q // max(1, problem.batch) if problem.is_packed else problem.seqlen_q
-    if problem.quantization.v_keys_last or seqlen_q > TRANSPOSED_QUERIES:
+    widest = max(problem.head_dim, problem.head_dim_v)
+    most = TRANSPOSED_QUERIES[64 if widest <= 64 else 128 if widest <= 128 else 256]
+    if problem.quantization.v_keys_last or seqlen_q > most[problem.mask.window_right is not None]:
         return config
     # pairs share what they load, and none of what they transpose; by themselves they are faster with a queue
     is_dynamic = config.dynamic_tiles or config.cluster_size > 1

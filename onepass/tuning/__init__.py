@@ -43,7 +43,7 @@ def tune(
     Args:
         calls: one call or several, each as `onepass.warmup` takes it: the arguments of `attention` or
             `attention_varlen` by name, with shapes or tensors, whose values do not matter; or an `AttentionProblem`.
-        backend: for calls that name none; None = the one that they would run on.
+        backend: for calls that name none; None = the one that they would run on (see `use_backend`).
         gradients: also the kernels of their backward passes, where these have any.
         workers: processes that compile at the same time; None = one a CPU.
 

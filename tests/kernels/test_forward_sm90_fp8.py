@@ -154,7 +154,7 @@ def test_configurations_that_do_not_fit(config, message):
 
 def test_hopper_runs_it_by_itself(monkeypatch):
     monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     assert dispatch.choose(asked(128, 128)).backend == "sm90"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     assert dispatch.choose(asked(128, 128)).backend == "tiled"

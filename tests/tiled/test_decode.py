@@ -406,7 +406,7 @@ def test_compiled_without_a_break():
 def test_choice_of_a_kernel_is_traced_without_a_break(monkeypatch, taken, seqlen_q):
     """As on a Hopper GPU, of few rows and of many; tiled computes them."""
     torch._dynamo.reset()
-    monkeypatch.setattr(dispatch, "_device_refusal", lambda name, problem: None)
+    monkeypatch.setattr(dispatch, "_device_refusal", lambda name, problem, device: None)
     monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
     monkeypatch.setitem(dispatch._DECODE, taken, dispatch._DECODE["tiled"])
     q = torch.randn(2, seqlen_q, 4, 64, dtype=torch.bfloat16)

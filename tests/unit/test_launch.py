@@ -242,7 +242,7 @@ def test_results_are_dense_and_laid_out_as_q(shape):
 
 
 def test_supports_names_what_is_copied(monkeypatch):
-    monkeypatch.setattr(dispatch, "_refusal", lambda name, problem: launch.unsupported(problem))
+    monkeypatch.setattr(dispatch, "_refusal", lambda name, problem, device: launch.unsupported(problem))
     q = torch.randn(2, 30, 4, 64, dtype=torch.bfloat16)
     wide = torch.randn(2, 30, 4, 65, dtype=torch.bfloat16)
     strided, unaligned = wide[..., :64], torch.randn(q.numel() + 1, dtype=torch.bfloat16)[1:].view(q.shape)

@@ -105,7 +105,9 @@ def traced_dtype(request, monkeypatch):
     if request.param == "tiled":
         return torch.float32
     taken = "sm90" if "Hopper" in request.param else "sm80"
-    monkeypatch.setattr(dispatch, "_device_refusal", lambda name, problem: None if name == taken else "another GPU")
+    monkeypatch.setattr(
+        dispatch, "_device_refusal", lambda name, problem, device: None if name == taken else "another GPU"
+    )
     monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
     monkeypatch.setitem(dispatch._BACKENDS, taken, dispatch._BACKENDS["tiled"])
     q = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)

@@ -255,8 +255,8 @@ def launched(monkeypatch):
             seen.append(key[1])
         return lambda *arguments: None
 
-    monkeypatch.setattr(dispatch, "_refusal", lambda name, problem: None)
-    monkeypatch.setattr(dispatch, "arch_of", lambda name: HOPPER)
+    monkeypatch.setattr(dispatch, "_refusal", lambda name, problem, device: None)
+    monkeypatch.setattr(dispatch, "arch_of", lambda name, device=None: HOPPER)
     monkeypatch.setattr(compile, "get", get)
     monkeypatch.setattr(launch, "tile_counter", lambda device: None)
     monkeypatch.setattr(backward_launch, "tile_counter", lambda device: None)

@@ -257,11 +257,11 @@ def test_a_missing_compiler_is_named(monkeypatch):
         ((8, 9), "float32", "sm80"),
         ((8, 0), "float16", "sm80"),
     ):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, c=capability: c)
         with pytest.raises(NotImplementedError, match=f"backend {name}: the kernel compiler is not installed: pip"):
             onepass.warmup([CALL | {"dtype": getattr(torch, dtype)}])
     assert onepass.warmup([CALL | {"dtype": torch.float64}]) == []
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     assert onepass.warmup([CALL]) == []
 
 

@@ -240,7 +240,7 @@ def tile_counter(device: int) -> Tensor:
     Every launch leaves it at zero again, and launches of one stream follow each other, so one per stream does. A
     captured launch may be replayed beside others: it gets its own, zeroed by the graph.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if _is_capturing(device):
         return torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
     # torch.cuda.current_stream(device).cuda_stream without making the object around it
     key = (device, torch._C._cuda_getCurrentRawStream(device))
@@ -248,6 +248,14 @@ def tile_counter(device: int) -> Tensor:
     if counter is None:
         counter = _tile_counters[key] = torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
     return counter
+
+
+def _is_capturing(device: int) -> bool:
+    """Whether the device's current stream is being captured: torch asks that of the current device."""
+    if torch._C._cuda_getDevice() == device:  # torch.cuda.current_device() takes three times as long
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def copied(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
