@@ -18,9 +18,9 @@ from .config import VECTOR_BYTES
 
 
 def needs_append(inputs: DecodeInputs) -> bool:
-    if inputs.q.numel() == 0:
-        return inputs.k_new is not None and inputs.k_new.numel() > 0
-    return inputs.k_new is not None or inputs.rotary_cos is not None
+    if inputs.k_new is None and inputs.rotary_cos is None:
+        return False
+    return inputs.q.numel() > 0 or (inputs.k_new is not None and inputs.k_new.numel() > 0)
 
 
 def append(problem: DecodeProblem, inputs: DecodeInputs, arch: str) -> Tensor:
