@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 import torch
 from torch import Tensor
 
-from . import choice, decode_calls, decode_ops, dispatch, fp8, ops, repeated, validation
+from . import choice, decode_calls, decode_ops, dispatch, fp8, keywords, ops, repeated, validation
+from .errors import REFUSALS
 from .fp8 import QuantizedQKV
 from .kernels import ahead
 from .kernels.ahead import CompiledKernel
 from .kernels.config import ForwardConfig, ForwardConfigSm80
 from .merge import merge_in_torch
 from .problem import AttentionInputs, AttentionProblem, QuantizedInputs
+from .scalars import check_flag, check_int
 
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
@@ -174,6 +176,7 @@ def attention(
 ) -> Tensor | AttentionOutput: ...
 
 
+@keywords.hide_unknown
 def attention(
     q: Tensor | QuantizedQKV,
     k: Tensor | None = None,
@@ -190,6 +193,7 @@ def attention(
     precision: Literal["fp8"] | None = None,
     backend: str | None = None,
     tuning: ForwardConfig | ForwardConfigSm80 | None = None,
+    **unknown: Any,
 ) -> Tensor | AttentionOutput:
     """Exact attention, softmax(softmax_scale * q k^T + mask) v, in one pass over the keys.
 
@@ -238,6 +242,8 @@ def attention(
 
     Source: FlashAttention-2, arXiv:2307.08691, Algorithms 1 and 2.
     """
+    if unknown:
+        raise keywords.unexpected("attention", unknown)
     if isinstance(q, QuantizedQKV):
         out, lse = _run_quantized(
             q,
@@ -319,6 +325,7 @@ def attention_varlen(
 ) -> Tensor | AttentionOutput: ...
 
 
+@keywords.hide_unknown
 def attention_varlen(
     q: Tensor | QuantizedQKV,
     k: Tensor | None = None,
@@ -339,6 +346,7 @@ def attention_varlen(
     precision: Literal["fp8"] | None = None,
     backend: str | None = None,
     tuning: ForwardConfig | ForwardConfigSm80 | None = None,
+    **unknown: Any,
 ) -> Tensor | AttentionOutput:
     """Exact attention over packed sequences: sequence b attends to itself only.
 
@@ -358,6 +366,8 @@ def attention_varlen(
     Raises: as `attention`; ValueError also if offsets are out of order, from a backend that reads them on the host
         (`tiled`); kernels read them on the device only, and give undefined values then.
     """
+    if unknown:
+        raise keywords.unexpected("attention_varlen", unknown)
     if isinstance(q, QuantizedQKV):
         out, lse = _run_quantized(
             q,
@@ -444,7 +454,7 @@ def merge_partials(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Ten
 
 
 def supports(
-    q: Tensor | QuantizedQKV, k: Tensor | None = None, v: Tensor | None = None, **arguments: Any
+    q: Tensor | QuantizedQKV | None = None, k: Tensor | None = None, v: Tensor | None = None, **arguments: Any
 ) -> dispatch.Support:
     """Whether `attention` (or, with cu_seqlens_q, `attention_varlen`; with cache_seqlens, `attention_decode`) takes
     these arguments, and why (not).
@@ -452,20 +462,29 @@ def supports(
     Takes the same arguments as the call, k_cache and v_cache also in the places of k and v; computes nothing. Tensors
     on the "meta" device ask about shapes alone.
 
-    Returns: Support(ok, backend, reason); with ok=False the reason is the message that the call would raise. On Hopper
-    it also says which tensors are copied before the kernel can read them.
-    Raises: TypeError only for an argument name that the function does not have.
+    Returns: Support(ok, backend, reason), which is true where ok is; with ok=False the reason is the message that the
+    call would raise. On Hopper it also says which tensors are copied before the kernel can read them.
+    Raises: nothing. Arguments that the call has not, or of a kind that it does not take, are a reason.
     """
     backend = arguments.pop("backend", None)
     if backend is not None and (unknown := choice.refusal(backend)) is not None:
-        return dispatch.Support(False, str(backend), f"backend: {unknown}")
-    if decode_calls.is_decode(arguments):
-        return _supports_decode({"q": q, "k_cache": k, "v_cache": v} | arguments, backend)
-    _refuse_unknown("supports", arguments)
+        return dispatch.Support(False, backend if isinstance(backend, str) else "", f"backend: {unknown}")
     try:
-        problem = _problem_of(q, k, v, arguments)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        return dispatch.Support(False, backend or "", str(error))
+        if decode_calls.is_decode(arguments):
+            problem, inputs = decode_calls.problem_of("supports", {"q": q, "k_cache": k, "v_cache": v} | arguments)
+            return dispatch.choose_decode(problem, backend, inputs.q.device)
+        return _supports(q, k, v, arguments, backend)
+    except REFUSALS as error:
+        reason = str(error)
+    except Exception as error:  # of torch, say where its driver does not answer
+        reason = f"{type(error).__name__}: {error}"
+    return dispatch.Support(False, backend if isinstance(backend, str) else "", reason)
+
+
+def _supports(q: Any, k: Any, v: Any, arguments: dict[str, Any], backend: str | None) -> dispatch.Support:
+    """The same of `attention` and `attention_varlen`; raises as the call would."""
+    _refuse_unknown("supports", arguments)
+    problem = _problem_of(q, k, v, arguments)
     device = (q.q if isinstance(q, QuantizedQKV) else q).device
     support = dispatch.choose(problem, backend, arguments.get("tuning"), device)
     tensors = [t for t in (q, k, v) if type(t) in (Tensor, torch.nn.Parameter)]
@@ -473,26 +492,14 @@ def supports(
     if support.ok and support.backend == "sm90" and have_addresses:
         from .kernels.sm90 import launch
 
-        if names := launch.copied(*tensors):  # type: ignore[arg-type]
+        if names := launch.copied(*tensors):
             copies = f"; copies {', '.join(names)} first (TMA reads rows at addresses and strides of 16 bytes)"
             return support._replace(reason=support.reason + copies)
     return support
 
 
-def _supports_decode(arguments: dict[str, Any], backend: str | None) -> dispatch.Support:
-    try:
-        problem, inputs = decode_calls.problem_of("supports", arguments)
-    except TypeError as error:
-        if str(error).startswith("supports: "):
-            raise
-        return dispatch.Support(False, backend or "", str(error))
-    except (ValueError, NotImplementedError) as error:
-        return dispatch.Support(False, backend or "", str(error))
-    return dispatch.choose_decode(problem, backend, inputs.q.device)
-
-
 def warmup(
-    calls: Iterable[Mapping[str, Any] | AttentionProblem],
+    calls: Mapping[str, Any] | AttentionProblem | Iterable[Mapping[str, Any] | AttentionProblem],
     *,
     backend: str | None = None,
     workers: int | None = None,
@@ -507,7 +514,7 @@ def warmup(
     number of heads, only by the choice of its configuration. How many heads of q share one of k is compiled in.
 
     Args:
-        calls: for each, the arguments of `attention`, `attention_varlen` or (then with cache_seqlens)
+        calls: one or several; for each, the arguments of `attention`, `attention_varlen` or (then with cache_seqlens)
             `attention_decode` by name. Instead of a tensor its shape, with `dtype` once for all that are not of
             integers or always float32 (and `cache_dtype` for caches, if theirs is another), or a tensor on the "meta"
             device: these stand for tensors on this machine's GPU, aligned to 16 bytes. Or an `AttentionProblem`.
@@ -524,11 +531,11 @@ def warmup(
 
     Raises: as the calls would, before anything is compiled; UnsupportedError if the kernel compiler is missing.
     """
-    if workers is not None and (type(workers) is not int or workers < 1):
-        raise ValueError(f"workers: expected an int of at least 1 or None, got {workers!r}")
-    validation.check_flag("gradients", gradients)
+    if workers is not None:
+        workers = check_int("workers", workers, "an int of at least 1 or None", least=1)
+    gradients = check_flag("gradients", gradients)
     jobs: list[ahead.Job] = []
-    for call in calls:
+    for call in calls_of(calls):
         arguments = {} if isinstance(call, AttentionProblem) else dict(call)
         if decode_calls.is_decode(arguments):
             requested = choice.named(arguments.pop("backend", backend))
@@ -541,6 +548,18 @@ def warmup(
             has_dlse = () if not gradients else (False, True) if may_have_dlse else (False,)
             jobs += ahead.jobs_of(name, problem, tuning, has_dlse)
     return ahead.compile_all(jobs, workers)
+
+
+def calls_of(calls: Any) -> list[Mapping[str, Any] | AttentionProblem]:
+    """The calls to come that a function was given: several, or one by itself."""
+    if isinstance(calls, (Mapping, AttentionProblem)):
+        return [calls]
+    if not isinstance(calls, Iterable) or isinstance(calls, (str, Tensor)):
+        raise TypeError(f"calls: expected the arguments of calls by name, got {calls!r}")
+    several = list(calls)
+    for i, call in enumerate(several):
+        validation.check_call(f"calls[{i}]", call)
+    return several
 
 
 def problem_of_call(
@@ -574,10 +593,8 @@ def _problem_of_shapes(function: str, arguments: dict[str, Any]) -> AttentionPro
     for name in ("q", "k", "v", "sinks", *_LENGTHS):
         shape = arguments.get(name)
         if isinstance(shape, (tuple, list)):
-            if dtype is None and name not in _LENGTHS:
-                raise TypeError(f"dtype: expected a torch.dtype beside the shape {tuple(shape)} of {name}, got None")
             of = torch.int32 if name in _LENGTHS else dtype
-            arguments[name] = torch.empty(tuple(shape), dtype=of, device="meta")
+            arguments[name] = validation.tensor_of_shape(name, shape, of)
     q, k, v = (arguments.pop(name) for name in ("q", "k", "v"))
     _refuse_unknown(function, arguments)
     return _problem_of(q, k, v, arguments)
@@ -603,9 +620,9 @@ def _is_packed(arguments: dict[str, Any]) -> bool:
 
 
 def _refuse_unknown(function: str, arguments: dict[str, Any]) -> None:
-    unknown = sorted(set(arguments) - set(_DEFAULTS) - (set(_PACKED_DEFAULTS) if _is_packed(arguments) else set()))
+    unknown = set(arguments) - set(_DEFAULTS) - (set(_PACKED_DEFAULTS) if _is_packed(arguments) else set())
     if unknown:
-        raise TypeError(f"{function}: expected arguments of attention or attention_varlen, got {', '.join(unknown)}")
+        raise keywords.unexpected(function, unknown, "attention or attention_varlen")
 
 
 def _problem_of(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> AttentionProblem:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from torch import Tensor
 
-from . import choice, decode_ops, dispatch, repeated, validation
+from . import choice, decode_ops, dispatch, keywords, repeated, validation
 from .api import AttentionOutput, Window
 from .decode_overlap import with_shared_caches_refused
 from .decode_problem import DecodeInputs
 from .decode_validation import check_decode, few_queries
 from .kernels.blocks import splits
+from .scalars import check_int
 
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
@@ -55,6 +56,7 @@ def attention_decode(
 ) -> Tensor | AttentionOutput: ...
 
 
+@keywords.hide_unknown
 def attention_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -82,6 +84,7 @@ def attention_decode(
     check_values: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: Any,
 ) -> Tensor | AttentionOutput:
     """Exact attention of a few new queries over the keys of a cache, after appending k_new and v_new to it.
 
@@ -147,6 +150,8 @@ def attention_decode(
     Source: FlashAttention-2, arXiv:2307.08691, section 2.3 (merging parts); Flash-Decoding, Dao et al. 2023 (splitting
     the keys); PagedAttention, arXiv:2309.06180 (page tables).
     """
+    if unknown:
+        raise keywords.unexpected("attention_decode", unknown)
     inputs = DecodeInputs(
         q,
         k_cache,
@@ -168,7 +173,7 @@ def attention_decode(
         scores, splits_ = (causal, softcap, softmax_scale), (num_splits, split_size)
         options = *scores, *splits_, rotary_interleaved, return_lse, kv_block, most_queries, backend
         key = repeated.key_of("attention_decode", inputs, window, options)
-    if key is not None:
+    if key is not None and k_cache is not None and v_cache is not None:
         # the door looks at these, too
         key = *key, k_cache.stride(), v_cache.stride(), (k_cache.data_ptr() | v_cache.data_ptr()) % 16
         forward = repeated.find(key)
@@ -204,10 +209,9 @@ def split_workspace_bytes(num_splits: int, *, batch: int, seqlen_q: int, num_hea
     out and lse of every split. 0 for one split, which writes its outputs directly. The backend `tiled` takes none.
     Packed queries are a batch of one.
 
-    Raises: ValueError for a number below 1 (num_splits, head_dim_v) or below 0.
+    Raises: TypeError for what is no integer, ValueError for a number below 1 (num_splits, head_dim_v) or below 0.
     """
-    sizes = {"num_splits": num_splits, "head_dim_v": head_dim_v}
-    for name, value in (sizes | {"num_heads_q": num_heads_q, "batch": batch, "seqlen_q": seqlen_q}).items():
-        if value < (1 if name in sizes else 0):
-            raise ValueError(f"{name}: expected at least {1 if name in sizes else 0}, got {value}")
+    num_splits, head_dim_v = check_int("num_splits", num_splits, least=1), check_int("head_dim_v", head_dim_v, least=1)
+    batch, seqlen_q = check_int("batch", batch, least=0), check_int("seqlen_q", seqlen_q, least=0)
+    num_heads_q = check_int("num_heads_q", num_heads_q, least=0)
     return 0 if num_splits == 1 else splits.workspace_bytes(num_splits, batch * seqlen_q * num_heads_q, head_dim_v)

@@ -52,11 +52,17 @@ _HAS_KERNEL_COMPILER = all(importlib.util.find_spec(name) is not None for name i
 
 
 class Support(NamedTuple):
-    """Answer of `onepass.supports`: whether the call would run, on which backend, and why (or why not)."""
+    """Answer of `onepass.supports`: whether the call would run, on which backend, and why (or why not).
+
+    True where the call would run: `if onepass.supports(...)` asks for `ok`.
+    """
 
     ok: bool
     backend: str
     reason: str
+
+    def __bool__(self) -> bool:
+        return self.ok
 
 
 def backends() -> tuple[str, ...]:

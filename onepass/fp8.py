@@ -89,6 +89,11 @@ class QuantizedQKV:
 
     def __post_init__(self) -> None:
         validation.check_quantized(self)
+        for name in ("q_block", "kv_block"):
+            if type(getattr(self, name)) not in (int, type(None)):
+                object.__setattr__(self, name, int(getattr(self, name)))  # of numpy
+        if type(self.v_keys_last) is not bool:
+            object.__setattr__(self, "v_keys_last", bool(self.v_keys_last))
 
     @property
     def quantization(self) -> Quantization:
@@ -101,7 +106,12 @@ class QuantizedQKV:
     def dequantize(
         self, *, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v in float32 as attention computes with them: rotated, and without what was subtracted."""
+        """q, k, v in float32 as attention computes with them: rotated, and without what was subtracted.
+
+        Args: cu_seqlens_q, cu_seqlens_k: of packed sequences, as for `quantize_fp8`.
+        Raises: TypeError or ValueError with what was expected and given.
+        """
+        validation.check_dequantize(self, cu_seqlens_q, cu_seqlens_k)
         tensors = self.q, self.k, self.v
         return _dequantized(self.quantization, *tensors, self.descales, cu_seqlens_q, cu_seqlens_k)
 
@@ -151,10 +161,11 @@ def quantize_fp8(
     """
     validation.check_quantizable(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
     validation.check_one_of("granularity", granularity, GRANULARITIES)
-    for name, flag in (("rotate", rotate), ("center_k", center_k), ("center_v", center_v)):
+    rotate, center_k, center_v = (
         validation.check_flag(name, flag)
-    if type(seed) is not int:
-        raise TypeError(f"seed: expected an int, got {seed!r}")
+        for name, flag in (("rotate", rotate), ("center_k", center_k), ("center_v", center_v))
+    )
+    seed = validation.check_int("seed", seed)
     inputs = AttentionInputs(q, k, v, None, cu_seqlens_q, cu_seqlens_k, seqused_k)
     exists = _existing_keys(inputs)
     k_mean = v_mean = score_shift = None

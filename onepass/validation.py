@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
 
+from . import layout_hints
 from .errors import UnsupportedError
 from .kernels.config import ForwardConfig, ForwardConfigSm80
 from .problem import V_KEYS, AttentionInputs, AttentionProblem, Mask, QuantizedInputs
+from .scalars import check_flag, check_int, check_real
 
 if TYPE_CHECKING:
     from .fp8 import QuantizedQKV
@@ -31,6 +33,9 @@ E4M3 = torch.float8_e4m3fn
 PRECISIONS = ("fp8",)
 DENSE_DIMS = "(batch, seqlen, num_heads, head_dim)"
 PACKED_DIMS = "(total_tokens, num_heads, head_dim)"
+LARGEST_BLOCK = 2**31 - 1
+LARGEST_TENSOR = 2**56  # elements, whose bytes 64 bits still count
+WIDEST_WINDOW = 2**48  # more bytes than a machine has: a window side beyond it hides nothing, and sums stay in 64 bits
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -41,11 +46,45 @@ def _shape(t: torch.Tensor) -> str:
     return str(tuple(t.shape))
 
 
+def check_tensor(name: str, t: Any, expected: str = "a torch.Tensor") -> torch.Tensor:
+    """A dense tensor: one whose shape and strides tell where its elements are."""
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name}: expected {expected}, got {type(t).__name__}")
+    if t.is_nested:  # some of these have no shape, and all say that their layout is another or strided
+        hint = " (sequences of different lengths are packed: onepass.attention_varlen)"
+        raise TypeError(f"{name}: expected {expected} of one shape, got a nested tensor{hint}")
+    if t.layout != torch.strided:
+        raise TypeError(f"{name}: expected a strided (dense) tensor, got layout {t.layout}")
+    return t
+
+
+def check_call(name: str, call: Any) -> None:
+    """One of the calls to come that `warmup` and `tune` take."""
+    if not isinstance(call, (Mapping, AttentionProblem)):
+        given = f"{type(call).__name__} {call!r}"
+        raise TypeError(f"{name}: expected the arguments of a call by name, or an AttentionProblem, got {given}")
+
+
+def tensor_of_shape(name: str, shape: Sequence[Any], dtype: Any, dtype_name: str = "dtype") -> torch.Tensor:
+    """What stands for a tensor of which a call to come tells the shape alone: one on the "meta" device."""
+    if not isinstance(dtype, torch.dtype):
+        shape_given = f"beside the shape {tuple(shape)} of {name}"
+        raise TypeError(f"{dtype_name}: expected a torch.dtype {shape_given}, got {dtype!r}")
+    sizes = [check_int(name, size, "a shape of int", least=0) for size in shape]
+    if math.prod(sizes) > LARGEST_TENSOR:
+        raise ValueError(f"{name}: expected a shape of up to {LARGEST_TENSOR} elements, got {tuple(sizes)}")
+    return torch.empty(sizes, dtype=dtype, device="meta")
+
+
+def _is_missing(named: tuple[str, Any]) -> bool:
+    """Of two arguments that need one another, that which is given is looked at first: a key to sort by."""
+    return named[1] is None
+
+
 def check_tensors(named: dict[str, Any], dtypes: tuple[torch.dtype, ...] = SUPPORTED_DTYPES) -> None:
-    """All are tensors on one device, of one of the dtypes."""
+    """All are dense tensors on one device, of one of the dtypes."""
     for name, t in named.items():
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
+        check_tensor(name, t)
     first_name, first = next(iter(named.items()))
     for name, t in named.items():
         if t.device != first.device:
@@ -59,8 +98,6 @@ def check_tensors(named: dict[str, Any], dtypes: tuple[torch.dtype, ...] = SUPPO
             raise TypeError(f"{name}: expected dtype {expected}, got {_short(t.dtype)}{hint}")
         if t.dtype != first.dtype:
             raise TypeError(f"{name}: expected dtype {_short(first.dtype)} like {first_name}, got {_short(t.dtype)}")
-        if t.layout != torch.strided:
-            raise TypeError(f"{name}: expected a strided (dense) tensor, got layout {t.layout}")
 
 
 def _check_ranks(named: dict[str, torch.Tensor], dims: str, rank: int) -> None:
@@ -72,31 +109,33 @@ def _check_ranks(named: dict[str, torch.Tensor], dims: str, rank: int) -> None:
 def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Agreement of the head counts and head dims, which are the last two dimensions in both layouts."""
     if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"v: expected shape {tuple(k.shape[:-1])} like k up to head_dim, got {_shape(v)}")
+        hint = layout_hints.to_transpose({"v": v}) if k.shape[:-1] == layout_hints.transposed(v).shape[:-1] else ""
+        raise ValueError(f"v: expected shape {tuple(k.shape[:-1])} like k up to head_dim, got {_shape(v)}{hint}")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"k: expected head_dim {q.shape[-1]} like q, got {k.shape[-1]}")
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.shape[-1] < 1:
             raise ValueError(f"{name}: expected a head_dim of at least 1, got shape {_shape(t)}")
-    check_groups(q.shape[-2], k.shape[-2], "k and v")
+    check_groups({"q": q}, {"k": k, "v": v}, "k and v")
 
 
-def check_groups(num_heads_q: int, num_heads_kv: int, of: str) -> None:
+def check_groups(queries: dict[str, torch.Tensor], keys: dict[str, torch.Tensor], of: str) -> None:
     """Each kv head serves as many query heads; without query heads, of which 0 are legal, there may be any number.
 
-    Args: of: whose heads the second ones are.
+    Args: queries, keys: tensors by name, heads in the last dimension but one. of: whose heads those of keys are.
     """
+    (num_heads_q,), (num_heads_kv, *_) = ([t.shape[-2] for t in named.values()] for named in (queries, keys))
     if num_heads_q == 0:
         return
     if num_heads_kv == 0 or num_heads_q % num_heads_kv != 0:
         raise ValueError(
             f"q: expected a number of heads divisible by the {num_heads_kv} heads of {of}, got {num_heads_q}"
+            f"{layout_hints.of_heads(queries, keys)}"
         )
 
 
 def _check_lengths_tensor(name: str, t: Any, length: int, length_of: str, device: torch.device) -> None:
-    if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{name}: expected an int32 torch.Tensor, got {type(t).__name__}")
+    check_tensor(name, t, "an int32 torch.Tensor")
     if t.dtype != torch.int32:
         raise TypeError(f"{name}: expected dtype int32, got {_short(t.dtype)}")
     if t.device != device:
@@ -106,25 +145,15 @@ def _check_lengths_tensor(name: str, t: Any, length: int, length_of: str, device
 
 
 def _check_sinks(sinks: Any, q: torch.Tensor) -> None:
-    if not isinstance(sinks, torch.Tensor):
-        raise TypeError(f"sinks: expected a torch.Tensor, got {type(sinks).__name__}")
+    check_tensor("sinks", sinks)
     if not sinks.dtype.is_floating_point or sinks.dtype not in SUPPORTED_DTYPES:
         raise TypeError(f"sinks: expected a floating-point dtype, got {_short(sinks.dtype)}")
     if sinks.device != q.device:
         raise ValueError(f"sinks: expected device {q.device} like q, got {sinks.device}")
     if sinks.dim() != 1 or sinks.shape[0] != q.shape[-2]:
-        raise ValueError(f"sinks: expected shape ({q.shape[-2]},), one per query head, got {_shape(sinks)}")
-
-
-def check_real(name: str, value: Any) -> float:
-    """A plain finite number; tensors are refused, because their gradient would be lost."""
-    if isinstance(value, torch.Tensor):
-        raise TypeError(f"{name}: expected a float, got a tensor (no gradient flows through it)")
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: expected a float, got {type(value).__name__}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name}: expected a finite number, got {value}")
-    return float(value)
+        is_transposed = sinks.dim() == 1 and sinks.shape[0] == q.shape[-3]
+        hint = layout_hints.to_transpose({"q": q}) if is_transposed else ""
+        raise ValueError(f"sinks: expected shape ({q.shape[-2]},), one per query head, got {_shape(sinks)}{hint}")
 
 
 def _check_window(window: Any) -> tuple[int | None, int | None] | None:
@@ -132,17 +161,17 @@ def _check_window(window: Any) -> tuple[int | None, int | None] | None:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window: expected a pair (left, right) of int or None, got {window!r}")
-    for side, size in zip(("left", "right"), window, strict=True):
-        if size is None:
-            continue
-        if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
-            raise TypeError(f"window: expected an int or None for its {side} side, got {size!r}")
-    return window[0], window[1]
+    return _check_window_side("left", window[0]), _check_window_side("right", window[1])
 
 
-def check_flag(name: str, value: Any, none_too: bool = False) -> None:
-    if not (isinstance(value, bool) or (none_too and value is None)):
-        raise TypeError(f"{name}: expected a bool{' or None' if none_too else ''}, got {value!r}")
+def _check_window_side(side: str, size: Any) -> int | None:
+    if size is None:
+        return None
+    size = check_int("window", size, f"an int or None for its {side} side")
+    # still a bound, for the sake of the kernel that is chosen, but one that fits where it goes
+    if size > WIDEST_WINDOW:
+        return WIDEST_WINDOW
+    return -WIDEST_WINDOW if size < -WIDEST_WINDOW else size
 
 
 def check_max_seqlens(max_seqlen_q: Any, max_seqlen_k: Any) -> None:
@@ -156,13 +185,11 @@ def _check_max_seqlen(name: str, value: Any) -> None:
         return
     expected = "an int, a tensor of one integer or None"
     if isinstance(value, torch.Tensor):
+        check_tensor(name, value, expected)
         if value.numel() != 1 or value.dtype.is_floating_point or value.dtype.is_complex:
             raise TypeError(f"{name}: expected {expected}, got {_short(value.dtype)} of shape {_shape(value)}")
         return
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name}: expected {expected}, got {value!r}")
-    if value < 0:
-        raise ValueError(f"{name}: expected at least 0, got {value}")
+    check_int(name, value, expected, least=0)
 
 
 def _options(
@@ -178,9 +205,9 @@ def _options(
     tuning: Any,
 ) -> dict[str, Any]:
     """Check the options that both layouts share; return them as `AttentionProblem.of` takes them."""
-    check_flag("causal", causal)
+    causal = check_flag("causal", causal)
     check_flag("return_lse", return_lse)
-    check_flag("deterministic", deterministic, none_too=True)
+    is_reproducible = check_flag("deterministic", deterministic, none_too=True)
     mask = Mask.from_options(causal, _check_window(window))
     if softcap is not None:
         softcap = check_real("softcap", softcap)
@@ -192,8 +219,8 @@ def _options(
     if tuning is not None and not isinstance(tuning, (ForwardConfig, ForwardConfigSm80)):
         raise TypeError(f"tuning: expected a ForwardConfig, a ForwardConfigSm80 or None, got {tuning!r}")
     if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    return {"softmax_scale": scale, "mask": mask, "softcap": softcap, "deterministic": deterministic}
+        is_reproducible = torch.are_deterministic_algorithms_enabled()
+    return {"softmax_scale": scale, "mask": mask, "softcap": softcap, "deterministic": is_reproducible}
 
 
 def _check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seqused_k: Any) -> None:
@@ -210,10 +237,11 @@ def _check_packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_k: Any
 ) -> None:
     """Shapes of `attention_varlen`, behind `check_tensors`."""
+    of_both = ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)
+    for name, offsets in sorted(of_both, key=_is_missing):
+        check_tensor(name, offsets, "an int32 torch.Tensor")
     _check_ranks({"q": q, "k": k, "v": v}, PACKED_DIMS, 3)
     _check_heads(q, k, v)
-    if not isinstance(cu_seqlens_q, torch.Tensor):
-        raise TypeError(f"cu_seqlens_q: expected an int32 torch.Tensor, got {type(cu_seqlens_q).__name__}")
     if cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] < 1:
         raise ValueError(f"cu_seqlens_q: expected shape (batch + 1,), got {_shape(cu_seqlens_q)}")
     batch = cu_seqlens_q.shape[0] - 1
@@ -258,6 +286,16 @@ def check_attention_varlen(
 # ---------------------------------------------------------------- FP8
 
 
+def check_block(name: str, value: Any) -> int | None:
+    """A number of rows or keys, small enough for an argument of a kernel, or None."""
+    if value is None:
+        return None
+    block = check_int(name, value, "an int or None", least=1)
+    if block > LARGEST_BLOCK:
+        raise ValueError(f"{name}: expected at most {LARGEST_BLOCK}, got {block}")
+    return block
+
+
 def check_one_of(name: str, value: Any, choices: Sequence[str]) -> None:
     if not isinstance(value, str) or value not in choices:
         error = ValueError if isinstance(value, str) else TypeError
@@ -292,15 +330,11 @@ def check_quantized(quantized: QuantizedQKV) -> None:
         _check_heads(q, k, v)
     else:
         _check_dense(q, k, v, None)
-    if quantized.dtype not in QUANTIZABLE_DTYPES:
+    if not isinstance(quantized.dtype, torch.dtype) or quantized.dtype not in QUANTIZABLE_DTYPES:
         expected = ", ".join(_short(d) for d in QUANTIZABLE_DTYPES)
         raise TypeError(f"dtype: expected {expected}, the dtype of out, got {quantized.dtype!r}")
     for name in ("q_block", "kv_block"):
-        block = getattr(quantized, name)
-        if block is not None and type(block) is not int:
-            raise TypeError(f"{name}: expected an int or None, got {block!r}")
-        if block is not None and block < 1:
-            raise ValueError(f"{name}: expected at least 1, got {block}")
+        check_block(name, getattr(quantized, name))
     for name, t, block in (
         ("q_descale", q, quantized.q_block),
         ("k_descale", k, quantized.kv_block),
@@ -321,6 +355,36 @@ def check_quantized(quantized: QuantizedQKV) -> None:
         if v_mean.dim() != 3 or v_mean.shape[1:] != expected_tail or (not is_packed and v_mean.shape[0] != batch):
             expected = f"({'batch' if is_packed else batch}, {expected_tail[0]}, {expected_tail[1]})"
             raise ValueError(f"v_mean: expected shape {expected}, got {_shape(v_mean)}")
+
+
+def check_dequantize(quantized: QuantizedQKV, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
+    """The offsets of `QuantizedQKV.dequantize`: those of packed sequences, where a scale or v depends on them."""
+    is_packed = quantized.q.dim() == 3
+    needed = {
+        "cu_seqlens_q": quantized.q_descale.dim() > 0,
+        "cu_seqlens_k": quantized.v_keys_last or quantized.k_descale.dim() > 0 or quantized.v_descale.dim() > 0,
+    }
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if offsets is None and not (is_packed and needed[name]):
+            continue
+        check_tensor(name, offsets, "an int32 torch.Tensor")
+        if not is_packed:
+            raise ValueError(f"{name}: expected None beside tensors that are not packed, got a tensor")
+        if offsets.dim() != 1 or offsets.shape[0] < 1:
+            raise ValueError(f"{name}: expected shape (batch + 1,), got {_shape(offsets)}")
+        batch = offsets.shape[0] - 1
+        _check_lengths_tensor(name, offsets, batch + 1, "batch + 1", quantized.q.device)
+        for of, t, block in (
+            ("q_descale", quantized.q, quantized.q_block),
+            ("k_descale", quantized.k, quantized.kv_block),
+            (
+                "v_descale",
+                _as_rows(quantized.k, quantized.v) if quantized.v_keys_last else quantized.v,
+                quantized.kv_block,
+            ),
+        ):
+            if (of == "q_descale") == (name == "cu_seqlens_q"):
+                _check_descale(of, getattr(quantized, of), t, block, batch)
 
 
 def _as_rows(k: torch.Tensor, v: torch.Tensor, batch: int | None = None) -> torch.Tensor:
@@ -346,8 +410,7 @@ def _as_rows(k: torch.Tensor, v: torch.Tensor, batch: int | None = None) -> torc
 
 
 def _check_float32(name: str, t: Any, device: torch.device) -> None:
-    if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{name}: expected a float32 torch.Tensor, got {type(t).__name__}")
+    check_tensor(name, t, "a float32 torch.Tensor")
     if t.dtype != torch.float32:
         raise TypeError(f"{name}: expected dtype float32, got {_short(t.dtype)}")
     if t.device != device:
@@ -441,9 +504,15 @@ def check_partials(outs: Any, lses: Any) -> tuple[list[torch.Tensor], list[torch
     pair = []
     for name, group in (("outs", outs), ("lses", lses)):
         if isinstance(group, torch.Tensor):
+            check_tensor(name, group)
+            if group.dim() == 0:
+                raise ValueError(f"{name}: expected tensors stacked in dimension 0, got shape ()")
             group = list(group.unbind(0))
         if not isinstance(group, Sequence) or not group or not all(isinstance(t, torch.Tensor) for t in group):
-            raise TypeError(f"{name}: expected a non-empty sequence of tensors or one stacked tensor")
+            given = f"an empty {type(group).__name__}" if isinstance(group, Sequence) and not group else repr(group)
+            raise TypeError(f"{name}: expected a non-empty sequence of tensors or one stacked tensor, got {given}")
+        for i, t in enumerate(group):
+            check_tensor(f"{name}[{i}]", t)
         pair.append(list(group))
     outs, lses = pair
     if len(outs) != len(lses):

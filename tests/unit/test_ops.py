@@ -133,6 +133,23 @@ def test_compile_without_graph_breaks(traced_dtype, dynamic):
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_with_other_numbers(traced_dtype, dynamic):
+    def function(q, k, v, scale, cap):
+        out = onepass.attention(q, k, v, softmax_scale=scale, softcap=cap, causal=True)
+        return out + onepass.attention(q, k, v, softmax_scale=q.shape[-1] ** -0.5)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for seqlen, scale, cap in ((6, 0.3, 5.0), (9, 0.4, 6.0), (11, 0.5, 7.0)):
+        q, k, v = qkv(2, seqlen, dtype=traced_dtype, requires_grad=True)
+        results = []
+        for f in (function, compiled):
+            out = f(q, k, v, scale, cap)
+            results.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b)
+
+
 def test_lengths_do_not_recompile(traced_dtype):
     counter = torch._dynamo.testing.CompileCounter()
     function = torch.compile(

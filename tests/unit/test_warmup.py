@@ -230,8 +230,10 @@ def test_a_bad_call_is_refused_before_anything_is_compiled(compiled, changes, er
 def test_bad_arguments(compiled):
     with pytest.raises(TypeError, match="warmup: expected q, k and v in every call, got none for k, v"):
         onepass.warmup([{"q": CALL["q"]}])
-    for workers in (0, 1.5, True):
-        with pytest.raises(ValueError, match="workers: expected an int of at least 1 or None"):
+    with pytest.raises(ValueError, match="workers: expected at least 1, got 0"):
+        onepass.warmup([], workers=0)
+    for workers in (1.5, True):
+        with pytest.raises(TypeError, match=f"workers: expected an int of at least 1 or None, got {workers}"):
             onepass.warmup([], workers=workers)
     for gradients in (1, None):
         with pytest.raises(TypeError, match=f"gradients: expected a bool, got {gradients}"):
