@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import layout_hints, validation
+from . import validation
 from .decode_descales import check_descales
 from .decode_overlap import refuse_shared_caches
 from .decode_problem import FEW_QUERIES, DecodeInputs, DecodeProblem, refuse_lengths

@@ -234,11 +234,11 @@ def _fp8_config(problem: AttentionProblem) -> ForwardConfig:
     return _adapted(config, problem)
 
 
-# Queries up to which the kernel transposes V itself, once for each tile of queries, by the wider head dim: without a mask
-# and under a causal one. For more of them it costs less to lay V out once, by a kernel of its own (about 19 us). TFLOP/s
-# of both ways, transposed first (h200-fp8-variants.json): 64 at 1024 and 2048 466 453, 532 542, causal at 4096 and 8192
-# 486 479, 547 553; 128 at 4096 and 8192 876 856, 899 916, causal 739 719, 841 834; 256 at 1024 and 2048 849 825, 936 957,
-# causal at 4096 and 8192 883 870, 943 957.
+# Queries up to which the kernel transposes V itself, once for each tile of queries, by the wider head dim: without a
+# mask and under a causal one. For more of them it costs less to lay V out once, by a kernel of its own (about 19 us).
+# TFLOP/s of both ways, transposed first (h200-fp8-variants.json): 64 at 1024 and 2048 466 453, 532 542, causal at 4096
+# and 8192 486 479, 547 553; 128 at 4096 and 8192 876 856, 899 916, causal 739 719, 841 834; 256 at 1024 and 2048
+# 849 825, 936 957, causal at 4096 and 8192 883 870, 943 957.
 TRANSPOSED_QUERIES = {64: (1024, 4096), 128: (4096, 4096), 256: (1024, 4096)}
 
 

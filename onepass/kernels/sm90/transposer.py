@@ -63,7 +63,10 @@ def stored_place(lane, keys: int, head_dim_v: int):
 
 
 def selectors(is_upper) -> tuple:
-    """Which bytes of a lane's two words the even and the odd matrices get that it stores. Args: is_upper: lane >= 16."""
+    """Which bytes of a lane's two words the even and the odd matrices that it stores get.
+
+    Args: is_upper: 1 for lanes from 16 on, 0 for the others.
+    """
     first = EVEN_COLUMN + is_upper * (ODD_COLUMN - EVEN_COLUMN)
     return first, first ^ EVEN_COLUMN ^ ODD_COLUMN
 
