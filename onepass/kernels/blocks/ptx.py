@@ -90,8 +90,8 @@ def increment(flag: cute.Pointer):
 
 
 def load_transposed(address: Int32) -> tuple:
-    """ldmatrix of four 8 x 8 matrices of 16-bit values, transposed: lane 8 m + i names row i of matrix m in shared memory,
-    lane 4 c + q gets of each matrix column c of its rows 2q and 2q + 1."""
+    """ldmatrix of four 8 x 8 matrices of 16-bit values, transposed: lane 8 m + i names row i of matrix m in shared
+    memory, lane 4 c + q gets of each matrix column c of its rows 2q and 2q + 1."""
     return cute.arch.inline_ptx(
         "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
         write_only_types=[Int32] * 4,
