@@ -217,8 +217,8 @@ def _fp8_config(problem: AttentionProblem) -> ForwardConfig:
     return _adapted(config, problem)
 
 
-# Queries up to which the kernel transposes V itself, once for each tile of queries; for more of them it may cost less to
-# lay V out once, by a kernel of its own (19 us for 32 MB). Where it does is not measured.
+# Queries up to which the kernel transposes V itself, once for each tile of queries; for more of them it may cost less
+# to lay V out once, by a kernel of its own (19 us for 32 MB). Where it does is not measured.
 TRANSPOSED_QUERIES = 4096
 
 
