@@ -119,6 +119,79 @@ def test_v_with_its_keys_last(lengths, head_dims):
     assert torch.equal(check(with_keys_last(rows), causal=True), check(rows, causal=True))
 
 
+# head_dim, head_dim_v, configuration: every tile of keys, and head dims with rows of 32, 64 and 128 bytes
+TRANSPOSING = [
+    (64, 64, ForwardConfig(tile_n=32)),
+    (64, 64, ForwardConfig(tile_n=64, num_warpgroups=4, q_stages=2, dynamic_tiles=True)),
+    (128, 128, ForwardConfig(tile_n=96, num_warpgroups=3, q_stages=2, dynamic_tiles=True)),
+    (128, 128, ForwardConfig(tile_n=128, q_stages=2, dynamic_tiles=True)),
+    (128, 96, ForwardConfig(tile_n=160, num_warpgroups=1)),
+    (128, 128, ForwardConfig(tile_n=192, q_stages=2)),
+    (64, 64, ForwardConfig(tile_n=224)),
+    (64, 64, ForwardConfig(tile_n=256, dynamic_tiles=True)),
+    (192, 192, ForwardConfig(tile_n=96, v_stages=3)),
+    (256, 256, ForwardConfig(tile_n=128, q_stages=2, dynamic_tiles=True)),  # one buffer for rows
+    (256, 256, ForwardConfig(tile_n=64, q_stages=2, num_stages=3)),
+    (128, 80, ForwardConfig(tile_n=128, overlap_tiles=False)),
+    (128, 128, ForwardConfig(tile_n=128, overlap_gemm_softmax=False, overlap_tiles=False, pingpong=False)),
+]
+
+
+def both_ways(rows, last, config, call):
+    """out and lse of `call` with V transposed by the kernel are bit for bit those with its keys last."""
+    expected = call(last, replace(config, transposes_v=False))
+    actual = call(rows, replace(config, transposes_v=True))
+    assert not any(t.isnan().any() for t in actual)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="tiled takes no configuration")
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (70, 30)}], ids=str)
+@pytest.mark.parametrize(("head_dim", "head_dim_v", "config"), TRANSPOSING, ids=str)
+def test_v_that_the_kernel_transposes(head_dim, head_dim_v, config, mask):
+    config = replace(config, rescale_threshold=LAZY_FP8)
+    for lengths in ((1, 1), (200, 333), (900, 1500)):
+        rows = with_keys_first(onepass.quantize_fp8(*make(*lengths, head_dim, head_dim_v, batch=3)), lengths[1])
+        last = with_keys_last(rows)
+        for used in (None, torch.tensor([lengths[1], lengths[1] // 2, 0], dtype=torch.int32, device=DEVICE)):
+            if used is not None:  # NaN behind the last key
+                v = rows.v.view(torch.uint8).clone()
+                v[torch.arange(lengths[1], device=DEVICE) >= used[:, None]] = 0x7F
+                rows = replace(rows, v=v.view(torch.float8_e4m3fn))
+                last = with_keys_last(rows)
+
+            def call(quantized, tuning, used=used):
+                options = {"seqused_k": used, "backend": BACKEND, "tuning": tuning, "return_lse": True}
+                return onepass.attention(quantized, **mask, **options)
+
+            both_ways(rows, last, config, call)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="tiled takes no configuration")
+@pytest.mark.parametrize("mask", [{}, {"causal": True}], ids=str)
+@pytest.mark.parametrize(("head_dim", "head_dim_v", "config"), TRANSPOSING, ids=str)
+def test_packed_v_that_the_kernel_transposes(head_dim, head_dim_v, config, mask):
+    """A sequence begins anywhere in the rows of V; rows of no sequence hold NaN."""
+    config = replace(config, rescale_threshold=LAZY_FP8)
+    lengths = (5, 0, 70, 700, 64, 1, 333)
+    lengths = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
+    offsets = {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths}
+    total = int(lengths[-1])
+    q, k, v = (t[0] for t in make(total, total + 9, head_dim, head_dim_v, batch=1))
+    rows = onepass.quantize_fp8(q, k, v, **offsets)
+    rows = with_keys_first(rows, total + 9, lengths)
+    v = rows.v.view(torch.uint8).clone()
+    v[total:] = 0x7F
+    rows = replace(rows, v=v.view(torch.float8_e4m3fn))
+    last = replace(rows, v=fp8.keys_last(rows.v, lengths), v_keys_last=True)
+
+    def call(quantized, tuning):
+        options = {"backend": BACKEND, "tuning": tuning, "return_lse": True}
+        return onepass.attention_varlen(quantized, **offsets, **mask, **options)
+
+    both_ways(rows, last, config, call)
+
+
 @pytest.mark.parametrize("keys_last", [False, True])
 @pytest.mark.parametrize("tile_n", [32, 96, 128])
 def test_nan_behind_seqused_k(tile_n, keys_last):
@@ -134,7 +207,7 @@ def test_nan_behind_seqused_k(tile_n, keys_last):
     for t in clean[1:]:
         t[behind] = 0.0
     given = with_keys_last(quantized) if keys_last else quantized
-    tuning = ForwardConfig(tile_n=tile_n, rescale_threshold=0.8) if ON_GPU else None
+    tuning = ForwardConfig(tile_n=tile_n, rescale_threshold=0.8, transposes_v=not keys_last) if ON_GPU else None
     for mask in ({}, {"causal": True}):
         check(given, dequantized=clean, seqused_k=used, tuning=tuning, **mask)
 

@@ -96,6 +96,9 @@ def test_arguments_of_the_kernel_in_fp8(launched):
         replace(problem, quantization=last), inputs._replace(v=keys_last), ForwardConfig(tile_n=64, num_warpgroups=1)
     )
     assert launched[1][2] is keys_last
+    # and so are rows, by a kernel that transposes them
+    launch.forward(problem, inputs, ForwardConfig(tile_n=64, num_warpgroups=1, transposes_v=True))
+    assert launched[2][2] is inputs.v
     assert torch.equal(keys_last.view(torch.uint8), v.view(torch.uint8))
 
 

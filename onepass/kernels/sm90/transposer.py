@@ -1,7 +1,7 @@
 """Who transposes V of e4m3: warps beside the producer, from the rows that TMA brings to what the tensor cores read.
 
-    raw V   (tile_n, head_dim_v), a row for each key                                     full: TMA    empty: these warps
-    V       (head_dim_v, tile_n), a row for each column, keys as `fp8.keys_last` has them full: these  empty: consumers
+    raw V   (tile_n, head_dim_v), a row for each key       full: TMA bytes          empty: these warps
+    V       (head_dim_v, tile_n), a row for each column    full: these warps        empty: all consumer warps
 
 `ldmatrix` with .trans takes keys 2q, 2q + 1 of columns 2c, 2c + 1 to lane 4c + q, as one word of pairs of bytes: two of
 them, of keys 0 to 7 and 8 to 15, hold the four keys that `fp8.keys_last` puts together, of two columns. Two byte
@@ -140,8 +140,9 @@ class TransposingWarp(Bundle):
     def run(self, queue, schedule, seqlens):
         """Every block of V, in the order in which the producer loads them."""
         wave, number = Int32(0), queue.first()
-        # blocks that have been passed on, and in the lowest bit the phase of the queue: a register less than the wave
+        # twice the blocks that have been passed on, and the phase of the queue: a register less than with the wave
         progress = Int32(0)
+        # through a shuffle that moves nothing: the parts of a sum that the assembler sees get registers of their own
         source, target = (
             cute.arch.shuffle_sync_bfly(t, offset=0) for t in (self.transposer.source, self.transposer.target)
         )
