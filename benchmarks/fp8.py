@@ -172,6 +172,7 @@ def run_check(args: argparse.Namespace, about: dict) -> bool:
                 same = actual.double() == oracle  # -inf of rows that see nothing
                 share = ((actual.double() - oracle).abs() / allowed).masked_fill(same, 0.0)
                 worst[i] = max(worst[i], float(share.nan_to_num(torch.inf).max()))
+            worst[0] = max(worst[0], budget.scale(out).share)
         ok = max(worst) <= 1 and not differs
         failed += not ok
         label = f"d{head_dim}{' causal' if causal else ''} {name or 'default'}"

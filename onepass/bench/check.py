@@ -18,6 +18,9 @@ from .cases import Case, Inputs
 # A peer that rounds more often than we do is still a peer; the check is there to find wrong results, which are off
 # by orders of magnitude. onepass itself is held to its own budget.
 PEER_FACTOR = 8.0
+# Sampled rows that are judged together: a quarter of them, so that a fault in the late, small ones of a causal case is
+# not measured by the early ones.
+SAMPLED_BLOCK = 16
 # Pairs of one chunk: small enough for a CPU's cache, large enough for a GPU.
 _CHUNK_PAIRS = {"cpu": 2**20, "cuda": 2**26}
 
@@ -126,7 +129,12 @@ class Oracle:
                     picked = tensor[sample.batch, :, heads].transpose(0, 1)[:, sample.queries.to(tensor.device)]
                 else:
                     picked = tensor[sample.batch, sample.keys.to(tensor.device), sample.kv_head]
-                actual.append(picked.flatten())
-            exact, plain = (torch.cat([part[name].flatten() for part in parts]) for parts in (self._exact, self._plain))
-            rows.append(compare(name, torch.cat(actual), exact, plain, factor))
+                actual.append(picked)
+            exact, plain = (_as_heads([part[name] for part in parts]) for parts in (self._exact, self._plain))
+            rows.append(compare(name, _as_heads(actual), exact, plain, factor, block_rows=SAMPLED_BLOCK))
         return rows
+
+
+def _as_heads(samples: list[Tensor]) -> Tensor:
+    """Rows of every sample as `compare` takes them: (rows, heads of all samples, dim)."""
+    return torch.cat([x.reshape(-1, *x.shape[-2:]) for x in samples]).transpose(0, 1)

@@ -65,7 +65,8 @@ def _measure(contender: Contender, case: Case, device: str, check: bool) -> dict
     if check:
         rows = Oracle(case, inputs).compare(prepared.results(), is_peer=contender.name != "onepass")
         worst = max(rows, key=lambda row: row.share)
-        result |= {"max_error": worst.error, "error_budget": worst.budget, "ok": all(row.ok for row in rows)}
+        wrong = "; ".join(str(row) for row in rows if not row.ok)
+        result |= {"max_error": worst.error, "error_budget": worst.budget, "wrong": wrong}
     return result
 
 

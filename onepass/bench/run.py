@@ -344,8 +344,8 @@ def _memory_row(set_name: str, case: Case, found: Found, options: Options) -> Ro
         except RuntimeError as error:
             row["failed"][name] = reason_of(error)
             continue
-        if not result.pop("ok"):
-            row["failed"][name] = f"max error {result['max_error']:.3e} > budget {result['error_budget']:.3e}"
+        if wrong := result.pop("wrong"):
+            row["failed"][name] = wrong
             continue
         row["contenders"][name] = result
     return row

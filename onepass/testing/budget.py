@@ -1,9 +1,16 @@
 """How far from float64 a result may be. The budget comes from the data: no tolerance is picked by hand.
 
-An output may be off by at most `factor` times the error of plain dense PyTorch computed in the inputs' own dtype,
-plus one rounding of the largest value in that dtype: factor 2 for out, 3 for gradients. Random problems, which meet
-degenerate cases, and problems of few values, of which plain PyTorch may get all right by chance, add the floor of
-`rounding.py`.
+Two questions are asked of each tensor.
+
+The largest error: an output may be off by at most `factor` times the error of plain dense PyTorch computed in the
+inputs' own dtype, plus one rounding of the largest value in that dtype: factor 2 for out, 3 for gradients. Random
+problems, which meet degenerate cases, and problems of few values, of which plain PyTorch may get all right by chance,
+add the floor of `rounding.py`.
+
+The scale: the largest error is one of the largest values, so that rows of small values (with a causal mask all late
+ones) could be off by a tenth unseen. Roundings average out over the many values of a block, a wrong factor does not.
+So the projection <x, ref> / <ref, ref> of each block of rows and each head has to be 1 within `SCALE_BARS`, plus what
+independent errors of the elements would do to it.
 """
 
 from __future__ import annotations
@@ -18,9 +25,45 @@ from .. import reference
 OUT_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
 
+# By how much the projection may differ from 1: half of the scale that must be found wherever it sits. Right results
+# stay far below: those of 16 bits within a tenth of it, those of float32 within a hundredth. float64 has no users who
+# would tell 1e-9 from 0, but its sums are that good.
+SCALE_BARS = {torch.bfloat16: 4e-3, torch.float16: 1.2e-3, torch.float32: 4e-4, torch.float64: 1e-10}
+# Rows of a block: of head_dim 64, 4096 values, over which errors of 1 % average out to 0.02 %.
+BLOCK_ROWS = 64
+
+
+class Scale(NamedTuple):
+    """By how much a block of rows differs from the oracle in scale: <x, ref> / <ref, ref> - 1.
+
+    Attributes:
+        error: of the block that came closest to what it was allowed.
+        budget: what that block was allowed.
+        where: which block that is.
+    """
+
+    error: float = 0.0
+    budget: float = 0.0
+    where: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return abs(self.error) <= self.budget
+
+    @property
+    def share(self) -> float:
+        return abs(self.error) / max(self.budget, 1e-300)
+
 
 class Comparison(NamedTuple):
-    """Error of one tensor against float64, beside what it was allowed."""
+    """Error of one tensor against float64, beside what it was allowed.
+
+    Attributes:
+        error, budget, where: the largest error, what it may be, and the index of its element.
+        rms_error: root mean square of the errors.
+        plain_error: the largest error of plain PyTorch.
+        scale: the block of rows whose scale came closest to what it may be off by.
+    """
 
     name: str
     error: float
@@ -28,22 +71,26 @@ class Comparison(NamedTuple):
     rms_error: float
     plain_error: float
     where: tuple[int, ...]
+    scale: Scale = Scale()
 
     @property
     def ok(self) -> bool:
-        return self.error <= self.budget
+        return self.error <= self.budget and self.scale.ok
 
     @property
     def share(self) -> float:
         """The error as a share of its budget: the worst of several comparisons is the one with the largest."""
-        return self.error / max(self.budget, 1e-300)
+        return max(self.error / max(self.budget, 1e-300), self.scale.share)
 
     def __str__(self) -> str:
-        sign = "<=" if self.ok else ">"
-        return (
+        sign = "<=" if self.error <= self.budget else ">"
+        largest = (
             f"{self.name}: max error {self.error:.3e} {sign} budget {self.budget:.3e} "
             f"(plain {self.plain_error:.3e}, rms {self.rms_error:.3e}), worst at {self.where}"
         )
+        if self.scale.ok:
+            return largest
+        return f"{largest}; scale off by {self.scale.error:+.3e} > {self.scale.budget:.3e} in {self.scale.where}"
 
 
 def _worst(error: Tensor) -> tuple[float, tuple[int, ...]]:
@@ -54,45 +101,159 @@ def _worst(error: Tensor) -> tuple[float, tuple[int, ...]]:
 
 
 def compare(
-    name: str, actual: Tensor, oracle: Tensor, plain: Tensor, factor: float = OUT_FACTOR, floor: float = 0.0
+    name: str,
+    actual: Tensor,
+    oracle: Tensor,
+    plain: Tensor,
+    factor: float = OUT_FACTOR,
+    floor: float | Tensor = 0.0,
+    block_rows: int = BLOCK_ROWS,
 ) -> Comparison:
-    """Compare with the float64 oracle under the budget of `factor` times the plain error plus one rounding.
+    """Compare with the float64 oracle: the largest error and the scale of each block of rows.
 
     Args:
-        actual: the result under test, in its own dtype.
+        actual: the result under test, in its own dtype: (..., rows, heads, dim), (rows, dim) or one vector.
         oracle: float64, same shape.
         plain: dense PyTorch in `actual`'s dtype, same shape; for float64, which has no oracle above it, in float32,
             and its error is scaled down by the ratio of the two roundings.
-        floor: what rounding alone may do where terms cancel (`rounding_terms` times the accumulation's epsilon).
+        factor: of the plain error; a factor larger than any of ours, as peers have, widens the bar of the scale, too.
+        floor: what rounding alone may do where terms cancel (`rounding_terms` times the accumulation's epsilon), of
+            each element or of all.
+        block_rows: rows of a block whose scale is judged; fewer where rows are a sample of many.
     Returns: Comparison; `.ok` is False also where the places of NaN or inf differ from the oracle's.
+
+    Raises: AssertionError if the shapes differ.
     """
     if actual.shape != oracle.shape:
         raise AssertionError(f"{name}: expected shape {tuple(oracle.shape)}, got {tuple(actual.shape)}")
     eps = torch.finfo(actual.dtype).eps
     scale = eps / torch.finfo(plain.dtype).eps if actual.dtype == torch.float64 else 1.0
+    step = torch.finfo(actual.dtype).smallest_normal * eps
+    bar = SCALE_BARS[actual.dtype] * max(1.0, factor / GRADIENT_FACTOR)
     actual, oracle, plain = (x.detach().double().cpu() for x in (actual, oracle, plain))
+    floors = torch.as_tensor(floor, dtype=torch.float64).detach().cpu()
     both_special = ~oracle.isfinite() & ((actual == oracle) | (actual.isnan() & oracle.isnan()))
     error = torch.where(both_special, 0.0, (actual - oracle).abs()).nan_to_num(torch.inf, torch.inf, torch.inf)
     finite = oracle.isfinite()
     largest = float(oracle[finite].abs().max()) if finite.any() else 0.0
-    plain_errors = (plain - oracle).abs()[finite & plain.isfinite()]
-    plain_error = scale * float(plain_errors.max()) if plain_errors.numel() else 0.0
+    plain_errors = torch.where(finite & plain.isfinite(), scale * (plain - oracle).abs(), 0.0)
+    plain_error = float(plain_errors.max()) if plain_errors.numel() else 0.0
     worst, where = _worst(error)
     rms = float(error.square().mean().sqrt()) if error.numel() else 0.0
-    return Comparison(name, worst, factor * plain_error + eps * largest + floor, rms, plain_error, where)
+    budget = factor * plain_error + eps * largest + (float(floors.max()) if floors.numel() else 0.0)
+    # an error that is no number is one of the first question
+    known = finite & error.isfinite()
+    values = torch.where(known, oracle, 0.0)
+    # independent errors: those of plain attention, and a whole unit for the rounding, four times its deviation
+    deviation = plain_errors + eps * values.abs()
+    # what is smaller than the steps between a dtype's numbers round 0
+    lost = values.abs().clamp(max=step)
+    off = worst_scale(torch.where(known, actual - oracle, 0.0), values, deviation, floors, lost, bar, block_rows)
+    return Comparison(name, worst, budget, rms, plain_error, where, off)
+
+
+def worst_scale(
+    error: Tensor,
+    oracle: Tensor,
+    deviation: Tensor,
+    floor: Tensor,
+    lost: Tensor,
+    bar: float,
+    block_rows: int = BLOCK_ROWS,
+) -> Scale:
+    """The block of rows whose projection on the oracle differs most from 1, as a share of what it may.
+
+    Blocks are block_rows rows of one head (the last one up to twice as many), then all rows of one head, then
+    everything: the larger ones find smaller faults where values are few.
+
+    Noise is the deviation of the projection for errors that do not depend on one another. Where a block has no values
+    that a projection could be judged by (terms cancel, few elements), it is large by itself.
+
+    Args:
+        error: actual - oracle; float64 as all others, (..., rows, heads, dim), (rows, dim) or one vector.
+        oracle: same shape.
+        deviation: of the error of each element, independent of all others.
+        floor: as `deviation`, but one error may hit all elements of a row alike; broadcast to the same shape.
+        lost: what may be missing of each element, in all of them alike.
+        bar: what every block may be off by, beside its noise.
+    """
+    if not oracle.numel() or not (unit := float(oracle.abs().max())):
+        return Scale()
+    # of the largest value, so that no square leaves float64; a block 1e-100 below it has nothing to project on
+    of_rows = [_as_rows(x.expand(oracle.shape) / unit) for x in (error, oracle, deviation, floor, lost)]
+    error, oracle, deviation, floor, lost = of_rows
+    of_rows = [
+        (error * oracle).sum(-1),
+        oracle.square().sum(-1),
+        (deviation * oracle).square().sum(-1) + (floor * oracle.abs()).sum(-1).square(),
+        (lost * oracle.abs()).sum(-1),
+    ]
+    _, rows, heads = of_rows[0].shape
+    # the rows that would be a short last block belong to the one before
+    block_of_row = (torch.arange(rows) // block_rows).clamp(max=max(rows // block_rows - 1, 0))
+    blocks = [x.new_zeros(len(x), int(block_of_row[-1]) + 1, heads).index_add(1, block_of_row, x) for x in of_rows]
+    levels = [blocks, [x.sum((0, 1), keepdim=True) for x in blocks], [x.sum().view(1, 1, 1) for x in blocks]]
+
+    found = Scale()
+    for sums in levels:
+        along, squares, noise, lost = sums
+        unjudged = squares == 0
+        squares = squares.masked_fill(unjudged, 1.0)
+        off = (along / squares).masked_fill(unjudged, 0.0)
+        allowed = bar + (noise.sqrt() + lost) / squares
+        _, (entry, block, head) = _worst(off.abs() / allowed)
+        scale = Scale(float(off[entry, block, head]), float(allowed[entry, block, head]))
+        if scale.share >= found.share:
+            places = (block_of_row == block).nonzero().flatten()
+            words = [f"entry {entry}"] if sums is blocks and len(blocks[0]) > 1 else []
+            words += [f"rows {int(places[0])} to {int(places[-1])}" if sums is blocks else "all rows"]
+            words += [f"head {head}" if off.shape[2] == heads else "all heads"]
+            found = scale._replace(where=", ".join(words))
+    return found
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """(entries, rows, heads, dim) of any shape that `compare` takes."""
+    if x.dim() < 2:
+        return x.reshape(1, 1, 1, -1)
+    if x.dim() == 2:
+        return x[None, :, None]
+    return x.reshape(-1, *x.shape[-3:])
 
 
 class FP8Budget(NamedTuple):
-    """The float64 oracle of an FP8 call, and how far each element of out and lse may be off."""
+    """The float64 oracle of an FP8 call, and how far each element of out and lse may be off.
+
+    Attributes:
+        oracle: of the dequantised tensors.
+        out, lse: shaped as the oracle's.
+        row_floor: deviation of each row's product with the oracle, shaped as lse.
+        lost: what sums of the scores may lose of each element of out, all in one direction; shaped as out.
+    """
 
     oracle: reference.Reference
     out: Tensor
     lse: Tensor
+    row_floor: Tensor
+    lost: Tensor
+
+    def scale(self, out: Tensor) -> Scale:
+        """By how much a block of rows of a result is off in scale, as `compare` judges it."""
+        oracle, lost, row_floor = (x.cpu() for x in (self.oracle.out, self.lost, self.row_floor))
+        # such a floor of each element that its product with the oracle is that of the row
+        sizes = oracle.abs().sum(-1)
+        floor = (row_floor.mT / sizes.where(sizes > 0, torch.inf))[..., None]
+        rounding = torch.finfo(out.dtype).eps * oracle.abs()
+        return worst_scale(out.double().cpu() - oracle, oracle, rounding, floor, lost, FP8_SCALE_BAR)
 
 
 # Below which part of the largest of 32 products and the accumulator an FP8 tensor core cuts all of them off.
 FP8_STEP = 32
 FP8_CUT = 2.0**-12
+# Each row's largest probabilities make most of its noise; a block may be one row of one.
+FP8_DEVIATIONS = 4.0
+# By how much a block of rows may be off in scale beside its noise. Sums of P V in two levels lose up to 0.35 %.
+FP8_SCALE_BAR = 1e-2
 FP32_LSE = 2e-4  # exponentials, sums and the logarithm in float32, with fast instructions
 
 
@@ -132,19 +293,26 @@ def fp8_budget(
         1, 2
     )
     group = q.shape[2] // max(1, heads_kv)
-    v = v.double().repeat_interleave(group, 2).transpose(1, 2).abs()
+    v = v.double().repeat_interleave(group, 2).transpose(1, 2)
+    with_out, v = oracle.out.transpose(1, 2) @ v.mT, v.abs()  # (.., seqlen_q, keys)
     scale = torch.ones(1, dtype=torch.float64, device=v.device) if v_scale is None else v_scale.double()
     scale = scale.expand(batch, seqlen_k, heads_kv, 1).repeat_interleave(group, 2).transpose(1, 2)  # (.., keys, 1)
     smallest = (p * scale.mT).amax(-1, keepdim=True) * 2.0 ** (-10 - p_exponent)
     error = (p * 2.0**-4) @ v + smallest * (v / scale).sum(2, keepdim=True).amax(-1, keepdim=True)
-    lse = torch.zeros_like(oracle.lse)
+    # each rounding of P is uniform in its bounds: a root of 3 below them
+    step = (p * 2.0**-4).maximum(smallest / scale.mT)
+    row_floor = FP8_DEVIATIONS * 3**-0.5 * (step * with_out).square().sum(-1).sqrt()
+    lse, lost = torch.zeros_like(oracle.lse), torch.zeros_like(error)
     if short_sums:
         softmax_scale = abs(options.get("softmax_scale") or head_dim**-0.5)
         cut = softmax_scale * _cut_scores(q, k.repeat_interleave(group, 2))
         lse = (p * cut).sum(-1)
-        error = error + (p * (cut + lse[..., None])) @ v
+        lost = (p * (cut + lse[..., None])) @ v
+        error = error + lost
     rounding = torch.finfo(out_dtype).eps * oracle.out.abs() + 1e-5 * (v.amax() if v.numel() else 1.0)
-    return FP8Budget(oracle, 1.01 * error.transpose(1, 2) + rounding, 1.01 * lse + FP32_LSE)
+    return FP8Budget(
+        oracle, 1.01 * error.transpose(1, 2) + rounding, 1.01 * lse + FP32_LSE, row_floor, lost.transpose(1, 2)
+    )
 
 
 def _cut_scores(q: Tensor, k: Tensor) -> Tensor:
@@ -164,7 +332,9 @@ def _cut_rows(q: Tensor, k: Tensor) -> Tensor:
     return cut
 
 
-def compare_gradients(name: str, actual: Tensor, oracle: Tensor, plain: Tensor, floor: float = 0.0) -> Comparison:
+def compare_gradients(
+    name: str, actual: Tensor, oracle: Tensor, plain: Tensor, floor: float | Tensor = 0.0
+) -> Comparison:
     """`compare` with the gradients' factor."""
     return compare(name, actual, oracle, plain, GRADIENT_FACTOR, floor)
 

@@ -94,11 +94,11 @@ class DecodeCall:
         out = torch.cat((out, out.new_zeros(behind, *out.shape[1:])))
         return reference.Reference(out, torch.cat((lse, lse.new_full((len(lse), behind), -torch.inf)), 1))
 
-    def _floor(self, entries: list[reference.Reference]) -> float:
-        """What rounding alone may do to out, see rounding.py: the largest of the batch."""
+    def _floor(self, entries: list[reference.Reference]) -> Tensor:
+        """What rounding alone may do to out, see rounding.py."""
         dtype, options = self.arguments["q"].dtype, self._options()
-        floors = (floor_of_out(dtype, *self._entry(b, torch.float64), e, **options) for b, e in enumerate(entries))
-        return max(floors, default=0.0)
+        floors = [floor_of_out(dtype, *self._entry(b, torch.float64), e, **options) for b, e in enumerate(entries)]
+        return self._joined([reference.Reference(floor, e.lse) for floor, e in zip(floors, entries, strict=True)]).out
 
     def _options(self) -> dict[str, Any]:
         options = {name: self.arguments[name] for name in ATTENTION_OPTIONS if name in self.arguments}

@@ -112,30 +112,35 @@ class Call:
             raise AssertionError(f"{self}\n  " + "\n  ".join(bad))
         return rows
 
-    def _floors(self, dout: Tensor, dlse: Tensor, oracle: reference.Reference) -> dict[str, float]:
+    def _floors(self, dout: Tensor, dlse: Tensor, oracle: reference.Reference) -> dict[str, Tensor]:
         """`rounding_terms` of the whole call, times the epsilons of the dtypes that the terms are rounded to."""
         options, (q, k, v) = dict(self.options), self.tensors.values()
         eps = torch.finfo(torch.float64 if q.dtype == torch.float64 else torch.float32).eps
         if not self.is_packed:
-            pieces = [rounding_terms(q, k, v, dout, dlse, oracle, **options)]
+            terms = rounding_terms(q, k, v, dout, dlse, oracle, **options)
         else:
             starts_q, starts_k = options.pop("cu_seqlens_q").tolist(), options.pop("cu_seqlens_k").tolist()
             used = options.pop("seqused_k", None)
-            pieces = []
+            terms = {}
             for b in range(len(starts_q) - 1):
                 end = starts_k[b + 1] if used is None else starts_k[b] + int(used[b])
                 rows, keys = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], end)
                 one = reference.Reference(oracle.out[None, rows], oracle.lse[None, :, rows])
                 tensors = q[None, rows], k[None, keys], v[None, keys], dout[None, rows], dlse[None, :, rows]
-                pieces.append(rounding_terms(*tensors, one, **options))
-        # dsinks sums over sequences; the largest of the others is that of some sequence
-        names = pieces[0] if pieces else {}
-        terms = {n: float(sum(p[n] for p in pieces) if "dsinks" in n else max(p[n] for p in pieces)) for n in names}
+                for name, of_sequence in rounding_terms(*tensors, one, **options).items():
+                    # dsinks sums over sequences; the rows of the others belong to one
+                    if "dsinks" in name:
+                        terms[name] = terms.get(name, 0.0) + of_sequence
+                        continue
+                    is_of_keys = name[:2] in ("dk", "dv")
+                    shape = (k if is_of_keys else q).shape[:-1] + of_sequence.shape[-1:]
+                    terms.setdefault(name, of_sequence.new_zeros(shape))[keys if is_of_keys else rows] = of_sequence[0]
         eps_of_out = torch.finfo(q.dtype).eps
-        floors = {}
-        for name in names:
-            floors[name] = eps * terms[name] + eps_of_out * terms.get(f"{name} of out", 0.0)
-        return floors
+        return {
+            name: eps * terms[name] + eps_of_out * terms.get(f"{name} of out", 0.0) + terms.get(f"{name} of steps", 0.0)
+            for name in terms
+            if " of " not in name
+        }
 
 
 def edges_of(seed: int) -> random.Random:

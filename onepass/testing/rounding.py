@@ -18,18 +18,24 @@ from ..problem import Mask
 def rounding_terms(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor, oracle: reference.Reference, **options
 ) -> dict[str, Tensor]:
-    """Largest sum of absolute terms in out, dq, dk, dv and dsinks of one dense call, in float64: one number each.
+    """Sums of absolute terms in out, dq, dk, dv and dsinks of one dense call, of each element or row of elements.
 
     dq, dk and dsinks are made of delta = dout . out, and out has been rounded to its dtype. These errors are larger,
     but independent of one another: "dq of out" and so on are the roots of the sums of their squares, times 2, for one
     rounding of out. They show where a row has one probability close to 1 and all others are close to 0.
 
+    "dv of steps" and so on are what float16 loses of small probabilities and of ds before a matrix product: below its
+    normal numbers the steps between its numbers have one size.
+
     Args: as `reference.attention`, with the gradients of out and lse, and the oracle's result for the call.
+
+    Returns: float64 tensors that broadcast to out, dq, dk, dv and dsinks.
     """
     batch, seqlen_q, num_heads_q, head_dim = q.shape
     group = num_heads_q // max(1, k.shape[2])
     scale = abs(options.get("softmax_scale") or head_dim**-0.5)
     softcap, sinks = options.get("softcap"), options.get("sinks")
+    step = torch.finfo(q.dtype).smallest_normal * torch.finfo(q.dtype).eps
     q, k, v, dout, out = (x.detach().double().transpose(1, 2) for x in (q, k, v, dout, oracle.out))
     dlse, lse = dlse.detach().double()[..., None], oracle.lse.detach().double()[..., None]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -50,9 +56,6 @@ def rounding_terms(
     ds_terms = p * (dp_terms + delta_terms) + p_terms * (dp - delta).abs()
     delta_terms = torch.where(is_empty, 0.0, delta_terms)
 
-    def largest(x: Tensor) -> Tensor:
-        return x.max() if x.numel() else x.new_zeros(())
-
     def over_group(x: Tensor) -> Tensor:
         return x.unflatten(1, (-1, group)).sum(2) if group else x
 
@@ -60,26 +63,34 @@ def rounding_terms(
     delta_of_out = torch.where(is_empty, 0.0, (dout * out).square().sum(-1, keepdim=True).sqrt())
     ds_of_out = p * delta_of_out
 
+    # the rounding to a step, of ds as well as of the probabilities that they are made of
+    lost, lost_ds = p.clamp(max=step), (p * (dp - delta)).abs().clamp(max=step)
+
     terms = {
-        "out": largest(p_terms @ v.abs()),
-        "dq": scale * largest(ds_terms @ k.abs()),
-        "dk": scale * largest(over_group(ds_terms.mT @ q.abs())),
-        "dv": largest(over_group(p_terms.mT @ dout.abs())),
-        "dq of out": 2 * scale * largest((ds_of_out @ k).abs()),  # one error for the whole row
-        "dk of out": 2 * scale * largest(over_group(ds_of_out.square().mT @ q.square()).sqrt()),
+        "out": p_terms @ v.abs(),
+        "dq": scale * ds_terms @ k.abs(),
+        "dk": scale * over_group(ds_terms.mT @ q.abs()),
+        "dv": over_group(p_terms.mT @ dout.abs()),
+        "dq of out": 2 * scale * (ds_of_out @ k).abs(),  # one error for the whole row
+        "dk of out": 2 * scale * over_group(ds_of_out.square().mT @ q.square()).sqrt(),
+        "out of steps": lost @ v.abs(),
+        "dq of steps": scale * lost_ds @ k.abs(),
+        "dk of steps": scale * over_group(lost_ds.mT @ q.abs()),
+        "dv of steps": over_group(lost.mT @ dout.abs()),
     }
+    terms = {name: x.transpose(1, 2) for name, x in terms.items()}
     if sinks is not None:
         sink = sinks.detach().double()[None, :, None, None]
         p_sink = torch.where(is_empty, 0.0, torch.exp(sink - lse))
         # a sink of -inf: 0 * inf
         p_sink_terms = torch.where(p_sink == 0, 0.0, p_sink * (1 + sink.abs() + lse.abs()))
-        terms["dsinks"] = largest((p_sink_terms * delta_terms).sum((0, 2, 3)))
-        terms["dsinks of out"] = 2 * largest((p_sink * delta_of_out).square().sum((0, 2, 3)).sqrt())
+        terms["dsinks"] = (p_sink_terms * delta_terms).sum((0, 2, 3))
+        terms["dsinks of out"] = 2 * (p_sink * delta_of_out).square().sum((0, 2, 3)).sqrt()
     return terms
 
 
-def floor_of_out(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, oracle: reference.Reference, **options) -> float:
-    """What rounding alone may do to out of one dense call.
+def floor_of_out(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, oracle: reference.Reference, **options) -> Tensor:
+    """What rounding alone may do to each element of out of one dense call.
 
     For problems of few values, too: there the largest error of plain attention may be small by chance, while another
     order of the same sums, as another processor's matrix product has it, is off by its rounding.
@@ -91,4 +102,5 @@ def floor_of_out(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, oracle: re
     """
     dout, dlse = torch.zeros_like(oracle.out), torch.zeros_like(oracle.lse)
     eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
-    return eps * float(rounding_terms(q, k, v, dout, dlse, oracle, **options)["out"])
+    terms = rounding_terms(q.to(dtype), k, v, dout, dlse, oracle, **options)
+    return eps * terms["out"] + terms["out of steps"]

@@ -84,15 +84,16 @@ class Expected(NamedTuple):
 
     oracle: dict[str, Tensor]
     plain: dict[str, Tensor]
-    floors: dict[str, float]
+    floors: dict[str, Tensor]
     result: Reference
 
     def misses(self, actual: dict[str, Tensor], parts: dict[str, Any] | None = None) -> list[str]:
         """What is over its budget, of the whole gradients or of parts of them (by name, an index)."""
         rows = []
         for name in self.oracle if parts is None else parts:
-            three = [g[name] if parts is None else g[name][parts[name]] for g in (actual, self.oracle, self.plain)]
-            rows.append(compare_gradients(name, *three, self.floors[name]))
+            place = ... if parts is None else parts[name]
+            floor = self.floors[name] if parts is None else float(self.floors[name].max())
+            rows.append(compare_gradients(name, *(g[name][place] for g in (actual, self.oracle, self.plain)), floor))
         return [str(row) for row in rows if not row.ok]
 
 
@@ -109,7 +110,8 @@ def expected_gradients(call: Call, loss: Loss) -> Expected:
     dout = torch.zeros_like(result.out) if loss.dout is None else loss.dout
     dlse = torch.zeros_like(result.lse) if loss.dlse is None else loss.dlse
     floors = call._floors(dout, dlse, result)
-    return Expected(oracle, plain, {name: floors.get(name, 0.0) for name in oracle}, result)
+    none = {name: torch.zeros(()) for name in oracle}
+    return Expected(oracle, plain, none | {name: x for name, x in floors.items() if name in oracle}, result)
 
 
 def check_gradients(

@@ -85,7 +85,7 @@ def check_part(g, rows, keys, *whole_keys, heads=slice(None), heads_kv=slice(Non
         inside = slice(some.start - keys.start, some.stop - keys.start)
         for name, oracle, standard in (("dk", dk, plain[1]), ("dv", dv, plain[2])):
             mine = getattr(g, name)[entry, some, heads_kv]
-            check(name, mine, oracle[:, inside], standard[:, inside], floors[name])
+            check(name, mine, oracle[:, inside], standard[:, inside], floors[name][:, inside])
 
 
 def check_window(g, start, stop, end, begin=0, **part):

@@ -43,6 +43,7 @@ def check(quantized, **options):
     ):
         share = (actual.double() - oracle).abs() / allowed
         assert (share <= 1).all(), f"{name}: {int((share > 1).sum())} of {share.numel()}, worst {share.max()}"
+    assert budget.scale(out).ok, budget.scale(out)
     return out
 
 
@@ -260,6 +261,7 @@ def test_packed_sequences(head_dim, granularity, keys_last):
             is_empty = budget.oracle.lse == -math.inf
             assert torch.equal(lse[None, :, rows] == -math.inf, is_empty)
             assert ((out[None, rows].double() - budget.oracle.out).abs() <= budget.out).all(), b
+            assert budget.scale(out[None, rows]).ok, (b, budget.scale(out[None, rows]))
             error = (lse[None, :, rows].double() - budget.oracle.lse).masked_fill(is_empty, 0.0).abs()
             assert (error <= budget.lse).all(), b
 

@@ -171,3 +171,4 @@ def test_attention(head_dim):
     rounding = {"short_sums": True, "v_scale": v_scale, "p_exponent": p_exponent(LAZY_FP8)}
     budget = fp8_budget(*tensors, out.dtype, causal=True, **rounding)
     assert ((out.double() - budget.oracle.out).abs() <= budget.out).all()
+    assert budget.scale(out).ok, budget.scale(out)

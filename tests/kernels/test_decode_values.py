@@ -326,6 +326,24 @@ def test_merge(dtype, head_dim_v, has_sinks):
     assert compare_lse(lse, expected[1]).ok
     if not has_sinks:
         assert torch.equal(out[0, 0], outs[0, 0, 0])  # alone: nothing is rounded twice
+
+
+@pytest.mark.parametrize("sink", [-300.0, 30.0, 80.0, 250.0])
+def test_merge_with_a_sink_that_dominates_or_vanishes(sink):
+    """Beside it the keys' share is e^-20, e^-70, or one that float32 does not tell from 0; or theirs is all of it."""
+    outs, lses = randn(5, 2, 3, 2, 64), 3 * randn(5, 2, 2, 3, seed=1)
+    sinks = torch.tensor([sink, 1.0])
+    expected = merge_in_torch([o.double() for o in outs], [x.double() for x in lses], sinks)
+    plain = merge_in_torch(outs, lses, sinks)
+    out, lse = sm80_decode.merge(outs, lses, torch.empty(outs.shape[1:]), torch.empty(lses.shape[1:]), sinks)
+    # a share is as exact as the exponent that it comes from: as in rounding.py
+    terms = (1 + expected[1].abs() + sinks.double()[:, None].abs()).mT[..., None]
+    floor = torch.finfo(FP32).eps * terms * expected[0].abs()
+    for h in range(2):  # each by its own largest value
+        of_head = [x[:, :, h : h + 1] for x in (out, expected[0], plain[0], floor)]
+        row = compare("out", *of_head[:3], floor=of_head[3])
+        assert row.ok, row
+    assert compare_lse(lse, expected[1]).ok
     for warps, last_first in ((1, False), (8, True)):
         like = torch.empty_like(out), torch.empty_like(lse)
         again = sm80_decode.merge(outs, lses, *like, sinks, row_warps=warps, last_first=last_first)

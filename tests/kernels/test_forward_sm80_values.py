@@ -240,6 +240,13 @@ def test_values(name):
         check(call)
 
 
+def test_more_sequences_than_a_warp_has_lanes():
+    """The search for a tile's sequence goes on from 32 to 32, empty sequences and the rows of none among them."""
+    lengths = [0 if b % 7 == 3 else 1 + b % 3 for b in range(70)]
+    starts = [0, *itertools.accumulate(lengths)]
+    check(call_of(16, 16, starts[-1] + 2, starts[-1], causal=True, cu_seqlens_q=starts, cu_seqlens_k=starts))
+
+
 @pytest.mark.parametrize(
     ("dtype", "config"),
     [

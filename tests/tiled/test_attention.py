@@ -146,6 +146,17 @@ def test_long_sequences_use_the_fixed_reference_in_the_backward_pass():
         Call(tensors, {"causal": True, "sinks": torch.tensor([1.0, -1.0])}).check(with_floor=True)
 
 
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (20, 0)}, {"window": (30, 30), "softcap": 200.0}])
+def test_a_hidden_score_may_overflow(options):
+    """exp of a score that no row sees is infinite; all that are seen are small."""
+    tensors = make(batch=1, seqlen_q=300, seqlen_k=300, heads_q=2, heads_kv=1, head_dim=8)
+    tensors["q"][:, :200, :, 0] = 6.0
+    tensors["q"][:, 200:, :, 0] = 0.0
+    tensors["k"][..., 0] = 0.0
+    tensors["k"][:, 270:, :, 0] = 80.0
+    Call(tensors, options).check(with_floor=True)
+
+
 def test_16k_keys():
     tensors = make(batch=1, seqlen_q=3, seqlen_k=16384, heads_q=2, heads_kv=1, head_dim=64)
     Call(tensors, {"causal": True}).check()

@@ -7,7 +7,7 @@ import torch
 
 import onepass
 from onepass import decode_ops, dispatch, reference
-from onepass.testing import random_decode_call
+from onepass.testing import floor_of_out, random_decode_call
 from onepass.testing.budget import compare, compare_lse
 
 INT32 = torch.int32
@@ -89,6 +89,28 @@ def test_splits_do_not_matter_beyond_rounding(dtype, num_splits):
         )
         rows = compare("out", actual.out, oracle.out, plain.out), compare_lse(actual.lse, oracle.lse)
         assert all(row.ok for row in rows), "\n".join(map(str, rows))
+
+
+@pytest.mark.parametrize("sink", [-300.0, -5.0, 20.0, 60.0, 250.0])
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_sink_that_dominates_or_vanishes(dtype, num_splits, sink):
+    """Beside one a row's keys have a share of e^-20, of e^-60, or one that no float32 tells from 0; none is NaN."""
+    q, k, v = dense(dtype=dtype, batch=1, head_dims=(16, 16))
+    sinks = torch.tensor([sink, sink + 1, 0.0, sink])
+    out, lse = onepass.attention_decode(
+        q, k, v, cache_seqlens=lengths(70), num_splits=num_splits, sinks=sinks, return_lse=True
+    )
+    oracle, plain = (
+        reference.attention(q, k, v, causal=True, sinks=sinks, compute_dtype=d) for d in (torch.float64, torch.float32)
+    )
+    floor = floor_of_out(dtype, q, k, v, oracle, causal=True, sinks=sinks)
+    for h in range(4):  # each by its own largest value
+        of_head = [x[:, :, h : h + 1] for x in (out, oracle.out, plain.out, floor)]
+        row = compare("out", *of_head[:3], floor=of_head[3])
+        assert row.ok, (h, row)
+    row = compare_lse(lse, oracle.lse)
+    assert row.ok, row
 
 
 def test_merging_is_associative():
@@ -256,6 +278,13 @@ def test_pages_are_one_cache(page_size, num_splits):
         assert torch.equal(now[~written].nan_to_num(9), was[~written].nan_to_num(9))
         for b, n in ((b, n + i) for b, n in enumerate(filled) for i in range(4)):
             assert torch.equal(now[table[b, n // page_size], n % page_size], cache[b, n])
+
+
+def test_a_cache_of_one_page():
+    q, k, v = dense(batch=1, room=16)
+    table = lengths(0)[None]
+    out = onepass.attention_decode(q, k, v, cache_seqlens=lengths(9), page_table=table)
+    same(out, onepass.attention_decode(q, k, v, cache_seqlens=lengths(9)))
 
 
 def test_sequences_share_pages():
@@ -488,6 +517,16 @@ def test_refusals_leave_the_cache_alone(message):
     assert str(raised.value).startswith(message)
     assert torch.equal(arguments["k_cache"], before[0])
     assert torch.equal(arguments["v_cache"], before[1])
+
+
+@pytest.mark.parametrize("changes", [{"v_cache": torch.zeros(13, 16, 2, 0)}, {"q": torch.zeros(2, 3, 4, 0)}])
+def test_a_head_dim_of_zero_is_refused(changes):
+    if "q" in changes:
+        changes = {**changes, "k_cache": torch.zeros(13, 16, 2, 0)}
+    k, v = torch.zeros(13, 16, 2, 8), torch.zeros(13, 16, 2, 6)
+    call = {"q": torch.zeros(2, 3, 4, 8), "k_cache": k, "v_cache": v, "page_table": torch.zeros(2, 5, dtype=INT32)}
+    with pytest.raises(ValueError, match=r"(q|v_cache): expected .*head_dim"):
+        onepass.attention_decode(**(call | changes), cache_seqlens=lengths(3, 4))
 
 
 def test_workspace_bytes():

@@ -45,6 +45,7 @@ def check(quantized, options):
 def check_values(out, lse, budget):
     oracle = budget.oracle
     assert ((out.double() - oracle.out).abs() <= budget.out).all()
+    assert budget.scale(out).ok, budget.scale(out)
     is_empty = oracle.lse == -math.inf
     assert torch.equal(lse == -math.inf, is_empty)
     assert ((lse.double() - oracle.lse).masked_fill(is_empty, 0.0).abs() <= budget.lse).all()

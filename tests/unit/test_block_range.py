@@ -71,6 +71,15 @@ def test_key_tiles_cover_each_visible_key_once(tile_n):
             assert set(visited) == set(range(*key_range(*m, *geometry)))
 
 
+@pytest.mark.parametrize("tile_n", [1, 2, 3, 8])
+def test_without_a_hidden_key_no_tile_is_masked(tile_n):
+    for geometry in GEOMETRIES:
+        for m in subranges(geometry[0]):
+            hides = any(not sees(i, j, *geometry) for i in range(*m) for j in range(*key_range(*m, *geometry)))
+            if not hides:
+                assert not any(needs_mask for *_, needs_mask in key_tiles(*m, *geometry, tile_n))
+
+
 def test_key_tiles_go_from_the_last_key_to_the_first():
     starts = [n_start for n_start, _, _ in key_tiles(4, 8, 8, 8, None, 0, 2)]
     assert starts == sorted(starts, reverse=True)

@@ -1,6 +1,7 @@
 """The short way of repeated calls: the same answers and refusals as the whole way, and when it is not taken."""
 
 import gc
+import itertools
 import weakref
 from dataclasses import replace
 
@@ -134,6 +135,47 @@ def test_options_that_compare_equal_are_still_refused(good, bad):
     onepass.attention(**tensors(), **good)
     with pytest.raises(TypeError, match=next(iter(bad)) + ": expected"):
         onepass.attention(**tensors(), **bad)
+
+
+# Values of one option, each of which gives another result than the one before.
+SCORES = {"softmax_scale": (None, 0.7, 1.3), "softcap": (None, 0.4, 0.9), "window": (None, (1, 0), (0, 0))}
+OPTIONS = {"causal": (False, True)} | SCORES
+
+
+def check_each_value_has_its_own_call(call, name, values):
+    """The third time of a call is that of its own options, not of those of the call before."""
+    expected = []
+    for value in values:
+        repeated._forwards.clear()
+        expected.append(call(**{name: value}))
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(expected)), "the options change nothing"
+    repeated._forwards.clear()
+    for _ in range(3):
+        for value, out in zip(values, expected, strict=True):
+            same(call(**{name: value}), out)
+    assert len(repeated._forwards) == len(values)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("kind", ["attention", "attention_varlen", "attention of FP8", "attention_varlen of FP8"])
+def test_an_option_is_that_of_each_call(kind, name):
+    is_packed = "varlen" in kind
+    given = packed() if is_packed else tensors()
+    if "FP8" in kind:
+        offsets = {n: t for n, t in given.items() if n.startswith("cu_seqlens")}
+        given = {"q": onepass.quantize_fp8(*(given[n].half() for n in "qkv"), **offsets)} | offsets
+    function = onepass.attention_varlen if is_packed else onepass.attention
+    check_each_value_has_its_own_call(lambda **option: function(**given, **option), name, OPTIONS[name])
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_options_that_change_no_value_here_have_calls_of_their_own(is_packed, count_operator):
+    given, function = (packed(), onepass.attention_varlen) if is_packed else (tensors(), onepass.attention)
+    options = {"return_lse": True}, {"deterministic": True}, {"backend": "tiled"}
+    for n, option in enumerate(({}, *options), 1):
+        for _ in range(2):
+            function(**given, **option)
+        assert count_operator == [n]
 
 
 def test_the_functions_do_not_share_calls():
@@ -298,6 +340,31 @@ def test_decoding_the_second_time(options, count_decode):
         assert count_decode == [1]
         same(first.out, again.out)
         same(first.lse, again.lse)
+
+
+@pytest.mark.parametrize("name", ["causal", *SCORES, "rotary_interleaved"])
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_an_option_of_decoding_is_that_of_each_call(is_paged, name):
+    given = in_pages(step()) if is_paged else step()
+    values = OPTIONS.get(name, (False, True))
+    if name == "rotary_interleaved":
+        angles = torch.arange(40)[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])
+        given |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    if name == "window":
+        values = None, (9, 0), (2, 0)
+    check_each_value_has_its_own_call(lambda **option: onepass.attention_decode(**given, **option), name, values)
+
+
+def test_options_of_decoding_that_change_no_value_here_have_calls_of_their_own(count_decode):
+    options = {"num_splits": 1}, {"num_splits": 2}, {"split_size": 64}, {"return_lse": True}, {"backend": "tiled"}
+    for n, option in enumerate(({}, *options), 1):
+        for _ in range(2):
+            onepass.attention_decode(**step(**option))
+        assert count_decode == [n]
+    # a layout that has to be checked anew
+    caches = {n: torch.randn(2, 2, 40, 16).transpose(1, 2) for n in ("k_cache", "v_cache")}
+    onepass.attention_decode(**step(**caches))
+    assert count_decode == [n + 1]
 
 
 def test_decoding_appends_and_reads_lengths_every_time(count_decode):

@@ -28,6 +28,7 @@ INT32 = torch.int32
 NAN = float("nan")
 
 DENSE = [
+    ({"sinks": torch.zeros(4).to(torch.float8_e4m3fn)}, TypeError, r"sinks: expected .*dtype.*got float8_e4m3fn"),
     # types, devices, dtypes
     ({"q": [1.0]}, TypeError, r"q: expected a torch.Tensor, got list"),
     ({"v": None}, TypeError, r"v: expected a torch.Tensor, got NoneType"),

@@ -1,0 +1,219 @@
+"""Which files are mutated, how many times, and which tests judge them: those of the module and what stands on it.
+
+Tests of machine code, of digests and of documentation are in no list: what they notice is that something changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+SM90_DEVICE = "device code of Hopper kernels: no test without a GPU runs it by value"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Files with one list of tests.
+
+    Attributes:
+        files: patterns of paths in the repository; the first group of an area that has a file takes it.
+        tests: arguments for pytest, the quick ones and the module's own first.
+        only: an expression for pytest's -k.
+    """
+
+    files: tuple[str, ...]
+    tests: tuple[str, ...]
+    only: str = ""
+
+
+@dataclass(frozen=True)
+class Area:
+    """A part of the package from which faults are drawn.
+
+    Attributes:
+        count: how many.
+    """
+
+    name: str
+    count: int
+    groups: tuple[Group, ...]
+
+    def group_of(self, file: str) -> Group | None:
+        return next((g for g in self.groups if any(fnmatch(file, pattern) for pattern in g.files)), None)
+
+
+VALIDATION = ("tests/unit/test_validation.py", "tests/unit/test_validation_fp8.py")
+SEMANTICS = ("tests/tiled/test_semantics.py", "tests/tiled/test_attention.py")
+DECODING = ("tests/tiled/test_decode.py", "tests/tiled/test_decode_e4m3.py", "tests/unit/test_decode_calls.py")
+FP8 = ("tests/tiled/test_quantized.py", "tests/unit/test_validation_fp8.py")
+OPERATORS = ("tests/unit/test_ops.py", "tests/unit/test_repeated.py")
+DISPATCH = ("tests/unit/test_dispatch.py", "tests/unit/test_tuned.py", "tests/unit/test_warmup.py")
+LAUNCH = (
+    "tests/unit/test_launch.py",
+    "tests/unit/test_decode_launch.py",
+    "tests/unit/test_backward_launch.py",
+    "tests/unit/test_backward_launch_sm80.py",
+    "tests/unit/test_quantize_launch.py",
+)
+FORMULAS = (
+    "tests/unit/test_block_range.py",
+    "tests/unit/test_splits.py",
+    "tests/kernels/test_tile_scheduler.py",
+    "tests/kernels/test_key_blocks.py",
+    "tests/kernels/test_query_blocks.py",
+    "tests/kernels/test_pack_gqa.py",
+    "tests/kernels/test_backward_turns.py",
+)
+FORWARD = ("tests/kernels/test_forward_sm80_values.py",)
+BACKWARD = ("tests/kernels/test_backward_sm80_values.py",)
+DECODE = ("tests/kernels/test_decode_values.py",)
+DECODE_E4M3 = ("tests/kernels/test_e4m3.py", "tests/kernels/test_decode_e4m3_values.py")
+QUANTIZE = ("tests/kernels/test_quantize_values.py",)
+
+AREAS = (
+    Area(
+        "host",
+        20,
+        (
+            Group(("onepass/validation.py",), (*VALIDATION, "tests/unit/test_repeated.py", *SEMANTICS, FP8[0])),
+            Group(("onepass/dispatch.py",), (*DISPATCH, *OPERATORS, *DECODING[2:])),
+            Group(("onepass/fp8.py",), (*FP8, "tests/unit/test_quantize_launch.py")),
+            Group(
+                ("onepass/decode*.py",),
+                (*DECODING, "tests/unit/test_repeated.py", "tests/unit/test_decode_launch.py"),
+            ),
+            Group(("onepass/merge.py",), ("tests/tiled/test_decode.py", *SEMANTICS)),
+            Group(
+                ("onepass/api.py", "onepass/ops.py", "onepass/repeated.py"),
+                (
+                    *OPERATORS,
+                    "tests/unit/test_dispatch.py",
+                    *VALIDATION,
+                    *SEMANTICS,
+                    *FP8[:1],
+                    "tests/compat/test_sdpa.py",
+                ),
+            ),
+            Group(
+                ("onepass/problem.py", "onepass/outputs.py"),
+                (*SEMANTICS, *OPERATORS, *VALIDATION, "tests/unit/test_launch.py", *FORMULAS[:1]),
+            ),
+        ),
+    ),
+    Area(
+        "tiled",
+        12,
+        (
+            Group(
+                ("onepass/tiled/decode.py", "onepass/tiled/cache.py"),
+                (*DECODING[:2], "tests/unit/test_repeated.py"),
+            ),
+            Group(("onepass/tiled/*.py",), (*SEMANTICS, "tests/tiled/test_decode.py", "tests/tiled/test_quantized.py")),
+        ),
+    ),
+    Area(
+        "integer formulas",
+        12,
+        (
+            Group(
+                (
+                    "onepass/kernels/blocks/block_range.py",
+                    "onepass/kernels/blocks/integers.py",
+                    "onepass/kernels/blocks/pack_gqa.py",
+                    "onepass/kernels/blocks/pages.py",
+                    "onepass/kernels/blocks/splits.py",
+                    "onepass/kernels/blocks/tile_scheduler.py",
+                ),
+                FORMULAS,
+            ),
+        ),
+    ),
+    Area(
+        "launch",
+        8,
+        (
+            Group(
+                (
+                    "onepass/kernels/*launch.py",
+                    "onepass/kernels/sm80/*launch.py",
+                    "onepass/kernels/sm90/*launch.py",
+                    "onepass/kernels/fp8/launch.py",
+                    "onepass/kernels/arguments.py",
+                ),
+                (
+                    *LAUNCH,
+                    "tests/unit/test_dispatch.py",
+                    "tests/unit/test_tuned.py",
+                    "tests/kernels/test_decode_values.py",
+                ),
+            ),
+        ),
+    ),
+    Area(
+        "kernels",
+        14,
+        (
+            Group(("onepass/kernels/combine.py",), DECODE, "merge or splits"),
+            Group(("onepass/kernels/append.py",), DECODE, "append or new_keys or bad_lengths"),
+            Group(("onepass/kernels/backward_rows.py", "onepass/kernels/sm80/backward*.py"), BACKWARD),
+            Group(
+                (
+                    "onepass/kernels/blocks/dq_accumulator.py",
+                    "onepass/kernels/blocks/gradient_scores.py",
+                    "onepass/kernels/blocks/plain_gradients.py",
+                    "onepass/kernels/blocks/row_stats.py",
+                    "onepass/kernels/blocks/key_tiles.py",
+                ),
+                BACKWARD,
+            ),
+            Group(("onepass/kernels/sm80/*e4m3*.py", "onepass/kernels/blocks/cache_descales.py"), DECODE_E4M3),
+            Group(("onepass/kernels/sm80/decode.py", "onepass/kernels/blocks/paged_kv.py"), DECODE),
+            Group(
+                (
+                    "onepass/kernels/sm80/*.py",
+                    "onepass/kernels/blocks/mask.py",
+                    "onepass/kernels/blocks/online_softmax.py",
+                    "onepass/kernels/blocks/plain_rows.py",
+                    "onepass/kernels/blocks/schedule.py",
+                    "onepass/kernels/blocks/packed_schedule.py",
+                    "onepass/kernels/blocks/warp.py",
+                ),
+                (*FORWARD, *DECODE),
+            ),
+            Group(("onepass/kernels/blocks/fp8.py",), ("tests/kernels/test_fp8_values.py",)),
+            Group(("onepass/kernels/fp8/*.py",), QUANTIZE),
+            Group(("onepass/kernels/sm90/parts.py",), ("tests/kernels/test_parts_values.py",)),
+        ),
+    ),
+)
+
+# Left out, and why. Patterns are asked first.
+OUT_OF_REACH = {
+    "onepass/kernels/*/__init__.py": "nothing to change",
+    "onepass/kernels/sm90/backward*.py": SM90_DEVICE,
+    "onepass/kernels/sm90/consumer.py": SM90_DEVICE,
+    "onepass/kernels/sm90/forward.py": SM90_DEVICE,
+    "onepass/kernels/sm90/producer.py": SM90_DEVICE,
+    "onepass/kernels/sm90/warpgroup.py": SM90_DEVICE,
+    "onepass/kernels/blocks/clear_rows.py": SM90_DEVICE,
+    "onepass/kernels/blocks/named_barrier.py": SM90_DEVICE,
+    "onepass/kernels/blocks/tile_queue.py": SM90_DEVICE,
+    "onepass/kernels/blocks/turns.py": SM90_DEVICE,
+    "onepass/kernels/blocks/wgmma.py": SM90_DEVICE,
+    "onepass/kernels/blocks/bundle.py": "carries values, computes none",
+    "onepass/kernels/blocks/epilogue.py": "layouts of copies: a wrong one does not compile, or is Hopper's",
+    "onepass/kernels/blocks/layouts.py": "layouts of copies: a wrong one does not compile, or is Hopper's",
+    "onepass/kernels/blocks/ptx.py": "text of instructions, and Hopper's",
+    "onepass/kernels/heuristics*.py": "which configuration is fast: no value depends on it",
+    "onepass/kernels/config*": "which configurations there are: their shipped ones are compiled by other tests",
+    "onepass/tiled/tile_sizes.py": "how large tiles are: no value depends on it",
+    "onepass/tiled/scratch.py": "where memory comes from: no value depends on it",
+}
+# launch code is Python on the host, of Hopper kernels, too
+_IN_REACH = ("*launch.py",)
+
+
+def reason_out_of_reach(file: str) -> str | None:
+    if any(fnmatch(file, pattern) for pattern in _IN_REACH):
+        return None
+    return next((reason for pattern, reason in OUT_OF_REACH.items() if fnmatch(file, pattern)), None)
