@@ -92,7 +92,10 @@ def _run(
         forward = dispatch.require(fp8.quantized_problem(problem), backend, tuning, device)
         gradients = dispatch.require(problem, backend, None, device)
         options = ops.options_of(problem, choice.of_operator(gradients, backend), tuning)
-        return torch.ops.onepass.attention_fp8(*inputs, *options, choice.of_operator(forward, backend))
+        out, lse = torch.ops.onepass.attention_fp8(*inputs, *options, choice.of_operator(forward, backend))
+        if key is not None and not out.is_meta:
+            repeated.keep(key, fp8.prepare_call(forward, problem, inputs, tuning))
+        return out, lse
     name = dispatch.require(problem, backend, tuning, device)
     options = ops.options_of(problem, choice.of_operator(name, backend), tuning)
     out, lse = torch.ops.onepass.attention_forward(*inputs, *options)
@@ -102,37 +105,52 @@ def _run(
 
 
 def _run_quantized(
-    quantized: QuantizedQKV, k: Any, v: Any, backend: str | None, **arguments: Any
+    quantized: QuantizedQKV,
+    k: Any,
+    v: Any,
+    packed: tuple[Any, Any, Any, Any] | None,
+    *,
+    sinks: Any,
+    seqused_k: Any,
+    window: Any,
+    deterministic: Any,
+    backend: str | None,
+    **others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """A call whose tensors are in FP8 already. Args: k, v, arguments: as given, and checked here."""
-    others = dict(arguments)
-    sinks, seqused_k, window = (others.pop(name) for name in ("sinks", "seqused_k", "window"))
-    cu_seqlens_q, cu_seqlens_k = (others.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k"))
-    max_seqlens = tuple(others.pop(name, None) for name in ("max_seqlen_q", "max_seqlen_k"))
-    if others["deterministic"] is None:
-        others["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    tensors, lengths = (quantized.q, quantized.k, quantized.v), (cu_seqlens_q, cu_seqlens_k, seqused_k)
+    """A call whose tensors are in FP8 already, its arguments as given, and checked here.
+
+    Args: packed: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of `attention_varlen`.
+    """
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packed or (None,) * 4
+    descales = quantized.descales
+    inputs = QuantizedInputs(
+        quantized.q, quantized.k, quantized.v, descales, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k
+    )
     key = None
     if k is v is quantized.score_shift is quantized.v_mean is None:
-        function = "attention_varlen" if "cu_seqlens_q" in arguments else "attention"
-        seen = *tensors, *quantized.descales, sinks, *lengths
+        function = "attention of QuantizedQKV" if packed is None else "attention_varlen of QuantizedQKV"
         of_tensors = quantized.dtype, quantized.q_block, quantized.kv_block, quantized.v_keys_last
-        options = *others.values(), backend, *of_tensors
-        key = repeated.key_of(f"{function} of QuantizedQKV", seen, window, options)
+        options = *others.values(), deterministic, backend, *of_tensors
+        key = repeated.key_of(function, (*inputs[:3], *descales, *inputs[4:]), window, options)
         forward = repeated.find(key)
         if forward is not None:
-            validation.check_max_seqlens(*max_seqlens)
-            return forward(QuantizedInputs(*tensors, quantized.descales, sinks, *lengths))
+            validation.check_max_seqlens(max_seqlen_q, max_seqlen_k)
+            return forward(inputs)
+    arguments = others | {"sinks": sinks, "seqused_k": seqused_k, "window": window, "deterministic": deterministic}
+    if packed is not None:
+        arguments |= zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), packed, strict=True)
     problem = validation.check_quantized_call(quantized, k, v, **arguments)
-    tuning = arguments["tuning"]
+    tuning = others["tuning"]
     name = dispatch.require(problem, backend, tuning, quantized.q.device)
     out, lse = torch.ops.onepass.attention_quantized(
-        *tensors,
+        *inputs[:3],
         # a sink is compared with scores: these have to be put right first
         sinks if quantized.score_shift is None else None,
-        *lengths,
+        *inputs[5:],
         *ops.options_of(problem, choice.of_operator(name, backend), tuning),
-        *quantized.descales,
+        *descales,
         quantized.dtype,
         quantized.q_block,
         quantized.kv_block,
@@ -249,7 +267,8 @@ def attention(
             q,
             k,
             v,
-            backend,
+            None,
+            backend=backend,
             precision=precision,
             causal=causal,
             window=window,
@@ -373,12 +392,9 @@ def attention_varlen(
             q,
             k,
             v,
-            backend,
+            (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+            backend=backend,
             precision=precision,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
             causal=causal,
             window=window,
             softcap=softcap,

@@ -437,12 +437,12 @@ def prepare_decode(name: str, problem: DecodeProblem, device: torch.device) -> C
 
 class QuantizationKernels(NamedTuple):
     """Attributes:
-    quantize: (inputs, seed of the rotation or None, k_mean, v_mean, keys_last) -> tensors and descales; see
-        kernels/fp8/launch.py.
+    prepare: (problem, device, seed of the rotation or None, keys_last, whether k and v have means) -> (inputs, k_mean,
+        v_mean) -> tensors and descales; see kernels/fp8/launch.py.
     keys_last: whether V should lie as the FP8 attention kernel of this GPU reads it.
     """
 
-    quantize: Callable
+    prepare: Callable
     keys_last: bool
 
 
@@ -455,16 +455,16 @@ def quantization_kernels(inputs: AttentionInputs, granularity: str) -> Quantizat
     if launch.unsupported(inputs, granularity) is not None:
         return None
     _warn_if_unproven(inputs.q.device)
-    return QuantizationKernels(launch.quantize, torch.cuda.get_device_capability(inputs.q.device) == (9, 0))
+    return QuantizationKernels(launch.prepare, torch.cuda.get_device_capability(inputs.q.device) == (9, 0))
 
 
 def keys_last_kernel(v: Tensor, cu_seqlens: Tensor | None) -> Callable | None:
-    """(v, None, cu_seqlens, None) -> (`fp8.keys_last` of v in e4m3, None), on its GPU; None: plain torch does it."""
+    """(v, cu_seqlens) -> `fp8.keys_last` of v in e4m3, on its GPU; None: plain torch does it."""
     if not _has_e4m3_kernels(v):
         return None
     from .kernels.fp8 import launch
 
-    return None if launch.unsupported_tensor("v", v, cu_seqlens) is not None else launch.values
+    return None if launch.unsupported_layout(v, cu_seqlens) is not None else launch.keys_last
 
 
 def _has_e4m3_kernels(t: Tensor) -> bool:

@@ -478,13 +478,23 @@ def check_quantized_call(
         )
     sinks = options["sinks"]
     checked = _options(quantized.q, **options)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*tensors, sinks)):
-        raise UnsupportedError(
-            "q, k, v, sinks: expected no requires_grad with FP8 tensors, through which no gradient flows; "
-            "precision='fp8' with q, k, v in 16 bits has gradients"
-        )
+    names = "q", "k", "v", "q_descale", "k_descale", "v_descale", "score_shift", "v_mean"
+    refuse_lost_gradients({name: getattr(quantized, name) for name in names} | {"sinks": sinks})
     inputs = QuantizedInputs(*tensors, quantized.descales, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
     return AttentionProblem.of(inputs, **checked, quantization=quantized.quantization)
+
+
+def refuse_lost_gradients(named: dict[str, torch.Tensor | None]) -> None:
+    """Raise UnsupportedError for a tensor of FP8 that asks for a gradient, where gradients are recorded."""
+    if not torch.is_grad_enabled():
+        return
+    for name, t in named.items():
+        if t is not None and t.requires_grad:
+            raise UnsupportedError(
+                f"{name}: expected no requires_grad in FP8, through whose rounding no gradient flows; "
+                "attention(q, k, v, precision='fp8') with q, k, v in 16 or 32 bits has gradients, "
+                "and under torch.no_grad() none is asked for"
+            )
 
 
 def refuse_forward_mode(*tensors: torch.Tensor | None) -> None:
