@@ -134,7 +134,9 @@ class Call:
                         continue
                     is_of_keys = name[:2] in ("dk", "dv")
                     shape = (k if is_of_keys else q).shape[:-1] + of_sequence.shape[-1:]
-                    terms.setdefault(name, of_sequence.new_zeros(shape))[keys if is_of_keys else rows] = of_sequence[0]
+                    whole = terms.setdefault(name, of_sequence.new_zeros(shape))
+                    if of_sequence.numel():  # without query heads there is none, where k and v have heads
+                        whole[keys if is_of_keys else rows] = of_sequence[0]
         eps_of_out = torch.finfo(q.dtype).eps
         return {
             name: eps * terms[name] + eps_of_out * terms.get(f"{name} of out", 0.0) + terms.get(f"{name} of steps", 0.0)
