@@ -79,8 +79,15 @@ def test_precision_keeps_its_gradients():
 # ---------------------------------------------------------------- torch.compile
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("is_packed", [False, True])
+def quick_or_slow(*quick):
+    """(granularity, packed) of all kinds, of which the quick tests have some: tracing one takes seconds."""
+    kinds = [(granularity, is_packed) for granularity in GRANULARITIES for is_packed in (False, True)]
+    return [kind if kind in quick else pytest.param(*kind, marks=pytest.mark.slow) for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("granularity", "is_packed"), quick_or_slow(("row", False), ("block", False), ("block", True), ("head", True))
+)
 def test_compiled_with_any_length(granularity, is_packed):
     """Without a graph break, bit for bit; a length never seen before, once lengths are symbols, compiles nothing."""
     options = {"granularity": granularity, "center_k": True, "center_v": True}
@@ -101,8 +108,7 @@ def test_compiled_with_any_length(granularity, is_packed):
             assert torch.equal(*(t.view(torch.uint8) if t.dim() else t for t in (a, b))), name
 
 
-@pytest.mark.parametrize("granularity", ["block", "head"])
-@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(("granularity", "is_packed"), quick_or_slow(("block", False), ("block", True)))
 def test_compiled_attention_with_any_length(granularity, is_packed):
     """Also of tensors that were quantised outside, whose shapes are checked while it is traced."""
     function = onepass.attention_varlen if is_packed else onepass.attention
