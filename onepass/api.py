@@ -223,7 +223,8 @@ def attention(
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim); float64, float32, bfloat16 or float16. Any strides; callers
             with (batch, num_heads, seqlen, head_dim) pass `x.transpose(1, 2)`, which copies nothing. Or a
-            `QuantizedQKV` in place of q, k and v, through which no gradient flows.
+            `QuantizedQKV` in place of q, k and v, through which no gradient flows: where gradients are recorded,
+            neither its tensors nor sinks may require one.
         k: (batch, seqlen_k, num_heads_kv, head_dim), num_heads_q divisible by num_heads_kv: query head h uses
             kv head h // (num_heads_q // num_heads_kv). With 0 heads of q, out has none and gradients of k and v are 0.
         v: (batch, seqlen_k, num_heads_kv, head_dim_v); head_dim_v may differ from head_dim.

@@ -135,8 +135,9 @@ def quantize_fp8(
 ) -> QuantizedQKV:
     """Q, K and V rounded to e4m3, with their scales, for `attention` and `attention_varlen`.
 
-    By kernels on a GPU of compute capability 8.9 or more (16-bit tensors, scales of blocks, head dims in multiples of
-    16 up to 256), else in plain torch. No gradient flows through it (`attention(..., precision="fp8")` has gradients).
+    By one kernel on a GPU of compute capability 8.9 or more (16-bit tensors, scales of blocks, head dims in multiples
+    of 16 up to 256), else in plain torch. No gradient flows through it, so where gradients are recorded tensors that
+    require one are refused: `attention(..., precision="fp8")` has gradients, and `torch.no_grad()` asks for none.
 
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim); float32, bfloat16 or float16. Packed sequences (with cu_seqlens):
@@ -155,9 +156,10 @@ def quantize_fp8(
         seqused_k: as for `attention`. What lies beyond is not read, and is 0 afterwards.
 
     Returns: QuantizedQKV, whose dtype is q's. NaN and inf become NaN, at their places (rotated: in their rows). On a
-    Hopper GPU its v may lie as the attention kernel reads it (v_keys_last); `dequantize` gives rows either way.
+    Hopper GPU its v may lie as the attention kernel reads it (v_keys_last); `dequantize` gives rows either way. The
+    descales may be parts of one tensor.
 
-    Raises: TypeError or ValueError with what was expected and given.
+    Raises: TypeError or ValueError with what was expected and given; UnsupportedError if a gradient would be lost.
 
     Source: FlashAttention-3, arXiv:2407.08608, section 3.3; centred keys: SageAttention, arXiv:2410.02367, section 4.2.
     """

@@ -395,17 +395,20 @@ def _as_rows(k: torch.Tensor, v: torch.Tensor, batch: int | None = None) -> torc
     if k.dim() not in (3, 4) or v.dim() != k.dim():
         raise ValueError(f"v: expected as many dimensions as k, {k.dim()}, got shape {_shape(v)}")
     total, heads, head_dim_v = k.shape[-3], k.shape[-2], v.shape[-2]
+    least = total // V_KEYS * V_KEYS
     if k.dim() == 4:
-        expected: tuple = (k.shape[0], heads, head_dim_v, -(-total // V_KEYS) * V_KEYS)
-        is_right = v.shape == expected
+        is_right = tuple(v.shape) == (k.shape[0], heads, head_dim_v, -(-total // V_KEYS) * V_KEYS)
+    elif batch is None:
+        is_right = v.shape[0] == heads and v.shape[-1] >= least and v.shape[-1] % V_KEYS == 0
     else:
-        least = total // V_KEYS * V_KEYS
-        expected = (heads, head_dim_v, f"{least} + {V_KEYS} * batch" if batch is None else least + V_KEYS * batch)
-        sizes_fit = v.shape[-1] >= least and v.shape[-1] % V_KEYS == 0 if batch is None else v.shape[-1] == expected[-1]
-        is_right = v.shape[0] == heads and sizes_fit
-    if not is_right:
-        shape = ", ".join(map(str, expected))
-        raise ValueError(f"v: expected shape ({shape}) with v_keys_last, got {_shape(v)}")
+        is_right = v.shape[0] == heads and v.shape[-1] == least + V_KEYS * batch
+    if not is_right:  # only here: torch.compile would take a length that goes into text for a constant
+        length = f"{least} + {V_KEYS} * batch" if batch is None else str(least + V_KEYS * batch)
+        length = f"{-(-total // V_KEYS) * V_KEYS}" if k.dim() == 4 else length
+        leading = f"{k.shape[0]}, " if k.dim() == 4 else ""
+        raise ValueError(
+            f"v: expected shape ({leading}{heads}, {head_dim_v}, {length}) with v_keys_last, got {_shape(v)}"
+        )
     return k[..., :1].expand(*k.shape[:-1], head_dim_v)
 
 
@@ -423,23 +426,29 @@ def _check_descale(
     """The shape of one descale beside its tensor. Args: batch: number of packed sequences, once it is known."""
     if descale.dim() == 0:
         return
-    heads, total = t.shape[-2], t.shape[-3]
+    heads, total, shape = t.shape[-2], t.shape[-3], tuple(descale.shape)
     if t.dim() == 4:
-        allowed = [f"({t.shape[0]}, {heads})"]
+        is_right = shape == (t.shape[0], heads)
         if block is not None:
-            allowed.append(f"({t.shape[0]}, {heads}, {-(-total // block)})")
-        is_right = _shape(descale) in allowed
+            is_right = is_right or shape == (t.shape[0], heads, -(-total // block))
     elif block is None:
-        allowed = [f"({'batch' if batch is None else batch}, {heads})"]
-        is_right = descale.dim() == 2 and descale.shape[1] == heads and batch in (None, descale.shape[0])
+        is_right = len(shape) == 2 and shape[1] == heads and (batch is None or shape[0] == batch)
     else:
-        count = total // block if batch is None else total // block + batch
-        allowed = [f"({heads}, {count}{' + batch' if batch is None else ''})"]
-        is_right = descale.dim() == 2 and descale.shape[0] == heads
-        is_right = is_right and (descale.shape[1] == count if batch is not None else descale.shape[1] >= count)
-    if not is_right:
-        of = "" if block is None else f" with blocks of {block} rows"
-        raise ValueError(f"{name}: expected shape () or {' or '.join(allowed)}{of}, got {_shape(descale)}")
+        least = total // block
+        is_right = len(shape) == 2 and shape[0] == heads
+        is_right = is_right and (shape[1] >= least if batch is None else shape[1] == least + batch)
+    if is_right:
+        return
+    # only here: torch.compile would take a length that goes into text for a constant
+    if t.dim() == 4:
+        allowed = f"({t.shape[0]}, {heads})"
+        allowed += "" if block is None else f" or ({t.shape[0]}, {heads}, {-(-total // block)})"
+    elif block is None:
+        allowed = f"({'batch' if batch is None else batch}, {heads})"
+    else:
+        allowed = f"({heads}, {f'{total // block} + batch' if batch is None else total // block + batch})"
+    of = "" if block is None else f" with blocks of {block} rows"
+    raise ValueError(f"{name}: expected shape () or {allowed}{of}, got {_shape(descale)}")
 
 
 def check_quantized_call(

@@ -136,7 +136,7 @@ class DecodeCall:
         """(keys, num_heads_kv)."""
         shape, descale = (len(keys), self.arguments["k_cache"].shape[2]), self.arguments.get(f"{name}_descale")
         if descale is None:
-            return torch.ones(shape, device=self.arguments["q"].device)
+            return torch.ones(shape, dtype=torch.float32, device=self.arguments["q"].device)
         if descale.dim() == 3:
             return descale[b].mT[keys // self.arguments["kv_block"]]
         if descale.dim() == 2:
@@ -199,7 +199,7 @@ def random_decode_call(
     dtype = dtype or rng.choice([torch.float64, torch.float32, torch.bfloat16, torch.float16])
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
 
     batch, heads_kv = rng.choice([1, 2, 3, 5]), rng.choice([1, 1, 2, 3])
     heads_q = heads_kv * rng.choice([1, 1, 2, 3, 4, 5, 8, 16])
@@ -234,7 +234,7 @@ def random_decode_call(
     for name, columns in (("k", head_dim), ("v", head_dim_v)):
         is_transposed = rng.random() < 0.3
         shape = (outer, heads_kv, size, columns) if is_transposed else (outer, size, heads_kv, columns)
-        cache = torch.full(shape, torch.nan).to(cache_dtype)
+        cache = torch.full(shape, torch.nan, dtype=torch.float32).to(cache_dtype)
         cache = arguments[f"{name}_cache"] = cache.transpose(1, 2) if is_transposed else cache
         for b, n in enumerate(filled):
             keys = normal(n, heads_kv, columns, dtype=torch.float32).to(cache_dtype)
@@ -256,7 +256,7 @@ def random_decode_call(
     if head_dim > 3 and rng.random() < 0.3 and not packed:
         half = rng.choice([head_dim // 2, head_dim // 4])
         angles = torch.arange(size if page_size is None else arguments["page_table"].shape[1] * size)
-        angles = angles[:, None] * 0.5 ** torch.arange(half)
+        angles = angles[:, None] * 0.5 ** torch.arange(half, dtype=torch.float32)
         of_table = rng.choice([dtype, torch.float32])
         arguments |= {"rotary_cos": angles.cos().to(of_table), "rotary_sin": angles.sin().to(of_table)}
         arguments["rotary_interleaved"] = rng.random() < 0.5

@@ -85,8 +85,8 @@ class Call:
             all_leaves.append(leaves)
         actual, oracle, plain = results
         generator = torch.Generator().manual_seed(0)
-        dout = torch.randn(actual.out.shape, generator=generator).to(actual.out)
-        dlse = torch.randn(actual.lse.shape, generator=generator).to(actual.lse)
+        dout = torch.randn(actual.out.shape, generator=generator, dtype=torch.float32).to(actual.out)
+        dlse = torch.randn(actual.lse.shape, generator=generator, dtype=torch.float32).to(actual.lse)
         assert isinstance(oracle, reference.Reference)
         floors = self._floors(dout, dlse, oracle)
         rows = [
@@ -192,7 +192,7 @@ def random_call(seed: int, device: str = "cpu", max_seqlen: int = 160, dtype: to
     if rng.random() < 0.3:
         options["softmax_scale"] = rng.choice([0.05, 0.3, 1.0, -0.2])
     if rng.random() < 0.35:
-        options["sinks"] = (2 * torch.randn(heads_q, generator=generator)).to(
+        options["sinks"] = (2 * torch.randn(heads_q, generator=generator, dtype=torch.float32)).to(
             device, dtype if rng.random() < 0.5 else torch.float32
         )
 

@@ -584,8 +584,9 @@ def test_under_compile():
     def quantized(q, k, v):
         return onepass.attention(onepass.quantize_fp8(q, k, v, center_k=True, center_v=True, seed=2), causal=True)
 
-    out = torch.compile(quantized, fullgraph=True, backend="aot_eager")(*(x.detach() for x in (q, k, v)))
-    assert torch.equal(out, quantized(q, k, v))
+    given = [x.detach() for x in (q, k, v)]
+    out = torch.compile(quantized, fullgraph=True, backend="aot_eager")(*given)
+    assert torch.equal(out, quantized(*given))
 
 
 def test_operators():
@@ -593,7 +594,7 @@ def test_operators():
     leaves = [x.requires_grad_() for x in (q, k, v)]
     options = (32**-0.5, None, 0, None, False, "tiled", None)
     torch.library.opcheck(torch.ops.onepass.attention_fp8, (*leaves, None, None, None, None, *options, "tiled"))
-    quantized = onepass.quantize_fp8(q, k, v)
+    quantized = onepass.quantize_fp8(*(x.detach() for x in leaves))
     tensors = quantized.q, quantized.k, quantized.v, None, None, None, None
     arguments = (*tensors, *options, *quantized.descales, torch.float16, 64, 64, False)
     # its other checks compute with copies of the tensors, which FP8 has no arithmetic for
