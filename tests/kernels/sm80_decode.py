@@ -167,8 +167,14 @@ def forward(
     return kernel.result(out_at, out), kernel.result(lse_at, lse)
 
 
-def merge(partial_out, partial_lse, out, lse, sinks, row_warps=None, last_first=False, offsets=None):
-    """What the merge kernel writes to tensors like out and lse. Args: last_first: of the warps of a thread block."""
+def merge(partial_out, partial_lse, out, lse, sinks, row_warps=None, last_first=False, offsets=None, key=None):
+    """What the merge kernel writes to tensors like out and lse.
+
+    Args:
+        last_first: of the warps of a thread block.
+        offsets: of packed queries.
+        key: of a kernel that a launch has picked.
+    """
     kernel = Parameters()
     kernel.tensor(partial_out, (0, 1, 2, 3, 4))
     kernel.tensor(partial_lse)
@@ -178,10 +184,11 @@ def merge(partial_out, partial_lse, out, lse, sinks, row_warps=None, last_first=
     if offsets is not None:
         kernel.tensor(offsets)
     parts = len(partial_out)
-    row_warps = row_warps or merge_launch.row_warps(parts)
-    aligned_to = launch.vector_bytes(partial_out)
-    key = merge_launch.MergeKey(partial_out.dtype, out.dtype, out.shape[-1], sinks is not None, aligned_to, row_warps)
-    key = replace(key, has_offsets=offsets is not None)
+    row_warps = key.row_warps if key is not None else row_warps or merge_launch.row_warps(parts)
+    aligned_to, dv = launch.vector_bytes(partial_out), out.shape[-1]
+    key = key or merge_launch.MergeKey(
+        partial_out.dtype, out.dtype, dv, sinks is not None, aligned_to, row_warps, has_offsets=offsets is not None
+    )
     blocks, warps = (ceil_div(lse.numel(), merge_launch.ROWS), merge_launch.ROWS)
     if row_warps > 1:
         blocks, warps = lse.numel(), row_warps

@@ -13,6 +13,7 @@ import onepass
 from onepass import decode_calls, reference
 from onepass.decode_problem import DecodeInputs
 from onepass.decode_validation import check_decode
+from onepass.kernels import merge_launch
 from onepass.merge import merge_in_torch
 from onepass.testing import random_decode_call
 from onepass.testing.budget import compare, compare_lse
@@ -326,6 +327,30 @@ def test_merge(dtype, head_dim_v, has_sinks):
     assert compare_lse(lse, expected[1]).ok
     if not has_sinks:
         assert torch.equal(out[0, 0], outs[0, 0, 0])  # alone: nothing is rounded twice
+
+
+@pytest.mark.parametrize(("num_parts", "is_packed"), [(3, False), (70, True)])
+def test_the_launch_of_a_merge(monkeypatch, num_parts, is_packed):
+    """The kernel that `merge_partials` picks for its tensors, and what it is given."""
+    outs, lses = randn(num_parts, 2, 3, 2, 24, dtype=BF16), 3 * randn(num_parts, 2, 2, 3, seed=1)
+    if is_packed:
+        outs, lses = outs[:, 0], lses[:, 0]
+
+    def kernel_of(key, arch):
+        def kernel(outs, lses, out, lse, sinks, blocks):
+            assert blocks == merge_launch.merge_blocks(out, len(outs))
+            results = sm80_decode.merge(outs, lses, out, lse, sinks, key=key)
+            for target, result in zip((out, lse), results, strict=True):
+                target.copy_(result)
+
+        return kernel
+
+    monkeypatch.setattr(merge_launch, "merge_kernel_of", kernel_of)
+    monkeypatch.setattr(merge_launch, "arch_of", lambda device: sm80_decode.ARCH)
+    out, lse = merge_launch.merge_partials(outs, lses)
+    oracle = merge_in_torch([o.double() for o in outs], [x.double() for x in lses])
+    assert compare("out", out, oracle[0], merge_in_torch(outs, lses)[0].to(BF16)).ok
+    assert compare_lse(lse, oracle[1]).ok
 
 
 @pytest.mark.parametrize("sink", [-300.0, 30.0, 80.0, 250.0])

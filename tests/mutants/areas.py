@@ -132,20 +132,29 @@ AREAS = (
         "launch",
         8,
         (
+            Group(("onepass/kernels/fp8/launch.py",), ("tests/unit/test_quantize_launch.py", *QUANTIZE)),
+            Group(
+                (
+                    "onepass/kernels/append_launch.py",
+                    "onepass/kernels/cache_launch.py",
+                    "onepass/kernels/decode_launch.py",
+                    "onepass/kernels/merge_launch.py",
+                    "onepass/kernels/sm80/decode_launch.py",
+                ),
+                ("tests/unit/test_decode_launch.py", *DECODE),
+            ),
+            Group(
+                ("onepass/kernels/sm90/parts_launch.py",),
+                ("tests/unit/test_launch.py", "tests/kernels/test_parts_values.py"),
+            ),
             Group(
                 (
                     "onepass/kernels/*launch.py",
                     "onepass/kernels/sm80/*launch.py",
                     "onepass/kernels/sm90/*launch.py",
-                    "onepass/kernels/fp8/launch.py",
                     "onepass/kernels/arguments.py",
                 ),
-                (
-                    *LAUNCH,
-                    "tests/unit/test_dispatch.py",
-                    "tests/unit/test_tuned.py",
-                    "tests/kernels/test_decode_values.py",
-                ),
+                (*LAUNCH, *DISPATCH),
             ),
         ),
     ),
