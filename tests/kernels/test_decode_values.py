@@ -337,9 +337,10 @@ def test_the_launch_of_a_merge(monkeypatch, num_parts, is_packed):
         outs, lses = outs[:, 0], lses[:, 0]
 
     def kernel_of(key, arch):
-        def kernel(outs, lses, out, lse, sinks, blocks):
+        def kernel(outs, lses, out, lse, sinks, offsets, blocks):
+            assert sinks is offsets is None
             assert blocks == merge_launch.merge_blocks(out, len(outs))
-            results = sm80_decode.merge(outs, lses, out, lse, sinks, key=key)
+            results = sm80_decode.merge(outs, lses, out, lse, None, key=key)
             for target, result in zip((out, lse), results, strict=True):
                 target.copy_(result)
 

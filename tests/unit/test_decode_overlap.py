@@ -163,7 +163,7 @@ def backend(request, monkeypatch):
 
     name = request.param
     monkeypatch.setattr(compile, "get", get)
-    monkeypatch.setattr(dispatch, "_device_refusal", lambda asked, problem: None if asked == name else "another GPU")
+    monkeypatch.setattr(dispatch, "_device_refusal", lambda asked, *_: None if asked == name else "another GPU")
     monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
     for module in (decode_launch, decode_launch_sm90):
         monkeypatch.setattr(module, "arch_of", lambda device: "sm_90a", raising=False)

@@ -165,7 +165,7 @@ def test_precision_takes_one_launch_for_the_tensors(launched, monkeypatch):
     def prepare(name, problem, device, tuning=None):
         return lambda inputs: attended.append((problem, inputs)) or empty_outputs(problem, inputs)
 
-    monkeypatch.setattr(dispatch, "_refusal", lambda name, problem: None if name == "sm90" else "not here")
+    monkeypatch.setattr(dispatch, "_refusal", lambda name, *_: None if name == "sm90" else "not here")
     monkeypatch.setattr(dispatch, "prepare", prepare)
     q, k, v = (torch.randn(2, 70, heads, 64, dtype=BF16) for heads in (4, 2, 2))
     run = torch.ops.onepass.attention_fp8
