@@ -165,8 +165,9 @@ FORWARD_FP8 = {
         Row(True, LONG, replace(FP8_AFTER, dynamic_tiles=True)),
     ),
 }
-# Columns of V whose P V has registers, by their number: O has the others.
-FP8_COLUMNS = {192: 96, 256: 128}
+# Head dims of V above 128: keys of a tile, and columns whose P V has registers beside O, by turns. P V takes the
+# registers of S, and where it has not as many ptxas drains every wgmma by itself.
+FP8_COLUMNS = {192: (96, 96), 256: (128, 128)}
 
 
 def forward_config(problem: AttentionProblem, arch: str = HOPPER) -> ForwardConfig:
@@ -218,19 +219,20 @@ def _fp8_config(problem: AttentionProblem) -> ForwardConfig:
     columns = head_dim_tile(problem.head_dim_v)
     # these take registers, which the rows below do not leave; not measured
     takes_registers = problem.softcap is not None or problem.mask.window_left is not None
-    if takes_registers or (widest > 128 and problem.has_seqused_k):
-        tile_n = 64 if columns > 192 else 128
-        config = replace(FP8_AFTER, tile_n=tile_n, dynamic_tiles=is_causal)
+    takes_registers = takes_registers or (widest > 128 and problem.has_seqused_k)
+    if takes_registers:
+        config = replace(FP8_AFTER, dynamic_tiles=is_causal)
     else:
         seqlen_k = problem.seqlen_k // max(1, problem.batch) if problem.is_packed else problem.seqlen_k
         rows = FORWARD_FP8[64 if widest <= 64 else 128 if widest <= 128 else 256]
         config = next(row.config for row in rows if row.is_causal in (None, is_causal) and seqlen_k <= row.seqlen_k)
     is_measured = widest <= 64 and not (takes_registers or problem.is_packed or problem.has_seqused_k)
-    if not config.overlap_gemm_softmax and columns < config.tile_n and not is_measured:
-        # fewer registers than S has: ptxas would let P V share them, but then drains every wgmma by itself
+    if columns > 128:
+        tile_n, pv_columns = (64, 64) if takes_registers and columns > 192 else FP8_COLUMNS[columns]
+        config = replace(config, tile_n=tile_n, pv_columns=pv_columns)
+    elif not config.overlap_gemm_softmax and columns < config.tile_n and not is_measured:
+        # enough registers for P V of its own
         config = replace(FP8_BESIDE, dynamic_tiles=config.dynamic_tiles)
-    if not config.overlap_gemm_softmax:
-        config = replace(config, pv_columns=FP8_COLUMNS.get(columns, 0))
     return _adapted(config, problem)
 
 

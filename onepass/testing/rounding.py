@@ -14,7 +14,6 @@ from torch import Tensor
 from .. import reference
 from ..problem import Mask
 
-
 # Kernels take 2^x and the logarithm of a sum by ex2.approx and lg2.approx, each off by up to 2^-22, two roundings of
 # float32 (PTX ISA), where the functions of a CPU are off by about one.
 GPU_EXPONENTIAL = 4

@@ -59,7 +59,7 @@ def test_what_a_kernel_imports_is_in_the_digest():
             reached.add(path)
             todo += imports_of(path)
     assert covered == reached, "files that no kernel imports"
-    host = {"api.py", "decode.py", "ops.py", "repeated.py", "tiled/forward.py", "cli/app.py", "bench/run.py"}
+    host = {"api.py", "decode.py", "ops.py", "tiled/forward.py", "cli/app.py", "bench/run.py"}
     assert not covered & {PACKAGE / name for name in host}
 
 

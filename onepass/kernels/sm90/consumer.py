@@ -126,14 +126,14 @@ class Consumer(Warpgroup):
                     k_state.advance()
                 if number < queue.num_tiles:
                     self.step_to_next_tile(tile, next_tile, k_state, v_state, self.q_state(wave + 1))
-                    if cutlass.const_expr(config.overlap_gemm_softmax):
-                        self.store(tile)
                 else:
                     self.last_pv(v_state)
-                    self.store(tile)
+                    if cutlass.const_expr(not config.overlap_gemm_softmax):
+                        self.store(tile)
                 k_state.advance()
             else:
                 self.last_pv(v_state)
+            if cutlass.const_expr(config.overlap_gemm_softmax or not config.overlap_tiles):
                 self.store(tile)
             v_state.advance()
             wave += 1
