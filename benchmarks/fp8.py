@@ -62,7 +62,7 @@ VARIANTS = {
     (256, False): "n128 q2 t28 after halves pair; n128 q2 t28 after halves; n128 q2 t28 pair",
     (256, True): "n128 q2 t28 after halves queue; n128 q2 t28 after halves; n128 q2 t28 queue",
 }
-# Of the comparisons, ours and the peers of which the fastest counts.
+# For each comparison, our contender and the peers, the fastest of which counts.
 LIKE_FOR_LIKE = {
     "from rows of e4m3": ("rows", ("fa3",)),
     "from e4m3, V as each likes it best": ("onepass", ("fa3", "fa3 columns")),

@@ -499,7 +499,7 @@ def supports(
 
 
 def _supports(q: Any, k: Any, v: Any, arguments: dict[str, Any], backend: str | None) -> dispatch.Support:
-    """The same of `attention` and `attention_varlen`; raises as the call would."""
+    """`supports` for calls of `attention` and `attention_varlen`; raises as the call would."""
     _refuse_unknown("supports", arguments)
     problem = _problem_of(q, k, v, arguments)
     device = (q.q if isinstance(q, QuantizedQKV) else q).device

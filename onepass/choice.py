@@ -113,7 +113,7 @@ def current() -> str | None:
 
 
 def of_context() -> str | None:
-    """The same where torch.compile does not trace it."""
+    """What is chosen where this is called, as `current`, for callers that torch.compile does not trace."""
     name = _of_block.get()
     return _of_process if name == _NO_BLOCK else name
 

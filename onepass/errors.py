@@ -13,7 +13,7 @@ class UnsupportedError(NotImplementedError):
 
 
 def renamed(error: Exception, names: Mapping[str, str]) -> Exception:
-    """The same refusal for a caller who knows the argument by another name. Args: names: theirs by ours."""
+    """A refusal in the words of a caller who knows its argument by another name. Args: names: theirs by ours."""
     name = re.match(r"\w+", str(error))
     theirs = name and names.get(name.group())
     return type(error)(f"{theirs}{str(error)[name.end() :]}") if name and theirs else error

@@ -662,7 +662,7 @@ def quantized_call(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[
 
 
 def _inputs_of(quantized: QuantizedQKV, inputs: AttentionInputs) -> QuantizedInputs:
-    """Those of a call, in FP8."""
+    """The inputs of a call with q, k and v replaced by quantised tensors."""
     return QuantizedInputs(quantized.q, quantized.k, quantized.v, quantized.descales, *inputs[3:])
 
 

@@ -77,7 +77,7 @@ def tensor_of_shape(name: str, shape: Sequence[Any], dtype: Any, dtype_name: str
 
 
 def _is_missing(named: tuple[str, Any]) -> bool:
-    """Of two arguments that need one another, that which is given is looked at first: a key to sort by."""
+    """A key to sort two arguments by that need one another: the one that is given is looked at first."""
     return named[1] is None
 
 

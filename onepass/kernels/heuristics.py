@@ -130,7 +130,7 @@ FORWARD_SM90 = {
     ),
 }
 
-# The same in FP8 by the wider head dim: TFLOP/s at 1024, 2048, 4096, 8192 and 16384 where they are the row's
+# Configurations for FP8, by the wider head dim: TFLOP/s at 1024, 2048, 4096, 8192 and 16384 where they are the row's
 # (benchmarks/results/h200-fp8-variants.json, in which the same configuration twice differs by up to 5 percent).
 # The tensor cores cut the sums of P V off (docs/fp8.md), so P V of each step is added to O by the FMA pipe.
 FP8_BESIDE = ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=LAZY_FP8, two_level_sums=True)

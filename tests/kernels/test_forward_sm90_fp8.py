@@ -91,7 +91,7 @@ def test_machine_code_of_warps_that_transpose(row, is_packed):
     config.check(question)
     code = machine_code.read(launch.ARCH, functools.partial(launch.trace, question, config))
     assert (code.serialized, code.spills_in_gemms) == ("", 0)
-    # three warpgroups of head_dim 128 hold O, and S or P V, in 128 of 160 registers: up to two values a step are spilled
+    # three warpgroups of head_dim 128 hold O, and S or P V, in 128 of 160 registers: a step spills up to two values
     assert code.spills <= (48 if head_dim == 128 and config.num_warpgroups == 3 else 0)
     assert code.count("STSM") > 0
 

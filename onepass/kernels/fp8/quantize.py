@@ -125,7 +125,7 @@ class Quantize:
         )
 
     def tiles(self, descale: cute.Tensor, more_blocks: int) -> tuple[Tiles, Int32]:
-        """Those of a tensor, and how many thread blocks they are."""
+        """The tiles of a tensor, and the number of thread blocks that they need."""
         batch, num_heads, blocks = descale.shape
         blocks = blocks + more_blocks
         return Tiles(cute.FastDivmodDivisorV2(num_heads), cute.FastDivmodDivisorV2(blocks)), num_heads * blocks * batch

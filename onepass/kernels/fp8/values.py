@@ -49,7 +49,7 @@ class QuantizeValues:
 
     @property
     def shared_words(self) -> int:
-        """Of what `quantize` wants as `columns_shared`."""
+        """The size of what `quantize` wants as `columns_shared`."""
         return self.head_dim * BLOCK // 4
 
     @cute.jit

@@ -33,7 +33,7 @@ EVEN_COLUMN, ODD_COLUMN = 0x6420, 0x7531  # bytes of two words of pairs
 
 
 def row_bytes(columns: int) -> int:
-    """Of a swizzled tile that `layouts.smem_tiles` makes, e4m3: it lies in blocks of so many columns."""
+    """The number of columns of a block, in which a swizzled e4m3 tile of `layouts.smem_tiles` lies."""
     return next(width for width in (128, 64, 32) if columns % width == 0)
 
 
@@ -51,12 +51,15 @@ def swizzled_place(row, piece, rows: int, columns: int):
 
 
 def loaded_place(lane, keys: int, head_dim_v: int):
-    """Of the row that a lane names to `ldmatrix`, for the first keys and columns: that of its key."""
+    """The place of the row that a lane names to `ldmatrix`, for the first keys and columns: its key's row."""
     return swizzled_place(lane, 0, keys, head_dim_v)
 
 
 def stored_place(lane, keys: int, head_dim_v: int):
-    """Of the row that a lane names to `stmatrix`: matrices are even, odd columns of 16 keys, and of the next 16."""
+    """The place of the row that a lane names to `stmatrix`.
+
+    The matrices are the even and the odd columns of 16 keys, then of the next 16.
+    """
     matrix, i = divided(lane, 8)
     next_keys, is_odd = divided(matrix, 2)
     return swizzled_place(2 * i + (is_odd ^ i >> 2), next_keys, head_dim_v, keys)
