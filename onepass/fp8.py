@@ -552,7 +552,9 @@ def _quantize(x: Tensor, granularity: str, block: int, cu_seqlens: Tensor | None
     rows = {"row": 1, "block": block}.get(granularity)
     index, count = _segments(x.shape[1], rows, cu_seqlens, x.device)
     shape = x.shape[0], count, x.shape[2]
-    if granularity == "row":
+    if count == 0:  # rows of no sequence, which have been cleared
+        rounded, scales = x.to(E4M3), torch.ones(shape, dtype=torch.float32, device=x.device)
+    elif granularity == "row":
         rounded, row_scales = _least_error(x)
         scales = torch.ones(shape, dtype=torch.float32, device=x.device)
         if x.numel():

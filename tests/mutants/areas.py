@@ -86,7 +86,10 @@ AREAS = (
             Group(("onepass/choice.py",), ("tests/unit/test_use_backend.py", "tests/unit/test_mixed_gpus.py")),
             Group(("onepass/gradient_rule.py",), ("tests/unit/test_functional.py", "tests/unit/test_ops.py")),
             Group(("onepass/visible_pairs.py",), ("tests/unit/test_flop_counter.py",)),
-            Group(("onepass/dispatch.py",), (*DISPATCH, *OPERATORS, *DECODING[2:])),
+            Group(
+                ("onepass/dispatch.py",),
+                (*DISPATCH, *OPERATORS, *DECODING[2:], "tests/unit/test_use_backend.py"),
+            ),
             Group(("onepass/fp8.py",), (*FP8, "tests/unit/test_quantize_launch.py")),
             Group(
                 ("onepass/decode*.py",),
@@ -146,10 +149,10 @@ AREAS = (
                     "onepass/kernels/blocks/pack_gqa.py",
                     "onepass/kernels/blocks/pages.py",
                     "onepass/kernels/blocks/splits.py",
-                    "onepass/kernels/blocks/tile_scheduler.py",
                 ),
                 FORMULAS,
             ),
+            Group(("onepass/kernels/blocks/tile_scheduler.py",), (*FORMULAS, *DECODE)),
         ),
     ),
     Area(
