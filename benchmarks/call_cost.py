@@ -85,7 +85,7 @@ def main() -> None:
         print(torch.cuda.get_device_name())
     else:
         print("no GPU: CPU tensors, a kernel that does nothing")
-        dispatch._refusal = lambda name, problem: None
+        dispatch._refusal = lambda name, problem, device: None
         decode_launch.arch_of = lambda device: "sm_90a"
         compile.get = lambda *request: lambda *arguments: None
         launch.tile_counter = lambda device: None

@@ -1,20 +1,25 @@
 """The Hopper forward in FP8 on a GPU: is it right, how fast is it, and which configuration is fastest?
 
-    python benchmarks/fp8.py                                        # check, then the grid beside FlashAttention-3
+    python benchmarks/fp8.py                                        # check, sums, then the grid beside FlashAttention-3
     python benchmarks/fp8.py --no-check --cases 128c8192,256n512    # some cases only
-    python benchmarks/fp8.py --variants "n128 q2 t28; n192 t28" # ... with these configurations
+    python benchmarks/fp8.py --variants "n128 q2 t28 sums; 3wg n128 q2 t28 after" # ... with these configurations
     python benchmarks/fp8.py --variants try                         # ... with those of VARIANTS
+    python benchmarks/fp8.py --summarise a.json b.json c.json       # tables of the medians of several runs
 
-Contenders, all from e4m3 tensors with scales that are there already, unless said otherwise:
+Contenders, and what is in their time:
 
-    onepass   scales of blocks, V as `onepass.fp8.keys_last` lays it: the kernel alone
-    rows      the same with V as it comes, (batch, seqlen, heads, dim): laid out in each call
-    whole     onepass.attention(q, k, v, precision="fp8") from bfloat16: quantised in each call
-    fa3       FlashAttention-3 with scales of heads
-    bf16      onepass in bfloat16
+    onepass      from e4m3 tensors, scales of blocks, V as `onepass.fp8.keys_last` lays it: the kernel alone
+    rows         the same with V as it comes, (batch, seqlen, heads, dim)
+    whole        onepass.attention(q, k, v, precision="fp8") from bfloat16: quantised in each call
+    fa3          FlashAttention-3 from e4m3 tensors with scales of heads, V as it comes: transposed in its kernel
+    fa3 columns  the same with the keys of V contiguous, which its kernel need not transpose
+    fa3 whole    the same from bfloat16: scales of heads and rounding by torch's operators in each call
+    bf16         onepass in bfloat16
 
-Grid and FLOPs are those of the FlashAttention-3 paper, configurations and options those of hopper_forward.py, timing as
-there. The check compares with float64 attention over the dequantised tensors, then prints the paper's Table 3.
+Three comparisons are like for like: rows beside fa3, onepass beside the faster one of fa3 and fa3 columns, and whole
+beside fa3 whole. Grid and FLOPs are those of the FlashAttention-3 paper, configurations and options those of
+hopper_forward.py, timing as there. The check compares with float64 attention over the dequantised tensors, then prints
+the paper's Table 3. The sums are those of P V at up to 65536 keys: q = 0 and v = 1, and V of mean 1.
 """
 
 from __future__ import annotations
@@ -22,9 +27,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib.util
+import json
+import math
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import common
 import torch
@@ -43,17 +53,22 @@ from onepass.testing import fp8_budget, table3
 DEVICE, BACKEND = "cuda", "sm90"
 TABLE3_SEQLEN = table3.PAPER_SEQLEN
 
-# Under measurement, by (head_dim, causal): those of heuristics.FORWARD_FP8 at any length, and the next best.
+# Under measurement, by (head_dim, causal): those of heuristics.FORWARD_FP8 at any length, and others.
 VARIANTS = {
-    (64, False): "3wg n128 q2 t28; 3wg n128 q2 t28 queue; 3wg n128 q2 t28 fma8; 4wg n64 q2 t28; 4wg n64 q2 t28 queue",
-    (64, True): (
-        "4wg n64 q2 t28; 3wg n128 q2 t28 queue; 3wg n128 q2 t28 fma8 queue; 4wg n64 q2 t28 queue; 3wg n128 q2 t28"
-    ),
-    (128, False): "n128 q2 t28 fma8 queue; 3wg n96 q2 t28 queue; n192 q2 t28 fma8 queue; n128 q2 t28 fma8 pair",
-    (128, True): "n128 q2 t28 fma8 queue; 3wg n96 q2 t28 fma8 queue; 3wg n96 q2 t28 queue; n192 q2 t28 fma8 queue",
-    (256, False): "n128 q2 t28 pair; n128 q2 t28 queue; n128 q2 t28",
-    (256, True): "n128 q2 t28 queue; n128 q2 t28 pair; n128 q2 t28 fma8",
+    (64, False): "3wg n128 q2 t28 after; 4wg n64 q2 t28 after; n128 q2 t28 sums; 3wg n128 q2 t28",
+    (64, True): "3wg n128 q2 t28 after queue; 4wg n64 q2 t28 after queue; n128 q2 t28 sums queue; 4wg n64 q2 t28",
+    (128, False): "3wg n128 q2 t28 after; n128 q2 t28 sums; 3wg n96 q2 t28 after; 3wg n96 q2 t28 queue",
+    (128, True): "3wg n128 q2 t28 after queue; n128 q2 t28 sums; n128 q2 t28 sums queue; 3wg n96 q2 t28 queue",
+    (256, False): "n128 q2 t28 after halves pair; n128 q2 t28 after halves; n128 q2 t28 pair",
+    (256, True): "n128 q2 t28 after halves queue; n128 q2 t28 after halves; n128 q2 t28 queue",
 }
+# For each comparison, our contender and the peers, the fastest of which counts.
+LIKE_FOR_LIKE = {
+    "from rows of e4m3": ("rows", ("fa3",)),
+    "from e4m3, V as each likes it best": ("onepass", ("fa3", "fa3 columns")),
+    "from bfloat16": ("whole", ("fa3 whole",)),
+}
+PEERS = ("fa3", "fa3 columns", "fa3 whole")
 
 
 def variants(text: str | None, head_dim: int, causal: bool) -> dict[str, ForwardConfig]:
@@ -73,11 +88,11 @@ def variants(text: str | None, head_dim: int, causal: bool) -> dict[str, Forward
     return found
 
 
-def static_problem(head_dim: int, causal: bool, seqlen: int = 1) -> AttentionProblem:
+def static_problem(head_dim: int, causal: bool, seqlen: int = 1, keys_last: bool = True) -> AttentionProblem:
     t = torch.empty(1, seqlen, 1, head_dim, dtype=fp8.E4M3, device="meta")
     last = torch.empty(1, 1, head_dim, -(-seqlen // 64) * 64, dtype=fp8.E4M3, device="meta")
-    inputs = QuantizedInputs(t, t, last, None)  # type: ignore[arg-type]
-    problem = problem_of(inputs, causal, Quantization(torch.bfloat16, fp8.Q_BLOCK, fp8.KV_BLOCK, True))
+    inputs = QuantizedInputs(t, t, last if keys_last else t, None)  # type: ignore[arg-type]
+    problem = problem_of(inputs, causal, Quantization(torch.bfloat16, fp8.Q_BLOCK, fp8.KV_BLOCK, keys_last))
     return dataclasses.replace(problem, device_type=DEVICE)
 
 
@@ -194,18 +209,36 @@ def run_check(args: argparse.Namespace, about: dict) -> bool:
 # ---------------------------------------------------------------- speed
 
 
-def fa3(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
-    """FlashAttention-3 from tensors with a scale a head."""
-    import fa3_fwd_interface
-
+def fa3(q: Tensor, k: Tensor, v: Tensor, causal: bool, columns: bool = False) -> Callable[[], Tensor]:
+    """FlashAttention-3 from tensors with a scale a head. Args: columns: the keys of V are contiguous."""
     z = onepass.quantize_fp8(q, k, v, granularity="head", rotate=False)
-    descales = {f"{n}_descale": getattr(z, f"{n}_descale").contiguous() for n in "qkv"}
+    values = z.v.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if columns else z.v
+    descales = [getattr(z, f"{n}_descale").contiguous() for n in "qkv"]
+    return lambda: _fa3(z.q, z.k, values, descales, causal)
+
+
+def fa3_whole(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
+    """FlashAttention-3 from bfloat16: scales of heads and rounding by torch's operators, in the call."""
+
+    def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+        descale = (
+            torch.linalg.vector_norm(x, math.inf, dim=(1, 3), dtype=torch.float32).clamp_(min=1e-20) / fp8.E4M3_MAX
+        )
+        return (x * descale.reciprocal()[:, None, :, None].to(x.dtype)).to(fp8.E4M3), descale
 
     def call() -> Tensor:
-        result = fa3_fwd_interface.flash_attn_func(z.q, z.k, z.v, causal=causal, **descales)
-        return result[0] if isinstance(result, tuple) else result
+        tensors, descales = zip(*map(quantised, (q, k, v)), strict=True)
+        return _fa3(*tensors, list(descales), causal)
 
     return call
+
+
+def _fa3(q: Tensor, k: Tensor, v: Tensor, descales: list[Tensor], causal: bool) -> Tensor:
+    import fa3_fwd_interface
+
+    names = ("q_descale", "k_descale", "v_descale")
+    result = fa3_fwd_interface.flash_attn_func(q, k, v, causal=causal, **dict(zip(names, descales, strict=True)))
+    return result[0] if isinstance(result, tuple) else result
 
 
 def contenders(q: Tensor, k: Tensor, v: Tensor, causal: bool, names: list[str]) -> dict[str, Callable[[], Tensor]]:
@@ -217,6 +250,8 @@ def contenders(q: Tensor, k: Tensor, v: Tensor, causal: bool, names: list[str]) 
 
     makers: dict[str, Callable[[], Callable[[], Tensor]]] = {
         "fa3": lambda: fa3(q, k, v, causal),
+        "fa3 columns": lambda: fa3(q, k, v, causal, columns=True),
+        "fa3 whole": lambda: fa3_whole(q, k, v, causal),
         "bf16": lambda: public(q, k, v),
         "rows": lambda: public(rows, backend=BACKEND),
         "whole": lambda: public(q, k, v, precision="fp8", backend=BACKEND),
@@ -234,13 +269,15 @@ def contenders(q: Tensor, k: Tensor, v: Tensor, causal: bool, names: list[str]) 
 
 def run_grid(args: argparse.Namespace, about: dict) -> None:
     names = [name for name in args.peers.split(",") if name]
-    # the ratio is that to FlashAttention-3
-    results = common.Results(about, args.out, ["fa3"], tolerance=0.3)
+    # the ratio is that to the fastest of FlashAttention-3 from e4m3
+    results = common.Results(about, args.out, PEERS, tolerance=0.3)
     configs = {cell: variants(args.variants, cell.head_dim, cell.causal) for cell in common.cells(args)}
     jobs = []
     for cell, own in configs.items():
         problem = static_problem(cell.head_dim, cell.causal, cell.seqlen)
         jobs += [(problem, config) for config in (heuristics.forward_config(problem), *own.values())]
+        in_rows = static_problem(cell.head_dim, cell.causal, cell.seqlen, keys_last=False)
+        jobs.append((in_rows, heuristics.forward_config(in_rows)))
     compile_all(jobs)
     for cell, own in configs.items():
         shape = cell.batch, cell.seqlen, cell.heads, cell.head_dim
@@ -255,18 +292,98 @@ def run_grid(args: argparse.Namespace, about: dict) -> None:
         times = common.time_in_turns(calls, args, seed=cell.seqlen)
         loads = {name: common.under_load(call) for name, call in calls.items()} if args.load else {}
         default = heuristics.forward_config(static_problem(cell.head_dim, cell.causal, cell.seqlen))
-        results.add(cell, times, errors, {"onepass": default} | own, loads)
-    results.summarise()
+        in_rows = heuristics.forward_config(static_problem(cell.head_dim, cell.causal, cell.seqlen, keys_last=False))
+        results.add(cell, times, errors, {"onepass": default, "rows": in_rows} | own, loads)
+    summarise([args.out])
+
+
+def summarise(paths: Sequence[Path]) -> None:
+    """The comparisons of `LIKE_FOR_LIKE`: for each case TFLOP/s and ratio, medians of the runs that the files hold."""
+    tflops: dict[common.Cell, dict[str, list[float]]] = {}
+    for path in paths:
+        for row in json.loads(path.read_text())["rows"]:
+            cell = common.Cell(row["head_dim"], row["causal"], row["seqlen"], row["tokens"])
+            tflops.setdefault(cell, {}).setdefault(row["contender"], []).append(row["tflops"])
+    seqlens = sorted({cell.seqlen for cell in tflops})
+    for title, (ours, peers) in LIKE_FOR_LIKE.items():
+        ratios, entries = {}, {}
+        for cell, speeds in tflops.items():
+            runs = zip(*(speeds[name] for name in peers if name in speeds), strict=True)
+            found = [own / max(others) for own, others in zip(speeds.get(ours, ()), runs, strict=False)]
+            if found:
+                ratios[cell] = statistics.median(found)
+                entries[cell] = f"{statistics.median(speeds[ours]):.0f} ({ratios[cell]:.2f})"
+        if not ratios:
+            continue
+        print(f"\n{title}: {ours} beside {' or '.join(peers)}, {len(paths)} runs")
+        print(f"| head_dim | causal | {' | '.join(map(str, seqlens))} |\n|{'---|' * (2 + len(seqlens))}")
+        for head_dim, causal in dict.fromkeys(cell[:2] for cell in tflops):
+            found = {cell.seqlen: entry for cell, entry in entries.items() if cell[:2] == (head_dim, causal)}
+            row = " | ".join(found.get(seqlen, "") for seqlen in seqlens)
+            print(f"| {head_dim} | {'yes' if causal else 'no'} | {row} |")
+        for head_dim in (None, *sorted({cell.head_dim for cell in ratios})):
+            own_ratios = {cell: ratio for cell, ratio in ratios.items() if head_dim in (None, cell.head_dim)}
+            mean = math.exp(statistics.mean(map(math.log, own_ratios.values())))
+            least = min(own_ratios, key=lambda cell: own_ratios[cell])
+            where = f"{least.head_dim}{' causal' if least.causal else ''} {least.seqlen}"
+            name = "all" if head_dim is None else f"head_dim {head_dim}"
+            print(
+                f"{name}: geometric mean {mean:.3f}, least {own_ratios[least]:.3f} ({where}), {len(own_ratios)} cases"
+            )
+
+
+# ---------------------------------------------------------------- sums of many keys
+
+SUM_LENGTHS = (2048, 8192, 16384, 65536)
+
+
+def run_sums(args: argparse.Namespace, about: dict) -> None:
+    """out of q = 0 and v = 1, and the bias of out for scores of N(0, 1) and V of mean 1, by the number of keys."""
+    found = about["sums"] = {}
+    has_fa3 = "fa3" in args.peers.split(",") and importlib.util.find_spec("fa3_fwd_interface") is not None
+    configs = {}
+    for head_dim in args.head_dims:
+        for keys in SUM_LENGTHS:
+            problem = static_problem(head_dim, False, keys)
+            config = heuristics.forward_config(problem)
+            one_sum = dataclasses.replace(config, two_level_sums=False, overlap_gemm_softmax=True, pv_columns=0)
+            # 3 warpgroups of head_dim 128 have no registers for it
+            one_sum = dataclasses.replace(one_sum, num_warpgroups=2)
+            configs[head_dim, keys] = {"onepass": config, "onepass with one sum": one_sum}
+    compile_all([(static_problem(d, False, n), c) for (d, n), own in configs.items() for c in own.values()])
+    for head_dim in args.head_dims:
+        for keys in SUM_LENGTHS:
+            q, k, v = (torch.randn(1, n, 2, head_dim, device=DEVICE, dtype=torch.bfloat16) for n in (512, keys, keys))
+            for kind, tensors in (("ones", (torch.zeros_like(q), k, torch.ones_like(v))), ("mean 1", (q, k, v + 1))):
+                quantized = prepared(*tensors)
+                expected = onepass.attention(*(t.double() for t in quantized.dequantize()), backend="tiled")
+                assert isinstance(expected, Tensor)
+                own = configs[head_dim, keys]
+                calls = {name: out_of(run_kernel(quantized, False, config)) for name, config in own.items()}
+                if has_fa3:
+                    calls["fa3"] = fa3(*tensors, causal=False)
+                for contender, call in calls.items():
+                    out = call().double()
+                    share = float((out * expected).sum() / expected.square().sum())
+                    found[f"head_dim {head_dim}, {keys} keys, {kind}, {contender}"] = round(share, 5)
+                    print(f"  head_dim {head_dim}, {keys} keys, {kind}: {contender} {share:.5f}", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_arguments(parser, peers="fa3,bf16,whole", out="fp8.json")
+    common.add_arguments(parser, peers="fa3,fa3 columns,fa3 whole,rows,whole,bf16", out="fp8.json")
+    parser.add_argument("--no-sums", action="store_true")
+    parser.add_argument("--summarise", type=Path, nargs="+", help="results files of earlier runs: measure nothing")
     parser.add_argument("--variants", help="check and time these, too: 'try', or configurations separated by ;")
     args = parser.parse_args()
+    if args.summarise:
+        summarise(args.summarise)
+        return 0
     about = common.circumstances()
     print(about, flush=True)
     ok = args.no_check or run_check(args, about)
+    if not args.no_sums:
+        run_sums(args, about)
     if not args.no_grid:
         run_grid(args, about)
     return 0 if ok else 1

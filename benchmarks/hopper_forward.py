@@ -51,6 +51,9 @@ WORDS = {
     "free": {"pingpong": False},
     "lazy": {"rescale_threshold": 8.0},
     "sums": {"two_level_sums": True},
+    "after": {"two_level_sums": True, "overlap_gemm_softmax": False},
+    "turn": {"transposes_v": True},
+    "halves": {"pv_columns": 128},
     "t08": {"rescale_threshold": 0.8},  # these of FP8
     "t18": {"rescale_threshold": 1.8},
     "t28": {"rescale_threshold": 2.8},

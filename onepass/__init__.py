@@ -6,6 +6,7 @@ Importing onepass imports torch only and changes no global setting.
 """
 
 from .api import AttentionOutput, attention, attention_varlen, merge_partials, supports, warmup
+from .choice import use_backend
 from .decode import attention_decode, split_workspace_bytes
 from .dispatch import Support
 from .errors import UnsupportedError
@@ -33,5 +34,6 @@ __all__ = [
     "split_workspace_bytes",
     "supports",
     "tune",
+    "use_backend",
     "warmup",
 ]

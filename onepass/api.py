@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 import torch
 from torch import Tensor
 
-from . import decode_calls, decode_ops, dispatch, fp8, ops, repeated, validation
+from . import choice, decode_calls, decode_ops, dispatch, fp8, keywords, ops, repeated, validation
+from .errors import REFUSALS
 from .fp8 import QuantizedQKV
 from .kernels import ahead
 from .kernels.ahead import CompiledKernel
 from .kernels.config import ForwardConfig, ForwardConfigSm80
 from .merge import merge_in_torch
 from .problem import AttentionInputs, AttentionProblem, QuantizedInputs
+from .scalars import check_flag, check_int
 
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
@@ -29,8 +31,9 @@ class AttentionOutput(NamedTuple):
     Attributes:
         out: as q, with head_dim_v in place of head_dim.
         lse: log of each row's softmax denominator (natural log), float32 (float64 for float64 inputs),
-            (batch, num_heads_q, seqlen_q), or (num_heads_q, total_q) for packed sequences. -inf for a row that
-            sees no key. With sinks it includes them.
+            (batch, num_heads_q, seqlen_q), or (num_heads_q, total_q) for packed sequences. With sinks it
+            includes them. For a row that sees no key it is the row's sink, or -inf without sinks; for a row of no
+            packed sequence it is -inf in any case.
     """
 
     out: Tensor
@@ -83,57 +86,78 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     """The whole way: the operator on the chosen backend, and a shorter way for the next call with this key."""
     validation.refuse_forward_mode(*inputs[:4])
+    device = inputs.q.device
     if precision is not None:
         validation.check_precision(precision, inputs.q)
-        forward = dispatch.require(fp8.quantized_problem(problem), backend, tuning)
-        options = ops.options_of(problem, dispatch.require(problem, backend), tuning)
-        return torch.ops.onepass.attention_fp8(*inputs, *options, forward)
-    backend = dispatch.require(problem, backend, tuning)
-    out, lse = torch.ops.onepass.attention_forward(*inputs, *ops.options_of(problem, backend, tuning))
+        forward = dispatch.require(fp8.quantized_problem(problem), backend, tuning, device)
+        gradients = dispatch.require(problem, backend, None, device)
+        options = ops.options_of(problem, choice.of_operator(gradients, backend), tuning)
+        out, lse = torch.ops.onepass.attention_fp8(*inputs, *options, choice.of_operator(forward, backend))
+        if key is not None and not out.is_meta:
+            repeated.keep(key, fp8.prepare_call(forward, problem, inputs, tuning))
+        return out, lse
+    name = dispatch.require(problem, backend, tuning, device)
+    options = ops.options_of(problem, choice.of_operator(name, backend), tuning)
+    out, lse = torch.ops.onepass.attention_forward(*inputs, *options)
     if key is not None and not out.is_meta:
-        repeated.keep(key, dispatch.prepare(backend, problem, inputs.q.device, tuning))
+        repeated.keep(key, dispatch.prepare(name, problem, device, tuning))
     return out, lse
 
 
 def _run_quantized(
-    quantized: QuantizedQKV, k: Any, v: Any, backend: str | None, **arguments: Any
+    quantized: QuantizedQKV,
+    k: Any,
+    v: Any,
+    packed: tuple[Any, Any, Any, Any] | None,
+    *,
+    sinks: Any,
+    seqused_k: Any,
+    window: Any,
+    deterministic: Any,
+    backend: str | None,
+    **others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """A call whose tensors are in FP8 already. Args: k, v, arguments: as given, and checked here."""
-    others = dict(arguments)
-    sinks, seqused_k, window = (others.pop(name) for name in ("sinks", "seqused_k", "window"))
-    cu_seqlens_q, cu_seqlens_k = (others.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k"))
-    max_seqlens = tuple(others.pop(name, None) for name in ("max_seqlen_q", "max_seqlen_k"))
-    if others["deterministic"] is None:
-        others["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    tensors, lengths = (quantized.q, quantized.k, quantized.v), (cu_seqlens_q, cu_seqlens_k, seqused_k)
+    """A call whose tensors are in FP8 already, its arguments as given, and checked here.
+
+    Args: packed: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of `attention_varlen`.
+    """
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packed or (None,) * 4
+    descales = quantized.descales
+    inputs = QuantizedInputs(
+        quantized.q, quantized.k, quantized.v, descales, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k
+    )
     key = None
     if k is v is quantized.score_shift is quantized.v_mean is None:
-        function = "attention_varlen" if "cu_seqlens_q" in arguments else "attention"
-        seen = *tensors, *quantized.descales, sinks, *lengths
+        function = "attention of QuantizedQKV" if packed is None else "attention_varlen of QuantizedQKV"
         of_tensors = quantized.dtype, quantized.q_block, quantized.kv_block, quantized.v_keys_last
-        options = *others.values(), backend, *of_tensors
-        key = repeated.key_of(f"{function} of QuantizedQKV", seen, window, options)
+        options = *others.values(), deterministic, backend, *of_tensors
+        key = repeated.key_of(function, (*inputs[:3], *descales, *inputs[4:]), window, options)
         forward = repeated.find(key)
         if forward is not None:
-            validation.check_max_seqlens(*max_seqlens)
-            return forward(QuantizedInputs(*tensors, quantized.descales, sinks, *lengths))
+            validation.check_max_seqlens(max_seqlen_q, max_seqlen_k)
+            return forward(inputs)
+    arguments = others | {"sinks": sinks, "seqused_k": seqused_k, "window": window, "deterministic": deterministic}
+    if packed is not None:
+        arguments |= zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), packed, strict=True)
     problem = validation.check_quantized_call(quantized, k, v, **arguments)
-    tuning = arguments["tuning"]
-    backend = dispatch.require(problem, backend, tuning)
+    tuning = others["tuning"]
+    name = dispatch.require(problem, backend, tuning, quantized.q.device)
     out, lse = torch.ops.onepass.attention_quantized(
-        *tensors,
+        *inputs[:3],
         # a sink is compared with scores: these have to be put right first
         sinks if quantized.score_shift is None else None,
-        *lengths,
-        *ops.options_of(problem, backend, tuning),
-        *quantized.descales,
+        *inputs[5:],
+        *ops.options_of(problem, choice.of_operator(name, backend), tuning),
+        *descales,
         quantized.dtype,
         quantized.q_block,
         quantized.kv_block,
         quantized.v_keys_last,
     )
     if key is not None and not out.is_meta:
-        repeated.keep(key, dispatch.prepare(backend, problem, quantized.q.device, tuning))
+        repeated.keep(key, dispatch.prepare(name, problem, quantized.q.device, tuning))
     return fp8.restored(quantized, out, lse, problem.softmax_scale, sinks, cu_seqlens_q)
 
 
@@ -170,6 +194,7 @@ def attention(
 ) -> Tensor | AttentionOutput: ...
 
 
+@keywords.hide_unknown
 def attention(
     q: Tensor | QuantizedQKV,
     k: Tensor | None = None,
@@ -186,6 +211,7 @@ def attention(
     precision: Literal["fp8"] | None = None,
     backend: str | None = None,
     tuning: ForwardConfig | ForwardConfigSm80 | None = None,
+    **unknown: Any,
 ) -> Tensor | AttentionOutput:
     """Exact attention, softmax(softmax_scale * q k^T + mask) v, in one pass over the keys.
 
@@ -197,15 +223,21 @@ def attention(
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim); float64, float32, bfloat16 or float16. Any strides; callers
             with (batch, num_heads, seqlen, head_dim) pass `x.transpose(1, 2)`, which copies nothing. Or a
-            `QuantizedQKV` in place of q, k and v, through which no gradient flows.
+            `QuantizedQKV` in place of q, k and v, through which no gradient flows: where gradients are recorded,
+            neither its tensors nor sinks may require one.
         k: (batch, seqlen_k, num_heads_kv, head_dim), num_heads_q divisible by num_heads_kv: query head h uses
-            kv head h // (num_heads_q // num_heads_kv).
+            kv head h // (num_heads_q // num_heads_kv). With 0 heads of q, out has none and gradients of k and v are 0.
         v: (batch, seqlen_k, num_heads_kv, head_dim_v); head_dim_v may differ from head_dim.
         causal: query i sees key j only if j <= i + seqlen_k - seqlen_q.
         window: (left, right), both inclusive, None = unbounded: query i sees key j only if
-            i + shift - left <= j <= i + shift + right, where shift = seqlen_k - seqlen_q.
+            i + shift - left <= j <= i + shift + right, where shift = seqlen_k - seqlen_q. A side may be negative:
+            (None, -1) hides a query's own position, too, (-3, None) all keys up to the second after it. (What is -1 in
+            flash-attn is None here.)
         softcap: c > 0 replaces a scaled score s by c * tanh(s / c).
-        sinks: (num_heads_q,) floating point; adds exp(sinks[h]) to the denominator of every row of head h.
+        sinks: (num_heads_q,) floating point; adds exp(sinks[h]) to the denominator of every row of head h, also of
+            one that sees no key. A sink of -inf is none. One of +inf has all of the probability: out = 0 and
+            lse = +inf. One of NaN makes lse of its head NaN, and out where a key is seen. The gradient of a sink of
+            +inf or NaN is undefined; other heads do not depend on it.
         softmax_scale: multiplies q.k before the softmax; None = head_dim ** -0.5.
         seqused_k: (batch,) int32 on q's device; only the first seqused_k[b] keys of batch entry b exist, also
             for the alignment of masks. What lies beyond is never read.
@@ -214,25 +246,30 @@ def attention(
         precision: "fp8" computes the forward in FP8: q, k and v (float32 or 16 bits) are quantised as `quantize_fp8`
             does by default. Gradients are those of exact attention at q, k and v, from the out and lse of that
             forward. None = in q's dtype.
-        backend: name of the backend that must run; None = the best one that `supports` the call.
+        backend: name of the backend that must run; None = what `use_backend` or ONEPASS_BACKEND chose, else the best
+            one that `supports` the call.
         tuning: a `ForwardConfig` (backend sm90) or `ForwardConfigSm80` (sm80) that the forward is computed with, for
             measuring: it changes speed and summation order only. None = the backend's own choice.
 
     Returns: out, (batch, seqlen_q, num_heads_q, head_dim_v), in q's dtype and laid out as q (heads outside seqlen
-    in memory if q has them so), or AttentionOutput(out, lse). A row that sees no key has out = 0, lse = -inf and
-    zero gradients. Sums are accumulated in float32 (float64 for float64 inputs).
+    in memory if q has them so), or AttentionOutput(out, lse). A row that sees no key has out = 0, and with sinks
+    lse = sinks[h], else lse = -inf; q, k and v have no gradient through it, while the sink has that of lse. Sums are
+    accumulated in float32 (float64 for float64 inputs).
 
     Raises: TypeError, ValueError, or NotImplementedError for what no backend computes, each before any work and
     with what was expected and given.
 
     Source: FlashAttention-2, arXiv:2307.08691, Algorithms 1 and 2.
     """
+    if unknown:
+        raise keywords.unexpected("attention", unknown)
     if isinstance(q, QuantizedQKV):
         out, lse = _run_quantized(
             q,
             k,
             v,
-            backend,
+            None,
+            backend=backend,
             precision=precision,
             causal=causal,
             window=window,
@@ -308,6 +345,7 @@ def attention_varlen(
 ) -> Tensor | AttentionOutput: ...
 
 
+@keywords.hide_unknown
 def attention_varlen(
     q: Tensor | QuantizedQKV,
     k: Tensor | None = None,
@@ -328,6 +366,7 @@ def attention_varlen(
     precision: Literal["fp8"] | None = None,
     backend: str | None = None,
     tuning: ForwardConfig | ForwardConfigSm80 | None = None,
+    **unknown: Any,
 ) -> Tensor | AttentionOutput:
     """Exact attention over packed sequences: sequence b attends to itself only.
 
@@ -336,7 +375,7 @@ def attention_varlen(
             `QuantizedQKV` of packed sequences in place of q, k and v.
         k, v: (total_k, num_heads_kv, head_dim) and (total_k, num_heads_kv, head_dim_v), cut by cu_seqlens_k.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 on q's device, starting at 0 and never decreasing. Rows
-            past the last offset belong to no sequence: out = 0, lse = -inf, zero gradients.
+            past the last offset belong to no sequence: out = 0, lse = -inf (also with sinks), zero gradients.
         max_seqlen_q, max_seqlen_k: an int, a tensor or None; a hint that is never read from the device.
         seqused_k: (batch,) int32; only the first seqused_k[b] keys of sequence b exist.
         causal, window, softcap, sinks, softmax_scale, deterministic, return_lse, precision, backend, tuning: as for
@@ -347,17 +386,16 @@ def attention_varlen(
     Raises: as `attention`; ValueError also if offsets are out of order, from a backend that reads them on the host
         (`tiled`); kernels read them on the device only, and give undefined values then.
     """
+    if unknown:
+        raise keywords.unexpected("attention_varlen", unknown)
     if isinstance(q, QuantizedQKV):
         out, lse = _run_quantized(
             q,
             k,
             v,
-            backend,
+            (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+            backend=backend,
             precision=precision,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
             causal=causal,
             window=window,
             softcap=softcap,
@@ -408,16 +446,18 @@ def merge_partials(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Ten
     """Attention over the union of disjoint key sets, from the attention over each: exact, not an approximation.
 
     With lse = log(sum_i exp(lse_i)), the merged row is sum_i exp(lse_i - lse) * out_i. Order and grouping do not
-    matter beyond rounding; a part in which a row saw no key (lse_i = -inf) adds nothing, whatever its out_i holds.
+    matter beyond rounding; a part in which a row saw neither key nor sink (lse_i = -inf) adds nothing, whatever its
+    out_i holds.
 
     Args:
         outs: sequence of n tensors (batch, seqlen_q, num_heads, head_dim_v) or (total_q, num_heads, head_dim_v),
             or one tensor that stacks them in dimension 0.
         lses: n tensors (batch, num_heads, seqlen_q) or (num_heads, total_q), natural log, float32 or float64, as
-            `return_lse=True` gives them. At most one part may include sinks.
+            `return_lse=True` gives them. At most one part may include sinks: their share is kept also for rows that
+            see no key of that part.
 
-    Returns: AttentionOutput(out, lse), out in the dtype of outs; both differentiable. -inf and 0 where no part
-    saw a key. Raises: TypeError or ValueError if shapes, dtypes or devices disagree.
+    Returns: AttentionOutput(out, lse), out in the dtype of outs; both differentiable. lse = -inf and out = 0 where no
+    part saw a key or a sink. Raises: TypeError or ValueError if shapes, dtypes or devices disagree.
 
     Source: FlashAttention-2, arXiv:2307.08691, section 2.3.
     """
@@ -431,7 +471,7 @@ def merge_partials(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Ten
 
 
 def supports(
-    q: Tensor | QuantizedQKV, k: Tensor | None = None, v: Tensor | None = None, **arguments: Any
+    q: Tensor | QuantizedQKV | None = None, k: Tensor | None = None, v: Tensor | None = None, **arguments: Any
 ) -> dispatch.Support:
     """Whether `attention` (or, with cu_seqlens_q, `attention_varlen`; with cache_seqlens, `attention_decode`) takes
     these arguments, and why (not).
@@ -439,44 +479,44 @@ def supports(
     Takes the same arguments as the call, k_cache and v_cache also in the places of k and v; computes nothing. Tensors
     on the "meta" device ask about shapes alone.
 
-    Returns: Support(ok, backend, reason); with ok=False the reason is the message that the call would raise. On Hopper
-    it also says which tensors are copied before the kernel can read them.
-    Raises: TypeError only for an argument name that the function does not have.
+    Returns: Support(ok, backend, reason), which is true where ok is; with ok=False the reason is the message that the
+    call would raise. On Hopper it also says which tensors are copied before the kernel can read them.
+    Raises: nothing. Arguments that the call has not, or of a kind that it does not take, are a reason.
     """
     backend = arguments.pop("backend", None)
-    if decode_calls.is_decode(arguments):
-        return _supports_decode({"q": q, "k_cache": k, "v_cache": v} | arguments, backend)
-    _refuse_unknown("supports", arguments)
+    if backend is not None and (unknown := choice.refusal(backend)) is not None:
+        return dispatch.Support(False, backend if isinstance(backend, str) else "", f"backend: {unknown}")
     try:
-        problem = _problem_of(q, k, v, arguments)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        return dispatch.Support(False, backend or "", str(error))
-    support = dispatch.choose(problem, backend, arguments.get("tuning"))
+        if decode_calls.is_decode(arguments):
+            problem, inputs = decode_calls.problem_of("supports", {"q": q, "k_cache": k, "v_cache": v} | arguments)
+            return dispatch.choose_decode(problem, backend, inputs.q.device)
+        return _supports(q, k, v, arguments, backend)
+    except REFUSALS as error:
+        reason = str(error)
+    except Exception as error:  # of torch, say where its driver does not answer
+        reason = f"{type(error).__name__}: {error}"
+    return dispatch.Support(False, backend if isinstance(backend, str) else "", reason)
+
+
+def _supports(q: Any, k: Any, v: Any, arguments: dict[str, Any], backend: str | None) -> dispatch.Support:
+    """`supports` for calls of `attention` and `attention_varlen`; raises as the call would."""
+    _refuse_unknown("supports", arguments)
+    problem = _problem_of(q, k, v, arguments)
+    device = (q.q if isinstance(q, QuantizedQKV) else q).device
+    support = dispatch.choose(problem, backend, arguments.get("tuning"), device)
     tensors = [t for t in (q, k, v) if type(t) in (Tensor, torch.nn.Parameter)]
     have_addresses = not torch.compiler.is_compiling() and len(tensors) == 3
     if support.ok and support.backend == "sm90" and have_addresses:
         from .kernels.sm90 import launch
 
-        if names := launch.copied(*tensors):  # type: ignore[arg-type]
+        if names := launch.copied(*tensors):
             copies = f"; copies {', '.join(names)} first (TMA reads rows at addresses and strides of 16 bytes)"
             return support._replace(reason=support.reason + copies)
     return support
 
 
-def _supports_decode(arguments: dict[str, Any], backend: str | None) -> dispatch.Support:
-    try:
-        problem, _ = decode_calls.problem_of("supports", arguments)
-    except TypeError as error:
-        if str(error).startswith("supports: "):
-            raise
-        return dispatch.Support(False, backend or "", str(error))
-    except (ValueError, NotImplementedError) as error:
-        return dispatch.Support(False, backend or "", str(error))
-    return dispatch.choose_decode(problem, backend)
-
-
 def warmup(
-    calls: Iterable[Mapping[str, Any] | AttentionProblem],
+    calls: Mapping[str, Any] | AttentionProblem | Iterable[Mapping[str, Any] | AttentionProblem],
     *,
     backend: str | None = None,
     workers: int | None = None,
@@ -491,7 +531,7 @@ def warmup(
     number of heads, only by the choice of its configuration. How many heads of q share one of k is compiled in.
 
     Args:
-        calls: for each, the arguments of `attention`, `attention_varlen` or (then with cache_seqlens)
+        calls: one or several; for each, the arguments of `attention`, `attention_varlen` or (then with cache_seqlens)
             `attention_decode` by name. Instead of a tensor its shape, with `dtype` once for all that are not of
             integers or always float32 (and `cache_dtype` for caches, if theirs is another), or a tensor on the "meta"
             device: these stand for tensors on this machine's GPU, aligned to 16 bytes. Or an `AttentionProblem`.
@@ -508,14 +548,14 @@ def warmup(
 
     Raises: as the calls would, before anything is compiled; UnsupportedError if the kernel compiler is missing.
     """
-    if workers is not None and (type(workers) is not int or workers < 1):
-        raise ValueError(f"workers: expected an int of at least 1 or None, got {workers!r}")
-    validation.check_flag("gradients", gradients)
+    if workers is not None:
+        workers = check_int("workers", workers, "an int of at least 1 or None", least=1)
+    gradients = check_flag("gradients", gradients)
     jobs: list[ahead.Job] = []
-    for call in calls:
+    for call in calls_of(calls):
         arguments = {} if isinstance(call, AttentionProblem) else dict(call)
         if decode_calls.is_decode(arguments):
-            requested = arguments.pop("backend", backend)
+            requested = choice.named(arguments.pop("backend", backend))
             problem_inputs = decode_calls.problem_of("warmup", decode_calls.with_tensors(arguments))
             jobs += ahead.jobs_of_decode(*problem_inputs, requested)
             continue
@@ -525,6 +565,18 @@ def warmup(
             has_dlse = () if not gradients else (False, True) if may_have_dlse else (False,)
             jobs += ahead.jobs_of(name, problem, tuning, has_dlse)
     return ahead.compile_all(jobs, workers)
+
+
+def calls_of(calls: Any) -> list[Mapping[str, Any] | AttentionProblem]:
+    """The calls to come that a function was given: several, or one by itself."""
+    if isinstance(calls, (Mapping, AttentionProblem)):
+        return [calls]
+    if not isinstance(calls, Iterable) or isinstance(calls, (str, Tensor)):
+        raise TypeError(f"calls: expected the arguments of calls by name, got {calls!r}")
+    several = list(calls)
+    for i, call in enumerate(several):
+        validation.check_call(f"calls[{i}]", call)
+    return several
 
 
 def problem_of_call(
@@ -538,7 +590,7 @@ def problem_of_call(
     Raises: as the call would.
     """
     arguments = {} if isinstance(call, AttentionProblem) else dict(call)
-    requested, tuning = arguments.pop("backend", backend), arguments.get("tuning")
+    requested, tuning = choice.named(arguments.pop("backend", backend)), arguments.get("tuning")
     may_have_dlse = isinstance(call, AttentionProblem) or arguments.get("return_lse", False)
     problem = call if isinstance(call, AttentionProblem) else _problem_of_shapes(function, arguments)
     if requested in ("sm90", "sm80") or (problem.device_type == "meta" and torch.cuda.is_available()):
@@ -558,10 +610,8 @@ def _problem_of_shapes(function: str, arguments: dict[str, Any]) -> AttentionPro
     for name in ("q", "k", "v", "sinks", *_LENGTHS):
         shape = arguments.get(name)
         if isinstance(shape, (tuple, list)):
-            if dtype is None and name not in _LENGTHS:
-                raise TypeError(f"dtype: expected a torch.dtype beside the shape {tuple(shape)} of {name}, got None")
             of = torch.int32 if name in _LENGTHS else dtype
-            arguments[name] = torch.empty(tuple(shape), dtype=of, device="meta")
+            arguments[name] = validation.tensor_of_shape(name, shape, of)
     q, k, v = (arguments.pop(name) for name in ("q", "k", "v"))
     _refuse_unknown(function, arguments)
     return _problem_of(q, k, v, arguments)
@@ -587,9 +637,9 @@ def _is_packed(arguments: dict[str, Any]) -> bool:
 
 
 def _refuse_unknown(function: str, arguments: dict[str, Any]) -> None:
-    unknown = sorted(set(arguments) - set(_DEFAULTS) - (set(_PACKED_DEFAULTS) if _is_packed(arguments) else set()))
+    unknown = set(arguments) - set(_DEFAULTS) - (set(_PACKED_DEFAULTS) if _is_packed(arguments) else set())
     if unknown:
-        raise TypeError(f"{function}: expected arguments of attention or attention_varlen, got {', '.join(unknown)}")
+        raise keywords.unexpected(function, unknown, "attention or attention_varlen")
 
 
 def _problem_of(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> AttentionProblem:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from torch import Tensor
 
-from . import decode_ops, dispatch, repeated, validation
+from . import choice, decode_ops, dispatch, keywords, repeated, validation
 from .api import AttentionOutput, Window
+from .decode_overlap import with_shared_caches_refused
 from .decode_problem import DecodeInputs
 from .decode_validation import check_decode, few_queries
 from .kernels.blocks import splits
+from .scalars import check_int
 
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
@@ -54,6 +56,7 @@ def attention_decode(
 ) -> Tensor | AttentionOutput: ...
 
 
+@keywords.hide_unknown
 def attention_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -81,6 +84,7 @@ def attention_decode(
     check_values: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: Any,
 ) -> Tensor | AttentionOutput:
     """Exact attention of a few new queries over the keys of a cache, after appending k_new and v_new to it.
 
@@ -100,13 +104,14 @@ def attention_decode(
             filled part may be anything.
         cu_seqlens_q: (batch + 1,) int32: sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, which
             stand at the end of its cache_seqlens[b] keys: prompts in chunks beside single tokens. Rows behind the last
-            offset give out = 0, lse = -inf. Not with k_new and v_new or rotary positions.
+            offset give out = 0, lse = -inf, also with sinks. Not with k_new and v_new or rotary positions.
         max_seqlen_q: with cu_seqlens_q, queries that no sequence has more of, if that is known: an int of up to 32 lets
             a GPU take the kernel for few queries, which computes any number. A tensor is never read.
         k_new, v_new: (batch, seqlen_new, num_heads_kv, head_dim) and (.., head_dim_v), in q's dtype, both or neither:
-            written to the cache in place, at positions cache_seqlens[b], cache_seqlens[b] + 1, .. Into an e4m3 cache
-            they are divided by the descale of the place that they come to (which therefore must be set before, also
-            that of a page not begun yet) and rounded to the nearest; beyond 448 they become 448.
+            written to the cache in place, at positions cache_seqlens[b], cache_seqlens[b] + 1, .. (autograd sees it
+            as it sees torch's operations in place). The caches may lie in one allocation, but share no element then.
+            Into an e4m3 cache new keys are divided by the descale of the place that they come to (which therefore must
+            be set before, also that of a page not begun yet) and rounded to the nearest; beyond 448 they become 448.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), float32 or q's dtype, both or neither: the first rotary_dim
             columns of k_new (before it is written) and of q are rotated by the row of their key position.
         rotary_interleaved: rotated pairs are columns (0, 1), (2, 3), ..; else (0, d), (1, d + 1), .. with
@@ -132,12 +137,12 @@ def attention_decode(
             lengths as if they were cut to what the cache holds, and a page that the cache does not have is read as
             its nearest one and never written.
         return_lse: also return lse.
-        backend: name of the backend that must run ("sm90", "sm80" or "tiled"); None = the best one that computes the
-            call.
+        backend: name of the backend that must run ("sm90", "sm80" or "tiled"); None = what `use_backend` or
+            ONEPASS_BACKEND chose, else the best one that computes the call.
 
     Returns: out, (batch, seqlen_q, num_heads_q, head_dim_v), in q's dtype and laid out as q, or
-    AttentionOutput(out, lse) with lse (batch, num_heads_q, seqlen_q), natural log. out = 0, lse = -inf for a query
-    that sees no key.
+    AttentionOutput(out, lse) with lse (batch, num_heads_q, seqlen_q), natural log. A query that sees no key has
+    out = 0, and its sink for lse, or -inf without sinks.
 
     Raises: TypeError, ValueError, or NotImplementedError for what no backend computes, each before any work and with
     what was expected and given; the caches are unchanged then.
@@ -145,6 +150,8 @@ def attention_decode(
     Source: FlashAttention-2, arXiv:2307.08691, section 2.3 (merging parts); Flash-Decoding, Dao et al. 2023 (splitting
     the keys); PagedAttention, arXiv:2309.06180 (page tables).
     """
+    if unknown:
+        raise keywords.unexpected("attention_decode", unknown)
     inputs = DecodeInputs(
         q,
         k_cache,
@@ -166,7 +173,7 @@ def attention_decode(
         scores, splits_ = (causal, softcap, softmax_scale), (num_splits, split_size)
         options = *scores, *splits_, rotary_interleaved, return_lse, kv_block, most_queries, backend
         key = repeated.key_of("attention_decode", inputs, window, options)
-    if key is not None:
+    if key is not None and k_cache is not None and v_cache is not None:
         # the door looks at these, too
         key = *key, k_cache.stride(), v_cache.stride(), (k_cache.data_ptr() | v_cache.data_ptr()) % 16
         forward = repeated.find(key)
@@ -189,10 +196,11 @@ def attention_decode(
         max_seqlen_q=most_queries,
     )
     validation.refuse_forward_mode(*inputs)
-    backend = dispatch.require_decode(problem, backend)
-    out, lse = decode_ops.run(problem, inputs, backend)
+    name = dispatch.require_decode(problem, backend, q.device)
+    out, lse = decode_ops.run(problem, inputs, choice.of_operator(name, backend))
     if key is not None:
-        repeated.keep(key, dispatch.prepare_decode(backend, problem, q.device))
+        forward = dispatch.prepare_decode(name, problem, q.device)
+        repeated.keep(key, with_shared_caches_refused(forward, inputs) if inputs.seqlen_new else forward)
     return AttentionOutput(out, lse) if return_lse else out
 
 
@@ -201,10 +209,9 @@ def split_workspace_bytes(num_splits: int, *, batch: int, seqlen_q: int, num_hea
     out and lse of every split. 0 for one split, which writes its outputs directly. The backend `tiled` takes none.
     Packed queries are a batch of one.
 
-    Raises: ValueError for a number below 1 (num_splits, num_heads_q, head_dim_v) or below 0.
+    Raises: TypeError for what is no integer, ValueError for a number below 1 (num_splits, head_dim_v) or below 0.
     """
-    sizes = {"num_splits": num_splits, "num_heads_q": num_heads_q, "head_dim_v": head_dim_v}
-    for name, value in (sizes | {"batch": batch, "seqlen_q": seqlen_q}).items():
-        if value < (1 if name in sizes else 0):
-            raise ValueError(f"{name}: expected at least {1 if name in sizes else 0}, got {value}")
+    num_splits, head_dim_v = check_int("num_splits", num_splits, least=1), check_int("head_dim_v", head_dim_v, least=1)
+    batch, seqlen_q = check_int("batch", batch, least=0), check_int("seqlen_q", seqlen_q, least=0)
+    num_heads_q = check_int("num_heads_q", num_heads_q, least=0)
     return 0 if num_splits == 1 else splits.workspace_bytes(num_splits, batch * seqlen_q * num_heads_q, head_dim_v)

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from . import keywords
 from .decode_problem import DecodeInputs, DecodeProblem
 from .decode_validation import check_decode
+from .validation import tensor_of_shape
 
 _TENSORS = dict.fromkeys(DecodeInputs._fields[4:])
 _OPTIONS = {
@@ -38,9 +40,9 @@ def problem_of(function: str, arguments: dict[str, Any]) -> tuple[DecodeProblem,
     missing = [name for name in DecodeInputs._fields[:4] if name not in arguments]
     if missing:
         raise TypeError(f"{function}: expected {', '.join(missing)} beside the other arguments of attention_decode")
-    unknown = sorted(set(arguments) - set(DecodeInputs._fields) - set(_OPTIONS))
+    unknown = set(arguments) - set(DecodeInputs._fields) - set(_OPTIONS)
     if unknown:
-        raise TypeError(f"{function}: expected arguments of attention_decode, got {', '.join(unknown)}")
+        raise keywords.unexpected(function, unknown, "attention_decode")
     arguments = _TENSORS | _OPTIONS | arguments
     inputs = DecodeInputs(**{name: arguments.pop(name) for name in DecodeInputs._fields})
     return check_decode(inputs, **arguments), inputs
@@ -57,7 +59,6 @@ def with_tensors(arguments: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(shape, (tuple, list)):
             continue
         of = _DTYPES.get(name, cache_dtype if name in ("k_cache", "v_cache") else dtype)
-        if of is None:
-            raise TypeError(f"dtype: expected a torch.dtype beside the shape {tuple(shape)} of {name}, got None")
-        arguments[name] = torch.empty(tuple(shape), dtype=of, device="meta")
+        dtype_name = "cache_dtype" if of is not dtype and of is cache_dtype else "dtype"
+        arguments[name] = tensor_of_shape(name, shape, of, dtype_name)
     return arguments

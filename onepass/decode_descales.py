@@ -9,19 +9,17 @@ with kv_block, no pages       (batch, num_heads_kv, ceil(max_seqlen / kv_block))
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .decode_problem import DecodeInputs
-from .validation import E4M3
+from .validation import E4M3, check_tensor
 
 NAMES = ("k_descale", "v_descale")
 
 
-def check_descales(inputs: DecodeInputs, kv_block: Any) -> None:
-    """Raises: TypeError or ValueError with what was expected and given; the other tensors have been checked."""
+def check_descales(inputs: DecodeInputs, kv_block: int | None) -> None:
+    """Raises: TypeError or ValueError with what was expected and given; all but the descales has been checked."""
     descales = dict(zip(NAMES, (inputs.k_descale, inputs.v_descale), strict=True))
     if inputs.k_cache.dtype != E4M3:
         for name, value in (descales | {"kv_block": kv_block}).items():
@@ -35,8 +33,7 @@ def check_descales(inputs: DecodeInputs, kv_block: Any) -> None:
             raise ValueError(f"kv_block: expected None without k_descale and v_descale, got {kv_block}")
         return
     for name, descale in descales.items():
-        if not isinstance(descale, Tensor):
-            raise TypeError(f"{name}: expected a float32 torch.Tensor beside the other of both, got {descale!r}")
+        descale = check_tensor(name, descale, "a float32 torch.Tensor beside the other of both")
         if descale.dtype != torch.float32:
             raise TypeError(f"{name}: expected dtype float32, got {str(descale.dtype).removeprefix('torch.')}")
         if descale.device != inputs.q.device:
@@ -58,13 +55,9 @@ def _has_shape(t: Tensor, shape: tuple[int, ...]) -> bool:
     return t.dim() == len(shape) and all(a == b for a, b in zip(t.shape, shape, strict=True))
 
 
-def _check_kv_block(inputs: DecodeInputs, kv_block: Any) -> None:
+def _check_kv_block(inputs: DecodeInputs, kv_block: int | None) -> None:
     if kv_block is None:
         return
-    if isinstance(kv_block, bool) or not isinstance(kv_block, int):
-        raise TypeError(f"kv_block: expected an int or None, got {kv_block!r}")
-    if kv_block < 1:
-        raise ValueError(f"kv_block: expected at least 1, got {kv_block}")
     page_size = inputs.k_cache.shape[1]
     if inputs.page_table is not None and kv_block != page_size:
         raise ValueError(f"kv_block: expected None or {page_size}, the keys of a page, got {kv_block}")

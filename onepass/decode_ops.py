@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
 
 from . import dispatch
+from .decode_overlap import refuse_shared_caches
 from .decode_problem import DecodeInputs, DecodeProblem
 from .errors import UnsupportedError
 from .merge import merge_in_torch
 from .outputs import empty_outputs
 from .problem import AttentionInputs, Mask
+from .visible_pairs import visible_pairs_of_cache
 
 _AFTER_CACHES = (
     "Tensor cache_seqlens, Tensor? page_table, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? sinks, "
@@ -91,8 +94,13 @@ def _unpacked(args: tuple) -> tuple[DecodeInputs, tuple]:
 
 def _decode(*args: Any) -> tuple[Tensor, Tensor]:
     inputs, options = _unpacked(args)
+    if inputs.seqlen_new:
+        # the door has no addresses to look at where torch.compile traces it
+        refuse_shared_caches(inputs.k_cache, inputs.v_cache)
     with torch.autocast(inputs.q.device.type, enabled=False):
-        return dispatch.load_decode(options[-1])(_problem(inputs, options), inputs)
+        problem = _problem(inputs, options)
+        backend = dispatch.at_run_decode(options[-1], problem, inputs.q.device)
+        return dispatch.load_decode(backend, inputs.q.device)(problem, inputs)
 
 
 def _decode_fake(*args: Any) -> tuple[Tensor, Tensor]:
@@ -110,6 +118,14 @@ for _name in _NAMES:
     torch.library.register_vmap(f"onepass::{_name}", _refuse_vmap)
 
 
+@register_flop_formula([torch.ops.onepass.decode, torch.ops.onepass.decode_append], get_raw=True)
+def _flops(*args: Any, out_val: Any = None) -> int:
+    """Two GEMMs over the visible pairs, as of `attention`. Appending, rotating and merging splits have none."""
+    inputs, options = _unpacked(args)
+    pairs = visible_pairs_of_cache(inputs, options[1], options[2]) * inputs.q.shape[-2]
+    return 2 * pairs * (inputs.q.shape[-1] + inputs.v_cache.shape[-1])
+
+
 # ---------------------------------------------------------------- merging
 
 torch.library.define("onepass::merge_partials", f"(Tensor outs, Tensor lses) -> {_OUTPUTS}", tags=_TAGS)
@@ -120,7 +136,7 @@ def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     if outs.device.type != "cuda":
         merged, lse = merge_in_torch(outs.unbind(0), lses.unbind(0))
         return merged.to(outs.dtype).contiguous(), lse.contiguous()
-    return dispatch.load_merge()(outs, lses)
+    return dispatch.load_merge(outs.device)(outs, lses)
 
 
 @torch.library.register_fake("onepass::merge_partials")
@@ -138,6 +154,6 @@ def merges_in_one_kernel(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> bool
         return False
     if torch.compiler.is_compiling() or peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return False
-    if any(lse.dtype != torch.float32 for lse in lses) or not dispatch.has_merge_kernel():
+    if any(lse.dtype != torch.float32 for lse in lses) or not dispatch.has_merge_kernel(outs[0].device):
         return False
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in (*outs, *lses)))

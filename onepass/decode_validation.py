@@ -11,10 +11,12 @@ import torch
 
 from . import validation
 from .decode_descales import check_descales
+from .decode_overlap import refuse_shared_caches
 from .decode_problem import FEW_QUERIES, DecodeInputs, DecodeProblem, refuse_lengths
 from .errors import UnsupportedError
 from .kernels.blocks.splits import MAX_PARTS, MAX_SPLITS, SPLIT_UNIT
-from .validation import DENSE_DIMS, E4M3, PACKED_DIMS, check_flag
+from .scalars import check_flag, check_int
+from .validation import DENSE_DIMS, E4M3, PACKED_DIMS, check_block, check_tensor
 
 PAGED_DIMS = "(num_pages, page_size, num_heads_kv, head_dim)"
 
@@ -38,6 +40,8 @@ def check_decode(
     _check_dtypes(q, k_cache, v_cache)
     dims = DENSE_DIMS if inputs.page_table is None else PAGED_DIMS
     is_packed = inputs.cu_seqlens_q is not None
+    if is_packed:
+        check_tensor("cu_seqlens_q", inputs.cu_seqlens_q, "an int32 torch.Tensor")
     validation._check_ranks({"q": q}, *((PACKED_DIMS, 3) if is_packed else (DENSE_DIMS, 4)))
     validation._check_ranks({"k_cache": k_cache, "v_cache": v_cache}, dims, 4)
     _check_cache_shapes(q, k_cache, v_cache)
@@ -60,14 +64,15 @@ def check_decode(
             raise ValueError(f"k_cache: expected pages of at least 1 key, got shape {tuple(k_cache.shape)}")
         if k_cache.shape[0] < 1 and inputs.page_table.shape[1] > 0:
             raise ValueError(f"k_cache: expected at least 1 page, got shape {tuple(k_cache.shape)}")
+    kv_block = check_block("kv_block", kv_block)
     check_descales(inputs, kv_block)
     _check_new_keys(inputs)
     _check_rotary(inputs)
-    check_flag("rotary_interleaved", rotary_interleaved)
-    check_flag("check_values", check_values)
-    _check_splits(num_splits, split_size, inputs.capacity)
-    _refuse_gradients(inputs)
+    rotary_interleaved = check_flag("rotary_interleaved", rotary_interleaved)
+    check_values = check_flag("check_values", check_values)
+    num_splits, split_size = _check_splits(num_splits, split_size, inputs.capacity)
     checked = validation._options(q, sinks=inputs.sinks, deterministic=False, tuning=None, **options)
+    _refuse_gradients(inputs)
     return DecodeProblem.of(
         inputs.attention(**checked),
         inputs,
@@ -99,12 +104,9 @@ def _check_cache_shapes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.T
     if q.shape[-1] != k_cache.shape[-1]:
         raise ValueError(f"k_cache: expected head_dim {q.shape[-1]} like q, got {k_cache.shape[-1]}")
     for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if t.shape[-1] < 1 or t.shape[-2] < 1:
-            raise ValueError(f"{name}: expected at least 1 head and a head_dim of at least 1, got {tuple(t.shape)}")
-    if q.shape[-2] % k_cache.shape[-2] != 0:
-        raise ValueError(
-            f"q: expected a number of heads divisible by the {k_cache.shape[-2]} heads of the cache, got {q.shape[-2]}"
-        )
+        if t.shape[-1] < 1:
+            raise ValueError(f"{name}: expected a head_dim of at least 1, got shape {tuple(t.shape)}")
+    validation.check_groups({"q": q}, {"k_cache": k_cache, "v_cache": v_cache}, "the cache")
 
 
 def _check_packed_queries(inputs: DecodeInputs) -> None:
@@ -115,10 +117,11 @@ def _check_packed_queries(inputs: DecodeInputs) -> None:
     if cu_seqlens_q.shape[0] < 1:
         raise ValueError(f"cu_seqlens_q: expected shape (batch + 1,), got {tuple(cu_seqlens_q.shape)}")
     for name in ("k_new", "v_new", "rotary_cos", "rotary_sin"):
-        if getattr(inputs, name) is not None:
+        given = getattr(inputs, name)
+        if given is not None:
             raise UnsupportedError(
                 f"{name}: expected None beside cu_seqlens_q (packed queries are rotated, and keys appended, before "
-                "the call)"
+                f"the call), got {type(given).__name__}"
             )
 
 
@@ -129,12 +132,13 @@ def few_queries(max_seqlen_q: Any, cu_seqlens_q: Any) -> int | None:
     validation.check_max_seqlens(max_seqlen_q, None)
     if cu_seqlens_q is None:
         raise ValueError(f"max_seqlen_q: expected None without cu_seqlens_q, got {max_seqlen_q!r}")
-    return None if isinstance(max_seqlen_q, torch.Tensor) or max_seqlen_q > FEW_QUERIES else max_seqlen_q
+    if isinstance(max_seqlen_q, torch.Tensor) or max_seqlen_q > FEW_QUERIES:
+        return None
+    return check_int("max_seqlen_q", max_seqlen_q)
 
 
 def _check_int32(name: str, t: Any, shape: tuple, meaning: str, device: torch.device) -> None:
-    if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{name}: expected an int32 torch.Tensor, got {type(t).__name__}")
+    check_tensor(name, t, "an int32 torch.Tensor")
     if t.dtype != torch.int32:
         raise TypeError(f"{name}: expected dtype int32, got {str(t.dtype).removeprefix('torch.')}")
     if t.device != device:
@@ -151,8 +155,7 @@ def _check_new_keys(inputs: DecodeInputs) -> None:
         return
     seqlen_new = k_new.shape[1] if isinstance(k_new, torch.Tensor) and k_new.dim() == 4 else None
     for name, new, cache in (("k_new", k_new, inputs.k_cache), ("v_new", v_new, inputs.v_cache)):
-        if not isinstance(new, torch.Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor where the other of k_new and v_new is given, got {new!r}")
+        new = check_tensor(name, new, "a torch.Tensor where the other of k_new and v_new is given")
         if new.dtype != q.dtype or new.device != q.device:
             raise TypeError(f"{name}: expected {q.dtype} on {q.device}, got {new.dtype} on {new.device}")
         expected = (q.shape[0], "seqlen_new" if seqlen_new is None else seqlen_new, *cache.shape[2:])
@@ -166,15 +169,17 @@ def _check_new_keys(inputs: DecodeInputs) -> None:
     for name, cache in (("k_cache", inputs.k_cache), ("v_cache", inputs.v_cache)):
         if any(size > 1 and stride == 0 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
             raise ValueError(f"{name}: expected memory of its own for every element, got strides {cache.stride()}")
+    if inputs.seqlen_new:
+        refuse_shared_caches(inputs.k_cache, inputs.v_cache)
 
 
 def _check_rotary(inputs: DecodeInputs) -> None:
     cos, sin, q = inputs.rotary_cos, inputs.rotary_sin, inputs.q
     if cos is None and sin is None:
         return
-    for name, t in (("rotary_cos", cos), ("rotary_sin", sin)):
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor beside the other of both, got {t!r}")
+    tables = ("rotary_cos", cos), ("rotary_sin", sin)
+    for name, t in sorted(tables, key=validation._is_missing):
+        t = check_tensor(name, t, "a torch.Tensor beside the other of both")
         if t.device != q.device:
             raise ValueError(f"{name}: expected device {q.device} like q, got {t.device}")
         if t.dtype not in (q.dtype, torch.float32):
@@ -193,10 +198,11 @@ def _check_rotary(inputs: DecodeInputs) -> None:
         )
 
 
-def _check_splits(num_splits: Any, split_size: Any, capacity: int) -> None:
-    for name, value in (("num_splits", num_splits), ("split_size", split_size)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"{name}: expected an int or None, got {value!r}")
+def _check_splits(num_splits: Any, split_size: Any, capacity: int) -> tuple[int | None, int | None]:
+    num_splits, split_size = (
+        None if value is None else check_int(name, value, "an int or None")
+        for name, value in (("num_splits", num_splits), ("split_size", split_size))
+    )
     if num_splits is not None and split_size is not None:
         raise ValueError(f"split_size: expected None beside num_splits, got {split_size}")
     if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
@@ -207,6 +213,9 @@ def _check_splits(num_splits: Any, split_size: Any, capacity: int) -> None:
         raise ValueError(
             f"split_size: expected at most {MAX_PARTS} parts of the cache's {capacity} keys, got {split_size}"
         )
+    if split_size is not None and split_size > validation.LARGEST_BLOCK:
+        raise ValueError(f"split_size: expected at most {validation.LARGEST_BLOCK} keys, got {split_size}")
+    return num_splits, split_size
 
 
 def _refuse_gradients(inputs: DecodeInputs) -> None:

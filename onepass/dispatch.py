@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import choice
 from .decode_problem import DecodeInputs, DecodeProblem
 from .errors import UnsupportedError
 from .kernels import heuristics
@@ -51,34 +52,51 @@ _HAS_KERNEL_COMPILER = all(importlib.util.find_spec(name) is not None for name i
 
 
 class Support(NamedTuple):
-    """Answer of `onepass.supports`: whether the call would run, on which backend, and why (or why not)."""
+    """Answer of `onepass.supports`: whether the call would run, on which backend, and why (or why not).
+
+    True where the call would run: `if onepass.supports(...)` asks for `ok`.
+    """
 
     ok: bool
     backend: str
     reason: str
 
+    def __bool__(self) -> bool:
+        return self.ok
+
 
 def backends() -> tuple[str, ...]:
     """The names that `backend=` takes. Whether one runs here and what it computes, `onepass.supports` says."""
-    return tuple(_BACKENDS)
+    return choice.NAMES
 
 
-def choose(problem: AttentionProblem, requested: str | None = None, tuning: LaunchConfig | None = None) -> Support:
-    """The backend for this problem. A backend that the caller names is the one that runs, or is refused.
+# In what follows, device is that of the tensors, where it is a GPU: GPUs of one machine may be of different
+# architectures. None stands for the current GPU, for calls that have no tensors yet.
+
+
+def choose(
+    problem: AttentionProblem,
+    requested: str | None = None,
+    tuning: LaunchConfig | None = None,
+    device: torch.device | None = None,
+) -> Support:
+    """The backend for this problem. One that the caller names, or has chosen (choice.py), runs, or is refused.
 
     A configuration picks none: it is refused where it does not fit the backend that would run without it.
     """
-    support = _choose(problem, requested)
+    support = _choose(problem, requested, device)
     if tuning is None or not support.ok:
         return support
     if support.backend not in _WITH_KERNELS:
         reason = f"tuning: backend {support.backend} takes none, expected None, got {tuning} ({support.reason})"
         return Support(False, support.backend, reason)
-    misfit = _misfit(support.backend, problem, tuning)
+    misfit = _misfit(support.backend, problem, tuning, device)
     return support if misfit is None else Support(False, support.backend, misfit)
 
 
-def _misfit(name: str, problem: AttentionProblem, tuning: LaunchConfig | None) -> str | None:
+def _misfit(
+    name: str, problem: AttentionProblem, tuning: LaunchConfig | None, device: torch.device | None = None
+) -> str | None:
     """Why the problem cannot be computed with this configuration; None if it can."""
     if tuning is None:
         return None
@@ -86,27 +104,33 @@ def _misfit(name: str, problem: AttentionProblem, tuning: LaunchConfig | None) -
     if not isinstance(tuning, expected):
         return f"tuning: backend {name} expects a {expected.__name__}, got {tuning}"
     try:
-        tuning.check(problem, arch_of(name))
+        tuning.check(problem, arch_of(name, device))
     except UnsupportedError as error:
         return f"tuning: {error}"
     return None
 
 
-def _choose(problem: AttentionProblem, requested: str | None) -> Support:
-    if requested is not None and requested not in _BACKENDS:
-        expected = ", ".join(sorted(backends()))
-        return Support(False, str(requested), f"backend: expected one of {expected} or None, got {requested!r}")
+def _choose(problem: AttentionProblem, requested: str | None, device: torch.device | None) -> Support:
+    requested, words = _named(requested)
+    if requested is not None and (reason := choice.refusal(requested)) is not None:
+        return Support(False, str(requested), f"backend: {reason}")
     refusals = ""
     if requested != "tiled":
         for name in _WITH_KERNELS if requested is None else (requested,):
-            reason = _refusal(name, problem)
+            reason = _refusal(name, problem, device)
             if reason is None:
                 return Support(True, name, f"{_BACKENDS[name].kernels}{refusals}{_whose_gradients(name, problem)}")
             if requested is not None:
-                return Support(False, name, f"backend {name}: {reason}")
+                return Support(False, name, f"backend {name}{words}: {reason}")
             refusals += f"; {name}: {reason}"
     because = f" ({refusals[2:]})" if problem.device_type == "cuda" and requested is None else ""
     return Support(True, "tiled", f"plain torch tiles run on any torch device, here {problem.device_type}{because}")
+
+
+def _named(requested: str | None) -> tuple[str | None, str]:
+    """`choice.named`, and in words whose choice that is."""
+    name = choice.named(requested)
+    return name, "" if name is None or requested is not None else f" (by use_backend or {choice.VARIABLE})"
 
 
 def _whose_gradients(name: str, problem: AttentionProblem) -> str:
@@ -116,15 +140,15 @@ def _whose_gradients(name: str, problem: AttentionProblem) -> str:
     return "" if refusal is None else f"; gradients by the {other} backend ({refusal})"
 
 
-def _refusal(name: str, problem: AttentionProblem) -> str | None:
+def _refusal(name: str, problem: AttentionProblem, device: torch.device | None) -> str | None:
     """Why the kernels of a backend do not run this problem; None if they do."""
-    return _device_refusal(name, problem) or _compiler_refusal() or _unsupported(name, problem)
+    return _device_refusal(name, problem, device) or _compiler_refusal() or _unsupported(name, problem)
 
 
-def _device_refusal(name: str, problem: AttentionProblem) -> str | None:
+def _device_refusal(name: str, problem: AttentionProblem, device: torch.device | None = None) -> str | None:
     if problem.device_type != "cuda":
         return f"expected tensors on cuda, got {problem.device_type}"
-    capability = torch.cuda.get_device_capability()
+    capability = torch.cuda.get_device_capability(device)
     if name == "sm90" and capability != (9, 0):
         return f"expected a Hopper GPU (compute capability 9.0), got {capability}"
     if name == "sm80":
@@ -163,15 +187,15 @@ def _backward_unsupported(name: str, problem: AttentionProblem) -> str | None:
     return unsupported(problem)
 
 
-def arch_of(name: str) -> str:
-    """What the kernels of a backend are compiled for on the current GPU."""
+def arch_of(name: str, device: torch.device | None = None) -> str:
+    """What the kernels of a backend are compiled for."""
     if name == "sm90":
         from .kernels.sm90.launch import ARCH
 
         return ARCH
     from .kernels.arch import arch_of
 
-    return arch_of(torch.device("cuda"))
+    return arch_of(device or torch.device("cuda"))
 
 
 def config_type(name: str) -> type[LaunchConfig]:
@@ -179,13 +203,30 @@ def config_type(name: str) -> type[LaunchConfig]:
     return heuristics.FORWARD[name].config_type
 
 
-def require(problem: AttentionProblem, requested: str | None = None, tuning: LaunchConfig | None = None) -> str:
-    """The name of the backend that will run. Raises: UnsupportedError with the reason if none can."""
-    support = choose(problem, requested, tuning)
-    if not support.ok:
-        is_name = requested is None or requested in _BACKENDS
-        raise UnsupportedError(support.reason) if is_name else ValueError(support.reason)
-    return support.backend
+def require(
+    problem: AttentionProblem,
+    requested: str | None = None,
+    tuning: LaunchConfig | None = None,
+    device: torch.device | None = None,
+) -> str:
+    """The name of the backend that will run.
+
+    Raises: UnsupportedError with the reason if none can; ValueError or TypeError if `requested` is no name.
+    """
+    return _accepted(choose(problem, requested, tuning, device), requested)
+
+
+def _accepted(support: Support, requested: object) -> str:
+    if support.ok:
+        return support.backend
+    if requested is None or choice.refusal(requested) is None:
+        raise UnsupportedError(support.reason)
+    raise (ValueError if isinstance(requested, str) else TypeError)(support.reason)
+
+
+def at_run(told: str, problem: AttentionProblem, tuning: LaunchConfig | None, device: torch.device) -> str:
+    """The backend of an operator that was told `choice.of_operator`. Raises: as `require`."""
+    return require(problem, None, tuning, device) if choice.is_left_to_block(told) else choice.found(told)
 
 
 def require_to_compile(
@@ -196,6 +237,7 @@ def require_to_compile(
     sm90 that is named needs no GPU here: there is one architecture. Raises: as `require`, and UnsupportedError without
     the compiler.
     """
+    requested, _ = _named(requested)
     if requested is None and problem.device_type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError(
             "backend: expected a name, such as 'sm90', where there is no GPU to choose for, got None"
@@ -205,7 +247,7 @@ def require_to_compile(
         could_run = (n for n in _WITH_KERNELS if not any(refuses(n, problem) for refuses in refusals))
         name = next(could_run, None)
     else:
-        name = requested if requested in _WITH_KERNELS else None
+        name = requested if choice.refusal(requested) is None and requested in _WITH_KERNELS else None
     if name is None:
         require(problem, requested, tuning)
         return None
@@ -264,8 +306,16 @@ def prepare(name: str, problem: AttentionProblem, device: torch.device, tuning: 
     backend = _BACKENDS[name]
     module = importlib.import_module(backend.forward)
     if backend.kernels is not None:
+        _warn_if_unproven(device)
         return module.prepare(problem, device, tuning)
     return functools.partial(module.forward, problem)
+
+
+def _warn_if_unproven(device: torch.device) -> None:
+    if device.type == "cuda":
+        from .kernels.arch import warn_if_unproven
+
+        warn_if_unproven(device)
 
 
 def forget_prepared() -> None:
@@ -301,34 +351,36 @@ _DECODE = {
 }
 
 
-def choose_decode(problem: DecodeProblem, requested: str | None = None) -> Support:
+def choose_decode(problem: DecodeProblem, requested: str | None = None, device: torch.device | None = None) -> Support:
     """The backend that will run `attention_decode`, and why."""
-    if requested is not None and requested not in _DECODE:
-        expected = ", ".join(sorted(_DECODE))
-        return Support(False, str(requested), f"backend: expected one of {expected} or None, got {requested!r}")
+    requested, words = _named(requested)
+    if requested is not None and (reason := choice.refusal(requested)) is not None:
+        return Support(False, str(requested), f"backend: {reason}")
     device_type, refusals = problem.attention.device_type, ""
     if requested != "tiled":
         for name in _WITH_KERNELS if requested is None else (requested,):
-            refusal = _refusal(name, problem.attention) or _unsupported_decode(name, problem, requested is not None)
+            refusal = _refusal(name, problem.attention, device)
+            refusal = refusal or _unsupported_decode(name, problem, requested is not None, device)
             if refusal is None:
                 return Support(True, name, f"{_BACKENDS[name].kernels}{refusals}")
             if requested is not None:
-                return Support(False, name, f"backend {name}: {refusal}")
+                return Support(False, name, f"backend {name}{words}: {refusal}")
             refusals += f"; {name}: {refusal}"
     because = f" ({refusals[2:]})" if device_type == "cuda" and requested is None else ""
     return Support(True, "tiled", f"plain torch tiles run on any torch device, here {device_type}{because}")
 
 
-def require_decode(problem: DecodeProblem, requested: str | None = None) -> str:
+def require_decode(problem: DecodeProblem, requested: str | None = None, device: torch.device | None = None) -> str:
     """The name of the backend that will run `attention_decode`. Raises: as `require`."""
-    support = choose_decode(problem, requested)
-    if not support.ok:
-        is_name = requested is None or requested in _BACKENDS
-        raise UnsupportedError(support.reason) if is_name else ValueError(support.reason)
-    return support.backend
+    return _accepted(choose_decode(problem, requested, device), requested)
 
 
-def _unsupported_decode(name: str, problem: DecodeProblem, is_named: bool) -> str | None:
+def at_run_decode(told: str, problem: DecodeProblem, device: torch.device) -> str:
+    """As `at_run`."""
+    return require_decode(problem, None, device) if choice.is_left_to_block(told) else choice.found(told)
+
+
+def _unsupported_decode(name: str, problem: DecodeProblem, is_named: bool, device: torch.device | None) -> str | None:
     """Why the kernels of `attention_decode` do not compute the problem, whose attention they do; None if they do.
 
     Args: is_named: by the caller; else those that another backend has faster ones for refuse, too.
@@ -338,7 +390,7 @@ def _unsupported_decode(name: str, problem: DecodeProblem, is_named: bool) -> st
 
         return decode_launch.unsupported(problem) or (None if is_named else decode_launch.slower(problem))
     if problem.attention.has_e4m3_cache:
-        capability = torch.cuda.get_device_capability()
+        capability = torch.cuda.get_device_capability(device)
         if capability < (8, 9):
             return f"an e4m3 cache needs a GPU of compute capability 8.9 or more, got {capability}"
     from .kernels.sm80.decode_launch import unsupported
@@ -354,18 +406,23 @@ def decode_requests(name: str, problem: DecodeProblem, inputs: DecodeInputs) -> 
     return importlib.import_module(_DECODE[name]).compile_requests(problem, inputs, torch.device("cuda"))
 
 
-def has_merge_kernel() -> bool:
-    """Whether `merge_partials` has a kernel on the current GPU."""
-    return torch.cuda.get_device_capability() >= (8, 0) and _compiler_refusal() is None
+def has_merge_kernel(device: torch.device) -> bool:
+    """Whether `merge_partials` has a kernel on this GPU."""
+    if choice.current() == "tiled":
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0) and _compiler_refusal() is None
 
 
-def load_merge() -> Callable:
+def load_merge(device: torch.device) -> Callable:
     """merge_partials(outs, lses) -> (out, lse) of the kernels."""
+    _warn_if_unproven(device)
     return importlib.import_module("onepass.kernels.merge_launch").merge_partials
 
 
-def load_decode(name: str) -> Callable:
+def load_decode(name: str, device: torch.device) -> Callable:
     """decode(problem, inputs) -> (out, lse) of a backend."""
+    if name in _WITH_KERNELS:
+        _warn_if_unproven(device)
     return importlib.import_module(_DECODE[name]).decode
 
 
@@ -380,12 +437,12 @@ def prepare_decode(name: str, problem: DecodeProblem, device: torch.device) -> C
 
 class QuantizationKernels(NamedTuple):
     """Attributes:
-    quantize: (inputs, seed of the rotation or None, k_mean, v_mean, keys_last) -> tensors and descales; see
-        kernels/fp8/launch.py.
+    prepare: (problem, device, seed of the rotation or None, keys_last, whether k and v have means) -> (inputs, k_mean,
+        v_mean) -> tensors and descales; see kernels/fp8/launch.py.
     keys_last: whether V should lie as the FP8 attention kernel of this GPU reads it.
     """
 
-    quantize: Callable
+    prepare: Callable
     keys_last: bool
 
 
@@ -397,21 +454,22 @@ def quantization_kernels(inputs: AttentionInputs, granularity: str) -> Quantizat
 
     if launch.unsupported(inputs, granularity) is not None:
         return None
-    return QuantizationKernels(launch.quantize, torch.cuda.get_device_capability(inputs.q.device) == (9, 0))
+    _warn_if_unproven(inputs.q.device)
+    return QuantizationKernels(launch.prepare, torch.cuda.get_device_capability(inputs.q.device) == (9, 0))
 
 
 def keys_last_kernel(v: Tensor, cu_seqlens: Tensor | None) -> Callable | None:
-    """(v, None, cu_seqlens, None) -> (`fp8.keys_last` of v in e4m3, None), on its GPU; None: plain torch does it."""
+    """(v, cu_seqlens) -> `fp8.keys_last` of v in e4m3, on its GPU; None: plain torch does it."""
     if not _has_e4m3_kernels(v):
         return None
     from .kernels.fp8 import launch
 
-    return None if launch.unsupported_tensor("v", v, cu_seqlens) is not None else launch.values
+    return None if launch.unsupported_layout(v, cu_seqlens) is not None else launch.keys_last
 
 
 def _has_e4m3_kernels(t: Tensor) -> bool:
     # torch.compile cannot trace a launch
-    if t.device.type != "cuda" or torch.compiler.is_compiling():
+    if t.device.type != "cuda" or torch.compiler.is_compiling() or choice.current() == "tiled":
         return False
     # before 8.9 there is no e4m3
     return torch.cuda.get_device_capability(t.device) >= (8, 9) and _compiler_refusal() is None

@@ -15,15 +15,18 @@ Source: FlashAttention-3, arXiv:2407.08608, section 3.3; QuIP, arXiv:2307.13304 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from . import dispatch, validation
+from . import dispatch, repeated, validation
+from .kernels.config import LaunchConfig
 from .outputs import empty_as
-from .problem import V_KEYS, AttentionInputs, AttentionProblem, Descales, Quantization, QuantizedInputs
+from .problem import V_KEYS, AttentionInputs, AttentionProblem, Descales, Mask, Quantization, QuantizedInputs
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -89,6 +92,11 @@ class QuantizedQKV:
 
     def __post_init__(self) -> None:
         validation.check_quantized(self)
+        for name in ("q_block", "kv_block"):
+            if type(getattr(self, name)) not in (int, type(None)):
+                object.__setattr__(self, name, int(getattr(self, name)))  # of numpy
+        if type(self.v_keys_last) is not bool:
+            object.__setattr__(self, "v_keys_last", bool(self.v_keys_last))
 
     @property
     def quantization(self) -> Quantization:
@@ -101,12 +109,16 @@ class QuantizedQKV:
     def dequantize(
         self, *, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v in float32 as attention computes with them: rotated, and without what was subtracted."""
+        """q, k, v in float32 as attention computes with them: rotated, and without what was subtracted.
+
+        Args: cu_seqlens_q, cu_seqlens_k: of packed sequences, as for `quantize_fp8`.
+        Raises: TypeError or ValueError with what was expected and given.
+        """
+        validation.check_dequantize(self, cu_seqlens_q, cu_seqlens_k)
         tensors = self.q, self.k, self.v
         return _dequantized(self.quantization, *tensors, self.descales, cu_seqlens_q, cu_seqlens_k)
 
 
-@torch.no_grad()
 def quantize_fp8(
     q: Tensor,
     k: Tensor,
@@ -123,8 +135,9 @@ def quantize_fp8(
 ) -> QuantizedQKV:
     """Q, K and V rounded to e4m3, with their scales, for `attention` and `attention_varlen`.
 
-    By kernels on a GPU of compute capability 8.9 or more (16-bit tensors, scales of blocks, head dims in multiples of
-    16 up to 256), else in plain torch. No gradient flows through it (`attention(..., precision="fp8")` has gradients).
+    By one kernel on a GPU of compute capability 8.9 or more (16-bit tensors, scales of blocks, head dims in multiples
+    of 16 up to 256), else in plain torch. No gradient flows through it, so where gradients are recorded tensors that
+    require one are refused: `attention(..., precision="fp8")` has gradients, and `torch.no_grad()` asks for none.
 
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim); float32, bfloat16 or float16. Packed sequences (with cu_seqlens):
@@ -143,35 +156,99 @@ def quantize_fp8(
         seqused_k: as for `attention`. What lies beyond is not read, and is 0 afterwards.
 
     Returns: QuantizedQKV, whose dtype is q's. NaN and inf become NaN, at their places (rotated: in their rows). On a
-    Hopper GPU its v may lie as the attention kernel reads it (v_keys_last); `dequantize` gives rows either way.
+    Hopper GPU its v may lie as the attention kernel reads it (v_keys_last); `dequantize` gives rows either way. The
+    descales may be parts of one tensor.
 
-    Raises: TypeError or ValueError with what was expected and given.
+    Raises: TypeError or ValueError with what was expected and given; UnsupportedError if a gradient would be lost.
 
     Source: FlashAttention-3, arXiv:2407.08608, section 3.3; centred keys: SageAttention, arXiv:2410.02367, section 4.2.
     """
+    inputs = AttentionInputs(q, k, v, None, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    key = repeated.key_of("quantize_fp8", inputs, None, (granularity, rotate, seed, center_k, center_v))
+    again: Any = repeated.find(key)
+    if again is not None:
+        return again(inputs)
     validation.check_quantizable(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
     validation.check_one_of("granularity", granularity, GRANULARITIES)
-    for name, flag in (("rotate", rotate), ("center_k", center_k), ("center_v", center_v)):
+    rotate, center_k, center_v = (
         validation.check_flag(name, flag)
-    if type(seed) is not int:
-        raise TypeError(f"seed: expected an int, got {seed!r}")
-    inputs = AttentionInputs(q, k, v, None, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    exists = _existing_keys(inputs)
-    k_mean = v_mean = score_shift = None
-    if center_k:
-        k_mean = _mean_of_keys(_as_rows(k, exists), exists, cu_seqlens_k)
-        score_shift = _dots(_as_rows(q).float(), k_mean, cu_seqlens_q)
-        score_shift = score_shift if cu_seqlens_q is None else score_shift.squeeze(0)
-    if center_v:
-        v_mean = _mean_of_keys(_as_rows(v, exists), exists, cu_seqlens_k)
+        for name, flag in (("rotate", rotate), ("center_k", center_k), ("center_v", center_v))
+    )
+    seed = validation.check_int("seed", seed)
+    validation.refuse_lost_gradients({"q": q, "k": k, "v": v})
+    by_kernel = _by_kernel(inputs, granularity, seed if rotate else None, center_k, center_v)
+    if by_kernel is not None and not (center_k or center_v):
+        repeated.keep(key, by_kernel)  # type: ignore[arg-type]  # gives a QuantizedQKV, not out and lse
+    return _quantized(inputs, granularity, seed if rotate else None, center_k, center_v, by_kernel)
+
+
+@dataclass(frozen=True)
+class ByKernel:
+    """Tensors of certain sizes quantised in one launch; holds no tensor, and its results are not checked again.
+
+    Attributes:
+        launch: see kernels/fp8/launch.py.
+        attributes: what all results have beside their tensors.
+    """
+
+    launch: Callable[..., tuple[Tensor, Tensor, Tensor, Descales]]
+    attributes: dict[str, Any]
+
+    def __call__(
+        self, inputs: AttentionInputs, k_mean: Tensor | None = None, v_mean: Tensor | None = None
+    ) -> QuantizedQKV:
+        """The tensors, quantised.
+
+        Args: k_mean, v_mean: (batch, num_heads_kv, head_dim) float32, to be subtracted (k_mean after the rotation).
+        """
+        q, k, v, (q_descale, k_descale, v_descale) = self.launch(inputs, k_mean, v_mean)
+        quantized = object.__new__(QuantizedQKV)
+        quantized.__dict__.update(
+            self.attributes, q=q, k=k, v=v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale
+        )
+        return quantized
+
+
+def _by_kernel(
+    inputs: AttentionInputs, granularity: str, seed: int | None, center_k: bool, center_v: bool
+) -> ByKernel | None:
+    """How a kernel quantises these tensors; None: plain torch does. Args: seed: of the rotation; None: none."""
     kernels = dispatch.quantization_kernels(inputs, granularity)
-    of_rotation = seed if rotate else None
     if kernels is None:
-        keys_last = False
-        parts, descales = _quantize_in_torch(inputs, granularity, of_rotation, exists, k_mean, v_mean)
-    else:
-        keys_last = kernels.keys_last
-        parts, descales = kernels.quantize(inputs, of_rotation, k_mean, v_mean, keys_last)
+        return None
+    options: dict[str, Any] = {"softmax_scale": 1.0, "mask": Mask(), "softcap": None, "deterministic": False}
+    problem = AttentionProblem.of(inputs._replace(sinks=None), **options)
+    launch = kernels.prepare(problem, inputs.q.device, seed, kernels.keys_last, center_k, center_v)
+    attributes = {"q_block": Q_BLOCK, "kv_block": KV_BLOCK, "dtype": inputs.q.dtype, "rotation": seed}
+    attributes |= {"score_shift": None, "v_mean": None, "v_keys_last": kernels.keys_last}
+    return ByKernel(launch, attributes)
+
+
+def _quantized(
+    inputs: AttentionInputs,
+    granularity: str,
+    seed: int | None,
+    center_k: bool,
+    center_v: bool,
+    by_kernel: ByKernel | None,
+) -> QuantizedQKV:
+    q, k, v, _, cu_seqlens_q, cu_seqlens_k, _ = inputs
+    if by_kernel is not None and not (center_k or center_v):
+        return by_kernel(inputs)
+    with torch.no_grad(), without_autocast(q):
+        k_mean = v_mean = score_shift = None
+        exists = _existing_keys(inputs)
+        if center_k:
+            k_mean = _mean_of_keys(_as_rows(k, exists), exists, cu_seqlens_k)
+            score_shift = _dots(_as_rows(q).float(), k_mean, cu_seqlens_q)
+            score_shift = score_shift if cu_seqlens_q is None else score_shift.squeeze(0)
+        if center_v:
+            v_mean = _mean_of_keys(_as_rows(v, exists), exists, cu_seqlens_k)
+        if by_kernel is not None:
+            if k_mean is not None and seed is not None:
+                k_mean = rotated(k_mean, seed)  # (k - mean) M = k M - mean M
+            return replace(by_kernel(inputs, k_mean, v_mean), score_shift=score_shift, v_mean=v_mean)
+        parts, descales = _quantize_in_torch(inputs, granularity, seed, exists, k_mean, v_mean)
     q_block, kv_block = {"row": (1, 1), "block": (Q_BLOCK, KV_BLOCK)}.get(granularity, (None, None))
     return QuantizedQKV(
         q=parts[0],
@@ -185,9 +262,16 @@ def quantize_fp8(
         dtype=q.dtype,
         score_shift=score_shift,
         v_mean=v_mean,
-        rotation=of_rotation,
-        v_keys_last=keys_last,
+        rotation=seed,
     )
+
+
+def without_autocast(t: Tensor) -> contextlib.AbstractContextManager:
+    """Sums and products of tensors on its device are of the dtypes that they state, whatever the caller has chosen."""
+    device = t.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 def _quantize_in_torch(
@@ -257,7 +341,7 @@ def _mean_of_keys(x: Tensor, exists: Tensor | None, cu_seqlens: Tensor | None) -
     out.
     """
     finite = x.nan_to_num(0.0, 0.0, 0.0)
-    weight = torch.ones(x.shape[:2], device=x.device) if exists is None else exists.float()
+    weight = torch.ones(x.shape[:2], dtype=torch.float32, device=x.device) if exists is None else exists.float()
     if cu_seqlens is None:
         sums, count = finite.sum(1, dtype=torch.float32), weight.sum(1)
     else:
@@ -286,7 +370,7 @@ def _minus(x: Tensor, mean: Tensor, exists: Tensor | None, cu_seqlens: Tensor | 
 
 def _dots(x_q: Tensor, k_mean: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
     """q . mean of k, (batch or 1, num_heads_q, rows)."""
-    group = x_q.shape[2] // k_mean.shape[1]
+    group = x_q.shape[2] // max(1, k_mean.shape[1])
     mean = _rows_of(k_mean.repeat_interleave(group, 1), cu_seqlens_q, x_q.shape[1])
     return torch.linalg.vecdot(x_q, mean).transpose(1, 2).contiguous()
 
@@ -304,16 +388,19 @@ def restored(
     share = torch.ones_like(lse)  # of a row's probability that lies on its keys
     sink = None if sinks is None else sinks.to(lse.dtype)[:, None]
     if quantized.score_shift is not None:
-        lse_of_keys = lse + scale * quantized.score_shift
-        lse = lse_of_keys if sink is None else torch.logaddexp(lse_of_keys, sink).masked_fill(is_empty, -torch.inf)
+        lse = lse_of_keys = torch.where(is_empty, lse, lse + scale * quantized.score_shift)
         if sink is not None:
+            lse = torch.logaddexp(lse_of_keys, sink)
+            if cu_seqlens_q is not None:  # rows of no sequence have no sink
+                lse.masked_fill_(torch.arange(lse.shape[-1], device=lse.device) >= cu_seqlens_q[-1], -torch.inf)
             share = torch.where(is_empty, 0.0, torch.exp(lse_of_keys - lse))
             out = (out * share.transpose(-1, -2)[..., None]).to(out.dtype)
     elif sink is not None:
-        share = 1.0 - torch.exp(sink - lse)
+        # a row that sees no key has lse = sink; NaN is in out already, or in no key's share
+        share = (1.0 - torch.exp(sink - lse)).nan_to_num(0.0)
     if quantized.v_mean is not None:
         share = torch.where(is_empty, 0.0, share)
-        mean = quantized.v_mean.repeat_interleave(out.shape[-2] // quantized.v_mean.shape[1], 1)
+        mean = quantized.v_mean.repeat_interleave(out.shape[-2] // max(1, quantized.v_mean.shape[1]), 1)
         mean = _rows_of(mean, cu_seqlens_q, out.shape[-3])
         mean = mean if cu_seqlens_q is None else mean[0]
         out = torch.add(out, mean * share.transpose(-1, -2)[..., None]).to(out.dtype)
@@ -341,7 +428,7 @@ def signs(head_dim: int, seed: int, device: torch.device) -> Tensor:
     x = torch.arange(1, head_dim + 1, device=device) * _signed(0x9E3779B97F4A7C15) + _signed(seed % 2**64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ (x >> shift)) * _signed(factor)
-    return 1.0 - 2.0 * (x >> 63 & 1)
+    return 1.0 - 2.0 * (x >> 63 & 1).float()  # without it the sum would be of the default dtype
 
 
 def _signed(word: int) -> int:
@@ -375,7 +462,7 @@ def keys_last(v: Tensor, cu_seqlens_k: Tensor | None = None) -> Tensor:
         (q = 0..3, h and e = 0, 1; blocks/fp8.py says why). Zeros where there is no key.
     """
     kernel = dispatch.keys_last_kernel(v, cu_seqlens_k)
-    return _keys_last_in_torch(v, cu_seqlens_k) if kernel is None else kernel(v, None, cu_seqlens_k, None)[0]
+    return _keys_last_in_torch(v, cu_seqlens_k) if kernel is None else kernel(v, cu_seqlens_k)
 
 
 def _keys_last_in_torch(v: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:
@@ -465,13 +552,15 @@ def _quantize(x: Tensor, granularity: str, block: int, cu_seqlens: Tensor | None
     rows = {"row": 1, "block": block}.get(granularity)
     index, count = _segments(x.shape[1], rows, cu_seqlens, x.device)
     shape = x.shape[0], count, x.shape[2]
-    if granularity == "row":
+    if count == 0:  # rows of no sequence, which have been cleared
+        rounded, scales = x.to(E4M3), torch.ones(shape, dtype=torch.float32, device=x.device)
+    elif granularity == "row":
         rounded, row_scales = _least_error(x)
-        scales = torch.ones(shape, device=x.device)
+        scales = torch.ones(shape, dtype=torch.float32, device=x.device)
         if x.numel():
             scales[:, index] = row_scales
     else:
-        scales = torch.zeros(shape, device=x.device)
+        scales = torch.zeros(shape, dtype=torch.float32, device=x.device)
         if x.numel():
             at = index[None, :, None].expand(x.shape[:3])
             scales = scales.scatter_reduce_(1, at, _largest(x), "amax", include_self=True)
@@ -569,8 +658,28 @@ def quantized_problem(problem: AttentionProblem) -> AttentionProblem:
 
 def quantized_call(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[AttentionProblem, QuantizedInputs]:
     """That problem, and what it is computed from: q, k and v with the defaults of `quantize_fp8`."""
-    q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs
-    quantized = quantize_fp8(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
-    tensors = quantized.q, quantized.k, quantized.v
-    problem = replace(problem, dtype=E4M3, quantization=quantized.quantization)
-    return problem, QuantizedInputs(*tensors, quantized.descales, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    by_kernel = _by_kernel(inputs, "block", 0, False, False)
+    quantized = _quantized(inputs, "block", 0, False, False, by_kernel)
+    return replace(problem, dtype=E4M3, quantization=quantized.quantization), _inputs_of(quantized, inputs)
+
+
+def _inputs_of(quantized: QuantizedQKV, inputs: AttentionInputs) -> QuantizedInputs:
+    """The inputs of a call with q, k and v replaced by quantised tensors."""
+    return QuantizedInputs(quantized.q, quantized.k, quantized.v, quantized.descales, *inputs[3:])
+
+
+def prepare_call(
+    backend: str, problem: AttentionProblem, inputs: AttentionInputs, tuning: LaunchConfig | None
+) -> dispatch.Forward:
+    """The forward of `attention(..., precision="fp8")` for calls alike, without gradients; holds no tensor."""
+    by_kernel = _by_kernel(inputs, "block", 0, False, False)
+    keys_last = by_kernel is not None and by_kernel.attributes["v_keys_last"]
+    quantization = Quantization(problem.dtype, Q_BLOCK, KV_BLOCK, keys_last)
+    of_fp8 = replace(problem, dtype=E4M3, quantization=quantization)
+    forward = dispatch.prepare(backend, of_fp8, inputs.q.device, tuning)
+
+    def quantize_and_attend(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        quantized = _quantized(inputs, "block", 0, False, False, by_kernel)
+        return forward(_inputs_of(quantized, inputs))
+
+    return quantize_and_attend

@@ -15,7 +15,7 @@ def merge_in_torch(
 
     Args:
         outs: (.., seqlen_q, num_heads, head_dim_v) each. lses: (.., num_heads, seqlen_q) each, natural log.
-        sinks: (num_heads,): a key of value 0 more, for rows that see one; in none of the parts yet.
+        sinks: (num_heads,): a key of value 0 more, that every row sees; in none of the parts yet.
 
     Returns: out in lse's dtype, and lse. A part in which a row saw no key adds nothing, whatever its out holds.
     """
@@ -23,19 +23,21 @@ def merge_in_torch(
     row_max = partial_lse.detach().amax(0)
     if sinks is not None:
         sinks = sinks.to(row_max.dtype)[:, None]
-        row_max = torch.where(row_max == -torch.inf, row_max, torch.maximum(row_max, sinks.detach()))
+        row_max = torch.fmax(row_max, sinks.detach())
     row_max = torch.where(row_max == -torch.inf, 0.0, row_max)
     weights = torch.exp(partial_lse - row_max)
     total = weights.sum(0)
     is_empty = total == 0
     if sinks is not None:
-        # not of the total alone: beside a large sink all keys may round to nothing, and are seen all the same
-        is_empty = (partial_lse == -torch.inf).all(0)
-        total = total + torch.exp(sinks - row_max)
+        # beside an infinite one no other term counts; and inf - inf would be NaN
+        weight_of_sink = torch.where(sinks == torch.inf, 1.0, torch.exp(sinks - row_max))
+        is_empty = is_empty & (weight_of_sink == 0)
+        total = total + weight_of_sink
     # both branches of a where are differentiated: keep log and the division away from zero
     safe_total = torch.where(is_empty, 1.0, total)
     lse = torch.where(is_empty, -torch.inf, safe_total.log() + row_max)
-    shares = (weights / safe_total).transpose(-1, -2).unsqueeze(-1)
+    # a sink of NaN is no share of a part that adds nothing
+    shares = torch.where(weights == 0, 0.0, weights / safe_total).transpose(-1, -2).unsqueeze(-1)
     # an unseen part is taken out before the product, not after: 0 * NaN would reach the gradient of lse
     merged = torch.zeros((), dtype=lse.dtype, device=lse.device)
     for share, out in zip(shares, outs, strict=True):

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import dispatch, fp8
+from . import choice, dispatch, fp8
 from .errors import UnsupportedError
-from .kernels.blocks.block_range import count_visible_pairs
+from .gradient_rule import register_gradient
 from .kernels.config import LaunchConfig
 from .outputs import empty_gradients, empty_outputs
 from .problem import AttentionInputs, AttentionProblem, Descales, Mask, Quantization, QuantizedInputs
+from .visible_pairs import visible_pairs
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k"
 _OPTIONS = (
@@ -89,7 +90,8 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
 def _forward_on(
     backend: str, tuning: str | None, problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs
 ) -> tuple[Tensor, Tensor]:
-    config = None if tuning is None else dispatch.config_type(backend).from_text(tuning)
+    config = None if tuning is None else dispatch.config_type(choice.found(backend)).from_text(tuning)
+    backend = dispatch.at_run(backend, problem, config, inputs.q.device)
     # An operator runs under the caller's autocast; ours computes in the dtypes that it states.
     with torch.autocast(problem.device_type, enabled=False):
         return dispatch.prepare(backend, problem, inputs.q.device, config)(inputs)
@@ -109,7 +111,8 @@ def _backward(
     problem = _problem(inputs, options)
     dout = torch.zeros_like(out) if dout is None else dout
     with torch.autocast(problem.device_type, enabled=False):
-        return dispatch.load_backward(options[-2], problem).backward(problem, inputs, out, lse, dout, dlse)
+        module = dispatch.load_backward(choice.found(options[-2]), problem)
+        return module.backward(problem, inputs, out, lse, dout, dlse)
 
 
 @torch.library.register_fake("onepass::attention_backward")
@@ -134,7 +137,7 @@ def _autograd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tu
     return (dq, dk, dv, None if inputs[3] is None else dsinks, *no_grads)
 
 
-torch.library.register_autograd("onepass::attention_forward", _autograd_backward, setup_context=_setup_context)
+register_gradient("attention_forward", _autograd_backward, _setup_context)
 
 
 # ---------------------------------------------------------------- FP8
@@ -160,7 +163,7 @@ def _autograd_backward_fp8(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -
     return (*_autograd_backward(ctx, dout, dlse), None)
 
 
-torch.library.register_autograd("onepass::attention_fp8", _autograd_backward_fp8, setup_context=_setup_context_fp8)
+register_gradient("attention_fp8", _autograd_backward_fp8, _setup_context_fp8)
 
 
 def _split_quantized(args: tuple) -> tuple[QuantizedInputs, tuple, Quantization]:
@@ -185,27 +188,18 @@ def _refuse_double_backward(ctx: Any, *grads: Any) -> None:
     raise UnsupportedError("onepass attention has no second derivative: expected one backward pass, got backward twice")
 
 
-torch.library.register_autograd("onepass::attention_backward", _refuse_double_backward)
+register_gradient("attention_backward", _refuse_double_backward)
 
 
 def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> None:
     raise UnsupportedError(
         "onepass attention cannot run under torch.vmap: it already takes a batch; "
-        "pass the mapped dimension as the batch dimension instead"
+        "pass the mapped dimension as the batch dimension instead (torch.func.jacrev needs no vmap with chunk_size=1)"
     )
 
 
 for _name in ("attention_forward", "attention_backward", "attention_fp8", "attention_quantized"):
     torch.library.register_vmap(f"onepass::{_name}", _refuse_vmap)
-
-
-def _visible_pairs(inputs: AttentionInputs | QuantizedInputs, window_left: int | None, window_right: int | None) -> int:
-    """Unmasked (query, key) pairs of all sequences; packed lengths are read where the tensors are real."""
-    if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
-        batch, seqlen_q, seqlen_k = inputs.q.shape[0], inputs.q.shape[1], inputs.k.shape[1]
-        return batch * count_visible_pairs(seqlen_q, seqlen_k, window_left, window_right)
-    lengths = zip(inputs.cu_seqlens_q.diff().tolist(), inputs.cu_seqlens_k.diff().tolist(), strict=True)
-    return sum(count_visible_pairs(m, n, window_left, window_right) for m, n in lengths)
 
 
 @register_flop_formula(torch.ops.onepass.attention_quantized, get_raw=True)
@@ -223,7 +217,7 @@ def _forward_flops(*args: Any, out_val: Any = None) -> int:
 
 def _flops_of(inputs: AttentionInputs | QuantizedInputs, options: tuple, head_dim_v: int) -> int:
     """Two GEMMs over the visible pairs: Q K^T over head_dim and P V over head_dim_v."""
-    pairs = _visible_pairs(inputs, options[1], options[2]) * inputs.q.shape[-2]
+    pairs = visible_pairs(inputs, options[1], options[2]) * inputs.q.shape[-2]
     return 2 * pairs * (inputs.q.shape[-1] + head_dim_v)
 
 
@@ -231,5 +225,5 @@ def _flops_of(inputs: AttentionInputs | QuantizedInputs, options: tuple, head_di
 def _backward_flops(*args: Any, out_val: Any = None) -> int:
     """Five GEMMs: S, dQ, dK over head_dim and dP, dV over head_dim_v."""
     inputs, options = AttentionInputs(*args[4 : 4 + _NUM_INPUTS]), args[4 + _NUM_INPUTS :]
-    pairs = _visible_pairs(inputs, options[1], options[2]) * inputs.q.shape[-2]
+    pairs = visible_pairs(inputs, options[1], options[2]) * inputs.q.shape[-2]
     return 2 * pairs * (3 * inputs.q.shape[-1] + 2 * inputs.v.shape[-1])

@@ -39,6 +39,19 @@ def empty_outputs(problem: AttentionProblem, inputs: AttentionInputs | Quantized
     return empty_as(q, problem.head_dim_v, problem.out_dtype), lse
 
 
+def without_keys(out: Tensor, lse: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out and lse of rows that see no key, written into both: 0 and the row's sink, or -inf without sinks.
+
+    Rows past the last offset belong to no sequence and have no sink: their lse is -inf.
+    """
+    if sinks is None:
+        return out.zero_(), lse.fill_(-torch.inf)
+    lse.copy_(sinks[:, None])
+    if cu_seqlens_q is not None:
+        lse.masked_fill_(torch.arange(lse.shape[-1], device=lse.device) >= cu_seqlens_q[-1], -torch.inf)
+    return out.zero_(), lse
+
+
 def empty_gradients(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, laid out as q, k, v, and dsinks (empty without sinks)."""
     q, k, v, sinks = inputs[:4]

@@ -11,6 +11,9 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+# A right side that hides the keys of a sequence of any length by itself; an int64 with room to add positions to it.
+NO_KEYS = -(2**62)
+
 
 @dataclass(frozen=True)
 class Mask:
@@ -21,7 +24,11 @@ class Mask:
 
         i + shift - window_left <= j <= i + shift + window_right        (None = unbounded on that side)
 
-    so causal attention is window_right = 0.
+    so causal attention is window_right = 0. A side may be negative: window_left = -3 leaves the keys from the third
+    one after its position on, window_right = -1 those before its position.
+
+    Where both are given, left + right >= 0. A window in which no key can lie has window_right = NO_KEYS alone, so that
+    no formula has to look at both sides (`from_options` sees to it).
     """
 
     window_left: int | None = None
@@ -31,7 +38,11 @@ class Mask:
     def from_options(cls, causal: bool, window: tuple[int | None, int | None] | None) -> Mask:
         """Fold `causal` into the window: it takes away the keys to the right of the query's position."""
         left, right = window if window is not None else (None, None)
-        return cls(left, 0 if causal else right)
+        if causal:
+            right = 0 if right is None or right > 0 else right
+        if left is not None and right is not None and left + right < 0:
+            return cls(None, NO_KEYS)
+        return cls(left, right)
 
     @property
     def is_full(self) -> bool:
@@ -160,7 +171,13 @@ class AttentionProblem:
 
     @property
     def qhead_per_kvhead(self) -> int:
-        return self.num_heads_q // self.num_heads_kv
+        """Without query heads 1, so that it can be divided by."""
+        return self.num_heads_q // self.num_heads_kv if self.num_heads_q else 1
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute: no row, or no key that one could see. Then out is 0, lse -inf."""
+        return 0 in (self.batch, self.seqlen_q, self.seqlen_k, self.num_heads_q)
 
     @property
     def has_e4m3_cache(self) -> bool:

@@ -48,11 +48,12 @@ def attention(
             PyTorch gives in that dtype", which is what error budgets are made of.
 
     Returns: out (batch, seqlen_q, num_heads_q, head_dim_v) and lse (batch, num_heads_q, seqlen_q), both in
-    compute_dtype; out = 0 and lse = -inf where a row sees no key.
+    compute_dtype. Where a row sees no key, out = 0, and lse is its sink, or -inf without sinks. A sink of +inf has all
+    of the probability: out = 0 and lse = +inf.
     """
     batch, seqlen_q, num_heads_q, head_dim = q.shape
     seqlen_k = k.shape[1]
-    group = num_heads_q // k.shape[2]
+    group = num_heads_q // max(1, k.shape[2])
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     q, k, v = (x.to(compute_dtype).transpose(1, 2) for x in (q, k, v))  # (batch, heads, seqlen, head_dim)
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -64,15 +65,17 @@ def attention(
     s = s.masked_fill(~visible[:, None], -torch.inf)
     sees_a_key = visible.any(-1)[:, None]  # (batch, 1, seqlen_q)
 
+    has_weight, lse_of_empty = sees_a_key, s.new_full((), -torch.inf)
     if sinks is not None:  # one more key of value 0
         column = sinks.to(compute_dtype)[None, :, None, None].expand(batch, -1, seqlen_q, 1)
         s = torch.cat([s, column], -1)
         v = torch.cat([v, v.new_zeros(*v.shape[:2], 1, v.shape[3])], 2)
+        has_weight, lse_of_empty = sees_a_key & (column[..., 0] != torch.inf), column[..., 0]
     # rows that see nothing: give them one harmless score, then take their result out
     s = torch.where(sees_a_key[..., None], s, 0.0)
-    out = torch.where(sees_a_key[..., None], s.softmax(-1) @ v, 0.0)
-    lse = torch.where(sees_a_key, s.logsumexp(-1), -torch.inf) if s.shape[-1] else s.new_full(s.shape[:3], -torch.inf)
-    return Reference(out.transpose(1, 2), lse)
+    out = torch.where(has_weight[..., None], s.softmax(-1) @ v, 0.0)
+    lse = s.logsumexp(-1) if s.shape[-1] else s.new_zeros(s.shape[:3])
+    return Reference(out.transpose(1, 2), torch.where(sees_a_key, lse, lse_of_empty))
 
 
 def visible_pairs(

@@ -27,6 +27,7 @@ from torch._C import (
 )
 from torch.autograd import _profiler_enabled, forward_ad
 
+from . import choice
 from .dispatch import Forward
 
 MAX_CALLS = 1024
@@ -47,19 +48,22 @@ def key_of(function: str, inputs: Sequence[Tensor | None], window: Any, options:
         return None
     is_recording = torch.is_grad_enabled()
     seen: list[tuple | None] = []
-    for t in inputs:
-        if t is None:
-            seen.append(None)
-            continue
-        is_plain = type(t) in _PLAIN_TYPES and t.layout is torch.strided and not t.is_neg()
-        if not is_plain or (is_recording and t.requires_grad):
-            return None
-        seen.append((t.shape, t.dtype, t.device))
+    try:
+        for t in inputs:
+            if t is None:
+                seen.append(None)
+                continue
+            is_plain = type(t) in _PLAIN_TYPES and t.layout is torch.strided and not t.is_neg()
+            if not is_plain or (is_recording and t.requires_grad):
+                return None
+            seen.append((t.shape, t.dtype, t.device))
+    except RuntimeError:  # a nested tensor has no shape: the door refuses it
+        return None
     if window is None:
         window = (None, None)
     elif type(window) is not tuple:
         return None
-    return function, tuple(seen), window, options, tuple(map(type, window + options))
+    return function, tuple(seen), window, options, tuple(map(type, window + options)), choice.of_context()
 
 
 def _is_observed() -> bool:

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
 
+from . import layout_hints
 from .errors import UnsupportedError
 from .kernels.config import ForwardConfig, ForwardConfigSm80
 from .problem import V_KEYS, AttentionInputs, AttentionProblem, Mask, QuantizedInputs
+from .scalars import check_flag, check_int, check_real
 
 if TYPE_CHECKING:
     from .fp8 import QuantizedQKV
@@ -31,6 +33,9 @@ E4M3 = torch.float8_e4m3fn
 PRECISIONS = ("fp8",)
 DENSE_DIMS = "(batch, seqlen, num_heads, head_dim)"
 PACKED_DIMS = "(total_tokens, num_heads, head_dim)"
+LARGEST_BLOCK = 2**31 - 1
+LARGEST_TENSOR = 2**56  # elements, whose bytes 64 bits still count
+WIDEST_WINDOW = 2**48  # more bytes than a machine has: a window side beyond it hides nothing, and sums stay in 64 bits
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -41,11 +46,45 @@ def _shape(t: torch.Tensor) -> str:
     return str(tuple(t.shape))
 
 
+def check_tensor(name: str, t: Any, expected: str = "a torch.Tensor") -> torch.Tensor:
+    """A dense tensor: one whose shape and strides tell where its elements are."""
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name}: expected {expected}, got {type(t).__name__}")
+    if t.is_nested:  # some of these have no shape, and all say that their layout is another or strided
+        hint = " (sequences of different lengths are packed: onepass.attention_varlen)"
+        raise TypeError(f"{name}: expected {expected} of one shape, got a nested tensor{hint}")
+    if t.layout != torch.strided:
+        raise TypeError(f"{name}: expected a strided (dense) tensor, got layout {t.layout}")
+    return t
+
+
+def check_call(name: str, call: Any) -> None:
+    """One of the calls to come that `warmup` and `tune` take."""
+    if not isinstance(call, (Mapping, AttentionProblem)):
+        given = f"{type(call).__name__} {call!r}"
+        raise TypeError(f"{name}: expected the arguments of a call by name, or an AttentionProblem, got {given}")
+
+
+def tensor_of_shape(name: str, shape: Sequence[Any], dtype: Any, dtype_name: str = "dtype") -> torch.Tensor:
+    """What stands for a tensor of which a call to come tells the shape alone: one on the "meta" device."""
+    if not isinstance(dtype, torch.dtype):
+        shape_given = f"beside the shape {tuple(shape)} of {name}"
+        raise TypeError(f"{dtype_name}: expected a torch.dtype {shape_given}, got {dtype!r}")
+    sizes = [check_int(name, size, "a shape of int", least=0) for size in shape]
+    if math.prod(sizes) > LARGEST_TENSOR:
+        raise ValueError(f"{name}: expected a shape of up to {LARGEST_TENSOR} elements, got {tuple(sizes)}")
+    return torch.empty(sizes, dtype=dtype, device="meta")
+
+
+def _is_missing(named: tuple[str, Any]) -> bool:
+    """A key to sort two arguments by that need one another: the one that is given is looked at first."""
+    return named[1] is None
+
+
 def check_tensors(named: dict[str, Any], dtypes: tuple[torch.dtype, ...] = SUPPORTED_DTYPES) -> None:
-    """All are tensors on one device, of one of the dtypes."""
+    """All are dense tensors on one device, of one of the dtypes."""
     for name, t in named.items():
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
+        check_tensor(name, t)
     first_name, first = next(iter(named.items()))
     for name, t in named.items():
         if t.device != first.device:
@@ -59,8 +98,6 @@ def check_tensors(named: dict[str, Any], dtypes: tuple[torch.dtype, ...] = SUPPO
             raise TypeError(f"{name}: expected dtype {expected}, got {_short(t.dtype)}{hint}")
         if t.dtype != first.dtype:
             raise TypeError(f"{name}: expected dtype {_short(first.dtype)} like {first_name}, got {_short(t.dtype)}")
-        if t.layout != torch.strided:
-            raise TypeError(f"{name}: expected a strided (dense) tensor, got layout {t.layout}")
 
 
 def _check_ranks(named: dict[str, torch.Tensor], dims: str, rank: int) -> None:
@@ -72,23 +109,33 @@ def _check_ranks(named: dict[str, torch.Tensor], dims: str, rank: int) -> None:
 def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Agreement of the head counts and head dims, which are the last two dimensions in both layouts."""
     if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"v: expected shape {tuple(k.shape[:-1])} like k up to head_dim, got {_shape(v)}")
+        hint = layout_hints.to_transpose({"v": v}) if k.shape[:-1] == layout_hints.transposed(v).shape[:-1] else ""
+        raise ValueError(f"v: expected shape {tuple(k.shape[:-1])} like k up to head_dim, got {_shape(v)}{hint}")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"k: expected head_dim {q.shape[-1]} like q, got {k.shape[-1]}")
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.shape[-1] < 1:
             raise ValueError(f"{name}: expected a head_dim of at least 1, got shape {_shape(t)}")
-        if t.shape[-2] < 1:
-            raise ValueError(f"{name}: expected at least 1 head, got shape {_shape(t)}")
-    if q.shape[-2] % k.shape[-2] != 0:
+    check_groups({"q": q}, {"k": k, "v": v}, "k and v")
+
+
+def check_groups(queries: dict[str, torch.Tensor], keys: dict[str, torch.Tensor], of: str) -> None:
+    """Each kv head serves as many query heads; without query heads, of which 0 are legal, there may be any number.
+
+    Args: queries, keys: tensors by name, heads in the last dimension but one. of: whose heads those of keys are.
+    """
+    (num_heads_q,), (num_heads_kv, *_) = ([t.shape[-2] for t in named.values()] for named in (queries, keys))
+    if num_heads_q == 0:
+        return
+    if num_heads_kv == 0 or num_heads_q % num_heads_kv != 0:
         raise ValueError(
-            f"q: expected a number of heads divisible by the {k.shape[-2]} heads of k and v, got {q.shape[-2]}"
+            f"q: expected a number of heads divisible by the {num_heads_kv} heads of {of}, got {num_heads_q}"
+            f"{layout_hints.of_heads(queries, keys)}"
         )
 
 
 def _check_lengths_tensor(name: str, t: Any, length: int, length_of: str, device: torch.device) -> None:
-    if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{name}: expected an int32 torch.Tensor, got {type(t).__name__}")
+    check_tensor(name, t, "an int32 torch.Tensor")
     if t.dtype != torch.int32:
         raise TypeError(f"{name}: expected dtype int32, got {_short(t.dtype)}")
     if t.device != device:
@@ -98,25 +145,15 @@ def _check_lengths_tensor(name: str, t: Any, length: int, length_of: str, device
 
 
 def _check_sinks(sinks: Any, q: torch.Tensor) -> None:
-    if not isinstance(sinks, torch.Tensor):
-        raise TypeError(f"sinks: expected a torch.Tensor, got {type(sinks).__name__}")
+    check_tensor("sinks", sinks)
     if not sinks.dtype.is_floating_point or sinks.dtype not in SUPPORTED_DTYPES:
         raise TypeError(f"sinks: expected a floating-point dtype, got {_short(sinks.dtype)}")
     if sinks.device != q.device:
         raise ValueError(f"sinks: expected device {q.device} like q, got {sinks.device}")
     if sinks.dim() != 1 or sinks.shape[0] != q.shape[-2]:
-        raise ValueError(f"sinks: expected shape ({q.shape[-2]},), one per query head, got {_shape(sinks)}")
-
-
-def check_real(name: str, value: Any) -> float:
-    """A plain finite number; tensors are refused, because their gradient would be lost."""
-    if isinstance(value, torch.Tensor):
-        raise TypeError(f"{name}: expected a float, got a tensor (no gradient flows through it)")
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: expected a float, got {type(value).__name__}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name}: expected a finite number, got {value}")
-    return float(value)
+        is_transposed = sinks.dim() == 1 and sinks.shape[0] == q.shape[-3]
+        hint = layout_hints.to_transpose({"q": q}) if is_transposed else ""
+        raise ValueError(f"sinks: expected shape ({q.shape[-2]},), one per query head, got {_shape(sinks)}{hint}")
 
 
 def _check_window(window: Any) -> tuple[int | None, int | None] | None:
@@ -124,19 +161,17 @@ def _check_window(window: Any) -> tuple[int | None, int | None] | None:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window: expected a pair (left, right) of int or None, got {window!r}")
-    for side, size in zip(("left", "right"), window, strict=True):
-        if size is None:
-            continue
-        if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
-            raise TypeError(f"window: expected an int or None for its {side} side, got {size!r}")
-        if size < 0:
-            raise ValueError(f"window: expected a {side} side of at least 0 (None = unbounded), got {size}")
-    return window[0], window[1]
+    return _check_window_side("left", window[0]), _check_window_side("right", window[1])
 
 
-def check_flag(name: str, value: Any, none_too: bool = False) -> None:
-    if not (isinstance(value, bool) or (none_too and value is None)):
-        raise TypeError(f"{name}: expected a bool{' or None' if none_too else ''}, got {value!r}")
+def _check_window_side(side: str, size: Any) -> int | None:
+    if size is None:
+        return None
+    size = check_int("window", size, f"an int or None for its {side} side")
+    # still a bound, for the sake of the kernel that is chosen, but one that fits where it goes
+    if size > WIDEST_WINDOW:
+        return WIDEST_WINDOW
+    return -WIDEST_WINDOW if size < -WIDEST_WINDOW else size
 
 
 def check_max_seqlens(max_seqlen_q: Any, max_seqlen_k: Any) -> None:
@@ -150,13 +185,11 @@ def _check_max_seqlen(name: str, value: Any) -> None:
         return
     expected = "an int, a tensor of one integer or None"
     if isinstance(value, torch.Tensor):
+        check_tensor(name, value, expected)
         if value.numel() != 1 or value.dtype.is_floating_point or value.dtype.is_complex:
             raise TypeError(f"{name}: expected {expected}, got {_short(value.dtype)} of shape {_shape(value)}")
         return
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name}: expected {expected}, got {value!r}")
-    if value < 0:
-        raise ValueError(f"{name}: expected at least 0, got {value}")
+    check_int(name, value, expected, least=0)
 
 
 def _options(
@@ -172,9 +205,9 @@ def _options(
     tuning: Any,
 ) -> dict[str, Any]:
     """Check the options that both layouts share; return them as `AttentionProblem.of` takes them."""
-    check_flag("causal", causal)
+    causal = check_flag("causal", causal)
     check_flag("return_lse", return_lse)
-    check_flag("deterministic", deterministic, none_too=True)
+    is_reproducible = check_flag("deterministic", deterministic, none_too=True)
     mask = Mask.from_options(causal, _check_window(window))
     if softcap is not None:
         softcap = check_real("softcap", softcap)
@@ -186,8 +219,8 @@ def _options(
     if tuning is not None and not isinstance(tuning, (ForwardConfig, ForwardConfigSm80)):
         raise TypeError(f"tuning: expected a ForwardConfig, a ForwardConfigSm80 or None, got {tuning!r}")
     if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    return {"softmax_scale": scale, "mask": mask, "softcap": softcap, "deterministic": deterministic}
+        is_reproducible = torch.are_deterministic_algorithms_enabled()
+    return {"softmax_scale": scale, "mask": mask, "softcap": softcap, "deterministic": is_reproducible}
 
 
 def _check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seqused_k: Any) -> None:
@@ -204,10 +237,11 @@ def _check_packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_k: Any
 ) -> None:
     """Shapes of `attention_varlen`, behind `check_tensors`."""
+    of_both = ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)
+    for name, offsets in sorted(of_both, key=_is_missing):
+        check_tensor(name, offsets, "an int32 torch.Tensor")
     _check_ranks({"q": q, "k": k, "v": v}, PACKED_DIMS, 3)
     _check_heads(q, k, v)
-    if not isinstance(cu_seqlens_q, torch.Tensor):
-        raise TypeError(f"cu_seqlens_q: expected an int32 torch.Tensor, got {type(cu_seqlens_q).__name__}")
     if cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] < 1:
         raise ValueError(f"cu_seqlens_q: expected shape (batch + 1,), got {_shape(cu_seqlens_q)}")
     batch = cu_seqlens_q.shape[0] - 1
@@ -252,6 +286,16 @@ def check_attention_varlen(
 # ---------------------------------------------------------------- FP8
 
 
+def check_block(name: str, value: Any) -> int | None:
+    """A number of rows or keys, small enough for an argument of a kernel, or None."""
+    if value is None:
+        return None
+    block = check_int(name, value, "an int or None", least=1)
+    if block > LARGEST_BLOCK:
+        raise ValueError(f"{name}: expected at most {LARGEST_BLOCK}, got {block}")
+    return block
+
+
 def check_one_of(name: str, value: Any, choices: Sequence[str]) -> None:
     if not isinstance(value, str) or value not in choices:
         error = ValueError if isinstance(value, str) else TypeError
@@ -286,15 +330,11 @@ def check_quantized(quantized: QuantizedQKV) -> None:
         _check_heads(q, k, v)
     else:
         _check_dense(q, k, v, None)
-    if quantized.dtype not in QUANTIZABLE_DTYPES:
+    if not isinstance(quantized.dtype, torch.dtype) or quantized.dtype not in QUANTIZABLE_DTYPES:
         expected = ", ".join(_short(d) for d in QUANTIZABLE_DTYPES)
         raise TypeError(f"dtype: expected {expected}, the dtype of out, got {quantized.dtype!r}")
     for name in ("q_block", "kv_block"):
-        block = getattr(quantized, name)
-        if block is not None and type(block) is not int:
-            raise TypeError(f"{name}: expected an int or None, got {block!r}")
-        if block is not None and block < 1:
-            raise ValueError(f"{name}: expected at least 1, got {block}")
+        check_block(name, getattr(quantized, name))
     for name, t, block in (
         ("q_descale", q, quantized.q_block),
         ("k_descale", k, quantized.kv_block),
@@ -317,6 +357,36 @@ def check_quantized(quantized: QuantizedQKV) -> None:
             raise ValueError(f"v_mean: expected shape {expected}, got {_shape(v_mean)}")
 
 
+def check_dequantize(quantized: QuantizedQKV, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
+    """The offsets of `QuantizedQKV.dequantize`: those of packed sequences, where a scale or v depends on them."""
+    is_packed = quantized.q.dim() == 3
+    needed = {
+        "cu_seqlens_q": quantized.q_descale.dim() > 0,
+        "cu_seqlens_k": quantized.v_keys_last or quantized.k_descale.dim() > 0 or quantized.v_descale.dim() > 0,
+    }
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if offsets is None and not (is_packed and needed[name]):
+            continue
+        check_tensor(name, offsets, "an int32 torch.Tensor")
+        if not is_packed:
+            raise ValueError(f"{name}: expected None beside tensors that are not packed, got a tensor")
+        if offsets.dim() != 1 or offsets.shape[0] < 1:
+            raise ValueError(f"{name}: expected shape (batch + 1,), got {_shape(offsets)}")
+        batch = offsets.shape[0] - 1
+        _check_lengths_tensor(name, offsets, batch + 1, "batch + 1", quantized.q.device)
+        for of, t, block in (
+            ("q_descale", quantized.q, quantized.q_block),
+            ("k_descale", quantized.k, quantized.kv_block),
+            (
+                "v_descale",
+                _as_rows(quantized.k, quantized.v) if quantized.v_keys_last else quantized.v,
+                quantized.kv_block,
+            ),
+        ):
+            if (of == "q_descale") == (name == "cu_seqlens_q"):
+                _check_descale(of, getattr(quantized, of), t, block, batch)
+
+
 def _as_rows(k: torch.Tensor, v: torch.Tensor, batch: int | None = None) -> torch.Tensor:
     """A stand-in with the shape that v had before `fp8.keys_last`; no data.
 
@@ -325,23 +395,25 @@ def _as_rows(k: torch.Tensor, v: torch.Tensor, batch: int | None = None) -> torc
     if k.dim() not in (3, 4) or v.dim() != k.dim():
         raise ValueError(f"v: expected as many dimensions as k, {k.dim()}, got shape {_shape(v)}")
     total, heads, head_dim_v = k.shape[-3], k.shape[-2], v.shape[-2]
+    least = total // V_KEYS * V_KEYS
     if k.dim() == 4:
-        expected: tuple = (k.shape[0], heads, head_dim_v, -(-total // V_KEYS) * V_KEYS)
-        is_right = v.shape == expected
+        is_right = tuple(v.shape) == (k.shape[0], heads, head_dim_v, -(-total // V_KEYS) * V_KEYS)
+    elif batch is None:
+        is_right = v.shape[0] == heads and v.shape[-1] >= least and v.shape[-1] % V_KEYS == 0
     else:
-        least = total // V_KEYS * V_KEYS
-        expected = (heads, head_dim_v, f"{least} + {V_KEYS} * batch" if batch is None else least + V_KEYS * batch)
-        sizes_fit = v.shape[-1] >= least and v.shape[-1] % V_KEYS == 0 if batch is None else v.shape[-1] == expected[-1]
-        is_right = v.shape[0] == heads and sizes_fit
-    if not is_right:
-        shape = ", ".join(map(str, expected))
-        raise ValueError(f"v: expected shape ({shape}) with v_keys_last, got {_shape(v)}")
+        is_right = v.shape[0] == heads and v.shape[-1] == least + V_KEYS * batch
+    if not is_right:  # only here: torch.compile would take a length that goes into text for a constant
+        length = f"{least} + {V_KEYS} * batch" if batch is None else str(least + V_KEYS * batch)
+        length = f"{-(-total // V_KEYS) * V_KEYS}" if k.dim() == 4 else length
+        leading = f"{k.shape[0]}, " if k.dim() == 4 else ""
+        raise ValueError(
+            f"v: expected shape ({leading}{heads}, {head_dim_v}, {length}) with v_keys_last, got {_shape(v)}"
+        )
     return k[..., :1].expand(*k.shape[:-1], head_dim_v)
 
 
 def _check_float32(name: str, t: Any, device: torch.device) -> None:
-    if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{name}: expected a float32 torch.Tensor, got {type(t).__name__}")
+    check_tensor(name, t, "a float32 torch.Tensor")
     if t.dtype != torch.float32:
         raise TypeError(f"{name}: expected dtype float32, got {_short(t.dtype)}")
     if t.device != device:
@@ -354,23 +426,29 @@ def _check_descale(
     """The shape of one descale beside its tensor. Args: batch: number of packed sequences, once it is known."""
     if descale.dim() == 0:
         return
-    heads, total = t.shape[-2], t.shape[-3]
+    heads, total, shape = t.shape[-2], t.shape[-3], tuple(descale.shape)
     if t.dim() == 4:
-        allowed = [f"({t.shape[0]}, {heads})"]
+        is_right = shape == (t.shape[0], heads)
         if block is not None:
-            allowed.append(f"({t.shape[0]}, {heads}, {-(-total // block)})")
-        is_right = _shape(descale) in allowed
+            is_right = is_right or shape == (t.shape[0], heads, -(-total // block))
     elif block is None:
-        allowed = [f"({'batch' if batch is None else batch}, {heads})"]
-        is_right = descale.dim() == 2 and descale.shape[1] == heads and batch in (None, descale.shape[0])
+        is_right = len(shape) == 2 and shape[1] == heads and (batch is None or shape[0] == batch)
     else:
-        count = total // block if batch is None else total // block + batch
-        allowed = [f"({heads}, {count}{' + batch' if batch is None else ''})"]
-        is_right = descale.dim() == 2 and descale.shape[0] == heads
-        is_right = is_right and (descale.shape[1] == count if batch is not None else descale.shape[1] >= count)
-    if not is_right:
-        of = "" if block is None else f" with blocks of {block} rows"
-        raise ValueError(f"{name}: expected shape () or {' or '.join(allowed)}{of}, got {_shape(descale)}")
+        least = total // block
+        is_right = len(shape) == 2 and shape[0] == heads
+        is_right = is_right and (shape[1] >= least if batch is None else shape[1] == least + batch)
+    if is_right:
+        return
+    # only here: torch.compile would take a length that goes into text for a constant
+    if t.dim() == 4:
+        allowed = f"({t.shape[0]}, {heads})"
+        allowed += "" if block is None else f" or ({t.shape[0]}, {heads}, {-(-total // block)})"
+    elif block is None:
+        allowed = f"({'batch' if batch is None else batch}, {heads})"
+    else:
+        allowed = f"({heads}, {f'{total // block} + batch' if batch is None else total // block + batch})"
+    of = "" if block is None else f" with blocks of {block} rows"
+    raise ValueError(f"{name}: expected shape () or {allowed}{of}, got {_shape(descale)}")
 
 
 def check_quantized_call(
@@ -409,13 +487,23 @@ def check_quantized_call(
         )
     sinks = options["sinks"]
     checked = _options(quantized.q, **options)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*tensors, sinks)):
-        raise UnsupportedError(
-            "q, k, v, sinks: expected no requires_grad with FP8 tensors, through which no gradient flows; "
-            "precision='fp8' with q, k, v in 16 bits has gradients"
-        )
+    names = "q", "k", "v", "q_descale", "k_descale", "v_descale", "score_shift", "v_mean"
+    refuse_lost_gradients({name: getattr(quantized, name) for name in names} | {"sinks": sinks})
     inputs = QuantizedInputs(*tensors, quantized.descales, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
     return AttentionProblem.of(inputs, **checked, quantization=quantized.quantization)
+
+
+def refuse_lost_gradients(named: dict[str, torch.Tensor | None]) -> None:
+    """Raise UnsupportedError for a tensor of FP8 that asks for a gradient, where gradients are recorded."""
+    if not torch.is_grad_enabled():
+        return
+    for name, t in named.items():
+        if t is not None and t.requires_grad:
+            raise UnsupportedError(
+                f"{name}: expected no requires_grad in FP8, through whose rounding no gradient flows; "
+                "attention(q, k, v, precision='fp8') with q, k, v in 16 or 32 bits has gradients, "
+                "and under torch.no_grad() none is asked for"
+            )
 
 
 def refuse_forward_mode(*tensors: torch.Tensor | None) -> None:
@@ -435,9 +523,15 @@ def check_partials(outs: Any, lses: Any) -> tuple[list[torch.Tensor], list[torch
     pair = []
     for name, group in (("outs", outs), ("lses", lses)):
         if isinstance(group, torch.Tensor):
+            check_tensor(name, group)
+            if group.dim() == 0:
+                raise ValueError(f"{name}: expected tensors stacked in dimension 0, got shape ()")
             group = list(group.unbind(0))
         if not isinstance(group, Sequence) or not group or not all(isinstance(t, torch.Tensor) for t in group):
-            raise TypeError(f"{name}: expected a non-empty sequence of tensors or one stacked tensor")
+            given = f"an empty {type(group).__name__}" if isinstance(group, Sequence) and not group else repr(group)
+            raise TypeError(f"{name}: expected a non-empty sequence of tensors or one stacked tensor, got {given}")
+        for i, t in enumerate(group):
+            check_tensor(f"{name}[{i}]", t)
         pair.append(list(group))
     outs, lses = pair
     if len(outs) != len(lses):

@@ -10,9 +10,10 @@ from rich.table import Table
 
 import onepass
 
-from .. import dispatch
+from .. import choice, dispatch
 from ..bench.machine import cpu_model, package_versions
 from ..bench.peers import PEERS, find_peers
+from ..kernels.arch import unproven
 from .console import TABLE_STYLE, make_console
 
 
@@ -36,6 +37,11 @@ def info() -> None:
         capability = f"sm_{properties.major}{properties.minor}"
         table.add_row(device, f"{properties.name}, {capability}", f"{properties.total_memory / 2**30:.0f} GiB")
     console.print(table)
+    for device in devices[1:]:
+        if (words := unproven(torch.device(device))) is not None:
+            console.print(f"{device}: {words}.", style="yellow", markup=False)
+    if (chosen := choice.current()) is not None:
+        console.print(f"backend of calls that name none: {chosen}, as {choice.VARIABLE} says", markup=False)
 
     # Asked of the library itself, so that these tables cannot say more than a call would do.
     probes = _probes()

@@ -26,7 +26,8 @@ from torch import Tensor
 from .. import api, validation
 from ..decode import attention_decode
 from ..decode_problem import refuse_lengths
-from ..errors import UnsupportedError
+from ..errors import REFUSALS, UnsupportedError, renamed
+from ..scalars import check_flag, check_int, is_integer, is_real
 
 __all__ = [
     "flash_attn_func",
@@ -45,13 +46,25 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "cache_leftpad": (None, "caches padded on the left"),
 }
 
+# what a message of onepass calls it -> what flash-attn does
+_NAMES = {"window": "window_size"}
+_NAMES_IN_BLOCKS = _NAMES | {
+    "k_cache": "k",
+    "v_cache": "v",
+    "cache_seqlens": "cu_seqlens_k",
+    "page_table": "block_table",
+}
+_MAX_SEQLENS = dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), "max_seqlen")
+_NAMES_IN_CACHE = _NAMES | {"page_table": "block_table", "k_new": "k", "v_new": "v"}
+
 
 def _refuse_unsupported(**arguments: Any) -> None:
     """Raise NotImplementedError for the first argument that asks for something onepass does not compute."""
     for name, value in arguments.items():
         neutral, feature = _UNSUPPORTED[name]
-        if value is not neutral and (neutral is None or value != neutral):
-            given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        is_neutral = value is neutral or (neutral is not None and is_real(value) and value == neutral)
+        if not is_neutral:
+            given = "a tensor" if isinstance(value, Tensor) else repr(value)
             raise UnsupportedError(f"{name}: expected {neutral}, got {given}: onepass has no {feature}")
 
 
@@ -59,19 +72,19 @@ def _mask_options(softmax_scale: Any, causal: Any, window_size: Any, softcap: An
     """The scale and the mask in the words of `onepass.attention`."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(f"window_size: expected a pair (left, right) of int, got {window_size!r}")
-    left, right = (None if isinstance(side, int) and side < 0 else side for side in window_size)
+    # to `onepass.attention` a negative side is a bound like any other: none may pass, of whatever type of integers
+    left, right = (None if is_integer(side) and side < 0 else side for side in window_size)
     return {
         "softmax_scale": softmax_scale,
         "causal": causal,
         "window": (left, right),
-        "softcap": None if softcap == 0 else softcap,
+        "softcap": None if is_real(softcap) and softcap == 0 else softcap,
     }
 
 
 def _unpack(name: str, packed: Any, count: int, rank: int) -> tuple[Tensor, ...]:
     """Views of the tensors stacked in the third dimension from the end, (..., count, num_heads, head_dim)."""
-    if not isinstance(packed, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(packed).__name__}")
+    validation.check_tensor(name, packed)
     if packed.dim() != rank or packed.shape[-3] != count:
         leading = "(batch, seqlen" if rank == 5 else "(total_tokens"
         raise ValueError(f"{name}: expected shape {leading}, {count}, num_heads, head_dim), got {tuple(packed.shape)}")
@@ -94,10 +107,13 @@ def _call(
 ) -> Any:
     """Run `onepass.attention` or `onepass.attention_varlen` and shape the result as flash-attn does."""
     options = _mask_options(softmax_scale, causal, window_size, softcap)
-    result = function(
-        q, k, v, **options, **lengths, deterministic=deterministic or None, return_lse=bool(return_attn_probs)
-    )
-    return (result.out, result.lse, None) if return_attn_probs else result
+    options["deterministic"] = check_flag("deterministic", deterministic, none_too=True) or None
+    return_lse = check_flag("return_attn_probs", return_attn_probs, none_too=True)
+    try:
+        result = function(q, k, v, **options, **lengths, return_lse=return_lse)
+    except REFUSALS as error:
+        raise renamed(error, _NAMES) from None
+    return (result.out, result.lse, None) if return_lse else result
 
 
 def flash_attn_func(
@@ -217,18 +233,26 @@ def flash_attn_varlen_func(
     """
     _refuse_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     if block_table is not None:
+        validation.check_tensor("block_table", block_table, "an int32 torch.Tensor")
         _refuse_gradients("flash_attn_varlen_func with a block_table", q=q, k=k, v=v)
-        result = attention_decode(
-            q,
-            k,
-            v,
-            cache_seqlens=_differences(cu_seqlens_k),
-            page_table=block_table,
-            cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q,
-            **_mask_options(softmax_scale, causal, window_size, softcap),
-            return_lse=bool(return_attn_probs),
-        )
+        check_flag("deterministic", deterministic, none_too=True)
+        validation.check_max_seqlens(max_seqlen_q, max_seqlen_k)
+        options = _mask_options(softmax_scale, causal, window_size, softcap)
+        return_lse = check_flag("return_attn_probs", return_attn_probs, none_too=True)
+        try:
+            result = attention_decode(
+                q,
+                k,
+                v,
+                cache_seqlens=_differences(cu_seqlens_k),
+                page_table=block_table,
+                cu_seqlens_q=cu_seqlens_q,
+                max_seqlen_q=max_seqlen_q,
+                **options,
+                return_lse=return_lse,
+            )
+        except REFUSALS as error:
+            raise renamed(error, _NAMES_IN_BLOCKS) from None
         return (*result, None) if isinstance(result, api.AttentionOutput) else result
     return _call(
         api.attention_varlen,
@@ -288,7 +312,10 @@ def flash_attn_varlen_qkvpacked_func(
     _refuse_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     q, k, v = _unpack("qkv", qkv, 3, 4)
     options = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, *options)
+    try:
+        return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, *options)
+    except REFUSALS as error:
+        raise renamed(error, dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "cu_seqlens") | _MAX_SEQLENS) from None
 
 
 def flash_attn_with_kvcache(
@@ -348,20 +375,23 @@ def flash_attn_with_kvcache(
     """
     _refuse_unsupported(cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes)
     options = _mask_options(softmax_scale, causal, window_size, softcap)
+    return_lse = check_flag("return_softmax_lse", return_softmax_lse, none_too=True)
+    parts = None if num_splits is None else check_int("num_splits", num_splits, least=0)
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        validation.check_tensor(name, tensor)
+        if tensor.dim() != 4:
+            raise ValueError(f"{name}: expected 4 dimensions, got {tensor.dim()} in shape {tuple(tensor.shape)}")
     page_table = block_table
+    if block_table is not None and validation.check_tensor("block_table", block_table).dim() != 2:
+        raise ValueError(f"block_table: expected shape (batch, max_blocks), got {tuple(block_table.shape)}")
     if cache_batch_idx is not None:
         if block_table is not None:
-            raise UnsupportedError("cache_batch_idx: expected None beside a block_table, which says the same")
+            raise UnsupportedError("cache_batch_idx: expected None beside a block_table, which says the same, got both")
         page_table = _entries_as_pages(q, k_cache, v_cache, cache_batch_idx)
-    caches = k_cache, v_cache
-    has_e4m3 = any(isinstance(t, Tensor) and t.dtype == validation.E4M3 for t in caches)
-    if page_table is None and not has_e4m3 and all(isinstance(t, Tensor) and t.dim() == 4 for t in (q, *caches)):
-        validation.check_attention(
-            q, k_cache, v_cache, **options, sinks=None, deterministic=None, return_lse=False, tuning=None
-        )
     _check_new(q, k_cache, v_cache, k, v, cache_seqlens)
-    if rotary_cos is not None or rotary_sin is not None:
-        _check_rotary(q, k, options)
+    for name, table in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
+        if table is not None:
+            _check_rotary(name, table, q, k, options)
     _refuse_gradients(
         "flash_attn_with_kvcache",
         q=q,
@@ -373,31 +403,35 @@ def flash_attn_with_kvcache(
         v_descale=v_descale,
     )
     seqlen_cache = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
-    result = attention_decode(
-        q,
-        k_cache,
-        v_cache,
-        cache_seqlens=_lengths(cache_seqlens, q, seqlen_cache, 0 if k is None else k.shape[1]),
-        page_table=page_table,
-        k_new=k,
-        v_new=v,
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        rotary_interleaved=rotary_interleaved,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        **options,
-        num_splits=num_splits or None,
-        return_lse=bool(return_softmax_lse),
-    )
-    return tuple(result) if return_softmax_lse else result
+    lengths = _lengths(cache_seqlens, q, seqlen_cache, 0 if k is None else k.shape[1])
+    try:
+        result = attention_decode(
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens=lengths,
+            page_table=page_table,
+            k_new=k,
+            v_new=v,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            rotary_interleaved=rotary_interleaved,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            **options,
+            num_splits=parts or None,
+            return_lse=return_lse,
+        )
+    except REFUSALS as error:
+        raise renamed(error, _NAMES_IN_CACHE) from None
+    return tuple(result) if return_lse else result
 
 
 def _entries_as_pages(q: Tensor, k_cache: Any, v_cache: Any, cache_batch_idx: Any) -> Tensor:
     """Picked cache entries are pages as long as the cache: nothing has to be copied."""
-    if not isinstance(cache_batch_idx, Tensor) or cache_batch_idx.dtype not in (torch.int32, torch.int64):
-        given = cache_batch_idx.dtype if isinstance(cache_batch_idx, Tensor) else type(cache_batch_idx).__name__
-        raise TypeError(f"cache_batch_idx: expected an int32 or int64 torch.Tensor, got {given}")
+    validation.check_tensor("cache_batch_idx", cache_batch_idx, "an int32 or int64 torch.Tensor")
+    if cache_batch_idx.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cache_batch_idx: expected an int32 or int64 torch.Tensor, got {cache_batch_idx.dtype}")
     if cache_batch_idx.shape != q.shape[:1] or cache_batch_idx.device != q.device:
         raise ValueError(
             f"cache_batch_idx: expected shape ({q.shape[0]},) on {q.device}, one per entry of q, "
@@ -420,8 +454,7 @@ def _check_new(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any, cach
     if cache_seqlens is None:
         raise ValueError("cache_seqlens: expected an int or a (batch,) int32 tensor where k and v are given, got None")
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        if not isinstance(new, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor where the other of k and v is given, got {new!r}")
+        new = validation.check_tensor(name, new, "a torch.Tensor where the other of k and v is given")
         if new.dtype != q.dtype or new.device != q.device:
             raise TypeError(f"{name}: expected {q.dtype} on {q.device} like q, got {new.dtype} on {new.device}")
         expected = (q.shape[0], k.shape[1] if k.dim() == 4 else "seqlen_new", *cache.shape[2:])
@@ -431,10 +464,9 @@ def _check_new(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any, cach
 
 def _differences(cu_seqlens_k: Any) -> Tensor:
     """Lengths from offsets, on their device."""
-    if not isinstance(cu_seqlens_k, Tensor) or cu_seqlens_k.dtype != torch.int32 or cu_seqlens_k.dim() != 1:
-        given = cu_seqlens_k
-        if isinstance(cu_seqlens_k, Tensor):
-            given = f"{cu_seqlens_k.dtype} of shape {tuple(cu_seqlens_k.shape)}"
+    validation.check_tensor("cu_seqlens_k", cu_seqlens_k, "an int32 torch.Tensor")
+    if cu_seqlens_k.dtype != torch.int32 or cu_seqlens_k.dim() != 1:
+        given = f"{cu_seqlens_k.dtype} of shape {tuple(cu_seqlens_k.shape)}"
         raise TypeError(f"cu_seqlens_k: expected an int32 torch.Tensor of shape (batch + 1,), got {given}")
     return cu_seqlens_k.diff()
 
@@ -449,18 +481,18 @@ def _refuse_gradients(function: str, **tensors: Tensor | None) -> None:
             )
 
 
-def _check_rotary(q: Tensor, k: Tensor | None, options: dict[str, Any]) -> None:
+def _check_rotary(name: str, table: Any, q: Tensor, k: Tensor | None, options: dict[str, Any]) -> None:
     """flash-attn counts a rotated query's position from cache_seqlens on, onepass back from the last key."""
+    validation.check_tensor(name, table)
     if k is None:
-        raise ValueError("rotary_cos: expected None where k and v are not given")
+        raise ValueError(f"{name}: expected None where k and v are not given, got a tensor")
     if q.shape[1] != k.shape[1]:
         raise UnsupportedError(
-            f"rotary_cos: expected as many queries as new keys, got {q.shape[1]} and {k.shape[1]}: "
-            "rotate before the call"
+            f"{name}: expected as many queries as new keys, got {q.shape[1]} and {k.shape[1]}: rotate before the call"
         )
     if q.shape[1] > 1 and not options["causal"] and options["window"] == (None, None):
         raise UnsupportedError(
-            f"rotary_cos: expected causal or a window with {q.shape[1]} queries, which flash-attn rotates all alike "
+            f"{name}: expected causal or a window with {q.shape[1]} queries, which flash-attn rotates all alike "
             "without: rotate before the call"
         )
 
@@ -469,9 +501,8 @@ def _lengths(cache_seqlens: Any, q: Tensor, seqlen_cache: int, seqlen_new: int) 
     """The filled lengths as a (batch,) tensor. Values that only a device knows are left to it."""
     if cache_seqlens is None:
         cache_seqlens = seqlen_cache
-    if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
+    if is_integer(cache_seqlens) and not isinstance(cache_seqlens, bool):
+        cache_seqlens = check_int("cache_seqlens", cache_seqlens)
         refuse_lengths(cache_seqlens, cache_seqlens, seqlen_cache, seqlen_new)
         return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
-    if not isinstance(cache_seqlens, Tensor):
-        raise TypeError(f"cache_seqlens: expected an int, an int32 tensor or None, got {cache_seqlens!r}")
-    return cache_seqlens
+    return validation.check_tensor("cache_seqlens", cache_seqlens, "an int, an int32 torch.Tensor or None")

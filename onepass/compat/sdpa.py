@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .. import api, validation
-from ..errors import UnsupportedError
+from ..errors import REFUSALS, UnsupportedError, renamed
+from ..scalars import check_flag, check_real, is_real
 
 __all__ = ["DenseAttentionWarning", "scaled_dot_product_attention"]
 
@@ -62,7 +63,8 @@ def scaled_dot_product_attention(
     Raises: TypeError or ValueError for bad arguments, NotImplementedError for dropout; before any work.
     """
     query, key, value = api.autocast_inputs(query, key, value)
-    leading = _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    is_causal, scale = check_flag("is_causal", is_causal), None if scale is None else check_real("scale", scale)
+    leading = _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if attn_mask is not None and not isinstance(attn_mask, CausalBias):
         return _dense(query, key, value, attn_mask, scale)
 
@@ -79,8 +81,11 @@ def scaled_dot_product_attention(
     if q.shape[2] != num_heads:
         q = q.expand(-1, -1, num_heads, -1)
     if k.shape[2] != v.shape[2]:
-        k, v = (x.repeat_interleave(num_heads // x.shape[2], 2) for x in (k, v))
-    out = api.attention(q, k, v, causal=is_bottom_right, window=window, softmax_scale=scale)
+        k, v = (x.repeat_interleave(num_heads // max(1, x.shape[2]), 2) for x in (k, v))
+    try:
+        out = api.attention(q, k, v, causal=is_bottom_right, window=window, softmax_scale=scale)
+    except REFUSALS as error:
+        raise renamed(error, {"q": "query", "k": "key", "v": "value"}) from None
     return out.transpose(1, 2).reshape(*leading, *query.shape[-2:-1], value.shape[-1])
 
 
@@ -92,7 +97,7 @@ def _batch_seqlen_heads_dim(x: Tensor, leading: torch.Size) -> Tensor:
 
 
 def _check(
-    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: bool, enable_gqa: Any
 ) -> torch.Size:
     """Every check of the arguments. Returns: the broadcast dimensions (..., num_heads_q), () if there are none."""
     named = {"query": query, "key": key, "value": value}
@@ -104,12 +109,9 @@ def _check(
         raise ValueError(f"key: expected head_dim {query.shape[-1]} like query, got {key.shape[-1]}")
     if value.shape[-2] != key.shape[-2]:
         raise ValueError(f"value: expected seqlen_k {key.shape[-2]} like key, got {value.shape[-2]}")
-    validation.check_flag("is_causal", is_causal)
-    validation.check_flag("enable_gqa", enable_gqa)
-    if dropout_p != 0:
+    enable_gqa = check_flag("enable_gqa", enable_gqa)
+    if not is_real(dropout_p) or dropout_p != 0:
         raise UnsupportedError(f"dropout_p: expected 0.0, got {dropout_p!r}: onepass has no dropout")
-    if scale is not None:
-        validation.check_real("scale", scale)
     leading = _leading_shape(query, key, value, enable_gqa)
     if attn_mask is not None:
         if is_causal:
@@ -126,7 +128,7 @@ def _leading_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
                 raise ValueError(f"{name}: expected at least 3 dimensions with enable_gqa=True, got 2")
         num_heads = shapes[0][-1]
         for name, shape in zip(("key", "value"), shapes[1:], strict=True):
-            if shape[-1] < 1 or num_heads % shape[-1] != 0:
+            if num_heads and (shape[-1] < 1 or num_heads % shape[-1] != 0):
                 raise ValueError(
                     f"{name}: expected a number of heads that divides query's {num_heads}, got {shape[-1]}"
                 )
@@ -147,8 +149,7 @@ def _check_mask(attn_mask: Any, query: Tensor, scores_shape: torch.Size) -> None
         if given != tuple(scores_shape[-2:]):
             raise ValueError(f"attn_mask: expected a bias for lengths {tuple(scores_shape[-2:])}, got one for {given}")
         return
-    if not isinstance(attn_mask, Tensor):
-        raise TypeError(f"attn_mask: expected a torch.Tensor, got {type(attn_mask).__name__}")
+    validation.check_tensor("attn_mask", attn_mask)
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
         raise TypeError(f"attn_mask: expected dtype bool, float32 or {query.dtype} like query, got {attn_mask.dtype}")
     if attn_mask.device != query.device:
@@ -168,7 +169,8 @@ _has_warned = False
 
 def _warn_once() -> None:
     global _has_warned
-    if not _has_warned:
+    # torch.compile cannot trace a warning
+    if not _has_warned and not torch.compiler.is_compiling():
         _has_warned = True
         warnings.warn(
             "scaled_dot_product_attention: this attn_mask has no tile form, so the whole score matrix is computed: "

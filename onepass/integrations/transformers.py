@@ -248,6 +248,10 @@ def _refuse_unsupported(dropout: float, attention_mask: Tensor | None, kwargs: d
 
 
 def _window(sliding_window: int | None, is_causal: bool, num_keys: int) -> tuple[int, int | None] | None:
+    if sliding_window is not None and sliding_window < 1:
+        raise UnsupportedError(
+            f"sliding_window: expected at least 1, the query's own key, or None, got {sliding_window}"
+        )
     if sliding_window is None or sliding_window >= num_keys:
         return None  # the window reaches over all keys
     return sliding_window - 1, None if is_causal else sliding_window - 1

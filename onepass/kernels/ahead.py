@@ -73,7 +73,10 @@ class CompiledKernel(NamedTuple):
 def jobs_of(
     backend: str, problem: AttentionProblem, tuning: LaunchConfig | None = None, has_dlse: Sequence[bool] = ()
 ) -> list[Job]:
-    """The kernels of a forward, then those of its backward for each has_dlse: whether lse has a gradient."""
+    """The kernels of a forward, then those of its backward for each has_dlse: whether lse has a gradient. None where
+    there are no heads."""
+    if problem.num_heads_q == 0:
+        return []
     forward = tuning or dispatch.forward_config(backend, problem)
     request, *helpers = dispatch.forward_requests(backend, problem, forward)
     jobs = [Job(backend, problem, forward, request), *(Job(backend, problem, None, helper) for helper in helpers)]

@@ -18,18 +18,31 @@ from .config import VECTOR_BYTES
 
 
 def needs_append(inputs: DecodeInputs) -> bool:
-    return inputs.k_new is not None or inputs.rotary_cos is not None
+    if inputs.k_new is None and inputs.rotary_cos is None:
+        return False
+    return inputs.q.numel() > 0 or (inputs.k_new is not None and inputs.k_new.numel() > 0)
 
 
 def append(problem: DecodeProblem, inputs: DecodeInputs, arch: str) -> Tensor:
     """New keys and values into the cache. Returns: the rotated queries, or q itself without rotary positions."""
+    if inputs.q.numel() == 0:
+        append(problem, _with_rows_to_rotate(inputs), arch)
+        return inputs.q
     is_rotary = inputs.rotary_cos is not None
     q_out = torch.empty_like(inputs.q, memory_format=torch.contiguous_format) if is_rotary else inputs.q
     arguments = append_arguments(problem, inputs, q_out)
     if arguments[-1]:
         key = AppendKey.of(problem, inputs, arguments[:6])
+        if inputs.seqlen_new:
+            # autograd sees no write of a kernel: a graph that saved a cache would go back through the new keys
+            torch.autograd.graph.increment_version((inputs.k_cache, inputs.v_cache))
         append_kernel_of(key, arch)(*arguments)
     return q_out
+
+
+def _with_rows_to_rotate(inputs: DecodeInputs) -> DecodeInputs:
+    """Without queries the new keys in their place: a kernel that rotates keys has queries, which are not looked at."""
+    return inputs if inputs.q.numel() or inputs.k_new is None else inputs._replace(q=inputs.k_new)
 
 
 def append_arguments(problem: DecodeProblem, inputs: DecodeInputs, q_out: Tensor) -> tuple:
@@ -91,6 +104,7 @@ def append_kernel_of(key: AppendKey, arch: str) -> Callable:
 
 def request_of_call(problem: DecodeProblem, inputs: DecodeInputs, arch: str) -> tuple:
     """`append_request` of a call that needs one."""
+    inputs = _with_rows_to_rotate(inputs)
     q_out = inputs.q if inputs.rotary_cos is None else torch.empty_like(inputs.q)
     rows = append_arguments(problem, inputs, q_out)[:6]
     return append_request(AppendKey.of(problem, inputs, rows), arch)

@@ -14,11 +14,14 @@ LOG2_E = math.log2(math.e)
 
 
 def window_bounds(problem: AttentionProblem) -> tuple[int | None, int | None]:
-    """The window as a kernel gets it: beyond the longer of both lengths a bound hides nothing, and sums of positions
-    stay in 32 bits."""
+    """The window as a kernel gets it: beyond the longer of both lengths a bound hides nothing, or everything if it is
+    negative, and sums of positions stay in 32 bits."""
     longest = max(problem.seqlen_q, problem.seqlen_k)
-    left, right = problem.mask.window_left, problem.mask.window_right
-    return None if left is None else min(left, longest), None if right is None else min(right, longest)
+    left, right = (
+        None if side is None else max(-longest, min(side, longest))
+        for side in (problem.mask.window_left, problem.mask.window_right)
+    )
+    return left, right
 
 
 def score_scales(problem: AttentionProblem) -> tuple[float, float | None]:

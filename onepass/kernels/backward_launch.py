@@ -28,9 +28,15 @@ def unsupported(problem: AttentionProblem) -> str | None:
     return None
 
 
-def without_keys(inputs: AttentionInputs, *_) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A backward of a problem in which no query sees a key."""
+def without_keys(
+    inputs: AttentionInputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A backward of a problem in which no query sees a key: lse of a row is its sink, so dsink sums up dlse."""
     dq, dk, dv, dsinks = (gradient.zero_() for gradient in empty_gradients(inputs))
+    if inputs.sinks is not None and dlse is not None:
+        # exp(sink - lse) is 1, or NaN of a sink that is none; -inf, without a sink: 0
+        p = torch.where(lse == -torch.inf, 0.0, torch.exp(inputs.sinks.float()[:, None] - lse))
+        dsinks.copy_(torch.where(p == 0, 0.0, p * dlse).transpose(-1, -2).flatten(0, -2).sum(0))
     return dq, dk, dv, dsinks
 
 
@@ -100,7 +106,8 @@ class BackwardLaunch:
         """Whether a block of queries may see no key, and so be visited by no tile."""
         mask, shift = self.problem.mask, self.problem.seqlen_k - self.problem.seqlen_q
         is_ahead = mask.window_right is not None and shift + mask.window_right < 0
-        return self.problem.has_seqused_k or is_ahead
+        is_behind = mask.window_left is not None and mask.window_left < 0
+        return self.problem.has_seqused_k or is_ahead or is_behind
 
     def __call__(
         self, inputs: AttentionInputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None

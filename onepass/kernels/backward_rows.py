@@ -11,7 +11,7 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int16, Int32
 
 from ..problem import AttentionProblem
 from .blocks import epilogue, plain_gradients
@@ -52,6 +52,15 @@ def sequence_of_block(block: Int32, cu_seqlens: cute.Tensor, tile_m: cutlass.Con
         low = select(is_before, middle, low)
         high = select(is_before, high, middle - 1)
     return low, cu_seqlens[low] // tile_m + low
+
+
+def all_zero(values: cute.Tensor) -> Boolean:
+    """Whether all values of a vector are +0."""
+    words = cute.recast_tensor(values, Int16 if cute.size(values) * values.element_type.width == 16 else Int32)
+    found = words[0]
+    for i in range(1, cute.size(words)):
+        found = found | words[i]
+    return found == 0
 
 
 class BlockRows(NamedTuple):
@@ -164,7 +173,7 @@ class Preprocess(RowsKernel):
             row = i * rows_at_once + thread // lanes
             delta, lse = Float32(0.0), Float32.inf
             if row < num_rows:
-                total = Float32(0.0)
+                total, is_zero = Float32(0.0), Boolean(True)
                 for first in cutlass.range_constexpr(0, num_vectors, lanes):
                     if first + lane < num_vectors:
                         for t, part in ((mO, a), (mdO, b)):
@@ -172,7 +181,9 @@ class Preprocess(RowsKernel):
                             cute.autovec_copy(row_vectors[None, first + lane], part)
                         for c in cutlass.range_constexpr(self.vector):
                             total += a[c].to(Float32) * b[c].to(Float32)
-                delta = total
+                        is_zero = is_zero and all_zero(a)
+                # out of a row without keys is 0, and its delta, which a sink sees, is 0 also beside a dout of NaN
+                delta = Float32(0.0) if is_zero else total
                 lse = mLSE[start + row, 0, head, entry]
             delta = cute.arch.warp_reduction_sum(delta, threads_in_group=lanes)
             if lane == 0:

@@ -6,7 +6,7 @@ Parts are added in the order of their numbers, AT_A_TIME by themselves, whose lo
 So a few parts of a row are a warp's, many are shared out to the warps of a thread block, and the bits are the same.
 
 A part in which the row saw no key (lse_s = -inf) has weight 0 and its out_s is not looked at. Parts behind the last one
-that has keys change no bit of the result.
+that has keys change no bit of the result. Sinks are in none of the parts: they join here, once.
 
 Source: FlashAttention-2, arXiv:2307.08691, section 2.3.
 """
@@ -22,6 +22,7 @@ from cutlass.memory import SmemAllocator
 from .blocks import warp
 from .blocks.integers import ceil_div, minimum
 from .blocks.online_softmax import LN2
+from .blocks.sinks import Sinks, weight_of_sink
 from .blocks.tile_scheduler import LANES
 
 WARPS = 2  # of a thread block, if each has a row
@@ -51,10 +52,12 @@ class Merge:
         out: cute.Tensor,  # (batch, seqlen_q, num_heads, head_dim_v)
         lse: cute.Tensor,  # (batch, num_heads, seqlen_q) float32
         sinks: cute.Tensor | None,  # (num_heads,) float32: in none of the parts
+        cu_seqlens_q: cute.Tensor | None,  # of packed queries, a batch of one; with sinks
         num_blocks: Int32,
         stream: cuda.CUstream,
     ):
-        self.kernel(partial_out, partial_lse, out, lse, sinks).launch(
+        given = None if cutlass.const_expr(sinks is None) else Sinks(sinks, cu_seqlens_q)
+        self.kernel(partial_out, partial_lse, out, lse, given).launch(
             grid=[num_blocks, 1, 1], block=[self.block_warps * LANES, 1, 1], stream=stream, use_pdl=self.is_early
         )
 
@@ -65,7 +68,7 @@ class Merge:
         partial_lse: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
-        sinks: cute.Tensor | None,
+        sinks: Sinks | None,
     ):
         batch, seqlen_q, num_heads, _ = out.shape
         warp_number = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // LANES)
@@ -83,7 +86,7 @@ class Merge:
                 out[entry, position, head, None],
                 lse[entry, head, None],
                 position,
-                None if cutlass.const_expr(sinks is None) else sinks[head],
+                None if cutlass.const_expr(sinks is None) else sinks.of_row(head, position),
                 warp_number,
             )
 
@@ -109,14 +112,14 @@ class Merge:
         for split in cutlass.range(lane, num_splits, LANES, unroll=1):
             total += cute.math.exp2((lses[split] - reference) * LOG2_E, fastmath=True)
         total = cute.arch.warp_reduction_sum(total)
-        is_empty = total == 0.0
+        is_empty, lse_of_empty = total == 0.0, -Float32.inf
         scale = Float32(1.0)
         if cutlass.const_expr(sink is not None):
             # the larger of both is the reference, so that neither term overflows
             larger = cute.arch.fmax(reference, sink)
             scale = cute.math.exp2((reference - larger) * LOG2_E, fastmath=True)
-            total = total * scale + cute.math.exp2((sink - larger) * LOG2_E, fastmath=True)
-            reference = larger
+            total = total * scale + weight_of_sink(sink, (sink - larger) * LOG2_E)
+            reference, lse_of_empty = larger, sink
         safe_total = Float32(1.0) if is_empty else total
         share = scale / safe_total
 
@@ -159,7 +162,7 @@ class Merge:
                     cute.autovec_copy(result, out_vectors[None, lane + k * LANES])
             if lane == 0:
                 log_total = cute.math.log2(safe_total, fastmath=True) * LN2
-                lse[position] = -Float32.inf if is_empty else reference + log_total
+                lse[position] = lse_of_empty if is_empty else reference + log_total
 
     @cute.jit
     def add_parts(self, acc: cute.Tensor, vectors: cute.Tensor, lses: cute.Tensor, first: Int32, reference: Float32):

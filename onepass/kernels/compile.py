@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import os
 import threading
 import time
 import warnings
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import disk_cache
+from . import disk_cache, sources
 
 SYMBOL = "onepass_kernel"
 PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
@@ -27,7 +28,16 @@ OPTIONS = "--enable-tvm-ffi"
 
 _kernels: dict[str, Callable] = {}
 _keep_alive: list[Any] = []
-_lock = threading.Lock()
+_lock = threading.Lock()  # the compiler is not made for threads; who finds a finished kernel does not take it
+
+
+def _after_fork_in_child() -> None:
+    """The thread that may have held the lock is not in this process."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def get(name: str, key: tuple, arch: str, trace: Callable[[], tuple]) -> Callable:
@@ -41,10 +51,13 @@ def get(name: str, key: tuple, arch: str, trace: Callable[[], tuple]) -> Callabl
     Returns: a function of torch tensors and numbers, positional, in the order of the traced function's arguments.
     """
     fingerprint = _fingerprint(name, key, arch)
-    with _lock:
-        if fingerprint not in _kernels:
-            _kernels[fingerprint] = _get_from_disk(fingerprint, name, key, arch, trace)
-        return _kernels[fingerprint]
+    kernel = _kernels.get(fingerprint)
+    if kernel is None:
+        with _lock:
+            kernel = _kernels.get(fingerprint)  # another thread may have got it meanwhile
+            if kernel is None:
+                kernel = _kernels[fingerprint] = _get_from_disk(fingerprint, name, key, arch, trace)
+    return kernel
 
 
 def is_cached(name: str, key: tuple, arch: str) -> bool:
@@ -176,7 +189,7 @@ def environment() -> str:
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         digest.update(next((line for line in lines if line.startswith(("flags", "Features"))), "").encode())
-    package = Path(__file__).resolve().parent
-    for source in sorted([*package.rglob("*.py"), package.parent / "problem.py"]):
+    for source in sources.of_kernels(sources.PACKAGE):
+        digest.update(f"{source.relative_to(sources.PACKAGE).as_posix()}\n".encode())
         digest.update(source.read_bytes())
     return digest.hexdigest()

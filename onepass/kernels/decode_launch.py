@@ -8,7 +8,6 @@ combine.py               merges them
 from __future__ import annotations
 
 import functools
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,7 +18,7 @@ from torch import Tensor
 from ..decode_problem import DecodeInputs, DecodeProblem
 from ..decode_validation import read_cache_lengths
 from ..errors import UnsupportedError
-from ..outputs import empty_outputs
+from ..outputs import empty_outputs, without_keys
 from ..problem import AttentionInputs
 from . import compile
 from .append_launch import append, needs_append, request_of_call
@@ -84,7 +83,8 @@ class DecodeLaunch(ABC):
         if self._merge is None:
             self._merge = compile.get(*self.merge_request())
         merged = (out[None], lse[None]) if self.problem.attention.is_packed else (out, lse)
-        self._merge(*partials, *merged, sinks, merge_blocks(merged[0], self.num_splits))
+        offsets = None if sinks is None else query_offsets_of(inputs)
+        self._merge(*partials, *merged, sinks, offsets, merge_blocks(merged[0], self.num_splits))
         return out, lse
 
     @abstractmethod
@@ -123,8 +123,7 @@ def prepared(
     problem: DecodeProblem, make: Callable[[], DecodeLaunch]
 ) -> Callable[[DecodeInputs], tuple[Tensor, Tensor]]:
     """A launch, if there are rows and keys."""
-    attention = problem.attention
-    if 0 in (attention.batch, attention.seqlen_q, attention.seqlen_k):
+    if problem.attention.is_empty:
         return functools.partial(_without_keys, problem)
     return make()
 
@@ -133,7 +132,7 @@ def _without_keys(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor,
     if needs_append(inputs):
         append(problem, inputs, arch_of(inputs.q.device))
     out, lse = empty_outputs(problem.attention, AttentionInputs(*inputs[:3]))
-    return out.zero_(), lse.fill_(-math.inf)
+    return without_keys(out, lse, inputs.sinks, inputs.cu_seqlens_q)
 
 
 def compile_requests(

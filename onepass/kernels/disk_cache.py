@@ -3,9 +3,11 @@
 An entry is a native object file, <key>.o, and <key>.json beside it, which says what it is and holds the object's
 SHA-256. Beside them lie <key>.lock and, while it is built, <key>.<pid>.part.o and .part.json.
 
-* The directory belongs to the user alone: entries are loaded as native code. Another user's directory is refused; one
-  of this user that others may enter is made private (0700), and of what lies in it only this user's own files count.
-* One process builds a key while the others wait for its lock; the lock dies with its process.
+* No other user may write to the directory: entries are loaded as native code. It is made private (0700); one that is
+  there already is taken as it is, or refused, if it is another user's or others may write to it, and its mode is never
+  changed: it may serve other ends, too. What lies in it counts only if this user has written it.
+* One process builds a key while the others wait for its lock; the lock dies with its process, also where that process
+  was forked meanwhile.
 * Files appear by atomic rename, the .json last: a build that is killed leaves no entry. An entry that is not what its
   .json says is built again. Nothing is unpickled.
 """
@@ -22,7 +24,9 @@ import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+_lock_files: set[IO[str]] = set()  # that are open, and may be locked
 
 _FILE = re.compile(r"(?P<key>[0-9a-f]{32})\.(?P<kind>o|json|lock|\d+\.part\.(?:o|json))")
 
@@ -40,11 +44,17 @@ def cache_directory() -> Path:
 
 
 def make_usable(directory: Path) -> None:
-    """Make the directory, and make it private. Raises: OSError if it is another user's, or cannot be written."""
+    """Make the directory, private, if there is none.
+
+    Raises: OSError if it is another user's, if others may write to it, or if it cannot be written.
+    """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = check_owner(directory)
-    if status.st_mode & 0o077:
-        os.chmod(directory, 0o700)
+    mode = stat.S_IMODE(check_owner(directory).st_mode)
+    if mode & 0o022:
+        raise PermissionError(
+            f"{directory}: expected a directory that only this user may write to, got mode {mode:04o}; "
+            "name one that does not exist yet, or take the permission away"
+        )
     if not os.access(directory, os.W_OK | os.X_OK):
         raise PermissionError(f"{directory} is not writable")
 
@@ -64,12 +74,30 @@ def exclusive(lock: Path, wait: bool = True) -> Iterator[None]:
     Raises: BlockingIOError if another process holds it and `wait` is False.
     """
     while True:
-        with open(lock, "a") as file:
+        with open(lock, "a") as file, _closed_after_fork(file):
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             # who clears the cache removes the file that was waited for: the lock is the file now under that name
             if _is_at(file.fileno(), lock):
                 yield
                 return
+
+
+@contextlib.contextmanager
+def _closed_after_fork(file: IO[str]) -> Iterator[None]:
+    """A lock lasts until all processes have closed the file: a child must not hold that of a thread that it has not."""
+    _lock_files.add(file)
+    try:
+        yield
+    finally:
+        _lock_files.discard(file)
+
+
+def _after_fork_in_child() -> None:
+    while _lock_files:
+        _lock_files.pop().close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

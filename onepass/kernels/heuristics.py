@@ -130,41 +130,50 @@ FORWARD_SM90 = {
     ),
 }
 
-# The same in FP8 by the wider head dim: TFLOP/s at 2048 and 16384
+# Configurations for FP8, by the wider head dim: TFLOP/s at 1024, 2048, 4096, 8192 and 16384 where they are the row's
 # (benchmarks/results/h200-fp8-variants.json, in which the same configuration twice differs by up to 5 percent).
-FP8_QUEUE = ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=LAZY_FP8, dynamic_tiles=True)
+# The tensor cores cut the sums of P V off (docs/fp8.md), so P V of each step is added to O by the FMA pipe.
+FP8_BESIDE = ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=LAZY_FP8, two_level_sums=True)
+FP8_AFTER = replace(FP8_BESIDE, overlap_gemm_softmax=False)
 FORWARD_FP8 = {
     64: (
-        # 466; 128 keys and 3 warpgroups 447
-        Row(True, 4096, ForwardConfig(tile_n=64, num_warpgroups=4, q_stages=2, rescale_threshold=LAZY_FP8)),
-        # at 8192 and 16384 599 632; without the FMA pipe 590 624, 64 keys and 4 warpgroups 595 633
-        Row(True, LONG, replace(FP8_QUEUE, num_warpgroups=3, exp2_fma_period=8)),
-        # 598 677; with a queue 603 677, 64 keys and 4 warpgroups 603 647
-        Row(None, LONG, replace(FP8_QUEUE, num_warpgroups=3, dynamic_tiles=False)),
+        # 518; 128 keys and 3 warpgroups 490
+        Row(False, 1024, replace(FP8_AFTER, tile_n=64, num_warpgroups=4)),
+        # 573 598 635 634; 64 keys and 4 warpgroups 556 575 592 596, with overlap and 96 keys 489 544 .. 600
+        Row(False, LONG, replace(FP8_AFTER, num_warpgroups=3)),
+        # 337; 128 keys and 3 warpgroups 316
+        Row(True, 1024, replace(FP8_AFTER, tile_n=64, num_warpgroups=4, dynamic_tiles=True)),
+        # 426 490 552 580; 64 keys and 4 warpgroups 419 480 523 546
+        Row(True, LONG, replace(FP8_AFTER, num_warpgroups=3, dynamic_tiles=True)),
     ),
     128: (
-        # 844, causal 669; without the FMA pipe 819, causal 652; 192 keys 847, causal 662
-        Row(None, 4096, replace(FP8_QUEUE, exp2_fma_period=8)),
-        # at 8192 919; 96 keys and 3 warpgroups 899, without a queue 915
-        Row(False, 8192, replace(FP8_QUEUE, exp2_fma_period=8)),
-        # at 8192 and 16384 875 905; with the FMA pipe 847 895, 128 keys and 2 warpgroups with it 838 884
-        Row(True, LONG, replace(FP8_QUEUE, tile_n=96, num_warpgroups=3)),
-        # 949; with the FMA pipe 927; 128 keys and 2 warpgroups 877
-        Row(None, LONG, replace(FP8_QUEUE, tile_n=96, num_warpgroups=3)),
+        # 757; without overlap 3 warpgroups 729
+        Row(False, 1024, FP8_BESIDE),
+        # 856 897 946 929; with overlap 2 warpgroups 825 863 878 906
+        Row(False, LONG, replace(FP8_AFTER, num_warpgroups=3)),
+        # 519; without overlap 3 warpgroups 493
+        Row(True, 1024, FP8_BESIDE),
+        # 667 751 897 887; with overlap 2 warpgroups 639 727 797 841
+        Row(True, LONG, replace(FP8_AFTER, num_warpgroups=3, dynamic_tiles=True)),
     ),
     256: (
-        # 901; in pairs 885
-        Row(True, 4096, FP8_QUEUE),
-        # pairs of thread blocks share K and V: 1194 1326, causal 1199; with a queue 1197 1257, causal 1112
-        Row(None, LONG, replace(FP8_QUEUE, dynamic_tiles=False, cluster_size=2)),
+        # pairs of thread blocks share K and V: 908 992 1035 1062 1092; by themselves 896 984 1028 1057 1067
+        Row(False, LONG, replace(FP8_AFTER, cluster_size=2)),
+        # 671; with a queue 652
+        Row(True, 1024, FP8_AFTER),
+        # 815 920 1029 1020; in pairs 778 865 973 1045
+        Row(True, LONG, replace(FP8_AFTER, dynamic_tiles=True)),
     ),
 }
+# Head dims of V above 128: keys of a tile, and columns whose P V has registers beside O, by turns. P V takes the
+# registers of S, and where it has not as many ptxas drains every wgmma by itself.
+FP8_COLUMNS = {192: (96, 96), 256: (128, 128)}
 
 
 def forward_config(problem: AttentionProblem, arch: str = HOPPER) -> ForwardConfig:
     """The configuration that a call of this problem runs with on Hopper."""
     if problem.quantization is not None:
-        return _fp8_config(problem)
+        return _of_rows(_fp8_config(problem), problem)
     if problem.dtype == torch.float32:
         return _adapted(
             FLOAT32_SM90[max(head_dim_tile(d) for d in (problem.head_dim, value_columns(problem)))], problem
@@ -207,14 +216,50 @@ def _fp8_config(problem: AttentionProblem) -> ForwardConfig:
     """FP8 on Hopper."""
     is_causal = problem.mask.window_right is not None
     widest = max(problem.head_dim, problem.head_dim_v)
+    columns = head_dim_tile(problem.head_dim_v)
     # these take registers, which the rows below do not leave; not measured
-    if problem.softcap is not None or problem.mask.window_left is not None or (widest > 128 and problem.has_seqused_k):
-        tile_n = 64 if problem.head_dim_v > 192 else 128
-        return _adapted(replace(FP8_QUEUE, tile_n=tile_n, dynamic_tiles=is_causal), problem)
-    seqlen_k = problem.seqlen_k // max(1, problem.batch) if problem.is_packed else problem.seqlen_k
-    rows = FORWARD_FP8[64 if widest <= 64 else 128 if widest <= 128 else 256]
-    config = next(row.config for row in rows if row.is_causal in (None, is_causal) and seqlen_k <= row.seqlen_k)
+    takes_registers = problem.softcap is not None or problem.mask.window_left is not None
+    takes_registers = takes_registers or (widest > 128 and problem.has_seqused_k)
+    if takes_registers:
+        config = replace(FP8_AFTER, dynamic_tiles=is_causal)
+    else:
+        seqlen_k = problem.seqlen_k // max(1, problem.batch) if problem.is_packed else problem.seqlen_k
+        rows = FORWARD_FP8[64 if widest <= 64 else 128 if widest <= 128 else 256]
+        config = next(row.config for row in rows if row.is_causal in (None, is_causal) and seqlen_k <= row.seqlen_k)
+    is_measured = widest <= 64 and not (takes_registers or problem.is_packed or problem.has_seqused_k)
+    if columns > 128:
+        tile_n, pv_columns = (64, 64) if takes_registers and columns > 192 else FP8_COLUMNS[columns]
+        config = replace(config, tile_n=tile_n, pv_columns=pv_columns)
+    elif not config.overlap_gemm_softmax and columns < config.tile_n and not is_measured:
+        # enough registers for P V of its own
+        config = replace(FP8_BESIDE, dynamic_tiles=config.dynamic_tiles)
     return _adapted(config, problem)
+
+
+# Queries up to which the kernel transposes V itself, once for each tile of queries, by the wider head dim: without a
+# mask and under a causal one. For more of them it costs less to lay V out once, by a kernel of its own (about 19 us).
+# TFLOP/s of both ways, transposed first (h200-fp8-variants.json): 64 at 1024 and 2048 466 453, 532 542, causal at 4096
+# and 8192 486 479, 547 553; 128 at 4096 and 8192 876 856, 899 916, causal 739 719, 841 834; 256 at 1024 and 2048
+# 849 825, 936 957, causal at 4096 and 8192 883 870, 943 957.
+TRANSPOSED_QUERIES = {64: (1024, 4096), 128: (4096, 4096), 256: (1024, 4096)}
+
+
+def _of_rows(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:
+    """The configuration for V that lies as `fp8.keys_last` lays it, for the V of this problem."""
+    assert problem.quantization is not None
+    seqlen_q = problem.seqlen_q // max(1, problem.batch) if problem.is_packed else problem.seqlen_q
+    widest = max(problem.head_dim, problem.head_dim_v)
+    most = TRANSPOSED_QUERIES[64 if widest <= 64 else 128 if widest <= 128 else 256]
+    if problem.quantization.v_keys_last or seqlen_q > most[problem.mask.window_right is not None]:
+        return config
+    # pairs share what they load, and none of what they transpose; by themselves they are faster with a queue
+    is_dynamic = config.dynamic_tiles or config.cluster_size > 1
+    transposing = replace(config, transposes_v=True, cluster_size=1, dynamic_tiles=is_dynamic)
+    try:
+        transposing.check(problem)
+    except UnsupportedError:
+        return config
+    return transposing
 
 
 def _adapted(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:

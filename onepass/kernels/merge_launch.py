@@ -26,7 +26,8 @@ ROW_WARPS = 8  # that more than FEW_PARTS parts are shared out to
 class MergeKey:
     """What the code of a merge depends on.
 
-    Attributes: those of `combine.Merge`, and the dtypes of partial_out and of out.
+    Attributes: those of `combine.Merge`, the dtypes of partial_out and of out, and has_offsets: of packed queries with
+    sinks.
     """
 
     partial: torch.dtype
@@ -36,6 +37,7 @@ class MergeKey:
     vector_bytes: int
     row_warps: int
     is_early: bool = False
+    has_offsets: bool = False
 
 
 def row_warps(num_parts: int) -> int:
@@ -59,7 +61,7 @@ def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     if blocks := merge_blocks(out, num_parts):
         outs = with_rows(outs)
         key = MergeKey(outs.dtype, out.dtype, out.shape[-1], False, vector_bytes(outs), row_warps(num_parts))
-        merge_kernel_of(key, arch_of(outs.device))(outs, lses.contiguous(), out, lse, None, blocks)
+        merge_kernel_of(key, arch_of(outs.device))(outs, lses.contiguous(), out, lse, None, None, blocks)
     return out, lse
 
 
@@ -69,7 +71,9 @@ def merge_request(attention: AttentionProblem, config: LaunchConfig, num_splits:
     dv, float32 = attention.head_dim_v, torch.float32
     # of a workspace: aligned as its rows are
     aligned_to = next(n for n in VECTOR_BYTES if dv * float32.itemsize % n == 0)
-    key = MergeKey(float32, attention.dtype, dv, attention.has_sinks, aligned_to, row_warps(num_splits), is_early)
+    has_offsets = attention.has_sinks and attention.is_packed
+    of_parts = aligned_to, row_warps(num_splits), is_early
+    key = MergeKey(float32, attention.dtype, dv, attention.has_sinks, *of_parts, has_offsets)
     return _request(key, arch)
 
 
@@ -98,6 +102,7 @@ def trace_merge(key: MergeKey) -> tuple:
         fake_tensor(element_type(key.dtype), None, None, None, key.head_dim_v, align_bytes=out_bytes),
         fake_tensor(Float32, None, None, None, align_bytes=4),
         fake_tensor(Float32, None, align_bytes=4) if key.has_sinks else None,
+        fake_tensor(Int32, None, align_bytes=4) if key.has_offsets else None,
         Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )

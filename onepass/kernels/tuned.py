@@ -141,17 +141,30 @@ def refined(
     key = key_of(direction, backend, problem)
     for entries, environment in ((own, _environment()), (shipped, None)):
         entry = entries.get(key)
-        if entry is not None and entry.instead_of == usual.text and environment in (None, entry.environment):
+        if entry is None or environment not in (None, entry.environment):
+            continue
+        # not its text: one from before a field was added means that field's default
+        if _parsed(entry.instead_of, usual) == usual:
             return _usable(entry, usual, problem, arch)
     return usual
 
 
+def _parsed(text: str, usual: Config) -> Config | None:
+    """The configuration of the usual one's type whose text this is; None if it is none."""
+    try:
+        return type(usual).from_text(text)
+    except (TypeError, ValueError, SyntaxError):
+        return None
+
+
 def _usable(entry: Entry, usual: Config, problem: AttentionProblem, arch: str) -> Config:
     """The entry's configuration, or the usual one if this problem cannot have it."""
+    config = _parsed(entry.config, usual)
+    if config is None:
+        return usual
     try:
-        config = type(usual).from_text(entry.config)
         config.check(problem, arch)
-    except (UnsupportedError, TypeError, ValueError, SyntaxError):
+    except UnsupportedError:
         return usual
     return config
 

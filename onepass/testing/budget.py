@@ -292,7 +292,7 @@ def fp8_budget(
     p = reference.attention(q, k, identity[None, :, None].expand(batch, -1, heads_kv, -1), **options).out.transpose(
         1, 2
     )
-    group = q.shape[2] // heads_kv
+    group = q.shape[2] // max(1, heads_kv)
     v = v.double().repeat_interleave(group, 2).transpose(1, 2)
     with_out, v = oracle.out.transpose(1, 2) @ v.mT, v.abs()  # (.., seqlen_q, keys)
     scale = torch.ones(1, dtype=torch.float64, device=v.device) if v_scale is None else v_scale.double()

@@ -17,6 +17,7 @@ import onepass
 
 from .. import reference
 from .budget import Comparison, compare, compare_lse
+from .inputs import edges_of, heads_or_none, some_side_negative
 from .rounding import floor_of_out
 
 INT32, E4M3 = torch.int32, torch.float8_e4m3fn
@@ -135,7 +136,7 @@ class DecodeCall:
         """(keys, num_heads_kv)."""
         shape, descale = (len(keys), self.arguments["k_cache"].shape[2]), self.arguments.get(f"{name}_descale")
         if descale is None:
-            return torch.ones(shape, device=self.arguments["q"].device)
+            return torch.ones(shape, dtype=torch.float32, device=self.arguments["q"].device)
         if descale.dim() == 3:
             return descale[b].mT[keys // self.arguments["kv_block"]]
         if descale.dim() == 2:
@@ -198,10 +199,12 @@ def random_decode_call(
     dtype = dtype or rng.choice([torch.float64, torch.float32, torch.bfloat16, torch.float16])
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
 
     batch, heads_kv = rng.choice([1, 2, 3, 5]), rng.choice([1, 1, 2, 3])
     heads_q = heads_kv * rng.choice([1, 1, 2, 3, 4, 5, 8, 16])
+    edges = edges_of(seed)
+    heads_q, heads_kv = heads_or_none(edges, heads_q, heads_kv)
     is_e4m3 = dtype.itemsize == 2 and not many_rows and rng.random() < 0.25
     head_dims = [8, 40, 64, 64, 96, 128, 128, 256]
     head_dim = rng.choice(head_dims if is_e4m3 or many_rows else [3, *head_dims])
@@ -231,7 +234,7 @@ def random_decode_call(
     for name, columns in (("k", head_dim), ("v", head_dim_v)):
         is_transposed = rng.random() < 0.3
         shape = (outer, heads_kv, size, columns) if is_transposed else (outer, size, heads_kv, columns)
-        cache = torch.full(shape, torch.nan).to(cache_dtype)
+        cache = torch.full(shape, torch.nan, dtype=torch.float32).to(cache_dtype)
         cache = arguments[f"{name}_cache"] = cache.transpose(1, 2) if is_transposed else cache
         for b, n in enumerate(filled):
             keys = normal(n, heads_kv, columns, dtype=torch.float32).to(cache_dtype)
@@ -253,14 +256,14 @@ def random_decode_call(
     if head_dim > 3 and rng.random() < 0.3 and not packed:
         half = rng.choice([head_dim // 2, head_dim // 4])
         angles = torch.arange(size if page_size is None else arguments["page_table"].shape[1] * size)
-        angles = angles[:, None] * 0.5 ** torch.arange(half)
+        angles = angles[:, None] * 0.5 ** torch.arange(half, dtype=torch.float32)
         of_table = rng.choice([dtype, torch.float32])
         arguments |= {"rotary_cos": angles.cos().to(of_table), "rotary_sin": angles.sin().to(of_table)}
         arguments["rotary_interleaved"] = rng.random() < 0.5
 
     arguments["causal"] = rng.random() < 0.7
     if rng.random() < 0.3:
-        arguments["window"] = tuple(rng.choice([None, 0, 5, 33, 100]) for _ in range(2))
+        arguments["window"] = some_side_negative(edges, tuple(rng.choice([None, 0, 5, 33, 100]) for _ in range(2)))
     if rng.random() < 0.25:
         arguments["softcap"] = rng.choice([0.5, 5.0, 30.0])
     if rng.random() < 0.2:

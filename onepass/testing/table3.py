@@ -60,10 +60,10 @@ _PAPER_16 = {"float16": (3.2e-4, 1.9e-4), "bfloat16": (None, None)}
 def with_outliers(seqlen: int, generator: torch.Generator) -> Tensor:
     """(1, seqlen, 1, 128) float32 of N(0, 1) + N(0, 100) Bernoulli(0.001)."""
     shape = 1, seqlen, 1, HEAD_DIM
-    is_outlier = torch.rand(shape, generator=generator) < 0.001
+    is_outlier = torch.rand(shape, generator=generator, dtype=torch.float32) < 0.001
     # N(0, 100) is given by its variance: the standard deviation is 10
-    outlier = 10.0 * torch.randn(shape, generator=generator)
-    return torch.randn(shape, generator=generator) + outlier * is_outlier
+    outlier = 10.0 * torch.randn(shape, generator=generator, dtype=torch.float32)
+    return torch.randn(shape, generator=generator, dtype=torch.float32) + outlier * is_outlier
 
 
 def _dense(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

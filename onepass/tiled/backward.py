@@ -24,7 +24,7 @@ from .mask import TileMask, add_visible, fill_hidden, zero_hidden
 from .online_softmax import SAFE_SCORE, log_tiny
 from .scratch import Scratch
 from .sequences import head_groups, sequences
-from .tile_sizes import TileSizes, matmul_precision
+from .tile_sizes import TileSizes, work_dtype
 
 
 def backward(
@@ -43,14 +43,16 @@ def backward(
     q, k, v, sinks = inputs[:4]
     pieces = sequences(problem, inputs)
     dq, dk, dv, dsinks = empty_gradients(inputs)
-    if problem.is_packed or problem.has_seqused_k or 0 in (problem.seqlen_q, problem.seqlen_k):
-        # tokens outside every sequence, keys past seqused_k and sequences without queries or keys
+    if problem.is_packed or problem.has_seqused_k or problem.is_empty:
+        # tokens outside every sequence, keys past seqused_k, sequences without queries or keys, heads of keys alone
         for x in (dq, dk, dv):
             x.zero_()
     accum = problem.accum_dtype
     delta = torch.linalg.vecdot(dout.to(accum), out.to(accum)).transpose(-1, -2)
-    # a row that saw no key has lse = -inf: its delta and its probabilities are zero, whatever dlse is
+    # a row that saw neither key nor sink has lse = -inf: its delta and its probabilities are zero, whatever dlse is
     is_empty = lse == -torch.inf
+    if sinks is not None:  # out of a row that saw a sink alone is 0, whatever dout is
+        delta = torch.where((out != 0).any(-1).transpose(-1, -2), delta, 0.0)
     if dlse is not None:
         delta = delta - dlse
     delta = torch.where(is_empty, 0.0, delta)
@@ -61,26 +63,28 @@ def backward(
     lse = torch.where(is_empty, torch.inf, lse)
     # an empty row counts as safe: exp(-inf) = 0
     lse_is_safe = bool(lse.abs().masked_fill_(is_empty, 0.0).amax() <= SAFE_SCORE) if lse.numel() else True
-    scratch = Scratch(q, accum)
-    with matmul_precision(problem):
-        for piece in pieces:
-            rows = [piece.rows(x) for x in (q, dout, dq)]
-            cols = [piece.cols(x) for x in (k, v, dk, dv)]
-            if 0 in rows[0].shape or 0 in cols[0].shape:
-                continue
-            n = rows[0].shape[0]
-            sizes = tile_sizes or TileSizes.choose(problem, cols[0].shape[1])
-            stats = [piece.stats(x) for x in (lse, delta)]
-            for group in head_groups(problem, n, sizes.heads):
-                _backward_group(
-                    problem,
-                    *(group.q_rows(x) for x in rows),
-                    *(group.kv_rows(x) for x in cols),
-                    *(group.stats(x) for x in stats),
-                    lse_is_safe=lse_is_safe,
-                    sizes=sizes,
-                    scratch=scratch,
-                )
+    # of a sink that is none: its rows have no finite probabilities, not even of hidden pairs
+    has_nan = not lse_is_safe and bool(lse.isnan().any())
+    scratch = Scratch(q, work_dtype(problem))
+    for piece in pieces:
+        rows = [piece.rows(x) for x in (q, dout, dq)]
+        cols = [piece.cols(x) for x in (k, v, dk, dv)]
+        if 0 in rows[0].shape or 0 in cols[0].shape:
+            continue
+        n = rows[0].shape[0]
+        sizes = tile_sizes or TileSizes.choose(problem, cols[0].shape[1])
+        stats = [piece.stats(x) for x in (lse, delta)]
+        for group in head_groups(problem, n, sizes.heads):
+            _backward_group(
+                problem,
+                *(group.q_rows(x) for x in rows),
+                *(group.kv_rows(x) for x in cols),
+                *(group.stats(x) for x in stats),
+                lse_is_safe=lse_is_safe,
+                lse_has_nan=has_nan,
+                sizes=sizes,
+                scratch=scratch,
+            )
     return dq, dk, dv, dsinks
 
 
@@ -109,6 +113,7 @@ def _backward_group(
     delta: Tensor,
     *,
     lse_is_safe: bool,
+    lse_has_nan: bool,
     sizes: TileSizes,
     scratch: Scratch,
 ) -> None:
@@ -123,8 +128,8 @@ def _backward_group(
     entries, kv_heads = k.shape[:2]
     heads = entries * kv_heads
     tile_mask = TileMask(problem, seqlen_k - seqlen_q, q, k, v, dout, delta, transposed=True)
-    keep_apart = not tile_mask.operands_are_finite
-    lowest = log_tiny(problem.accum_dtype)
+    keep_apart = lse_has_nan or not tile_mask.operands_are_finite
+    lowest = log_tiny(scratch.dtype)
     # As in the forward pass, scores of ordinary size need no reference: p = exp(s) exp(-lse), and the second factor
     # belongs to the row, so dout and delta can carry it. |s| <= |q| |k| tells beforehand; below 256 keys the norms
     # cost more than they save.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -54,8 +56,9 @@ def append(problem: DecodeProblem, inputs: DecodeInputs) -> None:
                 entry = torch.arange(len(positions), device=new.device)[:, None].expand_as(positions)
                 scale = descale_of_keys(descale, inputs, problem.kv_block, entry, positions)
             # e4m3 has no indexing
-            cache.view(torch.uint8)[where] = to_e4m3(new, scale).view(torch.uint8)
-        else:
+            cache, new = cache.view(torch.uint8), to_e4m3(new, scale).view(torch.uint8)
+        # torch writes to a cache that was made in inference mode only there
+        with torch.inference_mode() if cache.is_inference() else nullcontext():
             cache[where] = new
 
 

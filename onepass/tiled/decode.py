@@ -11,7 +11,7 @@ from ..decode_problem import DecodeInputs, DecodeProblem
 from ..decode_validation import read_cache_lengths, read_query_offsets
 from ..kernels.blocks.splits import split_ranges
 from ..merge import merge_in_torch
-from ..outputs import empty_outputs
+from ..outputs import empty_outputs, without_keys
 from ..problem import AttentionInputs, AttentionProblem, Mask
 from .cache import append, keys_and_values, rotated_queries
 from .forward import forward
@@ -57,7 +57,7 @@ def _decode_entry(
     parts = split_ranges(k.shape[1], problem.num_splits or 1, problem.split_size)
     if not parts or q.shape[1] == 0:
         out, lse = empty_outputs(attention, inputs)
-        return out.zero_(), lse.fill_(-torch.inf)
+        return without_keys(out, lse, sinks, None)
     if len(parts) == 1 and not attention.has_e4m3_cache:
         return forward(attention, inputs)
     outs, lses = zip(*(forward_of_split(attention, q, k, v, *part) for part in parts), strict=True)

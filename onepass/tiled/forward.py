@@ -7,13 +7,13 @@ from torch import Tensor
 
 from .. import fp8
 from ..kernels.blocks.block_range import key_tiles, tiles
-from ..outputs import empty_outputs
+from ..outputs import empty_outputs, without_keys
 from ..problem import AttentionInputs, AttentionProblem, QuantizedInputs
 from .mask import Range, TileMask, add_visible
 from .online_softmax import OnlineSoftmax
 from .scratch import Scratch
 from .sequences import head_groups, sequences
-from .tile_sizes import TileSizes, matmul_precision
+from .tile_sizes import TileSizes, work_dtype
 
 
 def forward(
@@ -22,7 +22,8 @@ def forward(
     """Attention of a whole call.
 
     Returns: out as q (with head_dim_v), laid out as q; lse (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q),
-    natural log, -inf for a row that sees no key. Source: FlashAttention-2, arXiv:2307.08691, Algorithm 1.
+    natural log. A row that sees no key has out = 0, and its sink for lse, or -inf without sinks.
+    Source: FlashAttention-2, arXiv:2307.08691, Algorithm 1.
     """
     out, lse = empty_outputs(problem, inputs)
     if isinstance(inputs, QuantizedInputs):
@@ -32,14 +33,12 @@ def forward(
     # rows that no sequence or no key reaches keep these values; all others are written
     is_covered = not problem.is_packed and all(piece.num_keys for piece in pieces)
     if not is_covered:
-        out.zero_()
-        lse.fill_(-torch.inf)
-    scratch = Scratch(q, problem.accum_dtype)
-    with matmul_precision(problem):
-        for piece in pieces:
-            views = piece.rows(q), piece.cols(inputs.k), piece.cols(inputs.v), piece.rows(out), piece.stats(lse)
-            if 0 not in views[0].shape and 0 not in views[1].shape:
-                _forward_sequences(problem, *views, inputs.sinks, tile_sizes, scratch)
+        without_keys(out, lse, inputs.sinks, inputs.cu_seqlens_q)
+    scratch = Scratch(q, work_dtype(problem))
+    for piece in pieces:
+        views = piece.rows(q), piece.cols(inputs.k), piece.cols(inputs.v), piece.rows(out), piece.stats(lse)
+        if 0 not in views[0].shape and 0 not in views[1].shape:
+            _forward_sequences(problem, *views, inputs.sinks, tile_sizes, scratch)
     return out, lse
 
 
@@ -105,7 +104,7 @@ def _forward_group(
             pairs = tile_mask.pairs(queries, (n_start, n_end)) if needs_mask else None
             p, is_first = softmax.update(acc_s, pairs)
             if is_fp8:
-                fp8.round_probabilities_(p, scratch.empty("binade", *p.shape))
+                _round_probabilities_(p, scratch)
             if pairs is not None and not tile_mask.operands_are_finite:
                 add_visible(acc_o.zero_() if is_first else acc_o, p, v_tile, pairs.hidden)
             elif is_first:
@@ -125,7 +124,7 @@ def _forward_group(
         softmax = visit_keys(q_tile, acc_o, queries, fixed_reference)
         if softmax.row_sum is None:  # no key in sight of any of these queries
             out_rows.zero_()
-            lse_rows.fill_(-torch.inf)
+            lse_rows.fill_(-torch.inf) if sinks is None else lse_rows.copy_(sinks[None, :, :, None])
             continue
         if fixed_reference and not softmax.is_safe():
             fixed_reference = False  # the scores of this group are too large: from here on with row maxima
@@ -133,6 +132,16 @@ def _forward_group(
         weight, tile_lse = softmax.finish(None if sinks is None else _rows_of(sinks, q_rows).to(acc_o.dtype))
         torch.mul(acc_o.view(out_rows.shape), weight.view(*lse_rows.shape, 1), out=out_rows)
         lse_rows.copy_(tile_lse.view(lse_rows.shape))
+
+
+def _round_probabilities_(p: Tensor, scratch: Scratch) -> None:
+    """`fp8.round_probabilities_`, which works on the bits of float32."""
+    if p.dtype == torch.float32:
+        fp8.round_probabilities_(p, scratch.empty("binade", *p.shape))
+    else:
+        rounded = p.float()
+        fp8.round_probabilities_(rounded, torch.empty_like(rounded))
+        p.copy_(rounded)
 
 
 def _rows_of(sinks: Tensor, q_rows: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ class OnlineSoftmax:
         """What acc_o must be multiplied with to become the output, and lse; (heads, rows, 1) each.
 
         Args:
-            sinks: (heads, rows, 1) or None: a key of this score and of value 0, seen by every row that sees a key.
+            sinks: (heads, rows, 1) or None: a key of this score and of value 0, seen by every row.
         """
         assert self.row_sum is not None
         lse = torch.log(self.row_sum)
@@ -127,8 +127,7 @@ class OnlineSoftmax:
             weight = self.row_sum.reciprocal()
         else:
             reference = 0.0 if self.row_max is None else self.row_max
-            lse_of_keys, lse = lse, torch.logaddexp(lse, sinks)
-            lse.masked_fill_(lse_of_keys == -torch.inf, -torch.inf)
+            lse = torch.logaddexp(lse, sinks)
             weight = torch.exp(reference - lse)
         if self.row_max is not None:  # else is_safe has seen that no row is empty
             weight.masked_fill_(self.row_sum == 0, 0.0)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from ..problem import AttentionProblem
+
+EXACT = ("ieee", "none")  # settings of torch under which float32 operands are not rounded
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,26 @@ class TileSizes:
         return cls(tile_m, 512, 4) if in_sight >= 4096 else cls(tile_m, 256, 8)
 
 
-@contextmanager
-def matmul_precision(problem: AttentionProblem) -> Iterator[None]:
-    """float32 GEMMs in true float32, whatever torch.set_float32_matmul_precision allows elsewhere."""
-    previous = torch.get_float32_matmul_precision()
-    if previous == "highest":
-        yield
-        return
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(previous)
+def work_dtype(problem: AttentionProblem) -> torch.dtype:
+    """What tiles are computed in: float32 (float64 for float64), where torch multiplies float32 matrices as they are.
+
+    Where its settings allow products of TF32 or bfloat16 (`torch.set_float32_matmul_precision`,
+    `torch.backends.fp32_precision` and those below it), it is float64, which no setting touches. Settings belong to all
+    threads, so a call leaves them alone. Float32 out of products of TF32 would need operands in three terms, and sums
+    that tensor cores do not round to the nearest; on data centre GPUs float64 is as fast as float32 without TF32.
+    """
+    accum = problem.accum_dtype
+    return accum if float32_products_are_exact(problem.device_type) else torch.float64
+
+
+def float32_products_are_exact(device_type: str) -> bool:
+    """Whether torch multiplies float32 matrices on this device without rounding their elements first.
+
+    Asked of the settings that the products themselves look at: `torch.get_float32_matmul_precision` raises where both
+    the older and the newer functions have been used.
+    """
+    if device_type == "mps":  # has neither TF32 nor float64
+        return True
+    if device_type == "cuda":
+        return torch.backends.cuda.matmul.fp32_precision in EXACT
+    return torch.backends.mkldnn.matmul.fp32_precision in EXACT  # type: ignore[attr-defined]  # since torch 2.9

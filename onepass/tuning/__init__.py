@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from .. import dispatch
-from ..api import problem_of_call
+from ..api import calls_of, problem_of_call
 from ..errors import UnsupportedError
 from ..problem import AttentionProblem
+from ..scalars import check_flag, check_int
 from .result import Candidate, Task, TuningResult
 
 __all__ = ["Candidate", "TuningResult", "tasks_of", "tune"]
@@ -43,7 +44,7 @@ def tune(
     Args:
         calls: one call or several, each as `onepass.warmup` takes it: the arguments of `attention` or
             `attention_varlen` by name, with shapes or tensors, whose values do not matter; or an `AttentionProblem`.
-        backend: for calls that name none; None = the one that they would run on.
+        backend: for calls that name none; None = the one that they would run on (see `use_backend`).
         gradients: also the kernels of their backward passes, where these have any.
         workers: processes that compile at the same time; None = one a CPU.
 
@@ -53,6 +54,8 @@ def tune(
         cache directory is another user's or cannot be written, each before anything is measured. KeyboardInterrupt
         after Ctrl-C: what was found is kept.
     """
+    if workers is not None:
+        workers = check_int("workers", workers, "an int of at least 1 or None", least=1)
     tasks = tasks_of(calls, backend, gradients)
 
     from .tuner import Machine, tune_all
@@ -68,17 +71,18 @@ def tasks_of(
     gradients: bool = False,
 ) -> list[Task]:
     """The passes of calls, on this machine's GPU. Raises: as `tune`."""
+    several, gradients = calls_of(calls), check_flag("gradients", gradients)
     if not torch.cuda.is_available():
         raise UnsupportedError("tune: expected a GPU to measure on, torch sees none here")
     tasks = []
-    for call in [calls] if isinstance(calls, (Mapping, AttentionProblem)) else calls:
+    for call in several:
         problem, requested, tuning, _ = problem_of_call("tune", call, backend)
         if tuning is not None:
             raise TypeError(f"tuning: expected None, for that is what is looked for, got {tuning}")
         if problem.quantization is not None:
             raise UnsupportedError("precision: expected None, got a call in FP8, which is not tuned yet")
-        if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):
-            raise ValueError(f"tune: expected a batch and lengths above 0, got {problem}")
+        if problem.is_empty:
+            raise ValueError(f"tune: expected a batch, lengths and heads above 0, got {problem}")
         support = dispatch.choose(problem, requested)
         name = dispatch.require(problem, requested)
         if not dispatch.has_kernels(name):

@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 
@@ -98,6 +99,9 @@ OPTIONS = [
     ({"causal": True}, {"causal": True}),
     ({"window_size": (3, -1)}, {"window": (3, None)}),
     ({"window_size": (-1, 2)}, {"window": (None, 2)}),
+    ({"window_size": (-7, 2)}, {"window": (None, 2)}),
+    ({"window_size": (3, np.int64(-1))}, {"window": (3, None)}),
+    ({"causal": True, "window_size": (-1, -1)}, {"causal": True}),
     ({"window_size": [2, 1], "softmax_scale": 0.3}, {"window": (2, 1), "softmax_scale": 0.3}),
     ({"causal": True, "window_size": (4, 4), "softcap": 1.5}, {"causal": True, "window": (4, 4), "softcap": 1.5}),
 ]
@@ -170,8 +174,9 @@ def test_varlen_in_pages_refusals():
             "q: .* flash_attn_varlen_func with a block_table has no",
         ),
         ({"cu_seqlens_k": offsets.long()}, TypeError, r"cu_seqlens_k: expected an int32 .* got torch\.int64 of shape"),
-        ({"cu_seqlens_k": [0, 3, 7]}, TypeError, r"cu_seqlens_k: expected an int32 .* got \[0, 3, 7\]"),
-        ({"k": randn(7, 2, 16)}, ValueError, "k_cache: expected 4 dimensions"),
+        ({"cu_seqlens_k": [0, 3, 7]}, TypeError, r"cu_seqlens_k: expected an int32 .* got list"),
+        ({"k": randn(7, 2, 16)}, ValueError, "^k: expected 4 dimensions"),
+        ({"block_table": table.float()}, TypeError, "^block_table: expected dtype int32, got float32"),
         ({"alibi_slopes": torch.ones(4)}, NotImplementedError, "alibi_slopes"),
     ):
         with pytest.raises(error, match=match):
@@ -400,7 +405,7 @@ def test_unsupported_arguments_are_named(name, argument, value):
     ("name", "arguments", "error", "match"),
     [
         ("flash_attn_func", {"window_size": 3}, TypeError, "window_size: expected a pair"),
-        ("flash_attn_func", {"window_size": (1.5, 0)}, TypeError, "window: expected an int"),
+        ("flash_attn_func", {"window_size": (1.5, 0)}, TypeError, "window_size: expected an int"),
         ("flash_attn_func", {"softcap": -1.0}, ValueError, "softcap: expected a number above 0"),
         ("flash_attn_qkvpacked_func", {"qkv": torch.ones(1, 7, 2, 4, 16)}, ValueError, r"qkv: .* 3, num_heads"),
         ("flash_attn_qkvpacked_func", {"qkv": [1]}, TypeError, r"qkv: expected a torch\.Tensor, got list"),
@@ -432,7 +437,11 @@ NEW = {"k": torch.ones(3, 2, 2, 16), "v": torch.ones(3, 2, 2, 16)}
             ValueError,
             r"cache_seqlens: expected shape \(3,\)",
         ),
-        (NEW | {"cache_seqlens": 1.0}, TypeError, "cache_seqlens: expected an int, an int32 tensor or None, got 1.0"),
+        (
+            NEW | {"cache_seqlens": 1.0},
+            TypeError,
+            "cache_seqlens: expected an int, an int32 torch.Tensor or None, got float",
+        ),
         (NEW | {"cache_seqlens": 1, "k": torch.ones(3, 2, 4, 16)}, ValueError, r"k: expected shape \(3, 2, 2, 16\)"),
         (NEW | {"cache_seqlens": 1, "v": torch.ones(3, 1, 2, 16)}, ValueError, r"v: expected shape \(3, 2, 2, 16\)"),
         (

@@ -92,10 +92,19 @@ def test_lower_right_bias_with_rows_that_see_nothing():
     assert (out[:, :, :2] == 0).all()
 
 
-@pytest.mark.parametrize("shape", [(0, 3, 5, 8), (2, 3, 0, 8)])
+@pytest.mark.parametrize("shape", [(0, 3, 5, 8), (2, 3, 0, 8), (2, 0, 5, 8)])
 def test_empty(shape):
     assert_same_as_torch(tensors(shape, shape))
     assert_same_as_torch(tensors(shape, shape), is_causal=True)
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 7, 8), (2, 3, 7, 8)])
+def test_no_heads_of_a_group(shape):
+    qkv = [t.requires_grad_() for t in tensors((2, 0, 5, 8), shape)]
+    out = scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
+    assert out.shape == (2, 0, 5, 8)
+    out.sum().backward()
+    assert all((t.grad == 0).all() for t in qkv)
 
 
 def test_no_keys_give_zero():

@@ -267,6 +267,8 @@ def test_harmless_arguments_pass():
             },
             "cu_seq_lens_q: expected None where attention_mask has padding",
         ),
+        ({"sliding_window": 0}, "sliding_window: expected at least 1, the query's own key, or None, got 0"),
+        ({"sliding_window": -1}, "sliding_window: expected at least 1, .*, got -1"),
         (
             {"attention_mask": torch.tensor([[1, 0, 1, 1, 1], [1, 1, 1, 1, 1]]).bool(), "sliding_window": 2},
             "padding between real tokens",

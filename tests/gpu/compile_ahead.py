@@ -68,7 +68,7 @@ def compiled_ahead(
 def _requests(problem: AttentionProblem, needs_gradients: bool) -> list[tuple]:
     """The arguments of `compile.get` for every kernel of a problem."""
     support = dispatch.choose(problem)
-    if not support.ok or support.backend == "tiled":
+    if not support.ok or support.backend == "tiled" or problem.num_heads_q == 0:
         return []
     config = dispatch.forward_config(support.backend, problem)
     requests = dispatch.forward_requests(support.backend, problem, config)

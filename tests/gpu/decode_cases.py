@@ -79,7 +79,7 @@ class DecodeCase:
                 table = order[:-2].view(batch, -1).int().to(device)
                 pages = cache.new_full((len(order), self.page_size, *cache.shape[2:]), NAN)
                 if device != "meta":
-                    pages[table.flatten().long()] = cache.view(-1, self.page_size, *cache.shape[2:])
+                    pages[table.flatten().long()] = cache.view(table.numel(), self.page_size, *cache.shape[2:])
                 found["page_table"], cache = table, pages
             found[name] = cache
         found["cache_seqlens"] = torch.tensor(self.filled, dtype=INT32, device=device)
@@ -150,6 +150,8 @@ def _options(**options: Any) -> tuple:
     return tuple(options.items())
 
 
+# of windows: keys before a query's own and behind it; with the first, some sequences have rows that see a key
+NEGATIVE = [(None, -2), (-1, None), (300, -100), (-5, 30), (4, -5)]
 CASES = [
     # each head dim over dense rows and over pages, in one part and in several
     *(DecodeCase(FILLED, head_dims=(d, d), options=_options(num_splits=1)) for d in (32, 64, 96, 128, 192, 256)),
@@ -179,8 +181,11 @@ CASES = [
             (1, torch.float32, {"softcap": 5.0, "causal": False, "has_sinks": True}),
             (16, torch.float16, {"softcap": 5.0, "causal": False, "window": (300, 20)}),
             (16, torch.float32, {"has_sinks": True}),
+            *((m, torch.bfloat16, {"causal": False, "window": w}) for m in (3, 16) for w in NEGATIVE),
         )
     ),
+    *(DecodeCase(FILLED, 3, options=_options(num_splits=1, causal=False, window=w)) for w in NEGATIVE),
+    *(DecodeCase(FILLED, 3, page_size=16, options=_options(causal=False, window=w)) for w in NEGATIVE),
     DecodeCase((1000, 130), 2, (8, 1), (128, 128), options=_options(num_splits=1, has_sinks=True, softcap=5.0)),
 ]
 # More than 32 rows of a kv head, or 16 of wide heads: on Hopper the wgmma kernel
@@ -211,6 +216,7 @@ MANY_ROWS = [
             (16, torch.float16, {"softcap": 5.0, "causal": False, "window": (300, 20)}),
             (140, torch.bfloat16, {"causal": False, "has_sinks": True}),
             (140, torch.bfloat16, {"window": (20, None), "causal": False}),
+            *((40, torch.bfloat16, {"causal": False, "window": w}) for w in NEGATIVE),
         )
     ),
 ]

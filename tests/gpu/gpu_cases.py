@@ -50,6 +50,10 @@ MASKS = {
     "left": {"window": (100, None)},
     "right": {"window": (None, 40)},
     "causal window": {"causal": True, "window": (70, None)},
+    "keys before": {"window": (None, -50)},
+    "keys behind": {"window": (-50, None)},
+    "some keys before": {"window": (100, -20)},
+    "some keys behind": {"window": (-20, 100)},
 }
 
 

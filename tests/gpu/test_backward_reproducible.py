@@ -42,6 +42,9 @@ CASES = [
     case((1, 300, 0, 129, 700, 64), (500, 3, 9, 129, 650, 1), heads=(8, 2), head_dim=128, causal=True, sinks=True),
     case(300, 500, batch=4, heads=(4, 2), head_dim=128, used=(0, 1, 257, 500)),
     case(200, 300, heads=(3, 1), head_dim=192, head_dim_v=128, window=(50, 40)),
+    # tiles of keys that no query sees, and queries that see no key
+    case(size(1500, 300), size(1500, 300), heads=(8, 4), head_dim=128, window=(-100, 700)),
+    case(size(1500, 300), size(1500, 300), heads=(8, 4), head_dim=64, window=(700, -100)),
 ]
 GRAPH_CASES = [
     case(500, 600, heads=(4, 2), head_dim=128, sinks=True),

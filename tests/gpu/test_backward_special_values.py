@@ -158,8 +158,12 @@ def test_rows_without_keys_ignore_their_query_and_their_gradient(case, names):
         (tensors[name].transpose(1, 2) if name == "dlse" else tensors[name])[:, :100] = NAN
     dirty = changed(call, **tensors), Loss(tensors["dout"], tensors["dlse"])
     nothing = {n: torch.zeros_like(g, dtype=torch.bool) for n, g in gradients(*clean).items()}
+    found = hard_gradients(*dirty)
+    if "dsinks" in nothing and "dlse" in names:
+        nothing["dsinks"].fill_(True)  # for a sink is such a row's lse
+        assert found["dsinks"].isnan().all()
     assert_reach(clean, dirty, nothing, must_say_so=False)
-    assert (hard_gradients(*dirty)["dq"][:, :100] == 0).all()
+    assert (found["dq"][:, :100] == 0).all()
 
 
 @pytest.mark.parametrize("names", ["k", "v", "kv"])

@@ -15,6 +15,12 @@ from onepass.testing.budget import compare, compare_lse
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_READY, reason="needs a GPU with the kernels")]
 
 
+# few and many queries, pages, rotary positions, splits
+APPENDING = [
+    DecodeCase((100, 7), 1, (8, 2), (128, 128), seqlen_new=1),
+    DecodeCase((100, 7), 40, (8, 2), (128, 128), 16, seqlen_new=40),
+    DecodeCase((100, 7), 1, (8, 2), (64, 64), seqlen_new=2, rotary=True, options=(("num_splits", 3),)),
+]
 needs_hopper_kernels = pytest.mark.skipif(BACKEND != "sm90", reason="a Hopper GPU and its kernels")
 
 
@@ -142,6 +148,47 @@ def test_graph_of_a_growing_cache_without_synchronisation(heads):
         graph.replay()
         torch.testing.assert_close(out, onepass.attention_decode(**arguments, num_splits=3), rtol=0, atol=0)
         arguments["cache_seqlens"] += 1
+
+
+@pytest.mark.parametrize("saved", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("case", APPENDING, ids=str)
+def test_a_graph_that_saved_a_cache_is_refused_after_new_keys(case, saved):
+    """The first call goes through the operator, the second the short way; a kernel writes without a word to torch."""
+    arguments = case.arguments()
+    for _ in range(2):
+        # e4m3 has no product with a derivative: its bytes share its version
+        cache = arguments[saved].view(torch.uint8) if arguments[saved].itemsize == 1 else arguments[saved]
+        graph = (torch.ones((), device=cache.device, requires_grad=True) * cache).sum()
+        onepass.attention_decode(**arguments)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            graph.backward()
+        version = arguments[saved]._version
+        onepass.attention_decode(**(arguments | {"k_new": None, "v_new": None}))
+        assert arguments[saved]._version == version
+
+
+def test_caches_of_one_allocation_and_caches_that_share_elements():
+    arguments = DecodeCase((100, 7), 1, (8, 2), (128, 128), seqlen_new=1).arguments()
+    apart = onepass.attention_decode(**arguments)
+    both = torch.stack((arguments["k_cache"], arguments["v_cache"]), 2)
+    for _ in range(2):
+        inside = arguments | {"k_cache": both[:, :, 0], "v_cache": both[:, :, 1]}
+        assert torch.equal(onepass.attention_decode(**inside), apart)
+        with pytest.raises(ValueError, match="v_cache: expected memory of its own beside k_cache"):
+            onepass.attention_decode(**(inside | {"v_cache": both[:, :, 0]}))
+    without = {name: t for name, t in inside.items() if name not in ("k_new", "v_new")}
+    assert onepass.attention_decode(**(without | {"v_cache": both[:, :, 0]})).isfinite().all()
+
+
+@pytest.mark.parametrize("is_in_mode", [False, True])
+def test_caches_of_inference_mode_take_new_keys(is_in_mode):
+    arguments = DecodeCase((100, 7), 1, (8, 2), (128, 128), seqlen_new=1).arguments()
+    expected = onepass.attention_decode(**(arguments | {n: arguments[n].clone() for n in ("k_cache", "v_cache")}))
+    with torch.inference_mode():
+        arguments |= {n: arguments[n].clone() for n in ("k_cache", "v_cache")}
+    for _ in range(2):
+        with torch.inference_mode(is_in_mode):
+            assert torch.equal(onepass.attention_decode(**arguments), expected)
 
 
 @pytest.mark.parametrize("packed", [False, True])

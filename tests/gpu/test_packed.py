@@ -67,6 +67,10 @@ def test_lengths(case):
         (BF16, {"head_dim": 128, "used": (0, 20, 131, 64)}),
         (FP16, {"head_dim": 64, "used": (90, 0, 1, 65), "causal": True, "slack": 3, "heads": (4, 1)}),
         (BF16, {"head_dim": 256, "used": (10, 3, 129, 140), "window": (20, 20), "sinks": True}),
+        (BF16, {"head_dim": 64, "window": (-10, 90), "heads": (4, 2), "slack": 2}),
+        (FP16, {"head_dim": 128, "window": (90, -10), "used": (90, 0, 131, 64)}),
+        (BF16, {"head_dim": 256, "window": (-70, None), "sinks": True}),
+        (FP16, {"head_dim": 128, "window": (None, -30), "heads": (4, 1)}),
     )
 )
 def test_options(case):

@@ -8,9 +8,8 @@ import torch
 from gpu_cases import BF16, DEVICE, FP16, INF, NAN, ON_GPU, lengths_tensor, offsets
 
 import onepass
-from onepass import dispatch, fp8
+from onepass import dispatch, fp8, repeated
 from onepass.kernels.config import p_exponent
-from onepass.kernels.fp8 import launch
 from onepass.kernels.heuristics import LAZY_FP8
 from onepass.testing import assert_same_rounding, fp8_budget
 
@@ -21,6 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_E4M3, reason="needs a 
 
 def in_torch(q, k, v, **options):
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(repeated, "_forwards", {})
         patch.setattr(dispatch, "_has_e4m3_kernels", lambda t: False)
         quantized = onepass.quantize_fp8(q, k, v, **options)
         return quantized, fp8.keys_last(quantized.v, options.get("cu_seqlens_k"))
@@ -28,7 +28,10 @@ def in_torch(q, k, v, **options):
 
 def check(q, k, v, **options):
     expected, keys_last = in_torch(q, k, v, **options)
-    actual = onepass.quantize_fp8(q, k, v, **options)
+    first, actual = (onepass.quantize_fp8(q, k, v, **options) for _ in range(2))  # the second without checks
+    for name in ("q", "k", "v", "q_descale", "k_descale", "v_descale"):
+        a, b = (getattr(x, name).view(torch.uint8) for x in (first, actual))
+        assert torch.equal(a, b), name
     lengths = options.get("cu_seqlens_q"), options.get("cu_seqlens_k")
     # packed rows are added up in any order
     assert_same_rounding(actual, expected, *lengths, same_means=lengths[1] is None)
@@ -112,21 +115,69 @@ def test_nan_and_inf(rotate):
     check(q, k, v, rotate=rotate)
 
 
-def test_more_than_2_31_elements():
+@pytest.mark.parametrize("rows_too", ["q", "k and v"])
+def test_more_than_2_31_elements(rows_too):
     """The last blocks are those of the same rows alone."""
-    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
-        pytest.skip("needs 20 GB")
+    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
+        pytest.skip("needs 30 GB")
     heads, rows = 16, 2**31 // (16 * 128) + 100
     x = torch.zeros(1, rows, heads, 128, dtype=BF16, device=DEVICE)
     last = rows // 64 * 64 - 64
     x[:, last:] = randn(1, rows - last, heads, 128)
-    stored, descale = launch.rows(x, None, None, None, seed=0)
-    alone, of_alone = launch.rows(x[:, last:].clone(), None, None, None, seed=0)
-    assert torch.equal(stored[:, last:].view(torch.uint8), alone.view(torch.uint8))
-    assert torch.equal(descale[..., -2:], of_alone)
-    stored, _ = launch.values(x, None, None, None)
-    alone, _ = launch.values(x[:, last:].clone(), None, None, None)
-    assert torch.equal(stored[..., last:].view(torch.uint8), alone.view(torch.uint8))
+    end = x[:, last:].clone()
+    if rows_too == "q":
+        whole, alone = onepass.quantize_fp8(x, end, end), onepass.quantize_fp8(end, end, end)
+        names = ("q",)
+    else:
+        whole, alone = onepass.quantize_fp8(end, x, x), onepass.quantize_fp8(end, end, end)
+        names = ("k", "v")
+    for name in names:
+        stored, of_alone = (getattr(z, name).view(torch.uint8) for z in (whole, alone))
+        is_transposed = name == "v" and whole.v_keys_last
+        assert torch.equal(stored[..., last:] if is_transposed else stored[:, last:], of_alone)
+        assert torch.equal(*(getattr(z, f"{name}_descale")[..., -2:] for z in (whole, alone)))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lengths_far_apart(head_dim):
+    """The thread blocks of q, k and v are counted one after the other: none is left out, none done twice."""
+    for lengths in ((1, 5000), (5000, 1), (64, 65), (129, 4096)):
+        for heads in ((6, 1), (8, 8), (3, 3)):
+            check(*make(lengths, heads=heads, head_dims=(head_dim, 64), batch=3))
+
+
+def test_launches_of_a_call():
+    """One for q, k and v; with the attention another, and in a graph one that clears a counter for it."""
+    tensors = make()
+    assert num_kernels(lambda: onepass.quantize_fp8(*tensors)) == 1
+    if IS_HOPPER:
+        assert num_kernels(lambda: onepass.attention(*tensors, precision="fp8", causal=True)) in (2, 3)
+
+
+def num_kernels(run) -> int:
+    from cuda.bindings import driver
+
+    run()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        run()
+    raw = driver.CUgraph(graph.raw_cuda_graph())
+    *_, count = driver.cuGraphGetNodes(raw)
+    _, nodes, _ = driver.cuGraphGetNodes(raw, count)
+    kinds = [driver.cuGraphNodeGetType(node)[1] for node in nodes]
+    return kinds.count(driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL)
+
+
+def test_tensors_that_require_grad_under_no_grad():
+    q, k, v = (t.requires_grad_() for t in make())
+    with torch.no_grad():
+        for _ in range(2):
+            out = onepass.attention(onepass.quantize_fp8(q, k, v))
+    detached = [t.detach() for t in (q, k, v)]
+    assert torch.equal(out, onepass.attention(onepass.quantize_fp8(*detached)))
+    for _ in range(2):
+        onepass.attention(q, k, v, precision="fp8").sum().backward()
+    assert all(t.grad.isfinite().all() for t in (q, k, v))
 
 
 def test_keys_last_of_e4m3():

@@ -36,3 +36,45 @@ def test_devices_must_agree():
     q = torch.randn(1, 4, 2, 8, device="cuda")
     with pytest.raises(ValueError, match="k: expected device cuda:0 like q, got cpu"):
         onepass.attention(q, q.cpu(), q)
+
+
+@pytest.fixture(params=["none", "old", "new", "mixed"])
+def allowed_tf32(request):
+    """TF32 allowed by either of torch's interfaces, or by both."""
+    matmul = torch.backends.cuda.matmul
+    try:
+        if request.param in ("old", "mixed"):
+            torch.set_float32_matmul_precision("high")
+        if request.param in ("new", "mixed"):
+            torch.backends.fp32_precision = "tf32"
+            matmul.fp32_precision = "tf32"
+        yield request.param
+        if request.param != "none":
+            assert matmul.fp32_precision == "tf32"
+    finally:
+        torch.backends.fp32_precision = "none"
+        torch.set_float32_matmul_precision("highest")
+        matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float32_is_true_float32_whatever_torch_may_do(allowed_tf32, dtype):
+    """The oracle and the plain result come from the CPU, where the settings have no effect on float64 and bfloat16."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = (2, 130, 4, 64), (2, 190, 2, 64), (2, 190, 2, 48)
+    q, k, v = (torch.randn(s, generator=generator).to(dtype) for s in shapes)
+    v = v + 1  # what is lost of P V does not average out
+    leaves = [t.cuda().requires_grad_() for t in (q, k, v)]
+    out = onepass.attention(*leaves, causal=True, backend="tiled")
+    gradients = torch.autograd.grad(out.float().square().sum(), leaves)
+    exact = [t.double().requires_grad_() for t in (q, k, v)]
+    oracle = onepass.attention(*exact, causal=True)
+    # the gradient of what was rounded to out's dtype: its weights are those of the GPU's out
+    expected = torch.autograd.grad(oracle, exact, 2 * out.detach().double().cpu())
+    # in units of the last place a CPU is off by up to 8 in float32 (by 9000 and more with operands cut to TF32), and by
+    # 0.6 in bfloat16
+    budget = torch.finfo(dtype).eps * (64 if dtype == torch.float32 else 2)
+    pairs = zip((out, *gradients), (oracle, *expected), strict=True)
+    for result, of_oracle in pairs:
+        error = (result.detach().double().cpu() - of_oracle.detach()).abs().max()
+        assert error <= budget * of_oracle.abs().max(), allowed_tf32

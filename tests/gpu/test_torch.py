@@ -34,6 +34,41 @@ def test_compile_without_graph_breaks(dynamic):
             torch.testing.assert_close(a, b)
 
 
+def test_compile_with_other_numbers():
+    torch._dynamo.reset()
+
+    def function(q, k, v, scale, cap):
+        out = onepass.attention(q, k, v, softmax_scale=scale, softcap=cap, causal=True, backend=BACKEND)
+        return out + onepass.attention(q, k, v, softmax_scale=q.shape[-1] ** -0.5, backend=BACKEND)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    leaves = [t.requires_grad_() for t in case(60, 65, batch=2, heads=(4, 2)).tensors().values()]
+    for scale, cap in ((0.3, 5.0), (0.4, 6.0), (0.5, 7.0)):
+        results = []
+        for f in (function, compiled):
+            out = f(*leaves, scale, cap)
+            results.append((out, *torch.autograd.grad(out.float().sum(), leaves)))
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("size", [2**31, 2**48, 2**70])
+def test_windows_wider_than_any_sequence_hide_nothing(size):
+    leaves = [t.requires_grad_() for t in case(60, 165, batch=2, heads=(4, 2)).tensors().values()]
+    cache_seqlens = torch.tensor([100, 165], dtype=torch.int32, device=DEVICE)
+    results = []
+    for window in ((size, size), (0, size), (size, 0)), (None, (0, None), (None, 0)):
+        of_window = []
+        for sides in window:
+            out = onepass.attention(*leaves, window=sides, deterministic=True, backend=BACKEND)
+            of_window += [out, *torch.autograd.grad(out.float().sum(), leaves)]
+            with torch.no_grad():
+                of_window.append(onepass.attention_decode(*leaves, cache_seqlens=cache_seqlens, window=sides))
+        results.append(of_window)
+    for wide, none in zip(*results, strict=True):
+        torch.testing.assert_close(wide, none)
+
+
 def test_lengths_do_not_recompile():
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
@@ -105,3 +140,34 @@ def test_inference_mode():
     expected = onepass.attention(q, k, v, backend=BACKEND)
     with torch.inference_mode():
         assert torch.equal(onepass.attention(q, k, v, backend=BACKEND), expected)
+
+
+@pytest.mark.parametrize("precision", [None, "fp8"])
+def test_torch_func_gives_what_backward_gives(precision):
+    call = case(60, 70, heads=(4, 2), sinks=True).call()
+    tensors = [t.detach().clone() for t in (*call.tensors.values(), call.options["sinks"])]
+
+    def loss(q, k, v, sinks):
+        options = {"causal": True, "sinks": sinks, "deterministic": True, "precision": precision, "backend": BACKEND}
+        out, lse = onepass.attention(q, k, v, **options, return_lse=True)
+        return out.float().square().sum() + lse.sin().sum()
+
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    function = torch.func.grad(loss, argnums=(0, 1, 2, 3))
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch._dynamo.reset()
+    for gradients in (function(*tensors), compiled(*tensors)):
+        for result, of_backward in zip(gradients, expected, strict=True):
+            assert torch.equal(result, of_backward)
+
+
+def test_jacobian_row_by_row():
+    q, k, v = (t[:, :2] for t in case(60, 70, heads=(4, 2)).tensors().values())
+
+    def function(q):
+        return onepass.attention(q, k, v, backend=BACKEND, deterministic=True)
+
+    jacobian = torch.func.jacrev(function, chunk_size=1)(q)
+    leaf = q.detach().clone().requires_grad_()
+    assert torch.equal(jacobian[0, 1, 2, 3], torch.autograd.grad(function(leaf)[0, 1, 2, 3], leaf)[0])

@@ -6,17 +6,22 @@ import struct
 import machine_code
 import ptx_interpreter
 import torch
-from sm80_decode import Parameters, integer
+from sm80_decode import Parameters, fast_divisor, integer
 
+from onepass import repeated
 from onepass.kernels.fp8 import launch
 
 ARCH = "sm_89"
 
 
+# A kernel for packed sequences may move a few numbers through local memory, see `quantize.threads_of_sm`.
+SPILLS_OF_PACKED = 8
+
+
 @functools.lru_cache(maxsize=32)
-def program(kernel: launch.Kernel) -> ptx_interpreter.Program:
+def program(kernel: launch.Kernel | launch.LayoutKernel) -> ptx_interpreter.Program:
     code, ptx = machine_code.read_with_ptx(ARCH, functools.partial(launch.trace, kernel))
-    assert code.spills == 0, kernel
+    assert code.spills <= (SPILLS_OF_PACKED if kernel.is_packed else 0), kernel
     return ptx_interpreter.parse(ptx)
 
 
@@ -31,36 +36,63 @@ class Arguments(Parameters):
         return address
 
 
-def run(kernel: launch.Kernel, *arguments):
+def run(kernel: launch.Kernel | launch.LayoutKernel, *arguments):
     """In place of a compiled kernel: writes to the tensors that a launch gives it."""
-    parameters, placed = Arguments(1 << 25), []
-    is_values, lengths = kernel.name == "values", [a for a in arguments if isinstance(a, torch.Tensor) and a.dim() == 1]
-    x, target, descale, mean, *others = arguments
-    signs = () if is_values or others[0] is None else others[0]
-    parameters.tensor(x, tuple(range(x.dim())))
-    if is_values:
-        placed.append((parameters.known_but_last(target), target))
+    if isinstance(kernel, launch.Kernel):
+        run_quantize(kernel, *arguments)
     else:
-        placed.append((parameters.tensor(target, tuple(range(x.dim()))), target))
-    if descale is not None:
-        placed.append((parameters.tensor(descale), descale))
-    number_of_mean = len(parameters.values)
-    parameters.values += [integer(word) for word in signs]
+        run_keys_last(kernel, *arguments)
+
+
+def run_quantize(kernel: launch.Kernel, *arguments):
+    inputs, targets, descales = arguments[:3], arguments[3:6], arguments[6:9]
+    k_mean, v_mean, signs, *lengths = arguments[9:]
+    parameters, written = Arguments(1 << 25), []
+    for t in inputs:
+        parameters.tensor(t, tuple(range(t.dim())))
+    for i, t in enumerate(targets):
+        is_transposed = i == 2 and kernel.keys_last
+        written.append(parameters.known_but_last(t) if is_transposed else parameters.tensor(t, tuple(range(t.dim()))))
+    written += [parameters.tensor(t) for t in descales]
+    number_of_means = len(parameters.values)
+    parameters.values += [integer(word) for word in signs or ()]
     for t in lengths:
-        parameters.tensor(t)
-    if mean is not None:  # the last one in memory
+        if t is not None:
+            parameters.tensor(t)
+    counts = []
+    for i, descale in enumerate(descales):
+        heads, blocks = descale.shape[-2:]
+        blocks += kernel.is_packed and not (i == 2 and kernel.keys_last)  # for rows of no sequence
+        parameters.values += fast_divisor(heads) + fast_divisor(blocks)
+        counts.append(heads * blocks * (1 if kernel.is_packed else descale.shape[0]))
+    parameters.values += [integer(counts[0]), integer(counts[0] + counts[1])]
+    means = [mean for mean in (k_mean, v_mean) if mean is not None]
+    for i, mean in enumerate(means):  # the last ones in memory
         parameters.tensor(mean, (0, 1, 2))
-        parameters.values.insert(number_of_mean, parameters.values.pop())
+        parameters.values.insert(number_of_means + i, parameters.values.pop())
+    if means:
         parameters.end_here()
-    blocks = target.shape[-1] // launch.BLOCK if is_values else others[-1]
-    grid = x.shape[-2], blocks, 1 if kernel.is_packed else x.shape[0]
-    threads = launch.default_threads(kernel.head_dim)
-    ptx_interpreter.run(program(kernel), parameters.values, parameters.memory, grid, threads, 1 << 15)
-    for address, t in placed:
+    threads = launch.default_threads(max(kernel.head_dim, kernel.head_dim_v))
+    ptx_interpreter.run(program(kernel), parameters.values, parameters.memory, sum(counts), threads, 1 << 15)
+    for address, t in zip(written, (*targets, *descales), strict=True):
         t.copy_(parameters.result(address, t))
 
 
+def run_keys_last(kernel: launch.LayoutKernel, v: torch.Tensor, target: torch.Tensor, cu_seqlens: torch.Tensor | None):
+    parameters = Arguments(1 << 25)
+    parameters.tensor(v, tuple(range(v.dim())))
+    address = parameters.known_but_last(target)
+    if cu_seqlens is not None:
+        parameters.tensor(cu_seqlens)
+    grid = v.shape[-2], target.shape[-1] // launch.BLOCK, 1 if kernel.is_packed else v.shape[0]
+    threads = launch.default_threads(kernel.head_dim_v)
+    ptx_interpreter.run(program(kernel), parameters.values, parameters.memory, grid, threads, 1 << 15)
+    target.copy_(parameters.result(address, target))
+
+
 def install(monkeypatch):
-    """`launch.rows`, `.values` and `.quantize` run on the CPU."""
+    """`launch.prepare` and `.keys_last` give what runs on the CPU."""
+    monkeypatch.setattr(repeated, "_forwards", {})
+    monkeypatch.setattr(launch, "prepare", launch.prepare.__wrapped__)
     monkeypatch.setattr(launch, "arch_of", lambda device: ARCH)
     monkeypatch.setattr(launch, "kernel_of", lambda kernel, arch: functools.partial(run, kernel))

@@ -388,7 +388,7 @@ class Warp:
             self.waits += "acquire" in parts
             assert self.waits < 100, f"waits for ever: {text}"
             self.load_or_store(parts, operands, active)
-        elif name.startswith(("cp.async", "ldmatrix", "mma", "vote", "shfl")):
+        elif name.startswith(("cp.async", "ldmatrix", "stmatrix", "mma", "vote", "shfl")):
             self.of_warp(parts, operands, active, text)
         elif parts[0] == "mov":
             self.move(kind, operands, active)
@@ -559,6 +559,11 @@ class Warp:
             for i, register in enumerate(re.findall(r"%\w+", operands[0])):
                 m = matrices[:, i].transpose(0, 2, 1) if "trans" in parts else matrices[:, i]
                 self.set(register, (m[:, row, column] | m[:, row, column + 1] << 16).ravel(), active)
+        elif parts[0] == "stmatrix":
+            # of four matrices, as ldmatrix without .trans: of each row four lanes have a word
+            words = np.stack([self.value(r).reshape(-1, 8, 4) for r in re.findall(r"%\w+", operands[1])], 1)
+            rows = np.ascontiguousarray(words.reshape(-1, 4)).view(np.uint8)
+            shared.write(self.address(operands[0])[active], rows[active], self.block[active])
         elif parts[0] == "mma":
             self.mma(parts, [o.strip("{} ").replace(" ", "").split(",") for o in operands], active)
         elif parts[2] == "commit_group":

@@ -167,11 +167,12 @@ def forward(
     return kernel.result(out_at, out), kernel.result(lse_at, lse)
 
 
-def merge(partial_out, partial_lse, out, lse, sinks, row_warps=None, last_first=False, key=None):
+def merge(partial_out, partial_lse, out, lse, sinks, row_warps=None, last_first=False, offsets=None, key=None):
     """What the merge kernel writes to tensors like out and lse.
 
     Args:
         last_first: of the warps of a thread block.
+        offsets: of packed queries.
         key: of a kernel that a launch has picked.
     """
     kernel = Parameters()
@@ -180,10 +181,14 @@ def merge(partial_out, partial_lse, out, lse, sinks, row_warps=None, last_first=
     out_at, lse_at = kernel.tensor(out, (0, 1, 2, 3)), kernel.tensor(lse)
     if sinks is not None:
         kernel.tensor(sinks.float())
+    if offsets is not None:
+        kernel.tensor(offsets)
     parts = len(partial_out)
     row_warps = key.row_warps if key is not None else row_warps or merge_launch.row_warps(parts)
     aligned_to, dv = launch.vector_bytes(partial_out), out.shape[-1]
-    key = key or merge_launch.MergeKey(partial_out.dtype, out.dtype, dv, sinks is not None, aligned_to, row_warps)
+    key = key or merge_launch.MergeKey(
+        partial_out.dtype, out.dtype, dv, sinks is not None, aligned_to, row_warps, has_offsets=offsets is not None
+    )
     blocks, warps = (ceil_div(lse.numel(), merge_launch.ROWS), merge_launch.ROWS)
     if row_warps > 1:
         blocks, warps = lse.numel(), row_warps
@@ -234,7 +239,7 @@ def decode(problem: DecodeProblem, inputs: DecodeInputs, num_sms: int = 4):
         like = empty_outputs(attention, AttentionInputs(*inputs[:3]))
         if attention.is_packed:
             like = like[0][None], like[1][None]
-        out, lse = merge(out, lse, *like, inputs.sinks)
+        out, lse = merge(out, lse, *like, inputs.sinks, offsets=None if inputs.sinks is None else inputs.cu_seqlens_q)
         if attention.is_packed:
             out, lse = out[0], lse[0]
     return out, lse, *caches

@@ -225,8 +225,25 @@ CASES = {
     "full": call_of(64, 64, 70, 200),
     "rows that see nothing": call_of(64, 64, 150, 70, causal=True),
     "window": call_of(64, 64, 150, 280, window=(70, 5)),
+    "keys before the query": call_of(64, 64, 150, 180, window=(None, -70)),
+    "no key": call_of(64, 64, 70, 65, window=(3, -4)),
+    "keys behind the query": call_of(64, 64, 150, 280, window=(-70, None)),
+    "keys behind the query, to a last one": call_of(64, 64, 150, 280, window=(-5, 70)),
+    "deterministic, keys behind the query": call_of(64, 64, 150, 300, window=(-70, 130), deterministic=True),
+    "deterministic, keys before the query": call_of(64, 64, 150, 300, window=(130, -70), deterministic=True),
     "float16 softcap": call_of(128, 128, 70, 130, dtype=torch.float16, softcap=5.0, causal=True),
     "sinks": call_of(64, 64, 70, 130, sinks=torch.tensor([1.0, -1.0])),
+    "sinks, rows that see nothing": call_of(64, 64, 150, 70, causal=True, sinks=torch.tensor([1.0, -40.0])),
+    "packed sinks, sequences without keys": call_of(
+        64,
+        64,
+        160,
+        230,
+        causal=True,
+        sinks=torch.tensor([1.0, 30.0]),
+        cu_seqlens_q=[0, 30, 30, 100, 150],
+        cu_seqlens_k=[0, 0, 6, 6, 200],
+    ),
     "batch and heads": call_of(64, 64, 70, 65, heads=(4, 2), batch=3, causal=True),
     "seqused": call_of(64, 64, 70, 140, batch=3, seqused_k=[140, 0, 65]),
     "packed seqused": call_of(64, 64, 160, 230, seqused_k=[10, 0, 129, 21], **PACKED),
@@ -252,6 +269,18 @@ CASES = {
         window=(30, 5),
         sinks=torch.tensor([1.0, -1.0, 0.0, 2.0]),
     ),
+    "float32 window with a negative side": call_of(
+        64,
+        64,
+        70,
+        65,
+        heads=(4, 2),
+        batch=2,
+        dtype=FLOAT32,
+        softcap=5.0,
+        window=(30, -5),
+        sinks=torch.tensor([1.0, -1.0, 0.0, 2.0]),
+    ),
     "float32 4-byte copies, packed, deterministic": call_of(
         5, 39, 160, 230, dtype=FLOAT32, causal=True, deterministic=True, **PACKED
     ),
@@ -268,7 +297,11 @@ CASES = {
 
 QUICK = (
     "sinks",
-    "rows that see nothing",
+    "keys before the query",
+    "no key",
+    "float32 window with a negative side",
+    "sinks, rows that see nothing",
+    "packed sinks, sequences without keys",
     "head dims of no tile",
     "head dim 256",
     "float32 window softcap sinks",
@@ -419,6 +452,23 @@ def test_nan_of_a_hidden_pair_stays_hidden(head_dims, dtype):
         # what is computed again is rounded otherwise
         torch.testing.assert_close(gradient[:, is_clean], expected[:, is_clean], rtol=tolerance, atol=tolerance)
         assert not gradient.isfinite().all()
+
+
+def test_out_of_rows_without_keys_has_no_gradient():
+    """Not even where dout is NaN; while dlse of such a row is a part of dsinks."""
+    call = CASES["sinks, rows that see nothing"]
+    out, lse, dout, _ = given(call)
+    dlse = torch.randn(lse.shape, generator=torch.Generator().manual_seed(2))
+    clean = gradients(call, out, lse, dout, dlse)
+    dout[:, :80] = math.nan
+    dirty = gradients(call, out, lse, dout, dlse)
+    assert torch.equal(dirty[3], clean[3])
+    assert (dirty[0][:, :80] == 0).all()
+    for gradient, expected in zip(dirty, clean, strict=True):
+        # what is computed again is rounded otherwise
+        torch.testing.assert_close(gradient, expected, rtol=0.02, atol=0.02)
+    dlse[:, 1, 3] = math.nan
+    assert gradients(call, out, lse, dout, dlse)[3].isnan().tolist() == [False, True]
 
 
 def wavefronts(addresses: np.ndarray, num_bytes: int) -> tuple[int, int]:

@@ -146,7 +146,8 @@ def run(tiles, num_ctas, is_dynamic, in_turns=True, jitter=None):
 
 # ---------------------------------------------------------------- turns
 
-BOUNDS = (None, 0, 1, 3, 9)
+BOUNDS = (None, 0, 1, 3, 9, -1, -4)
+WINDOWS = [(left, right) for left in BOUNDS for right in BOUNDS if None in (left, right) or left + right >= 0]
 LENGTHS = (1, 3, 4, 7, 12, 13)
 
 
@@ -154,9 +155,9 @@ LENGTHS = (1, 3, 4, 7, 12, 13)
 @pytest.mark.parametrize(("tile_m", "tile_n"), [(4, 4), (6, 4), (4, 6), (2, 8), (8, 2)])
 def test_turns_count_the_tiles_before(tile_m, tile_n, descending):
     """Of the tiles that visit a block, in their order, the turns are 0, 1, 2, ...; padding has no part in it."""
-    for seqlen_q, used, left, right in itertools.product(LENGTHS, (0, 1, 4, 5, 11, 16, 29), BOUNDS, BOUNDS):
+    for seqlen_q, used, window in itertools.product(LENGTHS, (0, 1, 4, 5, 11, 16, 29), WINDOWS):
         for num_blocks in (ceil_div(used, tile_n), ceil_div(used, tile_n) + 2):
-            case = Case(seqlen_q, used, left, right, tile_m, tile_n, 1, descending)
+            case = Case(seqlen_q, used, *window, tile_m, tile_n, 1, descending)
             turns = {}
             for n_block in range(num_blocks)[:: -1 if descending else 1]:
                 for (_, _, m_block), turn in steps_of(case, n_block, 0, 0):
@@ -169,8 +170,8 @@ def test_turns_count_the_tiles_before(tile_m, tile_n, descending):
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize(("in_turns", "descending"), [(False, False), (True, False), (True, True)])
 def test_every_head_and_block_is_visited_once(group, in_turns, descending):
-    for seqlen_q, seqlen_k, left, right in itertools.product(LENGTHS, LENGTHS, BOUNDS, BOUNDS):
-        case = Case(seqlen_q, seqlen_k, left, right, 4, 6, group, descending)
+    for seqlen_q, seqlen_k, window in itertools.product(LENGTHS, LENGTHS, WINDOWS):
+        case = Case(seqlen_q, seqlen_k, *window, 4, 6, group, descending)
         for n_block in range(ceil_div(seqlen_k, 6)):
             first, _, _, last = query_blocks(n_block * 6, n_block * 6 + 6, *case.geometry, 4)
             visited = list(visits(case, n_block, 2, in_turns))
@@ -187,8 +188,9 @@ def test_every_head_and_block_is_visited_once(group, in_turns, descending):
 @pytest.mark.parametrize("num_ctas", [1, 2, 3, 7, 64])
 def test_no_deadlock(num_ctas, is_dynamic):
     rng = random.Random(num_ctas)
-    for seqlen_q, seqlen_k, left, right in itertools.product((3, 12, 25), (5, 16, 41), (None, 0, 9), (None, 0, 9)):
-        case = Case(seqlen_q, seqlen_k, left, right, 4, 6, rng.choice((1, 2)), rng.choice((False, True)))
+    windows = *itertools.product((None, 0, 9), (None, 0, 9)), (9, -3), (-3, 9), (None, -3), (-3, None)
+    for seqlen_q, seqlen_k, window in itertools.product((3, 12, 25), (5, 16, 41), windows):
+        case = Case(seqlen_q, seqlen_k, *window, 4, 6, rng.choice((1, 2)), rng.choice((False, True)))
         heads, batch = rng.choice(((1, 1), (3, 1), (2, 3)))
         used = [rng.randint(0, seqlen_k) for _ in range(batch)]
         for section in {1, 2, heads * batch}:

@@ -1,7 +1,8 @@
 """The order of waits and arrivals of the Hopper forward, as a model: no deadlock, and every buffer holds what is read.
 
 The model has the barriers of producer.py and of `Consumer.two_stages` and no arithmetic: a warpgroup is two processes
-(its first warp, which without a producer warp loads as well, and the others), run step by step in random order.
+(its first warp, which without a producer warp loads as well, and the others), run step by step in random order. With
+`transposers` V goes through transposer.py's warps, and tiles may be drawn from blocks/tile_queue.py's queue.
 Overruns (an arrival too many, a buffer written before it was read) and deadlocks are what a GPU answers with a hang.
 """
 
@@ -48,30 +49,55 @@ class NamedBarrier:
 
 
 class Ring:
-    """A circular buffer; the n-th fill and the n-th reading of it belong together."""
+    """A circular buffer; the n-th fill and the n-th reading of it belong together. Each writer fills a share."""
 
-    def __init__(self, stages, readers):
-        self.full, self.empty = ([MBarrier(n) for _ in range(stages)] for n in (1, readers))
-        self.content = [None] * stages
+    def __init__(self, stages, readers, writers=1):
+        self.full, self.empty = ([MBarrier(n) for _ in range(stages)] for n in (writers, readers))
+        self.content = [[None] * writers for _ in range(stages)]
 
     def at(self, n):
         return n % len(self.content), n // len(self.content) & 1
 
-    def fill(self, n, content):
+    def fill(self, n, content, writer=0):
         slot, parity = self.at(n)
         yield from self.empty[slot].wait(parity ^ 1)
-        self.content[slot] = content
+        self.content[slot][writer] = content
         self.full[slot].arrive()
 
     def wait(self, n, expected):
         slot, parity = self.at(n)
         yield from self.full[slot].wait(parity)
-        assert self.content[slot] == expected
+        assert set(self.content[slot]) == {expected}
 
     def release(self, n, expected):
         slot, _ = self.at(n)
-        assert self.content[slot] == expected, "overwritten while it was read"
+        assert set(self.content[slot]) == {expected}, "overwritten while it was read"
         self.empty[slot].arrive()
+
+
+class Queue:
+    """The numbers of tiles, each of which all readers take before the next one is drawn."""
+
+    def __init__(self, readers):
+        self.full, self.empty, self.slot = MBarrier(1), MBarrier(readers + 1), 0
+
+    def fill(self, num_tiles):
+        for wave in range(1, num_tiles + 1):
+            yield from self.empty.wait((wave - 1) & 1)
+            self.slot = wave
+            self.full.arrive()
+
+    def take(self, wave):
+        yield from self.full.wait((wave - 1) & 1)
+        assert self.slot == wave, "another tile than the others'"
+
+
+class NoQueue:
+    def fill(self, num_tiles):
+        yield
+
+    def take(self, wave):
+        yield
 
 
 @dataclass(frozen=True)
@@ -86,15 +112,25 @@ class Protocol:
     overlap_gemm_softmax: bool = True
     overlap_tiles: bool = True
     warp_specialized: bool = True
+    raw_stages: int = 1
+    transposers: int = 0
+    is_dynamic: bool = False
+
+    def want_next(self, queue):
+        if self.is_dynamic:
+            queue.empty.arrive()
 
     def run(self, tiles, skips, seed):
         readers = WARPS_OF_MODEL * self.warpgroups
         self_ = Machine(self, tiles, skips)
-        self_.k, self_.v = Ring(self.k_stages, readers), Ring(self.v_stages, readers)
+        self_.k, self_.v = Ring(self.k_stages, readers), Ring(self.v_stages, readers, self.transposers or 1)
+        self_.loaded_v = Ring(self.raw_stages, self.transposers) if self.transposers else self_.v
+        self_.queue = Queue(readers + self.transposers) if self.is_dynamic else NoQueue()
         self_.q = [Ring(self.q_stages, WARPS_OF_MODEL) for _ in range(self.warpgroups)]
         self_.turns = [NamedBarrier(2 * WARPS_OF_MODEL) for _ in range(self.warpgroups)]
         processes = [self_.consume(w, warp) for w in range(self.warpgroups) for warp in range(WARPS_OF_MODEL)]
         processes += [self_.produce()] if self.warp_specialized else []
+        processes += [self_.transpose(i) for i in range(self.transposers)] + [self_.queue.fill(len(tiles))]
         choose, idle = random.Random(seed), 0
         while processes:
             process = choose.choice(processes)
@@ -118,14 +154,28 @@ class Machine:
             for ring in self.q:
                 yield from ring.fill(t, t)
             if t > 0:
-                yield from self.v.fill(v, (t - 1, self.tiles[t - 1][0]))
+                yield from self.loaded_v.fill(v, (t - 1, self.tiles[t - 1][0]))
                 v += 1
             k += 1
+            self.protocol.want_next(self.queue)
             for n in range(last - 2, first - 1, -1):
                 yield from self.k.fill(k, (t, n))
-                yield from self.v.fill(v, (t, n + 1))
+                yield from self.loaded_v.fill(v, (t, n + 1))
                 k, v = k + 1, v + 1
-        yield from self.v.fill(v, (len(self.tiles) - 1, self.tiles[-1][0]))
+            yield from self.queue.take(t + 1)
+        yield from self.loaded_v.fill(v, (len(self.tiles) - 1, self.tiles[-1][0]))
+
+    def transpose(self, writer):
+        v = 0
+        self.protocol.want_next(self.queue)
+        for t, (first, last) in enumerate(self.tiles):
+            for n in range(last - 1, first - 1, -1):
+                yield from self.loaded_v.wait(v, (t, n))
+                yield from self.v.fill(v, (t, n), writer)
+                self.loaded_v.release(v, (t, n))
+                v += 1
+            yield from self.queue.take(t + 1)
+            self.protocol.want_next(self.queue)
 
     def wait_for_turn(self, w):
         if self.protocol.pingpong and self.protocol.warpgroups > 1:
@@ -139,6 +189,7 @@ class Machine:
         protocol = self.protocol
         is_loader = not protocol.warp_specialized and (w, warp) == (0, 0)
         k = v = 0
+        protocol.want_next(self.queue)
         if w == protocol.warpgroups - 1:
             self.pass_turn(w)
 
@@ -188,6 +239,8 @@ class Machine:
             for n in range(last - 2, first - 1, -1):
                 yield from self.step(w, t, n, k, v, is_loader)
                 k, v = k + 1, v + 1
+            yield from self.queue.take(t + 1)
+            protocol.want_next(self.queue)
             if protocol.overlap_tiles and t + 1 < len(self.tiles):
                 yield from skip_keys(t + 1)
                 k += self.skips[t + 1][w]
@@ -254,6 +307,25 @@ def test_with_a_producer(pingpong, overlap_tiles):
     for warpgroups, k_stages, v_stages, q_stages in STAGES:
         protocol = Protocol(warpgroups, k_stages, v_stages, q_stages, pingpong, overlap_tiles=overlap_tiles)
         for seed in range(4):
+            protocol.run(*random_tiles(seed, warpgroups, k_stages - 1), seed)
+
+
+@pytest.mark.parametrize("is_dynamic", [True, False])
+@pytest.mark.parametrize("overlap_tiles", [True, False])
+@pytest.mark.parametrize("raw_stages", [1, 2])
+def test_with_warps_that_transpose(raw_stages, overlap_tiles, is_dynamic):
+    for warpgroups, k_stages, v_stages, q_stages in STAGES:
+        protocol = Protocol(
+            warpgroups,
+            k_stages,
+            v_stages,
+            q_stages,
+            overlap_tiles=overlap_tiles,
+            raw_stages=raw_stages,
+            transposers=2,
+            is_dynamic=is_dynamic,
+        )
+        for seed in range(3):
             protocol.run(*random_tiles(seed, warpgroups, k_stages - 1), seed)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from onepass.kernels import compile, disk_cache
+from onepass.kernels import compile, disk_cache, tuned
 from onepass.kernels.config import ForwardConfig
 
 KEY = ((("head_dim", 64), ("has_sinks", False), ("causal", True)),)
@@ -246,6 +246,98 @@ def test_a_lock_that_was_cleared_away_locks_nobody_out_and_nobody_in(tmp_path):
     assert most == [1]
 
 
+class Building:
+    """A thread of this process that compiles (waits for `finish`, that is) while it holds all locks."""
+
+    def __init__(self, name: str):
+        self.reached, self.finish = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=get, args=(KEY, self.compile, name, "sm_90a", False))
+
+    def compile(self) -> bytes:
+        self.reached.set()
+        assert self.finish.wait(60)
+        return b"by the thread"
+
+    def __enter__(self):
+        self.thread.start()
+        assert self.reached.wait(20)
+        return self
+
+    def __exit__(self, *_):
+        self.finish.set()
+        self.thread.join(20)
+
+
+def in_forked_child(function) -> int | None:
+    """The status that a child process ends with: 0 if function() is true there; None if it does not end."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = 0 if function() else 2
+        finally:
+            os._exit(status)
+    ended = time.monotonic() + 10
+    while time.monotonic() < ended:
+        ended_pid, status = os.waitpid(pid, os.WNOHANG)
+        if ended_pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+def test_a_finished_kernel_is_found_while_another_is_compiled(directory):
+    get(name="finished")
+    found = []
+    with Building("slow"):
+        other = threading.Thread(
+            target=lambda: found.append(get(trace=None, name="finished", afresh=False)), daemon=True
+        )
+        other.start()
+        other.join(5)
+        assert found == [b"code"]
+
+
+@pytest.mark.parametrize("name", ["finished", "on disk", "new"])
+def test_a_child_forked_while_a_thread_compiles(directory, name):
+    """Its first call does not wait for a thread that it has not."""
+    get(name="on disk")
+    get(name="finished", afresh=False)
+    with Building("slow"):
+        if name == "on disk":
+            compile._kernels.clear()
+        trace = (lambda: b"code") if name == "new" else None
+        assert in_forked_child(lambda: get(trace=trace, name=name, afresh=False) == b"code") == 0
+    assert get(trace=None, name="slow") == b"by the thread"
+
+
+def test_a_child_waits_for_what_its_parent_compiles(directory):
+    """And loads it, compiled once."""
+    with Building("slow") as building:
+        threading.Timer(0.5, building.finish.set).start()
+        assert in_forked_child(lambda: get(trace=None, name="slow", afresh=False) == b"by the thread") == 0
+    assert compiles(directory) == 1
+
+
+def test_a_child_builds_what_its_dead_parent_compiled(directory):
+    """The lock of the build dies with the parent, although the child has inherited the open file."""
+
+    def parent():
+        with Building("slow"):
+            pid = os.fork()
+            if pid:
+                os._exit(0)  # and the thread with it
+            signal.alarm(30)  # nobody waits for it if it hangs
+            (directory / "child").write_bytes(get(trace=lambda: b"by the child", name="slow", afresh=False))
+            os._exit(0)
+
+    process = start(parent)
+    process.join(20)
+    wait_until(lambda: (directory / "child").exists() and (directory / "child").read_bytes() == b"by the child")
+
+
 # ---------------------------------------------------------------- broken entries
 
 
@@ -369,11 +461,31 @@ def test_the_directory_is_made_private(directory):
     assert {stat.S_IMODE(path.stat().st_mode) for path in [*files(directory, ".o"), *files(directory, ".json")]} == {
         0o600
     }
-    # opened by hand: closed again; what lies in it was written by this user
-    directory.chmod(0o777)
-    assert get(trace=None) == b"code"
-    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    assert compiles(directory) == 1
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o711, 0o755, 0o500])
+def test_a_directory_that_was_there_keeps_its_mode(directory, mode):
+    """It may serve other ends, too. Others may look into it."""
+    directory.mkdir()
+    directory.chmod(mode)
+    if mode & 0o200 or os.getuid() == 0:  # root writes anywhere
+        assert get() == b"code"
+        assert get(trace=None) == b"code"
+    else:
+        refused(directory, "not writable")
+    assert stat.S_IMODE(directory.stat().st_mode) == mode
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o722, 0o1777, 0o2775], ids=oct)
+def test_a_directory_that_others_may_write_to_is_refused_and_keeps_its_mode(directory, mode):
+    """Such as root's /tmp."""
+    directory.mkdir()
+    directory.chmod(mode)
+    refused(directory, f"only this user may write to, got mode {mode:04o}")
+    assert stat.S_IMODE(directory.stat().st_mode) == mode
+    with pytest.raises(PermissionError, match="only this user may write to"):
+        tuned.save("GPU", {})
+    assert stat.S_IMODE(directory.stat().st_mode) == mode
 
 
 def refused(directory, match):

@@ -82,6 +82,10 @@ CASES = {
         e4m3_cache((190, 97), 2, (8, 2), (64, 64), "page", page_size=48, dtype=FP16),
         {"num_splits": 1, "window": (70, 0)},
     ),
+    "pages of 48, keys before the query": (
+        e4m3_cache((190, 97), 2, (8, 2), (64, 64), "page", page_size=48, dtype=FP16),
+        {"num_splits": 1, "window": (70, -20)},
+    ),
     "blocks of 32": (e4m3_cache((200, 65), 3, (8, 2), (64, 64), "block of 32"), {"num_splits": 2}),
     "a head dim of 128": (e4m3_cache((150,), 1, (4, 1), (128, 128), "page", page_size=16), {"num_splits": 2}),
     "head dims of 256 and 96": (e4m3_cache((100,), 1, (2, 1), (256, 96), "block of 16"), {"num_splits": 1}),

@@ -1,6 +1,7 @@
 """The kernels of attention_decode compute what the tiled backend does: their PTX runs on the CPU."""
 
 import importlib.util
+import itertools
 from dataclasses import replace
 
 import machine_code
@@ -69,6 +70,14 @@ def cache_of(filled, seqlen_q, heads, head_dims, page_size=None, room=200, dtype
     return DecodeInputs(q, *caches, lengths, table, k_new=new[0], v_new=new[1], **more)
 
 
+def packed_of(filled, queries, behind, heads, head_dims, **more):
+    """Packed queries of these lengths, and rows behind them."""
+    inputs = cache_of(filled, max(queries), heads, head_dims, **more)
+    rows = [q[:n] for q, n in zip(inputs.q, queries, strict=True)]
+    q = torch.cat([*rows, randn(behind, heads[0], head_dims[0], dtype=inputs.q.dtype, seed=10)])
+    return inputs._replace(q=q, cu_seqlens_q=torch.tensor([0, *itertools.accumulate(queries)], dtype=INT32))
+
+
 def check(inputs, num_sms=4, **options):
     """Against the tiled backend in float64, with the budget of plain torch in the same dtype."""
     problem = check_decode(inputs, **(OPTIONS | options))
@@ -118,6 +127,11 @@ CASES = {
         cache_of((100, 7), 2, (5, 1), (16, 8), page_size=10, dtype=FP32),
         {"num_splits": 3},
     ),
+    "sinks, a sequence without keys": (cache_of((65, 0, 2), 4, (8, 2), (64, 64), sinks=SINKS), {"num_splits": 1}),
+    "packed sinks, a sequence without keys, rows of none": (
+        packed_of((65, 0, 2), (4, 5, 3), 2, (8, 2), (64, 64), sinks=SINKS),
+        {"num_splits": 2},
+    ),
     "odd head dims": (cache_of((100, 7), 2, (2, 2), (5, 7)), {"num_splits": 2}),
     "32 rows": (cache_of((190, 5), 7, (8, 2), (64, 96), page_size=16, sinks=SINKS), {"num_splits": 1}),
     "32 rows, a window that hides all keys of some warps": (
@@ -131,6 +145,17 @@ CASES = {
 }
 
 
+NEGATIVE = ((40, -2), (-1, 40), (-3, 250), (250, -150), (-70, 70), (5, -6))
+
+
+@pytest.mark.parametrize("name", ["window, softcap, sinks", "32 rows, a window that hides all keys of some warps"])
+def test_windows_with_negative_sides(name):
+    """By the kernels of other windows: rows, warps and splits that see no key among them."""
+    inputs, options = CASES[name]
+    for window in NEGATIVE:
+        check(inputs, **(options | {"causal": False, "window": window}))
+
+
 SLOW = ("one pass over pages", "large sinks, one of the splits", "32 rows", "pages of 48")
 
 
@@ -140,8 +165,9 @@ def test_values(name):
     check(inputs, **options)
 
 
-# of calls that the interpreter has memory for; in the first two, one of them slow, nearly every option
-RANDOM = (18, 38, 2, 3, 4, 5, 7, 8, 12, 13, 14, 15, 19, 21, 22, 23, 25, 27, 28, 29, 30, 31, 32, 33, 34, 35, 37, 41, 45)
+# of calls that have heads, and that the interpreter has memory for; in the first two, one of them slow, nearly every
+# option
+RANDOM = (18, 38, 2, 3, 4, 5, 7, 8, 12, 13, 14, 15, 19, 21, 23, 25, 27, 28, 29, 30, 31, 32, 33, 34, 35, 37, 41, 45)
 
 
 # likewise, and of 16 bits; the first two over pages and in splits
@@ -311,9 +337,10 @@ def test_the_launch_of_a_merge(monkeypatch, num_parts, is_packed):
         outs, lses = outs[:, 0], lses[:, 0]
 
     def kernel_of(key, arch):
-        def kernel(outs, lses, out, lse, sinks, blocks):
+        def kernel(outs, lses, out, lse, sinks, offsets, blocks):
+            assert sinks is offsets is None
             assert blocks == merge_launch.merge_blocks(out, len(outs))
-            results = sm80_decode.merge(outs, lses, out, lse, sinks, key=key)
+            results = sm80_decode.merge(outs, lses, out, lse, None, key=key)
             for target, result in zip((out, lse), results, strict=True):
                 target.copy_(result)
 

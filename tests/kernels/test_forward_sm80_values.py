@@ -165,15 +165,42 @@ CASES = {
         call_of(64, 64, 150, 180, causal=True),
         call_of(64, 64, 150, 70, causal=True),  # rows that see nothing
         call_of(64, 64, 70, 65, heads=(4, 2), batch=3, causal=True),
+        *(call_of(64, 64, 150, 180, window=(None, right)) for right in (-1, -70, -179)),
+        call_of(64, 64, 70, 65, window=(3, -4)),  # no key
     ],
     "float16 packed window softcap sinks": [
         call_of(128, 96, 160, 230, dtype=torch.float16, softcap=5.0, window=(70, 5), sinks=SINKS, **options)
-        for options in ({**PACKED, "seqused_k": [10, 0, 129, 21]}, {**PACKED, "seqused_k": [64, 6, 129, 21]})
+        for options in (
+            {**PACKED, "seqused_k": [10, 0, 129, 21]},
+            {**PACKED, "seqused_k": [64, 6, 129, 21]},
+            # 100 rows of sequences without keys, beside 10 of no sequence
+            {"cu_seqlens_q": PACKED["cu_seqlens_q"], "cu_seqlens_k": [0, 0, 6, 135, 200], "seqused_k": [0, 6, 0, 21]},
+        )
+    ]
+    + [
+        call_of(
+            128,
+            96,
+            160,
+            230,
+            dtype=torch.float16,
+            softcap=5.0,
+            window=window,
+            sinks=SINKS,
+            **PACKED,
+            seqused_k=[64, 6, 129, 21],
+        )
+        for window in ((70, -5), (-5, 70), (-64, 64), (200, -100))
+    ],
+    "sinks, rows that see nothing": [
+        call_of(64, 64, 150, 70, causal=True, sinks=sinks)
+        for sinks in (SINKS, 50 * SINKS, torch.tensor([math.inf, -1.0]), torch.tensor([-math.inf, math.nan]))
     ],
     "seqused, head dims 192 and 256": [call_of(192, 256, 70, 100, batch=3, seqused_k=[100, 0, 65])],
     "2-byte copies, packed": [call_of(5, 7, 160, 230, causal=True, **PACKED)],
     "4-byte copies, packed, 3 heads in a tile, window to the left": [
-        call_of(18, 40, 45, 230, heads=(6, 2), window=(70, None), cu_seqlens_q=[0, 7, 7, 37, 45], **PACKED_K)
+        call_of(18, 40, 45, 230, heads=(6, 2), window=(left, None), cu_seqlens_q=[0, 7, 7, 37, 45], **PACKED_K)
+        for left in (70, -1, -20, -300)
     ],
     "4 heads in a tile": [
         call_of(64, 64, 15, 180, heads=(8, 2), causal=True),

@@ -20,6 +20,13 @@ from onepass.kernels.sm90 import launch
 from onepass.problem import Mask, Quantization
 
 CAUSAL = Mask(None, 0)
+# head_dim, whether it is causal, row of the table
+SHIPPED = [
+    (head_dim, is_causal, number)
+    for head_dim, rows in heuristics.FORWARD_FP8.items()
+    for number, row in enumerate(rows)
+    for is_causal in ((False, True) if row.is_causal is None else (row.is_causal,))
+]
 
 
 def asked(head_dim, head_dim_v, out_dtype=torch.bfloat16, **options):
@@ -29,6 +36,7 @@ def asked(head_dim, head_dim_v, out_dtype=torch.bfloat16, **options):
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
 @pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed")
+@pytest.mark.parametrize("keys_last", [False, True])
 @pytest.mark.parametrize(
     "question",
     [
@@ -43,20 +51,49 @@ def asked(head_dim, head_dim_v, out_dtype=torch.bfloat16, **options):
         ),
     ],
 )
-def test_machine_code(question):
+def test_machine_code(question, keys_last):
+    question = replace(question, quantization=replace(question.quantization, v_keys_last=keys_last))
     config = heuristics.forward_config(question)
+    assert config.transposes_v != keys_last
     code = machine_code.read(launch.ARCH, functools.partial(launch.trace, question, config))
     assert code.serialized == ""
     assert code.spills == 0
     assert code.count(rf"QGMMA\.64x{config.tile_n}x32\.F32\.E4M3\.E4M3") > 0
     assert code.count("HGMMA") == 0
+    # without overlap rows are stored in two places: beside the first S of the next tile, and at the end
+    stores = 1 if config.overlap_gemm_softmax or not config.overlap_tiles else 2
     if question.softcap is None:  # multiplications: O where it is rescaled in each loop, O at the end; none of scores
         loops = 1 + (question.mask.window_left is not None) + (question.mask.window_right is not None)
-        assert code.count("FMUL") < (loops + 1) * head_dim_tile(question.head_dim_v) // 2 + 40
+        rescaled = 2 if config.two_level_sums and config.overlap_gemm_softmax else 1  # P V of the step, too
+        assert code.count("FMUL") < (rescaled * loops + stores) * head_dim_tile(question.head_dim_v) // 2 + 40
     assert code.count(r"F2FP\.\S*E4M3") > 0  # P
     assert code.count("UTMALDG") >= config.num_warpgroups + 2
-    assert code.count("SHFL") <= 128  # scales, maxima, sums and out, for widest heads 64 of them: none for P
+    # scales, maxima, sums and out, for widest heads 64 of them: none for P
+    assert code.count("SHFL") <= 64 * (1 + stores) + (2 if config.transposes_v else 0)
+    # V, if it comes in rows: loads and stores of 32 keys times 16 columns, of half the columns by each of two warps
+    units = head_dim_tile(question.head_dim_v) // 16 * config.tile_n // 32 // 2 if config.transposes_v else 0
+    assert (code.count("LDSM"), code.count("STSM")) == (units, units)
     assert code.count(r"WARPGROUP\.ARRIVE") < code.count("QGMMA")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
+@pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed")
+@pytest.mark.slow
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("row", SHIPPED, ids=str)
+def test_machine_code_of_warps_that_transpose(row, is_packed):
+    """A producer's registers are enough for them with every configuration of the table."""
+    head_dim, is_causal, number = row
+    seqlen = min(heuristics.FORWARD_FP8[head_dim][number].seqlen_k, 16384)
+    question = asked(head_dim, head_dim, mask=CAUSAL if is_causal else Mask(), is_packed=is_packed, seqlen=seqlen)
+    config = heuristics.forward_config(question)
+    config = replace(config, transposes_v=True, cluster_size=1, dynamic_tiles=config.dynamic_tiles or is_packed)
+    config.check(question)
+    code = machine_code.read(launch.ARCH, functools.partial(launch.trace, question, config))
+    assert (code.serialized, code.spills_in_gemms) == ("", 0)
+    # three warpgroups of head_dim 128 hold O, and S or P V, in 128 of 160 registers: a step spills up to two values
+    assert code.spills <= (48 if head_dim == 128 and config.num_warpgroups == 3 else 0)
+    assert code.count("STSM") > 0
 
 
 def test_p_and_v_have_the_same_order_of_keys():
@@ -144,6 +181,10 @@ def test_what_the_kernel_does_not_take(question, message):
         (ForwardConfig(tile_n=128, rescale_threshold=8.0), r"rescale_threshold: expected 0 to 3.8 in FP8, .* got 8.0"),
         (ForwardConfig(tile_n=128, score_buffers=2), r"q_in_registers, score_buffers: expected False and 1 in FP8"),
         (ForwardConfig(tile_n=64, q_in_registers=True), r"q_in_registers, score_buffers: expected False and 1 in FP8"),
+        (
+            ForwardConfig(tile_n=64, transposes_v=True, cluster_size=2),
+            "transposes_v: it needs warp_specialized and cluster_size=1",
+        ),
     ],
     ids=str,
 )
@@ -152,9 +193,42 @@ def test_configurations_that_do_not_fit(config, message):
         config.check(asked(128, 128))
 
 
+def test_v_that_is_not_transposed():
+    config = ForwardConfig(tile_n=64, transposes_v=True)
+    config.check(asked(128, 128))
+    last = replace(asked(128, 128), quantization=Quantization(torch.bfloat16, 64, 64, v_keys_last=True))
+    for question in (last, problem(128, 128)):
+        with pytest.raises(
+            UnsupportedError, match=r"transposes_v: it needs V in FP8, as \(batch, seqlen, heads, dim\)"
+        ):
+            config.check(question)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_who_transposes_v(head_dim):
+    """The kernel for few queries, where V lies in rows; else V is laid out before."""
+    most = heuristics.TRANSPOSED_QUERIES[64 if head_dim == 64 else 128 if head_dim <= 128 else 256]
+    for mask, bound in zip((Mask(), CAUSAL), most, strict=True):
+        for seqlen in (512, bound, bound + 1):
+            question = asked(head_dim, head_dim, mask=mask, seqlen=seqlen)
+            config = heuristics.forward_config(question)
+            config.check(question)
+            assert config.transposes_v == (seqlen <= bound)
+            last = replace(question, quantization=replace(question.quantization, v_keys_last=True))
+            assert not heuristics.forward_config(last).transposes_v
+
+
+def test_buffers_for_rows_of_v():
+    fits_one = ForwardConfig(tile_n=128, q_stages=2, transposes_v=True)
+    assert fits_one.raw_stages(asked(256, 256)) == 1
+    assert fits_one.raw_stages(asked(128, 128)) == 2
+    assert replace(fits_one, transposes_v=False).raw_stages(asked(128, 128)) == 0
+    assert fits_one.smem_bytes(asked(256, 256)) == 7 * 32 * 1024 + 1024
+
+
 def test_hopper_runs_it_by_itself(monkeypatch):
     monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     assert dispatch.choose(asked(128, 128)).backend == "sm90"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     assert dispatch.choose(asked(128, 128)).backend == "tiled"

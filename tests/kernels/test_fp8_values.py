@@ -9,6 +9,8 @@ import ptx_interpreter
 import pytest
 import torch
 
+from onepass import fp8
+
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
     pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
@@ -138,6 +140,24 @@ def test_values(name, spread):
     assert p.max() <= 448
 
 
+@pytest.mark.parametrize("name", ["n128", "sink"])
+def test_a_row_without_keys(name):
+    """out = 0, and lse is the sink or -inf, exactly."""
+    from fp8_softmax import SINK
+
+    softmax = cases()[name]
+    keys = softmax.tile_n * softmax.tiles
+    rng = np.random.default_rng(0)
+    s = rng.normal(size=(16, keys))
+    s[6] = -np.inf
+    scales = np.ones(16), np.ones(-(-keys // 64)), np.full(-(-keys // 64), 7.0)
+    out, lse, p = run(softmax, s, rng.normal(size=keys), *scales)
+    assert np.isfinite(lse[np.arange(16) != 6]).all()
+    assert out[6] == 0
+    assert lse[6] == (SINK if softmax.has_sink else -np.inf)
+    assert (p[6] == 0).all()
+
+
 @pytest.mark.parametrize(("rows", "keys"), [(64, 128), (96, 32), (64, 224)])
 def test_keys_behind_the_end_are_cleared(rows, keys):
     from fp8_clear import Clear
@@ -154,3 +174,43 @@ def test_keys_behind_the_end_are_cleared(rows, keys):
         expected = stored.clone()
         expected[:, place_of_key[max(0, first) :]] = 0
         assert torch.equal(left, expected), first
+
+
+@pytest.mark.parametrize(
+    ("keys", "columns", "ahead"), [(128, 128, 0), (96, 64, 1), (64, 256, 1), (32, 96, 0), (192, 192, 0)]
+)
+def test_v_is_transposed(keys, columns, ahead):
+    """In shared memory, by the warps of transposer.py: what `fp8.keys_last` makes of the same rows."""
+    from fp8_transpose import THREADS, Transpose
+
+    v = torch.randint(0, 256, (keys, columns), generator=torch.Generator().manual_seed(keys), dtype=torch.uint8)
+    memory = ptx_interpreter.Memory(1 << 20, 1 << 32)
+    places = [memory.put(t.numpy()) for t in (v, torch.zeros(columns, keys, dtype=torch.uint8))]
+    parameters = [np.uint64(p).tobytes() for p in places]
+    ptx_interpreter.run(program(Transpose(keys, columns, ahead)), parameters, memory, 1, THREADS, 128 << 10)
+    stored = torch.from_numpy(memory.get(places[1], keys * columns).reshape(columns, keys).copy())
+    expected = fp8.keys_last(v.view(fp8.E4M3)[None, :, None]).view(torch.uint8)[0, 0, :, :keys]
+    assert torch.equal(stored, expected)
+
+
+@pytest.mark.parametrize("keys", range(32, 257, 32))
+@pytest.mark.parametrize("columns", [64, 96, 128, 192, 256])
+def test_lanes_that_transpose_v_meet_no_bank_conflict(keys, columns):
+    """Each lane names a row of its own: every byte of both tiles, eight rows of a matrix in eight groups of banks."""
+    from onepass.kernels.sm90 import transposer as t
+
+    for first in (t.loaded_place, t.stored_place):
+        lanes = [first(lane, keys, columns) for lane in range(32)]
+        seen = []
+        for step in range(columns // t.COLUMNS):
+            for k in range(keys // t.KEYS):
+                if first is t.loaded_place:
+                    into = [p + k * t.KEYS * t.row_bytes(columns) for p in lanes]
+                    rows = [t.step_of_columns(p, step, keys, columns) for p in into]
+                else:
+                    into = [p + step * t.COLUMNS * t.row_bytes(keys) for p in lanes]
+                    rows = [t.step_of_keys(p, k, keys, columns) for p in into]
+                seen += rows
+                for m in range(4):
+                    assert len({row // 16 % 8 for row in rows[8 * m : 8 * m + 8]}) == 8
+        assert sorted(seen) == list(range(0, keys * columns, 16))

@@ -6,14 +6,15 @@ import pytest
 
 from onepass.kernels.blocks.block_range import blocks_of_part, key_blocks
 
-BOUNDS = (None, 0, 1, 3, 9)
+BOUNDS = (None, 0, 1, 3, 9, -1, -3, -6, -20)
+WINDOWS = [(left, right) for left in BOUNDS for right in BOUNDS if None in (left, right) or left + right >= 0]
 
 
 @pytest.mark.parametrize(("tile_m", "tile_n"), [(4, 4), (6, 4), (4, 6), (8, 2)])
 def test_key_blocks_against_every_pair(tile_m, tile_n):
     for seqlen_q, seqlen_k in itertools.product((1, 3, 4, 7, 12, 13), (0, 1, 4, 5, 11, 16)):
         shift = seqlen_k - seqlen_q
-        for left, right in itertools.product(BOUNDS, BOUNDS):
+        for left, right in WINDOWS:
             for m_start in range(0, seqlen_q, tile_m):
                 rows = range(m_start, min(m_start + tile_m, seqlen_q))
                 blocks = key_blocks(rows.start, rows.stop, seqlen_q, seqlen_k, left, right, tile_n)
@@ -21,6 +22,8 @@ def test_key_blocks_against_every_pair(tile_m, tile_n):
                 first, clear_first, clear_last, last = blocks
                 assert 0 <= first <= clear_first <= clear_last <= last, where
                 assert last > first, where
+                # also where no key is seen: a block that begins with a key, if there are any
+                assert (last - 1) * tile_n < max(seqlen_k, 1), where
 
                 def sees(i, j, shift=shift, left=left, right=right, seqlen_k=seqlen_k):
                     low = -1 if left is None else i + shift - left
@@ -63,7 +66,7 @@ def test_parts_of_a_tile_against_every_pair(part_m, parts, tile_n, max_skipped):
     tile_m = part_m * parts
     for seqlen_q, seqlen_k in itertools.product((1, 3, 8, 13, 24), (1, 4, 5, 11, 16, 24)):
         shift = seqlen_k - seqlen_q
-        for left, right in itertools.product(BOUNDS, BOUNDS):
+        for left, right in WINDOWS:
             geometry = (seqlen_q, seqlen_k, left, right, tile_n)
             for m_start in range(0, seqlen_q, tile_m):
                 tile = key_blocks(m_start, min(m_start + tile_m, seqlen_q), *geometry)

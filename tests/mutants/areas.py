@@ -43,7 +43,13 @@ class Area:
 
 
 VALIDATION = ("tests/unit/test_validation.py", "tests/unit/test_validation_fp8.py")
-SEMANTICS = ("tests/tiled/test_semantics.py", "tests/tiled/test_attention.py")
+SEMANTICS = ("tests/tiled/test_semantics.py", "tests/tiled/test_attention.py", "tests/tiled/test_sinks.py")
+DOOR = (
+    "tests/unit/test_options.py",
+    "tests/unit/test_keywords.py",
+    *VALIDATION,
+    "tests/unit/test_door.py",
+)
 DECODING = ("tests/tiled/test_decode.py", "tests/tiled/test_decode_e4m3.py", "tests/unit/test_decode_calls.py")
 FP8 = ("tests/tiled/test_quantized.py", "tests/unit/test_validation_fp8.py")
 OPERATORS = ("tests/unit/test_ops.py", "tests/unit/test_repeated.py")
@@ -77,11 +83,23 @@ AREAS = (
         20,
         (
             Group(("onepass/validation.py",), (*VALIDATION, "tests/unit/test_repeated.py", *SEMANTICS, FP8[0])),
-            Group(("onepass/dispatch.py",), (*DISPATCH, *OPERATORS, *DECODING[2:])),
+            Group(("onepass/scalars.py", "onepass/layout_hints.py", "onepass/keywords.py"), DOOR),
+            Group(("onepass/choice.py",), ("tests/unit/test_use_backend.py", "tests/unit/test_mixed_gpus.py")),
+            Group(("onepass/gradient_rule.py",), ("tests/unit/test_functional.py", "tests/unit/test_ops.py")),
+            Group(("onepass/visible_pairs.py",), ("tests/unit/test_flop_counter.py",)),
+            Group(
+                ("onepass/dispatch.py",),
+                (*DISPATCH, *OPERATORS, *DECODING[2:], "tests/unit/test_use_backend.py"),
+            ),
             Group(("onepass/fp8.py",), (*FP8, "tests/unit/test_quantize_launch.py")),
             Group(
                 ("onepass/decode*.py",),
-                (*DECODING, "tests/unit/test_repeated.py", "tests/unit/test_decode_launch.py"),
+                (
+                    *DECODING,
+                    "tests/unit/test_repeated.py",
+                    "tests/unit/test_decode_launch.py",
+                    "tests/unit/test_decode_overlap.py",
+                ),
             ),
             Group(("onepass/merge.py",), ("tests/tiled/test_decode.py", *SEMANTICS)),
             Group(
@@ -109,7 +127,16 @@ AREAS = (
                 ("onepass/tiled/decode.py", "onepass/tiled/cache.py"),
                 (*DECODING[:2], "tests/unit/test_repeated.py"),
             ),
-            Group(("onepass/tiled/*.py",), (*SEMANTICS, "tests/tiled/test_decode.py", "tests/tiled/test_quantized.py")),
+            Group(
+                ("onepass/tiled/*.py",),
+                (
+                    *SEMANTICS,
+                    "tests/tiled/test_negative_windows.py",
+                    "tests/tiled/test_precision.py",
+                    "tests/tiled/test_decode.py",
+                    "tests/tiled/test_quantized.py",
+                ),
+            ),
         ),
     ),
     Area(
@@ -123,10 +150,10 @@ AREAS = (
                     "onepass/kernels/blocks/pack_gqa.py",
                     "onepass/kernels/blocks/pages.py",
                     "onepass/kernels/blocks/splits.py",
-                    "onepass/kernels/blocks/tile_scheduler.py",
                 ),
                 FORMULAS,
             ),
+            Group(("onepass/kernels/blocks/tile_scheduler.py",), (*FORMULAS, *DECODE)),
         ),
     ),
     Area(
@@ -185,6 +212,7 @@ AREAS = (
                     "onepass/kernels/blocks/online_softmax.py",
                     "onepass/kernels/blocks/plain_rows.py",
                     "onepass/kernels/blocks/schedule.py",
+                    "onepass/kernels/blocks/sinks.py",
                     "onepass/kernels/blocks/packed_schedule.py",
                     "onepass/kernels/blocks/warp.py",
                 ),
@@ -204,6 +232,7 @@ OUT_OF_REACH = {
     "onepass/kernels/sm90/consumer.py": SM90_DEVICE,
     "onepass/kernels/sm90/forward.py": SM90_DEVICE,
     "onepass/kernels/sm90/producer.py": SM90_DEVICE,
+    "onepass/kernels/sm90/transposer.py": SM90_DEVICE,
     "onepass/kernels/sm90/warpgroup.py": SM90_DEVICE,
     "onepass/kernels/blocks/clear_rows.py": SM90_DEVICE,
     "onepass/kernels/blocks/named_barrier.py": SM90_DEVICE,

@@ -36,7 +36,7 @@ from mutate import Mutant, draw, mutants_of
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).with_name("record.json")
 COPIED = "onepass", "tests", "benchmarks", "pyproject.toml"
-# Of the listed files: what starts processes of its own takes longer than all others together.
+# A test that starts processes of its own takes longer than all others of the listed files together.
 DESELECTED = ("tests/tiled/test_semantics.py::test_the_first_call_of_a_process_is_exact",)
 CAUGHT, HANGS, SURVIVED = "caught", "hangs", "survived"
 # of the time without a fault, plus this many seconds

@@ -184,16 +184,3 @@ def test_values_of_any_size(magnitude):
     result, expected, plain = Call(tensors).run(), Call(tensors).expected(), Call(tensors).expected(torch.float32)
     row = compare("out", result.out, expected.out, plain.out)
     assert row.ok, str(row)
-
-
-def test_float32_is_true_float32_whatever_the_global_setting():
-    tensors = make(seqlen_q=64, seqlen_k=64, head_dim=64)
-    exact = onepass.attention(**tensors)
-    previous = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("medium")
-        again = onepass.attention(**tensors)
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision(previous)
-    assert torch.equal(exact, again)

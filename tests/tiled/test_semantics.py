@@ -49,24 +49,24 @@ def test_rows_that_see_no_key():
         assert t.isfinite().all()
 
 
-def test_sinks_do_not_fill_empty_rows():
+def test_a_sink_of_minus_infinity_does_not_fill_empty_rows():
     q, k, v = qkv(seqlen_k=10)
-    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    sinks = torch.full((4,), -torch.inf, dtype=torch.float64, requires_grad=True)
     out, lse = onepass.attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
     assert (out[:, :14] == 0).all()
     assert (lse[:, :, :14] == -torch.inf).all()
     # the gradient of an empty row's lse is dropped, not passed on as NaN
-    torch.where(lse == -torch.inf, lse.new_zeros(()), lse).sum().backward()
-    assert sinks.grad.isfinite().all()
+    lse.sum().backward()
+    assert (sinks.grad == 0).all()
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k", "batch"), [(0, 5, 2), (5, 0, 2), (0, 0, 2), (5, 5, 0)])
 def test_zero_lengths(seqlen_q, seqlen_k, batch):
     inputs = qkv(batch, seqlen_q, seqlen_k)
-    out, lse, dq, dk, dv = gradients(inputs, sinks=torch.zeros(4, dtype=torch.float64))
+    out, lse, dq, dk, dv = gradients(inputs, sinks=torch.ones(4, dtype=torch.float64))
     assert out.shape == inputs[0].shape
     assert (out == 0).all()
-    assert (lse == -torch.inf).all()
+    assert (lse == 1).all()
     for gradient, tensor in zip((dq, dk, dv), inputs, strict=True):
         assert gradient.shape == tensor.shape
         assert (gradient == 0).all()

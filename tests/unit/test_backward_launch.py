@@ -1,6 +1,7 @@
 """The parts of the Hopper backward's launch that plain torch computes."""
 
 import importlib.util
+import itertools
 import math
 from dataclasses import replace
 
@@ -10,6 +11,8 @@ from launch_arguments import assert_as_traced
 
 import onepass
 from onepass import dispatch
+from onepass.kernels.arguments import window_bounds
+from onepass.kernels.blocks.block_range import query_blocks
 from onepass.kernels.config import BackwardConfig
 from onepass.kernels.sm90 import backward_launch
 from onepass.kernels.sm90.backward_launch import Launch, unsupported
@@ -84,6 +87,31 @@ def test_what_is_left_to_another_backend_says_why():
     assert unsupported(float32) == "dtype: expected bfloat16 or float16, got float32"
 
 
+SIDES = (None, 0, 3, 40, 200, -1, -40, -200)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(130, 130), (70, 300), (300, 70)])
+def test_blocks_of_queries_that_no_tile_visits_are_known(seqlen_q, seqlen_k):
+    """With private_dq nobody but a tile of keys writes dq, so that it has to be zeroed where one may be left out."""
+    config = BackwardConfig(private_dq=True, dynamic_tiles=False)
+    for window in itertools.product(SIDES, SIDES):
+        mask = Mask.from_options(False, window)
+        asked = replace(problem(mask=mask), seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        left_out = set(range(-(-seqlen_q // config.tile_m)))
+        for n_start in range(0, seqlen_k, config.tile_n):
+            geometry = seqlen_q, seqlen_k, *window_bounds(asked)
+            first, _, _, last = query_blocks(n_start, n_start + config.tile_n, *geometry, config.tile_m)
+            left_out -= set(range(first, last))
+        may_skip = Launch(asked, config, *[None] * 3, 2, 1, 1).may_skip_blocks
+        assert may_skip or not left_out, window
+        assert may_skip == any(side is not None and side < 0 for side in mask_and_shift(mask, seqlen_k - seqlen_q))
+
+
+def mask_and_shift(mask, shift):
+    """The sides of which a negative one leaves queries without a key: the first query's last key, the last's first."""
+    return mask.window_left, None if mask.window_right is None else mask.window_right + shift
+
+
 def test_which_module_computes_gradients():
     assert dispatch.load_backward("sm90", problem()).__name__ == "onepass.kernels.sm90.backward_launch"
     assert dispatch.load_backward("sm90", replace(problem(), batch=70000)).__name__ == "onepass.tiled"
@@ -96,6 +124,22 @@ def test_inputs_without_keys_have_no_gradient():
     from onepass.kernels.backward_launch import without_keys
 
     q, kv = torch.randn(1, 3, 2, 16), torch.randn(1, 0, 2, 16)
-    gradients = without_keys(AttentionInputs(q, kv, kv))
+    lse = torch.full((1, 2, 3), -torch.inf)
+    gradients = without_keys(AttentionInputs(q, kv, kv), q, lse, q, torch.randn(1, 2, 3))
     assert all((g == 0).all() for g in gradients)
     assert [tuple(g.shape) for g in gradients[:3]] == [q.shape, kv.shape, kv.shape]
+
+
+def test_the_sink_of_rows_without_keys_has_the_gradient_of_their_lse():
+    """-inf: no sink, or a row of no sequence, whatever its gradient is."""
+    from onepass.kernels.backward_launch import without_keys
+
+    sinks, dlse = torch.tensor([1.0, -torch.inf, torch.nan]), torch.randn(3, 7)
+    q, kv = torch.randn(7, 3, 16), torch.randn(0, 3, 16)
+    lse = sinks[:, None].repeat(1, 7)
+    lse[:, 5:], dlse[:, 5:] = -torch.inf, torch.nan
+    for given in (dlse, None):
+        *others, dsinks = without_keys(AttentionInputs(q, kv, kv, sinks), q, lse, q, given)
+        assert all((g == 0).all() for g in others)
+        expected = torch.zeros(3) if given is None else torch.tensor([float(dlse[0, :5].sum()), 0.0, torch.nan])
+        torch.testing.assert_close(dsinks, expected, equal_nan=True)

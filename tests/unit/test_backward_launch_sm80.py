@@ -98,6 +98,7 @@ def test_alignment_picks_the_kernels(offset, expected, monkeypatch):
 def test_inputs_without_keys_have_no_gradient():
     asked = problem(seqlen_k=0)
     q, kv = torch.randn(2, 70, 4, 16), torch.randn(2, 0, 2, 16)
-    gradients = backward_launch.prepare(asked, torch.device("cpu"), False)(AttentionInputs(q, kv, kv))
+    given = q, torch.full((2, 4, 70), -torch.inf), q, None
+    gradients = backward_launch.prepare(asked, torch.device("cpu"), False)(AttentionInputs(q, kv, kv), *given)
     assert all((g == 0).all() for g in gradients)
     assert [tuple(g.shape) for g in gradients[:3]] == [q.shape, kv.shape, kv.shape]

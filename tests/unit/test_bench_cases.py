@@ -21,6 +21,9 @@ SHAPES = [
     Case(1, 9, 4, 2, 1, 8, 8, "float64", causal=True),
     Case(2, 6, 9, 2, 2, 4, 6, "float32", window=(2, 1)),
     Case(1, 8, 8, 1, 1, 4, 4, "float16", causal=True, window=(3, None)),
+    Case(2, 6, 9, 2, 2, 4, 6, "float32", window=(5, -2)),
+    Case(2, 6, 9, 2, 2, 4, 6, "float32", window=(-1, None)),
+    Case(2, 6, 9, 0, 2, 4, 6, "float32"),
 ]
 
 

@@ -3,7 +3,9 @@
 import itertools
 
 import pytest
+import torch
 
+from onepass.kernels.arguments import window_bounds
 from onepass.kernels.blocks.block_range import (
     count_visible_pairs,
     key_range,
@@ -13,10 +15,13 @@ from onepass.kernels.blocks.block_range import (
     tiles,
     unmasked_key_range,
 )
+from onepass.problem import AttentionProblem, Mask
 
 LENGTHS = (0, 1, 2, 5, 8)
-WINDOWS = (None, 0, 1, 3, 20)
-GEOMETRIES = list(itertools.product(LENGTHS, LENGTHS, WINDOWS, WINDOWS))
+SIDES = (None, 0, 1, 3, 20, -1, -2, -4, -20)
+# a Mask has no others: one that hides all keys has a right side that does so by itself
+WINDOWS = [(left, right) for left in SIDES for right in SIDES if None in (left, right) or left + right >= 0]
+GEOMETRIES = [(*lengths, *window) for lengths in itertools.product(LENGTHS, LENGTHS) for window in WINDOWS]
 
 
 def sees(i: int, j: int, seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> bool:
@@ -30,8 +35,8 @@ def subranges(length: int):
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), list(itertools.product(LENGTHS, LENGTHS)))
 def test_ranges_match_brute_force(seqlen_q, seqlen_k):
-    for left, right in itertools.product(WINDOWS, WINDOWS):
-        geometry = (seqlen_q, seqlen_k, left, right)
+    for window in WINDOWS:
+        geometry = (seqlen_q, seqlen_k, *window)
         for m in subranges(seqlen_q):
             visible = [[j for j in range(seqlen_k) if sees(i, j, *geometry)] for i in range(*m)]
             some, every = set().union(*visible), set.intersection(*map(set, visible))
@@ -95,3 +100,47 @@ def test_tiles_cut_without_gaps():
     assert tiles(3, 11, 4) == [(3, 7), (7, 11)]
     assert tiles(0, 5, 4) == [(0, 4), (4, 5)]
     assert tiles(2, 2, 4) == []
+
+
+def test_masks_of_options():
+    """`causal` takes away the keys after the query's own and gives none back; a right side alone hides all keys."""
+    for causal, (left, right) in itertools.product((False, True), itertools.product(SIDES, SIDES)):
+        mask = Mask.from_options(causal, (left, right))
+        window = mask.window_left, mask.window_right
+        assert None in window or sum(window) >= 0
+        for lengths in itertools.product(LENGTHS, LENGTHS):
+            for i, j in itertools.product(*map(range, lengths)):
+                wanted = sees(i, j, *lengths, left, right) and not (causal and j > i + lengths[1] - lengths[0])
+                assert sees(i, j, *lengths, *window) == wanted, (causal, left, right, lengths, i, j)
+    assert Mask.from_options(True, None) == Mask(None, 0)
+    assert Mask.from_options(True, (4, 2)) == Mask(4, 0)
+    assert Mask.from_options(True, (4, -2)) == Mask(4, -2)
+
+
+FAR = 2**40
+
+
+@pytest.mark.parametrize("is_shorter", [False, True])
+def test_bounds_of_kernels_stay_in_range(is_shorter):
+    """They hide what the window hides in sequences up to these lengths, and lie no further from 0 than the longest."""
+    sides = [*SIDES, *(side * FAR + 3 for side in (-1, 1))]
+    for most_q, most_k in ((8, 5), (2, 8), (8, 8), (1, 1)):
+        for left, right in itertools.product(sides, sides):
+            mask = Mask.from_options(False, (left, right))
+            bounds = window_bounds(problem(most_q, most_k, mask))
+            assert [bound is None for bound in bounds] == [side is None for side in vars(mask).values()]
+            assert all(abs(bound or 0) <= max(most_q, most_k) for bound in bounds)
+            assert None in bounds or sum(bounds) >= 0
+            lengths = [(most_q, most_k)]
+            if is_shorter:  # packed sequences, or only some keys used
+                lengths = itertools.product(range(most_q + 1), range(most_k + 1))
+            for seqlen_q, seqlen_k in lengths:
+                for i, j in itertools.product(range(seqlen_q), range(seqlen_k)):
+                    wanted = sees(i, j, seqlen_q, seqlen_k, left, right)
+                    assert sees(i, j, seqlen_q, seqlen_k, *bounds) == wanted, (left, right, bounds, seqlen_q, seqlen_k)
+
+
+def problem(seqlen_q, seqlen_k, mask):
+    heads = {"num_heads_q": 1, "num_heads_kv": 1, "head_dim": 8, "head_dim_v": 8}
+    sizes = {"batch": 1, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "softmax_scale": 1.0}
+    return AttentionProblem(torch.float16, "cuda", mask=mask, **heads, **sizes)

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from onepass.decode_problem import DecodeInputs
 from onepass.decode_validation import check_decode
 from onepass.kernels import append_launch, compile
+from onepass.kernels import decode_launch as decode_launch_common
 from onepass.kernels.sm80 import decode_launch
 from onepass.kernels.sm90 import decode_launch as decode_launch_sm90
 
@@ -38,7 +39,8 @@ def launched(monkeypatch):
         return lambda *arguments: calls.append((request, arguments))
 
     monkeypatch.setattr(compile, "get", get)
-    monkeypatch.setattr(decode_launch, "arch_of", lambda device: "sm_90a")
+    for module in (decode_launch, decode_launch_common):
+        monkeypatch.setattr(module, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(decode_launch_sm90, "tile_counter", lambda device: torch.zeros(1, dtype=INT32))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     modules = append_launch, decode_launch, decode_launch_sm90
@@ -60,28 +62,29 @@ def inputs_of(
     room=2048,
     is_packed=False,
     descales=None,  # of an e4m3 cache their shapes, () for none
+    heads=(8, 2),
 ):
     def zeros(*shape):
         return torch.zeros(shape, dtype=torch.bfloat16)
 
     leading = (batch * room // 16, 16) if is_paged else (batch, room)
-    caches = zeros(*leading, 2, 64), zeros(*leading, 2, 32)
+    caches = zeros(*leading, heads[1], 64), zeros(*leading, heads[1], 32)
     if descales is not None:
         caches = tuple(t.to(torch.float8_e4m3fn) for t in caches)
     k_descale, v_descale = (torch.zeros(shape) for shape in descales) if descales else (None, None)
     return DecodeInputs(
-        zeros(*((batch * seqlen_q,) if is_packed else (batch, seqlen_q)), 8, 64),
+        zeros(*((batch * seqlen_q,) if is_packed else (batch, seqlen_q)), heads[0], 64),
         *caches,
         torch.zeros(batch, dtype=INT32),
         page_table=torch.zeros(batch, room // 16, dtype=INT32) if is_paged else None,
         rotary_cos=torch.zeros(100, 8) if is_rotary else None,
         rotary_sin=torch.zeros(100, 8) if is_rotary else None,
-        sinks=zeros(8) if has_sinks else None,
+        sinks=zeros(heads[0]) if has_sinks else None,
         k_descale=k_descale,
         v_descale=v_descale,
         cu_seqlens_q=torch.zeros(batch + 1, dtype=INT32) if is_packed else None,
-        k_new=zeros(batch, 5, 2, 64) if has_new else None,
-        v_new=zeros(batch, 5, 2, 32) if has_new else None,
+        k_new=zeros(batch, 5, heads[1], 64) if has_new else None,
+        v_new=zeros(batch, 5, heads[1], 32) if has_new else None,
     )
 
 
@@ -226,13 +229,57 @@ def test_parts_of_equal_keys_follow_the_cache(launched):
     assert launched[0][1][-5:-3] == (16, 128 // 64)
 
 
-@pytest.mark.parametrize("changes", [{"batch": 0}, {"seqlen_q": 0}, {"room": 0}])
-def test_without_keys_nothing_is_launched(launched, changes):
+NO_HEADS = [{"heads": (0, 2), "is_packed": True}, {"heads": (0, 0)}, {"heads": (0, 0), "has_new": True}]
+NO_HEADS += [{"heads": (0, 2), "is_rotary": True}, {"heads": (0, 0), "has_new": True, "is_rotary": True}]
+
+
+@pytest.mark.parametrize("changes", NO_HEADS, ids=str)
+@pytest.mark.parametrize("module", [decode_launch, decode_launch_sm90])
+def test_without_heads_nothing_is_launched(launched, changes, module):
     inputs = inputs_of(**changes)
-    out, lse = decode_launch.decode(check_decode(inputs, **OPTIONS), inputs)
+    asked = check_decode(inputs, **OPTIONS)
+    out, lse = module.decode(asked, inputs)
     assert (out == 0).all()
     assert (lse == -torch.inf).all()
     assert launched == []
+    assert module.compile_requests(asked, inputs, inputs.q.device) == []
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("changes", [{"batch": 0}, {"seqlen_q": 0}, {"room": 0}])
+@pytest.mark.parametrize("module", [decode_launch, decode_launch_sm90])
+def test_without_keys_nothing_is_launched(launched, changes, has_sinks, is_packed, module):
+    inputs = inputs_of(**changes, is_packed=is_packed)
+    if has_sinks:
+        inputs = inputs._replace(sinks=torch.randn(8))
+    if is_packed and changes == {"room": 0}:
+        inputs = inputs._replace(cu_seqlens_q=torch.tensor([0, 3, 4], dtype=INT32))  # and two rows of no sequence
+    asked = check_decode(inputs, **OPTIONS)
+    out, lse = module.decode(asked, inputs)
+    assert (out == 0).all()
+    expected = torch.full_like(lse, -torch.inf)
+    if has_sinks:
+        expected[..., : 4 if is_packed else None] = inputs.sinks[:, None]
+    assert torch.equal(lse, expected)
+    assert launched == []
+    assert module.compile_requests(asked, inputs, inputs.q.device) == []
+
+
+@pytest.mark.parametrize("module", [decode_launch, decode_launch_sm90])
+@pytest.mark.parametrize("is_rotary", [False, True])
+@pytest.mark.parametrize("empty", [{"heads": (0, 2)}, {"seqlen_q": 0}], ids=str)
+def test_without_queries_new_keys_are_appended(launched, empty, is_rotary, module):
+    """By the kernel of other calls, which is given no tensor without elements."""
+    inputs = inputs_of(has_new=True, is_rotary=is_rotary, **empty)
+    asked = check_decode(inputs, **OPTIONS)
+    module.decode(asked, inputs)
+    ((request, arguments),) = launched
+    assert request[0] == "append_to_cache"
+    assert (arguments[0] is not None) == is_rotary
+    assert all(t.numel() > 0 for t in arguments if isinstance(t, torch.Tensor))
+    assert arguments[-2:] == (5, 10)  # rows of an entry and of all
+    assert [r[:3] for _, r in module.compile_requests(asked, inputs, inputs.q.device)] == [request[:3]]
 
 
 def test_check_values(launched):

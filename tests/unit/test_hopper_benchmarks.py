@@ -244,6 +244,7 @@ def fp8(common, monkeypatch):
     monkeypatch.setattr(module, "DEVICE", "cpu")
     monkeypatch.setattr(module, "BACKEND", "tiled")
     monkeypatch.setattr(module, "TABLE3_SEQLEN", 64)
+    monkeypatch.setattr(module, "SUM_LENGTHS", (64,))
     monkeypatch.setattr(module, "CHECKS", ((2, 40, 70, 4, 2, 1.0), (1, 70, 30, 2, 2, 20.0)))
     monkeypatch.setattr(module, "compile_all", lambda jobs: None)
 
@@ -281,6 +282,28 @@ def test_fp8(fp8, tmp_path, capsys, monkeypatch):
     assert of_first["onepass"]["error"] == of_first["rows"]["error"] == of_first["whole"]["error"] < 0.3
     assert of_first["bf16"]["error"] == 0
     assert of_first["n64"]["config"]["tile_n"] == 64
+    sums = results["circumstances"]["sums"]
+    assert sums.keys() == {
+        f"head_dim 16, 64 keys, {kind}, onepass{how}" for kind in ("ones", "mean 1") for how in ("", " with one sum")
+    }
+    assert all(0.99 < share < 1.01 for share in sums.values())
+
+    # a run in which FlashAttention-3 was half as fast, and one in which it was as fast
+    rows = [row | {"tflops": 2.0} for row in rows]
+    for name, factor in (("slow", 0.5), ("fast", 1.0)):
+        of_fa3 = [
+            row | {"contender": "fa3", "tflops": factor * row["tflops"]} for row in rows if row["contender"] == "rows"
+        ]
+        (tmp_path / name).write_text(json.dumps({"rows": rows + of_fa3}))
+    monkeypatch.setattr(
+        sys, "argv", ["fp8.py", "--summarise", *(str(tmp_path / name) for name in ("slow", "fast", "fast"))]
+    )
+    capsys.readouterr()
+    assert fp8.main() == 0
+    text = capsys.readouterr().out
+    assert "from rows of e4m3: rows beside fa3, 3 runs" in text
+    assert "all: geometric mean 1.000, least 1.000" in text
+    assert "from bfloat16" not in text  # nobody to compare with
 
     monkeypatch.setattr(sys, "argv", ["fp8.py", *arguments, "--no-grid", "--variants", "try"])
     assert fp8.main() == 0

@@ -13,7 +13,9 @@ import onepass
 from onepass import dispatch, fp8
 from onepass.kernels import compile
 from onepass.kernels.config import ForwardConfig
-from onepass.kernels.sm90 import launch, parts_launch
+from onepass.kernels.sm80 import backward_launch as backward_launch_sm80
+from onepass.kernels.sm80 import launch as launch_sm80
+from onepass.kernels.sm90 import backward_launch, launch, parts_launch
 from onepass.outputs import empty_as, empty_outputs
 from onepass.problem import AttentionInputs, AttentionProblem, Mask, QuantizedInputs
 
@@ -24,9 +26,9 @@ def problem_of(inputs, mask=FULL):
     return AttentionProblem.of(inputs, softmax_scale=0.5, mask=mask, softcap=None, deterministic=False)
 
 
-def qkv(batch=2, seqlen_q=300, seqlen_k=200):
-    lengths = (seqlen_q, seqlen_k, seqlen_k)
-    return AttentionInputs(*(torch.randn(batch, n, 4, 64, dtype=torch.bfloat16) for n in lengths))
+def qkv(batch=2, seqlen_q=300, seqlen_k=200, heads_q=4, heads_kv=4):
+    shapes = (seqlen_q, heads_q), (seqlen_k, heads_kv), (seqlen_k, heads_kv)
+    return AttentionInputs(*(torch.randn(batch, *shape, 64, dtype=torch.bfloat16) for shape in shapes))
 
 
 @pytest.fixture
@@ -42,7 +44,7 @@ def launched(monkeypatch):
 
 def test_arguments_of_the_kernel(launched):
     inputs = qkv()._replace(sinks=torch.zeros(4, dtype=torch.bfloat16))
-    problem = problem_of(inputs, Mask(10**12, 7))
+    problem = problem_of(inputs, Mask(10**12, -7))
     config = ForwardConfig(tile_n=128)
     for _ in range(2):
         out, lse = launch.forward(problem, inputs, config)
@@ -52,7 +54,7 @@ def test_arguments_of_the_kernel(launched):
     assert (q is inputs.q, k is inputs.k, v is inputs.v, given_out is out, given_lse is lse) == (True,) * 5
     assert sinks.dtype == torch.float32
     assert optional == [None] * 8  # lengths, and what there is of float32 and FP8
-    assert (scale, tanh_scale, left, right, counter) == (0.5 * math.log2(math.e), None, 300, 7, None)
+    assert (scale, tanh_scale, left, right, counter) == (0.5 * math.log2(math.e), None, 300, -7, None)
     assert num_ctas == 9  # of 2 * 4 * 3 tiles
     assert launched[0][6:] == launched[1][6:]
     assert launched[0][3] is not out
@@ -94,6 +96,9 @@ def test_arguments_of_the_kernel_in_fp8(launched):
         replace(problem, quantization=last), inputs._replace(v=keys_last), ForwardConfig(tile_n=64, num_warpgroups=1)
     )
     assert launched[1][2] is keys_last
+    # and so are rows, by a kernel that transposes them
+    launch.forward(problem, inputs, ForwardConfig(tile_n=64, num_warpgroups=1, transposes_v=True))
+    assert launched[2][2] is inputs.v
     assert torch.equal(keys_last.view(torch.uint8), v.view(torch.uint8))
 
 
@@ -157,12 +162,46 @@ def same_memory(a, b):
     return (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
 
 
-@pytest.mark.parametrize("empty", ["batch", "seqlen_q", "seqlen_k"])
-def test_without_keys_nothing_is_launched(launched, empty):
-    inputs = qkv(**{empty: 0})
-    out, lse = launch.forward(problem_of(inputs), inputs)
+EMPTY = [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}, {"heads_q": 0}, {"heads_q": 0, "heads_kv": 0}]
+
+
+@pytest.mark.parametrize("backend", [launch, launch_sm80], ids=["sm90", "sm80"])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("empty", EMPTY, ids=str)
+def test_without_keys_or_heads_nothing_is_launched(launched, empty, has_sinks, backend):
+    """Nor a grid without a thread block, which CUDA refuses."""
+    num_heads = empty.get("heads_q", 4)
+    sinks = torch.randn(num_heads) if has_sinks else torch.full((num_heads,), -torch.inf)
+    inputs = qkv(**empty)._replace(sinks=sinks if has_sinks else None)
+    out, lse = backend.forward(problem_of(inputs), inputs)
     assert (out == 0).all()
-    assert (lse == -torch.inf).all()
+    assert torch.equal(lse, sinks[:, None].expand_as(lse))
+    assert launched == []
+
+
+@pytest.mark.parametrize("backend", [launch, launch_sm80])
+def test_packed_without_keys(launched, backend):
+    """Rows of a sequence have their sink, those of no sequence none."""
+    q, k, v, *_ = (t if t is None else t[0] for t in qkv(1, 20, 0))
+    sinks, lengths = torch.randn(4), torch.zeros(3, dtype=torch.int32)
+    for last in (12, 0):
+        inputs = AttentionInputs(q, k, v, sinks, torch.tensor([0, last // 2, last], dtype=torch.int32), lengths)
+        out, lse = backend.forward(problem_of(inputs), inputs)
+        assert (out == 0).all()
+        assert torch.equal(lse[:, :last], sinks[:, None].expand(4, last))
+        assert (lse[:, last:] == -torch.inf).all()
+    assert launched == []
+
+
+@pytest.mark.parametrize("module", [backward_launch, backward_launch_sm80], ids=["sm90", "sm80"])
+@pytest.mark.parametrize("empty", EMPTY, ids=str)
+def test_without_keys_or_heads_gradients_are_zero(launched, empty, module):
+    inputs = qkv(**empty)
+    out, lse = launch.forward(problem_of(inputs), inputs)
+    dq, dk, dv, _ = module.backward(problem_of(inputs), inputs, out, lse, out, lse)
+    for gradient, t in zip((dq, dk, dv), inputs, strict=False):
+        assert gradient.shape == t.shape
+        assert (gradient == 0).all()
     assert launched == []
 
 
@@ -206,7 +245,7 @@ def test_results_are_dense_and_laid_out_as_q(shape):
 
 
 def test_supports_names_what_is_copied(monkeypatch):
-    monkeypatch.setattr(dispatch, "_refusal", lambda name, problem: launch.unsupported(problem))
+    monkeypatch.setattr(dispatch, "_refusal", lambda name, problem, device: launch.unsupported(problem))
     q = torch.randn(2, 30, 4, 64, dtype=torch.bfloat16)
     wide = torch.randn(2, 30, 4, 65, dtype=torch.bfloat16)
     strided, unaligned = wide[..., :64], torch.randn(q.numel() + 1, dtype=torch.bfloat16)[1:].view(q.shape)

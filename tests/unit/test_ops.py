@@ -35,6 +35,8 @@ def samples():
         "sinks, window, softcap": (*dense, sinks, None, None, None, 0.3, 2, 1, 5.0, True, "tiled", None),
         "seqused_k": (*dense, None, None, None, used, *options),
         "packed": (*packed, None, cu_seqlens, cu_seqlens, None, *options),
+        "negative sides": (*dense, None, None, None, None, 0.3, -2, 5, None, False, "tiled", None),
+        "no heads": (*qkv(2, 9, heads_q=0, requires_grad=True), None, None, None, None, *options),
         "no gradients": (*qkv(2, 9), None, None, None, None, *options),
     }
 
@@ -56,6 +58,7 @@ def test_opcheck_backward():
 GRADCHECK = {
     "causal": {"causal": True},
     "window": {"window": (2, 1)},
+    "negative sides": {"window": (3, -1)},
     "softcap": {"softcap": 1.5},
     "sinks": {"sinks": True, "causal": True},
     "seqused_k": {"seqused_k": torch.tensor([3, 0], dtype=INT32)},
@@ -102,7 +105,9 @@ def traced_dtype(request, monkeypatch):
     if request.param == "tiled":
         return torch.float32
     taken = "sm90" if "Hopper" in request.param else "sm80"
-    monkeypatch.setattr(dispatch, "_device_refusal", lambda name, problem: None if name == taken else "another GPU")
+    monkeypatch.setattr(
+        dispatch, "_device_refusal", lambda name, problem, device: None if name == taken else "another GPU"
+    )
     monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
     monkeypatch.setitem(dispatch._BACKENDS, taken, dispatch._BACKENDS["tiled"])
     q = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
@@ -124,6 +129,23 @@ def test_compile_without_graph_breaks(traced_dtype, dynamic):
         for f in (function, compiled):
             out, lse = f(*leaves, sinks)
             results.append((out, lse, *torch.autograd.grad(out.sum() + lse.sum(), (*leaves, sinks))))
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_with_other_numbers(traced_dtype, dynamic):
+    def function(q, k, v, scale, cap):
+        out = onepass.attention(q, k, v, softmax_scale=scale, softcap=cap, causal=True)
+        return out + onepass.attention(q, k, v, softmax_scale=q.shape[-1] ** -0.5)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for seqlen, scale, cap in ((6, 0.3, 5.0), (9, 0.4, 6.0), (11, 0.5, 7.0)):
+        q, k, v = qkv(2, seqlen, dtype=traced_dtype, requires_grad=True)
+        results = []
+        for f in (function, compiled):
+            out = f(q, k, v, scale, cap)
+            results.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onepass import dispatch
+from onepass import dispatch, repeated
 from onepass.kernels.fp8 import launch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -35,7 +35,11 @@ def test_shares_of_a_copy(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(module, "HIDDEN", 128)
     monkeypatch.setattr(module, "graph_us", timed)
     monkeypatch.setattr(module, "median_us", timed)
-    monkeypatch.setattr(module, "compile_all", lambda jobs, compile_one: launched.update(j.name for j in jobs))
+    monkeypatch.setattr(module, "num_launches", lambda call: call() is not None and 1)
+    compiled = set()
+    monkeypatch.setattr(module, "compile_all", lambda jobs, compile_one: compiled.update(jobs))
+    monkeypatch.setattr(repeated, "_forwards", {})
+    monkeypatch.setattr(launch, "prepare", launch.prepare.__wrapped__)
     monkeypatch.setattr(launch, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(launch, "kernel_of", lambda kernel, arch: lambda *arguments: launched.add(kernel))
     monkeypatch.setattr(dispatch, "_has_e4m3_kernels", lambda t: True)
@@ -47,12 +51,15 @@ def test_shares_of_a_copy(monkeypatch, tmp_path, capsys):
     out = tmp_path / "quantize.json"
     monkeypatch.setattr(sys, "argv", ["quantize.py", "--head-dims", "64", "--out", str(out)])
     module.main()
-    assert {"rows", "values"} < launched
-    assert set(module.kernels([64])) < launched  # all that was compiled ahead, and nothing else
-    assert len(launched) == 2 + 4
-    rows = {row["what"]: row for row in json.loads(out.read_text())["rows"]}
-    # 3 bytes a number and a scale for 64 * 64 of them, in the time of the copy of 3 bytes
-    assert rows["q or k, rotated"]["share_of_copy"] == pytest.approx(1 + 4 / (3 * 64 * 64))
+    assert compiled == set(module.kernels([64])) == launched  # all that was compiled ahead, and nothing else
+    written = json.loads(out.read_text())
+    rows = {row["what"]: row for row in written["rows"]}
+    # 3 bytes a number and a scale for 64 * 64 of them, for three tensors in the time of the copy of 3 bytes
     assert rows["quantize_fp8"]["share_of_copy"] == pytest.approx(3 * (1 + 4 / (3 * 64 * 64)))
+    assert rows["v as it lies"]["share_of_copy"] == rows["quantize_fp8"]["share_of_copy"]
     assert rows["e4m3 to keys last"]["gb_s"] == pytest.approx(2 * 256 * 128 / 10.0 / 1e3)
+    calls = {row["what"]: row for row in written["calls"]}
+    assert calls["quantize_fp8"]["launches"] == 1
+    assert 0 < calls["quantize_fp8"]["cpu_us"] < 1e5
+    assert "attention, precision=fp8" in calls
     assert "quantize_fp8 in torch" in capsys.readouterr().out

@@ -1,19 +1,22 @@
 """What the launches of `quantize_fp8` decide without a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import onepass
-from onepass import dispatch, fp8
+from onepass import dispatch, fp8, repeated, validation
 from onepass.kernels.fp8 import launch
+from onepass.outputs import empty_outputs
 from onepass.problem import AttentionInputs
 
 BF16, INT32 = torch.bfloat16, torch.int32
 
 
-def inputs(rows=70, head_dim=64, head_dim_v=64, dtype=BF16, lengths=None, batch=2):
-    leading = (batch,) if lengths is None else ()
-    tensors = [torch.empty(*leading, rows, 1, d, dtype=dtype, device="meta") for d in (head_dim, head_dim, head_dim_v)]
+def inputs(rows=70, head_dim=64, head_dim_v=64, dtype=BF16, lengths=None, batch=2, heads=1):
+    leading = (batch, rows, heads) if lengths is None else (rows, heads)
+    tensors = [torch.empty(*leading, d, dtype=dtype, device="meta") for d in (head_dim, head_dim, head_dim_v)]
     cu_seqlens = None if lengths is None else torch.tensor(lengths, dtype=INT32)
     return AttentionInputs(*tensors, None, cu_seqlens, cu_seqlens)
 
@@ -26,9 +29,8 @@ def inputs(rows=70, head_dim=64, head_dim_v=64, dtype=BF16, lengths=None, batch=
         (inputs(head_dim=72), "block", "72"),
         (inputs(head_dim_v=272), "block", "272"),
         (inputs(rows=0), "block", "elements"),
+        (inputs(heads=0), "block", "elements"),
         (inputs(lengths=(0,)), "block", "elements"),
-        (inputs(rows=2**22 + 64), "block", "at most 65535"),
-        (inputs(rows=1, batch=65536), "block", "at most 65535"),
     ],
 )
 def test_what_stays_with_torch(given, granularity, word):
@@ -59,7 +61,7 @@ def test_which_gpus_have_kernels(monkeypatch):
     monkeypatch.setattr(dispatch, "_compiler_refusal", lambda: None)
     monkeypatch.setattr(launch, "unsupported", lambda inputs, granularity: None)
     chosen = dispatch.quantization_kernels(given, "block")
-    assert chosen == (launch.quantize, True)
+    assert chosen == (launch.prepare, True)
     for capability, keys_last in (((8, 9), False), ((10, 0), False)):  # without an FP8 attention kernel V stays
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, c=capability: c)
         assert dispatch.quantization_kernels(given, "block").keys_last == keys_last
@@ -73,19 +75,111 @@ def test_on_a_cpu_torch_rounds(monkeypatch):
     assert not onepass.quantize_fp8(q, q, q).v_keys_last
 
 
-def test_one_launch_for_each_tensor(monkeypatch):
-    """With what a kernel expects of each argument, and nothing else on the GPU."""
+def test_what_the_layout_kernel_leaves_to_torch():
+    """Its grid has a thread block's number in three dimensions."""
+    for shape, lengths in (((1, 2**22 + 64, 1, 64), None), ((65536, 1, 1, 64), None), ((2**22, 1, 64), (0, 1))):
+        v = torch.empty(shape, dtype=fp8.E4M3, device="meta")
+        cu_seqlens = None if lengths is None else torch.tensor(lengths, dtype=INT32)
+        assert "at most 65535" in launch.unsupported_layout(v, cu_seqlens)
+    assert launch.unsupported_layout(torch.empty(2, 70, 1, 64, device="meta"), None) is None
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The kernels that would have been launched, each with its arguments, on what seems to be a Hopper GPU."""
     calls = []
+    monkeypatch.setattr(repeated, "_forwards", {})
+    monkeypatch.setattr(launch, "prepare", launch.prepare.__wrapped__)
     monkeypatch.setattr(launch, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(launch, "kernel_of", lambda kernel, arch: lambda *arguments: calls.append((kernel, arguments)))
-    q, k, v = (torch.randn(150, heads, 64, dtype=BF16) for heads in (4, 2, 2))
+    monkeypatch.setattr(dispatch, "_has_e4m3_kernels", lambda t: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    return calls
+
+
+def packed():
+    q, k, v = (torch.randn(150, heads, head_dim, dtype=BF16) for heads, head_dim in ((4, 64), (2, 64), (2, 128)))
     offsets = torch.tensor([0, 50, 150], dtype=INT32)
+    return (q, k, v), {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+
+
+def test_one_launch_for_all_tensors(launched):
+    """With what the kernel expects of each argument, and nothing else on the GPU."""
+    (q, k, v), offsets = packed()
     used = torch.tensor([50, 90], dtype=INT32)
-    (_, _, stored), descales = launch.quantize(
-        AttentionInputs(q, k, v, None, offsets, offsets, used), 1, None, None, True
-    )
-    assert [kernel.name for kernel, _ in calls] == ["rows", "rows", "values"]
-    assert [kernel.has_seqused for kernel, _ in calls] == [False, True, True]
-    assert [d.shape for d in descales] == [(4, 4), (2, 4), (2, 4)]
-    assert stored.shape == (2, 64, 4 * 64)
-    assert calls[0][1][-1] == 5  # blocks, and one for rows of no sequence
+    quantized = onepass.quantize_fp8(q, k, v, **offsets, seqused_k=used, seed=1)
+    ((kernel, arguments),) = launched
+    assert kernel == launch.Kernel(BF16, 64, 128, True, True, is_packed=True, has_seqused=True)
+    assert arguments[0] is q
+    assert [t.shape for t in arguments[6:9]] == [(4, 4), (2, 4), (2, 4)]
+    assert quantized.v.shape == (2, 128, 4 * 64)
+    assert arguments[9:11] == (None, None)
+    assert arguments[11] == launch.sign_words(64, 1)
+    assert arguments[14] is used
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("seqlens", [(1, 1), (64, 300)])
+def test_what_is_not_checked_is_as_it_should_be(launched, is_packed, seqlens):
+    """A result of the kernel would pass the checks of tensors that come from elsewhere, descales apart in memory."""
+    leading = () if is_packed else (3,)
+    seqlen_q, seqlen_k = seqlens
+    q, k, v = (torch.randn(*leading, n, h, 64, dtype=BF16) for n, h in ((seqlen_q, 4), (seqlen_k, 2), (seqlen_k, 2)))
+    options = {f"cu_seqlens_{t}": torch.tensor([0, 1, n], dtype=INT32) for t, n in (("q", seqlen_q), ("k", seqlen_k))}
+    quantized = onepass.quantize_fp8(q, k, v, **(options if is_packed else {}))
+    validation.check_quantized(quantized)
+    assert vars(quantized).keys() == vars(replace(quantized)).keys()
+    places = [set(range(d.data_ptr(), d.data_ptr() + 4 * d.numel())) for d in quantized.descales]
+    assert not (places[0] & places[1] | places[1] & places[2] | places[0] & places[2])
+    assert all(d.is_contiguous() for d in quantized.descales)
+    sizes = {t.untyped_storage().nbytes() for t in quantized.descales}
+    assert sizes == {sum(d.numel() for d in quantized.descales) * 4}
+
+
+def test_a_call_like_one_before_is_not_checked_again(launched, monkeypatch):
+    checked = []
+    check = validation.check_quantizable
+    monkeypatch.setattr(validation, "check_quantizable", lambda *a, **o: checked.append(check(*a, **o)))
+    (q, k, v), offsets = packed()
+    for n, options in enumerate([{}, {"seed": 5}, {"rotate": False}, {"seqused_k": torch.zeros(2, dtype=INT32)}], 1):
+        for _ in range(3):
+            assert onepass.quantize_fp8(q, k, v, **offsets, **options).rotation in (0, 5, None)
+        assert len(checked) == n
+    onepass.quantize_fp8(q[:140], k, v, **offsets)
+    assert len(checked) == 5
+    for _ in range(2):  # means go the whole way
+        assert onepass.quantize_fp8(q, k, v, **offsets, center_v=True).v_mean is not None
+    assert len(checked) == 7
+    # a layout is of each call
+    q_first = q.transpose(0, 1).contiguous().transpose(0, 1)
+    assert onepass.quantize_fp8(q_first, k, v, **offsets).q.shape == q.shape
+    assert launched[-1][1][0] is q_first
+    with pytest.raises(TypeError, match="rotate: expected a bool, got 1"):
+        onepass.quantize_fp8(q, k, v, **offsets, rotate=1)
+
+
+def test_precision_takes_one_launch_for_the_tensors(launched, monkeypatch):
+    """And the next call like it no operator."""
+    attended = []
+
+    def prepare(name, problem, device, tuning=None):
+        return lambda inputs: attended.append((problem, inputs)) or empty_outputs(problem, inputs)
+
+    monkeypatch.setattr(dispatch, "_refusal", lambda name, *_: None if name == "sm90" else "not here")
+    monkeypatch.setattr(dispatch, "prepare", prepare)
+    q, k, v = (torch.randn(2, 70, heads, 64, dtype=BF16) for heads in (4, 2, 2))
+    run = torch.ops.onepass.attention_fp8
+    monkeypatch.setattr(torch.ops.onepass, "attention_fp8", lambda *arguments: operators.append(1) or run(*arguments))
+    operators = []
+    for n in range(1, 4):
+        assert onepass.attention(q, k, v, precision="fp8", causal=True).dtype == BF16
+        assert (len(operators), len(launched), len(attended)) == (1, n, n)
+    (first, of_first), (again, of_again) = attended[0], attended[-1]
+    assert first == again
+    assert again.quantization.v_keys_last
+    assert of_again.descales.k.shape == of_first.descales.k.shape == (2, 2, 2)
+    onepass.attention(q.requires_grad_(), k, v, precision="fp8", causal=True)  # a gradient is asked for
+    assert len(operators) == 2
+    with torch.no_grad():
+        onepass.attention(q, k, v, precision="fp8", causal=True)
+    assert len(operators) == 2

@@ -24,7 +24,19 @@ from onepass.kernels.sm80.launch import ARCHS
 from onepass.problem import AttentionProblem, Mask
 
 TILE_N = 4
-WINDOWS = ((None, None), (None, 0), (5, 0), (9, 3), (0, 0))
+WINDOWS = (
+    (None, None),
+    (None, 0),
+    (5, 0),
+    (9, 3),
+    (0, 0),
+    (None, -3),
+    (-3, None),
+    (9, -3),
+    (-2, 9),
+    (-2, 2),
+    (None, -99),
+)
 
 
 def tiles():

@@ -30,7 +30,7 @@ def configs(monkeypatch):
 
         return kernel
 
-    monkeypatch.setattr(dispatch, "_refusal", lambda name, problem: launch.unsupported(problem))
+    monkeypatch.setattr(dispatch, "_refusal", lambda name, problem, device: launch.unsupported(problem))
     monkeypatch.setattr(dispatch, "_backward_unsupported", lambda name, problem: "no GPU")
     monkeypatch.setattr(compile, "get", get)
     monkeypatch.setattr(launch, "tile_counter", lambda device: None)

@@ -20,6 +20,10 @@ def packed(**changes):
     return made | {name: change(made[name]) if callable(change) else change for name, change in changes.items()}
 
 
+def nested(t, layout=torch.strided):
+    return torch.nested.nested_tensor(list(t), layout=layout)
+
+
 INT32 = torch.int32
 NAN = float("nan")
 
@@ -55,7 +59,11 @@ DENSE = [
     ),
     ({"k": lambda t: t[..., :7]}, ValueError, r"k: expected head_dim 8 like q, got 7"),
     ({"v": lambda t: t[..., :0]}, ValueError, r"v: expected a head_dim of at least 1, got shape \(2, 6, 2, 0\)"),
-    ({"q": lambda t: t[:, :, :0]}, ValueError, r"q: expected at least 1 head, got shape \(2, 6, 0, 8\)"),
+    (
+        {"k": lambda t: t[:, :, :0], "v": lambda t: t[:, :, :0]},
+        ValueError,
+        r"q: expected a number of heads divisible by the 0 heads of k and v, got 4",
+    ),
     ({"q": lambda t: t[:, :, :3]}, ValueError, r"q: expected a number of heads divisible by the 2 heads .*, got 3"),
     # options
     ({"causal": 1}, TypeError, r"causal: expected a bool, got 1"),
@@ -65,8 +73,6 @@ DENSE = [
     ({"window": (1, 2, 3)}, TypeError, r"window: expected a pair .*, got \(1, 2, 3\)"),
     ({"window": (1.5, 0)}, TypeError, r"window: expected an int or None for its left side, got 1.5"),
     ({"window": (0, True)}, TypeError, r"window: expected an int or None for its right side, got True"),
-    ({"window": (-1, 0)}, ValueError, r"window: expected a left side of at least 0 \(None = unbounded\), got -1"),
-    ({"window": (None, -2)}, ValueError, r"window: expected a right side of at least 0 .*, got -2"),
     ({"softcap": 0}, ValueError, r"softcap: expected a number above 0 \(None = no cap\), got 0.0"),
     ({"softcap": -1.0}, ValueError, r"softcap: expected a number above 0 .*, got -1.0"),
     ({"softcap": NAN}, ValueError, r"softcap: expected a finite number, got nan"),
@@ -93,6 +99,45 @@ DENSE = [
     ),
     ({"seqused_k": torch.tensor([1, 7], dtype=INT32)}, ValueError, r"seqused_k\[1\]: expected 0 to 6, .*, got 7"),
     ({"seqused_k": torch.tensor([-1, 2], dtype=INT32)}, ValueError, r"seqused_k\[0\]: expected 0 to 6, .*, got -1"),
+    # what is not made of one block of memory
+    (
+        {"q": lambda t: nested(t)},
+        TypeError,
+        r"q: expected a torch.Tensor of one shape, got a nested tensor \(sequences",
+    ),
+    ({"v": lambda t: nested(t, torch.jagged)}, TypeError, r"v: expected .* of one shape, got a nested tensor"),
+    ({"sinks": torch.zeros(4).to_sparse()}, TypeError, r"sinks: expected a strided \(dense\) tensor, got layout"),
+    # integers and floats beyond those of the machine
+    ({"softcap": 10**400}, ValueError, r"softcap: expected a finite number, got one beyond the range of a float"),
+    # heads before seqlen
+    (
+        {"q": lambda t: t[:, :1].transpose(1, 2), "k": lambda t: t.transpose(1, 2), "v": lambda t: t.transpose(1, 2)},
+        ValueError,
+        r"q: .* divisible by the 6 heads of k and v, got 1 \(q, k and v look like \(batch, num_heads, seqlen, head_dim"
+        r"\): pass q.transpose\(1, 2\), k.transpose\(1, 2\), v.transpose\(1, 2\)\)",
+    ),
+    (
+        {"q": lambda t: t[:, :1].transpose(1, 2)},
+        ValueError,
+        r"q: .* got 1 \(q looks like \(batch, num_heads, seqlen, head_dim\): pass q.transpose\(1, 2\)\)",
+    ),
+    (
+        {"k": lambda t: t.transpose(1, 2), "v": lambda t: t.transpose(1, 2)},
+        ValueError,
+        r"q: .* got 4 \(k and v look like \(batch, num_heads, seqlen, head_dim\): pass k.transpose\(1, 2\), v.trans",
+    ),
+    (
+        {"v": lambda t: t.transpose(1, 2)},
+        ValueError,
+        r"v: expected shape \(2, 6, 2\) .* \(v looks like \(batch, num_heads, seqlen, head_dim\): pass v.transpose\(1",
+    ),
+    (
+        {"q": lambda t: t.transpose(1, 2), "k": lambda t: t.transpose(1, 2), "v": lambda t: t.transpose(1, 2)}
+        | {"sinks": torch.zeros(4)},
+        ValueError,
+        r"sinks: expected shape \(6,\), .*, got \(4,\) \(q looks like \(batch, num_heads, seqlen, head_dim\): pass q",
+    ),
+    ({"q": lambda t: t[:, :1, :3]}, ValueError, r"q: .* divisible by the 2 heads of k and v, got 3$"),
     ({"backend": "cuda9"}, ValueError, r"backend: expected one of .*tiled.* or None, got 'cuda9'"),
     ({"tuning": object()}, TypeError, r"tuning: expected a ForwardConfig, a ForwardConfigSm80 or None, got <object"),
     (
@@ -110,6 +155,11 @@ DENSE = [
 PACKED = [
     ({"q": lambda t: t[None]}, ValueError, r"q: expected 3 dimensions \(total_tokens, .*, got 4"),
     ({"v": lambda t: t[:5]}, ValueError, r"v: expected shape \(6, 2\) like k up to head_dim, got \(5, 2, 8\)"),
+    (
+        {"q": lambda t: t[:1].transpose(0, 1), "k": lambda t: t.transpose(0, 1), "v": lambda t: t.transpose(0, 1)},
+        ValueError,
+        r"q: .* got 1 \(q, k and v look like \(num_heads, total_tokens, head_dim\): pass q.transpose\(0, 1\), k.tran",
+    ),
     ({"cu_seqlens_q": None}, TypeError, r"cu_seqlens_q: expected an int32 torch.Tensor, got NoneType"),
     ({"cu_seqlens_q": lambda t: t.long()}, TypeError, r"cu_seqlens_q: expected dtype int32, got int64"),
     ({"cu_seqlens_q": lambda t: t[None]}, ValueError, r"cu_seqlens_q: expected shape \(batch \+ 1,\), got \(1, 3\)"),
@@ -138,7 +188,8 @@ PACKED = [
 
 def refused(function, make, changes, error, message):
     arguments = make(**changes)
-    before = {n: t.clone() for n, t in arguments.items() if isinstance(t, torch.Tensor) and t.is_cpu}
+    is_copied = {n: isinstance(t, torch.Tensor) and t.is_cpu and not t.is_nested for n, t in arguments.items()}
+    before = {n: t.clone() for n, t in arguments.items() if is_copied[n]}
     with pytest.raises(error, match=message):
         function(**arguments)
     for name, copy in before.items():
@@ -182,8 +233,9 @@ def test_supports_asks_about_shapes_alone():
 
 
 def test_supports_refuses_unknown_arguments():
-    with pytest.raises(TypeError, match=r"supports: expected arguments of attention .*, got dropout"):
-        onepass.supports(**tensors(), dropout=0.1)
+    answer = onepass.supports(**tensors(), dropout=0.1)
+    assert not answer.ok
+    assert answer.reason == "supports: expected arguments of attention or attention_varlen, got dropout"
 
 
 def partials(**changes):

@@ -136,7 +136,7 @@ CALLS = [
         lambda: quantized(),
         {"sinks": torch.zeros(4, requires_grad=True)},
         onepass.UnsupportedError,
-        r"q, k, v, sinks: expected no requires_grad with FP8 tensors.* precision='fp8'",
+        r"sinks: expected no requires_grad in FP8.* precision='fp8'",
     ),
     (lambda: quantized(), {"backend": "sm90"}, onepass.UnsupportedError, r"backend sm90: expected tensors on cuda"),
     (lambda: quantized(), {"backend": "sm91"}, ValueError, r"backend: expected one of .*, got 'sm91'"),
@@ -225,3 +225,22 @@ def test_no_derivative_but_backward():
         torch.func.jvp(lambda q: onepass.attention(q, k, v, precision="fp8"), (q,), (q,))
     with pytest.raises(NotImplementedError, match=r"cannot run under torch.vmap"):
         torch.vmap(lambda q: onepass.attention(q, k, v, precision="fp8"))(q[None])
+
+
+def test_the_largest_block_is_taken():
+    q, k, v = (torch.zeros(1, 5, 1, 16).to(torch.float8_e4m3fn) for _ in range(3))
+    scale, largest = torch.ones(1, 1, 1), 2**31 - 1
+    quantized = onepass.QuantizedQKV(q, k, v, scale, scale, scale, q_block=largest, kv_block=largest)
+    assert quantized.quantization.q_block == quantized.quantization.kv_block == largest
+
+
+@pytest.mark.parametrize("granularity", ["row", "block", "head", "tensor"])
+@pytest.mark.parametrize("rows", [0, 3, 70])
+def test_packed_tensors_of_no_sequence(rows, granularity):
+    q, k, v = (torch.randn(rows, 2, 16) for _ in range(3))
+    offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.zeros(1, dtype=torch.int32))
+    quantized = onepass.quantize_fp8(q, k, v, granularity=granularity, **offsets)
+    assert [t.shape for t in quantized.dequantize(**offsets)] == [(rows, 2, 16)] * 3
+    out, lse = onepass.attention_varlen(quantized, **offsets, return_lse=True)
+    assert torch.equal(out, torch.zeros(rows, 2, 16, dtype=out.dtype))
+    assert torch.equal(lse, torch.full((2, rows), -torch.inf))

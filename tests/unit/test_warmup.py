@@ -197,6 +197,9 @@ def test_calls_that_need_no_kernel(compiled):
     if not torch.cuda.is_available():
         assert onepass.warmup([CALL, packed]) == []
     assert onepass.warmup([META], backend="tiled") == []
+    for heads_kv in (0, 2):
+        shapes = {"q": (2, 9, 0, 64), "k": (2, 9, heads_kv, 64), "v": (2, 9, heads_kv, 64), "dtype": torch.bfloat16}
+        assert onepass.warmup([shapes], backend="sm90", gradients=True) == []
     assert compiled == []
 
 
@@ -227,8 +230,10 @@ def test_a_bad_call_is_refused_before_anything_is_compiled(compiled, changes, er
 def test_bad_arguments(compiled):
     with pytest.raises(TypeError, match="warmup: expected q, k and v in every call, got none for k, v"):
         onepass.warmup([{"q": CALL["q"]}])
-    for workers in (0, 1.5, True):
-        with pytest.raises(ValueError, match="workers: expected an int of at least 1 or None"):
+    with pytest.raises(ValueError, match="workers: expected at least 1, got 0"):
+        onepass.warmup([], workers=0)
+    for workers in (1.5, True):
+        with pytest.raises(TypeError, match=f"workers: expected an int of at least 1 or None, got {workers}"):
             onepass.warmup([], workers=workers)
     for gradients in (1, None):
         with pytest.raises(TypeError, match=f"gradients: expected a bool, got {gradients}"):
@@ -254,11 +259,11 @@ def test_a_missing_compiler_is_named(monkeypatch):
         ((8, 9), "float32", "sm80"),
         ((8, 0), "float16", "sm80"),
     ):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, c=capability: c)
         with pytest.raises(NotImplementedError, match=f"backend {name}: the kernel compiler is not installed: pip"):
             onepass.warmup([CALL | {"dtype": getattr(torch, dtype)}])
     assert onepass.warmup([CALL | {"dtype": torch.float64}]) == []
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     assert onepass.warmup([CALL]) == []
 
 

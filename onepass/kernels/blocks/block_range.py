@@ -2,7 +2,9 @@
 
 All functions take the geometry of one sequence. Query i stands at key position i + seqlen_k - seqlen_q
 (bottom-right alignment) and sees the keys from window_left before it to window_right after it, both inclusive;
-None = unbounded on that side. Ranges are half open, [start, end), and empty ranges have start == end.
+None = unbounded on that side. A side may be negative, and left + right >= 0 where both are given, as in every `Mask`:
+then the keys of neighbouring queries, too, lie side by side. Ranges are half open, [start, end), and empty ranges have
+start == end.
 """
 
 from __future__ import annotations
@@ -77,13 +79,15 @@ def key_blocks(
 ) -> KeyBlocks:
     """The key blocks of the queries [m_start, m_end), for kernels, whose blocks start at multiples of tile_n.
 
-    There is always at least one block: a kernel that sees a fully masked block gives out = 0 and lse = -inf to a
-    tile of queries that see nothing, by the same code as for any other tile.
+    There is always at least one block, with keys if there are any: a kernel that sees a fully masked block gives
+    out = 0 and lse = -inf (with sinks the sink) to a tile of queries that see nothing, by the same code as for any
+    other tile.
     """
     geometry = (m_start, m_end, seqlen_q, seqlen_k, window_left, window_right)
     low, high = key_range(*geometry)
     clear_low, clear_high = unmasked_key_range(*geometry)
-    first = low // tile_n
+    # queries that see only keys behind the last one have low = seqlen_k
+    first = 0 if window_left is None else minimum(low, maximum(seqlen_k - 1, 0)) // tile_n
     last = maximum(ceil_div(high, tile_n), first + 1)
     clear_last = maximum(clear_high // tile_n, first)
     clear_first = minimum(ceil_div(clear_low, tile_n), clear_last)
@@ -161,7 +165,7 @@ def last_key_block(
     window_right: int | None,
     tile_n: int,
 ) -> int:
-    """The last of these tiles; before `first_key_block` if no key is seen from the block of queries."""
+    """The last of these tiles. Where no key is seen from the block of queries there is neither."""
     m_end = minimum(m_start + tile_m, seqlen_q)
     return (key_range(m_end - 1, m_end, seqlen_q, seqlen_k, window_left, window_right)[1] - 1) // tile_n
 
@@ -246,7 +250,7 @@ def count_visible_pairs(seqlen_q: int, seqlen_k: int, window_left: int | None, w
     """The number of (query, key) pairs that are not masked: what FLOP counts are made of.
 
     Row i sees clamp(i + shift + right + 1, 0, seqlen_k) - clamp(i + shift - left, 0, seqlen_k) keys (never below
-    zero since left and right are not negative); each clamp is summed in closed form.
+    zero since left + right is not negative); each clamp is summed in closed form.
     """
     shift = seqlen_k - seqlen_q
 

@@ -26,6 +26,7 @@ from cutlass.cute.nvgpu import warpgroup
 from .bundle import Bundle
 from .integers import maximum
 from .ptx import bits, exp2_on_fma_pipe
+from .sinks import weight_of_sink
 
 ROWS = 2  # rows of a thread
 LN2 = math.log(2.0)
@@ -200,21 +201,22 @@ class OnlineSoftmax(Bundle):
 def finish(row_max: Float32, row_sum: Float32, scale_log2: Float32, sink: Float32 | None):
     """The end of one row, reduced over its quad.
 
-    Args: sink: score of a key of value 0 that joins the denominator of a row that sees a key; None at compile time.
-    Returns: what acc_o has to be multiplied with, and lse (natural log); 0 and -inf for a row that saw no key.
+    Args: sink: score of a key of value 0 that joins the denominator; None at compile time.
+    Returns: what acc_o has to be multiplied with, and lse (natural log); for a row that saw no key 0, and the sink or
+    -inf.
     """
     total = cute.arch.warp_reduction_sum(row_sum, threads_in_group=4)
     is_empty = total == 0.0
     reference = row_max * scale_log2
-    weight = Float32(1.0)
+    weight, lse_of_empty = Float32(1.0), -Float32.inf
     if cutlass.const_expr(sink is not None):
         # move to the larger of both references, so that neither term overflows
         sink_log2 = sink * (1.0 / LN2)
         larger = cute.arch.fmax(reference, sink_log2)
         weight = cute.math.exp2(reference - larger, fastmath=True)
-        total = total * weight + cute.math.exp2(sink_log2 - larger, fastmath=True)
-        reference = larger
+        total = total * weight + weight_of_sink(sink, sink_log2 - larger)
+        reference, lse_of_empty = larger, sink
     safe_total = Float32(1.0) if is_empty else total
     weight = Float32(0.0) if is_empty else weight * cute.arch.rcp_approx(safe_total)
-    lse = -Float32.inf if is_empty else (reference + cute.math.log2(safe_total, fastmath=True)) * LN2
+    lse = lse_of_empty if is_empty else (reference + cute.math.log2(safe_total, fastmath=True)) * LN2
     return weight, lse

@@ -17,6 +17,7 @@ from cutlass import Boolean, Float32, Int32
 from . import warp
 from .integers import ceil_div, minimum
 from .online_softmax import LN2
+from .sinks import weight_of_sink
 from .tile_scheduler import LANES
 
 VECTOR_BYTES = 16  # of a load
@@ -189,11 +190,11 @@ def attend_row(
         largest = cute.arch.fmax(largest, lane_exponent(q, mK, start, high, scale_log2, tanh_scale))
         start += LANES
     reference = cute.arch.warp_reduction_max(largest)
-    is_empty = low >= high
-    reference = Float32(0.0) if is_empty or reference == -Float32.inf else reference
+    is_empty, lse_of_empty = low >= high, -Float32.inf
     if cutlass.const_expr(sink is not None):
-        sink_log2 = sink * (1.0 / LN2)
-        reference = reference if is_empty else cute.arch.fmax(reference, sink_log2)
+        sink_log2, lse_of_empty = sink * (1.0 / LN2), sink
+        reference = cute.arch.fmax(reference, sink_log2)
+    reference = Float32(0.0) if reference == -Float32.inf else reference
     acc, total, start = row_sums(out), Float32(0.0), low
     while start < high:
         exponent = lane_exponent(q, mK, start, high, scale_log2, tanh_scale)
@@ -203,9 +204,9 @@ def attend_row(
         start += LANES
     total = cute.arch.warp_reduction_sum(total)
     if cutlass.const_expr(sink is not None):
-        total += Float32(0.0) if is_empty else cute.math.exp2(sink_log2 - reference, fastmath=True)
+        total += weight_of_sink(sink, sink_log2 - reference)
     write_row(out, acc, Float32(0.0) if is_empty else cute.arch.rcp_approx(total))
-    return -Float32.inf if is_empty else (reference + cute.math.log2(total, fastmath=True)) * LN2
+    return lse_of_empty if is_empty else (reference + cute.math.log2(total, fastmath=True)) * LN2
 
 
 @cute.jit

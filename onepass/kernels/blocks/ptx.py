@@ -89,6 +89,33 @@ def increment(flag: cute.Pointer):
     cute.arch.inline_ptx("red.relaxed.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[flag.toint()])
 
 
+def load_transposed(address: Int32) -> tuple:
+    """Four 8 x 8 matrices of 16-bit values from shared memory, transposed (ldmatrix).
+
+    Lane 8 m + i names row i of matrix m; lane 4 c + q gets column c of rows 2q and 2q + 1 of each matrix.
+    """
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
+def store_matrices(address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
+    """stmatrix of four such matrices: lane 8 m + i names row i of matrix m, whose words lanes 4 i to 4 i + 3 have."""
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
+        read_only_args=[address, a, b, c, d],
+    )
+
+
+def permute_bytes(a: Int32, b: Int32, selector: Int32) -> Int32:
+    """Four bytes of those of a (0 to 3) and b (4 to 7), by the selector's lowest four digits of 4 bits."""
+    return cute.arch.inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Int32], read_only_args=[a, b, selector]
+    )
+
+
 @cute.jit
 def pack(source: cute.Tensor, target: cute.Tensor):
     """A float32 fragment -> a 16-bit fragment of the same order.
@@ -167,6 +194,11 @@ def order_after(a: Float32, b: Float32):
         " mov.b32 a, s; @p st.volatile.shared.f32 [a], s; }",
         read_only_args=[a, b],
     )
+
+
+def add_here(a: Float32, b: Float32) -> Float32:
+    """a + b, computed before any instruction with an effect that follows in the program."""
+    return cute.arch.inline_ptx("add.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
 @cute.jit

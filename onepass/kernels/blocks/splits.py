@@ -18,7 +18,9 @@ FEW_PARTS = 8  # of a row, that the merge gives to one warp
 # What `choose_num_splits` counts with; estimates.
 OVERHEAD_STEPS = 1.5  # of a thread block, beside its keys: the first loads, the end
 MERGE_STEPS = 0.5  # of a thread block's partials: 16 rows of float32 written and read, where a step has 64 of K and V
-LEAST_SHARE = 0.5
+# On an H200 one query of 32 heads over 131072 keys of 32, 264 slots: 13 splits, whose second wave is 58 percent full,
+# take 490 us, 12 (45 percent) 493, 8 (one wave) 474, 16 (94 percent) 477 (h200-decode-splits.json).
+LEAST_SHARE = 0.75
 # The same of the Hopper kernel, whose thread blocks have a multiprocessor each and more to compute. On an H200 8 splits
 # take 110 us where 16, two waves, take 149, and 4 take 207 where 8 take 216 (h200-decode-rows-variants.json).
 OVERHEAD_STEPS_SM90 = 4.0

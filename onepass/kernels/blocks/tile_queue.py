@@ -5,6 +5,7 @@ into shared memory, from where the producer and the consumers take it:
 
     full     the scheduler has written the number                                                       1 arrival
     empty    every consumer warp has read the one before, and the producer wants the next one     1 arrival a warp
+             (as consumers the warps that transpose V, where there are any)
 
 When to draw: a number drawn is a promise, and promises made early unbalance the work. With the longest tiles first,
 a draw at the start of a tile leaves the busiest of 132 thread blocks 2 to 11 percent above the mean in the causal cases
@@ -36,16 +37,17 @@ class TileQueue(Bundle):
         num_tiles: numbers from this one on are no tiles.
         counter: one Int32 in global memory, 0 between launches; None: the numbers of `tile_scheduler.tile_number`.
         in_a_row: as there; only without a counter.
+        num_readers: warps that take numbers, beside the producer: consumers, and those that transpose V.
     """
 
-    def __init__(self, smem, num_tiles, counter, num_consumer_warps: int, cluster_size: int = 1, in_a_row=None):
+    def __init__(self, smem, num_tiles, counter, num_readers: int, cluster_size: int = 1, in_a_row=None):
         """Barriers are initialised by the calling threads; `mbarrier_init_fence` and a sync must follow."""
         self.num_tiles, self.counter, self.in_a_row = num_tiles, counter, in_a_row
         self.index, self.count = (i[0] // cluster_size for i in (cute.arch.block_idx(), cute.arch.grid_dim()))
         if counter is not None:
             self.slot = smem.allocate_tensor(Int32, cute.make_layout((1,)), 8)
             self.full, self.empty = (smem.allocate_array(cutlass.Int64, 1) for _ in range(2))
-            self._initialise(num_consumer_warps + 1)
+            self._initialise(num_readers + 1)
 
     @cute.jit
     def _initialise(self, num_readers: cutlass.Constexpr[int]):
@@ -63,13 +65,16 @@ class TileQueue(Bundle):
         return self.index if self.in_a_row is None else self.index * self.in_a_row
 
     @cute.jit
-    def take(self, wave: Int32) -> Int32:
-        """The number of wave 1, 2, ...: called once a wave by every warp. A consumer then wants the next one."""
+    def take(self, wave: Int32, phase: Int32 | None = None) -> Int32:
+        """The number of wave 1, 2, ...: called once a wave by every warp. A consumer then wants the next one.
+
+        Args: phase: (wave - 1) & 1, from who has it.
+        """
         number = Int32(0)
         if cutlass.const_expr(self.counter is None):
             number = tile_scheduler.tile_number(self.index, wave, self.count, self.in_a_row)
         else:
-            cute.arch.mbarrier_wait(self.full, (wave - 1) & 1)
+            cute.arch.mbarrier_wait(self.full, (wave - 1) & 1 if cutlass.const_expr(phase is None) else phase)
             number = cute.arch.make_warp_uniform(self.slot[0])
         return number
 

@@ -41,3 +41,11 @@ def issue_sum(tiled_mma: cute.TiledMma, acc: cute.Tensor, pairs: list, accumulat
             atom.set(warpgroup.Field.ACCUMULATE, accumulate or i + k != 0)
             cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
     warpgroup.commit_group()
+
+
+def block_of_columns(b: cute.Tensor, block: int) -> cute.Tensor:
+    """(MMA, 1, MMA_K) of one block of an operand b (MMA, MMA_N, MMA_K)."""
+    columns = b[None, block, None]
+    (size, steps), (stride, along_steps) = columns.shape, columns.stride
+    layout = cute.make_layout((size, 1, steps), stride=(stride, 0, along_steps))
+    return cute.make_tensor(columns.iterator, layout)

@@ -18,6 +18,7 @@ DS_BUFFERS = 2  # of the backward
 # Registers of a producer and of a consumer thread, by number of consumer warpgroups. A launch gives every thread the
 # same multiple of 8, of 64 Ki in all; setmaxnreg only moves them (asking for more than are there waits forever).
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
+REGISTERS_TO_TRANSPOSE = REGISTERS | {4: (32, 112)}  # V, beside a producer
 REGISTERS_OF_PAGES = REGISTERS | {2: (40, 232)}  # of a producer that looks up pages
 
 
@@ -69,6 +70,10 @@ class ForwardConfig(LaunchConfig):
         pack_gqa: the query heads of one kv head share a tile, see blocks/pack_gqa.py.
         two_level_sums: P V of a step has an accumulator of its own, which the FMA pipe adds to O: the tensor cores cut
             off what they add, and in FP8 sum with fewer bits than float32 has.
+        pv_columns: with two_level_sums and without overlap_gemm_softmax, columns of V that share that accumulator, one
+            block of them after another; 0 = all.
+        transposes_v: in FP8, V comes as (batch, seqlen, heads, dim) and idle warps transpose it in shared memory; else
+            it comes as `fp8.keys_last` lays it, by a kernel of its own before where the call's V does not lie so.
 
     Raises: TypeError for a value of another type than its field's.
     """
@@ -93,6 +98,8 @@ class ForwardConfig(LaunchConfig):
     dynamic_tiles: bool = False
     pack_gqa: bool = False
     two_level_sums: bool = False
+    pv_columns: int = 0
+    transposes_v: bool = False
 
     @property
     def tile_m(self) -> int:
@@ -115,12 +122,21 @@ class ForwardConfig(LaunchConfig):
         """Query positions of a tile."""
         return ROWS_PER_WARPGROUP // self.group(problem) * self.num_warpgroups
 
+    def raw_stages(self, problem: AttentionProblem) -> int:
+        """Buffers for V before it is transposed: 2 where they fit. 0: it is not transposed."""
+        if not self.transposes_v:
+            return 0
+        return 2 if self._smem_bytes(problem, 2) <= SMEM_BYTES else 1
+
     def smem_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory of the tiles and their barriers."""
+        return self._smem_bytes(problem, self.raw_stages(problem))
+
+    def _smem_bytes(self, problem: AttentionProblem, raw_stages: int) -> int:
         d, dv = head_dim_tile(problem.head_dim), head_dim_tile(value_columns(problem))
         q = self.q_stages * self.tile_m * d
         k_stages, v_stages = self.kv_stages
-        kv = self.tile_n * (k_stages * d + v_stages * dv)
+        kv = self.tile_n * (k_stages * d + (v_stages + raw_stages) * dv)
         # float32 is two parts of 2 bytes
         return problem.dtype.itemsize * (q + kv) + 1024
 
@@ -128,8 +144,12 @@ class ForwardConfig(LaunchConfig):
         """Registers of a consumer thread for S, P, O (and Q): the rest is left for addresses and the softmax."""
         d, dv = head_dim_tile(problem.head_dim), head_dim_tile(value_columns(problem))
         p = self.tile_n * problem.dtype.itemsize // (8 * self.score_buffers)
-        o = dv if self.two_level_sums else dv // 2
-        return self.tile_n // 2 + p + o + (d // 4 if self.q_in_registers else 0)
+        s, pv = self.tile_n // 2, 0
+        if self.two_level_sums:
+            pv = (self.pv_columns or dv) // 2
+        # without overlap S is gone when P V comes
+        s_and_pv = s + pv if self.overlap_gemm_softmax else max(s, pv)
+        return s_and_pv + p + dv // 2 + (d // 4 if self.q_in_registers else 0)
 
     def check(self, problem: AttentionProblem, arch: str = HOPPER) -> None:
         """Raises: UnsupportedError, naming the bound, what is needed and what there is."""
@@ -146,8 +166,8 @@ class ForwardConfig(LaunchConfig):
             raise UnsupportedError(f"stages: expected K/V >= 1 and Q 1 or 2, got {least} and {self.q_stages}")
         if self.overlap_gemm_softmax and least < 2:
             raise UnsupportedError("stages: overlap_gemm_softmax needs 2 for K and V, got 1")
-        if self.overlap_tiles and not self.overlap_gemm_softmax:
-            raise UnsupportedError("overlap_tiles: needs overlap_gemm_softmax")
+        if self.overlap_tiles and not (self.overlap_gemm_softmax or self.two_level_sums):
+            raise UnsupportedError("overlap_tiles: needs overlap_gemm_softmax or two_level_sums")
         if self.rescale_beside_qk and not self.overlap_gemm_softmax:
             raise UnsupportedError("rescale_beside_qk: needs overlap_gemm_softmax")
         if not self.warp_specialized and least < 2:
@@ -173,6 +193,9 @@ class ForwardConfig(LaunchConfig):
             )
         if self.two_level_sums and self.score_buffers != 1:
             raise UnsupportedError("two_level_sums: needs score_buffers=1")
+        self._check_sums(problem)
+        if self.transposes_v:
+            self._check_transposes_v(problem)
         if problem.quantization is not None:
             self._check_fp8()
         if problem.dtype == torch.float32:
@@ -185,6 +208,23 @@ class ForwardConfig(LaunchConfig):
         registers = self.accumulator_registers(problem)
         if registers > available - 16:
             raise UnsupportedError(f"registers: {self} needs {registers} for S, P and O, a thread has {available}")
+
+    def _check_sums(self, problem: AttentionProblem) -> None:
+        """What two_level_sums asks of the choices."""
+        if self.pv_columns:
+            columns = head_dim_tile(value_columns(problem))
+            if not self.two_level_sums or self.overlap_gemm_softmax:
+                raise UnsupportedError("pv_columns: it needs two_level_sums, and no overlap_gemm_softmax")
+            if self.pv_columns % 32 or columns % self.pv_columns:
+                raise UnsupportedError(
+                    f"pv_columns: expected a multiple of 32 that divides {columns}, got {self.pv_columns}"
+                )
+
+    def _check_transposes_v(self, problem: AttentionProblem) -> None:
+        if problem.quantization is None or problem.quantization.v_keys_last:
+            raise UnsupportedError("transposes_v: it needs V in FP8, as (batch, seqlen, heads, dim)")
+        if not self.warp_specialized or self.cluster_size > 1:
+            raise UnsupportedError("transposes_v: it needs warp_specialized and cluster_size=1")
 
     def _check_float32(self) -> None:
         """What float32's two parts take of the choices."""

@@ -1,9 +1,4 @@
-"""What the kernels that round to e4m3 share: the rows of a thread block, and the scale of a block of them.
-
-    grid (head, block of BLOCK rows, batch entry)
-
-Neighbouring thread blocks have neighbouring heads, which lie side by side in memory in most tensors.
-"""
+"""What the kernels that round to e4m3 share: the rows of a thread block, and the scale of a block of them."""
 
 from __future__ import annotations
 
@@ -20,6 +15,14 @@ from ..blocks.tile_scheduler import LANES
 
 BLOCK = 64  # rows that share a scale
 TINY = 2.0**-126
+
+
+class Tile(NamedTuple):
+    """What a thread block works on: BLOCK rows of a head of a batch entry. Packed sequences have one entry."""
+
+    head: Int32
+    block: Int32
+    entry: Int32
 
 
 class RowBlock(NamedTuple):

@@ -1,9 +1,11 @@
-"""From tensors to the kernels that round them to e4m3: which one, which grid, and what is written where."""
+"""From tensors to the kernels that round them to e4m3: which one, and what is written where."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from ... import fp8
 from ...outputs import empty_as
-from ...problem import V_KEYS, AttentionInputs
+from ...problem import V_KEYS, AttentionInputs, AttentionProblem, Descales
 from .. import compile
 from ..arch import arch_of
 from ..arguments import aligned, element_type, fake_tensor
@@ -24,25 +26,38 @@ assert BLOCK == fp8.Q_BLOCK == fp8.KV_BLOCK == V_KEYS
 
 
 class Kernel(NamedTuple):
-    """What the code of a kernel depends on."""
+    """What the code of the kernel that rounds q, k and v depends on."""
 
-    name: str  # "rows" or "values"
     dtype: torch.dtype
     head_dim: int
+    head_dim_v: int
+    keys_last: bool  # v is stored as `fp8.keys_last` lays it
     rotates: bool = False
-    has_mean: bool = False
+    has_k_mean: bool = False
+    has_v_mean: bool = False
     is_packed: bool = False
     has_seqused: bool = False
     num_threads: int | None = None  # of a thread block; None: `default_threads`
 
 
+class LayoutKernel(NamedTuple):
+    """What the code of the kernel that lays e4m3 values out depends on."""
+
+    head_dim_v: int
+    is_packed: bool = False
+    num_threads: int | None = None
+
+
 def default_threads(head_dim: int) -> int:
-    """64 elements a thread at head dims 128 and 256, 32 at 64: as many loads under way as registers have room for."""
+    """64 elements a thread at head dims 128 and 256, 32 at 64: as many loads under way as registers have room for.
+
+    Args: head_dim: the longer one, if those of q and v differ.
+    """
     return 256 if head_dim > 128 else 128
 
 
 def unsupported(inputs: AttentionInputs, granularity: str) -> str | None:
-    """Why the kernels do not quantise this; None if they do."""
+    """Why the kernel does not quantise this; None if it does."""
     if granularity != "block":
         return f"granularity: expected 'block' (others need the whole tensor first), got {granularity!r}"
     tensors = {"q": (inputs.q, inputs.cu_seqlens_q), "k": (inputs.k, inputs.cu_seqlens_k)}
@@ -50,92 +65,154 @@ def unsupported(inputs: AttentionInputs, granularity: str) -> str | None:
     for name, (t, cu_seqlens) in tensors.items():
         if t.dtype not in (torch.bfloat16, torch.float16):
             return f"{name}: expected bfloat16 or float16, got {t.dtype}"
-        if (reason := unsupported_tensor(name, t, cu_seqlens)) is not None:
+        if (reason := _unsupported_sizes(name, t, cu_seqlens)) is not None:
             return reason
     return None
 
 
-def unsupported_tensor(name: str, t: Tensor, cu_seqlens: Tensor | None) -> str | None:
+def unsupported_layout(v: Tensor, cu_seqlens_k: Tensor | None) -> str | None:
+    """Why the kernel of `keys_last` does not lay v out; None if it does."""
+    reason = _unsupported_sizes("v", v, cu_seqlens_k)
+    batch = v.shape[0] if cu_seqlens_k is None else cu_seqlens_k.shape[0] - 1
+    if reason is None and max(batch, v.shape[-3] // BLOCK + batch) > MAX_GRID:
+        return f"v: expected at most {MAX_GRID} batch entries and blocks of rows, got shape {tuple(v.shape)}"
+    return reason
+
+
+def _unsupported_sizes(name: str, t: Tensor, cu_seqlens: Tensor | None) -> str | None:
     batch = t.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if t.numel() == 0 or batch == 0:
         return f"{name}: expected a tensor that has elements, got shape {tuple(t.shape)}"
     if t.shape[-1] % 16 or t.shape[-1] > MAX_HEAD_DIM:
         return f"{name}: expected a head_dim that is a multiple of 16 up to {MAX_HEAD_DIM}, got {t.shape[-1]}"
-    if max(batch, t.shape[-3] // BLOCK + batch + 1) > MAX_GRID:
-        return f"{name}: expected at most {MAX_GRID} batch entries and blocks of rows, got shape {tuple(t.shape)}"
     return None
 
 
-def quantize(
-    inputs: AttentionInputs, seed: int | None, k_mean: Tensor | None, v_mean: Tensor | None, keys_last: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """q, k and v in e4m3 and their descales by blocks of 64 rows: a kernel each.
+@dataclass(frozen=True)
+class Launch:
+    """The kernel, and what every call with tensors of these sizes passes to it beside them; holds no tensor.
+
+    Attributes:
+        signs: words of `sign_words`, or None.
+        descales: shape and strides of each descale, and where it begins in the one tensor that all of them lie in.
+        num_descales: how many numbers that tensor has.
+        v_shape, v_strides: of v with its keys last; None: it lies as v does.
+    """
+
+    kernel: Callable
+    signs: tuple[int, ...] | None
+    descales: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+    num_descales: int
+    v_shape: tuple[int, ...] | None
+    v_strides: tuple[int, ...] | None
+
+    def __call__(
+        self, inputs: AttentionInputs, k_mean: Tensor | None = None, v_mean: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Descales]:
+        """q, k and v in e4m3 and their descales by blocks of 64 rows.
+
+        Args: k_mean, v_mean: (batch, num_heads_kv, head_dim) float32, contiguous, to be subtracted (k_mean after the
+            rotation).
+        """
+        q, k, v, _, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs
+        q, k, v = _readable(q), _readable(k), _readable(v)
+        stored_q, stored_k = empty_as(q, q.shape[-1], fp8.E4M3), empty_as(k, k.shape[-1], fp8.E4M3)
+        if self.v_shape is None:
+            stored_v = empty_as(v, v.shape[-1], fp8.E4M3)
+        else:
+            stored_v = v.new_empty_strided(self.v_shape, self.v_strides, dtype=fp8.E4M3)
+        together = q.new_empty_strided((self.num_descales,), (1,), dtype=torch.float32)
+        of_q, of_k, of_v = self.descales
+        descales = Descales(together.as_strided(*of_q), together.as_strided(*of_k), together.as_strided(*of_v))
+        self.kernel(
+            q,
+            k,
+            v,
+            stored_q,
+            stored_k,
+            stored_v,
+            *descales,
+            k_mean,
+            v_mean,
+            self.signs,
+            None if cu_seqlens_q is None else cu_seqlens_q.contiguous(),
+            None if cu_seqlens_k is None else cu_seqlens_k.contiguous(),
+            None if seqused_k is None else seqused_k.contiguous(),
+        )
+        return stored_q, stored_k, stored_v, descales
+
+
+def _readable(t: Tensor) -> Tensor:
+    """What the kernel reads in place of t."""
+    return aligned(t.detach() if t.requires_grad else t)
+
+
+@functools.lru_cache(maxsize=4096)
+def prepare(
+    problem: AttentionProblem,
+    device: torch.device,
+    seed: int | None,
+    keys_last: bool,
+    has_k_mean: bool = False,
+    has_v_mean: bool = False,
+) -> Launch:
+    """The launch for tensors of one problem on one device.
 
     Args:
+        problem: of q, k and v in 16 bits; its options do not matter.
         seed: of the rotation of q and k; None: none.
-        k_mean, v_mean: (batch, num_heads_kv, head_dim) float32, to be subtracted.
         keys_last: v as `fp8.keys_last` has it, else as it was.
     """
-    q, k, v, _, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs
-    if k_mean is not None and seed is not None:
-        k_mean = fp8.rotated(k_mean, seed)  # (k - mean) M = k M - mean M
-    quantize_values = values if keys_last else functools.partial(rows, seed=None)
-    results = (
-        rows(q, None, cu_seqlens_q, None, seed=seed),
-        rows(k, k_mean, cu_seqlens_k, seqused_k, seed=seed),
-        quantize_values(v, v_mean, cu_seqlens_k, seqused_k),
+    kernel = kernel_of_problem(problem, seed is not None, keys_last, has_k_mean, has_v_mean)
+    heads = problem.num_heads_q, problem.num_heads_kv, problem.num_heads_kv
+    shapes, begins = [], 0
+    for num_heads, length in zip(heads, (problem.seqlen_q, problem.seqlen_k, problem.seqlen_k), strict=True):
+        if problem.is_packed:
+            shape: tuple[int, ...] = num_heads, length // BLOCK + problem.batch
+        else:
+            shape = problem.batch, num_heads, ceil_div(length, BLOCK)
+        shapes.append((shape, _contiguous(shape), begins))
+        begins += math.prod(shape)
+    *leading, blocks = shapes[2][0]
+    v_shape = (*leading, problem.head_dim_v, blocks * BLOCK)
+    return Launch(
+        kernel_of(kernel, arch_of(device)),
+        None if seed is None else sign_words(problem.head_dim, seed),
+        tuple(shapes),
+        begins,
+        v_shape if keys_last else None,
+        _contiguous(v_shape) if keys_last else None,
     )
-    return [stored for stored, _ in results], [descale for _, descale in results]
 
 
-def rows(
-    x: Tensor, mean: Tensor | None, cu_seqlens: Tensor | None, seqused: Tensor | None, *, seed: int | None
-) -> tuple[Tensor, Tensor]:
-    """x (batch, seqlen, heads, head_dim) or packed -> e4m3, and descale. mean: of x after the rotation."""
-    x = aligned(x.detach())
-    is_packed = cu_seqlens is not None
-    kernel = Kernel("rows", x.dtype, x.shape[-1], seed is not None, mean is not None, is_packed, seqused is not None)
-    stored, descale = empty_as(x, x.shape[-1], fp8.E4M3), _empty_descale(x, cu_seqlens)
-    kernel_of(kernel, arch_of(x.device))(
-        x,
-        stored,
-        descale,
-        None if mean is None else mean.contiguous(),
-        None if seed is None else sign_words(x.shape[-1], seed),
-        None if cu_seqlens is None else cu_seqlens.contiguous(),
-        None if seqused is None else seqused.contiguous(),
-        descale.shape[-1] + is_packed,  # one block more for rows of no sequence
+def kernel_of_problem(
+    problem: AttentionProblem, rotates: bool, keys_last: bool, has_k_mean: bool = False, has_v_mean: bool = False
+) -> Kernel:
+    sizes = problem.head_dim, problem.head_dim_v
+    return Kernel(
+        problem.dtype, *sizes, keys_last, rotates, has_k_mean, has_v_mean, problem.is_packed, problem.has_seqused_k
     )
-    return stored, descale
 
 
-def values(
-    v: Tensor, mean: Tensor | None, cu_seqlens: Tensor | None, seqused: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """v of 16 bits -> `fp8.keys_last` of its e4m3, and descale; of e4m3, that of v itself, and None."""
-    v = aligned(v.detach())
-    is_e4m3 = v.dtype == fp8.E4M3
-    descale = _empty_descale(v, cu_seqlens)
-    stored = v.new_empty(*descale.shape[:-1], v.shape[-1], descale.shape[-1] * BLOCK, dtype=fp8.E4M3)
-    kernel = Kernel(
-        "values", v.dtype, v.shape[-1], False, mean is not None, cu_seqlens is not None, seqused is not None
-    )
-    kernel_of(kernel, arch_of(v.device))(
-        v,
-        stored,
-        None if is_e4m3 else descale,
-        None if mean is None else mean.contiguous(),
-        None if cu_seqlens is None else cu_seqlens.contiguous(),
-        None if seqused is None else seqused.contiguous(),
-    )
-    return stored, None if is_e4m3 else descale
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def _empty_descale(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """As `QuantizedQKV` has it: (batch, heads, blocks) or packed (heads, blocks)."""
-    if cu_seqlens is None:
-        return x.new_empty(x.shape[0], x.shape[2], ceil_div(x.shape[1], BLOCK), dtype=torch.float32)
-    return x.new_empty(x.shape[1], x.shape[0] // BLOCK + cu_seqlens.shape[0] - 1, dtype=torch.float32)
+def keys_last(v: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:
+    """`fp8.keys_last` of v in e4m3."""
+    v = _readable(v)
+    if cu_seqlens_k is None:
+        batch, seqlen_k, heads, head_dim_v = v.shape
+        shape: tuple[int, ...] = batch, heads, head_dim_v, ceil_div(seqlen_k, BLOCK) * BLOCK
+    else:
+        total, heads, head_dim_v = v.shape
+        shape = heads, head_dim_v, (total // BLOCK + cu_seqlens_k.shape[0] - 1) * BLOCK
+    stored = v.new_empty(shape)
+    kernel = LayoutKernel(head_dim_v, cu_seqlens_k is not None)
+    cu_seqlens = None if cu_seqlens_k is None else cu_seqlens_k.contiguous()
+    kernel_of(kernel, arch_of(v.device))(v, stored, cu_seqlens)
+    return stored
 
 
 @functools.lru_cache(maxsize=64)
@@ -149,48 +226,71 @@ def sign_words(head_dim: int, seed: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def kernel_of(kernel: Kernel, arch: str) -> Callable:
+def kernel_of(kernel: Kernel | LayoutKernel, arch: str) -> Callable:
     return compile.get(*compile_request(kernel, arch))
 
 
-def compile_request(kernel: Kernel, arch: str) -> tuple:
+def compile_request(kernel: Kernel | LayoutKernel, arch: str) -> tuple:
     """The arguments of `compile.get`."""
-    kernel = kernel._replace(num_threads=kernel.num_threads or default_threads(kernel.head_dim))
+    name = "quantize" if isinstance(kernel, Kernel) else "keys_last"
+    kernel = _with_threads(kernel)
     pairs = tuple(zip(kernel._fields, kernel, strict=True))
-    return f"quantize_{kernel.name}", (pairs,), arch, functools.partial(trace, kernel)
+    return name, (pairs,), arch, functools.partial(trace, kernel)
 
 
-def trace(kernel: Kernel) -> tuple:
+def _with_threads(kernel: Kernel | LayoutKernel) -> Kernel | LayoutKernel:
+    if kernel.num_threads is not None:
+        return kernel
+    longest = max(kernel.head_dim, kernel.head_dim_v) if isinstance(kernel, Kernel) else kernel.head_dim_v
+    return kernel._replace(num_threads=default_threads(longest))
+
+
+def trace(kernel: Kernel | LayoutKernel) -> tuple:
     """The kernel and stand-ins for its arguments, for `compile`."""
     from cutlass import Float8E4M3FN, Float32, Int32
     from cutlass.cute.runtime import make_fake_stream
 
-    from .rows import QuantizeRows
-    from .values import QuantizeValues
+    from .quantize import Quantize
+    from .values import KeysLast
+
+    kernel = _with_threads(kernel)
+    num_threads = kernel.num_threads
+    assert num_threads is not None
+    batch = () if kernel.is_packed else (None,)
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+
+    def lengths(is_given: bool):
+        return fake_tensor(Int32, None, align_bytes=4) if is_given else None
+
+    def columns(head_dim: int):
+        return fake_tensor(Float8E4M3FN, *batch, None, head_dim, None, align_bytes=16)
+
+    def rows(dtype: type, head_dim: int):
+        return fake_tensor(dtype, *batch, None, None, head_dim, align_bytes=16)
+
+    head_dim_v = kernel.head_dim_v
+    if isinstance(kernel, LayoutKernel):
+        arguments = rows(Float8E4M3FN, head_dim_v), columns(head_dim_v), lengths(kernel.is_packed), stream
+        return KeysLast(head_dim_v, num_threads), arguments
+
+    def mean(head_dim: int, is_given: bool):
+        return fake_tensor(Float32, None, None, head_dim, align_bytes=16) if is_given else None
 
     head_dim, dtype = kernel.head_dim, element_type(kernel.dtype)
-    num_threads = kernel.num_threads or default_threads(head_dim)
-    batch = () if kernel.is_packed else (None,)
-    x = fake_tensor(dtype, *batch, None, None, head_dim, align_bytes=16)
-    descale = fake_tensor(Float32, *batch, None, None, align_bytes=4)
-    mean = fake_tensor(Float32, None, None, head_dim, align_bytes=16) if kernel.has_mean else None
-    cu_seqlens = fake_tensor(Int32, None, align_bytes=4) if kernel.is_packed else None
-    seqused = fake_tensor(Int32, None, align_bytes=4) if kernel.has_seqused else None
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    if kernel.name == "values":
-        target = fake_tensor(Float8E4M3FN, *batch, None, head_dim, None, align_bytes=16)
-        descale = None if kernel.dtype == fp8.E4M3 else descale
-        return QuantizeValues(dtype, head_dim, num_threads), (x, target, descale, mean, cu_seqlens, seqused, stream)
-    target = fake_tensor(Float8E4M3FN, *batch, None, None, head_dim, align_bytes=16)
-    signs = tuple(Int32(0) for _ in sign_words(head_dim, 0)) if kernel.rotates else None
-    return QuantizeRows(dtype, head_dim, num_threads), (
-        x,
-        target,
-        descale,
-        mean,
-        signs,
-        cu_seqlens,
-        seqused,
-        Int32(1),
+    sizes = head_dim, head_dim, head_dim_v
+    target_of_v = columns(head_dim_v) if kernel.keys_last else rows(Float8E4M3FN, head_dim_v)
+    # one for each: whose sizes one stand-in stands for would have to be equal
+    arguments = (
+        *(rows(dtype, size) for size in sizes),
+        *(rows(Float8E4M3FN, size) for size in sizes[:2]),
+        target_of_v,
+        *(fake_tensor(Float32, *batch, None, None, align_bytes=4) for _ in sizes),
+        mean(head_dim, kernel.has_k_mean),
+        mean(head_dim_v, kernel.has_v_mean),
+        tuple(Int32(0) for _ in sign_words(head_dim, 0)) if kernel.rotates else None,
+        lengths(kernel.is_packed),
+        lengths(kernel.is_packed),
+        lengths(kernel.has_seqused),
         stream,
     )
+    return Quantize(dtype, head_dim, head_dim_v, num_threads, kernel.keys_last), arguments

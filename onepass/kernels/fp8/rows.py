@@ -6,25 +6,22 @@ magnitude, divides by the scale, rounds and writes. So each element is read once
 
 from __future__ import annotations
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.memory import SmemAllocator
 
 from ..blocks.integers import select
-from ..blocks.layouts import as_batch_of_one
 from ..blocks.ptx import unpack_pair
 from ..blocks.tile_scheduler import LANES
 from . import rotation
-from .block import BLOCK, largest_of_block, mean_of, round_four, row_block, scale_and_inverse
+from .block import BLOCK, Tile, largest_of_block, mean_of, round_four, row_block, scale_and_inverse
 from .rotation import GROUP, PART, QUAD
 
 HALF = 8  # elements of 16 bytes: half of a part
 
 
 class QuantizeRows:
-    """One compiled kernel: (dtype, head_dim, what there is) -> device code.
+    """What a thread block does for rows of one tensor: (dtype, head_dim) -> device code.
 
     Args: head_dim: a multiple of 16. num_threads: 32 to 256, a power of two.
     """
@@ -35,41 +32,22 @@ class QuantizeRows:
         self.is_one_block = len(rotation.blocks_of(head_dim)) == 1  # of the rotation
 
     @cute.jit
-    def __call__(
+    def quantize(
         self,
-        x: cute.Tensor,  # (batch, seqlen, num_heads, head_dim); packed sequences: without batch
+        x: cute.Tensor,  # (batch, seqlen, num_heads, head_dim); of packed sequences batch is 1
         target: cute.Tensor,  # e4m3, the same shape
-        descale: cute.Tensor,  # (batch, num_heads, blocks) float32; packed sequences: without batch
+        descale: cute.Tensor,  # (batch, num_heads, blocks) float32; of packed sequences batch is 1
         mean: cute.Tensor | None,  # (batch, num_heads, head_dim) float32, of sequences: to be subtracted, rotated as x
         signs: tuple | None,  # to rotate: Int32, a bit for each column, 1 to flip its sign
         cu_seqlens: cute.Tensor | None,  # (batch + 1,) int32
         seqused: cute.Tensor | None,  # (batch,) int32: rows behind are not looked at, and become 0
-        num_blocks: Int32,
-        stream: cuda.CUstream,
+        shared: cute.Tensor,  # (2, warps) float32
+        tile: Tile,
     ):
-        if cutlass.const_expr(cu_seqlens is not None):
-            x, target, descale = (as_batch_of_one(t) for t in (x, target, descale))
-        batch, _, num_heads, _ = x.shape
-        self.kernel(x, target, descale, mean, signs, cu_seqlens, seqused).launch(
-            grid=[num_heads, num_blocks, batch], block=[self.num_threads, 1, 1], stream=stream
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        x: cute.Tensor,
-        target: cute.Tensor,
-        descale: cute.Tensor,
-        mean: cute.Tensor | None,
-        signs: tuple | None,
-        cu_seqlens: cute.Tensor | None,
-        seqused: cute.Tensor | None,
-    ):
-        thread, (head, block, entry) = cute.arch.thread_idx()[0], cute.arch.block_idx()
+        thread, (head, block, entry) = cute.arch.thread_idx()[0], tile
         rows = row_block(x.shape[1], block, entry, cu_seqlens, seqused)
         lane, first_row = thread % QUAD, thread // QUAD
         num_warps = self.num_threads // LANES
-        shared = SmemAllocator().allocate_tensor(Float32, cute.make_ordered_layout((2, num_warps), order=(1, 0)), 16)
         parts, rows_at_once = rotation.num_parts(self.head_dim), self.rows_at_once
         passes = BLOCK // rows_at_once
 

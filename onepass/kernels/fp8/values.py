@@ -22,7 +22,7 @@ from ..blocks.integers import ceil_div, select
 from ..blocks.layouts import as_batch_of_one
 from ..blocks.ptx import transpose_bytes, unpack_pair
 from ..blocks.tile_scheduler import LANES
-from .block import BLOCK, RowBlock, largest_of_block, mean_of, round_four, row_block, scale_and_inverse
+from .block import BLOCK, RowBlock, Tile, largest_of_block, mean_of, round_four, row_block, scale_and_inverse
 
 GROUP = 64  # columns that a warp loads at once
 RUNS = BLOCK // KEY_RUN
@@ -32,16 +32,13 @@ WORDS = 4  # registers of 16 bytes
 
 
 class QuantizeValues:
-    """One compiled kernel: (dtype, head_dim_v, what there is) -> device code.
-
-    From e4m3 it moves the values as they are.
+    """What a thread block does for 64 keys of a head: (dtype, head_dim_v) -> device code.
 
     Args: head_dim: of v, a multiple of 16. num_threads: 128 or a larger power of two.
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, num_threads: int):
         self.dtype, self.head_dim, self.num_threads = dtype, head_dim, num_threads
-        self.is_e4m3 = dtype is Float8E4M3FN
         self.num_warps = self.num_threads // LANES
         self.vector = 16 * 8 // dtype.width  # columns of a lane
         self.lanes_of_key = GROUP // self.vector
@@ -50,52 +47,37 @@ class QuantizeValues:
         self.groups_at_once = self.num_warps // warps_of_group
         self.passes = ceil_div(ceil_div(head_dim, GROUP), self.groups_at_once)
 
+    @property
+    def shared_words(self) -> int:
+        """The size of what `quantize` wants as `columns_shared`."""
+        return self.head_dim * BLOCK // 4
+
     @cute.jit
-    def __call__(
+    def quantize(
         self,
-        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v); packed sequences: without batch
+        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v); of packed sequences batch is 1
         target: cute.Tensor,  # e4m3, (batch, num_heads_kv, head_dim_v, 64 * blocks); packed alike
         descale: cute.Tensor | None,  # (batch, num_heads_kv, blocks) float32; packed alike; None from e4m3
         mean: cute.Tensor | None,  # (batch, num_heads_kv, head_dim_v) float32, of sequences: to be subtracted
         cu_seqlens: cute.Tensor | None,  # (batch + 1,) int32
         seqused: cute.Tensor | None,  # (batch,) int32: keys behind are not looked at, and become 0
-        stream: cuda.CUstream,
+        columns_shared: cute.Tensor,  # (shared_words,) Int32
+        shared: cute.Tensor | None,  # (2, warps) float32; None from e4m3
+        tile: Tile,
     ):
-        if cutlass.const_expr(cu_seqlens is not None):
-            v, target = as_batch_of_one(v), as_batch_of_one(target)
-            descale = None if cutlass.const_expr(descale is None) else as_batch_of_one(descale)
-        batch, num_heads, _, places = target.shape
-        self.kernel(v, target, descale, mean, cu_seqlens, seqused).launch(
-            grid=[num_heads, places // BLOCK, batch], block=[self.num_threads, 1, 1], stream=stream
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        v: cute.Tensor,
-        target: cute.Tensor,
-        descale: cute.Tensor | None,
-        mean: cute.Tensor | None,
-        cu_seqlens: cute.Tensor | None,
-        seqused: cute.Tensor | None,
-    ):
-        thread, (head, block, entry) = cute.arch.thread_idx()[0], cute.arch.block_idx()
+        thread, (head, block, entry) = cute.arch.thread_idx()[0], tile
         rows = row_block(v.shape[1], block, entry, cu_seqlens, seqused)
-        smem = SmemAllocator()
-        tile = smem.allocate_tensor(Int32, cute.make_layout((self.head_dim * BLOCK // 4,)), 16)
-        maxima = smem.allocate_tensor(Float32, cute.make_ordered_layout((2, self.num_warps), order=(1, 0)), 16)
-
         raw = self.load(v[entry, None, head, None], rows)
         words = cute.recast_tensor(raw, Int32)  # (WORDS, KEYS, passes)
         # a register for each of this lane's columns, its four keys
         columns = cute.make_rmem_tensor(cute.make_ordered_layout((self.vector, self.passes), order=(0, 1)), Int32)
-        if cutlass.const_expr(self.is_e4m3):
+        if cutlass.const_expr(descale is None):
             self.transpose(words, columns)
         else:
             values = cute.make_rmem_tensor(raw.layout, Float32)
             means = None if cutlass.const_expr(mean is None) else self.load_mean(mean_of(mean, rows, head))
             self.fill(values, words, means, rows.num_used)
-            largest, has_inf = largest_of_block(values, maxima, self.num_warps)
+            largest, has_inf = largest_of_block(values, shared, self.num_warps)
             scale, inverse = scale_and_inverse(largest)
             if has_inf:
                 self.round(values, columns, inverse, True)
@@ -103,9 +85,9 @@ class QuantizeValues:
                 self.round(values, columns, inverse, False)
             if thread == 0:
                 descale[entry, head, block] = scale
-        self.to_shared(tile, columns)
+        self.to_shared(columns_shared, columns)
         cute.arch.sync_threads()
-        self.store(tile, target[entry, head, None, None], block)
+        self.store(columns_shared, target[entry, head, None, None], block)
 
     def place(self, i: int) -> tuple:
         """The first column of this lane in a pass, and which four keys of the block it has."""
@@ -197,3 +179,37 @@ def word_of(column, run):
     it, the two columns by bit 5.
     """
     return (column ^ (column >> 5 & 1)) * (BLOCK // 4) + (run ^ (column >> 3 & 3)) * WORDS
+
+
+class KeysLast:
+    """One compiled kernel: head_dim_v -> device code that lays e4m3 values out and changes none of them.
+
+    grid (head, block of BLOCK keys, batch entry)
+
+    Args: as of `QuantizeValues`.
+    """
+
+    def __init__(self, head_dim: int, num_threads: int):
+        self.values = QuantizeValues(Float8E4M3FN, head_dim, num_threads)
+
+    @cute.jit
+    def __call__(
+        self,
+        v: cute.Tensor,  # these three as `QuantizeValues.quantize` has them, but packed sequences without batch
+        target: cute.Tensor,
+        cu_seqlens: cute.Tensor | None,
+        stream: cuda.CUstream,
+    ):
+        if cutlass.const_expr(cu_seqlens is not None):
+            v, target = as_batch_of_one(v), as_batch_of_one(target)
+        batch, num_heads, _, places = target.shape
+        self.kernel(v, target, cu_seqlens).launch(
+            grid=[num_heads, places // BLOCK, batch], block=[self.values.num_threads, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, v: cute.Tensor, target: cute.Tensor, cu_seqlens: cute.Tensor | None):
+        layout = cute.make_layout((self.values.shared_words,))
+        columns_shared = SmemAllocator().allocate_tensor(Int32, layout, 16)
+        tile = Tile(*cute.arch.block_idx())
+        self.values.quantize(v, target, None, None, cu_seqlens, None, columns_shared, None, tile)

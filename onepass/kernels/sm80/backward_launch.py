@@ -45,7 +45,7 @@ def prepare(
     problem: AttentionProblem, device: torch.device, has_dlse: bool, config: BackwardConfigSm80 | None = None
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
     """`backward` for calls of one problem on one device; holds no tensor."""
-    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):  # packed rows of no sequence, or no keys
+    if problem.is_empty:  # packed rows of no sequence, no keys, or no heads
         return without_keys
     arch = launch.arch_of(device)
     if config is None:

@@ -59,6 +59,7 @@ from ..blocks.paged_kv import Pages
 from ..blocks.plain_rows import PlainTensors
 from ..blocks.ptx import exit_if
 from ..blocks.schedule import Schedule, Sequences, make_schedule
+from ..blocks.sinks import Sinks
 from ..blocks.splits import Splits, blocks_of_split
 from ..config import ForwardConfigSm80, head_dim_tile
 from . import gemms_16bit, gemms_e4m3, gemms_float32
@@ -233,7 +234,8 @@ class ForwardSm80:
         if cutlass.const_expr(descale_tensors is not None):
             place, head, tile_n = tile.place_k, self.head_kv(tile), self.config.tile_n
             descales = CacheDescales(descale_tensors, pages, place, head, tile_n, self.descales_by_block)
-        warps = self.make_warps(self, sQ, sK, sV, tiled_mma, scores, tensors, mO, mLSE, mSinks, pages, descales)
+        sinks = None if cutlass.const_expr(mSinks is None) else Sinks(mSinks, lengths.cu_seqlens_q)
+        warps = self.make_warps(self, sQ, sK, sV, tiled_mma, scores, tensors, mO, mLSE, sinks, pages, descales)
         if cutlass.const_expr(self.is_split):
             has_no_keys = tile.blocks.first == tile.blocks.last
             if has_no_keys:

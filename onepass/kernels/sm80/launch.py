@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ...outputs import empty_outputs
+from ...outputs import empty_outputs, without_keys
 from ...problem import AttentionInputs, AttentionProblem
 from .. import compile, heuristics, tuned
 from ..arch import arch_of
@@ -52,7 +51,7 @@ def prepare(
     problem: AttentionProblem, device: torch.device, config: ForwardConfigSm80 | None = None
 ) -> Callable[[AttentionInputs], tuple[Tensor, Tensor]]:
     """`forward` for calls of one problem on one device; holds no tensor."""
-    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):  # packed rows of no sequence, or no keys
+    if problem.is_empty:  # packed rows of no sequence, no keys, or no heads
         return functools.partial(_without_keys, problem)
     arch = arch_of(device)
     if config is None:
@@ -90,8 +89,7 @@ def compile_request(problem: AttentionProblem, config: ForwardConfigSm80, arch: 
 
 
 def _without_keys(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-    out, lse = empty_outputs(problem, inputs)
-    return out.zero_(), lse.fill_(-math.inf)
+    return without_keys(*empty_outputs(problem, inputs), inputs.sinks, inputs.cu_seqlens_q)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from ..blocks.online_softmax import LN2, OnlineSoftmax, Scores, finish
 from ..blocks.pack_gqa import unpack_row
 from ..blocks.paged_kv import PagedRows, Pages
 from ..blocks.plain_rows import PlainTensors, soft_cap
+from ..blocks.sinks import Sinks
 from ..blocks.warp import broadcast
 from ..config import ROWS_PER_MMA
 from . import e4m3_rows
@@ -53,14 +54,14 @@ class Warps(Bundle):
         tensors: PlainTensors,
         mO,
         mLSE,
-        mSinks,
+        sinks: Sinks | None,
         pages: Pages | None = None,
         descales: CacheDescales | None = None,
     ):
         config = self.config = kernel.config
         self.pages, self.descales = pages, descales
         self.kernel, self.scores = kernel, scores
-        self.tensors, self.mO, self.mLSE, self.mSinks = tensors, mO, mLSE, mSinks
+        self.tensors, self.mO, self.mLSE, self.sinks = tensors, mO, mLSE, sinks
         self.tile_m, self.tile_n, self.m_tiles = config.tile_m, config.tile_n, config.m_tiles
         self.thread = kernel.loading_thread()
         self.lane_in_quad = self.thread % 4
@@ -202,8 +203,8 @@ class Warps(Bundle):
             if cutlass.const_expr(not self.config.fold_scale):
                 softmax.row_max[r] = softmax.row_max[r] / self.natural_scale
             sink = None
-            if cutlass.const_expr(self.mSinks is not None):
-                sink = self.mSinks[head]
+            if cutlass.const_expr(self.sinks is not None):
+                sink = self.sinks.of_row(head, tile.place_q)
             weight, lse = finish(softmax.row_max[r], softmax.row_sum[r], self.scores.scale_log2, sink)
             weights[r] = weight
             mLSE = self.kernel.at_head(self.mLSE, self.mLSE, head, tile.place_q)[None, 0]

@@ -125,13 +125,16 @@ class Consumer(Warpgroup):
                     self.skip(self.pipes.k, k_state)
                     k_state.advance()
                 if number < queue.num_tiles:
-                    self.step_to_next_tile(next_tile, k_state, v_state, self.q_state(wave + 1))
+                    self.step_to_next_tile(tile, next_tile, k_state, v_state, self.q_state(wave + 1))
                 else:
                     self.last_pv(v_state)
+                    if cutlass.const_expr(not config.overlap_gemm_softmax):
+                        self.store(tile)
                 k_state.advance()
             else:
                 self.last_pv(v_state)
-            self.store(tile)
+            if cutlass.const_expr(config.overlap_gemm_softmax or not config.overlap_tiles):
+                self.store(tile)
             v_state.advance()
             wave += 1
             tile = next_tile
@@ -270,8 +273,15 @@ class Consumer(Warpgroup):
             warpgroup.wait_group(1)
         else:
             # Algorithm 1: PV first, and nothing of this warpgroup runs beside its softmax
-            self.last_pv(v_state)
-            self.wait_for_turn()
+            if cutlass.const_expr(self.config.two_level_sums):
+                # PV and QK^T in one turn: elsewhere between them the tensor cores are another warpgroup's
+                self.pipes.k.consumer_wait(k_state, ready[0])
+                self.pipes.v.consumer_wait(v_state, ready[1])
+                self.wait_for_turn()
+                self.last_pv(v_state)
+            else:
+                self.last_pv(v_state)
+                self.wait_for_turn()
             self.issue_qk(0, k_state, q_state)
             self.pass_turn()
             self.load_next(tile, n_block, k_state, v_state)
@@ -302,16 +312,30 @@ class Consumer(Warpgroup):
         self.pack_p(0)
 
     @cute.jit
-    def step_to_next_tile(self, next_tile: Tile, k_state, v_state, next_q_state):
-        """The step between tiles: the first S of the next tile issued with the last PV of this one."""
-        self.load_q(next_q_state)
-        self.load_scales(next_tile)
-        self.issue_gemms(0, k_state, v_state, next_q_state)
-        warpgroup.wait_group(1)
-        self.first_softmax(next_tile, k_state, next_q_state)
-        self.keep_softmax_above()
-        warpgroup.wait_group(0)
-        self.finish_pv(v_state)
+    def step_to_next_tile(self, tile: Tile, next_tile: Tile, k_state, v_state, next_q_state):
+        """The step between tiles: the first S of the next tile issued with the last PV of this one.
+
+        Without overlap_gemm_softmax it comes after that PV, and the finished rows are stored beside it.
+        """
+        if cutlass.const_expr(not self.config.overlap_gemm_softmax):
+            self.wait_for_turn()
+            self.last_pv(v_state)
+            self.load_q(next_q_state)
+            self.load_scales(next_tile)
+            self.issue_qk(0, k_state, next_q_state)
+            self.pass_turn()
+            self.store(tile)
+            warpgroup.wait_group(0)
+            self.first_softmax(next_tile, k_state, next_q_state)
+        else:
+            self.load_q(next_q_state)
+            self.load_scales(next_tile)
+            self.issue_gemms(0, k_state, v_state, next_q_state)
+            warpgroup.wait_group(1)
+            self.first_softmax(next_tile, k_state, next_q_state)
+            self.keep_softmax_above()
+            warpgroup.wait_group(0)
+            self.finish_pv(v_state)
         self.pack_p(0)
 
     @cute.jit
@@ -368,17 +392,21 @@ class Consumer(Warpgroup):
     @cute.jit
     def update_softmax(self, part: cutlass.Constexpr[int], is_masked: cutlass.Constexpr[bool]):
         if cutlass.const_expr(self.is_lazy):
-            acc_step = rows_and_columns(self.acc_pv) if self.config.two_level_sums else None
-            self.softmax.update_lazily(self.s[part], self.o, is_masked, acc_step=acc_step)
+            overlaps = self.config.overlap_gemm_softmax
+            acc_step = rows_and_columns(self.acc_pv) if overlaps and self.config.two_level_sums else None
+            self.softmax.update_lazily(self.s[part], self.o, is_masked, overlaps, acc_step)
         else:
             self.softmax.update(self.s[part])
 
     @cute.jit
     def last_pv(self, v_state):
         """O += P V with nothing beside it."""
-        self.issue_pv(v_state)
-        warpgroup.wait_group(0)
-        self.finish_pv(v_state)
+        if cutlass.const_expr(self.pv_blocks > 1):
+            self.pv_by_blocks(v_state)
+        else:
+            self.issue_pv(v_state)
+            warpgroup.wait_group(0)
+            self.finish_pv(v_state)
 
     @cute.jit
     def keep_softmax_above(self):

@@ -14,6 +14,7 @@ Buffers and barriers (mbarrier pairs full / empty; arrivals)
     K   num_stages tiles (tile_n, head_dim)               full: TMA bytes     empty: all consumer warps
     V   num_stages (v_stages) tiles (tile_n, head_dim_v)  full: TMA bytes     empty: all consumer warps
         (score_buffers=2: twice as many tiles of half as many rows)
+        (transposes_v: full: the warps of transposer.py, which take it from raw tiles that TMA has filled)
     numbers of the next tiles, with dynamic_tiles: see blocks/tile_queue.py
 
 Names as in CuTe code: mQ global, gQ a tile of it, sQ shared, rQ register fragment or descriptor; t... partitioned.
@@ -58,11 +59,22 @@ from ..blocks.paged_kv import Pages
 from ..blocks.plain_rows import PlainTensors
 from ..blocks.ptx import exit_if
 from ..blocks.schedule import Schedule, Sequences, make_schedule
+from ..blocks.sinks import Sinks
 from ..blocks.splits import Splits, blocks_of_split, visited_blocks
 from ..blocks.tile_queue import TileQueue
-from ..config import REGISTERS, REGISTERS_OF_PAGES, ROWS_PER_WARPGROUP, ForwardConfig, head_dim_tile
+from ..config import (
+    REGISTERS,
+    REGISTERS_OF_PAGES,
+    REGISTERS_TO_TRANSPOSE,
+    ROWS_PER_WARPGROUP,
+    ForwardConfig,
+    head_dim_tile,
+)
 from .consumer import Consumer
 from .producer import Producer
+from .transposer import FIRST_WARP as FIRST_TRANSPOSING_WARP
+from .transposer import WARPS as TRANSPOSING_WARPS
+from .transposer import TransposingWarp
 from .warpgroup import WARPS, Pipes, Tile
 
 PRODUCER_WARP, SCHEDULER_WARP = 0, 1
@@ -94,8 +106,10 @@ class ForwardSm90:
         self.config = config
         self.dtype = dtype
         self.is_split, self.is_paged, self.box_rows = is_split, box_rows is not None, box_rows
-        # e4m3 GEMMs read both operands with the summed dimension contiguous: V comes and lies transposed
+        # e4m3 GEMMs read both operands with the summed dimension contiguous: V lies transposed, and comes so or not
         self.is_fp8 = problem.quantization is not None
+        self.transposes_v = config.transposes_v
+        self.loads_keys_last = self.is_fp8 and not self.transposes_v
         # float32 comes as two float16 parts side by side, see parts.py
         self.num_parts = 2 if problem.dtype == torch.float32 else 1
         self.is_scaled = self.is_fp8 or self.num_parts > 1
@@ -107,7 +121,9 @@ class ForwardSm90:
         self.parts = config.score_buffers
         self.part_n = config.tile_n // config.score_buffers  # keys of one buffer and one QK^T
         self.k_stages, self.v_stages = (stages * config.score_buffers for stages in config.kv_stages)
+        self.loaded_v_stages = config.raw_stages(problem) or self.v_stages
         self.head_dim, self.head_dim_v = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
+        self.pv_columns = config.pv_columns or self.head_dim_v  # of one P V
         self.num_warpgroups, self.cluster_size = config.num_warpgroups, config.cluster_size
         self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
         self.longest_first = config.longest_first and self.has_window == (False, True)
@@ -118,6 +134,7 @@ class ForwardSm90:
         # V may hold anything past the last key of a sequence
         self.has_rubbish = problem.is_packed or problem.has_seqused_k
         registers = REGISTERS_OF_PAGES if self.is_paged else REGISTERS
+        registers = REGISTERS_TO_TRANSPOSE if self.transposes_v else registers
         self.producer_registers, self.consumer_registers = registers[config.num_warpgroups]
 
     # ---------------------------------------------------------------- host
@@ -127,7 +144,7 @@ class ForwardSm90:
         self,
         q: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim); packed sequences: all tensors without batch
         k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim)
-        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v); FP8: see fp8.keys_last
+        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v); FP8: `fp8.keys_last`, or transposes_v
         out: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v)
         lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q)
         sinks: cute.Tensor | None,  # (num_heads_q,) float32
@@ -168,9 +185,11 @@ class ForwardSm90:
             self.dtype,
         )
         sK_layout = smem_tiles(self.part_n, self.head_dim, self.num_parts * self.k_stages, self.dtype)
-        v_box = (self.head_dim_v, self.part_n) if self.is_fp8 else (self.part_n, self.head_dim_v)
-        sV_layout = smem_tiles(*v_box, self.num_parts * self.v_stages, self.dtype)
-        v_rows = dims_first(v) if cutlass.const_expr(self.is_fp8) else rows_first(v)
+        v_box = (self.head_dim_v, self.part_n) if self.loads_keys_last else (self.part_n, self.head_dim_v)
+        sV_layout = loaded_v_layout = smem_tiles(*v_box, self.num_parts * self.loaded_v_stages, self.dtype)
+        if cutlass.const_expr(self.transposes_v):
+            sV_layout = smem_tiles(self.head_dim_v, self.part_n, self.v_stages, self.dtype)
+        v_rows = dims_first(v) if cutlass.const_expr(self.loads_keys_last) else rows_first(v)
         k_box = (self.part_n, self.head_dim)
         if cutlass.const_expr(self.is_paged):
             k_box, v_box = (self.box_rows, self.head_dim), (self.box_rows, self.head_dim_v)
@@ -178,7 +197,7 @@ class ForwardSm90:
         for t, layout, rows, columns, num_receivers in (
             (self._rows_of_q(q), sQ_layout, self.q_rows, self.head_dim, 1),
             (rows_first(k), sK_layout, *k_box, self.cluster_size),
-            (v_rows, sV_layout, *v_box, self.cluster_size),
+            (v_rows, loaded_v_layout, *v_box, self.cluster_size),
         ):
             load = cpasync.CopyBulkTensorTileG2SOp()
             if cutlass.const_expr(num_receivers > 1):
@@ -224,6 +243,7 @@ class ForwardSm90:
             sQ_layout,
             sK_layout,
             sV_layout,
+            loaded_v_layout if cutlass.const_expr(self.transposes_v) else None,
         ).launch(
             grid=[num_ctas, 1, 1],
             block=[self.config.num_threads, 1, 1],
@@ -247,11 +267,11 @@ class ForwardSm90:
         if cutlass.const_expr(self.is_fp8):
             dtypes = self.dtype, self.dtype, Float32
             qk = MmaF8Op(*dtypes, (64, self.part_n, 32), OperandSource.SMEM, Major.K, Major.K)
-            pv = MmaF8Op(*dtypes, (64, self.head_dim_v, 32), OperandSource.RMEM, Major.K, Major.K)
+            pv = MmaF8Op(*dtypes, (64, self.pv_columns, 32), OperandSource.RMEM, Major.K, Major.K)
             return cute.make_tiled_mma(qk, (1, 1, 1)), cute.make_tiled_mma(pv, (1, 1, 1))
         q_source = OperandSource.RMEM if self.config.q_in_registers else OperandSource.SMEM
         qk = MmaF16BF16Op(self.dtype, Float32, (64, self.part_n, 16), q_source, Major.K, Major.K)
-        pv = MmaF16BF16Op(self.dtype, Float32, (64, self.head_dim_v, 16), OperandSource.RMEM, Major.K, Major.MN)
+        pv = MmaF16BF16Op(self.dtype, Float32, (64, self.pv_columns, 16), OperandSource.RMEM, Major.K, Major.MN)
         return cute.make_tiled_mma(qk, (1, 1, 1)), cute.make_tiled_mma(pv, (1, 1, 1))
 
     # ---------------------------------------------------------------- device: set-up and roles
@@ -282,6 +302,7 @@ class ForwardSm90:
         sQ_layout: cute.ComposedLayout,
         sK_layout: cute.ComposedLayout,
         sV_layout: cute.ComposedLayout,
+        sRaw_layout: cute.ComposedLayout | None,  # of V that is to be transposed
     ):
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if cutlass.const_expr(self.is_packed):
@@ -299,6 +320,7 @@ class ForwardSm90:
         sK = smem.allocate_tensor(self.dtype, sK_layout.outer, 1024, sK_layout.inner)
         sV = smem.allocate_tensor(self.dtype, sV_layout.outer, 1024, sV_layout.inner)
         consumer_warps = WARPS * self.num_warpgroups
+        readers = consumer_warps + (TRANSPOSING_WARPS if self.transposes_v else 0)
         pipes = Pipes(
             self._make_pipeline(smem, self.num_warpgroups * self.config.q_stages, WARPS, sQ_layout, self.q_rows, 1),
             self._make_pipeline(smem, self.k_stages, consumer_warps, sK_layout, self.part_n, self.cluster_size),
@@ -309,9 +331,15 @@ class ForwardSm90:
                 sV_layout,
                 self.head_dim_v if self.is_fp8 else self.part_n,
                 self.cluster_size,
+                TRANSPOSING_WARPS if self.transposes_v else 1,
             ),
         )
-        queue = TileQueue(smem, schedule.num_tiles, counter, consumer_warps, self.cluster_size)
+        sLoadedV, loaded = sV, pipes
+        if cutlass.const_expr(self.transposes_v):
+            sLoadedV = smem.allocate_tensor(self.dtype, sRaw_layout.outer, 1024, sRaw_layout.inner)
+            raw = self._make_pipeline(smem, self.loaded_v_stages, TRANSPOSING_WARPS, sRaw_layout, self.part_n, 1)
+            loaded = pipes._replace(v=raw)
+        queue = TileQueue(smem, schedule.num_tiles, counter, readers, self.cluster_size)
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(self.cluster_size > 1):
             cute.arch.cluster_arrive_relaxed()
@@ -321,12 +349,13 @@ class ForwardSm90:
 
         seqlen_k = pages.capacity if self.is_paged else mK.shape[0]
         seqlens = Sequences(self._seqlen_q(mQ), seqlen_k, window_left, window_right, lengths)
-        producer = Producer(self, tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sV, pipes, pages)
+        producer = Producer(self, tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sLoadedV, loaded, pages)
         tiled_mmas = (tiled_mma_qk, tiled_mma_pv)
         all_parts = None
         if cutlass.const_expr(self.is_split and self.is_packed):
             all_parts = schedule.splits.num_splits, schedule.total_q
-        of_consumer = (sQ, sK, sV, pipes, tiled_mmas, scores, mO, mLSE, mSinks, plain, descales, pages, all_parts)
+        sinks = None if cutlass.const_expr(mSinks is None) else Sinks(mSinks, lengths.cu_seqlens_q)
+        of_consumer = (sQ, sK, sV, pipes, tiled_mmas, scores, mO, mLSE, sinks, plain, descales, pages, all_parts)
         if cutlass.const_expr(not self.config.warp_specialized):
             Consumer(self, *of_consumer, producer).two_stages(queue, schedule, seqlens)
         elif warp_id < WARPS:  # warpgroup 0
@@ -336,6 +365,9 @@ class ForwardSm90:
             if cutlass.const_expr(counter is not None):
                 if cute.arch.thread_idx()[0] == SCHEDULER_WARP * 32:
                     queue.fill()
+            if cutlass.const_expr(self.transposes_v):
+                if warp_id >= FIRST_TRANSPOSING_WARP:
+                    TransposingWarp(self, sLoadedV, sV, loaded.v, pipes.v).run(queue, schedule, seqlens)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             consumer = Consumer(self, *of_consumer, None)
@@ -344,16 +376,18 @@ class ForwardSm90:
             else:
                 consumer.three_stages(queue, schedule, seqlens)
 
-    def _make_pipeline(self, smem, num_tiles: int, consumer_warps: int, layout, rows: int, cluster_size: int):
+    def _make_pipeline(
+        self, smem, num_tiles: int, consumer_warps: int, layout, rows: int, cluster_size: int, producers: int = 1
+    ):
         """A circular buffer that TMA fills (rows of each tile) and `consumer_warps` warps empty; each of them arrives
-        once a tile.
+        once a tile. So do several producers, which are warps.
 
         With a cluster, each thread block fills a part of every buffer of all of them, when all have emptied it.
         """
         thread = pipeline.Agent.Thread
         return pipeline.PipelineTmaAsync.create(
             num_stages=num_tiles,
-            producer_group=pipeline.CooperativeGroup(thread),
+            producer_group=pipeline.CooperativeGroup(thread, producers),
             consumer_group=pipeline.CooperativeGroup(thread, consumer_warps * cluster_size),
             # not cute.size_in_bytes: it counts the unused rows between the column blocks of a swizzled tile
             tx_count=self.num_parts * rows * cute.size(layout.outer, mode=[1]) * self.dtype.width // 8,
@@ -363,9 +397,12 @@ class ForwardSm90:
         )
 
     @cute.jit
-    def tile_at(self, number: Int32, schedule: Schedule, seqlens: Sequences) -> Tile:
-        """The tile of this number; past the end, the last one (which is then not computed)."""
-        number = minimum(number, schedule.num_tiles - 1)
+    def tile_at(
+        self, number: Int32, schedule: Schedule, seqlens: Sequences, exists: cutlass.Constexpr[bool] = False
+    ) -> Tile:
+        """The tile of this number; past the end, where it may not exist, the last one (which is then not computed)."""
+        if cutlass.const_expr(not exists):
+            number = minimum(number, schedule.num_tiles - 1)
         if cutlass.const_expr(self.is_packed):
             m_block, head, place_q, seqlen_q, place_k, seqlen_k, sequence, parts = schedule.find(number)
             split, place_out = None, place_q
@@ -408,8 +445,9 @@ class ForwardSm90:
         return at_head(t, m, head, place, self.packs_keys, along)
 
     def buffer_states(self, user: pipeline.PipelineUserType) -> tuple:
-        """Where K and V are being filled (or read) first."""
-        return tuple(pipeline.make_pipeline_state(user, stages) for stages in (self.k_stages, self.v_stages))
+        """Where K and V are being loaded (or read) first."""
+        v_stages = self.loaded_v_stages if user is pipeline.PipelineUserType.Producer else self.v_stages
+        return tuple(pipeline.make_pipeline_state(user, stages) for stages in (self.k_stages, v_stages))
 
     def q_state(self, warpgroup_id, tile_count) -> pipeline.PipelineState:
         """Buffer and phase of a warpgroup's Q in its tile_count-th tile, for the consumer; each has its own buffers."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ... import fp8
-from ...outputs import empty_outputs
+from ...outputs import empty_outputs, without_keys
 from ...problem import AttentionInputs, AttentionProblem, Descales, Quantization, QuantizedInputs
 from .. import compile, heuristics, tuned
 from ..arguments import aligned as tma_ready
@@ -74,12 +73,13 @@ def prepare(
     problem: AttentionProblem, device: torch.device, config: ForwardConfig | None = None
 ) -> Callable[[Any], tuple[Tensor, Tensor]]:
     """`forward` for calls of one problem on one device; holds no tensor."""
-    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):  # packed rows of no sequence, or no keys
+    if problem.is_empty:  # packed rows of no sequence, no keys, or no heads
         return functools.partial(_without_keys, problem)
     config = config or tuned.refined(heuristics.forward_config(problem), "fwd", "sm90", problem, ARCH, device)
     kernel = compile.get(*compile_request(problem, config))
     grid = persistent_grid(problem, config, torch.cuda.get_device_properties(device).multi_processor_count)
-    return Launch(problem, kernel, *score_scales(problem), *window_bounds(problem), config.dynamic_tiles, *grid)
+    of_config = config.dynamic_tiles, config.transposes_v
+    return Launch(problem, kernel, *score_scales(problem), *window_bounds(problem), *of_config, *grid)
 
 
 def persistent_grid(problem: AttentionProblem, config: ForwardConfig, num_sms: int) -> tuple[int, int]:
@@ -121,8 +121,7 @@ def helper_requests(problem: AttentionProblem) -> list[tuple]:
 
 
 def _without_keys(problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
-    out, lse = empty_outputs(problem, inputs)
-    return out.zero_(), lse.fill_(-math.inf)
+    return without_keys(*empty_outputs(problem, inputs), inputs.sinks, inputs.cu_seqlens_q)
 
 
 @dataclass(frozen=True)
@@ -136,6 +135,7 @@ class Launch:
     window_left: int | None
     window_right: int | None
     is_dynamic: bool
+    transposes_v: bool
     heads_per_section: int
     num_ctas: int
 
@@ -145,7 +145,7 @@ class Launch:
         if isinstance(inputs, QuantizedInputs):
             scales = kernel_scales(self.problem, inputs.descales)
             assert self.problem.quantization is not None
-            if not self.problem.quantization.v_keys_last:
+            if not (self.problem.quantization.v_keys_last or self.transposes_v):
                 v = fp8.keys_last(v, inputs.cu_seqlens_k)
         tensors = tma_ready(inputs.q), tma_ready(inputs.k), tma_ready(v)
         outputs = empty_outputs(self.problem, inputs)
@@ -240,7 +240,7 @@ def tile_counter(device: int) -> Tensor:
     Every launch leaves it at zero again, and launches of one stream follow each other, so one per stream does. A
     captured launch may be replayed beside others: it gets its own, zeroed by the graph.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if _is_capturing(device):
         return torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
     # torch.cuda.current_stream(device).cuda_stream without making the object around it
     key = (device, torch._C._cuda_getCurrentRawStream(device))
@@ -248,6 +248,14 @@ def tile_counter(device: int) -> Tensor:
     if counter is None:
         counter = _tile_counters[key] = torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
     return counter
+
+
+def _is_capturing(device: int) -> bool:
+    """Whether the device's current stream is being captured: torch asks that of the current device."""
+    if torch._C._cuda_getDevice() == device:  # torch.cuda.current_device() takes three times as long
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def copied(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
@@ -294,7 +302,7 @@ def trace(problem: AttentionProblem, config: ForwardConfig, of_cache: tuple[bool
         tensor(dtype, *keys_batch, None, None, head_dim, align_bytes=16),
         # transposed: only the last length is not known beforehand
         tensor(dtype, *batch, None, head_dim_v, None, align_bytes=16)
-        if is_fp8
+        if is_fp8 and not config.transposes_v
         else tensor(dtype, *keys_batch, None, None, head_dim_v, align_bytes=16),
         tensor(out_dtype, *splits, *batch, None, None, problem.head_dim_v, align_bytes=16),
         tensor(Float32, *splits, *batch, None, None, align_bytes=4),

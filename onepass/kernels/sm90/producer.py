@@ -33,7 +33,7 @@ class Producer(Bundle):
             self.places = BoxPlaces(pages, mK.shape[3], kernel.box_rows, rows // kernel.box_rows)
             return
         self.tKgK, self.tKsK = self._partition(tma_k, mK, sK, rows, kernel.head_dim, clusters)
-        if kernel.is_fp8:  # V transposed: (head_dim_v, seqlen, ..)
+        if kernel.loads_keys_last:  # V transposed: (head_dim_v, seqlen, ..)
             self.tVgV, self.tVsV = self._partition(tma_v, mV, sV, kernel.head_dim_v, rows, clusters, along=1)
         else:
             self.tVgV, self.tVsV = self._partition(tma_v, mV, sV, rows, kernel.head_dim_v, clusters)
@@ -122,7 +122,7 @@ class Producer(Bundle):
 
     def place_v(self, tile) -> Int32:
         """As tile.place_k, of V: packed sequences begin elsewhere with their keys last."""
-        if tile.sequence is None or not self.kernel.is_fp8:
+        if tile.sequence is None or not self.kernel.loads_keys_last:
             return tile.place_k
         return (tile.place_k // V_KEYS + tile.sequence) * V_KEYS
 
@@ -154,7 +154,7 @@ class Producer(Bundle):
         if cutlass.const_expr(self.kernel.is_paged):
             self._load_boxes(self.pipes.v, state, self.tma_v, self.tVgV, self.tVsV, head_kv, self.places.of_v)
         else:
-            sources = self._keys_at_head(self.tVgV, self.mV, head_kv, place, 1 if self.kernel.is_fp8 else 0)
+            sources = self._keys_at_head(self.tVgV, self.mV, head_kv, place, 1 if self.kernel.loads_keys_last else 0)
             self._load(self.pipes.v, state, self.tma_v, [t[None, block] for t in sources], self.tVsV, self.everyone)
 
     def _keys_at_head(self, sources: list, m: cute.Tensor, head, place, along: int = 0) -> list:

@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Boolean, Float32, Int32, pipeline
-from cutlass.cute.nvgpu import warp
+from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..blocks import epilogue, fp8, mask, plain_rows, wgmma
 from ..blocks.block_range import KeyBlocks, key_range
@@ -24,7 +24,8 @@ from ..blocks.online_softmax import OnlineSoftmax, Scores, finish
 from ..blocks.pack_gqa import unpack_row
 from ..blocks.paged_kv import PagedRows
 from ..blocks.plain_rows import VECTOR_BYTES, soft_cap
-from ..blocks.ptx import pack, pack_parts
+from ..blocks.ptx import add_here, pack, pack_parts
+from ..blocks.sinks import Sinks
 from ..blocks.turns import Turns
 from ..blocks.warp import broadcast
 from ..config import ROWS_PER_WARPGROUP
@@ -79,7 +80,7 @@ class Warpgroup(Turns):
         scores: Scores,
         mO,
         mLSE,
-        mSinks,
+        sinks: Sinks | None,
         plain,
         descales,
         pages,
@@ -102,7 +103,7 @@ class Warpgroup(Turns):
         # the first of this thread's two rows, 8 apart
         self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.thread // 32 * 16 + self.thread % 32 // 4
         self.pipes, self.scores = pipes, scores
-        self.mO, self.mLSE, self.mSinks, self.plain = mO, mLSE, mSinks, plain
+        self.mO, self.mLSE, self.sinks, self.plain = mO, mLSE, sinks, plain
         self.descales, self.pages, self.all_parts = descales, pages, all_parts
 
         self.tiled_mma_qk, self.tiled_mma_pv = tiled_mmas
@@ -118,7 +119,17 @@ class Warpgroup(Turns):
         self.acc_s = [cute.make_rmem_tensor(shape_s, Float32) for _ in range(self.parts)]
         self.acc_o = cute.make_rmem_tensor(shape_o, Float32)
         # what the tensor cores add P V to: O itself, or the sum of one step
-        self.acc_pv = cute.make_rmem_tensor(shape_o, Float32) if config.two_level_sums else self.acc_o
+        self.acc_pv = self.acc_o
+        self.pv_blocks = kernel.head_dim_v // kernel.pv_columns
+        if config.two_level_sums:
+            shape_pv = self.tiled_mma_pv.partition_shape_C((ROWS_PER_WARPGROUP, kernel.pv_columns))
+            if config.overlap_gemm_softmax:
+                self.acc_pv = cute.make_rmem_tensor(shape_pv, Float32)
+            else:
+                # P V comes when S is gone, into the same registers: ptxas does not find that out by itself
+                shared = cute.make_rmem_tensor((max(cute.size(shape_s), cute.size(shape_pv)),), Float32)
+                self.acc_s = [cute.make_tensor(shared.iterator, cute.make_layout(shape_s))]
+                self.acc_pv = cute.make_tensor(shared.iterator, cute.make_layout(shape_pv))
         self.s, self.o = [rows_and_columns(acc) for acc in self.acc_s], rows_and_columns(self.acc_o)
         if kernel.is_fp8:
             shape_p = self.tiled_mma_pv.partition_shape_A((ROWS_PER_WARPGROUP, self.part_n))
@@ -201,8 +212,29 @@ class Warpgroup(Turns):
         """Once P V is there: V is free, and with two_level_sums O gets it."""
         self.pipes.v.consumer_release(v_state)
         if cutlass.const_expr(self.config.two_level_sums):
-            for i in cutlass.range_constexpr(cute.size(self.acc_o)):
-                self.acc_o[i] = self.acc_o[i] + self.acc_pv[i]
+            self._add_pv(0)
+
+    @cute.jit
+    def _add_pv(self, block: cutlass.Constexpr[int]):
+        """Args: block: of columns, which acc_pv holds."""
+        acc_o = self.acc_o[None, None, block] if cutlass.const_expr(self.pv_blocks > 1) else self.acc_o
+        for i in cutlass.range_constexpr(cute.size(self.acc_pv)):
+            if cutlass.const_expr(self.config.overlap_gemm_softmax):
+                acc_o[i] = acc_o[i] + self.acc_pv[i]
+            else:
+                acc_o[i] = add_here(acc_o[i], self.acc_pv[i])
+
+    @cute.jit
+    def pv_by_blocks(self, v_state):
+        """O += P V, `pv_columns` columns at a time, each added to O before the next is computed."""
+        self.pipes.v.consumer_wait(v_state)
+        for block in cutlass.range_constexpr(self.pv_blocks):
+            parts = [wgmma.block_of_columns(t, block) for t in self._parts(self.rV, v_state)]
+            wgmma.issue_sum(self.tiled_mma_pv, self.acc_pv, wgmma.products(self.p, parts), False)
+            warpgroup.wait_group(0)
+            if cutlass.const_expr(block == self.pv_blocks - 1):
+                self.pipes.v.consumer_release(v_state)
+            self._add_pv(block)
 
     @cute.jit
     def clear_rubbish(self, tile: Tile, v_state):
@@ -317,8 +349,8 @@ class Warpgroup(Turns):
         for r in cutlass.range_constexpr(2):
             position, head, _ = rows[r]
             sink = None
-            if cutlass.const_expr(self.mSinks is not None):
-                sink = self.mSinks[head]
+            if cutlass.const_expr(self.sinks is not None):
+                sink = self.sinks.of_row(head, tile.place_q)
             weight, lse = self.finish(self.done_max[r], self.done_sum[r], sink)
             weights[r] = weight
             mLSE = at_head(self.mLSE, self.mLSE, head, tile.place_out)[None, 0]
@@ -393,8 +425,8 @@ class Warpgroup(Turns):
                 mQ = at_head(plain.q, plain.q, head, tile.place_q)
                 mO, mLSE = (at_head(t, t, head, tile.place_out) for t in (self.mO, self.mLSE))
                 sink = None
-                if cutlass.const_expr(self.mSinks is not None):
-                    sink = self.mSinks[head]
+                if cutlass.const_expr(self.sinks is not None):
+                    sink = self.sinks.of_row(head, tile.place_q)
                 keys = key_range(position, position + 1, *tile.geometry)
                 lse = plain_rows.attend_row(mQ[position, None], mK, mV, mO[position, None], *keys, *self.scores, sink)
                 epilogue.store_lse(lse, mLSE[None, 0], position, is_row, cute.arch.lane_idx())

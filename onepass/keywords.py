@@ -1,0 +1,80 @@
+"""Keyword arguments that a function does not have: what they are called here, for those who know them from elsewhere.
+
+The functions take them as `**unknown`, which costs a call nothing to speak of, and refuse them by `unexpected`; their
+signatures stay as documented by `hide_unknown`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# of torch's scaled_dot_product_attention and of flash-attn: what to do instead, by the name that is given
+_ELSEWHERE = {
+    "is_causal": "it is called causal here, and aligned at the bottom right where lengths differ; "
+    "onepass.compat.sdpa has torch's alignment",
+    "scale": "it is called softmax_scale here",
+    "sm_scale": "it is called softmax_scale here",
+    "dropout_p": "onepass has no dropout; leave it out where it is 0.0",
+    "attn_mask": "causal, window, seqused_k and packed sequences say which keys are seen; onepass.compat.sdpa takes a "
+    "mask",
+    "enable_gqa": "it is always on here: leave it out",
+    "query": "it is called q here",
+    "key": "it is called k here",
+    "value": "it is called v here",
+    "window_size": "it is called window here, with None in place of -1 for an unbounded side",
+    "s_aux": "it is called sinks here",
+    "learnable_sink": "it is called sinks here",
+    "alibi_slopes": "onepass has no ALiBi biases",
+    "block_table": "it is called page_table here, an argument of attention_decode",
+    "cache_batch_idx": "onepass.compat.flash_attn.flash_attn_with_kvcache takes it",
+    "cache_leftpad": "onepass has no caches padded on the left",
+    "cu_seqlens": "it is called cu_seqlens_q and cu_seqlens_k here, arguments of attention_varlen",
+    "max_seqlen": "it is called max_seqlen_q and max_seqlen_k here, arguments of attention_varlen",
+    "return_attn_probs": "return_lse=True also returns lse; the probabilities never exist in memory",
+    "return_softmax_lse": "it is called return_lse here",
+}
+_IN_DECODE = {"k": "it is called k_cache or, if it is to be appended, k_new here"}
+_IN_DECODE["v"] = _IN_DECODE["k"].replace("k_", "v_")
+
+
+def hide_unknown(function: _Function) -> _Function:
+    """Leave `**unknown` out of what `inspect.signature` and `help` show."""
+    signature = inspect.signature(function)
+    shown = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return function
+
+
+def unexpected(function: str, unknown: Iterable[str], of: str | None = None) -> TypeError:
+    """The error for arguments that a function does not have.
+
+    Args: of: the function whose arguments were expected, where that is not `function` itself.
+    """
+    of = of or function
+    hints = [f"{name}: {hint}" for name in sorted(unknown) if (hint := _hint(of, name))]
+    words = "; ".join([f"{function}: expected arguments of {of}, got {', '.join(sorted(unknown))}", *hints])
+    return TypeError(words)
+
+
+def _hint(function: str, name: str) -> str | None:
+    import onepass  # not at the top: it imports this
+
+    names = {
+        other: inspect.signature(getattr(onepass, other)).parameters
+        for other in ("attention", "attention_varlen", "attention_decode")
+    }
+    if function == "attention_decode" and name in _IN_DECODE:
+        return _IN_DECODE[name]
+    if name in _ELSEWHERE:
+        return _ELSEWHERE[name]
+    others = [other for other, parameters in names.items() if name in parameters]
+    if others:
+        return f"it is an argument of {' and '.join(others)}"
+    mine = [n for other, parameters in names.items() if other in function.split(" or ") for n in parameters]
+    close = difflib.get_close_matches(name, mine, 1)
+    return f"did you mean {close[0]}?" if close else None

@@ -1,0 +1,39 @@
+"""What messages add where a shape was refused that would fit with seqlen and num_heads the other way round."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def transposed(t: Tensor) -> Tensor:
+    """With seqlen and num_heads the other way round."""
+    return t.transpose(-3, -2)
+
+
+def of_heads(queries: dict[str, Tensor], keys: dict[str, Tensor]) -> str:
+    """For the message of a call whose head counts do not fit: which tensors would fit if they were transposed.
+
+    Args: queries, keys: q, and k and v, by the names that the caller knows them by.
+    """
+    (q,), (k, *_) = queries.values(), keys.values()
+    fitting = []
+    for tensors in (queries | keys, queries, keys):
+        seqlens_and_heads = [
+            (t.shape[-2], t.shape[-3]) if any(t is other for other in tensors.values()) else (t.shape[-3], t.shape[-2])
+            for t in (q, k)
+        ]
+        (seqlen_q, num_heads_q), (seqlen_k, num_heads_kv) = seqlens_and_heads
+        if 0 < num_heads_kv <= num_heads_q and num_heads_q % num_heads_kv == 0:
+            fitting.append((seqlen_q == seqlen_k, tensors))
+    # of several, the first that gives queries and keys one length
+    return to_transpose(max(fitting, key=lambda one: one[0])[1]) if fitting else ""
+
+
+def to_transpose(tensors: dict[str, Tensor]) -> str:
+    """What to pass in place of these tensors, by the names that the caller knows them by."""
+    is_packed = all(t.dim() == 3 for t in tensors.values())
+    dims = "(num_heads, total_tokens, head_dim)" if is_packed else "(batch, num_heads, seqlen, head_dim)"
+    *most, last = tensors
+    subject = f"{', '.join(most)} and {last} look" if most else f"{last} looks"
+    calls = (f"{name}.transpose({t.dim() - 3}, {t.dim() - 2})" for name, t in tensors.items())
+    return f" ({subject} like {dims}: pass {', '.join(calls)})"

@@ -1,0 +1,281 @@
+"""Caches that share memory, and writes to caches that autograd must see."""
+
+import ctypes
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import onepass
+from onepass import decode_overlap, dispatch, repeated
+from onepass.decode_overlap import _overlap, _steps_of
+from onepass.kernels import append_launch, compile
+from onepass.kernels.sm80 import decode_launch
+from onepass.kernels.sm90 import decode_launch as decode_launch_sm90
+
+INT32 = torch.int32
+SHAPE = (2, 12, 2, 8)
+
+
+def call_of(k_cache, v_cache, seqlen_new=1, **changes):
+    def new(cache):
+        return torch.ones(2, seqlen_new, 2, cache.shape[-1]) if seqlen_new else None
+
+    lengths = torch.tensor([3, 7], dtype=INT32)
+    given = {"cache_seqlens": lengths, "k_new": new(k_cache), "v_new": new(v_cache)} | changes
+    return {"q": torch.ones(2, 1, 4, 8), "k_cache": k_cache, "v_cache": v_cache} | given
+
+
+def one_allocation(dim):
+    """Two caches side by side in dimension `dim` of a tensor."""
+    whole = torch.zeros(*SHAPE[:dim], 2, *SHAPE[dim:])
+    return whole.unbind(dim)
+
+
+def offset_by(elements, head_dim_v=8):
+    memory = torch.zeros(4096)
+    k_cache = memory[: 2 * 12 * 2 * 8].view(SHAPE)
+    return k_cache, memory[elements:][: 2 * 12 * 2 * head_dim_v].view(*SHAPE[:3], head_dim_v)
+
+
+CACHE, WIDE = torch.zeros(SHAPE), torch.zeros(2, 12, 2, 15)
+SHARED = {
+    "one tensor": lambda: (CACHE, CACHE),
+    "views of one tensor": lambda: (CACHE.view(SHAPE), CACHE.view(SHAPE)),
+    "memory that came another way": lambda: (CACHE, torch.from_numpy(CACHE.numpy())),
+    "narrower values": lambda: (CACHE, CACHE[..., :4]),
+    "overlapping halves": lambda: offset_by(2 * 12 * 2 * 8 - 1),
+    "a column": lambda: (WIDE[..., :8], WIDE[..., 7:]),
+    "rows apart by one": lambda: offset_by(16),
+}
+APART = {
+    **{f"side by side in dimension {dim}": lambda dim=dim: one_allocation(dim) for dim in range(4)},
+    "interleaved columns of heads": lambda: torch.zeros(2, 12, 2, 16).split(8, -1),
+    "of other widths": lambda: torch.zeros(2, 12, 2, 13).split((8, 5), -1),
+    "behind each other": lambda: offset_by(2 * 12 * 2 * 8),
+    "heads outside": lambda: [t.transpose(1, 2) for t in torch.zeros(2, 2, 24, 8).split(12, 2)],
+    "separate": lambda: (torch.zeros(SHAPE), torch.zeros(SHAPE)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_calls_before():
+    repeated.forget()
+
+
+@pytest.mark.parametrize("make", SHARED.values(), ids=SHARED.keys())
+def test_caches_with_elements_in_common_are_refused_for_new_keys(make):
+    k_cache, v_cache = make()
+    # a call of these shapes and strides that went well, so that the next ones may take the short way
+    memory = torch.zeros(4096).as_strided(v_cache.shape, v_cache.stride())
+    onepass.attention_decode(**call_of(k_cache, memory))
+    before = k_cache.clone()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="v_cache: expected memory of its own beside k_cache"):
+            onepass.attention_decode(**call_of(k_cache, v_cache))
+    assert torch.equal(k_cache, before)
+    answer = onepass.supports(**call_of(k_cache, v_cache))
+    assert not answer.ok
+    assert answer.reason.startswith("v_cache: expected memory of its own beside k_cache")
+    assert onepass.attention_decode(**call_of(k_cache, v_cache, seqlen_new=0)).isfinite().all()
+
+
+@pytest.mark.parametrize("make", APART.values(), ids=APART.keys())
+def test_caches_of_one_allocation_are_allowed(make):
+    k_cache, v_cache = make()
+    for _ in range(3):
+        onepass.attention_decode(**call_of(k_cache, v_cache))
+    assert len(repeated._forwards) == 1
+    assert float(k_cache.sum()) == 2 * 2 * k_cache.shape[-1]
+    assert float(v_cache.sum()) == 2 * 2 * v_cache.shape[-1]
+
+
+def test_the_answer_is_exact():
+    """Random shapes and strides of two tensors in one memory, against the sets of their bytes."""
+    random.seed(0)
+    seen = {True: 0, False: 0}
+    for _ in range(3000):
+        memory = torch.zeros(4000, dtype=random.choice([torch.uint8, torch.float16]))
+        pair = []
+        for _ in range(2):
+            shape = [random.choice([1, 2, 3]) for _ in range(3)] + [random.randint(1, 6)]
+            strides = [random.randint(1, 40) for _ in range(3)] + [1]
+            pair.append(memory.as_strided(shape, strides, random.randint(0, 90)))
+        numbers = torch.arange(memory.numel()).view(-1)
+        sets = [set(numbers.as_strided(t.shape, t.stride(), t.storage_offset()).flatten().tolist()) for t in pair]
+        distance = pair[1].data_ptr() - pair[0].data_ptr()
+        expected = bool(sets[0] & sets[1])
+        assert _overlap(distance, *map(_steps_of, pair)) == expected, (pair[0].stride(), pair[1].stride(), distance)
+        seen[expected] += 1
+    assert min(seen.values()) > 300
+
+
+def test_large_caches_take_few_steps(monkeypatch):
+    """Pages of a whole GPU, interleaved: the search must not walk through them."""
+    monkeypatch.setattr(decode_overlap, "MAX_STEPS", 100)
+    pages, size, heads, dim = 100_000, 16, 8, 128
+    row = dim * 2
+    dense = ((size * heads * row, pages), (heads * row, size), (row, heads), (1, row))
+    by_heads = ((size * heads * 2 * row, pages), (row, size), (2 * size * row, heads), (1, row))
+    for k_steps, distance, expected in [
+        (((2 * size * heads * row, pages), *dense[1:]), size * heads * row, False),
+        (dense, 12345 * row, True),
+        (by_heads, size * row, False),
+        (by_heads, 2 * size * row, True),
+        (((2 * heads * row * size, pages), (2 * heads * row, size), (2 * row, heads), (1, row)), row, False),
+    ]:
+        assert _overlap.__wrapped__(distance, k_steps, k_steps) is expected
+
+
+def test_the_operator_itself_refuses_shared_caches():
+    """What torch.compile traced has no addresses at its door."""
+    torch._dynamo.reset()
+    compiled = torch.compile(onepass.attention_decode, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="v_cache: expected memory of its own beside k_cache"):
+        compiled(**call_of(CACHE, CACHE.view(SHAPE)))
+    compiled(**call_of(*one_allocation(1)))
+
+
+def test_tensors_without_memory_are_not_compared():
+    meta = {n: t.to("meta") for n, t in call_of(*one_allocation(1)).items()}
+    assert onepass.supports(**meta).ok
+
+
+# ---------------------------------------------------------------- versions
+
+
+@pytest.fixture(params=["tiled", "sm80", "sm90"])
+def backend(request, monkeypatch):
+    """As a GPU's backend launches its kernels, on the CPU: those that append write to memory as kernels do, without a
+    word to torch; the others do nothing."""
+    if request.param == "tiled":
+        yield "tiled"
+        return
+
+    def get(name, *request):
+        def kernel(*arguments):
+            for cache in arguments[4:6] if name == "append_to_cache" else ():
+                if cache is not None:
+                    ctypes.memset(cache.data_ptr(), 1, 4)
+
+        return kernel
+
+    name = request.param
+    monkeypatch.setattr(compile, "get", get)
+    monkeypatch.setattr(dispatch, "_device_refusal", lambda asked, *_: None if asked == name else "another GPU")
+    monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
+    for module in (decode_launch, decode_launch_sm90):
+        monkeypatch.setattr(module, "arch_of", lambda device: "sm_90a", raising=False)
+    monkeypatch.setattr(decode_launch_sm90, "tile_counter", lambda device: torch.zeros(1, dtype=INT32))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    modules = append_launch, decode_launch, decode_launch_sm90
+    made = [f for module in modules for f in vars(module).values() if hasattr(f, "cache_clear")]
+    for cache in made:
+        cache.cache_clear()
+    yield name
+    for cache in made:
+        cache.cache_clear()
+
+
+def step(backend, cache_dtype=torch.bfloat16, seqlen_new=1, in_pages=False, **changes):
+    """Arguments whose caches are new."""
+    shape = (12, 16, 2, 64) if in_pages else (2, 64, 2, 64)
+    caches = {name: torch.zeros(shape, dtype=torch.bfloat16).to(cache_dtype) for name in ("k_cache", "v_cache")}
+    new = {name: torch.ones(2, seqlen_new, 2, 64, dtype=torch.bfloat16) for name in ("k_new", "v_new")}
+    others = {"q": torch.ones(2, 1, 4, 64, dtype=torch.bfloat16), "cache_seqlens": torch.tensor([0, 7], dtype=INT32)}
+    if in_pages:
+        others["page_table"] = torch.arange(8, dtype=INT32).view(2, 4)
+    return caches | new | others | {"backend": backend} | changes
+
+
+CALLS = {
+    "dense": {},
+    "pages": {"in_pages": True},
+    "e4m3": {"cache_dtype": torch.float8_e4m3fn},
+    "rotary": {"rotary_cos": torch.ones(64, 8), "rotary_sin": torch.ones(64, 8)},
+    "splits": {"num_splits": 2},
+}
+
+
+def skip_unless_taken(backend, name):
+    if backend == "sm90" and name == "e4m3":
+        pytest.skip("the Hopper kernel of decoding takes no e4m3 cache")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_graph_that_saved_a_cache_is_refused_after_new_keys(backend, name):
+    """The first call goes through the operator, the second the short way."""
+    skip_unless_taken(backend, name)
+    arguments = step(backend, **CALLS[name])
+    for _ in range(2):
+        for saved in ("k_cache", "v_cache"):
+            x = torch.ones((), requires_grad=True)
+            # e4m3 has no product with a derivative: its bytes share its version
+            cache = arguments[saved] if name != "e4m3" else arguments[saved].view(torch.uint8)
+            graph = (x * cache).sum()
+            onepass.attention_decode(**arguments)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                graph.backward()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_only_new_keys_are_a_change(backend, name):
+    skip_unless_taken(backend, name)
+    arguments = step(backend, **CALLS[name])
+    arguments |= {"k_new": None, "v_new": None}
+    for _ in range(2):
+        onepass.attention_decode(**arguments)
+    assert [arguments[cache]._version for cache in ("k_cache", "v_cache")] == [0, 0]
+    empty = step(backend, seqlen_new=0, **CALLS[name])
+    onepass.attention_decode(**empty)
+    assert [empty[cache]._version for cache in ("k_cache", "v_cache")] == [0, 0]
+
+
+def test_calls_that_are_refused_change_nothing(backend):
+    arguments = step(backend, num_splits=0)
+    with pytest.raises(ValueError, match="num_splits"):
+        onepass.attention_decode(**arguments)
+    arguments = step(backend, k_new=torch.ones(2, 1, 2, 32, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="k_new"):
+        onepass.attention_decode(**arguments)
+    assert arguments["k_cache"]._version == 0
+
+
+def test_the_operator_without_the_door(backend):
+    options = 0.1, None, 0, None, 1, None, False, False, None, None, backend
+    given = step(backend)
+    leading = (given[name] for name in ("q", "k_cache", "v_cache", "cache_seqlens"))
+    torch.ops.onepass.decode_append(*leading, *[None] * 7, given["k_new"], given["v_new"], *options)
+    assert min(given[cache]._version for cache in ("k_cache", "v_cache")) > 0
+    with pytest.raises(ValueError, match="v_cache: expected memory of its own beside k_cache"):
+        torch.ops.onepass.decode_append(
+            *(given[name] for name in ("q", "k_cache", "k_cache", "cache_seqlens")),
+            *[None] * 7,
+            given["k_new"],
+            given["v_new"],
+            *options,
+        )
+
+
+@pytest.mark.parametrize("is_in_mode", [True, False])
+@pytest.mark.parametrize("kinds", [("k_cache", "v_cache"), ("v_cache",), ("q", "k_new", "v_new"), ()])
+def test_tensors_of_inference_mode(backend, kinds, is_in_mode):
+    """They have no version; those beside them keep theirs."""
+    arguments = step(backend)
+    with torch.inference_mode():
+        arguments |= {name: arguments[name].clone() for name in kinds}
+    for _ in range(2):
+        with torch.inference_mode(is_in_mode):
+            onepass.attention_decode(**arguments)
+    for name in {"k_cache", "v_cache"} - set(kinds):
+        assert arguments[name]._version >= 2
+
+
+def test_version_under_torch_compile():
+    torch._dynamo.reset()
+    compiled = torch.compile(onepass.attention_decode, fullgraph=True, backend="aot_eager")
+    arguments = step("tiled")
+    compiled(**arguments)
+    assert min(arguments[cache]._version for cache in ("k_cache", "v_cache")) > 0

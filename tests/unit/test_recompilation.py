@@ -1,0 +1,196 @@
+"""torch.compile(fullgraph=True) with numbers that change from call to call: traced again, a number is a symbol."""
+
+import math
+
+import pytest
+import torch
+
+import onepass
+from onepass.compat import flash_attn, sdpa
+
+INT32 = torch.int32
+LENGTHS = torch.tensor([5, 9], dtype=INT32)
+OFFSETS = torch.tensor([0, 4, 9], dtype=INT32)
+TABLE = torch.tensor([[0, 1], [2, 3]], dtype=INT32)
+
+torch.manual_seed(0)
+Q, K, V = (torch.randn(2, 9, heads, 8) for heads in (4, 2, 2))
+PACKED = [torch.randn(9, heads, 8) for heads in (4, 2, 2)]
+PAGES = [torch.randn(4, 5, 2, 8) for _ in range(2)]
+ROTARY = {"rotary_cos": torch.rand(12, 4), "rotary_sin": torch.rand(12, 4)}
+NEW = {name: torch.randn(2, 1, 2, 8) for name in ("k_new", "v_new")}
+QUANTIZED = onepass.quantize_fp8(Q, K, V, center_k=True, center_v=True)
+HEADS_FIRST = [t.transpose(1, 2).contiguous() for t in (Q, K, V)]
+MASK = torch.ones(9, 9, dtype=torch.bool).tril()
+
+SCALES = (0.3, 0.5, -0.11)
+CAPS = (3.0, 5.0, 11.5)
+WINDOWS = ((1, 2), (3, 4), (5, 1), (None, 2), (2**70, 3))
+
+
+def varlen(**options):
+    return onepass.attention_varlen(*PACKED, cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS, **options)
+
+
+def decode(**options):
+    return onepass.attention_decode(Q, K, V, cache_seqlens=LENGTHS, **options)
+
+
+def decode_with_new_keys(**options):
+    caches = K.clone(), V.clone()
+    return onepass.attention_decode(Q[:, :1], *caches, cache_seqlens=LENGTHS - 1, **NEW, **ROTARY, **options), *caches
+
+
+def packed_pages(**options):
+    pages = {"page_table": TABLE, "cache_seqlens": LENGTHS, "cu_seqlens_q": OFFSETS}
+    return onepass.attention_decode(PACKED[0], *PAGES, **pages, **options)
+
+
+def merged(x):
+    outs, lses = [Q * x, Q / 2], [torch.ones(2, 4, 9), torch.zeros(2, 4, 9)]
+    return onepass.merge_partials(outs, lses)
+
+
+def flash_varlen(x, **options):
+    return flash_attn.flash_attn_varlen_func(*PACKED, OFFSETS, OFFSETS, 5, 5, softmax_scale=x, softcap=x, **options)
+
+
+def flash_pages(x):
+    q = PACKED[0]
+    return flash_attn.flash_attn_varlen_func(
+        q, *PAGES, OFFSETS, OFFSETS, 5, 5, softmax_scale=x, softcap=x, block_table=TABLE
+    )
+
+
+def flash_cache(**options):
+    return flash_attn.flash_attn_with_kvcache(Q, K, V, **options)
+
+
+CALLS = {
+    "attention, softmax_scale": (lambda x: onepass.attention(Q, K, V, softmax_scale=x), SCALES),
+    "attention, softcap": (lambda x: onepass.attention(Q, K, V, softcap=x, return_lse=True), CAPS),
+    "attention, window": (lambda x: onepass.attention(Q, K, V, window=x), WINDOWS),
+    "attention, precision": (lambda x: onepass.attention(Q, K, V, softmax_scale=x, precision="fp8"), SCALES),
+    "QuantizedQKV": (lambda x: onepass.attention(QUANTIZED, softmax_scale=x, return_lse=True), SCALES),
+    "attention_varlen, softmax_scale": (lambda x: varlen(softmax_scale=x), SCALES),
+    "attention_varlen, softcap": (lambda x: varlen(softcap=x), CAPS),
+    "attention_varlen, max_seqlen": (lambda x: varlen(max_seqlen_q=x, max_seqlen_k=x), (5, 6, 7, 8)),
+    "attention_decode, softmax_scale": (lambda x: decode(softmax_scale=x), SCALES),
+    "attention_decode, softcap": (lambda x: decode(softcap=x), CAPS),
+    "attention_decode, window": (lambda x: decode(window=x), WINDOWS),
+    "attention_decode, num_splits": (lambda x: decode(num_splits=x), (1, 2, 3, 4)),
+    "attention_decode, split_size": (lambda x: decode(split_size=x), (64, 128, 192)),
+    "attention_decode, new keys": (lambda x: decode_with_new_keys(softmax_scale=x), SCALES),
+    "attention_decode, max_seqlen_q": (lambda x: packed_pages(max_seqlen_q=x), (6, 7, 8, 40)),
+    "merge_partials": (merged, SCALES),
+    "flash_attn_func": (lambda x: flash_attn.flash_attn_func(Q, K, V, softmax_scale=x), SCALES),
+    "flash_attn_func, softcap": (lambda x: flash_attn.flash_attn_func(Q, K, V, softcap=x), (0.0, *CAPS)),
+    "flash_attn_func, window_size": (
+        lambda x: flash_attn.flash_attn_func(Q, K, V, window_size=x),
+        ((1, 2), (3, 4), (-1, 2), (2, -1)),
+    ),
+    "flash_attn_varlen_func": (flash_varlen, CAPS),
+    "flash_attn_varlen_func, block_table": (flash_pages, CAPS),
+    "flash_attn_with_kvcache": (lambda x: flash_cache(softmax_scale=x, softcap=x), CAPS),
+    "flash_attn_with_kvcache, cache_seqlens": (lambda x: flash_cache(cache_seqlens=x), (3, 4, 5, 6)),
+    "flash_attn_with_kvcache, num_splits": (lambda x: flash_cache(num_splits=x), (0, 1, 2, 3)),
+    "scaled_dot_product_attention": (
+        lambda x: sdpa.scaled_dot_product_attention(*HEADS_FIRST, scale=x, enable_gqa=True),
+        SCALES,
+    ),
+    "scaled_dot_product_attention, attn_mask": (
+        lambda x: sdpa.scaled_dot_product_attention(*HEADS_FIRST, attn_mask=MASK, scale=x, enable_gqa=True),
+        SCALES,
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _traces_anew():
+    torch._dynamo.reset()
+
+
+SLOW = pytest.mark.slow
+# the second number makes a symbol of it in the first case, the first in the second; of a shape's it is the other way
+OF_NUMBERS = [pytest.param(None, id="as it comes"), pytest.param(True, id="dynamic", marks=SLOW)]
+WITH_SHAPES = [pytest.param(None, id="as it comes", marks=SLOW), pytest.param(True, id="dynamic")]
+
+
+@pytest.mark.parametrize("dynamic", OF_NUMBERS)
+@pytest.mark.parametrize("name", CALLS)
+def test_other_numbers(name, dynamic):
+    call, values = CALLS[name]
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for value in values:
+        torch.testing.assert_close(compiled(value), call(value))
+
+
+def scale_of(q):
+    return q.shape[-1] ** -0.5
+
+
+OF_SHAPES = {
+    "attention": lambda q, k, v: onepass.attention(q, k, v, softmax_scale=scale_of(q)),
+    "attention, 1 / sqrt": lambda q, k, v: onepass.attention(q, k, v, softmax_scale=1.0 / math.sqrt(q.shape[-1])),
+    "attention, softcap": lambda q, k, v: onepass.attention(q, k, v, softcap=q.shape[1] / 2),
+    "attention, softcap of int": lambda q, k, v: onepass.attention(q, k, v, softcap=q.shape[1]),
+    "attention, window": lambda q, k, v: onepass.attention(q, k, v, window=(q.shape[1] // 2, None)),
+    "attention, precision": lambda q, k, v: onepass.attention(q, k, v, precision="fp8", softmax_scale=scale_of(q)),
+    "attention_varlen": lambda q, k, v: onepass.attention_varlen(
+        q[0], k[0], v[0], cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS, softmax_scale=scale_of(q)
+    ),
+    "attention_decode": lambda q, k, v: onepass.attention_decode(
+        q, k, v, cache_seqlens=LENGTHS, softmax_scale=scale_of(q)
+    ),
+    "flash_attn_func": lambda q, k, v: flash_attn.flash_attn_func(q, k, v, softmax_scale=scale_of(q)),
+    "flash_attn_with_kvcache": lambda q, k, v: flash_attn.flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=LENGTHS, softmax_scale=scale_of(q)
+    ),
+    "scaled_dot_product_attention": lambda q, k, v: sdpa.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), scale=scale_of(q), enable_gqa=True
+    ),
+}
+
+
+@pytest.mark.parametrize("dynamic", WITH_SHAPES)
+@pytest.mark.parametrize("name", OF_SHAPES)
+def test_numbers_of_shapes(name, dynamic):
+    function = OF_SHAPES[name]
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for seqlen, head_dim in ((9, 8), (11, 8), (13, 16)):
+        tensors = [torch.randn(2, seqlen, heads, head_dim) for heads in (4, 2, 2)]
+        torch.testing.assert_close(compiled(*tensors), function(*tensors))
+
+
+@pytest.mark.parametrize("dynamic", OF_NUMBERS)
+def test_gradients(dynamic):
+    def gradients(function, scale, cap):
+        leaves = [t.detach().requires_grad_() for t in (Q, K, V)]
+        return torch.autograd.grad(function(*leaves, scale, cap).square().sum(), leaves)
+
+    def call(q, k, v, scale, cap):
+        return onepass.attention(q, k, v, softmax_scale=scale, softcap=cap)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for scale, cap in ((0.3, 5.0), (0.4, 6.0), (0.5, 7.0)):
+        for actual, expected in zip(gradients(compiled, scale, cap), gradients(call, scale, cap), strict=True):
+            torch.testing.assert_close(actual, expected)
+
+
+def test_a_bad_number_is_refused_all_the_same():
+    compiled = torch.compile(lambda x: onepass.attention(Q, K, V, softcap=x), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(2.0), onepass.attention(Q, K, V, softcap=2.0))
+    compiled(3.0)
+    for bad in (float("nan"), float("inf"), 0.0, -1.0):
+        with pytest.raises(Exception, match=r"softcap: expected a|Observed exception"):
+            compiled(bad)
+
+
+def test_an_answer_of_supports_decides():
+    def call(q, k, v):
+        if onepass.supports(q, k, v, softmax_scale=0.2):
+            return onepass.attention(q, k, v, softmax_scale=0.2)
+        return q
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(Q, K, V), onepass.attention(Q, K, V, softmax_scale=0.2))
