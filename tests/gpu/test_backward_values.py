@@ -218,7 +218,7 @@ def test_rows_that_see_no_key_and_keys_that_no_row_sees(case):
 )
 def test_zero_lengths(case):
     found = check_gradients(case.call())
-    found.pop("dsinks", None)  # a sink has the gradients of lse: test_sinks.py
+    found.pop("dsinks", None)  # a sink has the gradients of lse: test_sink_of_empty_rows.py
     assert all((g == 0).all() for g in found.values())
 
 

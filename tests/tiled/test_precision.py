@@ -48,18 +48,23 @@ def state():
     return found
 
 
+def reset():
+    torch.backends.fp32_precision = "none"
+    for settings in (torch.backends.mkldnn, torch.backends.mkldnn.matmul, torch.backends.cuda.matmul):
+        settings.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
 @pytest.fixture(params=SETTINGS.values(), ids=SETTINGS.keys())
 def setting(request):
+    reset()  # other tests of this process may have left one that means the same
     before = state()
     try:
         request.param()
         yield request.param
     finally:
-        torch.backends.fp32_precision = "none"
-        for settings in (torch.backends.mkldnn, torch.backends.mkldnn.matmul, torch.backends.cuda.matmul):
-            settings.fp32_precision = "none"
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
+        reset()
     assert state() == before
 
 
