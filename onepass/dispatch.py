@@ -376,7 +376,7 @@ def require_decode(problem: DecodeProblem, requested: str | None = None, device:
 
 
 def at_run_decode(told: str, problem: DecodeProblem, device: torch.device) -> str:
-    """As `at_run`."""
+    """The backend that an operator of `attention_decode` runs on when it runs, see `at_run`."""
     return require_decode(problem, None, device) if choice.is_left_to_block(told) else choice.found(told)
 
 

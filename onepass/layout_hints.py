@@ -1,4 +1,4 @@
-"""What messages add where a shape was refused that would fit with seqlen and num_heads the other way round."""
+"""Hints for messages that refuse a shape which would fit with seqlen and num_heads the other way round."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def transposed(t: Tensor) -> Tensor:
-    """With seqlen and num_heads the other way round."""
+    """A view of t with seqlen and num_heads the other way round."""
     return t.transpose(-3, -2)
 
 

@@ -171,7 +171,7 @@ class AttentionProblem:
 
     @property
     def qhead_per_kvhead(self) -> int:
-        """Without query heads 1, so that it can be divided by."""
+        """Query heads of a kv head; 1 if there are no query heads, so that it can be divided by."""
         return self.num_heads_q // self.num_heads_kv if self.num_heads_q else 1
 
     @property

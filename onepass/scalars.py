@@ -19,12 +19,12 @@ _INTEGER = (int, torch.SymInt, numbers.Integral)
 
 
 def is_real(value: Any) -> bool:
-    """Also for bool, which is an int to Python."""
+    """Whether the value is a real number of Python, numpy or torch's symbols; a bool is one, as it is to Python."""
     return isinstance(value, _REAL)
 
 
 def is_integer(value: Any) -> bool:
-    """Also for bool, as above."""
+    """Whether the value is an integer of Python, numpy or torch's symbols; a bool is one, as it is to Python."""
     return isinstance(value, _INTEGER)
 
 

@@ -41,7 +41,7 @@ def append(problem: DecodeProblem, inputs: DecodeInputs, arch: str) -> Tensor:
 
 
 def _with_rows_to_rotate(inputs: DecodeInputs) -> DecodeInputs:
-    """Without queries the new keys in their place: a kernel that rotates keys has queries, which are not looked at."""
+    """The inputs, with the new keys in the place of q where that is empty: a kernel that rotates is given queries."""
     return inputs if inputs.q.numel() or inputs.k_new is None else inputs._replace(q=inputs.k_new)
 
 

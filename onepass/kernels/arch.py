@@ -1,4 +1,4 @@
-"""Which architecture the kernels of a GPU are compiled for, and on which GPUs they have ever run."""
+"""This module says which architecture the kernels of a GPU are compiled for, and which GPUs have ever run them."""
 
 from __future__ import annotations
 

@@ -275,10 +275,11 @@ def fp8_budget(
     With v_scale, P has it too, and stands before the product with v / v_scale.
 
     Short sums: for e4m3 operands these tensor cores align 32 products and the accumulator with the largest of them and
-    cut what is more than 13 bits below (DeepSeek-V3, arXiv:2412.19437, section 3.5.2, finds about 14 bits in all). So
+    cut what is more than 13 bits below (MMA-Sim, arXiv:2511.10909; see tensor_cores.py). So
     each step of 32 columns loses what its products have below 2^-12 of the largest (the descales are no powers of two:
     a bit more), and as much again of the accumulator. A row's lse moves by the mean of what its scores move by, with
-    its probabilities for weights. What P V loses is small beside the rounding of P and has no term.
+    its probabilities for weights. P V is summed over the keys of one step only (`two_level_sums`), loses up to 0.03
+    percent by the same rule (128 keys, V of mean 1), and has no term beside the 2^-4 of the rounding of P.
 
     Args:
         q, k, v: dequantised, dense, with the columns of q and k in the order in which they are summed.

@@ -55,7 +55,7 @@ def test_fp8(heads):
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("backend", [None, "sm80", "sm90"])
 def test_new_keys_are_appended(heads, page_size, rotary, backend):
-    """As by a call whose q has heads."""
+    """The caches hold what a call whose q has heads would leave in them."""
     if not ON_GPU:
         backend = None
     elif backend == "sm90" and BACKEND != "sm90":

@@ -80,7 +80,7 @@ def test_float32_gradients(case):
     for d, dtype in ((64, BF16), (128, FP16), (256, BF16), (128, FLOAT32))
 )
 def test_padded_gradients(case):
-    """Also where heads share a tile."""
+    """Batch entries of several lengths, among them some whose heads share a tile, have the gradients of the oracle."""
     call = case.call()
     call.check(gradients=True, with_floor=True)
     is_causal = "causal" in call.options
@@ -128,7 +128,7 @@ def test_packed_gradients(case):
     for options in ({}, {"causal": True})
 )
 def test_many_packed_gradients(case, deterministic):
-    """Of out and of lse, and of lse alone; a fifth of the sequences has no queries, a quarter no keys."""
+    """The loss is of out and lse, or of lse alone; a fifth of the sequences has no queries, a quarter no keys."""
     call = case.call()
     for of in ("both", "lse"):
         check_gradients(call, of, deterministic=deterministic)

@@ -1,4 +1,4 @@
-"""Which sources the digest of the kernel cache covers."""
+"""The digest of the kernel cache covers every source that a kernel depends on."""
 
 import ast
 import importlib.util
@@ -19,7 +19,7 @@ def name_of(path: Path) -> str:
 
 
 def file_of(name: str) -> Path | None:
-    """As Python itself finds a module."""
+    """The file in which Python itself finds a module; None if there is none."""
     try:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError:  # its parent is no package
@@ -45,7 +45,7 @@ def imports_of(path: Path) -> set[Path]:
 
 
 def test_what_a_kernel_imports_is_in_the_digest():
-    """Also what those modules import, and so on; what looks like an import in a string may be there, too."""
+    """Imports are followed through all modules; what looks like an import in a string may be covered, too."""
     covered = set(sources.of_kernels(PACKAGE))
     kernels = set((PACKAGE / "kernels").rglob("*.py"))
     assert kernels <= covered

@@ -1,4 +1,4 @@
-"""Which files are mutated, how many times, and which tests judge them: those of the module and what stands on it.
+"""The files that are mutated, how many times, and the tests that judge them: of the module and of what stands on it.
 
 Tests of machine code, of digests and of documentation are in no list: what they notice is that something changed.
 """

@@ -92,7 +92,7 @@ SIDES = (None, 0, 3, 40, 200, -1, -40, -200)
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(130, 130), (70, 300), (300, 70)])
 def test_blocks_of_queries_that_no_tile_visits_are_known(seqlen_q, seqlen_k):
-    """With private_dq nobody but a tile of keys writes dq, so that it has to be zeroed where one may be left out."""
+    """Only tiles of keys write dq under private_dq, so it has to be zeroed where a block of queries may be left out."""
     config = BackwardConfig(private_dq=True, dynamic_tiles=False)
     for window in itertools.product(SIDES, SIDES):
         mask = Mask.from_options(False, window)

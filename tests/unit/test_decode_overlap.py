@@ -147,8 +147,8 @@ def test_tensors_without_memory_are_not_compared():
 
 @pytest.fixture(params=["tiled", "sm80", "sm90"])
 def backend(request, monkeypatch):
-    """As a GPU's backend launches its kernels, on the CPU: those that append write to memory as kernels do, without a
-    word to torch; the others do nothing."""
+    """A backend whose launches run on the CPU with fake kernels: those that append write to memory without a word to
+    torch, as kernels do; the others do nothing."""
     if request.param == "tiled":
         yield "tiled"
         return

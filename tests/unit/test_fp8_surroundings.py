@@ -89,7 +89,7 @@ def quick_or_slow(*quick):
     ("granularity", "is_packed"), quick_or_slow(("row", False), ("block", False), ("block", True), ("head", True))
 )
 def test_compiled_with_any_length(granularity, is_packed):
-    """Without a graph break, bit for bit; a length never seen before, once lengths are symbols, compiles nothing."""
+    """A compiled call has no graph break and equal bits; once lengths are symbols, a new length compiles nothing."""
     options = {"granularity": granularity, "center_k": True, "center_v": True}
 
     @torch.compile(fullgraph=True, backend="eager")
@@ -110,7 +110,7 @@ def test_compiled_with_any_length(granularity, is_packed):
 
 @pytest.mark.parametrize(("granularity", "is_packed"), quick_or_slow(("block", False), ("block", True)))
 def test_compiled_attention_with_any_length(granularity, is_packed):
-    """Also of tensors that were quantised outside, whose shapes are checked while it is traced."""
+    """Tensors are quantised inside the compiled function or outside it, where their shapes are checked in the trace."""
     function = onepass.attention_varlen if is_packed else onepass.attention
 
     @torch.compile(fullgraph=True, backend="eager")

@@ -104,7 +104,7 @@ def packed():
 
 
 def test_one_launch_for_all_tensors(launched):
-    """With what the kernel expects of each argument, and nothing else on the GPU."""
+    """The kernel is given what it expects for each argument, and nothing else runs on the GPU."""
     (q, k, v), offsets = packed()
     used = torch.tensor([50, 90], dtype=INT32)
     quantized = onepass.quantize_fp8(q, k, v, **offsets, seqused_k=used, seed=1)

@@ -88,7 +88,7 @@ def test_quantising_says_it(monkeypatch):
 
 
 def test_what_is_proven_has_a_record():
-    """Of tests on such a GPU: an H200 is of 9.0."""
+    """The list of proven GPUs has one entry, 9.0, and there is a record of tests on an H200, which is of 9.0."""
     record = Path(onepass.__file__).parents[1] / "benchmarks" / "results" / "h200-tests.json"
     if not record.exists():
         pytest.skip("the results are not part of the package")

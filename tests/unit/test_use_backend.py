@@ -324,7 +324,7 @@ def test_blocks_end_as_they_should():
 
 
 def test_what_an_interactive_python_shows_is_a_call():
-    """Which keeps the object."""
+    """An interactive Python keeps the object that it shows, so showing it counts as the end of the call."""
     kept = use_backend("sm80")
     assert repr(kept) == "use_backend('sm80')"
     assert choice.current() == "sm80"

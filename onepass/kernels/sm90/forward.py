@@ -445,7 +445,7 @@ class ForwardSm90:
         return at_head(t, m, head, place, self.packs_keys, along)
 
     def buffer_states(self, user: pipeline.PipelineUserType) -> tuple:
-        """Where K and V are being loaded (or read) first."""
+        """The states of the buffers of K and V that are loaded (or read) first."""
         v_stages = self.loaded_v_stages if user is pipeline.PipelineUserType.Producer else self.v_stages
         return tuple(pipeline.make_pipeline_state(user, stages) for stages in (self.k_stages, v_stages))
 

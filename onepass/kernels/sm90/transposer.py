@@ -1,4 +1,4 @@
-"""Who transposes V of e4m3: warps beside the producer, from the rows that TMA brings to what the tensor cores read.
+"""Two warps beside the producer transpose V of e4m3, from the rows that TMA brings to what the tensor cores read.
 
     raw V   (tile_n, head_dim_v), a row for each key       full: TMA bytes          empty: these warps
     V       (head_dim_v, tile_n), a row for each column    full: these warps        empty: all consumer warps
@@ -43,7 +43,7 @@ def divided(number, by: int) -> tuple:
 
 
 def swizzled_place(row, piece, rows: int, columns: int):
-    """Where the piece (16 bytes) of a row of such a tile (rows, columns) begins."""
+    """The byte at which a piece (16 bytes) of a row begins in such a tile (rows, columns)."""
     width = row_bytes(columns)
     block, in_row = divided(piece, width // COLUMNS)
     in_row = in_row ^ (row * width >> 7) & width // COLUMNS - 1
@@ -66,7 +66,7 @@ def stored_place(lane, keys: int, head_dim_v: int):
 
 
 def selectors(is_upper) -> tuple:
-    """Which bytes of a lane's two words the even and the odd matrices that it stores get.
+    """The bytes of a lane's two words that go to the even and to the odd matrices that it stores.
 
     Args: is_upper: 1 for lanes from 16 on, 0 for the others.
     """
