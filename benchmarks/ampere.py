@@ -26,13 +26,13 @@ import torch
 from hopper_backward import CHECKED_SEQLENS, configuration
 from torch import Tensor
 
-from onepass import dispatch
 from onepass.bench import ablation
 from onepass.bench.cases import Case, Inputs, make_inputs
 from onepass.bench.check import PEER_FACTOR
 from onepass.bench.peers import Contender, find_peers, prepare
+from onepass.dispatch import attention as dispatch
 from onepass.errors import UnsupportedError
-from onepass.kernels import compile
+from onepass.kernels.compiler import compile
 from onepass.testing.budget import GRADIENT_FACTOR, OUT_FACTOR, compare
 
 DEVICE, BACKEND = "cuda", "sm80"
@@ -80,7 +80,8 @@ def compile_ahead(cases: Sequence[Case], args: argparse.Namespace) -> None:
 
 
 def compile_one(job: tuple) -> float:
-    from onepass.kernels.sm80 import backward_launch, launch
+    from onepass.kernels.launch import backward_sm80 as backward_launch
+    from onepass.kernels.launch import forward_sm80 as launch
 
     started = time.perf_counter()
     problem, config, direction = job

@@ -19,12 +19,14 @@ from types import SimpleNamespace
 import torch
 
 import onepass
-from onepass import dispatch, ops, validation
-from onepass.kernels import compile
-from onepass.kernels.sm80 import decode_launch
-from onepass.kernels.sm90 import launch
-from onepass.outputs import empty_outputs
+from onepass.dispatch import attention as dispatch
+from onepass.kernels.compiler import compile
+from onepass.kernels.launch import decode_sm80 as decode_launch
+from onepass.kernels.launch import forward_sm90 as launch
+from onepass.ops import attention as ops
 from onepass.problem import AttentionInputs
+from onepass.problem.outputs import empty_outputs
+from onepass.validation import attention as validation
 
 NUM_CALLS, NUM_SAMPLES = 500, 21
 NO_OPTIONS = dict.fromkeys(("window", "softcap", "sinks", "softmax_scale", "deterministic", "tuning"))

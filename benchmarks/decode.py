@@ -39,21 +39,21 @@ import common
 import torch
 from torch import Tensor
 
-from onepass import dispatch
 from onepass.bench import decode as bench
 from onepass.bench.cases import Case, decode_case, get_case_set
 from onepass.bench.check import PEER_FACTOR
 from onepass.bench.decode import CacheCopies, Decoder, Step, kv_bytes, problem_of
 from onepass.bench.flops import bytes_moved
 from onepass.bench.timing import measure_interleaved
-from onepass.decode_problem import DecodeInputs, DecodeProblem
+from onepass.dispatch import attention as dispatch
 from onepass.errors import UnsupportedError
-from onepass.kernels import compile
-from onepass.kernels.arch import arch_of
+from onepass.kernels.compiler import compile
 from onepass.kernels.config import LaunchConfig
-from onepass.kernels.decode_launch import DecodeLaunch, compile_requests
-from onepass.kernels.sm80 import decode_launch as sm80
-from onepass.kernels.sm90 import decode_launch as sm90
+from onepass.kernels.config.arch import arch_of
+from onepass.kernels.launch import decode_sm80 as sm80
+from onepass.kernels.launch import decode_sm90 as sm90
+from onepass.kernels.launch.decode import DecodeLaunch, compile_requests
+from onepass.problem.decode import DecodeInputs, DecodeProblem
 from onepass.testing.budget import OUT_FACTOR, compare
 
 DEVICE = "cuda"

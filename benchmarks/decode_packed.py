@@ -31,13 +31,14 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass import decode_calls, reference
+from onepass import reference
+from onepass.api import decode_calls
 from onepass.bench import decode as bench
 from onepass.bench.check import PEER_FACTOR
 from onepass.bench.timing import CudaSampler, measure_interleaved
-from onepass.decode_problem import DecodeProblem
-from onepass.kernels.decode_launch import DecodeLaunch
-from onepass.kernels.sm90 import decode_launch
+from onepass.kernels.launch import decode_sm90 as decode_launch
+from onepass.kernels.launch.decode import DecodeLaunch
+from onepass.problem.decode import DecodeProblem
 from onepass.testing.budget import OUT_FACTOR, compare
 
 DEVICE = "cuda"

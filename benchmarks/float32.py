@@ -27,12 +27,13 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import onepass
-from onepass import dispatch
 from onepass.bench.cases import Case, make_inputs
+from onepass.dispatch import attention as dispatch
 from onepass.kernels.config import ForwardConfig, value_blocks
-from onepass.kernels.sm90 import launch, parts_launch
-from onepass.outputs import empty_outputs
+from onepass.kernels.launch import float32_halves as parts_launch
+from onepass.kernels.launch import forward_sm90 as launch
 from onepass.problem import AttentionInputs
+from onepass.problem.outputs import empty_outputs
 
 DEVICE = "cuda"
 ERROR_CASES = [(d, causal, seqlen) for d in (64, 96, 128, 256) for causal in (False, True) for seqlen in (1000, 4096)]

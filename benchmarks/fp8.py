@@ -44,9 +44,10 @@ from torch import Tensor
 import onepass
 from onepass import fp8
 from onepass.errors import UnsupportedError
-from onepass.kernels import compile, heuristics
+from onepass.kernels.compiler import compile
 from onepass.kernels.config import ForwardConfig, p_exponent
-from onepass.kernels.sm90 import launch
+from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.launch import forward_sm90 as launch
 from onepass.problem import AttentionProblem, Mask, Quantization, QuantizedInputs
 from onepass.testing import fp8_budget, table3
 

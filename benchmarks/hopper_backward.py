@@ -36,8 +36,8 @@ from onepass.bench.cases import Case, Inputs, make_inputs
 from onepass.bench.check import PEER_FACTOR
 from onepass.bench.peers import Contender, ask_support, find_peers, onepass_contender, prepare
 from onepass.errors import UnsupportedError
-from onepass.kernels import compile
-from onepass.kernels.sm90 import backward_launch
+from onepass.kernels.compiler import compile
+from onepass.kernels.launch import backward_sm90 as backward_launch
 from onepass.testing.budget import GRADIENT_FACTOR, compare
 
 DEVICE = "cuda"

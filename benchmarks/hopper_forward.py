@@ -30,10 +30,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import onepass
-from onepass import dispatch, reference
-from onepass.kernels import compile
+from onepass import reference
+from onepass.dispatch import attention as dispatch
+from onepass.kernels.compiler import compile
 from onepass.kernels.config import ForwardConfig
-from onepass.kernels.sm90 import launch
+from onepass.kernels.launch import forward_sm90 as launch
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
 from onepass.testing.budget import compare, compare_lse
 

@@ -24,7 +24,7 @@ from common import HIDDEN, TOKENS, circumstances, compile_all
 
 import onepass
 from onepass import fp8
-from onepass.kernels.fp8 import launch
+from onepass.kernels.launch import quantize as launch
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
 
 CALLS, REPLAYS, SETS = 12, 30, 4

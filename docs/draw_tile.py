@@ -16,7 +16,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from onepass.kernels.blocks.block_range import key_tiles, tiles
+from onepass.geometry.block_range import key_tiles, tiles
 
 SEQLEN, TILE = 24, 4
 CAUSAL = (None, 0)  # window_left, window_right

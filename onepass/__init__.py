@@ -5,13 +5,13 @@
 Importing onepass imports torch only and changes no global setting.
 """
 
-from .api import AttentionOutput, attention, attention_varlen, merge_partials, supports, warmup
-from .choice import use_backend
-from .decode import attention_decode, split_workspace_bytes
-from .dispatch import Support
+from .api.attention import AttentionOutput, attention, attention_varlen, merge_partials, supports, warmup
+from .api.decode import attention_decode, split_workspace_bytes
+from .dispatch.attention import Support
+from .dispatch.choice import use_backend
 from .errors import UnsupportedError
 from .fp8 import QuantizedQKV, quantize_fp8
-from .kernels.ahead import CompiledKernel
+from .kernels.compiler.warmup import CompiledKernel
 from .kernels.config import ForwardConfig, ForwardConfigSm80
 from .tuning import TuningResult, tune
 

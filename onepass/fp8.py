@@ -23,10 +23,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from . import dispatch, repeated, validation
+from .api import fast_path as repeated
+from .dispatch import attention as dispatch
 from .kernels.config import LaunchConfig
-from .outputs import empty_as
 from .problem import V_KEYS, AttentionInputs, AttentionProblem, Descales, Mask, Quantization, QuantizedInputs
+from .problem.outputs import empty_as
+from .validation import attention as validation
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -187,7 +189,7 @@ class ByKernel:
     """Tensors of certain sizes quantised in one launch; holds no tensor, and its results are not checked again.
 
     Attributes:
-        launch: see kernels/fp8/launch.py.
+        launch: see kernels/launch/quantize.py.
         attributes: what all results have beside their tensors.
     """
 
@@ -459,7 +461,7 @@ def keys_last(v: Tensor, cu_seqlens_k: Tensor | None = None) -> Tensor:
     Returns: e4m3, contiguous, (batch, num_heads_kv, head_dim_v, seqlen_k up to a multiple of 64); of packed sequences
         (num_heads_kv, head_dim_v, (total_k // 64 + batch) * 64), where sequence b begins at
         (cu_seqlens_k[b] // 64 + b) * 64. Within every 16 keys the places 4q + 2h + e hold the keys 8h + 2q + e
-        (q = 0..3, h and e = 0, 1; blocks/fp8.py says why). Zeros where there is no key.
+        (q = 0..3, h and e = 0, 1; blocks/softmax/scaled.py says why). Zeros where there is no key.
     """
     kernel = dispatch.keys_last_kernel(v, cu_seqlens_k)
     return _keys_last_in_torch(v, cu_seqlens_k) if kernel is None else kernel(v, cu_seqlens_k)

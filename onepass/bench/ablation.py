@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import dispatch
+from ..dispatch import attention as dispatch
 from ..errors import UnsupportedError
 from ..kernels.config import HOPPER
 from ..problem import AttentionInputs, AttentionProblem, Mask
@@ -284,25 +284,25 @@ class Kernel(NamedTuple):
 
 
 def _forward_sm90(problem: AttentionProblem, inputs: AttentionInputs, config: Any) -> tuple[Tensor, Tensor]:
-    from ..kernels.sm90 import launch
+    from ..kernels.launch import forward_sm90 as launch
 
     return launch.forward(problem, inputs, config)
 
 
 def _backward_sm90(problem: AttentionProblem, inputs: AttentionInputs, *rest: Any) -> tuple[Tensor, ...]:
-    from ..kernels.sm90 import backward_launch
+    from ..kernels.launch import backward_sm90 as backward_launch
 
     return backward_launch.backward(problem, inputs, *rest)
 
 
 def _forward_sm80(problem: AttentionProblem, inputs: AttentionInputs, config: Any) -> tuple[Tensor, Tensor]:
-    from ..kernels.sm80 import launch
+    from ..kernels.launch import forward_sm80 as launch
 
     return launch.forward(problem, inputs, config)
 
 
 def _backward_sm80(problem: AttentionProblem, inputs: AttentionInputs, *rest: Any) -> tuple[Tensor, ...]:
-    from ..kernels.sm80 import backward_launch
+    from ..kernels.launch import backward_sm80 as backward_launch
 
     return backward_launch.backward(problem, inputs, *rest)
 
@@ -313,7 +313,7 @@ def _arch_sm80() -> str:
 
 def _of_a_call(direction: Direction, backend: str) -> Callable[[AttentionProblem, str], Any]:
     def default(problem: AttentionProblem, arch: str) -> Any:
-        from ..kernels import tuned  # not at the top: it needs files and locks that not every system has
+        from ..kernels.heuristics import tuned  # not at the top: it needs files and locks that not every system has
 
         return tuned.choose(direction, backend, problem, arch)
 

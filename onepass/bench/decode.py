@@ -20,8 +20,9 @@ from torch import Tensor
 
 import onepass
 
-from .. import decode_calls, dispatch
-from ..decode_problem import DecodeProblem
+from ..api import decode_calls
+from ..dispatch import attention as dispatch
+from ..problem.decode import DecodeProblem
 from .cases import Case, Inputs
 from .check import Oracle
 from .flops import bytes_moved

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..kernels.blocks.block_range import count_visible_pairs
+from ..geometry.block_range import count_visible_pairs
 from ..problem import Mask
 from .cases import Case
 

@@ -90,7 +90,7 @@ def clear(
 
 def _disk_cache() -> ModuleType:
     try:
-        from ..kernels import disk_cache
+        from ..kernels.compiler import disk_cache
     except ModuleNotFoundError as error:  # fcntl: no kernel runs on such a system, either
         fail(f"compiled kernels are not cached on this system: {error}", code=1)
     return disk_cache
@@ -106,7 +106,7 @@ def _entries(disk_cache: ModuleType) -> tuple[list, Path]:
 
 def _say_tuned(console: Console) -> None:
     """How many configurations are kept, if there are any."""
-    from ..kernels import tuned
+    from ..kernels.heuristics import tuned
 
     path = tuned.own_path()
     try:
@@ -120,7 +120,7 @@ def _say_tuned(console: Console) -> None:
 
 
 def _clear_tuned(console: Console, yes: bool) -> None:
-    from ..kernels import tuned
+    from ..kernels.heuristics import tuned
 
     path = tuned.own_path()
     if not path.exists():
@@ -140,7 +140,7 @@ def _say_empty(console: Console, directory: Path) -> None:
 
 def _environment() -> str | None:
     """What an entry must have been built with to be used; None without the kernel compiler."""
-    from ..kernels import compile
+    from ..kernels.compiler import compile
 
     try:
         return compile.environment()

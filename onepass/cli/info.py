@@ -10,10 +10,11 @@ from rich.table import Table
 
 import onepass
 
-from .. import choice, dispatch
 from ..bench.machine import cpu_model, package_versions
 from ..bench.peers import PEERS, find_peers
-from ..kernels.arch import unproven
+from ..dispatch import attention as dispatch
+from ..dispatch import choice
+from ..kernels.config.arch import unproven
 from .console import TABLE_STYLE, make_console
 
 

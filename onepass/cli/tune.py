@@ -143,7 +143,8 @@ def _paper_calls(dtype: str, only: str | None) -> list[dict[str, Any]]:
 
 def _not_kept(tasks: list[Task], path: Path | None) -> list[Task]:
     """Those without an entry of these kernels, for this GPU."""
-    from ..kernels import compile, tuned
+    from ..kernels.compiler import compile
+    from ..kernels.heuristics import tuned
 
     try:
         table = tuned.parse(path.read_bytes()) if path is not None else tuned.load(tuned.own_path())
@@ -241,7 +242,7 @@ def _ms(value: float | None) -> str:
 
 
 def _conclusion(kept: int, found: list[TuningResult], table: Path | None) -> str:
-    from ..kernels import tuned
+    from ..kernels.heuristics import tuned
 
     gains = [result.speedup for result in found if result.kept and result.is_gain]
     most = f", at most {100 * (max(gains) - 1):.1f} %" if gains else ""

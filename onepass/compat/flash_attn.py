@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import api, validation
-from ..decode import attention_decode
-from ..decode_problem import refuse_lengths
+from ..api import attention as api
+from ..api.decode import attention_decode
 from ..errors import REFUSALS, UnsupportedError, renamed
-from ..scalars import check_flag, check_int, is_integer, is_real
+from ..problem.decode import refuse_lengths
+from ..validation import attention as validation
+from ..validation.scalars import check_flag, check_int, is_integer, is_real
 
 __all__ = [
     "flash_attn_func",

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from .. import api, validation
+from ..api import attention as api
 from ..errors import REFUSALS, UnsupportedError, renamed
-from ..scalars import check_flag, check_real, is_real
+from ..validation import attention as validation
+from ..validation.scalars import check_flag, check_real, is_real
 
 __all__ = ["DenseAttentionWarning", "scaled_dot_product_attention"]
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import api
+from ..api import attention as api
 from ..errors import UnsupportedError
 
 __all__ = ["attention_forward", "padding_mask", "register"]

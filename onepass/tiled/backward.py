@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.blocks.block_range import query_range, tile_needs_mask, tiles
-from ..outputs import empty_gradients
+from ..geometry.block_range import query_range, tile_needs_mask, tiles
 from ..problem import AttentionInputs, AttentionProblem
+from ..problem.outputs import empty_gradients
 from .mask import TileMask, add_visible, fill_hidden, zero_hidden
 from .online_softmax import SAFE_SCORE, log_tiny
 from .scratch import Scratch

@@ -7,9 +7,9 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from ..decode_descales import descale_of_keys
-from ..decode_problem import DecodeInputs, DecodeProblem
 from ..fp8 import E4M3, E4M3_MAX
+from ..problem.decode import DecodeInputs, DecodeProblem
+from ..problem.descales import descale_of_keys
 
 
 def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

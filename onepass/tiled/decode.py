@@ -7,14 +7,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..decode_problem import DecodeInputs, DecodeProblem
-from ..decode_validation import read_cache_lengths, read_query_offsets
-from ..kernels.blocks.splits import split_ranges
-from ..merge import merge_in_torch
-from ..outputs import empty_outputs, without_keys
+from ..geometry.splits import split_ranges
 from ..problem import AttentionInputs, AttentionProblem, Mask
+from ..problem.decode import DecodeInputs, DecodeProblem
+from ..problem.outputs import empty_outputs, without_keys
+from ..validation.decode import read_cache_lengths, read_query_offsets
 from .cache import append, keys_and_values, rotated_queries
 from .forward import forward
+from .merge import merge_in_torch
 
 
 def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from .. import fp8
-from ..kernels.blocks.block_range import key_tiles, tiles
-from ..outputs import empty_outputs, without_keys
+from ..geometry.block_range import key_tiles, tiles
 from ..problem import AttentionInputs, AttentionProblem, QuantizedInputs
+from ..problem.outputs import empty_outputs, without_keys
 from .mask import Range, TileMask, add_visible
 from .online_softmax import OnlineSoftmax
 from .scratch import Scratch

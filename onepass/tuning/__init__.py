@@ -2,7 +2,7 @@
 
 space.py     which are worth timing                 pool.py    compiling them, several at a time
 launches.py  random data, launches, their results   race.py    timing in turns, and when a difference is one
-tuner.py     all of it together, into the table of kernels/tuned.py, where launches look
+tuner.py     all of it together, into the table of kernels/heuristics/tuned.py, where launches look
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from .. import dispatch
-from ..api import calls_of, problem_of_call
+from ..api.attention import calls_of, problem_of_call
+from ..dispatch import attention as dispatch
 from ..errors import UnsupportedError
 from ..problem import AttentionProblem
-from ..scalars import check_flag, check_int
+from ..validation.scalars import check_flag, check_int
 from .result import Candidate, Task, TuningResult
 
 __all__ = ["Candidate", "TuningResult", "tasks_of", "tune"]

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import dispatch
 from ..bench.timing import CudaSampler, Sampler, input_copies
+from ..dispatch import attention as dispatch
 from ..kernels.config import LaunchConfig
-from ..kernels.tuned import Direction
+from ..kernels.heuristics.tuned import Direction
 from ..problem import AttentionInputs, AttentionProblem
 
 MAX_COPIES = 4  # of the inputs: each holds memory beside the results of every configuration

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..kernels.ahead import _num_cpus
+from ..kernels.compiler.warmup import _num_cpus
 
 # before an answer: the compiler may print, too
 MARK = "onepass compiled "
@@ -39,7 +39,7 @@ def compile_each(
         worker: makes a worker, which has compile(request), kill() and close(); None = a process.
     Returns: for each kernel (name, key, arch) that could not be compiled, why.
     """
-    from ..kernels import compile
+    from ..kernels.compiler import compile
 
     missing = {request[:3]: request for request in requests if not compile.is_cached(*request[:3])}
     # what other processes compile without a disk cache would be lost: each is compiled here, when it is first run
@@ -135,7 +135,7 @@ def _start() -> subprocess.Popen:
 
 def serve() -> None:
     """The whole life of a worker process."""
-    from ..kernels import compile
+    from ..kernels.compiler import compile
 
     while True:
         try:

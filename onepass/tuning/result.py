@@ -11,7 +11,7 @@ from ..kernels.config import LaunchConfig
 from ..problem import AttentionProblem
 
 if TYPE_CHECKING:
-    from ..kernels.tuned import Direction
+    from ..kernels.heuristics.tuned import Direction
 
 
 class Task(NamedTuple):

@@ -9,9 +9,10 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from ..errors import UnsupportedError
-from ..kernels import heuristics, heuristics_sm80
 from ..kernels.config import LaunchConfig, head_dim_tile
-from ..kernels.tuned import MANY_ROWS, Direction, num_rows
+from ..kernels.heuristics import sm80 as heuristics_sm80
+from ..kernels.heuristics import sm90 as heuristics
+from ..kernels.heuristics.tuned import MANY_ROWS, Direction, num_rows
 from ..problem import AttentionProblem
 
 MAX_CANDIDATES = 24

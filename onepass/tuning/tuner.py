@@ -10,10 +10,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .. import dispatch, repeated
+from ..api import fast_path as repeated
 from ..bench.timing import Sampler
-from ..kernels import compile, disk_cache, tuned
+from ..dispatch import attention as dispatch
+from ..kernels.compiler import compile, disk_cache
 from ..kernels.config import LaunchConfig
+from ..kernels.heuristics import tuned
 from .launches import Launches, difference
 from .pool import compile_each
 from .race import FINAL_ROUNDS, Verdict, race

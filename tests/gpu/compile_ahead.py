@@ -15,11 +15,15 @@ from dataclasses import replace
 
 from decode_cases import DecodeCase, RandomDecodeCase
 
-from onepass import decode_calls, dispatch, validation
-from onepass.kernels import ahead, compile, heuristics
+from onepass.api import decode_calls
+from onepass.dispatch import attention as dispatch
+from onepass.kernels.compiler import compile
+from onepass.kernels.compiler import warmup as ahead
 from onepass.kernels.config import ForwardConfig
+from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.problem import AttentionProblem
 from onepass.testing import Call
+from onepass.validation import attention as validation
 
 
 def problem_of(call: Call) -> AttentionProblem:

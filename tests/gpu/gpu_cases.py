@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass import dispatch
+from onepass.dispatch import attention as dispatch
 from onepass.testing.inputs import Call, fenced, random_call
 
 DEVICE = os.environ.get("ONEPASS_TEST_DEVICE", "cuda")

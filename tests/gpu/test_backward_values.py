@@ -26,7 +26,7 @@ from test_random_calls import CASES as RANDOM_CASES
 from test_values import GROUPS, OPTIONS, WINDOWS
 
 import onepass
-from onepass.kernels import heuristics
+from onepass.kernels.heuristics import sm90 as heuristics
 
 pytestmark = needs_hopper
 DTYPES = (BF16, FP16)

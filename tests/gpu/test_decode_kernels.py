@@ -9,7 +9,7 @@ from decode_cases import CASES, MANY_ROWS, NEW_KEYS, DecodeCase, RandomDecodeCas
 from gpu_cases import BACKEND, IS_READY, NAN, ON_GPU, size
 
 import onepass
-from onepass import decode_ops
+from onepass.ops import decode as decode_ops
 from onepass.testing.budget import compare, compare_lse
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_READY, reason="needs a GPU with the kernels")]

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from gpu_cases import BACKEND, BF16, DEVICE, FP16, ON_GPU, needs_hopper
+from onepass.kernels.heuristics.sm90 import LAZY_FP8
 
 import onepass
 from onepass import fp8
 from onepass.kernels.config import ForwardConfig, p_exponent
-from onepass.kernels.heuristics import LAZY_FP8
 from onepass.testing import fp8_budget
 
 pytestmark = [*needs_hopper, pytest.mark.skipif(BACKEND == "sm80", reason="no FP8 kernels for Ampere")]

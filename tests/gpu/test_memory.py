@@ -25,9 +25,9 @@ from gpu_cases import (
 from gradient_cases import Loss, check_gradients, gradients, hard_gradients, inputs_of, loss_of, with_inputs
 
 import onepass
-from onepass import dispatch
 from onepass.bench.memory import peak_of
-from onepass.outputs import empty_gradients, empty_outputs
+from onepass.dispatch import attention as dispatch
+from onepass.problem.outputs import empty_gradients, empty_outputs
 
 pytestmark = needs_hopper
 
@@ -83,7 +83,9 @@ class FencedMemory:
 
 
 def module_of_backend():
-    return importlib.import_module({"sm90": "onepass.kernels.sm90.launch", "tiled": "onepass.tiled.forward"}[BACKEND])
+    return importlib.import_module(
+        {"sm90": "onepass.kernels.launch.forward_sm90", "tiled": "onepass.tiled.forward"}[BACKEND]
+    )
 
 
 @cases(SHAPES)

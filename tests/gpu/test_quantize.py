@@ -6,11 +6,13 @@ V is rounded by the same operations, bit for bit; what is rotated is summed in a
 import pytest
 import torch
 from gpu_cases import BF16, DEVICE, FP16, INF, NAN, ON_GPU, lengths_tensor, offsets
+from onepass.kernels.heuristics.sm90 import LAZY_FP8
 
 import onepass
-from onepass import dispatch, fp8, repeated
+from onepass import fp8
+from onepass.api import fast_path as repeated
+from onepass.dispatch import attention as dispatch
 from onepass.kernels.config import p_exponent
-from onepass.kernels.heuristics import LAZY_FP8
 from onepass.testing import assert_same_rounding, fp8_budget
 
 HAS_E4M3 = ON_GPU and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import onepass
-from onepass import dispatch
-from onepass.kernels import tuned
+from onepass.dispatch import attention as dispatch
+from onepass.kernels.heuristics import tuned
 from onepass.tuning import tasks_of
 from onepass.tuning.tuner import Machine, tune_all
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from barrier_model import WARPS, Buffer, MBarrier, NamedBarrier, Pipe
 
-from onepass.kernels.blocks import tile_scheduler
+from onepass.geometry import tile_scheduler
 
 DRAW_AHEAD = 2  # as in tile_queue.py
 MISSES = 200  # processes that are found waiting before all of them are looked at

@@ -22,21 +22,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from onepass.kernels.heuristics.decode import decode_config_sm80
 from shipped import CAUSAL, ROWS, problem
 
-from onepass.decode_problem import DecodeProblem
-from onepass.kernels import append_launch, compile, heuristics, heuristics_sm80, merge_launch
+from onepass.kernels.compiler import compile
 from onepass.kernels.config import HOPPER
-from onepass.kernels.fp8 import launch as quantize_launch
-from onepass.kernels.heuristics_decode import decode_config_sm80
-from onepass.kernels.sm80 import backward_launch as backward_sm80
-from onepass.kernels.sm80 import decode_launch as decode_sm80
-from onepass.kernels.sm80 import launch as forward_sm80
-from onepass.kernels.sm90 import backward_launch as backward_sm90
-from onepass.kernels.sm90 import decode_launch as decode_sm90
-from onepass.kernels.sm90 import launch as forward_sm90
-from onepass.kernels.sm90 import parts_launch
+from onepass.kernels.heuristics import sm80 as heuristics_sm80
+from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.launch import append as append_launch
+from onepass.kernels.launch import backward_sm80, backward_sm90, decode_sm80, decode_sm90, forward_sm80, forward_sm90
+from onepass.kernels.launch import float32_halves as parts_launch
+from onepass.kernels.launch import merge as merge_launch
+from onepass.kernels.launch import quantize as quantize_launch
 from onepass.problem import AttentionProblem, Mask, Quantization
+from onepass.problem.decode import DecodeProblem
 
 AMPERE = "sm_80"
 FULL, WINDOW = Mask(), Mask(100, 20)

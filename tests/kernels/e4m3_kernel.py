@@ -1,11 +1,11 @@
-"""A kernel that does with each word what kernels/sm80/e4m3.py can, for tests of it."""
+"""A kernel that does with each word what kernels/device/blocks/memory/e4m3.py can, for tests of it."""
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from onepass.kernels.sm80 import e4m3
+from onepass.kernels.device.blocks.memory import e4m3
 
 
 class Convert:
@@ -33,7 +33,7 @@ class Convert:
 def trace():
     from cutlass.cute.runtime import make_fake_stream
 
-    from onepass.kernels.arguments import fake_tensor
+    from onepass.kernels.launch.arguments import fake_tensor
 
     arguments = (
         fake_tensor(Int32, None, align_bytes=4),

@@ -8,8 +8,8 @@ import ptx_interpreter
 import torch
 from sm80_decode import Parameters, fast_divisor, integer
 
-from onepass import repeated
-from onepass.kernels.fp8 import launch
+from onepass.api import fast_path as repeated
+from onepass.kernels.launch import quantize as launch
 
 ARCH = "sm_89"
 

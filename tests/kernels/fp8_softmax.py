@@ -14,8 +14,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_tensor
 
-from onepass.kernels.blocks import fp8
-from onepass.kernels.blocks.online_softmax import Scores
+from onepass.kernels.device.blocks.softmax import scaled as fp8
+from onepass.kernels.device.blocks.softmax.online import Scores
 
 THREADS = 32
 

@@ -11,8 +11,8 @@ from cutlass import Float8E4M3FN
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from onepass.kernels.blocks.layouts import smem_tiles
-from onepass.kernels.sm90.transposer import WARPS, Transposer
+from onepass.kernels.device.blocks.memory.layouts import smem_tiles
+from onepass.kernels.device.sm90.forward.transposer import WARPS, Transposer
 
 THREADS = 32 * WARPS
 

@@ -47,7 +47,7 @@ def read(arch: str, trace: Callable[[], tuple]) -> MachineCode:
 
 
 def read_with_ptx(arch: str, trace: Callable[[], tuple]) -> tuple[MachineCode, str]:
-    from onepass.kernels import compile
+    from onepass.kernels.compiler import compile
 
     with tempfile.TemporaryDirectory() as directory:
         with _captured() as output:

@@ -7,7 +7,8 @@ import ptx_interpreter
 from sm80_decode import Parameters, integer
 
 from onepass.kernels.config import HOPPER, head_dim_tile
-from onepass.kernels.sm90 import parts, parts_launch
+from onepass.kernels.device.memory_bound import float32_halves as parts
+from onepass.kernels.launch import float32_halves as parts_launch
 
 
 @functools.lru_cache(maxsize=32)

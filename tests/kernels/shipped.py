@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from onepass.kernels import heuristics
 from onepass.kernels.config import ForwardConfig
+from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.problem import AttentionProblem, Mask
 
 CAUSAL = Mask(None, 0)

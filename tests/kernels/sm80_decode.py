@@ -8,17 +8,20 @@ from dataclasses import replace
 import machine_code
 import ptx_interpreter
 import torch
+from onepass.kernels.heuristics.decode import decode_config_sm80
 
-from onepass.decode_problem import DecodeInputs, DecodeProblem
-from onepass.kernels import append_launch, cache_launch, merge_launch
-from onepass.kernels.blocks import tile_scheduler
-from onepass.kernels.blocks.integers import ceil_div
+from onepass.geometry import tile_scheduler
+from onepass.geometry.integers import ceil_div
 from onepass.kernels.config import ForwardConfigSm80
-from onepass.kernels.decode_launch import SplitPlan
-from onepass.kernels.heuristics_decode import decode_config_sm80
-from onepass.kernels.sm80 import decode_launch, launch
-from onepass.outputs import empty_outputs
+from onepass.kernels.launch import append as append_launch
+from onepass.kernels.launch import cache as cache_launch
+from onepass.kernels.launch import decode_sm80 as decode_launch
+from onepass.kernels.launch import forward_sm80 as launch
+from onepass.kernels.launch import merge as merge_launch
+from onepass.kernels.launch.decode import SplitPlan
 from onepass.problem import AttentionInputs
+from onepass.problem.decode import DecodeInputs, DecodeProblem
+from onepass.problem.outputs import empty_outputs
 
 ARCH, ARCH_E4M3 = "sm_80", "sm_89"
 INT32, FLOAT32 = torch.int32, torch.float32

@@ -8,7 +8,7 @@ import ptx_interpreter
 import torch
 
 from onepass.kernels.config import ForwardConfigSm80, head_dim_tile
-from onepass.kernels.sm80 import launch
+from onepass.kernels.launch import forward_sm80 as launch
 from onepass.problem import AttentionProblem
 
 

@@ -9,9 +9,11 @@ import torch
 from shipped import problem
 
 from onepass.errors import UnsupportedError
-from onepass.kernels import heuristics, heuristics_sm80
 from onepass.kernels.config import SCALAR_ADDS, BackwardConfigSm80
-from onepass.kernels.sm80 import backward_launch, launch
+from onepass.kernels.heuristics import sm80 as heuristics_sm80
+from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.launch import backward_sm80 as backward_launch
+from onepass.kernels.launch import forward_sm80 as launch
 from onepass.problem import Mask
 
 pytestmark = [

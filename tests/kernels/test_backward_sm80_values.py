@@ -16,11 +16,13 @@ import torch
 from test_forward_sm80_values import FLOAT32, PACKED, Arguments, call_of, fast_divisor, problem_of, shifted
 
 import onepass
-from onepass.kernels import compile, heuristics, heuristics_sm80
-from onepass.kernels.blocks import tile_scheduler
-from onepass.kernels.blocks.integers import ceil_div
+from onepass.geometry import tile_scheduler
+from onepass.geometry.integers import ceil_div
+from onepass.kernels.compiler import compile
 from onepass.kernels.config import BackwardConfigSm80
-from onepass.kernels.sm80 import backward_launch
+from onepass.kernels.heuristics import sm80 as heuristics_sm80
+from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.launch import backward_sm80 as backward_launch
 from onepass.testing.inputs import Call
 from onepass.tiled import forward
 
@@ -114,7 +116,7 @@ class Kernels:
         return blocks_per_head * parts, problem.num_heads_q, 1 if problem.is_packed else problem.batch
 
     def preprocess(self, out, dout, lse, dlse, stats, dq_accum, zeroed, cu_seqlens_q, lse_factor, blocks_per_head):
-        from onepass.kernels.backward_rows import THREADS  # not at the top: it needs the compiler
+        from onepass.kernels.device.memory_bound.backward_rows import THREADS  # not at the top: it needs the compiler
 
         p = Parameters(self.problem.is_packed)
         p.rows(out, dout)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from shipped import problem
 
-from onepass.kernels import heuristics
-from onepass.kernels.sm90 import backward_launch, launch
+from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.launch import backward_sm90 as backward_launch
+from onepass.kernels.launch import forward_sm90 as launch
 from onepass.problem import Mask
 
 pytestmark = [

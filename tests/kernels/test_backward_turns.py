@@ -14,16 +14,11 @@ from typing import NamedTuple
 import pytest
 from shipped import problem
 
-from onepass.kernels import heuristics
-from onepass.kernels.blocks import tile_scheduler
-from onepass.kernels.blocks.block_range import (
-    first_key_block,
-    following_query_block,
-    last_key_block,
-    query_blocks,
-)
-from onepass.kernels.blocks.integers import ceil_div
-from onepass.kernels.sm90.backward_launch import heads_per_section
+from onepass.geometry import tile_scheduler
+from onepass.geometry.block_range import first_key_block, following_query_block, last_key_block, query_blocks
+from onepass.geometry.integers import ceil_div
+from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.launch.backward_sm90 import heads_per_section
 from onepass.problem import Mask
 
 # Time of the model: a step; from a tile's last addition until it is complete; from giving a turn until another thread

@@ -2,7 +2,7 @@
 
 The model has the barriers of producer.py and of `Consumer.two_stages` and no arithmetic: a warpgroup is two processes
 (its first warp, which without a producer warp loads as well, and the others), run step by step in random order. With
-`transposers` V goes through transposer.py's warps, and tiles may be drawn from blocks/tile_queue.py's queue.
+`transposers` V goes through transposer.py's warps, and tiles may be drawn from blocks/tiles/queue.py's queue.
 Overruns (an arrival too many, a buffer written before it was read) and deadlocks are what a GPU answers with a hang.
 """
 

@@ -20,8 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from onepass.kernels import compile, disk_cache, tuned
+from onepass.kernels.compiler import compile, disk_cache
 from onepass.kernels.config import ForwardConfig
+from onepass.kernels.heuristics import tuned
 
 KEY = ((("head_dim", 64), ("has_sinks", False), ("causal", True)),)
 # children see what the test has replaced, and start at once
@@ -583,7 +584,7 @@ import functools, os, sys, time
 import torch
 from pathlib import Path
 from onepass.kernels import compile, heuristics
-from onepass.kernels.sm90 import launch
+from onepass.kernels.device.sm90 import launch
 from onepass.problem import AttentionProblem, Mask
 
 def noted(function, name):

@@ -7,14 +7,14 @@ import machine_code
 import pytest
 import sm80_decode
 import torch
+from onepass.kernels.heuristics.decode import decode_config_sm80
 from test_decode_values import OPTIONS, cache_of
 
-from onepass.decode_validation import check_decode
-from onepass.kernels.config_decode import DecodeConfigSm80
-from onepass.kernels.heuristics_decode import decode_config_sm80
+from onepass.kernels.config.decode import DecodeConfigSm80
 from onepass.testing.budget import compare, compare_lse
 from onepass.tiled import cache
 from onepass.tiled.decode import decode as tiled
+from onepass.validation.decode import check_decode
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),

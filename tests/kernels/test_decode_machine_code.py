@@ -7,15 +7,16 @@ from dataclasses import replace
 import machine_code
 import pytest
 import torch
+from onepass.kernels.heuristics.decode import decode_config_sm80
 from shipped import problem
 
-from onepass.decode_problem import DecodeProblem
-from onepass.kernels import append_launch, merge_launch
 from onepass.kernels.config import ForwardConfigSm80, head_dim_tile
-from onepass.kernels.config_decode import DecodeConfigSm80
-from onepass.kernels.heuristics_decode import decode_config_sm80
-from onepass.kernels.sm80 import decode_launch
-from onepass.kernels.sm80.launch import ARCHS
+from onepass.kernels.config.decode import DecodeConfigSm80
+from onepass.kernels.launch import append as append_launch
+from onepass.kernels.launch import decode_sm80 as decode_launch
+from onepass.kernels.launch import merge as merge_launch
+from onepass.kernels.launch.forward_sm80 import ARCHS
+from onepass.problem.decode import DecodeProblem
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),

@@ -8,10 +8,10 @@ import pytest
 import torch
 from shipped import problem
 
-from onepass.decode_problem import DecodeProblem
 from onepass.kernels.config import HOPPER, SMEM_BYTES
-from onepass.kernels.sm90 import decode_launch
+from onepass.kernels.launch import decode_sm90 as decode_launch
 from onepass.problem import Mask
+from onepass.problem.decode import DecodeProblem
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),

@@ -10,15 +10,16 @@ import sm80_decode
 import torch
 
 import onepass
-from onepass import decode_calls, reference
-from onepass.decode_problem import DecodeInputs
-from onepass.decode_validation import check_decode
-from onepass.kernels import merge_launch
-from onepass.merge import merge_in_torch
+from onepass import reference
+from onepass.api import decode_calls
+from onepass.kernels.launch import merge as merge_launch
+from onepass.problem.decode import DecodeInputs
 from onepass.testing import random_decode_call
 from onepass.testing.budget import compare, compare_lse
 from onepass.tiled import cache
 from onepass.tiled.decode import decode as tiled
+from onepass.tiled.merge import merge_in_torch
+from onepass.validation.decode import check_decode
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),

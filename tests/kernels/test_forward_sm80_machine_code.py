@@ -10,9 +10,9 @@ import torch
 from shipped import problem
 
 from onepass.errors import UnsupportedError
-from onepass.kernels import heuristics
 from onepass.kernels.config import ForwardConfigSm80
-from onepass.kernels.sm80 import launch
+from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.launch import forward_sm80 as launch
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),

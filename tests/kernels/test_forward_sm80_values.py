@@ -13,12 +13,12 @@ import pytest
 import sm80_forward
 import torch
 
-from onepass.kernels import heuristics
-from onepass.kernels.arguments import score_scales, window_bounds
-from onepass.kernels.blocks import tile_scheduler
-from onepass.kernels.blocks.integers import ceil_div
+from onepass.geometry import tile_scheduler
+from onepass.geometry.integers import ceil_div
 from onepass.kernels.config import ForwardConfigSm80
-from onepass.kernels.sm80 import launch
+from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.launch import forward_sm80 as launch
+from onepass.kernels.launch.arguments import score_scales, window_bounds
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
 from onepass.testing.budget import compare, compare_lse
 from onepass.testing.inputs import Call, random_call

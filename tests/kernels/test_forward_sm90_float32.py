@@ -10,10 +10,11 @@ import torch
 from shipped import CAUSAL, problem
 
 from onepass.errors import UnsupportedError
-from onepass.kernels import heuristics
-from onepass.kernels.blocks.wgmma import products
 from onepass.kernels.config import REGISTERS, ForwardConfig, p_exponent
-from onepass.kernels.sm90 import launch, parts_launch
+from onepass.kernels.device.blocks.memory.wgmma import products
+from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.launch import float32_halves as parts_launch
+from onepass.kernels.launch import forward_sm90 as launch
 from onepass.problem import Mask
 
 needs_compiler = [

@@ -12,11 +12,12 @@ import torch
 from shipped import problem
 
 import onepass
-from onepass import dispatch, fp8
+from onepass import fp8
+from onepass.dispatch import attention as dispatch
 from onepass.errors import UnsupportedError
-from onepass.kernels import heuristics
 from onepass.kernels.config import ForwardConfig, head_dim_tile
-from onepass.kernels.sm90 import launch
+from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.launch import forward_sm90 as launch
 from onepass.problem import Mask, Quantization
 
 CAUSAL = Mask(None, 0)
@@ -129,7 +130,9 @@ def test_scales_of_the_kernel_are_those_of_the_tensors(granularity):
         assert scale.data_ptr() == descale.data_ptr()  # a view
         assert scale.stride(-1) == 1
         rows = torch.arange(t.shape[1])
-        found = scale[:, :, (rows // kernel_block).clamp(max=scale.shape[2] - 1)]  # as blocks/fp8.py reads it
+        found = scale[
+            :, :, (rows // kernel_block).clamp(max=scale.shape[2] - 1)
+        ]  # as blocks/softmax/scaled.py reads it
         expected = fp8.row_scales(t, descale, block, None).expand(*t.shape[:3], 1)[..., 0].transpose(1, 2)
         assert torch.equal(found, expected)
 

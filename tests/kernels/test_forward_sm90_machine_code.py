@@ -9,8 +9,8 @@ import pytest
 import torch
 from shipped import ROWS, problem
 
-from onepass.kernels import heuristics
-from onepass.kernels.sm90 import launch
+from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.launch import forward_sm90 as launch
 from onepass.problem import Mask
 
 pytestmark = [

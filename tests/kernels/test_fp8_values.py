@@ -197,7 +197,7 @@ def test_v_is_transposed(keys, columns, ahead):
 @pytest.mark.parametrize("columns", [64, 96, 128, 192, 256])
 def test_lanes_that_transpose_v_meet_no_bank_conflict(keys, columns):
     """Each lane names a row of its own: every byte of both tiles, eight rows of a matrix in eight groups of banks."""
-    from onepass.kernels.sm90 import transposer as t
+    from onepass.kernels.device.sm90.forward import transposer as t
 
     for first in (t.loaded_place, t.stored_place):
         lanes = [first(lane, keys, columns) for lane in range(32)]

@@ -7,9 +7,10 @@ import pytest
 import torch
 from shipped import CAUSAL, ROWS, problem
 
-from onepass.kernels import heuristics
 from onepass.kernels.config import HEAD_DIM_TILES
-from onepass.kernels.sm80 import backward_launch, launch
+from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.launch import backward_sm80 as backward_launch
+from onepass.kernels.launch import forward_sm80 as launch
 from onepass.problem import Mask
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import onepass
-from onepass.kernels import compile, sources
+from onepass.kernels.compiler import compile, sources
 
 PACKAGE = Path(onepass.__file__).resolve().parent
 
@@ -76,7 +76,7 @@ def copied(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "counts"),
-    [("fp8.py", True), ("problem.py", True), ("kernels/blocks/integers.py", True), ("api.py", False)],
+    [("fp8.py", True), ("problem.py", True), ("geometry/integers.py", True), ("api.py", False)],
 )
 def test_a_constant_of_an_imported_module_makes_other_kernels(copied, name, counts):
     before = compile.environment.__wrapped__()

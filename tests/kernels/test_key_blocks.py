@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from onepass.kernels.blocks.block_range import blocks_of_part, key_blocks
+from onepass.geometry.block_range import blocks_of_part, key_blocks
 
 BOUNDS = (None, 0, 1, 3, 9, -1, -3, -6, -20)
 WINDOWS = [(left, right) for left in BOUNDS for right in BOUNDS if None in (left, right) or left + right >= 0]

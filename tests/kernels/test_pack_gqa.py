@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from onepass.errors import UnsupportedError
-from onepass.kernels import heuristics
-from onepass.kernels.blocks.pack_gqa import unpack_row
+from onepass.geometry.pack_gqa import unpack_row
 from onepass.kernels.config import ForwardConfig
+from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.problem import AttentionProblem, Mask
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from onepass.kernels.config import head_dim_tile
-from onepass.kernels.sm90 import parts, parts_launch
+from onepass.kernels.device.memory_bound import float32_halves as parts
+from onepass.kernels.launch import float32_halves as parts_launch
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),

@@ -7,8 +7,8 @@ import machine_code
 import pytest
 import torch
 
-from onepass.kernels.fp8 import launch
-from onepass.kernels.fp8.launch import Kernel, LayoutKernel
+from onepass.kernels.launch import quantize as launch
+from onepass.kernels.launch.quantize import Kernel, LayoutKernel
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),

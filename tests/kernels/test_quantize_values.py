@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import onepass
-from onepass import dispatch, fp8
-from onepass.kernels.fp8 import launch
+from onepass import fp8
+from onepass.dispatch import attention as dispatch
+from onepass.kernels.launch import quantize as launch
 from onepass.testing import assert_same_rounding
 
 pytestmark = [

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from onepass.kernels.blocks.block_range import first_key_block, key_range, last_key_block, queries_of_keys, query_blocks
+from onepass.geometry.block_range import first_key_block, key_range, last_key_block, queries_of_keys, query_blocks
 from onepass.problem import Mask
 from onepass.reference import visible_pairs
 
@@ -82,7 +82,7 @@ def test_no_queries():
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
 def test_every_row_of_a_block_has_its_place():
-    from onepass.kernels.blocks.row_stats import stats_position
+    from onepass.kernels.device.blocks.memory.row_stats import stats_position
 
     for tile_m in (64, 128):
         assert sorted(stats_position(row) for row in range(tile_m)) == list(range(tile_m))
@@ -91,7 +91,7 @@ def test_every_row_of_a_block_has_its_place():
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
 def test_a_thread_finds_the_rows_of_its_columns():
     """Of a wgmma accumulator a lane of a quad holds columns 2 * lane, 2 * lane + 1 of each eight."""
-    from onepass.kernels.blocks.row_stats import stats_position
+    from onepass.kernels.device.blocks.memory.row_stats import stats_position
 
     for lane, sixteen in itertools.product(range(4), range(8)):
         rows = [16 * sixteen + 8 * upper + 2 * lane + c for upper in range(2) for c in range(2)]

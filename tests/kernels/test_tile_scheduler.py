@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from onepass.kernels.blocks import tile_scheduler
+from onepass.geometry import tile_scheduler
 
 
 @pytest.mark.parametrize("num_ctas", [1, 2, 3, 7, 132])
@@ -83,7 +83,7 @@ def test_sections_of_a_queue_fill_the_l2_budget():
 
 
 class Warp:
-    """blocks/warp.py on tensors with one element a lane."""
+    """blocks/memory/warp.py on tensors with one element a lane."""
 
     @staticmethod
     def inclusive_sum(x):

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import onepass
-from onepass.kernels import compile, heuristics
+from onepass.kernels.compiler import compile
 from onepass.kernels.config import BackwardConfig
-from onepass.kernels.sm90 import backward_launch
+from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.launch import backward_sm90 as backward_launch
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"

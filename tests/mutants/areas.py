@@ -82,13 +82,17 @@ AREAS = (
         "host",
         20,
         (
-            Group(("onepass/validation.py",), (*VALIDATION, "tests/unit/test_repeated.py", *SEMANTICS, FP8[0])),
-            Group(("onepass/scalars.py", "onepass/layout_hints.py", "onepass/keywords.py"), DOOR),
-            Group(("onepass/choice.py",), ("tests/unit/test_use_backend.py", "tests/unit/test_mixed_gpus.py")),
-            Group(("onepass/gradient_rule.py",), ("tests/unit/test_functional.py", "tests/unit/test_ops.py")),
-            Group(("onepass/visible_pairs.py",), ("tests/unit/test_flop_counter.py",)),
             Group(
-                ("onepass/dispatch.py",),
+                ("onepass/validation/attention.py",), (*VALIDATION, "tests/unit/test_repeated.py", *SEMANTICS, FP8[0])
+            ),
+            Group(
+                ("onepass/validation/scalars.py", "onepass/validation/layout_hints.py", "onepass/api/keywords.py"), DOOR
+            ),
+            Group(("onepass/dispatch/choice.py",), ("tests/unit/test_use_backend.py", "tests/unit/test_mixed_gpus.py")),
+            Group(("onepass/ops/gradient_rule.py",), ("tests/unit/test_functional.py", "tests/unit/test_ops.py")),
+            Group(("onepass/geometry/visible_pairs.py",), ("tests/unit/test_flop_counter.py",)),
+            Group(
+                ("onepass/dispatch/attention.py",),
                 (*DISPATCH, *OPERATORS, *DECODING[2:], "tests/unit/test_use_backend.py"),
             ),
             Group(("onepass/fp8.py",), (*FP8, "tests/unit/test_quantize_launch.py")),
@@ -101,9 +105,9 @@ AREAS = (
                     "tests/unit/test_decode_overlap.py",
                 ),
             ),
-            Group(("onepass/merge.py",), ("tests/tiled/test_decode.py", *SEMANTICS)),
+            Group(("onepass/tiled/merge.py",), ("tests/tiled/test_decode.py", *SEMANTICS)),
             Group(
-                ("onepass/api.py", "onepass/ops.py", "onepass/repeated.py"),
+                ("onepass/api/attention.py", "onepass/ops/attention.py", "onepass/api/fast_path.py"),
                 (
                     *OPERATORS,
                     "tests/unit/test_dispatch.py",
@@ -114,7 +118,7 @@ AREAS = (
                 ),
             ),
             Group(
-                ("onepass/problem.py", "onepass/outputs.py"),
+                ("onepass/problem/attention.py", "onepass/problem/outputs.py"),
                 (*SEMANTICS, *OPERATORS, *VALIDATION, "tests/unit/test_launch.py", *FORMULAS[:1]),
             ),
         ),
@@ -145,34 +149,34 @@ AREAS = (
         (
             Group(
                 (
-                    "onepass/kernels/blocks/block_range.py",
-                    "onepass/kernels/blocks/integers.py",
-                    "onepass/kernels/blocks/pack_gqa.py",
-                    "onepass/kernels/blocks/pages.py",
-                    "onepass/kernels/blocks/splits.py",
+                    "onepass/geometry/block_range.py",
+                    "onepass/geometry/integers.py",
+                    "onepass/geometry/pack_gqa.py",
+                    "onepass/geometry/pages.py",
+                    "onepass/geometry/splits.py",
                 ),
                 FORMULAS,
             ),
-            Group(("onepass/kernels/blocks/tile_scheduler.py",), (*FORMULAS, *DECODE)),
+            Group(("onepass/geometry/tile_scheduler.py",), (*FORMULAS, *DECODE)),
         ),
     ),
     Area(
         "launch",
         8,
         (
-            Group(("onepass/kernels/fp8/launch.py",), ("tests/unit/test_quantize_launch.py", *QUANTIZE)),
+            Group(("onepass/kernels/launch/quantize.py",), ("tests/unit/test_quantize_launch.py", *QUANTIZE)),
             Group(
                 (
-                    "onepass/kernels/append_launch.py",
-                    "onepass/kernels/cache_launch.py",
-                    "onepass/kernels/decode_launch.py",
-                    "onepass/kernels/merge_launch.py",
-                    "onepass/kernels/sm80/decode_launch.py",
+                    "onepass/kernels/launch/append.py",
+                    "onepass/kernels/launch/cache.py",
+                    "onepass/kernels/launch/decode.py",
+                    "onepass/kernels/launch/merge.py",
+                    "onepass/kernels/launch/decode_sm80.py",
                 ),
                 ("tests/unit/test_decode_launch.py", *DECODE),
             ),
             Group(
-                ("onepass/kernels/sm90/parts_launch.py",),
+                ("onepass/kernels/launch/float32_halves.py",),
                 ("tests/unit/test_launch.py", "tests/kernels/test_parts_values.py"),
             ),
             Group(
@@ -180,7 +184,7 @@ AREAS = (
                     "onepass/kernels/*launch.py",
                     "onepass/kernels/sm80/*launch.py",
                     "onepass/kernels/sm90/*launch.py",
-                    "onepass/kernels/arguments.py",
+                    "onepass/kernels/launch/arguments.py",
                 ),
                 (*LAUNCH, *DISPATCH),
             ),
@@ -190,37 +194,44 @@ AREAS = (
         "kernels",
         14,
         (
-            Group(("onepass/kernels/combine.py",), DECODE, "merge or splits"),
-            Group(("onepass/kernels/append.py",), DECODE, "append or new_keys or bad_lengths"),
-            Group(("onepass/kernels/backward_rows.py", "onepass/kernels/sm80/backward*.py"), BACKWARD),
+            Group(("onepass/kernels/device/memory_bound/merge.py",), DECODE, "merge or splits"),
+            Group(("onepass/kernels/device/memory_bound/append.py",), DECODE, "append or new_keys or bad_lengths"),
+            Group(
+                ("onepass/kernels/device/memory_bound/backward_rows.py", "onepass/kernels/sm80/backward*.py"), BACKWARD
+            ),
             Group(
                 (
-                    "onepass/kernels/blocks/dq_accumulator.py",
-                    "onepass/kernels/blocks/gradient_scores.py",
-                    "onepass/kernels/blocks/plain_gradients.py",
-                    "onepass/kernels/blocks/row_stats.py",
-                    "onepass/kernels/blocks/key_tiles.py",
+                    "onepass/kernels/device/blocks/tiles/dq_sums.py",
+                    "onepass/kernels/device/blocks/softmax/gradients.py",
+                    "onepass/kernels/device/blocks/repair/gradients.py",
+                    "onepass/kernels/device/blocks/memory/row_stats.py",
+                    "onepass/kernels/device/blocks/tiles/key_tiles.py",
                 ),
                 BACKWARD,
             ),
-            Group(("onepass/kernels/sm80/*e4m3*.py", "onepass/kernels/blocks/cache_descales.py"), DECODE_E4M3),
-            Group(("onepass/kernels/sm80/decode.py", "onepass/kernels/blocks/paged_kv.py"), DECODE),
+            Group(
+                ("onepass/kernels/sm80/*e4m3*.py", "onepass/kernels/device/blocks/softmax/cache_scales.py"), DECODE_E4M3
+            ),
+            Group(
+                ("onepass/kernels/device/sm80/forward/few_rows.py", "onepass/kernels/device/blocks/tiles/paged.py"),
+                DECODE,
+            ),
             Group(
                 (
                     "onepass/kernels/sm80/*.py",
-                    "onepass/kernels/blocks/mask.py",
-                    "onepass/kernels/blocks/online_softmax.py",
-                    "onepass/kernels/blocks/plain_rows.py",
-                    "onepass/kernels/blocks/schedule.py",
-                    "onepass/kernels/blocks/sinks.py",
-                    "onepass/kernels/blocks/packed_schedule.py",
-                    "onepass/kernels/blocks/warp.py",
+                    "onepass/kernels/device/blocks/softmax/mask.py",
+                    "onepass/kernels/device/blocks/softmax/online.py",
+                    "onepass/kernels/device/blocks/repair/rows.py",
+                    "onepass/kernels/device/blocks/tiles/schedule.py",
+                    "onepass/kernels/device/blocks/softmax/sinks.py",
+                    "onepass/kernels/device/blocks/tiles/packed.py",
+                    "onepass/kernels/device/blocks/memory/warp.py",
                 ),
                 (*FORWARD, *DECODE),
             ),
-            Group(("onepass/kernels/blocks/fp8.py",), ("tests/kernels/test_fp8_values.py",)),
+            Group(("onepass/kernels/device/blocks/softmax/scaled.py",), ("tests/kernels/test_fp8_values.py",)),
             Group(("onepass/kernels/fp8/*.py",), QUANTIZE),
-            Group(("onepass/kernels/sm90/parts.py",), ("tests/kernels/test_parts_values.py",)),
+            Group(("onepass/kernels/device/memory_bound/float32_halves.py",), ("tests/kernels/test_parts_values.py",)),
         ),
     ),
 )
@@ -229,27 +240,27 @@ AREAS = (
 OUT_OF_REACH = {
     "onepass/kernels/*/__init__.py": "nothing to change",
     "onepass/kernels/sm90/backward*.py": SM90_DEVICE,
-    "onepass/kernels/sm90/consumer.py": SM90_DEVICE,
-    "onepass/kernels/sm90/forward.py": SM90_DEVICE,
-    "onepass/kernels/sm90/producer.py": SM90_DEVICE,
-    "onepass/kernels/sm90/transposer.py": SM90_DEVICE,
-    "onepass/kernels/sm90/warpgroup.py": SM90_DEVICE,
-    "onepass/kernels/blocks/clear_rows.py": SM90_DEVICE,
-    "onepass/kernels/blocks/named_barrier.py": SM90_DEVICE,
-    "onepass/kernels/blocks/tile_queue.py": SM90_DEVICE,
-    "onepass/kernels/blocks/turns.py": SM90_DEVICE,
-    "onepass/kernels/blocks/wgmma.py": SM90_DEVICE,
-    "onepass/kernels/blocks/bundle.py": "carries values, computes none",
-    "onepass/kernels/blocks/epilogue.py": "layouts of copies: a wrong one does not compile, or is Hopper's",
-    "onepass/kernels/blocks/layouts.py": "layouts of copies: a wrong one does not compile, or is Hopper's",
-    "onepass/kernels/blocks/ptx.py": "text of instructions, and Hopper's",
+    "onepass/kernels/device/sm90/forward/consumer.py": SM90_DEVICE,
+    "onepass/kernels/device/sm90/forward/kernel.py": SM90_DEVICE,
+    "onepass/kernels/device/sm90/forward/producer.py": SM90_DEVICE,
+    "onepass/kernels/device/sm90/forward/transposer.py": SM90_DEVICE,
+    "onepass/kernels/device/sm90/forward/warpgroup.py": SM90_DEVICE,
+    "onepass/kernels/device/blocks/memory/clear.py": SM90_DEVICE,
+    "onepass/kernels/device/blocks/tiles/named_barrier.py": SM90_DEVICE,
+    "onepass/kernels/device/blocks/tiles/queue.py": SM90_DEVICE,
+    "onepass/kernels/device/blocks/tiles/pingpong.py": SM90_DEVICE,
+    "onepass/kernels/device/blocks/memory/wgmma.py": SM90_DEVICE,
+    "onepass/kernels/device/blocks/memory/untraced.py": "carries values, computes none",
+    "onepass/kernels/device/blocks/memory/epilogue.py": "layouts of copies: a wrong one does not compile, or is Hopper's",
+    "onepass/kernels/device/blocks/memory/layouts.py": "layouts of copies: a wrong one does not compile, or is Hopper's",
+    "onepass/kernels/device/blocks/memory/ptx.py": "text of instructions, and Hopper's",
     "onepass/kernels/heuristics*.py": "which configuration is fast: no value depends on it",
     "onepass/kernels/config*": "which configurations there are: their shipped ones are compiled by other tests",
     "onepass/tiled/tile_sizes.py": "how large tiles are: no value depends on it",
     "onepass/tiled/scratch.py": "where memory comes from: no value depends on it",
 }
 # Classes and functions of files that are in reach, with what is below them.
-SCOPES_OUT_OF_REACH = {("onepass/kernels/blocks/paged_kv.py", "BoxPlaces"): SM90_DEVICE}
+SCOPES_OUT_OF_REACH = {("onepass/kernels/device/blocks/tiles/paged.py", "BoxPlaces"): SM90_DEVICE}
 # launch code is Python on the host, of Hopper kernels, too
 _IN_REACH = ("*launch.py",)
 

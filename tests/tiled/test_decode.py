@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import onepass
-from onepass import decode_ops, dispatch, reference
+from onepass import reference
+from onepass.dispatch import attention as dispatch
+from onepass.ops import decode as decode_ops
 from onepass.testing import floor_of_out, random_decode_call
 from onepass.testing.budget import compare, compare_lse
 

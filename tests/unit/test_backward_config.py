@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from onepass.errors import UnsupportedError
-from onepass.kernels import heuristics
 from onepass.kernels.config import SMEM_BYTES, BackwardConfig
+from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.problem import AttentionProblem, Mask
 
 PROBLEM = AttentionProblem(torch.bfloat16, "cuda", 2, 4096, 4096, 32, 8, 128, 128, 0.1, Mask(None, 0))

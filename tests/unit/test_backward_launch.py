@@ -10,12 +10,12 @@ import torch
 from launch_arguments import assert_as_traced
 
 import onepass
-from onepass import dispatch
-from onepass.kernels.arguments import window_bounds
-from onepass.kernels.blocks.block_range import query_blocks
+from onepass.dispatch import attention as dispatch
+from onepass.geometry.block_range import query_blocks
 from onepass.kernels.config import BackwardConfig
-from onepass.kernels.sm90 import backward_launch
-from onepass.kernels.sm90.backward_launch import Launch, unsupported
+from onepass.kernels.launch import backward_sm90 as backward_launch
+from onepass.kernels.launch.arguments import window_bounds
+from onepass.kernels.launch.backward_sm90 import Launch, unsupported
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
 
 
@@ -113,15 +113,15 @@ def mask_and_shift(mask, shift):
 
 
 def test_which_module_computes_gradients():
-    assert dispatch.load_backward("sm90", problem()).__name__ == "onepass.kernels.sm90.backward_launch"
+    assert dispatch.load_backward("sm90", problem()).__name__ == "onepass.kernels.launch.backward_sm90"
     assert dispatch.load_backward("sm90", replace(problem(), batch=70000)).__name__ == "onepass.tiled"
     assert dispatch.load_backward("tiled", problem()).__name__ == "onepass.tiled"
     float32 = replace(problem(), dtype=torch.float32)
-    assert dispatch.load_backward("sm90", float32).__name__ == "onepass.kernels.sm80.backward_launch"
+    assert dispatch.load_backward("sm90", float32).__name__ == "onepass.kernels.launch.backward_sm80"
 
 
 def test_inputs_without_keys_have_no_gradient():
-    from onepass.kernels.backward_launch import without_keys
+    from onepass.kernels.launch.backward import without_keys
 
     q, kv = torch.randn(1, 3, 2, 16), torch.randn(1, 0, 2, 16)
     lse = torch.full((1, 2, 3), -torch.inf)
@@ -132,7 +132,7 @@ def test_inputs_without_keys_have_no_gradient():
 
 def test_the_sink_of_rows_without_keys_has_the_gradient_of_their_lse():
     """-inf: no sink, or a row of no sequence, whatever its gradient is."""
-    from onepass.kernels.backward_launch import without_keys
+    from onepass.kernels.launch.backward import without_keys
 
     sinks, dlse = torch.tensor([1.0, -torch.inf, torch.nan]), torch.randn(3, 7)
     q, kv = torch.randn(7, 3, 16), torch.randn(0, 3, 16)

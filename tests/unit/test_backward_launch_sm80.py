@@ -8,9 +8,10 @@ import pytest
 import torch
 from launch_arguments import assert_as_traced
 
-from onepass.kernels import heuristics
-from onepass.kernels.sm80 import backward_launch, launch
-from onepass.kernels.sm80.backward_launch import Launch, unsupported
+from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.launch import backward_sm80 as backward_launch
+from onepass.kernels.launch import forward_sm80 as launch
+from onepass.kernels.launch.backward_sm80 import Launch, unsupported
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
 
 

@@ -27,8 +27,8 @@ from onepass.bench.flops import flops
 from onepass.bench.plot import plot_ablation
 from onepass.bench.run import Options
 from onepass.errors import UnsupportedError
-from onepass.kernels import heuristics
 from onepass.kernels.config import ForwardConfig
+from onepass.kernels.heuristics import sm90 as heuristics
 
 CASE = Case.square(40, 2, 16, dtype="float32", causal=True)
 QUICK = Options(rounds=3, gemm_size=64, peers=())

@@ -13,14 +13,14 @@ import torch
 from typer.testing import CliRunner
 
 import onepass
-from onepass import decode_calls
+from onepass.api import decode_calls
 from onepass.bench import decode as bench
 from onepass.bench import plot
 from onepass.bench.cases import decode_case, get_case_set
 from onepass.bench.flops import bytes_moved
 from onepass.cli.app import app
-from onepass.kernels.sm80 import decode_launch
-from onepass.kernels.sm90 import decode_launch as decode_launch_sm90
+from onepass.kernels.launch import decode_sm80 as decode_launch
+from onepass.kernels.launch import decode_sm90 as decode_launch_sm90
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

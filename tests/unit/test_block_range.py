@@ -5,8 +5,7 @@ import itertools
 import pytest
 import torch
 
-from onepass.kernels.arguments import window_bounds
-from onepass.kernels.blocks.block_range import (
+from onepass.geometry.block_range import (
     count_visible_pairs,
     key_range,
     key_tiles,
@@ -15,6 +14,7 @@ from onepass.kernels.blocks.block_range import (
     tiles,
     unmasked_key_range,
 )
+from onepass.kernels.launch.arguments import window_bounds
 from onepass.problem import AttentionProblem, Mask
 
 LENGTHS = (0, 1, 2, 5, 8)

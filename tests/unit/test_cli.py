@@ -21,7 +21,7 @@ from onepass.bench import ablation, run
 from onepass.bench.cases import Case
 from onepass.cli import ablate as cli_ablate
 from onepass.cli.app import app
-from onepass.kernels import disk_cache
+from onepass.kernels.compiler import disk_cache
 from onepass.kernels.config import ForwardConfig
 from onepass.testing import table3
 

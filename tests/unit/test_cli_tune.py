@@ -15,8 +15,8 @@ from tuning_fakes import GPU, PROBLEM, TASK, FakeRuns, machine, samples_of_a_rac
 from typer.testing import CliRunner
 
 from onepass.cli.app import app
-from onepass.kernels import tuned
 from onepass.kernels.config import HOPPER
+from onepass.kernels.heuristics import tuned
 from onepass.tuning import tuner
 from onepass.tuning.space import candidates
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import onepass
-from onepass import dispatch
-from onepass.kernels import compile
-from onepass.kernels.sm80 import decode_launch
+from onepass.dispatch import attention as dispatch
+from onepass.kernels.compiler import compile
+from onepass.kernels.launch import decode_sm80 as decode_launch
 
 INT32, E4M3 = torch.int32, torch.float8_e4m3fn
 CALL = {
@@ -99,7 +99,7 @@ def on_cuda(call):
     """Its problem on a GPU, as `choose_decode` sees it."""
     from dataclasses import replace
 
-    from onepass import decode_calls
+    from onepass.api import decode_calls
 
     problem, _ = decode_calls.problem_of("supports", decode_calls.with_tensors(call))
     return replace(problem, attention=replace(problem.attention, device_type="cuda"))
@@ -213,7 +213,7 @@ def test_warmup_makes_the_kernels_that_the_call_gets(hopper):
         ("k_descale", "v_descale"), torch.float32
     )
     given = {n: torch.zeros(s, dtype=dtypes.get(n, torch.bfloat16)) for n, s in shapes.items()}
-    inputs = onepass.decode_problem.DecodeInputs(**given)
+    inputs = onepass.problem.decode.DecodeInputs(**given)
     decode_launch.decode(on_cuda(call), inputs)
     assert [name for name, _, _ in ready] == ["append_to_cache", "decode_sm80", "merge_splits"]
     assert hopper == ready

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from onepass.decode_problem import DecodeInputs
-from onepass.decode_validation import check_decode
-from onepass.kernels import append_launch, compile
-from onepass.kernels import decode_launch as decode_launch_common
-from onepass.kernels.sm80 import decode_launch
-from onepass.kernels.sm90 import decode_launch as decode_launch_sm90
+from onepass.kernels.compiler import compile
+from onepass.kernels.launch import append as append_launch
+from onepass.kernels.launch import decode as decode_launch_common
+from onepass.kernels.launch import decode_sm80 as decode_launch
+from onepass.kernels.launch import decode_sm90 as decode_launch_sm90
+from onepass.problem.decode import DecodeInputs
+from onepass.validation.decode import check_decode
 
 INT32 = torch.int32
 OPTIONS = {

@@ -8,11 +8,14 @@ import pytest
 import torch
 
 import onepass
-from onepass import decode_overlap, dispatch, repeated
-from onepass.decode_overlap import _overlap, _steps_of
-from onepass.kernels import append_launch, compile
-from onepass.kernels.sm80 import decode_launch
-from onepass.kernels.sm90 import decode_launch as decode_launch_sm90
+from onepass.api import fast_path as repeated
+from onepass.dispatch import attention as dispatch
+from onepass.kernels.compiler import compile
+from onepass.kernels.launch import append as append_launch
+from onepass.kernels.launch import decode_sm80 as decode_launch
+from onepass.kernels.launch import decode_sm90 as decode_launch_sm90
+from onepass.validation import overlap as decode_overlap
+from onepass.validation.overlap import _overlap, _steps_of
 
 INT32 = torch.int32
 SHAPE = (2, 12, 2, 8)

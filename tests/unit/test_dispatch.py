@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import onepass
-from onepass import ForwardConfig, ForwardConfigSm80, dispatch
-from onepass.kernels import tuned
+from onepass import ForwardConfig, ForwardConfigSm80
+from onepass.dispatch import attention as dispatch
 from onepass.kernels.config import HOPPER, BackwardConfigSm80
+from onepass.kernels.heuristics import tuned
 from onepass.problem import AttentionProblem, Mask
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -102,7 +103,7 @@ def test_a_backend_that_is_named_runs_or_is_refused(gpu, name):
 
 def test_gradients_of_what_the_kernels_do_not_differentiate(gpu):
     gpu(8, 0)
-    assert dispatch.load_backward("sm80", problem()).__name__ == "onepass.kernels.sm80.backward_launch"
+    assert dispatch.load_backward("sm80", problem()).__name__ == "onepass.kernels.launch.backward_sm80"
     many = problem(batch=70000)
     assert dispatch.load_backward("sm80", many).__name__ == "onepass.tiled"
     assert "gradients by the tiled backend (batch: expected up to 65535, got 70000)" in dispatch.choose(many).reason
@@ -115,7 +116,7 @@ def test_gradients_of_float32_on_hopper(gpu):
     for requested in (None, "sm90"):
         assert dispatch.choose(wanted, requested).backend == "sm90"
     assert dispatch.backend_of_backward("sm90", wanted) == "sm80"
-    assert dispatch.load_backward("sm90", wanted).__name__ == "onepass.kernels.sm80.backward_launch"
+    assert dispatch.load_backward("sm90", wanted).__name__ == "onepass.kernels.launch.backward_sm80"
     for has_dlse in (False, True):
         requests = dispatch.backward_requests("sm90", wanted, has_dlse)
         names = [request[0] for _, request in requests]
@@ -127,7 +128,7 @@ def test_gradients_of_float32_on_hopper(gpu):
     assert "gradients by the tiled backend" in dispatch.choose(many).reason
     assert dispatch.backward_requests("sm90", many, False) == []
     # its own where it has them
-    assert dispatch.load_backward("sm90", problem()).__name__ == "onepass.kernels.sm90.backward_launch"
+    assert dispatch.load_backward("sm90", problem()).__name__ == "onepass.kernels.launch.backward_sm90"
 
 
 def test_kernels_of_a_forward(gpu):

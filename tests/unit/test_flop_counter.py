@@ -8,8 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
-from onepass import repeated
-from onepass.kernels.blocks.block_range import count_visible_pairs
+from onepass.api import fast_path as repeated
+from onepass.geometry.block_range import count_visible_pairs
 
 INT32 = torch.int32
 HEADS, HEADS_KV, D, DV = 4, 2, 8, 6

@@ -5,7 +5,7 @@ import torch
 from torch.func import functional_call, grad, grad_and_value, hessian, jacrev, jvp, vjp
 
 import onepass
-from onepass import ops
+from onepass.ops import attention as ops
 
 INT32 = torch.int32
 CU_SEQLENS = torch.tensor([0, 2, 5], dtype=INT32)

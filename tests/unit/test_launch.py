@@ -10,14 +10,17 @@ import pytest
 import torch
 
 import onepass
-from onepass import dispatch, fp8
-from onepass.kernels import compile
+from onepass import fp8
+from onepass.dispatch import attention as dispatch
+from onepass.kernels.compiler import compile
 from onepass.kernels.config import ForwardConfig
-from onepass.kernels.sm80 import backward_launch as backward_launch_sm80
-from onepass.kernels.sm80 import launch as launch_sm80
-from onepass.kernels.sm90 import backward_launch, launch, parts_launch
-from onepass.outputs import empty_as, empty_outputs
+from onepass.kernels.launch import backward_sm80 as backward_launch_sm80
+from onepass.kernels.launch import backward_sm90 as backward_launch
+from onepass.kernels.launch import float32_halves as parts_launch
+from onepass.kernels.launch import forward_sm80 as launch_sm80
+from onepass.kernels.launch import forward_sm90 as launch
 from onepass.problem import AttentionInputs, AttentionProblem, Mask, QuantizedInputs
+from onepass.problem.outputs import empty_as, empty_outputs
 
 FULL = Mask()
 

@@ -8,10 +8,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import onepass
-from onepass import ForwardConfigSm80, decode_ops, dispatch, repeated
-from onepass.kernels import tuned
-from onepass.kernels.sm80 import launch as launch_sm80
-from onepass.kernels.sm90 import launch as launch_sm90
+from onepass import ForwardConfigSm80
+from onepass.api import fast_path as repeated
+from onepass.dispatch import attention as dispatch
+from onepass.kernels.heuristics import tuned
+from onepass.kernels.launch import forward_sm80 as launch_sm80
+from onepass.kernels.launch import forward_sm90 as launch_sm90
+from onepass.ops import decode as decode_ops
 
 BF16, INT32 = torch.bfloat16, torch.int32
 CAPABILITIES = {0: (9, 0), 1: (8, 6), 2: (7, 5)}

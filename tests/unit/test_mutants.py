@@ -84,7 +84,7 @@ def test_every_change_is_one_line_that_can_be_parsed():
 
 
 def test_the_draw_is_that_of_the_seed_and_not_of_the_place():
-    source = (ROOT / "onepass/merge.py").read_bytes()
+    source = (ROOT / "onepass/tiled/merge.py").read_bytes()
     all_of = mutants_of("merge.py", source)
     drawn = draw(all_of, 5, seed=0)
     assert drawn == draw(all_of, 5, seed=0) != draw(all_of, 5, seed=1)
@@ -101,8 +101,16 @@ def test_every_module_is_in_an_area_or_left_out_with_a_reason():
         file = path.relative_to(ROOT).as_posix()
         if file.startswith(others) or file.count("/") == 1 or reason_out_of_reach(file):
             continue
-        of_cache = "onepass/kernels/compile.py", "onepass/kernels/disk_cache.py", "onepass/kernels/arch.py"
-        of_cache += "onepass/kernels/ahead.py", "onepass/kernels/tuned.py", "onepass/kernels/sources.py"
+        of_cache = (
+            "onepass/kernels/compiler/compile.py",
+            "onepass/kernels/compiler/disk_cache.py",
+            "onepass/kernels/config/arch.py",
+        )
+        of_cache += (
+            "onepass/kernels/compiler/warmup.py",
+            "onepass/kernels/heuristics/tuned.py",
+            "onepass/kernels/compiler/sources.py",
+        )
         assert file in of_cache or any(area.group_of(file) for area in AREAS), file
 
 

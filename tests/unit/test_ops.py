@@ -10,7 +10,7 @@ import torch._dynamo.testing
 from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
-from onepass import dispatch
+from onepass.dispatch import attention as dispatch
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
 
 INT32 = torch.int32
@@ -246,7 +246,7 @@ def test_flops_are_counted():
 
 def test_deterministic_follows_the_global_flag():
     q, k, v = qkv(1, 4)
-    from onepass.validation import check_attention
+    from onepass.validation.attention import check_attention
 
     options = {"causal": False, "window": None, "softcap": None, "sinks": None, "softmax_scale": None}
     options |= {"return_lse": False, "tuning": None}

@@ -10,8 +10,9 @@ import torch
 from test_door import cache, dense, descales, lengths, new_keys, packed, packed_pages, pages, rows
 
 import onepass
-from onepass import reference, scalars
+from onepass import reference
 from onepass.compat import flash_attn, sdpa
+from onepass.validation import scalars
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from onepass import dispatch, repeated
-from onepass.kernels.fp8 import launch
+from onepass.api import fast_path as repeated
+from onepass.dispatch import attention as dispatch
+from onepass.kernels.launch import quantize as launch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="not a checkout")

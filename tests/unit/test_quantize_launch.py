@@ -6,10 +6,13 @@ import pytest
 import torch
 
 import onepass
-from onepass import dispatch, fp8, repeated, validation
-from onepass.kernels.fp8 import launch
-from onepass.outputs import empty_outputs
+from onepass import fp8
+from onepass.api import fast_path as repeated
+from onepass.dispatch import attention as dispatch
+from onepass.kernels.launch import quantize as launch
 from onepass.problem import AttentionInputs
+from onepass.problem.outputs import empty_outputs
+from onepass.validation import attention as validation
 
 BF16, INT32 = torch.bfloat16, torch.int32
 

@@ -13,7 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
-from onepass import decode_ops, ops, repeated
+from onepass.api import fast_path as repeated
+from onepass.ops import attention as ops
+from onepass.ops import decode as decode_ops
 from onepass.testing.inputs import random_call
 
 INT32 = torch.int32

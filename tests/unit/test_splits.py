@@ -6,12 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onepass.decode_problem import DecodeProblem
-from onepass.kernels import heuristics_decode
-from onepass.kernels.blocks import splits
-from onepass.kernels.blocks.block_range import blocks_of_part, key_blocks, key_range
-from onepass.kernels.blocks.pages import place_of_key
-from onepass.kernels.blocks.splits import (
+from onepass.geometry import splits
+from onepass.geometry.block_range import blocks_of_part, key_blocks, key_range
+from onepass.geometry.pages import place_of_key
+from onepass.geometry.splits import (
     blocks_of_split,
     blocks_within,
     choose_num_splits,
@@ -19,9 +17,11 @@ from onepass.kernels.blocks.splits import (
     visited_blocks,
     workspace_bytes,
 )
-from onepass.kernels.config_decode import DecodeConfigSm80
-from onepass.kernels.sm80.launch import ARCHS
+from onepass.kernels.config.decode import DecodeConfigSm80
+from onepass.kernels.heuristics import decode as heuristics_decode
+from onepass.kernels.launch.forward_sm80 import ARCHS
 from onepass.problem import AttentionProblem, Mask
+from onepass.problem.decode import DecodeProblem
 
 TILE_N = 4
 WINDOWS = (

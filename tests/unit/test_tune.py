@@ -9,10 +9,12 @@ import torch
 import tuning_fakes
 from tuning_fakes import GPU, PROBLEM, TASK, USUAL, FakeRuns, machine, samples_of_a_race
 
-from onepass import dispatch, repeated
+from onepass.api import fast_path as repeated
 from onepass.bench.timing import Samples
-from onepass.kernels import heuristics, tuned
+from onepass.dispatch import attention as dispatch
 from onepass.kernels.config import HOPPER, BackwardConfig, ForwardConfig
+from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.heuristics import tuned
 from onepass.problem import AttentionProblem, Mask
 from onepass.tuning import launches, race, tuner
 from onepass.tuning.result import Progress, changes

@@ -11,9 +11,10 @@ import tuning_fakes
 from tuning_fakes import FakeRuns, machine
 
 import onepass
-from onepass import ForwardConfig, dispatch, tiled
+from onepass import ForwardConfig, tiled
 from onepass.bench.timing import cpu_sampler
-from onepass.kernels import heuristics
+from onepass.dispatch import attention as dispatch
+from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.problem import AttentionProblem, Mask
 from onepass.tuning import launches, tasks_of, tuner
 

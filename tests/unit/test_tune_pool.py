@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from onepass.kernels import compile
+from onepass.kernels.compiler import compile
 from onepass.tuning.pool import Worker, compile_each
 
 REQUESTS = [("forward", (i,), "sm_90a", None) for i in range(7)]

@@ -13,13 +13,17 @@ import pytest
 import torch
 
 import onepass
-from onepass import dispatch, repeated
+from onepass.api import fast_path as repeated
 from onepass.bench.ablation import problem_of
 from onepass.bench.cases import get_case_set, select
-from onepass.kernels import compile, heuristics, tuned
+from onepass.dispatch import attention as dispatch
+from onepass.kernels.compiler import compile
 from onepass.kernels.config import HOPPER, ForwardConfig, ForwardConfigSm80
-from onepass.kernels.sm80 import launch as launch_sm80
-from onepass.kernels.sm90 import backward_launch, launch
+from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.heuristics import tuned
+from onepass.kernels.launch import backward_sm90 as backward_launch
+from onepass.kernels.launch import forward_sm80 as launch_sm80
+from onepass.kernels.launch import forward_sm90 as launch
 from onepass.problem import AttentionProblem, Mask
 
 GPU = "Imagined GPU"
@@ -222,7 +226,7 @@ def test_the_shipped_table_can_be_used():
     """Each entry is a configuration that its heuristics' one could be replaced by, if they still choose it."""
     import onepass.kernels
 
-    with open(os.path.join(os.path.dirname(onepass.kernels.__file__), "tuned_h200.json"), "rb") as file:
+    with open(os.path.join(os.path.dirname(onepass.kernels.heuristics.__file__), "tuned_h200.json"), "rb") as file:
         table = tuned.parse(file.read())
     for gpu, entries in table.items():
         assert gpu.startswith("NVIDIA H200")

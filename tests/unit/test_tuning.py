@@ -10,9 +10,12 @@ import pytest
 import torch
 
 import onepass
-from onepass import ForwardConfig, dispatch, repeated
-from onepass.kernels import compile, heuristics
-from onepass.kernels.sm90 import launch
+from onepass import ForwardConfig
+from onepass.api import fast_path as repeated
+from onepass.dispatch import attention as dispatch
+from onepass.kernels.compiler import compile
+from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.launch import forward_sm90 as launch
 
 CONFIG = ForwardConfig(tile_n=80, num_warpgroups=1, v_stages=3, rescale_threshold=8, overlap_tiles=False)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import onepass
-from onepass import dispatch
-from onepass.kernels import arch
+from onepass.dispatch import attention as dispatch
+from onepass.kernels.config import arch
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
 
 BF16 = torch.bfloat16
@@ -80,7 +80,7 @@ def test_nothing_is_said_where_no_kernel_runs():
 def test_quantising_says_it(monkeypatch):
     given = AttentionInputs(*[SimpleNamespace(device=torch.device("cuda", 2))] * 3)
     monkeypatch.setattr(dispatch, "_has_e4m3_kernels", lambda t: True)
-    from onepass.kernels.fp8 import launch
+    from onepass.kernels.launch import quantize as launch
 
     monkeypatch.setattr(launch, "unsupported", lambda inputs, granularity: None)
     with pytest.warns(RuntimeWarning, match=f"{WORDS}10.0 yet"):

@@ -13,8 +13,11 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import onepass
-from onepass import choice, dispatch, repeated, use_backend
+from onepass import use_backend
+from onepass.api import fast_path as repeated
 from onepass.compat import flash_attn, sdpa
+from onepass.dispatch import attention as dispatch
+from onepass.dispatch import choice
 from onepass.tiled import decode as tiled_decode
 
 BF16, INT32 = torch.bfloat16, torch.int32

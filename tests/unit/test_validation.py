@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import onepass
-from onepass import api
+from onepass.api import attention as api
 
 
 def tensors(**changes):

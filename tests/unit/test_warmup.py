@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import onepass
-from onepass import ForwardConfig, dispatch
-from onepass.kernels import compile, heuristics
+from onepass import ForwardConfig
+from onepass.dispatch import attention as dispatch
+from onepass.kernels.compiler import compile
 from onepass.kernels.config import BackwardConfig
-from onepass.kernels.sm90 import parts_launch
+from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.launch import float32_halves as parts_launch
 from onepass.problem import AttentionProblem, Mask
 
 CALL = {"q": (2, 4096, 32, 128), "k": (2, 4096, 8, 128), "v": (2, 4096, 8, 128), "dtype": torch.bfloat16}

@@ -4,8 +4,10 @@ import random
 
 import torch
 
-from onepass.kernels import compile, heuristics, tuned
+from onepass.kernels.compiler import compile
 from onepass.kernels.config import HOPPER
+from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.heuristics import tuned
 from onepass.problem import AttentionProblem, Mask
 from onepass.tuning import race, tuner
 from onepass.tuning.result import Task

@@ -58,7 +58,7 @@ class ForwardConfigSm80(LaunchConfig):
             all steps before the first mma (the assembler may move them, within its registers).
         fresh_sums: of float32: sums of 16 terms leave the tensor cores, which cut off, and are added up by the FMA
             pipe, which rounds; else S and O stay in the tensor cores.
-        pack_gqa: the query heads of one kv head share a tile, see blocks/pack_gqa.py.
+        pack_gqa: the query heads of one kv head share a tile, see geometry/pack_gqa.py.
         vector_bytes: 16, 8, 4 or 2 of a copy from and to global memory; not a choice but what addresses, strides and
             head dims are multiples of.
     """

@@ -67,7 +67,7 @@ class ForwardConfig(LaunchConfig):
         cluster_size: thread blocks that share their loads of K and V (TMA multicast): neighbouring m_blocks of a head,
             step by step in the same key block.
         dynamic_tiles: thread blocks draw their tiles from a queue instead of taking every so many-th one.
-        pack_gqa: the query heads of one kv head share a tile, see blocks/pack_gqa.py.
+        pack_gqa: the query heads of one kv head share a tile, see geometry/pack_gqa.py.
         two_level_sums: P V of a step has an accumulator of its own, which the FMA pipe adds to O: the tensor cores cut
             off what they add, and in FP8 sum with fewer bits than float32 has.
         pv_columns: with two_level_sums and without overlap_gemm_softmax, columns of V that share that accumulator, one

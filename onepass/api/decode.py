@@ -1,0 +1,222 @@
+"""Attention over a key/value cache: what a model does for each token it generates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+
+from torch import Tensor
+
+from ..dispatch import attention as dispatch
+from ..dispatch import choice
+from ..geometry import splits
+from ..ops import decode as decode_ops
+from ..problem.decode import DecodeInputs
+from ..validation import attention as validation
+from ..validation.decode import check_decode, few_queries
+from ..validation.overlap import with_shared_caches_refused
+from ..validation.scalars import check_int
+from . import fast_path as repeated
+from . import keywords
+from .attention import AttentionOutput, Window
+
+if TYPE_CHECKING:
+    from typing_extensions import Required, Unpack
+
+
+class DecodeOptions(TypedDict, total=False):
+    """The keyword arguments of `attention_decode` but for return_lse: for type checkers."""
+
+    cache_seqlens: Required[Tensor]
+    page_table: Tensor | None
+    cu_seqlens_q: Tensor | None
+    max_seqlen_q: int | Tensor | None
+    k_new: Tensor | None
+    v_new: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    rotary_interleaved: bool
+    causal: bool
+    window: Window | None
+    softcap: float | None
+    sinks: Tensor | None
+    softmax_scale: float | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+    kv_block: int | None
+    num_splits: int | None
+    split_size: int | None
+    check_values: bool
+    backend: str | None
+
+
+@overload
+def attention_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[DecodeOptions]
+) -> Tensor: ...
+
+
+@overload
+def attention_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: bool, **options: Unpack[DecodeOptions]
+) -> Tensor | AttentionOutput: ...
+
+
+@keywords.hide_unknown
+def attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    causal: bool = True,
+    window: Window | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    softmax_scale: float | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    kv_block: int | None = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    check_values: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+    **unknown: Any,
+) -> Tensor | AttentionOutput:
+    """Exact attention of a few new queries over the keys of a cache, after appending k_new and v_new to it.
+
+    Batch entry b has seqlen_k = cache_seqlens[b] + seqlen_new keys. Masks are aligned at their end, as in `attention`:
+    query i stands at key position seqlen_k - seqlen_q + i. No backward.
+
+    Args:
+        q: (batch, seqlen_q, num_heads_q, head_dim); float64, float32, bfloat16 or float16. Any seqlen_q; decoding has
+            1, or up to 16 where several tokens are proposed and checked at once, a chunk of a prompt hundreds. With
+            cu_seqlens_q (total_q, num_heads_q, head_dim), and out and lse as those of `attention_varlen`.
+        k_cache, v_cache: (batch, max_seqlen, num_heads_kv, head_dim) and (.., head_dim_v); with a page_table
+            (num_pages, page_size, num_heads_kv, head_dim), any page_size from 1. In q's dtype, or float8_e4m3fn. What
+            lies behind the filled part, and in pages that no sequence uses, counts for nothing, whatever it is.
+        cache_seqlens: (batch,) int32 on q's device: keys in the cache before the call. Not changed.
+        page_table: (batch, max_pages) int32: key n of entry b is row n % page_size of page
+            page_table[b, n // page_size]. Sequences may share pages that none of them writes. Numbers behind the
+            filled part may be anything.
+        cu_seqlens_q: (batch + 1,) int32: sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, which
+            stand at the end of its cache_seqlens[b] keys: prompts in chunks beside single tokens. Rows behind the last
+            offset give out = 0, lse = -inf, also with sinks. Not with k_new and v_new or rotary positions.
+        max_seqlen_q: with cu_seqlens_q, queries that no sequence has more of, if that is known: an int of up to 32 lets
+            a GPU take the kernel for few queries, which computes any number. A tensor is never read.
+        k_new, v_new: (batch, seqlen_new, num_heads_kv, head_dim) and (.., head_dim_v), in q's dtype, both or neither:
+            written to the cache in place, at positions cache_seqlens[b], cache_seqlens[b] + 1, .. (autograd sees it
+            as it sees torch's operations in place). The caches may lie in one allocation, but share no element then.
+            Into an e4m3 cache new keys are divided by the descale of the place that they come to (which therefore must
+            be set before, also that of a page not begun yet) and rounded to the nearest; beyond 448 they become 448.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), float32 or q's dtype, both or neither: the first rotary_dim
+            columns of k_new (before it is written) and of q are rotated by the row of their key position.
+        rotary_interleaved: rotated pairs are columns (0, 1), (2, 3), ..; else (0, d), (1, d + 1), .. with
+            d = rotary_dim / 2.
+        causal: query i sees key j only if j <= i + seqlen_k - seqlen_q. With one query it makes no difference.
+        window, softcap, sinks, softmax_scale: as for `attention`.
+        k_descale, v_descale: float32, finite and not 0, on q's device, with an e4m3 cache only, both or neither (then
+            1): real value = stored value * descale. Never changed. Each by itself one of
+            (): one for the tensor;
+            (num_heads_kv,): one for each head;
+            (batch, num_heads_kv): one for each head of each batch entry;
+            with a kv_block (num_pages, num_heads_kv) in pages: one for each head of each page, in place of the shape
+                before; else (batch, num_heads_kv, ceil(max_seqlen / kv_block)): for each block of keys of each head.
+        kv_block: keys that share a descale, where some do not: with a page_table its page_size.
+        num_splits: the keys of each sequence are cut into so many parts (1 to 256), which a GPU computes side by side
+            and then merges, exactly; None: chosen from shapes, to fill the GPU, and of packed queries also by lengths.
+            The same number gives a sequence the same bits in any batch. Packed queries that fill more than one tile of
+            a kernel are not split.
+        split_size: keys of a part instead, a multiple of 64: parts begin at multiples of it, so that the result of a
+            sequence depends neither on the batch nor on the size of the cache, bit by bit. Not with num_splits.
+        check_values: check cache_seqlens and page_table by value. A backend that works on the host (`tiled`) always
+            does. On a GPU this waits for the device: a way to find a mistake, not to run. Without it kernels take
+            lengths as if they were cut to what the cache holds, and a page that the cache does not have is read as
+            its nearest one and never written.
+        return_lse: also return lse.
+        backend: name of the backend that must run ("sm90", "sm80" or "tiled"); None = what `use_backend` or
+            ONEPASS_BACKEND chose, else the best one that computes the call.
+
+    Returns: out, (batch, seqlen_q, num_heads_q, head_dim_v), in q's dtype and laid out as q, or
+    AttentionOutput(out, lse) with lse (batch, num_heads_q, seqlen_q), natural log. A query that sees no key has
+    out = 0, and its sink for lse, or -inf without sinks.
+
+    Raises: TypeError, ValueError, or NotImplementedError for what no backend computes, each before any work and with
+    what was expected and given; the caches are unchanged then.
+
+    Source: FlashAttention-2, arXiv:2307.08691, section 2.3 (merging parts); Flash-Decoding, Dao et al. 2023 (splitting
+    the keys); PagedAttention, arXiv:2309.06180 (page tables).
+    """
+    if unknown:
+        raise keywords.unexpected("attention_decode", unknown)
+    inputs = DecodeInputs(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens,
+        page_table,
+        rotary_cos,
+        rotary_sin,
+        sinks,
+        k_descale,
+        v_descale,
+        cu_seqlens_q,
+        k_new,
+        v_new,
+    )
+    most_queries = few_queries(max_seqlen_q, cu_seqlens_q)
+    key = None
+    if check_values is False:
+        scores, splits_ = (causal, softcap, softmax_scale), (num_splits, split_size)
+        options = *scores, *splits_, rotary_interleaved, return_lse, kv_block, most_queries, backend
+        key = repeated.key_of("attention_decode", inputs, window, options)
+    if key is not None and k_cache is not None and v_cache is not None:
+        # the door looks at these, too
+        key = *key, k_cache.stride(), v_cache.stride(), (k_cache.data_ptr() | v_cache.data_ptr()) % 16
+        forward = repeated.find(key)
+        if forward is not None:
+            out, lse = forward(inputs)
+            return AttentionOutput(out, lse) if return_lse else out
+
+    problem = check_decode(
+        inputs,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        softmax_scale=softmax_scale,
+        return_lse=return_lse,
+        rotary_interleaved=rotary_interleaved,
+        num_splits=num_splits,
+        split_size=split_size,
+        check_values=check_values,
+        kv_block=kv_block,
+        max_seqlen_q=most_queries,
+    )
+    validation.refuse_forward_mode(*inputs)
+    name = dispatch.require_decode(problem, backend, q.device)
+    out, lse = decode_ops.run(problem, inputs, choice.of_operator(name, backend))
+    if key is not None:
+        forward = dispatch.prepare_decode(name, problem, q.device)
+        repeated.keep(key, with_shared_caches_refused(forward, inputs) if inputs.seqlen_new else forward)
+    return AttentionOutput(out, lse) if return_lse else out
+
+
+def split_workspace_bytes(num_splits: int, *, batch: int, seqlen_q: int, num_heads_q: int, head_dim_v: int) -> int:
+    """Bytes of GPU memory that `attention_decode` takes beside its outputs while it runs with so many splits: float32
+    out and lse of every split. 0 for one split, which writes its outputs directly. The backend `tiled` takes none.
+    Packed queries are a batch of one.
+
+    Raises: TypeError for what is no integer, ValueError for a number below 1 (num_splits, head_dim_v) or below 0.
+    """
+    num_splits, head_dim_v = check_int("num_splits", num_splits, least=1), check_int("head_dim_v", head_dim_v, least=1)
+    batch, seqlen_q = check_int("batch", batch, least=0), check_int("seqlen_q", seqlen_q, least=0)
+    num_heads_q = check_int("num_heads_q", num_heads_q, least=0)
+    return 0 if num_splits == 1 else splits.workspace_bytes(num_splits, batch * seqlen_q * num_heads_q, head_dim_v)

@@ -1,0 +1,1 @@
+"""The backend that computes a problem, and why it is that one."""

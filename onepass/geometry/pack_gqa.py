@@ -1,0 +1,27 @@
+"""Query heads that share a kv head in one tile: its rows are (position, head in the group), position after position.
+
+With few query rows (decoding, short prompts) a tile of one head is mostly empty, and each head of a group would read
+the same K and V again. The 64 rows of a warpgroup hold 64 // group positions of all `group` heads; where group does not
+divide 64, the last rows are unused. With group 1 all of this is the identity. Ampere's tiles are cut in the same way,
+but as a whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..kernels.config import ROWS_PER_WARPGROUP
+
+
+def positions_per_warpgroup(group: int) -> int:
+    return ROWS_PER_WARPGROUP // group
+
+
+def unpack_row(row_in_tile: Any, group: int, rows: int = ROWS_PER_WARPGROUP) -> tuple[Any, Any, Any]:
+    """Row of a tile -> position in the tile, head in the group, whether the row is used.
+
+    Args: rows: that are packed together.
+    """
+    positions = rows // group
+    part, row = row_in_tile // rows, row_in_tile % rows
+    return part * positions + row // group, row % group, row < positions * group

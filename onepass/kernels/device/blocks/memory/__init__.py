@@ -1,0 +1,1 @@
+"""Moving data: views, copies, conversions, single instructions."""

@@ -1,0 +1,72 @@
+"""blocks/repair/rows.py's `recompute_row` over an e4m3 cache, whose rows are pairs of e4m3."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int16, Int32
+
+from .....geometry.integers import ceil_div, minimum
+from .....geometry.tile_scheduler import LANES
+from ..memory import warp
+from ..memory.e4m3 import pair_as_floats
+from ..softmax.cache_scales import CacheDescales
+from . import rows as plain_rows
+
+
+@cute.jit
+def dot(q: cute.Tensor, k: cute.Tensor) -> Float32:
+    """q (head_dim,) . k (head_dim / 2,), in float32."""
+    total, pairs = Float32(0.0), cute.recast_tensor(k, Int16)
+    for i in cutlass.range(cute.size(k), unroll=4):
+        low, high = pair_as_floats(pairs[i].to(Int32))
+        total += q[2 * i].to(Float32) * low
+        total += q[2 * i + 1].to(Float32) * high
+    return total
+
+
+@cute.jit
+def recompute_row(
+    q: cute.Tensor,  # (head_dim,)
+    mK: cute.Tensor,  # (seqlen_k, head_dim / 2)
+    mV: cute.Tensor,  # (seqlen_k, head_dim_v / 2)
+    out: cute.Tensor,  # (head_dim_v,)
+    low: Int32,
+    high: Int32,
+    scale_log2: Float32,
+    tanh_scale: Float32 | None,
+    row_max: Float32,
+    weight: Float32,
+    descales: CacheDescales | None,
+):
+    """out = weight * sum over the keys [low, high) of exp2(scale_log2 * (score - row_max)) * v, by all lanes of a warp.
+
+    A lane has a key of every 32 and all its score; for the sum over keys it has every 32nd pair of columns.
+    """
+    lane, num_pairs = cute.arch.lane_idx(), cute.size(out) // 2
+    reference = (row_max if row_max > -Float32.inf else Float32(0.0)) * scale_log2
+    acc = cute.make_rmem_tensor((2 * ceil_div(num_pairs, LANES),), Float32)
+    acc.fill(0.0)
+    lost = Boolean(False)
+    while low < high and not lost:
+        key = minimum(low + lane, high - 1)
+        score, v_descale = dot(q, mK[key, None]), Float32(1.0)
+        if cutlass.const_expr(descales is not None):
+            k_descale, v_descale = descales.of_key(key)
+            score = score * k_descale
+        if cutlass.const_expr(tanh_scale is not None):
+            score = plain_rows.soft_cap(score, tanh_scale, q.element_type)
+        p = cute.math.exp2(score * scale_log2 - reference, fastmath=True) * v_descale
+        for i in cutlass.range(minimum(high - low, LANES), unroll=1):
+            p_i, pairs = warp.broadcast(p, i), cute.recast_tensor(mV[low + i, None], Int16)
+            for c in cutlass.range_constexpr(cute.size(acc) // 2):
+                even, odd = pair_as_floats(pairs[minimum(lane + c * LANES, num_pairs - 1)].to(Int32))
+                acc[2 * c] = acc[2 * c] + p_i * even
+                acc[2 * c + 1] = acc[2 * c + 1] + p_i * odd
+        lost = plain_rows.is_lost(acc)
+        low += LANES
+    for c in cutlass.range_constexpr(cute.size(acc) // 2):
+        column = 2 * (lane + c * LANES)
+        if column < cute.size(out):
+            for i in cutlass.range_constexpr(2):
+                out[column + i] = (acc[2 * c + i] * weight).to(out.element_type)

@@ -1,0 +1,138 @@
+"""A row of dq, dk or dv straight from global memory, by one warp: what is put right in a tile that a NaN has reached.
+
+P of a hidden pair is 0, but its dS = P (dP - delta) and its part of dV += P^T dO, dK += dS^T Q and dQ += dS K are NaN
+where dO, delta, Q or K (with V, through dP) is NaN or infinite. As in the forward (plain_rows.py), a finished tile is
+looked through for NaN (`nan_rows`), and rows that have one are replaced by the sum over their visible pairs.
+
+Pairs are those of one head and one sequence; its rows are counted from 0.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from .....geometry.block_range import key_range
+from .....geometry.integers import maximum, minimum, select
+from .....geometry.tile_scheduler import LANES
+from ..memory.row_stats import stats_of_row
+from ..softmax.mask import Geometry
+from .rows import VECTOR_BYTES, add_rows, dot, is_lost, row_sums, soft_cap, sum_of_products, write_row
+
+
+@cute.jit
+def nan_rows(acc: cute.Tensor, is_row: list) -> tuple[Int32, Int32]:
+    """Which of a warp's 16 rows of an accumulator (2, columns) hold a NaN: a ballot for each of a thread's two rows.
+
+    What a hidden pair brings is NaN and never infinite.
+
+    Args: is_row: whether they are rows (those past the last one may hold anything, and are not written).
+    """
+    ballots = []
+    for r in cutlass.range_constexpr(2):
+        total = sum_of_products(acc, r)
+        ballot = Int32(cute.arch.vote_ballot_sync(is_row[r] and total != total))
+        ballots.append(cute.arch.make_warp_uniform(ballot))
+    return ballots[0], ballots[1]
+
+
+def has_nan(ballots: tuple, i: Int32) -> Boolean:
+    """Whether the i-th of the 16 rows is among the `nan_rows`: a row is spread over a quad."""
+    return (select(i < 8, ballots[0], ballots[1]) >> (i % 8 * 4)) & 15 != 0
+
+
+@cute.jit
+def _gradient_of_score(
+    q: cute.Tensor,
+    k: cute.Tensor,
+    dout: cute.Tensor,
+    v: cute.Tensor,
+    minus_lse: Float32,
+    minus_delta: Float32,
+    scale_log2: Float32,
+    tanh_scale: Float32 | None,
+    wants_p: cutlass.Constexpr[bool],
+    vector_bytes: cutlass.Constexpr[int],
+) -> Float32:
+    """dS of a visible pair, with a softcap times its slope; or P.
+
+    Args:
+        minus_lse, minus_delta: of the query, as in the backward's stats.
+        vector_bytes: of a load.
+    """
+    score = dot(q, k, vector_bytes)
+    if cutlass.const_expr(tanh_scale is None):
+        p = cute.math.exp2((score + minus_lse) * scale_log2, fastmath=True)
+    else:
+        score = soft_cap(score, tanh_scale, q.element_type)
+        p = cute.math.exp2(score * scale_log2 + minus_lse, fastmath=True)
+    if cutlass.const_expr(wants_p):
+        return p
+    ds = p * (dot(dout, v, vector_bytes) + minus_delta)
+    if cutlass.const_expr(tanh_scale is not None):
+        ds *= 1.0 - score * score
+    return ds
+
+
+@cute.jit
+def add_queries(
+    acc: cute.Tensor,
+    k: cute.Tensor,  # (head_dim,)
+    v: cute.Tensor,  # (head_dim_v,)
+    mQ: cute.Tensor,  # (seqlen_q, head_dim)
+    mdO: cute.Tensor,  # (seqlen_q, head_dim_v)
+    stats: cute.Tensor,  # from the sequence's first block of queries on
+    low: Int32,
+    high: Int32,
+    scale_log2: Float32,
+    tanh_scale: Float32 | None,
+    of_v: cutlass.Constexpr[bool],
+    vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
+):
+    """acc (plain_rows.row_sums) += what the queries [low, high) of a head give to dk of a key; to dv (of_v).
+
+    A lane has a query of every 32. The last ones come first: under a causal mask they see the most keys, and if
+    anything makes the whole row NaN they are likely to.
+    """
+    lost = is_lost(acc)
+    while low < high and not lost:
+        first = maximum(high - LANES, low)
+        query = minimum(first + cute.arch.lane_idx(), high - 1)
+        q, dout = mQ[query, None], mdO[query, None]
+        of_query = stats_of_row(stats, query)
+        weight = _gradient_of_score(q, k, dout, v, *of_query, scale_log2, tanh_scale, of_v, vector_bytes)
+        add_rows(acc, weight, mdO if cutlass.const_expr(of_v) else mQ, first, high - first)
+        lost = is_lost(acc)
+        high = first
+
+
+@cute.jit
+def recompute_dq(
+    dq: cute.Tensor,  # (seqlen_q, head_dim)
+    query: Int32,
+    mQ: cute.Tensor,  # (seqlen_q, head_dim)
+    mdO: cute.Tensor,  # (seqlen_q, head_dim_v)
+    mK: cute.Tensor,  # (seqlen_k, head_dim)
+    mV: cute.Tensor,  # (seqlen_k, head_dim_v)
+    stats: cute.Tensor,  # from the sequence's first block of queries on
+    geometry: Geometry,
+    scale_log2: Float32,
+    tanh_scale: Float32 | None,
+    softmax_scale: Float32,
+    vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
+):
+    """A row of dq from the keys alone that it sees: a lane has a key of every 32."""
+    low, high = key_range(query, query + 1, *geometry)
+    q, dout = mQ[query, None], mdO[query, None]
+    minus_lse, minus_delta = stats_of_row(stats, query)
+    acc = row_sums(dq[query, None])
+    lost = Boolean(False)
+    while low < high and not lost:
+        key = minimum(low + cute.arch.lane_idx(), high - 1)
+        k, v = mK[key, None], mV[key, None]
+        weight = _gradient_of_score(q, k, dout, v, minus_lse, minus_delta, scale_log2, tanh_scale, False, vector_bytes)
+        add_rows(acc, weight, mK, low, minimum(high - low, LANES))
+        lost = is_lost(acc)
+        low += LANES
+    write_row(dq[query, None], acc, softmax_scale)

@@ -1,0 +1,1 @@
+"""Scores to probabilities and back: masks, sinks, scales, the online softmax, and its gradient."""

@@ -1,0 +1,153 @@
+"""The tiles of keys of a backward: which one a thread block takes, which query blocks it visits, and in which order."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .....geometry import tile_scheduler
+from .....geometry.block_range import (
+    first_key_block,
+    following_query_block,
+    last_key_block,
+    queries_of_keys,
+    query_blocks,
+)
+from .....geometry.integers import minimum
+from ..memory.layouts import at_head
+from ..repair import gradients as plain_gradients
+from ..repair.rows import VECTOR_BYTES, PlainTensors, row_sums, write_row
+from ..softmax.mask import Geometry
+from ..softmax.online import Scores
+from .dq_sums import Accumulator
+from .packed import Lengths, PackedSchedule, used_keys
+from .schedule import Schedule, Sequences
+
+
+class KeyTile(NamedTuple):
+    """A tile of keys and the query blocks it visits."""
+
+    n_block: Int32
+    head_kv: Int32
+    place_q: Int32  # batch entry; of packed sequences the first row
+    place_k: Int32
+    rows_k: Int32  # of the tensors: dk and dv are written up to here
+    first_m_block: Int32  # number of the sequence's first query block among those of a head
+    geometry: Geometry
+    first: Int32
+    clear_first: Int32
+    clear_last: Int32
+    last: Int32
+
+
+class KeyTiles:
+    """A backward kernel that goes through tiles of keys.
+
+    A subclass has tile_m, tile_n, group (query heads of a kv head), is_packed, is_deterministic and is_descending (see
+    `block_range.following_query_block`).
+    """
+
+    def schedule_of_keys(self, schedule: Schedule, lengths: Lengths, rows_k: Int32, rows_q: Int32) -> PackedSchedule:
+        """Of packed sequences: tiles are made of keys here, so it is that of queries with both sides exchanged."""
+        of_keys = Lengths(lengths.cu_seqlens_k, lengths.cu_seqlens_q, None)
+        num_heads = schedule.divisors.num_heads
+        return PackedSchedule(of_keys, rows_k, rows_q, num_heads, self.tile_n, self.is_deterministic)
+
+    @cute.jit
+    def tile_at(self, number: Int32, schedule: Schedule, seqlens: Sequences) -> KeyTile:
+        """The tile of this number; past the end, the last one (which is then not computed).
+
+        Tiles of a head come in ascending order: under a causal mask the first keys are seen by the most queries. If
+        they add in turns they come in the order of these: who waits for one waits for a tile of a lower number.
+        """
+        number = minimum(number, schedule.num_tiles - 1)
+        first_m_block = Int32(0)
+        if cutlass.const_expr(self.is_packed):
+            n_block, head, place_k, rows_k, place_q, seqlen_q, sequence, _ = schedule.find(number)
+            num_blocks = cute.ceil_div(rows_k, self.tile_n)
+            first_m_block = place_q // self.tile_m + sequence
+            entry = minimum(sequence, schedule.batch - 1)
+        else:
+            n_block, head, place_q = tile_scheduler.tile_coord(
+                number, schedule.divisors, schedule.num_m_blocks, schedule.batch
+            )
+            num_blocks = schedule.num_m_blocks
+            place_k, entry = place_q, place_q
+            seqlen_q, rows_k = seqlens.seqlen_q, seqlens.seqlen_k
+        if cutlass.const_expr(not self.is_descending):
+            n_block = num_blocks - 1 - n_block
+        seqlen_k = used_keys(seqlens.lengths, entry, rows_k)
+        geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
+        n_start = n_block * self.tile_n
+        blocks = query_blocks(n_start, n_start + self.tile_n, *geometry, self.tile_m)
+        return KeyTile(n_block, head, place_q, place_k, rows_k, first_m_block, geometry, *blocks)
+
+    def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
+        return at_head(t, m, head, place, self.is_packed)
+
+    def first_visit(self, tile: KeyTile) -> tuple:
+        """The head and the query block with which a tile begins; `next_visit` says how it goes on."""
+        m_block = tile.last - 1 if self.is_deterministic and not self.is_descending else tile.first
+        return tile.head_kv * self.group, m_block
+
+    def next_visit(self, tile: KeyTile, head: Int32, m_block: Int32) -> tuple:
+        first_head = tile.head_kv * self.group
+        order = self.is_deterministic, self.is_descending
+        return following_query_block(head, m_block, first_head, self.group, tile.first, tile.last, *order)
+
+    def turn_of(self, tile: KeyTile, m_block: Int32) -> Int32:
+        """How many tiles add to the dQ of a block before this one."""
+        if cutlass.const_expr(self.is_descending):
+            return self.last_key_block(tile, m_block) - tile.n_block
+        return tile.n_block - first_key_block(m_block * self.tile_m, *tile.geometry, self.tile_n)
+
+    def last_key_block(self, tile: KeyTile, m_block: Int32) -> Int32:
+        return last_key_block(m_block * self.tile_m, self.tile_m, *tile.geometry, self.tile_n)
+
+    def is_first_and_last(self, tile: KeyTile, m_block: Int32) -> tuple:
+        """Whether a tile is the first, and the last, to add to the dQ of a block."""
+        return self.turn_of(tile, m_block) == 0, tile.n_block == self.last_key_block(tile, m_block)
+
+    @cute.jit
+    def m_block_number(self, accumulator: Accumulator, tile: KeyTile, head: Int32, m_block: Int32) -> Int32:
+        """Number of a block of query rows, see Accumulator."""
+        entry = Int32(0) if cutlass.const_expr(self.is_packed) else tile.place_q
+        return (entry * accumulator.num_heads + head) * accumulator.blocks_per_head + tile.first_m_block + m_block
+
+    @cute.jit
+    def recompute_keys(
+        self,
+        tile: KeyTile,
+        gradient: cute.Tensor,  # (seqlen_k, head_dim) of the tile's head
+        scale: Float32,
+        first_key: Int32,
+        ballots: tuple,
+        plain: PlainTensors,
+        accumulator: Accumulator,
+        scores: Scores,
+        of_v: cutlass.Constexpr[bool],
+        vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
+    ):
+        """Rows of dk (of_v: of dv) with a NaN, from the queries alone that see them: 0 * NaN may have brought it.
+
+        Args:
+            first_key: of the warp's 16 in the sequence, known to be uniform.
+            ballots: of `plain_gradients.nan_rows`.
+        """
+        mK, mV = (self.at_head(t, t, tile.head_kv, tile.place_k) for t in (plain.k, plain.v))
+        for i in cutlass.range(16, unroll=1):
+            if plain_gradients.has_nan(ballots, i):
+                key = first_key + i
+                low, high = queries_of_keys(key, key + 1, *tile.geometry)
+                acc = row_sums(gradient[key, None])
+                for h in cutlass.range(self.group, unroll=1):
+                    head = tile.head_kv * self.group + h
+                    mQ, mdO = (self.at_head(t, t, head, tile.place_q) for t in (plain.q, plain.dout))
+                    number = self.m_block_number(accumulator, tile, head, Int32(0))
+                    stats = cute.domain_offset((number, 0), accumulator.stats)
+                    rows = (mK[key, None], mV[key, None], mQ, mdO, stats)
+                    plain_gradients.add_queries(acc, *rows, low, high, *scores, of_v, vector_bytes)
+                write_row(gradient[key, None], acc, scale)

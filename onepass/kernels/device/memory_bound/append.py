@@ -1,0 +1,200 @@
+"""Writes new keys and values into a cache, and rotates them and the queries on the way: a thread block a row of one.
+
+    grid (row, 1, part)    part 0: K, 1: V, 2: Q; rows of the longer of seqlen_new and seqlen_q, batch entry by entry
+
+What a length or a page table says decides no address outside of the cache: such rows are not written.
+"""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int16, Int32
+
+from ....geometry.integers import maximum, minimum, select
+from ..blocks.memory.e4m3 import pack_two
+from ..blocks.memory.ptx import quotient
+
+NUM_THREADS = 128
+PARTS = 3
+
+
+class Append:
+    """One compiled append: (dtypes, head dims, rotary columns and order, what there is) -> device code.
+
+    Args:
+        interleaved: rotated pairs are neighbours; else the two halves of the rotated columns.
+        vector_bytes: of a load and a store: as many as divide addresses, strides and head dims, and, unless
+            interleaved, half of the rotated columns.
+        is_e4m3: of the cache, which is given in pairs of them, (.., dim / 2) int16.
+        descales_by_page: else by batch entry, and there by block of keys.
+    """
+
+    def __init__(self, interleaved: bool, vector_bytes: int, is_e4m3: bool = False, descales_by_page: bool = False):
+        self.interleaved, self.vector_bytes = interleaved, vector_bytes
+        self.is_e4m3, self.descales_by_page = is_e4m3, descales_by_page
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor | None,  # (batch, seqlen_q, num_heads_q, head_dim), to be rotated into q_out
+        q_out: cute.Tensor | None,
+        k_new: cute.Tensor | None,  # (batch, seqlen_new, num_heads_kv, head_dim)
+        v_new: cute.Tensor | None,
+        k_cache: cute.Tensor | None,  # (batch, max_seqlen, num_heads_kv, head_dim); in pages (num_pages, page_size, ..)
+        v_cache: cute.Tensor | None,
+        cache_seqlens: cute.Tensor,  # (batch,) int32
+        page_table: cute.Tensor | None,  # (batch, max_pages) int32
+        cos: cute.Tensor | None,  # (positions, rotary_dim / 2)
+        sin: cute.Tensor | None,
+        k_descale: cute.Tensor | None,  # (batch or num_pages, num_heads_kv, blocks) float32, of an e4m3 cache
+        v_descale: cute.Tensor | None,
+        kv_block: Int32 | None,  # keys of a block, without pages
+        seqlen_new: Int32,
+        rows: Int32,  # of a batch entry
+        num_blocks: Int32,
+        stream: cuda.CUstream,
+    ):
+        descales = k_descale, v_descale, kv_block
+        self.kernel(
+            q, q_out, k_new, v_new, k_cache, v_cache, cache_seqlens, page_table, cos, sin, *descales, seqlen_new, rows
+        ).launch(grid=[num_blocks, 1, PARTS], block=[NUM_THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: cute.Tensor | None,
+        q_out: cute.Tensor | None,
+        k_new: cute.Tensor | None,
+        v_new: cute.Tensor | None,
+        k_cache: cute.Tensor | None,
+        v_cache: cute.Tensor | None,
+        cache_seqlens: cute.Tensor,
+        page_table: cute.Tensor | None,
+        cos: cute.Tensor | None,
+        sin: cute.Tensor | None,
+        k_descale: cute.Tensor | None,
+        v_descale: cute.Tensor | None,
+        kv_block: Int32 | None,
+        seqlen_new: Int32,
+        rows: Int32,
+    ):
+        number, _, part = cute.arch.block_idx()
+        entry, row = number // rows, number % rows
+        filled = cache_seqlens[entry]
+        if cutlass.const_expr(k_new is not None):
+            descales = k_descale, v_descale
+            page, place, is_there = self.place(k_cache, page_table, entry, filled + row)  # V's is the same
+            for i, (new, cache) in enumerate(((k_new, k_cache), (v_new, v_cache))):
+                if part == i and row < seqlen_new and is_there:
+                    of_k = (cos, sin) if i == 0 else (None, None)
+                    source, target = new[entry, row, None, None], cache[page, place, None, None]
+                    if cutlass.const_expr(self.is_e4m3):
+                        descale = descales[i]
+                        if cutlass.const_expr(descale is not None):
+                            block = 0 if kv_block is None else (filled + row) // kv_block
+                            descale = descale[page if self.descales_by_page else entry, None, block]
+                        self.round(source, target, *of_k, filled + row, descale)
+                    else:
+                        self.move(source, target, *of_k, filled + row)
+        if cutlass.const_expr(q is not None):
+            seqlen_q = q.shape[1]
+            if part == 2 and row < seqlen_q:
+                position = filled + seqlen_new - seqlen_q + row
+                self.move(q[entry, row, None, None], q_out[entry, row, None, None], cos, sin, position)
+
+    @cute.jit
+    def place(self, cache: cute.Tensor, page_table: cute.Tensor | None, entry: Int32, position: Int32) -> tuple:
+        """Page (or batch entry) and row of a position, and whether there is such a place."""
+        if cutlass.const_expr(page_table is None):
+            return entry, position, position >= 0 and position < cache.shape[1]
+        page_size = cache.shape[1]
+        is_there = position >= 0 and position < page_table.shape[1] * page_size
+        safe = select(is_there, position, Int32(0))
+        page = page_table[entry, safe // page_size]
+        return page, safe % page_size, is_there and page >= 0 and page < cache.shape[0]
+
+    @cute.jit
+    def move(
+        self,
+        source: cute.Tensor,
+        target: cute.Tensor,
+        cos: cute.Tensor | None,
+        sin: cute.Tensor | None,
+        position: Int32,
+    ):
+        """target = source, (num_heads, dim) each, with its first columns rotated: a vector of columns a thread."""
+        (num_heads, dim), dtype = source.shape, source.element_type
+        width = self.vector_bytes * 8 // dtype.width
+        sources, targets = (cute.flat_divide(t, (1, width))[0, None, None, None] for t in (source, target))
+        values = cute.make_rmem_tensor((width,), dtype)
+        for i in cutlass.range(cute.arch.thread_idx()[0], num_heads * (dim // width), NUM_THREADS, unroll=1):
+            head, vector = i // (dim // width), i % (dim // width)
+            cute.autovec_copy(sources[None, head, vector], values)
+            if cutlass.const_expr(cos is not None):
+                self.rotate(values, sources[None, head, None], vector, cos, sin, position)
+            cute.autovec_copy(values, targets[None, head, vector])
+
+    @cute.jit
+    def round(
+        self,
+        source: cute.Tensor,
+        target: cute.Tensor,
+        cos: cute.Tensor | None,
+        sin: cute.Tensor | None,
+        position: Int32,
+        descale: cute.Tensor | None,
+    ):
+        """`move` to e4m3, after a division by the head's descale. target: (num_heads, dim / 2) of pairs."""
+        (num_heads, dim), dtype = source.shape, source.element_type
+        width = self.vector_bytes * 8 // dtype.width
+        count = 2 if width == 1 else 1  # vectors of a thread: at least a pair
+        num_pairs = width * count // 2
+        sources = cute.flat_divide(source, (1, width))[0, None, None, None]
+        targets = cute.flat_divide(target, (1, num_pairs))[0, None, None, None]
+        values = cute.make_rmem_tensor((width,), dtype)
+        floats, pairs = cute.make_rmem_tensor((width * count,), Float32), cute.make_rmem_tensor((num_pairs,), Int16)
+        groups = dim // (width * count)
+        for i in cutlass.range(cute.arch.thread_idx()[0], num_heads * groups, NUM_THREADS, unroll=1):
+            head, group = i // groups, i % groups
+            for j in cutlass.range_constexpr(count):
+                vector = group * count + j
+                cute.autovec_copy(sources[None, head, vector], values)
+                if cutlass.const_expr(cos is not None):
+                    self.rotate(values, sources[None, head, None], vector, cos, sin, position)
+                for e in cutlass.range_constexpr(width):
+                    floats[j * width + e] = values[e].to(Float32)
+                    if cutlass.const_expr(descale is not None):
+                        floats[j * width + e] = quotient(floats[j * width + e], descale[head])
+            for p in cutlass.range_constexpr(num_pairs):
+                pairs[p] = pack_two(floats[2 * p], floats[2 * p + 1])
+            cute.autovec_copy(pairs, targets[None, head, group])
+
+    @cute.jit
+    def rotate(
+        self, values: cute.Tensor, row: cute.Tensor, vector: Int32, cos: cute.Tensor, sin: cute.Tensor, position: Int32
+    ):
+        """values, which are row[:, vector], rotated in place if their columns are to be."""
+        width, half, dtype = cute.size(values), cos.shape[1], values.element_type
+        place = minimum(maximum(position, 0), cos.shape[0] - 1)
+        first = vector * width
+        others = cute.make_rmem_tensor((width,), dtype)
+        if cutlass.const_expr(not self.interleaved):
+            step = half // width
+            cute.autovec_copy(row[None, select(vector < step, vector + step, maximum(vector - step, 0))], others)
+        elif cutlass.const_expr(width > 1):
+            for j in cutlass.range_constexpr(width):
+                others[j] = values[j ^ 1]
+        else:
+            others[0] = row[0, minimum(vector ^ 1, row.shape[1] - 1)]
+        for j in cutlass.range_constexpr(width):
+            column = first + j
+            if cutlass.const_expr(self.interleaved):
+                pair, is_second = minimum(column // 2, half - 1), column % 2 == 1
+            else:
+                is_second = column >= half
+                pair = minimum(select(is_second, column - half, column), half - 1)
+            product = others[j].to(Float32) * sin[place, pair].to(Float32)
+            turned = values[j].to(Float32) * cos[place, pair].to(Float32) + (product if is_second else -product)
+            values[j] = turned.to(dtype) if column < 2 * half else values[j]

@@ -1,0 +1,345 @@
+"""What a backward does for query rows: lse and delta before the main kernel, dq out of its accumulator after.
+
+A thread block of 128 threads has a block of rows, or 64 of them (fewer threads where blocks are shorter). Both kernels
+are bound by memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int16, Int32
+
+from ....geometry.integers import select
+from ....geometry.tile_scheduler import LANES, packed_rows
+from ....problem import AttentionProblem
+from ...config import ROWS_PER_MMA, ROWS_PER_WARPGROUP, BackwardConfig, BackwardConfigSm80
+from ..blocks.memory import epilogue
+from ..blocks.memory.layouts import as_batch_of_one, at_head, rows_first, rows_first_of_lse
+from ..blocks.memory.ptx import exit_if
+from ..blocks.memory.row_stats import stats_position
+from ..blocks.memory.warp import broadcast
+from ..blocks.repair import gradients as plain_gradients
+from ..blocks.repair.rows import PlainTensors
+from ..blocks.softmax.mask import Geometry
+from ..blocks.tiles.packed import Lengths, used_keys
+
+THREADS = 128
+
+
+@cute.jit
+def last_first() -> tuple:
+    """The number of this thread block, counted from the end of the grid.
+
+    The main kernel goes from the first head to the last one. What the kernel before it has read last is still in L2, as
+    is what it has added last when the next kernel begins.
+    """
+    return tuple(n - 1 - i for i, n in zip(cute.arch.block_idx(), cute.arch.grid_dim(), strict=True))
+
+
+@cute.jit
+def sequence_of_block(block: Int32, cu_seqlens: cute.Tensor, tile_m: cutlass.Constexpr[int]) -> tuple:
+    """The sequence whose rows a block of the accumulator holds, and the number of its first block.
+
+    Sequence s begins with block cu_seqlens[s] // tile_m + s: there is room for its rows before the next one.
+    """
+    low, high = Int32(0), cute.size(cu_seqlens) - 2
+    while low < high:
+        middle = (low + high + 1) // 2
+        is_before = cu_seqlens[middle] // tile_m + middle <= block
+        low = select(is_before, middle, low)
+        high = select(is_before, high, middle - 1)
+    return low, cu_seqlens[low] // tile_m + low
+
+
+def all_zero(values: cute.Tensor) -> Boolean:
+    """Whether all values of a vector are +0."""
+    words = cute.recast_tensor(values, Int16 if cute.size(values) * values.element_type.width == 16 else Int32)
+    found = words[0]
+    for i in range(1, cute.size(words)):
+        found = found | words[i]
+    return found == 0
+
+
+class BlockRows(NamedTuple):
+    """The rows that a block of the accumulator holds."""
+
+    start: Int32  # the first one in the tensors
+    num_rows: Int32  # from it to the end of its sequence
+    position: Int32  # the first one in its sequence
+    sequence: Int32  # 0 unless packed
+
+
+class RowsKernel:
+    """What both kernels have in common: which rows a thread block is for."""
+
+    def __init__(self, problem: AttentionProblem, config: BackwardConfig | BackwardConfigSm80):
+        self.tile_m = config.tile_m
+        self.rows_of_part = min(config.tile_m, ROWS_PER_WARPGROUP)  # of a thread block of the postprocess kernel
+        self.warps_of_part = self.rows_of_part // ROWS_PER_MMA
+        self.vector_adds = config.vector_adds
+        self.head_dim, self.head_dim_v = config.head_dims(problem)
+        self.dq_columns = config.dq_columns(problem)
+        self.is_packed = problem.is_packed
+        self.vector_bytes = config.vector_bytes
+        self.vector = config.vector_bytes // problem.dtype.itemsize  # elements of a load
+
+    @cute.jit
+    def rows_of_block(self, block: Int32, seqlen_q: Int32, cu_seqlens_q: cute.Tensor | None) -> BlockRows:
+        """Of a block of a head."""
+        start = position = block * self.tile_m
+        num_rows, sequence = seqlen_q - start, Int32(0)
+        if cutlass.const_expr(self.is_packed):
+            sequence, first_block = sequence_of_block(block, cu_seqlens_q, self.tile_m)
+            position = (block - first_block) * self.tile_m
+            start = cu_seqlens_q[sequence] + position
+            num_rows = cu_seqlens_q[sequence + 1] - start
+        return BlockRows(start, num_rows, position, sequence)
+
+
+class Preprocess(RowsKernel):
+    """stats = (-lse_factor * lse, -delta = dlse - rowsum(dout * out)) of every row, and where sums begin zeros."""
+
+    @cute.jit
+    def __call__(
+        self,
+        out: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v); packed sequences: all without batch
+        dout: cute.Tensor,
+        lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q) float32
+        dlse: cute.Tensor | None,
+        stats: cute.Tensor,  # see dq_accumulator.Accumulator, here and for the next one
+        dq_accum: cute.Tensor | None,  # None: zeroed by the main kernel, or not at all
+        zeroed: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor | None,
+        lse_factor: Float32,
+        blocks_per_head: Int32,
+        stream: cuda.CUstream,
+    ):
+        if cutlass.const_expr(self.is_packed):
+            out, dout, lse = (as_batch_of_one(t) for t in (out, dout, lse))
+            dlse = None if cutlass.const_expr(dlse is None) else as_batch_of_one(dlse)
+        batch, _, num_heads, _ = out.shape
+        self.kernel(
+            rows_first(out),
+            rows_first(dout),
+            rows_first_of_lse(lse),
+            None if cutlass.const_expr(dlse is None) else rows_first_of_lse(dlse),
+            stats,
+            dq_accum,
+            zeroed,
+            cu_seqlens_q,
+            lse_factor,
+        ).launch(grid=[blocks_per_head, num_heads, batch], block=[THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        mO: cute.Tensor,  # (seqlen_q, head_dim_v, num_heads_q, batch)
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,  # (seqlen_q, 1, num_heads_q, batch)
+        mdLSE: cute.Tensor | None,
+        stats: cute.Tensor,
+        dq_accum: cute.Tensor | None,
+        zeroed: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor | None,
+        lse_factor: Float32,
+    ):
+        thread, (block, head, entry) = cute.arch.thread_idx()[0], last_first()
+        blocks_per_head, num_heads, _ = cute.arch.grid_dim()
+        start, num_rows, _, _ = self.rows_of_block(block, mO.shape[0], cu_seqlens_q)
+        exit_if(num_rows <= 0)
+        number = (entry * num_heads + head) * blocks_per_head + block
+
+        if cutlass.const_expr(zeroed is not None):
+            if block == 0 and thread == 0:
+                zeroed[1 + entry * num_heads + head] = 0
+                if entry + head == 0:
+                    zeroed[0] = 0
+        if cutlass.const_expr(dq_accum is not None):
+            zeros = cute.make_rmem_tensor((4,), Float32)
+            zeros.fill(0.0)
+            targets = cute.flat_divide(dq_accum[number, None], (4,))
+            for i in cutlass.range_constexpr(self.tile_m * self.head_dim // 4 // THREADS):
+                cute.autovec_copy(zeros, targets[None, i * THREADS + thread])
+
+        num_vectors = mO.shape[1] // self.vector
+        lanes = min(LANES, 1 << (self.head_dim_v // self.vector - 1).bit_length())  # of a row
+        lane = thread % lanes
+        rows_at_once = THREADS // lanes
+        a, b = (cute.make_rmem_tensor((self.vector,), mO.element_type) for _ in range(2))
+        for i in cutlass.range(self.tile_m // rows_at_once, unroll=4):
+            row = i * rows_at_once + thread // lanes
+            delta, lse = Float32(0.0), Float32.inf
+            if row < num_rows:
+                total, is_zero = Float32(0.0), Boolean(True)
+                for first in cutlass.range_constexpr(0, num_vectors, lanes):
+                    if first + lane < num_vectors:
+                        for t, part in ((mO, a), (mdO, b)):
+                            row_vectors = cute.flat_divide(t[start + row, None, head, entry], (self.vector,))
+                            cute.autovec_copy(row_vectors[None, first + lane], part)
+                        for c in cutlass.range_constexpr(self.vector):
+                            total += a[c].to(Float32) * b[c].to(Float32)
+                        is_zero = is_zero and all_zero(a)
+                # out of a row without keys is 0, and its delta, which a sink sees, is 0 also beside a dout of NaN
+                delta = Float32(0.0) if is_zero else total
+                lse = mLSE[start + row, 0, head, entry]
+            delta = cute.arch.warp_reduction_sum(delta, threads_in_group=lanes)
+            if lane == 0:
+                if row < num_rows:
+                    if cutlass.const_expr(mdLSE is not None):
+                        delta -= mdLSE[start + row, 0, head, entry]
+                is_empty = lse == -Float32.inf
+                position = stats_position(row)
+                stats[number, position] = -Float32.inf if is_empty else -lse * lse_factor
+                stats[number, self.tile_m + position] = Float32(0.0) if is_empty else -delta
+
+
+class Recomputation(NamedTuple):
+    """What rows of dq are computed again from, where hidden pairs of a tile have made them NaN."""
+
+    plain: PlainTensors
+    stats: cute.Tensor  # see dq_accumulator.Accumulator
+    scale_log2: Float32
+    tanh_scale: Float32 | None
+    window_left: Int32 | None
+    window_right: Int32 | None
+
+
+class Postprocess(RowsKernel):
+    """dq = softmax_scale * dq_accum, in the dtype of dq."""
+
+    def __init__(self, problem: AttentionProblem, config: BackwardConfig | BackwardConfigSm80):
+        super().__init__(problem, config)
+        self.group = problem.qhead_per_kvhead
+
+    @cute.jit
+    def __call__(
+        self,
+        dq_accum: cute.Tensor,
+        dq: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim)
+        cu_seqlens_q: cute.Tensor | None,
+        softmax_scale: Float32,
+        blocks_per_head: Int32,
+        # the rest as for BackwardSm90, and None of a problem without a mask
+        q: cute.Tensor | None,
+        k: cute.Tensor | None,
+        v: cute.Tensor | None,
+        dout: cute.Tensor | None,
+        stats: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        scale_log2: Float32 | None,
+        tanh_scale: Float32 | None,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        stream: cuda.CUstream,
+    ):
+        if cutlass.const_expr(self.is_packed):
+            dq = as_batch_of_one(dq)
+        again = None
+        if cutlass.const_expr(q is not None):
+            plain = (q, k, v, dout)
+            if cutlass.const_expr(self.is_packed):
+                plain = tuple(as_batch_of_one(t) for t in plain)
+            again = Recomputation(
+                PlainTensors(*(rows_first(t) for t in plain)), stats, scale_log2, tanh_scale, window_left, window_right
+            )
+        batch, _, num_heads, _ = dq.shape
+        parts = self.tile_m // self.rows_of_part
+        lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k)
+        self.kernel(dq_accum, rows_first(dq), lengths, softmax_scale, again).launch(
+            grid=[blocks_per_head * parts, num_heads, batch], block=[self.warps_of_part * LANES, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        dq_accum: cute.Tensor,
+        mdQ: cute.Tensor,
+        lengths: Lengths,
+        softmax_scale: Float32,
+        again: Recomputation | None,
+    ):
+        thread, (index, head, entry) = cute.arch.thread_idx()[0], last_first()
+        parts = self.tile_m // self.rows_of_part
+        block, part = index // parts, index % parts
+        blocks_per_head, num_heads = cute.arch.grid_dim()[0] // parts, cute.arch.grid_dim()[1]
+        block_rows = self.rows_of_block(block, mdQ.shape[0], lengths.cu_seqlens_q)
+        start, num_rows = block_rows.start, block_rows.num_rows
+        exit_if(num_rows <= part * self.rows_of_part)
+        number = (entry * num_heads + head) * blocks_per_head + block
+
+        # a warp's values of an accumulator of 16 rows, as the main kernel wrote them
+        num_blocks = self.head_dim // 8
+        values = cute.make_rmem_tensor((4 * num_blocks,), Float32)
+        # [piece of up to 64 rows][warp][vector][lane], in the order of a piece's accumulator; see `vector_adds`
+        vectors_of_warp = self.dq_columns // 8
+        pieces = num_blocks // vectors_of_warp
+        vectors = cute.flat_divide(dq_accum[number, None], (4,))
+        for j in cutlass.range_constexpr(num_blocks):
+            target = cute.make_tensor(values.iterator + 4 * j, cute.make_layout((4,)))
+            warp_id = (part * pieces + j // vectors_of_warp) * self.warps_of_part + thread // LANES
+            vector = (warp_id * vectors_of_warp + j % vectors_of_warp) * LANES
+            if cutlass.const_expr(self.vector_adds):
+                cute.autovec_copy(vectors[None, vector + thread % LANES], target)
+            else:
+                for c in cutlass.range_constexpr(4):
+                    target[c] = dq_accum[number, 4 * vector + c * LANES + thread % LANES]
+        acc = cute.make_tensor(values.iterator, cute.make_layout((2, (2, num_blocks)), stride=(2, (1, 4))))
+        weights = cute.make_rmem_tensor((2,), Float32)
+        weights.fill(softmax_scale)
+        rows = [part * self.rows_of_part + thread // 32 * 16 + thread % 32 // 4 + 8 * r for r in range(2)]
+        is_row = [row < num_rows for row in rows]
+        out_rows = [mdQ[start + row, None, head, entry] for row in rows]
+        if cutlass.const_expr(mdQ.element_type is Float32):
+            epilogue.store_runs(acc, weights, out_rows, is_row, thread % 4, 8, self.vector)
+        else:
+            epilogue.store_16_bits(acc, weights, out_rows, is_row, thread % 4, self.vector_bytes)
+        if cutlass.const_expr(again is not None):
+            ballots = plain_gradients.nan_rows(acc, is_row)
+            if ballots[0] | ballots[1] != 0:
+                cute.arch.sync_warp()  # other lanes write the same rows again
+                first_row = broadcast(rows[0], 0)
+                self.recompute(mdQ, lengths, softmax_scale, again, block_rows, number, first_row, ballots)
+
+    @cute.jit
+    def recompute(
+        self,
+        mdQ: cute.Tensor,
+        lengths: Lengths,
+        softmax_scale: Float32,
+        again: Recomputation,
+        block_rows: BlockRows,
+        number: Int32,
+        first_row: Int32,
+        ballots: tuple,
+    ):
+        """This warp's rows that have a NaN, from the keys alone that they see: 0 * NaN may have brought it.
+
+        Args:
+            number: of the block.
+            first_row: of the warp's 16 in it.
+        """
+        _, head, entry = last_first()
+        plain, packed = again.plain, self.is_packed
+        place_q, place_k, rows_k, sequence = entry, entry, plain.k.shape[0], entry
+        seqlen_q = block_rows.position + block_rows.num_rows
+        if cutlass.const_expr(packed):
+            sequence = block_rows.sequence
+            place_q = block_rows.start - block_rows.position
+            batch = cute.size(lengths.cu_seqlens_k) - 1
+            place_k, rows_k = packed_rows(sequence, lengths.cu_seqlens_k, batch, rows_k)
+        seqlen_k = used_keys(lengths, sequence, rows_k)
+        geometry = Geometry(seqlen_q, seqlen_k, again.window_left, again.window_right)
+        mQ, mdO, dq = (at_head(t, t, head, place_q, packed) for t in (plain.q, plain.dout, mdQ))
+        mK, mV = (at_head(t, t, head // self.group, place_k, packed) for t in (plain.k, plain.v))
+        first_block = number - block_rows.position // self.tile_m
+        rows = (mQ, mdO, mK, mV, cute.domain_offset((first_block, 0), again.stats))
+        for i in cutlass.range(16, unroll=1):
+            if plain_gradients.has_nan(ballots, i):
+                query = block_rows.position + first_row + i
+                scales = (again.scale_log2, again.tanh_scale, softmax_scale)
+                plain_gradients.recompute_dq(dq, query, *rows, geometry, *scales, self.vector_bytes)

@@ -1,0 +1,181 @@
+"""Q, K and V to e4m3 in one launch: a thread block rounds 64 rows of a head of one of the three.
+
+The grid counts the blocks of Q, then those of K, then those of V. Of each tensor neighbouring thread blocks have
+neighbouring heads, which lie side by side in memory in most tensors.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.memory import SmemAllocator
+
+from ....geometry.tile_scheduler import LANES
+from ..blocks.memory.layouts import as_batch_of_one
+from .quantize_block import Tile
+from .quantize_rows import QuantizeRows
+from .quantize_values import QuantizeValues
+
+
+def threads_of_sm(
+    longest_head_dim: int, is_power_of_two: bool, has_mean: bool, is_packed: bool, has_seqused: bool
+) -> int:
+    """How many threads an SM is to have room for, so that as many loads are under way as with a kernel for each tensor.
+
+    Left alone, the compiler takes up to 126 registers for the three ways through this kernel. So it gets 80, or 48
+    where a thread has half as many elements; and more for means, for head dims that are cut before they are rotated,
+    and for what packed sequences take.
+    """
+    if has_mean:
+        return 512
+    if not is_power_of_two or (is_packed and has_seqused):
+        return 640
+    if longest_head_dim <= 64:
+        return 1024 if is_packed else 1280
+    return 768
+
+
+class Tiles(NamedTuple):
+    """How the thread blocks of one tensor are counted: heads first, then blocks of rows, then batch entries."""
+
+    heads: cute.FastDivmodDivisorV2
+    blocks: cute.FastDivmodDivisorV2
+
+
+class Quantize:
+    """One compiled kernel: (dtype, head dims, what there is) -> device code.
+
+    Args:
+        head_dim, head_dim_v: multiples of 16.
+        num_threads: 128 or 256.
+        keys_last: v is stored as fp8.keys_last lays it; else as it lies.
+    """
+
+    def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, head_dim_v: int, num_threads: int, keys_last: bool):
+        self.num_threads, self.keys_last = num_threads, keys_last
+        self.rows = QuantizeRows(dtype, head_dim, num_threads)
+        of_v = QuantizeValues if keys_last else QuantizeRows
+        self.values = of_v(dtype, head_dim_v, num_threads)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim); packed sequences: without batch
+        k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim); packed alike
+        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v); packed alike
+        q_target: cute.Tensor,  # e4m3, as q
+        k_target: cute.Tensor,  # e4m3, as k
+        v_target: cute.Tensor,  # e4m3, as v, or (batch, num_heads_kv, head_dim_v, 64 * blocks); packed alike
+        q_descale: cute.Tensor,  # (batch, num_heads_q, blocks) float32; packed alike
+        k_descale: cute.Tensor,  # (batch, num_heads_kv, blocks) float32; packed alike
+        v_descale: cute.Tensor,  # as k_descale
+        k_mean: cute.Tensor | None,  # (batch, num_heads_kv, head_dim) float32, of sequences: subtracted after rotation
+        v_mean: cute.Tensor | None,  # (batch, num_heads_kv, head_dim_v) float32, of sequences: subtracted
+        signs: tuple | None,  # to rotate q and k: Int32, a bit for each column, 1 to flip its sign
+        cu_seqlens_q: cute.Tensor | None,  # (batch + 1,) int32
+        cu_seqlens_k: cute.Tensor | None,  # (batch + 1,) int32
+        seqused_k: cute.Tensor | None,  # (batch,) int32: keys behind are not looked at, and become 0
+        stream: cuda.CUstream,
+    ):
+        has_mean, is_packed = k_mean is not None or v_mean is not None, cu_seqlens_k is not None
+        longest = max(self.rows.head_dim, self.values.head_dim)
+        what_there_is = cutlass.const_expr((has_mean, is_packed, seqused_k is not None))
+        for_no_sequence = 0  # blocks of rows that belong to no sequence
+        if cutlass.const_expr(cu_seqlens_q is not None):
+            q, k, v, q_target, k_target, v_target = (
+                as_batch_of_one(t) for t in (q, k, v, q_target, k_target, v_target)
+            )
+            q_descale, k_descale, v_descale = (as_batch_of_one(t) for t in (q_descale, k_descale, v_descale))
+            for_no_sequence = 1
+        of_q, q_count = self.tiles(q_descale, for_no_sequence)
+        of_k, k_count = self.tiles(k_descale, for_no_sequence)
+        # where keys come last, all of a block's places are written, and there are none for rows of no sequence
+        of_v, v_count = self.tiles(v_descale, 0 if self.keys_last else for_no_sequence)
+        self.kernel(
+            q,
+            k,
+            v,
+            q_target,
+            k_target,
+            v_target,
+            q_descale,
+            k_descale,
+            v_descale,
+            k_mean,
+            v_mean,
+            signs,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_k,
+            of_q,
+            of_k,
+            of_v,
+            q_count,
+            q_count + k_count,
+        ).launch(
+            grid=[q_count + k_count + v_count, 1, 1],
+            block=[self.num_threads, 1, 1],
+            min_blocks_per_mp=threads_of_sm(longest, self.rows.is_one_block, *what_there_is) // self.num_threads,
+            preferred_smem_carveout=-1,  # the driver's choice: without it the compiler asks for a GPU
+            stream=stream,
+        )
+
+    def tiles(self, descale: cute.Tensor, more_blocks: int) -> tuple[Tiles, Int32]:
+        """The tiles of a tensor, and the number of thread blocks that they need."""
+        batch, num_heads, blocks = descale.shape
+        blocks = blocks + more_blocks
+        return Tiles(cute.FastDivmodDivisorV2(num_heads), cute.FastDivmodDivisorV2(blocks)), num_heads * blocks * batch
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        q_target: cute.Tensor,
+        k_target: cute.Tensor,
+        v_target: cute.Tensor,
+        q_descale: cute.Tensor,
+        k_descale: cute.Tensor,
+        v_descale: cute.Tensor,
+        k_mean: cute.Tensor | None,
+        v_mean: cute.Tensor | None,
+        signs: tuple | None,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        of_q: Tiles,
+        of_k: Tiles,
+        of_v: Tiles,
+        k_begins: Int32,
+        v_begins: Int32,
+    ):
+        smem, number = SmemAllocator(), cute.arch.block_idx()[0]
+        num_warps = self.num_threads // LANES
+        shared = smem.allocate_tensor(Float32, cute.make_ordered_layout((2, num_warps), order=(1, 0)), 16)
+        columns = None
+        if cutlass.const_expr(self.keys_last):
+            columns = smem.allocate_tensor(Int32, cute.make_layout((self.values.shared_words,)), 16)
+        if number < k_begins:
+            tile = tile_of(number, of_q)
+            self.rows.quantize(q, q_target, q_descale, None, signs, cu_seqlens_q, None, shared, tile)
+        elif number < v_begins:
+            tile = tile_of(number - k_begins, of_k)
+            self.rows.quantize(k, k_target, k_descale, k_mean, signs, cu_seqlens_k, seqused_k, shared, tile)
+        else:
+            tile = tile_of(number - v_begins, of_v)
+            lengths = cu_seqlens_k, seqused_k
+            if cutlass.const_expr(self.keys_last):
+                self.values.quantize(v, v_target, v_descale, v_mean, *lengths, columns, shared, tile)
+            else:
+                self.values.quantize(v, v_target, v_descale, v_mean, None, *lengths, shared, tile)
+
+
+def tile_of(number: Int32, tiles: Tiles) -> Tile:
+    rest, head = divmod(number, tiles.heads)
+    entry, block = divmod(rest, tiles.blocks)
+    return Tile(head, block, entry)

@@ -1,0 +1,263 @@
+"""The Ampere backward kernel: one thread block a tile of keys, all warps load and compute.
+
+The steps go through the query blocks that see the keys, of each query head of the group in turn, so that dK and dV
+stay in registers through all of them. Everything is computed transposed, keys in rows, as on Hopper:
+
+    S^T = K Q^T    P = exp(S - lse)    dP^T = V dO^T    dS = P (dP - delta)    dV += P^T dO    dK += dS^T Q    dQ = dS K
+
+    loads          K V Q0 dO0 | Q1 dO1                              | Q2 dO2       cp.async, through num_stages buffers
+    each warp                 | S0 P0 dP0 dS0 dV0 || dQ0 dK0        | S1 ..        | and || are barriers
+
+A step has two barriers. After the first one Q, dO, lse and delta of the step are there for all warps, and what they
+read in the step before is free; between the two dS (and P, see below) of all warps come together in shared memory.
+With one_score_buffer there are two more: P is read before dS takes its place.
+
+How warps share out a GEMM is up to the configuration. With all of them along the keys (p_in_registers), a warp's P and
+dS are its operands of dV and dK as they lie in registers; only dQ, which sums over all keys, needs shared memory. With
+less along the keys, dK and dV of large head dims are spread over all warps' registers, and P goes through shared
+memory, too; in float32 it always does. What depends on the type of the elements is in backward_gemms_16bit.py and
+backward_gemms_float32.py.
+
+dQ is added to a float32 accumulator in global memory, which backward_rows.py makes dq of. These additions come in any
+order. If the problem is deterministic, tiles of keys add to a block of dQ in ascending order, see dq_accumulator.py:
+then thread blocks draw their tiles' numbers, so that who waits for a lower number waits for one that runs.
+
+Shared memory: K (tile_n, head_dim), V (tile_n, head_dim_v), num_stages of Q (tile_m, head_dim) and of dO (tile_m,
+head_dim_v), dS and perhaps P (tile_n, tile_m), num_stages of lse and delta. Columns up to the compiled head dim are
+zeros, and so are rows past the end of a sequence: P = 0 there, and 0 * NaN = NaN.
+
+State: an H200 has run fp16 and bf16; float32, and copies of less than 16 bytes, no GPU yet. The tests compile it for
+six architectures, read the machine code, and run the PTX on the CPU.
+
+    done      fp16, bf16 and float32, all that the forward supports, the gradient of lse, deterministic, NaN in hidden
+              pairs, head dims from 1 to 256, tensors of any alignment
+    not yet   stmatrix where a GPU has it, turns whose wait hides behind a GEMM, dQ a step late (one barrier)
+
+Source: FlashAttention-2, arXiv:2307.08691, Algorithm 2.
+"""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from .....problem import AttentionProblem
+from ....config import STAT_ROWS, BackwardConfigSm80
+from ...blocks.memory.layouts import as_batch_of_one, rows_first, smem_tiles
+from ...blocks.memory.ptx import draw, exit_if
+from ...blocks.repair.rows import PlainTensors
+from ...blocks.softmax.online import Scores
+from ...blocks.tiles.dq_sums import Accumulator
+from ...blocks.tiles.key_tiles import KeyTile, KeyTiles
+from ...blocks.tiles.packed import Lengths
+from ...blocks.tiles.schedule import Schedule, Sequences, make_schedule
+from ..loads import RowLoader
+from . import gemms_16bit as backward_gemms_16bit
+from . import gemms_float32 as backward_gemms_float32
+from .warps import BackwardWarps, Buffers, Mmas
+
+STATS_VECTOR = 4  # float32 of a 16-byte copy
+
+
+class BackwardSm80(KeyTiles):
+    """One compiled backward: (static problem, config) -> device code. See the module's docstring for the picture."""
+
+    def __init__(self, problem: AttentionProblem, config: BackwardConfigSm80, dtype: type[cutlass.Numeric], arch: str):
+        config.check(problem, arch)
+        self.config, self.dtype = config, dtype
+        self.group = problem.qhead_per_kvhead
+        self.tile_m, self.tile_n = config.tile_m, config.tile_n
+        self.head_dims = problem.head_dim, problem.head_dim_v  # of the tensors
+        self.head_dim, self.head_dim_v = config.head_dims(problem)  # of the tiles
+        self.p_in_registers = config.keeps_p(problem)
+        # tiles may hold pairs that are hidden, and whose parts of the gradients may be NaN; and the low part of a
+        # float32 infinity is NaN
+        self.may_recompute = not problem.mask.is_full or problem.has_seqused_k or dtype is Float32
+        if dtype is Float32:
+            module, self.gemms = backward_gemms_float32, backward_gemms_float32.BackwardGemmsFloat32
+        else:
+            module, self.gemms = backward_gemms_16bit, backward_gemms_16bit.BackwardGemms16Bit
+        self.make_tiled_mmas = module.make_tiled_mmas
+        self.is_packed = problem.is_packed
+        self.is_deterministic = problem.deterministic
+        self.is_descending = config.adds_descending(problem)
+
+    # ---------------------------------------------------------------- host
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim); packed sequences: these tensors without batch
+        k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim)
+        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v)
+        dout: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v)
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        dq_accum: cute.Tensor,  # see Accumulator, here and for the next two
+        stats: cute.Tensor,
+        turns: cute.Tensor | None,  # one more at the end: how many tiles have been drawn
+        cu_seqlens_q: cute.Tensor | None,  # (batch + 1,) int32
+        cu_seqlens_k: cute.Tensor | None,  # (batch + 1,) int32
+        seqused_k: cute.Tensor | None,  # (batch,) int32
+        softmax_scale: Float32,
+        scale_log2: Float32,
+        tanh_scale: Float32 | None,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        blocks_per_head: Int32,
+        heads_per_section: Int32,
+        num_tiles: Int32,  # of packed sequences a bound
+        stream: cuda.CUstream,
+    ):
+        if cutlass.const_expr(self.is_packed):
+            q, k, v, dout, dk, dv = (as_batch_of_one(t) for t in (q, k, v, dout, dk, dv))
+        config = self.config
+        mQ, mK, mV, mdO = (rows_first(t) for t in (q, k, v, dout))
+        seqlen_k, _, num_heads_kv, batch = mK.shape
+        num_n_blocks = None if self.is_packed else cute.ceil_div(seqlen_k, self.tile_n)
+        self.kernel(
+            PlainTensors(mQ, mK, mV, mdO),
+            rows_first(dk),
+            rows_first(dv),
+            Accumulator(dq_accum, stats, turns, None, blocks_per_head, mQ.shape[2]),
+            Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
+            softmax_scale,
+            Scores(scale_log2, tanh_scale),
+            window_left,
+            window_right,
+            make_schedule(num_n_blocks, num_heads_kv, batch, heads_per_section),
+            self.make_tiled_mmas(config, self.dtype),
+            smem_tiles(self.tile_n, self.head_dim, 1, self.dtype),
+            smem_tiles(self.tile_n, self.head_dim_v, 1, self.dtype),
+            smem_tiles(self.tile_m, self.head_dim, config.num_stages, self.dtype),
+            smem_tiles(self.tile_m, self.head_dim_v, config.num_stages, self.dtype),
+            smem_tiles(self.tile_n, self.tile_m, 1, self.dtype),
+        ).launch(grid=[num_tiles, 1, 1], block=[config.num_threads, 1, 1], stream=stream)
+
+    # ---------------------------------------------------------------- device: set-up
+
+    @cute.kernel
+    def kernel(
+        self,
+        tensors: PlainTensors,  # (seqlen, head_dim, num_heads, batch) each
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        accumulator: Accumulator,
+        lengths: Lengths,
+        softmax_scale: Float32,
+        scores: Scores,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        schedule: Schedule,
+        tiled_mmas: Mmas,
+        sK_layout: cute.ComposedLayout,
+        sV_layout: cute.ComposedLayout,
+        sQ_layout: cute.ComposedLayout,
+        sdO_layout: cute.ComposedLayout,
+        sdS_layout: cute.ComposedLayout,
+    ):
+        smem = SmemAllocator()  # BackwardConfigSm80.smem_bytes counts the same
+        sK, sV, sQ, sdO, sdS = (
+            smem.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
+            for layout in (sK_layout, sV_layout, sQ_layout, sdO_layout, sdS_layout)
+        )
+        sP = None
+        if cutlass.const_expr(self.config.one_score_buffer):
+            sP = sdS
+        elif cutlass.const_expr(not self.p_in_registers):
+            sP = smem.allocate_tensor(self.dtype, sdS_layout.outer, 1024, sdS_layout.inner)
+        stats_layout = cute.make_layout((STAT_ROWS * self.tile_m, self.config.num_stages))
+        sStats = smem.allocate_tensor(Float32, stats_layout, 128)
+
+        thread = cute.arch.thread_idx()[0]
+        number = cute.arch.block_idx()[0]
+        if cutlass.const_expr(self.is_deterministic):
+            number = self.draw_number(smem, accumulator, thread)
+        seqlens = Sequences(tensors.q.shape[0], tensors.k.shape[0], window_left, window_right, lengths)
+        if cutlass.const_expr(self.is_packed):
+            schedule = self.schedule_of_keys(schedule, lengths, seqlens.seqlen_k, seqlens.seqlen_q)
+            # the grid was made for the worst case
+            exit_if(number >= schedule.num_tiles)
+        tile = self.tile_at(number, schedule, seqlens)
+
+        head_dim, head_dim_v = self.head_dims
+        loaders = tuple(
+            RowLoader(buffers, columns, self.config.vector_bytes, self.config.num_threads, thread)
+            for buffers, columns in ((sK, head_dim), (sV, head_dim_v), (sQ, head_dim), (sdO, head_dim_v))
+        )
+        buffers = Buffers(sK, sV, sQ, sdO, sdS, sP, sStats)
+        plain = tensors if cutlass.const_expr(self.may_recompute) else None
+        warps = BackwardWarps(self, buffers, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV, plain)
+        self.compute(warps, loaders, tensors, tile)
+
+    @cute.jit
+    def draw_number(self, smem: SmemAllocator, accumulator: Accumulator, thread: Int32) -> Int32:
+        """The number of the tile of this thread block: how many others began before it."""
+        slot = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
+        if thread == 0:
+            slot[0] = draw(accumulator.turns.iterator + cute.size(accumulator.turns) - 1)
+        cute.arch.sync_threads()
+        return cute.arch.make_warp_uniform(slot[0])
+
+    # ---------------------------------------------------------------- device: a tile
+
+    @cute.jit
+    def compute(self, warps: BackwardWarps, loaders: tuple, tensors: PlainTensors, tile: KeyTile):
+        load_k, load_v, _, _ = loaders
+        num_steps = (tile.last - tile.first) * self.group
+        warps.begin()
+        if num_steps > 0:
+            mK, mV = (self.at_head(t, t, tile.head_kv, tile.place_k) for t in (tensors.k, tensors.v))
+            for loader, m in ((load_k, mK), (load_v, mV)):
+                loader.load(m, tile.n_block * self.tile_n, tile.geometry.seqlen_k, 0)
+            head, m_block = self.first_visit(tile)
+            if cutlass.const_expr(self.config.num_stages > 1):
+                self.load_step(warps, loaders, tensors, tile, head, m_block, 0)
+            buffer = Int32(0)
+            for i in cutlass.range(num_steps, unroll=1):
+                next_head, next_m_block = self.next_visit(tile, head, m_block)
+                if cutlass.const_expr(self.config.num_stages > 1):
+                    self._wait_for_loads()
+                    # into the buffers that the step before has read
+                    if i < num_steps - 1:
+                        self.load_step(warps, loaders, tensors, tile, next_head, next_m_block, 1 - buffer)
+                else:
+                    cute.arch.sync_threads()  # all warps are done with the buffers
+                    self.load_step(warps, loaders, tensors, tile, head, m_block, 0)
+                    self._wait_for_loads()
+                warps.step(tile, head, m_block, buffer)
+                head, m_block = next_head, next_m_block
+                if cutlass.const_expr(self.config.num_stages > 1):
+                    buffer = 1 - buffer
+            warps.end_turns()
+        warps.store(tile)
+
+    @cute.jit
+    def load_step(
+        self, warps: BackwardWarps, loaders: tuple, tensors: PlainTensors, tile: KeyTile, head, m_block, buffer
+    ):
+        """Q, dO, lse and delta of a query block, as one group."""
+        _, _, load_q, load_do = loaders
+        for loader, t in ((load_q, tensors.q), (load_do, tensors.dout)):
+            m = self.at_head(t, t, head, tile.place_q)
+            loader.load(m, m_block * self.tile_m, tile.geometry.seqlen_q, buffer)
+        thread, count = cute.arch.thread_idx()[0], STAT_ROWS * self.tile_m // STATS_VECTOR
+        number = self.m_block_number(warps.accumulator, tile, head, m_block)
+        source = cute.flat_divide(warps.accumulator.stats[number, None], (STATS_VECTOR,))
+        target = cute.flat_divide(warps.buffers.stats[None, buffer], (STATS_VECTOR,))
+        atom = cute.make_copy_atom(
+            cpasync.CopyG2SOp(cache_mode=cute.nvgpu.LoadCacheMode.GLOBAL), Float32, num_bits_per_copy=128
+        )
+        if thread < count:
+            cute.copy(atom, source[None, thread], target[None, thread])
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def _wait_for_loads(self):
+        """Until all threads' loads are in shared memory, for all to see."""
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()

@@ -1,0 +1,293 @@
+"""The warps of the Ampere backward: their registers, and single acts with them.
+
+All fragments are those of a warp's 16 x 8 x 16 mma: of a result a thread has two rows, 8 apart, and two of 8 columns,
+in each of its 16 x 8 blocks. In which order the acts are done, and what is loaded when, is backward.py's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from .....geometry.integers import ceil_div
+from .....geometry.tile_scheduler import LANES
+from ....config import ROWS_PER_MMA
+from ...blocks.memory.layouts import rows_and_columns
+from ...blocks.memory.ptx import add_one_to_global, add_to_global
+from ...blocks.memory.untraced import Bundle
+from ...blocks.memory.warp import broadcast
+from ...blocks.repair import gradients as plain_gradients
+from ...blocks.repair.rows import PlainTensors
+from ...blocks.softmax.gradients import GradientScores, of_column
+from ...blocks.softmax.online import Scores
+from ...blocks.tiles.dq_sums import Accumulator, AdditionTurns
+from ...blocks.tiles.key_tiles import KeyTile
+
+COLUMNS_OF_STORE = 32  # that a quad holds 8 neighbouring ones each of, or can exchange so
+
+
+class Mmas(NamedTuple):
+    """Each a GEMM of all warps."""
+
+    s: cute.TiledMma  # S^T = K Q^T and dP^T = V dO^T: (keys, queries)
+    dkv: cute.TiledMma  # dV += P^T dO and dK += dS^T Q: (keys, head_dim)
+    dq: cute.TiledMma  # dQ = dS K: (queries, head_dim)
+
+
+class Buffers(NamedTuple):
+    """Shared memory: (rows, columns, count) each."""
+
+    k: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    do: cute.Tensor
+    ds: cute.Tensor  # transposed: (keys, queries)
+    p: cute.Tensor | None
+    stats: cute.Tensor  # (2 * tile_m, count)
+
+
+class Place(NamedTuple):
+    """Where a thread and its warp are in S and dP, keys in rows.
+
+    Attributes:
+        row_in_tile: the first of the thread's rows; the second one lies 8 below.
+        m_tiles, rows_between: more such pairs of rows, so far apart.
+        first_query, queries_of_warp: the warp's columns.
+    """
+
+    thread: Int32
+    lane: Int32
+    lane_in_quad: Int32
+    warp_id: Int32
+    row_in_tile: Int32
+    m_tiles: int
+    rows_between: int
+    first_query: Int32
+    queries_of_warp: int
+
+
+class BackwardWarps(Bundle, AdditionTurns, GradientScores):
+    """dK and dV of a tile in registers, and S, P, dP, dS and dQ of a step."""
+
+    def __init__(
+        self,
+        kernel,
+        buffers: Buffers,
+        mmas: Mmas,
+        softmax_scale: Float32,
+        scores: Scores,
+        accumulator: Accumulator,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        plain: PlainTensors | None,
+    ):
+        config = self.config = kernel.config
+        self.kernel, self.buffers, self.mmas = kernel, buffers, mmas
+        self.softmax_scale, self.scores, self.accumulator = softmax_scale, scores, accumulator
+        self.mdK, self.mdV, self.plain = mdK, mdV, plain
+        self.tile_m, self.tile_n = kernel.tile_m, kernel.tile_n
+        self.is_capped = scores.tanh_scale is not None
+        thread = cute.arch.thread_idx()[0]
+        self.lane, self.lane_in_quad = thread % LANES, thread % 4
+        self.warp_id = cute.arch.make_warp_uniform(thread // LANES)
+
+        s_warps = config.s_key_warps
+        self.rows_between = ROWS_PER_MMA * s_warps
+        self.m_tiles = self.tile_n // self.rows_between
+        self.row_in_tile = self.warp_id % s_warps * ROWS_PER_MMA + self.lane // 4
+        self.queries_of_warp = self.tile_m * s_warps // config.num_warps
+        self.first_query = self.warp_id // s_warps * self.queries_of_warp
+        place = Place(
+            thread,
+            self.lane,
+            self.lane_in_quad,
+            self.warp_id,
+            self.row_in_tile,
+            self.m_tiles,
+            self.rows_between,
+            self.first_query,
+            self.queries_of_warp,
+        )
+
+        self.gemms = kernel.gemms(kernel, buffers, mmas, place)
+        self.acc_dk, self.acc_dv = self.gemms.acc_dk, self.gemms.acc_dv
+        self.make_scores()
+        # of this thread's queries, see `read_stats`
+        self.minus_lse, self.minus_delta = (
+            cute.make_rmem_tensor((4, ceil_div(self.queries_of_warp, 16)), Float32) for _ in range(2)
+        )
+        self.begin_turns()
+
+    def make_scores(self):
+        """What P and dP are kept in for `make_ds`."""
+        acc = self.gemms.make_acc_s()
+        if self.kernel.dtype is Float32:
+            self.p = acc
+            self.capped = cute.make_rmem_tensor(acc.layout, Float32) if self.is_capped else None
+            return
+        self.p_words, self.ds_words = self.gemms.p_words, self.gemms.ds_words
+        if self.is_capped:
+            # P (1 - tanh^2), in the order of p_words
+            self.capped_words = cute.make_rmem_tensor((cute.size(self.p_words),), Int32)
+
+    # ---------------------------------------------------------------- a step
+
+    @cute.jit
+    def begin(self):
+        self.acc_dk.fill(0.0)
+        self.acc_dv.fill(0.0)
+
+    @cute.jit
+    def step(self, tile: KeyTile, head: Int32, m_block: Int32, buffer: Int32):
+        """A query block, whose Q, dO, lse and delta are in the buffer."""
+        gemms, p_in_registers = self.gemms, self.kernel.p_in_registers and not self.config.one_score_buffer
+        seen = self.look_at_turn(tile, head, m_block)
+        self.read_stats(self.minus_lse, buffer, 0)
+        acc_s = self.p if cutlass.const_expr(self.kernel.dtype is Float32) else gemms.make_acc_s()
+        # S - lse, but a softcap is applied to S alone; dP - delta
+        self.begin_columns(acc_s, None if cutlass.const_expr(self.is_capped) else self.minus_lse)
+        gemms.s(acc_s, buffer)
+        self.exponentials(acc_s, tile, m_block)
+        gemms.take_p(acc_s)
+        if cutlass.const_expr(self.config.one_score_buffer):
+            cute.arch.sync_threads()
+            gemms.dv(buffer)
+        self.read_stats(self.minus_delta, buffer, 1)
+        acc_dp = gemms.make_acc_s()
+        self.begin_columns(acc_dp, self.minus_delta)
+        gemms.dp(acc_dp, buffer)
+        self.make_ds(acc_dp, True)
+        if cutlass.const_expr(self.config.one_score_buffer):
+            cute.arch.sync_threads()  # all warps are done with P
+        gemms.take_ds(acc_dp)
+        if cutlass.const_expr(p_in_registers):
+            gemms.dv(buffer)
+        cute.arch.sync_threads()
+        if cutlass.const_expr(not p_in_registers and not self.config.one_score_buffer):
+            gemms.dv(buffer)
+        for piece in cutlass.range_constexpr(self.config.dq_pieces):
+            acc_dq = gemms.make_acc_dq()
+            gemms.dq(acc_dq, piece)
+            if cutlass.const_expr(piece == 0):
+                self.take_turn(tile, head, m_block, seen)
+            cute.arch.sync_warp()  # ptxas would begin dK before, and keep too much in registers
+            self.add_dq(acc_dq, tile, head, m_block, piece)
+        gemms.dk(buffer)
+
+    @cute.jit
+    def read_stats(self, target: cute.Tensor, buffer: Int32, which: cutlass.Constexpr[int]):
+        """-lse (0) or -delta (1) of this thread's queries, four of each sixteen: `stats_position`."""
+        if cutlass.const_expr(self.queries_of_warp == 8):
+            # an upper or lower half of sixteen
+            first = self.first_query // 16 * 16 + 4 * self.lane_in_quad + self.first_query % 16 // 4
+            source, align, shape = which * self.tile_m + first, 8, (2, 1)
+        else:
+            first = self.first_query + 4 * self.lane_in_quad
+            source, align, shape = which * self.tile_m + first, 16, (4, self.queries_of_warp // 16)
+        source = cute.domain_offset((source,), self.buffers.stats[None, buffer])
+        source = cute.make_tensor(source.iterator.align(align), cute.make_layout(shape, stride=(1, 16)))
+        target = cute.make_tensor(target.iterator, cute.make_layout(shape))
+        for j in cutlass.range_constexpr(shape[1]):
+            cute.autovec_copy(source[None, j], target[None, j])
+
+    @cute.jit
+    def begin_columns(self, acc: cute.Tensor, stats: cute.Tensor | None):
+        """An accumulator with a value of `read_stats` in each of its columns; None: zeros."""
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            acc[i] = Float32(0.0) if cutlass.const_expr(stats is None) else of_column(stats, i, self.m_tiles)
+
+    # ---------------------------------------------------------------- dQ
+
+    def dq_part(self, tile: KeyTile, head: Int32, m_block: Int32) -> Int32:
+        """Number of this warp's part of a dQ among the turns."""
+        number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
+        return number * self.config.num_warps + self.warp_id
+
+    @cute.jit
+    def add_dq(self, acc_dq: cute.Tensor, tile: KeyTile, head: Int32, m_block: Int32, piece: cutlass.Constexpr[int]):
+        """The accumulator is laid out as [16 rows][8 columns][lane], four values a lane, or, where they are added one
+        by one, [16 rows][8 columns][value][lane]: a warp's additions lie together."""
+        row_warps, column_blocks = self.config.dq_query_warps, self.kernel.head_dim // 8
+        column_warps, together = self.config.num_warps // row_warps, self.gemms.dq_together // 8
+        number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
+        first_block = self.warp_id % row_warps * column_blocks + self.warp_id // row_warps * together
+        lane_offset = self.lane * 4 if cutlass.const_expr(self.config.vector_adds) else self.lane
+        start = self.accumulator.dq.iterator + (
+            Int64(number) * (self.tile_m * self.kernel.head_dim) + first_block * 4 * LANES + lane_offset
+        )
+        blocks_of_piece = column_blocks // self.config.dq_pieces
+        for j in cutlass.range_constexpr(blocks_of_piece // column_warps):
+            column = piece * blocks_of_piece + j // together * together * column_warps + j % together
+            for i in cutlass.range_constexpr(self.tile_m // (ROWS_PER_MMA * row_warps)):
+                target = start + (i * row_warps * column_blocks + column) * 4 * LANES
+                values = [acc_dq[(c, i, j)] for c in range(4)]
+                if cutlass.const_expr(self.config.vector_adds):
+                    add_to_global(target, values)
+                else:
+                    for c in cutlass.range_constexpr(4):
+                        add_one_to_global(target + c * LANES, values[c])
+
+    @cute.jit
+    def end_turns(self):
+        if cutlass.const_expr(self.kernel.is_deterministic):
+            self.finish_dq()
+
+    # ---------------------------------------------------------------- end of a tile
+
+    @cute.jit
+    def store(self, tile: KeyTile):
+        """dK and dV of a finished tile."""
+        dv = self.store_gradient(tile, self.acc_dv, self.mdV, Float32(1.0))
+        dk = self.store_gradient(tile, self.acc_dk, self.mdK, self.softmax_scale)
+        if cutlass.const_expr(self.plain is not None):
+            # rows that are written again may be partly another warp's
+            cute.arch.sync_threads()
+            self.recompute(tile, dv, self.mdV, Float32(1.0), True)
+            self.recompute(tile, dk, self.mdK, self.softmax_scale, False)
+
+    def first_key(self, tile: KeyTile, i: int) -> Int32:
+        """In the sequence, of the i-th 16 keys of a warp in dK and dV."""
+        key_warps = self.config.dkv_key_warps
+        row = self.warp_id % key_warps * ROWS_PER_MMA + i * ROWS_PER_MMA * key_warps
+        return tile.n_block * self.tile_n + row
+
+    @cute.jit
+    def store_gradient(self, tile: KeyTile, acc: cute.Tensor, m: cute.Tensor, scale: Float32) -> list:
+        """Returns: of each 16 keys of the warp `plain_gradients.nan_rows`, if pairs may be hidden."""
+        key_warps = self.config.dkv_key_warps
+        column_warps, together = self.config.num_warps // key_warps, COLUMNS_OF_STORE // 8
+        gradient = self.kernel.at_head(m, m, tile.head_kv, tile.place_k)
+        weights = cute.make_rmem_tensor((2,), Float32)
+        weights.fill(scale)
+        found = []
+        for i in cutlass.range_constexpr(self.tile_n // (ROWS_PER_MMA * key_warps)):
+            keys = [self.first_key(tile, i) + self.lane // 4 + 8 * r for r in range(2)]
+            is_row = [key < tile.rows_k for key in keys]
+            rows = [gradient[key, None] for key in keys]
+            for j in cutlass.range_constexpr(cute.size(acc, mode=[2]) // together):
+                first_block = (j * column_warps + self.warp_id // key_warps) * together
+                part = self._part(acc, i, j * together, together)
+                self.gemms.store_rows(part, weights, rows, is_row, self.lane_in_quad, first_block)
+            if cutlass.const_expr(self.plain is not None):
+                part = self._part(acc, i, 0, cute.size(acc, mode=[2]))
+                found.append(plain_gradients.nan_rows(part, is_row))
+        return found
+
+    def _part(self, acc: cute.Tensor, i: int, first: int, count: int) -> cute.Tensor:
+        """(2 rows, columns) of an accumulator's i-th 16 rows and `count` of its 8-column blocks."""
+        shape, stride = acc.layout.shape, acc.layout.stride
+        layout = cute.make_layout((shape[0], 1, count), stride=(stride[0], 0, stride[2]))
+        return rows_and_columns(cute.make_tensor(acc.iterator + i * stride[1] + first * stride[2], layout))
+
+    @cute.jit
+    def recompute(self, tile: KeyTile, found: list, m: cute.Tensor, scale: Float32, of_v: cutlass.Constexpr[bool]):
+        """The rows in which `store_gradient` has found a NaN."""
+        gradient = self.kernel.at_head(m, m, tile.head_kv, tile.place_k)
+        for i in cutlass.range_constexpr(len(found)):
+            if found[i][0] | found[i][1] != 0:
+                first_key = cute.arch.make_warp_uniform(broadcast(self.first_key(tile, i), 0))
+                others = (self.plain, self.accumulator, self.scores, of_v, self.config.vector_bytes)
+                self.kernel.recompute_keys(tile, gradient, scale, first_key, found[i], *others)

@@ -1,0 +1,1 @@
+"""The Ampere forward, and the forward for few query rows."""

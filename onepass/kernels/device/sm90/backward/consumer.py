@@ -1,0 +1,523 @@
+"""A consumer warpgroup of the Hopper backward: 64 keys through the query blocks of each tile.
+
+One step, query block i; in brackets what is in the tensor cores' queue, below it what the threads do meanwhile:
+
+    [dQ_(i-1) = dS_(i-1) K   dP_i = V dO_i^T   dV += P_i^T dO_i]          [S_(i+1) = K Q_(i+1)^T   dK += dS_i^T Q_i]
+                             dQ_(i-1) added          dS_i = P_i           dS_i to            P_(i+1) =
+                             to memory               (dP_i - delta)       shared memory      exp(S_(i+1) - lse)
+
+dQ needs the dS of all warpgroups; it comes a step late, so that none of them waits for another one's. A step holds dK,
+dV, one accumulator (64, tile_m) for S and dP in turn, a part of dQ, and P and dS in 16 bits.
+
+Source: FlashAttention-3, arXiv:2407.08608, appendix B.1, Algorithm 3.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, pipeline
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from .....geometry.integers import minimum
+from .....geometry.tile_scheduler import LANES
+from ....config import ROWS_PER_WARPGROUP
+from ...blocks.memory import epilogue, wgmma
+from ...blocks.memory.clear import clear_rows
+from ...blocks.memory.layouts import as_operand_a, rows_and_columns, transposed
+from ...blocks.memory.ptx import add_to_global, load_past_l1, pack
+from ...blocks.memory.warp import broadcast
+from ...blocks.repair import gradients as plain_gradients
+from ...blocks.softmax.gradients import GradientScores, of_column
+from ...blocks.tiles.dq_sums import AdditionTurns
+from ...blocks.tiles.named_barrier import NamedBarrier
+from ...blocks.tiles.pingpong import Turns
+from ..forward.warpgroup import WARPGROUP, WARPS
+from .zeros import wait_for_zeros
+
+
+def after(state: pipeline.PipelineState) -> pipeline.PipelineState:
+    following = state.clone()
+    following.advance()
+    return following
+
+
+class Mmas(NamedTuple):
+    """Each a GEMM of one warpgroup: 64 keys (dq: 64 queries) by so many columns."""
+
+    s: cute.TiledMma  # S^T = K Q^T
+    dp: cute.TiledMma  # dP^T = V dO^T
+    dv: cute.TiledMma  # dV += P^T dO, P from registers
+    dk: cute.TiledMma  # dK += dS^T Q, dS from registers
+    dq: cute.TiledMma  # dQ = dS K, over the keys of all warpgroups
+
+
+class BackwardConsumer(Turns, AdditionTurns, GradientScores):
+    """dK and dV of 64 keys in registers, and a part of each dQ."""
+
+    def __init__(self, kernel, buffers, pipes, mmas: Mmas, *others):
+        self._keep(kernel, pipes, mmas, *others)
+        self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.row_in_warpgroup
+
+        sK, sV, sQ, sdO, sdS, self.sStats, self.ds_full = buffers
+        self._make_fragments(sK, sV, sQ, sdO, sdS, self.wg)
+        # what its GEMMs read: dQ sums over the keys of all warpgroups
+        self.own_keys = [(sK[None, None, w], w * ROWS_PER_WARPGROUP) for w in range(self.num_warpgroups)]
+        self.own_keys.append((sV[None, None, self.wg], self.wg * ROWS_PER_WARPGROUP))
+        # this warpgroup's part of dQ: 64 of the queries, or a part of the columns
+        self.is_dq_by_rows = self.tile_m > ROWS_PER_WARPGROUP
+        row_part, column_part = (self.wg, 0) if self.is_dq_by_rows else (0, self.wg)
+        sdS_t = cute.local_tile(transposed(sdS), (ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP), (row_part, 0, None))
+        sK_t = cute.local_tile(transposed(sK), (kernel.dq_columns, ROWS_PER_WARPGROUP), (column_part, 0, None))
+        dq = mmas.dq.get_slice(self.thread)
+        self.rdS_t = mmas.dq.make_fragment_A(dq.partition_A(sdS_t))
+        self.rK_t = mmas.dq.make_fragment_B(dq.partition_B(sK_t))
+
+    def _keep(self, kernel, pipes, mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ, plain):
+        self.kernel, self.pipes, self.mmas = kernel, pipes, mmas
+        self.softmax_scale, self.scores, self.accumulator = softmax_scale, scores, accumulator
+        self.mdK, self.mdV, self.mdQ, self.plain = mdK, mdV, mdQ, plain
+        self.num_warpgroups, self.tile_m, self.tile_n = kernel.num_warpgroups, kernel.tile_m, kernel.tile_n
+        self.thread = cute.arch.thread_idx()[0] % WARPGROUP
+        self.lane, self.lane_in_quad = self.thread % LANES, self.thread % 4
+        self.wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP - 1)
+        # the first of this thread's two rows of an accumulator, 8 apart; row_in_tile: the same among the tile's keys
+        self.row_in_warpgroup = self.thread // LANES * 16 + self.lane // 4
+        self.takes_turns = kernel.config.pingpong
+        self.is_capped = scores.tanh_scale is not None
+
+    def _make_fragments(self, sK, sV, sQ, sdO, sdS, tile_of_keys):
+        """Operands and accumulators but those of dQ, for one of the tiles of 64 keys in sK and sV."""
+        self.sK, self.sV, self.sQ, self.sdO = sK, sV, sQ, sdO
+        kernel, mmas = self.kernel, self.mmas
+        s, dp, dv, dk = (mma.get_slice(self.thread) for mma in mmas[:4])
+        self.rK = mmas.s.make_fragment_A(s.partition_A(sK))[None, None, None, tile_of_keys]
+        self.rQ = mmas.s.make_fragment_B(s.partition_B(sQ))
+        self.rV = mmas.dp.make_fragment_A(dp.partition_A(sV))[None, None, None, tile_of_keys]
+        self.rdO = mmas.dp.make_fragment_B(dp.partition_B(sdO))
+        self.rdO_t = mmas.dv.make_fragment_B(dv.partition_B(transposed(sdO)))
+        self.rQ_t = mmas.dk.make_fragment_B(dk.partition_B(transposed(sQ)))
+
+        self.shape_s = mmas.s.partition_shape_C((ROWS_PER_WARPGROUP, self.tile_m))
+        self.shape_dq = mmas.dq.partition_shape_C((ROWS_PER_WARPGROUP, kernel.dq_columns))
+        self.acc_dk = cute.make_rmem_tensor(mmas.dk.partition_shape_C((64, kernel.head_dim)), Float32)
+        self.acc_dv = cute.make_rmem_tensor(mmas.dv.partition_shape_C((64, kernel.head_dim_v)), Float32)
+        self.rP, self.rdS = (cute.make_rmem_tensor(self.shape_s, kernel.dtype) for _ in range(2))
+        self.p_words, self.ds_words = (cute.recast_tensor(r, Int32) for r in (self.rP, self.rdS))
+        # of this thread's queries, see `read_stats`
+        self.minus_lse, self.minus_delta = (cute.make_rmem_tensor((4, self.tile_m // 16), Float32) for _ in range(2))
+        # whether a dq that this tile has written has a NaN (with private_dq)
+        self.nan_in_dq = cute.make_rmem_tensor((1,), Int32)
+        self.nan_in_dq[0] = Int32(0)
+        self.begin_turns()
+        if self.is_capped:
+            # P (1 - tanh^2), in the order of p_words
+            self.capped_words = cute.make_rmem_tensor((cute.size(self.p_words),), Int32)
+        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), kernel.dtype)
+        self.copy_ds = cute.make_tiled_copy_C(stmatrix, mmas.s).get_slice(self.thread)
+        self.ds_target = self.copy_ds.partition_D(sdS)
+
+    # ---------------------------------------------------------------- through all tiles of the thread block
+
+    @cute.jit
+    def run(self, queue, schedule, seqlens):
+        kv_state, q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
+        wave, number = Int32(0), queue.first()
+        ds_count = Int32(0)
+        self.prime_turns()
+        while number < queue.num_tiles:
+            tile = self.kernel.tile_at(number, schedule, seqlens)
+            num_steps = (tile.last - tile.first) * self.kernel.group
+            self.acc_dk.fill(0.0)
+            self.acc_dv.fill(0.0)
+            if num_steps > 0:
+                self.wait_for_zeros(tile)
+                self.pipes.k.consumer_wait(kv_state)
+                self.pipes.v.consumer_wait(kv_state)
+                self.clear_keys(tile, self.own_keys)
+                head, m_block = self.kernel.first_visit(tile)
+                before = head, m_block  # of the step before
+                self.pipes.q.consumer_wait(q_state)
+                self.read_stats(self.minus_lse, q_state, 0)
+                acc_s = self.begin_s()
+                self.issue_s(acc_s, q_state)
+                warpgroup.wait_group(0)
+                self.make_p(acc_s, tile, m_block)
+                for i in cutlass.range(num_steps - 1, unroll=1):
+                    self.clear_queries(tile, m_block, q_state, do_state)
+                    _, next_m_block = self.kernel.next_visit(tile, head, m_block)
+                    if i == 0:
+                        self.step(tile, next_m_block, before, q_state, do_state, ds_count, False, True)
+                    else:
+                        self.step(tile, next_m_block, before, q_state, do_state, ds_count, True, True)
+                    before = head, m_block
+                    head, m_block = self.kernel.next_visit(tile, head, m_block)
+                    q_state.advance()
+                    do_state.advance()
+                    ds_count += 1
+                self.clear_queries(tile, m_block, q_state, do_state)
+                if num_steps == 1:
+                    self.step(tile, m_block, before, q_state, do_state, ds_count, False, False)
+                else:
+                    self.step(tile, m_block, before, q_state, do_state, ds_count, True, False)
+                self.last_dq(tile, (head, m_block), ds_count)
+                q_state.advance()
+                do_state.advance()
+                ds_count += 1
+                self.pipes.k.consumer_release(kv_state)
+                self.pipes.v.consumer_release(kv_state)
+                kv_state.advance()
+            wave += 1
+            number = queue.take(wave)
+            queue.want_next()
+            self.store(tile)
+
+    def wait_for_zeros(self, tile):
+        group = self.kernel.group
+        wait_for_zeros(self.accumulator, tile.place_q, tile.head_kv * group, group)
+
+    @cute.jit
+    def step(
+        self,
+        tile,
+        next_m_block: Int32,
+        before: tuple,
+        q_state,
+        do_state,
+        ds_count: Int32,
+        has_previous: cutlass.Constexpr[bool],
+        has_next: cutlass.Constexpr[bool],
+    ):
+        """A query block. It begins and ends with P and nothing in flight: ptxas, which does not follow GEMMs around a
+        loop, would serialise all of them.
+
+        Args: before: head and number of the query block before, of which dQ is computed now.
+        """
+        next_q = after(q_state)
+        self.pipes.do.consumer_wait(do_state)
+        if cutlass.const_expr(has_previous):
+            seen = self.look_at_turn(tile, *before)
+            acc_dq = self.issue_dq(ds_count - 1)
+        # with a softcap, for which registers are short: those of delta become those of dP
+        if cutlass.const_expr(self.is_capped):
+            self.read_stats(self.minus_delta, q_state, 1)
+        acc_dp = self.issue_dp(do_state, self.is_capped)
+        self.issue_dv(do_state)
+        if cutlass.const_expr(has_previous):
+            self.take_turn(tile, *before, seen)
+            warpgroup.wait_group(2)
+            self.add_dq(acc_dq, tile, *before)
+        # before they are needed, because shared memory answers late while GEMMs read it; registers permitting: of 128
+        # queries those of the second half, which are needed last, come once P is free
+        reads_early = cutlass.const_expr(has_next and self.tile_m == 64 and not self.is_capped)
+        if cutlass.const_expr(not self.is_capped):
+            self.read_stats(self.minus_delta, q_state, 1, 0, 64)
+        if cutlass.const_expr(reads_early):
+            self.pipes.q.consumer_wait(next_q)
+            self.read_stats(self.minus_lse, next_q, 0)
+        warpgroup.wait_group(0)
+        if cutlass.const_expr(not self.is_capped):
+            self.read_stats(self.minus_delta, q_state, 1, 64)
+        self.pipes.do.consumer_release(do_state)
+        self.make_ds(acc_dp, self.is_capped)
+        if cutlass.const_expr(has_next):
+            if cutlass.const_expr(not reads_early):
+                self.pipes.q.consumer_wait(next_q)
+            if cutlass.const_expr(not reads_early and not self.is_capped):
+                self.read_stats(self.minus_lse, next_q, 0)
+            acc_s = self.begin_s()
+        self.wait_for_turn()
+        if cutlass.const_expr(has_next):
+            self.issue_s(acc_s, next_q)
+        self.issue_dk(q_state)
+        self.pass_turn()
+        self.write_ds(ds_count)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        self.publish_ds(ds_count)
+        if cutlass.const_expr(has_next):
+            if cutlass.const_expr(self.is_capped):
+                self.read_stats(self.minus_lse, next_q, 0)
+            warpgroup.wait_group(1)
+            self.make_p(acc_s, tile, next_m_block)
+        warpgroup.wait_group(0)
+        self.pipes.q.consumer_release(q_state)
+
+    @cute.jit
+    def last_dq(self, tile, block: tuple, ds_count: Int32):
+        """The dQ of a tile's last query block."""
+        seen = self.look_at_turn(tile, *block)
+        acc_dq = self.issue_dq(ds_count)
+        self.take_turn(tile, *block, seen)
+        warpgroup.wait_group(0)
+        self.add_dq(acc_dq, tile, *block)
+        if cutlass.const_expr(self.kernel.is_deterministic):
+            self.finish_dq()
+
+    # ---------------------------------------------------------------- past the end of a sequence
+
+    # There P is 0, but 0 * NaN = NaN. Dense tensors end there, too: TMA fills in zeros itself. All warpgroups write the
+    # same zeros, so they need not wait for each other; who reads the rows before they are cleared masks what they give.
+
+    @cute.jit
+    def clear_keys(self, tile, tiles_of_keys: list):
+        """Zeros in place of what tiles of 64 rows of K or V hold past the last key, before any GEMM reads them.
+
+        Args: tiles_of_keys: each with the number of its first key among those of the tile. All have arrived.
+        """
+        if cutlass.const_expr(self.kernel.has_rubbish):
+            end = tile.geometry.seqlen_k - tile.n_block * self.tile_n
+            if end < self.tile_n:
+                for rows, start in tiles_of_keys:
+                    clear_rows(rows, end - start, self.thread, WARPGROUP)
+                self.show_zeros()
+
+    @cute.jit
+    def clear_queries(self, tile, m_block: Int32, q_state, do_state):
+        """The same for a block of Q (None: not read here) and dO, once they arrive. S of the block is masked."""
+        if cutlass.const_expr(self.kernel.is_packed):
+            end = tile.geometry.seqlen_q - m_block * self.tile_m
+            if end < self.tile_m:
+                if cutlass.const_expr(q_state is not None):
+                    self.pipes.q.consumer_wait(q_state)
+                    clear_rows(self.sQ[None, None, q_state.index], end, self.thread, WARPGROUP)
+                self.pipes.do.consumer_wait(do_state)
+                clear_rows(self.sdO[None, None, do_state.index], end, self.thread, WARPGROUP)
+                self.show_zeros()
+
+    @cute.jit
+    def show_zeros(self):
+        """What all threads of this warpgroup have cleared, to its GEMMs."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.wg, number_of_threads=WARPGROUP)
+
+    # ---------------------------------------------------------------- GEMMs
+
+    # Accumulators that begin at zero are new registers each time: an old one would be an operand, and kept until then.
+
+    @cute.jit
+    def read_stats(
+        self,
+        target: cute.Tensor,
+        q_state,
+        which: cutlass.Constexpr[int],
+        first: cutlass.Constexpr[int] = 0,
+        end: cutlass.Constexpr[int] = 128,
+    ):
+        """-lse (0) or -delta (1) of this thread's queries in [first, end), four of each sixteen: `stats_position`."""
+        count = self.tile_m // 16
+        source = cute.domain_offset((which * self.tile_m + 4 * self.lane_in_quad,), self.sStats[None, q_state.index])
+        source = cute.make_tensor(source.iterator.align(16), cute.make_layout((4, count), stride=(1, 16)))
+        for j in cutlass.range_constexpr(first // 16, min(end // 16, count)):
+            cute.autovec_copy(source[None, j], target[None, j])
+
+    @cute.jit
+    def begin_s(self) -> cute.Tensor:
+        """An accumulator with -lse in every row, which need not be subtracted then; with a softcap, which is applied to
+        S alone, there is nothing in it yet."""
+        acc_s = cute.make_rmem_tensor(self.shape_s, Float32)
+        if cutlass.const_expr(not self.is_capped):
+            for i in cutlass.range_constexpr(cute.size(acc_s)):
+                acc_s[i] = of_column(self.minus_lse, i)
+        return acc_s
+
+    @cute.jit
+    def issue_s(self, acc_s: cute.Tensor, q_state):
+        wgmma.issue(self.mmas.s, acc_s, self.rK, self.rQ[None, None, None, q_state.index], not self.is_capped)
+
+    @cute.jit
+    def issue_dp(self, do_state, minus_delta: cutlass.Constexpr[bool] = False) -> cute.Tensor:
+        """dP, or dP - delta."""
+        acc_dp = cute.make_rmem_tensor(self.shape_s, Float32)
+        if cutlass.const_expr(minus_delta):
+            for i in cutlass.range_constexpr(cute.size(acc_dp)):
+                acc_dp[i] = of_column(self.minus_delta, i)
+        wgmma.issue(self.mmas.dp, acc_dp, self.rV, self.rdO[None, None, None, do_state.index], minus_delta)
+        return acc_dp
+
+    @cute.jit
+    def issue_dv(self, do_state):
+        wgmma.issue(
+            self.mmas.dv, self.acc_dv, as_operand_a(self.rP), self.rdO_t[None, None, None, do_state.index], True
+        )
+
+    @cute.jit
+    def issue_dk(self, q_state):
+        wgmma.issue(self.mmas.dk, self.acc_dk, as_operand_a(self.rdS), self.rQ_t[None, None, None, q_state.index], True)
+
+    @cute.jit
+    def issue_dq(self, count: Int32) -> cute.Tensor:
+        acc_dq = cute.make_rmem_tensor(self.shape_dq, Float32)
+        self.wait_for_ds(count)
+        buffer = count % 2 * self.num_warpgroups
+        pairs = [
+            (self.rdS_t[None, None, None, buffer + w], self.rK_t[None, None, None, w])
+            for w in range(self.num_warpgroups)
+        ]
+        wgmma.issue_sum(self.mmas.dq, acc_dq, pairs, False)
+        return acc_dq
+
+    # ---------------------------------------------------------------- P and dS
+
+    @cute.jit
+    def make_p(self, acc_s: cute.Tensor, tile, m_block: Int32):
+        """P = exp2(scale_log2 * (S - lse)), rounded to 16 bits."""
+        self.exponentials(acc_s, tile, m_block)
+        pack(acc_s, self.rP)
+
+    @cute.jit
+    def write_ds(self, count: Int32):
+        """dS of these keys into shared memory, where `publish_ds` shows it to all warpgroups.
+
+        The buffer is free: every warpgroup has published the step before, and with it waited for the dQ that read this.
+        """
+        target = self.ds_target[None, None, None, count % 2 * self.num_warpgroups + self.wg]
+        cute.copy(self.copy_ds, self.copy_ds.retile(self.rdS), target)
+
+    @cute.jit
+    def publish_ds(self, count: Int32):
+        """One arrival of this warp. It has written its dS and its part of the dQ of the step before is finished."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.ds_full + count % 2)
+
+    @cute.jit
+    def wait_for_ds(self, count: Int32):
+        cute.arch.mbarrier_wait(self.ds_full + count % 2, count // 2 & 1)
+
+    # ---------------------------------------------------------------- results
+
+    @cute.jit
+    def dq_part(self, tile, head: Int32, m_block: Int32) -> Int32:
+        """Number of this warp's part of a dQ in the accumulator."""
+        if cutlass.const_expr(self.kernel.has_private_dq):
+            in_group = head - tile.head_kv * self.kernel.group
+            first = (cute.arch.block_idx()[0] * self.kernel.group + in_group) * self.accumulator.blocks_per_head
+            number = first + m_block
+        else:
+            number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
+        return number * self.kernel.config.consumer_warps + self.wg * WARPS + self.thread // LANES
+
+    @cute.jit
+    def add_dq(self, acc_dq: cute.Tensor, tile, head: Int32, m_block: Int32):
+        part = self.dq_part(tile, head, m_block)
+        if cutlass.const_expr(self.kernel.has_private_dq):
+            is_first, is_last = self.kernel.is_first_and_last(tile, m_block)
+            if is_last:
+                if not is_first:
+                    self.add_from_accumulator(acc_dq, part)
+                self.store_dq(acc_dq, tile, head, m_block)
+            elif is_first:
+                self.begin_in_accumulator(acc_dq, part)
+            else:
+                self.add_to_accumulator(acc_dq, part)
+        else:
+            self.add_to_accumulator(acc_dq, part)
+
+    def place_in_accumulator(self, acc_dq: cute.Tensor, part: Int32) -> cute.Pointer:
+        """A part is laid out as [vector][lane]: 16 bytes a thread, 512 in a row a warp."""
+        return self.accumulator.dq.iterator + (Int64(part) * (cute.size(acc_dq) * LANES) + self.lane * 4)
+
+    @cute.jit
+    def add_to_accumulator(self, acc_dq: cute.Tensor, part: Int32):
+        start = self.place_in_accumulator(acc_dq, part)
+        for i in cutlass.range_constexpr(0, cute.size(acc_dq), 4):
+            add_to_global(start + i * LANES, [acc_dq[i + c] for c in range(4)])
+
+    # With private_dq a thread is the only one that ever touches its values.
+
+    @cute.jit
+    def begin_in_accumulator(self, acc_dq: cute.Tensor, part: Int32):
+        start = self.place_in_accumulator(acc_dq, part)
+        vector = cute.make_rmem_tensor((4,), Float32)
+        for i in cutlass.range_constexpr(0, cute.size(acc_dq), 4):
+            for c in cutlass.range_constexpr(4):
+                vector[c] = acc_dq[i + c]
+            cute.autovec_copy(vector, cute.make_tensor((start + i * LANES).align(16), cute.make_layout((4,))))
+
+    @cute.jit
+    def add_from_accumulator(self, acc_dq: cute.Tensor, part: Int32):
+        start = self.place_in_accumulator(acc_dq, part)
+        half = cute.size(acc_dq) // 2  # for which there are registers
+        for first in cutlass.range_constexpr(0, cute.size(acc_dq), half):
+            vectors = [load_past_l1(start + i * LANES) for i in range(first, first + half, 4)]
+            for i in cutlass.range_constexpr(half):
+                acc_dq[first + i] = acc_dq[first + i] + vectors[i // 4][i % 4]
+
+    def row_of_dq(self) -> Int32:
+        """The first of this thread's two rows of a block of dQ."""
+        return self.row_in_tile if self.is_dq_by_rows else self.row_in_warpgroup
+
+    @cute.jit
+    def store_dq(self, acc_dq: cute.Tensor, tile, head: Int32, m_block: Int32):
+        """dq of a finished block: this warpgroup's rows, or columns of all rows."""
+        rows = [m_block * self.tile_m + self.row_of_dq() + 8 * r for r in range(2)]
+        is_row = [row < tile.geometry.seqlen_q for row in rows]
+        weights = cute.make_rmem_tensor((2,), Float32)
+        weights.fill(self.softmax_scale)
+        gradient = self.kernel.at_head(self.mdQ, self.mdQ, head, tile.place_q)
+        out_rows = [gradient[row, None] for row in rows]
+        first_block = 0 if self.is_dq_by_rows else self.wg * (self.kernel.dq_columns // 8)
+        epilogue.store_rows(rows_and_columns(acc_dq), weights, out_rows, is_row, self.lane_in_quad, first_block)
+        if cutlass.const_expr(self.plain is not None):
+            ballots = plain_gradients.nan_rows(rows_and_columns(acc_dq), is_row)
+            self.nan_in_dq[0] = self.nan_in_dq[0] | ballots[0] | ballots[1]
+
+    @cute.jit
+    def store(self, tile):
+        """dK and dV of a finished tile."""
+        self.store_dv(tile)
+        self.store_dk(tile)
+        if cutlass.const_expr(self.kernel.has_private_dq and self.plain is not None):
+            if self.nan_in_dq[0] != 0:
+                cute.arch.sync_warp()  # other lanes write the same rows again
+                self.recompute_dq(tile)
+            self.nan_in_dq[0] = Int32(0)
+
+    @cute.jit
+    def recompute_dq(self, tile):
+        """This warp's rows of all query blocks that this tile was the last to add to, as `recompute` does for keys.
+
+        Of sequences as short as with private_dq it is not worth remembering which rows have a NaN.
+        """
+        at_head, plain = self.kernel.at_head, self.plain
+        mK, mV = (at_head(t, t, tile.head_kv, tile.place_k) for t in (plain.k, plain.v))
+        first_row = cute.arch.make_warp_uniform(self.row_of_dq() - self.lane // 4)
+        for h in cutlass.range(self.kernel.group, unroll=1):
+            head = tile.head_kv * self.kernel.group + h
+            mQ, mdO, dq = (at_head(t, t, head, tile.place_q) for t in (plain.q, plain.dout, self.mdQ))
+            number = self.kernel.m_block_number(self.accumulator, tile, head, Int32(0))
+            rows = (mQ, mdO, mK, mV, cute.domain_offset((number, 0), self.accumulator.stats))
+            for m_block in cutlass.range(tile.first, tile.last, unroll=1):
+                _, is_last = self.kernel.is_first_and_last(tile, m_block)
+                start = m_block * self.tile_m + first_row
+                end = minimum(start + 16, tile.geometry.seqlen_q)
+                if is_last:
+                    for query in cutlass.range(start, end, unroll=1):
+                        plain_gradients.recompute_dq(dq, query, *rows, tile.geometry, *self.scores, self.softmax_scale)
+
+    def store_dv(self, tile):
+        self.store_gradient(tile, self.acc_dv, self.mdV, Float32(1.0), True)
+
+    def store_dk(self, tile):
+        self.store_gradient(tile, self.acc_dk, self.mdK, self.softmax_scale, False)
+
+    @cute.jit
+    def store_gradient(self, tile, acc: cute.Tensor, m: cute.Tensor, scale: Float32, of_v: cutlass.Constexpr[bool]):
+        rows = [self.key(tile, 0, r) for r in range(2)]
+        is_row = [row < tile.rows_k for row in rows]
+        weights = cute.make_rmem_tensor((2,), Float32)
+        weights.fill(scale)
+        gradient = self.kernel.at_head(m, m, tile.head_kv, tile.place_k)
+        out_rows = [gradient[row, None] for row in rows]
+        epilogue.store_rows(rows_and_columns(acc), weights, out_rows, is_row, self.lane_in_quad)
+        if cutlass.const_expr(self.plain is not None):
+            ballots = plain_gradients.nan_rows(rows_and_columns(acc), is_row)
+            if ballots[0] | ballots[1] != 0:
+                cute.arch.sync_warp()  # other lanes write the same rows again
+                # known to be uniform: see Warpgroup.recompute
+                first_row = cute.arch.make_warp_uniform(broadcast(self.row_in_tile, 0))
+                first_key = tile.n_block * self.tile_n + first_row
+                others = (self.plain, self.accumulator, self.scores, of_v)
+                self.kernel.recompute_keys(tile, gradient, scale, first_key, ballots, *others)

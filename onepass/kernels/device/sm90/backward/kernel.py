@@ -1,0 +1,322 @@
+"""The Hopper backward kernel: warp-specialised, persistent, five GEMMs a step.
+
+A tile is 64 * num_warpgroups keys of one kv head; the steps go through the query blocks that see them, of each query
+head of the group in turn. Everything is computed transposed, keys in rows: S^T = K Q^T and dP^T = V dO^T leave P^T and
+dS^T in registers, in the layout in which the next GEMMs read them as operand A. So dV += P^T dO and dK += dS^T Q
+accumulate in registers through the whole tile, and only dS goes through shared memory: dQ = dS K sums over the keys of
+all warpgroups. The dQ of a step is added to a float32 accumulator in global memory.
+
+    producer warp        Q0 | K V | dO0 | Q1 dO1 | Q2 dO2 ...                      TMA, through circular buffers
+    two warps            zeros in the accumulator of dQ, ahead of all tiles
+    each warpgroup       S0 P0 | dP0 dV0 | dS0 | S1 dK0 | P1 | dQ0 dP1 dV1 | dS1 | S2 dK1 | P2 ...
+
+P and dS are computed while the tensor cores work on the GEMMs around them; see backward_consumer.py.
+
+With private_dq (BackwardConfig) a thread block is the only one that adds to a dQ, and writes it when it is complete.
+Else these additions come in any order. If the problem is deterministic, tiles of keys add to a block of dQ in ascending
+order: each warp waits until a counter (Accumulator.turns) says that the tiles before have added to its part. A tile
+then visits the query blocks in another order, so that these waits are short: block_range.following_query_block.
+
+Buffers and barriers (mbarrier pairs full / empty; arrivals)
+    K, V  one tile each, as tiles (64, head_dim) per warpgroup     full: TMA bytes     empty: all consumer warps
+    Q     q_stages tiles (tile_m, head_dim), with their lse, delta full: TMA bytes     empty: all consumer warps
+    dO    do_stages tiles (tile_m, head_dim_v)                     full: TMA bytes     empty: all consumer warps
+    dS    2 tiles (keys, tile_m)                                   full: all consumer warps
+
+Source: FlashAttention-3, arXiv:2407.08608, appendix B.1, Algorithm 3.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode as Major
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu.warpgroup import MmaF16BF16Op, OperandSource
+from cutlass.memory import SmemAllocator
+
+from .....problem import AttentionProblem
+from ....config import DS_BUFFERS, REGISTERS, ROWS_PER_WARPGROUP, STAT_ROWS, BackwardConfig
+from ...blocks.memory.layouts import as_batch_of_one, one_tile, rows_first, smem_tiles
+from ...blocks.memory.ptx import exit_if
+from ...blocks.repair.rows import PlainTensors
+from ...blocks.softmax.online import Scores
+from ...blocks.tiles.dq_sums import Accumulator
+from ...blocks.tiles.key_tiles import KeyTiles
+from ...blocks.tiles.packed import Lengths
+from ...blocks.tiles.queue import TileQueue
+from ...blocks.tiles.schedule import Schedule, Sequences, make_schedule
+from ..forward.warpgroup import WARPGROUP, WARPS
+from . import zeros as backward_zeros
+from .consumer import BackwardConsumer, Mmas
+from .producer import BackwardProducer
+from .wide import P_WORDS, WideConsumer
+
+PRODUCER_WARP, SCHEDULER_WARP = 0, 1
+
+
+class BackwardPipes(NamedTuple):
+    """The circular buffers of shared memory."""
+
+    k: pipeline.PipelineTmaAsync
+    v: pipeline.PipelineTmaAsync
+    q: pipeline.PipelineTmaAsync
+    do: pipeline.PipelineTmaAsync
+
+
+class BackwardSm90(KeyTiles):
+    """One compiled backward: (static problem, config) -> device code. See the module's docstring for the picture."""
+
+    def __init__(self, problem: AttentionProblem, config: BackwardConfig, dtype: type[cutlass.Numeric]):
+        config.check(problem)
+        self.config = config
+        self.dtype = dtype
+        self.group = problem.qhead_per_kvhead
+        self.num_warpgroups = config.num_warpgroups
+        self.tile_m, self.tile_n = config.tile_m, config.tile_n
+        self.head_dim, self.head_dim_v = config.head_dims(problem)
+        self.key_tiles, self.dq_columns = config.key_tiles, config.dq_columns(problem)
+        self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
+        # tiles may hold pairs that are hidden, and whose parts of the gradients may be NaN
+        self.hides_pairs = not problem.mask.is_full or problem.has_seqused_k
+        self.longest_first = config.longest_first and self.has_window == (False, True)
+        self.is_packed = problem.is_packed
+        self.has_private_dq = config.private_dq
+        self.is_deterministic = config.adds_in_turns(problem)
+        self.is_descending = config.adds_descending(problem)
+        # K, V, Q, dO may hold anything past the end of a sequence
+        self.has_rubbish = problem.is_packed or problem.has_seqused_k
+        self.producer_registers, self.consumer_registers = REGISTERS[config.num_warpgroups]
+
+    # ---------------------------------------------------------------- host
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim); packed sequences: these tensors without batch
+        k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim)
+        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v)
+        dout: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v)
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        dq: cute.Tensor | None,  # with private_dq; the postprocess kernel writes it otherwise
+        dq_accum: cute.Tensor,  # see Accumulator, here and for the next three
+        stats: cute.Tensor,
+        turns: cute.Tensor | None,
+        zeroed: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor | None,  # (batch + 1,) int32
+        cu_seqlens_k: cute.Tensor | None,  # (batch + 1,) int32
+        seqused_k: cute.Tensor | None,  # (batch,) int32
+        softmax_scale: Float32,
+        scale_log2: Float32,
+        tanh_scale: Float32 | None,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        counter: cute.Tensor | None,  # (1,) int32, zero: see blocks/tiles/queue.py
+        blocks_per_head: Int32,
+        heads_per_section: Int32,
+        num_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        if cutlass.const_expr(self.is_packed):
+            q, k, v, dout, dk, dv = (as_batch_of_one(t) for t in (q, k, v, dout, dk, dv))
+        sK_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim, self.key_tiles, self.dtype)
+        sV_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim_v, self.key_tiles, self.dtype)
+        sQ_layout = smem_tiles(self.tile_m, self.head_dim, self.config.q_stages, self.dtype)
+        sdO_layout = smem_tiles(self.tile_m, self.head_dim_v, self.config.do_stages, self.dtype)
+        sdS_layout = smem_tiles(ROWS_PER_WARPGROUP, self.tile_m, DS_BUFFERS * self.key_tiles, self.dtype)
+        tma = []
+        for t, layout, rows, columns in (
+            (k, sK_layout, ROWS_PER_WARPGROUP, self.head_dim),
+            (v, sV_layout, ROWS_PER_WARPGROUP, self.head_dim_v),
+            (q, sQ_layout, self.tile_m, self.head_dim),
+            (dout, sdO_layout, self.tile_m, self.head_dim_v),
+        ):
+            load = cpasync.CopyBulkTensorTileG2SOp()
+            tma.append(cpasync.make_tiled_tma_atom(load, rows_first(t), one_tile(layout, rows), (rows, columns)))
+        (tma_k, mK), (tma_v, mV), (tma_q, mQ), (tma_do, mdO) = tma
+
+        seqlen_k, _, num_heads_kv, batch = mK.shape
+        plain = None
+        if cutlass.const_expr(self.hides_pairs):
+            plain = PlainTensors(*(rows_first(t) for t in (q, k, v, dout)))
+        num_n_blocks = None if self.is_packed else cute.ceil_div(seqlen_k, self.tile_n)
+        schedule = make_schedule(num_n_blocks, num_heads_kv, batch, heads_per_section)
+        self.kernel(
+            tma_k,
+            mK,
+            tma_v,
+            mV,
+            tma_q,
+            mQ,
+            tma_do,
+            mdO,
+            rows_first(dk),
+            rows_first(dv),
+            None if cutlass.const_expr(dq is None) else rows_first(dq),
+            plain,
+            Accumulator(dq_accum, stats, turns, zeroed, blocks_per_head, mQ.shape[2]),
+            Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
+            softmax_scale,
+            Scores(scale_log2, tanh_scale),
+            window_left,
+            window_right,
+            schedule,
+            counter,
+            self._make_tiled_mmas(),
+            sK_layout,
+            sV_layout,
+            sQ_layout,
+            sdO_layout,
+            sdS_layout,
+        ).launch(
+            grid=[num_ctas, 1, 1],
+            block=[self.config.num_threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+            cooperative=self.is_deterministic,  # who waits for a turn waits for a thread block that runs
+        )
+
+    def _make_tiled_mmas(self) -> Mmas:
+        """One warpgroup each; see Mmas."""
+
+        def tiled_mma(columns: int, a: OperandSource, a_major: Major, b_major: Major) -> cute.TiledMma:
+            op = MmaF16BF16Op(self.dtype, Float32, (64, columns, 16), a, a_major, b_major)
+            return cute.make_tiled_mma(op, (1, 1, 1))
+
+        smem, registers = OperandSource.SMEM, OperandSource.RMEM
+        return Mmas(
+            s=tiled_mma(self.tile_m, smem, Major.K, Major.K),
+            dp=tiled_mma(self.tile_m, smem, Major.K, Major.K),
+            dv=tiled_mma(self.head_dim_v, registers, Major.K, Major.MN),
+            dk=tiled_mma(self.head_dim, registers, Major.K, Major.MN),
+            dq=tiled_mma(self.dq_columns, smem, Major.MN, Major.MN),
+        )
+
+    # ---------------------------------------------------------------- device: set-up and roles
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_k: cute.CopyAtom,
+        mK: cute.Tensor,  # (seqlen_k, head_dim, num_heads_kv, batch), coordinates for TMA; mV, mQ, mdO alike
+        tma_v: cute.CopyAtom,
+        mV: cute.Tensor,
+        tma_q: cute.CopyAtom,
+        mQ: cute.Tensor,
+        tma_do: cute.CopyAtom,
+        mdO: cute.Tensor,
+        mdK: cute.Tensor,  # (seqlen_k, head_dim, num_heads_kv, batch)
+        mdV: cute.Tensor,
+        mdQ: cute.Tensor | None,
+        plain: PlainTensors | None,  # with hidden pairs only
+        accumulator: Accumulator,
+        lengths: Lengths,
+        softmax_scale: Float32,
+        scores: Scores,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        schedule: Schedule,
+        counter: cute.Tensor | None,
+        tiled_mmas: Mmas,
+        sK_layout: cute.ComposedLayout,
+        sV_layout: cute.ComposedLayout,
+        sQ_layout: cute.ComposedLayout,
+        sdO_layout: cute.ComposedLayout,
+        sdS_layout: cute.ComposedLayout,
+    ):
+        warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if cutlass.const_expr(self.is_packed):
+            schedule = self.schedule_of_keys(schedule, lengths, mK.shape[0], mQ.shape[0])
+            # the grid was made for the worst case
+            exit_if(cute.arch.block_idx()[0] >= schedule.num_tiles)
+        if warp_id == 0:
+            for atom in (tma_k, tma_v, tma_q, tma_do):
+                cpasync.prefetch_descriptor(atom)
+
+        consumer_warps = WARPS * self.num_warpgroups
+        smem = SmemAllocator()  # BackwardConfig.smem_bytes counts the same
+        sK, sV, sQ, sdO, sdS = (
+            smem.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
+            for layout in (sK_layout, sV_layout, sQ_layout, sdO_layout, sdS_layout)
+        )
+        if cutlass.const_expr(self.config.by_gradient):
+            # what is in registers, of each thread
+            p_vectors = self.tile_m * ROWS_PER_WARPGROUP // (2 * WARPGROUP * P_WORDS)
+            p_layout = cute.make_ordered_layout((P_WORDS, WARPGROUP, p_vectors), order=(0, 1, 2))
+            sP = smem.allocate_tensor(Int32, p_layout, 128)
+        stats_layout = cute.make_layout((STAT_ROWS * self.tile_m, self.config.q_stages))
+        sStats = smem.allocate_tensor(Float32, stats_layout, 128)
+        k_bytes, v_bytes = (self._bytes(self.tile_n, d) for d in (self.head_dim, self.head_dim_v))
+        stats_bytes = 4 * STAT_ROWS * self.tile_m
+        pipes = BackwardPipes(
+            self._make_pipeline(smem, 1, consumer_warps, k_bytes),
+            self._make_pipeline(smem, 1, consumer_warps, v_bytes),
+            self._make_pipeline(
+                smem, self.config.q_stages, consumer_warps, self._bytes(self.tile_m, self.head_dim) + stats_bytes
+            ),
+            self._make_pipeline(smem, self.config.do_stages, consumer_warps, self._bytes(self.tile_m, self.head_dim_v)),
+        )
+        in_a_row = schedule.num_m_blocks if cutlass.const_expr(self.has_private_dq) else None
+        queue = TileQueue(smem, schedule.num_tiles, counter, consumer_warps, in_a_row=in_a_row)
+        ds_full, p_full = (smem.allocate_array(cutlass.Int64, DS_BUFFERS) for _ in range(2))
+        if cute.arch.thread_idx()[0] == 0:
+            for i in cutlass.range_constexpr(DS_BUFFERS):
+                cute.arch.mbarrier_init(ds_full + i, WARPS * self.key_tiles)
+                cute.arch.mbarrier_init(p_full + i, WARPS)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        seqlens = Sequences(mQ.shape[0], mK.shape[0], window_left, window_right, lengths)
+        if warp_id < WARPS:  # warpgroup 0
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp_id == PRODUCER_WARP:
+                producer = BackwardProducer(
+                    self,
+                    (tma_k, mK, sK),
+                    (tma_v, mV, sV),
+                    (tma_q, mQ, sQ),
+                    (tma_do, mdO, sdO),
+                    sStats,
+                    accumulator,
+                    pipes,
+                )
+                producer.run(queue, schedule, seqlens)
+            if cutlass.const_expr(counter is not None):
+                if cute.arch.thread_idx()[0] == SCHEDULER_WARP * 32:
+                    queue.fill()
+            if cutlass.const_expr(accumulator.zeroed is not None):
+                if warp_id >= backward_zeros.FIRST_WARP:
+                    backward_zeros.zero_blocks(accumulator, self.group)
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            others = (pipes, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ, plain)
+            if cutlass.const_expr(self.config.by_gradient):
+                consumer = WideConsumer(self, (sK, sV, sQ, sdO, sdS, sP, sStats, ds_full, p_full), *others)
+            else:
+                consumer = BackwardConsumer(self, (sK, sV, sQ, sdO, sdS, sStats, ds_full), *others)
+            consumer.run(queue, schedule, seqlens)
+
+    def _bytes(self, rows: int, columns: int) -> int:
+        return rows * columns * self.dtype.width // 8
+
+    def _make_pipeline(self, smem, num_stages: int, consumer_warps: int, num_bytes: int):
+        """A circular buffer that TMA fills and all consumer warps empty, each with one arrival."""
+        thread = pipeline.Agent.Thread
+        return pipeline.PipelineTmaAsync.create(
+            num_stages=num_stages,
+            producer_group=pipeline.CooperativeGroup(thread),
+            consumer_group=pipeline.CooperativeGroup(thread, consumer_warps),
+            tx_count=num_bytes,
+            barrier_storage=smem.allocate_array(cutlass.Int64, 2 * num_stages),
+            defer_sync=True,
+        )
+
+    def buffer_states(self, user: pipeline.PipelineUserType) -> tuple:
+        """Where K and V, Q, and dO are being filled (or read) first."""
+        stages = 1, self.config.q_stages, self.config.do_stages
+        return tuple(pipeline.make_pipeline_state(user, count) for count in stages)

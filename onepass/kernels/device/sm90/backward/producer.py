@@ -1,0 +1,103 @@
+"""Who brings K, V, Q and dO into shared memory for the backward: one warp, by TMA."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, pipeline
+from cutlass.cute.nvgpu import cpasync
+
+from ....config import ROWS_PER_WARPGROUP
+from ...blocks.memory.untraced import Bundle
+from ...blocks.tiles.queue import DRAW_AHEAD
+
+
+class BackwardProducer(Bundle):
+    """Loads of the tiles of one thread block. Each waits until its buffer is empty, then fills it."""
+
+    def __init__(self, kernel, k, v, q, do, sStats, accumulator, pipes):
+        """k, v, q, do: TMA atom, global tensor of coordinates, shared tensor."""
+        self.kernel, self.accumulator, self.pipes = kernel, accumulator, pipes
+        self.sStats = sStats
+        rows_k, rows_q = ROWS_PER_WARPGROUP, kernel.tile_m
+        self.k = self._partition(*k, rows_k, kernel.head_dim)
+        self.v = self._partition(*v, rows_k, kernel.head_dim_v)
+        self.q = self._partition(*q, rows_q, kernel.head_dim)
+        self.do = self._partition(*do, rows_q, kernel.head_dim_v)
+
+    def _partition(self, tma_atom, m, s, rows: int, columns: int):
+        """The atom, m, both ends of a copy: global (tile bytes, block, head, batch), shared (tile bytes, buffer)."""
+        g = cute.local_tile(m, (rows, columns), (None, 0, None, None))
+        ts, tg = cpasync.tma_partition(
+            tma_atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)
+        )
+        return tma_atom, m, tg, ts
+
+    @cute.jit
+    def run(self, queue, schedule, seqlens):
+        """One warp issues every load of all tiles, in the order in which consumers need them."""
+        kv_state, q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Producer)
+        wave, number = Int32(0), queue.start()
+        while number < schedule.num_tiles:
+            tile = self.kernel.tile_at(number, schedule, seqlens)
+            num_steps = (tile.last - tile.first) * self.kernel.group
+            head, m_block = self.kernel.first_visit(tile)
+            if num_steps > 0:
+                self._load_q(tile, head, m_block, q_state)
+                q_state.advance()
+                self._load_kv(self.pipes.k, self.k, tile, kv_state)
+                self._load_kv(self.pipes.v, self.v, tile, kv_state)
+                kv_state.advance()
+            if num_steps < DRAW_AHEAD:
+                queue.want_next()
+            for i in cutlass.range(num_steps, unroll=1):
+                if i == num_steps - DRAW_AHEAD:
+                    queue.want_next()
+                self._load(self.pipes.do, do_state, self.do, head, tile.place_q, m_block, do_state.index)
+                do_state.advance()
+                head, m_block = self.kernel.next_visit(tile, head, m_block)
+                if i < num_steps - 1:
+                    self._load_q(tile, head, m_block, q_state)
+                    q_state.advance()
+            wave += 1
+            number = queue.take(wave)
+        # shared memory must outlive the consumers' last arrivals
+        for pipe, state in (
+            (self.pipes.k, kv_state),
+            (self.pipes.v, kv_state),
+            (self.pipes.q, q_state),
+            (self.pipes.do, do_state),
+        ):
+            pipe.producer_tail(state.clone())
+
+    @cute.jit
+    def _load_kv(self, pipe, what, tile, state):
+        """The tile's rows, in tiles of 64."""
+        atom, m, tg, ts = what
+        source = self.kernel.at_head(tg, m, tile.head_kv, tile.place_k)
+        pipe.producer_acquire(state)
+        barrier = pipe.producer_get_barrier(state)
+        for w in cutlass.range_constexpr(self.kernel.key_tiles):
+            block = tile.n_block * self.kernel.key_tiles + w
+            cute.copy(atom, source[None, block], ts[None, w], tma_bar_ptr=barrier)
+
+    @cute.jit
+    def _load_q(self, tile, head: Int32, m_block: Int32, state):
+        """Q and the lse and delta of its rows."""
+        self._load(self.pipes.q, state, self.q, head, tile.place_q, m_block, state.index)
+        number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
+        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        with cute.arch.elect_one():
+            cute.copy(
+                bulk,
+                self.accumulator.stats[number, None],
+                self.sStats[None, state.index],
+                mbar_ptr=self.pipes.q.producer_get_barrier(state),
+            )
+
+    @cute.jit
+    def _load(self, pipe, state, what, head: Int32, place: Int32, block: Int32, buffer: Int32):
+        atom, m, tg, ts = what
+        source = self.kernel.at_head(tg, m, head, place)
+        pipe.producer_acquire(state)
+        cute.copy(atom, source[None, block], ts[None, buffer], tma_bar_ptr=pipe.producer_get_barrier(state))

@@ -1,0 +1,275 @@
+"""The consumer warpgroups of the Hopper backward for head_dim above 128: one gradient each.
+
+dK and dV of 64 keys do not fit into one warpgroup's registers, so warpgroup 0 accumulates dV and warpgroup 1 dK. One
+step, in brackets what is in the tensor cores' queue:
+
+    warpgroup 0    [S_(i+1) = K Q_(i+1)^T   dV += P_i^T dO_i]      P_(i+1) = exp(S_(i+1) - lse)             [dQ_i]
+                                                                   | P, 16 bits, through shared memory
+    warpgroup 1    [dK += dS_i^T Q_i   dP_(i+1) = V dO_(i+1)^T]    dS_(i+1) = P_(i+1) (dP_(i+1) - delta)    [dQ_i]
+                                                                   | dS, through shared memory to both: dQ = dS K
+
+A dQ is computed 64 columns at a time (a piece): its accumulator is what registers are left for.
+
+Source: FlashAttention-3, arXiv:2407.08608, appendix B.1, Algorithm 3, with these roles for its warpgroups.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, pipeline
+from cutlass.cute.nvgpu import warpgroup
+
+from .....geometry.tile_scheduler import LANES
+from ....config import ROWS_PER_WARPGROUP
+from ...blocks.memory import wgmma
+from ...blocks.memory.layouts import transposed
+from ...blocks.memory.ptx import pack
+from ...blocks.tiles.named_barrier import NamedBarrier
+from ..forward.warpgroup import WARPGROUP, WARPS
+from .consumer import BackwardConsumer, Mmas, after
+
+PIECE = 64  # columns of dQ
+P_WORDS = 4  # 32-bit words of a 16-byte vector
+
+
+class WideConsumer(BackwardConsumer):
+    """dV (warpgroup 0) or dK (warpgroup 1) of 64 keys in registers, and pieces of each dQ."""
+
+    def __init__(self, kernel, buffers, pipes, mmas: Mmas, *others):
+        self._keep(kernel, pipes, mmas, *others)
+        self.row_in_tile = self.row_in_warpgroup
+
+        sK, sV, sQ, sdO, sdS, self.sP, self.sStats, self.ds_full, self.p_full = buffers
+        self._make_fragments(sK, sV, sQ, sdO, sdS, 0)
+        sK_t = cute.local_tile(transposed(sK), (PIECE, ROWS_PER_WARPGROUP), (None, 0, 0))
+        dq = mmas.dq.get_slice(self.thread)
+        self.rdS_t = mmas.dq.make_fragment_A(dq.partition_A(transposed(sdS)))
+        self.rK_t = mmas.dq.make_fragment_B(dq.partition_B(sK_t))
+        self.num_pieces = kernel.head_dim // PIECE
+
+    @cute.jit
+    def run(self, queue, schedule, seqlens):
+        if self.wg == 0:
+            self.run_dv(queue, schedule, seqlens)
+        else:
+            self.run_dk(queue, schedule, seqlens)
+
+    # ---------------------------------------------------------------- warpgroup 0: S, P and dV
+
+    @cute.jit
+    def run_dv(self, queue, schedule, seqlens):
+        kv_state, q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
+        wave, number = Int32(0), queue.first()
+        count = Int32(0)
+        while number < queue.num_tiles:
+            tile = self.kernel.tile_at(number, schedule, seqlens)
+            num_steps = (tile.last - tile.first) * self.kernel.group
+            self.acc_dv.fill(0.0)
+            if num_steps > 0:
+                self.wait_for_zeros(tile)
+                self.pipes.v.consumer_release(kv_state)  # not read here
+                self.pipes.k.consumer_wait(kv_state)
+                self.clear_keys(tile, [(self.sK[None, None, 0], 0)])
+                head, m_block = self.kernel.first_visit(tile)
+                self.pipes.q.consumer_wait(q_state)
+                self.read_stats(self.minus_lse, q_state, 0)
+                acc_s = self.begin_s()
+                self.issue_s(acc_s, q_state)
+                warpgroup.wait_group(0)
+                self.pipes.q.consumer_release(q_state)
+                q_state.advance()
+                self.make_p(acc_s, tile, m_block)
+                self.send_p(count)
+                for _ in cutlass.range(num_steps - 1, unroll=1):
+                    self.clear_queries(tile, m_block, None, do_state)
+                    block = head, m_block
+                    head, m_block = self.kernel.next_visit(tile, head, m_block)
+                    self.dv_step(tile, m_block, block, q_state, do_state, count, True)
+                    q_state.advance()
+                    do_state.advance()
+                    count += 1
+                self.clear_queries(tile, m_block, None, do_state)
+                self.dv_step(tile, m_block, (head, m_block), q_state, do_state, count, False)
+                do_state.advance()
+                count += 1
+                if cutlass.const_expr(self.kernel.is_deterministic):
+                    self.finish_dq()
+                self.pipes.k.consumer_release(kv_state)
+                kv_state.advance()
+            wave += 1
+            number = queue.take(wave)
+            queue.want_next()
+            self.store_dv(tile)
+
+    @cute.jit
+    def dv_step(
+        self,
+        tile,
+        next_m_block: Int32,
+        block: tuple,
+        next_q,
+        do_state,
+        count: Int32,
+        has_next: cutlass.Constexpr[bool],
+    ):
+        """Begins and ends with P and nothing in flight, see BackwardConsumer.step."""
+        seen = self.look_at_turn(tile, *block)
+        self.pipes.do.consumer_wait(do_state)
+        if cutlass.const_expr(has_next):
+            self.pipes.q.consumer_wait(next_q)
+            self.read_stats(self.minus_lse, next_q, 0)
+            acc_s = self.begin_s()
+            self.issue_s(acc_s, next_q)
+        self.issue_dv(do_state)
+        if cutlass.const_expr(has_next):
+            warpgroup.wait_group(1)
+            self.pipes.q.consumer_release(next_q)
+            self.exponentials(acc_s, tile, next_m_block)
+        warpgroup.wait_group(0)
+        self.pipes.do.consumer_release(do_state)
+        if cutlass.const_expr(has_next):
+            pack(acc_s, self.rP)
+        self.wait_for_ds(count)
+        if cutlass.const_expr(has_next):
+            self.send_p(count + 1)
+        self.add_pieces(tile, block, seen, count, 0)
+
+    @cute.jit
+    def send_p(self, count: Int32):
+        """P (with a softcap, times its slope) to the same thread of warpgroup 1.
+
+        The buffer is free: the dS that was made of what it held has been waited for.
+        """
+        words = self.capped_words if cutlass.const_expr(self.is_capped) else self.p_words
+        vector = cute.make_rmem_tensor((P_WORDS,), Int32)
+        for j in cutlass.range_constexpr(cute.size(words) // P_WORDS):
+            for c in cutlass.range_constexpr(P_WORDS):
+                vector[c] = words[P_WORDS * j + c]
+            cute.autovec_copy(vector, self.sP[None, self.thread, j])
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.p_full + count % 2)
+
+    # ---------------------------------------------------------------- warpgroup 1: dP, dS and dK
+
+    @cute.jit
+    def run_dk(self, queue, schedule, seqlens):
+        kv_state, q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
+        wave, number = Int32(0), queue.first()
+        count = Int32(0)
+        while number < queue.num_tiles:
+            tile = self.kernel.tile_at(number, schedule, seqlens)
+            num_steps = (tile.last - tile.first) * self.kernel.group
+            self.acc_dk.fill(0.0)
+            if num_steps > 0:
+                self.wait_for_zeros(tile)
+                head, m_block = self.kernel.first_visit(tile)
+                self.pipes.q.consumer_wait(q_state)
+                self.read_stats(self.minus_delta, q_state, 1)
+                self.pipes.v.consumer_wait(kv_state)
+                self.pipes.do.consumer_wait(do_state)
+                self.clear_keys(tile, [(self.sV[None, None, 0], 0)])
+                self.clear_queries(tile, m_block, q_state, do_state)
+                acc_dp = self.issue_dp(do_state)
+                self.pipes.k.consumer_wait(kv_state)
+                warpgroup.wait_group(0)
+                self.clear_keys(tile, [(self.sK[None, None, 0], 0)])
+                self.pipes.do.consumer_release(do_state)
+                do_state.advance()
+                self.receive_p(count)
+                self.make_ds(acc_dp)
+                self.send_ds(count)
+                for _ in cutlass.range(num_steps - 1, unroll=1):
+                    block = head, m_block
+                    head, m_block = self.kernel.next_visit(tile, head, m_block)
+                    self.clear_queries(tile, m_block, after(q_state), do_state)
+                    self.dk_step(tile, block, q_state, do_state, count, True)
+                    q_state.advance()
+                    do_state.advance()
+                    count += 1
+                self.dk_step(tile, (head, m_block), q_state, do_state, count, False)
+                q_state.advance()
+                count += 1
+                self.pipes.v.consumer_release(kv_state)
+                if cutlass.const_expr(self.kernel.is_deterministic):
+                    self.finish_dq()
+                self.pipes.k.consumer_release(kv_state)
+                kv_state.advance()
+            wave += 1
+            number = queue.take(wave)
+            queue.want_next()
+            self.store_dk(tile)
+
+    @cute.jit
+    def dk_step(self, tile, block: tuple, q_state, next_do, count: Int32, has_next: cutlass.Constexpr[bool]):
+        """Begins and ends with dS and nothing in flight."""
+        seen = self.look_at_turn(tile, *block)
+        self.issue_dk(q_state)
+        if cutlass.const_expr(has_next):
+            next_q = after(q_state)
+            self.pipes.q.consumer_wait(next_q)
+            self.pipes.do.consumer_wait(next_do)
+            acc_dp = self.issue_dp(next_do)
+            self.read_stats(self.minus_delta, next_q, 1)
+        warpgroup.wait_group(0)
+        self.pipes.q.consumer_release(q_state)
+        if cutlass.const_expr(has_next):
+            self.pipes.do.consumer_release(next_do)
+            self.receive_p(count + 1)
+            self.make_ds(acc_dp)
+            self.send_ds(count + 1)
+        self.wait_for_ds(count)
+        self.add_pieces(tile, block, seen, count, self.first_piece(1))
+
+    @cute.jit
+    def receive_p(self, count: Int32):
+        words = self.capped_words if cutlass.const_expr(self.is_capped) else self.p_words
+        cute.arch.mbarrier_wait(self.p_full + count % 2, count // 2 & 1)
+        vector = cute.make_rmem_tensor((P_WORDS,), Int32)
+        for j in cutlass.range_constexpr(cute.size(words) // P_WORDS):
+            cute.autovec_copy(self.sP[None, self.thread, j], vector)
+            for c in cutlass.range_constexpr(P_WORDS):
+                words[P_WORDS * j + c] = vector[c]
+
+    @cute.jit
+    def send_ds(self, count: Int32):
+        """dS to both warpgroups.
+
+        The buffer is free: P of this step came after warpgroup 0's dQ of two steps before it; all warps of this
+        warpgroup wait here for their own.
+        """
+        cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.wg, number_of_threads=WARPGROUP)
+        cute.copy(self.copy_ds, self.copy_ds.retile(self.rdS), self.ds_target[None, None, None, count % 2])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        self.publish_ds(count)
+
+    # ---------------------------------------------------------------- dQ
+
+    def first_piece(self, wg: int) -> int:
+        """Pieces of dQ are dealt out in order: the first half (or one more) to warpgroup 0."""
+        return 0 if wg == 0 else (self.num_pieces + 1) // 2
+
+    def end_piece(self, first: int) -> int:
+        return self.num_pieces if first else (self.num_pieces + 1) // 2
+
+    @cute.jit
+    def issue_piece(self, count: Int32, piece: cutlass.Constexpr[int]) -> cute.Tensor:
+        acc_dq = cute.make_rmem_tensor(self.shape_dq, Float32)
+        a, b = self.rdS_t[None, None, None, count % 2], self.rK_t[None, None, None, piece]
+        wgmma.issue(self.mmas.dq, acc_dq, a, b, False)
+        return acc_dq
+
+    @cute.jit
+    def add_pieces(self, tile, block: tuple, seen: Int32, count: Int32, first: cutlass.Constexpr[int]):
+        """This warpgroup's pieces of a dQ to global memory, the next one's GEMM beside it.
+
+        Args: block: head and number of the query block; seen: of its `look_at_turn`.
+        """
+        accs = [self.issue_piece(count, piece) for piece in range(first, self.end_piece(first))]
+        self.take_turn(tile, *block, seen)
+        number = self.kernel.m_block_number(self.accumulator, tile, *block)
+        for i in cutlass.range_constexpr(len(accs)):
+            warpgroup.wait_group(len(accs) - 1 - i)
+            self.add_to_accumulator(accs[i], (number * self.num_pieces + first + i) * WARPS + self.thread // LANES)

@@ -1,0 +1,416 @@
+"""A consumer warpgroup of the Hopper forward: 64 query rows through the key blocks of each tile.
+
+What runs beside what, in one warpgroup (S = QK^T of a block, O += PV of the block before; time goes right):
+
+    Algorithm 1   [S ] softmax [PV] [S ] softmax [PV]          overlap_gemm_softmax=False
+    2 stages      [S,PV] softmax [S,PV] softmax                PV beside the softmax; S is waited for
+    3 stages      [S,PV]  [S,PV]  [S,PV]                       a block in two halves with an accumulator each: while
+                  softmax softmax softmax                      the softmax of one half runs, the S of the other does,
+                                                               too, and nothing is waited for
+
+The first S of the next tile is issued with the last PV of this one (overlap_tiles), so the tensor cores do not drain
+between tiles; finished rows are stored from registers meanwhile.
+
+Source: FlashAttention-3, arXiv:2407.08608: Algorithm 1, Algorithm 2 (2 stages), appendix B.3 (3 stages; there with a
+third buffer for P, here with halves of a block, which need fewer registers).
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, pipeline
+from cutlass.cute.nvgpu import warpgroup
+
+from .....geometry.block_range import KeyBlocks, blocks_of_part, key_blocks
+from .....geometry.integers import minimum
+from .....geometry.splits import blocks_within
+from ...blocks.memory.layouts import rows_and_columns
+from ...blocks.memory.ptx import order_after
+from .producer import as_producer
+from .warpgroup import Tile, Warpgroup
+
+
+def after(state: pipeline.PipelineState) -> pipeline.PipelineState:
+    following = state.clone()
+    following.advance()
+    return following
+
+
+@cute.jit
+def is_full(pipe: pipeline.PipelineTmaAsync, state) -> Boolean:
+    """Whether the buffer after this state's is full, without waiting."""
+    following = after(state)
+    return cute.arch.mbarrier_test_wait(pipe.producer_get_barrier(following), following.phase)
+
+
+class Consumer(Warpgroup):
+    """What a warpgroup does with each tile.
+
+    Buffer states are advanced in the loops of `two_stages` and `three_stages`: an update in a callee would not be
+    carried around them.
+    """
+
+    # ---------------------------------------------------------------- through all tiles of the thread block
+
+    @cute.jit
+    def two_stages(self, queue, schedule, seqlens):
+        """Algorithm 1 or 2: one accumulator of scores."""
+        config = self.config
+        k_state, v_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
+        wave, number = Int32(0), queue.first()
+        tile, skipped, unused = self.own_blocks(self.kernel.tile_at(number, schedule, seqlens))
+        self.prime_turns()
+        if cutlass.const_expr(config.overlap_tiles):
+            for _ in cutlass.range(skipped, unroll=1):
+                self.skip(self.pipes.k, k_state)
+                k_state.advance()
+            self.first_scores(tile, k_state, self.q_state(wave))
+            k_state.advance()
+        while number < queue.num_tiles:
+            if cutlass.const_expr(not config.overlap_tiles):
+                for _ in cutlass.range(skipped, unroll=1):
+                    self.skip(self.pipes.k, k_state)
+                    k_state.advance()
+                self.load_first(tile, wave, k_state, v_state)
+                self.first_scores(tile, k_state, self.q_state(wave))
+                k_state.advance()
+            for _ in cutlass.range(skipped, unroll=1):
+                self.skip(self.pipes.v, v_state)
+                v_state.advance()
+                # turns go round once a block
+                self.wait_for_turn()
+                self.pass_turn()
+            self.acc_o.fill(0.0)
+            self.clear_rubbish(tile, v_state)
+
+            # the keys, last block first: cut by the right edge of the mask, clear, cut by its left edge
+            n_block = tile.last - 1
+            ready = (Boolean(False), Boolean(False))
+            clear_last, clear_first = minimum(tile.clear_last, n_block), minimum(tile.clear_first, n_block)
+            if cutlass.const_expr(self.has_window[1]):
+                for _ in cutlass.range(n_block - clear_last, unroll=1):
+                    n_block -= 1
+                    ready = self.step(tile, n_block, k_state, v_state, self.q_state(wave), ready, True)
+                    k_state.advance()
+                    v_state.advance()
+            n_clear = clear_last - clear_first if cutlass.const_expr(self.has_window[0]) else n_block - tile.first
+            for _ in cutlass.range(n_clear, unroll=1):
+                n_block -= 1
+                ready = self.step(tile, n_block, k_state, v_state, self.q_state(wave), ready, False)
+                k_state.advance()
+                v_state.advance()
+            if cutlass.const_expr(self.has_window[0]):
+                for _ in cutlass.range(n_block - tile.first, unroll=1):
+                    n_block -= 1
+                    ready = self.step(tile, n_block, k_state, v_state, self.q_state(wave), ready, True)
+                    k_state.advance()
+                    v_state.advance()
+
+            if cutlass.const_expr(self.kernel.skips_unused):
+                # in the order in which they come: K of a block before V of the one that was visited before it
+                for _ in cutlass.range(unused, unroll=1):
+                    self.wait_for_turn()
+                    self.pass_turn()
+                    self.skip(self.pipes.v, v_state)
+                    v_state.advance()
+                    self.skip(self.pipes.k, k_state)
+                    k_state.advance()
+            number = queue.take(wave + 1)
+            queue.want_next()
+            next_tile, skipped, unused = self.own_blocks(self.kernel.tile_at(number, schedule, seqlens))
+            self.keep_done()
+            if cutlass.const_expr(config.overlap_tiles):
+                for _ in cutlass.range(skipped if number < queue.num_tiles else 0, unroll=1):
+                    self.skip(self.pipes.k, k_state)
+                    k_state.advance()
+                if number < queue.num_tiles:
+                    self.step_to_next_tile(tile, next_tile, k_state, v_state, self.q_state(wave + 1))
+                else:
+                    self.last_pv(v_state)
+                    if cutlass.const_expr(not config.overlap_gemm_softmax):
+                        self.store(tile)
+                k_state.advance()
+            else:
+                self.last_pv(v_state)
+            if cutlass.const_expr(config.overlap_gemm_softmax or not config.overlap_tiles):
+                self.store(tile)
+            v_state.advance()
+            wave += 1
+            tile = next_tile
+
+    @cute.jit
+    def three_stages(self, queue, schedule, seqlens):
+        """Appendix B.3: a block of keys in two halves, the upper one (1) first, each with its accumulator.
+
+        At the start of each half step the scores of one half are there, and P holds the half before it.
+        """
+        k_state, v_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
+        wave, number = Int32(0), queue.first()
+        tile = self.kernel.tile_at(number, schedule, seqlens)
+        self.prime_turns()
+        self.load_q(self.q_state(wave))
+        self.issue_qk(1, k_state, self.q_state(wave))
+        warpgroup.wait_group(0)
+        self.pipes.k.consumer_release(k_state)
+        k_state.advance()
+        self.issue_qk(0, k_state, self.q_state(wave))
+        self.first_half(tile, k_state, self.q_state(wave))
+        k_state.advance()
+        while number < queue.num_tiles:
+            self.acc_o.fill(0.0)
+            self.clear_rubbish(tile, v_state)
+            n_block = tile.last - 1
+            for _ in cutlass.range(n_block - tile.first, unroll=1):
+                self.half_step(tile, n_block, 0, k_state, v_state, self.q_state(wave), Boolean(False))
+                k_state.advance()
+                v_state.advance()
+                n_block -= 1
+                self.half_step(tile, n_block, 1, k_state, v_state, self.q_state(wave), n_block == tile.first)
+                k_state.advance()
+                v_state.advance()
+
+            number = queue.take(wave + 1)
+            queue.want_next()
+            next_tile = self.kernel.tile_at(number, schedule, seqlens)
+            next_k, next_v = k_state.clone(), v_state.clone()
+            next_k.advance()
+            next_v.advance()
+            if number < queue.num_tiles:
+                next_q = self.q_state(wave + 1)
+                self.load_q(next_q)
+                self.half_step(tile, n_block, 0, k_state, v_state, next_q, Boolean(False))
+                self.keep_done()
+                self.issue_gemms(0, next_k, next_v, next_q)
+                self.first_half(next_tile, next_k, next_q)
+                self.pipes.v.consumer_release(next_v)
+            else:
+                self.issue_pv(v_state)
+                self.half_softmax(tile, n_block, 0)
+                warpgroup.wait_group(0)
+                self.pipes.v.consumer_release(v_state)
+                self.next_p(0)
+                self.keep_done()
+                self.last_pv(next_v)
+            self.store(tile)
+            for _ in cutlass.range_constexpr(2):
+                k_state.advance()
+                v_state.advance()
+            wave += 1
+            tile = next_tile
+
+    @cute.jit
+    def own_blocks(self, tile: Tile):
+        """The tile with the blocks that this warpgroup's rows see, how many of its last blocks they do not, and how
+        many of the others a warpgroup without rows leaves out: all but one, whose S and P V it computes for nothing.
+
+        Under a causal mask the rows of the first warpgroup need 64 keys less than those of the next one. A skipped K is
+        given back at once, so as many as have a buffer beside the first one can be skipped.
+        """
+        skipped, unused = Int32(0), Int32(0)
+        if cutlass.const_expr(self.has_window[1] and self.producer is None):
+            seqlen_q = tile.geometry.seqlen_q
+            rows = self.tile_m // self.num_warpgroups
+            m_start = minimum(tile.m_block * self.tile_m + self.wg * rows, seqlen_q - 1)
+            m_end = minimum(m_start + rows, seqlen_q)
+            own = key_blocks(m_start, m_end, *tile.geometry, self.tile_n)
+            if cutlass.const_expr(self.kernel.is_split):
+                own = blocks_within(own, tile.blocks)
+            blocks, skipped = blocks_of_part(tile.blocks, own, self.kernel.k_stages - 1)
+            tile = tile.with_blocks(blocks)
+        if cutlass.const_expr(self.kernel.skips_unused):
+            if tile.m_block * self.tile_m + self.wg * (self.tile_m // self.num_warpgroups) >= tile.geometry.seqlen_q:
+                unused = tile.last - 1 - tile.first
+                tile = tile.with_blocks(KeyBlocks(tile.last - 1, tile.last - 1, tile.last - 1, tile.last))
+        return tile, skipped, unused
+
+    @cute.jit
+    def skip(self, pipe: pipeline.PipelineTmaAsync, state):
+        """Give a buffer back unread."""
+        pipe.consumer_wait(state)
+        pipe.consumer_release(state)
+
+    # ---------------------------------------------------------------- loads, without warp specialisation
+
+    @cute.jit
+    def load_first(self, tile: Tile, wave: Int32, k_state, v_state):
+        """What a tile starts with: Q, the first V, and two blocks of K, the second one for the first step."""
+        if cutlass.const_expr(self.producer is not None):
+            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+                self.producer.load_q(tile, wave)
+                self._load_k(tile, tile.last - 1, k_state)
+                self._load_v(tile, tile.last - 1, v_state)
+                if tile.last - 1 > tile.first:
+                    self._load_k(tile, tile.last - 2, after(k_state))
+
+    @cute.jit
+    def load_next(self, tile: Tile, n_block: Int32, k_state, v_state):
+        """In the step of K_n and V_(n+1): V_n and K_(n-1), while its GEMMs run."""
+        if cutlass.const_expr(self.producer is not None):
+            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+                if n_block > tile.first:
+                    self._load_k(tile, n_block - 1, after(k_state))
+                self._load_v(tile, n_block, after(v_state))
+
+    def _load_k(self, tile: Tile, n_block: Int32, state):
+        self.producer.load_k(self.producer.head_kv(tile), tile.place_k, n_block, as_producer(state))
+
+    def _load_v(self, tile: Tile, n_block: Int32, state):
+        self.producer.load_v(self.producer.head_kv(tile), self.producer.place_v(tile), n_block, as_producer(state))
+
+    # ---------------------------------------------------------------- steps
+
+    @cute.jit
+    def step(self, tile: Tile, n_block: Int32, k_state, v_state, q_state, ready, is_masked: cutlass.Constexpr[bool]):
+        """S = Q K_n^T issued with O += P V_(n+1); softmax of S while PV runs; then P = S and O rescaled.
+
+        Args: ready: of K_n and V_(n+1), whether they were seen in shared memory before.
+        Returns: the same for the next step.
+        """
+        if cutlass.const_expr(self.config.overlap_gemm_softmax):
+            self.issue_gemms(0, k_state, v_state, q_state, ready)
+            self.load_next(tile, n_block, k_state, v_state)
+            warpgroup.wait_group(1)
+        else:
+            # Algorithm 1: PV first, and nothing of this warpgroup runs beside its softmax
+            if cutlass.const_expr(self.config.two_level_sums):
+                # PV and QK^T in one turn: elsewhere between them the tensor cores are another warpgroup's
+                self.pipes.k.consumer_wait(k_state, ready[0])
+                self.pipes.v.consumer_wait(v_state, ready[1])
+                self.wait_for_turn()
+                self.last_pv(v_state)
+            else:
+                self.last_pv(v_state)
+                self.wait_for_turn()
+            self.issue_qk(0, k_state, q_state)
+            self.pass_turn()
+            self.load_next(tile, n_block, k_state, v_state)
+            warpgroup.wait_group(0)
+        self.pipes.k.consumer_release(k_state)
+        self.release_q(q_state, n_block == tile.first)
+        # asked now, the answers are there when the next step begins: about 80 cycles each otherwise
+        ready = is_full(self.pipes.k, k_state), is_full(self.pipes.v, v_state)
+        self.modify_scores(tile, n_block, 0)
+        if cutlass.const_expr(is_masked):
+            self.apply_mask(tile, n_block, 0)
+        self.update_softmax(0, is_masked)
+        if cutlass.const_expr(self.config.overlap_gemm_softmax):
+            self.keep_softmax_above()
+            warpgroup.wait_group(0)
+            self.finish_pv(v_state)
+        self.next_p(0)
+        return ready
+
+    @cute.jit
+    def first_scores(self, tile: Tile, k_state, q_state):
+        """S = Q K^T and softmax of a tile's first block of keys (its last), with nothing beside it."""
+        self.load_q(q_state)
+        self.load_scales(tile)
+        self.issue_qk(0, k_state, q_state)
+        warpgroup.wait_group(0)
+        self.first_softmax(tile, k_state, q_state)
+        self.pack_p(0)
+
+    @cute.jit
+    def step_to_next_tile(self, tile: Tile, next_tile: Tile, k_state, v_state, next_q_state):
+        """The step between tiles: the first S of the next tile issued with the last PV of this one.
+
+        Without overlap_gemm_softmax it comes after that PV, and the finished rows are stored beside it.
+        """
+        if cutlass.const_expr(not self.config.overlap_gemm_softmax):
+            self.wait_for_turn()
+            self.last_pv(v_state)
+            self.load_q(next_q_state)
+            self.load_scales(next_tile)
+            self.issue_qk(0, k_state, next_q_state)
+            self.pass_turn()
+            self.store(tile)
+            warpgroup.wait_group(0)
+            self.first_softmax(next_tile, k_state, next_q_state)
+        else:
+            self.load_q(next_q_state)
+            self.load_scales(next_tile)
+            self.issue_gemms(0, k_state, v_state, next_q_state)
+            warpgroup.wait_group(1)
+            self.first_softmax(next_tile, k_state, next_q_state)
+            self.keep_softmax_above()
+            warpgroup.wait_group(0)
+            self.finish_pv(v_state)
+        self.pack_p(0)
+
+    @cute.jit
+    def first_softmax(self, tile: Tile, k_state, q_state):
+        """Softmax of a tile's first scores. They are masked only if they have to be: one branch for the tile."""
+        self.pipes.k.consumer_release(k_state)
+        n_block = tile.last - 1
+        self.release_q(q_state, n_block == tile.first)
+        self.modify_scores(tile, n_block, 0, is_first=True)
+        self.mask_if_needed(tile, n_block, 0)
+        self.softmax.begin(self.s[0])
+
+    @cute.jit
+    def half_step(self, tile: Tile, n_block: Int32, part: cutlass.Constexpr[int], k_state, v_state, q_state, ends_q):
+        """Softmax of half `part` of block n, while the S of the half after it and the PV of the one before run.
+
+        Args: ends_q: that S is the last one of this Q.
+        """
+        self.issue_gemms(1 - part, k_state, v_state, q_state)
+        self.half_softmax(tile, n_block, part)
+        self.keep_softmax_above()
+        warpgroup.wait_group(0)
+        self.pipes.k.consumer_release(k_state)
+        self.release_q(q_state, ends_q)
+        self.pipes.v.consumer_release(v_state)
+        self.next_p(part)
+
+    @cute.jit
+    def first_half(self, tile: Tile, k_state, q_state):
+        """Softmax of a tile's first half block, while the GEMMs issued before run."""
+        n_block = tile.last - 1
+        self.modify_scores(tile, n_block, 1)
+        self.mask_if_needed(tile, n_block, 1)
+        self.softmax.begin(self.s[1])
+        self.keep_softmax_above()
+        warpgroup.wait_group(0)
+        self.pipes.k.consumer_release(k_state)
+        self.release_q(q_state, n_block == tile.first)
+        self.pack_p(1)
+
+    @cute.jit
+    def half_softmax(self, tile: Tile, n_block: Int32, part: cutlass.Constexpr[int]):
+        self.modify_scores(tile, n_block, part)
+        self.mask_if_needed(tile, n_block, part)
+        self.update_softmax(part, True)
+
+    @cute.jit
+    def next_p(self, part: cutlass.Constexpr[int]):
+        """The exponentials become P of the next PV, and O is brought to their reference (now or when that PV comes)."""
+        self.pack_p(part)
+        if cutlass.const_expr(not self.is_lazy and not self.config.rescale_beside_qk):
+            self.softmax.rescale(self.o)
+
+    @cute.jit
+    def update_softmax(self, part: cutlass.Constexpr[int], is_masked: cutlass.Constexpr[bool]):
+        if cutlass.const_expr(self.is_lazy):
+            overlaps = self.config.overlap_gemm_softmax
+            acc_step = rows_and_columns(self.acc_pv) if overlaps and self.config.two_level_sums else None
+            self.softmax.update_lazily(self.s[part], self.o, is_masked, overlaps, acc_step)
+        else:
+            self.softmax.update(self.s[part])
+
+    @cute.jit
+    def last_pv(self, v_state):
+        """O += P V with nothing beside it."""
+        if cutlass.const_expr(self.pv_blocks > 1):
+            self.pv_by_blocks(v_state)
+        else:
+            self.issue_pv(v_state)
+            warpgroup.wait_group(0)
+            self.finish_pv(v_state)
+
+    @cute.jit
+    def keep_softmax_above(self):
+        """All exponentials before the wait that follows. ptxas takes the wait for free and would sink them below it
+        (seen: 50 of 64 at tile_n 128), out of the time in which the GEMM runs."""
+        if cutlass.const_expr(self.config.softmax_before_wait):
+            order_after(self.softmax.row_sum[0], self.softmax.row_sum[1])

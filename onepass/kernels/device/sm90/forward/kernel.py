@@ -1,0 +1,456 @@
+"""The Hopper forward kernel: warp-specialised, persistent, pipelined within and across tiles.
+
+    producer warp        K,Q | V K | V K | V K' Q' | V' ...            TMA, through circular buffers in shared memory
+                          |     \\     \\
+    warpgroup 0          S=QK  softmax  [S=QK, O+=PV] softmax  [S'=Q'K', O+=PV] softmax' store(O) ...
+    warpgroup 1                   [S=QK, O+=PV] softmax  ...                          (pingpong: in turns)
+
+A consumer warpgroup owns 64 query rows. In each step it issues the QK^T of the next keys together with the PV of the
+current ones, and computes the softmax of the former while the latter still runs (FlashAttention-3, Algorithm 2); see
+consumer.py for this and its variants.
+
+Buffers and barriers (mbarrier pairs full / empty; arrivals)
+    Q   q_stages x num_warpgroups tiles (64, head_dim)    full: TMA bytes     empty: the 4 warps of its warpgroup
+    K   num_stages tiles (tile_n, head_dim)               full: TMA bytes     empty: all consumer warps
+    V   num_stages (v_stages) tiles (tile_n, head_dim_v)  full: TMA bytes     empty: all consumer warps
+        (score_buffers=2: twice as many tiles of half as many rows)
+        (transposes_v: full: the warps of transposer.py, which take it from raw tiles that TMA has filled)
+    numbers of the next tiles, with dynamic_tiles: see blocks/tiles/queue.py
+
+Names as in CuTe code: mQ global, gQ a tile of it, sQ shared, rQ register fragment or descriptor; t... partitioned.
+
+Source: FlashAttention-3, arXiv:2407.08608, sections 3.1, 3.2, Algorithms 1 and 2.
+"""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode as Major
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu.warpgroup import MmaF8Op, MmaF16BF16Op, OperandSource
+from cutlass.memory import SmemAllocator
+
+from .....errors import UnsupportedError
+from .....geometry import tile_scheduler
+from .....geometry.block_range import blocks_of_part, key_blocks
+from .....geometry.integers import ceil_div, minimum
+from .....geometry.splits import Splits, blocks_of_split, visited_blocks
+from .....problem import AttentionProblem
+from ....config import (
+    REGISTERS,
+    REGISTERS_OF_PAGES,
+    REGISTERS_TO_TRANSPOSE,
+    ROWS_PER_WARPGROUP,
+    ForwardConfig,
+    head_dim_tile,
+)
+from ...blocks.memory.layouts import (
+    as_batch_of_one,
+    at_head,
+    dims_first,
+    first_rows,
+    one_tile,
+    pack_heads,
+    rows_first,
+    rows_first_of_lse,
+    smem_tiles,
+    splits_as_batch,
+)
+from ...blocks.memory.ptx import exit_if
+from ...blocks.repair.rows import PlainTensors
+from ...blocks.softmax.mask import Geometry
+from ...blocks.softmax.online import Scores
+from ...blocks.softmax.scaled import DescaleTensors
+from ...blocks.softmax.sinks import Sinks
+from ...blocks.tiles.packed import Lengths, PackedSchedule, used_keys
+from ...blocks.tiles.paged import Pages
+from ...blocks.tiles.queue import TileQueue
+from ...blocks.tiles.schedule import Schedule, Sequences, make_schedule
+from .consumer import Consumer
+from .producer import Producer
+from .transposer import FIRST_WARP as FIRST_TRANSPOSING_WARP
+from .transposer import WARPS as TRANSPOSING_WARPS
+from .transposer import TransposingWarp
+from .warpgroup import WARPS, Pipes, Tile
+
+PRODUCER_WARP, SCHEDULER_WARP = 0, 1
+
+
+class ForwardSm90:
+    """One compiled forward: (static problem, config) -> device code. See the module's docstring for the picture."""
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        config: ForwardConfig,
+        dtype: type[cutlass.Numeric],
+        of_cache: bool = False,
+        is_split: bool = False,
+        box_rows: int | None = None,
+    ):
+        """Args:
+        of_cache: K and V are a cache, with batch entries also where queries are packed.
+        is_split: out and lse are partials, of parts of the keys; of packed queries the rows of all splits in turn.
+        box_rows: K and V lie in pages; so many rows of one are loaded together.
+        """
+        config.check(problem)
+        if (is_split or box_rows is not None) and (
+            not config.warp_specialized or config.cluster_size > 1 or config.score_buffers > 1
+        ):
+            expected = "warp_specialized, cluster_size=1 and score_buffers=1"
+            raise UnsupportedError(f"splits and pages: expected {expected}, got {config}")
+        self.config = config
+        self.dtype = dtype
+        self.is_split, self.is_paged, self.box_rows = is_split, box_rows is not None, box_rows
+        # e4m3 GEMMs read both operands with the summed dimension contiguous: V lies transposed, and comes so or not
+        self.is_fp8 = problem.quantization is not None
+        self.transposes_v = config.transposes_v
+        self.loads_keys_last = self.is_fp8 and not self.transposes_v
+        # float32 comes as two float16 parts side by side, see parts.py
+        self.num_parts = 2 if problem.dtype == torch.float32 else 1
+        self.is_scaled = self.is_fp8 or self.num_parts > 1
+        self.group = config.group(problem)  # query heads of a tile
+        self.tile_heads_per_kvhead = problem.qhead_per_kvhead // self.group
+        # of one head: all rows, or with pack_gqa fewer
+        self.tile_m, self.tile_n = config.positions(problem), config.tile_n
+        self.q_rows = ROWS_PER_WARPGROUP // self.group * self.group  # that a warpgroup loads
+        self.parts = config.score_buffers
+        self.part_n = config.tile_n // config.score_buffers  # keys of one buffer and one QK^T
+        self.k_stages, self.v_stages = (stages * config.score_buffers for stages in config.kv_stages)
+        self.loaded_v_stages = config.raw_stages(problem) or self.v_stages
+        self.head_dim, self.head_dim_v = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
+        self.pv_columns = config.pv_columns or self.head_dim_v  # of one P V
+        self.num_warpgroups, self.cluster_size = config.num_warpgroups, config.cluster_size
+        self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
+        self.longest_first = config.longest_first and self.has_window == (False, True)
+        self.is_packed, self.packs_keys = problem.is_packed, problem.is_packed and not of_cache
+        self.has_mask = self.has_window != (False, False)
+        # single tokens beside prompts in chunks: tiles of which most warpgroups have no row
+        self.skips_unused = self.is_packed and of_cache and config.num_warpgroups > 1
+        # V may hold anything past the last key of a sequence
+        self.has_rubbish = problem.is_packed or problem.has_seqused_k
+        registers = REGISTERS_OF_PAGES if self.is_paged else REGISTERS
+        registers = REGISTERS_TO_TRANSPOSE if self.transposes_v else registers
+        self.producer_registers, self.consumer_registers = registers[config.num_warpgroups]
+
+    # ---------------------------------------------------------------- host
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim); packed sequences: all tensors without batch
+        k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim)
+        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v); FP8: `fp8.keys_last`, or transposes_v
+        out: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v)
+        lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q)
+        sinks: cute.Tensor | None,  # (num_heads_q,) float32
+        cu_seqlens_q: cute.Tensor | None,  # (batch + 1,) int32
+        cu_seqlens_k: cute.Tensor | None,  # (batch + 1,) int32
+        seqused_k: cute.Tensor | None,  # (batch,) int32
+        float32: tuple | None,  # q, k and v themselves, where the first three are their parts
+        q_scale: cute.Tensor | None,  # of FP8 and parts, as the next three: see blocks/softmax/scaled.py
+        k_scale: cute.Tensor | None,
+        v_scale: cute.Tensor | None,
+        q_block: Int32 | None,
+        scale_log2: Float32,
+        tanh_scale: Float32 | None,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        counter: cute.Tensor | None,  # (1,) int32, zero: see blocks/tiles/queue.py
+        heads_per_section: Int32,
+        num_ctas: Int32,
+        page_table: cute.Tensor | None,  # (batch, max_pages) int32; k, v: (num_pages, page_size, num_heads_kv, ..)
+        added_k: Int32 | None,  # keys more than seqused_k says
+        num_splits: Int32 | None,  # see geometry/splits.py; out and lse: (splits, ..) float32
+        split_blocks: Int32 | None,
+        stream: cuda.CUstream,
+    ):
+        if cutlass.const_expr(self.is_packed):
+            q, out, lse = (as_batch_of_one(t) for t in (q, out, lse))
+            if cutlass.const_expr(self.packs_keys):
+                k, v = as_batch_of_one(k), as_batch_of_one(v)
+            if cutlass.const_expr(float32 is not None):
+                float32 = tuple(as_batch_of_one(t) for t in float32)
+        elif cutlass.const_expr(self.is_split):
+            out, lse = splits_as_batch(out), splits_as_batch(lse)
+        tiled_mma_qk, tiled_mma_pv = self._make_tiled_mmas()
+        sQ_layout = smem_tiles(
+            ROWS_PER_WARPGROUP,
+            self.head_dim,
+            self.num_parts * self.num_warpgroups * self.config.q_stages,
+            self.dtype,
+        )
+        sK_layout = smem_tiles(self.part_n, self.head_dim, self.num_parts * self.k_stages, self.dtype)
+        v_box = (self.head_dim_v, self.part_n) if self.loads_keys_last else (self.part_n, self.head_dim_v)
+        sV_layout = loaded_v_layout = smem_tiles(*v_box, self.num_parts * self.loaded_v_stages, self.dtype)
+        if cutlass.const_expr(self.transposes_v):
+            sV_layout = smem_tiles(self.head_dim_v, self.part_n, self.v_stages, self.dtype)
+        v_rows = dims_first(v) if cutlass.const_expr(self.loads_keys_last) else rows_first(v)
+        k_box = (self.part_n, self.head_dim)
+        if cutlass.const_expr(self.is_paged):
+            k_box, v_box = (self.box_rows, self.head_dim), (self.box_rows, self.head_dim_v)
+        tma = []
+        for t, layout, rows, columns, num_receivers in (
+            (self._rows_of_q(q), sQ_layout, self.q_rows, self.head_dim, 1),
+            (rows_first(k), sK_layout, *k_box, self.cluster_size),
+            (v_rows, loaded_v_layout, *v_box, self.cluster_size),
+        ):
+            load = cpasync.CopyBulkTensorTileG2SOp()
+            if cutlass.const_expr(num_receivers > 1):
+                load = cpasync.CopyBulkTensorTileG2SMulticastOp()
+            box = one_tile(layout, rows)
+            tma.append(cpasync.make_tiled_tma_atom(load, t, box, (rows, columns), num_receivers))
+        (tma_q, mQ), (tma_k, mK), (tma_v, mV) = tma
+
+        _, _, num_heads, batch = mQ.shape
+        seqlen_q = self._seqlen_q(mQ)
+        num_m_blocks = None if self.is_packed else cute.ceil_div(seqlen_q, self.tile_m * self.cluster_size)
+        if cutlass.const_expr(self.is_split):
+            schedule = make_schedule(num_m_blocks, num_heads, batch * num_splits, heads_per_section)
+            splits = Splits(num_splits, split_blocks)
+            schedule = schedule._replace(splits=splits, entries=cute.FastDivmodDivisorV2(batch))
+        else:
+            schedule = make_schedule(num_m_blocks, num_heads, batch, heads_per_section)
+        self.kernel(
+            tma_q,
+            mQ,
+            tma_k,
+            mK,
+            tma_v,
+            mV,
+            rows_first(out),
+            rows_first_of_lse(lse),
+            PlainTensors(*(rows_first(t) for t in (float32 if cutlass.const_expr(self.num_parts > 1) else (q, k, v))))
+            if cutlass.const_expr(float32 is not None or (self.has_mask and not self.is_fp8))
+            else None,
+            sinks,
+            Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, added_k),
+            Pages(page_table, cute.FastDivmodDivisorV2(mK.shape[0])) if self.is_paged else None,
+            DescaleTensors(q_scale, k_scale, v_scale, cute.FastDivmodDivisorV2(q_block))
+            if cutlass.const_expr(self.is_scaled)
+            else None,
+            Scores(scale_log2, tanh_scale),
+            window_left,
+            window_right,
+            schedule,
+            counter,
+            tiled_mma_qk,
+            tiled_mma_pv,
+            sQ_layout,
+            sK_layout,
+            sV_layout,
+            loaded_v_layout if cutlass.const_expr(self.transposes_v) else None,
+        ).launch(
+            grid=[num_ctas, 1, 1],
+            block=[self.config.num_threads, 1, 1],
+            cluster=(self.cluster_size, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def _rows_of_q(self, q: cute.Tensor) -> cute.Tensor:
+        """q as tiles are cut from it: (seqlen_q, ..), or with pack_gqa ((group, seqlen_q), ..)."""
+        return rows_first(q) if self.group == 1 else pack_heads(rows_first(q), self.group)
+
+    def _seqlen_q(self, mQ: cute.Tensor):
+        return mQ.shape[0] if self.group == 1 else mQ.shape[0][1]
+
+    def loaded_rows(self, sQ: cute.Tensor) -> cute.Tensor:
+        return cute.make_tensor(sQ.iterator, first_rows(sQ.layout, self.q_rows))
+
+    def _make_tiled_mmas(self):
+        """S = Q K^T (Q from shared memory or registers) and O += P V (P from registers), one warpgroup each."""
+        if cutlass.const_expr(self.is_fp8):
+            dtypes = self.dtype, self.dtype, Float32
+            qk = MmaF8Op(*dtypes, (64, self.part_n, 32), OperandSource.SMEM, Major.K, Major.K)
+            pv = MmaF8Op(*dtypes, (64, self.pv_columns, 32), OperandSource.RMEM, Major.K, Major.K)
+            return cute.make_tiled_mma(qk, (1, 1, 1)), cute.make_tiled_mma(pv, (1, 1, 1))
+        q_source = OperandSource.RMEM if self.config.q_in_registers else OperandSource.SMEM
+        qk = MmaF16BF16Op(self.dtype, Float32, (64, self.part_n, 16), q_source, Major.K, Major.K)
+        pv = MmaF16BF16Op(self.dtype, Float32, (64, self.pv_columns, 16), OperandSource.RMEM, Major.K, Major.MN)
+        return cute.make_tiled_mma(qk, (1, 1, 1)), cute.make_tiled_mma(pv, (1, 1, 1))
+
+    # ---------------------------------------------------------------- device: set-up and roles
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_q: cute.CopyAtom,
+        mQ: cute.Tensor,  # (seqlen_q, head_dim, num_heads_q, batch), coordinates for TMA; mK, mV alike
+        tma_k: cute.CopyAtom,
+        mK: cute.Tensor,
+        tma_v: cute.CopyAtom,
+        mV: cute.Tensor,
+        mO: cute.Tensor,  # (seqlen_q, head_dim_v, num_heads_q, batch)
+        mLSE: cute.Tensor,  # (seqlen_q, 1, num_heads_q, batch)
+        plain: PlainTensors | None,  # with a mask, and of float32
+        mSinks: cute.Tensor | None,
+        lengths: Lengths,
+        pages: Pages | None,
+        descales: DescaleTensors | None,  # of FP8 and parts
+        scores: Scores,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        schedule: Schedule,
+        counter: cute.Tensor | None,
+        tiled_mma_qk: cute.TiledMma,
+        tiled_mma_pv: cute.TiledMma,
+        sQ_layout: cute.ComposedLayout,
+        sK_layout: cute.ComposedLayout,
+        sV_layout: cute.ComposedLayout,
+        sRaw_layout: cute.ComposedLayout | None,  # of V that is to be transposed
+    ):
+        warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if cutlass.const_expr(self.is_packed):
+            total_k = pages.capacity if self.is_paged else mK.shape[0]
+            of_order = schedule.divisors.num_heads, self.tile_m, self.longest_first, schedule.splits, self.tile_n
+            schedule = PackedSchedule(lengths, self._seqlen_q(mQ), total_k, *of_order)
+            # the grid was made for the worst case
+            exit_if(cute.arch.block_idx()[0] >= schedule.num_tiles)
+        if warp_id == 0:
+            for atom in (tma_q, tma_k, tma_v):
+                cpasync.prefetch_descriptor(atom)
+
+        smem = SmemAllocator()
+        sQ = smem.allocate_tensor(self.dtype, sQ_layout.outer, 1024, sQ_layout.inner)
+        sK = smem.allocate_tensor(self.dtype, sK_layout.outer, 1024, sK_layout.inner)
+        sV = smem.allocate_tensor(self.dtype, sV_layout.outer, 1024, sV_layout.inner)
+        consumer_warps = WARPS * self.num_warpgroups
+        readers = consumer_warps + (TRANSPOSING_WARPS if self.transposes_v else 0)
+        pipes = Pipes(
+            self._make_pipeline(smem, self.num_warpgroups * self.config.q_stages, WARPS, sQ_layout, self.q_rows, 1),
+            self._make_pipeline(smem, self.k_stages, consumer_warps, sK_layout, self.part_n, self.cluster_size),
+            self._make_pipeline(
+                smem,
+                self.v_stages,
+                consumer_warps,
+                sV_layout,
+                self.head_dim_v if self.is_fp8 else self.part_n,
+                self.cluster_size,
+                TRANSPOSING_WARPS if self.transposes_v else 1,
+            ),
+        )
+        sLoadedV, loaded = sV, pipes
+        if cutlass.const_expr(self.transposes_v):
+            sLoadedV = smem.allocate_tensor(self.dtype, sRaw_layout.outer, 1024, sRaw_layout.inner)
+            raw = self._make_pipeline(smem, self.loaded_v_stages, TRANSPOSING_WARPS, sRaw_layout, self.part_n, 1)
+            loaded = pipes._replace(v=raw)
+        queue = TileQueue(smem, schedule.num_tiles, counter, readers, self.cluster_size)
+        cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(self.cluster_size > 1):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+        seqlen_k = pages.capacity if self.is_paged else mK.shape[0]
+        seqlens = Sequences(self._seqlen_q(mQ), seqlen_k, window_left, window_right, lengths)
+        producer = Producer(self, tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sLoadedV, loaded, pages)
+        tiled_mmas = (tiled_mma_qk, tiled_mma_pv)
+        all_parts = None
+        if cutlass.const_expr(self.is_split and self.is_packed):
+            all_parts = schedule.splits.num_splits, schedule.total_q
+        sinks = None if cutlass.const_expr(mSinks is None) else Sinks(mSinks, lengths.cu_seqlens_q)
+        of_consumer = (sQ, sK, sV, pipes, tiled_mmas, scores, mO, mLSE, sinks, plain, descales, pages, all_parts)
+        if cutlass.const_expr(not self.config.warp_specialized):
+            Consumer(self, *of_consumer, producer).two_stages(queue, schedule, seqlens)
+        elif warp_id < WARPS:  # warpgroup 0
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp_id == PRODUCER_WARP:
+                producer.run(queue, schedule, seqlens)
+            if cutlass.const_expr(counter is not None):
+                if cute.arch.thread_idx()[0] == SCHEDULER_WARP * 32:
+                    queue.fill()
+            if cutlass.const_expr(self.transposes_v):
+                if warp_id >= FIRST_TRANSPOSING_WARP:
+                    TransposingWarp(self, sLoadedV, sV, loaded.v, pipes.v).run(queue, schedule, seqlens)
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            consumer = Consumer(self, *of_consumer, None)
+            if cutlass.const_expr(self.parts == 1):
+                consumer.two_stages(queue, schedule, seqlens)
+            else:
+                consumer.three_stages(queue, schedule, seqlens)
+
+    def _make_pipeline(
+        self, smem, num_tiles: int, consumer_warps: int, layout, rows: int, cluster_size: int, producers: int = 1
+    ):
+        """A circular buffer that TMA fills (rows of each tile) and `consumer_warps` warps empty; each of them arrives
+        once a tile. So do several producers, which are warps.
+
+        With a cluster, each thread block fills a part of every buffer of all of them, when all have emptied it.
+        """
+        thread = pipeline.Agent.Thread
+        return pipeline.PipelineTmaAsync.create(
+            num_stages=num_tiles,
+            producer_group=pipeline.CooperativeGroup(thread, producers),
+            consumer_group=pipeline.CooperativeGroup(thread, consumer_warps * cluster_size),
+            # not cute.size_in_bytes: it counts the unused rows between the column blocks of a swizzled tile
+            tx_count=self.num_parts * rows * cute.size(layout.outer, mode=[1]) * self.dtype.width // 8,
+            barrier_storage=smem.allocate_array(cutlass.Int64, 2 * num_tiles),
+            cta_layout_vmnk=cute.make_layout((1, cluster_size, 1, 1)),
+            defer_sync=True,
+        )
+
+    @cute.jit
+    def tile_at(
+        self, number: Int32, schedule: Schedule, seqlens: Sequences, exists: cutlass.Constexpr[bool] = False
+    ) -> Tile:
+        """The tile of this number; past the end, where it may not exist, the last one (which is then not computed)."""
+        if cutlass.const_expr(not exists):
+            number = minimum(number, schedule.num_tiles - 1)
+        if cutlass.const_expr(self.is_packed):
+            m_block, head, place_q, seqlen_q, place_k, seqlen_k, sequence, parts = schedule.find(number)
+            split, place_out = None, place_q
+            if cutlass.const_expr(self.is_split):
+                split, head = divmod(head, schedule.num_heads)
+                place_out = place_q + split * schedule.total_q
+        else:
+            coord = tile_scheduler.tile_coord(number, schedule.divisors, schedule.num_m_blocks, schedule.batch)
+            m_block, head, place_out = coord
+            split, place_q = divmod(place_out, schedule.entries) if self.is_split else (None, place_out)
+            place_k, sequence, parts = place_q, None, None
+            seqlen_q, seqlen_k = seqlens.seqlen_q, used_keys(seqlens.lengths, place_k, seqlens.seqlen_k)
+        geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
+        tile_m = self.tile_m * self.cluster_size
+        m_start = m_block * tile_m
+        blocks = key_blocks(m_start, minimum(m_start + tile_m, seqlen_q), *geometry, self.tile_n)
+        if cutlass.const_expr(self.cluster_size > 1):
+            # the cluster visits the same blocks; which of them need a mask is up to each thread block. Where the last
+            # m_block is past the end, it computes and does not store.
+            m_block = m_block * self.cluster_size + cute.arch.block_idx_in_cluster()
+            m_start = minimum(m_block * self.tile_m, seqlen_q - 1)
+            own = key_blocks(m_start, minimum(m_start + self.tile_m, seqlen_q), *geometry, self.tile_n)
+            blocks, _ = blocks_of_part(blocks, own, 0)
+        if cutlass.const_expr(self.is_split):
+            splits = schedule.splits
+            if cutlass.const_expr(self.is_packed):
+                splits = splits.of_sequence(parts, seqlen_q <= self.tile_m)
+            blocks = blocks_of_split(blocks, split, *splits)
+            blocks = visited_blocks(blocks, ceil_div(seqlen_k, self.tile_n))
+        sequence = sequence if self.is_scaled else None
+        parts = parts if self.is_split and self.is_packed else None
+        return Tile(m_block, head, place_q, place_k, geometry, *blocks, sequence, place_out, parts)
+
+    def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
+        """Of queries: q, out and lse."""
+        return at_head(t, m, head, place, self.is_packed)
+
+    def keys_at_head(self, t: cute.Tensor, m: cute.Tensor, head, place, along: int = 0) -> cute.Tensor:
+        """Of keys: k and v."""
+        return at_head(t, m, head, place, self.packs_keys, along)
+
+    def buffer_states(self, user: pipeline.PipelineUserType) -> tuple:
+        """The states of the buffers of K and V that are loaded (or read) first."""
+        v_stages = self.loaded_v_stages if user is pipeline.PipelineUserType.Producer else self.v_stages
+        return tuple(pipeline.make_pipeline_state(user, stages) for stages in (self.k_stages, v_stages))
+
+    def q_state(self, warpgroup_id, tile_count) -> pipeline.PipelineState:
+        """Buffer and phase of a warpgroup's Q in its tile_count-th tile, for the consumer; each has its own buffers."""
+        stages = self.config.q_stages
+        index = warpgroup_id * stages + tile_count % stages
+        return pipeline.PipelineState(self.num_warpgroups * stages, Int32(0), Int32(index), (tile_count // stages) & 1)

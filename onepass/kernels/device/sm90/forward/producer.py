@@ -1,0 +1,191 @@
+"""Who brings Q, K and V into shared memory: TMA loads through the circular buffers, and the warp that issues them."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, pipeline
+from cutlass.cute.nvgpu import cpasync
+
+from .....problem import V_KEYS
+from ...blocks.memory.layouts import row_boxes
+from ...blocks.memory.untraced import Bundle
+from ...blocks.tiles.paged import BoxPlaces
+from ...blocks.tiles.queue import DRAW_AHEAD
+
+
+class Producer(Bundle):
+    """Loads of the tiles of one thread block.
+
+    Every load waits until its buffer is empty, then fills it; the caller advances the state.
+    """
+
+    def __init__(self, kernel, tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sV, pipes, pages):
+        self.kernel, self.pipes = kernel, pipes
+        self.tma_q, self.tma_k, self.tma_v = tma_q, tma_k, tma_v
+        self.mQ, self.mK, self.mV = mQ, mK, mV
+        rows, clusters = kernel.part_n, kernel.cluster_size
+        self.tQgQ, self.tQsQ = self._partition(tma_q, mQ, kernel.loaded_rows(sQ), kernel.q_rows, kernel.head_dim, 1)
+        if kernel.is_paged:
+            self.tKgK, self.tKsK = self._partition_pages(tma_k, mK, sK, kernel.head_dim)
+            self.tVgV, self.tVsV = self._partition_pages(tma_v, mV, sV, kernel.head_dim_v)
+            self.everyone = None
+            self.places = BoxPlaces(pages, mK.shape[3], kernel.box_rows, rows // kernel.box_rows)
+            return
+        self.tKgK, self.tKsK = self._partition(tma_k, mK, sK, rows, kernel.head_dim, clusters)
+        if kernel.loads_keys_last:  # V transposed: (head_dim_v, seqlen, ..)
+            self.tVgV, self.tVsV = self._partition(tma_v, mV, sV, kernel.head_dim_v, rows, clusters, along=1)
+        else:
+            self.tVgV, self.tVsV = self._partition(tma_v, mV, sV, rows, kernel.head_dim_v, clusters)
+        self.everyone = None if clusters == 1 else cutlass.Int16(2**clusters - 1)
+
+    def _partition(self, tma_atom, m, s, rows: int, columns: int, cluster_size: int, along: int = 0):
+        """Global (tile bytes, block, head, batch) of every part and shared (tile bytes, buffer) as one TMA copy sees
+        them.
+
+        With a cluster, this thread block's part of the tile. Args: along: the mode of m that is cut into blocks.
+        """
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if cluster_size > 1 else 0
+        sources, buffers = [], None
+        for part in range(self.kernel.num_parts):
+            g = cute.local_tile(m, (rows, columns), (None, part, None, None) if along == 0 else (0, None, None, None))
+            buffers, source = cpasync.tma_partition(
+                tma_atom, rank, cute.make_layout(cluster_size), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)
+            )
+            sources.append(source)
+        return sources, buffers
+
+    def _partition_pages(self, tma_atom, m, s, columns: int):
+        """Global (box bytes, box, head, page) and shared (box bytes, box, buffer). Args: m: (page_size, .., pages)."""
+        rows = self.kernel.box_rows
+        boxes = cute.make_tensor(s.iterator, row_boxes(s.layout, rows))
+        g = cute.local_tile(m, (rows, columns), (None, 0, None, None))
+        buffers, source = cpasync.tma_partition(
+            tma_atom, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(g, 0, 2)
+        )
+        return source, buffers
+
+    @cute.jit
+    def run(self, queue, schedule, seqlens):
+        """One warp issues every load of all tiles, in the order in which consumers need them.
+
+        The first K and the Q of a tile come before the last V of the tile before it: consumers start on the next tile
+        together with that V.
+        """
+        k_state, v_state = self.kernel.buffer_states(pipeline.PipelineUserType.Producer)
+        parts = self.kernel.parts
+        wave, number = Int32(0), queue.index
+        # the V block that is still to be loaded
+        v_block, v_head, v_place = Int32(0), Int32(0), Int32(0)
+        while number < schedule.num_tiles:
+            tile = self.kernel.tile_at(number, schedule, seqlens)
+            head_kv = self.head_kv(tile)
+            n_block = tile.last - 1
+            for part in cutlass.range_constexpr(parts - 1, -1, -1):
+                self.look_up(tile, n_block)
+                self.load_k(head_kv, tile.place_k, n_block * parts + part, k_state)
+                k_state.advance()
+                if cutlass.const_expr(part == parts - 1):
+                    self.load_q(tile, wave)
+                if wave > 0:
+                    self.load_v(v_head, v_place, v_block * parts + part, v_state)
+                    v_state.advance()
+
+            num_blocks = tile.last - 1 - tile.first
+            if num_blocks < DRAW_AHEAD:
+                queue.want_next()
+            for i in cutlass.range(num_blocks, unroll=1):
+                if i == num_blocks - DRAW_AHEAD:
+                    queue.want_next()
+                for part in cutlass.range_constexpr(parts - 1, -1, -1):
+                    self.look_up(tile, n_block - 1 - i)
+                    self.load_k(head_kv, tile.place_k, (n_block - 1 - i) * parts + part, k_state)
+                    k_state.advance()
+                    self.load_v(head_kv, self.place_v(tile), (n_block - i) * parts + part, v_state)
+                    v_state.advance()
+            v_block, v_head, v_place = tile.first, head_kv, self.place_v(tile)
+            wave += 1
+            number = queue.take(wave)
+        if cutlass.const_expr(self.kernel.is_paged):
+            self.places.keep()
+        for part in cutlass.range_constexpr(parts - 1, -1, -1):
+            self.load_v(v_head, v_place, v_block * parts + part, v_state)
+            v_state.advance()
+        # shared memory must outlive the consumers' last arrivals
+        self.pipes.k.producer_tail(k_state)
+        self.pipes.v.producer_tail(v_state)
+
+    # ---------------------------------------------------------------- single loads, by one warp
+
+    def head_kv(self, tile) -> Int32:
+        return tile.head // self.kernel.tile_heads_per_kvhead
+
+    def place_v(self, tile) -> Int32:
+        """As tile.place_k, of V: packed sequences begin elsewhere with their keys last."""
+        if tile.sequence is None or not self.kernel.loads_keys_last:
+            return tile.place_k
+        return (tile.place_k // V_KEYS + tile.sequence) * V_KEYS
+
+    @cute.jit
+    def load_q(self, tile, wave: Int32):
+        """Q of the tile, which is the thread block's wave-th, for each consumer warpgroup."""
+        sources = [self.kernel.at_head(t, self.mQ, tile.head, tile.place_q) for t in self.tQgQ]
+        for w in cutlass.range_constexpr(self.kernel.num_warpgroups):
+            state = as_producer(self.kernel.q_state(w, wave))
+            block = tile.m_block * self.kernel.num_warpgroups + w
+            self._load(self.pipes.q, state, self.tma_q, [t[None, block] for t in sources], self.tQsQ, None)
+
+    @cute.jit
+    def look_up(self, tile, block: Int32):
+        """Where K of this block lies, if in pages, before it is loaded."""
+        if cutlass.const_expr(self.kernel.is_paged):
+            self.places.look_up(tile.place_k, block, tile.geometry.seqlen_k)
+
+    @cute.jit
+    def load_k(self, head_kv: Int32, place: Int32, block: Int32, state):
+        if cutlass.const_expr(self.kernel.is_paged):
+            self._load_boxes(self.pipes.k, state, self.tma_k, self.tKgK, self.tKsK, head_kv, self.places.of_k)
+        else:
+            sources = self._keys_at_head(self.tKgK, self.mK, head_kv, place)
+            self._load(self.pipes.k, state, self.tma_k, [t[None, block] for t in sources], self.tKsK, self.everyone)
+
+    @cute.jit
+    def load_v(self, head_kv: Int32, place: Int32, block: Int32, state):
+        if cutlass.const_expr(self.kernel.is_paged):
+            self._load_boxes(self.pipes.v, state, self.tma_v, self.tVgV, self.tVsV, head_kv, self.places.of_v)
+        else:
+            sources = self._keys_at_head(self.tVgV, self.mV, head_kv, place, 1 if self.kernel.loads_keys_last else 0)
+            self._load(self.pipes.v, state, self.tma_v, [t[None, block] for t in sources], self.tVsV, self.everyone)
+
+    def _keys_at_head(self, sources: list, m: cute.Tensor, head, place, along: int = 0) -> list:
+        return [self.kernel.keys_at_head(source, m, head, place, along) for source in sources]
+
+    @cute.jit
+    def _load_boxes(self, pipe, state, tma_atom, source, buffers, head_kv: Int32, places):
+        """The boxes of a block, each from its page."""
+        pipe.producer_acquire(state)
+        for number in cutlass.range_constexpr(self.places.boxes):
+            page, box = self.places.box(places, number)
+            cute.copy(
+                tma_atom,
+                source[None, box, head_kv, page],
+                buffers[None, number, state.index],
+                tma_bar_ptr=pipe.producer_get_barrier(state),
+            )
+
+    @cute.jit
+    def _load(self, pipe, state, tma_atom, sources: list, buffers, receivers: cutlass.Constexpr):
+        """The parts of a block into buffers side by side, whose bytes one barrier counts."""
+        pipe.producer_acquire(state)
+        barrier = pipe.producer_get_barrier(state)
+        for part in cutlass.range_constexpr(len(sources)):
+            source, buffer = sources[part], buffers[None, len(sources) * state.index + part]
+            if cutlass.const_expr(receivers is None):
+                cute.copy(tma_atom, source, buffer, tma_bar_ptr=barrier)
+            else:
+                cute.copy(tma_atom, source, buffer, tma_bar_ptr=barrier, mcast_mask=receivers)
+
+
+def as_producer(state: pipeline.PipelineState) -> pipeline.PipelineState:
+    """A consumer's buffer and phase for who fills it, and waits for the opposite phase: all buffers start empty."""
+    return pipeline.PipelineState(state.stages, state.count, state.index, state.phase ^ 1)

@@ -1,0 +1,1 @@
+"""Problem -> configuration, each row with the measurement behind it."""

@@ -1,0 +1,112 @@
+"""What every kernel of attention is called with, and what stands for it while the kernel is compiled."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ...problem import AttentionProblem
+from ..config import VECTOR_BYTES
+
+LOG2_E = math.log2(math.e)
+
+
+def window_bounds(problem: AttentionProblem) -> tuple[int | None, int | None]:
+    """The window as a kernel gets it: beyond the longer of both lengths a bound hides nothing, or everything if it is
+    negative, and sums of positions stay in 32 bits."""
+    longest = max(problem.seqlen_q, problem.seqlen_k)
+    left, right = (
+        None if side is None else max(-longest, min(side, longest))
+        for side in (problem.mask.window_left, problem.mask.window_right)
+    )
+    return left, right
+
+
+def score_scales(problem: AttentionProblem) -> tuple[float, float | None]:
+    """scale_log2 and tanh_scale of `online_softmax.Scores`."""
+    if problem.softcap is None:
+        return problem.softmax_scale * LOG2_E, None
+    return problem.softcap * LOG2_E, 2 * LOG2_E * problem.softmax_scale / problem.softcap
+
+
+def element_type(dtype: torch.dtype) -> type:
+    """The kernel language's name of a dtype."""
+    import cutlass
+
+    return {
+        torch.bfloat16: cutlass.BFloat16,
+        torch.float16: cutlass.Float16,
+        torch.float32: cutlass.Float32,
+        torch.float8_e4m3fn: cutlass.Float8E4M3FN,
+    }[dtype]
+
+
+def fake_tensor(kind: type, *shape: int | None, align_bytes: int):
+    """A stand-in of any lengths (None) and strides; the last dimension contiguous."""
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    divisibility = align_bytes * 8 // kind.width
+    strides = tuple(cute.sym_int64(divisibility=divisibility) for _ in shape[:-1])
+    shape = tuple(cute.sym_int() if size is None else size for size in shape)
+    return make_fake_tensor(kind, shape, (*strides, 1), assumed_align=align_bytes)
+
+
+def strided_tensor(kind: type, rank: int):
+    """A stand-in of any lengths and any strides, also 0."""
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    lengths, strides = ([sym() for _ in range(rank)] for sym in (cute.sym_int, cute.sym_int64))
+    return make_fake_tensor(kind, tuple(lengths), tuple(strides), assumed_align=kind.width // 8)
+
+
+def aligned(t: Tensor) -> Tensor:
+    """t itself where TMA and 16-byte copies can read it, else a contiguous copy."""
+    return t if is_aligned(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+def is_aligned(t: Tensor) -> bool:
+    strides = t.stride()
+    if strides[-1] != 1 or t.data_ptr() % 16 != 0:
+        return False
+    # of three or four dimensions, this is every stride but the last
+    multiple = 16 if t.dtype == torch.float8_e4m3fn else 8
+    if (strides[0] | strides[1] | strides[-2]) % multiple == 0:
+        return True
+    return all(stride % multiple == 0 or size == 1 for size, stride in zip(t.shape[:-1], strides[:-1], strict=True))
+
+
+def with_rows(t: Tensor) -> Tensor:
+    """t itself if its last dimension is contiguous, else a contiguous copy."""
+    return t if t.stride(-1) == 1 else t.clone(memory_format=torch.contiguous_format)
+
+
+def vector_bytes(*tensors: Tensor) -> int:
+    """The widest copy that divides the tensors' addresses and strides and the length of their rows.
+
+    Of a tensor that `with_rows` copies, those of the copy.
+    """
+    if all(map(_is_16_byte_aligned, tensors)):
+        return 16
+    offsets = 0  # a number with the trailing zeros of all of them
+    for t in tensors:
+        offsets |= t.shape[-1] * t.element_size()
+        if t.stride(-1) != 1:
+            continue
+        offsets |= t.data_ptr()
+        for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True):
+            if size != 1:
+                offsets |= stride * t.element_size()
+    return next(n for n in VECTOR_BYTES if offsets % n == 0)
+
+
+def _is_16_byte_aligned(t: Tensor) -> bool:
+    """Without looking at sizes, so that the usual case takes no time: False says nothing."""
+    *strides, last = t.stride()
+    offsets = t.shape[-1]
+    for stride in strides:
+        offsets |= stride
+    return last == 1 and (t.data_ptr() | offsets * t.element_size()) % 16 == 0

@@ -1,0 +1,149 @@
+"""From tensors to the launches of a backward with the instructions of Ampere: preprocess, main kernel, postprocess."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...geometry import tile_scheduler
+from ...geometry.integers import ceil_div
+from ...problem import AttentionInputs, AttentionProblem
+from ..compiler import compile
+from ..config import BackwardConfigSm80
+from ..heuristics import sm90 as heuristics
+from ..heuristics import tuned
+from . import backward as backward_launch
+from . import forward_sm80 as launch
+from .arguments import element_type, fake_tensor
+from .backward import BackwardLaunch, counts, requests_of_rows, without_keys
+
+
+def unsupported(problem: AttentionProblem) -> str | None:
+    """Why the kernels do not compute the gradients of this problem; None if they do."""
+    return launch.unsupported(problem) or backward_launch.unsupported(problem)
+
+
+def backward(
+    problem: AttentionProblem,
+    inputs: AttentionInputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    config: BackwardConfigSm80 | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and dsinks of a call, as `onepass.tiled.backward` gives them.
+
+    Tensors are read where they lie, or copied first, as in `launch.forward`.
+    """
+    return prepare(problem, inputs.q.device, dlse is not None, config)(inputs, out, lse, dout, dlse)
+
+
+@functools.lru_cache(maxsize=4096)
+def prepare(
+    problem: AttentionProblem, device: torch.device, has_dlse: bool, config: BackwardConfigSm80 | None = None
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """`backward` for calls of one problem on one device; holds no tensor."""
+    if problem.is_empty:  # packed rows of no sequence, no keys, or no heads
+        return without_keys
+    arch = launch.arch_of(device)
+    if config is None:
+        config = tuned.refined(heuristics.backward_config_sm80(problem, arch), "bwd", "sm80", problem, arch, device)
+    return functools.partial(_backward_of_any_alignment, problem, has_dlse, config, arch)
+
+
+def _backward_of_any_alignment(
+    problem: AttentionProblem, has_dlse: bool, config: BackwardConfigSm80, arch: str, *call
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A call whose tensors' alignment picks the kernels; gradients are new and as aligned as their rows are long."""
+    inputs, out, _, dout, _ = call
+    vector_bytes = launch.vector_bytes(*inputs[:3], out, dout)
+    return launch_of(problem, has_dlse, replace(config, vector_bytes=vector_bytes), arch)(*call)
+
+
+@functools.lru_cache(maxsize=4096)
+def launch_of(problem: AttentionProblem, has_dlse: bool, config: BackwardConfigSm80, arch: str) -> Launch:
+    """The compiled kernels for tensors that copies of config.vector_bytes can read."""
+    config.check(problem, arch)
+    preprocess, main, postprocess = (compile.get(*r) for r in compile_requests(problem, has_dlse, config, arch))
+    blocks_per_head, num_tiles = counts(problem, config)
+    section = heads_per_section(problem, config)
+    return Launch(problem, config, preprocess, main, postprocess, blocks_per_head, section, num_tiles)
+
+
+def compile_requests(
+    problem: AttentionProblem,
+    has_dlse: bool = False,
+    config: BackwardConfigSm80 | None = None,
+    arch: str = launch.ARCHS[0],
+) -> list[tuple]:
+    """The arguments of `compile.get` for each kernel of this problem, in the order in which they run."""
+    if config is None:
+        config = tuned.refined(heuristics.backward_config_sm80(problem, arch), "bwd", "sm80", problem, arch)
+    problem = replace(problem, has_sinks=False)  # they are in lse
+    main = ("backward_sm80", (problem.static(), config), arch, functools.partial(trace, problem, config, arch))
+    preprocess, postprocess = requests_of_rows(problem, config, arch, has_dlse)
+    return [preprocess, main, postprocess]
+
+
+@dataclass(frozen=True)
+class Launch(BackwardLaunch):
+    """The kernels of Ampere; see BackwardLaunch."""
+
+    num_tiles: int
+
+    @property
+    def num_turns(self) -> int:
+        return super().num_turns + 1  # and how many tiles have been drawn
+
+    def readable(self, t: Tensor) -> Tensor:
+        return launch.with_rows(t)
+
+    def launch_main(self, rows: tuple, gradients: tuple, accumulator: tuple, zeroed: Tensor | None, of_call: tuple):
+        _, dk, dv = gradients
+        counts_of_call = (self.blocks_per_head, self.heads_per_section, self.num_tiles)
+        self.main(*rows, dk, dv, *accumulator, *of_call, *counts_of_call)
+
+
+def heads_per_section(problem: AttentionProblem, config: BackwardConfigSm80) -> int:
+    """kv heads that are worked on at a time, see geometry/tile_scheduler.py."""
+    is_growing = problem.mask.window_right is not None and problem.mask.window_left is None
+    # what a kv head's tiles read and write again and again: Q, dO and the accumulator
+    row_bytes = problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v) + 4 * config.head_dims(problem)[0]
+    _, num_tiles = counts(problem, config)
+    return tile_scheduler.heads_per_section(
+        problem.num_heads_kv * problem.batch,
+        ceil_div(problem.seqlen_k, config.tile_n),
+        num_tiles,
+        problem.seqlen_q * problem.qhead_per_kvhead * row_bytes,
+        is_growing and config.longest_first and not config.adds_descending(problem),
+        is_dynamic=True,  # thread blocks begin in the order of their numbers, as from a queue
+    )
+
+
+def trace(problem: AttentionProblem, config: BackwardConfigSm80, arch: str) -> tuple:
+    """The kernel of a static problem and stand-ins for its arguments, for `compile`."""
+    from cutlass import Float32, Int32
+
+    from ..device.sm80.backward.kernel import BackwardSm80
+
+    d, dv = problem.head_dim, problem.head_dim_v
+    arguments = (
+        *(backward_launch.fake_rows(problem, columns, config.vector_bytes) for columns in (d, d, dv, dv, d, dv)),
+        *backward_launch.fake_accumulator(problem, config),
+        fake_tensor(Int32, None, align_bytes=4) if problem.deterministic else None,
+        backward_launch.fake_cu_seqlens(problem),
+        backward_launch.fake_cu_seqlens(problem),
+        backward_launch.fake_seqused_k(problem),
+        Float32(1.0),
+        *backward_launch.fake_scales_and_window(problem),
+        Int32(1),
+        Int32(1),
+        Int32(1),
+        backward_launch.fake_stream(),
+    )
+    return BackwardSm80(problem, config, element_type(problem.dtype), arch), arguments

@@ -1,0 +1,196 @@
+"""From tensors to the launches of a backward on Hopper: preprocess, main kernel, postprocess."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...geometry import tile_scheduler
+from ...geometry.integers import ceil_div
+from ...problem import AttentionInputs, AttentionProblem
+from ..compiler import compile
+from ..config import BackwardConfig
+from ..heuristics import sm90 as heuristics
+from ..heuristics import tuned
+from . import backward as backward_launch
+from .arguments import element_type, fake_tensor
+from .backward import (
+    BackwardLaunch,
+    counts,
+    fake_accumulator,
+    fake_cu_seqlens,
+    fake_rows,
+    fake_scales_and_window,
+    fake_seqused_k,
+    fake_stream,
+    fake_zeroed,
+    requests_of_rows,
+    without_keys,
+)
+from .forward_sm90 import ARCH, tile_counter
+
+__all__ = ["Launch", "backward", "compile_requests", "prepare", "unsupported"]
+
+
+def unsupported(problem: AttentionProblem) -> str | None:
+    """Why the kernels do not compute the gradients of this problem; None if they do."""
+    if problem.dtype == torch.float32:  # which the forward takes
+        return "dtype: expected bfloat16 or float16, got float32"
+    return backward_launch.unsupported(problem)
+
+
+def backward(
+    problem: AttentionProblem,
+    inputs: AttentionInputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    config: BackwardConfig | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and dsinks of a call, as `onepass.tiled.backward` gives them.
+
+    Tensors that TMA cannot read where they lie (see `launch.forward`) are copied first.
+    """
+    return prepare(problem, inputs.q.device, dlse is not None, config)(inputs, out, lse, dout, dlse)
+
+
+@functools.lru_cache(maxsize=4096)
+def prepare(
+    problem: AttentionProblem, device: torch.device, has_dlse: bool, config: BackwardConfig | None = None
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """`backward` for calls of one problem on one device; holds no tensor."""
+    if problem.is_empty:  # packed rows of no sequence, no keys, or no heads
+        return without_keys
+    config = config or tuned.refined(heuristics.backward_config(problem), "bwd", "sm90", problem, ARCH, device)
+    config.check(problem)
+    blocks_per_head, tiles = counts(problem, config)
+    shares = problem.num_heads_kv * problem.batch if config.private_dq else tiles
+    num_ctas = min(shares, torch.cuda.get_device_properties(device).multi_processor_count)
+    section = heads_per_section(problem, config, num_ctas)
+    preprocess, main, *rest = (compile.get(*request) for request in compile_requests(problem, has_dlse, config))
+    postprocess = rest[0] if rest else None
+    return Launch(problem, config, preprocess, main, postprocess, blocks_per_head, section, num_ctas)
+
+
+def compile_requests(
+    problem: AttentionProblem, has_dlse: bool = False, config: BackwardConfig | None = None, arch: str = ARCH
+) -> list[tuple]:
+    """The arguments of `compile.get` for each kernel of this problem, in the order in which they run."""
+    config = config or tuned.refined(heuristics.backward_config(problem), "bwd", "sm90", problem, arch)
+    problem = replace(problem, has_sinks=False)  # they are in lse
+    main = ("backward", (problem.static(), config), arch, functools.partial(trace, problem, config))
+    preprocess, *postprocess = requests_of_rows(problem, config, arch, has_dlse)
+    return [preprocess, main, *postprocess]
+
+
+@dataclass(frozen=True)
+class Launch(BackwardLaunch):
+    """The kernels of Hopper; see BackwardLaunch."""
+
+    num_ctas: int
+
+    @property
+    def accumulator_blocks(self) -> int:
+        if self.config.private_dq:
+            return self.num_ctas * self.problem.qhead_per_kvhead * self.blocks_per_head
+        return super().accumulator_blocks
+
+    def launch_main(self, rows: tuple, gradients: tuple, accumulator: tuple, zeroed: Tensor | None, of_call: tuple):
+        dq, dk, dv = gradients
+        config = self.config
+        self.main(
+            *rows,
+            dk,
+            dv,
+            dq if config.private_dq else None,
+            *accumulator,
+            zeroed,
+            *of_call,
+            tile_counter(dq.get_device()) if config.dynamic_tiles else None,
+            self.blocks_per_head,
+            self.heads_per_section,
+            self.num_ctas,
+        )
+
+
+# ---------------------------------------------------------------- order of tiles
+
+
+def heads_per_section(problem: AttentionProblem, config: BackwardConfig, num_ctas: int) -> int:
+    """kv heads that are worked on at a time, see geometry/tile_scheduler.py."""
+    heads, tiles_per_head = problem.num_heads_kv * problem.batch, ceil_div(problem.seqlen_k, config.tile_n)
+    in_turns = config.adds_in_turns(problem)
+    is_growing = problem.mask.window_right is not None and problem.mask.window_left is None
+    # what a kv head's tiles read and write again and again: Q, dO and the accumulator
+    row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * config.head_dims(problem)[0]
+    bytes_per_head = problem.seqlen_q * problem.qhead_per_kvhead * row_bytes
+    if in_turns:
+        least = ceil_div(num_ctas, tiles_in_step(problem))
+        longest_first = not config.adds_descending(problem)
+    else:
+        least = least_heads(heads, tiles_per_head, bytes_per_head, num_ctas)
+        longest_first = is_growing and config.longest_first and not config.private_dq
+    return tile_scheduler.heads_per_section(
+        heads, tiles_per_head, num_ctas, bytes_per_head, longest_first, config.dynamic_tiles, least
+    )
+
+
+def tiles_in_step(problem: AttentionProblem) -> int:
+    """Tiles of a head that begin together when dQ is added to in ascending order, and stay a step behind each other.
+
+    The more of them, the fewer heads are worked on at a time, and these share L2: with one at head_dim 64, causal, 2048
+    order cost 51 percent more time, with 4 of them 26 (head_dim 256: with two 82, with 4 37). But each loses the steps
+    that it is behind (1 percent with 16 and no mask in the model of tests/kernels/test_backward_turns.py). In
+    descending order no step is lost, and heads follow each other.
+    """
+    if problem.mask.is_full:
+        return 16
+    return 8 if problem.mask.window_left is None and problem.seqlen_k >= 4096 else 4
+
+
+def least_heads(heads: int, tiles_per_head: int, bytes_per_head: int, num_ctas: int) -> int:
+    """kv heads that are worked on at a time, more than fit into L2 where these have fewer tiles than thread blocks.
+
+    Longest first inside of such sections balances nothing: in the model of tests/kernels/test_backward_turns.py two
+    waves take 15 to 19 % fewer steps with 4 query heads a kv head, 33 to 37 % with 8 (head_dim 128, causal, 2048 to
+    8192 of 16k tokens).
+    """
+    if tile_scheduler.L2_BUDGET_BYTES // bytes_per_head * tiles_per_head >= num_ctas:
+        return 1
+    sections = ceil_div(heads, ceil_div(2 * num_ctas, tiles_per_head))
+    return ceil_div(heads, sections)
+
+
+# ---------------------------------------------------------------- tracing
+
+
+def trace(problem: AttentionProblem, config: BackwardConfig) -> tuple:
+    """The kernel of a static problem and stand-ins for its arguments, for `compile`."""
+    from cutlass import Float32, Int32
+
+    from ..device.sm90.backward.kernel import BackwardSm90
+
+    d, dv = problem.head_dim, problem.head_dim_v
+    arguments = (
+        *(fake_rows(problem, columns) for columns in (d, d, dv, dv, d, dv)),
+        fake_rows(problem, d) if config.private_dq else None,
+        *fake_accumulator(problem, config),
+        fake_tensor(Int32, None, align_bytes=4) if config.adds_in_turns(problem) else None,
+        fake_zeroed(problem, config),
+        fake_cu_seqlens(problem),
+        fake_cu_seqlens(problem),
+        fake_seqused_k(problem),
+        Float32(1.0),
+        *fake_scales_and_window(problem),
+        fake_tensor(Int32, 1, align_bytes=4) if config.dynamic_tiles else None,
+        Int32(1),
+        Int32(1),
+        Int32(1),
+        fake_stream(),
+    )
+    return BackwardSm90(problem, config, element_type(problem.dtype)), arguments

@@ -1,0 +1,188 @@
+"""`attention_decode` on the Ampere kernels: decode.py for few rows, forward.py for more. What happens before and after:
+../decode_launch.py."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...problem import AttentionProblem
+from ...problem.decode import DecodeInputs, DecodeProblem
+from ..compiler import compile
+from ..config import ForwardConfigSm80
+from ..config.arch import arch_of
+from ..config.decode import DecodeConfigSm80
+from ..heuristics.decode import decode_config_sm80, num_splits_sm80
+from . import decode as decode_launch
+from .arguments import element_type, fake_tensor, score_scales, strided_tensor, vector_bytes, window_bounds, with_rows
+from .cache import KEYS_OF_A_DESCALE, as_pairs, descale_arguments
+from .decode import DecodeLaunch, SplitPlan, page_table_of, query_offsets_of
+from .forward_sm80 import grid
+
+
+def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
+    return decode_launch.decode(problem, inputs, prepare)
+
+
+def unsupported(problem: DecodeProblem) -> str | None:
+    """Why these kernels do not compute a problem whose attention they do; None if they do."""
+    attention = problem.attention
+    if not attention.has_e4m3_cache:
+        return None
+    if attention.dtype.itemsize != 2:
+        return f"expected q in bfloat16 or float16 with an e4m3 cache, got {attention.dtype}"
+    if attention.head_dim % 2 or attention.head_dim_v % 2:
+        return f"expected even head dims of an e4m3 cache, got {attention.head_dim} and {attention.head_dim_v}"
+    if problem.kv_block is not None and problem.kv_block % KEYS_OF_A_DESCALE:
+        return f"expected a kv_block that is a multiple of {KEYS_OF_A_DESCALE} keys, got {problem.kv_block}"
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def prepare(problem: DecodeProblem, device: torch.device) -> Callable[[DecodeInputs], tuple[Tensor, Tensor]]:
+    """`decode` for calls of one problem on one device, but for values that are to be checked; holds no tensor."""
+    return decode_launch.prepared(problem, lambda: launch_with(problem, config_of(problem, device), device))
+
+
+def config_of(problem: DecodeProblem, device: torch.device) -> ForwardConfigSm80:
+    return decode_config_sm80(problem.rows_asked, arch_of(device))
+
+
+def launch_with(problem: DecodeProblem, config: ForwardConfigSm80, device: torch.device) -> Launch:
+    arch, num_sms = arch_of(device), torch.cuda.get_device_properties(device).multi_processor_count
+    return Launch(problem, config, arch, split_plan(problem, config, arch, num_sms))
+
+
+def compile_requests(problem: DecodeProblem, inputs: DecodeInputs, device: torch.device) -> list[tuple[Any, tuple]]:
+    """See ../decode_launch.py."""
+    return decode_launch.compile_requests(problem, inputs, prepare(problem, device), arch_of(device))
+
+
+def split_plan(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, num_sms: int) -> SplitPlan:
+    choose = functools.partial(num_splits_sm80, problem.attention, config, arch, num_sms)
+    return SplitPlan.of(problem, config.block_keys, choose)
+
+
+class Launch(DecodeLaunch):
+    """Whose kernel is picked by the alignment of the tensors."""
+
+    config: ForwardConfigSm80
+
+    def __init__(self, problem: DecodeProblem, config: ForwardConfigSm80, arch: str, plan: SplitPlan):
+        super().__init__(problem, config, arch, plan)
+        attention = problem.attention
+        self.scalars = *score_scales(attention), *window_bounds(attention), *grid(attention, config)
+        self._forwards: dict[int, Callable] = {}  # by the bytes of a copy
+
+    def attend(self, q: Tensor, inputs: DecodeInputs, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
+        q, k_cache, v_cache = with_rows(q), as_pairs(inputs.k_cache), as_pairs(inputs.v_cache)
+        # rows of the workspace are aligned as far as their length allows
+        kernel = self.kernel(vector_bytes(q, k_cache, v_cache, *(() if self.is_split else (out,))))
+        kernel(q, k_cache, v_cache, out, lse, *self.other_arguments(inputs, sinks))
+
+    def kernel(self, aligned_to: int) -> Callable:
+        """The forward for tensors that copies of so many bytes can read."""
+        found = self._forwards.get(aligned_to)
+        if found is None:
+            found = compile.get(*self._request(aligned_to)[1])
+            self._forwards[aligned_to] = found
+        return found
+
+    def forward_request(self, inputs: DecodeInputs) -> tuple[ForwardConfigSm80, tuple]:
+        qkv = with_rows(inputs.q), as_pairs(inputs.k_cache), as_pairs(inputs.v_cache)
+        return self._request(vector_bytes(*qkv))
+
+    def _request(self, aligned_to: int) -> tuple[ForwardConfigSm80, tuple]:
+        config = replace(self.config, vector_bytes=aligned_to)
+        return config, compile_request(self.problem, config, self.arch, self.is_split)
+
+    def other_arguments(self, inputs: DecodeInputs, sinks: Tensor | None) -> tuple:
+        """Those of `ForwardSm80.__call__` after lse."""
+        return (
+            sinks,
+            query_offsets_of(inputs),
+            None,
+            inputs.cache_seqlens.contiguous(),
+            *self.scalars,
+            page_table_of(inputs),
+            inputs.seqlen_new,
+            *self.splits,
+            *descale_arguments(self.problem, inputs),
+        )
+
+
+def compile_request(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split: bool) -> tuple:
+    """The arguments of `compile.get` for the forward kernel of this problem."""
+    by_block = problem.kv_block is not None
+    kind = (
+        ("is_split", is_split),
+        ("is_paged", problem.is_paged),
+        ("has_descales", problem.has_descales),
+        ("descales_by_block", by_block),
+    )
+    key = _of_a_split(problem.attention, is_split).static(), config, kind
+    return "decode_sm80", key, arch, functools.partial(trace, problem, config, arch, is_split)
+
+
+def _of_a_split(attention: AttentionProblem, is_split: bool) -> AttentionProblem:
+    """Sinks join when splits are merged."""
+    return replace(attention, has_sinks=False) if is_split else attention
+
+
+def trace(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split: bool) -> tuple:
+    """The forward kernel of a static problem and stand-ins for its arguments, for `compile`."""
+    from cutlass import Float16, Float32, Int32
+    from cutlass.cute.runtime import make_fake_stream
+
+    from ..device.blocks.softmax import cache_scales as cache_descales
+    from ..device.sm80.forward.few_rows import DecodeSm80
+    from ..device.sm80.forward.kernel import ForwardSm80
+
+    assert cache_descales.KEYS == KEYS_OF_A_DESCALE
+    attention = _of_a_split(problem.attention, is_split)
+    dtype, mask, by_block = element_type(attention.dtype), attention.mask, problem.kv_block is not None
+    d, dv = attention.head_dim, attention.head_dim_v
+
+    def rows(size: int, dtype: type = dtype, batch: tuple = (None,)) -> Any:
+        return fake_tensor(dtype, *batch, None, None, size, align_bytes=config.vector_bytes)
+
+    batch = () if attention.is_packed else (None,)
+    q, out, caches = rows(d, batch=batch), rows(dv, batch=batch), (rows(d), rows(dv))
+    if attention.has_e4m3_cache:
+        caches = tuple(rows(size // 2, Float16) for size in (d, dv))
+    if is_split:
+        # of 16-bit types a thread stores two columns, over an e4m3 cache four, of float32 those of its copies
+        align_bytes = config.vector_bytes if attention.dtype == torch.float32 else 4 if dv % 2 else 8
+        if attention.has_e4m3_cache:
+            align_bytes = 16 if dv % 4 == 0 else 8
+        out = fake_tensor(Float32, None, None, None, None, dv, align_bytes=align_bytes)
+    lse = (None, None) if is_split else batch  # partials have a batch
+    arguments = (
+        q,
+        *caches,
+        out,
+        fake_tensor(Float32, *lse, None, None, align_bytes=4),
+        fake_tensor(Float32, None, align_bytes=4) if attention.has_sinks else None,
+        fake_tensor(Int32, None, align_bytes=4) if attention.is_packed else None,
+        None,
+        fake_tensor(Int32, None, align_bytes=4),
+        Float32(1.0),
+        None if attention.softcap is None else Float32(1.0),
+        None if mask.window_left is None else Int32(0),
+        None if mask.window_right is None else Int32(0),
+        Int32(1),
+        Int32(1),
+        fake_tensor(Int32, None, None, align_bytes=4) if problem.is_paged else None,
+        Int32(0),
+        *((Int32(1), Int32(0)) if is_split else (None, None)),
+        *((strided_tensor(Float32, 3), strided_tensor(Float32, 3)) if problem.has_descales else (None, None)),
+        Int32(1) if by_block and not problem.is_paged else None,
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+    kernel = DecodeSm80 if isinstance(config, DecodeConfigSm80) else ForwardSm80
+    return kernel(attention, config, dtype, arch, True, is_split, problem.is_paged, by_block), arguments

@@ -1,0 +1,171 @@
+"""From tensors to a launch of the Ampere kernels: which kernel, which grid, and what the tensors have to look like."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...geometry import tile_scheduler
+from ...geometry.integers import ceil_div
+from ...problem import AttentionInputs, AttentionProblem
+from ...problem.outputs import empty_outputs, without_keys
+from ..compiler import compile
+from ..config import ForwardConfigSm80
+from ..config.arch import arch_of
+from ..heuristics import sm90 as heuristics
+from ..heuristics import tuned
+from .arguments import element_type, fake_tensor, score_scales, vector_bytes, window_bounds, with_rows
+
+# What the tests compile the kernels for; they compile for the others of SMEM_BYTES_BY_ARCH, too.
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+MAX_HEAD_DIM = 256
+
+
+def unsupported(problem: AttentionProblem) -> str | None:
+    """Why this backend does not compute the problem; None if it does."""
+    if problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"dtype: expected bfloat16, float16 or float32, got {str(problem.dtype).removeprefix('torch.')}"
+    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if size > MAX_HEAD_DIM:
+            return f"{name}: expected up to {MAX_HEAD_DIM}, got {size}"
+    if problem.softcap is None and problem.softmax_scale <= 0:
+        return f"softmax_scale: expected a number above 0, got {problem.softmax_scale}"
+    return None
+
+
+def forward(
+    problem: AttentionProblem, inputs: AttentionInputs, config: ForwardConfigSm80 | None = None
+) -> tuple[Tensor, Tensor]:
+    """out and lse of a call, as `onepass.tiled.forward` gives them.
+
+    Tensors whose last dimension is contiguous are read where they lie, by copies of as many bytes as divide their
+    addresses and strides; others are copied first.
+    """
+    return prepare(problem, inputs.q.device, config)(inputs)
+
+
+@functools.lru_cache(maxsize=4096)
+def prepare(
+    problem: AttentionProblem, device: torch.device, config: ForwardConfigSm80 | None = None
+) -> Callable[[AttentionInputs], tuple[Tensor, Tensor]]:
+    """`forward` for calls of one problem on one device; holds no tensor."""
+    if problem.is_empty:  # packed rows of no sequence, no keys, or no heads
+        return functools.partial(_without_keys, problem)
+    arch = arch_of(device)
+    if config is None:
+        config = tuned.refined(heuristics.forward_config_sm80(problem, arch), "fwd", "sm80", problem, arch, device)
+    scales_and_window = *score_scales(problem), *window_bounds(problem)
+    return Launch(problem, config, arch, *scales_and_window, *grid(problem, config))
+
+
+def grid(problem: AttentionProblem, config: ForwardConfigSm80) -> tuple[int, int]:
+    """Heads of a section (see geometry/tile_scheduler.py), and tiles: one thread block each."""
+    mask = problem.mask
+    has_growing_tiles = mask.window_right is not None and mask.window_left is None
+    # with pack_gqa the heads of a group are one head to the scheduler
+    group, positions = config.group(problem), config.positions(problem)
+    heads = problem.num_heads_q // group
+    count = tile_scheduler.max_packed_tiles if problem.is_packed else tile_scheduler.num_tiles
+    tiles = count(problem.seqlen_q, positions, heads, problem.batch)
+    row_bytes = problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v)
+    kv_bytes = problem.seqlen_k * row_bytes // (problem.qhead_per_kvhead // group)
+    section = tile_scheduler.heads_per_section(
+        heads * problem.batch,
+        ceil_div(problem.seqlen_q, positions),
+        tiles,
+        kv_bytes,
+        has_growing_tiles and config.longest_first,
+        is_dynamic=True,  # the hardware gives out thread blocks in the order of their numbers, as a queue would
+    )
+    return section, tiles
+
+
+def compile_request(problem: AttentionProblem, config: ForwardConfigSm80, arch: str) -> tuple:
+    """The arguments of `compile.get` for the kernel of this problem."""
+    static = replace(problem, deterministic=False).static()  # the forward is, either way
+    return "forward_sm80", (static, config), arch, functools.partial(trace, problem, config, arch)
+
+
+def _without_keys(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    return without_keys(*empty_outputs(problem, inputs), inputs.sinks, inputs.cu_seqlens_q)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What every call of one problem passes to its kernel beside the tensors, whose alignment picks the kernel."""
+
+    problem: AttentionProblem
+    config: ForwardConfigSm80
+    arch: str
+    scale_log2: float
+    tanh_scale: float | None
+    window_left: int | None
+    window_right: int | None
+    heads_per_section: int
+    num_tiles: int
+
+    def __call__(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        out, lse = empty_outputs(self.problem, inputs)
+        qkv = tuple(with_rows(t) for t in inputs[:3])
+        kernel_of(self.problem, self.config, self.arch, vector_bytes(*qkv, out))(
+            *qkv,
+            out,
+            lse,
+            None if inputs.sinks is None else inputs.sinks.float().contiguous(),
+            *(
+                None if lengths is None else lengths.contiguous()
+                for lengths in (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k)
+            ),
+            self.scale_log2,
+            self.tanh_scale,
+            self.window_left,
+            self.window_right,
+            self.heads_per_section,
+            self.num_tiles,
+            *(None,) * 7,  # no pages, splits or descales
+        )
+        return out, lse
+
+
+@functools.lru_cache(maxsize=4096)
+def kernel_of(problem: AttentionProblem, config: ForwardConfigSm80, arch: str, vector_bytes: int) -> Callable:
+    """The compiled kernel for tensors that copies of so many bytes can read."""
+    return compile.get(*compile_request(problem, replace(config, vector_bytes=vector_bytes), arch))
+
+
+def trace(problem: AttentionProblem, config: ForwardConfigSm80, arch: str) -> tuple:
+    """The kernel of a static problem and stand-ins for its arguments, for `compile`."""
+    from cutlass import Float32, Int32
+    from cutlass.cute.runtime import make_fake_stream
+
+    from ..device.sm80.forward.kernel import ForwardSm80
+
+    def optional(value: object, is_given: bool):
+        return value if is_given else None
+
+    dtype, mask = element_type(problem.dtype), problem.mask
+    batch = () if problem.is_packed else (None,)
+    rows = [
+        fake_tensor(dtype, *batch, None, None, size, align_bytes=config.vector_bytes)
+        for size in (problem.head_dim, problem.head_dim, problem.head_dim_v, problem.head_dim_v)
+    ]
+    is_given = (problem.is_packed, problem.is_packed, problem.has_seqused_k)
+    arguments = (
+        *rows,
+        fake_tensor(Float32, *batch, None, None, align_bytes=4),
+        optional(fake_tensor(Float32, None, align_bytes=4), problem.has_sinks),
+        *(optional(fake_tensor(Int32, None, align_bytes=4), given) for given in is_given),
+        Float32(1.0),
+        optional(Float32(1.0), problem.softcap is not None),
+        optional(Int32(0), mask.window_left is not None),
+        optional(Int32(0), mask.window_right is not None),
+        Int32(1),
+        Int32(1),
+        *(None,) * 7,
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+    return ForwardSm80(problem, config, dtype, arch), arguments

@@ -1,0 +1,330 @@
+"""From tensors to a launch on Hopper: which kernel, which grid, and what the tensors have to look like."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import fp8
+from ...geometry import tile_scheduler
+from ...geometry.integers import ceil_div
+from ...problem import AttentionInputs, AttentionProblem, Descales, Quantization, QuantizedInputs
+from ...problem.outputs import empty_outputs, without_keys
+from ..compiler import compile
+from ..config import HOPPER, ForwardConfig, head_dim_tile, value_blocks, value_columns
+from ..heuristics import sm90 as heuristics
+from ..heuristics import tuned
+from . import float32_halves as parts_launch
+from .arguments import aligned as tma_ready
+from .arguments import element_type, fake_tensor, score_scales, window_bounds
+from .arguments import is_aligned as is_tma_ready
+
+ARCH = HOPPER
+MAX_HEAD_DIM = 256
+SCALE_BLOCK = 64  # keys, of blocks.fp8
+ANY_ROWS = 2**30  # in a block: there is one
+
+
+def unsupported(problem: AttentionProblem) -> str | None:
+    """Why this backend does not compute the problem; None if it does."""
+    if problem.quantization is not None:
+        if (reason := _unsupported_fp8(problem)) is not None:
+            return reason
+    elif problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"dtype: expected bfloat16, float16 or float32, got {str(problem.dtype).removeprefix('torch.')}"
+    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if size % 8 or size > MAX_HEAD_DIM:
+            return f"{name}: expected a multiple of 8 up to {MAX_HEAD_DIM} (16-byte rows for TMA), got {size}"
+    if value_columns(problem) % 8:
+        return f"head_dim_v: expected a multiple of 16 above 128 in float32, got {problem.head_dim_v}"
+    if problem.softcap is None and problem.softmax_scale <= 0:
+        return f"softmax_scale: expected a number above 0, got {problem.softmax_scale}"
+    return None
+
+
+def _unsupported_fp8(problem: AttentionProblem) -> str | None:
+    assert problem.quantization is not None
+    if problem.out_dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype: expected out in bfloat16 or float16, got {str(problem.out_dtype).removeprefix('torch.')}"
+    if problem.quantization.kv_block not in (None, SCALE_BLOCK):
+        return f"kv_block: expected {SCALE_BLOCK} or None, got {problem.quantization.kv_block}"
+    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if size % 16:
+            return f"{name}: expected a multiple of 16 in FP8 (16-byte rows for TMA), got {size}"
+    return None
+
+
+def forward(
+    problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs, config: ForwardConfig | None = None
+) -> tuple[Tensor, Tensor]:
+    """out and lse of a call, as `onepass.tiled.forward` gives them.
+
+    Tensors whose last dimension is contiguous and whose other strides and address are multiples of 16 bytes are read
+    where they lie; others are copied first, which TMA asks for.
+    """
+    return prepare(problem, inputs.q.device, config)(inputs)
+
+
+@functools.lru_cache(maxsize=4096)
+def prepare(
+    problem: AttentionProblem, device: torch.device, config: ForwardConfig | None = None
+) -> Callable[[Any], tuple[Tensor, Tensor]]:
+    """`forward` for calls of one problem on one device; holds no tensor."""
+    if problem.is_empty:  # packed rows of no sequence, no keys, or no heads
+        return functools.partial(_without_keys, problem)
+    config = config or tuned.refined(heuristics.forward_config(problem), "fwd", "sm90", problem, ARCH, device)
+    kernel = compile.get(*compile_request(problem, config))
+    grid = persistent_grid(problem, config, torch.cuda.get_device_properties(device).multi_processor_count)
+    of_config = config.dynamic_tiles, config.transposes_v
+    return Launch(problem, kernel, *score_scales(problem), *window_bounds(problem), *of_config, *grid)
+
+
+def persistent_grid(problem: AttentionProblem, config: ForwardConfig, num_sms: int) -> tuple[int, int]:
+    """Heads of a section (see geometry/tile_scheduler.py), and thread blocks."""
+    mask = problem.mask
+    has_growing_tiles = mask.window_right is not None and mask.window_left is None
+    # with pack_gqa the heads of a group are one head to the scheduler
+    group, positions = config.group(problem), config.positions(problem) * config.cluster_size
+    heads = problem.num_heads_q // group
+    kv_bytes = problem.dtype.itemsize * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    kv_bytes //= problem.qhead_per_kvhead // group
+    count = tile_scheduler.max_packed_tiles if problem.is_packed else tile_scheduler.num_tiles
+    tiles = count(problem.seqlen_q, positions, heads, problem.batch)
+    num_clusters = min(tiles, num_sms // config.cluster_size)
+    section = tile_scheduler.heads_per_section(
+        heads * problem.batch,
+        ceil_div(problem.seqlen_q, positions),
+        num_clusters,
+        kv_bytes,
+        has_growing_tiles and config.longest_first,
+        config.dynamic_tiles,
+    )
+    return section, num_clusters * config.cluster_size
+
+
+def compile_request(problem: AttentionProblem, config: ForwardConfig | None = None, arch: str = ARCH) -> tuple:
+    """The arguments of `compile.get` for the kernel of this problem."""
+    config = config or tuned.refined(heuristics.forward_config(problem), "fwd", "sm90", problem, arch)
+    # the forward is deterministic either way, and scales of any granularity come to the kernel in one
+    quantization = None if problem.quantization is None else Quantization(problem.out_dtype)
+    problem = replace(problem, head_dim_v=value_columns(problem))
+    static = replace(problem, deterministic=False, quantization=quantization).static()
+    return "forward", (static, config), arch, functools.partial(trace, problem, config)
+
+
+def helper_requests(problem: AttentionProblem) -> list[tuple]:
+    """The same for the kernels that a call runs before it, whatever its configuration."""
+    return parts_launch.compile_requests(problem) if problem.dtype == torch.float32 else []
+
+
+def _without_keys(problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
+    return without_keys(*empty_outputs(problem, inputs), inputs.sinks, inputs.cu_seqlens_q)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, and what every call of one problem passes to it beside the tensors."""
+
+    problem: AttentionProblem
+    kernel: Callable
+    scale_log2: float
+    tanh_scale: float | None
+    window_left: int | None
+    window_right: int | None
+    is_dynamic: bool
+    transposes_v: bool
+    heads_per_section: int
+    num_ctas: int
+
+    def __call__(self, inputs: AttentionInputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
+        v = inputs.v
+        scales: tuple = (None,) * 4
+        if isinstance(inputs, QuantizedInputs):
+            scales = kernel_scales(self.problem, inputs.descales)
+            assert self.problem.quantization is not None
+            if not (self.problem.quantization.v_keys_last or self.transposes_v):
+                v = fp8.keys_last(v, inputs.cu_seqlens_k)
+        tensors = tma_ready(inputs.q), tma_ready(inputs.k), tma_ready(v)
+        outputs = empty_outputs(self.problem, inputs)
+        if isinstance(inputs, AttentionInputs) and self.problem.dtype == torch.float32:
+            self.attend_parts(
+                inputs, *outputs, parts_launch.split(*tensors, value_blocks(self.problem), *inputs[4:]), *tensors
+            )
+        else:
+            self.attend(inputs, *outputs, *tensors, scales)
+        return outputs
+
+    def attend_parts(
+        self,
+        inputs: AttentionInputs,
+        out: Tensor,
+        lse: Tensor,
+        parts: parts_launch.Parts,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> None:
+        """out and lse from the parts of q, k and v: a kernel for each block of columns of V."""
+        columns = v.shape[-1] // len(parts.v)
+        for i, (of_v, v_scale) in enumerate(parts.v):
+            block = slice(i * columns, (i + 1) * columns)
+            scales = parts.q[1], parts.k[1], v_scale, parts_launch.BLOCK
+            of_block = parts.q[0], parts.k[0], of_v, scales, (q, k, v[..., block])
+            self.attend(inputs, out[..., block], lse, *of_block)
+
+    def attend(
+        self,
+        inputs: AttentionInputs | QuantizedInputs,
+        out: Tensor,
+        lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scales: tuple,
+        float32: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> None:
+        """The kernel, from what it reads in place of inputs.q, k and v. Args: see `ForwardSm90.__call__`."""
+        self.kernel(
+            q,
+            k,
+            v,
+            out,
+            lse,
+            None if inputs.sinks is None else inputs.sinks.float().contiguous(),
+            None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous(),
+            None if inputs.cu_seqlens_k is None else inputs.cu_seqlens_k.contiguous(),
+            None if inputs.seqused_k is None else inputs.seqused_k.contiguous(),
+            float32,
+            *scales,
+            self.scale_log2,
+            self.tanh_scale,
+            self.window_left,
+            self.window_right,
+            tile_counter(inputs.q.get_device()) if self.is_dynamic else None,
+            self.heads_per_section,
+            self.num_ctas,
+            *(None,) * 4,  # no pages and splits
+        )
+
+
+def kernel_scales(problem: AttentionProblem, descales: Descales) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The descales as `blocks.fp8.DescaleTensors`, whatever their granularity: views, no data moves."""
+    assert problem.quantization is not None
+    by_heads = (problem.batch, problem.num_heads_q), *((problem.batch, problem.num_heads_kv),) * 2
+    views = []
+    quantization = problem.quantization
+    for t, heads, block in zip(
+        descales, by_heads, (quantization.q_block, quantization.kv_block, quantization.kv_block), strict=True
+    ):
+        if t.dim() == 0:
+            t = t.as_strided((*heads, 1), (0, 0, 1))
+        elif t.dim() == 2 and problem.is_packed and block is not None:  # (heads, blocks of all sequences)
+            t = t if t.stride(1) == 1 else t.contiguous()
+            t = t.as_strided((heads[0], *t.shape), (0, *t.stride()))
+        elif t.dim() == 2:
+            t = t.as_strided((*heads, 1), (*t.stride(), 1))
+        views.append(t if t.stride(-1) == 1 else t.contiguous())
+    q, k, v = views
+    return q, k, v, problem.quantization.q_block or ANY_ROWS
+
+
+_tile_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def tile_counter(device: int) -> Tensor:
+    """The zero that the tile queue of a launch counts from.
+
+    Every launch leaves it at zero again, and launches of one stream follow each other, so one per stream does. A
+    captured launch may be replayed beside others: it gets its own, zeroed by the graph.
+    """
+    if _is_capturing(device):
+        return torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
+    # torch.cuda.current_stream(device).cuda_stream without making the object around it
+    key = (device, torch._C._cuda_getCurrentRawStream(device))
+    counter = _tile_counters.get(key)
+    if counter is None:
+        counter = _tile_counters[key] = torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
+    return counter
+
+
+def _is_capturing(device: int) -> bool:
+    """Whether the device's current stream is being captured: torch asks that of the current device."""
+    if torch._C._cuda_getDevice() == device:  # torch.cuda.current_device() takes three times as long
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def copied(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
+    """Which of the tensors a call copies before its kernel runs."""
+    return [name for name, t in (("q", q), ("k", k), ("v", v)) if not is_tma_ready(t)]
+
+
+def trace(problem: AttentionProblem, config: ForwardConfig, of_cache: tuple[bool, int | None] | None = None) -> tuple:
+    """The kernel of a static problem and stand-ins for its arguments, for `compile`.
+
+    Args: of_cache: of `attention_decode`, is_split and box_rows of `ForwardSm90`.
+    """
+    from cutlass import Float16, Float32, Int32
+    from cutlass.cute.runtime import make_fake_stream
+
+    from ..device.sm90.forward.kernel import ForwardSm90
+
+    is_float32 = problem.dtype == torch.float32
+    dtype = Float16 if is_float32 else element_type(problem.dtype)
+    tensor = fake_tensor
+
+    def optional(value: object, is_given: bool):
+        return value if is_given else None
+
+    batch, keys_batch = ((),) * 2 if problem.is_packed else ((None,),) * 2
+    is_split, box_rows = False, None
+    if of_cache is not None:
+        is_split, box_rows = of_cache
+        keys_batch = (None,)
+    # splits of packed queries have rows of their own
+    splits = (None,) if is_split and not problem.is_packed else ()
+    out_dtype = Float32 if is_split else element_type(problem.out_dtype)
+    head_dim, head_dim_v, is_fp8 = problem.head_dim, problem.head_dim_v, problem.quantization is not None
+
+    # one for each: whose sizes one stand-in stands for would have to be equal
+    is_scaled = is_fp8 or is_float32
+    scales = (optional(tensor(Float32, None, None, None, align_bytes=4), is_scaled) for _ in range(3))
+    sizes = head_dim, head_dim, head_dim_v
+    float32 = tuple(tensor(Float32, *batch, None, None, size, align_bytes=16) for size in sizes)
+    if is_float32:
+        head_dim, head_dim_v = (2 * head_dim_tile(size) for size in (head_dim, head_dim_v))
+    arguments = (
+        tensor(dtype, *batch, None, None, head_dim, align_bytes=16),
+        tensor(dtype, *keys_batch, None, None, head_dim, align_bytes=16),
+        # transposed: only the last length is not known beforehand
+        tensor(dtype, *batch, None, head_dim_v, None, align_bytes=16)
+        if is_fp8 and not config.transposes_v
+        else tensor(dtype, *keys_batch, None, None, head_dim_v, align_bytes=16),
+        tensor(out_dtype, *splits, *batch, None, None, problem.head_dim_v, align_bytes=16),
+        tensor(Float32, *splits, *batch, None, None, align_bytes=4),
+        optional(tensor(Float32, None, align_bytes=4), problem.has_sinks),
+        optional(tensor(Int32, None, align_bytes=4), problem.is_packed),
+        optional(tensor(Int32, None, align_bytes=4), problem.is_packed and of_cache is None),
+        optional(tensor(Int32, None, align_bytes=4), problem.has_seqused_k),
+        optional(float32, is_float32),
+        *scales,
+        optional(Int32(1), is_scaled),
+        Float32(1.0),
+        optional(Float32(1.0), problem.softcap is not None),
+        optional(Int32(0), problem.mask.window_left is not None),
+        optional(Int32(0), problem.mask.window_right is not None),
+        optional(tensor(Int32, 1, align_bytes=4), config.dynamic_tiles),
+        Int32(1),
+        Int32(1),
+        optional(tensor(Int32, None, None, align_bytes=4), box_rows is not None),
+        optional(Int32(0), of_cache is not None),
+        *((Int32(1), Int32(0)) if is_split else (None, None)),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+    return ForwardSm90(problem, config, dtype, of_cache is not None, is_split, box_rows), arguments

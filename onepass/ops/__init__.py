@@ -1,0 +1,1 @@
+"""The torch operators behind the public functions, with their gradients, shapes and FLOP counts."""

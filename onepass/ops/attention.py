@@ -1,0 +1,231 @@
+"""The torch operators behind the API: onepass::attention_forward and onepass::attention_backward.
+
+Each has an implementation (any device: dispatch.py loads the backend that was chosen at the door), a fake for
+tracing, and the forward an autograd rule. They are defined with `torch.library.define`, which costs less per call
+than `custom_op`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .. import fp8
+from ..dispatch import attention as dispatch
+from ..dispatch import choice
+from ..errors import UnsupportedError
+from ..geometry.visible_pairs import visible_pairs
+from ..kernels.config import LaunchConfig
+from ..problem import AttentionInputs, AttentionProblem, Descales, Mask, Quantization, QuantizedInputs
+from ..problem.outputs import empty_gradients, empty_outputs
+from .gradient_rule import register_gradient
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k"
+_OPTIONS = (
+    "float softmax_scale, SymInt? window_left, SymInt? window_right, float? softcap, bool deterministic, str backend, "
+    "str? tuning"
+)
+_NUM_INPUTS = len(AttentionInputs._fields)
+_TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
+
+torch.library.define("onepass::attention_forward", f"({_INPUTS}, {_OPTIONS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+torch.library.define(
+    "onepass::attention_backward",
+    f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}, {_OPTIONS})"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    tags=_TAGS,
+)
+
+
+# the whole of precision="fp8": options are those of the call in 16 bits, backend that of its gradients
+torch.library.define(
+    "onepass::attention_fp8",
+    f"({_INPUTS}, {_OPTIONS}, str forward_backend) -> (Tensor out, Tensor lse)",
+    tags=_TAGS,
+)
+_QUANTIZATION = (
+    "Tensor q_descale, Tensor k_descale, Tensor v_descale, ScalarType out_dtype, SymInt? q_block, SymInt? kv_block, "
+    "bool v_keys_last"
+)
+torch.library.define(
+    "onepass::attention_quantized", f"({_INPUTS}, {_OPTIONS}, {_QUANTIZATION}) -> (Tensor out, Tensor lse)", tags=_TAGS
+)
+
+
+def _problem(
+    inputs: AttentionInputs | QuantizedInputs, options: tuple, quantization: Quantization | None = None
+) -> AttentionProblem:
+    softmax_scale, window_left, window_right, softcap, deterministic = options[:5]
+    return AttentionProblem.of(
+        inputs,
+        softmax_scale=softmax_scale,
+        mask=Mask(window_left, window_right),
+        softcap=softcap,
+        deterministic=deterministic,
+        quantization=quantization,
+    )
+
+
+def options_of(problem: AttentionProblem, backend: str, tuning: LaunchConfig | None = None) -> tuple:
+    """The option arguments of the operators, in the order of their schema."""
+    mask = problem.mask
+    return (
+        problem.softmax_scale,
+        mask.window_left,
+        mask.window_right,
+        problem.softcap,
+        problem.deterministic,
+        backend,
+        None if tuning is None else tuning.text,
+    )
+
+
+@torch.library.impl("onepass::attention_forward", "default")
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    inputs, options = AttentionInputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
+    return _forward_on(options[-2], options[-1], _problem(inputs, options), inputs)
+
+
+def _forward_on(
+    backend: str, tuning: str | None, problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs
+) -> tuple[Tensor, Tensor]:
+    config = None if tuning is None else dispatch.config_type(choice.found(backend)).from_text(tuning)
+    backend = dispatch.at_run(backend, problem, config, inputs.q.device)
+    # An operator runs under the caller's autocast; ours computes in the dtypes that it states.
+    with torch.autocast(problem.device_type, enabled=False):
+        return dispatch.prepare(backend, problem, inputs.q.device, config)(inputs)
+
+
+@torch.library.register_fake("onepass::attention_forward")
+def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    inputs, options = AttentionInputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
+    return empty_outputs(_problem(inputs, options), inputs)
+
+
+@torch.library.impl("onepass::attention_backward", "default")
+def _backward(
+    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    inputs, options = AttentionInputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
+    problem = _problem(inputs, options)
+    dout = torch.zeros_like(out) if dout is None else dout
+    with torch.autocast(problem.device_type, enabled=False):
+        module = dispatch.load_backward(choice.found(options[-2]), problem)
+        return module.backward(problem, inputs, out, lse, dout, dlse)
+
+
+@torch.library.register_fake("onepass::attention_backward")
+def _backward_fake(
+    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return empty_gradients(AttentionInputs(*args[:_NUM_INPUTS]))
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output, *inputs[:_NUM_INPUTS])
+    ctx.options = inputs[_NUM_INPUTS:]
+
+
+def _autograd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+    no_grads = (None,) * (_NUM_INPUTS - 4 + len(ctx.options))
+    if dout is None and dlse is None:
+        return (None, None, None, None, *no_grads)
+    out, lse, *inputs = ctx.saved_tensors
+    dq, dk, dv, dsinks = torch.ops.onepass.attention_backward(dout, dlse, out, lse, *inputs, *ctx.options)
+    return (dq, dk, dv, None if inputs[3] is None else dsinks, *no_grads)
+
+
+register_gradient("attention_forward", _autograd_backward, _setup_context)
+
+
+# ---------------------------------------------------------------- FP8
+
+
+@torch.library.impl("onepass::attention_fp8", "default")
+def _fp8(*args: Any) -> tuple[Tensor, Tensor]:
+    inputs, options, backend = AttentionInputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:-1], args[-1]
+    return _forward_on(backend, options[-1], *fp8.quantized_call(_problem(inputs, options), inputs))
+
+
+@torch.library.register_fake("onepass::attention_fp8")
+def _fp8_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    return _forward_fake(*args[:-1])
+
+
+def _setup_context_fp8(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    _setup_context(ctx, inputs[:-1], output)
+
+
+def _autograd_backward_fp8(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+    """The gradients of exact attention at the 16-bit inputs, with out and lse of the FP8 forward."""
+    return (*_autograd_backward(ctx, dout, dlse), None)
+
+
+register_gradient("attention_fp8", _autograd_backward_fp8, _setup_context_fp8)
+
+
+def _split_quantized(args: tuple) -> tuple[QuantizedInputs, tuple, Quantization]:
+    options, descales, quantization = args[_NUM_INPUTS:-7], Descales(*args[-7:-4]), Quantization(*args[-4:])
+    q, k, v, *others = args[:_NUM_INPUTS]
+    return QuantizedInputs(q, k, v, descales, *others), options, quantization
+
+
+@torch.library.impl("onepass::attention_quantized", "default")
+def _quantized(*args: Any) -> tuple[Tensor, Tensor]:
+    inputs, options, quantization = _split_quantized(args)
+    return _forward_on(options[-2], options[-1], _problem(inputs, options, quantization), inputs)
+
+
+@torch.library.register_fake("onepass::attention_quantized")
+def _quantized_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    inputs, options, quantization = _split_quantized(args)
+    return empty_outputs(_problem(inputs, options, quantization), inputs)
+
+
+def _refuse_double_backward(ctx: Any, *grads: Any) -> None:
+    raise UnsupportedError("onepass attention has no second derivative: expected one backward pass, got backward twice")
+
+
+register_gradient("attention_backward", _refuse_double_backward)
+
+
+def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> None:
+    raise UnsupportedError(
+        "onepass attention cannot run under torch.vmap: it already takes a batch; "
+        "pass the mapped dimension as the batch dimension instead (torch.func.jacrev needs no vmap with chunk_size=1)"
+    )
+
+
+for _name in ("attention_forward", "attention_backward", "attention_fp8", "attention_quantized"):
+    torch.library.register_vmap(f"onepass::{_name}", _refuse_vmap)
+
+
+@register_flop_formula(torch.ops.onepass.attention_quantized, get_raw=True)
+def _quantized_flops(*args: Any, out_val: Any = None) -> int:
+    inputs, options, quantization = _split_quantized(args)
+    return _flops_of(inputs, options, _problem(inputs, options, quantization).head_dim_v)
+
+
+@register_flop_formula(torch.ops.onepass.attention_fp8, get_raw=True)
+@register_flop_formula(torch.ops.onepass.attention_forward, get_raw=True)
+def _forward_flops(*args: Any, out_val: Any = None) -> int:
+    inputs, options = AttentionInputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
+    return _flops_of(inputs, options, inputs.v.shape[-1])
+
+
+def _flops_of(inputs: AttentionInputs | QuantizedInputs, options: tuple, head_dim_v: int) -> int:
+    """Two GEMMs over the visible pairs: Q K^T over head_dim and P V over head_dim_v."""
+    pairs = visible_pairs(inputs, options[1], options[2]) * inputs.q.shape[-2]
+    return 2 * pairs * (inputs.q.shape[-1] + head_dim_v)
+
+
+@register_flop_formula(torch.ops.onepass.attention_backward, get_raw=True)
+def _backward_flops(*args: Any, out_val: Any = None) -> int:
+    """Five GEMMs: S, dQ, dK over head_dim and dP, dV over head_dim_v."""
+    inputs, options = AttentionInputs(*args[4 : 4 + _NUM_INPUTS]), args[4 + _NUM_INPUTS :]
+    pairs = visible_pairs(inputs, options[1], options[2]) * inputs.q.shape[-2]
+    return 2 * pairs * (3 * inputs.q.shape[-1] + 2 * inputs.v.shape[-1])

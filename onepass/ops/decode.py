@@ -1,0 +1,159 @@
+"""The torch operators behind `attention_decode`: onepass::decode, and onepass::decode_append, which writes the caches;
+and onepass::merge_partials, where a kernel does it.
+
+None has a gradient: the door refuses tensors that ask for one, or `merge_partials` goes another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
+
+from ..dispatch import attention as dispatch
+from ..errors import UnsupportedError
+from ..geometry.visible_pairs import visible_pairs_of_cache
+from ..problem import AttentionInputs, Mask
+from ..problem.decode import DecodeInputs, DecodeProblem
+from ..problem.outputs import empty_outputs
+from ..tiled.merge import merge_in_torch
+from ..validation.overlap import refuse_shared_caches
+
+_AFTER_CACHES = (
+    "Tensor cache_seqlens, Tensor? page_table, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? sinks, "
+    "Tensor? k_descale, Tensor? v_descale, Tensor? cu_seqlens_q"
+)
+_OPTIONS = (
+    "float softmax_scale, SymInt? window_left, SymInt? window_right, float? softcap, SymInt? num_splits, "
+    "SymInt? split_size, bool rotary_interleaved, bool check_values, SymInt? kv_block, SymInt? max_seqlen_q, "
+    "str backend"
+)
+_NUM_OPTIONS = _OPTIONS.count(",") + 1
+_OUTPUTS = "(Tensor out, Tensor lse)"
+_TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
+_NAMES = ("decode", "decode_append")
+
+torch.library.define(
+    "onepass::decode",
+    f"(Tensor q, Tensor k_cache, Tensor v_cache, {_AFTER_CACHES}, {_OPTIONS}) -> {_OUTPUTS}",
+    tags=_TAGS,
+)
+torch.library.define(
+    "onepass::decode_append",
+    f"(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {_AFTER_CACHES}, Tensor k_new, Tensor v_new, {_OPTIONS})"
+    f" -> {_OUTPUTS}",
+    tags=_TAGS,
+)
+
+
+def run(problem: DecodeProblem, inputs: DecodeInputs, backend: str) -> tuple[Tensor, Tensor]:
+    """The operator that this call needs."""
+    attention = problem.attention
+    options = (
+        attention.softmax_scale,
+        attention.mask.window_left,
+        attention.mask.window_right,
+        attention.softcap,
+        problem.num_splits,
+        problem.split_size,
+        problem.rotary_interleaved,
+        problem.check_values,
+        problem.kv_block,
+        problem.max_seqlen_q,
+        backend,
+    )
+    if inputs.seqlen_new:
+        return torch.ops.onepass.decode_append(*inputs, *options)
+    return torch.ops.onepass.decode(*inputs[:-2], *options)
+
+
+def _problem(inputs: DecodeInputs, options: tuple) -> DecodeProblem:
+    scale, left, right, softcap, num_splits, split_size, rotary_interleaved, check_values, kv_block, *rest = options
+    attention = inputs.attention(softmax_scale=scale, mask=Mask(left, right), softcap=softcap)
+    return DecodeProblem.of(
+        attention,
+        inputs,
+        num_splits=num_splits,
+        split_size=split_size,
+        rotary_interleaved=rotary_interleaved,
+        check_values=check_values,
+        kv_block=kv_block,
+        max_seqlen_q=rest[0],
+    )
+
+
+def _unpacked(args: tuple) -> tuple[DecodeInputs, tuple]:
+    count = len(args) - _NUM_OPTIONS
+    return DecodeInputs(*args[:count]), args[count:]
+
+
+def _decode(*args: Any) -> tuple[Tensor, Tensor]:
+    inputs, options = _unpacked(args)
+    if inputs.seqlen_new:
+        # the door has no addresses to look at where torch.compile traces it
+        refuse_shared_caches(inputs.k_cache, inputs.v_cache)
+    with torch.autocast(inputs.q.device.type, enabled=False):
+        problem = _problem(inputs, options)
+        backend = dispatch.at_run_decode(options[-1], problem, inputs.q.device)
+        return dispatch.load_decode(backend, inputs.q.device)(problem, inputs)
+
+
+def _decode_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    inputs, options = _unpacked(args)
+    return empty_outputs(_problem(inputs, options).attention, AttentionInputs(*inputs[:3]))
+
+
+def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> None:
+    raise UnsupportedError("onepass: attention over a cache cannot run under torch.vmap: it already takes a batch")
+
+
+for _name in _NAMES:
+    torch.library.impl(f"onepass::{_name}", "default")(_decode)
+    torch.library.register_fake(f"onepass::{_name}")(_decode_fake)
+    torch.library.register_vmap(f"onepass::{_name}", _refuse_vmap)
+
+
+@register_flop_formula([torch.ops.onepass.decode, torch.ops.onepass.decode_append], get_raw=True)
+def _flops(*args: Any, out_val: Any = None) -> int:
+    """Two GEMMs over the visible pairs, as of `attention`. Appending, rotating and merging splits have none."""
+    inputs, options = _unpacked(args)
+    pairs = visible_pairs_of_cache(inputs, options[1], options[2]) * inputs.q.shape[-2]
+    return 2 * pairs * (inputs.q.shape[-1] + inputs.v_cache.shape[-1])
+
+
+# ---------------------------------------------------------------- merging
+
+torch.library.define("onepass::merge_partials", f"(Tensor outs, Tensor lses) -> {_OUTPUTS}", tags=_TAGS)
+
+
+@torch.library.impl("onepass::merge_partials", "default")
+def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    if outs.device.type != "cuda":
+        merged, lse = merge_in_torch(outs.unbind(0), lses.unbind(0))
+        return merged.to(outs.dtype).contiguous(), lse.contiguous()
+    return dispatch.load_merge(outs.device)(outs, lses)
+
+
+@torch.library.register_fake("onepass::merge_partials")
+def _merge_fake(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])  # contiguous
+
+
+torch.library.register_vmap("onepass::merge_partials", _refuse_vmap)
+
+
+def merges_in_one_kernel(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> bool:
+    """Whether the merge kernel computes what `merge_in_torch` would: on a GPU, where nothing is to be traced, mapped or
+    differentiated."""
+    if outs[0].device.type != "cuda" or outs[0].dtype == torch.float64:
+        return False
+    if torch.compiler.is_compiling() or peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return False
+    if any(lse.dtype != torch.float32 for lse in lses) or not dispatch.has_merge_kernel(outs[0].device):
+        return False
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in (*outs, *lses)))

@@ -1,0 +1,65 @@
+"""The derivative of an operator, for `backward()` and for the reverse mode of `torch.func` alike.
+
+`torch.library.register_autograd` gives an operator a rule that `torch.func.grad`, `vjp` and `jacrev` refuse, because
+torch puts it into an autograd.Function whose forward and setup of the context are one. Here the operator's own kernel
+for autograd makes the node, as torch's built-in operators do: one node for each level of `torch.func`, each of which
+sees the tensors of its level and calls the next one below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import _C
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+
+from ..validation.attention import refuse_forward_mode
+
+_library = torch.library.Library("onepass", "FRAGMENT")
+
+
+def register_gradient(name: str, backward: Callable, setup_context: Callable | None = None) -> None:
+    """Give the operator onepass::name its derivative, as `torch.library.register_autograd` would.
+
+    Args:
+        backward: (ctx, *gradients of outputs) -> gradients of inputs, None where there is none.
+        setup_context: (ctx, inputs, output), called after the operator: saves what backward needs.
+    """
+    op = getattr(torch.ops.onepass, name).default
+
+    class Rule(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, keyset: Any, is_one_level: bool, *inputs: Any) -> Any:
+            # autograd records nothing in here; the levels below have nodes of their own to make, or to refuse
+            with torch.set_grad_enabled(is_one_level), forward_ad._set_fwd_grad_enabled(is_one_level):
+                output = _below_autograd(op, keyset, inputs)
+            if setup_context is not None:
+                setup_context(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> tuple:
+            return None, None, *backward(ctx, *gradients)
+
+    Rule.__name__ = Rule.__qualname__ = f"onepass_{name}"
+
+    def autograd_kernel(keyset: Any, *inputs: Any) -> Any:
+        refuse_forward_mode(*(t for t in inputs if isinstance(t, torch.Tensor)))
+        if not (torch.is_grad_enabled() and _C._any_requires_grad(*inputs)):
+            return _below_autograd(op, keyset, inputs)
+        if peek_interpreter_stack() is None:
+            return Rule.apply(keyset, False, *inputs)
+        with enable_single_level_autograd_function():
+            # Function.apply would hand the call to torch.func once more, which has brought it here
+            return super(torch.autograd.Function, Rule).apply(keyset, True, *inputs)
+
+    _library.impl(name, autograd_kernel, "Autograd", with_keyset=True)
+
+
+def _below_autograd(op: Any, keyset: Any, inputs: tuple) -> Any:
+    with _C._AutoDispatchBelowAutograd():
+        return op.redispatch(keyset & _C._after_autograd_keyset, *inputs)

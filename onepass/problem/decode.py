@@ -1,0 +1,144 @@
+"""What is asked of `attention_decode`, in two parts: the tensors, and how the keys of a cache lie and are split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import AttentionProblem
+
+FEW_QUERIES = 32  # of a sequence: more are many to every kernel
+
+
+class DecodeInputs(NamedTuple):
+    """The tensors of one call, see `onepass.attention_decode`."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    cache_seqlens: Tensor
+    page_table: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+    sinks: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    k_new: Tensor | None = None
+    v_new: Tensor | None = None
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def seqlen_new(self) -> int:
+        return 0 if self.k_new is None else self.k_new.shape[1]
+
+    @property
+    def kv_dtype(self) -> torch.dtype | None:
+        """Of the cache, where it is not q's."""
+        return None if self.k_cache.dtype == self.q.dtype else self.k_cache.dtype
+
+    @property
+    def capacity(self) -> int:
+        """Keys that a batch entry has room for."""
+        page_size = self.k_cache.shape[1]
+        return page_size if self.page_table is None else self.page_table.shape[1] * page_size
+
+    def attention(self, **options: Any) -> AttentionProblem:
+        """The call as attention over all positions of the cache: also where queries are packed, seqlen_k is that of one
+        sequence. Args: options: the fields that no tensor tells."""
+        return AttentionProblem(
+            dtype=self.q.dtype,
+            device_type=self.q.device.type,
+            batch=self.batch,
+            seqlen_q=self.q.shape[-3],
+            seqlen_k=self.capacity,
+            num_heads_q=self.q.shape[-2],
+            num_heads_kv=self.k_cache.shape[2],
+            head_dim=self.q.shape[-1],
+            head_dim_v=self.v_cache.shape[3],
+            has_sinks=self.sinks is not None,
+            has_seqused_k=True,
+            is_packed=self.cu_seqlens_q is not None,
+            kv_dtype=self.kv_dtype,
+            **options,
+        )
+
+
+@dataclass(frozen=True)
+class DecodeProblem:
+    """One call of attention over a cache, without its data.
+
+    Attributes:
+        attention: the call as attention over all positions of the cache, of which `seqused_k` are filled.
+        page_size: keys of a page, where rows of the cache are found through a page table; None: there is none.
+        num_splits: parts that each sequence's keys are cut into; None: as a backend likes.
+        split_size: keys of a part, from the first key on; None: parts of one sequence are of one length.
+        rotary_interleaved: rotated pairs are neighbours (0, 1), (2, 3), ..; else (0, d / 2), (1, d / 2 + 1), ..
+        check_values: read lengths and page numbers on the host, and refuse bad ones.
+        has_descales: of an e4m3 cache: real values are the stored ones times a descale.
+        kv_block: keys of a block (with pages, of a page) that has a descale of its own; None: the keys of a sequence
+            share one.
+        has_aligned_rows: those of both caches begin at multiples of 16 bytes.
+        max_seqlen_q: of packed queries, what no sequence has more of, if these are few: a hint, by which a kernel is
+            chosen.
+    """
+
+    attention: AttentionProblem
+    page_size: int | None = None
+    num_splits: int | None = None
+    split_size: int | None = None
+    rotary_interleaved: bool = False
+    check_values: bool = False
+    has_descales: bool = False
+    kv_block: int | None = None
+    has_aligned_rows: bool = True
+    max_seqlen_q: int | None = None
+
+    @classmethod
+    def of(cls, attention: AttentionProblem, inputs: DecodeInputs, **options: Any) -> DecodeProblem:
+        """The problem that these tensors and options pose; they have been checked before."""
+        return cls(
+            attention,
+            page_size=None if inputs.page_table is None else inputs.k_cache.shape[1],
+            has_descales=inputs.k_descale is not None,
+            has_aligned_rows=_has_aligned_rows(inputs.k_cache) and _has_aligned_rows(inputs.v_cache),
+            **options,
+        )
+
+    @property
+    def rows_asked(self) -> AttentionProblem:
+        """What a configuration is chosen for: with max_seqlen_q a batch of sequences of so many queries."""
+        if self.max_seqlen_q is None:
+            return self.attention
+        return replace(self.attention, is_packed=False, seqlen_q=self.max_seqlen_q)
+
+    @property
+    def is_paged(self) -> bool:
+        return self.page_size is not None
+
+
+def _has_aligned_rows(cache: Tensor) -> bool:
+    """Of memory that begins at such a multiple, as torch's does; of a tensor that torch.compile traces by strides.
+
+    Where that turns out wrong, the backend that needs it refuses.
+    """
+    steps = [stride for size, stride in zip(cache.shape[:-1], cache.stride()[:-1], strict=True) if size != 1]
+    offset = 0 if torch.compiler.is_compiling() else cache.storage_offset()
+    return all(n * cache.element_size() % 16 == 0 for n in (offset, *steps))
+
+
+def refuse_lengths(first: int, last: int, capacity: int, seqlen_new: int) -> None:
+    """Raises: ValueError if filled lengths from `first` to `last` are not lengths or leave no room for new keys."""
+    if first < 0 or last + seqlen_new > capacity:
+        given = first if first < 0 else last
+        less = f" less {seqlen_new} new ones" if seqlen_new else ""
+        raise ValueError(
+            f"cache_seqlens: expected 0 to {capacity - seqlen_new}, the {capacity} positions of the cache{less}, "
+            f"got {given}"
+        )

@@ -1,0 +1,59 @@
+"""Where results are written: the one place that decides their layout, for backends and for tracing alike.
+
+Every call comes through here, so strides are given: `new_empty_strided` takes half the time of `new_empty`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import AttentionInputs, AttentionProblem, QuantizedInputs
+
+
+def empty_as(t: Tensor, head_dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised (..., seqlen, num_heads, head_dim), dense, with heads outside seqlen in memory if t has them so.
+
+    A caller with (batch, num_heads, seqlen, head_dim) tensors passes transposes, and the transpose of what comes
+    back is contiguous again.
+    """
+    if t.dim() == 3:
+        total, num_heads, _ = t.shape
+        return t.new_empty_strided((total, num_heads, head_dim), (num_heads * head_dim, head_dim, 1), dtype=dtype)
+    batch, seqlen, num_heads, _ = t.shape
+    _, row, head, _ = t.stride()
+    row, head = (head_dim, seqlen * head_dim) if row < head else (num_heads * head_dim, head_dim)
+    strides = seqlen * num_heads * head_dim, row, head, 1
+    return t.new_empty_strided((batch, seqlen, num_heads, head_dim), strides, dtype=dtype)
+
+
+def empty_outputs(problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
+    """out, laid out as q, and lse (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q)."""
+    q, dtype = inputs.q, problem.accum_dtype
+    if q.dim() == 3:
+        total, num_heads, _ = q.shape
+        lse = q.new_empty_strided((num_heads, total), (total, 1), dtype=dtype)
+    else:
+        batch, seqlen, num_heads, _ = q.shape
+        lse = q.new_empty_strided((batch, num_heads, seqlen), (num_heads * seqlen, seqlen, 1), dtype=dtype)
+    return empty_as(q, problem.head_dim_v, problem.out_dtype), lse
+
+
+def without_keys(out: Tensor, lse: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out and lse of rows that see no key, written into both: 0 and the row's sink, or -inf without sinks.
+
+    Rows past the last offset belong to no sequence and have no sink: their lse is -inf.
+    """
+    if sinks is None:
+        return out.zero_(), lse.fill_(-torch.inf)
+    lse.copy_(sinks[:, None])
+    if cu_seqlens_q is not None:
+        lse.masked_fill_(torch.arange(lse.shape[-1], device=lse.device) >= cu_seqlens_q[-1], -torch.inf)
+    return out.zero_(), lse
+
+
+def empty_gradients(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, laid out as q, k, v, and dsinks (empty without sinks)."""
+    q, k, v, sinks = inputs[:4]
+    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks, memory_format=torch.contiguous_format)
+    return empty_as(q, q.shape[-1]), empty_as(k, k.shape[-1]), empty_as(v, v.shape[-1]), dsinks

@@ -1,0 +1,1 @@
+"""Checks of everything that a caller passes, before any work is done: shapes, dtypes, devices, options."""

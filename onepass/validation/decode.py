@@ -1,0 +1,265 @@
+"""The door of `attention_decode`: every check that needs no value from the device, once, for all backends.
+
+Values that only the device knows `read_cache_lengths` checks, where a backend works on the host or the caller asks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedError
+from ..geometry.splits import MAX_PARTS, MAX_SPLITS, SPLIT_UNIT
+from ..problem.decode import FEW_QUERIES, DecodeInputs, DecodeProblem, refuse_lengths
+from ..problem.descales import check_descales
+from . import attention as validation
+from .attention import DENSE_DIMS, E4M3, PACKED_DIMS, check_block, check_tensor
+from .overlap import refuse_shared_caches
+from .scalars import check_flag, check_int
+
+PAGED_DIMS = "(num_pages, page_size, num_heads_kv, head_dim)"
+
+
+def check_decode(
+    inputs: DecodeInputs,
+    *,
+    rotary_interleaved: Any,
+    num_splits: Any,
+    split_size: Any,
+    check_values: Any,
+    kv_block: Any = None,
+    max_seqlen_q: Any = None,
+    **options: Any,
+) -> DecodeProblem:
+    """The problem that `onepass.attention_decode` was asked for.
+
+    Raises: TypeError, ValueError or UnsupportedError, naming the argument, what was expected and what was given.
+    """
+    q, k_cache, v_cache = inputs[:3]
+    _check_dtypes(q, k_cache, v_cache)
+    dims = DENSE_DIMS if inputs.page_table is None else PAGED_DIMS
+    is_packed = inputs.cu_seqlens_q is not None
+    if is_packed:
+        check_tensor("cu_seqlens_q", inputs.cu_seqlens_q, "an int32 torch.Tensor")
+    validation._check_ranks({"q": q}, *((PACKED_DIMS, 3) if is_packed else (DENSE_DIMS, 4)))
+    validation._check_ranks({"k_cache": k_cache, "v_cache": v_cache}, dims, 4)
+    _check_cache_shapes(q, k_cache, v_cache)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.stride(-1) != 1:
+            raise ValueError(f"{name}: expected a last dimension of stride 1, got strides {cache.stride()}")
+    if is_packed:
+        _check_packed_queries(inputs)
+    batch = inputs.batch
+    _check_int32("cache_seqlens", inputs.cache_seqlens, (batch,), "one per batch entry", q.device)
+    if inputs.page_table is None:
+        if k_cache.shape[0] != batch:
+            raise ValueError(
+                f"k_cache: expected batch {batch} like {'cu_seqlens_q' if is_packed else 'q'} (or pages, with a "
+                f"page_table), got {k_cache.shape[0]}"
+            )
+    else:
+        _check_int32("page_table", inputs.page_table, (batch, None), "(batch, max_pages)", q.device)
+        if k_cache.shape[1] < 1:
+            raise ValueError(f"k_cache: expected pages of at least 1 key, got shape {tuple(k_cache.shape)}")
+        if k_cache.shape[0] < 1 and inputs.page_table.shape[1] > 0:
+            raise ValueError(f"k_cache: expected at least 1 page, got shape {tuple(k_cache.shape)}")
+    kv_block = check_block("kv_block", kv_block)
+    check_descales(inputs, kv_block)
+    _check_new_keys(inputs)
+    _check_rotary(inputs)
+    rotary_interleaved = check_flag("rotary_interleaved", rotary_interleaved)
+    check_values = check_flag("check_values", check_values)
+    num_splits, split_size = _check_splits(num_splits, split_size, inputs.capacity)
+    checked = validation._options(q, sinks=inputs.sinks, deterministic=False, tuning=None, **options)
+    _refuse_gradients(inputs)
+    return DecodeProblem.of(
+        inputs.attention(**checked),
+        inputs,
+        num_splits=num_splits,
+        split_size=split_size,
+        rotary_interleaved=rotary_interleaved,
+        check_values=check_values,
+        kv_block=kv_block,
+        max_seqlen_q=few_queries(max_seqlen_q, inputs.cu_seqlens_q),
+    )
+
+
+def _check_dtypes(q: Any, k_cache: Any, v_cache: Any) -> None:
+    """Three of one dtype, or caches of e4m3 beside a q of any other."""
+    caches = {"k_cache": k_cache, "v_cache": v_cache}
+    if not any(isinstance(t, torch.Tensor) and t.dtype == E4M3 for t in caches.values()):
+        validation.check_tensors({"q": q} | caches)
+        return
+    validation.check_tensors({"q": q})
+    validation.check_tensors(caches, (E4M3,))
+    if k_cache.device != q.device:
+        raise ValueError(f"k_cache: expected device {q.device} like q, got {k_cache.device}")
+
+
+def _check_cache_shapes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    if k_cache.shape[:-1] != v_cache.shape[:-1]:
+        expected = tuple(k_cache.shape[:-1])
+        raise ValueError(f"v_cache: expected shape {expected} like k_cache up to head_dim, got {tuple(v_cache.shape)}")
+    if q.shape[-1] != k_cache.shape[-1]:
+        raise ValueError(f"k_cache: expected head_dim {q.shape[-1]} like q, got {k_cache.shape[-1]}")
+    for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if t.shape[-1] < 1:
+            raise ValueError(f"{name}: expected a head_dim of at least 1, got shape {tuple(t.shape)}")
+    validation.check_groups({"q": q}, {"k_cache": k_cache, "v_cache": v_cache}, "the cache")
+
+
+def _check_packed_queries(inputs: DecodeInputs) -> None:
+    """cu_seqlens_q, and what is not given beside it: new keys and rotary positions, which are those of queries."""
+    cu_seqlens_q = inputs.cu_seqlens_q
+    _check_int32("cu_seqlens_q", cu_seqlens_q, (None,), "an offset more than there are sequences", inputs.q.device)
+    assert cu_seqlens_q is not None
+    if cu_seqlens_q.shape[0] < 1:
+        raise ValueError(f"cu_seqlens_q: expected shape (batch + 1,), got {tuple(cu_seqlens_q.shape)}")
+    for name in ("k_new", "v_new", "rotary_cos", "rotary_sin"):
+        given = getattr(inputs, name)
+        if given is not None:
+            raise UnsupportedError(
+                f"{name}: expected None beside cu_seqlens_q (packed queries are rotated, and keys appended, before "
+                f"the call), got {type(given).__name__}"
+            )
+
+
+def few_queries(max_seqlen_q: Any, cu_seqlens_q: Any) -> int | None:
+    """max_seqlen_q of a call where it says that all sequences have few. Raises: TypeError, ValueError if it is none."""
+    if max_seqlen_q is None:
+        return None
+    validation.check_max_seqlens(max_seqlen_q, None)
+    if cu_seqlens_q is None:
+        raise ValueError(f"max_seqlen_q: expected None without cu_seqlens_q, got {max_seqlen_q!r}")
+    if isinstance(max_seqlen_q, torch.Tensor) or max_seqlen_q > FEW_QUERIES:
+        return None
+    return check_int("max_seqlen_q", max_seqlen_q)
+
+
+def _check_int32(name: str, t: Any, shape: tuple, meaning: str, device: torch.device) -> None:
+    check_tensor(name, t, "an int32 torch.Tensor")
+    if t.dtype != torch.int32:
+        raise TypeError(f"{name}: expected dtype int32, got {str(t.dtype).removeprefix('torch.')}")
+    if t.device != device:
+        raise ValueError(f"{name}: expected device {device} like q, got {t.device}")
+    if t.dim() != len(shape) or any(n is not None and m != n for m, n in zip(t.shape, shape, strict=True)):
+        expected = {"page_table": f"({shape[0]}, max_pages)", "cu_seqlens_q": "(batch + 1,)"}.get(name, shape)
+        raise ValueError(f"{name}: expected shape {expected}, {meaning}, got {tuple(t.shape)}")
+
+
+def _check_new_keys(inputs: DecodeInputs) -> None:
+    """k_new and v_new: both or neither, rows like those of the caches, and room for them."""
+    q, k_new, v_new = inputs.q, inputs.k_new, inputs.v_new
+    if k_new is None and v_new is None:
+        return
+    seqlen_new = k_new.shape[1] if isinstance(k_new, torch.Tensor) and k_new.dim() == 4 else None
+    for name, new, cache in (("k_new", k_new, inputs.k_cache), ("v_new", v_new, inputs.v_cache)):
+        new = check_tensor(name, new, "a torch.Tensor where the other of k_new and v_new is given")
+        if new.dtype != q.dtype or new.device != q.device:
+            raise TypeError(f"{name}: expected {q.dtype} on {q.device}, got {new.dtype} on {new.device}")
+        expected = (q.shape[0], "seqlen_new" if seqlen_new is None else seqlen_new, *cache.shape[2:])
+        if tuple(new.shape) != expected:
+            raise ValueError(f"{name}: expected shape {expected}, got {tuple(new.shape)}")
+    if inputs.seqlen_new > inputs.capacity:
+        raise ValueError(
+            f"k_new: expected up to {inputs.capacity} keys, the room of the cache, got {inputs.seqlen_new}"
+        )
+    # one element under several indices: what is written to it would depend on the order
+    for name, cache in (("k_cache", inputs.k_cache), ("v_cache", inputs.v_cache)):
+        if any(size > 1 and stride == 0 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
+            raise ValueError(f"{name}: expected memory of its own for every element, got strides {cache.stride()}")
+    if inputs.seqlen_new:
+        refuse_shared_caches(inputs.k_cache, inputs.v_cache)
+
+
+def _check_rotary(inputs: DecodeInputs) -> None:
+    cos, sin, q = inputs.rotary_cos, inputs.rotary_sin, inputs.q
+    if cos is None and sin is None:
+        return
+    tables = ("rotary_cos", cos), ("rotary_sin", sin)
+    for name, t in sorted(tables, key=validation._is_missing):
+        t = check_tensor(name, t, "a torch.Tensor beside the other of both")
+        if t.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} like q, got {t.device}")
+        if t.dtype not in (q.dtype, torch.float32):
+            raise TypeError(f"{name}: expected dtype {q.dtype} like q, or torch.float32, got {t.dtype}")
+        if t.dim() != 2 or not 1 <= t.shape[1] <= q.shape[-1] // 2 or t.shape[0] < 1:
+            raise ValueError(
+                f"{name}: expected shape (positions, rotary_dim / 2) with rotary_dim up to {q.shape[-1]}, "
+                f"got {tuple(t.shape)}"
+            )
+    assert cos is not None
+    assert sin is not None
+    if cos.shape != sin.shape or cos.dtype != sin.dtype:
+        raise ValueError(
+            f"rotary_sin: expected {cos.dtype} of shape {tuple(cos.shape)} like rotary_cos, "
+            f"got {sin.dtype} of {tuple(sin.shape)}"
+        )
+
+
+def _check_splits(num_splits: Any, split_size: Any, capacity: int) -> tuple[int | None, int | None]:
+    num_splits, split_size = (
+        None if value is None else check_int(name, value, "an int or None")
+        for name, value in (("num_splits", num_splits), ("split_size", split_size))
+    )
+    if num_splits is not None and split_size is not None:
+        raise ValueError(f"split_size: expected None beside num_splits, got {split_size}")
+    if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
+        raise ValueError(f"num_splits: expected 1 to {MAX_SPLITS} (None = chosen), got {num_splits}")
+    if split_size is not None and (split_size < 1 or split_size % SPLIT_UNIT):
+        raise ValueError(f"split_size: expected a multiple of {SPLIT_UNIT} keys, got {split_size}")
+    if split_size is not None and capacity > split_size * MAX_PARTS:
+        raise ValueError(
+            f"split_size: expected at most {MAX_PARTS} parts of the cache's {capacity} keys, got {split_size}"
+        )
+    if split_size is not None and split_size > validation.LARGEST_BLOCK:
+        raise ValueError(f"split_size: expected at most {validation.LARGEST_BLOCK} keys, got {split_size}")
+    return num_splits, split_size
+
+
+def _refuse_gradients(inputs: DecodeInputs) -> None:
+    """A gradient would be lost without a word: there is no backward through a cache."""
+    if not torch.is_grad_enabled():
+        return
+    for name, t in zip(DecodeInputs._fields, inputs, strict=True):
+        if t is not None and t.requires_grad:
+            raise UnsupportedError(
+                f"{name}: expected a tensor without requires_grad, because attention_decode has no backward; "
+                "call it under torch.no_grad()"
+            )
+
+
+def read_cache_lengths(inputs: DecodeInputs) -> list[int]:
+    """cache_seqlens as a list, with all values checked that decide where the call reads and writes.
+
+    Raises: ValueError if a length is negative or leaves no room for the new keys, if a page that is used is not one
+    of the cache's, if a rotated position is past the end of rotary_cos, or if offsets of queries are none.
+    """
+    read_query_offsets(inputs)
+    lengths = inputs.cache_seqlens.tolist()
+    if not lengths:
+        return lengths
+    refuse_lengths(min(lengths), max(lengths), inputs.capacity, inputs.seqlen_new)
+    if inputs.page_table is not None:
+        num_pages, page_size = inputs.k_cache.shape[:2]
+        for b, row in enumerate(inputs.page_table.tolist()):
+            used = row[: -(-(lengths[b] + inputs.seqlen_new) // page_size)]
+            wrong = next((page for page in used if not 0 <= page < num_pages), None)
+            if wrong is not None:
+                name = f"page_table[{b}, {used.index(wrong)}]"
+                raise ValueError(f"{name}: expected a page 0 to {num_pages - 1} of the cache, got {wrong}")
+    longest = max(lengths) + inputs.seqlen_new
+    # queries that stand before the first key are rotated as if they stood at it
+    if inputs.rotary_cos is not None and longest > inputs.rotary_cos.shape[0]:
+        raise ValueError(
+            f"rotary_cos: expected a row for each of the {longest} positions, got {inputs.rotary_cos.shape[0]}"
+        )
+    return lengths
+
+
+def read_query_offsets(inputs: DecodeInputs) -> list[int] | None:
+    """cu_seqlens_q as a checked list. Raises: ValueError, as `validation.read_offsets`."""
+    if inputs.cu_seqlens_q is None:
+        return None
+    return validation.read_offsets("cu_seqlens_q", inputs.cu_seqlens_q, inputs.q.shape[0])
