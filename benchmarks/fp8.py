@@ -42,13 +42,14 @@ from hopper_forward import configuration
 from torch import Tensor
 
 import onepass
-from onepass import fp8
 from onepass.errors import UnsupportedError
 from onepass.kernels.compiler import compile
 from onepass.kernels.config import ForwardConfig, p_exponent
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.kernels.launch import forward_sm90 as launch
+from onepass.ops import quantize
 from onepass.problem import AttentionProblem, Mask, Quantization, QuantizedInputs
+from onepass.quantization import codec, dequantize, layout
 from onepass.testing import fp8_budget, table3
 
 DEVICE, BACKEND = "cuda", "sm90"
@@ -90,10 +91,10 @@ def variants(text: str | None, head_dim: int, causal: bool) -> dict[str, Forward
 
 
 def static_problem(head_dim: int, causal: bool, seqlen: int = 1, keys_last: bool = True) -> AttentionProblem:
-    t = torch.empty(1, seqlen, 1, head_dim, dtype=fp8.E4M3, device="meta")
-    last = torch.empty(1, 1, head_dim, -(-seqlen // 64) * 64, dtype=fp8.E4M3, device="meta")
+    t = torch.empty(1, seqlen, 1, head_dim, dtype=codec.E4M3, device="meta")
+    last = torch.empty(1, 1, head_dim, -(-seqlen // 64) * 64, dtype=codec.E4M3, device="meta")
     inputs = QuantizedInputs(t, t, last if keys_last else t, None)  # type: ignore[arg-type]
-    problem = problem_of(inputs, causal, Quantization(torch.bfloat16, fp8.Q_BLOCK, fp8.KV_BLOCK, keys_last))
+    problem = problem_of(inputs, causal, Quantization(torch.bfloat16, codec.Q_BLOCK, codec.KV_BLOCK, keys_last))
     return dataclasses.replace(problem, device_type=DEVICE)
 
 
@@ -113,7 +114,7 @@ def prepared(q: Tensor, k: Tensor, v: Tensor) -> onepass.QuantizedQKV:
     quantized = onepass.quantize_fp8(q, k, v)
     if quantized.v_keys_last:
         return quantized
-    return dataclasses.replace(quantized, v=fp8.keys_last(quantized.v), v_keys_last=True)
+    return dataclasses.replace(quantized, v=quantize.keys_last(quantized.v), v_keys_last=True)
 
 
 def run_kernel(
@@ -178,7 +179,7 @@ def run_check(args: argparse.Namespace, about: dict) -> bool:
             (out, lse), (again, lse_again) = call(), call()
             differs |= not (torch.equal(out, again) and torch.equal(lse, lse_again))
             tensors = quantized.dequantize()
-            v_scale = fp8.row_scales(tensors[2], quantized.v_descale, quantized.kv_block, None)
+            v_scale = dequantize.row_scales(tensors[2], quantized.v_descale, quantized.kv_block, None)
             threshold = heuristics.LAZY_FP8 if config is None else config.rescale_threshold
             rounding = {"short_sums": True, "v_scale": v_scale, "p_exponent": p_exponent(threshold)}
             budget = fp8_budget(*tensors, out.dtype, causal=causal, **rounding)
@@ -223,9 +224,9 @@ def fa3_whole(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Ten
 
     def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
         descale = (
-            torch.linalg.vector_norm(x, math.inf, dim=(1, 3), dtype=torch.float32).clamp_(min=1e-20) / fp8.E4M3_MAX
+            torch.linalg.vector_norm(x, math.inf, dim=(1, 3), dtype=torch.float32).clamp_(min=1e-20) / codec.E4M3_MAX
         )
-        return (x * descale.reciprocal()[:, None, :, None].to(x.dtype)).to(fp8.E4M3), descale
+        return (x * descale.reciprocal()[:, None, :, None].to(x.dtype)).to(codec.E4M3), descale
 
     def call() -> Tensor:
         tensors, descales = zip(*map(quantised, (q, k, v)), strict=True)
@@ -244,7 +245,7 @@ def _fa3(q: Tensor, k: Tensor, v: Tensor, descales: list[Tensor], causal: bool) 
 
 def contenders(q: Tensor, k: Tensor, v: Tensor, causal: bool, names: list[str]) -> dict[str, Callable[[], Tensor]]:
     z = prepared(q, k, v)
-    rows = dataclasses.replace(z, v=fp8.keys_first(z.v, k.shape[1]).contiguous(), v_keys_last=False)
+    rows = dataclasses.replace(z, v=layout.keys_first(z.v, k.shape[1]).contiguous(), v_keys_last=False)
 
     def public(*tensors: object, **options: object) -> Callable[[], Tensor]:
         return lambda: onepass.attention(*tensors, causal=causal, **options)  # type: ignore[arg-type,return-value]

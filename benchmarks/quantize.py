@@ -23,9 +23,10 @@ import torch
 from common import HIDDEN, TOKENS, circumstances, compile_all
 
 import onepass
-from onepass import fp8
 from onepass.kernels.launch import quantize as launch
+from onepass.ops import quantize
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
+from onepass.quantization import layout
 
 CALLS, REPLAYS, SETS = 12, 30, 4
 SHORT = 128  # tokens of a call whose CPU time is measured
@@ -131,13 +132,13 @@ def contenders(head_dim: int) -> list[Contender]:
         ),
         Contender(
             "quantize_fp8 in torch",
-            of_each(lambda s: fp8._quantize_in_torch(s, "block", 0, None, None, None), sets[:1]),
+            of_each(lambda s: quantize._quantize_in_torch(s, "block", 0, None, None, None), sets[:1]),
             whole,
             True,
         ),
         Contender(
             "keys_last in torch",
-            of_each(lambda t: fp8._keys_last_in_torch(t, None), rounded[:1]),
+            of_each(lambda t: layout.keys_last_in_torch(t, None), rounded[:1]),
             2 * num_bytes(rounded[0]),
             True,
         ),

@@ -17,7 +17,8 @@ import matplotlib.pyplot as plt
 import torch
 
 import onepass
-from onepass import fp8, reference
+from onepass import reference
+from onepass.quantization import codec, rotation
 from onepass.testing import table3
 
 HEAD_DIM, OUTLIER, COLUMN = 128, 20.0, 40
@@ -43,7 +44,7 @@ def draw_key(ax) -> None:
     generator = torch.Generator().manual_seed(0)
     key = torch.randn(HEAD_DIM, generator=generator)
     key[COLUMN] = OUTLIER
-    rotated = fp8.rotated(key, 0)
+    rotated = rotation.rotated(key, 0)
     titled(ax, "A key with an outlier")
     ax.vlines(range(HEAD_DIM), 0, key, color=BEFORE, linewidth=1.2, label="as given")
     ax.vlines(range(HEAD_DIM), 0, rotated, color=AFTER, linewidth=1.2, label="rotated", alpha=0.8)
@@ -54,7 +55,7 @@ def draw_key(ax) -> None:
 def draw_spacing(ax) -> None:
     """Middle: the relative error of e4m3 over magnitudes: what no scale can change."""
     x = torch.logspace(-12, 8.8, 4000, base=2.0, dtype=torch.float64).float()
-    error = (x.to(fp8.E4M3).float() / x - 1).abs()
+    error = (x.to(codec.E4M3).float() / x - 1).abs()
     titled(ax, "Relative error of e4m3")
     ax.plot(x, error, color=AFTER, linewidth=0.7)
     ax.axhline(2.0**-4, color=BEFORE, linewidth=1, linestyle=(0, (4, 3)))

@@ -7,12 +7,13 @@ Importing onepass imports torch only and changes no global setting.
 
 from .api.attention import AttentionOutput, attention, attention_varlen, merge_partials, supports, warmup
 from .api.decode import attention_decode, split_workspace_bytes
+from .api.fp8 import quantize_fp8
 from .dispatch.attention import Support
 from .dispatch.choice import use_backend
 from .errors import UnsupportedError
-from .fp8 import QuantizedQKV, quantize_fp8
 from .kernels.compiler.warmup import CompiledKernel
 from .kernels.config import ForwardConfig, ForwardConfigSm80
+from .ops.quantize import QuantizedQKV
 from .tuning import TuningResult, tune
 
 __version__ = "0.1.0"

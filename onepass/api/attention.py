@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 import torch
 from torch import Tensor
 
-from .. import fp8
 from ..dispatch import attention as dispatch
 from ..dispatch import choice
 from ..errors import REFUSALS
-from ..fp8 import QuantizedQKV
 from ..kernels.compiler import warmup as ahead
 from ..kernels.compiler.warmup import CompiledKernel
 from ..kernels.config import ForwardConfig, ForwardConfigSm80
 from ..ops import attention as ops
 from ..ops import decode as decode_ops
+from ..ops import quantize
+from ..ops.quantize import QuantizedQKV
 from ..problem import AttentionInputs, AttentionProblem, QuantizedInputs
+from ..quantization import centering
 from ..tiled.merge import merge_in_torch
 from ..validation import attention as validation
 from ..validation.scalars import check_flag, check_int
@@ -96,12 +97,12 @@ def _run(
     device = inputs.q.device
     if precision is not None:
         validation.check_precision(precision, inputs.q)
-        forward = dispatch.require(fp8.quantized_problem(problem), backend, tuning, device)
+        forward = dispatch.require(quantize.quantized_problem(problem), backend, tuning, device)
         gradients = dispatch.require(problem, backend, None, device)
         options = ops.options_of(problem, choice.of_operator(gradients, backend), tuning)
         out, lse = torch.ops.onepass.attention_fp8(*inputs, *options, choice.of_operator(forward, backend))
         if key is not None and not out.is_meta:
-            repeated.keep(key, fp8.prepare_call(forward, problem, inputs, tuning))
+            repeated.keep(key, quantize.prepare_call(forward, problem, inputs, tuning))
         return out, lse
     name = dispatch.require(problem, backend, tuning, device)
     options = ops.options_of(problem, choice.of_operator(name, backend), tuning)
@@ -165,7 +166,9 @@ def _run_quantized(
     )
     if key is not None and not out.is_meta:
         repeated.keep(key, dispatch.prepare(name, problem, quantized.q.device, tuning))
-    return fp8.restored(quantized, out, lse, problem.softmax_scale, sinks, cu_seqlens_q)
+    return centering.restored(
+        quantized.score_shift, quantized.v_mean, out, lse, problem.softmax_scale, sinks, cu_seqlens_q
+    )
 
 
 @overload
@@ -661,4 +664,4 @@ def _problem_of(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> AttentionP
     if precision is None:
         return problem
     validation.check_precision(precision, q)
-    return fp8.quantized_problem(problem)
+    return quantize.quantized_problem(problem)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .. import fp8
 from ..dispatch import attention as dispatch
 from ..dispatch import choice
 from ..errors import UnsupportedError
@@ -21,6 +20,7 @@ from ..geometry.visible_pairs import visible_pairs
 from ..kernels.config import LaunchConfig
 from ..problem import AttentionInputs, AttentionProblem, Descales, Mask, Quantization, QuantizedInputs
 from ..problem.outputs import empty_gradients, empty_outputs
+from . import quantize
 from .gradient_rule import register_gradient
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k"
@@ -148,7 +148,7 @@ register_gradient("attention_forward", _autograd_backward, _setup_context)
 @torch.library.impl("onepass::attention_fp8", "default")
 def _fp8(*args: Any) -> tuple[Tensor, Tensor]:
     inputs, options, backend = AttentionInputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:-1], args[-1]
-    return _forward_on(backend, options[-1], *fp8.quantized_call(_problem(inputs, options), inputs))
+    return _forward_on(backend, options[-1], *quantize.quantized_call(_problem(inputs, options), inputs))
 
 
 @torch.library.register_fake("onepass::attention_fp8")

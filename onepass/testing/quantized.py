@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..fp8 import QuantizedQKV, keys_first
+from ..ops.quantize import QuantizedQKV
+from ..quantization.layout import keys_first
 
 NAN_CODE = 0x7F
 # Sums in another order, of which tensor cores cut off the last bits, are off by up to 2^-18 or so of the largest term.

@@ -7,9 +7,9 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from ..fp8 import E4M3, E4M3_MAX
 from ..problem.decode import DecodeInputs, DecodeProblem
 from ..problem.descales import descale_of_keys
+from ..quantization.codec import E4M3, E4M3_MAX
 
 
 def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

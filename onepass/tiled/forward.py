@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import fp8
 from ..geometry.block_range import key_tiles, tiles
 from ..problem import AttentionInputs, AttentionProblem, QuantizedInputs
 from ..problem.outputs import empty_outputs, without_keys
+from ..quantization import codec, dequantize
 from .mask import Range, TileMask, add_visible
 from .online_softmax import OnlineSoftmax
 from .scratch import Scratch
@@ -27,7 +27,7 @@ def forward(
     """
     out, lse = empty_outputs(problem, inputs)
     if isinstance(inputs, QuantizedInputs):
-        inputs = fp8.dequantized(problem, inputs)
+        inputs = dequantize.dequantized(problem, inputs)
     q = inputs.q
     pieces = sequences(problem, inputs)
     # rows that no sequence or no key reaches keep these values; all others are written
@@ -137,10 +137,10 @@ def _forward_group(
 def _round_probabilities_(p: Tensor, scratch: Scratch) -> None:
     """`fp8.round_probabilities_`, which works on the bits of float32."""
     if p.dtype == torch.float32:
-        fp8.round_probabilities_(p, scratch.empty("binade", *p.shape))
+        codec.round_probabilities_(p, scratch.empty("binade", *p.shape))
     else:
         rounded = p.float()
-        fp8.round_probabilities_(rounded, torch.empty_like(rounded))
+        codec.round_probabilities_(rounded, torch.empty_like(rounded))
         p.copy_(rounded)
 
 

@@ -25,7 +25,7 @@ from . import layout_hints
 from .scalars import check_flag, check_int, check_real
 
 if TYPE_CHECKING:
-    from ..fp8 import QuantizedQKV
+    from ..ops.quantize import QuantizedQKV
 
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 QUANTIZABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

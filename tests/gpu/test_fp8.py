@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from gpu_cases import BACKEND, BF16, DEVICE, FP16, ON_GPU, needs_hopper
-from onepass.kernels.heuristics.sm90 import LAZY_FP8
 
 import onepass
-from onepass import fp8
 from onepass.kernels.config import ForwardConfig, p_exponent
+from onepass.kernels.heuristics.sm90 import LAZY_FP8
+from onepass.ops import quantize
+from onepass.quantization import dequantize, layout
 from onepass.testing import fp8_budget
 
 pytestmark = [*needs_hopper, pytest.mark.skipif(BACKEND == "sm80", reason="no FP8 kernels for Ampere")]
@@ -32,7 +33,7 @@ def check(quantized, **options):
     out, lse = onepass.attention(quantized, **options, backend=BACKEND, tuning=tuning, return_lse=True)
     tensors = dequantized or quantized.dequantize()
     if ON_GPU:
-        v_scale = fp8.row_scales(tensors[2], quantized.v_descale, quantized.kv_block, None)
+        v_scale = dequantize.row_scales(tensors[2], quantized.v_descale, quantized.kv_block, None)
         options |= {"short_sums": True, "v_scale": v_scale, "p_exponent": exponent_of_p(tuning)}
     budget = fp8_budget(*tensors, out.dtype, **options)
     is_empty = budget.oracle.lse == -math.inf
@@ -103,14 +104,14 @@ def with_keys_first(quantized, rows, cu_seqlens_k=None):
     """The same with V as callers have it, whatever quantize_fp8 gives on this device."""
     if not quantized.v_keys_last:
         return quantized
-    return replace(quantized, v=fp8.keys_first(quantized.v, rows, cu_seqlens_k), v_keys_last=False)
+    return replace(quantized, v=layout.keys_first(quantized.v, rows, cu_seqlens_k), v_keys_last=False)
 
 
 def with_keys_last(quantized):
     """The same with V as the kernel reads it."""
     if quantized.v_keys_last:
         return quantized
-    return replace(quantized, v=fp8.keys_last(quantized.v), v_keys_last=True)
+    return replace(quantized, v=quantize.keys_last(quantized.v), v_keys_last=True)
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (200, 333), (128, 256)], ids=str)
@@ -184,7 +185,7 @@ def test_packed_v_that_the_kernel_transposes(head_dim, head_dim_v, config, mask)
     v = rows.v.view(torch.uint8).clone()
     v[total:] = 0x7F
     rows = replace(rows, v=v.view(torch.float8_e4m3fn))
-    last = replace(rows, v=fp8.keys_last(rows.v, lengths), v_keys_last=True)
+    last = replace(rows, v=quantize.keys_last(rows.v, lengths), v_keys_last=True)
 
     def call(quantized, tuning):
         options = {"backend": BACKEND, "tuning": tuning, "return_lse": True}
@@ -240,9 +241,9 @@ def test_packed_sequences(head_dim, granularity, keys_last):
             t[is_nan["q" if n == "q" else "k"]] = 0x7F
         given = replace(quantized, **{n: t.view(torch.float8_e4m3fn) for n, t in stored.items()})
         if keys_last and not given.v_keys_last:
-            given = replace(given, v=fp8.keys_last(given.v, offsets["cu_seqlens_k"]), v_keys_last=True)
+            given = replace(given, v=quantize.keys_last(given.v, offsets["cu_seqlens_k"]), v_keys_last=True)
         out, lse = onepass.attention_varlen(given, **offsets, **options, backend=BACKEND, return_lse=True)
-        v_scale = fp8.row_scales(clean[2], quantized.v_descale, quantized.kv_block, offsets["cu_seqlens_k"])
+        v_scale = dequantize.row_scales(clean[2], quantized.v_descale, quantized.kv_block, offsets["cu_seqlens_k"])
         v_scale = v_scale.expand(len(k), 2, 1)
         for b, (start_q, start_k) in enumerate(zip(*(t.tolist() for t in offsets.values()), strict=True)):
             if b == len(lengths_q) or lengths_q[b] == 0:

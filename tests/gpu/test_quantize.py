@@ -6,13 +6,14 @@ V is rounded by the same operations, bit for bit; what is rotated is summed in a
 import pytest
 import torch
 from gpu_cases import BF16, DEVICE, FP16, INF, NAN, ON_GPU, lengths_tensor, offsets
-from onepass.kernels.heuristics.sm90 import LAZY_FP8
 
 import onepass
-from onepass import fp8
 from onepass.api import fast_path as repeated
 from onepass.dispatch import attention as dispatch
 from onepass.kernels.config import p_exponent
+from onepass.kernels.heuristics.sm90 import LAZY_FP8
+from onepass.ops import quantize
+from onepass.quantization import codec, dequantize, layout
 from onepass.testing import assert_same_rounding, fp8_budget
 
 HAS_E4M3 = ON_GPU and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -25,7 +26,7 @@ def in_torch(q, k, v, **options):
         patch.setattr(repeated, "_forwards", {})
         patch.setattr(dispatch, "_has_e4m3_kernels", lambda t: False)
         quantized = onepass.quantize_fp8(q, k, v, **options)
-        return quantized, fp8.keys_last(quantized.v, options.get("cu_seqlens_k"))
+        return quantized, quantize.keys_last(quantized.v, options.get("cu_seqlens_k"))
 
 
 def check(q, k, v, **options):
@@ -187,9 +188,9 @@ def test_keys_last_of_e4m3():
     codes = torch.randint(0, 256, (2, 1000, 3, 128), device=DEVICE, dtype=torch.uint8)
     codes[:, 500:] = 0x7F
     for v, lengths in ((codes, None), (codes[0], lengths_tensor((0, 9, 9, 700)))):
-        v = v.view(fp8.E4M3)
+        v = v.view(codec.E4M3)
         assert torch.equal(
-            fp8.keys_last(v, lengths).view(torch.uint8), fp8._keys_last_in_torch(v, lengths).view(torch.uint8)
+            quantize.keys_last(v, lengths).view(torch.uint8), layout.keys_last_in_torch(v, lengths).view(torch.uint8)
         )
 
 
@@ -220,7 +221,7 @@ def test_attention(head_dim):
     quantized = onepass.quantize_fp8(*make(head_dims=(head_dim, head_dim)))
     out = onepass.attention(quantized, causal=True, backend="sm90")
     tensors = quantized.dequantize()
-    v_scale = fp8.row_scales(tensors[2], quantized.v_descale, quantized.kv_block, None)
+    v_scale = dequantize.row_scales(tensors[2], quantized.v_descale, quantized.kv_block, None)
     rounding = {"short_sums": True, "v_scale": v_scale, "p_exponent": p_exponent(LAZY_FP8)}
     budget = fp8_budget(*tensors, out.dtype, causal=True, **rounding)
     assert ((out.double() - budget.oracle.out).abs() <= budget.out).all()

@@ -22,13 +22,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from onepass.kernels.heuristics.decode import decode_config_sm80
 from shipped import CAUSAL, ROWS, problem
 
 from onepass.kernels.compiler import compile
 from onepass.kernels.config import HOPPER
 from onepass.kernels.heuristics import sm80 as heuristics_sm80
 from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.heuristics.decode import decode_config_sm80
 from onepass.kernels.launch import append as append_launch
 from onepass.kernels.launch import backward_sm80, backward_sm90, decode_sm80, decode_sm90, forward_sm80, forward_sm90
 from onepass.kernels.launch import float32_halves as parts_launch

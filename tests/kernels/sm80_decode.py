@@ -8,11 +8,11 @@ from dataclasses import replace
 import machine_code
 import ptx_interpreter
 import torch
-from onepass.kernels.heuristics.decode import decode_config_sm80
 
 from onepass.geometry import tile_scheduler
 from onepass.geometry.integers import ceil_div
 from onepass.kernels.config import ForwardConfigSm80
+from onepass.kernels.heuristics.decode import decode_config_sm80
 from onepass.kernels.launch import append as append_launch
 from onepass.kernels.launch import cache as cache_launch
 from onepass.kernels.launch import decode_sm80 as decode_launch

@@ -7,10 +7,10 @@ import machine_code
 import pytest
 import sm80_decode
 import torch
-from onepass.kernels.heuristics.decode import decode_config_sm80
 from test_decode_values import OPTIONS, cache_of
 
 from onepass.kernels.config.decode import DecodeConfigSm80
+from onepass.kernels.heuristics.decode import decode_config_sm80
 from onepass.testing.budget import compare, compare_lse
 from onepass.tiled import cache
 from onepass.tiled.decode import decode as tiled

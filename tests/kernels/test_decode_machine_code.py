@@ -7,11 +7,11 @@ from dataclasses import replace
 import machine_code
 import pytest
 import torch
-from onepass.kernels.heuristics.decode import decode_config_sm80
 from shipped import problem
 
 from onepass.kernels.config import ForwardConfigSm80, head_dim_tile
 from onepass.kernels.config.decode import DecodeConfigSm80
+from onepass.kernels.heuristics.decode import decode_config_sm80
 from onepass.kernels.launch import append as append_launch
 from onepass.kernels.launch import decode_sm80 as decode_launch
 from onepass.kernels.launch import merge as merge_launch

@@ -12,13 +12,14 @@ import torch
 from shipped import problem
 
 import onepass
-from onepass import fp8
 from onepass.dispatch import attention as dispatch
 from onepass.errors import UnsupportedError
 from onepass.kernels.config import ForwardConfig, head_dim_tile
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.kernels.launch import forward_sm90 as launch
+from onepass.ops import quantize
 from onepass.problem import Mask, Quantization
+from onepass.quantization import dequantize
 
 CAUSAL = Mask(None, 0)
 # head_dim, whether it is causal, row of the table
@@ -111,7 +112,7 @@ def test_p_and_v_have_the_same_order_of_keys():
                     place_of_key[key] = 32 * k + 16 * half + 4 * q + i
     assert sorted(place_of_key.values()) == list(range(64))
     v = torch.arange(64).view(1, 64, 1, 1).to(torch.uint8).view(torch.float8_e4m3fn)
-    stored = fp8.keys_last(v).view(torch.uint8).flatten().tolist()
+    stored = quantize.keys_last(v).view(torch.uint8).flatten().tolist()
     assert stored == [key for key, _ in sorted(place_of_key.items(), key=lambda item: item[1])]
 
 
@@ -133,7 +134,7 @@ def test_scales_of_the_kernel_are_those_of_the_tensors(granularity):
         found = scale[
             :, :, (rows // kernel_block).clamp(max=scale.shape[2] - 1)
         ]  # as blocks/softmax/scaled.py reads it
-        expected = fp8.row_scales(t, descale, block, None).expand(*t.shape[:3], 1)[..., 0].transpose(1, 2)
+        expected = dequantize.row_scales(t, descale, block, None).expand(*t.shape[:3], 1)[..., 0].transpose(1, 2)
         assert torch.equal(found, expected)
 
 
@@ -150,7 +151,9 @@ def test_scales_of_packed_sequences():
             (scales[2], quantized.v_descale, quantized.kv_block, 64, tensors[2]),
         ):
             assert scale.data_ptr() == descale.data_ptr()
-            expected = fp8.row_scales(t, descale, block, offsets["cu_seqlens_k"]).expand(253, t.shape[1], 1)[..., 0]
+            expected = dequantize.row_scales(t, descale, block, offsets["cu_seqlens_k"]).expand(253, t.shape[1], 1)[
+                ..., 0
+            ]
             for b, (start, end) in enumerate(itertools.pairwise(offsets["cu_seqlens_k"].tolist())):
                 rows = torch.arange(end - start)
                 blocks = (start // kernel_block + b + rows // kernel_block).clamp(max=scale.shape[2] - 1)

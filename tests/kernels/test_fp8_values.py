@@ -9,7 +9,8 @@ import ptx_interpreter
 import pytest
 import torch
 
-from onepass import fp8
+from onepass.ops import quantize
+from onepass.quantization import codec
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
@@ -189,7 +190,7 @@ def test_v_is_transposed(keys, columns, ahead):
     parameters = [np.uint64(p).tobytes() for p in places]
     ptx_interpreter.run(program(Transpose(keys, columns, ahead)), parameters, memory, 1, THREADS, 128 << 10)
     stored = torch.from_numpy(memory.get(places[1], keys * columns).reshape(columns, keys).copy())
-    expected = fp8.keys_last(v.view(fp8.E4M3)[None, :, None]).view(torch.uint8)[0, 0, :, :keys]
+    expected = quantize.keys_last(v.view(codec.E4M3)[None, :, None]).view(torch.uint8)[0, 0, :, :keys]
     assert torch.equal(stored, expected)
 
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import onepass
-from onepass import fp8
 from onepass.dispatch import attention as dispatch
 from onepass.kernels.launch import quantize as launch
+from onepass.ops import quantize
+from onepass.quantization import codec
 from onepass.testing import assert_same_rounding
 
 pytestmark = [
@@ -60,7 +61,7 @@ def check(use_kernels, keys_last, q, k, v, **options):
     assert_same_rounding(actual, expected, *offsets)
     assert actual.v_keys_last == keys_last
     if keys_last:  # zeros where there is no key, too
-        places = fp8.keys_last(expected.v, offsets[1]).view(torch.uint8)
+        places = quantize.keys_last(expected.v, offsets[1]).view(torch.uint8)
         assert torch.equal(actual.v.view(torch.uint8) & 0x7F, places & 0x7F)
     return actual
 
@@ -177,10 +178,10 @@ def test_keys_last_of_e4m3(monkeypatch, head_dim):
     """V that somebody else has quantised."""
     fp8_kernels.install(monkeypatch)
     codes = torch.randint(0, 256, (2, 150, 3, head_dim), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    v = codes.view(fp8.E4M3)
-    assert torch.equal(launch.keys_last(v, None).view(torch.uint8), fp8.keys_last(v).view(torch.uint8))
+    v = codes.view(codec.E4M3)
+    assert torch.equal(launch.keys_last(v, None).view(torch.uint8), quantize.keys_last(v).view(torch.uint8))
     offsets_k = offsets((9, 141))
-    stored, expected = (f(v[1], offsets_k).view(torch.uint8) for f in (launch.keys_last, fp8.keys_last))
+    stored, expected = (f(v[1], offsets_k).view(torch.uint8) for f in (launch.keys_last, quantize.keys_last))
     assert torch.equal(stored, expected)
 
 

@@ -9,7 +9,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
-from onepass import fp8, reference
+from onepass import reference
+from onepass.ops import quantize
+from onepass.quantization import codec, dequantize, layout, rotation
 from onepass.testing import compare_gradients, fp8_budget, table3
 from onepass.testing.tensor_cores import e4m3_matmul
 
@@ -100,10 +102,10 @@ def test_stored_values_times_descales_are_the_tensors(granularity, rotate):
     k[0, 3] *= 1000.0  # a scale of its own must not reach other blocks, heads or rows
     quantized = onepass.quantize_fp8(q, k, v, granularity=granularity, rotate=rotate)
     if rotate:
-        q, k = fp8.rotated(q, 0), fp8.rotated(k, 0)
+        q, k = rotation.rotated(q, 0), rotation.rotated(k, 0)
     for name, t, dequantized in zip("qkv", (q, k, v), quantized.dequantize(), strict=True):
         block = quantized.q_block if name == "q" else quantized.kv_block
-        descale = fp8.row_scales(t, getattr(quantized, f"{name}_descale"), block, None)
+        descale = dequantize.row_scales(t, getattr(quantized, f"{name}_descale"), block, None)
         slack = 1.3 if granularity == "row" else 1.0  # its scales are fitted afterwards
         assert ((dequantized - t).abs() <= slack * torch.maximum(HALF_UNIT * t.abs(), 2.0**-10 * descale)).all(), name
     others = quantized.k_descale.flatten()
@@ -217,28 +219,28 @@ def order_of_places():
 
 def test_keys_last():
     v = torch.randn(2, 41, 3, 24).to(torch.float8_e4m3fn)
-    last = fp8.keys_last(v)
+    last = quantize.keys_last(v)
     assert last.shape == (2, 3, 24, 64)
     assert last.is_contiguous()
     expected = torch.zeros(2, 64, 3, 24)
     expected[:, :41] = v.float()
     assert torch.equal(last.float().permute(0, 3, 1, 2), expected[:, order_of_places()])
-    assert torch.equal(fp8.keys_first(last, 41).float(), v.float())
+    assert torch.equal(layout.keys_first(last, 41).float(), v.float())
 
 
 def test_keys_last_of_packed_sequences():
     lengths = [70, 0, 1, 64, 130]
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=INT32)
     v = torch.randn(268, 3, 24).to(torch.float8_e4m3fn)  # and 3 rows of no sequence
-    last = fp8.keys_last(v, cu_seqlens)
+    last = quantize.keys_last(v, cu_seqlens)
     assert last.shape == (3, 24, (268 // 64 + 5) * 64)
     expected = torch.zeros(last.shape)
     for b, (start, length) in enumerate(zip(cu_seqlens.tolist(), lengths, strict=False)):
-        alone = fp8.keys_last(v[None, start : start + length])[0].float()
+        alone = quantize.keys_last(v[None, start : start + length])[0].float()
         place = (start // 64 + b) * 64
         expected[..., place : place + alone.shape[-1]] = alone
     assert torch.equal(last.float(), expected)
-    back = fp8.keys_first(last, 268, cu_seqlens).float()
+    back = layout.keys_first(last, 268, cu_seqlens).float()
     assert torch.equal(back[:265], v[:265].float())
     assert (back[265:] == 0).all()
 
@@ -248,7 +250,7 @@ def test_v_with_its_keys_last_gives_the_same_result(packed):
     tensors, offsets = make_packed() if packed else (make(), {})
     function = onepass.attention_varlen if packed else onepass.attention
     quantized = onepass.quantize_fp8(*tensors, **offsets)
-    last = replace(quantized, v=fp8.keys_last(quantized.v, offsets.get("cu_seqlens_k")), v_keys_last=True)
+    last = replace(quantized, v=quantize.keys_last(quantized.v, offsets.get("cu_seqlens_k")), v_keys_last=True)
     assert torch.equal(function(last, causal=True, **offsets), function(quantized, causal=True, **offsets))
     for a, b in zip(last.dequantize(**offsets), quantized.dequantize(**offsets), strict=True):
         torch.testing.assert_close(a[: len(b) - 3 * packed], b[: len(b) - 3 * packed], atol=0, rtol=0)
@@ -266,7 +268,7 @@ def test_a_wrong_shape_with_keys_last_is_refused():
         replace(quantized, v_keys_last=1)
     tensors, offsets = make_packed()
     packed = onepass.quantize_fp8(*tensors, **offsets)
-    last = replace(packed, v=fp8.keys_last(packed.v, offsets["cu_seqlens_k"]), v_keys_last=True)
+    last = replace(packed, v=quantize.keys_last(packed.v, offsets["cu_seqlens_k"]), v_keys_last=True)
     two = {name: t[[0, 3]] for name, t in offsets.items()}
     with pytest.raises(ValueError, match=r"v: expected shape \(2, 32, 256\) with v_keys_last, got \(2, 32, 448\)"):
         onepass.attention_varlen(last, **two)
@@ -277,17 +279,17 @@ def test_a_wrong_shape_with_keys_last_is_refused():
 
 @pytest.mark.parametrize("head_dim", [1, 2, 7, 64, 80, 96, 128, 192, 256])
 def test_rotation_is_orthogonal(head_dim):
-    rotation = fp8.rotated(torch.eye(head_dim), 5)
-    torch.testing.assert_close(rotation @ rotation.T, torch.eye(head_dim), atol=1e-6, rtol=0)
+    matrix = rotation.rotated(torch.eye(head_dim), 5)
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(head_dim), atol=1e-6, rtol=0)
     x, y = torch.randn(2, 10, head_dim)
-    torch.testing.assert_close(fp8.rotated(x, 5) @ fp8.rotated(y, 5).T, x @ y.T, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(rotation.rotated(x, 5) @ rotation.rotated(y, 5).T, x @ y.T, atol=1e-4, rtol=1e-5)
 
 
 def test_rotation_spreads_an_outlier():
     for head_dim, largest_block in ((64, 64), (96, 64), (128, 128)):
         x = torch.zeros(1, head_dim)
         x[0, 3] = 100.0
-        assert fp8.rotated(x, 0).abs().max().item() == pytest.approx(100.0 * largest_block**-0.5)
+        assert rotation.rotated(x, 0).abs().max().item() == pytest.approx(100.0 * largest_block**-0.5)
 
 
 def test_rotation_depends_on_the_seed_alone():
@@ -427,10 +429,10 @@ def test_probabilities_are_rounded_as_a_cast_would():
     p = torch.cat([torch.rand(10000), torch.exp2(-25 * torch.rand(10000)), torch.arange(4097) / 4096])
     p = torch.cat([p, torch.arange(4096) * 2.0**-19])  # ties, and numbers around the smallest
     rounded = p.clone()
-    fp8.round_probabilities_(rounded, torch.empty_like(p))
-    assert torch.equal(rounded, (p * fp8.P_SCALE).to(torch.float8_e4m3fn).float() / fp8.P_SCALE)
+    codec.round_probabilities_(rounded, torch.empty_like(p))
+    assert torch.equal(rounded, (p * codec.P_SCALE).to(torch.float8_e4m3fn).float() / codec.P_SCALE)
     nan = torch.tensor([math.nan])
-    fp8.round_probabilities_(nan, torch.empty_like(nan))
+    codec.round_probabilities_(nan, torch.empty_like(nan))
     assert nan.isnan().all()
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import onepass
-from onepass import fp8
 from onepass.dispatch import attention as dispatch
 from onepass.kernels.compiler import compile
 from onepass.kernels.config import ForwardConfig
@@ -19,6 +18,7 @@ from onepass.kernels.launch import backward_sm90 as backward_launch
 from onepass.kernels.launch import float32_halves as parts_launch
 from onepass.kernels.launch import forward_sm80 as launch_sm80
 from onepass.kernels.launch import forward_sm90 as launch
+from onepass.ops import quantize
 from onepass.problem import AttentionInputs, AttentionProblem, Mask, QuantizedInputs
 from onepass.problem.outputs import empty_as, empty_outputs
 
@@ -93,7 +93,7 @@ def test_arguments_of_the_kernel_in_fp8(launched):
     assert (q_scale.shape, k_scale.shape, v_scale.shape, q_block) == ((2, 4, 1), (2, 2, 1), (2, 2, 1), 64)
 
     # V that lies as the kernel reads it is read where it lies
-    keys_last = fp8.keys_last(quantized.v)
+    keys_last = quantize.keys_last(quantized.v)
     last = replace(problem.quantization, v_keys_last=True)
     launch.forward(
         replace(problem, quantization=last), inputs._replace(v=keys_last), ForwardConfig(tile_n=64, num_warpgroups=1)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import onepass
-from onepass import fp8
 from onepass.api import fast_path as repeated
 from onepass.dispatch import attention as dispatch
 from onepass.kernels.launch import quantize as launch
 from onepass.problem import AttentionInputs
 from onepass.problem.outputs import empty_outputs
+from onepass.quantization import codec, rotation
 from onepass.validation import attention as validation
 
 BF16, INT32 = torch.bfloat16, torch.int32
@@ -50,7 +50,7 @@ def test_words_of_signs(head_dim, seed):
     words = launch.sign_words(head_dim, seed)
     assert len(words) == 2 * -(-head_dim // 64)
     assert all(-(2**31) <= word < 2**31 for word in words)
-    signs = fp8.signs(head_dim, seed, torch.device("cpu"))
+    signs = rotation.signs(head_dim, seed, torch.device("cpu"))
     flipped = [words[column // 32] >> column % 32 & 1 for column in range(head_dim)]
     assert torch.equal(torch.tensor(flipped), (signs < 0).long())
 
@@ -81,7 +81,7 @@ def test_on_a_cpu_torch_rounds(monkeypatch):
 def test_what_the_layout_kernel_leaves_to_torch():
     """Its grid has a thread block's number in three dimensions."""
     for shape, lengths in (((1, 2**22 + 64, 1, 64), None), ((65536, 1, 1, 64), None), ((2**22, 1, 64), (0, 1))):
-        v = torch.empty(shape, dtype=fp8.E4M3, device="meta")
+        v = torch.empty(shape, dtype=codec.E4M3, device="meta")
         cu_seqlens = None if lengths is None else torch.tensor(lengths, dtype=INT32)
         assert "at most 65535" in launch.unsupported_layout(v, cu_seqlens)
     assert launch.unsupported_layout(torch.empty(2, 70, 1, 64, device="meta"), None) is None

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import fp8
 from ...geometry import tile_scheduler
 from ...geometry.integers import ceil_div
+from ...ops import quantize
 from ...problem import AttentionInputs, AttentionProblem, Descales, Quantization, QuantizedInputs
 from ...problem.outputs import empty_outputs, without_keys
 from ..compiler import compile
@@ -148,7 +148,7 @@ class Launch:
             scales = kernel_scales(self.problem, inputs.descales)
             assert self.problem.quantization is not None
             if not (self.problem.quantization.v_keys_last or self.transposes_v):
-                v = fp8.keys_last(v, inputs.cu_seqlens_k)
+                v = quantize.keys_last(v, inputs.cu_seqlens_k)
         tensors = tma_ready(inputs.q), tma_ready(inputs.k), tma_ready(v)
         outputs = empty_outputs(self.problem, inputs)
         if isinstance(inputs, AttentionInputs) and self.problem.dtype == torch.float32:

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import fp8
 from ...geometry.integers import ceil_div
 from ...problem import V_KEYS, AttentionInputs, AttentionProblem, Descales
 from ...problem.outputs import empty_as
+from ...quantization import codec, rotation
 from ..compiler import compile
 from ..config.arch import arch_of
 from .arguments import aligned, element_type, fake_tensor
@@ -22,7 +22,7 @@ from .arguments import aligned, element_type, fake_tensor
 BLOCK = 64
 MAX_HEAD_DIM = 256
 MAX_GRID = 65535  # of its second and third dimension
-assert BLOCK == fp8.Q_BLOCK == fp8.KV_BLOCK == V_KEYS
+assert BLOCK == codec.Q_BLOCK == codec.KV_BLOCK == V_KEYS
 
 
 class Kernel(NamedTuple):
@@ -116,11 +116,11 @@ class Launch:
         """
         q, k, v, _, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs
         q, k, v = _readable(q), _readable(k), _readable(v)
-        stored_q, stored_k = empty_as(q, q.shape[-1], fp8.E4M3), empty_as(k, k.shape[-1], fp8.E4M3)
+        stored_q, stored_k = empty_as(q, q.shape[-1], codec.E4M3), empty_as(k, k.shape[-1], codec.E4M3)
         if self.v_shape is None:
-            stored_v = empty_as(v, v.shape[-1], fp8.E4M3)
+            stored_v = empty_as(v, v.shape[-1], codec.E4M3)
         else:
-            stored_v = v.new_empty_strided(self.v_shape, self.v_strides, dtype=fp8.E4M3)
+            stored_v = v.new_empty_strided(self.v_shape, self.v_strides, dtype=codec.E4M3)
         together = q.new_empty_strided((self.num_descales,), (1,), dtype=torch.float32)
         of_q, of_k, of_v = self.descales
         descales = Descales(together.as_strided(*of_q), together.as_strided(*of_k), together.as_strided(*of_v))
@@ -218,7 +218,7 @@ def keys_last(v: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def sign_words(head_dim: int, seed: int) -> tuple[int, ...]:
     """The signs of the rotation, 1 for a flipped one: 32 columns an int32, two for every 64 columns begun."""
-    signs = fp8.signs(head_dim, seed, torch.device("cpu")).tolist()
+    signs = rotation.signs(head_dim, seed, torch.device("cpu")).tolist()
     words = [0] * (2 * ceil_div(head_dim, 64))
     for column, sign in enumerate(signs):
         words[column // 32] |= (sign < 0) << column % 32

@@ -8,9 +8,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ....fp8 import E4M3_MAX, SCALE_OF_ZEROS
 from ....geometry.integers import minimum, select
 from ....geometry.tile_scheduler import LANES
+from ....quantization.codec import E4M3_MAX, SCALE_OF_ZEROS
 from ..blocks.memory.ptx import pack_four
 
 BLOCK = 64  # rows that share a scale

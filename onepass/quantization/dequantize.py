@@ -1,0 +1,51 @@
+"""Quantised tensors back to float32."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..problem import AttentionInputs, AttentionProblem, Descales, Quantization, QuantizedInputs
+from .layout import keys_first
+from .segments import segments_of
+
+
+def dequantized(problem: AttentionProblem, inputs: QuantizedInputs) -> AttentionInputs:
+    """The inputs in float32."""
+    q, k, v, descales, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs
+    assert problem.quantization is not None
+    tensors = dequantized_tensors(problem.quantization, q, k, v, descales, cu_seqlens_q, cu_seqlens_k)
+    return AttentionInputs(*tensors, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
+
+
+def dequantized_tensors(
+    quantization: Quantization,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    descales: Descales,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    q_block, kv_block = quantization.q_block, quantization.kv_block
+    if quantization.v_keys_last:
+        v = keys_first(v, k.shape[-3], cu_seqlens_k)
+    return (
+        q.float() * row_scales(q, descales.q, q_block, cu_seqlens_q),
+        k.float() * row_scales(k, descales.k, kv_block, cu_seqlens_k),
+        v.float() * row_scales(v, descales.v, kv_block, cu_seqlens_k),
+    )
+
+
+def row_scales(t: Tensor, descale: Tensor, block: int | None, cu_seqlens: Tensor | None) -> Tensor:
+    """The descale of each row of t (.., rows, heads, head_dim): (.., rows, heads, 1), or () where it is one for all."""
+    if descale.dim() == 0:
+        return descale
+    if t.dim() == 4:
+        if descale.dim() == 2:
+            return descale[:, None, :, None]
+        index, _ = segments_of(t.shape[1], block, None, t.device)
+        return descale.transpose(1, 2)[:, index, :, None]
+    index, count = segments_of(t.shape[0], block, cu_seqlens, t.device)
+    if count == 0:
+        return descale.new_ones(t.shape[0], t.shape[1], 1)
+    return (descale if block is None else descale.T)[index, :, None]
