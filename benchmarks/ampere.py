@@ -31,6 +31,7 @@ from onepass.bench.cases import Case, Inputs, make_inputs
 from onepass.bench.check import PEER_FACTOR
 from onepass.bench.peers import Contender, find_peers, prepare
 from onepass.dispatch import attention as dispatch
+from onepass.dispatch import backends
 from onepass.errors import UnsupportedError
 from onepass.kernels.compiler import compile
 from onepass.testing.budget import GRADIENT_FACTOR, OUT_FACTOR, compare
@@ -48,7 +49,7 @@ def case_of(cell: common.Cell, args: argparse.Namespace) -> Case:
 @functools.cache  # what cannot be measured is said once
 def configurations(case: Case, text: str | None) -> dict[str, Any]:
     """By contender: the default ("onepass") and those of --variants that the case can take."""
-    problem, arch = ablation.problem_of(case, DEVICE), dispatch.arch_of(BACKEND)
+    problem, arch = ablation.problem_of(case, DEVICE), backends.arch_of(BACKEND)
     found = {"onepass": ablation.kernels(case.direction)[BACKEND].default(problem, arch)}
     for changes in filter(None, ("".join(part.split()) for part in (text or "").split(";"))):
         config = configuration(found["onepass"], changes)
@@ -85,7 +86,7 @@ def compile_one(job: tuple) -> float:
 
     started = time.perf_counter()
     problem, config, direction = job
-    arch = dispatch.arch_of(BACKEND)
+    arch = backends.arch_of(BACKEND)
     requests = [
         launch.compile_request(
             problem, config if direction == "fwd" else dispatch.forward_config(BACKEND, problem), arch

@@ -20,6 +20,7 @@ import torch
 
 import onepass
 from onepass.dispatch import attention as dispatch
+from onepass.dispatch import backends
 from onepass.kernels.compiler import compile
 from onepass.kernels.launch import decode_sm80 as decode_launch
 from onepass.kernels.launch import forward_sm90 as launch
@@ -87,7 +88,7 @@ def main() -> None:
         print(torch.cuda.get_device_name())
     else:
         print("no GPU: CPU tensors, a kernel that does nothing")
-        dispatch._refusal = lambda name, problem, device: None
+        backends.refusal = lambda name, problem, device: None
         decode_launch.arch_of = lambda device: "sm_90a"
         compile.get = lambda *request: lambda *arguments: None
         launch.tile_counter = lambda device: None

@@ -45,7 +45,7 @@ from onepass.bench.check import PEER_FACTOR
 from onepass.bench.decode import CacheCopies, Decoder, Step, kv_bytes, problem_of
 from onepass.bench.flops import bytes_moved
 from onepass.bench.timing import measure_interleaved
-from onepass.dispatch import attention as dispatch
+from onepass.dispatch import decode
 from onepass.errors import UnsupportedError
 from onepass.kernels.compiler import compile
 from onepass.kernels.config import LaunchConfig
@@ -109,7 +109,7 @@ def on_gpu(case: Case, is_paged: bool) -> DecodeProblem:
     return replace(problem, attention=replace(problem.attention, device_type="cuda"))
 
 
-backend_of = dispatch.require_decode
+backend_of = decode.require_decode
 
 
 def launches(problem: DecodeProblem, backend: str | None) -> ModuleType:

@@ -5,10 +5,12 @@
 Importing onepass imports torch only and changes no global setting.
 """
 
-from .api.attention import AttentionOutput, attention, attention_varlen, merge_partials, supports, warmup
+from .api.attention import AttentionOutput, attention, attention_varlen
+from .api.calls import supports, warmup
 from .api.decode import attention_decode, split_workspace_bytes
 from .api.fp8 import quantize_fp8
-from .dispatch.attention import Support
+from .api.partials import merge_partials
+from .dispatch.backends import Support
 from .dispatch.choice import use_backend
 from .errors import UnsupportedError
 from .kernels.compiler.warmup import CompiledKernel

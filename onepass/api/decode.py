@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from torch import Tensor
 
-from ..dispatch import attention as dispatch
-from ..dispatch import choice
+from ..dispatch import choice, decode
 from ..geometry import splits
 from ..ops import decode as decode_ops
 from ..problem.decode import DecodeInputs
-from ..validation import attention as validation
+from ..validation import lost_gradients
 from ..validation.decode import check_decode, few_queries
 from ..validation.overlap import with_shared_caches_refused
 from ..validation.scalars import check_int
@@ -200,11 +199,11 @@ def attention_decode(
         kv_block=kv_block,
         max_seqlen_q=most_queries,
     )
-    validation.refuse_forward_mode(*inputs)
-    name = dispatch.require_decode(problem, backend, q.device)
+    lost_gradients.refuse_forward_mode(*inputs)
+    name = decode.require_decode(problem, backend, q.device)
     out, lse = decode_ops.run(problem, inputs, choice.of_operator(name, backend))
     if key is not None:
-        forward = dispatch.prepare_decode(name, problem, q.device)
+        forward = decode.prepare_decode(name, problem, q.device)
         repeated.keep(key, with_shared_caches_refused(forward, inputs) if inputs.seqlen_new else forward)
     return AttentionOutput(out, lse) if return_lse else out
 

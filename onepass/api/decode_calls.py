@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..problem.decode import DecodeInputs, DecodeProblem
-from ..validation.attention import tensor_of_shape
 from ..validation.decode import check_decode
+from ..validation.tensors import tensor_of_shape
 from . import keywords
 
 _TENSORS = dict.fromkeys(DecodeInputs._fields[4:])

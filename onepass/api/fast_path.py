@@ -28,7 +28,7 @@ from torch._C import (
 from torch.autograd import _profiler_enabled, forward_ad
 
 from ..dispatch import choice
-from ..dispatch.attention import Forward
+from ..dispatch.backends import Forward
 
 MAX_CALLS = 1024
 

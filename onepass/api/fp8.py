@@ -10,6 +10,7 @@ from ..ops.quantize import QuantizedQKV, kernel_for, quantize
 from ..problem import AttentionInputs
 from ..quantization.codec import GRANULARITIES, Granularity
 from ..validation import attention as validation
+from ..validation import fp8, lost_gradients, tensors
 from . import fast_path as repeated
 
 
@@ -62,14 +63,14 @@ def quantize_fp8(
     again: Any = repeated.find(key)
     if again is not None:
         return again(inputs)
-    validation.check_quantizable(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
-    validation.check_one_of("granularity", granularity, GRANULARITIES)
+    fp8.check_quantizable(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
+    tensors.check_one_of("granularity", granularity, GRANULARITIES)
     rotate, center_k, center_v = (
         validation.check_flag(name, flag)
         for name, flag in (("rotate", rotate), ("center_k", center_k), ("center_v", center_v))
     )
     seed = validation.check_int("seed", seed)
-    validation.refuse_lost_gradients({"q": q, "k": k, "v": v})
+    lost_gradients.refuse_lost_gradients({"q": q, "k": k, "v": v})
     by_kernel = kernel_for(inputs, granularity, seed if rotate else None, center_k, center_v)
     if by_kernel is not None and not (center_k or center_v):
         repeated.keep(key, by_kernel)  # type: ignore[arg-type]  # gives a QuantizedQKV, not out and lse

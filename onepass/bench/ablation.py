@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import attention as dispatch
+from ..dispatch import backends
 from ..errors import UnsupportedError
 from ..kernels.config import HOPPER
 from ..problem import AttentionInputs, AttentionProblem, Mask
@@ -308,7 +309,7 @@ def _backward_sm80(problem: AttentionProblem, inputs: AttentionInputs, *rest: An
 
 
 def _arch_sm80() -> str:
-    return dispatch.arch_of("sm80")
+    return backends.arch_of("sm80")
 
 
 def _of_a_call(direction: Direction, backend: str) -> Callable[[AttentionProblem, str], Any]:

@@ -21,7 +21,7 @@ from torch import Tensor
 import onepass
 
 from ..api import decode_calls
-from ..dispatch import attention as dispatch
+from ..dispatch import decode
 from ..problem.decode import DecodeProblem
 from .cases import Case, Inputs
 from .check import Oracle
@@ -236,7 +236,7 @@ def measure_row(set_name: str, case: Case, found: Found, options: Options) -> Ro
         copies = CacheCopies.of(case, torch.cuda.get_device_properties(device).L2_cache_size)
     row["copies"] = str(copies)
     steps = [make_step(case, device, seed) for seed in range(copies.number)]
-    row["backend"] = dispatch.require_decode(problem_of(steps[0]))
+    row["backend"] = decode.require_decode(problem_of(steps[0]))
     samplers = {}
     for name, decoder in decoders.items():
         try:

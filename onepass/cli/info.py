@@ -12,8 +12,7 @@ import onepass
 
 from ..bench.machine import cpu_model, package_versions
 from ..bench.peers import PEERS, find_peers
-from ..dispatch import attention as dispatch
-from ..dispatch import choice
+from ..dispatch import backends, choice
 from ..kernels.config.arch import unproven
 from .console import TABLE_STYLE, make_console
 
@@ -47,7 +46,7 @@ def info() -> None:
     # Asked of the library itself, so that these tables cannot say more than a call would do.
     probes = _probes()
     table = Table("backend", *devices, title="Backends, asked for plain bfloat16 attention", **TABLE_STYLE)
-    for name in dispatch.backends():
+    for name in backends.backends():
         answers = [onepass.supports(**probes["bfloat16"](device), backend=name) for device in devices]
         table.add_row(name, *(f"{'yes' if a.ok else 'no'}: {a.reason}" for a in answers))
     console.print(table)

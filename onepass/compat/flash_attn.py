@@ -27,7 +27,7 @@ from ..api import attention as api
 from ..api.decode import attention_decode
 from ..errors import REFUSALS, UnsupportedError, renamed
 from ..problem.decode import refuse_lengths
-from ..validation import attention as validation
+from ..validation import tensors
 from ..validation.scalars import check_flag, check_int, is_integer, is_real
 
 __all__ = [
@@ -85,7 +85,7 @@ def _mask_options(softmax_scale: Any, causal: Any, window_size: Any, softcap: An
 
 def _unpack(name: str, packed: Any, count: int, rank: int) -> tuple[Tensor, ...]:
     """Views of the tensors stacked in the third dimension from the end, (..., count, num_heads, head_dim)."""
-    validation.check_tensor(name, packed)
+    tensors.check_tensor(name, packed)
     if packed.dim() != rank or packed.shape[-3] != count:
         leading = "(batch, seqlen" if rank == 5 else "(total_tokens"
         raise ValueError(f"{name}: expected shape {leading}, {count}, num_heads, head_dim), got {tuple(packed.shape)}")
@@ -234,10 +234,10 @@ def flash_attn_varlen_func(
     """
     _refuse_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     if block_table is not None:
-        validation.check_tensor("block_table", block_table, "an int32 torch.Tensor")
+        tensors.check_tensor("block_table", block_table, "an int32 torch.Tensor")
         _refuse_gradients("flash_attn_varlen_func with a block_table", q=q, k=k, v=v)
         check_flag("deterministic", deterministic, none_too=True)
-        validation.check_max_seqlens(max_seqlen_q, max_seqlen_k)
+        tensors.check_max_seqlens(max_seqlen_q, max_seqlen_k)
         options = _mask_options(softmax_scale, causal, window_size, softcap)
         return_lse = check_flag("return_attn_probs", return_attn_probs, none_too=True)
         try:
@@ -379,11 +379,11 @@ def flash_attn_with_kvcache(
     return_lse = check_flag("return_softmax_lse", return_softmax_lse, none_too=True)
     parts = None if num_splits is None else check_int("num_splits", num_splits, least=0)
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        validation.check_tensor(name, tensor)
+        tensors.check_tensor(name, tensor)
         if tensor.dim() != 4:
             raise ValueError(f"{name}: expected 4 dimensions, got {tensor.dim()} in shape {tuple(tensor.shape)}")
     page_table = block_table
-    if block_table is not None and validation.check_tensor("block_table", block_table).dim() != 2:
+    if block_table is not None and tensors.check_tensor("block_table", block_table).dim() != 2:
         raise ValueError(f"block_table: expected shape (batch, max_blocks), got {tuple(block_table.shape)}")
     if cache_batch_idx is not None:
         if block_table is not None:
@@ -430,7 +430,7 @@ def flash_attn_with_kvcache(
 
 def _entries_as_pages(q: Tensor, k_cache: Any, v_cache: Any, cache_batch_idx: Any) -> Tensor:
     """Picked cache entries are pages as long as the cache: nothing has to be copied."""
-    validation.check_tensor("cache_batch_idx", cache_batch_idx, "an int32 or int64 torch.Tensor")
+    tensors.check_tensor("cache_batch_idx", cache_batch_idx, "an int32 or int64 torch.Tensor")
     if cache_batch_idx.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cache_batch_idx: expected an int32 or int64 torch.Tensor, got {cache_batch_idx.dtype}")
     if cache_batch_idx.shape != q.shape[:1] or cache_batch_idx.device != q.device:
@@ -455,7 +455,7 @@ def _check_new(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any, cach
     if cache_seqlens is None:
         raise ValueError("cache_seqlens: expected an int or a (batch,) int32 tensor where k and v are given, got None")
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        new = validation.check_tensor(name, new, "a torch.Tensor where the other of k and v is given")
+        new = tensors.check_tensor(name, new, "a torch.Tensor where the other of k and v is given")
         if new.dtype != q.dtype or new.device != q.device:
             raise TypeError(f"{name}: expected {q.dtype} on {q.device} like q, got {new.dtype} on {new.device}")
         expected = (q.shape[0], k.shape[1] if k.dim() == 4 else "seqlen_new", *cache.shape[2:])
@@ -465,7 +465,7 @@ def _check_new(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any, cach
 
 def _differences(cu_seqlens_k: Any) -> Tensor:
     """Lengths from offsets, on their device."""
-    validation.check_tensor("cu_seqlens_k", cu_seqlens_k, "an int32 torch.Tensor")
+    tensors.check_tensor("cu_seqlens_k", cu_seqlens_k, "an int32 torch.Tensor")
     if cu_seqlens_k.dtype != torch.int32 or cu_seqlens_k.dim() != 1:
         given = f"{cu_seqlens_k.dtype} of shape {tuple(cu_seqlens_k.shape)}"
         raise TypeError(f"cu_seqlens_k: expected an int32 torch.Tensor of shape (batch + 1,), got {given}")
@@ -484,7 +484,7 @@ def _refuse_gradients(function: str, **tensors: Tensor | None) -> None:
 
 def _check_rotary(name: str, table: Any, q: Tensor, k: Tensor | None, options: dict[str, Any]) -> None:
     """flash-attn counts a rotated query's position from cache_seqlens on, onepass back from the last key."""
-    validation.check_tensor(name, table)
+    tensors.check_tensor(name, table)
     if k is None:
         raise ValueError(f"{name}: expected None where k and v are not given, got a tensor")
     if q.shape[1] != k.shape[1]:
@@ -506,4 +506,4 @@ def _lengths(cache_seqlens: Any, q: Tensor, seqlen_cache: int, seqlen_new: int) 
         cache_seqlens = check_int("cache_seqlens", cache_seqlens)
         refuse_lengths(cache_seqlens, cache_seqlens, seqlen_cache, seqlen_new)
         return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
-    return validation.check_tensor("cache_seqlens", cache_seqlens, "an int, an int32 torch.Tensor or None")
+    return tensors.check_tensor("cache_seqlens", cache_seqlens, "an int, an int32 torch.Tensor or None")

@@ -17,7 +17,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..api import attention as api
 from ..errors import REFUSALS, UnsupportedError, renamed
-from ..validation import attention as validation
+from ..validation import tensors
 from ..validation.scalars import check_flag, check_real, is_real
 
 __all__ = ["DenseAttentionWarning", "scaled_dot_product_attention"]
@@ -102,7 +102,7 @@ def _check(
 ) -> torch.Size:
     """Every check of the arguments. Returns: the broadcast dimensions (..., num_heads_q), () if there are none."""
     named = {"query": query, "key": key, "value": value}
-    validation.check_tensors(named)
+    tensors.check_tensors(named)
     for name, t in named.items():
         if t.dim() < 2:
             raise ValueError(f"{name}: expected at least 2 dimensions (..., seqlen, head_dim), got {tuple(t.shape)}")
@@ -150,7 +150,7 @@ def _check_mask(attn_mask: Any, query: Tensor, scores_shape: torch.Size) -> None
         if given != tuple(scores_shape[-2:]):
             raise ValueError(f"attn_mask: expected a bias for lengths {tuple(scores_shape[-2:])}, got one for {given}")
         return
-    validation.check_tensor("attn_mask", attn_mask)
+    tensors.check_tensor("attn_mask", attn_mask)
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
         raise TypeError(f"attn_mask: expected dtype bool, float32 or {query.dtype} like query, got {attn_mask.dtype}")
     if attn_mask.device != query.device:

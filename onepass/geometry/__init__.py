@@ -1,1 +1,1 @@
-"""Integer formulas of tiles, splits, pages and lengths: they run on Python ints and, inside a kernel, on device ints."""
+"""Integer formulas of tiles, splits and pages, written once: for Python ints and, while a kernel is traced, for its own."""

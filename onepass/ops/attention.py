@@ -14,48 +14,32 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..dispatch import attention as dispatch
-from ..dispatch import choice
+from ..dispatch import backends, choice
 from ..errors import UnsupportedError
 from ..geometry.visible_pairs import visible_pairs
 from ..kernels.config import LaunchConfig
-from ..problem import AttentionInputs, AttentionProblem, Descales, Mask, Quantization, QuantizedInputs
+from ..problem import AttentionInputs, AttentionProblem, Mask, Quantization, QuantizedInputs
 from ..problem.outputs import empty_gradients, empty_outputs
-from . import quantize
 from .gradient_rule import register_gradient
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k"
-_OPTIONS = (
+INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k"
+OPTIONS = (
     "float softmax_scale, SymInt? window_left, SymInt? window_right, float? softcap, bool deterministic, str backend, "
     "str? tuning"
 )
-_NUM_INPUTS = len(AttentionInputs._fields)
-_TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
+NUM_INPUTS = len(AttentionInputs._fields)
+TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 
-torch.library.define("onepass::attention_forward", f"({_INPUTS}, {_OPTIONS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+torch.library.define("onepass::attention_forward", f"({INPUTS}, {OPTIONS}) -> (Tensor out, Tensor lse)", tags=TAGS)
 torch.library.define(
     "onepass::attention_backward",
-    f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}, {_OPTIONS})"
+    f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {INPUTS}, {OPTIONS})"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
-    tags=_TAGS,
+    tags=TAGS,
 )
 
 
-# the whole of precision="fp8": options are those of the call in 16 bits, backend that of its gradients
-torch.library.define(
-    "onepass::attention_fp8",
-    f"({_INPUTS}, {_OPTIONS}, str forward_backend) -> (Tensor out, Tensor lse)",
-    tags=_TAGS,
-)
-_QUANTIZATION = (
-    "Tensor q_descale, Tensor k_descale, Tensor v_descale, ScalarType out_dtype, SymInt? q_block, SymInt? kv_block, "
-    "bool v_keys_last"
-)
-torch.library.define(
-    "onepass::attention_quantized", f"({_INPUTS}, {_OPTIONS}, {_QUANTIZATION}) -> (Tensor out, Tensor lse)", tags=_TAGS
-)
-
-
-def _problem(
+def problem_of(
     inputs: AttentionInputs | QuantizedInputs, options: tuple, quantization: Quantization | None = None
 ) -> AttentionProblem:
     softmax_scale, window_left, window_right, softcap, deterministic = options[:5]
@@ -85,14 +69,14 @@ def options_of(problem: AttentionProblem, backend: str, tuning: LaunchConfig | N
 
 @torch.library.impl("onepass::attention_forward", "default")
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    inputs, options = AttentionInputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
-    return _forward_on(options[-2], options[-1], _problem(inputs, options), inputs)
+    inputs, options = AttentionInputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
+    return forward_on(options[-2], options[-1], problem_of(inputs, options), inputs)
 
 
-def _forward_on(
+def forward_on(
     backend: str, tuning: str | None, problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs
 ) -> tuple[Tensor, Tensor]:
-    config = None if tuning is None else dispatch.config_type(choice.found(backend)).from_text(tuning)
+    config = None if tuning is None else backends.config_type(choice.found(backend)).from_text(tuning)
     backend = dispatch.at_run(backend, problem, config, inputs.q.device)
     # An operator runs under the caller's autocast; ours computes in the dtypes that it states.
     with torch.autocast(problem.device_type, enabled=False):
@@ -100,17 +84,17 @@ def _forward_on(
 
 
 @torch.library.register_fake("onepass::attention_forward")
-def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    inputs, options = AttentionInputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
-    return empty_outputs(_problem(inputs, options), inputs)
+def forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    inputs, options = AttentionInputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
+    return empty_outputs(problem_of(inputs, options), inputs)
 
 
 @torch.library.impl("onepass::attention_backward", "default")
 def _backward(
     dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    inputs, options = AttentionInputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
-    problem = _problem(inputs, options)
+    inputs, options = AttentionInputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
+    problem = problem_of(inputs, options)
     dout = torch.zeros_like(out) if dout is None else dout
     with torch.autocast(problem.device_type, enabled=False):
         module = dispatch.load_backward(choice.found(options[-2]), problem)
@@ -121,17 +105,17 @@ def _backward(
 def _backward_fake(
     dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return empty_gradients(AttentionInputs(*args[:_NUM_INPUTS]))
+    return empty_gradients(AttentionInputs(*args[:NUM_INPUTS]))
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output, *inputs[:_NUM_INPUTS])
-    ctx.options = inputs[_NUM_INPUTS:]
+    ctx.save_for_backward(*output, *inputs[:NUM_INPUTS])
+    ctx.options = inputs[NUM_INPUTS:]
 
 
-def _autograd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
-    no_grads = (None,) * (_NUM_INPUTS - 4 + len(ctx.options))
+def autograd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+    no_grads = (None,) * (NUM_INPUTS - 4 + len(ctx.options))
     if dout is None and dlse is None:
         return (None, None, None, None, *no_grads)
     out, lse, *inputs = ctx.saved_tensors
@@ -139,51 +123,7 @@ def _autograd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tu
     return (dq, dk, dv, None if inputs[3] is None else dsinks, *no_grads)
 
 
-register_gradient("attention_forward", _autograd_backward, _setup_context)
-
-
-# ---------------------------------------------------------------- FP8
-
-
-@torch.library.impl("onepass::attention_fp8", "default")
-def _fp8(*args: Any) -> tuple[Tensor, Tensor]:
-    inputs, options, backend = AttentionInputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:-1], args[-1]
-    return _forward_on(backend, options[-1], *quantize.quantized_call(_problem(inputs, options), inputs))
-
-
-@torch.library.register_fake("onepass::attention_fp8")
-def _fp8_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    return _forward_fake(*args[:-1])
-
-
-def _setup_context_fp8(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    _setup_context(ctx, inputs[:-1], output)
-
-
-def _autograd_backward_fp8(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
-    """The gradients of exact attention at the 16-bit inputs, with out and lse of the FP8 forward."""
-    return (*_autograd_backward(ctx, dout, dlse), None)
-
-
-register_gradient("attention_fp8", _autograd_backward_fp8, _setup_context_fp8)
-
-
-def _split_quantized(args: tuple) -> tuple[QuantizedInputs, tuple, Quantization]:
-    options, descales, quantization = args[_NUM_INPUTS:-7], Descales(*args[-7:-4]), Quantization(*args[-4:])
-    q, k, v, *others = args[:_NUM_INPUTS]
-    return QuantizedInputs(q, k, v, descales, *others), options, quantization
-
-
-@torch.library.impl("onepass::attention_quantized", "default")
-def _quantized(*args: Any) -> tuple[Tensor, Tensor]:
-    inputs, options, quantization = _split_quantized(args)
-    return _forward_on(options[-2], options[-1], _problem(inputs, options, quantization), inputs)
-
-
-@torch.library.register_fake("onepass::attention_quantized")
-def _quantized_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    inputs, options, quantization = _split_quantized(args)
-    return empty_outputs(_problem(inputs, options, quantization), inputs)
+register_gradient("attention_forward", autograd_backward, setup_context)
 
 
 def _refuse_double_backward(ctx: Any, *grads: Any) -> None:
@@ -193,31 +133,24 @@ def _refuse_double_backward(ctx: Any, *grads: Any) -> None:
 register_gradient("attention_backward", _refuse_double_backward)
 
 
-def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> None:
+def refuse_vmap(info: Any, in_dims: Any, *args: Any) -> None:
     raise UnsupportedError(
         "onepass attention cannot run under torch.vmap: it already takes a batch; "
         "pass the mapped dimension as the batch dimension instead (torch.func.jacrev needs no vmap with chunk_size=1)"
     )
 
 
-for _name in ("attention_forward", "attention_backward", "attention_fp8", "attention_quantized"):
-    torch.library.register_vmap(f"onepass::{_name}", _refuse_vmap)
+for _name in ("attention_forward", "attention_backward"):
+    torch.library.register_vmap(f"onepass::{_name}", refuse_vmap)
 
 
-@register_flop_formula(torch.ops.onepass.attention_quantized, get_raw=True)
-def _quantized_flops(*args: Any, out_val: Any = None) -> int:
-    inputs, options, quantization = _split_quantized(args)
-    return _flops_of(inputs, options, _problem(inputs, options, quantization).head_dim_v)
-
-
-@register_flop_formula(torch.ops.onepass.attention_fp8, get_raw=True)
 @register_flop_formula(torch.ops.onepass.attention_forward, get_raw=True)
-def _forward_flops(*args: Any, out_val: Any = None) -> int:
-    inputs, options = AttentionInputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
-    return _flops_of(inputs, options, inputs.v.shape[-1])
+def forward_flops(*args: Any, out_val: Any = None) -> int:
+    inputs, options = AttentionInputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
+    return flops_of(inputs, options, inputs.v.shape[-1])
 
 
-def _flops_of(inputs: AttentionInputs | QuantizedInputs, options: tuple, head_dim_v: int) -> int:
+def flops_of(inputs: AttentionInputs | QuantizedInputs, options: tuple, head_dim_v: int) -> int:
     """Two GEMMs over the visible pairs: Q K^T over head_dim and P V over head_dim_v."""
     pairs = visible_pairs(inputs, options[1], options[2]) * inputs.q.shape[-2]
     return 2 * pairs * (inputs.q.shape[-1] + head_dim_v)
@@ -226,6 +159,6 @@ def _flops_of(inputs: AttentionInputs | QuantizedInputs, options: tuple, head_di
 @register_flop_formula(torch.ops.onepass.attention_backward, get_raw=True)
 def _backward_flops(*args: Any, out_val: Any = None) -> int:
     """Five GEMMs: S, dQ, dK over head_dim and dP, dV over head_dim_v."""
-    inputs, options = AttentionInputs(*args[4 : 4 + _NUM_INPUTS]), args[4 + _NUM_INPUTS :]
+    inputs, options = AttentionInputs(*args[4 : 4 + NUM_INPUTS]), args[4 + NUM_INPUTS :]
     pairs = visible_pairs(inputs, options[1], options[2]) * inputs.q.shape[-2]
     return 2 * pairs * (3 * inputs.q.shape[-1] + 2 * inputs.v.shape[-1])

@@ -1,27 +1,22 @@
-"""The torch operators behind `attention_decode`: onepass::decode, and onepass::decode_append, which writes the caches;
-and onepass::merge_partials, where a kernel does it.
+"""The torch operators behind `attention_decode`: onepass::decode, and onepass::decode_append, which writes the caches.
 
-None has a gradient: the door refuses tensors that ask for one, or `merge_partials` goes another way.
+Neither has a gradient: validation refuses tensors that ask for one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from ..dispatch import attention as dispatch
+from ..dispatch import decode
 from ..errors import UnsupportedError
 from ..geometry.visible_pairs import visible_pairs_of_cache
 from ..problem import AttentionInputs, Mask
 from ..problem.decode import DecodeInputs, DecodeProblem
 from ..problem.outputs import empty_outputs
-from ..tiled.merge import merge_in_torch
 from ..validation.overlap import refuse_shared_caches
 
 _AFTER_CACHES = (
@@ -99,8 +94,8 @@ def _decode(*args: Any) -> tuple[Tensor, Tensor]:
         refuse_shared_caches(inputs.k_cache, inputs.v_cache)
     with torch.autocast(inputs.q.device.type, enabled=False):
         problem = _problem(inputs, options)
-        backend = dispatch.at_run_decode(options[-1], problem, inputs.q.device)
-        return dispatch.load_decode(backend, inputs.q.device)(problem, inputs)
+        backend = decode.at_run_decode(options[-1], problem, inputs.q.device)
+        return decode.load_decode(backend, inputs.q.device)(problem, inputs)
 
 
 def _decode_fake(*args: Any) -> tuple[Tensor, Tensor]:
@@ -124,36 +119,3 @@ def _flops(*args: Any, out_val: Any = None) -> int:
     inputs, options = _unpacked(args)
     pairs = visible_pairs_of_cache(inputs, options[1], options[2]) * inputs.q.shape[-2]
     return 2 * pairs * (inputs.q.shape[-1] + inputs.v_cache.shape[-1])
-
-
-# ---------------------------------------------------------------- merging
-
-torch.library.define("onepass::merge_partials", f"(Tensor outs, Tensor lses) -> {_OUTPUTS}", tags=_TAGS)
-
-
-@torch.library.impl("onepass::merge_partials", "default")
-def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    if outs.device.type != "cuda":
-        merged, lse = merge_in_torch(outs.unbind(0), lses.unbind(0))
-        return merged.to(outs.dtype).contiguous(), lse.contiguous()
-    return dispatch.load_merge(outs.device)(outs, lses)
-
-
-@torch.library.register_fake("onepass::merge_partials")
-def _merge_fake(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])  # contiguous
-
-
-torch.library.register_vmap("onepass::merge_partials", _refuse_vmap)
-
-
-def merges_in_one_kernel(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> bool:
-    """Whether the merge kernel computes what `merge_in_torch` would: on a GPU, where nothing is to be traced, mapped or
-    differentiated."""
-    if outs[0].device.type != "cuda" or outs[0].dtype == torch.float64:
-        return False
-    if torch.compiler.is_compiling() or peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-        return False
-    if any(lse.dtype != torch.float32 for lse in lses) or not dispatch.has_merge_kernel(outs[0].device):
-        return False
-    return not (torch.is_grad_enabled() and any(t.requires_grad for t in (*outs, *lses)))

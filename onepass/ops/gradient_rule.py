@@ -17,7 +17,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from ..validation.attention import refuse_forward_mode
+from ..validation.lost_gradients import refuse_forward_mode
 
 _library = torch.library.Library("onepass", "FRAGMENT")
 

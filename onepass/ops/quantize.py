@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ..dispatch import attention as dispatch
+from ..dispatch import backends
+from ..dispatch import fp8 as e4m3_kernels
 from ..kernels.config import LaunchConfig
 from ..problem import AttentionInputs, AttentionProblem, Descales, Mask, Quantization, QuantizedInputs
 from ..problem.outputs import empty_as
@@ -19,7 +21,7 @@ from ..quantization.codec import E4M3, KV_BLOCK, Q_BLOCK, round_to_e4m3
 from ..quantization.dequantize import dequantized_tensors
 from ..quantization.layout import keys_last_in_torch
 from ..quantization.rotation import rotated
-from ..validation import attention as validation
+from ..validation import fp8
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +70,7 @@ class QuantizedQKV:
     v_keys_last: bool = False
 
     def __post_init__(self) -> None:
-        validation.check_quantized(self)
+        fp8.check_quantized(self)
         for name in ("q_block", "kv_block"):
             if type(getattr(self, name)) not in (int, type(None)):
                 object.__setattr__(self, name, int(getattr(self, name)))  # of numpy
@@ -91,7 +93,7 @@ class QuantizedQKV:
         Args: cu_seqlens_q, cu_seqlens_k: of packed sequences, as for `quantize_fp8`.
         Raises: TypeError or ValueError with what was expected and given.
         """
-        validation.check_dequantize(self, cu_seqlens_q, cu_seqlens_k)
+        fp8.check_dequantize(self, cu_seqlens_q, cu_seqlens_k)
         tensors = self.q, self.k, self.v
         return dequantized_tensors(self.quantization, *tensors, self.descales, cu_seqlens_q, cu_seqlens_k)
 
@@ -127,7 +129,7 @@ def kernel_for(
     inputs: AttentionInputs, granularity: str, seed: int | None, center_k: bool, center_v: bool
 ) -> ByKernel | None:
     """How a kernel quantises these tensors; None: plain torch does. Args: seed: of the rotation; None: none."""
-    kernels = dispatch.quantization_kernels(inputs, granularity)
+    kernels = e4m3_kernels.quantization_kernels(inputs, granularity)
     if kernels is None:
         return None
     options: dict[str, Any] = {"softmax_scale": 1.0, "mask": Mask(), "softcap": None, "deterministic": False}
@@ -236,7 +238,7 @@ def keys_last(v: Tensor, cu_seqlens_k: Tensor | None = None) -> Tensor:
         (cu_seqlens_k[b] // 64 + b) * 64. Within every 16 keys the places 4q + 2h + e hold the keys 8h + 2q + e
         (q = 0..3, h and e = 0, 1; blocks/softmax/scaled.py says why). Zeros where there is no key.
     """
-    kernel = dispatch.keys_last_kernel(v, cu_seqlens_k)
+    kernel = e4m3_kernels.keys_last_kernel(v, cu_seqlens_k)
     return keys_last_in_torch(v, cu_seqlens_k) if kernel is None else kernel(v, cu_seqlens_k)
 
 
@@ -259,7 +261,7 @@ def _inputs_of(quantized: QuantizedQKV, inputs: AttentionInputs) -> QuantizedInp
 
 def prepare_call(
     backend: str, problem: AttentionProblem, inputs: AttentionInputs, tuning: LaunchConfig | None
-) -> dispatch.Forward:
+) -> backends.Forward:
     """The forward of `attention(..., precision="fp8")` for calls alike, without gradients; holds no tensor."""
     by_kernel = kernel_for(inputs, "block", 0, False, False)
     keys_last = by_kernel is not None and by_kernel.attributes["v_keys_last"]

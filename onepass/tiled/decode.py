@@ -10,8 +10,8 @@ from torch import Tensor
 from ..geometry.splits import split_ranges
 from ..problem import AttentionInputs, AttentionProblem, Mask
 from ..problem.decode import DecodeInputs, DecodeProblem
+from ..problem.lengths import read_cache_lengths, read_query_offsets
 from ..problem.outputs import empty_outputs, without_keys
-from ..validation.decode import read_cache_lengths, read_query_offsets
 from .cache import append, keys_and_values, rotated_queries
 from .forward import forward
 from .merge import merge_in_torch

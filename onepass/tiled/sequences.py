@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..problem import AttentionInputs, AttentionProblem
-from ..validation.attention import read_lengths
+from ..problem.lengths import read_lengths
 
 
 class Sequences(NamedTuple):

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from ..api.attention import calls_of, problem_of_call
+from ..api.calls import calls_of, problem_of_call
 from ..dispatch import attention as dispatch
+from ..dispatch import backends
 from ..errors import UnsupportedError
 from ..problem import AttentionProblem
 from ..validation.scalars import check_flag, check_int
@@ -85,10 +86,10 @@ def tasks_of(
             raise ValueError(f"tune: expected a batch, lengths and heads above 0, got {problem}")
         support = dispatch.choose(problem, requested)
         name = dispatch.require(problem, requested)
-        if not dispatch.has_kernels(name):
+        if not backends.has_kernels(name):
             raise UnsupportedError(f"tune: backend {name} has no kernels to tune ({support.reason})")
         tasks.append(Task("fwd", name, problem))
         backward = dispatch.backend_of_backward(name, problem)
-        if gradients and dispatch.has_kernels(backward):
+        if gradients and backends.has_kernels(backward):
             tasks.append(Task("bwd", backward, problem))
     return tasks

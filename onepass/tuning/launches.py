@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..bench.timing import CudaSampler, Sampler, input_copies
 from ..dispatch import attention as dispatch
+from ..dispatch import backends
 from ..kernels.config import LaunchConfig
 from ..kernels.heuristics.tuned import Direction
 from ..problem import AttentionInputs, AttentionProblem
@@ -35,7 +36,7 @@ class Launches:
             forward = dispatch.prepare(backend, problem, device)
             self._contexts = [self._of_backward(forward, inputs) for inputs in self._inputs]
 
-    def _of_backward(self, forward: dispatch.Forward, inputs: AttentionInputs) -> tuple[Any, ...]:
+    def _of_backward(self, forward: backends.Forward, inputs: AttentionInputs) -> tuple[Any, ...]:
         """out, lse, dout and (no) dlse of a forward pass."""
         out, lse = forward(inputs)
         return out, lse, torch.randn_like(out), None

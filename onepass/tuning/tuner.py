@@ -13,6 +13,7 @@ from torch import Tensor
 from ..api import fast_path as repeated
 from ..bench.timing import Sampler
 from ..dispatch import attention as dispatch
+from ..dispatch import backends
 from ..kernels.compiler import compile, disk_cache
 from ..kernels.config import LaunchConfig
 from ..kernels.heuristics import tuned
@@ -95,7 +96,7 @@ def tune_all(
         disk_cache.make_usable(disk_cache.cache_directory())
     considered = {}
     for task in dict.fromkeys(tasks):
-        arch = dispatch.arch_of(task.backend)
+        arch = backends.arch_of(task.backend)
         considered[task] = candidates(*task, arch, limit)
     requests = {(task, c): machine.requests(task, c) for task, configs in considered.items() for c in configs}
     distinct = {request[:3]: request for several in requests.values() for request in several}

@@ -11,12 +11,14 @@ import torch
 
 from ..errors import UnsupportedError
 from ..geometry.splits import MAX_PARTS, MAX_SPLITS, SPLIT_UNIT
-from ..problem.decode import FEW_QUERIES, DecodeInputs, DecodeProblem, refuse_lengths
-from ..problem.descales import check_descales
+from ..problem.decode import FEW_QUERIES, DecodeInputs, DecodeProblem
 from . import attention as validation
-from .attention import DENSE_DIMS, E4M3, PACKED_DIMS, check_block, check_tensor
+from . import fp8, tensors
+from .descales import check_descales
+from .fp8 import check_block
 from .overlap import refuse_shared_caches
 from .scalars import check_flag, check_int
+from .tensors import DENSE_DIMS, E4M3, PACKED_DIMS, check_tensor
 
 PAGED_DIMS = "(num_pages, page_size, num_heads_kv, head_dim)"
 
@@ -42,8 +44,8 @@ def check_decode(
     is_packed = inputs.cu_seqlens_q is not None
     if is_packed:
         check_tensor("cu_seqlens_q", inputs.cu_seqlens_q, "an int32 torch.Tensor")
-    validation._check_ranks({"q": q}, *((PACKED_DIMS, 3) if is_packed else (DENSE_DIMS, 4)))
-    validation._check_ranks({"k_cache": k_cache, "v_cache": v_cache}, dims, 4)
+    tensors.check_ranks({"q": q}, *((PACKED_DIMS, 3) if is_packed else (DENSE_DIMS, 4)))
+    tensors.check_ranks({"k_cache": k_cache, "v_cache": v_cache}, dims, 4)
     _check_cache_shapes(q, k_cache, v_cache)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.stride(-1) != 1:
@@ -71,7 +73,7 @@ def check_decode(
     rotary_interleaved = check_flag("rotary_interleaved", rotary_interleaved)
     check_values = check_flag("check_values", check_values)
     num_splits, split_size = _check_splits(num_splits, split_size, inputs.capacity)
-    checked = validation._options(q, sinks=inputs.sinks, deterministic=False, tuning=None, **options)
+    checked = validation.checked_options(q, sinks=inputs.sinks, deterministic=False, tuning=None, **options)
     _refuse_gradients(inputs)
     return DecodeProblem.of(
         inputs.attention(**checked),
@@ -89,10 +91,10 @@ def _check_dtypes(q: Any, k_cache: Any, v_cache: Any) -> None:
     """Three of one dtype, or caches of e4m3 beside a q of any other."""
     caches = {"k_cache": k_cache, "v_cache": v_cache}
     if not any(isinstance(t, torch.Tensor) and t.dtype == E4M3 for t in caches.values()):
-        validation.check_tensors({"q": q} | caches)
+        tensors.check_tensors({"q": q} | caches)
         return
-    validation.check_tensors({"q": q})
-    validation.check_tensors(caches, (E4M3,))
+    tensors.check_tensors({"q": q})
+    tensors.check_tensors(caches, (E4M3,))
     if k_cache.device != q.device:
         raise ValueError(f"k_cache: expected device {q.device} like q, got {k_cache.device}")
 
@@ -106,7 +108,7 @@ def _check_cache_shapes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.T
     for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if t.shape[-1] < 1:
             raise ValueError(f"{name}: expected a head_dim of at least 1, got shape {tuple(t.shape)}")
-    validation.check_groups({"q": q}, {"k_cache": k_cache, "v_cache": v_cache}, "the cache")
+    tensors.check_groups({"q": q}, {"k_cache": k_cache, "v_cache": v_cache}, "the cache")
 
 
 def _check_packed_queries(inputs: DecodeInputs) -> None:
@@ -129,7 +131,7 @@ def few_queries(max_seqlen_q: Any, cu_seqlens_q: Any) -> int | None:
     """max_seqlen_q of a call where it says that all sequences have few. Raises: TypeError, ValueError if it is none."""
     if max_seqlen_q is None:
         return None
-    validation.check_max_seqlens(max_seqlen_q, None)
+    tensors.check_max_seqlens(max_seqlen_q, None)
     if cu_seqlens_q is None:
         raise ValueError(f"max_seqlen_q: expected None without cu_seqlens_q, got {max_seqlen_q!r}")
     if isinstance(max_seqlen_q, torch.Tensor) or max_seqlen_q > FEW_QUERIES:
@@ -178,7 +180,7 @@ def _check_rotary(inputs: DecodeInputs) -> None:
     if cos is None and sin is None:
         return
     tables = ("rotary_cos", cos), ("rotary_sin", sin)
-    for name, t in sorted(tables, key=validation._is_missing):
+    for name, t in sorted(tables, key=tensors._is_missing):
         t = check_tensor(name, t, "a torch.Tensor beside the other of both")
         if t.device != q.device:
             raise ValueError(f"{name}: expected device {q.device} like q, got {t.device}")
@@ -213,8 +215,8 @@ def _check_splits(num_splits: Any, split_size: Any, capacity: int) -> tuple[int 
         raise ValueError(
             f"split_size: expected at most {MAX_PARTS} parts of the cache's {capacity} keys, got {split_size}"
         )
-    if split_size is not None and split_size > validation.LARGEST_BLOCK:
-        raise ValueError(f"split_size: expected at most {validation.LARGEST_BLOCK} keys, got {split_size}")
+    if split_size is not None and split_size > fp8.LARGEST_BLOCK:
+        raise ValueError(f"split_size: expected at most {fp8.LARGEST_BLOCK} keys, got {split_size}")
     return num_splits, split_size
 
 
@@ -228,38 +230,3 @@ def _refuse_gradients(inputs: DecodeInputs) -> None:
                 f"{name}: expected a tensor without requires_grad, because attention_decode has no backward; "
                 "call it under torch.no_grad()"
             )
-
-
-def read_cache_lengths(inputs: DecodeInputs) -> list[int]:
-    """cache_seqlens as a list, with all values checked that decide where the call reads and writes.
-
-    Raises: ValueError if a length is negative or leaves no room for the new keys, if a page that is used is not one
-    of the cache's, if a rotated position is past the end of rotary_cos, or if offsets of queries are none.
-    """
-    read_query_offsets(inputs)
-    lengths = inputs.cache_seqlens.tolist()
-    if not lengths:
-        return lengths
-    refuse_lengths(min(lengths), max(lengths), inputs.capacity, inputs.seqlen_new)
-    if inputs.page_table is not None:
-        num_pages, page_size = inputs.k_cache.shape[:2]
-        for b, row in enumerate(inputs.page_table.tolist()):
-            used = row[: -(-(lengths[b] + inputs.seqlen_new) // page_size)]
-            wrong = next((page for page in used if not 0 <= page < num_pages), None)
-            if wrong is not None:
-                name = f"page_table[{b}, {used.index(wrong)}]"
-                raise ValueError(f"{name}: expected a page 0 to {num_pages - 1} of the cache, got {wrong}")
-    longest = max(lengths) + inputs.seqlen_new
-    # queries that stand before the first key are rotated as if they stood at it
-    if inputs.rotary_cos is not None and longest > inputs.rotary_cos.shape[0]:
-        raise ValueError(
-            f"rotary_cos: expected a row for each of the {longest} positions, got {inputs.rotary_cos.shape[0]}"
-        )
-    return lengths
-
-
-def read_query_offsets(inputs: DecodeInputs) -> list[int] | None:
-    """cu_seqlens_q as a checked list. Raises: ValueError, as `validation.read_offsets`."""
-    if inputs.cu_seqlens_q is None:
-        return None
-    return validation.read_offsets("cu_seqlens_q", inputs.cu_seqlens_q, inputs.q.shape[0])

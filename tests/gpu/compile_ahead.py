@@ -15,10 +15,9 @@ from dataclasses import replace
 
 from decode_cases import DecodeCase, RandomDecodeCase
 
-from onepass.api import decode_calls
+from onepass.api import calls, decode_calls
 from onepass.dispatch import attention as dispatch
 from onepass.kernels.compiler import compile
-from onepass.kernels.compiler import warmup as ahead
 from onepass.kernels.config import ForwardConfig
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.problem import AttentionProblem
@@ -85,7 +84,7 @@ def _requests(problem: AttentionProblem, needs_gradients: bool) -> list[tuple]:
 def decode_requests(case: DecodeCase | RandomDecodeCase) -> list[tuple]:
     """The same for a call of attention_decode."""
     problem, inputs = decode_calls.problem_of("compiled_ahead", case.arguments("meta"))
-    return [job.request for job in ahead.jobs_of_decode(problem, inputs, None)]
+    return [job.request for job in calls.jobs_of_decode(problem, inputs, None)]
 
 
 def _compile(request: tuple) -> None:

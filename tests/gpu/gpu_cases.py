@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.dispatch import attention as dispatch
+from onepass.dispatch import backends
 from onepass.testing.inputs import Call, fenced, random_call
 
 DEVICE = os.environ.get("ONEPASS_TEST_DEVICE", "cuda")
 ON_GPU = DEVICE == "cuda"
 BACKEND = os.environ.get("ONEPASS_TEST_BACKEND", "sm90") if ON_GPU else "tiled"
 if BACKEND == "sm80":
-    dispatch._WITH_KERNELS = ("sm80",)  # as on a GPU before Hopper
+    backends.WITH_KERNELS = ("sm80",)  # as on a GPU before Hopper
 IS_READY = not ON_GPU or (
     torch.cuda.is_available()
     and (

@@ -9,7 +9,7 @@ from decode_cases import CASES, MANY_ROWS, NEW_KEYS, DecodeCase, RandomDecodeCas
 from gpu_cases import BACKEND, IS_READY, NAN, ON_GPU, size
 
 import onepass
-from onepass.ops import decode as decode_ops
+from onepass.ops import partials as partials_ops
 from onepass.testing.budget import compare, compare_lse
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_READY, reason="needs a GPU with the kernels")]
@@ -196,7 +196,7 @@ def test_merge_partials(packed):
     outs, lses = randn(5, 3, 70, 4, 64), randn(5, 3, 4, 70, dtype=torch.float32)
     if packed:
         outs, lses = outs[:, 0], lses[:, 0]
-    assert decode_ops.merges_in_one_kernel(outs.unbind(0), lses.unbind(0)) == ON_GPU
+    assert partials_ops.merges_in_one_kernel(outs.unbind(0), lses.unbind(0)) == ON_GPU
     merged = onepass.merge_partials(outs, lses)
     oracle = onepass.merge_partials(outs.cpu().double(), lses.cpu().double())
     plain = onepass.merge_partials(outs.cpu(), lses.cpu())

@@ -583,7 +583,8 @@ _REAL = """
 import functools, os, sys, time
 import torch
 from pathlib import Path
-from onepass.kernels import compile, heuristics
+from onepass.kernels.compiler import compile
+from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.kernels.device.sm90 import launch
 from onepass.problem import AttentionProblem, Mask
 

@@ -13,6 +13,7 @@ from shipped import problem
 
 import onepass
 from onepass.dispatch import attention as dispatch
+from onepass.dispatch import backends
 from onepass.errors import UnsupportedError
 from onepass.kernels.config import ForwardConfig, head_dim_tile
 from onepass.kernels.heuristics import sm90 as heuristics
@@ -233,7 +234,7 @@ def test_buffers_for_rows_of_v():
 
 
 def test_hopper_runs_it_by_itself(monkeypatch):
-    monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
+    monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     assert dispatch.choose(asked(128, 128)).backend == "sm90"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))

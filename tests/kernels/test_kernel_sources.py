@@ -68,7 +68,7 @@ def copied(tmp_path, monkeypatch):
     """A copy of this package's sources, which the digest is made of."""
     package = tmp_path / "onepass"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(compile, "__file__", str(package / "kernels" / "compile.py"))
+    monkeypatch.setattr(compile, "__file__", str(package / "kernels" / "compiler" / "compile.py"))
     monkeypatch.setattr(sources, "PACKAGE", package)
     monkeypatch.setattr(compile.importlib.metadata, "version", lambda name: "1")
     return package

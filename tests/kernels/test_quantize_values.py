@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import onepass
-from onepass.dispatch import attention as dispatch
+from onepass.dispatch import fp8
 from onepass.kernels.launch import quantize as launch
 from onepass.ops import quantize
 from onepass.quantization import codec
@@ -42,13 +42,13 @@ def use_kernels(monkeypatch):
     fp8_kernels.install(monkeypatch)
 
     def use(keys_last):
-        kernels = dispatch.QuantizationKernels(launch.prepare, keys_last)
+        kernels = fp8.QuantizationKernels(launch.prepare, keys_last)
 
         def choose(inputs, granularity):
             assert launch.unsupported(inputs, granularity) is None
             return kernels
 
-        monkeypatch.setattr(dispatch, "quantization_kernels", choose)
+        monkeypatch.setattr(fp8, "quantization_kernels", choose)
 
     return use
 

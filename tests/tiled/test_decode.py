@@ -7,8 +7,7 @@ import torch
 
 import onepass
 from onepass import reference
-from onepass.dispatch import attention as dispatch
-from onepass.ops import decode as decode_ops
+from onepass.dispatch import backends, decode
 from onepass.testing import floor_of_out, random_decode_call
 from onepass.testing.budget import compare, compare_lse
 
@@ -423,7 +422,7 @@ def test_merge_partials_as_an_operator(monkeypatch):
     outs, lses = randn(3, 2, 5, 4, 8, seed=1), randn(3, 2, 4, 5, seed=2)
     torch.library.opcheck(torch.ops.onepass.merge_partials.default, (outs, lses))
     expected = onepass.merge_partials(outs, lses)
-    monkeypatch.setattr(decode_ops, "merges_in_one_kernel", lambda outs, lses: True)
+    monkeypatch.setattr("onepass.api.partials.merges_in_one_kernel", lambda outs, lses: True)
     for given in ((outs, lses), (list(outs), list(lses)), (outs.requires_grad_(), lses)):
         actual = onepass.merge_partials(*given)
         assert torch.equal(actual.out, expected.out)
@@ -447,9 +446,9 @@ def test_compiled_without_a_break():
 def test_choice_of_a_kernel_is_traced_without_a_break(monkeypatch, taken, seqlen_q):
     """As on a Hopper GPU, of few rows and of many; tiled computes them."""
     torch._dynamo.reset()
-    monkeypatch.setattr(dispatch, "_device_refusal", lambda name, problem, device: None)
-    monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
-    monkeypatch.setitem(dispatch._DECODE, taken, dispatch._DECODE["tiled"])
+    monkeypatch.setattr(backends, "device_refusal", lambda name, problem, device: None)
+    monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", True)
+    monkeypatch.setitem(decode._DECODE, taken, decode._DECODE["tiled"])
     q = torch.randn(2, seqlen_q, 4, 64, dtype=torch.bfloat16)
     k, v = (torch.randn(2, 64, 2, 64, dtype=torch.bfloat16) for _ in range(2))
     call = {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": torch.tensor([40, 64], dtype=INT32)}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import onepass
-from onepass.dispatch import attention as dispatch
+from onepass.dispatch import backends, decode
 from onepass.kernels.compiler import compile
 from onepass.kernels.launch import decode_sm80 as decode_launch
 
@@ -44,7 +44,7 @@ def hopper(monkeypatch):
             asked.append((name, key, arch))
         return print
 
-    monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
+    monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", True)
     monkeypatch.setattr(compile, "get", get)
     monkeypatch.setattr(compile, "is_cached", lambda *request: request in asked)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -107,7 +107,7 @@ def on_cuda(call):
 
 def test_what_kernels_take_of_e4m3(hopper, monkeypatch):
     e4m3 = PAGED | DESCALES
-    assert dispatch.choose_decode(on_cuda(e4m3), "sm80").backend == "sm80"
+    assert decode.choose_decode(on_cuda(e4m3), "sm80").backend == "sm80"
     pages = {"k_cache": (900, 8, 8, 128), "v_cache": (900, 8, 8, 128), "kv_block": 8}
     refusals = {
         "expected a kv_block that is a multiple of 16 keys, got 8": e4m3 | pages,
@@ -115,15 +115,15 @@ def test_what_kernels_take_of_e4m3(hopper, monkeypatch):
         "expected even head dims of an e4m3 cache, got 128 and 7": e4m3 | {"v_cache": (900, 16, 8, 7)},
     }
     for reason, call in refusals.items():
-        support = dispatch.choose_decode(on_cuda(call))
+        support = decode.choose_decode(on_cuda(call))
         assert support[:2] == (True, "tiled")
         assert support.reason.startswith("plain torch tiles run on any torch device, here cuda (sm90: ")
         assert support.reason.endswith(f"; sm80: {reason})")
-        assert dispatch.choose_decode(on_cuda(call), "sm80") == (False, "sm80", f"backend sm80: {reason}")
+        assert decode.choose_decode(on_cuda(call), "sm80") == (False, "sm80", f"backend sm80: {reason}")
     odd_pages = PAGED | {"k_cache": (900, 7, 8, 128), "v_cache": (900, 7, 8, 128), "cache_dtype": E4M3}
-    assert dispatch.choose_decode(on_cuda(odd_pages), "sm80").ok  # whose descales are none of pages
+    assert decode.choose_decode(on_cuda(odd_pages), "sm80").ok  # whose descales are none of pages
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (8, 0))
-    assert "an e4m3 cache needs a GPU of compute capability 8.9" in dispatch.choose_decode(on_cuda(e4m3)).reason
+    assert "an e4m3 cache needs a GPU of compute capability 8.9" in decode.choose_decode(on_cuda(e4m3)).reason
 
 
 FEW = "rows this few take less time on the kernel for few rows"
@@ -151,13 +151,13 @@ MANY = {"q": (4, 9, 32, 128)}
 )
 def test_kernels_by_themselves(hopper, call, refusal):
     """On Hopper its own from more than 32 rows of a kv head on, where TMA can read the cache."""
-    support = dispatch.choose_decode(on_cuda(call))
+    support = decode.choose_decode(on_cuda(call))
     assert support.backend == ("sm90" if refusal is None else "sm80")
     if refusal is None:
         assert support == (True, "sm90", "Hopper kernels (CuTe DSL)")
     else:
         assert support.reason.startswith(f"Ampere kernels (CuTe DSL); sm90: {refusal}")
-        named = dispatch.choose_decode(on_cuda(call), "sm90")
+        named = decode.choose_decode(on_cuda(call), "sm90")
         assert named.ok == (refusal == FEW)
 
 
@@ -165,11 +165,11 @@ def test_caches_that_tma_cannot_read(hopper):
     rows = torch.zeros(4, 700, 8, 136, dtype=torch.bfloat16)
     given = {"cache_seqlens": torch.zeros(4, dtype=INT32), "q": torch.zeros(4, 9, 32, 128, dtype=torch.bfloat16)}
     for cache, is_read in ((rows[..., :128], True), (rows[..., 8:], True), (rows[..., 1:129], False)):
-        support = dispatch.choose_decode(on_cuda(given | {"k_cache": rows[..., 8:], "v_cache": cache}))
+        support = decode.choose_decode(on_cuda(given | {"k_cache": rows[..., 8:], "v_cache": cache}))
         assert support.backend == ("sm90" if is_read else "sm80")
         assert is_read or "sm90: expected rows of the caches at multiples of 16 bytes" in support.reason
     odd = torch.zeros(4, 700, 8, 132, dtype=torch.bfloat16)[..., :128]  # rows 264 bytes apart
-    assert dispatch.choose_decode(on_cuda(given | {"k_cache": rows[..., 8:], "v_cache": odd})).backend == "sm80"
+    assert decode.choose_decode(on_cuda(given | {"k_cache": rows[..., 8:], "v_cache": odd})).backend == "sm80"
 
 
 # ---------------------------------------------------------------- warmup

@@ -9,7 +9,7 @@ import torch
 
 import onepass
 from onepass.api import fast_path as repeated
-from onepass.dispatch import attention as dispatch
+from onepass.dispatch import backends
 from onepass.kernels.compiler import compile
 from onepass.kernels.launch import append as append_launch
 from onepass.kernels.launch import decode_sm80 as decode_launch
@@ -166,8 +166,8 @@ def backend(request, monkeypatch):
 
     name = request.param
     monkeypatch.setattr(compile, "get", get)
-    monkeypatch.setattr(dispatch, "_device_refusal", lambda asked, *_: None if asked == name else "another GPU")
-    monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
+    monkeypatch.setattr(backends, "device_refusal", lambda asked, *_: None if asked == name else "another GPU")
+    monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", True)
     for module in (decode_launch, decode_launch_sm90):
         monkeypatch.setattr(module, "arch_of", lambda device: "sm_90a", raising=False)
     monkeypatch.setattr(decode_launch_sm90, "tile_counter", lambda device: torch.zeros(1, dtype=INT32))

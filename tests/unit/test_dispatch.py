@@ -8,6 +8,7 @@ import torch
 import onepass
 from onepass import ForwardConfig, ForwardConfigSm80
 from onepass.dispatch import attention as dispatch
+from onepass.dispatch import backends
 from onepass.kernels.config import HOPPER, BackwardConfigSm80
 from onepass.kernels.heuristics import tuned
 from onepass.problem import AttentionProblem, Mask
@@ -30,7 +31,7 @@ def gpu(monkeypatch):
     def make(*capability):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
+        monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", True)
         monkeypatch.setattr(tuned, "gpu_name", lambda device=None: "Pretended GPU")
 
     return make

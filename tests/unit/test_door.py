@@ -306,8 +306,8 @@ def test_supports_answers_when_something_else_fails(make, monkeypatch):
     def no_driver(problem, *options):
         raise RuntimeError("the driver does not answer")
 
-    monkeypatch.setattr(onepass.dispatch, "choose", no_driver)
-    monkeypatch.setattr(onepass.dispatch, "choose_decode", no_driver)
+    monkeypatch.setattr("onepass.dispatch.attention.choose", no_driver)
+    monkeypatch.setattr("onepass.dispatch.decode.choose_decode", no_driver)
     answer = onepass.supports(**make(), backend="tiled")
     assert answer == (False, "tiled", "RuntimeError: the driver does not answer")
 

@@ -328,7 +328,7 @@ def ampere(hopper_backward, monkeypatch):
     monkeypatch.setattr(module, "PEERS", {"torch": "sdpa", "fa2": "sdpa-flash"})
     monkeypatch.setattr(module, "CHECKED_SEQLENS", (24,))
     monkeypatch.setattr(module.common, "compile_all", lambda jobs, compile_one: None)
-    monkeypatch.setattr(module.dispatch, "arch_of", lambda name: "")
+    monkeypatch.setattr(module.backends, "arch_of", lambda name: "")
 
     def of_config(problem, inputs, config):
         out, lse = tiled.forward(problem, inputs)

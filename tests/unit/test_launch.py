@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import onepass
-from onepass.dispatch import attention as dispatch
+from onepass.dispatch import backends
 from onepass.kernels.compiler import compile
 from onepass.kernels.config import ForwardConfig
 from onepass.kernels.launch import backward_sm80 as backward_launch_sm80
@@ -248,7 +248,7 @@ def test_results_are_dense_and_laid_out_as_q(shape):
 
 
 def test_supports_names_what_is_copied(monkeypatch):
-    monkeypatch.setattr(dispatch, "_refusal", lambda name, problem, device: launch.unsupported(problem))
+    monkeypatch.setattr(backends, "refusal", lambda name, problem, device: launch.unsupported(problem))
     q = torch.randn(2, 30, 4, 64, dtype=torch.bfloat16)
     wide = torch.randn(2, 30, 4, 65, dtype=torch.bfloat16)
     strided, unaligned = wide[..., :64], torch.randn(q.numel() + 1, dtype=torch.bfloat16)[1:].view(q.shape)

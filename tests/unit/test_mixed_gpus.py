@@ -10,11 +10,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import onepass
 from onepass import ForwardConfigSm80
 from onepass.api import fast_path as repeated
-from onepass.dispatch import attention as dispatch
+from onepass.dispatch import backends
 from onepass.kernels.heuristics import tuned
 from onepass.kernels.launch import forward_sm80 as launch_sm80
 from onepass.kernels.launch import forward_sm90 as launch_sm90
+from onepass.ops import attention as attention_ops
 from onepass.ops import decode as decode_ops
+from onepass.ops import partials as partials_ops
+from onepass.problem import AttentionInputs, AttentionProblem, Mask
 
 BF16, INT32 = torch.bfloat16, torch.int32
 CAPABILITIES = {0: (9, 0), 1: (8, 6), 2: (7, 5)}
@@ -37,7 +40,7 @@ def gpus(request, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: request.param)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: CAPABILITIES[index_of(device)])
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
+    monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", True)
     monkeypatch.setattr(tuned, "_name_of", "GPU {}".format)
     monkeypatch.setattr(repeated, "_forwards", {})
     with FakeTensorMode():
@@ -59,7 +62,7 @@ def cache_call(index, cache_dtype=BF16, seqlen_q=1):
 def chosen(monkeypatch):
     """The backends that the operators were told to run."""
     names = []
-    for module, function in ((onepass.ops, "options_of"), (decode_ops, "run")):
+    for module, function in ((attention_ops, "options_of"), (decode_ops, "run")):
         real = getattr(module, function)
 
         def noted(problem, second, third=None, real=real):
@@ -112,7 +115,7 @@ def test_what_supports_says_is_of_the_tensors_gpu(gpus, index):
 def test_whether_parts_are_merged_by_a_kernel(gpus, index):
     outs = qkv(index)[:1] * 2
     lses = [torch.zeros(2, 4, 40, device=f"cuda:{index}")] * 2
-    assert decode_ops.merges_in_one_kernel(outs, lses) == (index < 2)
+    assert partials_ops.merges_in_one_kernel(outs, lses) == (index < 2)
 
 
 def test_a_capture_is_looked_for_on_the_tensors_gpu(gpus, monkeypatch):
@@ -155,10 +158,8 @@ def test_what_a_call_prepares_is_for_its_tensors_gpu(gpus, monkeypatch):
     prepared = {}
     for index, module in ((0, launch_sm90), (1, launch_sm80)):
         module.prepare.cache_clear()
-        inputs = onepass.ops.AttentionInputs(*qkv(index))
-        problem = onepass.ops.AttentionProblem.of(
-            inputs, softmax_scale=1.0, mask=onepass.ops.Mask(), softcap=None, deterministic=False
-        )
+        inputs = AttentionInputs(*qkv(index))
+        problem = AttentionProblem.of(inputs, softmax_scale=1.0, mask=Mask(), softcap=None, deterministic=False)
         prepared[index] = module.prepare(problem, inputs.q.device)
         module.prepare.cache_clear()
     assert names == ["GPU 0", "GPU 1"]

@@ -10,7 +10,7 @@ import torch._dynamo.testing
 from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
-from onepass.dispatch import attention as dispatch
+from onepass.dispatch import backends
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
 
 INT32 = torch.int32
@@ -106,10 +106,10 @@ def traced_dtype(request, monkeypatch):
         return torch.float32
     taken = "sm90" if "Hopper" in request.param else "sm80"
     monkeypatch.setattr(
-        dispatch, "_device_refusal", lambda name, problem, device: None if name == taken else "another GPU"
+        backends, "device_refusal", lambda name, problem, device: None if name == taken else "another GPU"
     )
-    monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
-    monkeypatch.setitem(dispatch._BACKENDS, taken, dispatch._BACKENDS["tiled"])
+    monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", True)
+    monkeypatch.setitem(backends.BACKENDS, taken, backends.BACKENDS["tiled"])
     q = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
     assert onepass.supports(q, q, q).backend == taken
     return torch.bfloat16

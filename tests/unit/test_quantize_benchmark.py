@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onepass.api import fast_path as repeated
-from onepass.dispatch import attention as dispatch
+from onepass.dispatch import fp8
 from onepass.kernels.launch import quantize as launch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -43,7 +43,7 @@ def test_shares_of_a_copy(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(launch, "prepare", launch.prepare.__wrapped__)
     monkeypatch.setattr(launch, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(launch, "kernel_of", lambda kernel, arch: lambda *arguments: launched.add(kernel))
-    monkeypatch.setattr(dispatch, "_has_e4m3_kernels", lambda t: True)
+    monkeypatch.setattr(fp8, "_has_e4m3_kernels", lambda t: True)
     monkeypatch.setattr(torch, "randn", on_cpu(torch.randn))
     monkeypatch.setattr(torch, "zeros", on_cpu(torch.zeros))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

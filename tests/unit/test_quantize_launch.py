@@ -8,11 +8,13 @@ import torch
 import onepass
 from onepass.api import fast_path as repeated
 from onepass.dispatch import attention as dispatch
+from onepass.dispatch import backends
+from onepass.dispatch import fp8 as e4m3_kernels
 from onepass.kernels.launch import quantize as launch
 from onepass.problem import AttentionInputs
 from onepass.problem.outputs import empty_outputs
 from onepass.quantization import codec, rotation
-from onepass.validation import attention as validation
+from onepass.validation import fp8
 
 BF16, INT32 = torch.bfloat16, torch.int32
 
@@ -61,19 +63,19 @@ def test_which_gpus_have_kernels(monkeypatch):
 
     given = inputs()._replace(q=OnGpu())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(dispatch, "_compiler_refusal", lambda: None)
+    monkeypatch.setattr(backends, "compiler_refusal", lambda: None)
     monkeypatch.setattr(launch, "unsupported", lambda inputs, granularity: None)
-    chosen = dispatch.quantization_kernels(given, "block")
+    chosen = e4m3_kernels.quantization_kernels(given, "block")
     assert chosen == (launch.prepare, True)
     for capability, keys_last in (((8, 9), False), ((10, 0), False)):  # without an FP8 attention kernel V stays
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, c=capability: c)
-        assert dispatch.quantization_kernels(given, "block").keys_last == keys_last
+        assert e4m3_kernels.quantization_kernels(given, "block").keys_last == keys_last
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
-    assert dispatch.quantization_kernels(given, "block") is None
+    assert e4m3_kernels.quantization_kernels(given, "block") is None
 
 
 def test_on_a_cpu_torch_rounds(monkeypatch):
-    monkeypatch.setattr(dispatch, "_compiler_refusal", lambda: None)
+    monkeypatch.setattr(backends, "compiler_refusal", lambda: None)
     q = torch.randn(1, 5, 2, 64, dtype=BF16)
     assert not onepass.quantize_fp8(q, q, q).v_keys_last
 
@@ -95,7 +97,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(launch, "prepare", launch.prepare.__wrapped__)
     monkeypatch.setattr(launch, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(launch, "kernel_of", lambda kernel, arch: lambda *arguments: calls.append((kernel, arguments)))
-    monkeypatch.setattr(dispatch, "_has_e4m3_kernels", lambda t: True)
+    monkeypatch.setattr(e4m3_kernels, "_has_e4m3_kernels", lambda t: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     return calls
 
@@ -130,7 +132,7 @@ def test_what_is_not_checked_is_as_it_should_be(launched, is_packed, seqlens):
     q, k, v = (torch.randn(*leading, n, h, 64, dtype=BF16) for n, h in ((seqlen_q, 4), (seqlen_k, 2), (seqlen_k, 2)))
     options = {f"cu_seqlens_{t}": torch.tensor([0, 1, n], dtype=INT32) for t, n in (("q", seqlen_q), ("k", seqlen_k))}
     quantized = onepass.quantize_fp8(q, k, v, **(options if is_packed else {}))
-    validation.check_quantized(quantized)
+    fp8.check_quantized(quantized)
     assert vars(quantized).keys() == vars(replace(quantized)).keys()
     places = [set(range(d.data_ptr(), d.data_ptr() + 4 * d.numel())) for d in quantized.descales]
     assert not (places[0] & places[1] | places[1] & places[2] | places[0] & places[2])
@@ -141,8 +143,8 @@ def test_what_is_not_checked_is_as_it_should_be(launched, is_packed, seqlens):
 
 def test_a_call_like_one_before_is_not_checked_again(launched, monkeypatch):
     checked = []
-    check = validation.check_quantizable
-    monkeypatch.setattr(validation, "check_quantizable", lambda *a, **o: checked.append(check(*a, **o)))
+    check = fp8.check_quantizable
+    monkeypatch.setattr(fp8, "check_quantizable", lambda *a, **o: checked.append(check(*a, **o)))
     (q, k, v), offsets = packed()
     for n, options in enumerate([{}, {"seed": 5}, {"rotate": False}, {"seqused_k": torch.zeros(2, dtype=INT32)}], 1):
         for _ in range(3):
@@ -168,7 +170,7 @@ def test_precision_takes_one_launch_for_the_tensors(launched, monkeypatch):
     def prepare(name, problem, device, tuning=None):
         return lambda inputs: attended.append((problem, inputs)) or empty_outputs(problem, inputs)
 
-    monkeypatch.setattr(dispatch, "_refusal", lambda name, *_: None if name == "sm90" else "not here")
+    monkeypatch.setattr(backends, "refusal", lambda name, *_: None if name == "sm90" else "not here")
     monkeypatch.setattr(dispatch, "prepare", prepare)
     q, k, v = (torch.randn(2, 70, heads, 64, dtype=BF16) for heads in (4, 2, 2))
     run = torch.ops.onepass.attention_fp8

@@ -14,6 +14,7 @@ import onepass
 from onepass import ForwardConfig, tiled
 from onepass.bench.timing import cpu_sampler
 from onepass.dispatch import attention as dispatch
+from onepass.dispatch import backends
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.problem import AttentionProblem, Mask
 from onepass.tuning import launches, tasks_of, tuner
@@ -35,7 +36,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
+    monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -17,6 +17,7 @@ from onepass.api import fast_path as repeated
 from onepass.bench.ablation import problem_of
 from onepass.bench.cases import get_case_set, select
 from onepass.dispatch import attention as dispatch
+from onepass.dispatch import backends
 from onepass.kernels.compiler import compile
 from onepass.kernels.config import HOPPER, ForwardConfig, ForwardConfigSm80
 from onepass.kernels.heuristics import sm90 as heuristics
@@ -224,7 +225,7 @@ def test_without_the_compiler_no_own_entry_counts(monkeypatch):
 
 def test_the_shipped_table_can_be_used():
     """Each entry is a configuration that its heuristics' one could be replaced by, if they still choose it."""
-    import onepass.kernels
+    import onepass.kernels.heuristics
 
     with open(os.path.join(os.path.dirname(onepass.kernels.heuristics.__file__), "tuned_h200.json"), "rb") as file:
         table = tuned.parse(file.read())
@@ -259,8 +260,8 @@ def launched(monkeypatch):
             seen.append(key[1])
         return lambda *arguments: None
 
-    monkeypatch.setattr(dispatch, "_refusal", lambda name, problem, device: None)
-    monkeypatch.setattr(dispatch, "arch_of", lambda name, device=None: HOPPER)
+    monkeypatch.setattr(backends, "refusal", lambda name, problem, device: None)
+    monkeypatch.setattr(backends, "arch_of", lambda name, device=None: HOPPER)
     monkeypatch.setattr(compile, "get", get)
     monkeypatch.setattr(launch, "tile_counter", lambda device: None)
     monkeypatch.setattr(backward_launch, "tile_counter", lambda device: None)
@@ -439,7 +440,7 @@ def test_a_table_elsewhere(tmp_path, own):
 def test_concurrent_writers_lose_nothing(own):
     code = f"""
 import sys
-from onepass.kernels import tuned
+from onepass.kernels.heuristics import tuned
 for i in range(20):
     tuned.save({GPU!r}, {{f"{{sys.argv[1]}} {{i}}": tuned.Entry("a", "b", 1.0, "c", "d")}})
 """

@@ -13,6 +13,7 @@ import onepass
 from onepass import ForwardConfig
 from onepass.api import fast_path as repeated
 from onepass.dispatch import attention as dispatch
+from onepass.dispatch import backends
 from onepass.kernels.compiler import compile
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.kernels.launch import forward_sm90 as launch
@@ -33,7 +34,7 @@ def configs(monkeypatch):
 
         return kernel
 
-    monkeypatch.setattr(dispatch, "_refusal", lambda name, problem, device: launch.unsupported(problem))
+    monkeypatch.setattr(backends, "refusal", lambda name, problem, device: launch.unsupported(problem))
     monkeypatch.setattr(dispatch, "_backward_unsupported", lambda name, problem: "no GPU")
     monkeypatch.setattr(compile, "get", get)
     monkeypatch.setattr(launch, "tile_counter", lambda device: None)

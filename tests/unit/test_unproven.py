@@ -11,6 +11,7 @@ import torch
 
 import onepass
 from onepass.dispatch import attention as dispatch
+from onepass.dispatch import decode, fp8, partials
 from onepass.kernels.config import arch
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
 
@@ -45,9 +46,9 @@ def run(index, function, name="sm80"):
         if function == "attention":
             dispatch.prepare(name, problem, device)
         elif function == "attention_decode":
-            dispatch.load_decode(name, device)
+            decode.load_decode(name, device)
         elif function == "merge_partials":
-            dispatch.load_merge(device)
+            partials.load_merge(device)
     return caught
 
 
@@ -79,12 +80,12 @@ def test_nothing_is_said_where_no_kernel_runs():
 
 def test_quantising_says_it(monkeypatch):
     given = AttentionInputs(*[SimpleNamespace(device=torch.device("cuda", 2))] * 3)
-    monkeypatch.setattr(dispatch, "_has_e4m3_kernels", lambda t: True)
+    monkeypatch.setattr(fp8, "_has_e4m3_kernels", lambda t: True)
     from onepass.kernels.launch import quantize as launch
 
     monkeypatch.setattr(launch, "unsupported", lambda inputs, granularity: None)
     with pytest.warns(RuntimeWarning, match=f"{WORDS}10.0 yet"):
-        dispatch.quantization_kernels(given, "block")
+        fp8.quantization_kernels(given, "block")
 
 
 def test_what_is_proven_has_a_record():

@@ -17,7 +17,7 @@ from onepass import use_backend
 from onepass.api import fast_path as repeated
 from onepass.compat import flash_attn, sdpa
 from onepass.dispatch import attention as dispatch
-from onepass.dispatch import choice
+from onepass.dispatch import backends, choice, decode, fp8, partials
 from onepass.tiled import decode as tiled_decode
 
 BF16, INT32 = torch.bfloat16, torch.int32
@@ -55,8 +55,8 @@ def _nothing_chosen(monkeypatch):
 def ran(monkeypatch):
     """The backends that ran, in order: on each of these names the tiled backend computes, under that name."""
     names = []
-    monkeypatch.setattr(dispatch, "_refusal", lambda name, problem, device: None)
-    monkeypatch.setattr(dispatch, "_unsupported_decode", lambda name, problem, is_named, device: None)
+    monkeypatch.setattr(backends, "refusal", lambda name, problem, device: None)
+    monkeypatch.setattr(decode, "_unsupported_decode", lambda name, problem, is_named, device: None)
     real_prepare, real_backward = dispatch.prepare, dispatch.load_backward
 
     def noted(name, real):
@@ -79,8 +79,9 @@ def ran(monkeypatch):
         names.append(f"backward of {name}")
         return real_backward("tiled", problem)
 
-    for function in (prepare, prepare_decode, load_decode, load_backward):
-        monkeypatch.setattr(dispatch, function.__name__, function)
+    for module, functions in ((dispatch, (prepare, load_backward)), (decode, (prepare_decode, load_decode))):
+        for function in functions:
+            monkeypatch.setattr(module, function.__name__, function)
     return names
 
 
@@ -155,16 +156,16 @@ def test_gradients_follow_their_forward(ran):
 def test_tiled_is_all_of_torch(monkeypatch):
     """No kernel for merging and quantising, either."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
+    monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", True)
 
     class OnGpu:
         device = torch.device("cuda:0")
 
-    assert dispatch.has_merge_kernel(OnGpu.device)
-    assert dispatch._has_e4m3_kernels(OnGpu())
+    assert partials.has_merge_kernel(OnGpu.device)
+    assert fp8._has_e4m3_kernels(OnGpu())
     with use_backend("tiled"):
-        assert not dispatch.has_merge_kernel(OnGpu.device)
-        assert not dispatch._has_e4m3_kernels(OnGpu())
+        assert not partials.has_merge_kernel(OnGpu.device)
+        assert not fp8._has_e4m3_kernels(OnGpu())
 
 
 # ---------------------------------------------------------------- names
@@ -202,8 +203,8 @@ def test_no_backend_has_this_name(name, error, given):
 
 
 def test_names_are_those_of_the_backends():
-    assert choice.NAMES == tuple(dispatch._BACKENDS) == tuple(dispatch._DECODE) == dispatch.backends()
-    assert choice.NAMES[:-1] == dispatch._WITH_KERNELS
+    assert choice.NAMES == tuple(backends.BACKENDS) == tuple(decode._DECODE) == backends.backends()
+    assert choice.NAMES[:-1] == backends.WITH_KERNELS
 
 
 def python(code, **environment):

@@ -11,7 +11,7 @@ import torch
 
 import onepass
 from onepass import ForwardConfig
-from onepass.dispatch import attention as dispatch
+from onepass.dispatch import backends
 from onepass.kernels.compiler import compile
 from onepass.kernels.config import BackwardConfig
 from onepass.kernels.heuristics import sm90 as heuristics
@@ -33,7 +33,7 @@ def compiled(monkeypatch):
             asked.append((name, key, arch))
         return print
 
-    monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", True)
+    monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", True)
     monkeypatch.setattr(compile, "get", get)
     monkeypatch.setattr(compile, "is_cached", lambda *request: request in asked)
     return asked
@@ -250,7 +250,7 @@ def test_a_gpu_that_is_not_there(compiled):
 
 
 def test_a_missing_compiler_is_named(monkeypatch):
-    monkeypatch.setattr(dispatch, "_HAS_KERNEL_COMPILER", False)
+    monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", False)
     with pytest.raises(NotImplementedError, match="the kernel compiler is not installed: pip install 'onepass"):
         onepass.warmup([CALL], backend="sm90")
     # on a machine whose GPU could run it, not only where it is asked for by name

@@ -16,15 +16,10 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import NamedTuple
 
-import torch
-
-from ...dispatch import attention as dispatch
-from ...errors import UnsupportedError
 from ...problem import AttentionProblem
-from ...problem.decode import DecodeInputs, DecodeProblem
+from ...problem.decode import DecodeProblem
 from ..config import LaunchConfig
 
 
@@ -68,36 +63,6 @@ class CompiledKernel(NamedTuple):
     config: LaunchConfig | None
     seconds: float
     was_cached: bool
-
-
-def jobs_of(
-    backend: str, problem: AttentionProblem, tuning: LaunchConfig | None = None, has_dlse: Sequence[bool] = ()
-) -> list[Job]:
-    """The kernels of a forward, then those of its backward for each has_dlse: whether lse has a gradient. None where
-    there are no heads."""
-    if problem.num_heads_q == 0:
-        return []
-    forward = tuning or dispatch.forward_config(backend, problem)
-    request, *helpers = dispatch.forward_requests(backend, problem, forward)
-    jobs = [Job(backend, problem, forward, request), *(Job(backend, problem, None, helper) for helper in helpers)]
-    for is_given in has_dlse:
-        requests = dispatch.backward_requests(backend, problem, is_given)
-        backward = dispatch.backend_of_backward(backend, problem)
-        jobs += [Job(backward, problem, config, request) for config, request in requests]
-    return jobs
-
-
-def jobs_of_decode(problem: DecodeProblem, inputs: DecodeInputs, requested: str | None) -> list[Job]:
-    """The kernels of a call of `attention_decode`. Raises: UnsupportedError if it cannot run or not be compiled."""
-    has_kernels = requested is not None and dispatch.has_kernels(requested)
-    if has_kernels or problem.attention.device_type == "meta":
-        device_type = "cuda" if has_kernels or torch.cuda.is_available() else "meta"
-        problem = replace(problem, attention=replace(problem.attention, device_type=device_type))
-    if has_kernels and not torch.cuda.is_available():
-        raise UnsupportedError(f"backend {requested}: expected a GPU, whose size decides the splits, got none")
-    name = dispatch.require_decode(problem, requested)
-    requests = dispatch.decode_requests(name, problem, inputs)
-    return [Job(name, problem, config, request) for config, request in requests]
 
 
 def compile_all(jobs: Sequence[Job], workers: int | None = None) -> list[CompiledKernel]:

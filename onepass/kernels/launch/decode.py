@@ -19,8 +19,8 @@ from ...errors import UnsupportedError
 from ...geometry.integers import ceil_div
 from ...problem import AttentionInputs
 from ...problem.decode import DecodeInputs, DecodeProblem
+from ...problem.lengths import read_cache_lengths
 from ...problem.outputs import empty_outputs, without_keys
-from ...validation.decode import read_cache_lengths
 from ..compiler import compile
 from ..config import LaunchConfig
 from ..config.arch import arch_of

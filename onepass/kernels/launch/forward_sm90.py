@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ...geometry import tile_scheduler
 from ...geometry.integers import ceil_div
-from ...ops import quantize
 from ...problem import AttentionInputs, AttentionProblem, Descales, Quantization, QuantizedInputs
 from ...problem.outputs import empty_outputs, without_keys
+from ...quantization.layout import keys_last_in_torch
 from ..compiler import compile
 from ..config import HOPPER, ForwardConfig, head_dim_tile, value_blocks, value_columns
 from ..heuristics import sm90 as heuristics
 from ..heuristics import tuned
-from . import float32_halves as parts_launch
+from . import float32_halves, quantize
 from .arguments import aligned as tma_ready
 from .arguments import element_type, fake_tensor, score_scales, window_bounds
 from .arguments import is_aligned as is_tma_ready
@@ -119,7 +119,7 @@ def compile_request(problem: AttentionProblem, config: ForwardConfig | None = No
 
 def helper_requests(problem: AttentionProblem) -> list[tuple]:
     """The same for the kernels that a call runs before it, whatever its configuration."""
-    return parts_launch.compile_requests(problem) if problem.dtype == torch.float32 else []
+    return float32_halves.compile_requests(problem) if problem.dtype == torch.float32 else []
 
 
 def _without_keys(problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
@@ -148,12 +148,12 @@ class Launch:
             scales = kernel_scales(self.problem, inputs.descales)
             assert self.problem.quantization is not None
             if not (self.problem.quantization.v_keys_last or self.transposes_v):
-                v = quantize.keys_last(v, inputs.cu_seqlens_k)
+                v = v_keys_last(v, inputs.cu_seqlens_k)
         tensors = tma_ready(inputs.q), tma_ready(inputs.k), tma_ready(v)
         outputs = empty_outputs(self.problem, inputs)
         if isinstance(inputs, AttentionInputs) and self.problem.dtype == torch.float32:
             self.attend_parts(
-                inputs, *outputs, parts_launch.split(*tensors, value_blocks(self.problem), *inputs[4:]), *tensors
+                inputs, *outputs, float32_halves.split(*tensors, value_blocks(self.problem), *inputs[4:]), *tensors
             )
         else:
             self.attend(inputs, *outputs, *tensors, scales)
@@ -164,7 +164,7 @@ class Launch:
         inputs: AttentionInputs,
         out: Tensor,
         lse: Tensor,
-        parts: parts_launch.Parts,
+        parts: float32_halves.Parts,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -173,7 +173,7 @@ class Launch:
         columns = v.shape[-1] // len(parts.v)
         for i, (of_v, v_scale) in enumerate(parts.v):
             block = slice(i * columns, (i + 1) * columns)
-            scales = parts.q[1], parts.k[1], v_scale, parts_launch.BLOCK
+            scales = parts.q[1], parts.k[1], v_scale, float32_halves.BLOCK
             of_block = parts.q[0], parts.k[0], of_v, scales, (q, k, v[..., block])
             self.attend(inputs, out[..., block], lse, *of_block)
 
@@ -210,6 +210,13 @@ class Launch:
             self.num_ctas,
             *(None,) * 4,  # no pages and splits
         )
+
+
+def v_keys_last(v: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:
+    """V as `keys_last` of onepass.fp8 lays it: by a kernel on a GPU, where one is made for these sizes."""
+    if v.device.type == "cuda" and quantize.unsupported_layout(v, cu_seqlens_k) is None:
+        return quantize.keys_last(v, cu_seqlens_k)
+    return keys_last_in_torch(v, cu_seqlens_k)
 
 
 def kernel_scales(problem: AttentionProblem, descales: Descales) -> tuple[Tensor, Tensor, Tensor, int]:

@@ -1,0 +1,169 @@
+"""The backends: their modules, and whether one runs on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedError
+from ..kernels.config import LaunchConfig
+from ..kernels.heuristics import sm90 as heuristics
+from ..problem import AttentionProblem
+from . import choice
+
+Forward = Callable[[Any], tuple[Tensor, Tensor]]  # of AttentionInputs, in FP8 of QuantizedInputs
+
+
+class Backend(NamedTuple):
+    """Modules of a backend, imported when first used.
+
+    Attributes:
+        forward: has forward(problem, inputs) -> (out, lse); one with kernels has prepare(problem, device, config) ->
+            (inputs -> (out, lse)) beside it, which does once what does not depend on the tensors.
+        backward: has backward(problem, inputs, out, lse, dout, dlse) -> (dq, dk, dv, dsinks). It may be another
+            backend's: out and lse mean the same everywhere.
+        kernels: what its kernels are, in words; None: it has none, and takes no configuration.
+    """
+
+    forward: str
+    backward: str
+    kernels: str | None = None
+
+
+# The package may have been loaded under another name than onepass.
+PACKAGE = __package__.rpartition(".")[0]
+_LAUNCH = f"{PACKAGE}.kernels.launch"
+# in the order in which they are asked, but for `tiled`, which computes everything
+BACKENDS = {
+    "sm90": Backend(f"{_LAUNCH}.forward_sm90", f"{_LAUNCH}.backward_sm90", "Hopper kernels (CuTe DSL)"),
+    "sm80": Backend(f"{_LAUNCH}.forward_sm80", f"{_LAUNCH}.backward_sm80", "Ampere kernels (CuTe DSL)"),
+    "tiled": Backend(f"{PACKAGE}.tiled", f"{PACKAGE}.tiled"),
+}
+WITH_KERNELS = ("sm90", "sm80")
+
+# looked up at import: torch.compile traces the choice of a backend, and cannot trace a look at the disk
+_HAS_KERNEL_COMPILER = all(importlib.util.find_spec(name) is not None for name in ("cutlass", "tvm_ffi"))
+
+
+class Support(NamedTuple):
+    """Answer of `onepass.supports`: whether the call would run, on which backend, and why (or why not).
+
+    True where the call would run: `if onepass.supports(...)` asks for `ok`.
+    """
+
+    ok: bool
+    backend: str
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+def backends() -> tuple[str, ...]:
+    """The names that `backend=` takes. Whether one runs here and what it computes, `onepass.supports` says."""
+    return choice.NAMES
+
+
+def named_backend(requested: str | None) -> tuple[str | None, str]:
+    """`choice.named`, and in words whose choice that is."""
+    name = choice.named(requested)
+    return name, "" if name is None or requested is not None else f" (by use_backend or {choice.VARIABLE})"
+
+
+def first_that_runs(requested: str | None, device_type: str, refusal_of: Callable[[str], str | None]) -> Support:
+    """The first backend that does not refuse a call; the one that is asked for runs or is refused.
+
+    Args: refusal_of: the name of a backend with kernels -> why it does not run the call; None if it does.
+    """
+    requested, words = named_backend(requested)
+    if requested is not None and (reason := choice.refusal(requested)) is not None:
+        return Support(False, str(requested), f"backend: {reason}")
+    refusals = ""
+    if requested != "tiled":
+        for name in WITH_KERNELS if requested is None else (requested,):
+            reason = refusal_of(name)
+            if reason is None:
+                return Support(True, name, f"{BACKENDS[name].kernels}{refusals}")
+            if requested is not None:
+                return Support(False, name, f"backend {name}{words}: {reason}")
+            refusals += f"; {name}: {reason}"
+    because = f" ({refusals[2:]})" if device_type == "cuda" and requested is None else ""
+    return Support(True, "tiled", f"plain torch tiles run on any torch device, here {device_type}{because}")
+
+
+def refusal(name: str, problem: AttentionProblem, device: torch.device | None) -> str | None:
+    """Why the kernels of a backend do not run this problem; None if they do."""
+    return device_refusal(name, problem, device) or compiler_refusal() or unsupported_by(name, problem)
+
+
+def device_refusal(name: str, problem: AttentionProblem, device: torch.device | None = None) -> str | None:
+    if problem.device_type != "cuda":
+        return f"expected tensors on cuda, got {problem.device_type}"
+    capability = torch.cuda.get_device_capability(device)
+    if name == "sm90" and capability != (9, 0):
+        return f"expected a Hopper GPU (compute capability 9.0), got {capability}"
+    if name == "sm80":
+        if capability < (8, 0):
+            return f"expected a GPU of compute capability 8.0 or more, got {capability}"
+        from ..kernels.config.arch import arch_of_capability
+
+        try:
+            arch_of_capability(*capability)
+        except UnsupportedError as error:
+            return str(error)
+    return None
+
+
+def compiler_refusal() -> str | None:
+    return None if _HAS_KERNEL_COMPILER else "the kernel compiler is not installed: pip install 'onepass[cuda]'"
+
+
+# Imports in functions, not importlib: torch.compile traces these.
+
+
+def unsupported_by(name: str, problem: AttentionProblem) -> str | None:
+    """Why the forward kernel does not compute the problem on any GPU; None if it does."""
+    if name == "sm90":
+        from ..kernels.launch.forward_sm90 import unsupported
+    else:
+        from ..kernels.launch.forward_sm80 import unsupported
+    return unsupported(problem)
+
+
+def arch_of(name: str, device: torch.device | None = None) -> str:
+    """What the kernels of a backend are compiled for."""
+    if name == "sm90":
+        from ..kernels.launch.forward_sm90 import ARCH
+
+        return ARCH
+    from ..kernels.config import arch
+
+    return arch.arch_of(device or torch.device("cuda"))
+
+
+def config_type(name: str) -> type[LaunchConfig]:
+    """What the forward of a backend with kernels takes as `tuning`."""
+    return heuristics.FORWARD[name].config_type
+
+
+def accepted(support: Support, requested: object) -> str:
+    if support.ok:
+        return support.backend
+    if requested is None or choice.refusal(requested) is None:
+        raise UnsupportedError(support.reason)
+    raise (ValueError if isinstance(requested, str) else TypeError)(support.reason)
+
+
+def has_kernels(name: str) -> bool:
+    return name in WITH_KERNELS
+
+
+def warn_if_unproven(device: torch.device) -> None:
+    if device.type == "cuda":
+        from ..kernels.config import arch
+
+        arch.warn_if_unproven(device)

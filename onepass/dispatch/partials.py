@@ -1,0 +1,23 @@
+"""Whether a kernel merges partials."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import torch
+
+from . import backends, choice
+
+
+def has_merge_kernel(device: torch.device) -> bool:
+    """Whether `merge_partials` has a kernel on this GPU."""
+    if choice.current() == "tiled":
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0) and backends.compiler_refusal() is None
+
+
+def load_merge(device: torch.device) -> Callable:
+    """merge_partials(outs, lses) -> (out, lse) of the kernels."""
+    backends.warn_if_unproven(device)
+    return importlib.import_module(f"{backends.PACKAGE}.kernels.launch.merge").merge_partials

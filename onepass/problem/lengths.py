@@ -1,0 +1,84 @@
+"""The values of length tensors, read and checked on the host by a backend that works there."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from .attention import AttentionProblem
+from .decode import DecodeInputs, refuse_lengths
+
+
+def read_offsets(name: str, cu_seqlens: torch.Tensor, total: int) -> list[int]:
+    """Offsets of sequences into `total` tokens as a checked list. Raises: ValueError as `read_lengths`."""
+    values = cu_seqlens.tolist()
+    if values[0] != 0:
+        raise ValueError(f"{name}: expected to start at 0, got {values[0]}")
+    if any(b < a for a, b in itertools.pairwise(values)):
+        raise ValueError(f"{name}: expected offsets that never decrease, got {values}")
+    if values[-1] > total:
+        raise ValueError(f"{name}: expected a last offset of at most {total} tokens, got {values[-1]}")
+    return values
+
+
+def read_lengths(
+    problem: AttentionProblem,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+) -> tuple[list[int] | None, list[int] | None, list[int] | None]:
+    """The three length tensors as checked lists, for a backend that works on the host.
+
+    Raises: ValueError if offsets do not start at 0, decrease, or pass the end of the tensor, or if seqused_k is
+    negative or larger than the sequence it belongs to.
+    """
+    offsets: list[list[int] | None] = []
+    for name, cu_seqlens, total in (
+        ("cu_seqlens_q", cu_seqlens_q, problem.seqlen_q),
+        ("cu_seqlens_k", cu_seqlens_k, problem.seqlen_k),
+    ):
+        offsets.append(None if cu_seqlens is None else read_offsets(name, cu_seqlens, total))
+    used = None if seqused_k is None else seqused_k.tolist()
+    if used is not None:
+        for i, n in enumerate(used):
+            k_offsets = offsets[1]
+            longest = problem.seqlen_k if k_offsets is None else k_offsets[i + 1] - k_offsets[i]
+            if not 0 <= n <= longest:
+                raise ValueError(f"seqused_k[{i}]: expected 0 to {longest}, the keys there are, got {n}")
+    return offsets[0], offsets[1], used
+
+
+def read_cache_lengths(inputs: DecodeInputs) -> list[int]:
+    """cache_seqlens as a list, with all values checked that decide where the call reads and writes.
+
+    Raises: ValueError if a length is negative or leaves no room for the new keys, if a page that is used is not one
+    of the cache's, if a rotated position is past the end of rotary_cos, or if offsets of queries are none.
+    """
+    read_query_offsets(inputs)
+    lengths = inputs.cache_seqlens.tolist()
+    if not lengths:
+        return lengths
+    refuse_lengths(min(lengths), max(lengths), inputs.capacity, inputs.seqlen_new)
+    if inputs.page_table is not None:
+        num_pages, page_size = inputs.k_cache.shape[:2]
+        for b, row in enumerate(inputs.page_table.tolist()):
+            used = row[: -(-(lengths[b] + inputs.seqlen_new) // page_size)]
+            wrong = next((page for page in used if not 0 <= page < num_pages), None)
+            if wrong is not None:
+                name = f"page_table[{b}, {used.index(wrong)}]"
+                raise ValueError(f"{name}: expected a page 0 to {num_pages - 1} of the cache, got {wrong}")
+    longest = max(lengths) + inputs.seqlen_new
+    # queries that stand before the first key are rotated as if they stood at it
+    if inputs.rotary_cos is not None and longest > inputs.rotary_cos.shape[0]:
+        raise ValueError(
+            f"rotary_cos: expected a row for each of the {longest} positions, got {inputs.rotary_cos.shape[0]}"
+        )
+    return lengths
+
+
+def read_query_offsets(inputs: DecodeInputs) -> list[int] | None:
+    """cu_seqlens_q as a checked list. Raises: ValueError, as `read_offsets`."""
+    if inputs.cu_seqlens_q is None:
+        return None
+    return read_offsets("cu_seqlens_q", inputs.cu_seqlens_q, inputs.q.shape[0])

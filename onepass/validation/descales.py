@@ -1,0 +1,55 @@
+"""Checks of the scales of an e4m3 cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..problem.decode import DecodeInputs
+from ..problem.descales import NAMES, legal_shapes
+from .tensors import E4M3, check_tensor
+
+
+def check_descales(inputs: DecodeInputs, kv_block: int | None) -> None:
+    """Raises: TypeError or ValueError with what was expected and given; all but the descales has been checked."""
+    descales = dict(zip(NAMES, (inputs.k_descale, inputs.v_descale), strict=True))
+    if inputs.k_cache.dtype != E4M3:
+        for name, value in (descales | {"kv_block": kv_block}).items():
+            if value is not None:
+                given = value if name == "kv_block" else type(value).__name__
+                raise ValueError(f"{name}: expected None beside a cache of {inputs.k_cache.dtype}, got {given}")
+        return
+    _check_kv_block(inputs, kv_block)
+    if all(descale is None for descale in descales.values()):
+        if kv_block is not None:
+            raise ValueError(f"kv_block: expected None without k_descale and v_descale, got {kv_block}")
+        return
+    for name, descale in descales.items():
+        descale = check_tensor(name, descale, "a float32 torch.Tensor beside the other of both")
+        if descale.dtype != torch.float32:
+            raise TypeError(f"{name}: expected dtype float32, got {str(descale.dtype).removeprefix('torch.')}")
+        if descale.device != inputs.q.device:
+            raise ValueError(f"{name}: expected device {inputs.q.device} like q, got {descale.device}")
+        shapes = legal_shapes(inputs, kv_block)
+        if not any(_has_shape(descale, shape) for shape in shapes):
+            expected = " or ".join(map(str, shapes))
+            hint = ""
+            if kv_block is None and inputs.page_table is not None:
+                page_size, heads = inputs.k_cache.shape[1:3]
+                hint = f", or {(inputs.k_cache.shape[0], heads)} with kv_block={page_size}, one for each page"
+            elif kv_block is None and descale.dim() == 3:
+                hint = ", or one for each block of keys with kv_block"
+            raise ValueError(f"{name}: expected shape {expected}{hint}, got {tuple(descale.shape)}")
+
+
+def _has_shape(t: Tensor, shape: tuple[int, ...]) -> bool:
+    # number by number: of shapes that it does not know torch.compile finds none equal as a whole
+    return t.dim() == len(shape) and all(a == b for a, b in zip(t.shape, shape, strict=True))
+
+
+def _check_kv_block(inputs: DecodeInputs, kv_block: int | None) -> None:
+    if kv_block is None:
+        return
+    page_size = inputs.k_cache.shape[1]
+    if inputs.page_table is not None and kv_block != page_size:
+        raise ValueError(f"kv_block: expected None or {page_size}, the keys of a page, got {kv_block}")

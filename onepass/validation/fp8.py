@@ -1,0 +1,238 @@
+"""Checks of calls in FP8: tensors to be quantised, quantised tensors with their scales."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..problem import V_KEYS, AttentionProblem, QuantizedInputs
+from .attention import checked_options
+from .lost_gradients import refuse_lost_gradients
+from .scalars import check_flag, check_int
+from .tensors import (
+    E4M3,
+    PACKED_DIMS,
+    QUANTIZABLE_DTYPES,
+    check_dense,
+    check_heads,
+    check_lengths_tensor,
+    check_max_seqlens,
+    check_one_of,
+    check_packed,
+    check_ranks,
+    check_tensor,
+    check_tensors,
+    shape_of,
+    short_name,
+)
+
+if TYPE_CHECKING:
+    from ..ops.quantize import QuantizedQKV
+
+PRECISIONS = ("fp8",)
+LARGEST_BLOCK = 2**31 - 1
+
+
+# ---------------------------------------------------------------- FP8
+
+
+def check_block(name: str, value: Any) -> int | None:
+    """A number of rows or keys, small enough for an argument of a kernel, or None."""
+    if value is None:
+        return None
+    block = check_int(name, value, "an int or None", least=1)
+    if block > LARGEST_BLOCK:
+        raise ValueError(f"{name}: expected at most {LARGEST_BLOCK}, got {block}")
+    return block
+
+
+def check_precision(precision: Any, q: torch.Tensor) -> None:
+    """`precision` of a call whose tensors have been checked: "fp8" (None is the other way, and not asked here)."""
+    check_one_of("precision", precision, PRECISIONS)
+    if q.dtype not in QUANTIZABLE_DTYPES:
+        expected = ", ".join(short_name(d) for d in QUANTIZABLE_DTYPES)
+        raise TypeError(f"q: expected dtype {expected} with precision='fp8', got {short_name(q.dtype)}")
+
+
+def check_quantizable(q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_k: Any) -> None:
+    """The tensors of `onepass.quantize_fp8`; raises like `check_attention`."""
+    check_tensors({"q": q, "k": k, "v": v}, QUANTIZABLE_DTYPES)
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        check_dense(q, k, v, seqused_k)
+    else:
+        check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k)
+
+
+def check_quantized(quantized: QuantizedQKV) -> None:
+    """The tensors of a `onepass.QuantizedQKV` by themselves; of packed sequences their number is not known yet."""
+    q, k, v = quantized.q, quantized.k, quantized.v
+    check_tensors({"q": q, "k": k, "v": v}, (E4M3,))
+    check_flag("v_keys_last", quantized.v_keys_last)
+    v = _as_rows(k, v) if quantized.v_keys_last else v
+    if q.dim() == 3:
+        check_ranks({"q": q, "k": k, "v": v}, PACKED_DIMS, 3)
+        check_heads(q, k, v)
+    else:
+        check_dense(q, k, v, None)
+    if not isinstance(quantized.dtype, torch.dtype) or quantized.dtype not in QUANTIZABLE_DTYPES:
+        expected = ", ".join(short_name(d) for d in QUANTIZABLE_DTYPES)
+        raise TypeError(f"dtype: expected {expected}, the dtype of out, got {quantized.dtype!r}")
+    for name in ("q_block", "kv_block"):
+        check_block(name, getattr(quantized, name))
+    for name, t, block in (
+        ("q_descale", q, quantized.q_block),
+        ("k_descale", k, quantized.kv_block),
+        ("v_descale", v, quantized.kv_block),
+    ):
+        _check_float32(name, getattr(quantized, name), q.device)
+        _check_descale(name, getattr(quantized, name), t, block)
+    is_packed, batch = q.dim() == 3, q.shape[0]
+    if quantized.score_shift is not None:
+        _check_float32("score_shift", quantized.score_shift, q.device)
+        expected_shape = (q.shape[1], q.shape[0]) if is_packed else (batch, q.shape[2], q.shape[1])
+        if tuple(quantized.score_shift.shape) != expected_shape:
+            raise ValueError(f"score_shift: expected shape {expected_shape}, got {shape_of(quantized.score_shift)}")
+    if quantized.v_mean is not None:
+        v_mean = quantized.v_mean
+        _check_float32("v_mean", v_mean, q.device)
+        expected_tail = (v.shape[-2], v.shape[-1])
+        if v_mean.dim() != 3 or v_mean.shape[1:] != expected_tail or (not is_packed and v_mean.shape[0] != batch):
+            expected = f"({'batch' if is_packed else batch}, {expected_tail[0]}, {expected_tail[1]})"
+            raise ValueError(f"v_mean: expected shape {expected}, got {shape_of(v_mean)}")
+
+
+def check_dequantize(quantized: QuantizedQKV, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
+    """The offsets of `QuantizedQKV.dequantize`: those of packed sequences, where a scale or v depends on them."""
+    is_packed = quantized.q.dim() == 3
+    needed = {
+        "cu_seqlens_q": quantized.q_descale.dim() > 0,
+        "cu_seqlens_k": quantized.v_keys_last or quantized.k_descale.dim() > 0 or quantized.v_descale.dim() > 0,
+    }
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if offsets is None and not (is_packed and needed[name]):
+            continue
+        check_tensor(name, offsets, "an int32 torch.Tensor")
+        if not is_packed:
+            raise ValueError(f"{name}: expected None beside tensors that are not packed, got a tensor")
+        if offsets.dim() != 1 or offsets.shape[0] < 1:
+            raise ValueError(f"{name}: expected shape (batch + 1,), got {shape_of(offsets)}")
+        batch = offsets.shape[0] - 1
+        check_lengths_tensor(name, offsets, batch + 1, "batch + 1", quantized.q.device)
+        for of, t, block in (
+            ("q_descale", quantized.q, quantized.q_block),
+            ("k_descale", quantized.k, quantized.kv_block),
+            (
+                "v_descale",
+                _as_rows(quantized.k, quantized.v) if quantized.v_keys_last else quantized.v,
+                quantized.kv_block,
+            ),
+        ):
+            if (of == "q_descale") == (name == "cu_seqlens_q"):
+                _check_descale(of, getattr(quantized, of), t, block, batch)
+
+
+def _as_rows(k: torch.Tensor, v: torch.Tensor, batch: int | None = None) -> torch.Tensor:
+    """A stand-in with the shape that v had before `fp8.keys_last`; no data.
+
+    Args: batch: number of packed sequences, once it is known.
+    """
+    if k.dim() not in (3, 4) or v.dim() != k.dim():
+        raise ValueError(f"v: expected as many dimensions as k, {k.dim()}, got shape {shape_of(v)}")
+    total, heads, head_dim_v = k.shape[-3], k.shape[-2], v.shape[-2]
+    least = total // V_KEYS * V_KEYS
+    if k.dim() == 4:
+        is_right = tuple(v.shape) == (k.shape[0], heads, head_dim_v, -(-total // V_KEYS) * V_KEYS)
+    elif batch is None:
+        is_right = v.shape[0] == heads and v.shape[-1] >= least and v.shape[-1] % V_KEYS == 0
+    else:
+        is_right = v.shape[0] == heads and v.shape[-1] == least + V_KEYS * batch
+    if not is_right:  # only here: torch.compile would take a length that goes into text for a constant
+        length = f"{least} + {V_KEYS} * batch" if batch is None else str(least + V_KEYS * batch)
+        length = f"{-(-total // V_KEYS) * V_KEYS}" if k.dim() == 4 else length
+        leading = f"{k.shape[0]}, " if k.dim() == 4 else ""
+        raise ValueError(
+            f"v: expected shape ({leading}{heads}, {head_dim_v}, {length}) with v_keys_last, got {shape_of(v)}"
+        )
+    return k[..., :1].expand(*k.shape[:-1], head_dim_v)
+
+
+def _check_float32(name: str, t: Any, device: torch.device) -> None:
+    check_tensor(name, t, "a float32 torch.Tensor")
+    if t.dtype != torch.float32:
+        raise TypeError(f"{name}: expected dtype float32, got {short_name(t.dtype)}")
+    if t.device != device:
+        raise ValueError(f"{name}: expected device {device} like q, got {t.device}")
+
+
+def _check_descale(
+    name: str, descale: torch.Tensor, t: torch.Tensor, block: int | None, batch: int | None = None
+) -> None:
+    """The shape of one descale beside its tensor. Args: batch: number of packed sequences, once it is known."""
+    if descale.dim() == 0:
+        return
+    heads, total, shape = t.shape[-2], t.shape[-3], tuple(descale.shape)
+    if t.dim() == 4:
+        is_right = shape == (t.shape[0], heads)
+        if block is not None:
+            is_right = is_right or shape == (t.shape[0], heads, -(-total // block))
+    elif block is None:
+        is_right = len(shape) == 2 and shape[1] == heads and (batch is None or shape[0] == batch)
+    else:
+        least = total // block
+        is_right = len(shape) == 2 and shape[0] == heads
+        is_right = is_right and (shape[1] >= least if batch is None else shape[1] == least + batch)
+    if is_right:
+        return
+    # only here: torch.compile would take a length that goes into text for a constant
+    if t.dim() == 4:
+        allowed = f"({t.shape[0]}, {heads})"
+        allowed += "" if block is None else f" or ({t.shape[0]}, {heads}, {-(-total // block)})"
+    elif block is None:
+        allowed = f"({'batch' if batch is None else batch}, {heads})"
+    else:
+        allowed = f"({heads}, {f'{total // block} + batch' if batch is None else total // block + batch})"
+    of = "" if block is None else f" with blocks of {block} rows"
+    raise ValueError(f"{name}: expected shape () or {allowed}{of}, got {shape_of(descale)}")
+
+
+def check_quantized_call(
+    quantized: QuantizedQKV, k: Any, v: Any, *, precision: Any = None, seqused_k: Any = None, **options: Any
+) -> AttentionProblem:
+    """The problem that `attention` or, with cu_seqlens, `attention_varlen` was asked for with a `QuantizedQKV`."""
+    for name, value in (("k", k), ("v", v), ("precision", precision)):
+        if value is not None:
+            raise TypeError(f"{name}: expected None beside a QuantizedQKV, got {type(value).__name__}")
+    is_packed = "cu_seqlens_q" in options
+    cu_seqlens_q, cu_seqlens_k = (options.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    max_seqlens = (options.pop(name, None) for name in ("max_seqlen_q", "max_seqlen_k"))
+    tensors = quantized.q, quantized.k, quantized.v
+    as_rows = tensors if not quantized.v_keys_last else (*tensors[:2], _as_rows(*tensors[1:]))
+    if is_packed:
+        check_packed(*as_rows, cu_seqlens_q, cu_seqlens_k, seqused_k)
+        check_max_seqlens(*max_seqlens)
+        batch = cu_seqlens_q.shape[0] - 1
+        if quantized.v_keys_last:
+            _as_rows(*tensors[1:], batch)
+        for name, t, block in zip(
+            ("q_descale", "k_descale", "v_descale"),
+            as_rows,
+            (quantized.q_block, quantized.kv_block, quantized.kv_block),
+            strict=True,
+        ):
+            _check_descale(name, getattr(quantized, name), t, block, batch)
+        if quantized.v_mean is not None and quantized.v_mean.shape[0] != batch:
+            raise ValueError(f"v_mean: expected batch {batch} like cu_seqlens_q, got {quantized.v_mean.shape[0]}")
+    else:
+        check_dense(*as_rows, seqused_k)
+    if quantized.score_shift is not None and options["softcap"] is not None:
+        raise ValueError(
+            "softcap: expected None where the mean of k was subtracted (center_k=True): a softcap sees it, "
+            f"got {options['softcap']}"
+        )
+    sinks = options["sinks"]
+    checked = checked_options(quantized.q, **options)
+    names = "q", "k", "v", "q_descale", "k_descale", "v_descale", "score_shift", "v_mean"
+    refuse_lost_gradients({name: getattr(quantized, name) for name in names} | {"sinks": sinks})
+    inputs = QuantizedInputs(*tensors, quantized.descales, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    return AttentionProblem.of(inputs, **checked, quantization=quantized.quantization)
