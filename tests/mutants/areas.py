@@ -42,40 +42,40 @@ class Area:
         return next((g for g in self.groups if any(fnmatch(file, pattern) for pattern in g.files)), None)
 
 
-VALIDATION = ("tests/unit/test_validation.py", "tests/unit/test_validation_fp8.py")
+VALIDATION = ("tests/validation/test_validation.py", "tests/validation/test_validation_fp8.py")
 SEMANTICS = ("tests/tiled/test_semantics.py", "tests/tiled/test_attention.py", "tests/tiled/test_sinks.py")
 DOOR = (
-    "tests/unit/test_options.py",
-    "tests/unit/test_keywords.py",
+    "tests/validation/test_options.py",
+    "tests/validation/test_keywords.py",
     *VALIDATION,
-    "tests/unit/test_door.py",
+    "tests/validation/test_refusals.py",
 )
-DECODING = ("tests/tiled/test_decode.py", "tests/tiled/test_decode_e4m3.py", "tests/unit/test_decode_calls.py")
-FP8 = ("tests/tiled/test_quantized.py", "tests/unit/test_validation_fp8.py")
-OPERATORS = ("tests/unit/test_ops.py", "tests/unit/test_repeated.py")
-DISPATCH = ("tests/unit/test_dispatch.py", "tests/unit/test_tuned.py", "tests/unit/test_warmup.py")
+DECODING = ("tests/tiled/test_decode.py", "tests/tiled/test_decode_e4m3.py", "tests/api/test_decode_calls.py")
+FP8 = ("tests/tiled/test_quantized.py", "tests/validation/test_validation_fp8.py")
+OPERATORS = ("tests/api/test_ops.py", "tests/api/test_fast_path.py")
+DISPATCH = ("tests/dispatch/test_dispatch.py", "tests/launch/test_tuned.py", "tests/compiler/test_warmup.py")
 LAUNCH = (
-    "tests/unit/test_launch.py",
-    "tests/unit/test_decode_launch.py",
-    "tests/unit/test_backward_launch.py",
-    "tests/unit/test_backward_launch_sm80.py",
-    "tests/unit/test_quantize_launch.py",
+    "tests/launch/test_launch.py",
+    "tests/launch/test_decode_launch.py",
+    "tests/launch/test_backward_launch.py",
+    "tests/launch/test_backward_launch_sm80.py",
+    "tests/launch/test_quantize_launch.py",
 )
 FORMULAS = (
-    "tests/unit/test_block_range.py",
-    "tests/unit/test_splits.py",
-    "tests/kernels/test_tile_scheduler.py",
-    "tests/kernels/test_key_blocks.py",
-    "tests/kernels/test_query_blocks.py",
-    "tests/kernels/test_pack_gqa.py",
-    "tests/kernels/test_backward_turns.py",
-    "tests/kernels/test_forward_sm80_values.py::test_more_sequences_than_a_warp_has_lanes",
+    "tests/geometry/test_block_range.py",
+    "tests/geometry/test_splits.py",
+    "tests/geometry/test_tile_scheduler.py",
+    "tests/geometry/test_key_blocks.py",
+    "tests/geometry/test_query_blocks.py",
+    "tests/geometry/test_pack_gqa.py",
+    "tests/geometry/test_backward_turns.py",
+    "tests/device/test_forward_sm80_values.py::test_more_sequences_than_a_warp_has_lanes",
 )
-FORWARD = ("tests/kernels/test_forward_sm80_values.py",)
-BACKWARD = ("tests/kernels/test_backward_sm80_values.py",)
-DECODE = ("tests/kernels/test_decode_values.py",)
-DECODE_E4M3 = ("tests/kernels/test_e4m3.py", "tests/kernels/test_decode_e4m3_values.py")
-QUANTIZE = ("tests/kernels/test_quantize_values.py",)
+FORWARD = ("tests/device/test_forward_sm80_values.py",)
+BACKWARD = ("tests/device/test_backward_sm80_values.py",)
+DECODE = ("tests/device/test_decode_values.py",)
+DECODE_E4M3 = ("tests/device/test_e4m3.py", "tests/device/test_decode_e4m3_values.py")
+QUANTIZE = ("tests/device/test_quantize_values.py",)
 
 AREAS = (
     Area(
@@ -83,26 +83,29 @@ AREAS = (
         20,
         (
             Group(
-                ("onepass/validation/attention.py",), (*VALIDATION, "tests/unit/test_repeated.py", *SEMANTICS, FP8[0])
+                ("onepass/validation/attention.py",), (*VALIDATION, "tests/api/test_fast_path.py", *SEMANTICS, FP8[0])
             ),
             Group(
                 ("onepass/validation/scalars.py", "onepass/validation/layout_hints.py", "onepass/api/keywords.py"), DOOR
             ),
-            Group(("onepass/dispatch/choice.py",), ("tests/unit/test_use_backend.py", "tests/unit/test_mixed_gpus.py")),
-            Group(("onepass/ops/gradient_rule.py",), ("tests/unit/test_functional.py", "tests/unit/test_ops.py")),
-            Group(("onepass/geometry/visible_pairs.py",), ("tests/unit/test_flop_counter.py",)),
+            Group(
+                ("onepass/dispatch/choice.py",),
+                ("tests/dispatch/test_use_backend.py", "tests/dispatch/test_mixed_gpus.py"),
+            ),
+            Group(("onepass/ops/gradient_rule.py",), ("tests/api/test_functional.py", "tests/api/test_ops.py")),
+            Group(("onepass/geometry/visible_pairs.py",), ("tests/api/test_flop_counter.py",)),
             Group(
                 ("onepass/dispatch/attention.py",),
-                (*DISPATCH, *OPERATORS, *DECODING[2:], "tests/unit/test_use_backend.py"),
+                (*DISPATCH, *OPERATORS, *DECODING[2:], "tests/dispatch/test_use_backend.py"),
             ),
-            Group(("onepass/fp8.py",), (*FP8, "tests/unit/test_quantize_launch.py")),
+            Group(("onepass/fp8.py",), (*FP8, "tests/launch/test_quantize_launch.py")),
             Group(
                 ("onepass/decode*.py",),
                 (
                     *DECODING,
-                    "tests/unit/test_repeated.py",
-                    "tests/unit/test_decode_launch.py",
-                    "tests/unit/test_decode_overlap.py",
+                    "tests/api/test_fast_path.py",
+                    "tests/launch/test_decode_launch.py",
+                    "tests/validation/test_overlap.py",
                 ),
             ),
             Group(("onepass/tiled/merge.py",), ("tests/tiled/test_decode.py", *SEMANTICS)),
@@ -110,7 +113,7 @@ AREAS = (
                 ("onepass/api/attention.py", "onepass/ops/attention.py", "onepass/api/fast_path.py"),
                 (
                     *OPERATORS,
-                    "tests/unit/test_dispatch.py",
+                    "tests/dispatch/test_dispatch.py",
                     *VALIDATION,
                     *SEMANTICS,
                     *FP8[:1],
@@ -119,7 +122,7 @@ AREAS = (
             ),
             Group(
                 ("onepass/problem/attention.py", "onepass/problem/outputs.py"),
-                (*SEMANTICS, *OPERATORS, *VALIDATION, "tests/unit/test_launch.py", *FORMULAS[:1]),
+                (*SEMANTICS, *OPERATORS, *VALIDATION, "tests/launch/test_launch.py", *FORMULAS[:1]),
             ),
         ),
     ),
@@ -129,7 +132,7 @@ AREAS = (
         (
             Group(
                 ("onepass/tiled/decode.py", "onepass/tiled/cache.py"),
-                (*DECODING[:2], "tests/unit/test_repeated.py"),
+                (*DECODING[:2], "tests/api/test_fast_path.py"),
             ),
             Group(
                 ("onepass/tiled/*.py",),
@@ -164,7 +167,7 @@ AREAS = (
         "launch",
         8,
         (
-            Group(("onepass/kernels/launch/quantize.py",), ("tests/unit/test_quantize_launch.py", *QUANTIZE)),
+            Group(("onepass/kernels/launch/quantize.py",), ("tests/launch/test_quantize_launch.py", *QUANTIZE)),
             Group(
                 (
                     "onepass/kernels/launch/append.py",
@@ -173,11 +176,11 @@ AREAS = (
                     "onepass/kernels/launch/merge.py",
                     "onepass/kernels/launch/decode_sm80.py",
                 ),
-                ("tests/unit/test_decode_launch.py", *DECODE),
+                ("tests/launch/test_decode_launch.py", *DECODE),
             ),
             Group(
                 ("onepass/kernels/launch/float32_halves.py",),
-                ("tests/unit/test_launch.py", "tests/kernels/test_parts_values.py"),
+                ("tests/launch/test_launch.py", "tests/device/test_float32_halves_values.py"),
             ),
             Group(
                 (
@@ -229,9 +232,12 @@ AREAS = (
                 ),
                 (*FORWARD, *DECODE),
             ),
-            Group(("onepass/kernels/device/blocks/softmax/scaled.py",), ("tests/kernels/test_fp8_values.py",)),
+            Group(("onepass/kernels/device/blocks/softmax/scaled.py",), ("tests/device/test_fp8_values.py",)),
             Group(("onepass/kernels/fp8/*.py",), QUANTIZE),
-            Group(("onepass/kernels/device/memory_bound/float32_halves.py",), ("tests/kernels/test_parts_values.py",)),
+            Group(
+                ("onepass/kernels/device/memory_bound/float32_halves.py",),
+                ("tests/device/test_float32_halves_values.py",),
+            ),
         ),
     ),
 )

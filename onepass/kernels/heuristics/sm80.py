@@ -211,7 +211,7 @@ def has_descending_turns(problem: AttentionProblem, tile_m: int, tile_n: int) ->
     """Whether deterministic sums of dQ begin with the last tile of keys (see `block_range.following_query_block`).
 
     Under a causal mask the longest tile of a head then comes last, and the GPU waits for those of the last heads: the
-    share of all time that its multiprocessors are of all tiles, in the model of tests/kernels/test_backward_turns.py.
+    share of all time that its multiprocessors are of all tiles, in the model of tests/geometry/test_backward_turns.py.
     And a tile is only tile_n / tile_m steps behind the one before it, which at one step and 2048 cost more on Hopper
     than the other order: 36 percent more time instead of 26 (head_dim 64); at 4096 19 instead of 27, and with two steps
     (head_dim 128) 11 instead of 20.

@@ -145,7 +145,7 @@ def tiles_in_step(problem: AttentionProblem) -> int:
 
     The more of them, the fewer heads are worked on at a time, and these share L2: with one at head_dim 64, causal, 2048
     order cost 51 percent more time, with 4 of them 26 (head_dim 256: with two 82, with 4 37). But each loses the steps
-    that it is behind (1 percent with 16 and no mask in the model of tests/kernels/test_backward_turns.py). In
+    that it is behind (1 percent with 16 and no mask in the model of tests/geometry/test_backward_turns.py). In
     descending order no step is lost, and heads follow each other.
     """
     if problem.mask.is_full:
@@ -156,7 +156,7 @@ def tiles_in_step(problem: AttentionProblem) -> int:
 def least_heads(heads: int, tiles_per_head: int, bytes_per_head: int, num_ctas: int) -> int:
     """kv heads that are worked on at a time, more than fit into L2 where these have fewer tiles than thread blocks.
 
-    Longest first inside of such sections balances nothing: in the model of tests/kernels/test_backward_turns.py two
+    Longest first inside of such sections balances nothing: in the model of tests/geometry/test_backward_turns.py two
     waves take 15 to 19 % fewer steps with 4 query heads a kv head, 33 to 37 % with 8 (head_dim 128, causal, 2048 to
     8192 of 16k tokens).
     """

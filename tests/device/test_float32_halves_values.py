@@ -3,8 +3,8 @@
 import importlib.util
 from typing import NamedTuple
 
+import float32_halves_kernel
 import machine_code
-import parts_kernel
 import pytest
 import torch
 
@@ -25,7 +25,7 @@ EXACT_TO, RELATIVE, OF_LARGEST = 2.0**-17, 2.0**-22, 2.0**-39
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch):
-    parts_kernel.install(monkeypatch)
+    float32_halves_kernel.install(monkeypatch)
 
 
 def randn(*shape, seed=0):
