@@ -13,7 +13,7 @@ from .api.partials import merge_partials
 from .dispatch.backends import Support
 from .dispatch.choice import use_backend
 from .errors import UnsupportedError
-from .kernels.compiler.warmup import CompiledKernel
+from .kernels.compiler.pool import CompiledKernel
 from .kernels.config import ForwardConfig, ForwardConfigSm80
 from .ops.quantize import QuantizedQKV
 from .tuning import TuningResult, tune

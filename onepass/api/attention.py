@@ -17,8 +17,7 @@ from ..problem import AttentionInputs, AttentionProblem, QuantizedInputs
 from ..quantization import centering
 from ..validation import attention as validation
 from ..validation import fp8, lost_gradients, tensors
-from . import fast_path as repeated
-from . import keywords
+from . import fast_path, keywords
 
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
@@ -96,13 +95,13 @@ def _run(
         options = ops.options_of(problem, choice.of_operator(gradients, backend), tuning)
         out, lse = torch.ops.onepass.attention_fp8(*inputs, *options, choice.of_operator(forward, backend))
         if key is not None and not out.is_meta:
-            repeated.keep(key, quantize.prepare_call(forward, problem, inputs, tuning))
+            fast_path.keep(key, quantize.prepare_call(forward, problem, inputs, tuning))
         return out, lse
     name = dispatch.require(problem, backend, tuning, device)
     options = ops.options_of(problem, choice.of_operator(name, backend), tuning)
     out, lse = torch.ops.onepass.attention_forward(*inputs, *options)
     if key is not None and not out.is_meta:
-        repeated.keep(key, dispatch.prepare(name, problem, device, tuning))
+        fast_path.keep(key, dispatch.prepare(name, problem, device, tuning))
     return out, lse
 
 
@@ -135,8 +134,8 @@ def _run_quantized(
         function = "attention of QuantizedQKV" if packed is None else "attention_varlen of QuantizedQKV"
         of_tensors = quantized.dtype, quantized.q_block, quantized.kv_block, quantized.v_keys_last
         options = *others.values(), deterministic, backend, *of_tensors
-        key = repeated.key_of(function, (*inputs[:3], *descales, *inputs[4:]), window, options)
-        forward = repeated.find(key)
+        key = fast_path.key_of(function, (*inputs[:3], *descales, *inputs[4:]), window, options)
+        forward = fast_path.find(key)
         if forward is not None:
             tensors.check_max_seqlens(max_seqlen_q, max_seqlen_k)
             return forward(inputs)
@@ -159,7 +158,7 @@ def _run_quantized(
         quantized.v_keys_last,
     )
     if key is not None and not out.is_meta:
-        repeated.keep(key, dispatch.prepare(name, problem, quantized.q.device, tuning))
+        fast_path.keep(key, dispatch.prepare(name, problem, quantized.q.device, tuning))
     return centering.restored(
         quantized.score_shift, quantized.v_mean, out, lse, problem.softmax_scale, sinks, cu_seqlens_q
     )
@@ -290,8 +289,8 @@ def attention(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = causal, softcap, softmax_scale, deterministic, return_lse, backend, tuning, precision
-    key = repeated.key_of("attention", inputs, window, options)
-    forward = repeated.find(key)
+    key = fast_path.key_of("attention", inputs, window, options)
+    forward = fast_path.find(key)
     if forward is not None:
         out, lse = forward(inputs)
         return AttentionOutput(out, lse) if return_lse else out
@@ -415,8 +414,8 @@ def attention_varlen(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = causal, softcap, softmax_scale, deterministic, return_lse, backend, tuning, precision
-    key = repeated.key_of("attention_varlen", inputs, window, options)
-    forward = repeated.find(key)
+    key = fast_path.key_of("attention_varlen", inputs, window, options)
+    forward = fast_path.find(key)
     if forward is not None:
         tensors.check_max_seqlens(max_seqlen_q, max_seqlen_k)
         out, lse = forward(inputs)

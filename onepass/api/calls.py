@@ -12,8 +12,8 @@ from torch import Tensor
 from ..dispatch import attention as dispatch
 from ..dispatch import backends, choice, decode
 from ..errors import REFUSALS, UnsupportedError
-from ..kernels.compiler import warmup as ahead
-from ..kernels.compiler.warmup import CompiledKernel, Job
+from ..kernels.compiler import pool
+from ..kernels.compiler.pool import CompiledKernel, Job
 from ..kernels.config import ForwardConfig, ForwardConfigSm80, LaunchConfig
 from ..ops import quantize
 from ..ops.quantize import QuantizedQKV
@@ -107,7 +107,7 @@ def warmup(
     if workers is not None:
         workers = check_int("workers", workers, "an int of at least 1 or None", least=1)
     gradients = check_flag("gradients", gradients)
-    jobs: list[ahead.Job] = []
+    jobs: list[pool.Job] = []
     for call in calls_of(calls):
         arguments = {} if isinstance(call, AttentionProblem) else dict(call)
         if decode_calls.is_decode(arguments):
@@ -120,7 +120,7 @@ def warmup(
         if name is not None:
             has_dlse = () if not gradients else (False, True) if may_have_dlse else (False,)
             jobs += jobs_of(name, problem, tuning, has_dlse)
-    return ahead.compile_all(jobs, workers)
+    return pool.compile_all(jobs, workers)
 
 
 def calls_of(calls: Any) -> list[Mapping[str, Any] | AttentionProblem]:

@@ -14,8 +14,7 @@ from ..validation import lost_gradients
 from ..validation.decode import check_decode, few_queries
 from ..validation.overlap import with_shared_caches_refused
 from ..validation.scalars import check_int
-from . import fast_path as repeated
-from . import keywords
+from . import fast_path, keywords
 from .attention import AttentionOutput, Window
 
 if TYPE_CHECKING:
@@ -176,11 +175,11 @@ def attention_decode(
     if check_values is False:
         scores, splits_ = (causal, softcap, softmax_scale), (num_splits, split_size)
         options = *scores, *splits_, rotary_interleaved, return_lse, kv_block, most_queries, backend
-        key = repeated.key_of("attention_decode", inputs, window, options)
+        key = fast_path.key_of("attention_decode", inputs, window, options)
     if key is not None and k_cache is not None and v_cache is not None:
         # the door looks at these, too
         key = *key, k_cache.stride(), v_cache.stride(), (k_cache.data_ptr() | v_cache.data_ptr()) % 16
-        forward = repeated.find(key)
+        forward = fast_path.find(key)
         if forward is not None:
             out, lse = forward(inputs)
             return AttentionOutput(out, lse) if return_lse else out
@@ -204,7 +203,7 @@ def attention_decode(
     out, lse = decode_ops.run(problem, inputs, choice.of_operator(name, backend))
     if key is not None:
         forward = decode.prepare_decode(name, problem, q.device)
-        repeated.keep(key, with_shared_caches_refused(forward, inputs) if inputs.seqlen_new else forward)
+        fast_path.keep(key, with_shared_caches_refused(forward, inputs) if inputs.seqlen_new else forward)
     return AttentionOutput(out, lse) if return_lse else out
 
 

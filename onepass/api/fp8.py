@@ -11,7 +11,7 @@ from ..problem import AttentionInputs
 from ..quantization.codec import GRANULARITIES, Granularity
 from ..validation import attention as validation
 from ..validation import fp8, lost_gradients, tensors
-from . import fast_path as repeated
+from . import fast_path
 
 
 def quantize_fp8(
@@ -59,8 +59,8 @@ def quantize_fp8(
     Source: FlashAttention-3, arXiv:2407.08608, section 3.3; centred keys: SageAttention, arXiv:2410.02367, section 4.2.
     """
     inputs = AttentionInputs(q, k, v, None, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    key = repeated.key_of("quantize_fp8", inputs, None, (granularity, rotate, seed, center_k, center_v))
-    again: Any = repeated.find(key)
+    key = fast_path.key_of("quantize_fp8", inputs, None, (granularity, rotate, seed, center_k, center_v))
+    again: Any = fast_path.find(key)
     if again is not None:
         return again(inputs)
     fp8.check_quantizable(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
@@ -73,5 +73,5 @@ def quantize_fp8(
     lost_gradients.refuse_lost_gradients({"q": q, "k": k, "v": v})
     by_kernel = kernel_for(inputs, granularity, seed if rotate else None, center_k, center_v)
     if by_kernel is not None and not (center_k or center_v):
-        repeated.keep(key, by_kernel)  # type: ignore[arg-type]  # gives a QuantizedQKV, not out and lse
+        fast_path.keep(key, by_kernel)  # type: ignore[arg-type]  # gives a QuantizedQKV, not out and lse
     return quantize(inputs, granularity, seed if rotate else None, center_k, center_v, by_kernel)

@@ -7,7 +7,7 @@ from typing import Any
 from .integers import maximum, minimum
 
 
-def place_of_key(key: Any, table: Any, page_size: Any, num_pages: Any) -> tuple[Any, Any]:
+def page_of_key(key: Any, table: Any, page_size: Any, num_pages: Any) -> tuple[Any, Any]:
     """Page and row in it: key n of a sequence is row n % page_size of page table[n // page_size].
 
     A page that the cache does not have is taken for its nearest one, so that nothing outside of the cache is read.

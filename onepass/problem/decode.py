@@ -112,7 +112,7 @@ class DecodeProblem:
         )
 
     @property
-    def rows_asked(self) -> AttentionProblem:
+    def sizing_problem(self) -> AttentionProblem:
         """What a configuration is chosen for: with max_seqlen_q a batch of sequences of so many queries."""
         if self.max_seqlen_q is None:
             return self.attention

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..kernels.compiler.warmup import _num_cpus
+from ..kernels.compiler.pool import _num_cpus
 
 # before an answer: the compiler may print, too
 MARK = "onepass compiled "

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..api import fast_path as repeated
+from ..api import fast_path
 from ..bench.timing import Sampler
 from ..dispatch import attention as dispatch
 from ..dispatch import backends
@@ -139,7 +139,7 @@ def _tune_one(
         if table is None:
             tuned.forget()
             dispatch.forget_prepared()
-            repeated.forget()
+            fast_path.forget()
     return TuningResult(
         *task,
         gpu=machine.gpu,

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_validation import DENSE, PACKED, packed, refused, tensors
+from refusals import DENSE, PACKED, packed, refused, tensors
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
-from onepass.api import fast_path as repeated
+from onepass.api import fast_path
 from onepass.ops import attention as ops
 from onepass.ops import decode as decode_ops
 from onepass.testing.inputs import random_call
@@ -23,7 +23,7 @@ INT32 = torch.int32
 
 @pytest.fixture(autouse=True)
 def _no_calls_before():
-    repeated._forwards.clear()
+    fast_path._forwards.clear()
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_layout_is_that_of_each_call(layout, count_operator):
         other = {n: torch.randn(2, 6, t.shape[2], 16)[..., ::2] for n, t in tensors().items()}
     out = onepass.attention(**other)
     assert count_operator == [1]
-    repeated._forwards.clear()
+    fast_path._forwards.clear()
     same(out, onepass.attention(**other))
 
 
@@ -148,14 +148,14 @@ def check_each_value_has_its_own_call(call, name, values):
     """The third time of a call is that of its own options, not of those of the call before."""
     expected = []
     for value in values:
-        repeated._forwards.clear()
+        fast_path._forwards.clear()
         expected.append(call(**{name: value}))
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(expected)), "the options change nothing"
-    repeated._forwards.clear()
+    fast_path._forwards.clear()
     for _ in range(3):
         for value, out in zip(values, expected, strict=True):
             same(call(**{name: value}), out)
-    assert len(repeated._forwards) == len(values)
+    assert len(fast_path._forwards) == len(values)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -193,7 +193,7 @@ def test_values_of_lengths_are_read_in_every_call():
     lengths[1] = 5
     after = onepass.attention_varlen(**call)
     assert not torch.equal(before, after)
-    repeated._forwards.clear()
+    fast_path._forwards.clear()
     same(after, onepass.attention_varlen(**call))
     lengths[1] = 7
     with pytest.raises(ValueError, match="cu_seqlens_q: expected offsets that never decrease"):
@@ -215,7 +215,7 @@ def test_global_determinism_is_in_the_key():
         onepass.attention(**call)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert len(repeated._forwards) == 2
+    assert len(fast_path._forwards) == 2
 
 
 class Subclass(torch.Tensor):
@@ -269,7 +269,7 @@ def test_where_the_operator_runs(case, count_operator):
     for n in (3, 4):
         WHOLE_WAY[case](*tensors().values())
         assert count_operator == [n]
-    assert len(repeated._forwards) == 2  # nothing is left for others, either
+    assert len(fast_path._forwards) == 2  # nothing is left for others, either
 
 
 def test_where_it_does_not_run(count_operator):
@@ -294,16 +294,16 @@ def test_no_tensor_is_kept():
     del call
     gc.collect()
     assert [r() for r in alive] == [None] * len(alive)
-    assert repeated._forwards
+    assert fast_path._forwards
 
 
 def test_the_number_of_kept_calls_is_bounded(monkeypatch):
-    monkeypatch.setattr(repeated, "MAX_CALLS", 3)
+    monkeypatch.setattr(fast_path, "MAX_CALLS", 3)
     q, k, v = (torch.randn(1, 9, 1, 8) for _ in range(3))
     for n in range(1, 9):
         for _ in range(2):
             assert onepass.attention(q, k[:, :n], v[:, :n]).shape == q.shape
-        assert 1 <= len(repeated._forwards) <= 3
+        assert 1 <= len(fast_path._forwards) <= 3
 
 
 # ---------------------------------------------------------------- attention over a cache

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
-from onepass.api import fast_path as repeated
+from onepass.api import fast_path
 from onepass.geometry.block_range import count_visible_pairs
 
 INT32 = torch.int32
@@ -113,7 +113,7 @@ def decode(window, filled=(3, 9), seqlen_q=2, seqlen_new=0, in_pages=False, caus
 @pytest.mark.parametrize("in_pages", [False, True])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_decoding(window, in_pages, seqlen_new):
-    repeated.forget()
+    fast_path.forget()
     seen = window[0], 0
     for _ in range(2):  # a call like one before is counted, too
         count = sum(pairs(2, n + seqlen_new, seen) for n in (3, 9))

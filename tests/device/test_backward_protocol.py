@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from backward_model import Consumer, Protocol, Wide
 from barrier_model import Pipe
-from test_backward_turns import Case, packed_tiles, padded_tiles
+from turn_model import Case, packed_tiles, padded_tiles
 
 # ---------------------------------------------------------------- tiles
 

@@ -104,17 +104,17 @@ def test_p_and_v_have_the_same_order_of_keys():
     # the accumulator: lane q of a quad holds the keys 2q, 2q + 1 of every eight, as columns 0, 1, 2, 3, ... of its row
     key_of_column = [[8 * (c // 2) + 2 * q + c % 2 for c in range(16)] for q in range(4)]  # of 64 keys
     # operand A of e4m3: register `half` of step k holds, from its lowest byte, the places 32k + 16 half + 4q + (0 to 3)
-    place_of_key = {}
+    page_of_key = {}
     for q in range(4):
         for k in range(2):
             for half in range(2):
                 for i in range(4):  # as `blocks.fp8.pack_p` fills it
                     key = key_of_column[q][8 * k + 4 * half + i]
-                    place_of_key[key] = 32 * k + 16 * half + 4 * q + i
-    assert sorted(place_of_key.values()) == list(range(64))
+                    page_of_key[key] = 32 * k + 16 * half + 4 * q + i
+    assert sorted(page_of_key.values()) == list(range(64))
     v = torch.arange(64).view(1, 64, 1, 1).to(torch.uint8).view(torch.float8_e4m3fn)
     stored = quantize.keys_last(v).view(torch.uint8).flatten().tolist()
-    assert stored == [key for key, _ in sorted(place_of_key.items(), key=lambda item: item[1])]
+    assert stored == [key for key, _ in sorted(page_of_key.items(), key=lambda item: item[1])]
 
 
 @pytest.mark.parametrize("granularity", ["block", "head", "tensor"])

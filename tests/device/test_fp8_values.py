@@ -165,7 +165,7 @@ def test_keys_behind_the_end_are_cleared(rows, keys):
 
     clear = Clear(rows, keys)
     stored = torch.randint(0, 256, (rows, keys), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    place_of_key = torch.tensor([k // 16 * 16 + 4 * (k % 8 // 2) + 2 * (k % 16 // 8) + k % 2 for k in range(keys)])
+    page_of_key = torch.tensor([k // 16 * 16 + 4 * (k % 8 // 2) + 2 * (k % 16 // 8) + k % 2 for k in range(keys)])
     for first in (-5, 0, 1, 7, 8, 15, 16, keys - 23, keys - 1, keys, keys + 9):
         memory = ptx_interpreter.Memory(1 << 20, 1 << 32)
         place = memory.put(stored.numpy())
@@ -173,7 +173,7 @@ def test_keys_behind_the_end_are_cleared(rows, keys):
         ptx_interpreter.run(program(clear), parameters, memory, 1, 32, 64 << 10)
         left = torch.from_numpy(memory.get(place, rows * keys).reshape(rows, keys).copy())
         expected = stored.clone()
-        expected[:, place_of_key[max(0, first) :]] = 0
+        expected[:, page_of_key[max(0, first) :]] = 0
         assert torch.equal(left, expected), first
 
 

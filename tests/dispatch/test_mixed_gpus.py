@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import onepass
 from onepass import ForwardConfigSm80
-from onepass.api import fast_path as repeated
+from onepass.api import fast_path
 from onepass.dispatch import backends
 from onepass.kernels.heuristics import tuned
 from onepass.kernels.launch import forward_sm80 as launch_sm80
@@ -42,7 +42,7 @@ def gpus(request, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", True)
     monkeypatch.setattr(tuned, "_name_of", "GPU {}".format)
-    monkeypatch.setattr(repeated, "_forwards", {})
+    monkeypatch.setattr(fast_path, "_forwards", {})
     with FakeTensorMode():
         yield
 

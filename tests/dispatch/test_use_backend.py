@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import onepass
 from onepass import use_backend
-from onepass.api import fast_path as repeated
+from onepass.api import fast_path
 from onepass.compat import flash_attn, sdpa
 from onepass.dispatch import attention as dispatch
 from onepass.dispatch import backends, choice, decode, fp8, partials
@@ -48,7 +48,7 @@ SUPPORTS = {
 def _nothing_chosen(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(choice, "_of_process", None)
-    monkeypatch.setattr(repeated, "_forwards", {})
+    monkeypatch.setattr(fast_path, "_forwards", {})
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 
 from onepass.geometry import splits
 from onepass.geometry.block_range import blocks_of_part, key_blocks, key_range
-from onepass.geometry.pages import place_of_key
+from onepass.geometry.pages import page_of_key
 from onepass.geometry.splits import (
     blocks_of_split,
     blocks_within,
@@ -135,7 +135,7 @@ def test_places_in_pages():
     for page_size in (1, 3, 8):
         table = [4, 0, 2, 2, -5, 99]
         for key in range(len(table) * page_size):
-            page, row = place_of_key(key, table, page_size, 5)
+            page, row = page_of_key(key, table, page_size, 5)
             assert (page, row) == ([4, 0, 2, 2, 0, 4][key // page_size], key % page_size)
 
 
@@ -282,7 +282,7 @@ def test_packed_queries_are_many_but_where_few_are_said():
             assert heuristics_decode.decode_config_sm80(replace(asked, **changes), "sm_90a") == of_ampere
     few = DecodeProblem(problem(is_packed=True, batch=7, seqlen_q=20), max_seqlen_q=4)
     assert heuristics_decode.has_few_rows(few.attention, few.max_seqlen_q)
-    assert isinstance(heuristics_decode.decode_config_sm80(few.rows_asked, "sm_90a"), DecodeConfigSm80)
+    assert isinstance(heuristics_decode.decode_config_sm80(few.sizing_problem, "sm_90a"), DecodeConfigSm80)
 
 
 @pytest.mark.parametrize(

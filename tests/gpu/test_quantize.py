@@ -8,7 +8,7 @@ import torch
 from gpu_cases import BF16, DEVICE, FP16, INF, NAN, ON_GPU, lengths_tensor, offsets
 
 import onepass
-from onepass.api import fast_path as repeated
+from onepass.api import fast_path
 from onepass.dispatch import fp8
 from onepass.kernels.config import p_exponent
 from onepass.kernels.heuristics.sm90 import LAZY_FP8
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_E4M3, reason="needs a 
 
 def in_torch(q, k, v, **options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repeated, "_forwards", {})
+        patch.setattr(fast_path, "_forwards", {})
         patch.setattr(fp8, "_has_e4m3_kernels", lambda t: False)
         quantized = onepass.quantize_fp8(q, k, v, **options)
         return quantized, quantize.keys_last(quantized.v, options.get("cu_seqlens_k"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import onepass
-from onepass.api import fast_path as repeated
+from onepass.api import fast_path
 from onepass.dispatch import attention as dispatch
 from onepass.dispatch import backends
 from onepass.dispatch import fp8 as e4m3_kernels
@@ -93,7 +93,7 @@ def test_what_the_layout_kernel_leaves_to_torch():
 def launched(monkeypatch):
     """The kernels that would have been launched, each with its arguments, on what seems to be a Hopper GPU."""
     calls = []
-    monkeypatch.setattr(repeated, "_forwards", {})
+    monkeypatch.setattr(fast_path, "_forwards", {})
     monkeypatch.setattr(launch, "prepare", launch.prepare.__wrapped__)
     monkeypatch.setattr(launch, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(launch, "kernel_of", lambda kernel, arch: lambda *arguments: calls.append((kernel, arguments)))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import onepass
-from onepass.api import fast_path as repeated
+from onepass.api import fast_path
 from onepass.bench.ablation import problem_of
 from onepass.bench.cases import get_case_set, select
 from onepass.dispatch import attention as dispatch
@@ -275,7 +275,7 @@ def launched(monkeypatch):
 def forget():
     launch_sm80.kernel_of.cache_clear()
     dispatch.forget_prepared()
-    repeated.forget()
+    fast_path.forget()
     tuned.forget()
 
 

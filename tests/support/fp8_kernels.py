@@ -8,7 +8,7 @@ import ptx_interpreter
 import torch
 from sm80_decode import Parameters, fast_divisor, integer
 
-from onepass.api import fast_path as repeated
+from onepass.api import fast_path
 from onepass.kernels.launch import quantize as launch
 
 ARCH = "sm_89"
@@ -92,7 +92,7 @@ def run_keys_last(kernel: launch.LayoutKernel, v: torch.Tensor, target: torch.Te
 
 def install(monkeypatch):
     """`launch.prepare` and `.keys_last` give what runs on the CPU."""
-    monkeypatch.setattr(repeated, "_forwards", {})
+    monkeypatch.setattr(fast_path, "_forwards", {})
     monkeypatch.setattr(launch, "prepare", launch.prepare.__wrapped__)
     monkeypatch.setattr(launch, "arch_of", lambda device: ARCH)
     monkeypatch.setattr(launch, "kernel_of", lambda kernel, arch: functools.partial(run, kernel))

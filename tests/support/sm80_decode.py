@@ -117,7 +117,7 @@ def forward(
     attention = problem.attention
     is_split = num_splits > 1 if is_split is None else is_split
     arch = ARCH_E4M3 if attention.has_e4m3_cache else ARCH
-    config = config or decode_config_sm80(problem.rows_asked, arch)
+    config = config or decode_config_sm80(problem.sizing_problem, arch)
     out, lse = empty_outputs(attention, AttentionInputs(*inputs[:3]))
     qkv = inputs.q, *(cache_launch.as_pairs(t) for t in inputs[1:3])
     aligned_to = launch.vector_bytes(*qkv, *(() if is_split else (out,)))
@@ -235,7 +235,7 @@ def decode(problem: DecodeProblem, inputs: DecodeInputs, num_sms: int = 4):
         q, *caches = append(problem, inputs)
         inputs = inputs._replace(q=inputs.q if inputs.rotary_cos is None else q, k_cache=caches[0], v_cache=caches[1])
     arch = ARCH_E4M3 if attention.has_e4m3_cache else ARCH
-    config = decode_config_sm80(problem.rows_asked, arch)
+    config = decode_config_sm80(problem.sizing_problem, arch)
     num_splits, split_blocks, is_split = decode_launch.split_plan(problem, config, arch, num_sms)
     out, lse = forward(problem, inputs, num_splits, split_blocks, is_split)
     if is_split:

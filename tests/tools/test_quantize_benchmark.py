@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onepass.api import fast_path as repeated
+from onepass.api import fast_path
 from onepass.dispatch import fp8
 from onepass.kernels.launch import quantize as launch
 
@@ -39,7 +39,7 @@ def test_shares_of_a_copy(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(module, "num_launches", lambda call: call() is not None and 1)
     compiled = set()
     monkeypatch.setattr(module, "compile_all", lambda jobs, compile_one: compiled.update(jobs))
-    monkeypatch.setattr(repeated, "_forwards", {})
+    monkeypatch.setattr(fast_path, "_forwards", {})
     monkeypatch.setattr(launch, "prepare", launch.prepare.__wrapped__)
     monkeypatch.setattr(launch, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(launch, "kernel_of", lambda kernel, arch: lambda *arguments: launched.add(kernel))

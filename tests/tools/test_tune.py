@@ -9,7 +9,7 @@ import torch
 import tuning_fakes
 from tuning_fakes import GPU, PROBLEM, TASK, USUAL, FakeRuns, machine, samples_of_a_race
 
-from onepass.api import fast_path as repeated
+from onepass.api import fast_path
 from onepass.bench.timing import Samples
 from onepass.dispatch import attention as dispatch
 from onepass.kernels.config import HOPPER, BackwardConfig, ForwardConfig
@@ -55,7 +55,7 @@ def test_calls_that_are_prepared_already_use_it(monkeypatch):
     assert used(monkeypatch) == USUAL
     forgotten = []
     monkeypatch.setattr(dispatch, "forget_prepared", lambda: forgotten.append("prepared"))
-    monkeypatch.setattr(repeated, "forget", lambda: forgotten.append("repeated"))
+    monkeypatch.setattr(fast_path, "forget", lambda: forgotten.append("repeated"))
     tune(FakeRuns(lambda config: 1.0 - 0.1 * (config == best)))
     assert used(monkeypatch) == best
     assert forgotten == ["prepared", "repeated"]

@@ -11,7 +11,7 @@ import torch
 
 import onepass
 from onepass import ForwardConfig
-from onepass.api import fast_path as repeated
+from onepass.api import fast_path
 from onepass.dispatch import attention as dispatch
 from onepass.dispatch import backends
 from onepass.kernels.compiler import compile
@@ -40,10 +40,10 @@ def configs(monkeypatch):
     monkeypatch.setattr(launch, "tile_counter", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     launch.prepare.cache_clear()
-    repeated._forwards.clear()
+    fast_path._forwards.clear()
     yield seen
     launch.prepare.cache_clear()
-    repeated._forwards.clear()
+    fast_path._forwards.clear()
 
 
 def qkv(head_dim=64, dtype=torch.bfloat16, **options):

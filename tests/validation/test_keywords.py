@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from test_validation import packed, tensors
+from refusals import packed, tensors
 
 import onepass
 

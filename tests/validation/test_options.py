@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from test_door import cache, dense, descales, lengths, new_keys, packed, packed_pages, pages, rows
+from test_refusals import cache, dense, descales, lengths, new_keys, packed, packed_pages, pages, rows
 
 import onepass
 from onepass import reference

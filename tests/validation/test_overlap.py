@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import onepass
-from onepass.api import fast_path as repeated
+from onepass.api import fast_path
 from onepass.dispatch import backends
 from onepass.kernels.compiler import compile
 from onepass.kernels.launch import append as append_launch
@@ -64,7 +64,7 @@ APART = {
 
 @pytest.fixture(autouse=True)
 def _no_calls_before():
-    repeated.forget()
+    fast_path.forget()
 
 
 @pytest.mark.parametrize("make", SHARED.values(), ids=SHARED.keys())
@@ -89,7 +89,7 @@ def test_caches_of_one_allocation_are_allowed(make):
     k_cache, v_cache = make()
     for _ in range(3):
         onepass.attention_decode(**call_of(k_cache, v_cache))
-    assert len(repeated._forwards) == 1
+    assert len(fast_path._forwards) == 1
     assert float(k_cache.sum()) == 2 * 2 * k_cache.shape[-1]
     assert float(v_cache.sum()) == 2 * 2 * v_cache.shape[-1]
 

@@ -50,7 +50,7 @@ def prepare(problem: DecodeProblem, device: torch.device) -> Callable[[DecodeInp
 
 
 def config_of(problem: DecodeProblem, device: torch.device) -> ForwardConfigSm80:
-    return decode_config_sm80(problem.rows_asked, arch_of(device))
+    return decode_config_sm80(problem.sizing_problem, arch_of(device))
 
 
 def launch_with(problem: DecodeProblem, config: ForwardConfigSm80, device: torch.device) -> Launch:

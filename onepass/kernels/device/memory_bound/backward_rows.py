@@ -22,8 +22,8 @@ from ..blocks.memory.layouts import as_batch_of_one, at_head, rows_first, rows_f
 from ..blocks.memory.ptx import exit_if
 from ..blocks.memory.row_stats import stats_position
 from ..blocks.memory.warp import broadcast
-from ..blocks.repair import gradients as plain_gradients
-from ..blocks.repair.rows import PlainTensors
+from ..blocks.repair import gradients as repair_gradients
+from ..blocks.repair.rows import SourceTensors
 from ..blocks.softmax.mask import Geometry
 from ..blocks.tiles.packed import Lengths, used_keys
 
@@ -200,7 +200,7 @@ class Preprocess(RowsKernel):
 class Recomputation(NamedTuple):
     """What rows of dq are computed again from, where hidden pairs of a tile have made them NaN."""
 
-    plain: PlainTensors
+    plain: SourceTensors
     stats: cute.Tensor  # see dq_accumulator.Accumulator
     scale_log2: Float32
     tanh_scale: Float32 | None
@@ -245,7 +245,7 @@ class Postprocess(RowsKernel):
             if cutlass.const_expr(self.is_packed):
                 plain = tuple(as_batch_of_one(t) for t in plain)
             again = Recomputation(
-                PlainTensors(*(rows_first(t) for t in plain)), stats, scale_log2, tanh_scale, window_left, window_right
+                SourceTensors(*(rows_first(t) for t in plain)), stats, scale_log2, tanh_scale, window_left, window_right
             )
         batch, _, num_heads, _ = dq.shape
         parts = self.tile_m // self.rows_of_part
@@ -299,7 +299,7 @@ class Postprocess(RowsKernel):
         else:
             epilogue.store_16_bits(acc, weights, out_rows, is_row, thread % 4, self.vector_bytes)
         if cutlass.const_expr(again is not None):
-            ballots = plain_gradients.nan_rows(acc, is_row)
+            ballots = repair_gradients.nan_rows(acc, is_row)
             if ballots[0] | ballots[1] != 0:
                 cute.arch.sync_warp()  # other lanes write the same rows again
                 first_row = broadcast(rows[0], 0)
@@ -325,21 +325,21 @@ class Postprocess(RowsKernel):
         """
         _, head, entry = last_first()
         plain, packed = again.plain, self.is_packed
-        place_q, place_k, rows_k, sequence = entry, entry, plain.k.shape[0], entry
+        origin_q, origin_k, rows_k, sequence = entry, entry, plain.k.shape[0], entry
         seqlen_q = block_rows.position + block_rows.num_rows
         if cutlass.const_expr(packed):
             sequence = block_rows.sequence
-            place_q = block_rows.start - block_rows.position
+            origin_q = block_rows.start - block_rows.position
             batch = cute.size(lengths.cu_seqlens_k) - 1
-            place_k, rows_k = packed_rows(sequence, lengths.cu_seqlens_k, batch, rows_k)
+            origin_k, rows_k = packed_rows(sequence, lengths.cu_seqlens_k, batch, rows_k)
         seqlen_k = used_keys(lengths, sequence, rows_k)
         geometry = Geometry(seqlen_q, seqlen_k, again.window_left, again.window_right)
-        mQ, mdO, dq = (at_head(t, t, head, place_q, packed) for t in (plain.q, plain.dout, mdQ))
-        mK, mV = (at_head(t, t, head // self.group, place_k, packed) for t in (plain.k, plain.v))
+        mQ, mdO, dq = (at_head(t, t, head, origin_q, packed) for t in (plain.q, plain.dout, mdQ))
+        mK, mV = (at_head(t, t, head // self.group, origin_k, packed) for t in (plain.k, plain.v))
         first_block = number - block_rows.position // self.tile_m
         rows = (mQ, mdO, mK, mV, cute.domain_offset((first_block, 0), again.stats))
         for i in cutlass.range(16, unroll=1):
-            if plain_gradients.has_nan(ballots, i):
+            if repair_gradients.has_nan(ballots, i):
                 query = block_rows.position + first_row + i
                 scales = (again.scale_log2, again.tanh_scale, softmax_scale)
-                plain_gradients.recompute_dq(dq, query, *rows, geometry, *scales, self.vector_bytes)
+                repair_gradients.recompute_dq(dq, query, *rows, geometry, *scales, self.vector_bytes)

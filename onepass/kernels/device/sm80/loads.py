@@ -10,13 +10,13 @@ from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 from ....geometry.integers import maximum, minimum
 from ....geometry.pack_gqa import unpack_row
 from ...config import threads_per_row
-from ..blocks.memory.untraced import Bundle
+from ..blocks.memory.untraced import Untraced
 from ..blocks.tiles.paged import PagedRows
 
 ASYNC_BYTES = (16, 8, 4)  # that one cp.async can copy
 
 
-class RowLoader(Bundle):
+class RowLoader(Untraced):
     """All threads of a thread block loading tiles (rows, columns) into the buffers of one tensor.
 
     With 16-byte copies eight threads take 128 contiguous bytes of a row (four 64 bytes where the rows of shared memory

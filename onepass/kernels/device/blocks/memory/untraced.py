@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Bundle:
+class Untraced:
     """Base of objects that name values and fragments which stay the same objects throughout a kernel.
 
     The tracer carries every object that a run-time loop or branch touches as the list of its run-time values. A bundle
@@ -14,5 +14,5 @@ class Bundle:
     def __extract_mlir_values__(self) -> list:
         return []
 
-    def __new_from_mlir_values__(self, values: list) -> Bundle:
+    def __new_from_mlir_values__(self, values: list) -> Untraced:
         return self

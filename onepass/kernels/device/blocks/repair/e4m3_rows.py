@@ -11,7 +11,7 @@ from .....geometry.tile_scheduler import LANES
 from ..memory import warp
 from ..memory.e4m3 import pair_as_floats
 from ..softmax.cache_scales import CacheDescales
-from . import rows as plain_rows
+from . import rows as repair_rows
 
 
 @cute.jit
@@ -55,7 +55,7 @@ def recompute_row(
             k_descale, v_descale = descales.of_key(key)
             score = score * k_descale
         if cutlass.const_expr(tanh_scale is not None):
-            score = plain_rows.soft_cap(score, tanh_scale, q.element_type)
+            score = repair_rows.soft_cap(score, tanh_scale, q.element_type)
         p = cute.math.exp2(score * scale_log2 - reference, fastmath=True) * v_descale
         for i in cutlass.range(minimum(high - low, LANES), unroll=1):
             p_i, pairs = warp.broadcast(p, i), cute.recast_tensor(mV[low + i, None], Int16)
@@ -63,7 +63,7 @@ def recompute_row(
                 even, odd = pair_as_floats(pairs[minimum(lane + c * LANES, num_pairs - 1)].to(Int32))
                 acc[2 * c] = acc[2 * c] + p_i * even
                 acc[2 * c + 1] = acc[2 * c + 1] + p_i * odd
-        lost = plain_rows.is_lost(acc)
+        lost = repair_rows.is_lost(acc)
         low += LANES
     for c in cutlass.range_constexpr(cute.size(acc) // 2):
         column = 2 * (lane + c * LANES)

@@ -1,7 +1,7 @@
 """A row of dq, dk or dv straight from global memory, by one warp: what is put right in a tile that a NaN has reached.
 
 P of a hidden pair is 0, but its dS = P (dP - delta) and its part of dV += P^T dO, dK += dS^T Q and dQ += dS K are NaN
-where dO, delta, Q or K (with V, through dP) is NaN or infinite. As in the forward (plain_rows.py), a finished tile is
+where dO, delta, Q or K (with V, through dP) is NaN or infinite. As in the forward (repair_rows.py), a finished tile is
 looked through for NaN (`nan_rows`), and rows that have one are replaced by the sum over their visible pairs.
 
 Pairs are those of one head and one sequence; its rows are counted from 0.
@@ -90,7 +90,7 @@ def add_queries(
     of_v: cutlass.Constexpr[bool],
     vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
 ):
-    """acc (plain_rows.row_sums) += what the queries [low, high) of a head give to dk of a key; to dv (of_v).
+    """acc (repair_rows.row_sums) += what the queries [low, high) of a head give to dk of a key; to dv (of_v).
 
     A lane has a query of every 32. The last ones come first: under a causal mask they see the most keys, and if
     anything makes the whole row NaN they are likely to.

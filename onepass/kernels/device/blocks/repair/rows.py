@@ -3,7 +3,7 @@
 A tile multiplies the V of hidden keys by P = 0, and 0 * NaN = NaN: a NaN or infinity in V at a key of a masked block
 reaches all rows of the tile, also those that do not see the key. That costs nothing to allow and is rare, so it is put
 right afterwards: `has_nan` looks at a finished tile, and `recompute_row` replaces a row by what its visible keys give.
-plain_gradients.py does the same for gradients.
+repair_gradients.py does the same for gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TANH_SERIES = (-0.3333331, 0.13330476, -0.05338711, 0.017988745)
 TANH_SERIES_END = 0.5
 
 
-class PlainTensors(NamedTuple):
+class SourceTensors(NamedTuple):
     """q, k, v and, of a backward, dout for ordinary loads: (seqlen, dim, heads, batch), see layouts.rows_first."""
 
     q: cute.Tensor

@@ -14,8 +14,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .....geometry.integers import maximum, minimum
-from .....geometry.pages import place_of_key
-from ..memory.untraced import Bundle
+from .....geometry.pages import page_of_key
+from ..memory.untraced import Untraced
 from ..tiles.paged import Pages
 
 KEYS = 16  # of one descale or more: what blocks and pages are multiples of
@@ -30,7 +30,7 @@ class DescaleTensors(NamedTuple):
     kv_block: cute.FastDivmodDivisorV2 | None  # keys of a block, without pages
 
 
-class CacheDescales(Bundle):
+class CacheDescales(Untraced):
     """Those of the keys that a warp has in its registers, looked up a step ahead.
 
     Args: entry, head: of the tile; tile_n: keys of a step; by_block: each block of keys, or page, has its own.
@@ -53,7 +53,7 @@ class CacheDescales(Bundle):
                 block, _ = divmod(key, self.tensors.kv_block)
             else:
                 table = self.pages.table[self.entry, None]
-                outer, _ = place_of_key(key, table, self.pages.page_size, self.tensors.k.shape[0])
+                outer, _ = page_of_key(key, table, self.pages.page_size, self.tensors.k.shape[0])
         return self.tensors.k[outer, self.head, block], self.tensors.v[outer, self.head, block]
 
     @cute.jit

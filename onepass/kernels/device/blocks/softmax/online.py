@@ -25,7 +25,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from .....geometry.integers import maximum
 from ..memory.ptx import bits, exp2_on_fma_pipe
-from ..memory.untraced import Bundle
+from ..memory.untraced import Untraced
 from .sinks import weight_of_sink
 
 ROWS = 2  # rows of a thread
@@ -39,7 +39,7 @@ class Scores(NamedTuple):
     tanh_scale: Float32 | None  # 2 log2(e) * softmax_scale / softcap; None: no softcap
 
 
-class OnlineSoftmax(Bundle):
+class OnlineSoftmax(Untraced):
     """Running reference and sum of a thread's two rows.
 
     Args:

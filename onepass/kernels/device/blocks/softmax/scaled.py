@@ -31,7 +31,7 @@ from .....geometry.integers import maximum, minimum
 from .....geometry.tile_scheduler import LANES
 from ....config import p_exponent
 from ..memory.ptx import pack_four, power_below
-from ..memory.untraced import Bundle
+from ..memory.untraced import Untraced
 from ..memory.warp import broadcast
 from ..repair.rows import soft_cap
 from . import online as online_softmax
@@ -81,7 +81,7 @@ def tiles_of_page(tile_n: int) -> int:
     return 1 << (blocks * SCALE_BLOCK // tile_n).bit_length() - 1
 
 
-class KeyScales(Bundle):
+class KeyScales(Untraced):
     """The scales of K and V of one head, those of 32 blocks of keys at a time (a page), one in each lane of a warp.
 
     Tiles come last first. A step has no load and no logarithm of its own, only a broadcast of each scale; the next page

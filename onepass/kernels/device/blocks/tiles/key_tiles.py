@@ -18,8 +18,8 @@ from .....geometry.block_range import (
 )
 from .....geometry.integers import minimum
 from ..memory.layouts import at_head
-from ..repair import gradients as plain_gradients
-from ..repair.rows import VECTOR_BYTES, PlainTensors, row_sums, write_row
+from ..repair import gradients as repair_gradients
+from ..repair.rows import VECTOR_BYTES, SourceTensors, row_sums, write_row
 from ..softmax.mask import Geometry
 from ..softmax.online import Scores
 from .dq_sums import Accumulator
@@ -32,8 +32,8 @@ class KeyTile(NamedTuple):
 
     n_block: Int32
     head_kv: Int32
-    place_q: Int32  # batch entry; of packed sequences the first row
-    place_k: Int32
+    origin_q: Int32  # batch entry; of packed sequences the first row
+    origin_k: Int32
     rows_k: Int32  # of the tensors: dk and dv are written up to here
     first_m_block: Int32  # number of the sequence's first query block among those of a head
     geometry: Geometry
@@ -66,16 +66,16 @@ class KeyTiles:
         number = minimum(number, schedule.num_tiles - 1)
         first_m_block = Int32(0)
         if cutlass.const_expr(self.is_packed):
-            n_block, head, place_k, rows_k, place_q, seqlen_q, sequence, _ = schedule.find(number)
+            n_block, head, origin_k, rows_k, origin_q, seqlen_q, sequence, _ = schedule.find(number)
             num_blocks = cute.ceil_div(rows_k, self.tile_n)
-            first_m_block = place_q // self.tile_m + sequence
+            first_m_block = origin_q // self.tile_m + sequence
             entry = minimum(sequence, schedule.batch - 1)
         else:
-            n_block, head, place_q = tile_scheduler.tile_coord(
+            n_block, head, origin_q = tile_scheduler.tile_coord(
                 number, schedule.divisors, schedule.num_m_blocks, schedule.batch
             )
             num_blocks = schedule.num_m_blocks
-            place_k, entry = place_q, place_q
+            origin_k, entry = origin_q, origin_q
             seqlen_q, rows_k = seqlens.seqlen_q, seqlens.seqlen_k
         if cutlass.const_expr(not self.is_descending):
             n_block = num_blocks - 1 - n_block
@@ -83,7 +83,7 @@ class KeyTiles:
         geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
         n_start = n_block * self.tile_n
         blocks = query_blocks(n_start, n_start + self.tile_n, *geometry, self.tile_m)
-        return KeyTile(n_block, head, place_q, place_k, rows_k, first_m_block, geometry, *blocks)
+        return KeyTile(n_block, head, origin_q, origin_k, rows_k, first_m_block, geometry, *blocks)
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
         return at_head(t, m, head, place, self.is_packed)
@@ -114,7 +114,7 @@ class KeyTiles:
     @cute.jit
     def m_block_number(self, accumulator: Accumulator, tile: KeyTile, head: Int32, m_block: Int32) -> Int32:
         """Number of a block of query rows, see Accumulator."""
-        entry = Int32(0) if cutlass.const_expr(self.is_packed) else tile.place_q
+        entry = Int32(0) if cutlass.const_expr(self.is_packed) else tile.origin_q
         return (entry * accumulator.num_heads + head) * accumulator.blocks_per_head + tile.first_m_block + m_block
 
     @cute.jit
@@ -125,7 +125,7 @@ class KeyTiles:
         scale: Float32,
         first_key: Int32,
         ballots: tuple,
-        plain: PlainTensors,
+        plain: SourceTensors,
         accumulator: Accumulator,
         scores: Scores,
         of_v: cutlass.Constexpr[bool],
@@ -135,19 +135,19 @@ class KeyTiles:
 
         Args:
             first_key: of the warp's 16 in the sequence, known to be uniform.
-            ballots: of `plain_gradients.nan_rows`.
+            ballots: of `repair_gradients.nan_rows`.
         """
-        mK, mV = (self.at_head(t, t, tile.head_kv, tile.place_k) for t in (plain.k, plain.v))
+        mK, mV = (self.at_head(t, t, tile.head_kv, tile.origin_k) for t in (plain.k, plain.v))
         for i in cutlass.range(16, unroll=1):
-            if plain_gradients.has_nan(ballots, i):
+            if repair_gradients.has_nan(ballots, i):
                 key = first_key + i
                 low, high = queries_of_keys(key, key + 1, *tile.geometry)
                 acc = row_sums(gradient[key, None])
                 for h in cutlass.range(self.group, unroll=1):
                     head = tile.head_kv * self.group + h
-                    mQ, mdO = (self.at_head(t, t, head, tile.place_q) for t in (plain.q, plain.dout))
+                    mQ, mdO = (self.at_head(t, t, head, tile.origin_q) for t in (plain.q, plain.dout))
                     number = self.m_block_number(accumulator, tile, head, Int32(0))
                     stats = cute.domain_offset((number, 0), accumulator.stats)
                     rows = (mK[key, None], mV[key, None], mQ, mdO, stats)
-                    plain_gradients.add_queries(acc, *rows, low, high, *scores, of_v, vector_bytes)
+                    repair_gradients.add_queries(acc, *rows, low, high, *scores, of_v, vector_bytes)
                 write_row(gradient[key, None], acc, scale)

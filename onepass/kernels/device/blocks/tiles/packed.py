@@ -17,7 +17,7 @@ from .....geometry.integers import ceil_div, maximum, minimum, select
 from .....geometry.splits import part_blocks
 from .....geometry.tile_scheduler import LANES
 from ..memory import warp
-from ..memory.untraced import Bundle
+from ..memory.untraced import Untraced
 
 
 class Lengths(NamedTuple):
@@ -58,7 +58,7 @@ class PackedTile(NamedTuple):
     parts: Int32
 
 
-class PackedSchedule(Bundle):
+class PackedSchedule(Untraced):
     """A warp's view of the order of tiles.
 
     Args:

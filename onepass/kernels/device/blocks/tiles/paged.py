@@ -8,9 +8,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from .....geometry.integers import maximum, minimum
-from .....geometry.pages import place_of_key
+from .....geometry.pages import page_of_key
 from ..memory import warp
-from ..memory.untraced import Bundle
+from ..memory.untraced import Untraced
 
 
 class Pages(NamedTuple):
@@ -25,7 +25,7 @@ class Pages(NamedTuple):
         return self.table.shape[1] * self.page_size.divisor
 
 
-class PagedRows(Bundle):
+class PagedRows(Untraced):
     """A sequence's rows of one head, read as a tensor (seqlen, dim) is: [key, None] and [key, column].
 
     Args: m: (page_size, dim, num_pages), that head of all pages.
@@ -37,7 +37,7 @@ class PagedRows(Bundle):
 
     def __getitem__(self, coord: tuple) -> Any:
         key, column = coord
-        page, row = place_of_key(key, self.table, self.page_size, self.m.shape[2])
+        page, row = page_of_key(key, self.table, self.page_size, self.m.shape[2])
         return self.m[row, column, page]
 
     def row(self, key: Any, number: Any) -> Any:
@@ -45,7 +45,7 @@ class PagedRows(Bundle):
         return self[key, None]
 
 
-class PlacesAhead(Bundle):
+class PlacesAhead(Untraced):
     """Where the next keys lie that a warp loads: each lane has looked up one of them.
 
     Args: count: keys that are loaded together, at most as many as a warp has lanes.
@@ -61,7 +61,7 @@ class PlacesAhead(Bundle):
     def look_up(self, first: Int32, seqlen_k: Int32):
         """The keys first, first + 1, ..; what is none (from seqlen_k on, below 0) as the nearest key."""
         key = maximum(minimum(first + cute.arch.lane_idx() % self.count, seqlen_k - 1), 0)
-        page, row = place_of_key(key, self.table, self.page_size, self.num_pages)
+        page, row = page_of_key(key, self.table, self.page_size, self.num_pages)
         self.found[0], self.found[1] = page, row
 
     def of(self, number: Any) -> tuple[Any, Any]:
@@ -69,7 +69,7 @@ class PlacesAhead(Bundle):
         return warp.broadcast(self.found[0], number), warp.broadcast(self.found[1], number)
 
 
-class BoxPlaces(Bundle):
+class BoxPlaces(Untraced):
     """Where the boxes of rows lie that TMA loads: a lane looks up one of a block of keys.
 
     A block of V is loaded after the next block of K: its places are kept until then.
@@ -89,7 +89,7 @@ class BoxPlaces(Bundle):
         self.keep()
         lane = cute.arch.lane_idx() % self.boxes
         key = maximum(minimum((block * self.boxes + lane) * self.box_rows, seqlen_k - 1), 0)
-        page, row = place_of_key(key, self.pages.table[entry, None], self.pages.page_size, self.num_pages)
+        page, row = page_of_key(key, self.pages.table[entry, None], self.pages.page_size, self.num_pages)
         self.of_k[0], self.of_k[1] = page, row // self.box_rows
 
     @cute.jit

@@ -6,13 +6,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ..memory.untraced import Bundle
+from ..memory.untraced import Untraced
 from .named_barrier import NamedBarrier
 
 THREADS = 2 * 128  # of two warpgroups: one waits, the one before it arrives
 
 
-class Turns(Bundle):
+class Turns(Untraced):
     """A consumer warpgroup that may take turns.
 
     A subclass has takes_turns (at compile time), wg (its number) and num_warpgroups.

@@ -24,12 +24,12 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from .....geometry import tile_scheduler
-from ..memory.untraced import Bundle
+from ..memory.untraced import Untraced
 
 DRAW_AHEAD = 2  # key blocks: a draw takes about 1 us, a block of keys at least as long
 
 
-class TileQueue(Bundle):
+class TileQueue(Untraced):
     """A thread block's view of the order of tiles.
 
     Args:

@@ -13,7 +13,7 @@ from ....config import ROWS_PER_MMA, BackwardConfigSm80, column_block
 from ...blocks.memory import epilogue
 from ...blocks.memory.layouts import as_operand_a_of_mma, transposed
 from ...blocks.memory.ptx import pack
-from ...blocks.memory.untraced import Bundle
+from ...blocks.memory.untraced import Untraced
 from ..forward.gemms_16bit import Operand
 from .warps import COLUMNS_OF_STORE, Buffers, Mmas, Place
 
@@ -42,7 +42,7 @@ def make_tiled_mmas(config: BackwardConfigSm80, dtype: type[cutlass.Numeric]) ->
     )
 
 
-class BackwardGemms16Bit(Bundle):
+class BackwardGemms16Bit(Untraced):
     """GEMMs of all warps, each with a warp's part of the result in registers.
 
     Attributes:

@@ -13,7 +13,7 @@ from cutlass import Float32, Int32
 
 from ....config import ROWS_PER_MMA, BackwardConfigSm80
 from ...blocks.memory import epilogue
-from ...blocks.memory.untraced import Bundle
+from ...blocks.memory.untraced import Untraced
 from .. import tf32
 from ..tf32 import COLUMNS, STEPS, TERMS, VECTOR, Parts, lane_vectors
 from .warps import Buffers, Mmas, Place
@@ -35,7 +35,7 @@ def swizzle(row: Int32 | int):
     return ((row ^ (row >> 2)) & 1) << 1 | (row >> 1 & 1)
 
 
-class BackwardGemmsFloat32(Bundle):
+class BackwardGemmsFloat32(Untraced):
     """GEMMs of all warps, each with a warp's part of the result in registers.
 
     Attributes:

@@ -49,7 +49,7 @@ from .....problem import AttentionProblem
 from ....config import STAT_ROWS, BackwardConfigSm80
 from ...blocks.memory.layouts import as_batch_of_one, rows_first, smem_tiles
 from ...blocks.memory.ptx import draw, exit_if
-from ...blocks.repair.rows import PlainTensors
+from ...blocks.repair.rows import SourceTensors
 from ...blocks.softmax.online import Scores
 from ...blocks.tiles.dq_sums import Accumulator
 from ...blocks.tiles.key_tiles import KeyTile, KeyTiles
@@ -120,7 +120,7 @@ class BackwardSm80(KeyTiles):
         seqlen_k, _, num_heads_kv, batch = mK.shape
         num_n_blocks = None if self.is_packed else cute.ceil_div(seqlen_k, self.tile_n)
         self.kernel(
-            PlainTensors(mQ, mK, mV, mdO),
+            SourceTensors(mQ, mK, mV, mdO),
             rows_first(dk),
             rows_first(dv),
             Accumulator(dq_accum, stats, turns, None, blocks_per_head, mQ.shape[2]),
@@ -143,7 +143,7 @@ class BackwardSm80(KeyTiles):
     @cute.kernel
     def kernel(
         self,
-        tensors: PlainTensors,  # (seqlen, head_dim, num_heads, batch) each
+        tensors: SourceTensors,  # (seqlen, head_dim, num_heads, batch) each
         mdK: cute.Tensor,
         mdV: cute.Tensor,
         accumulator: Accumulator,
@@ -206,12 +206,12 @@ class BackwardSm80(KeyTiles):
     # ---------------------------------------------------------------- device: a tile
 
     @cute.jit
-    def compute(self, warps: BackwardWarps, loaders: tuple, tensors: PlainTensors, tile: KeyTile):
+    def compute(self, warps: BackwardWarps, loaders: tuple, tensors: SourceTensors, tile: KeyTile):
         load_k, load_v, _, _ = loaders
         num_steps = (tile.last - tile.first) * self.group
         warps.begin()
         if num_steps > 0:
-            mK, mV = (self.at_head(t, t, tile.head_kv, tile.place_k) for t in (tensors.k, tensors.v))
+            mK, mV = (self.at_head(t, t, tile.head_kv, tile.origin_k) for t in (tensors.k, tensors.v))
             for loader, m in ((load_k, mK), (load_v, mV)):
                 loader.load(m, tile.n_block * self.tile_n, tile.geometry.seqlen_k, 0)
             head, m_block = self.first_visit(tile)
@@ -238,12 +238,12 @@ class BackwardSm80(KeyTiles):
 
     @cute.jit
     def load_step(
-        self, warps: BackwardWarps, loaders: tuple, tensors: PlainTensors, tile: KeyTile, head, m_block, buffer
+        self, warps: BackwardWarps, loaders: tuple, tensors: SourceTensors, tile: KeyTile, head, m_block, buffer
     ):
         """Q, dO, lse and delta of a query block, as one group."""
         _, _, load_q, load_do = loaders
         for loader, t in ((load_q, tensors.q), (load_do, tensors.dout)):
-            m = self.at_head(t, t, head, tile.place_q)
+            m = self.at_head(t, t, head, tile.origin_q)
             loader.load(m, m_block * self.tile_m, tile.geometry.seqlen_q, buffer)
         thread, count = cute.arch.thread_idx()[0], STAT_ROWS * self.tile_m // STATS_VECTOR
         number = self.m_block_number(warps.accumulator, tile, head, m_block)

@@ -17,10 +17,10 @@ from .....geometry.tile_scheduler import LANES
 from ....config import ROWS_PER_MMA
 from ...blocks.memory.layouts import rows_and_columns
 from ...blocks.memory.ptx import add_one_to_global, add_to_global
-from ...blocks.memory.untraced import Bundle
+from ...blocks.memory.untraced import Untraced
 from ...blocks.memory.warp import broadcast
-from ...blocks.repair import gradients as plain_gradients
-from ...blocks.repair.rows import PlainTensors
+from ...blocks.repair import gradients as repair_gradients
+from ...blocks.repair.rows import SourceTensors
 from ...blocks.softmax.gradients import GradientScores, of_column
 from ...blocks.softmax.online import Scores
 from ...blocks.tiles.dq_sums import Accumulator, AdditionTurns
@@ -69,7 +69,7 @@ class Place(NamedTuple):
     queries_of_warp: int
 
 
-class BackwardWarps(Bundle, AdditionTurns, GradientScores):
+class BackwardWarps(Untraced, AdditionTurns, GradientScores):
     """dK and dV of a tile in registers, and S, P, dP, dS and dQ of a step."""
 
     def __init__(
@@ -82,7 +82,7 @@ class BackwardWarps(Bundle, AdditionTurns, GradientScores):
         accumulator: Accumulator,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
-        plain: PlainTensors | None,
+        plain: SourceTensors | None,
     ):
         config = self.config = kernel.config
         self.kernel, self.buffers, self.mmas = kernel, buffers, mmas
@@ -256,10 +256,10 @@ class BackwardWarps(Bundle, AdditionTurns, GradientScores):
 
     @cute.jit
     def store_gradient(self, tile: KeyTile, acc: cute.Tensor, m: cute.Tensor, scale: Float32) -> list:
-        """Returns: of each 16 keys of the warp `plain_gradients.nan_rows`, if pairs may be hidden."""
+        """Returns: of each 16 keys of the warp `repair_gradients.nan_rows`, if pairs may be hidden."""
         key_warps = self.config.dkv_key_warps
         column_warps, together = self.config.num_warps // key_warps, COLUMNS_OF_STORE // 8
-        gradient = self.kernel.at_head(m, m, tile.head_kv, tile.place_k)
+        gradient = self.kernel.at_head(m, m, tile.head_kv, tile.origin_k)
         weights = cute.make_rmem_tensor((2,), Float32)
         weights.fill(scale)
         found = []
@@ -273,7 +273,7 @@ class BackwardWarps(Bundle, AdditionTurns, GradientScores):
                 self.gemms.store_rows(part, weights, rows, is_row, self.lane_in_quad, first_block)
             if cutlass.const_expr(self.plain is not None):
                 part = self._part(acc, i, 0, cute.size(acc, mode=[2]))
-                found.append(plain_gradients.nan_rows(part, is_row))
+                found.append(repair_gradients.nan_rows(part, is_row))
         return found
 
     def _part(self, acc: cute.Tensor, i: int, first: int, count: int) -> cute.Tensor:
@@ -285,7 +285,7 @@ class BackwardWarps(Bundle, AdditionTurns, GradientScores):
     @cute.jit
     def recompute(self, tile: KeyTile, found: list, m: cute.Tensor, scale: Float32, of_v: cutlass.Constexpr[bool]):
         """The rows in which `store_gradient` has found a NaN."""
-        gradient = self.kernel.at_head(m, m, tile.head_kv, tile.place_k)
+        gradient = self.kernel.at_head(m, m, tile.head_kv, tile.origin_k)
         for i in cutlass.range_constexpr(len(found)):
             if found[i][0] | found[i][1] != 0:
                 first_key = cute.arch.make_warp_uniform(broadcast(self.first_key(tile, i), 0))

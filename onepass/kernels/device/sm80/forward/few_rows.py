@@ -32,7 +32,7 @@ from cutlass import Boolean, Float32, Int32
 from .....geometry.integers import ceil_div
 from .....geometry.tile_scheduler import LANES
 from ...blocks.memory.layouts import rows_and_columns
-from ...blocks.repair import rows as plain_rows
+from ...blocks.repair import rows as repair_rows
 from ...blocks.tiles.paged import KnownRows, PlacesAhead
 from ..loads import RowLoader
 from .kernel import ForwardSm80
@@ -68,8 +68,8 @@ class KeyWarps(Warps):
         if self.pages is None:
             return super().keys_and_values(tile)
         k, v, head = self.tensors.k, self.tensors.v, self.kernel.head_kv(tile)
-        places = PlacesAhead(self.pages, tile.place_k, k.shape[3], self.tile_n)
-        return tuple(KnownRows(t[None, None, head, None], self.pages, tile.place_k, places) for t in (k, v))
+        places = PlacesAhead(self.pages, tile.origin_k, k.shape[3], self.tile_n)
+        return tuple(KnownRows(t[None, None, head, None], self.pages, tile.origin_k, places) for t in (k, v))
 
     # ---------------------------------------------------------------- end of a tile
 
@@ -95,7 +95,7 @@ class KeyWarps(Warps):
             else:
                 mO = self.mO
                 out_rows = [
-                    self.kernel.at_head(mO, mO, head, tile.place_q)[position, None] for position, head, _ in rows
+                    self.kernel.at_head(mO, mO, head, tile.origin_q)[position, None] for position, head, _ in rows
                 ]
                 self._store_columns(i, shares, weights, out_rows, is_row)
 
@@ -114,7 +114,7 @@ class KeyWarps(Warps):
                 self.sState[1, lane, 2 * i + r, self.warp] = self.softmax[i].row_sum[r]
             # as in `Warps.store`: V of a hidden key may have brought it
             if cutlass.const_expr(self.kernel.has_mask or self.kernel.dtype is Float32):
-                has_nan = has_nan or plain_rows.has_nan(self.o[i], self.row_of(tile, i, 0)[2])
+                has_nan = has_nan or repair_rows.has_nan(self.o[i], self.row_of(tile, i, 0)[2])
         if lane == 0:
             self.sHasNan[self.warp] = Int32(has_nan)
 

@@ -13,7 +13,7 @@ from ....config import ROWS_PER_MMA, ForwardConfigSm80
 from ...blocks.memory import epilogue
 from ...blocks.memory.layouts import as_operand_a_of_mma, transposed
 from ...blocks.memory.ptx import pack
-from ...blocks.memory.untraced import Bundle
+from ...blocks.memory.untraced import Untraced
 
 
 def make_tiled_mma(config: ForwardConfigSm80, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
@@ -40,7 +40,7 @@ class Operand(NamedTuple):
         cute.copy(self.copy, self.source[None, None, k, buffer], self.target[None, None, k])
 
 
-class Gemms16Bit(Bundle):
+class Gemms16Bit(Untraced):
     """S = Q K^T and O += P V of a warp's query rows, with S, P and O in registers.
 
     Attributes:

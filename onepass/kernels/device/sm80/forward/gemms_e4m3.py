@@ -12,11 +12,11 @@ from ....config import ROWS_PER_MMA
 from ...blocks.memory import e4m3, epilogue
 from ...blocks.memory.layouts import as_operand_a_of_mma, transposed
 from ...blocks.memory.ptx import pack, pack_pair
-from ...blocks.memory.untraced import Bundle
+from ...blocks.memory.untraced import Untraced
 from .gemms_16bit import Operand
 
 
-class GemmsE4M3(Bundle):
+class GemmsE4M3(Untraced):
     """S = Q K^T and O += P V of a warp's query rows, with S, P and O in registers.
 
     Q is there, too, or (without q_in_registers) in shared memory in fp16, a lane's four registers of each 16 columns

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32
 
 from ....config import ROWS_PER_MMA, ForwardConfigSm80
 from ...blocks.memory import epilogue
-from ...blocks.memory.untraced import Bundle
+from ...blocks.memory.untraced import Untraced
 from .. import tf32
 from ..tf32 import STEPS, VECTOR, Parts, lane_vectors
 
@@ -18,7 +18,7 @@ def make_tiled_mma(config: ForwardConfigSm80, dtype: type[cutlass.Numeric]) -> c
     return tf32.make_tiled_mma(config.num_warps)
 
 
-class GemmsFloat32(Bundle):
+class GemmsFloat32(Untraced):
     """S = Q K^T and O += P V of a warp's query rows, with S, P (in the same registers) and O in registers.
 
     Attributes:

@@ -54,7 +54,7 @@ from ...blocks.memory.layouts import (
     smem_tiles,
 )
 from ...blocks.memory.ptx import exit_if
-from ...blocks.repair.rows import PlainTensors
+from ...blocks.repair.rows import SourceTensors
 from ...blocks.softmax.cache_scales import CacheDescales, DescaleTensors
 from ...blocks.softmax.mask import Geometry
 from ...blocks.softmax.online import Scores
@@ -161,7 +161,7 @@ class ForwardSm80:
         num_heads, batch = mQ.shape[2] // self.group, mQ.shape[3]
         num_m_blocks = None if self.is_packed else cute.ceil_div(mQ.shape[0], self.positions)
         self.kernel(
-            PlainTensors(mQ, mK, mV),
+            SourceTensors(mQ, mK, mV),
             mO,
             mLSE,
             sinks,
@@ -185,7 +185,7 @@ class ForwardSm80:
     @cute.kernel
     def kernel(
         self,
-        tensors: PlainTensors,  # (seqlen, head_dim, num_heads, batch) each
+        tensors: SourceTensors,  # (seqlen, head_dim, num_heads, batch) each
         mO: cute.Tensor,  # (seqlen_q, head_dim_v, num_heads_q, batch)
         mLSE: cute.Tensor,  # (seqlen_q, 1, num_heads_q, batch)
         mSinks: cute.Tensor | None,
@@ -232,7 +232,7 @@ class ForwardSm80:
         )
         descales = None
         if cutlass.const_expr(descale_tensors is not None):
-            place, head, tile_n = tile.place_k, self.head_kv(tile), self.config.tile_n
+            place, head, tile_n = tile.origin_k, self.head_kv(tile), self.config.tile_n
             descales = CacheDescales(descale_tensors, pages, place, head, tile_n, self.descales_by_block)
         sinks = None if cutlass.const_expr(mSinks is None) else Sinks(mSinks, lengths.cu_seqlens_q)
         warps = self.make_warps(self, sQ, sK, sV, tiled_mma, scores, tensors, mO, mLSE, sinks, pages, descales)
@@ -250,16 +250,16 @@ class ForwardSm80:
     @cute.jit
     def tile_at(self, number: Int32, schedule, seqlens: Sequences) -> Tile:
         if cutlass.const_expr(self.is_packed):
-            m_block, head, place_q, seqlen_q, place_k, seqlen_k, _, _ = schedule.find(number)
+            m_block, head, origin_q, seqlen_q, origin_k, seqlen_k, _, _ = schedule.find(number)
         else:
             coord = tile_scheduler.tile_coord(number, schedule.divisors, schedule.num_m_blocks, schedule.batch)
-            m_block, head, place_q = coord
-            place_k = place_q
-            seqlen_q, seqlen_k = seqlens.seqlen_q, used_keys(seqlens.lengths, place_k, seqlens.seqlen_k)
+            m_block, head, origin_q = coord
+            origin_k = origin_q
+            seqlen_q, seqlen_k = seqlens.seqlen_q, used_keys(seqlens.lengths, origin_k, seqlens.seqlen_k)
         geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
         m_start = m_block * self.positions
         blocks = key_blocks(m_start, minimum(m_start + self.positions, seqlen_q), *geometry, self.config.block_keys)
-        return Tile(m_block, head, place_q, place_k, geometry, blocks)
+        return Tile(m_block, head, origin_q, origin_k, geometry, blocks)
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
         """Of queries: q, out and lse."""
@@ -294,7 +294,7 @@ class ForwardSm80:
     # ---------------------------------------------------------------- device: a tile
 
     @cute.jit
-    def compute(self, warps: Warps, loaders: tuple, tensors: PlainTensors, tile: Tile):
+    def compute(self, warps: Warps, loaders: tuple, tensors: SourceTensors, tile: Tile):
         """The keys, last block first: cut by the right edge of the mask, clear, cut by its left edge."""
         mK, mV = warps.keys_and_values(tile)
         first, clear_first, clear_last, last = tile.blocks
@@ -326,10 +326,10 @@ class ForwardSm80:
         """Q of the tile, as a group of its own."""
         m_start, seqlen_q = tile.m_block * self.positions, tile.geometry.seqlen_q
         if cutlass.const_expr(self.group == 1):
-            loader.load(self.at_head(q, q, tile.head, tile.place_q), m_start, seqlen_q, 0)
+            loader.load(self.at_head(q, q, tile.head, tile.origin_q), m_start, seqlen_q, 0)
         else:
             packed = pack_heads(q, self.group)
-            loader.load_packed(self.at_head(packed, packed, tile.head, tile.place_q), self.group, m_start, seqlen_q)
+            loader.load_packed(self.at_head(packed, packed, tile.head, tile.origin_q), self.group, m_start, seqlen_q)
         cute.arch.cp_async_commit_group()
 
     @cute.jit

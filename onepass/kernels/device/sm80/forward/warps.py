@@ -18,11 +18,11 @@ from .....geometry.pack_gqa import unpack_row
 from ....config import ROWS_PER_MMA
 from ...blocks.memory import epilogue
 from ...blocks.memory.layouts import rows_and_columns
-from ...blocks.memory.untraced import Bundle
+from ...blocks.memory.untraced import Untraced
 from ...blocks.memory.warp import broadcast
 from ...blocks.repair import e4m3_rows
-from ...blocks.repair import rows as plain_rows
-from ...blocks.repair.rows import PlainTensors, soft_cap
+from ...blocks.repair import rows as repair_rows
+from ...blocks.repair.rows import SourceTensors, soft_cap
 from ...blocks.softmax import mask
 from ...blocks.softmax.cache_scales import CacheDescales
 from ...blocks.softmax.mask import Geometry
@@ -36,13 +36,13 @@ class Tile(NamedTuple):
 
     m_block: Int32
     head: Int32
-    place_q: Int32  # batch entry; of packed sequences the first row
-    place_k: Int32  # likewise; of a cache the batch entry
+    origin_q: Int32  # batch entry; of packed sequences the first row
+    origin_k: Int32  # likewise; of a cache the batch entry
     geometry: Geometry
     blocks: KeyBlocks
 
 
-class Warps(Bundle):
+class Warps(Untraced):
     """S, P and O of a warp's query rows in registers; Q there or, as K and V, in shared memory."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Warps(Bundle):
         sV,
         tiled_mma,
         scores: Scores,
-        tensors: PlainTensors,
+        tensors: SourceTensors,
         mO,
         mLSE,
         sinks: Sinks | None,
@@ -144,8 +144,8 @@ class Warps(Bundle):
         """K and V of the tile's head and sequence, (seqlen, dim) each."""
         k, v, head = self.tensors.k, self.tensors.v, self.kernel.head_kv(tile)
         if self.pages is None:
-            return tuple(self.kernel.keys_at_head(t, head, tile.place_k) for t in (k, v))
-        return tuple(PagedRows(t[None, None, head, None], self.pages, tile.place_k) for t in (k, v))
+            return tuple(self.kernel.keys_at_head(t, head, tile.origin_k) for t in (k, v))
+        return tuple(PagedRows(t[None, None, head, None], self.pages, tile.origin_k) for t in (k, v))
 
     def row_of(self, tile: Tile, i: int, r: int) -> tuple:
         """Row r (0 or 1) of this thread in its i-th 16-row tile: position in the sequence, head, and whether there is
@@ -170,7 +170,7 @@ class Warps(Bundle):
         for row in cutlass.range(cute.arch.thread_idx()[0], self.tile_m, self.config.num_threads, unroll=1):
             position, head, is_row = self.unpack(tile, row)
             if is_row:
-                self.kernel.at_head(self.mLSE, self.mLSE, head, tile.place_q)[position, 0] = -Float32.inf
+                self.kernel.at_head(self.mLSE, self.mLSE, head, tile.origin_q)[position, 0] = -Float32.inf
 
     @cute.jit
     def store(self, tile: Tile):
@@ -182,11 +182,11 @@ class Warps(Bundle):
             is_row = [exists for _, _, exists in rows]
             weights = cute.make_rmem_tensor((2,), Float32)
             self.finish_rows(tile, i, rows, is_row, weights)
-            out_rows = [at_head(self.mO, self.mO, head, tile.place_q)[position, None] for position, head, _ in rows]
+            out_rows = [at_head(self.mO, self.mO, head, tile.origin_q)[position, None] for position, head, _ in rows]
             self.gemms.store_rows(self.o[i], weights, out_rows, is_row, self.lane_in_quad)
             # a float32 infinity of V has no low part but NaN
             if cutlass.const_expr(self.kernel.has_mask or self.kernel.dtype is Float32):
-                if plain_rows.has_nan(self.o[i], is_row[0]):
+                if repair_rows.has_nan(self.o[i], is_row[0]):
                     cute.arch.sync_warp()  # other lanes write the same rows again
                     self.recompute(tile, i, weights)
 
@@ -206,10 +206,10 @@ class Warps(Bundle):
                 softmax.row_max[r] = softmax.row_max[r] / self.natural_scale
             sink = None
             if cutlass.const_expr(self.sinks is not None):
-                sink = self.sinks.of_row(head, tile.place_q)
+                sink = self.sinks.of_row(head, tile.origin_q)
             weight, lse = finish(softmax.row_max[r], softmax.row_sum[r], self.scores.scale_log2, sink)
             weights[r] = weight
-            mLSE = self.kernel.at_head(self.mLSE, self.mLSE, head, tile.place_q)[None, 0]
+            mLSE = self.kernel.at_head(self.mLSE, self.mLSE, head, tile.origin_q)[None, 0]
             epilogue.store_lse(lse, mLSE, position, writes_lse[r], self.lane_in_quad)
 
     @cute.jit
@@ -234,7 +234,7 @@ class Warps(Bundle):
             reference = broadcast(row_max[0] if is_upper else row_max[1], lane)
             weight = broadcast(weights[0] if is_upper else weights[1], lane)
             if is_row:
-                mQ, mO = (at_head(t, t, head, tile.place_q) for t in (self.tensors.q, self.mO))
+                mQ, mO = (at_head(t, t, head, tile.origin_q) for t in (self.tensors.q, self.mO))
                 low, high = key_range(position, position + 1, *geometry)
                 if cutlass.const_expr(self.kernel.is_split):
                     low = maximum(low, tile.blocks.first * self.config.block_keys)
@@ -244,4 +244,4 @@ class Warps(Bundle):
                 if cutlass.const_expr(self.kernel.has_e4m3_cache):
                     e4m3_rows.recompute_row(*given, self.descales)
                 else:
-                    plain_rows.recompute_row(*given, self.config.vector_bytes)
+                    repair_rows.recompute_row(*given, self.config.vector_bytes)

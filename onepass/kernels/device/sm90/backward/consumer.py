@@ -29,7 +29,7 @@ from ...blocks.memory.clear import clear_rows
 from ...blocks.memory.layouts import as_operand_a, rows_and_columns, transposed
 from ...blocks.memory.ptx import add_to_global, load_past_l1, pack
 from ...blocks.memory.warp import broadcast
-from ...blocks.repair import gradients as plain_gradients
+from ...blocks.repair import gradients as repair_gradients
 from ...blocks.softmax.gradients import GradientScores, of_column
 from ...blocks.tiles.dq_sums import AdditionTurns
 from ...blocks.tiles.named_barrier import NamedBarrier
@@ -176,7 +176,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
 
     def wait_for_zeros(self, tile):
         group = self.kernel.group
-        wait_for_zeros(self.accumulator, tile.place_q, tile.head_kv * group, group)
+        wait_for_zeros(self.accumulator, tile.origin_q, tile.head_kv * group, group)
 
     @cute.jit
     def step(
@@ -456,12 +456,12 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         is_row = [row < tile.geometry.seqlen_q for row in rows]
         weights = cute.make_rmem_tensor((2,), Float32)
         weights.fill(self.softmax_scale)
-        gradient = self.kernel.at_head(self.mdQ, self.mdQ, head, tile.place_q)
+        gradient = self.kernel.at_head(self.mdQ, self.mdQ, head, tile.origin_q)
         out_rows = [gradient[row, None] for row in rows]
         first_block = 0 if self.is_dq_by_rows else self.wg * (self.kernel.dq_columns // 8)
         epilogue.store_rows(rows_and_columns(acc_dq), weights, out_rows, is_row, self.lane_in_quad, first_block)
         if cutlass.const_expr(self.plain is not None):
-            ballots = plain_gradients.nan_rows(rows_and_columns(acc_dq), is_row)
+            ballots = repair_gradients.nan_rows(rows_and_columns(acc_dq), is_row)
             self.nan_in_dq[0] = self.nan_in_dq[0] | ballots[0] | ballots[1]
 
     @cute.jit
@@ -482,11 +482,11 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         Of sequences as short as with private_dq it is not worth remembering which rows have a NaN.
         """
         at_head, plain = self.kernel.at_head, self.plain
-        mK, mV = (at_head(t, t, tile.head_kv, tile.place_k) for t in (plain.k, plain.v))
+        mK, mV = (at_head(t, t, tile.head_kv, tile.origin_k) for t in (plain.k, plain.v))
         first_row = cute.arch.make_warp_uniform(self.row_of_dq() - self.lane // 4)
         for h in cutlass.range(self.kernel.group, unroll=1):
             head = tile.head_kv * self.kernel.group + h
-            mQ, mdO, dq = (at_head(t, t, head, tile.place_q) for t in (plain.q, plain.dout, self.mdQ))
+            mQ, mdO, dq = (at_head(t, t, head, tile.origin_q) for t in (plain.q, plain.dout, self.mdQ))
             number = self.kernel.m_block_number(self.accumulator, tile, head, Int32(0))
             rows = (mQ, mdO, mK, mV, cute.domain_offset((number, 0), self.accumulator.stats))
             for m_block in cutlass.range(tile.first, tile.last, unroll=1):
@@ -495,7 +495,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
                 end = minimum(start + 16, tile.geometry.seqlen_q)
                 if is_last:
                     for query in cutlass.range(start, end, unroll=1):
-                        plain_gradients.recompute_dq(dq, query, *rows, tile.geometry, *self.scores, self.softmax_scale)
+                        repair_gradients.recompute_dq(dq, query, *rows, tile.geometry, *self.scores, self.softmax_scale)
 
     def store_dv(self, tile):
         self.store_gradient(tile, self.acc_dv, self.mdV, Float32(1.0), True)
@@ -509,11 +509,11 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         is_row = [row < tile.rows_k for row in rows]
         weights = cute.make_rmem_tensor((2,), Float32)
         weights.fill(scale)
-        gradient = self.kernel.at_head(m, m, tile.head_kv, tile.place_k)
+        gradient = self.kernel.at_head(m, m, tile.head_kv, tile.origin_k)
         out_rows = [gradient[row, None] for row in rows]
         epilogue.store_rows(rows_and_columns(acc), weights, out_rows, is_row, self.lane_in_quad)
         if cutlass.const_expr(self.plain is not None):
-            ballots = plain_gradients.nan_rows(rows_and_columns(acc), is_row)
+            ballots = repair_gradients.nan_rows(rows_and_columns(acc), is_row)
             if ballots[0] | ballots[1] != 0:
                 cute.arch.sync_warp()  # other lanes write the same rows again
                 # known to be uniform: see Warpgroup.recompute

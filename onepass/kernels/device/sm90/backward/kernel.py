@@ -43,7 +43,7 @@ from .....problem import AttentionProblem
 from ....config import DS_BUFFERS, REGISTERS, ROWS_PER_WARPGROUP, STAT_ROWS, BackwardConfig
 from ...blocks.memory.layouts import as_batch_of_one, one_tile, rows_first, smem_tiles
 from ...blocks.memory.ptx import exit_if
-from ...blocks.repair.rows import PlainTensors
+from ...blocks.repair.rows import SourceTensors
 from ...blocks.softmax.online import Scores
 from ...blocks.tiles.dq_sums import Accumulator
 from ...blocks.tiles.key_tiles import KeyTiles
@@ -143,7 +143,7 @@ class BackwardSm90(KeyTiles):
         seqlen_k, _, num_heads_kv, batch = mK.shape
         plain = None
         if cutlass.const_expr(self.hides_pairs):
-            plain = PlainTensors(*(rows_first(t) for t in (q, k, v, dout)))
+            plain = SourceTensors(*(rows_first(t) for t in (q, k, v, dout)))
         num_n_blocks = None if self.is_packed else cute.ceil_div(seqlen_k, self.tile_n)
         schedule = make_schedule(num_n_blocks, num_heads_kv, batch, heads_per_section)
         self.kernel(
@@ -213,7 +213,7 @@ class BackwardSm90(KeyTiles):
         mdK: cute.Tensor,  # (seqlen_k, head_dim, num_heads_kv, batch)
         mdV: cute.Tensor,
         mdQ: cute.Tensor | None,
-        plain: PlainTensors | None,  # with hidden pairs only
+        plain: SourceTensors | None,  # with hidden pairs only
         accumulator: Accumulator,
         lengths: Lengths,
         softmax_scale: Float32,

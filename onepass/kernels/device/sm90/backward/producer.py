@@ -8,11 +8,11 @@ from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from ....config import ROWS_PER_WARPGROUP
-from ...blocks.memory.untraced import Bundle
+from ...blocks.memory.untraced import Untraced
 from ...blocks.tiles.queue import DRAW_AHEAD
 
 
-class BackwardProducer(Bundle):
+class BackwardProducer(Untraced):
     """Loads of the tiles of one thread block. Each waits until its buffer is empty, then fills it."""
 
     def __init__(self, kernel, k, v, q, do, sStats, accumulator, pipes):
@@ -53,7 +53,7 @@ class BackwardProducer(Bundle):
             for i in cutlass.range(num_steps, unroll=1):
                 if i == num_steps - DRAW_AHEAD:
                     queue.want_next()
-                self._load(self.pipes.do, do_state, self.do, head, tile.place_q, m_block, do_state.index)
+                self._load(self.pipes.do, do_state, self.do, head, tile.origin_q, m_block, do_state.index)
                 do_state.advance()
                 head, m_block = self.kernel.next_visit(tile, head, m_block)
                 if i < num_steps - 1:
@@ -74,7 +74,7 @@ class BackwardProducer(Bundle):
     def _load_kv(self, pipe, what, tile, state):
         """The tile's rows, in tiles of 64."""
         atom, m, tg, ts = what
-        source = self.kernel.at_head(tg, m, tile.head_kv, tile.place_k)
+        source = self.kernel.at_head(tg, m, tile.head_kv, tile.origin_k)
         pipe.producer_acquire(state)
         barrier = pipe.producer_get_barrier(state)
         for w in cutlass.range_constexpr(self.kernel.key_tiles):
@@ -84,7 +84,7 @@ class BackwardProducer(Bundle):
     @cute.jit
     def _load_q(self, tile, head: Int32, m_block: Int32, state):
         """Q and the lse and delta of its rows."""
-        self._load(self.pipes.q, state, self.q, head, tile.place_q, m_block, state.index)
+        self._load(self.pipes.q, state, self.q, head, tile.origin_q, m_block, state.index)
         number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         with cute.arch.elect_one():

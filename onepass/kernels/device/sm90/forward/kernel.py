@@ -61,7 +61,7 @@ from ...blocks.memory.layouts import (
     splits_as_batch,
 )
 from ...blocks.memory.ptx import exit_if
-from ...blocks.repair.rows import PlainTensors
+from ...blocks.repair.rows import SourceTensors
 from ...blocks.softmax.mask import Geometry
 from ...blocks.softmax.online import Scores
 from ...blocks.softmax.scaled import DescaleTensors
@@ -224,7 +224,7 @@ class ForwardSm90:
             mV,
             rows_first(out),
             rows_first_of_lse(lse),
-            PlainTensors(*(rows_first(t) for t in (float32 if cutlass.const_expr(self.num_parts > 1) else (q, k, v))))
+            SourceTensors(*(rows_first(t) for t in (float32 if cutlass.const_expr(self.num_parts > 1) else (q, k, v))))
             if cutlass.const_expr(float32 is not None or (self.has_mask and not self.is_fp8))
             else None,
             sinks,
@@ -287,7 +287,7 @@ class ForwardSm90:
         mV: cute.Tensor,
         mO: cute.Tensor,  # (seqlen_q, head_dim_v, num_heads_q, batch)
         mLSE: cute.Tensor,  # (seqlen_q, 1, num_heads_q, batch)
-        plain: PlainTensors | None,  # with a mask, and of float32
+        plain: SourceTensors | None,  # with a mask, and of float32
         mSinks: cute.Tensor | None,
         lengths: Lengths,
         pages: Pages | None,
@@ -404,17 +404,17 @@ class ForwardSm90:
         if cutlass.const_expr(not exists):
             number = minimum(number, schedule.num_tiles - 1)
         if cutlass.const_expr(self.is_packed):
-            m_block, head, place_q, seqlen_q, place_k, seqlen_k, sequence, parts = schedule.find(number)
-            split, place_out = None, place_q
+            m_block, head, origin_q, seqlen_q, origin_k, seqlen_k, sequence, parts = schedule.find(number)
+            split, origin_out = None, origin_q
             if cutlass.const_expr(self.is_split):
                 split, head = divmod(head, schedule.num_heads)
-                place_out = place_q + split * schedule.total_q
+                origin_out = origin_q + split * schedule.total_q
         else:
             coord = tile_scheduler.tile_coord(number, schedule.divisors, schedule.num_m_blocks, schedule.batch)
-            m_block, head, place_out = coord
-            split, place_q = divmod(place_out, schedule.entries) if self.is_split else (None, place_out)
-            place_k, sequence, parts = place_q, None, None
-            seqlen_q, seqlen_k = seqlens.seqlen_q, used_keys(seqlens.lengths, place_k, seqlens.seqlen_k)
+            m_block, head, origin_out = coord
+            split, origin_q = divmod(origin_out, schedule.entries) if self.is_split else (None, origin_out)
+            origin_k, sequence, parts = origin_q, None, None
+            seqlen_q, seqlen_k = seqlens.seqlen_q, used_keys(seqlens.lengths, origin_k, seqlens.seqlen_k)
         geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
         tile_m = self.tile_m * self.cluster_size
         m_start = m_block * tile_m
@@ -434,7 +434,7 @@ class ForwardSm90:
             blocks = visited_blocks(blocks, ceil_div(seqlen_k, self.tile_n))
         sequence = sequence if self.is_scaled else None
         parts = parts if self.is_split and self.is_packed else None
-        return Tile(m_block, head, place_q, place_k, geometry, *blocks, sequence, place_out, parts)
+        return Tile(m_block, head, origin_q, origin_k, geometry, *blocks, sequence, origin_out, parts)
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
         """Of queries: q, out and lse."""

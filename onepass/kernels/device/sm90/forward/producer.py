@@ -9,12 +9,12 @@ from cutlass.cute.nvgpu import cpasync
 
 from .....problem import V_KEYS
 from ...blocks.memory.layouts import row_boxes
-from ...blocks.memory.untraced import Bundle
+from ...blocks.memory.untraced import Untraced
 from ...blocks.tiles.paged import BoxPlaces
 from ...blocks.tiles.queue import DRAW_AHEAD
 
 
-class Producer(Bundle):
+class Producer(Untraced):
     """Loads of the tiles of one thread block.
 
     Every load waits until its buffer is empty, then fills it; the caller advances the state.
@@ -83,7 +83,7 @@ class Producer(Bundle):
             n_block = tile.last - 1
             for part in cutlass.range_constexpr(parts - 1, -1, -1):
                 self.look_up(tile, n_block)
-                self.load_k(head_kv, tile.place_k, n_block * parts + part, k_state)
+                self.load_k(head_kv, tile.origin_k, n_block * parts + part, k_state)
                 k_state.advance()
                 if cutlass.const_expr(part == parts - 1):
                     self.load_q(tile, wave)
@@ -99,11 +99,11 @@ class Producer(Bundle):
                     queue.want_next()
                 for part in cutlass.range_constexpr(parts - 1, -1, -1):
                     self.look_up(tile, n_block - 1 - i)
-                    self.load_k(head_kv, tile.place_k, (n_block - 1 - i) * parts + part, k_state)
+                    self.load_k(head_kv, tile.origin_k, (n_block - 1 - i) * parts + part, k_state)
                     k_state.advance()
-                    self.load_v(head_kv, self.place_v(tile), (n_block - i) * parts + part, v_state)
+                    self.load_v(head_kv, self.origin_v(tile), (n_block - i) * parts + part, v_state)
                     v_state.advance()
-            v_block, v_head, v_place = tile.first, head_kv, self.place_v(tile)
+            v_block, v_head, v_place = tile.first, head_kv, self.origin_v(tile)
             wave += 1
             number = queue.take(wave)
         if cutlass.const_expr(self.kernel.is_paged):
@@ -120,16 +120,16 @@ class Producer(Bundle):
     def head_kv(self, tile) -> Int32:
         return tile.head // self.kernel.tile_heads_per_kvhead
 
-    def place_v(self, tile) -> Int32:
-        """As tile.place_k, of V: packed sequences begin elsewhere with their keys last."""
+    def origin_v(self, tile) -> Int32:
+        """As tile.origin_k, of V: packed sequences begin elsewhere with their keys last."""
         if tile.sequence is None or not self.kernel.loads_keys_last:
-            return tile.place_k
-        return (tile.place_k // V_KEYS + tile.sequence) * V_KEYS
+            return tile.origin_k
+        return (tile.origin_k // V_KEYS + tile.sequence) * V_KEYS
 
     @cute.jit
     def load_q(self, tile, wave: Int32):
         """Q of the tile, which is the thread block's wave-th, for each consumer warpgroup."""
-        sources = [self.kernel.at_head(t, self.mQ, tile.head, tile.place_q) for t in self.tQgQ]
+        sources = [self.kernel.at_head(t, self.mQ, tile.head, tile.origin_q) for t in self.tQgQ]
         for w in cutlass.range_constexpr(self.kernel.num_warpgroups):
             state = as_producer(self.kernel.q_state(w, wave))
             block = tile.m_block * self.kernel.num_warpgroups + w
@@ -139,7 +139,7 @@ class Producer(Bundle):
     def look_up(self, tile, block: Int32):
         """Where K of this block lies, if in pages, before it is loaded."""
         if cutlass.const_expr(self.kernel.is_paged):
-            self.places.look_up(tile.place_k, block, tile.geometry.seqlen_k)
+            self.places.look_up(tile.origin_k, block, tile.geometry.seqlen_k)
 
     @cute.jit
     def load_k(self, head_kv: Int32, place: Int32, block: Int32, state):

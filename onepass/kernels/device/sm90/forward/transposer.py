@@ -22,7 +22,7 @@ from cutlass import Int32, pipeline
 
 from .....geometry.integers import select
 from ...blocks.memory.ptx import load_transposed, permute_bytes, store_matrices
-from ...blocks.memory.untraced import Bundle
+from ...blocks.memory.untraced import Untraced
 from .producer import as_producer
 
 FIRST_WARP, WARPS = 2, 2  # of the producer's warpgroup
@@ -86,7 +86,7 @@ def step_of_keys(place, step: int, keys: int, head_dim_v: int):
     return (place ^ in_row * COLUMNS) + block * (head_dim_v * row_bytes(keys))
 
 
-class Transposer(Bundle):
+class Transposer(Untraced):
     """One of the warps that transpose, each every WARPS-th block of 16 columns."""
 
     def __init__(self, keys: int, head_dim_v: int, raw: Int32, target: Int32, ahead: int):
@@ -129,7 +129,7 @@ def state_of(fill: Int32, stages: int) -> pipeline.PipelineState:
     return pipeline.PipelineState(stages, Int32(0), Int32(index), Int32(times & 1))
 
 
-class TransposingWarp(Bundle):
+class TransposingWarp(Untraced):
     """What such a warp does with all tiles of a thread block."""
 
     def __init__(self, kernel, sRaw, sV, raw_pipe, v_pipe):

@@ -22,7 +22,7 @@ from ...blocks.memory.clear import clear_keys, clear_rows
 from ...blocks.memory.layouts import as_operand_a, rows_and_columns, transposed
 from ...blocks.memory.ptx import add_here, pack, pack_parts
 from ...blocks.memory.warp import broadcast
-from ...blocks.repair import rows as plain_rows
+from ...blocks.repair import rows as repair_rows
 from ...blocks.repair.rows import VECTOR_BYTES, soft_cap
 from ...blocks.softmax import mask
 from ...blocks.softmax import scaled as fp8
@@ -42,15 +42,15 @@ class Tile(NamedTuple):
 
     m_block: Int32
     head: Int32
-    place_q: Int32  # batch entry; of packed sequences the first row
-    place_k: Int32  # likewise; of a cache the batch entry
+    origin_q: Int32  # batch entry; of packed sequences the first row
+    origin_k: Int32  # likewise; of a cache the batch entry
     geometry: Geometry
     first: Int32
     clear_first: Int32
     clear_last: Int32
     last: Int32
     sequence: Int32 | None  # of packed sequences in FP8
-    place_out: Int32  # as place_q, of out and lse: of splits their own entry or row
+    origin_out: Int32  # as origin_q, of out and lse: of splits their own entry or row
     parts: Int32 | None  # of packed sequences in splits, those of this one
 
     @property
@@ -264,8 +264,8 @@ class Warpgroup(Turns):
 
     @cute.jit
     def load_row_scales(self, tile: Tile):
-        scales = fp8.scales_of_entry(self.descales.q, tile.place_q, tile.sequence)
-        first = fp8.first_block(tile.place_q, tile.sequence, self.descales.q_block)
+        scales = fp8.scales_of_entry(self.descales.q, tile.origin_q, tile.sequence)
+        first = fp8.first_block(tile.origin_q, tile.sequence, self.descales.q_block)
         for r in cutlass.range_constexpr(2):
             position, head, is_row = self.row_of(tile, self.row_in_tile + 8 * r)
             scale = Float32(0.0)
@@ -277,8 +277,8 @@ class Warpgroup(Turns):
     def head_scales(self, tile: Tile) -> tuple:
         """FP8: of all keys of a tile's head, and which one is the first of its sequence."""
         head_kv = tile.head // self.kernel.tile_heads_per_kvhead
-        entries = (fp8.scales_of_entry(t, tile.place_k, tile.sequence) for t in (self.descales.k, self.descales.v))
-        return *(t[head_kv, None] for t in entries), fp8.first_block(tile.place_k, tile.sequence, fp8.SCALE_BLOCK)
+        entries = (fp8.scales_of_entry(t, tile.origin_k, tile.sequence) for t in (self.descales.k, self.descales.v))
+        return *(t[head_kv, None] for t in entries), fp8.first_block(tile.origin_k, tile.sequence, fp8.SCALE_BLOCK)
 
     @cute.jit
     def load_scales(self, tile: Tile):
@@ -353,25 +353,25 @@ class Warpgroup(Turns):
             position, head, _ = rows[r]
             sink = None
             if cutlass.const_expr(self.sinks is not None):
-                sink = self.sinks.of_row(head, tile.place_q)
+                sink = self.sinks.of_row(head, tile.origin_q)
             weight, lse = self.finish(self.done_max[r], self.done_sum[r], sink)
             weights[r] = weight
-            mLSE = at_head(self.mLSE, self.mLSE, head, tile.place_out)[None, 0]
+            mLSE = at_head(self.mLSE, self.mLSE, head, tile.origin_out)[None, 0]
             epilogue.store_lse(lse, mLSE, position, is_row[r], self.lane_in_quad)
             if cutlass.const_expr(self.all_parts is not None):
-                if tile.place_out == tile.place_q:  # the first part
+                if tile.origin_out == tile.origin_q:  # the first part
                     self.store_no_parts(tile, mLSE, position, is_row[r])
-        out_rows = [at_head(self.mO, self.mO, head, tile.place_out)[position, None] for position, head, _ in rows]
+        out_rows = [at_head(self.mO, self.mO, head, tile.origin_out)[position, None] for position, head, _ in rows]
         if cutlass.const_expr(self.kernel.num_parts == 2 or self.kernel.is_split):
             epilogue.store_pairs(self.o, weights, out_rows, is_row, self.lane_in_quad, VECTOR_BYTES)
         else:
             epilogue.store_rows(self.o, weights, out_rows, is_row, self.lane_in_quad)
         if cutlass.const_expr(self.plain is not None and self.kernel.num_parts == 2):
-            if plain_rows.has_nan_in_a_row(self.o, is_row):
+            if repair_rows.has_nan_in_a_row(self.o, is_row):
                 cute.arch.sync_warp()  # other lanes write the same rows again
-                self.attend_plainly(tile)
+                self.repair_tile(tile)
         elif cutlass.const_expr(self.plain is not None):
-            if plain_rows.has_nan(self.o, is_row[0]):
+            if repair_rows.has_nan(self.o, is_row[0]):
                 cute.arch.sync_warp()
                 self.recompute(tile, weights)
 
@@ -394,9 +394,9 @@ class Warpgroup(Turns):
         at_head, plain, geometry = self.kernel.at_head, self.plain, tile.geometry
         head_kv = tile.head // self.kernel.tile_heads_per_kvhead
         if cutlass.const_expr(self.kernel.is_paged):
-            mK, mV = (PagedRows(t[None, None, head_kv, None], self.pages, tile.place_k) for t in (plain.k, plain.v))
+            mK, mV = (PagedRows(t[None, None, head_kv, None], self.pages, tile.origin_k) for t in (plain.k, plain.v))
         else:
-            mK, mV = (self.kernel.keys_at_head(t, t, head_kv, tile.place_k) for t in (plain.k, plain.v))
+            mK, mV = (self.kernel.keys_at_head(t, t, head_kv, tile.origin_k) for t in (plain.k, plain.v))
         # known to be uniform: if a branch could split the warp, ptxas would give up uniform registers in the main loop
         first_row = cute.arch.make_warp_uniform(broadcast(self.row_in_tile, 0))
         for i in cutlass.range(16, unroll=1):
@@ -405,31 +405,31 @@ class Warpgroup(Turns):
             row_max = broadcast(self.done_max[0] if is_upper else self.done_max[1], lane)
             weight = broadcast(weights[0] if is_upper else weights[1], lane)
             if is_row:
-                mQ = at_head(plain.q, plain.q, head, tile.place_q)
-                mO = at_head(self.mO, self.mO, head, tile.place_out)
+                mQ = at_head(plain.q, plain.q, head, tile.origin_q)
+                mO = at_head(self.mO, self.mO, head, tile.origin_out)
                 low, high = key_range(position, position + 1, *geometry)
                 if cutlass.const_expr(self.kernel.is_split):
                     low, high = maximum(low, tile.first * self.tile_n), minimum(high, tile.last * self.tile_n)
                 scales = (self.scores.scale_log2, self.scores.tanh_scale)
-                plain_rows.recompute_row(
+                repair_rows.recompute_row(
                     mQ[position, None], mK, mV, mO[position, None], low, high, *scales, row_max, weight
                 )
 
     @cute.jit
-    def attend_plainly(self, tile: Tile):
+    def repair_tile(self, tile: Tile):
         """Every row of this warp, and its lse, from q, k and v in float32: parts that cannot hold them are NaN."""
         at_head, plain = self.kernel.at_head, self.plain
         head_kv = tile.head // self.kernel.tile_heads_per_kvhead
-        mK, mV = (self.kernel.keys_at_head(t, t, head_kv, tile.place_k) for t in (plain.k, plain.v))
+        mK, mV = (self.kernel.keys_at_head(t, t, head_kv, tile.origin_k) for t in (plain.k, plain.v))
         first_row = cute.arch.make_warp_uniform(broadcast(self.row_in_tile, 0))  # see `recompute`
         for i in cutlass.range(16, unroll=1):
             position, head, is_row = self.row_of(tile, first_row + i)
             if is_row:
-                mQ = at_head(plain.q, plain.q, head, tile.place_q)
-                mO, mLSE = (at_head(t, t, head, tile.place_out) for t in (self.mO, self.mLSE))
+                mQ = at_head(plain.q, plain.q, head, tile.origin_q)
+                mO, mLSE = (at_head(t, t, head, tile.origin_out) for t in (self.mO, self.mLSE))
                 sink = None
                 if cutlass.const_expr(self.sinks is not None):
-                    sink = self.sinks.of_row(head, tile.place_q)
+                    sink = self.sinks.of_row(head, tile.origin_q)
                 keys = key_range(position, position + 1, *tile.geometry)
-                lse = plain_rows.attend_row(mQ[position, None], mK, mV, mO[position, None], *keys, *self.scores, sink)
+                lse = repair_rows.attend_row(mQ[position, None], mK, mV, mO[position, None], *keys, *self.scores, sink)
                 epilogue.store_lse(lse, mLSE[None, 0], position, is_row, cute.arch.lane_idx())
