@@ -33,6 +33,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 test-gpu: $(VENV)/installed
 	$(BIN)/python -m pytest -m gpu tests

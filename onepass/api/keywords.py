@@ -62,12 +62,11 @@ def unexpected(function: str, unknown: Iterable[str], of: str | None = None) -> 
 
 
 def _hint(function: str, name: str) -> str | None:
-    import onepass  # not at the top: it imports this
+    from .attention import attention, attention_varlen  # not at the top: these import this module
+    from .decode import attention_decode
 
-    names = {
-        other: inspect.signature(getattr(onepass, other)).parameters
-        for other in ("attention", "attention_varlen", "attention_decode")
-    }
+    functions = attention, attention_varlen, attention_decode
+    names = {other.__name__: inspect.signature(other).parameters for other in functions}
     if function == "attention_decode" and name in _IN_DECODE:
         return _IN_DECODE[name]
     if name in _ELSEWHERE:

@@ -1,1 +1,1 @@
-"""Integer formulas of tiles, splits and pages, written once: for Python ints and, while a kernel is traced, for its own."""
+"""Integer formulas of tiles, splits and pages, written once: for Python ints and for the numbers of a traced kernel."""

@@ -10,18 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..kernels.config import ROWS_PER_WARPGROUP
 
-
-def positions_per_warpgroup(group: int) -> int:
-    return ROWS_PER_WARPGROUP // group
-
-
-def unpack_row(row_in_tile: Any, group: int, rows: int = ROWS_PER_WARPGROUP) -> tuple[Any, Any, Any]:
+def unpack_row(row_in_tile: Any, group: int, rows: int) -> tuple[Any, Any, Any]:
     """Row of a tile -> position in the tile, head in the group, whether the row is used.
 
-    Args: rows: that are packed together.
+    Args: rows: the rows that are packed together, those of a warpgroup (Hopper) or of a whole tile (Ampere).
     """
     positions = rows // group
-    part, row = row_in_tile // rows, row_in_tile % rows
-    return part * positions + row // group, row % group, row < positions * group
+    number, row = row_in_tile // rows, row_in_tile % rows
+    return number * positions + row // group, row % group, row < positions * group

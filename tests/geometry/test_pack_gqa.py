@@ -7,7 +7,7 @@ import torch
 
 from onepass.errors import UnsupportedError
 from onepass.geometry.pack_gqa import unpack_row
-from onepass.kernels.config import ForwardConfig
+from onepass.kernels.config import ROWS_PER_WARPGROUP, ForwardConfig
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.problem import AttentionProblem, Mask
 
@@ -34,7 +34,7 @@ def problem(seqlen_q, group, **options):
 def test_every_position_of_every_head_has_one_row(group, num_warpgroups):
     config = ForwardConfig(tile_n=64, num_warpgroups=num_warpgroups, pack_gqa=True)
     positions = config.positions(problem(1, group))
-    rows = [unpack_row(row, group) for row in range(config.tile_m)]
+    rows = [unpack_row(row, group, ROWS_PER_WARPGROUP) for row in range(config.tile_m)]
     used = [(position, head) for position, head, is_used in rows if is_used]
     assert used == [(position, head) for position in range(positions) for head in range(group)]
     for first in range(0, config.tile_m, 64):

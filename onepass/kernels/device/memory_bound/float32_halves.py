@@ -9,7 +9,8 @@ their block's largest element become NaN, and so does a block of V in which a ro
 be in V_SCALES_LOG2: the softmax divides its sums by V's scales, and keys of two blocks count in one sum only if these
 are not too far apart. The kernel computes rows that come by a NaN from the tensors themselves (blocks/repair/rows.py).
 
-Three products of parts are those of the numbers but for about 2^-22 of them (see blocks/memory/wgmma.py), at twice the speed
+Three products of halves are those of the numbers but for about 2^-22 of them (see blocks/memory/wgmma.py), at twice the
+speed
 of tf32, which has float16's 11 bits and would want V transposed.
 
 Source: the split is that of Ootomo and Yokota, arXiv:2203.03341, with block scales in the place of a shifted low part.

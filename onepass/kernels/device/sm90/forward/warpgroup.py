@@ -330,7 +330,7 @@ class Warpgroup(Turns):
         if group == 1:
             position = tile.m_block * self.tile_m + row_in_tile
             return position, tile.head, position < tile.geometry.seqlen_q
-        position, head, is_used = unpack_row(row_in_tile, group)
+        position, head, is_used = unpack_row(row_in_tile, group, ROWS_PER_WARPGROUP)
         position = tile.m_block * self.tile_m + position
         limit = select(is_used, tile.geometry.seqlen_q, Int32(0))
         return position, tile.head * group + head, position < limit
