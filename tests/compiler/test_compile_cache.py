@@ -585,7 +585,7 @@ import torch
 from pathlib import Path
 from onepass.kernels.compiler import compile
 from onepass.kernels.heuristics import sm90 as heuristics
-from onepass.kernels.device.sm90 import launch
+from onepass.kernels.launch import forward_sm90 as launch
 from onepass.problem import AttentionProblem, Mask
 
 def noted(function, name):
@@ -610,7 +610,7 @@ print(type(compile.get("forward", (problem.static(), config), launch.ARCH, trace
 def test_with_the_compiler(tmp_path):
     """Killed while it compiles; then two at once; then a broken object."""
     directory, log, go = tmp_path / "cache", tmp_path / "log", tmp_path / "go"
-    root = str(Path(disk_cache.__file__).parents[2])
+    root = str(Path(disk_cache.__file__).parents[3])
     environment = {**os.environ, "ONEPASS_CACHE_DIR": str(directory), "PYTHONPATH": root, "CUTE_DSL_ARCH": "sm_90a"}
 
     def begin(number):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ...problem.decode import DecodeInputs, DecodeProblem
 from ..compiler import compile
 from ..config import VECTOR_BYTES
-from .arguments import element_type, fake_tensor, strided_tensor, vector_bytes, with_rows
+from .arguments import AppendArguments, element_type, fake_tensor, strided_tensor, vector_bytes, with_rows
 from .cache import as_pairs, descale_arguments
 
 
@@ -31,12 +31,11 @@ def append(problem: DecodeProblem, inputs: DecodeInputs, arch: str) -> Tensor:
     is_rotary = inputs.rotary_cos is not None
     q_out = torch.empty_like(inputs.q, memory_format=torch.contiguous_format) if is_rotary else inputs.q
     arguments = append_arguments(problem, inputs, q_out)
-    if arguments[-1]:
-        key = AppendKey.of(problem, inputs, arguments[:6])
+    if arguments.num_blocks:
         if inputs.seqlen_new:
             # autograd sees no write of a kernel: a graph that saved a cache would go back through the new keys
             torch.autograd.graph.increment_version((inputs.k_cache, inputs.v_cache))
-        append_kernel_of(key, arch)(*arguments)
+        append_kernel_of(AppendKey.of(problem, inputs, arguments), arch)(*arguments)
     return q_out
 
 
@@ -45,23 +44,28 @@ def _with_rows_to_rotate(inputs: DecodeInputs) -> DecodeInputs:
     return inputs if inputs.q.numel() or inputs.k_new is None else inputs._replace(q=inputs.k_new)
 
 
-def append_arguments(problem: DecodeProblem, inputs: DecodeInputs, q_out: Tensor) -> tuple:
-    """Those of `Append.__call__` but the stream; the last is the number of rows to be written."""
-    is_rotary, has_new = inputs.rotary_cos is not None, inputs.seqlen_new > 0
-    rows = max(inputs.seqlen_new, inputs.q.shape[1] if is_rotary else 0)
-    new = (with_rows(t) for t in (inputs.k_new, inputs.v_new) if t is not None) if has_new else (None, None)
-    return (
-        with_rows(inputs.q) if is_rotary else None,
-        q_out if is_rotary else None,
-        *new,
-        *((as_pairs(t, torch.int16) for t in (inputs.k_cache, inputs.v_cache)) if has_new else (None, None)),
-        inputs.cache_seqlens.contiguous(),
-        with_rows(inputs.page_table) if has_new and inputs.page_table is not None else None,
-        *(None if t is None else with_rows(t) for t in (inputs.rotary_cos, inputs.rotary_sin)),
-        *(descale_arguments(problem, inputs) if has_new else (None, None, None)),
-        inputs.seqlen_new,
-        rows,
-        rows * inputs.q.shape[0],
+def append_arguments(problem: DecodeProblem, inputs: DecodeInputs, q_out: Tensor) -> AppendArguments:
+    """The arguments of the kernel for these tensors."""
+    rotary: dict[str, Any] = {}
+    if inputs.rotary_cos is not None and inputs.rotary_sin is not None:
+        cos, sin = with_rows(inputs.rotary_cos), with_rows(inputs.rotary_sin)
+        rotary = {"q": with_rows(inputs.q), "q_out": q_out, "cos": cos, "sin": sin}
+    new: dict[str, Any] = {}
+    if inputs.seqlen_new > 0:
+        assert inputs.k_new is not None
+        assert inputs.v_new is not None
+        new = {"k_new": with_rows(inputs.k_new), "v_new": with_rows(inputs.v_new)}
+        new |= {"k_cache": as_pairs(inputs.k_cache, torch.int16), "v_cache": as_pairs(inputs.v_cache, torch.int16)}
+        new["page_table"] = None if inputs.page_table is None else with_rows(inputs.page_table)
+        new["k_descale"], new["v_descale"], new["kv_block"] = descale_arguments(problem, inputs)
+    rows = max(inputs.seqlen_new, inputs.q.shape[1] if rotary else 0)
+    return AppendArguments(
+        cache_seqlens=inputs.cache_seqlens.contiguous(),
+        seqlen_new=inputs.seqlen_new,
+        rows=rows,
+        num_blocks=rows * inputs.q.shape[0],
+        **rotary,
+        **new,
     )
 
 
@@ -81,12 +85,13 @@ class AppendKey:
     descales_by_block: bool = False  # or page
 
     @classmethod
-    def of(cls, problem: DecodeProblem, inputs: DecodeInputs, rows: Sequence[Tensor | None]) -> AppendKey:
-        """Args: rows: the tensors that are read and written by rows."""
+    def of(cls, problem: DecodeProblem, inputs: DecodeInputs, arguments: AppendArguments) -> AppendKey:
+        """The key of the kernel that these arguments need."""
         cos, has_new = inputs.rotary_cos, inputs.seqlen_new > 0
         rotary = None if cos is None else (cos.dtype, cos.shape[1], problem.rotary_interleaved)
         attention = problem.attention
-        aligned_to = vector_bytes(*(t for t in rows if t is not None))
+        by_rows = (arguments.q, arguments.q_out, arguments.k_new, arguments.v_new, arguments.k_cache, arguments.v_cache)
+        aligned_to = vector_bytes(*(t for t in by_rows if t is not None))
         if cos is not None:
             # halves are exchanged by whole vectors
             half_bytes = 0 if problem.rotary_interleaved else cos.shape[1] * attention.dtype.itemsize
@@ -106,8 +111,7 @@ def request_of_call(problem: DecodeProblem, inputs: DecodeInputs, arch: str) -> 
     """`append_request` of a call that needs one."""
     inputs = _with_rows_to_rotate(inputs)
     q_out = inputs.q if inputs.rotary_cos is None else torch.empty_like(inputs.q)
-    rows = append_arguments(problem, inputs, q_out)[:6]
-    return append_request(AppendKey.of(problem, inputs, rows), arch)
+    return append_request(AppendKey.of(problem, inputs, append_arguments(problem, inputs, q_out)), arch)
 
 
 def append_request(key: AppendKey, arch: str) -> tuple:
@@ -137,20 +141,26 @@ def trace_append(key: AppendKey) -> tuple:
         return fake_tensor(element_type(dtype), None, half, align_bytes=dtype.itemsize)
 
     is_rotary, sizes = key.rotary is not None, (key.head_dim, key.head_dim_v)
-    arguments = (
-        *(rows(key.head_dim, is_rotary) for _ in range(2)),
-        *(rows(size, key.has_new) for size in sizes),
-        *((pairs(size) for size in sizes) if key.is_e4m3 else (rows(size, key.has_new) for size in sizes)),
-        fake_tensor(Int32, None, align_bytes=4),
-        fake_tensor(Int32, None, None, align_bytes=4) if key.is_paged else None,
-        table(),
-        table(),
-        *((strided_tensor(Float32, 3), strided_tensor(Float32, 3)) if key.has_descales else (None, None)),
-        Int32(1) if key.descales_by_block and not key.is_paged else None,
-        Int32(0),
-        Int32(1),
-        Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
+    k_cache, v_cache = (pairs(size) if key.is_e4m3 else rows(size, key.has_new) for size in sizes)
+    descale = strided_tensor if key.has_descales else lambda kind, rank: None
+    arguments = AppendArguments(
+        q=rows(key.head_dim, is_rotary),
+        q_out=rows(key.head_dim, is_rotary),
+        k_new=rows(key.head_dim, key.has_new),
+        v_new=rows(key.head_dim_v, key.has_new),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        cache_seqlens=fake_tensor(Int32, None, align_bytes=4),
+        page_table=fake_tensor(Int32, None, None, align_bytes=4) if key.is_paged else None,
+        cos=table(),
+        sin=table(),
+        k_descale=descale(Float32, 3),
+        v_descale=descale(Float32, 3),
+        kv_block=Int32(1) if key.descales_by_block and not key.is_paged else None,
+        seqlen_new=Int32(0),
+        rows=Int32(1),
+        num_blocks=Int32(1),
     )
     by_page, interleaved = key.descales_by_block and key.is_paged, is_rotary and key.rotary[2]
-    return Append(interleaved, key.vector_bytes, key.is_e4m3, by_page), arguments
+    kernel = Append(interleaved, key.vector_bytes, key.is_e4m3, by_page)
+    return kernel, (*arguments, make_fake_stream(use_tvm_ffi_env_stream=True))

@@ -1,8 +1,14 @@
-"""What every kernel of attention is called with, and what stands for it while the kernel is compiled."""
+"""The arguments of every kernel, by name, and what stands for them while a kernel is compiled.
+
+A NamedTuple a kernel lists its arguments in the order of the kernel's `__call__`, where shapes and meanings are
+documented; the stream comes last there and is torch's current one. A launch and a trace fill the same NamedTuple: a
+launch with tensors and numbers, a trace with stand-ins. An argument that a problem has no use for is None in both.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +17,224 @@ from ...problem import AttentionProblem
 from ..config import VECTOR_BYTES
 
 LOG2_E = math.log2(math.e)
+
+
+class ForwardSm90Arguments(NamedTuple):
+    """The arguments of `ForwardSm90`."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    sinks: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqused_k: Any = None
+    float32: Any = None
+    q_scale: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
+    q_block: Any = None
+    scale_log2: Any = None
+    tanh_scale: Any = None
+    window_left: Any = None
+    window_right: Any = None
+    counter: Any = None
+    heads_per_section: Any = None
+    num_ctas: Any = None
+    page_table: Any = None
+    added_k: Any = None
+    num_splits: Any = None
+    split_blocks: Any = None
+
+
+class ForwardSm80Arguments(NamedTuple):
+    """The arguments of `ForwardSm80` and `DecodeSm80`."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    sinks: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqused_k: Any = None
+    scale_log2: Any = None
+    tanh_scale: Any = None
+    window_left: Any = None
+    window_right: Any = None
+    heads_per_section: Any = None
+    num_tiles: Any = None
+    page_table: Any = None
+    added_k: Any = None
+    num_splits: Any = None
+    split_blocks: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
+    kv_block: Any = None
+
+
+class BackwardSm90Arguments(NamedTuple):
+    """The arguments of `BackwardSm90`."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    dk: Any
+    dv: Any
+    dq: Any = None
+    dq_accum: Any = None
+    stats: Any = None
+    turns: Any = None
+    zeroed: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqused_k: Any = None
+    softmax_scale: Any = None
+    scale_log2: Any = None
+    tanh_scale: Any = None
+    window_left: Any = None
+    window_right: Any = None
+    counter: Any = None
+    blocks_per_head: Any = None
+    heads_per_section: Any = None
+    num_ctas: Any = None
+
+
+class BackwardSm80Arguments(NamedTuple):
+    """The arguments of `BackwardSm80`."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    dk: Any
+    dv: Any
+    dq_accum: Any = None
+    stats: Any = None
+    turns: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqused_k: Any = None
+    softmax_scale: Any = None
+    scale_log2: Any = None
+    tanh_scale: Any = None
+    window_left: Any = None
+    window_right: Any = None
+    blocks_per_head: Any = None
+    heads_per_section: Any = None
+    num_tiles: Any = None
+
+
+class PreprocessArguments(NamedTuple):
+    """The arguments of `Preprocess`."""
+
+    out: Any
+    dout: Any
+    lse: Any
+    dlse: Any = None
+    stats: Any = None
+    dq_accum: Any = None
+    zeroed: Any = None
+    cu_seqlens_q: Any = None
+    lse_factor: Any = None
+    blocks_per_head: Any = None
+
+
+class PostprocessArguments(NamedTuple):
+    """The arguments of `Postprocess`; without a mask, the arguments from q on are None."""
+
+    dq_accum: Any
+    dq: Any
+    cu_seqlens_q: Any = None
+    softmax_scale: Any = None
+    blocks_per_head: Any = None
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    dout: Any = None
+    stats: Any = None
+    cu_seqlens_k: Any = None
+    seqused_k: Any = None
+    scale_log2: Any = None
+    tanh_scale: Any = None
+    window_left: Any = None
+    window_right: Any = None
+
+
+class MergeArguments(NamedTuple):
+    """The arguments of `Merge`."""
+
+    partial_out: Any
+    partial_lse: Any
+    out: Any
+    lse: Any
+    sinks: Any = None
+    cu_seqlens_q: Any = None
+    num_blocks: Any = None
+
+
+class AppendArguments(NamedTuple):
+    """The arguments of `Append`."""
+
+    q: Any = None
+    q_out: Any = None
+    k_new: Any = None
+    v_new: Any = None
+    k_cache: Any = None
+    v_cache: Any = None
+    cache_seqlens: Any = None
+    page_table: Any = None
+    cos: Any = None
+    sin: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
+    kv_block: Any = None
+    seqlen_new: Any = None
+    rows: Any = None
+    num_blocks: Any = None
+
+
+class QuantizeArguments(NamedTuple):
+    """The arguments of `Quantize`."""
+
+    q: Any
+    k: Any
+    v: Any
+    q_target: Any
+    k_target: Any
+    v_target: Any
+    q_descale: Any
+    k_descale: Any
+    v_descale: Any
+    k_mean: Any = None
+    v_mean: Any = None
+    signs: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqused_k: Any = None
+
+
+class KeysLastArguments(NamedTuple):
+    """The arguments of `KeysLast`."""
+
+    v: Any
+    target: Any
+    cu_seqlens: Any = None
+
+
+class SplitRowsArguments(NamedTuple):
+    """The arguments of `SplitRows`."""
+
+    x: Any
+    target: Any
+    scale: Any
+    cu_seqlens: Any = None
+    seqused: Any = None
+    num_blocks: Any = None
 
 
 def window_bounds(problem: AttentionProblem) -> tuple[int | None, int | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +15,18 @@ from ...geometry.integers import ceil_div
 from ...problem import AttentionInputs, AttentionProblem
 from ...problem.outputs import empty_gradients
 from ..config import BackwardConfig, BackwardConfigSm80
-from .arguments import LOG2_E, aligned, element_type, fake_tensor, score_scales, window_bounds
+from .arguments import (
+    LOG2_E,
+    PostprocessArguments,
+    PreprocessArguments,
+    aligned,
+    element_type,
+    fake_tensor,
+    score_scales,
+    window_bounds,
+)
 
 MAX_GRID = 65535  # of CUDA, in the dimensions in which preprocess and postprocess have heads and batch
-POSTPROCESS_OF_MASK = 11  # arguments of the postprocess kernel that are None without a mask
 
 
 def unsupported(problem: AttentionProblem) -> str | None:
@@ -64,15 +73,13 @@ class BackwardLaunch:
     blocks_per_head: int
     heads_per_section: int
 
-    def launch_main(self, rows: tuple, gradients: tuple, accumulator: tuple, zeroed: Tensor | None, of_call: tuple):
-        """The main kernel.
+    def launch_main(self, dq: Tensor, zeroed: Tensor | None, **arguments: Any) -> None:
+        """Launch the main kernel.
 
         Args:
-            rows: q, k, v, dout as it can read them.
-            gradients: dq, dk, dv.
-            accumulator: dq, stats and turns of dq_accumulator.Accumulator.
-            zeroed: of it, too.
-            of_call: lengths, scales and window, as the kernel takes them.
+            dq: the gradient, for a main kernel that writes it itself.
+            zeroed: counters of `dq_sums.Accumulator`, for a main kernel that zeroes dq_accum.
+            arguments: the kernel's arguments that all architectures have in common, by name.
         """
         raise NotImplementedError
 
@@ -138,31 +145,48 @@ class BackwardLaunch:
             zeroed = out.new_empty((1 + problem.batch * problem.num_heads_q,), dtype=torch.int32)
         to_zero = dq_accum if config.zeroes_before(problem) else None
         self.preprocess(
-            self.readable(out),
-            dout,
-            lse,
-            dlse,
-            stats,
-            to_zero,
-            zeroed,
-            cu_seqlens_q,
-            self.lse_factor,
-            self.blocks_per_head,
+            *PreprocessArguments(
+                self.readable(out),
+                dout,
+                lse,
+                dlse=dlse,
+                stats=stats,
+                dq_accum=to_zero,
+                zeroed=zeroed,
+                cu_seqlens_q=cu_seqlens_q,
+                lse_factor=self.lse_factor,
+                blocks_per_head=self.blocks_per_head,
+            )
         )
-        rows = (*(self.readable(t) for t in (inputs.q, inputs.k, inputs.v)), dout)
-        scales_and_window = *score_scales(problem), *window_bounds(problem)
-        of_call = (cu_seqlens_q, cu_seqlens_k, seqused_k, problem.softmax_scale, *scales_and_window)
-        self.launch_main(rows, (dq, dk, dv), (dq_accum, stats, turns), zeroed, of_call)
-        of_rows = (dq_accum, dq, cu_seqlens_q, problem.softmax_scale, self.blocks_per_head)
-        if self.postprocess is None:
-            pass  # the main kernel has written dq
-        elif problem.mask.is_full:
-            self.postprocess(*of_rows, *[None] * POSTPROCESS_OF_MASK)
-        else:
-            self.postprocess(*of_rows, *rows, stats, cu_seqlens_k, seqused_k, *scales_and_window)
+        # what the main kernel reads, and the postprocess for rows that it computes again
+        scale_log2, tanh_scale = score_scales(problem)
+        window_left, window_right = window_bounds(problem)
+        sources = {
+            "q": self.readable(inputs.q),
+            "k": self.readable(inputs.k),
+            "v": self.readable(inputs.v),
+            "dout": dout,
+            "stats": stats,
+            "cu_seqlens_k": cu_seqlens_k,
+            "seqused_k": seqused_k,
+            "scale_log2": scale_log2,
+            "tanh_scale": tanh_scale,
+            "window_left": window_left,
+            "window_right": window_right,
+        }
+        shared = {
+            "dq_accum": dq_accum,
+            "cu_seqlens_q": cu_seqlens_q,
+            "softmax_scale": problem.softmax_scale,
+            "blocks_per_head": self.blocks_per_head,
+        }
+        self.launch_main(dq, zeroed, dk=dk, dv=dv, turns=turns, **shared, **sources)
+        if self.postprocess is not None:  # else the main kernel has written dq
+            recomputed = {} if problem.mask.is_full else sources
+            self.postprocess(*PostprocessArguments(dq=dq, **shared, **recomputed))
         if inputs.sinks is not None:
-            of_heads = stats.view(-1, problem.num_heads_q, self.blocks_per_head, 2, config.tile_m)
-            self._fill_dsinks(inputs.sinks, of_heads, dsinks)
+            head_stats = stats.view(-1, problem.num_heads_q, self.blocks_per_head, 2, config.tile_m)
+            self._fill_dsinks(inputs.sinks, head_stats, dsinks)
         return dq, dk, dv, dsinks
 
     def _fill_dsinks(self, sinks: Tensor, stats: Tensor, dsinks: Tensor) -> None:
@@ -207,16 +231,16 @@ def fake_seqused_k(problem: AttentionProblem):
     return fake_tensor(Int32, None, align_bytes=4) if problem.has_seqused_k else None
 
 
-def fake_scales_and_window(problem: AttentionProblem) -> tuple:
-    """Stand-ins for `score_scales` and `window_bounds`."""
+def fake_scales_and_window(problem: AttentionProblem) -> dict[str, Any]:
+    """Stand-ins for the results of `score_scales` and `window_bounds`, by the names of arguments."""
     from cutlass import Float32, Int32
 
-    return (
-        Float32(1.0),
-        None if problem.softcap is None else Float32(1.0),
-        None if problem.mask.window_left is None else Int32(0),
-        None if problem.mask.window_right is None else Int32(0),
-    )
+    return {
+        "scale_log2": Float32(1.0),
+        "tanh_scale": None if problem.softcap is None else Float32(1.0),
+        "window_left": None if problem.mask.window_left is None else Int32(0),
+        "window_right": None if problem.mask.window_right is None else Int32(0),
+    }
 
 
 def fake_zeroed(problem: AttentionProblem, config: BackwardConfig | BackwardConfigSm80):
@@ -270,20 +294,19 @@ def trace_preprocess(problem: AttentionProblem, config: BackwardConfig | Backwar
     out, dout = (fake_rows(problem, problem.head_dim_v, config.vector_bytes) for _ in range(2))
     dq_accum, stats = fake_accumulator(problem, config)
     dlse = fake_lse(problem) if has_dlse else None
-    arguments = (
+    arguments = PreprocessArguments(
         out,
         dout,
-        fake_lse(problem),
-        dlse,
-        stats,
-        dq_accum if config.zeroes_before(problem) else None,
-        fake_zeroed(problem, config),
-        fake_cu_seqlens(problem),
-        Float32(1.0),
-        Int32(1),
-        fake_stream(),
+        lse=fake_lse(problem),
+        dlse=dlse,
+        stats=stats,
+        dq_accum=dq_accum if config.zeroes_before(problem) else None,
+        zeroed=fake_zeroed(problem, config),
+        cu_seqlens_q=fake_cu_seqlens(problem),
+        lse_factor=Float32(1.0),
+        blocks_per_head=Int32(1),
     )
-    return Preprocess(problem, config), arguments
+    return Preprocess(problem, config), (*arguments, fake_stream())
 
 
 def trace_postprocess(problem: AttentionProblem, config: BackwardConfig | BackwardConfigSm80) -> tuple:
@@ -294,10 +317,24 @@ def trace_postprocess(problem: AttentionProblem, config: BackwardConfig | Backwa
 
     d, dv = problem.head_dim, problem.head_dim_v
     dq_accum, stats = fake_accumulator(problem, config)
-    of_mask = [None] * POSTPROCESS_OF_MASK
+    sources: dict[str, Any] = {}
     if not problem.mask.is_full:
-        rows = (fake_rows(problem, columns, config.vector_bytes) for columns in (d, d, dv, dv))
-        of_mask = [*rows, stats, fake_cu_seqlens(problem), fake_seqused_k(problem), *fake_scales_and_window(problem)]
-    dq = fake_rows(problem, d, config.vector_bytes)
-    of_rows = (dq_accum, dq, fake_cu_seqlens(problem), Float32(1.0), Int32(1))
-    return Postprocess(problem, config), (*of_rows, *of_mask, fake_stream())
+        sources = {
+            "q": fake_rows(problem, d, config.vector_bytes),
+            "k": fake_rows(problem, d, config.vector_bytes),
+            "v": fake_rows(problem, dv, config.vector_bytes),
+            "dout": fake_rows(problem, dv, config.vector_bytes),
+            "stats": stats,
+            "cu_seqlens_k": fake_cu_seqlens(problem),
+            "seqused_k": fake_seqused_k(problem),
+            **fake_scales_and_window(problem),
+        }
+    arguments = PostprocessArguments(
+        dq_accum,
+        dq=fake_rows(problem, d, config.vector_bytes),
+        cu_seqlens_q=fake_cu_seqlens(problem),
+        softmax_scale=Float32(1.0),
+        blocks_per_head=Int32(1),
+        **sources,
+    )
+    return Postprocess(problem, config), (*arguments, fake_stream())

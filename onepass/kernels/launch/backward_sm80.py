@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from ..heuristics import sm90 as heuristics
 from ..heuristics import tuned
 from . import backward as backward_launch
 from . import forward_sm80 as launch
-from .arguments import element_type, fake_tensor
+from .arguments import BackwardSm80Arguments, element_type, fake_tensor
 from .backward import BackwardLaunch, counts, requests_of_rows, without_keys
 
 
@@ -103,10 +104,14 @@ class Launch(BackwardLaunch):
     def readable(self, t: Tensor) -> Tensor:
         return launch.with_rows(t)
 
-    def launch_main(self, rows: tuple, gradients: tuple, accumulator: tuple, zeroed: Tensor | None, of_call: tuple):
-        _, dk, dv = gradients
-        counts_of_call = (self.blocks_per_head, self.heads_per_section, self.num_tiles)
-        self.main(*rows, dk, dv, *accumulator, *of_call, *counts_of_call)
+    def launch_main(self, dq: Tensor, zeroed: Tensor | None, **arguments: Any) -> None:
+        self.main(
+            *BackwardSm80Arguments(
+                heads_per_section=self.heads_per_section,
+                num_tiles=self.num_tiles,
+                **arguments,
+            )
+        )
 
 
 def heads_per_section(problem: AttentionProblem, config: BackwardConfigSm80) -> int:
@@ -132,18 +137,21 @@ def trace(problem: AttentionProblem, config: BackwardConfigSm80, arch: str) -> t
     from ..device.sm80.backward.kernel import BackwardSm80
 
     d, dv = problem.head_dim, problem.head_dim_v
-    arguments = (
-        *(backward_launch.fake_rows(problem, columns, config.vector_bytes) for columns in (d, d, dv, dv, d, dv)),
-        *backward_launch.fake_accumulator(problem, config),
-        fake_tensor(Int32, None, align_bytes=4) if problem.deterministic else None,
-        backward_launch.fake_cu_seqlens(problem),
-        backward_launch.fake_cu_seqlens(problem),
-        backward_launch.fake_seqused_k(problem),
-        Float32(1.0),
-        *backward_launch.fake_scales_and_window(problem),
-        Int32(1),
-        Int32(1),
-        Int32(1),
-        backward_launch.fake_stream(),
+    rows = {"q": d, "k": d, "v": dv, "dout": dv, "dk": d, "dv": dv}
+    dq_accum, stats = backward_launch.fake_accumulator(problem, config)
+    arguments = BackwardSm80Arguments(
+        **{name: backward_launch.fake_rows(problem, columns, config.vector_bytes) for name, columns in rows.items()},
+        dq_accum=dq_accum,
+        stats=stats,
+        turns=fake_tensor(Int32, None, align_bytes=4) if problem.deterministic else None,
+        cu_seqlens_q=backward_launch.fake_cu_seqlens(problem),
+        cu_seqlens_k=backward_launch.fake_cu_seqlens(problem),
+        seqused_k=backward_launch.fake_seqused_k(problem),
+        softmax_scale=Float32(1.0),
+        **backward_launch.fake_scales_and_window(problem),
+        blocks_per_head=Int32(1),
+        heads_per_section=Int32(1),
+        num_tiles=Int32(1),
     )
-    return BackwardSm80(problem, config, element_type(problem.dtype), arch), arguments
+    kernel = BackwardSm80(problem, config, element_type(problem.dtype), arch)
+    return kernel, (*arguments, backward_launch.fake_stream())

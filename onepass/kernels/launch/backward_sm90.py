@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from ..config import BackwardConfig
 from ..heuristics import sm90 as heuristics
 from ..heuristics import tuned
 from . import backward as backward_launch
-from .arguments import element_type, fake_tensor
+from .arguments import BackwardSm90Arguments, element_type, fake_tensor
 from .backward import (
     BackwardLaunch,
     counts,
@@ -100,21 +101,16 @@ class Launch(BackwardLaunch):
             return self.num_ctas * self.problem.qhead_per_kvhead * self.blocks_per_head
         return super().accumulator_blocks
 
-    def launch_main(self, rows: tuple, gradients: tuple, accumulator: tuple, zeroed: Tensor | None, of_call: tuple):
-        dq, dk, dv = gradients
-        config = self.config
+    def launch_main(self, dq: Tensor, zeroed: Tensor | None, **arguments: Any) -> None:
         self.main(
-            *rows,
-            dk,
-            dv,
-            dq if config.private_dq else None,
-            *accumulator,
-            zeroed,
-            *of_call,
-            tile_counter(dq.get_device()) if config.dynamic_tiles else None,
-            self.blocks_per_head,
-            self.heads_per_section,
-            self.num_ctas,
+            *BackwardSm90Arguments(
+                dq=dq if self.config.private_dq else None,
+                zeroed=zeroed,
+                counter=tile_counter(dq.get_device()) if self.config.dynamic_tiles else None,
+                heads_per_section=self.heads_per_section,
+                num_ctas=self.num_ctas,
+                **arguments,
+            )
         )
 
 
@@ -176,21 +172,23 @@ def trace(problem: AttentionProblem, config: BackwardConfig) -> tuple:
     from ..device.sm90.backward.kernel import BackwardSm90
 
     d, dv = problem.head_dim, problem.head_dim_v
-    arguments = (
-        *(fake_rows(problem, columns) for columns in (d, d, dv, dv, d, dv)),
-        fake_rows(problem, d) if config.private_dq else None,
-        *fake_accumulator(problem, config),
-        fake_tensor(Int32, None, align_bytes=4) if config.adds_in_turns(problem) else None,
-        fake_zeroed(problem, config),
-        fake_cu_seqlens(problem),
-        fake_cu_seqlens(problem),
-        fake_seqused_k(problem),
-        Float32(1.0),
-        *fake_scales_and_window(problem),
-        fake_tensor(Int32, 1, align_bytes=4) if config.dynamic_tiles else None,
-        Int32(1),
-        Int32(1),
-        Int32(1),
-        fake_stream(),
+    rows = {"q": d, "k": d, "v": dv, "dout": dv, "dk": d, "dv": dv}
+    dq_accum, stats = fake_accumulator(problem, config)
+    arguments = BackwardSm90Arguments(
+        **{name: fake_rows(problem, columns) for name, columns in rows.items()},
+        dq=fake_rows(problem, d) if config.private_dq else None,
+        dq_accum=dq_accum,
+        stats=stats,
+        turns=fake_tensor(Int32, None, align_bytes=4) if config.adds_in_turns(problem) else None,
+        zeroed=fake_zeroed(problem, config),
+        cu_seqlens_q=fake_cu_seqlens(problem),
+        cu_seqlens_k=fake_cu_seqlens(problem),
+        seqused_k=fake_seqused_k(problem),
+        softmax_scale=Float32(1.0),
+        **fake_scales_and_window(problem),
+        counter=fake_tensor(Int32, 1, align_bytes=4) if config.dynamic_tiles else None,
+        blocks_per_head=Int32(1),
+        heads_per_section=Int32(1),
+        num_ctas=Int32(1),
     )
-    return BackwardSm90(problem, config, element_type(problem.dtype)), arguments
+    return BackwardSm90(problem, config, element_type(problem.dtype)), (*arguments, fake_stream())

@@ -25,7 +25,7 @@ from ..compiler import compile
 from ..config import LaunchConfig
 from ..config.arch import arch_of
 from .append import append, needs_append, request_of_call
-from .arguments import with_rows
+from .arguments import MergeArguments, with_rows
 from .merge import merge_blocks, merge_request
 
 
@@ -68,7 +68,9 @@ class DecodeLaunch(ABC):
     def __init__(self, problem: DecodeProblem, config: LaunchConfig, arch: str, plan: SplitPlan):
         self.problem, self.config, self.arch = problem, config, arch
         self.num_splits, self.is_split = plan.num_splits, plan.is_split
-        self.splits = plan[:2] if plan.is_split else (None, None)
+        # a forward that is not split has no use for these arguments
+        self.num_splits_argument = plan.num_splits if plan.is_split else None
+        self.split_blocks = plan.split_blocks if plan.is_split else None
         self._merge: Callable | None = None
 
     def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
@@ -84,7 +86,8 @@ class DecodeLaunch(ABC):
             self._merge = compile.get(*self.merge_request())
         merged = (out[None], lse[None]) if self.problem.attention.is_packed else (out, lse)
         offsets = None if sinks is None else query_offsets_of(inputs)
-        self._merge(*partials, *merged, sinks, offsets, merge_blocks(merged[0], self.num_splits))
+        blocks = merge_blocks(merged[0], self.num_splits)
+        self._merge(*MergeArguments(*partials, *merged, sinks=sinks, cu_seqlens_q=offsets, num_blocks=blocks))
         return out, lse
 
     @abstractmethod

@@ -19,7 +19,16 @@ from ..config.arch import arch_of
 from ..config.decode import DecodeConfigSm80
 from ..heuristics.decode import decode_config_sm80, num_splits_sm80
 from . import decode as decode_launch
-from .arguments import element_type, fake_tensor, score_scales, strided_tensor, vector_bytes, window_bounds, with_rows
+from .arguments import (
+    ForwardSm80Arguments,
+    element_type,
+    fake_tensor,
+    score_scales,
+    strided_tensor,
+    vector_bytes,
+    window_bounds,
+    with_rows,
+)
 from .cache import KEYS_OF_A_DESCALE, as_pairs, descale_arguments
 from .decode import DecodeLaunch, SplitPlan, page_table_of, query_offsets_of
 from .forward_sm80 import grid
@@ -76,14 +85,41 @@ class Launch(DecodeLaunch):
     def __init__(self, problem: DecodeProblem, config: ForwardConfigSm80, arch: str, plan: SplitPlan):
         super().__init__(problem, config, arch, plan)
         attention = problem.attention
-        self.scalars = *score_scales(attention), *window_bounds(attention), *grid(attention, config)
+        self.scale_log2, self.tanh_scale = score_scales(attention)
+        self.window_left, self.window_right = window_bounds(attention)
+        self.heads_per_section, self.num_tiles = grid(attention, config)
         self._forwards: dict[int, Callable] = {}  # by the bytes of a copy
 
     def attend(self, q: Tensor, inputs: DecodeInputs, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
         q, k_cache, v_cache = with_rows(q), as_pairs(inputs.k_cache), as_pairs(inputs.v_cache)
         # rows of the workspace are aligned as far as their length allows
         kernel = self.kernel(vector_bytes(q, k_cache, v_cache, *(() if self.is_split else (out,))))
-        kernel(q, k_cache, v_cache, out, lse, *self.other_arguments(inputs, sinks))
+        k_descale, v_descale, kv_block = descale_arguments(self.problem, inputs)
+        kernel(
+            *ForwardSm80Arguments(
+                q,
+                k_cache,
+                v_cache,
+                out,
+                lse,
+                sinks=sinks,
+                cu_seqlens_q=query_offsets_of(inputs),
+                seqused_k=inputs.cache_seqlens.contiguous(),
+                scale_log2=self.scale_log2,
+                tanh_scale=self.tanh_scale,
+                window_left=self.window_left,
+                window_right=self.window_right,
+                heads_per_section=self.heads_per_section,
+                num_tiles=self.num_tiles,
+                page_table=page_table_of(inputs),
+                added_k=inputs.seqlen_new,
+                num_splits=self.num_splits_argument,
+                split_blocks=self.split_blocks,
+                k_descale=k_descale,
+                v_descale=v_descale,
+                kv_block=kv_block,
+            )
+        )
 
     def kernel(self, aligned_to: int) -> Callable:
         """The forward for tensors that copies of so many bytes can read."""
@@ -100,20 +136,6 @@ class Launch(DecodeLaunch):
     def _request(self, aligned_to: int) -> tuple[ForwardConfigSm80, tuple]:
         config = replace(self.config, vector_bytes=aligned_to)
         return config, compile_request(self.problem, config, self.arch, self.is_split)
-
-    def other_arguments(self, inputs: DecodeInputs, sinks: Tensor | None) -> tuple:
-        """Those of `ForwardSm80.__call__` after lse."""
-        return (
-            sinks,
-            query_offsets_of(inputs),
-            None,
-            inputs.cache_seqlens.contiguous(),
-            *self.scalars,
-            page_table_of(inputs),
-            inputs.seqlen_new,
-            *self.splits,
-            *descale_arguments(self.problem, inputs),
-        )
 
 
 def compile_request(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split: bool) -> tuple:
@@ -162,27 +184,31 @@ def trace(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split
             align_bytes = 16 if dv % 4 == 0 else 8
         out = fake_tensor(Float32, None, None, None, None, dv, align_bytes=align_bytes)
     lse = (None, None) if is_split else batch  # partials have a batch
-    arguments = (
+    descale = strided_tensor if problem.has_descales else lambda kind, rank: None
+    arguments = ForwardSm80Arguments(
         q,
         *caches,
         out,
-        fake_tensor(Float32, *lse, None, None, align_bytes=4),
-        fake_tensor(Float32, None, align_bytes=4) if attention.has_sinks else None,
-        fake_tensor(Int32, None, align_bytes=4) if attention.is_packed else None,
-        None,
-        fake_tensor(Int32, None, align_bytes=4),
-        Float32(1.0),
-        None if attention.softcap is None else Float32(1.0),
-        None if mask.window_left is None else Int32(0),
-        None if mask.window_right is None else Int32(0),
-        Int32(1),
-        Int32(1),
-        fake_tensor(Int32, None, None, align_bytes=4) if problem.is_paged else None,
-        Int32(0),
-        *((Int32(1), Int32(0)) if is_split else (None, None)),
-        *((strided_tensor(Float32, 3), strided_tensor(Float32, 3)) if problem.has_descales else (None, None)),
-        Int32(1) if by_block and not problem.is_paged else None,
-        make_fake_stream(use_tvm_ffi_env_stream=True),
+        lse=fake_tensor(Float32, *lse, None, None, align_bytes=4),
+        sinks=fake_tensor(Float32, None, align_bytes=4) if attention.has_sinks else None,
+        cu_seqlens_q=fake_tensor(Int32, None, align_bytes=4) if attention.is_packed else None,
+        seqused_k=fake_tensor(Int32, None, align_bytes=4),
+        scale_log2=Float32(1.0),
+        tanh_scale=None if attention.softcap is None else Float32(1.0),
+        window_left=None if mask.window_left is None else Int32(0),
+        window_right=None if mask.window_right is None else Int32(0),
+        heads_per_section=Int32(1),
+        num_tiles=Int32(1),
+        page_table=fake_tensor(Int32, None, None, align_bytes=4) if problem.is_paged else None,
+        added_k=Int32(0),
+        num_splits=Int32(1) if is_split else None,
+        split_blocks=Int32(0) if is_split else None,
+        k_descale=descale(Float32, 3),
+        v_descale=descale(Float32, 3),
+        kv_block=Int32(1) if by_block and not problem.is_paged else None,
     )
     kernel = DecodeSm80 if isinstance(config, DecodeConfigSm80) else ForwardSm80
-    return kernel(attention, config, dtype, arch, True, is_split, problem.is_paged, by_block), arguments
+    return kernel(attention, config, dtype, arch, True, is_split, problem.is_paged, by_block), (
+        *arguments,
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )

@@ -21,7 +21,7 @@ from ..compiler import compile
 from ..config import ForwardConfig
 from ..heuristics.decode import decode_config_sm90, has_few_rows, most_splits_sm90, num_splits_sm90
 from . import decode as decode_launch
-from .arguments import aligned, is_aligned, score_scales, window_bounds
+from .arguments import ForwardSm90Arguments, aligned, is_aligned, score_scales, window_bounds
 from .decode import DecodeLaunch, SplitPlan, page_table_of, query_offsets_of
 from .forward_sm90 import ARCH, persistent_grid, tile_counter, trace
 
@@ -87,11 +87,12 @@ class Launch(DecodeLaunch):
     def __init__(self, problem: DecodeProblem, config: ForwardConfig, plan: SplitPlan, num_sms: int):
         super().__init__(problem, config, ARCH, plan)
         attention = problem.attention
-        self.scalars = *score_scales(attention), *window_bounds(attention)
+        self.scale_log2, self.tanh_scale = score_scales(attention)
+        self.window_left, self.window_right = window_bounds(attention)
         # to the order of tiles, parts are batch entries, or heads of packed sequences
         names = ("num_heads_q", "num_heads_kv") if attention.is_packed else ("batch",)
         times = {name: getattr(attention, name) * plan.num_splits for name in names}
-        self.grid = persistent_grid(replace(attention, **times), config, num_sms)
+        self.heads_per_section, self.num_ctas = persistent_grid(replace(attention, **times), config, num_sms)
         self._forward: Callable | None = None
 
     def attend(self, q: Tensor, inputs: DecodeInputs, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
@@ -107,22 +108,27 @@ class Launch(DecodeLaunch):
         if self._forward is None:
             self._forward = compile.get(*self.forward_request(inputs)[1])
         self._forward(
-            aligned(q),
-            inputs.k_cache,
-            inputs.v_cache,
-            out,
-            lse,
-            sinks,
-            query_offsets_of(inputs),
-            None,
-            inputs.cache_seqlens.contiguous(),
-            *(None,) * 5,
-            *self.scalars,
-            tile_counter(q.get_device()) if self.config.dynamic_tiles else None,
-            *self.grid,
-            page_table_of(inputs),
-            inputs.seqlen_new,
-            *self.splits,
+            *ForwardSm90Arguments(
+                aligned(q),
+                inputs.k_cache,
+                inputs.v_cache,
+                out,
+                lse,
+                sinks=sinks,
+                cu_seqlens_q=query_offsets_of(inputs),
+                seqused_k=inputs.cache_seqlens.contiguous(),
+                scale_log2=self.scale_log2,
+                tanh_scale=self.tanh_scale,
+                window_left=self.window_left,
+                window_right=self.window_right,
+                counter=tile_counter(q.get_device()) if self.config.dynamic_tiles else None,
+                heads_per_section=self.heads_per_section,
+                num_ctas=self.num_ctas,
+                page_table=page_table_of(inputs),
+                added_k=inputs.seqlen_new,
+                num_splits=self.num_splits_argument,
+                split_blocks=self.split_blocks,
+            )
         )
 
     def forward_request(self, inputs: DecodeInputs) -> tuple[ForwardConfig, tuple]:

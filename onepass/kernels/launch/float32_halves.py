@@ -13,7 +13,7 @@ from ...geometry.integers import ceil_div
 from ...problem import AttentionProblem
 from ..compiler import compile
 from ..config import HOPPER, head_dim_tile, value_columns
-from .arguments import fake_tensor
+from .arguments import SplitRowsArguments, fake_tensor
 
 BLOCK = 64  # rows of a scale
 
@@ -72,12 +72,14 @@ def _split(x: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None, is_v: b
     blocks = seqlen // BLOCK + batch if is_packed else ceil_div(seqlen, BLOCK)
     scale = x.new_empty(*x.shape[:-3], num_heads, blocks, dtype=torch.float32)
     kernel_of(Kernel(head_dim, is_v, is_packed, seqused is not None))(
-        x,
-        target,
-        scale,
-        None if cu_seqlens is None else cu_seqlens.contiguous(),
-        None if seqused is None else seqused.contiguous(),
-        blocks + is_packed,  # one more for rows of no sequence
+        *SplitRowsArguments(
+            x,
+            target,
+            scale,
+            cu_seqlens=None if cu_seqlens is None else cu_seqlens.contiguous(),
+            seqused=None if seqused is None else seqused.contiguous(),
+            num_blocks=blocks + is_packed,  # one more for rows of no sequence
+        )
     )
     if is_packed:  # each sequence sees the blocks of all
         scale = scale.as_strided((batch, num_heads, blocks), (0, blocks, 1))
@@ -110,12 +112,12 @@ def trace(kernel: Kernel) -> tuple:
     from ..device.memory_bound.float32_halves import SplitRows
 
     batch = () if kernel.is_packed else (None,)
-    return SplitRows(kernel.head_dim, kernel.is_v), (
-        fake_tensor(Float32, *batch, None, None, kernel.head_dim, align_bytes=16),
-        fake_tensor(Float16, *batch, None, None, 2 * head_dim_tile(kernel.head_dim), align_bytes=16),
-        fake_tensor(Float32, *batch, None, None, align_bytes=4),
-        fake_tensor(Int32, None, align_bytes=4) if kernel.is_packed else None,
-        fake_tensor(Int32, None, align_bytes=4) if kernel.has_seqused else None,
-        Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
+    arguments = SplitRowsArguments(
+        x=fake_tensor(Float32, *batch, None, None, kernel.head_dim, align_bytes=16),
+        target=fake_tensor(Float16, *batch, None, None, 2 * head_dim_tile(kernel.head_dim), align_bytes=16),
+        scale=fake_tensor(Float32, *batch, None, None, align_bytes=4),
+        cu_seqlens=fake_tensor(Int32, None, align_bytes=4) if kernel.is_packed else None,
+        seqused=fake_tensor(Int32, None, align_bytes=4) if kernel.has_seqused else None,
+        num_blocks=Int32(1),
     )
+    return SplitRows(kernel.head_dim, kernel.is_v), (*arguments, make_fake_stream(use_tvm_ffi_env_stream=True))

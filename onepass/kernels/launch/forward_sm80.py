@@ -18,7 +18,15 @@ from ..config import ForwardConfigSm80
 from ..config.arch import arch_of
 from ..heuristics import sm90 as heuristics
 from ..heuristics import tuned
-from .arguments import element_type, fake_tensor, score_scales, vector_bytes, window_bounds, with_rows
+from .arguments import (
+    ForwardSm80Arguments,
+    element_type,
+    fake_tensor,
+    score_scales,
+    vector_bytes,
+    window_bounds,
+    with_rows,
+)
 
 # What the tests compile the kernels for; they compile for the others of SMEM_BYTES_BY_ARCH, too.
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
@@ -111,23 +119,22 @@ class Launch:
     def __call__(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_outputs(self.problem, inputs)
         qkv = tuple(with_rows(t) for t in inputs[:3])
-        kernel_of(self.problem, self.config, self.arch, vector_bytes(*qkv, out))(
+        arguments = ForwardSm80Arguments(
             *qkv,
             out,
             lse,
-            None if inputs.sinks is None else inputs.sinks.float().contiguous(),
-            *(
-                None if lengths is None else lengths.contiguous()
-                for lengths in (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k)
-            ),
-            self.scale_log2,
-            self.tanh_scale,
-            self.window_left,
-            self.window_right,
-            self.heads_per_section,
-            self.num_tiles,
-            *(None,) * 7,  # no pages, splits or descales
+            sinks=None if inputs.sinks is None else inputs.sinks.float().contiguous(),
+            cu_seqlens_q=None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous(),
+            cu_seqlens_k=None if inputs.cu_seqlens_k is None else inputs.cu_seqlens_k.contiguous(),
+            seqused_k=None if inputs.seqused_k is None else inputs.seqused_k.contiguous(),
+            scale_log2=self.scale_log2,
+            tanh_scale=self.tanh_scale,
+            window_left=self.window_left,
+            window_right=self.window_right,
+            heads_per_section=self.heads_per_section,
+            num_tiles=self.num_tiles,
         )
+        kernel_of(self.problem, self.config, self.arch, vector_bytes(*qkv, out))(*arguments)
         return out, lse
 
 
@@ -153,19 +160,18 @@ def trace(problem: AttentionProblem, config: ForwardConfigSm80, arch: str) -> tu
         fake_tensor(dtype, *batch, None, None, size, align_bytes=config.vector_bytes)
         for size in (problem.head_dim, problem.head_dim, problem.head_dim_v, problem.head_dim_v)
     ]
-    is_given = (problem.is_packed, problem.is_packed, problem.has_seqused_k)
-    arguments = (
+    arguments = ForwardSm80Arguments(
         *rows,
-        fake_tensor(Float32, *batch, None, None, align_bytes=4),
-        optional(fake_tensor(Float32, None, align_bytes=4), problem.has_sinks),
-        *(optional(fake_tensor(Int32, None, align_bytes=4), given) for given in is_given),
-        Float32(1.0),
-        optional(Float32(1.0), problem.softcap is not None),
-        optional(Int32(0), mask.window_left is not None),
-        optional(Int32(0), mask.window_right is not None),
-        Int32(1),
-        Int32(1),
-        *(None,) * 7,
-        make_fake_stream(use_tvm_ffi_env_stream=True),
+        lse=fake_tensor(Float32, *batch, None, None, align_bytes=4),
+        sinks=optional(fake_tensor(Float32, None, align_bytes=4), problem.has_sinks),
+        cu_seqlens_q=optional(fake_tensor(Int32, None, align_bytes=4), problem.is_packed),
+        cu_seqlens_k=optional(fake_tensor(Int32, None, align_bytes=4), problem.is_packed),
+        seqused_k=optional(fake_tensor(Int32, None, align_bytes=4), problem.has_seqused_k),
+        scale_log2=Float32(1.0),
+        tanh_scale=optional(Float32(1.0), problem.softcap is not None),
+        window_left=optional(Int32(0), mask.window_left is not None),
+        window_right=optional(Int32(0), mask.window_right is not None),
+        heads_per_section=Int32(1),
+        num_tiles=Int32(1),
     )
-    return ForwardSm80(problem, config, dtype, arch), arguments
+    return ForwardSm80(problem, config, dtype, arch), (*arguments, make_fake_stream(use_tvm_ffi_env_stream=True))

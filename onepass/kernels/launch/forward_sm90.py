@@ -20,8 +20,8 @@ from ..config import HOPPER, ForwardConfig, head_dim_tile, value_blocks, value_c
 from ..heuristics import sm90 as heuristics
 from ..heuristics import tuned
 from . import float32_halves, quantize
+from .arguments import ForwardSm90Arguments, element_type, fake_tensor, score_scales, window_bounds
 from .arguments import aligned as tma_ready
-from .arguments import element_type, fake_tensor, score_scales, window_bounds
 from .arguments import is_aligned as is_tma_ready
 
 ARCH = HOPPER
@@ -189,26 +189,31 @@ class Launch:
         float32: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> None:
         """The kernel, from what it reads in place of inputs.q, k and v. Args: see `ForwardSm90.__call__`."""
+        q_scale, k_scale, v_scale, q_block = scales
         self.kernel(
-            q,
-            k,
-            v,
-            out,
-            lse,
-            None if inputs.sinks is None else inputs.sinks.float().contiguous(),
-            None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous(),
-            None if inputs.cu_seqlens_k is None else inputs.cu_seqlens_k.contiguous(),
-            None if inputs.seqused_k is None else inputs.seqused_k.contiguous(),
-            float32,
-            *scales,
-            self.scale_log2,
-            self.tanh_scale,
-            self.window_left,
-            self.window_right,
-            tile_counter(inputs.q.get_device()) if self.is_dynamic else None,
-            self.heads_per_section,
-            self.num_ctas,
-            *(None,) * 4,  # no pages and splits
+            *ForwardSm90Arguments(
+                q,
+                k,
+                v,
+                out,
+                lse,
+                sinks=None if inputs.sinks is None else inputs.sinks.float().contiguous(),
+                cu_seqlens_q=None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous(),
+                cu_seqlens_k=None if inputs.cu_seqlens_k is None else inputs.cu_seqlens_k.contiguous(),
+                seqused_k=None if inputs.seqused_k is None else inputs.seqused_k.contiguous(),
+                float32=float32,
+                q_scale=q_scale,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                q_block=q_block,
+                scale_log2=self.scale_log2,
+                tanh_scale=self.tanh_scale,
+                window_left=self.window_left,
+                window_right=self.window_right,
+                counter=tile_counter(inputs.q.get_device()) if self.is_dynamic else None,
+                heads_per_section=self.heads_per_section,
+                num_ctas=self.num_ctas,
+            )
         )
 
 
@@ -306,32 +311,36 @@ def trace(problem: AttentionProblem, config: ForwardConfig, of_cache: tuple[bool
     float32 = tuple(tensor(Float32, *batch, None, None, size, align_bytes=16) for size in sizes)
     if is_float32:
         head_dim, head_dim_v = (2 * head_dim_tile(size) for size in (head_dim, head_dim_v))
-    arguments = (
-        tensor(dtype, *batch, None, None, head_dim, align_bytes=16),
-        tensor(dtype, *keys_batch, None, None, head_dim, align_bytes=16),
+    q_scale, k_scale, v_scale = scales
+    arguments = ForwardSm90Arguments(
+        q=tensor(dtype, *batch, None, None, head_dim, align_bytes=16),
+        k=tensor(dtype, *keys_batch, None, None, head_dim, align_bytes=16),
         # transposed: only the last length is not known beforehand
-        tensor(dtype, *batch, None, head_dim_v, None, align_bytes=16)
+        v=tensor(dtype, *batch, None, head_dim_v, None, align_bytes=16)
         if is_fp8 and not config.transposes_v
         else tensor(dtype, *keys_batch, None, None, head_dim_v, align_bytes=16),
-        tensor(out_dtype, *splits, *batch, None, None, problem.head_dim_v, align_bytes=16),
-        tensor(Float32, *splits, *batch, None, None, align_bytes=4),
-        optional(tensor(Float32, None, align_bytes=4), problem.has_sinks),
-        optional(tensor(Int32, None, align_bytes=4), problem.is_packed),
-        optional(tensor(Int32, None, align_bytes=4), problem.is_packed and of_cache is None),
-        optional(tensor(Int32, None, align_bytes=4), problem.has_seqused_k),
-        optional(float32, is_float32),
-        *scales,
-        optional(Int32(1), is_scaled),
-        Float32(1.0),
-        optional(Float32(1.0), problem.softcap is not None),
-        optional(Int32(0), problem.mask.window_left is not None),
-        optional(Int32(0), problem.mask.window_right is not None),
-        optional(tensor(Int32, 1, align_bytes=4), config.dynamic_tiles),
-        Int32(1),
-        Int32(1),
-        optional(tensor(Int32, None, None, align_bytes=4), box_rows is not None),
-        optional(Int32(0), of_cache is not None),
-        *((Int32(1), Int32(0)) if is_split else (None, None)),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
+        out=tensor(out_dtype, *splits, *batch, None, None, problem.head_dim_v, align_bytes=16),
+        lse=tensor(Float32, *splits, *batch, None, None, align_bytes=4),
+        sinks=optional(tensor(Float32, None, align_bytes=4), problem.has_sinks),
+        cu_seqlens_q=optional(tensor(Int32, None, align_bytes=4), problem.is_packed),
+        cu_seqlens_k=optional(tensor(Int32, None, align_bytes=4), problem.is_packed and of_cache is None),
+        seqused_k=optional(tensor(Int32, None, align_bytes=4), problem.has_seqused_k),
+        float32=optional(float32, is_float32),
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        q_block=optional(Int32(1), is_scaled),
+        scale_log2=Float32(1.0),
+        tanh_scale=optional(Float32(1.0), problem.softcap is not None),
+        window_left=optional(Int32(0), problem.mask.window_left is not None),
+        window_right=optional(Int32(0), problem.mask.window_right is not None),
+        counter=optional(tensor(Int32, 1, align_bytes=4), config.dynamic_tiles),
+        heads_per_section=Int32(1),
+        num_ctas=Int32(1),
+        page_table=optional(tensor(Int32, None, None, align_bytes=4), box_rows is not None),
+        added_k=optional(Int32(0), of_cache is not None),
+        num_splits=optional(Int32(1), is_split),
+        split_blocks=optional(Int32(0), is_split),
     )
-    return ForwardSm90(problem, config, dtype, of_cache is not None, is_split, box_rows), arguments
+    kernel = ForwardSm90(problem, config, dtype, of_cache is not None, is_split, box_rows)
+    return kernel, (*arguments, make_fake_stream(use_tvm_ffi_env_stream=True))

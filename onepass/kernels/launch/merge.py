@@ -16,7 +16,7 @@ from ..compiler import compile
 from ..config import VECTOR_BYTES, LaunchConfig
 from ..config.arch import arch_of
 from ..config.decode import DecodeConfigSm80
-from .arguments import element_type, fake_tensor, vector_bytes, with_rows
+from .arguments import MergeArguments, element_type, fake_tensor, vector_bytes, with_rows
 
 ROWS = 2  # of a thread block, if a warp has one
 ROW_WARPS = 8  # that more than FEW_PARTS parts are shared out to
@@ -61,7 +61,9 @@ def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     if blocks := merge_blocks(out, num_parts):
         outs = with_rows(outs)
         key = MergeKey(outs.dtype, out.dtype, out.shape[-1], False, vector_bytes(outs), row_warps(num_parts))
-        merge_kernel_of(key, arch_of(outs.device))(outs, lses.contiguous(), out, lse, None, None, blocks)
+        merge_kernel_of(key, arch_of(outs.device))(
+            *MergeArguments(outs, lses.contiguous(), out, lse, num_blocks=blocks)
+        )
     return out, lse
 
 
@@ -96,14 +98,15 @@ def trace_merge(key: MergeKey) -> tuple:
     assert WARPS == ROWS
     # out is new, so its rows are aligned as those of the partials are
     out_bytes = key.vector_bytes // key.partial.itemsize * key.dtype.itemsize
-    arguments = (
-        fake_tensor(element_type(key.partial), None, None, None, None, key.head_dim_v, align_bytes=key.vector_bytes),
-        fake_tensor(Float32, None, None, None, None, align_bytes=4),
-        fake_tensor(element_type(key.dtype), None, None, None, key.head_dim_v, align_bytes=out_bytes),
-        fake_tensor(Float32, None, None, None, align_bytes=4),
-        fake_tensor(Float32, None, align_bytes=4) if key.has_sinks else None,
-        fake_tensor(Int32, None, align_bytes=4) if key.has_offsets else None,
-        Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
+    partial, dtype = element_type(key.partial), element_type(key.dtype)
+    arguments = MergeArguments(
+        partial_out=fake_tensor(partial, None, None, None, None, key.head_dim_v, align_bytes=key.vector_bytes),
+        partial_lse=fake_tensor(Float32, None, None, None, None, align_bytes=4),
+        out=fake_tensor(dtype, None, None, None, key.head_dim_v, align_bytes=out_bytes),
+        lse=fake_tensor(Float32, None, None, None, align_bytes=4),
+        sinks=fake_tensor(Float32, None, align_bytes=4) if key.has_sinks else None,
+        cu_seqlens_q=fake_tensor(Int32, None, align_bytes=4) if key.has_offsets else None,
+        num_blocks=Int32(1),
     )
-    return Merge(key.head_dim_v, key.vector_bytes, key.row_warps, key.is_early), arguments
+    kernel = Merge(key.head_dim_v, key.vector_bytes, key.row_warps, key.is_early)
+    return kernel, (*arguments, make_fake_stream(use_tvm_ffi_env_stream=True))

@@ -17,7 +17,7 @@ from ...problem.outputs import empty_as
 from ...quantization import codec, rotation
 from ..compiler import compile
 from ..config.arch import arch_of
-from .arguments import aligned, element_type, fake_tensor
+from .arguments import KeysLastArguments, QuantizeArguments, aligned, element_type, fake_tensor
 
 BLOCK = 64
 MAX_HEAD_DIM = 256
@@ -125,19 +125,21 @@ class Launch:
         of_q, of_k, of_v = self.descales
         descales = Descales(together.as_strided(*of_q), together.as_strided(*of_k), together.as_strided(*of_v))
         self.kernel(
-            q,
-            k,
-            v,
-            stored_q,
-            stored_k,
-            stored_v,
-            *descales,
-            k_mean,
-            v_mean,
-            self.signs,
-            None if cu_seqlens_q is None else cu_seqlens_q.contiguous(),
-            None if cu_seqlens_k is None else cu_seqlens_k.contiguous(),
-            None if seqused_k is None else seqused_k.contiguous(),
+            *QuantizeArguments(
+                q,
+                k,
+                v,
+                stored_q,
+                stored_k,
+                stored_v,
+                *descales,
+                k_mean=k_mean,
+                v_mean=v_mean,
+                signs=self.signs,
+                cu_seqlens_q=None if cu_seqlens_q is None else cu_seqlens_q.contiguous(),
+                cu_seqlens_k=None if cu_seqlens_k is None else cu_seqlens_k.contiguous(),
+                seqused_k=None if seqused_k is None else seqused_k.contiguous(),
+            )
         )
         return stored_q, stored_k, stored_v, descales
 
@@ -211,7 +213,7 @@ def keys_last(v: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:
     stored = v.new_empty(shape)
     kernel = LayoutKernel(head_dim_v, cu_seqlens_k is not None)
     cu_seqlens = None if cu_seqlens_k is None else cu_seqlens_k.contiguous()
-    kernel_of(kernel, arch_of(v.device))(v, stored, cu_seqlens)
+    kernel_of(kernel, arch_of(v.device))(*KeysLastArguments(v, stored, cu_seqlens))
     return stored
 
 
@@ -270,27 +272,31 @@ def trace(kernel: Kernel | LayoutKernel) -> tuple:
 
     head_dim_v = kernel.head_dim_v
     if isinstance(kernel, LayoutKernel):
-        arguments = rows(Float8E4M3FN, head_dim_v), columns(head_dim_v), lengths(kernel.is_packed), stream
-        return KeysLast(head_dim_v, num_threads), arguments
+        layout = KeysLastArguments(rows(Float8E4M3FN, head_dim_v), columns(head_dim_v), lengths(kernel.is_packed))
+        return KeysLast(head_dim_v, num_threads), (*layout, stream)
 
     def mean(head_dim: int, is_given: bool):
         return fake_tensor(Float32, None, None, head_dim, align_bytes=16) if is_given else None
 
     head_dim, dtype = kernel.head_dim, element_type(kernel.dtype)
     sizes = head_dim, head_dim, head_dim_v
-    target_of_v = columns(head_dim_v) if kernel.keys_last else rows(Float8E4M3FN, head_dim_v)
     # one for each: whose sizes one stand-in stands for would have to be equal
-    arguments = (
-        *(rows(dtype, size) for size in sizes),
-        *(rows(Float8E4M3FN, size) for size in sizes[:2]),
-        target_of_v,
-        *(fake_tensor(Float32, *batch, None, None, align_bytes=4) for _ in sizes),
-        mean(head_dim, kernel.has_k_mean),
-        mean(head_dim_v, kernel.has_v_mean),
-        tuple(Int32(0) for _ in sign_words(head_dim, 0)) if kernel.rotates else None,
-        lengths(kernel.is_packed),
-        lengths(kernel.is_packed),
-        lengths(kernel.has_seqused),
-        stream,
+    q_descale, k_descale, v_descale = (fake_tensor(Float32, *batch, None, None, align_bytes=4) for _ in sizes)
+    arguments = QuantizeArguments(
+        q=rows(dtype, head_dim),
+        k=rows(dtype, head_dim),
+        v=rows(dtype, head_dim_v),
+        q_target=rows(Float8E4M3FN, head_dim),
+        k_target=rows(Float8E4M3FN, head_dim),
+        v_target=columns(head_dim_v) if kernel.keys_last else rows(Float8E4M3FN, head_dim_v),
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        k_mean=mean(head_dim, kernel.has_k_mean),
+        v_mean=mean(head_dim_v, kernel.has_v_mean),
+        signs=tuple(Int32(0) for _ in sign_words(head_dim, 0)) if kernel.rotates else None,
+        cu_seqlens_q=lengths(kernel.is_packed),
+        cu_seqlens_k=lengths(kernel.is_packed),
+        seqused_k=lengths(kernel.has_seqused),
     )
-    return Quantize(dtype, head_dim, head_dim_v, num_threads, kernel.keys_last), arguments
+    return Quantize(dtype, head_dim, head_dim_v, num_threads, kernel.keys_last), (*arguments, stream)
