@@ -218,13 +218,13 @@ def test_what_tma_reads_where_it_lies():
         t = storage.as_strided(sizes, (*strides, last), offset)
         moves = [stride for size, stride in zip(sizes[:-1], strides, strict=True) if size > 1]
         is_readable = last == 1 and offset % 8 == 0 and all(stride % 8 == 0 for stride in moves)
-        ready = launch.tma_ready(t)
+        ready = launch.aligned(t)
         assert (ready is t) == is_readable
         assert ready is t or ready.is_contiguous()
         packed = t[0]
         moves = [stride for size, stride in zip(sizes[1:-1], strides[1:], strict=True) if size > 1]
         is_readable = last == 1 and offset % 8 == 0 and all(stride % 8 == 0 for stride in moves)
-        assert (launch.tma_ready(packed) is packed) == is_readable
+        assert (launch.aligned(packed) is packed) == is_readable
         seen.add(is_readable)
     assert seen == {True, False}
 

@@ -23,6 +23,7 @@ from .arguments import (
     ForwardSm80Arguments,
     element_type,
     fake_tensor,
+    forward_sm80_arguments,
     score_scales,
     strided_tensor,
     vector_bytes,
@@ -96,7 +97,7 @@ class Launch(DecodeLaunch):
         kernel = self.kernel(vector_bytes(q, k_cache, v_cache, *(() if self.is_split else (out,))))
         k_descale, v_descale, kv_block = descale_arguments(self.problem, inputs)
         kernel(
-            *ForwardSm80Arguments(
+            *forward_sm80_arguments(
                 q,
                 k_cache,
                 v_cache,

@@ -21,7 +21,7 @@ from ..compiler import compile
 from ..config import ForwardConfig
 from ..heuristics.decode import decode_config_sm90, has_few_rows, most_splits_sm90, num_splits_sm90
 from . import decode as decode_launch
-from .arguments import ForwardSm90Arguments, aligned, is_aligned, score_scales, window_bounds
+from .arguments import aligned, forward_sm90_arguments, is_aligned, score_scales, window_bounds
 from .decode import DecodeLaunch, SplitPlan, page_table_of, query_offsets_of
 from .forward_sm90 import ARCH, persistent_grid, tile_counter, trace
 
@@ -108,7 +108,7 @@ class Launch(DecodeLaunch):
         if self._forward is None:
             self._forward = compile.get(*self.forward_request(inputs)[1])
         self._forward(
-            *ForwardSm90Arguments(
+            *forward_sm90_arguments(
                 aligned(q),
                 inputs.k_cache,
                 inputs.v_cache,

@@ -1,4 +1,4 @@
-"""From float32 tensors to their float16 parts, see parts.py: a kernel each for q, k and v."""
+"""From float32 tensors to their float16 halves: a launch each for q, k and v of a kernel in device/memory_bound."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Kernel(NamedTuple):
     has_seqused: bool = False
 
 
-class Parts(NamedTuple):
+class Halves(NamedTuple):
     """What the forward kernel takes in place of q, k and v.
 
     Attributes:
-        q, k: float16, as the tensors, but of a row first the high parts of all columns that the kernel is compiled for,
-            then the low ones; and their scales, as `blocks.fp8.DescaleTensors`.
-        v: the same of each block of columns that a launch takes.
+        q, k: float16, shaped as the tensors, but with twice the columns that the kernel is compiled for: a row holds
+            its high halves and then its low ones; and their scales (batch, heads, blocks).
+        v: the halves and scales of each block of columns that a launch takes.
     """
 
     q: tuple[Tensor, Tensor]
@@ -49,13 +49,13 @@ def split(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
-) -> Parts:
-    """The parts of float32 q, k and v (batch, seqlen, heads, head_dim) or packed, aligned to 16 bytes.
+) -> Halves:
+    """The halves of float32 q, k and v (batch, seqlen, heads, head_dim) or packed, aligned to 16 bytes.
 
-    Args: value_blocks: of the columns of v, see `config.value_blocks`.
+    Args: value_blocks: the number of blocks of columns of v, see `config.value_blocks`.
     """
     columns = v.chunk(value_blocks, dim=-1)
-    return Parts(
+    return Halves(
         _split(q, cu_seqlens_q, None, False),
         _split(k, cu_seqlens_k, seqused_k, False),
         [_split(block, cu_seqlens_k, seqused_k, True) for block in columns],

@@ -22,6 +22,7 @@ from .arguments import (
     ForwardSm80Arguments,
     element_type,
     fake_tensor,
+    forward_sm80_arguments,
     score_scales,
     vector_bytes,
     window_bounds,
@@ -118,15 +119,18 @@ class Launch:
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_outputs(self.problem, inputs)
-        qkv = tuple(with_rows(t) for t in inputs[:3])
-        arguments = ForwardSm80Arguments(
-            *qkv,
+        q, k, v = with_rows(inputs.q), with_rows(inputs.k), with_rows(inputs.v)
+        sinks, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs[3:]
+        arguments = forward_sm80_arguments(
+            q,
+            k,
+            v,
             out,
             lse,
-            sinks=None if inputs.sinks is None else inputs.sinks.float().contiguous(),
-            cu_seqlens_q=None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous(),
-            cu_seqlens_k=None if inputs.cu_seqlens_k is None else inputs.cu_seqlens_k.contiguous(),
-            seqused_k=None if inputs.seqused_k is None else inputs.seqused_k.contiguous(),
+            sinks=None if sinks is None else sinks.float().contiguous(),
+            cu_seqlens_q=None if cu_seqlens_q is None else cu_seqlens_q.contiguous(),
+            cu_seqlens_k=None if cu_seqlens_k is None else cu_seqlens_k.contiguous(),
+            seqused_k=None if seqused_k is None else seqused_k.contiguous(),
             scale_log2=self.scale_log2,
             tanh_scale=self.tanh_scale,
             window_left=self.window_left,
@@ -134,7 +138,7 @@ class Launch:
             heads_per_section=self.heads_per_section,
             num_tiles=self.num_tiles,
         )
-        kernel_of(self.problem, self.config, self.arch, vector_bytes(*qkv, out))(*arguments)
+        kernel_of(self.problem, self.config, self.arch, vector_bytes(q, k, v, out))(*arguments)
         return out, lse
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +20,16 @@ from ..config import HOPPER, ForwardConfig, head_dim_tile, value_blocks, value_c
 from ..heuristics import sm90 as heuristics
 from ..heuristics import tuned
 from . import float32_halves, quantize
-from .arguments import ForwardSm90Arguments, element_type, fake_tensor, score_scales, window_bounds
-from .arguments import aligned as tma_ready
-from .arguments import is_aligned as is_tma_ready
+from .arguments import (
+    ForwardSm90Arguments,
+    aligned,
+    element_type,
+    fake_tensor,
+    forward_sm90_arguments,
+    is_aligned,
+    score_scales,
+    window_bounds,
+)
 
 ARCH = HOPPER
 MAX_HEAD_DIM = 256
@@ -126,6 +133,23 @@ def _without_keys(problem: AttentionProblem, inputs: AttentionInputs | Quantized
     return without_keys(*empty_outputs(problem, inputs), inputs.sinks, inputs.cu_seqlens_q)
 
 
+class KernelScales(NamedTuple):
+    """The scales of FP8 tensors or of float16 halves: q_scale to q_block of `ForwardSm90Arguments`.
+
+    Attributes:
+        q, k, v: (batch, heads, blocks) float32, one scale for each block of rows.
+        q_block: rows of a block of q.
+    """
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    q_block: int | None
+
+
+NO_SCALES = KernelScales(None, None, None, None)
+
+
 @dataclass(frozen=True)
 class Launch:
     """A kernel, and what every call of one problem passes to it beside the tensors."""
@@ -142,40 +166,30 @@ class Launch:
     num_ctas: int
 
     def __call__(self, inputs: AttentionInputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
-        v = inputs.v
-        scales: tuple = (None,) * 4
+        out, lse = empty_outputs(self.problem, inputs)
         if isinstance(inputs, QuantizedInputs):
             scales = kernel_scales(self.problem, inputs.descales)
             assert self.problem.quantization is not None
+            v = inputs.v
             if not (self.problem.quantization.v_keys_last or self.transposes_v):
                 v = v_keys_last(v, inputs.cu_seqlens_k)
-        tensors = tma_ready(inputs.q), tma_ready(inputs.k), tma_ready(v)
-        outputs = empty_outputs(self.problem, inputs)
-        if isinstance(inputs, AttentionInputs) and self.problem.dtype == torch.float32:
-            self.attend_parts(
-                inputs, *outputs, float32_halves.split(*tensors, value_blocks(self.problem), *inputs[4:]), *tensors
-            )
+            self.attend(inputs, out, lse, aligned(inputs.q), aligned(inputs.k), aligned(v), scales)
+        elif self.problem.dtype == torch.float32:
+            self.attend_halves(inputs, out, lse)
         else:
-            self.attend(inputs, *outputs, *tensors, scales)
-        return outputs
+            self.attend(inputs, out, lse, aligned(inputs.q), aligned(inputs.k), aligned(inputs.v))
+        return out, lse
 
-    def attend_parts(
-        self,
-        inputs: AttentionInputs,
-        out: Tensor,
-        lse: Tensor,
-        parts: float32_halves.Parts,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> None:
-        """out and lse from the parts of q, k and v: a kernel for each block of columns of V."""
-        columns = v.shape[-1] // len(parts.v)
-        for i, (of_v, v_scale) in enumerate(parts.v):
+    def attend_halves(self, inputs: AttentionInputs, out: Tensor, lse: Tensor) -> None:
+        """out and lse of float32 tensors, from their float16 halves: a launch for each block of columns of V."""
+        q, k, v = aligned(inputs.q), aligned(inputs.k), aligned(inputs.v)
+        halves = float32_halves.split(q, k, v, value_blocks(self.problem), *inputs[4:])
+        columns = v.shape[-1] // len(halves.v)
+        for i, (v_halves, v_scale) in enumerate(halves.v):
             block = slice(i * columns, (i + 1) * columns)
-            scales = parts.q[1], parts.k[1], v_scale, float32_halves.BLOCK
-            of_block = parts.q[0], parts.k[0], of_v, scales, (q, k, v[..., block])
-            self.attend(inputs, out[..., block], lse, *of_block)
+            scales = KernelScales(halves.q[1], halves.k[1], v_scale, float32_halves.BLOCK)
+            sources = q, k, v[..., block]
+            self.attend(inputs, out[..., block], lse, halves.q[0], halves.k[0], v_halves, scales, sources)
 
     def attend(
         self,
@@ -185,32 +199,30 @@ class Launch:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        scales: tuple,
+        scales: KernelScales = NO_SCALES,
         float32: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> None:
-        """The kernel, from what it reads in place of inputs.q, k and v. Args: see `ForwardSm90.__call__`."""
-        q_scale, k_scale, v_scale, q_block = scales
+        """Launch the kernel, with q, k and v in place of those of `inputs`. Args: see `ForwardSm90.__call__`."""
+        sinks, cu_seqlens_q, cu_seqlens_k = inputs.sinks, inputs.cu_seqlens_q, inputs.cu_seqlens_k
+        seqused_k = inputs.seqused_k
         self.kernel(
-            *ForwardSm90Arguments(
+            *forward_sm90_arguments(
                 q,
                 k,
                 v,
                 out,
                 lse,
-                sinks=None if inputs.sinks is None else inputs.sinks.float().contiguous(),
-                cu_seqlens_q=None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous(),
-                cu_seqlens_k=None if inputs.cu_seqlens_k is None else inputs.cu_seqlens_k.contiguous(),
-                seqused_k=None if inputs.seqused_k is None else inputs.seqused_k.contiguous(),
-                float32=float32,
-                q_scale=q_scale,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                q_block=q_block,
+                None if sinks is None else sinks.float().contiguous(),
+                None if cu_seqlens_q is None else cu_seqlens_q.contiguous(),
+                None if cu_seqlens_k is None else cu_seqlens_k.contiguous(),
+                None if seqused_k is None else seqused_k.contiguous(),
+                float32,
+                *scales,
                 scale_log2=self.scale_log2,
                 tanh_scale=self.tanh_scale,
                 window_left=self.window_left,
                 window_right=self.window_right,
-                counter=tile_counter(inputs.q.get_device()) if self.is_dynamic else None,
+                counter=tile_counter(q.get_device()) if self.is_dynamic else None,
                 heads_per_section=self.heads_per_section,
                 num_ctas=self.num_ctas,
             )
@@ -224,8 +236,8 @@ def v_keys_last(v: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:
     return keys_last_in_torch(v, cu_seqlens_k)
 
 
-def kernel_scales(problem: AttentionProblem, descales: Descales) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The descales as `blocks.fp8.DescaleTensors`, whatever their granularity: views, no data moves."""
+def kernel_scales(problem: AttentionProblem, descales: Descales) -> KernelScales:
+    """The descales of any granularity as the kernel reads them: views, no data moves."""
     assert problem.quantization is not None
     by_heads = (problem.batch, problem.num_heads_q), *((problem.batch, problem.num_heads_kv),) * 2
     views = []
@@ -242,7 +254,7 @@ def kernel_scales(problem: AttentionProblem, descales: Descales) -> tuple[Tensor
             t = t.as_strided((*heads, 1), (*t.stride(), 1))
         views.append(t if t.stride(-1) == 1 else t.contiguous())
     q, k, v = views
-    return q, k, v, problem.quantization.q_block or ANY_ROWS
+    return KernelScales(q, k, v, problem.quantization.q_block or ANY_ROWS)
 
 
 _tile_counters: dict[tuple[int, int], Tensor] = {}
@@ -274,7 +286,7 @@ def _is_capturing(device: int) -> bool:
 
 def copied(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
     """Which of the tensors a call copies before its kernel runs."""
-    return [name for name, t in (("q", q), ("k", k), ("v", v)) if not is_tma_ready(t)]
+    return [name for name, t in (("q", q), ("k", k), ("v", v)) if not is_aligned(t)]
 
 
 def trace(problem: AttentionProblem, config: ForwardConfig, of_cache: tuple[bool, int | None] | None = None) -> tuple:

@@ -1,0 +1,47 @@
+"""The NamedTuples of kernel arguments name what the kernels take, in their order."""
+
+import importlib.util
+import inspect
+
+import pytest
+
+from onepass.kernels.launch import arguments
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
+)
+
+DEVICE = "onepass.kernels.device"
+KERNELS = [
+    ("ForwardSm90Arguments", f"{DEVICE}.sm90.forward.kernel", "ForwardSm90"),
+    ("ForwardSm80Arguments", f"{DEVICE}.sm80.forward.kernel", "ForwardSm80"),
+    ("ForwardSm80Arguments", f"{DEVICE}.sm80.forward.few_rows", "DecodeSm80"),
+    ("BackwardSm90Arguments", f"{DEVICE}.sm90.backward.kernel", "BackwardSm90"),
+    ("BackwardSm80Arguments", f"{DEVICE}.sm80.backward.kernel", "BackwardSm80"),
+    ("PreprocessArguments", f"{DEVICE}.memory_bound.backward_rows", "Preprocess"),
+    ("PostprocessArguments", f"{DEVICE}.memory_bound.backward_rows", "Postprocess"),
+    ("MergeArguments", f"{DEVICE}.memory_bound.merge", "Merge"),
+    ("AppendArguments", f"{DEVICE}.memory_bound.append", "Append"),
+    ("QuantizeArguments", f"{DEVICE}.memory_bound.quantize", "Quantize"),
+    ("KeysLastArguments", f"{DEVICE}.memory_bound.quantize_values", "KeysLast"),
+    ("SplitRowsArguments", f"{DEVICE}.memory_bound.float32_halves", "SplitRows"),
+]
+
+
+@pytest.mark.parametrize(("name", "module", "kernel"), KERNELS)
+def test_the_names_are_those_of_the_kernel(name, module, kernel):
+    function = getattr(importlib.import_module(module), kernel).__call__
+    parameters = tuple(inspect.signature(function).parameters)
+    assert parameters == ("self", *getattr(arguments, name)._fields, "stream")
+
+
+def test_every_list_of_arguments_belongs_to_a_kernel():
+    lists = {name for name in vars(arguments) if name.endswith("Arguments")}
+    assert lists == {name for name, _, _ in KERNELS}
+
+
+def test_in_order_is_the_named_tuple_itself():
+    made = arguments.ForwardSm90Arguments(1, 2, 3, 4, 5, seqused_k=6, num_ctas=7)
+    assert arguments.forward_sm90_arguments(1, 2, 3, 4, 5, seqused_k=6, num_ctas=7) == tuple(made)
+    with pytest.raises(TypeError, match="lse"):
+        arguments.forward_sm90_arguments(1, 2, 3, 4)
