@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..kernels.config import LaunchConfig
-from ..kernels.heuristics import sm90 as heuristics
+from ..kernels.heuristics import chooser
 from ..problem import AttentionProblem
 from . import choice
 
@@ -147,7 +147,7 @@ def arch_of(name: str, device: torch.device | None = None) -> str:
 
 def config_type(name: str) -> type[LaunchConfig]:
     """What the forward of a backend with kernels takes as `tuning`."""
-    return heuristics.FORWARD[name].config_type
+    return chooser.FORWARD[name].config_type
 
 
 def accepted(support: Support, requested: object) -> str:

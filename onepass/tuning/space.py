@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ..errors import UnsupportedError
 from ..kernels.config import LaunchConfig, head_dim_tile
+from ..kernels.heuristics import chooser
 from ..kernels.heuristics import sm80 as heuristics_sm80
 from ..kernels.heuristics import sm90 as heuristics
 from ..kernels.heuristics.tuned import MANY_ROWS, Direction, num_rows
@@ -92,7 +93,7 @@ def candidates(
 
     Raises: as the heuristics.
     """
-    usual = heuristics.chooser(direction, backend).choose(problem, arch)
+    usual = chooser.chooser(direction, backend).choose(problem, arch)
     found: dict[Any, None] = {usual: None}
     space = SPACES[direction, backend]
     for config in itertools.chain(_relatives(direction, backend, problem, usual), _neighbours(usual, space)):

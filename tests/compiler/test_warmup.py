@@ -14,6 +14,7 @@ from onepass import ForwardConfig
 from onepass.dispatch import backends
 from onepass.kernels.compiler import compile
 from onepass.kernels.config import BackwardConfig
+from onepass.kernels.heuristics import chooser
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.kernels.launch import float32_halves as parts_launch
 from onepass.problem import AttentionProblem, Mask
@@ -98,7 +99,7 @@ def test_a_gradient_of_lse_needs_lse(compiled):
 
 def test_a_backward_without_postprocess(compiled, monkeypatch):
     config = BackwardConfig(private_dq=True)
-    monkeypatch.setitem(heuristics.BACKWARD, "sm90", heuristics.Chooser(BackwardConfig, lambda problem, arch: config))
+    monkeypatch.setitem(chooser.BACKWARD, "sm90", chooser.Chooser(BackwardConfig, lambda problem, arch: config))
     made = onepass.warmup([CALL], backend="sm90", workers=1, gradients=True)
     assert [kernel.name for kernel in made] == ["forward", "backward_preprocess", "backward"]
     assert [kernel.config for kernel in made[1:]] == [config, config]

@@ -8,7 +8,7 @@ import torch
 import onepass
 from onepass.kernels.compiler import compile
 from onepass.kernels.config import BackwardConfig
-from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.heuristics import chooser
 from onepass.kernels.launch import backward_sm90 as backward_launch
 
 pytestmark = pytest.mark.skipif(
@@ -43,7 +43,7 @@ def test_a_backward_finds_its_kernels_in_the_cache(tmp_path, monkeypatch, config
     """With a gradient of lse and without."""
     monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile, "_kernels", {})
-    monkeypatch.setitem(heuristics.BACKWARD, "sm90", heuristics.Chooser(BackwardConfig, lambda problem, arch: config))
+    monkeypatch.setitem(chooser.BACKWARD, "sm90", chooser.Chooser(BackwardConfig, lambda problem, arch: config))
     call = dict.fromkeys("qkv", (1, 512, 4, 64)) | {"dtype": torch.bfloat16, "return_lse": True}
     made = onepass.warmup([call], backend="sm90", workers=2, gradients=True)
     assert not any(kernel.was_cached for kernel in made)

@@ -11,7 +11,6 @@ from shipped import problem
 from onepass.errors import UnsupportedError
 from onepass.kernels.config import SCALAR_ADDS, BackwardConfigSm80
 from onepass.kernels.heuristics import sm80 as heuristics_sm80
-from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.kernels.launch import backward_sm80 as backward_launch
 from onepass.kernels.launch import forward_sm80 as launch
 from onepass.problem import Mask
@@ -90,7 +89,7 @@ def num_mma_of_float32(config, d, dv):
 @pytest.mark.parametrize(("arch", "head_dim"), SHIPPED)
 def test_every_architecture(arch, head_dim):
     asked = problem(head_dim, head_dim)
-    check(asked, heuristics.backward_config_sm80(asked, arch), arch)
+    check(asked, heuristics_sm80.backward_config_sm80(asked, arch), arch)
 
 
 @pytest.mark.parametrize(
@@ -103,12 +102,12 @@ def test_every_architecture(arch, head_dim):
 )
 def test_float32(arch, head_dim):
     asked = problem(head_dim, head_dim, dtype=torch.float32)
-    check(asked, heuristics.backward_config_sm80(asked, arch), arch)
+    check(asked, heuristics_sm80.backward_config_sm80(asked, arch), arch)
 
 
 @pytest.mark.parametrize("asked", [pytest.param(asked, id=name, marks=pytest.mark.slow) for name, asked in OPTIONS])
 def test_options(asked):
-    check(asked, heuristics.backward_config_sm80(asked, "sm_80"), "sm_80")
+    check(asked, heuristics_sm80.backward_config_sm80(asked, "sm_80"), "sm_80")
 
 
 @pytest.mark.parametrize(

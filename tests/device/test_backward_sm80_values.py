@@ -21,7 +21,6 @@ from onepass.geometry.integers import ceil_div
 from onepass.kernels.compiler import compile
 from onepass.kernels.config import BackwardConfigSm80
 from onepass.kernels.heuristics import sm80 as heuristics_sm80
-from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.kernels.launch import backward_sm80 as backward_launch
 from onepass.testing.inputs import Call
 from onepass.tiled import forward
@@ -170,7 +169,7 @@ def gradients(call, out, lse, dout, dlse, config=None, change=lambda kernel: ker
     """dq, dk, dv, dsinks by the kernels."""
     problem, inputs = problem_of(call)
     problem = replace(problem, deterministic=call.options.get("deterministic", False))
-    config = config or heuristics.backward_config_sm80(problem, ARCH)
+    config = config or heuristics_sm80.backward_config_sm80(problem, ARCH)
     kernels = Kernels(problem, config, dlse is not None, change, schedule)
     blocks_per_head, num_tiles = backward_launch.counts(problem, config)
     section = backward_launch.heads_per_section(problem, config)
@@ -324,7 +323,7 @@ def test_values(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deterministic", "deterministic packed"])
 def test_turns_from_the_last_tile_to_the_first(name):
-    config = replace(heuristics.backward_config_sm80(problem_of(CASES[name])[0], ARCH), descending_turns=True)
+    config = replace(heuristics_sm80.backward_config_sm80(problem_of(CASES[name])[0], ARCH), descending_turns=True)
     check(CASES[name], config)
 
 
@@ -412,7 +411,7 @@ def test_tiles_of_keys_take_turns():
     call = call_of(64, 64, 150, 300, causal=True, deterministic=True)
     problem, inputs = problem_of(call)
     problem = replace(problem, deterministic=True)
-    config = heuristics.backward_config_sm80(problem, ARCH)
+    config = heuristics_sm80.backward_config_sm80(problem, ARCH)
     seen = []
     kernels = Kernels(problem, config, False, lambda kernel: kernel, {})
 
@@ -523,7 +522,7 @@ def test_tensors_between_the_boundaries_of_wide_copies(dtype, count, vector_byte
     out, lse, dout, _ = given(call)
     expected = gradients(call, out, lse, dout, None)
     moved = replace(call, tensors={name: shifted(t, count) for name, t in call.tensors.items()})
-    config = replace(heuristics.backward_config_sm80(problem_of(call)[0], ARCH), vector_bytes=vector_bytes)
+    config = replace(heuristics_sm80.backward_config_sm80(problem_of(call)[0], ARCH), vector_bytes=vector_bytes)
     actual = gradients(moved, shifted(out, count), lse, shifted(dout, count), None, config)
     # sums of delta have another order
     tolerance = 0.02 if dtype == torch.bfloat16 else 2e-6

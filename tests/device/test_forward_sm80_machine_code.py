@@ -11,7 +11,7 @@ from shipped import problem
 
 from onepass.errors import UnsupportedError
 from onepass.kernels.config import ForwardConfigSm80
-from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.heuristics import sm80 as heuristics_sm80
 from onepass.kernels.launch import forward_sm80 as launch
 
 pytestmark = [
@@ -32,7 +32,7 @@ ELSEWHERE = [
 @pytest.mark.parametrize(("arch", "head_dim", "dtype"), ELSEWHERE)
 def test_every_architecture(arch, head_dim, dtype):
     asked = problem(head_dim, head_dim, dtype=dtype)
-    sm80_forward.compiled(asked, heuristics.forward_config_sm80(asked, arch), arch)
+    sm80_forward.compiled(asked, heuristics_sm80.forward_config_sm80(asked, arch), arch)
 
 
 def test_exponentials_on_both_pipes():
@@ -89,4 +89,4 @@ def test_rows_that_copies_do_not_divide_are_refused():
 def test_every_problem_has_a_configuration(arch):
     for dtype in (torch.bfloat16, torch.float32):
         for head_dim, head_dim_v in itertools.product((1, 2, 3, 20, 64, 72, 96, 128, 130, 192, 256), repeat=2):
-            heuristics.forward_config_sm80(problem(head_dim, head_dim_v, dtype=dtype), arch)
+            heuristics_sm80.forward_config_sm80(problem(head_dim, head_dim_v, dtype=dtype), arch)

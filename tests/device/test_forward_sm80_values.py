@@ -16,7 +16,7 @@ import torch
 from onepass.geometry import tile_scheduler
 from onepass.geometry.integers import ceil_div
 from onepass.kernels.config import ForwardConfigSm80
-from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.heuristics import sm80 as heuristics_sm80
 from onepass.kernels.launch import forward_sm80 as launch
 from onepass.kernels.launch.arguments import score_scales, window_bounds
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
@@ -116,7 +116,7 @@ class Arguments:
 def computed(call: Call, config: ForwardConfigSm80 | None = None, change=lambda kernel: kernel, **schedule):
     """out and lse of the kernel, or of what `change` makes of its program."""
     problem, inputs = problem_of(call)
-    config = config or heuristics.forward_config_sm80(problem, ARCH)
+    config = config or heuristics_sm80.forward_config_sm80(problem, ARCH)
     out, _ = launch.empty_outputs(problem, inputs)
     config = replace(config, vector_bytes=launch.vector_bytes(*(launch.with_rows(t) for t in inputs[:3]), out))
     arguments = Arguments(problem, inputs, config)
@@ -304,7 +304,7 @@ def test_float32_over_many_keys():
     call = call_of(64, 64, 16, 600, heads=(1, 1), dtype=FLOAT32, causal=True)
     call.tensors["v"].abs_()
     check(call)
-    stays = replace(heuristics.forward_config_sm80(problem_of(call)[0], ARCH), fresh_sums=False)
+    stays = replace(heuristics_sm80.forward_config_sm80(problem_of(call)[0], ARCH), fresh_sums=False)
     with pytest.raises(AssertionError, match="out: max error"):
         check(call, stays)
 

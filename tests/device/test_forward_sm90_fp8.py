@@ -28,7 +28,7 @@ SHIPPED = [
     (head_dim, is_causal, number)
     for head_dim, rows in heuristics.FORWARD_FP8.items()
     for number, row in enumerate(rows)
-    for is_causal in ((False, True) if row.is_causal is None else (row.is_causal,))
+    for is_causal in ((False, True) if row.causal is None else (row.causal,))
 ]
 
 
@@ -87,7 +87,7 @@ def test_machine_code(question, keys_last):
 def test_machine_code_of_warps_that_transpose(row, is_packed):
     """A producer's registers are enough for them with every configuration of the table."""
     head_dim, is_causal, number = row
-    seqlen = min(heuristics.FORWARD_FP8[head_dim][number].seqlen_k, 16384)
+    seqlen = min(heuristics.FORWARD_FP8[head_dim][number].up_to, 16384)
     question = asked(head_dim, head_dim, mask=CAUSAL if is_causal else Mask(), is_packed=is_packed, seqlen=seqlen)
     config = heuristics.forward_config(question)
     config = replace(config, transposes_v=True, cluster_size=1, dynamic_tiles=config.dynamic_tiles or is_packed)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from launch_arguments import assert_as_traced
 
-from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.heuristics import sm80 as heuristics_sm80
 from onepass.kernels.launch import backward_sm80 as backward_launch
 from onepass.kernels.launch import forward_sm80 as launch
 from onepass.kernels.launch.backward_sm80 import Launch, unsupported
@@ -43,7 +43,7 @@ def problem(**options):
 )
 def test_kernels_are_given_what_they_were_traced_with(options):
     wanted = problem(**options)
-    config = heuristics.backward_config_sm80(wanted, "sm_80")
+    config = heuristics_sm80.backward_config_sm80(wanted, "sm_80")
     requests = backward_launch.compile_requests(wanted, False, config, "sm_80")
     assert_as_traced(wanted, lambda kernels: Launch(wanted, config, *kernels, 4, 1, 1), requests)
 
@@ -55,7 +55,7 @@ def test_every_problem_has_a_configuration(arch, head_dim, options):
     dtypes = torch.bfloat16, torch.float32
     for head_dim_v, dtype in itertools.product((5, 8, 96, 128, 192, 256, head_dim), dtypes):
         asked = problem(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, **options)
-        config = heuristics.backward_config_sm80(asked, arch)
+        config = heuristics_sm80.backward_config_sm80(asked, arch)
         config.check(asked, arch)
         assert config.vector_adds == (arch not in ("sm_80", "sm_86", "sm_89"))
         assert config.from_text(config.text) == config

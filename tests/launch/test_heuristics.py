@@ -8,6 +8,7 @@ import torch
 from shipped import CAUSAL, ROWS, problem
 
 from onepass.kernels.config import HEAD_DIM_TILES
+from onepass.kernels.heuristics import sm80 as heuristics_sm80
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.kernels.launch import backward_sm80 as backward_launch
 from onepass.kernels.launch import forward_sm80 as launch
@@ -54,6 +55,6 @@ def test_every_pair_of_head_dims_has_configurations_for_ampere_kernels(arch):
     for head_dim, head_dim_v in itertools.product(range(8, 257, 8), repeat=2):
         for dtype, softcap in itertools.product((torch.bfloat16, torch.float32), (None, 5.0)):
             asked = replace(problem(head_dim, head_dim_v, dtype=dtype), softcap=softcap)
-            heuristics.forward_config_sm80(asked, arch).check(asked, arch)
+            heuristics_sm80.forward_config_sm80(asked, arch).check(asked, arch)
             if backward_launch.unsupported(asked) is None:
-                heuristics.backward_config_sm80(asked, arch).check(asked, arch)
+                heuristics_sm80.backward_config_sm80(asked, arch).check(asked, arch)

@@ -20,8 +20,8 @@ from onepass.dispatch import attention as dispatch
 from onepass.dispatch import backends
 from onepass.kernels.compiler import compile
 from onepass.kernels.config import HOPPER, ForwardConfig, ForwardConfigSm80
+from onepass.kernels.heuristics import chooser, tuned
 from onepass.kernels.heuristics import sm90 as heuristics
-from onepass.kernels.heuristics import tuned
 from onepass.kernels.launch import backward_sm90 as backward_launch
 from onepass.kernels.launch import forward_sm80 as launch_sm80
 from onepass.kernels.launch import forward_sm90 as launch
@@ -233,7 +233,7 @@ def test_the_shipped_table_can_be_used():
         assert gpu.startswith("NVIDIA H200")
         for key, one in entries.items():
             direction, backend = key.partition(":")[0].split()
-            kind = heuristics.chooser(direction, backend).config_type
+            kind = chooser.chooser(direction, backend).config_type
             assert isinstance(kind.from_text(one.config), kind)
             assert one.speedup > 1
         used = {}
@@ -241,7 +241,7 @@ def test_the_shipped_table_can_be_used():
             problem = problem_of(case, "cuda")
             key = tuned.key_of(case.direction, "sm90", problem)
             if key in entries:
-                used[key] = heuristics.chooser(case.direction, "sm90").choose(problem, HOPPER)
+                used[key] = chooser.chooser(case.direction, "sm90").choose(problem, HOPPER)
         assert used.keys() == entries.keys()
         for key, config in used.items():
             assert type(config).from_text(entries[key].instead_of) == config
@@ -287,7 +287,7 @@ def keep(direction, backend, **changes):
     """Keep an entry for the calls with `qkv`, and prepare all calls anew. Returns: its configuration."""
     q = qkv()[0]
     problem = AttentionProblem(q.dtype, "cpu", 2, 300, 300, 4, 4, 64, 64, 0.125, Mask())
-    usual = heuristics.chooser(direction, backend).choose(problem, HOPPER)
+    usual = chooser.chooser(direction, backend).choose(problem, HOPPER)
     config = dataclasses.replace(usual, **changes)
     tuned.save(GPU, {tuned.key_of(direction, backend, problem): entry(config, usual)})
     forget()

@@ -199,7 +199,6 @@ AREAS = (
             Group(
                 (
                     "onepass/kernels/launch/append.py",
-                    "onepass/kernels/launch/cache.py",
                     "onepass/kernels/launch/decode.py",
                     "onepass/kernels/launch/merge.py",
                     "onepass/kernels/launch/decode_sm80.py",

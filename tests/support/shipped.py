@@ -48,13 +48,13 @@ def _rows():
         for is_causal in (False, True):
             shortest = 1
             for row in table:
-                if row.is_causal not in (None, is_causal):
+                if row.causal not in (None, is_causal):
                     continue
-                bound = f" to {row.seqlen_k}" if row.seqlen_k < heuristics.LONG else f" from {shortest}"
+                bound = f" to {row.up_to}" if row.up_to < heuristics.LONG else f" from {shortest}"
                 name = f"{dims}{' causal' if is_causal else ''}{bound}"
                 asked = problem(head_dim, head_dim_v, shortest, mask=CAUSAL if is_causal else Mask())
-                yield ShippedRow(name, asked, row.config, shortest, row.seqlen_k)
-                shortest = row.seqlen_k + 1
+                yield ShippedRow(name, asked, row.config, shortest, row.up_to)
+                shortest = row.up_to + 1
 
 
 ROWS = tuple(_rows())

@@ -14,7 +14,7 @@ from onepass.geometry.integers import ceil_div
 from onepass.kernels.config import ForwardConfigSm80
 from onepass.kernels.heuristics.decode import decode_config_sm80
 from onepass.kernels.launch import append as append_launch
-from onepass.kernels.launch import cache as cache_launch
+from onepass.kernels.launch import arguments as cache_launch
 from onepass.kernels.launch import decode_sm80 as decode_launch
 from onepass.kernels.launch import forward_sm80 as launch
 from onepass.kernels.launch import merge as merge_launch

@@ -28,6 +28,7 @@ from onepass.bench.plot import plot_ablation
 from onepass.bench.run import Options
 from onepass.errors import UnsupportedError
 from onepass.kernels.config import ForwardConfig
+from onepass.kernels.heuristics import sm80 as heuristics_sm80
 from onepass.kernels.heuristics import sm90 as heuristics
 
 CASE = Case.square(40, 2, 16, dtype="float32", causal=True)
@@ -123,7 +124,7 @@ def test_a_new_boolean_field_is_turned_off():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_road_of_the_ampere_kernels(head_dim, dtype):
     problem = problem_of(Case.square(2048, 2, head_dim, dtype=dtype, causal=True), "cuda")
-    full = heuristics.forward_config_sm80(problem, "sm_80")
+    full = heuristics_sm80.forward_config_sm80(problem, "sm_80")
     found = road(problem, full, ROAD_SM80, "sm_80")
     labels = [row.label for row in found.rows]
     assert labels[0] == FULL
@@ -148,7 +149,7 @@ SHIPPED = [
     (dims, row.config, causal)
     for dims, table in heuristics.FORWARD_SM90.items()
     for row in table
-    for causal in ((False, True) if row.is_causal is None else (row.is_causal,))
+    for causal in ((False, True) if row.causal is None else (row.causal,))
 ]
 
 

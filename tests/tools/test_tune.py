@@ -13,8 +13,8 @@ from onepass.api import fast_path
 from onepass.bench.timing import Samples
 from onepass.dispatch import attention as dispatch
 from onepass.kernels.config import HOPPER, BackwardConfig, ForwardConfig
+from onepass.kernels.heuristics import chooser, tuned
 from onepass.kernels.heuristics import sm90 as heuristics
-from onepass.kernels.heuristics import tuned
 from onepass.problem import AttentionProblem, Mask
 from onepass.tuning import launches, race, tuner
 from onepass.tuning.result import Progress, changes
@@ -200,7 +200,7 @@ def test_candidates_fit_and_differ(direction, backend, arch, head_dim):
     ):
         problem = dataclasses.replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim, **changed)
         found = candidates(direction, backend, problem, arch)
-        assert found[0] == heuristics.chooser(direction, backend).choose(problem, arch)
+        assert found[0] == chooser.chooser(direction, backend).choose(problem, arch)
         assert 2 <= len(found) == len(set(found)) <= MAX_CANDIDATES
         for config in found:
             config.check(problem, arch)

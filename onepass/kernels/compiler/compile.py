@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import disk_cache, sources
 
@@ -40,14 +40,31 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def get(name: str, key: tuple, arch: str, trace: Callable[[], tuple]) -> Callable:
-    """The compiled kernel for `key`, from this process, the disk or the compiler, in that order.
+class CompileRequest(NamedTuple):
+    """The arguments of `get` for a kernel.
 
-    Args:
+    Attributes:
         name: what the kernel is, for people.
         key: everything that its code depends on beside `arch` and the sources; its repr must say it all.
         arch: "sm_90a", ...
-        trace: () -> (function, arguments) for `cute.compile`; called only if nothing is cached.
+        trace: () -> (function, arguments) for `cute.compile`.
+    """
+
+    name: str
+    key: tuple
+    arch: str
+    trace: Callable[[], tuple]
+
+    @property
+    def kernel(self) -> tuple[str, tuple, str]:
+        """What tells the kernel from others: all but `trace`, which follows from it."""
+        return self.name, self.key, self.arch
+
+
+def get(name: str, key: tuple, arch: str, trace: Callable[[], tuple]) -> Callable:
+    """The compiled kernel for `key`, from this process, the disk or the compiler, in that order.
+
+    Args: as `CompileRequest` has them. trace is called only if nothing is cached.
     Returns: a function of torch tensors and numbers, positional, in the order of the traced function's arguments.
     """
     fingerprint = _fingerprint(name, key, arch)

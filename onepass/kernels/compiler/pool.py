@@ -21,24 +21,20 @@ from typing import NamedTuple
 from ...problem import AttentionProblem
 from ...problem.decode import DecodeProblem
 from ..config import LaunchConfig
+from .compile import CompileRequest
 
 
 class Job(NamedTuple):
     """A kernel to compile: that of a backend, for a problem, with a configuration.
 
     Attributes:
-        request: the arguments of `compile.get`: name, key, arch and trace.
+        request: what `compile.get` takes.
     """
 
     backend: str
     problem: AttentionProblem | DecodeProblem
     config: LaunchConfig | None
-    request: tuple
-
-    @property
-    def kernel(self) -> tuple:
-        """What tells it from other kernels: all of the request but `trace`, which follows from them."""
-        return self.request[:3]
+    request: CompileRequest
 
 
 class CompiledKernel(NamedTuple):
@@ -71,7 +67,7 @@ def compile_all(jobs: Sequence[Job], workers: int | None = None) -> list[Compile
 
     distinct: dict[tuple, Job] = {}
     for job in jobs:
-        distinct.setdefault(job.kernel, job)
+        distinct.setdefault(job.request.kernel, job)
     missing = {kernel: job.request for kernel, job in distinct.items() if not compile.is_cached(*kernel)}
     workers = min(len(missing), workers or _num_cpus())
     if workers > 1 and not compile.has_disk_cache():

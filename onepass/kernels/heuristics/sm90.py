@@ -1,10 +1,9 @@
-"""Problem -> configuration on Hopper, each row of the table with the measurement behind it; and who configures what."""
+"""Problem -> configuration of the Hopper kernels, each row of a table with the measurement behind it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -15,160 +14,268 @@ from ..config import (
     HOPPER,
     ROWS_PER_WARPGROUP,
     BackwardConfig,
-    BackwardConfigSm80,
     ForwardConfig,
-    ForwardConfigSm80,
-    LaunchConfig,
     head_dim_tile,
     value_columns,
 )
-from .sm80 import backward_config_sm80, forward_config_sm80, has_descending_turns
+from .sm80 import has_descending_turns
 
 LONG = 2**62
 
 
-class Chooser(NamedTuple):
-    """Who configures the launches of a backend.
-
-    Attributes:
-        choose: (problem, architecture) -> configuration.
-    """
-
-    config_type: type[LaunchConfig]
-    choose: Callable[[AttentionProblem, str], LaunchConfig]
+def at(seqlen: int, *tflops: int) -> dict[int, int]:
+    """Measurements at a sequence length and at each length twice as long as the one before."""
+    return {seqlen << i: value for i, value in enumerate(tflops)}
 
 
 class Row(NamedTuple):
-    """The configuration of the problems of one kind up to a length."""
+    """The configuration of the problems of one kind up to a length, with the measurement behind it.
 
-    is_causal: bool | None  # None: both
-    seqlen_k: int  # longest
+    Attributes:
+        causal: whether the mask bounds the keys on the right; None: the row holds for both.
+        up_to: the longest seqlen_k.
+        tflops: TFLOP/s of this configuration by sequence length; None: not measured.
+        others: TFLOP/s of the next best configurations, by what distinguishes them.
+    """
+
+    causal: bool | None
+    up_to: int
     config: ForwardConfig
+    tflops: dict[int, int] | None = None
+    others: dict[str, dict[int, int]] | None = None
 
 
-# Hopper, by (head_dim, head_dim_v) tile; the first row that holds. In the comments bf16 TFLOP/s on an H200 at sequence
-# lengths 512, 1024, 2048, 4096, 8192 and 16384 (16k tokens of hidden size 2048), and of the next best configuration.
+# The largest score of a row may grow by this much (in powers of two) before O is rescaled.
 LAZY = 8.0
-# Of normal data at 512, 2048 and 16384 keys 2, 2 and 1.5 percent of a warp's steps rescale (0.8: 90, 52, 13); the error
-# of Table 3 is the same (docs/fp8.md). Simulated.
+# With normal data at 512, 2048 and 16384 keys, 2, 2 and 1.5 percent of a warp's steps rescale (with 0.8: 90, 52, 13);
+# the error of Table 3 is the same (docs/fp8.md). This was simulated.
 LAZY_FP8 = 2.8
+_LAZY = ForwardConfig(tile_n=64, rescale_threshold=LAZY)
+_WIDE = replace(_LAZY, tile_n=128, q_stages=2)
+_THREE = replace(_LAZY, tile_n=80, num_warpgroups=3, num_stages=3, q_stages=2)
+
+# Hopper, by (head_dim, head_dim_v) tile; the first row that holds counts. TFLOP/s are those of bf16 on an H200 with 16k
+# tokens of hidden size 2048.
 FORWARD_SM90 = {
     (64, 64): (
-        # 457 494; the next row 425 455
-        Row(False, 1024, ForwardConfig(tile_n=64, num_warpgroups=4, q_stages=2, rescale_threshold=LAZY)),
-        # 530 549; with overlap_tiles 529 549
+        Row(
+            False,
+            1024,
+            replace(_LAZY, tile_n=64, num_warpgroups=4, q_stages=2),
+            tflops=at(512, 457, 494),
+            others={"the next row": at(512, 425, 455)},
+        ),
         Row(
             False,
             4096,
-            ForwardConfig(tile_n=128, num_warpgroups=3, q_stages=2, rescale_threshold=LAZY, overlap_tiles=False),
+            replace(_WIDE, num_warpgroups=3, overlap_tiles=False),
+            tflops=at(2048, 530, 549),
+            others={"with overlap_tiles": at(2048, 529, 549)},
         ),
-        # 578 587; without overlap_tiles 574 585
-        Row(False, LONG, ForwardConfig(tile_n=128, num_warpgroups=3, q_stages=2, rescale_threshold=LAZY)),
-        # 304 409 471 518 547; 3 warpgroups 257 327 443 505 542, 2 of them 290 361 444 476 498
-        Row(
-            True,
-            8192,
-            ForwardConfig(
-                tile_n=64, num_warpgroups=4, num_stages=4, q_stages=2, rescale_threshold=LAZY, dynamic_tiles=True
-            ),
-        ),
-        # 569; the row above 559
-        Row(
-            True,
-            LONG,
-            ForwardConfig(tile_n=128, num_warpgroups=3, q_stages=2, rescale_threshold=LAZY, dynamic_tiles=True),
-        ),
-    ),
-    (96, 96): (
-        # at 2048 and 8192 609 669; tile_n 128 and 2 warpgroups 593 612
-        Row(False, LONG, ForwardConfig(tile_n=112, num_warpgroups=3, q_stages=2, rescale_threshold=LAZY)),
-        # at 2048 512; the next row 502
-        Row(True, 2048, ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=LAZY, dynamic_tiles=True)),
-        # at 8192 598; the row above 570
-        Row(
-            True,
-            LONG,
-            ForwardConfig(tile_n=96, num_warpgroups=3, q_stages=2, rescale_threshold=LAZY, dynamic_tiles=True),
-        ),
-    ),
-    (128, 128): (
-        # 560 615; by themselves 554 587
-        Row(False, 1024, ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=LAZY, cluster_size=2)),
-        # 676 690; the next row 664 685
-        Row(False, 4096, ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=LAZY)),
-        # 720 731; the row above 703 705
         Row(
             False,
             LONG,
-            ForwardConfig(tile_n=80, num_warpgroups=3, num_stages=3, q_stages=2, rescale_threshold=LAZY),
+            replace(_WIDE, num_warpgroups=3),
+            tflops=at(8192, 578, 587),
+            others={"without overlap_tiles": at(8192, 574, 585)},
         ),
-        # 371; drawn from the queue 349
-        Row(True, 512, ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=LAZY)),
-        # 473 556 618; the next row 400 529 601
-        Row(True, 4096, ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=LAZY, dynamic_tiles=True)),
-        # 668 693; the row above 662 677
+        Row(
+            True,
+            8192,
+            replace(_LAZY, tile_n=64, num_warpgroups=4, num_stages=4, q_stages=2, dynamic_tiles=True),
+            tflops=at(512, 304, 409, 471, 518, 547),
+            others={
+                "3 warpgroups": at(512, 257, 327, 443, 505, 542),
+                "2 warpgroups": at(512, 290, 361, 444, 476, 498),
+            },
+        ),
         Row(
             True,
             LONG,
-            ForwardConfig(
-                tile_n=80, num_warpgroups=3, num_stages=3, q_stages=2, rescale_threshold=LAZY, dynamic_tiles=True
-            ),
+            replace(_WIDE, num_warpgroups=3, dynamic_tiles=True),
+            tflops=at(16384, 569),
+            others={"the row above": at(16384, 559)},
         ),
     ),
-    (192, 128): (Row(None, LONG, ForwardConfig(tile_n=128, rescale_threshold=LAZY)),),
+    (96, 96): (
+        Row(
+            False,
+            LONG,
+            replace(_LAZY, tile_n=112, num_warpgroups=3, q_stages=2),
+            tflops={2048: 609, 8192: 669},
+            others={"tile_n 128, 2 warpgroups": {2048: 593, 8192: 612}},
+        ),
+        Row(
+            True,
+            2048,
+            replace(_WIDE, dynamic_tiles=True),
+            tflops={2048: 512},
+            others={"the next row": {2048: 502}},
+        ),
+        Row(
+            True,
+            LONG,
+            replace(_LAZY, tile_n=96, num_warpgroups=3, q_stages=2, dynamic_tiles=True),
+            tflops={8192: 598},
+            others={"the row above": {8192: 570}},
+        ),
+    ),
+    (128, 128): (
+        Row(
+            False,
+            1024,
+            replace(_WIDE, cluster_size=2),
+            tflops=at(512, 560, 615),
+            others={"without clusters": at(512, 554, 587)},
+        ),
+        Row(False, 4096, _WIDE, tflops=at(2048, 676, 690), others={"the next row": at(2048, 664, 685)}),
+        Row(False, LONG, _THREE, tflops=at(8192, 720, 731), others={"the row above": at(8192, 703, 705)}),
+        Row(True, 512, _WIDE, tflops={512: 371}, others={"with dynamic_tiles": {512: 349}}),
+        Row(
+            True,
+            4096,
+            replace(_WIDE, dynamic_tiles=True),
+            tflops=at(1024, 473, 556, 618),
+            others={"the next row": at(1024, 400, 529, 601)},
+        ),
+        Row(
+            True,
+            LONG,
+            replace(_THREE, dynamic_tiles=True),
+            tflops=at(8192, 668, 693),
+            others={"the row above": at(8192, 662, 677)},
+        ),
+    ),
+    (192, 128): (Row(None, LONG, replace(_LAZY, tile_n=128)),),
     (192, 192): (
-        # at 2048 and 8192 679 727; tile_n 112 667 711, 96 645 723
-        Row(False, LONG, ForwardConfig(tile_n=80, rescale_threshold=LAZY)),
-        # at 2048 and 8192 585 673; tile_n 80 569 675
-        Row(True, LONG, ForwardConfig(tile_n=112, rescale_threshold=LAZY, dynamic_tiles=True)),
+        Row(
+            False,
+            LONG,
+            replace(_LAZY, tile_n=80),
+            tflops={2048: 679, 8192: 727},
+            others={"tile_n 112": {2048: 667, 8192: 711}, "tile_n 96": {2048: 645, 8192: 723}},
+        ),
+        Row(
+            True,
+            LONG,
+            replace(_LAZY, tile_n=112, dynamic_tiles=True),
+            tflops={2048: 585, 8192: 673},
+            others={"tile_n 80": {2048: 569, 8192: 675}},
+        ),
     ),
     (256, 256): (
-        # 568 643 700 730 750 754; by themselves with two buffers for V 563 643 683 719 740 741
-        Row(False, LONG, ForwardConfig(tile_n=64, v_stages=3, rescale_threshold=LAZY, cluster_size=2)),
-        # 367 492 577 645 688 712; tile_n 80, two buffers for V: 343 479 568 641 682 702
-        Row(True, LONG, ForwardConfig(tile_n=64, v_stages=3, rescale_threshold=LAZY, dynamic_tiles=True)),
+        Row(
+            False,
+            LONG,
+            replace(_LAZY, tile_n=64, v_stages=3, cluster_size=2),
+            tflops=at(512, 568, 643, 700, 730, 750, 754),
+            others={"without clusters, two buffers for V": at(512, 563, 643, 683, 719, 740, 741)},
+        ),
+        Row(
+            True,
+            LONG,
+            replace(_LAZY, tile_n=64, v_stages=3, dynamic_tiles=True),
+            tflops=at(512, 367, 492, 577, 645, 688, 712),
+            others={"tile_n 80, two buffers for V": at(512, 343, 479, 568, 641, 682, 702)},
+        ),
     ),
 }
 
-# Configurations for FP8, by the wider head dim: TFLOP/s at 1024, 2048, 4096, 8192 and 16384 where they are the row's
-# (benchmarks/results/h200-fp8-variants.json, in which the same configuration twice differs by up to 5 percent).
-# The tensor cores cut the sums of P V off (docs/fp8.md), so P V of each step is added to O by the FMA pipe.
-FP8_BESIDE = ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=LAZY_FP8, two_level_sums=True)
-FP8_AFTER = replace(FP8_BESIDE, overlap_gemm_softmax=False)
+# FP8, by the wider head dim. TFLOP/s are from benchmarks/results/h200-fp8-variants.json, in which the same
+# configuration measured twice differs by up to 5 percent. The tensor cores truncate the sums of P V (docs/fp8.md), so
+# P V of each step is added to O by the FMA pipe. "With overlap" P V of a step runs beside the softmax of the next one.
+FP8_OVERLAPPED = ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=LAZY_FP8, two_level_sums=True)
+FP8_IN_SEQUENCE = replace(FP8_OVERLAPPED, overlap_gemm_softmax=False)
 FORWARD_FP8 = {
     64: (
-        # 518; 128 keys and 3 warpgroups 490
-        Row(False, 1024, replace(FP8_AFTER, tile_n=64, num_warpgroups=4)),
-        # 573 598 635 634; 64 keys and 4 warpgroups 556 575 592 596, with overlap and 96 keys at 2048, 4096 and 16384 in
-        # another run 489 544 600
-        Row(False, LONG, replace(FP8_AFTER, num_warpgroups=3)),
-        # 337; 128 keys and 3 warpgroups 316
-        Row(True, 1024, replace(FP8_AFTER, tile_n=64, num_warpgroups=4, dynamic_tiles=True)),
-        # 431 498 564 600; 64 keys and 4 warpgroups 410 472 521 551
-        Row(True, LONG, replace(FP8_AFTER, num_warpgroups=3, dynamic_tiles=True)),
+        Row(
+            False,
+            1024,
+            replace(FP8_IN_SEQUENCE, tile_n=64, num_warpgroups=4),
+            tflops={1024: 518},
+            others={"128 keys, 3 warpgroups": {1024: 490}},
+        ),
+        Row(
+            False,
+            LONG,
+            replace(FP8_IN_SEQUENCE, num_warpgroups=3),
+            tflops=at(2048, 573, 598, 635, 634),
+            others={
+                "64 keys, 4 warpgroups": at(2048, 556, 575, 592, 596),
+                "with overlap, 96 keys, in another run": {2048: 489, 4096: 544, 16384: 600},
+            },
+        ),
+        Row(
+            True,
+            1024,
+            replace(FP8_IN_SEQUENCE, tile_n=64, num_warpgroups=4, dynamic_tiles=True),
+            tflops={1024: 337},
+            others={"128 keys, 3 warpgroups": {1024: 316}},
+        ),
+        Row(
+            True,
+            LONG,
+            replace(FP8_IN_SEQUENCE, num_warpgroups=3, dynamic_tiles=True),
+            tflops=at(2048, 431, 498, 564, 600),
+            others={"64 keys, 4 warpgroups": at(2048, 410, 472, 521, 551)},
+        ),
     ),
     128: (
-        # 757; without overlap 3 warpgroups 729
-        Row(False, 1024, FP8_BESIDE),
-        # 856 897 946 929; with overlap 2 warpgroups 825 863 878 906
-        Row(False, LONG, replace(FP8_AFTER, num_warpgroups=3)),
-        # 519; without overlap 3 warpgroups 493
-        Row(True, 1024, FP8_BESIDE),
-        # 667 751 897 887; with overlap 2 warpgroups 639 727 797 841
-        Row(True, LONG, replace(FP8_AFTER, num_warpgroups=3, dynamic_tiles=True)),
+        Row(
+            False,
+            1024,
+            FP8_OVERLAPPED,
+            tflops={1024: 757},
+            others={"without overlap, 3 warpgroups": {1024: 729}},
+        ),
+        Row(
+            False,
+            LONG,
+            replace(FP8_IN_SEQUENCE, num_warpgroups=3),
+            tflops=at(2048, 856, 897, 946, 929),
+            others={"with overlap, 2 warpgroups": at(2048, 825, 863, 878, 906)},
+        ),
+        Row(
+            True,
+            1024,
+            FP8_OVERLAPPED,
+            tflops={1024: 519},
+            others={"without overlap, 3 warpgroups": {1024: 493}},
+        ),
+        Row(
+            True,
+            LONG,
+            replace(FP8_IN_SEQUENCE, num_warpgroups=3, dynamic_tiles=True),
+            tflops=at(2048, 667, 751, 897, 887),
+            others={"with overlap, 2 warpgroups": at(2048, 639, 727, 797, 841)},
+        ),
     ),
     256: (
-        # pairs of thread blocks share K and V: 908 992 1035 1062 1092; by themselves 896 984 1028 1057 1067
-        Row(False, LONG, replace(FP8_AFTER, cluster_size=2)),
-        # 671; with a queue 652
-        Row(True, 1024, FP8_AFTER),
-        # 815 920 1029 1020; in pairs 778 865 973 1045
-        Row(True, LONG, replace(FP8_AFTER, dynamic_tiles=True)),
+        Row(
+            False,
+            LONG,
+            replace(FP8_IN_SEQUENCE, cluster_size=2),
+            tflops=at(1024, 908, 992, 1035, 1062, 1092),
+            others={"without clusters": at(1024, 896, 984, 1028, 1057, 1067)},
+        ),
+        Row(True, 1024, FP8_IN_SEQUENCE, tflops={1024: 671}, others={"with dynamic_tiles": {1024: 652}}),
+        Row(
+            True,
+            LONG,
+            replace(FP8_IN_SEQUENCE, dynamic_tiles=True),
+            tflops=at(2048, 815, 920, 1029, 1020),
+            others={"clusters of 2": at(2048, 778, 865, 973, 1045)},
+        ),
     ),
 }
-# Head dims of V above 128: keys of a tile, and columns whose P V has registers beside O, by turns. P V takes the
-# registers of S, and where it has not as many ptxas drains every wgmma by itself.
+# For head dims of V above 128: the keys of a tile, and the columns whose P V has registers beside O at a time. P V
+# takes the registers of S; where it has fewer, ptxas drains every wgmma by itself.
 FP8_COLUMNS = {192: (96, 96), 256: (128, 128)}
+
+
+def row_of(rows: tuple[Row, ...], is_causal: bool, seqlen_k: int) -> Row | None:
+    """The first row that holds for a mask and a length."""
+    return next((row for row in rows if row.causal in (None, is_causal) and seqlen_k <= row.up_to), None)
 
 
 def forward_config(problem: AttentionProblem, arch: str = HOPPER) -> ForwardConfig:
@@ -183,9 +290,9 @@ def forward_config(problem: AttentionProblem, arch: str = HOPPER) -> ForwardConf
     is_causal = problem.mask.window_right is not None
     # of packed sequences only the total is known here: their mean
     seqlen_k = problem.seqlen_k // max(1, problem.batch) if problem.is_packed else problem.seqlen_k
-    for row in FORWARD_SM90.get(dims, ()):
-        if row.is_causal in (None, is_causal) and seqlen_k <= row.seqlen_k:
-            return _adapted(row.config, problem)
+    row = row_of(FORWARD_SM90.get(dims, ()), is_causal, seqlen_k)
+    if row is not None:
+        return _adapted(row.config, problem)
     # other pairs of head dims: the largest tile that leaves 60 registers beside the accumulators and fits
     for tile_n in (128, 112, 96, 80, 64, 48):
         config = ForwardConfig(tile_n=tile_n, rescale_threshold=LAZY)
@@ -198,18 +305,12 @@ def forward_config(problem: AttentionProblem, arch: str = HOPPER) -> ForwardConf
     return _adapted(replace(config, tile_n=32), problem)
 
 
-# float32 in two float16 parts, by the wider head_dim tile; TFLOP/s at 2048 and 16384 keys (h200-float32.json)
+# float32 in two float16 halves, by the wider head_dim tile. TFLOP/s at 2048 and 16384 keys (h200-float32.json): 188 and
+# 216 at head_dim 64 (at 2048 in another run 199; with 112 keys 191, with one accumulator 212 and too large errors), 198
+# and 239 at 128, 108 and 118 at 256. 96 and 192 were not measured.
 FLOAT32_SM90 = {
-    # 188 216; at 2048 in another run 199, 112 keys 191, with one accumulator 212 and too large errors
-    64: ForwardConfig(tile_n=128, rescale_threshold=LAZY, two_level_sums=True),
-    # not measured
-    96: ForwardConfig(tile_n=64, rescale_threshold=LAZY, two_level_sums=True),
-    # 198 239, nothing else measured
-    128: ForwardConfig(tile_n=64, rescale_threshold=LAZY, two_level_sums=True),
-    # not measured
-    192: ForwardConfig(tile_n=48, rescale_threshold=LAZY, two_level_sums=True),
-    # 108 118, nothing else measured
-    256: ForwardConfig(tile_n=32, rescale_threshold=LAZY, two_level_sums=True),
+    head_dim: replace(_LAZY, tile_n=tile_n, two_level_sums=True)
+    for head_dim, tile_n in ((64, 128), (96, 64), (128, 64), (192, 48), (256, 32))
 }
 
 
@@ -222,18 +323,20 @@ def _fp8_config(problem: AttentionProblem) -> ForwardConfig:
     takes_registers = problem.softcap is not None or problem.mask.window_left is not None
     takes_registers = takes_registers or (widest > 128 and problem.has_seqused_k)
     if takes_registers:
-        config = replace(FP8_AFTER, dynamic_tiles=is_causal)
+        config = replace(FP8_IN_SEQUENCE, dynamic_tiles=is_causal)
     else:
         seqlen_k = problem.seqlen_k // max(1, problem.batch) if problem.is_packed else problem.seqlen_k
         rows = FORWARD_FP8[64 if widest <= 64 else 128 if widest <= 128 else 256]
-        config = next(row.config for row in rows if row.is_causal in (None, is_causal) and seqlen_k <= row.seqlen_k)
+        row = row_of(rows, is_causal, seqlen_k)
+        assert row is not None
+        config = row.config
     is_measured = widest <= 64 and not (takes_registers or problem.is_packed or problem.has_seqused_k)
     if columns > 128:
         tile_n, pv_columns = (64, 64) if takes_registers and columns > 192 else FP8_COLUMNS[columns]
         config = replace(config, tile_n=tile_n, pv_columns=pv_columns)
     elif not config.overlap_gemm_softmax and columns < config.tile_n and not is_measured:
         # enough registers for P V of its own
-        config = replace(FP8_BESIDE, dynamic_tiles=config.dynamic_tiles)
+        config = replace(FP8_OVERLAPPED, dynamic_tiles=config.dynamic_tiles)
     return _adapted(config, problem)
 
 
@@ -326,19 +429,3 @@ def _has_short_sequences(problem: AttentionProblem, config: BackwardConfig, is_g
         return max(problem.seqlen_q, problem.seqlen_k) <= PRIVATE_SEQLEN_IN_ORDER
     num_bytes = 4 * problem.seqlen_q * problem.qhead_per_kvhead * config.head_dims(problem)[0] * min(heads, NUM_SMS)
     return problem.seqlen_k <= PRIVATE_SEQLEN and num_bytes <= PRIVATE_BYTES[is_growing]
-
-
-# ---------------------------------------------------------------- by backend
-
-FORWARD = {
-    "sm90": Chooser(ForwardConfig, forward_config),
-    "sm80": Chooser(ForwardConfigSm80, forward_config_sm80),
-}
-BACKWARD = {
-    "sm90": Chooser(BackwardConfig, backward_config),
-    "sm80": Chooser(BackwardConfigSm80, backward_config_sm80),
-}
-
-
-def chooser(direction: Literal["fwd", "bwd"], backend: str) -> Chooser:
-    return (FORWARD if direction == "fwd" else BACKWARD)[backend]

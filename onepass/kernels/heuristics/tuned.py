@@ -28,7 +28,7 @@ from ...errors import UnsupportedError
 from ...problem import AttentionProblem
 from ..compiler import compile, disk_cache
 from ..config import Config, LaunchConfig
-from . import sm90 as heuristics
+from . import chooser
 
 Direction = Literal["fwd", "bwd"]
 
@@ -118,7 +118,7 @@ def _name_of(index: int) -> str:
 
 def choose(direction: Direction, backend: str, problem: AttentionProblem, arch: str) -> LaunchConfig:
     """The configuration that a call on the current GPU runs with. Raises: as the heuristics."""
-    return refined(heuristics.chooser(direction, backend).choose(problem, arch), direction, backend, problem, arch)
+    return refined(chooser.chooser(direction, backend).choose(problem, arch), direction, backend, problem, arch)
 
 
 def refined(

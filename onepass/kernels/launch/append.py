@@ -12,9 +12,18 @@ from torch import Tensor
 
 from ...problem.decode import DecodeInputs, DecodeProblem
 from ..compiler import compile
+from ..compiler.compile import CompileRequest
 from ..config import VECTOR_BYTES
-from .arguments import AppendArguments, element_type, fake_tensor, strided_tensor, vector_bytes, with_rows
-from .cache import as_pairs, descale_arguments
+from .arguments import (
+    AppendArguments,
+    as_pairs,
+    descale_arguments,
+    element_type,
+    fake_tensor,
+    strided_tensor,
+    vector_bytes,
+    with_rows,
+)
 
 
 def needs_append(inputs: DecodeInputs) -> bool:
@@ -107,17 +116,17 @@ def append_kernel_of(key: AppendKey, arch: str) -> Callable:
     return compile.get(*append_request(key, arch))
 
 
-def request_of_call(problem: DecodeProblem, inputs: DecodeInputs, arch: str) -> tuple:
+def request_of_call(problem: DecodeProblem, inputs: DecodeInputs, arch: str) -> CompileRequest:
     """`append_request` of a call that needs one."""
     inputs = _with_rows_to_rotate(inputs)
     q_out = inputs.q if inputs.rotary_cos is None else torch.empty_like(inputs.q)
     return append_request(AppendKey.of(problem, inputs, append_arguments(problem, inputs, q_out)), arch)
 
 
-def append_request(key: AppendKey, arch: str) -> tuple:
-    """The arguments of `compile.get` for an append kernel."""
+def append_request(key: AppendKey, arch: str) -> CompileRequest:
+    """The request for an append kernel."""
     pairs = tuple((name, getattr(key, name)) for name in key.__dataclass_fields__)
-    return "append_to_cache", (pairs,), arch, functools.partial(trace_append, key)
+    return CompileRequest("append_to_cache", (pairs,), arch, functools.partial(trace_append, key))
 
 
 def trace_append(key: AppendKey) -> tuple:

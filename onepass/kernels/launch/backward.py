@@ -14,6 +14,7 @@ from ...geometry import tile_scheduler
 from ...geometry.integers import ceil_div
 from ...problem import AttentionInputs, AttentionProblem
 from ...problem.outputs import empty_gradients
+from ..compiler.compile import CompileRequest
 from ..config import BackwardConfig, BackwardConfigSm80
 from .arguments import (
     LOG2_E,
@@ -257,8 +258,8 @@ def fake_stream():
 
 def requests_of_rows(
     problem: AttentionProblem, config: BackwardConfig | BackwardConfigSm80, arch: str, has_dlse: bool
-) -> list[tuple]:
-    """The arguments of `compile.get` for preprocess and, unless the main kernel writes dq, postprocess.
+) -> list[CompileRequest]:
+    """The request for preprocess and, unless the main kernel writes dq, postprocess.
 
     Args: problem: without sinks.
     """
@@ -276,12 +277,12 @@ def requests_of_rows(
         problem.head_dim_v,
     )
     trace = functools.partial(trace_preprocess, problem, config, has_dlse)
-    requests: list[tuple] = [("backward_preprocess", (*key, has_dlse), arch, trace)]
+    requests = [CompileRequest("backward_preprocess", (*key, has_dlse), arch, trace)]
     if not config.private_dq:
         # with a mask also what it computes rows again from
         again = None if problem.mask.is_full else replace(problem, deterministic=False).static()
         trace = functools.partial(trace_postprocess, problem, config)
-        requests.append(("backward_postprocess", (*key, again), arch, trace))
+        requests.append(CompileRequest("backward_postprocess", (*key, again), arch, trace))
     return requests
 
 

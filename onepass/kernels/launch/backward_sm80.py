@@ -14,8 +14,9 @@ from ...geometry import tile_scheduler
 from ...geometry.integers import ceil_div
 from ...problem import AttentionInputs, AttentionProblem
 from ..compiler import compile
+from ..compiler.compile import CompileRequest
 from ..config import BackwardConfigSm80
-from ..heuristics import sm90 as heuristics
+from ..heuristics import sm80 as heuristics
 from ..heuristics import tuned
 from . import backward as backward_launch
 from . import forward_sm80 as launch
@@ -81,12 +82,14 @@ def compile_requests(
     has_dlse: bool = False,
     config: BackwardConfigSm80 | None = None,
     arch: str = launch.ARCHS[0],
-) -> list[tuple]:
-    """The arguments of `compile.get` for each kernel of this problem, in the order in which they run."""
+) -> list[CompileRequest]:
+    """The request for each kernel of this problem, in the order in which they run."""
     if config is None:
         config = tuned.refined(heuristics.backward_config_sm80(problem, arch), "bwd", "sm80", problem, arch)
     problem = replace(problem, has_sinks=False)  # they are in lse
-    main = ("backward_sm80", (problem.static(), config), arch, functools.partial(trace, problem, config, arch))
+    main = CompileRequest(
+        "backward_sm80", (problem.static(), config), arch, functools.partial(trace, problem, config, arch)
+    )
     preprocess, postprocess = requests_of_rows(problem, config, arch, has_dlse)
     return [preprocess, main, postprocess]
 

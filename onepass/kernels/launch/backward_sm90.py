@@ -14,6 +14,7 @@ from ...geometry import tile_scheduler
 from ...geometry.integers import ceil_div
 from ...problem import AttentionInputs, AttentionProblem
 from ..compiler import compile
+from ..compiler.compile import CompileRequest
 from ..config import BackwardConfig
 from ..heuristics import sm90 as heuristics
 from ..heuristics import tuned
@@ -80,11 +81,11 @@ def prepare(
 
 def compile_requests(
     problem: AttentionProblem, has_dlse: bool = False, config: BackwardConfig | None = None, arch: str = ARCH
-) -> list[tuple]:
-    """The arguments of `compile.get` for each kernel of this problem, in the order in which they run."""
+) -> list[CompileRequest]:
+    """The request for each kernel of this problem, in the order in which they run."""
     config = config or tuned.refined(heuristics.backward_config(problem), "bwd", "sm90", problem, arch)
     problem = replace(problem, has_sinks=False)  # they are in lse
-    main = ("backward", (problem.static(), config), arch, functools.partial(trace, problem, config))
+    main = CompileRequest("backward", (problem.static(), config), arch, functools.partial(trace, problem, config))
     preprocess, *postprocess = requests_of_rows(problem, config, arch, has_dlse)
     return [preprocess, main, *postprocess]
 

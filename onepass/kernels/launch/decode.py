@@ -22,6 +22,7 @@ from ...problem.decode import DecodeInputs, DecodeProblem
 from ...problem.lengths import read_cache_lengths
 from ...problem.outputs import empty_outputs, without_keys
 from ..compiler import compile
+from ..compiler.compile import CompileRequest
 from ..config import LaunchConfig
 from ..config.arch import arch_of
 from .append import append, needs_append, request_of_call
@@ -95,11 +96,11 @@ class DecodeLaunch(ABC):
         """The forward. Args: q: in place of inputs.q. out, lse: of the call, or partials. sinks: not with partials."""
 
     @abstractmethod
-    def forward_request(self, inputs: DecodeInputs) -> tuple[LaunchConfig, tuple]:
-        """Its configuration for these tensors and its kernel, as the arguments of `compile.get`."""
+    def forward_request(self, inputs: DecodeInputs) -> tuple[LaunchConfig, CompileRequest]:
+        """Its configuration for these tensors and its kernel's request."""
 
-    def merge_request(self) -> tuple:
-        """The arguments of `compile.get` for the merge of the splits."""
+    def merge_request(self) -> CompileRequest:
+        """The request for the merge of the splits."""
         return merge_request(self.problem.attention, self.config, self.num_splits, self.arch)
 
     def workspace(self, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,10 +141,12 @@ def _without_keys(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor,
 
 def compile_requests(
     problem: DecodeProblem, inputs: DecodeInputs, launch: Callable, arch: str
-) -> list[tuple[LaunchConfig | None, tuple]]:
-    """The kernels of a call, in the order in which they run, each with its configuration, as the arguments of
-    `compile.get`. Tensors on the "meta" device count as aligned. Args: launch: what a backend has prepared for it."""
-    requests: list[tuple[LaunchConfig | None, tuple]] = []
+) -> list[tuple[LaunchConfig | None, CompileRequest]]:
+    """The configuration and the request of each kernel of a call, in the order in which they run.
+
+    Tensors on the "meta" device count as aligned. Args: launch: what a backend has prepared for the call.
+    """
+    requests: list[tuple[LaunchConfig | None, CompileRequest]] = []
     if needs_append(inputs):
         requests.append((None, request_of_call(problem, inputs, arch)))
     if isinstance(launch, DecodeLaunch):

@@ -14,13 +14,17 @@ from torch import Tensor
 from ...problem import AttentionProblem
 from ...problem.decode import DecodeInputs, DecodeProblem
 from ..compiler import compile
+from ..compiler.compile import CompileRequest
 from ..config import ForwardConfigSm80
 from ..config.arch import arch_of
 from ..config.decode import DecodeConfigSm80
 from ..heuristics.decode import decode_config_sm80, num_splits_sm80
 from . import decode as decode_launch
 from .arguments import (
+    KEYS_OF_A_DESCALE,
     ForwardSm80Arguments,
+    as_pairs,
+    descale_arguments,
     element_type,
     fake_tensor,
     forward_sm80_arguments,
@@ -30,7 +34,6 @@ from .arguments import (
     window_bounds,
     with_rows,
 )
-from .cache import KEYS_OF_A_DESCALE, as_pairs, descale_arguments
 from .decode import DecodeLaunch, SplitPlan, page_table_of, query_offsets_of
 from .forward_sm80 import grid
 
@@ -68,7 +71,9 @@ def launch_with(problem: DecodeProblem, config: ForwardConfigSm80, device: torch
     return Launch(problem, config, arch, split_plan(problem, config, arch, num_sms))
 
 
-def compile_requests(problem: DecodeProblem, inputs: DecodeInputs, device: torch.device) -> list[tuple[Any, tuple]]:
+def compile_requests(
+    problem: DecodeProblem, inputs: DecodeInputs, device: torch.device
+) -> list[tuple[Any, CompileRequest]]:
     """See ../decode_launch.py."""
     return decode_launch.compile_requests(problem, inputs, prepare(problem, device), arch_of(device))
 
@@ -130,17 +135,17 @@ class Launch(DecodeLaunch):
             self._forwards[aligned_to] = found
         return found
 
-    def forward_request(self, inputs: DecodeInputs) -> tuple[ForwardConfigSm80, tuple]:
+    def forward_request(self, inputs: DecodeInputs) -> tuple[ForwardConfigSm80, CompileRequest]:
         qkv = with_rows(inputs.q), as_pairs(inputs.k_cache), as_pairs(inputs.v_cache)
         return self._request(vector_bytes(*qkv))
 
-    def _request(self, aligned_to: int) -> tuple[ForwardConfigSm80, tuple]:
+    def _request(self, aligned_to: int) -> tuple[ForwardConfigSm80, CompileRequest]:
         config = replace(self.config, vector_bytes=aligned_to)
         return config, compile_request(self.problem, config, self.arch, self.is_split)
 
 
-def compile_request(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split: bool) -> tuple:
-    """The arguments of `compile.get` for the forward kernel of this problem."""
+def compile_request(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split: bool) -> CompileRequest:
+    """The request for the forward kernel of this problem."""
     by_block = problem.kv_block is not None
     kind = (
         ("is_split", is_split),
@@ -149,7 +154,7 @@ def compile_request(problem: DecodeProblem, config: ForwardConfigSm80, arch: str
         ("descales_by_block", by_block),
     )
     key = _of_a_split(problem.attention, is_split).static(), config, kind
-    return "decode_sm80", key, arch, functools.partial(trace, problem, config, arch, is_split)
+    return CompileRequest("decode_sm80", key, arch, functools.partial(trace, problem, config, arch, is_split))
 
 
 def _of_a_split(attention: AttentionProblem, is_split: bool) -> AttentionProblem:

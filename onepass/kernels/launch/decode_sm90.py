@@ -18,6 +18,7 @@ from ...errors import UnsupportedError
 from ...geometry.splits import BY_LENGTH
 from ...problem.decode import DecodeInputs, DecodeProblem
 from ..compiler import compile
+from ..compiler.compile import CompileRequest
 from ..config import ForwardConfig
 from ..heuristics.decode import decode_config_sm90, has_few_rows, most_splits_sm90, num_splits_sm90
 from . import decode as decode_launch
@@ -67,7 +68,9 @@ def launch_with(problem: DecodeProblem, config: ForwardConfig, device: torch.dev
     return Launch(problem, config, split_plan(problem, config, num_sms), num_sms)
 
 
-def compile_requests(problem: DecodeProblem, inputs: DecodeInputs, device: torch.device) -> list[tuple[Any, tuple]]:
+def compile_requests(
+    problem: DecodeProblem, inputs: DecodeInputs, device: torch.device
+) -> list[tuple[Any, CompileRequest]]:
     """See ../decode_launch.py."""
     return decode_launch.compile_requests(problem, inputs, prepare(problem, device), ARCH)
 
@@ -131,7 +134,7 @@ class Launch(DecodeLaunch):
             )
         )
 
-    def forward_request(self, inputs: DecodeInputs) -> tuple[ForwardConfig, tuple]:
+    def forward_request(self, inputs: DecodeInputs) -> tuple[ForwardConfig, CompileRequest]:
         return self.config, compile_request(self.problem, self.config, self.is_split)
 
 
@@ -140,10 +143,10 @@ def box_rows(problem: DecodeProblem, config: ForwardConfig) -> int | None:
     return None if problem.page_size is None else math.gcd(problem.page_size, config.tile_n)
 
 
-def compile_request(problem: DecodeProblem, config: ForwardConfig, is_split: bool) -> tuple:
-    """The arguments of `compile.get` for the forward kernel of this problem."""
+def compile_request(problem: DecodeProblem, config: ForwardConfig, is_split: bool) -> CompileRequest:
+    """The request for the forward kernel of this problem."""
     # sinks join when splits are merged
     attention = replace(problem.attention, has_sinks=problem.attention.has_sinks and not is_split)
     rows = box_rows(problem, config)
     key = attention.static(), config, (("is_split", is_split), ("box_rows", rows))
-    return "decode", key, ARCH, functools.partial(trace, attention, config, of_cache=(is_split, rows))
+    return CompileRequest("decode", key, ARCH, functools.partial(trace, attention, config, of_cache=(is_split, rows)))

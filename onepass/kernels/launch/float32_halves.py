@@ -12,6 +12,7 @@ from torch import Tensor
 from ...geometry.integers import ceil_div
 from ...problem import AttentionProblem
 from ..compiler import compile
+from ..compiler.compile import CompileRequest
 from ..config import HOPPER, head_dim_tile, value_columns
 from .arguments import SplitRowsArguments, fake_tensor
 
@@ -91,17 +92,17 @@ def kernel_of(kernel: Kernel) -> Callable:
     return compile.get(*compile_request(kernel))
 
 
-def compile_requests(problem: AttentionProblem) -> list[tuple]:
-    """The arguments of `compile.get` for the kernels of a call: those of q, k (if it is another) and v."""
+def compile_requests(problem: AttentionProblem) -> list[CompileRequest]:
+    """The request for the kernels of a call: those of q, k (if it is another) and v."""
     head_dim, is_packed, has_seqused = problem.head_dim, problem.is_packed, problem.has_seqused_k
     of_q, of_k = (Kernel(head_dim, False, is_packed, is_used) for is_used in (False, has_seqused))
     of_v = Kernel(value_columns(problem), True, is_packed, has_seqused)
     return [compile_request(kernel) for kernel in dict.fromkeys((of_q, of_k, of_v))]
 
 
-def compile_request(kernel: Kernel) -> tuple:
+def compile_request(kernel: Kernel) -> CompileRequest:
     pairs = tuple(zip(kernel._fields, kernel, strict=True))
-    return "split_rows", (pairs,), HOPPER, functools.partial(trace, kernel)
+    return CompileRequest("split_rows", (pairs,), HOPPER, functools.partial(trace, kernel))
 
 
 def trace(kernel: Kernel) -> tuple:

@@ -14,9 +14,10 @@ from ...geometry.integers import ceil_div
 from ...problem import AttentionInputs, AttentionProblem
 from ...problem.outputs import empty_outputs, without_keys
 from ..compiler import compile
+from ..compiler.compile import CompileRequest
 from ..config import ForwardConfigSm80
 from ..config.arch import arch_of
-from ..heuristics import sm90 as heuristics
+from ..heuristics import sm80 as heuristics
 from ..heuristics import tuned
 from .arguments import (
     ForwardSm80Arguments,
@@ -93,10 +94,10 @@ def grid(problem: AttentionProblem, config: ForwardConfigSm80) -> tuple[int, int
     return section, tiles
 
 
-def compile_request(problem: AttentionProblem, config: ForwardConfigSm80, arch: str) -> tuple:
-    """The arguments of `compile.get` for the kernel of this problem."""
+def compile_request(problem: AttentionProblem, config: ForwardConfigSm80, arch: str) -> CompileRequest:
+    """The request for the kernel of this problem."""
     static = replace(problem, deterministic=False).static()  # the forward is, either way
-    return "forward_sm80", (static, config), arch, functools.partial(trace, problem, config, arch)
+    return CompileRequest("forward_sm80", (static, config), arch, functools.partial(trace, problem, config, arch))
 
 
 def _without_keys(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from ...problem import AttentionInputs, AttentionProblem, Descales, Quantization
 from ...problem.outputs import empty_outputs, without_keys
 from ...quantization.layout import keys_last_in_torch
 from ..compiler import compile
+from ..compiler.compile import CompileRequest
 from ..config import HOPPER, ForwardConfig, head_dim_tile, value_blocks, value_columns
 from ..heuristics import sm90 as heuristics
 from ..heuristics import tuned
@@ -114,17 +115,17 @@ def persistent_grid(problem: AttentionProblem, config: ForwardConfig, num_sms: i
     return section, num_clusters * config.cluster_size
 
 
-def compile_request(problem: AttentionProblem, config: ForwardConfig | None = None, arch: str = ARCH) -> tuple:
-    """The arguments of `compile.get` for the kernel of this problem."""
+def compile_request(problem: AttentionProblem, config: ForwardConfig | None = None, arch: str = ARCH) -> CompileRequest:
+    """The request for the kernel of this problem."""
     config = config or tuned.refined(heuristics.forward_config(problem), "fwd", "sm90", problem, arch)
     # the forward is deterministic either way, and scales of any granularity come to the kernel in one
     quantization = None if problem.quantization is None else Quantization(problem.out_dtype)
     problem = replace(problem, head_dim_v=value_columns(problem))
     static = replace(problem, deterministic=False, quantization=quantization).static()
-    return "forward", (static, config), arch, functools.partial(trace, problem, config)
+    return CompileRequest("forward", (static, config), arch, functools.partial(trace, problem, config))
 
 
-def helper_requests(problem: AttentionProblem) -> list[tuple]:
+def helper_requests(problem: AttentionProblem) -> list[CompileRequest]:
     """The same for the kernels that a call runs before it, whatever its configuration."""
     return float32_halves.compile_requests(problem) if problem.dtype == torch.float32 else []
 

@@ -13,6 +13,7 @@ from ...geometry.integers import ceil_div
 from ...geometry.splits import FEW_PARTS
 from ...problem import AttentionProblem
 from ..compiler import compile
+from ..compiler.compile import CompileRequest
 from ..config import VECTOR_BYTES, LaunchConfig
 from ..config.arch import arch_of
 from ..config.decode import DecodeConfigSm80
@@ -67,8 +68,8 @@ def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def merge_request(attention: AttentionProblem, config: LaunchConfig, num_splits: int, arch: str) -> tuple:
-    """The arguments of `compile.get` for the merge kernel of a forward by splits."""
+def merge_request(attention: AttentionProblem, config: LaunchConfig, num_splits: int, arch: str) -> CompileRequest:
+    """The request for the merge kernel of a forward by splits."""
     is_early = isinstance(config, DecodeConfigSm80) and config.early_merge
     dv, float32 = attention.head_dim_v, torch.float32
     # of a workspace: aligned as its rows are
@@ -79,9 +80,9 @@ def merge_request(attention: AttentionProblem, config: LaunchConfig, num_splits:
     return _request(key, arch)
 
 
-def _request(key: MergeKey, arch: str) -> tuple:
+def _request(key: MergeKey, arch: str) -> CompileRequest:
     pairs = tuple((name, getattr(key, name)) for name in key.__dataclass_fields__)
-    return "merge_splits", (pairs,), arch, functools.partial(trace_merge, key)
+    return CompileRequest("merge_splits", (pairs,), arch, functools.partial(trace_merge, key))
 
 
 @functools.lru_cache(maxsize=256)

@@ -16,6 +16,7 @@ from ...problem import V_KEYS, AttentionInputs, AttentionProblem, Descales
 from ...problem.outputs import empty_as
 from ...quantization import codec, rotation
 from ..compiler import compile
+from ..compiler.compile import CompileRequest
 from ..config.arch import arch_of
 from .arguments import KeysLastArguments, QuantizeArguments, aligned, element_type, fake_tensor
 
@@ -232,12 +233,12 @@ def kernel_of(kernel: Kernel | LayoutKernel, arch: str) -> Callable:
     return compile.get(*compile_request(kernel, arch))
 
 
-def compile_request(kernel: Kernel | LayoutKernel, arch: str) -> tuple:
-    """The arguments of `compile.get`."""
+def compile_request(kernel: Kernel | LayoutKernel, arch: str) -> CompileRequest:
+    """The kernel, for `compile.get`."""
     name = "quantize" if isinstance(kernel, Kernel) else "keys_last"
     kernel = _with_threads(kernel)
     pairs = tuple(zip(kernel._fields, kernel, strict=True))
-    return name, (pairs,), arch, functools.partial(trace, kernel)
+    return CompileRequest(name, (pairs,), arch, functools.partial(trace, kernel))
 
 
 def _with_threads(kernel: Kernel | LayoutKernel) -> Kernel | LayoutKernel:
