@@ -18,6 +18,7 @@ from onepass.kernels.launch import arguments as cache_launch
 from onepass.kernels.launch import decode_sm80 as decode_launch
 from onepass.kernels.launch import forward_sm80 as launch
 from onepass.kernels.launch import merge as merge_launch
+from onepass.kernels.launch.arguments import ForwardSm80Arguments
 from onepass.kernels.launch.decode import SplitPlan
 from onepass.problem import AttentionInputs
 from onepass.problem.decode import DecodeInputs, DecodeProblem
@@ -125,10 +126,8 @@ def forward(
     state = decode_launch.Launch(problem, config, arch, SplitPlan(num_splits, split_blocks, is_split))
     if is_split:
         out, lse = state.workspace(inputs.q)
-    arguments = state.other_arguments(inputs, None if is_split or inputs.sinks is None else inputs.sinks.float())
-    sinks, offsets, _, filled, *scalars = arguments
-    *scalars, k_descale, v_descale, kv_block = scalars
-    scale, tanh_scale, left, right, section, num_tiles, table, added, *splits = scalars
+    sinks = None if is_split or inputs.sinks is None else inputs.sinks.float()
+    arguments = ForwardSm80Arguments(*state.arguments(inputs, *qkv, out, lse, sinks))
 
     kernel = Parameters()
     rows_first = {3: (0, 2, 1), 4: (1, 3, 2, 0), 5: (2, 4, 3, 1, 0)}
@@ -136,35 +135,40 @@ def forward(
         kernel.tensor(t, rows_first[t.dim()])
     out_at = kernel.tensor(out, rows_first[out.dim()])
     lse_at = kernel.tensor(lse, tuple(range(lse.dim()))[::-1], is_lse=True)
-    if sinks is not None:
-        kernel.tensor(sinks)
-    if offsets is not None:
-        kernel.tensor(offsets)
-    kernel.tensor(filled)
-    kernel.values.append(integer(added))
-    kernel.values += [struct.pack("<f", x) for x in (scale, tanh_scale) if x is not None]
-    kernel.values += [integer(x) for x in (left, right) if x is not None]
+    if arguments.sinks is not None:
+        kernel.tensor(arguments.sinks)
+    if arguments.cu_seqlens_q is not None:
+        kernel.tensor(arguments.cu_seqlens_q)
+    kernel.tensor(arguments.seqused_k)
+    kernel.values.append(integer(arguments.added_k))
+    kernel.values += [struct.pack("<f", x) for x in (arguments.scale_log2, arguments.tanh_scale) if x is not None]
+    kernel.values += [integer(x) for x in (arguments.window_left, arguments.window_right) if x is not None]
     heads = attention.num_heads_q // config.group(attention)
     if attention.is_packed:
         kernel.values += fast_divisor(heads)
     else:
         num_m_blocks, in_all = ceil_div(attention.seqlen_q, config.positions(attention)), heads * attention.batch
-        kernel.values += [integer(n) for n in (num_tiles, num_m_blocks, attention.batch)]
-        for n in (num_m_blocks * section, section, tile_scheduler.heads_in_last_section(in_all, section), heads):
+        kernel.values += [integer(n) for n in (arguments.num_tiles, num_m_blocks, attention.batch)]
+        for n in (
+            num_m_blocks * arguments.heads_per_section,
+            arguments.heads_per_section,
+            tile_scheduler.heads_in_last_section(in_all, arguments.heads_per_section),
+            heads,
+        ):
             kernel.values += fast_divisor(n)
-    if table is not None:
-        kernel.tensor(table)
+    if arguments.page_table is not None:
+        kernel.tensor(arguments.page_table)
         kernel.values += fast_divisor(inputs.k_cache.shape[1])
-    kernel.values += [integer(n) for n in splits if n is not None]
-    for descale in (k_descale, v_descale):
+    kernel.values += [integer(n) for n in (arguments.num_splits, arguments.split_blocks) if n is not None]
+    for descale in (arguments.k_descale, arguments.v_descale):
         if descale is not None:
             kernel.strided(descale)
-    if kv_block is not None:
-        kernel.values += fast_divisor(kv_block)
+    if arguments.kv_block is not None:
+        kernel.values += fast_divisor(arguments.kv_block)
     kernel.end_here()
     key = decode_launch.compile_request(problem, config, arch, is_split)[1]
     program = compiled(key, functools.partial(decode_launch.trace, problem, config, arch, is_split), arch)
-    shape = num_tiles, num_splits, 1
+    shape = arguments.num_tiles, num_splits, 1
     smem = config.smem_bytes(attention)
     ptx_interpreter.run(program, kernel.values, kernel.memory, shape, config.num_threads, smem, **order)
     return kernel.result(out_at, out), kernel.result(lse_at, lse)
@@ -203,27 +207,27 @@ def merge(partial_out, partial_lse, out, lse, sinks, row_warps=None, last_first=
 def append(problem: DecodeProblem, inputs: DecodeInputs):
     """The rotated queries, and both caches, as the append kernel leaves them."""
     q_out = torch.empty_like(inputs.q)
-    *tensors, seqlen_new, rows, num_blocks = append_launch.append_arguments(problem, inputs, q_out)
-    *tensors, k_descale, v_descale, kv_block = tensors
-    kernel = Parameters()
-    at = [
-        None if t is None else kernel.tensor(t, tuple(range(t.dim())) if i < 6 or i > 7 else None)
-        for i, t in enumerate(tensors)
-    ]
-    for descale in (k_descale, v_descale):
+    arguments = append_launch.append_arguments(problem, inputs, q_out)
+    lengths = "cache_seqlens", "page_table"
+    tensors = ("q", "q_out", "k_new", "v_new", "k_cache", "v_cache", *lengths, "cos", "sin")
+    kernel, at = Parameters(), {}
+    for name in tensors:
+        t = getattr(arguments, name)
+        at[name] = None if t is None else kernel.tensor(t, None if name in lengths else tuple(range(t.dim())))
+    for descale in (arguments.k_descale, arguments.v_descale):
         if descale is not None:
             kernel.strided(descale)
-    if kv_block is not None:
-        kernel.values.append(integer(kv_block))
-    kernel.values += [integer(seqlen_new), integer(rows)]
+    if arguments.kv_block is not None:
+        kernel.values.append(integer(arguments.kv_block))
+    kernel.values += [integer(arguments.seqlen_new), integer(arguments.rows)]
     kernel.end_here()
-    key = append_launch.AppendKey.of(problem, inputs, tensors[:6])
+    key = append_launch.AppendKey.of(problem, inputs, arguments)
     arch = ARCH_E4M3 if key.is_e4m3 else ARCH
     # the assembler stops at 40 registers for it, for 12 thread blocks a multiprocessor
     program = compiled(key, functools.partial(append_launch.trace_append, key), arch, spills=2)
-    ptx_interpreter.run(program, kernel.values, kernel.memory, (num_blocks, 1, 3), 128, 0)
+    ptx_interpreter.run(program, kernel.values, kernel.memory, (arguments.num_blocks, 1, 3), 128, 0)
     results = (q_out, inputs.k_cache, inputs.v_cache)
-    places = (at[1], at[4], at[5])
+    places = (at["q_out"], at["k_cache"], at["v_cache"])
     return tuple(t if a is None else kernel.result(a, t) for a, t in zip(places, results, strict=True))
 
 

@@ -84,7 +84,7 @@ def split_plan(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, num
 
 
 class Launch(DecodeLaunch):
-    """Whose kernel is picked by the alignment of the tensors."""
+    """The launches of one problem; the alignment of the tensors picks the kernel."""
 
     config: ForwardConfigSm80
 
@@ -100,31 +100,42 @@ class Launch(DecodeLaunch):
         q, k_cache, v_cache = with_rows(q), as_pairs(inputs.k_cache), as_pairs(inputs.v_cache)
         # rows of the workspace are aligned as far as their length allows
         kernel = self.kernel(vector_bytes(q, k_cache, v_cache, *(() if self.is_split else (out,))))
+        kernel(*self.arguments(inputs, q, k_cache, v_cache, out, lse, sinks))
+
+    def arguments(
+        self,
+        inputs: DecodeInputs,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        sinks: Tensor | None,
+    ) -> tuple:
+        """The values of `ForwardSm80Arguments`, with the given tensors in place of those of `inputs`."""
         k_descale, v_descale, kv_block = descale_arguments(self.problem, inputs)
-        kernel(
-            *forward_sm80_arguments(
-                q,
-                k_cache,
-                v_cache,
-                out,
-                lse,
-                sinks=sinks,
-                cu_seqlens_q=query_offsets_of(inputs),
-                seqused_k=inputs.cache_seqlens.contiguous(),
-                scale_log2=self.scale_log2,
-                tanh_scale=self.tanh_scale,
-                window_left=self.window_left,
-                window_right=self.window_right,
-                heads_per_section=self.heads_per_section,
-                num_tiles=self.num_tiles,
-                page_table=page_table_of(inputs),
-                added_k=inputs.seqlen_new,
-                num_splits=self.num_splits_argument,
-                split_blocks=self.split_blocks,
-                k_descale=k_descale,
-                v_descale=v_descale,
-                kv_block=kv_block,
-            )
+        return forward_sm80_arguments(
+            q,
+            k_cache,
+            v_cache,
+            out,
+            lse,
+            sinks=sinks,
+            cu_seqlens_q=query_offsets_of(inputs),
+            seqused_k=inputs.cache_seqlens.contiguous(),
+            scale_log2=self.scale_log2,
+            tanh_scale=self.tanh_scale,
+            window_left=self.window_left,
+            window_right=self.window_right,
+            heads_per_section=self.heads_per_section,
+            num_tiles=self.num_tiles,
+            page_table=page_table_of(inputs),
+            added_k=inputs.seqlen_new,
+            num_splits=self.num_splits_argument,
+            split_blocks=self.split_blocks,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            kv_block=kv_block,
         )
 
     def kernel(self, aligned_to: int) -> Callable:
