@@ -23,12 +23,12 @@ from . import disk_cache, sources
 
 SYMBOL = "onepass_kernel"
 PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
-# of every compile: the calling convention that takes torch tensors directly, about 1 us a call
+# every compile uses the calling convention that takes torch tensors directly, about 1 us a call
 OPTIONS = "--enable-tvm-ffi"
 
 _kernels: dict[str, Callable] = {}
 _keep_alive: list[Any] = []
-_lock = threading.Lock()  # the compiler is not made for threads; who finds a finished kernel does not take it
+_lock = threading.Lock()  # the compiler is not made for threads; looking up a finished kernel does not take it
 
 
 def _after_fork_in_child() -> None:
@@ -57,7 +57,7 @@ class CompileRequest(NamedTuple):
 
     @property
     def kernel(self) -> tuple[str, tuple, str]:
-        """What tells the kernel from others: all but `trace`, which follows from it."""
+        """The identity of the kernel: everything but `trace`, which follows from it."""
         return self.name, self.key, self.arch
 
 
@@ -90,7 +90,7 @@ def is_cached(name: str, key: tuple, arch: str) -> bool:
 
 
 def has_disk_cache() -> bool:
-    """Whether what this process compiles is there for others; warns if not."""
+    """Whether kernels that this process compiles are kept for other processes; warns if not."""
     try:
         disk_cache.make_usable(disk_cache.cache_directory())
     except OSError as error:

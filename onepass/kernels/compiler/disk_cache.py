@@ -115,7 +115,7 @@ def write(entry: Path, export: Callable[[Path], object], about: Callable[[], dic
         export: writes the object file to the path that it is given.
         about: what the .json shall say beside key and digest; asked after the export.
     """
-    for leftover in entry.parent.glob(f"{entry.stem}.*.part.*"):  # of a builder that was killed: we hold its lock
+    for leftover in entry.parent.glob(f"{entry.stem}.*.part.*"):  # left by a builder that was killed: we hold its lock
         leftover.unlink(missing_ok=True)
     part_o, part_json = (entry.with_name(f"{entry.stem}.{os.getpid()}.part.{kind}") for kind in ("o", "json"))
     try:
@@ -132,7 +132,7 @@ def write(entry: Path, export: Callable[[Path], object], about: Callable[[], dic
 
 
 def verify(entry: Path) -> dict[str, Any]:
-    """What the .json says of an entry that may be loaded. Raises: BrokenEntry with the reason."""
+    """The contents of the .json of an entry that may be loaded. Raises: BrokenEntry with the reason."""
     about = _read_json(entry.with_suffix(".json"))
     if about.get("entry") != entry.stem:
         raise BrokenEntry("its .json is another entry's")
@@ -170,7 +170,7 @@ def read_private(path: Path) -> bytes:
 
 @dataclass(frozen=True)
 class Entry:
-    """What lies in the cache under one key.
+    """The files of the cache under one key.
 
     Attributes:
         about: what a trustworthy .json says, even if the object is broken; else empty.

@@ -74,7 +74,7 @@ def compile_all(jobs: Sequence[Job], workers: int | None = None) -> list[Compile
         workers = 1  # what another process compiles would be lost
     seconds: dict[tuple, float] = {}
     if workers > 1:
-        # those of a name take about the same time, so every worker gets as many of them
+        # kernels of one name take about the same time, so every worker gets as many of them
         by_name = sorted(missing, key=lambda kernel: kernel[0])
         shares = [by_name[i::workers] for i in range(workers)]
         requests = [[missing[kernel] for kernel in share] for share in shares]

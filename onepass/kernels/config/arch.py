@@ -34,7 +34,7 @@ _said: set[str] = set()
 
 
 def unproven(device: torch.device) -> str | None:
-    """What is to be said of kernels on this GPU; None where such a GPU has run their tests, or none are for it."""
+    """The warning for kernels on this GPU; None where such a GPU has run their tests, or has no kernels."""
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0) or capability in PROVEN:
         return None

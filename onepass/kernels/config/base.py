@@ -1,4 +1,4 @@
-"""What the configurations of all kernels have in common."""
+"""The base of all configurations, and constants that they share."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Config = TypeVar("Config", bound="LaunchConfig")
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """What the configurations of all kernels have in common: fields of plain types, and a text that holds them.
+    """The base of all configurations: fields of built-in types, and a text that holds them.
 
     Raises: TypeError for a value of another type than its field's.
     """

@@ -222,7 +222,7 @@ class BackwardConfigSm80(LaunchConfig):
     descending_turns: bool = False
     vector_bytes: int = 16
 
-    # of every configuration here, where Hopper's have a choice
+    # fixed here; the Hopper configurations have a choice
     private_dq: ClassVar[bool] = False
 
     @property
@@ -253,7 +253,9 @@ class BackwardConfigSm80(LaunchConfig):
         return True
 
     def head_dims(self, problem: AttentionProblem) -> tuple[int, int]:
-        """What the kernel is compiled for: 96 not beside a wider one, for whose sake warps share columns by halves.
+        """The head dims that the kernel is compiled for: never 96 beside a wider one.
+
+        Warps share the columns of a wider one by halves.
 
         In float32, where a warp has 32 columns or a multiple of them, no 96, and 192 not beside 256.
         """
@@ -278,7 +280,7 @@ class BackwardConfigSm80(LaunchConfig):
 
     def accumulator_registers(self, problem: AttentionProblem) -> int:
         """Registers of a thread for dK and dV, and beside them P (with a softcap also times its slope) and dP, or dS
-        and dQ; in float32 also the parts of the fragments and the sums of 32 columns."""
+        and dQ; in float32 also the limbs of the fragments and the sums of 32 columns."""
         d, dv = self.head_dims(problem)
         s = self.tile_m * self.tile_n // self.num_threads
         words = s * problem.dtype.itemsize // 4 * (1 if problem.softcap is None else 2)
@@ -294,7 +296,7 @@ class BackwardConfigSm80(LaunchConfig):
                 (self.tile_m, self.dq_query_warps),
             )
         )
-        # of 16 rows 16 registers for parts of A and 4 for each of up to four sums, which need 8 for parts of B
+        # 16 rows take 16 registers for limbs of A and 4 for each of up to four sums, which need 8 for limbs of B
         in_s = min(4, self.tile_m * self.s_key_warps // (8 * self.num_warps))
         return gradients + max(
             s + words + s_rows * (16 + 4 * in_s) + 8 * in_s, 32 * dkv_rows + 32, dq + 32 * dq_rows + 32

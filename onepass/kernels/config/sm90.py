@@ -137,7 +137,7 @@ class ForwardConfig(LaunchConfig):
         q = self.q_stages * self.tile_m * d
         k_stages, v_stages = self.kv_stages
         kv = self.tile_n * (k_stages * d + (v_stages + raw_stages) * dv)
-        # float32 is two parts of 2 bytes
+        # float32 is two halves of 2 bytes
         return problem.dtype.itemsize * (q + kv) + 1024
 
     def accumulator_registers(self, problem: AttentionProblem) -> int:
@@ -210,7 +210,7 @@ class ForwardConfig(LaunchConfig):
             raise UnsupportedError(f"registers: {self} needs {registers} for S, P and O, a thread has {available}")
 
     def _check_sums(self, problem: AttentionProblem) -> None:
-        """What two_level_sums asks of the choices."""
+        """The demands of two_level_sums on the other choices."""
         if self.pv_columns:
             columns = head_dim_tile(value_columns(problem))
             if not self.two_level_sums or self.overlap_gemm_softmax:
@@ -227,14 +227,14 @@ class ForwardConfig(LaunchConfig):
             raise UnsupportedError("transposes_v: it needs warp_specialized and cluster_size=1")
 
     def _check_float32(self) -> None:
-        """What float32's two parts take of the choices."""
+        """The demands of float32's two halves on the other choices."""
         if self.q_in_registers or self.score_buffers != 1:
             raise UnsupportedError("q_in_registers, score_buffers: expected False and 1 in float32")
         if self.exp2_fma_period:
             raise UnsupportedError(f"exp2_fma_period: expected 0 in float32 (a cubic), got {self.exp2_fma_period}")
 
     def _check_fp8(self) -> None:
-        """What the GEMMs and scales of FP8 take of the choices."""
+        """The demands of the GEMMs and scales of FP8 on the other choices."""
         if self.tile_n % 32:
             raise UnsupportedError(f"tile_n: expected a multiple of 32 in FP8, got {self.tile_n}")
         if self.q_in_registers or self.score_buffers != 1:
@@ -319,7 +319,10 @@ class BackwardConfig(LaunchConfig):
         return self.head_dims(problem)[0] * self.tile_m // ROWS_PER_WARPGROUP // self.num_warpgroups
 
     def head_dims(self, problem: AttentionProblem) -> tuple[int, int]:
-        """What the kernel is compiled for: no 96, whose halves are no whole column blocks of shared memory."""
+        """The head dims that the kernel is compiled for: never 96.
+
+        The halves of 96 columns are no whole column blocks of shared memory.
+        """
         d, dv = (head_dim_tile(d) for d in (problem.head_dim, problem.head_dim_v))
         return (128 if d == 96 else d), (128 if dv == 96 else dv)
 

@@ -1,4 +1,4 @@
-"""Problem -> configuration of a split-KV forward on the Ampere and on the Hopper kernels, and splits.
+"""Problem -> configuration and number of splits of a split-KV forward, on the Ampere and on the Hopper kernels.
 
 Guesses, with which docs/decoding.md's figures were measured; alternatives were not.
 
@@ -41,7 +41,7 @@ from .sm80 import FORWARD_FLOAT32, LAZY
 
 # Few rows: warps along the keys and buffers of each, by the bytes of a row of K or of V, whichever is wider. Two thread
 # blocks of about 100 KB share Hopper's 227 KB where they fit, 4.8 TB/s * 1 us / 132 = 36 KB being needed under way;
-# others are for where there is less.
+# the later ones are for GPUs with less shared memory.
 KEY_WARPS_AND_STAGES = {
     64: ((4, 8), (4, 6)),
     96: ((4, 6), (4, 5)),
@@ -111,7 +111,7 @@ def num_splits_sm80(problem: AttentionProblem, config: ForwardConfigSm80, arch: 
     """Splits that give each multiprocessor the thread blocks that it has shared memory for, up to 16 warps."""
     tiles = num_tiles(problem, problem.num_heads_q // config.group(problem), config.positions(problem))
     warps = config.num_threads // 32
-    # of each thread block 1 KB is the system's
+    # the system takes 1 KB of each thread block
     resident = min((SMEM_BYTES_BY_ARCH[arch] + 1024) // (config.smem_bytes(problem) + 1024), 16 // warps)
     slots = num_sms * max(1, resident)
     per_split = workspace_bytes(1, num_rows(problem), problem.head_dim_v)
@@ -120,12 +120,13 @@ def num_splits_sm80(problem: AttentionProblem, config: ForwardConfigSm80, arch: 
 
 # Hopper, by the wider head_dim tile: keys of a step, and warpgroups where there are rows for so many. On an H200, 1024
 # bfloat16 queries of 32 heads over 65536 keys of 8: head_dim 64 1032 us, with 2 warpgroups 1076; 128 1590, with 64 keys
-# 1723, with 80 and 3 warpgroups 1712. 128 queries, packed (512 rows a kv head, in tiles of 192 part empty): head_dim 64
-# 155 us, with 2 warpgroups 145, and with one query head a tile 149 (h200-decode-rows-variants.json).
+# 1723, with 80 and 3 warpgroups 1712. 128 queries, packed (512 rows a kv head, in tiles of
+# 192 that are partly empty): head_dim 64 155 us, with 2 warpgroups 145, and with one query head a tile 149
+# (h200-decode-rows-variants.json).
 DECODE_SM90 = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (64, 2), 256: (64, 2)}
 MAX_STAGES = 6
-# Of packed queries only the device knows how many a sequence has: they are taken for many, whatever the total, so that
-# the bits of one do not depend on the others.
+# Only the device knows how many packed queries a sequence has: they are taken for many, whatever the total, so that
+# the bits of one sequence do not depend on the others.
 MANY_ROWS = 2**16
 # With 1 instead a chunk of 2048 with 63 tokens takes 979 us for 816, with 3 at head_dim 64 621 for 568
 # (h200-decode-packed-steps.json).
@@ -164,14 +165,14 @@ def _rows(problem: AttentionProblem, positions: int) -> int:
 
 
 def decode_config_sm90(problem: AttentionProblem, split_size: int | None = None) -> ForwardConfig:
-    """The same on the Hopper kernel, in 16 bits."""
+    """The configuration of a call on the Hopper kernel, in 16 bits."""
     group = problem.qhead_per_kvhead
     tile_n, most = DECODE_SM90[max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))]
     if split_size is not None and split_size % tile_n:
         tile_n = SPLIT_UNIT
     if problem.softcap is not None:
         most = 2  # 3 leave it too few registers
-    # a tile of one head's queries alone would be part empty
+    # a tile of one head's queries alone would be partly empty
     is_short = problem.is_packed or problem.seqlen_q < most * ROWS_PER_WARPGROUP
     pack_gqa = 1 < group <= ROWS_PER_WARPGROUP and is_short
     positions = ROWS_PER_WARPGROUP // group if pack_gqa else ROWS_PER_WARPGROUP
@@ -184,12 +185,12 @@ def decode_config_sm90(problem: AttentionProblem, split_size: int | None = None)
         tile_n=tile_n,
         num_warpgroups=num_warpgroups,
         rescale_threshold=LAZY,
-        # tiles of one head and part, which read the same K and V, follow each other
+        # tiles of one head and split, which read the same K and V, follow each other
         longest_first=False,
         dynamic_tiles=problem.is_packed,
         pack_gqa=pack_gqa,
     )
-    # as much under way as there is room for
+    # as many loads under way as there is room for
     for num_stages in range(MAX_STAGES, 2, -1):
         deeper = replace(config, num_stages=num_stages)
         if deeper.smem_bytes(problem) <= SMEM_BYTES:
@@ -198,7 +199,9 @@ def decode_config_sm90(problem: AttentionProblem, split_size: int | None = None)
 
 
 def most_splits_sm90(problem: AttentionProblem, config: ForwardConfig, num_sms: int) -> int:
-    """Of packed queries, of which a sequence has as many splits as its length asks for. 1: none, and no merge.
+    """The most splits of a call with packed queries, in which a sequence has as many splits as its length asks for.
+
+    1 means that there are no splits and no merge.
 
     A merge writes and reads 8 bytes for each column of each row of out, of prompts, too, which are not split. A tile of
     a single token beside them reads 4 bytes for each column and key it may have, where it is one of the last at some 70
@@ -217,5 +220,5 @@ def num_splits_sm90(problem: AttentionProblem, config: ForwardConfig, num_sms: i
     """A thread block of the persistent kernel has a multiprocessor for itself."""
     tiles = num_tiles(problem, problem.num_heads_q // config.group(problem), config.positions(problem))
     per_split = workspace_bytes(1, num_rows(problem), problem.head_dim_v)
-    of_kernel = OVERHEAD_STEPS_SM90, LEAST_SHARE_SM90
-    return choose_num_splits(tiles, problem.seqlen_k, num_sms, per_split, config.tile_n, *of_kernel)
+    kernel_costs = OVERHEAD_STEPS_SM90, LEAST_SHARE_SM90
+    return choose_num_splits(tiles, problem.seqlen_k, num_sms, per_split, config.tile_n, *kernel_costs)

@@ -135,7 +135,7 @@ BACKWARD = {
     256: BackwardConfigSm80(tile_m=64, tile_n=64, s_key_warps=4, dkv_key_warps=4, dq_query_warps=4, dq_pieces=4),
 }
 # head_dim 128 on Hopper, where it was measured: at 8192 311, at 16384 316, causal 314; the row above 286 288 285.
-# A warp's parts of 32 x 32 and 32 x 64 load less than those of 16 x 64 and 16 x 128. Faster in spite of 59 loads
+# Warp tiles of 32 x 32 and 32 x 64 load less than tiles of 16 x 64 and 16 x 128. Faster in spite of 59 loads
 # and stores of spilled registers (31 of sm_80) between the GEMMs.
 BACKWARD_128_HOPPER = BackwardConfigSm80(tile_m=64, tile_n=128, s_key_warps=4, dkv_key_warps=4)
 # In 99 KB, and for what does not fit into the rows above. Not measured.
@@ -219,7 +219,7 @@ def has_descending_turns(problem: AttentionProblem, tile_m: int, tile_n: int) ->
     if not problem.deterministic or problem.mask.window_right is None:
         return False
     batch = max(1, problem.batch)
-    # of packed sequences only the total is known here: their mean
+    # only the total length of packed sequences is known here: take their mean
     seqlen_k = problem.seqlen_k // batch if problem.is_packed else problem.seqlen_k
     if tile_m >= tile_n and seqlen_k < 4096:
         return False
@@ -245,7 +245,7 @@ def backward_config_sm80(problem: AttentionProblem, arch: str) -> BackwardConfig
             config = BACKWARD_128_HOPPER
     if widest == 256 and not is_small and (problem.softcap is not None or config.smem_bytes(problem) > smem_bytes):
         config = BACKWARD_MEDIUM
-    # of 64 columns each, where head_dim is less than head_dim_v
+    # pieces have 64 columns each, where head_dim is less than head_dim_v
     pieces = min(config.dq_pieces, max(1, config.head_dims(problem)[0] // 64))
     config = replace(
         config,

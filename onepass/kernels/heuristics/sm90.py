@@ -281,14 +281,14 @@ def row_of(rows: tuple[Row, ...], is_causal: bool, seqlen_k: int) -> Row | None:
 def forward_config(problem: AttentionProblem, arch: str = HOPPER) -> ForwardConfig:
     """The configuration that a call of this problem runs with on Hopper."""
     if problem.quantization is not None:
-        return _of_rows(_fp8_config(problem), problem)
+        return _for_rows_of_v(_fp8_config(problem), problem)
     if problem.dtype == torch.float32:
         return _adapted(
             FLOAT32_SM90[max(head_dim_tile(d) for d in (problem.head_dim, value_columns(problem)))], problem
         )
     dims = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
     is_causal = problem.mask.window_right is not None
-    # of packed sequences only the total is known here: their mean
+    # only the total length of packed sequences is known here: take their mean
     seqlen_k = problem.seqlen_k // max(1, problem.batch) if problem.is_packed else problem.seqlen_k
     row = row_of(FORWARD_SM90.get(dims, ()), is_causal, seqlen_k)
     if row is not None:
@@ -348,7 +348,7 @@ def _fp8_config(problem: AttentionProblem) -> ForwardConfig:
 TRANSPOSED_QUERIES = {64: (1024, 4096), 128: (4096, 4096), 256: (1024, 4096)}
 
 
-def _of_rows(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:
+def _for_rows_of_v(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:
     """The configuration for V that lies as `fp8.keys_last` lays it, for the V of this problem."""
     assert problem.quantization is not None
     seqlen_q = problem.seqlen_q // max(1, problem.batch) if problem.is_packed else problem.seqlen_q
@@ -369,7 +369,7 @@ def _of_rows(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:
 def _adapted(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:
     """The configuration of a long dense problem for one that differs from it in its lengths or its groups of heads."""
     seqlen_q = problem.seqlen_q
-    if problem.is_packed:  # of unequal lengths, which no fixed order balances (not measured yet)
+    if problem.is_packed:  # no fixed order balances sequences of unequal lengths (not measured yet)
         config = replace(config, dynamic_tiles=True, cluster_size=1)
         seqlen_q //= max(1, problem.batch)
     # few rows: all heads of a group fit into one tile and read their K and V once (not measured yet)
@@ -377,7 +377,7 @@ def _adapted(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:
     pack_gqa = 1 < group <= ROWS_PER_WARPGROUP and seqlen_q * group <= config.tile_m
     if problem.is_packed:
         return replace(config, pack_gqa=pack_gqa)
-    # warpgroups and thread blocks without a row would only take part
+    # warpgroups and thread blocks without a row would only take up room
     positions = ROWS_PER_WARPGROUP // group if pack_gqa else ROWS_PER_WARPGROUP
     needed = max(1, ceil_div(seqlen_q, positions))
     num_warpgroups = min(config.num_warpgroups, needed)
@@ -388,7 +388,7 @@ def _adapted(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:
 def backward_config(problem: AttentionProblem, arch: str = HOPPER) -> BackwardConfig:
     """The configuration that a backward of this problem runs with on Hopper."""
     is_growing = problem.mask.window_right is not None and problem.mask.window_left is None
-    # who waits for a turn delays its thread block, and a queue makes up for it
+    # waiting for a turn delays a thread block, and a queue makes up for it
     is_dynamic = is_growing or problem.is_packed or problem.deterministic
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > 128:
@@ -418,8 +418,8 @@ def _has_short_sequences(problem: AttentionProblem, config: BackwardConfig, is_g
         head_dim 128, 512: 317 / 353, causal 245 / 225 (35 MB)
 
     The sums must stay in L2; under a causal mask half as much is added to them. Heads must fill the waves of thread
-    blocks. A thread block by itself adds in order, which takes others turns: deterministic and causal, 1024, head_dim
-    64: 288 / 252, 128: 301 / 269.
+    blocks. A thread block by itself adds in order, for which others have to take turns: deterministic and
+    causal, 1024, head_dim 64: 288 / 252, 128: 301 / 269.
     """
     heads = problem.num_heads_kv * problem.batch
     waves = ceil_div(heads, NUM_SMS)

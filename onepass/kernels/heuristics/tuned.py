@@ -42,7 +42,7 @@ MANY_ROWS = 2**17
 
 @dataclass(frozen=True)
 class Entry:
-    """What was found for one key.
+    """The result of tuning for one key.
 
     Attributes:
         config: the text of the fastest configuration.
@@ -81,7 +81,7 @@ def bucket(length: int | None) -> int | None:
 
 
 def num_rows(problem: AttentionProblem) -> int:
-    """Of the scores: what the tiles of a launch share out."""
+    """The rows of the scores, which the tiles of a launch share out."""
     return problem.num_heads_q * problem.seqlen_q * (1 if problem.is_packed else problem.batch)
 
 
@@ -89,7 +89,8 @@ def key_of(direction: Direction, backend: str, problem: AttentionProblem) -> str
     """The problems that share a measurement: the same kernel, lengths and number of rows within a factor of two."""
     if direction == "fwd":
         problem = replace(problem, deterministic=False)  # the forward is, either way
-    sequences = max(1, problem.batch) if problem.is_packed else 1  # of packed ones only the total is known: their mean
+    # only the total length of packed sequences is known: take their mean
+    sequences = max(1, problem.batch) if problem.is_packed else 1
     sizes = {
         "seqlen_q": bucket(problem.seqlen_q // sequences),
         "seqlen_k": bucket(problem.seqlen_k // sequences),
@@ -102,7 +103,7 @@ def key_of(direction: Direction, backend: str, problem: AttentionProblem) -> str
 
 
 def gpu_name(device: torch.device | None = None) -> str | None:
-    """Of the current GPU, or this one; None where there is none."""
+    """The name of the current GPU, or of the given one; None where there is no GPU."""
     if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
         return None
     return _name_of(torch.cuda.current_device() if device is None or device.index is None else device.index)
@@ -171,7 +172,7 @@ def _usable(entry: Entry, usual: Config, problem: AttentionProblem, arch: str) -
 
 
 def _environment() -> str:
-    """What an entry of tuned.json must have been measured with."""
+    """The circumstances in which an entry of tuned.json must have been measured, as text."""
     try:
         return compile.environment()
     except importlib.metadata.PackageNotFoundError:
@@ -211,7 +212,7 @@ def own_path() -> Path:
 
 
 def load(path: Path) -> Table:
-    """What the file holds; nothing if there is none.
+    """The entries of the file; none if there is no file.
 
     Raises: OSError if it, or its directory, may be another user's work. ValueError if it is no such table.
     """

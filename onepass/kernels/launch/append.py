@@ -1,4 +1,4 @@
-"""From tensors to a launch of the kernel that writes new keys and values to a cache and rotates, see append.py."""
+"""From tensors to a launch of the kernel that writes new keys to a cache and rotates (device/memory_bound)."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def append_arguments(problem: DecodeProblem, inputs: DecodeInputs, q_out: Tensor
 
 @dataclass(frozen=True)
 class AppendKey:
-    """What the code of an append depends on."""
+    """The key of an append kernel: everything that its code depends on."""
 
     dtype: torch.dtype
     head_dim: int
     head_dim_v: int
     has_new: bool
     is_paged: bool
-    rotary: tuple[torch.dtype, int, bool] | None  # of cos and sin: dtype, columns; interleaved
+    rotary: tuple[torch.dtype, int, bool] | None  # (dtype and columns of cos and sin, interleaved)
     vector_bytes: int
     is_e4m3: bool = False  # the cache
     has_descales: bool = False

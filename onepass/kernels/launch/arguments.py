@@ -352,7 +352,7 @@ def vector_bytes(*tensors: Tensor) -> int:
 
 
 def _is_16_byte_aligned(t: Tensor) -> bool:
-    """Without looking at sizes, so that the usual case takes no time: False says nothing."""
+    """A quick test that does not look at sizes: True is certain, False says nothing."""
     *strides, last = t.stride()
     offsets = t.shape[-1]
     for stride in strides:
@@ -367,7 +367,7 @@ KEYS_OF_A_DESCALE = 16
 
 
 def as_pairs(cache: Tensor, dtype: torch.dtype = torch.float16) -> Tensor:
-    """An e4m3 cache as what copies take it for, pairs in 16 bits, half as many columns; others as they are.
+    """An e4m3 cache as 16-bit pairs with half as many columns, which copies can take; another cache as it is.
 
     Raises: UnsupportedError where not every row begins with a pair.
     """

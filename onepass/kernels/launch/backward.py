@@ -1,4 +1,4 @@
-"""What the launches of a backward have in common on all architectures: all but the main kernel."""
+"""The parts of a backward that all architectures share: everything but the main kernel."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .arguments import (
     window_bounds,
 )
 
-MAX_GRID = 65535  # of CUDA, in the dimensions in which preprocess and postprocess have heads and batch
+MAX_GRID = 65535  # CUDA limits the grid dimensions that preprocess and postprocess use for heads and batch
 
 
 def unsupported(problem: AttentionProblem) -> str | None:
@@ -61,9 +61,9 @@ def counts(problem: AttentionProblem, config: BackwardConfig | BackwardConfigSm8
 
 @dataclass(frozen=True)
 class BackwardLaunch:
-    """Kernels, and what every call of one problem passes to them beside the tensors.
+    """The kernels of one problem, and the arguments that all its calls have in common.
 
-    A subclass launches the main one.
+    A subclass launches the main kernel.
     """
 
     problem: AttentionProblem
@@ -106,7 +106,7 @@ class BackwardLaunch:
 
     @property
     def lse_factor(self) -> float:
-        """What makes lse subtractable from the scores, see dq_accumulator.Accumulator."""
+        """The factor by which lse is subtracted from scores before they are scaled, see dq_sums.Accumulator."""
         return 1.0 / self.problem.softmax_scale if self.problem.softcap is None else LOG2_E
 
     @property
@@ -311,7 +311,7 @@ def trace_preprocess(problem: AttentionProblem, config: BackwardConfig | Backwar
 
 
 def trace_postprocess(problem: AttentionProblem, config: BackwardConfig | BackwardConfigSm80) -> tuple:
-    """As `trace_preprocess`."""
+    """The kernel of a static problem and stand-ins for its arguments, for `compile`."""
     from cutlass import Float32, Int32
 
     from ..device.memory_bound.backward_rows import Postprocess

@@ -40,7 +40,7 @@ __all__ = ["Launch", "backward", "compile_requests", "prepare", "unsupported"]
 
 def unsupported(problem: AttentionProblem) -> str | None:
     """Why the kernels do not compute the gradients of this problem; None if they do."""
-    if problem.dtype == torch.float32:  # which the forward takes
+    if problem.dtype == torch.float32:  # the forward takes float32
         return "dtype: expected bfloat16 or float16, got float32"
     return backward_launch.unsupported(problem)
 

@@ -1,8 +1,8 @@
 """`attention_decode` on kernels: append and rotate, forward by splits, merge. The host reads no value.
 
-append.py                only with new keys or rotary positions
-a backend's forward      of one split writes out and lse, of more float32 partials to a workspace
-combine.py               merges them
+device/memory_bound/append.py  runs only with new keys or rotary positions
+a backend's forward            writes out and lse, or with several splits float32 partials to a workspace
+device/memory_bound/merge.py   merges them
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SplitPlan(NamedTuple):
     def of(cls, problem: DecodeProblem, block_keys: int, choose: Callable[[], int]) -> SplitPlan:
         """Args: block_keys: keys of a block. choose: the number of splits, if the caller leaves it open.
 
-        Raises: UnsupportedError if parts of split_size would begin within a block.
+        Raises: UnsupportedError if splits of split_size keys would begin within a block.
         """
         if problem.split_size is not None:
             if problem.split_size % block_keys:
@@ -64,7 +64,7 @@ class SplitPlan(NamedTuple):
 
 
 class DecodeLaunch(ABC):
-    """What every call of one problem passes to its kernels beside the tensors, and the kernels, once they are there."""
+    """The launches of one problem: its compiled kernels, and the arguments that all calls have in common."""
 
     def __init__(self, problem: DecodeProblem, config: LaunchConfig, arch: str, plan: SplitPlan):
         self.problem, self.config, self.arch = problem, config, arch
@@ -105,21 +105,21 @@ class DecodeLaunch(ABC):
 
     def workspace(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """float32 out (splits, batch, seqlen_q, num_heads_q, head_dim_v) and lse (splits, batch, num_heads_q, seqlen_q)
-        of every split; of packed queries a batch of one, in which the rows of all splits follow each other."""
+        of every split. Packed queries are a batch of one, in which the rows of all splits follow each other."""
         p, n = self.problem.attention, self.num_splits
         b, m, h, dv, dtype = 1 if p.is_packed else p.batch, p.seqlen_q, p.num_heads_q, p.head_dim_v, torch.float32
         out = q.new_empty_strided((n, b, m, h, dv), (b * m * h * dv, m * h * dv, h * dv, dv, 1), dtype=dtype)
-        of_lse = (m, n * h * m, n * m, 1) if p.is_packed else (b * h * m, h * m, m, 1)
-        return out, q.new_empty_strided((n, b, h, m), of_lse, dtype=dtype)
+        lse_strides = (m, n * h * m, n * m, 1) if p.is_packed else (b * h * m, h * m, m, 1)
+        return out, q.new_empty_strided((n, b, h, m), lse_strides, dtype=dtype)
 
 
 def page_table_of(inputs: DecodeInputs) -> Tensor | None:
-    """As kernels read it."""
+    """The page table with contiguous rows, as kernels read it; None without pages."""
     return None if inputs.page_table is None else with_rows(inputs.page_table)
 
 
 def query_offsets_of(inputs: DecodeInputs) -> Tensor | None:
-    """Likewise."""
+    """cu_seqlens_q, contiguous, as kernels read it; None unless queries are packed."""
     return None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous()
 
 

@@ -74,7 +74,7 @@ def launch_with(problem: DecodeProblem, config: ForwardConfigSm80, device: torch
 def compile_requests(
     problem: DecodeProblem, inputs: DecodeInputs, device: torch.device
 ) -> list[tuple[Any, CompileRequest]]:
-    """See ../decode_launch.py."""
+    """The configuration and the request of each kernel of a call, see `decode.compile_requests`."""
     return decode_launch.compile_requests(problem, inputs, prepare(problem, device), arch_of(device))
 
 
@@ -164,12 +164,12 @@ def compile_request(problem: DecodeProblem, config: ForwardConfigSm80, arch: str
         ("has_descales", problem.has_descales),
         ("descales_by_block", by_block),
     )
-    key = _of_a_split(problem.attention, is_split).static(), config, kind
+    key = _attention_of_launch(problem.attention, is_split).static(), config, kind
     return CompileRequest("decode_sm80", key, arch, functools.partial(trace, problem, config, arch, is_split))
 
 
-def _of_a_split(attention: AttentionProblem, is_split: bool) -> AttentionProblem:
-    """Sinks join when splits are merged."""
+def _attention_of_launch(attention: AttentionProblem, is_split: bool) -> AttentionProblem:
+    """The attention of a launch: with splits it has no sinks, which join when the splits are merged."""
     return replace(attention, has_sinks=False) if is_split else attention
 
 
@@ -183,7 +183,7 @@ def trace(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split
     from ..device.sm80.forward.kernel import ForwardSm80
 
     assert cache_descales.KEYS == KEYS_OF_A_DESCALE
-    attention = _of_a_split(problem.attention, is_split)
+    attention = _attention_of_launch(problem.attention, is_split)
     dtype, mask, by_block = element_type(attention.dtype), attention.mask, problem.kv_block is not None
     d, dv = attention.head_dim, attention.head_dim_v
 
@@ -195,7 +195,7 @@ def trace(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split
     if attention.has_e4m3_cache:
         caches = tuple(rows(size // 2, Float16) for size in (d, dv))
     if is_split:
-        # of 16-bit types a thread stores two columns, over an e4m3 cache four, of float32 those of its copies
+        # a thread stores two columns of a 16-bit type, four over an e4m3 cache, and as many as it copies of float32
         align_bytes = config.vector_bytes if attention.dtype == torch.float32 else 4 if dv % 2 else 8
         if attention.has_e4m3_cache:
             align_bytes = 16 if dv % 4 == 0 else 8

@@ -1,6 +1,6 @@
 """`attention_decode` on the Hopper forward: for more rows than leave only the memory to wait for.
 
-What happens before and after: ../decode_launch.py.
+decode.py has what happens before and after.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def launch_with(problem: DecodeProblem, config: ForwardConfig, device: torch.dev
 def compile_requests(
     problem: DecodeProblem, inputs: DecodeInputs, device: torch.device
 ) -> list[tuple[Any, CompileRequest]]:
-    """See ../decode_launch.py."""
+    """The configuration and the request of each kernel of a call, see `decode.compile_requests`."""
     return decode_launch.compile_requests(problem, inputs, prepare(problem, device), ARCH)
 
 
@@ -83,7 +83,7 @@ def split_plan(problem: DecodeProblem, config: ForwardConfig, num_sms: int) -> S
 
 
 class Launch(DecodeLaunch):
-    """One kernel, whatever the tensors."""
+    """The launches of one problem: one kernel, whatever the alignment of the tensors."""
 
     config: ForwardConfig
 
@@ -92,7 +92,7 @@ class Launch(DecodeLaunch):
         attention = problem.attention
         self.scale_log2, self.tanh_scale = score_scales(attention)
         self.window_left, self.window_right = window_bounds(attention)
-        # to the order of tiles, parts are batch entries, or heads of packed sequences
+        # the order of tiles takes splits for batch entries, or for heads of packed sequences
         names = ("num_heads_q", "num_heads_kv") if attention.is_packed else ("batch",)
         times = {name: getattr(attention, name) * plan.num_splits for name in names}
         self.heads_per_section, self.num_ctas = persistent_grid(replace(attention, **times), config, num_sms)
@@ -106,7 +106,7 @@ class Launch(DecodeLaunch):
                     f"and strides {cache.stride()}; backend='sm80' takes any"
                 )
         if self.is_split and self.problem.attention.is_packed:
-            # to the kernel the rows of all splits follow each other, as they do in `workspace`
+            # the kernel takes the rows of all splits as one sequence of rows, as they do in `workspace`
             out, lse = out.flatten(0, 2), lse.transpose(0, 2).flatten(1)
         if self._forward is None:
             self._forward = compile.get(*self.forward_request(inputs)[1])
@@ -149,4 +149,4 @@ def compile_request(problem: DecodeProblem, config: ForwardConfig, is_split: boo
     attention = replace(problem.attention, has_sinks=problem.attention.has_sinks and not is_split)
     rows = box_rows(problem, config)
     key = attention.static(), config, (("is_split", is_split), ("box_rows", rows))
-    return CompileRequest("decode", key, ARCH, functools.partial(trace, attention, config, of_cache=(is_split, rows)))
+    return CompileRequest("decode", key, ARCH, functools.partial(trace, attention, config, cache=(is_split, rows)))

@@ -20,16 +20,16 @@ BLOCK = 64  # rows of a scale
 
 
 class Kernel(NamedTuple):
-    """What the code of a kernel depends on."""
+    """The key of a kernel: everything that its code depends on."""
 
     head_dim: int
-    is_v: bool = False  # V
+    is_v: bool = False
     is_packed: bool = False
     has_seqused: bool = False
 
 
 class Halves(NamedTuple):
-    """What the forward kernel takes in place of q, k and v.
+    """The tensors that the forward kernel takes in place of q, k and v.
 
     Attributes:
         q, k: float16, shaped as the tensors, but with twice the columns that the kernel is compiled for: a row holds
@@ -95,9 +95,9 @@ def kernel_of(kernel: Kernel) -> Callable:
 def compile_requests(problem: AttentionProblem) -> list[CompileRequest]:
     """The request for the kernels of a call: those of q, k (if it is another) and v."""
     head_dim, is_packed, has_seqused = problem.head_dim, problem.is_packed, problem.has_seqused_k
-    of_q, of_k = (Kernel(head_dim, False, is_packed, is_used) for is_used in (False, has_seqused))
-    of_v = Kernel(value_columns(problem), True, is_packed, has_seqused)
-    return [compile_request(kernel) for kernel in dict.fromkeys((of_q, of_k, of_v))]
+    q_kernel, k_kernel = (Kernel(head_dim, False, is_packed, is_used) for is_used in (False, has_seqused))
+    v_kernel = Kernel(value_columns(problem), True, is_packed, has_seqused)
+    return [compile_request(kernel) for kernel in dict.fromkeys((q_kernel, k_kernel, v_kernel))]
 
 
 def compile_request(kernel: Kernel) -> CompileRequest:

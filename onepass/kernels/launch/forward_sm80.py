@@ -30,7 +30,7 @@ from .arguments import (
     with_rows,
 )
 
-# What the tests compile the kernels for; they compile for the others of SMEM_BYTES_BY_ARCH, too.
+# The architectures for which the tests compile the kernels; SMEM_BYTES_BY_ARCH has more, for which they compile, too.
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 MAX_HEAD_DIM = 256
 
@@ -106,7 +106,7 @@ def _without_keys(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[T
 
 @dataclass(frozen=True)
 class Launch:
-    """What every call of one problem passes to its kernel beside the tensors, whose alignment picks the kernel."""
+    """The arguments that all calls of one problem have in common. The alignment of the tensors picks the kernel."""
 
     problem: AttentionProblem
     config: ForwardConfigSm80

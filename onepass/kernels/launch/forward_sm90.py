@@ -34,8 +34,8 @@ from .arguments import (
 
 ARCH = HOPPER
 MAX_HEAD_DIM = 256
-SCALE_BLOCK = 64  # keys, of blocks.fp8
-ANY_ROWS = 2**30  # in a block: there is one
+SCALE_BLOCK = 64  # keys, see blocks/softmax/scaled.py
+ANY_ROWS = 2**30  # rows of a block that holds all rows
 
 
 def unsupported(problem: AttentionProblem) -> str | None:
@@ -88,8 +88,8 @@ def prepare(
     config = config or tuned.refined(heuristics.forward_config(problem), "fwd", "sm90", problem, ARCH, device)
     kernel = compile.get(*compile_request(problem, config))
     grid = persistent_grid(problem, config, torch.cuda.get_device_properties(device).multi_processor_count)
-    of_config = config.dynamic_tiles, config.transposes_v
-    return Launch(problem, kernel, *score_scales(problem), *window_bounds(problem), *of_config, *grid)
+    switches = config.dynamic_tiles, config.transposes_v
+    return Launch(problem, kernel, *score_scales(problem), *window_bounds(problem), *switches, *grid)
 
 
 def persistent_grid(problem: AttentionProblem, config: ForwardConfig, num_sms: int) -> tuple[int, int]:
@@ -126,7 +126,7 @@ def compile_request(problem: AttentionProblem, config: ForwardConfig | None = No
 
 
 def helper_requests(problem: AttentionProblem) -> list[CompileRequest]:
-    """The same for the kernels that a call runs before it, whatever its configuration."""
+    """The requests for the kernels that a call runs before the forward, whatever its configuration."""
     return float32_halves.compile_requests(problem) if problem.dtype == torch.float32 else []
 
 
@@ -153,7 +153,7 @@ NO_SCALES = KernelScales(None, None, None, None)
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel, and what every call of one problem passes to it beside the tensors."""
+    """The kernel of one problem, and the arguments that all its calls have in common."""
 
     problem: AttentionProblem
     kernel: Callable
@@ -286,14 +286,14 @@ def _is_capturing(device: int) -> bool:
 
 
 def copied(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
-    """Which of the tensors a call copies before its kernel runs."""
+    """The names of the tensors that a call copies before its kernel runs."""
     return [name for name, t in (("q", q), ("k", k), ("v", v)) if not is_aligned(t)]
 
 
-def trace(problem: AttentionProblem, config: ForwardConfig, of_cache: tuple[bool, int | None] | None = None) -> tuple:
+def trace(problem: AttentionProblem, config: ForwardConfig, cache: tuple[bool, int | None] | None = None) -> tuple:
     """The kernel of a static problem and stand-ins for its arguments, for `compile`.
 
-    Args: of_cache: of `attention_decode`, is_split and box_rows of `ForwardSm90`.
+    Args: cache: for `attention_decode`, the is_split and box_rows of `ForwardSm90`.
     """
     from cutlass import Float16, Float32, Int32
     from cutlass.cute.runtime import make_fake_stream
@@ -309,8 +309,8 @@ def trace(problem: AttentionProblem, config: ForwardConfig, of_cache: tuple[bool
 
     batch, keys_batch = ((),) * 2 if problem.is_packed else ((None,),) * 2
     is_split, box_rows = False, None
-    if of_cache is not None:
-        is_split, box_rows = of_cache
+    if cache is not None:
+        is_split, box_rows = cache
         keys_batch = (None,)
     # splits of packed queries have rows of their own
     splits = (None,) if is_split and not problem.is_packed else ()
@@ -336,7 +336,7 @@ def trace(problem: AttentionProblem, config: ForwardConfig, of_cache: tuple[bool
         lse=tensor(Float32, *splits, *batch, None, None, align_bytes=4),
         sinks=optional(tensor(Float32, None, align_bytes=4), problem.has_sinks),
         cu_seqlens_q=optional(tensor(Int32, None, align_bytes=4), problem.is_packed),
-        cu_seqlens_k=optional(tensor(Int32, None, align_bytes=4), problem.is_packed and of_cache is None),
+        cu_seqlens_k=optional(tensor(Int32, None, align_bytes=4), problem.is_packed and cache is None),
         seqused_k=optional(tensor(Int32, None, align_bytes=4), problem.has_seqused_k),
         float32=optional(float32, is_float32),
         q_scale=q_scale,
@@ -351,9 +351,9 @@ def trace(problem: AttentionProblem, config: ForwardConfig, of_cache: tuple[bool
         heads_per_section=Int32(1),
         num_ctas=Int32(1),
         page_table=optional(tensor(Int32, None, None, align_bytes=4), box_rows is not None),
-        added_k=optional(Int32(0), of_cache is not None),
+        added_k=optional(Int32(0), cache is not None),
         num_splits=optional(Int32(1), is_split),
         split_blocks=optional(Int32(0), is_split),
     )
-    kernel = ForwardSm90(problem, config, dtype, of_cache is not None, is_split, box_rows)
+    kernel = ForwardSm90(problem, config, dtype, cache is not None, is_split, box_rows)
     return kernel, (*arguments, make_fake_stream(use_tvm_ffi_env_stream=True))

@@ -1,4 +1,4 @@
-"""From tensors to a launch of the merge, see combine.py: of a forward's splits, and of `onepass.merge_partials`."""
+"""From tensors to a launch of the merge kernel, for the splits of a forward and for `onepass.merge_partials`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from ..config.arch import arch_of
 from ..config.decode import DecodeConfigSm80
 from .arguments import MergeArguments, element_type, fake_tensor, vector_bytes, with_rows
 
-ROWS = 2  # of a thread block, if a warp has one
-ROW_WARPS = 8  # that more than FEW_PARTS parts are shared out to
+ROWS = 2  # rows of a thread block in which each warp has one row
+ROW_WARPS = 8  # warps that share a row of more than FEW_PARTS splits
 
 
 @dataclass(frozen=True)
 class MergeKey:
-    """What the code of a merge depends on.
+    """The key of a merge kernel: everything that its code depends on.
 
-    Attributes: those of `combine.Merge`, the dtypes of partial_out and of out, and has_offsets: of packed queries with
-    sinks.
+    Attributes:
+        partial, dtype: the dtypes of partial_out and of out.
+        has_offsets: queries are packed and have sinks.
+        others: as `Merge` in device/memory_bound/merge.py has them.
     """
 
     partial: torch.dtype
@@ -41,15 +43,15 @@ class MergeKey:
     has_offsets: bool = False
 
 
-def row_warps(num_parts: int) -> int:
-    """Warps of a row in the merge of so many parts. A guess; docs/decoding.md's figures were measured with it."""
-    return 1 if num_parts <= FEW_PARTS else ROW_WARPS
+def row_warps(num_partials: int) -> int:
+    """The warps that share a row when so many partials are merged: a guess, used for all published figures."""
+    return 1 if num_partials <= FEW_PARTS else ROW_WARPS
 
 
-def merge_blocks(out: Tensor, num_parts: int) -> int:
+def merge_blocks(out: Tensor, num_partials: int) -> int:
     """Thread blocks of a merge to out (batch, seqlen_q, num_heads, head_dim_v)."""
     rows = out.shape[0] * out.shape[1] * out.shape[2]
-    return ceil_div(rows, ROWS) if row_warps(num_parts) == 1 else rows
+    return ceil_div(rows, ROWS) if row_warps(num_partials) == 1 else rows
 
 
 def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,10 +60,10 @@ def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = merge_partials(outs.unsqueeze(1), lses.unsqueeze(1))
         return out[0], lse[0]
     out, lse = outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
-    num_parts = outs.shape[0]
-    if blocks := merge_blocks(out, num_parts):
+    num_partials = outs.shape[0]
+    if blocks := merge_blocks(out, num_partials):
         outs = with_rows(outs)
-        key = MergeKey(outs.dtype, out.dtype, out.shape[-1], False, vector_bytes(outs), row_warps(num_parts))
+        key = MergeKey(outs.dtype, out.dtype, out.shape[-1], False, vector_bytes(outs), row_warps(num_partials))
         merge_kernel_of(key, arch_of(outs.device))(
             *MergeArguments(outs, lses.contiguous(), out, lse, num_blocks=blocks)
         )
@@ -72,11 +74,11 @@ def merge_request(attention: AttentionProblem, config: LaunchConfig, num_splits:
     """The request for the merge kernel of a forward by splits."""
     is_early = isinstance(config, DecodeConfigSm80) and config.early_merge
     dv, float32 = attention.head_dim_v, torch.float32
-    # of a workspace: aligned as its rows are
+    # rows of a workspace are aligned as far as their length allows
     aligned_to = next(n for n in VECTOR_BYTES if dv * float32.itemsize % n == 0)
     has_offsets = attention.has_sinks and attention.is_packed
-    of_parts = aligned_to, row_warps(num_splits), is_early
-    key = MergeKey(float32, attention.dtype, dv, attention.has_sinks, *of_parts, has_offsets)
+    alignment_and_warps = aligned_to, row_warps(num_splits), is_early
+    key = MergeKey(float32, attention.dtype, dv, attention.has_sinks, *alignment_and_warps, has_offsets)
     return _request(key, arch)
 
 

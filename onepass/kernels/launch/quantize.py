@@ -22,12 +22,12 @@ from .arguments import KeysLastArguments, QuantizeArguments, aligned, element_ty
 
 BLOCK = 64
 MAX_HEAD_DIM = 256
-MAX_GRID = 65535  # of its second and third dimension
+MAX_GRID = 65535  # CUDA limits the second and third dimension of a grid
 assert BLOCK == codec.Q_BLOCK == codec.KV_BLOCK == V_KEYS
 
 
 class Kernel(NamedTuple):
-    """What the code of the kernel that rounds q, k and v depends on."""
+    """The key of the kernel that rounds q, k and v: everything that its code depends on."""
 
     dtype: torch.dtype
     head_dim: int
@@ -38,11 +38,11 @@ class Kernel(NamedTuple):
     has_v_mean: bool = False
     is_packed: bool = False
     has_seqused: bool = False
-    num_threads: int | None = None  # of a thread block; None: `default_threads`
+    num_threads: int | None = None  # threads of a thread block; None: `default_threads`
 
 
 class LayoutKernel(NamedTuple):
-    """What the code of the kernel that lays e4m3 values out depends on."""
+    """The key of the kernel that lays e4m3 values out: everything that its code depends on."""
 
     head_dim_v: int
     is_packed: bool = False
@@ -123,8 +123,10 @@ class Launch:
         else:
             stored_v = v.new_empty_strided(self.v_shape, self.v_strides, dtype=codec.E4M3)
         together = q.new_empty_strided((self.num_descales,), (1,), dtype=torch.float32)
-        of_q, of_k, of_v = self.descales
-        descales = Descales(together.as_strided(*of_q), together.as_strided(*of_k), together.as_strided(*of_v))
+        q_layout, k_layout, v_layout = self.descales
+        descales = Descales(
+            together.as_strided(*q_layout), together.as_strided(*k_layout), together.as_strided(*v_layout)
+        )
         self.kernel(
             *QuantizeArguments(
                 q,
@@ -146,7 +148,7 @@ class Launch:
 
 
 def _readable(t: Tensor) -> Tensor:
-    """What the kernel reads in place of t."""
+    """The tensor that the kernel reads in place of t: t itself, or an aligned copy without a gradient."""
     return aligned(t.detach() if t.requires_grad else t)
 
 
