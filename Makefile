@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all mutants lint test-gpu bench clean
+.PHONY: demo test test-all test-gpu-on-cpu mutants lint test-gpu gpu-record bench clean
 
 # Rebuilt when the versions or the package's own description change.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -20,6 +20,15 @@ demo: $(VENV)/installed
 # takes tests over from the others: those of the kernels take seconds each, others milliseconds.
 test: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not gpu and not slow" tests
+	$(MAKE) test-gpu-on-cpu
+
+# The first case of each GPU test, on the CPU with the tiled backend, so that the tests themselves do not rot.
+test-gpu-on-cpu: $(VENV)/installed
+	OMP_NUM_THREADS=1 ONEPASS_TEST_DEVICE=cpu $(BIN)/python -m pytest -q -n auto --dist worksteal -m gpu tests/gpu --first-cases
+
+# Which GPU tests have run on a GPU, and whether the kernels have changed since.
+gpu-record: $(VENV)/installed
+	$(BIN)/python tests/gpu/record.py check
 
 # With more kernels of the same kinds compiled and interpreted: minutes more.
 test-all: $(VENV)/installed

@@ -1,0 +1,132 @@
+"""The record of GPU tests: which of them have passed on a GPU, and whether the kernels have changed since.
+
+    python tests/gpu/record.py check                                    make gpu-record
+    python tests/gpu/record.py add LOG... --gpu "NVIDIA H200" --backend sm90 --commit COMMIT --date DATE
+
+LOG is what `pytest -v -m gpu tests/gpu ...` printed, whole or cut off by a time limit. The record
+(benchmarks/results/h200-tests.json) has a row for each test file and backend: how many of its tests passed, failed and
+were skipped, and a digest of the kernels' sources at that commit. A new row takes the place of the old one, so logs of
+runs that belong together are given together: a test that several of them name counts once, with its last outcome.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORD = ROOT / "benchmarks" / "results" / "h200-tests.json"
+OUTCOME = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED) (?:\[ *\d+%\] )?(tests/gpu/test_\w+\.py::\S.*)$")
+OUTCOME_LAST = re.compile(r"(tests/gpu/test_\w+\.py::\S.*?) (PASSED|FAILED|ERROR|SKIPPED)\b")
+
+
+def kernel_sources() -> str:
+    """A digest of the sources that kernels depend on: names and contents."""
+    sys.path.insert(0, str(ROOT))
+    from onepass.kernels.compiler import sources
+
+    digest = hashlib.sha256()
+    for path in sources.of_kernels(sources.PACKAGE):
+        digest.update(path.relative_to(sources.PACKAGE).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def outcomes(log: str) -> dict[str, str]:
+    """The outcome of each test that a log of `pytest -v` names, with or without xdist."""
+    found = {}
+    for line in log.splitlines():
+        if match := OUTCOME.search(line):
+            found[match[2].rstrip()] = match[1]
+        elif match := OUTCOME_LAST.search(line):
+            found[match[1]] = match[2]
+    return found
+
+
+def added(record: dict, tests: dict[str, str], about: dict[str, str]) -> dict:
+    """The record with the outcomes of more tests. Args: about: commit, date, sources, gpu and backend of the rows."""
+    rows = {(row["file"], row["backend"]): row for row in record["rows"]}
+    by_file: dict[str, dict[str, str]] = defaultdict(dict)
+    for name, outcome in tests.items():
+        by_file[name.split("::")[0].removeprefix("tests/gpu/")][name] = outcome
+    for file, found in sorted(by_file.items()):
+        values = list(found.values())
+        counts = {
+            "passed": values.count("PASSED"),
+            "failed": values.count("FAILED") + values.count("ERROR"),
+            "skipped": values.count("SKIPPED"),
+        }
+        rows[file, about["backend"]] = {"file": file, **about, **counts}
+    return {**record, "rows": [rows[key] for key in sorted(rows)]}
+
+
+def collected() -> dict[str, int]:
+    """How many tests each file has, for a GPU."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        "--collect-only",
+        "-p",
+        "no:cacheprovider",
+        "tests/gpu",
+    ]
+    out = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    counts: dict[str, int] = defaultdict(int)
+    for name in re.findall(r"^tests/gpu/(test_\w+\.py)::", out, re.MULTILINE):
+        counts[name] += 1
+    return dict(counts)
+
+
+def report(record: dict, counts: dict[str, int], sources: str) -> list[str]:
+    """A line for each test file: what has run on a GPU, and whether that was with these kernels."""
+    rows = {row["file"]: row for row in record["rows"] if row["backend"] == "sm90"}
+    lines = []
+    for file, count in sorted(counts.items()):
+        row = rows.get(file)
+        if row is None:
+            lines.append(f"{file:40} never recorded ({count} tests)")
+            continue
+        age = "these kernels" if row["sources"] == sources else f"older kernels ({row['commit'][:7]}, {row['date']})"
+        ran = row["passed"] + row["failed"] + row["skipped"]
+        lines.append(
+            f"{file:40} {row['passed']} of {count} passed, {row['failed']} failed, {count - ran} not run; {age}"
+        )
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("check")
+    add = commands.add_parser("add")
+    add.add_argument("logs", nargs="+", type=Path)
+    for name in ("gpu", "backend", "commit", "date"):
+        add.add_argument(f"--{name}", required=True)
+    arguments = parser.parse_args()
+    record = json.loads(RECORD.read_text())
+    if arguments.command == "check":
+        print("\n".join(report(record, collected(), kernel_sources())))
+        return 0
+    tests: dict[str, str] = {}
+    for log in arguments.logs:
+        tests |= outcomes(log.read_text(errors="replace"))
+    names = ("commit", "date", "gpu", "backend")
+    about = {"sources": kernel_sources(), **{name: getattr(arguments, name) for name in names}}
+    RECORD.write_text(json.dumps(added(record, tests, about), indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""The record of GPU tests: logs are read as pytest writes them, and what is older than the kernels is said."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+PATH = Path(__file__).parents[1] / "gpu" / "record.py"
+spec = importlib.util.spec_from_file_location("gpu_record", PATH)
+record = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(record)
+
+LOG = """
+tests/gpu/test_values.py::test_masks[q 3 - k 4]
+[gw8] [  0%] PASSED tests/gpu/test_values.py::test_masks[q 3 - k 4]
+[gw2] [  1%] FAILED tests/gpu/test_values.py::test_masks[q 5]
+tests/gpu/test_fp8.py::test_values[64-{'causal': True}] PASSED     [ 10%]
+tests/gpu/test_fp8.py::test_two SKIPPED (no Hopper GPU)            [ 20%]
+[gw1] [ 30%] ERROR tests/gpu/test_graphs.py::test_replay
+"""
+ABOUT = {"commit": "1234567890", "date": "2026-11-22", "gpu": "NVIDIA H200", "backend": "sm90", "sources": "new"}
+
+
+def test_outcomes_with_and_without_xdist():
+    assert record.outcomes(LOG) == {
+        "tests/gpu/test_values.py::test_masks[q 3 - k 4]": "PASSED",
+        "tests/gpu/test_values.py::test_masks[q 5]": "FAILED",
+        "tests/gpu/test_fp8.py::test_values[64-{'causal': True}]": "PASSED",
+        "tests/gpu/test_fp8.py::test_two": "SKIPPED",
+        "tests/gpu/test_graphs.py::test_replay": "ERROR",
+    }
+
+
+def test_a_new_row_takes_the_place_of_the_old_one():
+    empty = {"schema": 1, "rows": []}
+    old = record.added(empty, record.outcomes(LOG), {**ABOUT, "sources": "old"})
+    counts = {row["file"]: (row["passed"], row["failed"], row["skipped"]) for row in old["rows"]}
+    assert counts == {"test_fp8.py": (1, 0, 1), "test_graphs.py": (0, 1, 0), "test_values.py": (1, 1, 0)}
+    again = "[gw1] [ 30%] PASSED tests/gpu/test_graphs.py::test_replay"
+    new = record.added(old, record.outcomes(again), ABOUT)
+    assert {row["file"]: row["sources"] for row in new["rows"]} == {
+        "test_fp8.py": "old",
+        "test_graphs.py": "new",
+        "test_values.py": "old",
+    }
+    lines = record.report(new, {"test_fp8.py": 5, "test_graphs.py": 1, "test_large.py": 2}, "new")
+    assert [" ".join(line.split()) for line in lines] == [
+        "test_fp8.py 1 of 5 passed, 0 failed, 3 not run; older kernels (1234567, 2026-11-22)",
+        "test_graphs.py 1 of 1 passed, 0 failed, 0 not run; these kernels",
+        "test_large.py never recorded (2 tests)",
+    ]
+
+
+def test_the_record_is_of_files_that_there_are():
+    if not record.RECORD.exists():
+        pytest.skip("the results are not part of the package")
+    rows = json.loads(record.RECORD.read_text())["rows"]
+    assert rows
+    for row in rows:
+        assert (PATH.parent / row["file"]).exists(), row
+        assert row["failed"] == 0, row
