@@ -27,7 +27,7 @@ from .cases import Case, Inputs
 from .check import Oracle
 from .flops import bytes_moved
 from .peers import Found
-from .run import Options, Row, fill_ratios, new_row, reason_of
+from .rows import Options, Row, fill_ratios, new_row, reason_of
 from .timing import CudaSampler, Sampler, Samples, cpu_sampler, measure_interleaved
 
 PAGE_SIZES = (16, 64, 256)
