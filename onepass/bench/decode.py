@@ -25,7 +25,7 @@ from ..dispatch import decode
 from ..problem.decode import DecodeProblem
 from .cases import Case, Inputs
 from .check import Oracle
-from .flops import bytes_moved
+from .flops import bytes_moved, kv_bytes
 from .peers import Found
 from .rows import Options, Row, fill_ratios, new_row, reason_of
 from .timing import CudaSampler, Sampler, Samples, cpu_sampler, measure_interleaved
@@ -33,12 +33,6 @@ from .timing import CudaSampler, Sampler, Samples, cpu_sampler, measure_interlea
 PAGE_SIZES = (16, 64, 256)
 MOST_COPIES = 64
 L2_TIMES = 4  # what is read between two reads of the same bytes, over the L2 cache
-
-
-def kv_bytes(case: Case) -> int:
-    """Of all keys and values."""
-    row_bytes = (case.head_dim + case.head_dim_v) * case.torch_dtype.itemsize
-    return case.batch * case.seqlen_k * case.heads_kv * row_bytes
 
 
 class Step(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -89,6 +90,15 @@ class Report:
             raise
         finally:
             self.save()
+
+    def exit_status(self, ok: bool) -> int:
+        """For a process: 0, 1 if something was wrong, 130 after Ctrl-C."""
+        return 130 if self.status == "interrupted" else 0 if ok else 1
+
+
+def finite(value: float) -> float | None:
+    """The value as JSON can hold it: None for NaN and inf."""
+    return value if math.isfinite(value) else None
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
