@@ -64,7 +64,8 @@ def parse_cases(text: str) -> list[Case]:
     found = [re.fullmatch(r"b(\d+)k(\d+)h(\d+)/(\d+)d(\d+)(?:q(\d+))?", part.strip()) for part in text.split(",")]
     if None in found:
         raise argparse.ArgumentTypeError(f"expected cases such as b8k8192h32/8d128 or b1k1024h8/1d64q4, got {text}")
-    return [decode_case(*(int(n or 1) for n in match.groups())) for match in found if match]
+    numbers = [[int(n or 1) for n in match.groups()] for match in found if match]
+    return [decode_case(b, k, h, h_kv, d, q) for b, k, h, h_kv, d, q in numbers]
 
 
 # ---------------------------------------------------------------- configurations
@@ -74,7 +75,7 @@ def parse_cases(text: str) -> list[Case]:
 def variant(case: Case, changes: str, is_paged: bool, backend: str | None) -> tuple[LaunchConfig, int | None] | None:
     """Configuration and splits of a variant; None where the case cannot take it."""
     problem = on_gpu(case, is_paged)
-    fields = dict(re.fullmatch(r"(\w+)=(.+)", part).groups() for part in changes.split(","))
+    fields = grid.fields_of(changes)
     num_splits = fields.pop("num_splits", None)
     config = launches(problem, backend).config_of(problem, torch.device(DEVICE))
     if unknown := set(fields) - set(asdict(config)):
@@ -95,7 +96,8 @@ def variant(case: Case, changes: str, is_paged: bool, backend: str | None) -> tu
 def on_meta(case: Case, is_paged: bool) -> Step:
     """The tensors of a case, without memory."""
     rows = (case.batch, case.seqlen_k) if not is_paged else (case.batch * case.seqlen_k // 64, 64)
-    dtype, ints = {"dtype": case.torch_dtype, "device": "meta"}, {"dtype": torch.int32, "device": "meta"}
+    dtype: dict[str, Any] = {"dtype": case.torch_dtype, "device": "meta"}
+    ints: dict[str, Any] = {"dtype": torch.int32, "device": "meta"}
     q = torch.empty(case.batch, case.seqlen_q, case.heads_q, case.head_dim, **dtype)
     k, v = (torch.empty(*rows, case.heads_kv, case.head_dim, **dtype) for _ in range(2))
     table = torch.empty(case.batch, case.seqlen_k // 64, **ints) if is_paged else None

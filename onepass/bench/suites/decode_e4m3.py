@@ -68,7 +68,7 @@ class Contender(NamedTuple):
 
     def real_step(self, arguments: dict[str, Any]) -> Step:
         """The step of 16-bit or float32 caches with the same real values."""
-        step = Step(*(arguments.get(name) for name in Step._fields))
+        step = Step(**{name: arguments[name] for name in Step._fields if name in arguments})
         if self.scaled is None:
             return step
         caches = []

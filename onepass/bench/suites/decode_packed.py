@@ -158,23 +158,19 @@ def fa3_run(module: Any, step: Step) -> Tensor:
 
 def variant_run(changes: str, step: Step) -> Tensor:
     """A step with another configuration of the Hopper forward than onepass would choose, or with another call."""
-    arguments, fields = step._asdict(), fields_of(changes)
-    if fields.pop("hint", True) == "false":
+    arguments, fields = step._asdict(), grid.fields_of(changes)
+    if fields.pop("hint", "true") == "false":
         arguments["max_seqlen_q"] = None
     if set(fields) <= {"num_splits"}:
-        return onepass.attention_decode(**arguments, **{name: int(value) for name, value in fields.items()})
+        return onepass.attention_decode(**arguments | {name: int(value) for name, value in fields.items()})
     del arguments["max_seqlen_q"]
     problem, inputs = decode_calls.problem_of("bench", arguments)
     return _variant_launch(changes, problem)(inputs)[0]
 
 
-def fields_of(changes: str) -> dict[str, str]:
-    return dict(re.fullmatch(r"(\w+)=(.+)", part.strip()).groups() for part in changes.split(","))
-
-
 @functools.cache
 def _variant_launch(changes: str, problem: DecodeProblem) -> DecodeLaunch:
-    fields = fields_of(changes)
+    fields = grid.fields_of(changes)
     num_splits, device = fields.pop("num_splits", None), torch.device(DEVICE)
     problem = replace(problem, num_splits=None if num_splits is None else int(num_splits))
     config = decode_launch.config_of(problem, device)

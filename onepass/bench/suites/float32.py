@@ -43,11 +43,11 @@ ERROR_CASES = [(d, causal, seqlen) for d in (64, 96, 128, 256) for causal in (Fa
 
 
 def efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
-    rows = [t.transpose(1, 2) for t in (q, k, v)]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
 
     def call() -> Tensor:
         with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-            return functional.scaled_dot_product_attention(*rows, is_causal=causal).transpose(1, 2)
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
     return call
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -21,6 +22,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +45,7 @@ from . import grid
 from .ahead import compile_ahead
 
 # What a word of a configuration changes; n128 is tile_n=128, 3wg is num_warpgroups=3.
-WORDS = {
+WORDS: dict[str, dict[str, Any]] = {
     "s3": {"num_stages": 3},
     "s4": {"num_stages": 4},
     "v2": {"v_stages": 2},
@@ -139,6 +141,13 @@ def problem_of(
     )
 
 
+def default_config(problem: AttentionProblem) -> ForwardConfig:
+    """The configuration that a call of the problem runs with."""
+    config = dispatch.forward_config("sm90", problem)
+    assert isinstance(config, ForwardConfig)
+    return config
+
+
 # ---------------------------------------------------------------- correctness
 
 
@@ -207,8 +216,8 @@ class CheckedCase:
         used = None if self.used is None else int32(self.used)
         if self.packed is None:
             return AttentionInputs(q, k, v, sinks, seqused_k=used)
-        offsets = [int32((0, *itertools.accumulate(lengths))) for lengths in zip(*self.packed, strict=True)]
-        return AttentionInputs(q[0], k[0], v[0], sinks, *offsets, used)
+        ends_q, ends_k = (int32((0, *itertools.accumulate(lengths))) for lengths in zip(*self.packed, strict=True))
+        return AttentionInputs(q[0], k[0], v[0], sinks, ends_q, ends_k, used)
 
     def with_garbage(self, inputs: AttentionInputs) -> AttentionInputs:
         """NaN in every row that no sequence owns or uses."""
@@ -216,7 +225,7 @@ class CheckedCase:
             return inputs
         q, k, v = (t.clone() for t in inputs[:3])
         if self.packed is None:
-            for t, (b, n) in itertools.product((k, v), enumerate(self.used)):
+            for t, (b, n) in itertools.product((k, v), enumerate(self.used or ())):
                 t[b, n:] = math.nan
             return inputs._replace(k=k, v=v)
         if self.slack:
@@ -237,9 +246,9 @@ def oracle(inputs: AttentionInputs, options: dict, compute_dtype: torch.dtype) -
     """The reference's answer to these inputs, dense or packed."""
     options = {**options, "sinks": inputs.sinks, "seqused_k": inputs.seqused_k, "compute_dtype": compute_dtype}
     if inputs.cu_seqlens_q is None:
-        return reference.attention(*inputs[:3], **options)
-    offsets = {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
-    return reference.attention_varlen(*inputs[:3], **offsets, **options)
+        return reference.attention(inputs.q, inputs.k, inputs.v, **options)
+    options |= {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
+    return reference.attention_varlen(inputs.q, inputs.k, inputs.v, **options)
 
 
 def check_cases() -> list[CheckedCase]:
@@ -294,7 +303,7 @@ def check_cases() -> list[CheckedCase]:
 
 def group_cases() -> list[CheckedCase]:
     """Query heads that share a tile (pack_gqa): groups that divide 64 and that do not, up to the largest."""
-    everything = {"sinks": True, "options": (("window", (64, 10)), ("softcap", 20.0))}
+    everything: dict[str, Any] = {"sinks": True, "options": (("window", (64, 10)), ("softcap", 20.0))}
     cases = [CheckedCase(2, 1, 500, 64, 1, 128), CheckedCase(2, 3, 500, 80, 2, 128, options=(("causal", True),))]
     for group, options in itertools.product((2, 3, 5, 7, 8, 33, 64), ((), (("causal", True),))):
         for seqlen_q in (1, 5, 200):
@@ -315,10 +324,10 @@ def packed_cases() -> list[CheckedCase]:
     many = tuple((rng.choice((0, 1, 5, 64, 200)), rng.choice((0, 1, 30, 128, 300))) for _ in range(150))
     long = ((4000, 4000), (10, 10), (1, 2500), (1500, 1500))
     masks = ((), (("causal", True),), (("window", (40, 10)),), (("window", (100, None)),))
-    dense = {"used": (0, 1, 100, 128, 300, 500)}
+    dense: dict[str, Any] = {"used": (0, 1, 100, 128, 300, 500)}
     cases = []
     for head_dim, options in itertools.product((64, 128, 256), masks):
-        common = {"options": options, "packed": several}
+        common: dict[str, Any] = {"options": options, "packed": several}
         cases.append(CheckedCase(0, 0, 0, 4, 2, head_dim, **common, slack=130))
         cases.append(CheckedCase(0, 0, 0, 4, 2, head_dim, **common, slack=3, used=(100, 20, 129, 0, 0, 128, 0, 5, 300)))
         cases.append(CheckedCase(6, 200, 500, 4, 2, head_dim, options=options, **dense))
@@ -397,7 +406,7 @@ def run_check(variants_text: str | None, head_dims: list[int]) -> bool:
     for case, variant in jobs:
         if case.packed is not None or (case.seqlen_q and case.seqlen_k):
             problem = problem_of(case.inputs(), **dict(case.options))
-            config = variant[1] if variant else dispatch.forward_config("sm90", problem)
+            config = variant[1] if variant else default_config(problem)
             requests.append(launch.compile_request(problem, config))
     compile_ahead(requests)
     failed = 0
@@ -454,7 +463,7 @@ def peers(names: list[str]) -> dict[str, Callable]:
     return {name: found[name] for name in names if name in found}
 
 
-def _first(x: object) -> Tensor:
+def _first(x: Any) -> Tensor:
     return x[0] if isinstance(x, tuple) else x
 
 
@@ -465,8 +474,7 @@ def run_grid(args: argparse.Namespace, report: Report) -> None:
     for cell in grid.cells(args):
         q = torch.empty(1, cell.seqlen, 1, cell.head_dim, dtype=torch.bfloat16, device="meta")
         problem = dataclasses.replace(problem_of(AttentionInputs(q, q, q), causal=cell.causal), device_type="cuda")
-        default = dispatch.forward_config("sm90", problem)
-        configs[cell] = {"onepass": default} | variants(args.variants, cell.head_dim, cell.causal)
+        configs[cell] = {"onepass": default_config(problem)} | variants(args.variants, cell.head_dim, cell.causal)
         requests += [launch.compile_request(problem, config) for config in configs[cell].values()]
     compile_ahead(requests)
 
@@ -477,10 +485,10 @@ def run_grid(args: argparse.Namespace, report: Report) -> None:
         problem = problem_of(inputs, causal=cell.causal)
         calls = {name: prepare(q, k, v, cell.causal) for name, prepare in contenders.items()}
         for name, config in own.items():
-            calls[name] = lambda config=config, problem=problem, inputs=inputs: launch.forward(problem, inputs, config)[
-                0
-            ]
-        expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=cell.causal)
+            calls[name] = functools.partial(run_kernel, problem, inputs, config)
+        expected = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=cell.causal
+        )
         expected = expected.transpose(1, 2).float()
         errors = {}
         for name, call in list(calls.items()):
@@ -494,6 +502,10 @@ def run_grid(args: argparse.Namespace, report: Report) -> None:
         loads = {name: under_load(call) for name, call in calls.items()} if args.load else {}
         results.add(cell, times, errors, own, loads)
     results.summarise()
+
+
+def run_kernel(problem: AttentionProblem, inputs: AttentionInputs, config: ForwardConfig) -> Tensor:
+    return launch.forward(problem, inputs, config)[0]
 
 
 def call_cost_us() -> dict[str, float]:

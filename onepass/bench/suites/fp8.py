@@ -174,7 +174,7 @@ def run_check(args: argparse.Namespace, about: dict[str, Any]) -> bool:
             tensors = quantized.dequantize()
             v_scale = dequantize.row_scales(tensors[2], quantized.v_descale, quantized.kv_block, None)
             threshold = heuristics.LAZY_FP8 if config is None else config.rescale_threshold
-            rounding = {"short_sums": True, "v_scale": v_scale, "p_exponent": p_exponent(threshold)}
+            rounding: dict[str, Any] = {"short_sums": True, "v_scale": v_scale, "p_exponent": p_exponent(threshold)}
             budget = fp8_budget(*tensors, out.dtype, causal=causal, **rounding)
             for i, (actual, oracle, allowed) in enumerate(
                 ((out, budget.oracle.out, budget.out), (lse, budget.oracle.lse, budget.lse))
@@ -222,8 +222,8 @@ def fa3_whole(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Ten
         return (x * descale.reciprocal()[:, None, :, None].to(x.dtype)).to(codec.E4M3), descale
 
     def call() -> Tensor:
-        tensors, descales = zip(*map(quantized, (q, k, v)), strict=True)
-        return _fa3(*tensors, list(descales), causal)
+        (q_codes, q_descale), (k_codes, k_descale), (v_codes, v_descale) = map(quantized, (q, k, v))
+        return _fa3(q_codes, k_codes, v_codes, [q_descale, k_descale, v_descale], causal)
 
     return call
 
@@ -240,8 +240,8 @@ def contenders(q: Tensor, k: Tensor, v: Tensor, causal: bool, names: list[str]) 
     z = prepared(q, k, v)
     rows = dataclasses.replace(z, v=layout.keys_first(z.v, k.shape[1]).contiguous(), v_keys_last=False)
 
-    def public(*tensors: object, **options: object) -> Callable[[], Tensor]:
-        return lambda: onepass.attention(*tensors, causal=causal, **options)  # type: ignore[arg-type,return-value]
+    def public(*tensors: Any, **options: Any) -> Callable[[], Tensor]:
+        return lambda: onepass.attention(*tensors, causal=causal, **options)
 
     makers: dict[str, Callable[[], Callable[[], Tensor]]] = {
         "fa3": lambda: fa3(q, k, v, causal),
@@ -271,8 +271,8 @@ def run_grid(args: argparse.Namespace, report: Report) -> None:
     for cell, own in configs.items():
         problem = static_problem(cell.head_dim, cell.causal, cell.seqlen)
         jobs += [(problem, config) for config in (heuristics.forward_config(problem), *own.values())]
-        in_rows = static_problem(cell.head_dim, cell.causal, cell.seqlen, keys_last=False)
-        jobs.append((in_rows, heuristics.forward_config(in_rows)))
+        problem = static_problem(cell.head_dim, cell.causal, cell.seqlen, keys_last=False)
+        jobs.append((problem, heuristics.forward_config(problem)))
     compile_ahead(launch.compile_request(*job) for job in jobs)
     for cell, own in configs.items():
         shape = cell.batch, cell.seqlen, cell.heads, cell.head_dim
@@ -313,15 +313,15 @@ def summarise(paths: Sequence[Path]) -> None:
         print(f"\n{title}: {ours} beside {' or '.join(peers)}, {len(paths)} runs")
         print(f"| head_dim | causal | {' | '.join(map(str, seqlens))} |\n|{'---|' * (2 + len(seqlens))}")
         for head_dim, causal in dict.fromkeys(cell[:2] for cell in tflops):
-            found = {cell.seqlen: entry for cell, entry in entries.items() if cell[:2] == (head_dim, causal)}
-            row = " | ".join(found.get(seqlen, "") for seqlen in seqlens)
+            by_length = {cell.seqlen: entry for cell, entry in entries.items() if cell[:2] == (head_dim, causal)}
+            row = " | ".join(by_length.get(seqlen, "") for seqlen in seqlens)
             print(f"| {head_dim} | {'yes' if causal else 'no'} | {row} |")
-        for head_dim in (None, *sorted({cell.head_dim for cell in ratios})):
-            own_ratios = {cell: ratio for cell, ratio in ratios.items() if head_dim in (None, cell.head_dim)}
+        for only in (None, *sorted({cell.head_dim for cell in ratios})):
+            own_ratios = {cell: ratio for cell, ratio in ratios.items() if only in (None, cell.head_dim)}
             mean = math.exp(statistics.mean(map(math.log, own_ratios.values())))
             least = min(own_ratios, key=lambda cell: own_ratios[cell])
             where = f"{least.head_dim}{' causal' if least.causal else ''} {least.seqlen}"
-            name = "all" if head_dim is None else f"head_dim {head_dim}"
+            name = "all" if only is None else f"head_dim {only}"
             print(
                 f"{name}: geometric mean {mean:.3f}, least {own_ratios[least]:.3f} ({where}), {len(own_ratios)} cases"
             )

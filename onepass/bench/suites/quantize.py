@@ -12,6 +12,7 @@ tensors, where no call waits for the GPU; calls of attention are measured beside
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -66,7 +67,8 @@ def copy_gb_s() -> float:
     """GB/s of a copy that reads, and writes, 1.5 bytes for every 16-bit number that a kernel reads."""
     count = TOKENS * HIDDEN * 3 // 8  # numbers of 4 bytes
     pairs = [torch.zeros(2, count, device="cuda") for _ in range(SETS)]
-    return 8 * count / median_us([lambda p=p: p[1].copy_(p[0]) for p in pairs]) / 1e3
+    copies: list[Call] = [functools.partial(pair[1].copy_, pair[0]) for pair in pairs]
+    return 8 * count / median_us(copies) / 1e3
 
 
 def num_bytes(*tensors: torch.Tensor) -> int:
@@ -100,7 +102,7 @@ def contenders(head_dim: int) -> list[Contender]:
     rounded = [by_kernel(s, 0, False)(s)[2] for s in sets]
 
     def calls_with(function: Callable[..., object], arguments: list) -> list[Call]:
-        return [lambda x=x: function(x) for x in arguments]  # type: ignore[misc]
+        return [functools.partial(function, argument) for argument in arguments]
 
     def launches(seed: int | None, keys_last: bool) -> list[Call]:
         return calls_with(by_kernel(sets[0], seed, keys_last), sets)
@@ -184,7 +186,7 @@ def kernels(head_dims: list[int]) -> list[launch.Kernel | launch.LayoutKernel]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    head_dims = {"type": lambda text: [int(d) for d in text.split(",")], "default": [64, 128, 256]}
+    head_dims: dict[str, Any] = {"type": lambda text: [int(d) for d in text.split(",")], "default": [64, 128, 256]}
     parser.add_argument("--head-dims", **head_dims, help="comma-separated")
     parser.add_argument("--threads", type=int, help="threads of a thread block; default: what quantize_fp8 chooses")
     grid.add_out(parser, "quantize.json")

@@ -68,15 +68,15 @@ def contenders(case: Case, rivals: dict[str, Contender], args: argparse.Namespac
 
 def requests(cases: Sequence[Case], args: argparse.Namespace) -> list[tuple]:
     """The arguments of `compile.get` for the kernels of all contenders."""
-    found, arch = [], backends.arch_of(BACKEND)
+    found: list[tuple] = []
+    arch = backends.arch_of(BACKEND)
     for case in cases:
         problem = ablation.problem_of(case, DEVICE)
         for config in configurations(case, args.variants).values():
             if case.direction == "fwd":
                 found.append(forward_sm80.compile_request(problem, config, arch))
             else:
-                forward_config = dispatch.forward_config(BACKEND, problem)
-                found.append(forward_sm80.compile_request(problem, forward_config, arch))
+                found.append(dispatch.compile_request(BACKEND, problem, dispatch.forward_config(BACKEND, problem)))
                 found += backward_sm80.compile_requests(problem, False, config, arch)
     return found
 
