@@ -1,7 +1,8 @@
 """What measurements share: how to run, the rows of a results file, and the file itself.
 
-Every results file has one form: "schema_version", "status", "header" (the machine, see machine.py, and what was asked
-for) and "rows"; runs of case sets add a "summary".
+Every results file is JSON of one form: "schema_version", "status", "header" (the machine, see machine.py, and what was
+asked for) and "rows". Runs of case sets add a "summary", the suite of quantize_fp8 adds "calls". A file of several runs
+has "runs" instead, each with its header and rows.
 """
 
 from __future__ import annotations
