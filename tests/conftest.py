@@ -11,11 +11,11 @@ try:
 except ImportError:  # only tests of the CPU draw examples: a GPU machine may do without it
     settings = None
 
-# Compiling kernels makes millions of objects that live on: looking through them all for garbage as often as Python does
-# took 7 % of the time of two files of the kernels' tests.
+# Compiling kernels makes millions of objects that live on. To search them all for garbage as often as Python does by
+# default took 7 % of the time of two files of the kernels' tests.
 gc.set_threshold(200_000, 20, 100)
 
-# nothing under test may reach for the network
+# Nothing under test may reach for the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 if settings is not None:
@@ -23,6 +23,25 @@ if settings is not None:
         "onepass", deadline=None, print_blob=True, derandomize=False, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("onepass")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernel_cache(request, tmp_path_factory):
+    """Let all processes of a run share one temporary cache, in which each kernel is compiled once.
+
+    ONEPASS_TEST_CACHE_DIR names a directory to use instead, for runs that follow each other. A run of GPU tests alone
+    has the cache of its user: there each new directory would cost minutes.
+    """
+    if all(item.get_closest_marker("gpu") for item in request.session.items):
+        yield
+        return
+    directory = os.environ.get("ONEPASS_TEST_CACHE_DIR")
+    if directory is None:
+        own = tmp_path_factory.getbasetemp()  # of several pytest-xdist workers each has a folder in that of the run
+        directory = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "kernels"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ONEPASS_CACHE_DIR", str(directory))
+        yield
 
 
 @pytest.fixture(autouse=True)

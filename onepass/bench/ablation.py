@@ -18,11 +18,12 @@ from ..dispatch import backends
 from ..errors import UnsupportedError
 from ..kernels.config import HOPPER
 from ..problem import AttentionInputs, AttentionProblem, Mask
-from . import run as bench_run
+from . import rows as results
 from .cases import Case, Direction
 from .machine import describe
 from .peers import Attend, Contender, find_peers
-from .run import Options, new_row, side_stream, time_contenders, use_device
+from .rows import Options, new_row
+from .run import side_stream, time_contenders, use_device
 from .timing import Samples
 
 # Table 2: forward, not causal, fp16
@@ -380,7 +381,7 @@ def refusal(kernel: Kernel, case: Case, device: str) -> str | None:
 
 
 @dataclass
-class Report(bench_run.Report):
+class Report(results.Report):
     """A results file with one row, in the form of the bench's; the contenders are configurations.
 
     The row has in addition "configurations", one for each line of the table in its order, "absent" (switches without a
@@ -396,11 +397,6 @@ class Report(bench_run.Report):
     def wrong(self) -> list[dict[str, Any]]:
         """The row if any configuration failed its check or did not run."""
         return [row for row in self.rows if row["failed"]]
-
-    def to_dict(self) -> dict[str, Any]:
-        content = super().to_dict()
-        del content["summary"]  # of many cases
-        return content
 
 
 def ablate(

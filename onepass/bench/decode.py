@@ -25,20 +25,14 @@ from ..dispatch import decode
 from ..problem.decode import DecodeProblem
 from .cases import Case, Inputs
 from .check import Oracle
-from .flops import bytes_moved
+from .flops import bytes_moved, kv_bytes
 from .peers import Found
-from .run import Options, Row, fill_ratios, new_row, reason_of
+from .rows import Options, Row, fill_ratios, new_row, reason_of
 from .timing import CudaSampler, Sampler, Samples, cpu_sampler, measure_interleaved
 
 PAGE_SIZES = (16, 64, 256)
 MOST_COPIES = 64
 L2_TIMES = 4  # what is read between two reads of the same bytes, over the L2 cache
-
-
-def kv_bytes(case: Case) -> int:
-    """Of all keys and values."""
-    row_bytes = (case.head_dim + case.head_dim_v) * case.torch_dtype.itemsize
-    return case.batch * case.seqlen_k * case.heads_kv * row_bytes
 
 
 class Step(NamedTuple):

@@ -1,4 +1,4 @@
-"""How much work a case is: the only place where FLOP and byte formulas are written down."""
+"""How much work a case is. No FLOP or byte formula stands anywhere else."""
 
 from __future__ import annotations
 
@@ -39,6 +39,12 @@ def _tensor_bytes(case: Case) -> dict[str, int]:
         "out": rows_q * case.head_dim_v * element_bytes,
         "lse": rows_q * max(4, element_bytes),  # float32, float64 for float64 inputs
     }
+
+
+def kv_bytes(case: Case) -> int:
+    """The bytes of all keys and values."""
+    size = _tensor_bytes(case)
+    return size["k"] + size["v"]
 
 
 def output_bytes(case: Case) -> int:

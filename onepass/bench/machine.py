@@ -1,10 +1,12 @@
-"""The circumstances of a measurement: device, clocks, versions, commit, date."""
+"""The machine that a measurement was made on: device, clocks, versions, commit, date."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
+import time
+from collections.abc import Callable
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -14,12 +16,12 @@ import torch
 
 import onepass
 
-# Packages whose version explains a result, when they are there.
+# Packages whose versions explain a result, where they are installed.
 PEER_PACKAGES = ("flash-attn", "flash-attn-4", "fa3-fwd", "nvidia-cutlass-dsl", "apache-tvm-ffi", "triton")
 
 
 def describe(device: str) -> dict[str, Any]:
-    """The header of a results file. Holds nothing that identifies the machine or its user."""
+    """The header of a results file. It holds nothing that identifies the machine or its user."""
     is_cuda = device.startswith("cuda")
     return {
         "date_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -30,7 +32,7 @@ def describe(device: str) -> dict[str, Any]:
             "logical_cores": os.cpu_count(),
             "torch_threads": torch.get_num_threads(),
             "capability": torch.backends.cpu.get_cpu_capability(),
-            # the work of others at the start: a figure taken on a busy machine says so
+            # the work of others at the start: a figure that was taken on a busy machine says so
             "load_average_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         },
         "gpu": _gpu(device) if is_cuda else None,
@@ -95,8 +97,23 @@ def _gpu(device: str) -> dict[str, Any]:
     return facts
 
 
+def under_load(call: Callable[[], object], seconds: float = 0.7) -> dict[str, str]:
+    """Clock, power and what holds the clock down, after the GPU has run nothing but this call for so many seconds."""
+    names = "clocks.sm,power.draw.instant,clocks_event_reasons.active"
+    ended = time.perf_counter() + seconds
+    while time.perf_counter() < ended:
+        for _ in range(20):
+            call()
+        torch.cuda.synchronize()
+    for _ in range(400):  # still to be done when the clock is read
+        call()
+    values = (_run("nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader") or "").split(", ")
+    torch.cuda.synchronize()
+    return dict(zip(names.split(","), values, strict=False))
+
+
 def _git() -> dict[str, Any]:
-    """Commit of the checkout that onepass was imported from; None for an installed package."""
+    """The commit of the checkout that onepass was imported from; None for an installed package."""
     package = Path(onepass.__file__).resolve().parent
     top = _run("git", "-C", str(package), "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != package.parent:

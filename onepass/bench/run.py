@@ -3,119 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
-import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from . import decode, rows
 from .cases import DTYPES, Case, CaseSet, Inputs, make_inputs
 from .check import Oracle
 from .flops import bytes_moved, flops, score_matrix_bytes, visible_pairs
 from .machine import describe
 from .memory import measure_in_subprocess
 from .peers import Contender, Found, ask_support, find_peers, onepass_contender, prepare, without_window
+from .rows import Options, Row, fill_ratios, new_row, reason_of
 from .timing import Call, CudaSampler, Sampler, Samples, cpu_sampler, input_copies, measure_interleaved
 
-SCHEMA_VERSION = 1
 GEMM = "gemm"
 GEMM_ROUNDS = 7
 
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to run.
-
-    Attributes:
-        device: "cpu", "cuda" or "cuda:N".
-        peers: names of PEERS, or None for all.
-        rounds, time_budget_s: of each case, as in `measure_interleaved`.
-        gemm_size: the ceiling is a square GEMM of this size in the case's dtype; None = by device.
-    """
-
-    device: str = "cpu"
-    peers: Sequence[str] | None = None
-    rounds: int | None = None
-    time_budget_s: float = 10.0
-    gemm_size: int | None = None
-
-    @property
-    def device_type(self) -> str:
-        return self.device.partition(":")[0]
-
 
 @dataclass
-class Report:
-    """The content of a results file; written again, whole and at once, after every row.
-
-    Attributes:
-        status: "running", "complete", "interrupted" or "failed: <reason>"; rows are missing from all but a
-            complete one.
-    """
-
-    header: dict[str, Any]
-    path: Path | None = None
-    status: str = "running"
-    rows: list[Row] = field(default_factory=list)
-
-    def add(self, row: Row) -> None:
-        self.rows.append(row)
-        self.save()
+class Report(rows.Report):
+    """The results file of case sets: with a summary of its rows."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "status": self.status,
-            "header": self.header,
-            "rows": self.rows,
-            "summary": summarise(self.rows),
-        }
-
-    def save(self) -> None:
-        if self.path is not None:
-            write_json(self.path, self.to_dict())
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Around the measuring: however it ends, the file holds what there is, and says so. Ctrl-C ends it quietly."""
-        self.save()
-        try:
-            yield
-            self.status = "complete"
-        except KeyboardInterrupt:
-            self.status = "interrupted"
-        except BaseException as error:
-            self.status = f"failed: {type(error).__name__}: {error}"
-            raise
-        finally:
-            self.save()
+        return super().to_dict() | {"summary": summarise(self.rows)}
 
     @property
     def wrong(self) -> list[Row]:
         """Rows in which onepass itself failed its check or did not run."""
         return [row for row in self.rows if "onepass" in row["failed"]]
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Replace a file in one step: a reader sees the old content or the new one, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(content, file, indent=1, allow_nan=False)
-            file.write("\n")
-        os.chmod(name, 0o644)  # mkstemp's are private
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def run(
@@ -147,7 +67,7 @@ def run(
             for case in case_set.cases:
                 if on_start is not None:
                     on_start(case_set, case)
-                measure = {"time": _time_row, "memory": _memory_row, "decode": _decode_row}[case_set.measure]
+                measure = {"time": _time_row, "memory": _memory_row, "decode": decode.measure_row}[case_set.measure]
                 row = measure(case_set.name, case, found, options)
                 report.add(row)
                 if on_row is not None:
@@ -173,24 +93,6 @@ def use_device(device: str) -> None:
 def _new_row(set_name: str, measure: str, case: Case, options: Options) -> Row:
     support = ask_support(case, options.device)
     return new_row(set_name, measure, case, support.backend if support.ok else None)
-
-
-def new_row(set_name: str, measure: str, case: Case, backend: str | None) -> Row:
-    """Nothing measured yet."""
-    return {
-        "set": set_name,
-        "measure": measure,
-        "label": case.label,
-        "case": case.to_dict(),
-        "backend": backend,
-        "contenders": {},
-        "skipped": {},  # name -> why it does not compute this case
-        "failed": {},  # name -> what went wrong, or how far off its result was
-    }
-
-
-def reason_of(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
 def _contenders(case: Case, found: Found, options: Options) -> list[Contender]:
@@ -315,19 +217,6 @@ def _fill_times(row: Row, samples: Samples, work_of: dict[str, int]) -> None:
         }
 
 
-def fill_ratios(row: Row, samples: Samples, peers: set[str]) -> None:
-    if "onepass" not in samples.ms:
-        return
-    others = [name for name in samples.ms if name != "onepass"]
-    # speed of onepass over each other contender: above 1, onepass is faster
-    row["speed_ratio"] = {name: samples.speed_ratio("onepass", name)._asdict() for name in others}
-    rivals = [name for name in others if name in peers]
-    if rivals:
-        best = min(rivals, key=lambda name: samples.spread(name).median)
-        row["best_peer"] = best
-        row["speed_ratio_best_peer"] = row["speed_ratio"][best]["median"]
-
-
 # Memory
 
 
@@ -349,15 +238,6 @@ def _memory_row(set_name: str, case: Case, found: Found, options: Options) -> Ro
             continue
         row["contenders"][name] = result
     return row
-
-
-# Decoding
-
-
-def _decode_row(set_name: str, case: Case, found: Found, options: Options) -> Row:
-    from . import decode  # which needs this module
-
-    return decode.measure_row(set_name, case, found, options)
 
 
 # Summary

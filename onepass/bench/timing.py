@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 Call = Callable[[], object]
-# Runs the work and returns the milliseconds that one call took.
+# A sampler runs the work and returns the milliseconds that one call took.
 Sampler = Callable[[], float]
 
 MIN_ROUNDS = 5
@@ -76,29 +76,39 @@ def measure_interleaved(
     min_rounds: int = MIN_ROUNDS,
     max_rounds: int = MAX_ROUNDS,
     seed: int | None = None,
+    warms_up: bool = True,
     on_round: Callable[[Samples], object] | None = None,
 ) -> Samples:
     """Run every sampler once a round, in changing order.
 
     Args:
-        rounds: exactly so many; None = as many as fit into the budget, between min_rounds and max_rounds.
-        seed: of another order in each round, so that neighbours change, too: under a power limit, who comes after a
-            frugal contender finds a higher clock. None = the order rotates.
-        time_budget_s: of all rounds together. Where min_rounds take three times as long, FEWEST_ROUNDS are enough.
-        on_round: told all samples so far after each round, outside of any sample: what is left if there is no next one.
+        rounds: the number of rounds; None means as many as fit into the budget, between min_rounds and max_rounds.
+        time_budget_s: seconds of all rounds together. Where min_rounds take three times as long, FEWEST_ROUNDS are
+            enough.
+        seed: draws an order for four rounds at a time: forwards, backwards, and both again from the second name on. So
+            neighbours change, too: under a power limit, whoever comes after a frugal contender finds a higher clock.
+            None means that the order rotates.
+        warms_up: whether samplers are called before the first round; False for samplers that warm up by themselves.
+        on_round: called with all samples so far after each round, outside of any sample: they are what is left if there
+            is no next round.
     """
     ms: dict[str, list[float]] = {name: [] for name in samplers}
     names = list(samplers)
     shuffled = None if seed is None else random.Random(seed)
     with _no_garbage_collection():
-        for sampler in samplers.values():
+        for sampler in samplers.values() if warms_up else ():
             _warm_up(sampler)
         start = time.perf_counter()
         for done in itertools.count(1):
-            first = (done - 1) % max(1, len(names))
-            order = names[first:] + names[:first]
+            turn = done - 1
+            first = turn % max(1, len(names))
             if shuffled is not None:
-                shuffled.shuffle(order)
+                if turn % 4 == 0:
+                    shuffled.shuffle(names)
+                first = turn % 4 // 2
+            order = names[first:] + names[:first]
+            if shuffled is not None and turn % 2:
+                order.reverse()
             for name in order:
                 ms[name].append(samplers[name]())
             if on_round is not None:
@@ -118,7 +128,7 @@ def measure_interleaved(
 
 
 def _warm_up(sampler: Sampler, at_least_ms: float = 20.0, at_most_calls: int = 10) -> None:
-    """First calls fill caches, start threads and choose kernels."""
+    """Make the first calls, which fill caches, start threads and choose kernels."""
     spent_ms = 0.0
     for _ in range(at_most_calls):
         spent_ms += sampler()
@@ -139,7 +149,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def cpu_sampler(call: Call) -> Sampler:
-    """One call by the wall clock."""
+    """A sampler of one call by the wall clock."""
 
     def sample() -> float:
         start = time.perf_counter()
@@ -147,6 +157,42 @@ def cpu_sampler(call: Call) -> Sampler:
         return 1e3 * (time.perf_counter() - start)
 
     return sample
+
+
+def do_bench_sampler(call: Call, warmup_ms: int, rep_ms: int) -> Sampler:
+    """A sampler of triton's do_bench: the median of single calls, with the L2 cache flushed before each."""
+
+    def sample() -> float:
+        from triton.testing import do_bench
+
+        return do_bench(call, warmup=warmup_ms, rep=rep_ms, return_mode="median")
+
+    return sample
+
+
+def host_us(call: Call, calls: int, samples: int = 1, clock: Callable[[], float] = time.thread_time) -> float:
+    """Microseconds that the host spends on a call: the median of the samples.
+
+    Args:
+        calls: calls of a sample. The GPU is waited for after each sample and never within one.
+        clock: time.thread_time counts the CPU time of this thread, time.perf_counter also what it waits.
+    """
+
+    def wait() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    for _ in range(min(calls, 50)):
+        call()
+    spent = []
+    for _ in range(samples):
+        wait()
+        started = clock()
+        for _ in range(calls):
+            call()
+        spent.append(clock() - started)
+    wait()
+    return 1e6 * statistics.median(spent) / calls
 
 
 def input_copies(bytes_per_call: int) -> int:
@@ -163,7 +209,7 @@ def _flush_buffer(device_index: int) -> torch.Tensor:
 
 
 def _host_sync(call: Call) -> str | None:
-    """Why a call cannot be captured: torch's own words on where it waits for the GPU; None if it does not."""
+    """Why a call cannot be captured: torch's own message on where it waits for the GPU; None if it does not wait."""
     previous = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -176,13 +222,13 @@ def _host_sync(call: Call) -> str | None:
 
 
 class CudaSampler:
-    """Calls between two CUDA events, replayed from a CUDA graph.
+    """A sampler of calls between two CUDA events, replayed from a CUDA graph.
 
     Args:
         calls: the same work on different copies of the inputs, run in turn. They must have been prepared on the
             current stream, which must not be the default one: a backward pass runs on the stream of its forward.
         sample_ms: calls are repeated until a sample is about this long, so that the events weigh nothing.
-        pool: torch.cuda.graph_pool_handle() that samplers share whose results nobody reads: they write over one
+        pool: a torch.cuda.graph_pool_handle() shared by samplers whose results nobody reads: they write over one
             another's memory.
 
     Attributes:

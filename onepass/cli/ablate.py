@@ -25,7 +25,7 @@ from ..bench.ablation import (
 )
 from ..bench.ablation import ablate as measure
 from ..bench.cases import DTYPES, Case, Direction
-from ..bench.run import Options
+from ..bench.rows import Options
 from .console import INTERRUPTED, TABLE_STYLE, fail, make_console, require_matplotlib, resolve_device
 
 _DIRECTIONS: dict[str, Direction] = {"forward": "fwd", "backward": "bwd"}

@@ -12,7 +12,8 @@ from rich.table import Table
 
 from ..bench.cases import CASE_SETS, DTYPES, Case, CaseSet, get_case_set, select
 from ..bench.peers import PEERS
-from ..bench.run import Options, Report, run
+from ..bench.rows import Options
+from ..bench.run import Report, run
 from .console import INTERRUPTED, TABLE_STYLE, fail, make_console, require_matplotlib, resolve_device
 
 _DEFAULT_SETS = {"cpu": ("cpu", "window", "memory"), "cuda": ("paper",)}

@@ -19,7 +19,7 @@ from rich.table import Table
 
 import onepass
 
-from ..bench.run import write_json
+from ..bench.rows import write_json
 from . import demo_layer, demo_search
 from .console import INTERRUPTED, TABLE_STYLE, make_console, resolve_device
 from .demo_layer import GIB, LayerReport, Row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from ..bench.cases import DTYPES, get_case_set, select
 from ..bench.machine import describe
+from ..bench.rows import Report
 from ..errors import UnsupportedError
 from ..kernels.config import LaunchConfig
 from ..tuning import TuningResult, tasks_of
@@ -85,13 +85,12 @@ def tune(
         tasks = _not_kept(tasks, table)
 
     found: list[TuningResult] = []
-    is_interrupted = False
+    report = Report(describe("cuda") if json_path is not None else {}, json_path)
     with _bar(console) as bar:
-        progress = _Shown(console, bar, len(tasks), found, json_path, verbose)
+        progress = _Shown(console, bar, len(tasks), found, report, verbose)
         try:
-            _measure(tasks, rounds, candidates, workers, table, progress)
-        except KeyboardInterrupt:
-            is_interrupted = True
+            with report.recording():
+                _measure(tasks, rounds, candidates, workers, table, progress)
         except (OSError, RuntimeError) as error:
             if verbose:
                 raise
@@ -102,7 +101,7 @@ def tune(
     console.print(_conclusion(kept, found, table), markup=False)
     if json_path is not None:
         console.print(f"wrote {json_path}", markup=False)
-    if is_interrupted:
+    if report.status == "interrupted":
         fail(f"interrupted after {kept} of {len(tasks)}", code=INTERRUPTED)
     wrong = [c for result in found for c in result.candidates if c.is_wrong]
     if wrong:
@@ -172,11 +171,10 @@ class _Shown(Listener):
         bar: Progress,
         num_tasks: int,
         found: list[TuningResult],
-        path: Path | None,
+        report: Report,
         is_verbose: bool,
     ) -> None:
-        self.console, self.bar, self.results, self.path, self.is_verbose = console, bar, found, path, is_verbose
-        self.header = describe("cuda") if path is not None else {}
+        self.console, self.bar, self.results, self.report, self.is_verbose = console, bar, found, report, is_verbose
         self.overall: TaskID = bar.add_task("tuning", total=num_tasks)
         self.current: TaskID = bar.add_task("", total=None)
 
@@ -196,9 +194,7 @@ class _Shown(Listener):
     def found(self, result: TuningResult) -> None:
         self.results.append(result)
         self.bar.update(self.overall, advance=1)
-        if self.path is not None:  # again after each: what ends this process does not end them
-            content = {**self.header, "results": [one.to_dict() for one in self.results]}
-            self.path.write_text(json.dumps(content, indent=1))
+        self.report.add(result.to_dict())  # the file is written after each result: it outlives this process
         self.console.print(_line(result), markup=False)
         for candidate in result.candidates:
             if candidate.refusal is not None:

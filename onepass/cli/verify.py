@@ -144,7 +144,7 @@ def _error_row(dtype: str, option: str, call: Call) -> ErrorRow:
 
 def _write_json(path: Path, device: str, rows: list[ErrorRow], outliers: list[table3.RmsError]) -> None:
     from ..bench.machine import describe
-    from ..bench.run import write_json
+    from ..bench.rows import write_json
 
     content = {
         "header": describe(device),

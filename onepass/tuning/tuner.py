@@ -15,10 +15,10 @@ from ..bench.timing import Sampler
 from ..dispatch import attention as dispatch
 from ..dispatch import backends
 from ..kernels.compiler import compile, disk_cache
+from ..kernels.compiler.pool import compile_each
 from ..kernels.config import LaunchConfig
 from ..kernels.heuristics import tuned
 from .launches import Launches, difference
-from .pool import compile_each
 from .race import FINAL_ROUNDS, Verdict, race
 from .result import Candidate, Progress, Task, TuningResult, changes, summary
 from .space import MAX_CANDIDATES, candidates

@@ -1,10 +1,6 @@
 """`onepass.warmup`: which kernels it takes calls to need, and what it refuses (its compiler only takes notes)."""
 
-import json
-import pickle
-import subprocess
-import sys
-from types import SimpleNamespace
+import threading
 
 import pytest
 import torch
@@ -12,7 +8,7 @@ import torch
 import onepass
 from onepass import ForwardConfig
 from onepass.dispatch import backends
-from onepass.kernels.compiler import compile
+from onepass.kernels.compiler import compile, pool
 from onepass.kernels.config import BackwardConfig
 from onepass.kernels.heuristics import chooser
 from onepass.kernels.heuristics import sm90 as heuristics
@@ -136,60 +132,94 @@ def test_a_backward_of_another_backend_needs_no_kernels(compiled):
     assert onepass.warmup([CALL], backend="tiled", gradients=True) == []
 
 
-def test_work_is_shared(compiled, monkeypatch):
-    """Each process gets every so many-th kernel; the first share stays here."""
-    shares = []
+class Colleague:
+    """Stands for a process that compiles; it says that a kernel takes 10 seconds, and why it fails if it does.
 
-    def run(command, input, **options):
-        assert command[0] == sys.executable
-        shares.append([(name, dict(key[0])) for name, key, *_ in pickle.loads(input)])
-        answer = "the compiler says\n" + json.dumps([10.0 + len(shares)] * len(shares[-1]))
-        return SimpleNamespace(returncode=0, stdout=answer.encode())
+    Its first kernel is not done before this process has begun one.
+    """
 
-    monkeypatch.setattr(subprocess, "run", run)
+    def __init__(self, this_process, failure=None):
+        self.this_process, self.failure, self.names, self.has_begun = this_process, failure, [], threading.Event()
+
+    def compile(self, request):
+        self.names.append(request[0])
+        self.has_begun.set()
+        assert self.this_process.wait(10)
+        return pool.Outcome(10.0, self.failure)
+
+    def kill(self):
+        pass
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def colleagues(compiled, monkeypatch):
+    """The processes that were started. This one compiles nothing before each of them has begun a kernel."""
+    made, this_process = [], threading.Event()
+
+    def make(failure=None):
+        made.append(Colleague(this_process, failure))
+        return made[-1]
+
+    get = compile.get
+
+    def wait_and_get(*request):
+        this_process.set()
+        assert all(one.has_begun.wait(10) for one in made)
+        return get(*request)
+
+    monkeypatch.setattr(compile, "get", wait_and_get)
     monkeypatch.setattr(compile, "has_disk_cache", lambda: True)
-    calls = [CALL | {"q": (1, 64, 4, d), "k": (1, 64, 4, d), "v": (1, 64, 4, d)} for d in (64, 96, 128, 192, 256)]
-    made = onepass.warmup(calls, backend="sm90", workers=2)
-    assert [[static["head_dim"] for _, static in share] for share in shares] == [[96, 192]]
+    monkeypatch.setattr(pool, "WorkerProcess", make)
+    return made
+
+
+CALLS = [CALL | {"q": (1, 64, 4, d), "k": (1, 64, 4, d), "v": (1, 64, 4, d)} for d in (64, 96, 128, 192, 256)]
+
+
+def test_work_is_shared(colleagues, compiled):
+    """This process is one of the workers, and loads what the others have compiled."""
+    made = onepass.warmup(CALLS, backend="sm90", workers=2)
+    (colleague,) = colleagues
+    assert 1 <= len(colleague.names) < 5
     assert [kernel.problem.head_dim for kernel in made] == [64, 96, 128, 192, 256]
-    assert [kernel.seconds for kernel in made][1::2] == [11.0, 11.0]
+    assert [kernel.seconds for kernel in made].count(10.0) == len(colleague.names)
     assert not any(kernel.was_cached for kernel in made)
+    assert len(compiled) == 5  # all of them are in this process now
     # nothing is left to share
-    assert all(kernel.was_cached for kernel in onepass.warmup(calls, backend="sm90", workers=2))
-    assert len(shares) == 1
+    assert all(kernel.was_cached for kernel in onepass.warmup(CALLS, backend="sm90", workers=2))
+    assert len(colleagues) == 1
 
 
-def test_every_process_gets_as_many_kernels_of_a_kind(compiled, monkeypatch):
-    """Kinds take different times: one process with all main kernels of backward would finish last."""
-    shares = []
-
-    def run(command, input, **options):
-        shares.append([name for name, *_ in pickle.loads(input)])
-        return SimpleNamespace(returncode=0, stdout=json.dumps([1.0] * len(shares[-1])).encode())
-
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(compile, "has_disk_cache", lambda: True)
-    calls = [
-        CALL | {"dtype": dtype, "softcap": cap} for dtype in (torch.float16, torch.bfloat16) for cap in (None, 9.0)
-    ]
-    made = onepass.warmup(calls, backend="sm90", workers=2, gradients=True)
-    names = [kernel.name for kernel in made]
-    for name in set(names):
-        assert abs(shares[0].count(name) - names.count(name) / 2) < 1, name
+def test_there_are_no_more_processes_than_kernels(colleagues):
+    onepass.warmup(CALLS[:3], backend="sm90", workers=9)
+    assert len(colleagues) == 2
+    assert all(len(one.names) == 1 for one in colleagues)
 
 
 def test_without_a_disk_cache_there_is_one_process(compiled, monkeypatch):
     monkeypatch.setattr(compile, "has_disk_cache", lambda: False)
-    monkeypatch.setattr(subprocess, "run", None)
+    monkeypatch.setattr(pool, "WorkerProcess", None)
     assert len(onepass.warmup([CALL, CALL | {"causal": True}], backend="sm90", workers=2)) == 2
 
 
-def test_a_worker_that_fails_says_why(compiled, monkeypatch):
-    monkeypatch.setattr(compile, "has_disk_cache", lambda: True)
-    failed = SimpleNamespace(returncode=3, stderr=b"out of registers")
-    monkeypatch.setattr(subprocess, "run", lambda command, **options: failed)
-    with pytest.raises(RuntimeError, match=r"(?s)exit status 3.*out of registers"):
-        onepass.warmup([CALL, CALL | {"causal": True}], backend="sm90", workers=2)
+def test_a_worker_that_fails_says_why_and_the_others_go_on(colleagues, compiled, monkeypatch):
+    make = pool.WorkerProcess
+    monkeypatch.setattr(pool, "WorkerProcess", lambda: make("exit status 3: out of registers"))
+    with pytest.raises(RuntimeError, match=r"(?s)\d of 5 kernels do not compile:.*exit status 3.*out of registers"):
+        onepass.warmup(CALLS, backend="sm90", workers=2)
+    assert len(colleagues[0].names) + len(compiled) == 5
+
+
+def test_this_process_alone_raises_the_compilers_own_error(compiled, monkeypatch):
+    def fail(*request):
+        raise ArithmeticError("out of registers")
+
+    monkeypatch.setattr(compile, "get", fail)
+    with pytest.raises(ArithmeticError, match="out of registers"):
+        onepass.warmup(CALLS, backend="sm90", workers=1)
 
 
 def test_calls_that_need_no_kernel(compiled):

@@ -1,14 +1,11 @@
-"""Kernels of many calls, compiled in parallel into the disk cache, ahead of the tests that would do it one by one.
+"""Compile the kernels of many calls in parallel, ahead of the tests that would compile them one by one.
 
-The one place of the GPU tests that knows how the backends are built.
+This is the one place of the GPU tests that knows how the backends are built.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
-import multiprocessing
-import os
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -17,7 +14,7 @@ from decode_cases import DecodeCase, RandomDecodeCase
 
 from onepass.api import calls, decode_calls
 from onepass.dispatch import attention as dispatch
-from onepass.kernels.compiler import compile
+from onepass.kernels.compiler import pool
 from onepass.kernels.config import ForwardConfig
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.problem import AttentionProblem
@@ -26,7 +23,7 @@ from onepass.validation import attention as validation
 
 
 def problem_of(call: Call) -> AttentionProblem:
-    """The problem that a call poses on a GPU; its tensors may be on the "meta" device."""
+    """The problem that a call poses on a GPU. The call's tensors may be on the "meta" device."""
     check = validation.check_attention_varlen if call.is_packed else validation.check_attention
     absent = dict.fromkeys(("window", "softcap", "sinks", "softmax_scale", "tuning"))
     options = {**absent, "causal": False, "deterministic": False, "return_lse": True, **call.options}
@@ -44,13 +41,14 @@ def compiled_ahead(
     deterministic: Iterable[Call],
     decoding: Iterable[DecodeCase | RandomDecodeCase],
 ) -> Iterator[None]:
-    """Fill the kernel cache in the order of the calls, with one process per core, while the tests run.
+    """Fill the kernel cache in the order of the calls while the tests run, with a process on every core but one.
 
-    A test that comes first to its kernel waits for the process that compiles it, or compiles it itself.
+    A test that comes to its kernel first waits for the process that compiles it, or compiles it itself.
 
     Args:
-        forward: calls whose forward kernels are wanted; backward: those of the backward, too; deterministic: the same
-            with deterministic=True.
+        forward: calls that need their forward kernels.
+        backward: calls that need the kernels of their backward, too.
+        deterministic: calls that need the kernels of their backward with deterministic=True.
         decoding: calls of attention_decode.
     """
     requests = [request for case in decoding for request in decode_requests(case)]
@@ -58,14 +56,10 @@ def compiled_ahead(
     requests += [request for call in backward for request in _requests(problem_of(call), True)]
     for call in deterministic:
         requests += _requests(replace(problem_of(call), deterministic=True), True)
-    jobs = {request[:3]: request for request in requests}
-    workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 1))
-    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(_compile, request) for request in jobs.values()]
+    with pool.compiling_in_background(requests, max(1, pool.num_cpus() - 1)) as failures:
         yield
-        for future in futures:
-            if not future.cancel() and future.exception() is not None:
-                warnings.warn(f"not compiled ahead: {future.exception()!r}", RuntimeWarning, stacklevel=1)
+    for (name, *_), reason in failures.items():
+        warnings.warn(f"{name} was not compiled ahead of time: {reason}", RuntimeWarning, stacklevel=1)
 
 
 def _requests(problem: AttentionProblem, needs_gradients: bool) -> list[tuple]:
@@ -82,10 +76,6 @@ def _requests(problem: AttentionProblem, needs_gradients: bool) -> list[tuple]:
 
 
 def decode_requests(case: DecodeCase | RandomDecodeCase) -> list[tuple]:
-    """The same for a call of attention_decode."""
+    """The arguments of `compile.get` for every kernel of a call of attention_decode."""
     problem, inputs = decode_calls.problem_of("compiled_ahead", case.arguments("meta"))
     return [job.request for job in calls.jobs_of_decode(problem, inputs, None)]
-
-
-def _compile(request: tuple) -> None:
-    compile.get(*request)

@@ -5,7 +5,7 @@ import torch
 
 from onepass.bench.ablation import FULL, ablate, kernels, refusal
 from onepass.bench.cases import Case
-from onepass.bench.run import Options
+from onepass.bench.rows import Options
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")]

@@ -25,7 +25,7 @@ from onepass.bench.ablation import (
 from onepass.bench.cases import Case
 from onepass.bench.flops import flops
 from onepass.bench.plot import plot_ablation
-from onepass.bench.run import Options
+from onepass.bench.rows import Options
 from onepass.errors import UnsupportedError
 from onepass.kernels.config import ForwardConfig
 from onepass.kernels.heuristics import sm80 as heuristics_sm80

@@ -1,11 +1,9 @@
-"""`onepass bench decode` and benchmarks/decode.py on a CPU: small caches, with a clock that stands for a GPU's."""
+"""`onepass bench decode` and the decoding suites on a CPU: small caches, with a clock that stands in for a GPU's."""
 
 import argparse
-import importlib
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,19 +15,19 @@ from onepass.api import decode_calls
 from onepass.bench import decode as bench
 from onepass.bench import plot
 from onepass.bench.cases import decode_case, get_case_set
-from onepass.bench.flops import bytes_moved
+from onepass.bench.flops import bytes_moved, flops, kv_bytes
+from onepass.bench.suites import decode as suite_module
+from onepass.bench.suites import decode_e4m3, decode_packed
 from onepass.cli.app import app
 from onepass.kernels.launch import decode_sm80 as decode_launch
 from onepass.kernels.launch import decode_sm90 as decode_launch_sm90
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_the_grid_fits():
     cases = get_case_set("decode").cases
     assert len(cases) > 40
-    assert max(map(bench.kv_bytes, cases)) <= 40e9
-    assert bench.kv_bytes(decode_case(1, 8192, 32, 8, 128)) == 2**25
+    assert max(map(kv_bytes, cases)) <= 40e9
+    assert kv_bytes(decode_case(1, 8192, 32, 8, 128)) == 2**25
     assert bytes_moved(decode_case(2, 8192, 32, 8, 128)) == 2**26 + 2 * 2 * 2 * 32 * 128 + 2 * 32 * 4  # q, out, lse
 
 
@@ -38,7 +36,7 @@ def test_what_is_timed_is_not_in_the_l2_cache(seqlen_k, expected):
     case = decode_case(1, seqlen_k, 32, 8, 128)
     copies = bench.CacheCopies.of(case, 50 * 10**6)
     assert str(copies) == expected
-    assert copies.is_flushed or copies.number * bench.kv_bytes(case) >= 4 * 50e6
+    assert copies.is_flushed or copies.number * kv_bytes(case) >= 4 * 50e6
 
 
 def test_pages_are_those_of_the_same_memory():
@@ -87,12 +85,9 @@ def test_cases_of_one_batch_and_cache_differ_in_a_picture_by_their_queries():
 
 
 @pytest.fixture
-def script(monkeypatch):
-    """benchmarks/decode.py on the CPU, by the tiled backend."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in ("common", "decode"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    script = importlib.import_module("decode")
+def suite(monkeypatch):
+    """The suite on the CPU, by the tiled backend."""
+    suite = suite_module
     properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=2**20)
     decoders = bench.onepass_decoders
 
@@ -101,13 +96,12 @@ def script(monkeypatch):
         return "sm90" if is_wgmma else "sm80"
 
     for module, name, value in (
-        (script, "DEVICE", "cpu"),
-        (script, "arch_of", lambda device: "sm_90a"),
-        (script, "backend_of", backend_of),
-        (script.bench, "onepass_decoders", lambda backend: decoders("tiled")),
+        (suite, "DEVICE", "cpu"),
+        (suite, "arch_of", lambda device: "sm_90a"),
+        (suite, "backend_of", backend_of),
+        (suite.bench, "onepass_decoders", lambda backend: decoders("tiled")),
         (decode_launch, "arch_of", lambda device: "sm_90a"),
-        (script.common, "circumstances", dict),
-        (script, "variant_run", lambda *chosen: bench.onepass_run("tiled")(chosen[-1])),
+        (suite, "variant_run", lambda *chosen: bench.onepass_run("tiled")(chosen[-1])),
         (bench, "MOST_COPIES", 2),
         (bench, "copy_bandwidth", lambda device: 0.01),
         (torch.cuda, "get_device_properties", lambda device: properties),
@@ -119,17 +113,18 @@ def script(monkeypatch):
     ticks = iter(range(1, 10**6))
     monkeypatch.setattr(bench, "sampler_of", lambda calls, copies: _Sampler(calls, ticks))
     jobs = []
-    monkeypatch.setattr(script.common, "compile_all", lambda requests, compile_one: jobs.extend(requests))
-    script.jobs = jobs
+    monkeypatch.setattr(suite, "compile_ahead", jobs.extend)
+    monkeypatch.setattr(suite, "jobs", jobs, raising=False)
+    suite.variant.cache_clear()
     for module in (decode_launch, decode_launch_sm90):
         module.prepare.cache_clear()
-    yield script
+    yield suite
     for module in (decode_launch, decode_launch_sm90):
         module.prepare.cache_clear()
 
 
 class _Sampler:
-    """Stands for `CudaSampler`: calls once, and then tells times that hardly differ."""
+    """Stands in for `CudaSampler`: it calls once, and then says times that hardly differ."""
 
     launch = "graph"
 
@@ -142,12 +137,11 @@ class _Sampler:
         return 1.0 + next(self.ticks) * 1e-6
 
 
-@pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="not a checkout")
-def test_script(script, tmp_path, capsys):
+def test_suite(suite, tmp_path, capsys):
     path = tmp_path / "out.json"
     arguments = ["--cases", "b1k1024h8/2d64,b2k512h4/4d32q3", "--seconds", "0.0", "--out", str(path)]
     variants = "num_splits=8; key_warps=2, num_stages=4; nonsense=1; num_stages=1"
-    assert script.main([*arguments, "--variants", variants]) == 0
+    assert suite.main([*arguments, "--variants", variants]) == 0
     output = capsys.readouterr().out
     assert "DecodeConfigSm80 has no nonsense" in output
     assert "num_stages: expected 2 or more" in output
@@ -156,24 +150,22 @@ def test_script(script, tmp_path, capsys):
     for row in rows:
         assert row["failed"] == {}
         assert {"onepass", "onepass page 16", "num_splits=8", "key_warps=2,num_stages=4"} <= set(row["contenders"])
-    assert {request[0] for request in script.jobs} == {"decode_sm80", "merge_splits"}
+    assert {request[0] for request in suite.jobs} == {"decode_sm80", "merge_splits"}
 
 
-@pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="not a checkout")
-def test_script_of_many_rows(script, tmp_path, capsys):
+def test_suite_of_many_rows(suite, tmp_path, capsys):
     path = tmp_path / "out.json"
     arguments = ["--cases", "b1k1024h8/1d64q20", "--seconds", "0.0", "--no-check", "--out", str(path)]
-    assert script.main([*arguments, "--variants", "num_splits=3,tile_n=64; key_warps=2"]) == 0
+    assert suite.main([*arguments, "--variants", "num_splits=3,tile_n=64; key_warps=2"]) == 0
     assert "ForwardConfig has no key_warps" in capsys.readouterr().out
     (row,) = json.loads(path.read_text())["rows"]
     assert (row["backend"], row["config"]["num_warpgroups"]) == ("sm90", 3)
     assert "num_splits=3,tile_n=64" in row["contenders"]
-    assert {request[0] for request in script.jobs} == {"decode", "merge_splits"}
+    assert {request[0] for request in suite.jobs} == {"decode", "merge_splits"}
 
 
-@pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="not a checkout")
-def test_script_beside_flash_attention_3(script, monkeypatch, tmp_path, capsys):
-    """A module that stands for it: without pages, and with metadata that is made once a cache."""
+def test_suite_beside_flash_attention_3(suite, monkeypatch, tmp_path, capsys):
+    """A module stands in for it: without pages, and with metadata that is made once for each cache."""
     made, given = [], []
 
     def attend(q, k, v, cache_seqlens, causal, num_splits, page_table=None, scheduler_metadata=None):
@@ -190,7 +182,7 @@ def test_script_beside_flash_attention_3(script, monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
     path = tmp_path / "out.json"
     arguments = ["--cases", "b1k1024h8/2d64,b1k512h8/2d64", "--no-check", "--seconds", "0", "--out", str(path)]
-    assert script.main(arguments) == 0
+    assert suite.main(arguments) == 0
     rows = json.loads(path.read_text())["rows"]
     assert list(rows[0]["failed"]) == ["fa3 page 64"]
     assert rows[1]["failed"] == {}
@@ -202,21 +194,19 @@ def test_script_beside_flash_attention_3(script, monkeypatch, tmp_path, capsys):
     assert "built without pages" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="not a checkout")
-def test_script_says_what_is_wrong(script, monkeypatch, tmp_path):
-    monkeypatch.setattr(script, "variant_run", lambda *chosen: 2 * bench.onepass_run("tiled")(chosen[-1]))
+def test_suite_says_what_is_wrong(suite, monkeypatch, tmp_path):
+    monkeypatch.setattr(suite, "variant_run", lambda *chosen: 2 * bench.onepass_run("tiled")(chosen[-1]))
     arguments = ["--cases", "b1k1024h8/2d64", "--no-grid", "--out", str(tmp_path / "out.json")]
-    assert script.main(arguments) == 0
-    assert script.main([*arguments, "--variants", "num_splits=8"]) == 1
+    assert suite.main(arguments) == 0
+    assert suite.main([*arguments, "--variants", "num_splits=8"]) == 1
     with pytest.raises(argparse.ArgumentTypeError, match="expected cases such as"):
-        script.parse_cases("b1k1024h8d64")
+        suite.parse_cases("b1k1024h8d64")
 
 
-@pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="not a checkout")
-def test_script_of_e4m3_caches(script, monkeypatch, tmp_path, capsys):
-    """Every call is right by tiles, and its kernels have been compiled ahead."""
-    monkeypatch.delitem(sys.modules, "decode_e4m3", raising=False)
-    e4m3 = importlib.import_module("decode_e4m3")  # takes DEVICE from the other script
+def test_suite_of_e4m3_caches(suite, monkeypatch, tmp_path, capsys):
+    """Every call is right by tiles, and its kernels have been compiled ahead of time."""
+    e4m3 = decode_e4m3
+    monkeypatch.setattr(e4m3, "DEVICE", "cpu")
     ready, asked = set(), set()
 
     def problem_of(call):
@@ -245,3 +235,13 @@ def test_script_of_e4m3_caches(script, monkeypatch, tmp_path, capsys):
     ready.clear()
     assert e4m3.main([*arguments, "--no-check"]) == 0
     assert {problem.attention.seqlen_q for problem in ready} == {1}
+
+
+def test_work_of_packed_queries():
+    """It is that of the sequences, each with the queries at the end of its keys."""
+    batch = decode_packed.Batch("two", (3, 1), (5, 8), (4, 2), 16)
+    pairs = (3 + 4 + 5) + 8
+    assert (
+        batch.flops == 4 * pairs * 4 * 16 == flops(decode_case(1, 5, 4, 2, 16, 3)) + flops(decode_case(1, 8, 4, 2, 16))
+    )
+    assert batch.bytes == 2 * 16 * (2 * 13 * 2 + 2 * 4 * 4) + 4 * 4 * 4  # K and V, q and out, lse

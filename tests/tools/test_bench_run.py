@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import onepass
-from onepass.bench import memory, peers, run
+from onepass.bench import memory, peers, rows, run
 from onepass.bench.cases import Case, CaseSet, get_case_set, make_inputs
 from onepass.bench.peers import PEERS, find_peers, prepare
 from onepass.bench.plot import plot
@@ -26,7 +26,7 @@ def _single_threaded():
     torch.set_num_threads(threads)
 
 
-QUICK = run.Options(rounds=3, gemm_size=64)
+QUICK = rows.Options(rounds=3, gemm_size=64)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_json_of_a_smoke_run(smoke):
     report, path = smoke
     data = json.loads(path.read_text())
     assert data == json.loads(json.dumps(report.to_dict()))
-    assert data["schema_version"] == run.SCHEMA_VERSION
+    assert data["schema_version"] == rows.SCHEMA_VERSION
     assert data["status"] == "complete"
     header = data["header"]
     assert {"date_utc", "device", "device_name", "cpu", "gpu", "versions", "commit", "peers"} <= set(header)
@@ -184,9 +184,9 @@ def test_ctrl_c_keeps_the_rows_and_says_so(tmp_path, monkeypatch):
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "results.json"
-    run.write_json(path, {"rows": 1})
+    rows.write_json(path, {"rows": 1})
     with pytest.raises(ValueError, match="JSON"):
-        run.write_json(path, {"rows": float("nan")})
+        rows.write_json(path, {"rows": float("nan")})
     assert json.loads(path.read_text()) == {"rows": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import onepass
 from onepass import tiled
-from onepass.bench import ablation, run
+from onepass.bench import ablation, rows, run
 from onepass.bench.cases import Case
 from onepass.cli import ablate as cli_ablate
 from onepass.cli.app import app
@@ -243,7 +243,7 @@ def ablated(monkeypatch):
         by_default = kernel._replace(forward=lambda problem, inputs, config: tiled.forward(problem, inputs))
         monkeypatch.setitem(ablation.BACKWARD_KERNELS, "sm90", by_default._replace(backward=backward))
         # a CPU without instructions for float16 takes 6 s for the GEMM of the full size
-        monkeypatch.setattr(cli_ablate, "Options", functools.partial(run.Options, gemm_size=64))
+        monkeypatch.setattr(cli_ablate, "Options", functools.partial(rows.Options, gemm_size=64))
 
     return make
 

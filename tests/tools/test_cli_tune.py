@@ -101,7 +101,7 @@ def test_a_gain(imagine, tmp_path):
     assert "11.1 % faster (noise 0.0 %), of 24" in result.output
     assert "faster than the heuristics: 1 of 1, at most 11.1 %; kept in" in result.output
     data = json.loads(path.read_text())
-    assert data["results"][0]["config"] == CONFIGS[3].text
+    assert data["rows"][0]["config"] == CONFIGS[3].text
     assert tuned.load(tuned.own_path())[GPU][tuned.key_of(*TASK)].config == CONFIGS[3].text
 
 
@@ -145,7 +145,8 @@ def test_ctrl_c(imagine, tmp_path):
     result = invoke("tune", "--json", str(path))
     assert result.exit_code == 130
     assert "interrupted after 1 of 2" in result.stderr
-    assert [one["kept"] for one in json.loads(path.read_text())["results"]] == [True, False]
+    data = json.loads(path.read_text())
+    assert ([one["kept"] for one in data["rows"]], data["status"]) == ([True, False], "interrupted")
     assert len(tuned.load(tuned.own_path())[GPU]) == 1
 
 

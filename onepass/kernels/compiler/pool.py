@@ -1,27 +1,38 @@
-"""Compiling many kernels before they are needed, several at a time.
+"""Compiling many kernels at a time: for `onepass.warmup`, for the tuner and for everything that times or tests kernels.
 
-The compiler is not made for threads, so every worker but this process is a Python of its own, which reads its jobs from
-standard input, leaves the kernels in the disk cache and writes the seconds of each to standard output (`work`). It
-starts afresh, without the caller's __main__: scripts need no `if __name__ == "__main__"`. Starting takes 2 s of CPU
-time, a kernel 2 to 4, one of those around the main kernel of a backward less than 1.
+The compiler is not made for threads, so each worker is a Python process of its own. It reads pickled requests from its
+standard input, one after the other, leaves the kernels in the disk cache and answers each request with a line. It
+starts afresh, without the caller's __main__: scripts need no `if __name__ == "__main__"`. It does not see the caller's
+Ctrl-C: the pool ends it. A kernel that does not compile, or a worker that dies of one, is reported, and the others go
+on. Starting a process takes 2 s of CPU time, compiling a kernel 2 to 4, and one of the small kernels around the main
+kernel of a backward less than 1.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
+import queue
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import IO, Any, NamedTuple, Protocol
 
 from ...problem import AttentionProblem
 from ...problem.decode import DecodeProblem
 from ..config import LaunchConfig
 from .compile import CompileRequest
+
+# The compiler may print, too: this stands before an answer.
+MARK = "onepass compiled "
+
+Request = CompileRequest
+Kernel = tuple  # what tells a kernel from others: name, key and arch, from which trace follows
 
 
 class Job(NamedTuple):
@@ -46,11 +57,11 @@ class CompiledKernel(NamedTuple):
             "backward_preprocess" (two, where lse may have a gradient), "backward" and, in some configurations,
             "backward_postprocess"; of `attention_decode` "append_to_cache", "decode_sm80" and "merge_splits", as far as
             a call needs them.
-        backend: whose it is.
-        problem: the first of the calls that need it.
-        config: what it was compiled with; None: there is nothing to choose.
-        seconds: that compiling it took or, with was_cached, loading it.
-        was_cached: it lay in the disk cache or in this process already.
+        backend: the name of the backend that runs it.
+        problem: the problem of the first call that needs it.
+        config: the configuration that it was compiled with; None where there is nothing to choose.
+        seconds: how long compiling it took or, with was_cached, loading it.
+        was_cached: whether it lay in the disk cache or in this process already.
     """
 
     name: str
@@ -61,63 +72,287 @@ class CompiledKernel(NamedTuple):
     was_cached: bool
 
 
-def compile_all(jobs: Sequence[Job], workers: int | None = None) -> list[CompiledKernel]:
-    """Compile each kernel once and load all of them here. Raises: RuntimeError if a worker fails, with its words."""
-    from . import compile
+class Outcome(NamedTuple):
+    """How compiling a kernel ended: after how many seconds, and why it failed (None if it did not)."""
 
-    distinct: dict[tuple, Job] = {}
+    seconds: float
+    failure: str | None
+
+
+class Worker(Protocol):
+    """Compiles one request at a time."""
+
+    def compile(self, request: Request) -> Outcome: ...
+
+    def kill(self) -> None:
+        """End the work at once, from any thread: a `compile` that is under way returns."""
+
+    def close(self) -> None:
+        """End the worker, from the thread that uses it."""
+
+
+# ---------------------------------------------------------------- three ways to use the pool
+
+
+def compile_all(jobs: Sequence[Job], workers: int | None = None) -> list[CompiledKernel]:
+    """Compile each kernel once and load all of them here.
+
+    Args:
+        workers: processes that compile at the same time, this one among them; None means one per CPU.
+    Raises: RuntimeError with the reasons if kernels do not compile in other processes; the compiler's own error if this
+        process compiles alone.
+    """
+    distinct: dict[Kernel, Job] = {}
     for job in jobs:
         distinct.setdefault(job.request.kernel, job)
-    missing = {kernel: job.request for kernel, job in distinct.items() if not compile.is_cached(*kernel)}
-    workers = min(len(missing), workers or _num_cpus())
-    if workers > 1 and not compile.has_disk_cache():
-        workers = 1  # what another process compiles would be lost
-    seconds: dict[tuple, float] = {}
-    if workers > 1:
-        # kernels of one name take about the same time, so every worker gets as many of them
-        by_name = sorted(missing, key=lambda kernel: kernel[0])
-        shares = [by_name[i::workers] for i in range(workers)]
-        requests = [[missing[kernel] for kernel in share] for share in shares]
-        with ThreadPoolExecutor(workers - 1) as pool:
-            elsewhere = pool.map(_compile_elsewhere, requests[1:])
-            results = [_compile(requests[0]), *elsewhere]
-        for share, times in zip(shares, results, strict=True):
-            seconds.update(zip(share, times, strict=True))
+    missing = _missing(job.request for job in distinct.values())
+    outcomes: dict[Kernel, Outcome] = {}
+    if min(len(missing), workers or num_cpus()) > 1 and _has_disk_cache():
+        outcomes = _compile_beside_others(missing, workers)
+        reasons = {kernel: failure for kernel, (_, failure) in outcomes.items() if failure is not None}
+        if reasons:
+            text = "\n".join(f"{kernel[0]}: {reason}" for kernel, reason in reasons.items())
+            raise RuntimeError(f"onepass: {len(reasons)} of {len(missing)} kernels do not compile:\n{text}")
     made = []
     for kernel, job in distinct.items():
-        (here,) = _compile([job.request])  # or load
-        took, was_cached = seconds.get(kernel, here), kernel not in missing
-        made.append(CompiledKernel(kernel[0], job.backend, job.problem, job.config, took, was_cached))
+        seconds = _get(job.request)  # compiles the kernel if no other process did
+        if kernel in outcomes:
+            seconds = outcomes[kernel].seconds
+        made.append(CompiledKernel(kernel[0], job.backend, job.problem, job.config, seconds, kernel not in missing))
     return made
 
 
-def _num_cpus() -> int:
+def compile_each(
+    requests: Iterable[Request],
+    workers: int | None = None,
+    on_done: Callable[[int, int], object] | None = None,
+    make_worker: Callable[[], Worker] | None = None,
+) -> dict[Kernel, str]:
+    """Compile what the disk cache lacks, in other processes.
+
+    Without a disk cache their work would be lost: nothing is compiled then, and each kernel is when it is first run.
+
+    Args:
+        workers: processes that compile at the same time; None means one per CPU.
+        on_done: called after each kernel with the number of kernels that are done and the number of all.
+        make_worker: makes a worker; None means a process.
+    Returns: for each kernel that could not be compiled, why.
+    """
+    failures: dict[Kernel, str] = {}
+    missing = _missing(requests)
+    if not missing or not _has_disk_cache():
+        return failures
+    with _Crew(missing, workers, make_worker) as crew:
+        for done in range(1, len(missing) + 1):
+            kernel, outcome = crew.finished.get()
+            if outcome.failure is not None:
+                failures[kernel] = outcome.failure
+            if on_done is not None:
+                on_done(done, len(missing))
+    return failures
+
+
+@contextlib.contextmanager
+def compiling_in_background(
+    requests: Iterable[Request], workers: int | None = None, make_worker: Callable[[], Worker] | None = None
+) -> Iterator[dict[Kernel, str]]:
+    """Compile what the disk cache lacks while the body of the `with` statement runs.
+
+    Whoever needs a kernel that is being compiled waits for it or, if nobody has begun it, compiles it. What is not done
+    when the body ends is dropped.
+
+    Args: as `compile_each`.
+    Yields: a dict in which, after the body, each kernel that could not be compiled has the reason.
+    """
+    failures: dict[Kernel, str] = {}
+    missing = _missing(requests)
+    if not missing or not _has_disk_cache():
+        yield failures
+        return
+    with _Crew(missing, workers, make_worker) as crew:
+        yield failures
+        outcomes = crew.outcomes_so_far()  # now, for what the end of the crew interrupts has not failed
+    failures |= {kernel: failure for kernel, (_, failure) in outcomes.items() if failure is not None}
+
+
+# ---------------------------------------------------------------- the pool
+
+
+def num_cpus() -> int:
+    """The number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _compile(requests: Sequence[tuple]) -> list[float]:
-    """Get the kernel of each request, compiled or loaded, and the seconds that it took."""
+def _missing(requests: Iterable[Request]) -> dict[Kernel, Request]:
+    """Each kernel that is not cached, once."""
     from . import compile
 
-    seconds = []
-    for request in requests:
+    distinct = {request[:3]: request for request in requests}
+    return {kernel: request for kernel, request in distinct.items() if not compile.is_cached(*kernel)}
+
+
+def _has_disk_cache() -> bool:
+    from . import compile
+
+    return compile.has_disk_cache()
+
+
+def _get(request: Request) -> float:
+    """Compile or load a kernel in this process. Returns: the seconds that it took."""
+    from . import compile
+
+    started = time.perf_counter()
+    compile.get(*request)
+    return round(time.perf_counter() - started, 3)
+
+
+def _compile_beside_others(missing: dict[Kernel, Request], workers: int | None) -> dict[Kernel, Outcome]:
+    """Compile with other processes and, in the calling thread, with this one."""
+    count = min(len(missing), workers or num_cpus())
+    with _Crew(missing, count - 1) as crew:
+        crew.work(_ThisProcess())
+        return dict(crew.finished.get() for _ in missing)
+
+
+class _Crew:
+    """Threads with a worker each, which take requests from one queue until it is empty or the crew is ended."""
+
+    def __init__(
+        self,
+        missing: dict[Kernel, Request],
+        workers: int | None,
+        make_worker: Callable[[], Worker] | None = None,
+    ) -> None:
+        self.finished: queue.SimpleQueue[tuple[Kernel, Outcome]] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        for request in missing.values():
+            self._waiting.put(request)
+        self._is_ended = threading.Event()
+        count = min(len(missing), workers or num_cpus())
+        self._workers = [(make_worker or WorkerProcess)() for _ in range(count)]
+        self._threads = [threading.Thread(target=self.work, args=(worker,)) for worker in self._workers]
+
+    def __enter__(self) -> _Crew:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_ended.set()
+        for worker in self._workers:
+            worker.kill()
+        for thread in self._threads:
+            thread.join()
+
+    def work(self, worker: Worker) -> None:
+        """Compile what waits, in the calling thread."""
+        try:
+            while not self._is_ended.is_set():
+                try:
+                    request = self._waiting.get_nowait()
+                except queue.Empty:
+                    return
+                try:
+                    outcome = worker.compile(request)
+                except Exception as error:  # no process, no memory, ...: someone waits for each outcome
+                    outcome = Outcome(0.0, _reason(error))
+                self.finished.put((request[:3], outcome))
+        finally:
+            worker.close()
+
+    def outcomes_so_far(self) -> dict[Kernel, Outcome]:
+        outcomes = {}
+        with contextlib.suppress(queue.Empty):
+            while True:
+                kernel, outcome = self.finished.get_nowait()
+                outcomes[kernel] = outcome
+        return outcomes
+
+
+class _ThisProcess:
+    """A worker that compiles in the calling thread."""
+
+    def compile(self, request: Request) -> Outcome:
+        return _outcome(request)
+
+    def kill(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class WorkerProcess:
+    """A worker that compiles in another process, and in a new one if a request ends that."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen | None = None
+        self._errors: IO[bytes] | None = None
+
+    def compile(self, request: Request) -> Outcome:
         started = time.perf_counter()
-        compile.get(*request)
-        seconds.append(round(time.perf_counter() - started, 3))
-    return seconds
+        if self._process is None:
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
+            self._process = _start(self._errors)
+        process, errors = self._process, self._errors
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert errors is not None
+        with contextlib.suppress(BrokenPipeError):
+            pickle.dump(request, process.stdin)
+            process.stdin.flush()
+            for line in process.stdout:
+                text = line.decode(errors="replace")
+                if text.startswith(MARK):
+                    return Outcome(*json.loads(text.removeprefix(MARK)))
+        status = process.wait()
+        errors.seek(0)
+        last_words = errors.read()[-4000:].decode(errors="replace").strip()
+        self.close()
+        failure = f"the compiler ended with exit status {status}"
+        return Outcome(round(time.perf_counter() - started, 3), f"{failure}:\n{last_words}" if last_words else failure)
+
+    def kill(self) -> None:
+        if (process := self._process) is not None:
+            process.kill()  # it holds nothing but what is in the cache already
+
+    def close(self) -> None:
+        if self._process is None:
+            return
+        self.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._errors):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        self._process = self._errors = None
 
 
-def _compile_elsewhere(requests: Sequence[tuple]) -> list[float]:
-    """`_compile` in a new process that imports from where this one does."""
+def _start(errors: IO[bytes]) -> subprocess.Popen:
+    """Start a Python process that imports from where this one does."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    command = [sys.executable, "-c", f"from {__name__} import work; work()"]
-    worker = subprocess.run(command, input=pickle.dumps(requests), env=environment, capture_output=True)
-    if worker.returncode != 0:
-        words = worker.stderr.decode(errors="replace")[-4000:]
-        raise RuntimeError(f"onepass: compiling kernels ahead failed (exit status {worker.returncode}):\n{words}")
-    return json.loads(worker.stdout.splitlines()[-1])  # the compiler may print before it
+    command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+    return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
 
 
-def work() -> None:
-    """The whole life of a worker process."""
-    print(json.dumps(_compile(pickle.load(sys.stdin.buffer))))
+def serve() -> None:
+    """Run the whole life of a worker process."""
+    while True:
+        try:
+            request = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        print(f"\n{MARK}{json.dumps(_outcome(request))}", flush=True)
+
+
+def _outcome(request: Request) -> Outcome:
+    started = time.perf_counter()
+    try:
+        return Outcome(_get(request), None)
+    except Exception as error:
+        return Outcome(round(time.perf_counter() - started, 3), _reason(error))
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:2000]

@@ -1,38 +1,29 @@
-"""What the benchmarks of the Hopper kernels share: the paper's grid, contenders in turns, tables and results files.
+"""The FlashAttention-3 paper's grid: its cases, the options of a suite that measures it, tables and results files.
 
-The grid is that of the FlashAttention-3 paper, section 4.1: 16k tokens in all, hidden size 2048. TFLOP/s counts
-4 * seqlen^2 * head_dim * heads * batch for a forward pass, halved when causal, and 2.5 times that for a backward pass.
+The grid is that of arXiv:2407.08608, section 4.1: 16k tokens in all, hidden size 2048. TFLOP/s counts visible pairs
+(see flops.py): for a causal case that is the paper's half of seqlen^2 times 1 + 1 / seqlen.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
-import importlib.metadata
-import json
 import math
-import multiprocessing
 import os
-import random
 import re
 import statistics
-import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-import onepass
+from ..cases import Case, Direction
+from ..flops import flops
+from ..rows import Report, finite
+from ..timing import Call, do_bench_sampler, measure_interleaved
 
 TOKENS, HIDDEN = 16384, 2048
 HEAD_DIMS = [64, 128, 256]
 SEQLENS = [512, 1024, 2048, 4096, 8192, 16384]
-PACKAGES = ("fa3-fwd", "flash-attn-4", "nvidia-cutlass-dsl")
-
-Call = Callable[[], object]
 
 
 class Cell(NamedTuple):
@@ -51,10 +42,9 @@ class Cell(NamedTuple):
     def heads(self) -> int:
         return HIDDEN // self.head_dim
 
-    @property
-    def flops(self) -> float:
-        """Of the forward pass."""
-        return 4 * self.seqlen**2 * self.head_dim * self.heads * self.batch * (0.5 if self.causal else 1.0)
+    def case(self, dtype: str = "bfloat16", direction: Direction = "fwd") -> Case:
+        shape = {"heads": self.heads, "head_dim": self.head_dim, "batch": self.batch}
+        return Case.square(self.seqlen, **shape, dtype=dtype, causal=self.causal, direction=direction)
 
 
 def parse_cases(text: str) -> list[Cell]:
@@ -66,23 +56,28 @@ def parse_cases(text: str) -> list[Cell]:
 
 
 def add_arguments(parser: argparse.ArgumentParser, peers: str, out: str) -> None:
-    """The options of a grid: its cases and peers, how they are timed, where the results go."""
+    """Add the options of a grid: its cases and peers, how they are timed, where the results go."""
 
     def integers(text: str) -> list[int]:
         return [int(x) for x in text.split(",")]
 
-    parser.add_argument("--no-check", action="store_true")
-    parser.add_argument("--no-grid", action="store_true")
+    parser.add_argument("--no-check", action="store_true", help="do not check the results")
+    parser.add_argument("--no-grid", action="store_true", help="do not time the grid")
     parser.add_argument("--cases", type=parse_cases, help="such as 128c8192,64n512; default: the grid")
-    parser.add_argument("--head-dims", type=integers, default=HEAD_DIMS)
-    parser.add_argument("--seqlens", type=integers, default=SEQLENS)
+    parser.add_argument("--head-dims", type=integers, default=HEAD_DIMS, help="comma-separated")
+    parser.add_argument("--seqlens", type=integers, default=SEQLENS, help="comma-separated")
     parser.add_argument("--tokens", type=int, help=f"batch * seqlen; default: the grid's, {TOKENS}")
-    parser.add_argument("--peers", default=peers)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--load", action="store_true", help="clock and power of each contender, 0.7 s each")
-    parser.add_argument("--warmup-ms", type=int, default=25)
-    parser.add_argument("--rep-ms", type=int, default=50)
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "."), out))
+    parser.add_argument("--peers", default=peers, help=f"comma-separated; default: {peers or 'by dtype'}")
+    parser.add_argument("--rounds", type=int, default=5, help="how often each contender is timed in each case")
+    parser.add_argument("--load", action="store_true", help="also clock and power under each contender, 0.7 s each")
+    parser.add_argument("--warmup-ms", type=int, default=25, help="warm-up of each timing")
+    parser.add_argument("--rep-ms", type=int, default=50, help="length of each timing")
+    add_out(parser, out)
+
+
+def add_out(parser: argparse.ArgumentParser, name: str) -> None:
+    help_text = f"results file; default: {name} in $OUT or here"
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "."), name), help=help_text)
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
@@ -90,115 +85,46 @@ def cells(args: argparse.Namespace) -> list[Cell]:
     return [cell._replace(tokens=args.tokens) for cell in found]
 
 
-# ---------------------------------------------------------------- compiling
+def split_variants(text: str | None, joint: str = " ") -> list[str]:
+    """The variants of a command line, which are separated by semicolons, with `joint` in place of all white space."""
+    return [joint.join(words.split()) for words in (text or "").split(";") if words.strip()]
 
 
-def compile_all(jobs: Sequence[Any], compile_one: Callable[[Any], float]) -> None:
-    """Compile into the disk cache with one process per core; `compile_one` tells the seconds that a job took."""
-    workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 1, 24))
-    started = time.perf_counter()
-    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        seconds = list(pool.map(compile_one, jobs))
-    wall = time.perf_counter() - started
-    mean = statistics.mean(seconds) if seconds else 0.0
-    print(f"compiled {len(jobs)} kernels in {wall:.1f} s with {workers} processes, {mean:.1f} s each", flush=True)
+def fields_of(variant: str) -> dict[str, str]:
+    """The fields that a variant changes: "tile_n=64,pack_gqa=False" -> {"tile_n": "64", "pack_gqa": "False"}.
 
-
-# ---------------------------------------------------------------- timing
-
-
-def median_ms(call: Call, warmup_ms: int, rep_ms: int) -> float:
-    """Of triton's do_bench, which flushes the L2 cache before each run."""
-    from triton.testing import do_bench
-
-    return do_bench(call, warmup=warmup_ms, rep=rep_ms, return_mode="median")
+    Raises: ValueError for anything else.
+    """
+    found = [re.fullmatch(r"(\w+)=(.+)", change.strip()) for change in variant.split(",")]
+    if None in found:
+        raise ValueError(f"variant {variant!r}: expected name=value, several separated by commas")
+    return {match[1]: match[2] for match in found if match}
 
 
 def time_in_turns(calls: Mapping[str, Call], args: argparse.Namespace, seed: int) -> dict[str, list[float]]:
-    """Milliseconds of each call in each round.
-
-    The chip runs at its power limit: who comes after a frugal contender finds a higher clock. Each round starts
-    elsewhere and every other one goes backwards, so that neighbours change.
-    """
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    order = random.Random(seed).sample(list(calls), len(calls))
-    for turn in range(args.rounds):
-        start = turn * len(order) // args.rounds
-        in_turn = order[start:] + order[:start]
-        for name in in_turn[:: -1 if turn % 2 else 1]:
-            times[name].append(median_ms(calls[name], args.warmup_ms, args.rep_ms))
-    return times
-
-
-def under_load(call: Call, seconds: float = 0.7) -> dict[str, str]:
-    """Clock, power and what holds the clock down, after `seconds` of nothing but this call."""
-    names = "clocks.sm,power.draw.instant,clocks_event_reasons.active"
-    ended = time.perf_counter() + seconds
-    while time.perf_counter() < ended:
-        for _ in range(20):
-            call()
-        torch.cuda.synchronize()
-    for _ in range(400):  # still to be done when the clock is read
-        call()
-    values = output("nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader").split(", ")
-    torch.cuda.synchronize()
-    return dict(zip(names.split(","), values, strict=False))
-
-
-# ---------------------------------------------------------------- results
-
-
-def output(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-
-
-def circumstances() -> dict[str, Any]:
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),
-        "driver_clocks_power": output(
-            "nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.max.sm,power.limit", "--format=csv,noheader"
-        ),
-        "commit": output("git", "rev-parse", "HEAD"),
-        "onepass": onepass.__version__,
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    """Milliseconds of each call in each round; the order changes from round to round."""
+    samplers = {name: do_bench_sampler(call, args.warmup_ms, args.rep_ms) for name, call in calls.items()}
+    return measure_interleaved(samplers, rounds=args.rounds, seed=seed, warms_up=False).ms
 
 
 @dataclasses.dataclass
 class Results:
-    """A results file, written again after every case, and the same on the screen.
+    """The rows of a grid in a results file, which is written again after every case, and as tables on the screen.
 
     Attributes:
-        peers: names of the contenders that are not ours. "onepass" is ours with its defaults, all others variants.
-        work: FLOPs of the pass over those of a forward pass.
+        peers: names of the contenders that are not ours. "onepass" is ours with its defaults, all others are variants.
         tolerance: an error above it gets a "!" in the tables.
     """
 
-    about: dict[str, Any]
-    path: Path
+    report: Report
     peers: Sequence[str] = ()
-    work: float = 1.0
+    dtype: str = "bfloat16"
+    direction: Direction = "fwd"
     tolerance: float = 0.05
-    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     _names: list[str] = dataclasses.field(default_factory=list)
 
-    def save(self) -> None:
-        self.path.write_text(json.dumps({"circumstances": self.about, "rows": self.rows}, indent=1))
-
     def tflops(self, cell: Cell, ms: Sequence[float]) -> float:
-        return self.work * cell.flops / statistics.median(ms) / 1e9
+        return flops(cell.case(self.dtype, self.direction)) / statistics.median(ms) / 1e9
 
     def add(
         self,
@@ -208,7 +134,7 @@ class Results:
         configs: Mapping[str, Any],
         loads: Mapping[str, dict[str, str]],
     ) -> None:
-        """A line and rows for one case."""
+        """Add the rows of a case, and print a line."""
         tflops = {name: self.tflops(cell, ms) for name, ms in times.items()}
         names = list(tflops)
         if names != self._names:
@@ -224,23 +150,23 @@ class Results:
         for name, load in loads.items():
             print(f"    {name:32s} {load}", flush=True)
         for name in names:
-            self.rows.append(
+            self.report.rows.append(
                 {
                     **cell._asdict(),
                     "contender": name,
                     "ms": [round(ms, 5) for ms in times[name]],
                     "tflops": round(tflops[name], 2),
-                    "error": errors[name],
+                    "error": finite(errors[name]),
                     "under_load": loads.get(name),
                     "config": dataclasses.asdict(configs[name]) if name in configs else None,
                 }
             )
-        self.save()
+        self.report.save()
 
     def by_cell(self) -> dict[Cell, dict[str, float]]:
         """TFLOP/s of each contender."""
         found: dict[Cell, dict[str, float]] = {}
-        for row in self.rows:
+        for row in self.report.rows:
             cell = Cell(row["head_dim"], row["causal"], row["seqlen"], row["tokens"])
             found.setdefault(cell, {})[row["contender"]] = self.tflops(cell, row["ms"])
         return found
@@ -257,7 +183,7 @@ class Results:
         return found
 
     def summarise(self) -> None:
-        """onepass over the grid: TFLOP/s (ratio to the best peer), the geometric mean of the ratios and the least."""
+        """Print onepass over the grid: TFLOP/s (ratio to the best peer), geometric mean and minimum of the ratios."""
         ratios = self.ratios()
         tflops = {cell: values["onepass"] for cell, values in self.by_cell().items() if "onepass" in values}
         seqlens = sorted({cell.seqlen for cell in tflops})

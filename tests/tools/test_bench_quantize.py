@@ -1,31 +1,22 @@
-"""benchmarks/quantize.py on a CPU: a small tensor, with kernels and a clock that stand for a GPU's."""
+"""The suite of quantize_fp8 on a CPU: a small tensor, with kernels and a clock that stand in for a GPU's."""
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from onepass.api import fast_path
+from onepass.bench.suites import quantize as module
 from onepass.dispatch import fp8
 from onepass.kernels.launch import quantize as launch
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-pytestmark = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="not a checkout")
-
 
 def test_shares_of_a_copy(monkeypatch, tmp_path, capsys):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in ("common", "quantize"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    module = importlib.import_module("quantize")
-    monkeypatch.setattr(module, "circumstances", dict)
+    monkeypatch.setattr(module, "DEVICE", "cpu")
     launched = set()
 
     def timed(calls, *_):
-        for call in calls if isinstance(calls, list) else [calls]:
+        for call in calls:
             call()
         return 10.0
 
@@ -34,11 +25,10 @@ def test_shares_of_a_copy(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(module, "TOKENS", 256)
     monkeypatch.setattr(module, "HIDDEN", 128)
-    monkeypatch.setattr(module, "graph_us", timed)
     monkeypatch.setattr(module, "median_us", timed)
     monkeypatch.setattr(module, "num_launches", lambda call: call() is not None and 1)
     compiled = set()
-    monkeypatch.setattr(module, "compile_all", lambda jobs, compile_one: compiled.update(jobs))
+    monkeypatch.setattr(module, "compile_ahead", lambda requests: compiled.update(key for _, key, *_ in requests))
     monkeypatch.setattr(fast_path, "_forwards", {})
     monkeypatch.setattr(launch, "prepare", launch.prepare.__wrapped__)
     monkeypatch.setattr(launch, "arch_of", lambda device: "sm_90a")
@@ -47,12 +37,14 @@ def test_shares_of_a_copy(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch, "randn", on_cpu(torch.randn))
     monkeypatch.setattr(torch, "zeros", on_cpu(torch.zeros))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     out = tmp_path / "quantize.json"
-    monkeypatch.setattr(sys, "argv", ["quantize.py", "--head-dims", "64", "--out", str(out)])
-    module.main()
-    assert compiled == set(module.kernels([64])) == launched  # all that was compiled ahead, and nothing else
+    module.main(["--head-dims", "64", "--out", str(out)])
+    assert launched == set(module.kernels([64]))
+    # what was compiled ahead of time is what was launched
+    assert compiled == {launch.compile_request(kernel, "sm_90a")[1] for kernel in launched}
     written = json.loads(out.read_text())
     rows = {row["what"]: row for row in written["rows"]}
     # 3 bytes a number and a scale for 64 * 64 of them, for three tensors in the time of the copy of 3 bytes

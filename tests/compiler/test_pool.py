@@ -1,13 +1,12 @@
-"""Compiling candidates: each by itself, in processes that nobody has to wait for."""
+"""The pool of compilers: each kernel compiles by itself, in processes that nobody has to wait for."""
 
-import os
 import threading
 import time
 
 import pytest
 
 from onepass.kernels.compiler import compile
-from onepass.tuning.pool import Worker, compile_each
+from onepass.kernels.compiler.pool import Outcome, WorkerProcess, compile_each, compiling_in_background
 
 REQUESTS = [("forward", (i,), "sm_90a", None) for i in range(7)]
 
@@ -22,7 +21,8 @@ class Crew:
     """Makes workers that refuse odd keys, die of key 5 and take their time for key 6."""
 
     def __init__(self):
-        self.compiled, self.closed, self.killed = [], 0, threading.Event()
+        self.compiled, self.closed = [], 0
+        self.has_begun_6, self.killed = threading.Event(), threading.Event()
 
     def __call__(self):
         return self
@@ -33,8 +33,9 @@ class Crew:
         if number == 5:
             raise OSError("no more processes")
         if number == 6:
+            crew.has_begun_6.set()
             crew.killed.wait(10)
-        return "odd" if number % 2 else None
+        return Outcome(0.5, "odd" if number % 2 else None)
 
     def kill(self):
         self.killed.set()
@@ -83,26 +84,59 @@ def test_ctrl_c_waits_for_nobody():
     assert threading.active_count() == before
 
 
+def test_in_the_background():
+    """The failures are there after the body, and what is not done by then is dropped."""
+    crew = Crew()
+    with compiling_in_background(REQUESTS, 1, crew) as failed:
+        assert crew.has_begun_6.wait(10)
+        assert failed == {}
+        started = time.perf_counter()
+    assert time.perf_counter() - started < 5
+    assert {key: reason for (_, (key,), _), reason in failed.items()} == {
+        1: "odd",
+        3: "odd",
+        5: "OSError: no more processes",
+    }
+    assert crew.closed == 1
+
+
+def test_nothing_to_do_in_the_background():
+    crew = Crew()
+    with compiling_in_background(REQUESTS[:1], 1, crew) as failed:
+        pass
+    assert (failed, crew.compiled) == ({}, [])
+
+
 class Deadly:
     """Ends the process that unpickles it."""
 
+    def __init__(self, *words):
+        self.words = words
+
     def __reduce__(self):
-        return os._exit, (3,)
+        code = f"import os, sys; print(*{self.words!r}, end='', file=sys.stderr, flush=True); os._exit(3)"
+        return exec, (code,)
 
 
 def test_a_process():
-    """A request that it cannot do, one that it dies of, and one after that."""
-    worker = Worker()
+    """A request that it cannot do, one that it dies of, one after that, and one that it dies of with a word."""
+    worker = WorkerProcess()
     try:
         impossible = ("forward", ("key",), "sm_90a", None)
         for _ in range(2):
-            assert worker.compile(impossible).startswith(("TypeError", "PackageNotFoundError"))
+            assert worker.compile(impossible).failure.startswith(("TypeError", "PackageNotFoundError"))
         process = worker._process
-        assert worker.compile(("forward", Deadly(), "sm_90a", None)) == "the compiler ended with exit status 3"
-        assert worker.compile(impossible).startswith(("TypeError", "PackageNotFoundError"))
+        assert worker.compile(deadly()).failure == "the compiler ended with exit status 3"
+        assert worker.compile(impossible).failure.startswith(("TypeError", "PackageNotFoundError"))
         assert worker._process.pid != process.pid
+        failure = worker.compile(deadly("out of registers")).failure
+        assert failure == "the compiler ended with exit status 3:\nout of registers"
     finally:
         worker.close()
     assert worker._process is None
     worker.close()
     worker.kill()
+
+
+def deadly(*words):
+    return ("forward", Deadly(*words), "sm_90a", None)

@@ -1,25 +1,25 @@
-"""The Hopper forward in FP8 on a GPU: is it right, how fast is it, and which configuration is fastest?
+"""The Hopper forward in FP8: is it right, how fast is it, and which configuration is fastest?
 
-    python benchmarks/fp8.py                                        # check, sums, then the grid beside FlashAttention-3
-    python benchmarks/fp8.py --no-check --cases 128c8192,256n512    # some cases only
-    python benchmarks/fp8.py --variants "n128 q2 t28 sums; 3wg n128 q2 t28 after" # ... with these configurations
-    python benchmarks/fp8.py --variants try                         # ... with those of VARIANTS
-    python benchmarks/fp8.py --summarise a.json b.json c.json       # tables of the medians of several runs
+    python -m onepass.bench.suites.fp8                                        # check, sums, then the grid
+    python -m onepass.bench.suites.fp8 --no-check --cases 128c8192,256n512    # some cases only
+    python -m onepass.bench.suites.fp8 --variants "n128 q2 t28 sums; 3wg n128 q2 t28 after" # also these configurations
+    python -m onepass.bench.suites.fp8 --variants try                         # also the ones in VARIANTS
+    python -m onepass.bench.suites.fp8 --summarise a.json b.json c.json       # tables of the medians of several runs
 
 Contenders, and what is in their time:
 
     onepass      from e4m3 tensors, scales of blocks, V as `onepass.fp8.keys_last` lays it: the kernel alone
-    rows         the same with V as it comes, (batch, seqlen, heads, dim)
-    whole        onepass.attention(q, k, v, precision="fp8") from bfloat16: quantised in each call
+    rows         as onepass, with V as it comes, (batch, seqlen, heads, dim)
+    whole        onepass.attention(q, k, v, precision="fp8") from bfloat16: quantized in each call
     fa3          FlashAttention-3 from e4m3 tensors with scales of heads, V as it comes: transposed in its kernel
-    fa3 columns  the same with the keys of V contiguous, which its kernel need not transpose
-    fa3 whole    the same from bfloat16: scales of heads and rounding by torch's operators in each call
+    fa3 columns  as fa3, with the keys of V contiguous, which its kernel need not transpose
+    fa3 whole    as fa3, from bfloat16: scales of heads and rounding by torch's operators in each call
     bf16         onepass in bfloat16
 
 Three comparisons are like for like: rows beside fa3, onepass beside the faster one of fa3 and fa3 columns, and whole
-beside fa3 whole. Grid and FLOPs are those of the FlashAttention-3 paper, configurations and options those of
-hopper_forward.py, timing as there. The check compares with float64 attention over the dequantised tensors, then prints
-the paper's Table 3. The sums are those of P V at up to 65536 keys: q = 0 and v = 1, and V of mean 1.
+beside fa3 whole. Grid, configurations, options and timing are those of forward_sm90.py. The check compares with float64
+attention over the dequantized tensors, then prints the paper's Table 3. The sums are those of P V at up to 65536 keys:
+of q = 0 and v = 1, and of V with mean 1. The results go to --out as JSON.
 """
 
 from __future__ import annotations
@@ -35,27 +35,31 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-import common
 import torch
-from hopper_forward import configuration
 from torch import Tensor
 
 import onepass
-from onepass.errors import UnsupportedError
-from onepass.kernels.compiler import compile
-from onepass.kernels.config import ForwardConfig, p_exponent
-from onepass.kernels.heuristics import sm90 as heuristics
-from onepass.kernels.launch import forward_sm90 as launch
-from onepass.ops import quantize
-from onepass.problem import AttentionProblem, Mask, Quantization, QuantizedInputs
-from onepass.quantization import codec, dequantize, layout
-from onepass.testing import fp8_budget, table3
+
+from ...errors import UnsupportedError
+from ...kernels.config import ForwardConfig, p_exponent
+from ...kernels.heuristics import sm90 as heuristics
+from ...kernels.launch import forward_sm90 as launch
+from ...ops import quantize
+from ...problem import AttentionProblem, Mask, Quantization, QuantizedInputs
+from ...quantization import codec, dequantize, layout
+from ...testing import fp8_budget, table3
+from ..machine import describe, under_load
+from ..rows import Report, finite
+from . import grid
+from .ahead import compile_ahead
+from .forward_sm90 import configuration
 
 DEVICE, BACKEND = "cuda", "sm90"
 TABLE3_SEQLEN = table3.PAPER_SEQLEN
 
-# Under measurement, by (head_dim, causal): those of heuristics.FORWARD_FP8 at any length, and others.
+# Configurations under measurement, by (head_dim, causal): the ones that heuristics.FORWARD_FP8 has, and others.
 VARIANTS = {
     (64, False): "3wg n128 q2 t28 after; 4wg n64 q2 t28 after; n128 q2 t28 sums; 3wg n128 q2 t28",
     (64, True): "3wg n128 q2 t28 after queue; 4wg n64 q2 t28 after queue; n128 q2 t28 sums queue; 4wg n64 q2 t28",
@@ -79,7 +83,7 @@ def variants(text: str | None, head_dim: int, causal: bool) -> dict[str, Forward
         return {}
     listed = VARIANTS.get((head_dim, causal), "") if text == "try" else text
     found = {}
-    for name in filter(None, (" ".join(words.split()) for words in listed.split(";"))):
+    for name in grid.split_variants(listed):
         config = configuration(name)
         try:
             config.check(static_problem(head_dim, causal))
@@ -110,7 +114,7 @@ def problem_of(inputs: QuantizedInputs, causal: bool, quantization: Quantization
 
 
 def prepared(q: Tensor, k: Tensor, v: Tensor) -> onepass.QuantizedQKV:
-    """Quantised, with V as the kernel reads it."""
+    """The tensors quantized, with V as the kernel reads it."""
     quantized = onepass.quantize_fp8(q, k, v)
     if quantized.v_keys_last:
         return quantized
@@ -129,20 +133,9 @@ def out_of(run: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[], Tensor]:
     return lambda: run()[0]
 
 
-def _compile_one(job: tuple[AttentionProblem, ForwardConfig]) -> float:
-    started = time.perf_counter()
-    compile.get(*launch.compile_request(*job))
-    return time.perf_counter() - started
-
-
-def compile_all(jobs: list[tuple[AttentionProblem, ForwardConfig]]) -> None:
-    unique = {launch.compile_request(*job)[1]: job for job in jobs}
-    common.compile_all(list(unique.values()), _compile_one)
-
-
 # ---------------------------------------------------------------- correctness
 
-# batch, seqlen_q, seqlen_k, heads_q, heads_kv, what q is multiplied with
+# batch, seqlen_q, seqlen_k, heads_q, heads_kv, factor of q
 CHECKS = (
     (2, 1000, 1000, 4, 2, 1.0),
     (2, 300, 777, 4, 2, 1.0),
@@ -152,8 +145,8 @@ CHECKS = (
 )
 
 
-def run_check(args: argparse.Namespace, about: dict) -> bool:
-    """Whether all is right; Table 3 goes into `about`, and so into the results file."""
+def run_check(args: argparse.Namespace, about: dict[str, Any]) -> bool:
+    """Whether everything is right. Table 3 goes into `about`, and so into the results file."""
     torch.manual_seed(time.time_ns() % 2**31)
     print("seed of the check:", torch.initial_seed())
     jobs = [
@@ -162,12 +155,12 @@ def run_check(args: argparse.Namespace, about: dict) -> bool:
         for causal in (False, True)
         for name, config in ({"": None} | variants(args.variants, head_dim, causal)).items()
     ]
-    compiled = []
+    requests = []
     for head_dim, causal, _, config in jobs:
         for _, seqlen_q, *_ in CHECKS:
             problem = static_problem(head_dim, causal, seqlen_q)
-            compiled.append((problem, config or heuristics.forward_config(problem)))
-    compile_all(compiled)
+            requests.append(launch.compile_request(problem, config or heuristics.forward_config(problem)))
+    compile_ahead(requests)
     failed = 0
     for head_dim, causal, name, config in jobs:
         worst, differs = [0.0, 0.0], False
@@ -181,12 +174,12 @@ def run_check(args: argparse.Namespace, about: dict) -> bool:
             tensors = quantized.dequantize()
             v_scale = dequantize.row_scales(tensors[2], quantized.v_descale, quantized.kv_block, None)
             threshold = heuristics.LAZY_FP8 if config is None else config.rescale_threshold
-            rounding = {"short_sums": True, "v_scale": v_scale, "p_exponent": p_exponent(threshold)}
+            rounding: dict[str, Any] = {"short_sums": True, "v_scale": v_scale, "p_exponent": p_exponent(threshold)}
             budget = fp8_budget(*tensors, out.dtype, causal=causal, **rounding)
             for i, (actual, oracle, allowed) in enumerate(
                 ((out, budget.oracle.out, budget.out), (lse, budget.oracle.lse, budget.lse))
             ):
-                same = actual.double() == oracle  # -inf of rows that see nothing
+                same = actual.double() == oracle  # -inf in rows that see no key
                 share = ((actual.double() - oracle).abs() / allowed).masked_fill(same, 0.0)
                 worst[i] = max(worst[i], float(share.nan_to_num(torch.inf).max()))
             worst[0] = max(worst[0], budget.scale(out).share)
@@ -194,15 +187,15 @@ def run_check(args: argparse.Namespace, about: dict) -> bool:
         failed += not ok
         label = f"d{head_dim}{' causal' if causal else ''} {name or 'default'}"
         print(
-            f"  {label:48s} {'ok  ' if ok else 'FAIL'} of their budgets: out {worst[0]:.2f}, lse {worst[1]:.2f}"
+            f"  {label:48s} {'ok  ' if ok else 'FAIL'} share of the budget: out {worst[0]:.2f}, lse {worst[1]:.2f}"
             + (", runs differ" if differs else ""),
             flush=True,
         )
     print(f"check: {len(jobs) - failed} of {len(jobs)} passed", flush=True)
     rows = table3.table3(TABLE3_SEQLEN, DEVICE, seeds=1, backend=BACKEND)
-    about["table3_rmse"] = {row.method: float(f"{row.rmse:.2e}") for row in rows}
+    about["table3_rmse"] = {row.method: finite(float(f"{row.rmse:.2e}")) for row in rows}
     for row in rows:
-        limit = "" if row.limit is None else f"  {'ok' if row.ok else 'FAIL'}, may be {row.limit:.2e}"
+        limit = "" if row.limit is None else f"  {'ok' if row.ok else 'FAIL'}, limit {row.limit:.2e}"
         paper = "" if row.paper is None else f"  paper {row.paper:.1e}"
         print(f"  Table 3: {row.method:44s} {row.rmse:.2e}{paper}{limit}", flush=True)
     return failed == 0 and all(row.ok for row in rows)
@@ -222,15 +215,15 @@ def fa3(q: Tensor, k: Tensor, v: Tensor, causal: bool, columns: bool = False) ->
 def fa3_whole(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
     """FlashAttention-3 from bfloat16: scales of heads and rounding by torch's operators, in the call."""
 
-    def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
         descale = (
             torch.linalg.vector_norm(x, math.inf, dim=(1, 3), dtype=torch.float32).clamp_(min=1e-20) / codec.E4M3_MAX
         )
         return (x * descale.reciprocal()[:, None, :, None].to(x.dtype)).to(codec.E4M3), descale
 
     def call() -> Tensor:
-        tensors, descales = zip(*map(quantised, (q, k, v)), strict=True)
-        return _fa3(*tensors, list(descales), causal)
+        (q_codes, q_descale), (k_codes, k_descale), (v_codes, v_descale) = map(quantized, (q, k, v))
+        return _fa3(q_codes, k_codes, v_codes, [q_descale, k_descale, v_descale], causal)
 
     return call
 
@@ -247,8 +240,8 @@ def contenders(q: Tensor, k: Tensor, v: Tensor, causal: bool, names: list[str]) 
     z = prepared(q, k, v)
     rows = dataclasses.replace(z, v=layout.keys_first(z.v, k.shape[1]).contiguous(), v_keys_last=False)
 
-    def public(*tensors: object, **options: object) -> Callable[[], Tensor]:
-        return lambda: onepass.attention(*tensors, causal=causal, **options)  # type: ignore[arg-type,return-value]
+    def public(*tensors: Any, **options: Any) -> Callable[[], Tensor]:
+        return lambda: onepass.attention(*tensors, causal=causal, **options)
 
     makers: dict[str, Callable[[], Callable[[], Tensor]]] = {
         "fa3": lambda: fa3(q, k, v, causal),
@@ -269,18 +262,18 @@ def contenders(q: Tensor, k: Tensor, v: Tensor, causal: bool, names: list[str]) 
     return found
 
 
-def run_grid(args: argparse.Namespace, about: dict) -> None:
+def run_grid(args: argparse.Namespace, report: Report) -> None:
     names = [name for name in args.peers.split(",") if name]
-    # the ratio is that to the fastest of FlashAttention-3 from e4m3
-    results = common.Results(about, args.out, PEERS, tolerance=0.3)
-    configs = {cell: variants(args.variants, cell.head_dim, cell.causal) for cell in common.cells(args)}
+    # ratios are to the fastest contender of FlashAttention-3
+    results = grid.Results(report, PEERS, tolerance=0.3)
+    configs = {cell: variants(args.variants, cell.head_dim, cell.causal) for cell in grid.cells(args)}
     jobs = []
     for cell, own in configs.items():
         problem = static_problem(cell.head_dim, cell.causal, cell.seqlen)
         jobs += [(problem, config) for config in (heuristics.forward_config(problem), *own.values())]
-        in_rows = static_problem(cell.head_dim, cell.causal, cell.seqlen, keys_last=False)
-        jobs.append((in_rows, heuristics.forward_config(in_rows)))
-    compile_all(jobs)
+        problem = static_problem(cell.head_dim, cell.causal, cell.seqlen, keys_last=False)
+        jobs.append((problem, heuristics.forward_config(problem)))
+    compile_ahead(launch.compile_request(*job) for job in jobs)
     for cell, own in configs.items():
         shape = cell.batch, cell.seqlen, cell.heads, cell.head_dim
         q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
@@ -291,8 +284,8 @@ def run_grid(args: argparse.Namespace, about: dict) -> None:
         expected = onepass.attention(q, k, v, causal=cell.causal)
         assert isinstance(expected, Tensor)
         errors = {name: float((call().float() - expected.float()).abs().max()) for name, call in calls.items()}
-        times = common.time_in_turns(calls, args, seed=cell.seqlen)
-        loads = {name: common.under_load(call) for name, call in calls.items()} if args.load else {}
+        times = grid.time_in_turns(calls, args, seed=cell.seqlen)
+        loads = {name: under_load(call) for name, call in calls.items()} if args.load else {}
         default = heuristics.forward_config(static_problem(cell.head_dim, cell.causal, cell.seqlen))
         in_rows = heuristics.forward_config(static_problem(cell.head_dim, cell.causal, cell.seqlen, keys_last=False))
         results.add(cell, times, errors, {"onepass": default, "rows": in_rows} | own, loads)
@@ -300,11 +293,11 @@ def run_grid(args: argparse.Namespace, about: dict) -> None:
 
 
 def summarise(paths: Sequence[Path]) -> None:
-    """The comparisons of `LIKE_FOR_LIKE`: for each case TFLOP/s and ratio, medians of the runs that the files hold."""
-    tflops: dict[common.Cell, dict[str, list[float]]] = {}
+    """Print the comparisons of `LIKE_FOR_LIKE`: for each case TFLOP/s and ratio, medians over the files' runs."""
+    tflops: dict[grid.Cell, dict[str, list[float]]] = {}
     for path in paths:
         for row in json.loads(path.read_text())["rows"]:
-            cell = common.Cell(row["head_dim"], row["causal"], row["seqlen"], row["tokens"])
+            cell = grid.Cell(row["head_dim"], row["causal"], row["seqlen"], row.get("tokens"))
             tflops.setdefault(cell, {}).setdefault(row["contender"], []).append(row["tflops"])
     seqlens = sorted({cell.seqlen for cell in tflops})
     for title, (ours, peers) in LIKE_FOR_LIKE.items():
@@ -320,15 +313,15 @@ def summarise(paths: Sequence[Path]) -> None:
         print(f"\n{title}: {ours} beside {' or '.join(peers)}, {len(paths)} runs")
         print(f"| head_dim | causal | {' | '.join(map(str, seqlens))} |\n|{'---|' * (2 + len(seqlens))}")
         for head_dim, causal in dict.fromkeys(cell[:2] for cell in tflops):
-            found = {cell.seqlen: entry for cell, entry in entries.items() if cell[:2] == (head_dim, causal)}
-            row = " | ".join(found.get(seqlen, "") for seqlen in seqlens)
+            by_length = {cell.seqlen: entry for cell, entry in entries.items() if cell[:2] == (head_dim, causal)}
+            row = " | ".join(by_length.get(seqlen, "") for seqlen in seqlens)
             print(f"| {head_dim} | {'yes' if causal else 'no'} | {row} |")
-        for head_dim in (None, *sorted({cell.head_dim for cell in ratios})):
-            own_ratios = {cell: ratio for cell, ratio in ratios.items() if head_dim in (None, cell.head_dim)}
+        for only in (None, *sorted({cell.head_dim for cell in ratios})):
+            own_ratios = {cell: ratio for cell, ratio in ratios.items() if only in (None, cell.head_dim)}
             mean = math.exp(statistics.mean(map(math.log, own_ratios.values())))
             least = min(own_ratios, key=lambda cell: own_ratios[cell])
             where = f"{least.head_dim}{' causal' if least.causal else ''} {least.seqlen}"
-            name = "all" if head_dim is None else f"head_dim {head_dim}"
+            name = "all" if only is None else f"head_dim {only}"
             print(
                 f"{name}: geometric mean {mean:.3f}, least {own_ratios[least]:.3f} ({where}), {len(own_ratios)} cases"
             )
@@ -339,8 +332,8 @@ def summarise(paths: Sequence[Path]) -> None:
 SUM_LENGTHS = (2048, 8192, 16384, 65536)
 
 
-def run_sums(args: argparse.Namespace, about: dict) -> None:
-    """out of q = 0 and v = 1, and the bias of out for scores of N(0, 1) and V of mean 1, by the number of keys."""
+def run_sums(args: argparse.Namespace, about: dict[str, Any]) -> None:
+    """Measure out of q = 0 and v = 1, and the bias of out for scores of N(0, 1) and V of mean 1, by number of keys."""
     found = about["sums"] = {}
     has_fa3 = "fa3" in args.peers.split(",") and importlib.util.find_spec("fa3_fwd_interface") is not None
     configs = {}
@@ -349,10 +342,11 @@ def run_sums(args: argparse.Namespace, about: dict) -> None:
             problem = static_problem(head_dim, False, keys)
             config = heuristics.forward_config(problem)
             one_sum = dataclasses.replace(config, two_level_sums=False, overlap_gemm_softmax=True, pv_columns=0)
-            # 3 warpgroups of head_dim 128 have no registers for it
+            # 3 warpgroups of head_dim 128 have no registers for the overlap
             one_sum = dataclasses.replace(one_sum, num_warpgroups=2)
             configs[head_dim, keys] = {"onepass": config, "onepass with one sum": one_sum}
-    compile_all([(static_problem(d, False, n), c) for (d, n), own in configs.items() for c in own.values()])
+    jobs = [(static_problem(d, False, n), config) for (d, n), own in configs.items() for config in own.values()]
+    compile_ahead(launch.compile_request(*job) for job in jobs)
     for head_dim in args.head_dims:
         for keys in SUM_LENGTHS:
             q, k, v = (torch.randn(1, n, 2, head_dim, device=DEVICE, dtype=torch.bfloat16) for n in (512, keys, keys))
@@ -367,28 +361,30 @@ def run_sums(args: argparse.Namespace, about: dict) -> None:
                 for contender, call in calls.items():
                     out = call().double()
                     share = float((out * expected).sum() / expected.square().sum())
-                    found[f"head_dim {head_dim}, {keys} keys, {kind}, {contender}"] = round(share, 5)
+                    found[f"head_dim {head_dim}, {keys} keys, {kind}, {contender}"] = finite(round(share, 5))
                     print(f"  head_dim {head_dim}, {keys} keys, {kind}: {contender} {share:.5f}", flush=True)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_arguments(parser, peers="fa3,fa3 columns,fa3 whole,rows,whole,bf16", out="fp8.json")
-    parser.add_argument("--no-sums", action="store_true")
+    grid.add_arguments(parser, peers="fa3,fa3 columns,fa3 whole,rows,whole,bf16", out="fp8.json")
+    parser.add_argument("--no-sums", action="store_true", help="do not measure sums of many keys")
     parser.add_argument("--summarise", type=Path, nargs="+", help="results files of earlier runs: measure nothing")
-    parser.add_argument("--variants", help="check and time these, too: 'try', or configurations separated by ;")
-    args = parser.parse_args()
+    parser.add_argument("--variants", help="also check and time these: 'try', or configurations separated by ;")
+    args = parser.parse_args(argv)
     if args.summarise:
         summarise(args.summarise)
         return 0
-    about = common.circumstances()
-    print(about, flush=True)
-    ok = args.no_check or run_check(args, about)
-    if not args.no_sums:
-        run_sums(args, about)
-    if not args.no_grid:
-        run_grid(args, about)
-    return 0 if ok else 1
+    report = Report(describe(DEVICE) | {"suite": "fp8"}, args.out)
+    print(report.header, flush=True)
+    ok = False
+    with report.recording():
+        ok = args.no_check or run_check(args, report.header)
+        if not args.no_sums:
+            run_sums(args, report.header)
+        if not args.no_grid:
+            run_grid(args, report)
+    return report.exit_status(ok)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """attention_decode of packed queries on a GPU: prompts in chunks beside single tokens, beside FlashAttention-3.
 
-    python benchmarks/decode_packed.py                                        # check, then all cases
-    python benchmarks/decode_packed.py --variants "dynamic_tiles=False; pack_gqa=False; num_warpgroups=3"
+    python -m onepass.bench.suites.decode_packed                                        # check, then all cases
+    python -m onepass.bench.suites.decode_packed --variants "dynamic_tiles=False; pack_gqa=False; num_warpgroups=3"
 
 A case is a batch as an engine with continuous batching makes it, see CASES. Contenders take turns: onepass over a dense
-cache and over pages of 16 and 64 keys in random places, and FlashAttention-3's flash_attn_with_kvcache with
-cu_seqlens_q over the same ("fa3 .."). Times are of replayed CUDA graphs; TFLOP/s counts visible pairs, TB/s K and V of
-every sequence once, q and out. Ratios are to the fa3 of the same cache. Variants are fields of `ForwardConfig` (of the
-Hopper forward), num_splits, and hint=false for a call without max_seqlen_q. Writes JSON to --out after every case.
+cache and over pages of 16 and 64 keys at random places, and FlashAttention-3's flash_attn_with_kvcache with
+cu_seqlens_q over the same caches ("fa3 .."). Times are those of replayed CUDA graphs; TFLOP/s counts visible pairs,
+TB/s K and V of every sequence once, q, out and lse. Ratios are to the fa3 of the same cache. Variants are fields of
+`ForwardConfig` (for the Hopper forward), num_splits, and hint=false for a call without max_seqlen_q. The results go to
+--out as JSON after every case.
 """
 
 from __future__ import annotations
@@ -17,36 +18,39 @@ import functools
 import itertools
 import json
 import math
-import os
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import common
 import torch
 from torch import Tensor
 
 import onepass
-from onepass import reference
-from onepass.api import decode_calls
-from onepass.bench import decode as bench
-from onepass.bench.check import PEER_FACTOR
-from onepass.bench.timing import CudaSampler, measure_interleaved
-from onepass.kernels.launch import decode_sm90 as decode_launch
-from onepass.kernels.launch.decode import DecodeLaunch
-from onepass.problem.decode import DecodeProblem
-from onepass.testing.budget import OUT_FACTOR, compare
+
+from ... import reference
+from ...api import decode_calls
+from ...kernels.launch import decode_sm90 as decode_launch
+from ...kernels.launch.decode import DecodeLaunch
+from ...problem.decode import DecodeProblem
+from ...testing.budget import OUT_FACTOR, compare
+from .. import decode as bench
+from ..cases import Case, decode_case
+from ..check import PEER_FACTOR
+from ..flops import bytes_moved, flops
+from ..machine import describe
+from ..rows import Report, Row
+from ..timing import CudaSampler, measure_interleaved
+from . import grid
 
 DEVICE = "cuda"
 PAGE_SIZES = (None, 16, 64)
 
 
 class Batch(NamedTuple):
-    """Sequences, in turn: queries and keys of each."""
+    """Sequences, one after the other, with the numbers of queries and keys of each."""
 
     name: str
     queries: tuple[int, ...]
@@ -59,29 +63,33 @@ class Batch(NamedTuple):
         return f"{self.name} h{self.heads[0]}/{self.heads[1]} d{self.head_dim}"
 
     @property
-    def flops(self) -> float:
-        pairs = sum(q * k - q * (q - 1) // 2 for q, k in zip(self.queries, self.keys, strict=True))
-        return 4.0 * pairs * self.heads[0] * self.head_dim
+    def sequences(self) -> list[Case]:
+        """Each sequence as a case by itself."""
+        lengths = zip(self.queries, self.keys, strict=True)
+        return [decode_case(1, keys, *self.heads, self.head_dim, queries) for queries, keys in lengths]
+
+    @property
+    def flops(self) -> int:
+        return sum(map(flops, self.sequences))
 
     @property
     def bytes(self) -> int:
-        rows = 2 * sum(self.keys) * self.heads[1] + 2 * sum(self.queries) * self.heads[0]
-        return 2 * rows * self.head_dim
+        return sum(map(bytes_moved, self.sequences))
 
 
 def _batches() -> list[Batch]:
     singles = (1,) * 63
     found = []
     for heads, head_dim in (((32, 8), 128), ((64, 8), 128), ((32, 8), 64)):
-        of = heads, head_dim
+        shape = heads, head_dim
         found += [
-            Batch("a chunk of 2048 of 8192 and 63 tokens over 8192", (2048, *singles), (8192,) * 64, *of),
-            Batch("a chunk of 512 of 8192 and 63 tokens over 1k to 16k", (*singles, 512), (*spread(63), 8192), *of),
-            Batch("4 chunks of 1024 of 1k to 16k", (1024,) * 4, (1024, 4096, 8192, 16384), *of),
-            Batch("64 drafts of 1 to 5 over 1k to 16k", tuple(1 + b % 5 for b in range(64)), spread(64), *of),
-            Batch("a chunk of 8192 and 8 tokens over 65536", (8192, *singles[:8]), (8192, *(65536,) * 8), *of),
+            Batch("a chunk of 2048 of 8192 and 63 tokens over 8192", (2048, *singles), (8192,) * 64, *shape),
+            Batch("a chunk of 512 of 8192 and 63 tokens over 1k to 16k", (*singles, 512), (*spread(63), 8192), *shape),
+            Batch("4 chunks of 1024 of 1k to 16k", (1024,) * 4, (1024, 4096, 8192, 16384), *shape),
+            Batch("64 drafts of 1 to 5 over 1k to 16k", tuple(1 + b % 5 for b in range(64)), spread(64), *shape),
+            Batch("a chunk of 8192 and 8 tokens over 65536", (8192, *singles[:8]), (8192, *(65536,) * 8), *shape),
             Batch(
-                "a chunk of 1024 of 8192 and 4 tokens over 131072", (1024, *singles[:4]), (8192, *(131072,) * 4), *of
+                "a chunk of 1024 of 8192 and 4 tokens over 131072", (1024, *singles[:4]), (8192, *(131072,) * 4), *shape
             ),
         ]
     for head_dim in (128, 64):
@@ -149,24 +157,20 @@ def fa3_run(module: Any, step: Step) -> Tensor:
 
 
 def variant_run(changes: str, step: Step) -> Tensor:
-    """A step with another configuration of the Hopper forward than onepass would choose, or by another call."""
-    arguments, fields = step._asdict(), fields_of(changes)
-    if fields.pop("hint", True) == "false":
+    """A step with another configuration of the Hopper forward than onepass would choose, or with another call."""
+    arguments, fields = step._asdict(), grid.fields_of(changes)
+    if fields.pop("hint", "true") == "false":
         arguments["max_seqlen_q"] = None
     if set(fields) <= {"num_splits"}:
-        return onepass.attention_decode(**arguments, **{name: int(value) for name, value in fields.items()})
+        return onepass.attention_decode(**arguments | {name: int(value) for name, value in fields.items()})
     del arguments["max_seqlen_q"]
     problem, inputs = decode_calls.problem_of("bench", arguments)
     return _variant_launch(changes, problem)(inputs)[0]
 
 
-def fields_of(changes: str) -> dict[str, str]:
-    return dict(re.fullmatch(r"(\w+)=(.+)", part.strip()).groups() for part in changes.split(","))
-
-
 @functools.cache
 def _variant_launch(changes: str, problem: DecodeProblem) -> DecodeLaunch:
-    fields = fields_of(changes)
+    fields = grid.fields_of(changes)
     num_splits, device = fields.pop("num_splits", None), torch.device(DEVICE)
     problem = replace(problem, num_splits=None if num_splits is None else int(num_splits))
     config = decode_launch.config_of(problem, device)
@@ -181,13 +185,13 @@ def contenders(args: argparse.Namespace) -> dict[str, tuple[Callable[[Step], Ten
         found["onepass" + suffix] = onepass_run, size
         if args.fa3 is not None:
             found["fa3" + suffix] = functools.partial(fa3_run, args.fa3), size
-    for changes in filter(None, (part.strip() for part in (args.variants or "").split(";"))):
+    for changes in grid.split_variants(args.variants):
         found[changes] = functools.partial(variant_run, changes), None
     return found
 
 
-def by_math(step: Step, dtype: torch.dtype) -> Tensor:
-    """Plain attention of each sequence, every intermediate in one dtype."""
+def in_pytorch(step: Step, dtype: torch.dtype) -> Tensor:
+    """Attention of each sequence in PyTorch, every intermediate in one dtype."""
     ends, outs = step.cu_seqlens_q.tolist(), []
     for b, keys in enumerate(step.cache_seqlens.tolist()):
         rows = step.q[None, ends[b] : ends[b + 1]]
@@ -200,7 +204,10 @@ def by_math(step: Step, dtype: torch.dtype) -> Tensor:
 
 
 def run_check(args: argparse.Namespace, cases: Sequence[Batch]) -> bool:
-    """Every contender beside plain attention in float64, on new random data of a smaller batch of the same heads."""
+    """Compare every contender with attention in float64, on new random data of a smaller batch of the same heads.
+
+    Returns: whether onepass is right; FlashAttention-3 is reported.
+    """
     seed, tried, wrong = time.time_ns() % 2**31, 0, []
     for heads, head_dim in dict.fromkeys((case.heads, case.head_dim) for case in cases):
         small = Batch("check", (1, 300, 2, 1, 40), (2048, 301, 1000, 1, 1499), heads, head_dim)
@@ -209,7 +216,9 @@ def run_check(args: argparse.Namespace, cases: Sequence[Batch]) -> bool:
             tried += 1
             factor = PEER_FACTOR if name.startswith("fa3") else OUT_FACTOR
             try:
-                row = compare("out", run(step), by_math(step, torch.float64), by_math(step, torch.bfloat16), factor)
+                row = compare(
+                    "out", run(step), in_pytorch(step, torch.float64), in_pytorch(step, torch.bfloat16), factor
+                )
                 message = "" if row.ok else str(row)
             except Exception as error:
                 message = f"{type(error).__name__}: {str(error)[:300]}"
@@ -220,8 +229,9 @@ def run_check(args: argparse.Namespace, cases: Sequence[Batch]) -> bool:
     return all(name.startswith("fa3") for name in wrong)
 
 
-def measure(batch: Batch, args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Any]:
-    samplers, failed = {}, {}
+def measure(batch: Batch, args: argparse.Namespace, about: dict[str, Any]) -> Row:
+    samplers: dict[str, Any] = {}
+    failed = {}
     copies = max(1, min(bench.MOST_COPIES, math.ceil(bench.L2_TIMES * about["l2_bytes"] / batch.bytes)))
     for name, (run, page_size) in contenders(args).items():
         steps = [make_step(batch, page_size, seed) for seed in range(copies)]
@@ -231,7 +241,7 @@ def measure(batch: Batch, args: argparse.Namespace, about: dict[str, Any]) -> di
             failed[name] = f"{type(error).__name__}: {str(error)[:200]}"
             print(f"{batch.label}: {name} not measured: {failed[name]}", flush=True)
     samples = measure_interleaved(samplers, time_budget_s=args.seconds * len(samplers), min_rounds=7)
-    rows = {}
+    rows: Row = {}
     for name, ms in samples.ms.items():
         peer = "fa3" + "".join(re.findall(r" page \d+", name))
         times = bench.times(samples, name, batch.bytes, about["copy_tb_per_s"])
@@ -257,11 +267,11 @@ def measure(batch: Batch, args: argparse.Namespace, about: dict[str, Any]) -> di
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, nargs="*", help="numbers in CASES")
-    parser.add_argument("--variants", help='"name=value,name=value", several separated by ;')
-    parser.add_argument("--seconds", type=float, default=0.05, help="of timing a contender")
-    parser.add_argument("--no-check", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "."), "decode-packed.json"))
+    parser.add_argument("--cases", type=int, nargs="*", help="numbers of cases in CASES; default: all")
+    parser.add_argument("--variants", help='such as "name=value,name=value", several separated by ;')
+    parser.add_argument("--seconds", type=float, default=0.05, help="seconds of timing for each contender")
+    parser.add_argument("--no-check", action="store_true", help="do not check the results")
+    grid.add_out(parser, "decode-packed.json")
     args = parser.parse_args(argv)
     cases = CASES if args.cases is None else [CASES[n] for n in args.cases]
     try:
@@ -270,23 +280,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("fa3 not measured:", error)
         args.fa3 = None
     torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default one
-    about = common.circumstances() | {
+    facts = {
+        "suite": "decode_packed",
         "l2_bytes": torch.cuda.get_device_properties(DEVICE).L2_cache_size,
         "copy_tb_per_s": round(bench.copy_bandwidth(DEVICE), 4),
     }
-    print(about, flush=True)
-    ok = args.no_check or run_check(args, cases)
-    rows = []
-    for batch in cases:
-        rows.append(measure(batch, args, about))
-        print(f"{batch.label}: {rows[-1]['num_splits']} splits", flush=True)
-        for name, entry in rows[-1]["contenders"].items():
-            ratio = "" if entry["speed_over_fa3"] is None else f"{entry['speed_over_fa3']:6.2f}x"
-            rates = f"{entry['tflops']:6.0f} TFLOP/s {entry['tb_per_s']:5.2f} TB/s"
-            print(f"    {name:40s} {1e3 * entry['median_ms']:9.1f} us {rates} {ratio}", flush=True)
-        args.out.write_text(json.dumps({"circumstances": about, "rows": rows}, indent=1))
-        torch.cuda.empty_cache()
-    return 0 if ok else 1
+    report = Report(describe(DEVICE) | facts, args.out)
+    print(report.header, flush=True)
+    ok = False
+    with report.recording():
+        ok = args.no_check or run_check(args, cases)
+        for batch in cases:
+            report.add(measure(batch, args, report.header))
+            print_row(report.rows[-1])
+            torch.cuda.empty_cache()
+    return report.exit_status(ok)
+
+
+def print_row(row: Row) -> None:
+    """Print a line for the case, then one for each contender."""
+    print(f"{row['label']}: {row['num_splits']} splits", flush=True)
+    for name, entry in row["contenders"].items():
+        ratio = "" if entry["speed_over_fa3"] is None else f"{entry['speed_over_fa3']:6.2f}x"
+        rates = f"{entry['tflops']:6.0f} TFLOP/s {entry['tb_per_s']:5.2f} TB/s"
+        print(f"    {name:40s} {1e3 * entry['median_ms']:9.1f} us {rates} {ratio}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The benchmarks of the Hopper kernels on a CPU: small grids, with a clock and kernels that stand for a GPU's."""
+"""The suites of the paper's grid on a CPU: small grids, with a clock and kernels that stand in for a GPU's."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import argparse
 import importlib
 import json
 import math
+import os
+import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,11 +18,13 @@ import torch
 from onepass import reference, tiled
 from onepass.bench import ablation
 from onepass.bench.ablation import Kernel
-from onepass.bench.check import choose_samples, expected_rows
+from onepass.bench.check import attention_in_pytorch, choose_samples, expected_rows
+from onepass.bench.flops import flops
+from onepass.bench.rows import Report
+from onepass.bench.suites import backward_sm90, float32, forward_sm90, fp8, sm80
+from onepass.bench.suites import grid as grid_module
 from onepass.errors import UnsupportedError
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-pytestmark = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="not a checkout")
+from onepass.kernels.launch import forward_sm90 as launch
 
 
 @dataclass(frozen=True)
@@ -35,55 +38,58 @@ class Config:
             raise UnsupportedError(f"tile_n: expected up to 128, got {self.tile_n}")
 
 
-def forward(problem, inputs, config):
+def run_forward(problem, inputs, config):
     return tiled.forward(problem, inputs)
 
 
-def backward(problem, inputs, out, lse, dout, dlse, config):
+def run_backward(problem, inputs, out, lse, dout, dlse, config):
     dq, dk, dv, dsinks = tiled.backward(problem, inputs, out, lse, dout, dlse)
     return dq, dk, (dv * 1.5 if config.wrong else dv), dsinks
 
 
 @pytest.fixture
-def common(monkeypatch):
-    """benchmarks/common.py with a grid of 64 tokens, and a clock by which no call takes as long as the one before."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.delitem(sys.modules, "common", raising=False)
-    common = importlib.import_module("common")
-    monkeypatch.setattr(common, "TOKENS", 64)
-    monkeypatch.setattr(common, "HIDDEN", 32)
-    monkeypatch.setattr(common, "circumstances", dict)
-    calls = []
+def grid(monkeypatch):
+    """A grid of 64 tokens, and a clock by which each call takes longer than the one before."""
+    monkeypatch.setattr(grid_module, "TOKENS", 64)
+    monkeypatch.setattr(grid_module, "HIDDEN", 32)
+    samples = []
 
     def clock(call, warmup_ms, rep_ms):
-        call()
-        calls.append(call)
-        return float(len(calls))
+        def sample():
+            call()
+            samples.append(call)
+            return float(len(samples))
 
-    monkeypatch.setattr(common, "median_ms", clock)
-    yield common
-    sys.modules.pop("common", None)
+        return sample
 
-
-@pytest.fixture
-def hopper_backward(common, monkeypatch):
-    monkeypatch.delitem(sys.modules, "hopper_backward", raising=False)
-    module = importlib.import_module("hopper_backward")
-    monkeypatch.setattr(module, "DEVICE", "cpu")
-    monkeypatch.setattr(module, "PEERS", {"torch": "sdpa", "fa4": "fa4"})
-    monkeypatch.setattr(module, "CHECKED_SEQLENS", (24,))
+    monkeypatch.setattr(grid_module, "do_bench_sampler", clock)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield module
+    yield grid_module
     torch.set_num_threads(threads)
-    sys.modules.pop("hopper_backward", None)
+
+
+def compile_nothing(requests):
+    assert all(len(request) == 4 for request in requests)
 
 
 @pytest.fixture
-def kernel(hopper_backward, monkeypatch):
-    monkeypatch.setattr(hopper_backward.common, "compile_all", lambda jobs, compile_one: None)
-    stand_in = Kernel("tiled", "cpu", lambda problem, arch: Config(), forward, (), backward)
+def backward(grid, monkeypatch):
+    monkeypatch.setattr(backward_sm90, "DEVICE", "cpu")
+    monkeypatch.setattr(backward_sm90, "PEERS", {"torch": "sdpa", "fa4": "fa4"})
+    monkeypatch.setattr(backward_sm90, "CHECKED_SEQLENS", (24,))
+    monkeypatch.setattr(backward_sm90, "compile_ahead", compile_nothing)
+    backward_sm90.configurations.cache_clear()
+    yield backward_sm90
+    backward_sm90.configurations.cache_clear()
+
+
+@pytest.fixture
+def kernel(backward, monkeypatch):
+    stand_in = Kernel("tiled", "cpu", lambda problem, arch: Config(), run_forward, (), run_backward)
     monkeypatch.setitem(ablation.BACKWARD_KERNELS, "sm90", stand_in)
+    requests = [("backward", (), "", None)]
+    monkeypatch.setattr(backward.backward_launch, "compile_requests", lambda problem, config: requests)
 
 
 def run(module, tmp_path, *arguments):
@@ -93,28 +99,30 @@ def run(module, tmp_path, *arguments):
     return status, json.loads(path.read_text())
 
 
-def test_cases_of_the_command_line(common):
-    assert common.parse_cases("128c8192,64n512") == [common.Cell(128, True, 8192), common.Cell(64, False, 512)]
+def test_cases_of_the_command_line(grid):
+    assert grid.parse_cases("128c8192,64n512") == [grid.Cell(128, True, 8192), grid.Cell(64, False, 512)]
     with pytest.raises(argparse.ArgumentTypeError, match="got 64x512"):
-        common.parse_cases("128c8192,64x512")
+        grid.parse_cases("128c8192,64x512")
 
 
-def test_the_grid_is_the_papers(common, monkeypatch):
-    monkeypatch.setattr(common, "TOKENS", 16384)
-    monkeypatch.setattr(common, "HIDDEN", 2048)
+def test_the_grid_is_the_papers(grid, monkeypatch):
+    monkeypatch.setattr(grid, "TOKENS", 16384)
+    monkeypatch.setattr(grid, "HIDDEN", 2048)
     parser = argparse.ArgumentParser()
-    common.add_arguments(parser, peers="", out="x.json")
-    cells = common.cells(parser.parse_args([]))
+    grid.add_arguments(parser, peers="", out="x.json")
+    cells = grid.cells(parser.parse_args([]))
     assert len(set(cells)) == 36
     assert {cell.batch * cell.seqlen for cell in cells} == {16384}
     assert {cell.heads * cell.head_dim for cell in cells} == {2048}
-    assert common.Cell(128, True, 8192).flops == 4 * 8192**2 * 128 * 16 * 2 / 2
+    # the paper halves seqlen^2 under a causal mask; the visible pairs are one more in 8192
+    assert flops(grid.Cell(128, True, 8192).case()) == 4 * 8192 * 8193 / 2 * 128 * 16 * 2
+    assert flops(grid.Cell(64, False, 512).case(direction="bwd")) == 2.5 * 4 * 512**2 * 64 * 32 * 32
 
 
-def test_neighbours_change_from_round_to_round(common):
+def test_neighbours_change_from_round_to_round(grid):
     order = []
     calls = {name: (lambda name=name: order.append(name)) for name in "abcd"}
-    times = common.time_in_turns(calls, argparse.Namespace(rounds=4, warmup_ms=0, rep_ms=0), seed=0)
+    times = grid.time_in_turns(calls, argparse.Namespace(rounds=4, warmup_ms=0, rep_ms=0), seed=0)
     assert {name: len(ms) for name, ms in times.items()} == dict.fromkeys("abcd", 4)
     rounds = [order[i : i + 4] for i in range(0, 16, 4)]
     assert all(sorted(names) == list("abcd") for names in rounds)
@@ -123,12 +131,12 @@ def test_neighbours_change_from_round_to_round(common):
     assert all(len(names) > 1 for names in before.values())
 
 
-def test_summary(common, tmp_path, capsys):
-    results = common.Results({}, tmp_path / "r.json", ["cudnn", "fa4"])
+def test_summary(grid, tmp_path, capsys):
+    results = grid.Results(Report({}, tmp_path / "r.json"), ["cudnn", "fa4"])
     no_errors = dict.fromkeys(("cudnn", "fa4", "onepass", "other"), 0.0)
     for seqlen, ms in ((32, [4.0, 2.0, 1.0, 3.0]), (64, [4.0, 8.0, 8.0, 2.0])):
         times = {name: [each] for name, each in zip(no_errors, ms, strict=True)}
-        results.add(common.Cell(16, True, seqlen), times, no_errors, {}, {})
+        results.add(grid.Cell(16, True, seqlen), times, no_errors, {}, {})
     results.summarise()
     text = capsys.readouterr().out
     assert "| head_dim | causal | 32 | 64 |" in text
@@ -139,34 +147,34 @@ def test_summary(common, tmp_path, capsys):
     assert "best variant: geometric mean 2.000" in text
 
 
-def test_backward_without_a_kernel(hopper_backward, tmp_path, capsys):
+def test_backward_without_a_kernel(backward, tmp_path, capsys):
     """onepass as it is, by whichever backend computes its gradients."""
-    status, data = run(hopper_backward, tmp_path, "--deterministic", "--rounds", "2", "--peers", "torch,fa4")
+    status, data = run(backward, tmp_path, "--deterministic", "--rounds", "2", "--peers", "torch,fa4")
     text = capsys.readouterr().out
     assert status == 0, text
     assert "fa4 not measured: measured on cuda only" in text
     assert "check: 6 of 6 passed" in text
-    assert "torch tiles" in data["circumstances"]["backend"]
+    assert "torch tiles" in data["header"]["backend"]
     by_cell = {}
     for row in data["rows"]:
         by_cell.setdefault((row["head_dim"], row["causal"], row["seqlen"]), []).append(row)
     assert list(by_cell) == [(16, True, 32), (16, False, 64)]
     for cell, rows in by_cell.items():
         assert [row["contender"] for row in rows] == ["torch", "onepass", "deterministic"]
-        cell_flops = 4 * cell[2] ** 2 * 16 * 2 * (64 // cell[2]) * (0.5 if cell[1] else 1)
+        work = flops(grid_module.Cell(*cell).case(direction="bwd"))
         for row in rows:
             assert len(row["ms"]) == 2
-            assert row["tflops"] == round(2.5 * cell_flops / (sum(row["ms"]) / 2) / 1e9, 2)
+            assert row["tflops"] == round(work / (sum(row["ms"]) / 2) / 1e9, 2)
             assert row["error"] < 0.05
             assert row["config"] is None
     assert any(line.startswith("onepass: geometric mean") for line in text.splitlines()[-2:])
     with pytest.raises(SystemExit):
-        run(hopper_backward, tmp_path, "--variants", "tile_n=32")
+        run(backward, tmp_path, "--variants", "tile_n=32")
     assert "--variants: expected a Hopper GPU" in capsys.readouterr().err
 
 
-def test_backward_variants(hopper_backward, kernel, tmp_path, capsys):
-    status, data = run(hopper_backward, tmp_path, "--variants", "tile_n=32; tile_n=32, wrong=True; tile_n=256")
+def test_backward_variants(backward, kernel, tmp_path, capsys):
+    status, data = run(backward, tmp_path, "--variants", "tile_n=32; tile_n=32, wrong=True; tile_n=256")
     text = capsys.readouterr().out
     assert status == 1  # one of them is wrong
     assert "tile_n=256 not measured: tile_n: expected up to 128, got 256" in text
@@ -181,30 +189,30 @@ def test_backward_variants(hopper_backward, kernel, tmp_path, capsys):
     assert "!" in next(line for line in text.splitlines() if line.split()[:3] == ["16", "True", "32"])
 
 
-def test_a_wrong_peer_does_not_fail_the_check(hopper_backward, kernel, tmp_path, capsys, monkeypatch):
+def test_a_wrong_peer_does_not_fail_the_check(backward, kernel, tmp_path, capsys, monkeypatch):
     def twice(q, k, v, case):
         return 2 * torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
 
     def rivals(names):
-        return {"torch": hopper_backward.Contender("torch", twice, heads_first=True)}
+        return {"torch": backward.Contender("torch", twice, heads_first=True)}
 
-    monkeypatch.setattr(hopper_backward, "peers", rivals)
-    assert hopper_backward.main(["--cases", "16c32", "--no-grid", "--out", str(tmp_path / "r.json")]) == 0
+    monkeypatch.setattr(backward, "peers", rivals)
+    assert backward.main(["--cases", "16c32", "--no-grid", "--out", str(tmp_path / "r.json")]) == 0
     assert "check: 1 of 2 passed" in capsys.readouterr().out
 
 
-def test_kernels_are_compiled_ahead(hopper_backward, common, kernel, monkeypatch, tmp_path):
-    requests, jobs = [], []
-    launch = SimpleNamespace(
-        compile_requests=lambda problem, config: [("backward", (problem.static(), config), "", None)]
-    )
-    monkeypatch.setattr(hopper_backward, "backward_launch", launch)
-    monkeypatch.setattr(hopper_backward.compile, "get", lambda *request: requests.append(request[1]))
-    monkeypatch.setattr(common, "compile_all", lambda found, compile_one: jobs.append([compile_one(j) for j in found]))
-    run(hopper_backward, tmp_path, "--no-check", "--rounds", "1", "--deterministic", "--variants", "tile_n=32")
+def test_kernels_are_compiled_ahead(backward, kernel, monkeypatch, tmp_path):
+    found = []
+
+    def compile_requests(problem, config):
+        return [("backward", (problem.static(), config), "", None)]
+
+    monkeypatch.setattr(backward, "backward_launch", SimpleNamespace(compile_requests=compile_requests))
+    monkeypatch.setattr(backward, "compile_ahead", lambda requests: found.append([key for _, key, *_ in requests]))
+    run(backward, tmp_path, "--no-check", "--rounds", "1", "--deterministic", "--variants", "tile_n=32")
     # 2 masks, 2 configurations, deterministic and not
-    assert [len(found) for found in jobs] == [8]
-    assert len(set(requests)) == 8
+    assert [len(keys) for keys in found] == [8]
+    assert len(set(found[0])) == 8
 
 
 @pytest.mark.parametrize(
@@ -215,38 +223,58 @@ def test_kernels_are_compiled_ahead(hopper_backward, common, kernel, monkeypatch
         ("tile_n=many", "expected a Python literal for tile_n, got 'many'"),
     ],
 )
-def test_variants_that_make_no_sense(hopper_backward, changes, text):
+def test_variants_that_make_no_sense(backward, changes, text):
     with pytest.raises(ValueError, match=text):
-        hopper_backward.configuration(Config(), changes)
+        backward.configuration(Config(), changes)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_gradients_by_math(hopper_backward, causal):
-    case = hopper_backward.Case.square(40, 2, 16, batch=2, dtype="bfloat16", causal=causal, direction="bwd")
-    inputs = hopper_backward.make_inputs(case, "cpu")
-    found = hopper_backward.gradients_by_math(inputs, causal, torch.float32)
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_attention_in_pytorch(causal, direction):
+    case = backward_sm90.Case.square(40, 2, 16, batch=2, dtype="bfloat16", causal=causal, direction=direction)
+    inputs = backward_sm90.make_inputs(case, "cpu")
+    found = attention_in_pytorch(case, inputs, torch.float32)
     (sample, _) = choose_samples(case)
-    for name, rows in expected_rows(case, inputs, sample, torch.float64).items():
-        torch.testing.assert_close(found[name][0, :, :1].transpose(0, 1).squeeze(0), rows.reshape(40, 16).float())
-    assert not math.isnan(float(found["dq"].sum()))
+    expected = expected_rows(case, inputs, sample, torch.float64)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name][0, :, :1].transpose(0, 1).squeeze(0), tensor.reshape(40, 16).float())
+        assert not math.isnan(float(found[name].sum()))
 
 
-def test_forward_takes_its_configurations(common):
-    module = importlib.import_module("hopper_forward")
-    sys.modules.pop("hopper_forward")
-    assert module.configuration("3wg n80 q2 queue").dynamic_tiles
+def test_forward_takes_its_configurations():
+    assert forward_sm90.configuration("3wg n80 q2 queue").dynamic_tiles
+
+
+@pytest.mark.parametrize("suite", ["forward_sm90", "decode_packed", "quantize", "call_cost"])
+def test_help(suite, capsys):
+    module = importlib.import_module(f"onepass.bench.suites.{suite}")
+    with pytest.raises(SystemExit) as end:
+        module.main(["--help"])
+    assert end.value.code == 0
+    assert "--out" in capsys.readouterr().out
+
+
+def test_importing_suites_imports_no_kernel_compiler():
+    code = """
+import importlib, pkgutil, sys
+from onepass.bench import suites
+for module in pkgutil.iter_modules(suites.__path__):
+    importlib.import_module(f"{suites.__name__}.{module.name}")
+assert not {"cutlass", "tvm_ffi", "triton"} & set(sys.modules)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 @pytest.fixture
-def fp8(common, monkeypatch):
-    monkeypatch.delitem(sys.modules, "fp8", raising=False)
-    module = importlib.import_module("fp8")
-    monkeypatch.setattr(module, "DEVICE", "cpu")
-    monkeypatch.setattr(module, "BACKEND", "tiled")
-    monkeypatch.setattr(module, "TABLE3_SEQLEN", 64)
-    monkeypatch.setattr(module, "SUM_LENGTHS", (64,))
-    monkeypatch.setattr(module, "CHECKS", ((2, 40, 70, 4, 2, 1.0), (1, 70, 30, 2, 2, 20.0)))
-    monkeypatch.setattr(module, "compile_all", lambda jobs: None)
+def fp8_suite(grid, monkeypatch):
+    monkeypatch.setattr(fp8, "DEVICE", "cpu")
+    monkeypatch.setattr(fp8, "BACKEND", "tiled")
+    monkeypatch.setattr(fp8, "TABLE3_SEQLEN", 64)
+    monkeypatch.setattr(fp8, "SUM_LENGTHS", (64,))
+    monkeypatch.setattr(fp8, "CHECKS", ((2, 40, 70, 4, 2, 1.0), (1, 70, 30, 2, 2, 20.0)))
+    monkeypatch.setattr(fp8, "compile_ahead", compile_nothing)
 
     def prepare(problem, device, config):
         wrong = config is not None and config.tile_n == 32
@@ -257,32 +285,29 @@ def fp8(common, monkeypatch):
 
         return forward
 
-    monkeypatch.setattr(module.launch, "prepare", prepare)
-    yield module
-    for name in ("fp8", "hopper_forward"):
-        sys.modules.pop(name, None)
+    monkeypatch.setattr(launch, "prepare", prepare)
+    return fp8
 
 
-def test_fp8(fp8, tmp_path, capsys, monkeypatch):
+def test_fp8(fp8_suite, tmp_path, capsys):
     path = tmp_path / "r.json"
     arguments = ["--cases", "16c32,16n64", "--head-dims", "16", "--rounds", "2", "--out", str(path)]
     arguments += ["--peers", "bf16,rows,whole,fa3"]
-    monkeypatch.setattr(sys, "argv", ["fp8.py", *arguments, "--variants", "n64; n32; n80"])
-    assert fp8.main() == 1
+    assert fp8.main([*arguments, "--variants", "n64; n32; n80"]) == 1
     text = capsys.readouterr().out
     assert "n80 not measured: tile_n: expected a multiple of 32 in FP8, got 80" in text
     assert "check: 4 of 6 passed" in text  # n32 is wrong
     assert "Table 3: FP8 onepass: block scales, rotation" in text
     assert "fa3 not measured: ModuleNotFoundError" in text
     results = json.loads(path.read_text())
-    assert 0 < results["circumstances"]["table3_rmse"]["FP8 onepass: block scales, rotation"] < 0.1
+    assert 0 < results["header"]["table3_rmse"]["FP8 onepass: block scales, rotation"] < 0.1
     rows = results["rows"]
     assert [row["contender"] for row in rows] == 2 * ["onepass", "bf16", "rows", "whole", "n64", "n32"]
-    of_first = {row["contender"]: row for row in rows[:6]}
-    assert of_first["onepass"]["error"] == of_first["rows"]["error"] == of_first["whole"]["error"] < 0.3
-    assert of_first["bf16"]["error"] == 0
-    assert of_first["n64"]["config"]["tile_n"] == 64
-    sums = results["circumstances"]["sums"]
+    first_case = {row["contender"]: row for row in rows[:6]}
+    assert first_case["onepass"]["error"] == first_case["rows"]["error"] == first_case["whole"]["error"] < 0.3
+    assert first_case["bf16"]["error"] == 0
+    assert first_case["n64"]["config"]["tile_n"] == 64
+    sums = results["header"]["sums"]
     assert sums.keys() == {
         f"head_dim 16, 64 keys, {kind}, onepass{how}" for kind in ("ones", "mean 1") for how in ("", " with one sum")
     }
@@ -291,27 +316,23 @@ def test_fp8(fp8, tmp_path, capsys, monkeypatch):
     # a run in which FlashAttention-3 was half as fast, and one in which it was as fast
     rows = [row | {"tflops": 2.0} for row in rows]
     for name, factor in (("slow", 0.5), ("fast", 1.0)):
-        of_fa3 = [
+        fa3_rows = [
             row | {"contender": "fa3", "tflops": factor * row["tflops"]} for row in rows if row["contender"] == "rows"
         ]
-        (tmp_path / name).write_text(json.dumps({"rows": rows + of_fa3}))
-    monkeypatch.setattr(
-        sys, "argv", ["fp8.py", "--summarise", *(str(tmp_path / name) for name in ("slow", "fast", "fast"))]
-    )
+        (tmp_path / name).write_text(json.dumps({"rows": rows + fa3_rows}))
     capsys.readouterr()
-    assert fp8.main() == 0
+    assert fp8.main(["--summarise", *(str(tmp_path / name) for name in ("slow", "fast", "fast"))]) == 0
     text = capsys.readouterr().out
     assert "from rows of e4m3: rows beside fa3, 3 runs" in text
     assert "all: geometric mean 1.000, least 1.000" in text
     assert "from bfloat16" not in text  # nobody to compare with
 
-    monkeypatch.setattr(sys, "argv", ["fp8.py", *arguments, "--no-grid", "--variants", "try"])
-    assert fp8.main() == 0
+    assert fp8.main([*arguments, "--no-grid", "--variants", "try"]) == 0
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_variants_of_fp8_fit(fp8, capsys, head_dim, causal):
+def test_variants_of_fp8_fit(capsys, head_dim, causal):
     variants = fp8.variants("try", head_dim, causal)
     assert len(variants) >= 3
     assert "not measured" not in capsys.readouterr().out
@@ -320,25 +341,26 @@ def test_variants_of_fp8_fit(fp8, capsys, head_dim, causal):
 
 
 @pytest.fixture
-def ampere(hopper_backward, monkeypatch):
-    monkeypatch.delitem(sys.modules, "ampere", raising=False)
-    module = importlib.import_module("ampere")
-    monkeypatch.setattr(module, "DEVICE", "cpu")
-    monkeypatch.setattr(module, "BACKEND", "tiled")
-    monkeypatch.setattr(module, "PEERS", {"torch": "sdpa", "fa2": "sdpa-flash"})
-    monkeypatch.setattr(module, "CHECKED_SEQLENS", (24,))
-    monkeypatch.setattr(module.common, "compile_all", lambda jobs, compile_one: None)
-    monkeypatch.setattr(module.backends, "arch_of", lambda name: "")
+def ampere(backward, monkeypatch):
+    monkeypatch.setattr(sm80, "DEVICE", "cpu")
+    monkeypatch.setattr(sm80, "BACKEND", "tiled")
+    monkeypatch.setattr(sm80, "PEERS", {"torch": "sdpa", "fa2": "sdpa-flash"})
+    monkeypatch.setattr(sm80, "CHECKED_SEQLENS", (24,))
+    monkeypatch.setattr(sm80, "requests", lambda cases, args: [])
+    monkeypatch.setattr(sm80, "compile_ahead", compile_nothing)
+    monkeypatch.setattr(sm80.backends, "arch_of", lambda name: "")
 
-    def of_config(problem, inputs, config):
+    def run_config(problem, inputs, config):
         out, lse = tiled.forward(problem, inputs)
         return (out * 1.5 if config is not None and config.wrong else out), lse
 
-    stand_in = Kernel("tiled", "cpu", lambda problem, arch: Config(), of_config, ())
+    stand_in = Kernel("tiled", "cpu", lambda problem, arch: Config(), run_config, ())
     monkeypatch.setitem(ablation.KERNELS, "tiled", stand_in)
-    monkeypatch.setitem(ablation.BACKWARD_KERNELS, "tiled", stand_in._replace(forward=forward, backward=backward))
-    yield module
-    sys.modules.pop("ampere", None)
+    backward_stand_in = stand_in._replace(forward=run_forward, backward=run_backward)
+    monkeypatch.setitem(ablation.BACKWARD_KERNELS, "tiled", backward_stand_in)
+    sm80.configurations.cache_clear()
+    yield sm80
+    sm80.configurations.cache_clear()
 
 
 @pytest.mark.parametrize(("direction", "wrong"), [("fwd", "out"), ("bwd", "dv")])
@@ -350,18 +372,18 @@ def test_ampere_grid(ampere, tmp_path, capsys, direction, wrong):
     assert "tile_n=256 not measured: tile_n: expected up to 128, got 256" in text
     assert text.count(f": {wrong}: max error") == 2
     assert "check: 6 of 8 passed" in text
-    assert (data["circumstances"]["dtype"], data["circumstances"]["direction"]) == ("float32", direction)
+    assert (data["header"]["dtype"], data["header"]["direction"]) == ("float32", direction)
     rows = {row["contender"]: row for row in data["rows"] if row["causal"]}
     assert list(rows) == ["torch", "onepass", "tile_n=32", "tile_n=32,wrong=True"]
     assert rows["tile_n=32"]["error"] < 0.05 < rows["tile_n=32,wrong=True"]["error"]
-    flops = 4 * 32**2 * 16 * 2 * 2 * 0.5 * (1.0 if direction == "fwd" else 2.5)
-    assert rows["onepass"]["tflops"] == round(flops / (sum(rows["onepass"]["ms"]) / 2) / 1e9, 2)
+    work = 4 * (32 * 33 / 2) * 16 * 2 * 2 * (1.0 if direction == "fwd" else 2.5)
+    assert rows["onepass"]["tflops"] == round(work / (sum(rows["onepass"]["ms"]) / 2) / 1e9, 2)
     # fewer tokens than the grid's 64: a batch of one
     status, data = run(ampere, tmp_path, *options, "--tokens", "32")
     assert status == 0
     rows = {(row["contender"], row["seqlen"]): row for row in data["rows"]}
     assert {row["tokens"] for row in data["rows"]} == {32}
-    assert rows["onepass", 32]["tflops"] == round(flops / 2 / (sum(rows["onepass", 32]["ms"]) / 2) / 1e9, 2)
+    assert rows["onepass", 32]["tflops"] == round(work / 2 / (sum(rows["onepass", 32]["ms"]) / 2) / 1e9, 2)
 
 
 def test_ampere_where_it_cannot_be_measured(ampere, tmp_path, capsys, monkeypatch):
@@ -374,12 +396,21 @@ def test_ampere_where_it_cannot_be_measured(ampere, tmp_path, capsys, monkeypatc
     assert "backend sm80: expected tensors on cuda, got cpu" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_kernels_of_ampere(monkeypatch, direction):
+    """A forward needs its own kernel, a backward those of both passes."""
+    monkeypatch.setattr(sm80.backends, "arch_of", lambda name: "sm_80")
+    sm80.configurations.cache_clear()
+    args = argparse.Namespace(variants="tile_n=64")
+    names = [name for name, *_ in sm80.requests([grid_module.Cell(64, True, 512).case(direction=direction)], args)]
+    forward, backward = ["forward_sm80"], ["backward_preprocess", "backward_sm80", "backward_postprocess"]
+    assert names == 2 * (forward if direction == "fwd" else forward + backward)
+    sm80.configurations.cache_clear()
+
+
 @pytest.mark.parametrize("wrong", [False, True])
-def test_check_of_float32(ampere, monkeypatch, wrong):
-    """It holds onepass to the errors of plain float32."""
-    monkeypatch.delitem(sys.modules, "float32", raising=False)
-    monkeypatch.delitem(sys.modules, "hopper_forward", raising=False)
-    float32 = importlib.import_module("float32")
+def test_check_of_float32(monkeypatch, wrong):
+    """It holds onepass to the errors of attention in torch's float32."""
     monkeypatch.setattr(float32, "DEVICE", "cpu")
     monkeypatch.setattr(float32, "ERROR_CASES", [(16, False, 24), (16, True, 40)])
 
@@ -392,5 +423,3 @@ def test_check_of_float32(ampere, monkeypatch, wrong):
     assert float32.run_check({}, about) is not wrong
     assert [row["seqlen"] for row in about["rmse"]] == [24, 40]
     assert all(0 < row["math"] < 1e-6 for row in about["rmse"])
-    for name in ("float32", "hopper_forward"):
-        sys.modules.pop(name)

@@ -1,13 +1,13 @@
-"""The Hopper forward kernel on a GPU: is it right, how fast is it, and which configuration is fastest?
+"""The Hopper forward: is it right, how fast is it, and which configuration is fastest?
 
-    python benchmarks/hopper_forward.py                                       # check, then the grid beside the peers
-    python benchmarks/hopper_forward.py --no-check --cases 128c8192,256n512   # some cases only
-    python benchmarks/hopper_forward.py --variants "n128 q2; n128 q2 queue"   # ... with these configurations
-    python benchmarks/hopper_forward.py --variants try                        # ... with those of VARIANTS
+    python -m onepass.bench.suites.forward_sm90                                       # check, then the grid
+    python -m onepass.bench.suites.forward_sm90 --no-check --cases 128c8192,256n512   # some cases only
+    python -m onepass.bench.suites.forward_sm90 --variants "n128 q2; n128 q2 queue"   # also these configurations
+    python -m onepass.bench.suites.forward_sm90 --variants try                        # also the ones in VARIANTS
 
-A case is head_dim, c (causal) or n, and the sequence length; a configuration is a list of words, see `WORDS`. Grid and
-FLOPs are those of the FlashAttention-3 paper, see common.py. Contenders take turns in each case; a figure is the median
-over the rounds of triton's do_bench median (which flushes the L2 cache before each run). Writes JSON to --out.
+A case is head_dim, c (causal) or n, and the sequence length; a configuration is a list of words, see `WORDS`. The grid
+is that of the FlashAttention-3 paper, see grid.py. Contenders take turns in each case; a figure is the median over the
+rounds of triton's do_bench median (which flushes the L2 cache before each run). The results go to --out as JSON.
 """
 
 from __future__ import annotations
@@ -21,25 +21,31 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-import common
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import onepass
-from onepass import reference
-from onepass.dispatch import attention as dispatch
-from onepass.kernels.compiler import compile
-from onepass.kernels.config import ForwardConfig
-from onepass.kernels.launch import forward_sm90 as launch
-from onepass.problem import AttentionInputs, AttentionProblem, Mask
-from onepass.testing.budget import compare, compare_lse
+
+from ... import reference
+from ...dispatch import attention as dispatch
+from ...errors import UnsupportedError
+from ...kernels.config import ForwardConfig
+from ...kernels.launch import forward_sm90 as launch
+from ...problem import AttentionInputs, AttentionProblem, Mask
+from ...testing.budget import compare, compare_lse
+from ..machine import describe, under_load
+from ..rows import Report
+from ..timing import host_us
+from . import grid
+from .ahead import compile_ahead
 
 # What a word of a configuration changes; n128 is tile_n=128, 3wg is num_warpgroups=3.
-WORDS = {
+WORDS: dict[str, dict[str, Any]] = {
     "s3": {"num_stages": 3},
     "s4": {"num_stages": 4},
     "v2": {"v_stages": 2},
@@ -55,7 +61,7 @@ WORDS = {
     "after": {"two_level_sums": True, "overlap_gemm_softmax": False},
     "turn": {"transposes_v": True},
     "halves": {"pv_columns": 128},
-    "t08": {"rescale_threshold": 0.8},  # these of FP8
+    "t08": {"rescale_threshold": 0.8},  # this one and the next two are for FP8
     "t18": {"rescale_threshold": 1.8},
     "t28": {"rescale_threshold": 2.8},
     "fma4": {"exp2_fma_period": 4},
@@ -69,7 +75,7 @@ WORDS = {
     "pack": {"pack_gqa": True},
 }
 
-# Under measurement, by (head_dim, causal).
+# Configurations under measurement, by (head_dim, causal).
 VARIANTS = {
     (64, False): "3wg n128 q2 lazy drain; 4wg n64 q2 lazy; 4wg n64 q2 lazy drain",
     (64, True): (
@@ -107,21 +113,25 @@ def variants(text: str | None, head_dim: int, causal: bool) -> dict[str, Forward
     q = torch.empty(1, 1, 1, head_dim, dtype=torch.bfloat16, device="meta")
     problem = problem_of(AttentionInputs(q, q, q), causal=causal)
     found = {}
-    for words in filter(None, (" ".join(w.split()) for w in text.split(";"))):
+    for words in grid.split_variants(text):
         config = configuration(words)
         try:
             config.check(problem)
-        except onepass.errors.UnsupportedError as error:
+        except UnsupportedError as error:
             print(f"{words} not measured: {error}")
             continue
         found[words] = config
     return found
 
 
-# ---------------------------------------------------------------- problems and compiling
-
-
-def problem_of(inputs: AttentionInputs, *, causal=False, window=None, softcap=None, softmax_scale=None):
+def problem_of(
+    inputs: AttentionInputs,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    softmax_scale: float | None = None,
+) -> AttentionProblem:
     return AttentionProblem.of(
         inputs,
         softmax_scale=softmax_scale or inputs.q.shape[-1] ** -0.5,
@@ -131,29 +141,22 @@ def problem_of(inputs: AttentionInputs, *, causal=False, window=None, softcap=No
     )
 
 
-def _compile_one(job: tuple[AttentionProblem, ForwardConfig]) -> float:
-    problem, config = job
-    started = time.perf_counter()
-    key = (problem.static(), config)
-    compile.get("forward", key, launch.ARCH, functools.partial(launch.trace, problem, config))
-    return time.perf_counter() - started
-
-
-def compile_all(jobs: list[tuple[AttentionProblem, ForwardConfig]]) -> None:
-    """One job per kernel."""
-    unique = {(problem.static(), config): (problem, config) for problem, config in jobs}
-    common.compile_all(list(unique.values()), _compile_one)
+def default_config(problem: AttentionProblem) -> ForwardConfig:
+    """The configuration that a call of the problem runs with."""
+    config = dispatch.forward_config("sm90", problem)
+    assert isinstance(config, ForwardConfig)
+    return config
 
 
 # ---------------------------------------------------------------- correctness
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class CheckedCase:
     """One problem of the check; `layout` is how its tensors lie in memory.
 
-    With `packed`, (queries, keys) of each sequence, batch and both lengths are 0 and follow from it; `slack` rows
-    that belong to no sequence follow.
+    With `packed`, the (queries, keys) of each sequence, batch and both lengths are 0 and follow from it. `slack` is the
+    number of rows at the end that belong to no sequence.
     """
 
     batch: int
@@ -164,9 +167,9 @@ class Case:
     head_dim: int
     head_dim_v: int | None = None
     dtype: torch.dtype = torch.bfloat16
-    layout: str = "plain"
+    layout: str = "contiguous"
     sinks: bool = False
-    scale: float = 1.0  # of the values of q
+    scale: float = 1.0  # the values of q are multiplied with it
     options: tuple = ()
     packed: tuple | None = None
     slack: int = 0
@@ -174,17 +177,17 @@ class Case:
 
     def __str__(self) -> str:
         if self.packed is None:
-            parts = [f"b{self.batch} q{self.seqlen_q} k{self.seqlen_k} h{self.heads_q}/{self.heads_kv}"]
+            words = [f"b{self.batch} q{self.seqlen_q} k{self.seqlen_k} h{self.heads_q}/{self.heads_kv}"]
         else:
             lengths = " ".join(f"{q}:{k}" for q, k in self.packed[:5]) + (" .." if len(self.packed) > 5 else "")
-            parts = [f"packed {len(self.packed)} ({lengths})+{self.slack} h{self.heads_q}/{self.heads_kv}"]
-        parts += ["seqused"] if self.used is not None else []
-        parts.append(f"d{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v else ""))
-        parts += [str(self.dtype)[6:]] if self.dtype != torch.bfloat16 else []
-        parts += [self.layout] if self.layout != "plain" else []
-        parts += [f"{k}={v}" for k, v in self.options] + (["sinks"] if self.sinks else [])
-        parts += [f"scale {self.scale}"] if self.scale != 1.0 else []
-        return " ".join(parts)
+            words = [f"packed {len(self.packed)} ({lengths})+{self.slack} h{self.heads_q}/{self.heads_kv}"]
+        words += ["seqused"] if self.used is not None else []
+        words.append(f"d{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v else ""))
+        words += [str(self.dtype)[6:]] if self.dtype != torch.bfloat16 else []
+        words += [self.layout] if self.layout != "contiguous" else []
+        words += [f"{k}={v}" for k, v in self.options] + (["sinks"] if self.sinks else [])
+        words += [f"scale {self.scale}"] if self.scale != 1.0 else []
+        return " ".join(words)
 
     def tensor(self, batch: int, seqlen: int, heads: int, dim: int, generator: torch.Generator) -> Tensor:
         def randn(*shape: int) -> Tensor:
@@ -213,16 +216,16 @@ class Case:
         used = None if self.used is None else int32(self.used)
         if self.packed is None:
             return AttentionInputs(q, k, v, sinks, seqused_k=used)
-        offsets = [int32((0, *itertools.accumulate(lengths))) for lengths in zip(*self.packed, strict=True)]
-        return AttentionInputs(q[0], k[0], v[0], sinks, *offsets, used)
+        ends_q, ends_k = (int32((0, *itertools.accumulate(lengths))) for lengths in zip(*self.packed, strict=True))
+        return AttentionInputs(q[0], k[0], v[0], sinks, ends_q, ends_k, used)
 
-    def with_rubbish(self, inputs: AttentionInputs) -> AttentionInputs:
+    def with_garbage(self, inputs: AttentionInputs) -> AttentionInputs:
         """NaN in every row that no sequence owns or uses."""
         if self.used is None and not self.slack:
             return inputs
         q, k, v = (t.clone() for t in inputs[:3])
         if self.packed is None:
-            for t, (b, n) in itertools.product((k, v), enumerate(self.used)):
+            for t, (b, n) in itertools.product((k, v), enumerate(self.used or ())):
                 t[b, n:] = math.nan
             return inputs._replace(k=k, v=v)
         if self.slack:
@@ -243,107 +246,108 @@ def oracle(inputs: AttentionInputs, options: dict, compute_dtype: torch.dtype) -
     """The reference's answer to these inputs, dense or packed."""
     options = {**options, "sinks": inputs.sinks, "seqused_k": inputs.seqused_k, "compute_dtype": compute_dtype}
     if inputs.cu_seqlens_q is None:
-        return reference.attention(*inputs[:3], **options)
-    offsets = {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
-    return reference.attention_varlen(*inputs[:3], **offsets, **options)
+        return reference.attention(inputs.q, inputs.k, inputs.v, **options)
+    options |= {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
+    return reference.attention_varlen(inputs.q, inputs.k, inputs.v, **options)
 
 
-def check_cases() -> list[Case]:
+def check_cases() -> list[CheckedCase]:
     causal, window = (("causal", True),), (("window", (100, 30)),)
     cases = [
-        Case(1, 128, 128, 1, 1, 128),  # one tile, one block of keys
-        Case(1, 128, 1024, 1, 1, 128),
-        Case(2, 1024, 1024, 4, 4, 128),
-        Case(2, 1000, 1000, 4, 4, 128),  # ragged in both
-        Case(2, 1000, 777, 6, 2, 128),
-        Case(3, 1, 500, 4, 1, 128),
-        Case(2, 77, 1, 4, 4, 128),
-        Case(1, 4096, 4096, 8, 8, 128),
-        Case(4, 512, 512, 16, 16, 128, layout="sliced"),
-        Case(2, 333, 444, 4, 2, 128, layout="transposed"),
-        Case(2, 333, 444, 4, 2, 128, layout="unaligned"),
-        Case(2, 1024, 1024, 4, 4, 128, dtype=torch.float16),
-        Case(2, 1000, 1000, 4, 4, 128, scale=30.0),  # peaked rows: the reference moves often
-        Case(2, 0, 100, 4, 4, 128),
-        Case(2, 100, 0, 4, 4, 128),
-        Case(1, 128, 128, 1, 1, 128, options=causal),
-        Case(2, 1024, 1024, 4, 4, 128, options=causal),
-        Case(2, 1000, 1000, 4, 2, 128, options=causal),
-        Case(2, 1000, 1000, 4, 2, 128, options=causal, scale=30.0),
-        Case(2, 300, 1000, 4, 2, 128, options=causal),
-        Case(2, 1000, 300, 4, 2, 128, options=causal),  # 700 rows see nothing
-        Case(1, 3, 1000, 4, 2, 128, options=causal),
-        Case(1, 8192, 8192, 3, 3, 128, options=causal),
-        Case(2, 1000, 1000, 4, 2, 128, options=window),
-        Case(2, 1000, 600, 4, 2, 128, options=(("window", (0, 0)),)),
-        Case(2, 600, 1000, 4, 2, 128, options=(("window", (300, None)),)),
-        Case(2, 1000, 1000, 4, 2, 128, options=(("window", (130, None)), ("causal", True))),
-        Case(2, 1000, 300, 4, 2, 128, options=(("window", (50, 10)),)),
-        Case(2, 500, 700, 4, 2, 128, options=(("softcap", 5.0), *causal)),
-        Case(2, 500, 700, 4, 2, 128, options=(("softcap", 30.0),), dtype=torch.float16),
-        Case(2, 500, 700, 4, 2, 128, sinks=True, options=causal),
-        Case(2, 700, 300, 4, 2, 128, sinks=True, options=causal),
-        Case(2, 500, 700, 4, 2, 128, sinks=True, options=(("window", (64, 64)), ("softcap", 20.0))),
-        Case(2, 500, 700, 4, 2, 192, 128),
-        Case(2, 500, 700, 4, 2, 64, 256, options=causal),
-        Case(2, 500, 700, 4, 2, 128, 64),
+        CheckedCase(1, 128, 128, 1, 1, 128),  # one tile, one block of keys
+        CheckedCase(1, 128, 1024, 1, 1, 128),
+        CheckedCase(2, 1024, 1024, 4, 4, 128),
+        CheckedCase(2, 1000, 1000, 4, 4, 128),  # ragged in both
+        CheckedCase(2, 1000, 777, 6, 2, 128),
+        CheckedCase(3, 1, 500, 4, 1, 128),
+        CheckedCase(2, 77, 1, 4, 4, 128),
+        CheckedCase(1, 4096, 4096, 8, 8, 128),
+        CheckedCase(4, 512, 512, 16, 16, 128, layout="sliced"),
+        CheckedCase(2, 333, 444, 4, 2, 128, layout="transposed"),
+        CheckedCase(2, 333, 444, 4, 2, 128, layout="unaligned"),
+        CheckedCase(2, 1024, 1024, 4, 4, 128, dtype=torch.float16),
+        CheckedCase(2, 1000, 1000, 4, 4, 128, scale=30.0),  # peaked rows: the reference moves often
+        CheckedCase(2, 0, 100, 4, 4, 128),
+        CheckedCase(2, 100, 0, 4, 4, 128),
+        CheckedCase(1, 128, 128, 1, 1, 128, options=causal),
+        CheckedCase(2, 1024, 1024, 4, 4, 128, options=causal),
+        CheckedCase(2, 1000, 1000, 4, 2, 128, options=causal),
+        CheckedCase(2, 1000, 1000, 4, 2, 128, options=causal, scale=30.0),
+        CheckedCase(2, 300, 1000, 4, 2, 128, options=causal),
+        CheckedCase(2, 1000, 300, 4, 2, 128, options=causal),  # 700 rows see nothing
+        CheckedCase(1, 3, 1000, 4, 2, 128, options=causal),
+        CheckedCase(1, 8192, 8192, 3, 3, 128, options=causal),
+        CheckedCase(2, 1000, 1000, 4, 2, 128, options=window),
+        CheckedCase(2, 1000, 600, 4, 2, 128, options=(("window", (0, 0)),)),
+        CheckedCase(2, 600, 1000, 4, 2, 128, options=(("window", (300, None)),)),
+        CheckedCase(2, 1000, 1000, 4, 2, 128, options=(("window", (130, None)), ("causal", True))),
+        CheckedCase(2, 1000, 300, 4, 2, 128, options=(("window", (50, 10)),)),
+        CheckedCase(2, 500, 700, 4, 2, 128, options=(("softcap", 5.0), *causal)),
+        CheckedCase(2, 500, 700, 4, 2, 128, options=(("softcap", 30.0),), dtype=torch.float16),
+        CheckedCase(2, 500, 700, 4, 2, 128, sinks=True, options=causal),
+        CheckedCase(2, 700, 300, 4, 2, 128, sinks=True, options=causal),
+        CheckedCase(2, 500, 700, 4, 2, 128, sinks=True, options=(("window", (64, 64)), ("softcap", 20.0))),
+        CheckedCase(2, 500, 700, 4, 2, 192, 128),
+        CheckedCase(2, 500, 700, 4, 2, 64, 256, options=causal),
+        CheckedCase(2, 500, 700, 4, 2, 128, 64),
     ]
     for head_dim in (8, 40, 64, 72, 96, 120, 160, 192, 200, 256):
-        cases.append(Case(2, 500, 700, 4, 2, head_dim))
-        cases.append(Case(2, 700, 700, 4, 2, head_dim, options=causal))
+        cases.append(CheckedCase(2, 500, 700, 4, 2, head_dim))
+        cases.append(CheckedCase(2, 700, 700, 4, 2, head_dim, options=causal))
     for head_dim in (64, 256):
-        cases.append(Case(2, 2048, 2048, 8, 8, head_dim, options=causal))
-        cases.append(Case(2, 500, 700, 4, 2, head_dim, dtype=torch.float16))
-    cases.append(Case(2, 333, 444, 4, 2, 128, layout="expanded"))  # strides of 0
+        cases.append(CheckedCase(2, 2048, 2048, 8, 8, head_dim, options=causal))
+        cases.append(CheckedCase(2, 500, 700, 4, 2, head_dim, dtype=torch.float16))
+    cases.append(CheckedCase(2, 333, 444, 4, 2, 128, layout="expanded"))  # strides of 0
     return cases + packed_cases() + group_cases()
 
 
-def group_cases() -> list[Case]:
+def group_cases() -> list[CheckedCase]:
     """Query heads that share a tile (pack_gqa): groups that divide 64 and that do not, up to the largest."""
-    everything = {"sinks": True, "options": (("window", (64, 10)), ("softcap", 20.0))}
-    cases = [Case(2, 1, 500, 64, 1, 128), Case(2, 3, 500, 80, 2, 128, options=(("causal", True),))]
+    everything: dict[str, Any] = {"sinks": True, "options": (("window", (64, 10)), ("softcap", 20.0))}
+    cases = [CheckedCase(2, 1, 500, 64, 1, 128), CheckedCase(2, 3, 500, 80, 2, 128, options=(("causal", True),))]
     for group, options in itertools.product((2, 3, 5, 7, 8, 33, 64), ((), (("causal", True),))):
         for seqlen_q in (1, 5, 200):
-            cases.append(Case(2, seqlen_q, 300, 2 * group, 2, 128, options=options))
-        cases.append(Case(0, 0, 0, group, 1, 128, options=options, packed=((1, 100), (7, 300), (0, 9), (300, 200))))
+            cases.append(CheckedCase(2, seqlen_q, 300, 2 * group, 2, 128, options=options))
+        cases.append(
+            CheckedCase(0, 0, 0, group, 1, 128, options=options, packed=((1, 100), (7, 300), (0, 9), (300, 200)))
+        )
     for group, head_dim in itertools.product((3, 4), (64, 72, 96, 256)):
-        cases.append(Case(2, 100, 300, 2 * group, 2, head_dim, options=(("causal", True),)))
-        cases.append(Case(3, 20, 300, 2 * group, 2, head_dim, **everything, used=(0, 100, 300)))
+        cases.append(CheckedCase(2, 100, 300, 2 * group, 2, head_dim, options=(("causal", True),)))
+        cases.append(CheckedCase(3, 20, 300, 2 * group, 2, head_dim, **everything, used=(0, 100, 300)))
     return cases
 
 
-def packed_cases() -> list[Case]:
+def packed_cases() -> list[CheckedCase]:
     """Packed sequences and seqused_k, with NaN in all that they must not read."""
     rng = random.Random(0)
     several = ((100, 100), (0, 50), (129, 300), (1, 1), (64, 0), (300, 129), (0, 0), (128, 128), (7, 500))
     many = tuple((rng.choice((0, 1, 5, 64, 200)), rng.choice((0, 1, 30, 128, 300))) for _ in range(150))
     long = ((4000, 4000), (10, 10), (1, 2500), (1500, 1500))
     masks = ((), (("causal", True),), (("window", (40, 10)),), (("window", (100, None)),))
-    dense = {"used": (0, 1, 100, 128, 300, 500)}
+    dense: dict[str, Any] = {"used": (0, 1, 100, 128, 300, 500)}
     cases = []
     for head_dim, options in itertools.product((64, 128, 256), masks):
-        common = {"options": options, "packed": several}
-        cases.append(Case(0, 0, 0, 4, 2, head_dim, **common, slack=130))
-        cases.append(Case(0, 0, 0, 4, 2, head_dim, **common, slack=3, used=(100, 20, 129, 0, 0, 128, 0, 5, 300)))
-        cases.append(Case(6, 200, 500, 4, 2, head_dim, options=options, **dense))
+        common: dict[str, Any] = {"options": options, "packed": several}
+        cases.append(CheckedCase(0, 0, 0, 4, 2, head_dim, **common, slack=130))
+        cases.append(CheckedCase(0, 0, 0, 4, 2, head_dim, **common, slack=3, used=(100, 20, 129, 0, 0, 128, 0, 5, 300)))
+        cases.append(CheckedCase(6, 200, 500, 4, 2, head_dim, options=options, **dense))
     for options in masks[:2]:
-        cases.append(Case(0, 0, 0, 3, 1, 128, options=options, packed=many))
-        cases.append(Case(0, 0, 0, 3, 3, 64, options=options, packed=many, slack=1, dtype=torch.float16))
-        cases.append(Case(0, 0, 0, 8, 8, 128, options=options, packed=long))
-        cases.append(Case(0, 0, 0, 8, 8, 128, options=options, packed=((5, 5),)))  # fewer tiles than the bound
-        cases.append(Case(0, 0, 0, 8, 8, 128, options=options, packed=((0, 0), (0, 64)), slack=1))
+        cases.append(CheckedCase(0, 0, 0, 3, 1, 128, options=options, packed=many))
+        cases.append(CheckedCase(0, 0, 0, 3, 3, 64, options=options, packed=many, slack=1, dtype=torch.float16))
+        cases.append(CheckedCase(0, 0, 0, 8, 8, 128, options=options, packed=long))
+        cases.append(CheckedCase(0, 0, 0, 8, 8, 128, options=options, packed=((5, 5),)))  # fewer tiles than the bound
+        cases.append(CheckedCase(0, 0, 0, 8, 8, 128, options=options, packed=((0, 0), (0, 64)), slack=1))
         for layout in ("transposed", "sliced", "unaligned"):
-            cases.append(Case(0, 0, 0, 4, 2, 128, options=options, packed=several, layout=layout))
+            cases.append(CheckedCase(0, 0, 0, 4, 2, 128, options=options, packed=several, layout=layout))
     everything = (("window", (64, 64)), ("softcap", 20.0))
-    cases.append(Case(0, 0, 0, 4, 2, 128, sinks=True, options=everything, packed=several, slack=5))
-    cases.append(Case(6, 300, 500, 4, 2, 128, sinks=True, options=everything, **dense))
-    cases.append(Case(0, 0, 0, 4, 2, 192, 128, options=masks[1], packed=several))
+    cases.append(CheckedCase(0, 0, 0, 4, 2, 128, sinks=True, options=everything, packed=several, slack=5))
+    cases.append(CheckedCase(6, 300, 500, 4, 2, 128, sinks=True, options=everything, **dense))
+    cases.append(CheckedCase(0, 0, 0, 4, 2, 192, 128, options=masks[1], packed=several))
     return cases
 
 
-def other_orders(case: Case) -> list[tuple[str, ForwardConfig]]:
-    """Configurations that go through packed tiles, groups of heads, or to the first block of V, in another way than the
-    default."""
+def other_orders(case: CheckedCase) -> list[tuple[str, ForwardConfig]]:
+    """Configurations that treat packed tiles, groups of heads or the first block of V differently from the default."""
     words = []
     if 1 < case.heads_q // case.heads_kv <= 64 and case.layout != "expanded":
         words += ["n64 pack", "3wg n64 pack queue"] if max(case.head_dim, case.head_dim_v or 0) <= 128 else ["n64 pack"]
@@ -359,10 +363,10 @@ def other_orders(case: Case) -> list[tuple[str, ForwardConfig]]:
     return [(w, configuration(w)) for w in words]
 
 
-def check_one(case: Case, config: ForwardConfig | None = None) -> tuple[bool, str]:
-    """Run and compare with the float64 oracle; also that a second run gives the same bits."""
+def check_one(case: CheckedCase, config: ForwardConfig | None = None) -> tuple[bool, str]:
+    """Run and compare with the float64 oracle, and with a second run, which must give the same bits."""
     clean, options = case.inputs(), dict(case.options)
-    inputs = case.with_rubbish(clean)
+    inputs = case.with_garbage(clean)
     problem = problem_of(inputs, **options)
     # what the allocator hands out next holds NaN
     poison = [torch.full((max(1, inputs.q.numel() // case.head_dim) * 256,), math.nan, device="cuda")]
@@ -381,8 +385,8 @@ def check_one(case: Case, config: ForwardConfig | None = None) -> tuple[bool, st
 
 
 def run_check(variants_text: str | None, head_dims: list[int]) -> bool:
-    """The cases with the default configurations; with --variants also some of them with each variant."""
-    jobs: list[tuple[Case, tuple[str, ForwardConfig] | None]] = []
+    """Check the cases with the default configurations or, with --variants, some of them with each variant."""
+    jobs: list[tuple[CheckedCase, tuple[str, ForwardConfig] | None]] = []
     if variants_text is None:
         for case in check_cases():
             jobs += [(case, None), *((case, other) for other in other_orders(case))]
@@ -391,19 +395,20 @@ def run_check(variants_text: str | None, head_dims: list[int]) -> bool:
             for name, config in variants(variants_text, head_dim, causal).items():
                 options = (("causal", True),) if causal else ()
                 for case in (
-                    Case(2, 1000, 1000, 4, 2, head_dim, options=options),
-                    Case(2, 900, 1000, 4, 2, head_dim, options=options),
-                    Case(1, 700, 300, 4, 2, head_dim, options=options, scale=20.0),
-                    Case(9, 100, 128, 16, 16, head_dim, options=options),
-                    Case(4, 4096, 4096, 8, 8, head_dim, options=options),
+                    CheckedCase(2, 1000, 1000, 4, 2, head_dim, options=options),
+                    CheckedCase(2, 900, 1000, 4, 2, head_dim, options=options),
+                    CheckedCase(1, 700, 300, 4, 2, head_dim, options=options, scale=20.0),
+                    CheckedCase(9, 100, 128, 16, 16, head_dim, options=options),
+                    CheckedCase(4, 4096, 4096, 8, 8, head_dim, options=options),
                 ):
                     jobs.append((case, (name, config)))
-    compile_jobs = []
+    requests = []
     for case, variant in jobs:
         if case.packed is not None or (case.seqlen_q and case.seqlen_k):
             problem = problem_of(case.inputs(), **dict(case.options))
-            compile_jobs.append((problem, variant[1] if variant else dispatch.forward_config("sm90", problem)))
-    compile_all(compile_jobs)
+            config = variant[1] if variant else default_config(problem)
+            requests.append(launch.compile_request(problem, config))
+    compile_ahead(requests)
     failed = 0
     for case, variant in jobs:
         label = f"{case}" + (f" [{variant[0]}]" if variant else "")
@@ -422,9 +427,9 @@ def run_check(variants_text: str | None, head_dims: list[int]) -> bool:
 
 
 def peers(names: list[str]) -> dict[str, Callable]:
-    """name -> prepare(q, k, v, causal) -> call, on (batch, seqlen, heads, dim) tensors, of those that can be imported.
+    """The peers that can be imported: name -> prepare(q, k, v, causal) -> call, on (batch, seqlen, heads, dim) tensors.
 
-    torch's SDPA gets contiguous (batch, heads, seqlen, dim) copies, made before it is timed.
+    torch's SDPA gets contiguous (batch, heads, seqlen, dim) copies, which are made before it is timed.
     """
 
     def sdpa(backend: SDPBackend) -> Callable:
@@ -458,21 +463,20 @@ def peers(names: list[str]) -> dict[str, Callable]:
     return {name: found[name] for name in names if name in found}
 
 
-def _first(x: object) -> Tensor:
+def _first(x: Any) -> Tensor:
     return x[0] if isinstance(x, tuple) else x
 
 
-def run_grid(args: argparse.Namespace, about: dict) -> None:
+def run_grid(args: argparse.Namespace, report: Report) -> None:
     contenders = peers(args.peers.split(","))
-    results = common.Results(about, args.out, list(contenders))
-    jobs, configs = [], {}
-    for cell in common.cells(args):
+    results = grid.Results(report, list(contenders))
+    requests, configs = [], {}
+    for cell in grid.cells(args):
         q = torch.empty(1, cell.seqlen, 1, cell.head_dim, dtype=torch.bfloat16, device="meta")
         problem = dataclasses.replace(problem_of(AttentionInputs(q, q, q), causal=cell.causal), device_type="cuda")
-        default = dispatch.forward_config("sm90", problem)
-        configs[cell] = {"onepass": default} | variants(args.variants, cell.head_dim, cell.causal)
-        jobs += [(problem, config) for config in configs[cell].values()]
-    compile_all(jobs)
+        configs[cell] = {"onepass": default_config(problem)} | variants(args.variants, cell.head_dim, cell.causal)
+        requests += [launch.compile_request(problem, config) for config in configs[cell].values()]
+    compile_ahead(requests)
 
     for cell, own in configs.items():
         shape = cell.batch, cell.seqlen, cell.heads, cell.head_dim
@@ -481,10 +485,10 @@ def run_grid(args: argparse.Namespace, about: dict) -> None:
         problem = problem_of(inputs, causal=cell.causal)
         calls = {name: prepare(q, k, v, cell.causal) for name, prepare in contenders.items()}
         for name, config in own.items():
-            calls[name] = lambda config=config, problem=problem, inputs=inputs: launch.forward(problem, inputs, config)[
-                0
-            ]
-        expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=cell.causal)
+            calls[name] = functools.partial(run_kernel, problem, inputs, config)
+        expected = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=cell.causal
+        )
         expected = expected.transpose(1, 2).float()
         errors = {}
         for name, call in list(calls.items()):
@@ -494,49 +498,46 @@ def run_grid(args: argparse.Namespace, about: dict) -> None:
             except Exception as error:
                 print(f"{name}: {type(error).__name__}: {str(error)[:200]}")
                 del calls[name]
-        times = common.time_in_turns(calls, args, seed=cell.seqlen)
-        loads = {name: common.under_load(call) for name, call in calls.items()} if args.load else {}
+        times = grid.time_in_turns(calls, args, seed=cell.seqlen)
+        loads = {name: under_load(call) for name, call in calls.items()} if args.load else {}
         results.add(cell, times, errors, own, loads)
     results.summarise()
 
 
+def run_kernel(problem: AttentionProblem, inputs: AttentionInputs, config: ForwardConfig) -> Tensor:
+    return launch.forward(problem, inputs, config)[0]
+
+
 def call_cost_us() -> dict[str, float]:
-    """CPU time of one call on a small problem, without waiting for the GPU."""
+    """Microseconds that the host spends on a call of a small problem, without waiting for the GPU."""
     q = torch.randn(1, 128, 4, 128, device="cuda", dtype=torch.bfloat16)
     problem, inputs = problem_of(AttentionInputs(q, q, q), causal=True), AttentionInputs(q, q, q)
-    calls = {
+    calls: dict[str, Callable[[], object]] = {
         "launch.forward": lambda: launch.forward(problem, inputs),
         "onepass.attention": lambda: onepass.attention(q, q, q, causal=True),
     }
-    costs = {}
-    for name, call in calls.items():
-        for _ in range(20):
-            call()
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(500):
-            call()
-        costs[name] = round((time.perf_counter() - started) / 500 * 1e6, 1)
-        torch.cuda.synchronize()
-    print("CPU time of a call, us:", costs, flush=True)
+    costs = {name: round(host_us(call, 500, clock=time.perf_counter), 1) for name, call in calls.items()}
+    print("the host's time of a call, us:", costs, flush=True)
     return costs
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_arguments(parser, peers="cudnn,fa3,fa4", out="hopper_forward.json")
-    parser.add_argument("--variants", help="check and time these, too: 'try', or configurations separated by ;")
-    args = parser.parse_args()
+    grid.add_arguments(parser, peers="cudnn,fa3,fa4", out="forward_sm90.json")
+    parser.add_argument("--variants", help="also check and time these: 'try', or configurations separated by ;")
+    args = parser.parse_args(argv)
 
-    warnings.filterwarnings("ignore", message="Argument aux_data")  # of FlashAttention-4 under this compiler
-    about = common.circumstances()
-    print(about, flush=True)
-    ok = args.no_check or run_check(args.variants, args.head_dims)
-    about["call_cost_us"] = call_cost_us()
-    common.Results(about, args.out).save()
-    if not args.no_grid:
-        run_grid(args, about)
-    return 0 if ok else 1
+    warnings.filterwarnings("ignore", message="Argument aux_data")  # FlashAttention-4 gives it under this compiler
+    report = Report(describe("cuda") | {"suite": "forward_sm90"}, args.out)
+    print(report.header, flush=True)
+    ok = False
+    with report.recording():
+        ok = args.no_check or run_check(args.variants, args.head_dims)
+        report.header["call_cost_us"] = call_cost_us()
+        report.save()
+        if not args.no_grid:
+            run_grid(args, report)
+    return report.exit_status(ok)
 
 
 if __name__ == "__main__":

@@ -1,44 +1,48 @@
 """attention_decode over e4m3 caches on a GPU: is it right, and how much faster is it than over 16-bit ones?
 
-    python benchmarks/decode_e4m3.py                                     # check, then six cases
-    python benchmarks/decode_e4m3.py --no-check --cases b8k8192h32/8d128,b64k8192h32/8d128q4
+    python -m onepass.bench.suites.decode_e4m3                                     # check, then six cases
+    python -m onepass.bench.suites.decode_e4m3 --no-check --cases b8k8192h32/8d128,b64k8192h32/8d128q4
 
-A case is the batch (b), keys (k), heads of q and of the cache (h), head_dim (d) and queries (q, 1 if not said), as in
-decode.py, whose way of timing this is: contenders in turns, replayed CUDA graphs, caches that do not lie in L2. TB/s
-counts the bytes of a contender's own K and V, q and out. Writes JSON to --out after every case.
+Cases are written, and timed, as in decode.py: contenders in turns, replayed CUDA graphs, caches that do not lie in L2.
+TB/s counts the bytes of a contender's own K and V, q, out and lse. The results go to --out as JSON after every case.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import common
 import torch
-from decode import DEVICE, QUICK, by_math, host_us, parse_cases
 from torch import Tensor
 
 import onepass
-from onepass.bench import decode as bench
-from onepass.bench.cases import Case, decode_case
-from onepass.bench.decode import CacheCopies, Step, kv_bytes
-from onepass.bench.flops import bytes_moved
-from onepass.bench.timing import measure_interleaved
-from onepass.testing.budget import compare
+
+from ...testing.budget import compare
+from .. import decode as bench
+from ..cases import Case, decode_case
+from ..decode import CacheCopies, Step
+from ..flops import bytes_moved, kv_bytes
+from ..machine import describe
+from ..rows import Report, Row
+from ..timing import measure_interleaved
+from . import grid
+from .decode import DEVICE, QUICK, host_time_us, in_pytorch, parse_cases
 
 E4M3 = torch.float8_e4m3fn
 
 
 class Contender(NamedTuple):
-    """page_size: None without pages. scaled: what has a descale: None (a 16-bit cache), "tensor", "head" or "block"
-    (of page_size keys, or of 64)."""
+    """A form of the cache.
+
+    Attributes:
+        page_size: keys of a page; None without pages.
+        scaled: what has a descale of its own: None (a 16-bit cache), "tensor", "head" or "block" (of page_size keys,
+            or of 64).
+    """
 
     page_size: int | None
     scaled: str | None
@@ -48,7 +52,7 @@ class Contender(NamedTuple):
         return (self.page_size or 64) if self.scaled == "block" else None
 
     def arguments(self, step: Step, seed: int = 0) -> dict[str, Any]:
-        """Of attention_decode, from a dense 16-bit step."""
+        """The arguments of attention_decode, made from a dense 16-bit step."""
         step = step if self.page_size is None else step.in_pages(self.page_size, seed)
         arguments = {n: t for n, t in step._asdict().items() if t is not None}
         if self.scaled is None:
@@ -64,7 +68,7 @@ class Contender(NamedTuple):
 
     def real_step(self, arguments: dict[str, Any]) -> Step:
         """The step of 16-bit or float32 caches with the same real values."""
-        step = Step(*(arguments.get(name) for name in Step._fields))
+        step = Step(**{name: arguments[name] for name in Step._fields if name in arguments})
         if self.scaled is None:
             return step
         caches = []
@@ -109,13 +113,13 @@ def warm_up(cases: Sequence[Case]) -> None:
 
 
 def checked_cases(cases: Sequence[Case]) -> list[Case]:
-    """Short ones of the same heads, with queries that take other kernels, too."""
+    """Short cases of the same heads, also with numbers of queries that take other kernels."""
     shapes = {(c.heads_q, c.heads_kv, c.head_dim, q) for c in cases for q in (1, 3, 20)}
     return [decode_case(3, 2048, *shape) for shape in sorted(shapes)]
 
 
 def run_check(cases: Sequence[Case]) -> bool:
-    """Every contender beside plain attention in float64, on new random data."""
+    """Compare every contender with attention in float64, on new random data. Returns: whether all are right."""
     seed, wrong, tried = time.time_ns() % 2**31, 0, 0
     for case in checked_cases(cases):
         step = bench.make_step(case, DEVICE, seed)
@@ -123,7 +127,7 @@ def run_check(cases: Sequence[Case]) -> bool:
         for name, contender in CONTENDERS.items():
             arguments = contender.arguments(step, seed)
             real = contender.real_step(arguments)
-            exact, plain = (by_math(real, dtype) for dtype in (torch.float64, case.torch_dtype))
+            exact, plain = (in_pytorch(real, dtype) for dtype in (torch.float64, case.torch_dtype))
             tried += 1
             row = compare("out", run(arguments), exact, plain)
             if not row.ok:
@@ -133,16 +137,17 @@ def run_check(cases: Sequence[Case]) -> bool:
     return not wrong
 
 
-def measure(case: Case, args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Any]:
-    # of e4m3 caches, half as large, so that theirs do not lie in L2 either
+def measure(case: Case, args: argparse.Namespace, about: dict[str, Any]) -> Row:
+    # enough copies for e4m3 caches, which are half as large: they must not lie in L2 either
     copies = CacheCopies.of(case, 2 * about["l2_bytes"])
     steps = [bench.make_step(case, DEVICE, seed) for seed in range(copies.number)]
-    samplers, host = {}, {}
+    samplers: dict[str, Any] = {}
+    host = {}
     for name, contender in CONTENDERS.items():
         given = [contender.arguments(step, seed) for seed, step in enumerate(steps)]
         calls: list[Callable] = [functools.partial(run, arguments) for arguments in given]
         samplers[name] = bench.sampler_of(calls, copies)
-        host[name] = host_us(run, given[0]) if args.host else None
+        host[name] = host_time_us(calls[0]) if args.host else None
     samples = measure_interleaved(samplers, time_budget_s=args.seconds * len(samplers), min_rounds=7)
     rows = {}
     for name, ms in samples.ms.items():
@@ -158,35 +163,42 @@ def measure(case: Case, args: argparse.Namespace, about: dict[str, Any]) -> dict
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=parse_cases, default=parse_cases(QUICK))
-    parser.add_argument("--seconds", type=float, default=0.04, help="of timing a contender")
-    parser.add_argument("--host", action="store_true", help="the host's time of a call, too")
-    parser.add_argument("--no-check", action="store_true")
-    parser.add_argument("--no-grid", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "."), "decode_e4m3.json"))
+    parser.add_argument("--cases", type=parse_cases, default=parse_cases(QUICK), help="such as b8k8192h32/8d128q4")
+    parser.add_argument("--seconds", type=float, default=0.04, help="seconds of timing for each contender")
+    parser.add_argument("--host", action="store_true", help="also measure the host's time of a call")
+    parser.add_argument("--no-check", action="store_true", help="do not check the results")
+    parser.add_argument("--no-grid", action="store_true", help="do not time the cases")
+    grid.add_out(parser, "decode_e4m3.json")
     args = parser.parse_args(argv)
     torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default one
-    about = common.circumstances() | {
+    facts = {
+        "suite": "decode_e4m3",
         "l2_bytes": torch.cuda.get_device_properties(DEVICE).L2_cache_size,
         "copy_tb_per_s": round(bench.copy_bandwidth(DEVICE), 4),
     }
-    print(about, flush=True)
-    warm_up([*([] if args.no_check else checked_cases(args.cases)), *([] if args.no_grid else args.cases)])
-    ok = args.no_check or run_check(args.cases)
-    rows: list[dict[str, Any]] = []
-    for case in [] if args.no_grid else args.cases:
-        rows.append(measure(case, args, about))
-        print(f"{case.label}: {rows[-1]['copies']} copies")
-        for name, entry in rows[-1]["contenders"].items():
-            host = "" if entry["host_us"] is None else f"  host {entry['host_us']:.0f} us"
-            share = f"{100 * entry['of_copy']:4.0f} % of a copy's bandwidth"
-            print(
-                f"    {name:28s} {1e3 * entry['median_ms']:9.1f} us {entry['speed_over_16_bits']:6.2f}x {share}{host}",
-                flush=True,
-            )
-        args.out.write_text(json.dumps({"circumstances": about, "rows": rows}, indent=1))
-        torch.cuda.empty_cache()
-    return 0 if ok else 1
+    report = Report(describe(DEVICE) | facts, args.out)
+    print(report.header, flush=True)
+    ok = False
+    with report.recording():
+        warm_up([*([] if args.no_check else checked_cases(args.cases)), *([] if args.no_grid else args.cases)])
+        ok = args.no_check or run_check(args.cases)
+        for case in [] if args.no_grid else args.cases:
+            report.add(measure(case, args, report.header))
+            print_row(report.rows[-1])
+            torch.cuda.empty_cache()
+    return report.exit_status(ok)
+
+
+def print_row(row: Row) -> None:
+    """Print a line for the case, then one for each contender."""
+    print(f"{row['label']}: {row['copies']} copies")
+    for name, entry in row["contenders"].items():
+        host = "" if entry["host_us"] is None else f"  host {entry['host_us']:.0f} us"
+        share = f"{100 * entry['of_copy']:4.0f} % of a copy's bandwidth"
+        print(
+            f"    {name:28s} {1e3 * entry['median_ms']:9.1f} us {entry['speed_over_16_bits']:6.2f}x {share}{host}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,60 +1,58 @@
 """attention_decode on a GPU: is it right, how near to the memory's bandwidth is it, and which configuration is fastest?
 
-    python benchmarks/decode.py                                          # check, then the grid beside FlashAttention-3
-    python benchmarks/decode.py --quick                                  # six cases
-    python benchmarks/decode.py --rows                                   # 4 to 1024 queries a sequence
-    python benchmarks/decode.py --no-check --cases b8k8192h32/8d128,b64k8192h32/8d128q4
-    python benchmarks/decode.py --quick --variants "num_splits=8; key_warps=2,num_stages=4; num_stages=2,num_splits=16"
+    python -m onepass.bench.suites.decode                     # check, then the grid beside FlashAttention-3
+    python -m onepass.bench.suites.decode --quick             # six cases
+    python -m onepass.bench.suites.decode --rows              # 4 to 1024 queries a sequence
+    python -m onepass.bench.suites.decode --no-check --cases b8k8192h32/8d128,b64k8192h32/8d128q4
+    python -m onepass.bench.suites.decode --quick --variants "num_splits=8; key_warps=2,num_stages=4; num_stages=2"
 
-A case is the batch (b), keys (k), heads of q and of the cache (h), head_dim (d) and queries (q, 1 if not said).
-Contenders take turns: onepass over a dense cache ("onepass") and over pages of 16, 64 and 256 keys in random places,
+A case is the batch (b), keys (k), heads of q and of the cache (h), head_dim (d) and queries (q, 1 by default).
+Contenders take turns: onepass over a dense cache ("onepass") and over pages of 16, 64 and 256 keys at random places,
 FlashAttention-3 ("fa3", where a package has flash_attn_with_kvcache; "fa3 prepared" with scheduler metadata from
-before, as an engine makes it once for all layers; "fa3 page 64" where it takes pages). Ratios are to the fastest.
-Variants are fields of `DecodeConfigSm80` (of `ForwardConfig` or `ForwardConfigSm80` where a case has more rows) and
-num_splits, several separated by ;. --backend sm80 measures the Ampere kernels alone.
+before, which an engine makes once for all layers; "fa3 page 64" where it takes pages). Ratios are to the fastest of
+FlashAttention-3. Variants are fields of `DecodeConfigSm80` (of `ForwardConfig` or `ForwardConfigSm80` where a case has
+more rows) and num_splits; several are separated by semicolons. --backend sm80 measures the Ampere kernels alone.
 
-Times are of replayed CUDA graphs, so without the host's; --host prints that of a call. K and V come from memory: copies
-of a cache smaller than 4 times the L2 cache are read in turn, and where 64 do not reach that the L2 cache is flushed
-(column "copies"). TB/s counts K, V, q and out once; the share is of the bandwidth of a copy in the same run, read and
-written bytes together. Writes JSON to --out after every case.
+Times are those of replayed CUDA graphs, so without the host's; --host prints the host's time of a call. K and V come
+from memory: copies of a cache smaller than 4 times the L2 cache are read in turn, and where 64 do not reach that size
+the L2 cache is flushed (column "copies"). TB/s counts K, V, q, out and lse once; the share is of the bandwidth of a
+copy in the same run, read and written bytes together. The results go to --out as JSON after every case.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
-import os
 import re
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import common
 import torch
 from torch import Tensor
 
-from onepass.bench import decode as bench
-from onepass.bench.cases import Case, decode_case, get_case_set
-from onepass.bench.check import PEER_FACTOR
-from onepass.bench.decode import CacheCopies, Decoder, Step, kv_bytes, problem_of
-from onepass.bench.flops import bytes_moved
-from onepass.bench.timing import measure_interleaved
-from onepass.dispatch import decode
-from onepass.errors import UnsupportedError
-from onepass.kernels.compiler import compile
-from onepass.kernels.config import LaunchConfig
-from onepass.kernels.config.arch import arch_of
-from onepass.kernels.launch import decode_sm80 as sm80
-from onepass.kernels.launch import decode_sm90 as sm90
-from onepass.kernels.launch.decode import DecodeLaunch, compile_requests
-from onepass.problem.decode import DecodeInputs, DecodeProblem
-from onepass.testing.budget import OUT_FACTOR, compare
+from ...dispatch import decode
+from ...errors import UnsupportedError
+from ...kernels.config import LaunchConfig
+from ...kernels.config.arch import arch_of
+from ...kernels.launch import decode_sm80 as sm80
+from ...kernels.launch import decode_sm90 as sm90
+from ...kernels.launch.decode import DecodeLaunch, compile_requests
+from ...problem.decode import DecodeInputs, DecodeProblem
+from ...testing.budget import OUT_FACTOR, compare
+from .. import decode as bench
+from ..cases import Case, decode_case, get_case_set
+from ..check import PEER_FACTOR
+from ..decode import CacheCopies, Decoder, Step, problem_of
+from ..flops import bytes_moved, kv_bytes
+from ..machine import describe
+from ..rows import Report, Row
+from ..timing import host_us, measure_interleaved
+from . import grid
+from .ahead import compile_ahead
 
 DEVICE = "cuda"
 CONTENDERS = "onepass,onepass page 16,onepass page 64,onepass page 256,fa3,fa3 prepared,fa3 page 64"
@@ -66,7 +64,8 @@ def parse_cases(text: str) -> list[Case]:
     found = [re.fullmatch(r"b(\d+)k(\d+)h(\d+)/(\d+)d(\d+)(?:q(\d+))?", part.strip()) for part in text.split(",")]
     if None in found:
         raise argparse.ArgumentTypeError(f"expected cases such as b8k8192h32/8d128 or b1k1024h8/1d64q4, got {text}")
-    return [decode_case(*(int(n or 1) for n in match.groups())) for match in found if match]
+    numbers = [[int(n or 1) for n in match.groups()] for match in found if match]
+    return [decode_case(b, k, h, h_kv, d, q) for b, k, h, h_kv, d, q in numbers]
 
 
 # ---------------------------------------------------------------- configurations
@@ -76,7 +75,7 @@ def parse_cases(text: str) -> list[Case]:
 def variant(case: Case, changes: str, is_paged: bool, backend: str | None) -> tuple[LaunchConfig, int | None] | None:
     """Configuration and splits of a variant; None where the case cannot take it."""
     problem = on_gpu(case, is_paged)
-    fields = dict(re.fullmatch(r"(\w+)=(.+)", part).groups() for part in changes.split(","))
+    fields = grid.fields_of(changes)
     num_splits = fields.pop("num_splits", None)
     config = launches(problem, backend).config_of(problem, torch.device(DEVICE))
     if unknown := set(fields) - set(asdict(config)):
@@ -95,9 +94,10 @@ def variant(case: Case, changes: str, is_paged: bool, backend: str | None) -> tu
 
 
 def on_meta(case: Case, is_paged: bool) -> Step:
-    """Tensors of a case without memory."""
+    """The tensors of a case, without memory."""
     rows = (case.batch, case.seqlen_k) if not is_paged else (case.batch * case.seqlen_k // 64, 64)
-    dtype, ints = {"dtype": case.torch_dtype, "device": "meta"}, {"dtype": torch.int32, "device": "meta"}
+    dtype: dict[str, Any] = {"dtype": case.torch_dtype, "device": "meta"}
+    ints: dict[str, Any] = {"dtype": torch.int32, "device": "meta"}
     q = torch.empty(case.batch, case.seqlen_q, case.heads_q, case.head_dim, **dtype)
     k, v = (torch.empty(*rows, case.heads_kv, case.head_dim, **dtype) for _ in range(2))
     table = torch.empty(case.batch, case.seqlen_k // 64, **ints) if is_paged else None
@@ -113,14 +113,14 @@ backend_of = decode.require_decode
 
 
 def launches(problem: DecodeProblem, backend: str | None) -> ModuleType:
-    """Of the backend that runs this problem."""
+    """The launch module of the backend that runs this problem."""
     return {"sm90": sm90, "sm80": sm80}[backend_of(problem, backend)]
 
 
 def prepared(
     problem: DecodeProblem, backend: str | None, config: LaunchConfig | None = None, num_splits: int | None = None
 ) -> DecodeLaunch:
-    """Args: config: None as onepass chooses."""
+    """A launch of this problem. Args: config: None means the one that onepass chooses."""
     module, device = launches(problem, backend), torch.device(DEVICE)
     problem = replace(problem, num_splits=num_splits)
     return module.launch_with(problem, config or module.config_of(problem, device), device)
@@ -132,28 +132,22 @@ def variant_run(config: LaunchConfig, num_splits: int | None, backend: str | Non
     return launch(DecodeInputs(step.q, step.k_cache, step.v_cache, step.cache_seqlens, step.page_table))[0]
 
 
-def compile_one(job: tuple) -> float:
-    started = time.perf_counter()
-    compile.get(*job)
-    return time.perf_counter() - started
-
-
-def compile_ahead(cases: Sequence[Case], args: argparse.Namespace) -> None:
-    jobs = {}
+def requests(cases: Sequence[Case], args: argparse.Namespace) -> list[tuple]:
+    """The arguments of `compile.get` for the kernels of all contenders of ours."""
+    found: list[tuple] = []
     for case in cases:
         for is_paged in (False, True):
             step, problem = on_meta(case, is_paged), on_gpu(case, is_paged)
-            found = (variant(case, changes, is_paged, args.backend) for changes in variants(args))
-            for config, num_splits in [(None, None), *filter(None, found)]:
+            chosen = (variant(case, changes, is_paged, args.backend) for changes in variants(args))
+            for config, num_splits in [(None, None), *filter(None, chosen)]:
                 launch = prepared(problem, args.backend, config, num_splits)
                 inputs = DecodeInputs(step.q, step.k_cache, step.v_cache, step.cache_seqlens, step.page_table)
-                for _, request in compile_requests(problem, inputs, launch, launch.arch):
-                    jobs[request[:3]] = request
-    common.compile_all(list(jobs.values()), compile_one)
+                found += [request for _, request in compile_requests(problem, inputs, launch, launch.arch)]
+    return found
 
 
 def variants(args: argparse.Namespace) -> list[str]:
-    return ["".join(part.split()) for part in (args.variants or "").split(";") if part.strip()]
+    return grid.split_variants(args.variants, "")
 
 
 # ---------------------------------------------------------------- contenders
@@ -186,10 +180,10 @@ def has_fa3() -> bool:
 
 
 def run_check(args: argparse.Namespace, cases: Sequence[Case]) -> bool:
-    """Every contender beside plain attention in float64, on new random data. Returns: whether onepass is right."""
+    """Compare every contender with attention in float64, on new random data. Returns: whether onepass is right."""
     shapes = {(c.heads_q, c.heads_kv, c.head_dim, q) for c in cases for q in {min(c.seqlen_q, 40), 1, 3}}
     small = [decode_case(3, 2048, *shape) for shape in sorted(shapes)]
-    compile_ahead(small, args)
+    compile_ahead(requests(small, args))
     seed, tried, wrong = time.time_ns() % 2**31, 0, []
     filled = torch.tensor([2048, 1, 1499], dtype=torch.int32)
     for case in small:
@@ -197,7 +191,7 @@ def run_check(args: argparse.Namespace, cases: Sequence[Case]) -> bool:
         step.cache_seqlens.copy_(filled)
         for name, decoder in contenders(case, args).items():
             given = decoder.adapt(step, seed)
-            exact, plain = (by_math(given, dtype) for dtype in (torch.float64, case.torch_dtype))
+            exact, plain = (in_pytorch(given, dtype) for dtype in (torch.float64, case.torch_dtype))
             tried += 1
             try:
                 row = compare("out", decoder.run(given), exact, plain, PEER_FACTOR if is_fa3(name) else OUT_FACTOR)
@@ -215,8 +209,8 @@ def is_fa3(name: str) -> bool:
     return name.startswith("fa3")
 
 
-def by_math(step: Step, dtype: torch.dtype) -> Tensor:
-    """Plain attention over the filled keys of each sequence, every intermediate in one dtype."""
+def in_pytorch(step: Step, dtype: torch.dtype) -> Tensor:
+    """Attention over the filled keys of each sequence in PyTorch, every intermediate in one dtype."""
     outs = []
     for b, filled in enumerate(step.cache_seqlens.tolist()):
         k, v = (bench.Sequences(step, t)[b, :filled].to(dtype) for t in (step.k_cache, step.v_cache))
@@ -232,34 +226,29 @@ def by_math(step: Step, dtype: torch.dtype) -> Tensor:
 # ---------------------------------------------------------------- grid
 
 
-def host_us(run: Callable[[Step], Tensor], step: Step) -> float:
-    """Of one call, while the GPU is behind."""
-    times = []
-    for _ in range(30):
-        started = time.perf_counter()
-        for _ in range(5):
-            run(step)
-        times.append((time.perf_counter() - started) / 5)
-        torch.cuda.synchronize()
-    return 1e6 * statistics.median(times)
+def host_time_us(call: Callable[[], object]) -> float:
+    """The host's time of a call while the GPU is behind."""
+    return host_us(call, calls=5, samples=30, clock=time.perf_counter)
 
 
-def measure(case: Case, args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Any]:
+def measure(case: Case, args: argparse.Namespace, about: dict[str, Any]) -> Row:
     copies = CacheCopies.of(case, about["l2_bytes"])
     steps = [bench.make_step(case, DEVICE, seed) for seed in range(copies.number)]
-    samplers, host, failed = {}, {}, {}
+    samplers: dict[str, Any] = {}
+    host, failed = {}, {}
     for name, decoder in contenders(case, args).items():
         given = [decoder.adapt(step, seed) for seed, step in enumerate(steps)]
         try:
             samplers[name] = bench.sampler_of([functools.partial(decoder.run, step) for step in given], copies)
-            host[name] = host_us(decoder.run, given[0]) if args.host else None
+            host[name] = host_time_us(functools.partial(decoder.run, given[0])) if args.host else None
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {str(error)[:200]}"
             print(f"{case.label}: {name} not measured: {failed[name]}", flush=True)
-            if is_fa3(name):  # what it lacks once it lacks in every case
+            if is_fa3(name):  # what it does not take once it takes in no case
                 args.contenders.remove(name)
     samples = measure_interleaved(samplers, time_budget_s=args.seconds * len(samplers), min_rounds=7)
-    rows, fa3 = {}, [name for name in samples.ms if is_fa3(name)]
+    rows: Row = {}
+    fa3 = [name for name in samples.ms if is_fa3(name)]
     fastest = min(fa3, key=lambda name: samples.spread(name).median, default=None)
     for name, ms in samples.ms.items():
         rows[name] = bench.times(samples, name, bytes_moved(case), about["copy_tb_per_s"]) | {
@@ -284,7 +273,7 @@ def measure(case: Case, args: argparse.Namespace, about: dict[str, Any]) -> dict
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """A line for the case, then one for each contender: microseconds, TB/s, share of a copy's, speed over FA3."""
+    """Print a line for the case, then one for each contender: microseconds, TB/s, share of a copy's, speed over FA3."""
     print(
         f"{row['label'].removesuffix(' bfloat16 causal')}: {row['kv_bytes'] / 1e9:.2f} GB in {row['copies']} copies, "
         f"{row['num_splits']} splits, {row['backend']}"
@@ -300,43 +289,44 @@ def print_row(row: dict[str, Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="six cases")
-    parser.add_argument("--rows", action="store_true", help="several queries a sequence")
+    parser.add_argument("--rows", action="store_true", help="cases of several queries a sequence")
     parser.add_argument("--cases", type=parse_cases, help="such as b8k8192h32/8d128,b1k65536h64/8d128q4")
-    parser.add_argument("--max-gb", type=float, default=40.0, help="of K and V of a case")
-    parser.add_argument("--variants", help='"name=value,name=value", several separated by ;')
-    parser.add_argument("--backend", choices=("sm80", "sm90"), help="None: as onepass chooses")
-    parser.add_argument("--paged-variants", action="store_true", help="variants over pages of 64, too")
-    parser.add_argument("--contenders", default=CONTENDERS)
-    parser.add_argument("--seconds", type=float, default=0.04, help="of timing a contender")
-    parser.add_argument("--host", action="store_true", help="the host's time of a call, too")
-    parser.add_argument("--no-check", action="store_true")
-    parser.add_argument("--no-grid", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "."), "decode.json"))
+    parser.add_argument("--max-gb", type=float, default=40.0, help="skip cases with more gigabytes of K and V")
+    parser.add_argument("--variants", help='such as "name=value,name=value", several separated by ;')
+    parser.add_argument("--backend", choices=("sm80", "sm90"), help="default: as onepass chooses")
+    parser.add_argument("--paged-variants", action="store_true", help="also measure variants over pages of 64")
+    parser.add_argument("--contenders", default=CONTENDERS, help="comma-separated; default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=0.04, help="seconds of timing for each contender")
+    parser.add_argument("--host", action="store_true", help="also measure the host's time of a call")
+    parser.add_argument("--no-check", action="store_true", help="do not check the results")
+    parser.add_argument("--no-grid", action="store_true", help="do not time the cases")
+    grid.add_out(parser, "decode.json")
     args = parser.parse_args(argv)
     args.contenders = [name.strip() for name in args.contenders.split(",")]
-    of_set = parse_cases(QUICK) if args.quick else get_case_set("decode-rows" if args.rows else "decode").cases
-    cases = args.cases or of_set
+    default_cases = parse_cases(QUICK) if args.quick else get_case_set("decode-rows" if args.rows else "decode").cases
+    cases = args.cases or default_cases
     cases = [case for case in cases if kv_bytes(case) <= args.max_gb * 1e9]
 
     args.has_fa3 = has_fa3()
     torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default one
-    about = common.circumstances() | {
+    facts = {
+        "suite": "decode",
         "arch": arch_of(torch.device(DEVICE)),
         "l2_bytes": torch.cuda.get_device_properties(DEVICE).L2_cache_size,
         "copy_tb_per_s": round(bench.copy_bandwidth(DEVICE), 4),
     }
-    print(about, flush=True)
-    ok = args.no_check or run_check(args, cases)
-    if args.no_grid:
-        return 0 if ok else 1
-    compile_ahead(cases, args)
-    rows: list[dict[str, Any]] = []
-    for case in cases:
-        rows.append(measure(case, args, about))
-        print_row(rows[-1])
-        args.out.write_text(json.dumps({"circumstances": about, "rows": rows}, indent=1))
-        torch.cuda.empty_cache()
-    return 0 if ok else 1
+    report = Report(describe(DEVICE) | facts, args.out)
+    print(report.header, flush=True)
+    ok = False
+    with report.recording():
+        ok = args.no_check or run_check(args, cases)
+        if not args.no_grid:
+            compile_ahead(requests(cases, args))
+        for case in [] if args.no_grid else cases:
+            report.add(measure(case, args, report.header))
+            print_row(report.rows[-1])
+            torch.cuda.empty_cache()
+    return report.exit_status(ok)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,150 @@
+"""What measurements share: how to run, the rows of a results file, and the file itself.
+
+Every results file is JSON of one form: "schema_version", "status", "header" (the machine, see machine.py, and what was
+asked for) and "rows". Runs of case sets add a "summary", the suite of quantize_fp8 adds "calls". A file of several runs
+has "runs" instead, each with its header and rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .cases import Case
+from .timing import Samples
+
+SCHEMA_VERSION = 1
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run.
+
+    Attributes:
+        device: "cpu", "cuda" or "cuda:N".
+        peers: names of PEERS, or None for all.
+        rounds, time_budget_s: of each case, as in `measure_interleaved`.
+        gemm_size: the ceiling is a square GEMM of this size in the case's dtype; None chooses by device.
+    """
+
+    device: str = "cpu"
+    peers: Sequence[str] | None = None
+    rounds: int | None = None
+    time_budget_s: float = 10.0
+    gemm_size: int | None = None
+
+    @property
+    def device_type(self) -> str:
+        return self.device.partition(":")[0]
+
+
+@dataclass
+class Report:
+    """The content of a results file; the file is written again, whole and at once, after every row.
+
+    Attributes:
+        status: "running", "complete", "interrupted" or "failed: <reason>"; rows are missing from all but a
+            complete one.
+    """
+
+    header: dict[str, Any]
+    path: Path | None = None
+    status: str = "running"
+    rows: list[Row] = field(default_factory=list)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.save()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "status": self.status,
+            "header": self.header,
+            "rows": self.rows,
+        }
+
+    def save(self) -> None:
+        if self.path is not None:
+            write_json(self.path, self.to_dict())
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Wrap the measuring: however it ends, the file holds what there is, and says so. Ctrl-C ends it quietly."""
+        self.save()
+        try:
+            yield
+            self.status = "complete"
+        except KeyboardInterrupt:
+            self.status = "interrupted"
+        except BaseException as error:
+            self.status = f"failed: {type(error).__name__}: {error}"
+            raise
+        finally:
+            self.save()
+
+    def exit_status(self, ok: bool) -> int:
+        """For a process: 0, 1 if something was wrong, 130 after Ctrl-C."""
+        return 130 if self.status == "interrupted" else 0 if ok else 1
+
+
+def finite(value: float) -> float | None:
+    """The value as JSON can hold it: None for NaN and inf."""
+    return value if math.isfinite(value) else None
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Replace a file in one step: a reader sees the old content or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(content, file, indent=1, allow_nan=False)
+            file.write("\n")
+        os.chmod(name, 0o644)  # mkstemp's are private
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def new_row(set_name: str, measure: str, case: Case, backend: str | None) -> Row:
+    """The row of a case before anything is measured."""
+    return {
+        "set": set_name,
+        "measure": measure,
+        "label": case.label,
+        "case": case.to_dict(),
+        "backend": backend,
+        "contenders": {},
+        "skipped": {},  # name -> why it does not compute this case
+        "failed": {},  # name -> what went wrong, or how far off its result was
+    }
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of an error, for a row."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
+def fill_ratios(row: Row, samples: Samples, peers: set[str]) -> None:
+    """Add the speed of onepass over each other contender, and over the fastest of the peers."""
+    if "onepass" not in samples.ms:
+        return
+    others = [name for name in samples.ms if name != "onepass"]
+    # speed of onepass over each other contender: above 1, onepass is faster
+    row["speed_ratio"] = {name: samples.speed_ratio("onepass", name)._asdict() for name in others}
+    rivals = [name for name in others if name in peers]
+    if rivals:
+        best = min(rivals, key=lambda name: samples.spread(name).median)
+        row["best_peer"] = best
+        row["speed_ratio_best_peer"] = row["speed_ratio"][best]["median"]

@@ -1,0 +1,111 @@
+"""The CPU time of one call, by component: what Python spends before and after the kernel's own launch.
+
+    python -m onepass.bench.suites.call_cost
+
+On a Hopper GPU the real kernel is launched, and never waited for within a sample. Elsewhere the tensors lie on the CPU
+and a function that does nothing stands in for the kernel, so that the rows show all but its launch (about 5 us) and
+the difference between allocating on the two devices. A figure is the CPU time of this thread in microseconds, the
+median of the samples. With --out the rows go there as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import onepass
+
+from ...dispatch import attention as dispatch
+from ...dispatch import backends
+from ...kernels.compiler import compile
+from ...kernels.launch import decode_sm80 as decode_launch
+from ...kernels.launch import forward_sm90 as launch
+from ...ops import attention as ops
+from ...problem import AttentionInputs
+from ...problem.outputs import empty_outputs
+from ...validation import attention as validation
+from ..machine import describe
+from ..rows import Report
+from ..timing import host_us
+
+NUM_CALLS, NUM_SAMPLES = 500, 21
+NO_OPTIONS = dict.fromkeys(("window", "softcap", "sinks", "softmax_scale", "deterministic", "tuning"))
+
+
+def components() -> dict[str, Callable[[], object]]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k, v = (torch.randn(1, 128, 4, 128, device=device, dtype=torch.bfloat16) for _ in range(3))
+    sinks = torch.zeros(4, device=device)
+    inputs = AttentionInputs(q, k, v)
+
+    def check():
+        return validation.check_attention(q, k, v, causal=True, return_lse=False, **NO_OPTIONS)
+
+    problem = check()
+    options = ops.options_of(problem, "sm90")
+    leaf = q.detach().requires_grad_()
+    rows: dict[str, Callable[[], object]] = {
+        "empty_outputs": lambda: empty_outputs(problem, inputs),
+        "check_attention": check,
+        "dispatch.require": lambda: dispatch.require(problem),
+        "launch.forward": lambda: launch.forward(problem, inputs),
+        "the operator": lambda: torch.ops.onepass.attention_forward(*inputs, *options),
+        "attention": lambda: onepass.attention(q, k, v, causal=True),
+        "attention, sinks and lse": lambda: onepass.attention(q, k, v, sinks=sinks, return_lse=True),
+        "attention, with gradient": lambda: onepass.attention(leaf, k, v, causal=True),
+    }
+    cache, lengths = torch.zeros(1, 8192, 4, 128, device=device, dtype=q.dtype), torch.zeros(1, device=device).int()
+    for name, extra in (
+        ("one split", {"num_splits": 1}),
+        ("splits", {}),
+        ("splits, new keys", {"k_new": k, "v_new": v}),
+    ):
+        arguments: dict[str, Any] = {"cache_seqlens": lengths, "backend": "sm80", **extra}
+        rows[f"decode, {name}"] = functools.partial(
+            onepass.attention_decode, q[:, :1], cache, cache.clone(), **arguments
+        )
+    if device == "cuda":
+        # every launch looks up its stream
+        queue = onepass.ForwardConfig(tile_n=128, q_stages=2, dynamic_tiles=True)
+        rows["attention, queue of tiles"] = lambda: onepass.attention(q, k, v, causal=True, tuning=queue)
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="results file; default: none")
+    args = parser.parse_args(argv)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    report = Report(describe(device) | {"suite": "call_cost", "has_kernels": device == "cuda"}, args.out)
+    if device == "cuda":
+        print(torch.cuda.get_device_name())
+    else:
+        print("no GPU: CPU tensors, a kernel that does nothing")
+        stand_in_for_a_gpu()
+    with report.recording():
+        for name, call in components().items():
+            report.add({"what": name, "cpu_us": round(host_us(call, NUM_CALLS, NUM_SAMPLES), 1)})
+            print(f"{name:26s} {report.rows[-1]['cpu_us']:6.1f} us", flush=True)
+
+
+def stand_in_for_a_gpu() -> None:
+    """Let calls of CPU tensors take the path of a Hopper GPU, to a kernel that does nothing."""
+    stand_ins: list[tuple[Any, str, Callable]] = [
+        (backends, "refusal", lambda name, problem, device: None),
+        (decode_launch, "arch_of", lambda device: "sm_90a"),
+        (compile, "get", lambda *request: lambda *arguments: None),
+        (launch, "tile_counter", lambda device: None),
+        (torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132)),
+    ]
+    for module, name, function in stand_ins:
+        setattr(module, name, function)
+
+
+if __name__ == "__main__":
+    main()
