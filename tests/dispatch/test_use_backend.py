@@ -47,7 +47,7 @@ SUPPORTS = {
 @pytest.fixture(autouse=True)
 def _nothing_chosen(monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setattr(choice, "_of_process", None)
+    monkeypatch.setattr(choice, "_process_choice", None)
     monkeypatch.setattr(fast_path, "_forwards", {})
 
 
@@ -56,7 +56,7 @@ def ran(monkeypatch):
     """The backends that ran, in order: on each of these names the tiled backend computes, under that name."""
     names = []
     monkeypatch.setattr(backends, "refusal", lambda name, problem, device: None)
-    monkeypatch.setattr(decode, "_unsupported_decode", lambda name, problem, is_named, device: None)
+    monkeypatch.setattr(decode, "_unsupported", lambda name, problem, is_named, device: None)
     real_prepare, real_backward = dispatch.prepare, dispatch.load_backward
 
     def noted(name, real):
@@ -203,7 +203,7 @@ def test_no_backend_has_this_name(name, error, given):
 
 
 def test_names_are_those_of_the_backends():
-    assert choice.NAMES == tuple(backends.BACKENDS) == tuple(decode._DECODE) == backends.backends()
+    assert choice.NAMES == tuple(backends.BACKENDS) == tuple(decode.MODULES) == backends.backends()
     assert choice.NAMES[:-1] == backends.WITH_KERNELS
 
 

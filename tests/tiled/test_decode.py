@@ -448,7 +448,7 @@ def test_choice_of_a_kernel_is_traced_without_a_break(monkeypatch, taken, seqlen
     torch._dynamo.reset()
     monkeypatch.setattr(backends, "device_refusal", lambda name, problem, device: None)
     monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", True)
-    monkeypatch.setitem(decode._DECODE, taken, decode._DECODE["tiled"])
+    monkeypatch.setitem(decode.MODULES, taken, decode.MODULES["tiled"])
     q = torch.randn(2, seqlen_q, 4, 64, dtype=torch.bfloat16)
     k, v = (torch.randn(2, 64, 2, 64, dtype=torch.bfloat16) for _ in range(2))
     call = {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": torch.tensor([40, 64], dtype=INT32)}
@@ -482,7 +482,7 @@ REFUSED = {
     "cache_seqlens: expected an int32 torch.Tensor, got int": {"cache_seqlens": 5},
     "v_new: expected a torch.Tensor where the other of k_new and v_new is given, got None": {"v_new": None},
     "k_new: expected shape (2, 3, 2, 8), got (2, 3, 4, 8)": {"k_new": torch.zeros(2, 3, 4, 8)},
-    "k_new: expected up to 80 keys, the room of the cache, got 81": {
+    "k_new: expected at most 80 keys, the capacity of the cache, got 81": {
         "k_new": torch.zeros(2, 81, 2, 8),
         "v_new": torch.zeros(2, 81, 2, 6),
     },
@@ -498,7 +498,9 @@ REFUSED = {
     "num_splits: expected an int or None, got 2.0": {"num_splits": 2.0},
     "split_size: expected a multiple of 64 keys, got 100": {"split_size": 100},
     "split_size: expected None beside num_splits, got 64": {"split_size": 64, "num_splits": 2},
-    "rotary_sin: expected a torch.Tensor beside the other of both, got None": {"rotary_cos": COS},
+    "rotary_sin: expected a torch.Tensor where the other of rotary_cos and rotary_sin is given, got None": {
+        "rotary_cos": COS
+    },
     "rotary_cos: expected shape (positions, rotary_dim / 2) with rotary_dim up to 8, got (80, 5)": {
         "rotary_cos": torch.ones(80, 5),
         "rotary_sin": torch.ones(80, 5),

@@ -200,8 +200,14 @@ REFUSED = {
         {"k_cache": torch.zeros(BATCH, ROOM, 2, 8).bfloat16(), "v_cache": torch.zeros(BATCH, ROOM, 2, 6).bfloat16()}
         | {"kv_block": 16},
     ),
-    "v_descale: expected a float32 torch.Tensor beside the other of both, got None": ("none", {"k_descale": ONE}),
-    "k_descale: expected a float32 torch.Tensor beside the other of both, got float": ("tensor", {"k_descale": 0.5}),
+    "v_descale: expected a float32 torch.Tensor where the other of k_descale and v_descale is given, got None": (
+        "none",
+        {"k_descale": ONE},
+    ),
+    "k_descale: expected a float32 torch.Tensor where the other of k_descale and v_descale is given, got float": (
+        "tensor",
+        {"k_descale": 0.5},
+    ),
     "k_descale: expected dtype float32, got bfloat16": ("tensor", {"k_descale": ONE.bfloat16()}),
     "k_descale: expected device cpu like q, got meta": ("tensor", {"k_descale": ONE.to("meta")}),
     "v_descale: expected shape () or (2,) or (3, 2), got (1,)": ("tensor", {"v_descale": ONE[None]}),

@@ -124,7 +124,7 @@ def test_numbers_go_on_as_those_of_python():
     assert type(scalars.check_real("x", np.float32(3))) is float
     assert type(scalars.check_real("x", 3)) is float
     assert scalars.check_flag("x", np.bool_(True)) is True
-    assert scalars.check_flag("x", None, none_too=True) is False
+    assert scalars.check_flag("x", None, allow_none=True) is False
 
 
 @pytest.mark.parametrize(
