@@ -207,7 +207,7 @@ def check_quantized_call(
         check_dense(*in_rows, seqused_k)
     if quantized.score_shift is not None and options["softcap"] is not None:
         raise ValueError(
-            "softcap: expected None where the mean of k was subtracted (center_k=True), which changes capped scores, "
+            "softcap: expected None where the mean of k was subtracted (center_k=True): it changes capped scores, "
             f"got {options['softcap']}"
         )
     sinks = options["sinks"]
