@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..dispatch.decode import decode_backend_at_run, load_decode
+from ..dispatch import decode as dispatch
 from ..errors import UnsupportedError
 from ..geometry.visible_pairs import visible_pairs_of_cache
 from ..problem import AttentionInputs, Mask
@@ -108,8 +108,8 @@ def _decode(*args: Any) -> tuple[Tensor, Tensor]:
         refuse_shared_caches(inputs.k_cache, inputs.v_cache)
     with torch.autocast(inputs.q.device.type, enabled=False):
         problem = _problem(inputs, options)
-        backend = decode_backend_at_run(options[-1], problem, inputs.q.device)
-        return load_decode(backend, inputs.q.device)(problem, inputs)
+        backend = dispatch.decode_backend_at_run(options[-1], problem, inputs.q.device)
+        return dispatch.load_decode(backend, inputs.q.device)(problem, inputs)
 
 
 def _decode_fake(*args: Any) -> tuple[Tensor, Tensor]:

@@ -144,7 +144,7 @@ CALLS = [
         lambda: quantized(),
         {"seqused_k": torch.tensor([71, 3], dtype=INT32)},
         ValueError,
-        r"seqused_k\[0\]: expected 0 to 70, the keys there are, got 71",
+        r"seqused_k\[0\]: expected 0 to 70, the keys of the sequence, got 71",
     ),
     (
         lambda: onepass.quantize_fp8(*packed(), **CU),
