@@ -70,7 +70,7 @@ def backends() -> tuple[str, ...]:
 
 
 def named_backend(requested: str | None) -> tuple[str | None, str]:
-    """`choice.named`, and words for a message about who chose it."""
+    """`choice.named`, and words for a message about where the choice came from."""
     name = choice.named(requested)
     return name, "" if name is None or requested is not None else f" (by use_backend or {choice.VARIABLE})"
 
@@ -94,7 +94,7 @@ def first_that_runs(requested: str | None, device_type: str, refusal_of: Callabl
                 return Support(False, name, f"backend {name}{words}: {reason}")
             refusals += f"; {name}: {reason}"
     because = f" ({refusals[2:]})" if device_type == "cuda" and requested is None else ""
-    return Support(True, "tiled", f"plain torch tiles run on any torch device, here {device_type}{because}")
+    return Support(True, "tiled", f"plain PyTorch tiles run on any torch device, here {device_type}{because}")
 
 
 def refusal(name: str, problem: AttentionProblem, device: torch.device | None) -> str | None:
