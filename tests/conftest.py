@@ -11,7 +11,7 @@ try:
 except ImportError:  # only CPU tests draw examples, so a GPU machine does not need hypothesis
     settings = None
 
-# Compiling kernels makes millions of long-lived objects: collecting garbage among them as often as Python does by default
+# Compiling kernels makes millions of long-lived objects: collecting garbage among them as often as Python does
 # took 7 % of the time of two files of the kernels' tests.
 gc.set_threshold(200_000, 20, 100)
 

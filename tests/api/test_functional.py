@@ -1,4 +1,4 @@
-"""The reverse mode of torch.func: `grad`, `vjp` and `jacrev` give the gradients of `backward()`; other transforms raise."""
+"""The reverse mode of torch.func: `grad`, `vjp` and `jacrev` agree with `backward()`; other transforms raise."""
 
 import pytest
 import torch

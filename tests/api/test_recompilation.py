@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) with numbers that change from call to call: in the second trace a number is a symbol."""
+"""torch.compile(fullgraph=True) with numbers that change from call to call: the second trace makes them symbols."""
 
 import math
 

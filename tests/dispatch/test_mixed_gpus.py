@@ -120,7 +120,7 @@ def test_whether_parts_are_merged_by_a_kernel(gpus, index):
 
 
 def test_a_capture_is_looked_for_on_the_tensors_gpu(gpus, monkeypatch):
-    """A captured launch has its own tile counter; a stream of another GPU that is being captured makes no difference."""
+    """A captured launch has its own tile counter; a captured stream of another GPU makes no difference."""
     current, capturing = [torch.cuda.current_device()], [None]
 
     class on_device:
@@ -146,7 +146,7 @@ def test_a_capture_is_looked_for_on_the_tensors_gpu(gpus, monkeypatch):
 
 
 def test_what_a_call_prepares_is_for_its_tensors_gpu(gpus, monkeypatch):
-    """The call uses the architecture, size and tuned configurations of that GPU; keys of kernels hold no device index."""
+    """The call uses the architecture, size and tuned configurations of that GPU; kernels' keys hold no device index."""
     requests, names = [], []
     monkeypatch.setattr(launch_sm90.compile, "get", lambda *request: requests.append(request))
     real = tuned.refined

@@ -221,7 +221,7 @@ NOT_PACKED = {
     "q: expected 3 dimensions (total_tokens, num_heads, head_dim), got 4": {"q": torch.zeros(3, 1, 4, 8).double()},
     "cu_seqlens_q: expected dtype int32, got int64": {"cu_seqlens_q": torch.tensor([0, 3, 3, 8])},
     "cu_seqlens_q: expected an int32 torch.Tensor, got list": {"cu_seqlens_q": [0, 3, 3, 8]},
-    "cu_seqlens_q: expected shape (batch + 1,), an offset more": {"cu_seqlens_q": lengths(0, 3)[None]},
+    "cu_seqlens_q: expected shape (batch + 1,), one more offset": {"cu_seqlens_q": lengths(0, 3)[None]},
     "cu_seqlens_q: expected shape (batch + 1,), got (0,)": {"cu_seqlens_q": lengths()},
     "cu_seqlens_q: expected to start at 0, got 1": {"cu_seqlens_q": lengths(1, 3, 3, 8)},
     "cu_seqlens_q: expected offsets that never decrease, got [0, 3, 2, 8]": {"cu_seqlens_q": lengths(0, 3, 2, 8)},
@@ -472,10 +472,10 @@ REFUSED = {
     },
     "page_table: expected dtype int32, got int64": {"page_table": torch.zeros(2, 5, dtype=torch.int64)},
     "k_cache: expected batch 2 like q (or pages, with a page_table), got 13": {"page_table": None},
-    "cache_seqlens: expected 0 to 77, the 80 positions of the cache less 3 new ones, got 78": {
+    "cache_seqlens: expected 0 to 77, the 80 positions of the cache less 3 new keys, got 78": {
         "cache_seqlens": lengths(78, 0)
     },
-    "cache_seqlens: expected 0 to 77, the 80 positions of the cache less 3 new ones, got -1": {
+    "cache_seqlens: expected 0 to 77, the 80 positions of the cache less 3 new keys, got -1": {
         "cache_seqlens": lengths(5, -1)
     },
     "cache_seqlens: expected shape (2,), one per batch entry, got (3,)": {"cache_seqlens": lengths(1, 2, 3)},
