@@ -130,8 +130,8 @@ def query_blocks(
 ) -> QueryBlocks:
     """The query blocks that see the keys [n_start, n_end), for kernels, whose blocks start at multiples of tile_m.
 
-    Keys from seqlen_k on are hidden from all queries, and queries from seqlen_q on do not exist, so blocks with such keys
-    or queries need a mask.
+    Keys from seqlen_k on are hidden from all queries, and queries from seqlen_q on do not exist. Blocks that hold some
+    of either need a mask.
     """
     shift = seqlen_k - seqlen_q
     low, high = queries_of_keys(n_start, n_end, seqlen_q, seqlen_k, window_left, window_right)
