@@ -176,24 +176,24 @@ def attention_forward(
         module: the attention layer; `module.is_causal` is used where is_causal is None.
         query: (batch, num_heads_q, q_length, head_dim). key: (batch, num_heads_kv, kv_length, head_dim).
         value: (batch, num_heads_kv, kv_length, head_dim_v).
-        attention_mask: what `padding_mask` returned.
-        dropout: only 0.0.
+        attention_mask: the result of `padding_mask`.
+        dropout: must be 0.0.
         scaling: None = head_dim ** -0.5.
-        sliding_window: how many keys a causal query sees, its own included; a bidirectional one sees
-            sliding_window - 1 on either side of its own.
+        sliding_window: the number of keys that a causal query sees, including its own; a bidirectional query sees
+            sliding_window - 1 keys on either side of its own.
         softcap: as in `onepass.attention`.
         s_aux: (num_heads_q,) attention sinks.
-        position_ids: (1, q_length), read where attention_mask is None and there is no cache: where they do not count
-            on, a new packed sequence begins.
+        position_ids: (1, q_length), read if attention_mask is None and there is no cache: a new packed sequence begins
+            where a position does not follow the one before it.
         cu_seq_lens_q, cu_seq_lens_k: (num_sequences + 1,) offsets of packed sequences in the flattened batch;
             max_length_q, max_length_k are hints.
         deterministic: as in `onepass.attention`.
-        kwargs: known not to matter, or None or False; anything else raises.
+        kwargs: arguments known to be irrelevant, or None or False; all others raise.
 
-    Returns: out (batch, q_length, num_heads_q, head_dim_v), 0 at left padding, and None in the place of attention
-    weights. Outputs at padding mean nothing.
+    Returns: out (batch, q_length, num_heads_q, head_dim_v), 0 at left padding, and None in place of attention weights.
+    Outputs at padding are arbitrary.
 
-    Raises: NotImplementedError naming the argument that is not supported.
+    Raises: NotImplementedError naming an argument that is not supported.
     """
     _refuse_unsupported(dropout, attention_mask, kwargs)
     if is_causal is None:

@@ -64,8 +64,8 @@ OPTIONS = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_options(options, dtype):
-    # In float64 plain PyTorch is as precise as the oracle, so the budget is a floor of roundings. With so few values the
-    # error of plain PyTorch in float32 may be small by chance: 0.9 of the budget without the floor, on one processor.
+    # In float64 plain PyTorch is as precise as the oracle, so the budget is a floor of roundings. With so few values
+    # the error of plain PyTorch in float32 may be small by chance: 0.9 of the budget without the floor, on one CPU.
     Call(make(dtype=dtype), options).check(with_floor=dtype in (torch.float64, torch.float32))
 
 
