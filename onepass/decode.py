@@ -1,4 +1,4 @@
-"""The import path of `attention_decode` and what belongs to it; the code is in api/decode.py."""
+"""The import path of `attention_decode` and its options; the code is in api/decode.py."""
 
 from .api.decode import DecodeOptions, attention_decode, split_workspace_bytes
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-REFUSALS = (TypeError, ValueError, NotImplementedError)  # with which a call says no
+REFUSALS = (TypeError, ValueError, NotImplementedError)  # the errors with which a call is refused
 
 
 class UnsupportedError(NotImplementedError):
-    """The request is well formed, but no backend of this release computes it; the message says which part."""
+    """The request is well formed, but no backend of this release computes it; the message says why."""
 
 
 def renamed(error: Exception, names: Mapping[str, str]) -> Exception:
-    """A refusal in the words of a caller who knows its argument by another name. Args: names: theirs by ours."""
+    """A refusal for a caller who knows the argument by another name, which the message then begins with.
+
+    Args:
+        names: the caller's name of an argument, by the name that it has here.
+    """
     name = re.match(r"\w+", str(error))
-    theirs = name and names.get(name.group())
-    return type(error)(f"{theirs}{str(error)[name.end() :]}") if name and theirs else error
+    callers_name = name and names.get(name.group())
+    return type(error)(f"{callers_name}{str(error)[name.end() :]}") if name and callers_name else error

@@ -1,4 +1,4 @@
-"""The import path of FP8 (e4m3) attention: what users call, and the layout of V that the Hopper kernel reads."""
+"""The import path of FP8 (e4m3) attention: `quantize_fp8`, its result, and the layout of V for Hopper kernels."""
 
 from .api.fp8 import quantize_fp8
 from .ops.quantize import QuantizedQKV, keys_last

@@ -1,10 +1,10 @@
-"""What the answer is: the dense float64 oracle, and the road from there to one pass.
+"""The definition of the result: the dense float64 oracle, and the steps from it to one pass.
 
-`attention` is the written specification: every option of the API in plain dense torch, differentiable by autograd,
-O(seqlen^2) memory. All tests and the bench compare with it.
+`attention` is the written specification: every option of the API in plain dense PyTorch, differentiable by autograd,
+with O(seqlen^2) memory. All tests and the bench compare with it.
 
-The four functions after it compute one row's softmax(x) @ v, each with one pass over the keys less (or one matrix
-less) than the one before, and all give the same result:
+The four functions after it compute one row's softmax(x) @ v with equal results. Each saves a pass over the keys (or a
+matrix in memory) of the one before:
 
     materialised             the textbook formula; the whole row of probabilities exists at once
     three_pass_safe_softmax  the row is streamed, once for its maximum, once for its sum, once for the output
@@ -44,12 +44,12 @@ def attention(
     """Dense attention with the arguments of `onepass.attention`.
 
     Args:
-        compute_dtype: dtype of every intermediate; float64 for the oracle, the inputs' own dtype for "what plain
-            PyTorch gives in that dtype", which is what error budgets are made of.
+        compute_dtype: dtype of every intermediate: float64 for the oracle, the inputs' own dtype for the result of
+            plain PyTorch in that dtype, from which error budgets are derived.
 
     Returns: out (batch, seqlen_q, num_heads_q, head_dim_v) and lse (batch, num_heads_q, seqlen_q), both in
-    compute_dtype. Where a row sees no key, out = 0, and lse is its sink, or -inf without sinks. A sink of +inf has all
-    of the probability: out = 0 and lse = +inf.
+    compute_dtype. A row that sees no key has out = 0, and lse = its sink, or -inf without sinks. A sink of +inf takes
+    all of the probability: out = 0 and lse = +inf.
     """
     batch, seqlen_q, num_heads_q, head_dim = q.shape
     seqlen_k = k.shape[1]
@@ -71,7 +71,7 @@ def attention(
         s = torch.cat([s, column], -1)
         v = torch.cat([v, v.new_zeros(*v.shape[:2], 1, v.shape[3])], 2)
         has_weight, lse_of_empty = sees_a_key & (column[..., 0] != torch.inf), column[..., 0]
-    # rows that see nothing: give them one harmless score, then take their result out
+    # empty rows get harmless scores, and their results are replaced afterwards
     s = torch.where(sees_a_key[..., None], s, 0.0)
     out = torch.where(has_weight[..., None], s.softmax(-1) @ v, 0.0)
     lse = s.logsumexp(-1) if s.shape[-1] else s.new_zeros(s.shape[:3])
@@ -81,7 +81,7 @@ def attention(
 def visible_pairs(
     batch: int, seqlen_q: int, seqlen_k: int, mask: Mask, seqused_k: Tensor | None, device: torch.device
 ) -> Tensor:
-    """Boolean (batch, seqlen_q, seqlen_k): the pairs that DENSE attention keeps, straight from the definition."""
+    """Boolean (batch, seqlen_q, seqlen_k): the visible pairs of dense attention, straight from the definition."""
     i = torch.arange(seqlen_q, device=device)[None, :, None]
     j = torch.arange(seqlen_k, device=device)[None, None, :]
     length = torch.full((batch,), seqlen_k, device=device) if seqused_k is None else seqused_k.long()
@@ -127,7 +127,7 @@ def materialised(x: Tensor, v: Tensor) -> Tensor:
 
         p_j = exp(x_j) / sum_i exp(x_i),    o = sum_j p_j v_j
 
-    Overflows as soon as one score passes log(largest float): about 88 in float32, 709 in float64.
+    It overflows as soon as one score passes log(largest float): about 88 in float32, 709 in float64.
 
     Args:
         x: (n,) scores of one query. v: (n, head_dim_v).
@@ -138,7 +138,7 @@ def materialised(x: Tensor, v: Tensor) -> Tensor:
 
 
 def three_pass_safe_softmax(x: Tensor, v: Tensor) -> Tensor:
-    """The row is streamed three times; nothing of length n is kept.
+    """softmax(x) @ v with the row streamed three times; nothing of length n is kept.
 
         pass 1   m_j = max(m_{j-1}, x_j)
         pass 2   d_j = d_{j-1} + exp(x_j - m_n)
@@ -160,7 +160,7 @@ def three_pass_safe_softmax(x: Tensor, v: Tensor) -> Tensor:
 
 
 def two_pass_online_softmax(x: Tensor, v: Tensor) -> Tensor:
-    """Maximum and sum in one pass: the sum is kept relative to the maximum so far.
+    """softmax(x) @ v with maximum and sum in one pass: the sum is kept relative to the maximum so far.
 
         pass 1   m_j = max(m_{j-1}, x_j)
                  d_j = d_{j-1} exp(m_{j-1} - m_j) + exp(x_j - m_j)
@@ -182,15 +182,15 @@ def two_pass_online_softmax(x: Tensor, v: Tensor) -> Tensor:
 
 
 def one_pass(x: Tensor, v: Tensor) -> Tensor:
-    """The output rides along with the sum; every score and value is read once.
+    """softmax(x) @ v in one pass: the output is accumulated along with the sum, and every score and value is read once.
 
         m_j = max(m_{j-1}, x_j)
         d_j = d_{j-1} exp(m_{j-1} - m_j) + exp(x_j - m_j)
         a_j = a_{j-1} exp(m_{j-1} - m_j) + exp(x_j - m_j) v_j
         o   = a_n / d_n
 
-    A softmax alone cannot be had in one pass, since every p_j needs d_n; attention can, because only the sum over j
-    is wanted, and what d_n divides can be divided at the end. `onepass.tiled` does the same with tiles for elements.
+    A softmax alone cannot be computed in one pass, since every p_j needs d_n. Attention can, because it needs only the
+    sum over j, which can be divided by d_n at the end. `onepass.tiled` does this with tiles in place of elements.
     """
     m = torch.full((), -torch.inf, dtype=x.dtype)
     d = torch.zeros((), dtype=x.dtype)

@@ -1,4 +1,4 @@
-"""The public functions: what they take, what they return, and the one path from the door to a backend."""
+"""`attention` and `attention_varlen`: what they take, what they return, and the path of a first call to a backend."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from ..kernels.config import ForwardConfig, ForwardConfigSm80
 from ..ops import attention as ops
 from ..ops import quantize
 from ..ops.quantize import QuantizedQKV
-from ..problem import AttentionInputs, AttentionProblem, QuantizedInputs
+from ..problem import AttentionInputs, QuantizedInputs
 from ..quantization import centering
-from ..validation import attention as validation
-from ..validation import fp8, lost_gradients, tensors
+from ..validation import fp8, lost_gradients
+from ..validation.attention import check_attention, check_attention_varlen
+from ..validation.tensors import check_max_seqlens
 from . import fast_path, keywords
 
 if TYPE_CHECKING:
@@ -27,14 +28,14 @@ Window = tuple[int | None, int | None]
 
 
 class AttentionOutput(NamedTuple):
-    """Result of a call with `return_lse=True`.
+    """The result of a call with `return_lse=True`.
 
     Attributes:
-        out: as q, with head_dim_v in place of head_dim.
-        lse: log of each row's softmax denominator (natural log), float32 (float64 for float64 inputs),
-            (batch, num_heads_q, seqlen_q), or (num_heads_q, total_q) for packed sequences. With sinks it
-            includes them. For a row that sees no key it is the row's sink, or -inf without sinks; for a row of no
-            packed sequence it is -inf in any case.
+        out: in q's dtype and shape, with head_dim_v in place of head_dim.
+        lse: the natural logarithm of each row's softmax denominator, float32 (float64 for float64 inputs),
+            (batch, num_heads_q, seqlen_q), or (num_heads_q, total_q) for packed sequences. It includes sinks. For a
+            row that sees no key it is the row's sink, or -inf without sinks; for a row that belongs to no packed
+            sequence it is -inf in any case.
     """
 
     out: Tensor
@@ -42,7 +43,7 @@ class AttentionOutput(NamedTuple):
 
 
 class Options(TypedDict, total=False):
-    """The keyword arguments of `attention` but for return_lse, which decides what it returns: for type checkers."""
+    """The keyword arguments of `attention` except return_lse, on which the result's type depends: for type checkers."""
 
     causal: bool
     window: Window | None
@@ -57,7 +58,7 @@ class Options(TypedDict, total=False):
 
 
 class PackedOptions(Options, total=False):
-    """The same of `attention_varlen`."""
+    """The keyword arguments of `attention_varlen` except return_lse: for type checkers."""
 
     cu_seqlens_q: Required[Tensor]
     cu_seqlens_k: Required[Tensor]
@@ -65,10 +66,23 @@ class PackedOptions(Options, total=False):
     max_seqlen_k: int | Tensor | None
 
 
+# The options that a call is checked by and kept under, in the order in which both functions put them into a tuple.
+_OPTIONS = (
+    "causal",
+    "softcap",
+    "softmax_scale",
+    "deterministic",
+    "return_lse",
+    "tuning",
+    "precision",
+    "backend",
+)
+
+
 def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under torch.autocast, cast as torch's own attention does, so that mixed inputs meet in one dtype."""
     if not all(isinstance(t, Tensor) for t in tensors):
-        return tensors  # refused at the door
+        return tensors  # validation refuses them
     device = tensors[0].device.type
     # not torch.amp.is_autocast_available: torch.compile cannot trace it before torch 2.13
     if device == "meta" or not torch.is_autocast_enabled(device):
@@ -77,29 +91,49 @@ def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
 
 
-def _run(
-    problem: AttentionProblem,
-    inputs: AttentionInputs,
-    precision: str | None,
-    backend: str | None,
-    tuning: ForwardConfig | ForwardConfigSm80 | None,
-    key: tuple | None,
+def _first_call(
+    inputs: AttentionInputs, max_seqlens: tuple[Any, Any] | None, window: Any, options: tuple, key: tuple | None
 ) -> tuple[Tensor, Tensor]:
-    """The whole way: the operator on the chosen backend, and a shorter way for the next call with this key."""
+    """Check a call, run the operator on the chosen backend, and keep a prepared forward for the next call with its key.
+
+    Args:
+        max_seqlens: max_seqlen_q and max_seqlen_k of `attention_varlen`; None: the call is one of `attention`.
+        options: values of `_OPTIONS`.
+    """
+    q, k, v = autocast_inputs(*inputs[:3])
+    arguments = dict(zip(_OPTIONS, options, strict=True))
+    precision, backend = arguments.pop("precision"), arguments.pop("backend")
+    arguments |= {"window": window, "sinks": inputs.sinks, "seqused_k": inputs.seqused_k}
+    if max_seqlens is None:
+        problem = check_attention(q, k, v, **arguments)
+    else:
+        problem = check_attention_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q=inputs.cu_seqlens_q,
+            cu_seqlens_k=inputs.cu_seqlens_k,
+            max_seqlen_q=max_seqlens[0],
+            max_seqlen_k=max_seqlens[1],
+            **arguments,
+        )
+    inputs = AttentionInputs(q, k, v, *inputs[3:])
     lost_gradients.refuse_forward_mode(*inputs[:4])
-    device = inputs.q.device
+    tuning, device = arguments["tuning"], q.device
     if precision is not None:
-        fp8.check_precision(precision, inputs.q)
+        fp8.check_precision(precision, q)
         forward = dispatch.require(quantize.quantized_problem(problem), backend, tuning, device)
         gradients = dispatch.require(problem, backend, None, device)
-        options = ops.options_of(problem, choice.of_operator(gradients, backend), tuning)
-        out, lse = torch.ops.onepass.attention_fp8(*inputs, *options, choice.of_operator(forward, backend))
+        operator_options = ops.options_of(problem, choice.backend_argument(gradients, backend), tuning)
+        out, lse = torch.ops.onepass.attention_fp8(
+            *inputs, *operator_options, choice.backend_argument(forward, backend)
+        )
         if key is not None and not out.is_meta:
             fast_path.keep(key, quantize.prepare_call(forward, problem, inputs, tuning))
         return out, lse
     name = dispatch.require(problem, backend, tuning, device)
-    options = ops.options_of(problem, choice.of_operator(name, backend), tuning)
-    out, lse = torch.ops.onepass.attention_forward(*inputs, *options)
+    operator_options = ops.options_of(problem, choice.backend_argument(name, backend), tuning)
+    out, lse = torch.ops.onepass.attention_forward(*inputs, *operator_options)
     if key is not None and not out.is_meta:
         fast_path.keep(key, dispatch.prepare(name, problem, device, tuning))
     return out, lse
@@ -110,20 +144,18 @@ def _run_quantized(
     k: Any,
     v: Any,
     packed: tuple[Any, Any, Any, Any] | None,
-    *,
     sinks: Any,
     seqused_k: Any,
     window: Any,
-    deterministic: Any,
-    backend: str | None,
-    **others: Any,
+    options: tuple,
 ) -> tuple[Tensor, Tensor]:
-    """A call whose tensors are in FP8 already, its arguments as given, and checked here.
+    """A call whose tensors are in FP8 already: its arguments as given, which are checked here.
 
-    Args: packed: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of `attention_varlen`.
+    Args:
+        packed: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of `attention_varlen`; None: the call is one
+            of `attention`.
+        options: values of `_OPTIONS`.
     """
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packed or (None,) * 4
     descales = quantized.descales
     inputs = QuantizedInputs(
@@ -132,25 +164,26 @@ def _run_quantized(
     key = None
     if k is v is quantized.score_shift is quantized.v_mean is None:
         function = "attention of QuantizedQKV" if packed is None else "attention_varlen of QuantizedQKV"
-        of_tensors = quantized.dtype, quantized.q_block, quantized.kv_block, quantized.v_keys_last
-        options = *others.values(), deterministic, backend, *of_tensors
-        key = fast_path.key_of(function, (*inputs[:3], *descales, *inputs[4:]), window, options)
+        layout = quantized.dtype, quantized.q_block, quantized.kv_block, quantized.v_keys_last
+        key = fast_path.key_of(function, (*inputs[:3], *descales, *inputs[4:]), window, (*options, *layout))
         forward = fast_path.find(key)
         if forward is not None:
-            tensors.check_max_seqlens(max_seqlen_q, max_seqlen_k)
+            check_max_seqlens(max_seqlen_q, max_seqlen_k)
             return forward(inputs)
-    arguments = others | {"sinks": sinks, "seqused_k": seqused_k, "window": window, "deterministic": deterministic}
+    arguments = dict(zip(_OPTIONS, options, strict=True))
+    backend = arguments.pop("backend")
+    arguments |= {"window": window, "sinks": sinks, "seqused_k": seqused_k}
     if packed is not None:
         arguments |= zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), packed, strict=True)
     problem = fp8.check_quantized_call(quantized, k, v, **arguments)
-    tuning = others["tuning"]
+    tuning = arguments["tuning"]
     name = dispatch.require(problem, backend, tuning, quantized.q.device)
     out, lse = torch.ops.onepass.attention_quantized(
         *inputs[:3],
-        # a sink is compared with scores: these have to be put right first
+        # a sink is compared with scores, so it is left out until the scores have their shift again
         sinks if quantized.score_shift is None else None,
         *inputs[5:],
-        *ops.options_of(problem, choice.of_operator(name, backend), tuning),
+        *ops.options_of(problem, choice.backend_argument(name, backend), tuning),
         *descales,
         quantized.dtype,
         quantized.q_block,
@@ -224,40 +257,40 @@ def attention(
         1 1 1 1
 
     Args:
-        q: (batch, seqlen_q, num_heads_q, head_dim); float64, float32, bfloat16 or float16. Any strides; callers
-            with (batch, num_heads, seqlen, head_dim) pass `x.transpose(1, 2)`, which copies nothing. Or a
-            `QuantizedQKV` in place of q, k and v, through which no gradient flows: where gradients are recorded,
-            neither its tensors nor sinks may require one.
+        q: (batch, seqlen_q, num_heads_q, head_dim); float64, float32, bfloat16 or float16. Strides are free; callers
+            with (batch, num_heads, seqlen, head_dim) pass `x.transpose(1, 2)`, which copies nothing. A `QuantizedQKV`
+            may take the place of q, k and v. No gradient flows through it: where gradients are recorded, neither its
+            tensors nor sinks may require one.
         k: (batch, seqlen_k, num_heads_kv, head_dim), num_heads_q divisible by num_heads_kv: query head h uses
-            kv head h // (num_heads_q // num_heads_kv). With 0 heads of q, out has none and gradients of k and v are 0.
+            kv head h // (num_heads_q // num_heads_kv). If q has 0 heads, out has none and gradients of k and v are 0.
         v: (batch, seqlen_k, num_heads_kv, head_dim_v); head_dim_v may differ from head_dim.
         causal: query i sees key j only if j <= i + seqlen_k - seqlen_q.
         window: (left, right), both inclusive, None = unbounded: query i sees key j only if
             i + shift - left <= j <= i + shift + right, where shift = seqlen_k - seqlen_q. A side may be negative:
-            (None, -1) hides a query's own position, too, (-3, None) all keys up to the second after it. (What is -1 in
-            flash-attn is None here.)
+            (None, -1) also hides a query's own position, (-3, None) all keys up to the second after it. (flash-attn
+            writes -1 for an unbounded side.)
         softcap: c > 0 replaces a scaled score s by c * tanh(s / c).
-        sinks: (num_heads_q,) floating point; adds exp(sinks[h]) to the denominator of every row of head h, also of
-            one that sees no key. A sink of -inf is none. One of +inf has all of the probability: out = 0 and
-            lse = +inf. One of NaN makes lse of its head NaN, and out where a key is seen. The gradient of a sink of
-            +inf or NaN is undefined; other heads do not depend on it.
+        sinks: (num_heads_q,) floating point; adds exp(sinks[h]) to the denominator of every row of head h, including
+            rows that see no key. A sink of -inf has no effect. A sink of +inf takes all of the probability: out = 0
+            and lse = +inf. A sink of NaN makes lse of its head NaN, and out of the rows that see a key. The gradient of
+            a sink of +inf or NaN is undefined; other heads do not depend on it.
         softmax_scale: multiplies q.k before the softmax; None = head_dim ** -0.5.
-        seqused_k: (batch,) int32 on q's device; only the first seqused_k[b] keys of batch entry b exist, also
-            for the alignment of masks. What lies beyond is never read.
-        deterministic: bitwise equal gradients run to run; None = torch.are_deterministic_algorithms_enabled().
+        seqused_k: (batch,) int32 on q's device; only the first seqused_k[b] keys of batch entry b exist, and masks are
+            aligned to them. Keys and values beyond them are never read.
+        deterministic: gradients are bitwise equal from run to run; None = torch.are_deterministic_algorithms_enabled().
         return_lse: also return lse, which is differentiable.
-        precision: "fp8" computes the forward in FP8: q, k and v (float32 or 16 bits) are quantised as `quantize_fp8`
+        precision: "fp8" computes the forward in FP8: q, k and v (float32 or 16 bits) are quantized as `quantize_fp8`
             does by default. Gradients are those of exact attention at q, k and v, from the out and lse of that
-            forward. None = in q's dtype.
+            forward. None = the forward is computed in q's dtype.
         backend: name of the backend that must run; None = what `use_backend` or ONEPASS_BACKEND chose, else the best
             one that `supports` the call.
         tuning: a `ForwardConfig` (backend sm90) or `ForwardConfigSm80` (sm80) that the forward is computed with, for
             measuring: it changes speed and summation order only. None = the backend's own choice.
 
-    Returns: out, (batch, seqlen_q, num_heads_q, head_dim_v), in q's dtype and laid out as q (heads outside seqlen
-    in memory if q has them so), or AttentionOutput(out, lse). A row that sees no key has out = 0, and with sinks
-    lse = sinks[h], else lse = -inf; q, k and v have no gradient through it, while the sink has that of lse. Sums are
-    accumulated in float32 (float64 for float64 inputs).
+    Returns: out, (batch, seqlen_q, num_heads_q, head_dim_v), in q's dtype and with the order of q's dimensions in
+    memory (heads outside seqlen if q has them so), or AttentionOutput(out, lse). A row that sees no key has out = 0,
+    and with sinks lse = sinks[h], else lse = -inf; no gradient flows through it to q, k and v, while the sink has the
+    gradient of lse. Sums are accumulated in float32 (float64 for float64 inputs).
 
     Raises: TypeError, ValueError, or NotImplementedError for what no backend computes, each before any work and
     with what was expected and given.
@@ -266,52 +299,17 @@ def attention(
     """
     if unknown:
         raise keywords.unexpected("attention", unknown)
-    if isinstance(q, QuantizedQKV):
-        out, lse = _run_quantized(
-            q,
-            k,
-            v,
-            None,
-            backend=backend,
-            precision=precision,
-            causal=causal,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            softmax_scale=softmax_scale,
-            seqused_k=seqused_k,
-            deterministic=deterministic,
-            return_lse=return_lse,
-            tuning=tuning,
-        )
-        return AttentionOutput(out, lse) if return_lse else out
-    inputs = AttentionInputs(q, k, v, sinks, None, None, seqused_k)  # type: ignore[arg-type]  # checked at the door
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    options = causal, softcap, softmax_scale, deterministic, return_lse, backend, tuning, precision
+    options = causal, softcap, softmax_scale, deterministic, return_lse, tuning, precision, backend
+    if isinstance(q, QuantizedQKV):
+        out, lse = _run_quantized(q, k, v, None, sinks, seqused_k, window, options)
+        return AttentionOutput(out, lse) if return_lse else out
+    # validation checks their types
+    inputs = AttentionInputs(q, k, v, sinks, None, None, seqused_k)  # type: ignore[arg-type]
     key = fast_path.key_of("attention", inputs, window, options)
     forward = fast_path.find(key)
-    if forward is not None:
-        out, lse = forward(inputs)
-        return AttentionOutput(out, lse) if return_lse else out
-
-    q, k, v = autocast_inputs(q, k, v)  # type: ignore[arg-type]
-    problem = validation.check_attention(
-        q,
-        k,
-        v,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        softmax_scale=softmax_scale,
-        seqused_k=seqused_k,
-        deterministic=deterministic,
-        return_lse=return_lse,
-        tuning=tuning,
-    )
-    inputs = AttentionInputs(q, k, v, sinks, seqused_k=seqused_k)
-    out, lse = _run(problem, inputs, precision, backend, tuning, key)
+    out, lse = forward(inputs) if forward is not None else _first_call(inputs, None, window, options, key)
     return AttentionOutput(out, lse) if return_lse else out
 
 
@@ -374,72 +372,37 @@ def attention_varlen(
     """Exact attention over packed sequences: sequence b attends to itself only.
 
     Args:
-        q: (total_q, num_heads_q, head_dim); sequence b holds rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]. Or a
-            `QuantizedQKV` of packed sequences in place of q, k and v.
+        q: (total_q, num_heads_q, head_dim); sequence b holds rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. A
+            `QuantizedQKV` of packed sequences may take the place of q, k and v.
         k, v: (total_k, num_heads_kv, head_dim) and (total_k, num_heads_kv, head_dim_v), cut by cu_seqlens_k.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 on q's device, starting at 0 and never decreasing. Rows
-            past the last offset belong to no sequence: out = 0, lse = -inf (also with sinks), zero gradients.
-        max_seqlen_q, max_seqlen_k: an int, a tensor or None; a hint that is never read from the device.
+            past the last offset belong to no sequence: out = 0, lse = -inf (even with sinks), zero gradients.
+        max_seqlen_q, max_seqlen_k: an int, a tensor or None; hints that are never read from the device.
         seqused_k: (batch,) int32; only the first seqused_k[b] keys of sequence b exist.
         causal, window, softcap, sinks, softmax_scale, deterministic, return_lse, precision, backend, tuning: as for
             `attention`; masks are aligned to each sequence's own lengths.
 
     Returns: out, (total_q, num_heads_q, head_dim_v), or AttentionOutput with lse (num_heads_q, total_q).
 
-    Raises: as `attention`; ValueError also if offsets are out of order, from a backend that reads them on the host
-        (`tiled`); kernels read them on the device only, and give undefined values then.
+    Raises: what `attention` raises, and ValueError for offsets that are out of order from a backend that reads them on
+        the host (`tiled`). Kernels read them on the device only, and return undefined values for such offsets.
     """
     if unknown:
         raise keywords.unexpected("attention_varlen", unknown)
-    if isinstance(q, QuantizedQKV):
-        out, lse = _run_quantized(
-            q,
-            k,
-            v,
-            (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-            backend=backend,
-            precision=precision,
-            causal=causal,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            softmax_scale=softmax_scale,
-            seqused_k=seqused_k,
-            deterministic=deterministic,
-            return_lse=return_lse,
-            tuning=tuning,
-        )
-        return AttentionOutput(out, lse) if return_lse else out
-    inputs = AttentionInputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)  # type: ignore[arg-type]
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    options = causal, softcap, softmax_scale, deterministic, return_lse, backend, tuning, precision
+    options = causal, softcap, softmax_scale, deterministic, return_lse, tuning, precision, backend
+    if isinstance(q, QuantizedQKV):
+        packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        out, lse = _run_quantized(q, k, v, packed, sinks, seqused_k, window, options)
+        return AttentionOutput(out, lse) if return_lse else out
+    # validation checks their types
+    inputs = AttentionInputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)  # type: ignore[arg-type]
     key = fast_path.key_of("attention_varlen", inputs, window, options)
     forward = fast_path.find(key)
     if forward is not None:
-        tensors.check_max_seqlens(max_seqlen_q, max_seqlen_k)
+        check_max_seqlens(max_seqlen_q, max_seqlen_k)
         out, lse = forward(inputs)
-        return AttentionOutput(out, lse) if return_lse else out
-
-    q, k, v = autocast_inputs(q, k, v)  # type: ignore[arg-type]
-    problem = validation.check_attention_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        softmax_scale=softmax_scale,
-        seqused_k=seqused_k,
-        deterministic=deterministic,
-        return_lse=return_lse,
-        tuning=tuning,
-    )
-    inputs = AttentionInputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    out, lse = _run(problem, inputs, precision, backend, tuning, key)
+    else:
+        out, lse = _first_call(inputs, (max_seqlen_q, max_seqlen_k), window, options, key)
     return AttentionOutput(out, lse) if return_lse else out

@@ -1,4 +1,4 @@
-"""Attention over a key/value cache: what a model does for each token it generates."""
+"""`attention_decode`: attention over a key/value cache, as a model computes it for each token that it generates."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ..dispatch import choice, decode
 from ..geometry import splits
 from ..ops import decode as decode_ops
 from ..problem.decode import DecodeInputs
-from ..validation import lost_gradients
 from ..validation.decode import check_decode, few_queries
+from ..validation.lost_gradients import refuse_forward_mode
 from ..validation.overlap import with_shared_caches_refused
 from ..validation.scalars import check_int
 from . import fast_path, keywords
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DecodeOptions(TypedDict, total=False):
-    """The keyword arguments of `attention_decode` but for return_lse: for type checkers."""
+    """The keyword arguments of `attention_decode` except return_lse: for type checkers."""
 
     cache_seqlens: Required[Tensor]
     page_table: Tensor | None
@@ -95,26 +95,27 @@ def attention_decode(
     query i stands at key position seqlen_k - seqlen_q + i. No backward.
 
     Args:
-        q: (batch, seqlen_q, num_heads_q, head_dim); float64, float32, bfloat16 or float16. Any seqlen_q; decoding has
-            1, or up to 16 where several tokens are proposed and checked at once, a chunk of a prompt hundreds. With
-            cu_seqlens_q (total_q, num_heads_q, head_dim), and out and lse as those of `attention_varlen`.
+        q: (batch, seqlen_q, num_heads_q, head_dim); float64, float32, bfloat16 or float16. seqlen_q is free: 1 in
+            decoding, up to 16 where several tokens are proposed and verified at once, hundreds in a chunk of a prompt.
+            With cu_seqlens_q (total_q, num_heads_q, head_dim), and out and lse in the shapes of `attention_varlen`.
         k_cache, v_cache: (batch, max_seqlen, num_heads_kv, head_dim) and (.., head_dim_v); with a page_table
-            (num_pages, page_size, num_heads_kv, head_dim), any page_size from 1. In q's dtype, or float8_e4m3fn. What
-            lies behind the filled part, and in pages that no sequence uses, counts for nothing, whatever it is.
-        cache_seqlens: (batch,) int32 on q's device: keys in the cache before the call. Not changed.
+            (num_pages, page_size, num_heads_kv, head_dim), any page_size from 1. In q's dtype, or float8_e4m3fn. Values
+            past the filled length, and in pages that no sequence uses, have no effect, whatever they are.
+        cache_seqlens: (batch,) int32 on q's device: keys in the cache before the call. It is not changed.
         page_table: (batch, max_pages) int32: key n of entry b is row n % page_size of page
-            page_table[b, n // page_size]. Sequences may share pages that none of them writes. Numbers behind the
-            filled part may be anything.
+            page_table[b, n // page_size]. Sequences may share pages that none of them writes. Entries past the filled
+            length may hold any number.
         cu_seqlens_q: (batch + 1,) int32: sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, which
-            stand at the end of its cache_seqlens[b] keys: prompts in chunks beside single tokens. Rows behind the last
-            offset give out = 0, lse = -inf, also with sinks. Not with k_new and v_new or rotary positions.
-        max_seqlen_q: with cu_seqlens_q, queries that no sequence has more of, if that is known: an int of up to 32 lets
-            a GPU take the kernel for few queries, which computes any number. A tensor is never read.
+            stand at the end of its cache_seqlens[b] keys: prompts in chunks beside single tokens. Rows past the last
+            offset have out = 0, lse = -inf, even with sinks. Not with k_new and v_new or rotary positions.
+        max_seqlen_q: with cu_seqlens_q, an upper bound on the queries of a sequence, if one is known: an int of up to
+            32 lets a GPU take the kernel for few queries, which computes any number. A tensor is never read.
         k_new, v_new: (batch, seqlen_new, num_heads_kv, head_dim) and (.., head_dim_v), in q's dtype, both or neither:
-            written to the cache in place, at positions cache_seqlens[b], cache_seqlens[b] + 1, .. (autograd sees it
-            as it sees torch's operations in place). The caches may lie in one allocation, but share no element then.
-            Into an e4m3 cache new keys are divided by the descale of the place that they come to (which therefore must
-            be set before, also that of a page not begun yet) and rounded to the nearest; beyond 448 they become 448.
+            written to the cache in place, at positions cache_seqlens[b], cache_seqlens[b] + 1, .. (autograd treats it
+            as one of torch's in-place operations). The caches may lie in one allocation if they share no element.
+            For an e4m3 cache new keys are divided by the descale of the position that they are written to (which must
+            therefore be set before, even for a page that is still empty) and rounded to nearest; magnitudes beyond
+            448 become 448.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), float32 or q's dtype, both or neither: the first rotary_dim
             columns of k_new (before it is written) and of q are rotated by the row of their key position.
         rotary_interleaved: rotated pairs are columns (0, 1), (2, 3), ..; else (0, d), (1, d + 1), .. with
@@ -122,35 +123,37 @@ def attention_decode(
         causal: query i sees key j only if j <= i + seqlen_k - seqlen_q. With one query it makes no difference.
         window, softcap, sinks, softmax_scale: as for `attention`.
         k_descale, v_descale: float32, finite and not 0, on q's device, with an e4m3 cache only, both or neither (then
-            1): real value = stored value * descale. Never changed. Each by itself one of
-            (): one for the tensor;
+            1): real value = stored value * descale. They are not changed. Each has one of these shapes:
+            (): one descale for the tensor;
             (num_heads_kv,): one for each head;
-            (batch, num_heads_kv): one for each head of each batch entry;
-            with a kv_block (num_pages, num_heads_kv) in pages: one for each head of each page, in place of the shape
-                before; else (batch, num_heads_kv, ceil(max_seqlen / kv_block)): for each block of keys of each head.
-        kv_block: keys that share a descale, where some do not: with a page_table its page_size.
-        num_splits: the keys of each sequence are cut into so many parts (1 to 256), which a GPU computes side by side
-            and then merges, exactly; None: chosen from shapes, to fill the GPU, and of packed queries also by lengths.
-            The same number gives a sequence the same bits in any batch. Packed queries that fill more than one tile of
+            (batch, num_heads_kv): one for each head of each batch entry (not with both a page_table and a kv_block);
+            (num_pages, num_heads_kv): with a page_table and a kv_block, one for each head of each page;
+            (batch, num_heads_kv, ceil(max_seqlen / kv_block)): with a kv_block and no page_table, one for each block of
+                keys of each head.
+        kv_block: the number of keys that share a descale, if not all keys of a sequence share one; with a page_table it
+            is the page_size.
+        num_splits: the number of splits (1 to 256) of the keys of each sequence, which a GPU computes side by side and
+            then merges, exactly; None: chosen from shapes, to fill the GPU, and for packed queries also from lengths.
+            A given number gives a sequence the same bits in any batch. Packed queries that fill more than one tile of
             a kernel are not split.
-        split_size: keys of a part instead, a multiple of 64: parts begin at multiples of it, so that the result of a
-            sequence depends neither on the batch nor on the size of the cache, bit by bit. Not with num_splits.
+        split_size: the keys of a split, in place of num_splits, a multiple of 64: splits begin at multiples of it, so
+            that the result of a sequence depends neither on the batch nor on the size of the cache, bit by bit.
         check_values: check cache_seqlens and page_table by value. A backend that works on the host (`tiled`) always
-            does. On a GPU this waits for the device: a way to find a mistake, not to run. Without it kernels take
-            lengths as if they were cut to what the cache holds, and a page that the cache does not have is read as
-            its nearest one and never written.
+            does. On a GPU the check waits for the device: it is meant for debugging. Without it kernels clamp lengths
+            to the capacity of the cache, and a page that the cache does not have is read as its nearest one and never
+            written.
         return_lse: also return lse.
         backend: name of the backend that must run ("sm90", "sm80" or "tiled"); None = what `use_backend` or
             ONEPASS_BACKEND chose, else the best one that computes the call.
 
     Returns: out, (batch, seqlen_q, num_heads_q, head_dim_v), in q's dtype and laid out as q, or
-    AttentionOutput(out, lse) with lse (batch, num_heads_q, seqlen_q), natural log. A query that sees no key has
-    out = 0, and its sink for lse, or -inf without sinks.
+    AttentionOutput(out, lse) with lse (batch, num_heads_q, seqlen_q), natural log. A query that sees no key has out = 0
+    and lse = its sink, or -inf without sinks.
 
     Raises: TypeError, ValueError, or NotImplementedError for what no backend computes, each before any work and with
     what was expected and given; the caches are unchanged then.
 
-    Source: FlashAttention-2, arXiv:2307.08691, section 2.3 (merging parts); Flash-Decoding, Dao et al. 2023 (splitting
+    Source: FlashAttention-2, arXiv:2307.08691, section 2.3 (merging splits); Flash-Decoding, Dao et al. 2023 (splitting
     the keys); PagedAttention, arXiv:2309.06180 (page tables).
     """
     if unknown:
@@ -173,11 +176,11 @@ def attention_decode(
     most_queries = few_queries(max_seqlen_q, cu_seqlens_q)
     key = None
     if check_values is False:
-        scores, splits_ = (causal, softcap, softmax_scale), (num_splits, split_size)
-        options = *scores, *splits_, rotary_interleaved, return_lse, kv_block, most_queries, backend
+        score_options, split_options = (causal, softcap, softmax_scale), (num_splits, split_size)
+        options = *score_options, *split_options, rotary_interleaved, return_lse, kv_block, most_queries, backend
         key = fast_path.key_of("attention_decode", inputs, window, options)
     if key is not None and k_cache is not None and v_cache is not None:
-        # the door looks at these, too
+        # validation looks at these, too
         key = *key, k_cache.stride(), v_cache.stride(), (k_cache.data_ptr() | v_cache.data_ptr()) % 16
         forward = fast_path.find(key)
         if forward is not None:
@@ -198,9 +201,9 @@ def attention_decode(
         kv_block=kv_block,
         max_seqlen_q=most_queries,
     )
-    lost_gradients.refuse_forward_mode(*inputs)
+    refuse_forward_mode(*inputs)
     name = decode.require_decode(problem, backend, q.device)
-    out, lse = decode_ops.run(problem, inputs, choice.of_operator(name, backend))
+    out, lse = decode_ops.run(problem, inputs, choice.backend_argument(name, backend))
     if key is not None:
         forward = decode.prepare_decode(name, problem, q.device)
         fast_path.keep(key, with_shared_caches_refused(forward, inputs) if inputs.seqlen_new else forward)
@@ -208,11 +211,13 @@ def attention_decode(
 
 
 def split_workspace_bytes(num_splits: int, *, batch: int, seqlen_q: int, num_heads_q: int, head_dim_v: int) -> int:
-    """Bytes of GPU memory that `attention_decode` takes beside its outputs while it runs with so many splits: float32
-    out and lse of every split. 0 for one split, which writes its outputs directly. The backend `tiled` takes none.
-    Packed queries are a batch of one.
+    """Bytes of GPU memory that `attention_decode` needs beside its outputs while it runs with num_splits splits.
 
-    Raises: TypeError for what is no integer, ValueError for a number below 1 (num_splits, head_dim_v) or below 0.
+    It holds float32 out and lse of every split. One split needs 0 bytes, because it writes its outputs directly. The
+    backend `tiled` needs none. Packed queries count as a batch of one.
+
+    Raises: TypeError for a value that is not an integer, ValueError for a number below 1 (num_splits, head_dim_v) or
+    below 0 (all others).
     """
     num_splits, head_dim_v = check_int("num_splits", num_splits, least=1), check_int("head_dim_v", head_dim_v, least=1)
     batch, seqlen_q = check_int("batch", batch, least=0), check_int("seqlen_q", seqlen_q, least=0)

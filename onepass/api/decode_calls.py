@@ -1,8 +1,8 @@
-"""What `supports` and `warmup` make of the arguments of a call of `attention_decode`, which they know by its
-`cache_seqlens`."""
+"""Calls of `attention_decode` without data, for `supports` and `warmup`, which recognize them by `cache_seqlens`."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -11,20 +11,15 @@ from ..problem.decode import DecodeInputs, DecodeProblem
 from ..validation.decode import check_decode
 from ..validation.tensors import tensor_of_shape
 from . import keywords
+from .decode import attention_decode
 
-_TENSORS = dict.fromkeys(DecodeInputs._fields[4:])
+_REQUIRED = DecodeInputs._fields[:4]
+_OPTIONAL_TENSORS = dict.fromkeys(DecodeInputs._fields[4:])
+# every option with its default, except backend, which `supports` and `warmup` treat themselves
 _OPTIONS = {
-    "causal": True,
-    "window": None,
-    "softcap": None,
-    "softmax_scale": None,
-    "num_splits": None,
-    "split_size": None,
-    "check_values": False,
-    "return_lse": False,
-    "rotary_interleaved": False,
-    "kv_block": None,
-    "max_seqlen_q": None,
+    name: parameter.default
+    for name, parameter in inspect.signature(attention_decode).parameters.items()
+    if name not in (*DecodeInputs._fields, "backend")
 }
 _DTYPES = dict.fromkeys(("cache_seqlens", "page_table", "cu_seqlens_q"), torch.int32) | dict.fromkeys(
     ("rotary_cos", "rotary_sin", "k_descale", "v_descale"), torch.float32
@@ -36,21 +31,27 @@ def is_decode(arguments: dict[str, Any]) -> bool:
 
 
 def problem_of(function: str, arguments: dict[str, Any]) -> tuple[DecodeProblem, DecodeInputs]:
-    """The problem of a call, and its tensors; raises as the call would, and TypeError for a name that it has not."""
-    missing = [name for name in DecodeInputs._fields[:4] if name not in arguments]
+    """The problem of a call, and its tensors.
+
+    Raises: what the call would raise, and TypeError for an argument that `attention_decode` does not have.
+    """
+    missing = [name for name in _REQUIRED if name not in arguments]
     if missing:
         raise TypeError(f"{function}: expected {', '.join(missing)} beside the other arguments of attention_decode")
     unknown = set(arguments) - set(DecodeInputs._fields) - set(_OPTIONS)
     if unknown:
         raise keywords.unexpected(function, unknown, "attention_decode")
-    arguments = _TENSORS | _OPTIONS | arguments
+    arguments = _OPTIONAL_TENSORS | _OPTIONS | arguments
     inputs = DecodeInputs(**{name: arguments.pop(name) for name in DecodeInputs._fields})
     return check_decode(inputs, **arguments), inputs
 
 
 def with_tensors(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with tensors on the "meta" device for shapes: of `dtype`, those of caches of `cache_dtype` if there
-    is one; lengths and tables int32, rotary tables and descales float32."""
+    """The arguments with a tensor on the "meta" device in place of each shape.
+
+    Lengths and page tables are int32, rotary tables and descales float32, caches of `cache_dtype` if it is given, and
+    all other tensors of `dtype`.
+    """
     arguments = dict(arguments)
     dtype = arguments.pop("dtype", None)
     cache_dtype = arguments.pop("cache_dtype", dtype)
@@ -58,7 +59,7 @@ def with_tensors(arguments: dict[str, Any]) -> dict[str, Any]:
         shape = arguments.get(name)
         if not isinstance(shape, (tuple, list)):
             continue
-        of = _DTYPES.get(name, cache_dtype if name in ("k_cache", "v_cache") else dtype)
-        dtype_name = "cache_dtype" if of is not dtype and of is cache_dtype else "dtype"
-        arguments[name] = tensor_of_shape(name, shape, of, dtype_name)
+        tensor_dtype = _DTYPES.get(name, cache_dtype if name in ("k_cache", "v_cache") else dtype)
+        dtype_name = "cache_dtype" if tensor_dtype is not dtype and tensor_dtype is cache_dtype else "dtype"
+        arguments[name] = tensor_of_shape(name, shape, tensor_dtype, dtype_name)
     return arguments

@@ -1,14 +1,14 @@
-"""The short way for a call like one that was made before: no checks, no torch operator, only the backend's forward.
+"""The fast path of a call like one before: no checks, no torch operator, only the backend's forward.
 
-The checks of the door, the choice of a backend and its preparation depend on types, sizes and options alone, and take
-ten times as long as a launch. So the first call of a kind goes the whole way and leaves the prepared forward here,
-under a key that holds all that the door looks at. Values of tensors are in no key: those that are checked by value
-(`cu_seqlens_*`, `seqused_k`, `cache_seqlens`) the backend checks in every call. No tensor is kept.
+Validation, the choice of a backend and its preparation depend on types, sizes and options alone, and take ten times as
+long as a launch. The first call of a kind therefore does all of it and leaves the prepared forward here, under a key
+that holds everything that validation looks at. No key holds values of tensors: the backend checks the tensors that are
+checked by value (`cu_seqlens_*`, `seqused_k`, `cache_seqlens`) in every call. No tensor is kept.
 
-`key_of` gives None, and so the operator runs, wherever somebody may want to see it or the tensors are not what they
-seem: a gradient may be asked for; torch.compile, export and jit.trace; vmap and the other transforms of torch.func,
-forward-mode derivatives; dispatch and function modes (fake tensors, FLOP counters, a default device); the profiler;
-autocast; tensor subclasses, layouts other than strided, and negative views.
+`key_of` returns None, so that the operator runs, where other code may observe the operator or a tensor is not an
+ordinary one: a gradient may be asked for; torch.compile, export and jit.trace; vmap and the other transforms of
+torch.func, forward-mode derivatives; dispatch and function modes (fake tensors, FLOP counters, a default device); the
+profiler; autocast; tensor subclasses, layouts other than strided, and negative views.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from ..dispatch.backends import Forward
 
 MAX_CALLS = 1024
 
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+_TENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter})  # without subclasses
 _forwards: dict[tuple, Forward] = {}
 
 
 def key_of(function: str, inputs: Sequence[Tensor | None], window: Any, options: tuple) -> tuple | None:
-    """Everything that the door looks at; None if this call must go the whole way.
+    """The key of a call: everything that validation looks at; None if the call must be treated as a first call.
 
     Args:
-        function: its name, since each has a door of its own.
-        inputs: its tensors, such as `AttentionInputs`.
-        window, options: as given, but `deterministic` with its default put in. Types count: 1 is not True at the door.
+        function: the name of the function; each has its own validation.
+        inputs: the tensors of the call, such as `AttentionInputs`.
+        window, options: the arguments as given, but `deterministic` with its default filled in. Their types are in
+            the key, too: validation tells 1 from True.
     """
     if torch.compiler.is_compiling() or _is_observed():
         return None
@@ -53,17 +54,17 @@ def key_of(function: str, inputs: Sequence[Tensor | None], window: Any, options:
             if t is None:
                 seen.append(None)
                 continue
-            is_plain = type(t) in _PLAIN_TYPES and t.layout is torch.strided and not t.is_neg()
-            if not is_plain or (is_recording and t.requires_grad):
+            is_ordinary = type(t) in _TENSOR_TYPES and t.layout is torch.strided and not t.is_neg()
+            if not is_ordinary or (is_recording and t.requires_grad):
                 return None
             seen.append((t.shape, t.dtype, t.device))
-    except RuntimeError:  # a nested tensor has no shape: the door refuses it
+    except RuntimeError:  # a nested tensor has no shape; validation refuses it
         return None
     if window is None:
         window = (None, None)
     elif type(window) is not tuple:
         return None
-    return function, tuple(seen), window, options, tuple(map(type, window + options)), choice.of_context()
+    return function, tuple(seen), window, options, tuple(map(type, window + options)), choice.current_outside_compile()
 
 
 def _is_observed() -> bool:
@@ -79,15 +80,15 @@ def _is_observed() -> bool:
 
 
 def find(key: tuple | None) -> Forward | None:
-    """The forward that an earlier call left."""
+    """The forward that an earlier call with this key left; None if there is none."""
     try:
         return _forwards.get(key) if key is not None else None
-    except TypeError:  # an option that has no hash is none that the door takes
+    except TypeError:  # an option without a hash, which validation refuses
         return None
 
 
 def keep(key: tuple | None, forward: Forward) -> None:
-    """Leave the forward of a call that went well to the next one like it."""
+    """Keep the forward of a call that succeeded for the next call like it."""
     if key is not None:
         if len(_forwards) >= MAX_CALLS:
             _forwards.clear()
@@ -95,5 +96,10 @@ def keep(key: tuple | None, forward: Forward) -> None:
 
 
 def forget() -> None:
-    """Every next call goes the whole way."""
+    """Drop all forwards: every call is a first call again."""
     _forwards.clear()
+
+
+def num_kept() -> int:
+    """The number of calls whose forward is kept."""
+    return len(_forwards)

@@ -1,7 +1,7 @@
-"""Keyword arguments that a function does not have: what they are called here, for those who know them from elsewhere.
+"""Keyword arguments that a function does not have: the name in onepass, for users who know them from other libraries.
 
-The functions take them as `**unknown`, which costs a call nothing to speak of, and refuse them by `unexpected`; their
-signatures stay as documented by `hide_unknown`.
+The functions take such arguments as `**unknown`, at a negligible cost, and refuse them with `unexpected`.
+`hide_unknown` keeps `**unknown` out of the signatures that users see.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# of torch's scaled_dot_product_attention and of flash-attn: what to do instead, by the name that is given
+# What to do instead, by argument of torch's scaled_dot_product_attention and of flash-attn.
 _ELSEWHERE = {
     "is_causal": "it is called causal here, and aligned at the bottom right where lengths differ; "
     "onepass.compat.sdpa has torch's alignment",
     "scale": "it is called softmax_scale here",
     "sm_scale": "it is called softmax_scale here",
     "dropout_p": "onepass has no dropout; leave it out where it is 0.0",
-    "attn_mask": "causal, window, seqused_k and packed sequences say which keys are seen; onepass.compat.sdpa takes a "
-    "mask",
+    "attn_mask": "causal, window, seqused_k and packed sequences say which keys are visible; "
+    "onepass.compat.sdpa takes a mask",
     "enable_gqa": "it is always on here: leave it out",
     "query": "it is called q here",
     "key": "it is called k here",
@@ -32,7 +32,7 @@ _ELSEWHERE = {
     "alibi_slopes": "onepass has no ALiBi biases",
     "block_table": "it is called page_table here, an argument of attention_decode",
     "cache_batch_idx": "onepass.compat.flash_attn.flash_attn_with_kvcache takes it",
-    "cache_leftpad": "onepass has no caches padded on the left",
+    "cache_leftpad": "onepass has no left-padded caches",
     "cu_seqlens": "it is called cu_seqlens_q and cu_seqlens_k here, arguments of attention_varlen",
     "max_seqlen": "it is called max_seqlen_q and max_seqlen_k here, arguments of attention_varlen",
     "return_attn_probs": "return_lse=True also returns lse; the probabilities never exist in memory",
@@ -50,19 +50,20 @@ def hide_unknown(function: _Function) -> _Function:
     return function
 
 
-def unexpected(function: str, unknown: Iterable[str], of: str | None = None) -> TypeError:
+def unexpected(function: str, unknown: Iterable[str], expected: str | None = None) -> TypeError:
     """The error for arguments that a function does not have.
 
-    Args: of: the function whose arguments were expected, where that is not `function` itself.
+    Args:
+        expected: the function whose arguments were expected, if that is not `function` itself.
     """
-    of = of or function
-    hints = [f"{name}: {hint}" for name in sorted(unknown) if (hint := _hint(of, name))]
-    words = "; ".join([f"{function}: expected arguments of {of}, got {', '.join(sorted(unknown))}", *hints])
+    expected = expected or function
+    hints = [f"{name}: {hint}" for name in sorted(unknown) if (hint := _hint(expected, name))]
+    words = "; ".join([f"{function}: expected arguments of {expected}, got {', '.join(sorted(unknown))}", *hints])
     return TypeError(words)
 
 
 def _hint(function: str, name: str) -> str | None:
-    from .attention import attention, attention_varlen  # not at the top: these import this module
+    from .attention import attention, attention_varlen  # not at the top: these modules import this one
     from .decode import attention_decode
 
     functions = attention, attention_varlen, attention_decode

@@ -1,1 +1,1 @@
-"""The signatures of other libraries, computed by onepass: `compat.flash_attn` and `compat.sdpa`."""
+"""Functions with the signatures of other libraries, computed by onepass: `compat.flash_attn` and `compat.sdpa`."""

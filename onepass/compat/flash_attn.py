@@ -1,18 +1,18 @@
-"""The functions of flash-attn 2.8 with their names, arguments, order and defaults, computed by onepass.
+"""The functions of flash-attn 2.8, computed by onepass, with their names, arguments, order and defaults.
 
     from onepass.compat.flash_attn import flash_attn_func
 
 Conventions of that library which differ from onepass and are translated here:
 
-- `window_size` counts -1 (any negative number) as unbounded;
+- in `window_size`, -1 (or any negative number) means unbounded;
 - `softcap=0.0` means no cap;
 - `deterministic=False` permits a backward pass that is not reproducible, so `torch.use_deterministic_algorithms`
-  still decides.
+  decides.
 
-Two results differ. With `return_attn_probs=True` the third item, S_dmask, is None: the probabilities never exist in
-memory. And the log-sum-exp of a row that sees no key is -inf, where flash-attn gives +inf.
+Two results differ. With `return_attn_probs=True` the third item, S_dmask, is None, because the probabilities never
+exist in memory. The log-sum-exp of a row that sees no key is -inf, where flash-attn returns +inf.
 
-What onepass does not compute raises NotImplementedError naming the argument, before any work is done.
+A call that onepass does not compute raises NotImplementedError, which names the argument, before any work is done.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ..api.decode import attention_decode
 from ..errors import REFUSALS, UnsupportedError, renamed
 from ..problem.decode import refuse_lengths
 from ..validation import tensors
+from ..validation.lost_gradients import refuse_backward
 from ..validation.scalars import check_flag, check_int, is_integer, is_real
 
 __all__ = [
@@ -44,10 +45,10 @@ __all__ = [
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "dropout_p": (0.0, "dropout"),
     "alibi_slopes": (None, "ALiBi biases"),
-    "cache_leftpad": (None, "caches padded on the left"),
+    "cache_leftpad": (None, "left-padded caches"),
 }
 
-# what a message of onepass calls it -> what flash-attn does
+# name of an argument in messages of onepass -> its name in flash-attn
 _NAMES = {"window": "window_size"}
 _NAMES_IN_BLOCKS = _NAMES | {
     "k_cache": "k",
@@ -70,10 +71,10 @@ def _refuse_unsupported(**arguments: Any) -> None:
 
 
 def _mask_options(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any) -> dict[str, Any]:
-    """The scale and the mask in the words of `onepass.attention`."""
+    """The scale and the mask as arguments of `onepass.attention`."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(f"window_size: expected a pair (left, right) of int, got {window_size!r}")
-    # to `onepass.attention` a negative side is a bound like any other: none may pass, of whatever type of integers
+    # `onepass.attention` takes a negative side as a bound, so negative integers of every type are replaced here
     left, right = (None if is_integer(side) and side < 0 else side for side in window_size)
     return {
         "softmax_scale": softmax_scale,
@@ -108,8 +109,8 @@ def _call(
 ) -> Any:
     """Run `onepass.attention` or `onepass.attention_varlen` and shape the result as flash-attn does."""
     options = _mask_options(softmax_scale, causal, window_size, softcap)
-    options["deterministic"] = check_flag("deterministic", deterministic, none_too=True) or None
-    return_lse = check_flag("return_attn_probs", return_attn_probs, none_too=True)
+    options["deterministic"] = check_flag("deterministic", deterministic, allow_none=True) or None
+    return_lse = check_flag("return_attn_probs", return_attn_probs, allow_none=True)
     try:
         result = function(q, k, v, **options, **lengths, return_lse=return_lse)
     except REFUSALS as error:
@@ -134,16 +135,16 @@ def flash_attn_func(
 
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim). k, v: (batch, seqlen_k, num_heads_kv, head_dim); dtypes, GQA and
-            strides as in `onepass.attention`.
+            strides are those of `onepass.attention`.
         softmax_scale: None = head_dim ** -0.5.
         causal, window_size: aligned at the bottom right; window_size is (left, right), inclusive, -1 = unbounded.
-        softcap: 0.0 = none.
+        softcap: 0.0 = no cap.
         deterministic: ask for bitwise reproducible gradients.
         return_attn_probs: return (out, softmax_lse, None) in place of out.
-        dropout_p, alibi_slopes: only 0.0 and None.
+        dropout_p, alibi_slopes: must be 0.0 and None.
 
     Returns: out (batch, seqlen_q, num_heads_q, head_dim_v); softmax_lse (batch, num_heads_q, seqlen_q) float32.
-    Raises: NotImplementedError naming the argument that is not supported; else as `onepass.attention`.
+    Raises: NotImplementedError naming an argument that is not supported, and what `onepass.attention` raises.
     """
     _refuse_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     return _call(
@@ -222,24 +223,25 @@ def flash_attn_varlen_func(
     Args:
         q: (total_q, num_heads_q, head_dim). k, v: (total_k, num_heads_kv, head_dim); with a block_table
             (num_blocks, page_block_size, num_heads_kv, head_dim), any page_block_size.
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where each sequence starts and the last one ends; with a
-            block_table only the differences of cu_seqlens_k count.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, the start of each sequence and the end of the last one; with a
+            block_table only the differences of cu_seqlens_k matter.
         max_seqlen_q, max_seqlen_k: hints; an int, a tensor or None.
-        block_table: (batch, max_blocks) int32: the keys of each sequence are rows of these blocks. Has no backward.
-        Others: as for `flash_attn_func`; masks are aligned to each sequence's own lengths.
+        block_table: (batch, max_blocks) int32: the keys of each sequence are rows of these blocks. Calls with a
+            block_table have no backward.
+        All others: as for `flash_attn_func`; masks are aligned to each sequence's own lengths.
 
     Returns: out (total_q, num_heads_q, head_dim_v); softmax_lse (num_heads_q, total_q) float32.
-    Raises: NotImplementedError naming the argument that is not supported, or with a block_table an input that requires
-    a gradient; else as `onepass.attention_varlen`, with a block_table as `onepass.attention_decode`.
+    Raises: NotImplementedError naming an argument that is not supported or, with a block_table, an input that requires
+    a gradient; what `onepass.attention_varlen` raises, or with a block_table `onepass.attention_decode`.
     """
     _refuse_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     if block_table is not None:
         tensors.check_tensor("block_table", block_table, "an int32 torch.Tensor")
-        _refuse_gradients("flash_attn_varlen_func with a block_table", q=q, k=k, v=v)
-        check_flag("deterministic", deterministic, none_too=True)
+        _refuse_backward("flash_attn_varlen_func with a block_table", q=q, k=k, v=v)
+        check_flag("deterministic", deterministic, allow_none=True)
         tensors.check_max_seqlens(max_seqlen_q, max_seqlen_k)
         options = _mask_options(softmax_scale, causal, window_size, softcap)
-        return_lse = check_flag("return_attn_probs", return_attn_probs, none_too=True)
+        return_lse = check_flag("return_attn_probs", return_attn_probs, allow_none=True)
         try:
             result = attention_decode(
                 q,
@@ -343,41 +345,40 @@ def flash_attn_with_kvcache(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
 ) -> Any:
-    """Attention over a key/value cache, after writing k and v into it if they are given. Has no backward.
+    """Attention over a key/value cache, after writing k and v into it if they are given. It has no backward.
 
     Batch entry b first stores k[b] and v[b] in the cache at positions cache_seqlens[b], cache_seqlens[b] + 1, ...,
     in place, then q[b] attends to the first cache_seqlens[b] + seqlen_new positions. Masks are aligned at the bottom
-    right of that length. What the cache holds beyond it is never read.
+    right of that length. Positions of the cache beyond it are never read.
 
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim).
         k_cache, v_cache: (batch_cache, seqlen_cache, num_heads_kv, head_dim); batch_cache = batch unless
             cache_batch_idx is given. With a block_table (num_blocks, page_block_size, num_heads_kv, head_dim).
         k, v: (batch, seqlen_new, num_heads_kv, head_dim), both or neither, in q's dtype.
-        rotary_cos, rotary_sin: (positions, rotary_dim / 2): k and q are rotated by the rows from cache_seqlens[b] on;
-            only where k is given, of as many rows as q, and more than one of them only with causal or a window.
-        cache_seqlens: how much of the cache is filled: an int, (batch,) int32, or None = all of it.
-        cache_batch_idx: (batch,) int32 or int64, the cache entry of each batch entry; distinct if k is given. Not
-            with a block_table.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2): k and q are rotated by the rows from cache_seqlens[b] on.
+            They need a k with as many rows as q, and with more than one row also causal or a window.
+        cache_seqlens: the filled length of the cache: an int, (batch,) int32, or None = all of it.
+        cache_batch_idx: (batch,) int32 or int64, the cache entry of each batch entry; distinct if k is given. It
+            excludes a block_table.
         block_table: (batch, max_blocks) int32, any page_block_size.
         softmax_scale, causal, window_size, softcap: as for `flash_attn_func`.
         rotary_interleaved: rotated pairs are columns (0, 1), (2, 3), ..; else the two halves of the rotated columns.
-        num_splits: parts of the keys that a GPU computes side by side; 0 = chosen.
+        num_splits: number of splits of the keys, which a GPU computes side by side; 0 = chosen.
         return_softmax_lse: return (out, softmax_lse).
-        k_descale, v_descale: (batch, num_heads_kv) float32, with float8_e4m3fn caches only, as flash-attn 3 has them
-            (whose q is e4m3, too, while here it is not). Other shapes: those of `onepass.attention_decode` that need
-            no kv_block.
-        cache_leftpad, alibi_slopes: only None.
+        k_descale, v_descale: (batch, num_heads_kv) float32, with float8_e4m3fn caches only, as in flash-attn 3 (where q
+            is e4m3, too; here it is not). The shapes of `onepass.attention_decode` without kv_block are accepted, too.
+        cache_leftpad, alibi_slopes: must be None.
 
     Returns: out (batch, seqlen_q, num_heads_q, head_dim_v); softmax_lse (batch, num_heads_q, seqlen_q) float32.
-    Raises: NotImplementedError naming the argument that is not supported, or an input that requires a gradient;
-    TypeError or ValueError for bad shapes, dtypes or lengths. The caches are unchanged whenever it raises. On a GPU
-    lengths and tables are not read by the host, so their values are not checked there.
+    Raises: NotImplementedError naming an argument that is not supported, or an input that requires a gradient;
+    TypeError or ValueError for bad shapes, dtypes or lengths. The caches are unchanged whenever it raises. The host
+    does not read lengths and tables from a GPU, so their values are not checked there.
     """
     _refuse_unsupported(cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes)
     options = _mask_options(softmax_scale, causal, window_size, softcap)
-    return_lse = check_flag("return_softmax_lse", return_softmax_lse, none_too=True)
-    parts = None if num_splits is None else check_int("num_splits", num_splits, least=0)
+    return_lse = check_flag("return_softmax_lse", return_softmax_lse, allow_none=True)
+    num_splits = 0 if num_splits is None else check_int("num_splits", num_splits, least=0)
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         tensors.check_tensor(name, tensor)
         if tensor.dim() != 4:
@@ -393,7 +394,7 @@ def flash_attn_with_kvcache(
     for name, table in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
         if table is not None:
             _check_rotary(name, table, q, k, options)
-    _refuse_gradients(
+    _refuse_backward(
         "flash_attn_with_kvcache",
         q=q,
         k_cache=k_cache,
@@ -420,7 +421,7 @@ def flash_attn_with_kvcache(
             k_descale=k_descale,
             v_descale=v_descale,
             **options,
-            num_splits=parts or None,
+            num_splits=num_splits or None,
             return_lse=return_lse,
         )
     except REFUSALS as error:
@@ -429,7 +430,7 @@ def flash_attn_with_kvcache(
 
 
 def _entries_as_pages(q: Tensor, k_cache: Any, v_cache: Any, cache_batch_idx: Any) -> Tensor:
-    """Picked cache entries are pages as long as the cache: nothing has to be copied."""
+    """The page table of picked cache entries: each entry is a page as long as the cache, so nothing is copied."""
     tensors.check_tensor("cache_batch_idx", cache_batch_idx, "an int32 or int64 torch.Tensor")
     if cache_batch_idx.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cache_batch_idx: expected an int32 or int64 torch.Tensor, got {cache_batch_idx.dtype}")
@@ -449,7 +450,7 @@ def _entries_as_pages(q: Tensor, k_cache: Any, v_cache: Any, cache_batch_idx: An
 
 
 def _check_new(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any, cache_seqlens: Any) -> None:
-    """k and v: both or neither, and rows that fit the caches."""
+    """Check k and v: both or neither, and rows that fit the caches."""
     if k is None and v is None:
         return
     if cache_seqlens is None:
@@ -464,7 +465,7 @@ def _check_new(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any, cach
 
 
 def _differences(cu_seqlens_k: Any) -> Tensor:
-    """Lengths from offsets, on their device."""
+    """The lengths of sequences from their offsets, computed on the device of the offsets."""
     tensors.check_tensor("cu_seqlens_k", cu_seqlens_k, "an int32 torch.Tensor")
     if cu_seqlens_k.dtype != torch.int32 or cu_seqlens_k.dim() != 1:
         given = f"{cu_seqlens_k.dtype} of shape {tuple(cu_seqlens_k.shape)}"
@@ -472,18 +473,13 @@ def _differences(cu_seqlens_k: Any) -> Tensor:
     return cu_seqlens_k.diff()
 
 
-def _refuse_gradients(function: str, **tensors: Tensor | None) -> None:
-    """A gradient would be lost without a word: there is no backward through a cache written in place."""
-    for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
-            raise UnsupportedError(
-                f"{name}: expected a tensor without requires_grad, because {function} has no backward; "
-                "call it under torch.no_grad()"
-            )
+def _refuse_backward(function: str, **arguments: Any) -> None:
+    """Refuse tensors that require a gradient; other checks refuse arguments that are no tensors."""
+    refuse_backward(function, {name: t for name, t in arguments.items() if isinstance(t, Tensor)})
 
 
 def _check_rotary(name: str, table: Any, q: Tensor, k: Tensor | None, options: dict[str, Any]) -> None:
-    """flash-attn counts a rotated query's position from cache_seqlens on, onepass back from the last key."""
+    """Refuse rotations that would differ: flash-attn counts positions from cache_seqlens, onepass from the last key."""
     tensors.check_tensor(name, table)
     if k is None:
         raise ValueError(f"{name}: expected None where k and v are not given, got a tensor")
@@ -493,13 +489,13 @@ def _check_rotary(name: str, table: Any, q: Tensor, k: Tensor | None, options: d
         )
     if q.shape[1] > 1 and not options["causal"] and options["window"] == (None, None):
         raise UnsupportedError(
-            f"{name}: expected causal or a window with {q.shape[1]} queries, which flash-attn rotates all alike "
-            "without: rotate before the call"
+            f"{name}: expected causal or a window with {q.shape[1]} queries, because flash-attn "
+            "rotates all of them alike without one: rotate before the call"
         )
 
 
 def _lengths(cache_seqlens: Any, q: Tensor, seqlen_cache: int, seqlen_new: int) -> Tensor:
-    """The filled lengths as a (batch,) tensor. Values that only a device knows are left to it."""
+    """The filled lengths as a (batch,) tensor. The host checks an int, but not the values of a tensor."""
     if cache_seqlens is None:
         cache_seqlens = seqlen_cache
     if is_integer(cache_seqlens) and not isinstance(cache_seqlens, bool):

@@ -2,7 +2,7 @@
 
 No mask, `is_causal=True` and the biases of `torch.nn.attention.bias` (`causal_upper_left`, `causal_lower_right`) have
 a tile form and run in O(seqlen) memory. Every other mask is a dense tensor already, and takes the dense path at the
-end of this file: exact too, but with the score matrix in memory, which a `DenseAttentionWarning` says once.
+end of this file, which is also exact but holds the score matrix in memory; a `DenseAttentionWarning` says so once.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ def scaled_dot_product_attention(
     Args:
         query: (..., num_heads_q, seqlen_q, head_dim), float64, float32, bfloat16 or float16.
         key: (..., num_heads_kv, seqlen_k, head_dim).
-        value: (..., num_heads_kv, seqlen_k, head_dim_v). All dimensions before the last two broadcast, and may be
-            any number, also none.
+        value: (..., num_heads_kv, seqlen_k, head_dim_v). The dimensions before the last two broadcast; there may be
+            any number of them, including none.
         attn_mask: broadcastable to (..., num_heads_q, seqlen_q, seqlen_k). Bool: True = seen. Floating point
-            (query's dtype or float32): added to the scaled scores; it has a gradient. Or a
-            `torch.nn.attention.bias.CausalBias`.
-        dropout_p: only 0.0.
-        is_causal: not together with attn_mask.
+            (query's dtype or float32): added to the scaled scores; it has a gradient. A
+            `torch.nn.attention.bias.CausalBias` is accepted, too.
+        dropout_p: must be 0.0.
+        is_causal: causal attention; it excludes an attn_mask.
         scale: None = head_dim ** -0.5.
         enable_gqa: the numbers of heads of key and value may divide query's instead of being equal to it.
 
     Returns: (..., num_heads_q, seqlen_q, head_dim_v) in query's dtype, accumulated in float32 (float64 for float64).
     A row that sees no key is 0, with zero gradients.
 
-    Raises: TypeError or ValueError for bad arguments, NotImplementedError for dropout; before any work.
+    Raises: TypeError or ValueError for bad arguments, NotImplementedError for dropout, before any work is done.
     """
     query, key, value = api.autocast_inputs(query, key, value)
     is_causal, scale = check_flag("is_causal", is_causal), None if scale is None else check_real("scale", scale)
@@ -72,8 +72,8 @@ def scaled_dot_product_attention(
     is_bottom_right = isinstance(attn_mask, CausalBias) and attn_mask.variant == CausalVariant.LOWER_RIGHT
     window = None
     if is_causal or (attn_mask is not None and not is_bottom_right):
-        # onepass aligns at the bottom right: keys past the diagonal, which nobody sees, are cut off, and missing keys
-        # are made up for by a window that reaches as far to the right
+        # onepass aligns at the bottom right, so keys past the diagonal, which no query sees, are cut off. If there are
+        # fewer keys than queries, a window to the right makes up for the difference.
         seqlen_q = query.shape[-2]
         key, value = key[..., :seqlen_q, :], value[..., :seqlen_q, :]
         window = (None, seqlen_q - key.shape[-2])
@@ -100,7 +100,7 @@ def _batch_seqlen_heads_dim(x: Tensor, leading: torch.Size) -> Tensor:
 def _check(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: bool, enable_gqa: Any
 ) -> torch.Size:
-    """Every check of the arguments. Returns: the broadcast dimensions (..., num_heads_q), () if there are none."""
+    """Check all arguments. Returns: the broadcast dimensions (..., num_heads_q), () if there are none."""
     named = {"query": query, "key": key, "value": value}
     tensors.check_tensors(named)
     for name, t in named.items():
@@ -183,7 +183,7 @@ def _warn_once() -> None:
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, scale: float | None) -> Tensor:
-    """Attention under an arbitrary mask in plain torch, differentiable also in the mask."""
+    """Attention under an arbitrary mask in plain PyTorch, differentiable in the mask, too."""
     _warn_once()
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     dtype, accum_dtype = query.dtype, torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -195,14 +195,14 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, scale: 
             scores = scores.masked_fill(~attn_mask, -torch.inf)
         else:
             scores = scores + attn_mask.to(accum_dtype)
-        # a row that sees no key: give it harmless scores, then take its result out, so that no gradient is NaN
+        # an empty row gets harmless scores, and its result is removed afterwards, so that no gradient is NaN
         sees_a_key = (scores != -torch.inf).any(-1, keepdim=True)
         probabilities = torch.where(sees_a_key, scores, 0.0).softmax(-1)
         return torch.where(sees_a_key, probabilities @ value, 0.0).to(dtype)
 
 
 def _repeat_heads(x: Tensor, query: Tensor) -> Tensor:
-    """Kv heads that are fewer than query's, but not one (which broadcasts), repeated for their groups."""
+    """x with each kv head repeated for its group of query heads; a single kv head broadcasts and is not repeated."""
     if x.dim() < 3 or query.dim() < 3 or not 1 < x.shape[-3] < query.shape[-3]:
         return x
     return x.repeat_interleave(query.shape[-3] // x.shape[-3], -3)

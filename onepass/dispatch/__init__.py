@@ -1,1 +1,1 @@
-"""The backend that computes a problem, and why it is that one."""
+"""The choice of the backend that computes a problem, and the reason for it."""

@@ -1,4 +1,4 @@
-"""Which backend computes a problem, and why."""
+"""The backend that computes a problem of attention, and its configurations and kernels."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..problem import AttentionProblem
 from . import backends, choice
 from .backends import Forward, Support
 
-# In what follows, device is that of the tensors, where it is a GPU: GPUs of one machine may be of different
-# architectures. None stands for the current GPU, for calls that have no tensors yet.
+# Below, `device` is the device of the tensors: the GPUs of one machine may differ in architecture. None stands for the
+# current GPU, for calls without tensors.
 
 
 def choose(
@@ -25,9 +25,9 @@ def choose(
     tuning: LaunchConfig | None = None,
     device: torch.device | None = None,
 ) -> Support:
-    """The backend for this problem. One that the caller names, or has chosen (choice.py), runs, or is refused.
+    """The backend for this problem. A backend that the caller names, or has chosen (choice.py), runs or is refused.
 
-    A configuration picks none: it is refused where it does not fit the backend that would run without it.
+    A configuration does not choose a backend: it is refused if it does not fit the one that would run without it.
     """
     support = _choose(problem, requested, device)
     if tuning is None or not support.ok:
@@ -61,12 +61,13 @@ def _choose(problem: AttentionProblem, requested: str | None, device: torch.devi
     )
     if not support.ok or support.backend == "tiled":
         return support
-    return support._replace(reason=support.reason + _whose_gradients(support.backend, problem))
+    return support._replace(reason=support.reason + _gradient_backend_note(support.backend, problem))
 
 
-def _whose_gradients(name: str, problem: AttentionProblem) -> str:
+def _gradient_backend_note(name: str, problem: AttentionProblem) -> str:
+    """For a reason: which backend computes the gradients, if it is another one."""
     if problem.quantization is not None:
-        return ""  # none, or those of another problem
+        return ""  # there are no gradients, or those of the unquantized problem
     refusal, other = _backward_unsupported(name, problem), backend_of_backward(name, problem)
     return "" if refusal is None else f"; gradients by the {other} backend ({refusal})"
 
@@ -86,25 +87,27 @@ def require(
     tuning: LaunchConfig | None = None,
     device: torch.device | None = None,
 ) -> str:
-    """The name of the backend that will run.
+    """The name of the backend that will run the problem.
 
-    Raises: UnsupportedError with the reason if none can; ValueError or TypeError if `requested` is no name.
+    Raises: UnsupportedError with the reason if none can; ValueError or TypeError if `requested` is not a name.
     """
     return backends.accepted(choose(problem, requested, tuning, device), requested)
 
 
-def at_run(told: str, problem: AttentionProblem, tuning: LaunchConfig | None, device: torch.device) -> str:
-    """The backend of an operator that was told `choice.of_operator`. Raises: as `require`."""
-    return require(problem, None, tuning, device) if choice.is_left_to_block(told) else choice.found(told)
+def backend_at_run(argument: str, problem: AttentionProblem, tuning: LaunchConfig | None, device: torch.device) -> str:
+    """The backend that an operator with this `choice.backend_argument` runs on. Raises: what `require` raises."""
+    return (
+        require(problem, None, tuning, device) if choice.is_left_to_block(argument) else choice.backend_name(argument)
+    )
 
 
 def require_to_compile(
     problem: AttentionProblem, requested: str | None = None, tuning: LaunchConfig | None = None
 ) -> str | None:
-    """The name of the backend whose kernel calls of this problem need; None if they run without one.
+    """The name of the backend whose kernel calls of this problem need; None if they run without a kernel.
 
-    sm90 that is named needs no GPU here: there is one architecture. Raises: as `require`, and UnsupportedError without
-    the compiler.
+    A call that names "sm90" needs no GPU on this machine, because that backend has one architecture. Raises: what
+    `require` raises, and UnsupportedError if the kernel compiler is missing.
     """
     requested, _ = backends.named_backend(requested)
     if requested is None and problem.device_type == "cuda" and not torch.cuda.is_available():
@@ -129,21 +132,21 @@ def require_to_compile(
 
 
 def forward_config(name: str, problem: AttentionProblem) -> LaunchConfig:
-    """The configuration that the forward of a backend with kernels runs this problem with on the current GPU."""
+    """The configuration with which the forward of a backend with kernels runs this problem on the current GPU."""
     from ..kernels.heuristics import tuned  # not at the top: it needs files and locks that not every system has
 
     return tuned.choose("fwd", name, problem, backends.arch_of(name))
 
 
 def compile_request(name: str, problem: AttentionProblem, config: LaunchConfig) -> tuple:
-    """The kernel of the backend's forward of this problem, as the arguments of `kernels.compile.get`."""
+    """The kernel of the backend's forward, as a request to compile it."""
     return importlib.import_module(backends.BACKENDS[name].forward).compile_request(
         problem, config, backends.arch_of(name)
     )
 
 
 def forward_requests(name: str, problem: AttentionProblem, config: LaunchConfig) -> list[tuple]:
-    """All kernels of the backend's forward: that of `compile_request`, then those that run before it."""
+    """The kernels of the backend's forward: the one of `compile_request`, then its helpers, which run before it."""
     requests = [compile_request(name, problem, config)]
     if name == "sm90":
         from ..kernels.launch.forward_sm90 import helper_requests
@@ -155,14 +158,20 @@ def forward_requests(name: str, problem: AttentionProblem, config: LaunchConfig)
 def backward_requests(
     name: str, problem: AttentionProblem, has_dlse: bool, config: LaunchConfig | None = None
 ) -> list[tuple[LaunchConfig, tuple]]:
-    """The same for each kernel of its backward, each with its configuration (None = what a call runs with); none where
-    the backward is that of a backend without kernels."""
+    """The kernels of the backward after this backend's forward, each with its configuration.
+
+    The list is empty if a backend without kernels computes the backward.
+
+    Args:
+        config: None = the configuration that a call runs with.
+    """
     forward, name = name, backend_of_backward(name, problem)
     if name not in backends.WITH_KERNELS:
         return []
     from ..kernels.heuristics import tuned
 
-    arch = backends.arch_of(forward)  # of one GPU: that of sm80 asks which one
+    # the architecture of the forward: arch_of("sm80") would ask for the current GPU, and sm90 needs none here
+    arch = backends.arch_of(forward)
     config = config or tuned.choose("bwd", name, problem, arch)
     requests = importlib.import_module(backends.BACKENDS[name].backward).compile_requests(
         problem, has_dlse, config, arch
@@ -171,7 +180,7 @@ def backward_requests(
 
 
 def prepare(name: str, problem: AttentionProblem, device: torch.device, tuning: LaunchConfig | None = None) -> Forward:
-    """The backend's forward for calls of this problem: everything that does not depend on the tensors is done."""
+    """The backend's forward for calls of this problem, with all work done that does not depend on the tensors."""
     backend = backends.BACKENDS[name]
     module = importlib.import_module(backend.forward)
     if backend.kernels is not None:
@@ -181,7 +190,7 @@ def prepare(name: str, problem: AttentionProblem, device: torch.device, tuning: 
 
 
 def forget_prepared() -> None:
-    """Prepare all calls anew: configurations may have changed."""
+    """Forget all prepared calls, because configurations may have changed."""
     for backend in backends.BACKENDS.values():
         for name in (backend.forward, backend.backward):
             prepare = getattr(sys.modules.get(name), "prepare", None)
@@ -195,8 +204,8 @@ def load_backward(name: str, problem: AttentionProblem) -> ModuleType:
 
 
 def backend_of_backward(name: str, problem: AttentionProblem) -> str:
-    """Whose kernels compute the gradients of a forward on this backend: its own, sm80's (of float32 on Hopper), or
-    those of `tiled`."""
+    """The backend that computes the gradients of a forward on this backend: itself, sm80 (float32 on Hopper), or
+    `tiled`."""
     if name not in backends.WITH_KERNELS:
         return name
     later = backends.WITH_KERNELS[backends.WITH_KERNELS.index(name) :]

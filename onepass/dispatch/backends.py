@@ -15,18 +15,19 @@ from ..kernels.heuristics import chooser
 from ..problem import AttentionProblem
 from . import choice
 
-Forward = Callable[[Any], tuple[Tensor, Tensor]]  # of AttentionInputs, in FP8 of QuantizedInputs
+Forward = Callable[[Any], tuple[Tensor, Tensor]]  # (AttentionInputs, or QuantizedInputs in FP8) -> (out, lse)
 
 
 class Backend(NamedTuple):
-    """Modules of a backend, imported when first used.
+    """The modules of a backend, imported when first used.
 
     Attributes:
-        forward: has forward(problem, inputs) -> (out, lse); one with kernels has prepare(problem, device, config) ->
-            (inputs -> (out, lse)) beside it, which does once what does not depend on the tensors.
-        backward: has backward(problem, inputs, out, lse, dout, dlse) -> (dq, dk, dv, dsinks). It may be another
-            backend's: out and lse mean the same everywhere.
-        kernels: what its kernels are, in words; None: it has none, and takes no configuration.
+        forward: module with forward(problem, inputs) -> (out, lse). With kernels it also has
+            prepare(problem, device, config) -> (inputs -> (out, lse)), which does all work that does not depend on the
+            tensors.
+        backward: module with backward(problem, inputs, out, lse, dout, dlse) -> (dq, dk, dv, dsinks). The gradients of
+            a forward may be computed by another backend: out and lse have the same meaning in all of them.
+        kernels: a description of its kernels; None: it has none, and takes no configuration.
     """
 
     forward: str
@@ -37,7 +38,7 @@ class Backend(NamedTuple):
 # The package may have been loaded under another name than onepass.
 PACKAGE = __package__.rpartition(".")[0]
 _LAUNCH = f"{PACKAGE}.kernels.launch"
-# in the order in which they are asked, but for `tiled`, which computes everything
+# in the order in which they are asked; `tiled` comes last and computes everything
 BACKENDS = {
     "sm90": Backend(f"{_LAUNCH}.forward_sm90", f"{_LAUNCH}.backward_sm90", "Hopper kernels (CuTe DSL)"),
     "sm80": Backend(f"{_LAUNCH}.forward_sm80", f"{_LAUNCH}.backward_sm80", "Ampere kernels (CuTe DSL)"),
@@ -45,14 +46,14 @@ BACKENDS = {
 }
 WITH_KERNELS = ("sm90", "sm80")
 
-# looked up at import: torch.compile traces the choice of a backend, and cannot trace a look at the disk
+# looked up at import: torch.compile traces the choice of a backend, and cannot trace access to the disk
 _HAS_KERNEL_COMPILER = all(importlib.util.find_spec(name) is not None for name in ("cutlass", "tvm_ffi"))
 
 
 class Support(NamedTuple):
-    """Answer of `onepass.supports`: whether the call would run, on which backend, and why (or why not).
+    """The answer of `onepass.supports`: whether the call would run, on which backend, and why (or why not).
 
-    True where the call would run: `if onepass.supports(...)` asks for `ok`.
+    It is true if the call would run: `if onepass.supports(...)` tests `ok`.
     """
 
     ok: bool
@@ -64,20 +65,21 @@ class Support(NamedTuple):
 
 
 def backends() -> tuple[str, ...]:
-    """The names that `backend=` takes. Whether one runs here and what it computes, `onepass.supports` says."""
+    """The names that `backend=` takes. `onepass.supports` says whether one of them runs a call here."""
     return choice.NAMES
 
 
 def named_backend(requested: str | None) -> tuple[str | None, str]:
-    """`choice.named`, and in words whose choice that is."""
+    """`choice.named`, and words for a message about where the choice came from."""
     name = choice.named(requested)
     return name, "" if name is None or requested is not None else f" (by use_backend or {choice.VARIABLE})"
 
 
 def first_that_runs(requested: str | None, device_type: str, refusal_of: Callable[[str], str | None]) -> Support:
-    """The first backend that does not refuse a call; the one that is asked for runs or is refused.
+    """The first backend that does not refuse a call. A requested backend runs or is refused.
 
-    Args: refusal_of: the name of a backend with kernels -> why it does not run the call; None if it does.
+    Args:
+        refusal_of: (name of a backend with kernels) -> why it does not run the call, or None if it does.
     """
     requested, words = named_backend(requested)
     if requested is not None and (reason := choice.refusal(requested)) is not None:
@@ -92,7 +94,7 @@ def first_that_runs(requested: str | None, device_type: str, refusal_of: Callabl
                 return Support(False, name, f"backend {name}{words}: {reason}")
             refusals += f"; {name}: {reason}"
     because = f" ({refusals[2:]})" if device_type == "cuda" and requested is None else ""
-    return Support(True, "tiled", f"plain torch tiles run on any torch device, here {device_type}{because}")
+    return Support(True, "tiled", f"plain PyTorch tiles run on any torch device, here {device_type}{because}")
 
 
 def refusal(name: str, problem: AttentionProblem, device: torch.device | None) -> str | None:
@@ -101,6 +103,7 @@ def refusal(name: str, problem: AttentionProblem, device: torch.device | None) -
 
 
 def device_refusal(name: str, problem: AttentionProblem, device: torch.device | None = None) -> str | None:
+    """Why the kernels of a backend do not run on the device; None if they do."""
     if problem.device_type != "cuda":
         return f"expected tensors on cuda, got {problem.device_type}"
     capability = torch.cuda.get_device_capability(device)
@@ -119,10 +122,11 @@ def device_refusal(name: str, problem: AttentionProblem, device: torch.device | 
 
 
 def compiler_refusal() -> str | None:
+    """Why no kernel can be compiled here; None if kernels can be."""
     return None if _HAS_KERNEL_COMPILER else "the kernel compiler is not installed: pip install 'onepass[cuda]'"
 
 
-# Imports in functions, not importlib: torch.compile traces these.
+# The functions below import in their bodies and not with importlib, because torch.compile traces them.
 
 
 def unsupported_by(name: str, problem: AttentionProblem) -> str | None:
@@ -135,7 +139,7 @@ def unsupported_by(name: str, problem: AttentionProblem) -> str | None:
 
 
 def arch_of(name: str, device: torch.device | None = None) -> str:
-    """What the kernels of a backend are compiled for."""
+    """The architecture that the kernels of a backend are compiled for."""
     if name == "sm90":
         from ..kernels.launch.forward_sm90 import ARCH
 
@@ -146,11 +150,15 @@ def arch_of(name: str, device: torch.device | None = None) -> str:
 
 
 def config_type(name: str) -> type[LaunchConfig]:
-    """What the forward of a backend with kernels takes as `tuning`."""
+    """The type of `tuning` that the forward of a backend with kernels takes."""
     return chooser.FORWARD[name].config_type
 
 
 def accepted(support: Support, requested: object) -> str:
+    """The backend of a call that runs.
+
+    Raises: UnsupportedError with the reason if it does not; ValueError or TypeError if `requested` is not a name.
+    """
     if support.ok:
         return support.backend
     if requested is None or choice.refusal(requested) is None:

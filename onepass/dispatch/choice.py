@@ -1,11 +1,12 @@
 """The backend of calls that name none: `onepass.use_backend`, and `ONEPASS_BACKEND` in the environment.
 
-What counts, first to last: `backend=` of a call, the innermost `with use_backend(...)` block around it, the last plain
-call of `use_backend` in this process, and `ONEPASS_BACKEND` as it was when onepass was imported.
+Four choices are possible, and the first of them that was made decides: `backend=` of a call, the innermost
+`with use_backend(...)` block around it, the last call of `use_backend` outside of a `with` statement in this process,
+and `ONEPASS_BACKEND` as it was when onepass was imported.
 
-A block is a context variable: of its own thread or task only. torch.compile cannot trace these, so a graph is made for
-the choice of the process (which is guarded: another choice makes another graph), and its operators look for a block
-when they run, see `of_operator`.
+A block is a context variable, seen by its own thread or task only. torch.compile cannot trace context variables, so a
+graph is made for the choice of the process (which is guarded: another choice makes another graph), and its operators
+look for a block when they run, see `backend_argument`.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ import torch
 NAMES = ("sm90", "sm80", "tiled")  # in the order in which they are asked
 VARIABLE = "ONEPASS_BACKEND"
 _NO_BLOCK = ""
-_TRACED = "traced:"  # before the name, in an operator of a graph whose call names no backend
+_TRACED = "traced:"  # the prefix of the name in an operator of a graph, if its call names no backend
 
 
 def refusal(name: object) -> str | None:
-    """Why this is no name of a backend, in words; None if it is one."""
+    """Why this is not the name of a backend, as words for a message; None if it is one."""
     if isinstance(name, str) and name in NAMES:
         return None
     given = repr(name) if isinstance(name, str) else type(name).__name__
     return f"expected one of {', '.join(sorted(NAMES))} or None, got {given}"
 
 
-def _of_environment() -> str | None:
+def _environment_choice() -> str | None:
     name = os.environ.get(VARIABLE) or None
     if name is not None and (reason := refusal(name)) is not None:
         raise ValueError(f"{VARIABLE}: {reason}")
     return name
 
 
-_of_process = _of_environment()
-_of_block: ContextVar[str | None] = ContextVar("onepass.use_backend", default=_NO_BLOCK)
+_process_choice = _environment_choice()
+_block_choice: ContextVar[str | None] = ContextVar("onepass.use_backend", default=_NO_BLOCK)
 
 
 class use_backend:
@@ -48,25 +49,25 @@ class use_backend:
         with onepass.use_backend("sm80"):     # in this block
             out = onepass.attention(q, k, v)
 
-    In a `with` statement the choice is that of the block: of the thread or asyncio task that runs it and of tasks that
-    are started in it, not of other threads. Any other call chooses for the whole process, from the end of the
-    statement on: what decides is that the object is gone, and no block has been entered with it. `ONEPASS_BACKEND` in
+    In a `with` statement the choice holds in the block: for the thread or asyncio task that runs it and for tasks that
+    are started in it, not for other threads. Any other call chooses for the whole process, from the end of the
+    statement on: the choice is made when the object is deleted without having entered a block. `ONEPASS_BACKEND` in
     the environment chooses for the process when onepass is imported.
 
-    As with `backend=`, a call that the chosen backend does not compute is refused with the reason; on a machine whose
-    calls also have tensors on the CPU, "sm90" and "sm80" are therefore choices for blocks. The gradients of a call are
-    computed by the backend of its forward, wherever they are asked for. With "tiled" no kernel of onepass runs, in
-    `merge_partials` and `quantize_fp8` neither.
+    A call that the chosen backend does not compute is refused with the reason, as it is with `backend=`; on a machine
+    whose calls also have tensors on the CPU, "sm90" and "sm80" are therefore choices for blocks. The gradients of a
+    call are computed by the backend of its forward, wherever they are asked for. With "tiled" no kernel of onepass
+    runs, not in `merge_partials` and `quantize_fp8` either.
 
     Under torch.compile, another choice for the process makes another graph. A block around the call of a compiled
     function holds for the forwards in it, which look for it when they run; gradients of compiled functions follow the
     choice for the process, and `use_backend` itself cannot be called in a compiled function.
 
     Args:
-        name: "sm90", "sm80" or "tiled"; None: each call's best one, as if nothing had been chosen.
+        name: "sm90", "sm80" or "tiled"; None: the best backend of each call, as if nothing had been chosen.
 
-    Raises: TypeError or ValueError if it is no such name; RuntimeError in a function that is being compiled, and for
-    an object that was entered before.
+    Raises: TypeError or ValueError if name is not one of these; RuntimeError in a function that is being compiled, and
+    for an object that was entered before.
     """
 
     _is_for_process = False
@@ -83,56 +84,64 @@ class use_backend:
         if not self._is_for_process:
             raise RuntimeError("use_backend: expected a new object for each block, got one that was entered before")
         self._is_for_process = False
-        self._token = _of_block.set(self.name)
+        self._token = _block_choice.set(self.name)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _of_block.reset(self._token)
+        _block_choice.reset(self._token)
 
     def __del__(self) -> None:
-        # Not in __init__: between it and __enter__ other threads would see what a block chooses.
+        # Choosing in __init__ would let other threads see a block's choice between __init__ and __enter__.
         if self._is_for_process:
             _choose_for_process(self.name)
 
     def __repr__(self) -> str:
-        """An interactive Python keeps what it shows: what is shown is in no `with` statement."""
+        """The call as text; it also chooses for the process.
+
+        An interactive session keeps the last object that it shows, so `__del__` would come late. An object that is
+        shown is not in a `with` statement.
+        """
         if self._is_for_process:
             _choose_for_process(self.name)
         return f"use_backend({self.name!r})"
 
 
 def _choose_for_process(name: str | None) -> None:
-    global _of_process
-    _of_process = name
+    global _process_choice
+    _process_choice = name
 
 
 def current() -> str | None:
-    """What is chosen where this is called; None: nothing is."""
-    return _of_process if torch.compiler.is_compiling() else of_context()
+    """The choice that holds where this is called; None: there is none."""
+    return _process_choice if torch.compiler.is_compiling() else current_outside_compile()
 
 
-def of_context() -> str | None:
-    """What is chosen where this is called, as `current`, for callers that torch.compile does not trace."""
-    name = _of_block.get()
-    return _of_process if name == _NO_BLOCK else name
+def current_outside_compile() -> str | None:
+    """`current` for callers that torch.compile does not trace."""
+    name = _block_choice.get()
+    return _process_choice if name == _NO_BLOCK else name
 
 
 def named(requested: str | None) -> str | None:
-    """The backend that a call has to run on, by its own choice or by this one; None: its best one."""
+    """The backend that a call has to run on, named by the call or chosen for it; None: the best one for the call."""
     return current() if requested is None else requested
 
 
-def of_operator(name: str, requested: str | None) -> str:
-    """What an operator is told to run on. Args: name: what was found. requested: by the call itself."""
+def backend_argument(name: str, requested: str | None) -> str:
+    """The `backend` argument of an operator.
+
+    Args:
+        name: the backend that was chosen for the call. requested: the backend that the call itself names, or None.
+    """
     return f"{_TRACED}{name}" if requested is None and torch.compiler.is_compiling() else name
 
 
-def found(told: str) -> str:
-    """The name that `of_operator` was given."""
-    return told.removeprefix(_TRACED)
+def backend_name(argument: str) -> str:
+    """The backend's name in a `backend_argument`."""
+    return argument.removeprefix(_TRACED)
 
 
-def is_left_to_block(told: str) -> bool:
-    """Whether an operator that was told so has to choose anew, for it runs in a block."""
-    return told.startswith(_TRACED) and _of_block.get() != _NO_BLOCK
+def is_left_to_block(argument: str) -> bool:
+    """Whether an operator with this `backend_argument` has to choose again, because it runs in a block."""
+    return argument.startswith(_TRACED) and _block_choice.get() != _NO_BLOCK

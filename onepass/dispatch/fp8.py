@@ -1,4 +1,4 @@
-"""The kernels that round to e4m3, where there are any."""
+"""The kernels that quantize to e4m3, on GPUs that have them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from ..problem import AttentionInputs
 from . import backends, choice
 
-# ---------------------------------------------------------------- rounding to e4m3
-
 
 class QuantizationKernels(NamedTuple):
-    """Attributes:
-    prepare: (problem, device, seed of the rotation or None, keys_last, whether k and v have means) -> (inputs, k_mean,
-        v_mean) -> tensors and descales; see kernels/launch/quantize.py.
-    keys_last: whether V should lie as the FP8 attention kernel of this GPU reads it.
+    """The kernels that quantize q, k and v on a GPU.
+
+    Attributes:
+        prepare: (problem, device, seed of the rotation or None, keys_last, whether k has a mean, whether v has one) ->
+            ((inputs, k_mean, v_mean) -> tensors and descales); see kernels/launch/quantize.py.
+        keys_last: whether V should have the layout that the FP8 attention kernel of this GPU reads.
     """
 
     prepare: Callable
@@ -26,7 +26,7 @@ class QuantizationKernels(NamedTuple):
 
 
 def quantization_kernels(inputs: AttentionInputs, granularity: str) -> QuantizationKernels | None:
-    """Those that quantise these tensors on their GPU; None: plain torch does."""
+    """The kernels that quantize these tensors on their GPU; None: plain PyTorch does it."""
     if not _has_e4m3_kernels(inputs.q):
         return None
     from ..kernels.launch import quantize as launch
@@ -38,7 +38,7 @@ def quantization_kernels(inputs: AttentionInputs, granularity: str) -> Quantizat
 
 
 def keys_last_kernel(v: Tensor, cu_seqlens: Tensor | None) -> Callable | None:
-    """(v, cu_seqlens) -> `fp8.keys_last` of v in e4m3, on its GPU; None: plain torch does it."""
+    """The kernel (v, cu_seqlens) -> `fp8.keys_last` of an e4m3 v on its GPU; None: plain PyTorch does it."""
     if not _has_e4m3_kernels(v):
         return None
     from ..kernels.launch import quantize as launch
@@ -50,5 +50,5 @@ def _has_e4m3_kernels(t: Tensor) -> bool:
     # torch.compile cannot trace a launch
     if t.device.type != "cuda" or torch.compiler.is_compiling() or choice.current() == "tiled":
         return False
-    # before 8.9 there is no e4m3
+    # GPUs before compute capability 8.9 have no e4m3
     return torch.cuda.get_device_capability(t.device) >= (8, 9) and backends.compiler_refusal() is None

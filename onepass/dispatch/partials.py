@@ -1,4 +1,4 @@
-"""Whether a kernel merges partials."""
+"""The kernel that merges partials."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def has_merge_kernel(device: torch.device) -> bool:
 
 
 def load_merge(device: torch.device) -> Callable:
-    """merge_partials(outs, lses) -> (out, lse) of the kernels."""
+    """The function merge_partials(outs, lses) -> (out, lse) that launches the kernel."""
     backends.warn_if_unproven(device)
     return importlib.import_module(f"{backends.PACKAGE}.kernels.launch.merge").merge_partials

@@ -1,9 +1,9 @@
-"""Which keys a range of queries needs, and the reverse: the arithmetic that decides which tiles are visited.
+"""The keys that a range of queries needs, and the reverse: the arithmetic that decides which tiles are visited.
 
 All functions take the geometry of one sequence. Query i stands at key position i + seqlen_k - seqlen_q
 (bottom-right alignment) and sees the keys from window_left before it to window_right after it, both inclusive;
 None = unbounded on that side. A side may be negative, and left + right >= 0 where both are given, as in every `Mask`:
-then the keys of neighbouring queries, too, lie side by side. Ranges are half open, [start, end), and empty ranges have
+then the ranges of neighboring queries overlap or touch. Ranges are half open, [start, end), and empty ranges have
 start == end.
 """
 
@@ -17,7 +17,7 @@ from .integers import ceil_div, maximum, minimum, select
 def key_range(
     m_start: int, m_end: int, seqlen_q: int, seqlen_k: int, window_left: int | None, window_right: int | None
 ) -> tuple[int, int]:
-    """Keys that at least one of the queries [m_start, m_end) sees. All others need never be loaded."""
+    """The keys that at least one of the queries [m_start, m_end) sees. No others need to be loaded."""
     shift = seqlen_k - seqlen_q
     start = 0 if window_left is None else minimum(maximum(0, m_start + shift - window_left), seqlen_k)
     end = seqlen_k if window_right is None else minimum(seqlen_k, m_end + shift + window_right)
@@ -27,9 +27,9 @@ def key_range(
 def unmasked_key_range(
     m_start: int, m_end: int, seqlen_q: int, seqlen_k: int, window_left: int | None, window_right: int | None
 ) -> tuple[int, int]:
-    """Keys that every one of the queries [m_start, m_end) sees: tiles inside it need no mask.
+    """The keys that every one of the queries [m_start, m_end) sees: tiles inside this range need no mask.
 
-    It lies inside `key_range` of the same queries.
+    The range lies inside `key_range` of the same queries.
     """
     shift = seqlen_k - seqlen_q
     low, high = key_range(m_start, m_end, seqlen_q, seqlen_k, window_left, window_right)
@@ -41,7 +41,7 @@ def unmasked_key_range(
 def query_range(
     n_start: int, n_end: int, seqlen_q: int, seqlen_k: int, window_left: int | None, window_right: int | None
 ) -> tuple[int, int]:
-    """Queries that see at least one of the keys [n_start, n_end): the same relation, read from the keys' side."""
+    """The queries that see at least one of the keys [n_start, n_end): `key_range` from the side of the keys."""
     shift = seqlen_k - seqlen_q
     start = 0 if window_right is None else minimum(maximum(0, n_start - shift - window_right), seqlen_q)
     end = seqlen_q if window_left is None else minimum(seqlen_q, n_end - shift + window_left)
@@ -51,7 +51,7 @@ def query_range(
 def queries_of_keys(
     n_start: int, n_end: int, seqlen_q: int, seqlen_k: int, window_left: int | None, window_right: int | None
 ) -> tuple[int, int]:
-    """`query_range` of keys that may lie past the last one: those from seqlen_k on are hidden from all queries."""
+    """`query_range` of keys that may lie past the last one: keys from seqlen_k on are hidden from all queries."""
     low, high = query_range(n_start, minimum(n_end, seqlen_k), seqlen_q, seqlen_k, window_left, window_right)
     return low, select(n_start < seqlen_k, high, low)
 
@@ -80,13 +80,12 @@ def key_blocks(
     """The key blocks of the queries [m_start, m_end), for kernels, whose blocks start at multiples of tile_n.
 
     There is always at least one block, with keys if there are any: a kernel that sees a fully masked block gives
-    out = 0 and lse = -inf (with sinks the sink) to a tile of queries that see nothing, by the same code as for any
-    other tile.
+    out = 0 and lse = -inf (or the sink) to a tile of queries that see nothing, by the code that every tile runs.
     """
     geometry = (m_start, m_end, seqlen_q, seqlen_k, window_left, window_right)
     low, high = key_range(*geometry)
     clear_low, clear_high = unmasked_key_range(*geometry)
-    # queries that see only keys behind the last one have low = seqlen_k
+    # queries that see only keys past the last one have low = seqlen_k
     first = 0 if window_left is None else minimum(low, maximum(seqlen_k - 1, 0)) // tile_n
     last = maximum(ceil_div(high, tile_n), first + 1)
     clear_last = maximum(clear_high // tile_n, first)
@@ -97,8 +96,8 @@ def key_blocks(
 def blocks_of_part(tile: KeyBlocks, part: KeyBlocks, max_skipped: int) -> tuple[KeyBlocks, int]:
     """The blocks that some of a tile's rows (of a warpgroup, of a thread block in a cluster) visit.
 
-    They go through the tile's blocks in step with it, but for its last ones, which they may skip if they see none of
-    their keys; which blocks need a mask is up to their own rows.
+    They go through the tile's blocks in step with it, except for its last ones, which they may skip if they see none
+    of their keys. Their own rows decide which blocks need a mask.
 
     Args: part: `key_blocks` of these rows alone.
     Returns: their blocks, and how many are skipped.
@@ -129,10 +128,10 @@ def query_blocks(
     window_right: int | None,
     tile_m: int,
 ) -> QueryBlocks:
-    """The query blocks that the keys [n_start, n_end) are seen from, for kernels, whose blocks start at multiples of
-    tile_m.
+    """The query blocks that see the keys [n_start, n_end), for kernels, whose blocks start at multiples of tile_m.
 
-    Keys from seqlen_k on are hidden from all queries, and queries from seqlen_q on are none: such blocks need a mask.
+    Keys from seqlen_k on are hidden from all queries, and queries from seqlen_q on do not exist. Blocks that hold some
+    of either need a mask.
     """
     shift = seqlen_k - seqlen_q
     low, high = queries_of_keys(n_start, n_end, seqlen_q, seqlen_k, window_left, window_right)
@@ -165,7 +164,7 @@ def last_key_block(
     window_right: int | None,
     tile_n: int,
 ) -> int:
-    """The last of these tiles. Where no key is seen from the block of queries there is neither."""
+    """The last of the tiles of keys that `first_key_block` begins. A block of queries that sees no key has neither."""
     m_end = minimum(m_start + tile_m, seqlen_q)
     return (key_range(m_end - 1, m_end, seqlen_q, seqlen_k, window_left, window_right)[1] - 1) // tile_n
 
@@ -173,17 +172,17 @@ def last_key_block(
 def following_query_block(
     head: int, m_block: int, first_head: int, num_heads: int, first: int, last: int, in_turns: bool, descending: bool
 ) -> tuple[int, int]:
-    """Where a tile of keys goes after query block m_block of a head, of the blocks [first, last) of num_heads heads.
+    """The head and query block that a tile of keys visits after m_block, within the blocks [first, last) of each head.
 
     Args:
-        in_turns: tiles add to a block of dQ one after the other. So that nobody waits long, all heads visit a block
-            before the next one: else every head would begin with a wait for the longest tile. If not, the blocks of a
-            head follow each other.
-        descending: these turns begin with the last tile of keys, and tiles with their first block. Where later keys are
-            hidden nobody waits: tile n begins with a block that is not seen from behind it, and goes on to blocks that
-            tile n + 1 has had a step ago. But short tiles come first, and the longest ends last. Not descending: turns
-            begin with the first tile, and tiles with their last block; of tiles that begin together each falls a step
-            behind the one before.
+        in_turns: tiles add to a block of dQ one after the other. All heads then visit a block before the next one;
+            otherwise every head would begin with a wait for the longest tile. If False, the blocks of a head follow
+            each other.
+        descending: turns begin with the last tile of keys, and tiles with their first block. Under a causal mask no
+            tile waits: tile n begins with a block that does not see later tiles, and goes on to blocks that tile n + 1
+            visited one step before. But short tiles come first, and the longest ends last. If False, turns begin with
+            the first tile, and tiles with their last block; among tiles that begin together each falls one step behind
+            the one before.
     """
     if not in_turns:
         is_last = m_block == last - 1
@@ -224,11 +223,11 @@ def key_tiles(
     window_right: int | None,
     tile_n: int,
 ) -> list[tuple[int, int, bool]]:
-    """The key tiles of one query tile, in the order they are visited: (n_start, n_end, needs_mask).
+    """The key tiles of one query tile, in the order in which they are visited: (n_start, n_end, needs_mask).
 
-    Last keys first, as in the FlashAttention-3 kernels: the tiles cut by the causal diagonal come before the
-    unmasked ones. Cuts are made where masking begins and ends, so that masks are applied to the corners only; what
-    is left of the unmasked keys joins the masked ones after it if both fit into one tile.
+    The last keys come first, as in the FlashAttention-3 kernels: the tiles cut by the causal diagonal come before the
+    unmasked ones. Cuts are made where masking begins and ends, so that masks are applied to the corners only; the
+    remainder of the unmasked keys joins the masked keys after it if both fit into one tile.
     """
     geometry = (m_start, m_end, seqlen_q, seqlen_k, window_left, window_right)
     low, high = key_range(*geometry)
@@ -247,7 +246,7 @@ def key_tiles(
 
 
 def count_visible_pairs(seqlen_q: int, seqlen_k: int, window_left: int | None, window_right: int | None) -> int:
-    """The number of (query, key) pairs that are not masked: what FLOP counts are made of.
+    """The number of (query, key) pairs that are not masked, from which FLOPs are counted.
 
     Row i sees clamp(i + shift + right + 1, 0, seqlen_k) - clamp(i + shift - left, 0, seqlen_k) keys (never below
     zero since left + right is not negative); each clamp is summed in closed form.

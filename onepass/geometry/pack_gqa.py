@@ -12,9 +12,10 @@ from typing import Any
 
 
 def unpack_row(row_in_tile: Any, group: int, rows: int) -> tuple[Any, Any, Any]:
-    """Row of a tile -> position in the tile, head in the group, whether the row is used.
+    """The position in the tile and the head in the group of a row of the tile, and whether the row is used.
 
-    Args: rows: the rows that are packed together, those of a warpgroup (Hopper) or of a whole tile (Ampere).
+    Args:
+        rows: the number of rows that are packed together: the rows of a warpgroup (Hopper) or of a tile (Ampere).
     """
     positions = rows // group
     number, row = row_in_tile // rows, row_in_tile % rows

@@ -1,14 +1,14 @@
-"""Which tile of the output a thread block computes next: plain integer formulas, the same on the host and in kernels.
+"""The tile of the output that a thread block computes next: integer formulas for the host and for kernels alike.
 
 The grid is persistent: `num_ctas` thread blocks (one per multiprocessor) walk through all tiles. A tile is
 (m_block, head, batch entry). With num_heads * batch "heads in all", tiles are numbered
 
     section (of `heads_per_section` heads; the last may have fewer) -> m_block, longest first -> head in the section
 
-* heads_per_section = 1: all m_blocks of one head follow each other, so its K and V stay in L2. For tiles of equal
-  length.
-* heads_per_section > 1: longest first over the heads of a section, for causal masks, where the last m_block sees all
-  keys and the first one few.
+* heads_per_section = 1: all m_blocks of one head follow each other, so its K and V stay in L2. It suits tiles of
+  equal length.
+* heads_per_section > 1: the longest tiles come first over the heads of a section. It suits causal masks, where the
+  last m_block sees all keys and the first one few.
 
 Thread blocks take numbers in waves of num_ctas, forwards and backwards in turn (0 1 2 | 2 1 0 | 0 1 2), because
 lengths fall inside a section: going always forwards would give thread block 0 the longest tile of every wave. This
@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 
 from .integers import ceil_div, maximum, minimum, select
 
-# Bytes of K and V that the heads of one section may hold: of the 50 MB L2 of a Hopper GPU the rest is left to Q, O
-# and to the neighbouring sections.
+# The bytes of K and V that the heads of one section may hold. The rest of the 50 MB L2 of a Hopper GPU is left to Q, O
+# and to the neighboring sections.
 L2_BUDGET_BYTES = 32 * 2**20
 
 
@@ -41,7 +41,7 @@ class TileCoord(NamedTuple):
 
 
 class Divisors(NamedTuple):
-    """What tile numbers are divided by: Python ints, or fast divisors made on the host (`divmod` takes both)."""
+    """The divisors of tile numbers: Python ints, or fast divisors made on the host (`divmod` takes both)."""
 
     tiles_per_section: Any
     heads_per_section: Any
@@ -52,17 +52,18 @@ class Divisors(NamedTuple):
 def tile_number(cta: Any, wave: Any, num_ctas: Any, in_a_row: Any = None) -> Any:
     """The number of the tile that thread block `cta` computes in wave `wave`.
 
-    Args: in_a_row: tiles that a thread block takes together, in ascending order; None: one.
+    Args:
+        in_a_row: tiles that a thread block takes together, in ascending order; None: one.
     """
     if in_a_row is not None:
-        of_rows = wave // in_a_row
-        return tile_number(cta, of_rows, num_ctas) * in_a_row + wave - of_rows * in_a_row
+        group = wave // in_a_row
+        return tile_number(cta, group, num_ctas) * in_a_row + wave - group * in_a_row
     backwards = wave % 2
     return wave * num_ctas + cta + backwards * (num_ctas - 1 - 2 * cta)
 
 
 def tile_coord(number: Any, divisors: Divisors, num_m_blocks: Any, batch: Any) -> TileCoord:
-    """Number -> tile."""
+    """The tile with a number."""
     heads_per_section, num_heads = (_value(d) for d in (divisors.heads_per_section, divisors.num_heads))
     section, in_section = divmod(number, divisors.tiles_per_section)
     first_head = section * heads_per_section
@@ -89,14 +90,15 @@ def heads_per_section(
     is_dynamic: bool,
     least: int = 1,
 ) -> int:
-    """Heads of a section: as many as have their K and V in L2 together (1 to all heads), in the static order in whole
-    double waves of tiles.
+    """The number of heads of a section (1 to all heads), whose K and V fit into L2 together.
+
+    In the static order a section is a whole number of double waves of tiles.
 
     Args:
-        kv_bytes_per_head: bytes of K and V that one query head reads; shared ones count in part under GQA.
-        longest_first: False where tiles have equal lengths.
+        kv_bytes_per_head: bytes of K and V that one query head reads; under GQA a share of those of its kv head.
+        longest_first: False if tiles have equal lengths.
         is_dynamic: thread blocks draw numbers from a queue (blocks/tiles/queue.py).
-        least: heads, more than fit into L2 if need be.
+        least: the least number of heads, even if they do not fit into L2.
     """
     if not longest_first:
         return 1
@@ -115,19 +117,19 @@ def num_tiles(seqlen_q: int, tile_m: int, num_heads: int, batch: int) -> int:
 
 # ---------------------------------------------------------------- packed sequences
 
-LANES = 32  # of a warp
+LANES = 32  # lanes of a warp
 
 
 def max_packed_tiles(total_q: int, tile_m: int, num_heads: int, batch: int) -> int:
-    """No lengths of `batch` sequences, and of the rows after them, that add up to total_q make more tiles than this."""
+    """An upper bound on the tiles of `batch` sequences, and of the rows after them, that add up to total_q rows."""
     return (total_q + (batch + 1) * (tile_m - 1)) // tile_m * num_heads
 
 
 def packed_rows(sequence: Any, cu_seqlens: Any, batch: Any, total: Any) -> tuple[Any, Any]:
-    """First row and number of rows of a sequence.
+    """The first row and the number of rows of a sequence.
 
-    The rows from cu_seqlens[batch] on, which belong to no sequence, are sequence number `batch`; later ones are empty.
-    Offsets that contradict themselves give rows within the tensor, never outside.
+    The rows from cu_seqlens[batch] on, which belong to no sequence, are sequence number `batch`; later sequences are
+    empty. Even inconsistent offsets give rows within the tensor.
     """
     start = select(sequence > batch, total, cu_seqlens[minimum(sequence, batch)])
     end = select(sequence < batch, cu_seqlens[minimum(sequence + 1, batch)], total)
@@ -136,12 +138,12 @@ def packed_rows(sequence: Any, cu_seqlens: Any, batch: Any, total: Any) -> tuple
 
 
 def scan_sequences(number: Any, tiles_before: Any, tiles: Any, warp: Any) -> tuple[Any, Any]:
-    """One step of the search for the sequence of tile `number`: a warp looks at 32 sequences, one a lane.
+    """One step of the search for the sequence of tile `number`: a warp looks at 32 sequences, one per lane.
 
     Args:
         tiles_before: tiles of all sequences before these.
         tiles: tiles of this lane's sequence.
-        warp: has `inclusive_sum` and `count` over the lanes, as blocks/memory/warp.py.
+        warp: an object with `inclusive_sum` and `count` over the lanes, such as blocks/memory/warp.py.
     Returns: the lane whose sequence holds the tile, LANES if it is a later sequence; and the number of the first tile
     after this lane's sequence.
     """
@@ -152,11 +154,11 @@ def scan_sequences(number: Any, tiles_before: Any, tiles: Any, warp: Any) -> tup
 def mixed_number(number: Any, num_singles: Any, num_others: Any) -> tuple[Any, Any]:
     """Tile `number` of an order in which tiles of two kinds alternate, until there are no more of one.
 
-    Sequences of one tile are, over a cache, single tokens and the like: they wait for the memory. Those of several are
-    prompts, and compute. Side by side on the multiprocessors they need less time than one kind after the other, and a
-    long cache of a single token is not left for the end, wherever in the batch it stands.
+    Over a cache, sequences of one tile are mostly single tokens, which wait for memory, and sequences of several tiles
+    are prompts, which compute. Side by side on the multiprocessors they take less time than one kind after the other,
+    and a single token with a long cache does not come last, wherever in the batch it is.
 
-    Returns: whether it is of the first kind, and its number among those of its kind.
+    Returns: whether the tile is of the first kind, and its number among the tiles of its kind.
     """
     pairs = minimum(num_singles, num_others)
     in_pairs = number < 2 * pairs

@@ -1,7 +1,7 @@
-"""How many pairs of a query and a key a call computes with: what the FLOP counts of its operators are made of.
+"""The number of (query, key) pairs that a call computes with, from which the FLOPs of its operators are counted.
 
-Lengths that only tensors hold are read where the tensors are real, which waits for a GPU. Where they have no values
-(FakeTensorMode, the "meta" device) an upper bound takes their place: what the most work of that shape would be.
+Lengths in tensors are read if the tensors have values, which waits for a GPU. If they have none (FakeTensorMode, the
+"meta" device), the count is an upper bound: the most work that a call of that shape could have.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .block_range import count_visible_pairs
 
 
 def visible_pairs(inputs: AttentionInputs | QuantizedInputs, window_left: int | None, window_right: int | None) -> int:
-    """Unmasked (query, key) pairs of all sequences, for one head.
+    """The unmasked (query, key) pairs of all sequences, for one head.
 
-    Without values, packed rows count as one sequence (no way to cut them has more pairs) and all keys as used.
+    Without values, packed rows count as one sequence (no way to cut them has more pairs), and all keys count as used.
     """
     window = window_left, window_right
     used = _values(inputs.seqused_k)
@@ -35,9 +35,9 @@ def visible_pairs(inputs: AttentionInputs | QuantizedInputs, window_left: int | 
 
 
 def visible_pairs_of_cache(inputs: DecodeInputs, window_left: int | None, window_right: int | None) -> int:
-    """Unmasked pairs of a call of `attention_decode`, for one head: with the filled part of the cache and the new keys.
+    """The unmasked pairs of a call of `attention_decode`, for one head; keys are the filled ones and the new ones.
 
-    Without values the cache counts as full; packed queries then see all its keys, as far as the window reaches.
+    Without values the cache counts as full, and packed queries see all of its keys that the window reaches.
     """
     window, capacity = (window_left, window_right), inputs.capacity
     filled = _values(inputs.cache_seqlens)
@@ -55,11 +55,11 @@ def visible_pairs_of_cache(inputs: DecodeInputs, window_left: int | None, window
 
 
 def _lengths(cu_seqlens: Tensor) -> list[int] | None:
-    """Rows of each packed sequence; None where the offsets have no values."""
+    """The number of rows of each packed sequence; None if the offsets have no values."""
     offsets = _values(cu_seqlens)
     return None if offsets is None else [end - start for start, end in pairwise(offsets)]
 
 
 def _values(t: Tensor | None) -> list[int] | None:
-    """The values of a tensor that has some, as a list; else None."""
+    """The values of a tensor as a list; None if it has none."""
     return None if t is None or t.is_meta or is_fake(t) else t.tolist()

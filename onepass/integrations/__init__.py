@@ -1,1 +1,1 @@
-"""Plugging onepass into other libraries, each imported only when asked for: `integrations.transformers`."""
+"""Adapters that plug onepass into other libraries, each imported on demand: `integrations.transformers`."""

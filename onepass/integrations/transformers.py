@@ -5,17 +5,17 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=register())
 
 transformers calls two functions per implementation. The mask function runs once per forward pass, before the layers;
-the attention function runs in every layer and is handed what the mask function returned. `register` sets both: with
-an attention function alone, transformers passes no mask at all and padding is lost without a word.
+the attention function runs in every layer and receives the result of the mask function. `register` sets both: with an
+attention function alone, transformers passes no mask at all and padding is silently ignored.
 
-What travels between our two functions is never a score-sized mask, but one of
+The mask function of onepass never returns a score-sized mask, but one of
 
 - None: all keys are real;
 - bool (batch, num_keys): which keys are real; keys past num_keys are unused slots of a static cache;
 - int32 (batch, seqlen): which of several packed sequences each token belongs to.
 
-The other properties of the mask (causal, sliding window) are known to the attention function. A mask with any further
-pattern raises, because this form could not carry it.
+The attention function knows the other properties of the mask (causal, sliding window). A mask with any other pattern
+raises, because this form could not represent it.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ def padding_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | None:
-    """What `attention_forward` cannot know by itself: padding, unused cache slots, packed sequences.
+    """The mask that `attention_forward` cannot know by itself: padding, unused cache slots, packed sequences.
 
     Args:
-        q_length, kv_length: of the attention to come; kv_length counts the unused slots of a static cache.
-        q_offset, kv_offset: position in the sequence of the first query and of the first key.
-        mask_function: the pattern, as transformers composes it.
+        q_length, kv_length: lengths of the attention call; kv_length includes unused slots of a static cache.
+        q_offset, kv_offset: positions of the first query and of the first key in the sequence.
+        mask_function: the pattern, composed by transformers.
         attention_mask: (batch, tokens seen so far), True = real token, or None.
         kwargs: further arguments of transformers' mask functions, which concern dense masks only.
 
-    Returns: None, bool (batch_size, num_keys) or int32 (batch_size, q_length), as the module says.
+    Returns: None, bool (batch_size, num_keys) or int32 (batch_size, q_length), see the docstring of this module.
     Raises: NotImplementedError for a pattern other than causal, bidirectional, sliding window and packed sequences.
     """
-    pattern = _recognise(mask_function, kv_offset + kv_length)
+    pattern = _recognize(mask_function, kv_offset + kv_length)
     if pattern.sequence_ids is not None:
         return pattern.sequence_ids.to(torch.int32).expand(batch_size, -1)
     if attention_mask is not None and attention_mask.dim() != 2:
@@ -88,13 +88,13 @@ def padding_mask(
 
 class _Pattern(NamedTuple):
     is_causal: bool
-    sequence_ids: Tensor | None  # (batch, seqlen), of packed sequences
+    sequence_ids: Tensor | None  # (batch, seqlen) for packed sequences
 
 
-def _recognise(mask_function: Callable | None, num_positions: int) -> _Pattern:
-    """Read the pattern off transformers' composed mask function; refuse what `attention_forward` would lose."""
+def _recognize(mask_function: Callable | None, num_positions: int) -> _Pattern:
+    """The pattern of transformers' composed mask function; a pattern that `attention_forward` would lose is refused."""
     is_causal, sequence_ids = False, None
-    for name, variables in _parts(mask_function):
+    for name, variables in _conditions(mask_function):
         if name == "causal_mask_function":
             is_causal = True
         elif name == "packed_sequence_mask_function":
@@ -113,8 +113,8 @@ def _recognise(mask_function: Callable | None, num_positions: int) -> _Pattern:
     return _Pattern(is_causal, sequence_ids)
 
 
-def _parts(mask_function: Callable | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The conditions that are and-ed together: name of the function that made each, and the variables it holds."""
+def _conditions(mask_function: Callable | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The conditions of a mask: for each the name of the function that made it, and the variables that it holds."""
     code = getattr(mask_function, "__code__", None)
     if mask_function is None or code is None:
         yield str(mask_function), {}
@@ -125,17 +125,17 @@ def _parts(mask_function: Callable | None) -> Iterator[tuple[str, dict[str, Any]
     if mask_function.__module__ != "transformers.masking_utils":
         yield f"{mask_function.__module__}.{mask_function.__qualname__}", {}
     elif name == "and_masks":
-        for part in variables["mask_functions"]:
-            yield from _parts(part)
+        for condition in variables["mask_functions"]:
+            yield from _conditions(condition)
     elif name == "remap_positions_for_packed_sequence":
-        yield from _parts(variables["mask_function"])
+        yield from _conditions(variables["mask_function"])
     else:
         yield name, variables
 
 
 # --- the attention function -------------------------------------------------------------------------------------------
 
-# Arguments of a model's forward pass that reach the attention function along with others, and do not concern it.
+# Arguments of a model's forward pass that transformers also passes to the attention function, which ignores them.
 _IRRELEVANT = frozenset(
     {
         "cache_position",
@@ -176,24 +176,24 @@ def attention_forward(
         module: the attention layer; `module.is_causal` is used where is_causal is None.
         query: (batch, num_heads_q, q_length, head_dim). key: (batch, num_heads_kv, kv_length, head_dim).
         value: (batch, num_heads_kv, kv_length, head_dim_v).
-        attention_mask: what `padding_mask` returned.
-        dropout: only 0.0.
+        attention_mask: the result of `padding_mask`.
+        dropout: must be 0.0.
         scaling: None = head_dim ** -0.5.
-        sliding_window: how many keys a causal query sees, its own included; a bidirectional one sees
-            sliding_window - 1 on either side of its own.
+        sliding_window: the number of keys that a causal query sees, including its own; a bidirectional query sees
+            sliding_window - 1 keys on either side of its own.
         softcap: as in `onepass.attention`.
         s_aux: (num_heads_q,) attention sinks.
-        position_ids: (1, q_length), read where attention_mask is None and there is no cache: where they do not count
-            on, a new packed sequence begins.
+        position_ids: (1, q_length), read if attention_mask is None and there is no cache: a new packed sequence begins
+            where a position does not follow the one before it.
         cu_seq_lens_q, cu_seq_lens_k: (num_sequences + 1,) offsets of packed sequences in the flattened batch;
             max_length_q, max_length_k are hints.
         deterministic: as in `onepass.attention`.
-        kwargs: known not to matter, or None or False; anything else raises.
+        kwargs: arguments known to be irrelevant, or None or False; all others raise.
 
-    Returns: out (batch, q_length, num_heads_q, head_dim_v), 0 at left padding, and None in the place of attention
-    weights. Outputs at padding mean nothing.
+    Returns: out (batch, q_length, num_heads_q, head_dim_v), 0 at left padding, and None in place of attention weights.
+    Outputs at padding are arbitrary.
 
-    Raises: NotImplementedError naming the argument that is not supported.
+    Raises: NotImplementedError naming an argument that is not supported.
     """
     _refuse_unsupported(dropout, attention_mask, kwargs)
     if is_causal is None:
@@ -267,7 +267,7 @@ def _packed(
     max_seqlen_k: int | Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """Attention of sequences that lie one after the other in the flattened batch."""
+    """Attention of packed sequences in the flattened batch."""
     out = api.attention_varlen(
         *(x.flatten(0, 1) for x in (q, k, v)),
         cu_seqlens_q=cu_seqlens_q.to(q.device, torch.int32),
@@ -282,7 +282,7 @@ def _packed(
 def _sequence_ids(position_ids: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """(1, seqlen) number of the packed sequence that each token belongs to; None if there is only one.
 
-    transformers packs a single row only where it infers sequences from positions, and only where all keys are there.
+    transformers infers sequences from positions only for a single row, and only if all keys are present.
     """
     seqlen = q.shape[1]
     if position_ids is None or tuple(position_ids.shape) != (1, seqlen) or seqlen == 1 or k.shape[:2] != (1, seqlen):
@@ -303,9 +303,9 @@ def _cu_seqlens_of(sequence_ids: Tensor) -> Tensor:
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, is_real: Tensor, options: dict[str, Any]) -> Tensor:
-    """Attention where only the keys marked by is_real (batch, num_keys) exist.
+    """Attention in which only the keys marked by is_real (batch, num_keys) exist.
 
-    Padding on the right needs no copy; padding anywhere else is taken out and the rest is packed.
+    Padding on the right needs no copy; other padding is removed, and the remaining tokens are packed.
     """
     batch, num_keys = is_real.shape
     seqlen_q = q.shape[1]
@@ -319,7 +319,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, is_real: Tensor, options: dict[str,
 
     if has_window:
         _refuse_holes(is_real)
-    # where masks count positions, padding goes out of queries and keys alike; else every query is kept
+    # if masks count positions, padding is removed from queries and keys alike; otherwise every query is kept
     has_positions = is_causal or has_window
     is_query = is_real[:, num_keys - seqlen_q :] if has_positions else is_real.new_ones(batch, seqlen_q)
     out = q.new_zeros(batch, seqlen_q, q.shape[2], v.shape[3])
@@ -341,7 +341,7 @@ def _cumulative(lengths: Tensor) -> Tensor:
 
 
 def _refuse_holes(is_real: Tensor) -> None:
-    """Taking out padding between real tokens would bring them closer together, and the window counts distances."""
+    """Refuse padding between real tokens: without it they would be closer together, and a window counts distances."""
     num_runs = is_real[:, :1].sum(-1) + (is_real[:, 1:] & ~is_real[:, :-1]).sum(-1)
     if (num_runs > 1).any():
         raise UnsupportedError(

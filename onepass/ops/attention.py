@@ -1,8 +1,8 @@
-"""The torch operators behind the API: onepass::attention_forward and onepass::attention_backward.
+"""The torch operators behind `attention`: onepass::attention_forward and onepass::attention_backward.
 
-Each has an implementation (any device: dispatch.py loads the backend that was chosen at the door), a fake for
-tracing, and the forward an autograd rule. They are defined with `torch.library.define`, which costs less per call
-than `custom_op`.
+Each has an implementation for any device (dispatch loads the backend that was chosen before the call) and a fake for
+tracing; the forward has an autograd rule. They are defined with `torch.library.define`, which costs less per call than
+`custom_op`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ torch.library.define(
 def problem_of(
     inputs: AttentionInputs | QuantizedInputs, options: tuple, quantization: Quantization | None = None
 ) -> AttentionProblem:
+    """The problem of a call of the operators.
+
+    Args:
+        options: the option arguments, in the order of the schema.
+    """
     softmax_scale, window_left, window_right, softcap, deterministic = options[:5]
     return AttentionProblem.of(
         inputs,
@@ -74,11 +79,17 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def forward_on(
-    backend: str, tuning: str | None, problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs
+    backend_argument: str, tuning: str | None, problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs
 ) -> tuple[Tensor, Tensor]:
-    config = None if tuning is None else backends.config_type(choice.found(backend)).from_text(tuning)
-    backend = dispatch.at_run(backend, problem, config, inputs.q.device)
-    # An operator runs under the caller's autocast; ours computes in the dtypes that it states.
+    """out and lse of an operator.
+
+    Args:
+        backend_argument: see `choice.backend_argument`. tuning: a configuration as text, or None.
+    """
+    backend = choice.backend_name(backend_argument)
+    config = None if tuning is None else backends.config_type(backend).from_text(tuning)
+    backend = dispatch.backend_at_run(backend_argument, problem, config, inputs.q.device)
+    # Operators run under the caller's autocast; these compute in the dtypes that they state.
     with torch.autocast(problem.device_type, enabled=False):
         return dispatch.prepare(backend, problem, inputs.q.device, config)(inputs)
 
@@ -97,7 +108,7 @@ def _backward(
     problem = problem_of(inputs, options)
     dout = torch.zeros_like(out) if dout is None else dout
     with torch.autocast(problem.device_type, enabled=False):
-        module = dispatch.load_backward(choice.found(options[-2]), problem)
+        module = dispatch.load_backward(choice.backend_name(options[-2]), problem)
         return module.backward(problem, inputs, out, lse, dout, dlse)
 
 
@@ -151,14 +162,14 @@ def forward_flops(*args: Any, out_val: Any = None) -> int:
 
 
 def flops_of(inputs: AttentionInputs | QuantizedInputs, options: tuple, head_dim_v: int) -> int:
-    """Two GEMMs over the visible pairs: Q K^T over head_dim and P V over head_dim_v."""
+    """The FLOPs of a forward, two GEMMs over the visible pairs: Q K^T over head_dim and P V over head_dim_v."""
     pairs = visible_pairs(inputs, options[1], options[2]) * inputs.q.shape[-2]
     return 2 * pairs * (inputs.q.shape[-1] + head_dim_v)
 
 
 @register_flop_formula(torch.ops.onepass.attention_backward, get_raw=True)
 def _backward_flops(*args: Any, out_val: Any = None) -> int:
-    """Five GEMMs: S, dQ, dK over head_dim and dP, dV over head_dim_v."""
+    """The FLOPs of a backward, five GEMMs over visible pairs: S, dQ, dK over head_dim and dP, dV over head_dim_v."""
     inputs, options = AttentionInputs(*args[4 : 4 + NUM_INPUTS]), args[4 + NUM_INPUTS :]
     pairs = visible_pairs(inputs, options[1], options[2]) * inputs.q.shape[-2]
     return 2 * pairs * (3 * inputs.q.shape[-1] + 2 * inputs.v.shape[-1])

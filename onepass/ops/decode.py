@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..dispatch import decode
+from ..dispatch import decode as dispatch
 from ..errors import UnsupportedError
 from ..geometry.visible_pairs import visible_pairs_of_cache
 from ..problem import AttentionInputs, Mask
@@ -19,6 +19,7 @@ from ..problem.decode import DecodeInputs, DecodeProblem
 from ..problem.outputs import empty_outputs
 from ..validation.overlap import refuse_shared_caches
 
+# the schemas of both operators, whose tensor arguments have the order of `DecodeInputs`
 _AFTER_CACHES = (
     "Tensor cache_seqlens, Tensor? page_table, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? sinks, "
     "Tensor? k_descale, Tensor? v_descale, Tensor? cu_seqlens_q"
@@ -47,7 +48,7 @@ torch.library.define(
 
 
 def run(problem: DecodeProblem, inputs: DecodeInputs, backend: str) -> tuple[Tensor, Tensor]:
-    """The operator that this call needs."""
+    """out and lse of a checked call, by the operator that it needs."""
     attention = problem.attention
     options = (
         attention.softmax_scale,
@@ -68,8 +69,21 @@ def run(problem: DecodeProblem, inputs: DecodeInputs, backend: str) -> tuple[Ten
 
 
 def _problem(inputs: DecodeInputs, options: tuple) -> DecodeProblem:
-    scale, left, right, softcap, num_splits, split_size, rotary_interleaved, check_values, kv_block, *rest = options
-    attention = inputs.attention(softmax_scale=scale, mask=Mask(left, right), softcap=softcap)
+    (
+        softmax_scale,
+        window_left,
+        window_right,
+        softcap,
+        num_splits,
+        split_size,
+        rotary_interleaved,
+        check_values,
+        kv_block,
+        max_seqlen_q,
+        _,
+    ) = options
+    mask = Mask(window_left, window_right)
+    attention = inputs.attention(softmax_scale=softmax_scale, mask=mask, softcap=softcap)
     return DecodeProblem.of(
         attention,
         inputs,
@@ -78,7 +92,7 @@ def _problem(inputs: DecodeInputs, options: tuple) -> DecodeProblem:
         rotary_interleaved=rotary_interleaved,
         check_values=check_values,
         kv_block=kv_block,
-        max_seqlen_q=rest[0],
+        max_seqlen_q=max_seqlen_q,
     )
 
 
@@ -90,12 +104,12 @@ def _unpacked(args: tuple) -> tuple[DecodeInputs, tuple]:
 def _decode(*args: Any) -> tuple[Tensor, Tensor]:
     inputs, options = _unpacked(args)
     if inputs.seqlen_new:
-        # the door has no addresses to look at where torch.compile traces it
+        # validation could not do it if torch.compile traced the call, because traced tensors have no addresses
         refuse_shared_caches(inputs.k_cache, inputs.v_cache)
     with torch.autocast(inputs.q.device.type, enabled=False):
         problem = _problem(inputs, options)
-        backend = decode.at_run_decode(options[-1], problem, inputs.q.device)
-        return decode.load_decode(backend, inputs.q.device)(problem, inputs)
+        backend = dispatch.decode_backend_at_run(options[-1], problem, inputs.q.device)
+        return dispatch.load_decode(backend, inputs.q.device)(problem, inputs)
 
 
 def _decode_fake(*args: Any) -> tuple[Tensor, Tensor]:
@@ -115,7 +129,7 @@ for _name in _NAMES:
 
 @register_flop_formula([torch.ops.onepass.decode, torch.ops.onepass.decode_append], get_raw=True)
 def _flops(*args: Any, out_val: Any = None) -> int:
-    """Two GEMMs over the visible pairs, as of `attention`. Appending, rotating and merging splits have none."""
+    """The FLOPs of both GEMMs over the visible pairs; appending, rotating and merging splits count as none."""
     inputs, options = _unpacked(args)
     pairs = visible_pairs_of_cache(inputs, options[1], options[2]) * inputs.q.shape[-2]
     return 2 * pairs * (inputs.q.shape[-1] + inputs.v_cache.shape[-1])

@@ -1,4 +1,4 @@
-"""The torch operators of FP8: onepass::attention_fp8 rounds its inputs, onepass::attention_quantized takes e4m3."""
+"""The torch operators of FP8: onepass::attention_fp8 quantizes its inputs, onepass::attention_quantized takes e4m3."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from ..problem.outputs import empty_outputs
 from . import attention, quantize
 from .gradient_rule import register_gradient
 
-# the whole of precision="fp8": options are those of the call in 16 bits, backend that of its gradients
+# All of attention(..., precision="fp8"). The options are those of the same call without precision, and their backend
+# is the one that computes the gradients.
 torch.library.define(
     "onepass::attention_fp8",
     f"({attention.INPUTS}, {attention.OPTIONS}, str forward_backend) -> (Tensor out, Tensor lse)",
     tags=attention.TAGS,
 )
-_QUANTIZATION = (
-    "Tensor q_descale, Tensor k_descale, Tensor v_descale, ScalarType out_dtype, SymInt? q_block, SymInt? kv_block, "
-    "bool v_keys_last"
-)
+_DESCALES = "Tensor q_descale, Tensor k_descale, Tensor v_descale"
+_QUANTIZATION = "ScalarType out_dtype, SymInt? q_block, SymInt? kv_block, bool v_keys_last"
+_NUM_OPTIONS = attention.OPTIONS.count(",") + 1
+_NUM_DESCALES = len(Descales._fields)
 torch.library.define(
     "onepass::attention_quantized",
-    f"({attention.INPUTS}, {attention.OPTIONS}, {_QUANTIZATION}) -> (Tensor out, Tensor lse)",
+    f"({attention.INPUTS}, {attention.OPTIONS}, {_DESCALES}, {_QUANTIZATION}) -> (Tensor out, Tensor lse)",
     tags=attention.TAGS,
 )
 
 
 @torch.library.impl("onepass::attention_fp8", "default")
 def _fp8(*args: Any) -> tuple[Tensor, Tensor]:
-    inputs, options, backend = AttentionInputs(*args[: attention.NUM_INPUTS]), args[attention.NUM_INPUTS : -1], args[-1]
-    return attention.forward_on(
-        backend, options[-1], *quantize.quantized_call(attention.problem_of(inputs, options), inputs)
-    )
+    inputs = AttentionInputs(*args[: attention.NUM_INPUTS])
+    *options, forward_backend = args[attention.NUM_INPUTS :]
+    problem, quantized_inputs = quantize.quantized_call(attention.problem_of(inputs, tuple(options)), inputs)
+    return attention.forward_on(forward_backend, options[-1], problem, quantized_inputs)
 
 
 @torch.library.register_fake("onepass::attention_fp8")
@@ -48,7 +49,7 @@ def _setup_context_fp8(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -
 
 
 def _autograd_backward_fp8(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
-    """The gradients of exact attention at the 16-bit inputs, with out and lse of the FP8 forward."""
+    """The gradients of exact attention at the unquantized inputs, from out and lse of the FP8 forward."""
     return (*attention.autograd_backward(ctx, dout, dlse), None)
 
 
@@ -56,9 +57,15 @@ register_gradient("attention_fp8", _autograd_backward_fp8, _setup_context_fp8)
 
 
 def _split_quantized(args: tuple) -> tuple[QuantizedInputs, tuple, Quantization]:
-    options, descales, quantization = args[attention.NUM_INPUTS : -7], Descales(*args[-7:-4]), Quantization(*args[-4:])
-    q, k, v, *others = args[: attention.NUM_INPUTS]
-    return QuantizedInputs(q, k, v, descales, *others), options, quantization
+    q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k = args[: attention.NUM_INPUTS]
+    options, after_options = _split_at(args[attention.NUM_INPUTS :], _NUM_OPTIONS)
+    descales, quantization = _split_at(after_options, _NUM_DESCALES)
+    inputs = QuantizedInputs(q, k, v, Descales(*descales), sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    return inputs, options, Quantization(*quantization)
+
+
+def _split_at(args: tuple, count: int) -> tuple[tuple, tuple]:
+    return args[:count], args[count:]
 
 
 @torch.library.impl("onepass::attention_quantized", "default")

@@ -23,7 +23,7 @@ _library = torch.library.Library("onepass", "FRAGMENT")
 
 
 def register_gradient(name: str, backward: Callable, setup_context: Callable | None = None) -> None:
-    """Give the operator onepass::name its derivative, as `torch.library.register_autograd` would.
+    """Give the operator onepass::name its derivative; the arguments are those of `torch.library.register_autograd`.
 
     Args:
         backward: (ctx, *gradients of outputs) -> gradients of inputs, None where there is none.
@@ -34,7 +34,7 @@ def register_gradient(name: str, backward: Callable, setup_context: Callable | N
     class Rule(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, keyset: Any, is_one_level: bool, *inputs: Any) -> Any:
-            # autograd records nothing in here; the levels below have nodes of their own to make, or to refuse
+            # autograd records nothing here; the levels below make, or refuse, nodes of their own
             with torch.set_grad_enabled(is_one_level), forward_ad._set_fwd_grad_enabled(is_one_level):
                 output = _below_autograd(op, keyset, inputs)
             if setup_context is not None:
@@ -54,7 +54,7 @@ def register_gradient(name: str, backward: Callable, setup_context: Callable | N
         if peek_interpreter_stack() is None:
             return Rule.apply(keyset, False, *inputs)
         with enable_single_level_autograd_function():
-            # Function.apply would hand the call to torch.func once more, which has brought it here
+            # Function.apply would hand the call back to torch.func, which called this kernel
             return super(torch.autograd.Function, Rule).apply(keyset, True, *inputs)
 
     _library.impl(name, autograd_kernel, "Autograd", with_keyset=True)

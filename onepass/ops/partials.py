@@ -1,6 +1,6 @@
-"""The torch operator behind `merge_partials`, onepass::merge_partials, where a kernel merges.
+"""The torch operator behind `merge_partials` where a kernel merges: onepass::merge_partials.
 
-It has no gradient: `merge_partials` merges in plain torch where one is asked for.
+It has no gradient: `merge_partials` merges in plain PyTorch where one is asked for.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ torch.library.register_vmap("onepass::merge_partials", attention.refuse_vmap)
 
 
 def merges_in_one_kernel(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> bool:
-    """Whether the merge kernel computes what `merge_in_torch` would: on a GPU, where nothing is to be traced, mapped or
-    differentiated."""
+    """Whether the merge kernel runs in place of `merge_in_torch`.
+
+    It runs on a GPU, for calls that are neither traced nor mapped nor differentiated.
+    """
     if outs[0].device.type != "cuda" or outs[0].dtype == torch.float64:
         return False
     if torch.compiler.is_compiling() or peek_interpreter_stack() is not None or forward_ad._current_level >= 0:

@@ -1,4 +1,4 @@
-"""Quantised tensors in place of q, k and v, and who makes them: one kernel, or plain torch."""
+"""Quantized tensors in place of q, k and v, made by one kernel or in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..dispatch import fp8 as e4m3_kernels
 from ..kernels.config import LaunchConfig
 from ..problem import AttentionInputs, AttentionProblem, Descales, Mask, Quantization, QuantizedInputs
 from ..problem.outputs import empty_as
-from ..quantization.centering import as_rows, dots, existing_keys, mean_of_keys, minus
+from ..quantization.centering import as_rows, existing_keys, k_mean_scores, mean_of_keys, without_mean
 from ..quantization.codec import E4M3, KV_BLOCK, Q_BLOCK, round_to_e4m3
 from ..quantization.dequantize import dequantized_tensors
 from ..quantization.layout import keys_last_in_torch
@@ -26,31 +26,32 @@ from ..validation import fp8
 
 @dataclass(frozen=True, eq=False)
 class QuantizedQKV:
-    """Q, K and V in e4m3 with their scales, in place of q, k and v of a call: real value = stored value * descale.
+    """Q, K and V in e4m3 with their descales, in place of q, k and v of a call: real value = stored value * descale.
 
         onepass.attention(onepass.quantize_fp8(q, k, v), causal=True)
 
-    `quantize_fp8` makes it; tensors that were quantised elsewhere need q, k, v and their descales only. In shapes,
-    seqlen is seqlen_q or seqlen_k and num_heads is num_heads_q or num_heads_kv.
+    `quantize_fp8` returns one; tensors that were quantized by other code need only q, k, v and their descales. In
+    shapes, seqlen is seqlen_q or seqlen_k and num_heads is num_heads_q or num_heads_kv.
 
     Attributes:
-        q, k, v: float8_e4m3fn, shapes as for `attention`, or as for `attention_varlen`. With v_keys_last, v is what
-            `keys_last` makes of it.
-        q_descale, k_descale, v_descale: float32, on q's device, finite and above 0. Each by itself one of
-            (): one for the tensor;
+        q, k, v: float8_e4m3fn, shapes as for `attention`, or as for `attention_varlen`. With v_keys_last, v has the
+            layout that `keys_last` returns.
+        q_descale, k_descale, v_descale: float32, on q's device, finite and above 0. Each has one of these shapes:
+            (): one descale for the tensor;
             (batch, num_heads): one for each head of each batch entry or packed sequence;
-            (batch, num_heads, ceil(seqlen / block)): one for each block of rows of each head; of packed sequences
+            (batch, num_heads, ceil(seqlen / block)): one for each block of rows of each head; for packed sequences
                 (num_heads, total // block + batch), where the blocks of sequence b start at cu_seqlens[b] // block + b
-                (with a block given, they cannot be by heads).
-        q_block, kv_block: rows of a block of q, and of k and v; None: no descale of theirs is by blocks.
-        dtype: of out: float32, bfloat16 or float16.
-        score_shift: (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q) float32: what subtracting from K took from
-            every q.k of a row, before softmax_scale. It is added to lse again. None: nothing.
-        v_mean: (batch, num_heads_kv, head_dim_v) float32: what was subtracted from V, for each batch entry or packed
-            sequence; added to out again. None: nothing.
-        rotation: seed of the rotation of q and k; None: none. For information: scores do not depend on it.
-        v_keys_last: v has its keys contiguous and in the order in which tensor cores take them, see `keys_last`: what
-            the Hopper kernel reads without preparation. Other backends undo it; results are the same.
+                (packed sequences with a block cannot have one descale per head).
+        q_block, kv_block: rows of a block of q, and of k and v; None: none of their descales is by blocks.
+        dtype: dtype of out: float32, bfloat16 or float16.
+        score_shift: (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q) float32: how much subtracting from K
+            lowered every q.k of a row, before softmax_scale. It is added to lse again. None: K is unchanged.
+        v_mean: (batch, num_heads_kv, head_dim_v) float32: the vector that was subtracted from V, for each batch entry
+            or packed sequence. It is added to out again. None: V is unchanged.
+        rotation: seed of the rotation of q and k; None: they are not rotated. For information only: scores do not
+            depend on it.
+        v_keys_last: v has its keys contiguous and in the order in which tensor cores take them, see `keys_last`. The
+            Hopper kernel reads this layout without preparation. Other backends undo it; results are the same.
 
     Raises: TypeError or ValueError with what was expected and given.
     """
@@ -73,7 +74,7 @@ class QuantizedQKV:
         fp8.check_quantized(self)
         for name in ("q_block", "kv_block"):
             if type(getattr(self, name)) not in (int, type(None)):
-                object.__setattr__(self, name, int(getattr(self, name)))  # of numpy
+                object.__setattr__(self, name, int(getattr(self, name)))  # an integer of numpy
         if type(self.v_keys_last) is not bool:
             object.__setattr__(self, "v_keys_last", bool(self.v_keys_last))
 
@@ -88,9 +89,10 @@ class QuantizedQKV:
     def dequantize(
         self, *, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v in float32 as attention computes with them: rotated, and without what was subtracted.
+        """q, k, v in float32 as attention computes with them: rotated, and with means still subtracted.
 
-        Args: cu_seqlens_q, cu_seqlens_k: of packed sequences, as for `quantize_fp8`.
+        Args:
+            cu_seqlens_q, cu_seqlens_k: offsets of packed sequences, as for `quantize_fp8`.
         Raises: TypeError or ValueError with what was expected and given.
         """
         fp8.check_dequantize(self, cu_seqlens_q, cu_seqlens_k)
@@ -99,12 +101,12 @@ class QuantizedQKV:
 
 
 @dataclass(frozen=True)
-class ByKernel:
-    """Tensors of certain sizes quantised in one launch; holds no tensor, and its results are not checked again.
+class QuantizationKernel:
+    """A kernel that quantizes q, k and v of certain sizes in one launch; it holds no tensor, and skips validation.
 
     Attributes:
         launch: see kernels/launch/quantize.py.
-        attributes: what all results have beside their tensors.
+        attributes: the attributes of `QuantizedQKV` that are not tensors, equal for all results.
     """
 
     launch: Callable[..., tuple[Tensor, Tensor, Tensor, Descales]]
@@ -113,9 +115,10 @@ class ByKernel:
     def __call__(
         self, inputs: AttentionInputs, k_mean: Tensor | None = None, v_mean: Tensor | None = None
     ) -> QuantizedQKV:
-        """The tensors, quantised.
+        """The quantized tensors.
 
-        Args: k_mean, v_mean: (batch, num_heads_kv, head_dim) float32, to be subtracted (k_mean after the rotation).
+        Args:
+            k_mean, v_mean: (batch, num_heads_kv, head_dim) float32, to be subtracted (k_mean after the rotation).
         """
         q, k, v, (q_descale, k_descale, v_descale) = self.launch(inputs, k_mean, v_mean)
         quantized = object.__new__(QuantizedQKV)
@@ -127,8 +130,12 @@ class ByKernel:
 
 def kernel_for(
     inputs: AttentionInputs, granularity: str, seed: int | None, center_k: bool, center_v: bool
-) -> ByKernel | None:
-    """How a kernel quantises these tensors; None: plain torch does. Args: seed: of the rotation; None: none."""
+) -> QuantizationKernel | None:
+    """The kernel that quantizes these tensors; None: plain PyTorch does.
+
+    Args:
+        seed: seed of the rotation; None: q and k are not rotated.
+    """
     kernels = e4m3_kernels.quantization_kernels(inputs, granularity)
     if kernels is None:
         return None
@@ -137,7 +144,7 @@ def kernel_for(
     launch = kernels.prepare(problem, inputs.q.device, seed, kernels.keys_last, center_k, center_v)
     attributes = {"q_block": Q_BLOCK, "kv_block": KV_BLOCK, "dtype": inputs.q.dtype, "rotation": seed}
     attributes |= {"score_shift": None, "v_mean": None, "v_keys_last": kernels.keys_last}
-    return ByKernel(launch, attributes)
+    return QuantizationKernel(launch, attributes)
 
 
 def quantize(
@@ -146,30 +153,31 @@ def quantize(
     seed: int | None,
     center_k: bool,
     center_v: bool,
-    by_kernel: ByKernel | None,
+    kernel: QuantizationKernel | None,
 ) -> QuantizedQKV:
+    """The tensors in e4m3, by the kernel or, if it is None, in plain PyTorch; the arguments have been checked."""
     q, k, v, _, cu_seqlens_q, cu_seqlens_k, _ = inputs
-    if by_kernel is not None and not (center_k or center_v):
-        return by_kernel(inputs)
+    if kernel is not None and not (center_k or center_v):
+        return kernel(inputs)
     with torch.no_grad(), without_autocast(q):
         k_mean = v_mean = score_shift = None
         exists = existing_keys(inputs)
         if center_k:
             k_mean = mean_of_keys(as_rows(k, exists), exists, cu_seqlens_k)
-            score_shift = dots(as_rows(q).float(), k_mean, cu_seqlens_q)
+            score_shift = k_mean_scores(as_rows(q).float(), k_mean, cu_seqlens_q)
             score_shift = score_shift if cu_seqlens_q is None else score_shift.squeeze(0)
         if center_v:
             v_mean = mean_of_keys(as_rows(v, exists), exists, cu_seqlens_k)
-        if by_kernel is not None:
+        if kernel is not None:
             if k_mean is not None and seed is not None:
                 k_mean = rotated(k_mean, seed)  # (k - mean) M = k M - mean M
-            return replace(by_kernel(inputs, k_mean, v_mean), score_shift=score_shift, v_mean=v_mean)
-        parts, descales = _quantize_in_torch(inputs, granularity, seed, exists, k_mean, v_mean)
+            return replace(kernel(inputs, k_mean, v_mean), score_shift=score_shift, v_mean=v_mean)
+        (q_e4m3, k_e4m3, v_e4m3), descales = _quantize_in_torch(inputs, granularity, seed, exists, k_mean, v_mean)
     q_block, kv_block = {"row": (1, 1), "block": (Q_BLOCK, KV_BLOCK)}.get(granularity, (None, None))
     return QuantizedQKV(
-        q=parts[0],
-        k=parts[1],
-        v=parts[2],
+        q=q_e4m3,
+        k=k_e4m3,
+        v=v_e4m3,
         q_descale=descales[0],
         k_descale=descales[1],
         v_descale=descales[2],
@@ -183,7 +191,7 @@ def quantize(
 
 
 def without_autocast(t: Tensor) -> contextlib.AbstractContextManager:
-    """Sums and products of tensors on its device are of the dtypes that they state, whatever the caller has chosen."""
+    """A context in which operations on t's device keep the dtypes of their tensors, whatever autocast is on."""
     device = t.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return contextlib.nullcontext()
@@ -198,18 +206,23 @@ def _quantize_in_torch(
     k_mean: Tensor | None,
     v_mean: Tensor | None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """q, k and v in e4m3, and their descales. Args: seed: of the rotation; None: none."""
+    """q, k and v in e4m3, and their descales.
+
+    Args:
+        seed: seed of the rotation; None: q and k are not rotated.
+        exists: see `existing_keys`. k_mean, v_mean: the means to subtract, or None.
+    """
     q, k, v, _, cu_seqlens_q, cu_seqlens_k, _ = inputs
-    # rows of no sequence must not reach a scale
-    of_sequences = None if cu_seqlens_q is None else (torch.arange(len(q), device=q.device) < cu_seqlens_q[-1])[None]
-    x_q, x_k, x_v = (as_rows(t, mask).float() for t, mask in ((q, of_sequences), (k, exists), (v, exists)))
+    # rows that belong to no sequence must not reach a scale
+    has_sequence = None if cu_seqlens_q is None else (torch.arange(len(q), device=q.device) < cu_seqlens_q[-1])[None]
+    x_q, x_k, x_v = (as_rows(t, mask).float() for t, mask in ((q, has_sequence), (k, exists), (v, exists)))
     if k_mean is not None:
-        x_k = minus(x_k, k_mean, exists, cu_seqlens_k)
+        x_k = without_mean(x_k, k_mean, exists, cu_seqlens_k)
     if v_mean is not None:
-        x_v = minus(x_v, v_mean, exists, cu_seqlens_k)
+        x_v = without_mean(x_v, v_mean, exists, cu_seqlens_k)
     if seed is not None:
         x_q, x_k = rotated(x_q, seed), rotated(x_k, seed)
-    parts: list[Tensor] = []
+    tensors: list[Tensor] = []
     descales: list[Tensor] = []
     for like, x, block, cu_seqlens in (
         (q, x_q, Q_BLOCK, cu_seqlens_q),
@@ -218,59 +231,60 @@ def _quantize_in_torch(
     ):
         rounded, descale = round_to_e4m3(x, granularity, block, cu_seqlens)
         stored = empty_as(like, like.shape[-1], E4M3)
-        parts.append(stored.copy_(rounded if like.dim() == 4 else rounded.squeeze(0)))
+        tensors.append(stored.copy_(rounded if like.dim() == 4 else rounded.squeeze(0)))
         descales.append(descale)
-    return parts, descales
+    return tensors, descales
 
 
 # ---------------------------------------------------------------- V as tensor cores take it
 
 
 def keys_last(v: Tensor, cu_seqlens_k: Tensor | None = None) -> Tensor:
-    """V as the Hopper kernel reads it: transposed, and the keys in the order in which P lies in registers.
+    """V in the layout that the Hopper kernel reads: transposed, with the keys in the order of P in registers.
 
     Args:
         v: (batch, seqlen_k, num_heads_kv, head_dim_v), e4m3. Packed sequences: (total_k, num_heads_kv, head_dim_v).
-        cu_seqlens_k: (batch + 1,) int32 of packed sequences.
+        cu_seqlens_k: (batch + 1,) int32, the offsets of packed sequences.
 
-    Returns: e4m3, contiguous, (batch, num_heads_kv, head_dim_v, seqlen_k up to a multiple of 64); of packed sequences
-        (num_heads_kv, head_dim_v, (total_k // 64 + batch) * 64), where sequence b begins at
-        (cu_seqlens_k[b] // 64 + b) * 64. Within every 16 keys the places 4q + 2h + e hold the keys 8h + 2q + e
-        (q = 0..3, h and e = 0, 1; blocks/softmax/scaled.py says why). Zeros where there is no key.
+    Returns: e4m3, contiguous, (batch, num_heads_kv, head_dim_v, seqlen_k rounded up to a multiple of 64); for packed
+        sequences (num_heads_kv, head_dim_v, (total_k // 64 + batch) * 64), where sequence b begins at
+        (cu_seqlens_k[b] // 64 + b) * 64. Within every 16 keys, position 4q + 2h + e holds key 8h + 2q + e
+        (q = 0..3, h and e = 0, 1; kernels/device/blocks/softmax/scaled.py says why). Other positions hold zeros.
     """
     kernel = e4m3_kernels.keys_last_kernel(v, cu_seqlens_k)
     return keys_last_in_torch(v, cu_seqlens_k) if kernel is None else kernel(v, cu_seqlens_k)
 
 
 def quantized_problem(problem: AttentionProblem) -> AttentionProblem:
-    """What the forward of `attention(..., precision="fp8")` computes."""
+    """The problem that the forward of `attention(..., precision="fp8")` computes."""
     return replace(problem, dtype=E4M3, quantization=Quantization(problem.dtype, Q_BLOCK, KV_BLOCK))
 
 
 def quantized_call(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[AttentionProblem, QuantizedInputs]:
-    """That problem, and what it is computed from: q, k and v with the defaults of `quantize_fp8`."""
-    by_kernel = kernel_for(inputs, "block", 0, False, False)
-    quantized = quantize(inputs, "block", 0, False, False, by_kernel)
+    """The `quantized_problem` of a call, and its inputs, quantized with the defaults of `quantize_fp8`."""
+    kernel = kernel_for(inputs, "block", 0, False, False)
+    quantized = quantize(inputs, "block", 0, False, False, kernel)
     return replace(problem, dtype=E4M3, quantization=quantized.quantization), _inputs_of(quantized, inputs)
 
 
 def _inputs_of(quantized: QuantizedQKV, inputs: AttentionInputs) -> QuantizedInputs:
-    """The inputs of a call with q, k and v replaced by quantised tensors."""
+    """The inputs of a call with q, k and v replaced by quantized tensors."""
     return QuantizedInputs(quantized.q, quantized.k, quantized.v, quantized.descales, *inputs[3:])
 
 
 def prepare_call(
     backend: str, problem: AttentionProblem, inputs: AttentionInputs, tuning: LaunchConfig | None
 ) -> backends.Forward:
-    """The forward of `attention(..., precision="fp8")` for calls alike, without gradients; holds no tensor."""
-    by_kernel = kernel_for(inputs, "block", 0, False, False)
-    keys_last = by_kernel is not None and by_kernel.attributes["v_keys_last"]
-    quantization = Quantization(problem.dtype, Q_BLOCK, KV_BLOCK, keys_last)
-    of_fp8 = replace(problem, dtype=E4M3, quantization=quantization)
-    forward = dispatch.prepare(backend, of_fp8, inputs.q.device, tuning)
+    """The forward of `attention(..., precision="fp8")` for repeated calls without gradients. It holds no tensor."""
+    kernel = kernel_for(inputs, "block", 0, False, False)
+    v_keys_last = kernel is not None and kernel.attributes["v_keys_last"]
+    quantization = Quantization(problem.dtype, Q_BLOCK, KV_BLOCK, v_keys_last)
+    forward = dispatch.prepare(
+        backend, replace(problem, dtype=E4M3, quantization=quantization), inputs.q.device, tuning
+    )
 
     def quantize_and_attend(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-        quantized = quantize(inputs, "block", 0, False, False, by_kernel)
+        quantized = quantize(inputs, "block", 0, False, False, kernel)
         return forward(_inputs_of(quantized, inputs))
 
     return quantize_and_attend

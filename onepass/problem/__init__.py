@@ -1,4 +1,4 @@
-"""What is asked of a backend, without its data: attention, attention over a cache, and the tensors of both."""
+"""What a backend is asked to compute: attention and attention over a cache, described without their data."""
 
 from .attention import (
     V_KEYS,

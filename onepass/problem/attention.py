@@ -1,4 +1,4 @@
-"""What is asked: `AttentionProblem`, the frozen description that every layer below the API works from.
+"""`AttentionProblem`: the frozen description of a call that every layer below the API works from.
 
 A problem holds sizes, types and the mask; it holds no tensor and no tile. How a problem is computed (tile sizes,
 stages, ...) is a backend's business.
@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-# A right side that hides the keys of a sequence of any length by itself; an int64 with room to add positions to it.
+# A window_right that hides every key of a sequence of any length; positions can be added to it within an int64.
 NO_KEYS = -(2**62)
 
 
@@ -24,11 +24,11 @@ class Mask:
 
         i + shift - window_left <= j <= i + shift + window_right        (None = unbounded on that side)
 
-    so causal attention is window_right = 0. A side may be negative: window_left = -3 leaves the keys from the third
-    one after its position on, window_right = -1 those before its position.
+    so causal attention is window_right = 0. A side may be negative: window_left = -3 leaves the keys from the third key
+    after the query's position on, window_right = -1 the keys before its position.
 
-    Where both are given, left + right >= 0. A window in which no key can lie has window_right = NO_KEYS alone, so that
-    no formula has to look at both sides (`from_options` sees to it).
+    If both are given, left + right >= 0. A window in which no key can lie has window_right = NO_KEYS and no left side,
+    so that no formula has to look at both sides (`from_options` ensures it).
     """
 
     window_left: int | None = None
@@ -51,24 +51,24 @@ class Mask:
 
 
 class Descales(NamedTuple):
-    """Scales of FP8 tensors, float32: real value = stored value * descale. Shapes: see `onepass.QuantizedQKV`."""
+    """Descales of FP8 tensors, float32: real value = stored value * descale. Shapes: see `onepass.QuantizedQKV`."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
 
 
-V_KEYS = 64  # in `fp8.keys_last` a sequence of keys begins and ends at a multiple of it
+V_KEYS = 64  # in `fp8.keys_last` the keys of a sequence begin and end at multiples of it
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """What an FP8 call computes beside the sizes of its tensors.
+    """How the tensors of an FP8 call are quantized, beside their sizes.
 
     Attributes:
-        out_dtype: of out.
-        q_block, kv_block: rows that share a scale of q, and of k and v, where their descales are by blocks.
-        v_keys_last: v lies as `fp8.keys_last` lays it.
+        out_dtype: dtype of out.
+        q_block, kv_block: rows that share a descale of q, and of k and v, if their descales are by blocks.
+        v_keys_last: v has the layout of `fp8.keys_last`.
     """
 
     out_dtype: torch.dtype
@@ -78,7 +78,7 @@ class Quantization:
 
 
 class AttentionInputs(NamedTuple):
-    """The tensors of one call: the data that an `AttentionProblem` leaves out."""
+    """The tensors of one call, which an `AttentionProblem` does not hold."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -90,7 +90,7 @@ class AttentionInputs(NamedTuple):
 
 
 class QuantizedInputs(NamedTuple):
-    """The same of a call in FP8."""
+    """The tensors of one call with quantized q, k and v."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -120,7 +120,7 @@ class AttentionProblem:
     head_dim: int
     head_dim_v: int
     softmax_scale: float
-    # No default: torch.compile in torch 2.10 to 2.12 wraps even those that are not used, and can wrap constants only.
+    # No default: torch.compile in torch 2.10 to 2.12 wraps even unused defaults, and can wrap constants only.
     mask: Mask
     softcap: float | None = None
     has_sinks: bool = False
@@ -128,7 +128,7 @@ class AttentionProblem:
     is_packed: bool = False
     deterministic: bool = False
     quantization: Quantization | None = None  # with FP8 q, k, v
-    kv_dtype: torch.dtype | None = None  # of a cache's k and v, where it is not dtype
+    kv_dtype: torch.dtype | None = None  # dtype of a cache's k and v, if it differs from dtype
 
     # Fields that only change the data of a launch, never the code that runs.
     _DYNAMIC: ClassVar = frozenset(
@@ -146,7 +146,7 @@ class AttentionProblem:
         deterministic: bool,
         quantization: Quantization | None = None,
     ) -> AttentionProblem:
-        """The problem that these tensors and options pose; the tensors have been checked before."""
+        """The problem that these tensors and options pose; they have been checked before."""
         q, k, v = inputs.q, inputs.k, inputs.v
         cu_seqlens_q = inputs.cu_seqlens_q
         return cls(
@@ -171,17 +171,17 @@ class AttentionProblem:
 
     @property
     def qhead_per_kvhead(self) -> int:
-        """Query heads of a kv head; 1 if there are no query heads, so that it can be divided by."""
+        """The number of query heads of a kv head; 1 if there are no query heads, so that it can be a divisor."""
         return self.num_heads_q // self.num_heads_kv if self.num_heads_q else 1
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to compute: no row, or no key that one could see. Then out is 0, lse -inf."""
+        """Whether there is nothing to compute: no row, or no key. Then out is 0, and lse the row's sink or -inf."""
         return 0 in (self.batch, self.seqlen_q, self.seqlen_k, self.num_heads_q)
 
     @property
     def has_e4m3_cache(self) -> bool:
-        """k and v are e4m3, q is not."""
+        """Whether k and v are e4m3 and q is not."""
         return self.kv_dtype is not None
 
     @property
@@ -198,10 +198,10 @@ class AttentionProblem:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     def static(self) -> tuple:
-        """What changes generated code, as (name, value) pairs: lengths, strides and head counts are not in it.
+        """The properties that change generated code, as (name, value) pairs.
 
-        The group size is (one kv head serves `qhead_per_kvhead` query heads), and so is whether a bound exists,
-        but not where it lies.
+        Lengths, strides and head counts are not among them. The group size is (one kv head serves `qhead_per_kvhead`
+        query heads), and so is whether a window bound exists, but not its value.
         """
         kept = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in self._DYNAMIC]
         return (

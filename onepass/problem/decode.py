@@ -1,4 +1,4 @@
-"""What is asked of `attention_decode`, in two parts: the tensors, and how the keys of a cache lie and are split."""
+"""`DecodeInputs` and `DecodeProblem`: the tensors of a call of `attention_decode`, and the call without its data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import AttentionProblem
 
-FEW_QUERIES = 32  # of a sequence: more are many to every kernel
+FEW_QUERIES = 32  # queries of a sequence; no kernel for few queries takes more
 
 
 class DecodeInputs(NamedTuple):
@@ -40,18 +40,23 @@ class DecodeInputs(NamedTuple):
 
     @property
     def kv_dtype(self) -> torch.dtype | None:
-        """Of the cache, where it is not q's."""
+        """The dtype of the cache, if it differs from q's."""
         return None if self.k_cache.dtype == self.q.dtype else self.k_cache.dtype
 
     @property
     def capacity(self) -> int:
-        """Keys that a batch entry has room for."""
+        """The number of keys that a batch entry has room for."""
         page_size = self.k_cache.shape[1]
         return page_size if self.page_table is None else self.page_table.shape[1] * page_size
 
     def attention(self, **options: Any) -> AttentionProblem:
-        """The call as attention over all positions of the cache: also where queries are packed, seqlen_k is that of one
-        sequence. Args: options: the fields that no tensor tells."""
+        """The call as attention over all positions of the cache.
+
+        seqlen_k is the capacity of one sequence, even if queries are packed.
+
+        Args:
+            options: the fields of `AttentionProblem` that do not follow from tensors.
+        """
         return AttentionProblem(
             dtype=self.q.dtype,
             device_type=self.q.device.type,
@@ -76,17 +81,17 @@ class DecodeProblem:
 
     Attributes:
         attention: the call as attention over all positions of the cache, of which `seqused_k` are filled.
-        page_size: keys of a page, where rows of the cache are found through a page table; None: there is none.
-        num_splits: parts that each sequence's keys are cut into; None: as a backend likes.
-        split_size: keys of a part, from the first key on; None: parts of one sequence are of one length.
-        rotary_interleaved: rotated pairs are neighbours (0, 1), (2, 3), ..; else (0, d / 2), (1, d / 2 + 1), ..
-        check_values: read lengths and page numbers on the host, and refuse bad ones.
-        has_descales: of an e4m3 cache: real values are the stored ones times a descale.
-        kv_block: keys of a block (with pages, of a page) that has a descale of its own; None: the keys of a sequence
+        page_size: keys of a page, if rows of the cache are found through a page table; None: there is no page table.
+        num_splits: number of splits of each sequence's keys; None: the backend chooses.
+        split_size: keys of a split, counted from the first key on; None: the splits of a sequence have equal lengths.
+        rotary_interleaved: rotated pairs are neighbors (0, 1), (2, 3), ..; else (0, d / 2), (1, d / 2 + 1), ..
+        check_values: read lengths and page numbers on the host, and refuse invalid ones.
+        has_descales: an e4m3 cache has descales: real value = stored value * descale.
+        kv_block: keys of a block (with a page table, of a page) that has its own descale; None: the keys of a sequence
             share one.
-        has_aligned_rows: those of both caches begin at multiples of 16 bytes.
-        max_seqlen_q: of packed queries, what no sequence has more of, if these are few: a hint, by which a kernel is
-            chosen.
+        has_aligned_rows: rows of both caches begin at multiples of 16 bytes.
+        max_seqlen_q: upper bound on the queries of a packed sequence, if it is at most FEW_QUERIES: a hint for the
+            choice of a kernel.
     """
 
     attention: AttentionProblem
@@ -113,7 +118,7 @@ class DecodeProblem:
 
     @property
     def sizing_problem(self) -> AttentionProblem:
-        """What a configuration is chosen for: with max_seqlen_q a batch of sequences of so many queries."""
+        """The problem that a configuration is sized for: with max_seqlen_q, a batch with that many queries each."""
         if self.max_seqlen_q is None:
             return self.attention
         return replace(self.attention, is_packed=False, seqlen_q=self.max_seqlen_q)
@@ -124,9 +129,9 @@ class DecodeProblem:
 
 
 def _has_aligned_rows(cache: Tensor) -> bool:
-    """Of memory that begins at such a multiple, as torch's does; of a tensor that torch.compile traces by strides.
+    """Whether the rows of a cache begin at multiples of 16 bytes, if its memory does, as torch's allocations do.
 
-    Where that turns out wrong, the backend that needs it refuses.
+    Under torch.compile only strides count. A backend that needs aligned rows refuses the call if they are not aligned.
     """
     steps = [stride for size, stride in zip(cache.shape[:-1], cache.stride()[:-1], strict=True) if size != 1]
     offset = 0 if torch.compiler.is_compiling() else cache.storage_offset()
@@ -137,7 +142,7 @@ def refuse_lengths(first: int, last: int, capacity: int, seqlen_new: int) -> Non
     """Raises: ValueError if filled lengths from `first` to `last` are not lengths or leave no room for new keys."""
     if first < 0 or last + seqlen_new > capacity:
         given = first if first < 0 else last
-        less = f" less {seqlen_new} new ones" if seqlen_new else ""
+        less = f" less {seqlen_new} new keys" if seqlen_new else ""
         raise ValueError(
             f"cache_seqlens: expected 0 to {capacity - seqlen_new}, the {capacity} positions of the cache{less}, "
             f"got {given}"

@@ -1,4 +1,4 @@
-"""The values of length tensors, read and checked on the host by a backend that works there."""
+"""The values of length tensors, read and checked on the host for a backend that works there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .decode import DecodeInputs, refuse_lengths
 
 
 def read_offsets(name: str, cu_seqlens: torch.Tensor, total: int) -> list[int]:
-    """Offsets of sequences into `total` tokens as a checked list. Raises: ValueError as `read_lengths`."""
+    """Offsets of sequences into `total` tokens as a checked list. Raises: ValueError, see `read_lengths`."""
     values = cu_seqlens.tolist()
     if values[0] != 0:
         raise ValueError(f"{name}: expected to start at 0, got {values[0]}")
@@ -45,15 +45,15 @@ def read_lengths(
             k_offsets = offsets[1]
             longest = problem.seqlen_k if k_offsets is None else k_offsets[i + 1] - k_offsets[i]
             if not 0 <= n <= longest:
-                raise ValueError(f"seqused_k[{i}]: expected 0 to {longest}, the keys there are, got {n}")
+                raise ValueError(f"seqused_k[{i}]: expected 0 to {longest}, the keys of the sequence, got {n}")
     return offsets[0], offsets[1], used
 
 
 def read_cache_lengths(inputs: DecodeInputs) -> list[int]:
-    """cache_seqlens as a list, with all values checked that decide where the call reads and writes.
+    """cache_seqlens as a list, after a check of all values that decide where the call reads and writes.
 
-    Raises: ValueError if a length is negative or leaves no room for the new keys, if a page that is used is not one
-    of the cache's, if a rotated position is past the end of rotary_cos, or if offsets of queries are none.
+    Raises: ValueError if a length is negative or leaves no room for the new keys, if a used entry of the page table is
+    not a page of the cache, if a rotated position is past the end of rotary_cos, or if cu_seqlens_q is invalid.
     """
     read_query_offsets(inputs)
     lengths = inputs.cache_seqlens.tolist()
@@ -69,7 +69,7 @@ def read_cache_lengths(inputs: DecodeInputs) -> list[int]:
                 name = f"page_table[{b}, {used.index(wrong)}]"
                 raise ValueError(f"{name}: expected a page 0 to {num_pages - 1} of the cache, got {wrong}")
     longest = max(lengths) + inputs.seqlen_new
-    # queries that stand before the first key are rotated as if they stood at it
+    # queries before the first key are rotated by its position
     if inputs.rotary_cos is not None and longest > inputs.rotary_cos.shape[0]:
         raise ValueError(
             f"rotary_cos: expected a row for each of the {longest} positions, got {inputs.rotary_cos.shape[0]}"
@@ -78,7 +78,7 @@ def read_cache_lengths(inputs: DecodeInputs) -> list[int]:
 
 
 def read_query_offsets(inputs: DecodeInputs) -> list[int] | None:
-    """cu_seqlens_q as a checked list. Raises: ValueError, as `read_offsets`."""
+    """cu_seqlens_q as a checked list; None if queries are not packed. Raises: ValueError, see `read_lengths`."""
     if inputs.cu_seqlens_q is None:
         return None
     return read_offsets("cu_seqlens_q", inputs.cu_seqlens_q, inputs.q.shape[0])

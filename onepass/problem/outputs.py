@@ -1,6 +1,6 @@
-"""Where results are written: the one place that decides their layout, for backends and for tracing alike.
+"""The tensors that results are written to: the one place that decides their layout, for backends and for tracing.
 
-Every call comes through here, so strides are given: `new_empty_strided` takes half the time of `new_empty`.
+Every call allocates its results here, with explicit strides: `new_empty_strided` takes half the time of `new_empty`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from . import AttentionInputs, AttentionProblem, QuantizedInputs
 
 
 def empty_as(t: Tensor, head_dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Uninitialised (..., seqlen, num_heads, head_dim), dense, with heads outside seqlen in memory if t has them so.
+    """Uninitialized (..., seqlen, num_heads, head_dim), dense, with heads outside seqlen in memory if t has them so.
 
-    A caller with (batch, num_heads, seqlen, head_dim) tensors passes transposes, and the transpose of what comes
-    back is contiguous again.
+    A caller with (batch, num_heads, seqlen, head_dim) tensors passes transposes, and the transpose of the result is
+    contiguous again.
     """
     if t.dim() == 3:
         total, num_heads, _ = t.shape
@@ -28,7 +28,7 @@ def empty_as(t: Tensor, head_dim: int, dtype: torch.dtype | None = None) -> Tens
 
 
 def empty_outputs(problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
-    """out, laid out as q, and lse (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q)."""
+    """Uninitialized out, in q's memory order, and lse (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q)."""
     q, dtype = inputs.q, problem.accum_dtype
     if q.dim() == 3:
         total, num_heads, _ = q.shape
@@ -40,7 +40,7 @@ def empty_outputs(problem: AttentionProblem, inputs: AttentionInputs | Quantized
 
 
 def without_keys(out: Tensor, lse: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor | None) -> tuple[Tensor, Tensor]:
-    """out and lse of rows that see no key, written into both: 0 and the row's sink, or -inf without sinks.
+    """Write the results of rows that see no key: out = 0 and lse = the row's sink, or -inf without sinks.
 
     Rows past the last offset belong to no sequence and have no sink: their lse is -inf.
     """
@@ -52,8 +52,13 @@ def without_keys(out: Tensor, lse: Tensor, sinks: Tensor | None, cu_seqlens_q: T
     return out.zero_(), lse
 
 
+def outputs_without_keys(problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
+    """out and lse of a call in which no row sees a key."""
+    return without_keys(*empty_outputs(problem, inputs), inputs.sinks, inputs.cu_seqlens_q)
+
+
 def empty_gradients(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, laid out as q, k, v, and dsinks (empty without sinks)."""
+    """Uninitialized dq, dk, dv, with the memory order of q, k, v, and dsinks (of size 0 without sinks)."""
     q, k, v, sinks = inputs[:4]
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks, memory_format=torch.contiguous_format)
     return empty_as(q, q.shape[-1]), empty_as(k, k.shape[-1]), empty_as(v, v.shape[-1]), dsinks

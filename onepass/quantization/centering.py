@@ -1,4 +1,4 @@
-"""The means that are subtracted from K and V before rounding, and what puts out and lse right again."""
+"""The means that are subtracted from K and V before rounding, and the correction of out and lse for them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from .segments import rows_of, sequence_of
 
 
 def as_rows(t: Tensor, exists: Tensor | None = None) -> Tensor:
-    """(batch or 1, rows, heads, head_dim), 0 where there is no key."""
+    """t as (batch or 1, rows, heads, head_dim), with 0 where a row does not exist."""
     rows = t if t.dim() == 4 else t.unsqueeze(0)
     return rows if exists is None else torch.where(exists[..., None, None], rows, 0.0)
 
 
-# ---------------------------------------------------------------- what is subtracted
-
-
 def existing_keys(inputs: AttentionInputs) -> Tensor | None:
-    """(batch or 1, seqlen_k) bool: the keys of a sequence, up to seqused_k; None: all of them."""
+    """(batch or 1, seqlen_k) bool: whether a key belongs to a sequence, within its seqused_k; None: all keys do."""
     total = inputs.k.shape[-3]
     row = torch.arange(total, device=inputs.k.device)
     if inputs.cu_seqlens_k is None:
@@ -32,8 +29,9 @@ def existing_keys(inputs: AttentionInputs) -> Tensor | None:
 
 
 def mean_of_keys(x: Tensor, exists: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """(batch, heads, head_dim) float32: mean of the rows that exist. Any vector would be exact, so NaN and inf are left
-    out.
+    """(batch, heads, head_dim) float32: the mean of the rows that exist.
+
+    NaN and inf count as 0: subtracting any vector is exact, so the mean need not be.
     """
     finite = x.nan_to_num(0.0, 0.0, 0.0)
     weight = torch.ones(x.shape[:2], dtype=torch.float32, device=x.device) if exists is None else exists.float()
@@ -49,13 +47,14 @@ def mean_of_keys(x: Tensor, exists: Tensor | None, cu_seqlens: Tensor | None) ->
     return sums / count.clamp(min=1.0)[:, None, None]
 
 
-def minus(x: Tensor, mean: Tensor, exists: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+def without_mean(x: Tensor, mean: Tensor, exists: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """x minus the mean of its sequence, with 0 where a row does not exist."""
     difference = x - rows_of(mean, cu_seqlens, x.shape[1])
     return difference if exists is None else torch.where(exists[..., None, None], difference, 0.0)
 
 
-def dots(x_q: Tensor, k_mean: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
-    """q . mean of k, (batch or 1, num_heads_q, rows)."""
+def k_mean_scores(x_q: Tensor, k_mean: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
+    """(batch or 1, num_heads_q, rows): the dot product of each query with the mean of its keys."""
     group = x_q.shape[2] // max(1, k_mean.shape[1])
     mean = rows_of(k_mean.repeat_interleave(group, 1), cu_seqlens_q, x_q.shape[1])
     return torch.linalg.vecdot(x_q, mean).transpose(1, 2).contiguous()
@@ -70,27 +69,28 @@ def restored(
     sinks: Tensor | None,
     cu_seqlens_q: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of the tensors before anything was subtracted from them, from those of a call.
+    """out and lse of a call with the original K and V, from out and lse of the call with their means subtracted.
 
     Args:
-        score_shift, v_mean: as `QuantizedQKV` has them.
-        sinks: those of the call; where there is a score_shift, out and lse are without them, else with them.
+        score_shift, v_mean: attributes of `QuantizedQKV`.
+        sinks: the sinks of the call. The given out and lse do not include them if there is a score_shift, and include
+            them otherwise.
     """
     if score_shift is None and v_mean is None:
         return out, lse
     is_empty = lse == -torch.inf
-    share = torch.ones_like(lse)  # of a row's probability that lies on its keys
+    share = torch.ones_like(lse)  # the fraction of a row's probability that lies on keys, not on the sink
     sink = None if sinks is None else sinks.to(lse.dtype)[:, None]
     if score_shift is not None:
         lse = lse_of_keys = torch.where(is_empty, lse, lse + scale * score_shift)
         if sink is not None:
             lse = torch.logaddexp(lse_of_keys, sink)
-            if cu_seqlens_q is not None:  # rows of no sequence have no sink
+            if cu_seqlens_q is not None:  # rows that belong to no sequence have no sink
                 lse.masked_fill_(torch.arange(lse.shape[-1], device=lse.device) >= cu_seqlens_q[-1], -torch.inf)
             share = torch.where(is_empty, 0.0, torch.exp(lse_of_keys - lse))
             out = (out * share.transpose(-1, -2)[..., None]).to(out.dtype)
     elif sink is not None:
-        # a row that sees no key has lse = sink; NaN is in out already, or in no key's share
+        # An empty row has lse = sink. Where the share is NaN, out is NaN already or no key has a share.
         share = (1.0 - torch.exp(sink - lse)).nan_to_num(0.0)
     if v_mean is not None:
         share = torch.where(is_empty, 0.0, share)

@@ -1,8 +1,8 @@
-"""Rounding to e4m3 and its scales, in plain torch."""
+"""Rounding to e4m3 with descales, in plain PyTorch."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -11,31 +11,32 @@ from .segments import segments_of
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
-# Of rows without a number but 0. The kernel for Hopper measures P with the scale of V's block in it: with 1.0 a block
-# of zeros would leave few bits to the others; with a tiny one its probabilities would be missing from the sum.
+# The descale of rows that hold zeros only. The Hopper kernel multiplies P by the descale of V's block before it rounds
+# P: with 1.0 a block of zeros would leave few bits to the other blocks; with a tiny descale the probabilities of the
+# block would be missing from the sum.
 SCALE_OF_ZEROS = 2.0**-20
-# Rows of one scale with granularity "block": the rows of a Hopper warpgroup, and what divides a kernel's key tiles.
+# The rows of a descale with granularity "block": the rows of a Hopper warpgroup, and a divisor of every tile of keys.
 Q_BLOCK = 64
 KV_BLOCK = 64
-# P = exp(s - row_max) <= 1 is rounded to e4m3 as 256 P: a power of two, so the largest probability stays exact, the
-# largest with room for it below 448. What is left of 256 P below 2^-10 becomes 0: probabilities below 4e-6.
+# P = exp(s - row_max) <= 1 is rounded to e4m3 as 256 P. A power of two keeps the largest probability exact, and 256 is
+# the largest one below 448. Values of 256 P below 2^-10, probabilities below 4e-6, become 0.
 P_SCALE = 256.0
 
 Granularity = Literal["row", "block", "head", "tensor"]
-GRANULARITIES = ("row", "block", "head", "tensor")
+GRANULARITIES = get_args(Granularity)
+CANDIDATES = 8  # descales that granularity "row" tries
 _TINY = torch.finfo(torch.float32).tiny
 
 
-# ---------------------------------------------------------------- P
-
-
 def round_probabilities_(p: Tensor, scratch: Tensor) -> None:
-    """p = e4m3(P_SCALE * p) / P_SCALE in place, for float32 p from 0 to 1 (or NaN), bit by bit as a cast would.
+    """p = e4m3(P_SCALE * p) / P_SCALE in place, for float32 p from 0 to 1 (or NaN), with the same bits as a cast.
 
-    Adding and taking away 1.5 * 2^23 spacings rounds to a multiple of the spacing: 2^-3 of the power of two below p,
-    but never less than what the smallest numbers have. On a CPU five such passes take a tenth of the time of two casts.
+    Adding and subtracting 1.5 * 2^23 spacings rounds to a multiple of the spacing, which is 2^-3 of the power of two
+    below p, and never less than the spacing of the smallest numbers. On a CPU these five passes take a tenth of the
+    time of two casts.
 
-    Args: scratch: float32, as p.
+    Args:
+        scratch: a float32 tensor in the shape of p.
     """
     torch.clamp(p, min=2.0**-6 / P_SCALE, out=scratch)
     scratch.view(torch.int32).bitwise_and_(0x7F800000)  # the power of two
@@ -44,9 +45,10 @@ def round_probabilities_(p: Tensor, scratch: Tensor) -> None:
 
 
 def round_to_e4m3(x: Tensor, granularity: str, block: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x (batch or 1, rows, heads, head_dim) float32 -> e4m3 of that shape, and descale as `QuantizedQKV` has it."""
+    """x (batch or 1, rows, heads, head_dim) float32 as e4m3 of that shape, and its descale in a shape of
+    `QuantizedQKV`."""
     is_packed = cu_seqlens is not None
-    # e4m3 has no inf, and whether a cast makes it NaN or 448 depends on torch's version
+    # e4m3 has no inf; whether a cast turns inf into NaN or 448 depends on the version of torch
     x = torch.where(x.isinf(), torch.nan, x)
     if granularity == "tensor":
         scale = _scale_of(_largest(x).amax() if x.numel() else x.new_zeros(()))
@@ -54,7 +56,7 @@ def round_to_e4m3(x: Tensor, granularity: str, block: int, cu_seqlens: Tensor | 
     rows = {"row": 1, "block": block}.get(granularity)
     index, count = segments_of(x.shape[1], rows, cu_seqlens, x.device)
     shape = x.shape[0], count, x.shape[2]
-    if count == 0:  # rows of no sequence, which have been cleared
+    if count == 0:  # no row belongs to a sequence, and all have been cleared
         rounded, scales = x.to(E4M3), torch.ones(shape, dtype=torch.float32, device=x.device)
     elif granularity == "row":
         rounded, row_scales = _least_error(x)
@@ -75,23 +77,21 @@ def round_to_e4m3(x: Tensor, granularity: str, block: int, cu_seqlens: Tensor | 
 
 
 def _largest(x: Tensor) -> Tensor:
-    """Largest finite magnitude of each row: NaN and inf must not reach the scale, and so other rows."""
+    """The largest finite magnitude of each row. NaN and inf must not reach a descale, which other rows share."""
     return x.abs().nan_to_num(0.0, 0.0, 0.0).amax(-1)
 
 
 def _scale_of(largest: Tensor) -> Tensor:
-    # products with a reciprocal, here and where values are scaled, as the kernels have them
+    # multiplied by a reciprocal, as in the kernels
     return torch.where(largest > 0, largest * (1.0 / E4M3_MAX), SCALE_OF_ZEROS).clamp(min=_TINY)
 
 
-CANDIDATES = 8
-
-
 def _least_error(x: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 of each row, and the scales (batch, rows, heads) with the least squared error of some.
+    """Each row in e4m3, and the descale (batch, rows, heads) with the least squared error of several candidates.
 
-    The relative error of a value falls by half from one power of two to the next, so it matters where in between the
-    values of a row lie: scales are tried at equal ratios over a factor of 2. Each is then fitted, scale = x.y / y.y.
+    The relative error of a value falls by half from one power of two to the next, so the position of a row's values
+    between powers of two matters: CANDIDATES descales are tried at equal ratios over a factor of 2. Each is then
+    fitted, descale = x.y / y.y.
     """
     smallest = _scale_of(_largest(x))[..., None]
     best_error = torch.full_like(smallest, torch.inf)
@@ -106,6 +106,6 @@ def _least_error(x: Tensor) -> tuple[Tensor, Tensor]:
         is_better = (error < best_error) | (i == 0)
         best_error = torch.where(is_better, error, best_error)
         best_scale = torch.where(is_better, scale, best_scale)
-        # e4m3 has no where
+        # torch.where does not take e4m3
         best = torch.where(is_better, rounded.view(torch.uint8), best.view(torch.uint8)).view(E4M3)
     return best, best_scale[..., 0]

@@ -1,4 +1,4 @@
-"""Quantised tensors back to float32."""
+"""Quantized tensors converted back to float32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .segments import segments_of
 
 
 def dequantized(problem: AttentionProblem, inputs: QuantizedInputs) -> AttentionInputs:
-    """The inputs in float32."""
+    """The inputs of a quantized call in float32."""
     q, k, v, descales, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs
     assert problem.quantization is not None
     tensors = dequantized_tensors(problem.quantization, q, k, v, descales, cu_seqlens_q, cu_seqlens_k)
@@ -26,6 +26,7 @@ def dequantized_tensors(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in float32, v with its keys in their usual dimension."""
     q_block, kv_block = quantization.q_block, quantization.kv_block
     if quantization.v_keys_last:
         v = keys_first(v, k.shape[-3], cu_seqlens_k)
@@ -37,7 +38,7 @@ def dequantized_tensors(
 
 
 def row_scales(t: Tensor, descale: Tensor, block: int | None, cu_seqlens: Tensor | None) -> Tensor:
-    """The descale of each row of t (.., rows, heads, head_dim): (.., rows, heads, 1), or () where it is one for all."""
+    """The descale of each row of t (.., rows, heads, head_dim): (.., rows, heads, 1), or () if all rows share one."""
     if descale.dim() == 0:
         return descale
     if t.dim() == 4:

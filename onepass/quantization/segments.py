@@ -1,4 +1,4 @@
-"""Rows that share a scale or a mean: blocks, batch entries, packed sequences."""
+"""Rows that share a descale or a mean: blocks, batch entries, packed sequences."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def sequence_of(cu_seqlens: Tensor, total: int) -> Tensor:
-    """(total,) int64: the sequence of each row; rows past the last offset are given to the last one."""
+    """(total,) int64: the sequence of each row; rows past the last offset count as rows of the last sequence."""
     row = torch.arange(total, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     sequence = torch.searchsorted(cu_seqlens, row, right=True) - 1
     return sequence.clamp(0, max(0, cu_seqlens.shape[0] - 2))
 
 
 def rows_of(per_sequence: Tensor, cu_seqlens: Tensor | None, total: int) -> Tensor:
-    """(batch, heads, n) -> (batch, 1, heads, n), or for packed rows (1, total, heads, n): broadcasts over x."""
+    """per_sequence (batch, heads, n) as (batch, 1, heads, n), or (1, total, heads, n) for packed rows."""
     if cu_seqlens is None:
         return per_sequence[:, None]
     if per_sequence.shape[0] == 0:
@@ -22,13 +22,12 @@ def rows_of(per_sequence: Tensor, cu_seqlens: Tensor | None, total: int) -> Tens
     return per_sequence[sequence_of(cu_seqlens, total)][None]
 
 
-# ---------------------------------------------------------------- scales
-
-
 def segments_of(total: int, block: int | None, cu_seqlens: Tensor | None, device: torch.device) -> tuple[Tensor, int]:
-    """Which rows share a scale: blocks of them, or with None sequences. `QuantizedQKV` says where packed blocks lie.
+    """The descale that each row has, if blocks of rows share one, or (with block = None) the rows of a sequence.
 
-    Returns: (total,) int64 for each row, and how many scales there are.
+    `QuantizedQKV` says which descales the blocks of packed sequences have.
+
+    Returns: (total,) int64 index of each row's descale, and the number of descales.
     """
     if cu_seqlens is None:
         row = torch.arange(total, device=device)

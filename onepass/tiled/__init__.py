@@ -1,4 +1,4 @@
-"""The algorithm in plain torch, on any device: the code to read first.
+"""The algorithm in plain PyTorch, on any device: the code to read first.
 
 online_softmax.py   the recurrence, and when it can be left out
 forward.py          out and lse, one pass over the keys

@@ -36,9 +36,9 @@ def backward(
     dlse: Tensor | None,
     tile_sizes: TileSizes | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of a whole call, in the same order on every run.
+    """Gradients of a whole call, summed in an order that does not change from run to run.
 
-    Returns: dq, dk, dv, laid out as q, k, v; dsinks as sinks (empty without sinks).
+    Returns: dq, dk, dv, in the memory order of q, k, v; dsinks in the shape of sinks (of size 0 without sinks).
     """
     q, k, v, sinks = inputs[:4]
     pieces = sequences(problem, inputs)
@@ -63,7 +63,7 @@ def backward(
     lse = torch.where(is_empty, torch.inf, lse)
     # an empty row counts as safe: exp(-inf) = 0
     lse_is_safe = bool(lse.abs().masked_fill_(is_empty, 0.0).amax() <= SAFE_SCORE) if lse.numel() else True
-    # of a sink that is none: its rows have no finite probabilities, not even of hidden pairs
+    # A sink of NaN leaves its rows without finite probabilities, even for hidden pairs.
     has_nan = not lse_is_safe and bool(lse.isnan().any())
     scratch = Scratch(q, work_dtype(problem))
     for piece in pieces:
@@ -89,7 +89,7 @@ def backward(
 
 
 class _QueryTile(NamedTuple):
-    """What the backward pass needs of one tile of queries: loaded once, used by every tile of keys."""
+    """The data of one tile of queries: loaded once, used by every tile of keys."""
 
     m_start: int
     m_end: int
@@ -131,7 +131,7 @@ def _backward_group(
     keep_apart = lse_has_nan or not tile_mask.operands_are_finite
     lowest = log_tiny(scratch.dtype)
     # As in the forward pass, scores of ordinary size need no reference: p = exp(s) exp(-lse), and the second factor
-    # belongs to the row, so dout and delta can carry it. |s| <= |q| |k| tells beforehand; below 256 keys the norms
+    # belongs to the row, so dout and delta can carry it. |s| <= |q| |k| tells in advance; below 256 keys the norms
     # cost more than they save.
     fixed_reference = (
         lse_is_safe and seqlen_k >= 256 and abs(scale) * scratch.largest_norm(q) * scratch.largest_norm(k) <= SAFE_SCORE
@@ -146,7 +146,7 @@ def _backward_group(
     for m_start, m_end in tiles(0, seqlen_q, sizes.tile_m):
 
         def tile_of(source: Tensor, buffer: Tensor, rows: slice = slice(m_start, m_end)) -> Tensor:
-            """The rows' contiguous place in a buffer, filled from the tensor that it holds."""
+            """The contiguous range of a buffer that belongs to the rows, filled from source."""
             columns = source.shape[-1]
             start, end = (i * heads * group * columns for i in (rows.start, rows.stop))
             tile = buffer[start:end].view(*source.shape[:3], -1, columns)
@@ -164,7 +164,7 @@ def _backward_group(
     for n_start, n_end in tiles(0, seqlen_k, sizes.tile_n):
         k_tile, v_tile = scratch.load("k", k[:, :, n_start:n_end]), scratch.load("v", v[:, :, n_start:n_end])
         acc_dk, acc_dv = scratch.empty("dk", *k_tile.shape), scratch.empty("dv", *v_tile.shape)
-        has_dkv = False  # nothing in acc_dk and acc_dv yet
+        has_dkv = False  # acc_dk and acc_dv hold nothing yet
         first_query, end_query = query_range(n_start, n_end, *geometry)
         for m in query_tiles:
             if m.m_end <= first_query or m.m_start >= end_query:

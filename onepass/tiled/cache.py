@@ -1,4 +1,4 @@
-"""A key/value cache in plain torch: rotating, appending, and reading rows through a page table."""
+"""A key/value cache in plain PyTorch: rotating, appending, and reading rows through a page table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: 
     """x (batch, seqlen, num_heads, head_dim) with its first 2 * cos.shape[1] columns turned, pair by pair.
 
     Args:
-        positions: (batch, seqlen), of rows of cos and sin (positions, rotary_dim / 2).
+        positions: (batch, seqlen), the rows of cos and sin (positions, rotary_dim / 2) to use.
         interleaved: pairs are (0, 1), (2, 3), ..; else (0, d), (1, d + 1), .. with d = rotary_dim / 2.
 
     Returns: a new tensor, computed in float32 (float64 for float64) and rounded once. Source: RoFormer,
@@ -33,7 +33,7 @@ def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: 
 
 
 def append(problem: DecodeProblem, inputs: DecodeInputs) -> None:
-    """Write k_new, rotated, and v_new behind the keys of each batch entry, in place. Values have been checked."""
+    """Write k_new, rotated, and v_new after the keys of each batch entry, in place. Values have been checked."""
     k_new, v_new = inputs.k_new, inputs.v_new
     assert k_new is not None
     assert v_new is not None
@@ -55,21 +55,21 @@ def append(problem: DecodeProblem, inputs: DecodeInputs) -> None:
             if descale is not None:
                 entry = torch.arange(len(positions), device=new.device)[:, None].expand_as(positions)
                 scale = descale_of_keys(descale, inputs, problem.kv_block, entry, positions)
-            # e4m3 has no indexing
+            # torch cannot index e4m3
             cache, new = cache.view(torch.uint8), to_e4m3(new, scale).view(torch.uint8)
-        # torch writes to a cache that was made in inference mode only there
+        # torch writes to a cache that was made in inference mode only in that mode
         with torch.inference_mode() if cache.is_inference() else nullcontext():
             cache[where] = new
 
 
 def to_e4m3(x: Tensor, descale: Tensor | None) -> Tensor:
-    """x / descale, rounded to the nearest e4m3 number; what is beyond 448, infinities too, becomes 448. NaN stays."""
+    """x / descale, rounded to the nearest e4m3 number; magnitudes above 448, even infinity, become 448. NaN stays."""
     x = x.float() if x.dtype != torch.float64 else x
     return (x if descale is None else x / descale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 def rotated_queries(problem: DecodeProblem, inputs: DecodeInputs) -> Tensor:
-    """q turned as its key positions say: query i stands at position seqlen_k - seqlen_q + i."""
+    """q rotated by its key positions: query i stands at position seqlen_k - seqlen_q + i."""
     q = inputs.q
     if inputs.rotary_cos is None or inputs.rotary_sin is None:
         return q
@@ -79,8 +79,10 @@ def rotated_queries(problem: DecodeProblem, inputs: DecodeInputs) -> Tensor:
 
 
 def keys_and_values(problem: DecodeProblem, inputs: DecodeInputs, entry: int, count: int) -> tuple[Tensor, Tensor]:
-    """The first `count` keys and values of a batch entry, (count, num_heads_kv, dim) each; of an e4m3 cache their real
-    values, in the dtype that sums are in."""
+    """The first `count` keys and values of a batch entry, (count, num_heads_kv, dim) each.
+
+    From an e4m3 cache real values are returned, in the dtype in which sums are accumulated.
+    """
     k, v = (rows_of_entry(cache, inputs.page_table, entry, count) for cache in (inputs.k_cache, inputs.v_cache))
     if not problem.attention.has_e4m3_cache:
         return k, v
@@ -101,6 +103,6 @@ def rows_of_entry(cache: Tensor, page_table: Tensor | None, entry: int, count: i
         return cache[entry, :count]
     page_size = cache.shape[1]
     pages = page_table[entry, : -(-count // page_size)].long()
-    if cache.dtype == E4M3:  # which has no indexing
+    if cache.dtype == E4M3:  # torch cannot index e4m3
         return cache.view(torch.uint8)[pages].view(E4M3).flatten(0, 1)[:count]
     return cache[pages].flatten(0, 1)[:count]

@@ -1,4 +1,4 @@
-"""Attention over a key/value cache in plain torch tiles: append, then each sequence, split by split."""
+"""Attention over a key/value cache in plain PyTorch tiles: append, then each sequence, split by split."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor
         seqlen_k = length + inputs.seqlen_new
         k, v = (rows[None] for rows in keys_and_values(problem, inputs, b, seqlen_k))
         if offsets is None:
-            of_entry = q[b : b + 1], k, v
+            operands = q[b : b + 1], k, v
             results = out[b], lse[b]
         else:
             queries = slice(*offsets[b : b + 2])
-            of_entry = q[None, queries], k, v
+            operands = q[None, queries], k, v
             results = out[queries], lse[:, queries]
-        for result, computed in zip(results, _decode_entry(problem, *of_entry, inputs.sinks), strict=True):
+        for result, computed in zip(results, _decode_entry(problem, *operands, inputs.sinks), strict=True):
             result.copy_(computed[0])
     return out, lse
 
@@ -49,33 +49,34 @@ def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor
 def _decode_entry(
     problem: DecodeProblem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of one sequence, a batch of one."""
+    """out and lse of one sequence, as a batch of one."""
     attention = replace(
         problem.attention, batch=1, seqlen_q=q.shape[1], seqlen_k=k.shape[1], has_seqused_k=False, is_packed=False
     )
     inputs = AttentionInputs(q, k, v, sinks)
-    parts = split_ranges(k.shape[1], problem.num_splits or 1, problem.split_size)
-    if not parts or q.shape[1] == 0:
+    splits = split_ranges(k.shape[1], problem.num_splits or 1, problem.split_size)
+    if not splits or q.shape[1] == 0:
         out, lse = empty_outputs(attention, inputs)
         return without_keys(out, lse, sinks, None)
-    if len(parts) == 1 and not attention.has_e4m3_cache:
+    if len(splits) == 1 and not attention.has_e4m3_cache:
         return forward(attention, inputs)
-    outs, lses = zip(*(forward_of_split(attention, q, k, v, *part) for part in parts), strict=True)
+    outs, lses = zip(*(_forward_split(attention, q, k, v, *split) for split in splits), strict=True)
     return merge_in_torch(outs, lses, sinks)
 
 
-def forward_of_split(
+def _forward_split(
     attention: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, start: int, end: int
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one sequence over its keys [start, end) alone, without sinks: out and lse as they are summed,
-    float32 (float64 for float64).
+    """Attention of one sequence over its keys [start, end) alone, without sinks.
 
-    The mask is that of all keys: counted from the end of the part, positions move by the keys behind it.
+    out and lse have the dtype in which sums are accumulated, float32 (float64 for float64).
+
+    The mask remains the mask of all keys: counted from the end of the split, positions move by the keys after it.
     """
-    behind = k.shape[1] - end
+    keys_after = k.shape[1] - end
     left, right = attention.mask.window_left, attention.mask.window_right
-    mask = Mask(None if left is None else left - behind, None if right is None else right + behind)
+    mask = Mask(None if left is None else left - keys_after, None if right is None else right + keys_after)
     dtype = attention.accum_dtype
-    part = replace(attention, dtype=dtype, seqlen_k=end - start, mask=mask, has_sinks=False)
+    problem = replace(attention, dtype=dtype, seqlen_k=end - start, mask=mask, has_sinks=False)
     tensors = (t.to(dtype) for t in (q, k[:, start:end], v[:, start:end]))
-    return forward(part, AttentionInputs(*tensors))
+    return forward(problem, AttentionInputs(*tensors))

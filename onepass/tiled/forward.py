@@ -21,8 +21,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Attention of a whole call.
 
-    Returns: out as q (with head_dim_v), laid out as q; lse (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q),
-    natural log. A row that sees no key has out = 0, and its sink for lse, or -inf without sinks.
+    Returns: out, in the shape (with head_dim_v) and memory order of q, and lse (batch, num_heads_q, seqlen_q) or
+    (num_heads_q, total_q), natural log. A row that sees no key has out = 0, and lse = its sink, or -inf without sinks.
     Source: FlashAttention-2, arXiv:2307.08691, Algorithm 1.
     """
     out, lse = empty_outputs(problem, inputs)
@@ -30,7 +30,7 @@ def forward(
         inputs = dequantize.dequantized(problem, inputs)
     q = inputs.q
     pieces = sequences(problem, inputs)
-    # rows that no sequence or no key reaches keep these values; all others are written
+    # rows without a sequence or a key keep these values; all others are overwritten
     is_covered = not problem.is_packed and all(piece.num_keys for piece in pieces)
     if not is_covered:
         without_keys(out, lse, inputs.sinks, inputs.cu_seqlens_q)
@@ -56,7 +56,7 @@ def _forward_sequences(
     """Sequences of equal lengths, (n, seqlen, num_heads, head_dim): fills the views `out` and `lse`."""
     sizes = tile_sizes or TileSizes.choose(problem, k.shape[1])
     for group in head_groups(problem, q.shape[0], sizes.heads):
-        sinks_of_group = None if sinks is None else group.per_head(sinks)
+        group_sinks = None if sinks is None else group.per_head(sinks)
         _forward_group(
             problem,
             group.q_rows(q),
@@ -64,7 +64,7 @@ def _forward_sequences(
             group.kv_rows(v),
             group.q_rows(out),
             group.stats(lse),
-            sinks_of_group,
+            group_sinks,
             sizes,
             scratch,
         )
@@ -83,7 +83,7 @@ def _forward_group(
 ) -> None:
     """The main loop. All query heads of a kv head share its tiles: their rows are stacked into one matrix.
 
-    An FP8 call differs in P alone: it is rounded to e4m3, which takes row maxima to stay in range.
+    An FP8 call differs in P alone: P is rounded to e4m3, and row maxima keep it in range.
     """
     is_fp8 = problem.quantization is not None
     seqlen_q, seqlen_k = q.shape[3], k.shape[2]
@@ -93,7 +93,7 @@ def _forward_group(
     tile_mask = TileMask(problem, seqlen_k - seqlen_q, v)
 
     def visit_keys(q_tile: Tensor, acc_o: Tensor, queries: Range, fixed_reference: bool) -> OnlineSoftmax:
-        """One pass over the keys that these queries see; acc_o becomes the unnormalised output."""
+        """One pass over the keys that these queries see; acc_o becomes the unnormalized output."""
         softmax = OnlineSoftmax(acc_o, fixed_reference)
         for n_start, n_end, needs_mask in key_tiles(queries[0], queries[1], *geometry, sizes.tile_n):
             k_tile, v_tile = k[:, n_start:n_end], v[:, n_start:n_end]
@@ -135,7 +135,7 @@ def _forward_group(
 
 
 def _round_probabilities_(p: Tensor, scratch: Scratch) -> None:
-    """`fp8.round_probabilities_`, which works on the bits of float32."""
+    """`codec.round_probabilities_`, which works on the bits of float32, for a p of any dtype."""
     if p.dtype == torch.float32:
         codec.round_probabilities_(p, scratch.empty("binade", *p.shape))
     else:

@@ -66,7 +66,7 @@ class TileMask:
         self._recent: dict[tuple[int, int, int], TilePairs] = {}
 
     def pairs(self, queries: Range, keys: Range) -> TilePairs:
-        """The mask of a tile. Tiles along a diagonal have the same one: it is made once."""
+        """The mask of a tile. Tiles along a diagonal share one mask, which is made once."""
         where = keys[0] - queries[0], queries[1] - queries[0], keys[1] - keys[0]
         if where not in self._recent:
             if len(self._recent) >= 8:
@@ -78,7 +78,7 @@ class TileMask:
 
 
 def fill_hidden(tile: Tensor, pairs: TilePairs | None, value: float) -> None:
-    """Set the hidden pairs of a tile, in place, whatever they hold."""
+    """Set the hidden pairs of a tile to value, in place, whatever they hold."""
     if pairs is not None:
         _by_query_head(tile, pairs).masked_fill_(pairs.hidden, value)
 

@@ -1,4 +1,4 @@
-"""Attention over parts of the keys, merged into attention over all of them: plain torch, differentiable."""
+"""Attention over sets of keys, merged into attention over all of them: plain PyTorch, differentiable."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def merge_in_torch(
 
     Args:
         outs: (.., seqlen_q, num_heads, head_dim_v) each. lses: (.., num_heads, seqlen_q) each, natural log.
-        sinks: (num_heads,): a key of value 0 more, that every row sees; in none of the parts yet.
+        sinks: (num_heads,): one more key of value 0, which every row sees and no partial includes.
 
-    Returns: out in lse's dtype, and lse. A part in which a row saw no key adds nothing, whatever its out holds.
+    Returns: out in lse's dtype, and lse. A partial in which a row saw no key adds nothing, whatever its out holds.
     """
     partial_lse = torch.stack(tuple(lses))
     row_max = partial_lse.detach().amax(0)
@@ -29,16 +29,16 @@ def merge_in_torch(
     total = weights.sum(0)
     is_empty = total == 0
     if sinks is not None:
-        # beside an infinite one no other term counts; and inf - inf would be NaN
-        weight_of_sink = torch.where(sinks == torch.inf, 1.0, torch.exp(sinks - row_max))
-        is_empty = is_empty & (weight_of_sink == 0)
-        total = total + weight_of_sink
+        # beside an infinite sink no other term counts; and inf - inf would be NaN
+        sink_weight = torch.where(sinks == torch.inf, 1.0, torch.exp(sinks - row_max))
+        is_empty = is_empty & (sink_weight == 0)
+        total = total + sink_weight
     # both branches of a where are differentiated: keep log and the division away from zero
     safe_total = torch.where(is_empty, 1.0, total)
     lse = torch.where(is_empty, -torch.inf, safe_total.log() + row_max)
-    # a sink of NaN is no share of a part that adds nothing
+    # a sink of NaN must not reach the share of a partial that adds nothing
     shares = torch.where(weights == 0, 0.0, weights / safe_total).transpose(-1, -2).unsqueeze(-1)
-    # an unseen part is taken out before the product, not after: 0 * NaN would reach the gradient of lse
+    # an empty partial is taken out before the product, not after: 0 * NaN would reach the gradient of lse
     merged = torch.zeros((), dtype=lse.dtype, device=lse.device)
     for share, out in zip(shares, outs, strict=True):
         merged = merged + share * torch.where(share != 0, out.to(share.dtype), 0.0)

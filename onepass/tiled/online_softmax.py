@@ -26,8 +26,8 @@ from .mask import TilePairs, fill_hidden, zero_hidden
 
 # The reference exists to keep exp(s - m) away from overflow and underflow, and scores of ordinary size need none: with
 # m = 0 the sums themselves tell afterwards whether all was well. Every term is positive, so row_sum <= 1e10 means that
-# none was larger, and row_sum >= 1e-3 that the largest of n terms was at least 1e-3 / n: what underflowed beside it
-# (below 1e-38) is 1e-35 n of it, nothing to float32's 6e-8.
+# none was larger, and row_sum >= 1e-3 that the largest of n terms was at least 1e-3 / n: terms that underflowed beside
+# it (below 1e-38) are 1e-35 n of it, far below float32's 6e-8.
 SAFE_ROW_SUM = (1e-3, 1e10)
 # Scores known beforehand to lie in [-23, 23] cannot overflow either: exp(23) = 1e10.
 SAFE_SCORE = 23.0
@@ -43,7 +43,7 @@ def log_tiny(dtype: torch.dtype) -> float:
 
 
 def _first_call_of_vector_math() -> None:
-    """Let one thread go first through the vector functions that the tiles use.
+    """Let one thread call the vector functions that the tiles use before all others.
 
     MKL sets them up in their first call, and where two threads make that call together, one of them can get the
     low-accuracy variant for it: relative errors of 1.5e-4 in exp, in 3 of 16 new processes (torch 2.13.0).
@@ -61,7 +61,7 @@ class OnlineSoftmax:
     """The three values of every row of a query tile.
 
     Args:
-        acc_o: (heads, rows, head_dim_v), contiguous and uninitialised: becomes the unnormalised output.
+        acc_o: (heads, rows, head_dim_v), contiguous and uninitialized: becomes the unnormalized output.
         fixed_reference: take m = 0 throughout, which needs neither a maximum nor a rescaling; `is_safe` tells in the
             end whether that was right.
     """
@@ -114,7 +114,7 @@ class OnlineSoftmax:
         return in_range and math.isfinite(float(self.acc_o.sum()))
 
     def finish(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What acc_o must be multiplied with to become the output, and lse; (heads, rows, 1) each.
+        """The factor by which acc_o becomes the output, and lse; (heads, rows, 1) each.
 
         Args:
             sinks: (heads, rows, 1) or None: a key of this score and of value 0, seen by every row.

@@ -1,4 +1,4 @@
-"""Work memory: what shared memory and registers are to a GPU kernel."""
+"""Workspace of the tiles, in the role that shared memory and registers have in a GPU kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Scratch:
 
     Args:
         like: a tensor on the device to work on.
-        dtype: of every buffer.
+        dtype: dtype of every buffer.
     """
 
     def __init__(self, like: Tensor, dtype: torch.dtype):
@@ -32,10 +32,10 @@ class Scratch:
             self._buffers.update(_kept.buffers.get(dtype, {}))
 
     def empty(self, name: str, *shape: int) -> Tensor:
-        """A contiguous, uninitialised tensor; valid until the same name is asked for again."""
+        """A contiguous, uninitialized tensor; it is valid until the next request for its name."""
         count = math.prod(shape)
         if name not in self._buffers or self._buffers[name].numel() < count:
-            # not an inference tensor, whatever mode the call is made in: later calls may write to it in another
+            # not an inference tensor, even under inference mode: later calls may write to it outside of that mode
             with torch.inference_mode(False):
                 buffer = torch.empty(count, dtype=self.dtype, device=self.like.device)
             self._buffers[name] = buffer
@@ -44,14 +44,14 @@ class Scratch:
         return self._buffers[name][:count].view(shape)
 
     def load_scaled(self, name: str, source: Tensor, scale: float) -> Tensor:
-        """scale * source, (..., rows, head_dim), contiguous, of our dtype: converted first, then scaled."""
+        """scale * source, (..., rows, head_dim), contiguous, in the buffers' dtype: converted first, then scaled."""
         target = self.empty(name, *source.shape)
         return torch.mul(source if source.dtype == self.dtype else target.copy_(source), scale, out=target)
 
     def load(self, name: str, source: Tensor) -> Tensor:
-        """(entries, kv heads, rows, head_dim) -> (entries * kv heads, rows, head_dim), contiguous, of our dtype.
+        """(entries, kv heads, rows, head_dim) -> (entries * kv heads, rows, head_dim), contiguous, in self.dtype.
 
-        Copied only where it is not that already: GEMMs on rows that lie apart in memory are slower by more than a copy.
+        It is copied only where needed. GEMMs on rows that lie apart in memory are slower by more than a copy.
         """
         if source.dtype == self.dtype and source.is_contiguous():
             return source.flatten(0, 1)
@@ -61,7 +61,7 @@ class Scratch:
     def largest_norm(self, x: Tensor) -> float:
         """The largest Euclidean norm over the last dimension; NaN or inf if x is not finite.
 
-        Squares are made in a buffer, piece by piece along dimension -2: they never leave the cache.
+        Squares are computed in a buffer, piece by piece along dimension -2, so that they never leave the cache.
         """
         largest = []
         for piece in x.split(512, -2):

@@ -1,4 +1,4 @@
-"""How a call is cut into pieces of equal geometry: first into sequences, then into groups of heads."""
+"""The pieces of equal geometry that a call is cut into: first sequences, then groups of heads."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def sequences(problem: AttentionProblem, inputs: AttentionInputs) -> list[Sequen
 
 
 class HeadGroup(NamedTuple):
-    """Kv heads, with the query heads that they serve, that go through the GEMMs together.
+    """Kv heads that go through the GEMMs together, with the query heads that they serve.
 
     Cutting one out of a tensor gives (entries, kv heads, ...): `q_rows` (.., qhead_per_kvhead, seqlen_q, head_dim),
     `kv_rows` (.., seqlen_k, head_dim), `stats` (.., qhead_per_kvhead, seqlen_q).

@@ -1,4 +1,4 @@
-"""How large the tiles of the torch backend are, and in which precision its GEMMs run."""
+"""The sizes of the tiles of the backend `tiled`, and the precision of its GEMMs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXACT = ("ieee", "none")  # settings of torch under which float32 operands are n
 
 @dataclass(frozen=True)
 class TileSizes:
-    """Speed and summation order, never the result.
+    """The sizes of tiles, which change speed and summation order, never the result.
 
     Attributes:
         tile_m: queries in a tile; with qhead_per_kvhead query heads stacked, its matrix has that many times more rows.
@@ -42,12 +42,12 @@ class TileSizes:
 
 
 def work_dtype(problem: AttentionProblem) -> torch.dtype:
-    """What tiles are computed in: float32 (float64 for float64), where torch multiplies float32 matrices as they are.
+    """The dtype that tiles are computed in: float32 (float64 for float64), where torch multiplies float32 as it is.
 
     Where its settings allow products of TF32 or bfloat16 (`torch.set_float32_matmul_precision`,
     `torch.backends.fp32_precision` and those below it), it is float64, which no setting touches. Settings belong to all
     threads, so a call leaves them alone. Float32 out of products of TF32 would need operands in three terms, and sums
-    that tensor cores do not round to the nearest; on data centre GPUs float64 is as fast as float32 without TF32.
+    that tensor cores do not round to the nearest; on data center GPUs float64 is as fast as float32 without TF32.
     """
     accum = problem.accum_dtype
     return accum if float32_products_are_exact(problem.device_type) else torch.float64
@@ -56,8 +56,8 @@ def work_dtype(problem: AttentionProblem) -> torch.dtype:
 def float32_products_are_exact(device_type: str) -> bool:
     """Whether torch multiplies float32 matrices on this device without rounding their elements first.
 
-    Asked of the settings that the products themselves look at: `torch.get_float32_matmul_precision` raises where both
-    the older and the newer functions have been used.
+    The settings that the products themselves use decide: `torch.get_float32_matmul_precision` raises where both the
+    older and the newer functions have been used.
     """
     if device_type == "mps":  # has neither TF32 nor float64
         return True

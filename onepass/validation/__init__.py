@@ -1,1 +1,1 @@
-"""Checks of everything that a caller passes, before any work is done: shapes, dtypes, devices, options."""
+"""Checks of all arguments that a caller passes, before any work is done: shapes, dtypes, devices, options."""

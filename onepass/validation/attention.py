@@ -1,11 +1,11 @@
 """Checks of the arguments of `attention` and `attention_varlen`, once, for all backends.
 
-`check_attention` and `check_attention_varlen` turn arguments into an `AttentionProblem` or raise before any work is
-done, with what was expected and what was given. The order is always the same: types, devices, dtypes, ranks,
-shapes, options. Code that is given a problem trusts it and checks nothing again.
+`check_attention` and `check_attention_varlen` turn arguments into an `AttentionProblem`, or raise before any work is
+done, with what was expected and what was given. The order of the checks is always types, devices, dtypes, ranks,
+shapes, options. Code that receives a problem trusts it and checks nothing again.
 
-The one exception is data that only the device knows: `problem.lengths.read_lengths` checks the values of
-`cu_seqlens_*` and `seqused_k` where a backend reads them, before it computes anything.
+The exception is data that only the device knows: `problem.lengths.read_lengths` checks the values of `cu_seqlens_*`
+and `seqused_k` where a backend reads them, before it computes anything.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from ..problem import AttentionInputs, AttentionProblem, Mask
 from .scalars import check_flag, check_int, check_real
 from .tensors import check_dense, check_max_seqlens, check_packed, check_sinks, check_tensors
 
-WIDEST_WINDOW = 2**48  # more bytes than a machine has: a window side beyond it hides nothing, and sums stay in 64 bits
+# More bytes than a machine has: a wider side of a window hides no further key, and sums of positions fit in 64 bits.
+WIDEST_WINDOW = 2**48
 
 
 def check_call(name: str, call: Any) -> None:
-    """One of the calls to come that `warmup` and `tune` take."""
+    """Check one element of the `calls` that `warmup` and `tune` take."""
     if not isinstance(call, (Mapping, AttentionProblem)):
         given = f"{type(call).__name__} {call!r}"
         raise TypeError(f"{name}: expected the arguments of a call by name, or an AttentionProblem, got {given}")
@@ -42,7 +43,7 @@ def _check_window_side(side: str, size: Any) -> int | None:
     if size is None:
         return None
     size = check_int("window", size, f"an int or None for its {side} side")
-    # still a bound, for the sake of the kernel that is chosen, but one that fits where it goes
+    # still a bound, so that the choice of a kernel does not change, but one that fits into a kernel's argument
     if size > WIDEST_WINDOW:
         return WIDEST_WINDOW
     return -WIDEST_WINDOW if size < -WIDEST_WINDOW else size
@@ -60,10 +61,10 @@ def checked_options(
     return_lse: Any,
     tuning: Any,
 ) -> dict[str, Any]:
-    """Check the options that both layouts share; return them as `AttentionProblem.of` takes them."""
+    """Check the options of dense and packed calls; return them as keyword arguments of `AttentionProblem.of`."""
     causal = check_flag("causal", causal)
     check_flag("return_lse", return_lse)
-    is_reproducible = check_flag("deterministic", deterministic, none_too=True)
+    is_reproducible = check_flag("deterministic", deterministic, allow_none=True)
     mask = Mask.from_options(causal, _check_window(window))
     if softcap is not None:
         softcap = check_real("softcap", softcap)
@@ -80,7 +81,7 @@ def checked_options(
 
 
 def check_attention(q: Any, k: Any, v: Any, *, seqused_k: Any = None, **options: Any) -> AttentionProblem:
-    """The problem that `onepass.attention` was asked for.
+    """The problem of a call of `onepass.attention`, whose arguments are checked.
 
     Raises: TypeError, ValueError or UnsupportedError (a NotImplementedError), naming the argument, what was
     expected and what was given. Nothing has been computed or changed when it raises.
@@ -103,7 +104,7 @@ def check_attention_varlen(
     seqused_k: Any = None,
     **options: Any,
 ) -> AttentionProblem:
-    """The problem that `onepass.attention_varlen` was asked for; raises like `check_attention`."""
+    """The problem of a call of `onepass.attention_varlen`; raises like `check_attention`."""
     check_tensors({"q": q, "k": k, "v": v})
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k)
     check_max_seqlens(max_seqlen_q, max_seqlen_k)

@@ -1,6 +1,7 @@
-"""The door of `attention_decode`: every check that needs no value from the device, once, for all backends.
+"""Checks of the arguments of `attention_decode` that need no value from the device, once, for all backends.
 
-Values that only the device knows `read_cache_lengths` checks, where a backend works on the host or the caller asks.
+`problem.lengths.read_cache_lengths` checks the values that only the device knows, if a backend works on the host or
+the caller asks for it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,23 @@ import torch
 from ..errors import UnsupportedError
 from ..geometry.splits import MAX_PARTS, MAX_SPLITS, SPLIT_UNIT
 from ..problem.decode import FEW_QUERIES, DecodeInputs, DecodeProblem
-from . import attention as validation
-from . import fp8, tensors
+from .attention import checked_options
 from .descales import check_descales
-from .fp8 import check_block
+from .lost_gradients import refuse_backward
 from .overlap import refuse_shared_caches
-from .scalars import check_flag, check_int
-from .tensors import DENSE_DIMS, E4M3, PACKED_DIMS, check_tensor
+from .scalars import LARGEST_BLOCK, check_block, check_flag, check_int
+from .tensors import (
+    DENSE_DIMS,
+    E4M3,
+    PACKED_DIMS,
+    check_groups,
+    check_int32,
+    check_max_seqlens,
+    check_ranks,
+    check_tensor,
+    check_tensors,
+    is_missing,
+)
 
 PAGED_DIMS = "(num_pages, page_size, num_heads_kv, head_dim)"
 
@@ -34,7 +45,7 @@ def check_decode(
     max_seqlen_q: Any = None,
     **options: Any,
 ) -> DecodeProblem:
-    """The problem that `onepass.attention_decode` was asked for.
+    """The problem of a call of `onepass.attention_decode`, whose arguments are checked.
 
     Raises: TypeError, ValueError or UnsupportedError, naming the argument, what was expected and what was given.
     """
@@ -44,8 +55,8 @@ def check_decode(
     is_packed = inputs.cu_seqlens_q is not None
     if is_packed:
         check_tensor("cu_seqlens_q", inputs.cu_seqlens_q, "an int32 torch.Tensor")
-    tensors.check_ranks({"q": q}, *((PACKED_DIMS, 3) if is_packed else (DENSE_DIMS, 4)))
-    tensors.check_ranks({"k_cache": k_cache, "v_cache": v_cache}, dims, 4)
+    check_ranks({"q": q}, *((PACKED_DIMS, 3) if is_packed else (DENSE_DIMS, 4)))
+    check_ranks({"k_cache": k_cache, "v_cache": v_cache}, dims, 4)
     _check_cache_shapes(q, k_cache, v_cache)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.stride(-1) != 1:
@@ -53,7 +64,7 @@ def check_decode(
     if is_packed:
         _check_packed_queries(inputs)
     batch = inputs.batch
-    _check_int32("cache_seqlens", inputs.cache_seqlens, (batch,), "one per batch entry", q.device)
+    check_int32("cache_seqlens", inputs.cache_seqlens, (batch,), "one per batch entry", q.device)
     if inputs.page_table is None:
         if k_cache.shape[0] != batch:
             raise ValueError(
@@ -61,7 +72,7 @@ def check_decode(
                 f"page_table), got {k_cache.shape[0]}"
             )
     else:
-        _check_int32("page_table", inputs.page_table, (batch, None), "(batch, max_pages)", q.device)
+        check_int32("page_table", inputs.page_table, (batch, "max_pages"), "(batch, max_pages)", q.device)
         if k_cache.shape[1] < 1:
             raise ValueError(f"k_cache: expected pages of at least 1 key, got shape {tuple(k_cache.shape)}")
         if k_cache.shape[0] < 1 and inputs.page_table.shape[1] > 0:
@@ -73,8 +84,8 @@ def check_decode(
     rotary_interleaved = check_flag("rotary_interleaved", rotary_interleaved)
     check_values = check_flag("check_values", check_values)
     num_splits, split_size = _check_splits(num_splits, split_size, inputs.capacity)
-    checked = validation.checked_options(q, sinks=inputs.sinks, deterministic=False, tuning=None, **options)
-    _refuse_gradients(inputs)
+    checked = checked_options(q, sinks=inputs.sinks, deterministic=False, tuning=None, **options)
+    refuse_backward("attention_decode", inputs._asdict())
     return DecodeProblem.of(
         inputs.attention(**checked),
         inputs,
@@ -88,13 +99,13 @@ def check_decode(
 
 
 def _check_dtypes(q: Any, k_cache: Any, v_cache: Any) -> None:
-    """Three of one dtype, or caches of e4m3 beside a q of any other."""
+    """Check that all three have one dtype, or that both caches are e4m3."""
     caches = {"k_cache": k_cache, "v_cache": v_cache}
     if not any(isinstance(t, torch.Tensor) and t.dtype == E4M3 for t in caches.values()):
-        tensors.check_tensors({"q": q} | caches)
+        check_tensors({"q": q} | caches)
         return
-    tensors.check_tensors({"q": q})
-    tensors.check_tensors(caches, (E4M3,))
+    check_tensors({"q": q})
+    check_tensors(caches, (E4M3,))
     if k_cache.device != q.device:
         raise ValueError(f"k_cache: expected device {q.device} like q, got {k_cache.device}")
 
@@ -108,13 +119,13 @@ def _check_cache_shapes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.T
     for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if t.shape[-1] < 1:
             raise ValueError(f"{name}: expected a head_dim of at least 1, got shape {tuple(t.shape)}")
-    tensors.check_groups({"q": q}, {"k_cache": k_cache, "v_cache": v_cache}, "the cache")
+    check_groups({"q": q}, {"k_cache": k_cache, "v_cache": v_cache}, "the cache")
 
 
 def _check_packed_queries(inputs: DecodeInputs) -> None:
-    """cu_seqlens_q, and what is not given beside it: new keys and rotary positions, which are those of queries."""
+    """Check cu_seqlens_q, and refuse new keys and rotary positions beside it."""
     cu_seqlens_q = inputs.cu_seqlens_q
-    _check_int32("cu_seqlens_q", cu_seqlens_q, (None,), "an offset more than there are sequences", inputs.q.device)
+    check_int32("cu_seqlens_q", cu_seqlens_q, ("batch + 1",), "one more offset than sequences", inputs.q.device)
     assert cu_seqlens_q is not None
     if cu_seqlens_q.shape[0] < 1:
         raise ValueError(f"cu_seqlens_q: expected shape (batch + 1,), got {tuple(cu_seqlens_q.shape)}")
@@ -128,10 +139,13 @@ def _check_packed_queries(inputs: DecodeInputs) -> None:
 
 
 def few_queries(max_seqlen_q: Any, cu_seqlens_q: Any) -> int | None:
-    """max_seqlen_q of a call where it says that all sequences have few. Raises: TypeError, ValueError if it is none."""
+    """max_seqlen_q if it says that all sequences have at most FEW_QUERIES queries; else None.
+
+    Raises: TypeError or ValueError if it is neither None nor a number of queries.
+    """
     if max_seqlen_q is None:
         return None
-    tensors.check_max_seqlens(max_seqlen_q, None)
+    check_max_seqlens(max_seqlen_q, None)
     if cu_seqlens_q is None:
         raise ValueError(f"max_seqlen_q: expected None without cu_seqlens_q, got {max_seqlen_q!r}")
     if isinstance(max_seqlen_q, torch.Tensor) or max_seqlen_q > FEW_QUERIES:
@@ -139,19 +153,8 @@ def few_queries(max_seqlen_q: Any, cu_seqlens_q: Any) -> int | None:
     return check_int("max_seqlen_q", max_seqlen_q)
 
 
-def _check_int32(name: str, t: Any, shape: tuple, meaning: str, device: torch.device) -> None:
-    check_tensor(name, t, "an int32 torch.Tensor")
-    if t.dtype != torch.int32:
-        raise TypeError(f"{name}: expected dtype int32, got {str(t.dtype).removeprefix('torch.')}")
-    if t.device != device:
-        raise ValueError(f"{name}: expected device {device} like q, got {t.device}")
-    if t.dim() != len(shape) or any(n is not None and m != n for m, n in zip(t.shape, shape, strict=True)):
-        expected = {"page_table": f"({shape[0]}, max_pages)", "cu_seqlens_q": "(batch + 1,)"}.get(name, shape)
-        raise ValueError(f"{name}: expected shape {expected}, {meaning}, got {tuple(t.shape)}")
-
-
 def _check_new_keys(inputs: DecodeInputs) -> None:
-    """k_new and v_new: both or neither, rows like those of the caches, and room for them."""
+    """Check k_new and v_new: both or neither, rows like the rows of the caches, and room for them."""
     q, k_new, v_new = inputs.q, inputs.k_new, inputs.v_new
     if k_new is None and v_new is None:
         return
@@ -165,9 +168,9 @@ def _check_new_keys(inputs: DecodeInputs) -> None:
             raise ValueError(f"{name}: expected shape {expected}, got {tuple(new.shape)}")
     if inputs.seqlen_new > inputs.capacity:
         raise ValueError(
-            f"k_new: expected up to {inputs.capacity} keys, the room of the cache, got {inputs.seqlen_new}"
+            f"k_new: expected at most {inputs.capacity} keys, the capacity of the cache, got {inputs.seqlen_new}"
         )
-    # one element under several indices: what is written to it would depend on the order
+    # with one element under several indices, the value written to it would depend on the order
     for name, cache in (("k_cache", inputs.k_cache), ("v_cache", inputs.v_cache)):
         if any(size > 1 and stride == 0 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
             raise ValueError(f"{name}: expected memory of its own for every element, got strides {cache.stride()}")
@@ -180,8 +183,8 @@ def _check_rotary(inputs: DecodeInputs) -> None:
     if cos is None and sin is None:
         return
     tables = ("rotary_cos", cos), ("rotary_sin", sin)
-    for name, t in sorted(tables, key=tensors._is_missing):
-        t = check_tensor(name, t, "a torch.Tensor beside the other of both")
+    for name, t in sorted(tables, key=is_missing):
+        t = check_tensor(name, t, "a torch.Tensor where the other of rotary_cos and rotary_sin is given")
         if t.device != q.device:
             raise ValueError(f"{name}: expected device {q.device} like q, got {t.device}")
         if t.dtype not in (q.dtype, torch.float32):
@@ -213,20 +216,8 @@ def _check_splits(num_splits: Any, split_size: Any, capacity: int) -> tuple[int 
         raise ValueError(f"split_size: expected a multiple of {SPLIT_UNIT} keys, got {split_size}")
     if split_size is not None and capacity > split_size * MAX_PARTS:
         raise ValueError(
-            f"split_size: expected at most {MAX_PARTS} parts of the cache's {capacity} keys, got {split_size}"
+            f"split_size: expected at most {MAX_PARTS} splits of the cache's {capacity} keys, got {split_size}"
         )
-    if split_size is not None and split_size > fp8.LARGEST_BLOCK:
-        raise ValueError(f"split_size: expected at most {fp8.LARGEST_BLOCK} keys, got {split_size}")
+    if split_size is not None and split_size > LARGEST_BLOCK:
+        raise ValueError(f"split_size: expected at most {LARGEST_BLOCK} keys, got {split_size}")
     return num_splits, split_size
-
-
-def _refuse_gradients(inputs: DecodeInputs) -> None:
-    """A gradient would be lost without a word: there is no backward through a cache."""
-    if not torch.is_grad_enabled():
-        return
-    for name, t in zip(DecodeInputs._fields, inputs, strict=True):
-        if t is not None and t.requires_grad:
-            raise UnsupportedError(
-                f"{name}: expected a tensor without requires_grad, because attention_decode has no backward; "
-                "call it under torch.no_grad()"
-            )

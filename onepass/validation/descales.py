@@ -1,17 +1,16 @@
-"""Checks of the scales of an e4m3 cache."""
+"""Checks of the descales of an e4m3 cache."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..problem.decode import DecodeInputs
 from ..problem.descales import NAMES, legal_shapes
-from .tensors import E4M3, check_tensor
+from .tensors import E4M3, check_float32
 
 
 def check_descales(inputs: DecodeInputs, kv_block: int | None) -> None:
-    """Raises: TypeError or ValueError with what was expected and given; all but the descales has been checked."""
+    """Check k_descale, v_descale and kv_block; all other inputs have been checked."""
     descales = dict(zip(NAMES, (inputs.k_descale, inputs.v_descale), strict=True))
     if inputs.k_cache.dtype != E4M3:
         for name, value in (descales | {"kv_block": kv_block}).items():
@@ -25,11 +24,8 @@ def check_descales(inputs: DecodeInputs, kv_block: int | None) -> None:
             raise ValueError(f"kv_block: expected None without k_descale and v_descale, got {kv_block}")
         return
     for name, descale in descales.items():
-        descale = check_tensor(name, descale, "a float32 torch.Tensor beside the other of both")
-        if descale.dtype != torch.float32:
-            raise TypeError(f"{name}: expected dtype float32, got {str(descale.dtype).removeprefix('torch.')}")
-        if descale.device != inputs.q.device:
-            raise ValueError(f"{name}: expected device {inputs.q.device} like q, got {descale.device}")
+        expected = "a float32 torch.Tensor where the other of k_descale and v_descale is given"
+        descale = check_float32(name, descale, inputs.q.device, expected)
         shapes = legal_shapes(inputs, kv_block)
         if not any(_has_shape(descale, shape) for shape in shapes):
             expected = " or ".join(map(str, shapes))
@@ -43,7 +39,7 @@ def check_descales(inputs: DecodeInputs, kv_block: int | None) -> None:
 
 
 def _has_shape(t: Tensor, shape: tuple[int, ...]) -> bool:
-    # number by number: of shapes that it does not know torch.compile finds none equal as a whole
+    # compared size by size: torch.compile never finds whole shapes of unknown sizes equal
     return t.dim() == len(shape) and all(a == b for a, b in zip(t.shape, shape, strict=True))
 
 

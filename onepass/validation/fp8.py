@@ -1,4 +1,4 @@
-"""Checks of calls in FP8: tensors to be quantised, quantised tensors with their scales."""
+"""Checks of FP8 calls: tensors to be quantized, and quantized tensors with their descales."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import torch
 from ..problem import V_KEYS, AttentionProblem, QuantizedInputs
 from .attention import checked_options
 from .lost_gradients import refuse_lost_gradients
-from .scalars import check_flag, check_int
+from .scalars import check_block, check_flag
 from .tensors import (
     E4M3,
     PACKED_DIMS,
     QUANTIZABLE_DTYPES,
     check_dense,
+    check_float32,
     check_heads,
-    check_lengths_tensor,
+    check_int32,
     check_max_seqlens,
     check_one_of,
     check_packed,
@@ -31,24 +32,10 @@ if TYPE_CHECKING:
     from ..ops.quantize import QuantizedQKV
 
 PRECISIONS = ("fp8",)
-LARGEST_BLOCK = 2**31 - 1
-
-
-# ---------------------------------------------------------------- FP8
-
-
-def check_block(name: str, value: Any) -> int | None:
-    """A number of rows or keys, small enough for an argument of a kernel, or None."""
-    if value is None:
-        return None
-    block = check_int(name, value, "an int or None", least=1)
-    if block > LARGEST_BLOCK:
-        raise ValueError(f"{name}: expected at most {LARGEST_BLOCK}, got {block}")
-    return block
 
 
 def check_precision(precision: Any, q: torch.Tensor) -> None:
-    """`precision` of a call whose tensors have been checked: "fp8" (None is the other way, and not asked here)."""
+    """Check a `precision` that is not None, for a call whose tensors have been checked."""
     check_one_of("precision", precision, PRECISIONS)
     if q.dtype not in QUANTIZABLE_DTYPES:
         expected = ", ".join(short_name(d) for d in QUANTIZABLE_DTYPES)
@@ -56,7 +43,7 @@ def check_precision(precision: Any, q: torch.Tensor) -> None:
 
 
 def check_quantizable(q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_k: Any) -> None:
-    """The tensors of `onepass.quantize_fp8`; raises like `check_attention`."""
+    """Check the tensors of `onepass.quantize_fp8`; raises like `check_attention`."""
     check_tensors({"q": q, "k": k, "v": v}, QUANTIZABLE_DTYPES)
     if cu_seqlens_q is None and cu_seqlens_k is None:
         check_dense(q, k, v, seqused_k)
@@ -65,11 +52,11 @@ def check_quantizable(q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k
 
 
 def check_quantized(quantized: QuantizedQKV) -> None:
-    """The tensors of a `onepass.QuantizedQKV` by themselves; of packed sequences their number is not known yet."""
+    """Check the tensors of a `onepass.QuantizedQKV`; the number of packed sequences is not known yet."""
     q, k, v = quantized.q, quantized.k, quantized.v
     check_tensors({"q": q, "k": k, "v": v}, (E4M3,))
     check_flag("v_keys_last", quantized.v_keys_last)
-    v = _as_rows(k, v) if quantized.v_keys_last else v
+    v = _v_stand_in(k, v) if quantized.v_keys_last else v
     if q.dim() == 3:
         check_ranks({"q": q, "k": k, "v": v}, PACKED_DIMS, 3)
         check_heads(q, k, v)
@@ -85,17 +72,17 @@ def check_quantized(quantized: QuantizedQKV) -> None:
         ("k_descale", k, quantized.kv_block),
         ("v_descale", v, quantized.kv_block),
     ):
-        _check_float32(name, getattr(quantized, name), q.device)
+        check_float32(name, getattr(quantized, name), q.device)
         _check_descale(name, getattr(quantized, name), t, block)
     is_packed, batch = q.dim() == 3, q.shape[0]
     if quantized.score_shift is not None:
-        _check_float32("score_shift", quantized.score_shift, q.device)
+        check_float32("score_shift", quantized.score_shift, q.device)
         expected_shape = (q.shape[1], q.shape[0]) if is_packed else (batch, q.shape[2], q.shape[1])
         if tuple(quantized.score_shift.shape) != expected_shape:
             raise ValueError(f"score_shift: expected shape {expected_shape}, got {shape_of(quantized.score_shift)}")
     if quantized.v_mean is not None:
         v_mean = quantized.v_mean
-        _check_float32("v_mean", v_mean, q.device)
+        check_float32("v_mean", v_mean, q.device)
         expected_tail = (v.shape[-2], v.shape[-1])
         if v_mean.dim() != 3 or v_mean.shape[1:] != expected_tail or (not is_packed and v_mean.shape[0] != batch):
             expected = f"({'batch' if is_packed else batch}, {expected_tail[0]}, {expected_tail[1]})"
@@ -103,7 +90,7 @@ def check_quantized(quantized: QuantizedQKV) -> None:
 
 
 def check_dequantize(quantized: QuantizedQKV, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
-    """The offsets of `QuantizedQKV.dequantize`: those of packed sequences, where a scale or v depends on them."""
+    """Check the offsets of `QuantizedQKV.dequantize`: packed sequences need them if a descale or v depends on them."""
     is_packed = quantized.q.dim() == 3
     needed = {
         "cu_seqlens_q": quantized.q_descale.dim() > 0,
@@ -118,24 +105,25 @@ def check_dequantize(quantized: QuantizedQKV, cu_seqlens_q: Any, cu_seqlens_k: A
         if offsets.dim() != 1 or offsets.shape[0] < 1:
             raise ValueError(f"{name}: expected shape (batch + 1,), got {shape_of(offsets)}")
         batch = offsets.shape[0] - 1
-        check_lengths_tensor(name, offsets, batch + 1, "batch + 1", quantized.q.device)
-        for of, t, block in (
+        check_int32(name, offsets, (batch + 1,), "batch + 1", quantized.q.device)
+        for descale_name, t, block in (
             ("q_descale", quantized.q, quantized.q_block),
             ("k_descale", quantized.k, quantized.kv_block),
             (
                 "v_descale",
-                _as_rows(quantized.k, quantized.v) if quantized.v_keys_last else quantized.v,
+                _v_stand_in(quantized.k, quantized.v) if quantized.v_keys_last else quantized.v,
                 quantized.kv_block,
             ),
         ):
-            if (of == "q_descale") == (name == "cu_seqlens_q"):
-                _check_descale(of, getattr(quantized, of), t, block, batch)
+            if (descale_name == "q_descale") == (name == "cu_seqlens_q"):
+                _check_descale(descale_name, getattr(quantized, descale_name), t, block, batch)
 
 
-def _as_rows(k: torch.Tensor, v: torch.Tensor, batch: int | None = None) -> torch.Tensor:
-    """A stand-in with the shape that v had before `fp8.keys_last`; no data.
+def _v_stand_in(k: torch.Tensor, v: torch.Tensor, batch: int | None = None) -> torch.Tensor:
+    """A tensor with the shape that v had before `fp8.keys_last`, without its data; checks the shape of v.
 
-    Args: batch: number of packed sequences, once it is known.
+    Args:
+        batch: the number of packed sequences, once it is known.
     """
     if k.dim() not in (3, 4) or v.dim() != k.dim():
         raise ValueError(f"v: expected as many dimensions as k, {k.dim()}, got shape {shape_of(v)}")
@@ -147,7 +135,7 @@ def _as_rows(k: torch.Tensor, v: torch.Tensor, batch: int | None = None) -> torc
         is_right = v.shape[0] == heads and v.shape[-1] >= least and v.shape[-1] % V_KEYS == 0
     else:
         is_right = v.shape[0] == heads and v.shape[-1] == least + V_KEYS * batch
-    if not is_right:  # only here: torch.compile would take a length that goes into text for a constant
+    if not is_right:  # lengths become text only here: torch.compile would treat such a length as a constant
         length = f"{least} + {V_KEYS} * batch" if batch is None else str(least + V_KEYS * batch)
         length = f"{-(-total // V_KEYS) * V_KEYS}" if k.dim() == 4 else length
         leading = f"{k.shape[0]}, " if k.dim() == 4 else ""
@@ -157,18 +145,10 @@ def _as_rows(k: torch.Tensor, v: torch.Tensor, batch: int | None = None) -> torc
     return k[..., :1].expand(*k.shape[:-1], head_dim_v)
 
 
-def _check_float32(name: str, t: Any, device: torch.device) -> None:
-    check_tensor(name, t, "a float32 torch.Tensor")
-    if t.dtype != torch.float32:
-        raise TypeError(f"{name}: expected dtype float32, got {short_name(t.dtype)}")
-    if t.device != device:
-        raise ValueError(f"{name}: expected device {device} like q, got {t.device}")
-
-
 def _check_descale(
     name: str, descale: torch.Tensor, t: torch.Tensor, block: int | None, batch: int | None = None
 ) -> None:
-    """The shape of one descale beside its tensor. Args: batch: number of packed sequences, once it is known."""
+    """Check the shape of the descale of tensor t. Args: batch: the number of packed sequences, once it is known."""
     if descale.dim() == 0:
         return
     heads, total, shape = t.shape[-2], t.shape[-3], tuple(descale.shape)
@@ -184,7 +164,7 @@ def _check_descale(
         is_right = is_right and (shape[1] >= least if batch is None else shape[1] == least + batch)
     if is_right:
         return
-    # only here: torch.compile would take a length that goes into text for a constant
+    # lengths become text only here: torch.compile would treat such a length as a constant
     if t.dim() == 4:
         allowed = f"({t.shape[0]}, {heads})"
         allowed += "" if block is None else f" or ({t.shape[0]}, {heads}, {-(-total // block)})"
@@ -192,14 +172,14 @@ def _check_descale(
         allowed = f"({'batch' if batch is None else batch}, {heads})"
     else:
         allowed = f"({heads}, {f'{total // block} + batch' if batch is None else total // block + batch})"
-    of = "" if block is None else f" with blocks of {block} rows"
-    raise ValueError(f"{name}: expected shape () or {allowed}{of}, got {shape_of(descale)}")
+    blocks = "" if block is None else f" with blocks of {block} rows"
+    raise ValueError(f"{name}: expected shape () or {allowed}{blocks}, got {shape_of(descale)}")
 
 
 def check_quantized_call(
     quantized: QuantizedQKV, k: Any, v: Any, *, precision: Any = None, seqused_k: Any = None, **options: Any
 ) -> AttentionProblem:
-    """The problem that `attention` or, with cu_seqlens, `attention_varlen` was asked for with a `QuantizedQKV`."""
+    """The problem of a call of `attention` or, with cu_seqlens, `attention_varlen` with a `QuantizedQKV`."""
     for name, value in (("k", k), ("v", v), ("precision", precision)):
         if value is not None:
             raise TypeError(f"{name}: expected None beside a QuantizedQKV, got {type(value).__name__}")
@@ -207,16 +187,16 @@ def check_quantized_call(
     cu_seqlens_q, cu_seqlens_k = (options.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k"))
     max_seqlens = (options.pop(name, None) for name in ("max_seqlen_q", "max_seqlen_k"))
     tensors = quantized.q, quantized.k, quantized.v
-    as_rows = tensors if not quantized.v_keys_last else (*tensors[:2], _as_rows(*tensors[1:]))
+    in_rows = tensors if not quantized.v_keys_last else (*tensors[:2], _v_stand_in(*tensors[1:]))
     if is_packed:
-        check_packed(*as_rows, cu_seqlens_q, cu_seqlens_k, seqused_k)
+        check_packed(*in_rows, cu_seqlens_q, cu_seqlens_k, seqused_k)
         check_max_seqlens(*max_seqlens)
         batch = cu_seqlens_q.shape[0] - 1
         if quantized.v_keys_last:
-            _as_rows(*tensors[1:], batch)
+            _v_stand_in(*tensors[1:], batch)
         for name, t, block in zip(
             ("q_descale", "k_descale", "v_descale"),
-            as_rows,
+            in_rows,
             (quantized.q_block, quantized.kv_block, quantized.kv_block),
             strict=True,
         ):
@@ -224,10 +204,10 @@ def check_quantized_call(
         if quantized.v_mean is not None and quantized.v_mean.shape[0] != batch:
             raise ValueError(f"v_mean: expected batch {batch} like cu_seqlens_q, got {quantized.v_mean.shape[0]}")
     else:
-        check_dense(*as_rows, seqused_k)
+        check_dense(*in_rows, seqused_k)
     if quantized.score_shift is not None and options["softcap"] is not None:
         raise ValueError(
-            "softcap: expected None where the mean of k was subtracted (center_k=True): a softcap sees it, "
+            "softcap: expected None where the mean of k was subtracted (center_k=True): it changes capped scores, "
             f"got {options['softcap']}"
         )
     sinks = options["sinks"]

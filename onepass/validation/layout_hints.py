@@ -1,4 +1,4 @@
-"""Hints for messages that refuse a shape which would fit with seqlen and num_heads the other way round."""
+"""Hints for messages that refuse a shape which would fit if seqlen and num_heads were exchanged."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from torch import Tensor
 
 
 def transposed(t: Tensor) -> Tensor:
-    """A view of t with seqlen and num_heads the other way round."""
+    """A view of t with seqlen and num_heads exchanged."""
     return t.transpose(-3, -2)
 
 
-def of_heads(queries: dict[str, Tensor], keys: dict[str, Tensor]) -> str:
-    """For the message of a call whose head counts do not fit: which tensors would fit if they were transposed.
+def head_count_hint(queries: dict[str, Tensor], keys: dict[str, Tensor]) -> str:
+    """The hint of a call whose head counts do not fit: which tensors would fit if they were transposed, or "".
 
-    Args: queries, keys: q, and k and v, by the names that the caller knows them by.
+    Args:
+        queries, keys: q, and k and v, by the names of the caller's arguments.
     """
     (q,), (k, *_) = queries.values(), keys.values()
     fitting = []
@@ -25,12 +26,12 @@ def of_heads(queries: dict[str, Tensor], keys: dict[str, Tensor]) -> str:
         (seqlen_q, num_heads_q), (seqlen_k, num_heads_kv) = seqlens_and_heads
         if 0 < num_heads_kv <= num_heads_q and num_heads_q % num_heads_kv == 0:
             fitting.append((seqlen_q == seqlen_k, tensors))
-    # of several, the first that gives queries and keys one length
-    return to_transpose(max(fitting, key=lambda one: one[0])[1]) if fitting else ""
+    # among several choices, the first that gives queries and keys equal lengths, or else the first
+    return transpose_hint(max(fitting, key=lambda one: one[0])[1]) if fitting else ""
 
 
-def to_transpose(tensors: dict[str, Tensor]) -> str:
-    """What to pass in place of these tensors, by the names that the caller knows them by."""
+def transpose_hint(tensors: dict[str, Tensor]) -> str:
+    """The hint to pass transposed tensors. Args: tensors: by the names of the caller's arguments."""
     is_packed = all(t.dim() == 3 for t in tensors.values())
     dims = "(num_heads, total_tokens, head_dim)" if is_packed else "(batch, num_heads, seqlen, head_dim)"
     *most, last = tensors

@@ -1,4 +1,4 @@
-"""Refusals of gradients that nobody would compute."""
+"""Refusals of tensors whose gradients would be lost."""
 
 from __future__ import annotations
 
@@ -9,20 +9,32 @@ from ..errors import UnsupportedError
 
 
 def refuse_lost_gradients(named: dict[str, torch.Tensor | None]) -> None:
-    """Raise UnsupportedError for a tensor of FP8 that asks for a gradient, where gradients are recorded."""
+    """Raise UnsupportedError for an FP8 tensor that requires a gradient, where gradients are recorded."""
     if not torch.is_grad_enabled():
         return
     for name, t in named.items():
         if t is not None and t.requires_grad:
             raise UnsupportedError(
-                f"{name}: expected no requires_grad in FP8, through whose rounding no gradient flows; "
+                f"{name}: expected no requires_grad in FP8, because no gradient flows through rounding; "
                 "attention(q, k, v, precision='fp8') with q, k, v in 16 or 32 bits has gradients, "
-                "and under torch.no_grad() none is asked for"
+                "and under torch.no_grad() none are recorded"
+            )
+
+
+def refuse_backward(function: str, named: dict[str, torch.Tensor | None]) -> None:
+    """Raise UnsupportedError for a tensor that requires a gradient, which a function without a backward would lose."""
+    if not torch.is_grad_enabled():
+        return
+    for name, t in named.items():
+        if t is not None and t.requires_grad:
+            raise UnsupportedError(
+                f"{name}: expected a tensor without requires_grad, because {function} has no backward; "
+                "call it under torch.no_grad()"
             )
 
 
 def refuse_forward_mode(*tensors: torch.Tensor | None) -> None:
-    """Raise UnsupportedError for a tensor with a tangent: torch would drop it without a word."""
+    """Raise UnsupportedError for a tensor with a tangent, which torch would drop silently."""
     if forward_ad._current_level < 0 or torch.compiler.is_compiling():
         return
     for t in tensors:

@@ -1,7 +1,7 @@
-"""Whether two caches have memory in common: new keys and values written to both would overwrite each other.
+"""Whether two caches share memory, so that new keys and values would overwrite each other.
 
-Caches may lie in one allocation (`kv[:, 0]` and `kv[:, 1]`, or interleaved by rows, heads or columns), so that the
-ranges of their addresses overlap while no element does. The answer is therefore exact.
+Caches may lie in one allocation (`kv[:, 0]` and `kv[:, 1]`, or interleaved by rows, heads or columns): the ranges of
+their addresses then overlap although they share no element. The answer is therefore exact.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch._C._functorch import peek_interpreter_stack
 
 from ..problem.decode import DecodeInputs
 
-# Steps of the search beyond which two caches count as apart. Tensors cut out of one allocation take some ten; it needs
-# strides that cross each other, as only as_strided makes them, to come near.
+# The number of search steps after which two caches count as disjoint. Tensors cut out of one allocation take about
+# ten. Only strides that cross each other, which only as_strided makes, come near this number.
 MAX_STEPS = 20_000
 
 Forward = Callable[[DecodeInputs], tuple[Tensor, Tensor]]
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-Steps = tuple[tuple[int, int], ...]  # (bytes, number of positions) of every dimension, a byte of a row being the last
+# (bytes of a step, number of positions) of every dimension; the last dimension counts the bytes of an element
+Steps = tuple[tuple[int, int], ...]
+_TENSOR_TYPES = (Tensor, torch.nn.Parameter)  # without subclasses
 
 
 def refuse_shared_caches(k_cache: Tensor, v_cache: Tensor) -> None:
-    """Raises: ValueError if the caches have an element in common; tensors without memory do where both are
-    one tensor."""
+    """Raise ValueError if the caches share an element. Tensors without memory do if both are one tensor."""
     if k_cache.device.type == "meta":
         return
     if k_cache is v_cache or (_have_addresses(k_cache, v_cache) and _share_memory(k_cache, v_cache)):
@@ -37,7 +37,7 @@ def refuse_shared_caches(k_cache: Tensor, v_cache: Tensor) -> None:
 
 
 def with_shared_caches_refused(forward: Forward, inputs: DecodeInputs) -> Forward:
-    """`forward`, for calls whose caches have the shapes and strides of these, wherever they lie."""
+    """`forward` with a check of its caches, which have the shapes and strides of these but any addresses."""
     k_steps, v_steps = _steps_of(inputs.k_cache), _steps_of(inputs.v_cache)
     k_bytes, v_bytes = _extent(k_steps), _extent(v_steps)
 
@@ -53,7 +53,7 @@ def with_shared_caches_refused(forward: Forward, inputs: DecodeInputs) -> Forwar
 def _have_addresses(*tensors: Tensor) -> bool:
     if torch.compiler.is_compiling() or peek_interpreter_stack() is not None:
         return False
-    return all(type(t) in _PLAIN_TYPES for t in tensors)
+    return all(type(t) in _TENSOR_TYPES for t in tensors)
 
 
 def _share_memory(k_cache: Tensor, v_cache: Tensor) -> bool:
@@ -61,24 +61,25 @@ def _share_memory(k_cache: Tensor, v_cache: Tensor) -> bool:
 
 
 def _steps_of(t: Tensor) -> Steps:
-    """A dimension of size 0 comes with 0 positions."""
+    """The steps of a tensor, without dimensions of size 1. A dimension of size 0 has 0 positions."""
     size = t.element_size()
     dims = ((stride * size, n) for n, stride in zip(t.shape, t.stride(), strict=True))
     return *(step for step in dims if step[1] != 1), (1, size)
 
 
 def _extent(steps: Steps) -> int:
-    """Bytes from the first to the last, this one included; 0 if there is none."""
+    """Bytes from the first to the last, inclusive; 0 if there is none."""
     return 0 if any(n == 0 for _, n in steps) else 1 + sum(step * (n - 1) for step, n in steps)
 
 
 @functools.lru_cache(maxsize=1024)
 def _overlap(distance: int, a: Steps, b: Steps) -> bool:
-    """Whether a byte of `a` is one of `b`, which begins at `distance` from the beginning of `a`.
+    """Whether `a` and `b` share a byte. `b` begins `distance` bytes after the beginning of `a`.
 
-    A byte of both is sum_i x_i step_i = distance + sum_j y_j step_j, with x and y in the ranges of the positions. With
-    one unknown for each length of a step, distance = sum of z times step with z from -(its positions in b - 1) to
-    (its positions in a - 1), which is searched from the longest step on: what the shorter ones reach leaves few z.
+    A shared byte is a solution of sum_i x_i step_i = distance + sum_j y_j step_j, with x and y in the ranges of the
+    positions. With one unknown z for each length of a step, distance = sum of z times step, where z lies between
+    -(positions of that step in b - 1) and (positions of that step in a - 1). The search begins with the longest step:
+    the reach of the shorter steps leaves few values of z.
     """
     if not -_extent(b) < distance < _extent(a):
         return False
@@ -88,12 +89,12 @@ def _overlap(distance: int, a: Steps, b: Steps) -> bool:
             low, high = ranges.get(step, (0, 0))
             ranges[step] = (low, high + n - 1) if sign > 0 else (low - n + 1, high)
     unknowns = sorted((step, *bounds) for step, bounds in ranges.items() if step)
-    reach = [(0, 0)]  # of the first n unknowns
+    reach = [(0, 0)]  # least and largest sum of the first n unknowns
     for step, low, high in unknowns:
         reach.append((reach[-1][0] + step * low, reach[-1][1] + step * high))
     remaining = MAX_STEPS
 
-    def found(rest: int, n: int) -> bool:
+    def can_reach(rest: int, n: int) -> bool:
         """Whether the first n unknowns can add up to `rest`."""
         nonlocal remaining
         remaining -= 1
@@ -104,6 +105,6 @@ def _overlap(distance: int, a: Steps, b: Steps) -> bool:
             return rest % step == 0 and low <= rest // step <= high
         least, most = reach[n - 1]
         first, last = max(low, -(-(rest - most) // step)), min(high, (rest - least) // step)
-        return any(remaining > 0 and found(rest - step * z, n - 1) for z in range(first, last + 1))
+        return any(remaining > 0 and can_reach(rest - step * z, n - 1) for z in range(first, last + 1))
 
-    return found(distance, len(unknowns))
+    return can_reach(distance, len(unknowns))

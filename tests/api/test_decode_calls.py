@@ -1,4 +1,4 @@
-"""`supports` and `warmup` of calls of `attention_decode`; the compiler only takes notes."""
+"""`supports` and `warmup` for calls of `attention_decode`, with a compiler that only records what it is asked for."""
 
 from types import SimpleNamespace
 
@@ -96,7 +96,7 @@ def test_names():
 
 
 def on_cuda(call):
-    """Its problem on a GPU, as `choose_decode` sees it."""
+    """The problem of a call with its tensors on a GPU."""
     from dataclasses import replace
 
     from onepass.api import decode_calls
@@ -117,11 +117,11 @@ def test_what_kernels_take_of_e4m3(hopper, monkeypatch):
     for reason, call in refusals.items():
         support = decode.choose_decode(on_cuda(call))
         assert support[:2] == (True, "tiled")
-        assert support.reason.startswith("plain torch tiles run on any torch device, here cuda (sm90: ")
+        assert support.reason.startswith("plain PyTorch tiles run on any torch device, here cuda (sm90: ")
         assert support.reason.endswith(f"; sm80: {reason})")
         assert decode.choose_decode(on_cuda(call), "sm80") == (False, "sm80", f"backend sm80: {reason}")
     odd_pages = PAGED | {"k_cache": (900, 7, 8, 128), "v_cache": (900, 7, 8, 128), "cache_dtype": E4M3}
-    assert decode.choose_decode(on_cuda(odd_pages), "sm80").ok  # whose descales are none of pages
+    assert decode.choose_decode(on_cuda(odd_pages), "sm80").ok  # its descales are not one per page
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (8, 0))
     assert "an e4m3 cache needs a GPU of compute capability 8.9" in decode.choose_decode(on_cuda(e4m3)).reason
 
@@ -150,7 +150,7 @@ MANY = {"q": (4, 9, 32, 128)}
     ],
 )
 def test_kernels_by_themselves(hopper, call, refusal):
-    """On Hopper its own from more than 32 rows of a kv head on, where TMA can read the cache."""
+    """Hopper's own kernel runs with more than 32 rows per kv head, if TMA can read the cache."""
     support = decode.choose_decode(on_cuda(call))
     assert support.backend == ("sm90" if refusal is None else "sm80")
     if refusal is None:
@@ -203,7 +203,7 @@ def test_warmup(hopper, call, names):
 
 
 def test_warmup_makes_the_kernels_that_the_call_gets(hopper):
-    """Of tensors that are aligned: the call asks for nothing more."""
+    """With aligned tensors the call asks for no further kernel."""
     small = {"k_cache": (4, 700, 8, 128), "v_cache": (4, 700, 8, 128), "k_descale": (4, 8), "v_descale": (8,)}
     call = CALL | small | {"cache_dtype": E4M3, "k_new": NEW["k_new"], "v_new": NEW["v_new"]}
     onepass.warmup([call], backend="sm80", workers=1)

@@ -1,4 +1,4 @@
-"""The short way of repeated calls: the same answers and refusals as the whole way, and when it is not taken."""
+"""The fast path of repeated calls: it gives the results and refusals of a first call, and some calls never take it."""
 
 import gc
 import itertools
@@ -23,12 +23,12 @@ INT32 = torch.int32
 
 @pytest.fixture(autouse=True)
 def _no_calls_before():
-    fast_path._forwards.clear()
+    fast_path.forget()
 
 
 @pytest.fixture
 def count_operator(monkeypatch):
-    """How often the operator ran, as a list of one number."""
+    """The number of runs of the operator, in a list of length one."""
     count = [0]
     real = ops.options_of
 
@@ -72,14 +72,14 @@ def test_fp8_tensors(is_packed, count_operator):
     same(first.lse, again.lse)
     same(causal.out, causal_again.out)
     assert not torch.equal(first.out, causal.out)
-    # other scales are other data, another shape of them another call
+    # other values of descales are data; another shape of them makes another call
     doubled = replace(quantized, v_descale=2 * quantized.v_descale)
     torch.testing.assert_close(function(doubled, **offsets, return_lse=True).out, 2 * first.out)
     assert count_operator == [2]
     by_tensor = onepass.quantize_fp8(q, k, v, granularity="tensor", **offsets)
     function(by_tensor, **offsets, return_lse=True)
     assert count_operator == [3]
-    # what is subtracted has to be put right
+    # calls with a mean subtracted run the operator, and their results are corrected afterwards
     centered = onepass.quantize_fp8(q, k, v, center_v=True, **offsets)
     for _ in range(2):
         function(centered, **offsets, return_lse=True)
@@ -90,7 +90,7 @@ def test_fp8_tensors(is_packed, count_operator):
 
 @pytest.mark.parametrize("layout", ["transposed", "slices"])
 def test_layout_is_that_of_each_call(layout, count_operator):
-    """Strides are in no key: a second call of another layout has its own output layout."""
+    """Strides are in no key: a second call with another layout has its own output layout."""
     onepass.attention(**tensors())
     if layout == "transposed":
         other = {n: t.transpose(1, 2).contiguous().transpose(1, 2) for n, t in tensors().items()}
@@ -98,7 +98,7 @@ def test_layout_is_that_of_each_call(layout, count_operator):
         other = {n: torch.randn(2, 6, t.shape[2], 16)[..., ::2] for n, t in tensors().items()}
     out = onepass.attention(**other)
     assert count_operator == [1]
-    fast_path._forwards.clear()
+    fast_path.forget()
     same(out, onepass.attention(**other))
 
 
@@ -139,23 +139,23 @@ def test_options_that_compare_equal_are_still_refused(good, bad):
         onepass.attention(**tensors(), **bad)
 
 
-# Values of one option, each of which gives another result than the one before.
+# Values of each option; every value changes the result.
 SCORES = {"softmax_scale": (None, 0.7, 1.3), "softcap": (None, 0.4, 0.9), "window": (None, (1, 0), (0, 0))}
 OPTIONS = {"causal": (False, True)} | SCORES
 
 
 def check_each_value_has_its_own_call(call, name, values):
-    """The third time of a call is that of its own options, not of those of the call before."""
+    """A repeated call uses its own options, not the options of the call before it."""
     expected = []
     for value in values:
-        fast_path._forwards.clear()
+        fast_path.forget()
         expected.append(call(**{name: value}))
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(expected)), "the options change nothing"
-    fast_path._forwards.clear()
+    fast_path.forget()
     for _ in range(3):
         for value, out in zip(values, expected, strict=True):
             same(call(**{name: value}), out)
-    assert len(fast_path._forwards) == len(values)
+    assert fast_path.num_kept() == len(values)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -193,7 +193,7 @@ def test_values_of_lengths_are_read_in_every_call():
     lengths[1] = 5
     after = onepass.attention_varlen(**call)
     assert not torch.equal(before, after)
-    fast_path._forwards.clear()
+    fast_path.forget()
     same(after, onepass.attention_varlen(**call))
     lengths[1] = 7
     with pytest.raises(ValueError, match="cu_seqlens_q: expected offsets that never decrease"):
@@ -201,7 +201,7 @@ def test_values_of_lengths_are_read_in_every_call():
 
 
 @pytest.mark.parametrize("max_seqlen", [None, 3, torch.tensor(4)])
-def test_max_seqlen_is_a_hint_and_no_reason_to_go_the_whole_way(max_seqlen, count_operator):
+def test_max_seqlen_is_a_hint_and_does_not_prevent_the_fast_path(max_seqlen, count_operator):
     onepass.attention_varlen(**packed())
     onepass.attention_varlen(**packed(), max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen)
     assert count_operator == [1]
@@ -215,7 +215,7 @@ def test_global_determinism_is_in_the_key():
         onepass.attention(**call)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert len(fast_path._forwards) == 2
+    assert fast_path.num_kept() == 2
 
 
 class Subclass(torch.Tensor):
@@ -239,7 +239,7 @@ def three(q, k, v):
     return onepass.attention(q, k, v)
 
 
-WHOLE_WAY = {
+FIRST_CALLS = {
     "a gradient of q": lambda q, k, v: onepass.attention(q.requires_grad_(), k, v),
     "a gradient of sinks": lambda q, k, v: onepass.attention(q, k, v, sinks=torch.zeros(4, requires_grad=True)),
     "a subclass": lambda q, k, v: onepass.attention(q, k.as_subclass(Subclass), v),
@@ -261,15 +261,15 @@ WHOLE_WAY = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("case", WHOLE_WAY)
+@pytest.mark.parametrize("case", FIRST_CALLS)
 def test_where_the_operator_runs(case, count_operator):
     sinks = torch.zeros(4)
     onepass.attention(**tensors())
     onepass.attention(**tensors(), sinks=sinks)
     for n in (3, 4):
-        WHOLE_WAY[case](*tensors().values())
+        FIRST_CALLS[case](*tensors().values())
         assert count_operator == [n]
-    assert len(fast_path._forwards) == 2  # nothing is left for others, either
+    assert fast_path.num_kept() == 2  # such calls leave no forward for other calls, either
 
 
 def test_where_it_does_not_run(count_operator):
@@ -294,7 +294,7 @@ def test_no_tensor_is_kept():
     del call
     gc.collect()
     assert [r() for r in alive] == [None] * len(alive)
-    assert fast_path._forwards
+    assert fast_path.num_kept()
 
 
 def test_the_number_of_kept_calls_is_bounded(monkeypatch):
@@ -303,7 +303,7 @@ def test_the_number_of_kept_calls_is_bounded(monkeypatch):
     for n in range(1, 9):
         for _ in range(2):
             assert onepass.attention(q, k[:, :n], v[:, :n]).shape == q.shape
-        assert 1 <= len(fast_path._forwards) <= 3
+        assert 1 <= fast_path.num_kept() <= 3
 
 
 # ---------------------------------------------------------------- attention over a cache
@@ -363,7 +363,7 @@ def test_options_of_decoding_that_change_no_value_here_have_calls_of_their_own(c
         for _ in range(2):
             onepass.attention_decode(**step(**option))
         assert count_decode == [n]
-    # a layout that has to be checked anew
+    # another layout of the caches is validated again
     caches = {n: torch.randn(2, 2, 40, 16).transpose(1, 2) for n in ("k_cache", "v_cache")}
     onepass.attention_decode(**step(**caches))
     assert count_decode == [n + 1]
@@ -406,7 +406,7 @@ def test_decoding_still_refuses(changes, error, message):
             onepass.attention_decode(**step(**(new | changes)))
 
 
-def test_checked_values_go_the_whole_way(count_decode):
+def test_checked_values_prevent_the_fast_path(count_decode):
     for _ in range(2):
         onepass.attention_decode(**step(), check_values=True)
     assert count_decode == [2]

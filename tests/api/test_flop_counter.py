@@ -1,4 +1,4 @@
-"""torch's FlopCounterMode: exact where lengths have values, an upper bound where they have none."""
+"""torch's FlopCounterMode: exact if lengths have values, an upper bound if they have none (fake tensors)."""
 
 import itertools
 
@@ -23,7 +23,7 @@ def flops(function):
 
 
 def pairs(seqlen_q, seqlen_k, window):
-    """Counted one by one."""
+    """The number of visible pairs, counted one by one."""
     left, right = window
     shift = seqlen_k - seqlen_q
     return sum(
@@ -32,11 +32,11 @@ def pairs(seqlen_q, seqlen_k, window):
     )
 
 
-def of_forward(count):
+def forward_flops(count):
     return 2 * HEADS * count * (D + DV)
 
 
-def of_backward(count):
+def backward_flops(count):
     return 2 * HEADS * count * (3 * D + 2 * DV)
 
 
@@ -60,9 +60,9 @@ def varlen(window, offsets_q=(0, 4, 4, 9), offsets_k=(0, 2, 7, 12), used=None, p
 @pytest.mark.parametrize("window", WINDOWS)
 def test_packed_sequences(window, precision):
     count = pairs(4, 2, window) + pairs(5, 5, window)
-    assert flops(lambda: varlen(window, precision=precision)) == of_forward(count) + of_backward(count)
+    assert flops(lambda: varlen(window, precision=precision)) == forward_flops(count) + backward_flops(count)
     count = pairs(4, 1, window) + pairs(5, 3, window)
-    assert flops(lambda: varlen(window, used=(1, 5, 3))) == of_forward(count) + of_backward(count)
+    assert flops(lambda: varlen(window, used=(1, 5, 3))) == forward_flops(count) + backward_flops(count)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -70,7 +70,7 @@ def test_packed_sequences_without_values_are_counted_as_one(window):
     with FakeTensorMode():
         bound = flops(lambda: varlen(window, used=(1, 5, 3)))
     count = pairs(9, 12, window)
-    assert bound == of_forward(count) + of_backward(count)
+    assert bound == forward_flops(count) + backward_flops(count)
     assert bound >= flops(lambda: varlen(window))
 
 
@@ -91,11 +91,11 @@ def test_dense_sequences(window):
         onepass.attention(q, k, v, window=window, seqused_k=used and lengths(*used)).sum().backward()
 
     count = 2 * pairs(5, 7, window)
-    assert flops(call) == of_forward(count) + of_backward(count)
+    assert flops(call) == forward_flops(count) + backward_flops(count)
     with FakeTensorMode():
-        assert flops(call) == flops(lambda: call((3, 7))) == of_forward(count) + of_backward(count)
+        assert flops(call) == flops(lambda: call((3, 7))) == forward_flops(count) + backward_flops(count)
     count = pairs(5, 3, window) + pairs(5, 7, window)
-    assert flops(lambda: call((3, 7))) == of_forward(count) + of_backward(count)
+    assert flops(lambda: call((3, 7))) == forward_flops(count) + backward_flops(count)
 
 
 def decode(window, filled=(3, 9), seqlen_q=2, seqlen_new=0, in_pages=False, causal=True, cu_seqlens_q=None):
@@ -115,12 +115,12 @@ def decode(window, filled=(3, 9), seqlen_q=2, seqlen_new=0, in_pages=False, caus
 def test_decoding(window, in_pages, seqlen_new):
     fast_path.forget()
     seen = window[0], 0
-    for _ in range(2):  # a call like one before is counted, too
+    for _ in range(2):  # a repeated call is counted, too
         count = sum(pairs(2, n + seqlen_new, seen) for n in (3, 9))
-        assert flops(lambda: decode(window, seqlen_new=seqlen_new, in_pages=in_pages)) == of_forward(count)
+        assert flops(lambda: decode(window, seqlen_new=seqlen_new, in_pages=in_pages)) == forward_flops(count)
     with FakeTensorMode():
         bound = flops(lambda: decode(window, seqlen_new=seqlen_new, in_pages=in_pages))
-    assert bound == of_forward(2 * pairs(2, 16, seen))
+    assert bound == forward_flops(2 * pairs(2, 16, seen))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -129,10 +129,10 @@ def test_decoding_packed_queries(window, causal):
     seen = (window[0], 0) if causal else window
     options = {"cu_seqlens_q": (0, 1, 4), "causal": causal}
     count = pairs(1, 3, seen) + pairs(3, 9, seen)
-    assert flops(lambda: decode(window, **options)) == of_forward(count)
+    assert flops(lambda: decode(window, **options)) == forward_flops(count)
     with FakeTensorMode():
         bound = flops(lambda: decode(window, **options))
-    assert of_forward(count) <= bound <= of_forward(5 * 16)
+    assert forward_flops(count) <= bound <= forward_flops(5 * 16)
     most = max(
         flops(lambda m=m: decode(window, filled=(16, 16), cu_seqlens_q=(0, m, 5), causal=causal)) for m in range(6)
     )

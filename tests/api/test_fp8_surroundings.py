@@ -1,4 +1,4 @@
-"""FP8 whatever the caller has switched on: gradients, a default dtype, autocast, torch.compile."""
+"""FP8 under the caller's settings: gradients, a default dtype, autocast, torch.compile."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def offsets(seqlens):
 def test_gradients_are_not_lost_in_quantizing(name, is_packed):
     named = dict(zip("qkv", tensors(is_packed=is_packed), strict=True))
     options = offsets((70, 150)) if is_packed else {}
-    onepass.quantize_fp8(**named, **options)  # a call like it before makes no difference
+    onepass.quantize_fp8(**named, **options)  # an equal call before it makes no difference
     named[name].requires_grad_()
     with pytest.raises(UnsupportedError, match=rf"^{name}: expected no requires_grad in FP8.*precision='fp8'.*no_grad"):
         onepass.quantize_fp8(**named, **options)
@@ -65,7 +65,7 @@ def test_gradients_are_not_lost_in_a_call(name, is_packed):
 def test_precision_keeps_its_gradients():
     q, k, v = tensors()
     sinks = torch.zeros(4)
-    for _ in range(2):  # a call like it before, without gradients, makes no difference
+    for _ in range(2):  # an equal call before it, without gradients, makes no difference
         onepass.attention(q, k, v, sinks=sinks, precision="fp8")
     named = {"q": q, "k": k, "v": v, "sinks": sinks}
     for name, t in named.items():
@@ -80,7 +80,7 @@ def test_precision_keeps_its_gradients():
 
 
 def quick_or_slow(*quick):
-    """(granularity, packed) of all kinds, of which the quick tests have some: tracing one takes seconds."""
+    """All pairs (granularity, packed); most are slow tests, because tracing one takes seconds."""
     kinds = [(granularity, is_packed) for granularity in GRANULARITIES for is_packed in (False, True)]
     return [kind if kind in quick else pytest.param(*kind, marks=pytest.mark.slow) for kind in kinds]
 
@@ -110,7 +110,7 @@ def test_compiled_with_any_length(granularity, is_packed):
 
 @pytest.mark.parametrize(("granularity", "is_packed"), quick_or_slow(("block", False), ("block", True)))
 def test_compiled_attention_with_any_length(granularity, is_packed):
-    """Tensors are quantised inside the compiled function or outside it, where their shapes are checked in the trace."""
+    """Tensors are quantized inside the compiled function, or outside it; then the trace checks their shapes."""
     function = onepass.attention_varlen if is_packed else onepass.attention
 
     @torch.compile(fullgraph=True, backend="eager")

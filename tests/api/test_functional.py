@@ -1,4 +1,4 @@
-"""The reverse mode of torch.func: `grad`, `vjp` and `jacrev` give what `backward()` gives, and the rest is refused."""
+"""The reverse mode of torch.func: `grad`, `vjp` and `jacrev` agree with `backward()`; other transforms raise."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def by_backward(function, tensors):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_grad_is_that_of_backward(function):
+def test_grad_is_that_backward_gradients(function):
     tensors = leaves()
     gradients = grad(loss_of(function), argnums=(0, 1, 2, 3))(*tensors)
     for result, expected in zip(gradients, by_backward(function, tensors), strict=True):
@@ -65,7 +65,7 @@ def test_grad_is_that_of_backward(function):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_vjp_of_both_outputs_is_that_of_backward(function):
+def test_vjp_of_both_outputs_is_that_backward_gradients(function):
     tensors = leaves()
     (out, lse), pull_back = vjp(function, *tensors)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
@@ -73,9 +73,9 @@ def test_vjp_of_both_outputs_is_that_of_backward(function):
     expected = function(*recorded)
     assert torch.equal(out, expected[0])
     assert torch.equal(lse, expected[1])
-    of_backward = torch.autograd.grad(expected, recorded, (dout, dlse))
-    for result, of_input in zip(pull_back(onepass.AttentionOutput(dout, dlse)), of_backward, strict=True):
-        assert torch.equal(result, of_input)
+    backward_gradients = torch.autograd.grad(expected, recorded, (dout, dlse))
+    for result, input_gradient in zip(pull_back(onepass.AttentionOutput(dout, dlse)), backward_gradients, strict=True):
+        assert torch.equal(result, input_gradient)
 
 
 @pytest.mark.parametrize("function", [attention, attention_varlen, merged])
@@ -83,15 +83,15 @@ def test_jacrev_row_by_row_is_the_jacobian_of_differences(function):
     tensors = leaves(seqlen=5)
     for argument in range(4):
 
-        def of_one(x, argument=argument):
+        def attention_of_one(x, argument=argument):
             return function(*tensors[:argument], x, *tensors[argument + 1 :])[0]
 
         x, step = tensors[argument], 1e-6
-        jacobian = jacrev(of_one, chunk_size=1)(x).flatten(-x.dim())
+        jacobian = jacrev(attention_of_one, chunk_size=1)(x).flatten(-x.dim())
         for i in range(0, x.numel(), 7):
             shift = torch.zeros_like(x)
             shift.view(-1)[i] = step
-            difference = (of_one(x + shift) - of_one(x - shift)) / (2 * step)
+            difference = (attention_of_one(x + shift) - attention_of_one(x - shift)) / (2 * step)
             torch.testing.assert_close(jacobian[..., i], difference, rtol=1e-6, atol=1e-8)
 
 
@@ -117,14 +117,14 @@ def test_one_call_of_torch_func_runs_the_forward_once(monkeypatch):
 
 
 def test_parameters_outside_of_torch_func_keep_their_gradients():
-    """A level of torch.func inside `backward()`: each has derivatives of its own."""
+    """A level of torch.func inside `backward()`: each level has its own derivatives."""
     tensors = [t.requires_grad_() for t in leaves()]
     out, pull_back = vjp(lambda q: attention(q, *tensors[1:]).out, tensors[0])
     expected = [t.detach().clone().requires_grad_() for t in tensors]
     expected_out = attention(*expected).out
     results = torch.autograd.grad(out.square().sum(), tensors)
-    for result, of_input in zip(results, torch.autograd.grad(expected_out.square().sum(), expected), strict=True):
-        assert torch.equal(result, of_input)
+    for result, input_gradient in zip(results, torch.autograd.grad(expected_out.square().sum(), expected), strict=True):
+        assert torch.equal(result, input_gradient)
     assert torch.isfinite(pull_back(torch.ones_like(out))[0]).all()
 
 
@@ -133,15 +133,15 @@ def test_levels_of_torch_func_nest():
     loss = loss_of(attention)
 
     def inner(v):
-        value, of_q = vjp(lambda q: loss(q, k, v, sinks), q)
-        return value, of_q(torch.ones_like(value))[0]
+        value, q_gradient = vjp(lambda q: loss(q, k, v, sinks), q)
+        return value, q_gradient(torch.ones_like(value))[0]
 
-    (value, of_q), pull_back = vjp(inner, v)
-    assert torch.equal(of_q, by_backward(attention, (q, k, v, sinks))[0])
+    (value, q_gradient), pull_back = vjp(inner, v)
+    assert torch.equal(q_gradient, by_backward(attention, (q, k, v, sinks))[0])
     with pytest.raises(NotImplementedError, match="no second derivative"):
-        pull_back((torch.zeros_like(value), torch.ones_like(of_q)))
-    (of_v,) = vjp(lambda v: vjp(lambda q: loss(q, k, v, sinks), q)[0], v)[1](torch.ones_like(value))
-    assert torch.equal(of_v, by_backward(attention, (q, k, v, sinks))[2])
+        pull_back((torch.zeros_like(value), torch.ones_like(q_gradient)))
+    (v_gradient,) = vjp(lambda v: vjp(lambda q: loss(q, k, v, sinks), q)[0], v)[1](torch.ones_like(value))
+    assert torch.equal(v_gradient, by_backward(attention, (q, k, v, sinks))[2])
 
 
 def test_a_module_through_functional_call():

@@ -1,4 +1,4 @@
-"""The torch operators: schema, fakes, autograd, compile, functorch, autocast; and what importing costs."""
+"""The torch operators: schema, fakes, autograd, compile, functorch and autocast; and the cost of the import."""
 
 import dataclasses
 import subprocess
@@ -100,7 +100,7 @@ def test_only_lse_or_only_out_may_be_used():
 
 @pytest.fixture(params=["tiled", "as on a Hopper GPU", "as on an Ampere GPU"])
 def traced_dtype(request, monkeypatch):
-    """Calls of this dtype are traced as they are here, or as on a GPU; tiled computes them either way."""
+    """Calls with this dtype are traced as on the CPU, or as on a GPU; the backend tiled computes them either way."""
     torch._dynamo.reset()
     if request.param == "tiled":
         return torch.float32
@@ -168,7 +168,7 @@ def test_lengths_do_not_recompile(traced_dtype):
 
 
 def test_torch_compile_can_wrap_the_defaults_of_a_problem():
-    # in torch 2.10 to 2.12 it wraps all of them, used or not
+    # torch 2.10 to 2.12 wraps all of them, used or not
     for field in dataclasses.fields(AttentionProblem):
         assert field.default_factory is dataclasses.MISSING
         assert field.default in (dataclasses.MISSING, None) or type(field.default) in (bool, int, float, str)
@@ -202,7 +202,7 @@ def test_forward_mode_is_refused_with_a_reason():
         dual = torch.autograd.forward_ad.make_dual(k, torch.ones_like(k))
         with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
             onepass.attention(q, dual, v)
-        # tangents elsewhere do not matter
+        # tangents of other tensors do not matter
         assert onepass.attention(q, k, v).isfinite().all()
 
 
@@ -214,7 +214,7 @@ def test_autocast_casts_inputs_and_nothing_inside(dtype):
     assert out.dtype == dtype
     assert lse.dtype == torch.float32
     expected = onepass.attention(q.to(dtype), k.to(dtype), v.to(dtype))
-    # accumulated in float32: not what bfloat16 products inside would give
+    # accumulated in float32: bfloat16 products inside would give other values
     assert torch.equal(out, expected)
 
 
@@ -229,7 +229,7 @@ def test_inference_mode_and_default_dtype():
         assert torch.equal(onepass.attention(q, k, v), expected)
     finally:
         torch.set_default_dtype(previous)
-    # work memory made in inference mode must serve autograd afterwards
+    # workspace that was allocated in inference mode must work under autograd afterwards
     leaves = [t.requires_grad_() for t in (q, k, v)]
     onepass.attention(*leaves).sum().backward()
     assert leaves[0].grad is not None

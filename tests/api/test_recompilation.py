@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) with numbers that change from call to call: traced again, a number is a symbol."""
+"""torch.compile(fullgraph=True) with numbers that change from call to call: the second trace makes them symbols."""
 
 import math
 
@@ -111,12 +111,13 @@ def _traces_anew():
 
 
 SLOW = pytest.mark.slow
-# the second number makes a symbol of it in the first case, the first in the second; of a shape's it is the other way
-OF_NUMBERS = [pytest.param(None, id="as it comes"), pytest.param(True, id="dynamic", marks=SLOW)]
-WITH_SHAPES = [pytest.param(None, id="as it comes", marks=SLOW), pytest.param(True, id="dynamic")]
+# A number becomes a symbol in the second call if torch.compile decides, in the first call with dynamic=True. For shapes
+# the slow case is the other one.
+NUMBER_CASES = [pytest.param(None, id="as it comes"), pytest.param(True, id="dynamic", marks=SLOW)]
+SHAPE_CASES = [pytest.param(None, id="as it comes", marks=SLOW), pytest.param(True, id="dynamic")]
 
 
-@pytest.mark.parametrize("dynamic", OF_NUMBERS)
+@pytest.mark.parametrize("dynamic", NUMBER_CASES)
 @pytest.mark.parametrize("name", CALLS)
 def test_other_numbers(name, dynamic):
     call, values = CALLS[name]
@@ -152,7 +153,7 @@ OF_SHAPES = {
 }
 
 
-@pytest.mark.parametrize("dynamic", WITH_SHAPES)
+@pytest.mark.parametrize("dynamic", SHAPE_CASES)
 @pytest.mark.parametrize("name", OF_SHAPES)
 def test_numbers_of_shapes(name, dynamic):
     function = OF_SHAPES[name]
@@ -162,7 +163,7 @@ def test_numbers_of_shapes(name, dynamic):
         torch.testing.assert_close(compiled(*tensors), function(*tensors))
 
 
-@pytest.mark.parametrize("dynamic", OF_NUMBERS)
+@pytest.mark.parametrize("dynamic", NUMBER_CASES)
 def test_gradients(dynamic):
     def gradients(function, scale, cap):
         leaves = [t.detach().requires_grad_() for t in (Q, K, V)]

@@ -1,4 +1,4 @@
-"""The road to one pass: four functions, one result; and the oracle against torch's own attention."""
+"""The steps to one pass: four functions with one result; and the oracle against torch's own attention."""
 
 import pytest
 import torch

@@ -94,8 +94,8 @@ def quantize(dtype, granularity, is_packed=False, means=True):
         fields = [getattr(quantized, f.name) for f in dataclasses.fields(quantized)]
         function = onepass.attention_varlen if is_packed else onepass.attention
         called = function(quantized, causal=True, sinks=sinks(), return_lse=True, **options)
-        of_packed = CU if is_packed else {}
-        return (*(t for t in fields if isinstance(t, torch.Tensor)), *called, *quantized.dequantize(**of_packed))
+        offsets = CU if is_packed else {}
+        return (*(t for t in fields if isinstance(t, torch.Tensor)), *called, *quantized.dequantize(**offsets))
 
     return run
 
@@ -155,7 +155,7 @@ def through_sdpa():
     return with_gradients(lambda *t: sdpa.scaled_dot_product_attention(*t, is_causal=True, enable_gqa=True), q, k, v)
 
 
-# float32 goes into no call of attention under autocast, which casts it as it does for torch's own attention
+# under autocast no call computes in float32: its inputs are cast, as they are for torch's own attention
 CALLS = {
     "attention": attention(BF16, causal=True, softcap=3.0),
     "attention, window": attention(FP16, window=(20, 10), seqused_k=USED),

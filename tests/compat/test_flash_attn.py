@@ -136,7 +136,7 @@ def test_varlen(theirs, ours):
 @pytest.mark.parametrize(("theirs", "ours"), OPTIONS)
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_varlen_in_pages(theirs, ours, page_size):
-    """As without: keys in blocks at random places, between blocks of NaN."""
+    """Keys in random blocks, between blocks of NaN, give the results of keys without blocks."""
     q, k, v = (x.flatten(0, 1) for x in qkv(batch=3))
     starts, lengths = (0, 9, 12), (9, 3, 18)
     offsets = {
@@ -190,7 +190,7 @@ def test_packed_forms():
     stacked = torch.stack([q, k, v], 2)
     assert torch.equal(flash_attn.flash_attn_qkvpacked_func(stacked, **options), expected)
     assert torch.equal(flash_attn.flash_attn_kvpacked_func(q, stacked[:, :, 1:], **options), expected)
-    # options by position, in flash-attn's order
+    # positional options, in flash-attn's order
     assert torch.equal(flash_attn.flash_attn_qkvpacked_func(stacked, 0.0, 0.4, True, (-1, -1), 2.0), expected)
 
     flat = stacked.flatten(0, 1)
@@ -218,7 +218,7 @@ def test_gradients():
 
 
 def cache(batch=3, seqlen=12, filled=(), seed=5):
-    """k and v caches whose unfilled positions are NaN: reading one would show."""
+    """k and v caches whose unfilled positions are NaN, so that reading one would show."""
     caches = [randn(batch, seqlen, 2, 16, seed=seed + i) for i in (0, 1)]
     for c in caches:
         for b, n in enumerate(filled):
@@ -283,7 +283,7 @@ def test_kvcache_picks_entries():
 
 @pytest.mark.parametrize("page_size", [1, 5])
 def test_kvcache_in_pages(page_size):
-    """The same as one cache without pages: which rows are read, and where k and v are written."""
+    """A cache in pages gives the results of a cache without pages, and k and v are written to the right rows."""
     filled, room = (7, 0, 9), 12
     q, k, v = randn(3, 2, 4, 16), randn(3, 2, 2, 16, seed=8), randn(3, 2, 2, 16, seed=9)
     lengths = torch.tensor(filled, dtype=torch.int32)
@@ -307,7 +307,7 @@ def test_kvcache_in_pages(page_size):
 
 @pytest.mark.parametrize("in_pages", [False, True])
 def test_kvcache_of_e4m3(in_pages):
-    """With the descales of flash-attn 3, of each entry of the batch, in pages, too."""
+    """Descales have the shape of flash-attn 3, one for each head of a batch entry, with pages, too."""
     filled, e4m3 = (7, 0, 9), torch.float8_e4m3fn
     q, k, v = randn(3, 2, 4, 16), randn(3, 2, 2, 16, seed=8), randn(3, 2, 2, 16, seed=9)
     caches = [c.nan_to_num(1).to(e4m3) for c in cache(filled=filled)]
@@ -331,12 +331,12 @@ def test_kvcache_of_e4m3(in_pages):
 
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_kvcache_rotates(interleaved):
-    """By complex numbers: column pair p at position t is multiplied with exp(i t f_p)."""
+    """In complex numbers, column pair p at position t is multiplied by exp(i t f_p)."""
     filled = (7, 0, 5)
     q, k, v = randn(3, 2, 4, 16), randn(3, 2, 2, 16, seed=8), randn(3, 2, 2, 16, seed=9)
     k_cache, v_cache = cache(filled=filled)
     before = k_cache.clone(), v_cache.clone()
-    angles = torch.arange(12)[:, None] * torch.tensor([1.0, 0.3, 0.1])  # of 6 columns of 16
+    angles = torch.arange(12)[:, None] * torch.tensor([1.0, 0.3, 0.1])  # tables for 6 of 16 columns
 
     def turned(x, start):
         order = torch.arange(6) if interleaved else torch.tensor([0, 3, 1, 4, 2, 5])

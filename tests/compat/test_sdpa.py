@@ -158,7 +158,7 @@ def test_float32_mask_on_other_dtypes():
         out = scaled_dot_product_attention(*qkv, attn_mask=mask)
         assert out.dtype == dtype
         oracle = torch.nn.functional.scaled_dot_product_attention(*(t.double() for t in qkv), attn_mask=mask.double())
-        # the mask is added in float32 at least: one rounding of the result is all that is left
+        # the mask is added in at least float32, so only the rounding of the result remains
         torch.testing.assert_close(out, oracle.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
@@ -185,7 +185,7 @@ def test_tile_forms_do_not_warn_and_the_dense_path_warns_once(monkeypatch):
             scaled_dot_product_attention(*qkv, attn_mask=torch.ones(5, 7, dtype=torch.bool))
     assert [w.category for w in caught] == [DenseAttentionWarning]
     assert "O(seqlen^2)" in str(caught[0].message)
-    assert caught[0].filename == __file__  # points at the caller
+    assert caught[0].filename == __file__  # the warning points at the caller
 
 
 def test_signature():

@@ -1,4 +1,4 @@
-"""transformers models with onepass as their attention give what eager attention gives."""
+"""transformers models with onepass as their attention agree with eager attention."""
 
 import os
 
@@ -25,7 +25,7 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
-# Each is here for one thing: GQA; a window; window, softcap and a scale that is not head_dim ** -0.5, alternating
+# Each model tests one feature: GQA; a window; window, softcap and a scale that is not head_dim ** -0.5, alternating
 # with full layers; sinks with alternating windows.
 MODELS = {
     "llama": ("Llama", {}),
@@ -38,14 +38,14 @@ LENGTHS = (11, 6, 9)
 
 
 def make(family, extra, attn_implementation, head="ForCausalLM"):
-    """A tiny model with random weights, the same for each attention implementation."""
+    """A tiny model with random weights, which are equal for all attention implementations."""
     config = getattr(transformers, f"{family}Config")(**(SMALL | extra))
     torch.manual_seed(0)
     model = getattr(transformers, family + head)._from_config(config, attn_implementation=attn_implementation)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 or "sinks" in name:
-                parameter.normal_(0, 0.3)  # scores far enough from 0 for a wrong mask to show
+                parameter.normal_(0, 0.3)  # scores are far enough from 0 for a wrong mask to show
     return model.eval()
 
 
@@ -102,7 +102,7 @@ def test_gradients(decoders, side):
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generate_from_left_padding(decoders, cache):
-    """Greedy tokens; in 12 steps the windows of 4 fill, and the static cache is never full."""
+    """Greedy generation of 12 tokens fills the windows of 4; the static cache never fills up."""
     generated = [
         model.generate(
             tokens(),
@@ -120,7 +120,7 @@ def test_generate_from_left_padding(decoders, cache):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 def test_cached_steps(decoders, cache, side):
-    """Prefill, then several tokens at once, then one: queries are fewer than keys, and keys fewer than slots."""
+    """Prefill, then several tokens at once, then one: there are fewer queries than keys, and fewer keys than slots."""
     mask = torch.ones(BATCH, SEQLEN, dtype=torch.long) if side == "none" else padding(side)
     results = []
     for model in decoders:
@@ -140,7 +140,7 @@ def test_cached_steps(decoders, cache, side):
 
 
 def test_padding_between_real_tokens():
-    """Right-padded prompts that are then continued; without a window, what lies between is simply not there."""
+    """Right-padded prompts that are continued; without a window, the padding in between has no effect."""
     mask = padding("right")
     mask[:, -1] = 1
     eager, ours = (
@@ -167,7 +167,7 @@ def test_packed_by_position_ids(decoders, use_cache):
 
 
 def test_packed_rows_of_a_batch(decoders):
-    """Rows that are cut at different places, which only the mask function sees."""
+    """Rows are cut at different positions, which only the mask function sees."""
     positions = torch.stack([packed_positions()[0], torch.arange(SEQLEN), torch.arange(SEQLEN) % 7])
     eager, ours = (model(tokens(), position_ids=positions, use_cache=False).logits for model in decoders)
     assert_close(ours, eager)
@@ -207,7 +207,7 @@ def test_encoder_with_a_window(side):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_cross_attention(side):
-    """Encoder and decoder of equal length: padding of the keys must not be taken for padding of the queries."""
+    """Encoder and decoder have equal lengths: padding of the keys must not be taken for padding of the queries."""
     extra = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "decoder_start_token_id": 1}
     extra |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
     mask = padding(side)
@@ -235,7 +235,7 @@ def call(module=None, attention_mask=None, **kwargs):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("sliding_window", range(1, 7))
 def test_window_edges(sliding_window, is_causal):
-    """Windows around the number of keys, 5: the last that hides a key and the first that does not."""
+    """Windows around the number of keys, 5: the last one that hides a key and the first one that hides none."""
     q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
     out, _ = attention_forward(Layer(), q, k, k, None, sliding_window=sliding_window, is_causal=is_causal)
     q, k = q.transpose(1, 2), k.transpose(1, 2)

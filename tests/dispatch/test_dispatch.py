@@ -1,4 +1,4 @@
-"""Which backend runs a call on which device: asked without a GPU, of one that is pretended."""
+"""The backend that runs a call on a device: tested without a GPU, by pretending that there is one."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def problem(dtype=BF16, head_dim=64, device_type="cuda", batch=1):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU of this compute capability, with the kernel compiler."""
+    """A function that pretends a GPU of a compute capability, with the kernel compiler."""
 
     def make(*capability):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -111,7 +111,7 @@ def test_gradients_of_what_the_kernels_do_not_differentiate(gpu):
 
 
 def test_gradients_of_float32_on_hopper(gpu):
-    """By sm80's kernels, for Hopper; also where only its forward is asked for by name."""
+    """The kernels of sm80, compiled for Hopper, compute them, even if the call names sm90."""
     gpu(9, 0)
     wanted = problem(FP32)
     for requested in (None, "sm90"):
@@ -128,7 +128,7 @@ def test_gradients_of_float32_on_hopper(gpu):
     assert dispatch.backend_of_backward("sm90", many) == "tiled"
     assert "gradients by the tiled backend" in dispatch.choose(many).reason
     assert dispatch.backward_requests("sm90", many, False) == []
-    # its own where it has them
+    # sm90 computes the gradients for which it has kernels
     assert dispatch.load_backward("sm90", problem()).__name__ == "onepass.kernels.launch.backward_sm90"
 
 

@@ -1,5 +1,5 @@
-"""Two GPUs of different architectures in one machine, neither of them here: whose kernels a call runs follows its
-tensors, whichever GPU is the current one."""
+"""Two pretended GPUs of different architectures in one machine: a call runs the kernels for the GPU of its tensors,
+whichever GPU is the current one."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ BACKENDS = {0: "sm90", 1: "sm80", 2: "tiled"}
 
 @pytest.fixture(params=[0, 1, 2], ids="current {}".format)
 def gpus(request, monkeypatch):
-    """GPUs of these capabilities, each of them the current one once."""
+    """GPUs of these capabilities; each of them is the current one in one test."""
 
     def index_of(device=None):
         index = device.index if isinstance(device, torch.device) else device
@@ -42,9 +42,10 @@ def gpus(request, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", True)
     monkeypatch.setattr(tuned, "_name_of", "GPU {}".format)
-    monkeypatch.setattr(fast_path, "_forwards", {})
+    fast_path.forget()
     with FakeTensorMode():
         yield
+    fast_path.forget()
 
 
 def qkv(index, dtype=BF16, dims=(2, 40)):
@@ -60,7 +61,7 @@ def cache_call(index, cache_dtype=BF16, seqlen_q=1):
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """The backends that the operators were told to run."""
+    """The backends that the operators received."""
     names = []
     for module, function in ((attention_ops, "options_of"), (decode_ops, "run")):
         real = getattr(module, function)
@@ -83,7 +84,7 @@ def test_a_call_runs_on_the_kernels_of_its_tensors_gpu(gpus, chosen, index):
     onepass.attention_varlen(*packed, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
     assert chosen == [name] * 2
     onepass.attention(q, k, v, precision="fp8")
-    assert chosen[2:] == [name]  # of its gradients
+    assert chosen[2:] == [name]  # the backend of its gradients
     onepass.attention_decode(**cache_call(index))
     few_rows = "sm80" if index == 0 else name
     assert chosen[3:] == [few_rows]
@@ -99,7 +100,7 @@ def test_what_supports_says_is_of_the_tensors_gpu(gpus, index):
         support = onepass.supports(q, k, v, backend=name)
         assert support.ok == (CAPABILITIES[index] >= least)
         assert support.ok or f"got {CAPABILITIES[index]}" in support.reason
-    # whose shared memory a configuration has to fit into: 227 KiB of sm_90, 99 of sm_86
+    # the shared memory that a configuration has to fit into: 227 KiB on sm_90, 99 on sm_86
     large = ForwardConfigSm80(tile_m=128, tile_n=128, num_stages=4, num_warps=8)
     if index < 2:
         support = onepass.supports(q, k, v, backend="sm80", tuning=large)
@@ -119,7 +120,7 @@ def test_whether_parts_are_merged_by_a_kernel(gpus, index):
 
 
 def test_a_capture_is_looked_for_on_the_tensors_gpu(gpus, monkeypatch):
-    """The tile counter of a captured launch is its own; another GPU's captured stream makes no difference."""
+    """A captured launch has its own tile counter; a captured stream of another GPU makes no difference."""
     current, capturing = [torch.cuda.current_device()], [None]
 
     class on_device:
@@ -145,7 +146,7 @@ def test_a_capture_is_looked_for_on_the_tensors_gpu(gpus, monkeypatch):
 
 
 def test_what_a_call_prepares_is_for_its_tensors_gpu(gpus, monkeypatch):
-    """Architecture, size and tuned configurations; the kernels' keys say nothing of an index."""
+    """The call uses the architecture, size and tuned configurations of that GPU; kernels' keys hold no device index."""
     requests, names = [], []
     monkeypatch.setattr(launch_sm90.compile, "get", lambda *request: requests.append(request))
     real = tuned.refined

@@ -1,4 +1,4 @@
-"""What calls run on that name no backend: `use_backend`, as a call and round a block, and ONEPASS_BACKEND."""
+"""The backend of calls that name none: `use_backend`, as a call and around a block, and ONEPASS_BACKEND."""
 
 import asyncio
 import functools
@@ -31,7 +31,7 @@ CALLS = {
     "fp8": lambda **o: onepass.attention(Q, Q, Q, precision="fp8", **o),
     "QuantizedQKV": lambda **o: onepass.attention(onepass.quantize_fp8(Q, Q, Q), **o),
 }
-OF_OTHERS = {
+OTHER_SIGNATURES = {
     "flash_attn_func": lambda: flash_attn.flash_attn_func(Q, Q, Q),
     "flash_attn_with_kvcache": lambda: flash_attn.flash_attn_with_kvcache(Q, Q, Q, cache_seqlens=6),
     "sdpa": lambda: sdpa.scaled_dot_product_attention(*[Q.transpose(1, 2)] * 3),
@@ -47,16 +47,18 @@ SUPPORTS = {
 @pytest.fixture(autouse=True)
 def _nothing_chosen(monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setattr(choice, "_of_process", None)
-    monkeypatch.setattr(fast_path, "_forwards", {})
+    monkeypatch.setattr(choice, "_process_choice", None)
+    fast_path.forget()
+    yield
+    fast_path.forget()
 
 
 @pytest.fixture
 def ran(monkeypatch):
-    """The backends that ran, in order: on each of these names the tiled backend computes, under that name."""
+    """The backends that ran, in order; tiled computes in place of each of them."""
     names = []
     monkeypatch.setattr(backends, "refusal", lambda name, problem, device: None)
-    monkeypatch.setattr(decode, "_unsupported_decode", lambda name, problem, is_named, device: None)
+    monkeypatch.setattr(decode, "_unsupported", lambda name, problem, is_named, device: None)
     real_prepare, real_backward = dispatch.prepare, dispatch.load_backward
 
     def noted(name, real):
@@ -88,7 +90,7 @@ def ran(monkeypatch):
 @pytest.mark.parametrize("function", CALLS)
 @pytest.mark.parametrize("is_repeated", [False, True])
 def test_what_a_call_runs_on(ran, function, is_repeated):
-    """The call itself comes first, then the innermost block, then the process; a repeated call looks anew."""
+    """The call itself decides first, then the innermost block, then the process; a repeated call looks again."""
     call = CALLS[function]
 
     def backend(**options):
@@ -106,7 +108,7 @@ def test_what_a_call_runs_on(ran, function, is_repeated):
         assert backend() == "sm80"
         with use_backend(None):
             assert backend() == "sm90"
-        use_backend("sm90")  # for the process: not in this block
+        use_backend("sm90")  # this chooses for the process, not for this block
         assert backend() == "sm80"
         assert backend(backend="tiled") == "tiled"
     assert backend() == "sm90"
@@ -115,12 +117,12 @@ def test_what_a_call_runs_on(ran, function, is_repeated):
     assert backend() == "sm90"
 
 
-@pytest.mark.parametrize("function", OF_OTHERS)
+@pytest.mark.parametrize("function", OTHER_SIGNATURES)
 def test_what_other_signatures_run_on(ran, function):
     for name in ("sm80", "tiled", "sm90"):
         use_backend(name)
         ran.clear()
-        OF_OTHERS[function]()
+        OTHER_SIGNATURES[function]()
         assert ran == [name]
 
 
@@ -154,7 +156,7 @@ def test_gradients_follow_their_forward(ran):
 
 
 def test_tiled_is_all_of_torch(monkeypatch):
-    """No kernel for merging and quantising, either."""
+    """With tiled, no kernel merges or quantizes, either."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", True)
 
@@ -203,7 +205,7 @@ def test_no_backend_has_this_name(name, error, given):
 
 
 def test_names_are_those_of_the_backends():
-    assert choice.NAMES == tuple(backends.BACKENDS) == tuple(decode._DECODE) == backends.backends()
+    assert choice.NAMES == tuple(backends.BACKENDS) == tuple(decode.MODULES) == backends.backends()
     assert choice.NAMES[:-1] == backends.WITH_KERNELS
 
 
@@ -261,7 +263,7 @@ def test_a_block_is_its_threads_and_a_call_the_processs():
 
 
 def test_no_other_thread_sees_what_a_block_chooses():
-    """Not even while the block is being entered."""
+    """Other threads keep their choice, even while the block is being entered."""
     seen, is_done = set(), threading.Event()
 
     def watch():
@@ -328,7 +330,7 @@ def test_blocks_end_as_they_should():
 
 
 def test_what_an_interactive_python_shows_is_a_call():
-    """An interactive Python keeps the object that it shows, so showing it counts as the end of the call."""
+    """An interactive session keeps the object that it shows, so showing it counts as the end of the call."""
     kept = use_backend("sm80")
     assert repr(kept) == "use_backend('sm80')"
     assert choice.current() == "sm80"
@@ -340,7 +342,7 @@ def test_what_an_interactive_python_shows_is_a_call():
 def test_another_choice_for_the_process_makes_another_graph(ran):
     for call in CALLS.values():
         if call is CALLS["QuantizedQKV"]:
-            continue  # quantising has values that torch.compile does not trace
+            continue  # quantizing reads values, which torch.compile does not trace
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(call, fullgraph=True, backend=counter)
@@ -359,7 +361,7 @@ def test_another_choice_for_the_process_makes_another_graph(ran):
 
 @pytest.mark.parametrize("function", ["attention", "attention_varlen", "attention_decode", "fp8"])
 def test_a_block_around_a_compiled_function(ran, function):
-    """Its operators look for it when they run, but where the call has named a backend."""
+    """Operators look for the block when they run, unless their call names a backend."""
     compiled = torch.compile(CALLS[function], fullgraph=True, backend="aot_eager")
     compiled()
     with use_backend("tiled"):
@@ -405,7 +407,7 @@ def test_a_compiled_function_does_not_choose(ran, is_block):
 
     with pytest.raises(Exception, match="use_backend"):
         torch.compile(chooses, fullgraph=True, backend="aot_eager")(Q)
-    # where graphs may break, Python runs it
+    # where graphs may break, Python runs the call outside of the graph
     torch.compile(chooses, backend="aot_eager")(Q)
     assert ran == ["tiled"]
     assert choice.current() == (None if is_block else "tiled")

@@ -1,8 +1,8 @@
-"""Deterministic backward: tiles of keys add to a block of dQ in a fixed order, and nobody waits for ever.
+"""Deterministic backward: tiles of keys add to a block of dQ in a fixed order, and none waits forever.
 
-A model of the Hopper backward on Python ints: thread blocks go through tiles of keys, tiles through query blocks, and
-every addition waits for its turn. Order, turns and numbering are the kernel's own functions. Run as a program it prints
-what the order costs.
+A model of the Hopper backward on Python ints: thread blocks go through tiles of keys, tiles go through query blocks,
+and every addition waits for its turn. Order, turns and numbering are the kernel's own functions. Run as a program, this
+file prints the cost of the order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LENGTHS = (1, 3, 4, 7, 12, 13)
 @pytest.mark.parametrize("descending", [False, True])
 @pytest.mark.parametrize(("tile_m", "tile_n"), [(4, 4), (6, 4), (4, 6), (2, 8), (8, 2)])
 def test_turns_count_the_tiles_before(tile_m, tile_n, descending):
-    """Of the tiles that visit a block, in their order, the turns are 0, 1, 2, ...; padding has no part in it."""
+    """The tiles that visit a block have the turns 0, 1, 2, ... in their order; padding has none."""
     for seqlen_q, used, window in itertools.product(LENGTHS, (0, 1, 4, 5, 11, 16, 29), WINDOWS):
         for num_blocks in (ceil_div(used, tile_n), ceil_div(used, tile_n) + 2):
             case = Case(seqlen_q, used, *window, tile_m, tile_n, 1, descending)
@@ -40,8 +40,8 @@ def test_turns_count_the_tiles_before(tile_m, tile_n, descending):
                 for (_, _, m_block), turn in steps_of(case, n_block, 0, 0):
                     assert 0 <= m_block < ceil_div(seqlen_q, tile_m), case
                     turns.setdefault(m_block, []).append(turn)
-            for m_block, of_block in turns.items():
-                assert of_block == list(range(len(of_block))), (case, m_block)
+            for m_block, block_turns in turns.items():
+                assert block_turns == list(range(len(block_turns))), (case, m_block)
 
 
 @pytest.mark.parametrize("group", [1, 3])
@@ -88,7 +88,7 @@ def test_no_deadlock_in_packed_sequences(num_ctas, is_dynamic):
 
 
 def test_the_model_sees_a_deadlock():
-    """The reverse order makes tiles wait for higher numbers, which nobody may be left to compute."""
+    """In the reverse order tiles wait for higher numbers, which no thread block may be left to compute."""
     case = Case(24, 24, None, None, 4, 6, 1)
     tiles = [[(key, 3 - turn) for key, turn in tile] for tile in padded_tiles(case, 2, 1, 1)]
     run(tiles, 8, False)
@@ -120,7 +120,7 @@ def cost(seqlen, left, right, group, head_dim=128, num_ctas=132):
     ("left", "right", "group", "head_dim", "most"),
     [
         *((None, 0, group, 128, 1.08) for group in (1, 4)),
-        (None, 0, 1, 64, 1.2),  # the model's best lose more on a GPU: see tiles_in_step
+        (None, 0, 1, 64, 1.2),  # orders that are best in the model lose more on a GPU: see tiles_in_step
         *((None, None, *kind, 1.05) for kind in ((1, 128), (4, 128), (1, 64))),
         *((512, 0, *kind, 1.1) for kind in ((1, 128), (4, 128), (1, 64))),
     ],
@@ -133,7 +133,7 @@ def test_turns_cost_little(left, right, group, head_dim, most):
 @pytest.mark.parametrize("group", [4, 8])
 @pytest.mark.parametrize("seqlen", [2048, 8192])
 def test_groups_of_heads_are_balanced(seqlen, group):
-    """About the steps of as many heads without groups."""
+    """Groups take about the steps of equally many heads without groups."""
     (alone, _), (grouped, _) = cost(seqlen, None, 0, 1), cost(seqlen, None, 0, group)
     assert grouped < 1.05 * alone, (alone, grouped)
 

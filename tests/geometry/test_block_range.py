@@ -19,7 +19,7 @@ from onepass.problem import AttentionProblem, Mask
 
 LENGTHS = (0, 1, 2, 5, 8)
 SIDES = (None, 0, 1, 3, 20, -1, -2, -4, -20)
-# a Mask has no others: one that hides all keys has a right side that does so by itself
+# a Mask has no other windows: one that hides all keys does so by its right side alone
 WINDOWS = [(left, right) for left in SIDES for right in SIDES if None in (left, right) or left + right >= 0]
 GEOMETRIES = [(*lengths, *window) for lengths in itertools.product(LENGTHS, LENGTHS) for window in WINDOWS]
 
@@ -43,7 +43,7 @@ def test_ranges_match_brute_force(seqlen_q, seqlen_k):
             low, high = key_range(*m, *geometry)
             assert 0 <= low <= high <= seqlen_k
             assert some <= set(range(low, high))
-            # no key is loaded in vain: a window is an interval, and so is the union over neighbouring queries
+            # no key is loaded in vain: a window is an interval, and so is the union over neighboring queries
             assert some == set(range(low, high))
             clear_low, clear_high = unmasked_key_range(*m, *geometry)
             assert low <= clear_low <= clear_high <= high
@@ -86,7 +86,7 @@ def test_key_tiles_go_from_the_last_key_to_the_first():
 
 
 def test_the_rest_of_the_unmasked_keys_joins_the_masked_ones():
-    # queries 8..15 of 16 see keys 0..8 all and mask 9..15: one clear tile and one masked one, none of a single key
+    # queries 8..15 of 16 all see keys 0..8 and mask 9..15: one clear tile and one masked tile, none of a single key
     assert key_tiles(8, 16, 16, 16, None, 0, 8) == [(8, 16, True), (0, 8, False)]
 
 
@@ -103,7 +103,7 @@ def test_tiles_cut_without_gaps():
 
 
 def test_masks_of_options():
-    """`causal` takes away the keys after the query's own and gives none back; a right side alone hides all keys."""
+    """`causal` hides the keys after the query's own and reveals none; a right side alone can hide all keys."""
     for causal, (left, right) in itertools.product((False, True), itertools.product(SIDES, SIDES)):
         mask = Mask.from_options(causal, (left, right))
         window = mask.window_left, mask.window_right
@@ -122,7 +122,7 @@ FAR = 2**40
 
 @pytest.mark.parametrize("is_shorter", [False, True])
 def test_bounds_of_kernels_stay_in_range(is_shorter):
-    """They hide what the window hides in sequences up to these lengths, and lie no further from 0 than the longest."""
+    """Clamped bounds hide what the window hides, up to these lengths, and lie no further from 0 than the longest."""
     sides = [*SIDES, *(side * FAR + 3 for side in (-1, 1))]
     for most_q, most_k in ((8, 5), (2, 8), (8, 8), (1, 1)):
         for left, right in itertools.product(sides, sides):
@@ -132,7 +132,7 @@ def test_bounds_of_kernels_stay_in_range(is_shorter):
             assert all(abs(bound or 0) <= max(most_q, most_k) for bound in bounds)
             assert None in bounds or sum(bounds) >= 0
             lengths = [(most_q, most_k)]
-            if is_shorter:  # packed sequences, or only some keys used
+            if is_shorter:  # packed sequences, or seqused_k
                 lengths = itertools.product(range(most_q + 1), range(most_k + 1))
             for seqlen_q, seqlen_k in lengths:
                 for i, j in itertools.product(range(seqlen_q), range(seqlen_k)):

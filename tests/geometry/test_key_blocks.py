@@ -22,7 +22,7 @@ def test_key_blocks_against_every_pair(tile_m, tile_n):
                 first, clear_first, clear_last, last = blocks
                 assert 0 <= first <= clear_first <= clear_last <= last, where
                 assert last > first, where
-                # also where no key is seen: a block that begins with a key, if there are any
+                # even if no key is visible: the block begins with a key, if there are keys
                 assert (last - 1) * tile_n < max(seqlen_k, 1), where
 
                 def sees(i, j, shift=shift, left=left, right=right, seqlen_k=seqlen_k):
@@ -43,14 +43,14 @@ def test_key_blocks_against_every_pair(tile_m, tile_n):
                 ]
                 assert set(needed) <= set(range(first, last)), where
                 assert set(range(clear_first, clear_last)) <= set(clear), where
-                # nothing in vain: every visited block is needed (but the one a tile without keys visits) ...
+                # every visited block is needed (except the block that a tile without keys visits) ...
                 assert needed == list(range(first, last)) or (not needed and last == first + 1), where
                 # ... and no block is masked that every row sees
                 assert clear == list(range(clear_first, clear_last)), where
 
 
 def visits(blocks):
-    """(block, is masked) in the order of the consumer's loops."""
+    """The pairs (block, is masked) in the order of the consumer's loops."""
     first, clear_first, clear_last, last = blocks
     n = last - 1
     yield n, n >= clear_last or n < clear_first
@@ -61,8 +61,8 @@ def visits(blocks):
 
 @pytest.mark.parametrize("max_skipped", [0, 1, 3])
 @pytest.mark.parametrize(("part_m", "parts", "tile_n"), [(4, 2, 4), (4, 3, 6), (2, 4, 2), (3, 2, 8)])
-def test_parts_of_a_tile_against_every_pair(part_m, parts, tile_n, max_skipped):
-    """A warpgroup (or a thread block of a cluster) sees all keys of its rows, and masks where one of them must not."""
+def test_rows_of_a_tile_against_every_pair(part_m, parts, tile_n, max_skipped):
+    """A warpgroup (or a thread block of a cluster) visits all keys of its rows, and masks the blocks that need it."""
     tile_m = part_m * parts
     for seqlen_q, seqlen_k in itertools.product((1, 3, 8, 13, 24), (1, 4, 5, 11, 16, 24)):
         shift = seqlen_k - seqlen_q
@@ -71,7 +71,7 @@ def test_parts_of_a_tile_against_every_pair(part_m, parts, tile_n, max_skipped):
             for m_start in range(0, seqlen_q, tile_m):
                 tile = key_blocks(m_start, min(m_start + tile_m, seqlen_q), *geometry)
                 for part in range(parts):
-                    # as the kernel: a part past the end takes the last row, and stores nothing
+                    # as in the kernel, rows past the end stand for the last row, and store nothing
                     start = min(m_start + part * part_m, seqlen_q - 1)
                     rows = range(start, min(start + part_m, seqlen_q))
                     own = key_blocks(rows.start, rows.stop, *geometry)

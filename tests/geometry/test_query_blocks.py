@@ -25,7 +25,7 @@ def test_query_blocks_against_every_pair(tile_m, tile_n):
                 high = seqlen_k if right is None else i + shift + right
                 return 0 <= i < seqlen_q and 0 <= j < seqlen_k and low <= j <= high
 
-            # tiles past the last key, too: seqused_k may leave a tile of a padded batch without any
+            # tiles past the last key are included: seqused_k may leave a tile of a padded batch without keys
             for n_start in range(0, seqlen_k + 2 * tile_n, tile_n):
                 keys = range(n_start, n_start + tile_n)
                 blocks = query_blocks(keys.start, keys.stop, seqlen_q, seqlen_k, left, right, tile_m)
@@ -42,7 +42,7 @@ def test_query_blocks_against_every_pair(tile_m, tile_n):
 
 
 def test_the_pairs_of_a_row_against_the_oracle():
-    """What single rows of dk, dv and dq are summed over, also of keys past the used ones."""
+    """The pairs that rows of dk, dv and dq are summed over, including keys past the used ones."""
     for seqlen_q, seqlen_k, used in itertools.product((1, 4, 7, 13), (5, 16), (0, 1, 5, 11, 16)):
         used = min(used, seqlen_k)
         for left, right in WINDOWS:
@@ -59,7 +59,7 @@ def test_the_pairs_of_a_row_against_the_oracle():
 
 @pytest.mark.parametrize(("tile_m", "tile_n"), [(4, 4), (6, 4), (4, 6), (2, 8)])
 def test_first_and_last_key_block(tile_m, tile_n):
-    """The tiles of keys that visit a block of queries: where its sum begins and ends."""
+    """The first and the last tile of keys that visit a block of queries, where its sum begins and ends."""
     for seqlen_q, seqlen_k in itertools.product((1, 3, 4, 7, 12, 13), (0, 1, 4, 5, 11, 16)):
         for left, right in WINDOWS:
             geometry = seqlen_q, seqlen_k, left, right
@@ -70,7 +70,7 @@ def test_first_and_last_key_block(tile_m, tile_n):
                 visitors = [n for n, blocks in enumerate(visits) if blocks.first <= m < blocks.last]
                 first = first_key_block(m * tile_m, *geometry, tile_n)
                 last = last_key_block(m * tile_m, tile_m, *geometry, tile_n)
-                # of a block that no tile visits nobody asks
+                # the kernel never asks about a block that no tile visits
                 assert not visitors or visitors == list(range(first, last + 1)), (geometry, m)
 
 
@@ -90,7 +90,7 @@ def test_every_row_of_a_block_has_its_place():
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
 def test_a_thread_finds_the_rows_of_its_columns():
-    """Of a wgmma accumulator a lane of a quad holds columns 2 * lane, 2 * lane + 1 of each eight."""
+    """In a wgmma accumulator a lane of a quad holds columns 2 * lane and 2 * lane + 1 of each eight."""
     from onepass.kernels.device.blocks.memory.row_stats import stats_position
 
     for lane, sixteen in itertools.product(range(4), range(8)):

@@ -40,7 +40,7 @@ def test_rows_of_tiles_are_taken_by_one_thread_block_in_ascending_order(num_ctas
 
 
 def test_a_thread_block_that_stops_has_no_later_tile():
-    """Consumers stop at the first number past the end: no later wave may come back below it."""
+    """Consumers stop at the first number past the end, so no later wave may have a number below it."""
     for num_ctas, cta, wave in itertools.product((1, 2, 5), range(5), range(6)):
         if cta < num_ctas:
             number = tile_scheduler.tile_number(cta, wave, num_ctas)
@@ -83,7 +83,7 @@ def test_sections_of_a_queue_fill_the_l2_budget():
 
 
 class Warp:
-    """blocks/memory/warp.py on tensors with one element a lane."""
+    """blocks/memory/warp.py on tensors with one element per lane."""
 
     @staticmethod
     def inclusive_sum(x):
@@ -96,7 +96,7 @@ class Warp:
 
 
 def packed_tiles(lengths, slack, tile_m, heads, longest_first, numbers):
-    """(sequence, head, m_block) of the numbers, found one after the other as a thread block's warps do."""
+    """The tiles (sequence, head, m_block) of the numbers, found one after the other, as in a thread block's warps."""
     cu_seqlens = [0, *itertools.accumulate(lengths)]
     batch, total = len(lengths), cu_seqlens[-1] + slack
 
@@ -144,7 +144,7 @@ def test_every_packed_tile_has_one_number(longest_first, slack):
 
 @pytest.mark.parametrize(("num_singles", "num_others"), itertools.product((0, 1, 2, 7), repeat=2))
 def test_kinds_of_tiles_alternate(num_singles, num_others):
-    """Each tile once, those of a kind in ascending order, and two in turn while there are two kinds."""
+    """Each tile comes once, tiles of a kind in ascending order, and the kinds alternate while there are two."""
     order = [tile_scheduler.mixed_number(n, num_singles, num_others) for n in range(num_singles + num_others)]
     for kind, count in ((True, num_singles), (False, num_others)):
         assert [i for is_single, i in order if is_single == kind] == list(range(count))
@@ -161,7 +161,7 @@ def test_packed_rows_stay_inside_the_tensor():
 
 @pytest.mark.parametrize("num_ctas", [1, 2, 5])
 def test_the_queue_gives_every_tile_and_ends_where_it_began(num_ctas):
-    """However few of the thread blocks have a first tile; the others stop before they draw."""
+    """Thread blocks without a first tile stop before they draw, however many they are."""
     rng = random.Random(num_ctas)
     for tiles in range(20):
         counter, taken = 0, list(range(min(num_ctas, tiles)))
@@ -185,7 +185,7 @@ CAUSAL_CASES = list(
 
 
 def causal_tiles(seqlen, head_dim, tile_m, tile_n, is_dynamic):
-    """Work of each tile, by number, in key blocks. 16k tokens of hidden size 2048."""
+    """The work of each tile, by number, in key blocks, for 16k tokens of hidden size 2048."""
     heads, batch, m_blocks = 2048 // head_dim, 16384 // seqlen, -(-seqlen // tile_m)
     section = tile_scheduler.heads_per_section(
         heads * batch, m_blocks, NUM_CTAS, 4 * seqlen * head_dim, True, is_dynamic
@@ -201,7 +201,7 @@ def causal_tiles(seqlen, head_dim, tile_m, tile_n, is_dynamic):
 
 @pytest.mark.parametrize(("seqlen", "tile"), CAUSAL_CASES)
 def test_causal_work_is_balanced(seqlen, tile):
-    """The busiest thread block against the mean, in the static order."""
+    """The busiest thread block is close to the mean in the static order."""
     work = causal_tiles(seqlen, *tile, False)
     totals = []
     for cta in range(NUM_CTAS):
@@ -212,7 +212,7 @@ def test_causal_work_is_balanced(seqlen, tile):
 
 @pytest.mark.parametrize(("seqlen", "tile"), CAUSAL_CASES)
 def test_causal_work_from_the_queue_is_balanced(seqlen, tile):
-    """Thread blocks draw their next tile when they have 4 key blocks left to compute."""
+    """Work is balanced if thread blocks draw their next tile when they have 4 key blocks left to compute."""
     work = causal_tiles(seqlen, *tile, True)
     # (when it draws, thread block, when it ends its tile)
     draws = [(max(0.0, work[cta] - 4), cta, work[cta]) for cta in range(NUM_CTAS)]

@@ -1,4 +1,4 @@
-"""What tests of the launches of a backward share."""
+"""Helpers of the tests of backward launches."""
 
 import torch
 
@@ -6,12 +6,13 @@ from onepass.problem import AttentionInputs
 
 
 def assert_as_traced(wanted, launch, requests):
-    """A launch gives its kernels what they were traced with: as many arguments, of as many dimensions, and None in the
-    same places.
+    """Check that a launch passes the arguments that its kernels were traced with.
+
+    Their number, their dimensions and the positions of None must agree.
 
     Args:
-        launch: kernels -> a BackwardLaunch with them, of 4 query and 2 kv heads of 16.
-        requests: of `compile_requests`, for each kernel in order.
+        launch: (kernels) -> a BackwardLaunch with them, for 4 query and 2 kv heads of head_dim 16.
+        requests: a compile request for each kernel, in order.
     """
     sequences = (140,) if wanted.is_packed else (2, 70)
     q, out, dout = (torch.zeros(*sequences, 4, 16, dtype=wanted.dtype) for _ in range(3))
@@ -35,5 +36,5 @@ def assert_as_traced(wanted, launch, requests):
 
     for arguments, (*_, trace) in zip(given, requests, strict=True):
         _, stand_ins = trace()
-        # the stream is torch's current one
+        # the last stand-in is the stream, which a launch takes from torch
         assert [dimensions(a) for a in arguments] == [dimensions(a) for a in stand_ins[:-1]]

@@ -1,4 +1,4 @@
-"""Calls of `attention` and `attention_varlen` that are refused: the error type and words, with expected and got."""
+"""Calls of `attention` and `attention_varlen` that are refused, with the error type and the pattern of its message."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ DENSE = [
     ),
     ({"seqused_k": torch.tensor([1, 7], dtype=INT32)}, ValueError, r"seqused_k\[1\]: expected 0 to 6, .*, got 7"),
     ({"seqused_k": torch.tensor([-1, 2], dtype=INT32)}, ValueError, r"seqused_k\[0\]: expected 0 to 6, .*, got -1"),
-    # what is not made of one block of memory
+    # tensors that are not one block of memory
     (
         {"q": lambda t: nested(t)},
         TypeError,
@@ -106,7 +106,7 @@ DENSE = [
     ),
     ({"v": lambda t: nested(t, torch.jagged)}, TypeError, r"v: expected .* of one shape, got a nested tensor"),
     ({"sinks": torch.zeros(4).to_sparse()}, TypeError, r"sinks: expected a strided \(dense\) tensor, got layout"),
-    # integers and floats beyond those of the machine
+    # numbers beyond the range of 64 bits
     ({"softcap": 10**400}, ValueError, r"softcap: expected a finite number, got one beyond the range of a float"),
     # heads before seqlen
     (
@@ -142,7 +142,7 @@ DENSE = [
     (
         {"tuning": onepass.ForwardConfig(tile_n=128)},
         NotImplementedError,
-        r"tuning: backend tiled takes none, expected None, got ForwardConfig\(tile_n=128, .*\(plain torch tiles",
+        r"tuning: backend tiled takes none, expected None, got ForwardConfig\(tile_n=128, .*\(plain PyTorch tiles",
     ),
     (
         {"tuning": onepass.ForwardConfig(tile_n=128), "backend": "tiled"},

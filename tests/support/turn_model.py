@@ -14,8 +14,8 @@ from onepass.geometry import tile_scheduler
 from onepass.geometry.block_range import first_key_block, following_query_block, last_key_block, query_blocks
 from onepass.geometry.integers import ceil_div
 
-# Time of the model: a step; from a tile's last addition until it is complete; from giving a turn until another thread
-# block sees it; the rest of a tile's end.
+# Times of the model: a step; from a tile's last addition to its completion; from giving a turn until another thread
+# block sees it; the remaining work at the end of a tile.
 STEP, COMPLETE, SEEN, STORE = 10, 6, 3, 5
 
 
@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
 
 def visits(case, n_block, head_kv, in_turns=True):
-    """(query head, query block) of a tile in the kernel's order."""
+    """The pairs (query head, query block) that a tile visits, in the kernel's order."""
     start = n_block * case.tile_n
     first, _, _, last = query_blocks(start, start + case.tile_n, *case.geometry, case.tile_m)
     head, m_block = head_kv * case.group, last - 1 if in_turns and not case.descending else first
@@ -46,7 +46,7 @@ def visits(case, n_block, head_kv, in_turns=True):
 
 
 def steps_of(case, n_block, head_kv, entry, in_turns=True):
-    """((counter of the block, turn), ...) of a tile."""
+    """The pairs (counter of a block of dQ, turn) of a tile, in its order."""
 
     def turn(i):
         if case.descending:
@@ -57,39 +57,39 @@ def steps_of(case, n_block, head_kv, entry, in_turns=True):
 
 
 def padded_tiles(case, heads_kv, batch, section, used=None, in_turns=True):
-    """Tiles by number. Args: used: valid keys of each batch entry."""
+    """The steps of all tiles of a dense batch, by number. Args: used: valid keys of each batch entry."""
     blocks = ceil_div(case.seqlen_k, case.tile_n)
     last = tile_scheduler.heads_in_last_section(heads_kv * batch, section)
     divisors = tile_scheduler.Divisors(blocks * section, section, last, heads_kv)
     tiles = []
     for number in range(blocks * heads_kv * batch):
         coord = tile_scheduler.tile_coord(number, divisors, blocks, batch)
-        of_entry = case if used is None else case._replace(seqlen_k=used[coord.batch])
+        entry_case = case if used is None else case._replace(seqlen_k=used[coord.batch])
         n_block = coord.m_block if in_turns and case.descending else blocks - 1 - coord.m_block
-        tiles.append(steps_of(of_entry, n_block, coord.head, coord.batch, in_turns))
+        tiles.append(steps_of(entry_case, n_block, coord.head, coord.batch, in_turns))
     return tiles
 
 
 def packed_tiles(case, lengths, heads_kv):
-    """Args: lengths: (queries, keys) of each sequence."""
+    """The steps of all tiles of packed sequences, by number. Args: lengths: (queries, keys) of each sequence."""
     tiles = []
     for sequence, (queries, keys) in enumerate(lengths):
-        of_sequence = case._replace(seqlen_q=queries, seqlen_k=keys)
+        sequence_case = case._replace(seqlen_q=queries, seqlen_k=keys)
         blocks = ceil_div(keys, case.tile_n)
         for number in range(blocks * heads_kv):
             m_block, head = tile_scheduler.packed_coord(number, blocks, heads_kv, True)
             n_block = m_block if case.descending else blocks - 1 - m_block
-            tiles.append(steps_of(of_sequence, n_block, head, sequence))
+            tiles.append(steps_of(sequence_case, n_block, head, sequence))
     return tiles
 
 
 def run(tiles, num_ctas, is_dynamic, in_turns=True, jitter=None):
-    """Steps until all tiles are done; AssertionError if some wait for ever, or twice for one turn."""
+    """Steps until all tiles are done. Raises: AssertionError if a tile waits forever, or two wait for one turn."""
     num_ctas = min(num_ctas, len(tiles))
     counts, waiting, drawn = {}, {}, itertools.count(num_ctas)
 
     def thread_block(cta):
-        """Yields a time to pass or a turn to wait for."""
+        """Yield the times that pass and the turns to wait for."""
         number, unfinished = cta, None
         for wave in itertools.count(1):
             if number >= len(tiles):

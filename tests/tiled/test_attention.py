@@ -64,8 +64,8 @@ OPTIONS = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_options(options, dtype):
-    # float64 has no plain result above its own precision: its budget is a floor of roundings. Of float32 values as few
-    # as these the plain error may be small by chance: 0.9 of the budget without the floor, on one processor
+    # In float64 plain PyTorch is as precise as the oracle, so the budget is a floor of roundings. With so few values
+    # the error of plain PyTorch in float32 may be small by chance: 0.9 of the budget without the floor, on one CPU.
     Call(make(dtype=dtype), options).check(with_floor=dtype in (torch.float64, torch.float32))
 
 
@@ -94,7 +94,7 @@ def test_grouped_heads(heads_q, heads_kv):
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (1, 97), (97, 1), (2, 3), (31, 31), (127, 251), (251, 127)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_lengths(seqlen_q, seqlen_k, causal):
-    # a single visible key makes dq and dk cancel to zero: there the floor of roundings is all the budget there is
+    # a single visible key makes dq and dk cancel to zero: the budget there is the floor of roundings alone
     Call(make(seqlen_q=seqlen_q, seqlen_k=seqlen_k), {"causal": causal}).check(with_floor=True)
 
 
@@ -106,16 +106,16 @@ def test_random_problems(seed):
 @settings(max_examples=60)
 @given(st.integers(min_value=1000, max_value=2**31))
 @example(2)
-@example(1002411)  # few rows with one probability close to 1: what they cost is the rounding of out
+@example(1002411)  # few rows with one probability close to 1: their error is the rounding of out
 def test_more_random_problems(seed):
-    """Another draw on every run; a seed that fails is printed and repeats the case."""
+    """Every run draws other problems; a seed that fails is printed and repeats its problem."""
     random_call(seed, max_seqlen=96).check(with_floor=True)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (16, 7, 1), (5, 64, 3), (64, 16, 8)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (6, 2)}], ids=str)
 def test_tile_sizes_do_not_matter(sizes, options):
-    """Tiles far smaller than those of real calls, so that many of them meet in one problem."""
+    """Tiles are far smaller than in real calls, so that a problem has many of them."""
     tensors = make(seqlen_q=41, seqlen_k=50, dtype=torch.float64)
     inputs = AttentionInputs(**tensors)
     mask = Mask.from_options(options.get("causal", False), options.get("window"))
@@ -131,7 +131,7 @@ def test_tile_sizes_do_not_matter(sizes, options):
 
 @pytest.mark.parametrize("magnitude", [1e-3, 10.0, 60.0])
 def test_scores_of_any_size(magnitude):
-    """Scores for which 0 serves as the reference, and scores that need row maxima (budget: float32's rounding)."""
+    """Some scores are correct with reference 0, others need row maxima (budget: float32's rounding)."""
     tensors = make(seqlen_q=300, seqlen_k=600, head_dim=32)
     tensors["q"] *= magnitude
     for options in ({}, {"causal": True}, {"window": (40, 0)}):
@@ -139,7 +139,7 @@ def test_scores_of_any_size(magnitude):
 
 
 def test_long_sequences_use_the_fixed_reference_in_the_backward_pass():
-    """Above and below the length and the score size at which the backward pass leaves the reference out."""
+    """Lengths and score sizes above and below the bounds at which the backward pass needs no reference."""
     for seqlen_k, magnitude in ((300, 0.5), (300, 30.0), (200, 0.5)):
         tensors = make(batch=1, seqlen_q=70, seqlen_k=seqlen_k, heads_q=2, heads_kv=1, head_dim=8)
         tensors["q"] *= magnitude
@@ -148,7 +148,7 @@ def test_long_sequences_use_the_fixed_reference_in_the_backward_pass():
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (20, 0)}, {"window": (30, 30), "softcap": 200.0}])
 def test_a_hidden_score_may_overflow(options):
-    """exp of a score that no row sees is infinite; all that are seen are small."""
+    """exp of a score that no row sees is infinite; all visible scores are small."""
     tensors = make(batch=1, seqlen_q=300, seqlen_k=300, heads_q=2, heads_kv=1, head_dim=8)
     tensors["q"][:, :200, :, 0] = 6.0
     tensors["q"][:, 200:, :, 0] = 0.0
@@ -163,7 +163,7 @@ def test_16k_keys():
 
 
 def test_huge_logits():
-    """Logits of 1e4 and more: exp overflows without a reference, and probabilities are exactly 0 or 1."""
+    """Logits reach 1e4 and more: exp overflows without a reference, and probabilities are exactly 0 or 1."""
     tensors = {n: t * 400 for n, t in make(head_dim=8, seqlen_q=20, seqlen_k=30).items()}
     out, lse = onepass.attention(**tensors, return_lse=True)
     expected = Call(tensors).expected()

@@ -1,4 +1,4 @@
-"""attention_decode on the CPU: step by step as all at once, in splits as in one pass, in pages as in one piece."""
+"""attention_decode on the CPU: steps agree with one call, splits with one pass, pages with a dense cache."""
 
 import itertools
 
@@ -33,7 +33,7 @@ def dense(batch=2, seqlen_q=3, room=70, heads=(4, 2), head_dims=(8, 6), dtype=to
 
 
 def in_pages(cache, filled, page_size, extra=3, seed=0):
-    """The filled rows of a dense cache in pages of random places between pages of NaN, and the table."""
+    """The filled rows of a dense cache in random pages between pages of NaN, and the page table."""
     batch, room = cache.shape[:2]
     per_entry = -(-room // page_size)
     order = torch.randperm(batch * per_entry + extra, generator=torch.Generator().manual_seed(seed))
@@ -96,7 +96,7 @@ def test_splits_do_not_matter_beyond_rounding(dtype, num_splits):
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_sink_that_dominates_or_vanishes(dtype, num_splits, sink):
-    """Beside one a row's keys have a share of e^-20, of e^-60, or one that no float32 tells from 0; none is NaN."""
+    """Beside such a sink the keys of a row have a share of e^-20, of e^-60, or 0 in float32; no result is NaN."""
     q, k, v = dense(dtype=dtype, batch=1, head_dims=(16, 16))
     sinks = torch.tensor([sink, sink + 1, 0.0, sink])
     out, lse = onepass.attention_decode(
@@ -106,16 +106,16 @@ def test_a_sink_that_dominates_or_vanishes(dtype, num_splits, sink):
         reference.attention(q, k, v, causal=True, sinks=sinks, compute_dtype=d) for d in (torch.float64, torch.float32)
     )
     floor = floor_of_out(dtype, q, k, v, oracle, causal=True, sinks=sinks)
-    for h in range(4):  # each by its own largest value
-        of_head = [x[:, :, h : h + 1] for x in (out, oracle.out, plain.out, floor)]
-        row = compare("out", *of_head[:3], floor=of_head[3])
+    for h in range(4):  # each head is compared relative to its own largest value
+        head_results = [x[:, :, h : h + 1] for x in (out, oracle.out, plain.out, floor)]
+        row = compare("out", *head_results[:3], floor=head_results[3])
         assert row.ok, (h, row)
     row = compare_lse(lse, oracle.lse)
     assert row.ok, row
 
 
 def test_merging_is_associative():
-    """Splits merged in any grouping, parts without a visible key among them."""
+    """Splits may be merged in any grouping, even if some have no visible key."""
     q, k, v = dense(batch=1)
     parts = [
         onepass.attention(q, k[:, a:b], v[:, a:b], return_lse=True)
@@ -129,7 +129,7 @@ def test_merging_is_associative():
         same(merged.lse, whole.lse)
 
 
-def test_parts_that_see_nothing():
+def test_splits_that_see_nothing():
     """Queries before the first key, splits that a window hides, an empty sequence."""
     q, k, v = dense(seqlen_q=16)
     k[0, 5:], v[1] = NAN, NAN
@@ -187,7 +187,7 @@ def test_random_calls_cover_the_options():
 
 
 def packed_call(counts=(3, 0, 5), behind=2, **changes):
-    """Queries of sequences one after the other, and rows of none."""
+    """Packed queries, with rows that belong to no sequence."""
     q, k, v = dense(batch=len(counts), seqlen_q=max(counts))
     rows = [*(t[:n] for t, n in zip(q, counts, strict=True)), q[0, :behind]]
     ends = lengths(*itertools.accumulate((0, *counts)))
@@ -221,7 +221,7 @@ NOT_PACKED = {
     "q: expected 3 dimensions (total_tokens, num_heads, head_dim), got 4": {"q": torch.zeros(3, 1, 4, 8).double()},
     "cu_seqlens_q: expected dtype int32, got int64": {"cu_seqlens_q": torch.tensor([0, 3, 3, 8])},
     "cu_seqlens_q: expected an int32 torch.Tensor, got list": {"cu_seqlens_q": [0, 3, 3, 8]},
-    "cu_seqlens_q: expected shape (batch + 1,), an offset more": {"cu_seqlens_q": lengths(0, 3)[None]},
+    "cu_seqlens_q: expected shape (batch + 1,), one more offset": {"cu_seqlens_q": lengths(0, 3)[None]},
     "cu_seqlens_q: expected shape (batch + 1,), got (0,)": {"cu_seqlens_q": lengths()},
     "cu_seqlens_q: expected to start at 0, got 1": {"cu_seqlens_q": lengths(1, 3, 3, 8)},
     "cu_seqlens_q: expected offsets that never decrease, got [0, 3, 2, 8]": {"cu_seqlens_q": lengths(0, 3, 2, 8)},
@@ -299,7 +299,7 @@ def test_a_cache_without_pages():
 
 
 def test_sequences_share_pages():
-    """A common beginning of 8 keys, in the same two pages; what stands in a table behind its keys is not looked at."""
+    """A common prefix of 8 keys lies in two shared pages; entries of a table past the keys are not read."""
     q, k, v = dense(batch=1, room=16)
     k_pages, v_pages = (t[0].unflatten(0, (4, 4)).contiguous() for t in (k, v))
     table = torch.tensor([[0, 1, 2, -7], [0, 1, 3, 99]], dtype=INT32)
@@ -313,7 +313,7 @@ def test_sequences_share_pages():
 
 
 class TinyModel(torch.nn.Module):
-    """Two layers with rotary positions, grouped heads; attention has the larger part in what it says."""
+    """Two layers with rotary positions and grouped heads, whose output depends mostly on attention."""
 
     def __init__(self, layers=2, heads=4, heads_kv=2, head_dim=16, vocabulary=97, positions=300):
         super().__init__()
@@ -382,7 +382,7 @@ def test_a_model_generates_the_same_tokens_as_by_recomputation():
             tokens = torch.cat((tokens, model(new, cached).argmax(-1)), 1)
             filled = filled + new.shape[1]
     assert torch.equal(tokens, expected)
-    assert len(tokens[0].unique()) > 10  # what it says is not always the same
+    assert len(tokens[0].unique()) > 10  # the model does not always generate one token
 
 
 # ---------------------------------------------------------------- torch
@@ -418,7 +418,7 @@ def test_opcheck():
 
 
 def test_merge_partials_as_an_operator(monkeypatch):
-    """Where a kernel merges, packed and dense, sequences of tensors and stacked ones; here the operator calls torch."""
+    """The operator merges packed and dense partials, in sequences and stacked; on the CPU it computes in PyTorch."""
     outs, lses = randn(3, 2, 5, 4, 8, seed=1), randn(3, 2, 4, 5, seed=2)
     torch.library.opcheck(torch.ops.onepass.merge_partials.default, (outs, lses))
     expected = onepass.merge_partials(outs, lses)
@@ -444,11 +444,11 @@ def test_compiled_without_a_break():
 
 @pytest.mark.parametrize(("taken", "seqlen_q"), [("sm80", 1), ("sm90", 20)])
 def test_choice_of_a_kernel_is_traced_without_a_break(monkeypatch, taken, seqlen_q):
-    """As on a Hopper GPU, of few rows and of many; tiled computes them."""
+    """torch.compile traces the choice as on a Hopper GPU, for few rows and for many; tiled computes them."""
     torch._dynamo.reset()
     monkeypatch.setattr(backends, "device_refusal", lambda name, problem, device: None)
     monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", True)
-    monkeypatch.setitem(decode._DECODE, taken, decode._DECODE["tiled"])
+    monkeypatch.setitem(decode.MODULES, taken, decode.MODULES["tiled"])
     q = torch.randn(2, seqlen_q, 4, 64, dtype=torch.bfloat16)
     k, v = (torch.randn(2, 64, 2, 64, dtype=torch.bfloat16) for _ in range(2))
     call = {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": torch.tensor([40, 64], dtype=INT32)}
@@ -472,17 +472,17 @@ REFUSED = {
     },
     "page_table: expected dtype int32, got int64": {"page_table": torch.zeros(2, 5, dtype=torch.int64)},
     "k_cache: expected batch 2 like q (or pages, with a page_table), got 13": {"page_table": None},
-    "cache_seqlens: expected 0 to 77, the 80 positions of the cache less 3 new ones, got 78": {
+    "cache_seqlens: expected 0 to 77, the 80 positions of the cache less 3 new keys, got 78": {
         "cache_seqlens": lengths(78, 0)
     },
-    "cache_seqlens: expected 0 to 77, the 80 positions of the cache less 3 new ones, got -1": {
+    "cache_seqlens: expected 0 to 77, the 80 positions of the cache less 3 new keys, got -1": {
         "cache_seqlens": lengths(5, -1)
     },
     "cache_seqlens: expected shape (2,), one per batch entry, got (3,)": {"cache_seqlens": lengths(1, 2, 3)},
     "cache_seqlens: expected an int32 torch.Tensor, got int": {"cache_seqlens": 5},
     "v_new: expected a torch.Tensor where the other of k_new and v_new is given, got None": {"v_new": None},
     "k_new: expected shape (2, 3, 2, 8), got (2, 3, 4, 8)": {"k_new": torch.zeros(2, 3, 4, 8)},
-    "k_new: expected up to 80 keys, the room of the cache, got 81": {
+    "k_new: expected at most 80 keys, the capacity of the cache, got 81": {
         "k_new": torch.zeros(2, 81, 2, 8),
         "v_new": torch.zeros(2, 81, 2, 6),
     },
@@ -498,7 +498,9 @@ REFUSED = {
     "num_splits: expected an int or None, got 2.0": {"num_splits": 2.0},
     "split_size: expected a multiple of 64 keys, got 100": {"split_size": 100},
     "split_size: expected None beside num_splits, got 64": {"split_size": 64, "num_splits": 2},
-    "rotary_sin: expected a torch.Tensor beside the other of both, got None": {"rotary_cos": COS},
+    "rotary_sin: expected a torch.Tensor where the other of rotary_cos and rotary_sin is given, got None": {
+        "rotary_cos": COS
+    },
     "rotary_cos: expected shape (positions, rotary_dim / 2) with rotary_dim up to 8, got (80, 5)": {
         "rotary_cos": torch.ones(80, 5),
         "rotary_sin": torch.ones(80, 5),

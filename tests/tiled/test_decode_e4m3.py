@@ -1,4 +1,4 @@
-"""attention_decode over an e4m3 cache on the CPU: exactly attention over its real values, and what is written to it."""
+"""attention_decode over an e4m3 cache on the CPU: exact attention over real values, and the values written to it."""
 
 import pytest
 import torch
@@ -18,11 +18,11 @@ def randn(*shape, dtype=torch.float32, seed=0):
 
 
 def scales(*shape, seed):
-    """Far from each other: one at a wrong place shows."""
+    """Descales that differ widely, so that a misplaced one shows."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).mul(6).sub(5).exp()
 
 
-# what `k_descale` and `v_descale` are, whether in pages, kv_block
+# name -> the shape of the descales, whether the cache has pages, kv_block
 KINDS = {
     "none": (None, None, False, None),
     "none, in pages": (None, None, True, None),
@@ -38,7 +38,7 @@ KINDS = {
 
 
 def arguments_of(kind, seqlen_q=3, dtype=torch.bfloat16, seqlen_new=0):
-    """Of a cache with NaN wherever no key lies, and the real values of its keys, (batch, room, ..)."""
+    """The arguments for a cache with NaN where it has no key, and the real values of its keys (batch, room, ..)."""
     *shapes, is_paged, kv_block = KINDS[kind]
     arguments = {
         "q": randn(BATCH, seqlen_q, HEADS[0], HEAD_DIMS[0], dtype=dtype, seed=1),
@@ -78,7 +78,7 @@ def arguments_of(kind, seqlen_q=3, dtype=torch.bfloat16, seqlen_new=0):
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_values(kind, num_splits, dtype):
-    """In splits and in one, with everything that changes scores: softmax sees real values."""
+    """With splits and without, and with every option that changes scores: softmax sees real values."""
     arguments, (k, v) = arguments_of(kind, dtype=dtype)
     options = {"window": (30, 0), "softcap": 5.0, "sinks": randn(4, dtype=dtype, seed=9)}
     out, lse = onepass.attention_decode(**arguments, **options, num_splits=num_splits, return_lse=True)
@@ -97,12 +97,12 @@ def test_values(kind, num_splits, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_keys_are_rounded_with_the_descale_of_their_place(kind):
-    """Appended, rotated and then read again: the same as attention over what the cache holds then."""
+    """New keys are rotated, appended and read again: the result is attention over the cache afterwards."""
     arguments, _ = arguments_of(kind, seqlen_new=3)
     angles = torch.arange(ROOM)[:, None] * torch.tensor([1.0, 0.1])
     arguments |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
     before = {name: arguments[name].clone() for name in ("k_cache", "v_cache")}
-    # no rotation of what is said to be new already: rotated by a call whose cache is not e4m3
+    # the expected keys are rotated by a call whose cache is not e4m3
     plain = {"k_cache": torch.zeros(BATCH, ROOM, 2, 8), "v_cache": torch.zeros(BATCH, ROOM, 2, 6)}
     same = {n: arguments[n] for n in ("cache_seqlens", "k_new", "v_new", "rotary_cos", "rotary_sin")}
     plain = {n: t.bfloat16() for n, t in plain.items()}
@@ -126,7 +126,7 @@ def test_new_keys_are_rounded_with_the_descale_of_their_place(kind):
                 expected = expected.clamp(-448, 448).to(E4M3)
                 assert torch.equal(cache[place].view(torch.uint8), expected.view(torch.uint8))
                 was[place] = expected.view(torch.uint8)
-        assert torch.equal(cache.view(torch.uint8), was)  # nothing else was written
+        assert torch.equal(cache.view(torch.uint8), was)  # no other element was written
     again = {n: t for n, t in arguments.items() if n not in ("k_new", "v_new")}
     again["cache_seqlens"] = arguments["cache_seqlens"] + 3
     assert torch.equal(out, onepass.attention_decode(**again))
@@ -159,7 +159,7 @@ def test_operators():
     options = (0.3, None, 0, None, 2, None, False, False, PAGE_SIZE, None, "tiled")
     descales = arguments["k_descale"], arguments["v_descale"]
     tensors = *(arguments[n] for n in order), None, None, None, *descales, None
-    tests = ("test_faketensor",)  # that of the schema compares values, which torch cannot in e4m3
+    tests = ("test_faketensor",)  # opcheck's test of the schema compares values, which torch cannot do in e4m3
     torch.library.opcheck(torch.ops.onepass.decode.default, (*tensors, *options), test_utils=tests)
     new = arguments["k_new"], arguments["v_new"]
     torch.library.opcheck(torch.ops.onepass.decode_append.default, (*tensors, *new, *options), test_utils=tests)
@@ -168,7 +168,7 @@ def test_operators():
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("kind", ["page", "block"])
 def test_compiled_without_a_break(kind, dynamic):
-    """Also where torch.compile does not know the shapes."""
+    """torch.compile makes no graph break, even if it does not know the shapes."""
     (arguments, _), (second, _) = (arguments_of(kind, seqlen_new=2) for _ in range(2))
     compiled = torch.compile(onepass.attention_decode, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     assert torch.equal(compiled(**arguments), onepass.attention_decode(**second))
@@ -200,8 +200,14 @@ REFUSED = {
         {"k_cache": torch.zeros(BATCH, ROOM, 2, 8).bfloat16(), "v_cache": torch.zeros(BATCH, ROOM, 2, 6).bfloat16()}
         | {"kv_block": 16},
     ),
-    "v_descale: expected a float32 torch.Tensor beside the other of both, got None": ("none", {"k_descale": ONE}),
-    "k_descale: expected a float32 torch.Tensor beside the other of both, got float": ("tensor", {"k_descale": 0.5}),
+    "v_descale: expected a float32 torch.Tensor where the other of k_descale and v_descale is given, got None": (
+        "none",
+        {"k_descale": ONE},
+    ),
+    "k_descale: expected a float32 torch.Tensor where the other of k_descale and v_descale is given, got float": (
+        "tensor",
+        {"k_descale": 0.5},
+    ),
     "k_descale: expected dtype float32, got bfloat16": ("tensor", {"k_descale": ONE.bfloat16()}),
     "k_descale: expected device cpu like q, got meta": ("tensor", {"k_descale": ONE.to("meta")}),
     "v_descale: expected shape () or (2,) or (3, 2), got (1,)": ("tensor", {"v_descale": ONE[None]}),

@@ -1,4 +1,4 @@
-"""Windows with negative sides: keys that begin behind a query's own position, or end before it."""
+"""Windows with negative sides: the visible keys begin after a query's own position, or end before it."""
 
 import itertools
 
@@ -43,7 +43,7 @@ def make(batch=2, seqlen_q=37, seqlen_k=53, heads=(4, 2), head_dim=16, dtype=tor
 
 
 def dense(q, k, v, causal, left, right):
-    """Attention by a boolean mask that is written down here: out, and which queries see a key."""
+    """Attention by a boolean mask that this test builds: out, and which queries see a key."""
     position = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
     key = torch.arange(k.shape[1])
     visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
@@ -105,10 +105,10 @@ def test_tile_sizes_do_not_matter(sizes, window):
 
 @pytest.mark.parametrize("where", ["k", "v"])
 def test_hidden_keys_do_not_matter(where):
-    """Neither a query's own, nor one that nobody sees."""
+    """Neither a query's own key matters, nor a key that no query sees."""
     tensors = make(seqlen_q=20, seqlen_k=20, dtype=torch.float64)
     expected = onepass.attention(**tensors, window=(None, -1))
-    tensors[where][:, 19] = torch.nan  # which only the last query has at its position
+    tensors[where][:, 19] = torch.nan  # only the last query stands at this key
     assert torch.equal(onepass.attention(**tensors, window=(None, -1)), expected)
     tensors[where][:, 10] = torch.nan
     actual = onepass.attention(**tensors, window=(None, -1))
@@ -130,15 +130,15 @@ def test_decode(window, causal, splits):
         **splits,
     )
     for b, n in enumerate(filled):
-        of_entry = tensors["q"][b : b + 1], tensors["k"][b : b + 1, :n], tensors["v"][b : b + 1, :n]
-        expected = reference.attention(*of_entry, window=window, causal=causal)
+        operands = tensors["q"][b : b + 1], tensors["k"][b : b + 1, :n], tensors["v"][b : b + 1, :n]
+        expected = reference.attention(*operands, window=window, causal=causal)
         torch.testing.assert_close(actual.out[b], expected.out[0], rtol=1e-11, atol=1e-12)
         torch.testing.assert_close(actual.lse[b], expected.lse[0], rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("window", [(-3, 12), (None, -2), (2, -3)], ids=str)
 def test_fp8(window):
-    """FP8 calls agree with the oracle over the dequantised tensors, and rows without keys are 0."""
+    """FP8 calls agree with the oracle over the dequantized tensors, and empty rows are 0."""
     quantized = onepass.quantize_fp8(*make(1, 20, 20, head_dim=32).values())
     actual = onepass.attention(quantized, window=window)
     expected = reference.attention(*quantized.dequantize(), window=window).out

@@ -1,4 +1,4 @@
-"""float32 is true float32 under every setting of torch's, old and new, none of which a call changes."""
+"""float32 is true float32 under every setting of torch, old and new, and a call changes none of them."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def reset():
 
 @pytest.fixture(params=SETTINGS.values(), ids=SETTINGS.keys())
 def setting(request):
-    reset()  # other tests of this process may have left one that means the same
+    reset()  # other tests of this process may have left an equivalent setting
     before = state()
     try:
         request.param()
@@ -69,13 +69,13 @@ def setting(request):
 
 
 def truncated(x, bits):
-    """float32 with the last `bits` bits of the mantissa cut off: what a tensor core or oneDNN reads."""
+    """float32 with the last `bits` bits of the mantissa cut off, as a tensor core or oneDNN reads it."""
     return (x.contiguous().view(torch.int32) >> bits << bits).view(torch.float32)
 
 
 @pytest.fixture
 def gemms_that_obey(monkeypatch):
-    """Products of float32 matrices as a device makes them that takes every liberty that its settings give."""
+    """Products of float32 matrices by a device that rounds as far as its settings allow."""
 
     def read(x):
         precision = torch.backends.mkldnn.matmul.fp32_precision
@@ -91,7 +91,7 @@ def tensors(dtype=torch.float32, requires_grad=False):
     generator = torch.Generator().manual_seed(3)
     shapes = {"q": (2, 70, 4, 32), "k": (2, 90, 2, 32), "v": (2, 90, 2, 24)}
     made = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
-    # a mean: what is lost of P V does not average out
+    # a mean of V: losses in P V do not average out
     made["v"] += 1
     return {name: t.requires_grad_(requires_grad) for name, t in made.items()}
 
@@ -130,18 +130,18 @@ def test_decoding(setting, gemms_that_obey):
 
 
 def test_fp8(setting, gemms_that_obey):
-    """P is rounded to e4m3 as ever, whatever the products are made of."""
+    """P is rounded to e4m3, whatever the precision of the products is."""
     given = tensors()
     result = onepass.attention(**given, precision="fp8", causal=True)
     torch.backends.mkldnn.matmul.fp32_precision = torch.backends.fp32_precision = "ieee"
     expected = onepass.attention(**given, precision="fp8", causal=True)
-    # a probability in the middle between two numbers may go either way
+    # a probability halfway between two numbers may be rounded either way
     assert float((result - expected).abs().max()) < 0.02
     assert float((result - expected).square().mean().sqrt()) < 2e-4
 
 
 def test_a_call_sets_nothing(monkeypatch):
-    """Settings are those of all threads: one put back later is seen by the others until then."""
+    """Settings belong to all threads: other threads would see a changed setting until it is restored."""
     torch.set_float32_matmul_precision("medium")
     try:
         for module, name in ((torch, "set_float32_matmul_precision"), (torch._C, "_set_fp32_precision_setter")):
@@ -157,7 +157,7 @@ def test_a_call_sets_nothing(monkeypatch):
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
 def test_products_that_obey_would_be_noticed(gemms_that_obey, monkeypatch, precision):
-    """The fault that these tests look for, planted."""
+    """These tests notice the fault that they look for."""
     monkeypatch.setattr(tile_sizes, "float32_products_are_exact", lambda device_type: True)
     torch.backends.mkldnn.matmul.fp32_precision = precision
     try:

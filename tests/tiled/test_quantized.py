@@ -1,4 +1,4 @@
-"""FP8 attention on the CPU: scales, rotation, what is subtracted, and values against float64."""
+"""FP8 attention on the CPU: descales, rotation, subtracted means, and values against float64."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ def make_packed(lengths_q=(5, 0, 70, 33), lengths_k=(9, 4, 130, 66), slack=3, he
         return torch.tensor([0, *itertools.accumulate(lengths)], dtype=INT32)
 
     tensors = [
-        # eighths: their sums are exact in any order
+        # multiples of 1/8: their sums are exact in any order
         torch.randint(-16, 17, (sum(lengths) + slack, heads, head_dim)) / 8
         for lengths, heads in ((lengths_q, heads_q), (lengths_k, heads_kv), (lengths_k, heads_kv))
     ]
@@ -39,7 +39,7 @@ def make_packed(lengths_q=(5, 0, 70, 33), lengths_k=(9, 4, 130, 66), slack=3, he
 
 
 def check(quantized, options):
-    """A call against float64 attention of the dequantised tensors, within the rounding of P."""
+    """Compare a call with float64 attention of the dequantized tensors, within the rounding of P."""
     out, lse = onepass.attention(quantized, **options, return_lse=True)
     check_values(out, lse, fp8_budget(*quantized.dequantize(), out.dtype, **options))
 
@@ -97,26 +97,28 @@ def test_granularities(granularity, dtype):
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("rotate", [False, True])
 def test_stored_values_times_descales_are_the_tensors(granularity, rotate):
-    """Each value within half a unit, or within half the distance of the smallest numbers, of the rotated tensors."""
+    """Each value is within half a unit, or half the distance of the smallest numbers, of the rotated tensors."""
     q, k, v = make(head_dim=40)
-    k[0, 3] *= 1000.0  # a scale of its own must not reach other blocks, heads or rows
+    k[0, 3] *= 1000.0  # a large value must not change the descale of other blocks, heads or rows
     quantized = onepass.quantize_fp8(q, k, v, granularity=granularity, rotate=rotate)
     if rotate:
         q, k = rotation.rotated(q, 0), rotation.rotated(k, 0)
     for name, t, dequantized in zip("qkv", (q, k, v), quantized.dequantize(), strict=True):
         block = quantized.q_block if name == "q" else quantized.kv_block
         descale = dequantize.row_scales(t, getattr(quantized, f"{name}_descale"), block, None)
-        slack = 1.3 if granularity == "row" else 1.0  # its scales are fitted afterwards
+        slack = 1.3 if granularity == "row" else 1.0  # the descales of rows are fitted afterwards
         assert ((dequantized - t).abs() <= slack * torch.maximum(HALF_UNIT * t.abs(), 2.0**-10 * descale)).all(), name
     others = quantized.k_descale.flatten()
     is_large = others > 20 * others.min()
-    expected = {"row": 2, "block": 2, "head": 2, "tensor": 0}[granularity]  # of two heads
+    expected = {"row": 2, "block": 2, "head": 2, "tensor": 0}[granularity]  # two heads
     assert is_large.sum() == expected
 
 
 def test_rows_of_one_scale_are_the_better_the_fewer():
     q, k, v = make(seqlen_q=256, seqlen_k=512, head_dim=64)
-    k = k * torch.exp(3 * torch.randn(2, 512, 1, 1)) / 20  # magnitudes of rows differ: small ones need their scale
+    k = (
+        k * torch.exp(3 * torch.randn(2, 512, 1, 1)) / 20
+    )  # magnitudes of rows differ, and small rows need their own descale
     errors = []
     for granularity in GRANULARITIES:
         _, stored, _ = onepass.quantize_fp8(q, k, v, granularity=granularity, rotate=False).dequantize()
@@ -136,7 +138,7 @@ def test_scales_of_rows_are_searched():
 
 
 def hopper(quantized, scale, *, q_fault=1.0, k_scales=None, keys=slice(None)):
-    """out and lse of one head by these sums, in float64 otherwise, with what a kernel could do wrong."""
+    """out and lse of one head by the sums of a Hopper kernel, otherwise in float64, with optional faults."""
     _, k, v = quantized.dequantize()
     k_scales = quantized.k_descale[0, 0] if k_scales is None else k_scales
     q_scale = quantized.q_descale[0, 0].repeat_interleave(64)[: quantized.q.shape[1]] * q_fault
@@ -150,7 +152,7 @@ def hopper(quantized, scale, *, q_fault=1.0, k_scales=None, keys=slice(None)):
 
 
 def shares(result, budget):
-    """The worst of out and of lse, in units of what is allowed."""
+    """The largest errors of out and of lse, as fractions of the budget."""
     out, lse = result
     errors = (out - budget.oracle.out).abs() / budget.out, (lse - budget.oracle.lse).abs() / budget.lse
     return [float(e.max()) for e in errors]
@@ -169,16 +171,16 @@ def test_short_sums_are_within_their_budget(head_dim, largest):
         fp8_budget(*quantized.dequantize(), torch.float32, short_sums=short, softmax_scale=scale)
         for short in (True, False)
     )
-    of_out, of_lse = shares(hopper(quantized, scale), budget)
-    assert of_out < 1
-    assert of_lse < 1
-    if largest:  # nor is the budget for nothing
+    out_share, lse_share = shares(hopper(quantized, scale), budget)
+    assert out_share < 1
+    assert lse_share < 1
+    if largest:  # the budget is not far too large, either
         assert shares(hopper(quantized, scale), exact)[1] > 10
 
-    # what a kernel could do wrong is outside
+    # faults of a kernel exceed the budget
     scales = quantized.k_descale[0, 0]
     faults = [{"q_fault": 1.02}, {"keys": slice(64, None)}]
-    if not largest:  # there the first block has all the probability
+    if not largest:  # the first block has all the probability there
         faults += [{"k_scales": scales.roll(1)}, {"k_scales": scales[:1].expand(4)}, {"keys": slice(0, -1)}]
     for fault in faults:
         assert max(shares(hopper(quantized, scale, **fault), budget)) > 1.2, fault
@@ -211,8 +213,8 @@ def test_what_sums_of_values_with_a_mean_lose():
 # ---------------------------------------------------------------- V with its keys last
 
 
-def order_of_places():
-    """Of 64 keys, which one lies at each place: within 16, place 4q + 2h + e has key 8h + 2q + e."""
+def key_at_positions():
+    """The key at each of 64 positions: within 16, position 4q + 2h + e holds key 8h + 2q + e."""
     places = range(64)
     return torch.tensor([p // 16 * 16 + 8 * (p // 2 % 2) + 2 * (p % 16 // 4) + p % 2 for p in places])
 
@@ -224,14 +226,14 @@ def test_keys_last():
     assert last.is_contiguous()
     expected = torch.zeros(2, 64, 3, 24)
     expected[:, :41] = v.float()
-    assert torch.equal(last.float().permute(0, 3, 1, 2), expected[:, order_of_places()])
+    assert torch.equal(last.float().permute(0, 3, 1, 2), expected[:, key_at_positions()])
     assert torch.equal(layout.keys_first(last, 41).float(), v.float())
 
 
 def test_keys_last_of_packed_sequences():
     lengths = [70, 0, 1, 64, 130]
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=INT32)
-    v = torch.randn(268, 3, 24).to(torch.float8_e4m3fn)  # and 3 rows of no sequence
+    v = torch.randn(268, 3, 24).to(torch.float8_e4m3fn)  # 3 rows belong to no sequence
     last = quantize.keys_last(v, cu_seqlens)
     assert last.shape == (3, 24, (268 // 64 + 5) * 64)
     expected = torch.zeros(last.shape)
@@ -303,7 +305,7 @@ def test_rotation_depends_on_the_seed_alone():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_rotation_brings_down_the_largest_error_of_a_score(seed):
-    """Where outliers of a query and a key meet, their rounding would, too."""
+    """Outliers of a query and a key in one column multiply their rounding errors; the rotation prevents it."""
     q, k = (table3.with_outliers(1024, torch.Generator().manual_seed(i)) for i in (2 * seed, 2 * seed + 1))
     exact = q[0, :, 0].double() @ k[0, :, 0].double().T
     errors = []
@@ -323,20 +325,20 @@ CENTERED = [{"center_k": True}, {"center_v": True}, {"center_k": True, "center_v
     "name", ["plain", "causal", "window", "scale", "sinks", "seqused_k", "empty rows", "sinks, empty rows"]
 )
 def test_means_come_back(centered, name):
-    """k and v of a large mean: without it they would be rounded to multiples of 4, far off what is allowed here."""
+    """k and v have large means: unsubtracted, they would be rounded to multiples of 4, far beyond the budget."""
     options = OPTIONS[name]
     q, k, v = make()
     k, v = k + 8 * torch.randn(2, 1, 2, 32), v + 40
     used = options.get("seqused_k")
     quantized = onepass.quantize_fp8(q, k, v, seqused_k=used, **centered)
     out, lse = onepass.attention(quantized, **options, return_lse=True)
-    # the oracle: what is stored, with the means as they were before rounding
+    # the oracle takes the stored tensors and adds the means in full precision
     stored_q, stored_k, stored_v = (x.double() for x in quantized.dequantize())
-    if quantized.score_shift is not None:  # to each score of a row: one more column of q and k
+    if quantized.score_shift is not None:  # one more column of q and k adds it to each score of a row
         column = quantized.score_shift.double().transpose(1, 2)[..., None]
         stored_q, stored_k = torch.cat([stored_q, column], -1), torch.cat([stored_k, torch.ones(2, 150, 2, 1)], -1)
     options = {"softmax_scale": 32**-0.5, **options}
-    # P is rounded before its product with v as it is stored
+    # P is rounded before its product with the stored v
     budget = fp8_budget(stored_q, stored_k, stored_v, out.dtype, **options)
     if quantized.v_mean is not None:
         stored_v = stored_v + quantized.v_mean.double()[:, None]
@@ -366,10 +368,10 @@ def test_subtracting_the_mean_helps_where_there_is_one():
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("used", [None, [9, 0, 100, 66]])
 def test_packed_sequences_are_those_one_by_one(granularity, centered, used):
-    """Scales, means and results of a sequence are the ones it has alone, whatever lies beside it."""
+    """A sequence has the descales, means and results that it has alone, whatever lies beside it."""
     (q, k, v), cu = make_packed()
     k, v = k + 2.0, v + 3.0
-    k[148:] = v[148:] = 1e6  # of the last sequence and past the end of all
+    k[148:] = v[148:] = 1e6  # rows of the last sequence, and past the end of all
     if used is not None:
         k[9 + 4 + 100 : 9 + 4 + 130] = v[9 + 4 + 100 : 9 + 4 + 130] = math.nan
     seqused_k = None if used is None else torch.tensor(used, dtype=INT32)
@@ -427,7 +429,7 @@ def test_rows_of_no_sequence_reach_no_scale(granularity):
 
 def test_probabilities_are_rounded_as_a_cast_would():
     p = torch.cat([torch.rand(10000), torch.exp2(-25 * torch.rand(10000)), torch.arange(4097) / 4096])
-    p = torch.cat([p, torch.arange(4096) * 2.0**-19])  # ties, and numbers around the smallest
+    p = torch.cat([p, torch.arange(4096) * 2.0**-19])  # ties, and values around the smallest number
     rounded = p.clone()
     codec.round_probabilities_(rounded, torch.empty_like(p))
     assert torch.equal(rounded, (p * codec.P_SCALE).to(torch.float8_e4m3fn).float() / codec.P_SCALE)
@@ -437,7 +439,7 @@ def test_probabilities_are_rounded_as_a_cast_would():
 
 
 def test_p_is_rounded():
-    """One row, two keys, values 0 and 1: out is the second probability, rounded relative to the first."""
+    """With one row, two keys and values 0 and 1, out is the second probability, rounded relative to the first."""
     q, k = torch.ones(1, 1, 1, 1), torch.tensor([2.0, 1.0]).view(1, 2, 1, 1)
     v = torch.tensor([0.0, 1.0]).view(1, 2, 1, 1)
     out = onepass.attention(onepass.quantize_fp8(q, k, v, rotate=False), softmax_scale=1.0)
@@ -466,7 +468,7 @@ def test_zeros():
     q, k, v = make()
     out = onepass.attention(onepass.quantize_fp8(0 * q, k, 0 * v))
     assert (out == 0).all()
-    # a block of zeros has a scale below those of others: the Hopper kernel's P is relative to the largest
+    # a block of zeros has a descale below all others, because the Hopper kernel scales P by the largest
     v[:, 64:] = 0.0
     scales = onepass.quantize_fp8(q, k, v).v_descale
     assert v.shape[1] > 64
@@ -538,7 +540,7 @@ def test_precision_of_packed_sequences():
 
 
 def test_gradients_are_those_of_exact_attention_with_this_out_and_lse():
-    """Against float64 with P of the scores and lse of the FP8 forward, and delta from its out: the same formulas."""
+    """Expected gradients are float64, with P from scores and lse of the FP8 forward, and delta from its out."""
     q, k, v = (x.requires_grad_() for x in make(heads_kv=4, dtype=torch.bfloat16))
     sinks = torch.tensor([0.5, -3.0, 4.0, 0.0], requires_grad=True)
     out, lse = onepass.attention(q, k, v, causal=True, sinks=sinks, precision="fp8", return_lse=True)
@@ -561,7 +563,7 @@ def test_gradients_are_those_of_exact_attention_with_this_out_and_lse():
 
 
 def test_training_finds_the_way_down():
-    """Gradients of the FP8 forward agree with those of exact attention as far as FP8 goes."""
+    """Gradients of the FP8 forward agree with those of exact attention within the precision of FP8."""
     q, k, v = (x.requires_grad_() for x in make())
     target = torch.randn(2, 70, 4, 24)
     both = []
@@ -599,7 +601,7 @@ def test_operators():
     quantized = onepass.quantize_fp8(*(x.detach() for x in leaves))
     tensors = quantized.q, quantized.k, quantized.v, None, None, None, None
     arguments = (*tensors, *options, *quantized.descales, torch.float16, 64, 64, False)
-    # its other checks compute with copies of the tensors, which FP8 has no arithmetic for
+    # the other checks compute with copies of the tensors, and FP8 has no arithmetic
     torch.library.opcheck(torch.ops.onepass.attention_quantized, arguments, test_utils="test_faketensor")
 
 

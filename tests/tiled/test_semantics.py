@@ -38,9 +38,9 @@ def same(a, b):
 
 
 def test_rows_that_see_no_key():
-    """Causal with fewer keys than queries: the first rows see nothing."""
+    """With a causal mask and fewer keys than queries, the first rows see nothing."""
     q, k, v = qkv(seqlen_q=24, seqlen_k=10)
-    q[:, 0] = NAN  # not even this may matter
+    q[:, 0] = NAN  # not even NaN may matter
     out, lse, dq, dk, dv = gradients((q, k, v), causal=True)
     assert (out[:, :14] == 0).all()
     assert (lse[:, :, :14] == -torch.inf).all()
@@ -106,7 +106,7 @@ def test_no_sequences_at_all():
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (3, 2)}], ids=str)
 @pytest.mark.parametrize("where", [0, 1, 2])
 def test_special_values_reach_only_rows_that_see_them(where, options, value, dtype):
-    """A NaN or inf in q, k or v at position 13: rows that do not see it are as without it, to rounding."""
+    """A NaN or inf in q, k or v at position 13 does not change rows that do not see it, up to rounding."""
     inputs = qkv(dtype=dtype)
     dirty = [t.clone() for t in inputs]
     dirty[where][1, 13, 0, 2] = value
@@ -175,7 +175,7 @@ def test_layouts(layout):
 
 
 def test_expanded_inputs():
-    """Stride 0: one head's keys for all, one batch entry for all; the gradient sums over the copies."""
+    """With stride 0, heads share one head's keys, or entries one entry; gradients are summed over the copies."""
     q, k, v = qkv()
     k1 = k[:1, :, :1].clone().requires_grad_()
     out = onepass.attention(q, k1.expand(2, -1, 2, -1), v)
@@ -244,9 +244,9 @@ def test_merge_is_associative_and_takes_stacked_and_packed_tensors():
 def test_merging_parts_that_saw_nothing():
     outs = torch.randn(2, 1, 3, 2, 4, dtype=torch.float64)
     lses = torch.randn(2, 1, 2, 3, dtype=torch.float64)
-    lses[0, :, :, 0] = -torch.inf  # row 0: only part 1; row 1: none
+    lses[0, :, :, 0] = -torch.inf  # row 0 sees keys of partial 1 only; row 1 sees none
     lses[:, :, :, 1] = -torch.inf
-    outs[0, :, 0] = NAN  # what a part holds where it saw nothing is not looked at
+    outs[0, :, 0] = NAN  # out of a partial that saw nothing is not read
     outs.requires_grad_()
     lses.requires_grad_()
     out, lse = onepass.merge_partials(outs, lses)
@@ -337,7 +337,7 @@ assert torch.equal(first, second), (first - second).abs().max()
 
 
 def test_the_first_call_of_a_process_is_exact():
-    """MKL's vector exp, entered for the first time by two threads at once, gave 1.5e-4 in one process out of five."""
+    """MKL's vector exp, first called by two threads at once, had errors of 1.5e-4 in one process out of five."""
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     for _ in range(6):
         subprocess.run([sys.executable, "-c", FIRST_CALL], check=True, env=environment)

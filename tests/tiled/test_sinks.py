@@ -1,6 +1,7 @@
-"""A sink is a key of value 0 that every row sees, also a row that sees nothing else.
+"""A sink is a key of value 0 that every row sees, even a row that sees nothing else.
 
-Held against softmax over a score more, in float64 and differentiated by autograd, independent of the library's oracle.
+Results are compared with a softmax over one more score, in float64 and differentiated by autograd, independent of the
+library's oracle.
 """
 
 import pytest
@@ -20,7 +21,7 @@ def randn(*shape, seed, dtype=FP64):
 
 
 def one_more_key(q, k, v, sinks, causal=False):
-    """out (m, heads, dim) and lse (heads, m) of one sequence, with the sinks for a last key of value 0."""
+    """out (m, heads, dim) and lse (heads, m) of one sequence, with the sinks as a last key of value 0."""
     group, (m, n) = q.shape[1] // k.shape[1], (len(q), len(k))
     q, k, v = (t.to(FP64).transpose(0, 1) for t in (q, k, v))
     k, v = (t.repeat_interleave(group, 0) for t in (k, v))
@@ -54,7 +55,7 @@ def offsets_of(lengths):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("size", [1.0, 30.0])
 def test_packed_sequences_without_keys(causal, size):
-    """out, lse and all gradients, through both. Rows of no sequence have no sink."""
+    """out, lse and all gradients through both are correct, and rows that belong to no sequence have no sink."""
     tensors, lengths = packed(FP64)
     leaves = {n: t.requires_grad_() for n, t in tensors.items()}
     sinks = (size * randn(HEADS_Q, seed=3)).requires_grad_()
@@ -132,7 +133,7 @@ def test_seqused_k_of_zero():
 
 @pytest.mark.parametrize("last", [0, 10])
 def test_merging_keeps_the_share_of_the_sink(last):
-    """The part that includes the sink has no key in sight of some rows, or none at all."""
+    """The partial that includes the sink has no key that some rows see, or no key at all."""
     q, k, v = randn(1, 24, 4, 8, seed=0), randn(1, 40, 2, 8, seed=1), randn(1, 40, 2, 6, seed=2)
     sinks = randn(4, seed=3) + 1
     whole = onepass.attention(q, k, v, sinks=sinks, return_lse=True)
@@ -178,7 +179,7 @@ def test_decode(options, is_packed):
 
 
 def results_with(value, dtype, seqlen_q=24, seqlen_k=10):
-    """out, lse, and gradients through both, with the sink of head 1 replaced; under a causal mask."""
+    """out, lse, and gradients through both under a causal mask, with the sink of head 1 replaced."""
     q, k, v = (
         randn(2, n, h, 8, seed=i, dtype=dtype).requires_grad_()
         for i, (n, h) in enumerate(((seqlen_q, 4), (seqlen_k, 2), (seqlen_k, 2)))
@@ -197,7 +198,7 @@ def results_with(value, dtype, seqlen_q=24, seqlen_k=10):
 @pytest.mark.parametrize("dtype", [torch.float32, FP64])
 @pytest.mark.parametrize("value", [-INF, INF, NAN])
 def test_sinks_that_are_no_numbers(value, dtype, seqlen_k):
-    """-inf: no sink. +inf: all of the probability, so out = 0 and lse = +inf. NaN: NaN. No other head knows of it."""
+    """A sink of -inf has no effect, +inf gives out = 0 and lse = +inf, NaN gives NaN; other heads do not change."""
     out, lse, dq, _, _, dsinks = results_with(value, dtype, seqlen_k=seqlen_k)
     clean = results_with(None, dtype, seqlen_k=seqlen_k)
     others, empty = [0, 2, 3], slice(0, 24 - seqlen_k)
@@ -222,7 +223,7 @@ def test_sinks_that_are_no_numbers(value, dtype, seqlen_k):
 
 @pytest.mark.parametrize("seqlen_k", [10, 0])
 def test_a_sink_that_is_no_number_stays_out_of_keys_that_only_other_heads_see(seqlen_k):
-    """Each kv head has two query heads: that of head 1 is NaN, and the other one's gradients are as before."""
+    """Each kv head has two query heads: the sink of head 1 is NaN, and gradients of the other head do not change."""
     *_, dk, dv, _ = results_with(NAN, FP64, seqlen_k=seqlen_k)
     *_, clean_k, clean_v, _ = results_with(None, FP64, seqlen_k=seqlen_k)
     torch.testing.assert_close(dk[:, :, 1], clean_k[:, :, 1])
@@ -230,7 +231,7 @@ def test_a_sink_that_is_no_number_stays_out_of_keys_that_only_other_heads_see(se
 
 
 def test_rows_without_keys_with_a_sink_of_nan_have_no_gradient():
-    """lse is NaN, but no pair of theirs is visible."""
+    """lse of these rows is NaN, but none of their pairs is visible."""
     q, k, v = (randn(2, n, 2, 8, seed=i) for i, n in enumerate((24, 10, 10)))
     q.requires_grad_()
     _, lse = onepass.attention(q, k, v, causal=True, sinks=torch.full((2,), NAN), return_lse=True)
@@ -250,7 +251,7 @@ def test_the_gradient_of_out_of_a_row_without_keys_does_not_reach_the_sink(value
         results = onepass.attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
         gradients += torch.autograd.grad(results, sinks, (dout, dlse))
     assert torch.equal(*gradients)
-    # while that of lse does
+    # the gradient of lse does reach it
     dlse[:, 2, 3] = NAN
     results = onepass.attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
     (dsinks,) = torch.autograd.grad(results, sinks, (dout, dlse))

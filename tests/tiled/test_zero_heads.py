@@ -1,4 +1,4 @@
-"""Tensors without heads are legal: results have none either, gradients of keys that no head looks at are 0."""
+"""Tensors without heads are legal: results have none either, and gradients of keys that no head sees are 0."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Options as numbers of numpy, as other numbers that are no float or int, and beyond 64 bits; and what `Support` is."""
+"""Options as scalars of numpy, as other numbers that are neither float nor int, and beyond 64 bits; and `Support`."""
 
 import subprocess
 import sys
@@ -20,10 +20,10 @@ def _same_data():
     torch.manual_seed(0)
 
 
-def of_numpy(value):
+def as_numpy(value):
     kinds = {bool: np.bool_, int: np.int64, float: np.float64}
     if isinstance(value, tuple):
-        return tuple(of_numpy(v) for v in value)
+        return tuple(as_numpy(v) for v in value)
     return kinds[type(value)](value) if type(value) in kinds else value
 
 
@@ -86,7 +86,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_numbers_of_numpy_are_taken(name):
-    """Alone and all together, in the first call and in the next like it: the results are those of Python's numbers."""
+    """Each alone and all together, in a first call and a repeated one, they give the results of Python's numbers."""
     function, make, options = CALLS[name]
     torch.manual_seed(0)
     given = make()
@@ -97,10 +97,10 @@ def test_numbers_of_numpy_are_taken(name):
         return function(**(fresh | options))
 
     expected = run(options)
-    for some in ({option: of_numpy(options[option])} for option in options):
+    for some in ({option: as_numpy(options[option])} for option in options):
         torch.testing.assert_close(run(options | some), expected, rtol=0, atol=0)
     for _ in range(2):
-        result = run({option: of_numpy(value) for option, value in options.items()})
+        result = run({option: as_numpy(value) for option, value in options.items()})
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
 
 
@@ -124,7 +124,7 @@ def test_numbers_go_on_as_those_of_python():
     assert type(scalars.check_real("x", np.float32(3))) is float
     assert type(scalars.check_real("x", 3)) is float
     assert scalars.check_flag("x", np.bool_(True)) is True
-    assert scalars.check_flag("x", None, none_too=True) is False
+    assert scalars.check_flag("x", None, allow_none=True) is False
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_one_call_to_come_needs_no_list():
 
 def test_first_arguments_of_a_decode_call():
     for missing in ("q", "k_cache", "v_cache", "cache_seqlens"):
-        for _ in range(2):  # also where a call like it has run
+        for _ in range(2):  # even if an equal call has run before
             with pytest.raises(TypeError, match=rf"^{missing}: expected a.* got NoneType"):
                 onepass.attention_decode(**(cache() | {missing: None}))
             onepass.attention_decode(**cache())

@@ -70,7 +70,7 @@ def _no_calls_before():
 @pytest.mark.parametrize("make", SHARED.values(), ids=SHARED.keys())
 def test_caches_with_elements_in_common_are_refused_for_new_keys(make):
     k_cache, v_cache = make()
-    # a call of these shapes and strides that went well, so that the next ones may take the short way
+    # a call with these shapes and strides that succeeds, so that the next ones may take the fast path
     memory = torch.zeros(4096).as_strided(v_cache.shape, v_cache.stride())
     onepass.attention_decode(**call_of(k_cache, memory))
     before = k_cache.clone()
@@ -89,13 +89,13 @@ def test_caches_of_one_allocation_are_allowed(make):
     k_cache, v_cache = make()
     for _ in range(3):
         onepass.attention_decode(**call_of(k_cache, v_cache))
-    assert len(fast_path._forwards) == 1
+    assert fast_path.num_kept() == 1
     assert float(k_cache.sum()) == 2 * 2 * k_cache.shape[-1]
     assert float(v_cache.sum()) == 2 * 2 * v_cache.shape[-1]
 
 
 def test_the_answer_is_exact():
-    """Random shapes and strides of two tensors in one memory, against the sets of their bytes."""
+    """Random shapes and strides of two tensors in one allocation, against the sets of their bytes."""
     random.seed(0)
     seen = {True: 0, False: 0}
     for _ in range(3000):
@@ -115,7 +115,7 @@ def test_the_answer_is_exact():
 
 
 def test_large_caches_take_few_steps(monkeypatch):
-    """Pages of a whole GPU, interleaved: the search must not walk through them."""
+    """The caches are interleaved pages that fill a whole GPU: the search must not visit every page."""
     monkeypatch.setattr(decode_overlap, "MAX_STEPS", 100)
     pages, size, heads, dim = 100_000, 16, 8, 128
     row = dim * 2
@@ -132,7 +132,7 @@ def test_large_caches_take_few_steps(monkeypatch):
 
 
 def test_the_operator_itself_refuses_shared_caches():
-    """What torch.compile traced has no addresses at its door."""
+    """Validation cannot check a traced call, because traced tensors have no addresses."""
     torch._dynamo.reset()
     compiled = torch.compile(onepass.attention_decode, fullgraph=True, backend="eager")
     with pytest.raises(Exception, match="v_cache: expected memory of its own beside k_cache"):
@@ -150,8 +150,9 @@ def test_tensors_without_memory_are_not_compared():
 
 @pytest.fixture(params=["tiled", "sm80", "sm90"])
 def backend(request, monkeypatch):
-    """A backend whose launches run on the CPU with fake kernels: those that append write to memory without a word to
-    torch, as kernels do; the others do nothing."""
+    """A backend whose launches run on the CPU with fake kernels.
+
+    The kernels that append write to memory without telling torch, as real kernels do; the others do nothing."""
     if request.param == "tiled":
         yield "tiled"
         return
@@ -183,7 +184,7 @@ def backend(request, monkeypatch):
 
 
 def step(backend, cache_dtype=torch.bfloat16, seqlen_new=1, in_pages=False, **changes):
-    """Arguments whose caches are new."""
+    """The arguments of a call with new caches."""
     shape = (12, 16, 2, 64) if in_pages else (2, 64, 2, 64)
     caches = {name: torch.zeros(shape, dtype=torch.bfloat16).to(cache_dtype) for name in ("k_cache", "v_cache")}
     new = {name: torch.ones(2, seqlen_new, 2, 64, dtype=torch.bfloat16) for name in ("k_new", "v_new")}
@@ -209,13 +210,13 @@ def skip_unless_taken(backend, name):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_graph_that_saved_a_cache_is_refused_after_new_keys(backend, name):
-    """The first call goes through the operator, the second the short way."""
+    """The first call goes through the operator, the second takes the fast path."""
     skip_unless_taken(backend, name)
     arguments = step(backend, **CALLS[name])
     for _ in range(2):
         for saved in ("k_cache", "v_cache"):
             x = torch.ones((), requires_grad=True)
-            # e4m3 has no product with a derivative: its bytes share its version
+            # no product of e4m3 has a derivative; a view of its bytes shares its version
             cache = arguments[saved] if name != "e4m3" else arguments[saved].view(torch.uint8)
             graph = (x * cache).sum()
             onepass.attention_decode(**arguments)
@@ -265,7 +266,7 @@ def test_the_operator_without_the_door(backend):
 @pytest.mark.parametrize("is_in_mode", [True, False])
 @pytest.mark.parametrize("kinds", [("k_cache", "v_cache"), ("v_cache",), ("q", "k_new", "v_new"), ()])
 def test_tensors_of_inference_mode(backend, kinds, is_in_mode):
-    """They have no version; those beside them keep theirs."""
+    """Tensors of inference mode have no version; other tensors of the call keep theirs."""
     arguments = step(backend)
     with torch.inference_mode():
         arguments |= {name: arguments[name].clone() for name in kinds}

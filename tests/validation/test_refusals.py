@@ -1,4 +1,4 @@
-"""Every parameter of every public function, given what it is not made for: the call works, or refuses it in words.
+"""Every parameter of every public function, given unsuitable values: the call works, or refuses them with a message.
 
 A refusal is a TypeError, a ValueError or an UnsupportedError, raised by onepass itself, whose message names the
 parameter and says what was expected and what was given.
@@ -154,7 +154,7 @@ def heads_first():
     return {"query": rows(2, 4, 6, 16), "key": rows(2, 4, 6, 16), "value": rows(2, 4, 6, 16)}
 
 
-# name: (function, arguments of a call that works)
+# name -> (function, arguments of a call that works)
 CALLS = {
     "attention": (onepass.attention, dense),
     "attention of QuantizedQKV": (onepass.attention, quantized),
@@ -219,7 +219,7 @@ CALLS = {
         lambda: heads_first() | {"attn_mask": torch.ones(6, 6, dtype=torch.bool)},
     ),
 }
-# one value that is not all there is to its argument: how it is put in
+# arguments that hold more than one value, and how a value is put into them
 INSIDE = {
     "window": [lambda x: (x, None), lambda x: (None, x)],
     "window_size": [lambda x: (x, -1), lambda x: (-1, x)],
@@ -228,7 +228,7 @@ INSIDE = {
     "calls": [lambda x: [x]],
 }
 SHAPES = [lambda x: (x, 6, 2, 16), lambda x: [2, 6, x, 16]]
-ELSEWHERE = {("backend", what) for what in ("[]", "{}", "{1: 2}", "array")}  # hashed by the choice of a backend
+ELSEWHERE = {("backend", what) for what in ("[]", "{}", "{1: 2}", "array")}  # the choice of a backend hashes it
 
 
 def cells():
@@ -248,7 +248,7 @@ def values_of(name, is_of_shapes):
 
 
 def complaint(function, arguments, name):
-    """What is wrong with the refusal of a call; None if it was refused in words, or ran."""
+    """What is wrong with the refusal of a call; None if the call ran, or the refusal is a good one."""
     try:
         function(**arguments)
     except Exception as error:
@@ -259,7 +259,7 @@ def complaint(function, arguments, name):
         if not raised_in.is_relative_to(PACKAGE):
             return f"raised in {raised_in}: {words}"
         named = name.removesuffix("s") if name == "calls" else name
-        # a value that could be one is compared with others, and either of both may be what is wrong
+        # a valid value is compared with other arguments, and the message may name either of them
         is_plausible = isinstance(arguments[name], (torch.Tensor, int, np.integer, type(None)))
         looked_at = onepass.QuantizedQKV if function is dequantized else function
         names = inspect.signature(looked_at).parameters if is_plausible else ()
@@ -318,9 +318,9 @@ def test_each_call_works_as_it_stands(call):
     function(**make())
 
 
-NUMBERS = {"1", "2**70", "10**400", "np.int64"}  # of workers
+NUMBERS = {"1", "2**70", "10**400", "np.int64"}  # a number of workers
 FLAGS = {"True", "np.bool_"}
-# several calls may be none; what is asked of one is looked at where there is a GPU to measure on
+# `calls` may be empty; the arguments of a call are checked only where there is a GPU to measure on
 TAKEN_BY_TUNE = NUMBERS | FLAGS | {"None", "[]", "()", "{}", "{1: 2}"}
 
 

@@ -1,4 +1,4 @@
-"""Every refusal: the error's type and its words, with expected and got; and nothing is touched."""
+"""Every refusal: the error's type and its message, with expected and got; and no argument is changed."""
 
 from __future__ import annotations
 
@@ -94,6 +94,6 @@ def test_merge_partials_refuses(changes, error, message):
     ids=["dense", "packed"],
 )
 def test_types_of_the_options_are_those_of_the_signature(function, options):
-    """The overloads name the options once more, for type checkers: the two lists must not drift apart."""
+    """The overloads list the options again, for type checkers; both lists must agree."""
     taken = inspect.signature(function).parameters
     assert set(options.__annotations__) == set(taken) - {"q", "k", "v", "return_lse"}

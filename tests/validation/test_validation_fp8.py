@@ -1,4 +1,4 @@
-"""Every refusal of FP8 calls: the error's type and its words, with expected and got."""
+"""Every refusal of FP8 calls: the error's type and its message, with expected and got."""
 
 import re
 
@@ -11,7 +11,7 @@ INT32 = torch.int32
 E4M3 = torch.float8_e4m3fn
 
 
-def of_message(value):
+def message_id(value):
     """The name of a case: the start of its message (functions print with addresses, which differ between processes)."""
     return value[:30] if isinstance(value, str) else ""
 
@@ -52,7 +52,7 @@ CU = {"cu_seqlens_q": torch.tensor([0, 10, 70], dtype=INT32), "cu_seqlens_k": to
         ({"seqused_k": torch.tensor([1], dtype=INT32)}, ValueError, r"seqused_k: expected shape \(2,\), one per batch"),
         (CU, ValueError, r"q: expected 3 dimensions \(total_tokens, num_heads, head_dim\), got 4"),
     ],
-    ids=of_message,
+    ids=message_id,
 )
 def test_quantize_refuses(changes, error, message):
     with pytest.raises(error, match=message):
@@ -110,7 +110,7 @@ def stored(**changes):
         ({"v_mean": torch.ones(2, 8)}, ValueError, r"v_mean: expected shape \(2, 2, 8\), got \(2, 8\)"),
         ({"v_mean": torch.ones(3, 2, 8)}, ValueError, r"v_mean: expected shape \(2, 2, 8\), got \(3, 2, 8\)"),
     ],
-    ids=of_message,
+    ids=message_id,
 )
 def test_quantized_tensors_are_refused(changes, error, message):
     with pytest.raises(error, match=message):
@@ -144,7 +144,7 @@ CALLS = [
         lambda: quantized(),
         {"seqused_k": torch.tensor([71, 3], dtype=INT32)},
         ValueError,
-        r"seqused_k\[0\]: expected 0 to 70, the keys there are, got 71",
+        r"seqused_k\[0\]: expected 0 to 70, the keys of the sequence, got 71",
     ),
     (
         lambda: onepass.quantize_fp8(*packed(), **CU),
@@ -155,11 +155,11 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("make", "options", "error", "message"), CALLS, ids=of_message)
+@pytest.mark.parametrize(("make", "options", "error", "message"), CALLS, ids=message_id)
 def test_calls_are_refused_and_supports_says_so(make, options, error, message):
     with pytest.raises(error, match=message):
         onepass.attention(make(), **options)
-    if "seqused_k" in options:  # read by the call, not by supports
+    if "seqused_k" in options:  # the call reads it, supports does not
         return
     support = onepass.supports(make(), **options)
     assert not support.ok

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...geometry import tile_scheduler
 from ...geometry.integers import ceil_div
 from ...problem import AttentionInputs, AttentionProblem
-from ...problem.outputs import empty_outputs, without_keys
+from ...problem.outputs import empty_outputs, outputs_without_keys
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
 from ..config import ForwardConfigSm80
@@ -64,7 +64,7 @@ def prepare(
 ) -> Callable[[AttentionInputs], tuple[Tensor, Tensor]]:
     """`forward` for calls of one problem on one device; holds no tensor."""
     if problem.is_empty:  # packed rows of no sequence, no keys, or no heads
-        return functools.partial(_without_keys, problem)
+        return functools.partial(outputs_without_keys, problem)
     arch = arch_of(device)
     if config is None:
         config = tuned.refined(heuristics.forward_config_sm80(problem, arch), "fwd", "sm80", problem, arch, device)
@@ -98,10 +98,6 @@ def compile_request(problem: AttentionProblem, config: ForwardConfigSm80, arch: 
     """The request for the kernel of this problem."""
     static = replace(problem, deterministic=False).static()  # the forward is, either way
     return CompileRequest("forward_sm80", (static, config), arch, functools.partial(trace, problem, config, arch))
-
-
-def _without_keys(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-    return without_keys(*empty_outputs(problem, inputs), inputs.sinks, inputs.cu_seqlens_q)
 
 
 @dataclass(frozen=True)

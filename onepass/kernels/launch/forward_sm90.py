@@ -13,7 +13,7 @@ from torch import Tensor
 from ...geometry import tile_scheduler
 from ...geometry.integers import ceil_div
 from ...problem import AttentionInputs, AttentionProblem, Descales, Quantization, QuantizedInputs
-from ...problem.outputs import empty_outputs, without_keys
+from ...problem.outputs import empty_outputs, outputs_without_keys
 from ...quantization.layout import keys_last_in_torch
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
@@ -84,7 +84,7 @@ def prepare(
 ) -> Callable[[Any], tuple[Tensor, Tensor]]:
     """`forward` for calls of one problem on one device; holds no tensor."""
     if problem.is_empty:  # packed rows of no sequence, no keys, or no heads
-        return functools.partial(_without_keys, problem)
+        return functools.partial(outputs_without_keys, problem)
     config = config or tuned.refined(heuristics.forward_config(problem), "fwd", "sm90", problem, ARCH, device)
     kernel = compile.get(*compile_request(problem, config))
     grid = persistent_grid(problem, config, torch.cuda.get_device_properties(device).multi_processor_count)
@@ -128,10 +128,6 @@ def compile_request(problem: AttentionProblem, config: ForwardConfig | None = No
 def helper_requests(problem: AttentionProblem) -> list[CompileRequest]:
     """The requests for the kernels that a call runs before the forward, whatever its configuration."""
     return float32_halves.compile_requests(problem) if problem.dtype == torch.float32 else []
-
-
-def _without_keys(problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
-    return without_keys(*empty_outputs(problem, inputs), inputs.sinks, inputs.cu_seqlens_q)
 
 
 class KernelScales(NamedTuple):
