@@ -10,11 +10,11 @@ from .integers import ceil_div, maximum, minimum, select
 # Keys of a split are a multiple of this: of every tile_n that a split forward has.
 SPLIT_UNIT = 64
 MAX_SPLITS = 256
-MAX_PARTS = 65535  # of one size: a grid has no more
+MAX_SPLITS_BY_SIZE = 65535  # of one size: a grid has no more
 # More splits have to be merged: with fewer keys than this each, merging is a good part of the work.
 LEAST_KEYS = 128
 WORKSPACE_BYTES = 256 * 2**20
-FEW_PARTS = 8  # of a row, that the merge gives to one warp
+FEW_PARTIALS = 8  # of a row, that the merge gives to one warp
 # What `choose_num_splits` counts with; estimates.
 OVERHEAD_STEPS = 1.5  # of a thread block, beside its keys: the first loads, the end
 MERGE_STEPS = 0.5  # of a thread block's partials: 16 rows of float32 written and read, where a step has 64 of K and V
@@ -33,21 +33,23 @@ class Splits(NamedTuple):
     num_splits: Any
     split_blocks: Any
 
-    def of_sequence(self, parts: Any, is_split: Any) -> Splits:
+    def for_sequence(self, parts: Any, is_split: Any) -> Splits:
         """Of packed sequences, some of which are left in one part, one. Args: parts: of this one."""
         return Splits(parts, select(is_split, maximum(self.split_blocks, 0), 0))
 
 
-BY_LENGTH = -1  # split_blocks: of packed sequences each has as many parts as its length asks for, see `part_blocks`
+BY_LENGTH = (
+    -1
+)  # split_blocks: of packed sequences each has as many parts as its length asks for, see `blocks_per_split`
 # Tiles of a multiprocessor, if sequences are cut by their lengths: of equal parts, half of one is lost in the end.
-PARTS_EACH = 4
-LEAST_PART_BLOCKS = 8  # of 64 or 128 keys: a tile takes as long as 4 of them beside its keys
+SPLITS_PER_CTA = 4
+LEAST_SPLIT_BLOCKS = 8  # of 64 or 128 keys: a tile takes as long as 4 of them beside its keys
 
 
-def part_blocks(key_blocks: Any, num_heads: Any, num_ctas: Any) -> Any:
+def blocks_per_split(key_blocks: Any, num_heads: Any, num_ctas: Any) -> Any:
     """Key blocks of a part where parts follow from lengths, of sequences with so many in all, each for num_heads tiles:
-    PARTS_EACH for each thread block."""
-    return maximum(ceil_div(key_blocks, maximum(num_ctas * PARTS_EACH // num_heads, 1)), LEAST_PART_BLOCKS)
+    SPLITS_PER_CTA for each thread block."""
+    return maximum(ceil_div(key_blocks, maximum(num_ctas * SPLITS_PER_CTA // num_heads, 1)), LEAST_SPLIT_BLOCKS)
 
 
 def blocks_of_split(tile: KeyBlocks, split: Any, num_splits: Any, split_blocks: Any) -> KeyBlocks:

@@ -15,8 +15,8 @@ E4M3_MAX = 448.0
 # of zeros would leave few bits to the others; with a tiny one its probabilities would be missing from the sum.
 SCALE_OF_ZEROS = 2.0**-20
 # Rows of one scale with granularity "block": the rows of a Hopper warpgroup, and what divides a kernel's key tiles.
-Q_BLOCK = 64
-KV_BLOCK = 64
+SCALE_BLOCK = 64
+Q_BLOCK = KV_BLOCK = SCALE_BLOCK
 # P = exp(s - row_max) <= 1 is rounded to e4m3 as 256 P: a power of two, so the largest probability stays exact, the
 # largest with room for it below 448. What is left of 256 P below 2^-10 becomes 0: probabilities below 4e-6.
 P_SCALE = 256.0

@@ -107,10 +107,10 @@ def trace(kernel: Kernel) -> tuple:
     from cutlass import Float16, Float32, Int32
     from cutlass.cute.runtime import make_fake_stream
 
-    from ..device.memory_bound.float32_halves import SplitRows
+    from ..device.memory_bound.float32_halves import Float32Halves
 
     batch = () if kernel.is_packed else (None,)
-    return SplitRows(kernel.head_dim, kernel.is_v), (
+    return Float32Halves(kernel.head_dim, kernel.is_v), (
         fake_tensor(Float32, *batch, None, None, kernel.head_dim, align_bytes=16),
         fake_tensor(Float16, *batch, None, None, 2 * head_dim_tile(kernel.head_dim), align_bytes=16),
         fake_tensor(Float32, *batch, None, None, align_bytes=4),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...geometry.integers import ceil_div
-from ...geometry.splits import FEW_PARTS
+from ...geometry.splits import FEW_PARTIALS
 from ...problem import AttentionProblem
 from ..compiler import compile
 from ..config import VECTOR_BYTES, LaunchConfig
@@ -19,7 +19,7 @@ from ..config.decode import DecodeConfigSm80
 from .arguments import element_type, fake_tensor, vector_bytes, with_rows
 
 ROWS = 2  # of a thread block, if a warp has one
-ROW_WARPS = 8  # that more than FEW_PARTS parts are shared out to
+ROW_WARPS = 8  # that more than FEW_PARTIALS parts are shared out to
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class MergeKey:
 
 def row_warps(num_parts: int) -> int:
     """Warps of a row in the merge of so many parts. A guess; docs/decoding.md's figures were measured with it."""
-    return 1 if num_parts <= FEW_PARTS else ROW_WARPS
+    return 1 if num_parts <= FEW_PARTIALS else ROW_WARPS
 
 
 def merge_blocks(out: Tensor, num_parts: int) -> int:

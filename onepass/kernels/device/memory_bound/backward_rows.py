@@ -78,8 +78,8 @@ class RowsKernel:
 
     def __init__(self, problem: AttentionProblem, config: BackwardConfig | BackwardConfigSm80):
         self.tile_m = config.tile_m
-        self.rows_of_part = min(config.tile_m, ROWS_PER_WARPGROUP)  # of a thread block of the postprocess kernel
-        self.warps_of_part = self.rows_of_part // ROWS_PER_MMA
+        self.row_block_size = min(config.tile_m, ROWS_PER_WARPGROUP)  # of a thread block of the postprocess kernel
+        self.row_block_warps = self.row_block_size // ROWS_PER_MMA
         self.vector_adds = config.vector_adds
         self.head_dim, self.head_dim_v = config.head_dims(problem)
         self.dq_columns = config.dq_columns(problem)
@@ -200,7 +200,7 @@ class Preprocess(RowsKernel):
 class Recomputation(NamedTuple):
     """What rows of dq are computed again from, where hidden pairs of a tile have made them NaN."""
 
-    plain: SourceTensors
+    sources: SourceTensors
     stats: cute.Tensor  # see dq_accumulator.Accumulator
     scale_log2: Float32
     tanh_scale: Float32 | None
@@ -241,17 +241,22 @@ class Postprocess(RowsKernel):
             dq = as_batch_of_one(dq)
         again = None
         if cutlass.const_expr(q is not None):
-            plain = (q, k, v, dout)
+            sources = (q, k, v, dout)
             if cutlass.const_expr(self.is_packed):
-                plain = tuple(as_batch_of_one(t) for t in plain)
+                sources = tuple(as_batch_of_one(t) for t in sources)
             again = Recomputation(
-                SourceTensors(*(rows_first(t) for t in plain)), stats, scale_log2, tanh_scale, window_left, window_right
+                SourceTensors(*(rows_first(t) for t in sources)),
+                stats,
+                scale_log2,
+                tanh_scale,
+                window_left,
+                window_right,
             )
         batch, _, num_heads, _ = dq.shape
-        parts = self.tile_m // self.rows_of_part
+        parts = self.tile_m // self.row_block_size
         lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k)
         self.kernel(dq_accum, rows_first(dq), lengths, softmax_scale, again).launch(
-            grid=[blocks_per_head * parts, num_heads, batch], block=[self.warps_of_part * LANES, 1, 1], stream=stream
+            grid=[blocks_per_head * parts, num_heads, batch], block=[self.row_block_warps * LANES, 1, 1], stream=stream
         )
 
     @cute.kernel
@@ -264,12 +269,12 @@ class Postprocess(RowsKernel):
         again: Recomputation | None,
     ):
         thread, (index, head, entry) = cute.arch.thread_idx()[0], last_first()
-        parts = self.tile_m // self.rows_of_part
+        parts = self.tile_m // self.row_block_size
         block, part = index // parts, index % parts
         blocks_per_head, num_heads = cute.arch.grid_dim()[0] // parts, cute.arch.grid_dim()[1]
         block_rows = self.rows_of_block(block, mdQ.shape[0], lengths.cu_seqlens_q)
         start, num_rows = block_rows.start, block_rows.num_rows
-        exit_if(num_rows <= part * self.rows_of_part)
+        exit_if(num_rows <= part * self.row_block_size)
         number = (entry * num_heads + head) * blocks_per_head + block
 
         # a warp's values of an accumulator of 16 rows, as the main kernel wrote them
@@ -281,7 +286,7 @@ class Postprocess(RowsKernel):
         vectors = cute.flat_divide(dq_accum[number, None], (4,))
         for j in cutlass.range_constexpr(num_blocks):
             target = cute.make_tensor(values.iterator + 4 * j, cute.make_layout((4,)))
-            warp_id = (part * pieces + j // vectors_of_warp) * self.warps_of_part + thread // LANES
+            warp_id = (part * pieces + j // vectors_of_warp) * self.row_block_warps + thread // LANES
             vector = (warp_id * vectors_of_warp + j % vectors_of_warp) * LANES
             if cutlass.const_expr(self.vector_adds):
                 cute.autovec_copy(vectors[None, vector + thread % LANES], target)
@@ -291,7 +296,7 @@ class Postprocess(RowsKernel):
         acc = cute.make_tensor(values.iterator, cute.make_layout((2, (2, num_blocks)), stride=(2, (1, 4))))
         weights = cute.make_rmem_tensor((2,), Float32)
         weights.fill(softmax_scale)
-        rows = [part * self.rows_of_part + thread // 32 * 16 + thread % 32 // 4 + 8 * r for r in range(2)]
+        rows = [part * self.row_block_size + thread // 32 * 16 + thread % 32 // 4 + 8 * r for r in range(2)]
         is_row = [row < num_rows for row in rows]
         out_rows = [mdQ[start + row, None, head, entry] for row in rows]
         if cutlass.const_expr(mdQ.element_type is Float32):
@@ -324,8 +329,8 @@ class Postprocess(RowsKernel):
             first_row: of the warp's 16 in it.
         """
         _, head, entry = last_first()
-        plain, packed = again.plain, self.is_packed
-        origin_q, origin_k, rows_k, sequence = entry, entry, plain.k.shape[0], entry
+        sources, packed = again.sources, self.is_packed
+        origin_q, origin_k, rows_k, sequence = entry, entry, sources.k.shape[0], entry
         seqlen_q = block_rows.position + block_rows.num_rows
         if cutlass.const_expr(packed):
             sequence = block_rows.sequence
@@ -334,8 +339,8 @@ class Postprocess(RowsKernel):
             origin_k, rows_k = packed_rows(sequence, lengths.cu_seqlens_k, batch, rows_k)
         seqlen_k = used_keys(lengths, sequence, rows_k)
         geometry = Geometry(seqlen_q, seqlen_k, again.window_left, again.window_right)
-        mQ, mdO, dq = (at_head(t, t, head, origin_q, packed) for t in (plain.q, plain.dout, mdQ))
-        mK, mV = (at_head(t, t, head // self.group, origin_k, packed) for t in (plain.k, plain.v))
+        mQ, mdO, dq = (at_head(t, t, head, origin_q, packed) for t in (sources.q, sources.dout, mdQ))
+        mK, mV = (at_head(t, t, head // self.group, origin_k, packed) for t in (sources.k, sources.v))
         first_block = number - block_rows.position // self.tile_m
         rows = (mQ, mdO, mK, mV, cute.domain_offset((first_block, 0), again.stats))
         for i in cutlass.range(16, unroll=1):

@@ -26,10 +26,11 @@ from cutlass.memory import SmemAllocator
 
 from ....geometry.integers import ceil_div, maximum, minimum
 from ....geometry.tile_scheduler import LANES
+from ....quantization.codec import SCALE_BLOCK
 from ...config import head_dim_tile
 from ..blocks.memory.layouts import as_batch_of_one
 from ..blocks.memory.ptx import bits, pack_pair, unpack_pair
-from .quantize_block import BLOCK, larger_magnitude, largest_of_block, row_block
+from .quantize_block import larger_magnitude, largest_of_block, row_block
 
 VECTOR = 4  # float32 of a load
 LARGEST_LOG2 = 14  # of the power of two below the largest magnitude of a block after scaling
@@ -46,7 +47,7 @@ def num_threads(columns: int) -> int:
     return 128 if columns == 64 else columns
 
 
-class SplitRows:
+class Float32Halves:
     """One compiled kernel: (head_dim, whether it is V) -> device code. A thread block has 64 rows of a head."""
 
     def __init__(self, head_dim: int, is_v: bool):
@@ -56,7 +57,7 @@ class SplitRows:
         self.num_threads = num_threads(self.columns)
         self.lanes = self.columns // VECTOR  # of a row
         self.rows_at_once = self.num_threads // self.lanes
-        self.passes = ceil_div(BLOCK, self.rows_at_once)
+        self.passes = ceil_div(SCALE_BLOCK, self.rows_at_once)
 
     @cute.jit
     def __call__(
@@ -135,7 +136,9 @@ class SplitRows:
         largest magnitude is above that of the greatest scale."""
         thread = cute.arch.thread_idx()[0]
         lane, first_row = thread % self.lanes, thread // self.lanes
-        of_rows = smem.allocate_tensor(Float32, cute.make_layout((BLOCK, self.lanes), stride=(self.lanes + 1, 1)), 16)
+        of_rows = smem.allocate_tensor(
+            Float32, cute.make_layout((SCALE_BLOCK, self.lanes), stride=(self.lanes + 1, 1)), 16
+        )
         for i in cutlass.range_constexpr(self.passes):
             of_rows[first_row + i * self.rows_at_once, lane] = largest_magnitude([values[c, i] for c in range(VECTOR)])
         if cutlass.const_expr(self.is_v):
@@ -149,7 +152,7 @@ class SplitRows:
         limit = cute.arch.fmax(largest, Float32(least)) * 2.0**-MAX_RANGE_LOG2
         # there are at least as many threads as rows, and as columns
         of_row = Float32(0.0)
-        if thread < BLOCK:
+        if thread < SCALE_BLOCK:
             for i in cutlass.range(self.lanes, unroll=8):  # not all at once: registers
                 of_row = larger_magnitude(of_row, of_rows[thread, i])
             of_rows[thread, 0] = of_row

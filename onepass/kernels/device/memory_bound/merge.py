@@ -86,7 +86,7 @@ class Merge:
                 out[entry, position, head, None],
                 lse[entry, head, None],
                 position,
-                None if cutlass.const_expr(sinks is None) else sinks.of_row(head, position),
+                None if cutlass.const_expr(sinks is None) else sinks.at_row(head, position),
                 warp_number,
             )
 
@@ -132,7 +132,7 @@ class Merge:
         vectors = cute.flat_divide(partials, (1, vector))[0, None, None, None]  # (vector, splits, vectors of a row)
         if cutlass.const_expr(self.row_warps == 1):
             for first in cutlass.range(0, num_splits, AT_A_TIME, unroll=1):
-                self.add_parts(sums, vectors, lses, first, key_reference)
+                self.add_partials(sums, vectors, lses, first, key_reference)
                 for i in cutlass.range_constexpr(cute.size(acc)):
                     acc[i] = acc[i] + sums[i]
         else:
@@ -141,7 +141,7 @@ class Merge:
             buffer = Int32(0)
             for turn in cutlass.range(ceil_div(num_splits, AT_A_TIME * self.row_warps), unroll=1):
                 first = (turn * self.row_warps + warp_number) * AT_A_TIME
-                self.add_parts(sums, vectors, lses, first, key_reference)
+                self.add_partials(sums, vectors, lses, first, key_reference)
                 for k in cutlass.range_constexpr(passes):
                     cute.autovec_copy(sums[None, k], shared[None, lane, k, warp_number, buffer])
                 cute.arch.sync_threads()  # once a turn: the other buffer is read before the next one
@@ -165,7 +165,7 @@ class Merge:
                 lse[position] = lse_of_empty if is_empty else reference + log_total
 
     @cute.jit
-    def add_parts(self, acc: cute.Tensor, vectors: cute.Tensor, lses: cute.Tensor, first: Int32, reference: Float32):
+    def add_partials(self, acc: cute.Tensor, vectors: cute.Tensor, lses: cute.Tensor, first: Int32, reference: Float32):
         """acc = the sum of the parts first, first + 1, .. (AT_A_TIME of them, if there are) by their weights."""
         lane, num_splits = cute.arch.lane_idx(), lses.shape[0]
         vector, passes = (cute.size(acc, mode=[i]) for i in range(2))

@@ -10,15 +10,14 @@ from cutlass import Float32, Int32
 
 from ....geometry.integers import minimum, select
 from ....geometry.tile_scheduler import LANES
-from ....quantization.codec import E4M3_MAX, SCALE_OF_ZEROS
+from ....quantization.codec import E4M3_MAX, SCALE_BLOCK, SCALE_OF_ZEROS
 from ..blocks.memory.ptx import pack_four
 
-BLOCK = 64  # rows that share a scale
 TINY = 2.0**-126
 
 
 class Tile(NamedTuple):
-    """What a thread block works on: BLOCK rows of a head of a batch entry. Packed sequences have one entry."""
+    """What a thread block works on: SCALE_BLOCK rows of a head of a batch entry. Packed sequences have one entry."""
 
     head: Int32
     block: Int32
@@ -30,7 +29,7 @@ class RowBlock(NamedTuple):
 
     Attributes:
         start: the first one in the tensors.
-        num_rows: those that the tensors have, up to BLOCK; 0 or less: none.
+        num_rows: those that the tensors have, up to SCALE_BLOCK; 0 or less: none.
         num_used: those with values that count; the others are to become 0.
         sequence: whose they are; the number of sequences for rows of none. The batch entry, unless packed.
     """
@@ -47,21 +46,21 @@ def row_block(
 ) -> RowBlock:
     """Those of a block of a batch entry.
 
-    Packed, those of sequence s are the blocks from cu_seqlens[s] // BLOCK + s on; behind the last sequence there are
+    Packed, those of sequence s are the blocks from cu_seqlens[s] // SCALE_BLOCK + s on; behind the last sequence there are
     those for rows of none.
     """
-    start, num_rows, sequence = block * BLOCK, seqlen - block * BLOCK, entry
+    start, num_rows, sequence = block * SCALE_BLOCK, seqlen - block * SCALE_BLOCK, entry
     num_used = num_rows
     if cutlass.const_expr(cu_seqlens is not None):
         batch = cute.size(cu_seqlens) - 1
         low, high = Int32(0), batch
         while low < high:
             middle = (low + high + 1) // 2
-            is_before = cu_seqlens[middle] // BLOCK + middle <= block
+            is_before = cu_seqlens[middle] // SCALE_BLOCK + middle <= block
             low = select(is_before, middle, low)
             high = select(is_before, high, middle - 1)
         sequence, first = low, cu_seqlens[low]
-        position = (block - first // BLOCK - sequence) * BLOCK
+        position = (block - first // SCALE_BLOCK - sequence) * SCALE_BLOCK
         is_sequence = sequence < batch
         end = select(is_sequence, cu_seqlens[minimum(sequence + 1, batch)], seqlen)
         start, num_rows = first + position, minimum(end, seqlen) - first - position
@@ -71,7 +70,7 @@ def row_block(
                 num_used = minimum(num_used, seqused[sequence] - position)
     elif cutlass.const_expr(seqused is not None):
         num_used = minimum(num_used, seqused[entry] - start)
-    return RowBlock(start, minimum(num_rows, BLOCK), minimum(num_used, BLOCK), sequence)
+    return RowBlock(start, minimum(num_rows, SCALE_BLOCK), minimum(num_used, SCALE_BLOCK), sequence)
 
 
 def mean_of(mean: cute.Tensor, rows: RowBlock, head: Int32) -> cute.Tensor:

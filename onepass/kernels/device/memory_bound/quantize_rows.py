@@ -12,9 +12,10 @@ from cutlass import Float32, Int32
 
 from ....geometry.integers import select
 from ....geometry.tile_scheduler import LANES
+from ....quantization.codec import SCALE_BLOCK
 from ..blocks.memory.ptx import unpack_pair
 from . import quantize_rotation as rotation
-from .quantize_block import BLOCK, Tile, largest_of_block, mean_of, round_four, row_block, scale_and_inverse
+from .quantize_block import Tile, largest_of_block, mean_of, round_four, row_block, scale_and_inverse
 from .quantize_rotation import GROUP, PART, QUAD
 
 HALF = 8  # elements of 16 bytes: half of a part
@@ -49,7 +50,7 @@ class QuantizeRows:
         lane, first_row = thread % QUAD, thread // QUAD
         num_warps = self.num_threads // LANES
         parts, rows_at_once = rotation.num_parts(self.head_dim), self.rows_at_once
-        passes = BLOCK // rows_at_once
+        passes = SCALE_BLOCK // rows_at_once
 
         raw = cute.make_rmem_tensor(cute.make_ordered_layout((HALF, 2, parts, passes), order=(0, 1, 2, 3)), self.dtype)
         raw.fill(0.0)

@@ -19,13 +19,14 @@ from cutlass.memory import SmemAllocator
 
 from ....geometry.integers import ceil_div, select
 from ....geometry.tile_scheduler import LANES
+from ....quantization.codec import SCALE_BLOCK
+from ..blocks.memory.clear import KEY_RUN
 from ..blocks.memory.layouts import as_batch_of_one
 from ..blocks.memory.ptx import transpose_bytes, unpack_pair
-from ..blocks.softmax.scaled import KEY_RUN
-from .quantize_block import BLOCK, RowBlock, Tile, largest_of_block, mean_of, round_four, row_block, scale_and_inverse
+from .quantize_block import RowBlock, Tile, largest_of_block, mean_of, round_four, row_block, scale_and_inverse
 
 GROUP = 64  # columns that a warp loads at once
-RUNS = BLOCK // KEY_RUN
+RUNS = SCALE_BLOCK // KEY_RUN
 KEYS = 4  # of a lane, and how far they lie behind the first one
 KEY_OFFSETS = (0, 1, 8, 9)
 WORDS = 4  # registers of 16 bytes
@@ -50,7 +51,7 @@ class QuantizeValues:
     @property
     def shared_words(self) -> int:
         """The size of what `quantize` wants as `columns_shared`."""
-        return self.head_dim * BLOCK // 4
+        return self.head_dim * SCALE_BLOCK // 4
 
     @cute.jit
     def quantize(
@@ -178,13 +179,13 @@ def word_of(column, run):
     16) apart; their places are exchanged so that all banks have one of them: the runs of a column by bits 3 and 4 of
     it, the two columns by bit 5.
     """
-    return (column ^ (column >> 5 & 1)) * (BLOCK // 4) + (run ^ (column >> 3 & 3)) * WORDS
+    return (column ^ (column >> 5 & 1)) * (SCALE_BLOCK // 4) + (run ^ (column >> 3 & 3)) * WORDS
 
 
 class KeysLast:
     """One compiled kernel: head_dim_v -> device code that lays e4m3 values out and changes none of them.
 
-    grid (head, block of BLOCK keys, batch entry)
+    grid (head, block of SCALE_BLOCK keys, batch entry)
 
     Args: as of `QuantizeValues`.
     """
@@ -204,7 +205,7 @@ class KeysLast:
             v, target = as_batch_of_one(v), as_batch_of_one(target)
         batch, num_heads, _, places = target.shape
         self.kernel(v, target, cu_seqlens).launch(
-            grid=[num_heads, places // BLOCK, batch], block=[self.values.num_threads, 1, 1], stream=stream
+            grid=[num_heads, places // SCALE_BLOCK, batch], block=[self.values.num_threads, 1, 1], stream=stream
         )
 
     @cute.kernel

@@ -54,7 +54,7 @@ def split(x: Float32) -> tuple[Float32, Float32]:
     return word[0], x - word[0]
 
 
-class Parts:
+class Limbs:
     """A fragment as two operands of mma: high and low parts, one register tensor for each of STEPS steps."""
 
     def __init__(self, shape: tuple):
@@ -97,47 +97,47 @@ def lane_vectors(
     return cute.make_tensor(pointer + start, layout)
 
 
-def a_of_rows(rows: cute.Tensor, block: Int32, buffer: Int32) -> Parts:
+def a_of_rows(rows: cute.Tensor, block: Int32, buffer: Int32) -> Limbs:
     """Operand A of a sum over columns, from (vector, rows g and g + 8, m_tiles, column blocks, buffers)."""
     m_tiles = cute.size(rows, mode=[2])
     values = cute.make_rmem_tensor((VECTOR, 2, m_tiles), Float32)
     for m in range(m_tiles):
         for r in range(2):
             cute.autovec_copy(rows[None, r, m, block, buffer], values[None, r, m])
-    parts = Parts(((2, 2), m_tiles))
+    limbs = Limbs(((2, 2), m_tiles))
     for step in range(STEPS):
         for m in range(m_tiles):
             for v in range(4):
-                parts.set(step, 4 * m + v, values[2 * step + v // 2, v % 2, m])
-    return parts
+                limbs.set(step, 4 * m + v, values[2 * step + v // 2, v % 2, m])
+    return limbs
 
 
-def b_of_rows(rows: cute.Tensor, block: Int32, first: int, count: int, buffer: Int32) -> Parts:
+def b_of_rows(rows: cute.Tensor, block: Int32, first: int, count: int, buffer: Int32) -> Limbs:
     """Operand B of a sum over columns, from (vector, groups of 8 rows, column blocks, buffers)."""
     values = cute.make_rmem_tensor((VECTOR, count), Float32)
     for j in range(count):
         cute.autovec_copy(rows[None, first + j, block, buffer], values[None, j])
-    parts = Parts((2, count))
+    limbs = Limbs((2, count))
     for step in range(STEPS):
         for j in range(count):
             for v in range(2):
-                parts.set(step, 2 * j + v, values[2 * step + v, j])
-    return parts
+                limbs.set(step, 2 * j + v, values[2 * step + v, j])
+    return limbs
 
 
-def b_of_columns(columns: list, k: Int32, block: int, buffer: Int32) -> Parts:
+def b_of_columns(columns: list, k: Int32, block: int, buffer: Int32) -> Limbs:
     """Operand B of step k of a sum over rows, from (vector, groups of 8 rows, column blocks, buffers) for the rows 2 t
     and 2 t + 1."""
     values = cute.make_rmem_tensor((VECTOR, 2, STEPS), Float32)
     for step in range(STEPS):
         for i in range(2):
             cute.autovec_copy(columns[i][None, STEPS * k + step, block, buffer], values[None, i, step])
-    parts = Parts((2, VECTOR))
+    limbs = Limbs((2, VECTOR))
     for step in range(STEPS):
         for j in range(VECTOR):
             for i in range(2):
-                parts.set(step, 2 * j + i, values[j, i, step])
-    return parts
+                limbs.set(step, 2 * j + i, values[j, i, step])
+    return limbs
 
 
 def groups(count: int) -> list[tuple[int, int]]:
@@ -146,7 +146,7 @@ def groups(count: int) -> list[tuple[int, int]]:
 
 
 def add_products(
-    tiled_mma: cute.TiledMma, a: Parts, b: Parts, acc: cute.Tensor, first: int, count: int, fresh_sums: bool = True
+    tiled_mma: cute.TiledMma, a: Limbs, b: Limbs, acc: cute.Tensor, first: int, count: int, fresh_sums: bool = True
 ):
     """acc += a b, for `count` blocks of 8 columns from block `first` on."""
     m_tiles, stride = cute.size(acc, mode=[1]), acc.layout.stride

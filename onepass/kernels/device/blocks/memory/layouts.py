@@ -86,7 +86,7 @@ def as_batch_of_one(t: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(t.iterator, cute.make_layout((1, *t.shape), stride=(0, *t.stride)))
 
 
-def at_head(t: cute.Tensor, m: cute.Tensor, head, place, is_packed: bool, along: int = 0) -> cute.Tensor:
+def at_head(t: cute.Tensor, m: cute.Tensor, head, origin, is_packed: bool, along: int = 0) -> cute.Tensor:
     """A head's part of t (.., head, batch), which is m or cut into tiles from it, m (seqlen, dim, head, batch).
 
     Args:
@@ -94,9 +94,9 @@ def at_head(t: cute.Tensor, m: cute.Tensor, head, place, is_packed: bool, along:
         along: the mode of m that is the sequence's.
     """
     if not is_packed:
-        return t[None, None, head, place]
+        return t[None, None, head, origin]
     t = t[None, None, head, 0]
-    start = (0, place) if isinstance(m.shape[0], tuple) else place  # of pack_heads
+    start = (0, origin) if isinstance(m.shape[0], tuple) else origin  # of `pack_heads`
     offset = (start, 0, 0, 0) if along == 0 else (0, start, 0, 0)
     moved = cute.domain_offset(offset, cute.make_tensor(t.iterator, m.layout))
     return cute.make_tensor(moved.iterator, t.layout)

@@ -129,7 +129,7 @@ def pack(source: cute.Tensor, target: cute.Tensor):
 
 
 @cute.jit
-def pack_parts(source: cute.Tensor, high: cute.Tensor, low: cute.Tensor):
+def pack_halves(source: cute.Tensor, high: cute.Tensor, low: cute.Tensor):
     """A float32 fragment -> the fragments of its rounding to 16 bits and of what that leaves; see `pack`."""
     high_words, low_words = (cute.recast_tensor(t, Int32) for t in (high, low))
     for i in cutlass.range_constexpr(cute.size(high_words)):

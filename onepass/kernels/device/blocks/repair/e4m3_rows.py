@@ -52,7 +52,7 @@ def recompute_row(
         key = minimum(low + lane, high - 1)
         score, v_descale = dot(q, mK[key, None]), Float32(1.0)
         if cutlass.const_expr(descales is not None):
-            k_descale, v_descale = descales.of_key(key)
+            k_descale, v_descale = descales.at_key(key)
             score = score * k_descale
         if cutlass.const_expr(tanh_scale is not None):
             score = repair_rows.soft_cap(score, tanh_scale, q.element_type)

@@ -87,10 +87,10 @@ def add_queries(
     high: Int32,
     scale_log2: Float32,
     tanh_scale: Float32 | None,
-    of_v: cutlass.Constexpr[bool],
+    is_v: cutlass.Constexpr[bool],
     vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
 ):
-    """acc (repair_rows.row_sums) += what the queries [low, high) of a head give to dk of a key; to dv (of_v).
+    """acc (repair_rows.row_sums) += what the queries [low, high) of a head give to dk of a key; to dv (is_v).
 
     A lane has a query of every 32. The last ones come first: under a causal mask they see the most keys, and if
     anything makes the whole row NaN they are likely to.
@@ -100,9 +100,9 @@ def add_queries(
         first = maximum(high - LANES, low)
         query = minimum(first + cute.arch.lane_idx(), high - 1)
         q, dout = mQ[query, None], mdO[query, None]
-        of_query = stats_of_row(stats, query)
-        weight = _gradient_of_score(q, k, dout, v, *of_query, scale_log2, tanh_scale, of_v, vector_bytes)
-        add_rows(acc, weight, mdO if cutlass.const_expr(of_v) else mQ, first, high - first)
+        query_stats = stats_of_row(stats, query)
+        weight = _gradient_of_score(q, k, dout, v, *query_stats, scale_log2, tanh_scale, is_v, vector_bytes)
+        add_rows(acc, weight, mdO if cutlass.const_expr(is_v) else mQ, first, high - first)
         lost = is_lost(acc)
         high = first
 

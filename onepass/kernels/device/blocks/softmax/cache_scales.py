@@ -45,7 +45,7 @@ class CacheDescales(Untraced):
         self.k, self.v = (cute.make_rmem_tensor((count,), Float32) for _ in range(2))
         self.v_reference = cute.make_rmem_tensor((1,), Float32)
 
-    def of_key(self, key: Int32) -> tuple:
+    def at_key(self, key: Int32) -> tuple:
         """The descales of a key that exists."""
         outer, block = self.entry, 0
         if self.by_block:
@@ -61,7 +61,7 @@ class CacheDescales(Untraced):
         """Those of the keys first, first + 1, .. of a step; of what is no key that of the nearest one."""
         for g in cutlass.range_constexpr(cute.size(self.k)):
             key = maximum(minimum(first + g * KEYS, seqlen_k - 1), 0)
-            self.k[g], self.v[g] = self.of_key(key)
+            self.k[g], self.v[g] = self.at_key(key)
 
     @cute.jit
     def begin(self, first: Int32, seqlen_k: Int32):

@@ -20,7 +20,7 @@ from . import mask
 FAR_BELOW = -3e38
 
 
-def of_column(stats: cute.Tensor, i: int, m_tiles: int = 1) -> Float32:
+def stat_of_column(stats: cute.Tensor, i: int, m_tiles: int = 1) -> Float32:
     """What `read_stats` gives for the column of an accumulator's i-th value."""
     block = i // (4 * m_tiles)
     return stats[block % 2 * 2 + i % 2, block // 2]
@@ -53,7 +53,7 @@ class GradientScores:
                 for j in (2 * i, 2 * i + 1):
                     score = soft_cap(acc_s[j], self.scores.tanh_scale, self.kernel.dtype)
                     acc_s[j] = cute.math.exp2(
-                        score * scale_log2 + of_column(self.minus_lse, j, self.m_tiles), fastmath=True
+                        score * scale_log2 + stat_of_column(self.minus_lse, j, self.m_tiles), fastmath=True
                     )
                     capped.append(acc_s[j] * (1.0 - score * score))
                 if cutlass.const_expr(self.kernel.dtype is Float32):
@@ -105,7 +105,7 @@ class GradientScores:
                 p = unpack_pair(source[i], self.kernel.dtype)
             dp = [acc_dp[2 * i + c] for c in range(2)]
             if cutlass.const_expr(not minus_delta):
-                dp = [dp[c] + of_column(self.minus_delta, 2 * i + c, self.m_tiles) for c in range(2)]
+                dp = [dp[c] + stat_of_column(self.minus_delta, 2 * i + c, self.m_tiles) for c in range(2)]
             if cutlass.const_expr(is_float32):
                 for c in cutlass.range_constexpr(2):
                     acc_dp[2 * i + c] = p[c] * dp[c]

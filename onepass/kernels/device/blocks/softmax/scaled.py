@@ -29,6 +29,7 @@ from cutlass import Boolean, Float32, Int32
 
 from .....geometry.integers import maximum, minimum
 from .....geometry.tile_scheduler import LANES
+from .....quantization.codec import SCALE_BLOCK
 from ....config import p_exponent
 from ..memory.ptx import pack_four, power_below
 from ..memory.untraced import Untraced
@@ -37,9 +38,7 @@ from ..repair.rows import soft_cap
 from . import online as online_softmax
 from .online import ROWS, OnlineSoftmax, Scores
 
-SCALE_BLOCK = 64  # keys of one scale of K and V
-SCALE_BLOCK_LOG2 = 6
-KEY_RUN = 16  # keys in whose order P and V differ from the sequence
+SCALE_BLOCK_LOG2 = SCALE_BLOCK.bit_length() - 1
 TINY = 2.0**-126
 
 
@@ -106,7 +105,7 @@ class KeyScales(Untraced):
 
     @cute.jit
     def take(self, k_scale, v_scale, first: Int32, n_block: Int32, is_first: cutlass.Constexpr[bool]):
-        """What `of_group` needs for tile n_block. Args: is_first: of this head; its page has been loaded."""
+        """What `group_scales` needs for tile n_block. Args: is_first: of this head; its page has been loaded."""
         if cutlass.const_expr(is_first):
             self._turn_page()
         if cutlass.const_expr(not is_first):
@@ -122,7 +121,7 @@ class KeyScales(Untraced):
         self.v_log2[0] = cute.math.log2(v_scale, fastmath=True)
         self.v_inverse[0] = cute.arch.rcp_approx(v_scale)
 
-    def of_group(self, n_block: Int32, g: int) -> tuple:
+    def group_scales(self, n_block: Int32, g: int) -> tuple:
         """k_scale, log2(v_scale) and 1 / v_scale of the keys of group g."""
         lane = (n_block & self.size - 1) * self.tile_n + g * group_keys(self.tile_n) >> SCALE_BLOCK_LOG2
         return tuple(broadcast(t[0], lane) for t in (self.k, self.v_log2, self.v_inverse))
@@ -163,7 +162,7 @@ class ScaledSoftmax(OnlineSoftmax):
     def take_scales(self, row_scale: cute.Tensor, keys: KeyScales, n_block: Int32):
         """The scales of the rows (ROWS,) and of tile n_block of the keys, whose scores come next."""
         for g in cutlass.range_constexpr(self.groups):
-            k_scale, self.v_log2[g], self.v_inverse[g] = keys.of_group(n_block, g)
+            k_scale, self.v_log2[g], self.v_inverse[g] = keys.group_scales(n_block, g)
             for r in cutlass.range_constexpr(ROWS):
                 # above 0: a hidden score is -inf
                 self.multiplier[r, g] = cute.arch.fmax(row_scale[r] * k_scale, Float32(TINY))

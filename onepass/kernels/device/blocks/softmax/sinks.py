@@ -21,7 +21,7 @@ class Sinks(NamedTuple):
     logits: cute.Tensor
     cu_seqlens_q: cute.Tensor | None
 
-    def of_row(self, head: Int32, row: Int32) -> Float32:
+    def at_row(self, head: Int32, row: Int32) -> Float32:
         """The sink of a row of a head. Args: row: of packed sequences it, or the first one of its sequence."""
         sink = self.logits[head]
         if self.cu_seqlens_q is None:

@@ -37,7 +37,7 @@ class Accumulator(NamedTuple):
 class AdditionTurns:
     """A warp that adds to parts of dQ, if the problem is deterministic after the tiles of keys before its own.
 
-    A subclass has kernel, accumulator, lane, unfinished (of `begin_turns`) and dq_part: the number of its part of a dQ.
+    A subclass has kernel, accumulator, lane, unfinished (of `begin_turns`) and dq_share: the number of its part of a dQ.
     """
 
     def begin_turns(self):
@@ -53,7 +53,7 @@ class AdditionTurns:
         """How many tiles have added to a part of dQ, or a part of them (unless deterministic: 0)."""
         seen = Int32(0)
         if cutlass.const_expr(self.kernel.is_deterministic):
-            seen = look_at(self.accumulator.turns.iterator + self.dq_part(tile, head, m_block))
+            seen = look_at(self.accumulator.turns.iterator + self.dq_share(tile, head, m_block))
         return seen
 
     @cute.jit
@@ -67,7 +67,7 @@ class AdditionTurns:
         """
         if cutlass.const_expr(self.kernel.is_deterministic):
             self.finish_dq()
-            self.unfinished[0] = self.dq_part(tile, head, m_block)
+            self.unfinished[0] = self.dq_share(tile, head, m_block)
             turn = self.kernel.turn_of(tile, m_block)
             wait_until_equal(self.accumulator.turns.iterator + self.unfinished[0], turn, seen)
             cute.arch.sync_warp()

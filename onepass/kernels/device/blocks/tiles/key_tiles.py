@@ -52,9 +52,9 @@ class KeyTiles:
 
     def schedule_of_keys(self, schedule: Schedule, lengths: Lengths, rows_k: Int32, rows_q: Int32) -> PackedSchedule:
         """Of packed sequences: tiles are made of keys here, so it is that of queries with both sides exchanged."""
-        of_keys = Lengths(lengths.cu_seqlens_k, lengths.cu_seqlens_q, None)
+        lengths_of_keys = Lengths(lengths.cu_seqlens_k, lengths.cu_seqlens_q, None)
         num_heads = schedule.divisors.num_heads
-        return PackedSchedule(of_keys, rows_k, rows_q, num_heads, self.tile_n, self.is_deterministic)
+        return PackedSchedule(lengths_of_keys, rows_k, rows_q, num_heads, self.tile_n, self.is_deterministic)
 
     @cute.jit
     def tile_at(self, number: Int32, schedule: Schedule, seqlens: Sequences) -> KeyTile:
@@ -85,8 +85,8 @@ class KeyTiles:
         blocks = query_blocks(n_start, n_start + self.tile_n, *geometry, self.tile_m)
         return KeyTile(n_block, head, origin_q, origin_k, rows_k, first_m_block, geometry, *blocks)
 
-    def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
-        return at_head(t, m, head, place, self.is_packed)
+    def at_head(self, t: cute.Tensor, m: cute.Tensor, head, origin) -> cute.Tensor:
+        return at_head(t, m, head, origin, self.is_packed)
 
     def first_visit(self, tile: KeyTile) -> tuple:
         """The head and the query block with which a tile begins; `next_visit` says how it goes on."""
@@ -125,19 +125,19 @@ class KeyTiles:
         scale: Float32,
         first_key: Int32,
         ballots: tuple,
-        plain: SourceTensors,
+        sources: SourceTensors,
         accumulator: Accumulator,
         scores: Scores,
-        of_v: cutlass.Constexpr[bool],
+        is_v: cutlass.Constexpr[bool],
         vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
     ):
-        """Rows of dk (of_v: of dv) with a NaN, from the queries alone that see them: 0 * NaN may have brought it.
+        """Rows of dk (is_v: of dv) with a NaN, from the queries alone that see them: 0 * NaN may have brought it.
 
         Args:
             first_key: of the warp's 16 in the sequence, known to be uniform.
             ballots: of `repair_gradients.nan_rows`.
         """
-        mK, mV = (self.at_head(t, t, tile.head_kv, tile.origin_k) for t in (plain.k, plain.v))
+        mK, mV = (self.at_head(t, t, tile.head_kv, tile.origin_k) for t in (sources.k, sources.v))
         for i in cutlass.range(16, unroll=1):
             if repair_gradients.has_nan(ballots, i):
                 key = first_key + i
@@ -145,9 +145,9 @@ class KeyTiles:
                 acc = row_sums(gradient[key, None])
                 for h in cutlass.range(self.group, unroll=1):
                     head = tile.head_kv * self.group + h
-                    mQ, mdO = (self.at_head(t, t, head, tile.origin_q) for t in (plain.q, plain.dout))
+                    mQ, mdO = (self.at_head(t, t, head, tile.origin_q) for t in (sources.q, sources.dout))
                     number = self.m_block_number(accumulator, tile, head, Int32(0))
                     stats = cute.domain_offset((number, 0), accumulator.stats)
                     rows = (mK[key, None], mV[key, None], mQ, mdO, stats)
-                    repair_gradients.add_queries(acc, *rows, low, high, *scores, of_v, vector_bytes)
+                    repair_gradients.add_queries(acc, *rows, low, high, *scores, is_v, vector_bytes)
                 write_row(gradient[key, None], acc, scale)

@@ -14,7 +14,7 @@ from cutlass import Boolean, Int32
 
 from .....geometry import tile_scheduler
 from .....geometry.integers import ceil_div, maximum, minimum, select
-from .....geometry.splits import part_blocks
+from .....geometry.splits import blocks_per_split
 from .....geometry.tile_scheduler import LANES
 from ..memory import warp
 from ..memory.untraced import Untraced
@@ -65,7 +65,7 @@ class PackedSchedule(Untraced):
         total_q, total_k: rows of the packed tensors; of a cache total_k is the keys that a sequence has room for.
         num_heads: FastDivmodDivisorV2 of it.
         splits: of sequences of one tile; others, which give a GPU tiles enough, are not split. With split_blocks < 0
-            each has as many parts as its length asks for, up to num_splits (`part_blocks`).
+            each has as many parts as its length asks for, up to num_splits (`blocks_per_split`).
         tile_n: keys of a block; only with splits.
 
     Over a cache sequences of one tile and of several alternate (`tile_scheduler.mixed_number`).
@@ -90,9 +90,9 @@ class PackedSchedule(Untraced):
         # where the search goes on, of sequences of one tile and of others: a sequence, and the tiles before it
         self.position = cute.make_rmem_tensor((1 + self.mixes, 2), Int32)
         self.position.fill(0)
-        self.part_blocks = None
+        self.blocks_per_split = None
         if splits is not None:
-            self.part_blocks = cute.arch.make_warp_uniform(self._share_out())
+            self.blocks_per_split = cute.arch.make_warp_uniform(self._share_out())
         self.num_singles = None
         if self.mixes:
             self.num_singles = cute.arch.make_warp_uniform(self._count_tiles(Boolean(True)))
@@ -114,7 +114,7 @@ class PackedSchedule(Untraced):
         if of_singles is not None:
             tiles = select(of_singles == (tiles == 1), tiles, Int32(0))
         if self.splits is not None:  # which are further heads
-            tiles = select(tiles == 1, self._parts_of(sequence), tiles)
+            tiles = select(tiles == 1, self._splits_of(sequence), tiles)
         return tiles * self.num_heads.divisor
 
     def _key_blocks_of(self, sequence: Int32) -> Int32:
@@ -124,18 +124,18 @@ class PackedSchedule(Untraced):
 
     @cute.jit
     def _share_out(self) -> Int32:
-        """Key blocks of a part, see `splits.part_blocks`."""
+        """Key blocks of a part, see `splits.blocks_per_split`."""
         blocks = Int32(0)
         for first in cutlass.range(0, self.batch, LANES, unroll=4):
             sequence = first + cute.arch.lane_idx()
             is_single = ceil_div(self._rows_of(sequence)[1], self.tile_m) == 1
             blocks += select(is_single, self._key_blocks_of(sequence), Int32(0))
-        return part_blocks(cute.arch.warp_reduction_sum(blocks), self.num_heads.divisor, cute.arch.grid_dim()[0])
+        return blocks_per_split(cute.arch.warp_reduction_sum(blocks), self.num_heads.divisor, cute.arch.grid_dim()[0])
 
-    def _parts_of(self, sequence: Int32) -> Int32:
+    def _splits_of(self, sequence: Int32) -> Int32:
         """Of a sequence of one tile."""
         num_splits, split_blocks = self.splits
-        by_length = maximum(ceil_div(self._key_blocks_of(sequence), self.part_blocks), 1)
+        by_length = maximum(ceil_div(self._key_blocks_of(sequence), self.blocks_per_split), 1)
         return select(split_blocks < 0, minimum(by_length, num_splits), num_splits)
 
     def _keep(self, kind: int, first: Int32, tiles_before: Int32, is_kind: Boolean):
@@ -181,5 +181,5 @@ class PackedSchedule(Untraced):
         seqlen_k = seqlen_k if is_sequence else Int32(0)
         parts = Int32(1)
         if cutlass.const_expr(self.splits is not None):
-            parts = select(num_m_blocks == 1, self._parts_of(sequence), parts)
+            parts = select(num_m_blocks == 1, self._splits_of(sequence), parts)
         return PackedTile(*coord, start_q, seqlen_q, start_k, seqlen_k, sequence, parts)

@@ -45,7 +45,7 @@ class PagedRows(Untraced):
         return self[key, None]
 
 
-class PlacesAhead(Untraced):
+class KeyLocations(Untraced):
     """Where the next keys lie that a warp loads: each lane has looked up one of them.
 
     Args: count: keys that are loaded together, at most as many as a warp has lanes.
@@ -69,7 +69,7 @@ class PlacesAhead(Untraced):
         return warp.broadcast(self.found[0], number), warp.broadcast(self.found[1], number)
 
 
-class BoxPlaces(Untraced):
+class BoxLocations(Untraced):
     """Where the boxes of rows lie that TMA loads: a lane looks up one of a block of keys.
 
     A block of V is loaded after the next block of K: its places are kept until then.
@@ -103,10 +103,10 @@ class BoxPlaces(Untraced):
         return warp.broadcast(places[0], number), warp.broadcast(places[1], number)
 
 
-class KnownRows(PagedRows):
+class LocatedRows(PagedRows):
     """Rows in pages whose places are looked up ahead of their loads."""
 
-    def __init__(self, m: cute.Tensor, pages: Pages, entry: Any, places: PlacesAhead):
+    def __init__(self, m: cute.Tensor, pages: Pages, entry: Any, places: KeyLocations):
         super().__init__(m, pages, entry)
         self.places = places
 

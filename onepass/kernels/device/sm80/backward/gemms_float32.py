@@ -15,7 +15,7 @@ from ....config import ROWS_PER_MMA, BackwardConfigSm80
 from ...blocks.memory import epilogue
 from ...blocks.memory.untraced import Untraced
 from .. import tf32
-from ..tf32 import COLUMNS, STEPS, TERMS, VECTOR, Parts, lane_vectors
+from ..tf32 import COLUMNS, STEPS, TERMS, VECTOR, Limbs, lane_vectors
 from .warps import Buffers, Mmas, Place
 
 PIECE = 8  # queries of a row of P or dS that stay together
@@ -180,7 +180,7 @@ class BackwardGemmsFloat32(Untraced):
                     for r in cutlass.range_constexpr(2):
                         cute.autovec_copy(acc[(None, r), i, block * self.pieces + piece], target[None, r, i, block])
 
-    def _keys_of_scores(self, scores: cute.Tensor, k: Int32) -> Parts:
+    def _keys_of_scores(self, scores: cute.Tensor, k: Int32) -> Limbs:
         """Operand A of a sum over the queries 16 k, 16 k + 1, ..: a row is a key."""
         width, m_tiles = self.width, self.dkv_m_tiles
         row_spacing = ROWS_PER_MMA * self.config.dkv_key_warps * width
@@ -195,9 +195,9 @@ class BackwardGemmsFloat32(Untraced):
             for m in range(m_tiles):
                 for r in range(2):
                     cute.autovec_copy(source[None, r, m], values[None, r, m, step])
-        return self._parts(values, m_tiles)
+        return self._limbs(values, m_tiles)
 
-    def _queries_of_ds(self, k: Int32) -> Parts:
+    def _queries_of_ds(self, k: Int32) -> Limbs:
         """Operand A of a sum over the keys 16 k, 16 k + 1, ..: a row is a query."""
         width, m_tiles = self.width, self.dq_m_tiles
         layout = cute.make_layout((STEPS,), stride=(8 * width,))
@@ -212,15 +212,15 @@ class BackwardGemmsFloat32(Untraced):
                     source = self._scores(self.buffers.ds, row * width + number * PIECE + query % PIECE, 1, layout)
                     for step in range(STEPS):
                         values[c, r, m, step] = source[step]
-        return self._parts(values, m_tiles)
+        return self._limbs(values, m_tiles)
 
-    def _parts(self, values: cute.Tensor, m_tiles: int) -> Parts:
-        parts = Parts(((2, 2), m_tiles))
+    def _limbs(self, values: cute.Tensor, m_tiles: int) -> Limbs:
+        limbs = Limbs(((2, 2), m_tiles))
         for step in range(STEPS):
             for m in range(m_tiles):
                 for v in range(4):
-                    parts.set(step, 4 * m + v, values[v // 2, v % 2, m, step])
-        return parts
+                    limbs.set(step, 4 * m + v, values[v // 2, v % 2, m, step])
+        return limbs
 
     @cute.jit
     def store_rows(

@@ -190,8 +190,8 @@ class BackwardSm80(KeyTiles):
             for buffers, columns in ((sK, head_dim), (sV, head_dim_v), (sQ, head_dim), (sdO, head_dim_v))
         )
         buffers = Buffers(sK, sV, sQ, sdO, sdS, sP, sStats)
-        plain = tensors if cutlass.const_expr(self.may_recompute) else None
-        warps = BackwardWarps(self, buffers, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV, plain)
+        sources = tensors if cutlass.const_expr(self.may_recompute) else None
+        warps = BackwardWarps(self, buffers, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV, sources)
         self.compute(warps, loaders, tensors, tile)
 
     @cute.jit

@@ -21,7 +21,7 @@ from ...blocks.memory.untraced import Untraced
 from ...blocks.memory.warp import broadcast
 from ...blocks.repair import gradients as repair_gradients
 from ...blocks.repair.rows import SourceTensors
-from ...blocks.softmax.gradients import GradientScores, of_column
+from ...blocks.softmax.gradients import GradientScores, stat_of_column
 from ...blocks.softmax.online import Scores
 from ...blocks.tiles.dq_sums import Accumulator, AdditionTurns
 from ...blocks.tiles.key_tiles import KeyTile
@@ -82,12 +82,12 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
         accumulator: Accumulator,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
-        plain: SourceTensors | None,
+        sources: SourceTensors | None,
     ):
         config = self.config = kernel.config
         self.kernel, self.buffers, self.mmas = kernel, buffers, mmas
         self.softmax_scale, self.scores, self.accumulator = softmax_scale, scores, accumulator
-        self.mdK, self.mdV, self.plain = mdK, mdV, plain
+        self.mdK, self.mdV, self.sources = mdK, mdV, sources
         self.tile_m, self.tile_n = kernel.tile_m, kernel.tile_n
         self.is_capped = scores.tanh_scale is not None
         thread = cute.arch.thread_idx()[0]
@@ -197,11 +197,11 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
     def begin_columns(self, acc: cute.Tensor, stats: cute.Tensor | None):
         """An accumulator with a value of `read_stats` in each of its columns; None: zeros."""
         for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = Float32(0.0) if cutlass.const_expr(stats is None) else of_column(stats, i, self.m_tiles)
+            acc[i] = Float32(0.0) if cutlass.const_expr(stats is None) else stat_of_column(stats, i, self.m_tiles)
 
     # ---------------------------------------------------------------- dQ
 
-    def dq_part(self, tile: KeyTile, head: Int32, m_block: Int32) -> Int32:
+    def dq_share(self, tile: KeyTile, head: Int32, m_block: Int32) -> Int32:
         """Number of this warp's part of a dQ among the turns."""
         number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
         return number * self.config.num_warps + self.warp_id
@@ -242,7 +242,7 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
         """dK and dV of a finished tile."""
         dv = self.store_gradient(tile, self.acc_dv, self.mdV, Float32(1.0))
         dk = self.store_gradient(tile, self.acc_dk, self.mdK, self.softmax_scale)
-        if cutlass.const_expr(self.plain is not None):
+        if cutlass.const_expr(self.sources is not None):
             # rows that are written again may be partly another warp's
             cute.arch.sync_threads()
             self.recompute(tile, dv, self.mdV, Float32(1.0), True)
@@ -271,7 +271,7 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
                 first_block = (j * column_warps + self.warp_id // key_warps) * together
                 part = self._part(acc, i, j * together, together)
                 self.gemms.store_rows(part, weights, rows, is_row, self.lane_in_quad, first_block)
-            if cutlass.const_expr(self.plain is not None):
+            if cutlass.const_expr(self.sources is not None):
                 part = self._part(acc, i, 0, cute.size(acc, mode=[2]))
                 found.append(repair_gradients.nan_rows(part, is_row))
         return found
@@ -283,11 +283,11 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
         return rows_and_columns(cute.make_tensor(acc.iterator + i * stride[1] + first * stride[2], layout))
 
     @cute.jit
-    def recompute(self, tile: KeyTile, found: list, m: cute.Tensor, scale: Float32, of_v: cutlass.Constexpr[bool]):
+    def recompute(self, tile: KeyTile, found: list, m: cute.Tensor, scale: Float32, is_v: cutlass.Constexpr[bool]):
         """The rows in which `store_gradient` has found a NaN."""
         gradient = self.kernel.at_head(m, m, tile.head_kv, tile.origin_k)
         for i in cutlass.range_constexpr(len(found)):
             if found[i][0] | found[i][1] != 0:
                 first_key = cute.arch.make_warp_uniform(broadcast(self.first_key(tile, i), 0))
-                others = (self.plain, self.accumulator, self.scores, of_v, self.config.vector_bytes)
+                others = (self.sources, self.accumulator, self.scores, is_v, self.config.vector_bytes)
                 self.kernel.recompute_keys(tile, gradient, scale, first_key, found[i], *others)

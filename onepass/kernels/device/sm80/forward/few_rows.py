@@ -33,7 +33,7 @@ from .....geometry.integers import ceil_div
 from .....geometry.tile_scheduler import LANES
 from ...blocks.memory.layouts import rows_and_columns
 from ...blocks.repair import rows as repair_rows
-from ...blocks.tiles.paged import KnownRows, PlacesAhead
+from ...blocks.tiles.paged import KeyLocations, LocatedRows
 from ..loads import RowLoader
 from .kernel import ForwardSm80
 from .warps import Tile, Warps
@@ -68,8 +68,8 @@ class KeyWarps(Warps):
         if self.pages is None:
             return super().keys_and_values(tile)
         k, v, head = self.tensors.k, self.tensors.v, self.kernel.head_kv(tile)
-        places = PlacesAhead(self.pages, tile.origin_k, k.shape[3], self.tile_n)
-        return tuple(KnownRows(t[None, None, head, None], self.pages, tile.origin_k, places) for t in (k, v))
+        places = KeyLocations(self.pages, tile.origin_k, k.shape[3], self.tile_n)
+        return tuple(LocatedRows(t[None, None, head, None], self.pages, tile.origin_k, places) for t in (k, v))
 
     # ---------------------------------------------------------------- end of a tile
 

@@ -10,7 +10,7 @@ from ....config import ROWS_PER_MMA, ForwardConfigSm80
 from ...blocks.memory import epilogue
 from ...blocks.memory.untraced import Untraced
 from .. import tf32
-from ..tf32 import STEPS, VECTOR, Parts, lane_vectors
+from ..tf32 import STEPS, VECTOR, Limbs, lane_vectors
 
 
 def make_tiled_mma(config: ForwardConfigSm80, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
@@ -66,7 +66,7 @@ class GemmsFloat32(Untraced):
         """O += P V."""
         num_blocks = self.config.tile_n // 8
         for k in cutlass.range(num_blocks // STEPS, unroll=1):
-            p = self._p_parts()
+            p = self._p_limbs()
             # registers have no run-time index: what comes next moves to the front
             for j in cutlass.range_constexpr(num_blocks - STEPS):
                 for m in cutlass.range_constexpr(self.m_tiles):
@@ -76,16 +76,16 @@ class GemmsFloat32(Untraced):
                 v = tf32.b_of_columns(self.v, k, b, buffer)
                 self._add_products(p, v, self.acc_o, VECTOR * b, VECTOR)
 
-    def _p_parts(self) -> Parts:
-        parts = Parts(((2, 2), self.m_tiles))
+    def _p_limbs(self) -> Limbs:
+        limbs = Limbs(((2, 2), self.m_tiles))
         for step in range(STEPS):
             for m in range(self.m_tiles):
                 for v in range(4):
                     # rows g, g + 8 and, as terms t and t + 4, the keys 2 t, 2 t + 1
-                    parts.set(step, 4 * m + v, self.acc_s[(v // 2, v % 2), m, step])
-        return parts
+                    limbs.set(step, 4 * m + v, self.acc_s[(v // 2, v % 2), m, step])
+        return limbs
 
-    def _add_products(self, a: Parts, b: Parts, acc: cute.Tensor, first: int, count: int):
+    def _add_products(self, a: Limbs, b: Limbs, acc: cute.Tensor, first: int, count: int):
         tf32.add_products(self.tiled_mma, a, b, acc, first, count, self.config.fresh_sums)
 
     @cute.jit

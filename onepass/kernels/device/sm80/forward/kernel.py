@@ -71,7 +71,7 @@ class ForwardSm80:
     """One compiled forward: (static problem, config) -> device code. See the module's docstring for the picture.
 
     Args:
-        of_cache: K and V are a cache, with batch entries also where queries are packed.
+        reads_cache: K and V are a cache, with batch entries also where queries are packed.
         is_split: thread blocks (tile, split) handle a part of the keys each, and write float32 partials.
         is_paged: K and V lie in pages.
         descales_by_block: of an e4m3 cache: each block of keys, or page, has a descale of its own.
@@ -83,7 +83,7 @@ class ForwardSm80:
         config: ForwardConfigSm80,
         dtype: type[cutlass.Numeric],
         arch: str,
-        of_cache: bool = False,
+        reads_cache: bool = False,
         is_split: bool = False,
         is_paged: bool = False,
         descales_by_block: bool = False,
@@ -99,7 +99,7 @@ class ForwardSm80:
         self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
         self.has_mask = self.has_window != (False, False)
         self.longest_first = config.longest_first and self.has_window == (False, True)
-        self.is_packed, self.packs_keys = problem.is_packed, problem.is_packed and not of_cache
+        self.is_packed, self.packs_keys = problem.is_packed, problem.is_packed and not reads_cache
         self.has_e4m3_cache = problem.has_e4m3_cache
         # K and V in memory: e4m3 in pairs
         self.kv_dtype, per_element = (Float16, 2) if self.has_e4m3_cache else (dtype, 1)
@@ -218,7 +218,7 @@ class ForwardSm80:
             if cutlass.const_expr(self.is_packed):
                 # of packed sequences those of one tile are split: of others the first part has all keys
                 is_split = tile.geometry.seqlen_q <= self.positions
-                splits = splits.of_sequence(select(is_split, splits.num_splits, Int32(1)), is_split)
+                splits = splits.for_sequence(select(is_split, splits.num_splits, Int32(1)), is_split)
             tile = tile._replace(blocks=blocks_of_split(tile.blocks, split, *splits))
             mO, mLSE = (t[None, None, None, None, split] for t in (mO, mLSE))
 
@@ -261,13 +261,13 @@ class ForwardSm80:
         blocks = key_blocks(m_start, minimum(m_start + self.positions, seqlen_q), *geometry, self.config.block_keys)
         return Tile(m_block, head, origin_q, origin_k, geometry, blocks)
 
-    def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
+    def at_head(self, t: cute.Tensor, m: cute.Tensor, head, origin) -> cute.Tensor:
         """Of queries: q, out and lse."""
-        return at_head(t, m, head, place, self.is_packed)
+        return at_head(t, m, head, origin, self.is_packed)
 
-    def keys_at_head(self, t: cute.Tensor, head, place) -> cute.Tensor:
+    def keys_at_head(self, t: cute.Tensor, head, origin) -> cute.Tensor:
         """Of keys: k and v."""
-        return at_head(t, t, head, place, self.packs_keys)
+        return at_head(t, t, head, origin, self.packs_keys)
 
     def head_kv(self, tile: Tile):
         return tile.head // self.tile_heads_per_kvhead

@@ -206,7 +206,7 @@ class Warps(Untraced):
                 softmax.row_max[r] = softmax.row_max[r] / self.natural_scale
             sink = None
             if cutlass.const_expr(self.sinks is not None):
-                sink = self.sinks.of_row(head, tile.origin_q)
+                sink = self.sinks.at_row(head, tile.origin_q)
             weight, lse = finish(softmax.row_max[r], softmax.row_sum[r], self.scores.scale_log2, sink)
             weights[r] = weight
             mLSE = self.kernel.at_head(self.mLSE, self.mLSE, head, tile.origin_q)[None, 0]

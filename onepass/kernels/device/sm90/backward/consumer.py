@@ -30,11 +30,11 @@ from ...blocks.memory.layouts import as_operand_a, rows_and_columns, transposed
 from ...blocks.memory.ptx import add_to_global, load_past_l1, pack
 from ...blocks.memory.warp import broadcast
 from ...blocks.repair import gradients as repair_gradients
-from ...blocks.softmax.gradients import GradientScores, of_column
+from ...blocks.softmax.gradients import GradientScores, stat_of_column
 from ...blocks.tiles.dq_sums import AdditionTurns
 from ...blocks.tiles.named_barrier import NamedBarrier
 from ...blocks.tiles.pingpong import Turns
-from ..forward.warpgroup import WARPGROUP, WARPS
+from ..forward.tile import WARPGROUP, WARPS
 from .zeros import wait_for_zeros
 
 
@@ -75,10 +75,10 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         self.rdS_t = mmas.dq.make_fragment_A(dq.partition_A(sdS_t))
         self.rK_t = mmas.dq.make_fragment_B(dq.partition_B(sK_t))
 
-    def _keep(self, kernel, pipes, mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ, plain):
+    def _keep(self, kernel, pipes, mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ, sources):
         self.kernel, self.pipes, self.mmas = kernel, pipes, mmas
         self.softmax_scale, self.scores, self.accumulator = softmax_scale, scores, accumulator
-        self.mdK, self.mdV, self.mdQ, self.plain = mdK, mdV, mdQ, plain
+        self.mdK, self.mdV, self.mdQ, self.sources = mdK, mdV, mdQ, sources
         self.num_warpgroups, self.tile_m, self.tile_n = kernel.num_warpgroups, kernel.tile_m, kernel.tile_n
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.lane, self.lane_in_quad = self.thread % LANES, self.thread % 4
@@ -267,7 +267,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
 
         Args: tiles_of_keys: each with the number of its first key among those of the tile. All have arrived.
         """
-        if cutlass.const_expr(self.kernel.has_rubbish):
+        if cutlass.const_expr(self.kernel.has_garbage):
             end = tile.geometry.seqlen_k - tile.n_block * self.tile_n
             if end < self.tile_n:
                 for rows, start in tiles_of_keys:
@@ -320,7 +320,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         acc_s = cute.make_rmem_tensor(self.shape_s, Float32)
         if cutlass.const_expr(not self.is_capped):
             for i in cutlass.range_constexpr(cute.size(acc_s)):
-                acc_s[i] = of_column(self.minus_lse, i)
+                acc_s[i] = stat_of_column(self.minus_lse, i)
         return acc_s
 
     @cute.jit
@@ -333,7 +333,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         acc_dp = cute.make_rmem_tensor(self.shape_s, Float32)
         if cutlass.const_expr(minus_delta):
             for i in cutlass.range_constexpr(cute.size(acc_dp)):
-                acc_dp[i] = of_column(self.minus_delta, i)
+                acc_dp[i] = stat_of_column(self.minus_delta, i)
         wgmma.issue(self.mmas.dp, acc_dp, self.rV, self.rdO[None, None, None, do_state.index], minus_delta)
         return acc_dp
 
@@ -389,7 +389,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
     # ---------------------------------------------------------------- results
 
     @cute.jit
-    def dq_part(self, tile, head: Int32, m_block: Int32) -> Int32:
+    def dq_share(self, tile, head: Int32, m_block: Int32) -> Int32:
         """Number of this warp's part of a dQ in the accumulator."""
         if cutlass.const_expr(self.kernel.has_private_dq):
             in_group = head - tile.head_kv * self.kernel.group
@@ -401,7 +401,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
 
     @cute.jit
     def add_dq(self, acc_dq: cute.Tensor, tile, head: Int32, m_block: Int32):
-        part = self.dq_part(tile, head, m_block)
+        part = self.dq_share(tile, head, m_block)
         if cutlass.const_expr(self.kernel.has_private_dq):
             is_first, is_last = self.kernel.is_first_and_last(tile, m_block)
             if is_last:
@@ -460,7 +460,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         out_rows = [gradient[row, None] for row in rows]
         first_block = 0 if self.is_dq_by_rows else self.wg * (self.kernel.dq_columns // 8)
         epilogue.store_rows(rows_and_columns(acc_dq), weights, out_rows, is_row, self.lane_in_quad, first_block)
-        if cutlass.const_expr(self.plain is not None):
+        if cutlass.const_expr(self.sources is not None):
             ballots = repair_gradients.nan_rows(rows_and_columns(acc_dq), is_row)
             self.nan_in_dq[0] = self.nan_in_dq[0] | ballots[0] | ballots[1]
 
@@ -469,7 +469,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         """dK and dV of a finished tile."""
         self.store_dv(tile)
         self.store_dk(tile)
-        if cutlass.const_expr(self.kernel.has_private_dq and self.plain is not None):
+        if cutlass.const_expr(self.kernel.has_private_dq and self.sources is not None):
             if self.nan_in_dq[0] != 0:
                 cute.arch.sync_warp()  # other lanes write the same rows again
                 self.recompute_dq(tile)
@@ -481,12 +481,12 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
 
         Of sequences as short as with private_dq it is not worth remembering which rows have a NaN.
         """
-        at_head, plain = self.kernel.at_head, self.plain
-        mK, mV = (at_head(t, t, tile.head_kv, tile.origin_k) for t in (plain.k, plain.v))
+        at_head, sources = self.kernel.at_head, self.sources
+        mK, mV = (at_head(t, t, tile.head_kv, tile.origin_k) for t in (sources.k, sources.v))
         first_row = cute.arch.make_warp_uniform(self.row_of_dq() - self.lane // 4)
         for h in cutlass.range(self.kernel.group, unroll=1):
             head = tile.head_kv * self.kernel.group + h
-            mQ, mdO, dq = (at_head(t, t, head, tile.origin_q) for t in (plain.q, plain.dout, self.mdQ))
+            mQ, mdO, dq = (at_head(t, t, head, tile.origin_q) for t in (sources.q, sources.dout, self.mdQ))
             number = self.kernel.m_block_number(self.accumulator, tile, head, Int32(0))
             rows = (mQ, mdO, mK, mV, cute.domain_offset((number, 0), self.accumulator.stats))
             for m_block in cutlass.range(tile.first, tile.last, unroll=1):
@@ -504,7 +504,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         self.store_gradient(tile, self.acc_dk, self.mdK, self.softmax_scale, False)
 
     @cute.jit
-    def store_gradient(self, tile, acc: cute.Tensor, m: cute.Tensor, scale: Float32, of_v: cutlass.Constexpr[bool]):
+    def store_gradient(self, tile, acc: cute.Tensor, m: cute.Tensor, scale: Float32, is_v: cutlass.Constexpr[bool]):
         rows = [self.key(tile, 0, r) for r in range(2)]
         is_row = [row < tile.rows_k for row in rows]
         weights = cute.make_rmem_tensor((2,), Float32)
@@ -512,12 +512,12 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         gradient = self.kernel.at_head(m, m, tile.head_kv, tile.origin_k)
         out_rows = [gradient[row, None] for row in rows]
         epilogue.store_rows(rows_and_columns(acc), weights, out_rows, is_row, self.lane_in_quad)
-        if cutlass.const_expr(self.plain is not None):
+        if cutlass.const_expr(self.sources is not None):
             ballots = repair_gradients.nan_rows(rows_and_columns(acc), is_row)
             if ballots[0] | ballots[1] != 0:
                 cute.arch.sync_warp()  # other lanes write the same rows again
                 # known to be uniform: see Warpgroup.recompute
                 first_row = cute.arch.make_warp_uniform(broadcast(self.row_in_tile, 0))
                 first_key = tile.n_block * self.tile_n + first_row
-                others = (self.plain, self.accumulator, self.scores, of_v)
+                others = (self.sources, self.accumulator, self.scores, is_v)
                 self.kernel.recompute_keys(tile, gradient, scale, first_key, ballots, *others)

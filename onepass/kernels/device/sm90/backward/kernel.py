@@ -50,7 +50,7 @@ from ...blocks.tiles.key_tiles import KeyTiles
 from ...blocks.tiles.packed import Lengths
 from ...blocks.tiles.queue import TileQueue
 from ...blocks.tiles.schedule import Schedule, Sequences, make_schedule
-from ..forward.warpgroup import WARPGROUP, WARPS
+from ..forward.tile import WARPGROUP, WARPS
 from . import zeros as backward_zeros
 from .consumer import BackwardConsumer, Mmas
 from .producer import BackwardProducer
@@ -89,7 +89,7 @@ class BackwardSm90(KeyTiles):
         self.is_deterministic = config.adds_in_turns(problem)
         self.is_descending = config.adds_descending(problem)
         # K, V, Q, dO may hold anything past the end of a sequence
-        self.has_rubbish = problem.is_packed or problem.has_seqused_k
+        self.has_garbage = problem.is_packed or problem.has_seqused_k
         self.producer_registers, self.consumer_registers = REGISTERS[config.num_warpgroups]
 
     # ---------------------------------------------------------------- host
@@ -141,9 +141,9 @@ class BackwardSm90(KeyTiles):
         (tma_k, mK), (tma_v, mV), (tma_q, mQ), (tma_do, mdO) = tma
 
         seqlen_k, _, num_heads_kv, batch = mK.shape
-        plain = None
+        sources = None
         if cutlass.const_expr(self.hides_pairs):
-            plain = SourceTensors(*(rows_first(t) for t in (q, k, v, dout)))
+            sources = SourceTensors(*(rows_first(t) for t in (q, k, v, dout)))
         num_n_blocks = None if self.is_packed else cute.ceil_div(seqlen_k, self.tile_n)
         schedule = make_schedule(num_n_blocks, num_heads_kv, batch, heads_per_section)
         self.kernel(
@@ -158,7 +158,7 @@ class BackwardSm90(KeyTiles):
             rows_first(dk),
             rows_first(dv),
             None if cutlass.const_expr(dq is None) else rows_first(dq),
-            plain,
+            sources,
             Accumulator(dq_accum, stats, turns, zeroed, blocks_per_head, mQ.shape[2]),
             Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
             softmax_scale,
@@ -213,7 +213,7 @@ class BackwardSm90(KeyTiles):
         mdK: cute.Tensor,  # (seqlen_k, head_dim, num_heads_kv, batch)
         mdV: cute.Tensor,
         mdQ: cute.Tensor | None,
-        plain: SourceTensors | None,  # with hidden pairs only
+        sources: SourceTensors | None,  # with hidden pairs only
         accumulator: Accumulator,
         lengths: Lengths,
         softmax_scale: Float32,
@@ -294,7 +294,7 @@ class BackwardSm90(KeyTiles):
                     backward_zeros.zero_blocks(accumulator, self.group)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            others = (pipes, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ, plain)
+            others = (pipes, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ, sources)
             if cutlass.const_expr(self.config.by_gradient):
                 consumer = WideConsumer(self, (sK, sV, sQ, sdO, sdS, sP, sStats, ds_full, p_full), *others)
             else:

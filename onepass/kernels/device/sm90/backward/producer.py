@@ -96,8 +96,8 @@ class BackwardProducer(Untraced):
             )
 
     @cute.jit
-    def _load(self, pipe, state, what, head: Int32, place: Int32, block: Int32, buffer: Int32):
+    def _load(self, pipe, state, what, head: Int32, origin: Int32, block: Int32, buffer: Int32):
         atom, m, tg, ts = what
-        source = self.kernel.at_head(tg, m, head, place)
+        source = self.kernel.at_head(tg, m, head, origin)
         pipe.producer_acquire(state)
         cute.copy(atom, source[None, block], ts[None, buffer], tma_bar_ptr=pipe.producer_get_barrier(state))

@@ -26,7 +26,7 @@ from ...blocks.memory import wgmma
 from ...blocks.memory.layouts import transposed
 from ...blocks.memory.ptx import pack
 from ...blocks.tiles.named_barrier import NamedBarrier
-from ..forward.warpgroup import WARPGROUP, WARPS
+from ..forward.tile import WARPGROUP, WARPS
 from .consumer import BackwardConsumer, Mmas, after
 
 PIECE = 64  # columns of dQ
