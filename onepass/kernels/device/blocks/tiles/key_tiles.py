@@ -32,9 +32,9 @@ class KeyTile(NamedTuple):
 
     n_block: Int32
     head_kv: Int32
-    origin_q: Int32  # batch entry; of packed sequences the first row
-    origin_k: Int32
-    rows_k: Int32  # of the tensors: dk and dv are written up to here
+    origin_q: Int32  # batch entry; for packed sequences the first row
+    origin_k: Int32  # batch entry; for packed sequences the first row
+    rows_k: Int32  # rows of dk and dv that exist, and are written, in this sequence
     first_m_block: Int32  # number of the sequence's first query block among those of a head
     geometry: Geometry
     first: Int32
@@ -44,24 +44,30 @@ class KeyTile(NamedTuple):
 
 
 class KeyTiles:
-    """A backward kernel that goes through tiles of keys.
+    """A backward kernel that goes through tiles of keys. A subclass sets the attributes below."""
 
-    A subclass has tile_m, tile_n, group (query heads of a kv head), is_packed, is_deterministic and is_descending (see
-    `block_range.following_query_block`).
-    """
+    tile_m: int  # queries of a block
+    tile_n: int  # keys of a tile
+    group: int  # query heads of a kv head
+    is_packed: bool
+    is_deterministic: bool  # tiles add to dQ in turns
+    is_descending: bool  # the order of these turns, see `block_range.following_query_block`
 
     def schedule_of_keys(self, schedule: Schedule, lengths: Lengths, rows_k: Int32, rows_q: Int32) -> PackedSchedule:
-        """Of packed sequences: tiles are made of keys here, so it is that of queries with both sides exchanged."""
+        """The order of tiles of packed sequences.
+
+        Tiles are made of keys here, so this is a schedule of queries with both sides exchanged.
+        """
         lengths_of_keys = Lengths(lengths.cu_seqlens_k, lengths.cu_seqlens_q, None)
         num_heads = schedule.divisors.num_heads
         return PackedSchedule(lengths_of_keys, rows_k, rows_q, num_heads, self.tile_n, self.is_deterministic)
 
     @cute.jit
     def tile_at(self, number: Int32, schedule: Schedule, seqlens: Sequences) -> KeyTile:
-        """The tile of this number; past the end, the last one (which is then not computed).
+        """The tile with this number; past the end, the last one (which is then not computed).
 
         Tiles of a head come in ascending order: under a causal mask the first keys are seen by the most queries. If
-        they add in turns they come in the order of these: who waits for one waits for a tile of a lower number.
+        tiles add in turns, they come in the order of the turns: a tile waits only for tiles of lower numbers.
         """
         number = minimum(number, schedule.num_tiles - 1)
         first_m_block = Int32(0)
@@ -113,7 +119,7 @@ class KeyTiles:
 
     @cute.jit
     def m_block_number(self, accumulator: Accumulator, tile: KeyTile, head: Int32, m_block: Int32) -> Int32:
-        """Number of a block of query rows, see Accumulator."""
+        """The number of a block of query rows, see Accumulator."""
         entry = Int32(0) if cutlass.const_expr(self.is_packed) else tile.origin_q
         return (entry * accumulator.num_heads + head) * accumulator.blocks_per_head + tile.first_m_block + m_block
 
