@@ -81,12 +81,10 @@ class GradientScores:
     def mask_if_needed(self, acc_s: cute.Tensor, tile, m_block: Int32, hidden: cutlass.Constexpr[float]):
         if m_block >= tile.clear_last or m_block < tile.clear_first:
             m_start = m_block * self.tile_m + self.first_query
-            m_tiles = self.by_m_tile(acc_s)
+            pieces = self.by_m_tile(acc_s)
             for i in cutlass.range_constexpr(self.m_tiles):
                 keys = [self.key(tile, i, r) for r in range(2)]
-                mask.apply_to_keys(
-                    rows_and_columns(m_tiles[i]), keys, m_start, self.lane_in_quad, tile.geometry, hidden
-                )
+                mask.apply_to_keys(rows_and_columns(pieces[i]), keys, m_start, self.lane_in_quad, tile.geometry, hidden)
 
     def by_m_tile(self, acc: cute.Tensor) -> list:
         """An accumulator ((2, 2), m_tiles, N) as m_tiles accumulators ((2, 2), 1, N)."""

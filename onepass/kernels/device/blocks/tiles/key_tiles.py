@@ -137,11 +137,13 @@ class KeyTiles:
         is_v: cutlass.Constexpr[bool],
         vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
     ):
-        """Rows of dk (is_v: of dv) with a NaN, from the queries alone that see them: 0 * NaN may have brought it.
+        """Compute rows of dk (is_v: of dv) that have a NaN from the queries alone that see them.
+
+        0 * NaN may have brought the NaN.
 
         Args:
-            first_key: of the warp's 16 in the sequence, known to be uniform.
-            ballots: of `repair_gradients.nan_rows`.
+            first_key: the first of the warp's 16 keys, counted in the sequence; uniform.
+            ballots: what `repair_gradients.nan_rows` returned.
         """
         mK, mV = (self.at_head(t, t, tile.head_kv, tile.origin_k) for t in (sources.k, sources.v))
         for i in cutlass.range(16, unroll=1):

@@ -1,4 +1,4 @@
-"""The two GEMMs of a step in float32: fragments split into tf32 parts, see tf32.py."""
+"""The two GEMMs of a step in float32: fragments in tf32 limbs, see sm80/tf32.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GemmsFloat32(Untraced):
     """S = Q K^T and O += P V of a warp's query rows, with S, P (in the same registers) and O in registers.
 
     Attributes:
-        acc_s, acc_o: ((2, 2), m_tiles, columns / 8); the columns of acc_o are in the order that tf32.py tells.
+        acc_s, acc_o: ((2, 2), m_tiles, columns / 8); the columns of acc_o are in the order that tf32.py describes.
     """
 
     def __init__(self, kernel, sQ, sK, sV, tiled_mma: cute.TiledMma, thread: Int32):
@@ -30,7 +30,7 @@ class GemmsFloat32(Untraced):
         self.tiled_mma, self.m_tiles = tiled_mma, config.m_tiles
         g, t = thread % 32 // 4, thread % 4
         row = thread // 32 * ROWS_PER_MMA + g
-        # rows g and g + 8 of m_tiles, and groups of 8 rows; each for both 16-byte pieces of the lane's 8 columns
+        # rows g and g + 8 of m_tiles (Q), groups of 8 rows (K); each for both 16-byte pieces of the lane's 8 columns
         rows = (2, self.m_tiles), (8, ROWS_PER_MMA * config.num_warps), config.swizzle
         self.q = [lane_vectors(sQ, row, 2 * t + i, *rows) for i in range(2)]
         rows = (config.tile_n // 8,), (8,), config.swizzle
@@ -100,7 +100,7 @@ class GemmsFloat32(Untraced):
     ):
         """out_rows[r] = weights[r] * acc_o[r] for a thread's two rows of an m_tile, acc_o (2, columns).
 
-        Args: first_block: of the 8-column blocks of out that acc_o holds.
+        Args: first_block: the number of the first 8-column block of out that acc_o holds.
         """
         vector = self.config.vector_bytes // 4
         epilogue.store_runs(acc_o, weights, out_rows, is_row, lane_in_quad, 8, vector, first_block)

@@ -545,6 +545,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
 
     @cute.jit
     def store_gradient(self, tile, acc: cute.Tensor, m: cute.Tensor, scale: Float32, is_v: cutlass.Constexpr[bool]):
+        """Write rows of dk, or with is_v of dv, and repair those that have a NaN."""
         rows = [self.key(tile, 0, r) for r in range(2)]
         is_row = [row < tile.rows_k for row in rows]
         weights = cute.make_rmem_tensor((2,), Float32)

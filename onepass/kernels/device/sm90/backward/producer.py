@@ -26,8 +26,10 @@ class BackwardProducer(Untraced):
         self.do = self._partition(*do, rows_q, kernel.head_dim_v)
 
     def _partition(self, tma_atom, m, s, rows: int, columns: int):
-        """What `_load` needs: the atom, m, and both ends of a copy, which are (tile bytes, block, head, batch) in global
-        memory and (tile bytes, buffer) in shared memory."""
+        """What `_load` needs: the atom, m, and both ends of a copy.
+
+        The ends are (tile bytes, block, head, batch) in global memory and (tile bytes, buffer) in shared memory.
+        """
         g = cute.local_tile(m, (rows, columns), (None, 0, None, None))
         ts, tg = cpasync.tma_partition(
             tma_atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)
