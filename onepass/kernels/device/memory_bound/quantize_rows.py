@@ -1,7 +1,7 @@
-"""16-bit rows to e4m3, with a scale for every block of 64 rows of a head: Q and K, V where it stays as it is.
+"""16-bit rows to e4m3, with a scale for every block of 64 rows of a head: Q and K, and V where it keeps its layout.
 
-A thread block has such a block of rows in its registers: reads it, subtracts a mean, rotates it, finds the largest
-magnitude, divides by the scale, rounds and writes. So each element is read once and written once.
+A thread block has such a block of rows in its registers: it reads the rows, subtracts a mean, rotates them, finds the
+largest magnitude, divides by the scale, rounds and writes. So each element is read once and written once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from . import quantize_rotation as rotation
 from .quantize_block import Tile, largest_of_block, mean_of, round_four, row_block, scale_and_inverse
 from .quantize_rotation import GROUP, PART, QUAD
 
-HALF = 8  # elements of 16 bytes: half of a part
+VECTOR = 8  # elements of 16 bytes: half of a lane's columns in a group
 
 
 class QuantizeRows:
@@ -30,21 +30,22 @@ class QuantizeRows:
     def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, num_threads: int):
         self.dtype, self.head_dim, self.num_threads = dtype, head_dim, num_threads
         self.rows_at_once = self.num_threads // QUAD
-        self.is_one_block = len(rotation.blocks_of(head_dim)) == 1  # of the rotation
+        self.is_one_block = len(rotation.blocks_of(head_dim)) == 1  # whether the rotation has one block
 
     @cute.jit
     def quantize(
         self,
-        x: cute.Tensor,  # (batch, seqlen, num_heads, head_dim); of packed sequences batch is 1
-        target: cute.Tensor,  # e4m3, the same shape
-        descale: cute.Tensor,  # (batch, num_heads, blocks) float32; of packed sequences batch is 1
-        mean: cute.Tensor | None,  # (batch, num_heads, head_dim) float32, of sequences: to be subtracted, rotated as x
+        x: cute.Tensor,  # (batch, seqlen, num_heads, head_dim); packed sequences: batch is 1
+        target: cute.Tensor,  # e4m3, the shape of x
+        descale: cute.Tensor,  # (batch, num_heads, blocks) float32; packed sequences: batch is 1
+        mean: cute.Tensor | None,  # (sequences, num_heads, head_dim) float32: subtracted; rotated if x is
         signs: tuple | None,  # to rotate: Int32, a bit for each column, 1 to flip its sign
         cu_seqlens: cute.Tensor | None,  # (batch + 1,) int32
-        seqused: cute.Tensor | None,  # (batch,) int32: rows behind are not looked at, and become 0
+        seqused: cute.Tensor | None,  # (batch,) int32: later rows are not read, and become 0
         shared: cute.Tensor,  # (2, warps) float32
         tile: Tile,
     ):
+        """Round 64 rows of a head."""
         thread, (head, block, entry) = cute.arch.thread_idx()[0], tile
         rows = row_block(x.shape[1], block, entry, cu_seqlens, seqused)
         lane, first_row = thread % QUAD, thread // QUAD
@@ -52,12 +53,14 @@ class QuantizeRows:
         parts, rows_at_once = rotation.num_parts(self.head_dim), self.rows_at_once
         passes = SCALE_BLOCK // rows_at_once
 
-        raw = cute.make_rmem_tensor(cute.make_ordered_layout((HALF, 2, parts, passes), order=(0, 1, 2, 3)), self.dtype)
+        raw = cute.make_rmem_tensor(
+            cute.make_ordered_layout((VECTOR, 2, parts, passes), order=(0, 1, 2, 3)), self.dtype
+        )
         raw.fill(0.0)
         for i in cutlass.range_constexpr(passes):
             row = first_row + i * rows_at_once
             if row < rows.num_used:
-                source = cute.flat_divide(x[entry, rows.start + row, head, None], (HALF,))
+                source = cute.flat_divide(x[entry, rows.start + row, head, None], (VECTOR,))
                 for part in cutlass.range_constexpr(parts):
                     if self.has_columns(part, lane):
                         for half in cutlass.range_constexpr(2):
@@ -68,7 +71,7 @@ class QuantizeRows:
         if cutlass.const_expr(mean is not None):
             means = self.load_mean(mean_of(mean, rows, head), lane)
         values = cute.make_rmem_tensor(cute.make_ordered_layout((PART, parts, passes), order=(0, 1, 2)), Float32)
-        # where one factor is for all columns, the scale takes it in
+        # where all columns have one factor, the scale absorbs it
         factor = Float32(1.0)
         if cutlass.const_expr(signs is not None and mean is None and self.is_one_block):
             factor = rotation.factors(self.head_dim, lane)[0]
@@ -86,24 +89,24 @@ class QuantizeRows:
         for i in cutlass.range_constexpr(passes):
             row = first_row + i * rows_at_once
             if row < rows.num_rows:
-                to = cute.flat_divide(target[entry, rows.start + row, head, None], (PART,))
+                stores = cute.flat_divide(target[entry, rows.start + row, head, None], (PART,))
                 for part in cutlass.range_constexpr(parts):
                     if self.has_columns(part, lane):
                         stored = cute.recast_tensor(packed[None, part, i], target.element_type)
-                        cute.autovec_copy(stored, to[None, part * QUAD + lane])
+                        cute.autovec_copy(stored, stores[None, part * QUAD + lane])
         if thread == 0:
             if block < descale.shape[2]:
                 descale[entry, head, block] = scale
 
     def has_columns(self, part: int, lane: Int32):
-        """Whether this lane's part of a row begins before the row's end."""
+        """Whether this lane's columns of a group begin before the row's end."""
         if (part + 1) * GROUP <= self.head_dim:
             return True
         return part * GROUP + lane * PART < self.head_dim
 
     @cute.jit
     def load_mean(self, mean: cute.Tensor, lane: Int32) -> cute.Tensor:
-        """(PART, parts): of this lane's columns."""
+        """The means of this lane's columns, (PART, parts)."""
         parts = rotation.num_parts(self.head_dim)
         loaded = cute.make_rmem_tensor(cute.make_ordered_layout((PART, parts), order=(0, 1)), Float32)
         loaded.fill(0.0)
@@ -114,7 +117,7 @@ class QuantizeRows:
         return loaded
 
     def fill(self, values: cute.Tensor, raw: cute.Tensor, signs: tuple | None, means: cute.Tensor | None, is_used):
-        """values (PART, parts, passes) = what is to be rounded."""
+        """Set values (PART, parts, passes) to the numbers that are to be rounded."""
         lane = cute.arch.lane_idx() % QUAD
         words = cute.recast_tensor(raw, Int32)
         _, _, parts, passes = raw.shape
@@ -128,7 +131,7 @@ class QuantizeRows:
                     factors = rotation.factors(self.head_dim, lane)
                     row = [[x * factor for x in part] for part, factor in zip(row, factors, strict=True)]
             for part in range(parts):
-                # lanes past head_dim have what is no number of the row
+                # lanes past head_dim hold arbitrary values
                 is_number = is_used[i] & self.has_columns(part, lane)
                 for c in range(PART):
                     x = row[part][c]
@@ -143,6 +146,6 @@ class QuantizeRows:
                     packed[w, part, i] = round_four(four, inverse, has_inf)
 
     def lane_signs(self, signs: tuple, lane: Int32) -> list:
-        """Of each part the 16 bits of this lane's columns."""
+        """The sign bits of this lane's columns: 16 for each group."""
         pairs = [signs[i : i + 2] for i in range(0, len(signs), 2)]
         return [select(lane >= 2, high, low) >> (lane % 2 * PART) for low, high in pairs]

@@ -105,9 +105,9 @@ class RowLoader(Untraced):
 
     @cute.jit
     def load_packed(self, m: cute.Tensor, group: cutlass.Constexpr[int], first: Int32, limit: Int32):
-        """Load positions first, first + 1, .. of m ((group, seqlen), head_dim) into buffer 0, with zeros from `limit` on.
+        """Load positions first, first + 1, .. of m ((group, seqlen), head_dim) into buffer 0.
 
-        The rows are (position, head in the group), see geometry/pack_gqa.py.
+        The rows are (position, head in the group), see geometry/pack_gqa.py. Positions from `limit` on become zeros.
         """
         num_rows, num_steps = (cute.size(self.coordinates, mode=[i]) for i in (1, 2))
         for i in cutlass.range_constexpr(num_rows):

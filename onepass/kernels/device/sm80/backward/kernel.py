@@ -75,7 +75,8 @@ class BackwardSm80(KeyTiles):
         self.head_dims = problem.head_dim, problem.head_dim_v  # columns of the tensors
         self.head_dim, self.head_dim_v = config.head_dims(problem)  # columns of the tiles
         self.p_in_registers = config.keeps_p(problem)
-        # tiles may hold hidden pairs, whose terms of the gradients may be NaN; the low limb of a float32 infinity is NaN
+        # Tiles may hold hidden pairs, whose terms of the gradients may be NaN; and the low limb of a float32 infinity
+        # is NaN.
         self.may_recompute = not problem.mask.is_full or problem.has_seqused_k or dtype is Float32
         if dtype is Float32:
             module, self.gemms = backward_gemms_float32, backward_gemms_float32.BackwardGemmsFloat32
