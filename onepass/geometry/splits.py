@@ -43,12 +43,12 @@ class Splits(NamedTuple):
         return Splits(num_splits, select(is_split, maximum(self.split_blocks, 0), 0))
 
 
-BY_LENGTH = (
-    -1
-)  # split_blocks: of packed sequences each has as many parts as its length asks for, see `blocks_per_split`
-# Tiles of a multiprocessor, if sequences are cut by their lengths: of equal parts, half of one is lost in the end.
+# The value of split_blocks with which each packed sequence has as many splits as its length asks for, see
+# `blocks_per_split`.
+BY_LENGTH = -1
+# Tiles of a thread block, if sequences are cut by their lengths: with equal splits, half of one is lost in the end.
 SPLITS_PER_CTA = 4
-LEAST_SPLIT_BLOCKS = 8  # of 64 or 128 keys: a tile takes as long as 4 of them beside its keys
+LEAST_SPLIT_BLOCKS = 8  # blocks of 64 or 128 keys: beside its keys, a tile takes as long as 4 of them
 
 
 def blocks_per_split(key_blocks: Any, num_heads: Any, num_ctas: Any) -> Any:

@@ -36,8 +36,8 @@ VECTOR = 4  # float32 values of a load
 LARGEST_LOG2 = 14  # exponent of the power of two below a block's largest magnitude after scaling
 EXPONENT_BIAS, MANTISSA_BITS = 127, 23
 SCALES_LOG2 = -112, EXPONENT_BIAS - LARGEST_LOG2  # least and greatest; softmax_scale times a scale is not subnormal
-# A row's sum adds up P / scale, up to 2^(15 + 64) each. P of the least scale beside the greatest is 2^(7 - 96) times its
-# share of the largest probability, which float32 can hold until the share is 2^-37.
+# A row's sum adds up P / scale, up to 2^(15 + 64) each. P of the least scale beside the greatest is 2^(7 - 96) times
+# its share of the largest probability, which float32 can hold until the share is 2^-37.
 V_SCALES_LOG2 = -64, 32
 MAX_RANGE_LOG2 = 16  # between the magnitudes of a block and of one of its rows (of V: or columns)
 

@@ -26,9 +26,10 @@ def threads_of_sm(
 ) -> int:
     """The number of threads that an SM must have room for.
 
-    With these, as many loads are under way as with a kernel for each tensor. Left alone, the compiler takes up to 126 registers for the three paths through this kernel. So it gets 80, or 48
-    where a thread has half as many elements; and more for means, for head dims that are cut before they are rotated,
-    and for the work that packed sequences need.
+    With these threads, as many loads are under way as with a kernel for each tensor. Left alone, the compiler takes up
+    to 126 registers for the three paths through this kernel. So it gets 80, or 48 where a thread has half as many
+    elements; and more for means, for head dims that are cut before they are rotated, and for the work that packed
+    sequences need.
     """
     if has_mean:
         return 512

@@ -27,14 +27,14 @@ from ....geometry.integers import ceil_div, select
 from ..blocks.memory.ptx import multiply_16x16
 
 QUAD = 4
-PART = 16  # columns of a lane in a group
-GROUP = QUAD * PART
+LANE_COLUMNS = 16  # columns of a lane in a group
+GROUP = QUAD * LANE_COLUMNS
 BOTH_SIGNS = 0x80008000 - (1 << 32)  # the sign bits of the two 16-bit numbers in a register
 
-Parts = list[list[Float32]]  # a lane's values of a row: PART for each group
+Groups = list[list[Float32]]  # a lane's values of a row: LANE_COLUMNS for each group
 
 
-def num_parts(head_dim: int) -> int:
+def num_groups(head_dim: int) -> int:
     """The number of groups of a row; in the last one, lanes past head_dim have nothing."""
     return ceil_div(head_dim, GROUP)
 
@@ -44,7 +44,7 @@ def blocks_of(head_dim: int) -> list[int]:
     return [1 << i for i in reversed(range(head_dim.bit_length())) if head_dim & 1 << i]
 
 
-def rotated(words: list, signs: list[Int32], head_dim: int, dtype: type[cutlass.Numeric]) -> Parts:
+def rotated(words: list, signs: list[Int32], head_dim: int, dtype: type[cutlass.Numeric]) -> Groups:
     """A row times H without its factor (`factors`). All lanes of a warp must call this together.
 
     Args:
@@ -52,20 +52,20 @@ def rotated(words: list, signs: list[Int32], head_dim: int, dtype: type[cutlass.
         signs: for each group 16 bits for the lane's columns: 1 flips the sign.
         head_dim: a multiple of 16.
     """
-    parts = []
-    for part in range(num_parts(head_dim)):
+    groups = []
+    for group in range(num_groups(head_dim)):
         # 48 columns are 32 in lanes 0 and 1, then 16 in lane 2. With 16 or 32, zeros in the other lanes do no harm.
-        matrix = _signs_of_matrix(dtype, is_cut=head_dim - part * GROUP == 3 * PART)
+        matrix = _signs_of_matrix(dtype, is_cut=head_dim - group * GROUP == 3 * LANE_COLUMNS)
         values: list[Float32] = []
         for half in range(2):
-            w = [_with_signs(words[part][4 * half + i], signs[part] >> 8 * half & 0xFF, i) for i in range(4)]
+            w = [_with_signs(words[group][4 * half + i], signs[group] >> 8 * half & 0xFF, i) for i in range(4)]
             rows = w[0], w[2], w[1], w[3]  # columns 0 to 3 and 4 to 7 of the half
             # the resulting columns with bit 1 clear, and those with bit 1 set
             first = multiply_16x16(rows, matrix, matrix, dtype)
             second = multiply_16x16(rows, matrix, matrix ^ BOTH_SIGNS, dtype)
             values += [*first[:2], *second[:2], *first[2:], *second[2:]]
-        parts.append(_butterflies(_butterflies(values, 4), 8))
-    return _across_parts(parts, head_dim)
+        groups.append(_butterflies(_butterflies(values, 4), 8))
+    return _across_groups(groups, head_dim)
 
 
 def factors(head_dim: int, lane: Int32) -> list[Float32]:
@@ -78,8 +78,8 @@ def factors(head_dim: int, lane: Int32) -> list[Float32]:
         if size >= GROUP:
             result += [Float32(size**-0.5)] * (size // GROUP)
     rest = head_dim % GROUP
-    if rest == 3 * PART:
-        result.append(select(lane < 2, Float32((2 * PART) ** -0.5), Float32(PART**-0.5)))
+    if rest == 3 * LANE_COLUMNS:
+        result.append(select(lane < 2, Float32((2 * LANE_COLUMNS) ** -0.5), Float32(LANE_COLUMNS**-0.5)))
     elif rest:
         result.append(Float32(rest**-0.5))
     return result
@@ -117,16 +117,16 @@ def _butterflies(values: list, half: int) -> list:
     return result
 
 
-def _across_parts(parts: Parts, head_dim: int) -> Parts:
+def _across_groups(groups: Groups, head_dim: int) -> Groups:
     """The transforms of the bits from 6 on, which number the groups, in each block."""
-    done: Parts = []
+    done: Groups = []
     for size in blocks_of(head_dim):
         if size >= GROUP:
-            block = parts[len(done) : len(done) + size // GROUP]
+            block = groups[len(done) : len(done) + size // GROUP]
             columns = [list(column) for column in zip(*block, strict=True)]
             half = 1
             while half < len(block):
                 columns = [_butterflies(column, half) for column in columns]
                 half *= 2
-            done += [list(part) for part in zip(*columns, strict=True)]
-    return done + parts[len(done) :]
+            done += [list(group) for group in zip(*columns, strict=True)]
+    return done + groups[len(done) :]

@@ -16,7 +16,7 @@ from ....quantization.codec import SCALE_BLOCK
 from ..blocks.memory.ptx import unpack_pair
 from . import quantize_rotation as rotation
 from .quantize_block import Tile, largest_of_block, mean_of, round_four, row_block, scale_and_inverse
-from .quantize_rotation import GROUP, PART, QUAD
+from .quantize_rotation import GROUP, LANE_COLUMNS, QUAD
 
 VECTOR = 8  # elements of 16 bytes: half of a lane's columns in a group
 
@@ -50,27 +50,29 @@ class QuantizeRows:
         rows = row_block(x.shape[1], block, entry, cu_seqlens, seqused)
         lane, first_row = thread % QUAD, thread // QUAD
         num_warps = self.num_threads // LANES
-        parts, rows_at_once = rotation.num_parts(self.head_dim), self.rows_at_once
+        groups, rows_at_once = rotation.num_groups(self.head_dim), self.rows_at_once
         passes = SCALE_BLOCK // rows_at_once
 
         raw = cute.make_rmem_tensor(
-            cute.make_ordered_layout((VECTOR, 2, parts, passes), order=(0, 1, 2, 3)), self.dtype
+            cute.make_ordered_layout((VECTOR, 2, groups, passes), order=(0, 1, 2, 3)), self.dtype
         )
         raw.fill(0.0)
         for i in cutlass.range_constexpr(passes):
             row = first_row + i * rows_at_once
             if row < rows.num_used:
                 source = cute.flat_divide(x[entry, rows.start + row, head, None], (VECTOR,))
-                for part in cutlass.range_constexpr(parts):
-                    if self.has_columns(part, lane):
+                for group in cutlass.range_constexpr(groups):
+                    if self.has_columns(group, lane):
                         for half in cutlass.range_constexpr(2):
-                            vector = 2 * (part * QUAD + lane) + half
-                            cute.autovec_copy(source[None, vector], raw[None, half, part, i])
+                            vector = 2 * (group * QUAD + lane) + half
+                            cute.autovec_copy(source[None, vector], raw[None, half, group, i])
 
         means = None
         if cutlass.const_expr(mean is not None):
             means = self.load_mean(mean_of(mean, rows, head), lane)
-        values = cute.make_rmem_tensor(cute.make_ordered_layout((PART, parts, passes), order=(0, 1, 2)), Float32)
+        values = cute.make_rmem_tensor(
+            cute.make_ordered_layout((LANE_COLUMNS, groups, passes), order=(0, 1, 2)), Float32
+        )
         # where all columns have one factor, the scale absorbs it
         factor = Float32(1.0)
         if cutlass.const_expr(signs is not None and mean is None and self.is_one_block):
@@ -81,7 +83,7 @@ class QuantizeRows:
         scale, inverse = scale_and_inverse(largest * factor)
         inverse = inverse * factor
 
-        packed = cute.make_rmem_tensor(cute.make_ordered_layout((4, parts, passes), order=(0, 1, 2)), Int32)
+        packed = cute.make_rmem_tensor(cute.make_ordered_layout((4, groups, passes), order=(0, 1, 2)), Int32)
         if has_inf:
             self.round(values, packed, inverse, True)
         else:
@@ -89,63 +91,63 @@ class QuantizeRows:
         for i in cutlass.range_constexpr(passes):
             row = first_row + i * rows_at_once
             if row < rows.num_rows:
-                stores = cute.flat_divide(target[entry, rows.start + row, head, None], (PART,))
-                for part in cutlass.range_constexpr(parts):
-                    if self.has_columns(part, lane):
-                        stored = cute.recast_tensor(packed[None, part, i], target.element_type)
-                        cute.autovec_copy(stored, stores[None, part * QUAD + lane])
+                stores = cute.flat_divide(target[entry, rows.start + row, head, None], (LANE_COLUMNS,))
+                for group in cutlass.range_constexpr(groups):
+                    if self.has_columns(group, lane):
+                        stored = cute.recast_tensor(packed[None, group, i], target.element_type)
+                        cute.autovec_copy(stored, stores[None, group * QUAD + lane])
         if thread == 0:
             if block < descale.shape[2]:
                 descale[entry, head, block] = scale
 
-    def has_columns(self, part: int, lane: Int32):
+    def has_columns(self, group: int, lane: Int32):
         """Whether this lane's columns of a group begin before the row's end."""
-        if (part + 1) * GROUP <= self.head_dim:
+        if (group + 1) * GROUP <= self.head_dim:
             return True
-        return part * GROUP + lane * PART < self.head_dim
+        return group * GROUP + lane * LANE_COLUMNS < self.head_dim
 
     @cute.jit
     def load_mean(self, mean: cute.Tensor, lane: Int32) -> cute.Tensor:
-        """The means of this lane's columns, (PART, parts)."""
-        parts = rotation.num_parts(self.head_dim)
-        loaded = cute.make_rmem_tensor(cute.make_ordered_layout((PART, parts), order=(0, 1)), Float32)
+        """The means of this lane's columns, (LANE_COLUMNS, groups)."""
+        groups = rotation.num_groups(self.head_dim)
+        loaded = cute.make_rmem_tensor(cute.make_ordered_layout((LANE_COLUMNS, groups), order=(0, 1)), Float32)
         loaded.fill(0.0)
-        source = cute.flat_divide(mean, (PART,))
-        for part in cutlass.range_constexpr(parts):
-            if self.has_columns(part, lane):
-                cute.autovec_copy(source[None, part * QUAD + lane], loaded[None, part])
+        source = cute.flat_divide(mean, (LANE_COLUMNS,))
+        for group in cutlass.range_constexpr(groups):
+            if self.has_columns(group, lane):
+                cute.autovec_copy(source[None, group * QUAD + lane], loaded[None, group])
         return loaded
 
     def fill(self, values: cute.Tensor, raw: cute.Tensor, signs: tuple | None, means: cute.Tensor | None, is_used):
-        """Set values (PART, parts, passes) to the numbers that are to be rounded."""
+        """Set values (LANE_COLUMNS, groups, passes) to the numbers that are to be rounded."""
         lane = cute.arch.lane_idx() % QUAD
         words = cute.recast_tensor(raw, Int32)
-        _, _, parts, passes = raw.shape
+        _, _, groups, passes = raw.shape
         for i in range(passes):
-            row = [[words[w % 4, w // 4, part, i] for w in range(PART // 2)] for part in range(parts)]
+            row = [[words[w % 4, w // 4, group, i] for w in range(LANE_COLUMNS // 2)] for group in range(groups)]
             if signs is None:
-                row = [[x for word in part for x in unpack_pair(word, self.dtype)] for part in row]
+                row = [[x for word in group for x in unpack_pair(word, self.dtype)] for group in row]
             else:
                 row = rotation.rotated(row, self.lane_signs(signs, lane), self.head_dim, self.dtype)
                 if means is not None or not self.is_one_block:
                     factors = rotation.factors(self.head_dim, lane)
-                    row = [[x * factor for x in part] for part, factor in zip(row, factors, strict=True)]
-            for part in range(parts):
+                    row = [[x * factor for x in group] for group, factor in zip(row, factors, strict=True)]
+            for group in range(groups):
                 # lanes past head_dim hold arbitrary values
-                is_number = is_used[i] & self.has_columns(part, lane)
-                for c in range(PART):
-                    x = row[part][c]
-                    values[c, part, i] = x if means is None else select(is_number, x - means[c, part], Float32(0.0))
+                is_number = is_used[i] & self.has_columns(group, lane)
+                for c in range(LANE_COLUMNS):
+                    x = row[group][c]
+                    values[c, group, i] = x if means is None else select(is_number, x - means[c, group], Float32(0.0))
 
     def round(self, values: cute.Tensor, packed: cute.Tensor, inverse: Float32, has_inf: bool):
-        _, parts, passes = packed.shape
+        _, groups, passes = packed.shape
         for i in range(passes):
-            for part in range(parts):
+            for group in range(groups):
                 for w in range(4):
-                    four = [values[4 * w + c, part, i] for c in range(4)]
-                    packed[w, part, i] = round_four(four, inverse, has_inf)
+                    four = [values[4 * w + c, group, i] for c in range(4)]
+                    packed[w, group, i] = round_four(four, inverse, has_inf)
 
     def lane_signs(self, signs: tuple, lane: Int32) -> list:
         """The sign bits of this lane's columns: 16 for each group."""
         pairs = [signs[i : i + 2] for i in range(0, len(signs), 2)]
-        return [select(lane >= 2, high, low) >> (lane % 2 * PART) for low, high in pairs]
+        return [select(lane >= 2, high, low) >> (lane % 2 * LANE_COLUMNS) for low, high in pairs]

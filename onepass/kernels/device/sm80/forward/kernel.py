@@ -298,7 +298,10 @@ class ForwardSm80:
 
     @cute.jit
     def compute(self, warps: Warps, loaders: tuple, tensors: SourceTensors, tile: Tile):
-        """A whole tile: its blocks of keys, last first (cut by the right edge of the mask, clear, cut by the left edge)."""
+        """A whole tile: its blocks of keys, last first.
+
+        They are cut by the right edge of the mask, then clear, then cut by its left edge.
+        """
         mK, mV = warps.keys_and_values(tile)
         first, clear_first, clear_last, last = tile.blocks
         config = self.config
