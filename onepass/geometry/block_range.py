@@ -93,7 +93,7 @@ def key_blocks(
     return KeyBlocks(first, clear_first, clear_last, last)
 
 
-def blocks_of_part(tile: KeyBlocks, part: KeyBlocks, max_skipped: int) -> tuple[KeyBlocks, int]:
+def blocks_of_rows(tile: KeyBlocks, part: KeyBlocks, max_skipped: int) -> tuple[KeyBlocks, int]:
     """The blocks that some of a tile's rows (of a warpgroup, of a thread block in a cluster) visit.
 
     They go through the tile's blocks in step with it, except for its last ones, which they may skip if they see none

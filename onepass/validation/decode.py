@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
-from ..geometry.splits import MAX_PARTS, MAX_SPLITS, SPLIT_UNIT
+from ..geometry.splits import MAX_SPLITS, MAX_SPLITS_BY_SIZE, SPLIT_UNIT
 from ..problem.decode import FEW_QUERIES, DecodeInputs, DecodeProblem
 from .attention import checked_options
 from .descales import check_descales
@@ -214,9 +214,9 @@ def _check_splits(num_splits: Any, split_size: Any, capacity: int) -> tuple[int 
         raise ValueError(f"num_splits: expected 1 to {MAX_SPLITS} (None = chosen), got {num_splits}")
     if split_size is not None and (split_size < 1 or split_size % SPLIT_UNIT):
         raise ValueError(f"split_size: expected a multiple of {SPLIT_UNIT} keys, got {split_size}")
-    if split_size is not None and capacity > split_size * MAX_PARTS:
+    if split_size is not None and capacity > split_size * MAX_SPLITS_BY_SIZE:
         raise ValueError(
-            f"split_size: expected at most {MAX_PARTS} splits of the cache's {capacity} keys, got {split_size}"
+            f"split_size: expected at most {MAX_SPLITS_BY_SIZE} splits of the cache's {capacity} keys, got {split_size}"
         )
     if split_size is not None and split_size > LARGEST_BLOCK:
         raise ValueError(f"split_size: expected at most {LARGEST_BLOCK} keys, got {split_size}")

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from onepass.geometry.block_range import blocks_of_part, key_blocks
+from onepass.geometry.block_range import blocks_of_rows, key_blocks
 
 BOUNDS = (None, 0, 1, 3, 9, -1, -3, -6, -20)
 WINDOWS = [(left, right) for left in BOUNDS for right in BOUNDS if None in (left, right) or left + right >= 0]
@@ -75,7 +75,7 @@ def test_rows_of_a_tile_against_every_pair(part_m, parts, tile_n, max_skipped):
                     start = min(m_start + part * part_m, seqlen_q - 1)
                     rows = range(start, min(start + part_m, seqlen_q))
                     own = key_blocks(rows.start, rows.stop, *geometry)
-                    blocks, skipped = blocks_of_part(tile, own, max_skipped)
+                    blocks, skipped = blocks_of_rows(tile, own, max_skipped)
                     where = (geometry, m_start, part, tile, own, blocks, skipped)
                     assert blocks.first == tile.first, where
                     assert blocks.last + skipped == tile.last, where

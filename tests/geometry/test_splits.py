@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from onepass.geometry import splits
-from onepass.geometry.block_range import blocks_of_part, key_blocks, key_range
+from onepass.geometry.block_range import blocks_of_rows, key_blocks, key_range
 from onepass.geometry.pages import page_of_key
 from onepass.geometry.splits import (
     blocks_of_split,
@@ -85,7 +85,7 @@ def test_warpgroups_of_a_split_see_every_key_once(num_splits, split_blocks):
                     )
                     assert of_tile.first < of_tile.last
                     within = blocks_within(own, of_tile)
-                    blocks, skipped = blocks_of_part(of_tile, within, 2)
+                    blocks, skipped = blocks_of_rows(of_tile, within, 2)
                     assert blocks.first < blocks.last == of_tile.last - skipped
                     visits += seen_in(blocks, m_start, m_end, geometry)
                 expected = [
@@ -307,14 +307,14 @@ def test_most_splits_of_packed_queries(batch, total_q, seqlen_k, expected):
 def test_parts_by_length():
     """Of sequences of any lengths a multiprocessor has about 4 parts, and none is too short to be worth it."""
     for lengths, num_heads in itertools.product(((128,) * 64, (64,) * 63 + (1000,), (1,) * 8, (4000,)), (1, 8, 64)):
-        part = splits.part_blocks(sum(lengths), num_heads, 132)
-        assert part >= splits.LEAST_PART_BLOCKS
+        part = splits.blocks_per_split(sum(lengths), num_heads, 132)
+        assert part >= splits.LEAST_SPLIT_BLOCKS
         tiles = sum(-(-n // part) for n in lengths) * num_heads
-        assert part == splits.LEAST_PART_BLOCKS or tiles <= 132 * splits.PARTS_EACH + len(lengths) * num_heads
+        assert part == splits.LEAST_SPLIT_BLOCKS or tiles <= 132 * splits.SPLITS_PER_CTA + len(lengths) * num_heads
     splits_ = splits.Splits(8, splits.BY_LENGTH)
-    assert splits_.of_sequence(3, True) == (3, 0)
-    assert splits.Splits(8, 5).of_sequence(8, True) == (8, 5)
-    assert splits.Splits(1, 5).of_sequence(1, False) == (1, 0)
+    assert splits_.for_sequence(3, True) == (3, 0)
+    assert splits.Splits(8, 5).for_sequence(8, True) == (8, 5)
+    assert splits.Splits(1, 5).for_sequence(1, False) == (1, 0)
 
 
 def test_splits_fill_the_gpu():

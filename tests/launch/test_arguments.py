@@ -24,7 +24,7 @@ KERNELS = [
     ("AppendArguments", f"{DEVICE}.memory_bound.append", "Append"),
     ("QuantizeArguments", f"{DEVICE}.memory_bound.quantize", "Quantize"),
     ("KeysLastArguments", f"{DEVICE}.memory_bound.quantize_values", "KeysLast"),
-    ("SplitRowsArguments", f"{DEVICE}.memory_bound.float32_halves", "SplitRows"),
+    ("Float32HalvesArguments", f"{DEVICE}.memory_bound.float32_halves", "Float32Halves"),
 ]
 
 

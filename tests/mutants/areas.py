@@ -292,7 +292,7 @@ OUT_OF_REACH = {
     "onepass/tiled/scratch.py": "where memory comes from: no value depends on it",
 }
 # Classes and functions of files that are in reach, with what is below them.
-SCOPES_OUT_OF_REACH = {("onepass/kernels/device/blocks/tiles/paged.py", "BoxPlaces"): SM90_DEVICE}
+SCOPES_OUT_OF_REACH = {("onepass/kernels/device/blocks/tiles/paged.py", "BoxLocations"): SM90_DEVICE}
 
 
 def reason_out_of_reach(file: str, scope: str = "") -> str | None:

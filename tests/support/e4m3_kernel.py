@@ -20,7 +20,7 @@ class Convert:
         """words (n,) of four e4m3; floats (n, 2); halves (n, 4) pairs of fp16; results (n, 4) float32, (n,) e4m3."""
         i = cute.arch.block_idx()[0] * 32 + cute.arch.thread_idx()[0]
         word = words[i]
-        neighbours, split = e4m3.neighbours_as_halves(word), e4m3.evens_and_odds_as_halves(word)
+        neighbours, split = e4m3.neighbors_as_fp16(word), e4m3.evens_and_odds_as_fp16(word)
         for j in cutlass.range_constexpr(2):
             halves[i, j], halves[i, 2 + j] = neighbours[j], split[j]
         pair = e4m3.pair_as_floats(word)

@@ -14,13 +14,13 @@ from dataclasses import replace
 from ...errors import UnsupportedError
 from ...geometry.integers import ceil_div
 from ...geometry.splits import (
-    FEW_PARTS,
+    FEW_PARTIALS,
     LEAST_KEYS,
     LEAST_SHARE_SM90,
     MAX_SPLITS,
     OVERHEAD_STEPS_SM90,
-    PARTS_EACH,
     SPLIT_UNIT,
+    SPLITS_PER_CTA,
     WORKSPACE_BYTES,
     choose_num_splits,
     workspace_bytes,
@@ -212,8 +212,10 @@ def most_splits_sm90(problem: AttentionProblem, config: ForwardConfig, num_sms: 
         return 1
     heads = problem.num_heads_q // config.group(problem)
     per_split = workspace_bytes(1, num_rows(problem), problem.head_dim_v)
-    enough = ceil_div(num_sms * PARTS_EACH, max(1, problem.batch * heads))
-    return max(1, min(MAX_SPLITS, max(FEW_PARTS, enough), problem.seqlen_k // LEAST_KEYS, WORKSPACE_BYTES // per_split))
+    enough = ceil_div(num_sms * SPLITS_PER_CTA, max(1, problem.batch * heads))
+    return max(
+        1, min(MAX_SPLITS, max(FEW_PARTIALS, enough), problem.seqlen_k // LEAST_KEYS, WORKSPACE_BYTES // per_split)
+    )
 
 
 def num_splits_sm90(problem: AttentionProblem, config: ForwardConfig, num_sms: int) -> int:

@@ -231,8 +231,8 @@ class KeysLastArguments(NamedTuple):
     cu_seqlens: Any = None
 
 
-class SplitRowsArguments(NamedTuple):
-    """The arguments of `SplitRows`."""
+class Float32HalvesArguments(NamedTuple):
+    """The arguments of `Float32Halves`."""
 
     x: Any
     target: Any

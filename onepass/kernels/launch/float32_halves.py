@@ -14,7 +14,7 @@ from ...problem import AttentionProblem
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
 from ..config import HOPPER, head_dim_tile, value_columns
-from .arguments import SplitRowsArguments, fake_tensor
+from .arguments import Float32HalvesArguments, fake_tensor
 
 BLOCK = 64  # rows of a scale
 
@@ -73,7 +73,7 @@ def _split(x: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None, is_v: b
     blocks = seqlen // BLOCK + batch if is_packed else ceil_div(seqlen, BLOCK)
     scale = x.new_empty(*x.shape[:-3], num_heads, blocks, dtype=torch.float32)
     kernel_of(Kernel(head_dim, is_v, is_packed, seqused is not None))(
-        *SplitRowsArguments(
+        *Float32HalvesArguments(
             x,
             target,
             scale,
@@ -110,10 +110,10 @@ def trace(kernel: Kernel) -> tuple:
     from cutlass import Float16, Float32, Int32
     from cutlass.cute.runtime import make_fake_stream
 
-    from ..device.memory_bound.float32_halves import SplitRows
+    from ..device.memory_bound.float32_halves import Float32Halves
 
     batch = () if kernel.is_packed else (None,)
-    arguments = SplitRowsArguments(
+    arguments = Float32HalvesArguments(
         x=fake_tensor(Float32, *batch, None, None, kernel.head_dim, align_bytes=16),
         target=fake_tensor(Float16, *batch, None, None, 2 * head_dim_tile(kernel.head_dim), align_bytes=16),
         scale=fake_tensor(Float32, *batch, None, None, align_bytes=4),
@@ -121,4 +121,4 @@ def trace(kernel: Kernel) -> tuple:
         seqused=fake_tensor(Int32, None, align_bytes=4) if kernel.has_seqused else None,
         num_blocks=Int32(1),
     )
-    return SplitRows(kernel.head_dim, kernel.is_v), (*arguments, make_fake_stream(use_tvm_ffi_env_stream=True))
+    return Float32Halves(kernel.head_dim, kernel.is_v), (*arguments, make_fake_stream(use_tvm_ffi_env_stream=True))

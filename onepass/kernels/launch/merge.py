@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...geometry.integers import ceil_div
-from ...geometry.splits import FEW_PARTS
+from ...geometry.splits import FEW_PARTIALS
 from ...problem import AttentionProblem
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
@@ -20,7 +20,7 @@ from ..config.decode import DecodeConfigSm80
 from .arguments import MergeArguments, element_type, fake_tensor, vector_bytes, with_rows
 
 ROWS = 2  # rows of a thread block in which each warp has one row
-ROW_WARPS = 8  # warps that share a row of more than FEW_PARTS splits
+ROW_WARPS = 8  # warps that share a row of more than FEW_PARTIALS splits
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class MergeKey:
 
 def row_warps(num_partials: int) -> int:
     """The warps that share a row when so many partials are merged: a guess, used for all published figures."""
-    return 1 if num_partials <= FEW_PARTS else ROW_WARPS
+    return 1 if num_partials <= FEW_PARTIALS else ROW_WARPS
 
 
 def merge_blocks(out: Tensor, num_partials: int) -> int:

@@ -1,8 +1,9 @@
-"""Writes new keys and values into a cache, and rotates them and the queries on the way: a thread block a row of one.
+"""Writes new keys and values into a cache, and rotates them and the queries on the way.
 
-    grid (row, 1, part)    part 0: K, 1: V, 2: Q; rows of the longer of seqlen_new and seqlen_q, batch entry by entry
+    grid (row, 1, tensor)    tensor 0: K, 1: V, 2: Q; rows of the longer of seqlen_new and seqlen_q, entry by entry
 
-What a length or a page table says decides no address outside of the cache: such rows are not written.
+A thread block has one row of one of the tensors. Rows that a length or a page table would put outside of the cache are
+not written.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from ..blocks.memory.e4m3 import pack_two
 from ..blocks.memory.ptx import quotient
 
 NUM_THREADS = 128
-PARTS = 3
+NUM_TENSORS = 3
 
 
 class Append:
     """One compiled append: (dtypes, head dims, rotary columns and order, what there is) -> device code.
 
     Args:
-        interleaved: rotated pairs are neighbours; else the two halves of the rotated columns.
-        vector_bytes: of a load and a store: as many as divide addresses, strides and head dims, and, unless
+        interleaved: rotated pairs are neighbors; otherwise one column of a pair is in the first half of the rotated
+            columns and the other in the second half.
+        vector_bytes: bytes of a load and a store, which divide addresses, strides and head dims, and, unless
             interleaved, half of the rotated columns.
-        is_e4m3: of the cache, which is given in pairs of them, (.., dim / 2) int16.
-        descales_by_page: else by batch entry, and there by block of keys.
+        is_e4m3: the cache is e4m3, passed as pairs of numbers, (.., dim / 2) int16.
+        descales_by_page: each page has descales; otherwise each batch entry has, for blocks of keys.
     """
 
     def __init__(self, interleaved: bool, vector_bytes: int, is_e4m3: bool = False, descales_by_page: bool = False):
@@ -48,18 +50,18 @@ class Append:
         page_table: cute.Tensor | None,  # (batch, max_pages) int32
         cos: cute.Tensor | None,  # (positions, rotary_dim / 2)
         sin: cute.Tensor | None,
-        k_descale: cute.Tensor | None,  # (batch or num_pages, num_heads_kv, blocks) float32, of an e4m3 cache
+        k_descale: cute.Tensor | None,  # (batch or num_pages, num_heads_kv, blocks) float32, for an e4m3 cache
         v_descale: cute.Tensor | None,
         kv_block: Int32 | None,  # keys of a block, without pages
         seqlen_new: Int32,
-        rows: Int32,  # of a batch entry
+        rows: Int32,  # thread blocks of a batch entry and a tensor
         num_blocks: Int32,
         stream: cuda.CUstream,
     ):
         descales = k_descale, v_descale, kv_block
         self.kernel(
             q, q_out, k_new, v_new, k_cache, v_cache, cache_seqlens, page_table, cos, sin, *descales, seqlen_new, rows
-        ).launch(grid=[num_blocks, 1, PARTS], block=[NUM_THREADS, 1, 1], stream=stream)
+        ).launch(grid=[num_blocks, 1, NUM_TENSORS], block=[NUM_THREADS, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(
@@ -80,40 +82,40 @@ class Append:
         seqlen_new: Int32,
         rows: Int32,
     ):
-        number, _, part = cute.arch.block_idx()
+        number, _, which = cute.arch.block_idx()
         entry, row = number // rows, number % rows
         filled = cache_seqlens[entry]
         if cutlass.const_expr(k_new is not None):
             descales = k_descale, v_descale
-            page, place, is_there = self.place(k_cache, page_table, entry, filled + row)  # V's is the same
+            page, cache_row, exists = self.locate(k_cache, page_table, entry, filled + row)  # for K and V alike
             for i, (new, cache) in enumerate(((k_new, k_cache), (v_new, v_cache))):
-                if part == i and row < seqlen_new and is_there:
-                    of_k = (cos, sin) if i == 0 else (None, None)
-                    source, target = new[entry, row, None, None], cache[page, place, None, None]
+                if which == i and row < seqlen_new and exists:
+                    angles = (cos, sin) if i == 0 else (None, None)
+                    source, target = new[entry, row, None, None], cache[page, cache_row, None, None]
                     if cutlass.const_expr(self.is_e4m3):
                         descale = descales[i]
                         if cutlass.const_expr(descale is not None):
                             block = 0 if kv_block is None else (filled + row) // kv_block
                             descale = descale[page if self.descales_by_page else entry, None, block]
-                        self.round(source, target, *of_k, filled + row, descale)
+                        self.round(source, target, *angles, filled + row, descale)
                     else:
-                        self.move(source, target, *of_k, filled + row)
+                        self.move(source, target, *angles, filled + row)
         if cutlass.const_expr(q is not None):
             seqlen_q = q.shape[1]
-            if part == 2 and row < seqlen_q:
+            if which == 2 and row < seqlen_q:
                 position = filled + seqlen_new - seqlen_q + row
                 self.move(q[entry, row, None, None], q_out[entry, row, None, None], cos, sin, position)
 
     @cute.jit
-    def place(self, cache: cute.Tensor, page_table: cute.Tensor | None, entry: Int32, position: Int32) -> tuple:
-        """Page (or batch entry) and row of a position, and whether there is such a place."""
+    def locate(self, cache: cute.Tensor, page_table: cute.Tensor | None, entry: Int32, position: Int32) -> tuple:
+        """The page (or batch entry) and the row of a position in the cache, and whether the cache has that row."""
         if cutlass.const_expr(page_table is None):
             return entry, position, position >= 0 and position < cache.shape[1]
         page_size = cache.shape[1]
-        is_there = position >= 0 and position < page_table.shape[1] * page_size
-        safe = select(is_there, position, Int32(0))
+        exists = position >= 0 and position < page_table.shape[1] * page_size
+        safe = select(exists, position, Int32(0))
         page = page_table[entry, safe // page_size]
-        return page, safe % page_size, is_there and page >= 0 and page < cache.shape[0]
+        return page, safe % page_size, exists and page >= 0 and page < cache.shape[0]
 
     @cute.jit
     def move(
@@ -124,7 +126,7 @@ class Append:
         sin: cute.Tensor | None,
         position: Int32,
     ):
-        """target = source, (num_heads, dim) each, with its first columns rotated: a vector of columns a thread."""
+        """target = source, (num_heads, dim) each, with the first columns rotated; a thread takes vectors of columns."""
         (num_heads, dim), dtype = source.shape, source.element_type
         width = self.vector_bytes * 8 // dtype.width
         sources, targets = (cute.flat_divide(t, (1, width))[0, None, None, None] for t in (source, target))
@@ -146,10 +148,10 @@ class Append:
         position: Int32,
         descale: cute.Tensor | None,
     ):
-        """`move` to e4m3, after a division by the head's descale. target: (num_heads, dim / 2) of pairs."""
+        """`move` to e4m3, after a division by the head's descale. Args: target: (num_heads, dim / 2) pairs."""
         (num_heads, dim), dtype = source.shape, source.element_type
         width = self.vector_bytes * 8 // dtype.width
-        count = 2 if width == 1 else 1  # vectors of a thread: at least a pair
+        count = 2 if width == 1 else 1  # vectors of a thread, which has at least a pair of values
         num_pairs = width * count // 2
         sources = cute.flat_divide(source, (1, width))[0, None, None, None]
         targets = cute.flat_divide(target, (1, num_pairs))[0, None, None, None]
@@ -175,9 +177,9 @@ class Append:
     def rotate(
         self, values: cute.Tensor, row: cute.Tensor, vector: Int32, cos: cute.Tensor, sin: cute.Tensor, position: Int32
     ):
-        """values, which are row[:, vector], rotated in place if their columns are to be."""
+        """Rotate values, which are row[:, vector], in place, if their columns are to be rotated."""
         width, half, dtype = cute.size(values), cos.shape[1], values.element_type
-        place = minimum(maximum(position, 0), cos.shape[0] - 1)
+        angle = minimum(maximum(position, 0), cos.shape[0] - 1)
         first = vector * width
         others = cute.make_rmem_tensor((width,), dtype)
         if cutlass.const_expr(not self.interleaved):
@@ -195,6 +197,6 @@ class Append:
             else:
                 is_second = column >= half
                 pair = minimum(select(is_second, column - half, column), half - 1)
-            product = others[j].to(Float32) * sin[place, pair].to(Float32)
-            turned = values[j].to(Float32) * cos[place, pair].to(Float32) + (product if is_second else -product)
+            product = others[j].to(Float32) * sin[angle, pair].to(Float32)
+            turned = values[j].to(Float32) * cos[angle, pair].to(Float32) + (product if is_second else -product)
             values[j] = turned.to(dtype) if column < 2 * half else values[j]

@@ -1,7 +1,8 @@
-"""What a backward does for query rows: lse and delta before the main kernel, dq out of its accumulator after.
+"""What a backward does for query rows: lse and delta before the main kernel, dq from its accumulator after it.
 
-A thread block of 128 threads has a block of rows, or 64 of them (fewer threads where blocks are shorter). Both kernels
-are bound by memory.
+A thread block of the preprocess kernel has 128 threads and a block of rows. A thread block of the postprocess kernel
+has a row block of up to 64 of these rows, with 128 threads or, for shorter blocks, fewer. Both kernels are bound by
+memory.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ THREADS = 128
 def last_first() -> tuple:
     """The number of this thread block, counted from the end of the grid.
 
-    The main kernel goes from the first head to the last one. What the kernel before it has read last is still in L2, as
-    is what it has added last when the next kernel begins.
+    The main kernel goes from the first head to the last one. It begins with what the kernel before it has read last,
+    which is still in L2; and what the main kernel has added last is in L2 when the next kernel begins.
     """
     return tuple(n - 1 - i for i, n in zip(cute.arch.block_idx(), cute.arch.grid_dim(), strict=True))
 
@@ -74,12 +75,12 @@ class BlockRows(NamedTuple):
 
 
 class RowsKernel:
-    """What both kernels have in common: which rows a thread block is for."""
+    """What both kernels have in common: which rows a thread block has."""
 
     def __init__(self, problem: AttentionProblem, config: BackwardConfig | BackwardConfigSm80):
         self.tile_m = config.tile_m
-        self.rows_of_part = min(config.tile_m, ROWS_PER_WARPGROUP)  # of a thread block of the postprocess kernel
-        self.warps_of_part = self.rows_of_part // ROWS_PER_MMA
+        self.row_block_size = min(config.tile_m, ROWS_PER_WARPGROUP)  # rows of a thread block of the postprocess kernel
+        self.row_block_warps = self.row_block_size // ROWS_PER_MMA
         self.vector_adds = config.vector_adds
         self.head_dim, self.head_dim_v = config.head_dims(problem)
         self.dq_columns = config.dq_columns(problem)
@@ -89,7 +90,7 @@ class RowsKernel:
 
     @cute.jit
     def rows_of_block(self, block: Int32, seqlen_q: Int32, cu_seqlens_q: cute.Tensor | None) -> BlockRows:
-        """Of a block of a head."""
+        """The rows of a block of a head."""
         start = position = block * self.tile_m
         num_rows, sequence = seqlen_q - start, Int32(0)
         if cutlass.const_expr(self.is_packed):
@@ -101,7 +102,7 @@ class RowsKernel:
 
 
 class Preprocess(RowsKernel):
-    """stats = (-lse_factor * lse, -delta = dlse - rowsum(dout * out)) of every row, and where sums begin zeros."""
+    """stats = (-lse_factor * lse, -delta = dlse - rowsum(dout * out)) of every row, and zeros where sums begin."""
 
     @cute.jit
     def __call__(
@@ -110,7 +111,7 @@ class Preprocess(RowsKernel):
         dout: cute.Tensor,
         lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q) float32
         dlse: cute.Tensor | None,
-        stats: cute.Tensor,  # see dq_accumulator.Accumulator, here and for the next one
+        stats: cute.Tensor,  # see dq_sums.Accumulator, as for the next two
         dq_accum: cute.Tensor | None,  # None: zeroed by the main kernel, or not at all
         zeroed: cute.Tensor | None,
         cu_seqlens_q: cute.Tensor | None,
@@ -166,7 +167,7 @@ class Preprocess(RowsKernel):
                 cute.autovec_copy(zeros, targets[None, i * THREADS + thread])
 
         num_vectors = mO.shape[1] // self.vector
-        lanes = min(LANES, 1 << (self.head_dim_v // self.vector - 1).bit_length())  # of a row
+        lanes = min(LANES, 1 << (self.head_dim_v // self.vector - 1).bit_length())  # lanes of a row
         lane = thread % lanes
         rows_at_once = THREADS // lanes
         a, b = (cute.make_rmem_tensor((self.vector,), mO.element_type) for _ in range(2))
@@ -177,13 +178,13 @@ class Preprocess(RowsKernel):
                 total, is_zero = Float32(0.0), Boolean(True)
                 for first in cutlass.range_constexpr(0, num_vectors, lanes):
                     if first + lane < num_vectors:
-                        for t, part in ((mO, a), (mdO, b)):
+                        for t, loaded in ((mO, a), (mdO, b)):
                             row_vectors = cute.flat_divide(t[start + row, None, head, entry], (self.vector,))
-                            cute.autovec_copy(row_vectors[None, first + lane], part)
+                            cute.autovec_copy(row_vectors[None, first + lane], loaded)
                         for c in cutlass.range_constexpr(self.vector):
                             total += a[c].to(Float32) * b[c].to(Float32)
                         is_zero = is_zero and all_zero(a)
-                # out of a row without keys is 0, and its delta, which a sink sees, is 0 also beside a dout of NaN
+                # out of an empty row is 0, and its delta, which a sink sees, is 0 even if dout is NaN
                 delta = Float32(0.0) if is_zero else total
                 lse = mLSE[start + row, 0, head, entry]
             delta = cute.arch.warp_reduction_sum(delta, threads_in_group=lanes)
@@ -198,10 +199,10 @@ class Preprocess(RowsKernel):
 
 
 class Recomputation(NamedTuple):
-    """What rows of dq are computed again from, where hidden pairs of a tile have made them NaN."""
+    """The inputs from which rows of dq are computed again where hidden pairs of a tile have made them NaN."""
 
-    plain: SourceTensors
-    stats: cute.Tensor  # see dq_accumulator.Accumulator
+    sources: SourceTensors
+    stats: cute.Tensor  # see dq_sums.Accumulator
     scale_log2: Float32
     tanh_scale: Float32 | None
     window_left: Int32 | None
@@ -223,7 +224,7 @@ class Postprocess(RowsKernel):
         cu_seqlens_q: cute.Tensor | None,
         softmax_scale: Float32,
         blocks_per_head: Int32,
-        # the rest as for BackwardSm90, and None of a problem without a mask
+        # the rest are the arguments of BackwardSm90, or None for a problem without a mask
         q: cute.Tensor | None,
         k: cute.Tensor | None,
         v: cute.Tensor | None,
@@ -241,17 +242,24 @@ class Postprocess(RowsKernel):
             dq = as_batch_of_one(dq)
         again = None
         if cutlass.const_expr(q is not None):
-            plain = (q, k, v, dout)
+            sources = (q, k, v, dout)
             if cutlass.const_expr(self.is_packed):
-                plain = tuple(as_batch_of_one(t) for t in plain)
+                sources = tuple(as_batch_of_one(t) for t in sources)
             again = Recomputation(
-                SourceTensors(*(rows_first(t) for t in plain)), stats, scale_log2, tanh_scale, window_left, window_right
+                SourceTensors(*(rows_first(t) for t in sources)),
+                stats,
+                scale_log2,
+                tanh_scale,
+                window_left,
+                window_right,
             )
         batch, _, num_heads, _ = dq.shape
-        parts = self.tile_m // self.rows_of_part
+        num_row_blocks = self.tile_m // self.row_block_size
         lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k)
         self.kernel(dq_accum, rows_first(dq), lengths, softmax_scale, again).launch(
-            grid=[blocks_per_head * parts, num_heads, batch], block=[self.warps_of_part * LANES, 1, 1], stream=stream
+            grid=[blocks_per_head * num_row_blocks, num_heads, batch],
+            block=[self.row_block_warps * LANES, 1, 1],
+            stream=stream,
         )
 
     @cute.kernel
@@ -264,15 +272,15 @@ class Postprocess(RowsKernel):
         again: Recomputation | None,
     ):
         thread, (index, head, entry) = cute.arch.thread_idx()[0], last_first()
-        parts = self.tile_m // self.rows_of_part
-        block, part = index // parts, index % parts
-        blocks_per_head, num_heads = cute.arch.grid_dim()[0] // parts, cute.arch.grid_dim()[1]
+        num_row_blocks = self.tile_m // self.row_block_size
+        block, row_block = index // num_row_blocks, index % num_row_blocks
+        blocks_per_head, num_heads = cute.arch.grid_dim()[0] // num_row_blocks, cute.arch.grid_dim()[1]
         block_rows = self.rows_of_block(block, mdQ.shape[0], lengths.cu_seqlens_q)
         start, num_rows = block_rows.start, block_rows.num_rows
-        exit_if(num_rows <= part * self.rows_of_part)
+        exit_if(num_rows <= row_block * self.row_block_size)
         number = (entry * num_heads + head) * blocks_per_head + block
 
-        # a warp's values of an accumulator of 16 rows, as the main kernel wrote them
+        # a warp's values of an accumulator of 16 rows, in the order in which the main kernel added them
         num_blocks = self.head_dim // 8
         values = cute.make_rmem_tensor((4 * num_blocks,), Float32)
         # [piece of up to 64 rows][warp][vector][lane], in the order of a piece's accumulator; see `vector_adds`
@@ -281,7 +289,7 @@ class Postprocess(RowsKernel):
         vectors = cute.flat_divide(dq_accum[number, None], (4,))
         for j in cutlass.range_constexpr(num_blocks):
             target = cute.make_tensor(values.iterator + 4 * j, cute.make_layout((4,)))
-            warp_id = (part * pieces + j // vectors_of_warp) * self.warps_of_part + thread // LANES
+            warp_id = (row_block * pieces + j // vectors_of_warp) * self.row_block_warps + thread // LANES
             vector = (warp_id * vectors_of_warp + j % vectors_of_warp) * LANES
             if cutlass.const_expr(self.vector_adds):
                 cute.autovec_copy(vectors[None, vector + thread % LANES], target)
@@ -291,7 +299,7 @@ class Postprocess(RowsKernel):
         acc = cute.make_tensor(values.iterator, cute.make_layout((2, (2, num_blocks)), stride=(2, (1, 4))))
         weights = cute.make_rmem_tensor((2,), Float32)
         weights.fill(softmax_scale)
-        rows = [part * self.rows_of_part + thread // 32 * 16 + thread % 32 // 4 + 8 * r for r in range(2)]
+        rows = [row_block * self.row_block_size + thread // 32 * 16 + thread % 32 // 4 + 8 * r for r in range(2)]
         is_row = [row < num_rows for row in rows]
         out_rows = [mdQ[start + row, None, head, entry] for row in rows]
         if cutlass.const_expr(mdQ.element_type is Float32):
@@ -317,15 +325,17 @@ class Postprocess(RowsKernel):
         first_row: Int32,
         ballots: tuple,
     ):
-        """This warp's rows that have a NaN, from the keys alone that they see: 0 * NaN may have brought it.
+        """Compute this warp's rows that have a NaN from the keys alone that they see.
+
+        0 * NaN may have brought the NaN.
 
         Args:
-            number: of the block.
-            first_row: of the warp's 16 in it.
+            number: the number of the block.
+            first_row: the first of the warp's 16 rows in the block.
         """
         _, head, entry = last_first()
-        plain, packed = again.plain, self.is_packed
-        origin_q, origin_k, rows_k, sequence = entry, entry, plain.k.shape[0], entry
+        sources, packed = again.sources, self.is_packed
+        origin_q, origin_k, rows_k, sequence = entry, entry, sources.k.shape[0], entry
         seqlen_q = block_rows.position + block_rows.num_rows
         if cutlass.const_expr(packed):
             sequence = block_rows.sequence
@@ -334,8 +344,8 @@ class Postprocess(RowsKernel):
             origin_k, rows_k = packed_rows(sequence, lengths.cu_seqlens_k, batch, rows_k)
         seqlen_k = used_keys(lengths, sequence, rows_k)
         geometry = Geometry(seqlen_q, seqlen_k, again.window_left, again.window_right)
-        mQ, mdO, dq = (at_head(t, t, head, origin_q, packed) for t in (plain.q, plain.dout, mdQ))
-        mK, mV = (at_head(t, t, head // self.group, origin_k, packed) for t in (plain.k, plain.v))
+        mQ, mdO, dq = (at_head(t, t, head, origin_q, packed) for t in (sources.q, sources.dout, mdQ))
+        mK, mV = (at_head(t, t, head // self.group, origin_k, packed) for t in (sources.k, sources.v))
         first_block = number - block_rows.position // self.tile_m
         rows = (mQ, mdO, mK, mV, cute.domain_offset((first_block, 0), again.stats))
         for i in cutlass.range(16, unroll=1):

@@ -3,15 +3,15 @@
     x = scale * (high + low),  high = x / scale rounded to float16, low = the rest, rounded to float16
 
 The scale is the power of two that puts the block's largest magnitude between 2^14 and 2^15, so that nothing is lost in
-dividing by it. Both parts together have 22 bits of every x down to 2^-17 of that largest one; below, the error is
-up to 2^-39 of it. Where only small values count, out should be as exact. So rows of Q and K that are less than 2^-16 of
-their block's largest element become NaN, and so does a block of V in which a row or column is, or whose scale would not
-be in V_SCALES_LOG2: the softmax divides its sums by V's scales, and keys of two blocks count in one sum only if these
-are not too far apart. The kernel computes rows that come by a NaN from the tensors themselves (blocks/repair/rows.py).
+dividing by it. Both halves together have 22 bits of every x down to 2^-17 of that largest magnitude; below, the error
+is up to 2^-39 of it. Where only small values count, out should be equally exact. So a row of Q or K whose elements are
+all below 2^-16 of its block's largest element becomes NaN. A block of V becomes NaN if one of its rows or columns is
+that small, or if its scale would not be in V_SCALES_LOG2: the softmax divides its sums by V's scales, and keys of two
+blocks count in one sum only if their scales are not too far apart. The forward computes rows that meet a NaN from the
+tensors themselves (blocks/repair/rows.py).
 
-Three products of halves are those of the numbers but for about 2^-22 of them (see blocks/memory/wgmma.py), at twice the
-speed
-of tf32, which has float16's 11 bits and would want V transposed.
+Three products of halves are the product of the numbers up to about 2^-22 of it (see blocks/memory/wgmma.py), at twice
+the speed of tf32, which has the 11 bits of float16 and would need V transposed.
 
 Source: the split is that of Ootomo and Yokota, arXiv:2203.03341, with block scales in the place of a shifted low part.
 """
@@ -26,27 +26,28 @@ from cutlass.memory import SmemAllocator
 
 from ....geometry.integers import ceil_div, maximum, minimum
 from ....geometry.tile_scheduler import LANES
+from ....quantization.codec import SCALE_BLOCK
 from ...config import head_dim_tile
 from ..blocks.memory.layouts import as_batch_of_one
 from ..blocks.memory.ptx import bits, pack_pair, unpack_pair
-from .quantize_block import BLOCK, larger_magnitude, largest_of_block, row_block
+from .quantize_block import larger_magnitude, largest_of_block, row_block
 
-VECTOR = 4  # float32 of a load
-LARGEST_LOG2 = 14  # of the power of two below the largest magnitude of a block after scaling
+VECTOR = 4  # float32 values of a load
+LARGEST_LOG2 = 14  # exponent of the power of two below a block's largest magnitude after scaling
 EXPONENT_BIAS, MANTISSA_BITS = 127, 23
-SCALES_LOG2 = -112, EXPONENT_BIAS - LARGEST_LOG2  # least and greatest; times softmax_scale it is no subnormal number
-# a row's sum is one of P / scale, up to 2^(15 + 64) each; P of the least scale beside the greatest is 2^(7 - 96) times
-# its part of the largest probability: a float32 until that is 2^-37
+SCALES_LOG2 = -112, EXPONENT_BIAS - LARGEST_LOG2  # least and greatest; softmax_scale times a scale is not subnormal
+# A row's sum adds up P / scale, up to 2^(15 + 64) each. P of the least scale beside the greatest is 2^(7 - 96) times
+# its share of the largest probability, which float32 can hold until the share is 2^-37.
 V_SCALES_LOG2 = -64, 32
-MAX_RANGE_LOG2 = 16  # between rows or columns of V
+MAX_RANGE_LOG2 = 16  # between the magnitudes of a block and of one of its rows (of V: or columns)
 
 
 def num_threads(columns: int) -> int:
-    """Each thread has four columns of several rows: of 16 or, of 64 columns, 8."""
+    """Threads of a thread block. Each has four columns of 16 rows, or of 8 rows where there are 64 columns."""
     return 128 if columns == 64 else columns
 
 
-class SplitRows:
+class Float32Halves:
     """One compiled kernel: (head_dim, whether it is V) -> device code. A thread block has 64 rows of a head."""
 
     def __init__(self, head_dim: int, is_v: bool):
@@ -54,18 +55,18 @@ class SplitRows:
         self.scales_log2 = V_SCALES_LOG2 if is_v else SCALES_LOG2
         self.columns = head_dim_tile(head_dim)
         self.num_threads = num_threads(self.columns)
-        self.lanes = self.columns // VECTOR  # of a row
+        self.lanes = self.columns // VECTOR  # lanes of a row
         self.rows_at_once = self.num_threads // self.lanes
-        self.passes = ceil_div(BLOCK, self.rows_at_once)
+        self.passes = ceil_div(SCALE_BLOCK, self.rows_at_once)
 
     @cute.jit
     def __call__(
         self,
         x: cute.Tensor,  # (batch, seqlen, num_heads, head_dim); packed sequences: without batch
-        target: cute.Tensor,  # float16, (batch, seqlen, num_heads, 2 * columns): the high parts, then the low ones
+        target: cute.Tensor,  # float16, (batch, seqlen, num_heads, 2 * columns): the high halves, then the low ones
         scale: cute.Tensor,  # (batch, num_heads, blocks) float32; packed sequences: without batch
         cu_seqlens: cute.Tensor | None,  # (batch + 1,) int32
-        seqused: cute.Tensor | None,  # (batch,) int32: rows behind are not looked at, and become 0
+        seqused: cute.Tensor | None,  # (batch,) int32: later rows are not read, and become 0
         num_blocks: Int32,
         stream: cuda.CUstream,
     ):
@@ -73,7 +74,7 @@ class SplitRows:
             x, target, scale = (as_batch_of_one(t) for t in (x, target, scale))
         batch, _, num_heads, _ = x.shape
         self.kernel(x, target, scale, cu_seqlens, seqused, num_blocks).launch(
-            # in one dimension: the others end at 65535
+            # in one dimension, because the others end at 65535
             grid=[num_heads * num_blocks * batch, 1, 1],
             block=[self.num_threads, 1, 1],
             stream=stream,
@@ -115,8 +116,8 @@ class SplitRows:
         for i in cutlass.range_constexpr(self.passes):
             row = first_row + i * self.rows_at_once
             if row < rows.num_rows:
-                to = cute.recast_tensor(target[entry, rows.start + row, head, None], Int32)
-                vectors = cute.flat_divide(to, (2,))
+                row_words = cute.recast_tensor(target[entry, rows.start + row, head, None], Int32)
+                vectors = cute.flat_divide(row_words, (2,))
                 lows = []
                 for j in cutlass.range_constexpr(2):
                     a, b = (values[2 * j + n, i] * inverse for n in range(2))
@@ -130,44 +131,54 @@ class SplitRows:
 
     @cute.jit
     def refuse(self, smem: SmemAllocator, values: cute.Tensor, largest: Float32):
-        """NaN in place of what two parts cannot hold: of Q and K rows that are not zero and 2^MAX_RANGE_LOG2 below the
-        block's largest magnitude, or that of the least scale; of V the whole block, if a row or column is, or if its
-        largest magnitude is above that of the greatest scale."""
+        """Put NaN in place of what two halves cannot hold.
+
+        In Q and K these are rows that are not zero and are 2^MAX_RANGE_LOG2 below the block's largest magnitude, or
+        below that of the least scale. In V it is the whole block, if one of its rows or columns is that small, or if
+        its largest magnitude is above that of the greatest scale.
+        """
         thread = cute.arch.thread_idx()[0]
         lane, first_row = thread % self.lanes, thread // self.lanes
-        of_rows = smem.allocate_tensor(Float32, cute.make_layout((BLOCK, self.lanes), stride=(self.lanes + 1, 1)), 16)
+        row_maxima = smem.allocate_tensor(
+            Float32, cute.make_layout((SCALE_BLOCK, self.lanes), stride=(self.lanes + 1, 1)), 16
+        )
         for i in cutlass.range_constexpr(self.passes):
-            of_rows[first_row + i * self.rows_at_once, lane] = largest_magnitude([values[c, i] for c in range(VECTOR)])
+            row_maxima[first_row + i * self.rows_at_once, lane] = largest_magnitude(
+                [values[c, i] for c in range(VECTOR)]
+            )
         if cutlass.const_expr(self.is_v):
-            of_columns = smem.allocate_tensor(
+            column_maxima = smem.allocate_tensor(
                 Float32, cute.make_ordered_layout((self.rows_at_once, self.columns), order=(1, 0)), 16
             )
             for c in cutlass.range_constexpr(VECTOR):
-                of_columns[first_row, lane * VECTOR + c] = largest_magnitude([values[c, i] for i in range(self.passes)])
+                column_maxima[first_row, lane * VECTOR + c] = largest_magnitude(
+                    [values[c, i] for i in range(self.passes)]
+                )
         cute.arch.sync_threads()
         least, above = (2.0 ** (scale_log2 + LARGEST_LOG2) for scale_log2 in self.scales_log2)
         limit = cute.arch.fmax(largest, Float32(least)) * 2.0**-MAX_RANGE_LOG2
         # there are at least as many threads as rows, and as columns
-        of_row = Float32(0.0)
-        if thread < BLOCK:
+        row_maximum = Float32(0.0)
+        if thread < SCALE_BLOCK:
             for i in cutlass.range(self.lanes, unroll=8):  # not all at once: registers
-                of_row = larger_magnitude(of_row, of_rows[thread, i])
-            of_rows[thread, 0] = of_row
+                row_maximum = larger_magnitude(row_maximum, row_maxima[thread, i])
+            row_maxima[thread, 0] = row_maximum
         if cutlass.const_expr(self.is_v):
-            is_wide = largest >= 2.0 * above or is_lost(of_row, limit)
+            is_wide = largest >= 2.0 * above or is_lost(row_maximum, limit)
             if thread < self.columns:
-                of_column = largest_magnitude([of_columns[i, thread] for i in range(self.rows_at_once)])
-                is_wide = is_wide or is_lost(of_column, limit)
+                column_maximum = largest_magnitude([column_maxima[i, thread] for i in range(self.rows_at_once)])
+                is_wide = is_wide or is_lost(column_maximum, limit)
             if any_of_block(is_wide):
                 values.fill(Float32.nan)
         else:
             cute.arch.sync_threads()
             for i in cutlass.range_constexpr(self.passes):
-                if is_lost(of_rows[first_row + i * self.rows_at_once, 0], limit):
+                if is_lost(row_maxima[first_row + i * self.rows_at_once, 0], limit):
                     values[None, i].fill(Float32.nan)
 
 
 def largest_magnitude(values: list) -> Float32:
+    """The largest magnitude of several values; NaN counts for nothing."""
     largest = Float32(0.0)
     for x in values:
         largest = larger_magnitude(largest, x)
@@ -176,12 +187,13 @@ def largest_magnitude(values: list) -> Float32:
 
 @cute.jit
 def is_lost(magnitude: Float32, limit: Float32) -> Boolean:
+    """Whether the largest magnitude of a row or column is too small beside the limit; zeros are not."""
     return magnitude > 0.0 and magnitude < limit
 
 
 @cute.jit
 def any_of_block(condition: Boolean) -> Boolean:
-    """Whether it holds in any thread of the thread block; all of them wait for each other."""
+    """Whether the condition holds in any thread of the thread block; all threads wait for each other."""
     found = cute.arch.inline_ptx(
         "{ .reg .pred p, q; setp.ne.s32 p, {$r0}, 0; barrier.cta.red.or.pred q, 0, p; selp.s32 {$w0}, 1, 0, q; }",
         write_only_types=[Int32],

@@ -1,12 +1,13 @@
-"""Merges what attention over disjoint parts of the keys gave, exactly.
+"""Merges partials, the results of attention over disjoint sets of keys, exactly.
 
 With m = max_s lse_s, total = sum_s exp(lse_s - m):   out = sum_s exp(lse_s - m) out_s / total,   lse = m + log(total)
 
-Parts are added in the order of their numbers, AT_A_TIME by themselves, whose loads are begun together, then these sums.
-So a few parts of a row are a warp's, many are shared out to the warps of a thread block, and the bits are the same.
+Partials are added in the order of their numbers: first within groups of AT_A_TIME, whose loads are begun together, then
+the sums of the groups. So one warp can merge a few partials of a row, and the warps of a thread block can share many,
+with the same bits.
 
-A part in which the row saw no key (lse_s = -inf) has weight 0 and its out_s is not looked at. Parts behind the last one
-that has keys change no bit of the result. Sinks are in none of the parts: they join here, once.
+A partial in which the row saw no key (lse_s = -inf) has weight 0, and its out_s is not read. Partials after the last
+one that has keys change no bit of the result. Sinks are in none of the partials: they are added here, once.
 
 Source: FlashAttention-2, arXiv:2307.08691, section 2.3.
 """
@@ -25,7 +26,7 @@ from ..blocks.memory import warp
 from ..blocks.softmax.online import LN2
 from ..blocks.softmax.sinks import Sinks, weight_of_sink
 
-WARPS = 2  # of a thread block, if each has a row
+WARPS = 2  # warps of a thread block, if each has a row
 AT_A_TIME = 8  # divides the lanes of a warp
 LOG2_E = 1.0 / LN2
 
@@ -34,9 +35,10 @@ class Merge:
     """One compiled merge: (dtypes, head_dim_v, whether there are sinks) -> device code.
 
     Args:
-        vector_bytes: 16, 8, 4 or 2, of the loads of partial_out: what its rows are aligned to.
+        vector_bytes: bytes of a load of partial_out, to which its rows are aligned: 16, 8, 4 or 2.
         row_warps: warps of a row.
-        is_early: launched while the kernel before it may still run (programmatic dependent launch). From Hopper on.
+        is_early: launched while the kernel before it may still run (programmatic dependent launch). Needs Hopper or
+            newer.
     """
 
     def __init__(self, head_dim_v: int, vector_bytes: int, row_warps: int = 1, is_early: bool = False):
@@ -51,13 +53,13 @@ class Merge:
         partial_lse: cute.Tensor,  # (splits, batch, num_heads, seqlen_q) float32
         out: cute.Tensor,  # (batch, seqlen_q, num_heads, head_dim_v)
         lse: cute.Tensor,  # (batch, num_heads, seqlen_q) float32
-        sinks: cute.Tensor | None,  # (num_heads,) float32: in none of the parts
-        cu_seqlens_q: cute.Tensor | None,  # of packed queries, a batch of one; with sinks
+        sinks: cute.Tensor | None,  # (num_heads,) float32: in none of the partials
+        cu_seqlens_q: cute.Tensor | None,  # with sinks of packed queries, which are a batch of one
         num_blocks: Int32,
         stream: cuda.CUstream,
     ):
-        given = None if cutlass.const_expr(sinks is None) else Sinks(sinks, cu_seqlens_q)
-        self.kernel(partial_out, partial_lse, out, lse, given).launch(
+        row_sinks = None if cutlass.const_expr(sinks is None) else Sinks(sinks, cu_seqlens_q)
+        self.kernel(partial_out, partial_lse, out, lse, row_sinks).launch(
             grid=[num_blocks, 1, 1], block=[self.block_warps * LANES, 1, 1], stream=stream, use_pdl=self.is_early
         )
 
@@ -76,7 +78,7 @@ class Merge:
         if cutlass.const_expr(self.row_warps == 1):
             row = row * WARPS + warp_number
         if cutlass.const_expr(self.is_early):
-            cute.arch.griddepcontrol_wait()  # until the kernel before has ended and its stores are there
+            cute.arch.griddepcontrol_wait()  # until the kernel before has ended and its stores are visible
         if row < batch * seqlen_q * num_heads:
             rest, head = row // num_heads, row % num_heads
             entry, position = rest // seqlen_q, rest % seqlen_q
@@ -86,7 +88,7 @@ class Merge:
                 out[entry, position, head, None],
                 lse[entry, head, None],
                 position,
-                None if cutlass.const_expr(sinks is None) else sinks.of_row(head, position),
+                None if cutlass.const_expr(sinks is None) else sinks.at_row(head, position),
                 warp_number,
             )
 
@@ -101,12 +103,13 @@ class Merge:
         sink: Float32 | None,
         warp_number: Int32,
     ):
+        """Merge the partials of one row of a head, by one warp or by all warps of the thread block."""
         lane, num_splits = cute.arch.lane_idx(), lses.shape[0]
         largest = -Float32.inf
         for split in cutlass.range(lane, num_splits, LANES, unroll=1):
             largest = cute.arch.fmax(largest, lses[split])
         largest = cute.arch.warp_reduction_max(largest)
-        # of a row that saw no key: -inf - -inf would be NaN
+        # in an empty row -inf - -inf would be NaN
         reference = largest if largest > -Float32.inf else Float32(0.0)
         total = Float32(0.0)
         for split in cutlass.range(lane, num_splits, LANES, unroll=1):
@@ -123,7 +126,7 @@ class Merge:
         safe_total = Float32(1.0) if is_empty else total
         share = scale / safe_total
 
-        # in units of the parts alone, without the sink
+        # in the unit of the partials alone, without the sink
         key_reference = largest if largest > -Float32.inf else Float32(0.0)
         vector = self.vector_bytes * 8 // partials.element_type.width
         passes = ceil_div(self.head_dim_v, vector * LANES)
@@ -132,7 +135,7 @@ class Merge:
         vectors = cute.flat_divide(partials, (1, vector))[0, None, None, None]  # (vector, splits, vectors of a row)
         if cutlass.const_expr(self.row_warps == 1):
             for first in cutlass.range(0, num_splits, AT_A_TIME, unroll=1):
-                self.add_parts(sums, vectors, lses, first, key_reference)
+                self.add_partials(sums, vectors, lses, first, key_reference)
                 for i in cutlass.range_constexpr(cute.size(acc)):
                     acc[i] = acc[i] + sums[i]
         else:
@@ -141,7 +144,7 @@ class Merge:
             buffer = Int32(0)
             for turn in cutlass.range(ceil_div(num_splits, AT_A_TIME * self.row_warps), unroll=1):
                 first = (turn * self.row_warps + warp_number) * AT_A_TIME
-                self.add_parts(sums, vectors, lses, first, key_reference)
+                self.add_partials(sums, vectors, lses, first, key_reference)
                 for k in cutlass.range_constexpr(passes):
                     cute.autovec_copy(sums[None, k], shared[None, lane, k, warp_number, buffer])
                 cute.arch.sync_threads()  # once a turn: the other buffer is read before the next one
@@ -165,11 +168,11 @@ class Merge:
                 lse[position] = lse_of_empty if is_empty else reference + log_total
 
     @cute.jit
-    def add_parts(self, acc: cute.Tensor, vectors: cute.Tensor, lses: cute.Tensor, first: Int32, reference: Float32):
-        """acc = the sum of the parts first, first + 1, .. (AT_A_TIME of them, if there are) by their weights."""
+    def add_partials(self, acc: cute.Tensor, vectors: cute.Tensor, lses: cute.Tensor, first: Int32, reference: Float32):
+        """acc = the weighted sum of the partials first, first + 1, .., AT_A_TIME of them or as many as there are."""
         lane, num_splits = cute.arch.lane_idx(), lses.shape[0]
         vector, passes = (cute.size(acc, mode=[i]) for i in range(2))
-        parts = cute.make_rmem_tensor((vector, passes, AT_A_TIME), vectors.element_type)
+        loaded = cute.make_rmem_tensor((vector, passes, AT_A_TIME), vectors.element_type)
         acc.fill(0.0)
         weight, own = Float32(0.0), first + lane % AT_A_TIME
         if own < num_splits:
@@ -178,11 +181,11 @@ class Merge:
             for j in cutlass.range_constexpr(AT_A_TIME):
                 split = minimum(first + j, num_splits - 1)
                 for k in cutlass.range_constexpr(passes):
-                    # of a lane behind the last column the last one's
-                    place = minimum(lane + k * LANES, self.head_dim_v // vector - 1)
-                    cute.autovec_copy(vectors[None, split, place], parts[None, k, j])
+                    # lanes past the last column load the last one
+                    column = minimum(lane + k * LANES, self.head_dim_v // vector - 1)
+                    cute.autovec_copy(vectors[None, split, column], loaded[None, k, j])
             for j in cutlass.range_constexpr(AT_A_TIME):
                 weight_j = warp.broadcast(weight, j)
                 for i in cutlass.range_constexpr(vector * passes):
-                    total = acc[i] + weight_j * parts[i % vector, i // vector, j].to(Float32)
+                    total = acc[i] + weight_j * loaded[i % vector, i // vector, j].to(Float32)
                     acc[i] = total if weight_j != 0.0 else acc[i]

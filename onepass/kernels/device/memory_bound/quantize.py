@@ -1,7 +1,7 @@
 """Q, K and V to e4m3 in one launch: a thread block rounds 64 rows of a head of one of the three.
 
-The grid counts the blocks of Q, then those of K, then those of V. Of each tensor neighbouring thread blocks have
-neighbouring heads, which lie side by side in memory in most tensors.
+The grid counts the blocks of Q, then those of K, then those of V. Within a tensor, neighboring thread blocks have
+neighboring heads, which lie side by side in memory in most tensors.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from .quantize_values import QuantizeValues
 def threads_of_sm(
     longest_head_dim: int, is_power_of_two: bool, has_mean: bool, is_packed: bool, has_seqused: bool
 ) -> int:
-    """How many threads an SM is to have room for, so that as many loads are under way as with a kernel for each tensor.
+    """The number of threads that an SM must have room for.
 
-    Left alone, the compiler takes up to 126 registers for the three ways through this kernel. So it gets 80, or 48
-    where a thread has half as many elements; and more for means, for head dims that are cut before they are rotated,
-    and for what packed sequences take.
+    With these threads, as many loads are under way as with a kernel for each tensor. Left alone, the compiler takes up
+    to 126 registers for the three paths through this kernel. So it gets 80, or 48 where a thread has half as many
+    elements; and more for means, for head dims that are cut before they are rotated, and for the work that packed
+    sequences need.
     """
     if has_mean:
         return 512
@@ -52,38 +53,37 @@ class Quantize:
     Args:
         head_dim, head_dim_v: multiples of 16.
         num_threads: 128 or 256.
-        keys_last: v is stored as fp8.keys_last lays it; else as it lies.
+        keys_last: v is stored in the layout of `fp8.keys_last`; otherwise it keeps its layout.
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, head_dim_v: int, num_threads: int, keys_last: bool):
         self.num_threads, self.keys_last = num_threads, keys_last
         self.rows = QuantizeRows(dtype, head_dim, num_threads)
-        of_v = QuantizeValues if keys_last else QuantizeRows
-        self.values = of_v(dtype, head_dim_v, num_threads)
+        self.values = (QuantizeValues if keys_last else QuantizeRows)(dtype, head_dim_v, num_threads)
 
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim); packed sequences: without batch
-        k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim); packed alike
-        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v); packed alike
-        q_target: cute.Tensor,  # e4m3, as q
-        k_target: cute.Tensor,  # e4m3, as k
-        v_target: cute.Tensor,  # e4m3, as v, or (batch, num_heads_kv, head_dim_v, 64 * blocks); packed alike
-        q_descale: cute.Tensor,  # (batch, num_heads_q, blocks) float32; packed alike
-        k_descale: cute.Tensor,  # (batch, num_heads_kv, blocks) float32; packed alike
-        v_descale: cute.Tensor,  # as k_descale
-        k_mean: cute.Tensor | None,  # (batch, num_heads_kv, head_dim) float32, of sequences: subtracted after rotation
-        v_mean: cute.Tensor | None,  # (batch, num_heads_kv, head_dim_v) float32, of sequences: subtracted
+        q: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim); packed sequences: all tensors without batch
+        k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim)
+        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v)
+        q_target: cute.Tensor,  # e4m3, the shape of q
+        k_target: cute.Tensor,  # e4m3, the shape of k
+        v_target: cute.Tensor,  # e4m3, the shape of v, or (batch, num_heads_kv, head_dim_v, 64 * blocks)
+        q_descale: cute.Tensor,  # (batch, num_heads_q, blocks) float32
+        k_descale: cute.Tensor,  # (batch, num_heads_kv, blocks) float32
+        v_descale: cute.Tensor,  # (batch, num_heads_kv, blocks) float32
+        k_mean: cute.Tensor | None,  # (sequences, num_heads_kv, head_dim) float32: subtracted after rotation
+        v_mean: cute.Tensor | None,  # (sequences, num_heads_kv, head_dim_v) float32: subtracted
         signs: tuple | None,  # to rotate q and k: Int32, a bit for each column, 1 to flip its sign
         cu_seqlens_q: cute.Tensor | None,  # (batch + 1,) int32
         cu_seqlens_k: cute.Tensor | None,  # (batch + 1,) int32
-        seqused_k: cute.Tensor | None,  # (batch,) int32: keys behind are not looked at, and become 0
+        seqused_k: cute.Tensor | None,  # (batch,) int32: later keys are not read, and become 0
         stream: cuda.CUstream,
     ):
         has_mean, is_packed = k_mean is not None or v_mean is not None, cu_seqlens_k is not None
         longest = max(self.rows.head_dim, self.values.head_dim)
-        what_there_is = cutlass.const_expr((has_mean, is_packed, seqused_k is not None))
+        options = cutlass.const_expr((has_mean, is_packed, seqused_k is not None))
         for_no_sequence = 0  # blocks of rows that belong to no sequence
         if cutlass.const_expr(cu_seqlens_q is not None):
             q, k, v, q_target, k_target, v_target = (
@@ -93,7 +93,7 @@ class Quantize:
             for_no_sequence = 1
         of_q, q_count = self.tiles(q_descale, for_no_sequence)
         of_k, k_count = self.tiles(k_descale, for_no_sequence)
-        # where keys come last, all of a block's places are written, and there are none for rows of no sequence
+        # where keys come last, whole blocks are written, and rows that belong to no sequence have none
         of_v, v_count = self.tiles(v_descale, 0 if self.keys_last else for_no_sequence)
         self.kernel(
             q,
@@ -119,7 +119,7 @@ class Quantize:
         ).launch(
             grid=[q_count + k_count + v_count, 1, 1],
             block=[self.num_threads, 1, 1],
-            min_blocks_per_mp=threads_of_sm(longest, self.rows.is_one_block, *what_there_is) // self.num_threads,
+            min_blocks_per_mp=threads_of_sm(longest, self.rows.is_one_block, *options) // self.num_threads,
             preferred_smem_carveout=-1,  # the driver's choice: without it the compiler asks for a GPU
             stream=stream,
         )
@@ -176,6 +176,7 @@ class Quantize:
 
 
 def tile_of(number: Int32, tiles: Tiles) -> Tile:
+    """The tile with this number among those of a tensor."""
     rest, head = divmod(number, tiles.heads)
     entry, block = divmod(rest, tiles.blocks)
     return Tile(head, block, entry)

@@ -10,15 +10,14 @@ from cutlass import Float32, Int32
 
 from ....geometry.integers import minimum, select
 from ....geometry.tile_scheduler import LANES
-from ....quantization.codec import E4M3_MAX, SCALE_OF_ZEROS
+from ....quantization.codec import E4M3_MAX, SCALE_BLOCK, SCALE_OF_ZEROS
 from ..blocks.memory.ptx import pack_four
 
-BLOCK = 64  # rows that share a scale
 TINY = 2.0**-126
 
 
 class Tile(NamedTuple):
-    """What a thread block works on: BLOCK rows of a head of a batch entry. Packed sequences have one entry."""
+    """What a thread block works on: SCALE_BLOCK rows of a head of a batch entry (packed sequences have one entry)."""
 
     head: Int32
     block: Int32
@@ -29,10 +28,11 @@ class RowBlock(NamedTuple):
     """The rows of a thread block.
 
     Attributes:
-        start: the first one in the tensors.
-        num_rows: those that the tensors have, up to BLOCK; 0 or less: none.
-        num_used: those with values that count; the others are to become 0.
-        sequence: whose they are; the number of sequences for rows of none. The batch entry, unless packed.
+        start: the first row in the tensors.
+        num_rows: the rows that the tensors have, up to SCALE_BLOCK; 0 or less: none.
+        num_used: the rows whose values count; the others become 0.
+        sequence: the sequence of the rows: the batch entry, unless packed. For rows that belong to none, it is the
+            number of sequences.
     """
 
     start: Int32
@@ -45,23 +45,23 @@ class RowBlock(NamedTuple):
 def row_block(
     seqlen: Int32, block: Int32, entry: Int32, cu_seqlens: cute.Tensor | None, seqused: cute.Tensor | None
 ) -> RowBlock:
-    """Those of a block of a batch entry.
+    """The rows of a block of a batch entry.
 
-    Packed, those of sequence s are the blocks from cu_seqlens[s] // BLOCK + s on; behind the last sequence there are
-    those for rows of none.
+    The blocks of packed sequence s begin with number cu_seqlens[s] // SCALE_BLOCK + s. After those of the last sequence
+    come blocks of rows that belong to none.
     """
-    start, num_rows, sequence = block * BLOCK, seqlen - block * BLOCK, entry
+    start, num_rows, sequence = block * SCALE_BLOCK, seqlen - block * SCALE_BLOCK, entry
     num_used = num_rows
     if cutlass.const_expr(cu_seqlens is not None):
         batch = cute.size(cu_seqlens) - 1
         low, high = Int32(0), batch
         while low < high:
             middle = (low + high + 1) // 2
-            is_before = cu_seqlens[middle] // BLOCK + middle <= block
+            is_before = cu_seqlens[middle] // SCALE_BLOCK + middle <= block
             low = select(is_before, middle, low)
             high = select(is_before, high, middle - 1)
         sequence, first = low, cu_seqlens[low]
-        position = (block - first // BLOCK - sequence) * BLOCK
+        position = (block - first // SCALE_BLOCK - sequence) * SCALE_BLOCK
         is_sequence = sequence < batch
         end = select(is_sequence, cu_seqlens[minimum(sequence + 1, batch)], seqlen)
         start, num_rows = first + position, minimum(end, seqlen) - first - position
@@ -71,11 +71,11 @@ def row_block(
                 num_used = minimum(num_used, seqused[sequence] - position)
     elif cutlass.const_expr(seqused is not None):
         num_used = minimum(num_used, seqused[entry] - start)
-    return RowBlock(start, minimum(num_rows, BLOCK), minimum(num_used, BLOCK), sequence)
+    return RowBlock(start, minimum(num_rows, SCALE_BLOCK), minimum(num_used, SCALE_BLOCK), sequence)
 
 
 def mean_of(mean: cute.Tensor, rows: RowBlock, head: Int32) -> cute.Tensor:
-    """(head_dim,) of mean (sequences, heads, head_dim); for rows of no sequence that of the last one."""
+    """The mean (head_dim,) for a block, from (sequences, heads, head_dim); without a sequence, that of the last one."""
     return mean[minimum(rows.sequence, mean.shape[0] - 1), head, None]
 
 
@@ -89,7 +89,7 @@ def larger_magnitude(largest: Float32, x: Float32) -> Float32:
 
 
 def nan_if_infinite(x: Float32) -> Float32:
-    """x, and NaN for inf, which e4m3 does not have: 0 * inf is NaN, and 0 * x + x is x."""
+    """x, or NaN for an infinity, which e4m3 does not have: 0 * inf is NaN, and 0 * x + x is x."""
     return cute.arch.inline_ptx(
         "fma.rn.f32 {$w0}, {$r0}, 0f00000000, {$r0};", write_only_types=[Float32], read_only_args=[x]
     )
@@ -97,7 +97,7 @@ def nan_if_infinite(x: Float32) -> Float32:
 
 @cute.jit
 def block_max(x: Float32, shared: cute.Tensor, num_warps: cutlass.Constexpr[int]) -> Float32:
-    """The largest x (>= 0) of all threads, for each of them. `shared` (num_warps,) float32, to be used once."""
+    """The largest x (>= 0) of all threads, in each of them. Args: shared: (num_warps,) float32, for one use."""
     x = cute.arch.warp_reduction_max(x)
     if cute.arch.lane_idx() == 0:
         shared[cute.arch.thread_idx()[0] // LANES] = x
@@ -109,15 +109,15 @@ def block_max(x: Float32, shared: cute.Tensor, num_warps: cutlass.Constexpr[int]
 
 @cute.jit
 def largest_of_block(values: cute.Tensor, shared: cute.Tensor, num_warps: cutlass.Constexpr[int]) -> tuple:
-    """The largest finite magnitude of the values of all threads, and whether one of them is inf.
+    """The largest finite magnitude of the values of all threads, and whether one of the values is infinite.
 
-    The values stay as they are, so that what hardly ever happens costs no registers.
+    The values stay as they are, so that infinities, which are rare, cost no registers.
 
     Args: shared: (2, num_warps) float32.
     """
     largest = block_max(_largest(values, False), shared[0, None], num_warps)
     has_inf = largest == Float32.inf
-    if has_inf:  # of all threads
+    if has_inf:  # the same in all threads
         largest = block_max(_largest(values, True), shared[1, None], num_warps)
     return largest, has_inf
 
@@ -131,7 +131,7 @@ def _largest(values: cute.Tensor, has_inf: bool) -> Float32:
 
 
 def round_four(values: list, inverse: Float32, has_inf: bool) -> Int32:
-    """Four values in e4m3, the first one in the lowest byte."""
+    """Four values times inverse in e4m3, the first one in the lowest byte."""
     if has_inf:
         values = [nan_if_infinite(x) for x in values]
     return pack_four(*(x * inverse for x in values))
@@ -139,7 +139,7 @@ def round_four(values: list, inverse: Float32, has_inf: bool) -> Int32:
 
 @cute.jit
 def scale_and_inverse(largest: Float32) -> tuple:
-    """The scale that maps `largest` to 448, and what to multiply values with; as fp8.py has them."""
+    """The scale that maps `largest` to 448, and its inverse, the factor of values; see quantization/codec.py."""
     scale = select(largest > 0.0, largest * Float32(1.0 / E4M3_MAX), Float32(SCALE_OF_ZEROS))
     scale = cute.arch.fmax(scale, Float32(TINY))
     inverse = cute.arch.inline_ptx("rcp.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[scale])

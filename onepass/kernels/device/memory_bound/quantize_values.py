@@ -1,9 +1,9 @@
-"""V as the Hopper kernel reads it (fp8.keys_last): e4m3 with its keys contiguous, from rows of 16 bits or of e4m3.
+"""V in the layout that the Hopper kernel reads (`fp8.keys_last`): e4m3 with contiguous keys, from 16-bit or e4m3 rows.
 
-A thread block has 64 keys of a head, which share a scale. A lane loads 16 bytes of each of four keys that are
-neighbours in that order, so that four numbers of one column are one register of the result:
+A thread block has 64 keys of a head, which share a scale. A lane loads 16 bytes of each of four keys that are neighbors
+in the order of that layout, so that four numbers of one column are one register of the result:
 
-    place in 16   0  1  2  3 |  4  5  6  7 |  8  9 10 11 | 12 13 14 15
+    index in 16   0  1  2  3 |  4  5  6  7 |  8  9 10 11 | 12 13 14 15
     key           0  1  8  9 |  2  3 10 11 |  4  5 12 13 |  6  7 14 15
 
 Through shared memory, (head_dim_v, 64) bytes, they become 16 bytes of a column to be stored.
@@ -19,15 +19,16 @@ from cutlass.memory import SmemAllocator
 
 from ....geometry.integers import ceil_div, select
 from ....geometry.tile_scheduler import LANES
+from ....quantization.codec import SCALE_BLOCK
+from ..blocks.memory.clear import KEY_RUN
 from ..blocks.memory.layouts import as_batch_of_one
 from ..blocks.memory.ptx import transpose_bytes, unpack_pair
-from ..blocks.softmax.scaled import KEY_RUN
-from .quantize_block import BLOCK, RowBlock, Tile, largest_of_block, mean_of, round_four, row_block, scale_and_inverse
+from .quantize_block import RowBlock, Tile, largest_of_block, mean_of, round_four, row_block, scale_and_inverse
 
 GROUP = 64  # columns that a warp loads at once
-RUNS = BLOCK // KEY_RUN
-KEYS = 4  # of a lane, and how far they lie behind the first one
-KEY_OFFSETS = (0, 1, 8, 9)
+RUNS = SCALE_BLOCK // KEY_RUN
+KEYS = 4  # keys of a lane
+KEY_OFFSETS = (0, 1, 8, 9)  # their distances from the first one
 WORDS = 4  # registers of 16 bytes
 
 
@@ -40,7 +41,7 @@ class QuantizeValues:
     def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, num_threads: int):
         self.dtype, self.head_dim, self.num_threads = dtype, head_dim, num_threads
         self.num_warps = self.num_threads // LANES
-        self.vector = 16 * 8 // dtype.width  # columns of a lane
+        self.vector = 16 * 8 // dtype.width  # columns that a lane loads
         self.lanes_of_key = GROUP // self.vector
         self.runs_of_warp = LANES // self.lanes_of_key // (KEY_RUN // KEYS)
         warps_of_group = RUNS // self.runs_of_warp
@@ -49,27 +50,28 @@ class QuantizeValues:
 
     @property
     def shared_words(self) -> int:
-        """The size of what `quantize` wants as `columns_shared`."""
-        return self.head_dim * BLOCK // 4
+        """The number of words that `quantize` needs as `columns_shared`."""
+        return self.head_dim * SCALE_BLOCK // 4
 
     @cute.jit
     def quantize(
         self,
-        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v); of packed sequences batch is 1
-        target: cute.Tensor,  # e4m3, (batch, num_heads_kv, head_dim_v, 64 * blocks); packed alike
-        descale: cute.Tensor | None,  # (batch, num_heads_kv, blocks) float32; packed alike; None from e4m3
-        mean: cute.Tensor | None,  # (batch, num_heads_kv, head_dim_v) float32, of sequences: to be subtracted
+        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v); packed sequences: batch is 1, here and below
+        target: cute.Tensor,  # e4m3, (batch, num_heads_kv, head_dim_v, 64 * blocks)
+        descale: cute.Tensor | None,  # (batch, num_heads_kv, blocks) float32; None if v is e4m3
+        mean: cute.Tensor | None,  # (sequences, num_heads_kv, head_dim_v) float32: subtracted from v
         cu_seqlens: cute.Tensor | None,  # (batch + 1,) int32
-        seqused: cute.Tensor | None,  # (batch,) int32: keys behind are not looked at, and become 0
+        seqused: cute.Tensor | None,  # (batch,) int32: later keys are not read, and become 0
         columns_shared: cute.Tensor,  # (shared_words,) Int32
-        shared: cute.Tensor | None,  # (2, warps) float32; None from e4m3
+        shared: cute.Tensor | None,  # (2, warps) float32; None if v is e4m3
         tile: Tile,
     ):
+        """Round 64 keys of a head, and write them with the keys contiguous."""
         thread, (head, block, entry) = cute.arch.thread_idx()[0], tile
         rows = row_block(v.shape[1], block, entry, cu_seqlens, seqused)
         raw = self.load(v[entry, None, head, None], rows)
         words = cute.recast_tensor(raw, Int32)  # (WORDS, KEYS, passes)
-        # a register for each of this lane's columns, its four keys
+        # a register for each of this lane's columns, with its four keys
         columns = cute.make_rmem_tensor(cute.make_ordered_layout((self.vector, self.passes), order=(0, 1)), Int32)
         if cutlass.const_expr(descale is None):
             self.transpose(words, columns)
@@ -89,8 +91,8 @@ class QuantizeValues:
         cute.arch.sync_threads()
         self.store(columns_shared, target[entry, head, None, None], block)
 
-    def place(self, i: int) -> tuple:
-        """The first column of this lane in a pass, and which four keys of the block it has."""
+    def region(self, i: int) -> tuple:
+        """The first column of this lane in pass i, and the number of its four keys among those of the block."""
         warp, lane = cute.arch.thread_idx()[0] // LANES, cute.arch.lane_idx()
         warps_of_group = RUNS // self.runs_of_warp
         group = warp // warps_of_group + i * self.groups_at_once
@@ -99,6 +101,7 @@ class QuantizeValues:
         return group * GROUP + lane % self.lanes_of_key * self.vector, four
 
     def first_key(self, four: Int32) -> Int32:
+        """The first key of four keys of a lane, counted in the block."""
         return four // 4 * KEY_RUN + four % 4 * 2
 
     @cute.jit
@@ -108,7 +111,7 @@ class QuantizeValues:
         raw = cute.make_rmem_tensor(cute.make_ordered_layout(shape, order=(0, 1, 2)), self.dtype)
         cute.recast_tensor(raw, Int32).fill(0)
         for i in cutlass.range_constexpr(self.passes):
-            column, four = self.place(i)
+            column, four = self.region(i)
             for k in cutlass.range_constexpr(KEYS):
                 key = self.first_key(four) + KEY_OFFSETS[k]
                 if key < rows.num_used and column < self.head_dim:
@@ -118,20 +121,20 @@ class QuantizeValues:
 
     @cute.jit
     def load_mean(self, mean: cute.Tensor) -> cute.Tensor:
-        """(vector, passes): of this lane's columns."""
+        """The means of this lane's columns, (vector, passes)."""
         loaded = cute.make_rmem_tensor(cute.make_ordered_layout((self.vector, self.passes), order=(0, 1)), Float32)
         loaded.fill(0.0)
         source = cute.flat_divide(mean, (self.vector,))
         for i in cutlass.range_constexpr(self.passes):
-            column, _ = self.place(i)
+            column, _ = self.region(i)
             if column < self.head_dim:
                 cute.autovec_copy(source[None, column // self.vector], loaded[None, i])
         return loaded
 
     def fill(self, values: cute.Tensor, words: cute.Tensor, means: cute.Tensor | None, num_used: Int32):
-        """values (vector, KEYS, passes) = what is to be rounded."""
+        """Set values (vector, KEYS, passes) to the numbers that are to be rounded."""
         for i in range(self.passes):
-            first_key = self.first_key(self.place(i)[1])
+            first_key = self.first_key(self.region(i)[1])
             for k in range(KEYS):
                 is_used = first_key + KEY_OFFSETS[k] < num_used
                 for c, x in enumerate(x for w in range(WORDS) for x in unpack_pair(words[w, k, i], self.dtype)):
@@ -151,14 +154,14 @@ class QuantizeValues:
     @cute.jit
     def to_shared(self, tile: cute.Tensor, columns: cute.Tensor):
         for i in cutlass.range_constexpr(self.passes):
-            first, four = self.place(i)
+            first, four = self.region(i)
             if first < self.head_dim:
                 for c in cutlass.range_constexpr(self.vector):
                     tile[word_of(first + c, four // 4) + four % 4] = columns[c, i]
 
     @cute.jit
     def store(self, tile: cute.Tensor, target: cute.Tensor, block: Int32):
-        """A thread stores 16 keys of a column, its neighbours those beside them."""
+        """Write the block to memory; neighboring threads store neighboring runs of 16 keys of a column."""
         thread = cute.arch.thread_idx()[0]
         vectors = cute.flat_divide(tile, (WORDS,))
         packed = cute.make_rmem_tensor((WORDS,), Int32)
@@ -167,26 +170,26 @@ class QuantizeValues:
             column, run = number // RUNS, number % RUNS
             if column < self.head_dim:
                 cute.autovec_copy(vectors[None, word_of(column, run) // WORDS], packed)
-                to = cute.flat_divide(target[column, None], (KEY_RUN,))
-                cute.autovec_copy(cute.recast_tensor(packed, Float8E4M3FN), to[None, block * RUNS + run])
+                runs = cute.flat_divide(target[column, None], (KEY_RUN,))
+                cute.autovec_copy(cute.recast_tensor(packed, Float8E4M3FN), runs[None, block * RUNS + run])
 
 
 def word_of(column, run):
-    """Where in shared memory the 16 bytes of a column and a run of keys are: the first of four words.
+    """The first of the four words in shared memory that hold 16 bytes: a column of a run of keys.
 
-    Two columns lie side by side in 128 bytes, as many as all banks have. Lanes that write at once have columns 8 (or
-    16) apart; their places are exchanged so that all banks have one of them: the runs of a column by bits 3 and 4 of
-    it, the two columns by bit 5.
+    Two columns lie side by side in 128 bytes, one word of each bank. Lanes that write at the same time have columns 8
+    (or 16) apart. Their words are exchanged so that each is in a bank of its own: the runs of a column by bits 3 and 4
+    of the column, the two columns by bit 5.
     """
-    return (column ^ (column >> 5 & 1)) * (BLOCK // 4) + (run ^ (column >> 3 & 3)) * WORDS
+    return (column ^ (column >> 5 & 1)) * (SCALE_BLOCK // 4) + (run ^ (column >> 3 & 3)) * WORDS
 
 
 class KeysLast:
     """One compiled kernel: head_dim_v -> device code that lays e4m3 values out and changes none of them.
 
-    grid (head, block of BLOCK keys, batch entry)
+    grid (head, block of SCALE_BLOCK keys, batch entry)
 
-    Args: as of `QuantizeValues`.
+    The arguments are those of `QuantizeValues`.
     """
 
     def __init__(self, head_dim: int, num_threads: int):
@@ -195,16 +198,16 @@ class KeysLast:
     @cute.jit
     def __call__(
         self,
-        v: cute.Tensor,  # these three as `QuantizeValues.quantize` has them, but packed sequences without batch
+        v: cute.Tensor,  # these three are those of `QuantizeValues.quantize`, but packed sequences have no batch
         target: cute.Tensor,
         cu_seqlens: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
         if cutlass.const_expr(cu_seqlens is not None):
             v, target = as_batch_of_one(v), as_batch_of_one(target)
-        batch, num_heads, _, places = target.shape
+        batch, num_heads, _, num_keys = target.shape
         self.kernel(v, target, cu_seqlens).launch(
-            grid=[num_heads, places // BLOCK, batch], block=[self.values.num_threads, 1, 1], stream=stream
+            grid=[num_heads, num_keys // SCALE_BLOCK, batch], block=[self.values.num_threads, 1, 1], stream=stream
         )
 
     @cute.kernel

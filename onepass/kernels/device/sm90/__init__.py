@@ -1,10 +1,15 @@
 """The Hopper backend: kernels in CuTe DSL.
 
-forward.py    the kernel: set-up, roles, tiles; read this one first
-producer.py   the loads, and the warp that issues them
-consumer.py   what a consumer warpgroup does with a tile, step by step
-warpgroup.py  its registers and single acts: GEMMs, masks, storing
-parts.py      float32 as two float16 tensors, which the kernel multiplies in three products; parts_launch.py its launch
-launch.py     tensors and options -> compiled kernel and grid; what dispatch calls
-decode_launch.py   the same over a cache, in splits and pages (docs/decoding.md)
+forward/kernel.py       the forward: set-up, roles, tiles; read this one first
+forward/producer.py     the loads, and the warp that issues them
+forward/consumer.py     what a consumer warpgroup does with a tile, step by step
+forward/gemms.py        a consumer warpgroup's registers and GEMMs
+forward/scores.py       its scores: scales, softcap, mask, P
+forward/warpgroup.py    its finished rows: storing, repair
+forward/transposer.py   warps that transpose V of e4m3
+forward/tile.py         what all roles share
+backward/kernel.py      the gradients: set-up, roles; read this one before the others
+backward/consumer.py    a consumer warpgroup of the backward; wide.py for head_dim above 128
+backward/producer.py    its loads
+backward/zeros.py       the zeros that dQ is added to
 """

@@ -1,17 +1,18 @@
 """e4m3 numbers as operands of the fp16 mma: half the bytes in memory and in shared memory, converted in registers.
 
-Every e4m3 number is an fp16 number, and one instruction (of compute capability 8.9 on) converts two. Fragments of
-16-bit values come out of shared memory by ldmatrix, which knows nothing of bytes; K and V are pairs of bytes to it, and
-what order values get by that is made good where it costs nothing:
+Every e4m3 number is an fp16 number, and one instruction (from compute capability 8.9 on) converts two. Fragments of
+16-bit values come out of shared memory by ldmatrix, which does not know of bytes: it sees K and V as pairs of bytes.
+The order of values that results is corrected where this costs nothing:
 
-    K   A lane t of a quad gets four neighbouring bytes of a row, columns 4t .. 4t+3 of 16, as one register, and operand
-        B wants 2t, 2t+1, 2t+8, 2t+9. The sum over columns has no order, so Q is given the same one.
-    V   Transposed, a register has the columns 2n, 2n+1 of two neighbouring keys. A byte permutation makes even columns
-        of it and odd ones, two 8-column blocks of O: its columns come out in another order, which `store_runs` knows.
+    K   Lane t of a quad gets four neighboring bytes of a row, columns 4t .. 4t+3 of 16, as one register, and operand B
+        wants 2t, 2t+1, 2t+8, 2t+9. The order of a sum over columns is free, so Q is put into the same order.
+    V   Transposed, a register has the columns 2n, 2n+1 of two neighboring keys. A byte permutation separates even
+        columns from odd ones, two 8-column blocks of O. The columns of O come out in another order, which `store_runs`
+        takes into account.
 
-Q in bf16 has a wider range than fp16. Its rows are multiplied with a power of two that brings their largest value to
-2^14, and scores of the row with the reciprocal: exact but for values below 2^-28 of the row's largest, which lose bits
-below 2^-38 of it, far less than float32 sums do. P is fp16 beside them, finer than bf16.
+Q in bf16 has a wider range than fp16. Its rows are multiplied by a power of two that brings their largest value to
+2^14, and the scores of a row by the reciprocal. This is exact except for values below 2^-28 of the row's largest, which
+lose bits below 2^-38 of it, far less than float32 sums lose. P is in fp16, finer than bf16.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _UNPACK = "mov.b32 {low, high}, word; cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16
 
 
 @cute.jit
-def neighbours_as_halves(word: Int32) -> tuple:
+def neighbors_as_fp16(word: Int32) -> tuple:
     """Four e4m3 in a register as fp16 in two: bytes 0 and 1, bytes 2 and 3."""
     return cute.arch.inline_ptx(
         "{ .reg .b32 word; .reg .b16 low, high; mov.b32 word, {$r0}; " + _UNPACK + " }",
@@ -34,7 +35,7 @@ def neighbours_as_halves(word: Int32) -> tuple:
 
 
 @cute.jit
-def evens_and_odds_as_halves(word: Int32) -> tuple:
+def evens_and_odds_as_fp16(word: Int32) -> tuple:
     """Four e4m3 in a register as fp16 in two: bytes 0 and 2, bytes 1 and 3."""
     return cute.arch.inline_ptx(
         "{ .reg .b32 word; .reg .b16 low, high; prmt.b32 word, {$r0}, 0, 0x3120; " + _UNPACK + " }",
@@ -45,7 +46,7 @@ def evens_and_odds_as_halves(word: Int32) -> tuple:
 
 @cute.jit
 def pair_as_floats(pair: Int32) -> tuple:
-    """The two e4m3 in the low 16 bits as float32."""
+    """The two e4m3 in the low 16 bits, as float32."""
     return cute.arch.inline_ptx(
         "{ .reg .b16 low, high; .reg .b32 both; mov.b32 {low, high}, {$r0}; cvt.rn.f16x2.e4m3x2 both, low;"
         " mov.b32 {low, high}, both; cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }",
@@ -56,7 +57,7 @@ def pair_as_floats(pair: Int32) -> tuple:
 
 @cute.jit
 def pack_two(low: Float32, high: Float32) -> Int16:
-    """Two floats rounded to e4m3, in 16 bits; past 448 they become 448, NaN stays."""
+    """Two floats rounded to e4m3, in 16 bits. Magnitudes above 448 become 448; NaN stays NaN."""
     word = cute.arch.inline_ptx(
         "{ .reg .b16 pair, zero; mov.b16 zero, 0; cvt.rn.satfinite.e4m3x2.f32 pair, {$r1}, {$r0};"
         " mov.b32 {$w0}, {pair, zero}; }",
@@ -66,7 +67,7 @@ def pack_two(low: Float32, high: Float32) -> Int16:
     return word.to(Int16)
 
 
-# of a row's largest value after it was brought to fp16's range
+# log2 of a row's largest value once it is in fp16's range
 LARGEST_EXPONENT = 14
 _BIAS, _MANTISSA_BITS, _SMALLEST = 127, 23, 1 + LARGEST_EXPONENT
 
@@ -75,7 +76,7 @@ _BIAS, _MANTISSA_BITS, _SMALLEST = 127, 23, 1 + LARGEST_EXPONENT
 def factors_of_row(largest: Float32) -> tuple:
     """A power of two that brings a row with this largest magnitude to fp16's range, and its reciprocal.
 
-    Rows of zeros, tiny ones, and ones with infinities or NaN get a factor that is a number, too.
+    Rows of zeros, tiny rows, and rows with infinities or NaN get a factor that is a number as well.
     """
     exponent = _bits(largest) >> _MANTISSA_BITS  # biased; there is no sign
     exponent = cutlass.max(exponent, Int32(_SMALLEST))

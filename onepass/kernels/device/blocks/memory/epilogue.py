@@ -20,8 +20,8 @@ def store_rows(
     Args:
         acc_o: (2, columns) of this thread; every 8-column block of a row is spread over its quad, 2 columns a lane.
         out_rows: (head_dim_v,) each, contiguous.
-        is_row: whether it is to be written.
-        first_block: of the 8-column blocks of out that acc_o holds.
+        is_row: whether each of the rows exists and is to be written.
+        first_block: the number of the first 8-column block of out that acc_o holds.
 
     Four blocks at a time are transposed over the quad, after which lane i holds all 8 columns of block i: a quad
     writes 64 contiguous bytes. No shared memory and no barrier, so a warp that is done goes on to its next tile.
@@ -55,9 +55,9 @@ def store_pairs(
     vector_bytes: cutlass.Constexpr[int],
     first_block=0,
 ):
-    """`store_rows` for rows that are not 16-byte aligned: a lane's two columns of each block as they are.
+    """`store_rows` for rows that are not 16-byte aligned: a lane writes its own two columns of each block.
 
-    Args: vector_bytes: 2 for one by one, else both at once.
+    Args: vector_bytes: 2 to write columns one by one; with larger values both are written at once.
     """
     head_dim_v, dtype = cute.size(out_rows[0]), out_rows[0].element_type
     width = 1 if cutlass.const_expr(vector_bytes == 2) else 2
@@ -82,7 +82,10 @@ def store_16_bits(
     vector_bytes: cutlass.Constexpr[int],
     first_block=0,
 ):
-    """`store_rows` or `store_pairs`, by the bytes that divide addresses and rows of out."""
+    """`store_rows`, or `store_pairs` if 16 does not divide the addresses and the rows of out.
+
+    Args: vector_bytes: the bytes that divide these addresses and rows.
+    """
     if cutlass.const_expr(vector_bytes == 16):
         store_rows(acc_o, weights, out_rows, is_row, lane_in_quad, first_block)
     else:
@@ -100,11 +103,11 @@ def store_runs(
     width: cutlass.Constexpr[int],
     first_block=0,
 ):
-    """out_rows[r] = weights[r] * acc_o[r] for lanes that hold `run` neighbouring columns of each 4 * run.
+    """out_rows[r] = weights[r] * acc_o[r] for lanes that hold `run` neighboring columns of each 4 * run.
 
     Args:
-        acc_o: (2, columns): of each run / 2 8-column blocks of the accumulator the first columns of the lane's pairs
-            are the first half of the run, the second ones the other half.
+        acc_o: (2, columns). In every run / 2 blocks of 8 columns of the accumulator, the first columns of the lane's
+            pairs are the first half of the run, the second columns are the other half.
         run: 8 in float32, 4 over an e4m3 cache (blocks/memory/e4m3.py).
         width: elements of a store.
     """
@@ -114,11 +117,11 @@ def store_runs(
     for r in cutlass.range_constexpr(2):
         vectors = cute.flat_divide(out_rows[r], (width,))
         for first in cutlass.range_constexpr(0, count, width):
-            number, place = first // run, first % run
+            number, offset = first // run, first % run
             for i in cutlass.range_constexpr(width):
-                pair, second = (place + i) % (run // 2), (place + i) // (run // 2)
+                pair, second = (offset + i) % (run // 2), (offset + i) // (run // 2)
                 values[i] = (acc_o[r, run * number + 2 * pair + second] * weights[r]).to(dtype)
-            column = 8 * first_block + 4 * run * number + run * lane_in_quad + place
+            column = 8 * first_block + 4 * run * number + run * lane_in_quad + offset
             if is_row[r] and column < head_dim_v:
                 cute.autovec_copy(values, vectors[None, column // width])
 

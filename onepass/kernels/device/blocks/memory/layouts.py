@@ -14,12 +14,12 @@ def rows_first(t: cute.Tensor) -> cute.Tensor:
 
 
 def partials_rows_first(t: cute.Tensor) -> cute.Tensor:
-    """`rows_first` of what splits write: (splits, batch, seqlen, heads, dim) -> (seqlen, dim, heads, batch, splits)."""
+    """`rows_first` of partials: (splits, batch, seqlen, heads, dim) -> (seqlen, dim, heads, batch, splits)."""
     return cute.make_tensor(t.iterator, cute.select(t.layout, [2, 4, 3, 1, 0]))
 
 
 def splits_as_batch(t: cute.Tensor) -> cute.Tensor:
-    """(splits, batch, ..) -> (splits * batch, ..), of a workspace in which they follow each other. No data moves."""
+    """(splits, batch, ..) -> (splits * batch, ..), for a workspace in which splits follow each other. No data moves."""
     layout = cute.make_layout((t.shape[0] * t.shape[1], *t.shape[2:]), stride=t.stride[1:])
     return cute.make_tensor(t.iterator, layout)
 
@@ -39,7 +39,7 @@ def pack_heads(t: cute.Tensor, group: int) -> cute.Tensor:
 
 
 def first_rows(tiles: cute.Layout, rows: int) -> cute.Layout:
-    """The first rows of each of the tiles (rows, columns, count) of shared memory, at their places."""
+    """The first rows of each of the tiles (rows, columns, count) of shared memory, which stay where they are."""
     if cute.size(tiles, mode=[0]) == rows:
         return tiles
     # rows of a tile are equally spaced: one mode of any length describes them
@@ -48,7 +48,7 @@ def first_rows(tiles: cute.Layout, rows: int) -> cute.Layout:
 
 
 def row_boxes(tiles: cute.Layout, rows: int) -> cute.Layout:
-    """Tiles (rows of all boxes, columns, count) of shared memory as boxes (rows, columns, box of a tile, count)."""
+    """Tiles (rows of all boxes, columns, count) of shared memory as boxes (rows, columns, box in its tile, count)."""
     spacing = cute.coalesce(cute.make_layout(tiles.shape[0], stride=tiles.stride[0])).stride
     num_boxes = cute.size(tiles, mode=[0]) // rows
     (_, columns, count), (_, along_columns, along_count) = tiles.shape, tiles.stride
@@ -58,7 +58,7 @@ def row_boxes(tiles: cute.Layout, rows: int) -> cute.Layout:
 
 
 def one_tile(tiles: cute.ComposedLayout, rows: int) -> cute.ComposedLayout:
-    """One of the tiles that `smem_tiles` makes, its first rows: what a TMA load fills."""
+    """The first rows of one of the tiles that `smem_tiles` makes: what a TMA load fills."""
     layout = first_rows(tiles.outer, rows)
     # cut before it is swizzled: slicing the composed layout aborts the compiler if 8 does not divide rows
     layout = cute.make_layout(layout.shape[:2], stride=layout.stride[:2])
@@ -86,17 +86,17 @@ def as_batch_of_one(t: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(t.iterator, cute.make_layout((1, *t.shape), stride=(0, *t.stride)))
 
 
-def at_head(t: cute.Tensor, m: cute.Tensor, head, place, is_packed: bool, along: int = 0) -> cute.Tensor:
-    """A head's part of t (.., head, batch), which is m or cut into tiles from it, m (seqlen, dim, head, batch).
+def at_head(t: cute.Tensor, m: cute.Tensor, head, origin, is_packed: bool, along: int = 0) -> cute.Tensor:
+    """A head of t (.., head, batch), which is m (seqlen, dim, head, batch) or cut into tiles from it.
 
     Args:
-        place: batch entry; of packed sequences, whose batch is 1, the row of m to start from.
-        along: the mode of m that is the sequence's.
+        origin: batch entry; for packed sequences, whose batch is 1, the row of m to start from.
+        along: the mode of m that is the sequence.
     """
     if not is_packed:
-        return t[None, None, head, place]
+        return t[None, None, head, origin]
     t = t[None, None, head, 0]
-    start = (0, place) if isinstance(m.shape[0], tuple) else place  # of pack_heads
+    start = (0, origin) if isinstance(m.shape[0], tuple) else origin  # of `pack_heads`
     offset = (start, 0, 0, 0) if along == 0 else (0, start, 0, 0)
     moved = cute.domain_offset(offset, cute.make_tensor(t.iterator, m.layout))
     return cute.make_tensor(moved.iterator, t.layout)

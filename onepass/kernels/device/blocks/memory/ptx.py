@@ -1,4 +1,4 @@
-"""Single instructions that the language has no word for."""
+"""Single instructions that the kernel language does not offer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def unpack_pair(word: Int32, dtype: cutlass.Constexpr) -> tuple:
 
 @cute.jit
 def add_to_global(target: cute.Pointer, values: list):
-    """target[0:4] += values, 16 bytes at once and without an answer. From Hopper on."""
+    """target[0:4] += values, 16 bytes at once, without waiting for a result. Needs Hopper or newer."""
     cute.arch.inline_ptx(
         "red.global.add.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
         read_only_args=[target.toint(), *values],
@@ -39,12 +39,12 @@ def add_to_global(target: cute.Pointer, values: list):
 
 @cute.jit
 def add_one_to_global(target: cute.Pointer, value: Float32):
-    """`add_to_global` of one value, which GPUs before Hopper can, too."""
+    """`add_to_global` of one value, which GPUs before Hopper can do as well."""
     cute.arch.inline_ptx("red.global.add.f32 [{$r0}], {$r1};", read_only_args=[target.toint(), value])
 
 
 def load_past_l1(source: cute.Pointer) -> tuple:
-    """The four float32 at source, 16 bytes at once, as additions in L2 have left them."""
+    """The four float32 at source, read as 16 bytes from L2, where additions have left them."""
     return cute.arch.inline_ptx(
         "ld.relaxed.gpu.global.v4.f32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
         write_only_types=[Float32] * 4,
@@ -53,7 +53,8 @@ def load_past_l1(source: cute.Pointer) -> tuple:
 
 
 def look_at(flag: cute.Pointer) -> Int32:
-    """The int32 in global memory, now; what it says about other memory holds after a `fence_acq_rel_gpu`."""
+    """The current value of an int32 in global memory; what it says about other memory holds after a
+    `fence_acq_rel_gpu`."""
     return cute.arch.inline_ptx(
         "ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[flag.toint()]
     )
@@ -61,9 +62,11 @@ def look_at(flag: cute.Pointer) -> Int32:
 
 @cute.jit
 def wait_until_equal(flag: cute.Pointer, value: Int32, seen: Int32):
-    """Until the int32 in global memory is `value`, for a whole warp, whose lanes have `seen` what it was before.
+    """Wait until an int32 in global memory is `value`. For a whole warp.
 
-    All lanes read and vote: around a loop that lanes might leave one by one ptxas keeps nothing in uniform registers.
+    All lanes read and vote: around a loop that lanes might leave one by one, ptxas keeps nothing in uniform registers.
+
+    Args: seen: what the int32 was when the lanes looked at it before.
     """
     cute.arch.inline_ptx(
         "{ .reg .pred differs; .reg .b32 seen; mov.b32 seen, {$r2}; bra.uni check;"
@@ -75,7 +78,7 @@ def wait_until_equal(flag: cute.Pointer, value: Int32, seen: Int32):
 
 
 def draw(counter: cute.Pointer) -> Int32:
-    """The int32 in global memory before it is counted up by one."""
+    """Add one to an int32 in global memory. Returns: its value before."""
     return cute.arch.inline_ptx(
         "atom.relaxed.gpu.global.add.s32 {$w0}, [{$r0}], 1;",
         write_only_types=[Int32],
@@ -85,7 +88,7 @@ def draw(counter: cute.Pointer) -> Int32:
 
 @cute.jit
 def increment(flag: cute.Pointer):
-    """flag += 1 in global memory. After a `fence_acq_rel_gpu`, for others to see what this thread has done before."""
+    """flag += 1 in global memory. With a `fence_acq_rel_gpu` before it, others see what this thread has done so far."""
     cute.arch.inline_ptx("red.relaxed.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[flag.toint()])
 
 
@@ -102,7 +105,10 @@ def load_transposed(address: Int32) -> tuple:
 
 
 def store_matrices(address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
-    """stmatrix of four such matrices: lane 8 m + i names row i of matrix m, whose words lanes 4 i to 4 i + 3 have."""
+    """Store four 8 x 8 matrices of 16-bit values (stmatrix).
+
+    Lane 8 m + i names row i of matrix m; lanes 4 i to 4 i + 3 have the words of that row.
+    """
     cute.arch.inline_ptx(
         "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
         read_only_args=[address, a, b, c, d],
@@ -110,7 +116,7 @@ def store_matrices(address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
 
 
 def permute_bytes(a: Int32, b: Int32, selector: Int32) -> Int32:
-    """Four bytes of those of a (0 to 3) and b (4 to 7), by the selector's lowest four digits of 4 bits."""
+    """Four of the bytes of a (0 to 3) and b (4 to 7), chosen by the lowest four 4-bit digits of the selector."""
     return cute.arch.inline_ptx(
         "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Int32], read_only_args=[a, b, selector]
     )
@@ -120,8 +126,8 @@ def permute_bytes(a: Int32, b: Int32, selector: Int32) -> Int32:
 def pack(source: cute.Tensor, target: cute.Tensor):
     """A float32 fragment -> a 16-bit fragment of the same order.
 
-    The assembly is volatile, so it stays behind the wait that frees `target`. A plain conversion is pure arithmetic:
-    it would be hoisted above the wait, two copies of P would be alive, and ptxas would serialise every wgmma.
+    The assembly is volatile, so it stays after the wait that frees `target`. An ordinary conversion is pure arithmetic:
+    it would be hoisted above the wait, two copies of P would be alive, and ptxas would serialize every wgmma.
     """
     words = cute.recast_tensor(target, Int32)
     for i in cutlass.range_constexpr(cute.size(words)):
@@ -129,8 +135,8 @@ def pack(source: cute.Tensor, target: cute.Tensor):
 
 
 @cute.jit
-def pack_parts(source: cute.Tensor, high: cute.Tensor, low: cute.Tensor):
-    """A float32 fragment -> the fragments of its rounding to 16 bits and of what that leaves; see `pack`."""
+def pack_halves(source: cute.Tensor, high: cute.Tensor, low: cute.Tensor):
+    """A float32 fragment -> its rounding to 16 bits (high), and the rest in 16 bits (low); see `pack`."""
     high_words, low_words = (cute.recast_tensor(t, Int32) for t in (high, low))
     for i in cutlass.range_constexpr(cute.size(high_words)):
         a, b = source[2 * i], source[2 * i + 1]
@@ -142,7 +148,10 @@ def pack_parts(source: cute.Tensor, high: cute.Tensor, low: cute.Tensor):
 
 @cute.jit
 def pack_four(a: Float32, b: Float32, c: Float32, d: Float32) -> Int32:
-    """Four floats rounded to e4m3 in one 32-bit register, a in its lowest byte; past 448 they become 448, NaN stays."""
+    """Four floats rounded to e4m3 in one 32-bit register, a in its lowest byte.
+
+    Magnitudes above 448 become 448; NaN stays NaN.
+    """
     return cute.arch.inline_ptx(
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};"
         " cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }",
@@ -153,7 +162,7 @@ def pack_four(a: Float32, b: Float32, c: Float32, d: Float32) -> Int32:
 
 @cute.jit
 def transpose_bytes(a: Int32, b: Int32, c: Int32, d: Int32) -> tuple:
-    """4 x 4 transpose: register i of the result has byte i of a, b, c, d, from its lowest byte on."""
+    """Transpose 4 x 4 bytes: register i of the result has byte i of a, b, c, d, from its lowest byte on."""
     return cute.arch.inline_ptx(
         "{ .reg .b32 ab, cd, AB, CD; prmt.b32 ab, {$r0}, {$r1}, 0x5140; prmt.b32 cd, {$r2}, {$r3}, 0x5140;"
         " prmt.b32 AB, {$r0}, {$r1}, 0x7362; prmt.b32 CD, {$r2}, {$r3}, 0x7362;"
@@ -166,7 +175,7 @@ def transpose_bytes(a: Int32, b: Int32, c: Int32, d: Int32) -> tuple:
 
 @cute.jit
 def multiply_16x16(a: list, low: Int32, high: Int32, dtype: cutlass.Constexpr) -> tuple:
-    """mma m16n8k16 of bf16 or fp16 from 0: the four registers of A (16, 16), and two of B (16, 8) -> four sums."""
+    """mma m16n8k16 of bf16 or fp16 that starts from 0: four registers of A (16, 16), two of B (16, 8) -> four sums."""
     name = "bf16" if cutlass.const_expr(dtype is cutlass.BFloat16) else "f16"
     return cute.arch.inline_ptx(
         f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 {{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }},"
@@ -184,10 +193,10 @@ def quotient(a: Float32, b: Float32) -> Float32:
 
 @cute.jit
 def order_after(a: Float32, b: Float32):
-    """What follows in the program is not begun before the sums a and b (>= 0 or NaN) and all that they are made of.
+    """Keep what follows in the program after the sums a and b (>= 0 or NaN) and all of their terms.
 
-    Plain arithmetic has no order with respect to waits; an instruction with an effect (here one that is never taken)
-    has, and its predicate hangs on a and b.
+    Pure arithmetic has no order with respect to waits. An instruction with a side effect has; the one here is never
+    executed, and its predicate depends on a and b.
     """
     cute.arch.inline_ptx(
         "{ .reg .pred p; .reg .f32 s; .reg .b32 a; add.f32 s, {$r0}, {$r1}; setp.lt.f32 p, s, 0f00000000;"
@@ -197,25 +206,26 @@ def order_after(a: Float32, b: Float32):
 
 
 def add_here(a: Float32, b: Float32) -> Float32:
-    """a + b, computed before any instruction with an effect that follows in the program."""
+    """a + b, computed before any instruction with a side effect that follows in the program."""
     return cute.arch.inline_ptx("add.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
 @cute.jit
 def exit_if(condition: Boolean):
-    """End of this thread. For whole thread blocks, before anything waits for them."""
+    """End this thread. Only for whole thread blocks, and before anything waits for them."""
     cute.arch.inline_ptx("exit;", predicate=condition)
 
 
 def bits(x: Float32) -> Int32:
+    """The bits of a float32 as an integer."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 
 @cute.jit
 def power_below(x: Float32) -> tuple:
-    """n and 2^-n with 2^n <= x < 2^(n + 1), of a number above 0 that is not subnormal; n is a float.
+    """n and 2^-n with 2^n <= x < 2^(n + 1), for a number x above 0 that is not subnormal; n is a float.
 
-    Of 0 they are -127 and 2^127, of NaN anything: a product with it is NaN.
+    For 0 they are -127 and 2^127. For NaN they are arbitrary: a product with NaN is NaN anyway.
     """
     exponent = bits(x) >> 23
     return (exponent - 127).to(Float32), (254 - exponent << 23).bitcast(Float32)
@@ -250,7 +260,7 @@ def exp2_on_fma_pipe(x: Float32) -> Float32:
 
 @cute.jit
 def transpose_in_quad(r0: Int32, r1: Int32, r2: Int32, r3: Int32, lane_in_quad: Int32):
-    """4 x 4 transpose over the four lanes of a quad: lane i gets register i of lanes 0, 1, 2, 3, in this order.
+    """Transpose 4 x 4 registers over the four lanes of a quad: lane i gets register i of lanes 0, 1, 2, 3 in order.
 
     Two rounds of exchange, with the lane two away and then one away: 4 shuffles and 8 selects.
     """

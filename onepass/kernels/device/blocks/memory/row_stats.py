@@ -8,9 +8,9 @@ from cutlass import Float32, Int32
 
 
 def stats_position(row: Int32) -> Int32:
-    """Where a row's lse and delta are among those of its block.
+    """The index of a row's lse and delta among those of its block.
 
-    Of sixteen rows a thread of the main kernel needs four, two of each eight: they lie together, 16 bytes.
+    A thread of the main kernel needs four of sixteen rows, two of each eight: these four lie together, in 16 bytes.
     """
     upper, in_eight = row // 8 % 2, row % 8
     return row // 16 * 16 + in_eight // 2 * 4 + upper * 2 + in_eight % 2
@@ -18,7 +18,7 @@ def stats_position(row: Int32) -> Int32:
 
 @cute.jit
 def stats_of_row(stats: cute.Tensor, row: Int32) -> tuple[Float32, Float32]:
-    """-lse and -delta of a row counted from the first block of stats, (blocks, 2 * tile_m)."""
+    """-lse and -delta of a row. Args: stats: (blocks, 2 * tile_m). row: counted from the first block of stats."""
     tile_m = cutlass.const_expr(cute.size(stats, mode=[1]) // 2)
     block, position = row // tile_m, stats_position(row % tile_m)
     return stats[block, position], stats[block, tile_m + position]

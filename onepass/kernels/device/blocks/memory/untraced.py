@@ -6,9 +6,9 @@ from __future__ import annotations
 class Untraced:
     """Base of objects that name values and fragments which stay the same objects throughout a kernel.
 
-    The tracer carries every object that a run-time loop or branch touches as the list of its run-time values. A bundle
-    has none to carry: its attributes are never rebound (register tensors in it are written in place), so after the
-    loop it is what it was before.
+    The tracer carries every object that a run-time loop or branch touches as the list of its run-time values. An
+    untraced object has none to carry: its attributes are never rebound (its register tensors are written in place), so
+    after the loop it is what it was before.
     """
 
     def __extract_mlir_values__(self) -> list:

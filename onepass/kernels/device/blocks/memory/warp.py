@@ -21,10 +21,10 @@ def inclusive_sum(x: Int32) -> Int32:
 
 @cute.jit
 def count(condition: Boolean) -> Int32:
-    """In how many lanes the condition holds."""
+    """The number of lanes in which the condition holds."""
     return Int32(cute.arch.popc(cute.arch.vote_ballot_sync(condition)))
 
 
 def broadcast(x: Numeric, lane: Int32) -> Numeric:
-    """x of that lane."""
+    """x of the given lane, in all lanes."""
     return cute.arch.shuffle_sync(x, lane)

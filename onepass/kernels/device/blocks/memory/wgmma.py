@@ -1,4 +1,4 @@
-"""Issue of one group of asynchronous warpgroup GEMMs."""
+"""Issuing a group of asynchronous warpgroup GEMMs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def issue(
 
 
 def products(a: list, b: list) -> list:
-    """The pairs whose products make up those of a and b, operands in one part or in a high and a low one each.
+    """The pairs whose products make up the product of two operands, each of one tensor or of a high and a low half.
 
-    The low parts' own product is left out, about 2^-22 of the whole. The small ones come first: the tensor cores cut
-    off what they add to a large sum.
+    The product of both low halves is left out, about 2^-22 of the whole. Small products come first: the tensor cores
+    cut off what they add to a large sum.
     """
     if len(a) == 1:
         return [(a[0], b[0])]
@@ -32,7 +32,7 @@ def products(a: list, b: list) -> list:
 @cute.jit
 def issue_sum(tiled_mma: cute.TiledMma, acc: cute.Tensor, pairs: list, accumulate: cutlass.Constexpr[bool]):
     """acc (+)= the sum of a b^T over the pairs (a, b), as one committed group; see `issue`."""
-    # a private copy: ACCUMULATE is set on the Python object
+    # a copy of its own: ACCUMULATE is set on the Python object
     atom = cute.make_mma_atom(tiled_mma.op)
     warpgroup.fence()
     for i in cutlass.range_constexpr(len(pairs)):

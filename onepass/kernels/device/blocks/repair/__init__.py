@@ -1,1 +1,1 @@
-"""Rows recomputed from global memory, one warp a row, after a NaN of a hidden key has reached their tile."""
+"""Repair: rows computed again from global memory, a warp each, after a NaN of a hidden key has reached their tile."""

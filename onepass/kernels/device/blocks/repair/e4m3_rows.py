@@ -1,4 +1,4 @@
-"""blocks/repair/rows.py's `recompute_row` over an e4m3 cache, whose rows are pairs of e4m3."""
+"""`recompute_row` of rows.py for an e4m3 cache, whose rows are pairs of e4m3."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def recompute_row(
 ):
     """out = weight * sum over the keys [low, high) of exp2(scale_log2 * (score - row_max)) * v, by all lanes of a warp.
 
-    A lane has a key of every 32 and all its score; for the sum over keys it has every 32nd pair of columns.
+    A lane computes the whole score of one key of every 32; in the sum over keys it has every 32nd pair of columns.
     """
     lane, num_pairs = cute.arch.lane_idx(), cute.size(out) // 2
     reference = (row_max if row_max > -Float32.inf else Float32(0.0)) * scale_log2
@@ -52,7 +52,7 @@ def recompute_row(
         key = minimum(low + lane, high - 1)
         score, v_descale = dot(q, mK[key, None]), Float32(1.0)
         if cutlass.const_expr(descales is not None):
-            k_descale, v_descale = descales.of_key(key)
+            k_descale, v_descale = descales.at_key(key)
             score = score * k_descale
         if cutlass.const_expr(tanh_scale is not None):
             score = repair_rows.soft_cap(score, tanh_scale, q.element_type)

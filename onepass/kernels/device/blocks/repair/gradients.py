@@ -1,10 +1,10 @@
-"""A row of dq, dk or dv straight from global memory, by one warp: what is put right in a tile that a NaN has reached.
+"""A row of dq, dk or dv computed straight from global memory by one warp, to repair a tile that a NaN has reached.
 
-P of a hidden pair is 0, but its dS = P (dP - delta) and its part of dV += P^T dO, dK += dS^T Q and dQ += dS K are NaN
-where dO, delta, Q or K (with V, through dP) is NaN or infinite. As in the forward (repair_rows.py), a finished tile is
-looked through for NaN (`nan_rows`), and rows that have one are replaced by the sum over their visible pairs.
+P of a hidden pair is 0, but its dS = P (dP - delta) and its terms of dV += P^T dO, dK += dS^T Q and dQ += dS K are NaN
+where dO, delta, Q or K (with V, through dP) is NaN or infinite. A finished tile is searched for NaN (`nan_rows`), like
+in the forward (rows.py), and rows that have one are replaced by the sum over their visible pairs.
 
-Pairs are those of one head and one sequence; its rows are counted from 0.
+Pairs are those of one head and one sequence, whose rows are counted from 0.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .rows import VECTOR_BYTES, add_rows, dot, is_lost, row_sums, soft_cap, sum_
 def nan_rows(acc: cute.Tensor, is_row: list) -> tuple[Int32, Int32]:
     """Which of a warp's 16 rows of an accumulator (2, columns) hold a NaN: a ballot for each of a thread's two rows.
 
-    What a hidden pair brings is NaN and never infinite.
+    A hidden pair brings a NaN, never an infinity.
 
-    Args: is_row: whether they are rows (those past the last one may hold anything, and are not written).
+    Args: is_row: whether each row exists (rows past the last one may hold arbitrary values, and are not written).
     """
     ballots = []
     for r in cutlass.range_constexpr(2):
@@ -38,7 +38,7 @@ def nan_rows(acc: cute.Tensor, is_row: list) -> tuple[Int32, Int32]:
 
 
 def has_nan(ballots: tuple, i: Int32) -> Boolean:
-    """Whether the i-th of the 16 rows is among the `nan_rows`: a row is spread over a quad."""
+    """Whether the i-th of the 16 rows, which is spread over a quad, is among the `nan_rows`."""
     return (select(i < 8, ballots[0], ballots[1]) >> (i % 8 * 4)) & 15 != 0
 
 
@@ -55,11 +55,11 @@ def _gradient_of_score(
     wants_p: cutlass.Constexpr[bool],
     vector_bytes: cutlass.Constexpr[int],
 ) -> Float32:
-    """dS of a visible pair, with a softcap times its slope; or P.
+    """dS of a visible pair, with a softcap times its slope; or with wants_p its P.
 
     Args:
-        minus_lse, minus_delta: of the query, as in the backward's stats.
-        vector_bytes: of a load.
+        minus_lse, minus_delta: the query's values in the backward's stats.
+        vector_bytes: bytes of a load.
     """
     score = dot(q, k, vector_bytes)
     if cutlass.const_expr(tanh_scale is None):
@@ -87,22 +87,22 @@ def add_queries(
     high: Int32,
     scale_log2: Float32,
     tanh_scale: Float32 | None,
-    of_v: cutlass.Constexpr[bool],
+    is_v: cutlass.Constexpr[bool],
     vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
 ):
-    """acc (repair_rows.row_sums) += what the queries [low, high) of a head give to dk of a key; to dv (of_v).
+    """acc (from `row_sums`) += what the queries [low, high) of a head add to dk of a key; with is_v, to dv.
 
-    A lane has a query of every 32. The last ones come first: under a causal mask they see the most keys, and if
-    anything makes the whole row NaN they are likely to.
+    A lane has one query of every 32. The last queries come first: under a causal mask they see the most keys, so they
+    are the most likely to make the whole row NaN.
     """
     lost = is_lost(acc)
     while low < high and not lost:
         first = maximum(high - LANES, low)
         query = minimum(first + cute.arch.lane_idx(), high - 1)
         q, dout = mQ[query, None], mdO[query, None]
-        of_query = stats_of_row(stats, query)
-        weight = _gradient_of_score(q, k, dout, v, *of_query, scale_log2, tanh_scale, of_v, vector_bytes)
-        add_rows(acc, weight, mdO if cutlass.const_expr(of_v) else mQ, first, high - first)
+        query_stats = stats_of_row(stats, query)
+        weight = _gradient_of_score(q, k, dout, v, *query_stats, scale_log2, tanh_scale, is_v, vector_bytes)
+        add_rows(acc, weight, mdO if cutlass.const_expr(is_v) else mQ, first, high - first)
         lost = is_lost(acc)
         high = first
 
@@ -122,7 +122,7 @@ def recompute_dq(
     softmax_scale: Float32,
     vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
 ):
-    """A row of dq from the keys alone that it sees: a lane has a key of every 32."""
+    """Compute a row of dq from the keys alone that it sees. A lane has one key of every 32."""
     low, high = key_range(query, query + 1, *geometry)
     q, dout = mQ[query, None], mdO[query, None]
     minus_lse, minus_delta = stats_of_row(stats, query)

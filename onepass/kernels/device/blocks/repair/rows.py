@@ -1,9 +1,9 @@
-"""A row of attention straight from global memory, by one warp: what a tile's rows are recomputed with after a NaN.
+"""A row of attention computed straight from global memory by one warp, to repair a tile after a NaN.
 
 A tile multiplies the V of hidden keys by P = 0, and 0 * NaN = NaN: a NaN or infinity in V at a key of a masked block
-reaches all rows of the tile, also those that do not see the key. That costs nothing to allow and is rare, so it is put
-right afterwards: `has_nan` looks at a finished tile, and `recompute_row` replaces a row by what its visible keys give.
-repair_gradients.py does the same for gradients.
+reaches all rows of the tile, even those that do not see the key. This is rare and costs nothing to allow, so it is
+repaired afterwards: `has_nan` looks at a finished tile, and `recompute_row` replaces a row by what its visible keys
+give. gradients.py does this for gradients.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ..memory import warp
 from ..softmax.online import LN2
 from ..softmax.sinks import weight_of_sink
 
-VECTOR_BYTES = 16  # of a load
+VECTOR_BYTES = 16  # bytes of a load
 # tanh(x) = x + x^3 (c0 + c1 x^2 + ..) up to x = 0.5, relative error 2^-23
 TANH_SERIES = (-0.3333331, 0.13330476, -0.05338711, 0.017988745)
 TANH_SERIES_END = 0.5
 
 
 class SourceTensors(NamedTuple):
-    """q, k, v and, of a backward, dout for ordinary loads: (seqlen, dim, heads, batch), see layouts.rows_first."""
+    """q, k, v and, in a backward, dout for ordinary loads: (seqlen, dim, heads, batch), see layouts.rows_first."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -37,9 +37,10 @@ class SourceTensors(NamedTuple):
 
 @cute.jit
 def sum_of_products(acc: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
-    """NaN if one is in this thread's part of row r: the sum of products of two values each.
+    """A sum of products of two values each: NaN if there is a NaN among this thread's values of row r.
 
-    Half the instructions of a sum of values. It is infinite or NaN also if a product or their sum passes 3e38.
+    It takes half the instructions of a sum of values. The result is infinite or NaN also where a product or their sum
+    exceeds 3e38.
     """
     sums = [Float32(0.0), Float32(0.0)]
     for c in cutlass.range_constexpr(0, cute.size(acc, mode=[1]), 2):
@@ -51,9 +52,9 @@ def sum_of_products(acc: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
 def has_nan(acc_o: cute.Tensor, is_row: Boolean) -> Boolean:
     """Whether a NaN or infinity of V is in the rows of this warp.
 
-    It is in every row (where the key is hidden, as NaN), so each thread looks at its first one.
+    It is in every row (as NaN where the key is hidden), so each thread looks at its first row.
 
-    Args: is_row: whether that row is one (rows past the last one may hold anything).
+    Args: is_row: whether that row exists (rows past the last one may hold arbitrary values).
     """
     total = sum_of_products(acc_o, 0)
     return Boolean(cute.arch.vote_any_sync(is_row and total - total != 0.0))
@@ -61,7 +62,7 @@ def has_nan(acc_o: cute.Tensor, is_row: Boolean) -> Boolean:
 
 @cute.jit
 def has_nan_in_a_row(acc_o: cute.Tensor, is_row: list) -> Boolean:
-    """The same where one row may have it and another not: a thread looks at both of its rows."""
+    """`has_nan` where one row may have a NaN and another not: a thread looks at both of its rows."""
     found = Boolean(False)
     for r in cutlass.range_constexpr(2):
         total = sum_of_products(acc_o, r)
@@ -75,7 +76,7 @@ def soft_cap(score: Float32, tanh_scale: Float32, dtype: cutlass.Constexpr = Non
 
     tanh.approx would be one instruction, with an error of 5e-4 * softcap in the score.
 
-    Args: dtype: of the inputs; with float32 the error of small values, 1e-7 by itself, is relative, too.
+    Args: dtype: the dtype of the inputs. With float32, the error of small values is 1e-7 relative to them, too.
     """
     tanh = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + cute.math.exp2(score * tanh_scale, fastmath=True))
     if cutlass.const_expr(dtype is Float32):
@@ -93,13 +94,13 @@ def dot(a: cute.Tensor, b: cute.Tensor, vector_bytes: cutlass.Constexpr[int] = V
     """a . b of two contiguous rows in global memory, in float32, by loads of vector_bytes."""
     vector = vector_bytes * 8 // a.element_type.width
     a, b = (cute.flat_divide(row, (vector,)) for row in (a, b))
-    a_part, b_part = (cute.make_rmem_tensor((vector,), row.element_type) for row in (a, b))
+    a_vector, b_vector = (cute.make_rmem_tensor((vector,), row.element_type) for row in (a, b))
     total = Float32(0.0)
     for i in cutlass.range(cute.size(a, mode=[1]), unroll=2):
-        cute.autovec_copy(a[None, i], a_part)
-        cute.autovec_copy(b[None, i], b_part)
+        cute.autovec_copy(a[None, i], a_vector)
+        cute.autovec_copy(b[None, i], b_vector)
         for c in cutlass.range_constexpr(vector):
-            total += a_part[c].to(Float32) * b_part[c].to(Float32)
+            total += a_vector[c].to(Float32) * b_vector[c].to(Float32)
     return total
 
 
@@ -113,7 +114,7 @@ def row_sums(row: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def add_rows(acc: cute.Tensor, weight: Float32, rows: cute.Tensor, first: Int32, count: Int32):
-    """acc += the sum over the first `count` lanes of their weight times row `first` + lane of rows (.., columns)."""
+    """acc += the sum over the first `count` lanes of weight times row `first` + lane of rows (.., columns)."""
     lane, columns = cute.arch.lane_idx(), rows.shape[1]
     for i in cutlass.range(count, unroll=1):
         weight_i = warp.broadcast(weight, i)
@@ -124,7 +125,7 @@ def add_rows(acc: cute.Tensor, weight: Float32, rows: cute.Tensor, first: Int32,
 
 @cute.jit
 def is_lost(acc: cute.Tensor) -> Boolean:
-    """Whether all columns are NaN: nothing added to them changes that."""
+    """Whether all columns are NaN, which nothing added to them changes."""
     is_number = Boolean(False)
     for c in cutlass.range_constexpr(cute.size(acc)):
         is_number = is_number or acc[c] == acc[c]
@@ -156,7 +157,7 @@ def recompute_row(
 ):
     """out = weight * sum over the keys [low, high) of exp2(scale_log2 * (score - row_max)) * v, by all lanes of a warp.
 
-    A lane has a key of every 32 and all its score; for the sum over keys it has every 32nd column.
+    A lane computes the whole score of one key of every 32; in the sum over keys it has every 32nd column.
     """
     reference = (row_max if row_max > -Float32.inf else Float32(0.0)) * scale_log2
     acc = row_sums(out)
@@ -184,7 +185,7 @@ def attend_row(
     tanh_scale: Float32 | None,
     sink: Float32 | None,
 ) -> Float32:
-    """Attention of a row over the keys [low, high), in two passes over them. Returns: lse, with out written."""
+    """Attention of a row over the keys [low, high), in two passes over them; writes out. Returns: lse."""
     largest, start = -Float32.inf, low
     while start < high:
         largest = cute.arch.fmax(largest, lane_exponent(q, mK, start, high, scale_log2, tanh_scale))
@@ -213,7 +214,7 @@ def attend_row(
 def lane_exponent(
     q: cute.Tensor, mK: cute.Tensor, start: Int32, high: Int32, scale_log2: Float32, tanh_scale: Float32 | None
 ) -> Float32:
-    """scale_log2 * score of key start + lane, -inf from key `high` on."""
+    """scale_log2 * score of key start + lane; -inf from key `high` on."""
     key = start + cute.arch.lane_idx()
     score = dot(q, mK[minimum(key, high - 1), None])
     if cutlass.const_expr(tanh_scale is not None):

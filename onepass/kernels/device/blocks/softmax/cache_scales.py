@@ -1,8 +1,9 @@
-"""The descales of an e4m3 cache in a kernel: scores times those of K, P times those of V, once for 16 keys at most.
+"""The descales of an e4m3 cache in a kernel: those of K multiply scores, those of V multiply P or O.
 
-With one descale for a batch entry and head O is multiplied with V's in the end. With one for each block of keys P is,
-before it is rounded to fp16: as a share of the largest descale so far, which O refers to and is brought to when a
-larger one comes, so that P stays in fp16's range.
+A descale is looked up once for 16 keys. With one descale for a batch entry and head, O is multiplied by V's descale in
+the end. With one for each block of keys, P is multiplied before it is rounded to fp16, by the share of its descale in
+the largest descale so far. O refers to that largest descale and is rescaled when a larger one comes, so that P stays in
+fp16's range.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from .....geometry.pages import page_of_key
 from ..memory.untraced import Untraced
 from ..tiles.paged import Pages
 
-KEYS = 16  # of one descale or more: what blocks and pages are multiples of
+KEYS = 16  # keys that share a descale: blocks and pages are multiples of this
 SMALLEST = 2.0**-100
 
 
 class DescaleTensors(NamedTuple):
-    """What a kernel is told of them."""
+    """The descales of a call."""
 
     k: cute.Tensor  # (batch or num_pages, num_heads_kv, blocks), float32
     v: cute.Tensor
@@ -31,9 +32,12 @@ class DescaleTensors(NamedTuple):
 
 
 class CacheDescales(Untraced):
-    """Those of the keys that a warp has in its registers, looked up a step ahead.
+    """The descales of the keys that a warp has in its registers, looked up a step before they are needed.
 
-    Args: entry, head: of the tile; tile_n: keys of a step; by_block: each block of keys, or page, has its own.
+    Args:
+        entry, head: batch entry and kv head of the tile.
+        tile_n: keys of a step.
+        by_block: whether each block of keys, or page, has a descale of its own.
     """
 
     def __init__(
@@ -45,8 +49,8 @@ class CacheDescales(Untraced):
         self.k, self.v = (cute.make_rmem_tensor((count,), Float32) for _ in range(2))
         self.v_reference = cute.make_rmem_tensor((1,), Float32)
 
-    def of_key(self, key: Int32) -> tuple:
-        """The descales of a key that exists."""
+    def at_key(self, key: Int32) -> tuple:
+        """The descales of K and V of a key that exists."""
         outer, block = self.entry, 0
         if self.by_block:
             if self.pages is None:
@@ -58,10 +62,10 @@ class CacheDescales(Untraced):
 
     @cute.jit
     def look_up(self, first: Int32, seqlen_k: Int32):
-        """Those of the keys first, first + 1, .. of a step; of what is no key that of the nearest one."""
+        """Look up the descales of the keys first, first + 1, .. of a step; past the ends, those of the nearest key."""
         for g in cutlass.range_constexpr(cute.size(self.k)):
             key = maximum(minimum(first + g * KEYS, seqlen_k - 1), 0)
-            self.k[g], self.v[g] = self.of_key(key)
+            self.k[g], self.v[g] = self.at_key(key)
 
     @cute.jit
     def begin(self, first: Int32, seqlen_k: Int32):
@@ -77,7 +81,7 @@ class CacheDescales(Untraced):
 
     @cute.jit
     def scale_p(self, p: cute.Tensor, acc_o: cute.Tensor):
-        """All of P and O of a warp: P in the unit that O has afterwards."""
+        """Multiply P by V's descales, in the unit that O has afterwards; for all of P and O of a warp."""
         if cutlass.const_expr(self.by_block):
             old, new = self.v_reference[0], self.v_reference[0]
             for g in cutlass.range_constexpr(cute.size(self.v)):
@@ -96,6 +100,6 @@ class CacheDescales(Untraced):
 
     @cute.jit
     def finish(self, acc_o: cute.Tensor):
-        """O in its own unit."""
+        """Bring O to the unit of V's real values."""
         for i in cutlass.range_constexpr(cute.size(acc_o)):
             acc_o[i] = acc_o[i] * self.v_reference[0]

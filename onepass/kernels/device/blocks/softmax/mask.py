@@ -14,7 +14,7 @@ from ..memory.layouts import column_offset
 
 
 class Geometry(NamedTuple):
-    """One sequence: what decides which pairs are visible. A window side is None (at compile time) if unbounded."""
+    """What decides which pairs of a sequence are visible. An unbounded side of the window is None (at compile time)."""
 
     seqlen_q: Int32
     seqlen_k: Int32
@@ -27,12 +27,12 @@ def apply(scores: cute.Tensor, rows: list, n_start: Int32, lane_in_quad: Int32, 
     """Set hidden scores to -inf.
 
     Args:
-        scores: (2, columns) of this thread.
-        rows: their positions in the sequence.
+        scores: (2, columns), this thread's two rows.
+        rows: the positions of these rows in the sequence.
         n_start: the key at the tile's column 0.
 
-    A row sees the keys [low, high). Both are turned into column numbers counted from the thread's first column, so
-    that every comparison is with a constant.
+    A row sees the keys [low, high). Both bounds become column numbers counted from the thread's first column, so that
+    every comparison is with a constant.
     """
     shift = geometry.seqlen_k - geometry.seqlen_q
     first_key = n_start + 2 * lane_in_quad
@@ -64,7 +64,7 @@ def apply_to_keys(
     Args:
         keys: positions of the thread's two rows.
         m_start: the query at the tile's column 0.
-        hidden: what takes the place of a hidden score.
+        hidden: the value that replaces a hidden score.
     """
     shift = geometry.seqlen_k - geometry.seqlen_q
     first_query = m_start + 2 * lane_in_quad

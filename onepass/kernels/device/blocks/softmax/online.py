@@ -1,16 +1,16 @@
 """The online softmax on accumulators of wgmma or mma, in registers: the recurrence of onepass/tiled/online_softmax.py.
 
 A thread holds two rows of the tile (8 apart) and a quarter of their columns; the other quarters are in the three other
-lanes of its quad. Maxima are reduced over the quad at once, sums only at the end.
+lanes of its quad. Maxima are reduced over the quad in every tile, sums only at the end.
 
 Scores stay unscaled: with scale_log2 = softmax_scale * log2(e), exp(scale * (s - m)) = exp2(s * scale_log2 -
 m * scale_log2), one FMA and one exponential a score.
 
 The reference m need not be the maximum (any value gives the same quotient); it only has to keep exp2 in range. With a
-`rescale_threshold` it is left behind until a score has outgrown it by that many powers of two. Then most
-tiles need neither a maximum over the quad nor a rescaling of acc_o: each thread looks whether any of its scores is past
-the limit, and a warp in which one is takes the long way. Exactness is kept: row_sum and acc_o refer to the same m, and
-the final division cancels it.
+`rescale_threshold` it stays as it is until a score has outgrown it by that many powers of two. Then most tiles need
+neither a maximum over the quad nor a rescaling of acc_o: each thread checks whether any of its scores is past the
+limit, and if one is, its warp takes the long way. Exactness is kept: row_sum and acc_o refer to the same m, and the
+final division cancels it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LN2 = math.log(2.0)
 
 
 class Scores(NamedTuple):
-    """How raw scores q.k become exponents: exp2(scale_log2 * s), after s = tanh(s) of a softcap."""
+    """How raw scores q.k become exponentials: exp2(scale_log2 * s), with a softcap after s = tanh(..)."""
 
     scale_log2: Float32
     tanh_scale: Float32 | None  # 2 log2(e) * softmax_scale / softcap; None: no softcap
@@ -45,7 +45,7 @@ class OnlineSoftmax(Untraced):
     Args:
         scale_log2: softmax_scale * log2(e), positive.
         rescale_threshold: powers of two that a score may outgrow its row's reference by; 0 = always follow the maximum.
-        exp2_fma_period: every so many-th exponential is computed on the FMA pipe; 0 = none.
+        exp2_fma_period: n: every n-th exponential is computed on the FMA pipe; 0: none is.
     """
 
     def __init__(self, scale_log2: Float32, rescale_threshold: float, exp2_fma_period: int):
@@ -54,9 +54,9 @@ class OnlineSoftmax(Untraced):
         self.exp2_fma_period = exp2_fma_period
         self.row_max = cute.make_rmem_tensor((ROWS,), Float32)
         self.row_sum = cute.make_rmem_tensor((ROWS,), Float32)
-        # what acc_o has to be multiplied with before the next P V is added to it
+        # the factor of acc_o before the next P V is added to it
         self.row_scale = cute.make_rmem_tensor((ROWS,), Float32)
-        # with a threshold: row_max * scale_log2, and the bits of the score that must not be passed
+        # row_max * scale_log2; with a threshold, the bits of the largest score that needs no new reference
         self.reference = cute.make_rmem_tensor((ROWS,), Float32)
         self.limit = cute.make_rmem_tensor((ROWS,), Int32)
 
@@ -70,14 +70,15 @@ class OnlineSoftmax(Untraced):
         return cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1))
 
     def _thread_maximum(self, scores: cute.Tensor, r: int) -> Float32:
-        """Of this thread's scores. Four chains, because one of N / 4 dependent maxima would be all latency."""
+        """Maximum of this thread's scores of row r, in four chains: a single chain of dependent maxima would be all
+        latency."""
         chains = [scores[r, c] for c in range(4)]
         for c in range(4, cute.size(scores, mode=[1])):
             chains[c % 4] = cute.arch.fmax(chains[c % 4], scores[r, c])
         return cute.arch.fmax(cute.arch.fmax(chains[0], chains[1]), cute.arch.fmax(chains[2], chains[3]))
 
     def _thread_maximum_bits(self, scores: cute.Tensor, r: int) -> Int32:
-        """The bits of this thread's largest score as an integer, if that score is positive; negative if none is.
+        """The bits of this thread's largest score as an integer, if that score is positive; a negative number if not.
 
         Floats >= 0 order like the integers of their bits, floats < 0 are integers < 0. Integers have a maximum of
         three in one instruction (VIMNMX3), half as many as FMNMX.
@@ -90,14 +91,17 @@ class OnlineSoftmax(Untraced):
         return maximum(*chains)
 
     def _may_have_grown(self, scores: cute.Tensor, r: int, is_masked: bool) -> Boolean:
-        """Whether one of this thread's scores is past the limit of row r; a limit below 0 may be said to be passed."""
+        """Whether one of this thread's scores is past the limit of row r; with a limit below 0, possibly in vain."""
         if is_masked:
             return self._thread_maximum(scores, r) > self._limit(r)
         return self._thread_maximum_bits(scores, r) > self.limit[r]
 
     @cute.jit
     def reset(self):
-        """Rows that have seen no key yet: `update` takes it from here (`begin` saves it the first rescaling)."""
+        """The state of rows that have seen no key yet, from which `update` goes on.
+
+        `begin` instead saves the first rescaling.
+        """
         for r in cutlass.range_constexpr(ROWS):
             self.row_sum[r], self.row_scale[r] = Float32(0.0), Float32(1.0)
             self._refer_to(-Float32.inf, r)
@@ -129,15 +133,15 @@ class OnlineSoftmax(Untraced):
         is_in_flight: cutlass.Constexpr[bool] = True,
         acc_step: cute.Tensor | None = None,
     ):
-        """`update` and `rescale` in one, where they are needed in few tiles.
+        """`update` and `rescale` in one, which few tiles need.
+
+        All rows of a warp take the long way together, but a row follows its maximum only if that has grown: a row's
+        result depends on no other row, not even in rounding.
 
         Args:
             acc_o: (2, columns).
-            is_in_flight: it is still being added to: the long way waits for all wgmma of the warpgroup.
-            acc_step: what is to be added to it, in the same reference, if that is apart.
-
-        A warp goes the long way together, but a row follows its maximum only if that has grown: what comes out for it
-        depends on no other row, not even in rounding.
+            is_in_flight: whether GEMMs still add to acc_o: the long way waits for all wgmma of the warpgroup.
+            acc_step: a sum that is still to be added to acc_o, in the same reference; None: there is none.
         """
         may_have_grown = Boolean(False)
         for r in cutlass.range_constexpr(ROWS):
@@ -163,7 +167,7 @@ class OnlineSoftmax(Untraced):
 
     @cute.jit
     def _refer_to(self, new_max: Float32, r: cutlass.Constexpr[int]):
-        """Scores of row r are taken relative to new_max from here on."""
+        """Make new_max the reference of row r."""
         self.row_max[r] = new_max
         # a row that has seen no key yet: -inf - -inf would be NaN
         self.reference[r] = (new_max if new_max > -Float32.inf else Float32(0.0)) * self.scale_log2
@@ -174,7 +178,7 @@ class OnlineSoftmax(Untraced):
 
     @cute.jit
     def _exponentiate(self, scores: cute.Tensor):
-        """scores -> exponentials, in place, and their sums: two chains a row, mixed with them by ptxas."""
+        """scores -> exponentials, in place, and their sums in two chains a row, which ptxas interleaves with them."""
         sums = [[Float32(0.0), Float32(0.0)] for _ in range(ROWS)]
         for r in cutlass.range_constexpr(ROWS):
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
@@ -191,7 +195,7 @@ class OnlineSoftmax(Untraced):
 
     @cute.jit
     def rescale(self, acc_o: cute.Tensor):
-        """acc_o (2, columns) *= row_scale, as the last update has left it."""
+        """acc_o (2, columns) *= the row_scale that the last update has left."""
         for r in cutlass.range_constexpr(ROWS):
             for c in cutlass.range_constexpr(cute.size(acc_o, mode=[1])):
                 acc_o[r, c] = acc_o[r, c] * self.row_scale[r]
@@ -201,9 +205,8 @@ class OnlineSoftmax(Untraced):
 def finish(row_max: Float32, row_sum: Float32, scale_log2: Float32, sink: Float32 | None):
     """The end of one row, reduced over its quad.
 
-    Args: sink: score of a key of value 0 that joins the denominator; None at compile time.
-    Returns: what acc_o has to be multiplied with, and lse (natural log); for a row that saw no key 0, and the sink or
-    -inf.
+    Args: sink: score of a key of value 0 that joins the denominator; None (at compile time): there is none.
+    Returns: the factor of acc_o, and lse (natural log); for an empty row 0, and the sink or -inf.
     """
     total = cute.arch.warp_reduction_sum(row_sum, threads_in_group=4)
     is_empty = total == 0.0

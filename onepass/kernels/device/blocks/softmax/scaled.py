@@ -1,8 +1,8 @@
-"""An online softmax whose scores and values have scales, for FP8 (e4m3) and for float32 in two float16 parts; and P of
+"""An online softmax whose scores and values have scales, for FP8 (e4m3) and for float32 in two float16 halves; and P in
 e4m3 as operand of the next GEMM.
 
-A score is q_scale * k_scale * (q.k), one factor for a row and a group of keys, and V counts v_scale of its group.
-Neither costs an instruction for each score: with
+A score is q_scale * k_scale * (q.k), with one factor for a row and a group of keys, and V of a group counts v_scale
+times. Neither costs an instruction for each score: with
 
     y = q.k * multiplier,  multiplier = q_scale * k_scale * softmax_scale * log2(e)
     P = exp2(y + log2(v_scale) + 8 - reference)
@@ -11,10 +11,10 @@ both are in the one FMA before the exponential. The reference is the largest y +
 256 where p * v_scale is largest, a power of two with room below e4m3's 448, and O is in one unit. The sum that out is
 divided by has v_scale taken out again, once for each group.
 
-With a rescale_threshold the reference is left behind by up to that many powers of two (see online_softmax.py), and the
-8 becomes so much less that e4m3 holds what P grows to: not at all up to 0.8, since 256 * 2^0.8 is 446; 6 with 2.8.
-Parts in float16 have 15 in the place of 8, or 7 with a threshold of 8.
-A part of the sum that is 2^-126 of the largest p * v_scale is lost.
+With a rescale_threshold the reference may stay behind by up to that many powers of two (see online.py), and the 8 is
+reduced so far that e4m3 holds what P grows to: not at all up to 0.8, since 256 * 2^0.8 is 446; to 6 with 2.8. Float16
+halves have 15 in the place of 8, or 7 with a threshold of 8. Terms of the sum below 2^-126 of the largest p * v_scale
+are lost.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from cutlass import Boolean, Float32, Int32
 
 from .....geometry.integers import maximum, minimum
 from .....geometry.tile_scheduler import LANES
+from .....quantization.codec import SCALE_BLOCK
 from ....config import p_exponent
 from ..memory.ptx import pack_four, power_below
 from ..memory.untraced import Untraced
@@ -37,55 +38,53 @@ from ..repair.rows import soft_cap
 from . import online as online_softmax
 from .online import ROWS, OnlineSoftmax, Scores
 
-SCALE_BLOCK = 64  # keys of one scale of K and V
-SCALE_BLOCK_LOG2 = 6
-KEY_RUN = 16  # keys in whose order P and V differ from the sequence
+SCALE_BLOCK_LOG2 = SCALE_BLOCK.bit_length() - 1
 TINY = 2.0**-126
 
 
 class DescaleTensors(NamedTuple):
-    """Scales in global memory, float32, (batch, heads, blocks of rows); a head with one scale has one block.
+    """Descales in global memory, float32, (batch, heads, blocks of rows); a head with one descale has one block.
 
-    With packed sequences, sequences for entries of the batch; blocks of all of them lie one after another, and each
-    entry sees all of them: see `first_block`.
+    With packed sequences the entries of the batch are sequences. The blocks of all sequences lie one after another, and
+    each entry sees all of them: see `first_block`.
     """
 
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
-    q_block: cute.FastDivmodDivisorV2  # rows of a block of q; those of k and v have SCALE_BLOCK
+    q_block: cute.FastDivmodDivisorV2  # rows of a block of q; blocks of k and v have SCALE_BLOCK rows
 
 
-def scales_of_entry(t: cute.Tensor, place: Int32, sequence: Int32 | None) -> cute.Tensor:
-    """(heads, blocks) of a batch entry or, where it is given, a sequence."""
-    # rows behind the last sequence see no key: any scale will do
-    entry = place if sequence is None else minimum(sequence, cute.size(t, mode=[0]) - 1)
+def scales_of_entry(t: cute.Tensor, entry: Int32, sequence: Int32 | None) -> cute.Tensor:
+    """(heads, blocks) of a sequence, or of a batch entry if there is no sequence."""
+    # rows after the last sequence see no key: any scale will do
+    entry = entry if sequence is None else minimum(sequence, cute.size(t, mode=[0]) - 1)
     return t[entry, None, None]
 
 
 def first_block(start: Int32, sequence: Int32 | None, block: cute.FastDivmodDivisorV2 | int) -> Int32:
-    """Which of the blocks of rows is the first one of a sequence that begins with row `start`."""
+    """The number of the first block of rows of a sequence that begins with row `start`."""
     if sequence is None:
         return Int32(0)
     return (start // block if isinstance(block, int) else divmod(start, block)[0]) + sequence
 
 
 def group_keys(tile_n: int) -> int:
-    """Keys of a tile that have one scale wherever the tile begins."""
+    """The number of neighboring keys of a tile that share one scale wherever the tile begins."""
     return math.gcd(tile_n, SCALE_BLOCK)
 
 
 def tiles_of_page(tile_n: int) -> int:
-    """Tiles that 32 scales last for: a power of two."""
+    """The number of tiles that 32 scales last for, a power of two."""
     blocks = LANES if tile_n % SCALE_BLOCK == 0 or SCALE_BLOCK % tile_n == 0 else LANES - 1
     return 1 << (blocks * SCALE_BLOCK // tile_n).bit_length() - 1
 
 
 class KeyScales(Untraced):
-    """The scales of K and V of one head, those of 32 blocks of keys at a time (a page), one in each lane of a warp.
+    """The scales of K and V of one head: those of 32 blocks of keys at a time (a page), one in each lane of a warp.
 
-    Tiles come last first. A step has no load and no logarithm of its own, only a broadcast of each scale; the next page
-    is loaded in the last tile of a page, a step before it is needed.
+    Tiles come in descending order. A step has no load and no logarithm of its own, only a broadcast of each scale; the
+    next page is loaded in the last tile of a page, a step before it is needed.
     """
 
     def __init__(self, tile_n: int):
@@ -95,9 +94,9 @@ class KeyScales(Untraced):
 
     @cute.jit
     def load(self, k_scale: cute.Tensor, v_scale: cute.Tensor, first: Int32, n_block: Int32):
-        """The page of tile n_block, to be used after the next `take`.
+        """Load the page of tile n_block, which is used after the next `take`.
 
-        Args: k_scale, v_scale: (blocks,) of a head. first: the block of its first keys.
+        Args: k_scale, v_scale: (blocks,) of a head. first: the block of the sequence's first keys.
         """
         page_start = maximum(n_block, 0) & -self.size
         block = first + (page_start * self.tile_n >> SCALE_BLOCK_LOG2) + cute.arch.lane_idx()
@@ -106,7 +105,7 @@ class KeyScales(Untraced):
 
     @cute.jit
     def take(self, k_scale, v_scale, first: Int32, n_block: Int32, is_first: cutlass.Constexpr[bool]):
-        """What `of_group` needs for tile n_block. Args: is_first: of this head; its page has been loaded."""
+        """Prepare `group_scales` of tile n_block. Args: is_first: the head's first tile, whose page has been loaded."""
         if cutlass.const_expr(is_first):
             self._turn_page()
         if cutlass.const_expr(not is_first):
@@ -122,7 +121,7 @@ class KeyScales(Untraced):
         self.v_log2[0] = cute.math.log2(v_scale, fastmath=True)
         self.v_inverse[0] = cute.arch.rcp_approx(v_scale)
 
-    def of_group(self, n_block: Int32, g: int) -> tuple:
+    def group_scales(self, n_block: Int32, g: int) -> tuple:
         """k_scale, log2(v_scale) and 1 / v_scale of the keys of group g."""
         lane = (n_block & self.size - 1) * self.tile_n + g * group_keys(self.tile_n) >> SCALE_BLOCK_LOG2
         return tuple(broadcast(t[0], lane) for t in (self.k, self.v_log2, self.v_inverse))
@@ -132,8 +131,8 @@ class ScaledSoftmax(OnlineSoftmax):
     """`OnlineSoftmax` of scores with scales. Its maxima and references are y + log2(v_scale), in powers of two.
 
     Args:
-        tile_n: keys of a tile; its scales are given with `take_scales` before each update.
-        p_dtype: of P.
+        tile_n: keys of a tile; `take_scales` sets their scales before each update.
+        p_dtype: the dtype of P: e4m3, or float16 for halves.
     """
 
     def __init__(
@@ -145,25 +144,25 @@ class ScaledSoftmax(OnlineSoftmax):
         p_dtype: torch.dtype = torch.float8_e4m3fn,
     ):
         super().__init__(Float32(1.0), rescale_threshold, exp2_fma_period)
-        self.scale_log2 = 1.0  # a constant: multiplications with it are none
+        self.scale_log2 = 1.0  # a constant: multiplications with it vanish
         self.scores = scores
-        self.input_dtype = Float32 if p_dtype == torch.float16 else None  # for `soft_cap`: that of parts
+        self.input_dtype = Float32 if p_dtype == torch.float16 else None  # for `soft_cap`: float32 in halves
         self.exponent = float(p_exponent(rescale_threshold, p_dtype))
-        self.columns = group_keys(tile_n) // 4  # of a group that a thread has
+        self.columns = group_keys(tile_n) // 4  # a thread's columns of a group
         self.groups = tile_n // group_keys(tile_n)
         self.multiplier = cute.make_rmem_tensor((ROWS, self.groups), Float32)
         self.v_log2 = cute.make_rmem_tensor((self.groups,), Float32)
         self.v_inverse = cute.make_rmem_tensor((self.groups,), Float32)
 
     def scale_of_row(self, q_scale: Float32) -> Float32:
-        """What `take_scales` wants of a row: all of its multiplier that no key changes."""
+        """What `take_scales` needs of a row: the factors of its multiplier that do not depend on the key."""
         return q_scale if self.scores.tanh_scale is not None else q_scale * self.scores.scale_log2
 
     @cute.jit
     def take_scales(self, row_scale: cute.Tensor, keys: KeyScales, n_block: Int32):
-        """The scales of the rows (ROWS,) and of tile n_block of the keys, whose scores come next."""
+        """Take the scales of the rows, (ROWS,), and of tile n_block of the keys, whose scores come next."""
         for g in cutlass.range_constexpr(self.groups):
-            k_scale, self.v_log2[g], self.v_inverse[g] = keys.of_group(n_block, g)
+            k_scale, self.v_log2[g], self.v_inverse[g] = keys.group_scales(n_block, g)
             for r in cutlass.range_constexpr(ROWS):
                 # above 0: a hidden score is -inf
                 self.multiplier[r, g] = cute.arch.fmax(row_scale[r] * k_scale, Float32(TINY))
@@ -178,18 +177,18 @@ class ScaledSoftmax(OnlineSoftmax):
             for g in cutlass.range_constexpr(self.groups):
                 self.multiplier[r, g] = self.scores.scale_log2
 
-    # ---------------------------------------------------------------- what OnlineSoftmax asks
+    # ---------------------------------------------------------------- what OnlineSoftmax calls
 
     @cute.jit
     def begin(self, scores: cute.Tensor):
-        """The first tile of a row: the reference is its maximum, by integers if a score of each row is above 0."""
-        of_zero = self.v_log2[0]
+        """The first tile of a row: the reference is its maximum, by integers if each row has a score above 0."""
+        zero_score = self.v_log2[0]
         for g in cutlass.range_constexpr(1, self.groups):
-            of_zero = cute.arch.fmax(of_zero, self.v_log2[g])
+            zero_score = cute.arch.fmax(zero_score, self.v_log2[g])
         may_be_below = Boolean(False)
         for r in cutlass.range_constexpr(ROWS):
             self.row_max[r] = self._quad_maximum(self._thread_maximum_above_zero(scores, r))
-            may_be_below = may_be_below or self.row_max[r] <= of_zero
+            may_be_below = may_be_below or self.row_max[r] <= zero_score
         if cute.arch.vote_any_sync(may_be_below):
             for r in cutlass.range_constexpr(ROWS):
                 self.row_max[r] = self.tile_maximum(scores, r)
@@ -215,7 +214,7 @@ class ScaledSoftmax(OnlineSoftmax):
         return largest
 
     def _thread_maximum_above_zero(self, scores: cute.Tensor, r: int) -> Float32:
-        """The same of the scores above 0 and of 0, found as `_thread_maximum_bits` finds it."""
+        """The maximum of 0 and of this thread's scores, found by integers like in `_thread_maximum_bits`."""
         as_integers = cute.recast_tensor(scores, Int32)
         found = []
         for g in range(self.groups):
@@ -239,7 +238,7 @@ class ScaledSoftmax(OnlineSoftmax):
 
     @cute.jit
     def _exponentiate(self, scores: cute.Tensor):
-        """scores -> P, in place, and its sums without V's scales: two chains a group, mixed by ptxas."""
+        """scores -> P, in place, and sums of P without V's scales, in two chains a group, which ptxas interleaves."""
         for r in cutlass.range_constexpr(ROWS):
             for g in cutlass.range_constexpr(self.groups):
                 shift = self.v_log2[g] + (self.exponent - self.reference[r])
@@ -253,22 +252,22 @@ class ScaledSoftmax(OnlineSoftmax):
 
 
 def finish(row_reference: Float32, row_sum: Float32, exponent: float, sink: Float32 | None) -> tuple:
-    """`online_softmax.finish` of a row of `ScaledSoftmax`: P, its sum and O have 2^exponent, which lse has not."""
+    """`online.finish` for a row of `ScaledSoftmax`: P, its sum and O have a factor 2^exponent, which lse has not."""
     return online_softmax.finish(row_reference - exponent, row_sum, 1.0, sink)
 
 
 @cute.jit
 def finish_exactly(row_reference: Float32, row_sum: Float32, exponent: float, sink: Float32 | None) -> tuple:
-    """The same to float32's accuracy.
+    """`finish` to the accuracy of float32.
 
-    V's scales are large powers of two in the reference and, inverse, in the sum: lse, the sum of both logarithms, would
-    have fewer bits. So they are taken out first.
+    V's scales are large powers of two in the reference, and inverse ones in the sum: lse, the sum of both logarithms,
+    would have fewer bits. So they are taken out first.
     """
     total = cute.arch.warp_reduction_sum(row_sum, threads_in_group=4)
     power, inverse = power_below(total)
-    # a quarter, for it is summed over the quad again
-    parts = row_reference + (power - exponent), total * inverse * 0.25
-    weight, lse = online_softmax.finish(*parts, 1.0, sink)
+    # a quarter, because `finish` sums over the quad again
+    row = row_reference + (power - exponent), total * inverse * 0.25
+    weight, lse = online_softmax.finish(*row, 1.0, sink)
     return weight * inverse, lse
 
 
@@ -276,9 +275,9 @@ def finish_exactly(row_reference: Float32, row_sum: Float32, exponent: float, si
 def pack_p(p: cute.Tensor, target: cute.Tensor):
     """p (2, columns) -> register operand A ((4, 2, 2), M, columns / 8) of e4m3.
 
-    The accumulator gives lane q of a quad the keys 2q, 2q + 1 of every eight, operand A wants 4q to 4q + 3 of every 16.
-    No value changes lanes: the lane's keys 2q, 2q + 1, 8 + 2q, 8 + 2q + 1 are said to be 4q to 4q + 3, and V's keys
-    are stored in that order (FlashAttention-3, arXiv:2407.08608, section 3.3).
+    In the accumulator, lane q of a quad has the keys 2q, 2q + 1 of every eight; operand A wants 4q to 4q + 3 of every
+    16. No value changes lanes: the lane's keys 2q, 2q + 1, 8 + 2q, 8 + 2q + 1 take the positions 4q to 4q + 3, and V's
+    keys are stored in that order (FlashAttention-3, arXiv:2407.08608, section 3.3).
     """
     words = cute.recast_tensor(target, Int32)
     for k in cutlass.range_constexpr(cute.size(p, mode=[1]) // 8):

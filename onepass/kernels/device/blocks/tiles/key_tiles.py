@@ -32,9 +32,9 @@ class KeyTile(NamedTuple):
 
     n_block: Int32
     head_kv: Int32
-    origin_q: Int32  # batch entry; of packed sequences the first row
-    origin_k: Int32
-    rows_k: Int32  # of the tensors: dk and dv are written up to here
+    origin_q: Int32  # batch entry; for packed sequences the first row
+    origin_k: Int32  # batch entry; for packed sequences the first row
+    rows_k: Int32  # rows of dk and dv that exist, and are written, in this sequence
     first_m_block: Int32  # number of the sequence's first query block among those of a head
     geometry: Geometry
     first: Int32
@@ -44,24 +44,30 @@ class KeyTile(NamedTuple):
 
 
 class KeyTiles:
-    """A backward kernel that goes through tiles of keys.
+    """A backward kernel that goes through tiles of keys. A subclass sets the attributes below."""
 
-    A subclass has tile_m, tile_n, group (query heads of a kv head), is_packed, is_deterministic and is_descending (see
-    `block_range.following_query_block`).
-    """
+    tile_m: int  # queries of a block
+    tile_n: int  # keys of a tile
+    group: int  # query heads of a kv head
+    is_packed: bool
+    is_deterministic: bool  # tiles add to dQ in turns
+    is_descending: bool  # the order of these turns, see `block_range.following_query_block`
 
     def schedule_of_keys(self, schedule: Schedule, lengths: Lengths, rows_k: Int32, rows_q: Int32) -> PackedSchedule:
-        """Of packed sequences: tiles are made of keys here, so it is that of queries with both sides exchanged."""
-        of_keys = Lengths(lengths.cu_seqlens_k, lengths.cu_seqlens_q, None)
+        """The order of tiles of packed sequences.
+
+        Tiles are made of keys here, so this is a schedule of queries with both sides exchanged.
+        """
+        lengths_of_keys = Lengths(lengths.cu_seqlens_k, lengths.cu_seqlens_q, None)
         num_heads = schedule.divisors.num_heads
-        return PackedSchedule(of_keys, rows_k, rows_q, num_heads, self.tile_n, self.is_deterministic)
+        return PackedSchedule(lengths_of_keys, rows_k, rows_q, num_heads, self.tile_n, self.is_deterministic)
 
     @cute.jit
     def tile_at(self, number: Int32, schedule: Schedule, seqlens: Sequences) -> KeyTile:
-        """The tile of this number; past the end, the last one (which is then not computed).
+        """The tile with this number; past the end, the last one (which is then not computed).
 
         Tiles of a head come in ascending order: under a causal mask the first keys are seen by the most queries. If
-        they add in turns they come in the order of these: who waits for one waits for a tile of a lower number.
+        tiles add in turns, they come in the order of the turns: a tile waits only for tiles of lower numbers.
         """
         number = minimum(number, schedule.num_tiles - 1)
         first_m_block = Int32(0)
@@ -85,8 +91,8 @@ class KeyTiles:
         blocks = query_blocks(n_start, n_start + self.tile_n, *geometry, self.tile_m)
         return KeyTile(n_block, head, origin_q, origin_k, rows_k, first_m_block, geometry, *blocks)
 
-    def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
-        return at_head(t, m, head, place, self.is_packed)
+    def at_head(self, t: cute.Tensor, m: cute.Tensor, head, origin) -> cute.Tensor:
+        return at_head(t, m, head, origin, self.is_packed)
 
     def first_visit(self, tile: KeyTile) -> tuple:
         """The head and the query block with which a tile begins; `next_visit` says how it goes on."""
@@ -113,7 +119,7 @@ class KeyTiles:
 
     @cute.jit
     def m_block_number(self, accumulator: Accumulator, tile: KeyTile, head: Int32, m_block: Int32) -> Int32:
-        """Number of a block of query rows, see Accumulator."""
+        """The number of a block of query rows, see Accumulator."""
         entry = Int32(0) if cutlass.const_expr(self.is_packed) else tile.origin_q
         return (entry * accumulator.num_heads + head) * accumulator.blocks_per_head + tile.first_m_block + m_block
 
@@ -125,19 +131,21 @@ class KeyTiles:
         scale: Float32,
         first_key: Int32,
         ballots: tuple,
-        plain: SourceTensors,
+        sources: SourceTensors,
         accumulator: Accumulator,
         scores: Scores,
-        of_v: cutlass.Constexpr[bool],
+        is_v: cutlass.Constexpr[bool],
         vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
     ):
-        """Rows of dk (of_v: of dv) with a NaN, from the queries alone that see them: 0 * NaN may have brought it.
+        """Compute rows of dk (is_v: of dv) that have a NaN from the queries alone that see them.
+
+        0 * NaN may have brought the NaN.
 
         Args:
-            first_key: of the warp's 16 in the sequence, known to be uniform.
-            ballots: of `repair_gradients.nan_rows`.
+            first_key: the first of the warp's 16 keys, counted in the sequence; uniform.
+            ballots: what `repair_gradients.nan_rows` returned.
         """
-        mK, mV = (self.at_head(t, t, tile.head_kv, tile.origin_k) for t in (plain.k, plain.v))
+        mK, mV = (self.at_head(t, t, tile.head_kv, tile.origin_k) for t in (sources.k, sources.v))
         for i in cutlass.range(16, unroll=1):
             if repair_gradients.has_nan(ballots, i):
                 key = first_key + i
@@ -145,9 +153,9 @@ class KeyTiles:
                 acc = row_sums(gradient[key, None])
                 for h in cutlass.range(self.group, unroll=1):
                     head = tile.head_kv * self.group + h
-                    mQ, mdO = (self.at_head(t, t, head, tile.origin_q) for t in (plain.q, plain.dout))
+                    mQ, mdO = (self.at_head(t, t, head, tile.origin_q) for t in (sources.q, sources.dout))
                     number = self.m_block_number(accumulator, tile, head, Int32(0))
                     stats = cute.domain_offset((number, 0), accumulator.stats)
                     rows = (mK[key, None], mV[key, None], mQ, mdO, stats)
-                    repair_gradients.add_queries(acc, *rows, low, high, *scores, of_v, vector_bytes)
+                    repair_gradients.add_queries(acc, *rows, low, high, *scores, is_v, vector_bytes)
                 write_row(gradient[key, None], acc, scale)

@@ -6,7 +6,7 @@ import enum
 
 
 class NamedBarrier(enum.IntEnum):
-    """Barrier 0 is `sync_threads`. Barriers of one role per warpgroup take that many consecutive numbers."""
+    """Numbers of the barriers. A role with a barrier for each warpgroup takes as many consecutive numbers."""
 
     SYNC_THREADS = 0
     # pingpong: warpgroup w waits for PINGPONG + w before it issues its GEMMs; the one before it arrives there

@@ -1,4 +1,4 @@
-"""Keys and values that lie in pages, in a kernel."""
+"""Keys and values in pages, as a kernel sees them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ..memory.untraced import Untraced
 
 
 class Pages(NamedTuple):
-    """What a kernel is told of them."""
+    """The page table of a call, and the size of its pages."""
 
     table: cute.Tensor  # (batch, max_pages) int32
     page_size: cute.FastDivmodDivisorV2
 
     @property
     def capacity(self) -> Any:
-        """Rows that a sequence has room for."""
+        """The number of rows that a sequence has room for."""
         return self.table.shape[1] * self.page_size.divisor
 
 
 class PagedRows(Untraced):
-    """A sequence's rows of one head, read as a tensor (seqlen, dim) is: [key, None] and [key, column].
+    """A sequence's rows of one head, indexed like a tensor (seqlen, dim): [key, None] and [key, column].
 
-    Args: m: (page_size, dim, num_pages), that head of all pages.
+    Args: m: (page_size, dim, num_pages), one head of all pages.
     """
 
     def __init__(self, m: cute.Tensor, pages: Pages, entry: Any):
@@ -41,12 +41,12 @@ class PagedRows(Untraced):
         return self.m[row, column, page]
 
     def row(self, key: Any, number: Any) -> Any:
-        """(dim,) of a key. Args: number: of it among those that are loaded together."""
+        """The row (dim,) of a key. Args: number: the key's number among the keys that are loaded together."""
         return self[key, None]
 
 
-class PlacesAhead(Untraced):
-    """Where the next keys lie that a warp loads: each lane has looked up one of them.
+class KeyLocations(Untraced):
+    """Where the keys lie that a warp loads next: each lane has looked up one of them.
 
     Args: count: keys that are loaded together, at most as many as a warp has lanes.
     """
@@ -59,57 +59,57 @@ class PlacesAhead(Untraced):
 
     @cute.jit
     def look_up(self, first: Int32, seqlen_k: Int32):
-        """The keys first, first + 1, ..; what is none (from seqlen_k on, below 0) as the nearest key."""
+        """Look up the keys first, first + 1, ..; numbers below 0 or from seqlen_k on stand for the nearest key."""
         key = maximum(minimum(first + cute.arch.lane_idx() % self.count, seqlen_k - 1), 0)
         page, row = page_of_key(key, self.table, self.page_size, self.num_pages)
         self.found[0], self.found[1] = page, row
 
-    def of(self, number: Any) -> tuple[Any, Any]:
-        """Page and row in it of the number-th key. All lanes must ask."""
+    def at(self, number: Any) -> tuple[Any, Any]:
+        """The page of the number-th key, and the row in it. All lanes must call this."""
         return warp.broadcast(self.found[0], number), warp.broadcast(self.found[1], number)
 
 
-class BoxPlaces(Untraced):
-    """Where the boxes of rows lie that TMA loads: a lane looks up one of a block of keys.
+class BoxLocations(Untraced):
+    """Where the boxes of rows lie that TMA loads: each lane looks up one box of a block of keys.
 
-    A block of V is loaded after the next block of K: its places are kept until then.
+    A block of V is loaded after the next block of K: the locations of its boxes are kept until then.
 
-    Args: box_rows: keys of a box; they divide a page. boxes: of a block, at most as many as a warp has lanes.
+    Args: box_rows: keys of a box; they divide a page. count: boxes of a block, at most as many as a warp has lanes.
     """
 
-    def __init__(self, pages: Pages, num_pages: Any, box_rows: int, boxes: int):
-        self.pages, self.num_pages, self.box_rows, self.boxes = pages, num_pages, box_rows, boxes
-        self.of_k, self.of_v = (cute.make_rmem_tensor((2,), Int32) for _ in range(2))  # page, box of the page
-        for places in (self.of_k, self.of_v):
-            places.fill(0)
+    def __init__(self, pages: Pages, num_pages: Any, box_rows: int, count: int):
+        self.pages, self.num_pages, self.box_rows, self.count = pages, num_pages, box_rows, count
+        self.k_boxes, self.v_boxes = (cute.make_rmem_tensor((2,), Int32) for _ in range(2))  # page, box of the page
+        for locations in (self.k_boxes, self.v_boxes):
+            locations.fill(0)
 
     @cute.jit
     def look_up(self, entry: Any, block: Int32, seqlen_k: Int32):
-        """Those of a block of keys of a sequence; a box without keys as the last key's."""
+        """Look up the boxes of a block of a sequence's keys; a box without keys stands for that of the last key."""
         self.keep()
-        lane = cute.arch.lane_idx() % self.boxes
-        key = maximum(minimum((block * self.boxes + lane) * self.box_rows, seqlen_k - 1), 0)
+        lane = cute.arch.lane_idx() % self.count
+        key = maximum(minimum((block * self.count + lane) * self.box_rows, seqlen_k - 1), 0)
         page, row = page_of_key(key, self.pages.table[entry, None], self.pages.page_size, self.num_pages)
-        self.of_k[0], self.of_k[1] = page, row // self.box_rows
+        self.k_boxes[0], self.k_boxes[1] = page, row // self.box_rows
 
     @cute.jit
     def keep(self):
-        """The block of K that was looked up is the next one of V."""
-        self.of_v[0], self.of_v[1] = self.of_k[0], self.of_k[1]
+        """Keep the locations of the block of K that was looked up last for the next block of V."""
+        self.v_boxes[0], self.v_boxes[1] = self.k_boxes[0], self.k_boxes[1]
 
     @staticmethod
-    def box(places: cute.Tensor, number: int) -> tuple[Any, Any]:
-        """Page and box in it of the number-th box of a block. All lanes must ask."""
-        return warp.broadcast(places[0], number), warp.broadcast(places[1], number)
+    def box(locations: cute.Tensor, number: int) -> tuple[Any, Any]:
+        """The page of the number-th box of a block, and the box in it. All lanes must call this."""
+        return warp.broadcast(locations[0], number), warp.broadcast(locations[1], number)
 
 
-class KnownRows(PagedRows):
-    """Rows in pages whose places are looked up ahead of their loads."""
+class LocatedRows(PagedRows):
+    """Rows in pages whose locations are looked up before their loads."""
 
-    def __init__(self, m: cute.Tensor, pages: Pages, entry: Any, places: PlacesAhead):
+    def __init__(self, m: cute.Tensor, pages: Pages, entry: Any, locations: KeyLocations):
         super().__init__(m, pages, entry)
-        self.places = places
+        self.locations = locations
 
     def row(self, key: Any, number: Any) -> Any:
-        page, row = self.places.of(number)
+        page, row = self.locations.at(number)
         return self.m[row, None, page]

@@ -9,14 +9,15 @@ from cutlass import Int32
 from ..memory.untraced import Untraced
 from .named_barrier import NamedBarrier
 
-THREADS = 2 * 128  # of two warpgroups: one waits, the one before it arrives
+THREADS = 2 * 128  # threads of two warpgroups: one waits, the one before it arrives
 
 
 class Turns(Untraced):
-    """A consumer warpgroup that may take turns.
+    """A consumer warpgroup that may take turns. A subclass sets the attributes below."""
 
-    A subclass has takes_turns (at compile time), wg (its number) and num_warpgroups.
-    """
+    takes_turns: bool  # known at compile time
+    wg: Int32  # number of this warpgroup among the consumers
+    num_warpgroups: int  # consumer warpgroups
 
     @cute.jit
     def prime_turns(self):

@@ -1,11 +1,11 @@
-"""Who gives a thread block its next tile: a formula, or a queue that all thread blocks draw from.
+"""Where a thread block gets its next tile: from a formula, or from a queue that all thread blocks draw from.
 
 The queue is one counter in global memory. In each thread block a scheduler thread draws the next number and puts it
 into shared memory, from where the producer and the consumers take it:
 
     full     the scheduler has written the number                                                       1 arrival
     empty    every consumer warp has read the one before, and the producer wants the next one     1 arrival a warp
-             (as consumers the warps that transpose V, where there are any)
+             (warps that transpose V, where there are any, count as consumers)
 
 When to draw: a number drawn is a promise, and promises made early unbalance the work. With the longest tiles first,
 a draw at the start of a tile leaves the busiest of 132 thread blocks 2 to 11 percent above the mean in the causal cases
@@ -36,21 +36,21 @@ class TileQueue(Untraced):
         cluster_size: thread blocks that take a number together.
         num_tiles: numbers from this one on are no tiles.
         counter: one Int32 in global memory, 0 between launches; None: the numbers of `tile_scheduler.tile_number`.
-        in_a_row: as there; only without a counter.
+        in_a_row: argument of `tile_number`; only without a counter.
         num_readers: warps that take numbers, beside the producer: consumers, and those that transpose V.
     """
 
     def __init__(self, smem, num_tiles, counter, num_readers: int, cluster_size: int = 1, in_a_row=None):
-        """Barriers are initialised by the calling threads; `mbarrier_init_fence` and a sync must follow."""
+        """Initialize the barriers by the calling threads; `mbarrier_init_fence` and a sync must follow."""
         self.num_tiles, self.counter, self.in_a_row = num_tiles, counter, in_a_row
         self.index, self.count = (i[0] // cluster_size for i in (cute.arch.block_idx(), cute.arch.grid_dim()))
         if counter is not None:
             self.slot = smem.allocate_tensor(Int32, cute.make_layout((1,)), 8)
             self.full, self.empty = (smem.allocate_array(cutlass.Int64, 1) for _ in range(2))
-            self._initialise(num_readers + 1)
+            self._initialize(num_readers + 1)
 
     @cute.jit
-    def _initialise(self, num_readers: cutlass.Constexpr[int]):
+    def _initialize(self, num_readers: cutlass.Constexpr[int]):
         if cute.arch.thread_idx()[0] == 0:
             cute.arch.mbarrier_init(self.full, 1)
             cute.arch.mbarrier_init(self.empty, num_readers)
@@ -62,13 +62,14 @@ class TileQueue(Untraced):
         return self.start()
 
     def start(self) -> Int32:
+        """The first number of this thread block, for a warp that is not counted as a consumer."""
         return self.index if self.in_a_row is None else self.index * self.in_a_row
 
     @cute.jit
     def take(self, wave: Int32, phase: Int32 | None = None) -> Int32:
-        """The number of wave 1, 2, ...: called once a wave by every warp. A consumer then wants the next one.
+        """The number of wave 1, 2, ...: called once a wave by every warp. A consumer calls `want_next` afterwards.
 
-        Args: phase: (wave - 1) & 1, from who has it.
+        Args: phase: (wave - 1) & 1, from a caller that has it.
         """
         number = Int32(0)
         if cutlass.const_expr(self.counter is None):
@@ -80,7 +81,7 @@ class TileQueue(Untraced):
 
     @cute.jit
     def want_next(self):
-        """One arrival of this warp: it has read the number before (it may be overwritten) and wants the next one."""
+        """One arrival of this warp: it has read its number, which may be overwritten, and wants the next one."""
         if cutlass.const_expr(self.counter is not None):
             cute.arch.sync_warp()
             with cute.arch.elect_one():

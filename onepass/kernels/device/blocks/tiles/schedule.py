@@ -1,4 +1,4 @@
-"""What a kernel is told of the sequences and of the order of its tiles."""
+"""What a kernel needs to know of the sequences and of the order of its tiles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .packed import Lengths
 
 
 class Sequences(NamedTuple):
-    """Lengths as the host knows them (of packed sequences: totals), the window, and lengths on the device."""
+    """The lengths that the host knows (for packed sequences: totals), the window, and the lengths on the device."""
 
     seqlen_q: Int32
     seqlen_k: Int32
@@ -25,11 +25,11 @@ class Sequences(NamedTuple):
 class Schedule(NamedTuple):
     """The persistent grid's order of tiles, see geometry/tile_scheduler.py.
 
-    Of packed sequences the host knows the number of heads only; the kernel makes a PackedSchedule of it.
+    For packed sequences the host knows the number of heads only, from which the kernel makes a PackedSchedule.
 
     Attributes:
-        batch: entries; with splits, which are entries to the order, those of all splits together.
-        entries: FastDivmodDivisorV2 of those of one split.
+        batch: entries of the order: batch entries, or with splits (split, batch entry).
+        entries: FastDivmodDivisorV2 of the batch entries of one split.
     """
 
     num_tiles: Int32 | None
@@ -41,7 +41,7 @@ class Schedule(NamedTuple):
 
 
 def make_schedule(num_blocks: Int32 | None, num_heads: Int32, batch: Int32, heads_per_section: Int32) -> Schedule:
-    """On the host. Args: num_blocks: tiles of a head; None for packed sequences."""
+    """The schedule of a grid, made on the host. Args: num_blocks: tiles of a head; None for packed sequences."""
     if num_blocks is None:
         divisors = tile_scheduler.Divisors(None, None, None, cute.FastDivmodDivisorV2(num_heads))
         return Schedule(None, None, None, divisors)

@@ -15,7 +15,7 @@ from ...blocks.memory.layouts import as_operand_a_of_mma, transposed
 from ...blocks.memory.ptx import pack
 from ...blocks.memory.untraced import Untraced
 from ..forward.gemms_16bit import Operand
-from .warps import COLUMNS_OF_STORE, Buffers, Mmas, Place
+from .warps import COLUMNS_OF_STORE, Buffers, Mmas, Region
 
 COLUMNS_OF_LDMATRIX = 16  # four matrices of 8 x 8
 
@@ -24,8 +24,10 @@ def make_tiled_mmas(config: BackwardConfigSm80, dtype: type[cutlass.Numeric]) ->
     queries_of_warp = config.tile_m * config.s_key_warps // config.num_warps
 
     def tiled_mma(row_warps: int, together: int) -> cute.TiledMma:
-        """So many warps along the rows of the result, each with its 16 of every 16 * row_warps, and the others along
-        its columns, each with so many that lie together."""
+        """A GEMM whose warps lie along the rows of the result (row_warps of them) and along its columns.
+
+        A warp has 16 rows of every 16 * row_warps, and `together` neighboring columns.
+        """
         op = warp.MmaF16BF16Op(dtype, Float32, (16, 8, 16))
         column_warps = config.num_warps // row_warps
         columns = COLUMNS_OF_LDMATRIX
@@ -43,24 +45,25 @@ def make_tiled_mmas(config: BackwardConfigSm80, dtype: type[cutlass.Numeric]) ->
 
 
 class BackwardGemms16Bit(Untraced):
-    """GEMMs of all warps, each with a warp's part of the result in registers.
+    """GEMMs of all warps, each of which has a region of the result in registers.
+
+    The accumulators acc_s, acc_dp and acc_dq of a step are ((2, 2), rows / 16, columns / 8).
 
     Attributes:
-        acc_s, acc_dp, acc_dq: ((2, 2), rows / 16, columns / 8), of a step.
-        acc_dk, acc_dv: of a tile.
+        acc_dk, acc_dv: the accumulators of a tile, of the same form.
         p_words, ds_words: P and dS, in the order of acc_s.
         dq_together: columns of dQ that lie together.
     """
 
     dq_together = COLUMNS_OF_LDMATRIX
 
-    def __init__(self, kernel, buffers: Buffers, mmas: Mmas, place: Place):
+    def __init__(self, kernel, buffers: Buffers, mmas: Mmas, region: Region):
         config = self.config = kernel.config
-        self.kernel, self.buffers, self.mmas, self.place = kernel, buffers, mmas, place
+        self.kernel, self.buffers, self.mmas, self.region = kernel, buffers, mmas, region
         self.tile_m, self.tile_n = kernel.tile_m, kernel.tile_n
         self.p_in_registers = kernel.p_in_registers
         self._make_operands()
-        _, dkv, _ = slices = tuple(mma.get_slice(place.thread) for mma in mmas)
+        _, dkv, _ = slices = tuple(mma.get_slice(region.thread) for mma in mmas)
         self.shape_s = slices[0].partition_shape_C((self.tile_n, self.tile_m))
         self.shape_dq = slices[2].partition_shape_C((self.tile_m, kernel.head_dim // config.dq_pieces))
         self.acc_dk = cute.make_rmem_tensor(dkv.partition_shape_C((self.tile_n, kernel.head_dim)), Float32)
@@ -69,7 +72,7 @@ class BackwardGemms16Bit(Untraced):
         self.p_words, self.ds_words = (cute.recast_tensor(r, Int32) for r in (self.rP, self.rdS))
 
     def _make_operands(self):
-        """Fragments of the GEMMs; those whose sum goes over the rows of a tile are transposed on the way."""
+        """Make the fragments of the GEMMs; operands that are summed over the rows of a tile are transposed on load."""
         mmas, (k, v, q, do, ds, p, _) = self.mmas, self.buffers
         self.k_of_s, self.q_of_s = self._operand_a(mmas.s, k, False), self._operand_b(mmas.s, q, False)
         self.v_of_dp, self.do_of_dp = self._operand_a(mmas.s, v, False), self._operand_b(mmas.s, do, False)
@@ -80,18 +83,18 @@ class BackwardGemms16Bit(Untraced):
 
     def _operand_a(self, tiled_mma: cute.TiledMma, tiles: cute.Tensor, is_transposed: bool) -> Operand:
         tiles, atom = self._source(tiles, is_transposed)
-        thr = tiled_mma.get_slice(self.place.thread)
+        thr = tiled_mma.get_slice(self.region.thread)
         fragment = thr.make_fragment_A(thr.partition_A(tiles[None, None, 0]))
         return self._operand(cute.make_tiled_copy_A(atom, tiled_mma), tiles, fragment)
 
     def _operand_b(self, tiled_mma: cute.TiledMma, tiles: cute.Tensor, is_transposed: bool) -> Operand:
         tiles, atom = self._source(tiles, is_transposed)
-        thr = tiled_mma.get_slice(self.place.thread)
+        thr = tiled_mma.get_slice(self.region.thread)
         fragment = thr.make_fragment_B(thr.partition_B(tiles[None, None, 0]))
         return self._operand(cute.make_tiled_copy_B(atom, tiled_mma), tiles, fragment)
 
     def _pieces_of_k(self, k: cute.Tensor) -> list:
-        """Operand B of dQ = dS K, so many columns at a time that dQ fits into registers."""
+        """Operand B of dQ = dS K, in pieces of as many columns as dQ has registers for."""
         count = self.config.dq_pieces
         if count == 1:
             return [self._operand_b(self.mmas.dq, k, True)]
@@ -104,13 +107,13 @@ class BackwardGemms16Bit(Untraced):
         return transposed(tiles) if is_transposed else tiles, cute.make_copy_atom(op, self.kernel.dtype)
 
     def _operand(self, tiled_copy: cute.TiledCopy, tiles: cute.Tensor, fragment: cute.Tensor) -> Operand:
-        copy = tiled_copy.get_slice(self.place.thread)
+        copy = tiled_copy.get_slice(self.region.thread)
         return Operand(copy, copy.partition_S(tiles), copy.retile(fragment), fragment)
 
     # ---------------------------------------------------------------- the GEMMs
 
     def make_acc_s(self) -> cute.Tensor:
-        """For S or dP."""
+        """An accumulator for S or dP."""
         return cute.make_rmem_tensor(self.shape_s, Float32)
 
     def make_acc_dq(self) -> cute.Tensor:
@@ -128,14 +131,14 @@ class BackwardGemms16Bit(Untraced):
 
     @cute.jit
     def take_p(self, acc_s: cute.Tensor):
-        """P, which is in acc_s, is what `dv` multiplies dO with, after a barrier unless it stays in registers."""
+        """Take P from acc_s for `dv`, which needs a barrier before it unless P stays in registers."""
         pack(acc_s, self.rP)
         if cutlass.const_expr(not self.p_in_registers):
             self._write(self.p_words, self.buffers.p)
 
     @cute.jit
     def take_ds(self, acc_dp: cute.Tensor):
-        """dS, which is in ds_words, is what `dk` multiplies Q with, and after a barrier `dq` K."""
+        """Take dS from ds_words for `dk` and, after a barrier, for `dq`."""
         self._write(self.ds_words, self.buffers.ds)
 
     @cute.jit
@@ -156,7 +159,7 @@ class BackwardGemms16Bit(Untraced):
 
     @cute.jit
     def dq(self, acc_dq: cute.Tensor, piece: cutlass.Constexpr[int]):
-        """dQ = dS K, a piece of its columns."""
+        """A piece of the columns of dQ = dS K."""
         acc_dq.fill(0.0)
         self._gemm(self.mmas.dq, acc_dq, self.ds_of_dq, 0, self.k_of_dq[piece], 0)
 
@@ -164,7 +167,7 @@ class BackwardGemms16Bit(Untraced):
     def _gemm(
         self, tiled_mma: cute.TiledMma, acc: cute.Tensor, a: Operand, a_buffer: Int32, b: Operand, b_buffer: Int32
     ):
-        """acc += a b, both from shared memory."""
+        """acc += a b, with both operands from shared memory."""
         for k in cutlass.range_constexpr(cute.size(b.fragment, mode=[2])):
             a.load(k, a_buffer)
             b.load(k, b_buffer)
@@ -172,7 +175,7 @@ class BackwardGemms16Bit(Untraced):
 
     @cute.jit
     def _gemm_registers(self, tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: Operand, buffer: Int32):
-        """acc += a b, a as it lies in the registers of an accumulator."""
+        """acc += a b, with a in the registers of an accumulator."""
         a = as_operand_a_of_mma(a)
         for k in cutlass.range_constexpr(cute.size(b.fragment, mode=[2])):
             b.load(k, buffer)
@@ -180,30 +183,30 @@ class BackwardGemms16Bit(Untraced):
 
     @cute.jit
     def _write(self, words: cute.Tensor, tiles: cute.Tensor):
-        """P or dS, in pairs of 16 bits, to where all warps read it after the next barrier.
+        """Write P or dS, in pairs of 16 bits, to shared memory, where all warps read it after the next barrier.
 
-        Rows 8 apart have their 16-byte pieces exchanged alike, so all addresses are one of at most eight plus a
-        constant. From the layout the compiler would make an address for each word, and keep them through the loop.
+        Rows 8 apart have their 16-byte pieces exchanged alike, so every address is one of at most eight plus a
+        constant. From the layout, the compiler would make an address for each word, and keep all through the loop.
         """
-        place, columns = self.place, column_block(self.tile_m)
+        region, columns = self.region, column_block(self.tile_m)
         row_bytes, pieces = 2 * columns, columns // 8  # 8 columns each
-        start = tiles.iterator.toint() + place.row_in_tile * row_bytes + 4 * place.lane_in_quad
-        first_piece = place.first_query // 8
-        swizzle = place.lane // 4 * row_bytes // 128 % pieces
+        start = tiles.iterator.toint() + region.row_in_tile * row_bytes + 4 * region.lane_in_quad
+        first_piece = region.first_query // 8
+        swizzle = region.lane // 4 * row_bytes // 128 % pieces
         start += first_piece // pieces * (self.tile_n * row_bytes)
-        shape = (2, place.m_tiles, max(1, place.queries_of_warp // columns))
-        stride = (8 * row_bytes // 4, place.rows_between * row_bytes // 4, self.tile_n * row_bytes // 4)
-        for piece in cutlass.range_constexpr(min(pieces, place.queries_of_warp // 8)):
+        shape = (2, region.m_tiles, max(1, region.queries_of_warp // columns))
+        stride = (8 * row_bytes // 4, region.rows_between * row_bytes // 4, self.tile_n * row_bytes // 4)
+        for piece in cutlass.range_constexpr(min(pieces, region.queries_of_warp // 8)):
             address = start + 16 * ((first_piece % pieces) ^ piece ^ swizzle)
             pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4)
             target = cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
             for block in cutlass.range_constexpr(shape[2]):
-                for i, r in itertools.product(range(place.m_tiles), range(2)):
-                    target[r, i, block] = words[r + 2 * (i + place.m_tiles * (block * pieces + piece))]
+                for i, r in itertools.product(range(region.m_tiles), range(2)):
+                    target[r, i, block] = words[r + 2 * (i + region.m_tiles * (block * pieces + piece))]
 
     @cute.jit
     def store_rows(
-        self, part: cute.Tensor, weights: cute.Tensor, rows: list, is_row: list, lane_in_quad: Int32, first_block: Int32
+        self, acc: cute.Tensor, weights: cute.Tensor, rows: list, is_row: list, lane_in_quad: Int32, first_block: Int32
     ):
-        """rows[r] = weights[r] * part[r] for a thread's two rows of COLUMNS_OF_STORE columns."""
-        epilogue.store_16_bits(part, weights, rows, is_row, lane_in_quad, self.config.vector_bytes, first_block)
+        """rows[r] = weights[r] * acc[r] for a thread's two rows of COLUMNS_OF_STORE columns."""
+        epilogue.store_16_bits(acc, weights, rows, is_row, lane_in_quad, self.config.vector_bytes, first_block)

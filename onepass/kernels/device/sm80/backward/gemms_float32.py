@@ -1,8 +1,8 @@
-"""The five GEMMs of a backward's step in float32: fragments split into tf32 parts, see tf32.py.
+"""The five GEMMs of a backward's step in float32: fragments in tf32 limbs, see sm80/tf32.py.
 
-P and dS go through shared memory in float32, as rows of keys, for all five read their operands there in rolled loops:
-unrolled, the assembler would begin more loads than there are registers for. Of their rows 32-byte pieces are exchanged
-(`swizzle`), so that neither writing nor reading them, by rows or by columns, meets a bank conflict.
+P and dS go through shared memory in float32, as rows of keys, because all five GEMMs read their operands there in
+rolled loops: unrolled, the assembler would begin more loads than there are registers for. The 32-byte pieces of a row
+are exchanged (`swizzle`), so that neither writing nor reading them, by rows or by columns, meets a bank conflict.
 """
 
 from __future__ import annotations
@@ -15,76 +15,78 @@ from ....config import ROWS_PER_MMA, BackwardConfigSm80
 from ...blocks.memory import epilogue
 from ...blocks.memory.untraced import Untraced
 from .. import tf32
-from ..tf32 import COLUMNS, STEPS, TERMS, VECTOR, Parts, lane_vectors
-from .warps import Buffers, Mmas, Place
+from ..tf32 import COLUMNS, STEPS, TERMS, VECTOR, Limbs, lane_vectors
+from .warps import Buffers, Mmas, Region
 
-PIECE = 8  # queries of a row of P or dS that stay together
+PIECE = 8  # queries of a row of P or dS that stay together under the swizzle
 
 
 def make_tiled_mmas(config: BackwardConfigSm80, dtype: type[cutlass.Numeric]) -> Mmas:
-    """The same for all: they are used for the instruction alone."""
+    """One tiled mma for all GEMMs: only its instruction is used."""
     return Mmas(*[tf32.make_tiled_mma(config.num_warps)] * 3)
 
 
 def swizzle(row: Int32 | int):
-    """What the number of a piece in a row of P or dS is exchanged with.
+    """The number that the number of a piece is combined with (exclusive or) in a row of P or dS.
 
-    Pairwise different for rows 0 to 3 and 4 to 7, which a half warp writes together, and for even and odd rows of
-    eight, which it reads together.
+    The results are pairwise different for rows 0 to 3 and 4 to 7, which a half warp writes together, and for even and
+    odd rows of eight, which it reads together.
     """
     return ((row ^ (row >> 2)) & 1) << 1 | (row >> 1 & 1)
 
 
 class BackwardGemmsFloat32(Untraced):
-    """GEMMs of all warps, each with a warp's part of the result in registers.
+    """GEMMs of all warps, each of which has a region of the result in registers.
 
     Attributes:
         acc_dk, acc_dv: ((2, 2), rows / 16, columns / 8); their columns, and those of dQ, are in the order that tf32.py
-            tells.
+            describes.
         dq_together: columns of dQ that lie together.
     """
 
     dq_together = COLUMNS
 
-    def __init__(self, kernel, buffers: Buffers, mmas: Mmas, place: Place):
+    def __init__(self, kernel, buffers: Buffers, mmas: Mmas, region: Region):
         config = self.config = kernel.config
-        self.buffers, self.tiled_mma, self.place = buffers, mmas.s, place
+        self.buffers, self.tiled_mma, self.region = buffers, mmas.s, region
         self.tile_m, self.tile_n = kernel.tile_m, kernel.tile_n
-        g, self.t = place.lane // 4, place.lane_in_quad
-        pieces = range(2)  # of 16 bytes, of a lane's 8 columns
+        g, self.t = region.lane // 4, region.lane_in_quad
+        pieces = range(2)  # 16-byte pieces of a lane's 8 columns
 
         # sums over columns: rows g and g + 8 of m_tiles, and groups of 8 rows
-        rows = (2, place.m_tiles), (8, place.rows_between)
+        rows = (2, region.m_tiles), (8, region.rows_between)
         self.k_rows, self.v_rows = (
-            [lane_vectors(t, place.row_in_tile, 2 * self.t + i, *rows) for i in pieces] for t in (buffers.k, buffers.v)
+            [lane_vectors(t, region.row_in_tile, 2 * self.t + i, *rows) for i in pieces] for t in (buffers.k, buffers.v)
         )
-        self.group_counts = place.queries_of_warp // 8
+        self.group_counts = region.queries_of_warp // 8
         rows = (self.group_counts,), (8,)
         self.q_rows, self.do_rows = (
-            [lane_vectors(t, place.first_query + g, 2 * self.t + i, *rows) for i in pieces]
+            [lane_vectors(t, region.first_query + g, 2 * self.t + i, *rows) for i in pieces]
             for t in (buffers.q, buffers.do)
         )
         self.column_blocks = kernel.head_dim // COLUMNS, kernel.head_dim_v // COLUMNS
 
-        # sums over rows: of each 8 the rows 2 t and 2 t + 1, and a warp's column blocks
+        # sums over rows: the rows 2 t and 2 t + 1 of each 8, and a warp's column blocks
         dkv_column_warps = config.num_warps // config.dkv_key_warps
-        columns = (self.tile_m // 8,), (8,), True, place.warp_id // config.dkv_key_warps, dkv_column_warps
+        columns = (self.tile_m // 8,), (8,), True, region.warp_id // config.dkv_key_warps, dkv_column_warps
         self.q_columns, self.do_columns = (
             [lane_vectors(t, 2 * self.t + i, g, *columns) for i in pieces] for t in (buffers.q, buffers.do)
         )
         self.dq_column_warps = config.num_warps // config.dq_query_warps
-        columns = (self.tile_n // 8,), (8,), True, place.warp_id // config.dq_query_warps, self.dq_column_warps
+        columns = (self.tile_n // 8,), (8,), True, region.warp_id // config.dq_query_warps, self.dq_column_warps
         self.k_columns = [lane_vectors(buffers.k, 2 * self.t + i, g, *columns) for i in pieces]
 
-        self.dkv_row = place.warp_id % config.dkv_key_warps * ROWS_PER_MMA + g
+        self.dkv_row = region.warp_id % config.dkv_key_warps * ROWS_PER_MMA + g
         self.dkv_m_tiles = self.tile_n // (ROWS_PER_MMA * config.dkv_key_warps)
-        self.dq_row = place.warp_id % config.dq_query_warps * ROWS_PER_MMA + g
+        self.dq_row = region.warp_id % config.dq_query_warps * ROWS_PER_MMA + g
         self.dq_m_tiles = self.tile_m // (ROWS_PER_MMA * config.dq_query_warps)
         self.acc_dk, self.acc_dv = (
             cute.make_rmem_tensor(((2, 2), self.dkv_m_tiles, columns // (8 * dkv_column_warps)), Float32)
             for columns in (kernel.head_dim, kernel.head_dim_v)
         )
-        self.dq_blocks = kernel.head_dim // (COLUMNS * self.dq_column_warps * config.dq_pieces)  # of a warp and piece
+        self.dq_blocks = kernel.head_dim // (
+            COLUMNS * self.dq_column_warps * config.dq_pieces
+        )  # blocks of a warp and a piece
         # rows of P and dS in shared memory
         self.width = min(COLUMNS, self.tile_m)
         self.pieces = self.width // PIECE
@@ -92,8 +94,8 @@ class BackwardGemmsFloat32(Untraced):
     # ---------------------------------------------------------------- the GEMMs
 
     def make_acc_s(self) -> cute.Tensor:
-        """For S or dP."""
-        return cute.make_rmem_tensor(((2, 2), self.place.m_tiles, self.group_counts), Float32)
+        """An accumulator for S or dP."""
+        return cute.make_rmem_tensor(((2, 2), self.region.m_tiles, self.group_counts), Float32)
 
     def make_acc_dq(self) -> cute.Tensor:
         return cute.make_rmem_tensor(((2, 2), self.dq_m_tiles, VECTOR * self.dq_blocks), Float32)
@@ -121,12 +123,12 @@ class BackwardGemmsFloat32(Untraced):
 
     @cute.jit
     def take_p(self, acc_s: cute.Tensor):
-        """P, which is in acc_s, is what `dv` multiplies dO with after a barrier."""
+        """Take P from acc_s for `dv`, which needs a barrier before it."""
         self._write(acc_s, self.buffers.p)
 
     @cute.jit
     def take_ds(self, acc_dp: cute.Tensor):
-        """dS, which is in acc_dp, is what `dk` multiplies Q with, and `dq` K, after a barrier."""
+        """Take dS from acc_dp for `dk` and `dq`, which need a barrier before them."""
         self._write(acc_dp, self.buffers.ds)
 
     @cute.jit
@@ -149,7 +151,7 @@ class BackwardGemmsFloat32(Untraced):
 
     @cute.jit
     def dq(self, acc_dq: cute.Tensor, piece: cutlass.Constexpr[int]):
-        """dQ = dS K, a piece of its columns."""
+        """A piece of the columns of dQ = dS K."""
         acc_dq.fill(0.0)
         for k in cutlass.range(self.tile_n // TERMS, unroll=1):
             a = self._queries_of_ds(k)
@@ -165,29 +167,29 @@ class BackwardGemmsFloat32(Untraced):
 
     @cute.jit
     def _write(self, acc: cute.Tensor, scores: cute.Tensor):
-        """P or dS to where all warps read it after the next barrier."""
-        place, width = self.place, self.width
-        first_piece = place.first_query // PIECE
-        start = place.row_in_tile * width + 2 * self.t + first_piece // self.pieces * (self.tile_n * width)
-        exchanged = swizzle(place.lane // 4)
-        shape = 2, 2, place.m_tiles, max(1, place.queries_of_warp // width)
-        layout = cute.make_layout(shape, stride=(1, 8 * width, place.rows_between * width, self.tile_n * width))
+        """Write P or dS to shared memory, where all warps read it after the next barrier."""
+        region, width = self.region, self.width
+        first_piece = region.first_query // PIECE
+        start = region.row_in_tile * width + 2 * self.t + first_piece // self.pieces * (self.tile_n * width)
+        exchanged = swizzle(region.lane // 4)
+        shape = 2, 2, region.m_tiles, max(1, region.queries_of_warp // width)
+        layout = cute.make_layout(shape, stride=(1, 8 * width, region.rows_between * width, self.tile_n * width))
         for piece in cutlass.range_constexpr(min(self.pieces, self.group_counts)):
             number = ((first_piece + piece) ^ exchanged) % self.pieces
             target = self._scores(scores, start + number * PIECE, 2, layout)
             for block in cutlass.range_constexpr(shape[3]):
-                for i in cutlass.range_constexpr(place.m_tiles):
+                for i in cutlass.range_constexpr(region.m_tiles):
                     for r in cutlass.range_constexpr(2):
                         cute.autovec_copy(acc[(None, r), i, block * self.pieces + piece], target[None, r, i, block])
 
-    def _keys_of_scores(self, scores: cute.Tensor, k: Int32) -> Parts:
-        """Operand A of a sum over the queries 16 k, 16 k + 1, ..: a row is a key."""
+    def _keys_of_scores(self, scores: cute.Tensor, k: Int32) -> Limbs:
+        """Operand A of a sum over the queries 16 k, 16 k + 1, .., with a key in each row."""
         width, m_tiles = self.width, self.dkv_m_tiles
         row_spacing = ROWS_PER_MMA * self.config.dkv_key_warps * width
         layout = cute.make_layout((2, 2, m_tiles), stride=(1, 8 * width, row_spacing))
         steps_of_row = self.pieces // STEPS
         start = self.dkv_row * width + 2 * self.t + k // steps_of_row * (self.tile_n * width)
-        exchanged = swizzle(self.place.lane // 4)
+        exchanged = swizzle(self.region.lane // 4)
         values = cute.make_rmem_tensor((2, 2, m_tiles, STEPS), Float32)
         for step in range(STEPS):
             number = ((k * STEPS + step) ^ exchanged) % self.pieces
@@ -195,10 +197,10 @@ class BackwardGemmsFloat32(Untraced):
             for m in range(m_tiles):
                 for r in range(2):
                     cute.autovec_copy(source[None, r, m], values[None, r, m, step])
-        return self._parts(values, m_tiles)
+        return self._limbs(values, m_tiles)
 
-    def _queries_of_ds(self, k: Int32) -> Parts:
-        """Operand A of a sum over the keys 16 k, 16 k + 1, ..: a row is a query."""
+    def _queries_of_ds(self, k: Int32) -> Limbs:
+        """Operand A of a sum over the keys 16 k, 16 k + 1, .., with a query in each row."""
         width, m_tiles = self.width, self.dq_m_tiles
         layout = cute.make_layout((STEPS,), stride=(8 * width,))
         values = cute.make_rmem_tensor((2, 2, m_tiles, STEPS), Float32)
@@ -212,20 +214,20 @@ class BackwardGemmsFloat32(Untraced):
                     source = self._scores(self.buffers.ds, row * width + number * PIECE + query % PIECE, 1, layout)
                     for step in range(STEPS):
                         values[c, r, m, step] = source[step]
-        return self._parts(values, m_tiles)
+        return self._limbs(values, m_tiles)
 
-    def _parts(self, values: cute.Tensor, m_tiles: int) -> Parts:
-        parts = Parts(((2, 2), m_tiles))
+    def _limbs(self, values: cute.Tensor, m_tiles: int) -> Limbs:
+        limbs = Limbs(((2, 2), m_tiles))
         for step in range(STEPS):
             for m in range(m_tiles):
                 for v in range(4):
-                    parts.set(step, 4 * m + v, values[v // 2, v % 2, m, step])
-        return parts
+                    limbs.set(step, 4 * m + v, values[v // 2, v % 2, m, step])
+        return limbs
 
     @cute.jit
     def store_rows(
-        self, part: cute.Tensor, weights: cute.Tensor, rows: list, is_row: list, lane_in_quad: Int32, first_block: Int32
+        self, acc: cute.Tensor, weights: cute.Tensor, rows: list, is_row: list, lane_in_quad: Int32, first_block: Int32
     ):
-        """rows[r] = weights[r] * part[r] for a thread's two rows of COLUMNS columns."""
+        """rows[r] = weights[r] * acc[r] for a thread's two rows of COLUMNS columns."""
         vector = self.config.vector_bytes // 4
-        epilogue.store_runs(part, weights, rows, is_row, lane_in_quad, 8, vector, first_block)
+        epilogue.store_runs(acc, weights, rows, is_row, lane_in_quad, 8, vector, first_block)

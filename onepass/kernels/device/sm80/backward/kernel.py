@@ -1,33 +1,34 @@
 """The Ampere backward kernel: one thread block a tile of keys, all warps load and compute.
 
 The steps go through the query blocks that see the keys, of each query head of the group in turn, so that dK and dV
-stay in registers through all of them. Everything is computed transposed, keys in rows, as on Hopper:
+stay in registers through all of them. Everything is computed transposed, with keys in rows, like on Hopper:
 
     S^T = K Q^T    P = exp(S - lse)    dP^T = V dO^T    dS = P (dP - delta)    dV += P^T dO    dK += dS^T Q    dQ = dS K
 
     loads          K V Q0 dO0 | Q1 dO1                              | Q2 dO2       cp.async, through num_stages buffers
     each warp                 | S0 P0 dP0 dS0 dV0 || dQ0 dK0        | S1 ..        | and || are barriers
 
-A step has two barriers. After the first one Q, dO, lse and delta of the step are there for all warps, and what they
-read in the step before is free; between the two dS (and P, see below) of all warps come together in shared memory.
-With one_score_buffer there are two more: P is read before dS takes its place.
+A step has two barriers. After the first one, Q, dO, lse and delta of the step have arrived for all warps, and the
+buffers of the step before are free. Between the two, dS (and P, see below) of all warps come together in shared memory.
+With one_score_buffer there are two more: P is read before dS is written in its place.
 
-How warps share out a GEMM is up to the configuration. With all of them along the keys (p_in_registers), a warp's P and
-dS are its operands of dV and dK as they lie in registers; only dQ, which sums over all keys, needs shared memory. With
-less along the keys, dK and dV of large head dims are spread over all warps' registers, and P goes through shared
-memory, too; in float32 it always does. What depends on the type of the elements is in backward_gemms_16bit.py and
-backward_gemms_float32.py.
+How the warps divide a GEMM among themselves is up to the configuration. With all of them along the keys
+(p_in_registers), a warp's P and dS are operands of its dV and dK as they lie in registers; only dQ, which sums over all
+keys, needs shared memory. With fewer warps along the keys, dK and dV of large head dims are spread over the registers
+of all warps, and P goes through shared memory as well; in float32 it always does. What depends on the type of the
+elements is in gemms_16bit.py and gemms_float32.py.
 
-dQ is added to a float32 accumulator in global memory, which backward_rows.py makes dq of. These additions come in any
-order. If the problem is deterministic, tiles of keys add to a block of dQ in ascending order, see dq_accumulator.py:
-then thread blocks draw their tiles' numbers, so that who waits for a lower number waits for one that runs.
+dQ is added to a float32 accumulator in global memory, from which memory_bound/backward_rows.py makes dq. These
+additions come in any order. If the problem is deterministic, tiles of keys add to a block of dQ in ascending order, see
+blocks/tiles/dq_sums.py. Then thread blocks draw the numbers of their tiles, so that a wait for a lower number is a wait
+for a thread block that runs.
 
 Shared memory: K (tile_n, head_dim), V (tile_n, head_dim_v), num_stages of Q (tile_m, head_dim) and of dO (tile_m,
 head_dim_v), dS and perhaps P (tile_n, tile_m), num_stages of lse and delta. Columns up to the compiled head dim are
 zeros, and so are rows past the end of a sequence: P = 0 there, and 0 * NaN = NaN.
 
-State: an H200 has run fp16 and bf16; float32, and copies of less than 16 bytes, no GPU yet. The tests compile it for
-six architectures, read the machine code, and run the PTX on the CPU.
+State: an H200 has run fp16 and bf16; no GPU has run float32, or copies of less than 16 bytes, yet. The tests compile
+the kernel for six architectures, read the machine code, and run the PTX on the CPU.
 
     done      fp16, bf16 and float32, all that the forward supports, the gradient of lse, deterministic, NaN in hidden
               pairs, head dims from 1 to 256, tensors of any alignment
@@ -71,11 +72,11 @@ class BackwardSm80(KeyTiles):
         self.config, self.dtype = config, dtype
         self.group = problem.qhead_per_kvhead
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
-        self.head_dims = problem.head_dim, problem.head_dim_v  # of the tensors
-        self.head_dim, self.head_dim_v = config.head_dims(problem)  # of the tiles
+        self.head_dims = problem.head_dim, problem.head_dim_v  # columns of the tensors
+        self.head_dim, self.head_dim_v = config.head_dims(problem)  # columns of the tiles
         self.p_in_registers = config.keeps_p(problem)
-        # tiles may hold pairs that are hidden, and whose parts of the gradients may be NaN; and the low part of a
-        # float32 infinity is NaN
+        # Tiles may hold hidden pairs, whose terms of the gradients may be NaN; and the low limb of a float32 infinity
+        # is NaN.
         self.may_recompute = not problem.mask.is_full or problem.has_seqused_k or dtype is Float32
         if dtype is Float32:
             module, self.gemms = backward_gemms_float32, backward_gemms_float32.BackwardGemmsFloat32
@@ -97,9 +98,9 @@ class BackwardSm80(KeyTiles):
         dout: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v)
         dk: cute.Tensor,
         dv: cute.Tensor,
-        dq_accum: cute.Tensor,  # see Accumulator, here and for the next two
+        dq_accum: cute.Tensor,  # see Accumulator, as for the next two
         stats: cute.Tensor,
-        turns: cute.Tensor | None,  # one more at the end: how many tiles have been drawn
+        turns: cute.Tensor | None,  # with one more number at the end: how many tiles have been drawn
         cu_seqlens_q: cute.Tensor | None,  # (batch + 1,) int32
         cu_seqlens_k: cute.Tensor | None,  # (batch + 1,) int32
         seqused_k: cute.Tensor | None,  # (batch,) int32
@@ -110,7 +111,7 @@ class BackwardSm80(KeyTiles):
         window_right: Int32 | None,
         blocks_per_head: Int32,
         heads_per_section: Int32,
-        num_tiles: Int32,  # of packed sequences a bound
+        num_tiles: Int32,  # for packed sequences a bound
         stream: cuda.CUstream,
     ):
         if cutlass.const_expr(self.is_packed):
@@ -190,13 +191,13 @@ class BackwardSm80(KeyTiles):
             for buffers, columns in ((sK, head_dim), (sV, head_dim_v), (sQ, head_dim), (sdO, head_dim_v))
         )
         buffers = Buffers(sK, sV, sQ, sdO, sdS, sP, sStats)
-        plain = tensors if cutlass.const_expr(self.may_recompute) else None
-        warps = BackwardWarps(self, buffers, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV, plain)
+        sources = tensors if cutlass.const_expr(self.may_recompute) else None
+        warps = BackwardWarps(self, buffers, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV, sources)
         self.compute(warps, loaders, tensors, tile)
 
     @cute.jit
     def draw_number(self, smem: SmemAllocator, accumulator: Accumulator, thread: Int32) -> Int32:
-        """The number of the tile of this thread block: how many others began before it."""
+        """The number of this thread block's tile: how many thread blocks have drawn before it."""
         slot = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
         if thread == 0:
             slot[0] = draw(accumulator.turns.iterator + cute.size(accumulator.turns) - 1)
@@ -207,6 +208,7 @@ class BackwardSm80(KeyTiles):
 
     @cute.jit
     def compute(self, warps: BackwardWarps, loaders: tuple, tensors: SourceTensors, tile: KeyTile):
+        """A whole tile: all query blocks that see its keys."""
         load_k, load_v, _, _ = loaders
         num_steps = (tile.last - tile.first) * self.group
         warps.begin()
@@ -240,7 +242,7 @@ class BackwardSm80(KeyTiles):
     def load_step(
         self, warps: BackwardWarps, loaders: tuple, tensors: SourceTensors, tile: KeyTile, head, m_block, buffer
     ):
-        """Q, dO, lse and delta of a query block, as one group."""
+        """Load Q, dO, lse and delta of a query block as one group."""
         _, _, load_q, load_do = loaders
         for loader, t in ((load_q, tensors.q), (load_do, tensors.dout)):
             m = self.at_head(t, t, head, tile.origin_q)
@@ -258,6 +260,6 @@ class BackwardSm80(KeyTiles):
 
     @cute.jit
     def _wait_for_loads(self):
-        """Until all threads' loads are in shared memory, for all to see."""
+        """Wait until the loads of all threads are visible in shared memory to all."""
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()

@@ -1,7 +1,7 @@
 """The warps of the Ampere backward: their registers, and single acts with them.
 
-All fragments are those of a warp's 16 x 8 x 16 mma: of a result a thread has two rows, 8 apart, and two of 8 columns,
-in each of its 16 x 8 blocks. In which order the acts are done, and what is loaded when, is backward.py's.
+All fragments are those of a warp's 16 x 8 x 16 mma: in each 16 x 8 block of a result a thread has two rows, 8 apart,
+and two of the 8 columns. kernel.py puts the loads in order, `BackwardWarps.step` the GEMMs.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ...blocks.memory.untraced import Untraced
 from ...blocks.memory.warp import broadcast
 from ...blocks.repair import gradients as repair_gradients
 from ...blocks.repair.rows import SourceTensors
-from ...blocks.softmax.gradients import GradientScores, of_column
+from ...blocks.softmax.gradients import GradientScores, stat_of_column
 from ...blocks.softmax.online import Scores
 from ...blocks.tiles.dq_sums import Accumulator, AdditionTurns
 from ...blocks.tiles.key_tiles import KeyTile
 
-COLUMNS_OF_STORE = 32  # that a quad holds 8 neighbouring ones each of, or can exchange so
+COLUMNS_OF_STORE = 32  # columns of a quad, each lane of which has, or gets by exchange, 8 neighboring ones
 
 
 class Mmas(NamedTuple):
-    """Each a GEMM of all warps."""
+    """The GEMMs of all warps."""
 
     s: cute.TiledMma  # S^T = K Q^T and dP^T = V dO^T: (keys, queries)
     dkv: cute.TiledMma  # dV += P^T dO and dK += dS^T Q: (keys, head_dim)
@@ -38,7 +38,7 @@ class Mmas(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Shared memory: (rows, columns, count) each."""
+    """Shared memory: (rows, columns, count) each, except for the stats."""
 
     k: cute.Tensor
     v: cute.Tensor
@@ -49,12 +49,12 @@ class Buffers(NamedTuple):
     stats: cute.Tensor  # (2 * tile_m, count)
 
 
-class Place(NamedTuple):
-    """Where a thread and its warp are in S and dP, keys in rows.
+class Region(NamedTuple):
+    """The region of S and dP, with keys in rows, that a thread and its warp have.
 
     Attributes:
         row_in_tile: the first of the thread's rows; the second one lies 8 below.
-        m_tiles, rows_between: more such pairs of rows, so far apart.
+        m_tiles, rows_between: the number of such pairs of rows, and the rows from one pair to the next.
         first_query, queries_of_warp: the warp's columns.
     """
 
@@ -82,12 +82,12 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
         accumulator: Accumulator,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
-        plain: SourceTensors | None,
+        sources: SourceTensors | None,
     ):
         config = self.config = kernel.config
         self.kernel, self.buffers, self.mmas = kernel, buffers, mmas
         self.softmax_scale, self.scores, self.accumulator = softmax_scale, scores, accumulator
-        self.mdK, self.mdV, self.plain = mdK, mdV, plain
+        self.mdK, self.mdV, self.sources = mdK, mdV, sources
         self.tile_m, self.tile_n = kernel.tile_m, kernel.tile_n
         self.is_capped = scores.tanh_scale is not None
         thread = cute.arch.thread_idx()[0]
@@ -100,7 +100,7 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
         self.row_in_tile = self.warp_id % s_warps * ROWS_PER_MMA + self.lane // 4
         self.queries_of_warp = self.tile_m * s_warps // config.num_warps
         self.first_query = self.warp_id // s_warps * self.queries_of_warp
-        place = Place(
+        region = Region(
             thread,
             self.lane,
             self.lane_in_quad,
@@ -112,17 +112,17 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
             self.queries_of_warp,
         )
 
-        self.gemms = kernel.gemms(kernel, buffers, mmas, place)
+        self.gemms = kernel.gemms(kernel, buffers, mmas, region)
         self.acc_dk, self.acc_dv = self.gemms.acc_dk, self.gemms.acc_dv
         self.make_scores()
-        # of this thread's queries, see `read_stats`
+        # statistics of this thread's queries, see `read_stats`
         self.minus_lse, self.minus_delta = (
             cute.make_rmem_tensor((4, ceil_div(self.queries_of_warp, 16)), Float32) for _ in range(2)
         )
         self.begin_turns()
 
     def make_scores(self):
-        """What P and dP are kept in for `make_ds`."""
+        """The registers in which P and dS are kept for `make_ds`."""
         acc = self.gemms.make_acc_s()
         if self.kernel.dtype is Float32:
             self.p = acc
@@ -142,12 +142,12 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
 
     @cute.jit
     def step(self, tile: KeyTile, head: Int32, m_block: Int32, buffer: Int32):
-        """A query block, whose Q, dO, lse and delta are in the buffer."""
+        """One query block, whose Q, dO, lse and delta are in the buffer."""
         gemms, p_in_registers = self.gemms, self.kernel.p_in_registers and not self.config.one_score_buffer
         seen = self.look_at_turn(tile, head, m_block)
         self.read_stats(self.minus_lse, buffer, 0)
         acc_s = self.p if cutlass.const_expr(self.kernel.dtype is Float32) else gemms.make_acc_s()
-        # S - lse, but a softcap is applied to S alone; dP - delta
+        # S - lse is computed, except with a softcap, which is applied to S alone; dP - delta is computed below
         self.begin_columns(acc_s, None if cutlass.const_expr(self.is_capped) else self.minus_lse)
         gemms.s(acc_s, buffer)
         self.exponentials(acc_s, tile, m_block)
@@ -173,7 +173,7 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
             gemms.dq(acc_dq, piece)
             if cutlass.const_expr(piece == 0):
                 self.take_turn(tile, head, m_block, seen)
-            cute.arch.sync_warp()  # ptxas would begin dK before, and keep too much in registers
+            cute.arch.sync_warp()  # ptxas would begin dK before this, and keep too much in registers
             self.add_dq(acc_dq, tile, head, m_block, piece)
         gemms.dk(buffer)
 
@@ -195,21 +195,24 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
 
     @cute.jit
     def begin_columns(self, acc: cute.Tensor, stats: cute.Tensor | None):
-        """An accumulator with a value of `read_stats` in each of its columns; None: zeros."""
+        """Fill each column of an accumulator with its value of `read_stats`. Args: stats: None: zeros."""
         for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = Float32(0.0) if cutlass.const_expr(stats is None) else of_column(stats, i, self.m_tiles)
+            acc[i] = Float32(0.0) if cutlass.const_expr(stats is None) else stat_of_column(stats, i, self.m_tiles)
 
     # ---------------------------------------------------------------- dQ
 
-    def dq_part(self, tile: KeyTile, head: Int32, m_block: Int32) -> Int32:
-        """Number of this warp's part of a dQ among the turns."""
+    def dq_share(self, tile: KeyTile, head: Int32, m_block: Int32) -> Int32:
+        """The number of this warp's share of a block of dQ among the turns."""
         number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
         return number * self.config.num_warps + self.warp_id
 
     @cute.jit
     def add_dq(self, acc_dq: cute.Tensor, tile: KeyTile, head: Int32, m_block: Int32, piece: cutlass.Constexpr[int]):
-        """The accumulator is laid out as [16 rows][8 columns][lane], four values a lane, or, where they are added one
-        by one, [16 rows][8 columns][value][lane]: a warp's additions lie together."""
+        """Add a piece of dQ to the accumulator.
+
+        The accumulator is laid out as [16 rows][8 columns][lane], with four values a lane, or, where they are added one
+        by one, as [16 rows][8 columns][value][lane]: a warp's additions lie together.
+        """
         row_warps, column_blocks = self.config.dq_query_warps, self.kernel.head_dim // 8
         column_warps, together = self.config.num_warps // row_warps, self.gemms.dq_together // 8
         number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
@@ -232,6 +235,7 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
 
     @cute.jit
     def end_turns(self):
+        """Give the last turn of a tile to the next tile."""
         if cutlass.const_expr(self.kernel.is_deterministic):
             self.finish_dq()
 
@@ -239,24 +243,27 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
 
     @cute.jit
     def store(self, tile: KeyTile):
-        """dK and dV of a finished tile."""
+        """Write dK and dV of a finished tile."""
         dv = self.store_gradient(tile, self.acc_dv, self.mdV, Float32(1.0))
         dk = self.store_gradient(tile, self.acc_dk, self.mdK, self.softmax_scale)
-        if cutlass.const_expr(self.plain is not None):
-            # rows that are written again may be partly another warp's
+        if cutlass.const_expr(self.sources is not None):
+            # other warps may have written columns of the rows that are written again
             cute.arch.sync_threads()
             self.recompute(tile, dv, self.mdV, Float32(1.0), True)
             self.recompute(tile, dk, self.mdK, self.softmax_scale, False)
 
     def first_key(self, tile: KeyTile, i: int) -> Int32:
-        """In the sequence, of the i-th 16 keys of a warp in dK and dV."""
+        """The position in the sequence of the first of a warp's i-th 16 keys in dK and dV."""
         key_warps = self.config.dkv_key_warps
         row = self.warp_id % key_warps * ROWS_PER_MMA + i * ROWS_PER_MMA * key_warps
         return tile.n_block * self.tile_n + row
 
     @cute.jit
     def store_gradient(self, tile: KeyTile, acc: cute.Tensor, m: cute.Tensor, scale: Float32) -> list:
-        """Returns: of each 16 keys of the warp `repair_gradients.nan_rows`, if pairs may be hidden."""
+        """Write rows of dk or dv.
+
+        Returns: `repair_gradients.nan_rows` for each 16 keys of the warp; an empty list without sources.
+        """
         key_warps = self.config.dkv_key_warps
         column_warps, together = self.config.num_warps // key_warps, COLUMNS_OF_STORE // 8
         gradient = self.kernel.at_head(m, m, tile.head_kv, tile.origin_k)
@@ -269,25 +276,25 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
             rows = [gradient[key, None] for key in keys]
             for j in cutlass.range_constexpr(cute.size(acc, mode=[2]) // together):
                 first_block = (j * column_warps + self.warp_id // key_warps) * together
-                part = self._part(acc, i, j * together, together)
-                self.gemms.store_rows(part, weights, rows, is_row, self.lane_in_quad, first_block)
-            if cutlass.const_expr(self.plain is not None):
-                part = self._part(acc, i, 0, cute.size(acc, mode=[2]))
-                found.append(repair_gradients.nan_rows(part, is_row))
+                columns = self._columns(acc, i, j * together, together)
+                self.gemms.store_rows(columns, weights, rows, is_row, self.lane_in_quad, first_block)
+            if cutlass.const_expr(self.sources is not None):
+                columns = self._columns(acc, i, 0, cute.size(acc, mode=[2]))
+                found.append(repair_gradients.nan_rows(columns, is_row))
         return found
 
-    def _part(self, acc: cute.Tensor, i: int, first: int, count: int) -> cute.Tensor:
-        """(2 rows, columns) of an accumulator's i-th 16 rows and `count` of its 8-column blocks."""
+    def _columns(self, acc: cute.Tensor, i: int, first: int, count: int) -> cute.Tensor:
+        """(2 rows, columns) of an accumulator: its i-th 16 rows, and `count` of its 8-column blocks from `first` on."""
         shape, stride = acc.layout.shape, acc.layout.stride
         layout = cute.make_layout((shape[0], 1, count), stride=(stride[0], 0, stride[2]))
         return rows_and_columns(cute.make_tensor(acc.iterator + i * stride[1] + first * stride[2], layout))
 
     @cute.jit
-    def recompute(self, tile: KeyTile, found: list, m: cute.Tensor, scale: Float32, of_v: cutlass.Constexpr[bool]):
-        """The rows in which `store_gradient` has found a NaN."""
+    def recompute(self, tile: KeyTile, found: list, m: cute.Tensor, scale: Float32, is_v: cutlass.Constexpr[bool]):
+        """Compute again the rows in which `store_gradient` has found a NaN."""
         gradient = self.kernel.at_head(m, m, tile.head_kv, tile.origin_k)
         for i in cutlass.range_constexpr(len(found)):
             if found[i][0] | found[i][1] != 0:
                 first_key = cute.arch.make_warp_uniform(broadcast(self.first_key(tile, i), 0))
-                others = (self.plain, self.accumulator, self.scores, of_v, self.config.vector_bytes)
-                self.kernel.recompute_keys(tile, gradient, scale, first_key, found[i], *others)
+                inputs = (self.sources, self.accumulator, self.scores, is_v, self.config.vector_bytes)
+                self.kernel.recompute_keys(tile, gradient, scale, first_key, found[i], *inputs)

@@ -5,21 +5,22 @@
     warp 2   keys 32..47            | ..                       │
     warp 3   keys 48..63            | ..                       ┘
 
-Decoding has 1 to some 32 rows a kv head (query heads of a group, times proposed tokens), and its time is that to read
-K and V. In forward.py a warp has 16 rows and all warps read all K and V from shared memory: with 8 rows three of four
-warps would work for nothing, and shared memory would be read four times. Here each warp has all rows, and tile_n keys
+Decoding has 1 to about 32 rows a kv head (query heads of a group, times proposed tokens), and its time is the time to
+read K and V. In kernel.py a warp has 16 rows and all warps read all K and V from shared memory: with 8 rows three of
+four warps would work in vain, and shared memory would be read four times. Here each warp has all rows, and tile_n keys
 of every step of the thread block, in buffers that it alone fills and reads: it waits for its own copies and for no
 other warp, so there is no barrier in the loop, and as many bytes stay under way as the buffers hold.
 
-In the end the warps are merged as splits are (combine.py), in the order of their numbers: with m the largest of their
-references m_w,   O = sum_w exp(m_w - m) O_w,   row_sum likewise.   Each warp adds up and writes some columns.
+In the end the warps are merged like splits (memory_bound/merge.py), in the order of their numbers: with m the largest
+of their references m_w,   O = sum_w exp(m_w - m) O_w,   and row_sum in the same way. Each warp adds up and writes some
+columns.
 
-Everything else is forward.py's: the loop over blocks of keys, masks, softmax, GEMMs, splits, and what is not here.
+Everything else is in kernel.py: the loop over blocks of keys, masks, softmax, GEMMs, splits, and what is not here.
 
-Pages: a lane looks up one key of the warp's step, a step before it is loaded, and hands what it found to the lanes that
-copy that row. So any page size costs the same, and no copy waits for a table.
+With pages, a lane looks up one key of the warp's step, a step before it is loaded, and hands what it found to the lanes
+that copy that row. So any page size costs the same, and no copy waits for a table.
 
-State: an H200 has run this, over caches in e4m3, 16 and 32 bits; nothing is tuned. The tests compile it for six
+State: an H200 has run this kernel, over caches in e4m3, 16 and 32 bits; nothing is tuned. The tests compile it for six
 architectures, read the machine code, and run the PTX on the CPU.
 """
 
@@ -33,31 +34,50 @@ from .....geometry.integers import ceil_div
 from .....geometry.tile_scheduler import LANES
 from ...blocks.memory.layouts import rows_and_columns
 from ...blocks.repair import rows as repair_rows
-from ...blocks.tiles.paged import KnownRows, PlacesAhead
+from ...blocks.repair.rows import SourceTensors
+from ...blocks.softmax.cache_scales import CacheDescales
+from ...blocks.softmax.online import Scores
+from ...blocks.softmax.sinks import Sinks
+from ...blocks.tiles.paged import KeyLocations, LocatedRows, Pages
 from ..loads import RowLoader
 from .kernel import ForwardSm80
 from .warps import Tile, Warps
 
-COLUMN_BLOCKS = 4  # of 8 columns: what a warp writes at a time; all compiled head dims are multiples of 32
+COLUMN_BLOCKS = 4  # blocks of 8 columns that a warp writes at a time; all compiled head dims are multiples of 32
 
 
 def warp_number() -> Int32:
+    """The number of this warp in its thread block."""
     return cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // LANES)
 
 
 class KeyWarps(Warps):
     """A warp with all rows of the tile and with keys of its own."""
 
-    def __init__(self, kernel, sQ, sK, sV, *others):
-        super().__init__(kernel, sQ, sK, sV, *others)
+    def __init__(
+        self,
+        kernel,
+        sQ,
+        sK,
+        sV,
+        tiled_mma,
+        scores: Scores,
+        tensors: SourceTensors,
+        mO,
+        mLSE,
+        sinks: Sinks | None,
+        pages: Pages | None = None,
+        descales: CacheDescales | None = None,
+    ):
+        super().__init__(kernel, sQ, sK, sV, tiled_mma, scores, tensors, mO, mLSE, sinks, pages, descales)
         self.warp, self.key_warps = warp_number(), self.config.key_warps
         self.column_blocks = kernel.head_dim_v // 8
         pieces = self.m_tiles * self.column_blocks
-        # over the buffers of K and V: four values of O a lane, those of an 8-column block of its two rows ..
+        # over the buffers of K and V: four values of O a lane, from an 8-column block of its two rows ..
         base = cute.recast_ptr(sK.iterator, dtype=Float32)
         shape, strides = (4, LANES, pieces, self.key_warps), (1, 4, 4 * LANES, 4 * LANES * pieces)
         self.sO = cute.make_tensor(base, cute.make_layout(shape, stride=strides))
-        # .. then reference and sum of these rows, and whether the warp has met a NaN
+        # .. then the references and sums of these rows, and whether the warp has met a NaN
         base = base + 4 * LANES * pieces * self.key_warps
         shape, strides = (2, LANES, 2 * self.m_tiles, self.key_warps), (1, 2, 2 * LANES, 4 * LANES * self.m_tiles)
         self.sState = cute.make_tensor(base, cute.make_layout(shape, stride=strides))
@@ -68,14 +88,14 @@ class KeyWarps(Warps):
         if self.pages is None:
             return super().keys_and_values(tile)
         k, v, head = self.tensors.k, self.tensors.v, self.kernel.head_kv(tile)
-        places = PlacesAhead(self.pages, tile.origin_k, k.shape[3], self.tile_n)
-        return tuple(KnownRows(t[None, None, head, None], self.pages, tile.origin_k, places) for t in (k, v))
+        locations = KeyLocations(self.pages, tile.origin_k, k.shape[3], self.tile_n)
+        return tuple(LocatedRows(t[None, None, head, None], self.pages, tile.origin_k, locations) for t in (k, v))
 
     # ---------------------------------------------------------------- end of a tile
 
     @cute.jit
     def store(self, tile: Tile):
-        """All warps' states together: out = O / row_sum and lse, some columns a warp."""
+        """Merge the states of all warps, and write out = O / row_sum and lse, some columns a warp."""
         self.finish_o()
         cute.arch.sync_threads()  # all warps are done with K and V
         self._put_state(tile)
@@ -101,7 +121,7 @@ class KeyWarps(Warps):
 
     @cute.jit
     def _put_state(self, tile: Tile):
-        """O, references and sums of this warp to shared memory, every lane's in its place."""
+        """Write O, references and sums of this warp to shared memory, each lane to a range of its own."""
         lane, has_nan = cute.arch.lane_idx(), Boolean(False)
         piece = cute.make_rmem_tensor((4,), Float32)
         for i in cutlass.range_constexpr(self.m_tiles):
@@ -112,7 +132,7 @@ class KeyWarps(Warps):
             for r in cutlass.range_constexpr(2):
                 self.sState[0, lane, 2 * i + r, self.warp] = self.softmax[i].row_max[r]
                 self.sState[1, lane, 2 * i + r, self.warp] = self.softmax[i].row_sum[r]
-            # as in `Warps.store`: V of a hidden key may have brought it
+            # V of a hidden key may have brought a NaN, see `Warps.store`
             if cutlass.const_expr(self.kernel.has_mask or self.kernel.dtype is Float32):
                 has_nan = has_nan or repair_rows.has_nan(self.o[i], self.row_of(tile, i, 0)[2])
         if lane == 0:
@@ -120,13 +140,16 @@ class KeyWarps(Warps):
 
     @cute.jit
     def _merge_sums(self, i: cutlass.Constexpr[int], shares: cute.Tensor):
-        """References and sums of this thread's rows of an m_tile over all warps; shares: what each O counts with."""
+        """Merge references and sums of this thread's rows of an m_tile over all warps.
+
+        Args: shares: (2 rows, warps), set to the factor of each warp's O.
+        """
         lane, softmax = cute.arch.lane_idx(), self.softmax[i]
         for r in cutlass.range_constexpr(2):
             largest = -Float32.inf
             for w in cutlass.range_constexpr(self.key_warps):
                 largest = cute.arch.fmax(largest, self.sState[0, lane, 2 * i + r, w])
-            # of a row that saw no key: -inf - -inf would be NaN
+            # in an empty row -inf - -inf would be NaN
             reference = largest if largest > -Float32.inf else Float32(0.0)
             total = Float32(0.0)
             for w in cutlass.range_constexpr(self.key_warps):
@@ -139,7 +162,7 @@ class KeyWarps(Warps):
     def _store_columns(
         self, i: cutlass.Constexpr[int], shares: cute.Tensor, weights: cute.Tensor, out_rows: list, is_row: list
     ):
-        """This warp's columns of an m_tile, added up over all warps."""
+        """Add up this warp's columns of an m_tile over all warps, and write them."""
         lane, groups = cute.arch.lane_idx(), self.column_blocks // COLUMN_BLOCKS
         piece = cute.make_rmem_tensor((4,), Float32)
         acc = cute.make_rmem_tensor(((2, 2), 1, COLUMN_BLOCKS), Float32)
@@ -160,13 +183,13 @@ class KeyWarps(Warps):
 class DecodeSm80(ForwardSm80):
     """One compiled forward of few rows: (static problem, config) -> device code. See the module's docstring.
 
-    Args: as of ForwardSm80; config: a DecodeConfigSm80.
+    The arguments are those of ForwardSm80, with a DecodeConfigSm80 as config.
     """
 
     make_warps = KeyWarps
 
     def announce(self):
-        """The merge may be launched: it waits for the end of this kernel."""
+        """Allow the launch of the merge, which waits for the end of this kernel."""
         if self.config.early_merge and self.is_split:
             cute.arch.griddepcontrol_launch_dependents()
 
@@ -181,7 +204,7 @@ class DecodeSm80(ForwardSm80):
 
     @cute.jit
     def load_q(self, loader: RowLoader, q: cute.Tensor, tile: Tile):
-        """By the first warp for all of them: they meet once, when it is there."""
+        """Load Q by the first warp for all warps, which meet once, when Q has arrived."""
         if warp_number() == 0:
             ForwardSm80.load_q(self, loader, q, tile)
 
@@ -193,7 +216,7 @@ class DecodeSm80(ForwardSm80):
     @cute.jit
     def load_block(self, loaders: tuple, mK, mV, tile: Tile, n_block: Int32, limit: Int32 | None, buffer):
         ForwardSm80.load_block(self, loaders, mK, mV, tile, n_block, limit, buffer)
-        if cutlass.const_expr(limit is not None):  # the first one
+        if cutlass.const_expr(limit is not None):  # the first block
             self._look_up(mK, tile, n_block - 1)
 
     @cute.jit
@@ -203,11 +226,12 @@ class DecodeSm80(ForwardSm80):
 
     @cute.jit
     def _look_up(self, mK, tile: Tile, n_block: Int32):
-        """Pages of the block that this warp loads next."""
+        """Look up the pages of the block that this warp loads next."""
         if cutlass.const_expr(self.is_paged):
-            mK.places.look_up(self.first_key(n_block), tile.geometry.seqlen_k)
+            mK.locations.look_up(self.first_key(n_block), tile.geometry.seqlen_k)
 
     @cute.jit
     def _wait_for_loads(self, still_under_way: cutlass.Constexpr[int]):
+        """Wait until the loads of this warp, except for its last groups, are visible in shared memory to its lanes."""
         cute.arch.cp_async_wait_group(still_under_way)
         cute.arch.sync_warp()

@@ -36,7 +36,7 @@ class Operand(NamedTuple):
         return cute.size(self.fragment, mode=[2])
 
     def load(self, k: int, buffer: Int32):
-        """Step k of the sum (16 of its terms) of a buffer into registers."""
+        """Load step k of the sum (16 of its terms) from a buffer into registers."""
         cute.copy(self.copy, self.source[None, None, k, buffer], self.target[None, None, k])
 
 
@@ -76,7 +76,7 @@ class Gemms16Bit(Untraced):
 
     @cute.jit
     def load_q(self):
-        """With q_in_registers: all of Q, once."""
+        """With q_in_registers, load all of Q once."""
         if cutlass.const_expr(self.config.q_in_registers):
             for k in cutlass.range_constexpr(self.q.steps):
                 self.q.load(k, 0)
@@ -90,7 +90,7 @@ class Gemms16Bit(Untraced):
 
     @cute.jit
     def take_p(self):
-        """P, which is in acc_s, is what `pv` multiplies V with."""
+        """Take P from acc_s for `pv`."""
         pack(self.acc_s, self.rP)
 
     @cute.jit
@@ -102,7 +102,8 @@ class Gemms16Bit(Untraced):
     def _gemm(self, acc, a: cute.Tensor, a_operand: Operand | None, a_buffer, b: Operand, b_buffer: Int32):
         """acc += a b, with the fragments of b, and of a where it has a buffer, from shared memory.
 
-        With fragments_ahead those of a step are loaded before the mma of the step before, else all before the first.
+        With fragments_ahead, the fragments of a step are loaded before the mma of the step before; without it, all are
+        loaded before the first mma.
         """
         steps = b.steps
         ahead = 1 if cutlass.const_expr(self.config.fragments_ahead) else steps
@@ -127,9 +128,9 @@ class Gemms16Bit(Untraced):
     ):
         """out_rows[r] = weights[r] * acc_o[r] for a thread's two rows of an m_tile, acc_o (2, columns).
 
-        Args: first_block: of the 8-column blocks of out that acc_o holds.
+        Args: first_block: the number of the first 8-column block of out that acc_o holds.
         """
-        if cutlass.const_expr(out_rows[0].element_type is Float32):  # of a split
+        if cutlass.const_expr(out_rows[0].element_type is Float32):  # partials of a split
             is_even = cute.size(out_rows[0]) % 2 == 0
             epilogue.store_pairs(acc_o, weights, out_rows, is_row, lane_in_quad, 8 if is_even else 2, first_block)
         else:

@@ -1,4 +1,4 @@
-"""The two GEMMs of a step over an e4m3 cache: mma.m16n8k16 of fp16 with float32 sums; e4m3.py says how and why."""
+"""The two GEMMs of a step over an e4m3 cache: mma.m16n8k16 of fp16 with float32 sums; see blocks/memory/e4m3.py."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .gemms_16bit import Operand
 class GemmsE4M3(Untraced):
     """S = Q K^T and O += P V of a warp's query rows, with S, P and O in registers.
 
-    Q is there, too, or (without q_in_registers) in shared memory in fp16, a lane's four registers of each 16 columns
-    side by side.
+    Q is in registers as well, or (without q_in_registers) in shared memory in fp16, a lane's four registers of each 16
+    columns side by side.
 
     Args:
         sQ: 16-bit Q. sK, sV: pairs of e4m3 as 16-bit elements, half as many columns.
 
     Attributes:
-        acc_s, acc_o: ((2, 2), m_tiles, columns / 8). Of 16 columns of O the first 8-column block has the even ones.
-        score_factors: (2 rows, m_tiles): what S has to be multiplied with to be Q K^T.
+        acc_s, acc_o: ((2, 2), m_tiles, columns / 8). The first 8-column block of 16 columns of O has the even columns.
+        score_factors: (2 rows, m_tiles): the factors that make S the product Q K^T.
     """
 
     def __init__(self, kernel, sQ, sK, sV, tiled_mma: cute.TiledMma, thread: Int32):
@@ -61,7 +61,7 @@ class GemmsE4M3(Untraced):
 
     @cute.jit
     def load_q(self):
-        """All of Q, in the order of columns that K comes in; bf16 in fp16's range."""
+        """Load all of Q, in the order of columns that K comes in, with bf16 brought to fp16's range."""
         words = cute.recast_tensor(self.rQ, Int32)  # ((1, 2, 2), m_tiles, k)
         four = cute.make_rmem_tensor((4,), self.sQ.element_type)
         first = self.thread // 32 * ROWS_PER_MMA + self.thread % 32 // 4
@@ -80,8 +80,8 @@ class GemmsE4M3(Untraced):
 
     @cute.jit
     def _put_q(self, words: cute.Tensor):
-        """Q in fp16 over Q as it came. Warps that have the same rows write the same."""
-        cute.arch.sync_threads()  # all have read it
+        """Overwrite Q in shared memory with Q in fp16. Warps that have the same rows write the same values."""
+        cute.arch.sync_threads()  # all warps have read Q
         four = cute.make_rmem_tensor((4,), Int32)
         for i in cutlass.range_constexpr(self.config.m_tiles):
             for k in cutlass.range_constexpr(cute.size(words, mode=[2])):
@@ -105,7 +105,7 @@ class GemmsE4M3(Untraced):
 
     @cute.jit
     def _range_of_row(self, fours: cute.Tensor, i: cutlass.Constexpr[int], r: cutlass.Constexpr[int]) -> Float32:
-        """What a row is multiplied with; `score_factors` follows."""
+        """The factor that brings a row to fp16's range; sets `score_factors`."""
         factor, reciprocal = Float32(1.0), Float32(1.0)
         if cutlass.const_expr(fours.element_type is not Float16):
             four, largest = cute.make_rmem_tensor((4,), fours.element_type), Float32(0.0)
@@ -126,7 +126,7 @@ class GemmsE4M3(Untraced):
     def qk(self, buffer: Int32):
         """S = Q K^T."""
         self.acc_s.fill(0.0)
-        raw = cute.recast_tensor(self.k.fragment, Int32)  # ((1, 2), n, k): of 32 columns 16 in each register
+        raw = cute.recast_tensor(self.k.fragment, Int32)  # ((1, 2), n, k): 32 columns, 16 in each register
         b = cute.make_rmem_tensor(((2, 2), cute.size(raw, mode=[1]), 2), Float16)
         words = cute.recast_tensor(b, Int32)
         for k in cutlass.range_constexpr(self.k.steps + 1):
@@ -135,7 +135,7 @@ class GemmsE4M3(Untraced):
             if cutlass.const_expr(k > 0):
                 for n in cutlass.range_constexpr(cute.size(raw, mode=[1])):
                     for half in cutlass.range_constexpr(2):
-                        low, high = e4m3.neighbours_as_halves(raw[(0, half), n, k - 1])
+                        low, high = e4m3.neighbors_as_fp16(raw[(0, half), n, k - 1])
                         words[(0, 0), n, half], words[(0, 1), n, half] = low, high
                 for half in cutlass.range_constexpr(2):
                     a = self._operand_a(2 * (k - 1) + half)
@@ -143,7 +143,7 @@ class GemmsE4M3(Untraced):
 
     @cute.jit
     def take_p(self):
-        """P, which is in acc_s, is what `pv` multiplies V with."""
+        """Take P from acc_s for `pv`."""
         pack(self.acc_s, self.rP)
 
     @cute.jit
@@ -160,7 +160,7 @@ class GemmsE4M3(Untraced):
             if cutlass.const_expr(k > 0):
                 for n in cutlass.range_constexpr(cute.size(raw, mode=[1])):
                     for half in cutlass.range_constexpr(2):
-                        evens, odds = e4m3.evens_and_odds_as_halves(raw[(0, half), n, k - 1])
+                        evens, odds = e4m3.evens_and_odds_as_fp16(raw[(0, half), n, k - 1])
                         words[(0, half), 0], words[(0, half), 1] = evens, odds
                     acc = cute.make_tensor(self.acc_o.iterator + 2 * n * stride[2], two_blocks)
                     cute.gemm(self.tiled_mma, acc, self.p[None, None, k - 1], b, acc)
@@ -171,10 +171,10 @@ class GemmsE4M3(Untraced):
     ):
         """out_rows[r] = weights[r] * acc_o[r] for a thread's two rows of an m_tile, acc_o (2, columns).
 
-        Args: first_block: of the 8-column blocks of out that acc_o holds, even.
+        Args: first_block: the number of the first 8-column block of out that acc_o holds, which is even.
         """
         dtype, vector_bytes = out_rows[0].element_type, self.config.vector_bytes
-        if cutlass.const_expr(dtype is Float32):  # of a split, whose rows are dense
+        if cutlass.const_expr(dtype is Float32):  # partials of a split, whose rows are dense
             vector_bytes = 16 if cute.size(out_rows[0]) % 4 == 0 else 8
         width = min(4, 8 * vector_bytes // dtype.width)
         epilogue.store_runs(acc_o, weights, out_rows, is_row, lane_in_quad, 4, width, first_block)

@@ -1,4 +1,4 @@
-"""The two GEMMs of a step in float32: fragments split into tf32 parts, see tf32.py."""
+"""The two GEMMs of a step in float32: fragments in tf32 limbs, see sm80/tf32.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ....config import ROWS_PER_MMA, ForwardConfigSm80
 from ...blocks.memory import epilogue
 from ...blocks.memory.untraced import Untraced
 from .. import tf32
-from ..tf32 import STEPS, VECTOR, Parts, lane_vectors
+from ..tf32 import STEPS, VECTOR, Limbs, lane_vectors
 
 
 def make_tiled_mma(config: ForwardConfigSm80, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
@@ -22,7 +22,7 @@ class GemmsFloat32(Untraced):
     """S = Q K^T and O += P V of a warp's query rows, with S, P (in the same registers) and O in registers.
 
     Attributes:
-        acc_s, acc_o: ((2, 2), m_tiles, columns / 8); the columns of acc_o are in the order that tf32.py tells.
+        acc_s, acc_o: ((2, 2), m_tiles, columns / 8); the columns of acc_o are in the order that tf32.py describes.
     """
 
     def __init__(self, kernel, sQ, sK, sV, tiled_mma: cute.TiledMma, thread: Int32):
@@ -30,7 +30,7 @@ class GemmsFloat32(Untraced):
         self.tiled_mma, self.m_tiles = tiled_mma, config.m_tiles
         g, t = thread % 32 // 4, thread % 4
         row = thread // 32 * ROWS_PER_MMA + g
-        # rows g and g + 8 of m_tiles, and groups of 8 rows; each for both 16-byte pieces of the lane's 8 columns
+        # rows g and g + 8 of m_tiles (Q), groups of 8 rows (K); each for both 16-byte pieces of the lane's 8 columns
         rows = (2, self.m_tiles), (8, ROWS_PER_MMA * config.num_warps), config.swizzle
         self.q = [lane_vectors(sQ, row, 2 * t + i, *rows) for i in range(2)]
         rows = (config.tile_n // 8,), (8,), config.swizzle
@@ -66,7 +66,7 @@ class GemmsFloat32(Untraced):
         """O += P V."""
         num_blocks = self.config.tile_n // 8
         for k in cutlass.range(num_blocks // STEPS, unroll=1):
-            p = self._p_parts()
+            p = self._p_limbs()
             # registers have no run-time index: what comes next moves to the front
             for j in cutlass.range_constexpr(num_blocks - STEPS):
                 for m in cutlass.range_constexpr(self.m_tiles):
@@ -76,16 +76,16 @@ class GemmsFloat32(Untraced):
                 v = tf32.b_of_columns(self.v, k, b, buffer)
                 self._add_products(p, v, self.acc_o, VECTOR * b, VECTOR)
 
-    def _p_parts(self) -> Parts:
-        parts = Parts(((2, 2), self.m_tiles))
+    def _p_limbs(self) -> Limbs:
+        limbs = Limbs(((2, 2), self.m_tiles))
         for step in range(STEPS):
             for m in range(self.m_tiles):
                 for v in range(4):
                     # rows g, g + 8 and, as terms t and t + 4, the keys 2 t, 2 t + 1
-                    parts.set(step, 4 * m + v, self.acc_s[(v // 2, v % 2), m, step])
-        return parts
+                    limbs.set(step, 4 * m + v, self.acc_s[(v // 2, v % 2), m, step])
+        return limbs
 
-    def _add_products(self, a: Parts, b: Parts, acc: cute.Tensor, first: int, count: int):
+    def _add_products(self, a: Limbs, b: Limbs, acc: cute.Tensor, first: int, count: int):
         tf32.add_products(self.tiled_mma, a, b, acc, first, count, self.config.fresh_sums)
 
     @cute.jit
@@ -100,7 +100,7 @@ class GemmsFloat32(Untraced):
     ):
         """out_rows[r] = weights[r] * acc_o[r] for a thread's two rows of an m_tile, acc_o (2, columns).
 
-        Args: first_block: of the 8-column blocks of out that acc_o holds.
+        Args: first_block: the number of the first 8-column block of out that acc_o holds.
         """
         vector = self.config.vector_bytes // 4
         epilogue.store_runs(acc_o, weights, out_rows, is_row, lane_in_quad, 8, vector, first_block)

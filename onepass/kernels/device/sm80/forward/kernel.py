@@ -5,26 +5,28 @@
 
 A warp owns 16 query rows (m_tiles times), and their softmax needs no other warp: a row of S lies in the four lanes of a
 quad. Warps meet once a step of tile_n keys: after `wait_group` and a barrier the buffers of step j are full for all of
-them, and those of step j - 1 free to be filled for step j + num_stages - 1. Other orders of loads, by configuration:
+them, and those of step j - 1 are free to be filled for step j + num_stages - 1. Configurations choose other orders of
+loads:
 
     num_stages=1           K of the next step is loaded beside softmax and PV, V of this one beside QK^T; two barriers
     prefetch=False         load, wait, compute
 
 Thread blocks of neighbouring tiles of a head have neighbouring numbers, so their K and V meet in L2.
 
-With splits, thread blocks (tile, split) take a part of the tile's keys each and write float32 partials, which
-combine.py merges; with pages, loads.py looks up where each row of K and V lies. Everything between is the same.
+With splits, each thread block (tile, split) takes one split of the tile's keys and writes float32 partials, which
+memory_bound/merge.py merges; with pages, loads.py looks up where each row of K and V lies. Everything between is the
+same.
 
-What an element's type decides stands elsewhere: fragments, mma and the order of O's columns in gemms_16bit.py and, for
-float32 by three products of tf32 parts, in gemms_float32.py; the width of copies in loads.py.
+What depends on the type of the elements stands elsewhere: fragments, mma and the order of O's columns in gemms_16bit.py
+and, for float32 by three products of tf32 limbs, in gemms_float32.py; the width of copies in loads.py.
 
 Shared memory: Q (tile_m, head_dim); num_stages of K (tile_n, head_dim) and of V (tile_n, head_dim_v); columns up to the
 compiled head dim are zeros, and so are rows past the end of a sequence: P = 0 there, and 0 * NaN = NaN.
 
-The tests compile it for six architectures, read the machine code, and run the PTX on the CPU; of GPUs an H200 has run
-it. float32: infinities in Q and K give NaN where they could give a number.
+The tests compile the kernel for six architectures, read the machine code, and run the PTX on the CPU; an H200 is the
+GPU that has run it. With float32, infinities in Q and K give NaN where they could give a number.
 
-Names as in CuTe code: mQ global, sQ shared, rQ register fragment.
+Names follow CuTe code: mQ global, sQ shared, rQ register fragment.
 
 Source: FlashAttention-2, arXiv:2307.08691, Algorithm 1 and section 3.3.
 """
@@ -71,10 +73,10 @@ class ForwardSm80:
     """One compiled forward: (static problem, config) -> device code. See the module's docstring for the picture.
 
     Args:
-        of_cache: K and V are a cache, with batch entries also where queries are packed.
-        is_split: thread blocks (tile, split) handle a part of the keys each, and write float32 partials.
+        reads_cache: K and V are a cache, which has batch entries even where queries are packed.
+        is_split: each thread block (tile, split) handles one split of the keys, and writes float32 partials.
         is_paged: K and V lie in pages.
-        descales_by_block: of an e4m3 cache: each block of keys, or page, has a descale of its own.
+        descales_by_block: with an e4m3 cache, each block of keys, or page, has a descale of its own.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class ForwardSm80:
         config: ForwardConfigSm80,
         dtype: type[cutlass.Numeric],
         arch: str,
-        of_cache: bool = False,
+        reads_cache: bool = False,
         is_split: bool = False,
         is_paged: bool = False,
         descales_by_block: bool = False,
@@ -93,15 +95,15 @@ class ForwardSm80:
         self.config, self.dtype = config, dtype
         self.group = config.group(problem)  # query heads of a tile
         self.tile_heads_per_kvhead = problem.qhead_per_kvhead // self.group
-        self.positions = config.positions(problem)  # of a tile
-        self.head_dims = problem.head_dim, problem.head_dim_v  # of the tensors
-        self.head_dim, self.head_dim_v = (head_dim_tile(d) for d in self.head_dims)  # of the tiles
+        self.positions = config.positions(problem)  # positions of a tile
+        self.head_dims = problem.head_dim, problem.head_dim_v  # columns of the tensors
+        self.head_dim, self.head_dim_v = (head_dim_tile(d) for d in self.head_dims)  # columns of the tiles
         self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
         self.has_mask = self.has_window != (False, False)
         self.longest_first = config.longest_first and self.has_window == (False, True)
-        self.is_packed, self.packs_keys = problem.is_packed, problem.is_packed and not of_cache
+        self.is_packed, self.packs_keys = problem.is_packed, problem.is_packed and not reads_cache
         self.has_e4m3_cache = problem.has_e4m3_cache
-        # K and V in memory: e4m3 in pairs
+        # K and V in memory: e4m3 numbers come in pairs
         self.kv_dtype, per_element = (Float16, 2) if self.has_e4m3_cache else (dtype, 1)
         self.kv_columns = tuple(d // per_element for d in self.head_dims)
         self.kv_tile_columns = self.head_dim // per_element, self.head_dim_v // per_element
@@ -119,9 +121,9 @@ class ForwardSm80:
         self,
         q: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim); packed sequences: all tensors without batch
         k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim); e4m3 as (.., head_dim / 2) pairs
-        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v); likewise
-        out: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v); of splits (splits, ..) float32
-        lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q); of splits (splits, ..); packed: (splits, 1, ..)
+        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v); e4m3 as (.., head_dim_v / 2) pairs
+        out: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v); with splits (splits, ..) float32
+        lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q); with splits (splits, ..); packed: (splits, 1, ..)
         sinks: cute.Tensor | None,  # (num_heads_q,) float32
         cu_seqlens_q: cute.Tensor | None,  # (batch + 1,) int32
         cu_seqlens_k: cute.Tensor | None,  # (batch + 1,) int32
@@ -131,9 +133,9 @@ class ForwardSm80:
         window_left: Int32 | None,
         window_right: Int32 | None,
         heads_per_section: Int32,
-        num_tiles: Int32,  # of packed sequences a bound
+        num_tiles: Int32,  # for packed sequences a bound
         page_table: cute.Tensor | None,  # (batch, max_pages) int32; k, v: (num_pages, page_size, num_heads_kv, ..)
-        added_k: Int32 | None,  # keys more than seqused_k says
+        added_k: Int32 | None,  # keys beyond those that seqused_k counts
         num_splits: Int32 | None,
         split_blocks: Int32 | None,  # see geometry/splits.py
         k_descale: cute.Tensor | None,  # (batch or num_pages, num_heads_kv, blocks) float32
@@ -216,9 +218,9 @@ class ForwardSm80:
         tile = self.tile_at(number, schedule, seqlens)
         if cutlass.const_expr(self.is_split):
             if cutlass.const_expr(self.is_packed):
-                # of packed sequences those of one tile are split: of others the first part has all keys
+                # packed sequences of one tile are split; of the others, the first split has all keys
                 is_split = tile.geometry.seqlen_q <= self.positions
-                splits = splits.of_sequence(select(is_split, splits.num_splits, Int32(1)), is_split)
+                splits = splits.for_sequence(select(is_split, splits.num_splits, Int32(1)), is_split)
             tile = tile._replace(blocks=blocks_of_split(tile.blocks, split, *splits))
             mO, mLSE = (t[None, None, None, None, split] for t in (mO, mLSE))
 
@@ -232,8 +234,8 @@ class ForwardSm80:
         )
         descales = None
         if cutlass.const_expr(descale_tensors is not None):
-            place, head, tile_n = tile.origin_k, self.head_kv(tile), self.config.tile_n
-            descales = CacheDescales(descale_tensors, pages, place, head, tile_n, self.descales_by_block)
+            entry, head, tile_n = tile.origin_k, self.head_kv(tile), self.config.tile_n
+            descales = CacheDescales(descale_tensors, pages, entry, head, tile_n, self.descales_by_block)
         sinks = None if cutlass.const_expr(mSinks is None) else Sinks(mSinks, lengths.cu_seqlens_q)
         warps = self.make_warps(self, sQ, sK, sV, tiled_mma, scores, tensors, mO, mLSE, sinks, pages, descales)
         if cutlass.const_expr(self.is_split):
@@ -249,6 +251,7 @@ class ForwardSm80:
 
     @cute.jit
     def tile_at(self, number: Int32, schedule, seqlens: Sequences) -> Tile:
+        """The tile with this number."""
         if cutlass.const_expr(self.is_packed):
             m_block, head, origin_q, seqlen_q, origin_k, seqlen_k, _, _ = schedule.find(number)
         else:
@@ -261,18 +264,18 @@ class ForwardSm80:
         blocks = key_blocks(m_start, minimum(m_start + self.positions, seqlen_q), *geometry, self.config.block_keys)
         return Tile(m_block, head, origin_q, origin_k, geometry, blocks)
 
-    def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
-        """Of queries: q, out and lse."""
-        return at_head(t, m, head, place, self.is_packed)
+    def at_head(self, t: cute.Tensor, m: cute.Tensor, head, origin) -> cute.Tensor:
+        """A head of q, out or lse: `layouts.at_head` for tensors of queries."""
+        return at_head(t, m, head, origin, self.is_packed)
 
-    def keys_at_head(self, t: cute.Tensor, head, place) -> cute.Tensor:
-        """Of keys: k and v."""
-        return at_head(t, t, head, place, self.packs_keys)
+    def keys_at_head(self, t: cute.Tensor, head, origin) -> cute.Tensor:
+        """A head of k or v: `layouts.at_head` for tensors of keys."""
+        return at_head(t, t, head, origin, self.packs_keys)
 
     def head_kv(self, tile: Tile):
         return tile.head // self.tile_heads_per_kvhead
 
-    # What decode.py, where each warp has keys and buffers of its own, does in its own way.
+    # These hooks differ in few_rows.py, where each warp has keys and buffers of its own.
 
     make_warps = Warps
 
@@ -280,29 +283,32 @@ class ForwardSm80:
         """What a thread block does first."""
 
     def loading_thread(self) -> Int32:
-        """Number of this thread among those that load a tile together."""
+        """The number of this thread among those that load a tile together."""
         return cute.arch.thread_idx()[0]
 
     def first_key(self, n_block: Int32) -> Int32:
-        """Of those keys of a block that this warp has a part in."""
+        """The first of the keys of a block that this warp works on."""
         return n_block * self.config.tile_n
 
     def buffer_of(self, buffer):
-        """Its place among all buffers."""
+        """The number of a buffer among all buffers of the thread block."""
         return buffer
 
     # ---------------------------------------------------------------- device: a tile
 
     @cute.jit
     def compute(self, warps: Warps, loaders: tuple, tensors: SourceTensors, tile: Tile):
-        """The keys, last block first: cut by the right edge of the mask, clear, cut by its left edge."""
+        """A whole tile: its blocks of keys, last first.
+
+        They are cut by the right edge of the mask, then clear, then cut by its left edge.
+        """
         mK, mV = warps.keys_and_values(tile)
         first, clear_first, clear_last, last = tile.blocks
         config = self.config
 
         self.load_q(loaders[0], tensors.q, tile)
         self.load_first(loaders, mK, mV, tile)
-        # Q is there; of K and V as many groups may be under way as `load_first` has begun
+        # Q has arrived afterwards; as many groups of K and V may be under way as `load_first` has begun
         cute.arch.cp_async_wait_group(max(1, config.num_stages - 1) if config.prefetch else 0)
         cute.arch.sync_threads()
         warps.gemms.load_q()
@@ -323,7 +329,7 @@ class ForwardSm80:
 
     @cute.jit
     def load_q(self, loader: RowLoader, q: cute.Tensor, tile: Tile):
-        """Q of the tile, as a group of its own."""
+        """Load Q of a tile, as a group of its own."""
         m_start, seqlen_q = tile.m_block * self.positions, tile.geometry.seqlen_q
         if cutlass.const_expr(self.group == 1):
             loader.load(self.at_head(q, q, tile.head, tile.origin_q), m_start, seqlen_q, 0)
@@ -334,7 +340,7 @@ class ForwardSm80:
 
     @cute.jit
     def load_first(self, loaders: tuple, mK: cute.Tensor, mV: cute.Tensor, tile: Tile):
-        """What is under way before the first step: K, or num_stages - 1 groups of K and V."""
+        """The loads under way before the first step: K, or num_stages - 1 groups of K and V."""
         config, n_block, limit = self.config, tile.blocks.last - 1, tile.geometry.seqlen_k
         if cutlass.const_expr(config.prefetch):
             if cutlass.const_expr(config.num_stages > 1):
@@ -347,7 +353,7 @@ class ForwardSm80:
 
     @cute.jit
     def load_ahead(self, loaders: tuple, mK, mV, tile: Tile, n_block: Int32, buffer):
-        """K and V of a block, if the tile has it, as one group (else an empty one, so that groups count steps).
+        """Load K and V of a block as one group; an empty one if the tile has no such block, so that groups count steps.
 
         Only a tile's first step can meet the end of the sequence: here all rows exist.
         """
@@ -357,7 +363,7 @@ class ForwardSm80:
 
     @cute.jit
     def load_block(self, loaders: tuple, mK, mV, tile: Tile, n_block: Int32, limit: Int32 | None, buffer):
-        """K and V of a block; zeros from `limit` on."""
+        """Load K and V of a block, with zeros from `limit` on."""
         _, load_k, load_v = loaders
         load_k.load(mK, self.first_key(n_block), limit, self.buffer_of(buffer))
         load_v.load(mV, self.first_key(n_block), limit, self.buffer_of(buffer))
@@ -374,7 +380,7 @@ class ForwardSm80:
         buffer: Int32,
         is_masked: cutlass.Constexpr[bool],
     ) -> Int32:
-        """S = Q K_n^T, softmax, O += P V_n. A block that meets the end of the sequence is a masked one.
+        """S = Q K_n^T, softmax, O += P V_n. A block that meets the end of the sequence counts as masked.
 
         Returns: the next step's buffer.
         """
@@ -391,18 +397,18 @@ class ForwardSm80:
             self._wait_for_loads(0)
             warps.gemms.qk(0)
         elif cutlass.const_expr(stages == 1):
-            self._wait_for_loads(0)  # K is there, and all warps are done with V
+            self._wait_for_loads(0)  # K has arrived, and all warps are done with V
             load_v.load(mV, n_start, limit, 0)
             cute.arch.cp_async_commit_group()
             warps.gemms.qk(0)
-            self._wait_for_loads(0)  # V is there, and all warps are done with K
+            self._wait_for_loads(0)  # V has arrived, and all warps are done with K
             if n_block > tile.blocks.first:
                 load_k.load(mK, n_start - config.tile_n, None, 0)
             cute.arch.cp_async_commit_group()
         else:
             self._wait_for_loads(stages - 2)
             following = buffer + 1 if buffer < stages - 1 else Int32(0)
-            # the buffer of the step before, num_stages - 1 steps ahead
+            # the buffer of the step before, for the step num_stages - 1 steps later
             freed = buffer - 1 if buffer > 0 else Int32(stages - 1)
             self.load_ahead(loaders, mK, mV, tile, n_block - (stages - 1), freed)
             warps.gemms.qk(self.buffer_of(buffer))
@@ -412,6 +418,6 @@ class ForwardSm80:
 
     @cute.jit
     def _wait_for_loads(self, still_under_way: cutlass.Constexpr[int]):
-        """Until all threads' loads but those of their last groups are in shared memory, for all to see."""
+        """Wait until the loads of all threads, except for their last groups, are visible in shared memory to all."""
         cute.arch.cp_async_wait_group(still_under_way)
         cute.arch.sync_threads()

@@ -1,7 +1,7 @@
 """The warps of the Ampere forward: their registers, and single acts with them.
 
 A warp has m_tiles times 16 query rows: rows 16 w, 16 w + 1, .. of each 16 * num_warps rows of the tile for warp w. All
-warps of the thread block read the same K and V from shared memory. In which order the acts are done is forward.py's.
+warps of the thread block read the same K and V from shared memory. kernel.py puts the acts in order.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Tile(NamedTuple):
 
     m_block: Int32
     head: Int32
-    origin_q: Int32  # batch entry; of packed sequences the first row
-    origin_k: Int32  # likewise; of a cache the batch entry
+    origin_q: Int32  # batch entry; for packed sequences the first row
+    origin_k: Int32  # batch entry; for packed keys the first row (a cache has batch entries)
     geometry: Geometry
     blocks: KeyBlocks
 
 
 class Warps(Untraced):
-    """S, P and O of a warp's query rows in registers; Q there or, as K and V, in shared memory."""
+    """S, P and O of a warp's query rows in registers; Q in registers or, like K and V, in shared memory."""
 
     def __init__(
         self,
@@ -67,18 +67,18 @@ class Warps(Untraced):
         self.tile_m, self.tile_n, self.m_tiles = config.tile_m, config.tile_n, config.m_tiles
         self.thread = kernel.loading_thread()
         self.lane_in_quad = self.thread % 4
-        # of the first of its 16-row tiles the first of this thread's two rows, 8 apart
+        # the first of this thread's two rows, 8 apart, in the first of its 16-row tiles
         self.row_in_tile = self.thread // 32 * ROWS_PER_MMA + self.thread % 32 // 4
 
         self.gemms = kernel.gemms(kernel, sQ, sK, sV, tiled_mma, self.thread)
         self.acc_s, self.acc_o = self.gemms.acc_s, self.gemms.acc_o
         # (2 rows, columns) of each m_tile
         self.s, self.o = (
-            [rows_and_columns(cute.make_tensor(part.iterator, part.layout)) for part in self._by_m_tile(acc)]
+            [rows_and_columns(cute.make_tensor(tile.iterator, tile.layout)) for tile in self._by_m_tile(acc)]
             for acc in (self.acc_s, self.acc_o)
         )
         self.is_lazy = config.rescale_threshold > 0
-        # what scores are multiplied with in the exponent; unless it is folded, they are scaled before
+        # the factor of scores in the exponent; unless it is folded, scores are scaled before
         self.natural_scale = scores.scale_log2 * LN2
         scale_log2 = scores.scale_log2 if config.fold_scale else Float32(1.0 / LN2)
         self.softmax = [
@@ -86,7 +86,7 @@ class Warps(Untraced):
         ]
 
     def _by_m_tile(self, acc: cute.Tensor) -> list:
-        """acc ((2, 2), m_tiles, N) as m_tiles tensors ((2, 2), 1, N)."""
+        """An accumulator ((2, 2), m_tiles, N) as m_tiles tensors ((2, 2), 1, N)."""
         shape, stride = acc.layout.shape, acc.layout.stride
         layout = cute.make_layout((shape[0], 1, shape[2]), stride=(stride[0], 0, stride[2]))
         return [cute.make_tensor(acc.iterator + i * stride[1], layout) for i in range(self.m_tiles)]
@@ -95,6 +95,7 @@ class Warps(Untraced):
 
     @cute.jit
     def begin(self, tile: Tile):
+        """The state before the first keys of a tile."""
         self.acc_o.fill(0.0)
         if cutlass.const_expr(self.descales is not None):
             self.descales.begin(self.kernel.first_key(tile.blocks.last - 1), tile.geometry.seqlen_k)
@@ -103,7 +104,7 @@ class Warps(Untraced):
 
     @cute.jit
     def scores_to_p(self, tile: Tile, n_start: Int32, is_masked: cutlass.Constexpr[bool]):
-        """S of the keys n_start, n_start + 1, .. -> P, and O brought to P's reference."""
+        """Turn S of the keys n_start, n_start + 1, .. into P, and bring O to P's reference."""
         if cutlass.const_expr(self.kernel.has_e4m3_cache):
             self._scale_scores()
         if cutlass.const_expr(self.scores.tanh_scale is not None):
@@ -117,7 +118,7 @@ class Warps(Untraced):
                 rows = [self.row_of(tile, i, r)[0] for r in range(2)]
                 mask.apply(self.s[i], rows, n_start, self.lane_in_quad, tile.geometry)
             if cutlass.const_expr(self.is_lazy):
-                # the search by integers would gain nothing: a maximum of three is Hopper's
+                # the search by integers would gain nothing: only Hopper has a maximum of three
                 self.softmax[i].update_lazily(self.s[i], self.o[i], True, False)
             else:
                 self.softmax[i].update(self.s[i])
@@ -130,7 +131,7 @@ class Warps(Untraced):
 
     @cute.jit
     def _scale_scores(self):
-        """S of an e4m3 cache = Q K^T of real values."""
+        """Turn S of an e4m3 cache into Q K^T of real values."""
         for i in cutlass.range_constexpr(self.m_tiles):
             for r in cutlass.range_constexpr(2):
                 factor = self.gemms.score_factors[r, i]
@@ -148,12 +149,14 @@ class Warps(Untraced):
         return tuple(PagedRows(t[None, None, head, None], self.pages, tile.origin_k) for t in (k, v))
 
     def row_of(self, tile: Tile, i: int, r: int) -> tuple:
-        """Row r (0 or 1) of this thread in its i-th 16-row tile: position in the sequence, head, and whether there is
-        such a row."""
+        """Row r (0 or 1) of this thread in its i-th 16-row tile.
+
+        Returns: the row's position in the sequence, its head, and whether there is such a row.
+        """
         return self.unpack(tile, i * ROWS_PER_MMA * self.config.num_warps + self.row_in_tile + 8 * r)
 
     def unpack(self, tile: Tile, row_in_tile) -> tuple:
-        """`row_of` by a row's number in the tile."""
+        """The result of `row_of` for a row given by its number in the tile."""
         group, m_start = self.kernel.group, tile.m_block * self.kernel.positions
         if group == 1:
             position = m_start + row_in_tile
@@ -166,7 +169,7 @@ class Warps(Untraced):
 
     @cute.jit
     def store_no_keys(self, tile: Tile):
-        """lse of a split without keys; what its out holds is not looked at."""
+        """Write lse of a split without keys; the merge does not read its out."""
         for row in cutlass.range(cute.arch.thread_idx()[0], self.tile_m, self.config.num_threads, unroll=1):
             position, head, is_row = self.unpack(tile, row)
             if is_row:
@@ -174,7 +177,7 @@ class Warps(Untraced):
 
     @cute.jit
     def store(self, tile: Tile):
-        """out = O / row_sum and lse."""
+        """Write out = O / row_sum and lse."""
         at_head = self.kernel.at_head
         self.finish_o()
         for i in cutlass.range_constexpr(self.m_tiles):
@@ -184,7 +187,7 @@ class Warps(Untraced):
             self.finish_rows(tile, i, rows, is_row, weights)
             out_rows = [at_head(self.mO, self.mO, head, tile.origin_q)[position, None] for position, head, _ in rows]
             self.gemms.store_rows(self.o[i], weights, out_rows, is_row, self.lane_in_quad)
-            # a float32 infinity of V has no low part but NaN
+            # the low limb of a float32 infinity in V is NaN
             if cutlass.const_expr(self.kernel.has_mask or self.kernel.dtype is Float32):
                 if repair_rows.has_nan(self.o[i], is_row[0]):
                     cute.arch.sync_warp()  # other lanes write the same rows again
@@ -192,13 +195,13 @@ class Warps(Untraced):
 
     @cute.jit
     def finish_o(self):
-        """O in the unit of V's real values."""
+        """Bring O to the unit of V's real values."""
         if cutlass.const_expr(self.descales is not None):
             self.descales.finish(self.acc_o)
 
     @cute.jit
     def finish_rows(self, tile: Tile, i: cutlass.Constexpr[int], rows: list, writes_lse: list, weights: cute.Tensor):
-        """Of this thread's two rows of an m_tile: what O has to be multiplied with, and lse to memory."""
+        """Finish this thread's two rows of an m_tile: set weights to the factors of O, and write lse."""
         softmax = self.softmax[i]
         for r in cutlass.range_constexpr(2):
             position, head, _ = rows[r]
@@ -206,7 +209,7 @@ class Warps(Untraced):
                 softmax.row_max[r] = softmax.row_max[r] / self.natural_scale
             sink = None
             if cutlass.const_expr(self.sinks is not None):
-                sink = self.sinks.of_row(head, tile.origin_q)
+                sink = self.sinks.at_row(head, tile.origin_q)
             weight, lse = finish(softmax.row_max[r], softmax.row_sum[r], self.scores.scale_log2, sink)
             weights[r] = weight
             mLSE = self.kernel.at_head(self.mLSE, self.mLSE, head, tile.origin_q)[None, 0]
@@ -221,8 +224,10 @@ class Warps(Untraced):
         first_row=0,
         step: cutlass.Constexpr[int] = 1,
     ):
-        """Every row of an m_tile, or every so many-th one from first_row on, from its visible keys alone: V of a hidden
-        key may have brought NaN (0 * NaN)."""
+        """Compute every step-th row of an m_tile, from first_row on, again from its visible keys alone.
+
+        V of a hidden key may have brought a NaN (0 * NaN).
+        """
         at_head, geometry = self.kernel.at_head, tile.geometry
         mK, mV = self.keys_and_values(tile)
         first = i * ROWS_PER_MMA * self.config.num_warps + self.row_in_tile
@@ -240,8 +245,8 @@ class Warps(Untraced):
                     low = maximum(low, tile.blocks.first * self.config.block_keys)
                     high = minimum(high, tile.blocks.last * self.config.block_keys)
                 scales = (self.scores.scale_log2, self.scores.tanh_scale)
-                given = (mQ[position, None], mK, mV, mO[position, None], low, high, *scales, reference, weight)
+                row_arguments = (mQ[position, None], mK, mV, mO[position, None], low, high, *scales, reference, weight)
                 if cutlass.const_expr(self.kernel.has_e4m3_cache):
-                    e4m3_rows.recompute_row(*given, self.descales)
+                    e4m3_rows.recompute_row(*row_arguments, self.descales)
                 else:
-                    repair_rows.recompute_row(*given, self.config.vector_bytes)
+                    repair_rows.recompute_row(*row_arguments, self.config.vector_bytes)

@@ -6,8 +6,8 @@ One step, query block i; in brackets what is in the tensor cores' queue, below i
                              dQ_(i-1) added          dS_i = P_i           dS_i to            P_(i+1) =
                              to memory               (dP_i - delta)       shared memory      exp(S_(i+1) - lse)
 
-dQ needs the dS of all warpgroups; it comes a step late, so that none of them waits for another one's. A step holds dK,
-dV, one accumulator (64, tile_m) for S and dP in turn, a part of dQ, and P and dS in 16 bits.
+dQ needs the dS of all warpgroups; it comes a step late, so that none of them waits for another one's dS. A step holds
+dK, dV, one accumulator (64, tile_m) for S and dP in turn, a share of dQ, and P and dS in 16 bits.
 
 Source: FlashAttention-3, arXiv:2407.08608, appendix B.1, Algorithm 3.
 """
@@ -30,22 +30,34 @@ from ...blocks.memory.layouts import as_operand_a, rows_and_columns, transposed
 from ...blocks.memory.ptx import add_to_global, load_past_l1, pack
 from ...blocks.memory.warp import broadcast
 from ...blocks.repair import gradients as repair_gradients
-from ...blocks.softmax.gradients import GradientScores, of_column
-from ...blocks.tiles.dq_sums import AdditionTurns
+from ...blocks.repair.rows import SourceTensors
+from ...blocks.softmax.gradients import GradientScores, stat_of_column
+from ...blocks.softmax.online import Scores
+from ...blocks.tiles.dq_sums import Accumulator, AdditionTurns
 from ...blocks.tiles.named_barrier import NamedBarrier
 from ...blocks.tiles.pingpong import Turns
-from ..forward.warpgroup import WARPGROUP, WARPS
+from ..forward.tile import WARPGROUP, WARPS
 from .zeros import wait_for_zeros
 
 
 def after(state: pipeline.PipelineState) -> pipeline.PipelineState:
+    """The state of the buffer after this state's; the state itself stays as it is."""
     following = state.clone()
     following.advance()
     return following
 
 
+class BackwardPipes(NamedTuple):
+    """The circular buffers in shared memory."""
+
+    k: pipeline.PipelineTmaAsync
+    v: pipeline.PipelineTmaAsync
+    q: pipeline.PipelineTmaAsync
+    do: pipeline.PipelineTmaAsync
+
+
 class Mmas(NamedTuple):
-    """Each a GEMM of one warpgroup: 64 keys (dq: 64 queries) by so many columns."""
+    """The GEMMs of one warpgroup: each has 64 keys (dq: 64 queries) as rows of its result."""
 
     s: cute.TiledMma  # S^T = K Q^T
     dp: cute.TiledMma  # dP^T = V dO^T
@@ -54,42 +66,57 @@ class Mmas(NamedTuple):
     dq: cute.TiledMma  # dQ = dS K, over the keys of all warpgroups
 
 
-class BackwardConsumer(Turns, AdditionTurns, GradientScores):
-    """dK and dV of 64 keys in registers, and a part of each dQ."""
+class Inputs(NamedTuple):
+    """What a consumer reads and writes, beside the buffers in shared memory."""
 
-    def __init__(self, kernel, buffers, pipes, mmas: Mmas, *others):
-        self._keep(kernel, pipes, mmas, *others)
+    pipes: BackwardPipes
+    mmas: Mmas
+    softmax_scale: Float32
+    scores: Scores
+    accumulator: Accumulator
+    mdK: cute.Tensor
+    mdV: cute.Tensor
+    mdQ: cute.Tensor | None  # with private_dq
+    sources: SourceTensors | None  # what a repair reads, if pairs may be hidden
+
+
+class BackwardConsumer(Turns, AdditionTurns, GradientScores):
+    """dK and dV of 64 keys in registers, and a share of each dQ."""
+
+    def __init__(self, kernel, buffers, inputs: Inputs):
+        self._keep(kernel, inputs)
         self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.row_in_warpgroup
 
         sK, sV, sQ, sdO, sdS, self.sStats, self.ds_full = buffers
         self._make_fragments(sK, sV, sQ, sdO, sdS, self.wg)
-        # what its GEMMs read: dQ sums over the keys of all warpgroups
+        # the keys that this warpgroup's GEMMs read: dQ sums over those of all warpgroups
         self.own_keys = [(sK[None, None, w], w * ROWS_PER_WARPGROUP) for w in range(self.num_warpgroups)]
         self.own_keys.append((sV[None, None, self.wg], self.wg * ROWS_PER_WARPGROUP))
-        # this warpgroup's part of dQ: 64 of the queries, or a part of the columns
+        # this warpgroup's share of dQ: 64 of the queries, or some of the columns
         self.is_dq_by_rows = self.tile_m > ROWS_PER_WARPGROUP
-        row_part, column_part = (self.wg, 0) if self.is_dq_by_rows else (0, self.wg)
-        sdS_t = cute.local_tile(transposed(sdS), (ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP), (row_part, 0, None))
-        sK_t = cute.local_tile(transposed(sK), (kernel.dq_columns, ROWS_PER_WARPGROUP), (column_part, 0, None))
-        dq = mmas.dq.get_slice(self.thread)
-        self.rdS_t = mmas.dq.make_fragment_A(dq.partition_A(sdS_t))
-        self.rK_t = mmas.dq.make_fragment_B(dq.partition_B(sK_t))
+        row_block, column_block = (self.wg, 0) if self.is_dq_by_rows else (0, self.wg)
+        sdS_t = cute.local_tile(transposed(sdS), (ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP), (row_block, 0, None))
+        sK_t = cute.local_tile(transposed(sK), (kernel.dq_columns, ROWS_PER_WARPGROUP), (column_block, 0, None))
+        dq = self.mmas.dq.get_slice(self.thread)
+        self.rdS_t = self.mmas.dq.make_fragment_A(dq.partition_A(sdS_t))
+        self.rK_t = self.mmas.dq.make_fragment_B(dq.partition_B(sK_t))
 
-    def _keep(self, kernel, pipes, mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ, plain):
-        self.kernel, self.pipes, self.mmas = kernel, pipes, mmas
-        self.softmax_scale, self.scores, self.accumulator = softmax_scale, scores, accumulator
-        self.mdK, self.mdV, self.mdQ, self.plain = mdK, mdV, mdQ, plain
+    def _keep(self, kernel, inputs: Inputs):
+        """Attributes that do not depend on which warpgroup computes which gradient."""
+        self.kernel = kernel
+        self.pipes, self.mmas, self.softmax_scale, self.scores, self.accumulator, *outputs = inputs
+        self.mdK, self.mdV, self.mdQ, self.sources = outputs
         self.num_warpgroups, self.tile_m, self.tile_n = kernel.num_warpgroups, kernel.tile_m, kernel.tile_n
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.lane, self.lane_in_quad = self.thread % LANES, self.thread % 4
         self.wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP - 1)
-        # the first of this thread's two rows of an accumulator, 8 apart; row_in_tile: the same among the tile's keys
+        # The first of this thread's two rows of an accumulator, 8 apart; row_in_tile counts it among the tile's keys.
         self.row_in_warpgroup = self.thread // LANES * 16 + self.lane // 4
         self.takes_turns = kernel.config.pingpong
-        self.is_capped = scores.tanh_scale is not None
+        self.is_capped = self.scores.tanh_scale is not None
 
     def _make_fragments(self, sK, sV, sQ, sdO, sdS, tile_of_keys):
-        """Operands and accumulators but those of dQ, for one of the tiles of 64 keys in sK and sV."""
+        """Operands and accumulators of all GEMMs but dQ, for one of the tiles of 64 keys in sK and sV."""
         self.sK, self.sV, self.sQ, self.sdO = sK, sV, sQ, sdO
         kernel, mmas = self.kernel, self.mmas
         s, dp, dv, dk = (mma.get_slice(self.thread) for mma in mmas[:4])
@@ -106,7 +133,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         self.acc_dv = cute.make_rmem_tensor(mmas.dv.partition_shape_C((64, kernel.head_dim_v)), Float32)
         self.rP, self.rdS = (cute.make_rmem_tensor(self.shape_s, kernel.dtype) for _ in range(2))
         self.p_words, self.ds_words = (cute.recast_tensor(r, Int32) for r in (self.rP, self.rdS))
-        # of this thread's queries, see `read_stats`
+        # statistics of this thread's queries, see `read_stats`
         self.minus_lse, self.minus_delta = (cute.make_rmem_tensor((4, self.tile_m // 16), Float32) for _ in range(2))
         # whether a dq that this tile has written has a NaN (with private_dq)
         self.nan_in_dq = cute.make_rmem_tensor((1,), Int32)
@@ -138,7 +165,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
                 self.pipes.v.consumer_wait(kv_state)
                 self.clear_keys(tile, self.own_keys)
                 head, m_block = self.kernel.first_visit(tile)
-                before = head, m_block  # of the step before
+                before = head, m_block  # the query block of the step before
                 self.pipes.q.consumer_wait(q_state)
                 self.read_stats(self.minus_lse, q_state, 0)
                 acc_s = self.begin_s()
@@ -190,17 +217,19 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         has_previous: cutlass.Constexpr[bool],
         has_next: cutlass.Constexpr[bool],
     ):
-        """A query block. It begins and ends with P and nothing in flight: ptxas, which does not follow GEMMs around a
-        loop, would serialise all of them.
+        """One query block.
 
-        Args: before: head and number of the query block before, of which dQ is computed now.
+        A step begins and ends with P and nothing in flight: ptxas, which does not follow GEMMs around a loop, would
+        serialize all of them.
+
+        Args: before: head and number of the query block before, whose dQ is computed now.
         """
         next_q = after(q_state)
         self.pipes.do.consumer_wait(do_state)
         if cutlass.const_expr(has_previous):
             seen = self.look_at_turn(tile, *before)
             acc_dq = self.issue_dq(ds_count - 1)
-        # with a softcap, for which registers are short: those of delta become those of dP
+        # with a softcap registers are scarce: those of delta become those of dP
         if cutlass.const_expr(self.is_capped):
             self.read_stats(self.minus_delta, q_state, 1)
         acc_dp = self.issue_dp(do_state, self.is_capped)
@@ -209,8 +238,8 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
             self.take_turn(tile, *before, seen)
             warpgroup.wait_group(2)
             self.add_dq(acc_dq, tile, *before)
-        # before they are needed, because shared memory answers late while GEMMs read it; registers permitting: of 128
-        # queries those of the second half, which are needed last, come once P is free
+        # Read before they are needed, because shared memory answers late while GEMMs read it, as far as registers
+        # permit: for 128 queries, those of the second half, which are needed last, come once P is free.
         reads_early = cutlass.const_expr(has_next and self.tile_m == 64 and not self.is_capped)
         if cutlass.const_expr(not self.is_capped):
             self.read_stats(self.minus_delta, q_state, 1, 0, 64)
@@ -258,16 +287,17 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
 
     # ---------------------------------------------------------------- past the end of a sequence
 
-    # There P is 0, but 0 * NaN = NaN. Dense tensors end there, too: TMA fills in zeros itself. All warpgroups write the
-    # same zeros, so they need not wait for each other; who reads the rows before they are cleared masks what they give.
+    # Past the end P is 0, but 0 * NaN = NaN. Where dense tensors end there themselves, TMA fills in zeros. All
+    # warpgroups write the same zeros, so they need not wait for each other; a warpgroup that reads rows before they are
+    # cleared masks what it computes from them.
 
     @cute.jit
     def clear_keys(self, tile, tiles_of_keys: list):
-        """Zeros in place of what tiles of 64 rows of K or V hold past the last key, before any GEMM reads them.
+        """Put zeros in place of what tiles of 64 rows of K or V hold past the last key, before any GEMM reads them.
 
-        Args: tiles_of_keys: each with the number of its first key among those of the tile. All have arrived.
+        Args: tiles_of_keys: tiles that have arrived, each with the number of its first key among those of the tile.
         """
-        if cutlass.const_expr(self.kernel.has_rubbish):
+        if cutlass.const_expr(self.kernel.has_garbage):
             end = tile.geometry.seqlen_k - tile.n_block * self.tile_n
             if end < self.tile_n:
                 for rows, start in tiles_of_keys:
@@ -276,7 +306,12 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
 
     @cute.jit
     def clear_queries(self, tile, m_block: Int32, q_state, do_state):
-        """The same for a block of Q (None: not read here) and dO, once they arrive. S of the block is masked."""
+        """Put zeros in place of what a block of Q and of dO holds past the last query, once they arrive.
+
+        S of the block is masked.
+
+        Args: q_state: None if this warpgroup does not read Q here.
+        """
         if cutlass.const_expr(self.kernel.is_packed):
             end = tile.geometry.seqlen_q - m_block * self.tile_m
             if end < self.tile_m:
@@ -289,7 +324,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
 
     @cute.jit
     def show_zeros(self):
-        """What all threads of this warpgroup have cleared, to its GEMMs."""
+        """Make what all threads of this warpgroup have cleared visible to its GEMMs."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.wg, number_of_threads=WARPGROUP)
 
@@ -315,12 +350,14 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
 
     @cute.jit
     def begin_s(self) -> cute.Tensor:
-        """An accumulator with -lse in every row, which need not be subtracted then; with a softcap, which is applied to
-        S alone, there is nothing in it yet."""
+        """An accumulator for S that holds -lse of each query, so that lse need not be subtracted later.
+
+        With a softcap, which is applied to S alone, the accumulator is empty.
+        """
         acc_s = cute.make_rmem_tensor(self.shape_s, Float32)
         if cutlass.const_expr(not self.is_capped):
             for i in cutlass.range_constexpr(cute.size(acc_s)):
-                acc_s[i] = of_column(self.minus_lse, i)
+                acc_s[i] = stat_of_column(self.minus_lse, i)
         return acc_s
 
     @cute.jit
@@ -329,11 +366,11 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
 
     @cute.jit
     def issue_dp(self, do_state, minus_delta: cutlass.Constexpr[bool] = False) -> cute.Tensor:
-        """dP, or dP - delta."""
+        """Issue dP, or with minus_delta dP - delta."""
         acc_dp = cute.make_rmem_tensor(self.shape_s, Float32)
         if cutlass.const_expr(minus_delta):
             for i in cutlass.range_constexpr(cute.size(acc_dp)):
-                acc_dp[i] = of_column(self.minus_delta, i)
+                acc_dp[i] = stat_of_column(self.minus_delta, i)
         wgmma.issue(self.mmas.dp, acc_dp, self.rV, self.rdO[None, None, None, do_state.index], minus_delta)
         return acc_dp
 
@@ -369,16 +406,17 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
 
     @cute.jit
     def write_ds(self, count: Int32):
-        """dS of these keys into shared memory, where `publish_ds` shows it to all warpgroups.
+        """Write dS of these keys to shared memory, where `publish_ds` makes it visible to all warpgroups.
 
-        The buffer is free: every warpgroup has published the step before, and with it waited for the dQ that read this.
+        The buffer is free: every warpgroup has published the step before, and by then had waited for the dQ that read
+        the buffer.
         """
         target = self.ds_target[None, None, None, count % 2 * self.num_warpgroups + self.wg]
         cute.copy(self.copy_ds, self.copy_ds.retile(self.rdS), target)
 
     @cute.jit
     def publish_ds(self, count: Int32):
-        """One arrival of this warp. It has written its dS and its part of the dQ of the step before is finished."""
+        """One arrival of this warp: its dS is written, and its share of the dQ of the step before is finished."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.ds_full + count % 2)
 
@@ -389,8 +427,8 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
     # ---------------------------------------------------------------- results
 
     @cute.jit
-    def dq_part(self, tile, head: Int32, m_block: Int32) -> Int32:
-        """Number of this warp's part of a dQ in the accumulator."""
+    def dq_share(self, tile, head: Int32, m_block: Int32) -> Int32:
+        """The number of this warp's share of a block of dQ in the accumulator."""
         if cutlass.const_expr(self.kernel.has_private_dq):
             in_group = head - tile.head_kv * self.kernel.group
             first = (cute.arch.block_idx()[0] * self.kernel.group + in_group) * self.accumulator.blocks_per_head
@@ -401,35 +439,37 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
 
     @cute.jit
     def add_dq(self, acc_dq: cute.Tensor, tile, head: Int32, m_block: Int32):
-        part = self.dq_part(tile, head, m_block)
+        """Add a share of dQ to the accumulator; the last addition with private_dq writes dq instead."""
+        share = self.dq_share(tile, head, m_block)
         if cutlass.const_expr(self.kernel.has_private_dq):
             is_first, is_last = self.kernel.is_first_and_last(tile, m_block)
             if is_last:
                 if not is_first:
-                    self.add_from_accumulator(acc_dq, part)
+                    self.add_from_accumulator(acc_dq, share)
                 self.store_dq(acc_dq, tile, head, m_block)
             elif is_first:
-                self.begin_in_accumulator(acc_dq, part)
+                self.begin_in_accumulator(acc_dq, share)
             else:
-                self.add_to_accumulator(acc_dq, part)
+                self.add_to_accumulator(acc_dq, share)
         else:
-            self.add_to_accumulator(acc_dq, part)
+            self.add_to_accumulator(acc_dq, share)
 
-    def place_in_accumulator(self, acc_dq: cute.Tensor, part: Int32) -> cute.Pointer:
-        """A part is laid out as [vector][lane]: 16 bytes a thread, 512 in a row a warp."""
-        return self.accumulator.dq.iterator + (Int64(part) * (cute.size(acc_dq) * LANES) + self.lane * 4)
+    def address_in_accumulator(self, acc_dq: cute.Tensor, share: Int32) -> cute.Pointer:
+        """Where this thread's values begin in a share, which is laid out as [vector][lane]: 16 bytes a thread, 512
+        contiguous bytes a warp."""
+        return self.accumulator.dq.iterator + (Int64(share) * (cute.size(acc_dq) * LANES) + self.lane * 4)
 
     @cute.jit
-    def add_to_accumulator(self, acc_dq: cute.Tensor, part: Int32):
-        start = self.place_in_accumulator(acc_dq, part)
+    def add_to_accumulator(self, acc_dq: cute.Tensor, share: Int32):
+        start = self.address_in_accumulator(acc_dq, share)
         for i in cutlass.range_constexpr(0, cute.size(acc_dq), 4):
             add_to_global(start + i * LANES, [acc_dq[i + c] for c in range(4)])
 
     # With private_dq a thread is the only one that ever touches its values.
 
     @cute.jit
-    def begin_in_accumulator(self, acc_dq: cute.Tensor, part: Int32):
-        start = self.place_in_accumulator(acc_dq, part)
+    def begin_in_accumulator(self, acc_dq: cute.Tensor, share: Int32):
+        start = self.address_in_accumulator(acc_dq, share)
         vector = cute.make_rmem_tensor((4,), Float32)
         for i in cutlass.range_constexpr(0, cute.size(acc_dq), 4):
             for c in cutlass.range_constexpr(4):
@@ -437,12 +477,12 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
             cute.autovec_copy(vector, cute.make_tensor((start + i * LANES).align(16), cute.make_layout((4,))))
 
     @cute.jit
-    def add_from_accumulator(self, acc_dq: cute.Tensor, part: Int32):
-        start = self.place_in_accumulator(acc_dq, part)
-        half = cute.size(acc_dq) // 2  # for which there are registers
-        for first in cutlass.range_constexpr(0, cute.size(acc_dq), half):
-            vectors = [load_past_l1(start + i * LANES) for i in range(first, first + half, 4)]
-            for i in cutlass.range_constexpr(half):
+    def add_from_accumulator(self, acc_dq: cute.Tensor, share: Int32):
+        start = self.address_in_accumulator(acc_dq, share)
+        count = cute.size(acc_dq) // 2  # values that there are registers for
+        for first in cutlass.range_constexpr(0, cute.size(acc_dq), count):
+            vectors = [load_past_l1(start + i * LANES) for i in range(first, first + count, 4)]
+            for i in cutlass.range_constexpr(count):
                 acc_dq[first + i] = acc_dq[first + i] + vectors[i // 4][i % 4]
 
     def row_of_dq(self) -> Int32:
@@ -451,7 +491,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
 
     @cute.jit
     def store_dq(self, acc_dq: cute.Tensor, tile, head: Int32, m_block: Int32):
-        """dq of a finished block: this warpgroup's rows, or columns of all rows."""
+        """Write dq of a finished block: this warpgroup's rows, or its columns of all rows."""
         rows = [m_block * self.tile_m + self.row_of_dq() + 8 * r for r in range(2)]
         is_row = [row < tile.geometry.seqlen_q for row in rows]
         weights = cute.make_rmem_tensor((2,), Float32)
@@ -460,16 +500,16 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         out_rows = [gradient[row, None] for row in rows]
         first_block = 0 if self.is_dq_by_rows else self.wg * (self.kernel.dq_columns // 8)
         epilogue.store_rows(rows_and_columns(acc_dq), weights, out_rows, is_row, self.lane_in_quad, first_block)
-        if cutlass.const_expr(self.plain is not None):
+        if cutlass.const_expr(self.sources is not None):
             ballots = repair_gradients.nan_rows(rows_and_columns(acc_dq), is_row)
             self.nan_in_dq[0] = self.nan_in_dq[0] | ballots[0] | ballots[1]
 
     @cute.jit
     def store(self, tile):
-        """dK and dV of a finished tile."""
+        """Write dK and dV of a finished tile."""
         self.store_dv(tile)
         self.store_dk(tile)
-        if cutlass.const_expr(self.kernel.has_private_dq and self.plain is not None):
+        if cutlass.const_expr(self.kernel.has_private_dq and self.sources is not None):
             if self.nan_in_dq[0] != 0:
                 cute.arch.sync_warp()  # other lanes write the same rows again
                 self.recompute_dq(tile)
@@ -477,16 +517,16 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
 
     @cute.jit
     def recompute_dq(self, tile):
-        """This warp's rows of all query blocks that this tile was the last to add to, as `recompute` does for keys.
+        """Compute this warp's rows of dq again, in all query blocks that this tile was the last to add to.
 
-        Of sequences as short as with private_dq it is not worth remembering which rows have a NaN.
+        The sequences of private_dq are so short that it is not worth remembering which rows have a NaN.
         """
-        at_head, plain = self.kernel.at_head, self.plain
-        mK, mV = (at_head(t, t, tile.head_kv, tile.origin_k) for t in (plain.k, plain.v))
+        at_head, sources = self.kernel.at_head, self.sources
+        mK, mV = (at_head(t, t, tile.head_kv, tile.origin_k) for t in (sources.k, sources.v))
         first_row = cute.arch.make_warp_uniform(self.row_of_dq() - self.lane // 4)
         for h in cutlass.range(self.kernel.group, unroll=1):
             head = tile.head_kv * self.kernel.group + h
-            mQ, mdO, dq = (at_head(t, t, head, tile.origin_q) for t in (plain.q, plain.dout, self.mdQ))
+            mQ, mdO, dq = (at_head(t, t, head, tile.origin_q) for t in (sources.q, sources.dout, self.mdQ))
             number = self.kernel.m_block_number(self.accumulator, tile, head, Int32(0))
             rows = (mQ, mdO, mK, mV, cute.domain_offset((number, 0), self.accumulator.stats))
             for m_block in cutlass.range(tile.first, tile.last, unroll=1):
@@ -504,7 +544,8 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         self.store_gradient(tile, self.acc_dk, self.mdK, self.softmax_scale, False)
 
     @cute.jit
-    def store_gradient(self, tile, acc: cute.Tensor, m: cute.Tensor, scale: Float32, of_v: cutlass.Constexpr[bool]):
+    def store_gradient(self, tile, acc: cute.Tensor, m: cute.Tensor, scale: Float32, is_v: cutlass.Constexpr[bool]):
+        """Write rows of dk, or with is_v of dv, and repair those that have a NaN."""
         rows = [self.key(tile, 0, r) for r in range(2)]
         is_row = [row < tile.rows_k for row in rows]
         weights = cute.make_rmem_tensor((2,), Float32)
@@ -512,12 +553,13 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         gradient = self.kernel.at_head(m, m, tile.head_kv, tile.origin_k)
         out_rows = [gradient[row, None] for row in rows]
         epilogue.store_rows(rows_and_columns(acc), weights, out_rows, is_row, self.lane_in_quad)
-        if cutlass.const_expr(self.plain is not None):
+        if cutlass.const_expr(self.sources is not None):
             ballots = repair_gradients.nan_rows(rows_and_columns(acc), is_row)
             if ballots[0] | ballots[1] != 0:
                 cute.arch.sync_warp()  # other lanes write the same rows again
-                # known to be uniform: see Warpgroup.recompute
+                # made uniform: see Warpgroup.recompute
                 first_row = cute.arch.make_warp_uniform(broadcast(self.row_in_tile, 0))
                 first_key = tile.n_block * self.tile_n + first_row
-                others = (self.plain, self.accumulator, self.scores, of_v)
-                self.kernel.recompute_keys(tile, gradient, scale, first_key, ballots, *others)
+                self.kernel.recompute_keys(
+                    tile, gradient, scale, first_key, ballots, self.sources, self.accumulator, self.scores, is_v
+                )

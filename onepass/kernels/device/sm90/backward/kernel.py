@@ -7,15 +7,15 @@ accumulate in registers through the whole tile, and only dS goes through shared 
 all warpgroups. The dQ of a step is added to a float32 accumulator in global memory.
 
     producer warp        Q0 | K V | dO0 | Q1 dO1 | Q2 dO2 ...                      TMA, through circular buffers
-    two warps            zeros in the accumulator of dQ, ahead of all tiles
+    two warps            zeros in the accumulator of dQ, before the tiles need them
     each warpgroup       S0 P0 | dP0 dV0 | dS0 | S1 dK0 | P1 | dQ0 dP1 dV1 | dS1 | S2 dK1 | P2 ...
 
-P and dS are computed while the tensor cores work on the GEMMs around them; see backward_consumer.py.
+P and dS are computed while the tensor cores work on the GEMMs around them; see consumer.py.
 
 With private_dq (BackwardConfig) a thread block is the only one that adds to a dQ, and writes it when it is complete.
-Else these additions come in any order. If the problem is deterministic, tiles of keys add to a block of dQ in ascending
-order: each warp waits until a counter (Accumulator.turns) says that the tiles before have added to its part. A tile
-then visits the query blocks in another order, so that these waits are short: block_range.following_query_block.
+Otherwise these additions come in any order. If the problem is deterministic, tiles of keys add to a block of dQ in
+ascending order: each warp waits until a counter (Accumulator.turns) says that the tiles before have added to its share.
+A tile then visits the query blocks in another order, so that these waits are short: block_range.following_query_block.
 
 Buffers and barriers (mbarrier pairs full / empty; arrivals)
     K, V  one tile each, as tiles (64, head_dim) per warpgroup     full: TMA bytes     empty: all consumer warps
@@ -27,8 +27,6 @@ Source: FlashAttention-3, arXiv:2407.08608, appendix B.1, Algorithm 3.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -50,22 +48,13 @@ from ...blocks.tiles.key_tiles import KeyTiles
 from ...blocks.tiles.packed import Lengths
 from ...blocks.tiles.queue import TileQueue
 from ...blocks.tiles.schedule import Schedule, Sequences, make_schedule
-from ..forward.warpgroup import WARPGROUP, WARPS
+from ..forward.tile import WARPGROUP, WARPS
 from . import zeros as backward_zeros
-from .consumer import BackwardConsumer, Mmas
+from .consumer import BackwardConsumer, BackwardPipes, Inputs, Mmas
 from .producer import BackwardProducer
 from .wide import P_WORDS, WideConsumer
 
 PRODUCER_WARP, SCHEDULER_WARP = 0, 1
-
-
-class BackwardPipes(NamedTuple):
-    """The circular buffers of shared memory."""
-
-    k: pipeline.PipelineTmaAsync
-    v: pipeline.PipelineTmaAsync
-    q: pipeline.PipelineTmaAsync
-    do: pipeline.PipelineTmaAsync
 
 
 class BackwardSm90(KeyTiles):
@@ -81,15 +70,15 @@ class BackwardSm90(KeyTiles):
         self.head_dim, self.head_dim_v = config.head_dims(problem)
         self.key_tiles, self.dq_columns = config.key_tiles, config.dq_columns(problem)
         self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
-        # tiles may hold pairs that are hidden, and whose parts of the gradients may be NaN
+        # tiles may hold hidden pairs, whose terms of the gradients may be NaN
         self.hides_pairs = not problem.mask.is_full or problem.has_seqused_k
         self.longest_first = config.longest_first and self.has_window == (False, True)
         self.is_packed = problem.is_packed
         self.has_private_dq = config.private_dq
         self.is_deterministic = config.adds_in_turns(problem)
         self.is_descending = config.adds_descending(problem)
-        # K, V, Q, dO may hold anything past the end of a sequence
-        self.has_rubbish = problem.is_packed or problem.has_seqused_k
+        # K, V, Q and dO may hold arbitrary values past the end of a sequence
+        self.has_garbage = problem.is_packed or problem.has_seqused_k
         self.producer_registers, self.consumer_registers = REGISTERS[config.num_warpgroups]
 
     # ---------------------------------------------------------------- host
@@ -104,7 +93,7 @@ class BackwardSm90(KeyTiles):
         dk: cute.Tensor,
         dv: cute.Tensor,
         dq: cute.Tensor | None,  # with private_dq; the postprocess kernel writes it otherwise
-        dq_accum: cute.Tensor,  # see Accumulator, here and for the next three
+        dq_accum: cute.Tensor,  # see Accumulator, as for the next three
         stats: cute.Tensor,
         turns: cute.Tensor | None,
         zeroed: cute.Tensor | None,
@@ -141,9 +130,9 @@ class BackwardSm90(KeyTiles):
         (tma_k, mK), (tma_v, mV), (tma_q, mQ), (tma_do, mdO) = tma
 
         seqlen_k, _, num_heads_kv, batch = mK.shape
-        plain = None
+        sources = None
         if cutlass.const_expr(self.hides_pairs):
-            plain = SourceTensors(*(rows_first(t) for t in (q, k, v, dout)))
+            sources = SourceTensors(*(rows_first(t) for t in (q, k, v, dout)))
         num_n_blocks = None if self.is_packed else cute.ceil_div(seqlen_k, self.tile_n)
         schedule = make_schedule(num_n_blocks, num_heads_kv, batch, heads_per_section)
         self.kernel(
@@ -158,7 +147,7 @@ class BackwardSm90(KeyTiles):
             rows_first(dk),
             rows_first(dv),
             None if cutlass.const_expr(dq is None) else rows_first(dq),
-            plain,
+            sources,
             Accumulator(dq_accum, stats, turns, zeroed, blocks_per_head, mQ.shape[2]),
             Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
             softmax_scale,
@@ -178,11 +167,11 @@ class BackwardSm90(KeyTiles):
             block=[self.config.num_threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
-            cooperative=self.is_deterministic,  # who waits for a turn waits for a thread block that runs
+            cooperative=self.is_deterministic,  # a wait for a turn is a wait for a thread block that runs
         )
 
     def _make_tiled_mmas(self) -> Mmas:
-        """One warpgroup each; see Mmas."""
+        """The tiled GEMMs of one warpgroup; see Mmas."""
 
         def tiled_mma(columns: int, a: OperandSource, a_major: Major, b_major: Major) -> cute.TiledMma:
             op = MmaF16BF16Op(self.dtype, Float32, (64, columns, 16), a, a_major, b_major)
@@ -203,7 +192,7 @@ class BackwardSm90(KeyTiles):
     def kernel(
         self,
         tma_k: cute.CopyAtom,
-        mK: cute.Tensor,  # (seqlen_k, head_dim, num_heads_kv, batch), coordinates for TMA; mV, mQ, mdO alike
+        mK: cute.Tensor,  # (seqlen_k, head_dim, num_heads_kv, batch), coordinates for TMA, like mV, mQ and mdO
         tma_v: cute.CopyAtom,
         mV: cute.Tensor,
         tma_q: cute.CopyAtom,
@@ -213,7 +202,7 @@ class BackwardSm90(KeyTiles):
         mdK: cute.Tensor,  # (seqlen_k, head_dim, num_heads_kv, batch)
         mdV: cute.Tensor,
         mdQ: cute.Tensor | None,
-        plain: SourceTensors | None,  # with hidden pairs only
+        sources: SourceTensors | None,  # with hidden pairs only
         accumulator: Accumulator,
         lengths: Lengths,
         softmax_scale: Float32,
@@ -245,7 +234,7 @@ class BackwardSm90(KeyTiles):
             for layout in (sK_layout, sV_layout, sQ_layout, sdO_layout, sdS_layout)
         )
         if cutlass.const_expr(self.config.by_gradient):
-            # what is in registers, of each thread
+            # the P that each thread of warpgroup 0 hands to one of warpgroup 1
             p_vectors = self.tile_m * ROWS_PER_WARPGROUP // (2 * WARPGROUP * P_WORDS)
             p_layout = cute.make_ordered_layout((P_WORDS, WARPGROUP, p_vectors), order=(0, 1, 2))
             sP = smem.allocate_tensor(Int32, p_layout, 128)
@@ -294,11 +283,11 @@ class BackwardSm90(KeyTiles):
                     backward_zeros.zero_blocks(accumulator, self.group)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            others = (pipes, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ, plain)
+            inputs = Inputs(pipes, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ, sources)
             if cutlass.const_expr(self.config.by_gradient):
-                consumer = WideConsumer(self, (sK, sV, sQ, sdO, sdS, sP, sStats, ds_full, p_full), *others)
+                consumer = WideConsumer(self, (sK, sV, sQ, sdO, sdS, sP, sStats, ds_full, p_full), inputs)
             else:
-                consumer = BackwardConsumer(self, (sK, sV, sQ, sdO, sdS, sStats, ds_full), *others)
+                consumer = BackwardConsumer(self, (sK, sV, sQ, sdO, sdS, sStats, ds_full), inputs)
             consumer.run(queue, schedule, seqlens)
 
     def _bytes(self, rows: int, columns: int) -> int:
@@ -317,6 +306,6 @@ class BackwardSm90(KeyTiles):
         )
 
     def buffer_states(self, user: pipeline.PipelineUserType) -> tuple:
-        """Where K and V, Q, and dO are being filled (or read) first."""
+        """The states of the buffers of K and V, of Q, and of dO that are filled (or read) first."""
         stages = 1, self.config.q_stages, self.config.do_stages
         return tuple(pipeline.make_pipeline_state(user, count) for count in stages)

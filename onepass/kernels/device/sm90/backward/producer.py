@@ -1,4 +1,4 @@
-"""Who brings K, V, Q and dO into shared memory for the backward: one warp, by TMA."""
+"""The producer of the Hopper backward: one warp that loads K, V, Q and dO into shared memory by TMA."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class BackwardProducer(Untraced):
     """Loads of the tiles of one thread block. Each waits until its buffer is empty, then fills it."""
 
     def __init__(self, kernel, k, v, q, do, sStats, accumulator, pipes):
-        """k, v, q, do: TMA atom, global tensor of coordinates, shared tensor."""
+        """Args: k, v, q, do: TMA atom, global tensor of coordinates, shared tensor."""
         self.kernel, self.accumulator, self.pipes = kernel, accumulator, pipes
         self.sStats = sStats
         rows_k, rows_q = ROWS_PER_WARPGROUP, kernel.tile_m
@@ -26,7 +26,10 @@ class BackwardProducer(Untraced):
         self.do = self._partition(*do, rows_q, kernel.head_dim_v)
 
     def _partition(self, tma_atom, m, s, rows: int, columns: int):
-        """The atom, m, both ends of a copy: global (tile bytes, block, head, batch), shared (tile bytes, buffer)."""
+        """What `_load` needs: the atom, m, and both ends of a copy.
+
+        The ends are (tile bytes, block, head, batch) in global memory and (tile bytes, buffer) in shared memory.
+        """
         g = cute.local_tile(m, (rows, columns), (None, 0, None, None))
         ts, tg = cpasync.tma_partition(
             tma_atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)
@@ -72,7 +75,7 @@ class BackwardProducer(Untraced):
 
     @cute.jit
     def _load_kv(self, pipe, what, tile, state):
-        """The tile's rows, in tiles of 64."""
+        """Load the tile's rows of K or V, in tiles of 64."""
         atom, m, tg, ts = what
         source = self.kernel.at_head(tg, m, tile.head_kv, tile.origin_k)
         pipe.producer_acquire(state)
@@ -83,7 +86,7 @@ class BackwardProducer(Untraced):
 
     @cute.jit
     def _load_q(self, tile, head: Int32, m_block: Int32, state):
-        """Q and the lse and delta of its rows."""
+        """Load Q, and lse and delta of its rows."""
         self._load(self.pipes.q, state, self.q, head, tile.origin_q, m_block, state.index)
         number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
@@ -96,8 +99,9 @@ class BackwardProducer(Untraced):
             )
 
     @cute.jit
-    def _load(self, pipe, state, what, head: Int32, place: Int32, block: Int32, buffer: Int32):
+    def _load(self, pipe, state, what, head: Int32, origin: Int32, block: Int32, buffer: Int32):
+        """Load one tile. Args: what: a result of `_partition`."""
         atom, m, tg, ts = what
-        source = self.kernel.at_head(tg, m, head, place)
+        source = self.kernel.at_head(tg, m, head, origin)
         pipe.producer_acquire(state)
         cute.copy(atom, source[None, block], ts[None, buffer], tma_bar_ptr=pipe.producer_get_barrier(state))

@@ -8,7 +8,7 @@ step, in brackets what is in the tensor cores' queue:
     warpgroup 1    [dK += dS_i^T Q_i   dP_(i+1) = V dO_(i+1)^T]    dS_(i+1) = P_(i+1) (dP_(i+1) - delta)    [dQ_i]
                                                                    | dS, through shared memory to both: dQ = dS K
 
-A dQ is computed 64 columns at a time (a piece): its accumulator is what registers are left for.
+A dQ is computed 64 columns at a time (a piece): registers are left for an accumulator of that size.
 
 Source: FlashAttention-3, arXiv:2407.08608, appendix B.1, Algorithm 3, with these roles for its warpgroups.
 """
@@ -26,8 +26,8 @@ from ...blocks.memory import wgmma
 from ...blocks.memory.layouts import transposed
 from ...blocks.memory.ptx import pack
 from ...blocks.tiles.named_barrier import NamedBarrier
-from ..forward.warpgroup import WARPGROUP, WARPS
-from .consumer import BackwardConsumer, Mmas, after
+from ..forward.tile import WARPGROUP, WARPS
+from .consumer import BackwardConsumer, Inputs, after
 
 PIECE = 64  # columns of dQ
 P_WORDS = 4  # 32-bit words of a 16-byte vector
@@ -36,16 +36,16 @@ P_WORDS = 4  # 32-bit words of a 16-byte vector
 class WideConsumer(BackwardConsumer):
     """dV (warpgroup 0) or dK (warpgroup 1) of 64 keys in registers, and pieces of each dQ."""
 
-    def __init__(self, kernel, buffers, pipes, mmas: Mmas, *others):
-        self._keep(kernel, pipes, mmas, *others)
+    def __init__(self, kernel, buffers, inputs: Inputs):
+        self._keep(kernel, inputs)
         self.row_in_tile = self.row_in_warpgroup
 
         sK, sV, sQ, sdO, sdS, self.sP, self.sStats, self.ds_full, self.p_full = buffers
         self._make_fragments(sK, sV, sQ, sdO, sdS, 0)
         sK_t = cute.local_tile(transposed(sK), (PIECE, ROWS_PER_WARPGROUP), (None, 0, 0))
-        dq = mmas.dq.get_slice(self.thread)
-        self.rdS_t = mmas.dq.make_fragment_A(dq.partition_A(transposed(sdS)))
-        self.rK_t = mmas.dq.make_fragment_B(dq.partition_B(sK_t))
+        dq = self.mmas.dq.get_slice(self.thread)
+        self.rdS_t = self.mmas.dq.make_fragment_A(dq.partition_A(transposed(sdS)))
+        self.rK_t = self.mmas.dq.make_fragment_B(dq.partition_B(sK_t))
         self.num_pieces = kernel.head_dim // PIECE
 
     @cute.jit
@@ -113,7 +113,7 @@ class WideConsumer(BackwardConsumer):
         count: Int32,
         has_next: cutlass.Constexpr[bool],
     ):
-        """Begins and ends with P and nothing in flight, see BackwardConsumer.step."""
+        """A step of dV, which begins and ends with P and nothing in flight, see BackwardConsumer.step."""
         seen = self.look_at_turn(tile, *block)
         self.pipes.do.consumer_wait(do_state)
         if cutlass.const_expr(has_next):
@@ -137,9 +137,9 @@ class WideConsumer(BackwardConsumer):
 
     @cute.jit
     def send_p(self, count: Int32):
-        """P (with a softcap, times its slope) to the same thread of warpgroup 1.
+        """Send P (with a softcap, times its slope) to the same thread of warpgroup 1.
 
-        The buffer is free: the dS that was made of what it held has been waited for.
+        The buffer is free: the dS that was computed from its last content has been waited for.
         """
         words = self.capped_words if cutlass.const_expr(self.is_capped) else self.p_words
         vector = cute.make_rmem_tensor((P_WORDS,), Int32)
@@ -203,7 +203,7 @@ class WideConsumer(BackwardConsumer):
 
     @cute.jit
     def dk_step(self, tile, block: tuple, q_state, next_do, count: Int32, has_next: cutlass.Constexpr[bool]):
-        """Begins and ends with dS and nothing in flight."""
+        """A step of dK, which begins and ends with dS and nothing in flight."""
         seen = self.look_at_turn(tile, *block)
         self.issue_dk(q_state)
         if cutlass.const_expr(has_next):
@@ -234,10 +234,10 @@ class WideConsumer(BackwardConsumer):
 
     @cute.jit
     def send_ds(self, count: Int32):
-        """dS to both warpgroups.
+        """Send dS to both warpgroups.
 
-        The buffer is free: P of this step came after warpgroup 0's dQ of two steps before it; all warps of this
-        warpgroup wait here for their own.
+        The buffer is free: P of this step came after warpgroup 0's dQ of two steps before, and the warps of this
+        warpgroup wait here for each other.
         """
         cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.wg, number_of_threads=WARPGROUP)
         cute.copy(self.copy_ds, self.copy_ds.retile(self.rdS), self.ds_target[None, None, None, count % 2])
@@ -248,7 +248,7 @@ class WideConsumer(BackwardConsumer):
     # ---------------------------------------------------------------- dQ
 
     def first_piece(self, wg: int) -> int:
-        """Pieces of dQ are dealt out in order: the first half (or one more) to warpgroup 0."""
+        """The first of a warpgroup's pieces of dQ: the first half of them (or one more) belongs to warpgroup 0."""
         return 0 if wg == 0 else (self.num_pieces + 1) // 2
 
     def end_piece(self, first: int) -> int:
@@ -263,9 +263,9 @@ class WideConsumer(BackwardConsumer):
 
     @cute.jit
     def add_pieces(self, tile, block: tuple, seen: Int32, count: Int32, first: cutlass.Constexpr[int]):
-        """This warpgroup's pieces of a dQ to global memory, the next one's GEMM beside it.
+        """Add this warpgroup's pieces of a dQ to global memory, each beside the GEMM of the next one.
 
-        Args: block: head and number of the query block; seen: of its `look_at_turn`.
+        Args: block: head and number of the query block; seen: what its `look_at_turn` returned.
         """
         accs = [self.issue_piece(count, piece) for piece in range(first, self.end_piece(first))]
         self.take_turn(tile, *block, seen)

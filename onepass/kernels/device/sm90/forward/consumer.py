@@ -22,16 +22,18 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
-from .....geometry.block_range import KeyBlocks, blocks_of_part, key_blocks
+from .....geometry.block_range import KeyBlocks, blocks_of_rows, key_blocks
 from .....geometry.integers import minimum
 from .....geometry.splits import blocks_within
 from ...blocks.memory.layouts import rows_and_columns
 from ...blocks.memory.ptx import order_after
 from .producer import as_producer
-from .warpgroup import Tile, Warpgroup
+from .tile import Tile
+from .warpgroup import Warpgroup
 
 
 def after(state: pipeline.PipelineState) -> pipeline.PipelineState:
+    """The state of the buffer after this state's; the state itself stays as it is."""
     following = state.clone()
     following.advance()
     return following
@@ -78,11 +80,11 @@ class Consumer(Warpgroup):
             for _ in cutlass.range(skipped, unroll=1):
                 self.skip(self.pipes.v, v_state)
                 v_state.advance()
-                # turns go round once a block
+                # every warpgroup takes one turn a block
                 self.wait_for_turn()
                 self.pass_turn()
             self.acc_o.fill(0.0)
-            self.clear_rubbish(tile, v_state)
+            self.clear_garbage(tile, v_state)
 
             # the keys, last block first: cut by the right edge of the mask, clear, cut by its left edge
             n_block = tile.last - 1
@@ -108,7 +110,7 @@ class Consumer(Warpgroup):
                     v_state.advance()
 
             if cutlass.const_expr(self.kernel.skips_unused):
-                # in the order in which they come: K of a block before V of the one that was visited before it
+                # in the order of their loads: K of a block comes before V of the block visited before it
                 for _ in cutlass.range(unused, unroll=1):
                     self.wait_for_turn()
                     self.pass_turn()
@@ -159,7 +161,7 @@ class Consumer(Warpgroup):
         k_state.advance()
         while number < queue.num_tiles:
             self.acc_o.fill(0.0)
-            self.clear_rubbish(tile, v_state)
+            self.clear_garbage(tile, v_state)
             n_block = tile.last - 1
             for _ in cutlass.range(n_block - tile.first, unroll=1):
                 self.half_step(tile, n_block, 0, k_state, v_state, self.q_state(wave), Boolean(False))
@@ -201,11 +203,14 @@ class Consumer(Warpgroup):
 
     @cute.jit
     def own_blocks(self, tile: Tile):
-        """The tile with the blocks that this warpgroup's rows see, how many of its last blocks they do not, and how
-        many of the others a warpgroup without rows leaves out: all but one, whose S and P V it computes for nothing.
+        """The blocks of a tile that this warpgroup visits.
 
-        Under a causal mask the rows of the first warpgroup need 64 keys less than those of the next one. A skipped K is
-        given back at once, so as many as have a buffer beside the first one can be skipped.
+        Under a causal mask the rows of the first warpgroup need 64 keys fewer than those of the next one. A skipped K
+        is released at once, so as many blocks can be skipped as have a buffer beside the first one.
+
+        Returns: the tile with the blocks that this warpgroup's rows see; how many of its last blocks they do not see;
+        and how many of the other blocks a warpgroup without rows leaves out: all but one, whose S and P V it computes
+        in vain.
         """
         skipped, unused = Int32(0), Int32(0)
         if cutlass.const_expr(self.has_window[1] and self.producer is None):
@@ -216,7 +221,7 @@ class Consumer(Warpgroup):
             own = key_blocks(m_start, m_end, *tile.geometry, self.tile_n)
             if cutlass.const_expr(self.kernel.is_split):
                 own = blocks_within(own, tile.blocks)
-            blocks, skipped = blocks_of_part(tile.blocks, own, self.kernel.k_stages - 1)
+            blocks, skipped = blocks_of_rows(tile.blocks, own, self.kernel.k_stages - 1)
             tile = tile.with_blocks(blocks)
         if cutlass.const_expr(self.kernel.skips_unused):
             if tile.m_block * self.tile_m + self.wg * (self.tile_m // self.num_warpgroups) >= tile.geometry.seqlen_q:
@@ -226,7 +231,7 @@ class Consumer(Warpgroup):
 
     @cute.jit
     def skip(self, pipe: pipeline.PipelineTmaAsync, state):
-        """Give a buffer back unread."""
+        """Release a buffer unread."""
         pipe.consumer_wait(state)
         pipe.consumer_release(state)
 
@@ -234,7 +239,7 @@ class Consumer(Warpgroup):
 
     @cute.jit
     def load_first(self, tile: Tile, wave: Int32, k_state, v_state):
-        """What a tile starts with: Q, the first V, and two blocks of K, the second one for the first step."""
+        """The loads that a tile starts with: Q, the first V, and two blocks of K, the second one for the first step."""
         if cutlass.const_expr(self.producer is not None):
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
                 self.producer.load_q(tile, wave)
@@ -245,7 +250,7 @@ class Consumer(Warpgroup):
 
     @cute.jit
     def load_next(self, tile: Tile, n_block: Int32, k_state, v_state):
-        """In the step of K_n and V_(n+1): V_n and K_(n-1), while its GEMMs run."""
+        """The loads in the step of K_n and V_(n+1), while its GEMMs run: V_n and K_(n-1)."""
         if cutlass.const_expr(self.producer is not None):
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
                 if n_block > tile.first:
@@ -264,8 +269,8 @@ class Consumer(Warpgroup):
     def step(self, tile: Tile, n_block: Int32, k_state, v_state, q_state, ready, is_masked: cutlass.Constexpr[bool]):
         """S = Q K_n^T issued with O += P V_(n+1); softmax of S while PV runs; then P = S and O rescaled.
 
-        Args: ready: of K_n and V_(n+1), whether they were seen in shared memory before.
-        Returns: the same for the next step.
+        Args: ready: whether K_n and V_(n+1) were already seen in shared memory.
+        Returns: `ready` of the next step.
         """
         if cutlass.const_expr(self.config.overlap_gemm_softmax):
             self.issue_gemms(0, k_state, v_state, q_state, ready)
@@ -274,7 +279,7 @@ class Consumer(Warpgroup):
         else:
             # Algorithm 1: PV first, and nothing of this warpgroup runs beside its softmax
             if cutlass.const_expr(self.config.two_level_sums):
-                # PV and QK^T in one turn: elsewhere between them the tensor cores are another warpgroup's
+                # PV and QK^T in one turn: between two turns the tensor cores would go to another warpgroup
                 self.pipes.k.consumer_wait(k_state, ready[0])
                 self.pipes.v.consumer_wait(v_state, ready[1])
                 self.wait_for_turn()
@@ -288,7 +293,7 @@ class Consumer(Warpgroup):
             warpgroup.wait_group(0)
         self.pipes.k.consumer_release(k_state)
         self.release_q(q_state, n_block == tile.first)
-        # asked now, the answers are there when the next step begins: about 80 cycles each otherwise
+        # asked now, so that the answers, about 80 cycles away each, are there when the next step begins
         ready = is_full(self.pipes.k, k_state), is_full(self.pipes.v, v_state)
         self.modify_scores(tile, n_block, 0)
         if cutlass.const_expr(is_masked):
@@ -313,9 +318,9 @@ class Consumer(Warpgroup):
 
     @cute.jit
     def step_to_next_tile(self, tile: Tile, next_tile: Tile, k_state, v_state, next_q_state):
-        """The step between tiles: the first S of the next tile issued with the last PV of this one.
+        """The step between tiles: the first S of the next tile is issued with the last PV of this one.
 
-        Without overlap_gemm_softmax it comes after that PV, and the finished rows are stored beside it.
+        Without overlap_gemm_softmax that S comes after the PV, and the finished rows are stored beside it.
         """
         if cutlass.const_expr(not self.config.overlap_gemm_softmax):
             self.wait_for_turn()
@@ -340,7 +345,7 @@ class Consumer(Warpgroup):
 
     @cute.jit
     def first_softmax(self, tile: Tile, k_state, q_state):
-        """Softmax of a tile's first scores. They are masked only if they have to be: one branch for the tile."""
+        """Softmax of a tile's first scores, which are masked only where needed: one branch for the tile."""
         self.pipes.k.consumer_release(k_state)
         n_block = tile.last - 1
         self.release_q(q_state, n_block == tile.first)
@@ -349,19 +354,21 @@ class Consumer(Warpgroup):
         self.softmax.begin(self.s[0])
 
     @cute.jit
-    def half_step(self, tile: Tile, n_block: Int32, part: cutlass.Constexpr[int], k_state, v_state, q_state, ends_q):
-        """Softmax of half `part` of block n, while the S of the half after it and the PV of the one before run.
+    def half_step(self, tile: Tile, n_block: Int32, buffer: cutlass.Constexpr[int], k_state, v_state, q_state, ends_q):
+        """Softmax of one half of block n, while the S of the half after it and the PV of the half before it run.
 
-        Args: ends_q: that S is the last one of this Q.
+        Args:
+            buffer: the number of the half, which is that of its score buffer.
+            ends_q: whether that S is the last one of this Q.
         """
-        self.issue_gemms(1 - part, k_state, v_state, q_state)
-        self.half_softmax(tile, n_block, part)
+        self.issue_gemms(1 - buffer, k_state, v_state, q_state)
+        self.half_softmax(tile, n_block, buffer)
         self.keep_softmax_above()
         warpgroup.wait_group(0)
         self.pipes.k.consumer_release(k_state)
         self.release_q(q_state, ends_q)
         self.pipes.v.consumer_release(v_state)
-        self.next_p(part)
+        self.next_p(buffer)
 
     @cute.jit
     def first_half(self, tile: Tile, k_state, q_state):
@@ -377,26 +384,26 @@ class Consumer(Warpgroup):
         self.pack_p(1)
 
     @cute.jit
-    def half_softmax(self, tile: Tile, n_block: Int32, part: cutlass.Constexpr[int]):
-        self.modify_scores(tile, n_block, part)
-        self.mask_if_needed(tile, n_block, part)
-        self.update_softmax(part, True)
+    def half_softmax(self, tile: Tile, n_block: Int32, buffer: cutlass.Constexpr[int]):
+        self.modify_scores(tile, n_block, buffer)
+        self.mask_if_needed(tile, n_block, buffer)
+        self.update_softmax(buffer, True)
 
     @cute.jit
-    def next_p(self, part: cutlass.Constexpr[int]):
-        """The exponentials become P of the next PV, and O is brought to their reference (now or when that PV comes)."""
-        self.pack_p(part)
+    def next_p(self, buffer: cutlass.Constexpr[int]):
+        """The exponentials become P of the next PV, and O is brought to their reference, now or when that PV comes."""
+        self.pack_p(buffer)
         if cutlass.const_expr(not self.is_lazy and not self.config.rescale_beside_qk):
             self.softmax.rescale(self.o)
 
     @cute.jit
-    def update_softmax(self, part: cutlass.Constexpr[int], is_masked: cutlass.Constexpr[bool]):
+    def update_softmax(self, buffer: cutlass.Constexpr[int], is_masked: cutlass.Constexpr[bool]):
         if cutlass.const_expr(self.is_lazy):
             overlaps = self.config.overlap_gemm_softmax
             acc_step = rows_and_columns(self.acc_pv) if overlaps and self.config.two_level_sums else None
-            self.softmax.update_lazily(self.s[part], self.o, is_masked, overlaps, acc_step)
+            self.softmax.update_lazily(self.s[buffer], self.o, is_masked, overlaps, acc_step)
         else:
-            self.softmax.update(self.s[part])
+            self.softmax.update(self.s[buffer])
 
     @cute.jit
     def last_pv(self, v_state):
@@ -410,7 +417,10 @@ class Consumer(Warpgroup):
 
     @cute.jit
     def keep_softmax_above(self):
-        """All exponentials before the wait that follows. ptxas takes the wait for free and would sink them below it
-        (seen: 50 of 64 at tile_n 128), out of the time in which the GEMM runs."""
+        """Keep all exponentials before the wait that follows.
+
+        ptxas takes the wait to cost nothing and would sink exponentials below it (50 of 64 were seen there at tile_n
+        128), out of the time in which the GEMM runs.
+        """
         if cutlass.const_expr(self.config.softmax_before_wait):
             order_after(self.softmax.row_sum[0], self.softmax.row_sum[1])

@@ -14,10 +14,10 @@ Buffers and barriers (mbarrier pairs full / empty; arrivals)
     K   num_stages tiles (tile_n, head_dim)               full: TMA bytes     empty: all consumer warps
     V   num_stages (v_stages) tiles (tile_n, head_dim_v)  full: TMA bytes     empty: all consumer warps
         (score_buffers=2: twice as many tiles of half as many rows)
-        (transposes_v: full: the warps of transposer.py, which take it from raw tiles that TMA has filled)
+        (transposes_v: full: the warps of transposer.py, which take V from raw tiles that TMA has filled)
     numbers of the next tiles, with dynamic_tiles: see blocks/tiles/queue.py
 
-Names as in CuTe code: mQ global, gQ a tile of it, sQ shared, rQ register fragment or descriptor; t... partitioned.
+Names follow CuTe code: mQ global, gQ a tile of it, sQ shared, rQ register fragment or descriptor; t... partitioned.
 
 Source: FlashAttention-3, arXiv:2407.08608, sections 3.1, 3.2, Algorithms 1 and 2.
 """
@@ -36,7 +36,7 @@ from cutlass.memory import SmemAllocator
 
 from .....errors import UnsupportedError
 from .....geometry import tile_scheduler
-from .....geometry.block_range import blocks_of_part, key_blocks
+from .....geometry.block_range import blocks_of_rows, key_blocks
 from .....geometry.integers import ceil_div, minimum
 from .....geometry.splits import Splits, blocks_of_split, visited_blocks
 from .....problem import AttentionProblem
@@ -72,10 +72,10 @@ from ...blocks.tiles.queue import TileQueue
 from ...blocks.tiles.schedule import Schedule, Sequences, make_schedule
 from .consumer import Consumer
 from .producer import Producer
+from .tile import WARPS, Pipes, Tile
 from .transposer import FIRST_WARP as FIRST_TRANSPOSING_WARP
 from .transposer import WARPS as TRANSPOSING_WARPS
 from .transposer import TransposingWarp
-from .warpgroup import WARPS, Pipes, Tile
 
 PRODUCER_WARP, SCHEDULER_WARP = 0, 1
 
@@ -88,14 +88,15 @@ class ForwardSm90:
         problem: AttentionProblem,
         config: ForwardConfig,
         dtype: type[cutlass.Numeric],
-        of_cache: bool = False,
+        reads_cache: bool = False,
         is_split: bool = False,
         box_rows: int | None = None,
     ):
         """Args:
-        of_cache: K and V are a cache, with batch entries also where queries are packed.
-        is_split: out and lse are partials, of parts of the keys; of packed queries the rows of all splits in turn.
-        box_rows: K and V lie in pages; so many rows of one are loaded together.
+        reads_cache: K and V are a cache, which has batch entries even where queries are packed.
+        is_split: out and lse are partials, one for each split of the keys. For packed queries they hold the rows of
+            split 0, then those of split 1, and so on.
+        box_rows: K and V lie in pages, of which this many rows are loaded together; None: they lie in rows.
         """
         config.check(problem)
         if (is_split or box_rows is not None) and (
@@ -106,33 +107,33 @@ class ForwardSm90:
         self.config = config
         self.dtype = dtype
         self.is_split, self.is_paged, self.box_rows = is_split, box_rows is not None, box_rows
-        # e4m3 GEMMs read both operands with the summed dimension contiguous: V lies transposed, and comes so or not
+        # e4m3 GEMMs read both operands with the summed dimension contiguous: V is transposed by the caller or here
         self.is_fp8 = problem.quantization is not None
         self.transposes_v = config.transposes_v
         self.loads_keys_last = self.is_fp8 and not self.transposes_v
-        # float32 comes as two float16 parts side by side, see parts.py
-        self.num_parts = 2 if problem.dtype == torch.float32 else 1
-        self.is_scaled = self.is_fp8 or self.num_parts > 1
+        # float32 comes as two float16 halves side by side, see memory_bound/float32_halves.py
+        self.num_halves = 2 if problem.dtype == torch.float32 else 1
+        self.is_scaled = self.is_fp8 or self.num_halves > 1
         self.group = config.group(problem)  # query heads of a tile
         self.tile_heads_per_kvhead = problem.qhead_per_kvhead // self.group
-        # of one head: all rows, or with pack_gqa fewer
+        # rows of one head in a tile: all of them, or fewer with pack_gqa
         self.tile_m, self.tile_n = config.positions(problem), config.tile_n
-        self.q_rows = ROWS_PER_WARPGROUP // self.group * self.group  # that a warpgroup loads
-        self.parts = config.score_buffers
-        self.part_n = config.tile_n // config.score_buffers  # keys of one buffer and one QK^T
+        self.q_rows = ROWS_PER_WARPGROUP // self.group * self.group  # rows that a warpgroup loads
+        self.score_buffers = config.score_buffers
+        self.buffer_n = config.tile_n // config.score_buffers  # keys of one score buffer and one QK^T
         self.k_stages, self.v_stages = (stages * config.score_buffers for stages in config.kv_stages)
         self.loaded_v_stages = config.raw_stages(problem) or self.v_stages
         self.head_dim, self.head_dim_v = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
-        self.pv_columns = config.pv_columns or self.head_dim_v  # of one P V
+        self.pv_columns = config.pv_columns or self.head_dim_v  # columns of one P V
         self.num_warpgroups, self.cluster_size = config.num_warpgroups, config.cluster_size
         self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
         self.longest_first = config.longest_first and self.has_window == (False, True)
-        self.is_packed, self.packs_keys = problem.is_packed, problem.is_packed and not of_cache
+        self.is_packed, self.packs_keys = problem.is_packed, problem.is_packed and not reads_cache
         self.has_mask = self.has_window != (False, False)
-        # single tokens beside prompts in chunks: tiles of which most warpgroups have no row
-        self.skips_unused = self.is_packed and of_cache and config.num_warpgroups > 1
-        # V may hold anything past the last key of a sequence
-        self.has_rubbish = problem.is_packed or problem.has_seqused_k
+        # where single tokens stand beside prompts in chunks, most warpgroups have no row in many tiles
+        self.skips_unused = self.is_packed and reads_cache and config.num_warpgroups > 1
+        # V may hold arbitrary values past the last key of a sequence
+        self.has_garbage = problem.is_packed or problem.has_seqused_k
         registers = REGISTERS_OF_PAGES if self.is_paged else REGISTERS
         registers = REGISTERS_TO_TRANSPOSE if self.transposes_v else registers
         self.producer_registers, self.consumer_registers = registers[config.num_warpgroups]
@@ -151,8 +152,8 @@ class ForwardSm90:
         cu_seqlens_q: cute.Tensor | None,  # (batch + 1,) int32
         cu_seqlens_k: cute.Tensor | None,  # (batch + 1,) int32
         seqused_k: cute.Tensor | None,  # (batch,) int32
-        float32: tuple | None,  # q, k and v themselves, where the first three are their parts
-        q_scale: cute.Tensor | None,  # of FP8 and parts, as the next three: see blocks/softmax/scaled.py
+        float32: tuple | None,  # q, k and v themselves, where the first three arguments are their halves
+        q_scale: cute.Tensor | None,  # for FP8 and halves, like the next three: see blocks/softmax/scaled.py
         k_scale: cute.Tensor | None,
         v_scale: cute.Tensor | None,
         q_block: Int32 | None,
@@ -164,7 +165,7 @@ class ForwardSm90:
         heads_per_section: Int32,
         num_ctas: Int32,
         page_table: cute.Tensor | None,  # (batch, max_pages) int32; k, v: (num_pages, page_size, num_heads_kv, ..)
-        added_k: Int32 | None,  # keys more than seqused_k says
+        added_k: Int32 | None,  # keys beyond those that seqused_k counts
         num_splits: Int32 | None,  # see geometry/splits.py; out and lse: (splits, ..) float32
         split_blocks: Int32 | None,
         stream: cuda.CUstream,
@@ -181,16 +182,16 @@ class ForwardSm90:
         sQ_layout = smem_tiles(
             ROWS_PER_WARPGROUP,
             self.head_dim,
-            self.num_parts * self.num_warpgroups * self.config.q_stages,
+            self.num_halves * self.num_warpgroups * self.config.q_stages,
             self.dtype,
         )
-        sK_layout = smem_tiles(self.part_n, self.head_dim, self.num_parts * self.k_stages, self.dtype)
-        v_box = (self.head_dim_v, self.part_n) if self.loads_keys_last else (self.part_n, self.head_dim_v)
-        sV_layout = loaded_v_layout = smem_tiles(*v_box, self.num_parts * self.loaded_v_stages, self.dtype)
+        sK_layout = smem_tiles(self.buffer_n, self.head_dim, self.num_halves * self.k_stages, self.dtype)
+        v_box = (self.head_dim_v, self.buffer_n) if self.loads_keys_last else (self.buffer_n, self.head_dim_v)
+        sV_layout = loaded_v_layout = smem_tiles(*v_box, self.num_halves * self.loaded_v_stages, self.dtype)
         if cutlass.const_expr(self.transposes_v):
-            sV_layout = smem_tiles(self.head_dim_v, self.part_n, self.v_stages, self.dtype)
+            sV_layout = smem_tiles(self.head_dim_v, self.buffer_n, self.v_stages, self.dtype)
         v_rows = dims_first(v) if cutlass.const_expr(self.loads_keys_last) else rows_first(v)
-        k_box = (self.part_n, self.head_dim)
+        k_box = (self.buffer_n, self.head_dim)
         if cutlass.const_expr(self.is_paged):
             k_box, v_box = (self.box_rows, self.head_dim), (self.box_rows, self.head_dim_v)
         tma = []
@@ -224,7 +225,7 @@ class ForwardSm90:
             mV,
             rows_first(out),
             rows_first_of_lse(lse),
-            SourceTensors(*(rows_first(t) for t in (float32 if cutlass.const_expr(self.num_parts > 1) else (q, k, v))))
+            SourceTensors(*(rows_first(t) for t in (float32 if cutlass.const_expr(self.num_halves > 1) else (q, k, v))))
             if cutlass.const_expr(float32 is not None or (self.has_mask and not self.is_fp8))
             else None,
             sinks,
@@ -253,7 +254,7 @@ class ForwardSm90:
         )
 
     def _rows_of_q(self, q: cute.Tensor) -> cute.Tensor:
-        """q as tiles are cut from it: (seqlen_q, ..), or with pack_gqa ((group, seqlen_q), ..)."""
+        """The view of q that tiles are cut from: (seqlen_q, ..), or with pack_gqa ((group, seqlen_q), ..)."""
         return rows_first(q) if self.group == 1 else pack_heads(rows_first(q), self.group)
 
     def _seqlen_q(self, mQ: cute.Tensor):
@@ -266,11 +267,11 @@ class ForwardSm90:
         """S = Q K^T (Q from shared memory or registers) and O += P V (P from registers), one warpgroup each."""
         if cutlass.const_expr(self.is_fp8):
             dtypes = self.dtype, self.dtype, Float32
-            qk = MmaF8Op(*dtypes, (64, self.part_n, 32), OperandSource.SMEM, Major.K, Major.K)
+            qk = MmaF8Op(*dtypes, (64, self.buffer_n, 32), OperandSource.SMEM, Major.K, Major.K)
             pv = MmaF8Op(*dtypes, (64, self.pv_columns, 32), OperandSource.RMEM, Major.K, Major.K)
             return cute.make_tiled_mma(qk, (1, 1, 1)), cute.make_tiled_mma(pv, (1, 1, 1))
         q_source = OperandSource.RMEM if self.config.q_in_registers else OperandSource.SMEM
-        qk = MmaF16BF16Op(self.dtype, Float32, (64, self.part_n, 16), q_source, Major.K, Major.K)
+        qk = MmaF16BF16Op(self.dtype, Float32, (64, self.buffer_n, 16), q_source, Major.K, Major.K)
         pv = MmaF16BF16Op(self.dtype, Float32, (64, self.pv_columns, 16), OperandSource.RMEM, Major.K, Major.MN)
         return cute.make_tiled_mma(qk, (1, 1, 1)), cute.make_tiled_mma(pv, (1, 1, 1))
 
@@ -280,18 +281,18 @@ class ForwardSm90:
     def kernel(
         self,
         tma_q: cute.CopyAtom,
-        mQ: cute.Tensor,  # (seqlen_q, head_dim, num_heads_q, batch), coordinates for TMA; mK, mV alike
+        mQ: cute.Tensor,  # (seqlen_q, head_dim, num_heads_q, batch), coordinates for TMA, like mK and mV
         tma_k: cute.CopyAtom,
         mK: cute.Tensor,
         tma_v: cute.CopyAtom,
         mV: cute.Tensor,
         mO: cute.Tensor,  # (seqlen_q, head_dim_v, num_heads_q, batch)
         mLSE: cute.Tensor,  # (seqlen_q, 1, num_heads_q, batch)
-        plain: SourceTensors | None,  # with a mask, and of float32
+        sources: SourceTensors | None,  # with a mask, and for float32
         mSinks: cute.Tensor | None,
         lengths: Lengths,
         pages: Pages | None,
-        descales: DescaleTensors | None,  # of FP8 and parts
+        descales: DescaleTensors | None,  # for FP8 and halves
         scores: Scores,
         window_left: Int32 | None,
         window_right: Int32 | None,
@@ -302,13 +303,13 @@ class ForwardSm90:
         sQ_layout: cute.ComposedLayout,
         sK_layout: cute.ComposedLayout,
         sV_layout: cute.ComposedLayout,
-        sRaw_layout: cute.ComposedLayout | None,  # of V that is to be transposed
+        sRaw_layout: cute.ComposedLayout | None,  # for V before it is transposed
     ):
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if cutlass.const_expr(self.is_packed):
             total_k = pages.capacity if self.is_paged else mK.shape[0]
-            of_order = schedule.divisors.num_heads, self.tile_m, self.longest_first, schedule.splits, self.tile_n
-            schedule = PackedSchedule(lengths, self._seqlen_q(mQ), total_k, *of_order)
+            order = schedule.divisors.num_heads, self.tile_m, self.longest_first, schedule.splits, self.tile_n
+            schedule = PackedSchedule(lengths, self._seqlen_q(mQ), total_k, *order)
             # the grid was made for the worst case
             exit_if(cute.arch.block_idx()[0] >= schedule.num_tiles)
         if warp_id == 0:
@@ -323,13 +324,13 @@ class ForwardSm90:
         readers = consumer_warps + (TRANSPOSING_WARPS if self.transposes_v else 0)
         pipes = Pipes(
             self._make_pipeline(smem, self.num_warpgroups * self.config.q_stages, WARPS, sQ_layout, self.q_rows, 1),
-            self._make_pipeline(smem, self.k_stages, consumer_warps, sK_layout, self.part_n, self.cluster_size),
+            self._make_pipeline(smem, self.k_stages, consumer_warps, sK_layout, self.buffer_n, self.cluster_size),
             self._make_pipeline(
                 smem,
                 self.v_stages,
                 consumer_warps,
                 sV_layout,
-                self.head_dim_v if self.is_fp8 else self.part_n,
+                self.head_dim_v if self.is_fp8 else self.buffer_n,
                 self.cluster_size,
                 TRANSPOSING_WARPS if self.transposes_v else 1,
             ),
@@ -337,7 +338,7 @@ class ForwardSm90:
         sLoadedV, loaded = sV, pipes
         if cutlass.const_expr(self.transposes_v):
             sLoadedV = smem.allocate_tensor(self.dtype, sRaw_layout.outer, 1024, sRaw_layout.inner)
-            raw = self._make_pipeline(smem, self.loaded_v_stages, TRANSPOSING_WARPS, sRaw_layout, self.part_n, 1)
+            raw = self._make_pipeline(smem, self.loaded_v_stages, TRANSPOSING_WARPS, sRaw_layout, self.buffer_n, 1)
             loaded = pipes._replace(v=raw)
         queue = TileQueue(smem, schedule.num_tiles, counter, readers, self.cluster_size)
         cute.arch.mbarrier_init_fence()
@@ -351,13 +352,27 @@ class ForwardSm90:
         seqlens = Sequences(self._seqlen_q(mQ), seqlen_k, window_left, window_right, lengths)
         producer = Producer(self, tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sLoadedV, loaded, pages)
         tiled_mmas = (tiled_mma_qk, tiled_mma_pv)
-        all_parts = None
+        all_splits = None
         if cutlass.const_expr(self.is_split and self.is_packed):
-            all_parts = schedule.splits.num_splits, schedule.total_q
+            all_splits = schedule.splits.num_splits, schedule.total_q
         sinks = None if cutlass.const_expr(mSinks is None) else Sinks(mSinks, lengths.cu_seqlens_q)
-        of_consumer = (sQ, sK, sV, pipes, tiled_mmas, scores, mO, mLSE, sinks, plain, descales, pages, all_parts)
+        consumer_arguments = (
+            sQ,
+            sK,
+            sV,
+            pipes,
+            tiled_mmas,
+            scores,
+            mO,
+            mLSE,
+            sinks,
+            sources,
+            descales,
+            pages,
+            all_splits,
+        )
         if cutlass.const_expr(not self.config.warp_specialized):
-            Consumer(self, *of_consumer, producer).two_stages(queue, schedule, seqlens)
+            Consumer(self, *consumer_arguments, producer).two_stages(queue, schedule, seqlens)
         elif warp_id < WARPS:  # warpgroup 0
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_id == PRODUCER_WARP:
@@ -370,8 +385,8 @@ class ForwardSm90:
                     TransposingWarp(self, sLoadedV, sV, loaded.v, pipes.v).run(queue, schedule, seqlens)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            consumer = Consumer(self, *of_consumer, None)
-            if cutlass.const_expr(self.parts == 1):
+            consumer = Consumer(self, *consumer_arguments, None)
+            if cutlass.const_expr(self.score_buffers == 1):
                 consumer.two_stages(queue, schedule, seqlens)
             else:
                 consumer.three_stages(queue, schedule, seqlens)
@@ -379,10 +394,11 @@ class ForwardSm90:
     def _make_pipeline(
         self, smem, num_tiles: int, consumer_warps: int, layout, rows: int, cluster_size: int, producers: int = 1
     ):
-        """A circular buffer that TMA fills (rows of each tile) and `consumer_warps` warps empty; each of them arrives
-        once a tile. So do several producers, which are warps.
+        """A circular buffer that TMA fills with `rows` of each tile and that `consumer_warps` warps empty.
 
-        With a cluster, each thread block fills a part of every buffer of all of them, when all have emptied it.
+        Each of these warps arrives once a tile. Where there are several producers, they are warps that arrive as well.
+        With a cluster, each thread block fills its share of every buffer of all thread blocks, once all of them have
+        emptied it.
         """
         thread = pipeline.Agent.Thread
         return pipeline.PipelineTmaAsync.create(
@@ -390,7 +406,7 @@ class ForwardSm90:
             producer_group=pipeline.CooperativeGroup(thread, producers),
             consumer_group=pipeline.CooperativeGroup(thread, consumer_warps * cluster_size),
             # not cute.size_in_bytes: it counts the unused rows between the column blocks of a swizzled tile
-            tx_count=self.num_parts * rows * cute.size(layout.outer, mode=[1]) * self.dtype.width // 8,
+            tx_count=self.num_halves * rows * cute.size(layout.outer, mode=[1]) * self.dtype.width // 8,
             barrier_storage=smem.allocate_array(cutlass.Int64, 2 * num_tiles),
             cta_layout_vmnk=cute.make_layout((1, cluster_size, 1, 1)),
             defer_sync=True,
@@ -400,11 +416,11 @@ class ForwardSm90:
     def tile_at(
         self, number: Int32, schedule: Schedule, seqlens: Sequences, exists: cutlass.Constexpr[bool] = False
     ) -> Tile:
-        """The tile of this number; past the end, where it may not exist, the last one (which is then not computed)."""
+        """The tile with this number; past the end, where there may be none, the last one (which is not computed)."""
         if cutlass.const_expr(not exists):
             number = minimum(number, schedule.num_tiles - 1)
         if cutlass.const_expr(self.is_packed):
-            m_block, head, origin_q, seqlen_q, origin_k, seqlen_k, sequence, parts = schedule.find(number)
+            m_block, head, origin_q, seqlen_q, origin_k, seqlen_k, sequence, num_splits = schedule.find(number)
             split, origin_out = None, origin_q
             if cutlass.const_expr(self.is_split):
                 split, head = divmod(head, schedule.num_heads)
@@ -413,36 +429,36 @@ class ForwardSm90:
             coord = tile_scheduler.tile_coord(number, schedule.divisors, schedule.num_m_blocks, schedule.batch)
             m_block, head, origin_out = coord
             split, origin_q = divmod(origin_out, schedule.entries) if self.is_split else (None, origin_out)
-            origin_k, sequence, parts = origin_q, None, None
+            origin_k, sequence, num_splits = origin_q, None, None
             seqlen_q, seqlen_k = seqlens.seqlen_q, used_keys(seqlens.lengths, origin_k, seqlens.seqlen_k)
         geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
         tile_m = self.tile_m * self.cluster_size
         m_start = m_block * tile_m
         blocks = key_blocks(m_start, minimum(m_start + tile_m, seqlen_q), *geometry, self.tile_n)
         if cutlass.const_expr(self.cluster_size > 1):
-            # the cluster visits the same blocks; which of them need a mask is up to each thread block. Where the last
-            # m_block is past the end, it computes and does not store.
+            # All thread blocks of the cluster visit the same blocks; which of them need a mask is up to each of them.
+            # Where the last m_block is past the end, its thread block computes and does not store.
             m_block = m_block * self.cluster_size + cute.arch.block_idx_in_cluster()
             m_start = minimum(m_block * self.tile_m, seqlen_q - 1)
             own = key_blocks(m_start, minimum(m_start + self.tile_m, seqlen_q), *geometry, self.tile_n)
-            blocks, _ = blocks_of_part(blocks, own, 0)
+            blocks, _ = blocks_of_rows(blocks, own, 0)
         if cutlass.const_expr(self.is_split):
             splits = schedule.splits
             if cutlass.const_expr(self.is_packed):
-                splits = splits.of_sequence(parts, seqlen_q <= self.tile_m)
+                splits = splits.for_sequence(num_splits, seqlen_q <= self.tile_m)
             blocks = blocks_of_split(blocks, split, *splits)
             blocks = visited_blocks(blocks, ceil_div(seqlen_k, self.tile_n))
         sequence = sequence if self.is_scaled else None
-        parts = parts if self.is_split and self.is_packed else None
-        return Tile(m_block, head, origin_q, origin_k, geometry, *blocks, sequence, origin_out, parts)
+        num_splits = num_splits if self.is_split and self.is_packed else None
+        return Tile(m_block, head, origin_q, origin_k, geometry, *blocks, sequence, origin_out, num_splits)
 
-    def at_head(self, t: cute.Tensor, m: cute.Tensor, head, place) -> cute.Tensor:
-        """Of queries: q, out and lse."""
-        return at_head(t, m, head, place, self.is_packed)
+    def at_head(self, t: cute.Tensor, m: cute.Tensor, head, origin) -> cute.Tensor:
+        """A head of q, out or lse: `layouts.at_head` for tensors of queries."""
+        return at_head(t, m, head, origin, self.is_packed)
 
-    def keys_at_head(self, t: cute.Tensor, m: cute.Tensor, head, place, along: int = 0) -> cute.Tensor:
-        """Of keys: k and v."""
-        return at_head(t, m, head, place, self.packs_keys, along)
+    def keys_at_head(self, t: cute.Tensor, m: cute.Tensor, head, origin, along: int = 0) -> cute.Tensor:
+        """A head of k or v: `layouts.at_head` for tensors of keys."""
+        return at_head(t, m, head, origin, self.packs_keys, along)
 
     def buffer_states(self, user: pipeline.PipelineUserType) -> tuple:
         """The states of the buffers of K and V that are loaded (or read) first."""
@@ -450,7 +466,10 @@ class ForwardSm90:
         return tuple(pipeline.make_pipeline_state(user, stages) for stages in (self.k_stages, v_stages))
 
     def q_state(self, warpgroup_id, tile_count) -> pipeline.PipelineState:
-        """Buffer and phase of a warpgroup's Q in its tile_count-th tile, for the consumer; each has its own buffers."""
+        """Buffer and phase of a warpgroup's Q in its tile_count-th tile, for the consumer.
+
+        Each warpgroup has buffers of its own.
+        """
         stages = self.config.q_stages
         index = warpgroup_id * stages + tile_count % stages
         return pipeline.PipelineState(self.num_warpgroups * stages, Int32(0), Int32(index), (tile_count // stages) & 1)

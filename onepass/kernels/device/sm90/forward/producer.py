@@ -1,4 +1,4 @@
-"""Who brings Q, K and V into shared memory: TMA loads through the circular buffers, and the warp that issues them."""
+"""The producer of the Hopper forward: TMA loads of Q, K and V into circular buffers, and the warp that issues them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 from .....problem import V_KEYS
 from ...blocks.memory.layouts import row_boxes
 from ...blocks.memory.untraced import Untraced
-from ...blocks.tiles.paged import BoxPlaces
+from ...blocks.tiles.paged import BoxLocations
 from ...blocks.tiles.queue import DRAW_AHEAD
 
 
@@ -24,13 +24,13 @@ class Producer(Untraced):
         self.kernel, self.pipes = kernel, pipes
         self.tma_q, self.tma_k, self.tma_v = tma_q, tma_k, tma_v
         self.mQ, self.mK, self.mV = mQ, mK, mV
-        rows, clusters = kernel.part_n, kernel.cluster_size
+        rows, clusters = kernel.buffer_n, kernel.cluster_size
         self.tQgQ, self.tQsQ = self._partition(tma_q, mQ, kernel.loaded_rows(sQ), kernel.q_rows, kernel.head_dim, 1)
         if kernel.is_paged:
             self.tKgK, self.tKsK = self._partition_pages(tma_k, mK, sK, kernel.head_dim)
             self.tVgV, self.tVsV = self._partition_pages(tma_v, mV, sV, kernel.head_dim_v)
             self.everyone = None
-            self.places = BoxPlaces(pages, mK.shape[3], kernel.box_rows, rows // kernel.box_rows)
+            self.boxes = BoxLocations(pages, mK.shape[3], kernel.box_rows, rows // kernel.box_rows)
             return
         self.tKgK, self.tKsK = self._partition(tma_k, mK, sK, rows, kernel.head_dim, clusters)
         if kernel.loads_keys_last:  # V transposed: (head_dim_v, seqlen, ..)
@@ -40,15 +40,17 @@ class Producer(Untraced):
         self.everyone = None if clusters == 1 else cutlass.Int16(2**clusters - 1)
 
     def _partition(self, tma_atom, m, s, rows: int, columns: int, cluster_size: int, along: int = 0):
-        """Global (tile bytes, block, head, batch) of every part and shared (tile bytes, buffer) as one TMA copy sees
-        them.
+        """Both ends of a TMA copy: (tile bytes, block, head, batch) in global memory, a tensor for each float16 half
+        (one without halves), and (tile bytes, buffer) in shared memory.
 
-        With a cluster, this thread block's part of the tile. Args: along: the mode of m that is cut into blocks.
+        With a cluster, they cover this thread block's share of the tile.
+
+        Args: along: the mode of m that is cut into blocks.
         """
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if cluster_size > 1 else 0
         sources, buffers = [], None
-        for part in range(self.kernel.num_parts):
-            g = cute.local_tile(m, (rows, columns), (None, part, None, None) if along == 0 else (0, None, None, None))
+        for half in range(self.kernel.num_halves):
+            g = cute.local_tile(m, (rows, columns), (None, half, None, None) if along == 0 else (0, None, None, None))
             buffers, source = cpasync.tma_partition(
                 tma_atom, rank, cute.make_layout(cluster_size), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)
             )
@@ -56,7 +58,11 @@ class Producer(Untraced):
         return sources, buffers
 
     def _partition_pages(self, tma_atom, m, s, columns: int):
-        """Global (box bytes, box, head, page) and shared (box bytes, box, buffer). Args: m: (page_size, .., pages)."""
+        """Both ends of a TMA copy of a box: (box bytes, box, head, page) in global memory, (box bytes, box, buffer) in
+        shared memory.
+
+        Args: m: (page_size, .., pages).
+        """
         rows = self.kernel.box_rows
         boxes = cute.make_tensor(s.iterator, row_boxes(s.layout, rows))
         g = cute.local_tile(m, (rows, columns), (None, 0, None, None))
@@ -73,22 +79,22 @@ class Producer(Untraced):
         together with that V.
         """
         k_state, v_state = self.kernel.buffer_states(pipeline.PipelineUserType.Producer)
-        parts = self.kernel.parts
+        score_buffers = self.kernel.score_buffers
         wave, number = Int32(0), queue.index
         # the V block that is still to be loaded
-        v_block, v_head, v_place = Int32(0), Int32(0), Int32(0)
+        v_block, v_head, v_origin = Int32(0), Int32(0), Int32(0)
         while number < schedule.num_tiles:
             tile = self.kernel.tile_at(number, schedule, seqlens)
             head_kv = self.head_kv(tile)
             n_block = tile.last - 1
-            for part in cutlass.range_constexpr(parts - 1, -1, -1):
+            for buffer in cutlass.range_constexpr(score_buffers - 1, -1, -1):
                 self.look_up(tile, n_block)
-                self.load_k(head_kv, tile.origin_k, n_block * parts + part, k_state)
+                self.load_k(head_kv, tile.origin_k, n_block * score_buffers + buffer, k_state)
                 k_state.advance()
-                if cutlass.const_expr(part == parts - 1):
+                if cutlass.const_expr(buffer == score_buffers - 1):
                     self.load_q(tile, wave)
                 if wave > 0:
-                    self.load_v(v_head, v_place, v_block * parts + part, v_state)
+                    self.load_v(v_head, v_origin, v_block * score_buffers + buffer, v_state)
                     v_state.advance()
 
             num_blocks = tile.last - 1 - tile.first
@@ -97,19 +103,19 @@ class Producer(Untraced):
             for i in cutlass.range(num_blocks, unroll=1):
                 if i == num_blocks - DRAW_AHEAD:
                     queue.want_next()
-                for part in cutlass.range_constexpr(parts - 1, -1, -1):
+                for buffer in cutlass.range_constexpr(score_buffers - 1, -1, -1):
                     self.look_up(tile, n_block - 1 - i)
-                    self.load_k(head_kv, tile.origin_k, (n_block - 1 - i) * parts + part, k_state)
+                    self.load_k(head_kv, tile.origin_k, (n_block - 1 - i) * score_buffers + buffer, k_state)
                     k_state.advance()
-                    self.load_v(head_kv, self.origin_v(tile), (n_block - i) * parts + part, v_state)
+                    self.load_v(head_kv, self.origin_v(tile), (n_block - i) * score_buffers + buffer, v_state)
                     v_state.advance()
-            v_block, v_head, v_place = tile.first, head_kv, self.origin_v(tile)
+            v_block, v_head, v_origin = tile.first, head_kv, self.origin_v(tile)
             wave += 1
             number = queue.take(wave)
         if cutlass.const_expr(self.kernel.is_paged):
-            self.places.keep()
-        for part in cutlass.range_constexpr(parts - 1, -1, -1):
-            self.load_v(v_head, v_place, v_block * parts + part, v_state)
+            self.boxes.keep()
+        for buffer in cutlass.range_constexpr(score_buffers - 1, -1, -1):
+            self.load_v(v_head, v_origin, v_block * score_buffers + buffer, v_state)
             v_state.advance()
         # shared memory must outlive the consumers' last arrivals
         self.pipes.k.producer_tail(k_state)
@@ -121,14 +127,14 @@ class Producer(Untraced):
         return tile.head // self.kernel.tile_heads_per_kvhead
 
     def origin_v(self, tile) -> Int32:
-        """As tile.origin_k, of V: packed sequences begin elsewhere with their keys last."""
+        """The origin of V, which is tile.origin_k but for packed sequences whose keys come last."""
         if tile.sequence is None or not self.kernel.loads_keys_last:
             return tile.origin_k
         return (tile.origin_k // V_KEYS + tile.sequence) * V_KEYS
 
     @cute.jit
     def load_q(self, tile, wave: Int32):
-        """Q of the tile, which is the thread block's wave-th, for each consumer warpgroup."""
+        """Load Q of a tile, the thread block's wave-th one, for each consumer warpgroup."""
         sources = [self.kernel.at_head(t, self.mQ, tile.head, tile.origin_q) for t in self.tQgQ]
         for w in cutlass.range_constexpr(self.kernel.num_warpgroups):
             state = as_producer(self.kernel.q_state(w, wave))
@@ -137,35 +143,35 @@ class Producer(Untraced):
 
     @cute.jit
     def look_up(self, tile, block: Int32):
-        """Where K of this block lies, if in pages, before it is loaded."""
+        """With pages, find where K of this block lies before it is loaded."""
         if cutlass.const_expr(self.kernel.is_paged):
-            self.places.look_up(tile.origin_k, block, tile.geometry.seqlen_k)
+            self.boxes.look_up(tile.origin_k, block, tile.geometry.seqlen_k)
 
     @cute.jit
-    def load_k(self, head_kv: Int32, place: Int32, block: Int32, state):
+    def load_k(self, head_kv: Int32, origin: Int32, block: Int32, state):
         if cutlass.const_expr(self.kernel.is_paged):
-            self._load_boxes(self.pipes.k, state, self.tma_k, self.tKgK, self.tKsK, head_kv, self.places.of_k)
+            self._load_boxes(self.pipes.k, state, self.tma_k, self.tKgK, self.tKsK, head_kv, self.boxes.k_boxes)
         else:
-            sources = self._keys_at_head(self.tKgK, self.mK, head_kv, place)
+            sources = self._keys_at_head(self.tKgK, self.mK, head_kv, origin)
             self._load(self.pipes.k, state, self.tma_k, [t[None, block] for t in sources], self.tKsK, self.everyone)
 
     @cute.jit
-    def load_v(self, head_kv: Int32, place: Int32, block: Int32, state):
+    def load_v(self, head_kv: Int32, origin: Int32, block: Int32, state):
         if cutlass.const_expr(self.kernel.is_paged):
-            self._load_boxes(self.pipes.v, state, self.tma_v, self.tVgV, self.tVsV, head_kv, self.places.of_v)
+            self._load_boxes(self.pipes.v, state, self.tma_v, self.tVgV, self.tVsV, head_kv, self.boxes.v_boxes)
         else:
-            sources = self._keys_at_head(self.tVgV, self.mV, head_kv, place, 1 if self.kernel.loads_keys_last else 0)
+            sources = self._keys_at_head(self.tVgV, self.mV, head_kv, origin, 1 if self.kernel.loads_keys_last else 0)
             self._load(self.pipes.v, state, self.tma_v, [t[None, block] for t in sources], self.tVsV, self.everyone)
 
-    def _keys_at_head(self, sources: list, m: cute.Tensor, head, place, along: int = 0) -> list:
-        return [self.kernel.keys_at_head(source, m, head, place, along) for source in sources]
+    def _keys_at_head(self, sources: list, m: cute.Tensor, head, origin, along: int = 0) -> list:
+        return [self.kernel.keys_at_head(source, m, head, origin, along) for source in sources]
 
     @cute.jit
-    def _load_boxes(self, pipe, state, tma_atom, source, buffers, head_kv: Int32, places):
-        """The boxes of a block, each from its page."""
+    def _load_boxes(self, pipe, state, tma_atom, source, buffers, head_kv: Int32, locations):
+        """Load the boxes of a block, each from its page."""
         pipe.producer_acquire(state)
-        for number in cutlass.range_constexpr(self.places.boxes):
-            page, box = self.places.box(places, number)
+        for number in cutlass.range_constexpr(self.boxes.count):
+            page, box = self.boxes.box(locations, number)
             cute.copy(
                 tma_atom,
                 source[None, box, head_kv, page],
@@ -175,11 +181,11 @@ class Producer(Untraced):
 
     @cute.jit
     def _load(self, pipe, state, tma_atom, sources: list, buffers, receivers: cutlass.Constexpr):
-        """The parts of a block into buffers side by side, whose bytes one barrier counts."""
+        """Load a block: one tile, or two float16 halves into neighbouring buffers whose bytes one barrier counts."""
         pipe.producer_acquire(state)
         barrier = pipe.producer_get_barrier(state)
-        for part in cutlass.range_constexpr(len(sources)):
-            source, buffer = sources[part], buffers[None, len(sources) * state.index + part]
+        for half in cutlass.range_constexpr(len(sources)):
+            source, buffer = sources[half], buffers[None, len(sources) * state.index + half]
             if cutlass.const_expr(receivers is None):
                 cute.copy(tma_atom, source, buffer, tma_bar_ptr=barrier)
             else:
@@ -187,5 +193,8 @@ class Producer(Untraced):
 
 
 def as_producer(state: pipeline.PipelineState) -> pipeline.PipelineState:
-    """A consumer's buffer and phase for who fills it, and waits for the opposite phase: all buffers start empty."""
+    """The producer's state for a consumer's buffer and phase.
+
+    A producer waits for the opposite phase, because all buffers start empty.
+    """
     return pipeline.PipelineState(state.stages, state.count, state.index, state.phase ^ 1)

@@ -1,0 +1,223 @@
+"""The registers of a consumer warpgroup of the Hopper forward, and its GEMMs.
+
+The GEMMs are issued in turns (blocks/tiles/pingpong.py) from circular buffers in shared memory. consumer.py decides in
+which order.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Boolean, Float32, pipeline
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from ....config import ROWS_PER_WARPGROUP
+from ...blocks.memory import wgmma
+from ...blocks.memory.clear import clear_keys, clear_rows
+from ...blocks.memory.layouts import as_operand_a, rows_and_columns, transposed
+from ...blocks.memory.ptx import add_here
+from ...blocks.softmax import scaled
+from ...blocks.softmax.online import OnlineSoftmax, Scores
+from ...blocks.softmax.sinks import Sinks
+from ...blocks.tiles.named_barrier import NamedBarrier
+from ...blocks.tiles.pingpong import Turns
+from .tile import WARPGROUP, Pipes, Tile
+
+
+class WarpgroupGemms(Turns):
+    """64 query rows of each tile: S, P and O in registers, Q, K and V in shared memory."""
+
+    def __init__(
+        self,
+        kernel,
+        sQ,
+        sK,
+        sV,
+        pipes: Pipes,
+        tiled_mmas,
+        scores: Scores,
+        mO,
+        mLSE,
+        sinks: Sinks | None,
+        sources,
+        descales,
+        pages,
+        all_splits,
+        producer,
+    ):
+        """Args:
+        sources: the tensors in global memory that a repair reads.
+        all_splits: for packed queries in splits, how many there are, and the rows from one split to the next.
+        """
+        config = self.config = kernel.config
+        self.kernel = kernel
+        self.num_warpgroups, self.score_buffers = config.num_warpgroups, config.score_buffers
+        self.takes_turns = config.pingpong and self.num_warpgroups > 1
+        self.tile_m, self.tile_n, self.buffer_n = kernel.tile_m, kernel.tile_n, kernel.buffer_n
+        self.has_window = kernel.has_window
+        self.thread = cute.arch.thread_idx()[0] % WARPGROUP
+        # without a producer warp, the first consumer warp loads in each step what the next step needs
+        self.producer = producer
+        first = 1 if producer is None else 0
+        self.wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP - first)
+        self.lane_in_quad = self.thread % 4
+        # the first of this thread's two rows, 8 apart
+        self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.thread // 32 * 16 + self.thread % 32 // 4
+        self.pipes, self.scores = pipes, scores
+        self.mO, self.mLSE, self.sinks, self.sources = mO, mLSE, sinks, sources
+        self.descales, self.pages, self.all_splits = descales, pages, all_splits
+
+        self.tiled_mma_qk, self.tiled_mma_pv = tiled_mmas
+        thr_qk, thr_pv = (tiled_mma.get_slice(self.thread) for tiled_mma in tiled_mmas)
+        self.sQ, self.sV = sQ, sV
+        self.rQ = self.tiled_mma_qk.make_fragment_A(thr_qk.partition_A(sQ))
+        if config.q_in_registers:
+            self.rQ = cute.make_rmem_tensor(cute.select(self.rQ.layout, [0, 1, 2]).shape, kernel.dtype)
+        self.rK = self.tiled_mma_qk.make_fragment_B(thr_qk.partition_B(sK))
+        self.rV = self.tiled_mma_pv.make_fragment_B(thr_pv.partition_B(sV if kernel.is_fp8 else transposed(sV)))
+        shape_s = self.tiled_mma_qk.partition_shape_C((ROWS_PER_WARPGROUP, self.buffer_n))
+        shape_o = self.tiled_mma_pv.partition_shape_C((ROWS_PER_WARPGROUP, kernel.head_dim_v))
+        self.acc_s = [cute.make_rmem_tensor(shape_s, Float32) for _ in range(self.score_buffers)]
+        self.acc_o = cute.make_rmem_tensor(shape_o, Float32)
+        # the accumulator of P V: O itself, or the sum of one step
+        self.acc_pv = self.acc_o
+        self.pv_blocks = kernel.head_dim_v // kernel.pv_columns
+        if config.two_level_sums:
+            shape_pv = self.tiled_mma_pv.partition_shape_C((ROWS_PER_WARPGROUP, kernel.pv_columns))
+            if config.overlap_gemm_softmax:
+                self.acc_pv = cute.make_rmem_tensor(shape_pv, Float32)
+            else:
+                # P V is computed when S is no longer needed, in the same registers: ptxas would not see this by itself
+                shared = cute.make_rmem_tensor((max(cute.size(shape_s), cute.size(shape_pv)),), Float32)
+                self.acc_s = [cute.make_tensor(shared.iterator, cute.make_layout(shape_s))]
+                self.acc_pv = cute.make_tensor(shared.iterator, cute.make_layout(shape_pv))
+        self.s, self.o = [rows_and_columns(acc) for acc in self.acc_s], rows_and_columns(self.acc_o)
+        if kernel.is_fp8:
+            shape_p = self.tiled_mma_pv.partition_shape_A((ROWS_PER_WARPGROUP, self.buffer_n))
+            self.rP = [cute.make_rmem_tensor(shape_p, kernel.dtype)]
+            self.p = self.rP
+        else:
+            self.rP = [cute.make_rmem_tensor(self.acc_s[0].layout, kernel.dtype) for _ in range(kernel.num_halves)]
+            self.p = [as_operand_a(rP) for rP in self.rP]
+        if kernel.is_scaled:
+            self.row_scale = cute.make_rmem_tensor((2,), Float32)
+            self.key_scales = scaled.KeyScales(self.tile_n)
+        self.is_lazy = config.rescale_threshold > 0
+        exponentials = config.rescale_threshold, config.exp2_fma_period
+        if kernel.is_scaled:
+            p_dtype = torch.float8_e4m3fn if kernel.is_fp8 else torch.float16
+            self.softmax = scaled.ScaledSoftmax(scores, *exponentials, self.tile_n, p_dtype)
+        else:
+            self.softmax = OnlineSoftmax(scores.scale_log2, *exponentials)
+        # row max and row sum of the tile whose last PV is still to come, while `softmax` is at the next tile already
+        self.done_max, self.done_sum = (cute.make_rmem_tensor((2,), Float32) for _ in range(2))
+
+    # ---------------------------------------------------------------- GEMMs
+
+    def q_state(self, tile_count) -> pipeline.PipelineState:
+        return self.kernel.q_state(self.wg, tile_count)
+
+    @cute.jit
+    def load_q(self, q_state):
+        """Wait for this warpgroup's Q; with q_in_registers, copy it there and give its buffer back at once."""
+        self.pipes.q.consumer_wait(q_state)
+        if cutlass.const_expr(self.config.q_in_registers):
+            ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.kernel.dtype)
+            copy = cute.make_tiled_copy_A(ldmatrix, self.tiled_mma_qk).get_slice(self.thread)
+            source = copy.partition_S(self.sQ[None, None, q_state.index])
+            cute.copy(copy, source, copy.retile(self.rQ))
+            self.pipes.q.consumer_release(q_state)
+
+    @cute.jit
+    def release_q(self, q_state, is_last: Boolean):
+        if cutlass.const_expr(not self.config.q_in_registers):
+            if is_last:
+                self.pipes.q.consumer_release(q_state)
+
+    @cute.jit
+    def issue_gemms(self, buffer: cutlass.Constexpr[int], k_state, v_state, q_state, ready=(None, None)):
+        """S[buffer] = Q K^T and O += P V, issued in this order in this warpgroup's turn.
+
+        Args: ready: whether K and V were already seen in shared memory; None: not known.
+        """
+        self.pipes.k.consumer_wait(k_state, ready[0])
+        self.wait_for_turn()
+        self._gemm_qk(buffer, k_state, q_state)
+        self.issue_pv(v_state, ready[1])
+        self.pass_turn()
+
+    @cute.jit
+    def issue_qk(self, buffer: cutlass.Constexpr[int], k_state, q_state):
+        self.pipes.k.consumer_wait(k_state)
+        self._gemm_qk(buffer, k_state, q_state)
+
+    @cute.jit
+    def _gemm_qk(self, buffer: cutlass.Constexpr[int], k_state, q_state):
+        q = [self.rQ] if self.config.q_in_registers else self._halves(self.rQ, q_state)
+        products = wgmma.products(q, self._halves(self.rK, k_state))
+        wgmma.issue_sum(self.tiled_mma_qk, self.acc_s[buffer], products, False)
+
+    def _halves(self, buffers: cute.Tensor, state: pipeline.PipelineState) -> list:
+        """The operands that lie in a buffer: one, or for float32 inputs the high and the low half."""
+        num_halves = self.kernel.num_halves
+        return [buffers[None, None, None, num_halves * state.index + half] for half in range(num_halves)]
+
+    @cute.jit
+    def issue_pv(self, v_state, is_ready=None):
+        if cutlass.const_expr(not self.is_lazy and self.config.rescale_beside_qk):
+            self.softmax.rescale(self.o)
+        self.pipes.v.consumer_wait(v_state, is_ready)
+        accumulate = not self.config.two_level_sums
+        products = wgmma.products(self.p, self._halves(self.rV, v_state))
+        wgmma.issue_sum(self.tiled_mma_pv, self.acc_pv, products, accumulate)
+
+    @cute.jit
+    def finish_pv(self, v_state):
+        """What follows when P V is computed: V is released, and with two_level_sums P V is added to O."""
+        self.pipes.v.consumer_release(v_state)
+        if cutlass.const_expr(self.config.two_level_sums):
+            self._add_pv(0)
+
+    @cute.jit
+    def _add_pv(self, block: cutlass.Constexpr[int]):
+        """O += acc_pv. Args: block: the block of columns of O that acc_pv holds."""
+        acc_o = self.acc_o[None, None, block] if cutlass.const_expr(self.pv_blocks > 1) else self.acc_o
+        for i in cutlass.range_constexpr(cute.size(self.acc_pv)):
+            if cutlass.const_expr(self.config.overlap_gemm_softmax):
+                acc_o[i] = acc_o[i] + self.acc_pv[i]
+            else:
+                acc_o[i] = add_here(acc_o[i], self.acc_pv[i])
+
+    @cute.jit
+    def pv_by_blocks(self, v_state):
+        """O += P V, `pv_columns` columns at a time, each added to O before the next is computed."""
+        self.pipes.v.consumer_wait(v_state)
+        for block in cutlass.range_constexpr(self.pv_blocks):
+            v = [wgmma.block_of_columns(t, block) for t in self._halves(self.rV, v_state)]
+            wgmma.issue_sum(self.tiled_mma_pv, self.acc_pv, wgmma.products(self.p, v), False)
+            warpgroup.wait_group(0)
+            if cutlass.const_expr(block == self.pv_blocks - 1):
+                self.pipes.v.consumer_release(v_state)
+            self._add_pv(block)
+
+    @cute.jit
+    def clear_garbage(self, tile: Tile, v_state):
+        """Put zeros in place of what a tile's first block of V holds past the sequence's last key.
+
+        P is 0 there, and 0 * NaN = NaN. In a dense problem the tensor V itself ends there, and TMA fills in zeros. All
+        warpgroups write the same zeros, so they need not wait for each other.
+        """
+        if cutlass.const_expr(self.kernel.has_garbage):
+            if tile.last * self.tile_n > tile.geometry.seqlen_k:
+                state = v_state.clone()
+                for score_buffer in cutlass.range_constexpr(self.score_buffers - 1, -1, -1):
+                    self.pipes.v.consumer_wait(state)
+                    first = tile.geometry.seqlen_k - (tile.last - 1) * self.tile_n - score_buffer * self.buffer_n
+                    clear = clear_keys if self.kernel.is_fp8 else clear_rows
+                    for i in cutlass.range_constexpr(self.kernel.num_halves):
+                        buffer = self.kernel.num_halves * state.index + i
+                        clear(self.sV[None, None, buffer], first, self.thread, WARPGROUP)
+                    state.advance()
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.wg, number_of_threads=WARPGROUP)

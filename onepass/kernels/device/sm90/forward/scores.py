@@ -1,0 +1,99 @@
+"""The scores of a consumer warpgroup of the Hopper forward: their scales, softcap and mask, and how they become P."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .....geometry.integers import minimum, select
+from .....geometry.pack_gqa import unpack_row
+from .....quantization.codec import SCALE_BLOCK
+from ....config import ROWS_PER_WARPGROUP
+from ...blocks.memory.ptx import pack, pack_halves
+from ...blocks.repair.rows import soft_cap
+from ...blocks.softmax import mask, scaled
+from .gemms import WarpgroupGemms
+from .tile import Tile
+
+
+class WarpgroupScores(WarpgroupGemms):
+    """A warpgroup's scores between the GEMM that computes them and the GEMM that reads P."""
+
+    @cute.jit
+    def load_row_scales(self, tile: Tile):
+        """The factors of this thread's two rows, for `ScaledSoftmax.take_scales`."""
+        scales = scaled.scales_of_entry(self.descales.q, tile.origin_q, tile.sequence)
+        first = scaled.first_block(tile.origin_q, tile.sequence, self.descales.q_block)
+        for r in cutlass.range_constexpr(2):
+            position, head, is_row = self.row_of(tile, self.row_in_tile + 8 * r)
+            scale = Float32(0.0)
+            if is_row:
+                block = first + divmod(position, self.descales.q_block)[0]
+                scale = scales[head, minimum(block, cute.size(scales, mode=[1]) - 1)]
+            self.row_scale[r] = self.softmax.scale_of_row(scale)
+
+    def head_scales(self, tile: Tile) -> tuple:
+        """The descales of K and V of a tile's head, (blocks,) each, and the number of its sequence's first block."""
+        head_kv = tile.head // self.kernel.tile_heads_per_kvhead
+        entries = (scaled.scales_of_entry(t, tile.origin_k, tile.sequence) for t in (self.descales.k, self.descales.v))
+        return *(t[head_kv, None] for t in entries), scaled.first_block(tile.origin_k, tile.sequence, SCALE_BLOCK)
+
+    @cute.jit
+    def load_scales(self, tile: Tile):
+        """With FP8 or halves: the scales of the rows of a tile and of its first keys."""
+        if cutlass.const_expr(self.descales is not None):
+            self.load_row_scales(tile)
+            self.key_scales.load(*self.head_scales(tile), tile.last - 1)
+
+    @cute.jit
+    def pack_p(self, buffer: cutlass.Constexpr[int]):
+        """The exponentials in S[buffer] become P of the next PV."""
+        if cutlass.const_expr(self.kernel.is_fp8):
+            scaled.pack_p(self.s[buffer], self.rP[0])
+        elif cutlass.const_expr(self.kernel.num_halves == 2):
+            pack_halves(self.acc_s[buffer], *self.rP)
+        else:
+            pack(self.acc_s[buffer], self.rP[0])
+
+    @cute.jit
+    def modify_scores(
+        self, tile: Tile, n_block: Int32, buffer: cutlass.Constexpr[int], is_first: cutlass.Constexpr[bool] = False
+    ):
+        """Apply the softcap, s -> tanh(softmax_scale * s / softcap); the cap itself is in scale_log2.
+
+        With FP8 or halves, the softmax is given the scales of these scores.
+
+        Args: is_first: whether the block is the tile's first one.
+        """
+        if cutlass.const_expr(self.descales is not None):
+            self.key_scales.take(*self.head_scales(tile), n_block, is_first)
+            self.softmax.take_scales(self.row_scale, self.key_scales, n_block)
+            if cutlass.const_expr(self.scores.tanh_scale is not None):
+                self.softmax.soft_cap(self.s[buffer])
+        elif cutlass.const_expr(self.scores.tanh_scale is not None):
+            acc_s = self.acc_s[buffer]
+            for i in cutlass.range_constexpr(cute.size(acc_s)):
+                acc_s[i] = soft_cap(acc_s[i], self.scores.tanh_scale)
+
+    @cute.jit
+    def mask_if_needed(self, tile: Tile, n_block: Int32, buffer: cutlass.Constexpr[int]):
+        if n_block >= tile.clear_last or n_block < tile.clear_first:
+            self.apply_mask(tile, n_block, buffer)
+
+    @cute.jit
+    def apply_mask(self, tile: Tile, n_block: Int32, buffer: cutlass.Constexpr[int]):
+        rows = [self.row_of(tile, self.row_in_tile + 8 * r)[0] for r in range(2)]
+        n_start = n_block * self.tile_n + buffer * self.buffer_n
+        mask.apply(self.s[buffer], rows, n_start, self.lane_in_quad, tile.geometry)
+
+    def row_of(self, tile: Tile, row_in_tile) -> tuple:
+        """A row's position in the sequence, its head, and whether there is such a row."""
+        group = self.kernel.group
+        if group == 1:
+            position = tile.m_block * self.tile_m + row_in_tile
+            return position, tile.head, position < tile.geometry.seqlen_q
+        position, head, is_used = unpack_row(row_in_tile, group, ROWS_PER_WARPGROUP)
+        position = tile.m_block * self.tile_m + position
+        limit = select(is_used, tile.geometry.seqlen_q, Int32(0))
+        return position, tile.head * group + head, position < limit
