@@ -50,7 +50,7 @@ class Row(NamedTuple):
 # lengths 512, 1024, 2048, 4096, 8192 and 16384 (16k tokens of hidden size 2048), and of the next best configuration.
 LAZY = 8.0
 # Of normal data at 512, 2048 and 16384 keys 2, 2 and 1.5 percent of a warp's steps rescale (0.8: 90, 52, 13); the error
-# of Table 3 is the same (docs/fp8.md). Simulated.
+# of Table 3 is the same (docs/kernels/fp8.md). Simulated.
 LAZY_FP8 = 2.8
 FORWARD_SM90 = {
     (64, 64): (
@@ -132,7 +132,7 @@ FORWARD_SM90 = {
 
 # Configurations for FP8, by the wider head dim: TFLOP/s at 1024, 2048, 4096, 8192 and 16384 where they are the row's
 # (benchmarks/results/h200-fp8-variants.json, in which the same configuration twice differs by up to 5 percent).
-# The tensor cores cut the sums of P V off (docs/fp8.md), so P V of each step is added to O by the FMA pipe.
+# The tensor cores cut the sums of P V off (docs/kernels/fp8.md), so P V of each step is added to O by the FMA pipe.
 FP8_BESIDE = ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=LAZY_FP8, two_level_sums=True)
 FP8_AFTER = replace(FP8_BESIDE, overlap_gemm_softmax=False)
 FORWARD_FP8 = {
