@@ -1,4 +1,4 @@
-"""Draws docs/pictures/fp8.png and docs/pictures/fp8.svg: what rotation does to a key with an outlier, and where its error goes.
+"""Draws docs/pictures/fp8.png and fp8.svg: what rotation does to a key with an outlier, and where its error goes.
 
     python docs/pictures/draw_fp8.py
 

@@ -1,4 +1,4 @@
-"""Draws docs/pictures/tile.png and docs/pictures/tile.svg: one query tile's way through causal attention.
+"""Draws docs/pictures/tile.png and tile.svg: one query tile's way through causal attention.
 
     python docs/pictures/draw_tile.py
 
