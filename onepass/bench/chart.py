@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # One color a library, the same in every picture. The peers are cool and pale, so that onepass stands out.
-COLORS = {"cuDNN": "#a9bccb", "FlashAttention-3": "#6f9bbd", "FlashAttention-4": "#3b5f86", "onepass": "#e4572e"}
+COLORS = {"cuDNN": "#a9bccb", "FlashAttention-3": "#6f9bbd", "FlashAttention-4": "#3b5f86", "onepass": "#d1495b"}
 INK, MUTED, LINES = "#1f2933", "#6b7785", "#e3e8ed"
 OURS = "onepass"
 HEAD_DIMS = (64, 128, 256)
