@@ -5,6 +5,7 @@
 
 performance.png            geometric means: forward, backward, FP8 and decoding
 performance-forward.png, performance-backward.png, performance-fp8.png, performance-decode.png     case by case
+performance-cpu.png        the same on a CPU, beside torch's SDPA
 
 Nothing is measured here. Needs matplotlib: pip install "onepass[bench]"
 """
@@ -20,14 +21,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # One color a library, the same in every picture. The peers are cool and pale, so that onepass stands out.
-COLORS = {"cuDNN": "#a9bccb", "FlashAttention-3": "#6f9bbd", "FlashAttention-4": "#3b5f86", "onepass": "#d1495b"}
+COLORS = {
+    "cuDNN": "#a9bccb",
+    "FlashAttention-3": "#6f9bbd",
+    "FlashAttention-4": "#3b5f86",
+    "torch SDPA": "#8a7fb0",
+    "onepass": "#d1495b",
+}
 INK, MUTED, LINES = "#1f2933", "#6b7785", "#e3e8ed"
 OURS = "onepass"
 HEAD_DIMS = (64, 128, 256)
 
 
 class Case(NamedTuple):
-    """One case of a results file. heads and kv_bytes are None but for decoding."""
+    """One case of a results file. batch, heads and kv_bytes are None but for decoding."""
 
     head_dim: int
     causal: bool
@@ -35,6 +42,7 @@ class Case(NamedTuple):
     seqlen: int
     heads: str | None = None
     kv_bytes: int | None = None
+    direction: str = "fwd"
 
 
 Speeds = dict[Case, dict[str, float]]  # by library, TFLOP/s or, for decoding, TB/s
@@ -49,6 +57,7 @@ class Measurement(NamedTuple):
         contenders: name in the files -> library. Where a library has several, the fastest in each case counts.
         kind: the entry of a contender that holds its speed.
         are_runs: the files are runs of the same cases, and their medians count.
+        case_set: the set that is drawn, of a file with several.
     """
 
     title: str
@@ -57,6 +66,7 @@ class Measurement(NamedTuple):
     contenders: dict[str, str]
     kind: str = "tflops"
     are_runs: bool = False
+    case_set: str | None = None
 
 
 _PEERS = {"cudnn": "cuDNN", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
@@ -85,7 +95,11 @@ MEASUREMENTS = {
         {OURS: OURS, "fa3": "FlashAttention-3", "fa3 prepared": "FlashAttention-3"},
         kind="tb_per_s",
     ),
+    "cpu": Measurement(
+        "CPU, float32, 2 cores", "TFLOP/s", ("cpu.json",), {OURS: OURS, "sdpa": "torch SDPA"}, case_set="cpu"
+    ),
 }
+_OVERVIEW = ("forward", "backward", "fp8", "decode")
 
 
 def read(measurement: Measurement, results: Path) -> Speeds:
@@ -94,6 +108,8 @@ def read(measurement: Measurement, results: Path) -> Speeds:
     for file in measurement.files:
         of_file: dict[Case, dict[str, list[float]]] = {}
         for row in json.loads((results / file).read_text())["rows"]:
+            if measurement.case_set not in (None, row.get("set")):
+                continue
             for case, contender, speed in _speeds_of_row(row, measurement.kind):
                 if contender in measurement.contenders:
                     of_file.setdefault(case, {}).setdefault(contender, []).append(speed)
@@ -117,7 +133,8 @@ def _speeds_of_row(row: dict[str, Any], kind: str) -> Iterator[tuple[Case, str, 
     seqlen = case["seqlen"] if "seqlen" in case else case["seqlen_k"]
     heads = f"{case['heads_q']}/{case['heads_kv']}" if kind == "tb_per_s" else None
     batch = case.get("batch") if kind == "tb_per_s" else None
-    key = Case(case["head_dim"], case["causal"], batch, seqlen, heads, row.get("kv_bytes"))
+    direction = case.get("direction", "fwd")
+    key = Case(case["head_dim"], case["causal"], batch, seqlen, heads, row.get("kv_bytes"), direction)
     entries = row["contenders"] if "contenders" in row else {row["contender"]: row}
     for name, entry in entries.items():
         if entry.get(kind) is not None:
@@ -146,9 +163,19 @@ def draw(results: Path, out: Path) -> list[Path]:
     matplotlib.use("Agg")
     speeds = {name: read(measurement, results) for name, measurement in MEASUREMENTS.items()}
     out.mkdir(parents=True, exist_ok=True)
-    pictures = {"performance.png": _draw_means(speeds)}
+    pictures = {"performance.png": _draw_means({name: speeds[name] for name in _OVERVIEW})}
     for name in ("forward", "backward", "fp8"):
-        pictures[f"performance-{name}.png"] = _draw_grid(MEASUREMENTS[name], speeds[name])
+        panels = {_title(d, causal): (d, causal, "fwd") for causal in (False, True) for d in HEAD_DIMS}
+        note = "sequence length, 16k tokens in all"
+        pictures[f"performance-{name}.png"] = _draw_grid(MEASUREMENTS[name], speeds[name], panels, 3, note, ", H200")
+    directions = {"fwd": "forward", "bwd": "backward"}
+    panels = {
+        f"{words}, {_title(d, causal)}": (d, causal, direction)
+        for direction, words in directions.items()
+        for d in (64, 128)
+        for causal in (False, True)
+    }
+    pictures["performance-cpu.png"] = _draw_grid(MEASUREMENTS["cpu"], speeds["cpu"], panels, 4, "sequence length")
     pictures["performance-decode.png"] = _draw_decoding(MEASUREMENTS["decode"], speeds["decode"])
     from matplotlib import pyplot as plt
 
@@ -217,32 +244,41 @@ def _bars(ax: Any, groups: dict[str, Speeds], unit: str) -> None:
     _plain(ax)
 
 
-def _draw_grid(measurement: Measurement, speeds: Speeds) -> Any:
-    """A panel for each head_dim (across) and mask (down): speed over sequence length."""
+def _title(head_dim: int, causal: bool) -> str:
+    return f"head_dim {head_dim}{', causal' if causal else ''}"
+
+
+def _draw_grid(
+    measurement: Measurement,
+    speeds: Speeds,
+    panels: dict[str, tuple[int, bool, str]],
+    across: int,
+    xlabel: str,
+    where: str = "",
+) -> Any:
+    """Speed over sequence length. Args: panels: by title head_dim, causal and direction. across: panels in a row."""
     from matplotlib import pyplot as plt
 
-    figure, all_axes = plt.subplots(2, 3, figsize=(10.5, 6.2), sharex=True, sharey=True)
-    for causal, axes in zip((False, True), all_axes, strict=True):
-        for head_dim, ax in zip(HEAD_DIMS, axes, strict=True):
-            members = _of(_of(speeds, "head_dim", head_dim), "causal", causal)
-            mean = geometric_mean(ratios(members).values())
-            least = min(ratios(members).values())
-            ax.set_title(
-                f"head_dim {head_dim}{', causal' if causal else ''}: {mean:.2f}× (least {least:.2f})",
-                loc="left", fontsize=10.5, color=INK,
-            )  # fmt: skip
-            _lines(ax, members, lambda case: case.seqlen)
-            ax.set_xticks(
-                sorted({case.seqlen for case in speeds}), [_length(n) for n in sorted({c.seqlen for c in speeds})]
-            )
-            ax.minorticks_off()
-            ax.set_ylim(0, 1.08 * max(max(found.values()) for found in speeds.values()))
-            if ax is axes[0]:
-                ax.set_ylabel(measurement.unit, fontsize=10, color=MUTED)
-            if causal:
-                ax.set_xlabel("sequence length, 16k tokens in all", fontsize=9.5, color=MUTED)
+    down = len(panels) // across
+    figure, all_axes = plt.subplots(down, across, figsize=(10.5, 6.2), sharex=True, sharey=True)
+    seqlens = sorted({case.seqlen for case in speeds})
+    for (title, panel), ax in zip(panels.items(), all_axes.flat, strict=True):
+        members = {
+            case: found for case, found in speeds.items() if (case.head_dim, case.causal, case.direction) == panel
+        }
+        found = ratios(members).values()
+        summary = f"{geometric_mean(found):.2f}× (least {min(found):.2f})"
+        ax.set_title(f"{title}{': ' if across < 4 else chr(10)}{summary}", loc="left", fontsize=10.5, color=INK)
+        _lines(ax, members, lambda case: case.seqlen)
+        ax.set_xticks(seqlens, [_length(n) for n in seqlens])
+        ax.minorticks_off()
+        ax.set_ylim(0, 1.08 * max(max(by_library.values()) for by_library in speeds.values()))
+    for ax in all_axes[:, 0]:
+        ax.set_ylabel(measurement.unit, fontsize=10, color=MUTED)
+    for ax in all_axes[-1]:
+        ax.set_xlabel(xlabel, fontsize=9.5, color=MUTED)
     _legend(figure, _libraries([speeds]))
-    _headline(figure, f"{measurement.title}, H200", "in each title: geometric mean of speed over the fastest peer")
+    _headline(figure, f"{measurement.title}{where}", "in each title: geometric mean of speed over the fastest peer")
     figure.tight_layout(rect=(0, 0.055, 1, 0.94))
     return figure
 

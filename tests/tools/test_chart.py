@@ -48,7 +48,9 @@ def test_rows_with_all_contenders_of_a_case(tmp_path):
     assert list(chart.ratios(speeds).values()) == [2.0]
 
 
-@pytest.mark.parametrize(("name", "count"), [("forward", 36), ("backward", 36), ("fp8", 36), ("decode", 56)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("forward", 36), ("backward", 36), ("fp8", 36), ("decode", 56), ("cpu", 24)]
+)
 def test_every_case_of_the_results_is_drawn(name, count):
     assert len(chart.read(chart.MEASUREMENTS[name], RESULTS)) == count
 
@@ -61,6 +63,7 @@ def test_pictures_can_be_drawn(tmp_path):
         "performance-forward.png",
         "performance-backward.png",
         "performance-fp8.png",
+        "performance-cpu.png",
         "performance-decode.png",
     ]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
