@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")], key=lambda path: path.relative_to(ROOT).as_posix())
-WIDEST_LINE = 200
+WIDEST_LINE, LONGEST_README = 200, 150
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 IN_CODE = re.compile(r"`([^`\n]+)`")
@@ -88,3 +88,7 @@ def test_every_page_is_in_the_index():
     index = ROOT / "docs" / "README.md"
     linked = {(index.parent / target.partition("#")[0]).resolve() for target in LINK.findall(prose(index))}
     assert [page for page in PAGES if ROOT / "docs" in page.parents and page != index and page not in linked] == []
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= LONGEST_README
