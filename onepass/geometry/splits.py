@@ -119,7 +119,7 @@ def choose_num_splits(
     A thread block takes its steps and overhead_steps more, and each wave of `slots` thread blocks that time. Behind
     full waves those of the last one have the whole memory bandwidth, so fewer of them take less, down to least_share of
     the slots, which are too few to ask for all of it. A merge reads once more what the splits write. The constants
-    are guesses, those of Hopper after two measurements; docs/kernels/decode.md's figures were measured with them.
+    are guesses, those of Hopper after two measurements; docs/decoding.md's figures were measured with them.
     """
     num_tiles, blocks = max(1, num_tiles), ceil_div(max(1, seqlen_k), block_keys)
     most = max(1, min(MAX_SPLITS, seqlen_k // LEAST_KEYS, WORKSPACE_BYTES // max(1, bytes_per_split)))

@@ -16,6 +16,7 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 IN_CODE = re.compile(r"`([^`\n]+)`")
 # `onepass/api/attention.py`, `tests/gpu/`, or with a name of the module `onepass/api/attention.py::attention`
 NAMED_PATH = re.compile(r"((?:onepass|tests|docs|examples|benchmarks)/[\w./-]*)(?:::([\w.]+))?")
+PAGE_IN_CODE = re.compile(r"docs/[\w/-]+\.(?:md|png|svg|py)")
 NAMED_MODULE = re.compile(r"python\s+-m\s+(onepass[\w.]*\w)")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -82,6 +83,12 @@ def test_modules_that_are_run_exist(page):
 def test_no_line_is_too_wide_to_read(page):
     lines = page.read_text(encoding="utf-8").splitlines()
     assert [number for number, line in enumerate(lines, 1) if len(line) > WIDEST_LINE] == []
+
+
+def test_pages_that_the_code_names_exist():
+    files = [*(ROOT / "onepass").rglob("*.py"), *(ROOT / "tests").rglob("*.py"), ROOT / "Makefile"]
+    named = {(file, name) for file in files for name in PAGE_IN_CODE.findall(file.read_text(encoding="utf-8"))}
+    assert [(str(file.relative_to(ROOT)), name) for file, name in named if not (ROOT / name).exists()] == []
 
 
 def test_every_page_is_in_the_index():

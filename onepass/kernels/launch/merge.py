@@ -41,7 +41,7 @@ class MergeKey:
 
 
 def row_warps(num_parts: int) -> int:
-    """Warps of a row in the merge of so many parts. A guess; docs/kernels/decode.md's figures were measured with it."""
+    """Warps of a row in the merge of so many parts. A guess; docs/decoding.md's figures were measured with it."""
     return 1 if num_parts <= FEW_PARTS else ROW_WARPS
 
 
