@@ -99,3 +99,9 @@ def test_every_page_is_in_the_index():
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= LONGEST_README
+
+
+def test_the_map_shows_every_folder():
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    folders = {path.parent.name for path in (ROOT / "onepass").rglob("__init__.py")}
+    assert [name for name in sorted(folders) if f"{name}/" not in text] == []
