@@ -34,9 +34,8 @@ class Space(NamedTuple):
     choices: Mapping[str, Values]
 
 
-# Only what has been seen to pay somewhere (docs/hopper-forward.md, docs/hopper-backward.md, docs/ampere.md). What the
-# exact number of heads decides, and not its power of two, stays with the heuristics (private_dq), and so does what they
-# need for the head dim (by_gradient).
+# Only what has been seen to pay somewhere (docs/kernels/, docs/lab/). What the exact number of heads decides, and not
+# its power of two, stays with the heuristics (private_dq), and so does what they need for the head dim (by_gradient).
 BOTH = (False, True)
 SPACES = {
     ("fwd", "sm90"): Space(

@@ -194,7 +194,7 @@ def test_v_of_a_wide_range(case):
     )
 
 
-# docs/ampere.md: what three products of tf32 do not hold
+# docs/kernels/sm80.md: what three products of tf32 do not hold
 needs_parts = pytest.mark.skipif(BACKEND == "sm80", reason="float32 of the Ampere kernels has less range")
 
 

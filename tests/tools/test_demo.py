@@ -238,7 +238,7 @@ def test_example_runs(name, capsys):
 
 def test_figure_can_be_drawn():
     pytest.importorskip("matplotlib")
-    module = runpy.run_path(str(ROOT / "docs" / "draw_tile.py"), run_name="draw_tile")
+    module = runpy.run_path(str(ROOT / "docs" / "pictures" / "draw_tile.py"), run_name="draw_tile")
     figure, axes = module["plt"].subplots(1, 2)
     module["draw_visits"](axes[0])
     module["draw_step"](axes[1])

@@ -1,6 +1,6 @@
 """Problem -> configuration and number of splits of a split-KV forward, on the Ampere and on the Hopper kernels.
 
-Guesses, with which docs/decoding.md's figures were measured; alternatives were not.
+Guesses, with which docs/kernels/decode.md's figures were measured; alternatives were not.
 
 A configuration depends on dtypes, head dims, the group and the number of queries alone, never on the lengths of keys or
 the batch: what a sequence gets does not depend on what else is in the call. Its steps divide `splits.SPLIT_UNIT`.

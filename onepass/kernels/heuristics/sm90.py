@@ -48,7 +48,7 @@ class Row(NamedTuple):
 # The largest score of a row may grow by this much (in powers of two) before O is rescaled.
 LAZY = 8.0
 # With normal data at 512, 2048 and 16384 keys, 2, 2 and 1.5 percent of a warp's steps rescale (with 0.8: 90, 52, 13);
-# the error of Table 3 is the same (docs/fp8.md). This was simulated.
+# the error of Table 3 is the same (docs/kernels/fp8.md). This was simulated.
 LAZY_FP8 = 2.8
 _LAZY = ForwardConfig(tile_n=64, rescale_threshold=LAZY)
 _WIDE = replace(_LAZY, tile_n=128, q_stages=2)
@@ -182,7 +182,7 @@ FORWARD_SM90 = {
 }
 
 # FP8, by the wider head dim. TFLOP/s are from benchmarks/results/h200-fp8-variants.json, in which the same
-# configuration measured twice differs by up to 5 percent. The tensor cores truncate the sums of P V (docs/fp8.md), so
+# configuration measured twice differs by up to 5 percent. The tensor cores truncate the sums of P V (docs/kernels/fp8.md), so
 # P V of each step is added to O by the FMA pipe. "With overlap" P V of a step runs beside the softmax of the next one.
 FP8_OVERLAPPED = ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=LAZY_FP8, two_level_sums=True)
 FP8_IN_SEQUENCE = replace(FP8_OVERLAPPED, overlap_gemm_softmax=False)

@@ -1,6 +1,6 @@
-"""Draws docs/tile.png and docs/tile.svg: one query tile's way through causal attention.
+"""Draws docs/pictures/tile.png and tile.svg: one query tile's way through causal attention.
 
-    python docs/draw_tile.py
+    python docs/pictures/draw_tile.py
 
 The visiting order is not drawn by hand: it comes from `block_range.key_tiles`, which the backends loop over.
 Needs matplotlib: pip install "onepass[bench]"

@@ -1,6 +1,6 @@
-"""Draws docs/fp8.png and docs/fp8.svg: what rotation does to a key with an outlier, and where its error goes.
+"""Draws docs/pictures/fp8.png and fp8.svg: what rotation does to a key with an outlier, and where its error goes.
 
-    python docs/draw_fp8.py
+    python docs/pictures/draw_fp8.py
 
 Everything drawn is computed here, with the functions that `onepass.attention` uses. Needs matplotlib:
 pip install "onepass[bench]"
