@@ -10,6 +10,7 @@ from types import ModuleType
 import torch
 
 from ..errors import UnsupportedError
+from ..kernels.compiler.compile import CompileRequest
 from ..kernels.config import LaunchConfig
 from ..problem import AttentionProblem
 from . import backends, choice
@@ -138,14 +139,14 @@ def forward_config(name: str, problem: AttentionProblem) -> LaunchConfig:
     return tuned.choose("fwd", name, problem, backends.arch_of(name))
 
 
-def compile_request(name: str, problem: AttentionProblem, config: LaunchConfig) -> tuple:
+def compile_request(name: str, problem: AttentionProblem, config: LaunchConfig) -> CompileRequest:
     """The kernel of the backend's forward, as a request to compile it."""
     return importlib.import_module(backends.BACKENDS[name].forward).compile_request(
         problem, config, backends.arch_of(name)
     )
 
 
-def forward_requests(name: str, problem: AttentionProblem, config: LaunchConfig) -> list[tuple]:
+def forward_requests(name: str, problem: AttentionProblem, config: LaunchConfig) -> list[CompileRequest]:
     """The kernels of the backend's forward: the one of `compile_request`, then its helpers, which run before it."""
     requests = [compile_request(name, problem, config)]
     if name == "sm90":
@@ -157,7 +158,7 @@ def forward_requests(name: str, problem: AttentionProblem, config: LaunchConfig)
 
 def backward_requests(
     name: str, problem: AttentionProblem, has_dlse: bool, config: LaunchConfig | None = None
-) -> list[tuple[LaunchConfig, tuple]]:
+) -> list[tuple[LaunchConfig, CompileRequest]]:
     """The kernels of the backward after this backend's forward, each with its configuration.
 
     The list is empty if a backend without kernels computes the backward.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..kernels.compiler.compile import CompileRequest
 from ..kernels.config import LaunchConfig
 from ..problem.decode import DecodeInputs, DecodeProblem
 from . import backends, choice
@@ -62,9 +63,13 @@ def _unsupported(name: str, problem: DecodeProblem, is_named: bool, device: torc
     return unsupported(problem)
 
 
-def decode_requests(name: str, problem: DecodeProblem, inputs: DecodeInputs) -> list[tuple[LaunchConfig | None, tuple]]:
-    """The kernels of a call on the current GPU, in the order in which they run, each with its configuration and as a
-    request to compile it; none for a backend without kernels."""
+def decode_requests(
+    name: str, problem: DecodeProblem, inputs: DecodeInputs
+) -> list[tuple[LaunchConfig | None, CompileRequest]]:
+    """The configuration and the request of each kernel of a call on the current GPU, in the order in which they run.
+
+    A backend without kernels has none.
+    """
     if name == "tiled":
         return []
     return importlib.import_module(MODULES[name]).compile_requests(problem, inputs, torch.device("cuda"))

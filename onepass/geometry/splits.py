@@ -135,7 +135,7 @@ def choose_num_splits(
     time. After full waves, the thread blocks of the last wave have the whole memory bandwidth, so a smaller last wave
     takes less time, down to least_share of the slots: fewer thread blocks cannot use all of it. A merge reads once more
     what the splits write. The constants are guesses, those of Hopper after two measurements; the figures of
-    docs/decoding.md were measured with them.
+    docs/kernels/decode.md were measured with them.
     """
     num_tiles, blocks = max(1, num_tiles), ceil_div(max(1, seqlen_k), block_keys)
     most = max(1, min(MAX_SPLITS, seqlen_k // LEAST_KEYS, WORKSPACE_BYTES // max(1, bytes_per_split)))

@@ -6,9 +6,10 @@ import time
 from collections.abc import Iterable
 
 from ...kernels.compiler import pool
+from ...kernels.compiler.compile import CompileRequest
 
 
-def compile_ahead(requests: Iterable[tuple]) -> None:
+def compile_ahead(requests: Iterable[CompileRequest]) -> None:
     """Compile what the disk cache lacks, and print how long it took and what does not compile.
 
     Args: requests: arguments of `compile.get`.

@@ -31,6 +31,7 @@ from torch import Tensor
 import onepass
 
 from ...errors import UnsupportedError
+from ...kernels.compiler.compile import CompileRequest
 from ...kernels.launch import backward_sm90 as backward_launch
 from ...testing.budget import GRADIENT_FACTOR, compare
 from .. import ablation
@@ -125,7 +126,7 @@ def contenders(
     return {name: contender for name, contender in found.items() if contender.refusal(case) is None}
 
 
-def requests(cases: Sequence[Case], args: argparse.Namespace) -> list[tuple]:
+def requests(cases: Sequence[Case], args: argparse.Namespace) -> list[CompileRequest]:
     """The arguments of `compile.get` for the kernels of all contenders."""
     found = []
     for case in cases:

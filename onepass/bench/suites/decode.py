@@ -36,6 +36,7 @@ from torch import Tensor
 
 from ...dispatch import decode
 from ...errors import UnsupportedError
+from ...kernels.compiler.compile import CompileRequest
 from ...kernels.config import LaunchConfig
 from ...kernels.config.arch import arch_of
 from ...kernels.launch import decode_sm80 as sm80
@@ -132,9 +133,9 @@ def variant_run(config: LaunchConfig, num_splits: int | None, backend: str | Non
     return launch(DecodeInputs(step.q, step.k_cache, step.v_cache, step.cache_seqlens, step.page_table))[0]
 
 
-def requests(cases: Sequence[Case], args: argparse.Namespace) -> list[tuple]:
+def requests(cases: Sequence[Case], args: argparse.Namespace) -> list[CompileRequest]:
     """The arguments of `compile.get` for the kernels of all contenders of ours."""
-    found: list[tuple] = []
+    found: list[CompileRequest] = []
     for case in cases:
         for is_paged in (False, True):
             step, problem = on_meta(case, is_paged), on_gpu(case, is_paged)

@@ -24,6 +24,7 @@ import torch
 from ...dispatch import attention as dispatch
 from ...dispatch import backends
 from ...errors import UnsupportedError
+from ...kernels.compiler.compile import CompileRequest
 from ...kernels.launch import backward_sm80, forward_sm80
 from ...testing.budget import GRADIENT_FACTOR, OUT_FACTOR, compare
 from .. import ablation
@@ -66,9 +67,9 @@ def contenders(case: Case, rivals: dict[str, Contender], args: argparse.Namespac
     return {name: one for name, one in (rivals | ours).items() if one.refusal(case) is None}
 
 
-def requests(cases: Sequence[Case], args: argparse.Namespace) -> list[tuple]:
+def requests(cases: Sequence[Case], args: argparse.Namespace) -> list[CompileRequest]:
     """The arguments of `compile.get` for the kernels of all contenders."""
-    found: list[tuple] = []
+    found: list[CompileRequest] = []
     arch = backends.arch_of(BACKEND)
     for case in cases:
         problem = ablation.problem_of(case, DEVICE)

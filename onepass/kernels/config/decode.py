@@ -35,7 +35,7 @@ class DecodeConfigSm80(ForwardConfigSm80):
     key_warps: int = 4
     early_merge: bool = False
 
-    loading_threads: ClassVar[int] = 32  # type: ignore[misc]
+    loading_threads: ClassVar[int] = 32
 
     @property
     def num_threads(self) -> int:

@@ -182,8 +182,8 @@ FORWARD_SM90 = {
 }
 
 # FP8, by the wider head dim. TFLOP/s are from benchmarks/results/h200-fp8-variants.json, in which the same
-# configuration measured twice differs by up to 5 percent. The tensor cores truncate the sums of P V, so P V of each step
-# is added to O by the FMA pipe (docs/kernels/fp8.md). "With overlap" it runs beside the softmax of the next step.
+# configuration measured twice differs by up to 5 percent. The tensor cores truncate the sums of P V, so P V of each
+# step is added to O by the FMA pipe (docs/kernels/fp8.md). "With overlap" it runs beside the softmax of the next step.
 FP8_OVERLAPPED = ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=LAZY_FP8, two_level_sums=True)
 FP8_IN_SEQUENCE = replace(FP8_OVERLAPPED, overlap_gemm_softmax=False)
 FORWARD_FP8 = {

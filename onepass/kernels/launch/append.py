@@ -170,6 +170,6 @@ def trace_append(key: AppendKey) -> tuple:
         rows=Int32(1),
         num_blocks=Int32(1),
     )
-    by_page, interleaved = key.descales_by_block and key.is_paged, is_rotary and key.rotary[2]
+    by_page, interleaved = key.descales_by_block and key.is_paged, key.rotary is not None and key.rotary[2]
     kernel = Append(interleaved, key.vector_bytes, key.is_e4m3, by_page)
     return kernel, (*arguments, make_fake_stream(use_tvm_ffi_env_stream=True))

@@ -247,7 +247,7 @@ def in_order(arguments: type) -> Callable[..., tuple]:
 
     It takes a third of the time of making the NamedTuple: 0.3 us instead of 1 us for the 25 arguments of a forward.
     """
-    fields, defaults = arguments._fields, arguments._field_defaults  # type: ignore[attr-defined]
+    fields, defaults = arguments._fields, arguments._field_defaults
     parameters = ", ".join(f"{name}=None" if name in defaults else name for name in fields)
     return eval(f"lambda {parameters}: ({', '.join(fields)},)", {})
 

@@ -94,6 +94,7 @@ def compile_requests(
 class Launch(BackwardLaunch):
     """The kernels of Hopper; see BackwardLaunch."""
 
+    config: BackwardConfig
     num_ctas: int
 
     @property

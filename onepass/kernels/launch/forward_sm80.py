@@ -157,12 +157,15 @@ def trace(problem: AttentionProblem, config: ForwardConfigSm80, arch: str) -> tu
 
     dtype, mask = element_type(problem.dtype), problem.mask
     batch = () if problem.is_packed else (None,)
-    rows = [
+    q, k, v, out = (
         fake_tensor(dtype, *batch, None, None, size, align_bytes=config.vector_bytes)
         for size in (problem.head_dim, problem.head_dim, problem.head_dim_v, problem.head_dim_v)
-    ]
+    )
     arguments = ForwardSm80Arguments(
-        *rows,
+        q,
+        k,
+        v,
+        out,
         lse=fake_tensor(Float32, *batch, None, None, align_bytes=4),
         sinks=optional(fake_tensor(Float32, None, align_bytes=4), problem.has_sinks),
         cu_seqlens_q=optional(fake_tensor(Int32, None, align_bytes=4), problem.is_packed),

@@ -118,7 +118,7 @@ class Launch:
         q, k, v, _, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs
         q, k, v = _readable(q), _readable(k), _readable(v)
         stored_q, stored_k = empty_as(q, q.shape[-1], codec.E4M3), empty_as(k, k.shape[-1], codec.E4M3)
-        if self.v_shape is None:
+        if self.v_shape is None or self.v_strides is None:
             stored_v = empty_as(v, v.shape[-1], codec.E4M3)
         else:
             stored_v = v.new_empty_strided(self.v_shape, self.v_strides, dtype=codec.E4M3)
