@@ -1,8 +1,10 @@
-"""Measurements with their circumstances: what is timed, how, beside whom, and on which machine.
+"""Measurements: what is timed, how, beside which peers, and on which machine.
 
 cases.py     what is measured: named sets of cases         flops.py    how much work a case is
-peers.py     who is measured: onepass and its peers        check.py    is the result right? asked before any timing
+peers.py     onepass and its peers behind one call form    check.py    is the result right? asked before any timing
 timing.py    interleaved timing on CPU and CUDA            memory.py   peak extra memory, in a fresh process
-machine.py   the header: device, clocks, versions, commit  run.py      all of it together, into one JSON file
-plot.py      the JSON file as bar charts
+machine.py   the header: device, clocks, versions, commit  rows.py     the rows of a results file, and the file
+run.py       case sets, measured into one JSON file        decode.py   steps of decoding
+ablation.py  what each choice of a kernel is worth         plot.py     the JSON file as bar charts
+suites/      the kernels beside their peers on a GPU, each a command of its own
 """

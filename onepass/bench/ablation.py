@@ -1,6 +1,6 @@
-"""What is each choice of a kernel worth? Its default configuration, and the same with one choice at a time undone.
+"""What each choice of a kernel is worth: its default configuration is timed beside others with one choice undone.
 
-The setting and the forward's first rows are those of Table 2 of FlashAttention-3, arXiv:2407.08608, section 4.2.
+The setting and the forward's first rows come from Table 2 of FlashAttention-3, arXiv:2407.08608, section 4.2.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .rows import Options, new_row
 from .run import side_stream, time_contenders, use_device
 from .timing import Samples
 
-# Table 2: forward, not causal, fp16
+# Table 2 measures the forward without a mask in fp16.
 PAPER_BATCH, PAPER_SEQLEN, PAPER_HEADS, PAPER_HEAD_DIM = 4, 8448, 16, 128
 PAPER_CASE = Case.square(PAPER_SEQLEN, PAPER_HEADS, PAPER_HEAD_DIM, batch=PAPER_BATCH, dtype="float16")
 FULL = "full configuration"
 
 
 class PaperRow(NamedTuple):
-    """A row of the paper's table, which is of the forward pass."""
+    """A row of the paper's table, which measures the forward pass."""
 
     name: str
     tflops: float  # on an H100 SXM5
@@ -47,11 +47,11 @@ class Switch(NamedTuple):
     """One choice of a configuration that can be undone.
 
     Attributes:
-        field: of the configuration. One that it does not have (yet) gives no row.
+        field: a field of the configuration. There is no row for a field that the configuration does not have (yet).
         off: the value without the choice. Values above it count as "on": True over False, 3 stages over 2.
-        label: what the row is called.
-        also: other fields that make no sense without the choice, and their values then.
-        matters: whether it changes anything for this problem and configuration.
+        label: the name of the row.
+        also: other fields that make no sense without the choice, and their values without it.
+        matters: whether the choice changes anything for this problem and configuration.
     """
 
     field: str
@@ -85,8 +85,8 @@ FORWARD_SM90 = (
     Switch(
         "warp_specialized",
         False,
-        "no warp specialisation",
-        # who draws the tiles is a warp of the producer's, and the others hang on its loading ahead
+        "no warp specialization",
+        # a warp of the producer draws the tiles, and the other fields depend on loads that run ahead
         {"dynamic_tiles": False, "overlap_tiles": False, "cluster_size": 1, "score_buffers": 1},
         paper=PaperRow("GEMM-Softmax Pipelining, No Warp-Specialization", 570.0),
     ),
@@ -106,10 +106,9 @@ FORWARD_SM90 = (
     Switch("q_in_registers", False, "Q read from shared memory"),
     Switch("exp2_fma_period", 0, "all exponentials on the MUFU"),
 )
-# Fields that choose a size, for which there is no "without".
+# Fields that choose a size have no "without".
 _SIZES = frozenset({"tile_m", "tile_n", "num_warpgroups"})
 
-# None is named yet: every boolean gets a row, and every other field that is not at its default.
 BACKWARD_SM90 = (
     Switch("tile_m", 64, "query blocks of 64 rows"),
     Switch("pingpong", False, "no turns between warpgroups"),
@@ -139,27 +138,27 @@ class Row(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The table, and by label why a switch is not in it."""
+    """The rows of the table, and for the label of each switch that is not among them, why."""
 
     rows: list[Row]
     absent: dict[str, str]
 
 
 class Step(NamedTuple):
-    """A place on the road from a plain kernel to the full configuration.
+    """A step on the road from a simple kernel to the full configuration.
 
     Attributes:
-        changes: fields that differ from the place before.
-        of_full: fields that are as in the full configuration from here on.
+        changes: fields that differ from the step before.
+        final: names of the fields that have the values of the full configuration from here on.
     """
 
     label: str
     changes: Mapping[str, Any]
-    of_full: tuple[str, ...] = ()
+    final: tuple[str, ...] = ()
 
 
-# From the first kernel of a course to one that is tuned. The last step, to the full configuration, is rescaling lazily
-# and the order of tiles.
+# The road leads from the first kernel of a course to one that is tuned. Its last step, to the full configuration, adds
+# lazy rescaling and the order of tiles.
 ROAD_SM80 = (
     Step(
         "1 64 x 64 tiles, 4 warps, load and compute in turns",
@@ -188,11 +187,11 @@ ROAD_SM80 = (
 
 
 def road(problem: AttentionProblem, full: Any, steps: tuple[Step, ...], arch: str) -> Rows:
-    """The full configuration, then the steps that lead to it, each with those before it."""
+    """The full configuration, then the steps that lead to it, each on top of the ones before it."""
     found = Rows([_row(problem, full, FULL, {}, None, arch)], {})
     config = full
     for step in steps:
-        changes = {**step.changes, **{name: getattr(full, name) for name in step.of_full}}
+        changes = {**step.changes, **{name: getattr(full, name) for name in step.final}}
         following = replace(config, **changes)
         changes = {name: value for name, value in changes.items() if getattr(config, name) != value}
         if following == config:
@@ -207,7 +206,7 @@ def rows(problem: AttentionProblem, full: Any, switches: tuple[Switch, ...], arc
     """The full configuration, then each of its switches off.
 
     A field that the switches do not name gets a row, too, if it has a default: a new boolean is turned off, any other
-    goes back to its default.
+    field goes back to its default.
     """
     values = asdict(full)
     found = Rows([_row(problem, full, FULL, {}, PaperRow("FlashAttention-3", 661.0), arch)], {})
@@ -255,17 +254,17 @@ Backward = Callable[[AttentionProblem, AttentionInputs, Tensor, Tensor, Tensor, 
 
 
 class Kernel(NamedTuple):
-    """What is taken apart.
+    """A kernel whose choices are measured.
 
     Attributes:
-        backend: its name for `onepass.dispatch`.
+        backend: the name of its backend.
         device: what it runs on, in words.
         default: the configuration that a call of the problem runs with on an architecture.
-        forward: as a backend's, with a configuration; with None its own choice.
-        backward: of a backward kernel: as a backend's, with a configuration. Its forward pass is not measured.
-        steps: of a kernel whose road is measured instead of its switches.
-        arch: what it is compiled for here.
-        peers: who is timed beside it, where it can be imported (see peers.py).
+        forward: the backend's forward with a configuration; None lets the backend choose.
+        backward: for a backward kernel, the backend's backward with a configuration. Its forward is not measured.
+        steps: the road that is measured instead of the switches, if there is one.
+        arch: the architecture that the kernel is compiled for here.
+        peers: names of the peers that are timed beside it, where they can be imported (see peers.py).
     """
 
     backend: str
@@ -279,7 +278,7 @@ class Kernel(NamedTuple):
     peers: tuple[str, ...] = ()
 
     def table(self, problem: AttentionProblem) -> Rows:
-        """What is measured: the steps to the full configuration if there are any, else its switches."""
+        """The configurations that are measured: the steps to the full one if there are any, else its switches."""
         arch = self.arch()
         full = self.default(problem, arch)
         return road(problem, full, self.steps, arch) if self.steps else rows(problem, full, self.switches, arch)
@@ -313,7 +312,7 @@ def _arch_sm80() -> str:
     return backends.arch_of("sm80")
 
 
-def _of_a_call(direction: Direction, backend: str) -> Callable[[AttentionProblem, str], Any]:
+def _default_of_calls(direction: Direction, backend: str) -> Callable[[AttentionProblem, str], Any]:
     def default(problem: AttentionProblem, arch: str) -> Any:
         from ..kernels.heuristics import tuned  # not at the top: it needs files and locks that not every system has
 
@@ -324,19 +323,19 @@ def _of_a_call(direction: Direction, backend: str) -> Callable[[AttentionProblem
 
 _HOPPER = "a Hopper GPU (compute capability 9.0)"
 _AMPERE = "a GPU of compute capability 8.0 or more"
-_PEERS_SM80 = ("sdpa-flash", "sdpa-efficient")  # with the same instructions
+_PEERS_SM80 = ("sdpa-flash", "sdpa-efficient")  # they use the same instructions
 KERNELS = {
-    "sm90": Kernel("sm90", _HOPPER, _of_a_call("fwd", "sm90"), _forward_sm90, FORWARD_SM90),
+    "sm90": Kernel("sm90", _HOPPER, _default_of_calls("fwd", "sm90"), _forward_sm90, FORWARD_SM90),
     "sm80": Kernel(
-        "sm80", _AMPERE, _of_a_call("fwd", "sm80"), _forward_sm80, (), None, ROAD_SM80, _arch_sm80, _PEERS_SM80
+        "sm80", _AMPERE, _default_of_calls("fwd", "sm80"), _forward_sm80, (), None, ROAD_SM80, _arch_sm80, _PEERS_SM80
     ),
 }
 BACKWARD_KERNELS = {
-    "sm90": Kernel("sm90", _HOPPER, _of_a_call("bwd", "sm90"), _forward_sm90, BACKWARD_SM90, _backward_sm90),
+    "sm90": Kernel("sm90", _HOPPER, _default_of_calls("bwd", "sm90"), _forward_sm90, BACKWARD_SM90, _backward_sm90),
     "sm80": Kernel(
         "sm80",
         _AMPERE,
-        _of_a_call("bwd", "sm80"),
+        _default_of_calls("bwd", "sm80"),
         _forward_sm80,
         (),
         _backward_sm80,
@@ -382,11 +381,11 @@ def refusal(kernel: Kernel, case: Case, device: str) -> str | None:
 
 @dataclass
 class Report(results.Report):
-    """A results file with one row, in the form of the bench's; the contenders are configurations.
+    """A results file with one row, whose contenders are configurations.
 
-    The row has in addition "configurations", one for each line of the table in its order, "absent" (switches without a
-    line, and why), "peers" (contenders that are not ours), and each contender "relative_speed": how many times as fast
-    as the full configuration it is.
+    The row also has "configurations", one for each line of the table in its order, "absent" (switches without a line,
+    and why), and "peers" (contenders that are not ours). Each contender has "relative_speed": how many times as fast as
+    the full configuration it is.
     """
 
     @property
@@ -407,12 +406,13 @@ def ablate(
     on_check: Callable[[str], object] | None = None,
     on_round: Callable[[int], object] | None = None,
 ) -> Report:
-    """Check each configuration against plain attention, then time those that are right, in turns.
+    """Check each configuration against attention in PyTorch, then time the ones that are right, in turns.
 
     Args:
         path: where the JSON goes; None keeps it in memory.
-        on_check, on_round: told the label of each configuration, and the rounds that are done.
-    Returns: Report. After Ctrl-C its figures are those of the rounds that were finished.
+        on_check: called with the label of each configuration before its check.
+        on_round: called with the number of rounds that are done.
+    Returns: Report. After Ctrl-C its figures come from the rounds that were finished.
     """
     problem = problem_of(case, options.device_type)
     table = kernel.table(problem)
@@ -428,7 +428,7 @@ def ablate(
     report = Report(header, path, rows=[row])
 
     def checked(label: str) -> None:
-        report.save()  # what the one before gave
+        report.save()  # with the result of the configuration before
         if on_check is not None:
             on_check(label)
 
@@ -451,7 +451,7 @@ def _contender(row: Row, kernel: Kernel, problem: AttentionProblem) -> Contender
 
 
 def attend_with(kernel: Kernel, problem: AttentionProblem, config: Any) -> Attend:
-    """Attention with this configuration: of the forward or, if the kernel is a backward one, of the backward alone."""
+    """Attention with this configuration of the forward or, for a backward kernel, of the backward alone."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
         if kernel.backward is not None:
@@ -462,7 +462,7 @@ def attend_with(kernel: Kernel, problem: AttentionProblem, config: Any) -> Atten
 
 
 class _Attention(torch.autograd.Function):
-    """Forward by default, backward with a configuration."""
+    """Attention with the default forward and a configuration of the backward."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, *problem_and_config: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is measured: `Case`, one problem in one direction, and the named sets of cases."""
+"""The cases that are measured: `Case`, one problem in one direction, and the named sets of cases."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Case:
 
 
 class Inputs(NamedTuple):
-    """Tensors of a case, (batch, seqlen, heads, head_dim), standard normal.
+    """The tensors of a case, (batch, seqlen, heads, head_dim), with standard normal values.
 
     On a GPU they are contiguous, and a peer that wants heads first gets its own copy. On a CPU they are views of
     (batch, heads, seqlen, head_dim) memory, as torch's SDPA takes it: all contenders read the very same tensors.
@@ -88,7 +88,7 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(case: Case, device: str, seed: int = 0) -> Inputs:
-    """The same case, device type and seed give the same data."""
+    """Random inputs. Equal cases, device types and seeds give equal data."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -105,7 +105,7 @@ def make_inputs(case: Case, device: str, seed: int = 0) -> Inputs:
 
 @dataclass(frozen=True)
 class CaseSet:
-    """Cases under a name, and what is measured of them."""
+    """Cases under a name, and what is measured: time, memory or steps of decoding."""
 
     name: str
     description: str
@@ -164,7 +164,8 @@ def _memory() -> CaseSet:
     return CaseSet("memory", "peak extra memory at seqlen 32768, one head", cases, measure="memory")
 
 
-DECODE_HEADS = ((32, 8, 128), (64, 8, 128), (16, 1, 128), (32, 8, 64), (32, 8, 256))  # of q, of the cache, head_dim
+# heads of q, heads of the cache, head_dim
+DECODE_HEADS = ((32, 8, 128), (64, 8, 128), (16, 1, 128), (32, 8, 64), (32, 8, 256))
 
 
 def decode_case(
@@ -219,7 +220,7 @@ CASE_SETS = {s.name: s for s in _SETS}
 
 
 def get_case_set(name: str) -> CaseSet:
-    """The set of that name. Raises: ValueError naming those that exist."""
+    """The set of that name. Raises: ValueError with the names that exist."""
     if name not in CASE_SETS:
         raise ValueError(f"case set: expected one of {', '.join(CASE_SETS)}, got {name!r}")
     return CASE_SETS[name]

@@ -1,7 +1,7 @@
-"""Is a result right? Asked of every contender before it is timed, on sampled rows, so that the check stays cheap.
+"""The check of every contender before it is timed: is its result right? Rows are sampled, so that it stays cheap.
 
 For sampled queries, out and dq need one row of the score matrix each. For sampled keys, dk and dv need one column
-each, and the row sums of all queries: those are streamed in chunks, so that memory stays linear in the length.
+each, and the row sums of all queries, which are streamed in chunks, so that memory stays linear in the length.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from ..testing.budget import GRADIENT_FACTOR, OUT_FACTOR, Comparison, compare
 from .cases import Case, Inputs
 
-# A peer that rounds more often than we do is still a peer; the check is there to find wrong results, which are off
-# by orders of magnitude. onepass itself is held to its own budget.
+# A peer that rounds more often than onepass is still a peer: the check is there to find wrong results, which are off by
+# orders of magnitude. onepass itself is held to its own budget.
 PEER_FACTOR = 8.0
-# Sampled rows that are judged together: a quarter of them, so that a fault in the late, small ones of a causal case is
-# not measured by the early ones.
+# The number of sampled rows that are judged together. It is a quarter of them, so that a fault in the late, small rows
+# of a causal case is not measured by the early ones.
 SAMPLED_BLOCK = 16
-# Pairs of one chunk: small enough for a CPU's cache, large enough for a GPU.
+# The number of pairs of a chunk: small enough for a CPU's cache, large enough for a GPU.
 _CHUNK_PAIRS = {"cpu": 2**20, "cuda": 2**26}
 
 
@@ -35,7 +35,7 @@ class Sample(NamedTuple):
 
 
 def choose_samples(case: Case, rows: int = 64) -> list[Sample]:
-    """First and last batch entry and head; rows at both ends, where masks cut, and in between."""
+    """Samples of the first and last batch entry and head, with rows at both ends, where masks cut, and in between."""
 
     def indices(count: int) -> Tensor:
         return torch.linspace(0, count - 1, min(count, rows)).round().long().unique()
@@ -48,7 +48,8 @@ def expected_rows(case: Case, inputs: Inputs, sample: Sample, compute_dtype: tor
     """The sampled rows of out, or of dq, dk and dv, by the definition.
 
     Args:
-        compute_dtype: of every intermediate: float64 for the oracle, the inputs' own for "what plain PyTorch gives".
+        compute_dtype: the dtype of every intermediate: float64 for the oracle, the inputs' own for the errors that
+            plain PyTorch has.
 
     Returns: "out" and "dq" as (group, queries, dim), "dk" and "dv" as (keys, dim).
     """
@@ -76,7 +77,7 @@ def expected_rows(case: Case, inputs: Inputs, sample: Sample, compute_dtype: tor
     delta = (dout[:, queries] * (p @ v)).sum(-1, keepdim=True)
     dq = p * (dout[:, queries] @ v.T - delta) @ k * scale
 
-    # sums over chunks in at least float32, as a single GEMM over all queries would accumulate
+    # sums over chunks are in float32 at least, in which a single GEMM over all queries would accumulate
     accum = torch.promote_types(compute_dtype, torch.float32)
     dk = torch.zeros(len(keys), case.head_dim, dtype=accum, device=device)
     dv = torch.zeros(len(keys), case.head_dim_v, dtype=accum, device=device)
@@ -106,7 +107,7 @@ def attention_in_pytorch(case: Case, inputs: Inputs, dtype: torch.dtype) -> dict
 
 
 def _hidden(case: Case, rows: Tensor) -> Tensor:
-    """(rows, seqlen_k): True where the query must not see the key."""
+    """A (rows, seqlen_k) mask that is True where the query must not see the key."""
     position = rows[:, None] + (case.seqlen_k - case.seqlen_q)
     j = torch.arange(case.seqlen_k, device=rows.device)[None, :]
     hidden = torch.zeros(len(rows), case.seqlen_k, dtype=torch.bool, device=rows.device)
@@ -121,7 +122,7 @@ def _hidden(case: Case, rows: Tensor) -> Tensor:
 
 
 class Oracle:
-    """The sampled rows of one case: in float64, and as plain PyTorch computes them in the case's own dtype."""
+    """The sampled rows of one case, in float64 and as plain PyTorch computes them in the case's own dtype."""
 
     def __init__(self, case: Case, inputs: Inputs):
         self.case = case
@@ -144,11 +145,11 @@ class Oracle:
                 else:
                     picked = tensor[sample.batch, sample.keys.to(tensor.device), sample.kv_head]
                 actual.append(picked)
-            exact, plain = (_as_heads([part[name] for part in parts]) for parts in (self._exact, self._plain))
+            exact, plain = (_as_heads([rows[name] for rows in samples]) for samples in (self._exact, self._plain))
             rows.append(compare(name, _as_heads(actual), exact, plain, factor, block_rows=SAMPLED_BLOCK))
         return rows
 
 
 def _as_heads(samples: list[Tensor]) -> Tensor:
-    """Rows of every sample as `compare` takes them: (rows, heads of all samples, dim)."""
+    """The rows of every sample in the form that `compare` takes: (rows, heads of all samples, dim)."""
     return torch.cat([x.reshape(-1, *x.shape[-2:]) for x in samples]).transpose(0, 1)

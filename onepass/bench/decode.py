@@ -1,8 +1,8 @@
-"""Decoding: the tensors of a step over a cache, who computes it, and how it is timed.
+"""Decoding: the tensors of a step over a cache, the contenders that compute it, and how they are timed.
 
-A step reads all keys and values of the cache once, so time is compared with the time to copy as many bytes. Between two
-steps of a model the other layers' caches pass through L2, so the steps that are timed read caches that are not there:
-several copies in turn, or after a flush, see `CacheCopies`.
+A step reads all keys and values of the cache once, so its time is compared with the time to copy as many bytes. Between
+two steps of a model the other layers' caches pass through L2. The steps that are timed therefore read caches that are
+not in L2: several copies in turn, or after a flush, see `CacheCopies`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from .timing import CudaSampler, Sampler, Samples, cpu_sampler, measure_interlea
 
 PAGE_SIZES = (16, 64, 256)
 MOST_COPIES = 64
-L2_TIMES = 4  # what is read between two reads of the same bytes, over the L2 cache
+# how many times the size of the L2 cache is read between two reads of the same bytes
+L2_TIMES = 4
 
 
 class Step(NamedTuple):
-    """Tensors of one step; paged ones with a table."""
+    """The tensors of one step. A paged cache comes with a page table."""
 
     q: Tensor
     k_cache: Tensor
@@ -45,7 +46,7 @@ class Step(NamedTuple):
     page_table: Tensor | None = None
 
     def in_pages(self, page_size: int, seed: int = 0) -> Step:
-        """The same memory as pages that belong to the sequences in random order: other keys, as many bytes."""
+        """A step whose cache is this memory, as pages that belong to the sequences in random order."""
         batch, seqlen = self.k_cache.shape[:2]
         order = torch.randperm(batch * seqlen // page_size, generator=torch.Generator().manual_seed(seed))
         k, v = (t.view(-1, page_size, *t.shape[2:]) for t in (self.k_cache, self.v_cache))
@@ -53,25 +54,28 @@ class Step(NamedTuple):
 
 
 def problem_of(step: Step) -> DecodeProblem:
-    """What `onepass_run` asks for."""
+    """The problem that `onepass_run` poses."""
     problem, _ = decode_calls.problem_of("bench", step._asdict())
     return problem
 
 
 class Sequences:
-    """A cache read as (batch, seqlen, heads, dim), one sequence at a time."""
+    """A cache, paged or not, that is indexed like a (batch, seqlen, heads, dim) tensor, one sequence at a time."""
 
     def __init__(self, step: Step, cache: Tensor):
         self.table, self.cache = step.page_table, cache
 
-    def __getitem__(self, place: tuple) -> Tensor:
-        b, *rest = place
+    def __getitem__(self, index: tuple) -> Tensor:
+        b, *rest = index
         rows = self.cache[b] if self.table is None else self.cache[self.table[b].long()].flatten(0, 1)
         return rows[tuple(rest)]
 
 
 def make_step(case: Case, device: str, seed: int = 0) -> Step:
-    """The same case, device type and seed give the same data: standard normal, all of the cache filled."""
+    """A step of standard normal values over a cache that is all filled.
+
+    Equal cases, device types and seeds give equal data.
+    """
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -86,9 +90,9 @@ class CacheCopies(NamedTuple):
     """How a step's bytes are kept from coming from the L2 cache: by reading other copies first, or by a flush.
 
     Attributes:
-        number: copies of the cache that are read in turn.
-        is_flushed: they do not fill the L2 cache often enough: it is flushed before each sample, which reads each of
-            them once.
+        number: the number of copies of the cache that are read in turn.
+        is_flushed: the copies do not fill the L2 cache often enough, so it is flushed before each sample, which reads
+            each copy once.
     """
 
     number: int
@@ -112,7 +116,7 @@ def copy_bandwidth(device: str) -> float:
     b = torch.empty_like(a)
 
     def copy() -> object:
-        # by a kernel: copy_ in a CUDA graph is another kind of copy, which on an H200 has two thirds of the bandwidth
+        # by a kernel: copy_ in a CUDA graph is a copy of another kind, with two thirds of the bandwidth on an H200
         return torch.neg(a, out=b) if is_cuda else b.copy_(a)
 
     sampler: Sampler = CudaSampler([copy], 5.0) if is_cuda else cpu_sampler(copy)
@@ -126,7 +130,7 @@ Run = Callable[[Step], Tensor]
 
 
 class Decoder(NamedTuple):
-    """One implementation, over a dense cache or (page_size) over pages."""
+    """One implementation, over a dense cache or, with page_size, over pages."""
 
     run: Run
     page_size: int | None = None
@@ -146,7 +150,7 @@ def onepass_run(backend: str | None = None) -> Run:
 
 
 def onepass_decoders(backend: str | None = None) -> dict[str, Decoder]:
-    """onepass over a dense cache, and over pages."""
+    """onepass over a dense cache and over pages, by name."""
     run = onepass_run(backend)
     return {"onepass": Decoder(run)} | {f"onepass page {size}": Decoder(run, size) for size in PAGE_SIZES}
 
@@ -154,8 +158,8 @@ def onepass_decoders(backend: str | None = None) -> dict[str, Decoder]:
 def flash_attention_3_run(is_prepared: bool = False) -> Run:
     """FlashAttention-3's flash_attn_with_kvcache, which chooses its splits.
 
-    Args: is_prepared: with the metadata that it else makes in every call, by a kernel of its own; made in the first.
-    Raises: ImportError without it.
+    Args: is_prepared: whether the first call makes the metadata that every call else makes, with a kernel of its own.
+    Raises: ImportError where no package has the function.
     """
     module = _flash_attention_3()
     metadata: dict[tuple, Any] = {}
@@ -193,7 +197,7 @@ def _flash_attention_3() -> Any:
 
 
 def sdpa_run() -> Run:
-    """torch's scaled_dot_product_attention, for one query over a cache that is all filled."""
+    """torch's scaled_dot_product_attention, for one query of each sequence over a cache that is all filled."""
 
     def run(step: Step) -> Tensor:
         assert step.q.shape[1] == 1
@@ -203,14 +207,15 @@ def sdpa_run() -> Run:
     return run
 
 
-PEER_RUNS: dict[str, Callable[[], Run]] = {"fa3": flash_attention_3_run, "sdpa": sdpa_run}  # of peers.PEERS
+# by their names in peers.PEERS
+PEER_RUNS: dict[str, Callable[[], Run]] = {"fa3": flash_attention_3_run, "sdpa": sdpa_run}
 
 
 # ---------------------------------------------------------------- a row
 
 
 def measure_row(set_name: str, case: Case, found: Found, options: Options) -> Row:
-    """Check all contenders, then time those that are right, in turns."""
+    """Check all contenders, then time the ones that are right, in turns."""
     device, is_cuda = options.device, options.device_type == "cuda"
     row = new_row(set_name, "decode", case, None)
     bytes_read = bytes_moved(case)
@@ -241,7 +246,7 @@ def measure_row(set_name: str, case: Case, found: Found, options: Options) -> Ro
                 continue
             calls = [functools.partial(decoder.run, step) for step in given]
             samplers[name] = sampler_of(calls, copies) if is_cuda else cpu_sampler(calls[0])
-        except Exception as error:  # a kernel compiler has errors of its own, and all of them mean: it did not run
+        except Exception as error:  # a kernel compiler has errors of its own, and each means that it did not run
             row["failed"][name] = reason_of(error)
             continue
         row["contenders"][name] = {"max_error": checked.error, "error_budget": checked.budget}
@@ -263,6 +268,7 @@ def measure_row(set_name: str, case: Case, found: Found, options: Options) -> Ro
 
 
 def oracle_of(case: Case, step: Step) -> Oracle:
+    """The sampled rows of out of a step, paged or not."""
     k, v = (Sequences(step, cache) for cache in (step.k_cache, step.v_cache))
     inputs: Any = Inputs(step.q, k, v, step.q)  # type: ignore[arg-type]  # read by sequence and head alone
     return Oracle(case, inputs)
@@ -273,7 +279,7 @@ def sampler_of(calls: list, copies: CacheCopies, sample_ms: float = 2.5) -> Cuda
 
 
 def times(samples: Samples, name: str, num_bytes: int, copy_tb_per_s: float) -> dict[str, float]:
-    """Of one contender, with bandwidths."""
+    """The times of one contender, and its bandwidth beside that of a copy."""
     ms = samples.spread(name)
     tb_per_s = num_bytes / ms.median / 1e9
     return {

@@ -48,7 +48,7 @@ def kv_bytes(case: Case) -> int:
 
 
 def output_bytes(case: Case) -> int:
-    """What the pass has to write: out and lse, or dq, dk and dv."""
+    """The bytes that the pass has to write: out and lse, or dq, dk and dv."""
     size = _tensor_bytes(case)
     return size["out"] + size["lse"] if case.direction == "fwd" else size["q"] + size["k"] + size["v"]
 
@@ -66,5 +66,5 @@ def bytes_moved(case: Case) -> int:
 
 
 def score_matrix_bytes(case: Case) -> int:
-    """What a materialised score matrix of all heads would take: what one pass avoids."""
+    """The bytes that a materialized score matrix of all heads would take, which one pass avoids."""
     return case.batch * case.heads_q * case.seqlen_q * case.seqlen_k * case.torch_dtype.itemsize

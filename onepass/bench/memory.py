@@ -1,4 +1,4 @@
-"""Peak extra memory of one pass, measured in a process of its own.
+"""The peak extra memory of one pass, measured in a process of its own.
 
     extra = peak - baseline - outputs
 
@@ -35,9 +35,9 @@ _WARM_UP_SEQLEN = 1024
 
 
 def measure_in_subprocess(name: str, case: Case, device: str, check: bool = True) -> dict[str, Any]:
-    """Run `_measure` in a fresh Python. Returns: its result. Raises: RuntimeError with the last line it said."""
+    """Run `_measure` in a new Python process. Returns: its result. Raises: RuntimeError with its last line of error."""
     request = json.dumps({"contender": name, "case": case.to_dict(), "device": device, "check": check})
-    # the child must import this very package, also from a checkout that is not installed
+    # the child must import this very package, even from a checkout that is not installed
     package_root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(p for p in (package_root, os.environ.get("PYTHONPATH")) if p)
     command = [sys.executable, "-m", "onepass.bench.memory"]
@@ -71,7 +71,7 @@ def _measure(contender: Contender, case: Case, device: str, check: bool) -> dict
 
 
 class Peak(NamedTuple):
-    """Memory before a piece of work, the most while it ran, and how that was found out."""
+    """The memory before a piece of work, the most while it ran, and the method that measured it."""
 
     baseline_bytes: int
     peak_bytes: int
@@ -83,8 +83,8 @@ class Peak(NamedTuple):
 
 
 def peak_of(work: Callable[[], Result], device: str) -> tuple[Result, Peak]:
-    """Run `work` in this process: what it returned, and on CUDA what torch's allocator says, else resident memory."""
-    results = []  # stays alive until the end, as it would for a caller
+    """Run `work` in this process. Returns: its result and its peak, by torch's allocator (CUDA) or resident memory."""
+    results = []  # it stays alive until the end, as it would for a caller
 
     def keep() -> None:
         results.append(work())
@@ -105,7 +105,7 @@ def _peak_of_cuda(work: Callable[[], object], device: str) -> Peak:
 
 
 def _peak_of_process(work: Callable[[], object]) -> Peak:
-    """The kernel's own high-water mark.
+    """The peak by the operating system's own high-water mark.
 
     `getrusage` would be shorter, but its maximum survives exec: a child would start with its parent's peak.
     """
@@ -125,7 +125,7 @@ def _process_status_bytes(field: str) -> int:
 
 
 def _sampled_peak_of_process(work: Callable[[], object]) -> Peak:
-    """Where the kernel keeps no resettable mark: look every millisecond."""
+    """The peak by looking every millisecond, where the system keeps no mark that can be reset."""
     import psutil
 
     process = psutil.Process()
@@ -149,7 +149,7 @@ def _sampled_peak_of_process(work: Callable[[], object]) -> Peak:
 
 
 def _give_back_freed_memory() -> None:
-    """What malloc keeps of the warm-up would hide as much of the measured call; glibc can hand it back."""
+    """Hand back what malloc keeps after the warm-up, which would hide as much of the measured call; glibc can do it."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (AttributeError, OSError, TypeError):
@@ -157,7 +157,7 @@ def _give_back_freed_memory() -> None:
 
 
 def contender_named(name: str, device: str) -> Contender:
-    """onepass, or a peer by its name. Raises: RuntimeError with the reason if that peer is absent."""
+    """The contender of that name: onepass or a peer. Raises: RuntimeError with the reason if that peer is absent."""
     if name == "onepass":
         return onepass_contender(device)
     found = find_peers(device.partition(":")[0], [name])
@@ -167,7 +167,7 @@ def contender_named(name: str, device: str) -> Contender:
 
 
 def main() -> None:
-    """The child: a request on stdin, the result on stdout."""
+    """Run the child process: it reads a request from stdin and writes the result to stdout."""
     request = json.load(sys.stdin)
     contender = contender_named(request["contender"], request["device"])
     print(json.dumps(_measure(contender, Case.from_dict(request["case"]), request["device"], request["check"])))

@@ -1,4 +1,4 @@
-"""Who is measured: onepass and its peers, found by import, behind one call form."""
+"""The contenders that are measured: onepass and its peers, found by import, behind one call form."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Contender:
     """One implementation.
 
     Attributes:
-        refusal: why it does not compute a case, or None if it does.
-        heads_first: it wants (batch, heads, seqlen, head_dim), contiguous; others (batch, seqlen, heads, head_dim).
-            Each contender gets its own layout, prepared outside the timing.
-        adapt: changes the case before it is run: how "onepass without the window" becomes a contender.
+        refusal: says why the contender does not compute a case; None if it does.
+        heads_first: the contender wants contiguous (batch, heads, seqlen, head_dim), and others (batch, seqlen, heads,
+            head_dim). Each contender gets its own layout, which is prepared outside the timing.
+        adapt: changes the case before it is run, which makes "onepass without the window" a contender.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Contender:
 
 
 class Prepared(NamedTuple):
-    """A contender with its inputs in place: `run` is what is timed, `results` what came out of it.
+    """A contender with its inputs in place: `run` is timed, `results` gives what it computes.
 
     `results` maps "out", or "dq", "dk" and "dv", to tensors (batch, seqlen, heads, head_dim).
     """
@@ -56,7 +56,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(contender: Contender, case: Case, inputs: Inputs) -> Prepared:
-    """Everything up to the timed pass: layouts and, for a backward, the forward pass before it."""
+    """Do everything up to the timed pass: layouts and, for a backward, the forward pass before it."""
     case = contender.adapt(case)
 
     def layout(t: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def _onepass_attend(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
 
 
 def ask_support(case: Case, device: str) -> onepass.Support:
-    """What `onepass.supports` says of a case: asked with tensors of the right types that hold one element each."""
+    """The answer of `onepass.supports` for a case, from tensors of the right types that hold one element each."""
     q, k, v = (
         torch.empty(1, dtype=case.torch_dtype, device=device)
         .expand(case.batch, seqlen, heads, dim)
@@ -115,7 +115,7 @@ def onepass_contender(device: str) -> Contender:
 
 
 def without_window(contender: Contender) -> Contender:
-    """The same call with every pair visible that `causal` leaves visible: what a window is measured against."""
+    """The contender without the window, so with every pair visible that `causal` leaves visible, to compare with."""
     return replace(contender, name=f"{contender.name}-no-window", adapt=lambda case: replace(case, window=None))
 
 
@@ -197,7 +197,7 @@ PEERS = {
 
 
 class Found(NamedTuple):
-    """Peers that can be measured, and why the others cannot."""
+    """The peers that can be measured, and why the others cannot."""
 
     present: dict[str, Contender]
     absent: dict[str, str]
@@ -207,7 +207,7 @@ def find_peers(device_type: str, names: Sequence[str] | None = None) -> Found:
     """Look for peers by importing them.
 
     Args:
-        names: those wanted; None = all of PEERS. Each is either present or absent with a reason.
+        names: the peers to look for; None means all of PEERS. Each is either present or absent with a reason.
     Raises: ValueError for a name that is not in PEERS.
     """
     unknown = sorted(set(names or ()) - set(PEERS))

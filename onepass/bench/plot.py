@@ -1,4 +1,4 @@
-"""A results file as pictures: one PNG for each case set, bars like those of the FlashAttention-3 paper's figures."""
+"""A results file as pictures: one PNG for each case set, with bars like the FlashAttention-3 paper's figures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 Row = dict[str, Any]
 
-# One colour a contender, the same in every picture; onepass in the strongest.
+# Each contender has one color in every picture, and onepass the strongest.
 _COLORS = {
     "onepass": "#d1495b",
     "onepass-no-window": "#e9b3ba",
@@ -29,7 +29,7 @@ def plot(report: dict[str, Any], path: Path) -> list[Path]:
     """Draw all sets of a report (the JSON content, or `Report.to_dict()`).
 
     Args:
-        path: the PNG; with several sets in the report, the set's name is put before the suffix.
+        path: the PNG file. With several sets in the report, the set's name stands before the suffix.
 
     Returns: the files written, none for a report without results.
     """
@@ -78,7 +78,7 @@ def plot_ablation(report: dict[str, Any], path: Path) -> list[Path]:
     ax.set_xlim(0, 1.2 * max(heights))
     ax.set_xlabel(f"{unit} (ratio to the full configuration)", fontsize=9)
     ax.set_title(row["label"], fontsize=9)
-    _plain(ax, "x")
+    _without_frame(ax, "x")
     figure.suptitle(_title([row], report["header"]), fontsize=10, fontweight="bold", y=1 - 0.08 / size[1])
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def plot_ablation(report: dict[str, Any], path: Path) -> list[Path]:
 
 
 def _draw(rows: Sequence[Row], header: dict[str, Any], path: Path) -> None:
-    """Panels by direction and causal (down) and head_dim (across), or a single one if there is a single length."""
+    """Draw panels by direction and causal (down) and head_dim (across), or one panel if there is only one length."""
     from matplotlib import pyplot as plt
 
     kind, unit, scale = _what_to_show(rows)
@@ -116,7 +116,7 @@ def _draw(rows: Sequence[Row], header: dict[str, Any], path: Path) -> None:
                 ax.axis("off")
                 continue
             _bars(ax, members, names, kind, scale, is_grid)
-            ax.set_title(", ".join(part for part in (down[i], across[j]) if part), fontsize=9)
+            ax.set_title(", ".join(filter(None, (down[i], across[j]))), fontsize=9)
             if j == 0:
                 ax.set_ylabel(unit, fontsize=9)
             if is_grid and i == len(down) - 1:
@@ -152,13 +152,13 @@ def _panel(row: Row) -> tuple[str, str]:
 
 
 def _what_to_show(rows: Sequence[Row]) -> tuple[str, str, float]:
-    """(key of a contender's entry, unit, factor from the JSON's unit to the shown one)."""
+    """The key of a contender's entry, the unit, and the factor from the JSON's unit to the one that is shown."""
     if rows[0]["measure"] == "memory":
         return "extra_bytes", "peak extra memory, MiB", 2.0**-20
     if rows[0]["measure"] == "decode":
         return "of_copy", "% of a copy's bandwidth", 100.0
     if all(row["case"]["window"] is not None for row in rows):
-        # with and without a window is not the same work: the time says what TFLOP/s would hide
+        # with a window and without one are different amounts of work: the time says what TFLOP/s would hide
         return "median_ms", "ms", 1.0
     fastest = max(entry["tflops"] for row in rows for entry in row["contenders"].values())
     return ("tflops", "TFLOP/s", 1.0) if fastest >= 10 else ("tflops", "GFLOP/s", 1e3)
@@ -185,11 +185,11 @@ def _bars(ax: Any, rows: Sequence[Row], names: Sequence[str], kind: str, scale: 
             )
     labels = [_short_tick(row) if is_grid else _tick(row) for row in rows]
     ax.set_xticks(range(len(rows)), labels, fontsize=8)
-    _plain(ax, "y")
+    _without_frame(ax, "y")
 
 
-def _plain(ax: Any, values: str) -> None:
-    """Lines behind the bars, at the values, and no frame."""
+def _without_frame(ax: Any, values: str) -> None:
+    """Draw lines behind the bars, at the values, and no frame."""
     ax.tick_params(axis=values, labelsize=8)
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis=values, color="#dddddd", linewidth=0.6)

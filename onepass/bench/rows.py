@@ -32,7 +32,8 @@ class Options:
     Attributes:
         device: "cpu", "cuda" or "cuda:N".
         peers: names of PEERS, or None for all.
-        rounds, time_budget_s: of each case, as in `measure_interleaved`.
+        rounds: rounds of each case, as in `measure_interleaved`.
+        time_budget_s: seconds of timing for each case, as in `measure_interleaved`.
         gemm_size: the ceiling is a square GEMM of this size in the case's dtype; None chooses by device.
     """
 
@@ -79,7 +80,7 @@ class Report:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Wrap the measuring: however it ends, the file holds what there is, and says so. Ctrl-C ends it quietly."""
+        """Measure in this context. However it ends, the file holds what there is and says so. Ctrl-C ends quietly."""
         self.save()
         try:
             yield
@@ -93,7 +94,7 @@ class Report:
             self.save()
 
     def exit_status(self, ok: bool) -> int:
-        """For a process: 0, 1 if something was wrong, 130 after Ctrl-C."""
+        """The exit status of a process: 0, 1 if something was wrong, 130 after Ctrl-C."""
         return 130 if self.status == "interrupted" else 0 if ok else 1
 
 

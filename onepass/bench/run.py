@@ -27,7 +27,7 @@ GEMM_ROUNDS = 7
 
 @dataclass
 class Report(rows.Report):
-    """The results file of case sets: with a summary of its rows."""
+    """The results file of case sets, with a summary of its rows."""
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"summary": summarise(self.rows)}
@@ -84,7 +84,7 @@ def side_stream(options: Options) -> contextlib.AbstractContextManager:
 
 
 def use_device(device: str) -> None:
-    """Make it the current one: "cuda:N" GPU N, "cuda" the one that is current already, which torch does not take."""
+    """Make a device the current one. "cuda" is the one that is current already; torch does not take that name."""
     index = torch.device(device).index
     if device.startswith("cuda") and index is not None:
         torch.cuda.set_device(index)
@@ -120,13 +120,13 @@ def time_contenders(
     on_check: Callable[[str], object] | None = None,
     on_round: Callable[[Samples], object] | None = None,
 ) -> Samples:
-    """Check all contenders, then time those that are right, in turns. What comes out goes into the row at once.
+    """Check all contenders, then time the ones that are right, in turns. Each result goes into the row at once.
 
     Args:
-        peers: names of those that are held to the wider budget.
-        on_check: told a contender's name before it is prepared and checked.
+        peers: names of the contenders that are held to the wider budget.
+        on_check: called with a contender's name before it is prepared and checked.
         on_round: as in `measure_interleaved`. After Ctrl-C the row has the figures of the rounds that were finished.
-    Returns: the samples, none if no contender was right.
+    Returns: the samples; none if no contender was right.
     """
     work = flops(case)
     row |= {"flops": work, "bytes": bytes_moved(case), "visible_pairs": visible_pairs(case)}
@@ -155,7 +155,7 @@ def time_contenders(
                 row["failed"][name] = "; ".join(bad)
                 continue
             samplers[name] = sampler = _sampler([one.run for one in prepared], is_cuda)
-        except Exception as error:  # a kernel compiler has errors of its own, and all of them mean: it did not run
+        except Exception as error:  # a kernel compiler has errors of its own, and each means that it did not run
             row["failed"][name] = reason_of(error)
             continue
         worst = max(checked, key=lambda comparison: comparison.share)
@@ -187,7 +187,10 @@ def time_contenders(
 
 
 def _poison(inputs: Inputs) -> None:
-    """NaN in the memory that results are likely to get: who writes too little must not find another's result there."""
+    """Leave NaN in the memory that results are likely to get.
+
+    A contender that writes too little must not find the result of another there.
+    """
     poisoned = [torch.full_like(t, math.nan) for t in inputs]
     del poisoned
 
@@ -204,7 +207,7 @@ def _gemm(case: Case, options: Options) -> tuple[Sampler, int]:
 
 
 def _fill_times(row: Row, samples: Samples, work_of: dict[str, int]) -> None:
-    """Medians, spread and TFLOP/s of one row."""
+    """Add medians, spread and TFLOP/s to the row."""
     row["rounds"] = samples.rounds
     for name, work in work_of.items():
         ms = samples.spread(name)
@@ -250,8 +253,9 @@ def geometric_mean(values: Sequence[float]) -> float:
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
     """One entry for each set and direction.
 
-    Of times: geometric mean and minimum of the speed ratio over each other contender and over the best peer of each
-    case, with the case in which the minimum was met. Of memory: the largest extra of each contender.
+    Where time was measured, it has the geometric mean and the minimum of the speed ratio over each other contender and
+    over the best peer of each case, with the case of the minimum. Where memory was measured, it has the largest extra
+    memory of each contender.
     """
     summary: dict[str, Any] = {}
     groups: dict[tuple[str, str], list[Row]] = {}

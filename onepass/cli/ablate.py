@@ -1,4 +1,4 @@
-"""`onepass ablate`: what each choice of a kernel is worth, as Table 2 of the FlashAttention-3 paper asks it."""
+"""`onepass ablate`: what each choice of a kernel is worth, after Table 2 of the FlashAttention-3 paper."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ _DIRECTIONS: dict[str, Direction] = {"forward": "fwd", "backward": "bwd"}
 
 
 def ablate(
-    arch: Annotated[str, typer.Option(help=f"the kernel's: {', '.join(KERNELS)}")] = "sm90",
-    direction: Annotated[str, typer.Option(help=f"the kernel's: {' or '.join(_DIRECTIONS)}")] = "forward",
+    arch: Annotated[str, typer.Option(help=f"architecture of the kernel: {', '.join(KERNELS)}")] = "sm90",
+    direction: Annotated[str, typer.Option(help=f"pass of the kernel: {' or '.join(_DIRECTIONS)}")] = "forward",
     head_dim: Annotated[int, typer.Option(min=1)] = PAPER_HEAD_DIM,
     head_dim_v: Annotated[int | None, typer.Option(min=1, help="default: head_dim")] = None,
     causal: Annotated[bool, typer.Option("--causal", help="with a causal mask")] = False,
     seqlen: Annotated[int, typer.Option(min=1)] = PAPER_SEQLEN,
-    batch: Annotated[int | None, typer.Option(min=1, help="default: the paper's number of tokens, 33792")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="default: the paper's hidden size, 2048")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="default: the paper's 33792 tokens / seqlen")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="default: the paper's hidden size 2048 / head_dim")] = None,
     heads_kv: Annotated[int | None, typer.Option(min=1, help="default: heads")] = None,
     dtype: Annotated[str, typer.Option(help="float16 or bfloat16")] = "float16",
     device: Annotated[str, typer.Option(help="auto, cuda or cuda:N")] = "auto",
-    json_path: Annotated[Path | None, typer.Option("--json", help="results file")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="results file, JSON")] = None,
     plot_path: Annotated[Path | None, typer.Option("--plot", help="PNG file")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="default: as the budget allows")] = None,
-    time_budget: Annotated[float, typer.Option(min=0.0, help="seconds of timing, of all together")] = 10.0,
+    time_budget: Annotated[float, typer.Option(min=0.0, help="seconds of timing, all configurations together")] = 10.0,
 ) -> None:
-    """Take the kernel apart: its default configuration, and the same with one choice at a time turned off.
+    """Measure what each choice of a kernel is worth: its default configuration beside others with one choice off.
 
     Without options the setting is that of Table 2 of the FlashAttention-3 paper: forward, fp16, not causal, batch 4,
-    seqlen 8448, 16 heads of 128. Each configuration is checked against plain attention, then all are timed in turns; of
-    a backward kernel the backward pass alone.
+    seqlen 8448, 16 heads of 128. Each configuration is checked against attention in PyTorch, then all are timed in
+    turns. For a backward kernel the backward pass alone is timed.
 
-    The kernels of sm80 show the road to their default instead, a step a line, beside torch's SDPA with the same
-    instructions.
+    For sm80 the table shows the road to the default configuration instead, one step per line, beside torch's SDPA with
+    the same instructions.
 
     Exits with 1 if a configuration is wrong or does not run, 2 if this machine or kernel cannot take the case (with
     the reason), 130 after Ctrl-C (the rounds finished so far are kept).
@@ -98,7 +98,7 @@ def ablate(
 
 
 def _measure_with_progress(console: Console, case: Case, kernel: Kernel, options: Options, path: Path | None) -> Report:
-    """A bar for the checks, then one for the rounds; a line for each check where there is no terminal."""
+    """Show a bar for the checks, then one for the rounds; where there is no terminal, print a line for each check."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("ablate", total=None)
@@ -135,7 +135,7 @@ def _print_report(console: Console, report: Report) -> None:
 
 
 def _table(row: dict[str, Any]) -> Table:
-    of_paper = {entry["label"]: entry["paper_tflops"] for entry in row["configurations"] if entry["paper_tflops"]}
+    paper_tflops = {entry["label"]: entry["paper_tflops"] for entry in row["configurations"] if entry["paper_tflops"]}
     full = row["contenders"].get(FULL, {}).get("tflops")
     fastest = max((entry.get("tflops", 0.0) for entry in row["contenders"].values()), default=0.0)
     unit, scale = ("TFLOP/s", 1.0) if fastest >= 10 else ("GFLOP/s", 1e3)
@@ -145,10 +145,10 @@ def _table(row: dict[str, Any]) -> Table:
     headings = ["ms", "20-80 %", unit, "change", "ratio"]
     peers = {name: row["contenders"].get(name, {}).get("tflops", 0.0) for name in row.get("peers", ())}
     best_peer = max(peers.values(), default=0.0)
-    for heading in headings + ["of best peer"] * bool(best_peer) + ["paper, H100", "ratio"] * bool(of_paper):
+    for heading in headings + ["of best peer"] * bool(best_peer) + ["paper, H100", "ratio"] * bool(paper_tflops):
         table.add_column(heading, justify="right")
-    of_peers = [{"label": name, "changes": {}, "paper": None} for name, tflops in peers.items() if tflops]
-    for entry in [*row["configurations"], *of_peers]:
+    peer_entries = [{"label": name, "changes": {}, "paper": None} for name, tflops in peers.items() if tflops]
+    for entry in [*row["configurations"], *peer_entries]:
         label = entry["label"]
         result = row["contenders"].get(label, {})
         if "median_ms" in result:
@@ -167,19 +167,19 @@ def _table(row: dict[str, Any]) -> Table:
             cells = ["refused" if label in row["skipped"] else "not timed", *[""] * 4]
         if best_peer:
             cells.append(f"{result['tflops'] / best_peer:.2f}" if "tflops" in result else "")
-        if of_paper:
-            paper = of_paper.get(label)
-            cells += [f"{paper:.0f}", f"{paper / of_paper[FULL]:.3f}"] if paper else ["", ""]
+        if paper_tflops:
+            paper = paper_tflops.get(label)
+            cells += [f"{paper:.0f}", f"{paper / paper_tflops[FULL]:.3f}"] if paper else ["", ""]
         table.add_row(_name(entry, row["skipped"].get(label)), *cells)
     return table
 
 
 def _name(entry: dict[str, Any], refused: str | None) -> str:
-    """The label; below it the paper's name for it, and why it is refused."""
+    """The label, and below it the other changes, the paper's name for it, and why it is refused."""
     also = list(entry["changes"].items())[1:]
     lines = [entry["label"]]
     if also:
-        lines.append(f"  with it {', '.join(f'{name}={value}' for name, value in also)}")
+        lines.append(f"  also {', '.join(f'{name}={value}' for name, value in also)}")
     if entry["paper"]:
         lines.append(f"  paper: {entry['paper']}")
     if refused:

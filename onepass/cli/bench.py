@@ -21,20 +21,25 @@ _DEFAULT_SETS = {"cpu": ("cpu", "window", "memory"), "cuda": ("paper",)}
 
 def bench(
     sets: Annotated[
-        list[str] | None, typer.Argument(help=f"of {', '.join(CASE_SETS)}; none: cpu window memory, on a GPU paper")
+        list[str] | None,
+        typer.Argument(help=f"case sets: {', '.join(CASE_SETS)}; default: cpu window memory, on a GPU paper"),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
-    peers: Annotated[str | None, typer.Option(help=f"comma-separated, of {', '.join(PEERS)}; default: all")] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="results file, written row by row")] = None,
-    plot_path: Annotated[Path | None, typer.Option("--plot", help="PNG file; with several sets, one for each")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="of every case; default: as the budget allows")] = None,
-    time_budget: Annotated[float, typer.Option(min=0.0, help="seconds of timing a case")] = 10.0,
+    peers: Annotated[str | None, typer.Option(help=f"comma-separated: {', '.join(PEERS)}; default: all")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="results file, JSON, written row by row")] = None,
+    plot_path: Annotated[
+        Path | None, typer.Option("--plot", help="PNG file; with several sets, one file for each")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="rounds of each case; default: as the budget allows")
+    ] = None,
+    time_budget: Annotated[float, typer.Option(min=0.0, help="seconds of timing for each case")] = 10.0,
     dtype: Annotated[str | None, typer.Option(help=f"run all cases in this dtype: {', '.join(DTYPES)}")] = None,
     only: Annotated[
         str | None, typer.Option(help='cases to keep: "direction=fwd,head_dim=64/128,causal=true,seqlen=512"')
     ] = None,
 ) -> None:
-    """Time onepass and its peers in turns, each result checked before it is timed.
+    """Time onepass and its peers in turns; each result is checked before it is timed.
 
     Exits with 1 if a result of onepass is wrong or missing, 130 after Ctrl-C (the rows measured so far are kept).
     """
@@ -43,7 +48,7 @@ def bench(
     if plot_path is not None:
         require_matplotlib("--plot")
     names = sets or list(_DEFAULT_SETS[device.partition(":")[0]])
-    if device == "cpu":  # the caches of the others are a GPU's
+    if device == "cpu":  # the caches of the other sets are too large for a CPU
         names = ["decode-cpu" if name in ("decode", "decode-rows") else name for name in names]
     peer_names = None if peers is None else [name.strip() for name in peers.split(",") if name.strip()]
     if unknown := sorted(set(peer_names or ()) - set(PEERS)):
@@ -72,7 +77,7 @@ def bench(
 
 
 def _run_with_progress(console: Console, case_sets: list[CaseSet], options: Options, path: Path | None) -> Report:
-    """A bar on a terminal, a line a case elsewhere."""
+    """Show a bar on a terminal; elsewhere print a line for each case."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("bench", total=sum(len(case_set.cases) for case_set in case_sets))
@@ -125,7 +130,7 @@ def _names(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _short_label(row: dict[str, Any]) -> str:
-    """The dtype stands in the title."""
+    """The label without the dtype, which stands in the title."""
     return row["label"].replace(f" {row['case']['dtype']}", "")
 
 
@@ -178,7 +183,7 @@ def _memory_table(case_set: CaseSet, rows: list[dict[str, Any]]) -> Table:
 
 def _decode_table(case_set: CaseSet, rows: list[dict[str, Any]]) -> Table:
     names = _names(rows)
-    caption = "TB/s of K, V, q and out, and the share of a copy's; speed of onepass over the other"
+    caption = "TB/s of K, V, q, out and lse, and the share of a copy's; speed of onepass over the other"
     table = Table(title=_title(case_set, rows), caption=caption, **TABLE_STYLE)
     table.add_column("case")
     for heading in (*names, "copies"):

@@ -22,7 +22,7 @@ app = typer.Typer(invoke_without_command=True)
 def cache(context: typer.Context) -> None:
     """List the compiled kernels on disk, or clear them.
 
-    Exits with 1 if the directory is not this user's: nothing is read from there.
+    Exits with 1 if the directory belongs to another user: nothing is read from it.
     """
     if context.invoked_subcommand is not None:
         return
@@ -61,13 +61,13 @@ def cache(context: typer.Context) -> None:
 def clear(
     yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
     tuned: Annotated[
-        bool, typer.Option("--tuned", help="the configurations that onepass tune kept, and no kernels")
+        bool, typer.Option("--tuned", help="remove the configurations that onepass tune kept instead")
     ] = False,
 ) -> None:
     """Remove the compiled kernels; each is compiled again, in seconds, when it is next needed.
 
-    Exits with 1 if the answer is no, if the directory is not this user's, or if a file cannot be removed. Files that
-    are no compiled kernels stay, and so do kernels that another process is just building.
+    Exits with 1 if the answer is no, if the directory belongs to another user, or if a file cannot be removed. Files
+    that are not compiled kernels stay, and so do kernels that another process is building.
     """
     console = make_console()
     disk_cache = _disk_cache()
@@ -91,7 +91,7 @@ def clear(
 def _disk_cache() -> ModuleType:
     try:
         from ..kernels.compiler import disk_cache
-    except ModuleNotFoundError as error:  # fcntl: no kernel runs on such a system, either
+    except ModuleNotFoundError as error:  # of fcntl: no kernel runs on such a system, either
         fail(f"compiled kernels are not cached on this system: {error}", code=1)
     return disk_cache
 
@@ -105,7 +105,7 @@ def _entries(disk_cache: ModuleType) -> tuple[list, Path]:
 
 
 def _say_tuned(console: Console) -> None:
-    """How many configurations are kept, if there are any."""
+    """Print how many configurations are kept, if there are any."""
     from ..kernels.heuristics import tuned
 
     path = tuned.own_path()
@@ -139,7 +139,7 @@ def _say_empty(console: Console, directory: Path) -> None:
 
 
 def _environment() -> str | None:
-    """What an entry must have been built with to be used; None without the kernel compiler."""
+    """The environment with which an entry must have been built to be used; None without the kernel compiler."""
     from ..kernels.compiler import compile
 
     try:

@@ -12,8 +12,8 @@ import typer
 from rich import box
 from rich.console import Console
 
-INTERRUPTED = 130  # exit code: what a shell reports of a program that Ctrl-C ended
-# no vertical lines: more columns fit into a terminal
+INTERRUPTED = 130  # exit code that a shell reports for a program that Ctrl-C ended
+# Without vertical lines more columns fit into a terminal.
 TABLE_STYLE: dict[str, Any] = {
     "box": box.SIMPLE_HEAD,
     "padding": (0, 1, 0, 0),
@@ -29,19 +29,19 @@ def make_console() -> Console:
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
-    """One line on standard error, then exit: 2 for a request that makes no sense, 1 for a result that is wrong."""
+    """Print one line on standard error and exit: 2 for a request that makes no sense, 1 for a result that is wrong."""
     typer.echo(f"onepass: {message}", err=True)
     raise typer.Exit(code)
 
 
 def require_matplotlib(option: str) -> None:
-    """Asked before the measuring, not after it."""
+    """Exit if matplotlib is missing: before the measurements, not after them."""
     if importlib.util.find_spec("matplotlib") is None:
         fail(f"{option} needs matplotlib: pip install onepass[bench]", code=1)
 
 
 def resolve_device(name: str) -> str:
-    """ "auto" is a GPU if torch sees one. Exits with a reason if the device is not there."""
+    """The device of that name; "auto" is a GPU if torch sees one. Exits with a reason if the device is not there."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -1,4 +1,4 @@
-"""`onepass demo`: exact attention at work, on the device that is there.
+"""`onepass demo`: exact attention at work, on the device of this machine.
 
 demo_layer.py   one attention layer of a Llama-3-8B shape, beside torch's SDPA and the naive form
 demo_search.py  real input: sentences searched by meaning, every attention layer of the model run by onepass
@@ -27,18 +27,20 @@ from .demo_search import SearchReport
 
 
 def demo(
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto = a GPU if there is one.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one.")] = "auto",
     seqlen: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of the layer; chosen by a short probe if not given.")
+        int | None, typer.Option(min=1, help="Tokens of the layer; default: chosen by a short probe.")
     ] = None,
-    skip_search: Annotated[bool, typer.Option("--skip-search", help="Only the attention layer.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="512 tokens, one timed run, fewer heads checked.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write everything measured here.")] = None,
+    skip_search: Annotated[bool, typer.Option("--skip-search", help="Show only the attention layer.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Use 512 tokens, one timed run, and check fewer heads.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write all measurements to this file.")] = None,
 ) -> None:
     """Show onepass at work: a model-sized attention layer, and a search by meaning. Takes about a minute.
 
-    Exit code 0: all results are right. 1: a result is further from float64, or embeddings further from eager
-    attention's, than allowed. 2: wrong arguments. 130: interrupted; what was measured until then is shown.
+    Exits with 0 if all results are right, 1 if a result is farther from float64, or embeddings are farther from eager
+    attention's, than allowed, 2 for wrong arguments, 130 after Ctrl-C (what was measured until then is shown).
     """
     where = torch.device(resolve_device(device))
     if json_file is not None and not json_file.absolute().parent.is_dir():
@@ -110,7 +112,7 @@ def layer_table(report: LayerReport) -> Table:
         table.add_section()
         table.add_row("budget", "", "", "", *_errors(report.budget, names))
     for row in report.rows:
-        if row.note:  # beside the numbers it would make the columns wide
+        if row.note:  # beside the numbers the note would make the columns wide
             table.caption = f"{row.name}: {row.note}. {table.caption}"
     if report.is_disturbed:
         table.caption = f"The machine was busy (load {report.load_average:.1f}): times are disturbed. {table.caption}"
@@ -130,14 +132,14 @@ def _errors(errors: dict[str, float], names: tuple[str, ...]) -> list[str]:
 
 
 def mebibytes(num_bytes: int | None) -> str:
-    """In MiB or GiB; "-" for what was not measured."""
+    """A number of bytes in MiB or GiB; "-" for what was not measured."""
     if num_bytes is None:
         return "-"
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.0f} MiB"
 
 
 def show_search(console: Console, report: SearchReport) -> None:
-    """The ranking, or what is missing for one."""
+    """Print the ranking, or what is missing for one."""
     if report.missing:
         # not rich's markup: the command has square brackets
         console.print(
@@ -166,7 +168,7 @@ def show_search(console: Console, report: SearchReport) -> None:
 
 
 def summary(layer: LayerReport, found: SearchReport | None) -> str:
-    """What was shown, in two or three sentences."""
+    """The results in two or three sentences."""
     rows = {row.name: row for row in layer.rows}
     mine, sdpa, naive = (rows[name] for name in demo_layer.CONTENDERS)
     verdict = "within its error budget" if mine.within_budget else "OUTSIDE ITS ERROR BUDGET"

@@ -29,8 +29,8 @@ NUM_HEADS_Q, NUM_HEADS_KV, HEAD_DIM = 32, 8, 128
 GROUP = NUM_HEADS_Q // NUM_HEADS_KV
 CHECKED_KV_HEADS = (0, NUM_HEADS_KV - 1)  # with their query heads: a quarter of the layer
 MAX_NAIVE_BYTES = 8 * GIB
-# matrices of (num_heads_q, seqlen, seqlen) that the naive form holds at once, in its backward: probabilities, their
-# gradient and the gradient of the scores; measured at seqlen 1024 to 4096
+# The number of (num_heads_q, seqlen, seqlen) matrices that the naive form holds at once, in its backward:
+# probabilities, their gradient and the gradient of the scores. It was measured at seqlen 1024 to 4096.
 NAIVE_MATRICES = 3
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -64,7 +64,7 @@ class Results(NamedTuple):
     dk: Tensor
     dv: Tensor
 
-    def of_kv_heads(self, kv_heads: tuple[int, ...]) -> Results:
+    def select_kv_heads(self, kv_heads: tuple[int, ...]) -> Results:
         """Only these kv heads and the query heads that they serve."""
         heads_q = [GROUP * g + i for g in kv_heads for i in range(GROUP)]
         heads_kv = list(kv_heads)
@@ -75,13 +75,13 @@ class Results(NamedTuple):
 
 @dataclass
 class Row:
-    """One contender: what the table shows of it.
+    """The figures of one contender, which the table shows.
 
     Attributes:
         peak_extra_bytes: memory taken beyond the inputs by one forward and backward, its results included.
         errors: largest difference from float64 in out, dq, dk, dv of the checked heads.
-        within_budget: whether all errors are; see `testing.budget`.
-        note: why there are no numbers, if there are none.
+        within_budget: whether all errors are within their budgets; see `testing.budget`.
+        note: why there are no figures, if there are none.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Row:
 
 @dataclass
 class LayerReport:
-    """What was measured, and under which conditions.
+    """The measurements, and their conditions.
 
     Attributes:
         results_bytes: size of out, dq, dk and dv, which every contender has to hold.
@@ -124,12 +124,12 @@ class LayerReport:
 
     @property
     def ok(self) -> bool:
-        """onepass ran and is within the budget. The others are there to compare with."""
+        """Whether onepass ran and is within the budget. The others are there to compare with."""
         return any(row.name == "onepass" and row.within_budget for row in self.rows)
 
     @property
     def is_disturbed(self) -> bool:
-        """Others leave no core free: what waits for several threads at once, as a tiled GEMM does, suffers most."""
+        """Whether other processes leave no core free: a tiled GEMM, which waits for several threads, suffers most."""
         return self.load_average >= (os.cpu_count() or 1)
 
     def as_dict(self) -> dict:
@@ -158,15 +158,15 @@ CONTENDERS: dict[str, Attention] = {"onepass": with_onepass, "torch SDPA": with_
 
 
 def naive_bytes(seqlen: int, itemsize: int) -> int:
-    """What the naive form needs beyond its inputs."""
+    """The bytes that the naive form needs beyond its inputs."""
     return NAIVE_MATRICES * NUM_HEADS_Q * seqlen * seqlen * itemsize
 
 
 def choose_seqlen(device: torch.device, target_s: float) -> int:
     """The length at which forward and backward take about `target_s` here, from the time of a short run.
 
-    The work grows with the square of the length. Rounded down to a multiple of 256, within limits that keep a very
-    slow or very fast machine at a size that shows something.
+    The work grows with the square of the length. The length is rounded down to a multiple of 256, within limits that
+    keep a very slow or very fast machine at a size that shows something.
     """
     probe, low, high = (1024, 512, 8192) if device.type == "cpu" else (4096, 2048, 32768)
     inputs = Inputs.random(probe, device)
@@ -191,14 +191,14 @@ def timed(attention: Attention, inputs: Inputs, device: torch.device) -> tuple[R
 
 
 def dense(inputs: Inputs, kv_heads: tuple[int, ...], compute_dtype: torch.dtype, tile_m: int = 256) -> Results:
-    """`reference.attention` and its gradients for some heads, by blocks of query rows so that it fits into memory.
+    """`reference.attention` and its gradients for some heads, in blocks of query rows so that it fits into memory.
 
-    Masks are aligned at the bottom right, so queries [m, m_end) over the keys [0, m_end) are causal as they stand.
+    Masks are aligned at the bottom right, so a causal mask over queries [m, m_end) and keys [0, m_end) is right.
     Gradients of k and v are summed over the blocks in float32 at least.
     """
     q, k, v, dout = inputs
     accum_dtype = torch.promote_types(compute_dtype, torch.float32)
-    parts = []
+    results = []
     for g in kv_heads:
         heads = slice(g * GROUP, (g + 1) * GROUP)
         k_g, v_g = (x[:, :, g : g + 1].detach().to(compute_dtype) for x in (k, v))
@@ -214,12 +214,12 @@ def dense(inputs: Inputs, kv_heads: tuple[int, ...], compute_dtype: torch.dtype,
             dqs.append(dq)
             dk[:, :m_end] += dk_block
             dv[:, :m_end] += dv_block
-        parts.append((torch.cat(outs, 1), torch.cat(dqs, 1), dk.to(compute_dtype), dv.to(compute_dtype)))
-    return Results(*(torch.cat(heads_of_all, 2) for heads_of_all in zip(*parts, strict=True)))
+        results.append((torch.cat(outs, 1), torch.cat(dqs, 1), dk.to(compute_dtype), dv.to(compute_dtype)))
+    return Results(*(torch.cat(tensors, 2) for tensors in zip(*results, strict=True)))
 
 
 def check(actual: Results, oracle: Results, plain: Results) -> list[Comparison]:
-    """Each result against float64, under the budget that plain PyTorch in the same dtype sets."""
+    """Compare each result with float64, under the budget that plain PyTorch in the same dtype sets."""
     rows = [compare("out", actual.out, oracle.out, plain.out)]
     for name in ("dq", "dk", "dv"):
         rows.append(compare_gradients(name, getattr(actual, name), getattr(oracle, name), getattr(plain, name)))
@@ -227,7 +227,7 @@ def check(actual: Results, oracle: Results, plain: Results) -> list[Comparison]:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory that can be taken now: of the GPU, or of this machine or the container in it, whichever is less."""
+    """The memory that can be taken now: the GPU's, or that of this machine or its container, whichever is less."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     import psutil
@@ -254,15 +254,15 @@ def measure(
     max_naive_bytes: int | None = None,
     timing_limit_s: float = 20.0,
 ) -> None:
-    """Fill `report.rows`, one contender after the other: whatever is there when it is interrupted can be shown.
+    """Fill `report.rows`, one contender after the other, so that an interruption leaves the rows before it.
 
     Each contender first runs once to be checked and for its memory, then `repeats` times for its time, in
     turns with the others so that a disturbance hits all of them. The best time counts.
 
     Args:
-        step: told what comes next.
-        max_naive_bytes: the naive form is left out if it needs more; None = half of what is free, 8 GiB at most.
-        timing_limit_s: no new round of timing starts after this long; a busy machine then gets fewer, at least one.
+        step: called with the name of what comes next.
+        max_naive_bytes: the naive form is left out if it needs more; None means half of what is free, at most 8 GiB.
+        timing_limit_s: no new round of timing starts after so many seconds; a busy machine gets fewer, at least one.
     """
     if max_naive_bytes is None:
         max_naive_bytes = min(MAX_NAIVE_BYTES, available_bytes(device) // 2)
@@ -280,7 +280,7 @@ def measure(
             continue
         (results, _), peak = peak_of(functools.partial(timed, attention, inputs, device), str(device))
         row.peak_extra_bytes = peak.extra_bytes
-        comparisons = check(results.of_kv_heads(report.checked_kv_heads), oracle, plain)
+        comparisons = check(results.select_kv_heads(report.checked_kv_heads), oracle, plain)
         del results
         row.errors = {c.name: c.error for c in comparisons}
         row.within_budget = all(c.ok for c in comparisons)
@@ -299,7 +299,7 @@ def measure(
 
 
 def prepare(device: torch.device, seqlen: int, checked_kv_heads: tuple[int, ...]) -> LayerReport:
-    """An empty report of the conditions."""
+    """A report of the conditions, without measurements."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     values = 2 * seqlen * HEAD_DIM * (NUM_HEADS_Q + NUM_HEADS_KV)  # out, dq and dk, dv
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 MAX_DIFFERENCE = 1e-5  # of any coordinate of the embeddings, which have length 1
 BATCH_SIZE = 8
-NUM_STEPS = 3  # that `search` reports
+NUM_STEPS = 3  # how often `search` reports a step
 PIP_COMMAND = 'pip install "onepass[demo]"'
 
 CORPUS = (
@@ -63,13 +63,15 @@ class Query:
 
 @dataclass
 class SearchReport:
-    """What was found, and whether it is what the model finds without onepass.
+    """The matches, and whether the model finds the same ones without onepass.
 
     Attributes:
-        num_layers: attention layers of the model. num_batches: how often the model was run.
-        onepass_calls: calls of onepass while it ran. other_calls: of any other attention or softmax.
-        max_difference: largest difference between embeddings with onepass and with eager attention.
-        padding_share: share of padding in the input; sentences of a batch have different lengths.
+        num_layers: attention layers of the model.
+        num_batches: how often the model was run.
+        onepass_calls: calls of onepass while the model ran.
+        other_calls: calls of any other attention or softmax while it ran.
+        max_difference: the largest difference between embeddings with onepass and with eager attention.
+        padding_share: the share of padding in the input; sentences of a batch have different lengths.
         missing: packages that are not installed; if there are any, nothing was run.
     """
 
@@ -96,9 +98,9 @@ class SearchReport:
 
 
 class CountAttention(TorchDispatchMode):
-    """Counts, at PyTorch's dispatcher, the calls of onepass's operator and of whatever else could be an attention.
+    """Counts, at PyTorch's dispatcher, the calls of onepass's operator and of other operators that may be attention.
 
-    What an operator does inside is not seen: the softmax of a tile does not count as another attention.
+    The inside of an operator is not seen: the softmax of a tile does not count as another attention.
     """
 
     OTHERS = ("softmax", "scaled_dot_product", "flash_attention", "flex_attention")
@@ -125,7 +127,7 @@ def search(device: torch.device, step: Callable[[str], None], num_matches: int =
     """Embed corpus and queries with eager attention and with onepass, compare, and rank with onepass's.
 
     Args:
-        step: told what comes next; NUM_STEPS times.
+        step: called with the name of what comes next, NUM_STEPS times.
     """
     step("loading transformers and the model")
     report = SearchReport(missing=missing_packages())
@@ -161,14 +163,14 @@ def search(device: torch.device, step: Callable[[str], None], num_matches: int =
 
 
 def tokenize(sentences: list[str], tokenizer, device: torch.device) -> list:
-    """Batches in the order given, each padded to its longest sentence."""
+    """The sentences in batches, in their order, each batch padded to its longest sentence."""
     starts = range(0, len(sentences), BATCH_SIZE)
     return [tokenizer(sentences[i : i + BATCH_SIZE], padding=True, return_tensors="pt").to(device) for i in starts]
 
 
 @torch.no_grad()
 def embed(batches: list, model: torch.nn.Module) -> Tensor:
-    """(num_sentences, hidden_size): the mean over each sentence's tokens, padding left out, scaled to length 1."""
+    """Embeddings (num_sentences, hidden_size): means over a sentence's tokens without padding, scaled to length 1."""
     embeddings = []
     for batch in batches:
         hidden = model(**batch).last_hidden_state  # (batch, seqlen, hidden_size)
@@ -179,9 +181,9 @@ def embed(batches: list, model: torch.nn.Module) -> Tensor:
 
 
 def rank(corpus: Tensor, queries: Tensor, num_matches: int) -> list[Query]:
-    """For embeddings of length 1 the cosine is their product."""
+    """The best matches of each query by cosine, which is the product for embeddings of length 1."""
     best = (queries @ corpus.T).topk(num_matches)
     return [
-        Query(text, [(score, CORPUS[i]) for score, i in zip(scores, places, strict=True)])
-        for text, scores, places in zip(QUERIES, best.values.tolist(), best.indices.tolist(), strict=True)
+        Query(text, [(score, CORPUS[i]) for score, i in zip(scores, indices, strict=True)])
+        for text, scores, indices in zip(QUERIES, best.values.tolist(), best.indices.tolist(), strict=True)
     ]

@@ -1,4 +1,4 @@
-"""`onepass info`: what is here, and what works on it today."""
+"""`onepass info`: devices and versions on this machine, and what works on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .console import TABLE_STYLE, make_console
 
 
 def info() -> None:
-    """Devices, versions, backends and what they compute, and the peers that a bench would find."""
+    """List devices, versions, backends and what they compute, and the peers that a benchmark would find."""
     console = make_console()
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
 
@@ -43,9 +43,9 @@ def info() -> None:
     if (chosen := choice.current()) is not None:
         console.print(f"backend of calls that name none: {chosen}, as {choice.VARIABLE} says", markup=False)
 
-    # Asked of the library itself, so that these tables cannot say more than a call would do.
+    # The library itself answers, so that these tables cannot say more than a call would do.
     probes = _probes()
-    table = Table("backend", *devices, title="Backends, asked for plain bfloat16 attention", **TABLE_STYLE)
+    table = Table("backend", *devices, title="Backends, asked for bfloat16 attention without options", **TABLE_STYLE)
     for name in backends.backends():
         answers = [onepass.supports(**probes["bfloat16"](device), backend=name) for device in devices]
         table.add_row(name, *(f"{'yes' if a.ok else 'no'}: {a.reason}" for a in answers))
@@ -60,15 +60,15 @@ def info() -> None:
     table = Table("peer", "what", "here", title="Peers for the bench", **TABLE_STYLE)
     found = {device: find_peers(device.partition(":")[0]) for device in devices[:2]}
     for name, peer in PEERS.items():
-        of_its_device = [f for device, f in found.items() if device.startswith(peer.device_type)]
-        reasons = [f.absent[name] for f in of_its_device if name in f.absent]
-        here = reasons[0] if reasons else "yes" if of_its_device else f"no: needs {peer.device_type}"
+        found_there = [f for device, f in found.items() if device.startswith(peer.device_type)]
+        reasons = [f.absent[name] for f in found_there if name in f.absent]
+        here = reasons[0] if reasons else "yes" if found_there else f"no: needs {peer.device_type}"
         table.add_row(name, peer.what, here)
     console.print(table)
 
 
 def _probes() -> dict[str, Any]:
-    """Feature -> function of the device giving the arguments of a small call that uses it."""
+    """For each feature a function of the device that gives the arguments of a small call that uses the feature."""
 
     def call(**changes: Any) -> Any:
         def arguments(device: str) -> dict[str, Any]:

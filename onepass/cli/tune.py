@@ -27,7 +27,7 @@ Shape = tuple[int, int, int, int]
 def tune(
     head_dim: Annotated[int, typer.Option(min=1)] = 128,
     head_dim_v: Annotated[int | None, typer.Option(min=1, help="default: head_dim")] = None,
-    seqlen: Annotated[int, typer.Option(min=1, help="of the queries, and of the keys by default")] = 4096,
+    seqlen: Annotated[int, typer.Option(min=1, help="length of the queries and, by default, of the keys")] = 4096,
     seqlen_k: Annotated[int | None, typer.Option(min=1, help="default: seqlen")] = None,
     batch: Annotated[int, typer.Option(min=1)] = 4,
     heads: Annotated[int, typer.Option(min=1)] = 16,
@@ -35,28 +35,35 @@ def tune(
     causal: Annotated[bool, typer.Option("--causal", help="with a causal mask")] = False,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
     backend: Annotated[str | None, typer.Option(help="sm90 or sm80; default: what the call would run on")] = None,
-    backward: Annotated[bool, typer.Option("--backward", help="the backward pass instead of the forward")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="tune the backward pass instead of the forward")] = False,
     paper_grid: Annotated[
-        bool, typer.Option("--paper-grid", help="instead: 36 cases, the FlashAttention-3 paper's, in --dtype")
+        bool, typer.Option("--paper-grid", help="tune the 36 cases of the FlashAttention-3 paper instead, in --dtype")
     ] = False,
     only: Annotated[
-        str | None, typer.Option(help='of the paper\'s grid: "head_dim=64/128,causal=true,seqlen=512"')
+        str | None, typer.Option(help='cases of the paper\'s grid to keep: "head_dim=64/128,causal=true,seqlen=512"')
     ] = None,
-    missing: Annotated[bool, typer.Option("--missing", help="leave out cases that are kept already")] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="of the final of each case")] = 25,
-    candidates: Annotated[int, typer.Option(min=2, help="configurations of a case, at most")] = 24,
-    workers: Annotated[int | None, typer.Option(min=1, help="compile so many at a time; default: one a CPU")] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="name each candidate before it runs; tracebacks")] = False,
+    missing: Annotated[bool, typer.Option("--missing", help="leave out cases whose result is kept already")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="rounds of the final of each case")] = 25,
+    candidates: Annotated[int, typer.Option(min=2, help="the most configurations that are tried for a case")] = 24,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="processes that compile at the same time; default: one per CPU")
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="name each candidate before it runs; show tracebacks")
+    ] = False,
     table: Annotated[
-        Path | None, typer.Option(help="keep what is found in this file, which no call reads, instead of the cache")
+        Path | None, typer.Option(help="keep the results in this file, which no call reads, instead of the cache")
     ] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="results file: all that was timed")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="results file, JSON, with everything that was timed")
+    ] = None,
 ) -> None:
     """Time other configurations of a kernel, and keep the fastest for calls to come.
 
-    Candidates are compiled in parallel, their results compared with those of the heuristics' choice, and timed in turns
-    on random data. One replaces the heuristics' choice only where it is faster by more than 1 % and more than the noise
-    of the run. ONEPASS_TUNED=0 in the environment turns off what was kept; onepass cache clear --tuned removes it.
+    Candidates are compiled in parallel, their results are compared with the results of the heuristics' choice, and they
+    are timed in turns on random data. A candidate replaces the heuristics' choice only where it is faster by more than
+    1 % and by more than the noise of the run. ONEPASS_TUNED=0 in the environment turns off what was kept; onepass cache
+    clear --tuned removes it.
 
     Exits with 2 if this machine or kernel cannot take the case (with the reason), 1 if a candidate gave wrong results,
     130 after Ctrl-C (what was found is kept).
@@ -80,7 +87,7 @@ def tune(
         fail(f"cannot be tuned here: {error}")
     tasks = [task for task in tasks if task.direction == ("bwd" if backward else "fwd")]
     if not tasks:
-        fail("--backward: expected a case whose gradients come from kernels; those of this one do not")
+        fail("--backward: expected a case whose gradients come from kernels; in this case they do not")
     if missing:
         tasks = _not_kept(tasks, table)
 
@@ -141,7 +148,7 @@ def _paper_calls(dtype: str, only: str | None) -> list[dict[str, Any]]:
 
 
 def _not_kept(tasks: list[Task], path: Path | None) -> list[Task]:
-    """Those without an entry of these kernels, for this GPU."""
+    """The tasks for which nothing is kept on this GPU with these kernels."""
     from ..kernels.compiler import compile
     from ..kernels.heuristics import tuned
 
@@ -163,7 +170,7 @@ def _bar(console: Console) -> Progress:
 
 
 class _Shown(Listener):
-    """A bar of the tasks and one of what is being done; a line for each result, and all of them in the JSON file."""
+    """A bar of the tasks and one of the current work; each result is printed and added to the report."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""`onepass verify`: errors against float64, beside those of plain PyTorch and what they may be."""
+"""`onepass verify`: errors against float64, beside the errors of plain PyTorch and their limits."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ class ErrorRow(NamedTuple):
 
 def verify(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
-    seqlen: Annotated[int, typer.Option(min=16, help="length for the outlier table; the paper uses 8192")] = 8192,
-    quick: Annotated[bool, typer.Option("--quick", help="short lengths: seconds instead of a minute")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="also write the tables here")] = None,
+    seqlen: Annotated[int, typer.Option(min=16, help="keys of the outlier table; the paper uses 8192")] = 8192,
+    quick: Annotated[bool, typer.Option("--quick", help="use short lengths: seconds instead of a minute")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="also write the tables to this file")] = None,
 ) -> None:
-    """Errors of onepass and of plain PyTorch against float64, in each dtype and option.
+    """Compare the errors of onepass and of plain PyTorch against float64, in each dtype and with each option.
 
-    Exits with 1 if any error is over its budget: for out twice, for gradients three times the error of plain
-    PyTorch in the same dtype, plus what rounding alone may do; for lse a tolerance fixed in each dtype. Each block of
-    rows of each head must also have the right scale: within 0.4 % in bfloat16, 0.12 % in float16, 0.04 % in float32.
+    Exits with 1 if any error is over its budget. The budget is two times (for gradients three times) the error of plain
+    PyTorch in the same dtype, plus what rounding alone may do; for lse it is a tolerance that is fixed for each dtype.
+    Each block of rows of each head must also have the right scale: within 0.4 % in bfloat16, 0.12 % in float16, 0.04 %
+    in float32.
     """
     console = make_console()
     device = resolve_device(device)
@@ -80,10 +81,10 @@ def verify(
     queries = table3.num_queries(outlier_seqlen, device)
     shorter = "" if outlier_seqlen == table3.PAPER_SEQLEN else f" (there {table3.PAPER_SEQLEN}: its figures differ)"
     console.print(
-        f"As Table 3 of arXiv:2407.08608: entries N(0, 1) + N(0, 100) Bernoulli(0.001), head_dim 128, {outlier_seqlen} "
-        f"keys{shorter}, against float64; {queries} of the queries, {seeds} seed{'s' if seeds > 1 else ''}. Standard "
-        "attention keeps its intermediates in 16 bits. Of rounded inputs: against float64 attention of the inputs "
-        "after their rounding to 16 bits."
+        f"The setting is that of Table 3 of arXiv:2407.08608: entries N(0, 1) + N(0, 100) Bernoulli(0.001), head_dim "
+        f"128, {outlier_seqlen} keys{shorter}, against float64; {queries} of the queries, {seeds} "
+        f'seed{"s" if seeds > 1 else ""}. Standard attention keeps its intermediates in 16 bits. "Of rounded inputs" '
+        "compares with float64 attention of the inputs after their rounding to 16 bits."
     )
     if json_path is not None:
         _write_json(json_path, device, rows, outliers)
@@ -94,7 +95,7 @@ def verify(
 
 
 def _options(length: int) -> dict[str, Callable[[torch.dtype, str], Call]]:
-    """Name -> maker of a call with that option. Lengths are no multiples of any tile."""
+    """For each option a function that makes a call with it. No length is a multiple of a tile."""
     m = length + 1
 
     def call(
@@ -113,8 +114,8 @@ def _options(length: int) -> dict[str, Callable[[torch.dtype, str], Call]]:
                 "k": normal(*lead, seqlen_k, heads_kv, 64),
                 "v": normal(*lead, seqlen_k, heads_kv, head_dim_v),
             }
-            placed = {n: o.to(device) if isinstance(o, Tensor) else o for n, o in options.items()}
-            return Call(tensors, placed)
+            on_device = {n: o.to(device) if isinstance(o, Tensor) else o for n, o in options.items()}
+            return Call(tensors, on_device)
 
         return build
 

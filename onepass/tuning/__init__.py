@@ -1,7 +1,7 @@
-"""Finding the fastest configuration of a kernel for a problem, on the GPU that is here.
+"""Finding the fastest configuration of a kernel for a problem, on the GPU of this machine.
 
-space.py     which are worth timing                 pool.py    compiling them, several at a time
-launches.py  random data, launches, their results   race.py    timing in turns, and when a difference is one
+space.py     the configurations that are worth timing   race.py    timing in turns, and which differences count
+launches.py  random data, launches, their results       result.py  what is tuned, and the result
 tuner.py     all of it together, into the table of kernels/heuristics/tuned.py, where launches look
 """
 
@@ -36,24 +36,25 @@ def tune(
                                      dtype=torch.bfloat16, causal=True))
         print(found.config, found.speedup)
 
-    At most 24 a pass: the heuristics' choice, the other rows of their tables and its neighbours. They are compiled in
-    parallel, run on random data, compared with the heuristics' results, and timed in turns. One replaces the
-    heuristics' choice only where it is faster by more than 1 % and more than the noise of the same run, and in four
-    rounds of five. It is kept in `tuned.json` in the cache directory, for this GPU, the same kernel, and lengths and
-    numbers of rows up to the next power of two. With `ONEPASS_TUNED=0` in the environment no call uses it.
+    For each pass there are at most 24 candidates: the heuristics' choice, the other rows of the heuristics' tables, and
+    the choice's neighbours. They are compiled in parallel, run on random data, compared with the results of the
+    heuristics' choice, and timed in turns. A candidate replaces the heuristics' choice only where it is faster by more
+    than 1 %, by more than the noise of the same run, and in four rounds of five. It is kept in `tuned.json` in the
+    cache directory, for this GPU, the same kernel, and lengths and numbers of rows up to the next power of two. With
+    `ONEPASS_TUNED=0` in the environment no call uses it.
 
     Args:
         calls: one call or several, each as `onepass.warmup` takes it: the arguments of `attention` or
             `attention_varlen` by name, with shapes or tensors, whose values do not matter; or an `AttentionProblem`.
-        backend: for calls that name none; None = the one that they would run on (see `use_backend`).
-        gradients: also the kernels of their backward passes, where these have any.
-        workers: processes that compile at the same time; None = one a CPU.
+        backend: the backend of calls that name none; None means the one that they would run on (see `use_backend`).
+        gradients: whether to tune the kernels of their backward passes, too, where there are any.
+        workers: processes that compile at the same time; None means one per CPU.
 
     Returns: a TuningResult for each pass of each call.
 
     Raises: as the calls would; UnsupportedError where there is no GPU, and for calls without a kernel; OSError if the
-        cache directory is another user's or cannot be written, each before anything is measured. KeyboardInterrupt
-        after Ctrl-C: what was found is kept.
+        cache directory belongs to another user or cannot be written. All of these come before anything is measured.
+        KeyboardInterrupt after Ctrl-C: what was found is kept.
     """
     if workers is not None:
         workers = check_int("workers", workers, "an int of at least 1 or None", least=1)

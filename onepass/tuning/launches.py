@@ -17,13 +17,13 @@ from ..kernels.config import LaunchConfig
 from ..kernels.heuristics.tuned import Direction
 from ..problem import AttentionInputs, AttentionProblem
 
-MAX_COPIES = 4  # of the inputs: each holds memory beside the results of every configuration
+MAX_COPIES = 4  # copies of the inputs hold memory beside the results of every configuration
 
 
 class Launches:
-    """Launches of one problem.
+    """The launches of one problem.
 
-    Use it on a stream that is not the default one: calls are captured.
+    Use them on a stream that is not the default one: calls are captured.
     """
 
     def __init__(self, direction: Direction, backend: str, problem: AttentionProblem, device: torch.device) -> None:
@@ -34,15 +34,15 @@ class Launches:
         self._contexts: Sequence[tuple[Any, ...]] = [()] * copies
         if direction == "bwd":
             forward = dispatch.prepare(backend, problem, device)
-            self._contexts = [self._of_backward(forward, inputs) for inputs in self._inputs]
+            self._contexts = [self._context_of_backward(forward, inputs) for inputs in self._inputs]
 
-    def _of_backward(self, forward: backends.Forward, inputs: AttentionInputs) -> tuple[Any, ...]:
-        """out, lse, dout and (no) dlse of a forward pass."""
+    def _context_of_backward(self, forward: backends.Forward, inputs: AttentionInputs) -> tuple[Any, ...]:
+        """out and lse of a forward pass, a random dout, and no dlse."""
         out, lse = forward(inputs)
         return out, lse, torch.randn_like(out), None
 
     def _run(self, config: LaunchConfig) -> Callable[[int], tuple[Tensor, ...]]:
-        """index of the inputs -> results."""
+        """A function that launches with one of the copies of the inputs, by its index, and returns the results."""
         run: Callable[..., tuple[Tensor, ...]]
         if self.direction == "fwd":
             run = dispatch.prepare(self.backend, self.problem, self.device, config)
@@ -52,7 +52,7 @@ class Launches:
         return lambda i: run(self._inputs[i], *self._contexts[i])
 
     def results(self, config: LaunchConfig) -> dict[str, Tensor]:
-        """By name: out and lse, or the gradients (only those of q, k, v)."""
+        """The results by name: out and lse, or the gradients of q, k and v."""
         names = ("out", "lse") if self.direction == "fwd" else ("dq", "dk", "dv")
         found = self._run(config)(0)
         torch.cuda.synchronize(self.device)
@@ -64,7 +64,7 @@ class Launches:
 
 
 def num_bytes(problem: AttentionProblem) -> int:
-    """Of q, k and v."""
+    """The bytes of q, k and v."""
     sequences = 1 if problem.is_packed else problem.batch
     q = problem.seqlen_q * problem.num_heads_q * problem.head_dim
     kv = problem.seqlen_k * problem.num_heads_kv * (problem.head_dim + problem.head_dim_v)
@@ -72,7 +72,7 @@ def num_bytes(problem: AttentionProblem) -> int:
 
 
 def random_inputs(problem: AttentionProblem, device: torch.device | str, seed: int = 0) -> AttentionInputs:
-    """Tensors as a call of this problem has them: standard normal; lengths of packed sequences that differ."""
+    """Tensors of a call of this problem: standard normal, and lengths of packed sequences that differ."""
     generator = torch.Generator(device).manual_seed(seed)
     batch = () if problem.is_packed else (problem.batch,)
 
@@ -82,30 +82,32 @@ def random_inputs(problem: AttentionProblem, device: torch.device | str, seed: i
     def int32(values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    lengths_k = parts(problem.seqlen_k, problem.batch) if problem.is_packed else [problem.seqlen_k] * problem.batch
+    lengths_k = (
+        uneven_lengths(problem.seqlen_k, problem.batch) if problem.is_packed else [problem.seqlen_k] * problem.batch
+    )
     return AttentionInputs(
         normal(*batch, problem.seqlen_q, problem.num_heads_q, problem.head_dim),
         normal(*batch, problem.seqlen_k, problem.num_heads_kv, problem.head_dim),
         normal(*batch, problem.seqlen_k, problem.num_heads_kv, problem.head_dim_v),
         normal(problem.num_heads_q) if problem.has_sinks else None,
-        int32([0, *accumulate(parts(problem.seqlen_q, problem.batch))]) if problem.is_packed else None,
+        int32([0, *accumulate(uneven_lengths(problem.seqlen_q, problem.batch))]) if problem.is_packed else None,
         int32([0, *accumulate(lengths_k)]) if problem.is_packed else None,
         int32(lengths_k) if problem.has_seqused_k else None,
     )
 
 
-def parts(total: int, count: int) -> list[int]:
-    """count lengths that sum to total, from half their mean to one and a half of it, in a scattered order."""
+def uneven_lengths(total: int, count: int) -> list[int]:
+    """`count` lengths that sum to `total`, from half their mean to one and a half times it, in a scattered order."""
     weights = [0.5 + (i * 0.618034) % 1 for i in range(count)]
     ends = [round(total * end / sum(weights)) for end in accumulate(weights)]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def difference(results: dict[str, Tensor], expected: dict[str, Tensor]) -> str | None:
-    """Why results cannot be those of the same problem with another configuration; None if they can.
+    """Why the results differ by more than another configuration of the same problem may cause; None if they do not.
 
-    Only roundings may differ: of a row's elements by 4 (in float32, whose sums are as coarse as its results, by 64)
-    units of the row's largest; of lse, float32, by 1e-4 + 1e-5 |lse|.
+    Only roundings may differ: the elements of a row by 4 units of the row's largest element (by 64 in float32, whose
+    sums are as coarse as its results), and lse, which is float32, by 1e-4 + 1e-5 |lse|.
     """
     for name, tensor in results.items():
         reference = expected[name]

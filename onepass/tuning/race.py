@@ -1,8 +1,8 @@
-"""Which configuration is faster, and when is that no accident?
+"""The race of configurations: which one is faster, and by more than chance?
 
-Heats: everybody a few rounds. Final: who was fastest there, the heuristics' choice, and that choice a second time under
-another name. What these two differ by is noise, and no one wins by less. The final's samples alone decide: of many
-equals the one that the heats show in front was lucky there.
+In the heats every configuration runs a few rounds. In the final run the fastest of them, the heuristics' choice, and
+that choice a second time under another name. The difference between these two is noise, and nothing wins by less. The
+samples of the final alone decide: among many equals, the one that leads the heats was lucky there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..bench.timing import Sampler, Samples, Spread, measure_interleaved
 
 HEAT_ROUNDS = 5
 FINAL_ROUNDS = 25
-FEWEST_FINAL_ROUNDS = 9  # that still decide after Ctrl-C
+FEWEST_FINAL_ROUNDS = 9  # so many still decide after Ctrl-C
 FINALISTS = 3
 # A winner has to be this much faster (the median of its rounds), and faster in four rounds of five.
 LEAST_GAIN = 0.01
@@ -25,11 +25,11 @@ class Verdict(NamedTuple):
     """How a race went.
 
     Attributes:
-        winner: name of the configuration to use: the heuristics' unless another is faster beyond the noise.
-        speedup: of the winner over the heuristics' choice in the final; 1.0 if that won.
-        noise: what the same configuration timed twice differed by in the final, as a share.
-        heats, final: milliseconds of a call; after Ctrl-C those of finished rounds.
-        interrupted: by Ctrl-C.
+        winner: the name of the configuration to use: the heuristics' choice unless another is faster beyond the noise.
+        speedup: the winner's speed over the heuristics' choice in the final; 1.0 if that won.
+        noise: by what share the same configuration, timed twice, differed from itself in the final.
+        heats, final: milliseconds of a call in the finished rounds.
+        interrupted: whether Ctrl-C ended the race.
     """
 
     winner: str
@@ -53,11 +53,11 @@ def race(
     """Find the fastest of the contenders.
 
     Args:
-        samplers: by name; each runs the work and returns the milliseconds of a call.
-        usual: name of the heuristics' choice.
-        rounds: of the final.
-        on_round: told how many rounds are done, and how many there are in all.
-    Returns: Verdict. Ctrl-C ends the race, and it is said there.
+        samplers: a sampler for each name; it runs the work and returns the milliseconds of a call.
+        usual: the name of the heuristics' choice.
+        rounds: rounds of the final.
+        on_round: called with the number of rounds that are done, and the number of all.
+    Returns: Verdict. Ctrl-C ends the race, and the verdict says so.
     """
     heats, final = Samples({}), Samples({})
 
@@ -87,7 +87,7 @@ def race(
 
 
 def finalists(heats: Samples, usual: str) -> Sequence[str]:
-    """Those that were faster than the heuristics' choice, the fastest first."""
+    """The contenders that were faster than the heuristics' choice, the fastest first."""
     ratios = {name: heats.speed_ratio(name, usual).median for name in heats.ms if name != usual}
     return sorted((name for name in ratios if ratios[name] > 1), key=lambda name: -ratios[name])[:FINALISTS]
 
@@ -97,7 +97,7 @@ def decide(final: Samples, usual: str) -> tuple[str, Spread, float]:
     same = Spread(1.0, 1.0, 1.0)
     if not final.rounds:
         return usual, same, 0.0
-    # twice, for a median of ratios of the same thing is as often nearer to 1 as it is farther from it
+    # twice the difference: the median ratio of two equals is as often nearer to 1 than their noise as it is farther
     noise = 2 * abs(final.speed_ratio(AGAIN, usual).median - 1)
     ratios = {name: final.speed_ratio(name, usual) for name in final.ms if name not in (usual, AGAIN)}
     fast_enough = {n: r for n, r in ratios.items() if r.median > 1 + max(LEAST_GAIN, noise) and r.p20 > 1}

@@ -1,4 +1,4 @@
-"""What is tuned, and what came of it."""
+"""The tasks of tuning, and their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Task(NamedTuple):
 
     @property
     def label(self) -> str:
-        """For people."""
+        """The task in words."""
         return f"{self.direction} {self.backend}, {summary(self.problem)}"
 
 
@@ -32,11 +32,11 @@ class Candidate:
     """A configuration that was considered.
 
     Attributes:
-        changes: from the heuristics' choice; "" for that itself.
-        ms: of a call, the median of all its rounds; None if it was not timed.
-        speedup: over the heuristics' choice in the heats, the median of the ratios; None if it was not timed.
+        changes: its differences from the heuristics' choice; "" for the choice itself.
+        ms: the median of the milliseconds of a call over all its rounds; None if it was not timed.
+        speedup: the median of the ratios to the heuristics' choice in the heats; None if it was not timed.
         refusal: why it was not timed: it did not compile or run, or gave other results.
-        is_wrong: it gave other results.
+        is_wrong: whether it gave other results.
     """
 
     config: LaunchConfig
@@ -49,21 +49,21 @@ class Candidate:
 
 @dataclass(frozen=True)
 class TuningResult:
-    """What `onepass.tune` found for one pass of one problem.
+    """The result of `onepass.tune` for one pass of one problem.
 
     Attributes:
         direction: "fwd" or "bwd".
-        backend: whose kernels.
-        problem: that was timed.
-        gpu: its name.
-        key: the problems that the choice is used for, for people.
+        backend: the name of the backend whose kernels were timed.
+        problem: the problem that was timed.
+        gpu: the name of the GPU.
+        key: the problems that the choice is used for, in words.
         config: the choice: the heuristics' unless another is faster beyond the noise.
         heuristic: the heuristics' choice.
-        speedup: of config over heuristic, the median of the final's rounds; 1.0 where they are the same.
-        noise: what the heuristics' choice differed by from itself, as a share (see tuning/race.py).
-        rounds: of the final.
-        candidates: all that were considered, the heuristics' choice first, the others by speed.
-        interrupted: Ctrl-C came before the last round. Few rounds decide nothing: then nothing is kept.
+        speedup: the speed of config over heuristic, the median of the final's rounds; 1.0 where they are the same.
+        noise: by what share the heuristics' choice differed from itself (see tuning/race.py).
+        rounds: the number of rounds of the final.
+        candidates: all configurations that were considered, the heuristics' choice first, the others by speed.
+        interrupted: whether Ctrl-C came before the last round. Few rounds decide nothing: then nothing is kept.
         kept: whether calls use the choice from now on.
     """
 
@@ -86,43 +86,43 @@ class TuningResult:
         return self.config != self.heuristic
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """The result as data for JSON."""
         data = asdict(self)
-        data["problem"] = {name: _plain(value) for name, value in data["problem"].items()}
+        data["problem"] = {name: _as_data(value) for name, value in data["problem"].items()}
         data["config"], data["heuristic"] = self.config.text, self.heuristic.text
         for one, candidate in zip(data["candidates"], self.candidates, strict=True):
             one["config"] = candidate.config.text
         return data
 
 
-def _plain(value: Any) -> Any:
+def _as_data(value: Any) -> Any:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
 class Progress:
-    """Who is told how far it is; this one does nothing."""
+    """A listener to the progress of tuning; this one does nothing."""
 
     def compiling(self, done: int, total: int) -> None:
-        """So many kernels are compiled."""
+        """Called after each kernel with the numbers of kernels that are compiled, and of all."""
 
     def checking(self, task: Task, config: LaunchConfig) -> None:
-        """This candidate is run next: if it hangs, this is the one."""
+        """Called before a candidate is run for the first time: if something hangs, this candidate does."""
 
     def timing(self, task: Task, done: int, total: int) -> None:
-        """So many rounds are done."""
+        """Called after each round with the numbers of rounds that are done, and of all."""
 
     def found(self, result: TuningResult) -> None:
-        """A task is done, or interrupted."""
+        """Called when a task is done, or interrupted."""
 
 
 def changes(usual: LaunchConfig, config: LaunchConfig) -> str:
-    """Fields of config that differ, as "tile_n=96 num_stages=3"."""
+    """The fields of config that differ, such as "tile_n=96 num_stages=3"."""
     before, after = vars(usual), vars(config)
     return " ".join(f"{name}={after[name]}" for name in before if name != "text" and before[name] != after[name])
 
 
 def summary(problem: AttentionProblem) -> str:
-    """A problem for people."""
+    """The problem in words."""
 
     def pair(a: int, b: int, sign: str = "/") -> str:
         return f"{a}" if a == b else f"{a}{sign}{b}"
@@ -133,8 +133,9 @@ def summary(problem: AttentionProblem) -> str:
         window = " causal"
     elif not mask.is_full:
         window = f" window {mask.window_left}, {mask.window_right}"
+    dims = pair(problem.head_dim, problem.head_dim_v)
     return (
-        f"{_plain(problem.dtype)} head_dim {pair(problem.head_dim, problem.head_dim_v)}{window}, batch {problem.batch},"
+        f"{_as_data(problem.dtype)} head_dim {dims}{window}, batch {problem.batch},"
         f" seqlen {pair(problem.seqlen_q, problem.seqlen_k, ' x ')}, heads"
         f" {pair(problem.num_heads_q, problem.num_heads_kv)}"
     )

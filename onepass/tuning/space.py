@@ -1,4 +1,4 @@
-"""Which configurations are worth timing: the heuristics' choice, its relatives in their tables, and its neighbours."""
+"""The configurations worth timing: the heuristics' choice, its relatives in their tables, and its neighbours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..kernels.heuristics.tuned import MANY_ROWS, Direction, num_rows
 from ..problem import AttentionProblem
 
 MAX_CANDIDATES = 24
-OTHER_ROWS = 3  # of the heuristics' tables, for other head dims
+OTHER_ROWS = 3  # rows of the heuristics' tables for other head dims that are tried
 
 Values = Sequence[Any]
 
@@ -26,16 +26,17 @@ class Space(NamedTuple):
     """The neighbourhood of a configuration.
 
     Attributes:
-        sizes: fields that belong together, and their values: tiles, warps, buffers. Combined with each other.
-        choices: the other fields, by themselves.
+        sizes: the values of fields that belong together: tiles, warps, buffers. They are combined with each other.
+        choices: the values of the other fields, which are changed one at a time.
     """
 
     sizes: Mapping[str, Values]
     choices: Mapping[str, Values]
 
 
-# Only what has been seen to pay somewhere (docs/kernels/, docs/lab/). What the exact number of heads decides, and not
-# its power of two, stays with the heuristics (private_dq), and so does what they need for the head dim (by_gradient).
+# Every field and value here has been seen to pay somewhere (docs/hopper-forward.md, docs/hopper-backward.md,
+# docs/ampere.md). A field that the exact number of heads decides, not its power of two, stays with the heuristics
+# (private_dq), and so does one that they need for the head dim (by_gradient).
 BOTH = (False, True)
 SPACES = {
     ("fwd", "sm90"): Space(
@@ -90,7 +91,7 @@ def candidates(
 ) -> list[LaunchConfig]:
     """At most `limit` configurations that a launch of the problem can have; the heuristics' choice is the first.
 
-    Raises: as the heuristics.
+    Raises: the errors of the heuristics.
     """
     usual = chooser.chooser(direction, backend).choose(problem, arch)
     found: dict[Any, None] = {usual: None}
@@ -101,7 +102,7 @@ def candidates(
         if _is_futile(config, usual, problem):
             continue
         if direction == "bwd" and problem.deterministic and not _has_order_of(config, usual):
-            continue  # turns are taken in an order that goes with that of the tiles
+            continue  # the order of turns goes with the order of tiles
         try:
             config.check(problem, arch)
         except UnsupportedError:
@@ -111,9 +112,9 @@ def candidates(
 
 
 def _relatives(direction: Direction, backend: str, problem: AttentionProblem, usual: Any) -> Iterator[Any]:
-    """Rows of the heuristics' tables for other lengths or masks, then the nearest of those for other head dims.
+    """Rows of the heuristics' tables for other lengths or masks, then the nearest of the rows for other head dims.
 
-    With what the usual choice has from its problem alone.
+    The fields that follow from the problem alone have the values of the usual choice.
     """
     dims = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
     table: Mapping[Any, Iterable[Any]] = {}
@@ -146,7 +147,7 @@ def _relatives(direction: Direction, backend: str, problem: AttentionProblem, us
 
 
 def _neighbours(usual: Any, space: Space) -> Iterator[Any]:
-    """In turns: one choice changed, and the next nearest sizes."""
+    """In turns, configurations with one choice changed and configurations with the next nearest sizes."""
     choices = [
         _changed(usual, {name: value})
         for name, values in space.choices.items()
@@ -163,7 +164,7 @@ def _neighbours(usual: Any, space: Space) -> Iterator[Any]:
 
 
 def _changed(usual: Any, changes: dict[str, Any]) -> Any:
-    """With what a change takes along: a queue and pairs of thread blocks exclude each other."""
+    """The configuration with these changes and what follows: a queue and pairs of thread blocks exclude each other."""
     if changes.get("dynamic_tiles") and hasattr(usual, "cluster_size"):
         changes = {**changes, "cluster_size": 1}
     if changes.get("cluster_size", 1) > 1:
@@ -172,19 +173,19 @@ def _changed(usual: Any, changes: dict[str, Any]) -> Any:
 
 
 def _is_futile(config: Any, usual: Any, problem: AttentionProblem) -> bool:
-    """Whether it is another text for the same launch, or cannot pay."""
+    """Whether the configuration means the same launch as the usual one, or cannot pay."""
     has_growing_tiles = problem.mask.window_right is not None and problem.mask.window_left is None
     if config.longest_first != usual.longest_first and not has_growing_tiles:
         return True
     if _differ("background_zeros", config, usual) and config.zeroes_ahead(problem) == usual.zeroes_ahead(problem):
         return True
-    if _differ("pingpong", config, usual) and config.num_warpgroups == 1:  # nobody to take turns with
+    if _differ("pingpong", config, usual) and config.num_warpgroups == 1:  # one warpgroup takes no turns
         return True
     if getattr(config, "pack_gqa", False) and problem.qhead_per_kvhead == 1:
         return True
     if getattr(config, "v_stages", 0) == getattr(config, "num_stages", None):
         return True
-    # half a tile for half the multiprocessors: where there are enough tiles for all
+    # smaller tiles occupy more multiprocessors: useless where there are enough tiles for all
     return getattr(config, "num_warpgroups", 2) == 1 != usual.num_warpgroups and num_rows(problem) >= MANY_ROWS
 
 
@@ -193,12 +194,12 @@ def _has_order_of(config: Any, usual: Any) -> bool:
 
 
 def _differ(name: str, one: Any, other: Any) -> bool:
-    """In this field, if configurations of their kind have it."""
+    """Whether two configurations differ in this field, if configurations of their kind have it."""
     return getattr(one, name, None) != getattr(other, name, None)
 
 
 def distance(one: Any, other: Any) -> float:
-    """Of two configurations: a field counts 1/2 if it differs, and by as many powers of two as it does."""
+    """The distance of two configurations: a field that differs counts 1/2 and the powers of two between its values."""
     total = 0.0
     for field in fields(one):
         a, b = getattr(one, field.name), getattr(other, field.name)

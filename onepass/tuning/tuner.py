@@ -1,4 +1,4 @@
-"""From problems to entries of the table: candidates, compiling, a check of their results, the race, the record."""
+"""The tuner: it compiles the candidates of each problem, checks their results, races them and keeps the winner."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Refusal(NamedTuple):
 
 
 class Runs(Protocol):
-    """What `Launches` does, for a problem."""
+    """The interface of `Launches`: the runs of a problem."""
 
     def results(self, config: Any) -> dict[str, Tensor]: ...
 
@@ -41,13 +41,13 @@ class Runs(Protocol):
 
 @dataclass(frozen=True)
 class Machine:
-    """What a tuner needs of the machine, so that its logic can be tested without one.
+    """The machine as a tuner needs it, so that its logic can be tested without a GPU.
 
     Attributes:
-        gpu: its name.
-        runs: of a task.
-        requests: the kernels of a task with a configuration, as the arguments of `compile.get`.
-        compile: requests, workers and progress -> why some kernels (name, key, arch) cannot be compiled.
+        gpu: the name of the GPU.
+        runs: gives the runs of a task.
+        requests: gives the kernels of a task with a configuration, as the arguments of `compile.get`.
+        compile: takes requests, workers and progress, and says why some kernels (name, key, arch) cannot be compiled.
     """
 
     gpu: str
@@ -83,12 +83,12 @@ def tune_all(
     """Tune one task after the other, and keep what was found after each.
 
     Args:
-        rounds: of each final.
-        limit: of the candidates of a task.
+        rounds: rounds of each final.
+        limit: the most candidates of a task.
         workers: processes that compile at the same time.
-        table: the file to keep it in; None = this user's own, which calls in this process use from then on.
-    Raises: KeyboardInterrupt after Ctrl-C; progress has been told of all that was found until then. OSError, before
-        anything is measured, if the cache directory is another user's or cannot be written. RuntimeError if the
+        table: the file to keep the results in; None means this user's own, which calls use from then on.
+    Raises: KeyboardInterrupt after Ctrl-C; progress has heard of all that was found until then. OSError, before
+        anything is measured, if the cache directory belongs to another user or cannot be written. RuntimeError if the
         heuristics' own choice does not compile.
     """
     progress = progress or Progress()
@@ -158,14 +158,14 @@ def _tune_one(
 def _samplers(
     task: Task, runs: Runs, configs: list[LaunchConfig], refusals: dict[LaunchConfig, Refusal], progress: Progress
 ) -> dict[str, Sampler]:
-    """Of those that run and give the results of the first; why others do not is added to refusals."""
+    """The samplers of the configurations that run and give the results of the first; refusals get the others."""
     samplers: dict[str, Sampler] = {}
     expected: dict[str, Tensor] = {}
     for config in configs:
         if config in refusals:
             continue
         progress.checking(task, config)
-        # what the allocator hands out next: a kernel that leaves a row out does not find the last one's results there
+        # a kernel that leaves a row out must not find the results of the last one in the memory that it is given
         poison = [torch.full_like(t, torch.nan) for t in expected.values()]
         del poison
         try:
@@ -178,7 +178,7 @@ def _samplers(
                 refusals[config] = Refusal(reason, is_wrong=True)
         except Exception as error:
             if not expected:
-                raise  # the heuristics' choice: then nothing can be said
+                raise  # without the heuristics' choice there is nothing to compare with
             refusals[config] = Refusal(f"does not run: {type(error).__name__}: {str(error)[:500]}")
     return samplers
 

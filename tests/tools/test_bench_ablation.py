@@ -196,10 +196,10 @@ def test_no_row_without_an_effect():
     assert found.absent["not the longest tiles first"] == "changes nothing here"  # without a causal mask
 
 
-def test_without_warp_specialisation_goes_what_hangs_on_it():
+def test_without_warp_specialization_goes_what_depends_on_it():
     problem = problem_of(PAPER_CASE, "cuda")
     found = rows(problem, ForwardConfig(tile_n=128, dynamic_tiles=True), FORWARD_SM90)
-    (row,) = (row for row in found.rows if row.label == "no warp specialisation")
+    (row,) = (row for row in found.rows if row.label == "no warp specialization")
     assert row.changes == {"warp_specialized": False, "dynamic_tiles": False, "overlap_tiles": False}
     assert row.refusal is None
     assert row.paper == ("GEMM-Softmax Pipelining, No Warp-Specialization", 570.0)

@@ -260,7 +260,7 @@ def test_ablate(ablated, tmp_path):
     for text in (
         "full configuration",
         "no pingpong between warpgroups",
-        "with it overlap_tiles=False",
+        "also overlap_tiles=False",
         "paper: No GEMM-Softmax Pipelining, Warp-Specialization",
         "no row, changes nothing here: not the longest tiles first",
         "refused: stages: overlap_gemm_softmax needs 2 for K and V, got 1",

@@ -46,7 +46,7 @@ def test_dense_by_blocks_is_the_reference():
     leaves = [x.detach().double().requires_grad_() for x in inputs[:3]]
     out = reference.attention(*leaves, causal=True).out
     gradients = torch.autograd.grad(out, leaves, inputs.dout.double())
-    expected = demo_layer.Results(out.detach(), *gradients).of_kv_heads(kv_heads)
+    expected = demo_layer.Results(out.detach(), *gradients).select_kv_heads(kv_heads)
     for name, a, b in zip(actual._fields, actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
 

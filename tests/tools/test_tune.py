@@ -309,11 +309,11 @@ def test_random_inputs_pose_the_problem(is_packed):
 
 def test_parts():
     for total, count in ((1000, 7), (5, 5), (3, 10), (0, 2)):
-        lengths = launches.parts(total, count)
+        lengths = launches.uneven_lengths(total, count)
         assert len(lengths) == count
         assert sum(lengths) == total
         assert min(lengths) >= 0
-    assert len(set(launches.parts(1000, 7))) > 3
+    assert len(set(launches.uneven_lengths(1000, 7))) > 3
 
 
 def test_a_result_is_plain_data():
