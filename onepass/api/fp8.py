@@ -9,7 +9,7 @@ from torch import Tensor
 from ..ops.quantize import QuantizedQKV, kernel_for, quantize
 from ..problem import AttentionInputs
 from ..quantization.codec import GRANULARITIES, Granularity
-from ..validation.fp8 import check_quantizable
+from ..validation import fp8
 from ..validation.lost_gradients import refuse_lost_gradients
 from ..validation.scalars import check_flag, check_int
 from ..validation.tensors import check_one_of
@@ -66,7 +66,7 @@ def quantize_fp8(
     kept: Any = fast_path.find(key)
     if kept is not None:
         return kept(inputs)
-    check_quantizable(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
+    fp8.check_quantizable(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
     check_one_of("granularity", granularity, GRANULARITIES)
     rotate, center_k, center_v = (
         check_flag(name, flag) for name, flag in (("rotate", rotate), ("center_k", center_k), ("center_v", center_v))

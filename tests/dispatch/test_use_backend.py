@@ -45,11 +45,13 @@ SUPPORTS = {
 
 
 @pytest.fixture(autouse=True)
-def _nothing_chosen(monkeypatch):
+def _nothing_chosen():
     torch._dynamo.reset()
-    monkeypatch.setattr(choice, "_process_choice", None)
+    before = choice.current()
+    use_backend(None)
     fast_path.forget()
     yield
+    use_backend(before)
     fast_path.forget()
 
 

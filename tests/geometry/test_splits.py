@@ -48,9 +48,9 @@ def tiles():
 @pytest.mark.parametrize("split_blocks", [0, 1, 3])
 @pytest.mark.parametrize("num_splits", [1, 2, 5, 16])
 def test_splits_share_out_the_blocks_of_a_tile(num_splits, split_blocks):
-    """Each block once, those that need a mask as before, and empty splits as first == last."""
+    """Splits visit each block of a tile once, with the mask that it needs; empty splits have first == last."""
     if split_blocks:
-        num_splits = -(-12 // split_blocks)  # as many as the longest sequence has
+        num_splits = -(-12 // split_blocks)  # the number of splits of the longest sequence
     for tile in tiles():
         parts = [blocks_of_split(tile, s, num_splits, split_blocks) for s in range(num_splits)]
         visited = [n for part in parts for n in range(part.first, part.last)]
@@ -59,7 +59,9 @@ def test_splits_share_out_the_blocks_of_a_tile(num_splits, split_blocks):
         assert clear == list(range(tile.clear_first, tile.clear_last))
         for s, part in enumerate(parts):
             assert part.first <= part.clear_first <= part.clear_last <= part.last
-            assert tile.clear_first > tile.first or part.clear_first == part.first  # no loop for a left edge
+            assert (
+                tile.clear_first > tile.first or part.clear_first == part.first
+            )  # without a left edge there are no masked blocks before the clear ones
             if split_blocks and part.first < part.last:
                 assert s * split_blocks <= part.first < part.last <= (s + 1) * split_blocks
 
@@ -67,8 +69,11 @@ def test_splits_share_out_the_blocks_of_a_tile(num_splits, split_blocks):
 @pytest.mark.parametrize("split_blocks", [0, 1, 3])
 @pytest.mark.parametrize("num_splits", [1, 2, 5, 16])
 def test_warpgroups_of_a_split_see_every_key_once(num_splits, split_blocks):
-    """As the Hopper consumer goes through the blocks of its own rows: at least one in each split, the masked ones of a
-    key range that `key_range` gives, and never past its tile's."""
+    """Model how the Hopper consumer goes through the blocks of its own rows.
+
+    A warpgroup visits at least one block in each split, masks the blocks that its rows need masked, and never goes past
+    the blocks of its tile.
+    """
     if split_blocks:
         num_splits = -(-12 // split_blocks)
     for seqlen_k, window, seqlen_q in itertools.product(range(0, 42, 3), WINDOWS, (1, 5, 20)):
@@ -143,9 +148,9 @@ def test_places_in_pages():
     ("num_tiles", "seqlen_k", "expected"),
     [
         (1, 2**20, splits.MAX_SPLITS),
-        (8, 2**19, 33),  # one whole wave
+        (8, 2**19, 33),  # one full wave
         (264, 2**17, 1),
-        (512, 2**17, 1),  # two waves, almost
+        (512, 2**17, 1),  # almost two waves
         (8, 1024, 8),  # LEAST_KEYS each
         (8, 100, 1),
         (0, 0, 1),
@@ -156,7 +161,7 @@ def test_number_of_splits(num_tiles, seqlen_k, expected):
 
 
 def test_waves_are_filled():
-    """Long caches: what runs behind full waves is next to nothing or a good part of one; short ones: one is filled."""
+    """The rest after full waves is tiny or a large share of one; short caches fill one wave."""
     for num_tiles in range(1, 2000, 7):
         waves = num_tiles * choose_num_splits(num_tiles, 2**19, 264, 1) / 264
         assert waves > 0.95
@@ -191,7 +196,7 @@ def problem(**changes):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_configurations(arch):
-    """Every head dim has one, its steps divide parts of equal keys, and the batch and the keys have no say."""
+    """Every head dim has a configuration, independent of batch and keys, whose tiles divide splits."""
     for dtype, (d, dv), heads, seqlen_q in itertools.product(
         (torch.bfloat16, torch.float32),
         itertools.product((5, 64, 96, 128, 192, 256), repeat=2),
@@ -219,7 +224,7 @@ def test_rows_decide_where_the_warps_lie(seqlen_q, tile_m, is_few):
 
 
 def test_configurations_of_hopper():
-    """As above; and each fits, its warpgroups have rows, and only rows that are few are the Ampere kernels'."""
+    """Every head dim has a configuration that fits, and all its warpgroups have rows; only few rows are Ampere's."""
     for (d, dv), heads, seqlen_q, split_size, softcap in itertools.product(
         itertools.product((8, 64, 96, 128, 192, 256), repeat=2),
         (8, 32, 56, 96, 1024),
@@ -238,13 +243,13 @@ def test_configurations_of_hopper():
         assert 64 * (config.num_warpgroups - 1) < rows
         for changes in ({"batch": 100}, {"seqlen_k": 10**6}):
             assert heuristics_decode.decode_config_sm90(replace(asked, **changes), split_size) == config
-        of_ampere = heuristics_decode.decode_config_sm80(asked, "sm_90a")
-        assert heuristics_decode.has_few_rows(asked) == isinstance(of_ampere, DecodeConfigSm80)
+        ampere_config = heuristics_decode.decode_config_sm80(asked, "sm_90a")
+        assert heuristics_decode.has_few_rows(asked) == isinstance(ampere_config, DecodeConfigSm80)
 
 
 @pytest.mark.parametrize(("seqlen_q", "expected"), [(16, 1), (40, 3), (48, 3), (96, 3), (128, 2), (144, 3), (1024, 3)])
 def test_warpgroups_of_hopper_fill_their_tiles(seqlen_q, expected):
-    """head_dim 64, 4 heads a kv head: 128 queries are 512 rows, 4 tiles of 128 or 3 of 192 with 64 rows empty."""
+    """head_dim 64, 4 heads per kv head: 128 queries are 512 rows, 4 tiles of 128 or 3 of 192 with 64 rows empty."""
     asked = problem(head_dim=64, head_dim_v=64, num_heads_q=32, num_heads_kv=8, seqlen_q=seqlen_q)
     assert heuristics_decode.decode_config_sm90(asked).num_warpgroups == expected
 
@@ -252,8 +257,8 @@ def test_warpgroups_of_hopper_fill_their_tiles(seqlen_q, expected):
 @pytest.mark.parametrize(
     ("batch", "heads", "seqlen_q", "seqlen_k", "expected"),
     [
-        (8, (16, 1), 16, 65536, 8),  # one whole wave, not two: 110 us for 149
-        (1, (32, 8), 128, 65536, 4),  # 207 for 216
+        (8, (16, 1), 16, 65536, 8),  # one full wave, not two: 110 us instead of 149 us
+        (1, (32, 8), 128, 65536, 4),  # 207 us instead of 216 us
         (8, (32, 8), 16, 8192, 2),
         (64, (32, 8), 16, 8192, 1),
         (1, (32, 8), 1024, 65536, 1),
@@ -267,19 +272,19 @@ def test_splits_of_hopper(batch, heads, seqlen_q, seqlen_k, expected):
     assert heuristics_decode.num_splits_sm90(asked, config, 132) == expected
 
 
-def test_packed_queries_are_many_but_where_few_are_said():
-    """A configuration that depends neither on the batch nor on the queries in all: bits of equal parts are its own."""
+def test_packed_queries_count_as_many_unless_max_seqlen_q_says_few():
+    """The configuration depends on neither the batch nor the total of queries, so the bits of a sequence do not."""
     for (d, dv), heads in itertools.product(itertools.product((64, 128, 256), repeat=2), (8, 32, 96, 1024)):
         asked = problem(head_dim=d, head_dim_v=dv, num_heads_q=heads, is_packed=True, batch=7, seqlen_q=100)
         assert not heuristics_decode.has_few_rows(asked)
         config = heuristics_decode.decode_config_sm90(asked)
-        of_ampere = heuristics_decode.decode_config_sm80(asked, "sm_90a")
+        ampere_config = heuristics_decode.decode_config_sm80(asked, "sm_90a")
         config.check(asked)
         assert (config.num_warpgroups, config.dynamic_tiles, config.pack_gqa) == (2, True, 1 < heads // 8 <= 64)
-        assert not isinstance(of_ampere, DecodeConfigSm80)
+        assert not isinstance(ampere_config, DecodeConfigSm80)
         for changes in ({"batch": 100}, {"seqlen_k": 10**6}, {"seqlen_q": 1}, {"seqlen_q": 10**5}):
             assert heuristics_decode.decode_config_sm90(replace(asked, **changes)) == config
-            assert heuristics_decode.decode_config_sm80(replace(asked, **changes), "sm_90a") == of_ampere
+            assert heuristics_decode.decode_config_sm80(replace(asked, **changes), "sm_90a") == ampere_config
     few = DecodeProblem(problem(is_packed=True, batch=7, seqlen_q=20), max_seqlen_q=4)
     assert heuristics_decode.has_few_rows(few.attention, few.max_seqlen_q)
     assert isinstance(heuristics_decode.decode_config_sm80(few.sizing_problem, "sm_90a"), DecodeConfigSm80)
@@ -288,10 +293,10 @@ def test_packed_queries_are_many_but_where_few_are_said():
 @pytest.mark.parametrize(
     ("batch", "total_q", "seqlen_k", "expected"),
     [
-        (64, 64, 16384, 8),  # one warp merges so many
-        (1, 1, 131072, 66),  # 8 tiles, of which 528 would be 4 for each multiprocessor
-        (4, 1027, 131072, 15),  # for 17 there is not workspace enough
-        (64, 2111, 8192, 1),  # a merge of 2048 rows of 32 heads, for caches this short
+        (64, 64, 16384, 8),  # one warp merges so many splits
+        (1, 1, 131072, 66),  # 8 tiles; 528 would be 4 for each multiprocessor
+        (4, 1027, 131072, 15),  # 17 would need too much workspace
+        (64, 2111, 8192, 1),  # merging 2048 rows of 32 heads would cost too much for caches this short
         (1, 1, 100, 1),
     ],
 )
@@ -304,8 +309,8 @@ def test_most_splits_of_packed_queries(batch, total_q, seqlen_k, expected):
     assert most == 1 or splits.workspace_bytes(most, rows, asked.head_dim_v) <= splits.WORKSPACE_BYTES
 
 
-def test_parts_by_length():
-    """Of sequences of any lengths a multiprocessor has about 4 parts, and none is too short to be worth it."""
+def test_splits_by_length():
+    """For sequences of any lengths a multiprocessor has about 4 splits, and no split is too short to be worthwhile."""
     for lengths, num_heads in itertools.product(((128,) * 64, (64,) * 63 + (1000,), (1,) * 8, (4000,)), (1, 8, 64)):
         part = splits.blocks_per_split(sum(lengths), num_heads, 132)
         assert part >= splits.LEAST_SPLIT_BLOCKS
@@ -320,7 +325,7 @@ def test_parts_by_length():
 def test_splits_fill_the_gpu():
     asked = problem(seqlen_k=2**17)
     config = heuristics_decode.decode_config_sm80(asked, "sm_90a")
-    # 100 KB of shared memory: 2 thread blocks a multiprocessor, for 8 kv heads
+    # 100 KB of shared memory, so 2 thread blocks per multiprocessor, for 8 kv heads
     num_splits = heuristics_decode.num_splits_sm80(asked, config, "sm_90a", 132)
     assert 0.95 * 2 * 132 <= 8 * num_splits <= 2 * 132
     assert heuristics_decode.num_splits_sm80(problem(seqlen_k=2**17, batch=64), config, "sm_90a", 132) == 1
