@@ -15,11 +15,11 @@ import pytest
 from shipped import problem
 from turn_model import Case, packed_tiles, padded_tiles, run, steps_of, visits
 
-from ...onepass.geometry.block_range import query_blocks
-from ...onepass.geometry.integers import ceil_div
-from ...onepass.kernels.heuristics import sm90 as heuristics
-from ...onepass.kernels.launch.backward_sm90 import heads_per_section
-from ...onepass.problem import Mask
+from onepass.geometry.block_range import query_blocks
+from onepass.geometry.integers import ceil_div
+from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.launch.backward_sm90 import heads_per_section
+from onepass.problem import Mask
 
 # ---------------------------------------------------------------- turns
 

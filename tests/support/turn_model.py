@@ -10,9 +10,9 @@ import heapq
 import itertools
 from typing import NamedTuple
 
-from ...onepass.geometry import tile_scheduler
-from ...onepass.geometry.block_range import first_key_block, following_query_block, last_key_block, query_blocks
-from ...onepass.geometry.integers import ceil_div
+from onepass.geometry import tile_scheduler
+from onepass.geometry.block_range import first_key_block, following_query_block, last_key_block, query_blocks
+from onepass.geometry.integers import ceil_div
 
 # Time of the model: a step; from a tile's last addition until it is complete; from giving a turn until another thread
 # block sees it; the rest of a tile's end.

@@ -9,8 +9,7 @@ import torch
 from refusals import DENSE, PACKED, packed, refused, tensors
 
 import onepass
-
-from ...onepass.api import attention as api
+from onepass.api import attention as api
 
 
 @pytest.mark.parametrize(("changes", "error", "message"), DENSE, ids=lambda x: x[:60] if isinstance(x, str) else "")
