@@ -14,7 +14,7 @@ from turn_model import Case, packed_tiles, padded_tiles
 
 
 def random_tiles(rng, num_tiles, group=1, most=5):
-    """Tiles of 0 to most blocks of `group` heads; a tile's turn at a block is how many before it have visited it."""
+    """Tiles of 0 to `most` blocks of `group` heads; a tile's turn at a block is how many tiles have visited it."""
     tiles, visits = [], Counter()
     for _ in range(num_tiles):
         blocks = rng.sample(range(most + 1), rng.choice((0, 1, 1, 2, 3, rng.randint(0, most))))
@@ -25,7 +25,7 @@ def random_tiles(rng, num_tiles, group=1, most=5):
 
 
 def tiles_of_problems(rng):
-    """Tiles as the kernel gets them: of padded and of packed sequences."""
+    """The tiles that the kernel gets for padded and for packed sequences."""
     left, right, group = rng.choice((None, 0, 5)), rng.choice((None, 0, 5)), rng.choice((1, 2))
     case = Case(rng.randint(1, 17), rng.randint(1, 20), left, right, 4, 6, group)
     if rng.random() < 0.5:
@@ -37,7 +37,7 @@ def random_protocol(rng, consumer, **fixed):
     def flag():
         return rng.random() < 0.5
 
-    names = "pingpong", "is_dynamic", "is_deterministic", "reads_early", "has_rubbish", "warpgroups_meet"
+    names = "pingpong", "is_dynamic", "is_deterministic", "reads_early", "has_garbage", "warpgroups_meet"
     changes = {name: flag() for name in names}
     protocol = Protocol(consumer, 2, rng.choice((2, 3)), rng.choice((1, 2)), pieces=rng.choice(((2, 2), (2, 1))))
     return replace(protocol, **{**changes, **fixed})
@@ -67,7 +67,7 @@ def test_no_deadlock_and_every_buffer_holds_what_is_read(consumer, is_dynamic, i
 
 @pytest.mark.parametrize("consumer", [Consumer, Wide])
 def test_tiles_of_every_length_follow_each_other(consumer):
-    """In particular tiles without steps, which leave all buffers and counts alone, and with one."""
+    """The tiles include some without steps, which leave all buffers and counts alone, and some with one step."""
     protocol = Protocol(consumer, is_deterministic=True)
     for lengths in itertools.product(range(4), repeat=3):
         tiles = [[((number, i), 0) for i in range(steps)] for number, steps in enumerate(lengths)]
@@ -241,10 +241,10 @@ FAULTS = [
     (NobodyFirst, {"pingpong": True}),
     (WantsNothing, {"is_dynamic": True}),
     (WantsTooEarly, {"is_dynamic": True}),
-    (NobodyMeets, {"has_rubbish": True}),
+    (NobodyMeets, {"has_garbage": True}),
     (Consumer, {"q_stages": 1}),
     (Consumer, {"ds_buffers": 1}),
-    (WideNobodyMeets, {"has_rubbish": False, "warpgroups_meet": False}),
+    (WideNobodyMeets, {"has_garbage": False, "warpgroups_meet": False}),
     (WideOtherParity, {}),
     (WideNoWaitForDS, {}),
     (WideNoWaitForP, {}),
@@ -269,7 +269,7 @@ def test_the_model_finds_a_producer_that_does_not_wait(consumer, monkeypatch):
 
 @pytest.mark.parametrize("consumer", [Consumer, Wide])
 def test_the_model_finds_a_wrong_order_of_tiles(consumer):
-    """Turns in descending order make tiles wait for those that nobody computes."""
+    """Turns in descending order make tiles wait for tiles that no thread block computes."""
     tiles = [[((0, i), 3 - number) for i in range(3)] for number in range(4)]
     with pytest.raises(AssertionError, match="deadlock"):
         Protocol(consumer, is_deterministic=True).run(tiles, 2, 0)

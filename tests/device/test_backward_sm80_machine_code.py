@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
 ]
 
-# each table of heuristics with all its rows, what a GPU has run, the other architectures with one row
+# all rows of each table of heuristics, what a GPU has run, and one row for the other architectures
 SHIPPED = [
     (arch, head_dim)
     for arch in launch.ARCHS
@@ -47,7 +47,7 @@ OPTIONS = [
 ]
 
 
-# Loads and stores of a few addresses that are the same in all steps; it is left at them.
+# Numbers of spills that are accepted: loads and stores of a few addresses that are the same in all steps.
 FEW_SPILLS = {
     ("sm_90a", 128, torch.bfloat16): 59,  # measured: see heuristics_sm80.BACKWARD_128_HOPPER
     ("sm_100a", 128, torch.bfloat16): 7,
@@ -65,12 +65,12 @@ def check(asked, config, arch):
         assert code.count(r"HMMA\.1688\.F32\.TF32") == code.count("HMMA") == num_mma_of_float32(config, d, dv)
         assert code.count(r"LDS\.128") > 0
     else:
-        # S, dK and dQ have d columns or sum over them, dP and dV dv; a step is the loop's body, and there is one loop
+        # S, dK and dQ have d columns or sum over d, dP and dV have or sum over dv; the body of the one loop is a step
         products = config.tile_m * config.tile_n * (3 * d + 2 * dv)
         assert code.count(r"HMMA\.16816\.F32") == products // (16 * 8 * 16 * config.num_warps)
         assert code.count(r"LDSM\.16\.M88\.4") > 0
         assert code.count(r"LDSM\.16\.MT88\.4") > 0  # dO and Q, K and dS transposed
-    # K and V, the step after, and with two buffers the first step
+    # K and V, the next step, and with two buffers the first step
     rows = config.tile_n + config.num_stages * config.tile_m
     copies = rows * (d + dv) * asked.dtype.itemsize // 16 // config.num_threads + config.num_stages
     assert code.count(r"LDGSTS\.E\.BYPASS.*128") == copies
@@ -80,10 +80,10 @@ def check(asked, config, arch):
 
 
 def num_mma_of_float32(config, d, dv):
-    """Three products, in loops over 32 columns for S and dP, and 16 rows for the others."""
+    """The mma of three products: in loops over 32 columns for S and dP, and over 16 rows for the others."""
     s = 32 // 8 * config.tile_n * config.tile_m // (16 * 8)
-    of_rows = 16 // 8 * (config.tile_n * (d + dv) + config.tile_m * d) // (16 * 8)
-    return 3 * (2 * s + of_rows) // config.num_warps
+    row_fragments = 16 // 8 * (config.tile_n * (d + dv) + config.tile_m * d) // (16 * 8)
+    return 3 * (2 * s + row_fragments) // config.num_warps
 
 
 @pytest.mark.parametrize(("arch", "head_dim"), SHIPPED)

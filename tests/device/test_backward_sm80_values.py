@@ -41,7 +41,7 @@ def program(name: str, key: tuple, arch: str, request) -> ptx_interpreter.Progra
 
 @dataclass(frozen=True)
 class Request:
-    """The last argument of `compile.get`; the others tell one kernel from another."""
+    """The last argument of `compile.get`; the other ones distinguish kernels."""
 
     trace: object
 
@@ -53,7 +53,7 @@ class Request:
 
 
 class Parameters(Arguments):
-    """Memory with the tensors of a launch, and the parameters of a kernel that is given them."""
+    """Memory with the tensors of a launch, and the parameters of a kernel that these are passed to."""
 
     def __init__(self, is_packed: bool):
         self.memory = ptx_interpreter.Memory(1 << 24, ptx_interpreter.GLOBAL_BASE)
@@ -65,19 +65,19 @@ class Parameters(Arguments):
         return address
 
     def rows(self, *tensors: torch.Tensor | None, is_lse: bool = False):
-        """q, lse and the like."""
+        """A tensor with rows, such as q or lse."""
         for t in tensors:
             if t is not None:
                 self.tensor(t, is_lse)
 
     def blocks(self, *tensors: torch.Tensor | None):
-        """(blocks, columns)"""
+        """A tensor (blocks, columns)."""
         for t in tensors:
             if t is not None:
                 self.values.append(struct.pack("<Qiiq", self.put(t), len(t), 0, t.stride(0)))
 
     def vectors(self, *tensors: torch.Tensor | None):
-        """(count,)"""
+        """Tensors (count,)."""
         for t in tensors:
             if t is not None:
                 self.vector(t)
@@ -92,11 +92,11 @@ class Parameters(Arguments):
 
 
 class Kernels:
-    """preprocess, main and postprocess as callables of tensors, like compiled ones; see backward_launch.BackwardLaunch.
+    """preprocess, main and postprocess, callable with tensors like the compiled kernels of kernels/launch/backward.py.
 
     Attributes:
-        change: what is done to the program of the main kernel before it runs.
-        schedule: options of `ptx_interpreter.run` for it.
+        change: applied to the program of the main kernel before it runs.
+        schedule: options of `ptx_interpreter.run` for the main kernel.
     """
 
     def __init__(self, problem, config, has_dlse, change, schedule):
@@ -110,9 +110,9 @@ class Kernels:
         ptx_interpreter.run(kernel, p.values, p.memory, grid, num_threads, smem_bytes, **schedule)
         p.copy_back(*written)
 
-    def grid_of_rows(self, parts: int, blocks_per_head: int) -> tuple[int, int, int]:
+    def grid_of_rows(self, opcode: int, blocks_per_head: int) -> tuple[int, int, int]:
         problem = self.problem
-        return blocks_per_head * parts, problem.num_heads_q, 1 if problem.is_packed else problem.batch
+        return blocks_per_head * opcode, problem.num_heads_q, 1 if problem.is_packed else problem.batch
 
     def preprocess(self, out, dout, lse, dlse, stats, dq_accum, zeroed, cu_seqlens_q, lse_factor, blocks_per_head):
         from onepass.kernels.device.memory_bound.backward_rows import THREADS  # not at the top: it needs the compiler
@@ -166,7 +166,7 @@ def poisoned(t: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(call, out, lse, dout, dlse, config=None, change=lambda kernel: kernel, **schedule):
-    """dq, dk, dv, dsinks by the kernels."""
+    """dq, dk, dv and dsinks, computed by the kernels."""
     problem, inputs = problem_of(call)
     problem = replace(problem, deterministic=call.options.get("deterministic", False))
     config = config or heuristics_sm80.backward_config_sm80(problem, ARCH)
@@ -197,7 +197,7 @@ class ByKernels(torch.autograd.Function):
 
 @dataclass
 class KernelCall(Call):
-    """A call whose gradients are those of the kernels."""
+    """A call whose gradients the kernels compute."""
 
     config: BackwardConfigSm80 | None = None
     schedule: dict | None = None
@@ -399,7 +399,7 @@ def test_no_order_of_copies_and_warps_matters(config):
 
 
 def given(call: Call):
-    """out, lse and their gradients, for `gradients`."""
+    """out, lse and their gradients: arguments of `gradients`."""
     out, lse = forward(*problem_of(call))
     generator = torch.Generator().manual_seed(1)
     return out, lse, torch.randn(out.shape, generator=generator).to(out.dtype), None
@@ -407,7 +407,7 @@ def given(call: Call):
 
 @pytest.mark.slow
 def test_tiles_of_keys_take_turns():
-    """Each part of a dQ has been added to by every tile that sees its block, and all tiles were drawn."""
+    """Every tile that sees a block has added to each share of its dQ, and all tiles were drawn."""
     call = call_of(64, 64, 150, 300, causal=True, deterministic=True)
     problem, inputs = problem_of(call)
     problem = replace(problem, deterministic=True)
@@ -441,13 +441,13 @@ def test_nan_of_a_hidden_pair_stays_hidden(head_dims, dtype):
     out, lse, dout, _ = given(call)
     clean = gradients(call, out, lse, dout, None)
     dout[:, 50] = math.nan  # sees the keys up to 80
-    call.tensors["k"][:, 120] = math.nan  # seen from query 90 on, whose lse and out are still those without it
+    call.tensors["k"][:, 120] = math.nan  # seen from query 90 on; lse and out are still those without the NaN
     dq, dk, dv, _ = gradients(call, out, lse, dout, None)
     hidden = torch.ones(100, dtype=torch.bool)
     hidden[50] = hidden[90:] = False
     tolerance = 0.02 if dtype == torch.bfloat16 else 2e-6
     for gradient, expected, is_clean in ((dq, clean[0], hidden), (dk, clean[1], None), (dv, clean[2], None)):
-        if is_clean is None:  # keys after 80, but for the one that is NaN itself
+        if is_clean is None:  # keys after 80, except for the one that is NaN itself
             is_clean = torch.arange(130) > 80
             is_clean[120] = False
         # what is computed again is rounded otherwise
@@ -456,7 +456,7 @@ def test_nan_of_a_hidden_pair_stays_hidden(head_dims, dtype):
 
 
 def test_out_of_rows_without_keys_has_no_gradient():
-    """Not even where dout is NaN; while dlse of such a row is a part of dsinks."""
+    """The gradient is 0 even where dout is NaN; but dlse of such a row counts in dsinks."""
     call = CASES["sinks, rows that see nothing"]
     out, lse, dout, _ = given(call)
     dlse = torch.randn(lse.shape, generator=torch.Generator().manual_seed(2))
@@ -473,7 +473,7 @@ def test_out_of_rows_without_keys_has_no_gradient():
 
 
 def wavefronts(addresses: np.ndarray, num_bytes: int) -> tuple[int, int]:
-    """How often the banks of shared memory are read or written for a warp's access, and at least."""
+    """How often the banks of shared memory are read or written for a warp's access, and how often at least."""
     together = addresses.reshape(max(1, num_bytes // 4), -1)  # 128 bytes at a time
     words = [np.unique(lanes[:, None] // 4 + np.arange(num_bytes // 4)) for lanes in together]
     return sum(int(np.bincount(w % 32).max()) for w in words), len(together)
@@ -484,14 +484,14 @@ def test_float32_meets_no_bank_conflict(monkeypatch):
     seen = Counter()
     run = ptx_interpreter.Warp.load_or_store
 
-    def counted(warp, parts, operands, active):
-        if "shared" in parts and warp.is_everyone:
-            values, place = operands if parts[0] == "ld" else operands[::-1]
-            num_bytes = (values.count(",") + 1) * int(parts[-1][1:]) // 8
-            needed, least = wavefronts(warp.address(place)[:32], num_bytes)
-            seen[parts[0], num_bytes, "accesses"] += least
-            seen[parts[0], num_bytes, "conflicts"] += needed - least
-        return run(warp, parts, operands, active)
+    def counted(warp, opcode, operands, active):
+        if "shared" in opcode and warp.is_everyone:
+            values, pointer = operands if opcode[0] == "ld" else operands[::-1]
+            num_bytes = (values.count(",") + 1) * int(opcode[-1][1:]) // 8
+            needed, least = wavefronts(warp.address(pointer)[:32], num_bytes)
+            seen[opcode[0], num_bytes, "accesses"] += least
+            seen[opcode[0], num_bytes, "conflicts"] += needed - least
+        return run(warp, opcode, operands, active)
 
     monkeypatch.setattr(ptx_interpreter.Warp, "load_or_store", counted)
     call = call_of(64, 64, 40, 70, heads=(1, 1), dtype=FLOAT32)
@@ -504,7 +504,7 @@ def test_float32_meets_no_bank_conflict(monkeypatch):
 
 @pytest.mark.slow
 def test_infinity_in_float32():
-    """It has no low part; other columns of dV have nothing of it."""
+    """An infinity has no low limb; it does not reach other columns of dV."""
     call = call_of(64, 64, 40, 70, heads=(1, 1), dtype=FLOAT32)
     out, lse, dout, _ = given(call)
     clean = gradients(call, out, lse, dout, None)[2]

@@ -62,7 +62,7 @@ SHORT = {name: replace(asked, batch=HEADS // asked.num_heads_kv) for name, asked
 PROBLEMS |= SHORT
 
 
-# beside these, parts of which each of them is
+# kernels beside these, each with some of the same code
 SLOW = {f"64 {name}" for name in ("window", "GQA", "GQA softcap", "seqused")} | {"128 GQA", "128 window", "128 packed"}
 SLOW |= {f"192 {name}" for name in ("full", "causal", "seqused")} | {"64/128", "128/64", "64 short"}
 SLOW |= {f"64 {name}" for name in ("softcap", "packed", "short window", "deterministic")} | {"256 full", "256 seqused"}
@@ -83,15 +83,15 @@ def test_machine_code(asked):
     assert code.spills == 0
     assert code.count("HGMMA") > 0
     assert code.count("UTMALDG") >= 2 * config.key_tiles + 2  # K and V in tiles of 64, Q, dO by TMA
-    assert code.count(r"REDG\.E\.ADD\.F32x4") > 0  # dQ to global memory: each thread its values
+    assert code.count(r"REDG\.E\.ADD\.F32x4") > 0  # dQ to global memory: each thread adds its values
     assert code.count("USETMAXREG") == 2  # registers move from the producer to the consumers
     assert code.count(r"STG\.E\.128") > 0
-    assert code.count(r"WARPGROUP\.ARRIVE") < code.count("HGMMA")  # serialised, each would have its own
+    assert code.count(r"WARPGROUP\.ARRIVE") < code.count("HGMMA")  # serialized, each GEMM would have its own
     assert code.dynamic_smem == [config.smem_bytes(asked)]
 
 
 def test_all_configurations_are_among_them():
-    """Of the problems that the kernel takes, by all that a configuration may depend on."""
+    """The problems compiled here cover all that a configuration may depend on."""
     shipped = {heuristics.backward_config(asked) for asked in PROBLEMS.values()}
     for d, dv in ((64, 64), (64, 128), (128, 64), (128, 128), (192, 128), (256, 256)):
         for mask in (FULL, CAUSAL, Mask(64, 64), Mask(64, 0)):
@@ -112,7 +112,7 @@ def test_problems_of_many_short_sequences_are_among_them():
 def test_rows_before(head_dim, is_packed, has_dlse):
     asked = problem(head_dim, head_dim, is_packed=is_packed)
     code = check_rows(backward_launch.compile_requests(asked, has_dlse)[0], "backward_preprocess")
-    assert (code.count(r"STG\.E\.128") > 0) == is_packed  # zeros for dq, which else the main kernel writes
+    assert (code.count(r"STG\.E\.128") > 0) == is_packed  # zeros for dq, which otherwise the main kernel writes
 
 
 @pytest.mark.parametrize("options", ["full", "causal", "float16 packed seqused GQA window softcap"])

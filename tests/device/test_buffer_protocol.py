@@ -3,7 +3,7 @@
 The model has the barriers of producer.py and of `Consumer.two_stages` and no arithmetic: a warpgroup is two processes
 (its first warp, which without a producer warp loads as well, and the others), run step by step in random order. With
 `transposers` V goes through transposer.py's warps, and tiles may be drawn from blocks/tiles/queue.py's queue.
-Overruns (an arrival too many, a buffer written before it was read) and deadlocks are what a GPU answers with a hang.
+A GPU would hang after an overrun (an arrival too many, a buffer written before it was read) or a deadlock.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 WARPS_OF_MODEL = 2  # processes of a warpgroup
-PATIENCE = 20_000  # steps without an end of any process: nothing moves any more
+PATIENCE = 20_000  # steps in which no process ends: after that, nothing moves any more
 
 
 class MBarrier:
@@ -26,7 +26,7 @@ class MBarrier:
             self.pending, self.phase = self.arrivals, self.phase ^ 1
 
     def wait(self, parity):
-        """Until the phase of this parity is complete."""
+        """Wait until the phase of this parity is complete."""
         while self.phase == parity:
             yield
 
@@ -102,7 +102,7 @@ class NoQueue:
 
 @dataclass(frozen=True)
 class Protocol:
-    """Tiles are (first, last) blocks; skips[tile][warpgroup] is how many of the last ones a warpgroup gives back."""
+    """Tiles are (first, last) blocks; skips[tile][warpgroup] is how many of the last blocks a warpgroup skips."""
 
     warpgroups: int
     k_stages: int
@@ -346,7 +346,7 @@ def test_one_buffer_without_overlap():
 
 
 def test_the_model_sees_a_deadlock():
-    """More blocks skipped than there are buffers beside the first, and one buffer without a producer."""
+    """Deadlocks: more blocks skipped than there are buffers beside the first, and one buffer without a producer."""
     with pytest.raises(AssertionError, match="deadlock"):
         Protocol(3, 2, 2, 1).run([(0, 6), (0, 6)], [[2, 1, 0], [2, 1, 0]], 0)
     with pytest.raises(AssertionError, match="deadlock"):

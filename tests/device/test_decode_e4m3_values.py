@@ -25,12 +25,12 @@ BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
 
 def scales(*shape, seed):
-    """Over three orders of magnitude."""
+    """Scales over three orders of magnitude."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).mul(7).sub(5).exp()
 
 
 def e4m3_cache(filled, seqlen_q, heads, head_dims, kind, **more):
-    """`cache_of` in e4m3, and kv_block. Args: kind: what has a descale of its own, a word of `descale_of`."""
+    """`cache_of` in e4m3, and kv_block. Args: kind: what has a descale of its own, in the words of `descale_of`."""
     inputs = cache_of(filled, seqlen_q, heads, head_dims, **more)
     inputs = inputs._replace(k_cache=inputs.k_cache.to(E4M3), v_cache=inputs.v_cache.to(E4M3))
     kv_block = None
@@ -50,18 +50,18 @@ def copied(inputs):
 
 
 def check(inputs, kv_block, num_sms=4, **options):
-    """Against the tiled backend in float64, with the budget of it in the same dtype."""
+    """Compare with the tiled backend in float64, with the error of the tiled backend in this dtype as budget."""
     options = OPTIONS | {"kv_block": kv_block} | options
     problem = check_decode(inputs, **options)
     copies = copied(inputs)
     out, lse, k_cache, v_cache = sm80_decode.decode(problem, inputs, num_sms)
-    plain = tiled(replace(problem, num_splits=1, split_size=None), copies)
+    tiled_result = tiled(replace(problem, num_splits=1, split_size=None), copies)
     for now, other in ((k_cache, copies.k_cache), (v_cache, copies.v_cache)):
         assert_same_numbers(now, other)
     wide = copies._replace(q=copies.q.double(), k_new=None, v_new=None)
     wide = wide._replace(cache_seqlens=inputs.cache_seqlens + inputs.seqlen_new)
     oracle = tiled(check_decode(wide, **(options | {"num_splits": 1, "split_size": None})), wide)
-    rows = compare("out", out, oracle[0], plain[0]), compare_lse(lse, oracle[1])
+    rows = compare("out", out, oracle[0], tiled_result[0]), compare_lse(lse, oracle[1])
     assert all(row.ok for row in rows), "\n".join(map(str, rows))
     return out, lse
 
@@ -127,7 +127,7 @@ def test_values(name):
 
 
 def test_queries_of_any_magnitude():
-    """Rows of bf16 that fp16 has no numbers for; a row of zeros; all in one tile."""
+    """One tile with rows of bf16 outside of fp16's range, and a row of zeros."""
     inputs, kv_block = e4m3_cache((100,), 4, (4, 1), (64, 64), "entry")
     magnitudes = torch.tensor([1e30, 1e-30, 0.0, 1.0]).view(1, 4, 1, 1)
     inputs = inputs._replace(q=(inputs.q * magnitudes).bfloat16())
@@ -135,7 +135,7 @@ def test_queries_of_any_magnitude():
         each = inputs._replace(q=inputs.q[:, [{1e-30: 0, 1.0: 3, 1e30: 1}[scale], 2]].contiguous())
         check(each, kv_block, softmax_scale=scale, num_splits=1)
     q = inputs.q.clone()
-    q[0, 0, 0, 5], q[0, 1, 1, 6] = torch.nan, torch.inf  # of two rows
+    q[0, 0, 0, 5], q[0, 1, 1, 6] = torch.nan, torch.inf  # in two rows
     out = sm80_decode.decode(check_decode(inputs._replace(q=q), **OPTIONS), inputs._replace(q=q))[0]
     is_number = out.isfinite().all(-1)
     assert not is_number[0, 0, 0]
@@ -143,7 +143,7 @@ def test_queries_of_any_magnitude():
 
 
 def test_descales_that_grow_and_shrink():
-    """O refers to the largest descale of V so far: whichever way they go, by far more than fp16 has room for."""
+    """O refers to the largest descale of V so far. Here the descales rise or fall by far more than fp16's range."""
     inputs, kv_block = e4m3_cache((256,), 1, (4, 1), (64, 64), "page", page_size=16, room=256)
     by_key = torch.logspace(-12, 12, 16)
     for order in (by_key, by_key.flip(0), by_key.roll(5)):
@@ -162,7 +162,7 @@ def test_negative_descales(signs):
 @pytest.mark.parametrize(("key", "window"), [(126, None), (129, None), (117, (10, None))])
 @pytest.mark.parametrize("kind", [pytest.param("none", marks=pytest.mark.slow), "block of 16"])
 def test_nan_of_a_hidden_key_stays_hidden(key, window, kind):
-    """Of the first split, of keys 0 to 127, and of the second; with a window, of rows that see both."""
+    """A NaN in the first split (keys 0 to 127) and in the second; with a window, for rows that see both."""
     inputs, kv_block = e4m3_cache((130,), 8, (4, 1), (64, 64), kind)
     inputs = inputs._replace(q=inputs.q[:, :, :2].contiguous())  # 16 rows
     options = {"num_splits": 2, "window": window}
@@ -183,7 +183,7 @@ def test_nan_of_a_hidden_key_stays_hidden(key, window, kind):
 @pytest.mark.parametrize("kind", ["none", "entry", "page", "block of 16"])
 @pytest.mark.parametrize("rotary", [False, True])
 def test_append(kind, rotary):
-    """Bit by bit what the tiled backend writes, and nowhere else; NaN stays, what is too large becomes 448."""
+    """The bits that the tiled backend writes, and no others; NaN stays, and what is too large becomes 448."""
     page_size = 16 if kind in ("page", "none") else None
     inputs, kv_block = e4m3_cache((14, 0, 33), 2, (4, 2), (10, 6), kind, page_size=page_size, room=48, seqlen_new=3)
     inputs.v_new[0, 0, 0, :5] = torch.tensor([1e9, -1e9, torch.inf, torch.nan, 2.0**-30])

@@ -1,4 +1,4 @@
-"""The Hopper forward over a cache, in splits and pages: everything stays in registers, and loads are TMA's."""
+"""The Hopper forward over a cache, in splits and pages: everything stays in registers, and loads go by TMA."""
 
 import importlib.util
 from dataclasses import replace
@@ -23,7 +23,7 @@ OPTIONS = {"mask": Mask(60, 0), "softcap": 20.0, "dtype": torch.float16, "has_si
 
 
 def code_of(head_dims: tuple[int, int], page_size: int | None, is_split: bool, **changes) -> tuple:
-    """Machine code of the forward that a call gets, and its configuration."""
+    """The machine code of the forward that a call gets, and its configuration."""
     sizes = {"seqlen_q": 16, "num_heads_q": 16, "num_heads_kv": 2, "mask": Mask(None, 0)}
     attention = replace(problem(*head_dims), has_seqused_k=True, **(sizes | changes))
     asked = DecodeProblem(attention, page_size)
@@ -33,7 +33,7 @@ def code_of(head_dims: tuple[int, int], page_size: int | None, is_split: bool, *
     assert (code.spills, code.serialized) == (0, "")
     (smem,) = code.dynamic_smem
     assert smem <= config.smem_bytes(attention) <= SMEM_BYTES
-    # partials two columns at a time, out eight (16 bits)
+    # partials are stored two columns at a time, out eight (16 bits)
     assert (code.count(r"STG\.E\.64") > 0) == is_split
     assert (code.count(r"STG\.E\.128") > 0) == (not is_split)
     return code, config
@@ -44,7 +44,7 @@ def code_of(head_dims: tuple[int, int], page_size: int | None, is_split: bool, *
     [(16, 8), pytest.param(None, 1, marks=pytest.mark.slow), pytest.param(256, 1, marks=pytest.mark.slow)],
 )
 def test_loads(page_size, boxes):
-    """Each box in two halves of 64 columns: of K at a tile's start and in the loop, of V also at the very end."""
+    """Boxes come in two halves of 64 columns: K at a tile's start and in the loop, V at the very end as well."""
     code, config = code_of((128, 128), page_size, True)
     assert (config.num_warpgroups, config.tile_n) == (2, 128)
     in_q = 2 * config.num_warpgroups  # 64 columns of 64 rows

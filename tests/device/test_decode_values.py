@@ -47,7 +47,7 @@ def randn(*shape, dtype=FP32, seed=0):
 
 
 def cache_of(filled, seqlen_q, heads, head_dims, page_size=None, room=200, dtype=BF16, seqlen_new=0, **more):
-    """Inputs whose cache is NaN wherever no key lies, with sequences in pages of random places if page_size."""
+    """Inputs whose cache is NaN wherever no key lies; with page_size, sequences lie in pages of random numbers."""
     batch, room = len(filled), room if page_size is None else -(-room // page_size) * page_size
     q = randn(batch, seqlen_q, heads[0], head_dims[0], dtype=dtype, seed=1)
     caches = [randn(batch, room, heads[1], d, dtype=dtype, seed=2 + i) for i, d in enumerate(head_dims)]
@@ -61,7 +61,7 @@ def cache_of(filled, seqlen_q, heads, head_dims, page_size=None, room=200, dtype
         for i, rows in enumerate(caches):
             caches[i] = rows.new_full((len(order), page_size, *rows.shape[2:]), NAN)
             caches[i][table.flatten().long()] = rows.view(-1, page_size, *rows.shape[2:])
-        # behind the keys a table may hold anything
+        # after the keys a table may hold arbitrary values
         for b, n in enumerate(filled):
             table[b, -(-(n + seqlen_new) // page_size) :] = -9 if b % 2 else 10**6
     new = [None, None]
@@ -72,7 +72,7 @@ def cache_of(filled, seqlen_q, heads, head_dims, page_size=None, room=200, dtype
 
 
 def packed_of(filled, queries, behind, heads, head_dims, **more):
-    """Packed queries of these lengths, and rows behind them."""
+    """Packed queries of these lengths, and more rows after them."""
     inputs = cache_of(filled, max(queries), heads, head_dims, **more)
     rows = [q[:n] for q, n in zip(inputs.q, queries, strict=True)]
     q = torch.cat([*rows, randn(behind, heads[0], head_dims[0], dtype=inputs.q.dtype, seed=10)])
@@ -80,7 +80,7 @@ def packed_of(filled, queries, behind, heads, head_dims, **more):
 
 
 def check(inputs, num_sms=4, **options):
-    """Against the tiled backend in float64, with the budget of plain torch in the same dtype."""
+    """Compare with the tiled backend in float64, with the error of PyTorch operations in this dtype as budget."""
     problem = check_decode(inputs, **(OPTIONS | options))
     copies = inputs._replace(k_cache=inputs.k_cache.clone(), v_cache=inputs.v_cache.clone())
     out, lse, k_cache, v_cache = sm80_decode.decode(problem, inputs, num_sms)
@@ -142,7 +142,7 @@ CASES = {
     "48 rows: warps along the rows": (cache_of((130, 5), 12, (8, 2), (64, 64), page_size=16), {"num_splits": 2}),
     "two warps": (cache_of((150, 9), 1, (3, 1), (256, 136), page_size=16), {"num_splits": 2}),
     "chosen": (cache_of((1100, 700), 1, (4, 1), (64, 64), room=1200), {}),
-    "parts of 64 keys": (cache_of((200, 0, 65), 4, (8, 2), (64, 64)), {"split_size": 64}),
+    "splits of 64 keys": (cache_of((200, 0, 65), 4, (8, 2), (64, 64)), {"split_size": 64}),
 }
 
 
@@ -151,7 +151,7 @@ NEGATIVE = ((40, -2), (-1, 40), (-3, 250), (250, -150), (-70, 70), (5, -6))
 
 @pytest.mark.parametrize("name", ["window, softcap, sinks", "32 rows, a window that hides all keys of some warps"])
 def test_windows_with_negative_sides(name):
-    """By the kernels of other windows: rows, warps and splits that see no key among them."""
+    """The kernels of other windows compute these as well; rows, warps and splits that see no key are among them."""
     inputs, options = CASES[name]
     for window in NEGATIVE:
         check(inputs, **(options | {"causal": False, "window": window}))
@@ -166,12 +166,12 @@ def test_values(name):
     check(inputs, **options)
 
 
-# of calls that have heads, and that the interpreter has memory for; in the first two, one of them slow, nearly every
-# option
+# Calls that have heads, and that the interpreter has memory for. The first two, one of them slow, have nearly every
+# option.
 RANDOM = (18, 38, 2, 3, 4, 5, 7, 8, 12, 13, 14, 15, 19, 21, 23, 25, 27, 28, 29, 30, 31, 32, 33, 34, 35, 37, 41, 45)
 
 
-# likewise, and of 16 bits; the first two over pages and in splits
+# Calls of 16 bits that have heads and fit into memory; the first two are over pages and in splits.
 PACKED = (12, 2, 0, 1, 4, 5, 6, 8, 9, 10, 13, 14)
 
 
@@ -184,7 +184,7 @@ PACKED = (12, 2, 0, 1, 4, 5, 6, 8, 9, 10, 13, 14)
     ],
 )
 def test_random_calls(seed, packed, monkeypatch):
-    """Kernel after kernel, in place of what `attention_decode` would run here."""
+    """The kernels run one after another, in place of what `attention_decode` would run here."""
 
     def by_kernels(**arguments):
         problem, inputs = decode_calls.problem_of("attention_decode", arguments)
@@ -199,7 +199,7 @@ def test_random_calls(seed, packed, monkeypatch):
 
 
 def test_references_of_the_warps_differ():
-    """Each warp meets the largest scores of a sequence once: the other ones' sums count next to nothing."""
+    """Each warp meets the largest scores of a sequence once, where the sums of the other warps hardly count."""
     inputs = cache_of((128, 128, 128, 128), 1, (4, 1), (64, 64))
     for b in range(4):
         inputs.k_cache[b, 16 * b : 16 * (b + 1)] *= 40
@@ -208,7 +208,7 @@ def test_references_of_the_warps_differ():
 
 @pytest.mark.parametrize("page_size", [None, 5])
 def test_the_order_of_copies_and_warps_changes_no_bit(page_size):
-    """Buffers are full before they are read and are filled again after that, whoever is first."""
+    """Buffers are full before they are read and are filled again after that, in any order of warps."""
     inputs = cache_of((250, 190), 1, (8, 2), (128, 128), page_size=page_size, room=250)
     problem = check_decode(inputs, **OPTIONS)
     results = [
@@ -222,8 +222,8 @@ def test_the_order_of_copies_and_warps_changes_no_bit(page_size):
         assert torch.equal(lse, results[0][1])
 
 
-def test_parts_of_equal_keys_give_equal_bits_in_any_batch_and_any_cache():
-    """Other tiles, other splits, another grid: the same bits."""
+def test_splits_of_equal_keys_give_equal_bits_in_any_batch_and_any_cache():
+    """Other tiles, other splits and another grid give the same bits."""
     filled = (300, 130, 64)
     inputs = cache_of(filled, 2, (8, 2), (64, 64), room=700)
     together = check(inputs, split_size=128)
@@ -237,7 +237,7 @@ def test_parts_of_equal_keys_give_equal_bits_in_any_batch_and_any_cache():
 
 @pytest.mark.parametrize(("key", "window"), [(126, None), (129, None), (117, (10, None))])
 def test_nan_of_a_hidden_key_stays_hidden_in_its_split(key, window):
-    """Of the first split, of keys 0 to 127, and of the second; with a window, of rows that see both."""
+    """A NaN in the first split (keys 0 to 127) and in the second; with a window, for rows that see both."""
     inputs = cache_of((130,), 8, (4, 1), (64, 64))
     options = {"num_splits": 2, "window": window}
     whole, _ = check(inputs, **options)
@@ -265,7 +265,7 @@ def test_nan_of_a_hidden_key_stays_hidden_in_its_split(key, window):
     ],
 )
 def test_append(page_size, head_dims, rotary):
-    """By copies of several widths. No other row is written; queries are rotated as if they stood at the last keys."""
+    """Copies of several widths write the new rows and no other; queries are rotated as if at the last keys."""
     inputs = cache_of((20, 0, 33), 5, (4, 2), head_dims, page_size=page_size, room=36, seqlen_new=3)
     options = OPTIONS
     if rotary is not None:
@@ -291,12 +291,12 @@ def test_append_and_attend():
 def test_bad_lengths_and_pages_write_nothing_outside(page_size):
     inputs = cache_of((20, 4, 8, 8), 1, (2, 1), (8, 8), page_size=page_size, room=24, seqlen_new=2)
     if page_size is not None:
-        inputs.page_table[1] = torch.tensor([-1, 10**9, -(2**31), 26, 27, 28])  # of 26 pages
+        inputs.page_table[1] = torch.tensor([-1, 10**9, -(2**31), 26, 27, 28])  # there are 26 pages
     lengths = torch.tensor([23, 4 if page_size else 24, -1, 2**28], dtype=INT32)
     problem = check_decode(inputs, **OPTIONS)
     _, k_cache, v_cache = sm80_decode.append(problem, inputs._replace(cache_seqlens=lengths))
     for now, was, new in ((k_cache, inputs.k_cache, inputs.k_new), (v_cache, inputs.v_cache, inputs.v_new)):
-        for entry, position, row in ((0, 23, 0), (2, 0, 1)):  # the only ones with a place
+        for entry, position, row in ((0, 23, 0), (2, 0, 1)):  # the only rows that the cache has
             page = entry if page_size is None else inputs.page_table[entry, position // page_size]
             row_in_page = position if page_size is None else position % page_size
             if 0 <= page < len(was):
@@ -312,7 +312,7 @@ def test_bad_lengths_and_pages_write_nothing_outside(page_size):
 @pytest.mark.parametrize(("dtype", "head_dim_v"), [(FP32, 70), (BF16, 7)])
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_merge(dtype, head_dim_v, has_sinks):
-    """70 parts, more than a warp has lanes; rows that one, some and none of them have seen; shared out or not."""
+    """70 partials, more than a warp has lanes; rows that one, some or none of them have seen; one warp or several."""
     outs, lses = randn(70, 2, 3, 2, head_dim_v, dtype=dtype), 5 * randn(70, 2, 2, 3, seed=1)
     lses[1:, 0, :, 0] = -torch.inf
     lses[::3, 0, :, 1] = -torch.inf
@@ -327,13 +327,13 @@ def test_merge(dtype, head_dim_v, has_sinks):
     assert compare("out", out, expected[0], merge_in_torch(outs, lses, sinks)[0].to(dtype)).ok
     assert compare_lse(lse, expected[1]).ok
     if not has_sinks:
-        assert torch.equal(out[0, 0], outs[0, 0, 0])  # alone: nothing is rounded twice
+        assert torch.equal(out[0, 0], outs[0, 0, 0])  # a single partial is not rounded twice
 
 
-@pytest.mark.parametrize(("num_parts", "is_packed"), [(3, False), (70, True)])
-def test_the_launch_of_a_merge(monkeypatch, num_parts, is_packed):
-    """The kernel that `merge_partials` picks for its tensors, and what it is given."""
-    outs, lses = randn(num_parts, 2, 3, 2, 24, dtype=BF16), 3 * randn(num_parts, 2, 2, 3, seed=1)
+@pytest.mark.parametrize(("num_partials", "is_packed"), [(3, False), (70, True)])
+def test_the_launch_of_a_merge(monkeypatch, num_partials, is_packed):
+    """The kernel that `merge_partials` picks for its tensors, and the arguments that it gets."""
+    outs, lses = randn(num_partials, 2, 3, 2, 24, dtype=BF16), 3 * randn(num_partials, 2, 2, 3, seed=1)
     if is_packed:
         outs, lses = outs[:, 0], lses[:, 0]
 
@@ -357,18 +357,18 @@ def test_the_launch_of_a_merge(monkeypatch, num_parts, is_packed):
 
 @pytest.mark.parametrize("sink", [-300.0, 30.0, 80.0, 250.0])
 def test_merge_with_a_sink_that_dominates_or_vanishes(sink):
-    """Beside it the keys' share is e^-20, e^-70, or one that float32 does not tell from 0; or theirs is all of it."""
+    """The keys' share beside the sink is e^-20, e^-70, or one that float32 does not distinguish from 0; or it is 1."""
     outs, lses = randn(5, 2, 3, 2, 64), 3 * randn(5, 2, 2, 3, seed=1)
     sinks = torch.tensor([sink, 1.0])
     expected = merge_in_torch([o.double() for o in outs], [x.double() for x in lses], sinks)
-    plain = merge_in_torch(outs, lses, sinks)
+    in_torch = merge_in_torch(outs, lses, sinks)
     out, lse = sm80_decode.merge(outs, lses, torch.empty(outs.shape[1:]), torch.empty(lses.shape[1:]), sinks)
-    # a share is as exact as the exponent that it comes from: as in rounding.py
+    # a share is as exact as the exponent that it comes from, see onepass/testing/rounding.py
     terms = (1 + expected[1].abs() + sinks.double()[:, None].abs()).mT[..., None]
     floor = torch.finfo(FP32).eps * terms * expected[0].abs()
-    for h in range(2):  # each by its own largest value
-        of_head = [x[:, :, h : h + 1] for x in (out, expected[0], plain[0], floor)]
-        row = compare("out", *of_head[:3], floor=of_head[3])
+    for h in range(2):  # each head by its own largest value
+        one_head = [x[:, :, h : h + 1] for x in (out, expected[0], in_torch[0], floor)]
+        row = compare("out", *one_head[:3], floor=one_head[3])
         assert row.ok, row
     assert compare_lse(lse, expected[1]).ok
     for warps, last_first in ((1, False), (8, True)):
@@ -387,7 +387,7 @@ def test_merge_passes_nan_on():
 
 
 def test_the_oracle_agrees():
-    """The tiled backend's float64, which the kernels are held to, is the dense formula."""
+    """The tiled backend in float64, which the kernels are compared with, computes the dense formula."""
     inputs = cache_of((100,), 4, (4, 2), (16, 16), dtype=torch.float64)
     problem = check_decode(inputs, **OPTIONS)
     expected = reference.attention(inputs.q, inputs.k_cache[:, :100], inputs.v_cache[:, :100], causal=True)

@@ -1,4 +1,4 @@
-"""e4m3 numbers in registers: every byte in every place, and what becomes of floats; by its PTX on the CPU."""
+"""Conversions of e4m3 numbers in registers: every byte at every position, and floats. The PTX runs on the CPU."""
 
 import importlib.util
 
@@ -51,7 +51,7 @@ def test_every_byte_in_every_place():
 
 
 def test_floats():
-    """All e4m3 numbers, what lies in the middle of two of them and right beside it, too large ones, NaN."""
+    """All e4m3 numbers, the middle between two of them and values right beside it, too large numbers, and NaN."""
     numbers = torch.arange(127, dtype=torch.uint8).view(E4M3).float()
     middles = (numbers[1:] + numbers[:-1]) / 2
     up, down = (torch.nextafter(middles, torch.tensor(to)) for to in (torch.inf, 0.0))
@@ -66,7 +66,7 @@ def test_floats():
 
 
 def test_factors_of_rows():
-    """Powers of two that bring bf16 magnitudes to 2^14 or, tiny ones, as near as float32 goes; and reciprocals."""
+    """Powers of two that bring bf16 magnitudes to 2^14, tiny ones as near as float32 allows; and their reciprocals."""
     exponents = torch.arange(-149, 128)
     largest = torch.cat([2.0**exponents, 1.75 * 2.0 ** exponents[30:], torch.tensor([0.0, torch.inf, torch.nan])])
     floats = torch.cat([largest, torch.ones(COUNT - len(largest))])

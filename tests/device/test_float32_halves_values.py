@@ -1,4 +1,4 @@
-"""float32 as two float16 parts with a scale: what the kernel writes, by its PTX on the CPU."""
+"""float32 as two float16 halves with a scale: what the kernel writes, by its PTX on the CPU."""
 
 import importlib.util
 from typing import NamedTuple
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from onepass.kernels.config import head_dim_tile
-from onepass.kernels.device.memory_bound import float32_halves as parts
-from onepass.kernels.launch import float32_halves as parts_launch
+from onepass.kernels.device.memory_bound import float32_halves
+from onepass.kernels.launch import float32_halves as launch
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
@@ -19,7 +19,7 @@ pytestmark = [
 
 NAN, INF = float("nan"), float("inf")
 INT32 = torch.int32
-BLOCK = parts_launch.BLOCK
+BLOCK = launch.BLOCK
 EXACT_TO, RELATIVE, OF_LARGEST = 2.0**-17, 2.0**-22, 2.0**-39
 
 
@@ -37,16 +37,16 @@ def offsets(lengths):
 
 
 class Made(NamedTuple):
-    """Parts and scales of q, k and v."""
+    """The halves and the scales of q, k and v."""
 
-    parts: tuple
+    halves: tuple
     scales: tuple
 
 
 def split(k, v=None, q=None, *lengths, value_blocks=1):
     q, k, v = k if q is None else q, k, k if v is None else v
-    of_q, of_k, of_v = parts_launch.split(q, k, v, value_blocks, *lengths)
-    return Made(*zip(of_q, of_k, *of_v, strict=True))
+    q_halves, k_halves, v_halves = launch.split(q, k, v, value_blocks, *lengths)
+    return Made(*zip(q_halves, k_halves, *v_halves, strict=True))
 
 
 def blocks_of(rows, scale):
@@ -55,24 +55,24 @@ def blocks_of(rows, scale):
         yield block, scale[:, i]
 
 
-def check_block(x, target, scale, least_log2=parts.SCALES_LOG2[0]):
-    """One block of rows of x (rows, heads, head_dim) against its parts and scales (heads,)."""
+def check_block(x, target, scale, least_log2=float32_halves.SCALES_LOG2[0]):
+    """Compare one block of rows of x (rows, heads, head_dim) with its halves and its scales (heads,)."""
     head_dim, columns = x.shape[-1], head_dim_tile(x.shape[-1])
     assert target.shape[-1] == 2 * columns
     magnitudes = x.abs().nan_to_num(0.0, 0.0)
     largest = magnitudes.amax((0, 2)).double()
-    of_rows = x.abs().nan_to_num(0.0).amax(2)
-    limit = largest.clamp(min=2.0 ** (least_log2 + parts.LARGEST_LOG2)) * 2.0**-parts.MAX_RANGE_LOG2
-    lost = (of_rows > 0) & (of_rows < limit)
-    assert target[lost].isnan().all(), "rows that two parts cannot hold beside the others"
+    row_maxima = x.abs().nan_to_num(0.0).amax(2)
+    limit = largest.clamp(min=2.0 ** (least_log2 + float32_halves.LARGEST_LOG2)) * 2.0**-float32_halves.MAX_RANGE_LOG2
+    lost = (row_maxima > 0) & (row_maxima < limit)
+    assert target[lost].isnan().all(), "rows that two halves cannot hold beside the others"
     x, target = (t.masked_fill(lost[..., None], 0.0) for t in (x, target))
     high, low = target.double()[..., :columns], target.double()[..., columns:]
-    for part in (high, low):
-        assert (part[..., head_dim:] == 0).all(), "padding"
-    exponent = torch.where(largest > 0, largest.log2().floor() - parts.LARGEST_LOG2, -torch.inf)
+    for half in (high, low):
+        assert (half[..., head_dim:] == 0).all(), "padding"
+    exponent = torch.where(largest > 0, largest.log2().floor() - float32_halves.LARGEST_LOG2, -torch.inf)
     assert torch.equal(scale.double().log2(), exponent.clamp(min=least_log2)), "scale"
-    for part in (high, low):
-        assert (part <= 2.0 ** (parts.LARGEST_LOG2 + 1)).all()
+    for half in (high, low):
+        assert (half <= 2.0 ** (float32_halves.LARGEST_LOG2 + 1)).all()
     both = (high + low)[..., :head_dim] * scale.double()[:, None]
     error = (both - x.double()).abs()
     bound = torch.where(
@@ -83,7 +83,7 @@ def check_block(x, target, scale, least_log2=parts.SCALES_LOG2[0]):
 
 
 def check(x, target, scale, **options):
-    """All blocks of a batch."""
+    """`check_block` for all blocks of a batch."""
     for entry in range(x.shape[0]):
         for (rows, _), (stored, scales) in zip(
             blocks_of(x[entry], scale[entry]), blocks_of(target[entry], scale[entry]), strict=True
@@ -115,7 +115,7 @@ def test_parts_add_up(head_dim):
 
 
 def test_strides():
-    """Parts of one tensor, read where they lie."""
+    """Slices of one tensor are read where they lie."""
     q, k, v = randn(2, 70, 3, 2, 64).unbind(2)
     made = split(k[:, :, :1], v[:, :, 1:], q)
     for x, target, scale in zip((q, k[:, :, :1], v[:, :, 1:]), *made, strict=True):
@@ -123,25 +123,25 @@ def test_strides():
 
 
 def test_blocks_of_columns_of_v():
-    """Each with scales of its own."""
+    """Each block of columns has scales of its own."""
     v = randn(1, 70, 1, 240)
     v[..., 120:] *= 1e6
     v[..., 7] *= 1e-6
     made = split(randn(1, 70, 1, 256), v, value_blocks=2)
-    assert len(made.parts) == 4
-    assert made.parts[2].isnan().all()
-    check(v[..., 120:], made.parts[3], made.scales[3])
+    assert len(made.halves) == 4
+    assert made.halves[2].isnan().all()
+    check(v[..., 120:], made.halves[3], made.scales[3])
 
 
 def test_magnitudes_at_the_ends_of_float32():
     x = torch.stack([randn(64, 1, 64) * factor for factor in (1e37, 1e30, 1e-30, 1e-35, 2.0**-120)]).clamp(max=3.4e38)
     made = split(x, randn(5, 64, 1, 64))
-    check(x, made.parts[1], made.scales[1])
+    check(x, made.halves[1], made.scales[1])
     assert (made.scales[1][:, 0].log2() == torch.tensor([[110.0], [87.0], [-112.0], [-112.0], [-112.0]])).all()
 
 
 def test_rows_far_below_the_others():
-    """Of q and k those rows alone are NaN: what is computed with them is computed again. Others are as they were."""
+    """In q and k these rows alone are NaN, so that what depends on them is computed again. Other rows are unchanged."""
     x = randn(1, 130, 2, 40)
     x[0, 3] *= 2.0**-20
     x[0, 7] *= 2.0**-12
@@ -163,36 +163,36 @@ def test_zeros(is_v):
     x[1, 64:128] = randn(64, 1, 64)
     made = split(x)
     target, scale = (t[1 + is_v] for t in made)
-    least = parts.V_SCALES_LOG2[0] if is_v else parts.SCALES_LOG2[0]
+    least = float32_halves.V_SCALES_LOG2[0] if is_v else float32_halves.SCALES_LOG2[0]
     check(x, target, scale, least_log2=least)
     assert (scale[0] == 2.0**least).all()
 
 
 def test_rows_past_seqused_k():
-    """Of no entry, one without keys, one that ends in a block, one of whole blocks: NaN there is not looked at."""
+    """Entries without keys, one that ends in a block, and one of whole blocks: a NaN past their ends is not read."""
     k, v = randn(4, 150, 1, 64), randn(4, 150, 1, 96, seed=1)
     used = torch.tensor([0, 65, 128, 150], dtype=INT32)
     for t in (k, v):
         for b, n in enumerate(used):
             t[b, n:] = NAN
     made = split(k, v, None, None, None, used)
-    leasts = parts.SCALES_LOG2[0], parts.V_SCALES_LOG2[0]
-    for x, target, scale, least in zip((k, v), made.parts[1:], made.scales[1:], leasts, strict=True):
+    leasts = float32_halves.SCALES_LOG2[0], float32_halves.V_SCALES_LOG2[0]
+    for x, target, scale, least in zip((k, v), made.halves[1:], made.scales[1:], leasts, strict=True):
         for b, n in enumerate(used):
             assert (target[b, n:] == 0).all()
         check(x.nan_to_num(0.0), target, scale, least_log2=least)
-    assert made.parts[0][0, ..., :64].isnan().all()  # q has all its rows
+    assert made.halves[0][0, ..., :64].isnan().all()  # q has all its rows
 
 
 @pytest.mark.parametrize("used", [None, (9, 0, 70, 0, 1)], ids=["all keys", "seqused_k"])
 def test_packed_sequences(used):
-    """Sequence s begins at block cu_seqlens[s] // 64 + s; rows of no sequence become 0."""
+    """Sequence s begins at block cu_seqlens[s] // 64 + s; rows that belong to no sequence become 0."""
     lengths_q, lengths_k, slack = (5, 0, 70, 64, 33), (9, 4, 130, 0, 66), 70
     q, k, v = randn(sum(lengths_q) + slack, 2, 64), *(randn(sum(lengths_k) + slack, 1, 64, seed=i) for i in (1, 2))
     starts_q, starts_k = offsets(lengths_q), offsets(lengths_k)
     for t, lengths in ((q, lengths_q), (k, lengths_k), (v, lengths_k)):
         t[sum(lengths) :] = NAN
-    for s in range(5):  # of very different magnitudes
+    for s in range(5):  # sequences have very different magnitudes
         for t, starts in ((q, starts_q), (k, starts_k), (v, starts_k)):
             t[starts[s] : starts[s + 1]] *= 10.0 ** (5 - 3 * s)
     seqused = None
@@ -205,20 +205,20 @@ def test_packed_sequences(used):
     all_starts = starts_q, starts_k, starts_k
     for number, (x, starts, target, scale) in enumerate(zip((q, k, v), all_starts, *made, strict=True)):
         assert scale.shape == (5, x.shape[1], x.shape[0] // BLOCK + 5)
-        least = (parts.V_SCALES_LOG2 if number == 2 else parts.SCALES_LOG2)[0]
+        least = (float32_halves.V_SCALES_LOG2 if number == 2 else float32_halves.SCALES_LOG2)[0]
         for s in range(5):
             first = int(starts[s]) // BLOCK + s
             rows, stored = (t[starts[s] : starts[s + 1]] for t in (x.nan_to_num(0.0), target))
-            for (part, _), (of_part, scales) in zip(
+            for (block, _), (half, scales) in zip(
                 blocks_of(rows, scale[s, :, first:]), blocks_of(stored, scale[s, :, first:]), strict=True
             ):
-                if len(part):
-                    check_block(part, of_part, scales, least)
+                if len(block):
+                    check_block(block, half, scales, least)
         assert (target[starts[-1] :] == 0).all(), "rows of no sequence"
 
 
 def test_packed_sequences_that_fill_all_blocks():
-    """Of two sequences the second one has the last block of all."""
+    """The second of two sequences has the very last block."""
     x, starts = randn(64 + 70, 1, 64), offsets((64, 70))
     x[64:128] *= 1e3
     made = split(x, None, None, starts, starts)
@@ -230,7 +230,7 @@ def test_packed_sequences_that_fill_all_blocks():
 
 @pytest.mark.parametrize("is_v", [False, True], ids=["k", "v"])
 def test_nan_and_inf_stay_where_they_are(is_v):
-    """The scale is that of the largest finite number. A sum of both parts is NaN or inf where the number is."""
+    """The scale follows the largest finite number. The sum of both halves is NaN or inf where the number is."""
     x = randn(1, 130, 1, 64)
     places = {(3, 5): INF, (3, 40): -INF, (7, 17): NAN, (64, 0): NAN, (129, 63): INF}
     for (row, column), value in places.items():
@@ -266,19 +266,19 @@ RANGES = {
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
 @pytest.mark.parametrize("name", RANGES)
 def test_a_block_of_v_with_a_wide_range_is_nan(name, head_dim):
-    """All magnitudes are between 1 and 2 but for those changed; the block before and the head beside stay."""
+    """All magnitudes are between 1 and 2 except where changed; the block before and the other head stay numbers."""
     change, is_wide = RANGES[name]
     x = (1 + torch.rand(1, 130, 2, head_dim, generator=torch.Generator().manual_seed(0))) * randn(1, 130, 2, 1).sign()
     change(x[0, 64:128, 1:])
     made = split(x)
     is_nan = torch.zeros(1, 130, 2, dtype=torch.bool)
     is_nan[0, 64:128, 1] = is_wide
-    nan = made.parts[2].isnan()
+    nan = made.halves[2].isnan()
     assert nan[is_nan].all()
     if name != "a row with inf":
         assert not nan[~is_nan].any()
         kept = torch.where(is_nan[..., None], 0.0, x)
-        stored = torch.where(is_nan[..., None], 0.0, made.parts[2])
+        stored = torch.where(is_nan[..., None], 0.0, made.halves[2])
         assert torch.equal(made.scales[2][:, 0], made.scales[1][:, 0])
         check(kept[:, :, :1], stored[:, :, :1], made.scales[2][:, :1])
 
@@ -287,5 +287,5 @@ def test_k_may_be_the_same_tensor_as_v():
     x = randn(1, 64, 1, 64)
     x[0, 5] *= 2.0**-20
     made = split(x)
-    check(x, made.parts[1], made.scales[1])
-    assert made.parts[2].isnan().all()
+    check(x, made.halves[1], made.scales[1])
+    assert made.halves[2].isnan().all()

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
 ]
 
-# on sm_80 the tests of values look at the code of all that they compile (sm80_forward.py)
+# on sm_80 the tests of values check the code of all kernels that they compile (tests/support/sm80_forward.py)
 ELSEWHERE = [
     ("sm_86", 256, torch.float32),
     ("sm_90a", 128, torch.bfloat16),
@@ -38,7 +38,7 @@ def test_every_architecture(arch, head_dim, dtype):
 def test_exponentials_on_both_pipes():
     asked, config = problem(64, 64), ForwardConfigSm80(tile_m=128, num_warps=8, exp2_fma_period=4)
     code = sm80_forward.compiled(asked, config, "sm_89").code
-    # of both bodies 16 scores a row and thread: every fourth is none of the special function unit's
+    # both bodies have 16 scores a row and thread: every fourth exponential is not from the special function unit
     assert code.count(r"MUFU\.EX2") < 2 * 2 * 16 < code.count(r"MUFU\.EX2") + 2 * 2 * 4
 
 

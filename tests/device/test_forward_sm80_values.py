@@ -46,7 +46,7 @@ def problem_of(call: Call) -> tuple[AttentionProblem, AttentionInputs]:
 
 
 def fast_divisor(n: int) -> list[bytes]:
-    """FastDivmodDivisorV2 as a kernel gets it: divisor, multiplier, two shifts; and the divisor once more."""
+    """FastDivmodDivisorV2 in the form a kernel gets: divisor, multiplier, two shifts; and the divisor once more."""
     log = (n - 1).bit_length()
     multiplier = ((2**log - n) * 2**32 // n + 1) % 2**32
     return [struct.pack("<IIBBxx", n, multiplier, min(log, 1), max(log - 1, 0)), struct.pack("<i", n)]
@@ -89,7 +89,7 @@ class Arguments:
         return self.memory.put(torch.cat([torch.zeros(offset, dtype=torch.uint8), flat]).numpy()) + offset
 
     def tensor(self, t: torch.Tensor, is_lse: bool = False) -> int:
-        """(seqlen, dim, heads, batch): what is known when the kernel is compiled is not passed."""
+        """A tensor (seqlen, dim, heads, batch), without the sizes that are known when the kernel is compiled."""
         address, sizes, strides = self.put(t), list(t.shape), list(t.stride())
         if is_lse:
             sizes[-2:], strides[-2:] = sizes[:-3:-1], strides[:-3:-1]
@@ -135,8 +135,8 @@ def computed(call: Call, config: ForwardConfigSm80 | None = None, change=lambda 
 
 def check(call: Call, config: ForwardConfigSm80 | None = None, **schedule):
     out, lse = computed(call, config, **schedule)
-    oracle, plain = call.expected(), call.expected(out.dtype)
-    rows = compare("out", out, oracle.out, plain.out), compare_lse(lse, oracle.lse)
+    oracle, in_torch = call.expected(), call.expected(out.dtype)
+    rows = compare("out", out, oracle.out, in_torch.out), compare_lse(lse, oracle.lse)
     assert all(row.ok for row in rows), f"{call} {config}\n" + "\n".join(str(row) for row in rows)
 
 
@@ -163,7 +163,7 @@ PACKED = {"cu_seqlens_q": [0, 30, 30, 100, 150], **PACKED_K}
 CASES = {
     "causal": [
         call_of(64, 64, 150, 180, causal=True),
-        call_of(64, 64, 150, 70, causal=True),  # rows that see nothing
+        call_of(64, 64, 150, 70, causal=True),  # rows that see no key
         call_of(64, 64, 70, 65, heads=(4, 2), batch=3, causal=True),
         *(call_of(64, 64, 150, 180, window=(None, right)) for right in (-1, -70, -179)),
         call_of(64, 64, 70, 65, window=(3, -4)),  # no key
@@ -173,7 +173,7 @@ CASES = {
         for options in (
             {**PACKED, "seqused_k": [10, 0, 129, 21]},
             {**PACKED, "seqused_k": [64, 6, 129, 21]},
-            # 100 rows of sequences without keys, beside 10 of no sequence
+            # 100 rows of sequences without keys, and 10 rows that belong to no sequence
             {"cu_seqlens_q": PACKED["cu_seqlens_q"], "cu_seqlens_k": [0, 0, 6, 135, 200], "seqused_k": [0, 6, 0, 21]},
         )
     ]
@@ -219,12 +219,12 @@ CASES = {
     "float32 8-byte copies, 5 heads in a tile": [call_of(6, 10, 12, 70, heads=(5, 1), dtype=FLOAT32)],
 }
 ROAD = {
-    "plain": ForwardConfigSm80(num_stages=1, prefetch=False, swizzle=False, fragments_ahead=False),
+    "bare": ForwardConfigSm80(num_stages=1, prefetch=False, swizzle=False, fragments_ahead=False),
     "prefetching": ForwardConfigSm80(num_stages=1),
     "3 stages, lazy": ForwardConfigSm80(num_stages=3, rescale_threshold=8.0),
 }
 ROAD_FLOAT32 = {
-    "plain": ForwardConfigSm80(tile_n=16, num_stages=1, prefetch=False, swizzle=False, q_in_registers=False),
+    "bare": ForwardConfigSm80(tile_n=16, num_stages=1, prefetch=False, swizzle=False, q_in_registers=False),
     "default": None,
 }
 
@@ -241,7 +241,7 @@ def test_values(name):
 
 
 def test_more_sequences_than_a_warp_has_lanes():
-    """The search for a tile's sequence goes on from 32 to 32, empty sequences and the rows of none among them."""
+    """The search for a tile's sequence takes 32 at a time, among them empty sequences and rows without a sequence."""
     lengths = [0 if b % 7 == 3 else 1 + b % 3 for b in range(70)]
     starts = [0, *itertools.accumulate(lengths)]
     check(call_of(16, 16, starts[-1] + 2, starts[-1], causal=True, cu_seqlens_q=starts, cu_seqlens_k=starts))
@@ -280,27 +280,27 @@ def test_scores_that_grow_are_rescaled_lazily(dtype):
 )
 def test_nan_of_a_hidden_key_stays_hidden(dtype, head_dims):
     call = call_of(*head_dims, 100, 130, dtype=dtype, causal=True)
-    oracle, plain = call.expected().out, call.expected(dtype).out
+    oracle, in_torch = call.expected().out, call.expected(dtype).out
     call.tensors["v"][:, 90] = math.nan
     out, _ = computed(call)
     first = 90 - 30  # query that sees the key
     assert out[:, first:].isnan().all()
-    comparison = compare("out", out[:, :first], oracle[:, :first], plain[:, :first])
+    comparison = compare("out", out[:, :first], oracle[:, :first], in_torch[:, :first])
     assert comparison.ok, str(comparison)
 
 
 def test_infinity_in_float32():
-    """It has no low part; other columns have nothing of it."""
+    """An infinity has no low limb; it does not reach other columns."""
     call = call_of(192, 256, 16, 70, dtype=FLOAT32, seqused_k=[70])
-    oracle, plain = call.expected().out, call.expected(FLOAT32).out
-    for t in (call.tensors["v"][:, 50], oracle, plain):
+    oracle, in_torch = call.expected().out, call.expected(FLOAT32).out
+    for t in (call.tensors["v"][:, 50], oracle, in_torch):
         t[..., :32] = math.inf
-    comparison = compare("out", computed(call)[0], oracle, plain)
+    comparison = compare("out", computed(call)[0], oracle, in_torch)
     assert comparison.ok, str(comparison)
 
 
 def test_float32_over_many_keys():
-    """The tensor cores cut off: a sum that stayed in them would be too small."""
+    """The tensor cores truncate: a sum that stayed in them would be too small."""
     call = call_of(64, 64, 16, 600, heads=(1, 1), dtype=FLOAT32, causal=True)
     call.tensors["v"].abs_()
     check(call)
@@ -332,10 +332,10 @@ def test_tensors_of_any_alignment():
 
 def without_waits(kernel: ptx_interpreter.Program) -> ptx_interpreter.Program:
     is_kept = [not i.name.startswith("cp.async.wait") for i in kernel.instructions]
-    places = np.concatenate([[0], np.cumsum(is_kept)])
+    kept_before = np.concatenate([[0], np.cumsum(is_kept)])
     return kernel._replace(
         instructions=[i for i, kept in zip(kernel.instructions, is_kept, strict=True) if kept],
-        labels={name: int(places[place]) for name, place in kernel.labels.items()},
+        labels={name: int(kept_before[position]) for name, position in kernel.labels.items()},
     )
 
 
@@ -347,7 +347,7 @@ def test_the_interpreter_sees_a_missing_wait():
 
 
 def _random_calls(dtype: torch.dtype, count: int):
-    """The first that this backend computes and that have keys."""
+    """The first random calls that this backend computes and that have keys."""
     calls = (random_call(seed, dtype=dtype) for seed in range(60))
     is_taken = (
         (call, launch.unsupported(problem_of(call)[0]) is None and min(t.numel() for t in call.tensors.values()) > 0)

@@ -1,4 +1,4 @@
-"""The Hopper forward in float32: three products of float16 parts in the machine code, and its configurations."""
+"""The Hopper forward in float32: three products of float16 halves in the machine code, and its configurations."""
 
 import functools
 import importlib.util
@@ -22,7 +22,7 @@ needs_compiler = [
     pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
 ]
 FULL = Mask()
-BARRIER_BYTES = 1024  # that `smem_bytes` counts, at most
+BARRIER_BYTES = 1024  # an upper bound of the bytes that `smem_bytes` counts for barriers
 
 
 def asked(head_dim, head_dim_v=None, **options):
@@ -72,9 +72,9 @@ def test_machine_code(name):
     (smem,) = code.dynamic_smem
     assert config.smem_bytes(question) - BARRIER_BYTES < smem <= config.smem_bytes(question)
     assert code.count("USETMAXREG") == 2
-    # three GEMMs of one group: a fence and a wait each, the long way of the softmax waits, too
+    # three GEMMs of one group: a fence and a wait each; the long way of the softmax waits as well
     assert code.count(r"WARPGROUP\.ARRIVE") <= code.count(r"WARPGROUP\.DEPBAR")
-    # both parts of Q, K and V by TMA
+    # both halves of Q, K and V by TMA
     assert code.count("UTMALDG") >= 2 * (config.num_warpgroups + 2)
 
 
@@ -109,8 +109,8 @@ def test_three_products_for_one_of_16_bits(name):
         )
     ],
 )
-def test_machine_code_of_the_parts_kernel(kernel):
-    """No spills; rows are read and written 16 and 8 bytes a thread; few enough registers for 512 threads."""
+def test_machine_code_of_the_halves_kernel(kernel):
+    """No spills; a thread reads 16 bytes and writes 8 at a time, with few enough registers for 512 threads."""
     code = machine_code.read(launch.ARCH, functools.partial(parts_launch.trace, kernel))
     passes = 8 if kernel.head_dim == 64 else 16
     assert code.spills == 0
@@ -120,17 +120,17 @@ def test_machine_code_of_the_parts_kernel(kernel):
     assert code.count("STG") - 2 * passes == 1  # the scale
 
 
-def test_products_of_parts():
-    """high * high last, low * low not at all: exact but for 2^-22 of the sum of magnitudes."""
+def test_products_of_halves():
+    """high * high comes last, low * low not at all: the error is 2^-22 of the sum of magnitudes."""
     assert products(["a"], ["b"]) == [("a", "b")]
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(300, 64, generator=generator) for _ in range(2))
 
-    def parts(x):
+    def halves(x):
         high = x.half()
         return [high.double(), (x - high.float()).half().double()]
 
-    pairs = products(parts(a), parts(b))
+    pairs = products(halves(a), halves(b))
     assert len(pairs) == 3
     assert torch.equal(pairs[-1][0], a.half().double())
     assert torch.equal(pairs[-1][1], b.half().double())
@@ -139,8 +139,8 @@ def test_products_of_parts():
     assert (error <= 2.0**-21 * (a.double().abs() @ b.double().abs().T)).all()
 
 
-def test_p_of_parts():
-    """As large as it may grow it is a float16, with either threshold."""
+def test_p_of_halves():
+    """The largest P is still a float16, with either threshold."""
     assert p_exponent(8, torch.float16) == 7
     assert p_exponent(0, torch.float16) == 15
     assert p_exponent(0.8) == 8
@@ -156,7 +156,9 @@ def test_every_pair_of_head_dims_has_a_configuration():
                 question = asked(head_dim, head_dim_v, seqlen=seqlen, **options)
                 config = heuristics.forward_config(question)
                 config.check(question)
-                assert config.two_level_sums  # the tensor cores cut sums off, a bias that grows with the keys
+                assert (
+                    config.two_level_sums
+                )  # the tensor cores truncate sums, a bias that grows with the number of keys
 
 
 def test_configurations_by_the_wider_head_dim():
@@ -188,8 +190,8 @@ def test_refused_configurations(fields, message):
         config.check(replace(question, dtype=torch.float16))
 
 
-def test_memory_and_registers_of_two_parts():
-    """Of each tile as many bytes as the float32 has; P twice as many registers as in 16 bits."""
+def test_memory_and_registers_of_two_halves():
+    """A tile takes as many bytes as its float32 numbers; P takes twice as many registers as in 16 bits."""
     config = ForwardConfig(tile_n=64)
     question = asked(128)
     of_16_bits = replace(question, dtype=torch.float16)

@@ -23,7 +23,7 @@ from onepass.problem import Mask, Quantization
 from onepass.quantization import dequantize
 
 CAUSAL = Mask(None, 0)
-# head_dim, whether it is causal, row of the table
+# head_dim, whether the mask is causal, row of the table
 SHIPPED = [
     (head_dim, is_causal, number)
     for head_dim, rows in heuristics.FORWARD_FP8.items()
@@ -85,7 +85,7 @@ def test_machine_code(question, keys_last):
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("row", SHIPPED, ids=str)
 def test_machine_code_of_warps_that_transpose(row, is_packed):
-    """A producer's registers are enough for them with every configuration of the table."""
+    """A producer's registers are enough for the warps that transpose, with every configuration of the table."""
     head_dim, is_causal, number = row
     seqlen = min(heuristics.FORWARD_FP8[head_dim][number].up_to, 16384)
     question = asked(head_dim, head_dim, mask=CAUSAL if is_causal else Mask(), is_packed=is_packed, seqlen=seqlen)
@@ -100,21 +100,21 @@ def test_machine_code_of_warps_that_transpose(row, is_packed):
 
 
 def test_p_and_v_have_the_same_order_of_keys():
-    """Where an accumulator value goes, by the layouts of wgmma, must be the place where its key of V is stored."""
+    """An accumulator value must go, by the layouts of wgmma, to the position at which its key of V is stored."""
     # the accumulator: lane q of a quad holds the keys 2q, 2q + 1 of every eight, as columns 0, 1, 2, 3, ... of its row
     key_of_column = [[8 * (c // 2) + 2 * q + c % 2 for c in range(16)] for q in range(4)]  # of 64 keys
-    # operand A of e4m3: register `half` of step k holds, from its lowest byte, the places 32k + 16 half + 4q + (0 to 3)
-    page_of_key = {}
+    # operand A of e4m3: register `half` of step k holds, from its lowest byte, positions 32k + 16 half + 4q + (0 to 3)
+    position_of_key = {}
     for q in range(4):
         for k in range(2):
             for half in range(2):
-                for i in range(4):  # as `blocks.fp8.pack_p` fills it
+                for i in range(4):  # filled like in `scaled.pack_p`
                     key = key_of_column[q][8 * k + 4 * half + i]
-                    page_of_key[key] = 32 * k + 16 * half + 4 * q + i
-    assert sorted(page_of_key.values()) == list(range(64))
+                    position_of_key[key] = 32 * k + 16 * half + 4 * q + i
+    assert sorted(position_of_key.values()) == list(range(64))
     v = torch.arange(64).view(1, 64, 1, 1).to(torch.uint8).view(torch.float8_e4m3fn)
     stored = quantize.keys_last(v).view(torch.uint8).flatten().tolist()
-    assert stored == [key for key, _ in sorted(page_of_key.items(), key=lambda item: item[1])]
+    assert stored == [key for key, _ in sorted(position_of_key.items(), key=lambda item: item[1])]
 
 
 @pytest.mark.parametrize("granularity", ["block", "head", "tensor"])
@@ -134,13 +134,13 @@ def test_scales_of_the_kernel_are_those_of_the_tensors(granularity):
         rows = torch.arange(t.shape[1])
         found = scale[
             :, :, (rows // kernel_block).clamp(max=scale.shape[2] - 1)
-        ]  # as blocks/softmax/scaled.py reads it
+        ]  # read like in blocks/softmax/scaled.py
         expected = dequantize.row_scales(t, descale, block, None).expand(*t.shape[:3], 1)[..., 0].transpose(1, 2)
         assert torch.equal(found, expected)
 
 
 def test_scales_of_packed_sequences():
-    """A block of sequence b is `first_block` of it and its number in the sequence, in the view that b has."""
+    """In the view of sequence b, its n-th block has the number `first_block` + n."""
     offsets = {n: torch.tensor([0, 70, 70, 100, 250], dtype=torch.int32) for n in ("cu_seqlens_q", "cu_seqlens_k")}
     tensors = [torch.randn(253, heads, 16) for heads in (4, 2, 2)]
     for granularity in ("block", "head", "tensor"):
@@ -213,7 +213,7 @@ def test_v_that_is_not_transposed():
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_who_transposes_v(head_dim):
-    """The kernel for few queries, where V lies in rows; else V is laid out before."""
+    """The forward transposes V for few queries, if V lies in rows; otherwise V is laid out before."""
     most = heuristics.TRANSPOSED_QUERIES[64 if head_dim == 64 else 128 if head_dim <= 128 else 256]
     for mask, bound in zip((Mask(), CAUSAL), most, strict=True):
         for seqlen in (512, bound, bound + 1):

@@ -32,7 +32,7 @@ OTHERS = {
 }
 
 
-# beside these, parts of which each of them is
+# kernels beside these, each with some of the same code
 SLOW = {"64 packed causal", "256 packed causal", "128 seqused"}
 SLOW |= {
     "64 to 4096",
@@ -69,6 +69,6 @@ def test_machine_code(asked, config, request):
     assert code.count("UTMALDG") >= config.num_warpgroups + 2  # Q, K, V by TMA
     assert code.count("USETMAXREG") == 2  # registers move from the producer to the consumers
     assert code.count(r"STG\.E\.128") > 0
-    # every group of GEMMs is issued once and waited for, one fence a group; the long way of the softmax waits, too
+    # every group of GEMMs is issued once, with one fence, and waited for; the long way of the softmax waits as well
     assert code.count(r"WARPGROUP\.ARRIVE") <= code.count(r"WARPGROUP\.DEPBAR")
-    assert code.count(r"WARPGROUP\.ARRIVE") < code.count("HGMMA")  # serialised, each would have its own
+    assert code.count(r"WARPGROUP\.ARRIVE") < code.count("HGMMA")  # serialized, each GEMM would have its own

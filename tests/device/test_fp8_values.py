@@ -1,4 +1,4 @@
-"""The softmax of the Hopper forward in FP8, run on the CPU, against float64; and V cleared behind its last key."""
+"""The softmax of the Hopper forward in FP8, run on the CPU, against float64; and V, cleared after its last key."""
 
 import functools
 import importlib.util
@@ -38,25 +38,25 @@ def run(softmax, s, v, q_scale, k_scale, v_scale):
         v_scale,
     ]
     memory = ptx_interpreter.Memory(1 << 20, 1 << 32)
-    places = [memory.put(np.ascontiguousarray(t, np.float32)) for t in given]
+    addresses = [memory.put(np.ascontiguousarray(t, np.float32)) for t in given]
     sizes = (32, 2), (32, 2), (softmax.tiles, 32, softmax.tile_n // 8)
-    places += [memory.put(np.full(size, np.nan, np.float32)) for size in sizes]
-    parameters = [np.uint64(place).tobytes() for place in places]
+    addresses += [memory.put(np.full(size, np.nan, np.float32)) for size in sizes]
+    parameters = [np.uint64(address).tobytes() for address in addresses]
     ptx_interpreter.run(program(softmax), parameters, memory, 1, 32, 1024)
     out, lse, words = (
-        memory.get(place, 4 * int(np.prod(size))).view(np.float32).reshape(size)
-        for place, size in zip(places[5:], sizes, strict=True)
+        memory.get(address, 4 * int(np.prod(size))).view(np.float32).reshape(size)
+        for address, size in zip(addresses[5:], sizes, strict=True)
     )
-    # bytes of operand A: register r + 2 half of step k has the places 32 k + 16 half + 4 q + (0 to 3) of row r
+    # bytes of operand A: register r + 2 half of step k has the positions 32 k + 16 half + 4 q + (0 to 3) of row r
     stored = torch.from_numpy(words.view(np.uint8).copy()).view(torch.float8_e4m3fn).double().numpy()
     stored = stored.reshape(softmax.tiles, 32, softmax.tile_n // 32, 2, 2, 4)  # (tile, thread, k, half, r, byte)
     p = np.zeros((16, keys))
     for t in range(32):
         for i in range(4):
-            of_run = 2 * (t % 4) + (0, 1, 8, 9)[i]  # the key at place 4q + i
+            key_of_run = 2 * (t % 4) + (0, 1, 8, 9)[i]  # the key at position 4q + i
             for r in range(2):
                 runs = p[t // 4 + 8 * r].reshape(softmax.tiles, softmax.tile_n // 32, 2, 16)
-                runs[..., of_run] = stored[:, t, :, :, r, i]
+                runs[..., key_of_run] = stored[:, t, :, :, r, i]
     is_first = thread % 4 == 0
     sums = out.astype(np.float64).reshape(8, 4, 2).sum(1)
     return np.concatenate([sums[:, 0], sums[:, 1]]), np.concatenate([lse[is_first, 0], lse[is_first, 1]]), p
@@ -104,7 +104,7 @@ def test_values(name, spread):
     s, v = spread * rng.normal(size=(16, keys)), rng.normal(size=keys)
     if spread < 0:
         s = -np.abs(s) - 5.0
-    s[3, : keys // 2] -= 30.0  # a row whose reference moves far
+    s[3, : keys // 2] -= 30.0  # a row whose reference changes a lot
     s = s.astype(np.float32)
     for tile in softmax.masked:
         columns = slice(tile * softmax.tile_n, (tile + 1) * softmax.tile_n)
@@ -114,8 +114,8 @@ def test_values(name, spread):
     out, lse, p = run(softmax, s, v, q_scale, k_scale, v_scale)
 
     q_scale, k_scale, v_scale = (x.astype(np.float32).astype(np.float64) for x in (q_scale, k_scale, v_scale))
-    of_key = (first + np.arange(keys)) // 64
-    y = s.astype(np.float64) * q_scale[:, None] * k_scale[of_key]
+    block_of_key = (first + np.arange(keys)) // 64
+    y = s.astype(np.float64) * q_scale[:, None] * k_scale[block_of_key]
     y = np.tanh(y * TANH_SCALE * np.log(2) / 2) if softmax.has_softcap else y
     y = np.where(np.isinf(s), -np.inf, y) * SCALE_LOG2
     largest = y.max(1, keepdims=True)
@@ -124,13 +124,13 @@ def test_values(name, spread):
         total = total + np.exp2(SINK / np.log(2) - largest[:, 0])
     expected_lse = (largest[:, 0] + np.log2(total)) * np.log(2)
     probabilities = np.exp2(y - largest) / total[:, None]
-    weighted = v.astype(np.float32) * v_scale[of_key]
+    weighted = v.astype(np.float32) * v_scale[block_of_key]
     assert np.abs(lse - expected_lse).max() < 1e-5 * max(1.0, np.abs(expected_lse).max())
     allowed = 2e-5 * (probabilities * np.abs(weighted)).sum(1) * max(1.0, np.abs(expected_lse).max())
     assert (np.abs(out - probabilities @ weighted) <= allowed + 1e-7).all()
 
-    # what is packed is P times its scale in a reference that lies at most `threshold` below the largest one so far
-    exponent = y + np.log2(v_scale[of_key])
+    # P is packed times its scale, in a reference that lies at most `threshold` below the largest one so far
+    exponent = y + np.log2(v_scale[block_of_key])
     tiles = exponent.reshape(16, softmax.tiles, softmax.tile_n)
     so_far = np.maximum.accumulate(tiles.max(2)[:, ::-1], 1)[:, ::-1]
     reference = np.where(np.isinf(so_far), 0.0, so_far)[..., None]
@@ -143,7 +143,7 @@ def test_values(name, spread):
 
 @pytest.mark.parametrize("name", ["n128", "sink"])
 def test_a_row_without_keys(name):
-    """out = 0, and lse is the sink or -inf, exactly."""
+    """out is 0, and lse is the sink or -inf, exactly."""
     from fp8_softmax import SINK
 
     softmax = cases()[name]
@@ -165,15 +165,15 @@ def test_keys_behind_the_end_are_cleared(rows, keys):
 
     clear = Clear(rows, keys)
     stored = torch.randint(0, 256, (rows, keys), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    page_of_key = torch.tensor([k // 16 * 16 + 4 * (k % 8 // 2) + 2 * (k % 16 // 8) + k % 2 for k in range(keys)])
+    position_of_key = torch.tensor([k // 16 * 16 + 4 * (k % 8 // 2) + 2 * (k % 16 // 8) + k % 2 for k in range(keys)])
     for first in (-5, 0, 1, 7, 8, 15, 16, keys - 23, keys - 1, keys, keys + 9):
         memory = ptx_interpreter.Memory(1 << 20, 1 << 32)
-        place = memory.put(stored.numpy())
-        parameters = [np.uint64(p).tobytes() for p in (place, memory.put(np.array([first], np.int32)))]
+        address = memory.put(stored.numpy())
+        parameters = [np.uint64(p).tobytes() for p in (address, memory.put(np.array([first], np.int32)))]
         ptx_interpreter.run(program(clear), parameters, memory, 1, 32, 64 << 10)
-        left = torch.from_numpy(memory.get(place, rows * keys).reshape(rows, keys).copy())
+        left = torch.from_numpy(memory.get(address, rows * keys).reshape(rows, keys).copy())
         expected = stored.clone()
-        expected[:, page_of_key[max(0, first) :]] = 0
+        expected[:, position_of_key[max(0, first) :]] = 0
         assert torch.equal(left, expected), first
 
 
@@ -181,15 +181,15 @@ def test_keys_behind_the_end_are_cleared(rows, keys):
     ("keys", "columns", "ahead"), [(128, 128, 0), (96, 64, 1), (64, 256, 1), (32, 96, 0), (192, 192, 0)]
 )
 def test_v_is_transposed(keys, columns, ahead):
-    """In shared memory, by the warps of transposer.py: what `fp8.keys_last` makes of the same rows."""
+    """The warps of transposer.py make of V in shared memory what `fp8.keys_last` makes of the same rows."""
     from fp8_transpose import THREADS, Transpose
 
     v = torch.randint(0, 256, (keys, columns), generator=torch.Generator().manual_seed(keys), dtype=torch.uint8)
     memory = ptx_interpreter.Memory(1 << 20, 1 << 32)
-    places = [memory.put(t.numpy()) for t in (v, torch.zeros(columns, keys, dtype=torch.uint8))]
-    parameters = [np.uint64(p).tobytes() for p in places]
+    addresses = [memory.put(t.numpy()) for t in (v, torch.zeros(columns, keys, dtype=torch.uint8))]
+    parameters = [np.uint64(p).tobytes() for p in addresses]
     ptx_interpreter.run(program(Transpose(keys, columns, ahead)), parameters, memory, 1, THREADS, 128 << 10)
-    stored = torch.from_numpy(memory.get(places[1], keys * columns).reshape(columns, keys).copy())
+    stored = torch.from_numpy(memory.get(addresses[1], keys * columns).reshape(columns, keys).copy())
     expected = quantize.keys_last(v.view(codec.E4M3)[None, :, None]).view(torch.uint8)[0, 0, :, :keys]
     assert torch.equal(stored, expected)
 
@@ -197,15 +197,15 @@ def test_v_is_transposed(keys, columns, ahead):
 @pytest.mark.parametrize("keys", range(32, 257, 32))
 @pytest.mark.parametrize("columns", [64, 96, 128, 192, 256])
 def test_lanes_that_transpose_v_meet_no_bank_conflict(keys, columns):
-    """Each lane names a row of its own: every byte of both tiles, eight rows of a matrix in eight groups of banks."""
+    """Lanes name different rows that cover both tiles, and the eight rows of a matrix lie in eight groups of banks."""
     from onepass.kernels.device.sm90.forward import transposer as t
 
-    for first in (t.loaded_place, t.stored_place):
+    for first in (t.loaded_offset, t.stored_offset):
         lanes = [first(lane, keys, columns) for lane in range(32)]
         seen = []
         for step in range(columns // t.COLUMNS):
             for k in range(keys // t.KEYS):
-                if first is t.loaded_place:
+                if first is t.loaded_offset:
                     into = [p + k * t.KEYS * t.row_bytes(columns) for p in lanes]
                     rows = [t.step_of_columns(p, step, keys, columns) for p in into]
                 else:

@@ -1,4 +1,4 @@
-"""The kernels of `quantize_fp8` for other architectures: no spills, 16 bytes a load and a store."""
+"""The kernels of `quantize_fp8` for other architectures: no spills, and 16 bytes a load and a store."""
 
 import functools
 import importlib.util
@@ -42,10 +42,10 @@ def test_machine_code(name, arch):
     assert code.count(r"STG\.E\.128") == 3 * stores
     assert code.count("STG") - 3 * stores == 3  # the scales
     assert code.registers <= registers
-    # for each 128 bits of q and k a product with 4 terms of the quad, twice; only maxima move between lanes besides
+    # two products with 4 terms of the quad for each 128 bits of q and k; beside these, only maxima move between lanes
     assert code.count("HMMA") == (4 * loads if kernel.rotates else 0)
     assert code.count("SHFL") <= 3 * 16
-    # a conversion for two values, once for blocks with inf and once for all others
+    # a conversion for two values, once in the code for blocks with inf and once in the code for all others
     assert code.count(r"F2FP\.\S*E4M3") == 3 * 2 * 4 * loads
 
 

@@ -1,7 +1,7 @@
-"""The kernels of `quantize_fp8` compute what its plain torch does: their PTX runs on the CPU.
+"""The kernels of `quantize_fp8` compute what its PyTorch operations do: their PTX runs on the CPU.
 
-V is rounded by the same operations: bit for bit. What is rotated is summed in another order, so that a number between
-two of e4m3, or the largest of a block, may round the other way.
+V is rounded by the same operations, so its bits are equal. Rotated rows are summed in another order, so that a number
+between two e4m3 numbers, or the largest number of a block, may round the other way.
 """
 
 import importlib.util
@@ -38,7 +38,7 @@ def keys_last(request):
 
 @pytest.fixture
 def use_kernels(monkeypatch):
-    """() -> from now on quantize_fp8 uses them, the way it does on a GPU."""
+    """A function after whose call `quantize_fp8` uses its kernels, like on a GPU."""
     fp8_kernels.install(monkeypatch)
 
     def use(keys_last):
@@ -61,8 +61,8 @@ def check(use_kernels, keys_last, q, k, v, **options):
     assert_same_rounding(actual, expected, *offsets)
     assert actual.v_keys_last == keys_last
     if keys_last:  # zeros where there is no key, too
-        places = quantize.keys_last(expected.v, offsets[1]).view(torch.uint8)
-        assert torch.equal(actual.v.view(torch.uint8) & 0x7F, places & 0x7F)
+        laid_out = quantize.keys_last(expected.v, offsets[1]).view(torch.uint8)
+        assert torch.equal(actual.v.view(torch.uint8) & 0x7F, laid_out & 0x7F)
     return actual
 
 
@@ -84,7 +84,7 @@ def test_head_dims(use_kernels, head_dims, dtype):
 
 
 def test_without_rotation(use_kernels, keys_last):
-    """(batch, heads, seqlen, head_dim) in memory; whole blocks alone, and rows of V as they were."""
+    """Tensors that are (batch, heads, seqlen, head_dim) in memory; only whole blocks, and V keeps its layout."""
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in make(lengths=(128, 64)))
     actual = check(use_kernels, keys_last, q, k, v, rotate=False)
     assert actual.q.transpose(1, 2).is_contiguous()
@@ -95,7 +95,7 @@ def offsets(lengths):
 
 
 def packed(lengths_q=(5, 0, 70, 64, 33), lengths_k=(9, 4, 130, 0, 66), slack=70):
-    """Rows of no sequence behind the last one, with NaN where nothing may look."""
+    """Packed sequences, followed by rows that belong to none; NaN stands where nothing may be read."""
     q = randn(sum(lengths_q) + slack, 2, 64, seed=1)
     k, v = (randn(sum(lengths_k) + slack, 1, 64, seed=i) for i in (2, 3))
     for t, lengths in ((q, lengths_q), (k, lengths_k), (v, lengths_k)):
@@ -116,7 +116,7 @@ def test_packed_sequences(use_kernels, keys_last, used):
 
 
 def test_hidden_keys(use_kernels, keys_last):
-    """Of no entry, one without keys, one whose last block is hidden and one with all."""
+    """Entries without keys, one whose last block is hidden, and one with all keys."""
     q, k, v = make(lengths=(3, 150), batch=3)
     used = torch.tensor([0, 65, 150], dtype=INT32)
     for t in (k, v):
@@ -128,7 +128,7 @@ def test_hidden_keys(use_kernels, keys_last):
 @pytest.mark.parametrize("kind", ["dense", "packed"])
 @pytest.mark.parametrize("rotate", [True, False])
 def test_means(use_kernels, keys_last, rotate, kind):
-    """Of keys far from 0, which rounding without centring would lose."""
+    """Keys so far from 0 that rounding without centering would lose them."""
     if kind == "dense":
         tensors, options = make(lengths=(3, 150), head_dims=(96, 80)), {}
         options["seqused_k"] = torch.tensor([149, 7], dtype=INT32)
@@ -144,7 +144,7 @@ def test_means(use_kernels, keys_last, rotate, kind):
 
 @pytest.mark.parametrize("rotate", [True, False])
 def test_nan_and_inf_stay_in_their_rows(use_kernels, keys_last, rotate):
-    """And away from the scale of their block. inf - inf, inf alone and NaN; the largest of float32 in a sum."""
+    """They do not reach the scale of their block either: inf - inf, inf alone, NaN, and sums of the largest float32."""
     q, k, v = make(lengths=(64, 70), batch=1)
     for t in (q, k, v):
         t[0, 3, 0, 5], t[0, 3, 0, 40] = INF, -INF
@@ -166,7 +166,7 @@ def test_zeros_and_tiny_numbers(use_kernels, keys_last):
 
 
 def test_strides(use_kernels, keys_last):
-    """Parts of one tensor, read where they lie; and one that 16 bytes do not divide, which is copied."""
+    """Slices of one tensor are read where they lie; one that 16 bytes do not divide is copied."""
     whole = randn(2, 70, 3, 4, 64)
     q, k, v = whole.unbind(2)
     v = torch.cat([v.new_zeros(2, 70, 4, 1), v], -1)[..., 1:]
@@ -175,7 +175,7 @@ def test_strides(use_kernels, keys_last):
 
 @pytest.mark.parametrize("head_dim", [64, 208])
 def test_keys_last_of_e4m3(monkeypatch, head_dim):
-    """V that somebody else has quantised."""
+    """V that the caller has quantized."""
     fp8_kernels.install(monkeypatch)
     codes = torch.randint(0, 256, (2, 150, 3, head_dim), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     v = codes.view(codec.E4M3)

@@ -1,7 +1,7 @@
 """The Hopper backward as a model: its barriers and the order of waits and arrivals, without any arithmetic.
 
-The model has the barriers of backward_producer.py, backward_consumer.py, backward_wide.py and tile_queue.py: every warp
-is a process, and so are copies and additions. They run step by step in random order, some of them seldom.
+The model has the barriers of producer.py, consumer.py and wide.py of sm90/backward and of blocks/tiles/queue.py: every
+warp is a process, and so are copies and additions. They run step by step in random order, some of them seldom.
 A GEMM reads its buffers from its issue until a wait covers it; contents are tagged with tile and step.
 """
 
@@ -14,7 +14,7 @@ from barrier_model import WARPS, Buffer, MBarrier, NamedBarrier, Pipe
 
 from onepass.geometry import tile_scheduler
 
-DRAW_AHEAD = 2  # as in tile_queue.py
+DRAW_AHEAD = 2  # the value in blocks/tiles/queue.py
 MISSES = 200  # processes that are found waiting before all of them are looked at
 
 # ---------------------------------------------------------------- protocols
@@ -22,14 +22,15 @@ MISSES = 200  # processes that are found waiting before all of them are looked a
 
 @dataclass(frozen=True)
 class Protocol:
-    """What a run is made of.
+    """The properties of a run.
 
     Attributes:
         consumer: class of the consumer warps.
         reads_early: lse of the next step is read before the GEMMs of this one are done.
-        has_rubbish: what lies past the end of a sequence is cleared.
-        warpgroups_meet: no warp sees a GEMM complete before all of its warpgroup have issued it: PTX does not say so.
-        pieces: of a dQ, for each warpgroup of the wide consumer.
+        has_garbage: what lies past the end of a sequence is cleared.
+        warpgroups_meet: no warp sees a GEMM complete before all warps of its warpgroup have issued it, which PTX does
+            not guarantee.
+        pieces: pieces of a dQ for each warpgroup of the wide consumer.
     """
 
     consumer: type
@@ -41,7 +42,7 @@ class Protocol:
     is_dynamic: bool = True
     is_deterministic: bool = False
     reads_early: bool = True
-    has_rubbish: bool = False
+    has_garbage: bool = False
     warpgroups_meet: bool = False
     pieces: tuple = (2, 2)
 
@@ -52,7 +53,7 @@ class Protocol:
 class Run:
     """A launch: thread blocks, and what they share in global memory.
 
-    Args: tiles: of each ((block of dQ, turn), ...), a step each.
+    Args: tiles: for each tile ((block of dQ, turn), ...), one pair a step.
     """
 
     def __init__(self, protocol, tiles, num_ctas, seed):
@@ -62,9 +63,9 @@ class Run:
         # the grid was made for the worst case
         self.blocks = [ThreadBlock(self, cta) for cta in range(min(num_ctas, len(tiles)))]
 
-    def has_rubbish(self, content):
+    def has_garbage(self, content):
         """Whether the tile of keys (number) or the block of queries (number, step) goes past the end of a sequence."""
-        return self.protocol.has_rubbish and hash(content) % 2 == 0
+        return self.protocol.has_garbage and hash(content) % 2 == 0
 
     def start(self, process):
         self.processes.append([process, None])
@@ -75,9 +76,9 @@ class Run:
         self.counter = 0 if number >= len(self.tiles) - 1 else number + 1
         return number
 
-    def add(self, part, number):
-        """A tile's addition to a part of dQ is complete."""
-        before = self.sums.setdefault(part, [])
+    def add(self, share, number):
+        """Record that a tile's addition to a share of dQ is complete."""
+        before = self.sums.setdefault(share, [])
         assert not self.protocol.is_deterministic or not before or before[-1] < number, "added out of order"
         before.append(number)
 
@@ -106,13 +107,13 @@ class Run:
     def check(self):
         assert self.counter == 0, "the next launch would begin with another number"
         visits = [(key, number) for number, tile in enumerate(self.tiles) for key, _ in tile]
-        parts = [
+        shares = [
             (warpgroup, warp, piece)
             for warpgroup, warp in itertools.product(range(self.protocol.warpgroups), range(WARPS))
             for piece in range(self.protocol.consumer.pieces_of(self.protocol, warpgroup))
         ]
-        expected = sorted((key, *part, number) for (key, number), part in itertools.product(visits, parts))
-        assert sorted((*part, number) for part, numbers in self.sums.items() for number in numbers) == expected
+        expected = sorted((key, *share, number) for (key, number), share in itertools.product(visits, shares))
+        assert sorted((*share, number) for share, numbers in self.sums.items() for number in numbers) == expected
         if self.protocol.is_deterministic:
             assert sum(self.turns.values()) == len(visits) * self.protocol.warpgroups * WARPS
 
@@ -127,7 +128,7 @@ class ThreadBlock:
         key_tiles = p.consumer.key_tiles(p)
         self.k, self.v = (Pipe(run, 1, warps, key_tiles) for _ in range(2))
         self.q, self.do = Pipe(run, p.q_stages, warps, 2), Pipe(run, p.do_stages, warps, 1)  # Q with its statistics
-        # of each warp its rows
+        # each warp has its rows
         self.ds = [[Buffer() for _ in range(key_tiles * WARPS)] for _ in range(p.ds_buffers)]
         self.p = [Buffer() for _ in range(WARPS)]
         self.ds_full = [MBarrier(key_tiles * WARPS) for _ in range(2)]
@@ -143,7 +144,7 @@ class ThreadBlock:
             run.start(p.consumer(self, w, warp).consume())
 
     def schedule(self):
-        """TileQueue.fill"""
+        """The process of `TileQueue.fill`."""
         number, wave = self.cta, 1
         while number < len(self.run.tiles):
             yield from self.queue_empty.wait(wave - 1 & 1)
@@ -155,7 +156,7 @@ class ThreadBlock:
 
 
 class Reader:
-    """What the producer and the consumers do alike."""
+    """What the producer and the consumers have in common."""
 
     def __init__(self, block):
         self.block, self.run, self.protocol = block, block.run, block.protocol
@@ -175,7 +176,7 @@ class Reader:
 
 
 class Producer(Reader):
-    """BackwardProducer.run"""
+    """The process of `BackwardProducer.run`."""
 
     def produce(self):
         block, tiles = self.block, self.run.tiles
@@ -206,7 +207,7 @@ class Producer(Reader):
 
 
 class Consumer(Reader):
-    """BackwardConsumer: a warp."""
+    """The process of a warp of `BackwardConsumer`."""
 
     @staticmethod
     def key_tiles(protocol):
@@ -221,8 +222,8 @@ class Consumer(Reader):
         self.w, self.warp, self.id = w, warp, (w, warp)
         self.kv = self.q = self.do = self.count = 0
         self.number = block.cta
-        self.gemms, self.complete = [], 0  # buffers of each that is in flight; how many no longer are
-        self.additions = []  # to dQ, that are not complete
+        self.gemms, self.complete = [], 0  # buffers of each GEMM in flight; how many are complete
+        self.additions = []  # additions to dQ that are not complete
         self.unfinished = None
         self.reg_p, self.reg_ds = Buffer(), Buffer()
 
@@ -312,7 +313,7 @@ class Consumer(Reader):
         yield
 
     def clear(self, buffers, expected):
-        if self.run.has_rubbish(expected):
+        if self.run.has_garbage(expected):
             for buffer in buffers:
                 buffer.clear(expected, self.warp)
                 yield
@@ -322,7 +323,7 @@ class Consumer(Reader):
         yield from self.block.meeting[self.w].sync(self.warp)
 
     def clear_queries(self, i, q, do):
-        if self.run.has_rubbish(self.tag(i)):
+        if self.run.has_garbage(self.tag(i)):
             if q is not None:
                 yield from self.block.q.wait(q)
                 self.block.q.of(q)[0].clear(self.tag(i), self.warp)
@@ -332,7 +333,7 @@ class Consumer(Reader):
     # ---------------------------------------------------------------- GEMMs
 
     def issue(self, reads, is_masked=False):
-        """Args: reads: (buffer, what should be in it) of all operands."""
+        """Issue a GEMM. Args: reads: (buffer, what should be in it) of all operands."""
         for buffer, expected in reads:
             buffer.begin_read(expected, is_masked)
         self.gemms.append([buffer for buffer, _ in reads])
@@ -449,7 +450,7 @@ class Consumer(Reader):
 
 
 class Wide(Consumer):
-    """WideConsumer: a warp."""
+    """The process of a warp of `WideConsumer`."""
 
     @staticmethod
     def key_tiles(protocol):

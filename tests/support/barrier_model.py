@@ -1,6 +1,6 @@
 """Barriers and buffers of a thread block, as a model: processes are generators that yield after each act.
 
-What they yield is None, or what they wait for: a function that says whether they may go on.
+A process yields None, or what it waits for: a function that says whether the process may go on.
 """
 
 WARPS = 2  # processes of a consumer warpgroup
@@ -12,7 +12,7 @@ class MBarrier:
         self.copies, self.phase = 0, 0
 
     def arrive(self, copies=0):
-        """Args: copies: expected before the phase is complete, as bytes of TMA."""
+        """One arrival. Args: copies: the copies to be expected before the phase is complete, like bytes of TMA."""
         self.pending -= 1
         assert self.pending >= 0, "an arrival too many"
         self.copied(-copies)
@@ -23,7 +23,7 @@ class MBarrier:
             self.pending, self.phase = self.arrivals, self.phase ^ 1
 
     def wait(self, parity):
-        """Until the phase of this parity is complete, or so it seems: two phases later the parity is the same."""
+        """Wait until the phase of this parity seems complete: two phases later the parity is the same."""
         yield lambda: self.phase != parity
 
 
@@ -44,23 +44,23 @@ class NamedBarrier:
 
 
 class Buffer:
-    """Memory that is written as a whole, and then perhaps cleared in part: each warp of a warpgroup a share."""
+    """Memory that is written as a whole and then perhaps partly cleared, a share by each warp of a warpgroup."""
 
     def __init__(self):
-        self.content, self.readers, self.rubbish = None, 0, set()
+        self.content, self.readers, self.garbage = None, 0, set()
 
-    def write(self, content, has_rubbish=False):
+    def write(self, content, has_garbage=False):
         assert not self.readers, "overwritten while it was read"
-        self.content, self.rubbish = content, set(range(WARPS)) if has_rubbish else set()
+        self.content, self.garbage = content, set(range(WARPS)) if has_garbage else set()
 
     def clear(self, expected, share):
-        """Zeros in place of rubbish may be written beside readers, who have either masks or written the same zeros."""
+        """Put zeros in place of garbage; readers at the same time have masks, or have written the same zeros."""
         assert self.content == expected, "cleared too late or too early"
-        self.rubbish.discard(share)
+        self.garbage.discard(share)
 
     def read(self, expected, is_masked=True):
         assert self.content == expected, f"{self.content} in place of {expected}"
-        assert is_masked or not self.rubbish, "rubbish"
+        assert is_masked or not self.garbage, "garbage"
 
     def begin_read(self, expected, is_masked):
         self.read(expected, is_masked)
@@ -71,12 +71,12 @@ class Buffer:
 
 
 class Pipe:
-    """A circular buffer, as PipelineTmaAsync; each fill is several copies."""
+    """A circular buffer like PipelineTmaAsync, each fill of which is several copies."""
 
-    def __init__(self, run, stages, readers, parts):
+    def __init__(self, run, stages, readers, copies):
         self.run = run
         self.full, self.empty = ([MBarrier(n) for _ in range(stages)] for n in (1, readers))
-        self.buffers = [[Buffer() for _ in range(parts)] for _ in range(stages)]
+        self.buffers = [[Buffer() for _ in range(copies)] for _ in range(stages)]
 
     def slot(self, n):
         return n % len(self.full)
@@ -101,7 +101,7 @@ class Pipe:
 
     def copy(self, buffer, content, barrier):
         yield
-        buffer.write(content, self.run.has_rubbish(content))
+        buffer.write(content, self.run.has_garbage(content))
         barrier.copied()
 
     def wait(self, n):

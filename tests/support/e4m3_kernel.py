@@ -1,4 +1,4 @@
-"""A kernel that does with each word what kernels/device/blocks/memory/e4m3.py can, for tests of it."""
+"""A kernel that applies the functions of kernels/device/blocks/memory/e4m3.py to each word, for their tests."""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -20,9 +20,9 @@ class Convert:
         """words (n,) of four e4m3; floats (n, 2); halves (n, 4) pairs of fp16; results (n, 4) float32, (n,) e4m3."""
         i = cute.arch.block_idx()[0] * 32 + cute.arch.thread_idx()[0]
         word = words[i]
-        neighbours, split = e4m3.neighbors_as_fp16(word), e4m3.evens_and_odds_as_fp16(word)
+        neighbors, parity = e4m3.neighbors_as_fp16(word), e4m3.evens_and_odds_as_fp16(word)
         for j in cutlass.range_constexpr(2):
-            halves[i, j], halves[i, 2 + j] = neighbours[j], split[j]
+            halves[i, j], halves[i, 2 + j] = neighbors[j], parity[j]
         pair = e4m3.pair_as_floats(word)
         factors = e4m3.factors_of_row(floats[i, 0])
         for j in cutlass.range_constexpr(2):

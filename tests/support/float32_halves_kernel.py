@@ -1,4 +1,4 @@
-"""The kernel that splits float32 into two float16 parts, on the CPU by its PTX, with the launch's own arguments."""
+"""The kernel that splits float32 into two float16 halves, on the CPU by its PTX, with the launch's own arguments."""
 
 import functools
 
@@ -7,19 +7,19 @@ import ptx_interpreter
 from sm80_decode import Parameters, integer
 
 from onepass.kernels.config import HOPPER, head_dim_tile
-from onepass.kernels.device.memory_bound import float32_halves as parts
-from onepass.kernels.launch import float32_halves as parts_launch
+from onepass.kernels.device.memory_bound import float32_halves
+from onepass.kernels.launch import float32_halves as launch
 
 
 @functools.lru_cache(maxsize=32)
-def program(kernel: parts_launch.Kernel) -> ptx_interpreter.Program:
-    code, ptx = machine_code.read_with_ptx(HOPPER, functools.partial(parts_launch.trace, kernel))
+def program(kernel: launch.Kernel) -> ptx_interpreter.Program:
+    code, ptx = machine_code.read_with_ptx(HOPPER, functools.partial(launch.trace, kernel))
     assert code.spills == 0, kernel
     return ptx_interpreter.parse(ptx)
 
 
-def run(kernel: parts_launch.Kernel, x, target, scale, cu_seqlens, seqused, num_blocks):
-    """In place of a compiled kernel: writes to the tensors that a launch gives it."""
+def run(kernel: launch.Kernel, x, target, scale, cu_seqlens, seqused, num_blocks):
+    """Run in place of a compiled kernel, and write to the tensors that a launch passes."""
     parameters = Parameters(1 << 24)
     order = tuple(range(x.dim()))
     parameters.tensor(x, order)
@@ -30,12 +30,12 @@ def run(kernel: parts_launch.Kernel, x, target, scale, cu_seqlens, seqused, num_
     parameters.values.append(integer(num_blocks))
     batch = 1 if kernel.is_packed else x.shape[0]
     grid = x.shape[-2] * num_blocks * batch
-    threads = parts.num_threads(head_dim_tile(kernel.head_dim))
+    threads = float32_halves.num_threads(head_dim_tile(kernel.head_dim))
     ptx_interpreter.run(program(kernel), parameters.values, parameters.memory, grid, threads, 1 << 15)
     for address, t in placed:
         t.copy_(parameters.result(address, t))
 
 
 def install(monkeypatch):
-    """`parts_launch.split` runs on the CPU."""
-    monkeypatch.setattr(parts_launch, "kernel_of", lambda kernel: functools.partial(run, kernel))
+    """Make `launch.split` run on the CPU."""
+    monkeypatch.setattr(launch, "kernel_of", lambda kernel: functools.partial(run, kernel))

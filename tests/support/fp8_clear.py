@@ -1,4 +1,4 @@
-"""A kernel that lays V with its keys last into shared memory, clears keys there, and stores what is left."""
+"""A kernel that puts V with its keys last into shared memory, clears keys there, and stores what is left."""
 
 from __future__ import annotations
 

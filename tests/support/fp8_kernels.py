@@ -27,7 +27,7 @@ def program(kernel: launch.Kernel | launch.LayoutKernel) -> ptx_interpreter.Prog
 
 class Arguments(Parameters):
     def known_but_last(self, t: torch.Tensor) -> int:
-        """A tensor whose last size but one is known when the kernel is compiled."""
+        """A tensor whose second to last size is known when the kernel is compiled."""
         address = self.put(t)
         numbers = [size for i, size in enumerate(t.shape) if i != t.dim() - 2]
         padding = [0] if len(numbers) % 2 else []
@@ -37,7 +37,7 @@ class Arguments(Parameters):
 
 
 def run(kernel: launch.Kernel | launch.LayoutKernel, *arguments):
-    """In place of a compiled kernel: writes to the tensors that a launch gives it."""
+    """Run in place of a compiled kernel, and write to the tensors that a launch passes."""
     if isinstance(kernel, launch.Kernel):
         run_quantize(kernel, *arguments)
     else:
@@ -62,7 +62,7 @@ def run_quantize(kernel: launch.Kernel, *arguments):
     counts = []
     for i, descale in enumerate(descales):
         heads, blocks = descale.shape[-2:]
-        blocks += kernel.is_packed and not (i == 2 and kernel.keys_last)  # for rows of no sequence
+        blocks += kernel.is_packed and not (i == 2 and kernel.keys_last)  # for rows that belong to no sequence
         parameters.values += fast_divisor(heads) + fast_divisor(blocks)
         counts.append(heads * blocks * (1 if kernel.is_packed else descale.shape[0]))
     parameters.values += [integer(counts[0]), integer(counts[0] + counts[1])]
@@ -91,7 +91,7 @@ def run_keys_last(kernel: launch.LayoutKernel, v: torch.Tensor, target: torch.Te
 
 
 def install(monkeypatch):
-    """`launch.prepare` and `.keys_last` give what runs on the CPU."""
+    """Make `launch.prepare` and `launch.keys_last` run on the CPU."""
     monkeypatch.setattr(fast_path, "_forwards", {})
     monkeypatch.setattr(launch, "prepare", launch.prepare.__wrapped__)
     monkeypatch.setattr(launch, "arch_of", lambda device: ARCH)

@@ -1,4 +1,4 @@
-"""A kernel of nothing but the softmax of the FP8 forward: scores come from memory, each thread sums P V for one column.
+"""A kernel with the softmax of the FP8 forward alone: scores come from memory, each thread sums P V for one column.
 
 One warp stands for a warp of a consumer warpgroup: thread t has the rows t // 4 and t // 4 + 8, and of every 8 keys the
 keys 2 (t % 4) and 2 (t % 4) + 1.
@@ -23,8 +23,8 @@ THREADS = 32
 @dataclass(frozen=True)
 class Softmax:
     """Attributes:
-    tiles: how many tiles, of which some are masked.
-    threshold: as in ForwardConfig.
+    tiles: the number of tiles, some of which are masked.
+    threshold: the rescale_threshold of ForwardConfig.
     before: tiles of the head that are not visited.
     apart: P V of a tile is added to O after the softmax of the next one, as with two_level_sums.
     """
@@ -67,9 +67,9 @@ class Softmax:
         mQ_scale: cute.Tensor,
         mK_scale: cute.Tensor,
         mV_scale: cute.Tensor,
-        mO: cute.Tensor,  # of each thread's keys
+        mO: cute.Tensor,  # sums over each thread's keys
         mLSE: cute.Tensor,
-        mP: cute.Tensor,  # e4m3, as registers have it
+        mP: cute.Tensor,  # e4m3, in the order of registers
     ):
         self.kernel(mS, mV, mQ_scale, mK_scale, mV_scale, mO, mLSE, mP).launch(grid=[1, 1, 1], block=[THREADS, 1, 1])
 

@@ -1,4 +1,4 @@
-"""A kernel that puts rows of V into shared memory, transposes them there as the Hopper forward does, and stores V."""
+"""A kernel that puts rows of V into shared memory, transposes them there like the Hopper forward, and stores V."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 class MachineCode(NamedTuple):
-    """What a test asks of a compiled kernel.
+    """What tests check in a compiled kernel.
 
     Attributes:
         opcodes: how often each SASS instruction occurs, full name with its dots.
@@ -99,7 +99,7 @@ def disassembler() -> str | None:
 
 @contextlib.contextmanager
 def _captured() -> Iterator[list[str]]:
-    """What the compiler prints, by Python and past it: one string, there after the block."""
+    """What the compiler prints, through Python and past it: a list that holds one string after the block."""
     text: list[str] = []
     with tempfile.TemporaryFile() as file, open(os.dup(file.fileno()), "w") as stream:
         sys.stdout.flush()
@@ -108,7 +108,7 @@ def _captured() -> Iterator[list[str]]:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         try:
-            # under pytest sys.stdout is not file 1: what goes there would be missed
+            # under pytest sys.stdout is not file 1: what is written to file 1 would be missed
             with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
                 yield text
         finally:

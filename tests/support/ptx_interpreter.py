@@ -1,17 +1,18 @@
 """Runs the PTX of a kernel of Ampere's instructions on the CPU, so that its results can be tested without a GPU.
 
-The warps of a thread block run one after the other from barrier to barrier, those of the same number of all thread
-blocks together (numpy's time is per operation). Threads that have diverged run apart, those that are furthest behind
-first. Two choices find missing waits and barriers:
+The warps of a thread block run one after the other from barrier to barrier. Warps with the same number in all thread
+blocks run together (numpy takes time per operation). Threads that have diverged run apart, the furthest behind first.
+Two options find missing waits and barriers:
 
-    copies_late    a cp.async writes NaN at once, and its data only when the thread that issued it waits for its group;
-                   else the data at once. The former shows who reads too early, the latter who overwrites too early.
+    copies_late     a cp.async writes NaN at once, and its data only when the thread that issued it waits for its group;
+                    otherwise it writes the data at once. The former shows reads that come too early, the latter
+                    overwrites that come too early.
     warps_reversed  the last warp of a block runs first.
 
-Memory that nobody has written is full of NaN; an address outside raises, and so does a misaligned one.
+Memory that has not been written is full of NaN; an address outside raises, and so does a misaligned one.
 
 Arithmetic is as inexact as the hardware's where float32 results depend on it: ex2.approx is off by up to 2 units in the
-last place, and mma of tf32 ignores the low 13 bits of an operand and cuts off its sums.
+last place, and mma of tf32 ignores the low 13 bits of an operand and truncates its sums.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ import numpy as np
 from numpy import float32, int64, uint16, uint32, uint64
 
 LANES = np.arange(32)
-WIDTHS = {"64": uint64, "32": uint32, "16": uint16, "8": uint16}  # of registers
+WIDTHS = {"64": uint64, "32": uint32, "16": uint16, "8": uint16}  # of registers, by their bits
 SIGNED = {uint64: np.int64, uint32: np.int32, uint16: np.int16}
 
 
 class Memory:
-    """Bytes from `base` on, 0xff (NaN) at first; `count` times, at the same addresses."""
+    """`count` memories at the same addresses, with bytes from `base` on that are 0xff (NaN) at first."""
 
     def __init__(self, num_bytes: int, base: int, count: int = 1):
         self.bytes, self.base, self.used = np.full(count * num_bytes, 0xFF, np.uint8), base, 0
@@ -70,7 +71,7 @@ class Instruction(NamedTuple):
     guard: str | None
     is_negated: bool
     name: str
-    parts: tuple[str, ...]
+    opcode: tuple[str, ...]
     operands: list[str]
     text: str
 
@@ -82,7 +83,7 @@ class Program(NamedTuple):
 
 
 def parse(ptx: str) -> Program:
-    """Of PTX with one kernel."""
+    """The program of PTX with one kernel."""
     head, body = ptx.split(".reqntid", 1)
     scalar = {"f32": 4, "u32": 4, "b32": 4, "u64": 8, "b64": 8}
     declared = re.findall(r"\.param (?:\.align \d+ )?\.(\w+) \S+_param_\d+(?:\[(\d+)\])?", head)
@@ -104,7 +105,7 @@ def parse(ptx: str) -> Program:
 
 
 def without_scopes(body: str) -> str:
-    """PTX whose blocks { .reg ..; .. } of inline assembly have registers and labels like all others."""
+    """PTX without the scopes { .reg ..; .. } of inline assembly: their registers and labels become like all others."""
     found = list(re.finditer(r"\{\s*\.reg", body))
     for number, match in reversed(list(enumerate(found))):
         end, depth = match.start() + 1, 1
@@ -131,11 +132,11 @@ def run(
     warps_reversed: bool = False,
     one_by_one: bool = False,
 ):
-    """All thread blocks of a grid (x, y, z) at the same time or, where they wait for earlier ones, one by one."""
+    """Run the thread blocks of a grid (x, y, z) together or, where they wait for earlier ones, one by one."""
     assert [len(p) for p in parameters] == program.parameter_bytes, "parameters of other sizes than the kernel's"
     grid = grid if isinstance(grid, tuple) else (grid, 1, 1)
-    places = np.array([(x, y, z) for z, y, x in np.ndindex(grid[::-1])])
-    for blocks in places[:, None] if one_by_one else [places]:
+    blocks_in_order = np.array([(x, y, z) for z, y, x in np.ndindex(grid[::-1])])
+    for blocks in blocks_in_order[:, None] if one_by_one else [blocks_in_order]:
         shared = Memory(smem_bytes, SHARED_BASE, len(blocks))
         warps = [
             Warp(program, parameters, memory, shared, blocks, grid, w, copies_late) for w in range(num_threads // 32)
@@ -166,7 +167,7 @@ def to_16_bits(x: np.ndarray, kind: str) -> np.ndarray:
     return np.where(np.isnan(x), uint16(0x7FFF), rounded)
 
 
-# of every byte: 4 bits of exponent, of bias 7, and 3 of mantissa; all ones: NaN
+# the value of every byte: 4 bits of exponent with bias 7, and 3 of mantissa; all ones: NaN
 _MAGNITUDES = [
     (m * 2.0**-9 if e == 0 else (8 + m) * 2.0 ** (e - 10)) if (e, m) != (15, 7) else np.nan
     for e in range(16)
@@ -176,12 +177,12 @@ E4M3 = np.array(_MAGNITUDES + [-x for x in _MAGNITUDES], float32)
 
 
 def from_e4m3(x: np.ndarray, byte: int) -> np.ndarray:
-    """float16 of one byte of each."""
+    """The float16 numbers of one byte of each word."""
     return E4M3[(x >> (8 * byte)).astype(np.uint8)].astype(np.float16)
 
 
 def to_e4m3(x: np.ndarray) -> np.ndarray:
-    """Bytes, in 16 bits: the nearest number, of two the even one, up to 448; NaN stays."""
+    """Bytes, in 16 bits each, of the nearest e4m3 numbers, with ties to even and up to 448; NaN stays."""
     magnitude = np.minimum(np.abs(x).astype(np.float64), 448.0)
     above = np.searchsorted(E4M3[:127].astype(np.float64), magnitude)
     above = np.clip(above, 1, 126)
@@ -192,13 +193,13 @@ def to_e4m3(x: np.ndarray) -> np.ndarray:
 
 
 def cut_off(x: np.ndarray) -> np.ndarray:
-    """float64 -> float32, towards zero."""
+    """float64 -> float32, rounded towards zero."""
     rounded = x.astype(float32)
     return np.where(np.abs(rounded) > np.abs(x), np.nextafter(rounded, float32(0)), rounded)
 
 
 def approximate_exp2(x: np.ndarray) -> np.ndarray:
-    """With an error of -2 to 2 units in the last place, by the bits of x; 1 for 0, as the hardware has it."""
+    """2^x with an error of -2 to 2 units in the last place, chosen by the bits of x; exactly 1 for 0, like hardware."""
     exact = np.exp2(x.astype(np.float64)).astype(float32)
     error = (x.view(uint32) * uint32(2654435761) >> uint32(16)) % uint32(5)
     off = (exact.view(uint32) + error - uint32(2)).view(float32)
@@ -255,7 +256,7 @@ INTEGERS: dict[str, Callable] = {
 
 
 class Warp:
-    """The warps of one number in all thread blocks: 32 lanes of each, one after the other."""
+    """The warps with one number in all thread blocks: 32 lanes of each, one after the other."""
 
     def __init__(self, program, parameters, memory, shared, blocks: np.ndarray, grid, number: int, copies_late: bool):
         num_blocks = len(blocks)
@@ -272,8 +273,8 @@ class Warp:
         }
         self.constants: dict[tuple[str, str], np.ndarray] = {}
         self.registers: dict[str, np.ndarray] = {}
-        self.place = np.zeros(self.num_lanes, int)
-        self.is_everyone = False  # all lanes execute the present instruction
+        self.position = np.zeros(self.num_lanes, int)
+        self.is_everyone = False  # whether all lanes execute the current instruction
         self.is_done = np.zeros(self.num_lanes, bool)
         # groups of copies that each lane has committed; and copies: lanes, addresses, data and the numbers of groups
         self.committed = np.zeros(self.num_lanes, int)
@@ -292,22 +293,22 @@ class Warp:
         assert (by_warp.all(1) == by_warp.any(1)).all(), f"not all lanes are here: {text}"
 
     def run_to_barrier(self) -> np.ndarray:
-        """Which warps have met one; the others have ended."""
+        """Run to the next barrier. Returns: which warps have met one; the others have ended."""
         instructions = self.program.instructions
         runs, self.vote = ~self.is_done, None
         with np.errstate(all="ignore"):
             while num_running := np.count_nonzero(runs):
-                place = self.place.min() if num_running == self.num_lanes else self.place[runs].min()
-                here = self.place == place
+                position = self.position.min() if num_running == self.num_lanes else self.position[runs].min()
+                here = self.position == position
                 if num_running < self.num_lanes:
                     here &= runs
                 self.is_everyone = np.count_nonzero(here) == self.num_lanes
-                if place == len(instructions):
+                if position == len(instructions):
                     self.is_done |= here
                     runs &= ~here
                     continue
-                instruction = instructions[place]
-                self.place[here] += 1
+                instruction = instructions[position]
+                self.position[here] += 1
                 if instruction.name == "bar.sync":
                     self.of_whole_warps(here, instruction.text)
                     runs &= ~here
@@ -325,12 +326,12 @@ class Warp:
                     if count == 0:
                         continue
                 self.execute(instruction, here)
-                if instruction.parts[0] in ("ret", "exit"):
+                if instruction.opcode[0] in ("ret", "exit"):
                     runs &= ~here
         return ~self.is_done[::32]
 
     def take_vote(self, warps: list[Warp]):
-        """After a barrier: what the warps of each thread block have said there, where it was a vote."""
+        """After a barrier that is a vote, hand its result to the warps of each thread block."""
         if self.vote is None:
             return
         result, here, _ = self.vote
@@ -373,26 +374,26 @@ class Warp:
     # ---------------------------------------------------------------- instructions
 
     def execute(self, instruction: Instruction, active: np.ndarray):
-        _, _, name, parts, operands, text = instruction
-        kind = parts[-1]
-        if parts[0] == "bra":
-            self.place[active] = self.program.labels[operands[0]]
-        elif parts[0] in ("ret", "exit"):
+        _, _, name, opcode, operands, text = instruction
+        kind = opcode[-1]
+        if opcode[0] == "bra":
+            self.position[active] = self.program.labels[operands[0]]
+        elif opcode[0] in ("ret", "exit"):
             self.is_done |= active
-        elif name == "bar.warp.sync" or parts[0] == "fence":
+        elif name == "bar.warp.sync" or opcode[0] == "fence":
             pass
-        elif parts[0] in ("red", "atom"):
-            self.add_to_memory(parts, operands, active)
-        elif parts[0] in ("ld", "st"):
-            # thread blocks before this one have ended: nobody will write what it waits for
-            self.waits += "acquire" in parts
+        elif opcode[0] in ("red", "atom"):
+            self.add_to_memory(opcode, operands, active)
+        elif opcode[0] in ("ld", "st"):
+            # thread blocks before this one have ended: nothing will write what it waits for
+            self.waits += "acquire" in opcode
             assert self.waits < 100, f"waits for ever: {text}"
-            self.load_or_store(parts, operands, active)
+            self.load_or_store(opcode, operands, active)
         elif name.startswith(("cp.async", "ldmatrix", "stmatrix", "mma", "vote", "shfl")):
-            self.of_warp(parts, operands, active, text)
-        elif parts[0] == "mov":
+            self.of_warp(opcode, operands, active, text)
+        elif opcode[0] == "mov":
             self.move(kind, operands, active)
-        elif parts[0] == "prmt":
+        elif opcode[0] == "prmt":
             both = self.value(operands[1]).astype(uint64) | self.value(operands[2]).astype(uint64) << uint64(32)
             selector, result = self.value(operands[3]), self.full(0, uint32)
             for i in range(4):
@@ -401,21 +402,21 @@ class Warp:
                 chosen = both >> (uint64(8) * byte.astype(uint64)) & uint64(255)
                 result = result | chosen.astype(uint32) << uint32(8 * i)
             self.set(operands[0], result, active)
-        elif parts[0] == "selp":
+        elif opcode[0] == "selp":
             chosen = np.where(self.registers[operands[3]], self.value(operands[1], kind), self.value(operands[2], kind))
             self.set(operands[0], chosen, active)
-        elif parts[0] == "cvt":
-            self.set(operands[0], self.converted(parts, operands), active)
-        elif parts[0] == "setp":
-            self.set(operands[0], COMPARISONS[parts[1]](*self.typed(kind, operands[1:])), active)
+        elif opcode[0] == "cvt":
+            self.set(operands[0], self.converted(opcode, operands), active)
+        elif opcode[0] == "setp":
+            self.set(operands[0], COMPARISONS[opcode[1]](*self.typed(kind, operands[1:])), active)
         elif kind == "pred":
-            self.set(operands[0], INTEGERS[parts[0]](*(self.registers[o] for o in operands[1:])), active)
+            self.set(operands[0], INTEGERS[opcode[0]](*(self.registers[o] for o in operands[1:])), active)
         elif kind == "f32":
-            result = FLOATS[parts[0]](*(self.floats(o) for o in operands[1:]))
+            result = FLOATS[opcode[0]](*(self.floats(o) for o in operands[1:]))
             self.set(operands[0], result.astype(float32).view(uint32), active)
         else:
-            result = self.integer(parts, operands[1:])
-            result = np.maximum(result, 0) if "relu" in parts else result
+            result = self.integer(opcode, operands[1:])
+            result = np.maximum(result, 0) if "relu" in opcode else result
             self.set(operands[0], result.view(WIDTHS[str(result.dtype.itemsize * 8)]), active)
 
     def typed(self, kind: str, operands: list[str]) -> list[np.ndarray]:
@@ -424,15 +425,15 @@ class Warp:
         values = [self.value(o, kind) for o in operands]
         return [signed(v) for v in values] if kind[0] == "s" else values
 
-    def integer(self, parts, operands) -> np.ndarray:
-        name, kind = parts[0], parts[-1]
+    def integer(self, opcode, operands) -> np.ndarray:
+        name, kind = opcode[0], opcode[-1]
         if name in ("mul", "mad"):
             a, b = self.typed(kind, operands[:2])
-            if "lo" in parts:
+            if "lo" in opcode:
                 product = a * b
             else:
                 product = a.astype(int64) * b.astype(int64) if kind[0] == "s" else a.astype(uint64) * b.astype(uint64)
-            if "hi" in parts:
+            if "hi" in opcode:
                 product = (product >> product.dtype.type(kind[1:])).astype(a.dtype)
             if name == "mad":
                 product = product + self.value(operands[2], f"b{product.dtype.itemsize * 8}").view(product.dtype)
@@ -456,8 +457,8 @@ class Warp:
             return np.array([int(x).bit_count() for x in self.value(operands[0])], uint32)
         return INTEGERS[name](*self.typed(kind, operands))
 
-    def converted(self, parts, operands) -> np.ndarray:
-        to, kind = parts[-2], parts[-1]
+    def converted(self, opcode, operands) -> np.ndarray:
+        to, kind = opcode[-2], opcode[-1]
         if kind == "e4m3x2":
             low, high = (from_e4m3(self.value(operands[1]), byte).view(uint16).astype(uint32) for byte in (0, 1))
             return high << 16 | low
@@ -489,40 +490,40 @@ class Warp:
         else:
             self.set(target, self.value(source, kind), active)
 
-    def load_or_store(self, parts, operands, active):
-        is_load = parts[0] == "ld"
-        values, place = operands if is_load else operands[::-1]
+    def load_or_store(self, opcode, operands, active):
+        is_load = opcode[0] == "ld"
+        values, pointer = operands if is_load else operands[::-1]
         registers = values.strip("{} ").replace(" ", "").split(",")
-        size = int(parts[-1][1:]) // 8
-        space = next(part for part in parts if part in ("param", *self.spaces))
+        size = int(opcode[-1][1:]) // 8
+        space = next(word for word in opcode if word in ("param", *self.spaces))
         if space == "param":
-            number, _, offset = place.strip("[]").removeprefix("param").partition("+")
+            number, _, offset = pointer.strip("[]").removeprefix("param").partition("+")
             data = np.frombuffer(self.parameters[int(number)], np.uint8)[int(offset or 0) :]
             data = np.tile(data[: size * len(registers)], (self.num_lanes, 1))
         elif is_load:
             data = np.zeros((self.num_lanes, size * len(registers)), np.uint8)
             which = self.block[active] if space == "shared" else None
-            data[active] = self.spaces[space].read(self.address(place)[active], data.shape[1], which)
+            data[active] = self.spaces[space].read(self.address(pointer)[active], data.shape[1], which)
         else:
-            # of a wider register the low bits
-            words = [self.value(r, parts[-1])[active].astype(WIDTHS[parts[-1][1:]], copy=False) for r in registers]
+            # the low bits of a wider register
+            words = [self.value(r, opcode[-1])[active].astype(WIDTHS[opcode[-1][1:]], copy=False) for r in registers]
             data = np.concatenate([np.ascontiguousarray(w).view(np.uint8).reshape(-1, size) for w in words], 1)
             which = self.block[active] if space == "shared" else None
-            self.spaces[space].write(self.address(place)[active], data, which)
+            self.spaces[space].write(self.address(pointer)[active], data, which)
             return
         for i, register in enumerate(registers):
             word = np.ascontiguousarray(data[:, i * size : (i + 1) * size])
             dtype = WIDTHS[str(8 * size)]
             self.set(register, word[:, 0].astype(dtype) if size == 1 else word.view(dtype)[:, 0], active)
 
-    def add_to_memory(self, parts, operands, active):
-        """red and atom, which also gives what was there, lane after lane."""
-        memory, kind, is_atom = self.spaces["global"], parts[-1], parts[0] == "atom"
-        place, values = operands[is_atom : is_atom + 2]
+    def add_to_memory(self, opcode, operands, active):
+        """Execute red, or atom, which also returns the old value, lane after lane."""
+        memory, kind, is_atom = self.spaces["global"], opcode[-1], opcode[0] == "atom"
+        pointer, values = operands[is_atom : is_atom + 2]
         registers = values.strip("{} ").replace(" ", "").split(",")
         dtype = np.dtype(float32 if kind == "f32" else SIGNED[WIDTHS[kind[1:]]])
         addends = np.stack([self.value(register, kind).view(dtype) for register in registers], 1)
-        addresses, before = self.address(place), np.zeros(self.num_lanes, dtype)
+        addresses, before = self.address(pointer), np.zeros(self.num_lanes, dtype)
         for lane in np.flatnonzero(active):
             old = memory.read(addresses[lane : lane + 1], dtype.itemsize * len(registers)).view(dtype)
             before[lane] = old[0, 0]
@@ -530,49 +531,49 @@ class Warp:
         if is_atom:
             self.set(operands[0], before.view(WIDTHS[kind[1:]]), active)
 
-    def of_warp(self, parts, operands, active, text: str):
-        """What other lanes, or later instructions, have a part in."""
+    def of_warp(self, opcode, operands, active, text: str):
+        """Execute an instruction that involves other lanes, or later instructions."""
         shared = self.spaces["shared"]
-        if parts[0] == "cp" and parts[2] in ("cg", "ca"):
+        if opcode[0] == "cp" and opcode[2] in ("cg", "ca"):
             self.copy(operands, active)
             return
-        if parts[0] == "shfl":
+        if opcode[0] == "shfl":
             by, source, lane = self.value(operands[2]).astype(int), self.value(operands[1]), self.lane
-            lane = {"bfly": lane ^ by, "idx": by & 31, "up": np.where(by <= lane, lane - by, lane)}[parts[2]]
+            lane = {"bfly": lane ^ by, "idx": by & 31, "up": np.where(by <= lane, lane - by, lane)}[opcode[2]]
             lane = lane + 32 * self.block
             assert active[lane[active]].all(), f"a lane reads from one that is elsewhere: {text}"
             self.set(operands[0].split("|")[0], source[lane], active)
             return
         self.of_whole_warps(active, text)
-        if parts[0] == "vote":
+        if opcode[0] == "vote":
             votes = self.registers[operands[1]].reshape(-1, 32)
-            if parts[2] == "any":
+            if opcode[2] == "any":
                 votes = votes.any(1)
             else:
                 votes = (votes.astype(uint32) << LANES.astype(uint32)).sum(1, dtype=uint32)
             self.set(operands[0], np.repeat(votes, 32), active)
-        elif parts[0] == "ldmatrix":
-            # of warps that are elsewhere the addresses may be anything
+        elif opcode[0] == "ldmatrix":
+            # the addresses of warps that are elsewhere are arbitrary
             addresses = np.where(active, self.address(operands[1]), SHARED_BASE)
             matrices = shared.read(addresses, 16, self.block).view(uint16).reshape(-1, 4, 8, 8).astype(uint32)
             row, column = LANES // 4, 2 * (LANES % 4)
             for i, register in enumerate(re.findall(r"%\w+", operands[0])):
-                m = matrices[:, i].transpose(0, 2, 1) if "trans" in parts else matrices[:, i]
+                m = matrices[:, i].transpose(0, 2, 1) if "trans" in opcode else matrices[:, i]
                 self.set(register, (m[:, row, column] | m[:, row, column + 1] << 16).ravel(), active)
-        elif parts[0] == "stmatrix":
-            # of four matrices, as ldmatrix without .trans: of each row four lanes have a word
+        elif opcode[0] == "stmatrix":
+            # four matrices, like ldmatrix without .trans: four lanes have a word each of a row
             words = np.stack([self.value(r).reshape(-1, 8, 4) for r in re.findall(r"%\w+", operands[1])], 1)
             rows = np.ascontiguousarray(words.reshape(-1, 4)).view(np.uint8)
             shared.write(self.address(operands[0])[active], rows[active], self.block[active])
-        elif parts[0] == "mma":
-            self.mma(parts, [o.strip("{} ").replace(" ", "").split(",") for o in operands], active)
-        elif parts[2] == "commit_group":
+        elif opcode[0] == "mma":
+            self.mma(opcode, [o.strip("{} ").replace(" ", "").split(",") for o in operands], active)
+        elif opcode[2] == "commit_group":
             self.committed[active] += 1
         else:  # wait_group
             self.wait_for_copies(active, int(operands[0]))
 
     def copy(self, operands, active):
-        """cp.async of 16, 8 or 4 bytes, or of as many zeros where there are none to read."""
+        """Execute cp.async of 16, 8 or 4 bytes, or of as many zeros where there is nothing to read."""
         size = int(operands[2])
         target, source = self.address(operands[0])[active], self.address(operands[1])
         count = self.value(operands[3]) if len(operands) > 3 else self.full(size, int)
@@ -585,7 +586,7 @@ class Warp:
         self.spaces["shared"].write(target, data[active], self.block[active])
 
     def wait_for_copies(self, active, still_under_way: int):
-        """Until only so many of each lane's last groups are."""
+        """Complete copies until only the given number of each lane's last groups is pending."""
         remaining = []
         for lanes, targets, data, groups in self.copies:
             is_due = active[lanes] & (groups < self.committed[lanes] - still_under_way)
@@ -595,12 +596,12 @@ class Warp:
                 remaining.append(tuple(x[~is_due] for x in (lanes, targets, data, groups)))
         self.copies = remaining
 
-    def mma(self, parts, operands: list[list[str]], active):
-        """m16n8k16 of 16-bit values or m16n8k8 of tf32, with float32 sums."""
+    def mma(self, opcode, operands: list[list[str]], active):
+        """Execute mma m16n8k16 of 16-bit values or m16n8k8 of tf32, with float32 sums."""
         target, a_registers, b_registers, c_registers = operands
         shape = (-1, 32)
         eighth, quad = LANES // 4, LANES % 4
-        if "tf32" in parts:
+        if "tf32" in opcode:
 
             def tf32(registers: list[str]) -> np.ndarray:
                 words = np.stack([self.value(r) for r in registers]) & uint32(0xFFFFE000)
@@ -614,11 +615,11 @@ class Warp:
             for half, shift in enumerate((0, 16)):
                 for i, register in enumerate(a_registers):
                     word = (self.value(register) >> uint32(shift)).astype(uint16)
-                    values = from_16_bits(word, parts[-2]).reshape(shape)
+                    values = from_16_bits(word, opcode[-2]).reshape(shape)
                     a[:, eighth + i % 2 * 8, 2 * quad + i // 2 * 8 + half] = values
                 for i, register in enumerate(b_registers):
                     word = (self.value(register) >> uint32(shift)).astype(uint16)
-                    b[:, 2 * quad + i * 8 + half, eighth] = from_16_bits(word, parts[-2]).reshape(shape)
+                    b[:, 2 * quad + i * 8 + half, eighth] = from_16_bits(word, opcode[-2]).reshape(shape)
         product = a @ b
         # registers of C: (rows + 8, odd columns)
         sums = product.reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)

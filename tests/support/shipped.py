@@ -12,10 +12,10 @@ CAUSAL = Mask(None, 0)
 
 
 class ShippedRow(NamedTuple):
-    """A row with one of its masks.
+    """A row of a table with one of its masks.
 
     Attributes:
-        shortest, longest: the lengths of which it is the row.
+        shortest, longest: the range of lengths that the row is for.
     """
 
     name: str

@@ -29,7 +29,7 @@ INT32, FLOAT32 = torch.int32, torch.float32
 
 
 def fast_divisor(n: int) -> list[bytes]:
-    """FastDivmodDivisorV2 as a kernel gets it: divisor, multiplier, two shifts; and the divisor once more."""
+    """FastDivmodDivisorV2 in the form a kernel gets: divisor, multiplier, two shifts; and the divisor once more."""
     log = (n - 1).bit_length()
     multiplier = ((2**log - n) * 2**32 // n + 1) % 2**32
     return [struct.pack("<IIBBxx", n, multiplier, min(log, 1), max(log - 1, 0)), struct.pack("<i", n)]
@@ -53,8 +53,11 @@ class Parameters:
         return self.memory.put(data.numpy()) + offset
 
     def tensor(self, t: torch.Tensor, order: tuple[int, ...] | None = None, is_lse: bool = False) -> int:
-        """Its modes in this order; the last of t is known when the kernel is compiled, of lse (and of vectors and
-        tables, which have `order` None) but for its size."""
+        """A tensor with its modes in this order.
+
+        The last mode of t is known when the kernel is compiled, except for its size in lse (and in vectors and tables,
+        which have `order` None).
+        """
         address, last = self.put(t), t.dim() - 1
         has_size = is_lse or order is None
         order = tuple(range(t.dim())) if order is None else order
@@ -66,13 +69,13 @@ class Parameters:
         return address
 
     def strided(self, t: torch.Tensor):
-        """All its sizes and strides."""
+        """A tensor with all its sizes and strides."""
         padding = [0] * (t.dim() % 2)
         form = f"<Q{t.dim() + len(padding)}i{t.dim()}q"
         self.values.append(struct.pack(form, self.put(t), *t.shape, *padding, *t.stride()))
 
     def end_here(self):
-        """What was put last ends with the memory: reading past it raises."""
+        """Make the memory end with what was put last, so that reading past it raises."""
         self.memory.num_bytes = self.memory.used
 
     def result(self, address: int, like: torch.Tensor) -> torch.Tensor:
@@ -94,7 +97,7 @@ _compiled: dict = {}
 
 
 def compiled(key, trace, arch: str = ARCH, spills: int = 0) -> ptx_interpreter.Program:
-    """A kernel whose machine code keeps everything in registers, but for so many loads and stores."""
+    """A kernel whose machine code keeps everything in registers, except for the given number of loads and stores."""
     if key not in _compiled:
         code, ptx = machine_code.read_with_ptx(arch, trace)
         assert code.spills <= spills, key
@@ -111,7 +114,7 @@ def forward(
     config: ForwardConfigSm80 | None = None,
     **order,
 ):
-    """out and lse of the forward kernel, those of each split if there are some.
+    """out and lse of the forward kernel, or with splits those of each split.
 
     Args: order: copies_late and warps_reversed of `ptx_interpreter.run`.
     """
@@ -178,9 +181,9 @@ def merge(partial_out, partial_lse, out, lse, sinks, row_warps=None, last_first=
     """What the merge kernel writes to tensors like out and lse.
 
     Args:
-        last_first: of the warps of a thread block.
-        offsets: of packed queries.
-        key: of a kernel that a launch has picked.
+        last_first: whether the last warp of a thread block runs first.
+        offsets: cu_seqlens of packed queries.
+        key: the key of a kernel that a launch has picked.
     """
     kernel = Parameters()
     kernel.tensor(partial_out, (0, 1, 2, 3, 4))
@@ -190,8 +193,8 @@ def merge(partial_out, partial_lse, out, lse, sinks, row_warps=None, last_first=
         kernel.tensor(sinks.float())
     if offsets is not None:
         kernel.tensor(offsets)
-    parts = len(partial_out)
-    row_warps = key.row_warps if key is not None else row_warps or merge_launch.row_warps(parts)
+    num_partials = len(partial_out)
+    row_warps = key.row_warps if key is not None else row_warps or merge_launch.row_warps(num_partials)
     aligned_to, dv = launch.vector_bytes(partial_out), out.shape[-1]
     key = key or merge_launch.MergeKey(
         partial_out.dtype, out.dtype, dv, sinks is not None, aligned_to, row_warps, has_offsets=offsets is not None
@@ -205,7 +208,7 @@ def merge(partial_out, partial_lse, out, lse, sinks, row_warps=None, last_first=
 
 
 def append(problem: DecodeProblem, inputs: DecodeInputs):
-    """The rotated queries, and both caches, as the append kernel leaves them."""
+    """The rotated queries and both caches after the append kernel."""
     q_out = torch.empty_like(inputs.q)
     arguments = append_launch.append_arguments(problem, inputs, q_out)
     lengths = "cache_seqlens", "page_table"
@@ -223,7 +226,7 @@ def append(problem: DecodeProblem, inputs: DecodeInputs):
     kernel.end_here()
     key = append_launch.AppendKey.of(problem, inputs, arguments)
     arch = ARCH_E4M3 if key.is_e4m3 else ARCH
-    # the assembler stops at 40 registers for it, for 12 thread blocks a multiprocessor
+    # the assembler stops at 40 registers, which allows 12 thread blocks a multiprocessor
     program = compiled(key, functools.partial(append_launch.trace_append, key), arch, spills=2)
     ptx_interpreter.run(program, kernel.values, kernel.memory, (arguments.num_blocks, 1, 3), 128, 0)
     results = (q_out, inputs.k_cache, inputs.v_cache)
@@ -232,7 +235,7 @@ def append(problem: DecodeProblem, inputs: DecodeInputs):
 
 
 def decode(problem: DecodeProblem, inputs: DecodeInputs, num_sms: int = 4):
-    """All of a call: what `decode_launch.decode` does, kernel after kernel. Also gives both caches."""
+    """A whole call, kernel after kernel, like in kernels/launch/decode.py. Returns both caches as well."""
     attention = problem.attention
     caches = inputs.k_cache, inputs.v_cache
     if inputs.seqlen_new or inputs.rotary_cos is not None:

@@ -1,4 +1,4 @@
-"""The Ampere forward compiled once for all tests of a process: its PTX, and its machine code, looked at by the way."""
+"""The Ampere forward, compiled once for all tests of a process: its PTX, and a check of its machine code."""
 
 import functools
 from typing import NamedTuple
@@ -26,7 +26,7 @@ _compiled: dict[tuple, Compiled] = {}
 
 
 def compiled(problem: AttentionProblem, config: ForwardConfigSm80, arch: str) -> Compiled:
-    """For the static part of a problem."""
+    """The PTX of the kernel for the static part of a problem."""
     key = (problem.static(), config, arch)
     if key not in _compiled:
         code, ptx = machine_code.read_with_ptx(arch, functools.partial(launch.trace, problem, config, arch))
@@ -36,7 +36,7 @@ def compiled(problem: AttentionProblem, config: ForwardConfigSm80, arch: str) ->
 
 
 def check_machine_code(code: machine_code.MachineCode, problem: AttentionProblem, config: ForwardConfigSm80):
-    """The instructions that the module docstrings of the kernel promise."""
+    """Check the instructions that the module docstrings of the kernel promise."""
     d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
     columns_v = problem.head_dim_v
     is_float32, vector = problem.dtype == torch.float32, config.vector_bytes
@@ -54,7 +54,7 @@ def check_machine_code(code: machine_code.MachineCode, problem: AttentionProblem
         assert code.spills == 0
         steps = d // 16 * config.tile_n // 8 + config.tile_n // 16 * dv // 8
         count = code.count(r"HMMA\.16816\.F32")
-        # the assembler leaves out columns that nobody stores
+        # the assembler leaves out columns that are not stored
         assert count == bodies * config.m_tiles * steps or (count < bodies * config.m_tiles * steps and dv > columns_v)
         assert code.count(r"LDSM\.16\.M88\.4") > 0
         assert code.count(r"LDSM\.16\.MT88\.4") > 0  # V transposed

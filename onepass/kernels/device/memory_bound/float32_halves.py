@@ -13,7 +13,7 @@ tensors themselves (blocks/repair/rows.py).
 Three products of halves are the product of the numbers up to about 2^-22 of it (see blocks/memory/wgmma.py), at twice
 the speed of tf32, which has the 11 bits of float16 and would need V transposed.
 
-Source: the split is that of Ootomo and Yokota, arXiv:2203.03341, with block scales in the place of a shifted low part.
+Source: the split is that of Ootomo and Yokota, arXiv:2203.03341, with block scales in place of a shifted low half.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def make_tiled_mmas(config: BackwardConfigSm80, dtype: type[cutlass.Numeric]) ->
 
 
 def swizzle(row: Int32 | int):
-    """The number that the number of a piece is combined with (exclusive or) in a row of P or dS.
+    """What is combined (exclusive or) with the number of a piece in a row of P or dS.
 
     The results are pairwise different for rows 0 to 3 and 4 to 7, which a half warp writes together, and for even and
     odd rows of eight, which it reads together.

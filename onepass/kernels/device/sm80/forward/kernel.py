@@ -11,7 +11,7 @@ loads:
     num_stages=1           K of the next step is loaded beside softmax and PV, V of this one beside QK^T; two barriers
     prefetch=False         load, wait, compute
 
-Thread blocks of neighbouring tiles of a head have neighbouring numbers, so their K and V meet in L2.
+Thread blocks of neighboring tiles of a head have neighboring numbers, so their K and V meet in L2.
 
 With splits, each thread block (tile, split) takes one split of the tile's keys and writes float32 partials, which
 memory_bound/merge.py merges; with pages, loads.py looks up where each row of K and V lies. Everything between is the

@@ -35,7 +35,7 @@ def zero_blocks(accumulator, group: cutlass.Constexpr[int]):
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.fence_acq_rel_gpu()
-            head = block // accumulator.blocks_per_head  # of all batch entries
+            head = block // accumulator.blocks_per_head  # numbered over all batch entries
             increment(_count(accumulator, head // group * group))
         block = _draw_block(accumulator, lane)
 

@@ -181,7 +181,7 @@ class Producer(Untraced):
 
     @cute.jit
     def _load(self, pipe, state, tma_atom, sources: list, buffers, receivers: cutlass.Constexpr):
-        """Load a block: one tile, or two float16 halves into neighbouring buffers whose bytes one barrier counts."""
+        """Load a block: one tile, or two float16 halves into neighboring buffers whose bytes one barrier counts."""
         pipe.producer_acquire(state)
         barrier = pipe.producer_get_barrier(state)
         for half in cutlass.range_constexpr(len(sources)):
