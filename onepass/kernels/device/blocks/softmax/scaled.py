@@ -105,7 +105,7 @@ class KeyScales(Untraced):
 
     @cute.jit
     def take(self, k_scale, v_scale, first: Int32, n_block: Int32, is_first: cutlass.Constexpr[bool]):
-        """Prepare `group_scales` of tile n_block. Args: is_first: the head's first tile, with a chunk that is loaded."""
+        """Prepare `group_scales` of tile n_block. Args: is_first: the head's first tile; its chunk is loaded."""
         if cutlass.const_expr(is_first):
             self._next_chunk()
         if cutlass.const_expr(not is_first):
