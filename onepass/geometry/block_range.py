@@ -93,18 +93,18 @@ def key_blocks(
     return KeyBlocks(first, clear_first, clear_last, last)
 
 
-def blocks_of_rows(tile: KeyBlocks, part: KeyBlocks, max_skipped: int) -> tuple[KeyBlocks, int]:
+def blocks_of_rows(tile: KeyBlocks, own: KeyBlocks, max_skipped: int) -> tuple[KeyBlocks, int]:
     """The blocks that some of a tile's rows (of a warpgroup, of a thread block in a cluster) visit.
 
     They go through the tile's blocks in step with it, except for its last ones, which they may skip if they see none
     of their keys. Their own rows decide which blocks need a mask.
 
-    Args: part: `key_blocks` of these rows alone.
+    Args: own: `key_blocks` of these rows alone.
     Returns: their blocks, and how many are skipped.
     """
-    # no part ends after its tile; the bound at 0 says so to the compiler
-    skipped = minimum(maximum(tile.last - part.last, 0), max_skipped)
-    return KeyBlocks(tile.first, part.clear_first, part.clear_last, tile.last - skipped), skipped
+    # no rows' blocks end after those of their tile; the bound at 0 says so to the compiler
+    skipped = minimum(maximum(tile.last - own.last, 0), max_skipped)
+    return KeyBlocks(tile.first, own.clear_first, own.clear_last, tile.last - skipped), skipped
 
 
 class QueryBlocks(NamedTuple):

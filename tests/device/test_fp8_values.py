@@ -71,7 +71,7 @@ def cases():
         "n192": Softmax(192, 3, (2, 0), 1.8),
         "n96": Softmax(96, 4, (), 2.8),
         "n32": Softmax(32, 7, (6, 5), 0.8),
-        # the scales of 16 tiles of 128 keys, or of 96, are a page: these go from one page to the one before
+        # the scales of 16 tiles of 128 keys, or of 96, are a chunk: these tiles go from one chunk to the one before
         "pages of n128": Softmax(128, 4, (), 0.8, before=14),
         "pages of n96": Softmax(96, 3, (), 0.8, before=31),
         "apart": Softmax(64, 4, (3,), 0.8, apart=True),

@@ -76,7 +76,8 @@ def soft_cap(score: Float32, tanh_scale: Float32, dtype: cutlass.Constexpr = Non
 
     tanh.approx would be one instruction, with an error of 5e-4 * softcap in the score.
 
-    Args: dtype: the dtype of the inputs. With float32, the error of small values is 1e-7 relative to them, too.
+    Args: dtype: the dtype of the inputs. The formula has an absolute error of 1e-7; with float32, the error of small
+    values is relative as well.
     """
     tanh = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + cute.math.exp2(score * tanh_scale, fastmath=True))
     if cutlass.const_expr(dtype is Float32):

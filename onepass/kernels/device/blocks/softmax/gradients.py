@@ -38,11 +38,11 @@ class GradientScores:
     tile_n: int
     lane_in_quad: Int32
     row_in_tile: Int32  # the first of this thread's rows; the second one lies 8 below
-    minus_lse: cute.Tensor  # of the queries in this thread's columns
-    minus_delta: cute.Tensor
+    minus_lse: cute.Tensor  # -lse of the queries in this thread's columns
+    minus_delta: cute.Tensor  # -delta of these queries
     # with 16-bit inputs, two values a word
-    p_words: cute.Tensor
-    ds_words: cute.Tensor
+    p_words: cute.Tensor  # P
+    ds_words: cute.Tensor  # dS
     capped_words: cute.Tensor  # with a softcap: P times its slope
     # with float32 inputs
     p: cute.Tensor  # the accumulator of S

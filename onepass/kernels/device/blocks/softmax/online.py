@@ -70,8 +70,10 @@ class OnlineSoftmax(Untraced):
         return cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1))
 
     def _thread_maximum(self, scores: cute.Tensor, r: int) -> Float32:
-        """Maximum of this thread's scores of row r, in four chains: a single chain of dependent maxima would be all
-        latency."""
+        """Maximum of this thread's scores of row r.
+
+        It takes four chains, because one chain of N / 4 dependent maxima would be all latency.
+        """
         chains = [scores[r, c] for c in range(4)]
         for c in range(4, cute.size(scores, mode=[1])):
             chains[c % 4] = cute.arch.fmax(chains[c % 4], scores[r, c])
@@ -98,9 +100,9 @@ class OnlineSoftmax(Untraced):
 
     @cute.jit
     def reset(self):
-        """The state of rows that have seen no key yet, from which `update` goes on.
+        """Set the state of rows that have seen no key yet, for `update`.
 
-        `begin` instead saves the first rescaling.
+        `begin`, which needs no such state, saves the first rescaling.
         """
         for r in cutlass.range_constexpr(ROWS):
             self.row_sum[r], self.row_scale[r] = Float32(0.0), Float32(1.0)

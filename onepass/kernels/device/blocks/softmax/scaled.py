@@ -1,8 +1,8 @@
 """An online softmax whose scores and values have scales, for FP8 (e4m3) and for float32 in two float16 halves; and P in
 e4m3 as operand of the next GEMM.
 
-A score is q_scale * k_scale * (q.k), with one factor for a row and a group of keys, and V of a group counts v_scale
-times. Neither costs an instruction for each score: with
+A score is q_scale * k_scale * (q.k), with one factor for a row and a group of keys, and V of a group is multiplied by
+v_scale. Neither costs an instruction for each score: with
 
     y = q.k * multiplier,  multiplier = q_scale * k_scale * softmax_scale * log2(e)
     P = exp2(y + log2(v_scale) + 8 - reference)
@@ -74,48 +74,48 @@ def group_keys(tile_n: int) -> int:
     return math.gcd(tile_n, SCALE_BLOCK)
 
 
-def tiles_of_page(tile_n: int) -> int:
+def tiles_of_chunk(tile_n: int) -> int:
     """The number of tiles that 32 scales last for, a power of two."""
     blocks = LANES if tile_n % SCALE_BLOCK == 0 or SCALE_BLOCK % tile_n == 0 else LANES - 1
     return 1 << (blocks * SCALE_BLOCK // tile_n).bit_length() - 1
 
 
 class KeyScales(Untraced):
-    """The scales of K and V of one head: those of 32 blocks of keys at a time (a page), one in each lane of a warp.
+    """The scales of K and V of one head: those of 32 blocks of keys at a time (a chunk), one in each lane of a warp.
 
     Tiles come in descending order. A step has no load and no logarithm of its own, only a broadcast of each scale; the
-    next page is loaded in the last tile of a page, a step before it is needed.
+    next chunk is loaded in the last tile of a chunk, a step before it is needed.
     """
 
     def __init__(self, tile_n: int):
-        self.tile_n, self.size = tile_n, tiles_of_page(tile_n)
+        self.tile_n, self.size = tile_n, tiles_of_chunk(tile_n)
         self.next_k, self.next_v = (cute.make_rmem_tensor((1,), Float32) for _ in range(2))
         self.k, self.v_log2, self.v_inverse = (cute.make_rmem_tensor((1,), Float32) for _ in range(3))
 
     @cute.jit
     def load(self, k_scale: cute.Tensor, v_scale: cute.Tensor, first: Int32, n_block: Int32):
-        """Load the page of tile n_block, which is used after the next `take`.
+        """Load the chunk of tile n_block, which is used after the next `take`.
 
         Args: k_scale, v_scale: (blocks,) of a head. first: the block of the sequence's first keys.
         """
-        page_start = maximum(n_block, 0) & -self.size
-        block = first + (page_start * self.tile_n >> SCALE_BLOCK_LOG2) + cute.arch.lane_idx()
+        chunk_start = maximum(n_block, 0) & -self.size
+        block = first + (chunk_start * self.tile_n >> SCALE_BLOCK_LOG2) + cute.arch.lane_idx()
         self.next_k[0] = k_scale[minimum(block, cute.size(k_scale) - 1)]
         self.next_v[0] = v_scale[minimum(block, cute.size(v_scale) - 1)]
 
     @cute.jit
     def take(self, k_scale, v_scale, first: Int32, n_block: Int32, is_first: cutlass.Constexpr[bool]):
-        """Prepare `group_scales` of tile n_block. Args: is_first: the head's first tile, whose page has been loaded."""
+        """Prepare `group_scales` of tile n_block. Args: is_first: the head's first tile; its chunk is loaded."""
         if cutlass.const_expr(is_first):
-            self._turn_page()
+            self._next_chunk()
         if cutlass.const_expr(not is_first):
             if (n_block & self.size - 1) == self.size - 1:
-                self._turn_page()
+                self._next_chunk()
         if (n_block & self.size - 1) == 0:
             self.load(k_scale, v_scale, first, n_block - 1)
 
     @cute.jit
-    def _turn_page(self):
+    def _next_chunk(self):
         v_scale = cute.arch.fmax(self.next_v[0], Float32(TINY))
         self.k[0] = self.next_k[0]
         self.v_log2[0] = cute.math.log2(v_scale, fastmath=True)

@@ -455,8 +455,10 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
             self.add_to_accumulator(acc_dq, share)
 
     def address_in_accumulator(self, acc_dq: cute.Tensor, share: Int32) -> cute.Pointer:
-        """Where this thread's values begin in a share, which is laid out as [vector][lane]: 16 bytes a thread, 512
-        contiguous bytes a warp."""
+        """The address of this thread's first values in a share.
+
+        A share is laid out as [vector][lane]: 16 bytes a thread, 512 contiguous bytes a warp.
+        """
         return self.accumulator.dq.iterator + (Int64(share) * (cute.size(acc_dq) * LANES) + self.lane * 4)
 
     @cute.jit

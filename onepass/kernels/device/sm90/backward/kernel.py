@@ -1,4 +1,4 @@
-"""The Hopper backward kernel: warp-specialised, persistent, five GEMMs a step.
+"""The Hopper backward kernel: warp-specialized, persistent, five GEMMs a step.
 
 A tile is 64 * num_warpgroups keys of one kv head; the steps go through the query blocks that see them, of each query
 head of the group in turn. Everything is computed transposed, keys in rows: S^T = K Q^T and dP^T = V dO^T leave P^T and

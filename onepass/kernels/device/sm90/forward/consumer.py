@@ -235,7 +235,7 @@ class Consumer(Warpgroup):
         pipe.consumer_wait(state)
         pipe.consumer_release(state)
 
-    # ---------------------------------------------------------------- loads, without warp specialisation
+    # ---------------------------------------------------------------- loads, without warp specialization
 
     @cute.jit
     def load_first(self, tile: Tile, wave: Int32, k_state, v_state):

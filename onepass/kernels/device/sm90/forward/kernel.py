@@ -1,4 +1,4 @@
-"""The Hopper forward kernel: warp-specialised, persistent, pipelined within and across tiles.
+"""The Hopper forward kernel: warp-specialized, persistent, pipelined within and across tiles.
 
     producer warp        K,Q | V K | V K | V K' Q' | V' ...            TMA, through circular buffers in shared memory
                           |     \\     \\

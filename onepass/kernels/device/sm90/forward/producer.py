@@ -40,10 +40,11 @@ class Producer(Untraced):
         self.everyone = None if clusters == 1 else cutlass.Int16(2**clusters - 1)
 
     def _partition(self, tma_atom, m, s, rows: int, columns: int, cluster_size: int, along: int = 0):
-        """Both ends of a TMA copy: (tile bytes, block, head, batch) in global memory, a tensor for each float16 half
-        (one without halves), and (tile bytes, buffer) in shared memory.
+        """Both ends of a TMA copy.
 
-        With a cluster, they cover this thread block's share of the tile.
+        They are (tile bytes, block, head, batch) in global memory, a list with a tensor for each float16 half (one
+        tensor without halves), and (tile bytes, buffer) in shared memory. With a cluster, they cover this thread
+        block's share of the tile.
 
         Args: along: the mode of m that is cut into blocks.
         """
@@ -58,8 +59,9 @@ class Producer(Untraced):
         return sources, buffers
 
     def _partition_pages(self, tma_atom, m, s, columns: int):
-        """Both ends of a TMA copy of a box: (box bytes, box, head, page) in global memory, (box bytes, box, buffer) in
-        shared memory.
+        """Both ends of a TMA copy of a box.
+
+        They are (box bytes, box, head, page) in global memory and (box bytes, box, buffer) in shared memory.
 
         Args: m: (page_size, .., pages).
         """

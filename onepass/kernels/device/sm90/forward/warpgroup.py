@@ -24,7 +24,7 @@ from .tile import Tile
 
 
 class Warpgroup(WarpgroupScores):
-    """64 query rows of each tile: S, P and O in registers, Q, K and V in shared memory."""
+    """A warpgroup's 64 rows of a tile once all their keys have been added."""
 
     @cute.jit
     def keep_done(self):
@@ -33,7 +33,7 @@ class Warpgroup(WarpgroupScores):
 
     @cute.jit
     def store(self, tile: Tile):
-        """out = O / row_sum and lse of a finished tile; O is free afterwards."""
+        """Write out = O / row_sum and lse of a finished tile; O is free afterwards."""
         weights = cute.make_rmem_tensor((2,), Float32)
         at_head = self.kernel.at_head
         rows = [self.row_of(tile, self.row_in_tile + 8 * r) for r in range(2)]
