@@ -14,9 +14,11 @@ from .dispatch.backends import Support
 from .dispatch.choice import use_backend
 from .errors import UnsupportedError
 from .kernels.compiler.pool import CompiledKernel
-from .kernels.config import ForwardConfig, ForwardConfigSm80
+from .kernels.config import ForwardConfigSm80, ForwardConfigSm90
 from .ops.quantize import QuantizedQKV
 from .tuning import TuningResult, tune
+
+ForwardConfig = ForwardConfigSm90  # its name before Ampere had one
 
 __version__ = "0.1.0"
 
@@ -25,6 +27,7 @@ __all__ = [
     "CompiledKernel",
     "ForwardConfig",
     "ForwardConfigSm80",
+    "ForwardConfigSm90",
     "QuantizedQKV",
     "Support",
     "TuningResult",

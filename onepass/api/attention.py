@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..dispatch import attention as dispatch
 from ..dispatch import choice
-from ..kernels.config import ForwardConfig, ForwardConfigSm80
+from ..kernels.config import ForwardConfigSm80, ForwardConfigSm90
 from ..ops import attention as ops
 from ..ops import quantize
 from ..ops.quantize import QuantizedQKV
@@ -54,7 +54,7 @@ class Options(TypedDict, total=False):
     deterministic: bool | None
     precision: Literal["fp8"] | None
     backend: str | None
-    tuning: ForwardConfig | ForwardConfigSm80 | None
+    tuning: ForwardConfigSm90 | ForwardConfigSm80 | None
 
 
 class PackedOptions(Options, total=False):
@@ -246,7 +246,7 @@ def attention(
     return_lse: bool = False,
     precision: Literal["fp8"] | None = None,
     backend: str | None = None,
-    tuning: ForwardConfig | ForwardConfigSm80 | None = None,
+    tuning: ForwardConfigSm90 | ForwardConfigSm80 | None = None,
     **unknown: Any,
 ) -> Tensor | AttentionOutput:
     """Exact attention, softmax(softmax_scale * q k^T + mask) v, in one pass over the keys.
@@ -284,8 +284,8 @@ def attention(
             forward. None = the forward is computed in q's dtype.
         backend: name of the backend that must run; None = what `use_backend` or ONEPASS_BACKEND chose, else the best
             one that `supports` the call.
-        tuning: a `ForwardConfig` (backend sm90) or `ForwardConfigSm80` (sm80) that the forward is computed with, for
-            measuring: it changes speed and summation order only. None = the backend's own choice.
+        tuning: a `ForwardConfigSm90` (backend sm90) or `ForwardConfigSm80` (sm80) that the forward is computed with,
+            for measuring: it changes speed and summation order only. None = the backend's own choice.
 
     Returns: out, (batch, seqlen_q, num_heads_q, head_dim_v), in q's dtype and with the order of q's dimensions in
     memory (heads outside seqlen if q has them so), or AttentionOutput(out, lse). A row that sees no key has out = 0,
@@ -366,7 +366,7 @@ def attention_varlen(
     return_lse: bool = False,
     precision: Literal["fp8"] | None = None,
     backend: str | None = None,
-    tuning: ForwardConfig | ForwardConfigSm80 | None = None,
+    tuning: ForwardConfigSm90 | ForwardConfigSm80 | None = None,
     **unknown: Any,
 ) -> Tensor | AttentionOutput:
     """Exact attention over packed sequences: sequence b attends to itself only.

@@ -15,7 +15,7 @@ from ..dispatch import backends, choice, decode
 from ..errors import REFUSALS, UnsupportedError
 from ..kernels.compiler import pool
 from ..kernels.compiler.pool import CompiledKernel, Job
-from ..kernels.config import ForwardConfig, ForwardConfigSm80, LaunchConfig
+from ..kernels.config import ForwardConfigSm80, ForwardConfigSm90, LaunchConfig
 from ..ops import quantize
 from ..ops.quantize import QuantizedQKV
 from ..problem import AttentionProblem
@@ -152,7 +152,7 @@ def calls_of(calls: Any) -> list[Mapping[str, Any] | AttentionProblem]:
 
 def problem_of_call(
     function: str, call: Mapping[str, Any] | AttentionProblem, backend: str | None
-) -> tuple[AttentionProblem, str | None, ForwardConfig | ForwardConfigSm80 | None, bool]:
+) -> tuple[AttentionProblem, str | None, ForwardConfigSm90 | ForwardConfigSm80 | None, bool]:
     """The problem of a call without data, on this machine's GPU if it has one.
 
     Args:

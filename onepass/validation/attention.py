@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.config import ForwardConfig, ForwardConfigSm80
+from ..kernels.config import ForwardConfigSm80, ForwardConfigSm90
 from ..problem import AttentionInputs, AttentionProblem, Mask
 from .scalars import check_flag, check_int, check_real
 from .tensors import check_dense, check_max_seqlens, check_packed, check_sinks, check_tensors
@@ -73,8 +73,8 @@ def checked_options(
     if sinks is not None:
         check_sinks(sinks, q)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else check_real("softmax_scale", softmax_scale)
-    if tuning is not None and not isinstance(tuning, (ForwardConfig, ForwardConfigSm80)):
-        raise TypeError(f"tuning: expected a ForwardConfig, a ForwardConfigSm80 or None, got {tuning!r}")
+    if tuning is not None and not isinstance(tuning, (ForwardConfigSm90, ForwardConfigSm80)):
+        raise TypeError(f"tuning: expected a ForwardConfigSm90, a ForwardConfigSm80 or None, got {tuning!r}")
     if deterministic is None:
         is_reproducible = torch.are_deterministic_algorithms_enabled()
     return {"softmax_scale": scale, "mask": mask, "softcap": softcap, "deterministic": is_reproducible}

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from onepass.kernels.compiler import compile, disk_cache
-from onepass.kernels.config import ForwardConfig
+from onepass.kernels.config import ForwardConfigSm90
 from onepass.kernels.heuristics import tuned
 
 KEY = ((("head_dim", 64), ("has_sinks", False), ("causal", True)),)
@@ -130,7 +130,7 @@ def test_the_entry_says_what_it_is(directory):
 
 
 def test_summaries():
-    config = ForwardConfig(tile_n=96, num_warpgroups=3, pingpong=False)
+    config = ForwardConfigSm90(tile_n=96, num_warpgroups=3, pingpong=False)
     assert compile.summary((KEY[0], config)) == "head_dim=64 causal; tile_n=96 num_warpgroups=3 pingpong=False"
     assert compile.summary(("split", (1, 2), None)) == "split; (1, 2); None"  # any key has one
 
@@ -597,7 +597,7 @@ def noted(function, name):
 
 compile.compile_now = noted(compile.compile_now, "compile")
 problem = AttentionProblem(torch.bfloat16, "cuda", 1, 512, 512, 1, 1, 64, 64, 0.125, Mask())
-config = heuristics.forward_config(problem)
+config = heuristics.forward_config_sm90(problem)
 trace = functools.partial(launch.trace, problem, config)
 Path(sys.argv[2]).touch()
 while not Path(sys.argv[3]).exists():

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import onepass
-from onepass import ForwardConfig
+from onepass import ForwardConfigSm90
 from onepass.dispatch import backends
 from onepass.kernels.compiler import compile, pool
-from onepass.kernels.config import BackwardConfig
+from onepass.kernels.config import BackwardConfigSm90
 from onepass.kernels.heuristics import chooser
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.kernels.launch import float32_halves as parts_launch
@@ -41,7 +41,7 @@ def test_calls_in_every_form_need_the_same_kernel(compiled):
     assert len(made) == len(compiled) == 1
     name, key, arch = compiled[0]
     assert (name, arch) == ("forward", "sm_90a")
-    assert key == (PROBLEM.static(), heuristics.forward_config(PROBLEM))
+    assert key == (PROBLEM.static(), heuristics.forward_config_sm90(PROBLEM))
     assert made[0].problem.mask == PROBLEM.mask
     assert (made[0].name, made[0].backend, made[0].config, made[0].was_cached) == ("forward", "sm90", key[1], False)
     assert made[0].seconds < 1
@@ -49,7 +49,7 @@ def test_calls_in_every_form_need_the_same_kernel(compiled):
 
 
 def test_one_kernel_each_in_the_order_of_the_calls(compiled):
-    config = ForwardConfig(tile_n=96)
+    config = ForwardConfigSm90(tile_n=96)
     calls = [CALL, CALL | {"sinks": (32,)}, CALL | {"tuning": config}, CALL, CALL | {"causal": True, "window": (9, 0)}]
     made = onepass.warmup(calls, backend="sm90", workers=1)
     assert [key for _, key, _ in compiled] == [(kernel.problem.static(), kernel.config) for kernel in made]
@@ -59,7 +59,7 @@ def test_one_kernel_each_in_the_order_of_the_calls(compiled):
 
 
 def test_gradients_need_kernels_of_their_own(compiled):
-    calls = [CALL, CALL | {"causal": True, "tuning": ForwardConfig(tile_n=96)}]
+    calls = [CALL, CALL | {"causal": True, "tuning": ForwardConfigSm90(tile_n=96)}]
     made = onepass.warmup(calls, backend="sm90", workers=1, gradients=True)
     # the second call's mask makes no difference to its preprocess kernel
     assert [(kernel.name, kernel.problem.mask) for kernel in made] == [
@@ -72,12 +72,12 @@ def test_gradients_need_kernels_of_their_own(compiled):
         ("backward_postprocess", Mask(None, 0)),
     ]
     assert [(name, arch) for name, _, arch in compiled] == [(kernel.name, "sm_90a") for kernel in made]
-    assert made[4].config == ForwardConfig(tile_n=96)
+    assert made[4].config == ForwardConfigSm90(tile_n=96)
     for kernel, (name, key, _) in zip(made, compiled, strict=True):
         if name == "backward":
             assert key == (kernel.problem.static(), kernel.config)
         if name != "forward":
-            assert kernel.config == heuristics.backward_config(kernel.problem)
+            assert kernel.config == heuristics.backward_config_sm90(kernel.problem)
     assert all(kernel.was_cached for kernel in onepass.warmup(calls, backend="sm90", gradients=True))
 
 
@@ -94,8 +94,8 @@ def test_a_gradient_of_lse_needs_lse(compiled):
 
 
 def test_a_backward_without_postprocess(compiled, monkeypatch):
-    config = BackwardConfig(private_dq=True)
-    monkeypatch.setitem(chooser.BACKWARD, "sm90", chooser.Chooser(BackwardConfig, lambda problem, arch: config))
+    config = BackwardConfigSm90(private_dq=True)
+    monkeypatch.setitem(chooser.BACKWARD, "sm90", chooser.Chooser(BackwardConfigSm90, lambda problem, arch: config))
     made = onepass.warmup([CALL], backend="sm90", workers=1, gradients=True)
     assert [kernel.name for kernel in made] == ["forward", "backward_preprocess", "backward"]
     assert [kernel.config for kernel in made[1:]] == [config, config]
@@ -243,11 +243,11 @@ REFUSED = [
     ({"dtype": None}, TypeError, r"dtype: expected a torch.dtype beside the shape \(2, 4096, 32, 128\) of q, got None"),
     ({"dtype": torch.float64}, NotImplementedError, "backend sm90: dtype: expected bfloat16, float16 or float32, got"),
     (
-        {"tuning": ForwardConfig(tile_n=100)},
+        {"tuning": ForwardConfigSm90(tile_n=100)},
         NotImplementedError,
         "tuning: tile_n: expected 1 x 16, .*, got 100",
     ),
-    ({"tuning": 128}, TypeError, "tuning: expected a ForwardConfig, a ForwardConfigSm80 or None, got 128"),
+    ({"tuning": 128}, TypeError, "tuning: expected a ForwardConfigSm90, a ForwardConfigSm80 or None, got 128"),
     ({"backend": "sm91"}, ValueError, "backend: expected one of .* or None, got 'sm91'"),
 ]
 

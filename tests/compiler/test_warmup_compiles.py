@@ -7,7 +7,7 @@ import torch
 
 import onepass
 from onepass.kernels.compiler import compile
-from onepass.kernels.config import BackwardConfig
+from onepass.kernels.config import BackwardConfigSm90
 from onepass.kernels.heuristics import chooser
 from onepass.kernels.launch import backward_sm90 as backward_launch
 
@@ -35,15 +35,15 @@ def test_two_processes_fill_the_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(BackwardConfig(), id="plain"),
-        pytest.param(BackwardConfig(private_dq=True), id="private_dq", marks=pytest.mark.slow),
+        pytest.param(BackwardConfigSm90(), id="plain"),
+        pytest.param(BackwardConfigSm90(private_dq=True), id="private_dq", marks=pytest.mark.slow),
     ],
 )
 def test_a_backward_finds_its_kernels_in_the_cache(tmp_path, monkeypatch, config):
     """With a gradient of lse and without."""
     monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile, "_kernels", {})
-    monkeypatch.setitem(chooser.BACKWARD, "sm90", chooser.Chooser(BackwardConfig, lambda problem, arch: config))
+    monkeypatch.setitem(chooser.BACKWARD, "sm90", chooser.Chooser(BackwardConfigSm90, lambda problem, arch: config))
     call = dict.fromkeys("qkv", (1, 512, 4, 64)) | {"dtype": torch.bfloat16, "return_lse": True}
     made = onepass.warmup([call], backend="sm90", workers=2, gradients=True)
     assert not any(kernel.was_cached for kernel in made)

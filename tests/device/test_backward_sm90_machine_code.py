@@ -76,7 +76,7 @@ PARAMETERS = [
 
 @pytest.mark.parametrize("asked", PARAMETERS)
 def test_machine_code(asked):
-    config = heuristics.backward_config(asked)
+    config = heuristics.backward_config_sm90(asked)
     config.check(asked)
     code = machine_code.read(launch.ARCH, functools.partial(backward_launch.trace, asked, config))
     assert code.serialized == ""
@@ -92,18 +92,18 @@ def test_machine_code(asked):
 
 def test_all_configurations_are_among_them():
     """The problems compiled here cover all that a configuration may depend on."""
-    shipped = {heuristics.backward_config(asked) for asked in PROBLEMS.values()}
+    shipped = {heuristics.backward_config_sm90(asked) for asked in PROBLEMS.values()}
     for d, dv in ((64, 64), (64, 128), (128, 64), (128, 128), (192, 128), (256, 256)):
         for mask in (FULL, CAUSAL, Mask(64, 64), Mask(64, 0)):
             for options in ({}, {"softcap": 30.0}, {"is_packed": True}, {"softcap": 30.0, "is_packed": True}):
                 for seqlen, batch in itertools.product((1, 512, 2**20), (1, HEADS // 4)):
                     asked = replace(problem(d, dv, seqlen, mask=mask, **options), batch=batch)
-                    assert heuristics.backward_config(asked) in shipped, asked
+                    assert heuristics.backward_config_sm90(asked) in shipped, asked
 
 
 def test_problems_of_many_short_sequences_are_among_them():
     for name, asked in SHORT.items():
-        assert heuristics.backward_config(asked).private_dq, name
+        assert heuristics.backward_config_sm90(asked).private_dq, name
 
 
 @pytest.mark.parametrize("has_dlse", [False, True])

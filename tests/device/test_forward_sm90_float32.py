@@ -10,7 +10,7 @@ import torch
 from shipped import CAUSAL, problem
 
 from onepass.errors import UnsupportedError
-from onepass.kernels.config import REGISTERS, ForwardConfig, p_exponent
+from onepass.kernels.config import REGISTERS, ForwardConfigSm90, p_exponent
 from onepass.kernels.device.blocks.memory.wgmma import products
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.kernels.launch import float32_halves as parts_launch
@@ -61,7 +61,7 @@ QUICK = ("64", "128 causal", "128 packed causal seqused", "256")
 )
 def test_machine_code(name):
     question = QUESTIONS[name]
-    config = heuristics.forward_config(question)
+    config = heuristics.forward_config_sm90(question)
     assert config.pack_gqa == ("group" in name)
     code = compiled(question, config)
     assert code.serialized == ""
@@ -87,7 +87,7 @@ def test_machine_code(name):
 )
 def test_three_products_for_one_of_16_bits(name):
     question = QUESTIONS[name]
-    config = heuristics.forward_config(question)
+    config = heuristics.forward_config_sm90(question)
     code, of_16_bits = compiled(question, config), compiled(replace(question, dtype=torch.float16), config)
     assert of_16_bits.count("HGMMA") > 0
     for pattern in ("HGMMA", rf"HGMMA\.64x{config.tile_n}x16", r"HGMMA\.64x\d+x16\.F32(?!\.BF16)"):
@@ -154,7 +154,7 @@ def test_every_pair_of_head_dims_has_a_configuration():
         for head_dim_v in (*range(8, 129, 8), *range(144, 257, 16)):
             for seqlen, options in ((1, {}), (4096, {"num_heads_kv": 1}), (65536, {"mask": CAUSAL, "is_packed": True})):
                 question = asked(head_dim, head_dim_v, seqlen=seqlen, **options)
-                config = heuristics.forward_config(question)
+                config = heuristics.forward_config_sm90(question)
                 config.check(question)
                 assert (
                     config.two_level_sums
@@ -166,11 +166,11 @@ def test_configurations_by_the_wider_head_dim():
         *(((64, 64), 64), ((8, 40), 64), ((72, 64), 96), ((64, 96), 96), ((8, 128), 128), ((136, 8), 192)),
         *(((256, 256), 256), ((64, 256), 128), ((64, 192), 96)),  # V in two blocks of columns
     ):
-        config = heuristics.forward_config(asked(*head_dims, seqlen=4096))
+        config = heuristics.forward_config_sm90(asked(*head_dims, seqlen=4096))
         assert config == heuristics.FLOAT32_SM90[tile]
-    few = heuristics.forward_config(asked(128, seqlen=64))
+    few = heuristics.forward_config_sm90(asked(128, seqlen=64))
     assert few == replace(heuristics.FLOAT32_SM90[128], num_warpgroups=1)
-    assert heuristics.forward_config(replace(asked(64, num_heads_kv=1), seqlen_q=16)).pack_gqa
+    assert heuristics.forward_config_sm90(replace(asked(64, num_heads_kv=1), seqlen_q=16)).pack_gqa
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_configurations_by_the_wider_head_dim():
     ],
 )
 def test_refused_configurations(fields, message):
-    config, question = ForwardConfig(**{"tile_n": 64} | fields), asked(128)
+    config, question = ForwardConfigSm90(**{"tile_n": 64} | fields), asked(128)
     with pytest.raises(UnsupportedError, match=message):
         config.check(question)
     if "tile_n" not in fields:
@@ -192,7 +192,7 @@ def test_refused_configurations(fields, message):
 
 def test_memory_and_registers_of_two_halves():
     """A tile takes as many bytes as its float32 numbers; P takes twice as many registers as in 16 bits."""
-    config = ForwardConfig(tile_n=64)
+    config = ForwardConfigSm90(tile_n=64)
     question = asked(128)
     of_16_bits = replace(question, dtype=torch.float16)
     assert config.smem_bytes(question) - BARRIER_BYTES == 2 * (config.smem_bytes(of_16_bits) - BARRIER_BYTES)

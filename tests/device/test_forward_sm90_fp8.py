@@ -15,7 +15,7 @@ import onepass
 from onepass.dispatch import attention as dispatch
 from onepass.dispatch import backends
 from onepass.errors import UnsupportedError
-from onepass.kernels.config import ForwardConfig, head_dim_tile
+from onepass.kernels.config import ForwardConfigSm90, head_dim_tile
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.kernels.launch import forward_sm90 as launch
 from onepass.ops import quantize
@@ -56,7 +56,7 @@ def asked(head_dim, head_dim_v, out_dtype=torch.bfloat16, **options):
 )
 def test_machine_code(question, keys_last):
     question = replace(question, quantization=replace(question.quantization, v_keys_last=keys_last))
-    config = heuristics.forward_config(question)
+    config = heuristics.forward_config_sm90(question)
     assert config.transposes_v != keys_last
     code = machine_code.read(launch.ARCH, functools.partial(launch.trace, question, config))
     assert code.serialized == ""
@@ -89,7 +89,7 @@ def test_machine_code_of_warps_that_transpose(row, is_packed):
     head_dim, is_causal, number = row
     seqlen = min(heuristics.FORWARD_FP8[head_dim][number].up_to, 16384)
     question = asked(head_dim, head_dim, mask=CAUSAL if is_causal else Mask(), is_packed=is_packed, seqlen=seqlen)
-    config = heuristics.forward_config(question)
+    config = heuristics.forward_config_sm90(question)
     config = replace(config, transposes_v=True, cluster_size=1, dynamic_tiles=config.dynamic_tiles or is_packed)
     config.check(question)
     code = machine_code.read(launch.ARCH, functools.partial(launch.trace, question, config))
@@ -165,7 +165,7 @@ def test_scales_of_packed_sequences():
 def test_a_configuration_for_every_head_dim(head_dim):
     for mask in (Mask(), CAUSAL):
         question = asked(head_dim, head_dim, mask=mask)
-        heuristics.forward_config(question).check(question)
+        heuristics.forward_config_sm90(question).check(question)
         assert launch.unsupported(question) is None
 
 
@@ -184,12 +184,18 @@ def test_what_the_kernel_does_not_take(question, message):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (ForwardConfig(tile_n=80), r"tile_n: expected a multiple of 32 in FP8, got 80"),
-        (ForwardConfig(tile_n=128, rescale_threshold=8.0), r"rescale_threshold: expected 0 to 3.8 in FP8, .* got 8.0"),
-        (ForwardConfig(tile_n=128, score_buffers=2), r"q_in_registers, score_buffers: expected False and 1 in FP8"),
-        (ForwardConfig(tile_n=64, q_in_registers=True), r"q_in_registers, score_buffers: expected False and 1 in FP8"),
+        (ForwardConfigSm90(tile_n=80), r"tile_n: expected a multiple of 32 in FP8, got 80"),
         (
-            ForwardConfig(tile_n=64, transposes_v=True, cluster_size=2),
+            ForwardConfigSm90(tile_n=128, rescale_threshold=8.0),
+            r"rescale_threshold: expected 0 to 3.8 in FP8, .* got 8.0",
+        ),
+        (ForwardConfigSm90(tile_n=128, score_buffers=2), r"q_in_registers, score_buffers: expected False and 1 in FP8"),
+        (
+            ForwardConfigSm90(tile_n=64, q_in_registers=True),
+            r"q_in_registers, score_buffers: expected False and 1 in FP8",
+        ),
+        (
+            ForwardConfigSm90(tile_n=64, transposes_v=True, cluster_size=2),
             "transposes_v: it needs warp_specialized and cluster_size=1",
         ),
     ],
@@ -201,7 +207,7 @@ def test_configurations_that_do_not_fit(config, message):
 
 
 def test_v_that_is_not_transposed():
-    config = ForwardConfig(tile_n=64, transposes_v=True)
+    config = ForwardConfigSm90(tile_n=64, transposes_v=True)
     config.check(asked(128, 128))
     last = replace(asked(128, 128), quantization=Quantization(torch.bfloat16, 64, 64, v_keys_last=True))
     for question in (last, problem(128, 128)):
@@ -218,15 +224,15 @@ def test_who_transposes_v(head_dim):
     for mask, bound in zip((Mask(), CAUSAL), most, strict=True):
         for seqlen in (512, bound, bound + 1):
             question = asked(head_dim, head_dim, mask=mask, seqlen=seqlen)
-            config = heuristics.forward_config(question)
+            config = heuristics.forward_config_sm90(question)
             config.check(question)
             assert config.transposes_v == (seqlen <= bound)
             last = replace(question, quantization=replace(question.quantization, v_keys_last=True))
-            assert not heuristics.forward_config(last).transposes_v
+            assert not heuristics.forward_config_sm90(last).transposes_v
 
 
 def test_buffers_for_rows_of_v():
-    fits_one = ForwardConfig(tile_n=128, q_stages=2, transposes_v=True)
+    fits_one = ForwardConfigSm90(tile_n=128, q_stages=2, transposes_v=True)
     assert fits_one.raw_stages(asked(256, 256)) == 1
     assert fits_one.raw_stages(asked(128, 128)) == 2
     assert replace(fits_one, transposes_v=False).raw_stages(asked(128, 128)) == 0

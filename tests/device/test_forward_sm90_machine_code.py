@@ -55,7 +55,7 @@ def marks_of(name):
     [
         *(pytest.param(row.problem, row.config, id=row.name, marks=marks_of(row.name)) for row in ROWS),
         *(
-            pytest.param(asked, heuristics.forward_config(asked), id=name, marks=marks_of(name))
+            pytest.param(asked, heuristics.forward_config_sm90(asked), id=name, marks=marks_of(name))
             for name, asked in OTHERS.items()
         ),
     ],

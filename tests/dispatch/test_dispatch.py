@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import onepass
-from onepass import ForwardConfig, ForwardConfigSm80
+from onepass import ForwardConfigSm80, ForwardConfigSm90
 from onepass.dispatch import attention as dispatch
 from onepass.dispatch import backends
 from onepass.kernels.config import HOPPER, BackwardConfigSm80
@@ -146,16 +146,16 @@ def test_a_configuration_is_of_its_backend(gpu):
     gpu(9, 0)
     wrong = dispatch.choose(problem(), None, ForwardConfigSm80())
     assert not wrong.ok
-    assert wrong.reason.startswith("tuning: backend sm90 expects a ForwardConfig, got ForwardConfigSm80(")
+    assert wrong.reason.startswith("tuning: backend sm90 expects a ForwardConfigSm90, got ForwardConfigSm80(")
     assert dispatch.choose(problem(), "sm80", ForwardConfigSm80()).ok
-    assert dispatch.choose(problem(), None, ForwardConfig(tile_n=128)).ok
+    assert dispatch.choose(problem(), None, ForwardConfigSm90(tile_n=128)).ok
     wrong = dispatch.choose(problem(), "sm80", ForwardConfigSm80(tile_n=72))
     assert wrong.reason == "tuning: tile_n: expected 16, 32, ... 256, got 72"
 
 
 def test_configurations_of_hopper_are_for_hopper():
     with pytest.raises(onepass.UnsupportedError, match=f"architecture: expected {HOPPER}, got sm_80"):
-        ForwardConfig(tile_n=128).check(problem(), "sm_80")
+        ForwardConfigSm90(tile_n=128).check(problem(), "sm_80")
 
 
 @pytest.mark.parametrize(

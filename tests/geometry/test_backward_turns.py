@@ -105,10 +105,10 @@ def cost(seqlen, left, right, group, head_dim=128, num_ctas=132):
     heads, batch = heads_q // group, max(1, 16384 // seqlen)
     asked = problem(head_dim, head_dim, seqlen, mask=Mask(left, right), num_heads_kv=heads)
     asked = replace(asked, batch=batch, num_heads_q=heads_q)
-    tile_m = heuristics.backward_config(asked).tile_m
+    tile_m = heuristics.backward_config_sm90(asked).tile_m
     steps = []
     for one in (asked, replace(asked, deterministic=True)):
-        config = heuristics.backward_config(one)
+        config = heuristics.backward_config_sm90(one)
         case = Case(seqlen, seqlen, left, right, tile_m, 128, group, config.adds_descending(one))
         section = heads_per_section(one, config, num_ctas)
         tiles = padded_tiles(case, heads, batch, section, in_turns=one.deterministic)

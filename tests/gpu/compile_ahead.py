@@ -15,7 +15,7 @@ from decode_cases import DecodeCase, RandomDecodeCase
 from onepass.api import calls, decode_calls
 from onepass.dispatch import attention as dispatch
 from onepass.kernels.compiler import pool
-from onepass.kernels.config import ForwardConfig
+from onepass.kernels.config import ForwardConfigSm90
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.problem import AttentionProblem
 from onepass.testing import Call
@@ -30,8 +30,8 @@ def problem_of(call: Call) -> AttentionProblem:
     return replace(check(**call.tensors, **options), device_type="cuda")
 
 
-def config_of(call: Call) -> ForwardConfig:
-    return heuristics.forward_config(problem_of(call))
+def config_of(call: Call) -> ForwardConfigSm90:
+    return heuristics.forward_config_sm90(problem_of(call))
 
 
 @contextlib.contextmanager

@@ -94,7 +94,7 @@ def test_options(case):
     check_gradients(case.call())
 
 
-# as many heads as multiprocessors: a thread block takes all tiles of a head (BackwardConfig.private_dq)
+# as many heads as multiprocessors: a thread block takes all tiles of a head (BackwardConfigSm90.private_dq)
 MANY_SHORT = [
     case(128, 128, batch=33, heads=(4, 4), head_dim=64, causal=True),
     case(200, 300, batch=66, heads=(4, 2), head_dim=128, dtype=FP16, causal=True),
@@ -113,7 +113,7 @@ MANY_SHORT = [
 @cases(MANY_SHORT)
 def test_many_short_sequences(case, deterministic):
     call = case.call()
-    assert not ON_GPU or heuristics.backward_config(problem_of(call)).private_dq
+    assert not ON_GPU or heuristics.backward_config_sm90(problem_of(call)).private_dq
     check_gradients(call, deterministic=deterministic)
 
 

@@ -9,7 +9,7 @@ import torch
 from gpu_cases import BACKEND, BF16, DEVICE, FP16, ON_GPU, needs_hopper
 
 import onepass
-from onepass.kernels.config import ForwardConfig, p_exponent
+from onepass.kernels.config import ForwardConfigSm90, p_exponent
 from onepass.kernels.heuristics.sm90 import LAZY_FP8
 from onepass.ops import quantize
 from onepass.quantization import dequantize, layout
@@ -123,19 +123,19 @@ def test_v_with_its_keys_last(lengths, head_dims):
 
 # head_dim, head_dim_v, configuration: every tile of keys, and head dims with rows of 32, 64 and 128 bytes
 TRANSPOSING = [
-    (64, 64, ForwardConfig(tile_n=32)),
-    (64, 64, ForwardConfig(tile_n=64, num_warpgroups=4, q_stages=2, dynamic_tiles=True)),
-    (128, 128, ForwardConfig(tile_n=96, num_warpgroups=3, q_stages=2, dynamic_tiles=True)),
-    (128, 128, ForwardConfig(tile_n=128, q_stages=2, dynamic_tiles=True)),
-    (128, 96, ForwardConfig(tile_n=160, num_warpgroups=1)),
-    (128, 128, ForwardConfig(tile_n=192, q_stages=2)),
-    (64, 64, ForwardConfig(tile_n=224)),
-    (64, 64, ForwardConfig(tile_n=256, dynamic_tiles=True)),
-    (192, 192, ForwardConfig(tile_n=96, v_stages=3)),
-    (256, 256, ForwardConfig(tile_n=128, q_stages=2, dynamic_tiles=True)),  # one buffer for rows
-    (256, 256, ForwardConfig(tile_n=64, q_stages=2, num_stages=3)),
-    (128, 80, ForwardConfig(tile_n=128, overlap_tiles=False)),
-    (128, 128, ForwardConfig(tile_n=128, overlap_gemm_softmax=False, overlap_tiles=False, pingpong=False)),
+    (64, 64, ForwardConfigSm90(tile_n=32)),
+    (64, 64, ForwardConfigSm90(tile_n=64, num_warpgroups=4, q_stages=2, dynamic_tiles=True)),
+    (128, 128, ForwardConfigSm90(tile_n=96, num_warpgroups=3, q_stages=2, dynamic_tiles=True)),
+    (128, 128, ForwardConfigSm90(tile_n=128, q_stages=2, dynamic_tiles=True)),
+    (128, 96, ForwardConfigSm90(tile_n=160, num_warpgroups=1)),
+    (128, 128, ForwardConfigSm90(tile_n=192, q_stages=2)),
+    (64, 64, ForwardConfigSm90(tile_n=224)),
+    (64, 64, ForwardConfigSm90(tile_n=256, dynamic_tiles=True)),
+    (192, 192, ForwardConfigSm90(tile_n=96, v_stages=3)),
+    (256, 256, ForwardConfigSm90(tile_n=128, q_stages=2, dynamic_tiles=True)),  # one buffer for rows
+    (256, 256, ForwardConfigSm90(tile_n=64, q_stages=2, num_stages=3)),
+    (128, 80, ForwardConfigSm90(tile_n=128, overlap_tiles=False)),
+    (128, 128, ForwardConfigSm90(tile_n=128, overlap_gemm_softmax=False, overlap_tiles=False, pingpong=False)),
 ]
 
 
@@ -209,7 +209,7 @@ def test_nan_behind_seqused_k(tile_n, keys_last):
     for t in clean[1:]:
         t[behind] = 0.0
     given = with_keys_last(quantized) if keys_last else quantized
-    tuning = ForwardConfig(tile_n=tile_n, rescale_threshold=0.8, transposes_v=not keys_last) if ON_GPU else None
+    tuning = ForwardConfigSm90(tile_n=tile_n, rescale_threshold=0.8, transposes_v=not keys_last) if ON_GPU else None
     for mask in ({}, {"causal": True}):
         check(given, dequantized=clean, seqused_k=used, tuning=tuning, **mask)
 
@@ -283,24 +283,26 @@ def test_scales_that_differ_much():
 @pytest.mark.parametrize(
     "config",
     [
-        ForwardConfig(tile_n=64),
-        ForwardConfig(tile_n=192, q_stages=2),
-        ForwardConfig(tile_n=32, rescale_threshold=0.8),
-        ForwardConfig(tile_n=96, rescale_threshold=1.8, num_warpgroups=3),
-        ForwardConfig(tile_n=128, rescale_threshold=0.8, softmax_before_wait=True),
-        ForwardConfig(tile_n=160, rescale_threshold=3.8, dynamic_tiles=True),
-        ForwardConfig(tile_n=224, rescale_threshold=0.8),
-        ForwardConfig(tile_n=128, cluster_size=2),
-        ForwardConfig(tile_n=128, dynamic_tiles=True, pingpong=False),
-        ForwardConfig(tile_n=128, overlap_tiles=False),
-        ForwardConfig(tile_n=64, two_level_sums=True),
-        ForwardConfig(tile_n=64, two_level_sums=True, rescale_threshold=0.8),
-        ForwardConfig(tile_n=128, overlap_tiles=False, overlap_gemm_softmax=False),
-        ForwardConfig(
+        ForwardConfigSm90(tile_n=64),
+        ForwardConfigSm90(tile_n=192, q_stages=2),
+        ForwardConfigSm90(tile_n=32, rescale_threshold=0.8),
+        ForwardConfigSm90(tile_n=96, rescale_threshold=1.8, num_warpgroups=3),
+        ForwardConfigSm90(tile_n=128, rescale_threshold=0.8, softmax_before_wait=True),
+        ForwardConfigSm90(tile_n=160, rescale_threshold=3.8, dynamic_tiles=True),
+        ForwardConfigSm90(tile_n=224, rescale_threshold=0.8),
+        ForwardConfigSm90(tile_n=128, cluster_size=2),
+        ForwardConfigSm90(tile_n=128, dynamic_tiles=True, pingpong=False),
+        ForwardConfigSm90(tile_n=128, overlap_tiles=False),
+        ForwardConfigSm90(tile_n=64, two_level_sums=True),
+        ForwardConfigSm90(tile_n=64, two_level_sums=True, rescale_threshold=0.8),
+        ForwardConfigSm90(tile_n=128, overlap_tiles=False, overlap_gemm_softmax=False),
+        ForwardConfigSm90(
             tile_n=128, two_level_sums=True, overlap_gemm_softmax=False, num_warpgroups=3, dynamic_tiles=True
         ),
-        ForwardConfig(tile_n=96, two_level_sums=True, overlap_gemm_softmax=False, pv_columns=64, cluster_size=2),
-        ForwardConfig(tile_n=64, two_level_sums=True, overlap_gemm_softmax=False, overlap_tiles=False, pingpong=False),
+        ForwardConfigSm90(tile_n=96, two_level_sums=True, overlap_gemm_softmax=False, pv_columns=64, cluster_size=2),
+        ForwardConfigSm90(
+            tile_n=64, two_level_sums=True, overlap_gemm_softmax=False, overlap_tiles=False, pingpong=False
+        ),
     ],
     ids=lambda config: config.text,
 )

@@ -1,4 +1,4 @@
-"""`BackwardConfig`: what it may hold, and what a problem refuses."""
+"""`BackwardConfigSm90`: what it may hold, and what a problem refuses."""
 
 import itertools
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from onepass.errors import UnsupportedError
-from onepass.kernels.config import SMEM_BYTES, BackwardConfig
+from onepass.kernels.config import SMEM_BYTES, BackwardConfigSm90
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.problem import AttentionProblem, Mask
 
@@ -15,9 +15,9 @@ PROBLEM = AttentionProblem(torch.bfloat16, "cuda", 2, 4096, 4096, 32, 8, 128, 12
 
 
 def test_text_holds_every_field():
-    config = BackwardConfig(tile_m=128, q_stages=3, pingpong=False)
-    assert BackwardConfig.from_text(config.text) == config
-    assert type(BackwardConfig.from_text(config.text)) is BackwardConfig
+    config = BackwardConfigSm90(tile_m=128, q_stages=3, pingpong=False)
+    assert BackwardConfigSm90.from_text(config.text) == config
+    assert type(BackwardConfigSm90.from_text(config.text)) is BackwardConfigSm90
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_text_holds_every_field():
 )
 def test_a_field_of_the_wrong_type(fields, message):
     with pytest.raises(TypeError, match=message):
-        BackwardConfig(**fields)
+        BackwardConfigSm90(**fields)
 
 
 @pytest.mark.parametrize(
@@ -45,23 +45,23 @@ def test_a_field_of_the_wrong_type(fields, message):
         ({"do_stages": 0}, {}, "do_stages: expected 1 or more, got 0"),
         ({}, {"head_dim": 192}, "head_dim: expected up to 128 without by_gradient, got 192 and 128"),
         ({}, {"head_dim_v": 256}, "head_dim: expected up to 128 without by_gradient, got 128 and 256"),
-        ({"tile_m": 128}, {}, r"shared memory: BackwardConfig\(.* needs 264320 bytes, a thread block has 232448"),
+        ({"tile_m": 128}, {}, r"shared memory: BackwardConfigSm90\(.* needs 264320 bytes, a thread block has 232448"),
         (
             {"tile_m": 128},
             {"head_dim": 64, "head_dim_v": 64, "softcap": 30.0},
-            r"registers: BackwardConfig\(.* needs 224 for dK, dV, S, P and dS, a thread has 240 and addresses take 32",
+            r"registers: BackwardConfigSm90\(.* needs 224 for dK, dV, S, P and dS, a thread has 240 and addresses take",
         ),
     ],
 )
 def test_what_does_not_fit_is_refused(fields, changes, message):
     with pytest.raises(UnsupportedError, match=message):
-        BackwardConfig(**fields).check(replace(PROBLEM, **changes))
+        BackwardConfigSm90(**fields).check(replace(PROBLEM, **changes))
 
 
 def test_what_fits_is_taken():
-    BackwardConfig(q_stages=3, do_stages=1).check(PROBLEM)
-    BackwardConfig(tile_m=128).check(replace(PROBLEM, head_dim=64, head_dim_v=40))
-    BackwardConfig(by_gradient=True).check(replace(PROBLEM, head_dim=256, head_dim_v=192))
+    BackwardConfigSm90(q_stages=3, do_stages=1).check(PROBLEM)
+    BackwardConfigSm90(tile_m=128).check(replace(PROBLEM, head_dim=64, head_dim_v=40))
+    BackwardConfigSm90(by_gradient=True).check(replace(PROBLEM, head_dim=256, head_dim_v=192))
 
 
 def test_every_problem_gets_a_configuration_that_it_can_take():
@@ -71,14 +71,14 @@ def test_every_problem_gets_a_configuration_that_it_can_take():
     ):
         asked = replace(PROBLEM, head_dim=d, head_dim_v=dv, mask=mask, softcap=softcap, is_packed=is_packed)
         for lengths in ({}, {"seqlen_q": 100, "seqlen_k": 100, "batch": 33}):
-            config = heuristics.backward_config(replace(asked, **lengths))
+            config = heuristics.backward_config_sm90(replace(asked, **lengths))
             config.check(asked)
             assert config.smem_bytes(asked) <= SMEM_BYTES
 
 
 def test_short_sequences_keep_dq_to_themselves():
     asked = replace(PROBLEM, head_dim=64, head_dim_v=64, num_heads_kv=32, seqlen_q=512, seqlen_k=512, batch=32)
-    assert heuristics.backward_config(asked).private_dq
+    assert heuristics.backward_config_sm90(asked).private_dq
     for changes in (
         {"seqlen_k": 513},
         {"seqlen_q": 2048},  # sums of all thread blocks beyond L2
@@ -87,7 +87,7 @@ def test_short_sequences_keep_dq_to_themselves():
         {"is_packed": True},
         {"head_dim": 256},
     ):
-        assert not heuristics.backward_config(replace(asked, **changes)).private_dq, changes
+        assert not heuristics.backward_config_sm90(replace(asked, **changes)).private_dq, changes
     wide = replace(asked, head_dim=128, num_heads_q=16, num_heads_kv=16)
-    assert heuristics.backward_config(wide).private_dq
-    assert not heuristics.backward_config(replace(wide, mask=Mask())).private_dq
+    assert heuristics.backward_config_sm90(wide).private_dq
+    assert not heuristics.backward_config_sm90(replace(wide, mask=Mask())).private_dq

@@ -12,7 +12,7 @@ from launch_arguments import assert_as_traced
 import onepass
 from onepass.dispatch import attention as dispatch
 from onepass.geometry.block_range import query_blocks
-from onepass.kernels.config import BackwardConfig
+from onepass.kernels.config import BackwardConfigSm90
 from onepass.kernels.launch import backward_sm90 as backward_launch
 from onepass.kernels.launch.arguments import window_bounds
 from onepass.kernels.launch.backward_sm90 import Launch, unsupported
@@ -43,7 +43,7 @@ def test_gradient_of_sinks(softcap):
     result = onepass.attention(q, k, v, sinks=sinks, softcap=softcap, softmax_scale=0.25, return_lse=True)
     (expected,) = torch.autograd.grad(result.out, sinks, dout)
 
-    launch = Launch(wanted, BackwardConfig(tile_m=tile_m), *[None] * 3, 2, 1, 1)
+    launch = Launch(wanted, BackwardConfigSm90(tile_m=tile_m), *[None] * 3, 2, 1, 1)
     rows = torch.full((2, 4, 2 * tile_m, 2), 0.0)
     rows[..., 0] = -math.inf  # rows past the last one
     rows[:, :, :70, 0] = -result.lse * launch.lse_factor
@@ -69,7 +69,7 @@ def test_gradient_of_sinks(softcap):
     ],
 )
 def test_kernels_are_given_what_they_were_traced_with(options, fields):
-    wanted, config = problem(has_sinks=False, **options), BackwardConfig(**fields)
+    wanted, config = problem(has_sinks=False, **options), BackwardConfigSm90(**fields)
     requests = backward_launch.compile_requests(wanted, False, config)
     assert len(requests) == (2 if config.private_dq else 3)
 
@@ -93,7 +93,7 @@ SIDES = (None, 0, 3, 40, 200, -1, -40, -200)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(130, 130), (70, 300), (300, 70)])
 def test_blocks_of_queries_that_no_tile_visits_are_known(seqlen_q, seqlen_k):
     """Only tiles of keys write dq under private_dq, so it has to be zeroed where a block of queries may be left out."""
-    config = BackwardConfig(private_dq=True, dynamic_tiles=False)
+    config = BackwardConfigSm90(private_dq=True, dynamic_tiles=False)
     for window in itertools.product(SIDES, SIDES):
         mask = Mask.from_options(False, window)
         asked = replace(problem(mask=mask), seqlen_q=seqlen_q, seqlen_k=seqlen_k)

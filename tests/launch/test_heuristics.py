@@ -26,12 +26,12 @@ def test_a_row_is_used_from_its_first_to_its_last_length(row):
     row.config.check(row.problem)
     for seqlen in (row.shortest, min(row.longest, 2**20)):
         asked = replace(row.problem, seqlen_q=4096, seqlen_k=seqlen)
-        assert heuristics.forward_config(asked) == row.config
+        assert heuristics.forward_config_sm90(asked) == row.config
 
 
 def test_no_warpgroup_is_without_rows():
     for row, seqlen_q in itertools.product(ROWS, (1, 64, 65, 200)):
-        config = heuristics.forward_config(replace(row.problem, seqlen_q=seqlen_q))
+        config = heuristics.forward_config_sm90(replace(row.problem, seqlen_q=seqlen_q))
         assert config.tile_m < seqlen_q + 64
         assert config.cluster_size == 1 or config.tile_m < seqlen_q
 
@@ -39,7 +39,7 @@ def test_no_warpgroup_is_without_rows():
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_row_serves_the_head_dims_below_its_tile(row):
     below = max((tile for tile in HEAD_DIM_TILES if tile < row.problem.head_dim), default=0)
-    assert heuristics.forward_config(replace(row.problem, head_dim=below + 8, seqlen_q=4096)) == row.config
+    assert heuristics.forward_config_sm90(replace(row.problem, head_dim=below + 8, seqlen_q=4096)) == row.config
 
 
 def test_every_pair_of_head_dims_has_a_configuration():
@@ -47,7 +47,7 @@ def test_every_pair_of_head_dims_has_a_configuration():
         for mask, dtype in ((Mask(), torch.bfloat16), (CAUSAL, torch.float16)):
             for seqlen in (1, 1024, 2049, 2**20):
                 asked = problem(head_dim, head_dim_v, seqlen, dtype=dtype, mask=mask)
-                heuristics.forward_config(asked).check(asked)
+                heuristics.forward_config_sm90(asked).check(asked)
 
 
 @pytest.mark.parametrize("arch", launch.ARCHS)

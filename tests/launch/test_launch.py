@@ -12,7 +12,7 @@ import torch
 import onepass
 from onepass.dispatch import backends
 from onepass.kernels.compiler import compile
-from onepass.kernels.config import ForwardConfig
+from onepass.kernels.config import ForwardConfigSm90
 from onepass.kernels.launch import backward_sm80 as backward_launch_sm80
 from onepass.kernels.launch import backward_sm90 as backward_launch
 from onepass.kernels.launch import float32_halves as parts_launch
@@ -48,7 +48,7 @@ def launched(monkeypatch):
 def test_arguments_of_the_kernel(launched):
     inputs = qkv()._replace(sinks=torch.zeros(4, dtype=torch.bfloat16))
     problem = problem_of(inputs, Mask(10**12, -7))
-    config = ForwardConfig(tile_n=128)
+    config = ForwardConfigSm90(tile_n=128)
     for _ in range(2):
         out, lse = launch.forward(problem, inputs, config)
     *arguments, table, added, num_splits, split_blocks = launched[1]
@@ -79,7 +79,7 @@ def test_arguments_of_the_kernel_in_fp8(launched):
         ),
         device_type="cuda",
     )
-    out, _ = launch.forward(problem, inputs, ForwardConfig(tile_n=64, num_warpgroups=1))
+    out, _ = launch.forward(problem, inputs, ForwardConfigSm90(tile_n=64, num_warpgroups=1))
     q, k, v, given_out, _, sinks, *lengths, float32, q_scale, k_scale, v_scale, q_block = launched[0][:14]
     assert given_out is out
     assert out.dtype == torch.float16
@@ -96,11 +96,13 @@ def test_arguments_of_the_kernel_in_fp8(launched):
     keys_last = quantize.keys_last(quantized.v)
     last = replace(problem.quantization, v_keys_last=True)
     launch.forward(
-        replace(problem, quantization=last), inputs._replace(v=keys_last), ForwardConfig(tile_n=64, num_warpgroups=1)
+        replace(problem, quantization=last),
+        inputs._replace(v=keys_last),
+        ForwardConfigSm90(tile_n=64, num_warpgroups=1),
     )
     assert launched[1][2] is keys_last
     # and so are rows, by a kernel that transposes them
-    launch.forward(problem, inputs, ForwardConfig(tile_n=64, num_warpgroups=1, transposes_v=True))
+    launch.forward(problem, inputs, ForwardConfigSm90(tile_n=64, num_warpgroups=1, transposes_v=True))
     assert launched[2][2] is inputs.v
     assert torch.equal(keys_last.view(torch.uint8), v.view(torch.uint8))
 

@@ -19,7 +19,7 @@ from onepass.bench.cases import get_case_set, select
 from onepass.dispatch import attention as dispatch
 from onepass.dispatch import backends
 from onepass.kernels.compiler import compile
-from onepass.kernels.config import HOPPER, ForwardConfig, ForwardConfigSm80
+from onepass.kernels.config import HOPPER, ForwardConfigSm80, ForwardConfigSm90
 from onepass.kernels.heuristics import chooser, tuned
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.kernels.launch import backward_sm90 as backward_launch
@@ -29,7 +29,7 @@ from onepass.problem import AttentionProblem, Mask
 
 GPU = "Imagined GPU"
 PROBLEM = AttentionProblem(torch.bfloat16, "cuda", 4, 4096, 4096, 16, 16, 128, 128, 0.1, Mask(None, 0))
-USUAL = heuristics.forward_config(PROBLEM)
+USUAL = heuristics.forward_config_sm90(PROBLEM)
 FASTER = dataclasses.replace(USUAL, tile_n=96)
 KEY = tuned.key_of("fwd", "sm90", PROBLEM)
 
@@ -127,7 +127,7 @@ def test_an_entry_is_used_for_its_bucket(own):
     tuned.save(GPU, {KEY: entry()})
     assert chosen() == FASTER
     assert chosen(changed(batch=8, seqlen_q=3000, seqlen_k=3000)) == FASTER
-    assert chosen(changed(mask=Mask())) == heuristics.forward_config(changed(mask=Mask()))
+    assert chosen(changed(mask=Mask())) == heuristics.forward_config_sm90(changed(mask=Mask()))
     assert tuned.load(own) == {GPU: {KEY: entry()}}
 
 
@@ -300,8 +300,8 @@ def test_launches_use_it(launched):
     config = keep("fwd", "sm90", tile_n=48)
     for _ in range(2):
         onepass.attention(*qkv())
-    onepass.attention(*qkv(), tuning=ForwardConfig(tile_n=80))
-    assert launched[1:] == [config, ForwardConfig(tile_n=80)]
+    onepass.attention(*qkv(), tuning=ForwardConfigSm90(tile_n=80))
+    assert launched[1:] == [config, ForwardConfigSm90(tile_n=80)]
     assert (
         dispatch.forward_config("sm90", AttentionProblem(torch.bfloat16, "cpu", 2, 300, 300, 4, 4, 64, 64, 0.1, Mask()))
         == config

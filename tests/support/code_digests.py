@@ -75,7 +75,7 @@ def _forward_sm90() -> Iterator[tuple[str, Request]]:
         "bf16 192/128": problem(192, 128, 4096),
     }
     for name, one in asked.items():
-        _, _, arch, trace = forward_sm90.compile_request(one, heuristics.forward_config(one))
+        _, _, arch, trace = forward_sm90.compile_request(one, heuristics.forward_config_sm90(one))
         yield f"sm90 forward {name}", (arch, trace)
 
 
@@ -94,7 +94,7 @@ def _backward_sm90() -> Iterator[tuple[str, Request]]:
         "128 GQA": problem(128, 128, 4096, num_heads_kv=1),
     }
     for name, one in asked.items():
-        config = heuristics.backward_config(one)
+        config = heuristics.backward_config_sm90(one)
         for step, (_, _, arch, trace) in zip(
             ("preprocess", "main", "postprocess"), backward_sm90.compile_requests(one, False, config), strict=False
         ):

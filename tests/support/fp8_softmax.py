@@ -24,7 +24,7 @@ THREADS = 32
 class Softmax:
     """Attributes:
     tiles: the number of tiles, some of which are masked.
-    threshold: the rescale_threshold of ForwardConfig.
+    threshold: the rescale_threshold of ForwardConfigSm90.
     before: tiles of the head that are not visited.
     apart: P V of a tile is added to O after the softmax of the next one, as with two_level_sums.
     """

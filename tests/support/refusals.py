@@ -138,14 +138,18 @@ DENSE = [
     ),
     ({"q": lambda t: t[:, :1, :3]}, ValueError, r"q: .* divisible by the 2 heads of k and v, got 3$"),
     ({"backend": "cuda9"}, ValueError, r"backend: expected one of .*tiled.* or None, got 'cuda9'"),
-    ({"tuning": object()}, TypeError, r"tuning: expected a ForwardConfig, a ForwardConfigSm80 or None, got <object"),
     (
-        {"tuning": onepass.ForwardConfig(tile_n=128)},
-        NotImplementedError,
-        r"tuning: backend tiled takes none, expected None, got ForwardConfig\(tile_n=128, .*\(plain PyTorch tiles",
+        {"tuning": object()},
+        TypeError,
+        r"tuning: expected a ForwardConfigSm90, a ForwardConfigSm80 or None, got <object",
     ),
     (
-        {"tuning": onepass.ForwardConfig(tile_n=128), "backend": "tiled"},
+        {"tuning": onepass.ForwardConfigSm90(tile_n=128)},
+        NotImplementedError,
+        r"tuning: backend tiled takes none, expected None, got ForwardConfigSm90\(tile_n=128, .*\(plain PyTorch tiles",
+    ),
+    (
+        {"tuning": onepass.ForwardConfigSm90(tile_n=128), "backend": "tiled"},
         NotImplementedError,
         r"tuning: backend tiled takes none",
     ),

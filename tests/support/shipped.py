@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from onepass.kernels.config import ForwardConfig
+from onepass.kernels.config import ForwardConfigSm90
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.problem import AttentionProblem, Mask
 
@@ -20,7 +20,7 @@ class ShippedRow(NamedTuple):
 
     name: str
     problem: AttentionProblem
-    config: ForwardConfig
+    config: ForwardConfigSm90
     shortest: int
     longest: int
 

@@ -15,7 +15,7 @@ from onepass.tuning.result import Task
 GPU = "Imagined GPU"
 PROBLEM = AttentionProblem(torch.bfloat16, "cuda", 4, 4096, 4096, 16, 16, 128, 128, 0.1, Mask(None, 0))
 TASK = Task("fwd", "sm90", PROBLEM)
-USUAL = heuristics.forward_config(PROBLEM)
+USUAL = heuristics.forward_config_sm90(PROBLEM)
 
 
 class FakeRuns:

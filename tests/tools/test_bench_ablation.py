@@ -27,7 +27,7 @@ from onepass.bench.flops import flops
 from onepass.bench.plot import plot_ablation
 from onepass.bench.rows import Options
 from onepass.errors import UnsupportedError
-from onepass.kernels.config import ForwardConfig
+from onepass.kernels.config import ForwardConfigSm90
 from onepass.kernels.heuristics import sm80 as heuristics_sm80
 from onepass.kernels.heuristics import sm90 as heuristics
 
@@ -184,21 +184,21 @@ def test_every_switch_of_the_hopper_kernel_is_named():
         "pack_gqa": True,
     }
     problem = problem_of(replace(PAPER_CASE, causal=True), "cuda")
-    found = rows(problem, ForwardConfig(tile_n=64, num_warpgroups=2, **every), FORWARD_SM90)
+    found = rows(problem, ForwardConfigSm90(tile_n=64, num_warpgroups=2, **every), FORWARD_SM90)
     named = {switch.label for switch in FORWARD_SM90 if switch.field in asdict(found.rows[0].config)}
     assert named == {row.label for row in found.rows} - {FULL}
 
 
 def test_no_row_without_an_effect():
     problem = problem_of(PAPER_CASE, "cuda")
-    found = rows(problem, ForwardConfig(tile_n=128, num_warpgroups=1), FORWARD_SM90)
+    found = rows(problem, ForwardConfigSm90(tile_n=128, num_warpgroups=1), FORWARD_SM90)
     assert found.absent["no pingpong between warpgroups"] == "changes nothing here"
     assert found.absent["not the longest tiles first"] == "changes nothing here"  # without a causal mask
 
 
 def test_without_warp_specialization_goes_what_depends_on_it():
     problem = problem_of(PAPER_CASE, "cuda")
-    found = rows(problem, ForwardConfig(tile_n=128, dynamic_tiles=True), FORWARD_SM90)
+    found = rows(problem, ForwardConfigSm90(tile_n=128, dynamic_tiles=True), FORWARD_SM90)
     (row,) = (row for row in found.rows if row.label == "no warp specialization")
     assert row.changes == {"warp_specialized": False, "dynamic_tiles": False, "overlap_tiles": False}
     assert row.refusal is None
@@ -300,7 +300,7 @@ def test_relative_speed_is_above_one_for_a_faster_configuration():
 
 def test_the_papers_figures_stand_beside_its_own_case():
     problem = problem_of(PAPER_CASE, "cuda")
-    table = rows(problem, heuristics.forward_config(problem), FORWARD_SM90).rows
+    table = rows(problem, heuristics.forward_config_sm90(problem), FORWARD_SM90).rows
     assert [ablation._about(row, PAPER_CASE)["paper_tflops"] for row in table[:2]] == [661.0, 582.0]
     assert ablation._about(table[0], replace(PAPER_CASE, dtype="bfloat16"))["paper_tflops"] is None
 
@@ -389,7 +389,7 @@ def test_the_hopper_backward():
     kernel, case = ablation.kernels("bwd")["sm90"], replace(PAPER_CASE, direction="bwd")
     assert "expected a Hopper GPU" in ablation.refusal(kernel, case, "cpu")
     problem = ablation.problem_of(case, "cuda")
-    full = heuristics.backward_config(problem)
+    full = heuristics.backward_config_sm90(problem)
     table = ablation.rows(problem, full, kernel.switches)
     assert [row.label for row in table.rows if row.refusal is None] == [
         FULL,
@@ -401,7 +401,7 @@ def test_the_hopper_backward():
     short = replace(
         problem, seqlen_q=512, seqlen_k=512, batch=33, num_heads_q=4, num_heads_kv=4, head_dim=64, head_dim_v=64
     )
-    table = ablation.rows(short, heuristics.backward_config(short), kernel.switches)
+    table = ablation.rows(short, heuristics.backward_config_sm90(short), kernel.switches)
     labels = [row.label for row in table.rows if row.refusal is None]
     assert "sums of dQ shared by all thread blocks" in labels
     assert "zeros for dQ by the kernel before" not in labels  # it has none

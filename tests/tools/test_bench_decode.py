@@ -157,7 +157,7 @@ def test_suite_of_many_rows(suite, tmp_path, capsys):
     path = tmp_path / "out.json"
     arguments = ["--cases", "b1k1024h8/1d64q20", "--seconds", "0.0", "--no-check", "--out", str(path)]
     assert suite.main([*arguments, "--variants", "num_splits=3,tile_n=64; key_warps=2"]) == 0
-    assert "ForwardConfig has no key_warps" in capsys.readouterr().out
+    assert "ForwardConfigSm90 has no key_warps" in capsys.readouterr().out
     (row,) = json.loads(path.read_text())["rows"]
     assert (row["backend"], row["config"]["num_warpgroups"]) == ("sm90", 3)
     assert "num_splits=3,tile_n=64" in row["contenders"]

@@ -337,7 +337,7 @@ def test_variants_of_fp8_fit(capsys, head_dim, causal):
     assert len(variants) >= 3
     assert "not measured" not in capsys.readouterr().out
     for seqlen in (512, 4096, 8192, 16384):
-        assert fp8.heuristics.forward_config(fp8.static_problem(head_dim, causal, seqlen)) in variants.values()
+        assert fp8.heuristics.forward_config_sm90(fp8.static_problem(head_dim, causal, seqlen)) in variants.values()
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from onepass.bench.cases import Case
 from onepass.cli import ablate as cli_ablate
 from onepass.cli.app import app
 from onepass.kernels.compiler import disk_cache
-from onepass.kernels.config import ForwardConfig
+from onepass.kernels.config import ForwardConfigSm90
 from onepass.testing import table3
 
 
@@ -231,7 +231,7 @@ def ablated(monkeypatch):
             out, lse = tiled.forward(problem, inputs)
             return (out if config.pingpong or not wrong else out * 1.5), lse
 
-        full = ForwardConfig(tile_n=64, q_stages=2)
+        full = ForwardConfigSm90(tile_n=64, q_stages=2)
         refused = ablation.Switch("num_stages", 1, "one buffer each for K and V")
         switches = (*ablation.FORWARD_SM90, refused)
         kernel = ablation.Kernel("tiled", "cpu", lambda problem, arch: full, forward, switches)

@@ -12,7 +12,7 @@ from tuning_fakes import GPU, PROBLEM, TASK, USUAL, FakeRuns, machine, samples_o
 from onepass.api import fast_path
 from onepass.bench.timing import Samples
 from onepass.dispatch import attention as dispatch
-from onepass.kernels.config import HOPPER, BackwardConfig, ForwardConfig
+from onepass.kernels.config import HOPPER, BackwardConfigSm90, ForwardConfigSm90
 from onepass.kernels.heuristics import chooser, tuned
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.problem import AttentionProblem, Mask
@@ -257,7 +257,7 @@ def test_what_depends_on_exact_head_counts_is_left_alone():
     found = candidates("bwd", "sm90", short, HOPPER)
     assert found[0].private_dq
     assert not any(c.private_dq for c in candidates("bwd", "sm90", dataclasses.replace(short, batch=1), HOPPER))
-    assert isinstance(found[0], BackwardConfig)
+    assert isinstance(found[0], BackwardConfigSm90)
 
 
 # ---------------------------------------------------------------- results and data
@@ -321,6 +321,6 @@ def test_a_result_is_plain_data():
 
     (result,) = tune(FakeRuns(lambda config: 1.0))
     data = json.loads(json.dumps(result.to_dict()))
-    assert ForwardConfig.from_text(data["config"]) == USUAL
+    assert ForwardConfigSm90.from_text(data["config"]) == USUAL
     assert data["problem"]["dtype"] == "bfloat16"
     assert len(data["candidates"]) == len(result.candidates)

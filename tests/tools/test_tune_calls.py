@@ -11,7 +11,7 @@ import tuning_fakes
 from tuning_fakes import FakeRuns, machine
 
 import onepass
-from onepass import ForwardConfig, tiled
+from onepass import ForwardConfigSm90, tiled
 from onepass.bench.timing import cpu_sampler
 from onepass.dispatch import attention as dispatch
 from onepass.dispatch import backends
@@ -66,7 +66,7 @@ def test_calls_in_every_form(hopper):
 
 REFUSED = [
     (CALL | {"k": (2, 4096, 8, 64)}, ValueError, "k: expected head_dim 128 like q, got 64"),
-    (CALL | {"tuning": ForwardConfig(tile_n=64)}, TypeError, "tuning: expected None"),
+    (CALL | {"tuning": ForwardConfigSm90(tile_n=64)}, TypeError, "tuning: expected None"),
     (CALL | {"precision": "fp8"}, NotImplementedError, "precision: expected None, got a call in FP8"),
     (dict.fromkeys("qkv", (0, 4, 4, 64)) | {"dtype": torch.float16}, ValueError, "a batch, lengths and heads above 0"),
     (CALL | {"q": (2, 4096, 0, 128)}, ValueError, "a batch, lengths and heads above 0"),
@@ -94,7 +94,7 @@ def test_the_whole_way(hopper, monkeypatch):
     for result in results:
         assert result.is_gain
         assert result.config.tile_n < result.heuristic.tile_n
-        assert result.heuristic == heuristics.forward_config(result.problem)
+        assert result.heuristic == heuristics.forward_config_sm90(result.problem)
 
 
 # ---------------------------------------------------------------- launches
@@ -123,7 +123,7 @@ def test_launches(on_cpu, direction, names, is_packed):
         PROBLEM, device_type="cpu", seqlen_q=40, seqlen_k=50, num_heads_q=4, num_heads_kv=2, is_packed=is_packed
     )
     runs = launches.Launches(direction, "tiled", problem, torch.device("cpu"))
-    results = runs.results(ForwardConfig(tile_n=64))
+    results = runs.results(ForwardConfigSm90(tile_n=64))
     assert list(results) == names
     inputs = runs._inputs[0]
     tensors = [t.clone().requires_grad_() for t in inputs[:3]]
@@ -136,7 +136,7 @@ def test_launches(on_cpu, direction, names, is_packed):
         expected = torch.autograd.grad(expected.out, tensors, runs._contexts[0][2])
     for mine, theirs in zip(results.values(), expected, strict=True):
         torch.testing.assert_close(mine, theirs)
-    assert runs.sampler(ForwardConfig(tile_n=64))() > 0
+    assert runs.sampler(ForwardConfigSm90(tile_n=64))() > 0
 
 
 def test_bytes_of_inputs():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import onepass
-from onepass import ForwardConfig
+from onepass import ForwardConfigSm90
 from onepass.api import fast_path
 from onepass.dispatch import attention as dispatch
 from onepass.dispatch import backends
@@ -18,7 +18,7 @@ from onepass.kernels.compiler import compile
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.kernels.launch import forward_sm90 as launch
 
-CONFIG = ForwardConfig(tile_n=80, num_warpgroups=1, v_stages=3, rescale_threshold=8, overlap_tiles=False)
+CONFIG = ForwardConfigSm90(tile_n=80, num_warpgroups=1, v_stages=3, rescale_threshold=8, overlap_tiles=False)
 
 
 @pytest.fixture
@@ -51,9 +51,9 @@ def qkv(head_dim=64, dtype=torch.bfloat16, **options):
 
 
 def test_text_holds_every_field():
-    for config in (CONFIG, ForwardConfig(tile_n=128), heuristics.FORWARD_SM90[128, 128][-1].config):
-        assert ForwardConfig.from_text(config.text) == config
-        assert repr(ForwardConfig.from_text(config.text)) == repr(config)
+    for config in (CONFIG, ForwardConfigSm90(tile_n=128), heuristics.FORWARD_SM90[128, 128][-1].config):
+        assert ForwardConfigSm90.from_text(config.text) == config
+        assert repr(ForwardConfigSm90.from_text(config.text)) == repr(config)
     other = dataclasses.replace(CONFIG, tile_n=96)
     assert other.text == CONFIG.text.replace("tile_n=80", "tile_n=96")
 
@@ -71,7 +71,7 @@ def test_text_holds_every_field():
 )
 def test_a_field_of_the_wrong_type(fields, message):
     with pytest.raises(TypeError, match=message):
-        ForwardConfig(**fields)
+        ForwardConfigSm90(**fields)
 
 
 def test_it_reaches_the_kernel_on_both_ways(configs):
@@ -121,7 +121,10 @@ DOES_NOT_FIT = [
     ),
     ({"tile_n": 64, "warp_specialized": False}, r"warp_specialized: overlap_tiles, dynamic_tiles and clusters need it"),
     ({"tile_n": 64, "cluster_size": 2, "dynamic_tiles": True}, r"cluster_size: above 1 it takes neither dynamic_tiles"),
-    ({"tile_n": 176, "num_warpgroups": 3}, r"registers: ForwardConfig\(.* needs 196 for S, P and O, a thread has 160"),
+    (
+        {"tile_n": 176, "num_warpgroups": 3},
+        r"registers: ForwardConfigSm90\(.* needs 196 for S, P and O, a thread has 160",
+    ),
     ({"tile_n": 128, "num_stages": 9}, r"shared memory: .* needs 623616 bytes, a thread block has 232448"),
     ({"tile_n": 128, "rescale_threshold": 16.0}, r"rescale_threshold: expected 0 to 15, .*, got 16.0"),
     ({"tile_n": 128, "rescale_threshold": float("nan")}, r"rescale_threshold: expected 0 to 15, .*, got nan"),
@@ -131,7 +134,7 @@ DOES_NOT_FIT = [
 
 @pytest.mark.parametrize(("fields", "message"), DOES_NOT_FIT)
 def test_what_does_not_fit_is_refused(configs, fields, message):
-    call = {"tuning": ForwardConfig(**fields)}
+    call = {"tuning": ForwardConfigSm90(**fields)}
     for backend in (None, "sm90"):
         for _ in range(2):
             with pytest.raises(NotImplementedError, match=f"tuning: {message}"):
@@ -148,12 +151,12 @@ def test_what_does_not_fit_is_refused(configs, fields, message):
         ({"score_buffers": 2, "tile_n": 128}, "q_in_registers, score_buffers: expected False and 1 in float32"),
         ({"exp2_fma_period": 8}, r"exp2_fma_period: expected 0 in float32 \(a cubic\), got 8"),
         ({"tile_n": 128}, r"shared memory: .* needs 328704 bytes, a thread block has 232448"),
-        ({"num_warpgroups": 3}, r"registers: ForwardConfig\(.* needs 1\d\d for S, P and O, a thread has 160"),
+        ({"num_warpgroups": 3}, r"registers: ForwardConfigSm90\(.* needs 1\d\d for S, P and O, a thread has 160"),
     ],
 )
 def test_what_does_not_fit_in_float32(configs, fields, message):
     tensors = qkv(head_dim=128, dtype=torch.float32)
-    config = ForwardConfig(**{"tile_n": 64, "two_level_sums": "score_buffers" not in fields} | fields)
+    config = ForwardConfigSm90(**{"tile_n": 64, "two_level_sums": "score_buffers" not in fields} | fields)
     support = onepass.supports(*tensors, tuning=config)
     assert (support.ok, support.backend) == (False, "sm90")
     with pytest.raises(NotImplementedError, match=f"tuning: {message}"):

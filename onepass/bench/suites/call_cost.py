@@ -72,7 +72,7 @@ def components() -> dict[str, Callable[[], object]]:
         )
     if device == "cuda":
         # every launch looks up its stream
-        queue = onepass.ForwardConfig(tile_n=128, q_stages=2, dynamic_tiles=True)
+        queue = onepass.ForwardConfigSm90(tile_n=128, q_stages=2, dynamic_tiles=True)
         rows["attention, queue of tiles"] = lambda: onepass.attention(q, k, v, causal=True, tuning=queue)
     return rows
 

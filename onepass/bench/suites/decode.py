@@ -10,8 +10,8 @@ A case is the batch (b), keys (k), heads of q and of the cache (h), head_dim (d)
 Contenders take turns: onepass over a dense cache ("onepass") and over pages of 16, 64 and 256 keys at random places,
 FlashAttention-3 ("fa3", where a package has flash_attn_with_kvcache; "fa3 prepared" with scheduler metadata from
 before, which an engine makes once for all layers; "fa3 page 64" where it takes pages). Ratios are to the fastest of
-FlashAttention-3. Variants are fields of `DecodeConfigSm80` (of `ForwardConfig` or `ForwardConfigSm80` where a case has
-more rows) and num_splits; several are separated by semicolons. --backend sm80 measures the Ampere kernels alone.
+FlashAttention-3. Variants are fields of `DecodeConfigSm80` (of `ForwardConfigSm90` or `ForwardConfigSm80` where a case
+has more rows) and num_splits; several are separated by semicolons. --backend sm80 measures the Ampere kernels alone.
 
 Times are those of replayed CUDA graphs, so without the host's; --host prints the host's time of a call. K and V come
 from memory: copies of a cache smaller than 4 times the L2 cache are read in turn, and where 64 do not reach that size

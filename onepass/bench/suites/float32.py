@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import onepass
 
 from ...dispatch import attention as dispatch
-from ...kernels.config import ForwardConfig, value_blocks
+from ...kernels.config import ForwardConfigSm90, value_blocks
 from ...kernels.launch import float32_halves
 from ...kernels.launch import forward_sm90 as launch
 from ...problem import AttentionInputs
@@ -67,7 +67,9 @@ def kernel_alone(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], 
     return call
 
 
-def contenders(q: Tensor, k: Tensor, v: Tensor, causal: bool, configs: dict[str, ForwardConfig]) -> dict[str, Callable]:
+def contenders(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, configs: dict[str, ForwardConfigSm90]
+) -> dict[str, Callable]:
     def public(**options: Any) -> Callable[[], Tensor]:
         return lambda: onepass.attention(q, k, v, causal=causal, **options)
 
@@ -79,7 +81,7 @@ def contenders(q: Tensor, k: Tensor, v: Tensor, causal: bool, configs: dict[str,
     return found
 
 
-def run_check(configs: dict[str, ForwardConfig], about: dict[str, Any]) -> bool:
+def run_check(configs: dict[str, ForwardConfigSm90], about: dict[str, Any]) -> bool:
     """Whether onepass is as exact as attention in torch's float32.
 
     Errors are root mean squares against float64, relative to that of out. They go into `about`.
@@ -103,7 +105,7 @@ def run_check(configs: dict[str, ForwardConfig], about: dict[str, Any]) -> bool:
     return not failed
 
 
-def run_grid(args: argparse.Namespace, configs: dict[str, ForwardConfig], report: Report) -> None:
+def run_grid(args: argparse.Namespace, configs: dict[str, ForwardConfigSm90], report: Report) -> None:
     results = grid.Results(report, ["efficient"], "float32", tolerance=1e-4)
     for cell in grid.cells(args):
         shape = cell.batch, cell.seqlen, cell.heads, cell.head_dim

@@ -34,7 +34,7 @@ import onepass
 from ... import reference
 from ...dispatch import attention as dispatch
 from ...errors import UnsupportedError
-from ...kernels.config import ForwardConfig
+from ...kernels.config import ForwardConfigSm90
 from ...kernels.launch import forward_sm90 as launch
 from ...problem import AttentionInputs, AttentionProblem, Mask
 from ...testing.budget import compare, compare_lse
@@ -89,8 +89,8 @@ VARIANTS = {
 }
 
 
-def configuration(words: str) -> ForwardConfig:
-    """ "3wg n128 q2" -> ForwardConfig(tile_n=128, num_warpgroups=3, q_stages=2)."""
+def configuration(words: str) -> ForwardConfigSm90:
+    """ "3wg n128 q2" -> ForwardConfigSm90(tile_n=128, num_warpgroups=3, q_stages=2)."""
     fields: dict = {}
     for word in words.split():
         if word in WORDS:
@@ -101,10 +101,10 @@ def configuration(words: str) -> ForwardConfig:
             fields["tile_n"] = int(word[1:])
         else:
             raise ValueError(f"configuration {words!r}: unknown word {word!r}")
-    return ForwardConfig(**fields)
+    return ForwardConfigSm90(**fields)
 
 
-def variants(text: str | None, head_dim: int, causal: bool) -> dict[str, ForwardConfig]:
+def variants(text: str | None, head_dim: int, causal: bool) -> dict[str, ForwardConfigSm90]:
     """The configurations that --variants asks for in a case: by name, those that the case can take."""
     if text is None:
         return {}
@@ -141,10 +141,10 @@ def problem_of(
     )
 
 
-def default_config(problem: AttentionProblem) -> ForwardConfig:
+def default_config(problem: AttentionProblem) -> ForwardConfigSm90:
     """The configuration that a call of the problem runs with."""
     config = dispatch.forward_config("sm90", problem)
-    assert isinstance(config, ForwardConfig)
+    assert isinstance(config, ForwardConfigSm90)
     return config
 
 
@@ -346,7 +346,7 @@ def packed_cases() -> list[CheckedCase]:
     return cases
 
 
-def other_orders(case: CheckedCase) -> list[tuple[str, ForwardConfig]]:
+def other_orders(case: CheckedCase) -> list[tuple[str, ForwardConfigSm90]]:
     """Configurations that treat packed tiles, groups of heads or the first block of V differently from the default."""
     words = []
     if 1 < case.heads_q // case.heads_kv <= 64 and case.layout != "expanded":
@@ -363,7 +363,7 @@ def other_orders(case: CheckedCase) -> list[tuple[str, ForwardConfig]]:
     return [(w, configuration(w)) for w in words]
 
 
-def check_one(case: CheckedCase, config: ForwardConfig | None = None) -> tuple[bool, str]:
+def check_one(case: CheckedCase, config: ForwardConfigSm90 | None = None) -> tuple[bool, str]:
     """Run and compare with the float64 oracle, and with a second run, which must give the same bits."""
     clean, options = case.inputs(), dict(case.options)
     inputs = case.with_garbage(clean)
@@ -386,7 +386,7 @@ def check_one(case: CheckedCase, config: ForwardConfig | None = None) -> tuple[b
 
 def run_check(variants_text: str | None, head_dims: list[int]) -> bool:
     """Check the cases with the default configurations or, with --variants, some of them with each variant."""
-    jobs: list[tuple[CheckedCase, tuple[str, ForwardConfig] | None]] = []
+    jobs: list[tuple[CheckedCase, tuple[str, ForwardConfigSm90] | None]] = []
     if variants_text is None:
         for case in check_cases():
             jobs += [(case, None), *((case, other) for other in other_orders(case))]
@@ -504,7 +504,7 @@ def run_grid(args: argparse.Namespace, report: Report) -> None:
     results.summarise()
 
 
-def run_kernel(problem: AttentionProblem, inputs: AttentionInputs, config: ForwardConfig) -> Tensor:
+def run_kernel(problem: AttentionProblem, inputs: AttentionInputs, config: ForwardConfigSm90) -> Tensor:
     return launch.forward(problem, inputs, config)[0]
 
 

@@ -43,7 +43,7 @@ from torch import Tensor
 import onepass
 
 from ...errors import UnsupportedError
-from ...kernels.config import ForwardConfig, p_exponent
+from ...kernels.config import ForwardConfigSm90, p_exponent
 from ...kernels.heuristics import sm90 as heuristics
 from ...kernels.launch import forward_sm90 as launch
 from ...ops import quantize
@@ -77,7 +77,7 @@ LIKE_FOR_LIKE = {
 PEERS = ("fa3", "fa3 columns", "fa3 whole")
 
 
-def variants(text: str | None, head_dim: int, causal: bool) -> dict[str, ForwardConfig]:
+def variants(text: str | None, head_dim: int, causal: bool) -> dict[str, ForwardConfigSm90]:
     """The configurations that --variants asks for in a case: by name, those that the case can take."""
     if text is None:
         return {}
@@ -122,7 +122,7 @@ def prepared(q: Tensor, k: Tensor, v: Tensor) -> onepass.QuantizedQKV:
 
 
 def run_kernel(
-    quantized: onepass.QuantizedQKV, causal: bool, config: ForwardConfig | None
+    quantized: onepass.QuantizedQKV, causal: bool, config: ForwardConfigSm90 | None
 ) -> Callable[[], tuple[Tensor, Tensor]]:
     inputs = QuantizedInputs(quantized.q, quantized.k, quantized.v, quantized.descales)
     problem = problem_of(inputs, causal, quantized.quantization)
@@ -159,7 +159,7 @@ def run_check(args: argparse.Namespace, about: dict[str, Any]) -> bool:
     for head_dim, causal, _, config in jobs:
         for _, seqlen_q, *_ in CHECKS:
             problem = static_problem(head_dim, causal, seqlen_q)
-            requests.append(launch.compile_request(problem, config or heuristics.forward_config(problem)))
+            requests.append(launch.compile_request(problem, config or heuristics.forward_config_sm90(problem)))
     compile_ahead(requests)
     failed = 0
     for head_dim, causal, name, config in jobs:
@@ -270,9 +270,9 @@ def run_grid(args: argparse.Namespace, report: Report) -> None:
     jobs = []
     for cell, own in configs.items():
         problem = static_problem(cell.head_dim, cell.causal, cell.seqlen)
-        jobs += [(problem, config) for config in (heuristics.forward_config(problem), *own.values())]
+        jobs += [(problem, config) for config in (heuristics.forward_config_sm90(problem), *own.values())]
         problem = static_problem(cell.head_dim, cell.causal, cell.seqlen, keys_last=False)
-        jobs.append((problem, heuristics.forward_config(problem)))
+        jobs.append((problem, heuristics.forward_config_sm90(problem)))
     compile_ahead(launch.compile_request(*job) for job in jobs)
     for cell, own in configs.items():
         shape = cell.batch, cell.seqlen, cell.heads, cell.head_dim
@@ -286,8 +286,10 @@ def run_grid(args: argparse.Namespace, report: Report) -> None:
         errors = {name: float((call().float() - expected.float()).abs().max()) for name, call in calls.items()}
         times = grid.time_in_turns(calls, args, seed=cell.seqlen)
         loads = {name: under_load(call) for name, call in calls.items()} if args.load else {}
-        default = heuristics.forward_config(static_problem(cell.head_dim, cell.causal, cell.seqlen))
-        in_rows = heuristics.forward_config(static_problem(cell.head_dim, cell.causal, cell.seqlen, keys_last=False))
+        default = heuristics.forward_config_sm90(static_problem(cell.head_dim, cell.causal, cell.seqlen))
+        in_rows = heuristics.forward_config_sm90(
+            static_problem(cell.head_dim, cell.causal, cell.seqlen, keys_last=False)
+        )
         results.add(cell, times, errors, {"onepass": default, "rows": in_rows} | own, loads)
     summarise([args.out])
 
@@ -340,7 +342,7 @@ def run_sums(args: argparse.Namespace, about: dict[str, Any]) -> None:
     for head_dim in args.head_dims:
         for keys in SUM_LENGTHS:
             problem = static_problem(head_dim, False, keys)
-            config = heuristics.forward_config(problem)
+            config = heuristics.forward_config_sm90(problem)
             one_sum = dataclasses.replace(config, two_level_sums=False, overlap_gemm_softmax=True, pv_columns=0)
             # 3 warpgroups of head_dim 128 have no registers for the overlap
             one_sum = dataclasses.replace(one_sum, num_warpgroups=2)

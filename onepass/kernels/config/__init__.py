@@ -29,11 +29,15 @@ from .sm90 import (
     REGISTERS_TO_TRANSPOSE,
     ROWS_PER_WARPGROUP,
     SMEM_BYTES,
-    BackwardConfig,
-    ForwardConfig,
+    BackwardConfigSm90,
+    ForwardConfigSm90,
     value_blocks,
     value_columns,
 )
+
+# names that these classes had before the Ampere ones existed
+BackwardConfig = BackwardConfigSm90
+ForwardConfig = ForwardConfigSm90
 
 __all__ = [
     "DS_BUFFERS",
@@ -54,9 +58,11 @@ __all__ = [
     "VECTOR_BYTES",
     "BackwardConfig",
     "BackwardConfigSm80",
+    "BackwardConfigSm90",
     "Config",
     "ForwardConfig",
     "ForwardConfigSm80",
+    "ForwardConfigSm90",
     "LaunchConfig",
     "column_block",
     "head_dim_tile",

@@ -41,7 +41,7 @@ def _require_hopper(arch: str) -> None:
 
 
 @dataclass(frozen=True)
-class ForwardConfig(LaunchConfig):
+class ForwardConfigSm90(LaunchConfig):
     """How one forward launch on Hopper is tiled and overlapped: speed and summation order, never what is asked for.
 
     Attributes:
@@ -245,7 +245,7 @@ class ForwardConfig(LaunchConfig):
 
 
 @dataclass(frozen=True)
-class BackwardConfig(LaunchConfig):
+class BackwardConfigSm90(LaunchConfig):
     """How one backward launch on Hopper is tiled and overlapped.
 
     Attributes:

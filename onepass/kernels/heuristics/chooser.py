@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from ...problem import AttentionProblem
-from ..config import BackwardConfig, BackwardConfigSm80, ForwardConfig, ForwardConfigSm80, LaunchConfig
+from ..config import BackwardConfigSm80, BackwardConfigSm90, ForwardConfigSm80, ForwardConfigSm90, LaunchConfig
 from .sm80 import backward_config_sm80, forward_config_sm80
-from .sm90 import backward_config, forward_config
+from .sm90 import backward_config_sm90, forward_config_sm90
 
 
 class Chooser(NamedTuple):
@@ -24,11 +24,11 @@ class Chooser(NamedTuple):
 
 
 FORWARD = {
-    "sm90": Chooser(ForwardConfig, forward_config),
+    "sm90": Chooser(ForwardConfigSm90, forward_config_sm90),
     "sm80": Chooser(ForwardConfigSm80, forward_config_sm80),
 }
 BACKWARD = {
-    "sm90": Chooser(BackwardConfig, backward_config),
+    "sm90": Chooser(BackwardConfigSm90, backward_config_sm90),
     "sm80": Chooser(BackwardConfigSm80, backward_config_sm80),
 }
 

@@ -32,8 +32,8 @@ from ..config import (
     SMEM_BYTES,
     SMEM_BYTES_BY_ARCH,
     VECTOR_BYTES,
-    ForwardConfig,
     ForwardConfigSm80,
+    ForwardConfigSm90,
     head_dim_tile,
 )
 from ..config.decode import DecodeConfigSm80
@@ -164,7 +164,7 @@ def _rows(problem: AttentionProblem, positions: int) -> int:
     return ceil_div(problem.seqlen_q, positions) * positions
 
 
-def decode_config_sm90(problem: AttentionProblem, split_size: int | None = None) -> ForwardConfig:
+def decode_config_sm90(problem: AttentionProblem, split_size: int | None = None) -> ForwardConfigSm90:
     """The configuration of a call on the Hopper kernel, in 16 bits."""
     group = problem.qhead_per_kvhead
     tile_n, most = DECODE_SM90[max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))]
@@ -181,7 +181,7 @@ def decode_config_sm90(problem: AttentionProblem, split_size: int | None = None)
         num_warpgroups = PACKED_WARPGROUPS
     elif pack_gqa and num_warpgroups == 3 and _rows(problem, 2 * positions) < _rows(problem, 3 * positions):
         num_warpgroups = 2
-    config = ForwardConfig(
+    config = ForwardConfigSm90(
         tile_n=tile_n,
         num_warpgroups=num_warpgroups,
         rescale_threshold=LAZY,
@@ -198,7 +198,7 @@ def decode_config_sm90(problem: AttentionProblem, split_size: int | None = None)
     return config
 
 
-def most_splits_sm90(problem: AttentionProblem, config: ForwardConfig, num_sms: int) -> int:
+def most_splits_sm90(problem: AttentionProblem, config: ForwardConfigSm90, num_sms: int) -> int:
     """The most splits of a call with packed queries, in which a sequence has as many splits as its length asks for.
 
     1 means that there are no splits and no merge.
@@ -218,7 +218,7 @@ def most_splits_sm90(problem: AttentionProblem, config: ForwardConfig, num_sms: 
     )
 
 
-def num_splits_sm90(problem: AttentionProblem, config: ForwardConfig, num_sms: int) -> int:
+def num_splits_sm90(problem: AttentionProblem, config: ForwardConfigSm90, num_sms: int) -> int:
     """A thread block of the persistent kernel has a multiprocessor for itself."""
     tiles = num_tiles(problem, problem.num_heads_q // config.group(problem), config.positions(problem))
     per_split = workspace_bytes(1, num_rows(problem), problem.head_dim_v)

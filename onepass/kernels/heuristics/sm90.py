@@ -13,8 +13,8 @@ from ...problem import AttentionProblem
 from ..config import (
     HOPPER,
     ROWS_PER_WARPGROUP,
-    BackwardConfig,
-    ForwardConfig,
+    BackwardConfigSm90,
+    ForwardConfigSm90,
     head_dim_tile,
     value_columns,
 )
@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
     causal: bool | None
     up_to: int
-    config: ForwardConfig
+    config: ForwardConfigSm90
     tflops: dict[int, int] | None = None
     others: dict[str, dict[int, int]] | None = None
 
@@ -50,7 +50,7 @@ LAZY = 8.0
 # With normal data at 512, 2048 and 16384 keys, 2, 2 and 1.5 percent of a warp's steps rescale (with 0.8: 90, 52, 13);
 # the error of Table 3 is the same (docs/kernels/fp8.md). This was simulated.
 LAZY_FP8 = 2.8
-_LAZY = ForwardConfig(tile_n=64, rescale_threshold=LAZY)
+_LAZY = ForwardConfigSm90(tile_n=64, rescale_threshold=LAZY)
 _WIDE = replace(_LAZY, tile_n=128, q_stages=2)
 _THREE = replace(_LAZY, tile_n=80, num_warpgroups=3, num_stages=3, q_stages=2)
 
@@ -184,7 +184,7 @@ FORWARD_SM90 = {
 # FP8, by the wider head dim. TFLOP/s are from benchmarks/results/h200-fp8-variants.json, in which the same
 # configuration measured twice differs by up to 5 percent. The tensor cores truncate the sums of P V, so P V of each
 # step is added to O by the FMA pipe (docs/kernels/fp8.md). "With overlap" it runs beside the softmax of the next step.
-FP8_OVERLAPPED = ForwardConfig(tile_n=128, q_stages=2, rescale_threshold=LAZY_FP8, two_level_sums=True)
+FP8_OVERLAPPED = ForwardConfigSm90(tile_n=128, q_stages=2, rescale_threshold=LAZY_FP8, two_level_sums=True)
 FP8_IN_SEQUENCE = replace(FP8_OVERLAPPED, overlap_gemm_softmax=False)
 FORWARD_FP8 = {
     64: (
@@ -278,7 +278,7 @@ def row_of(rows: tuple[Row, ...], is_causal: bool, seqlen_k: int) -> Row | None:
     return next((row for row in rows if row.causal in (None, is_causal) and seqlen_k <= row.up_to), None)
 
 
-def forward_config(problem: AttentionProblem, arch: str = HOPPER) -> ForwardConfig:
+def forward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> ForwardConfigSm90:
     """The configuration that a call of this problem runs with on Hopper."""
     if problem.quantization is not None:
         return _for_rows_of_v(_fp8_config(problem), problem)
@@ -295,7 +295,7 @@ def forward_config(problem: AttentionProblem, arch: str = HOPPER) -> ForwardConf
         return _adapted(row.config, problem)
     # other pairs of head dims: the largest tile that leaves 60 registers beside the accumulators and fits
     for tile_n in (128, 112, 96, 80, 64, 48):
-        config = ForwardConfig(tile_n=tile_n, rescale_threshold=LAZY)
+        config = ForwardConfigSm90(tile_n=tile_n, rescale_threshold=LAZY)
         try:
             config.check(problem)
         except UnsupportedError:
@@ -314,7 +314,7 @@ FLOAT32_SM90 = {
 }
 
 
-def _fp8_config(problem: AttentionProblem) -> ForwardConfig:
+def _fp8_config(problem: AttentionProblem) -> ForwardConfigSm90:
     """FP8 on Hopper."""
     is_causal = problem.mask.window_right is not None
     widest = max(problem.head_dim, problem.head_dim_v)
@@ -348,7 +348,7 @@ def _fp8_config(problem: AttentionProblem) -> ForwardConfig:
 TRANSPOSED_QUERIES = {64: (1024, 4096), 128: (4096, 4096), 256: (1024, 4096)}
 
 
-def _for_rows_of_v(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:
+def _for_rows_of_v(config: ForwardConfigSm90, problem: AttentionProblem) -> ForwardConfigSm90:
     """The configuration for V that lies as `fp8.keys_last` lays it, for the V of this problem."""
     assert problem.quantization is not None
     seqlen_q = problem.seqlen_q // max(1, problem.batch) if problem.is_packed else problem.seqlen_q
@@ -366,7 +366,7 @@ def _for_rows_of_v(config: ForwardConfig, problem: AttentionProblem) -> ForwardC
     return transposing
 
 
-def _adapted(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:
+def _adapted(config: ForwardConfigSm90, problem: AttentionProblem) -> ForwardConfigSm90:
     """The configuration of a long dense problem for one that differs from it in its lengths or its groups of heads."""
     seqlen_q = problem.seqlen_q
     if problem.is_packed:  # no fixed order balances sequences of unequal lengths (not measured yet)
@@ -385,20 +385,20 @@ def _adapted(config: ForwardConfig, problem: AttentionProblem) -> ForwardConfig:
     return replace(config, pack_gqa=pack_gqa, num_warpgroups=num_warpgroups, cluster_size=cluster_size)
 
 
-def backward_config(problem: AttentionProblem, arch: str = HOPPER) -> BackwardConfig:
+def backward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> BackwardConfigSm90:
     """The configuration that a backward of this problem runs with on Hopper."""
     is_growing = problem.mask.window_right is not None and problem.mask.window_left is None
     # waiting for a turn delays a thread block, and a queue makes up for it
     is_dynamic = is_growing or problem.is_packed or problem.deterministic
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > 128:
-        config = BackwardConfig(by_gradient=True, dynamic_tiles=is_dynamic)
+        config = BackwardConfigSm90(by_gradient=True, dynamic_tiles=is_dynamic)
         return replace(config, descending_turns=has_descending_turns(problem, config.tile_m, config.tile_n))
     # the slopes of a softcap take the registers of the larger tile
     if widest > 64 or problem.softcap is not None:
-        config = BackwardConfig(q_stages=3, dynamic_tiles=is_dynamic)
+        config = BackwardConfigSm90(q_stages=3, dynamic_tiles=is_dynamic)
     else:
-        config = BackwardConfig(tile_m=128, q_stages=3, dynamic_tiles=is_dynamic)
+        config = BackwardConfigSm90(tile_m=128, q_stages=3, dynamic_tiles=is_dynamic)
     if _has_short_sequences(problem, config, is_growing):
         return replace(config, private_dq=True, dynamic_tiles=False)
     return replace(config, descending_turns=has_descending_turns(problem, config.tile_m, config.tile_n))
@@ -410,7 +410,7 @@ PRIVATE_SEQLEN = 512
 PRIVATE_SEQLEN_IN_ORDER = 1024  # deterministic and causal
 
 
-def _has_short_sequences(problem: AttentionProblem, config: BackwardConfig, is_growing: bool) -> bool:
+def _has_short_sequences(problem: AttentionProblem, config: BackwardConfigSm90, is_growing: bool) -> bool:
     """Whether private_dq pays: H200, TFLOP/s with / without it, 16k tokens of hidden size 2048.
 
         head_dim 64, 512: 356 / 322, causal 237 / 198 (accumulators of all thread blocks together: 17 MB)

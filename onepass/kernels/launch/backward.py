@@ -15,7 +15,7 @@ from ...geometry.integers import ceil_div
 from ...problem import AttentionInputs, AttentionProblem
 from ...problem.outputs import empty_gradients
 from ..compiler.compile import CompileRequest
-from ..config import BackwardConfig, BackwardConfigSm80
+from ..config import BackwardConfigSm80, BackwardConfigSm90
 from .arguments import (
     LOG2_E,
     PostprocessArguments,
@@ -50,7 +50,7 @@ def without_keys(
     return dq, dk, dv, dsinks
 
 
-def counts(problem: AttentionProblem, config: BackwardConfig | BackwardConfigSm80) -> tuple[int, int]:
+def counts(problem: AttentionProblem, config: BackwardConfigSm90 | BackwardConfigSm80) -> tuple[int, int]:
     """Blocks of query rows of a head, and tiles of keys; of packed sequences bounds, for all of them together."""
     if problem.is_packed:
         tiles = tile_scheduler.max_packed_tiles(problem.seqlen_k, config.tile_n, problem.num_heads_kv, problem.batch)
@@ -67,7 +67,7 @@ class BackwardLaunch:
     """
 
     problem: AttentionProblem
-    config: BackwardConfig | BackwardConfigSm80
+    config: BackwardConfigSm90 | BackwardConfigSm80
     preprocess: Callable
     main: Callable
     postprocess: Callable | None  # None with private_dq
@@ -211,7 +211,7 @@ def fake_lse(problem: AttentionProblem):
     return fake_tensor(Float32, *([None, None] if problem.is_packed else [None] * 3), align_bytes=4)
 
 
-def fake_accumulator(problem: AttentionProblem, config: BackwardConfig | BackwardConfigSm80) -> tuple:
+def fake_accumulator(problem: AttentionProblem, config: BackwardConfigSm90 | BackwardConfigSm80) -> tuple:
     from cutlass import Float32
 
     head_dim = config.head_dims(problem)[0]
@@ -244,7 +244,7 @@ def fake_scales_and_window(problem: AttentionProblem) -> dict[str, Any]:
     }
 
 
-def fake_zeroed(problem: AttentionProblem, config: BackwardConfig | BackwardConfigSm80):
+def fake_zeroed(problem: AttentionProblem, config: BackwardConfigSm90 | BackwardConfigSm80):
     from cutlass import Int32
 
     return fake_tensor(Int32, None, align_bytes=4) if config.zeroes_ahead(problem) else None
@@ -257,7 +257,7 @@ def fake_stream():
 
 
 def requests_of_rows(
-    problem: AttentionProblem, config: BackwardConfig | BackwardConfigSm80, arch: str, has_dlse: bool
+    problem: AttentionProblem, config: BackwardConfigSm90 | BackwardConfigSm80, arch: str, has_dlse: bool
 ) -> list[CompileRequest]:
     """The request for preprocess and, unless the main kernel writes dq, postprocess.
 
@@ -286,7 +286,9 @@ def requests_of_rows(
     return requests
 
 
-def trace_preprocess(problem: AttentionProblem, config: BackwardConfig | BackwardConfigSm80, has_dlse: bool) -> tuple:
+def trace_preprocess(
+    problem: AttentionProblem, config: BackwardConfigSm90 | BackwardConfigSm80, has_dlse: bool
+) -> tuple:
     """The kernel of a static problem and stand-ins for its arguments, for `compile`."""
     from cutlass import Float32, Int32
 
@@ -310,7 +312,7 @@ def trace_preprocess(problem: AttentionProblem, config: BackwardConfig | Backwar
     return Preprocess(problem, config), (*arguments, fake_stream())
 
 
-def trace_postprocess(problem: AttentionProblem, config: BackwardConfig | BackwardConfigSm80) -> tuple:
+def trace_postprocess(problem: AttentionProblem, config: BackwardConfigSm90 | BackwardConfigSm80) -> tuple:
     """The kernel of a static problem and stand-ins for its arguments, for `compile`."""
     from cutlass import Float32, Int32
 

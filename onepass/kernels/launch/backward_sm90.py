@@ -15,7 +15,7 @@ from ...geometry.integers import ceil_div
 from ...problem import AttentionInputs, AttentionProblem
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
-from ..config import BackwardConfig
+from ..config import BackwardConfigSm90
 from ..heuristics import sm90 as heuristics
 from ..heuristics import tuned
 from . import backward as backward_launch
@@ -52,7 +52,7 @@ def backward(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-    config: BackwardConfig | None = None,
+    config: BackwardConfigSm90 | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dsinks of a call, as `onepass.tiled.backward` gives them.
 
@@ -63,12 +63,12 @@ def backward(
 
 @functools.lru_cache(maxsize=4096)
 def prepare(
-    problem: AttentionProblem, device: torch.device, has_dlse: bool, config: BackwardConfig | None = None
+    problem: AttentionProblem, device: torch.device, has_dlse: bool, config: BackwardConfigSm90 | None = None
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
     """`backward` for calls of one problem on one device; holds no tensor."""
     if problem.is_empty:  # packed rows of no sequence, no keys, or no heads
         return without_keys
-    config = config or tuned.refined(heuristics.backward_config(problem), "bwd", "sm90", problem, ARCH, device)
+    config = config or tuned.refined(heuristics.backward_config_sm90(problem), "bwd", "sm90", problem, ARCH, device)
     config.check(problem)
     blocks_per_head, tiles = counts(problem, config)
     shares = problem.num_heads_kv * problem.batch if config.private_dq else tiles
@@ -80,10 +80,10 @@ def prepare(
 
 
 def compile_requests(
-    problem: AttentionProblem, has_dlse: bool = False, config: BackwardConfig | None = None, arch: str = ARCH
+    problem: AttentionProblem, has_dlse: bool = False, config: BackwardConfigSm90 | None = None, arch: str = ARCH
 ) -> list[CompileRequest]:
     """The request for each kernel of this problem, in the order in which they run."""
-    config = config or tuned.refined(heuristics.backward_config(problem), "bwd", "sm90", problem, arch)
+    config = config or tuned.refined(heuristics.backward_config_sm90(problem), "bwd", "sm90", problem, arch)
     problem = replace(problem, has_sinks=False)  # they are in lse
     main = CompileRequest("backward", (problem.static(), config), arch, functools.partial(trace, problem, config))
     preprocess, *postprocess = requests_of_rows(problem, config, arch, has_dlse)
@@ -94,7 +94,7 @@ def compile_requests(
 class Launch(BackwardLaunch):
     """The kernels of Hopper; see BackwardLaunch."""
 
-    config: BackwardConfig
+    config: BackwardConfigSm90
     num_ctas: int
 
     @property
@@ -119,7 +119,7 @@ class Launch(BackwardLaunch):
 # ---------------------------------------------------------------- order of tiles
 
 
-def heads_per_section(problem: AttentionProblem, config: BackwardConfig, num_ctas: int) -> int:
+def heads_per_section(problem: AttentionProblem, config: BackwardConfigSm90, num_ctas: int) -> int:
     """kv heads that are worked on at a time, see geometry/tile_scheduler.py."""
     heads, tiles_per_head = problem.num_heads_kv * problem.batch, ceil_div(problem.seqlen_k, config.tile_n)
     in_turns = config.adds_in_turns(problem)
@@ -167,7 +167,7 @@ def least_heads(heads: int, tiles_per_head: int, bytes_per_head: int, num_ctas: 
 # ---------------------------------------------------------------- tracing
 
 
-def trace(problem: AttentionProblem, config: BackwardConfig) -> tuple:
+def trace(problem: AttentionProblem, config: BackwardConfigSm90) -> tuple:
     """The kernel of a static problem and stand-ins for its arguments, for `compile`."""
     from cutlass import Float32, Int32
 

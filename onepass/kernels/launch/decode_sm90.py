@@ -19,7 +19,7 @@ from ...geometry.splits import BY_LENGTH
 from ...problem.decode import DecodeInputs, DecodeProblem
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
-from ..config import ForwardConfig
+from ..config import ForwardConfigSm90
 from ..heuristics.decode import decode_config_sm90, has_few_rows, most_splits_sm90, num_splits_sm90
 from . import decode as decode_launch
 from .arguments import aligned, forward_sm90_arguments, is_aligned, score_scales, window_bounds
@@ -59,11 +59,11 @@ def prepare(problem: DecodeProblem, device: torch.device) -> Callable[[DecodeInp
     return decode_launch.prepared(problem, lambda: launch_with(problem, config_of(problem, device), device))
 
 
-def config_of(problem: DecodeProblem, device: torch.device) -> ForwardConfig:
+def config_of(problem: DecodeProblem, device: torch.device) -> ForwardConfigSm90:
     return decode_config_sm90(problem.attention, problem.split_size)
 
 
-def launch_with(problem: DecodeProblem, config: ForwardConfig, device: torch.device) -> Launch:
+def launch_with(problem: DecodeProblem, config: ForwardConfigSm90, device: torch.device) -> Launch:
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return Launch(problem, config, split_plan(problem, config, num_sms), num_sms)
 
@@ -75,7 +75,7 @@ def compile_requests(
     return decode_launch.compile_requests(problem, inputs, prepare(problem, device), ARCH)
 
 
-def split_plan(problem: DecodeProblem, config: ForwardConfig, num_sms: int) -> SplitPlan:
+def split_plan(problem: DecodeProblem, config: ForwardConfigSm90, num_sms: int) -> SplitPlan:
     if problem.attention.is_packed and problem.num_splits is None and problem.split_size is None:
         most = most_splits_sm90(problem.attention, config, num_sms)
         return SplitPlan(most, BY_LENGTH if most > 1 else 0, most > 1)
@@ -85,9 +85,9 @@ def split_plan(problem: DecodeProblem, config: ForwardConfig, num_sms: int) -> S
 class Launch(DecodeLaunch):
     """The launches of one problem: one kernel, whatever the alignment of the tensors."""
 
-    config: ForwardConfig
+    config: ForwardConfigSm90
 
-    def __init__(self, problem: DecodeProblem, config: ForwardConfig, plan: SplitPlan, num_sms: int):
+    def __init__(self, problem: DecodeProblem, config: ForwardConfigSm90, plan: SplitPlan, num_sms: int):
         super().__init__(problem, config, ARCH, plan)
         attention = problem.attention
         self.scale_log2, self.tanh_scale = score_scales(attention)
@@ -134,16 +134,16 @@ class Launch(DecodeLaunch):
             )
         )
 
-    def forward_request(self, inputs: DecodeInputs) -> tuple[ForwardConfig, CompileRequest]:
+    def forward_request(self, inputs: DecodeInputs) -> tuple[ForwardConfigSm90, CompileRequest]:
         return self.config, compile_request(self.problem, self.config, self.is_split)
 
 
-def box_rows(problem: DecodeProblem, config: ForwardConfig) -> int | None:
+def box_rows(problem: DecodeProblem, config: ForwardConfigSm90) -> int | None:
     """Keys of a page that one TMA load brings; None without pages."""
     return None if problem.page_size is None else math.gcd(problem.page_size, config.tile_n)
 
 
-def compile_request(problem: DecodeProblem, config: ForwardConfig, is_split: bool) -> CompileRequest:
+def compile_request(problem: DecodeProblem, config: ForwardConfigSm90, is_split: bool) -> CompileRequest:
     """The request for the forward kernel of this problem."""
     # sinks join when splits are merged
     attention = replace(problem.attention, has_sinks=problem.attention.has_sinks and not is_split)

@@ -17,7 +17,7 @@ from ...problem.outputs import empty_outputs, outputs_without_keys
 from ...quantization.layout import keys_last_in_torch
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
-from ..config import HOPPER, ForwardConfig, head_dim_tile, value_blocks, value_columns
+from ..config import HOPPER, ForwardConfigSm90, head_dim_tile, value_blocks, value_columns
 from ..heuristics import sm90 as heuristics
 from ..heuristics import tuned
 from . import float32_halves, quantize
@@ -68,7 +68,7 @@ def _unsupported_fp8(problem: AttentionProblem) -> str | None:
 
 
 def forward(
-    problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs, config: ForwardConfig | None = None
+    problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs, config: ForwardConfigSm90 | None = None
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a call, as `onepass.tiled.forward` gives them.
 
@@ -80,19 +80,19 @@ def forward(
 
 @functools.lru_cache(maxsize=4096)
 def prepare(
-    problem: AttentionProblem, device: torch.device, config: ForwardConfig | None = None
+    problem: AttentionProblem, device: torch.device, config: ForwardConfigSm90 | None = None
 ) -> Callable[[Any], tuple[Tensor, Tensor]]:
     """`forward` for calls of one problem on one device; holds no tensor."""
     if problem.is_empty:  # packed rows of no sequence, no keys, or no heads
         return functools.partial(outputs_without_keys, problem)
-    config = config or tuned.refined(heuristics.forward_config(problem), "fwd", "sm90", problem, ARCH, device)
+    config = config or tuned.refined(heuristics.forward_config_sm90(problem), "fwd", "sm90", problem, ARCH, device)
     kernel = compile.get(*compile_request(problem, config))
     grid = persistent_grid(problem, config, torch.cuda.get_device_properties(device).multi_processor_count)
     switches = config.dynamic_tiles, config.transposes_v
     return Launch(problem, kernel, *score_scales(problem), *window_bounds(problem), *switches, *grid)
 
 
-def persistent_grid(problem: AttentionProblem, config: ForwardConfig, num_sms: int) -> tuple[int, int]:
+def persistent_grid(problem: AttentionProblem, config: ForwardConfigSm90, num_sms: int) -> tuple[int, int]:
     """Heads of a section (see geometry/tile_scheduler.py), and thread blocks."""
     mask = problem.mask
     has_growing_tiles = mask.window_right is not None and mask.window_left is None
@@ -115,9 +115,11 @@ def persistent_grid(problem: AttentionProblem, config: ForwardConfig, num_sms: i
     return section, num_clusters * config.cluster_size
 
 
-def compile_request(problem: AttentionProblem, config: ForwardConfig | None = None, arch: str = ARCH) -> CompileRequest:
+def compile_request(
+    problem: AttentionProblem, config: ForwardConfigSm90 | None = None, arch: str = ARCH
+) -> CompileRequest:
     """The request for the kernel of this problem."""
-    config = config or tuned.refined(heuristics.forward_config(problem), "fwd", "sm90", problem, arch)
+    config = config or tuned.refined(heuristics.forward_config_sm90(problem), "fwd", "sm90", problem, arch)
     # the forward is deterministic either way, and scales of any granularity come to the kernel in one
     quantization = None if problem.quantization is None else Quantization(problem.out_dtype)
     problem = replace(problem, head_dim_v=value_columns(problem))
@@ -286,7 +288,7 @@ def copied(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
     return [name for name, t in (("q", q), ("k", k), ("v", v)) if not is_aligned(t)]
 
 
-def trace(problem: AttentionProblem, config: ForwardConfig, cache: tuple[bool, int | None] | None = None) -> tuple:
+def trace(problem: AttentionProblem, config: ForwardConfigSm90, cache: tuple[bool, int | None] | None = None) -> tuple:
     """The kernel of a static problem and stand-ins for its arguments, for `compile`.
 
     Args: cache: for `attention_decode`, the is_split and box_rows of `ForwardSm90`.

@@ -17,7 +17,7 @@ from cutlass import Boolean, Float32, Int16, Int32
 from ....geometry.integers import select
 from ....geometry.tile_scheduler import LANES, packed_rows
 from ....problem import AttentionProblem
-from ...config import ROWS_PER_MMA, ROWS_PER_WARPGROUP, BackwardConfig, BackwardConfigSm80
+from ...config import ROWS_PER_MMA, ROWS_PER_WARPGROUP, BackwardConfigSm80, BackwardConfigSm90
 from ..blocks.memory import epilogue
 from ..blocks.memory.layouts import as_batch_of_one, at_head, rows_first, rows_first_of_lse
 from ..blocks.memory.ptx import exit_if
@@ -77,7 +77,7 @@ class BlockRows(NamedTuple):
 class RowsKernel:
     """What both kernels have in common: which rows a thread block has."""
 
-    def __init__(self, problem: AttentionProblem, config: BackwardConfig | BackwardConfigSm80):
+    def __init__(self, problem: AttentionProblem, config: BackwardConfigSm90 | BackwardConfigSm80):
         self.tile_m = config.tile_m
         self.row_block_size = min(config.tile_m, ROWS_PER_WARPGROUP)  # rows of a thread block of the postprocess kernel
         self.row_block_warps = self.row_block_size // ROWS_PER_MMA
@@ -212,7 +212,7 @@ class Recomputation(NamedTuple):
 class Postprocess(RowsKernel):
     """dq = softmax_scale * dq_accum, in the dtype of dq."""
 
-    def __init__(self, problem: AttentionProblem, config: BackwardConfig | BackwardConfigSm80):
+    def __init__(self, problem: AttentionProblem, config: BackwardConfigSm90 | BackwardConfigSm80):
         super().__init__(problem, config)
         self.group = problem.qhead_per_kvhead
 

@@ -12,8 +12,8 @@ all warpgroups. The dQ of a step is added to a float32 accumulator in global mem
 
 P and dS are computed while the tensor cores work on the GEMMs around them; see consumer.py.
 
-With private_dq (BackwardConfig) a thread block is the only one that adds to a dQ, and writes it when it is complete.
-Otherwise these additions come in any order. If the problem is deterministic, tiles of keys add to a block of dQ in
+With private_dq (BackwardConfigSm90) a thread block is the only one that adds to a dQ, and writes it when it is
+complete. Otherwise these additions come in any order. If the problem is deterministic, tiles of keys add to a block of dQ in
 ascending order: each warp waits until a counter (Accumulator.turns) says that the tiles before have added to its share.
 A tile then visits the query blocks in another order, so that these waits are short: block_range.following_query_block.
 
@@ -38,7 +38,7 @@ from cutlass.cute.nvgpu.warpgroup import MmaF16BF16Op, OperandSource
 from cutlass.memory import SmemAllocator
 
 from .....problem import AttentionProblem
-from ....config import DS_BUFFERS, REGISTERS, ROWS_PER_WARPGROUP, STAT_ROWS, BackwardConfig
+from ....config import DS_BUFFERS, REGISTERS, ROWS_PER_WARPGROUP, STAT_ROWS, BackwardConfigSm90
 from ...blocks.memory.layouts import as_batch_of_one, one_tile, rows_first, smem_tiles
 from ...blocks.memory.ptx import exit_if
 from ...blocks.repair.rows import SourceTensors
@@ -60,7 +60,7 @@ PRODUCER_WARP, SCHEDULER_WARP = 0, 1
 class BackwardSm90(KeyTiles):
     """One compiled backward: (static problem, config) -> device code. See the module's docstring for the picture."""
 
-    def __init__(self, problem: AttentionProblem, config: BackwardConfig, dtype: type[cutlass.Numeric]):
+    def __init__(self, problem: AttentionProblem, config: BackwardConfigSm90, dtype: type[cutlass.Numeric]):
         config.check(problem)
         self.config = config
         self.dtype = dtype
@@ -228,7 +228,7 @@ class BackwardSm90(KeyTiles):
                 cpasync.prefetch_descriptor(atom)
 
         consumer_warps = WARPS * self.num_warpgroups
-        smem = SmemAllocator()  # BackwardConfig.smem_bytes counts the same
+        smem = SmemAllocator()  # BackwardConfigSm90.smem_bytes counts the same
         sK, sV, sQ, sdO, sdS = (
             smem.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
             for layout in (sK_layout, sV_layout, sQ_layout, sdO_layout, sdS_layout)

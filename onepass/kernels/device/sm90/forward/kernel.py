@@ -45,7 +45,7 @@ from ....config import (
     REGISTERS_OF_PAGES,
     REGISTERS_TO_TRANSPOSE,
     ROWS_PER_WARPGROUP,
-    ForwardConfig,
+    ForwardConfigSm90,
     head_dim_tile,
 )
 from ...blocks.memory.layouts import (
@@ -86,7 +86,7 @@ class ForwardSm90:
     def __init__(
         self,
         problem: AttentionProblem,
-        config: ForwardConfig,
+        config: ForwardConfigSm90,
         dtype: type[cutlass.Numeric],
         reads_cache: bool = False,
         is_split: bool = False,
