@@ -13,8 +13,9 @@ all warpgroups. The dQ of a step is added to a float32 accumulator in global mem
 P and dS are computed while the tensor cores work on the GEMMs around them; see consumer.py.
 
 With private_dq (BackwardConfigSm90) a thread block is the only one that adds to a dQ, and writes it when it is
-complete. Otherwise these additions come in any order. If the problem is deterministic, tiles of keys add to a block of dQ in
-ascending order: each warp waits until a counter (Accumulator.turns) says that the tiles before have added to its share.
+complete. Otherwise these additions come in any order. If the problem is deterministic, tiles of keys add to a block of
+dQ in ascending order: each warp waits until a counter (Accumulator.turns) says that the tiles before have added to its
+share.
 A tile then visits the query blocks in another order, so that these waits are short: block_range.following_query_block.
 
 Buffers and barriers (mbarrier pairs full / empty; arrivals)
