@@ -16,8 +16,8 @@ E4M3_MAX = 448.0
 # block would be missing from the sum.
 SCALE_OF_ZEROS = 2.0**-20
 # The rows of a descale with granularity "block": the rows of a Hopper warpgroup, and a divisor of every tile of keys.
-Q_BLOCK = 64
-KV_BLOCK = 64
+SCALE_BLOCK = 64
+Q_BLOCK = KV_BLOCK = SCALE_BLOCK
 # P = exp(s - row_max) <= 1 is rounded to e4m3 as 256 P. A power of two keeps the largest probability exact, and 256 is
 # the largest one below 448. Values of 256 P below 2^-10, probabilities below 4e-6, become 0.
 P_SCALE = 256.0
