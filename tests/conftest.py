@@ -8,14 +8,14 @@ import torch
 
 try:
     from hypothesis import HealthCheck, settings
-except ImportError:  # only CPU tests draw examples, so a GPU machine does not need hypothesis
+except ImportError:  # only tests of the CPU draw examples: a GPU machine may do without it
     settings = None
 
-# Compiling kernels makes millions of long-lived objects: collecting garbage among them as often as Python does
-# took 7 % of the time of two files of the kernels' tests.
+# Compiling kernels makes millions of objects that live on. To search them all for garbage as often as Python does by
+# default took 7 % of the time of two files of the kernels' tests.
 gc.set_threshold(200_000, 20, 100)
 
-# no code under test may use the network
+# Nothing under test may reach for the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 if settings is not None:

@@ -26,11 +26,11 @@ def attention_fp8(q, k, v, sinks):
 
 
 def merged(q, k, v, sinks):
-    parts = [
+    partials = [
         onepass.attention(q, k[:, keys], v[:, keys], sinks=s, return_lse=True)
         for keys, s in ((slice(0, 2), sinks), (slice(2, 5), None))
     ]
-    return onepass.merge_partials([part.out for part in parts], [part.lse for part in parts])
+    return onepass.merge_partials([partial.out for partial in partials], [partial.lse for partial in partials])
 
 
 FUNCTIONS = [attention, attention_varlen, attention_fp8, merged]

@@ -132,8 +132,8 @@ def decode(is_e4m3=False, is_paged=False, dtype=BF16, **options):
 
 def merge(dtype):
     def run():
-        def function(*parts):
-            return tuple(onepass.merge_partials(parts[:2], parts[2:]))
+        def function(*outs_and_lses):
+            return tuple(onepass.merge_partials(outs_and_lses[:2], outs_and_lses[2:]))
 
         outs = [randn(2, 9, 4, 16, dtype=dtype, seed=i) for i in range(2)]
         lses = [randn(2, 4, 9, dtype=torch.float32, seed=i) for i in range(2)]

@@ -43,7 +43,7 @@ def test_ranges_match_brute_force(seqlen_q, seqlen_k):
             low, high = key_range(*m, *geometry)
             assert 0 <= low <= high <= seqlen_k
             assert some <= set(range(low, high))
-            # no key is loaded in vain: a window is an interval, and so is the union over neighboring queries
+            # every key that is loaded is needed: a window is an interval, and so is the union over neighboring queries
             assert some == set(range(low, high))
             clear_low, clear_high = unmasked_key_range(*m, *geometry)
             assert low <= clear_low <= clear_high <= high

@@ -36,7 +36,7 @@ def test_query_blocks_against_every_pair(tile_m, tile_n):
                 pairs = [
                     [sees(i, j) for i in range(m * tile_m, (m + 1) * tile_m) for j in keys] for m in range(num_blocks)
                 ]
-                # every visible pair is visited, and no block is visited (or masked) in vain
+                # every visible pair is visited, and no block is visited (or masked) without need
                 assert [m for m in range(num_blocks) if any(pairs[m])] == list(range(first, last)), where
                 assert [m for m in range(num_blocks) if all(pairs[m])] == list(range(clear_first, clear_last)), where
 

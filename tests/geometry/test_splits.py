@@ -52,18 +52,18 @@ def test_splits_share_out_the_blocks_of_a_tile(num_splits, split_blocks):
     if split_blocks:
         num_splits = -(-12 // split_blocks)  # the number of splits of the longest sequence
     for tile in tiles():
-        parts = [blocks_of_split(tile, s, num_splits, split_blocks) for s in range(num_splits)]
-        visited = [n for part in parts for n in range(part.first, part.last)]
+        pieces = [blocks_of_split(tile, s, num_splits, split_blocks) for s in range(num_splits)]
+        visited = [n for piece in pieces for n in range(piece.first, piece.last)]
         assert visited == list(range(tile.first, tile.last))
-        clear = [n for part in parts for n in range(part.clear_first, part.clear_last)]
+        clear = [n for piece in pieces for n in range(piece.clear_first, piece.clear_last)]
         assert clear == list(range(tile.clear_first, tile.clear_last))
-        for s, part in enumerate(parts):
-            assert part.first <= part.clear_first <= part.clear_last <= part.last
+        for s, piece in enumerate(pieces):
+            assert piece.first <= piece.clear_first <= piece.clear_last <= piece.last
             assert (
-                tile.clear_first > tile.first or part.clear_first == part.first
+                tile.clear_first > tile.first or piece.clear_first == piece.first
             )  # without a left edge there are no masked blocks before the clear ones
-            if split_blocks and part.first < part.last:
-                assert s * split_blocks <= part.first < part.last <= (s + 1) * split_blocks
+            if split_blocks and piece.first < piece.last:
+                assert s * split_blocks <= piece.first < piece.last <= (s + 1) * split_blocks
 
 
 @pytest.mark.parametrize("split_blocks", [0, 1, 3])

@@ -41,7 +41,7 @@ def make_packed(lengths_q=(5, 0, 33), lengths_k=(9, 4, 20), heads_q=4, heads_kv=
 
 
 OPTIONS = {
-    "plain": {},
+    "no options": {},
     "causal": {"causal": True},
     "window": {"window": (7, 3)},
     "left window": {"window": (0, None)},
@@ -181,6 +181,6 @@ def test_values_of_any_size(magnitude):
     tensors = make()
     tensors["v"] *= magnitude
     tensors["q"] *= 4
-    result, expected, plain = Call(tensors).run(), Call(tensors).expected(), Call(tensors).expected(torch.float32)
-    row = compare("out", result.out, expected.out, plain.out)
+    result, expected, plain_torch = Call(tensors).run(), Call(tensors).expected(), Call(tensors).expected(torch.float32)
+    row = compare("out", result.out, expected.out, plain_torch.out)
     assert row.ok, str(row)

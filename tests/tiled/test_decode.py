@@ -85,10 +85,10 @@ def test_splits_do_not_matter_beyond_rounding(dtype, num_splits):
         tensors = q, k[:, :seqlen_k], v[:, :seqlen_k]
         options = {"causal": True} | options
         oracle = reference.attention(*tensors, **options)
-        plain = reference.attention(
+        plain_torch = reference.attention(
             *tensors, **options, compute_dtype=torch.float32 if dtype == torch.float64 else dtype
         )
-        rows = compare("out", actual.out, oracle.out, plain.out), compare_lse(actual.lse, oracle.lse)
+        rows = compare("out", actual.out, oracle.out, plain_torch.out), compare_lse(actual.lse, oracle.lse)
         assert all(row.ok for row in rows), "\n".join(map(str, rows))
 
 
@@ -102,12 +102,12 @@ def test_a_sink_that_dominates_or_vanishes(dtype, num_splits, sink):
     out, lse = onepass.attention_decode(
         q, k, v, cache_seqlens=lengths(70), num_splits=num_splits, sinks=sinks, return_lse=True
     )
-    oracle, plain = (
+    oracle, plain_torch = (
         reference.attention(q, k, v, causal=True, sinks=sinks, compute_dtype=d) for d in (torch.float64, torch.float32)
     )
     floor = floor_of_out(dtype, q, k, v, oracle, causal=True, sinks=sinks)
     for h in range(4):  # each head is compared relative to its own largest value
-        head_results = [x[:, :, h : h + 1] for x in (out, oracle.out, plain.out, floor)]
+        head_results = [x[:, :, h : h + 1] for x in (out, oracle.out, plain_torch.out, floor)]
         row = compare("out", *head_results[:3], floor=head_results[3])
         assert row.ok, (h, row)
     row = compare_lse(lse, oracle.lse)
@@ -117,13 +117,13 @@ def test_a_sink_that_dominates_or_vanishes(dtype, num_splits, sink):
 def test_merging_is_associative():
     """Splits may be merged in any grouping, even if some have no visible key."""
     q, k, v = dense(batch=1)
-    parts = [
+    partials = [
         onepass.attention(q, k[:, a:b], v[:, a:b], return_lse=True)
         for a, b in ((0, 10), (10, 10), (10, 40), (40, 69), (69, 70))
     ]
     whole = onepass.attention(q, k, v, return_lse=True)
-    for cut in range(1, len(parts)):
-        halves = [onepass.merge_partials(*zip(*some, strict=True)) for some in (parts[:cut], parts[cut:])]
+    for cut in range(1, len(partials)):
+        halves = [onepass.merge_partials(*zip(*some, strict=True)) for some in (partials[:cut], partials[cut:])]
         merged = onepass.merge_partials(*zip(*halves, strict=True))
         same(merged.out, whole.out)
         same(merged.lse, whole.lse)

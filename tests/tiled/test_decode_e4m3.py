@@ -90,8 +90,10 @@ def test_values(kind, num_splits, dtype):
             torch.testing.assert_close(out[b : b + 1], oracle.out, rtol=1e-11, atol=1e-12)
             torch.testing.assert_close(lse[b : b + 1], oracle.lse, rtol=1e-11, atol=1e-12)
         else:
-            plain = reference.attention(*(t.to(dtype) for t in tensors), causal=True, **options, compute_dtype=dtype)
-            rows = compare("out", out[b : b + 1], oracle.out, plain.out), compare_lse(lse[b : b + 1], oracle.lse)
+            plain_torch = reference.attention(
+                *(t.to(dtype) for t in tensors), causal=True, **options, compute_dtype=dtype
+            )
+            rows = compare("out", out[b : b + 1], oracle.out, plain_torch.out), compare_lse(lse[b : b + 1], oracle.lse)
             assert all(row.ok for row in rows), "\n".join(map(str, rows))
 
 
@@ -103,10 +105,10 @@ def test_new_keys_are_rounded_with_the_descale_of_their_place(kind):
     arguments |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
     before = {name: arguments[name].clone() for name in ("k_cache", "v_cache")}
     # the expected keys are rotated by a call whose cache is not e4m3
-    plain = {"k_cache": torch.zeros(BATCH, ROOM, 2, 8), "v_cache": torch.zeros(BATCH, ROOM, 2, 6)}
+    unquantized = {"k_cache": torch.zeros(BATCH, ROOM, 2, 8), "v_cache": torch.zeros(BATCH, ROOM, 2, 6)}
     same = {n: arguments[n] for n in ("cache_seqlens", "k_new", "v_new", "rotary_cos", "rotary_sin")}
-    plain = {n: t.bfloat16() for n, t in plain.items()}
-    onepass.attention_decode(arguments["q"], **plain, **same)
+    unquantized = {n: t.bfloat16() for n, t in unquantized.items()}
+    onepass.attention_decode(arguments["q"], **unquantized, **same)
     out = onepass.attention_decode(**arguments)
 
     is_paged, table = "page_table" in arguments, arguments.get("page_table")
@@ -122,7 +124,7 @@ def test_new_keys_are_rounded_with_the_descale_of_their_place(kind):
                     scale = descale[place[0] if arguments["kv_block"] and is_paged else b]
                 else:
                     scale = descale.expand(2)
-                expected = plain[f"{name}_cache"][b, position].float() / scale[:, None]
+                expected = unquantized[f"{name}_cache"][b, position].float() / scale[:, None]
                 expected = expected.clamp(-448, 448).to(E4M3)
                 assert torch.equal(cache[place].view(torch.uint8), expected.view(torch.uint8))
                 was[place] = expected.view(torch.uint8)

@@ -55,7 +55,7 @@ def check_values(out, lse, budget):
 
 
 OPTIONS = {
-    "plain": {},
+    "no options": {},
     "causal": {"causal": True},
     "window": {"window": (40, 3)},
     "softcap": {"softcap": 2.0},
@@ -322,7 +322,7 @@ CENTERED = [{"center_k": True}, {"center_v": True}, {"center_k": True, "center_v
 
 @pytest.mark.parametrize("centered", CENTERED, ids=str)
 @pytest.mark.parametrize(
-    "name", ["plain", "causal", "window", "scale", "sinks", "seqused_k", "empty rows", "sinks, empty rows"]
+    "name", ["no options", "causal", "window", "scale", "sinks", "seqused_k", "empty rows", "sinks, empty rows"]
 )
 def test_means_come_back(centered, name):
     """k and v have large means: unsubtracted, they would be rounded to multiples of 4, far beyond the budget."""
@@ -354,11 +354,11 @@ def test_subtracting_the_mean_helps_where_there_is_one():
     q, k, v = make(seqlen_k=400)
     k, v = k + 5 * torch.randn(2, 1, 2, 32), v + 10
     exact = reference.attention(q, k, v).out
-    plain, centered = (
+    plain_torch, centered = (
         (onepass.attention(onepass.quantize_fp8(q, k, v, center_k=c, center_v=c)).double() - exact).square().mean()
         for c in (False, True)
     )
-    assert centered.sqrt() < 0.5 * plain.sqrt()
+    assert centered.sqrt() < 0.5 * plain_torch.sqrt()
 
 
 # ---------------------------------------------------------------- packed sequences
@@ -504,7 +504,7 @@ def test_inputs_are_left_alone():
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 
 
-def test_tensors_that_were_quantised_elsewhere():
+def test_tensors_that_were_quantized_by_other_code():
     q, k, v = (x.clamp(-4, 4) * 100 for x in make())
     stored = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
     by_head = torch.tensor([[0.5, 2.0], [1.0, 4.0]]) / 100
@@ -520,7 +520,7 @@ def test_tensors_that_were_quantised_elsewhere():
 # ---------------------------------------------------------------- precision="fp8"
 
 
-@pytest.mark.parametrize("name", ["plain", "causal", "softcap", "sinks", "seqused_k"])
+@pytest.mark.parametrize("name", ["no options", "causal", "softcap", "sinks", "seqused_k"])
 def test_precision_is_quantize_and_attention(name):
     options = OPTIONS[name]
     q, k, v = make(dtype=torch.bfloat16)
@@ -557,8 +557,8 @@ def test_gradients_are_those_of_exact_attention_with_this_out_and_lse():
         dsinks = -(torch.exp(sinks.detach().to(dtype)[:, None, None] - x_lse) * delta).sum((0, 2, 3))
         tensors = ds @ x_k * 32**-0.5, ds.mT @ x_q * 32**-0.5, p.mT @ x_dout
         results.append([*(x.transpose(1, 2) for x in tensors), dsinks])
-    for name, actual, oracle, plain in zip(("dq", "dk", "dv", "dsinks"), gradients, *results, strict=True):
-        comparison = compare_gradients(name, actual, oracle, plain)
+    for name, actual, oracle, plain_torch in zip(("dq", "dk", "dv", "dsinks"), gradients, *results, strict=True):
+        comparison = compare_gradients(name, actual, oracle, plain_torch)
         assert comparison.ok, comparison
 
 

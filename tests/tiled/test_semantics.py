@@ -98,7 +98,7 @@ def test_no_sequences_at_all():
     assert lse.shape == (4, 0)
 
 
-# --- NaN, inf and rubbish
+# --- NaN, inf and garbage
 
 
 @pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
@@ -220,11 +220,11 @@ def test_order_of_the_batch_does_not_matter():
 def test_merged_partials_equal_one_pass(num_splits):
     q, k, v = (t.requires_grad_() for t in qkv())
     expected = onepass.attention(q, k, v, return_lse=True)
-    parts = [
+    partials = [
         onepass.attention(q, k_, v_, return_lse=True)
         for k_, v_ in zip(k.chunk(num_splits, 1), v.chunk(num_splits, 1), strict=True)
     ]
-    merged = onepass.merge_partials([p.out for p in parts], [p.lse for p in parts])
+    merged = onepass.merge_partials([p.out for p in partials], [p.lse for p in partials])
     same(merged.out, expected.out)
     same(merged.lse, expected.lse)
     loss = [(r.out.square().sum() + r.lse.sin().sum()) for r in (merged, expected)]

@@ -61,13 +61,13 @@ def test_packed_sequences_without_keys(causal, size):
     sinks = (size * randn(HEADS_Q, seed=3)).requires_grad_()
     q, k, v = leaves.values()
     out, lse = onepass.attention_varlen(q, k, v, **lengths, causal=causal, sinks=sinks, return_lse=True)
-    parts = [
+    partials = [
         one_more_key(
             *(t.split((*of, SLACK))[i] for t, of in ((q, LENGTHS_Q), (k, LENGTHS_K), (v, LENGTHS_K))), sinks, causal
         )
         for i in range(len(LENGTHS_Q))
     ]
-    expected = [torch.cat([o for o, _ in parts]), torch.cat([x for _, x in parts], 1)]
+    expected = [torch.cat([o for o, _ in partials]), torch.cat([x for _, x in partials], 1)]
     assert (out[-SLACK:] == 0).all()
     assert (lse[:, -SLACK:] == -INF).all()
     results = out[:-SLACK], lse[:, :-SLACK]
@@ -128,7 +128,7 @@ def test_seqused_k_of_zero():
     assert torch.equal(lse[0], call.options["sinks"][:, None].expand(-1, 20))
 
 
-# ---------------------------------------------------------------- attention in parts
+# ---------------------------------------------------------------- partial attention
 
 
 @pytest.mark.parametrize("last", [0, 10])

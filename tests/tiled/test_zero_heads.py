@@ -18,7 +18,7 @@ def make(heads, batch=2, seqlen_q=6, seqlen_k=9, head_dims=(16, 24), dtype=torch
 
 
 OPTIONS = {
-    "plain": {},
+    "no options": {},
     "causal, softcap": {"causal": True, "softcap": 3.0},
     "sinks": {"sinks": torch.zeros(0)},
     "window, seqused_k": {"window": (3, -1), "seqused_k": torch.tensor([9, 0], dtype=INT32)},

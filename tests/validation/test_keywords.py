@@ -74,7 +74,7 @@ def test_arguments_of_another_function(function, name, hint):
         call(**make(), **{name: None})
 
 
-def test_a_call_to_come_is_refused_likewise():
+def test_a_call_without_data_is_refused_in_the_same_words():
     call = dict.fromkeys("qkv", (2, 6, 4, 8)) | {"dtype": torch.float32}
     with pytest.raises(
         TypeError, match=r"warmup: expected arguments of attention .*, got scale; scale: it is called soft"
