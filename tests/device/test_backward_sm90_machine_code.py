@@ -42,7 +42,9 @@ OPTIONS = {
 PROBLEMS = {f"{d} {name}": problem(d, d, **options) for d in (64, 128) for name, options in OPTIONS.items()}
 PROBLEMS |= {f"{d}/{dv}": problem(d, dv) for d, dv in ((64, 128), (128, 64), (96, 96), (192, 128))}
 PROBLEMS |= {f"{d} deterministic": problem(d, d, deterministic=True) for d in (64, 128)}
-PROBLEMS["128 deterministic window"] = problem(128, 128, deterministic=True, mask=Mask(64, 64))  # in descending order
+PROBLEMS["128 deterministic window"] = problem(
+    128, 128, deterministic=True, mask=Mask(64, 64)
+)  # turns in descending order
 PROBLEMS |= {
     f"{d} {name}": problem(d, d, **OPTIONS[name])
     for d in (192, 256)

@@ -110,7 +110,7 @@ def test_e4m3_cache(arch, d, is_paged):
     assert code.count(r"BAR\.SYNC") == (3 if config.q_in_registers else 5)
 
 
-@pytest.mark.slow  # no configuration that is chosen has it
+@pytest.mark.slow  # no chosen configuration has early_merge
 def test_early_merge():
     """The forward lets the merge begin, and the merge waits for its end; without early_merge neither happens."""
     for is_early in (False, True):

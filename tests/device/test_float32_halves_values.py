@@ -99,7 +99,7 @@ def wide(*shape, seed=0, powers=30):
 
 
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 80, 96, 128, 136, 192, 256])
-def test_parts_add_up(head_dim):
+def test_halves_add_up(head_dim):
     """Blocks of very different magnitudes, wide ranges in a block, a last block of a few rows."""
     q, k = wide(2, 70, 2, head_dim), wide(2, 130, 1, head_dim, seed=1)
     v = randn(2, 130, 1, min(head_dim, 128), seed=2)

@@ -166,7 +166,7 @@ CASES = {
         call_of(64, 64, 150, 70, causal=True),  # rows that see no key
         call_of(64, 64, 70, 65, heads=(4, 2), batch=3, causal=True),
         *(call_of(64, 64, 150, 180, window=(None, right)) for right in (-1, -70, -179)),
-        call_of(64, 64, 70, 65, window=(3, -4)),  # no key
+        call_of(64, 64, 70, 65, window=(3, -4)),  # rows that see no key
     ],
     "float16 packed window softcap sinks": [
         call_of(128, 96, 160, 230, dtype=torch.float16, softcap=5.0, window=(70, 5), sinks=SINKS, **options)
@@ -367,7 +367,7 @@ def test_a_launch_picks_the_kernel_for_its_tensors(monkeypatch):
     monkeypatch.setattr(launch, "kernel_of", lambda *key: kernels.append(key[-1]) or (lambda *arguments: None))
     call = call_of(64, 64, 40, 70, dtype=FLOAT32)
     k = call.tensors["k"]
-    with_columns_apart = shifted(k, 1).transpose(1, 3).contiguous().transpose(1, 3)  # is copied
+    with_columns_apart = shifted(k, 1).transpose(1, 3).contiguous().transpose(1, 3)  # the launch copies it
     for t in (k, shifted(k, 2), with_columns_apart):
         problem, inputs = problem_of(replace(call, tensors={**call.tensors, "k": t}))
         out, lse = launch.forward(problem, inputs)

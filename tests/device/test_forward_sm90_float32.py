@@ -13,7 +13,7 @@ from onepass.errors import UnsupportedError
 from onepass.kernels.config import REGISTERS, ForwardConfigSm90, p_exponent
 from onepass.kernels.device.blocks.memory.wgmma import products
 from onepass.kernels.heuristics import sm90 as heuristics
-from onepass.kernels.launch import float32_halves as parts_launch
+from onepass.kernels.launch import float32_halves as halves_launch
 from onepass.kernels.launch import forward_sm90 as launch
 from onepass.problem import Mask
 
@@ -99,7 +99,7 @@ def test_three_products_for_one_of_16_bits(name):
 @pytest.mark.parametrize(
     "kernel",
     [
-        pytest.param(parts_launch.Kernel(d, v, p, p), id=f"{d}{' of v' * v}{' packed' * p}", marks=needs_compiler)
+        pytest.param(halves_launch.Kernel(d, v, p, p), id=f"{d}{' of v' * v}{' packed' * p}", marks=needs_compiler)
         for d, v, p in (
             (64, True, False),
             (96, False, True),
@@ -111,7 +111,7 @@ def test_three_products_for_one_of_16_bits(name):
 )
 def test_machine_code_of_the_halves_kernel(kernel):
     """No spills; a thread reads 16 bytes and writes 8 at a time, with few enough registers for 512 threads."""
-    code = machine_code.read(launch.ARCH, functools.partial(parts_launch.trace, kernel))
+    code = machine_code.read(launch.ARCH, functools.partial(halves_launch.trace, kernel))
     passes = 8 if kernel.head_dim == 64 else 16
     assert code.spills == 0
     assert code.registers <= 128

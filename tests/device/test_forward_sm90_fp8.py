@@ -102,7 +102,7 @@ def test_machine_code_of_warps_that_transpose(row, is_packed):
 def test_p_and_v_have_the_same_order_of_keys():
     """An accumulator value must go, by the layouts of wgmma, to the position at which its key of V is stored."""
     # the accumulator: lane q of a quad holds the keys 2q, 2q + 1 of every eight, as columns 0, 1, 2, 3, ... of its row
-    key_of_column = [[8 * (c // 2) + 2 * q + c % 2 for c in range(16)] for q in range(4)]  # of 64 keys
+    key_of_column = [[8 * (c // 2) + 2 * q + c % 2 for c in range(16)] for q in range(4)]  # keys of a tile of 64
     # operand A of e4m3: register `half` of step k holds, from its lowest byte, positions 32k + 16 half + 4q + (0 to 3)
     position_of_key = {}
     for q in range(4):

@@ -26,7 +26,7 @@ CASES = {
     "128 as they lie": (Kernel(BF16, 128, 128, False, rotates=True), 8, 4, 80),
     "128 packed": (Kernel(BF16, 128, 128, True, rotates=True, is_packed=True), 8, 4, 80),
 }
-OTHER_ARCH = ("128",)  # of the quick tests
+OTHER_ARCH = ("128",)  # the cases that quick tests compile for another architecture
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_nan_and_inf_stay_in_their_rows(use_kernels, keys_last, rotate):
         t[0, 12, 0] = torch.finfo(BF16).max if rotate else 0.0
     if rotate:
         v[0, 12] = 0.0  # it is not rotated
-        k[0, 12] = 0.0  # or sums of another order are inf
+        k[0, 12] = 0.0  # otherwise sums in another order would be inf
         q[0, 12] = 0.0
     check(use_kernels, keys_last, q, k, v, rotate=rotate)
 

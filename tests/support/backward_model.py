@@ -99,9 +99,9 @@ class Run:
             try:
                 process[1] = next(process[0])
             except StopIteration:
-                for of_all in (self.processes, self.slowness):
-                    of_all[i] = of_all[-1]
-                    of_all.pop()
+                for entries in (self.processes, self.slowness):
+                    entries[i] = entries[-1]
+                    entries.pop()
         self.check()
 
     def check(self):

@@ -33,9 +33,13 @@ class Transpose:
         self.kernel(mV, mOut, *layouts).launch(grid=[1, 1, 1], block=[THREADS, 1, 1])
 
     @cute.kernel
-    def kernel(self, mV: cute.Tensor, mOut: cute.Tensor, of_raw: cute.ComposedLayout, of_v: cute.ComposedLayout):
+    def kernel(
+        self, mV: cute.Tensor, mOut: cute.Tensor, raw_layout: cute.ComposedLayout, v_layout: cute.ComposedLayout
+    ):
         smem = SmemAllocator()
-        sRaw, sV = (smem.allocate_tensor(Float8E4M3FN, layout.outer, 1024, layout.inner) for layout in (of_raw, of_v))
+        sRaw, sV = (
+            smem.allocate_tensor(Float8E4M3FN, layout.outer, 1024, layout.inner) for layout in (raw_layout, v_layout)
+        )
         transposer = Transposer(self.keys, self.columns, sRaw.iterator.toint(), sV.iterator.toint(), self.ahead)
         self.copy(mV, sRaw[None, None, 0])
         cute.arch.sync_threads()

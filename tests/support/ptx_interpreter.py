@@ -280,7 +280,7 @@ class Warp:
         self.committed = np.zeros(self.num_lanes, int)
         self.copies: list[tuple] = []
         self.waits = 0
-        # of a barrier that is also a vote: the register for what all say, the lanes that are there, those that say yes
+        # for a barrier that is also a vote: the register of its result, the lanes that have arrived, those that say yes
         self.vote: tuple[str, np.ndarray, np.ndarray] | None = None
 
     def full(self, value, dtype) -> np.ndarray:

@@ -91,10 +91,10 @@ class Quantize:
             )
             q_descale, k_descale, v_descale = (as_batch_of_one(t) for t in (q_descale, k_descale, v_descale))
             for_no_sequence = 1
-        of_q, q_count = self.tiles(q_descale, for_no_sequence)
-        of_k, k_count = self.tiles(k_descale, for_no_sequence)
+        q_tiles, q_count = self.tiles(q_descale, for_no_sequence)
+        k_tiles, k_count = self.tiles(k_descale, for_no_sequence)
         # where keys come last, whole blocks are written, and rows that belong to no sequence have none
-        of_v, v_count = self.tiles(v_descale, 0 if self.keys_last else for_no_sequence)
+        v_tiles, v_count = self.tiles(v_descale, 0 if self.keys_last else for_no_sequence)
         self.kernel(
             q,
             k,
@@ -111,9 +111,9 @@ class Quantize:
             cu_seqlens_q,
             cu_seqlens_k,
             seqused_k,
-            of_q,
-            of_k,
-            of_v,
+            q_tiles,
+            k_tiles,
+            v_tiles,
             q_count,
             q_count + k_count,
         ).launch(
@@ -148,9 +148,9 @@ class Quantize:
         cu_seqlens_q: cute.Tensor | None,
         cu_seqlens_k: cute.Tensor | None,
         seqused_k: cute.Tensor | None,
-        of_q: Tiles,
-        of_k: Tiles,
-        of_v: Tiles,
+        q_tiles: Tiles,
+        k_tiles: Tiles,
+        v_tiles: Tiles,
         k_begins: Int32,
         v_begins: Int32,
     ):
@@ -161,13 +161,13 @@ class Quantize:
         if cutlass.const_expr(self.keys_last):
             columns = smem.allocate_tensor(Int32, cute.make_layout((self.values.shared_words,)), 16)
         if number < k_begins:
-            tile = tile_of(number, of_q)
+            tile = tile_of(number, q_tiles)
             self.rows.quantize(q, q_target, q_descale, None, signs, cu_seqlens_q, None, shared, tile)
         elif number < v_begins:
-            tile = tile_of(number - k_begins, of_k)
+            tile = tile_of(number - k_begins, k_tiles)
             self.rows.quantize(k, k_target, k_descale, k_mean, signs, cu_seqlens_k, seqused_k, shared, tile)
         else:
-            tile = tile_of(number - v_begins, of_v)
+            tile = tile_of(number - v_begins, v_tiles)
             lengths = cu_seqlens_k, seqused_k
             if cutlass.const_expr(self.keys_last):
                 self.values.quantize(v, v_target, v_descale, v_mean, *lengths, columns, shared, tile)

@@ -96,7 +96,7 @@ def at_head(t: cute.Tensor, m: cute.Tensor, head, origin, is_packed: bool, along
     if not is_packed:
         return t[None, None, head, origin]
     t = t[None, None, head, 0]
-    start = (0, origin) if isinstance(m.shape[0], tuple) else origin  # of `pack_heads`
+    start = (0, origin) if isinstance(m.shape[0], tuple) else origin  # a tuple: from `pack_heads`
     offset = (start, 0, 0, 0) if along == 0 else (0, start, 0, 0)
     moved = cute.domain_offset(offset, cute.make_tensor(t.iterator, m.layout))
     return cute.make_tensor(moved.iterator, t.layout)

@@ -111,7 +111,7 @@ class BackwardSm80(KeyTiles):
         window_right: Int32 | None,
         blocks_per_head: Int32,
         heads_per_section: Int32,
-        num_tiles: Int32,  # for packed sequences a bound
+        num_tiles: Int32,  # an upper bound for packed sequences
         stream: cuda.CUstream,
     ):
         if cutlass.const_expr(self.is_packed):

@@ -133,7 +133,7 @@ class ForwardSm80:
         window_left: Int32 | None,
         window_right: Int32 | None,
         heads_per_section: Int32,
-        num_tiles: Int32,  # for packed sequences a bound
+        num_tiles: Int32,  # an upper bound for packed sequences
         page_table: cute.Tensor | None,  # (batch, max_pages) int32; k, v: (num_pages, page_size, num_heads_kv, ..)
         added_k: Int32 | None,  # keys beyond those that seqused_k counts
         num_splits: Int32 | None,

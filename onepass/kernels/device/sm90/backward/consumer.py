@@ -36,15 +36,8 @@ from ...blocks.softmax.online import Scores
 from ...blocks.tiles.dq_sums import Accumulator, AdditionTurns
 from ...blocks.tiles.named_barrier import NamedBarrier
 from ...blocks.tiles.pingpong import Turns
-from ..forward.tile import WARPGROUP, WARPS
+from ..forward.tile import WARPGROUP, WARPS, after
 from .zeros import wait_for_zeros
-
-
-def after(state: pipeline.PipelineState) -> pipeline.PipelineState:
-    """The state of the buffer after this state's; the state itself stays as it is."""
-    following = state.clone()
-    following.advance()
-    return following
 
 
 class BackwardPipes(NamedTuple):

@@ -26,8 +26,8 @@ from ...blocks.memory import wgmma
 from ...blocks.memory.layouts import transposed
 from ...blocks.memory.ptx import pack
 from ...blocks.tiles.named_barrier import NamedBarrier
-from ..forward.tile import WARPGROUP, WARPS
-from .consumer import BackwardConsumer, Inputs, after
+from ..forward.tile import WARPGROUP, WARPS, after
+from .consumer import BackwardConsumer, Inputs
 
 PIECE = 64  # columns of dQ
 P_WORDS = 4  # 32-bit words of a 16-byte vector

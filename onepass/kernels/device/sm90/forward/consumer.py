@@ -28,15 +28,8 @@ from .....geometry.splits import blocks_within
 from ...blocks.memory.layouts import rows_and_columns
 from ...blocks.memory.ptx import order_after
 from .producer import as_producer
-from .tile import Tile
+from .tile import Tile, after
 from .warpgroup import Warpgroup
-
-
-def after(state: pipeline.PipelineState) -> pipeline.PipelineState:
-    """The state of the buffer after this state's; the state itself stays as it is."""
-    following = state.clone()
-    following.advance()
-    return following
 
 
 @cute.jit

@@ -1,4 +1,4 @@
-"""What all roles of the Hopper forward share: a tile, the circular buffers, the size of a warpgroup."""
+"""What all roles of the Hopper forward share: a tile, the circular buffers and their states, a warpgroup's size."""
 
 from __future__ import annotations
 
@@ -43,3 +43,10 @@ class Pipes(NamedTuple):
     q: pipeline.PipelineTmaAsync
     k: pipeline.PipelineTmaAsync
     v: pipeline.PipelineTmaAsync
+
+
+def after(state: pipeline.PipelineState) -> pipeline.PipelineState:
+    """The state of the buffer after this state's; the state itself stays as it is."""
+    following = state.clone()
+    following.advance()
+    return following
