@@ -121,7 +121,10 @@ class Step(NamedTuple):
 
 
 def make_step(batch: Batch, page_size: int | None, seed: int) -> Step:
-    """Standard normal. A dense cache has room for the longest; of pages there are as many as are filled."""
+    """A step of standard normal values.
+
+    A dense cache has room for the longest sequence; there are only as many pages as are filled.
+    """
     generator = torch.Generator(DEVICE).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

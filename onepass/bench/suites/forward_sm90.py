@@ -107,7 +107,7 @@ def configuration(words: str) -> ForwardConfig:
 
 
 def variants(text: str | None, head_dim: int, causal: bool) -> dict[str, ForwardConfig]:
-    """The configurations that --variants asks for in a case: by name, those that the case can take."""
+    """The configurations of --variants that a case can take, by name."""
     if text is None:
         return {}
     if text == "try":
@@ -222,7 +222,7 @@ class CheckedCase:
         return AttentionInputs(q[0], k[0], v[0], sinks, ends_q, ends_k, used)
 
     def with_garbage(self, inputs: AttentionInputs) -> AttentionInputs:
-        """NaN in every row that no sequence owns or uses."""
+        """The inputs with NaN in every row that no sequence owns or uses."""
         if self.used is None and not self.slack:
             return inputs
         q, k, v = (t.clone() for t in inputs[:3])
@@ -370,7 +370,7 @@ def check_one(case: CheckedCase, config: ForwardConfig | None = None) -> tuple[b
     clean, options = case.inputs(), dict(case.options)
     inputs = case.with_garbage(clean)
     problem = problem_of(inputs, **options)
-    # what the allocator hands out next holds NaN
+    # the memory that the allocator hands out next holds NaN
     poison = [torch.full((max(1, inputs.q.numel() // case.head_dim) * 256,), math.nan, device=DEVICE)]
     del poison
     out, lse = launch.forward(problem, inputs, config)
