@@ -1,16 +1,16 @@
 """How far from float64 a result may be. The budget comes from the data: no tolerance is picked by hand.
 
-Two questions are asked of each tensor.
+Each tensor has to pass two tests.
 
-The largest error: an output may be off by at most `factor` times the error of plain dense PyTorch computed in the
-inputs' own dtype, plus one rounding of the largest value in that dtype: factor 2 for out, 3 for gradients. Random
-problems, which meet degenerate cases, and problems of few values, of which plain PyTorch may get all right by chance,
+The largest error: an output may be off by at most `factor` times the error of dense attention in plain PyTorch in the
+inputs' own dtype, plus one rounding of the largest value in that dtype. The factor is 2 for out and 3 for gradients.
+Random problems, which meet degenerate cases, and problems of few values, which plain PyTorch may get right by chance,
 add the floor of `rounding.py`.
 
-The scale: the largest error is one of the largest values, so that rows of small values (with a causal mask all late
-ones) could be off by a tenth unseen. Roundings average out over the many values of a block, a wrong factor does not.
-So the projection <x, ref> / <ref, ref> of each block of rows and each head has to be 1 within `SCALE_BARS`, plus what
-independent errors of the elements would do to it.
+The scale: the largest error belongs to one of the largest values, so that rows of small values (with a causal mask all
+late rows) could be off by a tenth unseen. Roundings average out over the many values of a block, a wrong factor does
+not. So the projection <x, ref> / <ref, ref> of each block of rows and each head has to be 1 within `SCALE_BARS`, plus
+what independent errors of the elements would do to it.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from .. import reference
 OUT_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
 
-# By how much the projection may differ from 1: half of the scale that must be found wherever it sits. Right results
-# stay far below: those of 16 bits within a tenth of it, those of float32 within a hundredth. float64 has no users who
-# would tell 1e-9 from 0, but its sums are that good.
+# By how much the projection may differ from 1: half of the fault that must be found wherever it sits. Right results
+# stay far below: within a tenth of it in 16 bits, within a hundredth in float32. No user of float64 could tell 1e-9
+# from 0, but its sums are that good.
 SCALE_BARS = {torch.bfloat16: 4e-3, torch.float16: 1.2e-3, torch.float32: 4e-4, torch.float64: 1e-10}
-# Rows of a block: of head_dim 64, 4096 values, over which errors of 1 % average out to 0.02 %.
+# Rows of a block. At head_dim 64 it has 4096 values, over which errors of 1 % average out to 0.02 %.
 BLOCK_ROWS = 64
 
 
 class Scale(NamedTuple):
-    """By how much a block of rows differs from the oracle in scale: <x, ref> / <ref, ref> - 1.
+    """The error of the scale of a block of rows against the oracle: <x, ref> / <ref, ref> - 1.
 
     Attributes:
-        error: of the block that came closest to what it was allowed.
-        budget: what that block was allowed.
-        where: which block that is.
+        error: the error of the block that came closest to its budget.
+        budget: the error that this block may have.
+        where: the name of this block.
     """
 
     error: float = 0.0
@@ -56,13 +56,13 @@ class Scale(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Error of one tensor against float64, beside what it was allowed.
+    """The error of one tensor against float64, beside its budget.
 
     Attributes:
-        error, budget, where: the largest error, what it may be, and the index of its element.
+        error, budget, where: the largest error, its limit, and the index of its element.
         rms_error: root mean square of the errors.
         plain_error: the largest error of plain PyTorch.
-        scale: the block of rows whose scale came closest to what it may be off by.
+        scale: the block of rows whose scale came closest to its limit.
     """
 
     name: str
@@ -116,11 +116,12 @@ def compare(
         oracle: float64, same shape.
         plain: dense PyTorch in `actual`'s dtype, same shape; for float64, which has no oracle above it, in float32,
             and its error is scaled down by the ratio of the two roundings.
-        factor: of the plain error; a factor larger than any of ours, as peers have, widens the bar of the scale, too.
-        floor: what rounding alone may do where terms cancel (`rounding_terms` times the accumulation's epsilon), of
-            each element or of all.
+        factor: multiplies plain PyTorch's error. A factor larger than onepass has, which peers get, widens the bar of
+            the scale, too.
+        floor: what rounding alone may do where terms cancel (`rounding_terms` times the accumulation's epsilon), for
+            each element or for all.
         block_rows: rows of a block whose scale is judged; fewer where rows are a sample of many.
-    Returns: Comparison; `.ok` is False also where the places of NaN or inf differ from the oracle's.
+    Returns: Comparison. Its `ok` is False, too, where NaN or inf stand at other elements than the oracle's.
 
     Raises: AssertionError if the shapes differ.
     """
@@ -141,12 +142,12 @@ def compare(
     worst, where = _worst(error)
     rms = float(error.square().mean().sqrt()) if error.numel() else 0.0
     budget = factor * plain_error + eps * largest + (float(floors.max()) if floors.numel() else 0.0)
-    # an error that is no number is one of the first question
+    # an error that is no number fails the test of the largest error
     known = finite & error.isfinite()
     values = torch.where(known, oracle, 0.0)
-    # independent errors: those of plain attention, and a whole unit for the rounding, four times its deviation
+    # independent errors: those of plain PyTorch, and a whole unit for the rounding, which is four times its deviation
     deviation = plain_errors + eps * values.abs()
-    # what is smaller than the steps between a dtype's numbers round 0
+    # values below the distance of a dtype's numbers around 0 may be lost
     lost = values.abs().clamp(max=step)
     off = worst_scale(torch.where(known, actual - oracle, 0.0), values, deviation, floors, lost, bar, block_rows)
     return Comparison(name, worst, budget, rms, plain_error, where, off)
@@ -161,37 +162,37 @@ def worst_scale(
     bar: float,
     block_rows: int = BLOCK_ROWS,
 ) -> Scale:
-    """The block of rows whose projection on the oracle differs most from 1, as a share of what it may.
+    """The block of rows whose projection on the oracle differs most from 1, as a share of its budget.
 
-    Blocks are block_rows rows of one head (the last one up to twice as many), then all rows of one head, then
-    everything: the larger ones find smaller faults where values are few.
+    Blocks are block_rows rows of one head (the last one up to twice as many), then all rows of one head, then the whole
+    tensor: larger blocks find smaller faults where values are few.
 
-    Noise is the deviation of the projection for errors that do not depend on one another. Where a block has no values
-    that a projection could be judged by (terms cancel, few elements), it is large by itself.
+    Noise is the deviation of the projection for errors that do not depend on one another. It is large by itself where a
+    block has no values by which a projection could be judged (terms cancel, few elements).
 
     Args:
-        error: actual - oracle; float64 as all others, (..., rows, heads, dim), (rows, dim) or one vector.
+        error: actual - oracle, float64 like all others, (..., rows, heads, dim), (rows, dim) or one vector.
         oracle: same shape.
-        deviation: of the error of each element, independent of all others.
-        floor: as `deviation`, but one error may hit all elements of a row alike; broadcast to the same shape.
-        lost: what may be missing of each element, in all of them alike.
-        bar: what every block may be off by, beside its noise.
+        deviation: the deviation of the error of each element, independent of all others.
+        floor: the deviation of an error that may hit all elements of a row alike; broadcast to the same shape.
+        lost: what may be missing from each element, in all of them alike.
+        bar: by how much every block may be off beside its noise.
     """
     if not oracle.numel() or not (unit := float(oracle.abs().max())):
         return Scale()
-    # of the largest value, so that no square leaves float64; a block 1e-100 below it has nothing to project on
-    of_rows = [_as_rows(x.expand(oracle.shape) / unit) for x in (error, oracle, deviation, floor, lost)]
-    error, oracle, deviation, floor, lost = of_rows
-    of_rows = [
+    # in units of the largest value, so that no square leaves float64; a block 1e-100 below it has nothing to project on
+    scaled = [_as_rows(x.expand(oracle.shape) / unit) for x in (error, oracle, deviation, floor, lost)]
+    error, oracle, deviation, floor, lost = scaled
+    row_sums = [
         (error * oracle).sum(-1),
         oracle.square().sum(-1),
         (deviation * oracle).square().sum(-1) + (floor * oracle.abs()).sum(-1).square(),
         (lost * oracle.abs()).sum(-1),
     ]
-    _, rows, heads = of_rows[0].shape
+    _, rows, heads = row_sums[0].shape
     # the rows that would be a short last block belong to the one before
     block_of_row = (torch.arange(rows) // block_rows).clamp(max=max(rows // block_rows - 1, 0))
-    blocks = [x.new_zeros(len(x), int(block_of_row[-1]) + 1, heads).index_add(1, block_of_row, x) for x in of_rows]
+    blocks = [x.new_zeros(len(x), int(block_of_row[-1]) + 1, heads).index_add(1, block_of_row, x) for x in row_sums]
     levels = [blocks, [x.sum((0, 1), keepdim=True) for x in blocks], [x.sum().view(1, 1, 1) for x in blocks]]
 
     found = Scale()
@@ -204,16 +205,16 @@ def worst_scale(
         _, (entry, block, head) = _worst(off.abs() / allowed)
         scale = Scale(float(off[entry, block, head]), float(allowed[entry, block, head]))
         if scale.share >= found.share:
-            places = (block_of_row == block).nonzero().flatten()
+            block_indices = (block_of_row == block).nonzero().flatten()
             words = [f"entry {entry}"] if sums is blocks and len(blocks[0]) > 1 else []
-            words += [f"rows {int(places[0])} to {int(places[-1])}" if sums is blocks else "all rows"]
+            words += [f"rows {int(block_indices[0])} to {int(block_indices[-1])}" if sums is blocks else "all rows"]
             words += [f"head {head}" if off.shape[2] == heads else "all heads"]
             found = scale._replace(where=", ".join(words))
     return found
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """(entries, rows, heads, dim) of any shape that `compare` takes."""
+    """A tensor of any shape that `compare` takes as (entries, rows, heads, dim)."""
     if x.dim() < 2:
         return x.reshape(1, 1, 1, -1)
     if x.dim() == 2:
@@ -225,10 +226,10 @@ class FP8Budget(NamedTuple):
     """The float64 oracle of an FP8 call, and how far each element of out and lse may be off.
 
     Attributes:
-        oracle: of the dequantised tensors.
-        out, lse: shaped as the oracle's.
-        row_floor: deviation of each row's product with the oracle, shaped as lse.
-        lost: what sums of the scores may lose of each element of out, all in one direction; shaped as out.
+        oracle: attention of the dequantized tensors.
+        out, lse: the largest errors, with the shapes of the oracle's out and lse.
+        row_floor: the deviation of each row's product with the oracle, with the shape of lse.
+        lost: what sums of the scores may lose of each element of out, all in one direction, with the shape of out.
     """
 
     oracle: reference.Reference
@@ -238,21 +239,21 @@ class FP8Budget(NamedTuple):
     lost: Tensor
 
     def scale(self, out: Tensor) -> Scale:
-        """By how much a block of rows of a result is off in scale, as `compare` judges it."""
+        """The block of rows of a result that is worst in scale, judged as in `compare`."""
         oracle, lost, row_floor = (x.cpu() for x in (self.oracle.out, self.lost, self.row_floor))
-        # such a floor of each element that its product with the oracle is that of the row
+        # a floor of each element whose product with the oracle is the row's
         sizes = oracle.abs().sum(-1)
         floor = (row_floor.mT / sizes.where(sizes > 0, torch.inf))[..., None]
         rounding = torch.finfo(out.dtype).eps * oracle.abs()
         return worst_scale(out.double().cpu() - oracle, oracle, rounding, floor, lost, FP8_SCALE_BAR)
 
 
-# Below which part of the largest of 32 products and the accumulator an FP8 tensor core cuts all of them off.
+# An FP8 tensor core sums 32 products and the accumulator, and cuts all of them off below this share of the largest.
 FP8_STEP = 32
 FP8_CUT = 2.0**-12
-# Each row's largest probabilities make most of its noise; a block may be one row of one.
+# Each row's largest probabilities make most of its noise, and a block may be a single row with a single one.
 FP8_DEVIATIONS = 4.0
-# By how much a block of rows may be off in scale beside its noise. Sums of P V in two levels lose up to 0.35 %.
+# By how much a block of rows may be off in scale beside its noise: sums of P V in two levels lose up to 0.35 %.
 FP8_SCALE_BAR = 1e-2
 FP32_LSE = 2e-4  # exponentials, sums and the logarithm in float32, with fast instructions
 
@@ -271,20 +272,20 @@ def fp8_budget(
     """The budget of an FP8 call: what rounding P to e4m3 does, and with short_sums what tensor cores of Hopper add.
 
     A probability is rounded by at most 2^-4 of itself, or below e4m3's normal numbers by 2^-10 where its row's largest
-    is 2^p_exponent, both before its product with v. (The running maximum that P refers to is at most the final one.)
-    With v_scale, P has it too, and stands before the product with v / v_scale.
+    is 2^p_exponent, both before its product with v. (The running row max that P refers to is at most the final one.)
+    With v_scale, P is multiplied with it, too, and then with v / v_scale.
 
     Short sums: for e4m3 operands these tensor cores align 32 products and the accumulator with the largest of them and
-    cut what is more than 13 bits below (MMA-Sim, arXiv:2511.10909; see tensor_cores.py). So
-    each step of 32 columns loses what its products have below 2^-12 of the largest (the descales are no powers of two:
-    a bit more), and as much again of the accumulator. A row's lse moves by the mean of what its scores move by, with
-    its probabilities for weights. P V is summed over the keys of one step only (`two_level_sums`), loses up to 0.03
-    percent by the same rule (128 keys, V of mean 1), and has no term beside the 2^-4 of the rounding of P.
+    cut what is more than 13 bits below (MMA-Sim, arXiv:2511.10909; see tensor_cores.py). So each step of 32 columns
+    loses what its products have below 2^-12 of the largest (a bit more, since the descales are no powers of two), and
+    as much again of the accumulator. A row's lse moves by the mean of what its scores move by, weighted by its
+    probabilities. P V is summed over the keys of one step only (`two_level_sums`). It loses up to 0.03 percent by the
+    same rule (128 keys, V of mean 1), and has no term beside the 2^-4 of the rounding of P.
 
     Args:
-        q, k, v: dequantised, dense, with the columns of q and k in the order in which they are summed.
-        v_scale: of each row of v, what the kernel has in P: (batch, seqlen_k, num_heads_kv, 1) or ().
-        options: as for `attention`.
+        q, k, v: dequantized, dense, with the columns of q and k in the order in which they are summed.
+        v_scale: the scale of each row of v that the kernel has in P: (batch, seqlen_k, num_heads_kv, 1) or ().
+        options: the options of `attention`.
     """
     oracle = reference.attention(q, k, v, **options)
     batch, seqlen_k, heads_kv, head_dim = k.shape
@@ -317,7 +318,7 @@ def fp8_budget(
 
 
 def _cut_scores(q: Tensor, k: Tensor) -> Tensor:
-    """(batch, heads, seqlen_q, seqlen_k): how much of q.k tensor cores may cut off."""
+    """How much of q.k tensor cores may cut off, (batch, heads, seqlen_q, seqlen_k)."""
     q, k = (x.double().transpose(1, 2) for x in (q, k))
     return torch.cat([_cut_rows(rows, k) for rows in q.split(32, 2)], 2)
 
@@ -341,7 +342,7 @@ def compare_gradients(
 
 
 def compare_lse(actual: Tensor, oracle: Tensor) -> Comparison:
-    """lse: within 1e-4 + 1e-5 |lse| (1e-11 + 1e-12 |lse| in float64), and -inf where the oracle has it."""
+    """Compare lse, which may be off by 1e-4 + 1e-5 |lse| (1e-11 + 1e-12 |lse| in float64) and has the oracle's -inf."""
     absolute, relative = (1e-11, 1e-12) if actual.dtype == torch.float64 else (1e-4, 1e-5)
     actual, oracle = actual.detach().double().cpu(), oracle.detach().double().cpu()
     both_special = ~oracle.isfinite() & ((actual == oracle) | (actual.isnan() & oracle.isnan()))
@@ -349,5 +350,5 @@ def compare_lse(actual: Tensor, oracle: Tensor) -> Comparison:
     error = torch.where(both_special, 0.0, (actual - oracle).abs()).nan_to_num(torch.inf, torch.inf, torch.inf)
     share, where = _worst(error / allowed)
     rms = float(error.square().mean().sqrt()) if error.numel() else 0.0
-    # in units of what each element is allowed
+    # in units of each element's tolerance
     return Comparison("lse (share of its tolerance)", share, 1.0, rms, 0.0, where)

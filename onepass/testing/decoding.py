@@ -1,6 +1,6 @@
-"""Random calls of `attention_decode` over all options, each repeatable from its seed, and what they should give.
+"""Random calls of `attention_decode` over all options, each repeatable from its seed, and their expected results.
 
-The oracle knows nothing of caches: it gathers the keys of each sequence and takes `reference.attention`.
+The oracle knows nothing of caches: it gathers the keys of each sequence and calls `reference.attention`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .rounding import floor_of_out
 
 INT32, E4M3 = torch.int32, torch.float8_e4m3fn
 LARGEST_E4M3 = 448.0
-# q and new keys are rounded once more where they are rotated, and partials where they are merged
+# q and new keys are rounded once more where they are rotated, and partials where they are merged.
 OUT_FACTOR = 3.0
 ATTENTION_OPTIONS = ("causal", "window", "softcap", "softmax_scale", "sinks")
 
 
 @dataclass
 class DecodeCall:
-    """Arguments of one call; the caches are NaN wherever no key lies.
+    """The arguments of one call; the caches are NaN wherever no key lies.
 
     Attributes:
-        filled: cache_seqlens, for who must not ask the device.
+        filled: cache_seqlens on the host.
     """
 
     arguments: dict[str, Any]
@@ -55,9 +55,9 @@ class DecodeCall:
         return self.arguments["k_new"].shape[1] if "k_new" in self.arguments else 0
 
     def check(self, **extra: Any) -> None:
-        """Run it once and look at out, lse and both caches. Args: extra: more arguments, such as a backend.
+        """Run the call once and check out, lse and both caches. Args: extra: more arguments, such as a backend.
 
-        Raises: AssertionError naming the call.
+        Raises: AssertionError with the call in its message.
         """
         before = {name: self.arguments[f"{name}_cache"].clone() for name in "kv"}
         out, lse = onepass.attention_decode(**self.arguments, **extra, return_lse=True)
@@ -66,7 +66,7 @@ class DecodeCall:
         entries = self._entries(torch.float64)
         oracle, plain = self._joined(entries), self.expected(torch.float32 if dtype == torch.float64 else dtype)
         rows: list[Comparison] = [compare("out", out, oracle.out, plain.out, OUT_FACTOR, self._floor(entries))]
-        if "rotary_cos" not in self.arguments:  # rounding q and k moves it by as much as they are large
+        if "rotary_cos" not in self.arguments:  # rounding q and k moves lse in proportion to them
             rows.append(compare_lse(lse, oracle.lse))
         bad += [str(row) for row in rows if not row.ok]
         if bad:
@@ -79,7 +79,7 @@ class DecodeCall:
         return self._joined(self._entries(dtype))
 
     def _entries(self, dtype: torch.dtype) -> list[reference.Reference]:
-        """That of each batch entry, a batch of one."""
+        """The expected result of each batch entry, as a batch of one."""
         return [
             reference.attention(*self._entry(b, dtype), compute_dtype=dtype, **self._options())
             for b in range(len(self.filled))
@@ -95,7 +95,7 @@ class DecodeCall:
         return reference.Reference(out, torch.cat((lse, lse.new_full((len(lse), behind), -torch.inf)), 1))
 
     def _floor(self, entries: list[reference.Reference]) -> Tensor:
-        """What rounding alone may do to out, see rounding.py."""
+        """What rounding alone may do to out; see rounding.py."""
         dtype, options = self.arguments["q"].dtype, self._options()
         floors = [floor_of_out(dtype, *self._entry(b, torch.float64), e, **options) for b, e in enumerate(entries)]
         return self._joined([reference.Reference(floor, e.lse) for floor, e in zip(floors, entries, strict=True)]).out
@@ -105,7 +105,7 @@ class DecodeCall:
         return {"causal": True} | options
 
     def _entry(self, b: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of a batch entry, a batch of one. Args: dtype: float64 keeps what rotation gives."""
+        """q, k and v of a batch entry, as a batch of one. Args: dtype: float64 keeps the exact rotation."""
         keys, q, offsets = self.filled[b] + self.seqlen_new, self.arguments["q"], self.arguments.get("cu_seqlens_q")
         q = q[b] if offsets is None else q[offsets[b] : offsets[b + 1]]
         if "rotary_cos" in self.arguments:
@@ -115,9 +115,9 @@ class DecodeCall:
         return q[None], k, v
 
     def _sequence(self, name: str, b: int, keys: int) -> Tensor:
-        """The first keys of an entry, real values: (keys, num_heads_kv, dim)."""
+        """The real values of the first keys of an entry, (keys, num_heads_kv, dim)."""
         cache = self.arguments[f"{name}_cache"]
-        pages, rows = self._places(b, torch.arange(keys))
+        pages, rows = self._locate(b, torch.arange(keys))
         stored = _as_integers(cache)[pages, rows].view(cache.dtype)
         if cache.dtype != E4M3:
             return stored
@@ -125,15 +125,15 @@ class DecodeCall:
             stored.to(torch.float32).double() * self._descales(name, b, pages, torch.arange(keys)).double()[..., None]
         )
 
-    def _places(self, b: int, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Page (or entry) and row in it of each key."""
+    def _locate(self, b: int, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """The page (or entry) of each key, and the row in it."""
         table, size = self.arguments.get("page_table"), self.arguments["k_cache"].shape[1]
         if table is None:
             return torch.full_like(keys, b), keys
         return table[b].cpu().long()[keys // size], keys % size
 
     def _descales(self, name: str, b: int, pages: Tensor, keys: Tensor) -> Tensor:
-        """(keys, num_heads_kv)."""
+        """The descales of keys, (keys, num_heads_kv)."""
         shape, descale = (len(keys), self.arguments["k_cache"].shape[2]), self.arguments.get(f"{name}_descale")
         if descale is None:
             return torch.ones(shape, dtype=torch.float32, device=self.arguments["q"].device)
@@ -157,12 +157,15 @@ class DecodeCall:
         return torch.cat([turned, rest], -1)
 
     def _check_cache(self, name: str, before: Tensor) -> str:
-        """What is wrong with a cache after the call: new keys at their places, all else as it was, bit by bit."""
+        """What is wrong with a cache after the call, or "".
+
+        New keys must lie in their rows, and everything else must be as it was, bit by bit.
+        """
         cache, new = self.arguments[f"{name}_cache"], self.arguments.get(f"{name}_new")
         untouched = torch.ones(cache.shape[:2], dtype=torch.bool, device=cache.device)
         for b, n in enumerate(self.filled if new is not None else ()):
             keys = torch.arange(n, n + self.seqlen_new)
-            pages, rows = self._places(b, keys)
+            pages, rows = self._locate(b, keys)
             untouched[pages, rows] = False
             assert new is not None
             exact = self._rotated(new[b], keys) if name == "k" and "rotary_cos" in self.arguments else new[b].double()
@@ -172,7 +175,7 @@ class DecodeCall:
             if cache.dtype == E4M3:
                 stored = exact / self._descales(name, b, pages, keys).double()[..., None]
                 exact = stored.clamp(-LARGEST_E4M3, LARGEST_E4M3)
-            # of a rotated pair one may cancel: to the rounding of the larger
+            # one number of a rotated pair may cancel: both are exact to the rounding of the larger one
             slack = exact.abs().amax(-1, keepdim=True) * step + torch.finfo(cache.dtype).smallest_normal
             if not ((actual - exact).abs() <= slack).all():
                 return f"{name}_cache: entry {b}: new keys are off by up to {float((actual - exact).abs().max()):.3e}"
@@ -182,18 +185,20 @@ class DecodeCall:
 
 
 def _as_integers(t: Tensor) -> Tensor:
-    """Its bits, so that NaN equals NaN; and e4m3, which not every torch can index, is indexed."""
+    """The bits of a tensor as integers: NaN equals NaN, and e4m3, which not every torch can index, can be indexed."""
     return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
 def random_decode_call(
     seed: int, dtype: torch.dtype | None = None, max_keys: int = 200, many_rows: bool = False, packed: bool = False
 ) -> DecodeCall:
-    """A random call of `attention_decode` on the CPU; the same arguments give the same call.
+    """A random call of `attention_decode` on the CPU; equal arguments give equal calls.
 
     Args:
-        many_rows: more than 32 of each kv head, no e4m3, and rows and pages in multiples of 8 and of 16.
-        packed: queries of sequences of different lengths, some of none, and rows behind them; no new keys, no rotation.
+        many_rows: whether each kv head has more than 32 rows, without e4m3, and with rows and pages in multiples of 8
+            and of 16.
+        packed: whether q packs sequences of different lengths, some of length 0, with rows behind them. There are no
+            new keys and no rotation then.
     """
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     dtype = dtype or rng.choice([torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -224,9 +229,9 @@ def random_decode_call(
     if page_size is not None:
         order = torch.randperm(outer, generator=generator)[: outer - 3].view(batch, -1).int()
         shares = batch > 1 and min(filled[:2]) >= page_size and rng.random() < 0.5
-        if shares:  # a whole page, which nobody writes
+        if shares:  # two sequences share a whole page, to which no key is appended
             order[1, 0] = order[0, 0]
-        for b, n in enumerate(filled):  # what stands behind the last key may be anything
+        for b, n in enumerate(filled):  # behind the last key the table may hold anything
             order[b, -(-(n + seqlen_new) // page_size) :] = rng.choice([0, -7, 10**6])
         arguments["page_table"] = order
     cache_dtype = E4M3 if is_e4m3 else dtype
@@ -238,11 +243,11 @@ def random_decode_call(
         cache = arguments[f"{name}_cache"] = cache.transpose(1, 2) if is_transposed else cache
         for b, n in enumerate(filled):
             keys = normal(n, heads_kv, columns, dtype=torch.float32).to(cache_dtype)
-            _as_integers(cache)[call._places(b, torch.arange(n))] = _as_integers(keys)
+            _as_integers(cache)[call._locate(b, torch.arange(n))] = _as_integers(keys)
         if seqlen_new:
             arguments[f"{name}_new"] = normal(batch, seqlen_new, heads_kv, columns)
     if is_e4m3 and seqlen_new and rng.random() < 0.5:
-        arguments["v_new"] *= 500  # some beyond what e4m3 holds
+        arguments["v_new"] *= 500  # some values are larger than e4m3 holds
 
     if is_e4m3 and rng.random() < 0.8:
         kind = rng.choice(["tensor", "head", "entry", "own"])
@@ -257,8 +262,8 @@ def random_decode_call(
         half = rng.choice([head_dim // 2, head_dim // 4])
         angles = torch.arange(size if page_size is None else arguments["page_table"].shape[1] * size)
         angles = angles[:, None] * 0.5 ** torch.arange(half, dtype=torch.float32)
-        of_table = rng.choice([dtype, torch.float32])
-        arguments |= {"rotary_cos": angles.cos().to(of_table), "rotary_sin": angles.sin().to(of_table)}
+        table_dtype = rng.choice([dtype, torch.float32])
+        arguments |= {"rotary_cos": angles.cos().to(table_dtype), "rotary_sin": angles.sin().to(table_dtype)}
         arguments["rotary_interleaved"] = rng.random() < 0.5
 
     arguments["causal"] = rng.random() < 0.7
@@ -278,6 +283,6 @@ def random_decode_call(
         rows = [q[:n] for q, n in zip(arguments["q"], counts, strict=True)]
         arguments["q"] = torch.cat([*rows, normal(rng.choice([0, 0, 5]), heads_q, head_dim)])
         arguments["cu_seqlens_q"] = torch.tensor([0, *itertools.accumulate(counts)], dtype=INT32)
-        if rng.random() < 0.5:  # only a hint: a sequence may have more
+        if rng.random() < 0.5:  # it is only a hint: a sequence may have more queries
             arguments["max_seqlen_q"] = rng.choice([max(counts), max(counts), 1])
     return call

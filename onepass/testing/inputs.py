@@ -19,7 +19,7 @@ from .rounding import rounding_terms
 def fenced(shape: tuple[int, ...], dtype: torch.dtype, device: str, generator: torch.Generator) -> Tensor:
     """Normal values whose memory lies between NaN fences: reading past either end gives NaN.
 
-    On the "meta" device shapes and strides alone.
+    On the "meta" device there are shapes and strides alone.
     """
     count, fence = 1, 64
     for n in shape:
@@ -33,7 +33,7 @@ def fenced(shape: tuple[int, ...], dtype: torch.dtype, device: str, generator: t
 
 @dataclass
 class Call:
-    """Arguments of one call: `tensors` (q, k, v), `options`, and whether they are packed sequences."""
+    """The arguments of one call: `tensors` (q, k, v) and `options`."""
 
     tensors: dict[str, Tensor]
     options: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Call:
         return f"Call(seed={self.seed}, {shapes}, {options})"
 
     def run(self, **extra: Any) -> onepass.AttentionOutput:
-        """The call under test."""
+        """Make the call under test."""
         arguments: dict[str, Any] = {**self.tensors, **self.options, **extra}
         if self.is_packed:
             return onepass.attention_varlen(**arguments, return_lse=True)
@@ -65,17 +65,18 @@ class Call:
 
         Args:
             gradients: also compare dq, dk, dv and dsinks.
-            with_floor: allow out, too, what rounding alone may do (`rounding.py`): for degenerate cases. Gradients
+            with_floor: also allow out what rounding alone may do (`rounding.py`), for degenerate cases. Gradients
                 always have that floor, since they are recomputed from an lse that is rounded to its dtype.
 
-        Returns: one Comparison for out, lse and each gradient.
+        Returns: a Comparison each for out, lse and the gradients.
         """
         dtype = self.tensors["q"].dtype
         plain_dtype = torch.float32 if dtype == torch.float64 else dtype
         inputs = {**self.tensors, **{n: self.options[n] for n in ("sinks",) if n in self.options}}
         results, all_leaves = [], []
         for compute_dtype in (None, torch.float64, plain_dtype):
-            # gradients have the dtype of their leaves: the oracle's would be rounded, float64's plain ones too exact
+            # gradients have the dtype of their leaves: without a cast the oracle's would be rounded, and plain
+            # PyTorch's too exact for float64
             is_cast = compute_dtype == torch.float64 or compute_dtype not in (None, dtype)
             leaves = {n: (t.to(compute_dtype) if is_cast else t).detach() for n, t in inputs.items()}
             leaves = {n: t.requires_grad_(gradients) for n, t in leaves.items()}
@@ -105,7 +106,7 @@ class Call:
         return rows
 
     def check(self, gradients: bool = True, with_floor: bool = False) -> list[Comparison]:
-        """`compare`, and raise AssertionError naming the call if anything is over its budget."""
+        """`compare`, and raise AssertionError with the call in its message if anything is over its budget."""
         rows = self.compare(gradients, with_floor)
         bad = [str(row) for row in rows if not row.ok]
         if bad:
@@ -127,38 +128,38 @@ class Call:
                 rows, keys = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], end)
                 one = reference.Reference(oracle.out[None, rows], oracle.lse[None, :, rows])
                 tensors = q[None, rows], k[None, keys], v[None, keys], dout[None, rows], dlse[None, :, rows]
-                for name, of_sequence in rounding_terms(*tensors, one, **options).items():
-                    # dsinks sums over sequences; the rows of the others belong to one
+                for name, sequence_terms in rounding_terms(*tensors, one, **options).items():
+                    # dsinks is a sum over sequences; each row of the other tensors belongs to one sequence
                     if "dsinks" in name:
-                        terms[name] = terms.get(name, 0.0) + of_sequence
+                        terms[name] = terms.get(name, 0.0) + sequence_terms
                         continue
                     is_of_keys = name[:2] in ("dk", "dv")
-                    shape = (k if is_of_keys else q).shape[:-1] + of_sequence.shape[-1:]
-                    whole = terms.setdefault(name, of_sequence.new_zeros(shape))
-                    if of_sequence.numel():  # without query heads there is none, where k and v have heads
-                        whole[keys if is_of_keys else rows] = of_sequence[0]
-        eps_of_out = torch.finfo(q.dtype).eps
+                    shape = (k if is_of_keys else q).shape[:-1] + sequence_terms.shape[-1:]
+                    whole = terms.setdefault(name, sequence_terms.new_zeros(shape))
+                    if sequence_terms.numel():  # without query heads there are no terms, though k and v may have heads
+                        whole[keys if is_of_keys else rows] = sequence_terms[0]
+        out_eps = torch.finfo(q.dtype).eps
         return {
-            name: eps * terms[name] + eps_of_out * terms.get(f"{name} of out", 0.0) + terms.get(f"{name} of steps", 0.0)
+            name: eps * terms[name] + out_eps * terms.get(f"{name} of out", 0.0) + terms.get(f"{name} of steps", 0.0)
             for name in terms
             if " of " not in name
         }
 
 
 def edges_of(seed: int) -> random.Random:
-    """What draws rare cases: a source of its own, so that what else a seed gives does not depend on them."""
+    """A source of random numbers for rare cases alone, so that the rest of a seed's call does not depend on them."""
     return random.Random(f"{seed}, edges")
 
 
 def heads_or_none(edges: random.Random, heads_q: int, heads_kv: int) -> tuple[int, int]:
-    """These numbers of heads; in one of 50 calls there are none, or none of q."""
+    """The numbers of heads; in one of 50 calls there are none, or none of q."""
     if edges.random() >= 0.02:
         return heads_q, heads_kv
     return 0, edges.choice([0, heads_kv])
 
 
 def some_side_negative(edges: random.Random, window: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    """This window; in two of five with a negative number in place of one of its sides."""
+    """The window; in two calls of five with a negative number instead of one of its sides."""
     if edges.random() >= 0.4:
         return window
     size = -edges.choice([1, 2, 9, 40])
@@ -166,7 +167,7 @@ def some_side_negative(edges: random.Random, window: tuple[int | None, ...]) -> 
 
 
 def random_call(seed: int, device: str = "cpu", max_seqlen: int = 160, dtype: torch.dtype | None = None) -> Call:
-    """A random call over all options; the same seed gives the same call."""
+    """A random call over all options; equal seeds give equal calls."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     dtype = dtype or rng.choice([torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -197,7 +198,7 @@ def random_call(seed: int, device: str = "cpu", max_seqlen: int = 160, dtype: to
         )
 
     def tensor(*shape: int) -> Tensor:
-        layout = rng.choice(["plain", "plain", "transposed", "sliced"])
+        layout = rng.choice(["contiguous", "contiguous", "transposed", "sliced"])
         if layout == "transposed":  # (..., heads, seqlen, dim) seen as (..., seqlen, heads, dim)
             swapped = (*shape[:-3], shape[-2], shape[-3], shape[-1])
             t = fenced(swapped, dtype, device, generator).transpose(-3, -2)

@@ -1,4 +1,4 @@
-"""Whether two ways of rounding to e4m3 agree."""
+"""Comparison of two ways of rounding to e4m3."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ..ops.quantize import QuantizedQKV
 from ..quantization.layout import keys_first
 
 NAN_CODE = 0x7F
-# Sums in another order, of which tensor cores cut off the last bits, are off by up to 2^-18 or so of the largest term.
-# So are scales; and a value that lies as near to the middle between two e4m3 numbers, 2^-4 apart, rounds the other way.
+# Sums in another order, whose last bits tensor cores cut off, differ by up to about 2^-18 of the largest term. So do
+# scales, and a value that lies as near to the middle between two e4m3 numbers, 2^-4 apart, rounds the other way.
 SCALE_OFF = 2.0**-17
 SHARE_OFF = 1e-3
 
@@ -22,10 +22,10 @@ def assert_same_rounding(
     cu_seqlens_k: Tensor | None = None,
     same_means: bool = True,
 ) -> None:
-    """q, k and v and their descales are the same, however v lies, but for what sums in another order make.
+    """Assert that q, k, v and their descales agree up to the order of sums, in whichever layout v lies.
 
-    What was not rotated agrees bit for bit, if the same means were subtracted. What was may differ by one e4m3 number
-    here and there. Rows of packed sequences past the last one are not compared, but in `actual` they are 0.
+    Tensors that were not rotated agree bit for bit, if the same means were subtracted. Rotated ones may differ by one
+    e4m3 number here and there. Rows behind the last packed sequence are not compared, but in `actual` they are 0.
 
     Raises: AssertionError.
     """
@@ -50,11 +50,11 @@ def _rows(quantized: QuantizedQKV, name: str, cu_seqlens: Tensor | None) -> Tens
 
 def _compare(name: str, codes: Tensor, expected: Tensor, is_exact: bool) -> None:
     is_nan = expected & NAN_CODE == NAN_CODE
-    assert torch.equal(codes & NAN_CODE == NAN_CODE, is_nan), f"{name}: NaN at other places"
+    assert torch.equal(codes & NAN_CODE == NAN_CODE, is_nan), f"{name}: NaN at other elements"
     if is_exact:
         assert torch.equal(codes.masked_fill(is_nan, 0), expected.masked_fill(is_nan, 0)), f"{name}: other bits"
         return
-    # codes in the order of their values, -0 = 0
+    # codes as integers in the order of their values, with -0 = 0
     a, b = (torch.where(c >= 128, 128 - c.int(), c.int()).masked_fill(is_nan, 0) for c in (codes, expected))
     units = (a - b).abs()
     assert units.numel() == 0 or units.max() <= 1, f"{name}: {units.max()} units apart"

@@ -1,6 +1,6 @@
-"""What one rounding of every intermediate can do to a result: the floor under error budgets in degenerate cases.
+"""The effect that one rounding of every intermediate can have: the floor under error budgets in degenerate cases.
 
-Where terms cancel (one key: ds = p (dp - delta) = 0 whatever the data), plain attention may be exact by luck, and a
+Where terms cancel (one key: ds = p (dp - delta) = 0 whatever the data), plain PyTorch may be exact by luck, and a
 multiple of its error is no budget. The floor then comes from the terms before they cancel: the sum of their absolute
 values, each off by one rounding of the accumulation dtype. A wrong mask, scale or head is off by orders of magnitude
 more, and so are TF32 or bfloat16 products.
@@ -14,24 +14,25 @@ from torch import Tensor
 from .. import reference
 from ..problem import Mask
 
-# Kernels take 2^x and the logarithm of a sum by ex2.approx and lg2.approx, each off by up to 2^-22, two roundings of
-# float32 (PTX ISA), where the functions of a CPU are off by about one.
+# Kernels compute 2^x and the logarithm of a sum with ex2.approx and lg2.approx, each off by up to 2^-22, which is two
+# roundings of float32 (PTX ISA). The functions of a CPU are off by about one rounding.
 GPU_EXPONENTIAL = 4
 
 
 def rounding_terms(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor, oracle: reference.Reference, **options
 ) -> dict[str, Tensor]:
-    """Sums of absolute terms in out, dq, dk, dv and dsinks of one dense call, of each element or row of elements.
+    """Sums of absolute terms in out, dq, dk, dv and dsinks of one dense call, for each element or row of elements.
 
-    dq, dk and dsinks are made of delta = dout . out, and out has been rounded to its dtype. These errors are larger,
-    but independent of one another: "dq of out" and so on are the roots of the sums of their squares, times 2, for one
-    rounding of out. They show where a row has one probability close to 1 and all others are close to 0.
+    dq, dk and dsinks are made from delta = dout . out, and out has been rounded to its dtype. The errors of this
+    rounding are larger, but independent of one another: "dq of out" and so on are the roots of the sums of their
+    squares, times 2, for one rounding of out. They show where one probability of a row is close to 1 and all others are
+    close to 0.
 
     "dv of steps" and so on are what float16 loses of small probabilities and of ds before a matrix product: below its
-    normal numbers the steps between its numbers have one size.
+    normal numbers its numbers are equally far apart.
 
-    Args: as `reference.attention`, with the gradients of out and lse, and the oracle's result for the call.
+    Args: those of `reference.attention`, the gradients of out and lse, and the oracle's result for the call.
 
     Returns: float64 tensors that broadcast to out, dq, dk, dv and dsinks.
     """
@@ -94,14 +95,14 @@ def rounding_terms(
 
 
 def floor_of_out(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, oracle: reference.Reference, **options) -> Tensor:
-    """What rounding alone may do to each element of out of one dense call.
+    """The error that rounding alone may cause in each element of out of one dense call.
 
-    For problems of few values, too: there the largest error of plain attention may be small by chance, while another
-    order of the same sums, as another processor's matrix product has it, is off by its rounding.
+    Problems of few values need it, too: there the largest error of plain PyTorch may be small by chance, while another
+    order of the same sums, which another processor's matrix product has, is off by its rounding.
 
     Args:
-        dtype: of the call under test.
-        q, k, v, options: as `reference.attention`.
+        dtype: the dtype of the call under test.
+        q, k, v, options: the arguments of `reference.attention`.
         oracle: its result for them.
     """
     dout, dlse = torch.zeros_like(oracle.out), torch.zeros_like(oracle.lse)

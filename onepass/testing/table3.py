@@ -19,14 +19,14 @@ FP8_BAR, FP8_BASELINE_RATIO = 9.5e-3, 2.2  # at PAPER_SEQLEN
 
 
 class RmsError(NamedTuple):
-    """Root mean square error of out against float64 attention, over all seeds.
+    """The root mean square error of out against float64 attention, over all seeds.
 
     Attributes:
-        rmse: against the inputs as they were drawn, in float32.
-        rounded_rmse: against the same inputs after they were rounded to the dtype: what the method itself adds.
-            None for FP8, whose scales and rounding are part of the method.
-        paper: what the paper reports.
-        limit: what rmse (of 16 bits: rounded_rmse) may be; None: it is there to compare with.
+        rmse: the error against attention of the inputs as they were drawn, in float32.
+        rounded_rmse: the error against attention of the inputs after their rounding to the dtype, which the method
+            itself adds. None for FP8, whose scales and rounding belong to the method.
+        paper: the figure in the paper.
+        limit: the limit of rmse (for 16 bits: of rounded_rmse); None if the row is there to compare with.
     """
 
     method: str
@@ -41,7 +41,7 @@ class RmsError(NamedTuple):
         return self.limit is None or error <= self.limit
 
 
-# granularity and so on of quantize_fp8, and the paper's figure
+# options of quantize_fp8, and the paper's figure
 FP8_METHODS: dict[str, tuple[dict[str, Any], float | None]] = {
     "FP8 baseline: one scale a tensor": ({"granularity": "tensor", "rotate": False}, 2.4e-2),
     "FP8 onepass: block scales, rotation": ({}, 9.1e-3),
@@ -53,12 +53,12 @@ FP8_METHODS: dict[str, tuple[dict[str, Any], float | None]] = {
 }
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 BASELINE, ONEPASS = list(FP8_METHODS)[:2]
-# standard and onepass
+# the paper's figures beside standard attention and beside onepass
 _PAPER_16 = {"float16": (3.2e-4, 1.9e-4), "bfloat16": (None, None)}
 
 
 def with_outliers(seqlen: int, generator: torch.Generator) -> Tensor:
-    """(1, seqlen, 1, 128) float32 of N(0, 1) + N(0, 100) Bernoulli(0.001)."""
+    """A (1, seqlen, 1, 128) float32 tensor of N(0, 1) + N(0, 100) Bernoulli(0.001)."""
     shape = 1, seqlen, 1, HEAD_DIM
     is_outlier = torch.rand(shape, generator=generator, dtype=torch.float32) < 0.001
     # N(0, 100) is given by its variance: the standard deviation is 10
@@ -72,7 +72,7 @@ def _dense(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def num_queries(seqlen: int, device: str) -> int:
-    """Of the queries, how many are computed."""
+    """The number of queries that are computed."""
     return min(seqlen, CPU_QUERIES) if device == "cpu" else seqlen
 
 
@@ -84,13 +84,13 @@ def steps(seeds: int) -> int:
 def table3(
     seqlen: int, device: str, seeds: int, progress: Callable[[], None] = lambda: None, backend: str | None = None
 ) -> list[RmsError]:
-    """The rows of the table: plain and onepass attention in 16 bits, then FP8 with one thing at a time left out.
+    """The rows of the table: standard and onepass attention in 16 bits, then FP8 with one thing at a time left out.
 
     Args:
-        seqlen: keys; the paper has 8192. Queries: `num_queries`.
+        seqlen: the number of keys, 8192 in the paper. The number of queries is `num_queries`.
         seeds: inputs are drawn with the seeds 0, 1, ..., seeds - 1.
         progress: called after each of `steps(seeds)`.
-        backend: of the FP8 rows, where it takes them; None: the one that is chosen for them.
+        backend: the backend of the FP8 rows, where it takes them; None means the one that is chosen for them.
     """
     squares: dict[str, list[float]] = {}
     rounded_squares: dict[str, list[float]] = {}
@@ -121,10 +121,10 @@ def table3(
         return (sum(sums) / len(sums)) ** 0.5
 
     rows = []
-    for name, of_paper in _PAPER_16.items():
+    for name, figures in _PAPER_16.items():
         standard, ours = f"standard {name}", f"onepass {name}"
         standard_rmse = rms(rounded_squares[standard])
-        for method, paper in zip((standard, ours), of_paper, strict=True):
+        for method, paper in zip((standard, ours), figures, strict=True):
             # 16-bit inputs with float32 intermediates must not be worse than 16-bit intermediates
             limit = None if method == standard else standard_rmse
             rows.append(RmsError(method, rms(squares[method]), rms(rounded_squares[method]), paper, limit))

@@ -13,14 +13,14 @@ def e4m3_matmul(a: Tensor, b: Tensor, sum_length: int | None = None) -> Tensor:
     """a @ b as the FP8 tensor cores of Hopper compute it.
 
     Each instruction takes 32 products and the sum so far, aligns all 33 with the largest of them, cuts off what lies
-    more than 13 bits below the first bit of that one (towards zero) and adds the rest exactly. So a sum of many
+    more than 13 bits below the first bit of the largest (towards zero) and adds the rest exactly. So a sum of many
     products of one sign loses more of each new product the larger it has become, and stops growing in the end.
 
     Args:
         a: (rows, n) values of e4m3, in any floating-point dtype.
-        b: (n, columns), likewise.
-        sum_length: products that one accumulator gets, a multiple of 32; the sums of several are added in float64.
-            None: all of them.
+        b: (n, columns) values of e4m3, in any floating-point dtype.
+        sum_length: the number of products that one accumulator gets, a multiple of 32; the sums of several
+            accumulators are added in float64. None means one accumulator for all products.
 
     Returns: (rows, columns) float64.
 

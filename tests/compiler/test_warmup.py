@@ -105,7 +105,7 @@ PARTS = "split_rows"
 
 
 def test_float32_on_hopper_needs_kernels_for_its_parts(compiled):
-    """Those of q and k are one, unless k has seqused_k; and all that a call asks for is there."""
+    """q and k share a kernel, unless k has seqused_k; and every kernel that a call needs is there."""
     float32 = CALL | {"dtype": torch.float32}
     calls = [float32, float32 | {"causal": True}, float32 | {"v": (2, 4096, 8, 64), "seqused_k": (2,)}]
     made = onepass.warmup(calls, backend="sm90", workers=1)

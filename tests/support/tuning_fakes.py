@@ -1,4 +1,4 @@
-"""A machine for `onepass.tune` without a GPU: it compiles nothing, and a configuration takes the time it is told to."""
+"""A machine for `onepass.tune` without a GPU: it compiles nothing, and the test says how long a configuration takes."""
 
 import random
 
@@ -42,7 +42,7 @@ class FakeRuns:
 
 
 def machine(runs, failed=()):
-    """Compiles nothing; kernels of the configurations in `failed` are said not to compile."""
+    """A machine that compiles nothing, and on which the kernels of the configurations in `failed` do not compile."""
 
     def compile_each(requests, workers, on_done):
         on_done(len(requests), len(requests))
@@ -52,12 +52,12 @@ def machine(runs, failed=()):
 
 
 def samples_of_a_race(num_candidates, rounds):
-    """Warm-up and rounds of the heats; of the final with the heuristics' choice, that again, and three others."""
+    """The numbers of samples in the heats, and in a final of the heuristics' choice twice and three others."""
     return num_candidates * (1 + race.HEAT_ROUNDS), 5 * (1 + rounds)
 
 
 def own_cache(monkeypatch, tmp_path):
-    """For a fixture: a cache directory and tables of the test's own; the version of kernels is known."""
+    """Give a test, as the body of a fixture, its own cache directory and tables, and a known version of the kernels."""
     monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv(tuned.SWITCH, raising=False)
     monkeypatch.setattr(compile, "environment", lambda: "these kernels")

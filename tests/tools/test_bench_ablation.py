@@ -1,4 +1,4 @@
-"""Ablations on a CPU: which rows a configuration gives, and whole runs of a kernel that stands for a GPU's."""
+"""Ablations on a CPU: the rows of a configuration, and whole runs of a kernel that stands in for a GPU's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ QUICK = Options(rounds=3, gemm_size=64, peers=())
 
 @dataclass(frozen=True)
 class Config:
-    """As a kernel's: one choice that others need, one that is off, a size, and one nobody has named."""
+    """A configuration with a choice that others need, one that is off, a size, and one that no switch names."""
 
     tile_n: int
     overlap: bool = True
@@ -78,7 +78,7 @@ def backward(problem, inputs, out, lse, dout, dlse, config):
 
 KERNEL = Kernel("tiled", "cpu", lambda problem, arch: Config(64), forward, SWITCHES)
 BACKWARD_CASE = replace(CASE, direction="bwd")
-# its forward takes no configuration, which is the backward's
+# its forward takes no configuration: the configuration is for the backward
 BACKWARD = KERNEL._replace(forward=lambda problem, inputs, config: tiled.forward(problem, inputs), backward=backward)
 
 
@@ -101,7 +101,7 @@ def test_rows_of_a_configuration():
         "no second overlap": {"needs_overlap": False},
         "two stages": {"stages": 2},
         "no wrong": {"wrong": False},
-        "cluster 1": {"cluster": 1},  # named by no switch: back to its default
+        "cluster 1": {"cluster": 1},  # no switch names it, so it goes back to its default
     }
     for row in found.rows:
         assert row.config == replace(Config(64, cluster=2), **row.changes)
@@ -133,13 +133,13 @@ def test_the_road_of_the_ampere_kernels(head_dim, dtype):
     assert {step.label for step in ROAD_SM80} == set(labels[1:]) | set(found.absent)
     configs = [row.config for row in found.rows]
     assert len(set(configs)) == len(configs), "two rows would measure the same"
-    # each step changes what it says and nothing else; after the last one only the small things are missing
+    # each step changes the fields that it names and nothing else; after the last one only small things are missing
     for before, row in zip(configs[1:], found.rows[2:], strict=False):
         assert replace(before, **row.changes) == row.config
     last = {name: value for name, value in asdict(configs[-1]).items() if value != getattr(full, name)}
     assert set(last) <= {"rescale_threshold", "longest_first"}
     refusals = [row.refusal for row in found.rows if row.refusal]
-    if dtype == "float32" and head_dim > 128:  # 64 x 64 tiles of it do not fit
+    if dtype == "float32" and head_dim > 128:  # its 64 x 64 tiles do not fit
         assert all(refusal.startswith("shared memory: ") for refusal in refusals)
     else:
         assert refusals == []
@@ -162,7 +162,7 @@ def test_rows_of_the_shipped_configurations(dims, config, causal):
     assert labels[1] == "no GEMM/softmax overlap in a warpgroup"
     assert len(set(labels)) == len(labels)
     assert len({row.config for row in found.rows}) == len(labels), "two rows would measure the same"
-    # whatever is turned off takes with it what needs it
+    # turning a choice off also turns off what needs it
     assert [row.refusal for row in found.rows] == [None] * len(labels)
     assert {switch.label for switch in FORWARD_SM90} <= set(labels) | set(found.absent)
 
@@ -193,7 +193,7 @@ def test_no_row_without_an_effect():
     problem = problem_of(PAPER_CASE, "cuda")
     found = rows(problem, ForwardConfigSm90(tile_n=128, num_warpgroups=1), FORWARD_SM90)
     assert found.absent["no pingpong between warpgroups"] == "changes nothing here"
-    assert found.absent["not the longest tiles first"] == "changes nothing here"  # without a causal mask
+    assert found.absent["not the longest tiles first"] == "changes nothing here"  # because there is no causal mask
 
 
 def test_without_warp_specialization_goes_what_depends_on_it():
@@ -226,7 +226,7 @@ def test_report(tmp_path):
     ]
     assert row["configurations"][1]["config"] == asdict(Config(64, overlap=False, needs_overlap=False))
     assert row["configurations"][1]["paper"] == "No Overlap"
-    assert row["configurations"][1]["paper_tflops"] is None  # another case than the paper's
+    assert row["configurations"][1]["paper_tflops"] is None  # this is not the paper's case
     assert set(row["contenders"]) == {FULL, "no overlap", "no second overlap"}
     assert row["skipped"] == {"two stages": "stages: expected 3, got 2"}
     assert list(row["failed"]) == ["no wrong"]
@@ -255,7 +255,7 @@ def test_report_of_a_backward(tmp_path):
         "two stages",
         "no wrong",
     ]
-    # the paper's table is of the forward
+    # the paper's table is about the forward
     assert {entry["paper"] for entry in row["configurations"]} == {None}
     assert set(row["contenders"]) == {FULL, "no overlap", "no second overlap"}
     assert row["skipped"] == {"two stages": "stages: expected 3, got 2"}
@@ -280,7 +280,13 @@ def test_a_backward_is_timed_alone_with_its_configuration():
 
     kernel = BACKWARD._replace(forward=forward, backward=backward, switches=())
     report = ablation.ablate(BACKWARD_CASE, kernel, QUICK)
-    labels = [FULL, "no overlap", "no needs_overlap", "no wrong", "no slow"]  # no switch has a name: all booleans
+    labels = [
+        FULL,
+        "no overlap",
+        "no needs_overlap",
+        "no wrong",
+        "no slow",
+    ]  # no switch names them: these are all booleans
     assert list(report.row["contenders"]) == [entry["label"] for entry in report.row["configurations"]] == labels
     assert forwards == [None] * len(labels)
     assert {config: backwards.count(config) > QUICK.rounds for config in backwards} == {
@@ -341,7 +347,7 @@ def test_ctrl_c_in_the_checks(tmp_path):
 
     def on_check(label):
         if label == "no second overlap":
-            # what was checked is in the file by now
+            # the results of the checks so far are in the file
             assert list(json.loads(path.read_text())["rows"][0]["contenders"]) == [FULL, "no overlap"]
             raise KeyboardInterrupt
 
@@ -353,7 +359,7 @@ def test_ctrl_c_in_the_checks(tmp_path):
 
 def test_a_kernel_that_does_not_run_is_a_failure():
     class CompilerError(Exception):
-        """Not one of Python's own."""
+        """An error that is none of Python's own."""
 
     def fails(problem, inputs, config):
         if not config.needs_overlap:
@@ -404,4 +410,4 @@ def test_the_hopper_backward():
     table = ablation.rows(short, heuristics.backward_config_sm90(short), kernel.switches)
     labels = [row.label for row in table.rows if row.refusal is None]
     assert "sums of dQ shared by all thread blocks" in labels
-    assert "zeros for dQ by the kernel before" not in labels  # it has none
+    assert "zeros for dQ by the kernel before" not in labels  # this kernel has none

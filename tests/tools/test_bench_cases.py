@@ -1,4 +1,4 @@
-"""What is measured: the case sets, their formulas for work, and the sampled check."""
+"""The case sets of the benchmarks, their formulas for work, and the sampled check."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPES = [
 
 
 def visible(case: Case) -> torch.Tensor:
-    """(batch, heads, seqlen_q, seqlen_k), from the oracle's own definition."""
+    """The visible pairs by the oracle's own definition, (batch, heads, seqlen_q, seqlen_k)."""
     mask = Mask.from_options(case.causal, case.window)
     one_head = reference.visible_pairs(case.batch, case.seqlen_q, case.seqlen_k, mask, None, torch.device("cpu"))
     return one_head[:, None].expand(-1, case.heads_q, -1, -1)

@@ -245,3 +245,50 @@ def test_work_of_packed_queries():
         batch.flops == 4 * pairs * 4 * 16 == flops(decode_case(1, 5, 4, 2, 16, 3)) + flops(decode_case(1, 8, 4, 2, 16))
     )
     assert batch.bytes == 2 * 16 * (2 * 13 * 2 + 2 * 4 * 4) + 4 * 4 * 4  # K and V, q and out, lse
+
+
+def test_suite_of_packed_queries(monkeypatch, tmp_path, capsys):
+    """By tiles, beside a module that stands in for FlashAttention-3 and gives wrong results over pages."""
+
+    def attend(q, k, v, cu_seqlens_q, max_seqlen_q, cache_seqlens, causal, num_splits, page_table=None):
+        lengths = {"cache_seqlens": cache_seqlens, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+        out = onepass.attention_decode(q, k, v, **lengths, page_table=page_table, causal=causal, backend="tiled")
+        return out if page_table is None else 2 * out
+
+    def run(step):
+        return onepass.attention_decode(**step._asdict(), backend="tiled")
+
+    batch = decode_packed.Batch("small", (3, 1, 2), (64, 128, 16), (4, 2), 64)
+    ticks = iter(range(1, 10**6))
+    for module, name, value in (
+        (decode_packed, "DEVICE", "cpu"),
+        (decode_packed, "CASES", [batch]),
+        (decode_packed, "CHECKED", ((1, 30, 2), (90, 31, 1))),
+        (decode_packed, "onepass_run", run),
+        (decode_packed, "CudaSampler", lambda calls, sample_ms: _Sampler(calls, ticks)),
+        (decode_launch_sm90, "arch_of", lambda device: "sm_90a"),
+        (bench, "MOST_COPIES", 2),
+        (bench, "copy_bandwidth", lambda device: 0.01),
+        (bench, "_flash_attention_3", lambda: SimpleNamespace(flash_attn_with_kvcache=attend)),
+        (
+            torch.cuda,
+            "get_device_properties",
+            lambda device: SimpleNamespace(multi_processor_count=132, L2_cache_size=9),
+        ),
+        (torch.cuda, "Stream", lambda: None),
+        (torch.cuda, "set_stream", lambda stream: None),
+        (torch.cuda, "empty_cache", lambda: None),
+    ):
+        monkeypatch.setattr(module, name, value, raising=False)
+    decode_launch_sm90.prepare.cache_clear()
+    path = tmp_path / "r.json"
+    assert decode_packed.main(["--seconds", "0", "--out", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "check: 4 of 6 passed" in text
+    assert "FAIL fa3 page 16" in text
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["failed"] == {}
+    entry = row["contenders"]["onepass page 64"]
+    assert entry["speed_over_fa3"] == pytest.approx(1.0, abs=0.01)
+    assert entry["tflops"] == pytest.approx(batch.flops / entry["median_ms"] / 1e9)
+    decode_launch_sm90.prepare.cache_clear()

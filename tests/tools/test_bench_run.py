@@ -41,7 +41,7 @@ def test_absent_peers_are_named_with_a_reason(monkeypatch):
     assert set(found.present) == {"sdpa"}
     assert set(found.present) | set(found.absent) == set(PEERS)
     assert all(found.absent.values())
-    # on a GPU without the packages: the import's own words
+    # on a GPU without the packages: the message of the import
     for name in ("fa3_fwd_interface", "flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
         monkeypatch.setitem(sys.modules, name, None)
     found = find_peers("cuda", ["fa3", "fa4", "sdpa-cudnn"])
@@ -113,7 +113,7 @@ def test_json_of_a_smoke_run(smoke):
         assert mine["tflops"] == pytest.approx(row["flops"] / mine["median_ms"] / 1e9)
     by_name = [set(row["contenders"]) for row in data["rows"]]
     assert by_name == [{"onepass", "sdpa"}, {"onepass", "sdpa"}, {"onepass", "onepass-no-window"}, {"onepass"}]
-    # what did not run says why
+    # a contender that did not run says why
     assert "window" in data["rows"][2]["skipped"]["sdpa"]
     assert "top left" in data["rows"][3]["skipped"]["sdpa"]
     assert data["rows"][0]["best_peer"] == "sdpa"
@@ -168,7 +168,7 @@ def test_ctrl_c_keeps_the_rows_and_says_so(tmp_path, monkeypatch):
     def interrupted(*args):
         calls.append(args)
         if len(calls) == 3:
-            # by now the file must hold what was measured, whatever happens next
+            # the file must hold the measurements so far, whatever happens next
             on_disk = json.loads(path.read_text())
             assert (len(on_disk["rows"]), on_disk["status"]) == (2, "running")
             raise KeyboardInterrupt
@@ -193,10 +193,10 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 
 def test_peak_memory_sees_a_known_allocation():
     def work():
-        torch.ones(64 * 2**20, dtype=torch.uint8)  # freed at once: only a peak can see it
+        torch.ones(64 * 2**20, dtype=torch.uint8)  # it is freed at once, so only a peak can see it
 
     for measure in (memory._peak_of_process, memory._sampled_peak_of_process):
-        # what other threads of this process take at the same time only adds
+        # memory of other threads of this process only adds to it
         peak = min((measure(lambda: [work() for _ in range(3)]) for _ in range(3)), key=lambda peak: peak.extra_bytes)
         assert 56 <= peak.extra_bytes / 2**20 <= 72, measure.__name__
 
@@ -208,7 +208,7 @@ def test_memory_rows_come_from_a_fresh_process():
     assert not row["failed"]
     assert set(row["contenders"]) == {"onepass", "sdpa"}
     for entry in row["contenders"].values():
-        # far from the score matrix, 16 MiB, and from what a process takes, some hundred MiB
+        # far below the score matrix, 16 MiB, and a whole process, some hundred MiB
         assert entry["extra_bytes"] < row["score_matrix_bytes"] / 2
         assert entry["baseline_bytes"] > 2**26
     assert report.to_dict()["summary"]["small fwd"]["max_extra_bytes"].keys() == {"onepass", "sdpa"}
@@ -237,7 +237,7 @@ def test_the_current_device_needs_no_number(monkeypatch):
     chosen = []
 
     def set_device(device):
-        """torch's own check: "cuda" alone is refused."""
+        """torch's own check, which refuses "cuda" without a number."""
         chosen.append(torch.cuda._utils._get_device_index(device))
 
     monkeypatch.setattr(torch.cuda, "set_device", set_device)

@@ -9,7 +9,7 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -265,6 +265,59 @@ assert not {"cutlass", "tvm_ffi", "triton"} & set(sys.modules)
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_forward(grid, monkeypatch, tmp_path, capsys):
+    """The suite by tiles: its check has every kind of case, a variant is wrong, and the peers are torch's."""
+
+    def run_tiled(problem, inputs, config=None):
+        out, lse = tiled.forward(problem, inputs)
+        return (out * 1.5 if config is not None and config.tile_n == 48 else out), lse
+
+    def wait_for_nothing():
+        pass
+
+    requests = []
+    cases = forward_sm90.check_cases()
+    kinds = {(case.layout, case.packed is None, case.used is None, case.sinks): case for case in reversed(cases)}
+    small = []
+    for case in kinds.values():
+        used = case.used and tuple(min(length, 60) for length in case.used)
+        if case.packed is None:
+            small.append(replace(case, seqlen_q=min(case.seqlen_q, 70), seqlen_k=min(case.seqlen_k, 60), used=used))
+    small.append(
+        forward_sm90.CheckedCase(0, 0, 0, 4, 2, 16, packed=((9, 9), (0, 5), (3, 20)), slack=3, used=(4, 5, 20))
+    )
+    assert len(small) > 6
+    monkeypatch.setattr(forward_sm90, "DEVICE", "cpu")
+    monkeypatch.setattr(forward_sm90, "check_cases", lambda: small)
+    monkeypatch.setattr(forward_sm90, "compile_ahead", requests.extend)
+    monkeypatch.setattr(forward_sm90.launch, "forward", run_tiled)
+    monkeypatch.setattr(forward_sm90, "host_us", lambda call, calls, clock: float(call() is not None))
+    monkeypatch.setattr(torch.cuda, "synchronize", wait_for_nothing)
+    torch_math = forward_sm90.SDPBackend.MATH
+    monkeypatch.setattr(
+        forward_sm90, "SDPBackend", SimpleNamespace(CUDNN_ATTENTION=torch_math, FLASH_ATTENTION=torch_math)
+    )
+    path = tmp_path / "r.json"
+    arguments = ["--cases", "16c32,16n64", "--head-dims", "16", "--rounds", "2", "--out", str(path)]
+    assert forward_sm90.main([*arguments, "--no-grid"]) == 0, capsys.readouterr().out
+    tried = len(small) + sum(len(forward_sm90.other_orders(case)) for case in small)
+    assert f"check: {tried} of {tried} passed" in capsys.readouterr().out
+    assert len(requests) == tried
+    assert {name for name, *_ in requests} == {"forward"}
+
+    assert forward_sm90.main([*arguments, "--no-check", "--variants", "n64; n48; n33", "--peers", "cudnn,fa2"]) == 0
+    text = capsys.readouterr().out
+    assert "n33 not measured: tile_n" in text
+    assert "onepass: geometric mean" in text
+    data = json.loads(path.read_text())
+    assert data["status"] == "complete"
+    assert data["header"]["call_cost_us"].keys() == {"launch.forward", "onepass.attention"}
+    rows = {row["contender"]: row for row in data["rows"] if row["causal"]}
+    assert list(rows) == ["cudnn", "fa2", "onepass", "n64", "n48"]
+    assert max(rows[name]["error"] for name in ("cudnn", "fa2", "onepass", "n64")) < 0.05 < rows["n48"]["error"]
+    assert rows["n48"]["config"]["tile_n"] == 48
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def test_order_rotates_and_everyone_runs_once_a_round():
 
 def test_what_a_round_has_told_stays_as_it_was():
     """If the next round is interrupted, its samples belong to no round."""
-    told: list[Samples] = []
+    so_far: list[Samples] = []
     number = iter(range(1000))
 
     def sample():
@@ -52,16 +52,16 @@ def test_what_a_round_has_told_stays_as_it_was():
         return 1000.0 + at
 
     with pytest.raises(KeyboardInterrupt):
-        measure_interleaved({"a": sample, "b": sample}, rounds=100, on_round=told.append)
-    assert [samples.rounds for samples in told] == [1, 2, 3, 4, 5]
-    assert told[0].ms == {"a": [1002.0], "b": [1003.0]}
-    assert {len(values) for values in told[-1].ms.values()} == {5}
+        measure_interleaved({"a": sample, "b": sample}, rounds=100, on_round=so_far.append)
+    assert [samples.rounds for samples in so_far] == [1, 2, 3, 4, 5]
+    assert so_far[0].ms == {"a": [1002.0], "b": [1003.0]}
+    assert {len(values) for values in so_far[-1].ms.values()} == {5}
 
 
 @pytest.mark.parametrize(
     ("sample_ms", "budget_s", "rounds"),
     [
-        (10.0, 0.0, 3),  # a budget that is spent at once: the fewest rounds
+        (10.0, 0.0, 3),  # a budget that is spent at once gives the fewest rounds
         (10.0, 0.08, 5),  # min_rounds fit into three times the budget
         (1.0, 10.0, 20),  # max_rounds come first
     ],

@@ -1,4 +1,4 @@
-"""The error budget notices faults of scale wherever they sit, and takes no honest rounding for one."""
+"""The error budget finds faults of scale wherever they sit, and does not take honest rounding for a fault."""
 
 import functools
 import re
@@ -15,9 +15,9 @@ from onepass.testing.budget import GRADIENT_FACTOR, OUT_FACTOR
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = "out", "dq", "dk", "dv"
-# what has to be found: 1 % of bfloat16 and so on
+# the faults that have to be found: 1 % in bfloat16 and so on
 FAULTS = {BF16: 0.01, FP16: 0.003, FP32: 0.001}
-PLACES = {
+ROWS = {
     "all": (...,),
     "second half": (slice(None), slice(512, None)),
     "one block of rows": (slice(None), slice(448, 512), 1),
@@ -35,7 +35,7 @@ def tensors(dtype, seqlen, head_dim=64, heads=2, heads_kv=2, seed=0):
 
 
 def by_reference(dtype, q, k, v, dout, **options):
-    """out, dq, dk and dv, every intermediate in one dtype."""
+    """out, dq, dk and dv with every intermediate in one dtype."""
     leaves = [t.to(dtype).requires_grad_() for t in (q, k, v)]
     out = reference.attention(*leaves, **options, compute_dtype=dtype).out
     return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))), strict=True))
@@ -48,7 +48,7 @@ def by_tiles(q, k, v, dout, **options):
 
 
 def as_kernels_round(q, k, v, dout, scale_of_scores=1.0):
-    """Causal, with P and ds rounded to 16 bits before their matrix products, and delta from the rounded out."""
+    """Causal attention with P and ds rounded to 16 bits before their products, and delta from the rounded out."""
     dtype, group = q.dtype, q.shape[2] // k.shape[2]
     q, k, v, dout = (t.float().transpose(1, 2) for t in (q, k, v, dout))
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
@@ -60,14 +60,14 @@ def as_kernels_round(q, k, v, dout, scale_of_scores=1.0):
     out = (p.to(dtype).float() @ v / total).to(dtype)
     p = p / total
     ds = (p * (dout @ v.mT - (dout * out.float()).sum(-1, keepdim=True))).to(dtype).float()
-    of_keys = ds.mT @ q * scale, p.to(dtype).float().mT @ dout
-    dk, dv = (t.unflatten(1, (-1, group)).sum(2) for t in of_keys)
+    key_gradients = ds.mT @ q * scale, p.to(dtype).float().mT @ dout
+    dk, dv = (t.unflatten(1, (-1, group)).sum(2) for t in key_gradients)
     return {n: t.to(dtype).transpose(1, 2) for n, t in zip(NAMES, (out, ds @ k * scale, dk, dv), strict=True)}
 
 
 @functools.cache
 def judged(dtype, seqlen=1024, seed=0):
-    """For each of out, dq, dk and dv: a right result and the function that judges others in its place."""
+    """A right result for each of out, dq, dk and dv, and the function that judges other results instead of it."""
     given = tensors(dtype, seqlen, seed=seed)
     right, exact, plain = (
         by_tiles(*given, causal=True),
@@ -92,15 +92,15 @@ def judge(name, actual, exact, plain, floor):
     return function(name, actual, exact, plain, floor=floor)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", FAULTS, ids=str)
-def test_a_wrong_scale_is_found_wherever_it_sits(dtype, name, place):
+def test_a_wrong_scale_is_found_wherever_it_sits(dtype, name, rows):
     right, judge_it = judged(dtype)[name]
     assert judge_it(right).ok
     for sign in (1, -1):
         wrong = right.clone()
-        wrong[PLACES[place]] = (wrong[PLACES[place]].double() * (1 + sign * FAULTS[dtype])).to(dtype)
+        wrong[ROWS[rows]] = (wrong[ROWS[rows]].double() * (1 + sign * FAULTS[dtype])).to(dtype)
         row = judge_it(wrong)
         assert not row.scale.ok, row
         assert not row.ok
@@ -127,7 +127,7 @@ SHAPES = {"short": (70, 32), "wide": (130, 128), "narrow": (64, 8), "few rows": 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", FAULTS, ids=str)
 def test_honest_rounding_passes_with_margin(dtype, shape, sharpness):
-    """Few values, scores that leave one key of a row, and float16 below its normal numbers among them."""
+    """Problems of few values: rows whose scores leave one key, and float16 below its normal numbers, are among them."""
     seqlen, head_dim = SHAPES[shape]
     for seed in range(6):
         q, *rest = tensors(dtype, seqlen, head_dim, heads_kv=1 + seed % 2, seed=seed)
@@ -156,7 +156,7 @@ def test_a_block_without_values_has_no_scale():
 
 
 def test_terms_that_cancel_are_noise():
-    """One key: ds = p (dp - delta) is the rounding of out, whatever it is projected on."""
+    """With one key, ds = p (dp - delta) is the rounding of out, on whatever it is projected."""
     given = tensors(BF16, 1)
     exact = {n: t + 1e-9 * torch.randn(t.shape) for n, t in by_reference(torch.float64, *given).items()}
     floors = floors_of(*given)
@@ -228,8 +228,8 @@ def test_fp8_finds_a_wrong_scale():
     out = onepass.attention(quantized, causal=True)
     budget = fp8_budget(*quantized.dequantize(), out.dtype, causal=True)
     assert budget.scale(out).share < 0.5
-    for place in (slice(None), slice(256, None), slice(384, 448)):
+    for rows in (slice(None), slice(256, None), slice(384, 448)):
         wrong = out.clone()
-        wrong[:, place] *= 1.03
-        assert ((wrong.double() - budget.oracle.out).abs() <= budget.out).all()  # each element could be so far off
+        wrong[:, rows] *= 1.03
+        assert ((wrong.double() - budget.oracle.out).abs() <= budget.out).all()  # each element alone may be so far off
         assert not budget.scale(wrong).ok

@@ -28,7 +28,7 @@ from onepass.testing import table3
 
 @pytest.fixture(autouse=True)
 def _wide_and_single_threaded(monkeypatch):
-    """Tables in one piece; and threads that wait for one another on a busy machine make small problems slow."""
+    """Keep tables in one piece, and use one thread: threads that wait for one another make small problems slow."""
     monkeypatch.setenv("COLUMNS", "200")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -52,7 +52,7 @@ def test_info():
     assert result.exit_code == 0, result.output
     for text in (onepass.__version__, "torch", "tiled", "packed sequences", "flash-attn-4"):
         assert text in result.output
-    assert "no:" in result.output  # a peer that is not here
+    assert "no:" in result.output  # a peer that is absent
     if not torch.cuda.is_available():
         assert "no: backend sm90: expected tensors on cuda, got cpu" in result.output
 
@@ -219,12 +219,12 @@ def test_importing_onepass_imports_none_of_the_extras():
     assert done.stdout.strip() == "[]"
 
 
-# ablate: the runs are tested in test_bench_ablation.py; here what is printed, and the exit codes
+# ablate: test_bench_ablation.py tests the runs; here are the output and the exit codes
 
 
 @pytest.fixture
 def ablated(monkeypatch):
-    """A kernel for the CPU under the name sm90: `wrong` makes one configuration wrong."""
+    """A kernel for the CPU under the name sm90; `wrong` makes one configuration wrong."""
 
     def make(wrong: bool = False):
         def forward(problem, inputs, config):

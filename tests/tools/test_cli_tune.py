@@ -26,7 +26,7 @@ CONFIGS = candidates(*TASK, HOPPER)
 
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch, tmp_path):
-    monkeypatch.setattr(gc, "collect", lambda: 0)  # before each measurement, of which many are imagined here
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # it precedes each measurement, and there are many imagined ones here
     monkeypatch.setenv("COLUMNS", "200")
     yield from tuning_fakes.own_cache(monkeypatch, tmp_path)
 
@@ -138,7 +138,7 @@ def other_task():
 def test_ctrl_c(imagine, tmp_path):
     other = other_task()
     heats, final = samples_of_a_race(len(CONFIGS), 25)
-    # the final has three others only if three are faster
+    # the final has three other contenders only if three are faster
     speeds = {config: 0.9 + 0.01 * i for i, config in enumerate(CONFIGS[1:4])}
     imagine(FakeRuns(lambda config: speeds.get(config, 1.0), interrupt_after=heats + final + 3), (TASK, other))
     path = tmp_path / "tune.json"

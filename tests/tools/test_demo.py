@@ -1,4 +1,4 @@
-"""`onepass demo`, part by part and through its command line, at small sizes; and the examples."""
+"""`onepass demo` at small sizes, step by step and through its command line; and the examples."""
 
 import json
 import runpy
@@ -39,7 +39,7 @@ def good_search(**changes) -> SearchReport:
 
 
 def test_dense_by_blocks_is_the_reference():
-    """Not a multiple of the block size, and two kv heads that are not neighbours."""
+    """The length is no multiple of the tile, and the two kv heads are not neighbours."""
     inputs = demo_layer.Inputs.random(40, CPU)
     kv_heads = (0, 3)
     actual = demo_layer.dense(inputs, kv_heads, torch.float64, tile_m=16)
@@ -82,7 +82,7 @@ def test_naive_bytes_at_a_size_that_people_know():
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.5, 2048), (1e-6, 8192), (1e6, 512), (0.4, 2048), (0.3, 2560)])
 def test_length_follows_the_probe(monkeypatch, seconds, expected):
-    """Four times the probe's time is twice its length of 1024; always a multiple of 256, within limits."""
+    """Four times the probe's time allows twice its length of 1024. The length is a multiple of 256, within limits."""
     monkeypatch.setattr(demo_layer, "timed", lambda *_: (None, (seconds / 4, 3 * seconds / 4)))
     assert demo_layer.choose_seqlen(CPU, target_s=2.0) == expected
 

@@ -17,7 +17,7 @@ ROOT = MUTANTS.parents[1]
 
 
 def changes(source: str) -> set[str]:
-    """Each line that comes out of a source of one line."""
+    """The mutants of a source of one line, as lines."""
     source += "\n"
     return {m.applied(source.encode()).decode().strip() for m in mutants_of("x.py", source.encode())}
 

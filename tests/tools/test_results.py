@@ -12,7 +12,7 @@ from onepass.bench.rows import SCHEMA_VERSION
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 RECORD = "h200-tests.json"  # a record of tests, not of measurements
-pytestmark = pytest.mark.skipif(not FILES, reason="not a checkout")
+pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="not a checkout")
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.name != RECORD], ids=lambda path: path.stem)

@@ -23,7 +23,7 @@ from onepass.tuning.space import MAX_CANDIDATES, candidates
 
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch, tmp_path):
-    monkeypatch.setattr(gc, "collect", lambda: 0)  # before each measurement, of which many are imagined here
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # it precedes each measurement, and there are many imagined ones here
     yield from tuning_fakes.own_cache(monkeypatch, tmp_path)
 
 
@@ -32,7 +32,7 @@ def tune(runs, tasks=(TASK,), failed=(), **options):
 
 
 def used(monkeypatch, problem=PROBLEM, backend="sm90", direction="fwd"):
-    """What a call on the imagined GPU runs with."""
+    """The configuration that a call on the imagined GPU runs with."""
     monkeypatch.setattr(tuned, "gpu_name", lambda device=None: GPU)
     return tuned.choose(direction, backend, problem, HOPPER)
 
@@ -74,7 +74,7 @@ def test_noise_alone_wins_nothing(monkeypatch, seed):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_what_is_slower_never_wins(seed):
-    """Whoever wins is as fast as the heuristics' choice at least, whatever the noise."""
+    """The winner is at least as fast as the heuristics' choice, whatever the noise."""
     speeds = random.Random(seed)
     ms = {config.text: speeds.uniform(0.97, 1.3) for config in candidates(*TASK, HOPPER)}
     runs = FakeRuns(lambda config: ms[config.text], noise=speeds.choice((0.0, 0.01, 0.05)))
@@ -83,7 +83,7 @@ def test_what_is_slower_never_wins(seed):
 
 
 def test_a_drifting_machine_wins_nothing():
-    """Twice as slow from one round to the next: ratios are taken within a round."""
+    """The machine may be twice as slow from one round to the next: ratios are taken within a round."""
     clock = iter(range(10**6))
     (result,) = tune(FakeRuns(lambda config: 1.0 + next(clock) // 40 % 2))
     assert not result.is_gain
@@ -94,10 +94,10 @@ def test_a_margin_is_asked_for():
     for ms, wins in ((0.985, True), (0.995, False)):
         final = Samples({"usual": usual, race.AGAIN: usual, "other": [ms] * rounds})
         assert (race.decide(final, "usual")[0] == "other") == wins
-    # what is 2 % faster in the median, and slower in three rounds of nine
+    # 2 % faster in the median, and slower in three rounds of nine
     wild = [0.98] * 6 + [1.1] * 3
     assert race.decide(Samples({"usual": usual, race.AGAIN: usual, "other": wild}), "usual")[0] == "usual"
-    # what is 4 % faster, where the same thing twice differs by 3 %
+    # 4 % faster, where the same configuration twice differs by 3 %
     again = [0.97] * 9
     winner, _, noise = race.decide(Samples({"usual": usual, race.AGAIN: again, "other": [0.96] * 9}), "usual")
     assert winner == "usual"
@@ -217,7 +217,7 @@ def test_candidates_are_the_neighbours_that_were_measured():
 
 
 def test_turns_keep_their_order():
-    """Where tiles of keys take turns, another order of tiles could leave somebody waiting."""
+    """Where tiles of keys take turns, another order of tiles could let a thread block wait forever."""
     for backend in ("sm90", "sm80"):
         ordered = dataclasses.replace(PROBLEM, deterministic=True, seqlen_q=8192, seqlen_k=8192, batch=8)
         found = candidates("bwd", backend, ordered, HOPPER)
@@ -240,8 +240,8 @@ def test_the_same_launch_is_not_timed_twice():
     halves = [{c.num_warpgroups for c in candidates("fwd", "sm90", p, HOPPER)} for p in (PROBLEM, few)]
     assert [1 in of for of in halves] == [False, True]
     one = dataclasses.replace(PROBLEM, seqlen_q=64)
-    of_one = [c.pingpong for c in candidates("fwd", "sm90", one, HOPPER) if c.num_warpgroups == 1]
-    assert len(set(of_one)) == 1 < len(of_one)  # takes no turns
+    one_warpgroup = [c.pingpong for c in candidates("fwd", "sm90", one, HOPPER) if c.num_warpgroups == 1]
+    assert len(set(one_warpgroup)) == 1 < len(one_warpgroup)  # one warpgroup takes no turns
 
 
 def test_zeros_are_written_where_there_is_a_choice():

@@ -1,4 +1,4 @@
-"""From calls to what is tuned (`onepass.tune`'s door), and the launches that are timed, where no GPU is."""
+"""The tasks that `onepass.tune` makes from calls, and the launches that it times, without a GPU."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ def _own_cache(monkeypatch, tmp_path):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """torch sees a Hopper GPU here, which nobody may use."""
+    """Let torch see a Hopper GPU, which no test may use."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -61,7 +61,7 @@ def test_calls_in_every_form(hopper):
     float32 = CALL | {"dtype": torch.float32}
     assert [(t.direction, t.backend) for t in tasks_of(float32, gradients=True)] == [("fwd", "sm90"), ("bwd", "sm80")]
     many = dict.fromkeys("qkv", (70000, 16, 2, 8)) | {"dtype": torch.float16}
-    assert [t.direction for t in tasks_of(many, gradients=True)] == ["fwd"]  # gradients by tiled
+    assert [t.direction for t in tasks_of(many, gradients=True)] == ["fwd"]  # tiled computes the gradients
 
 
 REFUSED = [
@@ -102,7 +102,7 @@ def test_the_whole_way(hopper, monkeypatch):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """`Launches` by tiled, whose forward and backward take no configuration."""
+    """`Launches` of the backend tiled, whose forward and backward take no configuration."""
 
     def prepare(problem, device, has_dlse, config):
         assert not has_dlse

@@ -23,7 +23,7 @@ CONFIG = ForwardConfigSm90(tile_n=80, num_warpgroups=1, v_stages=3, rescale_thre
 
 @pytest.fixture
 def configs(monkeypatch):
-    """Makes the Hopper backend run here, its kernel write ones and zeros; the configurations of its launches."""
+    """Let the Hopper backend run here, with a kernel that writes ones and zeros. Returns: its configurations so far."""
     seen = []
 
     def get(name, key, arch, trace):

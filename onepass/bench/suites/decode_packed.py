@@ -47,6 +47,7 @@ from . import grid
 
 DEVICE = "cuda"
 PAGE_SIZES = (None, 16, 64)
+CHECKED = (1, 300, 2, 1, 40), (2048, 301, 1000, 1, 1499)  # queries and keys of the sequences of the check
 
 
 class Batch(NamedTuple):
@@ -120,7 +121,10 @@ class Step(NamedTuple):
 
 
 def make_step(batch: Batch, page_size: int | None, seed: int) -> Step:
-    """Standard normal. A dense cache has room for the longest; of pages there are as many as are filled."""
+    """A step of standard normal values.
+
+    A dense cache has room for the longest sequence; there are only as many pages as are filled.
+    """
     generator = torch.Generator(DEVICE).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -210,7 +214,7 @@ def run_check(args: argparse.Namespace, cases: Sequence[Batch]) -> bool:
     """
     seed, tried, wrong = time.time_ns() % 2**31, 0, []
     for heads, head_dim in dict.fromkeys((case.heads, case.head_dim) for case in cases):
-        small = Batch("check", (1, 300, 2, 1, 40), (2048, 301, 1000, 1, 1499), heads, head_dim)
+        small = Batch("check", *CHECKED, heads, head_dim)
         for name, (run, page_size) in contenders(args).items():
             step = make_step(small, page_size, seed)
             tried += 1

@@ -44,6 +44,8 @@ from ..timing import host_us
 from . import grid
 from .ahead import compile_ahead
 
+DEVICE = "cuda"
+
 # What a word of a configuration changes; n128 is tile_n=128, 3wg is num_warpgroups=3.
 WORDS: dict[str, dict[str, Any]] = {
     "s3": {"num_stages": 3},
@@ -105,7 +107,7 @@ def configuration(words: str) -> ForwardConfigSm90:
 
 
 def variants(text: str | None, head_dim: int, causal: bool) -> dict[str, ForwardConfigSm90]:
-    """The configurations that --variants asks for in a case: by name, those that the case can take."""
+    """The configurations of --variants that a case can take, by name."""
     if text is None:
         return {}
     if text == "try":
@@ -191,7 +193,7 @@ class CheckedCase:
 
     def tensor(self, batch: int, seqlen: int, heads: int, dim: int, generator: torch.Generator) -> Tensor:
         def randn(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, device="cuda", dtype=torch.float32).to(self.dtype)
+            return torch.randn(*shape, generator=generator, device=DEVICE, dtype=torch.float32).to(self.dtype)
 
         if self.layout == "transposed":
             return randn(batch, heads, seqlen, dim).transpose(1, 2)
@@ -204,7 +206,7 @@ class CheckedCase:
         return randn(batch, seqlen, heads, dim)
 
     def inputs(self) -> AttentionInputs:
-        generator = torch.Generator("cuda").manual_seed(0)
+        generator = torch.Generator(DEVICE).manual_seed(0)
         batch, seqlen_q, seqlen_k = self.batch, self.seqlen_q, self.seqlen_k
         if self.packed is not None:
             batch, seqlen_q, seqlen_k = 1, *(sum(lengths) + self.slack for lengths in zip(*self.packed, strict=True))
@@ -212,7 +214,7 @@ class CheckedCase:
         k = self.tensor(batch, seqlen_k, self.heads_kv, self.head_dim, generator)
         v = self.tensor(batch, seqlen_k, self.heads_kv, self.head_dim_v or self.head_dim, generator)
         q = q * self.scale if self.scale != 1.0 else q
-        sinks = torch.randn(self.heads_q, device="cuda") * 2 if self.sinks else None
+        sinks = torch.randn(self.heads_q, device=DEVICE) * 2 if self.sinks else None
         used = None if self.used is None else int32(self.used)
         if self.packed is None:
             return AttentionInputs(q, k, v, sinks, seqused_k=used)
@@ -220,7 +222,7 @@ class CheckedCase:
         return AttentionInputs(q[0], k[0], v[0], sinks, ends_q, ends_k, used)
 
     def with_garbage(self, inputs: AttentionInputs) -> AttentionInputs:
-        """NaN in every row that no sequence owns or uses."""
+        """The inputs with NaN in every row that no sequence owns or uses."""
         if self.used is None and not self.slack:
             return inputs
         q, k, v = (t.clone() for t in inputs[:3])
@@ -239,7 +241,7 @@ class CheckedCase:
 
 
 def int32(values: Iterable[int]) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.int32, device="cuda")
+    return torch.tensor(list(values), dtype=torch.int32, device=DEVICE)
 
 
 def oracle(inputs: AttentionInputs, options: dict, compute_dtype: torch.dtype) -> reference.Reference:
@@ -368,8 +370,8 @@ def check_one(case: CheckedCase, config: ForwardConfigSm90 | None = None) -> tup
     clean, options = case.inputs(), dict(case.options)
     inputs = case.with_garbage(clean)
     problem = problem_of(inputs, **options)
-    # what the allocator hands out next holds NaN
-    poison = [torch.full((max(1, inputs.q.numel() // case.head_dim) * 256,), math.nan, device="cuda")]
+    # the memory that the allocator hands out next holds NaN
+    poison = [torch.full((max(1, inputs.q.numel() // case.head_dim) * 256,), math.nan, device=DEVICE)]
     del poison
     out, lse = launch.forward(problem, inputs, config)
     torch.cuda.synchronize()
@@ -480,7 +482,7 @@ def run_grid(args: argparse.Namespace, report: Report) -> None:
 
     for cell, own in configs.items():
         shape = cell.batch, cell.seqlen, cell.heads, cell.head_dim
-        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
         inputs = AttentionInputs(q, k, v)
         problem = problem_of(inputs, causal=cell.causal)
         calls = {name: prepare(q, k, v, cell.causal) for name, prepare in contenders.items()}
@@ -510,7 +512,7 @@ def run_kernel(problem: AttentionProblem, inputs: AttentionInputs, config: Forwa
 
 def call_cost_us() -> dict[str, float]:
     """Microseconds that the host spends on a call of a small problem, without waiting for the GPU."""
-    q = torch.randn(1, 128, 4, 128, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(1, 128, 4, 128, device=DEVICE, dtype=torch.bfloat16)
     problem, inputs = problem_of(AttentionInputs(q, q, q), causal=True), AttentionInputs(q, q, q)
     calls: dict[str, Callable[[], object]] = {
         "launch.forward": lambda: launch.forward(problem, inputs),
@@ -528,7 +530,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     warnings.filterwarnings("ignore", message="Argument aux_data")  # FlashAttention-4 gives it under this compiler
-    report = Report(describe("cuda") | {"suite": "forward_sm90"}, args.out)
+    report = Report(describe(DEVICE) | {"suite": "forward_sm90"}, args.out)
     print(report.header, flush=True)
     ok = False
     with report.recording():

@@ -78,7 +78,7 @@ PEERS = ("fa3", "fa3 columns", "fa3 whole")
 
 
 def variants(text: str | None, head_dim: int, causal: bool) -> dict[str, ForwardConfigSm90]:
-    """The configurations that --variants asks for in a case: by name, those that the case can take."""
+    """The configurations of --variants that a case can take, by name."""
     if text is None:
         return {}
     listed = VARIANTS.get((head_dim, causal), "") if text == "try" else text
@@ -205,7 +205,7 @@ def run_check(args: argparse.Namespace, about: dict[str, Any]) -> bool:
 
 
 def fa3(q: Tensor, k: Tensor, v: Tensor, causal: bool, columns: bool = False) -> Callable[[], Tensor]:
-    """FlashAttention-3 from tensors with a scale a head. Args: columns: the keys of V are contiguous."""
+    """FlashAttention-3 from tensors with one scale per head. Args: columns: whether the keys of V are contiguous."""
     z = onepass.quantize_fp8(q, k, v, granularity="head", rotate=False)
     values = z.v.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if columns else z.v
     descales = [getattr(z, f"{n}_descale").contiguous() for n in "qkv"]

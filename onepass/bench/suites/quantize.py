@@ -66,7 +66,7 @@ def num_launches(call: Call) -> int:
 def copy_gb_s() -> float:
     """GB/s of a copy that reads, and writes, 1.5 bytes for every 16-bit number that a kernel reads."""
     count = TOKENS * HIDDEN * 3 // 8  # numbers of 4 bytes
-    pairs = [torch.zeros(2, count, device="cuda") for _ in range(SETS)]
+    pairs = [torch.zeros(2, count, device=DEVICE) for _ in range(SETS)]
     copies: list[Call] = [functools.partial(pair[1].copy_, pair[0]) for pair in pairs]
     return 8 * count / median_us(copies) / 1e3
 
@@ -96,7 +96,7 @@ def by_kernel(inputs: AttentionInputs, seed: int | None, keys_last: bool) -> lau
 
 def contenders(head_dim: int) -> list[Contender]:
     shape = BATCH, TOKENS // BATCH, HIDDEN // head_dim, head_dim
-    sets = [AttentionInputs(*(torch.randn(shape, device="cuda", dtype=BF16) for _ in range(3))) for _ in range(SETS)]
+    sets = [AttentionInputs(*(torch.randn(shape, device=DEVICE, dtype=BF16) for _ in range(3))) for _ in range(SETS)]
     *stored, descales = by_kernel(sets[0], 0, True)(sets[0])
     whole = num_bytes(*sets[0][:3], *stored, *descales)
     rounded = [by_kernel(s, 0, False)(s)[2] for s in sets]
@@ -155,7 +155,7 @@ def measure(head_dim: int, copied_gb_s: float) -> list[Row]:
 def measure_calls(head_dim: int) -> list[Row]:
     """Measure CPU time and launches of calls, on tensors that take the GPU no time."""
     shape = 1, SHORT, HIDDEN // head_dim, head_dim
-    q, k, v = (torch.randn(shape, device="cuda", dtype=BF16) for _ in range(3))
+    q, k, v = (torch.randn(shape, device=DEVICE, dtype=BF16) for _ in range(3))
     quantized = onepass.quantize_fp8(q, k, v)
     calls: dict[str, Call] = {
         "quantize_fp8": lambda: onepass.quantize_fp8(q, k, v),
