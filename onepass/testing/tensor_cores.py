@@ -1,4 +1,4 @@
-"""A model in torch of how Hopper's tensor cores sum products of e4m3 numbers, for tests and for docs/fp8.md."""
+"""A model in torch of how Hopper's tensor cores sum products of e4m3 numbers, for tests and docs/kernels/fp8.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def e4m3_matmul(a: Tensor, b: Tensor, sum_length: int | None = None) -> Tensor:
 
     Returns: (rows, columns) float64.
 
-    Source: MMA-Sim, arXiv:2511.10909, which found the rule by experiments; an H200 agrees to 4 digits (docs/fp8.md).
+    Source: MMA-Sim, arXiv:2511.10909, which found the rule by experiments. An H200 agrees to 4 digits
+    (docs/kernels/fp8.md).
     """
     a, b = a.double(), b.double()
     n = a.shape[1]
