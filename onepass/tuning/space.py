@@ -34,10 +34,9 @@ class Space(NamedTuple):
     choices: Mapping[str, Values]
 
 
-# Every field and value here has been seen to pay somewhere (docs/kernels/forward_sm90.md,
-# docs/kernels/backward_sm90.md, docs/kernels/sm80.md). A field that the exact number of heads decides, not its power of
-# two, stays with the heuristics
-# (private_dq), and so does one that they need for the head dim (by_gradient).
+# Every field and value here has been seen to pay somewhere (docs/kernels/, docs/lab/). A field that the exact number of
+# heads decides, not its power of two, stays with the heuristics (private_dq), and so does one that they need for the
+# head dim (by_gradient).
 BOTH = (False, True)
 SPACES = {
     ("fwd", "sm90"): Space(

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from ..quantization.codec import E4M3
 from . import layout_hints
 from .scalars import check_int
 
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 QUANTIZABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-E4M3 = torch.float8_e4m3fn
 DENSE_DIMS = "(batch, seqlen, num_heads, head_dim)"
 PACKED_DIMS = "(total_tokens, num_heads, head_dim)"
 LARGEST_TENSOR = 2**56  # elements; 64 bits still count their bytes

@@ -19,7 +19,7 @@ pytestmark = [
 
 NAN, INF = float("nan"), float("inf")
 INT32 = torch.int32
-BLOCK = launch.BLOCK
+BLOCK = launch.SCALE_BLOCK
 EXACT_TO, RELATIVE, OF_LARGEST = 2.0**-17, 2.0**-22, 2.0**-39
 
 

@@ -84,7 +84,7 @@ def run_keys_last(kernel: launch.LayoutKernel, v: torch.Tensor, target: torch.Te
     address = parameters.known_but_last(target)
     if cu_seqlens is not None:
         parameters.tensor(cu_seqlens)
-    grid = v.shape[-2], target.shape[-1] // launch.BLOCK, 1 if kernel.is_packed else v.shape[0]
+    grid = v.shape[-2], target.shape[-1] // launch.SCALE_BLOCK, 1 if kernel.is_packed else v.shape[0]
     threads = launch.default_threads(kernel.head_dim_v)
     ptx_interpreter.run(program(kernel), parameters.values, parameters.memory, grid, threads, 1 << 15)
     target.copy_(parameters.result(address, target))

@@ -89,7 +89,7 @@ def _candidates(problem: AttentionProblem) -> Iterator[ForwardConfigSm80]:
     packs = group <= ROWS_PER_MMA * along_rows[0].num_warps
     rows = max(1, problem.seqlen_q) * (group if packs else 1)
     if problem.is_packed:
-        rows = MANY_ROWS
+        rows = PACKED_ROWS
     tile_m = ROWS_PER_MMA * ceil_div(rows, ROWS_PER_MMA)
     # registers hold twice 16 rows of O up to 128 columns, or once 16 rows and Q up to 192
     if tile_m == ROWS_PER_MMA or (tile_m == 2 * ROWS_PER_MMA and widest <= 128 and not is_float32):
@@ -127,7 +127,7 @@ DECODE_SM90 = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (64, 2), 256: (64
 MAX_STAGES = 6
 # Only the device knows how many packed queries a sequence has: they are taken for many, whatever the total, so that
 # the bits of one sequence do not depend on the others.
-MANY_ROWS = 2**16
+PACKED_ROWS = 2**16
 # With 1 instead a chunk of 2048 with 63 tokens takes 979 us for 816, with 3 at head_dim 64 621 for 568
 # (h200-decode-packed-steps.json).
 PACKED_WARPGROUPS = 2

@@ -25,6 +25,7 @@ from ..config import (
     head_dim_tile,
 )
 
+# The largest score of a row may grow by this much (in powers of two) before O is rescaled.
 LAZY = 8.0
 # Q in shared memory leaves registers for twice 16 rows a warp, and a fragment of K or V serves both
 FORWARD = {

@@ -18,7 +18,7 @@ from ..config import (
     head_dim_tile,
     value_columns,
 )
-from .sm80 import has_descending_turns
+from .sm80 import LAZY, NUM_SMS, has_descending_turns
 
 LONG = 2**62
 
@@ -45,8 +45,6 @@ class Row(NamedTuple):
     others: dict[str, dict[int, int]] | None = None
 
 
-# The largest score of a row may grow by this much (in powers of two) before O is rescaled.
-LAZY = 8.0
 # With normal data at 512, 2048 and 16384 keys, 2, 2 and 1.5 percent of a warp's steps rescale (with 0.8: 90, 52, 13);
 # the error of Table 3 is the same (docs/kernels/fp8.md). This was simulated.
 LAZY_FP8 = 2.8
@@ -404,7 +402,6 @@ def backward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Backw
     return replace(config, descending_turns=has_descending_turns(problem, config.tile_m, config.tile_n))
 
 
-NUM_SMS = 132
 PRIVATE_BYTES = 20 * 2**20, 36 * 2**20  # full, causal
 PRIVATE_SEQLEN = 512
 PRIVATE_SEQLEN_IN_ORDER = 1024  # deterministic and causal

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from ...geometry.integers import ceil_div
 from ...problem import AttentionProblem
+from ...quantization.codec import SCALE_BLOCK
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
 from ..config import HOPPER, head_dim_tile, value_columns
 from .arguments import Float32HalvesArguments, fake_tensor
-
-BLOCK = 64  # rows of a scale
 
 
 class Kernel(NamedTuple):
@@ -70,7 +69,7 @@ def _split(x: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None, is_v: b
     # the rows of a head side by side: a tile is one piece of memory
     target = x.new_empty(*x.shape[:-3], num_heads, seqlen, columns, dtype=torch.float16).transpose(-2, -3)
     batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    blocks = seqlen // BLOCK + batch if is_packed else ceil_div(seqlen, BLOCK)
+    blocks = seqlen // SCALE_BLOCK + batch if is_packed else ceil_div(seqlen, SCALE_BLOCK)
     scale = x.new_empty(*x.shape[:-3], num_heads, blocks, dtype=torch.float32)
     kernel_of(Kernel(head_dim, is_v, is_packed, seqused is not None))(
         *Float32HalvesArguments(

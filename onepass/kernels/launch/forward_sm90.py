@@ -14,6 +14,7 @@ from ...geometry import tile_scheduler
 from ...geometry.integers import ceil_div
 from ...problem import AttentionInputs, AttentionProblem, Descales, Quantization, QuantizedInputs
 from ...problem.outputs import empty_outputs, outputs_without_keys
+from ...quantization.codec import SCALE_BLOCK
 from ...quantization.layout import keys_last_in_torch
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
@@ -34,7 +35,6 @@ from .arguments import (
 
 ARCH = HOPPER
 MAX_HEAD_DIM = 256
-SCALE_BLOCK = 64  # keys, see blocks/softmax/scaled.py
 ANY_ROWS = 2**30  # rows of a block that holds all rows
 
 
@@ -186,7 +186,7 @@ class Launch:
         columns = v.shape[-1] // len(halves.v)
         for i, (v_halves, v_scale) in enumerate(halves.v):
             block = slice(i * columns, (i + 1) * columns)
-            scales = KernelScales(halves.q[1], halves.k[1], v_scale, float32_halves.BLOCK)
+            scales = KernelScales(halves.q[1], halves.k[1], v_scale, SCALE_BLOCK)
             sources = q, k, v[..., block]
             self.attend(inputs, out[..., block], lse, halves.q[0], halves.k[0], v_halves, scales, sources)
 

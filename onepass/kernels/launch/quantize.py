@@ -15,15 +15,15 @@ from ...geometry.integers import ceil_div
 from ...problem import V_KEYS, AttentionInputs, AttentionProblem, Descales
 from ...problem.outputs import empty_as
 from ...quantization import codec, rotation
+from ...quantization.codec import SCALE_BLOCK
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
 from ..config.arch import arch_of
 from .arguments import KeysLastArguments, QuantizeArguments, aligned, element_type, fake_tensor
 
-BLOCK = 64
 MAX_HEAD_DIM = 256
 MAX_GRID = 65535  # CUDA limits the second and third dimension of a grid
-assert BLOCK == codec.Q_BLOCK == codec.KV_BLOCK == V_KEYS
+assert SCALE_BLOCK == V_KEYS
 
 
 class Kernel(NamedTuple):
@@ -75,7 +75,7 @@ def unsupported_layout(v: Tensor, cu_seqlens_k: Tensor | None) -> str | None:
     """Why the kernel of `keys_last` does not lay v out; None if it does."""
     reason = _unsupported_sizes("v", v, cu_seqlens_k)
     batch = v.shape[0] if cu_seqlens_k is None else cu_seqlens_k.shape[0] - 1
-    if reason is None and max(batch, v.shape[-3] // BLOCK + batch) > MAX_GRID:
+    if reason is None and max(batch, v.shape[-3] // SCALE_BLOCK + batch) > MAX_GRID:
         return f"v: expected at most {MAX_GRID} batch entries and blocks of rows, got shape {tuple(v.shape)}"
     return reason
 
@@ -173,13 +173,13 @@ def prepare(
     shapes, begins = [], 0
     for num_heads, length in zip(heads, (problem.seqlen_q, problem.seqlen_k, problem.seqlen_k), strict=True):
         if problem.is_packed:
-            shape: tuple[int, ...] = num_heads, length // BLOCK + problem.batch
+            shape: tuple[int, ...] = num_heads, length // SCALE_BLOCK + problem.batch
         else:
-            shape = problem.batch, num_heads, ceil_div(length, BLOCK)
+            shape = problem.batch, num_heads, ceil_div(length, SCALE_BLOCK)
         shapes.append((shape, _contiguous(shape), begins))
         begins += math.prod(shape)
     *leading, blocks = shapes[2][0]
-    v_shape = (*leading, problem.head_dim_v, blocks * BLOCK)
+    v_shape = (*leading, problem.head_dim_v, blocks * SCALE_BLOCK)
     return Launch(
         kernel_of(kernel, arch_of(device)),
         None if seed is None else sign_words(problem.head_dim, seed),
@@ -209,10 +209,10 @@ def keys_last(v: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:
     v = _readable(v)
     if cu_seqlens_k is None:
         batch, seqlen_k, heads, head_dim_v = v.shape
-        shape: tuple[int, ...] = batch, heads, head_dim_v, ceil_div(seqlen_k, BLOCK) * BLOCK
+        shape: tuple[int, ...] = batch, heads, head_dim_v, ceil_div(seqlen_k, SCALE_BLOCK) * SCALE_BLOCK
     else:
         total, heads, head_dim_v = v.shape
-        shape = heads, head_dim_v, (total // BLOCK + cu_seqlens_k.shape[0] - 1) * BLOCK
+        shape = heads, head_dim_v, (total // SCALE_BLOCK + cu_seqlens_k.shape[0] - 1) * SCALE_BLOCK
     stored = v.new_empty(shape)
     kernel = LayoutKernel(head_dim_v, cu_seqlens_k is not None)
     cu_seqlens = None if cu_seqlens_k is None else cu_seqlens_k.contiguous()
