@@ -6,5 +6,6 @@ timing.py    interleaved timing on CPU and CUDA            memory.py   peak extr
 machine.py   the header: device, clocks, versions, commit  rows.py     the rows of a results file, and the file
 run.py       case sets, measured into one JSON file        decode.py   steps of decoding
 ablation.py  what each choice of a kernel is worth         plot.py     the JSON file as bar charts
+chart.py     the pictures of README and docs/performance.md
 suites/      the kernels beside their peers on a GPU, each a command of its own
 """
