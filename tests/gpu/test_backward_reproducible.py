@@ -71,7 +71,7 @@ class Backward:
 
 
 def assert_same_bits_every_time(backward, expected):
-    """Repeat a backward under memory load. Bits are compared on the device and read rarely, so that runs do not pause."""
+    """Repeat a backward under memory load. Bits are compared on the device and read rarely, so runs do not pause."""
     different = {name: torch.zeros((), dtype=torch.int64, device=DEVICE) for name in expected}
     with memory_load() as push:
         for i in range(REPEATS):
@@ -160,7 +160,7 @@ def test_same_bits_on_four_streams_at_once(case):
 @only_on_gpu
 @cases([CASES[1], CASES[8], GRAPH_CASES[3]])
 def test_side_stream(case):
-    """The backward runs on the current stream, after the kernels that make its inputs and before readers of gradients."""
+    """The backward runs on the current stream, after the kernels that make its inputs and before its readers."""
     call = case.call()
     loss = loss_of(call)
     expected = gradients(call, loss, deterministic=True)

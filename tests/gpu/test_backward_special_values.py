@@ -52,8 +52,11 @@ def touched(call, name, position=POSITION):
 
 
 def assert_reach(clean, dirty, reach, must_say_so):
-    """Assert that only gradients under `reach` depend on the value. `clean` and `dirty` are pairs of a call and its loss,
-    without the value and with it."""
+    """Assert that only the gradients under `reach` depend on the value.
+
+    Args:
+        clean, dirty: a call and its loss, without the value and with it.
+    """
     actual = hard_gradients(*dirty)
     misses = expected_gradients(*clean).misses(actual, {n: ~t for n, t in reach.items()})
     assert not misses, misses

@@ -21,7 +21,7 @@ APPENDING = [
     DecodeCase((100, 7), 40, (8, 2), (128, 128), 16, seqlen_new=40),
     DecodeCase((100, 7), 1, (8, 2), (64, 64), seqlen_new=2, rotary=True, options=(("num_splits", 3),)),
 ]
-needs_hopper_kernels = pytest.mark.skipif(BACKEND != "sm90", reason="a Hopper GPU and its kernels")
+needs_hopper_kernels = pytest.mark.skipif(BACKEND != "sm90", reason="needs a Hopper GPU and its kernels")
 
 
 def is_read_by_tma(dtype, head_dims, page_size):
@@ -153,7 +153,7 @@ def test_graph_of_a_growing_cache_without_synchronisation(heads):
 @pytest.mark.parametrize("saved", ["k_cache", "v_cache"])
 @pytest.mark.parametrize("case", APPENDING, ids=str)
 def test_a_graph_that_saved_a_cache_is_refused_after_new_keys(case, saved):
-    """The first call goes through the operator and the second takes the fast path; torch does not see a kernel's writes."""
+    """A first call uses the operator and a repeated one the fast path; torch does not see a kernel's writes."""
     arguments = case.arguments()
     for _ in range(2):
         # e4m3 has no differentiable product, but a view of its bytes shares its version counter

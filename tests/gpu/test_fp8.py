@@ -270,7 +270,7 @@ def test_packed_sequences(head_dim, granularity, keys_last):
 
 
 def test_scales_that_differ_much():
-    """Descales of V are folded into the exponent, so they may differ much from block to block, and so may the scores."""
+    """Descales of V are folded into the exponent, so they may differ much between blocks, and so may the scores."""
     q, k, v = make(200, 640, 128, 128)
     for i in range(10):
         block = slice(64 * i, 64 * i + 64)
@@ -336,8 +336,8 @@ def test_equal_values_are_returned_exactly(head_dim, keys, keys_last):
 
 @SUMS
 def test_values_with_a_mean_keep_it(head_dim, keys):
-    """With scores of N(0, 1) and V of mean 1, out keeps that mean. Rounding P takes about 0.1 percent of out; a single sum
-    would take 18 percent at 16384 keys."""
+    """With scores of N(0, 1) and V of mean 1, out keeps that mean. Rounding P takes about 0.1 percent of out; a single
+    sum would take 18 percent at 16384 keys."""
     q, k, v = long_call(head_dim, keys)
     quantized = onepass.quantize_fp8(q, k, v + 1)
     out = onepass.attention(quantized, backend=BACKEND).double()

@@ -135,7 +135,7 @@ def test_two_calls_in_one_graph(case):
 @only_on_gpu
 @cases([GRAPH_CASES[0], GRAPH_CASES[1], case((300, 0, 50), (30, 7, 500), heads=(4, 2), head_dim=128)])
 def test_side_stream(case):
-    """The kernel runs on the current stream, after the kernels that make its inputs and before readers of its output."""
+    """The kernel runs on the current stream, after the kernels that make its inputs and before its readers."""
     call = case.call()
     expected = [t.clone() for t in run_as_user(call)]
     stream = torch.cuda.Stream()

@@ -155,7 +155,7 @@ def test_no_work_at_all(case):
 
 @cases([case((70, 0, 130), (90, 20, 140), heads=(4, 2), head_dim=128, causal=True)])
 def test_strides(case):
-    """Packed tensors may be slices of one qkv projection, have heads outside of tokens, or rows that TMA cannot read."""
+    """Tensors may be slices of one qkv projection, have heads outside of tokens, or have rows that TMA cannot read."""
     call = case.call()
     q, k, v = call.tensors.values()
     qkv = torch.full((250, 8, 136), float("nan"), device=DEVICE, dtype=BF16)

@@ -69,8 +69,8 @@ def test_head_dims(head_dims, dtype):
 
 
 def test_many_heads_and_strides():
-    """Results are right for heads outside of rows, for slices of one tensor, and for an address that is not a multiple of
-    16 bytes, with a rotation by other signs."""
+    """Results are right for heads outside of rows and rotation by other signs, for slices of one tensor, and for an
+    address that is not a multiple of 16 bytes."""
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in make(heads=(32, 8)))
     check(q, k, v, seed=2**63)
     check(*randn(2, 200, 3, 4, 128).unbind(2))

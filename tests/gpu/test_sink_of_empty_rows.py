@@ -128,7 +128,7 @@ def test_packed_gradients(case):
     for options in ({}, {"causal": True})
 )
 def test_many_packed_gradients(case, deterministic):
-    """A fifth of the sequences has no queries and a quarter no keys. The loss depends on out and lse, or on lse alone."""
+    """A fifth of the sequences has no queries, a quarter no keys. The loss depends on out and lse, or on lse alone."""
     call = case.call()
     for of in ("both", "lse"):
         check_gradients(call, of, deterministic=deterministic)
@@ -183,7 +183,7 @@ def test_gradients_of_out_of_rows_without_keys_go_nowhere(case, value):
     ]
 )
 def test_gradients_empty_lses_that_are_no_numbers(case, value):
-    """A sink of -inf acts as no sink, +inf makes out 0, and NaN gives NaN; bits of all other heads stay as they were."""
+    """A sink of -inf acts as no sink, +inf makes out 0, and NaN gives NaN. The bits of other heads do not change."""
     call = case.call()
     loss = loss_of(call)
     out, lse = call.run()

@@ -59,7 +59,7 @@ def allowed_tf32(request):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_float32_is_true_float32_whatever_torch_may_do(allowed_tf32, dtype):
-    """Results are those of true float32. The oracle is computed on the CPU in float64, where the settings have no effect."""
+    """The tiled backend uses true float32. The oracle is computed on the CPU in float64, which no setting affects."""
     generator = torch.Generator().manual_seed(1)
     shapes = (2, 130, 4, 64), (2, 190, 2, 64), (2, 190, 2, 48)
     q, k, v = (torch.randn(s, generator=generator).to(dtype) for s in shapes)

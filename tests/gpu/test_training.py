@@ -89,7 +89,7 @@ def train(attention):
 
 
 def distance(a, b):
-    """The largest difference of losses, and that of norms of gradients over all steps, which Adam hides from the losses."""
+    """The largest difference of losses, and that of gradients' norms over all steps, which Adam hides from losses."""
     return float((a[0] - b[0]).abs().max()), float(((a[1] - b[1]).abs().sum(0) / b[1].sum(0)).max())
 
 

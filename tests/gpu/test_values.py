@@ -190,7 +190,7 @@ def test_gradients_with_the_tiled_backward(case):
 
 FLOAT64 = "dtype: expected bfloat16, float16 or float32, got float64"
 NO_POSITIVE_SCALE = "softmax_scale: expected a number above 0"
-REFUSALS = {  # the backend that computes it
+REFUSALS = {  # shape, dtype, options, message, and the backend that computes the call
     "sm90": [
         ((1, 8, 2, 64), torch.float64, {}, FLOAT64, "tiled"),
         ((1, 8, 2, 12), BF16, {}, "head_dim: expected a multiple of 8 up to 256", "sm80"),
