@@ -6,7 +6,7 @@ import onepass
 
 torch.manual_seed(0)
 batch, seqlen, head_dim = 2, 300, 64
-# (batch, seqlen, num_heads, head_dim); 8 query heads share 2 key/value heads, 4 to one
+# (batch, seqlen, num_heads, head_dim); 8 query heads share 2 key/value heads, 4 query heads each
 q = torch.randn(batch, seqlen, 8, head_dim, requires_grad=True)
 k = torch.randn(batch, seqlen, 2, head_dim, requires_grad=True)
 v = torch.randn(batch, seqlen, 2, head_dim, requires_grad=True)
@@ -15,7 +15,7 @@ out = onepass.attention(q, k, v, causal=True)
 loss = out.square().sum()
 gradients = torch.autograd.grad(loss, (q, k, v))
 
-# the same in the textbook form, which keeps all seqlen x seqlen scores in memory
+# attention in its textbook form, which keeps all seqlen x seqlen scores in memory
 q_, k_, v_ = (x.transpose(1, 2) for x in (q, k.repeat_interleave(4, 2), v.repeat_interleave(4, 2)))
 scores = q_ @ k_.mT * head_dim**-0.5
 future = torch.ones(seqlen, seqlen, dtype=torch.bool).triu(1)

@@ -6,10 +6,13 @@ import onepass
 
 torch.manual_seed(0)
 heads, heads_kv, head_dim, page_size = 8, 2, 64, 16
-lengths, queries = (100, 37, 250), (60, 1, 1)  # keys of each sequence, and how many of the last tokens ask now
+lengths, queries = (
+    (100, 37, 250),
+    (60, 1, 1),
+)  # the number of keys of each sequence, and how many of its last tokens are the queries
 pages_each = [-(-n // page_size) for n in lengths]
 
-# every sequence has its pages anywhere in the pool; numbers behind its last one may be anything
+# the pages of a sequence may lie anywhere in the pool; entries behind its last page may have any value
 pool = torch.randperm(sum(pages_each) + 5).int()
 page_table = torch.full((len(lengths), max(pages_each)), -1, dtype=torch.int32)
 for b, pages in enumerate(pool[: sum(pages_each)].split(pages_each)):

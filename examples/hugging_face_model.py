@@ -25,10 +25,10 @@ expected = model(tokens).logits
 
 name = (
     register()
-)  # once per process; the name is then known to every model: from_pretrained(..., attn_implementation=name)
+)  # call this once per process; every model then knows the name: from_pretrained(..., attn_implementation=name)
 model.set_attn_implementation(name)
 output = model(tokens, labels=tokens)
-output.loss.backward()  # training works, too
+output.loss.backward()  # training works as well
 
 torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-5)
 difference = float((output.logits - expected).detach().abs().max())

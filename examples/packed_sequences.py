@@ -7,14 +7,14 @@ import onepass
 torch.manual_seed(0)
 lengths = [5, 200, 33]
 num_heads, head_dim = 4, 32
-sequences = [torch.randn(n, 3, num_heads, head_dim) for n in lengths]  # q, k and v of each
+sequences = [torch.randn(n, 3, num_heads, head_dim) for n in lengths]  # q, k and v of each sequence
 
 packed = torch.cat(sequences)  # (238, 3, num_heads, head_dim)
-# where each sequence starts, and where the last one ends: [0, 5, 205, 238]
+# the start of each sequence and the end of the last one: [0, 5, 205, 238]
 offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 out = onepass.attention_varlen(*packed.unbind(1), cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True)
 
-# each sequence attended to itself only: the same as one call for each
+# each sequence attends only to itself, which equals one call per sequence
 for i, sequence in enumerate(sequences):
     alone = onepass.attention(*sequence[None].unbind(2), causal=True)[0]
     torch.testing.assert_close(out[offsets[i] : offsets[i + 1]], alone)

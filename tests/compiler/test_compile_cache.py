@@ -1,6 +1,6 @@
-"""The disk cache of compiled kernels: processes side by side, killed ones, broken and foreign files.
+"""The disk cache of compiled kernels: concurrent processes, killed processes, broken and foreign files.
 
-What compiles and what loads is replaced, so that this runs without the kernel compiler; the last test has both.
+Compiling and loading are replaced, so that these tests run without the kernel compiler. Only the last test uses it.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ from onepass.kernels.config import ForwardConfigSm90
 from onepass.kernels.heuristics import tuned
 
 KEY = ((("head_dim", 64), ("has_sinks", False), ("causal", True)),)
-# children see what the test has replaced, and start at once
+# forked children see the replacements of the test, and start at once
 processes = multiprocessing.get_context("fork")
 
 
 class Compiled:
-    """Stands for the compiler's object: its code is the key's repr."""
+    """A stand-in for the compiler's object, whose code is the key's repr."""
 
     def __init__(self, code: bytes):
         self.code = code
@@ -75,7 +75,7 @@ def compiles(directory: Path) -> int:
 
 
 def get(key=KEY, trace=lambda: b"code", name="forward", arch="sm_90a", afresh=True):
-    """What the kernel of this key does, as in a process that has just started."""
+    """Return the result of the kernel of this key, got as in a process that has just started."""
     if afresh:
         compile._kernels.clear()
     return compile.get(name, key, arch, trace)()
@@ -94,7 +94,7 @@ def start(function, *arguments):
 def wait_until(condition, seconds=20.0):
     ended = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < ended, "waited in vain"
+        assert time.monotonic() < ended, "timed out"
         time.sleep(0.005)
 
 
@@ -132,17 +132,17 @@ def test_the_entry_says_what_it_is(directory):
 def test_summaries():
     config = ForwardConfigSm90(tile_n=96, num_warpgroups=3, pingpong=False)
     assert compile.summary((KEY[0], config)) == "head_dim=64 causal; tile_n=96 num_warpgroups=3 pingpong=False"
-    assert compile.summary(("split", (1, 2), None)) == "split; (1, 2); None"  # any key has one
+    assert compile.summary(("split", (1, 2), None)) == "split; (1, 2); None"  # an arbitrary key
 
 
-# ---------------------------------------------------------------- side by side, and killed
+# ---------------------------------------------------------------- concurrent and killed processes
 
 
 def test_two_processes_compile_a_key_once(directory, tmp_path):
     both = processes.Barrier(2)
 
     def slow():
-        time.sleep(0.5)  # the other one is there long before this ends
+        time.sleep(0.5)  # the other process starts long before this ends
         return b"code"
 
     def run(number):
@@ -236,10 +236,10 @@ def test_a_lock_that_was_cleared_away_locks_nobody_out_and_nobody_in(tmp_path):
     with disk_cache.exclusive(lock):
         first = threading.Thread(target=build)
         first.start()
-        time.sleep(0.1)  # it has opened the file by now, and waits
+        time.sleep(0.1)  # by now, the thread has opened the file and waits
         lock.unlink()
         second = threading.Thread(target=build)
-        second.start()  # on a new file, which it gets at once
+        second.start()  # it locks a new file, which it gets at once
         assert entered.acquire(timeout=20)
     for thread in (first, second):
         thread.join(20)
@@ -248,7 +248,7 @@ def test_a_lock_that_was_cleared_away_locks_nobody_out_and_nobody_in(tmp_path):
 
 
 class Building:
-    """A thread of this process that compiles (waits for `finish`, that is) while it holds all locks."""
+    """A thread of this process that holds all locks and compiles, which here means to wait for `finish`."""
 
     def __init__(self, name: str):
         self.reached, self.finish = threading.Event(), threading.Event()
@@ -270,7 +270,7 @@ class Building:
 
 
 def in_forked_child(function) -> int | None:
-    """The status that a child process ends with: 0 if function() is true there; None if it does not end."""
+    """The exit status of a child process: 0 if function() is true there, and None if the child does not end."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -303,7 +303,7 @@ def test_a_finished_kernel_is_found_while_another_is_compiled(directory):
 
 @pytest.mark.parametrize("name", ["finished", "on disk", "new"])
 def test_a_child_forked_while_a_thread_compiles(directory, name):
-    """Its first call does not wait for a thread that it has not."""
+    """The child's first call does not wait for a thread that exists only in its parent."""
     get(name="on disk")
     get(name="finished", afresh=False)
     with Building("slow"):
@@ -315,7 +315,7 @@ def test_a_child_forked_while_a_thread_compiles(directory, name):
 
 
 def test_a_child_waits_for_what_its_parent_compiles(directory):
-    """And loads it, compiled once."""
+    """The child waits for its parent and loads the kernel, which is compiled once."""
     with Building("slow") as building:
         threading.Timer(0.5, building.finish.set).start()
         assert in_forked_child(lambda: get(trace=None, name="slow", afresh=False) == b"by the thread") == 0
@@ -323,14 +323,14 @@ def test_a_child_waits_for_what_its_parent_compiles(directory):
 
 
 def test_a_child_builds_what_its_dead_parent_compiled(directory):
-    """The lock of the build dies with the parent, although the child has inherited the open file."""
+    """The lock of the build ends with the parent, although the child has inherited the open file."""
 
     def parent():
         with Building("slow"):
             pid = os.fork()
             if pid:
-                os._exit(0)  # and the thread with it
-            signal.alarm(30)  # nobody waits for it if it hangs
+                os._exit(0)  # this ends the thread too
+            signal.alarm(30)  # ends this child if it hangs, since no process waits for it
             (directory / "child").write_bytes(get(trace=lambda: b"by the child", name="slow", afresh=False))
             os._exit(0)
 
@@ -373,7 +373,7 @@ def binary_json(o: Path, about: Path):
 
 
 def another_entry(o: Path, about: Path):
-    """Both files of another key under this name: they agree with each other."""
+    """Put both files of another key under this name; they agree with each other."""
     get(trace=lambda: b"other code", name="other")
     (other,) = (path for path in files(o.parent, ".o") if path != o)
     other.rename(o)
@@ -445,11 +445,11 @@ def test_nothing_is_unpickled(directory, tmp_path):
         get()
     assert not (tmp_path / "exploded").exists()
     assert get(trace=None) == b"code"
-    pickle.loads(bomb)  # it would have shown
+    pickle.loads(bomb)  # proves that loading the bomb is noticed
     assert (tmp_path / "exploded").exists()
 
 
-# ---------------------------------------------------------------- whose directory
+# ---------------------------------------------------------------- owner and mode of the directory
 
 
 def test_the_directory_is_made_private(directory):
@@ -466,10 +466,10 @@ def test_the_directory_is_made_private(directory):
 
 @pytest.mark.parametrize("mode", [0o700, 0o711, 0o755, 0o500])
 def test_a_directory_that_was_there_keeps_its_mode(directory, mode):
-    """It may serve other ends, too. Others may look into it."""
+    """A directory that exists may serve other purposes too, and other users may read it."""
     directory.mkdir()
     directory.chmod(mode)
-    if mode & 0o200 or os.getuid() == 0:  # root writes anywhere
+    if mode & 0o200 or os.getuid() == 0:  # root may write anywhere
         assert get() == b"code"
         assert get(trace=None) == b"code"
     else:
@@ -479,7 +479,7 @@ def test_a_directory_that_was_there_keeps_its_mode(directory, mode):
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o722, 0o1777, 0o2775], ids=oct)
 def test_a_directory_that_others_may_write_to_is_refused_and_keeps_its_mode(directory, mode):
-    """Such as root's /tmp."""
+    """A directory such as root's /tmp is refused."""
     directory.mkdir()
     directory.chmod(mode)
     refused(directory, f"only this user may write to, got mode {mode:04o}")
@@ -490,7 +490,7 @@ def test_a_directory_that_others_may_write_to_is_refused_and_keeps_its_mode(dire
 
 
 def refused(directory, match):
-    """A warning, the kernel all the same, and no file written."""
+    """Assert that a call warns, has its kernel all the same, and writes no file."""
     before = files(directory) if directory.is_dir() else None
     with pytest.warns(RuntimeWarning, match=match):
         assert get() == b"in process: code"
@@ -608,7 +608,7 @@ print(type(compile.get("forward", (problem.static(), config), launch.ARCH, trace
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
 def test_with_the_compiler(tmp_path):
-    """Killed while it compiles; then two at once; then a broken object."""
+    """The cache works with the compiler: a process killed while it compiles, two at once, and a broken object."""
     directory, log, go = tmp_path / "cache", tmp_path / "log", tmp_path / "go"
     root = str(Path(disk_cache.__file__).parents[3])
     environment = {**os.environ, "ONEPASS_CACHE_DIR": str(directory), "PYTHONPATH": root, "CUTE_DSL_ARCH": "sm_90a"}
@@ -623,7 +623,7 @@ def test_with_the_compiler(tmp_path):
         assert process.returncode == 0, error
         assert "Function" in out
 
-    # a process of its own, so that only this one goes; the other two are ready before it is killed
+    # the first one is a process of its own, so that only it is killed; the other two are ready before
     go.touch()
     killed = begin(0)
     wait_until(log.exists, 60)
@@ -640,7 +640,7 @@ def test_with_the_compiler(tmp_path):
     go.touch()
     for process in pair:
         finish(process)
-    assert log.read_text().splitlines() == ["compile"] * 2  # that of the killed one, and one of the pair's
+    assert log.read_text().splitlines() == ["compile"] * 2  # the compile of the killed process, and one by the pair
     (entry,) = disk_cache.entries(directory)
     assert entry.problem == ""
     assert entry.about["compile_s"] > 0

@@ -22,7 +22,7 @@ def file_of(name: str) -> Path | None:
     """The file in which Python itself finds a module; None if there is none."""
     try:
         spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError:  # its parent is no package
+    except ModuleNotFoundError:  # the parent of the name is not a package
         return None
     return None if spec is None else Path(spec.origin).resolve()
 
@@ -45,7 +45,7 @@ def imports_of(path: Path) -> set[Path]:
 
 
 def test_what_a_kernel_imports_is_in_the_digest():
-    """Imports are followed through all modules; what looks like an import in a string may be covered, too."""
+    """Imports are followed through all modules; text in a string that looks like an import may be covered as well."""
     covered = set(sources.of_kernels(PACKAGE))
     kernels = set((PACKAGE / "kernels").rglob("*.py"))
     assert kernels <= covered
@@ -69,7 +69,7 @@ def test_what_a_kernel_imports_is_in_the_digest():
 
 @pytest.fixture
 def copied(tmp_path, monkeypatch):
-    """A copy of this package's sources, which the digest is made of."""
+    """A copy of this package's sources, from which the digest is computed."""
     package = tmp_path / "onepass"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(compile, "__file__", str(package / "kernels" / "compiler" / "compile.py"))

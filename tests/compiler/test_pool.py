@@ -1,4 +1,4 @@
-"""The pool of compilers: each kernel compiles by itself, in processes that nobody has to wait for."""
+"""The pool of compilers: each kernel compiles by itself, in processes that no caller has to wait for."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ def _cache(monkeypatch):
 
 
 class Crew:
-    """Makes workers that refuse odd keys, die of key 5 and take their time for key 6."""
+    """Make workers that refuse odd keys, die of key 5 and are slow with key 6."""
 
     def __init__(self):
         self.compiled, self.closed = [], 0
@@ -85,7 +85,7 @@ def test_ctrl_c_waits_for_nobody():
 
 
 def test_in_the_background():
-    """The failures are there after the body, and what is not done by then is dropped."""
+    """Failures are available after the body, and requests that are not done by then are dropped."""
     crew = Crew()
     with compiling_in_background(REQUESTS, 1, crew) as failed:
         assert crew.has_begun_6.wait(10)
@@ -108,7 +108,7 @@ def test_nothing_to_do_in_the_background():
 
 
 class Deadly:
-    """Ends the process that unpickles it."""
+    """An object that ends the process that unpickles it."""
 
     def __init__(self, *words):
         self.words = words
@@ -119,7 +119,7 @@ class Deadly:
 
 
 def test_a_process():
-    """A request that it cannot do, one that it dies of, one after that, and one that it dies of with a word."""
+    """A worker gets an impossible request, a fatal one, another after it, and one that is fatal with a message."""
     worker = WorkerProcess()
     try:
         impossible = ("forward", ("key",), "sm_90a", None)

@@ -1,4 +1,4 @@
-"""`onepass.warmup`: which kernels it takes calls to need, and what it refuses (its compiler only takes notes)."""
+"""`onepass.warmup`: the kernels that it compiles for a call, and what it refuses. The compiler is a recorder."""
 
 import threading
 
@@ -12,7 +12,7 @@ from onepass.kernels.compiler import compile, pool
 from onepass.kernels.config import BackwardConfigSm90
 from onepass.kernels.heuristics import chooser
 from onepass.kernels.heuristics import sm90 as heuristics
-from onepass.kernels.launch import float32_halves as parts_launch
+from onepass.kernels.launch import float32_halves as halves_launch
 from onepass.problem import AttentionProblem, Mask
 
 CALL = {"q": (2, 4096, 32, 128), "k": (2, 4096, 8, 128), "v": (2, 4096, 8, 128), "dtype": torch.bfloat16}
@@ -22,7 +22,7 @@ PROBLEM = AttentionProblem(torch.bfloat16, "cuda", 2, 4096, 4096, 32, 8, 128, 12
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The kernels that were asked for, as (name, key, arch), in a process with a compiler."""
+    """A list of the requested kernels, as (name, key, arch), in a process with a compiler."""
     asked = []
 
     def get(name, key, arch, trace):
@@ -89,7 +89,7 @@ def test_a_gradient_of_lse_needs_lse(compiled):
 
     assert preprocesses(CALL) == preprocesses(CALL | {"return_lse": False}) == [False]
     assert preprocesses(CALL | {"return_lse": True}) == [False, True]
-    assert preprocesses(PROBLEM) == [False, True]  # which does not say
+    assert preprocesses(PROBLEM) == [False, True]  # a problem does not say whether lse is returned
     assert len(compiled) == 5
 
 
@@ -101,23 +101,23 @@ def test_a_backward_without_postprocess(compiled, monkeypatch):
     assert [kernel.config for kernel in made[1:]] == [config, config]
 
 
-PARTS = "split_rows"
+HALVES = "split_rows"
 
 
 def test_float32_on_hopper_needs_kernels_for_its_parts(compiled):
-    """q and k share a kernel, unless k has seqused_k; and every kernel that a call needs is there."""
+    """All kernels that a call needs are compiled; q and k share one, unless the call has seqused_k."""
     float32 = CALL | {"dtype": torch.float32}
     calls = [float32, float32 | {"causal": True}, float32 | {"v": (2, 4096, 8, 64), "seqused_k": (2,)}]
     made = onepass.warmup(calls, backend="sm90", workers=1)
-    assert [kernel.name for kernel in made] == ["forward", PARTS, PARTS, "forward", "forward", PARTS, PARTS]
-    assert {kernel.config for kernel in made if kernel.name == PARTS} == {None}
+    assert [kernel.name for kernel in made] == ["forward", HALVES, HALVES, "forward", "forward", HALVES, HALVES]
+    assert {kernel.config for kernel in made if kernel.name == HALVES} == {None}
     assert all((kernel.backend, kernel.problem.dtype) == ("sm90", torch.float32) for kernel in made)
-    parts_launch.kernel_of.cache_clear()
+    halves_launch.kernel_of.cache_clear()
     asked = list(compiled)
     q, k, v = (torch.empty(2, 5, 1, d) for d in (128, 128, 64))
-    parts_launch.split(q, k, v, 1, seqused_k=torch.tensor([1, 5], dtype=torch.int32))
-    parts_launch.split(q, k, k, 1)
-    parts_launch.kernel_of.cache_clear()
+    halves_launch.split(q, k, v, 1, seqused_k=torch.tensor([1, 5], dtype=torch.int32))
+    halves_launch.split(q, k, k, 1)
+    halves_launch.kernel_of.cache_clear()
     assert compiled == asked
     gradients = onepass.warmup([float32], backend="sm90", workers=1, gradients=True)[3:]
     assert [kernel.name for kernel in gradients] == ["backward_preprocess", "backward_sm80", "backward_postprocess"]
@@ -133,7 +133,7 @@ def test_a_backward_of_another_backend_needs_no_kernels(compiled):
 
 
 class Colleague:
-    """Stands for a process that compiles; it says that a kernel takes 10 seconds, and why it fails if it does.
+    """A stand-in for a process that compiles. It reports that a kernel takes 10 seconds, or why it fails.
 
     Its first kernel is not done before this process has begun one.
     """
@@ -156,7 +156,7 @@ class Colleague:
 
 @pytest.fixture
 def colleagues(compiled, monkeypatch):
-    """The processes that were started. This one compiles nothing before each of them has begun a kernel."""
+    """A list of the processes that are started. This process compiles nothing before each of them has begun one."""
     made, this_process = [], threading.Event()
 
     def make(failure=None):
@@ -180,7 +180,7 @@ CALLS = [CALL | {"q": (1, 64, 4, d), "k": (1, 64, 4, d), "v": (1, 64, 4, d)} for
 
 
 def test_work_is_shared(colleagues, compiled):
-    """This process is one of the workers, and loads what the others have compiled."""
+    """This process is one of the workers, and loads the kernels that the others have compiled."""
     made = onepass.warmup(CALLS, backend="sm90", workers=2)
     (colleague,) = colleagues
     assert 1 <= len(colleague.names) < 5
@@ -284,7 +284,7 @@ def test_a_missing_compiler_is_named(monkeypatch):
     monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", False)
     with pytest.raises(NotImplementedError, match="the kernel compiler is not installed: pip install 'onepass"):
         onepass.warmup([CALL], backend="sm90")
-    # on a machine whose GPU could run it, not only where it is asked for by name
+    # on a machine whose GPU could run it, and not only if it is requested by name
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, dtype, name in (
         ((9, 0), "float16", "sm90"),

@@ -40,7 +40,7 @@ def test_two_processes_fill_the_cache(tmp_path, monkeypatch):
     ],
 )
 def test_a_backward_finds_its_kernels_in_the_cache(tmp_path, monkeypatch, config):
-    """With a gradient of lse and without."""
+    """A backward finds its kernels in the cache, with a gradient of lse and without."""
     monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile, "_kernels", {})
     monkeypatch.setitem(chooser.BACKWARD, "sm90", chooser.Chooser(BackwardConfigSm90, lambda problem, arch: config))
@@ -53,4 +53,4 @@ def test_a_backward_finds_its_kernels_in_the_cache(tmp_path, monkeypatch, config
     for has_dlse in (False, True):
         for request in backward_launch.compile_requests(made[0].problem, has_dlse, config):
             compile.get(*request)
-    assert len(compile._kernels) == len(made) - 1  # all but the forward
+    assert len(compile._kernels) == len(made) - 1  # all kernels except for the forward

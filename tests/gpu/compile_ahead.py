@@ -1,4 +1,4 @@
-"""Compile the kernels of many calls in parallel, ahead of the tests that would compile them one by one.
+"""Compile the kernels of many calls in parallel, before the tests that would compile them one by one.
 
 This is the one place of the GPU tests that knows how the backends are built.
 """
@@ -47,8 +47,8 @@ def compiled_ahead(
 
     Args:
         forward: calls that need their forward kernels.
-        backward: calls that need the kernels of their backward, too.
-        deterministic: calls that need the kernels of their backward with deterministic=True.
+        backward: calls that need the kernels of their forward and of their backward.
+        deterministic: calls that need the kernels of their forward and of their deterministic backward.
         decoding: calls of attention_decode.
     """
     requests = [request for case in decoding for request in decode_requests(case)]

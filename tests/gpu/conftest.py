@@ -1,4 +1,4 @@
-"""Compile the kernels of all selected cases in parallel, not one in each test."""
+"""Compile the kernels of all selected cases in parallel instead of one by one in the tests."""
 
 import inspect
 import os
@@ -15,7 +15,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """With --first-cases, keep the first case of each test: with ONEPASS_TEST_DEVICE=cpu all of them take seconds."""
+    """With --first-cases, keep the first case of each test, which ONEPASS_TEST_DEVICE=cpu runs in seconds."""
     if config.getoption("--first-cases"):
         first = {}
         for item in items:
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_ahead(request):
-    # dicts, not sets: in the order of the tests
+    # dicts rather than sets, to keep the order of the tests
     calls, decoding = {"forward": {}, "backward": {}, "deterministic": {}}, {}
     for item in request.session.items:
         for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
@@ -33,19 +33,19 @@ def _compiled_ahead(request):
                 calls[kernels_of(item)][value] = None
             elif isinstance(value, (decode_cases.DecodeCase, decode_cases.RandomDecodeCase)):
                 decoding[value] = None
-    # for a few it is not worth starting processes; of several pytest processes one does it
+    # starting processes does not pay for a few kernels; with several pytest processes, the first one compiles for all
     is_first = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
     count = sum(map(len, calls.values())) + len(decoding)
     if not (gpu_cases.ON_GPU and gpu_cases.IS_READY and is_first) or count < 8:
         yield
         return
-    of_cases = {name: [case.call("meta") for case in found] for name, found in calls.items()}
-    with compile_ahead.compiled_ahead(**of_cases, decoding=decoding):
+    calls_by_kind = {name: [case.call("meta") for case in found] for name, found in calls.items()}
+    with compile_ahead.compiled_ahead(**calls_by_kind, decoding=decoding):
         yield
 
 
 def kernels_of(item) -> str:
-    """What a test of attention asks for: "forward", also "backward", or that in its "deterministic" form."""
+    """The last pass whose kernels a test of attention needs: "forward", "backward" or "deterministic" (backward)."""
     if not re.search("backward|gradients|training", item.nodeid):
         return "forward"
     is_deterministic = item.callspec.params.get(

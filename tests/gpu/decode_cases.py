@@ -22,7 +22,11 @@ def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0, devic
 
 
 def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of a call, and its result. The call before it raises where it waits for the device."""
+    """Capture a call in a CUDA graph. The uncaptured call before it raises if it waits for the device.
+
+    Returns:
+        The graph, and the tensors that each replay writes its result to.
+    """
     run()  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -37,11 +41,11 @@ def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """Sequences of some filled lengths; NaN wherever no key lies.
+    """A call over sequences of these filled lengths, with caches that hold NaN wherever no key lies.
 
     Attributes:
-        heads: of q and of the cache.
-        options: of attention_decode; has_sinks among them stands for sinks.
+        heads: the numbers of heads of q and of the cache.
+        options: options of attention_decode; `has_sinks` among them is replaced by a tensor of sinks.
     """
 
     filled: tuple[int, ...]
@@ -61,7 +65,7 @@ class DecodeCase:
         return f"{shape}{pages} {str(self.dtype).removeprefix('torch.')}{more}"
 
     def arguments(self, device: str = DEVICE) -> dict[str, Any]:
-        """Of attention_decode."""
+        """The arguments of attention_decode."""
         batch, room = len(self.filled), -(-(max(self.filled) + self.seqlen_new + 1) // 64) * 64
         room = room if self.page_size is None else -(-room // self.page_size) * self.page_size
         found: dict[str, Any] = dict(self.options)
@@ -96,10 +100,10 @@ class DecodeCase:
 
 @dataclass(frozen=True)
 class E4m3Case(DecodeCase):
-    """The same over caches in e4m3.
+    """A DecodeCase over caches in e4m3.
 
     Attributes:
-        descales: what has one of its own: "none", "tensor", "head", "entry", "block" (of 64 keys) or "page".
+        descales: what each descale covers: "none", "tensor", "head", "entry", "block" (64 keys) or "page".
     """
 
     descales: str = "none"
@@ -118,14 +122,14 @@ class E4m3Case(DecodeCase):
         for i, name in enumerate("kv"):
             found[f"{name}_cache"] = found[f"{name}_cache"].to(E4M3)
             if self.descales != "none":
-                of_name = randn(*shape[self.descales], dtype=torch.float32, seed=40 + i, device=device).exp()
-                found[f"{name}_descale"] = of_name
+                descale = randn(*shape[self.descales], dtype=torch.float32, seed=40 + i, device=device).exp()
+                found[f"{name}_descale"] = descale
         return found
 
 
 @dataclass(frozen=True)
 class RandomDecodeCase:
-    """A call of `onepass.testing.random_decode_call`, up to 700 keys on a GPU."""
+    """A call of `onepass.testing.random_decode_call`, with up to 700 keys on a GPU."""
 
     seed: int
     many_rows: bool = False
@@ -150,25 +154,25 @@ def _options(**options: Any) -> tuple:
     return tuple(options.items())
 
 
-# of windows: keys before a query's own and behind it; with the first, some sequences have rows that see a key
+# windows that lie wholly before a query's own key or behind it; some rows see a key under the first of them
 NEGATIVE = [(None, -2), (-1, None), (300, -100), (-5, 30), (4, -5)]
 CASES = [
-    # each head dim over dense rows and over pages, in one part and in several
+    # each head dim over dense rows and over pages, with one split and with several
     *(DecodeCase(FILLED, head_dims=(d, d), options=_options(num_splits=1)) for d in (32, 64, 96, 128, 192, 256)),
     *(DecodeCase(FILLED, 3, head_dims=(d, d), page_size=16, options=_options(num_splits=7)) for d in (64, 128, 256)),
-    # pages and parts are no part of a kernel: these need few more
+    # kernels depend neither on the page size nor on the number of splits, so these cases need few more kernels
     *(
         DecodeCase(FILLED, head_dims=(128, 128), page_size=n, options=_options(num_splits=2))
         for n in (1, 7, 48, 64, 256)
     ),
     *(DecodeCase(FILLED, head_dims=(128, 128), options=_options(num_splits=n)) for n in (None, 2, 64, 256)),
     *(DecodeCase((70000, 1, 33333), head_dims=(128, 128), page_size=n) for n in (None, 64)),
-    # rows of a tile: 1 to 16, to 32, and more
+    # tiles with 1 to 16 rows, up to 32 rows, and more
     *(
         DecodeCase(FILLED, m, (h, 2), (128, 128), 16)
         for m, h in ((1, 2), (1, 32), (3, 10), (5, 8), (8, 8), (16, 8), (1, 96))
     ),
-    # head dims of their own, some that no wide copy divides
+    # head dims of V that differ from that of Q, some of which allow no wide copies
     *(
         DecodeCase(FILLED, 2, head_dims=dims, page_size=n)
         for dims, n in (((128, 64), 16), ((40, 72), None), ((5, 7), 3))
@@ -188,9 +192,9 @@ CASES = [
     *(DecodeCase(FILLED, 3, page_size=16, options=_options(causal=False, window=w)) for w in NEGATIVE),
     DecodeCase((1000, 130), 2, (8, 1), (128, 128), options=_options(num_splits=1, has_sinks=True, softcap=5.0)),
 ]
-# More than 32 rows of a kv head, or 16 of wide heads: on Hopper the wgmma kernel
+# More than 32 rows of a kv head, or 16 of wide heads: the wgmma kernel runs them on Hopper.
 MANY_ROWS = [
-    # each head dim over dense rows and over pages, in one part and in several; 64 rows are one warpgroup, more are two
+    # each head dim over dense rows and over pages, with one split and with several; one warpgroup for 64 rows, else two
     *(
         DecodeCase(FILLED, m, (8, 1), (d, d), page_size=n, options=_options(num_splits=s))
         for d in (64, 128, 256)
@@ -201,7 +205,7 @@ MANY_ROWS = [
     *(DecodeCase(FILLED, 16, (8, 1), (128, 128), n, options=_options(num_splits=3)) for n in (48, 64, 128, 1024)),
     *(DecodeCase((70000, 1, 33333), 16, (8, 1), (128, 128), n) for n in (None, 64)),
     *(DecodeCase(FILLED, 16, (8, 1), (128, 128), options=_options(num_splits=n)) for n in (None, 64, 256)),
-    # groups that do not divide a tile, several tiles, groups too large to be packed, queries before the first key
+    # groups that do not divide a tile, several tiles, groups too large to pack, and queries before the first key
     *(
         DecodeCase(FILLED, m, (h, 2), (128, 128), n)
         for m, h, n in ((9, 10, 16), (5, 18, None), (16, 40, None), (50, 132, None), (100, 6, 16), (300, 2, 64))

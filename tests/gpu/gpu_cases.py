@@ -1,10 +1,10 @@
-"""What the GPU tests share: where they run, cases as values, calls made harder, and the check.
+"""Shared by the GPU tests: where they run, cases as values, calls made harder, and the check of their results.
 
     python -m pytest -m gpu tests/gpu                               on a Hopper GPU
     ONEPASS_TEST_BACKEND=sm80 python -m pytest -m gpu tests/gpu     the Ampere kernels, on any GPU that has them
     ONEPASS_TEST_DEVICE=cpu python -m pytest -m gpu tests/gpu       the same tests of the tiled backend, smaller
 
-The last line needs no GPU. It is for work on the tests: they can be seen to pass, and to fail when a fault is
+The last command needs no GPU. It is for work on the tests: they can be seen to pass, and to fail when a fault is
 planted.
 """
 
@@ -30,7 +30,7 @@ DEVICE = os.environ.get("ONEPASS_TEST_DEVICE", "cuda")
 ON_GPU = DEVICE == "cuda"
 BACKEND = os.environ.get("ONEPASS_TEST_BACKEND", "sm90") if ON_GPU else "tiled"
 if BACKEND == "sm80":
-    backends.WITH_KERNELS = ("sm80",)  # as on a GPU before Hopper
+    backends.WITH_KERNELS = ("sm80",)  # the choice of a GPU before Hopper
 IS_READY = not ON_GPU or (
     torch.cuda.is_available()
     and (
@@ -75,17 +75,18 @@ def offsets(lengths: Iterable[int]) -> list[int]:
 class GpuCall(Call):
     """A call that is made harder without changing its answer.
 
-    What nobody may look at is NaN while it runs: keys past `seqused_k`, rows past the last packed sequence (beside the
-    fences round every tensor) and all memory that is allocated without values, outputs among it.
+    Everything that no kernel may read is NaN during the call: keys past `seqused_k`, rows past the last packed
+    sequence, the fences around every tensor, and all memory that is allocated without values, outputs included.
     """
 
     def run(self, **extra: Any) -> onepass.AttentionOutput:
-        # autograd refuses tensors that were written after it saved them
+        # autograd refuses a saved tensor that has been written to since
         is_training = any(t.requires_grad for t in self.tensors.values())
-        with rubbish_in(() if is_training else self.unseen()), poisoned_memory():
+        with nan_in(() if is_training else self.unseen()), poisoned_memory():
             return super().run(deterministic=False, **extra)
 
     def unseen(self) -> Iterator[Tensor]:
+        """The slices of q, k and v that the call may not read."""
         q, k, v = self.tensors.values()
         used, starts = self.options.get("seqused_k"), None
         if self.is_packed:
@@ -98,21 +99,21 @@ class GpuCall(Call):
 
 
 @contextlib.contextmanager
-def rubbish_in(parts: Iterable[Tensor]) -> Iterator[None]:
-    """NaN in these parts of tensors for as long as it lasts."""
-    saved = [(part, part.clone()) for part in parts]
-    for part, _ in saved:
-        part.fill_(NAN)
+def nan_in(views: Iterable[Tensor]) -> Iterator[None]:
+    """Fill these views with NaN, and restore their values afterwards."""
+    saved = [(view, view.clone()) for view in views]
+    for view, _ in saved:
+        view.fill_(NAN)
     yield
-    for part, values in saved:
-        part.copy_(values)
+    for view, values in saved:
+        view.copy_(values)
 
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """torch.empty and its kin give NaN (the largest integer): a documented part of torch's deterministic mode."""
+    """Make torch.empty and its kin return NaN (the largest integer), as torch documents for its deterministic mode."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of operators that have no deterministic form
+        warnings.simplefilter("ignore")  # operators without a deterministic form warn
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             yield
@@ -134,7 +135,7 @@ class Case:
     used: tuple[int, ...] | None = None
     slack: int = 0  # rows that belong to no sequence
     sinks: bool = False
-    scale: float = 1.0  # of the values of q
+    scale: float = 1.0  # multiplies the values of q
     options: dict = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
@@ -180,7 +181,7 @@ class Case:
 
 
 def case(seqlen_q, seqlen_k, *, options: dict | None = None, **fields: Any) -> Case:
-    """A Case; keywords that it has no field for are options of the call."""
+    """Make a Case; keywords that it has no field for become options of the call."""
     known = {name: fields.pop(name) for name in list(fields) if name in Case.__dataclass_fields__}
     return Case(seqlen_q, seqlen_k, **known, options={**(options or {}), **fields})
 
@@ -202,32 +203,33 @@ class RandomCase:
 
 
 def cases(values: Iterable[Any], name: str = "case") -> pytest.MarkDecorator:
-    """Parametrize by cases, whose kernels are compiled ahead."""
+    """Parametrize a test by cases, whose kernels are compiled ahead of time."""
     return pytest.mark.parametrize(name, list(values), ids=str)
 
 
 def check(call: Call, gradients: bool = False, with_floor: bool = False) -> None:
-    """The backend under test takes the call, and its results are within their budgets."""
+    """Assert that the backend under test takes the call, and that its results are within their error budgets."""
     assert_taken(call)
     call.check(gradients, with_floor)
 
 
 def assert_taken(call: Call) -> None:
+    """Assert that the call is supported and that the backend under test is chosen for it."""
     support = onepass.supports(**call.tensors, **call.options)
     assert support.ok, f"{call}: {support.reason}"
     assert support.backend == BACKEND, f"{call}: {support.reason}"
 
 
-def plain_run(call: Call) -> onepass.AttentionOutput:
-    """The call as a user makes it: no rubbish, no poison."""
+def run_as_user(call: Call) -> onepass.AttentionOutput:
+    """Run the call as a user does: without NaN in unseen rows and without poisoned memory."""
     return Call(call.tensors, call.options).run()
 
 
 def bits(t: Tensor) -> Tensor:
-    """As integers, so that NaN equals NaN and 0 is not -0."""
+    """View a tensor as integers, so that NaN equals NaN and 0 differs from -0."""
     return t.view({2: torch.int16, 4: torch.int32}[t.element_size()])
 
 
 def same_bits(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
-    """Of out and lse, and of out and lse."""
+    """Compare two sequences of tensors, for example two pairs of (out, lse), bit for bit."""
     return all(torch.equal(bits(x), bits(y)) for x, y in zip(a, b, strict=True))

@@ -6,7 +6,7 @@
 LOG is what `pytest -v -m gpu tests/gpu ...` printed, whole or cut off by a time limit. The record
 (benchmarks/results/h200-tests.json) has a row for each test file and backend: how many of its tests passed, failed and
 were skipped, and a digest of the kernels' sources at that commit. A new row takes the place of the old one, so logs of
-runs that belong together are given together: a test that several of them name counts once, with its last outcome.
+runs that belong together are passed together: a test that several logs name counts once, with its last outcome.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OUTCOME_LAST = re.compile(r"(tests/gpu/test_\w+\.py::\S.*?) (PASSED|FAILED|ERROR
 
 
 def kernel_sources() -> str:
-    """A digest of the sources that kernels depend on: names and contents."""
+    """A digest of the names and contents of the sources that kernels depend on."""
     sys.path.insert(0, str(ROOT))
     from onepass.kernels.compiler import sources
 
@@ -51,7 +51,7 @@ def outcomes(log: str) -> dict[str, str]:
 
 
 def added(record: dict, tests: dict[str, str], about: dict[str, str]) -> dict:
-    """The record with the outcomes of more tests. Args: about: commit, date, sources, gpu and backend of the rows."""
+    """The record with the outcomes of more tests. `about` holds commit, date, sources, gpu and backend of the rows."""
     rows = {(row["file"], row["backend"]): row for row in record["rows"]}
     by_file: dict[str, dict[str, str]] = defaultdict(dict)
     for name, outcome in tests.items():
@@ -68,7 +68,7 @@ def added(record: dict, tests: dict[str, str], about: dict[str, str]) -> dict:
 
 
 def collected() -> dict[str, int]:
-    """How many tests each file has, for a GPU."""
+    """The number of tests of each file that are for a GPU."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [
         sys.executable,
@@ -90,7 +90,7 @@ def collected() -> dict[str, int]:
 
 
 def report(record: dict, counts: dict[str, int], sources: str) -> list[str]:
-    """A line for each test file: what has run on a GPU, and whether that was with these kernels."""
+    """A line for each test file: the tests that have run on a GPU, and whether they ran with these kernels."""
     rows = {row["file"]: row for row in record["rows"] if row["backend"] == "sm90"}
     lines = []
     for file, count in sorted(counts.items()):

@@ -1,11 +1,11 @@
-"""Small launches of every kind of Hopper forward and backward and of decoding, to be watched by compute-sanitizer.
+"""Run small launches of every kind of Hopper forward and backward and of decoding under compute-sanitizer.
 
     compute-sanitizer --tool memcheck python3 tests/gpu/sanitize.py           also: initcheck, synccheck, racecheck
     compute-sanitizer --tool racecheck python3 tests/gpu/sanitize.py queue    only the cases whose name has this word
     compute-sanitizer --tool memcheck python3 tests/gpu/sanitize.py backward  gradients alone; or: decode
 
 Each tensor has an allocation of its own and of its exact size, so that the tool sees its ends. Results are compared
-with the oracle on the host, which the tool does not slow down. Exit status 1 if one is off.
+with the oracle on the host, which the tool does not slow down. The exit status is 1 if a result is wrong.
 """
 
 import os
@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 from decode_cases import DecodeCase
-from gpu_cases import BF16, DEVICE, FP16, ON_GPU, Case, case, plain_run
+from gpu_cases import BF16, DEVICE, FP16, ON_GPU, Case, case, run_as_user
 from gradient_cases import Loss, expected_gradients, gradients, loss_of
 
 import onepass
@@ -33,10 +33,10 @@ CASES = {
     "packed": case((1, 0, 130, 20), (70, 5, 140, 0), heads=(2, 1), head_dim=128, causal=True, slack=2),
     "packed, seqused_k": case((30, 70), (70, 140), heads=(2, 1), head_dim=64, used=(0, 131)),
     "seqused_k": case(70, 200, batch=3, heads=(1, 1), head_dim=128, used=(0, 129, 200)),
-    # more tiles than the 132 multiprocessors: thread blocks come back to the queue
+    # more tiles than the 132 multiprocessors, so that thread blocks take further tiles from the queue
     "queue": case(130, 2060, heads=(70, 70), head_dim=128, causal=True),
 }
-# forward and backward: no tile is whole, several blocks of keys add to a row of dq
+# forward and backward: no tile is whole, and several blocks of keys add to a row of dq
 BACKWARD_CASES = {
     "backward, causal": case(150, 200, heads=(2, 2), head_dim=64, causal=True),
     "backward, no mask": case(130, 270, batch=2, heads=(1, 1), head_dim=128),
@@ -53,10 +53,10 @@ BACKWARD_CASES = {
     # more blocks of keys than the 132 multiprocessors
     "backward, many tiles": case(130, 260, heads=(70, 70), head_dim=128, causal=True),
 }
-# the Ampere kernels, which all of these run on, but for those of Hopper alone
+# these run on the Ampere kernels; the cases for Hopper's decode kernel are separate
 DECODE_CASES = {
-    "decode, one part": DecodeCase((150, 0, 1), head_dims=(128, 128), options=(("num_splits", 1),)),
-    "decode, pages, parts, window, sinks": DecodeCase(
+    "decode, one split": DecodeCase((150, 0, 1), head_dims=(128, 128), options=(("num_splits", 1),)),
+    "decode, pages, splits, window, sinks": DecodeCase(
         (150, 9), 3, page_size=7, options=(("num_splits", 3), ("window", (60, 0)), ("has_sinks", True))
     ),
     "decode, new keys": DecodeCase((100, 0, 63), 4, page_size=16, seqlen_new=4, options=(("num_splits", 2),)),
@@ -67,19 +67,19 @@ DECODE_CASES = {
 }
 HOPPER_DECODE_CASES = {
     "decode, many rows": DecodeCase((150, 0, 1), 20, (8, 2), (128, 128), options=(("num_splits", 1),)),
-    "decode, many rows, pages, parts": DecodeCase((350, 9), 20, (8, 2), (64, 96), 16, options=(("num_splits", 3),)),
+    "decode, many rows, pages, splits": DecodeCase((350, 9), 20, (8, 2), (64, 96), 16, options=(("num_splits", 3),)),
     "decode, many rows, new keys": DecodeCase((200, 63), 20, (8, 2), (256, 256), 48, 20, options=(("num_splits", 2),)),
 }
 
 
 def on_device(arguments: dict) -> dict:
-    """Copies without the fences that cases have around their tensors: the tool would take them for a part."""
+    """Copy tensors to the device without their fences, which the tool would take for parts of the tensors."""
     return {n: x.to(DEVICE, copy=True) if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
 
 
 def is_right(case: Case) -> bool:
     host = case.call("cpu")
-    out, lse = (t.cpu() for t in plain_run(Call(on_device(host.tensors), on_device(host.options))))
+    out, lse = (t.cpu() for t in run_as_user(Call(on_device(host.tensors), on_device(host.options))))
     oracle, plain = host.expected(), host.expected(host.tensors["q"].dtype)
     rows = [compare("out", out, oracle.out, plain.out), compare_lse(lse, oracle.lse)]
     for row in rows:
@@ -115,12 +115,12 @@ def decodes_right(case: DecodeCase, backend: str = "sm80") -> bool:
 
 
 def on_host(arguments: dict) -> dict:
-    """Copies: a call may write to its caches."""
+    """Copy tensors, since a call may write to its caches."""
     return {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
 
 
 def checks() -> Iterator[tuple[str, Callable[[], bool]]]:
-    """Name and check of every case in both dtypes; the names of gradients say whether they are deterministic."""
+    """Yield name and check of every case in two dtypes; names of gradients say whether they are deterministic."""
     for name, one in CASES.items():
         for dtype in (BF16, FP16) if name != "queue" else (BF16,):
             yield f"{name}, {dtype}", partial(is_right, replace(one, dtype=dtype))
@@ -137,7 +137,7 @@ def checks() -> Iterator[tuple[str, Callable[[], bool]]]:
 
 def main() -> int:
     if ON_GPU:
-        # read when the first tensor is made: one cudaMalloc a tensor
+        # one cudaMalloc per tensor; torch reads this when the first tensor is made
         os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     failed = 0
     word = sys.argv[1] if len(sys.argv) > 1 else ""

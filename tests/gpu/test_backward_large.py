@@ -1,4 +1,4 @@
-"""Gradients of long sequences and of tensors past 2^31 elements on a Hopper GPU: slices of them against the oracle."""
+"""Gradients of long sequences and of tensors past 2^31 elements on a Hopper GPU, compared with the oracle in slices."""
 
 import itertools
 
@@ -33,14 +33,15 @@ def randn(*shape, dtype=BF16):
 
 
 class Gradients:
-    """One backward pass, with out and lse of its forward.
+    """One backward pass, with out and lse of its forward. All tensors have a batch dimension, packed ones included.
 
     Args:
-        only_rows: the loss depends on these alone: keys and values then have the gradients of a call of them alone.
+        only_rows: if given, the only rows of queries that the loss depends on. The gradients of keys and values then
+            equal those of a call with these queries alone.
 
     Attributes:
-        inputs, dout, dlse: as they went in, but with a batch dimension for packed sequences, too.
-        out, lse, dq, dk, dv: what came out, likewise.
+        q, k, v, dout, dlse: the inputs of the two passes.
+        out, lse, dq, dk, dv: the results of the two passes.
     """
 
     def __init__(self, q, k, v, only_rows=None, **options):
@@ -62,24 +63,25 @@ def check(name, actual, oracle, plain, floor=0.0):
     assert row.ok, row
 
 
-def check_part(g, rows, keys, *whole_keys, heads=slice(None), heads_kv=slice(None), entry=0, **options):
-    """Gradients of these rows and `whole_keys` of a call, from a call of a part of it alone.
+def check_slice(g, rows, keys, *whole_keys, heads=slice(None), heads_kv=slice(None), entry=0, **options):
+    """Check dq of these rows, and dk and dv of `whole_keys`, against a call with these rows and keys alone.
 
     Args:
-        rows, keys: the part: every key that these rows see.
-        whole_keys: some of those keys, whose other rows have no share in the loss, if there are any.
+        rows: a range of queries.
+        keys: every key that these queries see.
+        whole_keys: ranges within `keys`, seen by no other query that the loss depends on.
     """
     entry = slice(entry, entry + 1)
-    part = {"q": g.q[entry, rows, heads], "k": g.k[entry, keys, heads_kv], "v": g.v[entry, keys, heads_kv]}
+    slices = {"q": g.q[entry, rows, heads], "k": g.k[entry, keys, heads_kv], "v": g.v[entry, keys, heads_kv]}
     dout, dlse = g.dout[entry, rows, heads], g.dlse[entry, heads, rows]
     both = []
-    for dtype in (part["q"].dtype, torch.float64):
-        leaves = {n: t.detach().to(dtype).requires_grad_() for n, t in part.items()}
+    for dtype in (slices["q"].dtype, torch.float64):
+        leaves = {n: t.detach().to(dtype).requires_grad_() for n, t in slices.items()}
         result = reference.attention(**leaves, **options, compute_dtype=dtype)
         weights = dout.to(dtype), dlse.to(dtype)
         both.append(torch.autograd.grad(result, list(leaves.values()), weights))
     plain, (dq, dk, dv) = both
-    floors = Call(part, options)._floors(dout, dlse, result)
+    floors = Call(slices, options)._floors(dout, dlse, result)
     check("dq", g.dq[entry, rows, heads], dq, plain[0], floors["dq"])
     for some in whole_keys:
         inside = slice(some.start - keys.start, some.stop - keys.start)
@@ -88,19 +90,19 @@ def check_part(g, rows, keys, *whole_keys, heads=slice(None), heads_kv=slice(Non
             check(name, mine, oracle[:, inside], standard[:, inside], floors[name][:, inside])
 
 
-def check_window(g, start, stop, end, begin=0, **part):
-    """Some rows of the sequence from begin to end under a causal window: they see keys from LEFT before them on."""
+def check_window(g, start, stop, end, begin=0, **indices):
+    """Check rows start to stop of the sequence from begin to end, each of which sees itself and LEFT keys before it."""
     keys = slice(max(begin, start - LEFT), stop)
-    # rows past `stop` see the last LEFT of these keys, too
+    # rows past `stop` also see the last LEFT of these keys
     whole = slice(start, stop if stop == end else stop - LEFT)
-    check_part(g, slice(start, stop), keys, whole, causal=True, window=(LEFT, None), **part)
+    check_slice(g, slice(start, stop), keys, whole, causal=True, window=(LEFT, None), **indices)
 
 
 # ---------------------------------------------------------------- long sequences
 
 
 def key_gradients(g, keys, causal, dtype):
-    """dk and dv of a few keys from the definition, by every row's lse and delta (head 0 of a one-head call)."""
+    """Compute dk and dv of a few keys from their definition, with every row's lse and delta, for a call of one head."""
     q, k, v, dout, out = (t[0, :, 0].to(dtype) for t in (g.q, g.k[:, keys], g.v[:, keys], g.dout, g.out))
     scale = q.shape[-1] ** -0.5
     lse, dlse = (t[0, 0, :, None].double() for t in (g.lse, g.dlse))
@@ -117,13 +119,13 @@ def key_gradients(g, keys, causal, dtype):
     ("head_dim", "dtype", "causal"), [(64, FP16, True), (128, BF16, True), (128, BF16, False), (256, BF16, True)]
 )
 def test_long_rows_and_columns(head_dim, dtype, causal):
-    """A row of dq sums over 131072 keys, a row of dk and dv over as many queries."""
+    """A row of dq is a sum over 131072 keys, a row of dk and dv one over as many queries."""
     g = Gradients(*(randn(1, LONG, 1, head_dim, dtype=dtype) for _ in range(3)), causal=causal)
     for start in (0, LONG // 2 - 7, LONG - 40):
         rows = slice(start, start + 40)
-        # the keys of these rows alone, aligned at the last of them
+        # the keys that these rows see, with the causal diagonal at the last row and the last key
         keys = slice(0, start + 40 if causal else LONG)
-        check_part(g, rows, keys, causal=causal)
+        check_slice(g, rows, keys, causal=causal)
         mine = g.dk[0, rows, 0], g.dv[0, rows, 0]
         oracle, plain = (key_gradients(g, rows, causal, d) for d in (torch.float64, dtype))
         for name, *three in zip(("dk", "dv"), mine, oracle, plain, strict=True):
@@ -138,13 +140,13 @@ def test_few_queries_against_many_keys(seqlen_q, head_dim, dtype, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_many_queries_against_few_keys(causal):
-    """With `causal` nearly all of them see no key."""
+    """With a causal mask, nearly all queries see no key."""
     check_gradients(case(LONG + 3, 64, heads=(2, 1), head_dim=128, causal=causal).call())
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_sums_of_one_sign(head_dim):
-    """131072 terms that do not cancel: a sum in 16 bits would no longer grow after a few hundred tiles."""
+    """The 131072 terms of a sum do not cancel: a sum in 16 bits would stop growing after a few hundred tiles."""
     call = case(16, LONG, heads=(1, 1), head_dim=head_dim).call()
     call.tensors["k"].add_(1.0)
     check_gradients(call, "lse")  # dq = scale * dlse * sum of p k
@@ -178,7 +180,7 @@ def test_a_million_packed_tokens_with_a_window():
 
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_all_tensors_past_31_bits(heads_first):
-    """The last rows, which only offsets of 64 bits reach, the first and the middle; the first and the last head."""
+    """Gradients are right in the first, the middle and the last rows, which only 64-bit offsets reach."""
     heads = 16
     seqlen = PAST_31_BITS // (heads * 128) + 600
     shape = (1, heads, seqlen, 128) if heads_first else (1, seqlen, heads, 128)
@@ -193,30 +195,30 @@ def test_all_tensors_past_31_bits(heads_first):
 
 
 def test_keys_past_31_bits():
-    """Two batch entries that pass it each, a few queries: the first and the last head of both."""
+    """Gradients are right in the first and the last head of two batch entries of more than 2^31 elements each."""
     heads = 16
     seqlen = PAST_31_BITS // (heads * 128) + 100
     q, (k, v) = randn(2, 40, 2 * heads, 128), (randn(2, seqlen, heads, 128) for _ in range(2))
     assert k[0].numel() > PAST_31_BITS
     g = Gradients(q, k, v)
     for head, entry in itertools.product((0, heads - 1), (0, 1)):
-        part = {"heads": slice(2 * head, 2 * head + 2), "heads_kv": slice(head, head + 1), "entry": entry}
+        indices = {"heads": slice(2 * head, 2 * head + 2), "heads_kv": slice(head, head + 1), "entry": entry}
         some_keys = (slice(start, start + 100) for start in (0, seqlen // 2, seqlen - 100))
-        check_part(g, slice(0, 40), slice(0, seqlen), *some_keys, **part)
+        check_slice(g, slice(0, 40), slice(0, seqlen), *some_keys, **indices)
 
 
 @pytest.mark.parametrize("start", ["first", "last"])
 def test_queries_past_31_bits(start):
-    """A loss of a few rows: keys and values get their gradients from those, and the other rows get zeros."""
+    """A loss of a few rows gives keys and values their gradients from these rows, and the other rows zeros."""
     heads = 16
     seqlen = PAST_31_BITS // (heads * 128) + 100
     rows = slice(0, 100) if start == "first" else slice(seqlen - 100, seqlen)
     q, k, v = randn(1, seqlen, heads, 128), randn(1, 300, 1, 128), randn(1, 300, 1, 128)
     assert q.numel() > PAST_31_BITS
     g = Gradients(q, k, v, only_rows=rows)
-    check_part(g, rows, slice(0, 300), slice(0, 300))
-    for others in (slice(100, 300), slice(seqlen // 2, seqlen // 2 + 200), slice(seqlen - 300, seqlen - 100)):
-        assert (g.dq[:, others] == 0).all()
+    check_slice(g, rows, slice(0, 300), slice(0, 300))
+    for other_rows in (slice(100, 300), slice(seqlen // 2, seqlen // 2 + 200), slice(seqlen - 300, seqlen - 100)):
+        assert (g.dq[:, other_rows] == 0).all()
 
 
 def test_packed_tensors_past_31_bits():
@@ -228,6 +230,6 @@ def test_packed_tensors_past_31_bits():
     tensors = [randn(cu[-1], heads, 128) for _ in range(3)]
     g = Gradients(*tensors, cu_seqlens_q=lengths_tensor(cu), cu_seqlens_k=lengths_tensor(cu), **options)
     for head in (0, heads - 1):
-        part = {"heads": slice(head, head + 1), "heads_kv": slice(head, head + 1)}
-        check_window(g, first, cu[-1], cu[-1], begin=first, **part)
-        check_window(g, first - 600, first, first, **part)
+        indices = {"heads": slice(head, head + 1), "heads_kv": slice(head, head + 1)}
+        check_window(g, first, cu[-1], cu[-1], begin=first, **indices)
+        check_window(g, first - 600, first, first, **indices)

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onepass.testing import Call
 
 pytestmark = needs_hopper
-only_on_gpu = pytest.mark.skipif(not ON_GPU, reason="streams are a GPU's")
+only_on_gpu = pytest.mark.skipif(not ON_GPU, reason="needs streams of a GPU")
 
 REPEATS = size(1000, 3)
 CASES = [
@@ -36,7 +36,7 @@ CASES = [
     # long: many blocks of keys add to a row of dq
     case(size(3001, 400), size(3001, 400), heads=(8, 2), head_dim=128),
     case(size(2500, 300), size(2600, 300), batch=3, heads=(8, 1), head_dim=128, window=(1000, 0), dtype=FP16),
-    # one key head: 32 query heads add to dk and dv
+    # one key head, to whose dk and dv 32 query heads add
     case(333, 555, batch=2, heads=(32, 1), head_dim=64, sinks=True, softcap=20.0),
     case(129, 1500, heads=(4, 4), head_dim=256, sinks=True),
     case((1, 300, 0, 129, 700, 64), (500, 3, 9, 129, 650, 1), heads=(8, 2), head_dim=128, causal=True, sinks=True),
@@ -71,7 +71,7 @@ class Backward:
 
 
 def assert_same_bits_every_time(backward, expected):
-    """Under memory load. Compared on the device, read now and then: runs follow each other without a pause."""
+    """Repeat a backward under memory load. Bits are compared on the device and read rarely, so runs do not pause."""
     different = {name: torch.zeros((), dtype=torch.int64, device=DEVICE) for name in expected}
     with memory_load() as push:
         for i in range(REPEATS):
@@ -86,7 +86,7 @@ def assert_same_bits_every_time(backward, expected):
 
 @cases(CASES)
 def test_same_bits_every_time(case):
-    """Those of the first run, which are right."""
+    """All runs have the bits of the first run, whose gradients are checked."""
     call = case.call()
     expected = check_gradients(call, deterministic=True)
     assert_same_bits_every_time(Backward(call, deterministic=True), expected)
@@ -100,7 +100,7 @@ def _deterministic_torch():
 
 
 class AskedFor(TorchDispatchMode):
-    """What the operators are asked for, whether or not this GPU would show the difference today."""
+    """Record the `deterministic` argument of the operators, whether or not this GPU would show the difference."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +160,7 @@ def test_same_bits_on_four_streams_at_once(case):
 @only_on_gpu
 @cases([CASES[1], CASES[8], GRAPH_CASES[3]])
 def test_side_stream(case):
-    """On the current stream: behind what makes its inputs there, ahead of what reads its gradients."""
+    """The backward runs on the current stream, after the kernels that make its inputs and before its readers."""
     call = case.call()
     loss = loss_of(call)
     expected = gradients(call, loss, deterministic=True)
@@ -201,7 +201,7 @@ def test_late_gradients(case):
 
 
 def captured(call, loss, **options):
-    """Forward and backward in one graph. Returns: its replay, which gives the gradients by name."""
+    """Capture forward and backward in one graph. Returns: a function that replays it and gives gradients by name."""
     names = [f"d{n}" for n in inputs_of(call)]
     replay = Replayed(lambda: tuple(gradients(call, loss, deterministic=True, **options).values()))
     return lambda: dict(zip(names, replay(), strict=True))
@@ -226,7 +226,7 @@ def test_graph_follows_its_inputs(case):
     ]
 )
 def test_graph_follows_packed_lengths(case):
-    """Other sequences, some empty, in the same tensors: lengths are read by the kernels, not by the host."""
+    """A replay follows new lengths, some of them 0, in the captured tensors: kernels read them, not the host."""
     call = case.call()
     loss = loss_of(call)
     replay = captured(call, loss, max_seqlen_q=240, max_seqlen_k=340)
@@ -279,7 +279,7 @@ def test_graphs_and_eager_calls_side_by_side(case):
 @only_on_gpu
 @cases([GRAPH_CASES[0], GRAPH_CASES[3]])
 def test_two_layers_in_one_graph(case):
-    """The second reads what the first wrote; gradients flow through both."""
+    """The second layer reads what the first wrote, and gradients flow through both."""
     call = case.call()
     loss = loss_of(call)
 

@@ -1,7 +1,8 @@
 """A NaN or an inf reaches the gradients that depend on it on a Hopper GPU, and no others.
 
-The others are held to the error budget of a call without it. The loss is a sum over rows, so a row is touched by its
-query, its gradient of out or lse, and the keys and values that it sees; a key by the touched rows that see it.
+All other gradients are held to the error budget of a call without the value. The loss is a sum over rows, so a row is
+touched by its query, its gradient of out or lse, and the keys and values that it sees. A key is touched by the touched
+rows that see it.
 """
 
 import pytest
@@ -20,7 +21,7 @@ NAMES = ("q", "k", "v", "dout", "dlse")
 
 
 def with_value(call, loss, name, value, position=POSITION, column=COLUMN):
-    """The call and the loss with this value in one of their tensors."""
+    """Return the call and the loss with this value in one of their tensors."""
     t = {**call.tensors, **loss._asdict()}[name].clone()
     if name == "dlse":
         t[ENTRY, HEAD, position] = value
@@ -30,7 +31,7 @@ def with_value(call, loss, name, value, position=POSITION, column=COLUMN):
 
 
 def touched(call, name, position=POSITION):
-    """By gradient: where it depends on the value, (batch, seqlen, heads), or (heads,) of dsinks."""
+    """Return, by gradient, a mask of what depends on the value: (batch, seqlen, heads), and (heads,) for dsinks."""
     batch, seqlen_q, heads_q, _ = call.tensors["q"].shape
     _, seqlen_k, heads_kv, _ = call.tensors["k"].shape
     group = heads_q // heads_kv
@@ -51,7 +52,11 @@ def touched(call, name, position=POSITION):
 
 
 def assert_reach(clean, dirty, reach, must_say_so):
-    """dirty and clean: a call and its loss."""
+    """Assert that only the gradients under `reach` depend on the value.
+
+    Args:
+        clean, dirty: a call and its loss, without the value and with it.
+    """
     actual = hard_gradients(*dirty)
     misses = expected_gradients(*clean).misses(actual, {n: ~t for n, t in reach.items()})
     assert not misses, misses
@@ -71,7 +76,7 @@ def assert_reach(clean, dirty, reach, must_say_so):
     ]
 )
 def test_other_heads_and_batch_entries(case, name, value):
-    """One head of one batch entry is all NaN (inf)."""
+    """Other heads and batch entries are right if one head of one batch entry is all NaN or all inf."""
     call = case.call()
     loss = loss_of(call)
     dirty = with_value(call, loss, name, value, slice(None), slice(None))
@@ -97,7 +102,7 @@ def test_other_heads_and_batch_entries(case, name, value):
     )
 )
 def test_a_value_reaches_the_gradients_that_depend_on_it(case, name, value):
-    """Also inside of a tile: hidden pairs of the touched row or key are beside pairs that see it."""
+    """A value touches no hidden pair of its row or key, even inside of a tile beside pairs that see it."""
     call = case.call()
     clean = with_value(call, loss_of(call), name, 0.0)
     assert_reach(clean, with_value(*clean, name, value), touched(call, name), must_say_so=value != value)
@@ -109,7 +114,7 @@ def test_a_value_reaches_the_gradients_that_depend_on_it(case, name, value):
     for d, mask in ((64, "causal"), (128, "full"), (128, "causal"), (128, "window"), (256, "causal"))
 )
 def test_packed_neighbours(case, name):
-    """One sequence is all NaN: the gradients of the others, of which some share a tile with it, do not change."""
+    """If one sequence is all NaN, gradients of the others do not change, even if they share a tile with it."""
     call = case.call()
     loss = loss_of(call)
     tensors = {n: t.clone() for n, t in {**call.tensors, **loss._asdict()}.items()}
@@ -141,7 +146,7 @@ def test_nothing_past_seqused_k_matters(case, value):
 @pytest.mark.parametrize("name", ["q", "dout", "dlse"])
 @cases(case(200, 300, batch=4, heads=(4, 2), head_dim=d, used=(300, 1, 133, 0)) for d in (64, 128, 256))
 def test_keys_past_seqused_k_have_no_gradient(case, name):
-    """Also beside a key that every row sees, with NaN in all rows of a head."""
+    """Keys past seqused_k have zero gradients even if all rows of a head are NaN."""
     call = case.call()
     actual = hard_gradients(*with_value(call, loss_of(call), name, NAN, slice(None), slice(None)))
     for n in ("dk", "dv"):
@@ -160,7 +165,7 @@ def test_rows_without_keys_ignore_their_query_and_their_gradient(case, names):
     nothing = {n: torch.zeros_like(g, dtype=torch.bool) for n, g in gradients(*clean).items()}
     found = hard_gradients(*dirty)
     if "dsinks" in nothing and "dlse" in names:
-        nothing["dsinks"].fill_(True)  # for a sink is such a row's lse
+        nothing["dsinks"].fill_(True)  # a sink is the lse of such a row
         assert found["dsinks"].isnan().all()
     assert_reach(clean, dirty, nothing, must_say_so=False)
     assert (found["dq"][:, :100] == 0).all()
@@ -205,7 +210,7 @@ def test_all_is_nan(case, name):
     ]
 )
 def test_recycled_memory(case):
-    """NaN in the blocks that the allocator hands out next, the workspaces of the kernels among them."""
+    """NaN in the blocks that the allocator hands out next, such as workspaces of the kernels, reaches no gradient."""
     call = case.call()
     loss = loss_of(call)
     first = gradients(call, loss, deterministic=True)

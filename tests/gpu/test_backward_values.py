@@ -31,7 +31,7 @@ from onepass.kernels.heuristics import sm90 as heuristics
 pytestmark = needs_hopper
 DTYPES = (BF16, FP16)
 
-# both sides of tiles of 64, 80, 96 and 128 rows or keys; more queries than keys and the reverse
+# lengths on both sides of tiles of 64, 80, 96 and 128 rows or keys; more queries than keys and the reverse
 LENGTHS = [(1, 1), (1, 1000), (2, 3), (7, 63), (7, 200), (63, 65), (64, 64), (65, 63), (64, 257), (80, 96), (96, 80)]
 LENGTHS += [(81, 161), (97, 193), (127, 129), (128, 128), (129, 127), (200, 7), (257, 1), (257, 200), (200, 1000)]
 LENGTHS += [(1000, 257)]
@@ -94,7 +94,7 @@ def test_options(case):
     check_gradients(case.call())
 
 
-# as many heads as multiprocessors: a thread block takes all tiles of a head (BackwardConfigSm90.private_dq)
+# as many heads as multiprocessors, so that a thread block takes all tiles of a head (BackwardConfigSm90.private_dq)
 MANY_SHORT = [
     case(128, 128, batch=33, heads=(4, 4), head_dim=64, causal=True),
     case(200, 300, batch=66, heads=(4, 2), head_dim=128, dtype=FP16, causal=True),
@@ -125,21 +125,21 @@ VARIED = [
 ]
 
 
-@pytest.mark.parametrize("of", ["out", "lse", "both"])
+@pytest.mark.parametrize("depends_on", ["out", "lse", "both"])
 @cases(VARIED)
-def test_loss_of(case, of):
-    check_gradients(case.call(), of)
+def test_loss_of(case, depends_on):
+    check_gradients(case.call(), depends_on)
 
 
 @cases(VARIED)
 def test_loss_of_a_call_without_lse(case):
-    """`attention` returns out alone: the same gradients as those of out beside an lse that nobody uses."""
+    """If `attention` returns only out, gradients equal those of a call whose lse is not used."""
     call = case.call()
     loss = loss_of(call, "out")
     leaves = {n: t.detach().requires_grad_() for n, t in inputs_of(call).items()}
-    of_leaves = with_inputs(call, leaves)
+    leaf_call = with_inputs(call, leaves)
     function = onepass.attention_varlen if call.is_packed else onepass.attention
-    out = function(**of_leaves.tensors, **of_leaves.options)
+    out = function(**leaf_call.tensors, **leaf_call.options)
     actual = dict(zip((f"d{n}" for n in leaves), torch.autograd.grad(out, leaves.values(), loss.dout), strict=True))
     assert not (misses := expected_gradients(call, loss).misses(actual)), misses
 
@@ -158,8 +158,8 @@ def test_some_inputs_have_no_gradient(case, names):
     out, lse = with_inputs(call, inputs).run()
     found = torch.autograd.grad((out, lse), [inputs[n] for n in wanted], loss)
     actual = {f"d{n}": g for n, g in zip(wanted, found, strict=True)}
-    parts = dict.fromkeys(actual, ...)
-    assert not (misses := expected_gradients(call, loss).misses(actual, parts)), misses
+    regions = dict.fromkeys(actual, ...)
+    assert not (misses := expected_gradients(call, loss).misses(actual, regions)), misses
 
 
 @cases(
@@ -173,7 +173,7 @@ def test_large_scores(case):
 @pytest.mark.parametrize("factor", [1e-3, 100.0])
 @cases([case(200, 333, head_dim=64), case(200, 333, head_dim=128, dtype=FP16, causal=True)])
 def test_gradients_of_any_size(case, factor):
-    """dout as small as mean losses give it, and large: what is kept in 16 bits between the GEMMs must hold it."""
+    """Whether dout is as small as that of a mean loss or large, intermediates in 16 bits between the GEMMs hold it."""
     call = case.call()
     check_gradients(call, loss=Loss(*(t * factor for t in loss_of(call))))
 
@@ -207,7 +207,7 @@ def test_sinks_of_any_dtype_and_stride(case):
     for sinks in ((False, True) if d == 128 else (False,))
 )
 def test_rows_that_see_no_key_and_keys_that_no_row_sees(case):
-    """check_gradients asks for zeros there."""
+    """Rows that see no key and keys that no row sees have zero gradients, as check_gradients asserts."""
     check_gradients(case.call())
 
 
@@ -224,7 +224,7 @@ def test_zero_lengths(case):
 
 @cases([case(3, 5, batch=size(70_000, 300), heads=(1, 1)), case(2, 3, batch=2, heads=(size(40_000, 300), 1))])
 def test_many_batch_entries_and_heads(case):
-    """More tiles than fit 16 bits, of a few rows each."""
+    """The call has more tiles, of a few rows each, than 16 bits can count."""
     call = case.call()
     loss = loss_of(call)
     actual, expected = gradients(call, loss), expected_gradients(call, loss)
@@ -246,7 +246,7 @@ LAYOUT_CASES = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
 @cases(LAYOUT_CASES)
 def test_layouts(case, layout):
-    """One tensor at a time in this layout, dout among them, then all."""
+    """Gradients are right with one tensor at a time in this layout, dout included, and with all of them in it."""
     call = case.call()
     loss = loss_of(call)
     for names in ("q", "k", "v", "o", "qkvo"):
@@ -254,7 +254,7 @@ def test_layouts(case, layout):
         moved = Loss(layout(loss.dout) if "o" in names else loss.dout, loss.dlse)
         actual = check_gradients(GpuCall(tensors, call.options), loss=moved)
         for n, t in tensors.items():
-            # heads outside seqlen in memory where the input has them so
+            # a gradient has heads outside of seqlen in memory if its input does
             is_heads_first = t.stride(1) < t.stride(2)
             assert (actual[f"d{n}"].transpose(1, 2) if is_heads_first else actual[f"d{n}"]).is_contiguous()
 
@@ -262,7 +262,7 @@ def test_layouts(case, layout):
 @pytest.mark.parametrize("dims", [(0,), (1,), (2,), (3,), (1, 3), (0, 1, 2, 3)], ids=str)
 @cases(LAYOUT_CASES[:2])
 def test_expanded_gradients(case, dims):
-    """Stride 0 in dout and dlse, as sums and means of out and lse give them."""
+    """Gradients are right if dout and dlse have stride 0, which sums and means of out and lse cause."""
     call = case.call()
     loss = loss_of(call)
     small = tuple(slice(0, 1) if d in dims else slice(None) for d in range(4))
@@ -285,7 +285,7 @@ def test_gradients_of_strided_lse():
 
 @pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
 def test_expanded_inputs(dims):
-    """Stride 0: one batch entry, one token or one head stands for all."""
+    """With stride 0, one batch entry, one token or one head stands for all."""
     shape = [2, 150, 4, 128]
     small = [1 if d in dims else n for d, n in enumerate(shape)]
     q, k, v = (torch.randn(small, device=DEVICE, dtype=BF16).expand(shape) for _ in range(3))
@@ -293,7 +293,7 @@ def test_expanded_inputs(dims):
 
 
 def test_interleaved_projection():
-    """Gradients meet in one tensor again, as those of a qkv projection do."""
+    """Gradients of q, k and v meet in the one qkv tensor that all three are views of."""
     qkv = torch.randn(2, 300, 3, 4, 128, device=DEVICE, dtype=BF16)
     call = GpuCall(dict(zip("qkv", qkv.unbind(2), strict=True)), {"causal": True})
     expected = check_gradients(call, deterministic=True)
@@ -341,7 +341,7 @@ def test_packed_lengths(case):
     )
 )
 def test_packed_options(case):
-    """check_gradients has NaN in rows of no sequence (slack) and past seqused_k, and asks for zeros there."""
+    """Rows of no sequence (slack) and keys past seqused_k hold NaN in check_gradients, and have zero gradients."""
     check_gradients(case.call())
 
 
@@ -385,7 +385,7 @@ def test_lengths_stay_on_the_device(case):
         torch.cuda.set_sync_debug_mode("default")
 
 
-# ---------------------------------------------------------------- anything, and the definition of a gradient
+# ---------------------------------------------------------------- random calls, and the definition of a gradient
 
 
 @cases(RANDOM_CASES[:30])
@@ -406,7 +406,7 @@ DIRECTIONS = 6
     ]
 )
 def test_finite_differences(case):
-    """The slope of the oracle's float64 loss along random directions, without anybody's differentiation."""
+    """Gradients agree with finite differences of the oracle's float64 loss along random directions."""
     call = case.call()
     loss, generator = loss_of(call), torch.Generator().manual_seed(2)
     actual = gradients(call, loss)
@@ -419,9 +419,10 @@ def test_finite_differences(case):
     for name, t in exact.items():
         for _ in range(DIRECTIONS):
             direction = torch.randn(t.shape, generator=generator).to(t)
-            ahead, behind = (value({**exact, name: t + step * direction}) for step in (STEP, -STEP))
+            forward, backward = (value({**exact, name: t + step * direction}) for step in (STEP, -STEP))
             gradient = actual[f"d{name}"].double()
-            # of a normal direction the slope has the gradient's norm as its standard deviation; each element is off
-            # by a few roundings of 2^-9, independent of one another, so that their share of it is about as small
-            error = (gradient * direction).sum() - (ahead - behind) / (2 * STEP)
+            # along a normally distributed direction, the slope's standard deviation is the gradient's norm; each
+            # element of the gradient is off by a few independent roundings of 2^-9, so the slope is off by about as
+            # small a share
+            error = (gradient * direction).sum() - (forward - backward) / (2 * STEP)
             assert abs(error) < 0.02 * gradient.norm() + 1e-4, f"d{name}: {error} of {gradient.norm()}"

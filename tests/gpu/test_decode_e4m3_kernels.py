@@ -1,6 +1,6 @@
 """attention_decode over an e4m3 cache on a GPU: values against float64, new keys, NaN, graphs.
 
-Oracle and plain results come from the tiled backend on the same device, over the same e4m3 numbers.
+The oracle and the results in plain PyTorch come from the tiled backend on the same device and the same e4m3 numbers.
 """
 
 import pytest
@@ -23,14 +23,14 @@ def assert_by_kernels(arguments):
 
 
 def check(arguments):
-    """Against the tiled backend in float64; where keys are new, over the cache as the kernels have left it."""
+    """Compare with the tiled backend in float64, over the cache that the kernels leave behind if there are new keys."""
     assert_by_kernels(arguments)
     there = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in arguments.items()}
     out, lse = onepass.attention_decode(**arguments, return_lse=True)
     plain = by_tiles(there)
     for name in ("k_cache", "v_cache"):
         now, other = (t[name].float() for t in (arguments, there))
-        # rotated, bf16 may be off by its last bit, and e4m3 then by its own
+        # after rotation, bf16 may differ in its last bit, and e4m3 therefore in its own last bit
         rtol = 0.13 if name == "k_cache" and "rotary_cos" in arguments else 0.0
         torch.testing.assert_close(now, other, rtol=rtol, atol=1e-6 if rtol else 0.0, equal_nan=True)
     wide = {n: t for n, t in arguments.items() if n not in ("k_new", "v_new", "rotary_cos", "rotary_sin")}
@@ -54,13 +54,13 @@ def case_of(
 
 
 CASES = [
-    # all descales; pages and parts that need no kernels of their own
+    # every kind of descales; page sizes and numbers of splits that need no kernels of their own
     *(case_of(kind, num_splits=n) for kind in ("none", "tensor", "head", "entry") for n in (1, 3)),
     *(case_of("block", num_splits=n) for n in (1, 7, 64)),
     *(case_of("page", page_size=size, num_splits=2) for size in (16, 48, 64, 256)),
     *(case_of("entry", page_size=size) for size in (1, 7)),
     case_of("page", page_size=16, filled=(70000, 1, 33333)),
-    # head dims; rows of a tile
+    # head dims, and numbers of rows of a tile
     *(case_of("page", d=d, page_size=16, num_splits=3) for d in (64, 96, 192, 256)),
     *(case_of("entry", d=d, num_splits=1) for d in (40, 18)),
     *(case_of("page", m, page_size=16, heads=(h, 2), num_splits=2) for m, h in ((1, 32), (3, 10), (8, 8), (40, 8))),
@@ -91,7 +91,7 @@ def test_new_keys(case):
 
 
 def test_descales_that_grow_and_shrink():
-    """O refers to the largest descale of V so far."""
+    """The accumulator O is rescaled to the largest descale of V so far."""
     arguments = case_of("page", page_size=16, filled=(256,), num_splits=1).arguments()
     by_key = torch.logspace(-12, 12, 16, device=DEVICE)
     for order in (by_key, by_key.flip(0)):
@@ -106,11 +106,11 @@ def test_nan_of_a_hidden_key_stays_hidden():
     whole = onepass.attention_decode(**arguments)
     arguments["v_cache"].view(torch.uint8)[:, 126] = 0x7F
     out = onepass.attention_decode(**arguments)
-    assert out[:, 4:].isnan().all()  # the queries from position 126 on
+    assert out[:, 4:].isnan().all()  # the queries at positions from 126 on
     torch.testing.assert_close(out[:, :4], whole[:, :4], rtol=0.02, atol=0.01)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="graphs and synchronisation are a GPU's")
+@pytest.mark.skipif(not ON_GPU, reason="needs graphs and synchronization of a GPU")
 def test_graph_of_a_growing_cache_without_synchronisation():
     arguments = case_of("page", page_size=16, filled=(100, 7), seqlen_new=1, num_splits=3).arguments()
     assert_by_kernels(arguments)

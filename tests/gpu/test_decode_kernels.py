@@ -1,6 +1,6 @@
-"""attention_decode on a GPU: values against float64, pages, new keys, equal bits, graphs, no synchronisation.
+"""attention_decode on a GPU: values against float64, pages, new keys, equal bits, graphs, no synchronization.
 
-Oracle and plain results come from the tiled backend on the same device.
+The oracle and the results in plain PyTorch come from the tiled backend on the same device.
 """
 
 import pytest
@@ -21,7 +21,7 @@ APPENDING = [
     DecodeCase((100, 7), 40, (8, 2), (128, 128), 16, seqlen_new=40),
     DecodeCase((100, 7), 1, (8, 2), (64, 64), seqlen_new=2, rotary=True, options=(("num_splits", 3),)),
 ]
-needs_hopper_kernels = pytest.mark.skipif(BACKEND != "sm90", reason="a Hopper GPU and its kernels")
+needs_hopper_kernels = pytest.mark.skipif(BACKEND != "sm90", reason="needs a Hopper GPU and its kernels")
 
 
 def is_read_by_tma(dtype, head_dims, page_size):
@@ -33,7 +33,7 @@ def by_tiles(arguments):
 
 
 def expected_backend(arguments):
-    """The Ampere kernels; on Hopper its own where a kv head has more than a few rows, and TMA can read the cache."""
+    """The Ampere kernels; on Hopper its own if a kv head has more than a few rows and TMA can read the cache."""
     if BACKEND != "sm90":
         return BACKEND
     (_, rows, num_heads, d), (_, size, num_heads_kv, dv) = arguments["q"].shape, arguments["v_cache"].shape
@@ -78,12 +78,12 @@ RANDOM = [RandomDecodeCase(seed, many_rows) for many_rows in (False, True) for s
 
 @pytest.mark.parametrize("case", RANDOM, ids=str)
 def test_random_calls(case):
-    """`case.call().check()` repeats one."""
+    """Random calls are right. `case.call().check()` repeats one of them."""
     call = case.call()
     support = onepass.supports(**call.arguments)
     if ON_GPU and case.many_rows:
         assert support.backend == BACKEND
-    # pages of 3 keys with descales of their own are nobody's but tiles'
+    # only the tiled backend takes pages of 3 keys with descales of their own
     assert support.backend != "tiled" or not ON_GPU or "kv_block" in support.reason
     call.check()
 
@@ -91,7 +91,7 @@ def test_random_calls(case):
 @needs_hopper_kernels
 @pytest.mark.parametrize("case", [c for c in CASES if is_read_by_tma(c.dtype, c.head_dims, c.page_size)][::3], ids=str)
 def test_few_rows_on_the_hopper_kernel(case):
-    """Which onepass would not choose by itself."""
+    """The Hopper kernel takes calls of few rows, for which onepass does not choose it by default."""
     check(case.arguments() | {"backend": "sm90"})
 
 
@@ -103,7 +103,7 @@ def test_new_keys(case):
 @pytest.mark.parametrize("heads", [4, 16])
 @pytest.mark.parametrize("key", [0, 20, 40, 60, 100, 129])
 def test_nan_of_a_hidden_key_stays_hidden(key, heads):
-    """Of each warp, of the first and the last block, in one part and in two."""
+    """A NaN stays hidden in keys of each warp, of the first and the last block, with one split and with two."""
     case = DecodeCase((130,), 4, (heads, 1), (128, 128), 16, options=(("window", (60, 0)),))
     arguments = case.arguments() | {"num_splits": 1 + key % 40 // 20}
     whole, _ = check(arguments)
@@ -139,7 +139,7 @@ def test_equal_bits_run_to_run(heads):
             assert torch.equal(now, then)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="graphs and synchronisation are a GPU's")
+@pytest.mark.skipif(not ON_GPU, reason="needs graphs and synchronization of a GPU")
 @pytest.mark.parametrize("heads", [(8, 2), (80, 2)])
 def test_graph_of_a_growing_cache_without_synchronisation(heads):
     arguments = DecodeCase((100, 7), 1, heads, (128, 128), 16, seqlen_new=1).arguments()
@@ -153,10 +153,10 @@ def test_graph_of_a_growing_cache_without_synchronisation(heads):
 @pytest.mark.parametrize("saved", ["k_cache", "v_cache"])
 @pytest.mark.parametrize("case", APPENDING, ids=str)
 def test_a_graph_that_saved_a_cache_is_refused_after_new_keys(case, saved):
-    """The first call goes through the operator, the second the short way; a kernel writes without a word to torch."""
+    """A first call uses the operator and a repeated one the fast path; torch does not see a kernel's writes."""
     arguments = case.arguments()
     for _ in range(2):
-        # e4m3 has no product with a derivative: its bytes share its version
+        # e4m3 has no differentiable product, but a view of its bytes shares its version counter
         cache = arguments[saved].view(torch.uint8) if arguments[saved].itemsize == 1 else arguments[saved]
         graph = (torch.ones((), device=cache.device, requires_grad=True) * cache).sum()
         onepass.attention_decode(**arguments)

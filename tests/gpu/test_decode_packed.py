@@ -16,7 +16,7 @@ RANDOM = [RandomDecodeCase(seed, many_rows, packed=True) for many_rows in (False
 
 
 def packed(arguments, counts=QUERIES, behind=0):
-    """The first queries of each sequence, one after the other, and rows of no sequence."""
+    """Pack the first queries of each sequence, followed by rows of no sequence."""
     q, ends = arguments["q"], offsets(counts)
     rows = [*(t[:n] for t, n in zip(q, counts, strict=True)), q[0, :behind]]
     return arguments | {"q": torch.cat(rows), "cu_seqlens_q": lengths_tensor(ends)}
@@ -29,7 +29,7 @@ def arguments_of(page_size=16, heads=(8, 2), head_dim=128, filled=FILLED, counts
 
 @pytest.mark.parametrize("case", RANDOM, ids=str)
 def test_random_calls(case):
-    """`case.call().check()` repeats one."""
+    """Random calls are right. `case.call().check()` repeats one of them."""
     call = case.call()
     support = onepass.supports(**call.arguments)
     if ON_GPU and case.many_rows and "max_seqlen_q" not in call.arguments:
@@ -40,14 +40,14 @@ def test_random_calls(case):
 
 @pytest.mark.parametrize("case", [case for case in RANDOM if case.many_rows][:20], ids=str)
 def test_the_ampere_kernels(case):
-    """Which other GPUs run, and Hopper for caches that TMA cannot read."""
+    """The Ampere kernels are right; other GPUs run them, and Hopper does for caches that TMA cannot read."""
     case.call().check(backend="sm80" if ON_GPU else None)
 
 
 @pytest.mark.parametrize("page_size", [None, 64])
 @pytest.mark.parametrize("num_splits", [1, 5])
 def test_each_sequence_as_alone(page_size, num_splits):
-    """Beside the dense call of one sequence, and zeros behind the last."""
+    """Each sequence agrees with a dense call of it alone, and rows behind the last sequence are zeros."""
     together = arguments_of(page_size, num_splits=num_splits, return_lse=True)
     out, lse = onepass.attention_decode(**together)
     ends = offsets(QUERIES)
@@ -67,7 +67,7 @@ def test_each_sequence_as_alone(page_size, num_splits):
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_as_many_queries_each_are_a_batch(page_size, count):
-    """The same bits as of q (batch, count, ..), by the kernel for few rows."""
+    """Bits equal those of a call with dense q (batch, count, ...) that the kernel for few rows computes."""
     counts = (count,) * len(FILLED)
     dense = DecodeCase(FILLED, count, (8, 2), (128, 128), page_size).arguments() | {"num_splits": 3}
     expected = onepass.attention_decode(**dense, return_lse=True)
@@ -82,7 +82,7 @@ def test_as_many_queries_each_are_a_batch(page_size, count):
 
 
 def test_more_queries_than_said():
-    """max_seqlen_q chooses a kernel, and that is all."""
+    """A max_seqlen_q below the number of queries affects only the choice of the kernel."""
     arguments = arguments_of(counts=(3, 1, 0, 20, 2), num_splits=2)
     out, expected = (onepass.attention_decode(**arguments, **more) for more in ({"max_seqlen_q": 1}, {}))
     torch.testing.assert_close(out, expected, rtol=0.02, atol=0.01)
@@ -90,7 +90,7 @@ def test_more_queries_than_said():
 
 @pytest.mark.parametrize(("page_size", "split_size"), [(None, 256), (16, 192)])
 def test_equal_bits_in_any_batch(page_size, split_size):
-    """Parts of so many keys: nothing depends on what else is in the call."""
+    """With splits of a fixed number of keys, results do not depend on what else is in the call."""
     together = arguments_of(page_size, split_size=split_size, return_lse=True)
     out, lse = onepass.attention_decode(**together)
     ends = offsets(QUERIES)
@@ -114,7 +114,7 @@ def test_equal_bits_run_to_run():
 @pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("key", [100, 2999])
 def test_nan_of_a_hidden_key_stays_hidden(page_size, key):
-    """A value of the first sequence: of all its queries before that key, and of every other sequence."""
+    """A NaN in a value of the first sequence is hidden from its queries before that key and from other sequences."""
     arguments = arguments_of(page_size, num_splits=3)
     whole = onepass.attention_decode(**arguments)
     place = (arguments["page_table"][0, key // 16], key % 16) if page_size else (0, key)
@@ -127,9 +127,9 @@ def test_nan_of_a_hidden_key_stays_hidden(page_size, key):
     torch.testing.assert_close(out[~sees], whole[~sees], rtol=0.02, atol=0.01)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="graphs and synchronisation are a GPU's")
+@pytest.mark.skipif(not ON_GPU, reason="needs graphs and synchronization of a GPU")
 def test_graph_of_another_batch_without_synchronisation():
-    """One graph for all that add up to as many rows or fewer: offsets and lengths are read when it is replayed."""
+    """One graph serves all batches of at most as many rows: offsets and lengths are read when it is replayed."""
     arguments = arguments_of(return_lse=True)
     graph, results = captured(lambda: onepass.attention_decode(**arguments))
     for counts in (QUERIES, (1, 1, 1, 1, 1), (0, 60, 4, 1, 130)):

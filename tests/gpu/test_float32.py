@@ -1,7 +1,10 @@
-"""float32 on a GPU, held to the budgets of float32: on Hopper by three products of float16 parts for head dims in
-multiples of 8 (of V above 128, of 16); else, and for all gradients, by the Ampere kernels' three of tf32.
+"""float32 attention on a GPU, held to the error budgets of float32.
 
-Blocks of 64 rows share the scale of their parts: so there are cases of very different magnitudes in one tensor.
+The Hopper forward computes each product as three products of float16 halves. It takes head dims that are multiples of
+8, and of 16 for V above 128. All other calls, and all gradients, are computed by the Ampere kernels as three products
+of tf32 limbs.
+
+Blocks of 64 rows share the scale of their halves, so some cases have very different magnitudes in one tensor.
 """
 
 from dataclasses import replace
@@ -21,7 +24,7 @@ from gpu_cases import (
     GpuCall,
     case,
     cases,
-    plain_run,
+    run_as_user,
     same_bits,
     size,
 )
@@ -33,8 +36,8 @@ from onepass.testing import compare, compare_lse
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_READY, reason="needs a GPU with the kernels")]
 
 FLOAT32 = {"dtype": torch.float32}
-GROUP_FACTOR = 4.0  # of the plain error, which in a few elements is small by chance
-OF_PARTS = (64, 96, 128, 256)  # head dims of the Hopper kernel; 256 has V in two blocks of columns
+GROUP_FACTOR = 4.0  # times the error of plain PyTorch, which in a few elements is small by chance
+HOPPER_HEAD_DIMS = (64, 96, 128, 256)  # with 256, V is in two blocks of columns
 
 
 def expected_backend(call: GpuCall) -> str:
@@ -55,16 +58,17 @@ def check(one: Case, gradients: bool = False, with_floor: bool = False):
     check_call(one.call(), gradients, with_floor)
 
 
-def check_parts_of_out(call: GpuCall, groups: dict):
-    """Each group of elements within a budget of its own, so that small ones are not measured by large ones.
+def check_regions_of_out(call: GpuCall, regions: dict):
+    """Hold each region of out to an error budget of its own, so that small elements are not measured by large ones.
 
-    Args: groups: name -> an index into out (batch, seqlen_q, num_heads_q, head_dim_v), or without batch.
+    Args:
+        regions: name -> an index into out: (batch, seqlen_q, num_heads_q, head_dim_v), or without batch.
     """
     out, lse = call.run()
     oracle, plain = call.expected(), call.expected(torch.float32)
     rows = [
-        compare(name, out[place], oracle.out[place], plain.out[place], factor=GROUP_FACTOR)
-        for name, place in groups.items()
+        compare(name, out[region], oracle.out[region], plain.out[region], factor=GROUP_FACTOR)
+        for name, region in regions.items()
     ]
     rows.append(compare_lse(lse, oracle.lse))
     bad = [str(row) for row in rows if not row.ok]
@@ -76,7 +80,7 @@ def check_parts_of_out(call: GpuCall, groups: dict):
     for m, n in ((1, 1), (1, 200), (16, 16), (127, 129), (200, 1), (300, 555), (64, 1025))
 )
 def test_lengths(case):
-    check(case, with_floor=True)  # of few values the plain error may be small by chance
+    check(case, with_floor=True)  # the error of plain PyTorch may be small by chance in few values
 
 
 @cases(
@@ -84,7 +88,7 @@ def test_lengths(case):
     for d in (1, 2, 3, 5, 8, 17, 32, 40, 63, 64, 65, 80, 96, 100, 127, 128, 160, 192, 200, 250, 255, 256)
 )
 def test_head_dims(case):
-    # rows of one or two columns have small sums by chance, which plain float32 then hardly rounds
+    # scores of few columns are small by chance, and plain PyTorch in float32 then hardly rounds them
     check(case, with_floor=case.head_dim < 8)
 
 
@@ -115,7 +119,7 @@ def test_options(case):
 
 @cases([case(64, 8192, heads=(1, 1), head_dim=128, **FLOAT32), case(33, 20000, heads=(1, 1), head_dim=64, **FLOAT32)])
 def test_many_keys(case):
-    """Errors of a sum that is rounded towards zero in every step would grow with their number."""
+    """The error of a sum that is rounded towards zero in every step would grow with the number of keys."""
     check(case)
 
 
@@ -136,26 +140,26 @@ def test_many_keys(case):
     ]
 )
 def test_gradients(case):
-    check(case, gradients=True, with_floor=True)  # of few values the plain error may be small by chance
+    check(case, gradients=True, with_floor=True)  # the error of plain PyTorch may be small by chance in few values
 
 
 @pytest.mark.parametrize("offset", [1, 2, 3])
 @cases([case(70, 130, head_dim=64, causal=True, **FLOAT32)])
 def test_addresses_of_4_and_8_bytes(case, offset):
     call = case.call()
-    expected = plain_run(call)
+    expected = run_as_user(call)
     moved = {}
     for name, t in call.tensors.items():
         room = torch.full((t.numel() + offset,), NAN, device=DEVICE)
         moved[name] = room[offset:].view(t.shape).copy_(t)
-    assert same_bits(plain_run(replace(call, tensors=moved)), expected)
+    assert same_bits(run_as_user(replace(call, tensors=moved)), expected)
 
 
 @cases([case(200, 200, head_dim=128, causal=True, **FLOAT32)])
 def test_nan_reaches_only_rows_that_see_it(case):
     call = case.call()
     call.tensors["v"][0, 150] = NAN
-    out = plain_run(call).out
+    out = run_as_user(call).out
     assert out[0, 150:].isnan().all()
     assert out[0, :150].isfinite().all()
 
@@ -167,7 +171,7 @@ SMALL_ROWS, SMALL_COLUMN = 70, 5
 
 @cases(
     case(m, n, heads=(2, 1), head_dim=d, **FLOAT32, **mask)
-    for d in OF_PARTS
+    for d in HOPPER_HEAD_DIMS
     for m, n, mask in (
         (200, 200, MASKS["full"]),
         (200, 200, MASKS["causal"]),
@@ -176,44 +180,44 @@ SMALL_ROWS, SMALL_COLUMN = 70, 5
     )
 )
 def test_v_of_a_wide_range(case):
-    """Rows of 1e-9 and a column of 1e-10: also where the large rows of a block of 64 are hidden, out is accurate."""
+    """With rows of V of 1e-9 and a column of 1e-10, out is accurate even where a block's large rows are hidden."""
     call = case.call()
     v = call.tensors["v"]
     v[:, :SMALL_ROWS] *= 1e-9
     v[..., SMALL_COLUMN] *= 1e-10
-    # rows that see small rows of V alone, under the causal mask of equal lengths, and others
-    few, others = slice(0, SMALL_ROWS), slice(SMALL_ROWS, None)
+    # under the causal mask of equal lengths, the rows that see only small rows of V, and the remaining rows
+    seeing_small, remaining = slice(0, SMALL_ROWS), slice(SMALL_ROWS, None)
     columns = [c for c in range(v.shape[-1]) if c != SMALL_COLUMN]
-    check_parts_of_out(
+    check_regions_of_out(
         call,
         {
-            f"rows {rows}, columns {name}": (slice(None), rows, slice(None), place)
-            for rows in (few, others)
-            for name, place in (("small", [SMALL_COLUMN]), ("others", columns))
+            f"rows {rows}, columns {name}": (slice(None), rows, slice(None), chosen)
+            for rows in (seeing_small, remaining)
+            for name, chosen in (("small", [SMALL_COLUMN]), ("others", columns))
         },
     )
 
 
-# docs/kernels/sm80.md: what three products of tf32 do not hold
-needs_parts = pytest.mark.skipif(BACKEND == "sm80", reason="float32 of the Ampere kernels has less range")
+# docs/kernels/sm80.md says what range three products of tf32 have.
+needs_halves = pytest.mark.skipif(BACKEND == "sm80", reason="float32 of the Ampere kernels has less range")
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF, pytest.param(3e38, marks=needs_parts)])
-@cases(case(200, 200, heads=(4, 2), head_dim=d, causal=True, **FLOAT32) for d in OF_PARTS)
+@pytest.mark.parametrize("value", [NAN, INF, -INF, pytest.param(3e38, marks=needs_halves)])
+@cases(case(200, 200, heads=(4, 2), head_dim=d, causal=True, **FLOAT32) for d in HOPPER_HEAD_DIMS)
 def test_a_value_in_v_reaches_only_rows_that_see_it(case, value):
-    """Those before it are as accurate as without it; a large value makes no difference to them either."""
+    """Rows before the value are as accurate as without it, and a large finite value makes no difference to them."""
     call, position = case.call(), 150
     clean = GpuCall({**call.tensors, "v": call.tensors["v"].clone()}, call.options)
     clean.tensors["v"][0, position] = 0.0
     call.tensors["v"][0, position] = value
-    out, lse = plain_run(call)
+    out, lse = run_as_user(call)
     oracle, plain = clean.expected(), clean.expected(torch.float32)
     row = compare("out", out[:, :position], oracle.out[:, :position], plain.out[:, :position])
     assert row.ok, row
     row = compare_lse(lse, oracle.lse)
     assert row.ok, row
     if value == 3e38:
-        check_parts_of_out(call, {"rows that see it": (slice(None), slice(position, None))})
+        check_regions_of_out(call, {"rows that see it": (slice(None), slice(position, None))})
     else:
         assert not out[:, position:].isfinite().any()
 
@@ -231,7 +235,7 @@ MAGNITUDES = [
 @pytest.mark.parametrize("factors", MAGNITUDES, ids=str)
 @cases(
     case(130, 200, batch=2, heads=(2, 1), head_dim=d, **FLOAT32, **mask)
-    for d in OF_PARTS
+    for d in HOPPER_HEAD_DIMS
     for mask in (MASKS["full"], MASKS["causal"])
 )
 def test_magnitudes(case, factors):
@@ -241,34 +245,34 @@ def test_magnitudes(case, factors):
     check_call(call)
 
 
-@cases(case(200, 200, heads=(2, 1), head_dim=d, **FLOAT32) for d in OF_PARTS)
+@cases(case(200, 200, heads=(2, 1), head_dim=d, **FLOAT32) for d in HOPPER_HEAD_DIMS)
 def test_rows_of_q_and_k_of_different_magnitudes(case):
-    """In one block of 64, by 2^10: every group of rows is as accurate as if it were alone."""
+    """Rows of one block of 64 differ by 2^10, and each group of them is as accurate as if it were alone."""
     call = case.call()
     q, k = call.tensors["q"], call.tensors["k"]
     k[:, ::7] *= 2.0**-10
     q[:, 1::5] *= 2.0**-10
     large = torch.arange(200) % 5 != 1
-    check_parts_of_out(call, {"large rows": (slice(None), large), "small rows": (slice(None), ~large)})
+    check_regions_of_out(call, {"large rows": (slice(None), large), "small rows": (slice(None), ~large)})
 
 
-@cases(case(200, size(2000, 400), heads=(2, 1), head_dim=d, **FLOAT32) for d in OF_PARTS)
+@cases(case(200, size(2000, 400), heads=(2, 1), head_dim=d, **FLOAT32) for d in HOPPER_HEAD_DIMS)
 def test_blocks_of_v_of_different_magnitudes(case):
-    """From 1e-12 to 1e12, with zeros: all keys count in lse, and out is that of the largest."""
+    """Blocks of V from 1e-12 to 1e12, and of zeros: all keys count in lse, and the largest values determine out."""
     call = case.call()
     v = call.tensors["v"]
     for i, rows in enumerate(v[0].split(64)):
         rows *= (1.0, 1e12, 0.0, 1e-12, 1e-3)[i % 5]
-    check_parts_of_out(call, {"all rows": ...})
+    check_regions_of_out(call, {"all rows": ...})
 
 
 @cases(
     case((70, 130, 50, 1, 64), (90, 140, 200, 60, 64), heads=(4, 2), head_dim=d, slack=3, **FLOAT32, **options)
-    for d in OF_PARTS
+    for d in HOPPER_HEAD_DIMS
     for options in ({}, {"causal": True}, {"used": (50, 0, 129, 60, 3)})
 )
 def test_packed_sequences_of_different_magnitudes(case):
-    """Blocks of rows end with a sequence: none takes its scale from a neighbour."""
+    """A block of rows ends with its sequence, so none takes its scale from a neighboring sequence."""
     call = case.call()
     q, k, v = call.tensors.values()
     starts_q, starts_k = (call.options[f"cu_seqlens_{n}"].tolist() for n in "qk")
@@ -277,8 +281,8 @@ def test_packed_sequences_of_different_magnitudes(case):
         q[rows] *= 1e6 ** (s - 2)
         k[keys] *= 1e6 ** (2 - s)
         v[keys] *= 1e4 ** (2 - s)
-    # without the sequence of one query, which plain float32 hardly rounds by chance
-    check_parts_of_out(call, {f"sequence {s}": slice(*starts_q[s : s + 2]) for s in (0, 1, 2, 4)})
+    # the sequence of one query is left out: by chance, plain PyTorch in float32 hardly rounds it
+    check_regions_of_out(call, {f"sequence {s}": slice(*starts_q[s : s + 2]) for s in (0, 1, 2, 4)})
 
 
 # ---------------------------------------------------------------- few keys, few queries, many entries
@@ -286,7 +290,7 @@ def test_packed_sequences_of_different_magnitudes(case):
 
 @cases(
     case(m, n, batch=2, heads=(2, 1), head_dim=d, **FLOAT32, **options)
-    for d in OF_PARTS
+    for d in HOPPER_HEAD_DIMS
     for m, n in ((1, 1), (100, 2), (3, 3))
     for options in ({}, {"causal": True}, {"softcap": 5.0})
 )
@@ -296,7 +300,7 @@ def test_one_to_three_keys(case):
 
 @cases(
     case(m, n, batch=2, heads=heads, head_dim=d, **FLOAT32, **options)
-    for d in OF_PARTS
+    for d in HOPPER_HEAD_DIMS
     for m, n, heads, options in (
         (1, 300, (8, 1), {}),
         (3, 500, (6, 2), {"causal": True}),
@@ -312,7 +316,7 @@ def test_heads_that_share_a_tile(case):
 
 @cases([case(3, 5, batch=size(70_000, 300), heads=(1, 1), **FLOAT32)])
 def test_many_batch_entries(case):
-    """More thread blocks than the second and third dimension of a grid have."""
+    """The call has more thread blocks than the second and third dimensions of a grid can hold."""
     call = case.call()
     out, lse = call.run()
     expected = call.expected()
@@ -331,47 +335,47 @@ def test_many_batch_entries(case):
     ]
 )
 def test_graph_follows_its_inputs(case):
-    """Parts and scales are made anew in each replay; V gets a wide range in the last one."""
+    """Halves and scales are computed again in each replay; V has a wide range in the last one."""
     call = case.call()
-    replay = Replayed(lambda: plain_run(call))
+    replay = Replayed(lambda: run_as_user(call))
     for scale in (1.0, 1e-3, 1e5):
         for t in call.tensors.values():
             t.mul_(scale if t is call.tensors["v"] else -0.5)
-        assert same_bits(replay(), plain_run(call))
+        assert same_bits(replay(), run_as_user(call))
     call.tensors["v"][..., 3] *= 1e-9
-    assert same_bits(replay(), plain_run(call))
+    assert same_bits(replay(), run_as_user(call))
     call.check(gradients=False)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="of the kernels")
+@pytest.mark.skipif(not ON_GPU, reason="tests the kernels")
 @cases([case(200, 300, head_dim=128, causal=True, **FLOAT32)])
 def test_runs_give_the_same_bits(case):
     call = case.call()
-    expected = plain_run(call)
-    assert all(same_bits(plain_run(call), expected) for _ in range(50))
+    expected = run_as_user(call)
+    assert all(same_bits(run_as_user(call), expected) for _ in range(50))
 
 
 @pytest.mark.parametrize("name", ["q", "k"])
 @pytest.mark.parametrize("factor", [1e4, 1e9, 1e20])
 @cases(case(130, 130, heads=(4, 2), head_dim=d, causal=True, **FLOAT32) for d in (64, 128))
 def test_a_row_far_above_its_neighbours(case, factor, name):
-    """Of q: other rows of its block. Of k, at the last key, hidden from all rows but the last: the rows before."""
+    """A large row of q leaves its block accurate, and a large last key the rows that it is hidden from."""
     call = case.call()
     row = 100 if name == "q" else 129
     call.tensors[name][:, row] *= factor
     out, lse = call.run()
     oracle, plain = call.expected(), call.expected(torch.float32)
-    others = [i for i in range(130) if i != row]
+    other_rows = [i for i in range(130) if i != row]
     for row in (
-        compare("out", out[:, others], oracle.out[:, others], plain.out[:, others]),
-        compare_lse(lse[..., others], oracle.lse[..., others]),
+        compare("out", out[:, other_rows], oracle.out[:, other_rows], plain.out[:, other_rows]),
+        compare_lse(lse[..., other_rows], oracle.lse[..., other_rows]),
     ):
         assert row.ok, row
 
 
-@needs_parts
+@needs_halves
 def test_scores_of_minus_infinity():
-    """A key of -inf counts for nothing, where the queries' own column is above 0."""
+    """A key with -inf in a column has no weight, since that column of all queries is above 0."""
     call = case(70, 90, heads=(2, 1), head_dim=64, **FLOAT32).call()
     call.tensors["q"][..., 0] = call.tensors["q"][..., 0].abs() + 0.1
     call.tensors["k"][:, 50, :, 0] = -INF

@@ -1,4 +1,4 @@
-"""The Hopper forward in FP8 against float64 attention of the dequantised tensors, and beside the tiled backend."""
+"""The Hopper forward in FP8, compared with float64 attention of the dequantized tensors and the tiled backend."""
 
 import itertools
 import math
@@ -49,12 +49,14 @@ def check(quantized, **options):
 
 
 def test_order_of_keys():
-    """One key after another has all the probability, so that out is its row of V."""
+    """Each key in turn has all the probability, so that out is its row of V."""
     v = make(256, 256, 128, 128, batch=1, heads=(1, 1))[2]
     k = torch.nn.functional.normalize(torch.randn(256, 128, generator=torch.Generator().manual_seed(1)), dim=-1) * 11
     k = k.to(DEVICE, BF16)[None, :, None]
     quantized = onepass.quantize_fp8(k, k, v)
-    out = check(quantized, softmax_scale=1.0)  # query i sees key i with a score of 121, others with far less
+    out = check(
+        quantized, softmax_scale=1.0
+    )  # query i has a score of 121 with key i, and far smaller scores with other keys
     torch.testing.assert_close(out.float(), quantized.dequantize()[2], atol=0.02, rtol=0.02)
 
 
@@ -101,14 +103,14 @@ def test_options(name):
 
 
 def with_keys_first(quantized, rows, cu_seqlens_k=None):
-    """The same with V as callers have it, whatever quantize_fp8 gives on this device."""
+    """Return the quantized tensors with V laid out as callers have it, whatever quantize_fp8 gives on this device."""
     if not quantized.v_keys_last:
         return quantized
     return replace(quantized, v=layout.keys_first(quantized.v, rows, cu_seqlens_k), v_keys_last=False)
 
 
 def with_keys_last(quantized):
-    """The same with V as the kernel reads it."""
+    """Return the quantized tensors with V laid out with its keys last, as the kernel reads it."""
     if quantized.v_keys_last:
         return quantized
     return replace(quantized, v=quantize.keys_last(quantized.v), v_keys_last=True)
@@ -121,7 +123,7 @@ def test_v_with_its_keys_last(lengths, head_dims):
     assert torch.equal(check(with_keys_last(rows), causal=True), check(rows, causal=True))
 
 
-# head_dim, head_dim_v, configuration: every tile of keys, and head dims with rows of 32, 64 and 128 bytes
+# head_dim, head_dim_v, configuration: every size of a tile of keys, and rows of 32, 64 and 128 bytes
 TRANSPOSING = [
     (64, 64, ForwardConfigSm90(tile_n=32)),
     (64, 64, ForwardConfigSm90(tile_n=64, num_warpgroups=4, q_stages=2, dynamic_tiles=True)),
@@ -140,14 +142,14 @@ TRANSPOSING = [
 
 
 def both_ways(rows, last, config, call):
-    """out and lse of `call` with V transposed by the kernel are bit for bit those with its keys last."""
+    """Assert that `call` has equal bits with V transposed by the kernel and with V that has its keys last."""
     expected = call(last, replace(config, transposes_v=False))
     actual = call(rows, replace(config, transposes_v=True))
     assert not any(t.isnan().any() for t in actual)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-@pytest.mark.skipif(not ON_GPU, reason="tiled takes no configuration")
+@pytest.mark.skipif(not ON_GPU, reason="the tiled backend takes no configuration")
 @pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (70, 30)}], ids=str)
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "config"), TRANSPOSING, ids=str)
 def test_v_that_the_kernel_transposes(head_dim, head_dim_v, config, mask):
@@ -169,11 +171,11 @@ def test_v_that_the_kernel_transposes(head_dim, head_dim_v, config, mask):
             both_ways(rows, last, config, call)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="tiled takes no configuration")
+@pytest.mark.skipif(not ON_GPU, reason="the tiled backend takes no configuration")
 @pytest.mark.parametrize("mask", [{}, {"causal": True}], ids=str)
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "config"), TRANSPOSING, ids=str)
 def test_packed_v_that_the_kernel_transposes(head_dim, head_dim_v, config, mask):
-    """A sequence begins anywhere in the rows of V; rows of no sequence hold NaN."""
+    """A sequence may begin anywhere in the rows of V; rows of no sequence hold NaN."""
     config = replace(config, rescale_threshold=LAZY_FP8)
     lengths = (5, 0, 70, 700, 64, 1, 333)
     lengths = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
@@ -218,7 +220,7 @@ def test_nan_behind_seqused_k(tile_n, keys_last):
 @pytest.mark.parametrize("granularity", ["block", "head", "tensor"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_packed_sequences(head_dim, granularity, keys_last):
-    """Each within its budget; rows of no sequence, and keys behind seqused_k, hold NaN."""
+    """Each sequence is within its error budget; rows of no sequence and keys past seqused_k hold NaN."""
     lengths_q, lengths_k = (5, 0, 70, 200, 64, 1), (9, 4, 130, 333, 64, 700)
     used = torch.tensor([9, 4, 77, 0, 64, 650], dtype=torch.int32, device=DEVICE)
     offsets = {
@@ -257,8 +259,8 @@ def test_packed_sequences(head_dim, granularity, keys_last):
                 assert (lse[:, rows] == -math.inf).all()
                 continue
             tensors = clean[0][None, rows], clean[1][None, keys], clean[2][None, keys]
-            of_kernel = {"short_sums": True, "v_scale": v_scale[None, keys], "p_exponent": exponent_of_p(None)}
-            budget = fp8_budget(*tensors, out.dtype, **mask, **(of_kernel if ON_GPU else {}))
+            kernel_rounding = {"short_sums": True, "v_scale": v_scale[None, keys], "p_exponent": exponent_of_p(None)}
+            budget = fp8_budget(*tensors, out.dtype, **mask, **(kernel_rounding if ON_GPU else {}))
             is_empty = budget.oracle.lse == -math.inf
             assert torch.equal(lse[None, :, rows] == -math.inf, is_empty)
             assert ((out[None, rows].double() - budget.oracle.out).abs() <= budget.out).all(), b
@@ -268,7 +270,7 @@ def test_packed_sequences(head_dim, granularity, keys_last):
 
 
 def test_scales_that_differ_much():
-    """V's scales are part of the exponent: from block to block they may be far apart, and so may the scores."""
+    """Descales of V are folded into the exponent, so they may differ much between blocks, and so may the scores."""
     q, k, v = make(200, 640, 128, 128)
     for i in range(10):
         block = slice(64 * i, 64 * i + 64)
@@ -279,7 +281,7 @@ def test_scales_that_differ_much():
         check(onepass.quantize_fp8(q, k, v), **options)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="tiled takes no configuration")
+@pytest.mark.skipif(not ON_GPU, reason="the tiled backend takes no configuration")
 @pytest.mark.parametrize(
     "config",
     [
@@ -322,7 +324,8 @@ def long_call(head_dim, keys):
 @SUMS
 @pytest.mark.parametrize("keys_last", [False, True])
 def test_equal_values_are_returned_exactly(head_dim, keys, keys_last):
-    """q = 0, v = 1. One sum of all P V gives 0.57 at 16384 keys: the tensor cores cut small products off large sums."""
+    """With q = 0 and v = 1, out is 1. A single sum of all P V would give 0.57 at 16384 keys, since the tensor cores cut
+    small products off large sums."""
     q, k, v = long_call(head_dim, keys)
     quantized = onepass.quantize_fp8(torch.zeros_like(q), k, torch.ones_like(v))
     given = with_keys_last(quantized) if keys_last else with_keys_first(quantized, keys)
@@ -333,7 +336,8 @@ def test_equal_values_are_returned_exactly(head_dim, keys, keys_last):
 
 @SUMS
 def test_values_with_a_mean_keep_it(head_dim, keys):
-    """Scores of N(0, 1), V of mean 1. Rounding P takes about 0.1 percent of out, one sum takes 18 at 16384 keys."""
+    """With scores of N(0, 1) and V of mean 1, out keeps that mean. Rounding P takes about 0.1 percent of out; a single
+    sum would take 18 percent at 16384 keys."""
     q, k, v = long_call(head_dim, keys)
     quantized = onepass.quantize_fp8(q, k, v + 1)
     out = onepass.attention(quantized, backend=BACKEND).double()

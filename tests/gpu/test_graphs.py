@@ -12,21 +12,21 @@ from gpu_cases import (
     lengths_tensor,
     needs_hopper,
     offsets,
-    plain_run,
+    run_as_user,
     same_bits,
     size,
 )
 
 pytestmark = needs_hopper
-only_on_gpu = pytest.mark.skipif(not ON_GPU, reason="streams are a GPU's")
+only_on_gpu = pytest.mark.skipif(not ON_GPU, reason="needs streams of a GPU")
 
 
 class Replayed:
-    """A function captured once; on the CPU, where there are no graphs, run again into the same tensors."""
+    """A function that is captured once. On the CPU, which has no graphs, it runs again into the same tensors."""
 
     def __init__(self, function):
         self.function = function
-        function()  # compiles, and makes whatever is made once
+        function()  # compiles, and allocates whatever is allocated once
         if not ON_GPU:
             self.results = function()
             return
@@ -57,20 +57,20 @@ GRAPH_CASES = [
 @cases(GRAPH_CASES)
 def test_graph_follows_its_inputs(case):
     call = case.call()
-    replay = Replayed(lambda: plain_run(call))
+    replay = Replayed(lambda: run_as_user(call))
     for scale in (1.0, -0.5, 2.0):
         for t in call.tensors.values():
             t.mul_(scale)
         results = replay()
-        assert same_bits(results, plain_run(call))
+        assert same_bits(results, run_as_user(call))
 
 
 @cases([case((64, 136), (100, 200), heads=(4, 2), head_dim=d, causal=True, slack=40) for d in (64, 128, 256)])
 def test_graph_follows_packed_lengths(case):
-    """Other sequences, some empty, in the same tensors: lengths are read by the kernel, not by the host."""
+    """A replay follows new lengths, some of them 0, in the captured tensors: the kernel reads them, not the host."""
     call = case.call()
     call.options |= {"max_seqlen_q": 240, "max_seqlen_k": 340}
-    replay = Replayed(lambda: plain_run(call))
+    replay = Replayed(lambda: run_as_user(call))
     for lengths_q, lengths_k in (((64, 136), (100, 200)), ((1, 239), (340, 0)), ((0, 7), (3, 129)), ((0, 0), (5, 5))):
         call.options["cu_seqlens_q"].copy_(lengths_tensor(offsets(lengths_q)))
         call.options["cu_seqlens_k"].copy_(lengths_tensor(offsets(lengths_k)))
@@ -83,7 +83,7 @@ def test_graph_follows_packed_lengths(case):
 @cases([case(200, 300, batch=3, heads=(4, 2), head_dim=d, causal=True, used=(300, 133, 1)) for d in (64, 128, 256)])
 def test_graph_follows_seqused_k(case):
     call = case.call()
-    replay = Replayed(lambda: plain_run(call))
+    replay = Replayed(lambda: run_as_user(call))
     for used in ((300, 133, 1), (0, 300, 299), (128, 0, 64)):
         call.options["seqused_k"].copy_(lengths_tensor(used))
         results = replay()
@@ -96,12 +96,12 @@ def test_graph_follows_seqused_k(case):
 def test_tile_queue_in_graphs_and_on_two_streams(case):
     """Replays, eager calls and calls on another stream run side by side and must not share the counter."""
     call = case.call()
-    expected = [t.clone() for t in plain_run(call)]
-    replay = Replayed(lambda: plain_run(call))
+    expected = [t.clone() for t in run_as_user(call)]
+    replay = Replayed(lambda: run_as_user(call))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        plain_run(call)
+        run_as_user(call)
     torch.cuda.synchronize()
     for _ in range(50):
         for t in replay.results:
@@ -109,8 +109,8 @@ def test_tile_queue_in_graphs_and_on_two_streams(case):
         torch.cuda.synchronize()
         replay.graph.replay()
         with torch.cuda.stream(side):
-            beside = plain_run(call)
-        eager = plain_run(call)
+            beside = run_as_user(call)
+        eager = run_as_user(call)
         torch.cuda.synchronize()
         for results in (replay.results, beside, eager):
             assert same_bits(results, expected)
@@ -119,12 +119,12 @@ def test_tile_queue_in_graphs_and_on_two_streams(case):
 @only_on_gpu
 @cases([GRAPH_CASES[1], case((300, 0, 500), (300, 7, 500), heads=(4, 2), head_dim=128, causal=True)])
 def test_two_calls_in_one_graph(case):
-    """The second reads what the first wrote, and both draw from queues of their own."""
+    """The second call reads what the first wrote, and each draws tiles from a queue of its own."""
     call = case.call()
 
     def twice():
-        first = plain_run(call)
-        return plain_run(GpuCall({**call.tensors, "q": first.out}, call.options))
+        first = run_as_user(call)
+        return run_as_user(GpuCall({**call.tensors, "q": first.out}, call.options))
 
     replay = Replayed(twice)
     for _ in range(3):
@@ -135,9 +135,9 @@ def test_two_calls_in_one_graph(case):
 @only_on_gpu
 @cases([GRAPH_CASES[0], GRAPH_CASES[1], case((300, 0, 50), (30, 7, 500), heads=(4, 2), head_dim=128)])
 def test_side_stream(case):
-    """The kernel runs on the current stream: behind what makes its inputs there, ahead of what reads its output."""
+    """The kernel runs on the current stream, after the kernels that make its inputs and before its readers."""
     call = case.call()
-    expected = [t.clone() for t in plain_run(call)]
+    expected = [t.clone() for t in run_as_user(call)]
     stream = torch.cuda.Stream()
     late = {n: torch.full_like(t, NAN) for n, t in call.tensors.items()}
     torch.cuda.synchronize()
@@ -145,6 +145,6 @@ def test_side_stream(case):
         torch.cuda._sleep(20_000_000)  # about 10 ms: a launch on another stream would read NaN
         for n, t in late.items():
             t.copy_(call.tensors[n])
-        results = [t.clone() for t in plain_run(GpuCall(late, call.options))]
+        results = [t.clone() for t in run_as_user(GpuCall(late, call.options))]
     stream.synchronize()
     assert same_bits(results, expected)

@@ -1,4 +1,4 @@
-"""Long sequences and tensors past 2^31 elements on the Hopper kernel: slices of the result against the oracle."""
+"""Long sequences and tensors past 2^31 elements on the Hopper kernel, compared with the oracle in slices."""
 
 import itertools
 
@@ -28,7 +28,7 @@ def randn(*shape, dtype=BF16):
 
 
 def check(actual, q, k, v, **options):
-    """out and lse of these (batch, seqlen, heads, head_dim) slices against the oracle of the slices alone."""
+    """Check out and lse of these (batch, seqlen, heads, head_dim) slices against the oracle of the slices alone."""
     oracle, plain = (reference.attention(q, k, v, **options, compute_dtype=d) for d in (torch.float64, q.dtype))
     for row in (compare("out", actual.out, oracle.out, plain.out), compare_lse(actual.lse, oracle.lse)):
         assert row.ok, row
@@ -40,7 +40,7 @@ def run(q, k, v, **options):
     return result if q.dim() == 4 else onepass.api.AttentionOutput(result.out[None], result.lse[None])
 
 
-def part(result, rows, heads=slice(None), entries=slice(None)):
+def sliced(result, rows, heads=slice(None), entries=slice(None)):
     return onepass.api.AttentionOutput(result.out[entries, rows, heads], result.lse[entries, heads, rows])
 
 
@@ -63,7 +63,7 @@ def test_a_million_queries_with_a_window(head_dim):
     result = run(q, k, v, causal=True, window=(left, None))
     for start in (0, 1000, MILLION // 2 + 5, MILLION - 400, MILLION + 77 - 300):
         rows, keys = slice(start, start + 300), slice(max(0, start - left), start + 300)
-        check(part(result, rows), q[:, rows], k[:, keys], v[:, keys], causal=True, window=(left, None))
+        check(sliced(result, rows), q[:, rows], k[:, keys], v[:, keys], causal=True, window=(left, None))
 
 
 def test_a_million_packed_tokens_with_a_window():
@@ -75,7 +75,7 @@ def test_a_million_packed_tokens_with_a_window():
     for start, end in itertools.pairwise(cu):
         for rows in (slice(start, min(start + 300, end)), slice(max(start, end - 300), end)):
             keys = slice(max(start, rows.start - 255), rows.stop)
-            check(part(result, rows), *(t[None, s] for t, s in ((q, rows), (k, keys), (v, keys))), **options)
+            check(sliced(result, rows), *(t[None, s] for t, s in ((q, rows), (k, keys), (v, keys))), **options)
 
 
 # ---------------------------------------------------------------- 64-bit offsets
@@ -88,7 +88,7 @@ def test_all_tensors_past_31_bits():
     assert q.numel() > PAST_31_BITS
     result = run(q, k, v, causal=True, window=(255, None))
     rows, keys = slice(seqlen - 300, seqlen), slice(seqlen - 555, seqlen)
-    check(part(result, rows), q[:, rows], k[:, keys], v[:, keys], causal=True, window=(255, None))
+    check(sliced(result, rows), q[:, rows], k[:, keys], v[:, keys], causal=True, window=(255, None))
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
@@ -99,12 +99,12 @@ def test_queries_past_31_bits(heads_first):
     k, v = randn(1, 300, 1, 128), randn(1, 300, 1, 128)
     result = run(q, k, v)
     for rows in (slice(0, 100), slice(seqlen // 2, seqlen // 2 + 100), slice(seqlen - 100, seqlen)):
-        check(part(result, rows), q[:, rows], k, v)
+        check(sliced(result, rows), q[:, rows], k, v)
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_keys_past_31_bits(heads_first):
-    """Two batch entries that pass it each; the last batch entry, its first and its last head."""
+    """Results are right in the first and the last heads of two batch entries of more than 2^31 elements each."""
     heads = 16
     seqlen = PAST_31_BITS // (heads * 128) + 100
     shape = (2, heads, seqlen, 128) if heads_first else (2, seqlen, heads, 128)
@@ -115,7 +115,7 @@ def test_keys_past_31_bits(heads_first):
     for head in (0, heads - 1):
         heads_q, head_kv = slice(2 * head, 2 * head + 2), slice(head, head + 1)
         for entry in (slice(0, 1), slice(1, 2)):
-            mine = part(result, slice(None), heads_q, entry)
+            mine = sliced(result, slice(None), heads_q, entry)
             check(mine, q[entry, :, heads_q], k[entry, :, head_kv], v[entry, :, head_kv])
 
 
@@ -128,9 +128,9 @@ def test_packed_tensors_past_31_bits():
     options = {"causal": True, "window": (255, None)}
     result = run(q, k, v, cu_seqlens_q=lengths_tensor(cu), cu_seqlens_k=lengths_tensor(cu), **options)
     rows = slice(first, cu[-1])
-    check(part(result, rows), q[None, rows], k[None, rows], v[None, rows], **options)
+    check(sliced(result, rows), q[None, rows], k[None, rows], v[None, rows], **options)
     rows, keys = slice(first - 300, first), slice(first - 555, first)
-    check(part(result, rows), q[None, rows], k[None, keys], v[None, keys], **options)
+    check(sliced(result, rows), q[None, rows], k[None, keys], v[None, keys], **options)
 
 
 def test_lse_past_31_bits():
@@ -140,4 +140,4 @@ def test_lse_past_31_bits():
     result = run(q, k, v)
     assert result.lse.numel() > PAST_31_BITS
     for rows in (slice(0, 100), slice(seqlen - 100, seqlen)):
-        check(part(result, rows), q[:, rows], k, v)
+        check(sliced(result, rows), q[:, rows], k, v)

@@ -1,4 +1,4 @@
-"""What the Hopper kernel reads and writes: any strides, nothing beside its tensors, all of its outputs."""
+"""Memory accesses of the Hopper kernels: any strides, nothing outside of their tensors, and all of their outputs."""
 
 import importlib
 import math
@@ -45,35 +45,35 @@ SHAPES = [
 ]
 
 
-def strides_of(shape, order=None, of_ones=None):
-    """Dense strides with dimensions laid out in `order`, outermost first; `of_ones` where the length is 1."""
+def strides_of(shape, order=None, stride_of_ones=None):
+    """Dense strides of dimensions in `order`, outermost first; a length of 1 has stride `stride_of_ones`, if given."""
     strides, step = [0] * len(shape), 1
     for i in reversed(order or range(len(shape))):
         is_one = shape[i] == 1 and i != len(shape) - 1
-        strides[i] = of_ones if is_one and of_ones is not None else step
+        strides[i] = stride_of_ones if is_one and stride_of_ones is not None else step
         step *= max(1, shape[i])
     return strides
 
 
 class FencedMemory:
-    """Tensors inside larger buffers of POISON, which stays as it is."""
+    """Tensors inside larger buffers of POISON, which must not change."""
 
     def __init__(self):
         self.buffers = []
 
-    def empty(self, shape, dtype, order=None, of_ones=None) -> torch.Tensor:
-        """A tensor that holds POISON, too; strides as `strides_of`."""
+    def empty(self, shape, dtype, order=None, stride_of_ones=None) -> torch.Tensor:
+        """A tensor filled with POISON, with the strides of `strides_of`."""
         count = 1
         for n in shape:
             count *= n
         kind = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
         buffer = torch.full((count + 2 * FENCE,), POISON[dtype.itemsize], dtype=kind, device=DEVICE)
         self.buffers.append((buffer, count))
-        return buffer.view(dtype).as_strided(shape, strides_of(shape, order, of_ones), FENCE)
+        return buffer.view(dtype).as_strided(shape, strides_of(shape, order, stride_of_ones), FENCE)
 
     def copy_of(self, t: torch.Tensor, order=None) -> torch.Tensor:
-        """t with an odd stride where a length is 1, which no one may multiply with or hand to TMA."""
-        return self.empty(tuple(t.shape), t.dtype, order, of_ones=7).copy_(t)
+        """Copy t, with an odd stride where a length is 1: no code may multiply with that stride or pass it to TMA."""
+        return self.empty(tuple(t.shape), t.dtype, order, stride_of_ones=7).copy_(t)
 
     def assert_untouched(self):
         for buffer, count in self.buffers:
@@ -91,14 +91,14 @@ def module_of_backend():
 @cases(SHAPES)
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_nothing_is_read_or_written_beside_the_tensors(case, heads_first, monkeypatch):
-    """Inputs and outputs between fences of NaN, dimensions of length 1 with odd strides; inputs keep their bits."""
+    """Inputs and outputs lie between fences of NaN; lengths of 1 have odd strides; inputs keep their bits."""
     call, memory = case.call(), FencedMemory()
     rank = call.tensors["q"].dim()
     order = {3: (1, 0, 2), 4: (0, 2, 1, 3)}[rank] if heads_first else None
     call.tensors = {n: memory.copy_of(t, order) for n, t in call.tensors.items()}
     call.options = {
         n: memory.copy_of(o) if n == "sinks" else o for n, o in call.options.items()
-    }  # lengths are int32: poison there would be a length
+    }  # lengths stay as they are: in int32, poison would be read as a length
     before = {n: bits(t).clone() for n, t in call.tensors.items()}
     outputs = []
 
@@ -109,7 +109,7 @@ def test_nothing_is_read_or_written_beside_the_tensors(case, heads_first, monkey
         return tuple(outputs[-2:])
 
     monkeypatch.setattr(module_of_backend(), "empty_outputs", fenced_outputs)
-    # without GpuCall's rubbish: the fences and the inputs' own bits are what is looked at here
+    # GpuCall.run would write NaN to the inputs, but this test compares the fences and the inputs' own bits
     function = onepass.attention_varlen if call.is_packed else onepass.attention
     out, lse = function(**call.tensors, **call.options, return_lse=True, backend=BACKEND)
     memory.assert_untouched()
@@ -124,7 +124,7 @@ def test_nothing_is_read_or_written_beside_the_tensors(case, heads_first, monkey
 
 @cases([case(200, 300, head_dim=128), case((3, 20), (7, 9), head_dim=64)])
 def test_memory_is_poisoned_in_every_check(case):
-    """What GpuCall relies on: outputs hold NaN before the kernel runs."""
+    """Outputs hold NaN before the kernel runs, which GpuCall relies on."""
     call = case.call()
     seen = []
     module, original = module_of_backend(), module_of_backend().empty_outputs
@@ -137,8 +137,8 @@ def test_memory_is_poisoned_in_every_check(case):
 
 
 def replace_empty_gradients(patch, call, function):
-    """In every module that knows it by name: which one computes the call's gradients is not this test's business."""
-    dispatch.load_backward(BACKEND, problem_of(call))  # else that one may be imported by the first gradient alone
+    """Replace empty_gradients in every module that imports it by name, whichever computes the call's gradients."""
+    dispatch.load_backward(BACKEND, problem_of(call))  # or the first gradient may be what imports the backend's module
     for name, module in list(sys.modules.items()):
         if name.startswith("onepass.") and getattr(module, "empty_gradients", None) is empty_gradients:
             patch.setattr(module, "empty_gradients", function)
@@ -176,7 +176,7 @@ def test_the_backward_reads_and_writes_nothing_beside_its_tensors(case, heads_fi
 
 @cases([case(200, 300, head_dim=128, sinks=True), case((3, 20), (7, 9), head_dim=64)])
 def test_memory_is_poisoned_in_every_check_of_gradients(case, monkeypatch):
-    """What check_gradients relies on: gradients hold NaN before the kernels run."""
+    """Gradients hold NaN before the kernels run, which check_gradients relies on."""
     call, seen = case.call(), []
     replace_empty_gradients(
         monkeypatch,
@@ -192,7 +192,7 @@ LONG = 16384
 MIB = 2**20
 
 
-@pytest.mark.skipif(not ON_GPU, reason="of the kernels; torch's tiles keep more in float32")
+@pytest.mark.skipif(not ON_GPU, reason="tests the kernels; the tiled backend keeps more in float32")
 @pytest.mark.parametrize("deterministic", [False, True])
 @cases(
     [
@@ -204,7 +204,7 @@ MIB = 2**20
     ]
 )
 def test_the_backward_needs_no_more_than_dq_in_float32(case, deterministic):
-    """Beside the gradients: a float32 sum for dq, three numbers a row, and no row of scores: nothing of seqlen^2."""
+    """Beside the gradients, memory holds a float32 sum for dq and three numbers per row, and nothing of seqlen^2."""
     call = case.call()
     loss, leaves = loss_of(call), {n: t.detach().requires_grad_() for n, t in inputs_of(call).items()}
     outputs = with_inputs(call, leaves).run(deterministic=deterministic)
@@ -212,11 +212,11 @@ def test_the_backward_needs_no_more_than_dq_in_float32(case, deterministic):
     def backward():
         return torch.autograd.grad(outputs, list(leaves.values()), loss, retain_graph=True)
 
-    backward()  # compiles, and makes whatever is made once
+    backward()  # compiles, and allocates whatever is allocated once
     found, peak = peak_of(backward, DEVICE)
     results = sum(t.numel() * t.element_size() for t in found)
     q, lse = call.tensors["q"], outputs.lse
-    # rows in tiles of up to 192, of each sequence
+    # each sequence is padded to whole tiles of up to 192 rows
     padding = 192 * (len(case.seqlen_q) if call.is_packed else 1) / q.shape[-3]
     allowed = math.ceil(4 * (q.numel() + 3 * lse.numel()) * (1 + padding)) + MIB
     assert peak.extra_bytes - results <= allowed, f"{(peak.extra_bytes - results) / MIB:.1f} of {allowed / MIB:.1f} MiB"
@@ -224,14 +224,14 @@ def test_the_backward_needs_no_more_than_dq_in_float32(case, deterministic):
 
 @cases(SHAPES)
 def test_recycled_memory(case):
-    """NaN in the blocks that the allocator hands out next, without torch's help: the way users meet old values."""
+    """NaN in the blocks that the allocator hands out next, without torch's deterministic mode, does no harm."""
     call = case.call()
-    plain = onepass.testing.Call(call.tensors, call.options)
-    first = plain.run()
+    users_call = onepass.testing.Call(call.tensors, call.options)
+    first = users_call.run()
     for _ in range(3):
         old = [torch.full_like(t, NAN) for t in first for _ in range(4)]
         del old
-        again = plain.run()
+        again = users_call.run()
         for a, b in zip(first, again, strict=True):
             assert torch.equal(bits(a), bits(b))
 
@@ -244,7 +244,7 @@ def heads_first(t):
 
 
 def column_slice(t):
-    """Columns of a wider matrix whose others are NaN: the kernel's own tile is wider than most head dims, too."""
+    """Place t in columns of a wider matrix of NaN; the tile of the kernel is wider than most head dims too."""
     wide = torch.full((*t.shape[:-1], t.shape[-1] + 16), NAN, device=t.device, dtype=t.dtype)
     wide[..., 8:-8] = t
     return wide[..., 8:-8]
@@ -261,7 +261,7 @@ def batch_innermost(t):
 
 
 def unaligned(t):
-    """Rows of 16-byte multiples from an address that is none."""
+    """Copy t to an address that is not a multiple of 16 bytes; its rows are multiples of 16 bytes long."""
     flat = torch.full((t.numel() + 3,), NAN, device=t.device, dtype=t.dtype)
     flat[3:] = t.flatten()
     return flat[3:].view(t.shape)
@@ -289,7 +289,7 @@ LAYOUTS = [heads_first, column_slice, every_other_row, batch_innermost, unaligne
     ]
 )
 def test_layouts(case, layout):
-    """The same bits from any layout; one tensor in it at a time, then all."""
+    """Results have equal bits in any layout, with one tensor at a time in that layout and with all of them in it."""
     call = case.call()
     expected = call.run()
     for names in ("q", "k", "v", "qkv"):
@@ -303,7 +303,7 @@ def test_layouts(case, layout):
 
 @pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 2), (0, 1, 2)], ids=str)
 def test_expanded_inputs(dims):
-    """Stride 0: one batch entry, one token or one head stands for all."""
+    """With stride 0, one batch entry, one token or one head stands for all."""
     shape, small = [2, 150, 4, 128], [2, 150, 4, 128]
     for dim in dims:
         small[dim] = 1

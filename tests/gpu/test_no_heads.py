@@ -1,4 +1,4 @@
-"""Calls without heads on a GPU: nothing is launched for them, which CUDA would refuse, but new keys are appended."""
+"""Calls without heads on a GPU: no empty grid is launched, which CUDA would refuse, but new keys are appended."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_fp8(heads):
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("backend", [None, "sm80", "sm90"])
 def test_new_keys_are_appended(heads, page_size, rotary, backend):
-    """The caches hold what a call whose q has heads would leave in them."""
+    """The caches hold the values that a call whose q has heads would leave in them."""
     if not ON_GPU:
         backend = None
     elif backend == "sm90" and BACKEND != "sm90":
@@ -88,4 +88,4 @@ def test_merging():
     assert (out.shape, lse.shape) == ((2, 6, 0, 8), (2, 0, 6))
     assert torch.cuda.is_available() == ON_GPU
     if ON_GPU:
-        torch.cuda.synchronize()  # no launch has failed
+        torch.cuda.synchronize()  # raises if a launch has failed

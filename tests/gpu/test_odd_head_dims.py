@@ -1,4 +1,4 @@
-"""Head dims that are no multiple of 8, in 16 bits: narrower copies. With ONEPASS_TEST_BACKEND=sm80."""
+"""Head dims that are not multiples of 8, in 16 bits, need narrower copies. Set ONEPASS_TEST_BACKEND=sm80."""
 
 import pytest
 from gpu_cases import BACKEND, BF16, FP16, IS_READY, case, cases
@@ -8,7 +8,9 @@ import onepass
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not IS_READY or BACKEND == "sm90", reason="needs a GPU for sm80, which TMA leaves these to"),
+    pytest.mark.skipif(
+        not IS_READY or BACKEND == "sm90", reason="needs a GPU for sm80: TMA cannot read these head dims"
+    ),
 ]
 
 SIZES = (1, 2, 3, 5, 12, 17, 20, 33, 50, 63, 65, 66, 100, 127, 129, 190, 201, 250, 255)

@@ -84,7 +84,7 @@ def test_options(case):
     for d in (64, 128, 256)
 )
 def test_padded_batch(case):
-    """seqused_k on a dense batch; what lies past it is NaN while the kernel runs (gpu_cases)."""
+    """Calls with seqused_k on a dense batch are right; keys past it are NaN while the kernel runs (see GpuCall)."""
     check(case.call())
 
 
@@ -155,7 +155,7 @@ def test_no_work_at_all(case):
 
 @cases([case((70, 0, 130), (90, 20, 140), heads=(4, 2), head_dim=128, causal=True)])
 def test_strides(case):
-    """One projection of interleaved q, k, v heads; heads outside tokens in memory; rows that TMA cannot read."""
+    """Tensors may be slices of one qkv projection, have heads outside of tokens, or have rows that TMA cannot read."""
     call = case.call()
     q, k, v = call.tensors.values()
     qkv = torch.full((250, 8, 136), float("nan"), device=DEVICE, dtype=BF16)
@@ -171,7 +171,7 @@ def test_strides(case):
 
 @cases([case((70, 0, 130, 1), (90, 20, 140, 200), heads=(4, 2), head_dim=128, causal=True)])
 def test_order_of_sequences_does_not_matter(case):
-    """The same bits for a sequence wherever it stands."""
+    """A sequence has equal bits at any position in the packed tensors."""
     call = case.call()
     out, lse = call.run()
     cu_q, cu_k = (call.options[f"cu_seqlens_{x}"].tolist() for x in "qk")

@@ -1,6 +1,6 @@
-"""The kernels of `quantize_fp8` beside its plain torch on the same GPU, from compute capability 8.9 on.
+"""The kernels of `quantize_fp8`, compared with plain PyTorch on the same GPU of compute capability 8.9 or more.
 
-V is rounded by the same operations, bit for bit; what is rotated is summed in another order.
+V is rounded by the same operations and has equal bits. Rotated rows of Q and K are summed in another order.
 """
 
 import pytest
@@ -22,26 +22,29 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_E4M3, reason="needs a 
 
 
 def in_torch(q, k, v, **options):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fast_path, "_forwards", {})
-        patch.setattr(fp8, "_has_e4m3_kernels", lambda t: False)
-        quantized = onepass.quantize_fp8(q, k, v, **options)
-        return quantized, quantize.keys_last(quantized.v, options.get("cu_seqlens_k"))
+    fast_path.forget()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fp8, "_has_e4m3_kernels", lambda t: False)
+            quantized = onepass.quantize_fp8(q, k, v, **options)
+            return quantized, quantize.keys_last(quantized.v, options.get("cu_seqlens_k"))
+    finally:
+        fast_path.forget()
 
 
 def check(q, k, v, **options):
     expected, keys_last = in_torch(q, k, v, **options)
-    first, actual = (onepass.quantize_fp8(q, k, v, **options) for _ in range(2))  # the second without checks
+    first, actual = (onepass.quantize_fp8(q, k, v, **options) for _ in range(2))  # the second takes the fast path
     for name in ("q", "k", "v", "q_descale", "k_descale", "v_descale"):
         a, b = (getattr(x, name).view(torch.uint8) for x in (first, actual))
         assert torch.equal(a, b), name
     lengths = options.get("cu_seqlens_q"), options.get("cu_seqlens_k")
-    # packed rows are added up in any order
+    # rows of packed sequences are added up in any order
     assert_same_rounding(actual, expected, *lengths, same_means=lengths[1] is None)
     if IS_HOPPER:
         assert actual.v_keys_last
         is_zero = keys_last.view(torch.uint8) == 0
-        assert (actual.v.view(torch.uint8)[is_zero] & 0x7F == 0).all()  # where there is no key, too
+        assert (actual.v.view(torch.uint8)[is_zero] & 0x7F == 0).all()  # beyond the last key as well
     return actual
 
 
@@ -52,7 +55,7 @@ def randn(*shape, dtype=BF16, seed=0):
 def make(lengths=(300, 500), heads=(4, 2), head_dims=(128, 128), batch=2, dtype=BF16):
     q = randn(batch, lengths[0], heads[0], head_dims[0], dtype=dtype, seed=1)
     k, v = (randn(batch, lengths[1], heads[1], d, dtype=dtype, seed=i) for i, d in enumerate(head_dims, 2))
-    k[:, :70] *= 30  # blocks of different scales
+    k[:, :70] *= 30  # blocks of different descales
     v[:, 64:128] *= 0.01
     return q, k, v
 
@@ -66,7 +69,8 @@ def test_head_dims(head_dims, dtype):
 
 
 def test_many_heads_and_strides():
-    """Heads outside of rows, parts of one tensor, an address that 16 bytes do not divide; rotation by other signs."""
+    """Results are right for heads outside of rows and rotation by other signs, for slices of one tensor, and for an
+    address that is not a multiple of 16 bytes."""
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in make(heads=(32, 8)))
     check(q, k, v, seed=2**63)
     check(*randn(2, 200, 3, 4, 128).unbind(2))
@@ -74,7 +78,7 @@ def test_many_heads_and_strides():
 
 
 def packed(lengths_q=(50, 0, 700, 64, 1), lengths_k=(90, 4, 1300, 0, 66), slack=70):
-    """Rows of no sequence behind the last one, with NaN where nothing may look."""
+    """Make packed sequences, followed by rows of no sequence that hold NaN, which nothing may read."""
     q = randn(sum(lengths_q) + slack, 4, 128, seed=1)
     k, v = (randn(sum(lengths_k) + slack, 2, 128, seed=i) for i in (2, 3))
     for t, lengths in ((q, lengths_q), (k, lengths_k), (v, lengths_k)):
@@ -120,7 +124,7 @@ def test_nan_and_inf(rotate):
 
 @pytest.mark.parametrize("rows_too", ["q", "k and v"])
 def test_more_than_2_31_elements(rows_too):
-    """The last blocks are those of the same rows alone."""
+    """The last blocks equal those of a call with their rows alone."""
     if torch.cuda.mem_get_info()[0] < 30 * 2**30:
         pytest.skip("needs 30 GB")
     heads, rows = 16, 2**31 // (16 * 128) + 100
@@ -135,22 +139,22 @@ def test_more_than_2_31_elements(rows_too):
         whole, alone = onepass.quantize_fp8(end, x, x), onepass.quantize_fp8(end, end, end)
         names = ("k", "v")
     for name in names:
-        stored, of_alone = (getattr(z, name).view(torch.uint8) for z in (whole, alone))
+        stored, stored_alone = (getattr(z, name).view(torch.uint8) for z in (whole, alone))
         is_transposed = name == "v" and whole.v_keys_last
-        assert torch.equal(stored[..., last:] if is_transposed else stored[:, last:], of_alone)
+        assert torch.equal(stored[..., last:] if is_transposed else stored[:, last:], stored_alone)
         assert torch.equal(*(getattr(z, f"{name}_descale")[..., -2:] for z in (whole, alone)))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_lengths_far_apart(head_dim):
-    """The thread blocks of q, k and v are counted one after the other: none is left out, none done twice."""
+    """The thread blocks of q, k and v have consecutive numbers: none is left out and none is done twice."""
     for lengths in ((1, 5000), (5000, 1), (64, 65), (129, 4096)):
         for heads in ((6, 1), (8, 8), (3, 3)):
             check(*make(lengths, heads=heads, head_dims=(head_dim, 64), batch=3))
 
 
 def test_launches_of_a_call():
-    """One for q, k and v; with the attention another, and in a graph one that clears a counter for it."""
+    """One launch quantizes q, k and v. Attention adds another, and in a graph one that clears a counter for it."""
     tensors = make()
     assert num_kernels(lambda: onepass.quantize_fp8(*tensors)) == 1
     if IS_HOPPER:
@@ -184,7 +188,7 @@ def test_tensors_that_require_grad_under_no_grad():
 
 
 def test_keys_last_of_e4m3():
-    """V that somebody else has quantised, with any bits."""
+    """V may have been quantized elsewhere, with arbitrary bits."""
     codes = torch.randint(0, 256, (2, 1000, 3, 128), device=DEVICE, dtype=torch.uint8)
     codes[:, 500:] = 0x7F
     for v, lengths in ((codes, None), (codes[0], lengths_tensor((0, 9, 9, 700)))):
@@ -217,7 +221,7 @@ def test_graph_and_no_wait_for_the_gpu():
 @pytest.mark.skipif(not IS_HOPPER, reason="FP8 attention has a kernel for Hopper alone")
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_attention(head_dim):
-    """The attention kernel reads V as the quantisation kernel has written it."""
+    """The attention kernel reads V as the quantization kernel has written it."""
     quantized = onepass.quantize_fp8(*make(head_dims=(head_dim, head_dim)))
     out = onepass.attention(quantized, causal=True, backend="sm90")
     tensors = quantized.dequantize()

@@ -1,8 +1,8 @@
-"""Random calls over all options on the Hopper kernel. A failure names its seed:
+"""Random calls over all options on the Hopper kernel. A failure names its seed, and this call repeats it:
 
     random_call(seed, "cuda", MAX_SEQLEN, DTYPES[seed % 2]).check(gradients=False, with_floor=True)
 
-repeats it (rows that no one may look at are NaN here as well, see GpuCall).
+In these tests, rows that no kernel may read are NaN as well (see GpuCall).
 """
 
 import itertools
@@ -18,7 +18,7 @@ DTYPES = (BF16, FP16)
 
 
 def is_for_the_kernel(case: RandomCase) -> bool:
-    """Its head dims are multiples of 8, and larger scores mean larger weights: all else has to be taken."""
+    """Whether the kernel must take the call: head dims are multiples of 8, and larger scores mean larger weights."""
     call = case.call("meta")
     scale, softcap = call.options.get("softmax_scale", 1.0), call.options.get("softcap")
     return all(t.shape[-1] % 8 == 0 for t in call.tensors.values()) and (scale > 0 or softcap is not None)
@@ -34,7 +34,7 @@ def test_random_calls(case):
 
 
 def test_the_calls_cover_the_options():
-    """So many of each that a fault which takes an option and a length to show is met."""
+    """Each option occurs so often that a fault which needs an option and a length to show is found."""
     calls = [case.call("meta") for case in CASES]
     counts = {name: sum(name in call.options for call in calls) for call in calls for name in call.options}
     assert set(counts) == {

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from gpu_cases import BF16, DEVICE, FP16, ON_GPU, bits, case, cases, needs_hopper, plain_run, same_bits, size
+from gpu_cases import BF16, DEVICE, FP16, ON_GPU, bits, case, cases, needs_hopper, run_as_user, same_bits, size
 
 from onepass.testing import Call
 
@@ -16,7 +16,7 @@ CASES = [
     case(1001, 1100, batch=2, heads=(8, 4), head_dim=64),
     case(1001, 1100, batch=2, heads=(8, 4), head_dim=128, causal=True),
     case(777, 900, batch=2, heads=(6, 3), head_dim=256, causal=True, dtype=FP16),
-    # long causal head_dim 128: thread blocks draw their tiles from a queue, in another order in every run
+    # in long causal calls of head_dim 128, thread blocks draw tiles from a queue, in another order in every run
     case(size(3001, 400), size(3001, 400), heads=(16, 4), head_dim=128, causal=True),
     case(size(2500, 300), size(2600, 300), batch=3, heads=(8, 1), head_dim=128, window=(1000, 0), dtype=FP16),
     case(333, 555, batch=2, heads=(32, 1), head_dim=64, sinks=True, softcap=20.0),
@@ -28,7 +28,7 @@ CASES = [
 
 @contextlib.contextmanager
 def memory_load():
-    """Gives a function that queues large copies and additions on a stream of their own."""
+    """Yield a function that queues large copies and additions on a stream of their own."""
     if not ON_GPU:
         yield lambda: None
         return
@@ -38,56 +38,56 @@ def memory_load():
 
     def push():
         with torch.cuda.stream(stream):
-            b.copy_(a)  # all memory channels
-            a[: a.numel() // 4].add_(1.0)  # and multiprocessors
+            b.copy_(a)  # loads all memory channels
+            a[: a.numel() // 4].add_(1.0)  # loads the multiprocessors
 
     try:
         yield push
     finally:
-        torch.cuda.synchronize()  # a and b must outlive what reads them
+        torch.cuda.synchronize()  # a and b must outlive the kernels that read them
 
 
 @cases(CASES)
 @pytest.mark.parametrize("load", [False, True], ids=["alone", "under memory load"])
 def test_same_bits_every_time(case, load):
-    """Compared on the device, read now and then: runs follow each other without a pause."""
+    """All runs have equal bits. Bits are compared on the device and read rarely, so that runs do not pause."""
     call = case.call()
-    first = [bits(t).clone() for t in plain_run(call)]
+    first = [bits(t).clone() for t in run_as_user(call)]
     num_different = torch.zeros((), dtype=torch.int64, device=DEVICE)
     with memory_load() if load else contextlib.nullcontext(lambda: None) as push:
         for i in range(REPEATS):
             if i % 2 == 0:
                 push()
-            for t, expected in zip(plain_run(call), first, strict=True):
+            for t, expected in zip(run_as_user(call), first, strict=True):
                 num_different += (bits(t) != expected).any()
             if i % 100 == 99 or i == REPEATS - 1:
                 assert num_different.item() == 0, f"other bits in one of the runs up to {i + 1}"
 
 
-@pytest.mark.skipif(not ON_GPU, reason="streams are a GPU's")
+@pytest.mark.skipif(not ON_GPU, reason="needs streams of a GPU")
 @cases([CASES[3], CASES[6]])
 def test_same_bits_on_four_streams_at_once(case):
-    """Launches that run side by side share nothing, the counter of a tile queue least of all."""
+    """Launches that run side by side share nothing, in particular not the counter of a tile queue."""
     call = case.call()
-    first = [bits(t).clone() for t in plain_run(call)]
+    first = [bits(t).clone() for t in run_as_user(call)]
     streams = [torch.cuda.Stream() for _ in range(4)]
     torch.cuda.synchronize()
     different = []
     for _ in range(REPEATS // 20):
         for stream in streams:
             with torch.cuda.stream(stream):
-                different += [(bits(t) != e).any() for t, e in zip(plain_run(call), first, strict=True)]
+                different += [(bits(t) != e).any() for t, e in zip(run_as_user(call), first, strict=True)]
     torch.cuda.synchronize()
     assert not torch.stack(different).any()
 
 
 @cases([CASES[1], CASES[6]])
 def test_where_memory_lies_does_not_matter(case):
-    """Other addresses and another order of allocation: the same bits."""
+    """Results have equal bits at other addresses and with another order of allocation."""
     call = case.call()
-    first = plain_run(call)
+    first = run_as_user(call)
     kept = []
     for pad in (1, 1000, 300_000):
         kept.append(torch.empty(pad, device=DEVICE, dtype=BF16))
         moved = Call({n: t.clone() for n, t in call.tensors.items()}, call.options)
-        assert same_bits(plain_run(moved), first)
+        assert same_bits(run_as_user(moved), first)

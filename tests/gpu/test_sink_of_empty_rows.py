@@ -1,6 +1,6 @@
 """A row without keys has its sink for lse, on a GPU: forward, gradients, packed sequences, float32, FP8, decoding.
 
-Kernels select that lse and do not compute it: it is the float32 of the sink, bit for bit.
+Kernels select that lse and do not compute it, so its bits are those of the sink in float32.
 """
 
 import pytest
@@ -34,7 +34,7 @@ DTYPES = {64: BF16, 128: FP16, 256: BF16}
 
 
 def check_empty_rows(call, num_empty):
-    """The first rows of a dense call: out, lse and dq. Args: num_empty: of each batch entry."""
+    """Check out and lse of the empty rows of a dense call: the first `num_empty[b]` rows of batch entry b."""
     out, lse = call.run()
     for b, n in enumerate(num_empty):
         assert (out[b, :n] == 0).all()
@@ -44,7 +44,7 @@ def check_empty_rows(call, num_empty):
 
 DENSE = [
     *((400, 130, {"causal": True}, 270), (300, 20, {"window": (3, 2)}, 278), (130, 1, {"causal": True}, 129)),
-    # the first tile of 64, of 128 and of 192 rows has none, and ends with the last that has none
+    # the first tile of 64, of 128 and of 192 rows holds exactly the empty rows
     *((n + 70, 70, {"causal": True}, n) for n in (64, 128, 192)),
 ]
 
@@ -55,7 +55,7 @@ DENSE = [
     for d in DTYPES
 )
 def test_dense_gradients(case):
-    """Forward and gradients, those of lse of the rows without keys among them."""
+    """Forward and gradients are right, including gradients of lse of the empty rows."""
     call = case.call()
     check_gradients(call)
     num_empty = next(n for m, k, _, n in DENSE if (m, k) == (case.seqlen_q, case.seqlen_k))
@@ -80,7 +80,7 @@ def test_float32_gradients(case):
     for d, dtype in ((64, BF16), (128, FP16), (256, BF16), (128, FLOAT32))
 )
 def test_padded_gradients(case):
-    """Batch entries of several lengths, among them some whose heads share a tile, have the gradients of the oracle."""
+    """Gradients are right for batch entries of several lengths, including cases whose heads share a tile."""
     call = case.call()
     call.check(gradients=True, with_floor=True)
     is_causal = "causal" in call.options
@@ -97,7 +97,7 @@ SOME = (7, 0, 300, 5, 40, 129, 1, 64, 0, 70), (9, 4, 0, 0, 30, 200, 1, 0, 0, 1)
     for slack, options in ((3, {}), (0, {"causal": True}), (150, {"window": (30, 2), "softcap": 5.0}))
 )
 def test_packed_gradients(case):
-    """Sequences without keys, and rows of no sequence, which have no sink."""
+    """Gradients are right with sequences without keys, and with rows of no sequence, which have no sink."""
     call = case.call()
     call.check(gradients=True, with_floor=True)
     if case.dtype != FLOAT32:
@@ -128,7 +128,7 @@ def test_packed_gradients(case):
     for options in ({}, {"causal": True})
 )
 def test_many_packed_gradients(case, deterministic):
-    """The loss is of out and lse, or of lse alone; a fifth of the sequences has no queries, a quarter no keys."""
+    """A fifth of the sequences has no queries, a quarter no keys. The loss depends on out and lse, or on lse alone."""
     call = case.call()
     for of in ("both", "lse"):
         check_gradients(call, of, deterministic=deterministic)
@@ -142,7 +142,7 @@ def test_many_packed_gradients(case, deterministic):
     ]
 )
 def test_no_keys_at_all_gradients(case):
-    """dsinks sums up dlse."""
+    """Without any keys, dsinks is the sum of dlse."""
     call = case.call()
     loss = loss_of(call)
     actual = check_gradients(call, loss=loss)
@@ -171,7 +171,7 @@ def test_gradients_of_out_of_rows_without_keys_go_nowhere(case, value):
     assert all(g.isfinite().all() for g in actual.values())
 
 
-# ---------------------------------------------------------------- sinks that are no numbers
+# ---------------------------------------------------------------- non-finite sinks
 
 
 @pytest.mark.parametrize("value", [-INF, INF, NAN])
@@ -182,8 +182,8 @@ def test_gradients_of_out_of_rows_without_keys_go_nowhere(case, value):
         case((70, 30, 5), (200, 0, 3), heads=(4, 4), head_dim=128, slack=3, causal=True, sinks=True),
     ]
 )
-def test_gradients_of_sinks_that_are_no_numbers(case, value):
-    """-inf: as without. +inf: out = 0. NaN: NaN. Of one head: the bits of all others stay as they were."""
+def test_gradients_empty_lses_that_are_no_numbers(case, value):
+    """A sink of -inf acts as no sink, +inf makes out 0, and NaN gives NaN. The bits of other heads do not change."""
     call = case.call()
     loss = loss_of(call)
     out, lse = call.run()
@@ -191,21 +191,21 @@ def test_gradients_of_sinks_that_are_no_numbers(case, value):
     call.options["sinks"][1] = value
     dirty_out, dirty_lse = call.run()
     dirty = hard_gradients(call, loss, deterministic=True)
-    others = [0, 2, 3]
+    other_heads = [0, 2, 3]
     is_empty = (out == 0).all(-1)  # (.., seqlen_q, heads)
-    assert torch.equal(dirty_out[..., others, :], out[..., others, :])
-    assert torch.equal(dirty_lse[..., others, :], lse[..., others, :])
+    assert torch.equal(dirty_out[..., other_heads, :], out[..., other_heads, :])
+    assert torch.equal(dirty_lse[..., other_heads, :], lse[..., other_heads, :])
     for name in ("dq", "dk", "dv"):
-        assert torch.equal(dirty[name][..., others, :], clean[name][..., others, :])
-    assert torch.equal(dirty["dsinks"][others], clean["dsinks"][others])
+        assert torch.equal(dirty[name][..., other_heads, :], clean[name][..., other_heads, :])
+    assert torch.equal(dirty["dsinks"][other_heads], clean["dsinks"][other_heads])
     assert (dirty_out[is_empty] == 0).all()
     mine, my_lse, empty = dirty_out[..., 1, :], dirty_lse[..., 1, :], is_empty[..., 1]
     has_sink = torch.ones_like(empty)
     if call.is_packed:
         has_sink[int(call.options["cu_seqlens_q"][-1]) :] = False
     assert (my_lse[~has_sink] == -INF).all()
-    of_sink = my_lse[empty & has_sink]
-    assert of_sink.isnan().all() if value != value else (of_sink == value).all()
+    empty_lse = my_lse[empty & has_sink]
+    assert empty_lse.isnan().all() if value != value else (empty_lse == value).all()
     if value == -INF:
         assert mine.isfinite().all()
         assert all(g.isfinite().all() for g in dirty.values())
@@ -219,12 +219,12 @@ def test_gradients_of_sinks_that_are_no_numbers(case, value):
         assert my_lse[~empty].isnan().all()
 
 
-# ---------------------------------------------------------------- parts
+# ---------------------------------------------------------------- partials
 
 
 @cases(case(300, 400, batch=2, heads=(4, 2), head_dim=128, dtype=dtype, sinks=True) for dtype in (BF16, FLOAT32))
 def test_merging_keeps_the_share_of_the_sink(case):
-    """The part with the sinks has no keys for most rows: 50 keys under a causal mask of its own, or none."""
+    """The partial with the sinks has no keys for most rows: it has 50 keys under a causal mask of its own, or none."""
     call = case.call()
     q, k, v = call.tensors.values()
     sinks = call.options["sinks"]
@@ -257,13 +257,15 @@ DECODE = [
             (4, (8, 2), 64, 16, FP16),
             (4, (8, 2), 64, 16, FLOAT32),
             (3, (8, 8), 256, None, BF16),
-            # more rows than the kernel for few takes
+            # more rows than the kernel for few rows takes
             (16, (8, 1), 128, 16, BF16),
             (150, (2, 1), 64, None, FP16),
         )
     ),
     DecodeCase((1000, 0, 2, 65), 4, (8, 2), (128, 128), options=_options(split_size=128)),
-    DecodeCase((1000, 0, 2, 65), 4, (8, 2), (128, 128), options=_options(num_splits=20)),  # more than a warp merges
+    DecodeCase(
+        (1000, 0, 2, 65), 4, (8, 2), (128, 128), options=_options(num_splits=20)
+    ),  # more splits than a warp merges
     DecodeCase((0, 0), 4, (8, 2), (128, 128), options=_options(num_splits=5)),
     *(
         E4m3Case((1000, 0, 2, 65), 4, (8, 2), (128, 128), 16, options=_options(num_splits=n), descales="page")
@@ -273,7 +275,7 @@ DECODE = [
 
 
 def check_decode(arguments):
-    """Against tiles, and exactly where no key is seen. Returns: out and lse."""
+    """Compare a call with the tiled backend, and empty rows exactly. Returns: out and lse."""
     out, lse = onepass.attention_decode(**arguments, return_lse=True)
     is_e4m3 = arguments["k_cache"].dtype == torch.float8_e4m3fn
     wide = {n: t.double() if torch.is_tensor(t) and t.is_floating_point() else t for n, t in arguments.items()}
@@ -311,7 +313,7 @@ def test_packed_decode(page_size, num_splits, few):
     case = DecodeCase(filled, max(counts), (8, 2), (128, 128), page_size, options=_options(num_splits=num_splits))
     arguments = packed(case.arguments(), counts, behind=3)
     if few:
-        arguments["max_seqlen_q"] = 1  # a hint: the kernel for few rows
+        arguments["max_seqlen_q"] = 1  # a hint that selects the kernel for few rows
     out, lse = check_decode(arguments)
     sinks, ends = arguments["sinks"][:, None], offsets(counts)
     for rows in (slice(ends[1], ends[2]), slice(ends[3], ends[3] + 3)):
@@ -348,9 +350,9 @@ def test_decode_with_sinks_that_are_no_numbers(value, num_splits):
         assert out[:, :, 1][~is_empty].isnan().all()
 
 
-@pytest.mark.skipif(not ON_GPU, reason="synchronisation is a GPU's")
+@pytest.mark.skipif(not ON_GPU, reason="needs synchronization of a GPU")
 def test_nothing_waits_for_the_device():
-    """Packed calls without a key ask the device which rows belong to a sequence."""
+    """Packed calls without a key do not wait for the device to learn which rows belong to a sequence."""
     q, kv = torch.randn(20, 4, 64, device=DEVICE, dtype=BF16), torch.randn(0, 4, 64, device=DEVICE, dtype=BF16)
     sinks = torch.randn(4, device=DEVICE, requires_grad=True)
     lengths = {"cu_seqlens_q": lengths_tensor([0, 5, 12]), "cu_seqlens_k": lengths_tensor([0, 0, 0])}
@@ -379,7 +381,7 @@ needs_fp8 = pytest.mark.skipif(BACKEND == "sm80", reason="no FP8 kernels for Amp
 @pytest.mark.parametrize("centered", [(), ("k",), ("v",), ("k", "v")], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_fp8(head_dim, centered):
-    """Dense; out and lse of what was put right after the kernel, too."""
+    """Empty rows of a dense call are right, also in rows that are repaired after the kernel."""
     call = case(200, 300, batch=3, heads=(4, 2), head_dim=head_dim, used=(0, 133, 300), causal=True, sinks=True).call()
     q, k, v = call.tensors.values()
     options, sinks = dict(call.options), call.options["sinks"]
@@ -415,7 +417,7 @@ def test_fp8_of_packed_sequences(centered):
 
 @needs_fp8
 def test_fp8_gradients():
-    """precision="fp8": those of the 16-bit kernels, with the FP8 forward's lse."""
+    """With precision="fp8", gradients come from the 16-bit kernels, with the lse of the FP8 forward."""
     call = case(300, 200, batch=2, heads=(4, 2), head_dim=128, causal=True, sinks=True).call()
     leaves = {n: t.detach().requires_grad_() for n, t in call.tensors.items()}
     sinks = call.options["sinks"].detach().requires_grad_()

@@ -1,8 +1,8 @@
 """A NaN or an inf in an input of the Hopper kernel reaches the rows that see it, and no others.
 
 The other rows are bit-equal to those of a run without it, with two exceptions, whose rows are held to the error budget
-instead. The 16 rows of a warp rescale together, and under a mask they are computed again together once one of them is
-not finite. And a value in V gets into all rows of its tile, which are then computed again.
+instead. The 16 rows of a warp rescale together, and under a mask they are recomputed together once one of them is not
+finite. A value in V reaches all rows of its tile, which are then recomputed.
 """
 
 import pytest
@@ -49,7 +49,7 @@ def with_value(call, name, value):
 
 
 def rows_that_see_it(call, name):
-    """(batch, num_heads_q, seqlen_q): where the value is in the row's own query, or in a key that the row sees."""
+    """A mask (batch, num_heads_q, seqlen_q) of rows whose own query, or a key that they see, holds the value."""
     batch, seqlen_q, heads_q, _ = call.tensors["q"].shape
     _, seqlen_k, heads_kv, _ = call.tensors["k"].shape
     mask = Mask.from_options(call.options.get("causal", False), call.options.get("window"))
@@ -64,7 +64,7 @@ def rows_that_see_it(call, name):
 
 
 def rows_that_may_round_differently(call, name, reach):
-    if not ON_GPU:  # another algorithm runs where operands are not finite
+    if not ON_GPU:  # another algorithm runs for operands that are not finite
         return ~reach
     warps = torch.nn.functional.pad(reach, (0, -reach.shape[-1] % ROWS_OF_A_WARP)).unflatten(-1, (-1, ROWS_OF_A_WARP))
     rows = warps.any(-1).repeat_interleave(ROWS_OF_A_WARP, -1)[..., : reach.shape[-1]]
@@ -90,8 +90,10 @@ def test_a_value_reaches_the_rows_that_see_it(case, name, value):
     exact = ~(reach | inexact)
     out, out_expected = (t.transpose(1, 2) for t in (dirty.out, expected.out))
 
-    assert torch.equal(bits(out[exact]), bits(out_expected[exact])), "out of rows that do not see it"
-    assert torch.equal(bits(dirty.lse[exact]), bits(expected.lse[exact])), "lse of rows that do not see it"
+    assert torch.equal(bits(out[exact]), bits(out_expected[exact])), "out differs in rows that do not see the value"
+    assert torch.equal(bits(dirty.lse[exact]), bits(expected.lse[exact])), (
+        "lse differs in rows that do not see the value"
+    )
     if name == "v" and ON_GPU:
         assert torch.equal(bits(dirty.lse[~inexact]), bits(expected.lse[~inexact])), "lse depends on v"
     for rows, oracle_call in ((inexact, clean), (reach, dirty_call)):
@@ -99,7 +101,7 @@ def test_a_value_reaches_the_rows_that_see_it(case, name, value):
         mine = (out[rows], *(r.out.transpose(1, 2)[rows] for r in (oracle, plain)))
         row = compare("out", *mine)
         assert row.ok, row
-        # +inf or NaN, for a score of +inf: either says that there is no answer
+        # a score of +inf makes it +inf or NaN, either of which says that there is no answer
         lse, lse_oracle = (torch.where(r.lse == INF, NAN, r.lse)[rows] for r in (dirty, oracle))
         row = compare_lse(lse, lse_oracle)
         assert row.ok, row
@@ -114,7 +116,7 @@ def test_a_value_reaches_the_rows_that_see_it(case, name, value):
     for mask in ("full", "causal", "window")
 )
 def test_packed_neighbours(case, value):
-    """One sequence is all NaN (inf): the others, of which some share a tile with it, keep their bits."""
+    """If one sequence is all NaN or inf, all others keep their bits, even those that share a tile with it."""
     call = case.call()
     expected = run(call)
     q, k, v = (t.clone() for t in call.tensors.values())
@@ -142,7 +144,7 @@ USED = [
 def test_nothing_past_seqused_k_matters(case, value):
     call = case.call()
     expected = run(call)
-    # a kernel may look at other things only if they are there: the rubbish is written into the same tensors
+    # both calls use the same tensors, so that only values past seqused_k differ
     for rows in call.unseen():
         rows.fill_(value)
     assert same_bits(run(call), expected)

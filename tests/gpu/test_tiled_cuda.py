@@ -1,4 +1,4 @@
-"""The tiled backend on a CUDA GPU, and whatever backend a call gets there by default."""
+"""The tiled backend on a CUDA GPU, and the backend that a call gets there by default."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_tiled_forward(seed):
     dtype = call.tensors["q"].dtype
     out, lse = call.run(backend="tiled")
     oracle, plain = call.expected(), call.expected(torch.float32 if dtype == torch.float64 else dtype)
-    # float64 has no plain result of its own precision: leave it a hundred roundings
+    # float64 has no result in plain PyTorch to compare with, so a hundred roundings are allowed
     floor = (
         100 * torch.finfo(dtype).eps * float(oracle.out.abs().max()) if out.numel() and dtype == torch.float64 else 0.0
     )
@@ -40,7 +40,7 @@ def test_devices_must_agree():
 
 @pytest.fixture(params=["none", "old", "new", "mixed"])
 def allowed_tf32(request):
-    """TF32 allowed by either of torch's interfaces, or by both."""
+    """Allow TF32 by either of torch's interfaces, or by both."""
     matmul = torch.backends.cuda.matmul
     try:
         if request.param in ("old", "mixed"):
@@ -59,22 +59,22 @@ def allowed_tf32(request):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_float32_is_true_float32_whatever_torch_may_do(allowed_tf32, dtype):
-    """The oracle and the plain result come from the CPU, where the settings have no effect on float64 and bfloat16."""
+    """The tiled backend uses true float32. The oracle is computed on the CPU in float64, which no setting affects."""
     generator = torch.Generator().manual_seed(1)
     shapes = (2, 130, 4, 64), (2, 190, 2, 64), (2, 190, 2, 48)
     q, k, v = (torch.randn(s, generator=generator).to(dtype) for s in shapes)
-    v = v + 1  # what is lost of P V does not average out
+    v = v + 1  # errors of P V do not average out
     leaves = [t.cuda().requires_grad_() for t in (q, k, v)]
     out = onepass.attention(*leaves, causal=True, backend="tiled")
     gradients = torch.autograd.grad(out.float().square().sum(), leaves)
     exact = [t.double().requires_grad_() for t in (q, k, v)]
     oracle = onepass.attention(*exact, causal=True)
-    # the gradient of what was rounded to out's dtype: its weights are those of the GPU's out
+    # gradients are weighted with the GPU's out, which has been rounded to its dtype
     expected = torch.autograd.grad(oracle, exact, 2 * out.detach().double().cpu())
-    # in units of the last place a CPU is off by up to 8 in float32 (by 9000 and more with operands cut to TF32), and by
-    # 0.6 in bfloat16
+    # in units of the last place, a CPU is off by up to 8 in float32 (by 9000 and more with operands cut to TF32) and
+    # by 0.6 in bfloat16
     budget = torch.finfo(dtype).eps * (64 if dtype == torch.float32 else 2)
     pairs = zip((out, *gradients), (oracle, *expected), strict=True)
-    for result, of_oracle in pairs:
-        error = (result.detach().double().cpu() - of_oracle.detach()).abs().max()
-        assert error <= budget * of_oracle.abs().max(), allowed_tf32
+    for result, exact_result in pairs:
+        error = (result.detach().double().cpu() - exact_result.detach()).abs().max()
+        assert error <= budget * exact_result.abs().max(), allowed_tf32

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 import torch._dynamo.testing
-from gpu_cases import BACKEND, BF16, DEVICE, FP16, ON_GPU, case, needs_hopper, plain_run
+from gpu_cases import BACKEND, BF16, DEVICE, FP16, ON_GPU, case, needs_hopper, run_as_user
 
 import onepass
 
@@ -58,13 +58,13 @@ def test_windows_wider_than_any_sequence_hide_nothing(size):
     cache_seqlens = torch.tensor([100, 165], dtype=torch.int32, device=DEVICE)
     results = []
     for window in ((size, size), (0, size), (size, 0)), (None, (0, None), (None, 0)):
-        of_window = []
+        window_results = []
         for sides in window:
             out = onepass.attention(*leaves, window=sides, deterministic=True, backend=BACKEND)
-            of_window += [out, *torch.autograd.grad(out.float().sum(), leaves)]
+            window_results += [out, *torch.autograd.grad(out.float().sum(), leaves)]
             with torch.no_grad():
-                of_window.append(onepass.attention_decode(*leaves, cache_seqlens=cache_seqlens, window=sides))
-        results.append(of_window)
+                window_results.append(onepass.attention_decode(*leaves, cache_seqlens=cache_seqlens, window=sides))
+        results.append(window_results)
     for wide, none in zip(*results, strict=True):
         torch.testing.assert_close(wide, none)
 
@@ -84,7 +84,7 @@ def test_lengths_do_not_recompile():
         call = case((30, total - 30), (30, total - 30), used=(2, total - 30), heads=(4, 2)).call()
         cu_seqlens, used = call.options["cu_seqlens_q"], call.options["seqused_k"]
         out = function(**call.tensors, cu=cu_seqlens, used=used, m=torch.tensor(total - 30, device=DEVICE))
-        assert torch.equal(out, plain_run(call).out)
+        assert torch.equal(out, run_as_user(call).out)
     assert counter.frame_count == 1
 
 
@@ -158,8 +158,8 @@ def test_torch_func_gives_what_backward_gives(precision):
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     torch._dynamo.reset()
     for gradients in (function(*tensors), compiled(*tensors)):
-        for result, of_backward in zip(gradients, expected, strict=True):
-            assert torch.equal(result, of_backward)
+        for result, expected_gradient in zip(gradients, expected, strict=True):
+            assert torch.equal(result, expected_gradient)
 
 
 def test_jacobian_row_by_row():

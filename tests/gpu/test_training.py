@@ -15,7 +15,7 @@ BATCH, SEQLEN, DISTANCE, VOCABULARY = size(32, 8), 96, 13, 32
 HEADS, HEADS_KV, HEAD_DIM = 4, 2, 64
 WIDTH = HEADS * HEAD_DIM
 # Measured on a CPU in 200 steps between dense attention in bfloat16, in float32, with its keys in another order, and
-# the tiled backend: losses, which fall from 3.6 to 0.01, are never further apart than 4e-4, norms of gradients by 6e-4.
+# the tiled backend: losses, which fall from 3.6 to 0.01, differ by at most 4e-4, and norms of gradients by 6e-4.
 TOLERANCE = 0.005
 
 
@@ -24,14 +24,14 @@ def with_onepass(q, k, v):
 
 
 def with_torch(q, k, v):
-    """Dense, with probabilities and their gradients in float32."""
+    """Dense attention with probabilities and their gradients in float32."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     with sdpa_kernel(SDPBackend.MATH):
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def with_torch_in_bf16(q, k, v):
-    """Dense with every intermediate in bfloat16: what rounding may do to a loss curve."""
+    """Dense attention with every intermediate in bfloat16, which shows the effect of rounding on a loss curve."""
     return onepass.reference.attention(q, k, v, causal=True, compute_dtype=BF16).out
 
 
@@ -64,7 +64,7 @@ class Transformer(nn.Module):
 
 
 def train(attention):
-    """Each token is to be answered with the one DISTANCE before it, which attention alone can find.
+    """Train a model to answer each token with the one DISTANCE before it, which only attention can find.
 
     Returns: the loss of each step, and the norms of the gradients of the projections to q, k and v in each layer.
     """
@@ -89,13 +89,13 @@ def train(attention):
 
 
 def distance(a, b):
-    """The largest difference of losses; that of gradients' norms over all steps, which Adam hides from the losses."""
+    """The largest difference of losses, and that of gradients' norms over all steps, which Adam hides from losses."""
     return float((a[0] - b[0]).abs().max()), float(((a[1] - b[1]).abs().sum(0) / b[1].sum(0)).max())
 
 
 def test_training_curves_agree():
     dense, rounded, mine = (train(attention) for attention in (with_torch, with_torch_in_bf16, with_onepass))
-    assert dense[0][-1] < size(0.05, 3.0) < dense[0][0], "not learned: gradients of attention are hardly looked at"
+    assert dense[0][-1] < size(0.05, 3.0) < dense[0][0], "not learned: gradients of attention are hardly tested"
     noise, found = distance(rounded, dense), distance(mine, dense)
     assert max(noise) < TOLERANCE / 2, f"the tolerance is none: rounding alone gives {noise}"
     assert max(found) < TOLERANCE, f"losses and norms of gradients are off by {found}, by rounding {noise}"

@@ -1,4 +1,4 @@
-"""`onepass.tune` on a GPU: every candidate runs and gives the heuristics' results; calls use what was found."""
+"""`onepass.tune` on a GPU: every candidate runs and gives the heuristics' results; calls use the entries found."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ CALLS = {
 
 @pytest.fixture(autouse=True)
 def _own_table(monkeypatch):
-    """What earlier runs kept is neither used nor changed; kernels still come from the usual cache."""
+    """Neither use nor change the entries of earlier runs; kernels still come from the usual cache."""
     monkeypatch.setattr(tuned, "_own", dict)
     monkeypatch.setattr(tuned, "_shipped", dict)
 
@@ -62,7 +62,7 @@ def test_candidates_run_and_are_right(name, backend, tmp_path):
 
 
 def test_calls_use_what_was_found(monkeypatch, tmp_path):
-    """Whatever is the fastest here: an entry for a call decides what it runs with, and its results stay right."""
+    """An entry for a call decides its configuration, whichever is fastest on this GPU, and its results stay right."""
     q, k, v = (torch.randn(2, 1024, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     expected = onepass.attention(q, k, v)
     (task,) = tasks_of({"q": q, "k": k, "v": v})

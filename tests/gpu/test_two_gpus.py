@@ -1,4 +1,4 @@
-"""Tensors on a GPU that is not the current one: same bits, on that GPU and its current stream, and nothing elsewhere.
+"""Tensors on a GPU that is not the current one: equal bits, work on that GPU's current stream, and none elsewhere.
 
 python -m pytest -m gpu tests/gpu/test_two_gpus.py      on a machine with two GPUs
 """
@@ -42,7 +42,7 @@ def packed(q, k, v):
 
 
 def decode(q, k, v):
-    """A step with a new key, in splits, which are merged."""
+    """A decoding step with a new key, in splits, which are merged."""
     lengths = torch.tensor([500, 699], dtype=INT32, device=q.device)
     k, v = k.clone(), v.clone()
     new = {"k_new": k[:, :1], "v_new": v[:, :1]}
@@ -51,7 +51,7 @@ def decode(q, k, v):
 
 
 def chunk(q, k, v):
-    """Queries of a prompt's chunk, on this backend's own kernel."""
+    """Attention of a prompt's chunk of queries, on the tested backend's own kernel."""
     lengths = torch.tensor([500, 700], dtype=INT32, device=q.device)
     return [onepass.attention_decode(q[:, :200], k, v, cache_seqlens=lengths, num_splits=2, backend=BACKEND)]
 
@@ -95,7 +95,7 @@ def test_the_other_gpu_computes(call):
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_on_the_current_stream_of_that_gpu(call):
-    """Inputs that are written late on that stream: a kernel on another one would read what was there before."""
+    """Inputs are written late on that GPU's stream: a kernel on another stream would read what was there before."""
     torch.cuda.set_device(HERE)
     values = [t.to(f"cuda:{THERE}") for t in qkv()]
     expected = [t.clone() for t in call(*values)]
@@ -103,7 +103,7 @@ def test_on_the_current_stream_of_that_gpu(call):
     call(*late)
     torch.cuda.synchronize(THERE)
     with torch.cuda.stream(torch.cuda.Stream(THERE)):
-        torch.cuda.set_device(HERE)  # the stream stays that GPU's current one
+        torch.cuda.set_device(HERE)  # the stream stays the current stream of that GPU
         with torch.cuda.device(THERE):
             torch.cuda._sleep(50_000_000)
         for t, value in zip(late, values, strict=True):
@@ -116,7 +116,7 @@ def test_on_the_current_stream_of_that_gpu(call):
 
 
 def test_captured_on_that_gpu():
-    """A captured launch has a tile counter of its own, also where the current GPU captures nothing."""
+    """A captured launch has a tile counter of its own, even if the current GPU captures nothing."""
     inputs = [t.to(f"cuda:{THERE}") for t in qkv()]
     with torch.cuda.device(THERE):
         expected = forward(*inputs)

@@ -9,7 +9,8 @@ import onepass
 pytestmark = needs_hopper
 DTYPES = (BF16, FP16)
 
-# both sides of the 64 rows of a warpgroup, of tiles of 64, 80, 128 and 192; more queries than keys and the reverse
+# lengths on both sides of the 64 rows of a warpgroup and of tiles of 64, 80, 128 and 192; more queries than keys, and
+# the reverse
 LENGTHS = [(1, 1), (1, 300), (2, 3), (63, 65), (64, 64), (65, 63), (128, 128), (129, 1), (127, 81), (191, 193)]
 LENGTHS += [(256, 80), (300, 1000), (1000, 300)]
 
@@ -51,7 +52,7 @@ def test_masks(case):
 
 
 WINDOWS = [(0, 0), (0, None), (None, 0), (1, 0), (0, 1), (63, 0), (64, 0), (127, 128), (500, 3), (10**6, 10**6)]
-# keys that begin behind a query's position or end before it: some rows see none, and of the last three no row does
+# windows that begin behind a query's position or end before it: some rows see no key, in the last three cases no row
 WINDOWS += [(-1, None), (None, -1), (-64, 200), (200, -64), (-3, 3), (-127, 128), (None, -300), (-450, None), (63, -64)]
 WINDOWS += [(-(10**6), 10**6), (10**6, -(10**6)), (5, -(10**6))]
 
@@ -96,7 +97,7 @@ def test_large_scores(case):
     check(case.call())
 
 
-# 256 and long causal 128 rescale lazily: rows whose maximum creeps up, jumps, or comes first
+# head dim 256 and long causal calls of 128 rescale lazily: row maxima that creep up, jump, or come first
 @pytest.mark.parametrize("order", ["rising", "falling", "jump", "constant"])
 @cases(
     [
@@ -139,7 +140,7 @@ def test_rows_that_see_no_key(case):
     call = case.call()
     check(call)
     seqlen_q, seqlen_k = call.tensors["q"].shape[1], call.tensors["k"].shape[1]
-    # the last row stands at the last key; with a bound on the right, a row `right` before the first key sees it
+    # the last row stands at the last key; under a bound on the right, a row `right` before the first key sees that key
     num_empty = seqlen_q - seqlen_k - (call.options["window"][1] if "window" in call.options else 0)
     out, lse = call.run()
     assert (out[:, :num_empty] == 0).all()
@@ -148,7 +149,7 @@ def test_rows_that_see_no_key(case):
 
 
 def lse_of_empty_rows(call, lse):
-    """What all rows would have without keys: the sinks, or -inf."""
+    """The lse that each row would have without keys: the sink, or -inf."""
     sinks = call.options.get("sinks")
     return torch.full_like(lse, -INF) if sinks is None else sinks[:, None].expand_as(lse)
 
@@ -169,7 +170,7 @@ def test_zero_lengths(case):
 
 @cases([case(3, 5, batch=size(70_000, 300), heads=(1, 1)), case(2, 3, batch=2, heads=(size(40_000, 300), 1))])
 def test_many_batch_entries_and_heads(case):
-    """More tiles than fit 16 bits, of a few rows each."""
+    """The call has more tiles, of a few rows each, than 16 bits can count."""
     call = case.call()
     out, lse = call.run()
     expected = call.expected(torch.float32)
@@ -189,7 +190,7 @@ def test_gradients_with_the_tiled_backward(case):
 
 FLOAT64 = "dtype: expected bfloat16, float16 or float32, got float64"
 NO_POSITIVE_SCALE = "softmax_scale: expected a number above 0"
-REFUSALS = {  # and which backend computes it
+REFUSALS = {  # shape, dtype, options, message, and the backend that computes the call
     "sm90": [
         ((1, 8, 2, 64), torch.float64, {}, FLOAT64, "tiled"),
         ((1, 8, 2, 12), BF16, {}, "head_dim: expected a multiple of 8 up to 256", "sm80"),

@@ -1,4 +1,4 @@
-"""The NamedTuples of kernel arguments name what the kernels take, in their order."""
+"""The NamedTuples of kernel arguments name the parameters of the kernels, in their order."""
 
 import importlib.util
 import inspect

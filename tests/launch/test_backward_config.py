@@ -1,4 +1,4 @@
-"""`BackwardConfigSm90`: what it may hold, and what a problem refuses."""
+"""`BackwardConfigSm90`: the values that it accepts, and the configurations that a problem refuses."""
 
 import itertools
 from dataclasses import replace
@@ -81,7 +81,7 @@ def test_short_sequences_keep_dq_to_themselves():
     assert heuristics.backward_config_sm90(asked).private_dq
     for changes in (
         {"seqlen_k": 513},
-        {"seqlen_q": 2048},  # sums of all thread blocks beyond L2
+        {"seqlen_q": 2048},  # the sums of all thread blocks exceed the L2 cache
         {"batch": 5},  # 160 heads for 132 multiprocessors
         {"softcap": 30.0},
         {"is_packed": True},

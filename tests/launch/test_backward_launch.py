@@ -1,4 +1,4 @@
-"""The parts of the Hopper backward's launch that plain torch computes."""
+"""Steps of the Hopper backward's launch that plain PyTorch computes."""
 
 import importlib.util
 import itertools
@@ -35,7 +35,7 @@ def problem(**options):
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_gradient_of_sinks(softcap):
-    """From what the preprocess kernel leaves, -lse and -delta by blocks of rows, comes what autograd says."""
+    """The gradient of sinks, computed from -lse and -delta by blocks of rows, agrees with autograd."""
     torch.manual_seed(0)
     wanted, tile_m = problem(softcap=softcap), 64
     q, dout = torch.randn(2, 70, 4, 16), torch.randn(2, 70, 4, 16)
@@ -45,7 +45,7 @@ def test_gradient_of_sinks(softcap):
 
     launch = Launch(wanted, BackwardConfigSm90(tile_m=tile_m), *[None] * 3, 2, 1, 1)
     rows = torch.full((2, 4, 2 * tile_m, 2), 0.0)
-    rows[..., 0] = -math.inf  # rows past the last one
+    rows[..., 0] = -math.inf  # padding past the last row
     rows[:, :, :70, 0] = -result.lse * launch.lse_factor
     rows[:, :, :70, 1] = -(result.out * dout).sum(-1).transpose(1, 2)
     stats = rows.view(2, 4, 2, tile_m, 2).transpose(3, 4).detach()
@@ -92,7 +92,7 @@ SIDES = (None, 0, 3, 40, 200, -1, -40, -200)
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(130, 130), (70, 300), (300, 70)])
 def test_blocks_of_queries_that_no_tile_visits_are_known(seqlen_q, seqlen_k):
-    """Only tiles of keys write dq under private_dq, so it has to be zeroed where a block of queries may be left out."""
+    """Under private_dq only tiles of keys write dq, so it must be zeroed if a block of queries may be left out."""
     config = BackwardConfigSm90(private_dq=True, dynamic_tiles=False)
     for window in itertools.product(SIDES, SIDES):
         mask = Mask.from_options(False, window)
@@ -108,7 +108,10 @@ def test_blocks_of_queries_that_no_tile_visits_are_known(seqlen_q, seqlen_k):
 
 
 def mask_and_shift(mask, shift):
-    """The sides of which a negative one leaves queries without a key: the first query's last key, the last's first."""
+    """The left bound of the window, and the last key in the window of the first query; None where unbounded.
+
+    Some queries see no key if either is negative.
+    """
     return mask.window_left, None if mask.window_right is None else mask.window_right + shift
 
 
@@ -131,7 +134,8 @@ def test_inputs_without_keys_have_no_gradient():
 
 
 def test_the_sink_of_rows_without_keys_has_the_gradient_of_their_lse():
-    """-inf: no sink, or a row of no sequence, whatever its gradient is."""
+    """A sink has the gradients of the lse of all empty rows. Rows with an lse of -inf, which have no sink or belong to no
+    sequence, do not count."""
     from onepass.kernels.launch.backward import without_keys
 
     sinks, dlse = torch.tensor([1.0, -torch.inf, torch.nan]), torch.randn(3, 7)
@@ -139,7 +143,7 @@ def test_the_sink_of_rows_without_keys_has_the_gradient_of_their_lse():
     lse = sinks[:, None].repeat(1, 7)
     lse[:, 5:], dlse[:, 5:] = -torch.inf, torch.nan
     for given in (dlse, None):
-        *others, dsinks = without_keys(AttentionInputs(q, kv, kv, sinks), q, lse, q, given)
-        assert all((g == 0).all() for g in others)
+        *input_gradients, dsinks = without_keys(AttentionInputs(q, kv, kv, sinks), q, lse, q, given)
+        assert all((g == 0).all() for g in input_gradients)
         expected = torch.zeros(3) if given is None else torch.tensor([float(dlse[0, :5].sum()), 0.0, torch.nan])
         torch.testing.assert_close(dsinks, expected, equal_nan=True)

@@ -1,4 +1,4 @@
-"""The parts of the Ampere backward's launch that plain torch computes."""
+"""Steps of the Ampere backward's launch that plain PyTorch computes."""
 
 import importlib.util
 import itertools

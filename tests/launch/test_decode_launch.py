@@ -1,4 +1,4 @@
-"""What attention_decode hands to its kernels, with kernels that only take notes."""
+"""The arguments that attention_decode passes to its kernels, which are replaced by recorders."""
 
 import importlib.util
 from dataclasses import replace
@@ -33,7 +33,7 @@ OPTIONS = {
 
 @pytest.fixture
 def launched(monkeypatch):
-    """(arguments of `compile.get`, arguments of the launch) of every kernel."""
+    """A list of pairs, one per kernel: the arguments of `compile.get` and those of the launch."""
     calls = []
 
     def get(*request):
@@ -62,7 +62,7 @@ def inputs_of(
     seqlen_q=3,
     room=2048,
     is_packed=False,
-    descales=None,  # of an e4m3 cache their shapes, () for none
+    descales=None,  # the shapes of the descales of an e4m3 cache, () for none
     heads=(8, 2),
 ):
     def zeros(*shape):
@@ -138,7 +138,7 @@ CALLS = {
 }
 
 
-# on Hopper's own kernel: 16-bit caches and pages of 16
+# the Hopper kernel takes 16-bit caches and pages of 16 keys
 ON_HOPPER = {name: call for name, call in CALLS.items() if "descales" not in call[0]}
 LAUNCHES = [*((name, decode_launch) for name in CALLS), *((name, decode_launch_sm90) for name in ON_HOPPER)]
 
@@ -156,7 +156,7 @@ def test_kernels(launched, name, module):
 
 
 def test_caches_that_tma_cannot_read(launched):
-    """The door sees that, but where it has only strides to go by."""
+    """Validation sees that TMA cannot read a cache, unless it has only the strides."""
     inputs = inputs_of()
     problem = check_decode(inputs, **OPTIONS)
     odd = torch.zeros(inputs.v_cache.numel() + 1, dtype=torch.bfloat16)[1:].view(inputs.v_cache.shape)
@@ -167,7 +167,7 @@ def test_caches_that_tma_cannot_read(launched):
 
 @pytest.mark.parametrize(("split_size", "page_size", "tile_n", "box_rows"), [(64, 16, 64, 16), (256, 192, 128, 64)])
 def test_blocks_of_splits_and_pages(split_size, page_size, tile_n, box_rows):
-    """A split begins with a block, and a box of a TMA load lies in one page."""
+    """A split begins at the start of a block, and a box of a TMA load lies in one page."""
     problem = check_decode(inputs_of(), **OPTIONS)
     problem = replace(problem, split_size=split_size, page_size=page_size)
     config = decode_launch_sm90.config_of(problem, torch.device("cpu"))
@@ -180,7 +180,7 @@ def test_blocks_of_splits_and_pages(split_size, page_size, tile_n, box_rows):
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
 @pytest.mark.parametrize(("name", "module"), LAUNCHES)
 def test_kernels_are_given_what_they_were_traced_with(launched, name, module):
-    """In order: as many arguments, of as many dimensions, and None in the same places."""
+    """A launch passes as many arguments as the trace, of as many dimensions, and None in the same places."""
     given, options, _ = CALLS[name]
     inputs = inputs_of(**given)
     module.decode(check_decode(inputs, **(OPTIONS | options)), inputs)
@@ -196,7 +196,7 @@ def test_kernels_are_given_what_they_were_traced_with(launched, name, module):
 
 @pytest.mark.parametrize(("name", "module"), LAUNCHES)
 def test_no_value_is_read_on_the_host(launched, monkeypatch, name, module):
-    """Fake tensors have none: reading one raises."""
+    """The arguments are fake tensors, which have no values: reading one raises."""
     for reader in (decode_launch, append_launch):
         monkeypatch.setattr(reader, "vector_bytes", lambda *tensors: 16)
     monkeypatch.setattr(decode_launch_sm90, "is_aligned", lambda t: True)
@@ -255,7 +255,9 @@ def test_without_keys_nothing_is_launched(launched, changes, has_sinks, is_packe
     if has_sinks:
         inputs = inputs._replace(sinks=torch.randn(8))
     if is_packed and changes == {"room": 0}:
-        inputs = inputs._replace(cu_seqlens_q=torch.tensor([0, 3, 4], dtype=INT32))  # and two rows of no sequence
+        inputs = inputs._replace(
+            cu_seqlens_q=torch.tensor([0, 3, 4], dtype=INT32)
+        )  # the last two rows belong to no sequence
     asked = check_decode(inputs, **OPTIONS)
     out, lse = module.decode(asked, inputs)
     assert (out == 0).all()
@@ -271,7 +273,7 @@ def test_without_keys_nothing_is_launched(launched, changes, has_sinks, is_packe
 @pytest.mark.parametrize("is_rotary", [False, True])
 @pytest.mark.parametrize("empty", [{"heads": (0, 2)}, {"seqlen_q": 0}], ids=str)
 def test_without_queries_new_keys_are_appended(launched, empty, is_rotary, module):
-    """By the kernel of other calls, which is given no tensor without elements."""
+    """New keys are appended by the kernel of other calls, which is given no tensor without elements."""
     inputs = inputs_of(has_new=True, is_rotary=is_rotary, **empty)
     asked = check_decode(inputs, **OPTIONS)
     module.decode(asked, inputs)
@@ -279,7 +281,7 @@ def test_without_queries_new_keys_are_appended(launched, empty, is_rotary, modul
     assert request[0] == "append_to_cache"
     assert (arguments[0] is not None) == is_rotary
     assert all(t.numel() > 0 for t in arguments if isinstance(t, torch.Tensor))
-    assert arguments[-2:] == (5, 10)  # rows of an entry and of all
+    assert arguments[-2:] == (5, 10)  # the rows of one batch entry and those of all
     assert [r[:3] for _, r in module.compile_requests(asked, inputs, inputs.q.device)] == [request[:3]]
 
 
@@ -292,7 +294,7 @@ def test_check_values(launched):
 
 @pytest.mark.parametrize(("strides", "offset"), [((65, 1), 0), ((64, 1), 1)])
 def test_rows_of_e4m3_that_begin_at_odd_addresses_are_refused(launched, strides, offset):
-    """Before anything is written: copies and ldmatrix take two at once."""
+    """Rows of e4m3 at odd addresses are refused before any write: copies and ldmatrix take two values at once."""
     inputs = inputs_of(room=16, descales=(), has_new=True)
     memory = torch.zeros(2 * 16 * 2 * 65 + 1, dtype=torch.uint8).view(torch.float8_e4m3fn)
     odd = memory.as_strided((2, 16, 2, 64), (32 * strides[0], 2 * strides[0], *strides), offset)

@@ -1,4 +1,4 @@
-"""The tables of configurations: every row is reached, and every problem gets a configuration that it can take."""
+"""The tables of configurations: every row is used, and every problem gets a configuration that it can take."""
 
 import itertools
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""What a prepared Hopper launch hands to its kernel, with a kernel that only takes notes; and layouts of results."""
+"""The arguments that a prepared Hopper launch passes to its kernel, which is replaced by a recorder, and the layouts
+of results."""
 
 import importlib.util
 import itertools
@@ -15,7 +16,7 @@ from onepass.kernels.compiler import compile
 from onepass.kernels.config import ForwardConfigSm90
 from onepass.kernels.launch import backward_sm80 as backward_launch_sm80
 from onepass.kernels.launch import backward_sm90 as backward_launch
-from onepass.kernels.launch import float32_halves as parts_launch
+from onepass.kernels.launch import float32_halves as halves_launch
 from onepass.kernels.launch import forward_sm80 as launch_sm80
 from onepass.kernels.launch import forward_sm90 as launch
 from onepass.ops import quantize
@@ -36,7 +37,7 @@ def qkv(batch=2, seqlen_q=300, seqlen_k=200, heads_q=4, heads_kv=4):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The arguments of every launch."""
+    """A list of the arguments of every launch."""
     calls = []
     monkeypatch.setattr(compile, "get", lambda *request: lambda *arguments: calls.append(arguments))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=9))
@@ -66,7 +67,7 @@ def test_arguments_of_the_kernel(launched):
 def test_arguments_of_the_kernel_in_fp8(launched):
     q, k, v = (torch.randn(2, 40, heads, 32) for heads in (4, 2, 2))
     quantized = onepass.quantize_fp8(q.half(), k.half(), v.half())
-    apart = torch.empty(2, 40, 4, 40, dtype=torch.float8_e4m3fn)[..., :32].copy_(quantized.q)  # rows 40 bytes apart
+    apart = torch.empty(2, 40, 4, 40, dtype=torch.float8_e4m3fn)[..., :32].copy_(quantized.q)  # rows are 40 bytes apart
     inputs = QuantizedInputs(apart, quantized.k, quantized.v, quantized.descales)
     problem = replace(
         AttentionProblem.of(
@@ -88,11 +89,11 @@ def test_arguments_of_the_kernel_in_fp8(launched):
     assert k is inputs.k
     assert torch.equal(q.float(), inputs.q.float())
     assert (k.dtype, v.dtype, v.shape) == (torch.float8_e4m3fn, torch.float8_e4m3fn, (2, 2, 32, 64))
-    # as they are, and no operation for them
+    # the descales are passed on without any operation
     assert all(a is b for a, b in zip((q_scale, k_scale, v_scale), quantized.descales, strict=True))
     assert (q_scale.shape, k_scale.shape, v_scale.shape, q_block) == ((2, 4, 1), (2, 2, 1), (2, 2, 1), 64)
 
-    # V that lies as the kernel reads it is read where it lies
+    # V with its keys last, as the kernel reads it, is not copied
     keys_last = quantize.keys_last(quantized.v)
     last = replace(problem.quantization, v_keys_last=True)
     launch.forward(
@@ -101,7 +102,7 @@ def test_arguments_of_the_kernel_in_fp8(launched):
         ForwardConfigSm90(tile_n=64, num_warpgroups=1),
     )
     assert launched[1][2] is keys_last
-    # and so are rows, by a kernel that transposes them
+    # V with its head dim last is not copied either: the kernel transposes it
     launch.forward(problem, inputs, ForwardConfigSm90(tile_n=64, num_warpgroups=1, transposes_v=True))
     assert launched[2][2] is inputs.v
     assert torch.equal(keys_last.view(torch.uint8), v.view(torch.uint8))
@@ -111,39 +112,39 @@ def test_arguments_of_the_kernel_in_fp8(launched):
 @pytest.mark.parametrize("head_dim_v", [96, 240])
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 def test_arguments_of_the_kernels_in_float32(launched, is_packed, head_dim_v, monkeypatch):
-    """Kernels make the parts and their scales, which the forward gets beside the tensors themselves: that of each block
-    of columns of V."""
+    """Kernels make the halves and their scales. The forward of each block of columns of V gets them beside the source
+    tensors."""
     monkeypatch.setattr(launch, "tile_counter", lambda device: torch.zeros(1, dtype=torch.int32))
-    parts_launch.kernel_of.cache_clear()
+    halves_launch.kernel_of.cache_clear()
     leading = (300,) if is_packed else (2, 150)
     q, v = torch.randn(*leading, 4, 40), torch.randn(*leading, 2, head_dim_v)
-    k = torch.randn(*leading, 2, 41)[..., :40]  # rows that are to be copied
+    k = torch.randn(*leading, 2, 41)[..., :40]  # rows that have to be copied
     starts = torch.tensor([0, 100, 300], dtype=torch.int32) if is_packed else None
     inputs = AttentionInputs(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, seqused_k=torch.tensor([7, 100]))
     problem = problem_of(inputs, Mask(None, 0))
     out, lse = launch.forward(problem, inputs)
-    parts_launch.kernel_of.cache_clear()
+    halves_launch.kernel_of.cache_clear()
     num_blocks_of_v = 1 if head_dim_v == 96 else 2
     splits, forwards = launched[: 2 + num_blocks_of_v], launched[2 + num_blocks_of_v :]
     blocks_of_v, blocks_of_out = (t.chunk(num_blocks_of_v, dim=-1) for t in (v, out))
     assert len(forwards) == num_blocks_of_v
     for i, forward in enumerate(forwards):
-        *parts, given_out, given_lse = forward[:5]
-        plain, scales, q_block = forward[9], forward[10:13], forward[13]
+        *halves, given_out, given_lse = forward[:5]
+        sources, scales, q_block = forward[9], forward[10:13], forward[13]
         assert given_lse is lse
         assert same_memory(given_out, blocks_of_out[i])
         assert (out.dtype, q_block) == (torch.float32, 64)
-        assert plain[0] is q
-        assert same_memory(plain[2], blocks_of_v[i])
-        assert torch.equal(plain[1], k)
-        assert plain[1].data_ptr() % 16 == plain[1].stride(-2) % 4 == 0
-        of_block = splits[0], splits[1], splits[2 + i]
+        assert sources[0] is q
+        assert same_memory(sources[2], blocks_of_v[i])
+        assert torch.equal(sources[1], k)
+        assert sources[1].data_ptr() % 16 == sources[1].stride(-2) % 4 == 0
+        block_splits = splits[0], splits[1], splits[2 + i]
         for number, (split, columns) in enumerate(
-            zip(of_block, (64, 64, 96 if head_dim_v == 96 else 128), strict=True)
+            zip(block_splits, (64, 64, 96 if head_dim_v == 96 else 128), strict=True)
         ):
             x, target, scale, cu_seqlens, seqused, num_blocks = split
-            assert same_memory(x, plain[number])
-            assert target is parts[number]
+            assert same_memory(x, sources[number])
+            assert target is halves[number]
             assert (target.shape, target.dtype) == ((*x.shape[:-1], 2 * columns), torch.float16)
             assert target.transpose(-2, -3).is_contiguous()
             assert scale.data_ptr() == scales[number].data_ptr()
@@ -174,7 +175,7 @@ EMPTY = [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}, {"heads_q": 0}, {"heads
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("empty", EMPTY, ids=str)
 def test_without_keys_or_heads_nothing_is_launched(launched, empty, has_sinks, backend):
-    """Nor a grid without a thread block, which CUDA refuses."""
+    """No empty grid is launched, which CUDA would refuse."""
     num_heads = empty.get("heads_q", 4)
     sinks = torch.randn(num_heads) if has_sinks else torch.full((num_heads,), -torch.inf)
     inputs = qkv(**empty)._replace(sinks=sinks if has_sinks else None)
@@ -186,7 +187,7 @@ def test_without_keys_or_heads_nothing_is_launched(launched, empty, has_sinks, b
 
 @pytest.mark.parametrize("backend", [launch, launch_sm80])
 def test_packed_without_keys(launched, backend):
-    """Rows of a sequence have their sink, those of no sequence none."""
+    """Without keys, rows of a sequence have their sink for lse, and rows of no sequence have none."""
     q, k, v, *_ = (t if t is None else t[0] for t in qkv(1, 20, 0))
     sinks, lengths = torch.randn(4), torch.zeros(3, dtype=torch.int32)
     for last in (12, 0):

@@ -1,4 +1,4 @@
-"""What the launches of `quantize_fp8` decide without a GPU."""
+"""Decisions of the launches of `quantize_fp8` that can be tested without a GPU."""
 
 from dataclasses import replace
 
@@ -67,7 +67,10 @@ def test_which_gpus_have_kernels(monkeypatch):
     monkeypatch.setattr(launch, "unsupported", lambda inputs, granularity: None)
     chosen = e4m3_kernels.quantization_kernels(given, "block")
     assert chosen == (launch.prepare, True)
-    for capability, keys_last in (((8, 9), False), ((10, 0), False)):  # without an FP8 attention kernel V stays
+    for capability, keys_last in (
+        ((8, 9), False),
+        ((10, 0), False),
+    ):  # without an FP8 attention kernel, V keeps its layout
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, c=capability: c)
         assert e4m3_kernels.quantization_kernels(given, "block").keys_last == keys_last
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
@@ -81,7 +84,7 @@ def test_on_a_cpu_torch_rounds(monkeypatch):
 
 
 def test_what_the_layout_kernel_leaves_to_torch():
-    """Its grid has a thread block's number in three dimensions."""
+    """V that needs too many thread blocks in one dimension of the layout kernel's grid is left to PyTorch."""
     for shape, lengths in (((1, 2**22 + 64, 1, 64), None), ((65536, 1, 1, 64), None), ((2**22, 1, 64), (0, 1))):
         v = torch.empty(shape, dtype=codec.E4M3, device="meta")
         cu_seqlens = None if lengths is None else torch.tensor(lengths, dtype=INT32)
@@ -91,15 +94,16 @@ def test_what_the_layout_kernel_leaves_to_torch():
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The kernels that would have been launched, each with its arguments, on what seems to be a Hopper GPU."""
+    """A list of the kernels that would be launched, each with its arguments, on a simulated Hopper GPU."""
     calls = []
-    monkeypatch.setattr(fast_path, "_forwards", {})
+    fast_path.forget()
     monkeypatch.setattr(launch, "prepare", launch.prepare.__wrapped__)
     monkeypatch.setattr(launch, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(launch, "kernel_of", lambda kernel, arch: lambda *arguments: calls.append((kernel, arguments)))
     monkeypatch.setattr(e4m3_kernels, "_has_e4m3_kernels", lambda t: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    return calls
+    yield calls
+    fast_path.forget()
 
 
 def packed():
@@ -126,7 +130,7 @@ def test_one_launch_for_all_tensors(launched):
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("seqlens", [(1, 1), (64, 300)])
 def test_what_is_not_checked_is_as_it_should_be(launched, is_packed, seqlens):
-    """A result of the kernel would pass the checks of tensors that come from elsewhere, descales apart in memory."""
+    """The result of the kernel passes the checks of quantized tensors from users, and its descales do not overlap."""
     leading = () if is_packed else (3,)
     seqlen_q, seqlen_k = seqlens
     q, k, v = (torch.randn(*leading, n, h, 64, dtype=BF16) for n, h in ((seqlen_q, 4), (seqlen_k, 2), (seqlen_k, 2)))
@@ -134,8 +138,8 @@ def test_what_is_not_checked_is_as_it_should_be(launched, is_packed, seqlens):
     quantized = onepass.quantize_fp8(q, k, v, **(options if is_packed else {}))
     fp8.check_quantized(quantized)
     assert vars(quantized).keys() == vars(replace(quantized)).keys()
-    places = [set(range(d.data_ptr(), d.data_ptr() + 4 * d.numel())) for d in quantized.descales]
-    assert not (places[0] & places[1] | places[1] & places[2] | places[0] & places[2])
+    addresses = [set(range(d.data_ptr(), d.data_ptr() + 4 * d.numel())) for d in quantized.descales]
+    assert not (addresses[0] & addresses[1] | addresses[1] & addresses[2] | addresses[0] & addresses[2])
     assert all(d.is_contiguous() for d in quantized.descales)
     sizes = {t.untyped_storage().nbytes() for t in quantized.descales}
     assert sizes == {sum(d.numel() for d in quantized.descales) * 4}
@@ -152,10 +156,10 @@ def test_a_call_like_one_before_is_not_checked_again(launched, monkeypatch):
         assert len(checked) == n
     onepass.quantize_fp8(q[:140], k, v, **offsets)
     assert len(checked) == 5
-    for _ in range(2):  # means go the whole way
+    for _ in range(2):  # centered calls never take the fast path
         assert onepass.quantize_fp8(q, k, v, **offsets, center_v=True).v_mean is not None
     assert len(checked) == 7
-    # a layout is of each call
+    # calls with other layouts are like one before, and each is launched with its own tensor
     q_first = q.transpose(0, 1).contiguous().transpose(0, 1)
     assert onepass.quantize_fp8(q_first, k, v, **offsets).q.shape == q.shape
     assert launched[-1][1][0] is q_first
@@ -164,7 +168,7 @@ def test_a_call_like_one_before_is_not_checked_again(launched, monkeypatch):
 
 
 def test_precision_takes_one_launch_for_the_tensors(launched, monkeypatch):
-    """And the next call like it no operator."""
+    """A call with a precision takes one launch for its tensors, and a repeated call no operator."""
     attended = []
 
     def prepare(name, problem, device, tuning=None):
@@ -179,11 +183,11 @@ def test_precision_takes_one_launch_for_the_tensors(launched, monkeypatch):
     for n in range(1, 4):
         assert onepass.attention(q, k, v, precision="fp8", causal=True).dtype == BF16
         assert (len(operators), len(launched), len(attended)) == (1, n, n)
-    (first, of_first), (again, of_again) = attended[0], attended[-1]
+    (first, first_inputs), (again, again_inputs) = attended[0], attended[-1]
     assert first == again
     assert again.quantization.v_keys_last
-    assert of_again.descales.k.shape == of_first.descales.k.shape == (2, 2, 2)
-    onepass.attention(q.requires_grad_(), k, v, precision="fp8", causal=True)  # a gradient is asked for
+    assert again_inputs.descales.k.shape == first_inputs.descales.k.shape == (2, 2, 2)
+    onepass.attention(q.requires_grad_(), k, v, precision="fp8", causal=True)  # a call that needs a gradient
     assert len(operators) == 2
     with torch.no_grad():
         onepass.attention(q, k, v, precision="fp8", causal=True)

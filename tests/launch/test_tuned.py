@@ -1,4 +1,4 @@
-"""Kept configurations: whose problems they serve, when launches use them, and what a file of theirs may be."""
+"""Kept configurations: the problems that they serve, their use by launches, and the files that hold them."""
 
 import dataclasses
 import importlib.metadata
@@ -36,7 +36,7 @@ KEY = tuned.key_of("fwd", "sm90", PROBLEM)
 
 @pytest.fixture(autouse=True)
 def own(monkeypatch, tmp_path):
-    """The path of this user's table, in a directory of this test's own; nothing shipped; an imagined GPU."""
+    """The path of the user's table in a temporary directory, with an empty shipped table and an imaginary GPU."""
     monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv(tuned.SWITCH, raising=False)
     monkeypatch.setattr(compile, "environment", lambda: "these kernels")
@@ -139,7 +139,7 @@ def test_not_on_another_gpu(monkeypatch):
 
 
 def test_the_name_of_a_gpu(monkeypatch):
-    monkeypatch.undo()  # the imagined one
+    monkeypatch.undo()  # the imaginary GPU
     devices = ["First GPU", "Second GPU"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
@@ -168,7 +168,7 @@ def test_not_if_the_heuristics_choose_something_else_now():
 
 
 def test_an_entry_from_before_a_field_was_added_still_holds():
-    """The field has its default in it."""
+    """A field that an entry lacks has its default value."""
     fields = [f.name for f in dataclasses.fields(USUAL)]
     assert fields[-1] == "transposes_v"
     found, older = entry(), f" {fields[-1]}=False"
@@ -190,7 +190,7 @@ def test_what_is_shipped_holds_for_all_kernels_and_gives_way(monkeypatch):
     own_choice = dataclasses.replace(USUAL, tile_n=112)
     tuned.save(GPU, {KEY: entry(own_choice)})
     assert chosen() == own_choice
-    tuned.save(GPU, {KEY: entry(USUAL)})  # here nothing is faster
+    tuned.save(GPU, {KEY: entry(USUAL)})  # the candidate is not faster here
     assert chosen() == USUAL
     tuned.save(GPU, {KEY: entry(own_choice, environment="older kernels")})
     assert chosen() == FASTER
@@ -199,7 +199,7 @@ def test_what_is_shipped_holds_for_all_kernels_and_gives_way(monkeypatch):
 @pytest.mark.parametrize(
     "text",
     [
-        FASTER.text.replace("tile_n=96", "tile_n=100"),  # no such tile
+        FASTER.text.replace("tile_n=96", "tile_n=100"),  # there is no such tile
         FASTER.text.replace("tile_n=96", "tile_n=256"),  # too large
         FASTER.text.replace("tile_n=96", "tile_n=96.0"),
         FASTER.text.replace("tile_n=96", "tile_n=__import__('os')"),
@@ -224,7 +224,7 @@ def test_without_the_compiler_no_own_entry_counts(monkeypatch):
 
 
 def test_the_shipped_table_can_be_used():
-    """Each entry is a configuration that its heuristics' one could be replaced by, if they still choose it."""
+    """Each entry can replace the configuration that the heuristics chose, if they still choose it."""
     import onepass.kernels.heuristics
 
     with open(os.path.join(os.path.dirname(onepass.kernels.heuristics.__file__), "tuned_h200.json"), "rb") as file:
@@ -252,7 +252,7 @@ def test_the_shipped_table_can_be_used():
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The configurations of all kernels that are launched: the Hopper backend runs here, its kernels do nothing."""
+    """A list of the configurations of all launched kernels: the Hopper backend runs, but its kernels do nothing."""
     seen = []
 
     def get(name, key, arch, trace):
@@ -284,7 +284,7 @@ def qkv(requires_grad=False):
 
 
 def keep(direction, backend, **changes):
-    """Keep an entry for the calls with `qkv`, and prepare all calls anew. Returns: its configuration."""
+    """Keep an entry for the calls with `qkv`, and have all calls prepared anew. Returns: its configuration."""
     q = qkv()[0]
     problem = AttentionProblem(q.dtype, "cpu", 2, 300, 300, 4, 4, 64, 64, 0.125, Mask())
     usual = chooser.chooser(direction, backend).choose(problem, HOPPER)
@@ -341,7 +341,7 @@ def test_the_file_is_read_once(launched, monkeypatch):
 
 
 def warned(problem=PROBLEM):
-    """What is said at the first choice; the second must be silent. The heuristics' choice is taken."""
+    """Return the warnings of a first choice. The second must give none, and both must be the choice of the heuristics."""
     tuned.forget()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

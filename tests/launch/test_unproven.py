@@ -1,4 +1,4 @@
-"""GPUs on which no kernel of onepass has ever run: said once, on the first call that runs one there."""
+"""The warning on the first call that runs a kernel of onepass on a GPU on which none has ever run; it comes once."""
 
 import importlib.util
 import json
@@ -33,7 +33,7 @@ def gpus(monkeypatch):
 
 
 def run(index, function, name="sm80"):
-    """A call of `function` on this GPU, whose kernels do nothing. Returns: the warnings."""
+    """Call `function` on this GPU, whose kernels do nothing. Returns: the warnings."""
     device = torch.device("cuda", index)
     empty = torch.empty(1, 2, 1, 8, dtype=BF16)
     problem = AttentionProblem.of(
@@ -60,10 +60,10 @@ def test_said_once_for_each_kind_of_gpu(function):
         assert warning.category is RuntimeWarning
         assert str(warning.message).startswith(f"{WORDS}{number} yet")
         assert "onepass.use_backend('tiled') or ONEPASS_BACKEND=tiled" in str(warning.message)
-        assert warning.filename == __file__  # the line that called
+        assert warning.filename == __file__  # the line of the call
         for again in ("attention", "attention_decode", "merge_partials"):
             assert run(index, again) == []
-    assert run(4, function) == []  # another one of 8.6
+    assert run(4, function) == []  # another GPU of compute capability 8.6
 
 
 def test_nothing_is_said_where_no_kernel_runs():
@@ -89,7 +89,7 @@ def test_quantising_says_it(monkeypatch):
 
 
 def test_what_is_proven_has_a_record():
-    """The list of proven GPUs has one entry, 9.0, and there is a record of tests on an H200, which is of 9.0."""
+    """The list of proven GPUs has one entry, 9.0, and there is a record of tests on an H200, a GPU of 9.0."""
     record = Path(onepass.__file__).parents[1] / "benchmarks" / "results" / "h200-tests.json"
     if not record.exists():
         pytest.skip("the results are not part of the package")

@@ -1,6 +1,6 @@
-"""The files that are mutated, how many times, and the tests that judge them: of the module and of what stands on it.
+"""The files that are mutated, the number of their mutants, and the tests of each module and of its users that judge it.
 
-Tests of machine code, of digests and of documentation are in no list: what they notice is that something changed.
+Tests of machine code, of digests and of documentation are in no list, since they notice any change.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ SM90_DEVICE = "device code of Hopper kernels: no test without a GPU runs it by v
 
 @dataclass(frozen=True)
 class Group:
-    """Files with one list of tests.
+    """Files that share a list of tests.
 
     Attributes:
-        files: patterns of paths in the repository; the first group of an area that has a file takes it.
-        tests: arguments for pytest, the quick ones and the module's own first.
+        files: patterns of paths in the repository; a file belongs to the first group of an area that matches it.
+        tests: arguments for pytest; quick tests and the module's own tests come first.
         only: an expression for pytest's -k.
     """
 
@@ -29,10 +29,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Area:
-    """A part of the package from which faults are drawn.
+    """A region of the package from which faults are drawn.
 
     Attributes:
-        count: how many.
+        count: the number of faults.
     """
 
     name: str
@@ -270,7 +270,7 @@ AREAS = (
     ),
 )
 
-# Left out, and why. Patterns are asked first.
+# Files that are left out, and why.
 OUT_OF_REACH = {
     "onepass/*__init__.py": "nothing to change",
     "onepass/fp8.py": "import paths",
@@ -291,12 +291,12 @@ OUT_OF_REACH = {
     "onepass/tiled/tile_sizes.py": "how large tiles are: no value depends on it",
     "onepass/tiled/scratch.py": "where memory comes from: no value depends on it",
 }
-# Classes and functions of files that are in reach, with what is below them.
+# Classes and functions that are left out of files in reach, with everything inside of them.
 SCOPES_OUT_OF_REACH = {("onepass/kernels/device/blocks/tiles/paged.py", "BoxLocations"): SM90_DEVICE}
 
 
 def reason_out_of_reach(file: str, scope: str = "") -> str | None:
-    for (of_file, name), reason in SCOPES_OUT_OF_REACH.items():
-        if file == of_file and f"{scope}.".startswith(f"{name}."):
+    for (scope_file, name), reason in SCOPES_OUT_OF_REACH.items():
+        if file == scope_file and f"{scope}.".startswith(f"{name}."):
             return reason
     return next((reason for pattern, reason in OUT_OF_REACH.items() if fnmatch(file, pattern)), None)

@@ -1,7 +1,7 @@
 """One-line faults in Python source: every operator and constant that may be changed, found by the syntax tree.
 
-Changed are comparisons, sums and products, `and` and `or`, a `not`, `min` and `max`, numbers, True and False, and
-keyword arguments, which are dropped. Left alone is what has no value to be wrong: docstrings, the text of errors and
+A fault changes a comparison, a sum or product, `and` or `or`, a `not`, `min` or `max`, a number, True or False, or
+drops a keyword argument. Code without a value that could be wrong is left alone: docstrings, the text of errors and
 `raise` statements as a whole, messages of assertions, annotations, decorators, `__repr__` and `__str__`, blocks for
 type checkers, and hints to the compiler such as `unroll`.
 """
@@ -53,21 +53,21 @@ SWAPPED_NAMES = {
     "logical_and": "logical_or",
     "logical_or": "logical_and",
 }
-# Hints and texts: whatever their value, results are the same.
+# Hints and texts, whose values do not affect results.
 IDLE_KEYWORDS = {"unroll", "stacklevel", "loc", "ip"}
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one line.
+    """A change of one line.
 
     Attributes:
         file: path in the repository.
-        line: number of the changed line, from 1.
-        column: first changed byte of the line.
-        before, after: the bytes there, as text.
-        source: the line as it is, without its indentation.
-        scope: the function or class that it is in.
+        line: the number of the changed line, from 1.
+        column: the first changed byte of the line.
+        before, after: the changed bytes without and with the fault, as text.
+        source: the line without the fault and without its indentation.
+        scope: the function or class that contains the line.
     """
 
     file: str
@@ -86,7 +86,7 @@ class Mutant:
         return f"{self.file}:{self.line}:{self.column}: {self.change}  in  {self.source}"
 
     def applied(self, source: bytes) -> bytes:
-        """The source of the whole file with the change. Raises: ValueError if it is not the source of the mutant."""
+        """The whole file with the change. Raises: ValueError if the mutant was made from another source."""
         lines = source.splitlines(keepends=True)
         line, before = lines[self.line - 1], self.before.encode()
         end = self.column + len(before)
@@ -97,7 +97,7 @@ class Mutant:
 
 
 def mutants_of(file: str, source: bytes) -> list[Mutant]:
-    """All of one file, in the order of its lines. Each of them can be parsed."""
+    """All mutants of one file, in the order of its lines. Each of them can be parsed."""
     found = list(_Finder(file, source).found())
     lines = source.splitlines()
     unique = {(m.line, m.column, m.before, m.after): m for m in found if m.line <= len(lines)}
@@ -107,10 +107,10 @@ def mutants_of(file: str, source: bytes) -> list[Mutant]:
 
 
 def draw(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
-    """So many of them, one of a line at most.
+    """Draw `count` mutants, at most one per line.
 
-    The rank of each comes from the seed, its line's text and its place among equal ones: where a file changes
-    elsewhere, the same ones are drawn again.
+    The rank of a mutant depends on the seed, the text of its line and its position among equal lines. If a file changes
+    in other lines, the same mutants are drawn again.
     """
     seen: Counter[tuple[str, ...]] = Counter()
     ranked = []
@@ -186,7 +186,7 @@ class _Finder:
             for other in (value + 1, value - 1):
                 yield from self._at(node.lineno, node.col_offset, text, str(other), scope)
         elif isinstance(value, float):
-            # far enough that no rounding hides it, near enough that not everything breaks
+            # far enough that no rounding hides the change, near enough that not everything breaks
             other_float = 1.0 if value == 0.0 else value * 1.25
             yield from self._at(node.lineno, node.col_offset, text, repr(other_float), scope)
 
@@ -209,7 +209,7 @@ class _Finder:
     def _between(
         self, left: ast.expr, right: ast.expr, sign: str, others: tuple[str, ...], scope: str
     ) -> Iterator[Mutant]:
-        """The operator between two operands, if both stand on its line."""
+        """The operator between two operands, if both are on its line."""
         if left.end_lineno != right.lineno:
             return
         start, end = left.end_col_offset or 0, right.col_offset
@@ -226,14 +226,14 @@ class _Finder:
             yield Mutant(self.file, line, column, before, after, text.decode().strip(), scope)
 
     def _text(self, node: ast.expr | ast.keyword) -> str | None:
-        """None if it goes over several lines."""
+        """The source of a node, or None if it spans several lines."""
         if node.lineno != node.end_lineno:
             return None
         return self.lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
 
 
 def _is_idle(node: ast.AST) -> bool:
-    """Nothing below it is changed."""
+    """Whether nothing inside of the node is to be changed."""
     if isinstance(node, (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom)):
         return True
     if isinstance(node, ast.FunctionDef):
@@ -242,12 +242,12 @@ def _is_idle(node: ast.AST) -> bool:
         return node.arg in IDLE_KEYWORDS
     if isinstance(node, ast.If):
         return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-    # overloads say nothing but types
+    # overloads only declare types
     return False
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
-    """All but annotations, decorators and the messages of assertions."""
+    """The children of a node, except for annotations, decorators and messages of assertions."""
     if isinstance(node, ast.Assert):
         yield node.test
         return

@@ -1,14 +1,14 @@
-"""Are the tests awake? One-line faults, drawn by seed, each of which a test of values or behaviour has to notice.
+"""Test the tests with one-line faults, drawn by seed, each of which a test of values or behavior has to notice.
 
-    make mutants                                            # all, and the record is written anew
-    python tests/mutants/run.py --areas tiled --scale 0.25  # a few of one area; the record stays
-    python tests/mutants/run.py --list                      # what would be drawn
+    make mutants                                            # all faults; writes the record anew
+    python tests/mutants/run.py --areas tiled --scale 0.25  # a few of one area; the record does not change
+    python tests/mutants/run.py --list                      # the faults that would be drawn
 
-Each fault is planted in a copy of the tree, alone, and the tests of its module and of what stands on it run there until
-the first one fails. A run that takes several times as long as without a fault counts as caught: it hangs. These tests
-have to pass without a fault first.
+Each fault is planted alone in a copy of the tree, and the tests of its module and of the module's users run there until
+one fails. A run that takes several times as long as without a fault hangs, and counts as caught. First, all of these
+tests have to pass without a fault.
 
-Exits with 1 if a fault survives that the record does not call harmless, with the reason.
+The exit status is 1 if a fault survives that the record does not call harmless, with a reason.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from mutate import Mutant, draw, mutants_of
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).with_name("record.json")
 COPIED = "onepass", "tests", "benchmarks", "pyproject.toml"
-# A test that starts processes of its own takes longer than all others of the listed files together.
+# Tests that start processes of their own take longer than all others of the listed files together.
 DESELECTED = ("tests/tiled/test_semantics.py::test_the_first_call_of_a_process_is_exact",)
 CAUGHT, HANGS, SURVIVED = "caught", "hangs", "survived"
-# of the time without a fault, plus this many seconds
+# a run hangs after PATIENCE times the time without a fault, plus PATIENCE_S seconds
 PATIENCE, PATIENCE_S = 4.0, 60.0
 
 
@@ -52,12 +52,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a fault.
+    """The outcome of a fault.
 
     Attributes:
         verdict: CAUGHT, HANGS or SURVIVED.
-        by: the test that failed first.
-        harmless: why it may survive.
+        by: the first test that failed.
+        harmless: the reason why the fault may survive.
     """
 
     job: Job
@@ -81,7 +81,7 @@ class Verdict:
 
 
 def candidates(area: Area) -> list[Mutant]:
-    """What may be changed in the files of an area: those that no area before it has."""
+    """The mutants of all files of an area that belong to no area before it."""
     found = []
     before = AREAS[: AREAS.index(area)]
     for path in sorted((ROOT / "onepass").rglob("*.py")):
@@ -89,8 +89,8 @@ def candidates(area: Area) -> list[Mutant]:
         if any(other.group_of(file) for other in before):
             continue
         if area.group_of(file) is not None and reason_out_of_reach(file) is None:
-            of_file = mutants_of(file, path.read_bytes())
-            found += [mutant for mutant in of_file if reason_out_of_reach(file, mutant.scope) is None]
+            file_mutants = mutants_of(file, path.read_bytes())
+            found += [mutant for mutant in file_mutants if reason_out_of_reach(file, mutant.scope) is None]
     return found
 
 
@@ -105,7 +105,7 @@ def jobs_of(areas: list[Area], seed: int, scale: float) -> list[Job]:
 
 
 class Tree:
-    """A copy of the repository to plant faults in, and how tests run there."""
+    """A copy of the repository in which faults are planted and tests run."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -127,17 +127,17 @@ class Tree:
             path.write_bytes(original)
 
     def run(self, group: Group, limit_s: float | None) -> tuple[str, str]:
-        """Returns: verdict and the test that failed; SURVIVED where all of them pass."""
+        """Run the tests of a group. Returns: the verdict, SURVIVED if all pass, and the test that failed."""
         arguments = [*group.tests, "-x", "-q", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
         arguments += ["-m", "not gpu and not slow", *(["-k", group.only] if group.only else [])]
         arguments += [f"--deselect={test}" for test in DESELECTED]
         with tempfile.TemporaryDirectory() as cache:
             environment = os.environ | {
                 "PYTHONPATH": str(self.root),
-                # files of one size that change within a second would be taken from their bytecode
+                # Python would use the old bytecode of a file that changes within a second and keeps its size
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "OMP_NUM_THREADS": "1",
-                # no kernel of another fault
+                # so that no kernel of another fault is loaded
                 "ONEPASS_CACHE_DIR": cache,
             }
             command = [sys.executable, "-m", "pytest", *arguments]
@@ -153,7 +153,9 @@ class Tree:
             try:
                 output, _ = process.communicate(timeout=limit_s)
             except BaseException as error:
-                os.killpg(process.pid, signal.SIGKILL)  # not waited for yet: the group is its own
+                os.killpg(
+                    process.pid, signal.SIGKILL
+                )  # the process has not been waited for yet, so the group is still its own
                 process.communicate()
                 if isinstance(error, subprocess.TimeoutExpired):
                     return HANGS, ""
@@ -164,7 +166,7 @@ class Tree:
             return SURVIVED, ""
         failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
         if failed is None or process.returncode not in (1, 2):
-            # 3, 4, 5: pytest itself has failed, or found no test; a signal: the process has crashed
+            # with 3, 4 or 5, pytest itself has failed or found no test; a signal means that the process has crashed
             if process.returncode > 2:
                 raise RuntimeError(f"{' '.join(command)}\n{output[-4000:]}")
             return CAUGHT, f"end of the process by {process.returncode}"
@@ -172,7 +174,7 @@ class Tree:
 
 
 def known_reasons(path: Path) -> dict[tuple[str, ...], str]:
-    """Why a fault is harmless, by what it is: from the record, whatever line it has moved to."""
+    """Read from the record why faults are harmless, by their content: the number of their line may have changed."""
     if not path.exists():
         return {}
     entries = json.loads(path.read_text())["mutants"]
