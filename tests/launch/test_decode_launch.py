@@ -185,13 +185,14 @@ def test_kernels_are_given_what_they_were_traced_with(launched, name, module):
     inputs = inputs_of(**given)
     module.decode(check_decode(inputs, **(OPTIONS | options)), inputs)
     for (_, _, _, trace), arguments in launched:
-        traced = trace()[1][:-1]  # but the stream
+        traced = trace()[1][:-1]  # without the stream
         assert len(traced) == len(arguments)
         for stand_in, value in zip(traced, arguments, strict=True):
             assert (stand_in is None) == (value is None)
             if isinstance(value, torch.Tensor):
                 assert len(stand_in.shape) == value.dim()
-                assert value.stride(-1) == 1 or (value.dtype == torch.float32 and value.dim() == 3)  # of descales any
+                # descales may have any stride
+                assert value.stride(-1) == 1 or (value.dtype == torch.float32 and value.dim() == 3)
 
 
 @pytest.mark.parametrize(("name", "module"), LAUNCHES)
