@@ -256,9 +256,8 @@ def test_without_keys_nothing_is_launched(launched, changes, has_sinks, is_packe
     if has_sinks:
         inputs = inputs._replace(sinks=torch.randn(8))
     if is_packed and changes == {"room": 0}:
-        inputs = inputs._replace(
-            cu_seqlens_q=torch.tensor([0, 3, 4], dtype=INT32)
-        )  # the last two rows belong to no sequence
+        # the last two rows belong to no sequence
+        inputs = inputs._replace(cu_seqlens_q=torch.tensor([0, 3, 4], dtype=INT32))
     asked = check_decode(inputs, **OPTIONS)
     out, lse = module.decode(asked, inputs)
     assert (out == 0).all()
