@@ -6,10 +6,8 @@ import onepass
 
 torch.manual_seed(0)
 heads, heads_kv, head_dim, page_size = 8, 2, 64, 16
-lengths, queries = (
-    (100, 37, 250),
-    (60, 1, 1),
-)  # the number of keys of each sequence, and how many of its last tokens are the queries
+# the number of keys of each sequence, and how many of its last tokens are the queries
+lengths, queries = (100, 37, 250), (60, 1, 1)
 pages_each = [-(-n // page_size) for n in lengths]
 
 # the pages of a sequence may lie anywhere in the pool; entries behind its last page may have any value

@@ -23,9 +23,8 @@ tokens = torch.randint(256, (2, 50))
 model.set_attn_implementation("eager")
 expected = model(tokens).logits
 
-name = (
-    register()
-)  # call this once per process; every model then knows the name: from_pretrained(..., attn_implementation=name)
+# call this once per process; every model then knows the name: from_pretrained(..., attn_implementation=name)
+name = register()
 model.set_attn_implementation(name)
 output = model(tokens, labels=tokens)
 output.loss.backward()  # training works as well

@@ -45,11 +45,11 @@ class Crew:
 
 
 def test_every_kernel_that_is_missing_once():
-    crew, told = Crew(), []
+    crew, reports = Crew(), []
     crew.killed.set()
-    failed = compile_each([*REQUESTS, *REQUESTS], 3, lambda done, total: told.append((done, total)), crew)
+    failed = compile_each([*REQUESTS, *REQUESTS], 3, lambda done, total: reports.append((done, total)), crew)
     assert sorted(crew.compiled) == [1, 2, 3, 4, 5, 6]
-    assert told == [(i, 6) for i in range(1, 7)]
+    assert reports == [(i, 6) for i in range(1, 7)]
     assert failed == {
         ("forward", (1,), "sm_90a"): "odd",
         ("forward", (3,), "sm_90a"): "odd",

@@ -54,9 +54,8 @@ def test_order_of_keys():
     k = torch.nn.functional.normalize(torch.randn(256, 128, generator=torch.Generator().manual_seed(1)), dim=-1) * 11
     k = k.to(DEVICE, BF16)[None, :, None]
     quantized = onepass.quantize_fp8(k, k, v)
-    out = check(
-        quantized, softmax_scale=1.0
-    )  # query i has a score of 121 with key i, and far smaller scores with other keys
+    # query i has a score of 121 with key i, and far smaller scores with other keys
+    out = check(quantized, softmax_scale=1.0)
     torch.testing.assert_close(out.float(), quantized.dequantize()[2], atol=0.02, rtol=0.02)
 
 

@@ -96,9 +96,8 @@ def test_nothing_is_read_or_written_beside_the_tensors(case, heads_first, monkey
     rank = call.tensors["q"].dim()
     order = {3: (1, 0, 2), 4: (0, 2, 1, 3)}[rank] if heads_first else None
     call.tensors = {n: memory.copy_of(t, order) for n, t in call.tensors.items()}
-    call.options = {
-        n: memory.copy_of(o) if n == "sinks" else o for n, o in call.options.items()
-    }  # lengths stay as they are: in int32, poison would be read as a length
+    # lengths stay as they are: in int32, poison would be read as a length
+    call.options = {n: memory.copy_of(o) if n == "sinks" else o for n, o in call.options.items()}
     before = {n: bits(t).clone() for n, t in call.tensors.items()}
     outputs = []
 

@@ -218,7 +218,7 @@ def test_graph_and_no_wait_for_the_gpu():
         assert torch.equal(a, b), name
 
 
-@pytest.mark.skipif(not IS_HOPPER, reason="FP8 attention has a kernel for Hopper alone")
+@pytest.mark.skipif(not IS_HOPPER, reason="only Hopper has an FP8 attention kernel")
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_attention(head_dim):
     """The attention kernel reads V as the quantization kernel has written it."""

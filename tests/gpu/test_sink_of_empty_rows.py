@@ -182,7 +182,7 @@ def test_gradients_of_out_of_rows_without_keys_go_nowhere(case, value):
         case((70, 30, 5), (200, 0, 3), heads=(4, 4), head_dim=128, slack=3, causal=True, sinks=True),
     ]
 )
-def test_gradients_empty_lses_that_are_no_numbers(case, value):
+def test_gradients_of_sinks_that_are_no_numbers(case, value):
     """A sink of -inf acts as no sink, +inf makes out 0, and NaN gives NaN. The bits of other heads do not change."""
     call = case.call()
     loss = loss_of(call)

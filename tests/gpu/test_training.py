@@ -79,10 +79,10 @@ def train(attention):
         loss = functional.cross_entropy(logits[:, DISTANCE:].float().flatten(0, 1), tokens[:, :-DISTANCE].flatten())
         optimizer.zero_grad()
         loss.backward()
-        parts = [
+        projections = [
             layer.qkv.weight.grad.split([h * HEAD_DIM for h in (HEADS, HEADS_KV, HEADS_KV)]) for layer in model.layers
         ]
-        norms.append(torch.stack([part.norm() for three in parts for part in three]))
+        norms.append(torch.stack([gradient.norm() for layer in projections for gradient in layer]))
         optimizer.step()
         curve.append(loss.detach())
     return torch.stack(curve).cpu(), torch.stack(norms).cpu()

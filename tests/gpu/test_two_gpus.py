@@ -57,10 +57,10 @@ def chunk(q, k, v):
 
 
 def merged(q, k, v):
-    parts = [
+    partials = [
         onepass.attention(q, k[:, s], v[:, s], return_lse=True, backend=BACKEND) for s in (slice(300), slice(300, 700))
     ]
-    return onepass.merge_partials(*zip(*parts, strict=True))
+    return onepass.merge_partials(*zip(*partials, strict=True))
 
 
 def in_fp8(q, k, v):

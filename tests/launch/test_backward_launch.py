@@ -134,7 +134,7 @@ def test_inputs_without_keys_have_no_gradient():
 
 
 def test_the_sink_of_rows_without_keys_has_the_gradient_of_their_lse():
-    """A sink has the gradients of the lse of all empty rows. Rows with an lse of -inf, which have no sink or belong to no
+    """A sink has the gradients of lse of all empty rows. Rows with an lse of -inf, which have no sink or belong to no
     sequence, do not count."""
     from onepass.kernels.launch.backward import without_keys
 

@@ -185,13 +185,14 @@ def test_kernels_are_given_what_they_were_traced_with(launched, name, module):
     inputs = inputs_of(**given)
     module.decode(check_decode(inputs, **(OPTIONS | options)), inputs)
     for (_, _, _, trace), arguments in launched:
-        traced = trace()[1][:-1]  # but the stream
+        traced = trace()[1][:-1]  # without the stream
         assert len(traced) == len(arguments)
         for stand_in, value in zip(traced, arguments, strict=True):
             assert (stand_in is None) == (value is None)
             if isinstance(value, torch.Tensor):
                 assert len(stand_in.shape) == value.dim()
-                assert value.stride(-1) == 1 or (value.dtype == torch.float32 and value.dim() == 3)  # of descales any
+                # descales may have any stride
+                assert value.stride(-1) == 1 or (value.dtype == torch.float32 and value.dim() == 3)
 
 
 @pytest.mark.parametrize(("name", "module"), LAUNCHES)
@@ -255,9 +256,8 @@ def test_without_keys_nothing_is_launched(launched, changes, has_sinks, is_packe
     if has_sinks:
         inputs = inputs._replace(sinks=torch.randn(8))
     if is_packed and changes == {"room": 0}:
-        inputs = inputs._replace(
-            cu_seqlens_q=torch.tensor([0, 3, 4], dtype=INT32)
-        )  # the last two rows belong to no sequence
+        # the last two rows belong to no sequence
+        inputs = inputs._replace(cu_seqlens_q=torch.tensor([0, 3, 4], dtype=INT32))
     asked = check_decode(inputs, **OPTIONS)
     out, lse = module.decode(asked, inputs)
     assert (out == 0).all()

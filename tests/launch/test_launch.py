@@ -57,9 +57,9 @@ def test_arguments_of_the_kernel(launched):
     q, k, v, given_out, given_lse, sinks, *optional, scale, tanh_scale, left, right, counter, _, num_ctas = arguments
     assert (q is inputs.q, k is inputs.k, v is inputs.v, given_out is out, given_lse is lse) == (True,) * 5
     assert sinks.dtype == torch.float32
-    assert optional == [None] * 8  # lengths, and what there is of float32 and FP8
+    assert optional == [None] * 8  # the lengths and the arguments of float32 and FP8
     assert (scale, tanh_scale, left, right, counter) == (0.5 * math.log2(math.e), None, 300, -7, None)
-    assert num_ctas == 9  # of 2 * 4 * 3 tiles
+    assert num_ctas == 9  # fewer than the 2 * 4 * 3 tiles
     assert launched[0][6:] == launched[1][6:]
     assert launched[0][3] is not out
 

@@ -341,7 +341,7 @@ def test_the_file_is_read_once(launched, monkeypatch):
 
 
 def warned(problem=PROBLEM):
-    """Return the warnings of a first choice. The second must give none, and both must be the choice of the heuristics."""
+    """Return the warnings of a first choice. A second must give none, and both must be the choice of the heuristics."""
     tuned.forget()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

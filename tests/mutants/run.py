@@ -153,9 +153,8 @@ class Tree:
             try:
                 output, _ = process.communicate(timeout=limit_s)
             except BaseException as error:
-                os.killpg(
-                    process.pid, signal.SIGKILL
-                )  # the process has not been waited for yet, so the group is still its own
+                # the process has not been waited for yet, so the group is still its own
+                os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
                 if isinstance(error, subprocess.TimeoutExpired):
                     return HANGS, ""
