@@ -25,7 +25,7 @@ P_SCALE = 256.0
 Granularity = Literal["row", "block", "head", "tensor"]
 GRANULARITIES = get_args(Granularity)
 CANDIDATES = 8  # descales that granularity "row" tries
-_TINY = torch.finfo(torch.float32).tiny
+TINY = torch.finfo(torch.float32).tiny  # scales are at least 2^-126, the smallest float32 that is not subnormal
 
 
 def round_probabilities_(p: Tensor, scratch: Tensor) -> None:
@@ -83,7 +83,7 @@ def _largest(x: Tensor) -> Tensor:
 
 def _scale_of(largest: Tensor) -> Tensor:
     # multiplied by a reciprocal, as in the kernels
-    return torch.where(largest > 0, largest * (1.0 / E4M3_MAX), SCALE_OF_ZEROS).clamp(min=_TINY)
+    return torch.where(largest > 0, largest * (1.0 / E4M3_MAX), SCALE_OF_ZEROS).clamp(min=TINY)
 
 
 def _least_error(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +99,7 @@ def _least_error(x: Tensor) -> tuple[Tensor, Tensor]:
     for i in range(CANDIDATES):
         rounded = (x / (smallest * 2 ** (i / CANDIDATES))).to(E4M3)
         y = rounded.float()
-        scale = (torch.linalg.vecdot(x, y) / torch.linalg.vecdot(y, y).clamp(min=_TINY))[..., None]
+        scale = (torch.linalg.vecdot(x, y) / torch.linalg.vecdot(y, y).clamp(min=TINY))[..., None]
         # a row of zeros, or one with NaN
         scale = torch.where(scale.isfinite() & (scale > 0), scale, smallest)
         error = (x - y * scale).square().sum(-1, keepdim=True)

@@ -10,10 +10,8 @@ from cutlass import Float32, Int32
 
 from ....geometry.integers import minimum, select
 from ....geometry.tile_scheduler import LANES
-from ....quantization.codec import E4M3_MAX, SCALE_BLOCK, SCALE_OF_ZEROS
+from ....quantization.codec import E4M3_MAX, SCALE_BLOCK, SCALE_OF_ZEROS, TINY
 from ..blocks.memory.ptx import pack_four
-
-TINY = 2.0**-126
 
 
 class Tile(NamedTuple):

@@ -21,6 +21,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int16, Int32
 
+from .ptx import bits
+
 _UNPACK = "mov.b32 {low, high}, word; cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16x2.e4m3x2 {$w1}, high;"
 
 
@@ -78,14 +80,10 @@ def factors_of_row(largest: Float32) -> tuple:
 
     Rows of zeros, tiny rows, and rows with infinities or NaN get a factor that is a number as well.
     """
-    exponent = _bits(largest) >> _MANTISSA_BITS  # biased; there is no sign
+    exponent = bits(largest) >> _MANTISSA_BITS  # biased; there is no sign
     exponent = cutlass.max(exponent, Int32(_SMALLEST))
     factor, reciprocal = 2 * _BIAS + LARGEST_EXPONENT - exponent, exponent - LARGEST_EXPONENT
     return _float(factor << _MANTISSA_BITS), _float(reciprocal << _MANTISSA_BITS)
-
-
-def _bits(x: Float32) -> Int32:
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 
 def _float(x: Int32) -> Float32:

@@ -18,6 +18,15 @@ def partials_rows_first(t: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(t.iterator, cute.select(t.layout, [2, 4, 3, 1, 0]))
 
 
+def by_m_tile(acc: cute.Tensor) -> list:
+    """An accumulator ((2, 2), m_tiles, N) as m_tiles accumulators ((2, 2), 1, N)."""
+    shape, stride = acc.layout.shape, acc.layout.stride
+    if shape[1] == 1:
+        return [acc]
+    layout = cute.make_layout((shape[0], 1, shape[2]), stride=(stride[0], 0, stride[2]))
+    return [cute.make_tensor(acc.iterator + i * stride[1], layout) for i in range(shape[1])]
+
+
 def splits_as_batch(t: cute.Tensor) -> cute.Tensor:
     """(splits, batch, ..) -> (splits * batch, ..), for a workspace in which splits follow each other. No data moves."""
     layout = cute.make_layout((t.shape[0] * t.shape[1], *t.shape[2:]), stride=t.stride[1:])

@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..memory.layouts import rows_and_columns
+from ..memory.layouts import by_m_tile, rows_and_columns
 from ..memory.ptx import pack_pair, unpack_pair
 from ..repair.rows import soft_cap
 from . import mask
@@ -81,18 +81,10 @@ class GradientScores:
     def mask_if_needed(self, acc_s: cute.Tensor, tile, m_block: Int32, hidden: cutlass.Constexpr[float]):
         if m_block >= tile.clear_last or m_block < tile.clear_first:
             m_start = m_block * self.tile_m + self.first_query
-            pieces = self.by_m_tile(acc_s)
+            pieces = by_m_tile(acc_s)
             for i in cutlass.range_constexpr(self.m_tiles):
                 keys = [self.key(tile, i, r) for r in range(2)]
                 mask.apply_to_keys(rows_and_columns(pieces[i]), keys, m_start, self.lane_in_quad, tile.geometry, hidden)
-
-    def by_m_tile(self, acc: cute.Tensor) -> list:
-        """An accumulator ((2, 2), m_tiles, N) as m_tiles accumulators ((2, 2), 1, N)."""
-        if self.m_tiles == 1:
-            return [acc]
-        shape, stride = acc.layout.shape, acc.layout.stride
-        layout = cute.make_layout((shape[0], 1, shape[2]), stride=(stride[0], 0, stride[2]))
-        return [cute.make_tensor(acc.iterator + i * stride[1], layout) for i in range(self.m_tiles)]
 
     def key(self, tile, i: int, r: int) -> Int32:
         """The position of the key in row r (0 or 1) of this thread in its i-th m_tile."""

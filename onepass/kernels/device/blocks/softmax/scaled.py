@@ -29,7 +29,7 @@ from cutlass import Boolean, Float32, Int32
 
 from .....geometry.integers import maximum, minimum
 from .....geometry.tile_scheduler import LANES
-from .....quantization.codec import SCALE_BLOCK
+from .....quantization.codec import SCALE_BLOCK, TINY
 from ....config import p_exponent
 from ..memory.ptx import pack_four, power_below
 from ..memory.untraced import Untraced
@@ -39,7 +39,6 @@ from . import online as online_softmax
 from .online import ROWS, OnlineSoftmax, Scores
 
 SCALE_BLOCK_LOG2 = SCALE_BLOCK.bit_length() - 1
-TINY = 2.0**-126
 
 
 class DescaleTensors(NamedTuple):

@@ -17,7 +17,7 @@ from .....geometry.integers import maximum, minimum, select
 from .....geometry.pack_gqa import unpack_row
 from ....config import ROWS_PER_MMA
 from ...blocks.memory import epilogue
-from ...blocks.memory.layouts import rows_and_columns
+from ...blocks.memory.layouts import by_m_tile, rows_and_columns
 from ...blocks.memory.untraced import Untraced
 from ...blocks.memory.warp import broadcast
 from ...blocks.repair import e4m3_rows
@@ -74,7 +74,7 @@ class Warps(Untraced):
         self.acc_s, self.acc_o = self.gemms.acc_s, self.gemms.acc_o
         # (2 rows, columns) of each m_tile
         self.s, self.o = (
-            [rows_and_columns(cute.make_tensor(tile.iterator, tile.layout)) for tile in self._by_m_tile(acc)]
+            [rows_and_columns(cute.make_tensor(tile.iterator, tile.layout)) for tile in by_m_tile(acc)]
             for acc in (self.acc_s, self.acc_o)
         )
         self.is_lazy = config.rescale_threshold > 0
@@ -84,12 +84,6 @@ class Warps(Untraced):
         self.softmax = [
             OnlineSoftmax(scale_log2, config.rescale_threshold, config.exp2_fma_period) for _ in range(self.m_tiles)
         ]
-
-    def _by_m_tile(self, acc: cute.Tensor) -> list:
-        """An accumulator ((2, 2), m_tiles, N) as m_tiles tensors ((2, 2), 1, N)."""
-        shape, stride = acc.layout.shape, acc.layout.stride
-        layout = cute.make_layout((shape[0], 1, shape[2]), stride=(stride[0], 0, stride[2]))
-        return [cute.make_tensor(acc.iterator + i * stride[1], layout) for i in range(self.m_tiles)]
 
     # ---------------------------------------------------------------- scores
 
