@@ -45,7 +45,7 @@ lint: $(VENV)/installed
 	$(BIN)/lint-imports
 
 test-gpu: $(VENV)/installed
-	$(BIN)/python -m pytest -m gpu tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 16 --dist worksteal -m gpu tests
 
 bench: $(VENV)/installed
 	$(BIN)/onepass bench --device cpu --json benchmarks/results/cpu.json

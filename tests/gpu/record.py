@@ -6,7 +6,8 @@
 LOG is what `pytest -v -m gpu tests/gpu ...` printed, whole or cut off by a time limit. The record
 (benchmarks/results/h200-tests.json) has a row for each test file and backend: how many of its tests passed, failed and
 were skipped, and a digest of the kernels' sources at that commit. A new row takes the place of the old one, so logs of
-runs that belong together are passed together: a test that several logs name counts once, with its last outcome.
+runs that belong together are passed together: a test that several logs name counts once, with its last outcome. A
+test that is no longer in the suite is left out, and named.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import re
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,8 +68,8 @@ def added(record: dict, tests: dict[str, str], about: dict[str, str]) -> dict:
     return {**record, "rows": [rows[key] for key in sorted(rows)]}
 
 
-def collected() -> dict[str, int]:
-    """The number of tests of each file that are for a GPU."""
+def collected() -> list[str]:
+    """The names of the tests that are for a GPU."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [
         sys.executable,
@@ -83,14 +84,12 @@ def collected() -> dict[str, int]:
         "tests/gpu",
     ]
     out = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
-    counts: dict[str, int] = defaultdict(int)
-    for name in re.findall(r"^tests/gpu/(test_\w+\.py)::", out, re.MULTILINE):
-        counts[name] += 1
-    return dict(counts)
+    return re.findall(r"^tests/gpu/test_\w+\.py::.*", out, re.MULTILINE)
 
 
-def report(record: dict, counts: dict[str, int], sources: str) -> list[str]:
+def report(record: dict, names: list[str], sources: str) -> list[str]:
     """A line for each test file: the tests that have run on a GPU, and whether they ran with these kernels."""
+    counts = Counter(name.split("::")[0].removeprefix("tests/gpu/") for name in names)
     rows = {row["file"]: row for row in record["rows"] if row["backend"] == "sm90"}
     lines = []
     for file, count in sorted(counts.items()):
@@ -122,6 +121,8 @@ def main() -> int:
     tests: dict[str, str] = {}
     for log in arguments.logs:
         tests |= outcomes(log.read_text(errors="replace"))
+    for name in sorted(tests.keys() - set(collected())):
+        print(f"left out, for there is no such test any more: {name} {tests.pop(name)}")
     names = ("commit", "date", "gpu", "backend")
     about = {"sources": kernel_sources(), **{name: getattr(arguments, name) for name in names}}
     RECORD.write_text(json.dumps(added(record, tests, about), indent=1) + "\n")
