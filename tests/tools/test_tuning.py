@@ -40,10 +40,10 @@ def configs(monkeypatch):
     monkeypatch.setattr(launch, "tile_counter", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     launch.prepare.cache_clear()
-    fast_path._forwards.clear()
+    fast_path.forget()
     yield seen
     launch.prepare.cache_clear()
-    fast_path._forwards.clear()
+    fast_path.forget()
 
 
 def qkv(head_dim=64, dtype=torch.bfloat16, **options):
