@@ -45,7 +45,7 @@ class Area:
 
 VALIDATION = ("tests/validation/test_validation.py", "tests/validation/test_validation_fp8.py")
 SEMANTICS = ("tests/tiled/test_semantics.py", "tests/tiled/test_attention.py", "tests/tiled/test_sinks.py")
-DOOR = (
+CHECKS = (
     "tests/validation/test_options.py",
     "tests/validation/test_keywords.py",
     *VALIDATION,
@@ -84,7 +84,8 @@ AREAS = (
         20,
         (
             Group(
-                ("onepass/validation/scalars.py", "onepass/validation/layout_hints.py", "onepass/api/keywords.py"), DOOR
+                ("onepass/validation/scalars.py", "onepass/validation/layout_hints.py", "onepass/api/keywords.py"),
+                CHECKS,
             ),
             Group(
                 ("onepass/dispatch/choice.py",),

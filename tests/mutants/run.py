@@ -5,8 +5,8 @@
     python tests/mutants/run.py --list                      # the faults that would be drawn
 
 Each fault is planted alone in a copy of the tree, and the tests of its module and of the module's users run there until
-one fails. A run that takes several times as long as without a fault hangs, and counts as caught. First, all of these
-tests have to pass without a fault.
+one fails: the quick ones, and the slow ones if the quick ones pass. A run that takes several times as long as without a
+fault hangs, and counts as caught. First, all of the quick tests have to pass without a fault.
 
 The exit status is 1 if a fault survives that the record does not call harmless, with a reason.
 """
@@ -30,6 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from areas import AREAS, Area, Group, reason_out_of_reach
 from mutate import Mutant, draw, mutants_of
 
@@ -39,8 +40,10 @@ COPIED = "onepass", "tests", "benchmarks", "pyproject.toml"
 # Tests that start processes of their own take longer than all others of the listed files together.
 DESELECTED = ("tests/tiled/test_semantics.py::test_the_first_call_of_a_process_is_exact",)
 CAUGHT, HANGS, SURVIVED = "caught", "hangs", "survived"
-# a run hangs after PATIENCE times the time without a fault, plus PATIENCE_S seconds
+QUICK, SLOW = "not gpu and not slow", "slow and not gpu"
+# a run of quick tests hangs after PATIENCE times the time without a fault, plus PATIENCE_S seconds
 PATIENCE, PATIENCE_S = 4.0, 60.0
+SLOW_LIMIT_S = 1800.0
 
 
 @dataclass(frozen=True)
@@ -126,10 +129,13 @@ class Tree:
         finally:
             path.write_bytes(original)
 
-    def run(self, group: Group, limit_s: float | None) -> tuple[str, str]:
-        """Run the tests of a group. Returns: the verdict, SURVIVED if all pass, and the test that failed."""
+    def run(self, group: Group, marks: str, limit_s: float | None) -> tuple[str, str]:
+        """Run the tests of a group that have these marks.
+
+        Returns: the verdict, SURVIVED if all pass, and the test that failed.
+        """
         arguments = [*group.tests, "-x", "-q", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
-        arguments += ["-m", "not gpu and not slow", *(["-k", group.only] if group.only else [])]
+        arguments += ["-m", marks, *(["-k", group.only] if group.only else [])]
         arguments += [f"--deselect={test}" for test in DESELECTED]
         with tempfile.TemporaryDirectory() as cache:
             environment = os.environ | {
@@ -161,7 +167,7 @@ class Tree:
                 raise
             finally:
                 shutil.rmtree(self.root / ".hypothesis", ignore_errors=True)
-        if process.returncode == 0:
+        if process.returncode == 0 or (process.returncode == pytest.ExitCode.NO_TESTS_COLLECTED and marks == SLOW):
             return SURVIVED, ""
         failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
         if failed is None or process.returncode not in (1, 2):
@@ -191,7 +197,7 @@ def run_all(jobs: list[Job], workers: int, reasons: dict[tuple[str, ...], str]) 
         def without_fault(group: Group) -> float:
             tree, started = trees.get(), time.monotonic()
             try:
-                verdict, by = tree.run(group, None)
+                verdict, by = tree.run(group, QUICK, None)
             finally:
                 trees.put(tree)
             if verdict != SURVIVED:
@@ -202,7 +208,9 @@ def run_all(jobs: list[Job], workers: int, reasons: dict[tuple[str, ...], str]) 
             tree = trees.get()
             try:
                 with tree.with_fault(job.mutant):
-                    verdict, by = tree.run(job.group, PATIENCE * seconds[job.group] + PATIENCE_S)
+                    verdict, by = tree.run(job.group, QUICK, PATIENCE * seconds[job.group] + PATIENCE_S)
+                    if verdict == SURVIVED:
+                        verdict, by = tree.run(job.group, SLOW, SLOW_LIMIT_S)
             finally:
                 trees.put(tree)
             mutant = job.mutant
