@@ -121,6 +121,7 @@ AREAS = (
                 (
                     *DECODING,
                     "tests/api/test_fast_path.py",
+                    "tests/api/test_flop_counter.py",
                     "tests/launch/test_decode_launch.py",
                     "tests/validation/test_overlap.py",
                 ),

@@ -365,9 +365,9 @@ def test_subtracting_the_mean_helps_where_there_is_one():
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize(("centered", "has_sinks"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("used", [None, [9, 0, 100, 66]])
-def test_packed_sequences_are_those_one_by_one(granularity, centered, used):
+def test_packed_sequences_are_those_one_by_one(granularity, centered, has_sinks, used):
     """A sequence has the descales, means and results that it has alone, whatever lies beside it."""
     (q, k, v), cu = make_packed()
     k, v = k + 2.0, v + 3.0
@@ -376,8 +376,9 @@ def test_packed_sequences_are_those_one_by_one(granularity, centered, used):
         k[9 + 4 + 100 : 9 + 4 + 130] = v[9 + 4 + 100 : 9 + 4 + 130] = math.nan
     seqused_k = None if used is None else torch.tensor(used, dtype=INT32)
     options = {"granularity": granularity, "center_k": centered, "center_v": centered}
+    sinks = OPTIONS["sinks"]["sinks"] if has_sinks else None
     quantized = onepass.quantize_fp8(q, k, v, **options, **cu, seqused_k=seqused_k)
-    out, lse = onepass.attention_varlen(quantized, causal=True, **cu, seqused_k=seqused_k, return_lse=True)
+    out, lse = onepass.attention_varlen(quantized, causal=True, **cu, seqused_k=seqused_k, sinks=sinks, return_lse=True)
     starts_q, starts_k = cu["cu_seqlens_q"].tolist(), cu["cu_seqlens_k"].tolist()
     largest = 0.0
     for b in range(4):
@@ -385,7 +386,7 @@ def test_packed_sequences_are_those_one_by_one(granularity, centered, used):
         if used is not None:
             keys = slice(keys.start, keys.start + used[b])
         alone = onepass.quantize_fp8(q[None, rows], k[None, keys], v[None, keys], **options)
-        one = onepass.attention(alone, causal=True, return_lse=True)
+        one = onepass.attention(alone, causal=True, sinks=sinks, return_lse=True)
         if granularity != "tensor":
             for name in ("q", "k", "v"):
                 where = rows if name == "q" else keys
