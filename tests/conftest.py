@@ -29,12 +29,24 @@ if settings is not None:
 COLLECTED = pytest.StashKey[list[str]]()
 
 
+def pytest_addoption(parser):
+    parser.addoption("--first-cases", action="store_true", help="of each GPU test, run the first case alone")
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config, items):
+    """Mark the slow cases; with --first-cases, keep only the first case of each GPU test."""
     config.stash[COLLECTED] = [item.nodeid for item in items]
+    seen, kept, others = set(), [], []
     for item in items:
         if quick_cases.is_slow(item.nodeid):
             item.add_marker(pytest.mark.slow)
+        test = item.path, getattr(item, "originalname", item.name)
+        is_left_out = config.getoption("--first-cases") and item.get_closest_marker("gpu") and test in seen
+        (others if is_left_out else kept).append(item)
+        seen.add(test)
+    items[:] = kept
+    config.hook.pytest_deselected(items=others)
 
 
 @pytest.fixture

@@ -10,19 +10,6 @@ import gpu_cases
 import pytest
 
 
-def pytest_addoption(parser):
-    parser.addoption("--first-cases", action="store_true", help="run the first case of each test alone")
-
-
-def pytest_collection_modifyitems(config, items):
-    """With --first-cases, keep the first case of each test, which ONEPASS_TEST_DEVICE=cpu runs in seconds."""
-    if config.getoption("--first-cases"):
-        first = {}
-        for item in items:
-            first.setdefault((item.path, getattr(item, "originalname", item.name)), item)
-        items[:] = first.values()
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_ahead(request):
     # dicts rather than sets, to keep the order of the tests

@@ -10,7 +10,7 @@ import onepass
 
 pytestmark = needs_hopper
 
-STEPS = size(200, 100)
+STEPS, LEARNING_RATE = size(200, 40), size(3e-4, 1e-3)
 BATCH, SEQLEN, DISTANCE, VOCABULARY = size(32, 8), 96, 13, 32
 HEADS, HEADS_KV, HEAD_DIM = 4, 2, 64
 WIDTH = HEADS * HEAD_DIM
@@ -70,7 +70,7 @@ def train(attention):
     """
     torch.manual_seed(0)
     model = Transformer(attention).to(DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     generator, curve, norms = torch.Generator().manual_seed(0), [], []
     for _ in range(STEPS):
         tokens = torch.randint(VOCABULARY, (BATCH, SEQLEN), generator=generator).to(DEVICE)
