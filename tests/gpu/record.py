@@ -88,19 +88,23 @@ def collected() -> list[str]:
 
 
 def report(record: dict, names: list[str], sources: str) -> list[str]:
-    """A line for each test file: the tests that have run on a GPU, and whether they ran with these kernels."""
+    """A line for each test file: the tests that have run on a GPU, and whether they ran with these kernels.
+
+    A file that has also run with another backend than sm90 has a line for it, too.
+    """
     counts = Counter(name.split("::")[0].removeprefix("tests/gpu/") for name in names)
-    rows = {row["file"]: row for row in record["rows"] if row["backend"] == "sm90"}
+    rows = {(row["file"], row["backend"]): row for row in record["rows"]}
     lines = []
-    for file, count in sorted(counts.items()):
-        row = rows.get(file)
+    for file, backend in sorted({(file, "sm90") for file in counts} | {key for key in rows if key[0] in counts}):
+        row, count = rows.get((file, backend)), counts[file]
+        name = file if backend == "sm90" else f"{file} ({backend})"
         if row is None:
-            lines.append(f"{file:40} never recorded ({count} tests)")
+            lines.append(f"{name:40} never recorded ({count} tests)")
             continue
         age = "these kernels" if row["sources"] == sources else f"older kernels ({row['commit'][:7]}, {row['date']})"
         ran = row["passed"] + row["failed"] + row["skipped"]
         lines.append(
-            f"{file:40} {row['passed']} of {count} passed, {row['failed']} failed, {count - ran} not run; {age}"
+            f"{name:40} {row['passed']} of {count} passed, {row['failed']} failed, {count - ran} not run; {age}"
         )
     return lines
 

@@ -44,10 +44,12 @@ def test_a_new_row_takes_the_place_of_the_old_one():
         "test_graphs.py": "new",
         "test_values.py": "old",
     }
+    new["rows"].append({**new["rows"][0], "backend": "sm80"})
     tests = {"test_fp8.py": 5, "test_graphs.py": 1, "test_large.py": 2}
     names = [f"tests/gpu/{file}::test_{i}" for file, count in tests.items() for i in range(count)]
     lines = record.report(new, names, "new")
     assert [" ".join(line.split()) for line in lines] == [
+        "test_fp8.py (sm80) 1 of 5 passed, 0 failed, 3 not run; older kernels (1234567, 2026-11-22)",
         "test_fp8.py 1 of 5 passed, 0 failed, 3 not run; older kernels (1234567, 2026-11-22)",
         "test_graphs.py 1 of 1 passed, 0 failed, 0 not run; these kernels",
         "test_large.py never recorded (2 tests)",
