@@ -1,7 +1,8 @@
 """Which cases of the slow tests `make test` runs. All other cases of these tests are marked slow.
 
 Compiling a kernel for a GPU or interpreting one takes 1 to 5 seconds, and each of these tests has many cases that share
-most of their code. The quick cases cover each kernel and each of its roads once; `make test-slow` runs the rest.
+most of their code. The quick cases are examples: some kernels, such as Hopper's backward for head_dim 256, have none.
+`make test-slow` runs the rest, and continuous integration runs both.
 
 A test has a list of the names of its quick cases, as pytest prints them in brackets. An empty list makes the test slow.
 """
