@@ -145,7 +145,6 @@ class PreprocessArguments(NamedTuple):
     dq_accum: Any = None
     zeroed: Any = None
     cu_seqlens_q: Any = None
-    lse_factor: Any = None
     blocks_per_head: Any = None
 
 

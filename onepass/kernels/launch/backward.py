@@ -105,11 +105,6 @@ class BackwardLaunch:
         return self.num_blocks * self.config.consumer_warps
 
     @property
-    def lse_factor(self) -> float:
-        """The factor by which lse is subtracted from scores before they are scaled, see dq_sums.Accumulator."""
-        return 1.0 / self.problem.softmax_scale if self.problem.softcap is None else LOG2_E
-
-    @property
     def may_skip_blocks(self) -> bool:
         """Whether a block of queries may see no key, and so be visited by no tile."""
         mask, shift = self.problem.mask, self.problem.seqlen_k - self.problem.seqlen_q
@@ -155,7 +150,6 @@ class BackwardLaunch:
                 dq_accum=to_zero,
                 zeroed=zeroed,
                 cu_seqlens_q=cu_seqlens_q,
-                lse_factor=self.lse_factor,
                 blocks_per_head=self.blocks_per_head,
             )
         )
@@ -193,7 +187,7 @@ class BackwardLaunch:
     def _fill_dsinks(self, sinks: Tensor, stats: Tensor, dsinks: Tensor) -> None:
         """A sink is a key of value 0: p = exp(sink - lse), dp = 0, so dsink = -sum over rows of p * delta."""
         minus_lse, minus_delta = stats.unbind(3)
-        p = torch.exp(sinks.float()[:, None, None] + minus_lse / self.lse_factor)
+        p = torch.exp(sinks.float()[:, None, None] + minus_lse / LOG2_E)
         dsinks.copy_((p * minus_delta).sum((0, 2, 3)))
 
 
@@ -290,7 +284,7 @@ def trace_preprocess(
     problem: AttentionProblem, config: BackwardConfigSm90 | BackwardConfigSm80, has_dlse: bool
 ) -> tuple:
     """The kernel of a static problem and stand-ins for its arguments, for `compile`."""
-    from cutlass import Float32, Int32
+    from cutlass import Int32
 
     from ..device.memory_bound.backward_rows import Preprocess
 
@@ -306,7 +300,6 @@ def trace_preprocess(
         dq_accum=dq_accum if config.zeroes_before(problem) else None,
         zeroed=fake_zeroed(problem, config),
         cu_seqlens_q=fake_cu_seqlens(problem),
-        lse_factor=Float32(1.0),
         blocks_per_head=Int32(1),
     )
     return Preprocess(problem, config), (*arguments, fake_stream())

@@ -26,6 +26,7 @@ from ..blocks.memory.warp import broadcast
 from ..blocks.repair import gradients as repair_gradients
 from ..blocks.repair.rows import SourceTensors
 from ..blocks.softmax.mask import Geometry
+from ..blocks.softmax.online import LN2
 from ..blocks.tiles.packed import Lengths, used_keys
 
 THREADS = 128
@@ -102,7 +103,7 @@ class RowsKernel:
 
 
 class Preprocess(RowsKernel):
-    """stats = (-lse_factor * lse, -delta = dlse - rowsum(dout * out)) of every row, and zeros where sums begin."""
+    """stats = (-lse * log2(e), -delta = dlse - rowsum(dout * out)) of every row, and zeros where sums begin."""
 
     @cute.jit
     def __call__(
@@ -115,7 +116,6 @@ class Preprocess(RowsKernel):
         dq_accum: cute.Tensor | None,  # None: zeroed by the main kernel, or not at all
         zeroed: cute.Tensor | None,
         cu_seqlens_q: cute.Tensor | None,
-        lse_factor: Float32,
         blocks_per_head: Int32,
         stream: cuda.CUstream,
     ):
@@ -132,7 +132,6 @@ class Preprocess(RowsKernel):
             dq_accum,
             zeroed,
             cu_seqlens_q,
-            lse_factor,
         ).launch(grid=[blocks_per_head, num_heads, batch], block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
@@ -146,7 +145,6 @@ class Preprocess(RowsKernel):
         dq_accum: cute.Tensor | None,
         zeroed: cute.Tensor | None,
         cu_seqlens_q: cute.Tensor | None,
-        lse_factor: Float32,
     ):
         thread, (block, head, entry) = cute.arch.thread_idx()[0], last_first()
         blocks_per_head, num_heads, _ = cute.arch.grid_dim()
@@ -194,7 +192,7 @@ class Preprocess(RowsKernel):
                         delta -= mdLSE[start + row, 0, head, entry]
                 is_empty = lse == -Float32.inf
                 position = stats_position(row)
-                stats[number, position] = -Float32.inf if is_empty else -lse * lse_factor
+                stats[number, position] = -Float32.inf if is_empty else -lse * (1.0 / LN2)
                 stats[number, self.tile_m + position] = Float32(0.0) if is_empty else -delta
 
 

@@ -62,11 +62,9 @@ def _gradient_of_score(
         vector_bytes: bytes of a load.
     """
     score = dot(q, k, vector_bytes)
-    if cutlass.const_expr(tanh_scale is None):
-        p = cute.math.exp2((score + minus_lse) * scale_log2, fastmath=True)
-    else:
+    if cutlass.const_expr(tanh_scale is not None):
         score = soft_cap(score, tanh_scale, q.element_type)
-        p = cute.math.exp2(score * scale_log2 + minus_lse, fastmath=True)
+    p = cute.math.exp2(score * scale_log2 + minus_lse, fastmath=True)
     if cutlass.const_expr(wants_p):
         return p
     ds = p * (dot(dout, v, vector_bytes) + minus_delta)

@@ -38,7 +38,7 @@ class GradientScores:
     tile_n: int
     lane_in_quad: Int32
     row_in_tile: Int32  # the first of this thread's rows; the second one lies 8 below
-    minus_lse: cute.Tensor  # -lse of the queries in this thread's columns
+    minus_lse: cute.Tensor  # -lse * log2(e) of the queries in this thread's columns
     minus_delta: cute.Tensor  # -delta of these queries
     # with 16-bit inputs, two values a word
     p_words: cute.Tensor  # P
@@ -75,7 +75,9 @@ class GradientScores:
             self.mask_if_needed(acc_s, tile, m_block, 0.0)
         else:
             for i in cutlass.range_constexpr(cute.size(acc_s)):
-                acc_s[i] = cute.math.exp2(acc_s[i] * scale_log2, fastmath=True)
+                acc_s[i] = cute.math.exp2(
+                    acc_s[i] * scale_log2 + stat_of_column(self.minus_lse, i, self.m_tiles), fastmath=True
+                )
 
     @cute.jit
     def mask_if_needed(self, acc_s: cute.Tensor, tile, m_block: Int32, hidden: cutlass.Constexpr[float]):

@@ -17,8 +17,8 @@ class Accumulator(NamedTuple):
     Attributes:
         dq: (blocks, tile_m * head_dim) float32: sums of dq, each thread's values of a wgmma accumulator together. With
             private_dq the blocks are those of the query heads of one kv head, for each thread block.
-        stats: (blocks, 2 * tile_m) float32: -lse of the rows, divided by softmax_scale, or with a softcap times log2(e)
-            (-inf: neither keys nor a sink, or no row); then -delta.
+        stats: (blocks, 2 * tile_m) float32: -lse * log2(e) of the rows (-inf: neither keys nor a sink, or no row);
+            then -delta.
         turns: (blocks * consumer warps,) int32, zero, None unless deterministic: how many tiles of keys have been added
             to a warp's share of a block.
         zeroed: (1 + batch * num_heads,) int32, zero, None unless zeros are written in the background: how many blocks

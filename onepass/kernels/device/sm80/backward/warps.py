@@ -145,11 +145,10 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
         """One query block, whose Q, dO, lse and delta are in the buffer."""
         gemms, p_in_registers = self.gemms, self.kernel.p_in_registers and not self.config.one_score_buffer
         seen = self.look_at_turn(tile, head, m_block)
-        self.read_stats(self.minus_lse, buffer, 0)
         acc_s = self.p if cutlass.const_expr(self.kernel.dtype is Float32) else gemms.make_acc_s()
-        # S - lse is computed, except with a softcap, which is applied to S alone; dP - delta is computed below
-        self.begin_columns(acc_s, None if cutlass.const_expr(self.is_capped) else self.minus_lse)
+        acc_s.fill(0.0)
         gemms.s(acc_s, buffer)
+        self.read_stats(self.minus_lse, buffer, 0)
         self.exponentials(acc_s, tile, m_block)
         gemms.take_p(acc_s)
         if cutlass.const_expr(self.config.one_score_buffer):
@@ -157,8 +156,9 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
             gemms.dv(buffer)
         self.read_stats(self.minus_delta, buffer, 1)
         acc_dp = gemms.make_acc_s()
-        self.begin_columns(acc_dp, self.minus_delta)
-        gemms.dp(acc_dp, buffer)
+        for i in cutlass.range_constexpr(cute.size(acc_dp)):
+            acc_dp[i] = stat_of_column(self.minus_delta, i, self.m_tiles)
+        gemms.dp(acc_dp, buffer)  # dP - delta
         self.make_ds(acc_dp, True)
         if cutlass.const_expr(self.config.one_score_buffer):
             cute.arch.sync_threads()  # all warps are done with P
@@ -179,7 +179,7 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
 
     @cute.jit
     def read_stats(self, target: cute.Tensor, buffer: Int32, which: cutlass.Constexpr[int]):
-        """-lse (0) or -delta (1) of this thread's queries, four of each sixteen: `stats_position`."""
+        """-lse log2(e) (0) or -delta (1) of this thread's queries, four of each sixteen: `stats_position`."""
         if cutlass.const_expr(self.queries_of_warp == 8):
             # an upper or lower half of sixteen
             first = self.first_query // 16 * 16 + 4 * self.lane_in_quad + self.first_query % 16 // 4
@@ -192,12 +192,6 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
         target = cute.make_tensor(target.iterator, cute.make_layout(shape))
         for j in cutlass.range_constexpr(shape[1]):
             cute.autovec_copy(source[None, j], target[None, j])
-
-    @cute.jit
-    def begin_columns(self, acc: cute.Tensor, stats: cute.Tensor | None):
-        """Fill each column of an accumulator with its value of `read_stats`. Args: stats: None: zeros."""
-        for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = Float32(0.0) if cutlass.const_expr(stats is None) else stat_of_column(stats, i, self.m_tiles)
 
     # ---------------------------------------------------------------- dQ
 

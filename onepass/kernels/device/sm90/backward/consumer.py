@@ -88,10 +88,10 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         # this warpgroup's share of dQ: 64 of the queries, or some of the columns
         self.is_dq_by_rows = self.tile_m > ROWS_PER_WARPGROUP
         row_block, column_block = (self.wg, 0) if self.is_dq_by_rows else (0, self.wg)
-        sdS_t = cute.local_tile(transposed(sdS), (ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP), (row_block, 0, None))
+        sdS_share = cute.local_tile(sdS, (ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP), (row_block, 0, None))
         sK_t = cute.local_tile(transposed(sK), (kernel.dq_columns, ROWS_PER_WARPGROUP), (column_block, 0, None))
         dq = self.mmas.dq.get_slice(self.thread)
-        self.rdS_t = self.mmas.dq.make_fragment_A(dq.partition_A(sdS_t))
+        self.rdS_q = self.mmas.dq.make_fragment_A(dq.partition_A(sdS_share))
         self.rK_t = self.mmas.dq.make_fragment_B(dq.partition_B(sK_t))
 
     def _keep(self, kernel, inputs: Inputs):
@@ -113,9 +113,9 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         self.sK, self.sV, self.sQ, self.sdO = sK, sV, sQ, sdO
         kernel, mmas = self.kernel, self.mmas
         s, dp, dv, dk = (mma.get_slice(self.thread) for mma in mmas[:4])
-        self.rK = mmas.s.make_fragment_A(s.partition_A(sK))[None, None, None, tile_of_keys]
+        self.rK = wgmma.InBuffer(mmas.s.make_fragment_A(s.partition_A(sK)), tile_of_keys)
         self.rQ = mmas.s.make_fragment_B(s.partition_B(sQ))
-        self.rV = mmas.dp.make_fragment_A(dp.partition_A(sV))[None, None, None, tile_of_keys]
+        self.rV = wgmma.InBuffer(mmas.dp.make_fragment_A(dp.partition_A(sV)), tile_of_keys)
         self.rdO = mmas.dp.make_fragment_B(dp.partition_B(sdO))
         self.rdO_t = mmas.dv.make_fragment_B(dv.partition_B(transposed(sdO)))
         self.rQ_t = mmas.dk.make_fragment_B(dk.partition_B(transposed(sQ)))
@@ -135,9 +135,10 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         if self.is_capped:
             # P (1 - tanh^2), in the order of p_words
             self.capped_words = cute.make_rmem_tensor((cute.size(self.p_words),), Int32)
-        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), kernel.dtype)
+        # dS lies in shared memory as rows of queries, as dQ reads it
+        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=True, num_matrices=4), kernel.dtype)
         self.copy_ds = cute.make_tiled_copy_C(stmatrix, mmas.s).get_slice(self.thread)
-        self.ds_target = self.copy_ds.partition_D(sdS)
+        self.ds_target = self.copy_ds.partition_D(transposed(sdS))
 
     # ---------------------------------------------------------------- through all tiles of the thread block
 
@@ -160,9 +161,8 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
                 head, m_block = self.kernel.first_visit(tile)
                 before = head, m_block  # the query block of the step before
                 self.pipes.q.consumer_wait(q_state)
+                acc_s = self.issue_s(q_state)
                 self.read_stats(self.minus_lse, q_state, 0)
-                acc_s = self.begin_s()
-                self.issue_s(acc_s, q_state)
                 warpgroup.wait_group(0)
                 self.make_p(acc_s, tile, m_block)
                 for i in cutlass.range(num_steps - 1, unroll=1):
@@ -233,35 +233,27 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
             self.add_dq(acc_dq, tile, *before)
         # Read before they are needed, because shared memory answers late while GEMMs read it, as far as registers
         # permit: for 128 queries, those of the second half, which are needed last, come once P is free.
-        reads_early = cutlass.const_expr(has_next and self.tile_m == 64 and not self.is_capped)
         if cutlass.const_expr(not self.is_capped):
             self.read_stats(self.minus_delta, q_state, 1, 0, 64)
-        if cutlass.const_expr(reads_early):
-            self.pipes.q.consumer_wait(next_q)
-            self.read_stats(self.minus_lse, next_q, 0)
         warpgroup.wait_group(0)
         if cutlass.const_expr(not self.is_capped):
             self.read_stats(self.minus_delta, q_state, 1, 64)
         self.pipes.do.consumer_release(do_state)
         self.make_ds(acc_dp, self.is_capped)
         if cutlass.const_expr(has_next):
-            if cutlass.const_expr(not reads_early):
-                self.pipes.q.consumer_wait(next_q)
-            if cutlass.const_expr(not reads_early and not self.is_capped):
-                self.read_stats(self.minus_lse, next_q, 0)
-            acc_s = self.begin_s()
+            self.pipes.q.consumer_wait(next_q)
+        # Written before the turn: dS is then complete. The compiler would move its arithmetic into the turn otherwise.
+        self.write_ds(ds_count)
         self.wait_for_turn()
         if cutlass.const_expr(has_next):
-            self.issue_s(acc_s, next_q)
+            acc_s = self.issue_s(next_q)
         self.issue_dk(q_state)
         self.pass_turn()
-        self.write_ds(ds_count)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         self.publish_ds(ds_count)
         if cutlass.const_expr(has_next):
-            if cutlass.const_expr(self.is_capped):
-                self.read_stats(self.minus_lse, next_q, 0)
+            self.read_stats(self.minus_lse, next_q, 0)
             warpgroup.wait_group(1)
             self.make_p(acc_s, tile, next_m_block)
         warpgroup.wait_group(0)
@@ -334,7 +326,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         first: cutlass.Constexpr[int] = 0,
         end: cutlass.Constexpr[int] = 128,
     ):
-        """-lse (0) or -delta (1) of this thread's queries in [first, end), four of each sixteen: `stats_position`."""
+        """-lse log2(e) (0) or -delta (1) of this thread's queries in [first, end): four of each sixteen."""
         count = self.tile_m // 16
         source = cute.domain_offset((which * self.tile_m + 4 * self.lane_in_quad,), self.sStats[None, q_state.index])
         source = cute.make_tensor(source.iterator.align(16), cute.make_layout((4, count), stride=(1, 16)))
@@ -342,20 +334,10 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
             cute.autovec_copy(source[None, j], target[None, j])
 
     @cute.jit
-    def begin_s(self) -> cute.Tensor:
-        """An accumulator for S that holds -lse of each query, so that lse need not be subtracted later.
-
-        With a softcap, which is applied to S alone, the accumulator is empty.
-        """
+    def issue_s(self, q_state) -> cute.Tensor:
         acc_s = cute.make_rmem_tensor(self.shape_s, Float32)
-        if cutlass.const_expr(not self.is_capped):
-            for i in cutlass.range_constexpr(cute.size(acc_s)):
-                acc_s[i] = stat_of_column(self.minus_lse, i)
+        wgmma.issue(self.mmas.s, acc_s, self.rK, wgmma.InBuffer(self.rQ, q_state.index), False)
         return acc_s
-
-    @cute.jit
-    def issue_s(self, acc_s: cute.Tensor, q_state):
-        wgmma.issue(self.mmas.s, acc_s, self.rK, self.rQ[None, None, None, q_state.index], not self.is_capped)
 
     @cute.jit
     def issue_dp(self, do_state, minus_delta: cutlass.Constexpr[bool] = False) -> cute.Tensor:
@@ -364,18 +346,18 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         if cutlass.const_expr(minus_delta):
             for i in cutlass.range_constexpr(cute.size(acc_dp)):
                 acc_dp[i] = stat_of_column(self.minus_delta, i)
-        wgmma.issue(self.mmas.dp, acc_dp, self.rV, self.rdO[None, None, None, do_state.index], minus_delta)
+        wgmma.issue(self.mmas.dp, acc_dp, self.rV, wgmma.InBuffer(self.rdO, do_state.index), minus_delta)
         return acc_dp
 
     @cute.jit
     def issue_dv(self, do_state):
-        wgmma.issue(
-            self.mmas.dv, self.acc_dv, as_operand_a(self.rP), self.rdO_t[None, None, None, do_state.index], True
-        )
+        dout = wgmma.InBuffer(self.rdO_t, do_state.index)
+        wgmma.issue(self.mmas.dv, self.acc_dv, as_operand_a(self.rP), dout, True)
 
     @cute.jit
     def issue_dk(self, q_state):
-        wgmma.issue(self.mmas.dk, self.acc_dk, as_operand_a(self.rdS), self.rQ_t[None, None, None, q_state.index], True)
+        q = wgmma.InBuffer(self.rQ_t, q_state.index)
+        wgmma.issue(self.mmas.dk, self.acc_dk, as_operand_a(self.rdS), q, True)
 
     @cute.jit
     def issue_dq(self, count: Int32) -> cute.Tensor:
@@ -383,8 +365,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         self.wait_for_ds(count)
         buffer = count % 2 * self.num_warpgroups
         pairs = [
-            (self.rdS_t[None, None, None, buffer + w], self.rK_t[None, None, None, w])
-            for w in range(self.num_warpgroups)
+            (wgmma.InBuffer(self.rdS_q, buffer + w), wgmma.InBuffer(self.rK_t, w)) for w in range(self.num_warpgroups)
         ]
         wgmma.issue_sum(self.mmas.dq, acc_dq, pairs, False)
         return acc_dq
@@ -393,7 +374,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
 
     @cute.jit
     def make_p(self, acc_s: cute.Tensor, tile, m_block: Int32):
-        """P = exp2(scale_log2 * (S - lse)), rounded to 16 bits."""
+        """P = exp2(scale_log2 * S - lse * log2(e)), rounded to 16 bits."""
         self.exponentials(acc_s, tile, m_block)
         pack(acc_s, self.rP)
 

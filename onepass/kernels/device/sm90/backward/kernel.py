@@ -22,7 +22,7 @@ Buffers and barriers (mbarrier pairs full / empty; arrivals)
     K, V  one tile each, as tiles (64, head_dim) per warpgroup     full: TMA bytes     empty: all consumer warps
     Q     q_stages tiles (tile_m, head_dim), with their lse, delta full: TMA bytes     empty: all consumer warps
     dO    do_stages tiles (tile_m, head_dim_v)                     full: TMA bytes     empty: all consumer warps
-    dS    2 tiles (keys, tile_m)                                   full: all consumer warps
+    dS    2 tiles (tile_m, keys)                                   full: all consumer warps
 
 Source: FlashAttention-3, arXiv:2407.08608, appendix B.1, Algorithm 3.
 """
@@ -118,7 +118,7 @@ class BackwardSm90(KeyTiles):
         sV_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim_v, self.key_tiles, self.dtype)
         sQ_layout = smem_tiles(self.tile_m, self.head_dim, self.config.q_stages, self.dtype)
         sdO_layout = smem_tiles(self.tile_m, self.head_dim_v, self.config.do_stages, self.dtype)
-        sdS_layout = smem_tiles(ROWS_PER_WARPGROUP, self.tile_m, DS_BUFFERS * self.key_tiles, self.dtype)
+        sdS_layout = smem_tiles(self.tile_m, ROWS_PER_WARPGROUP, DS_BUFFERS * self.key_tiles, self.dtype)
         tma = []
         for t, layout, rows, columns in (
             (k, sK_layout, ROWS_PER_WARPGROUP, self.head_dim),
@@ -184,7 +184,7 @@ class BackwardSm90(KeyTiles):
             dp=tiled_mma(self.tile_m, smem, Major.K, Major.K),
             dv=tiled_mma(self.head_dim_v, registers, Major.K, Major.MN),
             dk=tiled_mma(self.head_dim, registers, Major.K, Major.MN),
-            dq=tiled_mma(self.dq_columns, smem, Major.MN, Major.MN),
+            dq=tiled_mma(self.dq_columns, smem, Major.K, Major.MN),
         )
 
     # ---------------------------------------------------------------- device: set-up and roles

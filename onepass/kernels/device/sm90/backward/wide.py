@@ -44,7 +44,7 @@ class WideConsumer(BackwardConsumer):
         self._make_fragments(sK, sV, sQ, sdO, sdS, 0)
         sK_t = cute.local_tile(transposed(sK), (PIECE, ROWS_PER_WARPGROUP), (None, 0, 0))
         dq = self.mmas.dq.get_slice(self.thread)
-        self.rdS_t = self.mmas.dq.make_fragment_A(dq.partition_A(transposed(sdS)))
+        self.rdS_q = self.mmas.dq.make_fragment_A(dq.partition_A(sdS))
         self.rK_t = self.mmas.dq.make_fragment_B(dq.partition_B(sK_t))
         self.num_pieces = kernel.head_dim // PIECE
 
@@ -73,9 +73,8 @@ class WideConsumer(BackwardConsumer):
                 self.clear_keys(tile, [(self.sK[None, None, 0], 0)])
                 head, m_block = self.kernel.first_visit(tile)
                 self.pipes.q.consumer_wait(q_state)
+                acc_s = self.issue_s(q_state)
                 self.read_stats(self.minus_lse, q_state, 0)
-                acc_s = self.begin_s()
-                self.issue_s(acc_s, q_state)
                 warpgroup.wait_group(0)
                 self.pipes.q.consumer_release(q_state)
                 q_state.advance()
@@ -118,11 +117,10 @@ class WideConsumer(BackwardConsumer):
         self.pipes.do.consumer_wait(do_state)
         if cutlass.const_expr(has_next):
             self.pipes.q.consumer_wait(next_q)
-            self.read_stats(self.minus_lse, next_q, 0)
-            acc_s = self.begin_s()
-            self.issue_s(acc_s, next_q)
+            acc_s = self.issue_s(next_q)
         self.issue_dv(do_state)
         if cutlass.const_expr(has_next):
+            self.read_stats(self.minus_lse, next_q, 0)
             warpgroup.wait_group(1)
             self.pipes.q.consumer_release(next_q)
             self.exponentials(acc_s, tile, next_m_block)
@@ -257,7 +255,7 @@ class WideConsumer(BackwardConsumer):
     @cute.jit
     def issue_piece(self, count: Int32, piece: cutlass.Constexpr[int]) -> cute.Tensor:
         acc_dq = cute.make_rmem_tensor(self.shape_dq, Float32)
-        a, b = self.rdS_t[None, None, None, count % 2], self.rK_t[None, None, None, piece]
+        a, b = wgmma.InBuffer(self.rdS_q, count % 2), wgmma.InBuffer(self.rK_t, piece)
         wgmma.issue(self.mmas.dq, acc_dq, a, b, False)
         return acc_dq
 
