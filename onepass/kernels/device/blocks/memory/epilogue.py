@@ -8,7 +8,9 @@ from cutlass import Boolean, Float32, Int32
 
 from .....geometry.integers import ceil_div
 from .layouts import column_offset
-from .ptx import pack_pair, transpose_in_quad
+from .ptx import pack_pair, store_matrices, transpose_in_quad
+
+STAGED_ROWS, STAGED_COLUMNS = 16, 64  # of 16-bit values, which `store_rows_staged` has in shared memory at a time
 
 
 @cute.jit
@@ -43,6 +45,54 @@ def store_rows(
             block = first_block + first + lane_in_quad
             if is_row[r] and block < head_dim_v // 8:
                 cute.autovec_copy(vector, vectors[None, block])
+
+
+@cute.jit
+def store_rows_staged(
+    acc: cute.Tensor, weight: Float32, out: cute.Tensor, first_row: Int32, end: Int32, stage: cute.Pointer
+):
+    """out[first_row + i] = weight * row i of a warp's 16 rows, up to row `end`, through shared memory.
+
+    Needs a sixth of the instructions of `store_rows` (which exchanges values by shuffles) and writes 128 contiguous
+    bytes of a row at once, but room in shared memory. For a whole warp; other warps need not take part.
+
+    Args:
+        acc: (2, columns) of this thread; every 8-column block of a row is spread over its quad, 2 columns a lane. 64
+            divides the columns.
+        out: (rows, head_dim), each row contiguous and 16-byte aligned.
+        stage: 2 KB of shared memory for this warp alone, 128-byte aligned; free again when all lanes return.
+
+    A row of 64 columns takes 128 bytes of the stage, in which 16-byte vectors are exchanged: vector v of row i lies at
+    v xor (i mod 8), so that neither stmatrix nor the reads have bank conflicts.
+    """
+    lane = cute.arch.lane_idx()
+    start = stage.toint()
+    # stmatrix: lane 8 m + i names row i of a matrix; matrices 0 and 1 are rows 0 to 7 and 8 to 15 of one block of 8
+    # columns, 2 and 3 of the next block
+    written = start + lane % 16 * 128 + ((lane // 16) ^ (lane % 8)) * 16
+    # reading: a vector a lane, four rows at a time
+    row, vector = lane // 8, lane % 8
+    read = start + row * 128 + (vector ^ row) * 16
+    num_vectors = cute.size(out, mode=[1]) // 8
+    words = cute.make_rmem_tensor((4,), Int32)
+    for first in cutlass.range_constexpr(0, cute.size(acc, mode=[1]) // 2, STAGED_COLUMNS // 8):
+        for b in cutlass.range_constexpr(0, STAGED_COLUMNS // 8, 2):
+            packed = [
+                pack_pair(acc[r, 2 * block] * weight, acc[r, 2 * block + 1] * weight, out.element_type)
+                for block in (first + b, first + b + 1)
+                for r in range(2)
+            ]
+            store_matrices(written ^ (16 * b), *packed)
+        cute.arch.sync_warp()
+        for j in cutlass.range_constexpr(STAGED_ROWS // 4):
+            address = (read ^ (64 * (j % 2))) + 512 * j
+            source = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout((4,))), words)
+            out_row = first_row + 4 * j + row
+            if out_row < end and first + vector < num_vectors:
+                vectors = cute.flat_divide(cute.recast_tensor(out[out_row, None], Int32), (4,))
+                cute.autovec_copy(words, vectors[None, first + vector])
+        cute.arch.sync_warp()
 
 
 @cute.jit

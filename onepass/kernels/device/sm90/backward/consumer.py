@@ -25,10 +25,10 @@ from .....geometry.integers import minimum
 from .....geometry.tile_scheduler import LANES
 from ....config import ROWS_PER_WARPGROUP
 from ...blocks.memory import epilogue, wgmma
+from ...blocks.memory.epilogue import STAGED_COLUMNS, STAGED_ROWS
 from ...blocks.memory.clear import clear_rows
 from ...blocks.memory.layouts import as_operand_a, rows_and_columns, transposed
 from ...blocks.memory.ptx import add_to_global, load_past_l1, pack
-from ...blocks.memory.warp import broadcast
 from ...blocks.repair import gradients as repair_gradients
 from ...blocks.repair.rows import SourceTensors
 from ...blocks.softmax.gradients import GradientScores, stat_of_column
@@ -37,7 +37,6 @@ from ...blocks.tiles.dq_sums import Accumulator, AdditionTurns
 from ...blocks.tiles.named_barrier import NamedBarrier
 from ...blocks.tiles.pingpong import Turns
 from ..forward.tile import WARPGROUP, WARPS, after
-from .zeros import wait_for_zeros
 
 
 class BackwardPipes(NamedTuple):
@@ -80,7 +79,8 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         self._keep(kernel, inputs)
         self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.row_in_warpgroup
 
-        sK, sV, sQ, sdO, sdS, self.sStats, self.ds_full = buffers
+        sK, sV, sQ, sdO, self.sdS, self.sStats, self.ds_full = buffers
+        sdS = self.sdS
         self._make_fragments(sK, sV, sQ, sdO, sdS, self.wg)
         # the keys that this warpgroup's GEMMs read: dQ sums over those of all warpgroups
         self.own_keys = [(sK[None, None, w], w * ROWS_PER_WARPGROUP) for w in range(self.num_warpgroups)]
@@ -103,6 +103,8 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.lane, self.lane_in_quad = self.thread % LANES, self.thread % 4
         self.wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP - 1)
+        # this warp among those of all consumers
+        self.warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // LANES - WARPS)
         # The first of this thread's two rows of an accumulator, 8 apart; row_in_tile counts it among the tile's keys.
         self.row_in_warpgroup = self.thread // LANES * 16 + self.lane // 4
         self.takes_turns = kernel.config.pingpong
@@ -154,7 +156,6 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
             self.acc_dk.fill(0.0)
             self.acc_dv.fill(0.0)
             if num_steps > 0:
-                self.wait_for_zeros(tile)
                 self.pipes.k.consumer_wait(kv_state)
                 self.pipes.v.consumer_wait(kv_state)
                 self.clear_keys(tile, self.own_keys)
@@ -192,11 +193,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
             wave += 1
             number = queue.take(wave)
             queue.want_next()
-            self.store(tile)
-
-    def wait_for_zeros(self, tile):
-        group = self.kernel.group
-        wait_for_zeros(self.accumulator, tile.origin_q, tile.head_kv * group, group)
+            self.store(tile, ds_count)
 
     @cute.jit
     def step(
@@ -378,6 +375,10 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         self.exponentials(acc_s, tile, m_block)
         pack(acc_s, self.rP)
 
+    def ds_tile_number(self, count: Int32) -> Int32:
+        """The tile of shared memory for this warpgroup's dS of a step."""
+        return count % 2 * self.num_warpgroups + self.wg
+
     @cute.jit
     def write_ds(self, count: Int32):
         """Write dS of these keys to shared memory, where `publish_ds` makes it visible to all warpgroups.
@@ -385,7 +386,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         The buffer is free: every warpgroup has published the step before, and by then had waited for the dQ that read
         the buffer.
         """
-        target = self.ds_target[None, None, None, count % 2 * self.num_warpgroups + self.wg]
+        target = self.ds_target[None, None, None, self.ds_tile_number(count)]
         cute.copy(self.copy_ds, self.copy_ds.retile(self.rdS), target)
 
     @cute.jit
@@ -409,7 +410,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
             number = first + m_block
         else:
             number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
-        return number * self.kernel.config.consumer_warps + self.wg * WARPS + self.thread // LANES
+        return number * self.kernel.config.consumer_warps + self.warp
 
     @cute.jit
     def add_dq(self, acc_dq: cute.Tensor, tile, head: Int32, m_block: Int32):
@@ -481,10 +482,17 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
             self.nan_in_dq[0] = self.nan_in_dq[0] | ballots[0] | ballots[1]
 
     @cute.jit
-    def store(self, tile):
-        """Write dK and dV of a finished tile."""
-        self.store_dv(tile)
-        self.store_dk(tile)
+    def store(self, tile, next_ds: Int32):
+        """Write dK and dV of a finished tile.
+
+        They go through this warpgroup's part of the buffer that its next dS will be written to. The buffer is free:
+        the last dQ came after all warps had published the last dS, and by then the dQ before was finished.
+        """
+        stage = self.sdS[None, None, self.ds_tile_number(next_ds)].iterator + self.thread // LANES * STAGED_ROWS * STAGED_COLUMNS
+        self.store_gradient(tile, self.acc_dv, self.mdV, Float32(1.0), True, stage)
+        self.store_gradient(tile, self.acc_dk, self.mdK, self.softmax_scale, False, stage)
+        # a warp of the next tile writes its dS where another one has its stage
+        cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.wg, number_of_threads=WARPGROUP)
         if cutlass.const_expr(self.kernel.has_private_dq and self.sources is not None):
             if self.nan_in_dq[0] != 0:
                 cute.arch.sync_warp()  # other lanes write the same rows again
@@ -513,29 +521,36 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
                     for query in cutlass.range(start, end, unroll=1):
                         repair_gradients.recompute_dq(dq, query, *rows, tile.geometry, *self.scores, self.softmax_scale)
 
-    def store_dv(self, tile):
-        self.store_gradient(tile, self.acc_dv, self.mdV, Float32(1.0), True)
-
-    def store_dk(self, tile):
-        self.store_gradient(tile, self.acc_dk, self.mdK, self.softmax_scale, False)
-
     @cute.jit
-    def store_gradient(self, tile, acc: cute.Tensor, m: cute.Tensor, scale: Float32, is_v: cutlass.Constexpr[bool]):
-        """Write rows of dk, or with is_v of dv, and repair those that have a NaN."""
+    def store_gradient(
+        self,
+        tile,
+        acc: cute.Tensor,
+        m: cute.Tensor,
+        scale: Float32,
+        is_v: cutlass.Constexpr[bool],
+        stage: cute.Pointer | None = None,
+    ):
+        """Write rows of dk, or with is_v of dv, and repair those that have a NaN.
+
+        Args: stage: 2 KB of shared memory for this warp, if there is room.
+        """
         rows = [self.key(tile, 0, r) for r in range(2)]
         is_row = [row < tile.rows_k for row in rows]
-        weights = cute.make_rmem_tensor((2,), Float32)
-        weights.fill(scale)
+        # the first of this warp's 16 keys, made uniform: see Warpgroup.recompute
+        first_key = cute.arch.make_warp_uniform(rows[0] - self.lane // 4)
         gradient = self.kernel.at_head(m, m, tile.head_kv, tile.origin_k)
-        out_rows = [gradient[row, None] for row in rows]
-        epilogue.store_rows(rows_and_columns(acc), weights, out_rows, is_row, self.lane_in_quad)
+        if cutlass.const_expr(stage is not None):
+            epilogue.store_rows_staged(rows_and_columns(acc), scale, gradient, first_key, tile.rows_k, stage)
+        else:
+            weights = cute.make_rmem_tensor((2,), Float32)
+            weights.fill(scale)
+            out_rows = [gradient[row, None] for row in rows]
+            epilogue.store_rows(rows_and_columns(acc), weights, out_rows, is_row, self.lane_in_quad)
         if cutlass.const_expr(self.sources is not None):
             ballots = repair_gradients.nan_rows(rows_and_columns(acc), is_row)
             if ballots[0] | ballots[1] != 0:
                 cute.arch.sync_warp()  # other lanes write the same rows again
-                # made uniform: see Warpgroup.recompute
-                first_row = cute.arch.make_warp_uniform(broadcast(self.row_in_tile, 0))
-                first_key = tile.n_block * self.tile_n + first_row
                 self.kernel.recompute_keys(
                     tile, gradient, scale, first_key, ballots, self.sources, self.accumulator, self.scores, is_v
                 )

@@ -10,6 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 from ....config import ROWS_PER_WARPGROUP
 from ...blocks.memory.untraced import Untraced
 from ...blocks.tiles.queue import DRAW_AHEAD
+from .zeros import wait_for_zeros
 
 
 class BackwardProducer(Untraced):
@@ -51,6 +52,9 @@ class BackwardProducer(Untraced):
                 self._load_kv(self.pipes.k, self.k, tile, kv_state)
                 self._load_kv(self.pipes.v, self.v, tile, kv_state)
                 kv_state.advance()
+                # Consumers add to dQ after they have seen dO arrive, and so after this.
+                group = self.kernel.group
+                wait_for_zeros(self.accumulator, tile.origin_q, tile.head_kv * group, group)
             if num_steps < DRAW_AHEAD:
                 queue.want_next()
             for i in cutlass.range(num_steps, unroll=1):

@@ -67,7 +67,6 @@ class WideConsumer(BackwardConsumer):
             num_steps = (tile.last - tile.first) * self.kernel.group
             self.acc_dv.fill(0.0)
             if num_steps > 0:
-                self.wait_for_zeros(tile)
                 self.pipes.v.consumer_release(kv_state)  # not read here
                 self.pipes.k.consumer_wait(kv_state)
                 self.clear_keys(tile, [(self.sK[None, None, 0], 0)])
@@ -99,7 +98,7 @@ class WideConsumer(BackwardConsumer):
             wave += 1
             number = queue.take(wave)
             queue.want_next()
-            self.store_dv(tile)
+            self.store_gradient(tile, self.acc_dv, self.mdV, Float32(1.0), True)
 
     @cute.jit
     def dv_step(
@@ -161,7 +160,6 @@ class WideConsumer(BackwardConsumer):
             num_steps = (tile.last - tile.first) * self.kernel.group
             self.acc_dk.fill(0.0)
             if num_steps > 0:
-                self.wait_for_zeros(tile)
                 head, m_block = self.kernel.first_visit(tile)
                 self.pipes.q.consumer_wait(q_state)
                 self.read_stats(self.minus_delta, q_state, 1)
@@ -197,7 +195,7 @@ class WideConsumer(BackwardConsumer):
             wave += 1
             number = queue.take(wave)
             queue.want_next()
-            self.store_dk(tile)
+            self.store_gradient(tile, self.acc_dk, self.mdK, self.softmax_scale, False)
 
     @cute.jit
     def dk_step(self, tile, block: tuple, q_state, next_do, count: Int32, has_next: cutlass.Constexpr[bool]):
@@ -270,4 +268,4 @@ class WideConsumer(BackwardConsumer):
         number = self.kernel.m_block_number(self.accumulator, tile, *block)
         for i in cutlass.range_constexpr(len(accs)):
             warpgroup.wait_group(len(accs) - 1 - i)
-            self.add_to_accumulator(accs[i], (number * self.num_pieces + first + i) * WARPS + self.thread // LANES)
+            self.add_to_accumulator(accs[i], (number * self.num_pieces + first + i) * WARPS + self.warp % WARPS)
