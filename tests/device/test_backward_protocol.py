@@ -37,7 +37,7 @@ def random_protocol(rng, consumer, **fixed):
     def flag():
         return rng.random() < 0.5
 
-    names = "pingpong", "is_dynamic", "is_deterministic", "reads_early", "has_garbage", "warpgroups_meet"
+    names = "pingpong", "is_dynamic", "is_deterministic", "has_garbage", "warpgroups_meet"
     changes = {name: flag() for name in names}
     protocol = Protocol(consumer, 2, rng.choice((2, 3)), rng.choice((1, 2)), pieces=rng.choice(((2, 2), (2, 1))))
     return replace(protocol, **{**changes, **fixed})
@@ -145,6 +145,7 @@ class TurnGivenEarly(Consumer):
 
 class TurnNotGivenAtTheEnd(Consumer):
     def last_dq(self, i, count):
+        yield from self.wait_for_ds(count)
         yield from self.issue_dq(i, count)
         yield from self.take_turn(i)
         yield from self.wait_group(0)
@@ -176,6 +177,20 @@ class WantsTooEarly(Consumer):
 class NobodyMeets(Consumer):
     def meet(self):
         yield
+
+
+class StagesWhereDQReads(Consumer):
+    def stage(self):
+        self.count += 1
+        stage = super().stage()
+        self.count -= 1
+        return stage
+
+
+class StoresBeforeLastDQ(Consumer):
+    def last_dq(self, i, count):
+        yield from super().store()
+        yield from super().last_dq(i, count)
 
 
 class WideNobodyMeets(Wide):
@@ -242,6 +257,9 @@ FAULTS = [
     (WantsNothing, {"is_dynamic": True}),
     (WantsTooEarly, {"is_dynamic": True}),
     (NobodyMeets, {"has_garbage": True}),
+    (NobodyMeets, {"has_garbage": False}),
+    (StagesWhereDQReads, {}),
+    (StoresBeforeLastDQ, {}),
     (Consumer, {"q_stages": 1}),
     (Consumer, {"ds_buffers": 1}),
     (WideNobodyMeets, {"has_garbage": False, "warpgroups_meet": False}),

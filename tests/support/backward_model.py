@@ -26,7 +26,6 @@ class Protocol:
 
     Attributes:
         consumer: class of the consumer warps.
-        reads_early: lse of the next step is read before the GEMMs of this one are done.
         has_garbage: what lies past the end of a sequence is cleared.
         warpgroups_meet: no warp sees a GEMM complete before all warps of its warpgroup have issued it, which PTX does
             not guarantee.
@@ -41,7 +40,6 @@ class Protocol:
     pingpong: bool = True
     is_dynamic: bool = True
     is_deterministic: bool = False
-    reads_early: bool = True
     has_garbage: bool = False
     warpgroups_meet: bool = False
     pieces: tuple = (2, 2)
@@ -128,8 +126,8 @@ class ThreadBlock:
         key_tiles = p.consumer.key_tiles(p)
         self.k, self.v = (Pipe(run, 1, warps, key_tiles) for _ in range(2))
         self.q, self.do = Pipe(run, p.q_stages, warps, 2), Pipe(run, p.do_stages, warps, 1)  # Q with its statistics
-        # each warp has its rows
-        self.ds = [[Buffer() for _ in range(key_tiles * WARPS)] for _ in range(p.ds_buffers)]
+        # the keys of a warp (in columns), in four parts by queries (rows)
+        self.ds = [[[Buffer() for _ in range(4)] for _ in range(key_tiles * WARPS)] for _ in range(p.ds_buffers)]
         self.p = [Buffer() for _ in range(WARPS)]
         self.ds_full = [MBarrier(key_tiles * WARPS) for _ in range(2)]
         self.p_full = [MBarrier(WARPS) for _ in range(2)]
@@ -238,6 +236,7 @@ class Consumer(Reader):
             wave += 1
             self.number = yield from self.take(wave)
             yield from self.want_next()
+            yield from self.store()
 
     def tile(self):
         block, last = self.block, len(self.steps) - 1
@@ -245,8 +244,8 @@ class Consumer(Reader):
         yield from block.v.wait(self.kv)
         yield from self.clear([*block.k.of(self.kv), block.v.of(self.kv)[self.w]], self.number)
         yield from block.q.wait(self.q)
-        yield from self.read_stats(self.q, 0)
         yield from self.issue_s(self.q, 0)
+        yield from self.read_stats(self.q, 0)
         yield from self.wait_group(0)
         yield from self.make_p(0)
         for i in range(last + 1):
@@ -259,40 +258,42 @@ class Consumer(Reader):
         self.kv += 1
 
     def step(self, i, has_previous, has_next):
-        block, early = self.block, has_next and self.protocol.reads_early
+        block = self.block
         yield from block.do.wait(self.do)
+        if has_previous:
+            yield from self.wait_for_ds(self.count - 1)
+        yield from self.wait_for_turn()
         if has_previous:
             yield from self.issue_dq(i - 1, self.count - 1)
         yield from self.issue_dp(self.do, i)
         yield from self.issue_dv(self.do, i)
+        yield from self.pass_turn()
         if has_previous:
             yield from self.take_turn(i - 1)
             yield from self.wait_group(2)
             yield from self.add_dq(i - 1)
         yield from self.read_stats(self.q, i)
-        if early:
-            yield from block.q.wait(self.q + 1)
-            yield from self.read_stats(self.q + 1, i + 1)
         yield from self.wait_group(0)
         yield from self.release(block.do, self.do)
         yield from self.make_ds(i)
-        if has_next and not early:
+        if has_next:
             yield from block.q.wait(self.q + 1)
-            yield from self.read_stats(self.q + 1, i + 1)
+        yield from self.write_ds(i, self.count)
+        yield from self.publish_ds(self.count)
         yield from self.wait_for_turn()
         if has_next:
             yield from self.issue_s(self.q + 1, i + 1)
         yield from self.issue_dk(self.q, i)
         yield from self.pass_turn()
-        yield from self.write_ds(i, self.count)
-        yield from self.publish_ds(self.count)
         if has_next:
+            yield from self.read_stats(self.q + 1, i + 1)
             yield from self.wait_group(1)
             yield from self.make_p(i + 1)
         yield from self.wait_group(0)
         yield from self.release(block.q, self.q)
 
     def last_dq(self, i, count):
+        yield from self.wait_for_ds(count)
         yield from self.issue_dq(i, count)
         yield from self.take_turn(i)
         yield from self.wait_group(0)
@@ -368,11 +369,10 @@ class Consumer(Reader):
         yield from self.issue([(self.reg_ds, self.tag(i)), (self.block.q.of(q)[0], self.tag(i))])
 
     def issue_dq(self, i, count):
-        yield from self.wait_for_ds(count)
         yield from self.issue(self.operands_of_dq(i, count))
 
     def operands_of_dq(self, i, count):
-        ds = [(buffer, self.tag(i)) for buffer in self.block.ds[count % self.protocol.ds_buffers]]
+        ds = [(part, self.tag(i)) for keys in self.block.ds[count % self.protocol.ds_buffers] for part in keys]
         return ds + [(buffer, self.number) for buffer in self.block.k.of(self.kv)]
 
     # ---------------------------------------------------------------- P, dS, dQ
@@ -388,7 +388,8 @@ class Consumer(Reader):
 
     def write_ds(self, i, count):
         row = self.w % self.key_tiles(self.protocol) * WARPS + self.warp
-        self.block.ds[count % self.protocol.ds_buffers][row].write(self.tag(i))
+        for part in self.block.ds[count % self.protocol.ds_buffers][row]:
+            part.write(self.tag(i))
         yield
 
     def publish_ds(self, count):
@@ -433,6 +434,24 @@ class Consumer(Reader):
         self.unfinished = None
         yield
 
+    # ---------------------------------------------------------------- results
+
+    def stage(self):
+        """The rows that a warp stages dv and dk in: those of some queries, with the keys of all warps."""
+        ds = self.block.ds[self.count % self.protocol.ds_buffers]
+        return [keys[self.warp] for keys in ds[self.w * WARPS : (self.w + 1) * WARPS]]
+
+    def store(self):
+        for gradient in "dv", "dk":
+            content = gradient, self.id, self.count
+            for part in self.stage():
+                part.write(content)
+            yield
+            for part in self.stage():
+                part.read(content)
+            yield
+        yield from self.meet()
+
     # ---------------------------------------------------------------- pingpong
 
     def prime_turns(self):
@@ -463,6 +482,9 @@ class Wide(Consumer):
     def prime_turns(self):
         yield
 
+    def store(self):
+        yield
+
     def tile(self):
         yield from self.dv_tile() if self.w == 0 else self.dk_tile()
         self.kv += 1
@@ -478,8 +500,8 @@ class Wide(Consumer):
         yield from block.k.wait(self.kv)
         yield from self.clear(block.k.of(self.kv), self.number)
         yield from block.q.wait(self.q)
-        yield from self.read_stats(self.q, 0)
         yield from self.issue_s(self.q, 0)
+        yield from self.read_stats(self.q, 0)
         yield from self.wait_group(0)
         yield from self.release(block.q, self.q)
         self.q += 1
@@ -498,10 +520,10 @@ class Wide(Consumer):
         yield from block.do.wait(self.do)
         if has_next:
             yield from block.q.wait(self.q)
-            yield from self.read_stats(self.q, i + 1)
             yield from self.issue_s(self.q, i + 1)
         yield from self.issue_dv(self.do, i)
         if has_next:
+            yield from self.read_stats(self.q, i + 1)
             yield from self.wait_group(1)
             yield from self.release(block.q, self.q)
         yield from self.wait_group(0)

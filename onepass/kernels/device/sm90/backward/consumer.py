@@ -25,8 +25,8 @@ from .....geometry.integers import minimum
 from .....geometry.tile_scheduler import LANES
 from ....config import ROWS_PER_WARPGROUP
 from ...blocks.memory import epilogue, wgmma
-from ...blocks.memory.epilogue import STAGED_COLUMNS, STAGED_ROWS
 from ...blocks.memory.clear import clear_rows
+from ...blocks.memory.epilogue import STAGED_COLUMNS, STAGED_ROWS
 from ...blocks.memory.layouts import as_operand_a, rows_and_columns, transposed
 from ...blocks.memory.ptx import add_to_global, load_past_l1, pack
 from ...blocks.repair import gradients as repair_gradients
@@ -218,12 +218,16 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         self.pipes.do.consumer_wait(do_state)
         if cutlass.const_expr(has_previous):
             seen = self.look_at_turn(tile, *before)
+            self.wait_for_ds(ds_count - 1)
+        self.wait_for_turn()
+        if cutlass.const_expr(has_previous):
             acc_dq = self.issue_dq(ds_count - 1)
         # with a softcap registers are scarce: those of delta become those of dP
         if cutlass.const_expr(self.is_capped):
             self.read_stats(self.minus_delta, q_state, 1)
         acc_dp = self.issue_dp(do_state, self.is_capped)
         self.issue_dv(do_state)
+        self.pass_turn()
         if cutlass.const_expr(has_previous):
             self.take_turn(tile, *before, seen)
             warpgroup.wait_group(2)
@@ -241,14 +245,13 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
             self.pipes.q.consumer_wait(next_q)
         # Written before the turn: dS is then complete. The compiler would move its arithmetic into the turn otherwise.
         self.write_ds(ds_count)
+        cute.arch.sync_warp()
+        self.publish_ds(ds_count)
         self.wait_for_turn()
         if cutlass.const_expr(has_next):
             acc_s = self.issue_s(next_q)
         self.issue_dk(q_state)
         self.pass_turn()
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        self.publish_ds(ds_count)
         if cutlass.const_expr(has_next):
             self.read_stats(self.minus_lse, next_q, 0)
             warpgroup.wait_group(1)
@@ -260,6 +263,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
     def last_dq(self, tile, block: tuple, ds_count: Int32):
         """The dQ of a tile's last query block."""
         seen = self.look_at_turn(tile, *block)
+        self.wait_for_ds(ds_count)
         acc_dq = self.issue_dq(ds_count)
         self.take_turn(tile, *block, seen)
         warpgroup.wait_group(0)
@@ -359,7 +363,6 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
     @cute.jit
     def issue_dq(self, count: Int32) -> cute.Tensor:
         acc_dq = cute.make_rmem_tensor(self.shape_dq, Float32)
-        self.wait_for_ds(count)
         buffer = count % 2 * self.num_warpgroups
         pairs = [
             (wgmma.InBuffer(self.rdS_q, buffer + w), wgmma.InBuffer(self.rK_t, w)) for w in range(self.num_warpgroups)
@@ -397,7 +400,14 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
 
     @cute.jit
     def wait_for_ds(self, count: Int32):
+        """Wait until all warps have published their dS of a step, and make it visible to this warp's GEMMs.
+
+        The fence between the writes of threads and the reads of GEMMs may stand on either side of the barrier that
+        orders them (PTX ISA, "Causality order": a proxy fence along the path). It takes 150 to 250 cycles, which a
+        writer would have to wait for in the middle of a step; a reader then waits anyway.
+        """
         cute.arch.mbarrier_wait(self.ds_full + count % 2, count // 2 & 1)
+        cute.arch.fence_proxy("async.shared", space="cta")
 
     # ---------------------------------------------------------------- results
 
@@ -488,7 +498,10 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         They go through this warpgroup's part of the buffer that its next dS will be written to. The buffer is free:
         the last dQ came after all warps had published the last dS, and by then the dQ before was finished.
         """
-        stage = self.sdS[None, None, self.ds_tile_number(next_ds)].iterator + self.thread // LANES * STAGED_ROWS * STAGED_COLUMNS
+        stage = (
+            self.sdS[None, None, self.ds_tile_number(next_ds)].iterator
+            + self.thread // LANES * STAGED_ROWS * STAGED_COLUMNS
+        )
         self.store_gradient(tile, self.acc_dv, self.mdV, Float32(1.0), True, stage)
         self.store_gradient(tile, self.acc_dk, self.mdK, self.softmax_scale, False, stage)
         # a warp of the next tile writes its dS where another one has its stage

@@ -20,7 +20,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
-from .....geometry.tile_scheduler import LANES
 from ....config import ROWS_PER_WARPGROUP
 from ...blocks.memory import wgmma
 from ...blocks.memory.layouts import transposed
@@ -237,7 +236,6 @@ class WideConsumer(BackwardConsumer):
         """
         cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.wg, number_of_threads=WARPGROUP)
         cute.copy(self.copy_ds, self.copy_ds.retile(self.rdS), self.ds_target[None, None, None, count % 2])
-        cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         self.publish_ds(count)
 
