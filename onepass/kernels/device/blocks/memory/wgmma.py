@@ -2,40 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
 from cutlass.cute.nvgpu import warpgroup
-
-
-class InBuffer(NamedTuple):
-    """An operand that lies in one of several buffers of shared memory.
-
-    A step of a GEMM takes its part by step and buffer at once: 4 instructions for an address, where a slice of the
-    buffer first and of the step afterwards takes 7. With 64 columns (32 cycles of the tensor cores) that is noticed.
-    """
-
-    fragment: cute.Tensor  # (MMA, MMA_M | MMA_N, MMA_K, buffers)
-    buffer: Int32 | int
-
-    @property
-    def shape(self):
-        """(MMA, MMA_M | MMA_N, MMA_K)"""
-        return self.fragment.shape[:3]
-
-    def __getitem__(self, coordinate: tuple) -> cute.Tensor:
-        return self.fragment[(*coordinate, self.buffer)]
 
 
 @cute.jit
 def issue(
-    tiled_mma: cute.TiledMma,
-    acc: cute.Tensor,
-    a: cute.Tensor | InBuffer,
-    b: cute.Tensor | InBuffer,
-    accumulate: cutlass.Constexpr[bool],
+    tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: cutlass.Constexpr[bool]
 ):
     """acc (+)= a b^T as one committed group; the caller waits with `warpgroup.wait_group`.
 

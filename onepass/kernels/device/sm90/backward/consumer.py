@@ -115,9 +115,9 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         self.sK, self.sV, self.sQ, self.sdO = sK, sV, sQ, sdO
         kernel, mmas = self.kernel, self.mmas
         s, dp, dv, dk = (mma.get_slice(self.thread) for mma in mmas[:4])
-        self.rK = wgmma.InBuffer(mmas.s.make_fragment_A(s.partition_A(sK)), tile_of_keys)
+        self.rK = mmas.s.make_fragment_A(s.partition_A(sK))[None, None, None, tile_of_keys]
         self.rQ = mmas.s.make_fragment_B(s.partition_B(sQ))
-        self.rV = wgmma.InBuffer(mmas.dp.make_fragment_A(dp.partition_A(sV)), tile_of_keys)
+        self.rV = mmas.dp.make_fragment_A(dp.partition_A(sV))[None, None, None, tile_of_keys]
         self.rdO = mmas.dp.make_fragment_B(dp.partition_B(sdO))
         self.rdO_t = mmas.dv.make_fragment_B(dv.partition_B(transposed(sdO)))
         self.rQ_t = mmas.dk.make_fragment_B(dk.partition_B(transposed(sQ)))
@@ -337,7 +337,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
     @cute.jit
     def issue_s(self, q_state) -> cute.Tensor:
         acc_s = cute.make_rmem_tensor(self.shape_s, Float32)
-        wgmma.issue(self.mmas.s, acc_s, self.rK, wgmma.InBuffer(self.rQ, q_state.index), False)
+        wgmma.issue(self.mmas.s, acc_s, self.rK, self.rQ[None, None, None, q_state.index], False)
         return acc_s
 
     @cute.jit
@@ -347,25 +347,26 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         if cutlass.const_expr(minus_delta):
             for i in cutlass.range_constexpr(cute.size(acc_dp)):
                 acc_dp[i] = stat_of_column(self.minus_delta, i)
-        wgmma.issue(self.mmas.dp, acc_dp, self.rV, wgmma.InBuffer(self.rdO, do_state.index), minus_delta)
+        wgmma.issue(self.mmas.dp, acc_dp, self.rV, self.rdO[None, None, None, do_state.index], minus_delta)
         return acc_dp
 
     @cute.jit
     def issue_dv(self, do_state):
-        dout = wgmma.InBuffer(self.rdO_t, do_state.index)
-        wgmma.issue(self.mmas.dv, self.acc_dv, as_operand_a(self.rP), dout, True)
+        wgmma.issue(
+            self.mmas.dv, self.acc_dv, as_operand_a(self.rP), self.rdO_t[None, None, None, do_state.index], True
+        )
 
     @cute.jit
     def issue_dk(self, q_state):
-        q = wgmma.InBuffer(self.rQ_t, q_state.index)
-        wgmma.issue(self.mmas.dk, self.acc_dk, as_operand_a(self.rdS), q, True)
+        wgmma.issue(self.mmas.dk, self.acc_dk, as_operand_a(self.rdS), self.rQ_t[None, None, None, q_state.index], True)
 
     @cute.jit
     def issue_dq(self, count: Int32) -> cute.Tensor:
         acc_dq = cute.make_rmem_tensor(self.shape_dq, Float32)
         buffer = count % 2 * self.num_warpgroups
         pairs = [
-            (wgmma.InBuffer(self.rdS_q, buffer + w), wgmma.InBuffer(self.rK_t, w)) for w in range(self.num_warpgroups)
+            (self.rdS_q[None, None, None, buffer + w], self.rK_t[None, None, None, w])
+            for w in range(self.num_warpgroups)
         ]
         wgmma.issue_sum(self.mmas.dq, acc_dq, pairs, False)
         return acc_dq

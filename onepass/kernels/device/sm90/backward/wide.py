@@ -251,7 +251,7 @@ class WideConsumer(BackwardConsumer):
     @cute.jit
     def issue_piece(self, count: Int32, piece: cutlass.Constexpr[int]) -> cute.Tensor:
         acc_dq = cute.make_rmem_tensor(self.shape_dq, Float32)
-        a, b = wgmma.InBuffer(self.rdS_q, count % 2), wgmma.InBuffer(self.rK_t, piece)
+        a, b = self.rdS_q[None, None, None, count % 2], self.rK_t[None, None, None, piece]
         wgmma.issue(self.mmas.dq, acc_dq, a, b, False)
         return acc_dq
 
