@@ -70,8 +70,8 @@ def _has_growing_tiles(problem: AttentionProblem, config: Any) -> bool:
     return problem.mask.window_right is not None and problem.mask.window_left is None
 
 
-def _has_background_zeros(problem: AttentionProblem, config: Any) -> bool:
-    return config.zeroes_ahead(problem)
+def _has_background_rows(problem: AttentionProblem, config: Any) -> bool:
+    return config.rows_in_background(problem)
 
 
 FORWARD_SM90 = (
@@ -112,11 +112,17 @@ _SIZES = frozenset({"tile_m", "tile_n", "num_warpgroups"})
 BACKWARD_SM90 = (
     Switch("tile_m", 64, "query blocks of 64 rows"),
     Switch("pingpong", False, "no turns between warpgroups"),
-    Switch("dynamic_tiles", False, "static order of tiles"),
+    Switch(
+        "dynamic_tiles",
+        False,
+        "static order of tiles, rows in kernels before and after",
+        # the warp that draws tiles counts those that are done
+        {"background_rows": False},
+    ),
     Switch("longest_first", False, "not the longest tiles first", matters=_has_growing_tiles),
     Switch("q_stages", 2, "two buffers for Q"),
     Switch("do_stages", 1, "one buffer for dO"),
-    Switch("background_zeros", False, "zeros for dQ by the kernel before", matters=_has_background_zeros),
+    Switch("background_rows", False, "rows in kernels before and after", matters=_has_background_rows),
     Switch("private_dq", False, "sums of dQ shared by all thread blocks"),
     Switch("by_gradient", False, "dK and dV in the same warpgroup"),
 )

@@ -20,6 +20,7 @@ from ..geometry.visible_pairs import visible_pairs
 from ..kernels.config import LaunchConfig
 from ..problem import AttentionInputs, AttentionProblem, Mask, Quantization, QuantizedInputs
 from ..problem.outputs import empty_gradients, empty_outputs
+from .autocast import without_autocast
 from .gradient_rule import register_gradient
 
 INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k"
@@ -72,7 +73,6 @@ def options_of(problem: AttentionProblem, backend: str, tuning: LaunchConfig | N
     )
 
 
-@torch.library.impl("onepass::attention_forward", "default")
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     inputs, options = AttentionInputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
     return forward_on(options[-2], options[-1], problem_of(inputs, options), inputs)
@@ -89,8 +89,7 @@ def forward_on(
     backend = choice.backend_name(backend_argument)
     config = None if tuning is None else backends.config_type(backend).from_text(tuning)
     backend = dispatch.backend_at_run(backend_argument, problem, config, inputs.q.device)
-    # Operators run under the caller's autocast; these compute in the dtypes that they state.
-    with torch.autocast(problem.device_type, enabled=False):
+    with without_autocast(problem.device_type):
         return dispatch.prepare(backend, problem, inputs.q.device, config)(inputs)
 
 
@@ -100,14 +99,13 @@ def forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     return empty_outputs(problem_of(inputs, options), inputs)
 
 
-@torch.library.impl("onepass::attention_backward", "default")
 def _backward(
     dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs, options = AttentionInputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
     problem = problem_of(inputs, options)
     dout = torch.zeros_like(out) if dout is None else dout
-    with torch.autocast(problem.device_type, enabled=False):
+    with without_autocast(problem.device_type):
         module = dispatch.load_backward(choice.backend_name(options[-2]), problem)
         return module.backward(problem, inputs, out, lse, dout, dlse)
 
@@ -134,14 +132,16 @@ def autograd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tup
     return (dq, dk, dv, None if inputs[3] is None else dsinks, *no_grads)
 
 
-register_gradient("attention_forward", autograd_backward, setup_context)
+torch.library.impl("onepass::attention_forward", "default")(_forward)
+register_gradient("attention_forward", _forward, autograd_backward, setup_context)
 
 
 def _refuse_double_backward(ctx: Any, *grads: Any) -> None:
     raise UnsupportedError("onepass attention has no second derivative: expected one backward pass, got backward twice")
 
 
-register_gradient("attention_backward", _refuse_double_backward)
+torch.library.impl("onepass::attention_backward", "default")(_backward)
+register_gradient("attention_backward", _backward, _refuse_double_backward)
 
 
 def refuse_vmap(info: Any, in_dims: Any, *args: Any) -> None:

@@ -18,6 +18,7 @@ from ..problem import AttentionInputs, Mask
 from ..problem.decode import DecodeInputs, DecodeProblem
 from ..problem.outputs import empty_outputs
 from ..validation.overlap import refuse_shared_caches
+from .autocast import without_autocast
 
 # the schemas of both operators, whose tensor arguments have the order of `DecodeInputs`
 _AFTER_CACHES = (
@@ -106,7 +107,7 @@ def _decode(*args: Any) -> tuple[Tensor, Tensor]:
     if inputs.seqlen_new:
         # validation could not do it if torch.compile traced the call, because traced tensors have no addresses
         refuse_shared_caches(inputs.k_cache, inputs.v_cache)
-    with torch.autocast(inputs.q.device.type, enabled=False):
+    with without_autocast(inputs.q.device.type):
         problem = _problem(inputs, options)
         backend = dispatch.decode_backend_at_run(options[-1], problem, inputs.q.device)
         return dispatch.load_decode(backend, inputs.q.device)(problem, inputs)

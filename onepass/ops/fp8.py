@@ -31,7 +31,6 @@ torch.library.define(
 )
 
 
-@torch.library.impl("onepass::attention_fp8", "default")
 def _fp8(*args: Any) -> tuple[Tensor, Tensor]:
     inputs = AttentionInputs(*args[: attention.NUM_INPUTS])
     *options, forward_backend = args[attention.NUM_INPUTS :]
@@ -53,7 +52,8 @@ def _autograd_backward_fp8(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -
     return (*attention.autograd_backward(ctx, dout, dlse), None)
 
 
-register_gradient("attention_fp8", _autograd_backward_fp8, _setup_context_fp8)
+torch.library.impl("onepass::attention_fp8", "default")(_fp8)
+register_gradient("attention_fp8", _fp8, _autograd_backward_fp8, _setup_context_fp8)
 
 
 def _split_quantized(args: tuple) -> tuple[QuantizedInputs, tuple, Quantization]:

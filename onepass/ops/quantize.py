@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +21,7 @@ from ..quantization.dequantize import dequantized_tensors
 from ..quantization.layout import keys_last_in_torch
 from ..quantization.rotation import rotated
 from ..validation import fp8
+from .autocast import without_autocast
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +159,7 @@ def quantize(
     q, k, v, _, cu_seqlens_q, cu_seqlens_k, _ = inputs
     if kernel is not None and not (center_k or center_v):
         return kernel(inputs)
-    with torch.no_grad(), without_autocast(q):
+    with torch.no_grad(), without_autocast(q.device.type):
         k_mean = v_mean = score_shift = None
         exists = existing_keys(inputs)
         if center_k:
@@ -188,14 +188,6 @@ def quantize(
         v_mean=v_mean,
         rotation=seed,
     )
-
-
-def without_autocast(t: Tensor) -> contextlib.AbstractContextManager:
-    """A context in which operations on t's device keep the dtypes of their tensors, whatever autocast is on."""
-    device = t.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return contextlib.nullcontext()
-    return torch.autocast(device, enabled=False)
 
 
 def _quantize_in_torch(

@@ -68,7 +68,7 @@ SPACES = {
     ),
     ("bwd", "sm90"): Space(
         {"tile_m": (64, 128), "q_stages": (2, 3, 4), "do_stages": (1, 2, 3)},
-        {"dynamic_tiles": BOTH, "background_zeros": BOTH, "pingpong": BOTH, "longest_first": BOTH},
+        {"dynamic_tiles": BOTH, "background_rows": BOTH, "pingpong": BOTH, "longest_first": BOTH},
     ),
     ("bwd", "sm80"): Space(
         {
@@ -177,7 +177,9 @@ def _is_futile(config: Any, usual: Any, problem: AttentionProblem) -> bool:
     has_growing_tiles = problem.mask.window_right is not None and problem.mask.window_left is None
     if config.longest_first != usual.longest_first and not has_growing_tiles:
         return True
-    if _differ("background_zeros", config, usual) and config.zeroes_ahead(problem) == usual.zeroes_ahead(problem):
+    if _differ("background_rows", config, usual) and config.rows_in_background(problem) == usual.rows_in_background(
+        problem
+    ):
         return True
     if _differ("pingpong", config, usual) and config.num_warpgroups == 1:  # one warpgroup takes no turns
         return True

@@ -61,7 +61,6 @@ def test_one_kernel_each_in_the_order_of_the_calls(compiled):
 def test_gradients_need_kernels_of_their_own(compiled):
     calls = [CALL, CALL | {"causal": True, "tuning": ForwardConfigSm90(tile_n=96)}]
     made = onepass.warmup(calls, backend="sm90", workers=1, gradients=True)
-    # the second call's mask makes no difference to its preprocess kernel
     assert [(kernel.name, kernel.problem.mask) for kernel in made] == [
         ("forward", Mask()),
         ("backward_preprocess", Mask()),
@@ -69,36 +68,50 @@ def test_gradients_need_kernels_of_their_own(compiled):
         ("backward_postprocess", Mask()),
         ("forward", Mask(None, 0)),
         ("backward", Mask(None, 0)),
-        ("backward_postprocess", Mask(None, 0)),
     ]
     assert [(name, arch) for name, _, arch in compiled] == [(kernel.name, "sm_90a") for kernel in made]
     assert made[4].config == ForwardConfigSm90(tile_n=96)
     for kernel, (name, key, _) in zip(made, compiled, strict=True):
         if name == "backward":
-            assert key == (kernel.problem.static(), kernel.config)
+            assert key == (kernel.problem.static(), kernel.config, False)
         if name != "forward":
             assert kernel.config == heuristics.backward_config_sm90(kernel.problem)
     assert all(kernel.was_cached for kernel in onepass.warmup(calls, backend="sm90", gradients=True))
 
 
-def test_a_gradient_of_lse_needs_lse(compiled):
-    def preprocesses(call):
+@pytest.mark.parametrize(
+    ("call", "kernel", "others"),
+    [(CALL, "backward_preprocess", 2), (CALL | {"causal": True}, "backward", 0)],  # in three kernels, and in one
+)
+def test_a_gradient_of_lse_needs_lse(compiled, call, kernel, others):
+    def has_dlse(call):
         compiled.clear()
         onepass.warmup([call], backend="sm90", workers=1, gradients=True)
-        return [key[-1] for name, key, _ in compiled if name == "backward_preprocess"]
+        return [key[-1] for name, key, _ in compiled if name == kernel]
 
-    assert preprocesses(CALL) == preprocesses(CALL | {"return_lse": False}) == [False]
-    assert preprocesses(CALL | {"return_lse": True}) == [False, True]
-    assert preprocesses(PROBLEM) == [False, True]  # a problem does not say whether lse is returned
-    assert len(compiled) == 5
+    assert has_dlse(call) == has_dlse(call | {"return_lse": False}) == [False]
+    assert has_dlse(call | {"return_lse": True}) == [False, True]
+    assert len(compiled) == 3 + others
 
 
-def test_a_backward_without_postprocess(compiled, monkeypatch):
-    config = BackwardConfigSm90(private_dq=True)
+def test_a_problem_does_not_say_whether_lse_is_returned(compiled):
+    onepass.warmup([PROBLEM], backend="sm90", workers=1, gradients=True)
+    assert [key[-1] for name, key, _ in compiled if name == "backward"] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        (BackwardConfigSm90(), ["backward_preprocess", "backward", "backward_postprocess"]),
+        (BackwardConfigSm90(private_dq=True, background_rows=False), ["backward_preprocess", "backward"]),
+        (BackwardConfigSm90(private_dq=True), ["backward"]),
+    ],
+)
+def test_the_kernels_of_a_backward(compiled, monkeypatch, config, names):
     monkeypatch.setitem(chooser.BACKWARD, "sm90", chooser.Chooser(BackwardConfigSm90, lambda problem, arch: config))
     made = onepass.warmup([CALL], backend="sm90", workers=1, gradients=True)
-    assert [kernel.name for kernel in made] == ["forward", "backward_preprocess", "backward"]
-    assert [kernel.config for kernel in made[1:]] == [config, config]
+    assert [kernel.name for kernel in made] == ["forward", *names]
+    assert {kernel.config for kernel in made[1:]} == {config}
 
 
 HALVES = "split_rows"

@@ -114,14 +114,14 @@ class Kernels:
         problem = self.problem
         return blocks_per_head * opcode, problem.num_heads_q, 1 if problem.is_packed else problem.batch
 
-    def preprocess(self, out, dout, lse, dlse, stats, dq_accum, zeroed, cu_seqlens_q, blocks_per_head):
+    def preprocess(self, out, dout, lse, dlse, stats, dq_accum, cu_seqlens_q, blocks_per_head):
         from onepass.kernels.device.memory_bound.backward_rows import THREADS  # not at the top: it needs the compiler
 
         p = Parameters(self.problem.is_packed)
         p.rows(out, dout)
         p.rows(lse, dlse, is_lse=True)
         p.blocks(stats, dq_accum)
-        p.vectors(zeroed, cu_seqlens_q)
+        p.vectors(cu_seqlens_q)
         self.run(0, p, (stats, dq_accum), self.grid_of_rows(1, blocks_per_head), THREADS)
 
     def main(self, q, k, v, dout, dk, dv, dq_accum, stats, turns, *others):

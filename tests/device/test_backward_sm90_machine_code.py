@@ -40,6 +40,8 @@ OPTIONS = {
     },
 }
 PROBLEMS = {f"{d} {name}": problem(d, d, **options) for d in (64, 128) for name, options in OPTIONS.items()}
+PROBLEMS |= {f"{d} long": problem(d, d, 2048, mask=FULL) for d in (64, 128, 256)}  # three kernels
+PROBLEMS["128 long softcap"] = problem(128, 128, 2048, mask=FULL, softcap=30.0)
 PROBLEMS |= {f"{d}/{dv}": problem(d, dv) for d, dv in ((64, 128), (128, 64), (96, 96), (192, 128))}
 PROBLEMS |= {f"{d} deterministic": problem(d, d, deterministic=True) for d in (64, 128)}
 PROBLEMS["128 deterministic window"] = problem(
@@ -70,9 +72,10 @@ SLOW |= {f"192 {name}" for name in ("full", "causal", "seqused")} | {"64/128", "
 SLOW |= {f"64 {name}" for name in ("softcap", "packed", "short window", "deterministic")} | {"256 full", "256 seqused"}
 SLOW |= {f"128 {name}" for name in ("GQA softcap", "seqused", "short GQA seqused window", "deterministic window")}
 SLOW |= {f"{d} float16 packed seqused GQA window softcap" for d in (64, 256)} | {"128 softcap"}
+SLOW |= {"64 long", "256 long", "128 long softcap"}
 SLOW |= {"96/96", "192/128", "192 float16 packed seqused GQA window softcap", "64 short causal", "128 full"}
-# Loads and stores of values that do not fit into registers, outside of the loop: one number of a tile.
-FEW_SPILLS = {"128 short GQA seqused window": 3}
+# Loads and stores of values that do not fit into registers, outside of the loop: numbers of a tile.
+FEW_SPILLS = {"128 short GQA seqused window": 3, "128 GQA": 8}
 PARAMETERS = [
     pytest.param(name, asked, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
     for name, asked in PROBLEMS.items()
@@ -117,18 +120,24 @@ def test_problems_of_many_short_sequences_are_among_them():
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
 def test_rows_before(head_dim, is_packed, has_dlse):
     asked = problem(head_dim, head_dim, is_packed=is_packed)
-    code = check_rows(backward_launch.compile_requests(asked, has_dlse)[0], "backward_preprocess")
-    assert (code.count(r"STG\.E\.128") > 0) == is_packed  # zeros for dq, which otherwise the main kernel writes
+    code = check_rows(requests_of_three(asked, has_dlse)[0], "backward_preprocess")
+    assert code.count(r"STG\.E\.128") > 0  # zeros for dq
 
 
 @pytest.mark.parametrize("options", ["full", "causal", "float16 packed seqused GQA window softcap"])
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
 def test_rows_after(head_dim, options):
     asked = problem(head_dim, head_dim, **OPTIONS[options])
-    code = check_rows(backward_launch.compile_requests(asked)[2], "backward_postprocess")
+    code = check_rows(requests_of_three(asked, False)[2], "backward_postprocess")
     assert code.count(r"STG\.E\.128") > 0
     # exponentials of the rows that are computed again, where a mask hides pairs
     assert (code.count("MUFU") > 0) == (options != "full")
+
+
+def requests_of_three(asked, has_dlse):
+    """The requests of a backward in three kernels."""
+    config = replace(heuristics.backward_config_sm90(asked), background_rows=False)
+    return backward_launch.compile_requests(asked, has_dlse, config)
 
 
 def check_rows(request, name):

@@ -137,7 +137,7 @@ def test_a_capture_is_looked_for_on_the_tensors_gpu(gpus, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == capturing[0])
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    monkeypatch.setattr(launch_sm90, "_tile_counters", {})
+    monkeypatch.setattr(launch_sm90, "_counters", {})
     kept = [launch_sm90.tile_counter(index) for index in (0, 1)]
     capturing[0] = 1
     assert launch_sm90.tile_counter(0) is kept[0]

@@ -63,18 +63,29 @@ def test_gradient_of_sinks(softcap):
         ({"mask": Mask(3, None), "softcap": 3.0, "has_seqused_k": True}, {}),
         ({"mask": Mask(3, 5), "is_packed": True, "deterministic": True}, {}),
         ({"has_seqused_k": True, "is_packed": True}, {}),
-        ({"mask": Mask(None, 0)}, {"background_zeros": False}),
+        ({}, {"dynamic_tiles": True}),
+        ({"mask": Mask(3, None), "softcap": 3.0, "has_seqused_k": True}, {"dynamic_tiles": True}),
+        ({"mask": Mask(None, 0), "deterministic": True}, {"dynamic_tiles": True}),
+        ({"mask": Mask(None, 0)}, {"dynamic_tiles": True, "background_rows": False}),
         ({"mask": Mask(None, 0), "deterministic": True}, {"private_dq": True}),
-        ({"has_seqused_k": True}, {"private_dq": True, "dynamic_tiles": False}),
+        ({"has_seqused_k": True}, {"private_dq": True, "background_rows": False}),
     ],
 )
-def test_kernels_are_given_what_they_were_traced_with(options, fields):
+def test_kernels_are_given_what_they_were_traced_with(options, fields, monkeypatch):
     wanted, config = problem(has_sinks=False, **options), BackwardConfigSm90(**fields)
     requests = backward_launch.compile_requests(wanted, False, config)
-    assert len(requests) == (2 if config.private_dq else 3)
+    in_one = config.rows_in_background(wanted)
+    assert in_one == ((config.dynamic_tiles or config.private_dq) and config.background_rows and not wanted.is_packed)
+    assert len(requests) == (1 if in_one else 2 if config.private_dq else 3)
+    monkeypatch.setattr(backward_launch, "tile_counter", lambda device: torch.zeros(1, dtype=torch.int32))
+    monkeypatch.setattr(
+        backward_launch, "zero_counters", lambda purpose, device, count: torch.zeros(count, dtype=torch.int32)
+    )
 
     def launch(kernels):
-        return Launch(wanted, config, *kernels, *[None] * (3 - len(kernels)), 4, 1, 1)
+        by_name = dict(zip((request.name for request in requests), kernels, strict=True))
+        names = "backward_preprocess", "backward", "backward_postprocess"
+        return Launch(wanted, config, *(by_name.get(name) for name in names), 4, 1, 1)
 
     assert_as_traced(wanted, launch, requests)
 

@@ -265,6 +265,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(compile, "get", get)
     monkeypatch.setattr(launch, "tile_counter", lambda device: None)
     monkeypatch.setattr(backward_launch, "tile_counter", lambda device: None)
+    monkeypatch.setattr(backward_launch, "zero_counters", lambda purpose, device, count: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(launch_sm80, "arch_of", lambda device: HOPPER)
     forget()

@@ -91,6 +91,7 @@ AREAS = (
                 ("onepass/dispatch/choice.py",),
                 ("tests/dispatch/test_use_backend.py", "tests/dispatch/test_mixed_gpus.py"),
             ),
+            Group(("onepass/ops/autocast.py",), ("tests/api/test_ops.py", *FP8[:1])),
             Group(("onepass/ops/gradient_rule.py",), ("tests/api/test_functional.py", "tests/api/test_ops.py")),
             Group(("onepass/geometry/visible_pairs.py",), ("tests/api/test_flop_counter.py",)),
             Group(

@@ -30,6 +30,7 @@ from onepass.errors import UnsupportedError
 from onepass.kernels.config import ForwardConfigSm90
 from onepass.kernels.heuristics import sm80 as heuristics_sm80
 from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.problem import Mask
 
 CASE = Case.square(40, 2, 16, dtype="float32", causal=True)
 QUICK = Options(rounds=3, gemm_size=64, peers=())
@@ -400,14 +401,17 @@ def test_the_hopper_backward():
     assert [row.label for row in table.rows if row.refusal is None] == [
         FULL,
         "no turns between warpgroups",
+        "static order of tiles, rows in kernels before and after",
         "two buffers for Q",
         "one buffer for dO",
-        "zeros for dQ by the kernel before",
     ]
+    causal = replace(problem, mask=Mask(None, 0))
+    table = ablation.rows(causal, heuristics.backward_config_sm90(causal), kernel.switches)
+    assert "rows in kernels before and after" in [row.label for row in table.rows if row.refusal is None]
     short = replace(
         problem, seqlen_q=512, seqlen_k=512, batch=33, num_heads_q=4, num_heads_kv=4, head_dim=64, head_dim_v=64
     )
     table = ablation.rows(short, heuristics.backward_config_sm90(short), kernel.switches)
     labels = [row.label for row in table.rows if row.refusal is None]
     assert "sums of dQ shared by all thread blocks" in labels
-    assert "zeros for dQ by the kernel before" not in labels  # this kernel has none
+    assert "rows in kernels before and after" in labels

@@ -244,11 +244,11 @@ def test_the_same_launch_is_not_timed_twice():
     assert len(set(one_warpgroup)) == 1 < len(one_warpgroup)  # one warpgroup takes no turns
 
 
-def test_zeros_are_written_where_there_is_a_choice():
+def test_rows_are_in_the_background_where_there_is_a_choice():
     short = dataclasses.replace(PROBLEM, batch=33, seqlen_q=512, seqlen_k=512, head_dim=64, head_dim_v=64)
     packed = dataclasses.replace(PROBLEM, is_packed=True)
     found = [candidates("bwd", "sm90", problem, HOPPER) for problem in (PROBLEM, short, packed)]
-    assert [len({config.background_zeros for config in of}) for of in found] == [2, 1, 1]
+    assert [len({config.background_rows for config in of}) for of in found] == [2, 2, 1]
     assert found[1][0].private_dq
 
 

@@ -24,6 +24,7 @@ import onepass
 from ...dispatch import attention as dispatch
 from ...dispatch import backends
 from ...kernels.compiler import compile
+from ...kernels.launch import backward_sm90 as backward_launch
 from ...kernels.launch import decode_sm80 as decode_launch
 from ...kernels.launch import forward_sm90 as launch
 from ...ops import attention as ops
@@ -50,6 +51,9 @@ def components() -> dict[str, Callable[[], object]]:
     problem = check()
     options = ops.options_of(problem, "sm90")
     leaf = q.detach().requires_grad_()
+    out, lse = torch.ops.onepass.attention_forward(*inputs, *options)
+    dout = torch.randn_like(out)
+    graph = torch.ops.onepass.attention_forward(leaf, *inputs[1:], *options)[0]
     rows: dict[str, Callable[[], object]] = {
         "empty_outputs": lambda: empty_outputs(problem, inputs),
         "check_attention": check,
@@ -59,6 +63,9 @@ def components() -> dict[str, Callable[[], object]]:
         "attention": lambda: onepass.attention(q, k, v, causal=True),
         "attention, sinks and lse": lambda: onepass.attention(q, k, v, sinks=sinks, return_lse=True),
         "attention, with gradient": lambda: onepass.attention(leaf, k, v, causal=True),
+        "launch.backward": lambda: backward_launch.backward(problem, inputs, out, lse, dout, None),
+        "the backward operator": lambda: torch.ops.onepass.attention_backward(dout, None, out, lse, *inputs, *options),
+        "autograd.grad": lambda: torch.autograd.grad(graph, leaf, dout, retain_graph=True),
     }
     cache, lengths = torch.zeros(1, 8192, 4, 128, device=device, dtype=q.dtype), torch.zeros(1, device=device).int()
     for name, extra in (
@@ -101,6 +108,8 @@ def stand_in_for_a_gpu() -> None:
         (decode_launch, "arch_of", lambda device: "sm_90a"),
         (compile, "get", lambda *request: lambda *arguments: None),
         (launch, "tile_counter", lambda device: None),
+        (backward_launch, "tile_counter", lambda device: None),
+        (backward_launch, "zero_counters", lambda purpose, device, count: None),
         (torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132)),
     ]
     for module, name, function in stand_ins:

@@ -245,7 +245,7 @@ class BackwardConfigSm80(LaunchConfig):
         """Whether these turns begin with the last tile."""
         return self.descending_turns and self.adds_in_turns(problem)
 
-    def zeroes_ahead(self, problem: AttentionProblem) -> bool:
+    def rows_in_background(self, problem: AttentionProblem) -> bool:
         return False
 
     def zeroes_before(self, problem: AttentionProblem) -> bool:

@@ -15,6 +15,7 @@ ROWS_PER_WARPGROUP = 64  # the M of a wgmma
 HOPPER = "sm_90a"
 SMEM_BYTES = 227 * 1024  # of a Hopper thread block
 DS_BUFFERS = 2  # of the backward
+PROGRESS_HEADER = 8  # words of the backward's counters that are not those of a head
 # Registers of a producer and of a consumer thread, by number of consumer warpgroups. A launch gives every thread the
 # same multiple of 8, of 64 Ki in all; setmaxnreg only moves them (asking for more than are there waits forever).
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
@@ -256,8 +257,9 @@ class BackwardConfigSm90(LaunchConfig):
         private_dq: a thread block takes all tiles of keys of a kv head, one after the other. It sums dQ by itself: no
             zeros before, no other thread block's additions, and the last tile writes dq. For many heads of short
             sequences.
-        background_zeros: idle warps write the zeros that dQ is added to, beside tiles that need others; else the kernel
-            before does. Not with private_dq or packed sequences.
+        background_rows: what is to be done for query rows before and after the tiles of keys (lse and delta, zeros, dq)
+            is done by idle warps beside other tiles; else by kernels before and after. Not for packed sequences, and
+            without private_dq only with dynamic_tiles.
         pingpong: warpgroups take turns with the tensor cores, so that one's exponentials hide behind another's GEMMs.
         longest_first: number the tiles of keys by length (only meaningful where they differ), in L2-sized sections of
             heads.
@@ -272,7 +274,7 @@ class BackwardConfigSm90(LaunchConfig):
     q_stages: int = 2
     do_stages: int = 2
     private_dq: bool = False
-    background_zeros: bool = True
+    background_rows: bool = True
     pingpong: bool = True
     longest_first: bool = True
     dynamic_tiles: bool = False
@@ -303,14 +305,14 @@ class BackwardConfigSm90(LaunchConfig):
         """Whether these turns begin with the last tile."""
         return self.descending_turns and self.adds_in_turns(problem)
 
-    def zeroes_ahead(self, problem: AttentionProblem) -> bool:
-        """Whether idle warps of the main kernel write the zeros that dQ is added to."""
-        # packed: the first tiles are those of all heads, whose zeros would all have to be there
-        return self.background_zeros and not self.private_dq and not problem.is_packed
+    def rows_in_background(self, problem: AttentionProblem) -> bool:
+        """Whether the main kernel is the only one."""
+        # packed: the first tiles are those of all heads, whose rows would all have to be prepared
+        return self.background_rows and (self.dynamic_tiles or self.private_dq) and not problem.is_packed
 
     def zeroes_before(self, problem: AttentionProblem) -> bool:
-        """Whether the kernel before writes the zeros; with private_dq there are none."""
-        return not self.private_dq and not self.zeroes_ahead(problem)
+        """Whether the kernel before writes the zeros that dQ is added to; with private_dq there are none."""
+        return not self.private_dq and not self.rows_in_background(problem)
 
     def dq_columns(self, problem: AttentionProblem) -> int:
         """Columns of the pieces (64 rows each) that a dQ of tile_m rows is computed in."""
@@ -334,6 +336,11 @@ class BackwardConfigSm90(LaunchConfig):
     def consumer_warps(self) -> int:
         return 4 * self.num_warpgroups
 
+    @property
+    def rows_bytes(self) -> int:
+        """Shared memory of a warp that works on query rows."""
+        return 4096 if self.by_gradient else 8192
+
     def smem_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory of a thread block: what `BackwardSm90.kernel` allocates, in its order."""
         d, dv = self.head_dims(problem)
@@ -344,7 +351,12 @@ class BackwardConfigSm90(LaunchConfig):
         stats = self.q_stages * STAT_ROWS * self.tile_m
         # full and empty of K, V and each buffer of Q and dO; a slot with both in the queue of tiles; full of dS and P
         barriers = 2 * (2 + self.q_stages + self.do_stages) + (3 if self.dynamic_tiles else 0) + 2 * DS_BUFFERS
-        return 2 * (kv + q_do + ds + p) + 4 * stats + 8 * barriers
+        total = 2 * (kv + q_do + ds + p) + 4 * stats + 8 * barriers
+        if self.rows_in_background(problem):
+            # the end of a tile, full of each warp's stage; the stages of the background warps
+            total += 8 * (1 + 4 + self.consumer_warps)
+            total = -(-total // 128) * 128 + 2 * self.rows_bytes  # which are aligned
+        return total
 
     def accumulator_registers(self, problem: AttentionProblem) -> int:
         """Registers of a consumer thread for dK, dV, S or dP, P (with a softcap also times its slope) and dS."""

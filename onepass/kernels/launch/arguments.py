@@ -91,10 +91,13 @@ class BackwardSm90Arguments(NamedTuple):
     dk: Any
     dv: Any
     dq: Any = None
+    out: Any = None
+    lse: Any = None
+    dlse: Any = None
+    progress: Any = None
     dq_accum: Any = None
     stats: Any = None
     turns: Any = None
-    zeroed: Any = None
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
     seqused_k: Any = None
@@ -143,7 +146,6 @@ class PreprocessArguments(NamedTuple):
     dlse: Any = None
     stats: Any = None
     dq_accum: Any = None
-    zeroed: Any = None
     cu_seqlens_q: Any = None
     blocks_per_head: Any = None
 

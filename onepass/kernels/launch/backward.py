@@ -68,18 +68,17 @@ class BackwardLaunch:
 
     problem: AttentionProblem
     config: BackwardConfigSm90 | BackwardConfigSm80
-    preprocess: Callable
+    preprocess: Callable | None  # None, like postprocess, if the main kernel does what they do
     main: Callable
-    postprocess: Callable | None  # None with private_dq
+    postprocess: Callable | None
     blocks_per_head: int
     heads_per_section: int
 
-    def launch_main(self, dq: Tensor, zeroed: Tensor | None, **arguments: Any) -> None:
+    def launch_main(self, rows: dict[str, Tensor | None], **arguments: Any) -> None:
         """Launch the main kernel.
 
         Args:
-            dq: the gradient, for a main kernel that writes it itself.
-            zeroed: counters of `dq_sums.Accumulator`, for a main kernel that zeroes dq_accum.
+            rows: dq, out, lse and dlse, of which a main kernel gets those that no other kernel writes or reads.
             arguments: the kernel's arguments that all architectures have in common, by name.
         """
         raise NotImplementedError
@@ -88,29 +87,42 @@ class BackwardLaunch:
         """t itself where the kernels can read it, else a copy."""
         return aligned(t)
 
-    @property
+    @functools.cached_property
     def num_blocks(self) -> int:
         """Blocks of query rows, of all heads."""
         entries = 1 if self.problem.is_packed else self.problem.batch
         return entries * self.problem.num_heads_q * self.blocks_per_head
 
-    @property
+    @functools.cached_property
     def accumulator_blocks(self) -> int:
         """Blocks that dQ is summed in."""
         return self.num_blocks
 
-    @property
+    @functools.cached_property
     def num_turns(self) -> int:
         """Counters of a deterministic problem."""
         return self.num_blocks * self.config.consumer_warps
 
-    @property
+    @functools.cached_property
     def may_skip_blocks(self) -> bool:
         """Whether a block of queries may see no key, and so be visited by no tile."""
         mask, shift = self.problem.mask, self.problem.seqlen_k - self.problem.seqlen_q
         is_ahead = mask.window_right is not None and shift + mask.window_right < 0
         is_behind = mask.window_left is not None and mask.window_left < 0
         return self.problem.has_seqused_k or is_ahead or is_behind
+
+    @functools.cached_property
+    def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Shapes of the accumulator of dQ and of the statistics, see `dq_sums.Accumulator`."""
+        tile_m, head_dim = self.config.tile_m, self.config.head_dims(self.problem)[0]
+        return (self.accumulator_blocks, tile_m * head_dim), (self.num_blocks, 2 * tile_m)
+
+    @functools.cached_property
+    def numbers(self) -> dict[str, float | int | None]:
+        """The arguments of the main kernel that are numbers, and of the postprocess for rows that it computes again."""
+        scale_log2, tanh_scale = score_scales(self.problem)
+        left, right = window_bounds(self.problem)
+        return {"scale_log2": scale_log2, "tanh_scale": tanh_scale, "window_left": left, "window_right": right}
 
     def __call__(
         self, inputs: AttentionInputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
@@ -120,12 +132,12 @@ class BackwardLaunch:
         cu_seqlens_q, cu_seqlens_k, seqused_k = (
             None if t is None else t.contiguous() for t in (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k)
         )
-        head_dim = config.head_dims(problem)[0]
-        dq_accum = out.new_empty((self.accumulator_blocks, config.tile_m * head_dim), dtype=torch.float32)
-        stats = out.new_empty((self.num_blocks, 2 * config.tile_m), dtype=torch.float32)
+        dq_accum, stats = (out.new_empty(shape, dtype=torch.float32) for shape in self.shapes)
         turns = None
         if config.adds_in_turns(problem):
-            turns = out.new_zeros((self.num_turns,), dtype=torch.int32)
+            turns = out.new_empty((self.num_turns,), dtype=torch.int32)
+            if not config.rows_in_background(problem):
+                turns.zero_()
         if config.private_dq and self.may_skip_blocks:
             dq.zero_()
         if problem.is_packed:
@@ -136,26 +148,21 @@ class BackwardLaunch:
                 stats[:, config.tile_m :].zero_()
         dout, lse = self.readable(dout), lse.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
-        zeroed = None
-        if config.zeroes_ahead(problem):
-            zeroed = out.new_empty((1 + problem.batch * problem.num_heads_q,), dtype=torch.int32)
-        to_zero = dq_accum if config.zeroes_before(problem) else None
-        self.preprocess(
-            *PreprocessArguments(
-                self.readable(out),
-                dout,
-                lse,
-                dlse=dlse,
-                stats=stats,
-                dq_accum=to_zero,
-                zeroed=zeroed,
-                cu_seqlens_q=cu_seqlens_q,
-                blocks_per_head=self.blocks_per_head,
+        out = self.readable(out)
+        if self.preprocess is not None:
+            self.preprocess(
+                *PreprocessArguments(
+                    out,
+                    dout,
+                    lse,
+                    dlse=dlse,
+                    stats=stats,
+                    dq_accum=dq_accum if config.zeroes_before(problem) else None,
+                    cu_seqlens_q=cu_seqlens_q,
+                    blocks_per_head=self.blocks_per_head,
+                )
             )
-        )
         # what the main kernel reads, and the postprocess for rows that it computes again
-        scale_log2, tanh_scale = score_scales(problem)
-        window_left, window_right = window_bounds(problem)
         sources = {
             "q": self.readable(inputs.q),
             "k": self.readable(inputs.k),
@@ -164,10 +171,7 @@ class BackwardLaunch:
             "stats": stats,
             "cu_seqlens_k": cu_seqlens_k,
             "seqused_k": seqused_k,
-            "scale_log2": scale_log2,
-            "tanh_scale": tanh_scale,
-            "window_left": window_left,
-            "window_right": window_right,
+            **self.numbers,
         }
         shared = {
             "dq_accum": dq_accum,
@@ -175,7 +179,8 @@ class BackwardLaunch:
             "softmax_scale": problem.softmax_scale,
             "blocks_per_head": self.blocks_per_head,
         }
-        self.launch_main(dq, zeroed, dk=dk, dv=dv, turns=turns, **shared, **sources)
+        rows = {"dq": dq, "out": out, "lse": lse, "dlse": dlse}
+        self.launch_main(rows, dk=dk, dv=dv, turns=turns, **shared, **sources)
         if self.postprocess is not None:  # else the main kernel has written dq
             recomputed = {} if problem.mask.is_full else sources
             self.postprocess(*PostprocessArguments(dq=dq, **shared, **recomputed))
@@ -238,12 +243,6 @@ def fake_scales_and_window(problem: AttentionProblem) -> dict[str, Any]:
     }
 
 
-def fake_zeroed(problem: AttentionProblem, config: BackwardConfigSm90 | BackwardConfigSm80):
-    from cutlass import Int32
-
-    return fake_tensor(Int32, None, align_bytes=4) if config.zeroes_ahead(problem) else None
-
-
 def fake_stream():
     from cutlass.cute.runtime import make_fake_stream
 
@@ -253,10 +252,12 @@ def fake_stream():
 def requests_of_rows(
     problem: AttentionProblem, config: BackwardConfigSm90 | BackwardConfigSm80, arch: str, has_dlse: bool
 ) -> list[CompileRequest]:
-    """The request for preprocess and, unless the main kernel writes dq, postprocess.
+    """The requests for preprocess and postprocess, as far as the main kernel does not do what they do.
 
     Args: problem: without sinks.
     """
+    if config.rows_in_background(problem):
+        return []
     key = (
         problem.dtype,
         problem.is_packed,
@@ -264,7 +265,6 @@ def requests_of_rows(
         config.head_dims(problem),
         config.dq_columns(problem),
         config.vector_adds,
-        config.zeroes_ahead(problem),
         config.private_dq,
         config.vector_bytes,
         problem.head_dim,
@@ -298,7 +298,6 @@ def trace_preprocess(
         dlse=dlse,
         stats=stats,
         dq_accum=dq_accum if config.zeroes_before(problem) else None,
-        zeroed=fake_zeroed(problem, config),
         cu_seqlens_q=fake_cu_seqlens(problem),
         blocks_per_head=Int32(1),
     )

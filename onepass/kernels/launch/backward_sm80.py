@@ -107,7 +107,7 @@ class Launch(BackwardLaunch):
     def readable(self, t: Tensor) -> Tensor:
         return launch.with_rows(t)
 
-    def launch_main(self, dq: Tensor, zeroed: Tensor | None, **arguments: Any) -> None:
+    def launch_main(self, rows: dict[str, Tensor | None], **arguments: Any) -> None:
         self.main(
             *BackwardSm80Arguments(
                 heads_per_section=self.heads_per_section,

@@ -15,7 +15,7 @@ from ...geometry.integers import ceil_div
 from ...problem import AttentionInputs, AttentionProblem
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
-from ..config import BackwardConfigSm90
+from ..config import PROGRESS_HEADER, BackwardConfigSm90
 from ..heuristics import sm90 as heuristics
 from ..heuristics import tuned
 from . import backward as backward_launch
@@ -25,15 +25,15 @@ from .backward import (
     counts,
     fake_accumulator,
     fake_cu_seqlens,
+    fake_lse,
     fake_rows,
     fake_scales_and_window,
     fake_seqused_k,
     fake_stream,
-    fake_zeroed,
     requests_of_rows,
     without_keys,
 )
-from .forward_sm90 import ARCH, tile_counter
+from .forward_sm90 import ARCH, tile_counter, zero_counters
 
 __all__ = ["Launch", "backward", "compile_requests", "prepare", "unsupported"]
 
@@ -74,9 +74,9 @@ def prepare(
     shares = problem.num_heads_kv * problem.batch if config.private_dq else tiles
     num_ctas = min(shares, torch.cuda.get_device_properties(device).multi_processor_count)
     section = heads_per_section(problem, config, num_ctas)
-    preprocess, main, *rest = (compile.get(*request) for request in compile_requests(problem, has_dlse, config))
-    postprocess = rest[0] if rest else None
-    return Launch(problem, config, preprocess, main, postprocess, blocks_per_head, section, num_ctas)
+    kernels = {request.name: compile.get(*request) for request in compile_requests(problem, has_dlse, config)}
+    before, after = (kernels.get(name) for name in ("backward_preprocess", "backward_postprocess"))
+    return Launch(problem, config, before, kernels["backward"], after, blocks_per_head, section, num_ctas)
 
 
 def compile_requests(
@@ -85,9 +85,10 @@ def compile_requests(
     """The request for each kernel of this problem, in the order in which they run."""
     config = config or tuned.refined(heuristics.backward_config_sm90(problem), "bwd", "sm90", problem, arch)
     problem = replace(problem, has_sinks=False)  # they are in lse
-    main = CompileRequest("backward", (problem.static(), config), arch, functools.partial(trace, problem, config))
-    preprocess, *postprocess = requests_of_rows(problem, config, arch, has_dlse)
-    return [preprocess, main, *postprocess]
+    key = (problem.static(), config, has_dlse and config.rows_in_background(problem))
+    main = CompileRequest("backward", key, arch, functools.partial(trace, problem, config, has_dlse))
+    rows = requests_of_rows(problem, config, arch, has_dlse)
+    return [*rows[:1], main, *rows[1:]]
 
 
 @dataclass(frozen=True)
@@ -97,18 +98,28 @@ class Launch(BackwardLaunch):
     config: BackwardConfigSm90
     num_ctas: int
 
-    @property
+    @functools.cached_property
+    def num_counters(self) -> int:
+        """Words of the main kernel's rows.Progress."""
+        return PROGRESS_HEADER + 3 * self.problem.batch * self.problem.num_heads_kv + self.num_blocks
+
+    @functools.cached_property
     def accumulator_blocks(self) -> int:
         if self.config.private_dq:
             return self.num_ctas * self.problem.qhead_per_kvhead * self.blocks_per_head
         return super().accumulator_blocks
 
-    def launch_main(self, dq: Tensor, zeroed: Tensor | None, **arguments: Any) -> None:
+    def launch_main(self, rows: dict[str, Tensor | None], **arguments: Any) -> None:
+        device, progress = arguments["q"].get_device(), None
+        if self.config.rows_in_background(self.problem):
+            progress = zero_counters("backward", device, self.num_counters)
+        else:
+            rows = {"dq": rows["dq"]} if self.config.private_dq else {}
         self.main(
             *BackwardSm90Arguments(
-                dq=dq if self.config.private_dq else None,
-                zeroed=zeroed,
-                counter=tile_counter(dq.get_device()) if self.config.dynamic_tiles else None,
+                **rows,
+                progress=progress,
+                counter=tile_counter(device) if self.config.dynamic_tiles else None,
                 heads_per_section=self.heads_per_section,
                 num_ctas=self.num_ctas,
                 **arguments,
@@ -167,7 +178,7 @@ def least_heads(heads: int, tiles_per_head: int, bytes_per_head: int, num_ctas: 
 # ---------------------------------------------------------------- tracing
 
 
-def trace(problem: AttentionProblem, config: BackwardConfigSm90) -> tuple:
+def trace(problem: AttentionProblem, config: BackwardConfigSm90, has_dlse: bool = False) -> tuple:
     """The kernel of a static problem and stand-ins for its arguments, for `compile`."""
     from cutlass import Float32, Int32
 
@@ -175,14 +186,21 @@ def trace(problem: AttentionProblem, config: BackwardConfigSm90) -> tuple:
 
     d, dv = problem.head_dim, problem.head_dim_v
     rows = {"q": d, "k": d, "v": dv, "dout": dv, "dk": d, "dv": dv}
+    if config.private_dq or config.rows_in_background(problem):
+        rows["dq"] = d
+    more = {}
+    if config.rows_in_background(problem):
+        rows["out"] = dv
+        more["lse"] = fake_lse(problem)
+        more["dlse"] = fake_lse(problem) if has_dlse else None
+        more["progress"] = fake_tensor(Int32, None, align_bytes=4)
     dq_accum, stats = fake_accumulator(problem, config)
     arguments = BackwardSm90Arguments(
         **{name: fake_rows(problem, columns) for name, columns in rows.items()},
-        dq=fake_rows(problem, d) if config.private_dq else None,
+        **more,
         dq_accum=dq_accum,
         stats=stats,
         turns=fake_tensor(Int32, None, align_bytes=4) if config.adds_in_turns(problem) else None,
-        zeroed=fake_zeroed(problem, config),
         cu_seqlens_q=fake_cu_seqlens(problem),
         cu_seqlens_k=fake_cu_seqlens(problem),
         seqused_k=fake_seqused_k(problem),

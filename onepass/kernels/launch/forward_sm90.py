@@ -256,23 +256,28 @@ def kernel_scales(problem: AttentionProblem, descales: Descales) -> KernelScales
     return KernelScales(q, k, v, problem.quantization.q_block or ANY_ROWS)
 
 
-_tile_counters: dict[tuple[int, int], Tensor] = {}
+_counters: dict[tuple[str, int, int], Tensor] = {}
 
 
 def tile_counter(device: int) -> Tensor:
-    """The zero that the tile queue of a launch counts from.
+    """The zero that the tile queue of a launch counts from."""
+    return zero_counters("tiles", device, 1)
 
-    Every launch leaves it at zero again, and launches of one stream follow each other, so one per stream does. A
-    captured launch may be replayed beside others: it gets its own, zeroed by the graph.
+
+def zero_counters(purpose: str, device: int, count: int) -> Tensor:
+    """At least `count` int32 zeros for a launch that leaves them at zero again.
+
+    Launches of one stream follow each other, so one tensor per purpose and stream does. A captured launch may be
+    replayed beside others: it gets its own, zeroed by the graph.
     """
     if _is_capturing(device):
-        return torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
+        return torch.zeros(count, dtype=torch.int32, device=f"cuda:{device}")
     # torch.cuda.current_stream(device).cuda_stream without making the object around it
-    key = (device, torch._C._cuda_getCurrentRawStream(device))
-    counter = _tile_counters.get(key)
-    if counter is None:
-        counter = _tile_counters[key] = torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
-    return counter
+    key = (purpose, device, torch._C._cuda_getCurrentRawStream(device))
+    counters = _counters.get(key)
+    if counters is None or counters.numel() < count:
+        counters = _counters[key] = torch.zeros(count, dtype=torch.int32, device=f"cuda:{device}")
+    return counters
 
 
 def _is_capturing(device: int) -> bool:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int16, Int32
+from cutlass import Float32, Int32
 
 from ....geometry.integers import select
 from ....geometry.tile_scheduler import LANES, packed_rows
@@ -21,12 +21,11 @@ from ...config import ROWS_PER_MMA, ROWS_PER_WARPGROUP, BackwardConfigSm80, Back
 from ..blocks.memory import epilogue
 from ..blocks.memory.layouts import as_batch_of_one, at_head, rows_first, rows_first_of_lse
 from ..blocks.memory.ptx import exit_if
-from ..blocks.memory.row_stats import stats_position
+from ..blocks.memory.row_stats import row_products, write_stats
 from ..blocks.memory.warp import broadcast
 from ..blocks.repair import gradients as repair_gradients
 from ..blocks.repair.rows import SourceTensors
 from ..blocks.softmax.mask import Geometry
-from ..blocks.softmax.online import LN2
 from ..blocks.tiles.packed import Lengths, used_keys
 
 THREADS = 128
@@ -55,15 +54,6 @@ def sequence_of_block(block: Int32, cu_seqlens: cute.Tensor, tile_m: cutlass.Con
         low = select(is_before, middle, low)
         high = select(is_before, high, middle - 1)
     return low, cu_seqlens[low] // tile_m + low
-
-
-def all_zero(values: cute.Tensor) -> Boolean:
-    """Whether all values of a vector are +0."""
-    words = cute.recast_tensor(values, Int16 if cute.size(values) * values.element_type.width == 16 else Int32)
-    found = words[0]
-    for i in range(1, cute.size(words)):
-        found = found | words[i]
-    return found == 0
 
 
 class BlockRows(NamedTuple):
@@ -113,8 +103,7 @@ class Preprocess(RowsKernel):
         lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q) float32
         dlse: cute.Tensor | None,
         stats: cute.Tensor,  # see dq_sums.Accumulator, as for the next two
-        dq_accum: cute.Tensor | None,  # None: zeroed by the main kernel, or not at all
-        zeroed: cute.Tensor | None,
+        dq_accum: cute.Tensor | None,  # None: no zeros
         cu_seqlens_q: cute.Tensor | None,
         blocks_per_head: Int32,
         stream: cuda.CUstream,
@@ -130,7 +119,6 @@ class Preprocess(RowsKernel):
             None if cutlass.const_expr(dlse is None) else rows_first_of_lse(dlse),
             stats,
             dq_accum,
-            zeroed,
             cu_seqlens_q,
         ).launch(grid=[blocks_per_head, num_heads, batch], block=[THREADS, 1, 1], stream=stream)
 
@@ -143,7 +131,6 @@ class Preprocess(RowsKernel):
         mdLSE: cute.Tensor | None,
         stats: cute.Tensor,
         dq_accum: cute.Tensor | None,
-        zeroed: cute.Tensor | None,
         cu_seqlens_q: cute.Tensor | None,
     ):
         thread, (block, head, entry) = cute.arch.thread_idx()[0], last_first()
@@ -152,11 +139,6 @@ class Preprocess(RowsKernel):
         exit_if(num_rows <= 0)
         number = (entry * num_heads + head) * blocks_per_head + block
 
-        if cutlass.const_expr(zeroed is not None):
-            if block == 0 and thread == 0:
-                zeroed[1 + entry * num_heads + head] = 0
-                if entry + head == 0:
-                    zeroed[0] = 0
         if cutlass.const_expr(dq_accum is not None):
             zeros = cute.make_rmem_tensor((4,), Float32)
             zeros.fill(0.0)
@@ -164,36 +146,16 @@ class Preprocess(RowsKernel):
             for i in cutlass.range_constexpr(self.tile_m * self.head_dim // 4 // THREADS):
                 cute.autovec_copy(zeros, targets[None, i * THREADS + thread])
 
-        num_vectors = mO.shape[1] // self.vector
-        lanes = min(LANES, 1 << (self.head_dim_v // self.vector - 1).bit_length())  # lanes of a row
-        lane = thread % lanes
-        rows_at_once = THREADS // lanes
-        a, b = (cute.make_rmem_tensor((self.vector,), mO.element_type) for _ in range(2))
-        for i in cutlass.range(self.tile_m // rows_at_once, unroll=4):
-            row = i * rows_at_once + thread // lanes
-            delta, lse = Float32(0.0), Float32.inf
-            if row < num_rows:
-                total, is_zero = Float32(0.0), Boolean(True)
-                for first in cutlass.range_constexpr(0, num_vectors, lanes):
-                    if first + lane < num_vectors:
-                        for t, loaded in ((mO, a), (mdO, b)):
-                            row_vectors = cute.flat_divide(t[start + row, None, head, entry], (self.vector,))
-                            cute.autovec_copy(row_vectors[None, first + lane], loaded)
-                        for c in cutlass.range_constexpr(self.vector):
-                            total += a[c].to(Float32) * b[c].to(Float32)
-                        is_zero = is_zero and all_zero(a)
-                # out of an empty row is 0, and its delta, which a sink sees, is 0 even if dout is NaN
-                delta = Float32(0.0) if is_zero else total
-                lse = mLSE[start + row, 0, head, entry]
-            delta = cute.arch.warp_reduction_sum(delta, threads_in_group=lanes)
-            if lane == 0:
-                if row < num_rows:
-                    if cutlass.const_expr(mdLSE is not None):
-                        delta -= mdLSE[start + row, 0, head, entry]
-                is_empty = lse == -Float32.inf
-                position = stats_position(row)
-                stats[number, position] = -Float32.inf if is_empty else -lse * (1.0 / LN2)
-                stats[number, self.tile_m + position] = Float32(0.0) if is_empty else -delta
+        count = self.tile_m // (THREADS // LANES)  # rows of a warp
+        first = thread // LANES * count
+        start += first
+        out, dout = (cute.domain_offset((start, 0), t[None, None, head, entry]) for t in (mO, mdO))
+        lse = cute.domain_offset((start,), mLSE[None, 0, head, entry])
+        dlse = None
+        if cutlass.const_expr(mdLSE is not None):
+            dlse = cute.domain_offset((start,), mdLSE[None, 0, head, entry])
+        product = row_products(out, dout, count, num_rows - first, self.vector, 4)
+        write_stats(stats[number, None], first, count, num_rows - first, product, lse, dlse)
 
 
 class Recomputation(NamedTuple):

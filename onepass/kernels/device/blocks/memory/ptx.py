@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, Int64
 
 
 @cute.jit
@@ -75,6 +75,34 @@ def wait_until_equal(flag: cute.Pointer, value: Int32, seen: Int32):
         " @differs bra again; }",
         read_only_args=[flag.toint(), value, seen],
     )
+
+
+@cute.jit
+def copy_bulk(target: Int32, source: cute.Pointer, num_bytes: Int32 | int, barrier: cute.Pointer):
+    """Copy bytes from global memory to the address `target` in shared memory; `barrier` counts them when they arrive.
+
+    16 divides the addresses and the number.
+    """
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[target, source.toint(), Int32(num_bytes), Int32(barrier.toint())],
+    )
+
+
+def wait_while_zero(flag: cute.Pointer) -> Int32:
+    """Wait until an int32 in global memory is not 0. For a whole warp. Returns: its value."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred zero; again: ld.acquire.gpu.global.b32 {$w0}, [{$r0}];"
+        " setp.eq.s32 zero, {$w0}, 0; vote.sync.any.pred zero, zero, 0xffffffff;"
+        " @!zero bra done; nanosleep.u32 200; bra again; done: }",
+        write_only_types=[Int32],
+        read_only_args=[flag.toint()],
+    )
+
+
+def publish(target: cute.Pointer, value: Int32):
+    """target[0] = value in global memory; who sees it sees what this thread has done and seen so far."""
+    cute.arch.inline_ptx("st.release.gpu.global.b32 [{$r0}], {$r1};", read_only_args=[target.toint(), value])
 
 
 def draw(counter: cute.Pointer) -> Int32:
@@ -214,6 +242,12 @@ def add_here(a: Float32, b: Float32) -> Float32:
 def exit_if(condition: Boolean):
     """End this thread. Only for whole thread blocks, and before anything waits for them."""
     cute.arch.inline_ptx("exit;", predicate=condition)
+
+
+def copy_of(x: Int32 | Int64) -> Int32 | Int64:
+    """x, from which the compiler computes anew what it would otherwise compute once, and keep in registers."""
+    move = f"mov.b{type(x).width} {{$w0}}, {{$r0}};"
+    return cute.arch.inline_ptx(move, write_only_types=[type(x)], read_only_args=[x])
 
 
 def bits(x: Float32) -> Int32:

@@ -9,13 +9,20 @@ from cutlass.cute.nvgpu import warpgroup
 
 @cute.jit
 def issue(
-    tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: cutlass.Constexpr[bool]
+    tiled_mma: cute.TiledMma,
+    acc: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    accumulate: cutlass.Constexpr[bool],
+    steps: cutlass.Constexpr[int | None] = None,
 ):
     """acc (+)= a b^T as one committed group; the caller waits with `warpgroup.wait_group`.
 
-    Args: a, b: (MMA, MMA_M | MMA_N, MMA_K), a in shared memory or registers.
+    Args:
+        a, b: (MMA, MMA_M | MMA_N, MMA_K), a in shared memory or registers.
+        steps: how many of the MMA_K to sum over, None: all.
     """
-    issue_sum(tiled_mma, acc, [(a, b)], accumulate)
+    issue_sum(tiled_mma, acc, [(a, b)], accumulate, steps)
 
 
 def products(a: list, b: list) -> list:
@@ -30,14 +37,20 @@ def products(a: list, b: list) -> list:
 
 
 @cute.jit
-def issue_sum(tiled_mma: cute.TiledMma, acc: cute.Tensor, pairs: list, accumulate: cutlass.Constexpr[bool]):
+def issue_sum(
+    tiled_mma: cute.TiledMma,
+    acc: cute.Tensor,
+    pairs: list,
+    accumulate: cutlass.Constexpr[bool],
+    steps: cutlass.Constexpr[int | None] = None,
+):
     """acc (+)= the sum of a b^T over the pairs (a, b), as one committed group; see `issue`."""
     # a copy of its own: ACCUMULATE is set on the Python object
     atom = cute.make_mma_atom(tiled_mma.op)
     warpgroup.fence()
     for i in cutlass.range_constexpr(len(pairs)):
         a, b = pairs[i]
-        for k in cutlass.range_constexpr(cute.size(a.shape[2])):
+        for k in cutlass.range_constexpr(cute.size(a.shape[2]) if steps is None else steps):
             atom.set(warpgroup.Field.ACCUMULATE, accumulate or i + k != 0)
             cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
     warpgroup.commit_group()

@@ -43,6 +43,16 @@ def has_nan(ballots: tuple, i: Int32) -> Boolean:
 
 
 @cute.jit
+def has_nan_in_row(row: cute.Tensor) -> Boolean:
+    """Whether a row in global memory has a NaN. For a whole warp."""
+    found = Boolean(False)
+    for i in cutlass.range(cute.arch.lane_idx(), cute.size(row), LANES, unroll=1):
+        value = row[i].to(Float32)
+        found = found or value != value
+    return cute.arch.vote_any_sync(found)
+
+
+@cute.jit
 def _gradient_of_score(
     q: cute.Tensor,
     k: cute.Tensor,

@@ -19,11 +19,8 @@ class Accumulator(NamedTuple):
             private_dq the blocks are those of the query heads of one kv head, for each thread block.
         stats: (blocks, 2 * tile_m) float32: -lse * log2(e) of the rows (-inf: neither keys nor a sink, or no row);
             then -delta.
-        turns: (blocks * consumer warps,) int32, zero, None unless deterministic: how many tiles of keys have been added
+        turns: (blocks * consumer warps,) int32, None unless deterministic: how many tiles of keys have been added
             to a warp's share of a block.
-        zeroed: (1 + batch * num_heads,) int32, zero, None unless zeros are written in the background: how many blocks
-            have been drawn; then, at the first head of each group, how many of the group's blocks are zero
-            (sm90/backward/zeros.py).
         blocks_per_head: blocks of a head, of all packed sequences together.
         num_heads: query heads.
     """
@@ -31,7 +28,6 @@ class Accumulator(NamedTuple):
     dq: cute.Tensor
     stats: cute.Tensor
     turns: cute.Tensor | None
-    zeroed: cute.Tensor | None
     blocks_per_head: Int32
     num_heads: Int32
 

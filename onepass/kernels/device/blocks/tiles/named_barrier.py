@@ -13,3 +13,5 @@ class NamedBarrier(enum.IntEnum):
     PINGPONG = 1  # 1, 2, 3, 4
     # the four warps of consumer warpgroup w among themselves
     WARPGROUP = 5  # 5, 6, 7, 8
+    # all consumers of the backward
+    CONSUMERS = 9

@@ -92,11 +92,17 @@ class TileQueue(Untraced):
         """The scheduler's loop, for one thread."""
         number, wave = self.index, Int32(1)
         while number < self.num_tiles:
-            cute.arch.mbarrier_wait(self.empty, (wave - 1) & 1)
-            number = self.count + self._draw()
-            self.slot[0] = number
-            cute.arch.mbarrier_arrive(self.full)
+            number = self.fill_wave(wave)
             wave += 1
+
+    @cute.jit
+    def fill_wave(self, wave: Int32) -> Int32:
+        """Draw the number of wave 1, 2, ..., and hand it out. Returns: the number."""
+        cute.arch.mbarrier_wait(self.empty, (wave - 1) & 1)
+        number = self.count + self._draw()
+        self.slot[0] = number
+        cute.arch.mbarrier_arrive(self.full)
+        return number
 
     @cute.jit
     def _draw(self) -> Int32:

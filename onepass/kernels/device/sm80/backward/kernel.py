@@ -124,7 +124,7 @@ class BackwardSm80(KeyTiles):
             SourceTensors(mQ, mK, mV, mdO),
             rows_first(dk),
             rows_first(dv),
-            Accumulator(dq_accum, stats, turns, None, blocks_per_head, mQ.shape[2]),
+            Accumulator(dq_accum, stats, turns, blocks_per_head, mQ.shape[2]),
             Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
             softmax_scale,
             Scores(scale_log2, tanh_scale),

@@ -23,7 +23,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from .....geometry.integers import minimum
+from .....geometry.integers import ceil_div, minimum
 from .....geometry.tile_scheduler import LANES
 from ....config import ROWS_PER_WARPGROUP
 from ...blocks.memory import epilogue, wgmma
@@ -147,7 +147,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
     # ---------------------------------------------------------------- through all tiles of the thread block
 
     @cute.jit
-    def run(self, queue, schedule, seqlens):
+    def run(self, queue, schedule, seqlens, tile_end: cute.Pointer | None):
         kv_state, q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
         wave, number = Int32(0), queue.first()
         ds_count = Int32(0)
@@ -192,10 +192,19 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
                 self.pipes.k.consumer_release(kv_state)
                 self.pipes.v.consumer_release(kv_state)
                 kv_state.advance()
+            self.end_tile(tile_end)
             wave += 1
             number = queue.take(wave)
             queue.want_next()
             self.store(tile, ds_count)
+
+    @cute.jit
+    def end_tile(self, tile_end: cute.Pointer | None):
+        """One arrival of this warp: it adds nothing more to dQ of the tile."""
+        if cutlass.const_expr(self.kernel.finishes_rows):
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(tile_end)
 
     @cute.jit
     def step(
@@ -339,7 +348,8 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
     @cute.jit
     def issue_s(self, q_state) -> cute.Tensor:
         acc_s = cute.make_rmem_tensor(self.shape_s, Float32)
-        wgmma.issue(self.mmas.s, acc_s, self.rK, self.rQ[None, None, None, q_state.index], False)
+        b = self.rQ[None, None, None, q_state.index]
+        wgmma.issue(self.mmas.s, acc_s, self.rK, b, False, self.kernel.steps_of_s)
         return acc_s
 
     @cute.jit
@@ -349,7 +359,8 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         if cutlass.const_expr(minus_delta):
             for i in cutlass.range_constexpr(cute.size(acc_dp)):
                 acc_dp[i] = stat_of_column(self.minus_delta, i)
-        wgmma.issue(self.mmas.dp, acc_dp, self.rV, self.rdO[None, None, None, do_state.index], minus_delta)
+        b = self.rdO[None, None, None, do_state.index]
+        wgmma.issue(self.mmas.dp, acc_dp, self.rV, b, minus_delta, self.kernel.steps_of_dp)
         return acc_dp
 
     @cute.jit
@@ -452,8 +463,25 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
     @cute.jit
     def add_to_accumulator(self, acc_dq: cute.Tensor, share: Int32):
         start = self.address_in_accumulator(acc_dq, share)
-        for i in cutlass.range_constexpr(0, cute.size(acc_dq), 4):
+        few, all_blocks = self.blocks_of_share()
+        for i in cutlass.range_constexpr(0, 4 * few, 4):
             add_to_global(start + i * LANES, [acc_dq[i + c] for c in range(4)])
+        if cutlass.const_expr(few < all_blocks):
+            if self.wg == 0:
+                for i in cutlass.range_constexpr(4 * few, 4 * all_blocks, 4):
+                    add_to_global(start + i * LANES, [acc_dq[i + c] for c in range(4)])
+
+    def blocks_of_share(self) -> tuple[int, int]:
+        """Blocks of 8 columns of a share of dQ: those that every warpgroup has, and those of warpgroup 0.
+
+        Columns past head_dim are zero, and are not added. (Where there are several pieces, all of each are.)
+        """
+        count = self.kernel.dq_columns // 8
+        if self.kernel.config.by_gradient:
+            return count, count
+        first_columns = 0, 0 if self.is_dq_by_rows else self.kernel.dq_columns
+        there = [min(count, ceil_div(self.kernel.true_head_dim - first, 8)) for first in first_columns]
+        return max(0, there[1]), there[0]
 
     # With private_dq a thread is the only one that ever touches its values.
 

@@ -29,6 +29,8 @@ Source: FlashAttention-3, arXiv:2407.08608, appendix B.1, Algorithm 3.
 
 from __future__ import annotations
 
+import functools
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -38,21 +40,24 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.warpgroup import MmaF16BF16Op, OperandSource
 from cutlass.memory import SmemAllocator
 
+from .....geometry.integers import ceil_div
 from .....problem import AttentionProblem
 from ....config import DS_BUFFERS, REGISTERS, ROWS_PER_WARPGROUP, STAT_ROWS, BackwardConfigSm90
 from ...blocks.memory.layouts import as_batch_of_one, one_tile, rows_first, smem_tiles
-from ...blocks.memory.ptx import exit_if
+from ...blocks.memory.ptx import exit_if, increment
 from ...blocks.repair.rows import SourceTensors
 from ...blocks.softmax.online import Scores
 from ...blocks.tiles.dq_sums import Accumulator
 from ...blocks.tiles.key_tiles import KeyTiles
+from ...blocks.tiles.named_barrier import NamedBarrier
 from ...blocks.tiles.packed import Lengths
 from ...blocks.tiles.queue import TileQueue
 from ...blocks.tiles.schedule import Schedule, Sequences, make_schedule
 from ..forward.tile import WARPGROUP, WARPS
-from . import zeros as backward_zeros
 from .consumer import BackwardConsumer, BackwardPipes, Inputs, Mmas
 from .producer import BackwardProducer
+from .rows import FIRST_WARP as FIRST_BACKGROUND_WARP
+from .rows import BackgroundRows, Progress, RowTensors, Stage, make_row_tensors
 from .wide import P_WORDS, WideConsumer
 
 PRODUCER_WARP, SCHEDULER_WARP = 0, 1
@@ -69,6 +74,9 @@ class BackwardSm90(KeyTiles):
         self.num_warpgroups = config.num_warpgroups
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.head_dim, self.head_dim_v = config.head_dims(problem)
+        self.true_head_dim = problem.head_dim
+        # of GEMMs that sum over columns; those past the last one are zero
+        self.steps_of_s, self.steps_of_dp = (ceil_div(d, 16) for d in (problem.head_dim, problem.head_dim_v))
         self.key_tiles, self.dq_columns = config.key_tiles, config.dq_columns(problem)
         self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
         # tiles may hold hidden pairs, whose terms of the gradients may be NaN
@@ -80,6 +88,9 @@ class BackwardSm90(KeyTiles):
         self.is_descending = config.adds_descending(problem)
         # K, V, Q and dO may hold arbitrary values past the end of a sequence
         self.has_garbage = problem.is_packed or problem.has_seqused_k
+        self.has_background_rows = config.rows_in_background(problem)
+        # whether dq is written when the tiles of a head are done
+        self.finishes_rows = self.has_background_rows and not self.has_private_dq
         self.producer_registers, self.consumer_registers = REGISTERS[config.num_warpgroups]
 
     # ---------------------------------------------------------------- host
@@ -93,11 +104,14 @@ class BackwardSm90(KeyTiles):
         dout: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v)
         dk: cute.Tensor,
         dv: cute.Tensor,
-        dq: cute.Tensor | None,  # with private_dq; the postprocess kernel writes it otherwise
-        dq_accum: cute.Tensor,  # see Accumulator, as for the next three
+        dq: cute.Tensor | None,  # None: the postprocess kernel writes it
+        out: cute.Tensor | None,  # None, as for the next three: the preprocess kernel reads them
+        lse: cute.Tensor | None,  # (batch, num_heads_q, seqlen_q) float32, as dlse
+        dlse: cute.Tensor | None,
+        progress: cute.Tensor | None,  # see rows.Progress
+        dq_accum: cute.Tensor,  # see Accumulator, as for the next two
         stats: cute.Tensor,
         turns: cute.Tensor | None,
-        zeroed: cute.Tensor | None,
         cu_seqlens_q: cute.Tensor | None,  # (batch + 1,) int32
         cu_seqlens_k: cute.Tensor | None,  # (batch + 1,) int32
         seqused_k: cute.Tensor | None,  # (batch,) int32
@@ -134,6 +148,16 @@ class BackwardSm90(KeyTiles):
         sources = None
         if cutlass.const_expr(self.hides_pairs):
             sources = SourceTensors(*(rows_first(t) for t in (q, k, v, dout)))
+        rows = None
+        if cutlass.const_expr(self.has_background_rows):
+            rows = make_row_tensors(self, out, dout, lse, dlse, dq)
+            blocks = blocks_per_head, blocks_per_head * self.group, mQ.shape[2]
+            progress = Progress(
+                progress,
+                cute.domain_offset((2,), progress),
+                num_heads_kv * batch,
+                *(cute.FastDivmodDivisorV2(n) for n in blocks),
+            )
         num_n_blocks = None if self.is_packed else cute.ceil_div(seqlen_k, self.tile_n)
         schedule = make_schedule(num_n_blocks, num_heads_kv, batch, heads_per_section)
         self.kernel(
@@ -148,8 +172,10 @@ class BackwardSm90(KeyTiles):
             rows_first(dk),
             rows_first(dv),
             None if cutlass.const_expr(dq is None) else rows_first(dq),
+            rows,
+            progress,
             sources,
-            Accumulator(dq_accum, stats, turns, zeroed, blocks_per_head, mQ.shape[2]),
+            Accumulator(dq_accum, stats, turns, blocks_per_head, mQ.shape[2]),
             Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
             softmax_scale,
             Scores(scale_log2, tanh_scale),
@@ -203,6 +229,8 @@ class BackwardSm90(KeyTiles):
         mdK: cute.Tensor,  # (seqlen_k, head_dim, num_heads_kv, batch)
         mdV: cute.Tensor,
         mdQ: cute.Tensor | None,
+        rows: RowTensors | None,
+        progress: Progress | None,
         sources: SourceTensors | None,  # with hidden pairs only
         accumulator: Accumulator,
         lengths: Lengths,
@@ -254,7 +282,16 @@ class BackwardSm90(KeyTiles):
         in_a_row = schedule.num_m_blocks if cutlass.const_expr(self.has_private_dq) else None
         queue = TileQueue(smem, schedule.num_tiles, counter, consumer_warps, in_a_row=in_a_row)
         ds_full, p_full = (smem.allocate_array(cutlass.Int64, DS_BUFFERS) for _ in range(2))
+        tile_end = None
+        if cutlass.const_expr(self.has_background_rows):
+            tile_end = smem.allocate_array(cutlass.Int64, 1)
+            rows_full = smem.allocate_array(cutlass.Int64, WARPS + consumer_warps)  # of each warp's stage
+            sRows = smem.allocate_tensor(cutlass.Int8, cute.make_layout((2 * self.config.rows_bytes,)), 128)
         if cute.arch.thread_idx()[0] == 0:
+            if cutlass.const_expr(self.has_background_rows):
+                cute.arch.mbarrier_init(tile_end, consumer_warps)
+                for i in cutlass.range_constexpr(WARPS + consumer_warps):
+                    cute.arch.mbarrier_init(rows_full + i, 1)
             for i in cutlass.range_constexpr(DS_BUFFERS):
                 cute.arch.mbarrier_init(ds_full + i, WARPS * self.key_tiles)
                 cute.arch.mbarrier_init(p_full + i, WARPS)
@@ -262,6 +299,11 @@ class BackwardSm90(KeyTiles):
         cute.arch.sync_threads()
 
         seqlens = Sequences(mQ.shape[0], mK.shape[0], window_left, window_right, lengths)
+        # made by each role, which then keeps nothing in registers for another one
+        make_background = functools.partial(
+            BackgroundRows,
+            *(self, rows, sources, accumulator, progress, (softmax_scale, scores), seqlens, schedule),
+        )
         if warp_id < WARPS:  # warpgroup 0
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_id == PRODUCER_WARP:
@@ -274,14 +316,29 @@ class BackwardSm90(KeyTiles):
                     sStats,
                     accumulator,
                     pipes,
+                    make_background() if self.has_background_rows else None,
                 )
                 producer.run(queue, schedule, seqlens)
             if cutlass.const_expr(counter is not None):
-                if cute.arch.thread_idx()[0] == SCHEDULER_WARP * 32:
-                    queue.fill()
-            if cutlass.const_expr(accumulator.zeroed is not None):
-                if warp_id >= backward_zeros.FIRST_WARP:
-                    backward_zeros.zero_blocks(accumulator, self.group)
+                if warp_id == SCHEDULER_WARP:
+                    if cutlass.const_expr(self.finishes_rows):
+                        counting = make_background()
+                        if cute.arch.lane_idx() == 0:
+                            self.schedule_and_count_tiles(queue, schedule, seqlens, tile_end, counting)
+                        counting.leave(self.row_warps)
+                    else:
+                        if cute.arch.lane_idx() == 0:
+                            queue.fill()
+            if cutlass.const_expr(self.has_background_rows):
+                if warp_id >= FIRST_BACKGROUND_WARP:
+                    background = make_background()
+                    place = (warp_id - FIRST_BACKGROUND_WARP) * self.config.rows_bytes
+                    stage = Stage(sRows.iterator.toint() + place, rows_full + warp_id)
+                    background.prepare(background.num_blocks, stage)
+                    if cutlass.const_expr(self.finishes_rows):
+                        if background.all_have_started():
+                            background.finish(stage)
+                    background.leave(self.row_warps)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             inputs = Inputs(pipes, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ, sources)
@@ -289,7 +346,40 @@ class BackwardSm90(KeyTiles):
                 consumer = WideConsumer(self, (sK, sV, sQ, sdO, sdS, sP, sStats, ds_full, p_full), inputs)
             else:
                 consumer = BackwardConsumer(self, (sK, sV, sQ, sdO, sdS, sStats, ds_full), inputs)
-            consumer.run(queue, schedule, seqlens)
+            if cutlass.const_expr(self.has_background_rows):
+                background = make_background()
+                first = self.tile_at(queue.start(), schedule, seqlens)
+                heads = first.origin_q * mK.shape[2] + first.head_kv + 1
+                background.prepare(heads * background.blocks_of_group, None)
+            consumer.run(queue, schedule, seqlens, tile_end)
+            if cutlass.const_expr(self.finishes_rows):
+                cute.arch.barrier(barrier_id=NamedBarrier.CONSUMERS, number_of_threads=32 * consumer_warps)
+                if background.all_have_started():
+                    # nobody needs the buffers any more
+                    place = (warp_id - WARPS) * self.config.rows_bytes
+                    background.finish(Stage(sK.iterator.toint() + place, rows_full + warp_id))
+                    if cutlass.const_expr(self.hides_pairs):
+                        background.repair()
+            if cutlass.const_expr(self.has_background_rows):
+                background.leave(self.row_warps)
+
+    @property
+    def row_warps(self) -> int:
+        """Warps of a thread block that need rows.Progress."""
+        return WARPS * self.num_warpgroups + WARPS - FIRST_BACKGROUND_WARP + self.finishes_rows
+
+    @cute.jit
+    def schedule_and_count_tiles(self, queue, schedule, seqlens, tile_end: cute.Pointer, background):
+        """Draw the numbers of tiles, and count each tile when its consumers have added to dQ. For one thread."""
+        increment(background.progress.started())
+        number, wave = queue.start(), Int32(1)
+        while number < queue.num_tiles:
+            following = queue.fill_wave(wave)
+            tile = self.tile_at(number, schedule, seqlens)
+            cute.arch.mbarrier_wait(tile_end, (wave - 1) & 1)
+            background.end_tile(tile.origin_q, tile.head_kv)
+            number = following
+            wave += 1
 
     def _bytes(self, rows: int, columns: int) -> int:
         return rows * columns * self.dtype.width // 8

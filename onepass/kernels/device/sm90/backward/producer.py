@@ -10,16 +10,15 @@ from cutlass.cute.nvgpu import cpasync
 from ....config import ROWS_PER_WARPGROUP
 from ...blocks.memory.untraced import Untraced
 from ...blocks.tiles.queue import DRAW_AHEAD
-from .zeros import wait_for_zeros
 
 
 class BackwardProducer(Untraced):
     """Loads of the tiles of one thread block. Each waits until its buffer is empty, then fills it."""
 
-    def __init__(self, kernel, k, v, q, do, sStats, accumulator, pipes):
+    def __init__(self, kernel, k, v, q, do, sStats, accumulator, pipes, background):
         """Args: k, v, q, do: TMA atom, global tensor of coordinates, shared tensor."""
         self.kernel, self.accumulator, self.pipes = kernel, accumulator, pipes
-        self.sStats = sStats
+        self.sStats, self.background = sStats, background
         rows_k, rows_q = ROWS_PER_WARPGROUP, kernel.tile_m
         self.k = self._partition(*k, rows_k, kernel.head_dim)
         self.v = self._partition(*v, rows_k, kernel.head_dim_v)
@@ -47,14 +46,14 @@ class BackwardProducer(Untraced):
             num_steps = (tile.last - tile.first) * self.kernel.group
             head, m_block = self.kernel.first_visit(tile)
             if num_steps > 0:
+                self._load_kv(self.pipes.k, self.k, tile, kv_state)
+                if cutlass.const_expr(self.background is not None):
+                    # consumers add to dQ after they have seen Q arrive, and so after this
+                    self.background.wait_for_rows(tile.origin_q, tile.head_kv)
                 self._load_q(tile, head, m_block, q_state)
                 q_state.advance()
-                self._load_kv(self.pipes.k, self.k, tile, kv_state)
                 self._load_kv(self.pipes.v, self.v, tile, kv_state)
                 kv_state.advance()
-                # Consumers add to dQ after they have seen dO arrive, and so after this.
-                group = self.kernel.group
-                wait_for_zeros(self.accumulator, tile.origin_q, tile.head_kv * group, group)
             if num_steps < DRAW_AHEAD:
                 queue.want_next()
             for i in cutlass.range(num_steps, unroll=1):

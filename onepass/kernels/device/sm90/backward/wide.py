@@ -48,16 +48,16 @@ class WideConsumer(BackwardConsumer):
         self.num_pieces = kernel.head_dim // PIECE
 
     @cute.jit
-    def run(self, queue, schedule, seqlens):
+    def run(self, queue, schedule, seqlens, tile_end: cute.Pointer | None):
         if self.wg == 0:
-            self.run_dv(queue, schedule, seqlens)
+            self.run_dv(queue, schedule, seqlens, tile_end)
         else:
-            self.run_dk(queue, schedule, seqlens)
+            self.run_dk(queue, schedule, seqlens, tile_end)
 
     # ---------------------------------------------------------------- warpgroup 0: S, P and dV
 
     @cute.jit
-    def run_dv(self, queue, schedule, seqlens):
+    def run_dv(self, queue, schedule, seqlens, tile_end: cute.Pointer | None):
         kv_state, q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
         wave, number = Int32(0), queue.first()
         count = Int32(0)
@@ -94,6 +94,7 @@ class WideConsumer(BackwardConsumer):
                     self.finish_dq()
                 self.pipes.k.consumer_release(kv_state)
                 kv_state.advance()
+            self.end_tile(tile_end)
             wave += 1
             number = queue.take(wave)
             queue.want_next()
@@ -150,7 +151,7 @@ class WideConsumer(BackwardConsumer):
     # ---------------------------------------------------------------- warpgroup 1: dP, dS and dK
 
     @cute.jit
-    def run_dk(self, queue, schedule, seqlens):
+    def run_dk(self, queue, schedule, seqlens, tile_end: cute.Pointer | None):
         kv_state, q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
         wave, number = Int32(0), queue.first()
         count = Int32(0)
@@ -191,6 +192,7 @@ class WideConsumer(BackwardConsumer):
                     self.finish_dq()
                 self.pipes.k.consumer_release(kv_state)
                 kv_state.advance()
+            self.end_tile(tile_end)
             wave += 1
             number = queue.take(wave)
             queue.want_next()

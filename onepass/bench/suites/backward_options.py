@@ -1,0 +1,249 @@
+"""The Hopper backward beyond the paper's grid: query heads in groups, packed sequences, windows, head dims, options.
+
+    python -m onepass.bench.suites.backward_options                      # all cases, beside FlashAttention-4
+    python -m onepass.bench.suites.backward_options --cases packed,GQA      # those whose names have one of the words
+
+What is timed is the backward pass alone, as in backward_sm90.py; contenders take turns. A case with sinks or a softcap
+is measured beside onepass without ("plain"), the others beside FlashAttention-4. All have 16k tokens of hidden size
+2048 but the packed ones, whose lengths are drawn log-uniformly from 128 to 8192 until they are 32k tokens together.
+Every contender's gradients are compared with those of the first one. The results go to --out as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import random
+import statistics
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import onepass
+
+from ...geometry.block_range import count_visible_pairs
+from ...kernels.launch import backward_sm90 as backward_launch
+from ...ops.attention import problem_of
+from ...problem import AttentionInputs
+from ..machine import describe
+from ..rows import Report
+from . import grid
+from .ahead import compile_ahead
+from .backward_sm90 import max_relative_error
+
+DEVICE = "cuda"
+TOKENS, PACKED_TOKENS, HIDDEN = 16384, 32768, 2048
+TOLERANCE = 0.05  # of the rough comparison with the first contender
+
+
+class OptionCase(NamedTuple):
+    """One case: self-attention of `batch` sequences, or of packed ones."""
+
+    name: str
+    heads: tuple[int, int]  # query, kv
+    head_dims: tuple[int, int]  # of q and k, of v
+    lengths: tuple[int, ...]  # packed if they differ
+    causal: bool = False
+    window: tuple[int, int] | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+    @property
+    def is_packed(self) -> bool:
+        return len(set(self.lengths)) > 1
+
+    @property
+    def label(self) -> str:
+        d, dv = self.head_dims
+        mask = " causal" if self.causal else ""
+        mask += f" window {self.window[0]},{self.window[1]}" if self.window else ""
+        lengths = f"{len(self.lengths)} packed" if self.is_packed else f"s{self.lengths[0]}"
+        dims = f"d{d}" if d == dv else f"d{d}/{dv}"
+        return f"{self.name}: {dims} h{self.heads[0]}/{self.heads[1]} {lengths}{mask}"
+
+    @property
+    def flops(self) -> int:
+        """Five GEMMs of all visible pairs."""
+        left, right = self.window or (None, None)
+        right = 0 if self.causal else right
+        pairs = sum(count_visible_pairs(n, n, left, right) for n in self.lengths)
+        d, dv = self.head_dims
+        return 2 * pairs * self.heads[0] * (3 * d + 2 * dv)
+
+    @property
+    def has_peer(self) -> bool:
+        return self.softcap is None and not self.has_sinks
+
+
+def packed_lengths(seed: int = 0) -> tuple[int, ...]:
+    """Lengths drawn log-uniformly from 128 to 8192; the last one is what is left of the tokens."""
+    rng = random.Random(seed)
+    found: list[int] = []
+    while (left := PACKED_TOKENS - sum(found)) > 0:
+        found.append(min(round(math.exp(rng.uniform(math.log(128), math.log(8192)))), left))
+    return tuple(found)
+
+
+def _equal(seqlen: int) -> tuple[int, ...]:
+    return (seqlen,) * (TOKENS // seqlen)
+
+
+def cases() -> list[OptionCase]:
+    found = []
+    for d, group, seqlen in itertools.product((64, 128), (4, 8), (2048, 4096, 8192, 16384)):
+        heads = HIDDEN // d, HIDDEN // d // group
+        found.append(OptionCase(f"GQA {group}", heads, (d, d), _equal(seqlen), causal=True))
+    for d, causal in itertools.product((64, 128), (False, True)):
+        heads = HIDDEN // d, HIDDEN // d
+        found.append(OptionCase("packed", heads, (d, d), packed_lengths(), causal))
+    for d in (64, 128, 256):
+        heads = HIDDEN // d, HIDDEN // d
+        found.append(OptionCase("window", heads, (d, d), _equal(16384), causal=True, window=(1023, 0)))
+    for (d, dv), seqlen, causal in itertools.product(((96, 96), (192, 128)), (2048, 8192), (False, True)):
+        found.append(OptionCase("head dims", (16, 16), (d, dv), _equal(seqlen), causal))
+    for d, seqlen in itertools.product((64, 128), (2048, 8192)):
+        plain = OptionCase("sinks", (HIDDEN // d, HIDDEN // d), (d, d), _equal(seqlen), causal=True)
+        found += [plain._replace(has_sinks=True), plain._replace(name="softcap", softcap=30.0)]
+    return found
+
+
+class Tensors(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    sinks: Tensor | None
+    cu_seqlens: Tensor | None
+
+
+def make_tensors(case: OptionCase, device: str = DEVICE) -> Tensors:
+    torch.manual_seed(0)
+    (hq, hkv), (d, dv) = case.heads, case.head_dims
+    lead = (sum(case.lengths),) if case.is_packed else (len(case.lengths), case.lengths[0])
+    shapes = (*lead, hq, d), (*lead, hkv, d), (*lead, hkv, dv), (*lead, hq, dv)
+    q, k, v, dout = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
+    sinks = torch.randn(hq, device=device).requires_grad_() if case.has_sinks else None
+    offsets = None
+    if case.is_packed:
+        offsets = torch.tensor([0, *itertools.accumulate(case.lengths)], dtype=torch.int32, device=device)
+    return Tensors(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout, sinks, offsets)
+
+
+def attend_onepass(case: OptionCase, t: Tensors) -> Tensor:
+    options: dict[str, Any] = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
+    if case.window is not None:
+        options |= {"causal": False}
+    if t.cu_seqlens is None:
+        return onepass.attention(t.q, t.k, t.v, sinks=t.sinks, **options)
+    options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max(case.lengths))
+    options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), t.cu_seqlens)
+    return onepass.attention_varlen(t.q, t.k, t.v, **options)
+
+
+def attend_fa4(case: OptionCase, t: Tensors) -> Tensor:
+    from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
+
+    options: dict[str, Any] = {"causal": case.causal}
+    if case.window is not None:
+        options = {"causal": False, "window_size": case.window}
+    if t.cu_seqlens is None:
+        result = flash_attn_func(t.q, t.k, t.v, **options)
+    else:
+        longest = {"max_seqlen_q": max(case.lengths), "max_seqlen_k": max(case.lengths)}
+        offsets = {"cu_seqlens_q": t.cu_seqlens, "cu_seqlens_k": t.cu_seqlens}
+        result = flash_attn_varlen_func(t.q, t.k, t.v, **offsets, **longest, **options)
+    return result[0] if isinstance(result, tuple) else result
+
+
+def backward_of(attend: Callable[[OptionCase, Tensors], Tensor], case: OptionCase, t: Tensors) -> Callable[[], Any]:
+    """A function that runs the backward pass of a forward that is made now."""
+    out = attend(case, t)
+    leaves = [x for x in (t.q, t.k, t.v, t.sinks) if x is not None]
+    return lambda: torch.autograd.grad(out, leaves, t.dout, retain_graph=True)
+
+
+def contenders(case: OptionCase, t: Tensors) -> dict[str, Callable[[], Any]]:
+    """The backward passes that are timed, by name. What a peer refuses is printed."""
+    plain = case._replace(softcap=None, has_sinks=False)
+    others: dict[str, tuple] = {"plain": (attend_onepass, plain, t._replace(sinks=None))}
+    if case.has_peer:
+        others = {"fa4": (attend_fa4, case, t)}
+    found = {"onepass": backward_of(attend_onepass, case, t)}
+    for name, (attend, what, tensors) in others.items():
+        try:
+            found[name] = backward_of(attend, what, tensors)
+            found[name]()
+        except Exception as error:
+            found.pop(name, None)
+            print(f"{case.label}: {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+    return found
+
+
+def measure(case: OptionCase, args: argparse.Namespace, report: Report) -> None:
+    """Time a case and add its row."""
+    tensors = make_tensors(case)
+    calls = contenders(case, tensors)
+    gradients = {name: dict(zip(("dq", "dk", "dv"), call()[:3], strict=True)) for name, call in calls.items()}
+    first = gradients["onepass"]
+    errors = {name: max_relative_error(found, first) for name, found in gradients.items() if name != "plain"}
+    times = grid.time_in_turns(calls, args, seed=len(case.lengths))
+    ms = {name: statistics.median(found) for name, found in times.items()}
+    other = next((name for name in ms if name != "onepass"), None)
+    ratio = None if other is None else round(ms[other] / ms["onepass"], 4)
+    wrong = [name for name, error in errors.items() if not error < TOLERANCE]
+    report.add(
+        {
+            "case": case.label,
+            **case._asdict(),
+            "ms": {name: [round(x, 5) for x in found] for name, found in times.items()},
+            "tflops": {name: round(case.flops / value / 1e9, 1) for name, value in ms.items()},
+            "beside": other,
+            "ratio": ratio,
+            "disagrees": wrong,
+        }
+    )
+    speeds = ", ".join(f"{name} {case.flops / value / 1e9:.0f}" for name, value in ms.items())
+    print(f"{case.label:60s} {speeds:40s} ratio {ratio}{' DISAGREES' if wrong else ''}", flush=True)
+
+
+def requests(chosen: Sequence[OptionCase]) -> list:
+    """The kernels of all cases."""
+    found = []
+    for case in chosen:
+        t = make_tensors(case, "meta")
+        inputs = AttentionInputs(t.q, t.k, t.v, t.sinks, t.cu_seqlens, t.cu_seqlens)
+        left, right = case.window or (None, 0 if case.causal else None)
+        problem = problem_of(inputs, (case.head_dims[0] ** -0.5, left, right, case.softcap, False))
+        found += backward_launch.compile_requests(replace(problem, device_type=DEVICE))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default="", help="words of which a case's name has one; default: all cases")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each contender is timed in each case")
+    parser.add_argument("--warmup-ms", type=int, default=25, help="warm-up of each timing")
+    parser.add_argument("--rep-ms", type=int, default=50, help="length of each timing")
+    grid.add_out(parser, "backward_options.json")
+    args = parser.parse_args(argv)
+    words = [word for word in args.cases.split(",") if word]
+    chosen = [case for case in cases() if not words or any(word in case.label for word in words)]
+    if not chosen:
+        parser.error(f"--cases: expected words of {', '.join(case.label for case in cases())}, got {args.cases}")
+    warnings.filterwarnings("ignore", message="Argument aux_data")  # FlashAttention-4 gives it under this compiler
+    report = Report(describe(DEVICE) | {"suite": "backward_options"}, args.out)
+    with report.recording():
+        compile_ahead(requests(chosen))
+        for case in chosen:
+            measure(case, args, report)
+    return report.exit_status(not any(row["disagrees"] for row in report.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
