@@ -92,7 +92,7 @@ class Parameters(Arguments):
 
 
 class Kernels:
-    """preprocess, main and postprocess, callable with tensors like the compiled kernels of kernels/launch/backward.py.
+    """The kernels of a backward, callable with tensors like the compiled ones of kernels/launch/backward.py.
 
     Attributes:
         change: applied to the program of the main kernel before it runs.
@@ -159,6 +159,31 @@ class Kernels:
         rows = min(64, self.config.tile_m)
         self.run(2, p, (dq,), self.grid_of_rows(self.config.tile_m // rows, blocks_per_head), 2 * rows)
 
+    def sink_gradients(self, stats, sinks, dsinks, blocks_per_head):
+        from onepass.kernels.device.memory_bound.sink_gradients import THREADS
+
+        p = Parameters(self.problem.is_packed)
+        p.blocks(stats)
+        p.vectors(sinks, dsinks)
+        p.values += fast_divisor(blocks_per_head)
+        p.numbers(blocks_per_head)
+        self.run(3, p, (dsinks,), (len(sinks), 1, 1), THREADS, 4 * THREADS // 32)
+
+
+@pytest.mark.parametrize(("batch", "blocks_per_head"), [(1, 1), (3, 7)])
+def test_gradients_of_sinks(batch, blocks_per_head):
+    """A thread block goes through all rows of its head, of which there may be fewer than threads, or more."""
+    wanted = problem_of(call_of(64, 64, 64, 64, heads=(2, 2), sinks=torch.zeros(2)))[0]
+    torch.manual_seed(0)
+    rows = torch.randn(batch, 2, blocks_per_head, 2, 64)
+    rows[..., 0, 50:] = -math.inf  # rows that do not exist
+    sinks, dsinks = torch.randn(2), torch.empty(2)
+    kernels = Kernels(wanted, heuristics_sm80.backward_config_sm80(wanted, ARCH), False, lambda kernel: kernel, {})
+    kernels.sink_gradients(rows.view(-1, 128), sinks, dsinks, blocks_per_head)
+    minus_lse, minus_delta = rows.double().unbind(3)
+    p = torch.exp(sinks.double()[:, None, None] + minus_lse * math.log(2))
+    torch.testing.assert_close(dsinks.double(), (p * minus_delta).sum((0, 2, 3)), rtol=1e-5, atol=1e-5)
+
 
 def poisoned(t: torch.Tensor) -> torch.Tensor:
     return t.fill_(math.nan) if t.is_floating_point() else t
@@ -173,7 +198,15 @@ def gradients(call, out, lse, dout, dlse, config=None, change=lambda kernel: ker
     blocks_per_head, num_tiles = backward_launch.counts(problem, config)
     section = backward_launch.heads_per_section(problem, config)
     launch = backward_launch.Launch(
-        problem, config, kernels.preprocess, kernels.main, kernels.postprocess, blocks_per_head, section, num_tiles
+        problem,
+        config,
+        kernels.preprocess,
+        kernels.main,
+        kernels.postprocess,
+        kernels.sink_gradients,
+        blocks_per_head,
+        section,
+        num_tiles,
     )
     return launch(inputs, out, lse, dout, dlse)
 
@@ -420,7 +453,7 @@ def test_tiles_of_keys_take_turns():
 
     blocks_per_head, num_tiles = backward_launch.counts(problem, config)
     launch = backward_launch.Launch(
-        problem, config, kernels.preprocess, main, kernels.postprocess, blocks_per_head, 1, num_tiles
+        problem, config, kernels.preprocess, main, kernels.postprocess, None, blocks_per_head, 1, num_tiles
     )
     launch(inputs, *given(call))
     assert (config.tile_m, config.tile_n) == (64, 64)

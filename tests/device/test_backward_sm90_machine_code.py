@@ -134,6 +134,15 @@ def test_rows_after(head_dim, options):
     assert (code.count("MUFU") > 0) == (options != "full")
 
 
+def test_gradients_of_sinks():
+    asked = problem(64, 64, has_sinks=True)
+    request = backward_launch.compile_requests(asked)[-1]
+    assert request.name == "backward_sinks"
+    code = machine_code.read(request.arch, request.trace)
+    assert code.spills == 0
+    assert code.count(r"LDG\.E\.128") >= 8  # four pairs of loads on their way at once
+
+
 def requests_of_three(asked, has_dlse):
     """The requests of a backward in three kernels."""
     config = replace(heuristics.backward_config_sm90(asked), background_rows=False)

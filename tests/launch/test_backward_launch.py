@@ -2,14 +2,12 @@
 
 import importlib.util
 import itertools
-import math
 from dataclasses import replace
 
 import pytest
 import torch
 from launch_arguments import assert_as_traced
 
-import onepass
 from onepass.dispatch import attention as dispatch
 from onepass.geometry.block_range import query_blocks
 from onepass.kernels.config import BackwardConfigSm90
@@ -33,27 +31,6 @@ def problem(**options):
     return AttentionProblem(dtype=torch.bfloat16, device_type="cpu", **sizes, **options)
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-def test_gradient_of_sinks(softcap):
-    """The gradient of sinks, computed from -lse and -delta by blocks of rows, agrees with autograd."""
-    torch.manual_seed(0)
-    wanted, tile_m = problem(softcap=softcap), 64
-    q, dout = torch.randn(2, 70, 4, 16), torch.randn(2, 70, 4, 16)
-    k, v, sinks = torch.randn(2, 90, 2, 16), torch.randn(2, 90, 2, 16), torch.randn(4, requires_grad=True)
-    result = onepass.attention(q, k, v, sinks=sinks, softcap=softcap, softmax_scale=0.25, return_lse=True)
-    (expected,) = torch.autograd.grad(result.out, sinks, dout)
-
-    launch = Launch(wanted, BackwardConfigSm90(tile_m=tile_m), *[None] * 3, 2, 1, 1)
-    rows = torch.full((2, 4, 2 * tile_m, 2), 0.0)
-    rows[..., 0] = -math.inf  # padding past the last row
-    rows[:, :, :70, 0] = -result.lse * math.log2(math.e)
-    rows[:, :, :70, 1] = -(result.out * dout).sum(-1).transpose(1, 2)
-    stats = rows.view(2, 4, 2, tile_m, 2).transpose(3, 4).detach()
-    dsinks = torch.empty(4)
-    launch._fill_dsinks(sinks.detach(), stats, dsinks)
-    torch.testing.assert_close(dsinks, expected, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
 @pytest.mark.parametrize(
     ("options", "fields"),
@@ -69,14 +46,16 @@ def test_gradient_of_sinks(softcap):
         ({"mask": Mask(None, 0)}, {"dynamic_tiles": True, "background_rows": False}),
         ({"mask": Mask(None, 0), "deterministic": True}, {"private_dq": True}),
         ({"has_seqused_k": True}, {"private_dq": True, "background_rows": False}),
+        ({"has_sinks": True}, {}),
+        ({"has_sinks": True, "is_packed": True}, {}),
     ],
 )
 def test_kernels_are_given_what_they_were_traced_with(options, fields, monkeypatch):
-    wanted, config = problem(has_sinks=False, **options), BackwardConfigSm90(**fields)
+    wanted, config = problem(**{"has_sinks": False} | options), BackwardConfigSm90(**fields)
     requests = backward_launch.compile_requests(wanted, False, config)
     in_one = config.rows_in_background(wanted)
     assert in_one == ((config.dynamic_tiles or config.private_dq) and config.background_rows and not wanted.is_packed)
-    assert len(requests) == (1 if in_one else 2 if config.private_dq else 3)
+    assert len(requests) == (1 if in_one else 2 if config.private_dq else 3) + wanted.has_sinks
     monkeypatch.setattr(backward_launch, "tile_counter", lambda device: torch.zeros(1, dtype=torch.int32))
     monkeypatch.setattr(
         backward_launch, "zero_counters", lambda purpose, device, count: torch.zeros(count, dtype=torch.int32)
@@ -84,7 +63,7 @@ def test_kernels_are_given_what_they_were_traced_with(options, fields, monkeypat
 
     def launch(kernels):
         by_name = dict(zip((request.name for request in requests), kernels, strict=True))
-        names = "backward_preprocess", "backward", "backward_postprocess"
+        names = "backward_preprocess", "backward", "backward_postprocess", "backward_sinks"
         return Launch(wanted, config, *(by_name.get(name) for name in names), 4, 1, 1)
 
     assert_as_traced(wanted, launch, requests)
@@ -113,7 +92,7 @@ def test_blocks_of_queries_that_no_tile_visits_are_known(seqlen_q, seqlen_k):
             geometry = seqlen_q, seqlen_k, *window_bounds(asked)
             first, _, _, last = query_blocks(n_start, n_start + config.tile_n, *geometry, config.tile_m)
             left_out -= set(range(first, last))
-        may_skip = Launch(asked, config, *[None] * 3, 2, 1, 1).may_skip_blocks
+        may_skip = Launch(asked, config, *[None] * 4, 2, 1, 1).may_skip_blocks
         assert may_skip or not left_out, window
         assert may_skip == any(side is not None and side < 0 for side in mask_and_shift(mask, seqlen_k - seqlen_q))
 

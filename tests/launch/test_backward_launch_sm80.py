@@ -39,13 +39,16 @@ def problem(**options):
         {"mask": Mask(3, 5), "is_packed": True, "deterministic": True},
         {"has_seqused_k": True, "is_packed": True},
         {"dtype": torch.float32, "mask": Mask(None, 0)},
+        {"has_sinks": True},
     ],
 )
 def test_kernels_are_given_what_they_were_traced_with(options):
     wanted = problem(**options)
     config = heuristics_sm80.backward_config_sm80(wanted, "sm_80")
     requests = backward_launch.compile_requests(wanted, False, config, "sm_80")
-    assert_as_traced(wanted, lambda kernels: Launch(wanted, config, *kernels, 4, 1, 1), requests)
+    assert_as_traced(
+        wanted, lambda kernels: Launch(wanted, config, *kernels[:3], *(kernels[3:] or [None]), 4, 1, 1), requests
+    )
 
 
 @pytest.mark.parametrize("arch", launch.ARCHS)

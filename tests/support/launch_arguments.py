@@ -22,6 +22,7 @@ def assert_as_traced(wanted, launch, requests):
         q,
         k,
         v,
+        sinks=torch.zeros(4) if wanted.has_sinks else None,
         cu_seqlens_q=lengths if wanted.is_packed else None,
         cu_seqlens_k=lengths if wanted.is_packed else None,
         seqused_k=lengths[:2] if wanted.has_seqused_k else None,

@@ -150,6 +150,15 @@ class PreprocessArguments(NamedTuple):
     blocks_per_head: Any = None
 
 
+class SinkGradientsArguments(NamedTuple):
+    """The arguments of `SinkGradients`."""
+
+    stats: Any
+    sinks: Any
+    dsinks: Any
+    blocks_per_head: Any
+
+
 class PostprocessArguments(NamedTuple):
     """The arguments of `Postprocess`; without a mask, the arguments from q on are None."""
 

@@ -17,9 +17,9 @@ from ...problem.outputs import empty_gradients
 from ..compiler.compile import CompileRequest
 from ..config import BackwardConfigSm80, BackwardConfigSm90
 from .arguments import (
-    LOG2_E,
     PostprocessArguments,
     PreprocessArguments,
+    SinkGradientsArguments,
     aligned,
     element_type,
     fake_tensor,
@@ -71,6 +71,7 @@ class BackwardLaunch:
     preprocess: Callable | None  # None, like postprocess, if the main kernel does what they do
     main: Callable
     postprocess: Callable | None
+    sink_gradients: Callable | None  # with sinks
     blocks_per_head: int
     heads_per_section: int
 
@@ -184,16 +185,12 @@ class BackwardLaunch:
         if self.postprocess is not None:  # else the main kernel has written dq
             recomputed = {} if problem.mask.is_full else sources
             self.postprocess(*PostprocessArguments(dq=dq, **shared, **recomputed))
-        if inputs.sinks is not None:
-            head_stats = stats.view(-1, problem.num_heads_q, self.blocks_per_head, 2, config.tile_m)
-            self._fill_dsinks(inputs.sinks, head_stats, dsinks)
+        if self.sink_gradients is not None and inputs.sinks is not None:
+            sinks = inputs.sinks.float().contiguous()
+            found = dsinks if dsinks.dtype == torch.float32 else torch.empty_like(sinks)
+            self.sink_gradients(*SinkGradientsArguments(stats, sinks, found, self.blocks_per_head))
+            dsinks = found.to(dsinks.dtype)
         return dq, dk, dv, dsinks
-
-    def _fill_dsinks(self, sinks: Tensor, stats: Tensor, dsinks: Tensor) -> None:
-        """A sink is a key of value 0: p = exp(sink - lse), dp = 0, so dsink = -sum over rows of p * delta."""
-        minus_lse, minus_delta = stats.unbind(3)
-        p = torch.exp(sinks.float()[:, None, None] + minus_lse / LOG2_E)
-        dsinks.copy_((p * minus_delta).sum((0, 2, 3)))
 
 
 # ---------------------------------------------------------------- tracing
@@ -278,6 +275,28 @@ def requests_of_rows(
         trace = functools.partial(trace_postprocess, problem, config)
         requests.append(CompileRequest("backward_postprocess", (*key, again), arch, trace))
     return requests
+
+
+def request_of_sinks(
+    problem: AttentionProblem, config: BackwardConfigSm80 | BackwardConfigSm90, arch: str
+) -> list[CompileRequest]:
+    """The request for the gradients of sinks, if there are any."""
+    if not problem.has_sinks:
+        return []
+    trace = functools.partial(trace_sink_gradients, problem, config)
+    return [CompileRequest("backward_sinks", (config.tile_m,), arch, trace)]
+
+
+def trace_sink_gradients(problem: AttentionProblem, config: BackwardConfigSm80 | BackwardConfigSm90) -> tuple:
+    """The kernel and stand-ins for its arguments, for `compile`."""
+    from cutlass import Float32, Int32
+
+    from ..device.memory_bound.sink_gradients import SinkGradients
+
+    _, stats = fake_accumulator(problem, config)
+    sinks, dsinks = (fake_tensor(Float32, None, align_bytes=4) for _ in range(2))
+    arguments = SinkGradientsArguments(stats, sinks, dsinks, Int32(1))
+    return SinkGradients(config.tile_m), (*arguments, fake_stream())
 
 
 def trace_preprocess(

@@ -21,7 +21,7 @@ from ..heuristics import tuned
 from . import backward as backward_launch
 from . import forward_sm80 as launch
 from .arguments import BackwardSm80Arguments, element_type, fake_tensor
-from .backward import BackwardLaunch, counts, requests_of_rows, without_keys
+from .backward import BackwardLaunch, counts, request_of_sinks, requests_of_rows, without_keys
 
 
 def unsupported(problem: AttentionProblem) -> str | None:
@@ -71,10 +71,11 @@ def _backward_of_any_alignment(
 def launch_of(problem: AttentionProblem, has_dlse: bool, config: BackwardConfigSm80, arch: str) -> Launch:
     """The compiled kernels for tensors that copies of config.vector_bytes can read."""
     config.check(problem, arch)
-    preprocess, main, postprocess = (compile.get(*r) for r in compile_requests(problem, has_dlse, config, arch))
+    preprocess, main, postprocess, *sinks = (compile.get(*r) for r in compile_requests(problem, has_dlse, config, arch))
     blocks_per_head, num_tiles = counts(problem, config)
     section = heads_per_section(problem, config)
-    return Launch(problem, config, preprocess, main, postprocess, blocks_per_head, section, num_tiles)
+    kernels = preprocess, main, postprocess, sinks[0] if sinks else None
+    return Launch(problem, config, *kernels, blocks_per_head, section, num_tiles)
 
 
 def compile_requests(
@@ -86,12 +87,13 @@ def compile_requests(
     """The request for each kernel of this problem, in the order in which they run."""
     if config is None:
         config = tuned.refined(heuristics.backward_config_sm80(problem, arch), "bwd", "sm80", problem, arch)
+    sinks = request_of_sinks(problem, config, arch)
     problem = replace(problem, has_sinks=False)  # they are in lse
     main = CompileRequest(
         "backward_sm80", (problem.static(), config), arch, functools.partial(trace, problem, config, arch)
     )
     preprocess, postprocess = requests_of_rows(problem, config, arch, has_dlse)
-    return [preprocess, main, postprocess]
+    return [preprocess, main, postprocess, *sinks]
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from .backward import (
     fake_scales_and_window,
     fake_seqused_k,
     fake_stream,
+    request_of_sinks,
     requests_of_rows,
     without_keys,
 )
@@ -75,8 +76,10 @@ def prepare(
     num_ctas = min(shares, torch.cuda.get_device_properties(device).multi_processor_count)
     section = heads_per_section(problem, config, num_ctas)
     kernels = {request.name: compile.get(*request) for request in compile_requests(problem, has_dlse, config)}
-    before, after = (kernels.get(name) for name in ("backward_preprocess", "backward_postprocess"))
-    return Launch(problem, config, before, kernels["backward"], after, blocks_per_head, section, num_ctas)
+    before, after, sinks = (
+        kernels.get(name) for name in ("backward_preprocess", "backward_postprocess", "backward_sinks")
+    )
+    return Launch(problem, config, before, kernels["backward"], after, sinks, blocks_per_head, section, num_ctas)
 
 
 def compile_requests(
@@ -84,11 +87,12 @@ def compile_requests(
 ) -> list[CompileRequest]:
     """The request for each kernel of this problem, in the order in which they run."""
     config = config or tuned.refined(heuristics.backward_config_sm90(problem), "bwd", "sm90", problem, arch)
+    sinks = request_of_sinks(problem, config, arch)
     problem = replace(problem, has_sinks=False)  # they are in lse
     key = (problem.static(), config, has_dlse and config.rows_in_background(problem))
     main = CompileRequest("backward", key, arch, functools.partial(trace, problem, config, has_dlse))
     rows = requests_of_rows(problem, config, arch, has_dlse)
-    return [*rows[:1], main, *rows[1:]]
+    return [*rows[:1], main, *rows[1:], *sinks]
 
 
 @dataclass(frozen=True)

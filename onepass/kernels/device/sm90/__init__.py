@@ -11,5 +11,5 @@ forward/tile.py         what all roles share
 backward/kernel.py      the gradients: set-up, roles; read this one before the others
 backward/consumer.py    a consumer warpgroup of the backward; wide.py for head_dim above 128
 backward/producer.py    its loads
-backward/zeros.py       the zeros that dQ is added to
+backward/rows.py        its work on query rows: statistics and zeros before the tiles, dq after them
 """
