@@ -225,7 +225,11 @@ AREAS = (
             Group(("onepass/kernels/device/memory_bound/merge.py",), DECODE, "merge or splits"),
             Group(("onepass/kernels/device/memory_bound/append.py",), DECODE, "append or new_keys or bad_lengths"),
             Group(
-                ("onepass/kernels/device/memory_bound/backward_rows.py", "onepass/kernels/device/sm80/backward/*.py"),
+                (
+                    "onepass/kernels/device/memory_bound/backward_rows.py",
+                    "onepass/kernels/device/memory_bound/sink_gradients.py",
+                    "onepass/kernels/device/sm80/backward/*.py",
+                ),
                 BACKWARD,
             ),
             Group(

@@ -8,7 +8,7 @@ all warpgroups. The dQ of a step is added to a float32 accumulator in global mem
 
     producer warp        Q0 | K V | dO0 | Q1 dO1 | Q2 dO2 ...                      TMA, through circular buffers
     scheduler warp       the number of the next tile; how many tiles of each head are done
-    two warps            lse and delta of query rows and zeros for dQ, before the tiles need them; dq, after them: rows.py
+    two warps            lse and delta of query rows and zeros for dQ, before tiles need them; dq, after them: rows.py
     each warpgroup       S0 P0 | dP0 dV0 | dS0 | S1 dK0 | P1 | dQ0 dP1 dV1 | dS1 | S2 dK1 | P2 ...
 
 P and dS are computed while the tensor cores work on the GEMMs around them; see consumer.py.
