@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .geometry import philox
 from .problem import Mask
 
 
@@ -39,11 +40,19 @@ def attention(
     sinks: Tensor | None = None,
     softmax_scale: float | None = None,
     seqused_k: Tensor | None = None,
+    seqstart_k: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_state: Tensor | None = None,
     compute_dtype: torch.dtype = torch.float64,
 ) -> Reference:
     """Dense attention with the arguments of `onepass.attention`.
 
     Args:
+        dropout_state: (2,) int64, seed and offset of `geometry.philox`, with dropout_p.
         compute_dtype: dtype of every intermediate: float64 for the oracle, the inputs' own dtype for the result of
             plain PyTorch in that dtype, from which error budgets are derived.
 
@@ -61,9 +70,20 @@ def attention(
     s = q @ k.mT * scale
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
-    visible = visible_pairs(batch, seqlen_q, seqlen_k, Mask.from_options(causal, window), seqused_k, s.device)
-    s = s.masked_fill(~visible[:, None], -torch.inf)
-    sees_a_key = visible.any(-1)[:, None]  # (batch, 1, seqlen_q)
+    mask = Mask.from_options(causal, window)
+    visible = visible_pairs(batch, seqlen_q, seqlen_k, mask, seqused_k, s.device, seqstart_k, q_positions)[:, None]
+    j = torch.arange(seqlen_k, device=s.device)
+    if key_ranges is not None:
+        visible = visible & (key_ranges[..., :1] <= j) & (j < key_ranges[..., 1:])
+    if alibi_slopes is not None:
+        position = positions(batch, seqlen_q, seqlen_k, seqused_k, q_positions, s.device)
+        s = s - alibi_slopes.to(compute_dtype).expand(batch, -1)[..., None, None] * (position - j).abs()[:, None]
+    if bias is not None:
+        rows = bias_of_rows(bias, seqlen_q, q_positions).to(compute_dtype)
+        visible = visible & (rows != -torch.inf)
+        s = s + rows.masked_fill(rows == -torch.inf, 0.0)
+    s = s.masked_fill(~visible, -torch.inf)
+    sees_a_key = visible.any(-1)  # (batch, 1 or heads, seqlen_q)
 
     has_weight, lse_of_empty = sees_a_key, s.new_full((), -torch.inf)
     if sinks is not None:  # one more key of value 0
@@ -73,21 +93,60 @@ def attention(
         has_weight, lse_of_empty = sees_a_key & (column[..., 0] != torch.inf), column[..., 0]
     # empty rows get harmless scores, and their results are replaced afterwards
     s = torch.where(sees_a_key[..., None], s, 0.0)
-    out = torch.where(has_weight[..., None], s.softmax(-1) @ v, 0.0)
+    p = s.softmax(-1)
+    if dropout_p > 0 and dropout_state is not None:
+        i = torch.arange(seqlen_q, device=s.device).expand(batch, -1) if q_positions is None else q_positions
+        instances = torch.arange(batch * num_heads_q, device=s.device).view(batch, num_heads_q, 1, 1)
+        kept = philox.kept_pairs(dropout_state, dropout_p, instances, i[:, None, :, None], j)
+        kept = torch.nn.functional.pad(kept, (0, p.shape[-1] - seqlen_k), value=True)  # the sink's value is 0
+        p = p * kept * philox.keep_scale(dropout_p)
+    out = torch.where(has_weight[..., None], p @ v, 0.0)
     lse = s.logsumexp(-1) if s.shape[-1] else s.new_zeros(s.shape[:3])
     return Reference(out.transpose(1, 2), torch.where(sees_a_key, lse, lse_of_empty))
 
 
+def positions(
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    seqused_k: Tensor | None,
+    q_positions: Tensor | None,
+    device: torch.device,
+) -> Tensor:
+    """Where each query stands among the keys: (batch, seqlen_q, 1)."""
+    if q_positions is not None:
+        return q_positions.long().expand(batch, -1)[..., None]
+    length = torch.full((batch,), seqlen_k, device=device) if seqused_k is None else seqused_k.long()
+    return torch.arange(seqlen_q, device=device)[None, :, None] + length[:, None, None] - seqlen_q
+
+
+def bias_of_rows(bias: Tensor, seqlen_q: int, q_positions: Tensor | None) -> Tensor:
+    """The rows of a bias that queries use: row i, or the one of its position."""
+    if q_positions is None or bias.shape[-2] == 1:
+        return bias
+    rows = q_positions.long()[:, None, :, None]
+    shape = torch.broadcast_shapes(bias.shape[:2], rows.shape[:2])
+    return bias.expand(*shape, -1, -1).gather(2, rows.expand(*shape, seqlen_q, bias.shape[-1]))
+
+
 def visible_pairs(
-    batch: int, seqlen_q: int, seqlen_k: int, mask: Mask, seqused_k: Tensor | None, device: torch.device
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    mask: Mask,
+    seqused_k: Tensor | None,
+    device: torch.device,
+    seqstart_k: Tensor | None = None,
+    q_positions: Tensor | None = None,
 ) -> Tensor:
     """Boolean (batch, seqlen_q, seqlen_k): the visible pairs of dense attention, straight from the definition."""
-    i = torch.arange(seqlen_q, device=device)[None, :, None]
     j = torch.arange(seqlen_k, device=device)[None, None, :]
     length = torch.full((batch,), seqlen_k, device=device) if seqused_k is None else seqused_k.long()
-    length = length[:, None, None]
-    position = i + length - seqlen_q
-    visible = (j < length) & torch.ones_like(position, dtype=torch.bool)
+    position = positions(batch, seqlen_q, seqlen_k, seqused_k, q_positions, device)
+    visible = (j < length[:, None, None]) & torch.ones_like(position, dtype=torch.bool)
+    if seqstart_k is not None:
+        start = seqstart_k.long()[:, None, None]
+        visible = visible & (j >= start) & (position >= start)
     if mask.window_left is not None:
         visible = visible & (j >= position - mask.window_left)
     if mask.window_right is not None:
@@ -113,13 +172,30 @@ def attention_varlen(
         n, n_end = starts_k[b], starts_k[b + 1]
         if seqused_k is not None:
             n_end = n + int(seqused_k[b])
-        one = attention(q[None, m:m_end], k[None, n:n_end], v[None, n:n_end], compute_dtype=compute_dtype, **options)
+        own = of_sequence(options, b, slice(m, m_end), n_end - n)
+        one = attention(q[None, m:m_end], k[None, n:n_end], v[None, n:n_end], compute_dtype=compute_dtype, **own)
         outs.append(one.out[0])
         lses.append(one.lse[0])
     rest = q.shape[0] - starts_q[-1]  # rows past the last offset belong to no sequence
     outs.append(q.new_zeros(rest, q.shape[1], v.shape[2], dtype=compute_dtype))
     lses.append(q.new_full((q.shape[1], rest), -torch.inf, dtype=compute_dtype))
     return Reference(torch.cat(outs), torch.cat(lses, 1))
+
+
+def of_sequence(options: dict, b: int, rows: slice, num_keys: int) -> dict:
+    """The options of `attention` for packed sequence b.
+
+    Packed, key_ranges is (1 or heads, total_q, 2), q_positions (total_q,) and bias (1 or heads, total_q or 1, columns);
+    keys are counted from the first one of the sequence.
+    """
+    cuts = {
+        "seqstart_k": lambda t: t[b : b + 1],
+        "key_ranges": lambda t: t[None, :, rows],
+        "q_positions": lambda t: t[None, rows],
+        "alibi_slopes": lambda t: t[b : b + 1] if t.dim() == 2 else t,
+        "bias": lambda t: t[None, :, rows if t.shape[1] > 1 else slice(None), :num_keys],
+    }
+    return {name: cuts[name](value) if name in cuts and value is not None else value for name, value in options.items()}
 
 
 def materialised(x: Tensor, v: Tensor) -> Tensor:

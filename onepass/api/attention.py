@@ -11,11 +11,12 @@ from ..dispatch import attention as dispatch
 from ..dispatch import choice
 from ..kernels.config import ForwardConfigSm80, ForwardConfigSm90
 from ..ops import attention as ops
-from ..ops import quantize
+from ..ops import modified, quantize
 from ..ops.quantize import QuantizedQKV
-from ..problem import AttentionInputs, QuantizedInputs
+from ..problem import AttentionInputs, ModifiedInputs, Modifiers, QuantizedInputs
 from ..quantization import centering
 from ..validation import fp8, lost_gradients
+from ..validation import modifiers as modifier_checks
 from ..validation.attention import check_attention, check_attention_varlen
 from ..validation.tensors import check_max_seqlens
 from . import fast_path, keywords
@@ -52,6 +53,12 @@ class Options(TypedDict, total=False):
     softmax_scale: float | None
     seqused_k: Tensor | None
     deterministic: bool | None
+    seqstart_k: Tensor | None
+    key_ranges: Tensor | None
+    q_positions: Tensor | None
+    alibi_slopes: Tensor | None
+    bias: Tensor | None
+    dropout_p: float
     precision: Literal["fp8"] | None
     backend: str | None
     tuning: ForwardConfigSm90 | ForwardConfigSm80 | None
@@ -137,6 +144,48 @@ def _first_call(
     if key is not None and not out.is_meta:
         fast_path.keep(key, dispatch.prepare(name, problem, device, tuning))
     return out, lse
+
+
+def _modified_call(
+    inputs: AttentionInputs,
+    given: tuple,
+    dropout_p: Any,
+    max_seqlens: tuple[Any, Any] | None,
+    window: Any,
+    options: tuple,
+) -> tuple[Tensor, Tensor]:
+    """Check a call with modifiers, and run the operator on the chosen backend.
+
+    Args: given: the arguments `validation.modifiers.NAMES`. The rest: as of `_first_call`.
+    """
+    q, k, v = autocast_inputs(*inputs[:3])
+    arguments = dict(zip(_OPTIONS, options, strict=True))
+    precision, backend = arguments.pop("precision"), arguments.pop("backend")
+    if precision is not None:
+        modifier_checks.refuse_modifiers(f"with precision={precision!r}", given, dropout_p)
+    named = dict(zip(modifier_checks.NAMES, given, strict=True))
+    arguments |= {"window": window, "sinks": inputs.sinks, "seqused_k": inputs.seqused_k}
+    arguments["modifiers"] = {"given": named, "dropout_p": dropout_p}
+    if max_seqlens is None:
+        problem = check_attention(q, k, v, **arguments)
+    else:
+        packed: dict[str, Any] = {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
+        packed |= zip(("max_seqlen_q", "max_seqlen_k"), max_seqlens, strict=True)
+        problem = check_attention_varlen(q, k, v, **packed, **arguments)
+    if not problem.has_modifiers:
+        return _first_call(inputs, max_seqlens, window, options, None)
+    state = None
+    if problem.dropout_p:
+        limits = torch.iinfo(torch.int64)
+        state = torch.randint(limits.min, limits.max, (2,), device=q.device)
+    modified_inputs = ModifiedInputs(q, k, v, *inputs[3:], Modifiers(**named, dropout_state=state))
+    lost_gradients.refuse_forward_mode(*(t for t in (q, k, v, inputs.sinks, *given) if isinstance(t, Tensor)))
+    tuning = arguments["tuning"]
+    name = dispatch.require(problem, backend, tuning, q.device)
+    operator_options = ops.options_of(problem, choice.backend_argument(name, backend), tuning)
+    return torch.ops.onepass.attention_modified_forward(
+        *modified.arguments_of(modified_inputs, problem.dropout_p, operator_options)
+    )
 
 
 def _run_quantized(
@@ -242,6 +291,12 @@ def attention(
     sinks: Tensor | None = None,
     softmax_scale: float | None = None,
     seqused_k: Tensor | None = None,
+    seqstart_k: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
     precision: Literal["fp8"] | None = None,
@@ -277,6 +332,21 @@ def attention(
         softmax_scale: multiplies q.k before the softmax; None = head_dim ** -0.5.
         seqused_k: (batch,) int32 on q's device; only the first seqused_k[b] keys of batch entry b exist, and masks are
             aligned to them. Keys and values beyond them are never read.
+        seqstart_k: (batch,) int32 on q's device; keys before seqstart_k[b] do not exist, and are never read (left
+            padding). Queries whose position i + seqlen_k - seqlen_q is before it see nothing. Masks stay aligned to
+            the last key.
+        key_ranges: (batch or 1, num_heads_q or 1, seqlen_q, 2) int32 on q's device: query i sees keys
+            lo <= j < hi, of those that all other arguments leave.
+        q_positions: (batch or 1, seqlen_q) int32 on q's device: where each query stands among the keys, instead of
+            i + seqlen_k - seqlen_q. causal, window, seqstart_k and alibi_slopes count from it, and it is the number of
+            a query's row in bias and for dropout.
+        alibi_slopes: (num_heads_q,) or (batch, num_heads_q) float32; subtracts slope * |position - j| from a score,
+            after the softcap. They may require a gradient.
+        bias: added to scores after the softcap; broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k). A pair with
+            a bias of -inf is hidden. It may require a gradient, which is undefined for hidden pairs.
+        dropout_p: 0 <= dropout_p < 1: each probability is left out of the product with v with this probability,
+            rounded to a multiple of 1 / 256, and the others are divided by that of being kept. lse does not change.
+            Seed and offset come from torch's generator of q's device; see `geometry/philox.py` for the bits.
         deterministic: gradients are bitwise equal from run to run; None = torch.are_deterministic_algorithms_enabled().
         return_lse: also return lse, which is differentiable.
         precision: "fp8" computes the forward in FP8: q, k and v (float32 or 16 bits) are quantized as `quantize_fp8`
@@ -302,11 +372,17 @@ def attention(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = causal, softcap, softmax_scale, deterministic, return_lse, tuning, precision, backend
+    given = seqstart_k, key_ranges, q_positions, alibi_slopes, bias
     if isinstance(q, QuantizedQKV):
+        if modifier_checks.are_given(given, dropout_p):
+            modifier_checks.refuse_modifiers("with a QuantizedQKV", given, dropout_p)
         out, lse = _run_quantized(q, k, v, None, sinks, seqused_k, window, options)
         return AttentionOutput(out, lse) if return_lse else out
     # validation checks their types
     inputs = AttentionInputs(q, k, v, sinks, None, None, seqused_k)  # type: ignore[arg-type]
+    if modifier_checks.are_given(given, dropout_p):
+        out, lse = _modified_call(inputs, given, dropout_p, None, window, options)
+        return AttentionOutput(out, lse) if return_lse else out
     key = fast_path.key_of("attention", inputs, window, options)
     forward = fast_path.find(key)
     out, lse = forward(inputs) if forward is not None else _first_call(inputs, None, window, options, key)
@@ -362,6 +438,12 @@ def attention_varlen(
     sinks: Tensor | None = None,
     softmax_scale: float | None = None,
     seqused_k: Tensor | None = None,
+    seqstart_k: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
     precision: Literal["fp8"] | None = None,
@@ -379,6 +461,9 @@ def attention_varlen(
             past the last offset belong to no sequence: out = 0, lse = -inf (even with sinks), zero gradients.
         max_seqlen_q, max_seqlen_k: an int, a tensor or None; hints that are never read from the device.
         seqused_k: (batch,) int32; only the first seqused_k[b] keys of sequence b exist.
+        seqstart_k, alibi_slopes, dropout_p: as for `attention`; keys are counted from the first one of a sequence.
+        key_ranges: (num_heads_q or 1, total_q, 2) int32. q_positions: (total_q,) int32.
+        bias: (num_heads_q or 1, total_q or 1, columns): column j belongs to key j of each sequence.
         causal, window, softcap, sinks, softmax_scale, deterministic, return_lse, precision, backend, tuning: as for
             `attention`; masks are aligned to each sequence's own lengths.
 
@@ -392,12 +477,18 @@ def attention_varlen(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = causal, softcap, softmax_scale, deterministic, return_lse, tuning, precision, backend
+    given = seqstart_k, key_ranges, q_positions, alibi_slopes, bias
     if isinstance(q, QuantizedQKV):
+        if modifier_checks.are_given(given, dropout_p):
+            modifier_checks.refuse_modifiers("with a QuantizedQKV", given, dropout_p)
         packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         out, lse = _run_quantized(q, k, v, packed, sinks, seqused_k, window, options)
         return AttentionOutput(out, lse) if return_lse else out
     # validation checks their types
     inputs = AttentionInputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)  # type: ignore[arg-type]
+    if modifier_checks.are_given(given, dropout_p):
+        out, lse = _modified_call(inputs, given, dropout_p, (max_seqlen_q, max_seqlen_k), window, options)
+        return AttentionOutput(out, lse) if return_lse else out
     key = fast_path.key_of("attention_varlen", inputs, window, options)
     forward = fast_path.find(key)
     if forward is not None:

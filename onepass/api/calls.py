@@ -20,14 +20,14 @@ from ..ops import quantize
 from ..ops.quantize import QuantizedQKV
 from ..problem import AttentionProblem
 from ..problem.decode import DecodeInputs, DecodeProblem
-from ..validation import fp8
+from ..validation import fp8, modifiers
 from ..validation.attention import check_attention, check_attention_varlen, check_call
 from ..validation.scalars import check_flag, check_int
 from ..validation.tensors import tensor_of_shape
 from . import decode_calls, keywords
 from .attention import attention, attention_varlen, autocast_inputs
 
-_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "seqstart_k", "key_ranges", "q_positions")
 # every option with its default, except backend, which `supports` and `warmup` treat themselves
 _DEFAULTS: dict[str, Any] = {
     name: parameter.default
@@ -198,12 +198,16 @@ def _refuse_unknown(function: str, arguments: dict[str, Any]) -> None:
 def _problem_of(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> AttentionProblem:
     """The problem of a call of `attention` or, with cu_seqlens, `attention_varlen`; raises what the call would."""
     arguments = _DEFAULTS | (_PACKED_DEFAULTS if _is_packed(arguments) else {}) | arguments
+    given, dropout_p = {name: arguments.pop(name) for name in modifiers.NAMES}, arguments.pop("dropout_p")
     if isinstance(q, QuantizedQKV):
+        modifiers.refuse_modifiers("with a QuantizedQKV", tuple(given.values()), dropout_p)
         return fp8.check_quantized_call(q, k, v, **arguments)
     q, k, v = autocast_inputs(q, k, v)
     precision = arguments.pop("precision")
+    if precision is not None:
+        modifiers.refuse_modifiers(f"with precision={precision!r}", tuple(given.values()), dropout_p)
     check = check_attention_varlen if _is_packed(arguments) else check_attention
-    problem = check(q, k, v, **arguments)
+    problem = check(q, k, v, modifiers={"given": given, "dropout_p": dropout_p}, **arguments)
     if precision is None:
         return problem
     fp8.check_precision(precision, q)

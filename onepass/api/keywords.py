@@ -19,7 +19,6 @@ _ELSEWHERE = {
     "onepass.compat.sdpa has torch's alignment",
     "scale": "it is called softmax_scale here",
     "sm_scale": "it is called softmax_scale here",
-    "dropout_p": "onepass has no dropout; leave it out where it is 0.0",
     "attn_mask": "causal, window, seqused_k and packed sequences say which keys are visible; "
     "onepass.compat.sdpa takes a mask",
     "enable_gqa": "it is always on here: leave it out",
@@ -29,7 +28,6 @@ _ELSEWHERE = {
     "window_size": "it is called window here, with None in place of -1 for an unbounded side",
     "s_aux": "it is called sinks here",
     "learnable_sink": "it is called sinks here",
-    "alibi_slopes": "onepass has no ALiBi biases",
     "block_table": "it is called page_table here, an argument of attention_decode",
     "cache_batch_idx": "onepass.compat.flash_attn.flash_attn_with_kvcache takes it",
     "cache_leftpad": "onepass has no left-padded caches",

@@ -18,7 +18,7 @@ from ..dispatch import backends, choice
 from ..errors import UnsupportedError
 from ..geometry.visible_pairs import visible_pairs
 from ..kernels.config import LaunchConfig
-from ..problem import AttentionInputs, AttentionProblem, Mask, Quantization, QuantizedInputs
+from ..problem import AttentionInputs, AttentionProblem, Inputs, Mask, Quantization, QuantizedInputs
 from ..problem.outputs import empty_gradients, empty_outputs
 from .autocast import without_autocast
 from .gradient_rule import register_gradient
@@ -41,7 +41,10 @@ torch.library.define(
 
 
 def problem_of(
-    inputs: AttentionInputs | QuantizedInputs, options: tuple, quantization: Quantization | None = None
+    inputs: Inputs | QuantizedInputs,
+    options: tuple,
+    quantization: Quantization | None = None,
+    dropout_p: float = 0.0,
 ) -> AttentionProblem:
     """The problem of a call of the operators.
 
@@ -56,6 +59,7 @@ def problem_of(
         softcap=softcap,
         deterministic=deterministic,
         quantization=quantization,
+        dropout_p=dropout_p,
     )
 
 
@@ -79,7 +83,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def forward_on(
-    backend_argument: str, tuning: str | None, problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs
+    backend_argument: str, tuning: str | None, problem: AttentionProblem, inputs: Inputs | QuantizedInputs
 ) -> tuple[Tensor, Tensor]:
     """out and lse of an operator.
 
@@ -136,12 +140,12 @@ torch.library.impl("onepass::attention_forward", "default")(_forward)
 register_gradient("attention_forward", _forward, autograd_backward, setup_context)
 
 
-def _refuse_double_backward(ctx: Any, *grads: Any) -> None:
+def refuse_double_backward(ctx: Any, *grads: Any) -> None:
     raise UnsupportedError("onepass attention has no second derivative: expected one backward pass, got backward twice")
 
 
 torch.library.impl("onepass::attention_backward", "default")(_backward)
-register_gradient("attention_backward", _backward, _refuse_double_backward)
+register_gradient("attention_backward", _backward, refuse_double_backward)
 
 
 def refuse_vmap(info: Any, in_dims: Any, *args: Any) -> None:
@@ -161,14 +165,14 @@ def forward_flops(*args: Any, out_val: Any = None) -> int:
     return flops_of(inputs, options, inputs.v.shape[-1])
 
 
-def flops_of(inputs: AttentionInputs | QuantizedInputs, options: tuple, head_dim_v: int) -> int:
+def flops_of(inputs: Inputs | QuantizedInputs, options: tuple, head_dim_v: int) -> int:
     """The FLOPs of a forward, two GEMMs over the visible pairs: Q K^T over head_dim and P V over head_dim_v."""
     pairs = visible_pairs(inputs, options[1], options[2]) * inputs.q.shape[-2]
     return 2 * pairs * (inputs.q.shape[-1] + head_dim_v)
 
 
 @register_flop_formula(torch.ops.onepass.attention_backward, get_raw=True)
-def _backward_flops(*args: Any, out_val: Any = None) -> int:
+def backward_flops(*args: Any, out_val: Any = None) -> int:
     """The FLOPs of a backward, five GEMMs over visible pairs: S, dQ, dK over head_dim and dP, dV over head_dim_v."""
     inputs, options = AttentionInputs(*args[4 : 4 + NUM_INPUTS]), args[4 + NUM_INPUTS :]
     pairs = visible_pairs(inputs, options[1], options[2]) * inputs.q.shape[-2]

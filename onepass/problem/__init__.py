@@ -5,7 +5,10 @@ from .attention import (
     AttentionInputs,
     AttentionProblem,
     Descales,
+    Inputs,
     Mask,
+    ModifiedInputs,
+    Modifiers,
     Quantization,
     QuantizedInputs,
 )
@@ -15,7 +18,10 @@ __all__ = [
     "AttentionInputs",
     "AttentionProblem",
     "Descales",
+    "Inputs",
     "Mask",
+    "ModifiedInputs",
+    "Modifiers",
     "Quantization",
     "QuantizedInputs",
 ]

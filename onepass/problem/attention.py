@@ -77,6 +77,26 @@ class Quantization:
     v_keys_last: bool = False
 
 
+class Modifiers(NamedTuple):
+    """Tensors that change which keys are seen, or scores, or probabilities, as of `onepass.attention`.
+
+    Few calls have any of them.
+
+    Attributes:
+        dropout_state: (2,) int64, seed and offset, with dropout_p.
+    """
+
+    seqstart_k: torch.Tensor | None = None
+    key_ranges: torch.Tensor | None = None
+    q_positions: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    dropout_state: torch.Tensor | None = None
+
+
+NO_MODIFIERS = Modifiers()
+
+
 class AttentionInputs(NamedTuple):
     """The tensors of one call, which an `AttentionProblem` does not hold."""
 
@@ -87,6 +107,27 @@ class AttentionInputs(NamedTuple):
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
     seqused_k: torch.Tensor | None = None
+
+    @property
+    def modifiers(self) -> Modifiers | None:
+        """None: a call with modifiers has `ModifiedInputs`."""
+        return None
+
+
+class ModifiedInputs(NamedTuple):
+    """The tensors of one call with modifiers."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    sinks: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor | None
+    seqused_k: torch.Tensor | None
+    modifiers: Modifiers
+
+
+Inputs = AttentionInputs | ModifiedInputs
 
 
 class QuantizedInputs(NamedTuple):
@@ -100,6 +141,10 @@ class QuantizedInputs(NamedTuple):
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
     seqused_k: torch.Tensor | None = None
+
+    @property
+    def modifiers(self) -> Modifiers | None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -129,26 +174,43 @@ class AttentionProblem:
     deterministic: bool = False
     quantization: Quantization | None = None  # with FP8 q, k, v
     kv_dtype: torch.dtype | None = None  # dtype of a cache's k and v, if it differs from dtype
+    has_seqstart_k: bool = False
+    has_key_ranges: bool = False
+    has_q_positions: bool = False
+    has_alibi: bool = False
+    has_bias: bool = False
+    dropout_p: float = 0.0
 
     # Fields that only change the data of a launch, never the code that runs.
     _DYNAMIC: ClassVar = frozenset(
-        {"batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "softmax_scale", "softcap", "mask"}
+        {
+            "batch",
+            "seqlen_q",
+            "seqlen_k",
+            "num_heads_q",
+            "num_heads_kv",
+            "softmax_scale",
+            "softcap",
+            "mask",
+            "dropout_p",
+        }
     )
 
     @classmethod
     def of(
         cls,
-        inputs: AttentionInputs | QuantizedInputs,
+        inputs: Inputs | QuantizedInputs,
         *,
         softmax_scale: float,
         mask: Mask,
         softcap: float | None,
         deterministic: bool,
         quantization: Quantization | None = None,
+        dropout_p: float = 0.0,
     ) -> AttentionProblem:
         """The problem that these tensors and options pose; they have been checked before."""
         q, k, v = inputs.q, inputs.k, inputs.v
-        cu_seqlens_q = inputs.cu_seqlens_q
+        cu_seqlens_q, modifiers = inputs.cu_seqlens_q, inputs.modifiers or NO_MODIFIERS
         return cls(
             dtype=q.dtype,
             device_type=q.device.type,
@@ -167,12 +229,41 @@ class AttentionProblem:
             is_packed=cu_seqlens_q is not None,
             deterministic=deterministic,
             quantization=quantization,
+            dropout_p=dropout_p,
+            has_seqstart_k=modifiers.seqstart_k is not None,
+            has_key_ranges=modifiers.key_ranges is not None,
+            has_q_positions=modifiers.q_positions is not None,
+            has_alibi=modifiers.alibi_slopes is not None,
+            has_bias=modifiers.bias is not None,
         )
 
     @property
     def qhead_per_kvhead(self) -> int:
         """The number of query heads of a kv head; 1 if there are no query heads, so that it can be a divisor."""
         return self.num_heads_q // self.num_heads_kv if self.num_heads_q else 1
+
+    @property
+    def has_modifiers(self) -> bool:
+        """Whether a call has `Modifiers`."""
+        return self.has_seqstart_k or self.has_row_ranges or self.has_alibi or self.has_bias or self.dropout_p > 0
+
+    @property
+    def modifiers_named(self) -> str:
+        """The modifiers of the problem, for a message."""
+        names = {
+            "seqstart_k": self.has_seqstart_k,
+            "key_ranges": self.has_key_ranges,
+            "q_positions": self.has_q_positions,
+            "alibi_slopes": self.has_alibi,
+            "bias": self.has_bias,
+            "dropout_p": self.dropout_p > 0,
+        }
+        return ", ".join(name for name, is_given in names.items() if is_given)
+
+    @property
+    def has_row_ranges(self) -> bool:
+        """Whether the keys that a query sees are not an interval around i + seqlen_k - seqlen_q."""
+        return self.has_key_ranges or self.has_q_positions
 
     @property
     def is_empty(self) -> bool:
@@ -210,4 +301,5 @@ class AttentionProblem:
             ("has_window_left", self.mask.window_left is not None),
             ("has_window_right", self.mask.window_right is not None),
             ("has_softcap", self.softcap is not None),
+            ("has_dropout", self.dropout_p > 0),
         )

@@ -49,6 +49,24 @@ def read_lengths(
     return offsets[0], offsets[1], used
 
 
+def read_starts(
+    problem: AttentionProblem, seqstart_k: torch.Tensor | None, cu_k: list[int] | None, used: list[int] | None
+) -> list[int] | None:
+    """seqstart_k as a checked list; None if there is none. Raises: ValueError, see `read_lengths`.
+
+    Args: cu_k, used: from `read_lengths`.
+    """
+    if seqstart_k is None:
+        return None
+    starts = seqstart_k.tolist()
+    for b, start in enumerate(starts):
+        longest = problem.seqlen_k if cu_k is None else cu_k[b + 1] - cu_k[b]
+        longest = longest if used is None else used[b]
+        if not 0 <= start <= longest:
+            raise ValueError(f"seqstart_k[{b}]: expected 0 to {longest}, the keys of the sequence, got {start}")
+    return starts
+
+
 def read_cache_lengths(inputs: DecodeInputs) -> list[int]:
     """cache_seqlens as a list, after a check of all values that decide where the call reads and writes.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import AttentionInputs, AttentionProblem, QuantizedInputs
+from . import AttentionProblem, Inputs, QuantizedInputs
 
 
 def empty_as(t: Tensor, head_dim: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -27,7 +27,7 @@ def empty_as(t: Tensor, head_dim: int, dtype: torch.dtype | None = None) -> Tens
     return t.new_empty_strided((batch, seqlen, num_heads, head_dim), strides, dtype=dtype)
 
 
-def empty_outputs(problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
+def empty_outputs(problem: AttentionProblem, inputs: Inputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
     """Uninitialized out, in q's memory order, and lse (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q)."""
     q, dtype = inputs.q, problem.accum_dtype
     if q.dim() == 3:
@@ -52,12 +52,12 @@ def without_keys(out: Tensor, lse: Tensor, sinks: Tensor | None, cu_seqlens_q: T
     return out.zero_(), lse
 
 
-def outputs_without_keys(problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
+def outputs_without_keys(problem: AttentionProblem, inputs: Inputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
     """out and lse of a call in which no row sees a key."""
     return without_keys(*empty_outputs(problem, inputs), inputs.sinks, inputs.cu_seqlens_q)
 
 
-def empty_gradients(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def empty_gradients(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Uninitialized dq, dk, dv, with the memory order of q, k, v, and dsinks (of size 0 without sinks)."""
     q, k, v, sinks = inputs[:4]
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks, memory_format=torch.contiguous_format)

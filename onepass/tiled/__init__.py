@@ -3,10 +3,11 @@
 online_softmax.py   the recurrence, and when it can be left out
 forward.py          out and lse, one pass over the keys
 backward.py         gradients by recomputation, from lse
+modifiers.py        what few calls do to scores: key ranges, positions, ALiBi, bias, dropout
 mask.py sequences.py  masked pairs of a tile; how a call is cut into sequences and groups of heads
 """
 
-from .backward import backward
+from .backward import backward, gradients
 from .forward import forward
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "gradients"]

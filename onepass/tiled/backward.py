@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from ..geometry.block_range import query_range, tile_needs_mask, tiles
-from ..problem import AttentionInputs, AttentionProblem
+from ..problem import AttentionProblem, Inputs
+from ..problem.attention import NO_MODIFIERS
 from ..problem.outputs import empty_gradients
 from .mask import TileMask, add_visible, fill_hidden, zero_hidden
+from .modifiers import Gradients, ScoreModifiers, make_modifiers
 from .online_softmax import SAFE_SCORE, log_tiny
 from .scratch import Scratch
 from .sequences import head_groups, sequences
@@ -29,7 +31,7 @@ from .tile_sizes import TileSizes, work_dtype
 
 def backward(
     problem: AttentionProblem,
-    inputs: AttentionInputs,
+    inputs: Inputs,
     out: Tensor,
     lse: Tensor,
     dout: Tensor,
@@ -40,10 +42,23 @@ def backward(
 
     Returns: dq, dk, dv, in the memory order of q, k, v; dsinks in the shape of sinks (of size 0 without sinks).
     """
+    return gradients(problem, inputs, out, lse, dout, dlse, tile_sizes)[:4]
+
+
+def gradients(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    tile_sizes: TileSizes | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """What `backward` returns; then the gradients of alibi_slopes and of bias, None where there are none."""
     q, k, v, sinks = inputs[:4]
     pieces = sequences(problem, inputs)
     dq, dk, dv, dsinks = empty_gradients(inputs)
-    if problem.is_packed or problem.has_seqused_k or problem.is_empty:
+    if problem.is_packed or problem.has_seqused_k or problem.has_seqstart_k or problem.is_empty:
         # tokens outside every sequence, keys past seqused_k, sequences without queries or keys, heads of keys alone
         for x in (dq, dk, dv):
             x.zero_()
@@ -66,6 +81,9 @@ def backward(
     # A sink of NaN leaves its rows without finite probabilities, even for hidden pairs.
     has_nan = not lse_is_safe and bool(lse.isnan().any())
     scratch = Scratch(q, work_dtype(problem))
+    given = inputs.modifiers or NO_MODIFIERS
+    terms = given.alibi_slopes, given.bias
+    sums = Gradients(*(None if t is None else torch.zeros(t.shape, dtype=accum, device=t.device) for t in terms))
     for piece in pieces:
         rows = [piece.rows(x) for x in (q, dout, dq)]
         cols = [piece.cols(x) for x in (k, v, dk, dv)]
@@ -80,12 +98,15 @@ def backward(
                 *(group.q_rows(x) for x in rows),
                 *(group.kv_rows(x) for x in cols),
                 *(group.stats(x) for x in stats),
+                modifiers=make_modifiers(problem, inputs, piece, group),
+                sums=sums,
                 lse_is_safe=lse_is_safe,
                 lse_has_nan=has_nan,
                 sizes=sizes,
                 scratch=scratch,
             )
-    return dq, dk, dv, dsinks
+    dslopes, dbias = (None if s is None or t is None else s.to(t.dtype) for s, t in zip(sums, terms, strict=True))
+    return dq, dk, dv, dsinks, dslopes, dbias
 
 
 class _QueryTile(NamedTuple):
@@ -112,6 +133,8 @@ def _backward_group(
     lse: Tensor,  # (entries, kv heads, qhead_per_kvhead, seqlen_q)
     delta: Tensor,
     *,
+    modifiers: ScoreModifiers | None,
+    sums: Gradients,
     lse_is_safe: bool,
     lse_has_nan: bool,
     sizes: TileSizes,
@@ -133,7 +156,8 @@ def _backward_group(
     # As in the forward pass, scores of ordinary size need no reference: p = exp(s) exp(-lse), and the second factor
     # belongs to the row, so dout and delta can carry it. |s| <= |q| |k| tells in advance; below 256 keys the norms
     # cost more than they save.
-    fixed_reference = (
+    adds_terms = modifiers is not None and modifiers.adds_terms
+    fixed_reference = not adds_terms and (
         lse_is_safe and seqlen_k >= 256 and abs(scale) * scratch.largest_norm(q) * scratch.largest_norm(k) <= SAFE_SCORE
     )
     group = problem.qhead_per_kvhead
@@ -166,8 +190,13 @@ def _backward_group(
         acc_dk, acc_dv = scratch.empty("dk", *k_tile.shape), scratch.empty("dv", *v_tile.shape)
         has_dkv = False  # acc_dk and acc_dv hold nothing yet
         first_query, end_query = query_range(n_start, n_end, *geometry)
+        keys = n_start, n_end
         for m in query_tiles:
-            if m.m_end <= first_query or m.m_start >= end_query:
+            queries = m.m_start, m.m_end
+            if modifiers is not None and problem.has_row_ranges:
+                if not modifiers.sees(queries, keys):
+                    continue
+            elif m.m_end <= first_query or m.m_start >= end_query:
                 continue
             shape = heads, n_end - n_start, m.q.shape[1]
             p, ds = scratch.empty("p", *shape), scratch.empty("ds", *shape)
@@ -176,8 +205,13 @@ def _backward_group(
             if softcap is not None:
                 tanh = p.div_(softcap).tanh_().clone()
                 p.mul_(softcap)
-            needs_mask = tile_needs_mask(m.m_start, m.m_end, n_start, n_end, *geometry)
-            pairs = tile_mask.pairs((m.m_start, m.m_end), (n_start, n_end)) if needs_mask else None
+            needs_mask = not problem.has_row_ranges and tile_needs_mask(m.m_start, m.m_end, n_start, n_end, *geometry)
+            pairs = tile_mask.pairs(queries, keys) if needs_mask else None
+            if modifiers is not None:
+                by_window = tile_mask.window_pairs(queries, keys) if needs_mask else None
+                of_tile = modifiers.pairs(by_window, queries, keys, p.dtype)
+                pairs = pairs if of_tile is None or of_tile is by_window else of_tile.mT
+                modifiers.add_terms_(modifiers.as_rows(p), queries, keys)
             if not fixed_reference:
                 # no visible score passes its row's lse; what a hidden one would overflow to is cut off
                 p.sub_(m.lse).clamp_(lowest, 0.0)
@@ -186,18 +220,26 @@ def _backward_group(
                 fill_hidden(p, pairs, 0.0)
             else:
                 zero_hidden(p, pairs)
+            kept = None if modifiers is None else modifiers.kept(queries, keys, p.dtype)
+            if modifiers is not None and kept is not None:
+                modifiers.as_rows(ds).mul_(kept)
             ds.sub_(m.delta).mul_(p)
+            if modifiers is not None and kept is not None:
+                modifiers.as_rows(p).mul_(kept)
+            if modifiers is not None and adds_terms:
+                fill_hidden(ds, pairs, 0.0)
+                modifiers.add_gradients(sums, modifiers.as_rows(ds), queries, keys)
             if softcap is not None:
                 ds.mul_(tanh.square_().neg_().add_(1.0))  # d(c tanh(s / c)) / ds = 1 - tanh^2
             if keep_apart and pairs is not None:
                 fill_hidden(ds, pairs, 0.0)
-                hidden = pairs.hidden.squeeze(1)
+                hidden = pairs.matrix(True)
             else:
                 hidden = None
             has_dq = m.m_start in started
             _add_product(acc_dv, p, m.dout, hidden, has_dkv)
             _add_product(acc_dk, ds, m.q, hidden, has_dkv)
-            _add_product(m.acc_dq, ds.transpose(1, 2), k_tile, None if hidden is None else hidden.T, has_dq)
+            _add_product(m.acc_dq, ds.transpose(1, 2), k_tile, None if hidden is None else hidden.mT, has_dq)
             has_dkv = True
             started.add(m.m_start)
         for gradient, acc in ((dk, acc_dk), (dv, acc_dv)):  # m.q carries the scale of dk

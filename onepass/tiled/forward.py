@@ -6,18 +6,21 @@ import torch
 from torch import Tensor
 
 from ..geometry.block_range import key_tiles, tiles
-from ..problem import AttentionInputs, AttentionProblem, QuantizedInputs
+from ..problem import AttentionProblem, Inputs, QuantizedInputs
 from ..problem.outputs import empty_outputs, without_keys
 from ..quantization import codec, dequantize
 from .mask import Range, TileMask, add_visible
+from .modifiers import ScoreModifiers, make_modifiers
 from .online_softmax import OnlineSoftmax
 from .scratch import Scratch
-from .sequences import head_groups, sequences
+from .sequences import Sequences, head_groups, sequences
 from .tile_sizes import TileSizes, work_dtype
 
 
 def forward(
-    problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs, tile_sizes: TileSizes | None = None
+    problem: AttentionProblem,
+    inputs: Inputs | QuantizedInputs,
+    tile_sizes: TileSizes | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a whole call.
 
@@ -31,32 +34,33 @@ def forward(
     q = inputs.q
     pieces = sequences(problem, inputs)
     # rows without a sequence or a key keep these values; all others are overwritten
-    is_covered = not problem.is_packed and all(piece.num_keys for piece in pieces)
+    is_covered = not (problem.is_packed or problem.has_seqstart_k) and all(piece.num_keys for piece in pieces)
     if not is_covered:
         without_keys(out, lse, inputs.sinks, inputs.cu_seqlens_q)
     scratch = Scratch(q, work_dtype(problem))
     for piece in pieces:
         views = piece.rows(q), piece.cols(inputs.k), piece.cols(inputs.v), piece.rows(out), piece.stats(lse)
         if 0 not in views[0].shape and 0 not in views[1].shape:
-            _forward_sequences(problem, *views, inputs.sinks, tile_sizes, scratch)
+            _forward_sequences(problem, inputs, piece, *views, tile_sizes, scratch)
     return out, lse
 
 
 def _forward_sequences(
     problem: AttentionProblem,
+    inputs: Inputs,
+    piece: Sequences,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    sinks: Tensor | None,
     tile_sizes: TileSizes | None,
     scratch: Scratch,
 ) -> None:
     """Sequences of equal lengths, (n, seqlen, num_heads, head_dim): fills the views `out` and `lse`."""
     sizes = tile_sizes or TileSizes.choose(problem, k.shape[1])
     for group in head_groups(problem, q.shape[0], sizes.heads):
-        group_sinks = None if sinks is None else group.per_head(sinks)
+        group_sinks = None if inputs.sinks is None else group.per_head(inputs.sinks)
         _forward_group(
             problem,
             group.q_rows(q),
@@ -65,6 +69,7 @@ def _forward_sequences(
             group.q_rows(out),
             group.stats(lse),
             group_sinks,
+            make_modifiers(problem, inputs, piece, group),
             sizes,
             scratch,
         )
@@ -78,6 +83,7 @@ def _forward_group(
     out: Tensor,
     lse: Tensor,  # (entries, kv heads, qhead_per_kvhead, seqlen_q)
     sinks: Tensor | None,  # (kv heads, qhead_per_kvhead)
+    modifiers: ScoreModifiers | None,
     sizes: TileSizes,
     scratch: Scratch,
 ) -> None:
@@ -95,18 +101,30 @@ def _forward_group(
     def visit_keys(q_tile: Tensor, acc_o: Tensor, queries: Range, fixed_reference: bool) -> OnlineSoftmax:
         """One pass over the keys that these queries see; acc_o becomes the unnormalized output."""
         softmax = OnlineSoftmax(acc_o, fixed_reference)
-        for n_start, n_end, needs_mask in key_tiles(queries[0], queries[1], *geometry, sizes.tile_n):
+        if modifiers is not None and problem.has_row_ranges:
+            visited = modifiers.key_tiles(queries, sizes.tile_n)
+        else:
+            visited = key_tiles(queries[0], queries[1], *geometry, sizes.tile_n)
+        for n_start, n_end, needs_mask in visited:
+            keys = n_start, n_end
             k_tile, v_tile = k[:, n_start:n_end], v[:, n_start:n_end]
             acc_s = scratch.empty("scores", heads, q_tile.shape[1], n_end - n_start)
             torch.bmm(q_tile, k_tile.transpose(1, 2), out=acc_s)
             if problem.softcap is not None:
                 acc_s.div_(problem.softcap).tanh_().mul_(problem.softcap)
-            pairs = tile_mask.pairs(queries, (n_start, n_end)) if needs_mask else None
+            by_window = needs_mask and not problem.has_row_ranges
+            pairs = tile_mask.pairs(queries, keys) if by_window else None
+            if modifiers is not None:
+                tile = acc_s.view(*modifiers.shape, queries[1] - queries[0], n_end - n_start)
+                modifiers.add_terms_(tile, queries, keys)
+                pairs = modifiers.pairs(pairs, queries, keys, acc_s.dtype)
             p, is_first = softmax.update(acc_s, pairs)
             if is_fp8:
                 _round_probabilities_(p, scratch)
+            if modifiers is not None:
+                modifiers.drop_(p, queries, keys)
             if pairs is not None and not tile_mask.operands_are_finite:
-                add_visible(acc_o.zero_() if is_first else acc_o, p, v_tile, pairs.hidden)
+                add_visible(acc_o.zero_() if is_first else acc_o, p, v_tile, pairs.matrix(False))
             elif is_first:
                 torch.bmm(p, v_tile, out=acc_o)
             else:

@@ -34,15 +34,26 @@ def hidden_pairs(
 
 
 class TilePairs(NamedTuple):
-    """The mask of one tile, (queries, keys), in the two forms in which it is used."""
+    """The mask of one tile, in the forms in which it is used.
+
+    It is (queries, keys), or (heads, qhead_per_kvhead, queries, keys) where heads differ.
+    """
 
     hidden: Tensor  # bool, True where masked
     keep: Tensor  # 0.0 where masked, 1.0 elsewhere
 
     @property
     def mT(self) -> TilePairs:
-        """(keys, 1, queries): for transposed tiles, (keys, qhead_per_kvhead, queries)."""
+        """(keys, 1, queries), or (heads, keys, qhead_per_kvhead, queries): for transposed tiles."""
+        if self.hidden.dim() == 4:
+            return TilePairs(*(x.permute(0, 3, 1, 2).contiguous() for x in self))
         return TilePairs(self.hidden.T.unsqueeze(1), self.keep.T.contiguous().unsqueeze(1))
+
+    def matrix(self, transposed: bool) -> Tensor:
+        """Hidden pairs as (1 or heads, rows, columns) of a tile; fewer rows or columns if query heads share them."""
+        if self.hidden.dim() == 4:
+            return self.hidden.flatten(2, 3) if transposed else self.hidden.flatten(1, 2)
+        return (self.hidden.squeeze(1) if transposed else self.hidden)[None]
 
 
 class TileMask:
@@ -62,7 +73,8 @@ class TileMask:
         self.like = operands[0]
         self.dtype = problem.accum_dtype
         # a sum is finite only if every term is; it may overflow, which costs time and nothing else
-        self.operands_are_finite = problem.mask.is_full or all(math.isfinite(float(x.sum())) for x in operands)
+        sees_all = problem.mask.is_full and not problem.has_row_ranges and not problem.has_bias
+        self.operands_are_finite = sees_all or all(math.isfinite(float(x.sum())) for x in operands)
         self._recent: dict[tuple[int, int, int], TilePairs] = {}
 
     def pairs(self, queries: Range, keys: Range) -> TilePairs:
@@ -75,6 +87,11 @@ class TileMask:
             pairs = TilePairs(hidden, (~hidden).to(self.dtype))
             self._recent[where] = pairs.mT if self.transposed else pairs
         return self._recent[where]
+
+    def window_pairs(self, queries: Range, keys: Range) -> TilePairs:
+        """The mask of a tile as (queries, keys), whatever the form of `pairs`."""
+        hidden = hidden_pairs(queries, keys, self.shift, *self.window, self.like.device)
+        return TilePairs(hidden, (~hidden).to(self.dtype))
 
 
 def fill_hidden(tile: Tensor, pairs: TilePairs | None, value: float) -> None:
@@ -91,6 +108,8 @@ def zero_hidden(tile: Tensor, pairs: TilePairs | None) -> None:
 
 def _by_query_head(tile: Tensor, pairs: TilePairs) -> Tensor:
     """Unstack the query heads of a tile (heads, qhead_per_kvhead * queries, keys), or of its transpose."""
+    if pairs.hidden.dim() == 4:
+        return tile.view(pairs.hidden.shape)
     if pairs.hidden.dim() == 2:
         return tile.view(tile.shape[0], -1, *pairs.hidden.shape)
     keys, _, queries = pairs.hidden.shape
@@ -102,13 +121,13 @@ def add_visible(acc: Tensor, p: Tensor, operand: Tensor, hidden: Tensor) -> None
 
     Args:
         acc: (heads, rows, head_dim). p: (heads, rows, columns). operand: (heads, columns, head_dim).
-        hidden: (rows, columns), or fewer rows or columns if p repeats them (one block for each query head).
+        hidden: (1 or heads, rows, columns), or fewer rows or columns if p repeats them (one block for each query head).
     """
     rows, columns = p.shape[1:]
-    hidden = hidden.repeat(rows // hidden.shape[0], columns // hidden.shape[1])
+    hidden = hidden.repeat(1, rows // hidden.shape[1], columns // hidden.shape[2])
     finite = operand.isfinite()
     acc.baddbmm_(p, operand.where(finite, 0.0))
     wild = operand.where(~finite, 0.0)
     for j in (~finite).any(-1).any(0).nonzero().flatten().tolist():
-        seen = ~hidden[:, j, None] & (wild[:, None, j] != 0)
+        seen = ~hidden[:, :, j, None] & (wild[:, None, j] != 0)
         acc += torch.where(seen, p[:, :, j, None] * wild[:, None, j], 0.0)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..problem import AttentionInputs, AttentionProblem
-from ..problem.lengths import read_lengths
+from ..problem import AttentionProblem, Inputs
+from ..problem.lengths import read_lengths, read_starts
 
 
 class Sequences(NamedTuple):
@@ -17,6 +17,9 @@ class Sequences(NamedTuple):
     batch: slice | None  # entries of a dense tensor; None: packed
     queries: slice
     keys: slice
+    entry: int = 0  # the first of these sequences among those of the call
+    first_query: int = 0  # numbers of the first query and of the first key in their sequence
+    first_key: int = 0
 
     @property
     def num_keys(self) -> int:
@@ -35,18 +38,33 @@ class Sequences(NamedTuple):
         return t[self.batch, :, self.queries] if self.batch is not None else t[:, self.queries].unsqueeze(0)
 
 
-def sequences(problem: AttentionProblem, inputs: AttentionInputs) -> list[Sequences]:
-    """All sequences of a call. Checks the values of the length tensors first."""
+def sequences(problem: AttentionProblem, inputs: Inputs) -> list[Sequences]:
+    """All sequences of a call. Checks the values of the length tensors first.
+
+    Keys before the start of a sequence, and queries before it, are left out.
+    """
     cu_q, cu_k, used = read_lengths(problem, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k)
+    starts = read_starts(problem, inputs.modifiers and inputs.modifiers.seqstart_k, cu_k, used)
     if cu_q is None or cu_k is None:
         all_queries = slice(0, problem.seqlen_q)
-        if used is None:
+        if used is None and starts is None:
             return [Sequences(slice(0, problem.batch), all_queries, slice(0, problem.seqlen_k))]
-        return [Sequences(slice(b, b + 1), all_queries, slice(0, n)) for b, n in enumerate(used)]
+        cu_q, cu_k = [0] * (problem.batch + 1), [0] * (problem.batch + 1)
+        ends_q, ends_k = [problem.seqlen_q] * problem.batch, used or [problem.seqlen_k] * problem.batch
+        entries: list[slice | None] = [slice(b, b + 1) for b in range(problem.batch)]
+    else:
+        ends_q = cu_q[1:]
+        ends_k = cu_k[1:] if used is None else [start + n for start, n in zip(cu_k, used, strict=False)]
+        entries = [None] * problem.batch
     pieces = []
     for b in range(problem.batch):
-        end = cu_k[b + 1] if used is None else cu_k[b] + used[b]
-        pieces.append(Sequences(None, slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], end)))
+        start = 0 if starts is None else starts[b]
+        # the queries before the start, where positions are not given; with them a query says itself what it sees
+        num_queries, num_keys = ends_q[b] - cu_q[b], ends_k[b] - cu_k[b]
+        first = 0 if problem.has_q_positions else min(max(0, num_queries - (num_keys - start)), num_queries)
+        first = 0 if starts is None else first
+        queries, keys = slice(cu_q[b] + first, ends_q[b]), slice(cu_k[b] + start, ends_k[b])
+        pieces.append(Sequences(entries[b], queries, keys, b, first, start))
     return pieces
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from ..kernels.config import ForwardConfigSm80, ForwardConfigSm90
-from ..problem import AttentionInputs, AttentionProblem, Mask
+from ..problem import AttentionInputs, AttentionProblem, Mask, ModifiedInputs
+from .modifiers import check_modifiers
 from .scalars import check_flag, check_int, check_real
 from .tensors import check_dense, check_max_seqlens, check_packed, check_sinks, check_tensors
 
@@ -80,7 +81,9 @@ def checked_options(
     return {"softmax_scale": scale, "mask": mask, "softcap": softcap, "deterministic": is_reproducible}
 
 
-def check_attention(q: Any, k: Any, v: Any, *, seqused_k: Any = None, **options: Any) -> AttentionProblem:
+def check_attention(
+    q: Any, k: Any, v: Any, *, seqused_k: Any = None, modifiers: dict[str, Any] | None = None, **options: Any
+) -> AttentionProblem:
     """The problem of a call of `onepass.attention`, whose arguments are checked.
 
     Raises: TypeError, ValueError or UnsupportedError (a NotImplementedError), naming the argument, what was
@@ -89,7 +92,16 @@ def check_attention(q: Any, k: Any, v: Any, *, seqused_k: Any = None, **options:
     check_tensors({"q": q, "k": k, "v": v})
     check_dense(q, k, v, seqused_k)
     inputs = AttentionInputs(q, k, v, options["sinks"], seqused_k=seqused_k)
-    return AttentionProblem.of(inputs, **checked_options(q, **options))
+    return _problem_of(inputs, checked_options(q, **options), modifiers)
+
+
+def _problem_of(inputs: AttentionInputs, options: dict[str, Any], modifiers: dict[str, Any] | None) -> AttentionProblem:
+    """The problem of checked arguments; modifiers: the arguments of `check_modifiers` by name, None: there are none."""
+    if modifiers is not None:
+        found, dropout_p = check_modifiers(inputs.q, inputs.k, inputs.cu_seqlens_q, **modifiers)
+        if found is not None:
+            return AttentionProblem.of(ModifiedInputs(*inputs, found), **options, dropout_p=dropout_p)
+    return AttentionProblem.of(inputs, **options)
 
 
 def check_attention_varlen(
@@ -102,6 +114,7 @@ def check_attention_varlen(
     max_seqlen_q: Any = None,
     max_seqlen_k: Any = None,
     seqused_k: Any = None,
+    modifiers: dict[str, Any] | None = None,
     **options: Any,
 ) -> AttentionProblem:
     """The problem of a call of `onepass.attention_varlen`; raises like `check_attention`."""
@@ -109,4 +122,4 @@ def check_attention_varlen(
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k)
     check_max_seqlens(max_seqlen_q, max_seqlen_k)
     inputs = AttentionInputs(q, k, v, options["sinks"], cu_seqlens_q, cu_seqlens_k, seqused_k)
-    return AttentionProblem.of(inputs, **checked_options(q, **options))
+    return _problem_of(inputs, checked_options(q, **options), modifiers)

@@ -94,6 +94,9 @@ AREAS = (
             Group(("onepass/ops/autocast.py",), ("tests/api/test_ops.py", *FP8[:1])),
             Group(("onepass/ops/gradient_rule.py",), ("tests/api/test_functional.py", "tests/api/test_ops.py")),
             Group(("onepass/geometry/visible_pairs.py",), ("tests/api/test_flop_counter.py",)),
+            Group(("onepass/geometry/philox.py",), ("tests/geometry/test_philox.py",)),
+            Group(("onepass/validation/modifiers.py",), ("tests/validation/test_modifier_checks.py", *CHECKS)),
+            Group(("onepass/tiled/modifiers.py", "onepass/ops/modified.py"), ("tests/tiled/test_modifiers.py",)),
             Group(
                 (
                     "onepass/dispatch/attention.py",

@@ -24,7 +24,6 @@ CALLS = {
 HINTS = {
     "is_causal": "it is called causal here, and aligned at the bottom right",
     "scale": "it is called softmax_scale here",
-    "dropout_p": "onepass has no dropout; leave it out where it is 0.0",
     "attn_mask": "onepass.compat.sdpa takes a mask",
     "enable_gqa": "it is always on here",
     "window_size": "it is called window here",

@@ -32,6 +32,8 @@ MAX_GRID = 65535  # CUDA limits the grid dimensions that preprocess and postproc
 
 def unsupported(problem: AttentionProblem) -> str | None:
     """Why the kernels do not compute the gradients of this problem; None if they do."""
+    if problem.has_modifiers:
+        return f"{problem.modifiers_named}: expected none"
     for name, size in (("num_heads", problem.num_heads_q), ("batch", problem.batch)):
         if size > MAX_GRID:
             return f"{name}: expected up to {MAX_GRID}, got {size}"

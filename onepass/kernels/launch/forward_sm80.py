@@ -37,6 +37,8 @@ MAX_HEAD_DIM = 256
 
 def unsupported(problem: AttentionProblem) -> str | None:
     """Why this backend does not compute the problem; None if it does."""
+    if problem.has_modifiers:
+        return f"{problem.modifiers_named}: expected none"
     if problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"dtype: expected bfloat16, float16 or float32, got {str(problem.dtype).removeprefix('torch.')}"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):

@@ -40,6 +40,8 @@ ANY_ROWS = 2**30  # rows of a block that holds all rows
 
 def unsupported(problem: AttentionProblem) -> str | None:
     """Why this backend does not compute the problem; None if it does."""
+    if problem.has_modifiers:
+        return f"{problem.modifiers_named}: expected none"
     if problem.quantization is not None:
         if (reason := _unsupported_fp8(problem)) is not None:
             return reason

@@ -1,0 +1,244 @@
+"""What a call does to the scores of a group of heads beside scale, softcap and window.
+
+key_ranges, q_positions     the keys that each query sees: one interval a query, [low, high)
+alibi_slopes, bias          terms that are added to scores, after the softcap
+dropout                     probabilities that are left out of the product with V
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..geometry import philox
+from ..geometry.block_range import tiles
+from ..problem import AttentionProblem, Inputs
+from ..problem.attention import NO_MODIFIERS
+from .mask import Range, TilePairs
+from .sequences import HeadGroup, Sequences
+
+
+class Gradients(NamedTuple):
+    """Sums of gradients of the terms, in float32 or float64, in the shapes of the tensors."""
+
+    alibi_slopes: Tensor | None
+    bias: Tensor | None
+
+
+class ScoreModifiers:
+    """The modifiers of one group of heads of sequences of equal lengths.
+
+    Tiles are (entries, kv heads, qhead_per_kvhead, queries, keys), or have a size of 1 where a tensor is broadcast.
+    Queries and keys are numbered from the first ones of the piece.
+    """
+
+    def __init__(self, problem: AttentionProblem, inputs: Inputs, piece: Sequences, group: HeadGroup):
+        self.problem, self.piece, self.group = problem, piece, group
+        self.inputs = inputs.modifiers or NO_MODIFIERS
+        self.device = inputs.q.device
+        n = 1 if piece.batch is None else piece.batch.stop - piece.batch.start
+        entries = range(n)[group.entries]
+        self.entries = slice(piece.entry + entries.start, piece.entry + entries.stop)  # of the call
+        self.num_entries = self.entries.stop - self.entries.start
+        self.num_kv_heads = len(range(problem.num_heads_kv)[group.heads])
+        self.seqlen_q, self.seqlen_k = piece.queries.stop - piece.queries.start, piece.num_keys
+        self.positions = self._positions()
+        # the interval of each query, see `_ranges`; used with problem.has_row_ranges
+        self.low, self.high = self._ranges() if problem.has_row_ranges else (self.positions, self.positions)
+        self.slopes = None if self.inputs.alibi_slopes is None else self._slopes(self.inputs.alibi_slopes)
+        self.bias = None if self.inputs.bias is None else self._bias(self.inputs.bias)
+        self.bias_hides = self.bias is not None and bool((self.bias == -torch.inf).any())
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Entries, kv heads, query heads of a kv head."""
+        return self.num_entries, self.num_kv_heads, self.problem.qhead_per_kvhead
+
+    # ---------------------------------------------------------------- views of the call's tensors
+
+    def _batched(self, t: Tensor) -> Tensor:
+        """The entries of this group of a dense tensor, or the sequence of a packed one, which has no batch."""
+        if self.problem.is_packed:
+            return t.unsqueeze(0)
+        return t if t.shape[0] == 1 else t[self.entries]
+
+    def _by_heads(self, t: Tensor) -> Tensor:
+        """(entries, heads, ...) -> (entries, kv heads, qhead_per_kvhead, ...), of the heads of this group."""
+        if t.shape[1] == 1:
+            return t.unsqueeze(2)
+        return t.unflatten(1, (-1, self.problem.qhead_per_kvhead))[:, self.group.heads]
+
+    def _positions(self) -> Tensor:
+        """(entries or 1, 1, 1, queries): where queries stand among the keys of their sequence."""
+        if self.inputs.q_positions is not None:
+            own = self._batched(self.inputs.q_positions)[:, self.piece.queries]
+            return own.long()[:, None, None]
+        end = self.piece.first_key + self.seqlen_k  # of the keys
+        return torch.arange(end - self.seqlen_q, end, device=self.device).view(1, 1, 1, -1)
+
+    def _ranges(self) -> tuple[Tensor, Tensor]:
+        """The interval of keys of each query, (entries or 1, kv heads or 1, .., queries), in numbers of the piece."""
+        left, right = self.problem.mask.window_left, self.problem.mask.window_right
+        first, end = self.piece.first_key, self.piece.first_key + self.seqlen_k
+        low, high = torch.full_like(self.positions, first), torch.full_like(self.positions, end)
+        if left is not None:
+            low = torch.maximum(low, self.positions - left)
+        if right is not None:
+            high = torch.minimum(high, self.positions + right + 1)
+        if self.inputs.key_ranges is not None:
+            own = self._by_heads(self._batched(self.inputs.key_ranges)[:, :, self.piece.queries]).long()
+            low, high = torch.maximum(low, own[..., 0]), torch.minimum(high, own[..., 1])
+        if self.problem.has_seqstart_k:
+            high = torch.where(self.positions >= first, high, low)
+        return low - first, torch.maximum(high, low) - first
+
+    def _slopes(self, slopes: Tensor) -> Tensor:
+        """(entries or 1, kv heads, qhead_per_kvhead, 1, 1)."""
+        slopes = slopes[None] if slopes.dim() == 1 else slopes[self.entries]
+        return self._by_heads(slopes)[..., None, None]
+
+    def _bias(self, bias: Tensor) -> Tensor:
+        """(entries or 1, kv heads or 1, qhead_per_kvhead or 1, rows or 1, keys or 1)."""
+        own = self._by_heads(self._batched(bias))
+        if own.shape[-2] > 1 and self.inputs.q_positions is None:
+            own = own[..., self.piece.queries, :]
+        return own if own.shape[-1] == 1 else own[..., self.piece.first_key : self.piece.first_key + self.seqlen_k]
+
+    # ---------------------------------------------------------------- which keys
+
+    def key_tiles(self, queries: Range, tile_n: int) -> list[tuple[int, int, bool]]:
+        """The key tiles that some of these queries see, the last ones first: (n_start, n_end, needs_mask)."""
+        low, high = (x[..., slice(*queries)] for x in (self.low, self.high))
+        seen = low < high
+        if not bool(seen.any()):
+            return []
+        start, end = int(low[seen].min()), int(high[seen].max())
+        clear = bool(seen.all())
+        clear_start, clear_end = int(low.max()), int(high.min())
+        found = [(a, b, not (clear and clear_start <= a and b <= clear_end)) for a, b in tiles(start, end, tile_n)]
+        return found[::-1]
+
+    def sees(self, queries: Range, keys: Range) -> bool:
+        """Whether some of these queries see some of the keys."""
+        low, high = (x[..., slice(*queries)] for x in (self.low, self.high))
+        return bool(((low < keys[1]) & (high > keys[0]) & (low < high)).any())
+
+    def as_rows(self, tile: Tensor) -> Tensor:
+        """A transposed tile (heads, keys, rows) as (entries, kv heads, qhead_per_kvhead, queries, keys)."""
+        entries, kv_heads, group = self.shape
+        return tile.view(entries, kv_heads, tile.shape[1], group, -1).permute(0, 1, 3, 4, 2)
+
+    def hidden(self, queries: Range, keys: Range) -> Tensor | None:
+        """Boolean tile, True where a query must not see a key by its interval or by a bias of -inf."""
+        found = None
+        if self.problem.has_row_ranges:
+            j = torch.arange(*keys, device=self.device)
+            low, high = (x[..., slice(*queries), None] for x in (self.low, self.high))
+            found = (j < low) | (j >= high)
+        if self.bias is not None and self.bias_hides:
+            is_hidden = self.bias_tile(self.bias, queries, keys) == -torch.inf
+            found = is_hidden if found is None else found | is_hidden
+        return found
+
+    def pairs(self, window: TilePairs | None, queries: Range, keys: Range, dtype: torch.dtype) -> TilePairs | None:
+        """The mask of a tile; window: that of the call's window alone, (queries, keys)."""
+        hidden = self.hidden(queries, keys)
+        if hidden is None:
+            return window
+        if window is not None:
+            hidden = hidden | window.hidden
+        hidden = hidden.expand(*self.shape, queries[1] - queries[0], keys[1] - keys[0]).flatten(0, 1)
+        return TilePairs(hidden, (~hidden).to(dtype))
+
+    # ---------------------------------------------------------------- scores
+
+    def bias_tile(self, bias: Tensor, queries: Range, keys: Range) -> Tensor:
+        columns = slice(*keys) if bias.shape[-1] > 1 else slice(None)
+        if bias.shape[-2] == 1:
+            return bias[..., columns]
+        if self.inputs.q_positions is None:
+            return bias[..., slice(*queries), columns]
+        rows = self.positions[..., slice(*queries)]
+        if rows.shape[0] == 1:
+            return bias[..., rows.flatten(), columns]
+        entries = zip(bias.expand(rows.shape[0], -1, -1, -1, -1), rows, strict=True)
+        return torch.stack([b[..., own.flatten(), columns] for b, own in entries])
+
+    def distance(self, queries: Range, keys: Range) -> Tensor:
+        """|position - key|, (entries or 1, 1, 1, queries, keys)."""
+        j = torch.arange(*keys, device=self.device) + self.piece.first_key
+        return (self.positions[..., slice(*queries), None] - j).abs()
+
+    @property
+    def adds_terms(self) -> bool:
+        return self.slopes is not None or self.bias is not None
+
+    def add_terms_(self, scores: Tensor, queries: Range, keys: Range) -> None:
+        """Add to scores (entries, kv heads, qhead_per_kvhead, queries, keys). Hidden pairs get finite terms."""
+        if self.slopes is not None:
+            scores.sub_(self.slopes.to(scores.dtype) * self.distance(queries, keys))
+        if self.bias is not None:
+            tile = self.bias_tile(self.bias, queries, keys).to(scores.dtype)
+            scores.add_(tile.masked_fill(tile == -torch.inf, 0.0) if self.bias_hides else tile)
+
+    def add_gradients(self, sums: Gradients, ds: Tensor, queries: Range, keys: Range) -> None:
+        """Add what ds (entries, kv heads, qhead_per_kvhead, queries, keys), of scores with their terms, contributes."""
+        if sums.alibi_slopes is not None:
+            found = -(ds * self.distance(queries, keys)).sum((-1, -2))
+            target = sums.alibi_slopes
+            if target.dim() == 1:
+                found, target = found.sum(0, keepdim=True), target[None]
+            else:
+                target = target[self.entries]
+            self._by_heads(target).add_(found)
+        if sums.bias is not None:
+            target = self._bias(sums.bias)
+            columns = slice(*keys) if target.shape[-1] > 1 else slice(None)
+            target = target[..., columns]
+            by_positions = target.shape[-2] > 1 and self.inputs.q_positions is not None
+            # rows of entries go to places of their own first
+            dims = [d for d in range(by_positions, 5) if target.shape[d] == 1 and ds.shape[d] > 1]
+            found = ds.sum(dims, keepdim=True) if dims else ds
+            if by_positions:
+                rows = self.positions[..., slice(*queries)].expand(found.shape[0], -1, -1, -1)
+                for e in range(found.shape[0]):
+                    target[min(e, target.shape[0] - 1)].index_add_(-2, rows[e].flatten(), found[e])
+            elif target.shape[-2] == 1:
+                target.add_(found)
+            else:
+                target[..., slice(*queries), :].add_(found)
+
+    # ---------------------------------------------------------------- dropout
+
+    def kept(self, queries: Range, keys: Range, dtype: torch.dtype) -> Tensor | None:
+        """What probabilities are multiplied with, (entries, kv heads, qhead_per_kvhead, queries, keys)."""
+        if not self.problem.dropout_p or self.inputs.dropout_state is None:
+            return None
+        heads = torch.arange(self.problem.num_heads_q, device=self.device)
+        heads = heads.view(-1, self.problem.qhead_per_kvhead)[self.group.heads, :, None, None]
+        entries = torch.arange(self.entries.start, self.entries.stop, device=self.device).view(-1, 1, 1, 1, 1)
+        if self.inputs.q_positions is None:
+            rows = torch.arange(*queries, device=self.device)[:, None] + self.piece.first_query
+        else:
+            rows = self.positions[..., slice(*queries), None]
+        columns = torch.arange(*keys, device=self.device) + self.piece.first_key
+        p, state = self.problem.dropout_p, self.inputs.dropout_state
+        kept = philox.kept_pairs(state, p, entries * self.problem.num_heads_q + heads, rows, columns)
+        return kept.to(dtype) * philox.keep_scale(p)
+
+    def drop_(self, p: Tensor, queries: Range, keys: Range) -> None:
+        """Leave probabilities (heads, rows, keys) out of the sum over the keys."""
+        kept = self.kept(queries, keys, p.dtype)
+        if kept is not None:
+            p.view(*self.shape, *kept.shape[-2:]).mul_(kept)
+
+
+def make_modifiers(
+    problem: AttentionProblem, inputs: Inputs, piece: Sequences, group: HeadGroup
+) -> ScoreModifiers | None:
+    """The modifiers of a group; None if there are none, so that an ordinary call does no work for them."""
+    if not (problem.has_row_ranges or problem.has_alibi or problem.has_bias or problem.dropout_p):
+        return None
+    return ScoreModifiers(problem, inputs, piece, group)

@@ -1,0 +1,88 @@
+"""Checks of the tensors that change which keys are seen, or scores, or probabilities: `problem.Modifiers`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedError
+from ..problem import Modifiers
+from .scalars import check_real
+from .tensors import SUPPORTED_DTYPES, check_int32, check_tensor, shape_of, short_name
+
+NAMES = ("seqstart_k", "key_ranges", "q_positions", "alibi_slopes", "bias")
+
+
+def are_given(given: tuple, dropout_p: Any) -> bool:
+    """Whether a call may have modifiers. Args: given: the arguments `NAMES`."""
+    return not (type(dropout_p) is float and dropout_p == 0.0) or any(t is not None for t in given)
+
+
+def refuse_modifiers(because: str, given: tuple, dropout_p: Any) -> None:
+    """Raise UnsupportedError if a call has modifiers. Args: given: the arguments `NAMES`."""
+    for name, value in zip(NAMES, given, strict=True):
+        if value is not None:
+            what = shape_of(value) if type(value) is torch.Tensor and not value.is_nested else repr(value)
+            raise UnsupportedError(f"{name}: expected None {because}, got {what}")
+    if check_real("dropout_p", dropout_p):
+        raise UnsupportedError(f"dropout_p: expected 0.0 {because}, got {dropout_p}")
+
+
+def check_modifiers(
+    q: torch.Tensor, k: torch.Tensor, cu_seqlens_q: torch.Tensor | None, given: dict[str, Any], dropout_p: Any
+) -> tuple[Modifiers | None, float]:
+    """The modifiers of a call whose other tensors are checked, without the state of dropout, and dropout_p.
+
+    Args: given: arguments by name, of `NAMES`.
+    """
+    dropout_p = check_real("dropout_p", dropout_p)
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p: expected a probability from 0 up to, but not including, 1, got {dropout_p}")
+    if all(given[name] is None for name in NAMES):
+        return (Modifiers() if dropout_p else None), dropout_p
+    is_packed = cu_seqlens_q is not None
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    heads, rows = q.shape[-2], q.shape[-3]
+    start, ranges, positions, slopes, bias = (given[name] for name in NAMES)
+    sizes: tuple[tuple[int, ...] | None, ...]
+    if start is not None:
+        check_int32("seqstart_k", start, (batch,), "one per batch entry or sequence", q.device)
+    if ranges is not None:
+        sizes = ((1, heads), (rows,), (2,)) if is_packed else ((1, batch), (1, heads), (rows,), (2,))
+        _check_sizes("key_ranges", ranges, sizes, q.device)
+        _check_dtype("key_ranges", ranges, (torch.int32,))
+    if positions is not None:
+        sizes = ((rows,),) if is_packed else ((1, batch), (rows,))
+        _check_sizes("q_positions", positions, sizes, q.device)
+        _check_dtype("q_positions", positions, (torch.int32,))
+    if slopes is not None:
+        dims = slopes.dim() if isinstance(slopes, torch.Tensor) else 1
+        _check_sizes("alibi_slopes", slopes, ((batch,), (heads,)) if dims == 2 else ((heads,),), q.device)
+        _check_dtype("alibi_slopes", slopes, (torch.float32,))
+    if bias is not None:
+        # with positions a row for each position, of which there may be any number
+        bias_rows = None if positions is not None else (1, rows)
+        columns = None if is_packed else (1, k.shape[-3])
+        _check_sizes("bias", bias, (*(() if is_packed else ((1, batch),)), (1, heads), bias_rows, columns), q.device)
+        _check_dtype("bias", bias, SUPPORTED_DTYPES)
+    return Modifiers(*(given[name] for name in NAMES)), dropout_p
+
+
+def _check_sizes(name: str, t: Any, sizes: tuple[tuple[int, ...] | None, ...], device: torch.device) -> None:
+    """Check the device of a tensor, and that each dimension has one of some sizes; None: any size."""
+    check_tensor(name, t)
+    if t.device != device:
+        raise ValueError(f"{name}: expected device {device} like q, got {t.device}")
+    agrees = t.dim() == len(sizes) and all(
+        allowed is None or size in allowed for size, allowed in zip(t.shape, sizes, strict=True)
+    )
+    if not agrees:
+        words = ("any" if allowed is None else " or ".join(map(str, dict.fromkeys(allowed))) for allowed in sizes)
+        comma = "," if len(sizes) == 1 else ""
+        raise ValueError(f"{name}: expected shape ({', '.join(words)}{comma}), got {shape_of(t)}")
+
+
+def _check_dtype(name: str, t: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if t.dtype not in dtypes:
+        raise TypeError(f"{name}: expected {', '.join(map(short_name, dtypes))}, got {short_name(t.dtype)}")

@@ -1,0 +1,130 @@
+"""Key ranges, positions, ALiBi, bias and dropout by tiles: random calls beside the oracle, with gradients."""
+
+import random
+
+import pytest
+import torch
+
+from onepass import reference
+from onepass.problem import AttentionProblem, Mask, ModifiedInputs, Modifiers
+from onepass.tiled import forward, gradients
+from onepass.tiled.tile_sizes import TileSizes
+
+DTYPE = torch.float64
+WITH_GRADIENT = {"sinks": 3, "alibi_slopes": 4, "bias": 5}  # and where `gradients` returns it
+
+
+def random_options(rng, batch, seqlen_q, seqlen_k, heads):
+    """Arguments of `reference.attention`, of which each has a chance to be there."""
+
+    def given(chance):
+        return rng.random() < chance
+
+    options = {}
+    if given(0.4):
+        options["causal"] = True
+    if given(0.4):
+        options["window"] = rng.choice([None, 5, 20]), rng.choice([None, 3, 10])
+    if given(0.2):
+        options["softcap"] = 3.0
+    if given(0.3):
+        options["sinks"] = torch.randn(heads, dtype=DTYPE)
+    if given(0.3):
+        options["seqused_k"] = torch.randint(0, seqlen_k + 1, (batch,), dtype=torch.int32)
+    if given(0.3):
+        ends = options.get("seqused_k", torch.full((batch,), seqlen_k)).tolist()
+        options["seqstart_k"] = torch.tensor([rng.randint(0, end) for end in ends], dtype=torch.int32)
+    if given(0.3):
+        low = torch.randint(-3, seqlen_k + 3, (rng.choice([1, batch]), rng.choice([1, heads]), seqlen_q, 1))
+        options["key_ranges"] = torch.cat([low, low + torch.randint(0, seqlen_k + 1, low.shape)], -1).int()
+    num_positions = max(seqlen_q, seqlen_k) + 3
+    if given(0.3):
+        rows = [torch.randperm(num_positions)[:seqlen_q] for _ in range(rng.choice([1, batch]))]
+        options["q_positions"] = torch.stack(rows).int()
+    if given(0.3):
+        options["alibi_slopes"] = torch.rand((heads,) if given(0.5) else (batch, heads)) * 0.3
+    if given(0.4):
+        rows = num_positions if "q_positions" in options else seqlen_q
+        sizes = (1, batch), (1, heads), (1, rows), (1, seqlen_k)
+        options["bias"] = bias = torch.randn(*map(rng.choice, sizes), dtype=DTYPE)
+        if given(0.4):
+            bias[torch.rand_like(bias) < 0.3] = -torch.inf
+    if given(0.3):
+        options["dropout_p"] = rng.choice([0.1, 0.5])
+        options["dropout_state"] = torch.tensor([rng.getrandbits(60), rng.getrandbits(40)])
+    return options
+
+
+@pytest.mark.parametrize("first", range(0, 160, 16))
+def test_random_calls(first):
+    for seed in range(first, first + 16):
+        check(seed)
+
+
+def check(seed):
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    batch, seqlen_q, seqlen_k = rng.randint(1, 3), rng.choice([1, 17, 40, 70]), rng.choice([1, 9, 50, 80])
+    num_kv, group, head_dim = rng.randint(1, 2), rng.randint(1, 3), 8
+    heads = num_kv * group
+    q = torch.randn(batch, seqlen_q, heads, head_dim, dtype=DTYPE)
+    k, v = (torch.randn(batch, seqlen_k, num_kv, head_dim, dtype=DTYPE) for _ in range(2))
+    options = random_options(rng, batch, seqlen_q, seqlen_k, heads)
+    message = f"seed {seed}: {[(name, getattr(x, 'shape', x)) for name, x in options.items()]}"
+
+    leaves = {name: x.clone().requires_grad_() for name, x in (("q", q), ("k", k), ("v", v))}
+    leaves |= {name: options[name].double().clone().requires_grad_() for name in WITH_GRADIENT if name in options}
+    named = options | {name: leaves[name] for name in WITH_GRADIENT if name in leaves}
+    expected = reference.attention(leaves["q"], leaves["k"], leaves["v"], **named)
+
+    modifiers = Modifiers(*(options.get(name) for name in Modifiers._fields))
+    inputs = ModifiedInputs(q, k, v, options.get("sinks"), None, None, options.get("seqused_k"), modifiers)
+    problem = AttentionProblem.of(
+        inputs,
+        softmax_scale=head_dim**-0.5,
+        mask=Mask.from_options(options.get("causal", False), options.get("window")),
+        softcap=options.get("softcap"),
+        deterministic=False,
+        dropout_p=options.get("dropout_p", 0.0),
+    )
+    sizes = TileSizes(rng.choice([4, 16]), rng.choice([8, 16]), rng.choice([1, 2, 8]))
+    out, lse = forward(problem, inputs, sizes)
+    for actual, right in ((out, expected.out), (lse, expected.lse)):
+        torch.testing.assert_close(actual, right.detach(), rtol=1e-9, atol=1e-9, msg=message)
+
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    of_lse = torch.where(expected.lse.isfinite(), expected.lse, 0.0)
+    total = (expected.out * dout).sum() + (of_lse * dlse).sum()
+    wanted = torch.autograd.grad(total, leaves.values(), allow_unused=True)
+    found = gradients(problem, inputs, out, lse, dout, dlse, sizes)
+    for name, right in zip(leaves, wanted, strict=True):
+        actual = found[WITH_GRADIENT.get(name, "qkv".find(name))]
+        right = torch.zeros_like(actual, dtype=DTYPE) if right is None else right.nan_to_num(nan=0.0)  # hidden pairs
+        atol = 1e-6 if name == "alibi_slopes" else 1e-9  # these are float32
+        torch.testing.assert_close(actual.double(), right, rtol=atol, atol=atol, msg=f"{message}: {name}")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_does_not_exist_is_not_read(value):
+    """Keys before the start, outside of ranges, and behind a bias of -inf may hold anything."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 20, 2, 8) for _ in range(3))
+    start = torch.tensor([0, 6], dtype=torch.int32)
+    ranges = torch.tensor([3, 15], dtype=torch.int32).expand(1, 1, 20, 2)
+    bias = torch.zeros(1, 1, 1, 20)
+    bias[..., 9] = -torch.inf
+    options = {"seqstart_k": start, "key_ranges": ranges, "bias": bias}
+
+    def run():
+        inputs = ModifiedInputs(q, k, v, None, None, None, None, Modifiers(start, ranges, None, None, bias))
+        problem = AttentionProblem.of(inputs, softmax_scale=0.3, mask=Mask(), softcap=None, deterministic=False)
+        out, lse = forward(problem, inputs)
+        return (out, lse, *gradients(problem, inputs, out, lse, torch.ones_like(out), None))
+
+    clean = run()
+    expected = reference.attention(q, k, v, softmax_scale=0.3, **options)
+    torch.testing.assert_close(clean[0], expected.out.float())
+    for t in (k, v):
+        t[1, :6], t[:, :3], t[:, 15:], t[:, 9] = value, value, value, value
+    for before, after in zip(clean, run(), strict=True):
+        assert (before is None and after is None) or torch.allclose(before, after, rtol=1e-5, atol=1e-6)
