@@ -47,12 +47,14 @@ def attention(
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_state: Tensor | None = None,
+    first_entry: int = 0,
     compute_dtype: torch.dtype = torch.float64,
 ) -> Reference:
     """Dense attention with the arguments of `onepass.attention`.
 
     Args:
         dropout_state: (2,) int64, seed and offset of `geometry.philox`, with dropout_p.
+        first_entry: the number of the first batch entry, which random bits depend on.
         compute_dtype: dtype of every intermediate: float64 for the oracle, the inputs' own dtype for the result of
             plain PyTorch in that dtype, from which error budgets are derived.
 
@@ -97,6 +99,7 @@ def attention(
     if dropout_p > 0 and dropout_state is not None:
         i = torch.arange(seqlen_q, device=s.device).expand(batch, -1) if q_positions is None else q_positions
         instances = torch.arange(batch * num_heads_q, device=s.device).view(batch, num_heads_q, 1, 1)
+        instances = instances + first_entry * num_heads_q
         kept = philox.kept_pairs(dropout_state, dropout_p, instances, i[:, None, :, None], j)
         kept = torch.nn.functional.pad(kept, (0, p.shape[-1] - seqlen_k), value=True)  # the sink's value is 0
         p = p * kept * philox.keep_scale(dropout_p)
@@ -172,7 +175,7 @@ def attention_varlen(
         n, n_end = starts_k[b], starts_k[b + 1]
         if seqused_k is not None:
             n_end = n + int(seqused_k[b])
-        own = of_sequence(options, b, slice(m, m_end), n_end - n)
+        own = of_sequence(options, b, slice(m, m_end), n_end - n) | {"first_entry": b}
         one = attention(q[None, m:m_end], k[None, n:n_end], v[None, n:n_end], compute_dtype=compute_dtype, **own)
         outs.append(one.out[0])
         lses.append(one.lse[0])
@@ -185,15 +188,16 @@ def attention_varlen(
 def of_sequence(options: dict, b: int, rows: slice, num_keys: int) -> dict:
     """The options of `attention` for packed sequence b.
 
-    Packed, key_ranges is (1 or heads, total_q, 2), q_positions (total_q,) and bias (1 or heads, total_q or 1, columns);
-    keys are counted from the first one of the sequence.
+    Packed, key_ranges is (1 or heads, total_q, 2), q_positions (total_q,) and bias (1 or heads, total_q or 1, columns)
+    or, with positions, (1 or heads, positions, columns); keys are counted from the first one of the sequence.
     """
+    own_rows = rows if options.get("q_positions") is None else slice(None)
     cuts = {
         "seqstart_k": lambda t: t[b : b + 1],
         "key_ranges": lambda t: t[None, :, rows],
         "q_positions": lambda t: t[None, rows],
         "alibi_slopes": lambda t: t[b : b + 1] if t.dim() == 2 else t,
-        "bias": lambda t: t[None, :, rows if t.shape[1] > 1 else slice(None), :num_keys],
+        "bias": lambda t: t[None, :, own_rows if t.shape[1] > 1 else slice(None), :num_keys],
     }
     return {name: cuts[name](value) if name in cuts and value is not None else value for name, value in options.items()}
 

@@ -178,7 +178,7 @@ class AttentionProblem:
     has_key_ranges: bool = False
     has_q_positions: bool = False
     has_alibi: bool = False
-    has_bias: bool = False
+    bias_dtype: torch.dtype | None = None  # with a bias
     dropout_p: float = 0.0
 
     # Fields that only change the data of a launch, never the code that runs.
@@ -234,13 +234,17 @@ class AttentionProblem:
             has_key_ranges=modifiers.key_ranges is not None,
             has_q_positions=modifiers.q_positions is not None,
             has_alibi=modifiers.alibi_slopes is not None,
-            has_bias=modifiers.bias is not None,
+            bias_dtype=None if modifiers.bias is None else modifiers.bias.dtype,
         )
 
     @property
     def qhead_per_kvhead(self) -> int:
         """The number of query heads of a kv head; 1 if there are no query heads, so that it can be a divisor."""
         return self.num_heads_q // self.num_heads_kv if self.num_heads_q else 1
+
+    @property
+    def has_bias(self) -> bool:
+        return self.bias_dtype is not None
 
     @property
     def has_modifiers(self) -> bool:
@@ -264,6 +268,31 @@ class AttentionProblem:
     def has_row_ranges(self) -> bool:
         """Whether the keys that a query sees are not an interval around i + seqlen_k - seqlen_q."""
         return self.has_key_ranges or self.has_q_positions
+
+    @property
+    def has_intervals(self) -> bool:
+        """Whether kernels read from a tensor which keys each query sees."""
+        return self.has_row_ranges or self.has_seqstart_k
+
+    @property
+    def computed_mask(self) -> Mask:
+        """The mask that kernels compute from the numbers of queries and keys: a full one where intervals have it."""
+        return Mask() if self.has_intervals else self.mask
+
+    @property
+    def adds_terms(self) -> bool:
+        """Whether something is added to scores."""
+        return self.has_alibi or self.has_bias
+
+    @property
+    def has_numbered_rows(self) -> bool:
+        """Whether kernels need the positions of queries, beside their intervals."""
+        return self.has_q_positions and (self.adds_terms or self.dropout_p > 0)
+
+    @property
+    def hides_pairs(self) -> bool:
+        """Whether a query may not see a key of its sequence."""
+        return not self.mask.is_full or self.has_intervals or self.has_bias
 
     @property
     def is_empty(self) -> bool:

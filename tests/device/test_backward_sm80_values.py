@@ -88,7 +88,10 @@ class Parameters(Arguments):
     def copy_back(self, *written: torch.Tensor | None):
         for t, address in self.tensors:
             if any(t is other for other in written):
-                t.copy_(self.result(address, t))
+                # all of the memory between its first and its last element: a gradient may be broadcast
+                last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) + 1
+                flat = t.as_strided((last,), (1,))
+                flat.copy_(self.result(address, flat))
 
 
 class Kernels:
@@ -125,7 +128,8 @@ class Kernels:
         self.run(0, p, (stats, dq_accum), self.grid_of_rows(1, blocks_per_head), THREADS)
 
     def main(self, q, k, v, dout, dk, dv, dq_accum, stats, turns, *others):
-        *lengths, softmax_scale, scale_log2, tanh_scale, left, right, blocks_per_head, section, num_tiles = others
+        *lengths, softmax_scale, scale_log2, tanh_scale, left, right, modifiers = others[:-3]
+        blocks_per_head, section, num_tiles = others[-3:]
         problem, config = self.problem, self.config
         p = Parameters(problem.is_packed)
         p.rows(q, k, v, dout, dk, dv)
@@ -134,6 +138,7 @@ class Kernels:
         p.numbers(blocks_per_head, problem.num_heads_q)
         p.vectors(*lengths)
         p.numbers(softmax_scale, scale_log2, tanh_scale, left, right)
+        p.modifiers(modifiers)
         heads = problem.num_heads_kv
         if problem.is_packed:
             p.values += fast_divisor(heads)
@@ -144,10 +149,12 @@ class Kernels:
             for n in (num_n_blocks * section, section, in_last, heads):
                 p.values += fast_divisor(n)
         schedule = self.schedule | {"one_by_one": turns is not None}
-        self.run(1, p, (dk, dv, dq_accum, turns), num_tiles, config.num_threads, config.smem_bytes(problem), **schedule)
+        # with modifiers, gradients of terms come after bounds
+        written = (dk, dv, dq_accum, turns, *(t for t in modifiers or () if isinstance(t, torch.Tensor)))
+        self.run(1, p, written, num_tiles, config.num_threads, config.smem_bytes(problem), **schedule)
 
     def postprocess(self, dq_accum, dq, cu_seqlens_q, softmax_scale, blocks_per_head, *again):
-        q, k, v, dout, stats, cu_seqlens_k, seqused_k, scale_log2, tanh_scale, left, right = again
+        q, k, v, dout, stats, cu_seqlens_k, seqused_k, scale_log2, tanh_scale, left, right, modifiers = again
         p = Parameters(self.problem.is_packed)
         p.blocks(dq_accum)
         p.rows(dq)
@@ -156,6 +163,7 @@ class Kernels:
         p.rows(q, k, v, dout)
         p.blocks(stats)
         p.numbers(scale_log2, tanh_scale, left, right)
+        p.modifiers(modifiers)
         rows = min(64, self.config.tile_m)
         self.run(2, p, (dq,), self.grid_of_rows(self.config.tile_m // rows, blocks_per_head), 2 * rows)
 
@@ -193,6 +201,11 @@ def gradients(call, out, lse, dout, dlse, config=None, change=lambda kernel: ker
     """dq, dk, dv and dsinks, computed by the kernels."""
     problem, inputs = problem_of(call)
     problem = replace(problem, deterministic=call.options.get("deterministic", False))
+    return gradients_of(problem, inputs, out, lse, dout, dlse, config, change, **schedule)
+
+
+def gradients_of(problem, inputs, out, lse, dout, dlse, config=None, change=lambda kernel: kernel, **schedule):
+    """dq, dk, dv and dsinks; with modifiers, also the gradients of their terms."""
     config = config or heuristics_sm80.backward_config_sm80(problem, ARCH)
     kernels = Kernels(problem, config, dlse is not None, change, schedule)
     blocks_per_head, num_tiles = backward_launch.counts(problem, config)

@@ -18,6 +18,7 @@ from onepass.geometry.integers import ceil_div
 from onepass.kernels.config import ForwardConfigSm80
 from onepass.kernels.heuristics import sm80 as heuristics_sm80
 from onepass.kernels.launch import forward_sm80 as launch
+from onepass.kernels.launch import modifiers
 from onepass.kernels.launch.arguments import score_scales, window_bounds
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
 from onepass.testing.budget import compare, compare_lse
@@ -70,6 +71,7 @@ class Arguments:
                 self.vector(lengths)
         scales = [struct.pack("<f", x) for x in score_scales(problem) if x is not None]
         self.values += scales + [struct.pack("<i", x) for x in window_bounds(problem) if x is not None]
+        self.modifiers(modifiers.arguments_of(problem, inputs))
         section, self.num_tiles = launch.grid(problem, config)
         heads = problem.num_heads_q // config.group(problem)
         if problem.is_packed:
@@ -103,6 +105,17 @@ class Arguments:
         form = f"<Q{len(numbers)}i{padding}{len(dynamic_strides)}q"
         self.values.append(struct.pack(form, address, *numbers, *([0] if padding else []), *dynamic_strides))
         return address
+
+    def modifiers(self, fields: tuple | None):
+        """The fields of `ModifierTensors`: tensors of any lengths and strides, and numbers."""
+        for value in fields or ():
+            if isinstance(value, torch.Tensor):
+                padding = "I" if value.dim() % 2 else ""
+                form = f"<Q{value.dim()}i{padding}{value.dim()}q"
+                zero = [0] if padding else []
+                self.values.append(struct.pack(form, self.put(value), *value.shape, *zero, *value.stride()))
+            else:
+                self.values.append(struct.pack("<i" if isinstance(value, int) else "<f", value))
 
     def vector(self, t: torch.Tensor):
         self.values.append(struct.pack("<Qii", self.put(t.contiguous()), t.numel(), 0))

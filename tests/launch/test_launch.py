@@ -54,11 +54,13 @@ def test_arguments_of_the_kernel(launched):
         out, lse = launch.forward(problem, inputs, config)
     *arguments, table, added, num_splits, split_blocks = launched[1]
     assert (table, added, num_splits, split_blocks) == (None,) * 4
-    q, k, v, given_out, given_lse, sinks, *optional, scale, tanh_scale, left, right, counter, _, num_ctas = arguments
+    *arguments, left, right, modifiers, counter, _, num_ctas = arguments
+    q, k, v, given_out, given_lse, sinks, *optional, scale, tanh_scale = arguments
     assert (q is inputs.q, k is inputs.k, v is inputs.v, given_out is out, given_lse is lse) == (True,) * 5
     assert sinks.dtype == torch.float32
     assert optional == [None] * 8  # the lengths and the arguments of float32 and FP8
     assert (scale, tanh_scale, left, right, counter) == (0.5 * math.log2(math.e), None, 300, -7, None)
+    assert modifiers is None
     assert num_ctas == 9  # fewer than the 2 * 4 * 3 tiles
     assert launched[0][6:] == launched[1][6:]
     assert launched[0][3] is not out

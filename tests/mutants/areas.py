@@ -55,6 +55,7 @@ DECODING = ("tests/tiled/test_decode.py", "tests/tiled/test_decode_e4m3.py", "te
 FP8 = ("tests/tiled/test_quantized.py", "tests/validation/test_validation_fp8.py")
 OPERATORS = ("tests/api/test_ops.py", "tests/api/test_fast_path.py")
 DISPATCH = ("tests/dispatch/test_dispatch.py", "tests/launch/test_tuned.py", "tests/compiler/test_warmup.py")
+MODIFIERS = ("tests/device/test_sm80_modifiers.py",)
 LAUNCH = (
     "tests/launch/test_launch.py",
     "tests/launch/test_decode_launch.py",
@@ -211,6 +212,7 @@ AREAS = (
                 ),
                 ("tests/launch/test_decode_launch.py", *DECODE),
             ),
+            Group(("onepass/kernels/launch/modifiers.py",), ("tests/launch/test_modifier_arguments.py", *MODIFIERS)),
             Group(
                 ("onepass/kernels/launch/float32_halves.py",),
                 ("tests/launch/test_launch.py", "tests/device/test_float32_halves_values.py"),
@@ -235,6 +237,7 @@ AREAS = (
                 ),
                 BACKWARD,
             ),
+            Group(("onepass/kernels/device/blocks/softmax/modifiers.py",), MODIFIERS),
             Group(
                 (
                     "onepass/kernels/device/blocks/tiles/dq_sums.py",

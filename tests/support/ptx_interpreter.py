@@ -389,7 +389,7 @@ class Warp:
             self.waits += "acquire" in opcode
             assert self.waits < 100, f"waits for ever: {text}"
             self.load_or_store(opcode, operands, active)
-        elif name.startswith(("cp.async", "ldmatrix", "stmatrix", "mma", "vote", "shfl")):
+        elif name.startswith(("cp.async", "ldmatrix", "stmatrix", "mma", "vote", "shfl", "redux")):
             self.of_warp(opcode, operands, active, text)
         elif opcode[0] == "mov":
             self.move(kind, operands, active)
@@ -473,6 +473,8 @@ class Warp:
         if kind == "f32":
             return to_16_bits(self.floats(operands[1]), to)
         (source,) = self.typed(kind, operands[1:])
+        if to == "f32":
+            return source.astype(float32).view(uint32)
         return source.astype(int64).astype(WIDTHS[to[1:]])
 
     def move(self, kind: str, operands: list[str], active):
@@ -552,6 +554,10 @@ class Warp:
             else:
                 votes = (votes.astype(uint32) << LANES.astype(uint32)).sum(1, dtype=uint32)
             self.set(operands[0], np.repeat(votes, 32), active)
+        elif opcode[0] == "redux":
+            values = self.value(operands[1]).view(np.int32).reshape(-1, 32)
+            extremes = {"min": values.min, "max": values.max}[opcode[2]](1)
+            self.set(operands[0], np.repeat(extremes, 32).view(uint32), active)
         elif opcode[0] == "ldmatrix":
             # the addresses of warps that are elsewhere are arbitrary
             addresses = np.where(active, self.address(operands[1]), SHARED_BASE)

@@ -41,8 +41,8 @@ def check_machine_code(code: machine_code.MachineCode, problem: AttentionProblem
     columns_v = problem.head_dim_v
     is_float32, vector = problem.dtype == torch.float32, config.vector_bytes
     # the main loop's: for masked blocks, clear ones, and masked ones again
-    bodies = 2 if problem.mask.window_left is None else 3
-    assert code.spills_in_gemms == 0
+    bodies = 2 if problem.mask.window_left is None and not problem.has_intervals else 3
+    assert code.spills_in_gemms == 0 or problem.has_modifiers
     if is_float32:
         # for the widest heads the assembler keeps addresses in local memory
         assert code.spills < (1 if max(d, dv) <= 128 else 60)
@@ -51,7 +51,7 @@ def check_machine_code(code: machine_code.MachineCode, problem: AttentionProblem
         assert code.count(r"HMMA\.1688\.F32\.TF32") == bodies * 3 * config.m_tiles * steps
         assert code.count(r"LDS\.128") > 0
     else:
-        assert code.spills == 0
+        assert code.spills == 0 or problem.has_modifiers
         steps = d // 16 * config.tile_n // 8 + config.tile_n // 16 * dv // 8
         count = code.count(r"HMMA\.16816\.F32")
         # the assembler leaves out columns that are not stored

@@ -194,6 +194,11 @@ class ForwardConfigSm90(LaunchConfig):
             )
         if self.two_level_sums and self.score_buffers != 1:
             raise UnsupportedError("two_level_sums: needs score_buffers=1")
+        if problem.has_modifiers and (
+            self.pack_gqa or self.cluster_size > 1 or self.score_buffers > 1 or self.tile_n % 16
+        ):
+            expected = "pack_gqa off, cluster_size=1, score_buffers=1 and a tile_n that 16 divides"
+            raise UnsupportedError(f"{problem.modifiers_named}: expected {expected}, got {self}")
         self._check_sums(problem)
         if self.transposes_v:
             self._check_transposes_v(problem)
@@ -308,7 +313,8 @@ class BackwardConfigSm90(LaunchConfig):
     def rows_in_background(self, problem: AttentionProblem) -> bool:
         """Whether the main kernel is the only one."""
         # packed: the first tiles are those of all heads, whose rows would all have to be prepared
-        return self.background_rows and (self.dynamic_tiles or self.private_dq) and not problem.is_packed
+        is_possible = not problem.is_packed and not problem.has_modifiers
+        return self.background_rows and (self.dynamic_tiles or self.private_dq) and is_possible
 
     def zeroes_before(self, problem: AttentionProblem) -> bool:
         """Whether the kernel before writes the zeros that dQ is added to; with private_dq there are none."""
@@ -341,13 +347,18 @@ class BackwardConfigSm90(LaunchConfig):
         """Shared memory of a warp that works on query rows."""
         return 4096 if self.by_gradient else 8192
 
+    def p_copies(self, problem: AttentionProblem) -> int:
+        """How often P goes through shared memory: with by_gradient, with a softcap also without its slope if terms
+        have gradients."""
+        return (1 + (problem.softcap is not None and problem.adds_terms)) if self.by_gradient else 0
+
     def smem_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory of a thread block: what `BackwardSm90.kernel` allocates, in its order."""
         d, dv = self.head_dims(problem)
         kv = self.tile_n * (d + dv)
         q_do = self.tile_m * (self.q_stages * d + self.do_stages * dv)
         ds = DS_BUFFERS * self.tile_n * self.tile_m
-        p = self.tile_n * self.tile_m if self.by_gradient else 0
+        p = self.tile_n * self.tile_m * self.p_copies(problem)
         stats = self.q_stages * STAT_ROWS * self.tile_m
         # full and empty of K, V and each buffer of Q and dO; a slot with both in the queue of tiles; full of dS and P
         barriers = 2 * (2 + self.q_stages + self.do_stages) + (3 if self.dynamic_tiles else 0) + 2 * DS_BUFFERS
@@ -373,6 +384,8 @@ class BackwardConfigSm90(LaunchConfig):
             raise UnsupportedError(f"tile_m: expected 64 or 128, got {self.tile_m}")
         if self.by_gradient and self.tile_m != 64:
             raise UnsupportedError(f"tile_m: expected 64 with by_gradient, got {self.tile_m}")
+        if self.private_dq and problem.has_modifiers:
+            raise UnsupportedError(f"private_dq: expected False with {problem.modifiers_named}")
         if self.private_dq and (self.by_gradient or self.dynamic_tiles or problem.is_packed):
             raise UnsupportedError(
                 f"private_dq: expected by_gradient and dynamic_tiles off and no packed sequences, got {self}"

@@ -285,12 +285,12 @@ def forward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Forwar
             FLOAT32_SM90[max(head_dim_tile(d) for d in (problem.head_dim, value_columns(problem)))], problem
         )
     dims = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
-    is_causal = problem.mask.window_right is not None
+    is_causal = problem.mask.window_right is not None or problem.has_intervals
     # only the total length of packed sequences is known here: take their mean
     seqlen_k = problem.seqlen_k // max(1, problem.batch) if problem.is_packed else problem.seqlen_k
     row = row_of(FORWARD_SM90.get(dims, ()), is_causal, seqlen_k)
     if row is not None:
-        return _adapted(row.config, problem)
+        return _modified(_adapted(row.config, problem), problem)
     # other pairs of head dims: the largest tile that leaves 60 registers beside the accumulators and fits
     for tile_n in (128, 112, 96, 80, 64, 48):
         config = ForwardConfigSm90(tile_n=tile_n, rescale_threshold=LAZY)
@@ -299,8 +299,8 @@ def forward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Forwar
         except UnsupportedError:
             continue
         if config.accumulator_registers(problem) <= 180:
-            return _adapted(config, problem)
-    return _adapted(replace(config, tile_n=32), problem)
+            return _modified(_adapted(config, problem), problem)
+    return _modified(_adapted(replace(config, tile_n=32), problem), problem)
 
 
 # float32 in two float16 halves, by the wider head_dim tile. TFLOP/s at 2048 and 16384 keys (h200-float32.json): 188 and
@@ -364,6 +364,15 @@ def _for_rows_of_v(config: ForwardConfigSm90, problem: AttentionProblem) -> Forw
     return transposing
 
 
+def _modified(config: ForwardConfigSm90, problem: AttentionProblem) -> ForwardConfigSm90:
+    """The configuration of an ordinary problem for one with modifiers."""
+    if not problem.has_modifiers:
+        return config
+    # intervals differ from tile to tile: no fixed order balances them
+    dynamic_tiles = config.dynamic_tiles or problem.has_intervals
+    return replace(config, pack_gqa=False, cluster_size=1, score_buffers=1, dynamic_tiles=dynamic_tiles)
+
+
 def _adapted(config: ForwardConfigSm90, problem: AttentionProblem) -> ForwardConfigSm90:
     """The configuration of a long dense problem for one that differs from it in its lengths or its groups of heads."""
     seqlen_q = problem.seqlen_q
@@ -393,8 +402,8 @@ def backward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Backw
     if widest > 128:
         config = BackwardConfigSm90(by_gradient=True, dynamic_tiles=is_dynamic, background_rows=in_background)
         return replace(config, descending_turns=has_descending_turns(problem, config.tile_m, config.tile_n))
-    # the slopes of a softcap take the registers of the larger tile
-    if widest > 64 or problem.softcap is not None:
+    # the slopes of a softcap, and modifiers, take the registers of the larger tile
+    if widest > 64 or problem.softcap is not None or problem.has_modifiers:
         config = BackwardConfigSm90(q_stages=3, dynamic_tiles=is_dynamic, background_rows=in_background)
     else:
         config = BackwardConfigSm90(tile_m=128, q_stages=3, dynamic_tiles=is_dynamic, background_rows=in_background)
@@ -437,6 +446,8 @@ def _has_short_sequences(problem: AttentionProblem, config: BackwardConfigSm90, 
     blocks. A thread block by itself adds in order, for which others have to take turns: deterministic and
     causal, 1024, head_dim 64: 288 / 252, 128: 301 / 269.
     """
+    if problem.has_modifiers:
+        return False
     heads = problem.num_heads_kv * problem.batch
     waves = ceil_div(heads, NUM_SMS)
     if problem.is_packed or problem.softcap is not None or heads < 0.9 * waves * NUM_SMS:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 from ...geometry.integers import ceil_div
-from ...problem import AttentionProblem
+from ...problem import AttentionProblem, Mask
 from ...problem.decode import DecodeInputs, DecodeProblem
 from ..config import VECTOR_BYTES
 
@@ -45,6 +45,7 @@ class ForwardSm90Arguments(NamedTuple):
     tanh_scale: Any = None
     window_left: Any = None
     window_right: Any = None
+    modifiers: Any = None
     counter: Any = None
     heads_per_section: Any = None
     num_ctas: Any = None
@@ -70,6 +71,7 @@ class ForwardSm80Arguments(NamedTuple):
     tanh_scale: Any = None
     window_left: Any = None
     window_right: Any = None
+    modifiers: Any = None
     heads_per_section: Any = None
     num_tiles: Any = None
     page_table: Any = None
@@ -106,6 +108,7 @@ class BackwardSm90Arguments(NamedTuple):
     tanh_scale: Any = None
     window_left: Any = None
     window_right: Any = None
+    modifiers: Any = None
     counter: Any = None
     blocks_per_head: Any = None
     heads_per_section: Any = None
@@ -132,6 +135,7 @@ class BackwardSm80Arguments(NamedTuple):
     tanh_scale: Any = None
     window_left: Any = None
     window_right: Any = None
+    modifiers: Any = None
     blocks_per_head: Any = None
     heads_per_section: Any = None
     num_tiles: Any = None
@@ -178,6 +182,7 @@ class PostprocessArguments(NamedTuple):
     tanh_scale: Any = None
     window_left: Any = None
     window_right: Any = None
+    modifiers: Any = None
 
 
 class MergeArguments(NamedTuple):
@@ -266,13 +271,16 @@ forward_sm90_arguments = in_order(ForwardSm90Arguments)
 forward_sm80_arguments = in_order(ForwardSm80Arguments)
 
 
-def window_bounds(problem: AttentionProblem) -> tuple[int | None, int | None]:
+def window_bounds(problem: AttentionProblem, mask: Mask | None = None) -> tuple[int | None, int | None]:
     """The window as a kernel gets it: beyond the longer of both lengths a bound hides nothing, or everything if it is
-    negative, and sums of positions stay in 32 bits."""
+    negative, and sums of positions stay in 32 bits.
+
+    Args: mask: by default the one that the kernel computes.
+    """
+    mask = problem.computed_mask if mask is None else mask
     longest = max(problem.seqlen_q, problem.seqlen_k)
     left, right = (
-        None if side is None else max(-longest, min(side, longest))
-        for side in (problem.mask.window_left, problem.mask.window_right)
+        None if side is None else max(-longest, min(side, longest)) for side in (mask.window_left, mask.window_right)
     )
     return left, right
 

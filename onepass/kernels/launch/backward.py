@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ...geometry import tile_scheduler
 from ...geometry.integers import ceil_div
-from ...problem import AttentionInputs, AttentionProblem
+from ...problem import AttentionProblem, Inputs
 from ...problem.outputs import empty_gradients
 from ..compiler.compile import CompileRequest
 from ..config import BackwardConfigSm80, BackwardConfigSm90
+from . import modifiers
 from .arguments import (
     PostprocessArguments,
     PreprocessArguments,
@@ -32,24 +33,23 @@ MAX_GRID = 65535  # CUDA limits the grid dimensions that preprocess and postproc
 
 def unsupported(problem: AttentionProblem) -> str | None:
     """Why the kernels do not compute the gradients of this problem; None if they do."""
-    if problem.has_modifiers:
-        return f"{problem.modifiers_named}: expected none"
     for name, size in (("num_heads", problem.num_heads_q), ("batch", problem.batch)):
         if size > MAX_GRID:
             return f"{name}: expected up to {MAX_GRID}, got {size}"
     return None
 
 
-def without_keys(
-    inputs: AttentionInputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def without_keys(inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Any, ...]:
     """A backward of a problem in which no query sees a key: lse of a row is its sink, so dsink sums up dlse."""
     dq, dk, dv, dsinks = (gradient.zero_() for gradient in empty_gradients(inputs))
     if inputs.sinks is not None and dlse is not None:
         # exp(sink - lse) is 1, or NaN of a sink that is none; -inf, without a sink: 0
         p = torch.where(lse == -torch.inf, 0.0, torch.exp(inputs.sinks.float()[:, None] - lse))
         dsinks.copy_(torch.where(p == 0, 0.0, p * dlse).transpose(-1, -2).flatten(0, -2).sum(0))
-    return dq, dk, dv, dsinks
+    if inputs.modifiers is None:
+        return dq, dk, dv, dsinks
+    terms = (inputs.modifiers.alibi_slopes, inputs.modifiers.bias)
+    return dq, dk, dv, dsinks, *(None if t is None else torch.zeros_like(t) for t in terms)
 
 
 def counts(problem: AttentionProblem, config: BackwardConfigSm90 | BackwardConfigSm80) -> tuple[int, int]:
@@ -128,8 +128,8 @@ class BackwardLaunch:
         return {"scale_log2": scale_log2, "tanh_scale": tanh_scale, "window_left": left, "window_right": right}
 
     def __call__(
-        self, inputs: AttentionInputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        self, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         problem, config = self.problem, self.config
         dq, dk, dv, dsinks = empty_gradients(inputs)
         cu_seqlens_q, cu_seqlens_k, seqused_k = (
@@ -166,7 +166,7 @@ class BackwardLaunch:
                 )
             )
         # what the main kernel reads, and the postprocess for rows that it computes again
-        sources = {
+        sources: dict[str, Any] = {
             "q": self.readable(inputs.q),
             "k": self.readable(inputs.k),
             "v": self.readable(inputs.v),
@@ -176,6 +176,11 @@ class BackwardLaunch:
             "seqused_k": seqused_k,
             **self.numbers,
         }
+        terms = None
+        if problem.has_modifiers:
+            assert inputs.modifiers is not None
+            terms = modifiers.gradients_of_terms(problem, config, inputs)
+            sources["modifiers"] = modifiers.backward_arguments(problem, config, inputs, terms)
         shared = {
             "dq_accum": dq_accum,
             "cu_seqlens_q": cu_seqlens_q,
@@ -185,14 +190,15 @@ class BackwardLaunch:
         rows = {"dq": dq, "out": out, "lse": lse, "dlse": dlse}
         self.launch_main(rows, dk=dk, dv=dv, turns=turns, **shared, **sources)
         if self.postprocess is not None:  # else the main kernel has written dq
-            recomputed = {} if problem.mask.is_full else sources
+            recomputed = sources if problem.hides_pairs else {}
             self.postprocess(*PostprocessArguments(dq=dq, **shared, **recomputed))
         if self.sink_gradients is not None and inputs.sinks is not None:
             sinks = inputs.sinks.float().contiguous()
             found = dsinks if dsinks.dtype == torch.float32 else torch.empty_like(sinks)
             self.sink_gradients(*SinkGradientsArguments(stats, sinks, found, self.blocks_per_head))
             dsinks = found.to(dsinks.dtype)
-        return dq, dk, dv, dsinks
+        gradients = dq, dk, dv, dsinks
+        return gradients if terms is None else (*gradients, *modifiers.finished(problem, inputs, terms))
 
 
 # ---------------------------------------------------------------- tracing
@@ -237,8 +243,8 @@ def fake_scales_and_window(problem: AttentionProblem) -> dict[str, Any]:
     return {
         "scale_log2": Float32(1.0),
         "tanh_scale": None if problem.softcap is None else Float32(1.0),
-        "window_left": None if problem.mask.window_left is None else Int32(0),
-        "window_right": None if problem.mask.window_right is None else Int32(0),
+        "window_left": None if problem.computed_mask.window_left is None else Int32(0),
+        "window_right": None if problem.computed_mask.window_right is None else Int32(0),
     }
 
 
@@ -273,7 +279,7 @@ def requests_of_rows(
     requests = [CompileRequest("backward_preprocess", (*key, has_dlse), arch, trace)]
     if not config.private_dq:
         # with a mask also what it computes rows again from
-        again = None if problem.mask.is_full else replace(problem, deterministic=False).static()
+        again = replace(problem, deterministic=False).static() if problem.hides_pairs else None
         trace = functools.partial(trace_postprocess, problem, config)
         requests.append(CompileRequest("backward_postprocess", (*key, again), arch, trace))
     return requests
@@ -334,7 +340,7 @@ def trace_postprocess(problem: AttentionProblem, config: BackwardConfigSm90 | Ba
     d, dv = problem.head_dim, problem.head_dim_v
     dq_accum, stats = fake_accumulator(problem, config)
     sources: dict[str, Any] = {}
-    if not problem.mask.is_full:
+    if problem.hides_pairs:
         sources = {
             "q": fake_rows(problem, d, config.vector_bytes),
             "k": fake_rows(problem, d, config.vector_bytes),
@@ -344,6 +350,7 @@ def trace_postprocess(problem: AttentionProblem, config: BackwardConfigSm90 | Ba
             "cu_seqlens_k": fake_cu_seqlens(problem),
             "seqused_k": fake_seqused_k(problem),
             **fake_scales_and_window(problem),
+            "modifiers": modifiers.fake_backward_arguments(problem),
         }
     arguments = PostprocessArguments(
         dq_accum,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...geometry import tile_scheduler
 from ...geometry.integers import ceil_div
-from ...problem import AttentionInputs, AttentionProblem
+from ...problem import AttentionProblem, Inputs
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
 from ..config import BackwardConfigSm80
@@ -20,6 +20,7 @@ from ..heuristics import sm80 as heuristics
 from ..heuristics import tuned
 from . import backward as backward_launch
 from . import forward_sm80 as launch
+from . import modifiers
 from .arguments import BackwardSm80Arguments, element_type, fake_tensor
 from .backward import BackwardLaunch, counts, request_of_sinks, requests_of_rows, without_keys
 
@@ -31,24 +32,27 @@ def unsupported(problem: AttentionProblem) -> str | None:
 
 def backward(
     problem: AttentionProblem,
-    inputs: AttentionInputs,
+    inputs: Inputs,
     out: Tensor,
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
     config: BackwardConfigSm80 | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and dsinks of a call, as `onepass.tiled.backward` gives them.
+) -> tuple[Any, ...]:
+    """dq, dk, dv and dsinks of a call, as `onepass.tiled.backward` gives them; with modifiers as `gradients` does.
 
     Tensors are read where they lie, or copied first, as in `launch.forward`.
     """
     return prepare(problem, inputs.q.device, dlse is not None, config)(inputs, out, lse, dout, dlse)
 
 
+gradients = backward  # the name under which calls with modifiers find it
+
+
 @functools.lru_cache(maxsize=4096)
 def prepare(
     problem: AttentionProblem, device: torch.device, has_dlse: bool, config: BackwardConfigSm80 | None = None
-) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+) -> Callable[..., tuple[Any, ...]]:
     """`backward` for calls of one problem on one device; holds no tensor."""
     if problem.is_empty:  # packed rows of no sequence, no keys, or no heads
         return without_keys
@@ -60,7 +64,7 @@ def prepare(
 
 def _backward_of_any_alignment(
     problem: AttentionProblem, has_dlse: bool, config: BackwardConfigSm80, arch: str, *call
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Any, ...]:
     """A call whose tensors' alignment picks the kernels; gradients are new and as aligned as their rows are long."""
     inputs, out, _, dout, _ = call
     vector_bytes = launch.vector_bytes(*inputs[:3], out, dout)
@@ -154,6 +158,7 @@ def trace(problem: AttentionProblem, config: BackwardConfigSm80, arch: str) -> t
         seqused_k=backward_launch.fake_seqused_k(problem),
         softmax_scale=Float32(1.0),
         **backward_launch.fake_scales_and_window(problem),
+        modifiers=modifiers.fake_backward_arguments(problem),
         blocks_per_head=Int32(1),
         heads_per_section=Int32(1),
         num_tiles=Int32(1),

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from ...geometry import tile_scheduler
 from ...geometry.integers import ceil_div
-from ...problem import AttentionInputs, AttentionProblem
+from ...problem import AttentionProblem, Inputs
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
 from ..config import PROGRESS_HEADER, BackwardConfigSm90
 from ..heuristics import sm90 as heuristics
 from ..heuristics import tuned
 from . import backward as backward_launch
+from . import modifiers
 from .arguments import BackwardSm90Arguments, element_type, fake_tensor
 from .backward import (
     BackwardLaunch,
@@ -48,24 +49,27 @@ def unsupported(problem: AttentionProblem) -> str | None:
 
 def backward(
     problem: AttentionProblem,
-    inputs: AttentionInputs,
+    inputs: Inputs,
     out: Tensor,
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
     config: BackwardConfigSm90 | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and dsinks of a call, as `onepass.tiled.backward` gives them.
+) -> tuple[Any, ...]:
+    """dq, dk, dv and dsinks of a call, as `onepass.tiled.backward` gives them; with modifiers as `gradients` does.
 
     Tensors that TMA cannot read where they lie (see `launch.forward`) are copied first.
     """
     return prepare(problem, inputs.q.device, dlse is not None, config)(inputs, out, lse, dout, dlse)
 
 
+gradients = backward  # the name under which calls with modifiers find it
+
+
 @functools.lru_cache(maxsize=4096)
 def prepare(
     problem: AttentionProblem, device: torch.device, has_dlse: bool, config: BackwardConfigSm90 | None = None
-) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+) -> Callable[..., tuple[Any, ...]]:
     """`backward` for calls of one problem on one device; holds no tensor."""
     if problem.is_empty:  # packed rows of no sequence, no keys, or no heads
         return without_keys
@@ -161,7 +165,7 @@ def tiles_in_step(problem: AttentionProblem) -> int:
     that it is behind (1 percent with 16 and no mask in the model of tests/geometry/test_backward_turns.py). In
     descending order no step is lost, and heads follow each other.
     """
-    if problem.mask.is_full:
+    if problem.computed_mask.is_full:
         return 16
     return 8 if problem.mask.window_left is None and problem.seqlen_k >= 4096 else 4
 
@@ -210,6 +214,7 @@ def trace(problem: AttentionProblem, config: BackwardConfigSm90, has_dlse: bool 
         seqused_k=fake_seqused_k(problem),
         softmax_scale=Float32(1.0),
         **fake_scales_and_window(problem),
+        modifiers=modifiers.fake_backward_arguments(problem),
         counter=fake_tensor(Int32, 1, align_bytes=4) if config.dynamic_tiles else None,
         blocks_per_head=Int32(1),
         heads_per_section=Int32(1),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...geometry import tile_scheduler
 from ...geometry.integers import ceil_div
-from ...problem import AttentionInputs, AttentionProblem
+from ...problem import AttentionProblem, Inputs
 from ...problem.outputs import empty_outputs, outputs_without_keys
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
@@ -19,6 +19,7 @@ from ..config import ForwardConfigSm80
 from ..config.arch import arch_of
 from ..heuristics import sm80 as heuristics
 from ..heuristics import tuned
+from . import modifiers
 from .arguments import (
     ForwardSm80Arguments,
     element_type,
@@ -37,8 +38,6 @@ MAX_HEAD_DIM = 256
 
 def unsupported(problem: AttentionProblem) -> str | None:
     """Why this backend does not compute the problem; None if it does."""
-    if problem.has_modifiers:
-        return f"{problem.modifiers_named}: expected none"
     if problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"dtype: expected bfloat16, float16 or float32, got {str(problem.dtype).removeprefix('torch.')}"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
@@ -50,7 +49,7 @@ def unsupported(problem: AttentionProblem) -> str | None:
 
 
 def forward(
-    problem: AttentionProblem, inputs: AttentionInputs, config: ForwardConfigSm80 | None = None
+    problem: AttentionProblem, inputs: Inputs, config: ForwardConfigSm80 | None = None
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a call, as `onepass.tiled.forward` gives them.
 
@@ -63,7 +62,7 @@ def forward(
 @functools.lru_cache(maxsize=4096)
 def prepare(
     problem: AttentionProblem, device: torch.device, config: ForwardConfigSm80 | None = None
-) -> Callable[[AttentionInputs], tuple[Tensor, Tensor]]:
+) -> Callable[[Inputs], tuple[Tensor, Tensor]]:
     """`forward` for calls of one problem on one device; holds no tensor."""
     if problem.is_empty:  # packed rows of no sequence, no keys, or no heads
         return functools.partial(outputs_without_keys, problem)
@@ -76,8 +75,8 @@ def prepare(
 
 def grid(problem: AttentionProblem, config: ForwardConfigSm80) -> tuple[int, int]:
     """Heads of a section (see geometry/tile_scheduler.py), and tiles: one thread block each."""
-    mask = problem.mask
-    has_growing_tiles = mask.window_right is not None and mask.window_left is None
+    mask = problem.computed_mask
+    has_growing_tiles = problem.has_intervals or (mask.window_right is not None and mask.window_left is None)
     # with pack_gqa the heads of a group are one head to the scheduler
     group, positions = config.group(problem), config.positions(problem)
     heads = problem.num_heads_q // group
@@ -116,10 +115,10 @@ class Launch:
     heads_per_section: int
     num_tiles: int
 
-    def __call__(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_outputs(self.problem, inputs)
         q, k, v = with_rows(inputs.q), with_rows(inputs.k), with_rows(inputs.v)
-        sinks, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs[3:]
+        sinks, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs[3:7]
         arguments = forward_sm80_arguments(
             q,
             k,
@@ -134,6 +133,7 @@ class Launch:
             tanh_scale=self.tanh_scale,
             window_left=self.window_left,
             window_right=self.window_right,
+            modifiers=modifiers.arguments_of(self.problem, inputs) if self.problem.has_modifiers else None,
             heads_per_section=self.heads_per_section,
             num_tiles=self.num_tiles,
         )
@@ -157,7 +157,7 @@ def trace(problem: AttentionProblem, config: ForwardConfigSm80, arch: str) -> tu
     def optional(value: object, is_given: bool):
         return value if is_given else None
 
-    dtype, mask = element_type(problem.dtype), problem.mask
+    dtype, mask = element_type(problem.dtype), problem.computed_mask
     batch = () if problem.is_packed else (None,)
     q, k, v, out = (
         fake_tensor(dtype, *batch, None, None, size, align_bytes=config.vector_bytes)
@@ -177,6 +177,7 @@ def trace(problem: AttentionProblem, config: ForwardConfigSm80, arch: str) -> tu
         tanh_scale=optional(Float32(1.0), problem.softcap is not None),
         window_left=optional(Int32(0), mask.window_left is not None),
         window_right=optional(Int32(0), mask.window_right is not None),
+        modifiers=modifiers.fake_arguments(problem),
         heads_per_section=Int32(1),
         num_tiles=Int32(1),
     )

@@ -21,7 +21,7 @@ from ..compiler.compile import CompileRequest
 from ..config import HOPPER, ForwardConfigSm90, head_dim_tile, value_blocks, value_columns
 from ..heuristics import sm90 as heuristics
 from ..heuristics import tuned
-from . import float32_halves, quantize
+from . import float32_halves, modifiers, quantize
 from .arguments import (
     ForwardSm90Arguments,
     aligned,
@@ -40,8 +40,8 @@ ANY_ROWS = 2**30  # rows of a block that holds all rows
 
 def unsupported(problem: AttentionProblem) -> str | None:
     """Why this backend does not compute the problem; None if it does."""
-    if problem.has_modifiers:
-        return f"{problem.modifiers_named}: expected none"
+    if problem.has_modifiers and (problem.quantization is not None or problem.dtype == torch.float32):
+        return f"{problem.modifiers_named}: expected bfloat16 or float16"
     if problem.quantization is not None:
         if (reason := _unsupported_fp8(problem)) is not None:
             return reason
@@ -96,8 +96,8 @@ def prepare(
 
 def persistent_grid(problem: AttentionProblem, config: ForwardConfigSm90, num_sms: int) -> tuple[int, int]:
     """Heads of a section (see geometry/tile_scheduler.py), and thread blocks."""
-    mask = problem.mask
-    has_growing_tiles = mask.window_right is not None and mask.window_left is None
+    mask = problem.computed_mask
+    has_growing_tiles = problem.has_intervals or (mask.window_right is not None and mask.window_left is None)
     # with pack_gqa the heads of a group are one head to the scheduler
     group, positions = config.group(problem), config.positions(problem) * config.cluster_size
     heads = problem.num_heads_q // group
@@ -223,6 +223,7 @@ class Launch:
                 tanh_scale=self.tanh_scale,
                 window_left=self.window_left,
                 window_right=self.window_right,
+                modifiers=modifiers.arguments_of(self.problem, inputs) if self.problem.has_modifiers else None,
                 counter=tile_counter(q.get_device()) if self.is_dynamic else None,
                 heads_per_section=self.heads_per_section,
                 num_ctas=self.num_ctas,
@@ -350,8 +351,9 @@ def trace(problem: AttentionProblem, config: ForwardConfigSm90, cache: tuple[boo
         q_block=optional(Int32(1), is_scaled),
         scale_log2=Float32(1.0),
         tanh_scale=optional(Float32(1.0), problem.softcap is not None),
-        window_left=optional(Int32(0), problem.mask.window_left is not None),
-        window_right=optional(Int32(0), problem.mask.window_right is not None),
+        window_left=optional(Int32(0), problem.computed_mask.window_left is not None),
+        window_right=optional(Int32(0), problem.computed_mask.window_right is not None),
+        modifiers=modifiers.fake_arguments(problem),
         counter=optional(tensor(Int32, 1, align_bytes=4), config.dynamic_tiles),
         heads_per_section=Int32(1),
         num_ctas=Int32(1),

@@ -26,6 +26,7 @@ from ..blocks.memory.warp import broadcast
 from ..blocks.repair import gradients as repair_gradients
 from ..blocks.repair.rows import SourceTensors
 from ..blocks.softmax.mask import Geometry
+from ..blocks.softmax.modifiers import Modifiers, ModifierTensors, make_modifier_tensors, modifier_fields, place_of
 from ..blocks.tiles.packed import Lengths, used_keys
 
 THREADS = 128
@@ -167,6 +168,7 @@ class Recomputation(NamedTuple):
     tanh_scale: Float32 | None
     window_left: Int32 | None
     window_right: Int32 | None
+    modifiers: ModifierTensors | None
 
 
 class Postprocess(RowsKernel):
@@ -175,6 +177,7 @@ class Postprocess(RowsKernel):
     def __init__(self, problem: AttentionProblem, config: BackwardConfigSm90 | BackwardConfigSm80):
         super().__init__(problem, config)
         self.group = problem.qhead_per_kvhead
+        self.modifier_fields = modifier_fields(problem, True)
 
     @cute.jit
     def __call__(
@@ -184,7 +187,7 @@ class Postprocess(RowsKernel):
         cu_seqlens_q: cute.Tensor | None,
         softmax_scale: Float32,
         blocks_per_head: Int32,
-        # the rest are the arguments of BackwardSm90, or None for a problem without a mask
+        # the rest are the arguments of BackwardSm90, or None for a problem that hides no pairs
         q: cute.Tensor | None,
         k: cute.Tensor | None,
         v: cute.Tensor | None,
@@ -196,6 +199,7 @@ class Postprocess(RowsKernel):
         tanh_scale: Float32 | None,
         window_left: Int32 | None,
         window_right: Int32 | None,
+        modifiers: tuple | None,
         stream: cuda.CUstream,
     ):
         if cutlass.const_expr(self.is_packed):
@@ -212,6 +216,7 @@ class Postprocess(RowsKernel):
                 tanh_scale,
                 window_left,
                 window_right,
+                make_modifier_tensors(self.modifier_fields, modifiers),
             )
         batch, _, num_heads, _ = dq.shape
         num_row_blocks = self.tile_m // self.row_block_size
@@ -308,8 +313,13 @@ class Postprocess(RowsKernel):
         mK, mV = (at_head(t, t, head // self.group, origin_k, packed) for t in (sources.k, sources.v))
         first_block = number - block_rows.position // self.tile_m
         rows = (mQ, mdO, mK, mV, cute.domain_offset((first_block, 0), again.stats))
+        modifiers, place = None, None
+        if cutlass.const_expr(again.modifiers is not None):
+            modifiers = Modifiers(again.modifiers, sources.q.shape[2])
+            place = place_of(head, origin_q, sequence, geometry, packed)
         for i in cutlass.range(16, unroll=1):
             if repair_gradients.has_nan(ballots, i):
                 query = block_rows.position + first_row + i
                 scales = (again.scale_log2, again.tanh_scale, softmax_scale)
-                repair_gradients.recompute_dq(dq, query, *rows, geometry, *scales, self.vector_bytes)
+                more = (self.vector_bytes, modifiers, place)
+                repair_gradients.recompute_dq(dq, query, *rows, geometry, *scales, *more)

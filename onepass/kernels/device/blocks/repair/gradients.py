@@ -18,7 +18,8 @@ from .....geometry.integers import maximum, minimum, select
 from .....geometry.tile_scheduler import LANES
 from ..memory.row_stats import stats_of_row
 from ..softmax.mask import Geometry
-from .rows import VECTOR_BYTES, add_rows, dot, is_lost, row_sums, soft_cap, sum_of_products, write_row
+from ..softmax.modifiers import Modifiers, PairsOfKey, PairsOfQuery, Place
+from .rows import HIDDEN, VECTOR_BYTES, add_rows, dot, is_lost, row_sums, soft_cap, sum_of_products, write_row
 
 
 @cute.jit
@@ -64,23 +65,40 @@ def _gradient_of_score(
     tanh_scale: Float32 | None,
     wants_p: cutlass.Constexpr[bool],
     vector_bytes: cutlass.Constexpr[int],
+    pairs: PairsOfQuery | PairsOfKey | None = None,
+    other: Int32 | None = None,
 ) -> Float32:
     """dS of a visible pair, with a softcap times its slope; or with wants_p its P.
 
     Args:
         minus_lse, minus_delta: the query's values in the backward's stats.
         vector_bytes: bytes of a load.
+        pairs: the modifiers of the pairs of q or of k; `other` is the number of the key or of the query.
+
+    Returns: with pairs, HIDDEN for a pair that they hide.
     """
     score = dot(q, k, vector_bytes)
     if cutlass.const_expr(tanh_scale is not None):
         score = soft_cap(score, tanh_scale, q.element_type)
-    p = cute.math.exp2(score * scale_log2 + minus_lse, fastmath=True)
+    full_score = score
+    if cutlass.const_expr(pairs is not None):
+        full_score = pairs.score(score, other)
+    p = cute.math.exp2(full_score * scale_log2 + minus_lse, fastmath=True)
+    result = p
     if cutlass.const_expr(wants_p):
-        return p
-    ds = p * (dot(dout, v, vector_bytes) + minus_delta)
-    if cutlass.const_expr(tanh_scale is not None):
-        ds *= 1.0 - score * score
-    return ds
+        if cutlass.const_expr(pairs is not None):
+            # the factor of what is kept is that of the whole sum
+            result = Float32(0.0) if pairs.keep_factor(other) == 0.0 else p
+    else:
+        dp = dot(dout, v, vector_bytes)
+        if cutlass.const_expr(pairs is not None):
+            dp = dp * pairs.keep_factor(other)
+        result = p * (dp + minus_delta)
+        if cutlass.const_expr(tanh_scale is not None):
+            result *= 1.0 - score * score
+    if cutlass.const_expr(pairs is not None):
+        result = Float32(HIDDEN) if full_score == -Float32.inf else result
+    return result
 
 
 @cute.jit
@@ -97,6 +115,7 @@ def add_queries(
     tanh_scale: Float32 | None,
     is_v: cutlass.Constexpr[bool],
     vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
+    pairs: PairsOfKey | None = None,
 ):
     """acc (from `row_sums`) += what the queries [low, high) of a head add to dk of a key; with is_v, to dv.
 
@@ -109,8 +128,9 @@ def add_queries(
         query = minimum(first + cute.arch.lane_idx(), high - 1)
         q, dout = mQ[query, None], mdO[query, None]
         query_stats = stats_of_row(stats, query)
-        weight = _gradient_of_score(q, k, dout, v, *query_stats, scale_log2, tanh_scale, is_v, vector_bytes)
-        add_rows(acc, weight, mdO if cutlass.const_expr(is_v) else mQ, first, high - first)
+        arguments = (q, k, dout, v, *query_stats, scale_log2, tanh_scale, is_v, vector_bytes, pairs, query)
+        weight = _gradient_of_score(*arguments)
+        add_rows(acc, weight, mdO if cutlass.const_expr(is_v) else mQ, first, high - first, pairs is not None)
         lost = is_lost(acc)
         high = first
 
@@ -129,9 +149,17 @@ def recompute_dq(
     tanh_scale: Float32 | None,
     softmax_scale: Float32,
     vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
+    modifiers: Modifiers | None = None,
+    place: Place | None = None,
 ):
     """Compute a row of dq from the keys alone that it sees. A lane has one key of every 32."""
-    low, high = key_range(query, query + 1, *geometry)
+    pairs = None
+    if cutlass.const_expr(modifiers is not None):
+        pairs = modifiers.pairs_of_query(place, query)
+    if cutlass.const_expr(modifiers is not None and modifiers.tensors.ranges is not None):
+        low, high = modifiers.interval(place, query)
+    else:
+        low, high = key_range(query, query + 1, *geometry)
     q, dout = mQ[query, None], mdO[query, None]
     minus_lse, minus_delta = stats_of_row(stats, query)
     acc = row_sums(dq[query, None])
@@ -139,8 +167,9 @@ def recompute_dq(
     while low < high and not lost:
         key = minimum(low + cute.arch.lane_idx(), high - 1)
         k, v = mK[key, None], mV[key, None]
-        weight = _gradient_of_score(q, k, dout, v, minus_lse, minus_delta, scale_log2, tanh_scale, False, vector_bytes)
-        add_rows(acc, weight, mK, low, minimum(high - low, LANES))
+        arguments = (q, k, dout, v, minus_lse, minus_delta, scale_log2, tanh_scale, False, vector_bytes, pairs, key)
+        weight = _gradient_of_score(*arguments)
+        add_rows(acc, weight, mK, low, minimum(high - low, LANES), pairs is not None)
         lost = is_lost(acc)
         low += LANES
     write_row(dq[query, None], acc, softmax_scale)

@@ -17,10 +17,12 @@ from cutlass import Boolean, Float32, Int32
 from .....geometry.integers import ceil_div, minimum
 from .....geometry.tile_scheduler import LANES
 from ..memory import warp
+from ..softmax.modifiers import PairsOfQuery
 from ..softmax.online import LN2
 from ..softmax.sinks import weight_of_sink
 
 VECTOR_BYTES = 16  # bytes of a load
+HIDDEN = 3e38  # the weight of a pair that is left out
 # tanh(x) = x + x^3 (c0 + c1 x^2 + ..) up to x = 0.5, relative error 2^-23
 TANH_SERIES = (-0.3333331, 0.13330476, -0.05338711, 0.017988745)
 TANH_SERIES_END = 0.5
@@ -114,14 +116,28 @@ def row_sums(row: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
-def add_rows(acc: cute.Tensor, weight: Float32, rows: cute.Tensor, first: Int32, count: Int32):
-    """acc += the sum over the first `count` lanes of weight times row `first` + lane of rows (.., columns)."""
+def add_rows(
+    acc: cute.Tensor,
+    weight: Float32,
+    rows: cute.Tensor,
+    first: Int32,
+    count: Int32,
+    skips: cutlass.Constexpr[bool] = False,
+):
+    """acc += the sum over the first `count` lanes of weight times row `first` + lane of rows (.., columns).
+
+    Args: skips: whether rows whose weight is HIDDEN are left out.
+    """
     lane, columns = cute.arch.lane_idx(), rows.shape[1]
     for i in cutlass.range(count, unroll=1):
         weight_i = warp.broadcast(weight, i)
         for c in cutlass.range_constexpr(cute.size(acc)):
             column = minimum(lane + c * LANES, columns - 1)
-            acc[c] = acc[c] + weight_i * rows[first + i, column].to(Float32)
+            if cutlass.const_expr(skips):
+                term = weight_i * rows[first + i, column].to(Float32)
+                acc[c] = acc[c] + (Float32(0.0) if weight_i == HIDDEN else term)
+            else:
+                acc[c] = acc[c] + weight_i * rows[first + i, column].to(Float32)
 
 
 @cute.jit
@@ -155,10 +171,13 @@ def recompute_row(
     row_max: Float32,
     weight: Float32,
     vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
+    pairs: PairsOfQuery | None = None,
 ):
     """out = weight * sum over the keys [low, high) of exp2(scale_log2 * (score - row_max)) * v, by all lanes of a warp.
 
     A lane computes the whole score of one key of every 32; in the sum over keys it has every 32nd column.
+
+    Args: pairs: the modifiers of the row's pairs.
     """
     reference = (row_max if row_max > -Float32.inf else Float32(0.0)) * scale_log2
     acc = row_sums(out)
@@ -167,8 +186,13 @@ def recompute_row(
         score = dot(q, mK[minimum(low + cute.arch.lane_idx(), high - 1), None], vector_bytes)
         if cutlass.const_expr(tanh_scale is not None):
             score = soft_cap(score, tanh_scale, q.element_type)
+        if cutlass.const_expr(pairs is not None):
+            score = pairs.score(score, low + cute.arch.lane_idx())
         p = cute.math.exp2(score * scale_log2 - reference, fastmath=True)
-        add_rows(acc, p, mV, low, minimum(high - low, LANES))
+        if cutlass.const_expr(pairs is not None):
+            p = pairs.weight(p, low + cute.arch.lane_idx())
+            p = Float32(HIDDEN) if score == -Float32.inf else p
+        add_rows(acc, p, mV, low, minimum(high - low, LANES), pairs is not None)
         lost = is_lost(acc)
         low += LANES
     write_row(out, acc, weight)

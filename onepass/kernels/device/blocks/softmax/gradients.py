@@ -10,12 +10,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 from ..memory.layouts import by_m_tile, rows_and_columns
 from ..memory.ptx import pack_pair, unpack_pair
 from ..repair.rows import soft_cap
 from . import mask
+from .modifiers import Block, Modifiers, Place, element, place_of
 from .online import Scores
 
 # A score whose softcap has no slope any more; finite, because softmax_scale may be 0.
@@ -48,56 +49,130 @@ class GradientScores:
     p: cute.Tensor  # the accumulator of S
     capped: cute.Tensor | None  # with a softcap: P times its slope
 
+    # with dropout: a bit for each value of an accumulator, and one of its shape
+    kept_words: cute.Tensor
+    kept_values: cute.Tensor
+
+    modifiers: Modifiers | None = None
     m_tiles: int = 1  # pairs of rows of this thread
     rows_between: int = 0  # rows from one pair to the next
     first_query: Int32 | int = 0  # the query of the block that column 0 stands for
 
     @cute.jit
-    def exponentials(self, acc_s: cute.Tensor, tile, m_block: Int32):
+    def exponentials(self, acc_s: cute.Tensor, tile, head: Int32, m_block: Int32):
         """P in place of S; with a softcap, P times its slope beside it."""
         scale_log2 = self.scores.scale_log2
-        self.mask_if_needed(acc_s, tile, m_block, FAR_BELOW if self.is_capped else -math.inf)
+        self.mask_if_needed(acc_s, tile, head, m_block, FAR_BELOW if self.is_capped else -math.inf)
+        terms = None
+        if cutlass.const_expr(self.adds_terms):
+            place, blocks = self.place(tile, head), self.blocks_of(tile, m_block)
+            terms = [self.modifiers.terms(block, place) for block in blocks]
         if cutlass.const_expr(self.is_capped):
             # two at a time, so that no more than two slopes of the cap are in registers
             for i in cutlass.range_constexpr(cute.size(acc_s) // 2):
                 capped = []
                 for j in (2 * i, 2 * i + 1):
                     score = soft_cap(acc_s[j], self.scores.tanh_scale, self.kernel.dtype)
+                    full_score, is_hidden = score, None
+                    if cutlass.const_expr(terms is not None):
+                        m, r, c = element(j, self.m_tiles)
+                        full_score, is_hidden = terms[m].added(score, r, c)
                     acc_s[j] = cute.math.exp2(
-                        score * scale_log2 + stat_of_column(self.minus_lse, j, self.m_tiles), fastmath=True
+                        full_score * scale_log2 + stat_of_column(self.minus_lse, j, self.m_tiles), fastmath=True
                     )
-                    capped.append(acc_s[j] * (1.0 - score * score))
+                    slope = acc_s[j] * (1.0 - score * score)
+                    if cutlass.const_expr(is_hidden is not None):
+                        slope = Float32(0.0) if is_hidden else slope
+                    capped.append(slope)
                 if cutlass.const_expr(self.kernel.dtype is Float32):
                     self.capped[2 * i], self.capped[2 * i + 1] = capped[0], capped[1]
                 else:
                     self.capped_words[i] = pack_pair(*capped, self.kernel.dtype)
             # A hidden score was capped as well: its slope is 0, but its P is not yet.
-            self.mask_if_needed(acc_s, tile, m_block, 0.0)
+            self.mask_if_needed(acc_s, tile, head, m_block, 0.0)
         else:
+            if cutlass.const_expr(terms is not None):
+                for i in cutlass.range_constexpr(cute.size(acc_s)):
+                    m, r, c = element(i, self.m_tiles)
+                    acc_s[i], _ = terms[m].added(acc_s[i], r, c)
             for i in cutlass.range_constexpr(cute.size(acc_s)):
                 acc_s[i] = cute.math.exp2(
                     acc_s[i] * scale_log2 + stat_of_column(self.minus_lse, i, self.m_tiles), fastmath=True
                 )
 
     @cute.jit
-    def mask_if_needed(self, acc_s: cute.Tensor, tile, m_block: Int32, hidden: cutlass.Constexpr[float]):
+    def mask_if_needed(self, acc_s: cute.Tensor, tile, head: Int32, m_block: Int32, hidden: cutlass.Constexpr[float]):
         if m_block >= tile.clear_last or m_block < tile.clear_first:
             m_start = m_block * self.tile_m + self.first_query
             pieces = by_m_tile(acc_s)
             for i in cutlass.range_constexpr(self.m_tiles):
-                keys = [self.key(tile, i, r) for r in range(2)]
-                mask.apply_to_keys(rows_and_columns(pieces[i]), keys, m_start, self.lane_in_quad, tile.geometry, hidden)
+                scores, keys = rows_and_columns(pieces[i]), [self.key(tile, i, r) for r in range(2)]
+                if cutlass.const_expr(self.has_intervals):
+                    self.modifiers.hide(scores, self.blocks_of(tile, m_block)[i], self.place(tile, head), hidden)
+                else:
+                    mask.apply_to_keys(scores, keys, m_start, self.lane_in_quad, tile.geometry, hidden)
+
+    @property
+    def has_intervals(self) -> bool:
+        return self.modifiers is not None and self.modifiers.tensors.ranges is not None
+
+    @property
+    def adds_terms(self) -> bool:
+        return self.modifiers is not None and self.modifiers.adds_terms
+
+    @property
+    def drops(self) -> bool:
+        return self.modifiers is not None and self.modifiers.drops
+
+    def place(self, tile, head: Int32) -> Place:
+        return place_of(head, tile.origin_q, tile.sequence, tile.geometry, self.kernel.is_packed)
+
+    def blocks_of(self, tile, m_block: Int32) -> list[Block]:
+        """The `Block` of each m_tile of this thread."""
+        first_column = m_block * self.tile_m + self.first_query + 2 * self.lane_in_quad
+        return [
+            Block([self.key(tile, i, r) for r in range(2)], first_column, has_keys_in_rows=True)
+            for i in range(self.m_tiles)
+        ]
+
+    @cute.jit
+    def draw_kept(self, tile, head: Int32, m_block: Int32):
+        """Set a bit of kept_words for each value of an accumulator that dropout keeps."""
+        place, columns = self.place(tile, head), cute.size(self.kept_values) // (2 * self.m_tiles)
+        kept = [self.modifiers.kept(block, place, columns) for block in self.blocks_of(tile, m_block)]
+        for w in cutlass.range_constexpr(cute.size(self.kept_words)):
+            word = Int32(0)
+            for b in cutlass.range_constexpr(min(32, cute.size(self.kept_values) - 32 * w)):
+                m, r, c = element(32 * w + b, self.m_tiles)
+                bit = 1 << b if b < 31 else -(1 << 31)
+                word = word | (Int32(bit) if kept[m].is_kept(r, c) else Int32(0))
+            self.kept_words[w] = word
+
+    def is_kept(self, i: int) -> Boolean:
+        """Whether dropout keeps an accumulator's i-th value, after `draw_kept`."""
+        return (self.kept_words[i // 32] >> i % 32 & 1) != 0
+
+    @cute.jit
+    def drop_p(self, acc_s: cute.Tensor):
+        """Set the values of P to 0 that dropout does not keep, after `draw_kept`."""
+        for i in cutlass.range_constexpr(cute.size(acc_s)):
+            acc_s[i] = acc_s[i] if self.is_kept(i) else Float32(0.0)
 
     def key(self, tile, i: int, r: int) -> Int32:
         """The position of the key in row r (0 or 1) of this thread in its i-th m_tile."""
         return tile.n_block * self.tile_n + self.row_in_tile + i * self.rows_between + 8 * r
 
     @cute.jit
-    def make_ds(self, acc_dp: cute.Tensor, minus_delta: cutlass.Constexpr[bool] = False):
+    def make_ds(self, acc_dp: cute.Tensor, tile, head, m_block, minus_delta: cutlass.Constexpr[bool] = False):
         """dS = P (dP - delta), rounded to 16 bits, or for float32 inputs in place of dP.
 
-        Args: minus_delta: whether acc_dp holds dP - delta already.
+        Args: minus_delta: whether acc_dp holds dP - delta already; with dropout it must not.
         """
+        if cutlass.const_expr(self.drops):
+            for i in cutlass.range_constexpr(cute.size(acc_dp)):
+                scaled = acc_dp[i] * self.modifiers.tensors.keep_scale
+                acc_dp[i] = scaled if self.is_kept(i) else Float32(0.0)
+        found = []
         is_float32 = cutlass.const_expr(self.kernel.dtype is Float32)
         if cutlass.const_expr(is_float32):
             source = self.capped if cutlass.const_expr(self.is_capped) else self.p
@@ -116,3 +191,14 @@ class GradientScores:
                     acc_dp[2 * i + c] = p[c] * dp[c]
             else:
                 self.ds_words[i] = pack_pair(p[0] * dp[0], p[1] * dp[1], self.kernel.dtype)
+            if cutlass.const_expr(self.adds_terms):
+                if cutlass.const_expr(self.is_capped):  # terms are added after the softcap: its slope is none of theirs
+                    if cutlass.const_expr(is_float32):
+                        p = [self.p[2 * i + c] for c in range(2)]
+                    else:
+                        p = unpack_pair(self.p_words[i], self.kernel.dtype)
+                # of a hidden pair, whose P is 0, dP may be NaN
+                found += [Float32(0.0) if p[c] == 0.0 else p[c] * dp[c] for c in range(2)]
+        if cutlass.const_expr(self.adds_terms):
+            blocks, place = self.blocks_of(tile, m_block), self.place(tile, head)
+            self.modifiers.add_gradients(found, blocks, place, self.slot_of(tile), self.m_tiles)

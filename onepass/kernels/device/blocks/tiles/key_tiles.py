@@ -21,6 +21,7 @@ from ..memory.layouts import at_head
 from ..repair import gradients as repair_gradients
 from ..repair.rows import VECTOR_BYTES, SourceTensors, row_sums, write_row
 from ..softmax.mask import Geometry
+from ..softmax.modifiers import Modifiers, place_of
 from ..softmax.online import Scores
 from .dq_sums import Accumulator
 from .packed import Lengths, PackedSchedule, used_keys
@@ -41,6 +42,7 @@ class KeyTile(NamedTuple):
     clear_first: Int32
     clear_last: Int32
     last: Int32
+    sequence: Int32  # batch entry, or number of the packed sequence
 
 
 class KeyTiles:
@@ -52,6 +54,7 @@ class KeyTiles:
     is_packed: bool
     is_deterministic: bool  # tiles add to dQ in turns
     is_descending: bool  # the order of these turns, see `block_range.following_query_block`
+    has_intervals: bool = False  # the query blocks of a tile are in `ModifierTensors.bounds`
 
     def schedule_of_keys(self, schedule: Schedule, lengths: Lengths, rows_k: Int32, rows_q: Int32) -> PackedSchedule:
         """The order of tiles of packed sequences.
@@ -76,20 +79,26 @@ class KeyTiles:
             num_blocks = cute.ceil_div(rows_k, self.tile_n)
             first_m_block = origin_q // self.tile_m + sequence
             entry = minimum(sequence, schedule.batch - 1)
+            first_tile = origin_k // self.tile_n + sequence
         else:
             n_block, head, origin_q = tile_scheduler.tile_coord(
                 number, schedule.divisors, schedule.num_m_blocks, schedule.batch
             )
             num_blocks = schedule.num_m_blocks
-            origin_k, entry = origin_q, origin_q
+            origin_k, entry, sequence = origin_q, origin_q, origin_q
             seqlen_q, rows_k = seqlens.seqlen_q, seqlens.seqlen_k
         if cutlass.const_expr(not self.is_descending):
             n_block = num_blocks - 1 - n_block
         seqlen_k = used_keys(seqlens.lengths, entry, rows_k)
         geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
         n_start = n_block * self.tile_n
-        blocks = query_blocks(n_start, n_start + self.tile_n, *geometry, self.tile_m)
-        return KeyTile(n_block, head, origin_q, origin_k, rows_k, first_m_block, geometry, *blocks)
+        if cutlass.const_expr(self.has_intervals):
+            bounds = seqlens.modifiers.tensors.bounds
+            coordinate = (first_tile + n_block, 0) if cutlass.const_expr(self.is_packed) else (n_block, origin_q)
+            blocks = [bounds[coordinate[0], i, head, coordinate[1]] for i in range(4)]
+        else:
+            blocks = query_blocks(n_start, n_start + self.tile_n, *geometry, self.tile_m)
+        return KeyTile(n_block, head, origin_q, origin_k, rows_k, first_m_block, geometry, *blocks, sequence)
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, origin) -> cute.Tensor:
         return at_head(t, m, head, origin, self.is_packed)
@@ -136,6 +145,7 @@ class KeyTiles:
         scores: Scores,
         is_v: cutlass.Constexpr[bool],
         vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
+        modifiers: Modifiers | None = None,
     ):
         """Compute rows of dk (is_v: of dv) that have a NaN from the queries alone that see them.
 
@@ -157,5 +167,9 @@ class KeyTiles:
                     number = self.m_block_number(accumulator, tile, head, Int32(0))
                     stats = cute.domain_offset((number, 0), accumulator.stats)
                     rows = (mK[key, None], mV[key, None], mQ, mdO, stats)
-                    repair_gradients.add_queries(acc, *rows, low, high, *scores, is_v, vector_bytes)
+                    pairs = None
+                    if cutlass.const_expr(modifiers is not None):
+                        place = place_of(head, tile.origin_q, tile.sequence, tile.geometry, self.is_packed)
+                        pairs = modifiers.pairs_of_key(place, key)
+                    repair_gradients.add_queries(acc, *rows, low, high, *scores, is_v, vector_bytes, pairs)
                 write_row(gradient[key, None], acc, scale)

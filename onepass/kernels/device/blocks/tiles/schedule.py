@@ -9,6 +9,7 @@ from cutlass import Int32
 
 from .....geometry import tile_scheduler
 from .....geometry.splits import Splits
+from ..softmax.modifiers import Modifiers
 from .packed import Lengths
 
 
@@ -20,6 +21,7 @@ class Sequences(NamedTuple):
     window_left: Int32 | None
     window_right: Int32 | None
     lengths: Lengths
+    modifiers: Modifiers | None = None
 
 
 class Schedule(NamedTuple):

@@ -51,6 +51,7 @@ from ....config import STAT_ROWS, BackwardConfigSm80
 from ...blocks.memory.layouts import as_batch_of_one, rows_first, smem_tiles
 from ...blocks.memory.ptx import draw, exit_if
 from ...blocks.repair.rows import SourceTensors
+from ...blocks.softmax.modifiers import Modifiers, ModifierTensors, make_modifier_tensors, modifier_fields
 from ...blocks.softmax.online import Scores
 from ...blocks.tiles.dq_sums import Accumulator
 from ...blocks.tiles.key_tiles import KeyTile, KeyTiles
@@ -77,7 +78,9 @@ class BackwardSm80(KeyTiles):
         self.p_in_registers = config.keeps_p(problem)
         # Tiles may hold hidden pairs, whose terms of the gradients may be NaN; and the low limb of a float32 infinity
         # is NaN.
-        self.may_recompute = not problem.mask.is_full or problem.has_seqused_k or dtype is Float32
+        self.may_recompute = problem.hides_pairs or problem.has_seqused_k or dtype is Float32
+        self.has_intervals, self.modifier_fields = problem.has_intervals, modifier_fields(problem, True)
+        self.adds_in_order = problem.deterministic
         if dtype is Float32:
             module, self.gemms = backward_gemms_float32, backward_gemms_float32.BackwardGemmsFloat32
         else:
@@ -109,6 +112,7 @@ class BackwardSm80(KeyTiles):
         tanh_scale: Float32 | None,
         window_left: Int32 | None,
         window_right: Int32 | None,
+        modifiers: tuple | None,  # the fields of `ModifierTensors` that there are
         blocks_per_head: Int32,
         heads_per_section: Int32,
         num_tiles: Int32,  # an upper bound for packed sequences
@@ -130,6 +134,7 @@ class BackwardSm80(KeyTiles):
             Scores(scale_log2, tanh_scale),
             window_left,
             window_right,
+            make_modifier_tensors(self.modifier_fields, modifiers),
             make_schedule(num_n_blocks, num_heads_kv, batch, heads_per_section),
             self.make_tiled_mmas(config, self.dtype),
             smem_tiles(self.tile_n, self.head_dim, 1, self.dtype),
@@ -153,6 +158,7 @@ class BackwardSm80(KeyTiles):
         scores: Scores,
         window_left: Int32 | None,
         window_right: Int32 | None,
+        modifier_tensors: ModifierTensors | None,
         schedule: Schedule,
         tiled_mmas: Mmas,
         sK_layout: cute.ComposedLayout,
@@ -178,7 +184,10 @@ class BackwardSm80(KeyTiles):
         number = cute.arch.block_idx()[0]
         if cutlass.const_expr(self.is_deterministic):
             number = self.draw_number(smem, accumulator, thread)
-        seqlens = Sequences(tensors.q.shape[0], tensors.k.shape[0], window_left, window_right, lengths)
+        modifiers = None
+        if cutlass.const_expr(modifier_tensors is not None):
+            modifiers = Modifiers(modifier_tensors, tensors.q.shape[2], self.adds_in_order)
+        seqlens = Sequences(tensors.q.shape[0], tensors.k.shape[0], window_left, window_right, lengths, modifiers)
         if cutlass.const_expr(self.is_packed):
             schedule = self.schedule_of_keys(schedule, lengths, seqlens.seqlen_k, seqlens.seqlen_q)
             # the grid was made for the worst case
@@ -192,7 +201,8 @@ class BackwardSm80(KeyTiles):
         )
         buffers = Buffers(sK, sV, sQ, sdO, sdS, sP, sStats)
         sources = tensors if cutlass.const_expr(self.may_recompute) else None
-        warps = BackwardWarps(self, buffers, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV, sources)
+        outputs = mdK, mdV, sources, modifiers
+        warps = BackwardWarps(self, buffers, tiled_mmas, softmax_scale, scores, accumulator, *outputs)
         self.compute(warps, loaders, tensors, tile)
 
     @cute.jit

@@ -16,12 +16,13 @@ from .....geometry.integers import ceil_div
 from .....geometry.tile_scheduler import LANES
 from ....config import ROWS_PER_MMA
 from ...blocks.memory.layouts import rows_and_columns
-from ...blocks.memory.ptx import add_one_to_global, add_to_global
+from ...blocks.memory.ptx import add_one_to_global, add_to_global, pack
 from ...blocks.memory.untraced import Untraced
 from ...blocks.memory.warp import broadcast
 from ...blocks.repair import gradients as repair_gradients
 from ...blocks.repair.rows import SourceTensors
 from ...blocks.softmax.gradients import GradientScores, stat_of_column
+from ...blocks.softmax.modifiers import Modifiers
 from ...blocks.softmax.online import Scores
 from ...blocks.tiles.dq_sums import Accumulator, AdditionTurns
 from ...blocks.tiles.key_tiles import KeyTile
@@ -83,11 +84,13 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
         mdK: cute.Tensor,
         mdV: cute.Tensor,
         sources: SourceTensors | None,
+        modifiers: Modifiers | None = None,
     ):
         config = self.config = kernel.config
         self.kernel, self.buffers, self.mmas = kernel, buffers, mmas
         self.softmax_scale, self.scores, self.accumulator = softmax_scale, scores, accumulator
-        self.mdK, self.mdV, self.sources = mdK, mdV, sources
+        self.mdK, self.mdV, self.sources, self.modifiers = mdK, mdV, sources, modifiers
+        self.dv_scale = modifiers.tensors.keep_scale if self.drops else Float32(1.0)
         self.tile_m, self.tile_n = kernel.tile_m, kernel.tile_n
         self.is_capped = scores.tanh_scale is not None
         thread = cute.arch.thread_idx()[0]
@@ -124,11 +127,18 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
     def make_scores(self):
         """The registers in which P and dS are kept for `make_ds`."""
         acc = self.gemms.make_acc_s()
+        if self.drops:
+            self.kept_values = acc
+            self.kept_words = cute.make_rmem_tensor((ceil_div(cute.size(acc), 32),), Int32)
         if self.kernel.dtype is Float32:
             self.p = acc
             self.capped = cute.make_rmem_tensor(acc.layout, Float32) if self.is_capped else None
             return
         self.p_words, self.ds_words = self.gemms.p_words, self.gemms.ds_words
+        if self.drops:
+            # P as it was before dropout, beside the operand of dV
+            self.whole_p = cute.make_rmem_tensor(self.gemms.shape_s, self.kernel.dtype)
+            self.p_words = cute.recast_tensor(self.whole_p, Int32)
         if self.is_capped:
             # P (1 - tanh^2), in the order of p_words
             self.capped_words = cute.make_rmem_tensor((cute.size(self.p_words),), Int32)
@@ -149,17 +159,18 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
         acc_s.fill(0.0)
         gemms.s(acc_s, buffer)
         self.read_stats(self.minus_lse, buffer, 0)
-        self.exponentials(acc_s, tile, m_block)
-        gemms.take_p(acc_s)
+        self.exponentials(acc_s, tile, head, m_block)
+        self.take_p(acc_s, tile, head, m_block)
         if cutlass.const_expr(self.config.one_score_buffer):
             cute.arch.sync_threads()
             gemms.dv(buffer)
         self.read_stats(self.minus_delta, buffer, 1)
         acc_dp = gemms.make_acc_s()
+        # dP - delta, or with dropout, which scales dP alone, dP
         for i in cutlass.range_constexpr(cute.size(acc_dp)):
-            acc_dp[i] = stat_of_column(self.minus_delta, i, self.m_tiles)
-        gemms.dp(acc_dp, buffer)  # dP - delta
-        self.make_ds(acc_dp, True)
+            acc_dp[i] = Float32(0.0) if self.drops else stat_of_column(self.minus_delta, i, self.m_tiles)
+        gemms.dp(acc_dp, buffer)
+        self.make_ds(acc_dp, tile, head, m_block, not self.drops)
         if cutlass.const_expr(self.config.one_score_buffer):
             cute.arch.sync_threads()  # all warps are done with P
         gemms.take_ds(acc_dp)
@@ -176,6 +187,27 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
             cute.arch.sync_warp()  # ptxas would begin dK before this, and keep too much in registers
             self.add_dq(acc_dq, tile, head, m_block, piece)
         gemms.dk(buffer)
+
+    @cute.jit
+    def take_p(self, acc_s: cute.Tensor, tile: KeyTile, head: Int32, m_block: Int32):
+        """Give P to dV, or what dropout keeps of it; `make_ds` needs all of it."""
+        if cutlass.const_expr(self.drops):
+            self.draw_kept(tile, head, m_block)
+            kept = acc_s
+            if cutlass.const_expr(self.kernel.dtype is Float32):
+                kept = self.gemms.make_acc_s()
+                for i in cutlass.range_constexpr(cute.size(acc_s)):
+                    kept[i] = acc_s[i]
+            else:
+                pack(acc_s, self.whole_p)
+            self.drop_p(kept)
+            self.gemms.take_p(kept)
+        else:
+            self.gemms.take_p(acc_s)
+
+    def slot_of(self, tile: KeyTile) -> Int32:
+        """This warp's place in a tensor with one for each warp of a tile."""
+        return tile.n_block * self.config.num_warps + self.warp_id
 
     @cute.jit
     def read_stats(self, target: cute.Tensor, buffer: Int32, which: cutlass.Constexpr[int]):
@@ -238,12 +270,12 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
     @cute.jit
     def store(self, tile: KeyTile):
         """Write dK and dV of a finished tile."""
-        dv = self.store_gradient(tile, self.acc_dv, self.mdV, Float32(1.0))
+        dv = self.store_gradient(tile, self.acc_dv, self.mdV, self.dv_scale)
         dk = self.store_gradient(tile, self.acc_dk, self.mdK, self.softmax_scale)
         if cutlass.const_expr(self.sources is not None):
             # other warps may have written columns of the rows that are written again
             cute.arch.sync_threads()
-            self.recompute(tile, dv, self.mdV, Float32(1.0), True)
+            self.recompute(tile, dv, self.mdV, self.dv_scale, True)
             self.recompute(tile, dk, self.mdK, self.softmax_scale, False)
 
     def first_key(self, tile: KeyTile, i: int) -> Int32:
@@ -290,5 +322,5 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
         for i in cutlass.range_constexpr(len(found)):
             if found[i][0] | found[i][1] != 0:
                 first_key = cute.arch.make_warp_uniform(broadcast(self.first_key(tile, i), 0))
-                inputs = (self.sources, self.accumulator, self.scores, is_v, self.config.vector_bytes)
+                inputs = (self.sources, self.accumulator, self.scores, is_v, self.config.vector_bytes, self.modifiers)
                 self.kernel.recompute_keys(tile, gradient, scale, first_key, found[i], *inputs)

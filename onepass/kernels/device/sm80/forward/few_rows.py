@@ -36,6 +36,7 @@ from ...blocks.memory.layouts import rows_and_columns
 from ...blocks.repair import rows as repair_rows
 from ...blocks.repair.rows import SourceTensors
 from ...blocks.softmax.cache_scales import CacheDescales
+from ...blocks.softmax.modifiers import Modifiers
 from ...blocks.softmax.online import Scores
 from ...blocks.softmax.sinks import Sinks
 from ...blocks.tiles.paged import KeyLocations, LocatedRows, Pages
@@ -68,8 +69,9 @@ class KeyWarps(Warps):
         sinks: Sinks | None,
         pages: Pages | None = None,
         descales: CacheDescales | None = None,
+        modifiers: Modifiers | None = None,
     ):
-        super().__init__(kernel, sQ, sK, sV, tiled_mma, scores, tensors, mO, mLSE, sinks, pages, descales)
+        super().__init__(kernel, sQ, sK, sV, tiled_mma, scores, tensors, mO, mLSE, sinks, pages, descales, modifiers)
         self.warp, self.key_warps = warp_number(), self.config.key_warps
         self.column_blocks = kernel.head_dim_v // 8
         pieces = self.m_tiles * self.column_blocks
@@ -133,7 +135,7 @@ class KeyWarps(Warps):
                 self.sState[0, lane, 2 * i + r, self.warp] = self.softmax[i].row_max[r]
                 self.sState[1, lane, 2 * i + r, self.warp] = self.softmax[i].row_sum[r]
             # V of a hidden key may have brought a NaN, see `Warps.store`
-            if cutlass.const_expr(self.kernel.has_mask or self.kernel.dtype is Float32):
+            if cutlass.const_expr(self.kernel.hides_pairs or self.kernel.dtype is Float32):
                 has_nan = has_nan or repair_rows.has_nan(self.o[i], self.row_of(tile, i, 0)[2])
         if lane == 0:
             self.sHasNan[self.warp] = Int32(has_nan)

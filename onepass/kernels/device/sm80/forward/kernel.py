@@ -59,6 +59,13 @@ from ...blocks.memory.ptx import exit_if
 from ...blocks.repair.rows import SourceTensors
 from ...blocks.softmax.cache_scales import CacheDescales, DescaleTensors
 from ...blocks.softmax.mask import Geometry
+from ...blocks.softmax.modifiers import (
+    Modifiers,
+    ModifierTensors,
+    make_modifier_tensors,
+    modifier_fields,
+    place_of,
+)
 from ...blocks.softmax.online import Scores
 from ...blocks.softmax.sinks import Sinks
 from ...blocks.tiles.packed import Lengths, PackedSchedule, used_keys
@@ -98,9 +105,11 @@ class ForwardSm80:
         self.positions = config.positions(problem)  # positions of a tile
         self.head_dims = problem.head_dim, problem.head_dim_v  # columns of the tensors
         self.head_dim, self.head_dim_v = (head_dim_tile(d) for d in self.head_dims)  # columns of the tiles
-        self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
-        self.has_mask = self.has_window != (False, False)
-        self.longest_first = config.longest_first and self.has_window == (False, True)
+        mask = problem.computed_mask
+        self.has_window = mask.window_left is not None, mask.window_right is not None
+        self.has_intervals, self.hides_pairs = problem.has_intervals, problem.hides_pairs
+        self.modifier_fields = modifier_fields(problem)
+        self.longest_first = config.longest_first and (self.has_window == (False, True) or self.has_intervals)
         self.is_packed, self.packs_keys = problem.is_packed, problem.is_packed and not reads_cache
         self.has_e4m3_cache = problem.has_e4m3_cache
         # K and V in memory: e4m3 numbers come in pairs
@@ -132,6 +141,7 @@ class ForwardSm80:
         tanh_scale: Float32 | None,
         window_left: Int32 | None,
         window_right: Int32 | None,
+        modifiers: tuple | None,  # the fields of `ModifierTensors` that there are
         heads_per_section: Int32,
         num_tiles: Int32,  # an upper bound for packed sequences
         page_table: cute.Tensor | None,  # (batch, max_pages) int32; k, v: (num_pages, page_size, num_heads_kv, ..)
@@ -171,6 +181,7 @@ class ForwardSm80:
             Scores(scale_log2, tanh_scale),
             window_left,
             window_right,
+            make_modifier_tensors(self.modifier_fields, modifiers),
             make_schedule(num_m_blocks, num_heads, batch, heads_per_section),
             pages,
             Splits(num_splits, split_blocks) if self.is_split else None,
@@ -195,6 +206,7 @@ class ForwardSm80:
         scores: Scores,
         window_left: Int32 | None,
         window_right: Int32 | None,
+        modifier_tensors: ModifierTensors | None,
         schedule: Schedule,
         pages: Pages | None,
         splits: Splits | None,
@@ -207,7 +219,10 @@ class ForwardSm80:
         self.announce()
         number, split, _ = cute.arch.block_idx()
         seqlen_k = pages.capacity if self.is_paged else tensors.k.shape[0]
-        seqlens = Sequences(tensors.q.shape[0], seqlen_k, window_left, window_right, lengths)
+        modifiers = None
+        if cutlass.const_expr(modifier_tensors is not None):
+            modifiers = Modifiers(modifier_tensors, tensors.q.shape[2])
+        seqlens = Sequences(tensors.q.shape[0], seqlen_k, window_left, window_right, lengths, modifiers)
         if cutlass.const_expr(self.is_packed):
             num_heads = schedule.divisors.num_heads
             schedule = PackedSchedule(
@@ -237,7 +252,8 @@ class ForwardSm80:
             entry, head, tile_n = tile.origin_k, self.head_kv(tile), self.config.tile_n
             descales = CacheDescales(descale_tensors, pages, entry, head, tile_n, self.descales_by_block)
         sinks = None if cutlass.const_expr(mSinks is None) else Sinks(mSinks, lengths.cu_seqlens_q)
-        warps = self.make_warps(self, sQ, sK, sV, tiled_mma, scores, tensors, mO, mLSE, sinks, pages, descales)
+        arguments = sQ, sK, sV, tiled_mma, scores, tensors, mO, mLSE, sinks, pages, descales, modifiers
+        warps = self.make_warps(self, *arguments)
         if cutlass.const_expr(self.is_split):
             has_no_keys = tile.blocks.first == tile.blocks.last
             if has_no_keys:
@@ -253,16 +269,20 @@ class ForwardSm80:
     def tile_at(self, number: Int32, schedule, seqlens: Sequences) -> Tile:
         """The tile with this number."""
         if cutlass.const_expr(self.is_packed):
-            m_block, head, origin_q, seqlen_q, origin_k, seqlen_k, _, _ = schedule.find(number)
+            m_block, head, origin_q, seqlen_q, origin_k, seqlen_k, sequence, _ = schedule.find(number)
         else:
             coord = tile_scheduler.tile_coord(number, schedule.divisors, schedule.num_m_blocks, schedule.batch)
             m_block, head, origin_q = coord
-            origin_k = origin_q
+            origin_k = sequence = origin_q
             seqlen_q, seqlen_k = seqlens.seqlen_q, used_keys(seqlens.lengths, origin_k, seqlens.seqlen_k)
         geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
         m_start = m_block * self.positions
-        blocks = key_blocks(m_start, minimum(m_start + self.positions, seqlen_q), *geometry, self.config.block_keys)
-        return Tile(m_block, head, origin_q, origin_k, geometry, blocks)
+        if cutlass.const_expr(self.has_intervals):
+            place = place_of(head, origin_q, sequence, geometry, self.is_packed)
+            blocks = seqlens.modifiers.key_blocks(place, m_start, self.positions, self.config.block_keys)
+        else:
+            blocks = key_blocks(m_start, minimum(m_start + self.positions, seqlen_q), *geometry, self.config.block_keys)
+        return Tile(m_block, head, origin_q, origin_k, geometry, blocks, sequence)
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, origin) -> cute.Tensor:
         """A head of q, out or lse: `layouts.at_head` for tensors of queries."""
@@ -321,7 +341,7 @@ class ForwardSm80:
         for _ in cutlass.range(clear_last - clear_first, unroll=1):
             buffer = self.step(warps, loaders, mK, mV, tile, n_block, buffer, False)
             n_block -= 1
-        if cutlass.const_expr(self.has_window[0]):
+        if cutlass.const_expr(self.has_window[0] or self.has_intervals):
             for _ in cutlass.range(clear_first - first, unroll=1):
                 buffer = self.step(warps, loaders, mK, mV, tile, n_block, buffer, True)
                 n_block -= 1

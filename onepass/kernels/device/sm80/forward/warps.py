@@ -6,6 +6,7 @@ warps of the thread block read the same K and V from shared memory. kernel.py pu
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import cutlass
@@ -26,6 +27,7 @@ from ...blocks.repair.rows import SourceTensors, soft_cap
 from ...blocks.softmax import mask
 from ...blocks.softmax.cache_scales import CacheDescales
 from ...blocks.softmax.mask import Geometry
+from ...blocks.softmax.modifiers import Block, Modifiers, Place, place_of
 from ...blocks.softmax.online import LN2, OnlineSoftmax, Scores, finish
 from ...blocks.softmax.sinks import Sinks
 from ...blocks.tiles.paged import PagedRows, Pages
@@ -40,6 +42,7 @@ class Tile(NamedTuple):
     origin_k: Int32  # batch entry; for packed keys the first row (a cache has batch entries)
     geometry: Geometry
     blocks: KeyBlocks
+    sequence: Int32  # batch entry, or number of the packed sequence
 
 
 class Warps(Untraced):
@@ -59,9 +62,10 @@ class Warps(Untraced):
         sinks: Sinks | None,
         pages: Pages | None = None,
         descales: CacheDescales | None = None,
+        modifiers: Modifiers | None = None,
     ):
         config = self.config = kernel.config
-        self.pages, self.descales = pages, descales
+        self.pages, self.descales, self.modifiers = pages, descales, modifiers
         self.kernel, self.scores = kernel, scores
         self.tensors, self.mO, self.mLSE, self.sinks = tensors, mO, mLSE, sinks
         self.tile_m, self.tile_n, self.m_tiles = config.tile_m, config.tile_n, config.m_tiles
@@ -104,24 +108,41 @@ class Warps(Untraced):
         if cutlass.const_expr(self.scores.tanh_scale is not None):
             for i in cutlass.range_constexpr(cute.size(self.acc_s)):
                 self.acc_s[i] = soft_cap(self.acc_s[i], self.scores.tanh_scale, self.kernel.dtype)
+        place = self.place(tile)
+        blocks = [self.block_of(tile, i, n_start) for i in range(self.m_tiles)]
+        if cutlass.const_expr(self.modifiers is not None and self.modifiers.adds_terms):
+            for i in cutlass.range_constexpr(self.m_tiles):
+                self.modifiers.add_terms(self.s[i], blocks[i], place)
         if cutlass.const_expr(not self.config.fold_scale):
             for i in cutlass.range_constexpr(cute.size(self.acc_s)):
                 self.acc_s[i] = self.acc_s[i] * self.natural_scale
         for i in cutlass.range_constexpr(self.m_tiles):
             if cutlass.const_expr(is_masked):
-                rows = [self.row_of(tile, i, r)[0] for r in range(2)]
-                mask.apply(self.s[i], rows, n_start, self.lane_in_quad, tile.geometry)
+                if cutlass.const_expr(self.kernel.has_intervals):
+                    self.modifiers.hide(self.s[i], blocks[i], place, -math.inf)
+                else:
+                    rows = [self.row_of(tile, i, r)[0] for r in range(2)]
+                    mask.apply(self.s[i], rows, n_start, self.lane_in_quad, tile.geometry)
             if cutlass.const_expr(self.is_lazy):
                 # the search by integers would gain nothing: only Hopper has a maximum of three
                 self.softmax[i].update_lazily(self.s[i], self.o[i], True, False)
             else:
                 self.softmax[i].update(self.s[i])
                 self.softmax[i].rescale(self.o[i])
+            if cutlass.const_expr(self.modifiers is not None and self.modifiers.drops):
+                self.modifiers.drop(self.s[i], blocks[i], place)
         if cutlass.const_expr(self.descales is not None):
             self.descales.scale_p(self.acc_s, self.acc_o)
             if cutlass.const_expr(self.descales.by_block):
                 self.descales.look_up(n_start - self.config.block_keys, tile.geometry.seqlen_k)
         self.gemms.take_p()
+
+    def place(self, tile: Tile) -> Place:
+        return place_of(tile.head, tile.origin_q, tile.sequence, tile.geometry, self.kernel.is_packed)
+
+    def block_of(self, tile: Tile, i: int, n_start: Int32) -> Block:
+        rows = [self.row_of(tile, i, r)[0] for r in range(2)]
+        return Block(rows, n_start + 2 * self.lane_in_quad)
 
     @cute.jit
     def _scale_scores(self):
@@ -182,7 +203,7 @@ class Warps(Untraced):
             out_rows = [at_head(self.mO, self.mO, head, tile.origin_q)[position, None] for position, head, _ in rows]
             self.gemms.store_rows(self.o[i], weights, out_rows, is_row, self.lane_in_quad)
             # the low limb of a float32 infinity in V is NaN
-            if cutlass.const_expr(self.kernel.has_mask or self.kernel.dtype is Float32):
+            if cutlass.const_expr(self.kernel.hides_pairs or self.kernel.dtype is Float32):
                 if repair_rows.has_nan(self.o[i], is_row[0]):
                     cute.arch.sync_warp()  # other lanes write the same rows again
                     self.recompute(tile, i, weights)
@@ -205,6 +226,8 @@ class Warps(Untraced):
             if cutlass.const_expr(self.sinks is not None):
                 sink = self.sinks.at_row(head, tile.origin_q)
             weight, lse = finish(softmax.row_max[r], softmax.row_sum[r], self.scores.scale_log2, sink)
+            if cutlass.const_expr(self.modifiers is not None and self.modifiers.drops):
+                weight = weight * self.modifiers.tensors.keep_scale
             weights[r] = weight
             mLSE = self.kernel.at_head(self.mLSE, self.mLSE, head, tile.origin_q)[None, 0]
             epilogue.store_lse(lse, mLSE, position, writes_lse[r], self.lane_in_quad)
@@ -222,7 +245,7 @@ class Warps(Untraced):
 
         V of a hidden key may have brought a NaN (0 * NaN).
         """
-        at_head, geometry = self.kernel.at_head, tile.geometry
+        at_head = self.kernel.at_head
         mK, mV = self.keys_and_values(tile)
         first = i * ROWS_PER_MMA * self.config.num_warps + self.row_in_tile
         first = cute.arch.make_warp_uniform(broadcast(first, 0))
@@ -234,7 +257,13 @@ class Warps(Untraced):
             weight = broadcast(weights[0] if is_upper else weights[1], lane)
             if is_row:
                 mQ, mO = (at_head(t, t, head, tile.origin_q) for t in (self.tensors.q, self.mO))
-                low, high = key_range(position, position + 1, *geometry)
+                pairs = None
+                if cutlass.const_expr(self.modifiers is not None):
+                    pairs = self.modifiers.pairs_of_query(self.place(tile), position)
+                if cutlass.const_expr(self.kernel.has_intervals):
+                    low, high = self.modifiers.interval(self.place(tile), position)
+                else:
+                    low, high = key_range(position, position + 1, *tile.geometry)
                 if cutlass.const_expr(self.kernel.is_split):
                     low = maximum(low, tile.blocks.first * self.config.block_keys)
                     high = minimum(high, tile.blocks.last * self.config.block_keys)
@@ -243,4 +272,4 @@ class Warps(Untraced):
                 if cutlass.const_expr(self.kernel.has_e4m3_cache):
                     e4m3_rows.recompute_row(*row_arguments, self.descales)
                 else:
-                    repair_rows.recompute_row(*row_arguments, self.config.vector_bytes)
+                    repair_rows.recompute_row(*row_arguments, self.config.vector_bytes, pairs)

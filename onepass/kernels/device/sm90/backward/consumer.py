@@ -34,6 +34,7 @@ from ...blocks.memory.ptx import add_to_global, load_past_l1, pack
 from ...blocks.repair import gradients as repair_gradients
 from ...blocks.repair.rows import SourceTensors
 from ...blocks.softmax.gradients import GradientScores, stat_of_column
+from ...blocks.softmax.modifiers import Modifiers
 from ...blocks.softmax.online import Scores
 from ...blocks.tiles.dq_sums import Accumulator, AdditionTurns
 from ...blocks.tiles.named_barrier import NamedBarrier
@@ -72,6 +73,7 @@ class Inputs(NamedTuple):
     mdV: cute.Tensor
     mdQ: cute.Tensor | None  # with private_dq
     sources: SourceTensors | None  # what a repair reads, if pairs may be hidden
+    modifiers: Modifiers | None
 
 
 class BackwardConsumer(Turns, AdditionTurns, GradientScores):
@@ -100,7 +102,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         """Attributes that do not depend on which warpgroup computes which gradient."""
         self.kernel = kernel
         self.pipes, self.mmas, self.softmax_scale, self.scores, self.accumulator, *outputs = inputs
-        self.mdK, self.mdV, self.mdQ, self.sources = outputs
+        self.mdK, self.mdV, self.mdQ, self.sources, self.modifiers = outputs
         self.num_warpgroups, self.tile_m, self.tile_n = kernel.num_warpgroups, kernel.tile_m, kernel.tile_n
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.lane, self.lane_in_quad = self.thread % LANES, self.thread % 4
@@ -111,6 +113,9 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         self.row_in_warpgroup = self.thread // LANES * 16 + self.lane // 4
         self.takes_turns = kernel.config.pingpong
         self.is_capped = self.scores.tanh_scale is not None
+        # With a softcap registers are scarce: those of delta become those of dP. Dropout scales dP alone.
+        self.delta_in_dp = self.is_capped and not self.drops
+        self.dv_scale = self.modifiers.tensors.keep_scale if self.drops else Float32(1.0)
 
     def _make_fragments(self, sK, sV, sQ, sdO, sdS, tile_of_keys):
         """Operands and accumulators of all GEMMs but dQ, for one of the tiles of 64 keys in sK and sV."""
@@ -139,6 +144,11 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         if self.is_capped:
             # P (1 - tanh^2), in the order of p_words
             self.capped_words = cute.make_rmem_tensor((cute.size(self.p_words),), Int32)
+        # the operand of dV: P, or what dropout keeps of it
+        self.rP_of_dv = self.rP
+        if self.drops:
+            self.rP_of_dv, self.kept_values = (cute.make_rmem_tensor(self.shape_s, kernel.dtype) for _ in range(2))
+            self.kept_words = cute.make_rmem_tensor((ceil_div(cute.size(self.rP), 32),), Int32)
         # dS lies in shared memory as rows of queries, as dQ reads it
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=True, num_matrices=4), kernel.dtype)
         self.copy_ds = cute.make_tiled_copy_C(stmatrix, mmas.s).get_slice(self.thread)
@@ -167,25 +177,26 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
                 acc_s = self.issue_s(q_state)
                 self.read_stats(self.minus_lse, q_state, 0)
                 warpgroup.wait_group(0)
-                self.make_p(acc_s, tile, m_block)
+                self.make_p(acc_s, tile, head, m_block)
                 for i in cutlass.range(num_steps - 1, unroll=1):
                     self.clear_queries(tile, m_block, q_state, do_state)
-                    _, next_m_block = self.kernel.next_visit(tile, head, m_block)
+                    block, following = (head, m_block), self.kernel.next_visit(tile, head, m_block)
                     if i == 0:
-                        self.step(tile, next_m_block, before, q_state, do_state, ds_count, False, True)
+                        self.step(tile, block, following, before, q_state, do_state, ds_count, False, True)
                     else:
-                        self.step(tile, next_m_block, before, q_state, do_state, ds_count, True, True)
+                        self.step(tile, block, following, before, q_state, do_state, ds_count, True, True)
                     before = head, m_block
                     head, m_block = self.kernel.next_visit(tile, head, m_block)
                     q_state.advance()
                     do_state.advance()
                     ds_count += 1
                 self.clear_queries(tile, m_block, q_state, do_state)
+                block = head, m_block
                 if num_steps == 1:
-                    self.step(tile, m_block, before, q_state, do_state, ds_count, False, False)
+                    self.step(tile, block, block, before, q_state, do_state, ds_count, False, False)
                 else:
-                    self.step(tile, m_block, before, q_state, do_state, ds_count, True, False)
-                self.last_dq(tile, (head, m_block), ds_count)
+                    self.step(tile, block, block, before, q_state, do_state, ds_count, True, False)
+                self.last_dq(tile, block, ds_count)
                 q_state.advance()
                 do_state.advance()
                 ds_count += 1
@@ -210,7 +221,8 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
     def step(
         self,
         tile,
-        next_m_block: Int32,
+        block: tuple,
+        following: tuple,
         before: tuple,
         q_state,
         do_state,
@@ -223,7 +235,8 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         A step begins and ends with P and nothing in flight: ptxas, which does not follow GEMMs around a loop, would
         serialize all of them.
 
-        Args: before: head and number of the query block before, whose dQ is computed now.
+        Args: block, following, before: head and number of this query block, of the next one, and of the one before,
+        whose dQ is computed now.
         """
         next_q = after(q_state)
         self.pipes.do.consumer_wait(do_state)
@@ -233,10 +246,9 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         self.wait_for_turn()
         if cutlass.const_expr(has_previous):
             acc_dq = self.issue_dq(ds_count - 1)
-        # with a softcap registers are scarce: those of delta become those of dP
-        if cutlass.const_expr(self.is_capped):
+        if cutlass.const_expr(self.delta_in_dp):
             self.read_stats(self.minus_delta, q_state, 1)
-        acc_dp = self.issue_dp(do_state, self.is_capped)
+        acc_dp = self.issue_dp(do_state, self.delta_in_dp)
         self.issue_dv(do_state)
         self.pass_turn()
         if cutlass.const_expr(has_previous):
@@ -245,13 +257,13 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
             self.add_dq(acc_dq, tile, *before)
         # Read before they are needed, because shared memory answers late while GEMMs read it, as far as registers
         # permit: for 128 queries, those of the second half, which are needed last, come once P is free.
-        if cutlass.const_expr(not self.is_capped):
+        if cutlass.const_expr(not self.delta_in_dp):
             self.read_stats(self.minus_delta, q_state, 1, 0, 64)
         warpgroup.wait_group(0)
-        if cutlass.const_expr(not self.is_capped):
+        if cutlass.const_expr(not self.delta_in_dp):
             self.read_stats(self.minus_delta, q_state, 1, 64)
         self.pipes.do.consumer_release(do_state)
-        self.make_ds(acc_dp, self.is_capped)
+        self.make_ds(acc_dp, tile, *block, self.delta_in_dp)
         # Written before the turn: dS is then complete. The compiler would move its arithmetic into the turn otherwise.
         self.write_ds(ds_count)
         cute.arch.sync_warp()
@@ -266,7 +278,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         if cutlass.const_expr(has_next):
             self.read_stats(self.minus_lse, next_q, 0)
             warpgroup.wait_group(1)
-            self.make_p(acc_s, tile, next_m_block)
+            self.make_p(acc_s, tile, *following)
         warpgroup.wait_group(0)
         self.pipes.q.consumer_release(q_state)
 
@@ -366,7 +378,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
     @cute.jit
     def issue_dv(self, do_state):
         wgmma.issue(
-            self.mmas.dv, self.acc_dv, as_operand_a(self.rP), self.rdO_t[None, None, None, do_state.index], True
+            self.mmas.dv, self.acc_dv, as_operand_a(self.rP_of_dv), self.rdO_t[None, None, None, do_state.index], True
         )
 
     @cute.jit
@@ -387,10 +399,23 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
     # ---------------------------------------------------------------- P and dS
 
     @cute.jit
-    def make_p(self, acc_s: cute.Tensor, tile, m_block: Int32):
+    def make_p(self, acc_s: cute.Tensor, tile, head: Int32, m_block: Int32):
         """P = exp2(scale_log2 * S - lse * log2(e)), rounded to 16 bits."""
-        self.exponentials(acc_s, tile, m_block)
+        self.exponentials(acc_s, tile, head, m_block)
+        self.take_p(acc_s, tile, head, m_block)
+
+    @cute.jit
+    def take_p(self, acc_s: cute.Tensor, tile, head: Int32, m_block: Int32):
+        """P of the accumulator, in 16 bits, and what dropout keeps of it."""
         pack(acc_s, self.rP)
+        if cutlass.const_expr(self.drops):
+            self.draw_kept(tile, head, m_block)
+            self.drop_p(acc_s)
+            pack(acc_s, self.rP_of_dv)
+
+    def slot_of(self, tile) -> Int32:
+        """This warp's place in a tensor with one for each warp of a tile."""
+        return tile.n_block * self.kernel.config.consumer_warps + self.warp
 
     def ds_tile_number(self, count: Int32) -> Int32:
         """The tile of shared memory for this warpgroup's dS of a step."""
@@ -533,7 +558,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
             self.sdS[None, None, self.ds_tile_number(next_ds)].iterator
             + self.thread // LANES * STAGED_ROWS * STAGED_COLUMNS
         )
-        self.store_gradient(tile, self.acc_dv, self.mdV, Float32(1.0), True, stage)
+        self.store_gradient(tile, self.acc_dv, self.mdV, self.dv_scale, True, stage)
         self.store_gradient(tile, self.acc_dk, self.mdK, self.softmax_scale, False, stage)
         # a warp of the next tile writes its dS where another one has its stage
         cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.wg, number_of_threads=WARPGROUP)
@@ -595,6 +620,5 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
             ballots = repair_gradients.nan_rows(rows_and_columns(acc), is_row)
             if ballots[0] | ballots[1] != 0:
                 cute.arch.sync_warp()  # other lanes write the same rows again
-                self.kernel.recompute_keys(
-                    tile, gradient, scale, first_key, ballots, self.sources, self.accumulator, self.scores, is_v
-                )
+                inputs = (self.sources, self.accumulator, self.scores, is_v)
+                self.kernel.recompute_keys(tile, gradient, scale, first_key, ballots, *inputs, modifiers=self.modifiers)

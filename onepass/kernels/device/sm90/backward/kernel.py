@@ -47,6 +47,7 @@ from ....config import DS_BUFFERS, REGISTERS, ROWS_PER_WARPGROUP, STAT_ROWS, Bac
 from ...blocks.memory.layouts import as_batch_of_one, one_tile, rows_first, smem_tiles
 from ...blocks.memory.ptx import exit_if, increment
 from ...blocks.repair.rows import SourceTensors
+from ...blocks.softmax.modifiers import Modifiers, ModifierTensors, make_modifier_tensors, modifier_fields
 from ...blocks.softmax.online import Scores
 from ...blocks.tiles.dq_sums import Accumulator
 from ...blocks.tiles.key_tiles import KeyTiles
@@ -79,9 +80,12 @@ class BackwardSm90(KeyTiles):
         # of GEMMs that sum over columns; those past the last one are zero
         self.steps_of_s, self.steps_of_dp = (ceil_div(d, 16) for d in (problem.head_dim, problem.head_dim_v))
         self.key_tiles, self.dq_columns = config.key_tiles, config.dq_columns(problem)
-        self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
+        mask = problem.computed_mask
+        self.has_window = mask.window_left is not None, mask.window_right is not None
+        self.has_intervals, self.modifier_fields = problem.has_intervals, modifier_fields(problem, True)
+        self.adds_in_order = problem.deterministic
         # tiles may hold hidden pairs, whose terms of the gradients may be NaN
-        self.hides_pairs = not problem.mask.is_full or problem.has_seqused_k
+        self.hides_pairs = problem.hides_pairs or problem.has_seqused_k
         self.longest_first = config.longest_first and self.has_window == (False, True)
         self.is_packed = problem.is_packed
         self.has_private_dq = config.private_dq
@@ -92,6 +96,7 @@ class BackwardSm90(KeyTiles):
         self.has_background_rows = config.rows_in_background(problem)
         # whether dq is written when the tiles of a head are done
         self.finishes_rows = self.has_background_rows and not self.has_private_dq
+        self.p_copies = config.p_copies(problem)
         self.producer_registers, self.consumer_registers = REGISTERS[config.num_warpgroups]
 
     # ---------------------------------------------------------------- host
@@ -121,6 +126,7 @@ class BackwardSm90(KeyTiles):
         tanh_scale: Float32 | None,
         window_left: Int32 | None,
         window_right: Int32 | None,
+        modifiers: tuple | None,  # the fields of `ModifierTensors` that there are
         counter: cute.Tensor | None,  # (1,) int32, zero: see blocks/tiles/queue.py
         blocks_per_head: Int32,
         heads_per_section: Int32,
@@ -182,6 +188,7 @@ class BackwardSm90(KeyTiles):
             Scores(scale_log2, tanh_scale),
             window_left,
             window_right,
+            make_modifier_tensors(self.modifier_fields, modifiers),
             schedule,
             counter,
             self._make_tiled_mmas(),
@@ -239,6 +246,7 @@ class BackwardSm90(KeyTiles):
         scores: Scores,
         window_left: Int32 | None,
         window_right: Int32 | None,
+        modifier_tensors: ModifierTensors | None,
         schedule: Schedule,
         counter: cute.Tensor | None,
         tiled_mmas: Mmas,
@@ -265,7 +273,7 @@ class BackwardSm90(KeyTiles):
         )
         if cutlass.const_expr(self.config.by_gradient):
             # the P that each thread of warpgroup 0 hands to one of warpgroup 1
-            p_vectors = self.tile_m * ROWS_PER_WARPGROUP // (2 * WARPGROUP * P_WORDS)
+            p_vectors = self.p_copies * self.tile_m * ROWS_PER_WARPGROUP // (2 * WARPGROUP * P_WORDS)
             p_layout = cute.make_ordered_layout((P_WORDS, WARPGROUP, p_vectors), order=(0, 1, 2))
             sP = smem.allocate_tensor(Int32, p_layout, 128)
         stats_layout = cute.make_layout((STAT_ROWS * self.tile_m, self.config.q_stages))
@@ -299,7 +307,10 @@ class BackwardSm90(KeyTiles):
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        seqlens = Sequences(mQ.shape[0], mK.shape[0], window_left, window_right, lengths)
+        modifiers = None
+        if cutlass.const_expr(modifier_tensors is not None):
+            modifiers = Modifiers(modifier_tensors, mQ.shape[2], self.adds_in_order)
+        seqlens = Sequences(mQ.shape[0], mK.shape[0], window_left, window_right, lengths, modifiers)
         # made by each role, which then keeps nothing in registers for another one
         make_background = functools.partial(
             BackgroundRows,
@@ -342,7 +353,7 @@ class BackwardSm90(KeyTiles):
                     background.leave(self.row_warps)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            inputs = Inputs(pipes, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ, sources)
+            inputs = Inputs(pipes, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ, sources, modifiers)
             if cutlass.const_expr(self.config.by_gradient):
                 consumer = WideConsumer(self, (sK, sV, sQ, sdO, sdS, sP, sStats, ds_full, p_full), inputs)
             else:

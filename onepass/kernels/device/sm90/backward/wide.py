@@ -23,7 +23,6 @@ from cutlass.cute.nvgpu import warpgroup
 from ....config import ROWS_PER_WARPGROUP
 from ...blocks.memory import wgmma
 from ...blocks.memory.layouts import transposed
-from ...blocks.memory.ptx import pack
 from ...blocks.tiles.named_barrier import NamedBarrier
 from ..forward.tile import WARPGROUP, WARPS, after
 from .consumer import BackwardConsumer, Inputs
@@ -76,18 +75,18 @@ class WideConsumer(BackwardConsumer):
                 warpgroup.wait_group(0)
                 self.pipes.q.consumer_release(q_state)
                 q_state.advance()
-                self.make_p(acc_s, tile, m_block)
+                self.make_p(acc_s, tile, head, m_block)
                 self.send_p(count)
                 for _ in cutlass.range(num_steps - 1, unroll=1):
                     self.clear_queries(tile, m_block, None, do_state)
                     block = head, m_block
                     head, m_block = self.kernel.next_visit(tile, head, m_block)
-                    self.dv_step(tile, m_block, block, q_state, do_state, count, True)
+                    self.dv_step(tile, (head, m_block), block, q_state, do_state, count, True)
                     q_state.advance()
                     do_state.advance()
                     count += 1
                 self.clear_queries(tile, m_block, None, do_state)
-                self.dv_step(tile, m_block, (head, m_block), q_state, do_state, count, False)
+                self.dv_step(tile, (head, m_block), (head, m_block), q_state, do_state, count, False)
                 do_state.advance()
                 count += 1
                 if cutlass.const_expr(self.kernel.is_deterministic):
@@ -98,13 +97,13 @@ class WideConsumer(BackwardConsumer):
             wave += 1
             number = queue.take(wave)
             queue.want_next()
-            self.store_gradient(tile, self.acc_dv, self.mdV, Float32(1.0), True)
+            self.store_gradient(tile, self.acc_dv, self.mdV, self.dv_scale, True)
 
     @cute.jit
     def dv_step(
         self,
         tile,
-        next_m_block: Int32,
+        following: tuple,
         block: tuple,
         next_q,
         do_state,
@@ -122,11 +121,11 @@ class WideConsumer(BackwardConsumer):
             self.read_stats(self.minus_lse, next_q, 0)
             warpgroup.wait_group(1)
             self.pipes.q.consumer_release(next_q)
-            self.exponentials(acc_s, tile, next_m_block)
+            self.exponentials(acc_s, tile, *following)
         warpgroup.wait_group(0)
         self.pipes.do.consumer_release(do_state)
         if cutlass.const_expr(has_next):
-            pack(acc_s, self.rP)
+            self.take_p(acc_s, tile, *following)
         self.wait_for_ds(count)
         if cutlass.const_expr(has_next):
             self.send_p(count + 1)
@@ -134,16 +133,18 @@ class WideConsumer(BackwardConsumer):
 
     @cute.jit
     def send_p(self, count: Int32):
-        """Send P (with a softcap, times its slope) to the same thread of warpgroup 1.
+        """Send P (`copies_of_p`) to the same thread of warpgroup 1.
 
         The buffer is free: the dS that was computed from its last content has been waited for.
         """
-        words = self.capped_words if cutlass.const_expr(self.is_capped) else self.p_words
         vector = cute.make_rmem_tensor((P_WORDS,), Int32)
-        for j in cutlass.range_constexpr(cute.size(words) // P_WORDS):
-            for c in cutlass.range_constexpr(P_WORDS):
-                vector[c] = words[P_WORDS * j + c]
-            cute.autovec_copy(vector, self.sP[None, self.thread, j])
+        copies = self.copies_of_p()
+        for i in cutlass.range_constexpr(len(copies)):
+            count = cute.size(copies[i]) // P_WORDS
+            for j in cutlass.range_constexpr(count):
+                for c in cutlass.range_constexpr(P_WORDS):
+                    vector[c] = copies[i][P_WORDS * j + c]
+                cute.autovec_copy(vector, self.sP[None, self.thread, count * i + j])
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.p_full + count % 2)
@@ -174,17 +175,17 @@ class WideConsumer(BackwardConsumer):
                 self.pipes.do.consumer_release(do_state)
                 do_state.advance()
                 self.receive_p(count)
-                self.make_ds(acc_dp)
+                self.make_wide_ds(acc_dp, tile, head, m_block)
                 self.send_ds(count)
                 for _ in cutlass.range(num_steps - 1, unroll=1):
                     block = head, m_block
                     head, m_block = self.kernel.next_visit(tile, head, m_block)
                     self.clear_queries(tile, m_block, after(q_state), do_state)
-                    self.dk_step(tile, block, q_state, do_state, count, True)
+                    self.dk_step(tile, block, (head, m_block), q_state, do_state, count, True)
                     q_state.advance()
                     do_state.advance()
                     count += 1
-                self.dk_step(tile, (head, m_block), q_state, do_state, count, False)
+                self.dk_step(tile, (head, m_block), (head, m_block), q_state, do_state, count, False)
                 q_state.advance()
                 count += 1
                 self.pipes.v.consumer_release(kv_state)
@@ -199,7 +200,16 @@ class WideConsumer(BackwardConsumer):
             self.store_gradient(tile, self.acc_dk, self.mdK, self.softmax_scale, False)
 
     @cute.jit
-    def dk_step(self, tile, block: tuple, q_state, next_do, count: Int32, has_next: cutlass.Constexpr[bool]):
+    def dk_step(
+        self,
+        tile,
+        block: tuple,
+        following: tuple,
+        q_state,
+        next_do,
+        count: Int32,
+        has_next: cutlass.Constexpr[bool],
+    ):
         """A step of dK, which begins and ends with dS and nothing in flight."""
         seen = self.look_at_turn(tile, *block)
         self.issue_dk(q_state)
@@ -214,20 +224,34 @@ class WideConsumer(BackwardConsumer):
         if cutlass.const_expr(has_next):
             self.pipes.do.consumer_release(next_do)
             self.receive_p(count + 1)
-            self.make_ds(acc_dp)
+            self.make_wide_ds(acc_dp, tile, *following)
             self.send_ds(count + 1)
         self.wait_for_ds(count)
         self.add_pieces(tile, block, seen, count, self.first_piece(1))
 
     @cute.jit
     def receive_p(self, count: Int32):
-        words = self.capped_words if cutlass.const_expr(self.is_capped) else self.p_words
         cute.arch.mbarrier_wait(self.p_full + count % 2, count // 2 & 1)
         vector = cute.make_rmem_tensor((P_WORDS,), Int32)
-        for j in cutlass.range_constexpr(cute.size(words) // P_WORDS):
-            cute.autovec_copy(self.sP[None, self.thread, j], vector)
-            for c in cutlass.range_constexpr(P_WORDS):
-                words[P_WORDS * j + c] = vector[c]
+        copies = self.copies_of_p()
+        for i in cutlass.range_constexpr(len(copies)):
+            vectors = cute.size(copies[i]) // P_WORDS
+            for j in cutlass.range_constexpr(vectors):
+                cute.autovec_copy(self.sP[None, self.thread, vectors * i + j], vector)
+                for c in cutlass.range_constexpr(P_WORDS):
+                    copies[i][P_WORDS * j + c] = vector[c]
+
+    def copies_of_p(self) -> list[cute.Tensor]:
+        """What `make_ds` needs of P: with a softcap P times its slope, and P itself for gradients of terms."""
+        if not self.is_capped:
+            return [self.p_words]
+        return [self.capped_words, self.p_words][: self.kernel.p_copies]
+
+    @cute.jit
+    def make_wide_ds(self, acc_dp: cute.Tensor, tile, head: Int32, m_block: Int32):
+        if cutlass.const_expr(self.drops):
+            self.draw_kept(tile, head, m_block)
+        self.make_ds(acc_dp, tile, head, m_block)
 
     @cute.jit
     def send_ds(self, count: Int32):

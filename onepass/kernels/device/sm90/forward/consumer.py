@@ -83,19 +83,19 @@ class Consumer(Warpgroup):
             n_block = tile.last - 1
             ready = (Boolean(False), Boolean(False))
             clear_last, clear_first = minimum(tile.clear_last, n_block), minimum(tile.clear_first, n_block)
-            if cutlass.const_expr(self.has_window[1]):
+            if cutlass.const_expr(self.cut_sides[1]):
                 for _ in cutlass.range(n_block - clear_last, unroll=1):
                     n_block -= 1
                     ready = self.step(tile, n_block, k_state, v_state, self.q_state(wave), ready, True)
                     k_state.advance()
                     v_state.advance()
-            n_clear = clear_last - clear_first if cutlass.const_expr(self.has_window[0]) else n_block - tile.first
+            n_clear = clear_last - clear_first if cutlass.const_expr(self.cut_sides[0]) else n_block - tile.first
             for _ in cutlass.range(n_clear, unroll=1):
                 n_block -= 1
                 ready = self.step(tile, n_block, k_state, v_state, self.q_state(wave), ready, False)
                 k_state.advance()
                 v_state.advance()
-            if cutlass.const_expr(self.has_window[0]):
+            if cutlass.const_expr(self.cut_sides[0]):
                 for _ in cutlass.range(n_block - tile.first, unroll=1):
                     n_block -= 1
                     ready = self.step(tile, n_block, k_state, v_state, self.q_state(wave), ready, True)
@@ -292,6 +292,7 @@ class Consumer(Warpgroup):
         if cutlass.const_expr(is_masked):
             self.apply_mask(tile, n_block, 0)
         self.update_softmax(0, is_masked)
+        self.drop(tile, n_block, 0)
         if cutlass.const_expr(self.config.overlap_gemm_softmax):
             self.keep_softmax_above()
             warpgroup.wait_group(0)
@@ -345,6 +346,7 @@ class Consumer(Warpgroup):
         self.modify_scores(tile, n_block, 0, is_first=True)
         self.mask_if_needed(tile, n_block, 0)
         self.softmax.begin(self.s[0])
+        self.drop(tile, n_block, 0)
 
     @cute.jit
     def half_step(self, tile: Tile, n_block: Int32, buffer: cutlass.Constexpr[int], k_state, v_state, q_state, ends_q):

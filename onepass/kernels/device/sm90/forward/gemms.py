@@ -18,6 +18,7 @@ from ...blocks.memory.clear import clear_keys, clear_rows
 from ...blocks.memory.layouts import as_operand_a, rows_and_columns, transposed
 from ...blocks.memory.ptx import add_here
 from ...blocks.softmax import scaled
+from ...blocks.softmax.modifiers import Modifiers
 from ...blocks.softmax.online import OnlineSoftmax, Scores
 from ...blocks.softmax.sinks import Sinks
 from ...blocks.tiles.named_barrier import NamedBarrier
@@ -44,6 +45,7 @@ class WarpgroupGemms(Turns):
         descales,
         pages,
         all_splits,
+        modifiers: Modifiers | None,
         producer,
     ):
         """Args:
@@ -55,7 +57,7 @@ class WarpgroupGemms(Turns):
         self.num_warpgroups, self.score_buffers = config.num_warpgroups, config.score_buffers
         self.takes_turns = config.pingpong and self.num_warpgroups > 1
         self.tile_m, self.tile_n, self.buffer_n = kernel.tile_m, kernel.tile_n, kernel.buffer_n
-        self.has_window = kernel.has_window
+        self.has_window, self.cut_sides = kernel.has_window, kernel.cut_sides
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         # without a producer warp, the first consumer warp loads in each step what the next step needs
         self.producer = producer
@@ -67,6 +69,7 @@ class WarpgroupGemms(Turns):
         self.pipes, self.scores = pipes, scores
         self.mO, self.mLSE, self.sinks, self.sources = mO, mLSE, sinks, sources
         self.descales, self.pages, self.all_splits = descales, pages, all_splits
+        self.modifiers = modifiers
 
         self.tiled_mma_qk, self.tiled_mma_pv = tiled_mmas
         thr_qk, thr_pv = (tiled_mma.get_slice(self.thread) for tiled_mma in tiled_mmas)

@@ -63,6 +63,13 @@ from ...blocks.memory.layouts import (
 from ...blocks.memory.ptx import exit_if
 from ...blocks.repair.rows import SourceTensors
 from ...blocks.softmax.mask import Geometry
+from ...blocks.softmax.modifiers import (
+    Modifiers,
+    ModifierTensors,
+    make_modifier_tensors,
+    modifier_fields,
+    place_of,
+)
 from ...blocks.softmax.online import Scores
 from ...blocks.softmax.scaled import DescaleTensors
 from ...blocks.softmax.sinks import Sinks
@@ -126,10 +133,16 @@ class ForwardSm90:
         self.head_dim, self.head_dim_v = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
         self.pv_columns = config.pv_columns or self.head_dim_v  # columns of one P V
         self.num_warpgroups, self.cluster_size = config.num_warpgroups, config.cluster_size
-        self.has_window = problem.mask.window_left is not None, problem.mask.window_right is not None
-        self.longest_first = config.longest_first and self.has_window == (False, True)
+        mask = problem.computed_mask
+        self.has_window = mask.window_left is not None, mask.window_right is not None
+        self.has_intervals = problem.has_intervals
+        # the sides on which blocks of keys are cut, beside the end of a sequence
+        self.cut_sides = (True, True) if self.has_intervals else self.has_window
+        self.longest_first = config.longest_first and (self.has_window == (False, True) or self.has_intervals)
         self.is_packed, self.packs_keys = problem.is_packed, problem.is_packed and not reads_cache
-        self.has_mask = self.has_window != (False, False)
+        self.hides_pairs = problem.hides_pairs
+        self.modifier_fields = modifier_fields(problem)
+        self.needs_sequence = self.is_scaled or problem.has_modifiers
         # where single tokens stand beside prompts in chunks, most warpgroups have no row in many tiles
         self.skips_unused = self.is_packed and reads_cache and config.num_warpgroups > 1
         # V may hold arbitrary values past the last key of a sequence
@@ -161,6 +174,7 @@ class ForwardSm90:
         tanh_scale: Float32 | None,
         window_left: Int32 | None,
         window_right: Int32 | None,
+        modifiers: tuple | None,  # the fields of `ModifierTensors` that there are
         counter: cute.Tensor | None,  # (1,) int32, zero: see blocks/tiles/queue.py
         heads_per_section: Int32,
         num_ctas: Int32,
@@ -226,7 +240,7 @@ class ForwardSm90:
             rows_first(out),
             rows_first_of_lse(lse),
             SourceTensors(*(rows_first(t) for t in (float32 if cutlass.const_expr(self.num_halves > 1) else (q, k, v))))
-            if cutlass.const_expr(float32 is not None or (self.has_mask and not self.is_fp8))
+            if cutlass.const_expr(float32 is not None or (self.hides_pairs and not self.is_fp8))
             else None,
             sinks,
             Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, added_k),
@@ -237,6 +251,7 @@ class ForwardSm90:
             Scores(scale_log2, tanh_scale),
             window_left,
             window_right,
+            make_modifier_tensors(self.modifier_fields, modifiers),
             schedule,
             counter,
             tiled_mma_qk,
@@ -296,6 +311,7 @@ class ForwardSm90:
         scores: Scores,
         window_left: Int32 | None,
         window_right: Int32 | None,
+        tensors: ModifierTensors | None,  # the modifiers'
         schedule: Schedule,
         counter: cute.Tensor | None,
         tiled_mma_qk: cute.TiledMma,
@@ -349,7 +365,8 @@ class ForwardSm90:
             cute.arch.sync_threads()
 
         seqlen_k = pages.capacity if self.is_paged else mK.shape[0]
-        seqlens = Sequences(self._seqlen_q(mQ), seqlen_k, window_left, window_right, lengths)
+        modifiers = None if cutlass.const_expr(tensors is None) else Modifiers(tensors, mQ.shape[2])
+        seqlens = Sequences(self._seqlen_q(mQ), seqlen_k, window_left, window_right, lengths, modifiers)
         producer = Producer(self, tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sLoadedV, loaded, pages)
         tiled_mmas = (tiled_mma_qk, tiled_mma_pv)
         all_splits = None
@@ -370,6 +387,7 @@ class ForwardSm90:
             descales,
             pages,
             all_splits,
+            modifiers,
         )
         if cutlass.const_expr(not self.config.warp_specialized):
             Consumer(self, *consumer_arguments, producer).two_stages(queue, schedule, seqlens)
@@ -434,7 +452,11 @@ class ForwardSm90:
         geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
         tile_m = self.tile_m * self.cluster_size
         m_start = m_block * tile_m
-        blocks = key_blocks(m_start, minimum(m_start + tile_m, seqlen_q), *geometry, self.tile_n)
+        if cutlass.const_expr(self.has_intervals):
+            place = place_of(head, origin_q, sequence, geometry, self.is_packed)
+            blocks = seqlens.modifiers.key_blocks(place, m_start, tile_m, self.tile_n)
+        else:
+            blocks = key_blocks(m_start, minimum(m_start + tile_m, seqlen_q), *geometry, self.tile_n)
         if cutlass.const_expr(self.cluster_size > 1):
             # All thread blocks of the cluster visit the same blocks; which of them need a mask is up to each of them.
             # Where the last m_block is past the end, its thread block computes and does not store.
@@ -448,7 +470,7 @@ class ForwardSm90:
                 splits = splits.for_sequence(num_splits, seqlen_q <= self.tile_m)
             blocks = blocks_of_split(blocks, split, *splits)
             blocks = visited_blocks(blocks, ceil_div(seqlen_k, self.tile_n))
-        sequence = sequence if self.is_scaled else None
+        sequence = sequence if self.needs_sequence else None
         num_splits = num_splits if self.is_split and self.is_packed else None
         return Tile(m_block, head, origin_q, origin_k, geometry, *blocks, sequence, origin_out, num_splits)
 

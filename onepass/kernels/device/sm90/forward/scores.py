@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -13,6 +15,7 @@ from ....config import ROWS_PER_WARPGROUP
 from ...blocks.memory.ptx import pack, pack_halves
 from ...blocks.repair.rows import soft_cap
 from ...blocks.softmax import mask, scaled
+from ...blocks.softmax.modifiers import Block, Place, place_of
 from .gemms import WarpgroupGemms
 from .tile import Tile
 
@@ -75,6 +78,21 @@ class WarpgroupScores(WarpgroupGemms):
             acc_s = self.acc_s[buffer]
             for i in cutlass.range_constexpr(cute.size(acc_s)):
                 acc_s[i] = soft_cap(acc_s[i], self.scores.tanh_scale)
+        if cutlass.const_expr(self.modifiers is not None and self.modifiers.adds_terms):
+            self.modifiers.add_terms(self.s[buffer], self.block_of(tile, n_block, buffer), self.place(tile))
+
+    def place(self, tile: Tile) -> Place:
+        return place_of(tile.head, tile.origin_q, tile.sequence, tile.geometry, self.kernel.is_packed)
+
+    def block_of(self, tile: Tile, n_block: Int32, buffer: int) -> Block:
+        rows = [self.row_of(tile, self.row_in_tile + 8 * r)[0] for r in range(2)]
+        return Block(rows, n_block * self.tile_n + buffer * self.buffer_n + 2 * self.lane_in_quad)
+
+    @cute.jit
+    def drop(self, tile: Tile, n_block: Int32, buffer: cutlass.Constexpr[int]):
+        """Leave out exponentials that dropout does not keep; they are in the sums already."""
+        if cutlass.const_expr(self.modifiers is not None and self.modifiers.drops):
+            self.modifiers.drop(self.s[buffer], self.block_of(tile, n_block, buffer), self.place(tile))
 
     @cute.jit
     def mask_if_needed(self, tile: Tile, n_block: Int32, buffer: cutlass.Constexpr[int]):
@@ -83,9 +101,12 @@ class WarpgroupScores(WarpgroupGemms):
 
     @cute.jit
     def apply_mask(self, tile: Tile, n_block: Int32, buffer: cutlass.Constexpr[int]):
-        rows = [self.row_of(tile, self.row_in_tile + 8 * r)[0] for r in range(2)]
-        n_start = n_block * self.tile_n + buffer * self.buffer_n
-        mask.apply(self.s[buffer], rows, n_start, self.lane_in_quad, tile.geometry)
+        if cutlass.const_expr(self.kernel.has_intervals):
+            self.modifiers.hide(self.s[buffer], self.block_of(tile, n_block, buffer), self.place(tile), -math.inf)
+        else:
+            rows = [self.row_of(tile, self.row_in_tile + 8 * r)[0] for r in range(2)]
+            n_start = n_block * self.tile_n + buffer * self.buffer_n
+            mask.apply(self.s[buffer], rows, n_start, self.lane_in_quad, tile.geometry)
 
     def row_of(self, tile: Tile, row_in_tile) -> tuple:
         """A row's position in the sequence, its head, and whether there is such a row."""

@@ -44,6 +44,8 @@ class Warpgroup(WarpgroupScores):
             if cutlass.const_expr(self.sinks is not None):
                 sink = self.sinks.at_row(head, tile.origin_q)
             weight, lse = self.finish(self.done_max[r], self.done_sum[r], sink)
+            if cutlass.const_expr(self.modifiers is not None and self.modifiers.drops):
+                weight = weight * self.modifiers.tensors.keep_scale
             weights[r] = weight
             mLSE = at_head(self.mLSE, self.mLSE, head, tile.origin_out)[None, 0]
             epilogue.store_lse(lse, mLSE, position, is_row[r], self.lane_in_quad)
@@ -77,13 +79,19 @@ class Warpgroup(WarpgroupScores):
         finish_scaled = scaled.finish if self.kernel.is_fp8 else scaled.finish_exactly
         return finish_scaled(row_max, row_sum, self.softmax.exponent, sink)
 
+    def keys_of_row(self, tile: Tile, position: Int32) -> tuple:
+        """The keys [low, high) that a row may see."""
+        if self.kernel.has_intervals:
+            return self.modifiers.interval(self.place(tile), position)
+        return key_range(position, position + 1, *tile.geometry)
+
     @cute.jit
     def recompute(self, tile: Tile, weights: cute.Tensor):
         """Compute every row of this warp again from its visible keys alone.
 
         V of a hidden key may have brought a NaN (0 * NaN).
         """
-        at_head, sources, geometry = self.kernel.at_head, self.sources, tile.geometry
+        at_head, sources = self.kernel.at_head, self.sources
         head_kv = tile.head // self.kernel.tile_heads_per_kvhead
         if cutlass.const_expr(self.kernel.is_paged):
             mK, mV = (
@@ -101,12 +109,15 @@ class Warpgroup(WarpgroupScores):
             if is_row:
                 mQ = at_head(sources.q, sources.q, head, tile.origin_q)
                 mO = at_head(self.mO, self.mO, head, tile.origin_out)
-                low, high = key_range(position, position + 1, *geometry)
+                low, high = self.keys_of_row(tile, position)
                 if cutlass.const_expr(self.kernel.is_split):
                     low, high = maximum(low, tile.first * self.tile_n), minimum(high, tile.last * self.tile_n)
                 scales = (self.scores.scale_log2, self.scores.tanh_scale)
+                pairs = None
+                if cutlass.const_expr(self.modifiers is not None):
+                    pairs = self.modifiers.pairs_of_query(self.place(tile), position)
                 repair_rows.recompute_row(
-                    mQ[position, None], mK, mV, mO[position, None], low, high, *scales, row_max, weight
+                    mQ[position, None], mK, mV, mO[position, None], low, high, *scales, row_max, weight, pairs=pairs
                 )
 
     @cute.jit

@@ -1,0 +1,466 @@
+"""What a call does to pairs of a query and a key beside scale, softcap and window, on accumulators in registers.
+
+    intervals     which keys a query sees, from a tensor: `key_ranges`, with window and left padding folded into it
+    terms         what is added to scores after the softcap: ALiBi and a bias
+    dropout       which probabilities are left out of the product with V
+
+A block of scores is (2, columns) values of a thread, like in mask.py: in a forward the thread's two rows are queries
+and the columns keys, in a backward rows are keys and columns queries (`Block.has_keys_in_rows`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from .....geometry.block_range import KeyBlocks
+from .....geometry.integers import ceil_div, maximum, minimum, select
+from .....geometry.tile_scheduler import LANES
+from .....problem import AttentionProblem
+from ..memory.layouts import column_offset
+from ..memory.ptx import add_one_to_global, philox
+from ..memory.untraced import Untraced
+
+
+class ModifierTensors(NamedTuple):
+    """The modifiers of a call as a kernel gets them; None at compile time where there is none.
+
+    Rows are queries of a batch entry, or all queries of packed sequences, which have one entry. A tensor that is
+    broadcast over a mode has a stride of 0 there.
+
+    Attributes:
+        ranges: (rows, 2, heads, entries) int32, the interval of keys of each query.
+        positions: (rows, entries) int32, where queries stand among their keys.
+        slopes: (heads, batch) float32.
+        bias: (rows, keys, heads, entries); with positions, rows are positions.
+        dropout_state: (4,) int32: seed and offset, the low half of each first.
+        keep_bytes: of the 256 values of a random byte, how many keep a pair.
+        keep_scale: what a kept probability is multiplied with.
+        term_scale: what brings a term to the unit of scores: scale_log2 of `Scores`, inverted, times log2(e).
+        bounds: (tiles of keys, 4, kv heads, entries) int32, the query blocks of a backward's tiles: `QueryBlocks`. The
+            tiles of packed sequences are numbered one after the other, see launch/modifiers.py.
+        dslopes: (places, heads, batch) float32, what a backward adds gradients of slopes to. Each warp of a tile has a
+            place of its own.
+        dbias: like bias, float32; or (rows, keys, heads, entries) with rows that are queries, see `Modifiers`.
+    """
+
+    ranges: cute.Tensor | None = None
+    positions: cute.Tensor | None = None
+    slopes: cute.Tensor | None = None
+    bias: cute.Tensor | None = None
+    dropout_state: cute.Tensor | None = None
+    keep_bytes: Int32 | None = None
+    keep_scale: Float32 | None = None
+    term_scale: Float32 | None = None
+    bounds: cute.Tensor | None = None
+    dslopes: cute.Tensor | None = None
+    dbias: cute.Tensor | None = None
+
+
+class Place(NamedTuple):
+    """The head and the sequence that a block of scores belongs to.
+
+    Attributes:
+        first_row, row_entry: where the sequence's queries begin in tensors of rows.
+        entry: the batch entry, or the number of the packed sequence.
+    """
+
+    head: Int32
+    first_row: Int32
+    row_entry: Int32
+    entry: Int32
+    seqlen_q: Int32
+    seqlen_k: Int32
+
+
+def modifier_fields(problem: AttentionProblem, is_backward: bool = False) -> tuple[str, ...]:
+    """The fields of `ModifierTensors` that a problem has, in their order."""
+    drops = problem.dropout_p > 0
+    has = {
+        "ranges": problem.has_intervals,
+        "positions": problem.has_numbered_rows,
+        "slopes": problem.has_alibi,
+        "bias": problem.has_bias,
+        "dropout_state": drops,
+        "keep_bytes": drops,
+        "keep_scale": drops,
+        "term_scale": problem.adds_terms,
+        "bounds": is_backward and problem.has_intervals,
+        "dslopes": is_backward and problem.has_alibi,
+        "dbias": is_backward and problem.has_bias,
+    }
+    return tuple(name for name, is_given in has.items() if is_given)
+
+
+def make_modifier_tensors(names: tuple[str, ...], values: tuple | None) -> ModifierTensors | None:
+    """The tensors of a call from the fields that there are. Args: names: `modifier_fields`."""
+    return None if values is None else ModifierTensors(**dict(zip(names, values, strict=True)))
+
+
+def place_of(head, origin_q, sequence, geometry, is_packed: bool) -> Place:
+    """The place of a tile. Args: origin_q: batch entry, or the first row of a packed sequence."""
+    first_row, row_entry, entry = (origin_q, Int32(0), sequence) if is_packed else (Int32(0), origin_q, origin_q)
+    return Place(head, first_row, row_entry, entry, geometry.seqlen_q, geometry.seqlen_k)
+
+
+class Block(NamedTuple):
+    """Where a thread's scores lie.
+
+    Attributes:
+        rows: the numbers of its two rows, 8 apart: queries, or keys with has_keys_in_rows.
+        first_column: the number of its first column: 2 * (lane % 4) more than that of the block.
+    """
+
+    rows: list
+    first_column: Int32
+    has_keys_in_rows: bool = False
+
+
+class Modifiers(Untraced):
+    """The modifiers of a kernel's calls.
+
+    Args:
+        num_heads: query heads of the call.
+        is_deterministic: dbias has an element for each pair of a query and a key, so that no two are added together.
+    """
+
+    def __init__(self, tensors: ModifierTensors, num_heads, is_deterministic: bool = False):
+        self.tensors, self.num_heads, self.is_deterministic = tensors, num_heads, is_deterministic
+
+    @property
+    def adds_terms(self) -> bool:
+        return self.tensors.slopes is not None or self.tensors.bias is not None
+
+    @property
+    def drops(self) -> bool:
+        return self.tensors.dropout_state is not None
+
+    # ---------------------------------------------------------------- rows
+
+    def _row(self, place: Place, query) -> Int32:
+        """The row of a query in tensors; of a query past the last one, the last row."""
+        return place.first_row + maximum(minimum(query, place.seqlen_q - 1), 0)
+
+    def position(self, place: Place, query) -> Int32:
+        """Where a query stands among its keys."""
+        if self.tensors.positions is None:
+            return query + place.seqlen_k - place.seqlen_q
+        return self.tensors.positions[self._row(place, query), place.row_entry]
+
+    def number(self, place: Place, query) -> Int32:
+        """The number that chooses a query's row of the bias and its random bits."""
+        return query if self.tensors.positions is None else self.position(place, query)
+
+    def interval(self, place: Place, query) -> tuple:
+        """The keys [low, high) that a query sees; a query that does not exist sees none."""
+        row, ranges = self._row(place, query), self.tensors.ranges
+        low = maximum(ranges[row, 0, place.head, place.row_entry], 0)
+        high = minimum(ranges[row, 1, place.head, place.row_entry], place.seqlen_k)
+        return low, select(query < place.seqlen_q, high, low)
+
+    # ---------------------------------------------------------------- intervals
+
+    @cute.jit
+    def key_blocks(self, place: Place, m_start: Int32, num_rows: cutlass.Constexpr[int], tile_n: int) -> KeyBlocks:
+        """`block_range.key_blocks` of the queries m_start, m_start + 1, ..; for all lanes of a warp."""
+        seqlen_k, lane = place.seqlen_k, cute.arch.lane_idx()
+        first, clear_first, clear_last, last = seqlen_k, Int32(0), seqlen_k, Int32(0)
+        for i in cutlass.range_constexpr(ceil_div(num_rows, LANES)):
+            query = m_start + minimum(lane + i * LANES, num_rows - 1)
+            low, high = self.interval(place, query)
+            # the block of a query that sees nothing is not clear, and begins nowhere
+            is_empty = low >= high
+            low, high = select(is_empty, seqlen_k, low), select(is_empty, Int32(0), high)
+            # one past the last query says nothing of the others
+            exists = query < place.seqlen_q
+            first, last = minimum(first, low), maximum(last, high)
+            clear_first = maximum(clear_first, select(exists, low, Int32(0)))
+            clear_last = minimum(clear_last, select(exists, high, seqlen_k))
+        low, clear_low, clear_high, high = (
+            cute.arch.make_warp_uniform(cute.arch.warp_redux_sync(value, kind))
+            for value, kind in ((first, "min"), (clear_first, "max"), (clear_last, "min"), (last, "max"))
+        )
+        first = minimum(low, maximum(seqlen_k - 1, 0)) // tile_n
+        last = maximum(ceil_div(high, tile_n), first + 1)
+        clear_last = maximum(minimum(clear_high // tile_n, last), first)
+        clear_first = maximum(minimum(ceil_div(clear_low, tile_n), clear_last), first)
+        return KeyBlocks(first, clear_first, clear_last, last)
+
+    @cute.jit
+    def hide(self, scores: cute.Tensor, block: Block, place: Place, hidden: cutlass.Constexpr[float]):
+        """Replace the scores of pairs outside of the queries' intervals."""
+        columns = cute.size(scores, mode=[1])
+        if cutlass.const_expr(not block.has_keys_in_rows):
+            for r in cutlass.range_constexpr(2):
+                low, high = self.interval(place, block.rows[r])
+                low, high = low - block.first_column, high - block.first_column
+                for c in cutlass.range_constexpr(columns):
+                    is_seen = low <= column_offset(c) and column_offset(c) < high
+                    scores[r, c] = scores[r, c] if is_seen else Float32(hidden)
+        else:
+            for c in cutlass.range_constexpr(columns):
+                low, high = self.interval(place, block.first_column + column_offset(c))
+                for r in cutlass.range_constexpr(2):
+                    is_seen = low <= block.rows[r] and block.rows[r] < high
+                    scores[r, c] = scores[r, c] if is_seen else Float32(hidden)
+
+    # ---------------------------------------------------------------- terms
+
+    def add_terms(self, scores: cute.Tensor, block: Block, place: Place) -> None:
+        terms = self.terms(block, place)
+        for r in range(2):
+            for c in range(cute.size(scores, mode=[1])):
+                scores[r, c], _ = terms.added(scores[r, c], r, c)
+
+    def terms(self, block: Block, place: Place) -> Terms:
+        return Terms(self, block, place)
+
+    def slope(self, place: Place) -> Float32:
+        """The slope of a head, in the unit of scores."""
+        return self.tensors.slopes[place.head, place.entry] * self.tensors.term_scale
+
+    def bias(self, place: Place, query, key) -> Float32:
+        """The bias of a pair; past the last query or key, that of the last one."""
+        row = self._row(place, query)
+        if self.tensors.positions is not None:
+            row = self.tensors.positions[row, place.row_entry]
+        key = maximum(minimum(key, place.seqlen_k - 1), 0)
+        return self.tensors.bias[row, key, place.head, place.row_entry].to(Float32)
+
+    def of_pair(self, score: Float32, place: Place, query, key) -> Float32:
+        """The score of one pair with its terms; -inf where a bias hides it."""
+        if self.tensors.slopes is not None:
+            score = score - self.slope(place) * cute.math.absf(Float32(self.position(place, query) - key))
+        if self.tensors.bias is not None:
+            bias = self.bias(place, query, key)
+            score = select_float(bias == -Float32.inf, -Float32.inf, score + bias * self.tensors.term_scale)
+        return score
+
+    def pairs_of_query(self, place: Place, query) -> PairsOfQuery:
+        return PairsOfQuery(self, place, query)
+
+    def pairs_of_key(self, place: Place, key) -> PairsOfKey:
+        return PairsOfKey(self, place, key)
+
+    # ---------------------------------------------------------------- gradients of terms
+
+    @cute.jit
+    def add_gradients(self, ds: list, blocks: list, place: Place, slot: Int32, m_tiles: cutlass.Constexpr[int]):
+        """Add what the gradients of scores contribute to those of the slopes and of the bias.
+
+        Args:
+            ds: the gradients of a thread's scores with keys in rows, in the order of an accumulator.
+            blocks: the `Block` of each of its m_tiles.
+            slot: this warp's place in dslopes.
+        """
+        terms = [self.terms(block, place) for block in blocks]
+        if cutlass.const_expr(self.tensors.dslopes is not None):
+            total = Float32(0.0)
+            for i in cutlass.range_constexpr(len(ds)):
+                m, r, c = element(i, m_tiles)
+                total = total - ds[i] * terms[m].distance(r, c)
+            total = cute.arch.warp_reduction_sum(total)
+            if cute.arch.lane_idx() == 0:
+                target = self.tensors.dslopes
+                target[slot, place.head, place.entry] = target[slot, place.head, place.entry] + total
+        if cutlass.const_expr(self.tensors.dbias is not None):
+            for i in cutlass.range_constexpr(len(ds)):
+                m, r, c = element(i, m_tiles)
+                query, key = terms[m].pair(r, c)
+                if ds[i] != 0.0:
+                    row = self._row(place, query)
+                    if cutlass.const_expr(self.tensors.positions is not None and not self.is_deterministic):
+                        row = self.tensors.positions[row, place.row_entry]
+                    coordinate = (row, key, place.head, place.row_entry)
+                    add_one_to_global(cute.domain_offset(coordinate, self.tensors.dbias).iterator, ds[i])
+
+    # ---------------------------------------------------------------- dropout
+
+    def drop(self, probabilities: cute.Tensor, block: Block, place: Place) -> None:
+        """Set the probabilities that are left out to 0."""
+        columns = cute.size(probabilities, mode=[1])
+        kept = self.kept(block, place, columns)
+        for r in range(2):
+            for c in range(columns):
+                probabilities[r, c] = select_float(kept.is_kept(r, c), probabilities[r, c], 0.0)
+
+    def kept(self, block: Block, place: Place, columns: int) -> KeptPairs:
+        return KeptPairs(self, block, place, columns)
+
+    def _words(self, place: Place, row_group, column_group) -> tuple:
+        """The 128 random bits of the pairs of these groups of rows and columns, see geometry/philox.py."""
+        state = self.tensors.dropout_state
+        instance = place.entry * self.num_heads + place.head
+        return philox((column_group, row_group, instance, state[2]), (state[0], state[1] ^ state[3]))
+
+    def keep_factor(self, place: Place, query, key) -> Float32:
+        """What dropout multiplies the probability of a pair with."""
+        if not self.drops:
+            return Float32(1.0)
+        return select_float(self.is_kept(place, query, key), self.tensors.keep_scale, 0.0)
+
+    def is_kept(self, place: Place, query, key) -> Boolean:
+        """Whether dropout keeps one pair."""
+        row = self.number(place, query)
+        words = self._words(place, group_of(row), group_of(key))
+        low, high = select(bit(key, 0), words[1], words[0]), select(bit(key, 0), words[3], words[2])
+        word = select(bit(key, 3), high, low)
+        return (word >> 8 * ((row & 1) + 2 * (row >> 3 & 1)) & 255) < self.tensors.keep_bytes
+
+
+class PairsOfQuery(Untraced):
+    """The modifiers of one query's pairs, for a row that is recomputed."""
+
+    def __init__(self, modifiers: Modifiers, place: Place, query):
+        self.modifiers, self.place, self.query = modifiers, place, query
+
+    def score(self, score: Float32, key) -> Float32:
+        return self.modifiers.of_pair(score, self.place, self.query, key)
+
+    def weight(self, p: Float32, key) -> Float32:
+        """The probability of a key that dropout keeps."""
+        if not self.modifiers.drops:
+            return p
+        return select_float(self.modifiers.is_kept(self.place, self.query, key), p, 0.0)
+
+    def keep_factor(self, key) -> Float32:
+        """What dropout multiplies the probability of a pair with."""
+        return self.modifiers.keep_factor(self.place, self.query, key)
+
+
+class PairsOfKey(Untraced):
+    """The modifiers of one key's pairs."""
+
+    def __init__(self, modifiers: Modifiers, place: Place, key):
+        self.modifiers, self.place, self.key = modifiers, place, key
+
+    def score(self, score: Float32, query) -> Float32:
+        """The score with its terms; -inf where the query does not see the key."""
+        score = self.modifiers.of_pair(score, self.place, query, self.key)
+        if self.modifiers.tensors.ranges is None:
+            return score
+        low, high = self.modifiers.interval(self.place, query)
+        score = select_float(low <= self.key, score, -Float32.inf)
+        return select_float(self.key < high, score, -Float32.inf)
+
+    def keep_factor(self, query) -> Float32:
+        """What dropout multiplies the probability of a pair with."""
+        return self.modifiers.keep_factor(self.place, query, self.key)
+
+
+def element(i: int, m_tiles: int) -> tuple[int, int, int]:
+    """The m_tile, the row and the column of an accumulator's i-th value, ((2, 2), m_tiles, N)."""
+    return i // 4 % m_tiles, i // 2 % 2, i // (4 * m_tiles) * 2 + i % 2
+
+
+def select_float(condition, a, b) -> Float32:
+    return Float32(select(condition, Float32(a), Float32(b)))
+
+
+def group_of(number) -> Int32:
+    """Which of the groups of four rows (or columns) has this one: 2 i, 2 i + 1, 2 i + 8, 2 i + 9 of sixteen."""
+    return (number >> 4) * 4 + ((number & 7) >> 1)
+
+
+def bit(number, i: int) -> Boolean:
+    return (number >> i & 1) != 0
+
+
+class Terms:
+    """The terms of a block of scores, element by element, while a kernel is traced.
+
+    What does not differ between the columns is computed here, once.
+    """
+
+    def __init__(self, modifiers: Modifiers, block: Block, place: Place):
+        self.modifiers, self.block, self.place = modifiers, block, place
+        tensors = modifiers.tensors
+        self.has_alibi, self.has_bias = tensors.slopes is not None, tensors.bias is not None
+        if not self.has_alibi:
+            return
+        self.slope = modifiers.slope(place)
+        if not block.has_keys_in_rows:
+            # position - key: the key of column c lies column_offset(c) behind the first one
+            self.base = [Float32(modifiers.position(place, row) - block.first_column) for row in block.rows]
+        elif tensors.positions is None:
+            first = modifiers.position(place, block.first_column)
+            self.base = [Float32(first - row) for row in block.rows]
+        else:
+            self.base = [Float32(-row) for row in block.rows]
+
+    def distance(self, r: int, c: int) -> Float32:
+        """|position - key| of an element."""
+        if not self.block.has_keys_in_rows:
+            return cute.math.absf(self.base[r] - float(column_offset(c)))
+        if self.modifiers.tensors.positions is None:
+            return cute.math.absf(self.base[r] + float(column_offset(c)))
+        position = self.modifiers.position(self.place, self.block.first_column + column_offset(c))
+        return cute.math.absf(Float32(position) + self.base[r])
+
+    def pair(self, r: int, c: int) -> tuple:
+        """The query and the key of an element."""
+        row, column = self.block.rows[r], self.block.first_column + column_offset(c)
+        return (column, row) if self.block.has_keys_in_rows else (row, column)
+
+    def added(self, score: Float32, r: int, c: int) -> tuple:
+        """The score of an element with its terms, -inf where a bias hides it; and whether one does, or None."""
+        is_hidden = None
+        if self.has_alibi:
+            score = score - self.slope * self.distance(r, c)
+        if self.has_bias:
+            bias = self.modifiers.bias(self.place, *self.pair(r, c))
+            is_hidden = bias == -Float32.inf
+            score = select_float(is_hidden, -Float32.inf, score + bias * self.modifiers.tensors.term_scale)
+        return score, is_hidden
+
+
+class KeptPairs:
+    """Which elements of a block dropout keeps, while a kernel is traced: one call of the generator for 8 elements.
+
+    The block begins at a multiple of 16 in both directions, except for one of 8 columns.
+    """
+
+    def __init__(self, modifiers: Modifiers, block: Block, place: Place, columns: int):
+        self.modifiers, self.block, self.place = modifiers, block, place
+        self.has_positions = modifiers.tensors.positions is not None
+        # bytes of the elements, by (r, c)
+        self.bytes: dict[tuple[int, int], Any] = {}
+        for c in range(0, columns, 4):
+            self._fill(c, min(4, columns - c))
+
+    def _fill(self, first: int, count: int) -> None:
+        """The bytes of the columns first, .., which share the generator's calls."""
+        block, modifiers, place = self.block, self.modifiers, self.place
+        numbers = [block.first_column + column_offset(first + i) for i in range(count)]
+        if block.has_keys_in_rows:
+            keys = block.rows
+            rows = [modifiers.number(place, n) for n in numbers]
+            calls = rows if self.has_positions else rows[:1]
+            words = [modifiers._words(place, group_of(row), group_of(keys[0])) for row in calls]
+            is_odd = bit(keys[0], 0)
+            for i in range(count):
+                found = words[i if self.has_positions else 0]
+                for r in range(2):
+                    word = select(is_odd, found[2 * r + 1], found[2 * r])
+                    self.bytes[r, first + i] = self._byte(word, rows[i])
+            return
+        rows = [modifiers.number(place, row) for row in block.rows]
+        calls = rows if self.has_positions else rows[:1]
+        words = [modifiers._words(place, group_of(row), group_of(numbers[0])) for row in calls]
+        for r in range(2):
+            found = words[r if self.has_positions else 0]
+            for i in range(count):
+                # which word follows from the column: 2 i, 2 i + 1, 2 i + 8, 2 i + 9
+                word = found[i]
+                if count < 4:
+                    word = select(bit(numbers[0], 3), found[2 + i], found[i])
+                self.bytes[r, first + i] = self._byte(word, rows[r])
+
+    def _byte(self, word, row) -> Int32:
+        return word >> 8 * ((row & 1) + 2 * (row >> 3 & 1)) & 255
+
+    def is_kept(self, r: int, c: int) -> Boolean:
+        return self.bytes[r, c] < self.modifiers.tensors.keep_bytes
