@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
+import torch
 from torch import Tensor
 
 from ..dispatch import choice, decode
 from ..geometry import splits
 from ..ops import decode as decode_ops
+from ..ops import without_backward
 from ..problem.decode import DecodeInputs
 from ..validation.decode import check_decode, few_queries
 from ..validation.lost_gradients import refuse_forward_mode
@@ -38,6 +40,13 @@ class DecodeOptions(TypedDict, total=False):
     softcap: float | None
     sinks: Tensor | None
     softmax_scale: float | None
+    seqstart_k: Tensor | None
+    key_ranges: Tensor | None
+    q_positions: Tensor | None
+    alibi_slopes: Tensor | None
+    bias: Tensor | None
+    rotary_positions_q: Tensor | None
+    rotary_positions_k: Tensor | None
     k_descale: Tensor | None
     v_descale: Tensor | None
     kv_block: int | None
@@ -79,6 +88,13 @@ def attention_decode(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     softmax_scale: float | None = None,
+    seqstart_k: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    rotary_positions_q: Tensor | None = None,
+    rotary_positions_k: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     kv_block: int | None = None,
@@ -92,7 +108,10 @@ def attention_decode(
     """Exact attention of a few new queries over the keys of a cache, after appending k_new and v_new to it.
 
     Batch entry b has seqlen_k = cache_seqlens[b] + seqlen_new keys. Masks are aligned at their end, as in `attention`:
-    query i stands at key position seqlen_k - seqlen_q + i. No backward.
+    query i stands at key position seqlen_k - seqlen_q + i.
+
+    There is no backward: tensors that require a gradient are taken, and a backward pass through the result raises
+    NotImplementedError. New keys are written to the cache without their history.
 
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim); float64, float32, bfloat16 or float16. seqlen_q is free: 1 in
@@ -122,6 +141,21 @@ def attention_decode(
             d = rotary_dim / 2.
         causal: query i sees key j only if j <= i + seqlen_k - seqlen_q. With one query it makes no difference.
         window, softcap, sinks, softmax_scale: as for `attention`.
+        seqstart_k: (batch,) int32: the sequence of entry b begins at key seqstart_k[b]. Keys before it have no effect,
+            whatever they are, and pages that hold no other keys may be any number; queries that stand before it give
+            zeros. Lengths and positions still count from key 0 of the cache.
+        key_ranges: (batch or 1, num_heads_q or 1, seqlen_q, 2) int32, packed (num_heads_q or 1, total_q, 2): query i
+            sees only keys lo <= j < hi, of those that other options leave.
+        q_positions: (batch or 1, seqlen_q) int32, packed (total_q,): the key at which each query stands, in place of
+            i + seqlen_k - seqlen_q, for causal, window, alibi_slopes, rows of bias, and rotation.
+        alibi_slopes: (num_heads_q,) or (batch, num_heads_q) float32: slope * |position of the query - j| is subtracted
+            from scores, after the softcap.
+        bias: (batch or 1, num_heads_q or 1, seqlen_q or 1, max_seqlen or 1), packed without the batch: added to scores,
+            after the softcap; -inf hides a pair. Column j belongs to key j of the cache, of which there are max_pages *
+            page_size with a page_table. With q_positions, row i belongs to position i, for any number of rows.
+        rotary_positions_q, rotary_positions_k: (batch or 1, seqlen_q) and (batch or 1, seqlen_new) int32: the rows of
+            rotary_cos and rotary_sin by which q and k_new are rotated, in place of their key positions. A negative
+            number counts as 0.
         k_descale, v_descale: float32, finite and not 0, on q's device, with an e4m3 cache only, both or neither (then
             1): real value = stored value * descale. They are not changed. Each has one of these shapes:
             (): one descale for the tensor;
@@ -173,12 +207,18 @@ def attention_decode(
         k_new,
         v_new,
     )
-    most_queries = few_queries(max_seqlen_q, cu_seqlens_q)
+    tensors: tuple = inputs
+    has_positions = not (rotary_positions_q is rotary_positions_k is None)
+    if has_positions or not (seqstart_k is key_ranges is q_positions is alibi_slopes is bias is None):
+        given = seqstart_k, key_ranges, q_positions, alibi_slopes, bias, rotary_positions_q, rotary_positions_k
+        inputs = inputs.with_modifiers(given)
+        tensors = inputs.tensors
+    most_queries = None if max_seqlen_q is None else few_queries(max_seqlen_q, cu_seqlens_q)
     key = None
     if check_values is False:
         score_options, split_options = (causal, softcap, softmax_scale), (num_splits, split_size)
         options = *score_options, *split_options, rotary_interleaved, return_lse, kv_block, most_queries, backend
-        key = fast_path.key_of("attention_decode", inputs, window, options)
+        key = fast_path.key_of("attention_decode", tensors, window, options)
     if key is not None and k_cache is not None and v_cache is not None:
         # validation looks at these, too
         key = *key, k_cache.stride(), v_cache.stride(), (k_cache.data_ptr() | v_cache.data_ptr()) % 16
@@ -201,9 +241,12 @@ def attention_decode(
         kv_block=kv_block,
         max_seqlen_q=most_queries,
     )
-    refuse_forward_mode(*inputs)
+    refuse_forward_mode(*inputs.tensors)
     name = decode.require_decode(problem, backend, q.device)
-    out, lse = decode_ops.run(problem, inputs, choice.backend_argument(name, backend))
+    sources = [t for t in inputs.tensors if t is not None and t.requires_grad] if torch.is_grad_enabled() else []
+    out, lse = decode_ops.run(problem, inputs.detached() if sources else inputs, choice.backend_argument(name, backend))
+    if sources:
+        out, lse = without_backward.in_graph_of(sources, out, lse)
     if key is not None:
         forward = decode.prepare_decode(name, problem, q.device)
         fast_path.keep(key, with_shared_caches_refused(forward, inputs) if inputs.seqlen_new else forward)

@@ -7,23 +7,33 @@ from typing import Any
 
 import torch
 
-from ..problem.decode import DecodeInputs, DecodeProblem
+from ..problem.decode import MODIFIERS, TENSORS, DecodeInputs, DecodeProblem
 from ..validation.decode import check_decode
 from ..validation.tensors import tensor_of_shape
 from . import keywords
 from .decode import attention_decode
 
-_REQUIRED = DecodeInputs._fields[:4]
-_OPTIONAL_TENSORS = dict.fromkeys(DecodeInputs._fields[4:])
+_TENSORS = (*TENSORS, *MODIFIERS)
+_REQUIRED = TENSORS[:4]
+_OPTIONAL_TENSORS = dict.fromkeys(_TENSORS[4:])
 # every option with its default, except backend, which `supports` and `warmup` treat themselves
 _OPTIONS = {
     name: parameter.default
     for name, parameter in inspect.signature(attention_decode).parameters.items()
-    if name not in (*DecodeInputs._fields, "backend")
+    if name not in (*_TENSORS, "backend")
 }
-_DTYPES = dict.fromkeys(("cache_seqlens", "page_table", "cu_seqlens_q"), torch.int32) | dict.fromkeys(
-    ("rotary_cos", "rotary_sin", "k_descale", "v_descale"), torch.float32
+_INT32 = (
+    "cache_seqlens",
+    "page_table",
+    "cu_seqlens_q",
+    "seqstart_k",
+    "key_ranges",
+    "q_positions",
+    "rotary_positions_q",
+    "rotary_positions_k",
 )
+_FLOAT32 = "rotary_cos", "rotary_sin", "k_descale", "v_descale", "alibi_slopes"
+_DTYPES = dict.fromkeys(_INT32, torch.int32) | dict.fromkeys(_FLOAT32, torch.float32)
 
 
 def is_decode(arguments: dict[str, Any]) -> bool:
@@ -38,11 +48,14 @@ def problem_of(function: str, arguments: dict[str, Any]) -> tuple[DecodeProblem,
     missing = [name for name in _REQUIRED if name not in arguments]
     if missing:
         raise TypeError(f"{function}: expected {', '.join(missing)} beside the other arguments of attention_decode")
-    unknown = set(arguments) - set(DecodeInputs._fields) - set(_OPTIONS)
+    unknown = set(arguments) - set(_TENSORS) - set(_OPTIONS)
     if unknown:
         raise keywords.unexpected(function, unknown, "attention_decode")
     arguments = _OPTIONAL_TENSORS | _OPTIONS | arguments
-    inputs = DecodeInputs(**{name: arguments.pop(name) for name in DecodeInputs._fields})
+    inputs = DecodeInputs(*(arguments.pop(name) for name in TENSORS))
+    given = tuple(arguments.pop(name) for name in MODIFIERS)
+    if any(t is not None for t in given):
+        inputs = inputs.with_modifiers(given)
     return check_decode(inputs, **arguments), inputs
 
 
@@ -55,7 +68,7 @@ def with_tensors(arguments: dict[str, Any]) -> dict[str, Any]:
     arguments = dict(arguments)
     dtype = arguments.pop("dtype", None)
     cache_dtype = arguments.pop("cache_dtype", dtype)
-    for name in DecodeInputs._fields:
+    for name in _TENSORS:
         shape = arguments.get(name)
         if not isinstance(shape, (tuple, list)):
             continue

@@ -1,6 +1,9 @@
-"""The torch operators behind `attention_decode`: onepass::decode, and onepass::decode_append, which writes the caches.
+"""The torch operators behind `attention_decode`.
 
-Neither has a gradient: validation refuses tensors that ask for one.
+onepass::decode                    attention over a cache
+onepass::decode_append             appends new keys first, and so writes the caches
+onepass::decode_modified           both, with tensors that few calls have, so that other calls have short lists of
+onepass::decode_modified_append    arguments
 """
 
 from __future__ import annotations
@@ -15,16 +18,17 @@ from ..dispatch import decode as dispatch
 from ..errors import UnsupportedError
 from ..geometry.visible_pairs import visible_pairs_of_cache
 from ..problem import AttentionInputs, Mask
-from ..problem.decode import DecodeInputs, DecodeProblem
+from ..problem.decode import MODIFIERS, TENSORS, DecodeInputs, DecodeProblem
 from ..problem.outputs import empty_outputs
 from ..validation.overlap import refuse_shared_caches
 from .autocast import without_autocast
 
-# the schemas of both operators, whose tensor arguments have the order of `DecodeInputs`
+# the schemas of the operators, whose tensor arguments have the order of `DecodeInputs`
 _AFTER_CACHES = (
     "Tensor cache_seqlens, Tensor? page_table, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? sinks, "
     "Tensor? k_descale, Tensor? v_descale, Tensor? cu_seqlens_q"
 )
+_MODIFIERS = ", ".join(f"Tensor? {name}" for name in MODIFIERS)
 _OPTIONS = (
     "float softmax_scale, SymInt? window_left, SymInt? window_right, float? softcap, SymInt? num_splits, "
     "SymInt? split_size, bool rotary_interleaved, bool check_values, SymInt? kv_block, SymInt? max_seqlen_q, "
@@ -32,20 +36,21 @@ _OPTIONS = (
 )
 _NUM_OPTIONS = _OPTIONS.count(",") + 1
 _OUTPUTS = "(Tensor out, Tensor lse)"
+_NUM_TENSORS = len(TENSORS)
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
-_NAMES = ("decode", "decode_append")
 
-torch.library.define(
-    "onepass::decode",
-    f"(Tensor q, Tensor k_cache, Tensor v_cache, {_AFTER_CACHES}, {_OPTIONS}) -> {_OUTPUTS}",
-    tags=_TAGS,
-)
-torch.library.define(
-    "onepass::decode_append",
-    f"(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {_AFTER_CACHES}, Tensor k_new, Tensor v_new, {_OPTIONS})"
-    f" -> {_OUTPUTS}",
-    tags=_TAGS,
-)
+for _name, _more in (("decode", ""), ("decode_modified", f"{_MODIFIERS}, ")):
+    torch.library.define(
+        f"onepass::{_name}",
+        f"(Tensor q, Tensor k_cache, Tensor v_cache, {_AFTER_CACHES}, {_more}{_OPTIONS}) -> {_OUTPUTS}",
+        tags=_TAGS,
+    )
+    torch.library.define(
+        f"onepass::{_name}_append",
+        f"(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {_AFTER_CACHES}, Tensor k_new, Tensor v_new, "
+        f"{_more}{_OPTIONS}) -> {_OUTPUTS}",
+        tags=_TAGS,
+    )
 
 
 def run(problem: DecodeProblem, inputs: DecodeInputs, backend: str) -> tuple[Tensor, Tensor]:
@@ -64,9 +69,13 @@ def run(problem: DecodeProblem, inputs: DecodeInputs, backend: str) -> tuple[Ten
         problem.max_seqlen_q,
         backend,
     )
+    tensors = inputs.tensors
+    given, modifiers = tensors[:_NUM_TENSORS], tensors[_NUM_TENSORS:]
     if inputs.seqlen_new:
-        return torch.ops.onepass.decode_append(*inputs, *options)
-    return torch.ops.onepass.decode(*inputs[:-2], *options)
+        operator = torch.ops.onepass.decode_modified_append if modifiers else torch.ops.onepass.decode_append
+        return operator(*given, *modifiers, *options)
+    operator = torch.ops.onepass.decode_modified if modifiers else torch.ops.onepass.decode
+    return operator(*given[:-2], *modifiers, *options)
 
 
 def _problem(inputs: DecodeInputs, options: tuple) -> DecodeProblem:
@@ -98,12 +107,27 @@ def _problem(inputs: DecodeInputs, options: tuple) -> DecodeProblem:
 
 
 def _unpacked(args: tuple) -> tuple[DecodeInputs, tuple]:
+    """The tensors and the options of an operator without modifiers."""
     count = len(args) - _NUM_OPTIONS
     return DecodeInputs(*args[:count]), args[count:]
 
 
+def _unpacked_modified(args: tuple) -> tuple[DecodeInputs, tuple]:
+    """The tensors and the options of an operator with modifiers."""
+    end = len(args) - _NUM_OPTIONS
+    count = end - len(MODIFIERS)
+    return DecodeInputs(*args[:count]).with_modifiers(args[count:end]), args[end:]
+
+
 def _decode(*args: Any) -> tuple[Tensor, Tensor]:
-    inputs, options = _unpacked(args)
+    return _run(*_unpacked(args))
+
+
+def _decode_modified(*args: Any) -> tuple[Tensor, Tensor]:
+    return _run(*_unpacked_modified(args))
+
+
+def _run(inputs: DecodeInputs, options: tuple) -> tuple[Tensor, Tensor]:
     if inputs.seqlen_new:
         # validation could not do it if torch.compile traced the call, because traced tensors have no addresses
         refuse_shared_caches(inputs.k_cache, inputs.v_cache)
@@ -114,7 +138,14 @@ def _decode(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _decode_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    inputs, options = _unpacked(args)
+    return _empty(*_unpacked(args))
+
+
+def _decode_modified_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    return _empty(*_unpacked_modified(args))
+
+
+def _empty(inputs: DecodeInputs, options: tuple) -> tuple[Tensor, Tensor]:
     return empty_outputs(_problem(inputs, options).attention, AttentionInputs(*inputs[:3]))
 
 
@@ -122,15 +153,28 @@ def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> None:
     raise UnsupportedError("onepass: attention over a cache cannot run under torch.vmap: it already takes a batch")
 
 
-for _name in _NAMES:
-    torch.library.impl(f"onepass::{_name}", "default")(_decode)
-    torch.library.register_fake(f"onepass::{_name}")(_decode_fake)
-    torch.library.register_vmap(f"onepass::{_name}", _refuse_vmap)
+for _name, _implementation, _fake in (
+    ("decode", _decode, _decode_fake),
+    ("decode_modified", _decode_modified, _decode_modified_fake),
+):
+    for _operator in (f"onepass::{_name}", f"onepass::{_name}_append"):
+        torch.library.impl(_operator, "default")(_implementation)
+        torch.library.register_fake(_operator)(_fake)
+        torch.library.register_vmap(_operator, _refuse_vmap)
 
 
 @register_flop_formula([torch.ops.onepass.decode, torch.ops.onepass.decode_append], get_raw=True)
 def _flops(*args: Any, out_val: Any = None) -> int:
     """The FLOPs of both GEMMs over the visible pairs; appending, rotating and merging splits count as none."""
-    inputs, options = _unpacked(args)
+    return _flops_of(*_unpacked(args))
+
+
+@register_flop_formula([torch.ops.onepass.decode_modified, torch.ops.onepass.decode_modified_append], get_raw=True)
+def _modified_flops(*args: Any, out_val: Any = None) -> int:
+    """The FLOPs over the pairs that the window leaves; what else hides pairs is not looked at."""
+    return _flops_of(*_unpacked_modified(args))
+
+
+def _flops_of(inputs: DecodeInputs, options: tuple) -> int:
     pairs = visible_pairs_of_cache(inputs, options[1], options[2]) * inputs.q.shape[-2]
     return 2 * pairs * (inputs.q.shape[-1] + inputs.v_cache.shape[-1])

@@ -7,7 +7,7 @@ stages, ...) is a backend's business.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -95,6 +95,19 @@ class Modifiers(NamedTuple):
 
 
 NO_MODIFIERS = Modifiers()
+
+
+def modifier_flags(modifiers: Modifiers | None) -> dict[str, Any]:
+    """The fields of `AttentionProblem` that say which of these tensors there are."""
+    if modifiers is None:
+        return {}
+    return {
+        "has_seqstart_k": modifiers.seqstart_k is not None,
+        "has_key_ranges": modifiers.key_ranges is not None,
+        "has_q_positions": modifiers.q_positions is not None,
+        "has_alibi": modifiers.alibi_slopes is not None,
+        "bias_dtype": None if modifiers.bias is None else modifiers.bias.dtype,
+    }
 
 
 class AttentionInputs(NamedTuple):
@@ -210,7 +223,7 @@ class AttentionProblem:
     ) -> AttentionProblem:
         """The problem that these tensors and options pose; they have been checked before."""
         q, k, v = inputs.q, inputs.k, inputs.v
-        cu_seqlens_q, modifiers = inputs.cu_seqlens_q, inputs.modifiers or NO_MODIFIERS
+        cu_seqlens_q = inputs.cu_seqlens_q
         return cls(
             dtype=q.dtype,
             device_type=q.device.type,
@@ -230,11 +243,7 @@ class AttentionProblem:
             deterministic=deterministic,
             quantization=quantization,
             dropout_p=dropout_p,
-            has_seqstart_k=modifiers.seqstart_k is not None,
-            has_key_ranges=modifiers.key_ranges is not None,
-            has_q_positions=modifiers.q_positions is not None,
-            has_alibi=modifiers.alibi_slopes is not None,
-            bias_dtype=None if modifiers.bias is None else modifiers.bias.dtype,
+            **modifier_flags(inputs.modifiers),
         )
 
     @property
@@ -275,19 +284,9 @@ class AttentionProblem:
         return self.has_row_ranges or self.has_seqstart_k
 
     @property
-    def computed_mask(self) -> Mask:
-        """The mask that kernels compute from the numbers of queries and keys: a full one where intervals have it."""
-        return Mask() if self.has_intervals else self.mask
-
-    @property
     def adds_terms(self) -> bool:
         """Whether something is added to scores."""
         return self.has_alibi or self.has_bias
-
-    @property
-    def has_numbered_rows(self) -> bool:
-        """Whether kernels need the positions of queries, beside their intervals."""
-        return self.has_q_positions and (self.adds_terms or self.dropout_p > 0)
 
     @property
     def hides_pairs(self) -> bool:

@@ -8,13 +8,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import AttentionProblem
+from .attention import NO_MODIFIERS, AttentionProblem, Modifiers, modifier_flags
 
 FEW_QUERIES = 32  # queries of a sequence; no kernel for few queries takes more
 
 
+class RotaryPositions(NamedTuple):
+    """The rows of the rotary tables for queries (batch or 1, seqlen_q) and new keys (batch or 1, seqlen_new).
+
+    None: the positions at which they stand.
+    """
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+
+
 class DecodeInputs(NamedTuple):
-    """The tensors of one call, see `onepass.attention_decode`."""
+    """The tensors of one call, see `onepass.attention_decode`. Few calls have the last two fields."""
 
     q: Tensor
     k_cache: Tensor
@@ -29,6 +39,36 @@ class DecodeInputs(NamedTuple):
     cu_seqlens_q: Tensor | None = None
     k_new: Tensor | None = None
     v_new: Tensor | None = None
+    modifiers: Modifiers | None = None
+    rotary_positions: RotaryPositions | None = None
+
+    @property
+    def is_modified(self) -> bool:
+        return self.modifiers is not None or self.rotary_positions is not None
+
+    def with_modifiers(self, given: tuple) -> DecodeInputs:
+        """The inputs with more tensors, those that `MODIFIERS` names. Rotary positions of q follow q_positions."""
+        modifiers, (positions_q, positions_k) = Modifiers(*given[:-2]), given[-2:]
+        if positions_q is None and self.rotary_cos is not None:
+            positions_q = modifiers.q_positions
+        return DecodeInputs(
+            *self[:-2],
+            None if all(t is None for t in modifiers) else modifiers,
+            None if positions_q is positions_k is None else RotaryPositions(positions_q, positions_k),
+        )
+
+    def detached(self) -> DecodeInputs:
+        """The inputs without their history in autograd."""
+        tensors: tuple[Any, ...] = tuple(None if t is None else t.detach() for t in self.tensors)
+        inputs = DecodeInputs(*tensors[: len(TENSORS)])
+        return inputs.with_modifiers(tensors[len(TENSORS) :]) if self.is_modified else inputs
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors that `TENSORS` names; of a call with modifiers also those that `MODIFIERS` names."""
+        if not self.is_modified:
+            return self[:-2]
+        return (*self[:-2], *(self.modifiers or NO_MODIFIERS)[:-1], *(self.rotary_positions or RotaryPositions()))
 
     @property
     def batch(self) -> int:
@@ -71,8 +111,14 @@ class DecodeInputs(NamedTuple):
             has_seqused_k=True,
             is_packed=self.cu_seqlens_q is not None,
             kv_dtype=self.kv_dtype,
+            **modifier_flags(self.modifiers),
             **options,
         )
+
+
+# names of the arguments of `onepass.attention_decode` that are tensors: those of all calls, and those of few
+TENSORS = DecodeInputs._fields[:-2]
+MODIFIERS = (*Modifiers._fields[:-1], "rotary_positions_q", "rotary_positions_k")
 
 
 @dataclass(frozen=True)
@@ -92,6 +138,7 @@ class DecodeProblem:
         has_aligned_rows: rows of both caches begin at multiples of 16 bytes.
         max_seqlen_q: upper bound on the queries of a packed sequence, if it is at most FEW_QUERIES: a hint for the
             choice of a kernel.
+        has_rotary_positions: the call has `RotaryPositions`.
     """
 
     attention: AttentionProblem
@@ -104,6 +151,7 @@ class DecodeProblem:
     kv_block: int | None = None
     has_aligned_rows: bool = True
     max_seqlen_q: int | None = None
+    has_rotary_positions: bool = False
 
     @classmethod
     def of(cls, attention: AttentionProblem, inputs: DecodeInputs, **options: Any) -> DecodeProblem:
@@ -113,8 +161,20 @@ class DecodeProblem:
             page_size=None if inputs.page_table is None else inputs.k_cache.shape[1],
             has_descales=inputs.k_descale is not None,
             has_aligned_rows=_has_aligned_rows(inputs.k_cache) and _has_aligned_rows(inputs.v_cache),
+            has_rotary_positions=inputs.rotary_positions is not None,
             **options,
         )
+
+    @property
+    def is_modified(self) -> bool:
+        """Whether a call has tensors that few calls have."""
+        return self.has_rotary_positions or self.attention.has_modifiers
+
+    @property
+    def modifiers_named(self) -> str:
+        """The tensors that few calls have, for a message."""
+        names = self.attention.modifiers_named, "rotary_positions" if self.has_rotary_positions else ""
+        return ", ".join(filter(None, names))
 
     @property
     def sizing_problem(self) -> AttentionProblem:

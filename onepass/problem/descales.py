@@ -47,4 +47,6 @@ def descale_of_keys(descale: Tensor, inputs: DecodeInputs, kv_block: int | None,
     block = key // kv_block
     if inputs.page_table is None:
         return descale.transpose(1, 2)[entry, block].unsqueeze(-1)
-    return descale[inputs.page_table.long()[entry, block]].unsqueeze(-1)
+    # a page that holds no key may be any number
+    page = inputs.page_table.long()[entry, block].clamp(0, descale.shape[0] - 1)
+    return descale[page].unsqueeze(-1)

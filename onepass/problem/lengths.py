@@ -71,28 +71,53 @@ def read_cache_lengths(inputs: DecodeInputs) -> list[int]:
     """cache_seqlens as a list, after a check of all values that decide where the call reads and writes.
 
     Raises: ValueError if a length is negative or leaves no room for the new keys, if a used entry of the page table is
-    not a page of the cache, if a rotated position is past the end of rotary_cos, or if cu_seqlens_q is invalid.
+    not a page of the cache, if a rotated position is past the end of rotary_cos, if a sequence begins after its end, or
+    if cu_seqlens_q is invalid.
     """
     read_query_offsets(inputs)
     lengths = inputs.cache_seqlens.tolist()
     if not lengths:
         return lengths
     refuse_lengths(min(lengths), max(lengths), inputs.capacity, inputs.seqlen_new)
+    starts = _read_cache_starts(inputs, lengths)
     if inputs.page_table is not None:
         num_pages, page_size = inputs.k_cache.shape[:2]
         for b, row in enumerate(inputs.page_table.tolist()):
-            used = row[: -(-(lengths[b] + inputs.seqlen_new) // page_size)]
+            # new keys are written even before the start of a sequence
+            first = min(starts[b], lengths[b]) // page_size
+            used = row[first : -(-(lengths[b] + inputs.seqlen_new) // page_size)]
             wrong = next((page for page in used if not 0 <= page < num_pages), None)
             if wrong is not None:
-                name = f"page_table[{b}, {used.index(wrong)}]"
+                name = f"page_table[{b}, {first + used.index(wrong)}]"
                 raise ValueError(f"{name}: expected a page 0 to {num_pages - 1} of the cache, got {wrong}")
-    longest = max(lengths) + inputs.seqlen_new
-    # queries before the first key are rotated by its position
-    if inputs.rotary_cos is not None and longest > inputs.rotary_cos.shape[0]:
-        raise ValueError(
-            f"rotary_cos: expected a row for each of the {longest} positions, got {inputs.rotary_cos.shape[0]}"
-        )
+    _check_rotary_rows(inputs, max(lengths) + inputs.seqlen_new)
     return lengths
+
+
+def _read_cache_starts(inputs: DecodeInputs, lengths: list[int]) -> list[int]:
+    """seqstart_k as a checked list; zeros if there is none."""
+    if inputs.modifiers is None or inputs.modifiers.seqstart_k is None:
+        return [0] * len(lengths)
+    starts = inputs.modifiers.seqstart_k.tolist()
+    for b, start in enumerate(starts):
+        end = lengths[b] + inputs.seqlen_new
+        if not 0 <= start <= end:
+            raise ValueError(f"seqstart_k[{b}]: expected 0 to {end}, the keys of the sequence, got {start}")
+    return starts
+
+
+def _check_rotary_rows(inputs: DecodeInputs, longest: int) -> None:
+    """Check that the rotary tables have a row for each position. Queries before the first key use its row."""
+    if inputs.rotary_cos is None:
+        return
+    needed = longest
+    if inputs.rotary_positions is not None:
+        ends = [longest if t is None else int(t.max()) + 1 if t.numel() else 0 for t in inputs.rotary_positions]
+        needed = max(ends if inputs.seqlen_new else ends[:1])
+    if needed > inputs.rotary_cos.shape[0]:
+        raise ValueError(
+            f"rotary_cos: expected a row for each of the {needed} positions, got {inputs.rotary_cos.shape[0]}"
+        )
 
 
 def read_query_offsets(inputs: DecodeInputs) -> list[int] | None:

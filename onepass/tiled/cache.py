@@ -7,29 +7,10 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from ..geometry.rotary import rotate
 from ..problem.decode import DecodeInputs, DecodeProblem
 from ..problem.descales import descale_of_keys
 from ..quantization.codec import E4M3, E4M3_MAX
-
-
-def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x (batch, seqlen, num_heads, head_dim) with its first 2 * cos.shape[1] columns turned, pair by pair.
-
-    Args:
-        positions: (batch, seqlen), the rows of cos and sin (positions, rotary_dim / 2) to use.
-        interleaved: pairs are (0, 1), (2, 3), ..; else (0, d), (1, d + 1), .. with d = rotary_dim / 2.
-
-    Returns: a new tensor, computed in float32 (float64 for float64) and rounded once. Source: RoFormer,
-    arXiv:2104.09864, section 3.2.2.
-    """
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    half = cos.shape[1]
-    cos, sin = (t[positions.clamp(0, t.shape[0] - 1)].to(dtype).unsqueeze(2) for t in (cos, sin))
-    turned = x[..., : 2 * half].to(dtype)
-    pairs = turned.unflatten(-1, (half, 2) if interleaved else (2, half))
-    a, b = pairs.unbind(-1 if interleaved else -2)
-    result = torch.stack((a * cos - b * sin, a * sin + b * cos), -1 if interleaved else -2).flatten(-2)
-    return torch.cat((result.to(x.dtype), x[..., 2 * half :]), -1)
 
 
 def append(problem: DecodeProblem, inputs: DecodeInputs) -> None:
@@ -40,7 +21,9 @@ def append(problem: DecodeProblem, inputs: DecodeInputs) -> None:
     seqlen_new = k_new.shape[1]
     positions = inputs.cache_seqlens.long()[:, None] + torch.arange(seqlen_new, device=k_new.device)
     if inputs.rotary_cos is not None and inputs.rotary_sin is not None:
-        k_new = rotate(k_new, positions, inputs.rotary_cos, inputs.rotary_sin, problem.rotary_interleaved)
+        rows = None if inputs.rotary_positions is None else inputs.rotary_positions.k
+        rows = positions if rows is None else rows.long().expand_as(positions)
+        k_new = rotate(k_new, rows, inputs.rotary_cos, inputs.rotary_sin, problem.rotary_interleaved)
     if inputs.page_table is None:
         where = torch.arange(len(positions), device=k_new.device)[:, None], positions
     else:
@@ -69,12 +52,14 @@ def to_e4m3(x: Tensor, descale: Tensor | None) -> Tensor:
 
 
 def rotated_queries(problem: DecodeProblem, inputs: DecodeInputs) -> Tensor:
-    """q rotated by its key positions: query i stands at position seqlen_k - seqlen_q + i."""
+    """q rotated by its key positions: query i stands at position seqlen_k - seqlen_q + i unless positions are given."""
     q = inputs.q
     if inputs.rotary_cos is None or inputs.rotary_sin is None:
         return q
     ends = inputs.cache_seqlens.long()[:, None] + inputs.seqlen_new
     positions = ends + torch.arange(-q.shape[1], 0, device=q.device)
+    if inputs.rotary_positions is not None and inputs.rotary_positions.q is not None:
+        positions = inputs.rotary_positions.q.long().expand_as(positions)
     return rotate(q, positions, inputs.rotary_cos, inputs.rotary_sin, problem.rotary_interleaved)
 
 
@@ -102,7 +87,8 @@ def rows_of_entry(cache: Tensor, page_table: Tensor | None, entry: int, count: i
     if page_table is None:
         return cache[entry, :count]
     page_size = cache.shape[1]
-    pages = page_table[entry, : -(-count // page_size)].long()
+    # a page that holds no key may be any number; those of keys are checked
+    pages = page_table[entry, : -(-count // page_size)].long().clamp(0, cache.shape[0] - 1)
     if cache.dtype == E4M3:  # torch cannot index e4m3
         return cache.view(torch.uint8)[pages].view(E4M3).flatten(0, 1)[:count]
     return cache[pages].flatten(0, 1)[:count]

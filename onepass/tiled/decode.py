@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..geometry.splits import split_ranges
-from ..problem import AttentionInputs, AttentionProblem, Mask
+from ..problem import AttentionInputs, AttentionProblem, Inputs, Mask, ModifiedInputs, Modifiers
 from ..problem.decode import DecodeInputs, DecodeProblem
 from ..problem.lengths import read_cache_lengths, read_query_offsets
 from ..problem.outputs import empty_outputs, without_keys
@@ -35,33 +35,78 @@ def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor
         seqlen_k = length + inputs.seqlen_new
         k, v = (rows[None] for rows in keys_and_values(problem, inputs, b, seqlen_k))
         if offsets is None:
+            queries = None
             operands = q[b : b + 1], k, v
             results = out[b], lse[b]
         else:
             queries = slice(*offsets[b : b + 2])
             operands = q[None, queries], k, v
             results = out[queries], lse[:, queries]
-        for result, computed in zip(results, _decode_entry(problem, *operands, inputs.sinks), strict=True):
+        entry: Inputs = AttentionInputs(*operands, inputs.sinks)
+        if inputs.modifiers is not None:
+            own = modifiers_of_entry(inputs.modifiers, b, queries, seqlen_k)
+            entry = ModifiedInputs(*operands, inputs.sinks, None, None, None, own)
+        for result, computed in zip(results, _decode_entry(problem, entry), strict=True):
             result.copy_(computed[0])
     return out, lse
 
 
-def _decode_entry(
-    problem: DecodeProblem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _decode_entry(problem: DecodeProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out and lse of one sequence, as a batch of one."""
+    q, k, v, sinks = inputs[:4]
     attention = replace(
         problem.attention, batch=1, seqlen_q=q.shape[1], seqlen_k=k.shape[1], has_seqused_k=False, is_packed=False
     )
-    inputs = AttentionInputs(q, k, v, sinks)
     splits = split_ranges(k.shape[1], problem.num_splits or 1, problem.split_size)
     if not splits or q.shape[1] == 0:
         out, lse = empty_outputs(attention, inputs)
         return without_keys(out, lse, sinks, None)
     if len(splits) == 1 and not attention.has_e4m3_cache:
         return forward(attention, inputs)
-    outs, lses = zip(*(_forward_split(attention, q, k, v, *split) for split in splits), strict=True)
+    if isinstance(inputs, ModifiedInputs):
+        partials = _forward_modified_splits(attention, inputs, splits)
+    else:
+        partials = [_forward_split(attention, q, k, v, *split) for split in splits]
+    outs, lses = zip(*partials, strict=True)
     return merge_in_torch(outs, lses, sinks)
+
+
+def _forward_modified_splits(
+    attention: AttentionProblem, inputs: ModifiedInputs, splits: list[tuple[int, int]]
+) -> list[tuple[Tensor, Tensor]]:
+    """`_forward_split` of each split [start, end), with modifiers: key ranges leave only its keys."""
+    dtype = attention.accum_dtype
+    problem = replace(attention, dtype=dtype, has_sinks=False, has_key_ranges=True)
+    q, k, v = (t.to(dtype) for t in inputs[:3])
+    everything = torch.tensor([0, k.shape[1]], dtype=torch.int32, device=q.device).expand(1, 1, q.shape[1], 2)
+    ranges = everything if inputs.modifiers.key_ranges is None else inputs.modifiers.key_ranges
+    partials = []
+    for start, end in splits:
+        own = torch.stack((ranges[..., 0].clamp(min=start), ranges[..., 1].clamp(max=end)), -1)
+        modifiers = inputs.modifiers._replace(key_ranges=own)
+        partials.append(forward(problem, ModifiedInputs(q, k, v, None, None, None, None, modifiers)))
+    return partials
+
+
+def modifiers_of_entry(modifiers: Modifiers, entry: int, queries: slice | None, num_keys: int) -> Modifiers:
+    """The modifiers of one batch entry, as a batch of one. Args: queries: its rows of packed queries; None: dense."""
+
+    def own(t: Tensor | None) -> Tensor | None:
+        return None if t is None else t[entry : entry + 1] if t.shape[0] > 1 else t
+
+    start, ranges, positions, slopes, bias = modifiers[:-1]
+    if queries is None:
+        ranges, positions, bias = own(ranges), own(positions), own(bias)
+    else:
+        if bias is not None:
+            # with positions a row belongs to a position
+            bias = bias[None] if bias.shape[1] == 1 or positions is not None else bias[None, :, queries]
+        ranges = None if ranges is None else ranges[None, :, queries]
+        positions = None if positions is None else positions[None, queries]
+    if bias is not None and bias.shape[-1] > 1:
+        bias = bias[..., :num_keys]
+    slopes = own(slopes) if slopes is not None and slopes.dim() == 2 else slopes
+    return Modifiers(own(start), ranges, positions, slopes, bias)
 
 
 def _forward_split(

@@ -98,7 +98,8 @@ def check_attention(
 def _problem_of(inputs: AttentionInputs, options: dict[str, Any], modifiers: dict[str, Any] | None) -> AttentionProblem:
     """The problem of checked arguments; modifiers: the arguments of `check_modifiers` by name, None: there are none."""
     if modifiers is not None:
-        found, dropout_p = check_modifiers(inputs.q, inputs.k, inputs.cu_seqlens_q, **modifiers)
+        num_keys = inputs.k.shape[1] if inputs.cu_seqlens_q is None else None
+        found, dropout_p = check_modifiers(inputs.q, num_keys, inputs.cu_seqlens_q, **modifiers)
         if found is not None:
             return AttentionProblem.of(ModifiedInputs(*inputs, found), **options, dropout_p=dropout_p)
     return AttentionProblem.of(inputs, **options)

@@ -15,7 +15,7 @@ from ..geometry.splits import MAX_SPLITS, MAX_SPLITS_BY_SIZE, SPLIT_UNIT
 from ..problem.decode import FEW_QUERIES, DecodeInputs, DecodeProblem
 from .attention import checked_options
 from .descales import check_descales
-from .lost_gradients import refuse_backward
+from .modifiers import NAMES, check_modifiers, check_sizes
 from .overlap import refuse_shared_caches
 from .scalars import LARGEST_BLOCK, check_block, check_flag, check_int
 from .tensors import (
@@ -81,11 +81,14 @@ def check_decode(
     check_descales(inputs, kv_block)
     _check_new_keys(inputs)
     _check_rotary(inputs)
+    if inputs.modifiers is not None:
+        given = dict(zip(NAMES, inputs.modifiers[:-1], strict=True))
+        check_modifiers(q, inputs.capacity, inputs.cu_seqlens_q, given, 0.0)
+    _check_rotary_positions(inputs)
     rotary_interleaved = check_flag("rotary_interleaved", rotary_interleaved)
     check_values = check_flag("check_values", check_values)
     num_splits, split_size = _check_splits(num_splits, split_size, inputs.capacity)
     checked = checked_options(q, sinks=inputs.sinks, deterministic=False, tuning=None, **options)
-    refuse_backward("attention_decode", inputs._asdict())
     return DecodeProblem.of(
         inputs.attention(**checked),
         inputs,
@@ -170,8 +173,10 @@ def _check_new_keys(inputs: DecodeInputs) -> None:
         raise ValueError(
             f"k_new: expected at most {inputs.capacity} keys, the capacity of the cache, got {inputs.seqlen_new}"
         )
-    # with one element under several indices, the value written to it would depend on the order
     for name, cache in (("k_cache", inputs.k_cache), ("v_cache", inputs.v_cache)):
+        if cache.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedError(f"{name}: expected no requires_grad where new keys are written to it in place")
+        # with one element under several indices, the value written to it would depend on the order
         if any(size > 1 and stride == 0 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
             raise ValueError(f"{name}: expected memory of its own for every element, got strides {cache.stride()}")
     if inputs.seqlen_new:
@@ -201,6 +206,20 @@ def _check_rotary(inputs: DecodeInputs) -> None:
             f"rotary_sin: expected {cos.dtype} of shape {tuple(cos.shape)} like rotary_cos, "
             f"got {sin.dtype} of {tuple(sin.shape)}"
         )
+
+
+def _check_rotary_positions(inputs: DecodeInputs) -> None:
+    if inputs.rotary_positions is None:
+        return
+    for name, positions, rows, needed in (
+        ("rotary_positions_q", inputs.rotary_positions.q, inputs.q.shape[1], "rotary_cos"),
+        ("rotary_positions_k", inputs.rotary_positions.k, inputs.seqlen_new, "k_new"),
+    ):
+        if positions is None:
+            continue
+        if inputs.rotary_cos is None or getattr(inputs, needed) is None:
+            raise ValueError(f"{name}: expected None without {needed}, got {type(positions).__name__}")
+        check_sizes(name, positions, ((1, inputs.batch), (rows,)), inputs.q.device, (torch.int32,))
 
 
 def _check_splits(num_splits: Any, split_size: Any, capacity: int) -> tuple[int | None, int | None]:

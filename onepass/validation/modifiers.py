@@ -30,11 +30,13 @@ def refuse_modifiers(because: str, given: tuple, dropout_p: Any) -> None:
 
 
 def check_modifiers(
-    q: torch.Tensor, k: torch.Tensor, cu_seqlens_q: torch.Tensor | None, given: dict[str, Any], dropout_p: Any
+    q: torch.Tensor, num_keys: int | None, cu_seqlens_q: torch.Tensor | None, given: dict[str, Any], dropout_p: Any
 ) -> tuple[Modifiers | None, float]:
     """The modifiers of a call whose other tensors are checked, without the state of dropout, and dropout_p.
 
-    Args: given: arguments by name, of `NAMES`.
+    Args:
+        num_keys: columns of a bias that has one for each key; None: any number of them.
+        given: arguments by name, of `NAMES`.
     """
     dropout_p = check_real("dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
@@ -50,27 +52,37 @@ def check_modifiers(
         check_int32("seqstart_k", start, (batch,), "one per batch entry or sequence", q.device)
     if ranges is not None:
         sizes = ((1, heads), (rows,), (2,)) if is_packed else ((1, batch), (1, heads), (rows,), (2,))
-        _check_sizes("key_ranges", ranges, sizes, q.device)
-        _check_dtype("key_ranges", ranges, (torch.int32,))
+        check_sizes("key_ranges", ranges, sizes, q.device, (torch.int32,))
     if positions is not None:
         sizes = ((rows,),) if is_packed else ((1, batch), (rows,))
-        _check_sizes("q_positions", positions, sizes, q.device)
-        _check_dtype("q_positions", positions, (torch.int32,))
+        check_sizes("q_positions", positions, sizes, q.device, (torch.int32,))
     if slopes is not None:
         dims = slopes.dim() if isinstance(slopes, torch.Tensor) else 1
-        _check_sizes("alibi_slopes", slopes, ((batch,), (heads,)) if dims == 2 else ((heads,),), q.device)
-        _check_dtype("alibi_slopes", slopes, (torch.float32,))
+        check_sizes(
+            "alibi_slopes", slopes, ((batch,), (heads,)) if dims == 2 else ((heads,),), q.device, (torch.float32,)
+        )
     if bias is not None:
         # with positions a row for each position, of which there may be any number
         bias_rows = None if positions is not None else (1, rows)
-        columns = None if is_packed else (1, k.shape[-3])
-        _check_sizes("bias", bias, (*(() if is_packed else ((1, batch),)), (1, heads), bias_rows, columns), q.device)
-        _check_dtype("bias", bias, SUPPORTED_DTYPES)
+        columns = None if num_keys is None else (1, num_keys)
+        check_sizes(
+            "bias",
+            bias,
+            (*(() if is_packed else ((1, batch),)), (1, heads), bias_rows, columns),
+            q.device,
+            SUPPORTED_DTYPES,
+        )
     return Modifiers(*(given[name] for name in NAMES)), dropout_p
 
 
-def _check_sizes(name: str, t: Any, sizes: tuple[tuple[int, ...] | None, ...], device: torch.device) -> None:
-    """Check the device of a tensor, and that each dimension has one of some sizes; None: any size."""
+def check_sizes(
+    name: str,
+    t: Any,
+    sizes: tuple[tuple[int, ...] | None, ...],
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+) -> None:
+    """Check the device of a tensor, that each dimension has one of some sizes (None: any size), and the dtype."""
     check_tensor(name, t)
     if t.device != device:
         raise ValueError(f"{name}: expected device {device} like q, got {t.device}")
@@ -81,8 +93,5 @@ def _check_sizes(name: str, t: Any, sizes: tuple[tuple[int, ...] | None, ...], d
         words = ("any" if allowed is None else " or ".join(map(str, dict.fromkeys(allowed))) for allowed in sizes)
         comma = "," if len(sizes) == 1 else ""
         raise ValueError(f"{name}: expected shape ({', '.join(words)}{comma}), got {shape_of(t)}")
-
-
-def _check_dtype(name: str, t: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     if t.dtype not in dtypes:
         raise TypeError(f"{name}: expected {', '.join(map(short_name, dtypes))}, got {short_name(t.dtype)}")

@@ -13,6 +13,7 @@ import onepass
 from onepass import reference
 from onepass.api import decode_calls
 from onepass.kernels.launch import merge as merge_launch
+from onepass.problem import Modifiers
 from onepass.problem.decode import DecodeInputs
 from onepass.testing import random_decode_call
 from onepass.testing.budget import compare, compare_lse
@@ -91,7 +92,7 @@ def check(inputs, num_sms=4, **options):
     wide = {
         name: t.double()
         for name, t in zip(DecodeInputs._fields, copies, strict=True)
-        if t is not None and t.dtype.is_floating_point
+        if isinstance(t, torch.Tensor) and t.dtype.is_floating_point
     }
     wide = copies._replace(**wide)._replace(
         k_new=None, v_new=None, cache_seqlens=inputs.cache_seqlens + inputs.seqlen_new
@@ -144,6 +145,69 @@ CASES = {
     "chosen": (cache_of((1100, 700), 1, (4, 1), (64, 64), room=1200), {}),
     "splits of 64 keys": (cache_of((200, 0, 65), 4, (8, 2), (64, 64)), {"split_size": 64}),
 }
+
+
+def int32(values) -> torch.Tensor:
+    return torch.tensor(values, dtype=INT32)
+
+
+def padded_on_the_left(inputs, starts):
+    """The inputs with NaN in the rows of the caches before each sequence begins."""
+    for b, start in enumerate(starts):
+        for rows in inputs[1:3]:
+            rows[b, :start] = NAN
+    return inputs._replace(modifiers=Modifiers(seqstart_k=int32(starts)))
+
+
+RANGES = torch.stack((torch.arange(3) * 20, torch.arange(3) * 20 + 90), -1).int().expand(1, 8, 3, 2).clone()
+RANGES[:, 3] += 25
+SLOPES = torch.linspace(0.02, 0.3, 8)
+BIAS = randn(2, 1, 1, 200, seed=4)
+BIAS[randn(2, 1, 1, 200, seed=5) > 1] = -torch.inf
+MODIFIED = {
+    "left padding, 4 heads in a tile": (
+        padded_on_the_left(cache_of((190, 5, 97), 2, (8, 2), (64, 64)), (50, 0, 97)),
+        {"num_splits": 3},
+    ),
+    "ranges of each head, ALiBi, pages": (
+        cache_of((190, 90), 3, (8, 2), (64, 64), page_size=48, modifiers=Modifiers(None, RANGES, None, SLOPES)),
+        {"num_splits": 2, "causal": False},
+    ),
+    "positions, bias, softcap, 48 rows": (
+        cache_of(
+            (200, 65),
+            12,
+            (8, 2),
+            (64, 64),
+            modifiers=Modifiers(q_positions=torch.arange(12)[None].int() * 15, bias=BIAS),
+        ),
+        {"num_splits": 1, "softcap": 5.0},
+    ),
+    "packed, ALiBi of each sequence, ranges, window": (
+        packed_of(
+            (165, 40, 2),
+            (4, 5, 3),
+            2,
+            (8, 2),
+            (64, 64),
+            modifiers=Modifiers(
+                key_ranges=torch.stack((torch.arange(14) * 5, torch.arange(14) * 3 + 100), -1).int()[None],
+                alibi_slopes=torch.stack([SLOPES, SLOPES.flip(0), SLOPES / 2]),
+            ),
+        ),
+        {"num_splits": 2, "window": (120, 0), "causal": False},
+    ),
+    "float32, left padding and ALiBi": (
+        padded_on_the_left(cache_of((100, 7), 2, (5, 1), (16, 8), dtype=FP32), (20, 3)),
+        {"num_splits": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODIFIED)
+def test_modifiers(name):
+    inputs, options = MODIFIED[name]
+    check(inputs, **options)
 
 
 NEGATIVE = ((40, -2), (-1, 40), (-3, 250), (250, -150), (-70, 70), (5, -6))

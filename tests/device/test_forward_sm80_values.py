@@ -71,7 +71,7 @@ class Arguments:
                 self.vector(lengths)
         scales = [struct.pack("<f", x) for x in score_scales(problem) if x is not None]
         self.values += scales + [struct.pack("<i", x) for x in window_bounds(problem) if x is not None]
-        self.modifiers(modifiers.arguments_of(problem, inputs))
+        self.modifiers(modifiers.arguments_of(problem, inputs.modifiers))
         section, self.num_tiles = launch.grid(problem, config)
         heads = problem.num_heads_q // config.group(problem)
         if problem.is_packed:

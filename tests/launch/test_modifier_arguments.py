@@ -82,6 +82,8 @@ def test_intervals_are_those_of_the_definition(first):
     for seed in range(first, first + 20):
         call = RandomCall(seed)
         found = modifiers.intervals(call.problem, call.inputs)
+        entries = modifiers.entries_of(call.problem)
+        found = found.expand(entries, call.problem.num_heads_q, call.problem.seqlen_q, 2)
         for b, rows, entry, visible in call.sequences():
             low, high = (x[..., None] for x in found[entry, :, rows].unbind(-1))
             j = torch.arange(visible.shape[-1])
@@ -97,6 +99,10 @@ def test_tiles_of_keys_visit_the_blocks_that_see_them(first, deterministic):
         call = RandomCall(seed, deterministic)
         problem, group = call.problem, call.problem.qhead_per_kvhead
         bounds = modifiers.query_bounds(problem, CONFIG, call.inputs)
+        if call.is_packed:  # tiles of rows that belong to no sequence
+            end = int(call.cu_seqlens[1][-1])
+            for n in range(-(-(problem.seqlen_k - end) // tile_n)):
+                assert not bounds[end // tile_n + problem.batch + n, ::3].any(), seed
         for b, _, entry, visible in call.sequences():
             tile = 0 if not call.is_packed else int(call.cu_seqlens[1][b]) // tile_n + b
             for n, h in ((n, h) for n in range(-(-visible.shape[-1] // tile_n)) for h in range(problem.num_heads_kv)):

@@ -146,6 +146,11 @@ def forward(
     kernel.values.append(integer(arguments.added_k))
     kernel.values += [struct.pack("<f", x) for x in (arguments.scale_log2, arguments.tanh_scale) if x is not None]
     kernel.values += [integer(x) for x in (arguments.window_left, arguments.window_right) if x is not None]
+    for value in arguments.modifiers or ():
+        if isinstance(value, torch.Tensor):
+            kernel.strided(value)
+        else:
+            kernel.values.append(struct.pack("<f", value))
     heads = attention.num_heads_q // config.group(attention)
     if attention.is_packed:
         kernel.values += fast_divisor(heads)

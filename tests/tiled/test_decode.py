@@ -493,7 +493,9 @@ REFUSED = {
         "v_cache": torch.zeros(12, 16, 2, 6)
     },
     "q: expected a number of heads divisible by the 2 heads of the cache, got 3": {"q": torch.zeros(2, 3, 3, 8)},
-    "q: expected a tensor without requires_grad": {"q": torch.zeros(2, 3, 4, 8, requires_grad=True)},
+    "k_cache: expected no requires_grad where new keys are written to it in place": {
+        "k_cache": torch.zeros(13, 16, 2, 8, requires_grad=True)
+    },
     "num_splits: expected 1 to 256": {"num_splits": 0},
     "num_splits: expected an int or None, got 2.0": {"num_splits": 2.0},
     "split_size: expected a multiple of 64 keys, got 100": {"split_size": 100},

@@ -231,7 +231,6 @@ REFUSED = {
         "none",
         {"k_new": torch.zeros(BATCH, 1, 2, 8).to(E4M3), "v_new": torch.zeros(BATCH, 1, 2, 6).to(E4M3)},
     ),
-    "v_descale: expected a tensor without requires_grad": ("tensor", {"v_descale": ONE.clone().requires_grad_()}),
 }
 
 

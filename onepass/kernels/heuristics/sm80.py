@@ -115,7 +115,7 @@ def forward_config_sm80(problem: AttentionProblem, arch: str) -> ForwardConfigSm
         config = replace(config, vector_bytes=_copies(problem))
         # few rows: all heads of a group fit into one tile and read their K and V once (not measured yet)
         rows = ROWS_PER_MMA * config.num_warps
-        if 1 < group <= rows and seqlen_q * group <= rows and not problem.has_modifiers:
+        if 1 < group <= rows and seqlen_q * group <= rows:
             config = replace(config, tile_m=rows, pack_gqa=True)
         candidates.append(config)
     return _first_that_fits(candidates, problem, arch)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 from ...geometry.integers import ceil_div
-from ...problem import AttentionProblem, Mask
+from ...problem import AttentionProblem
 from ...problem.decode import DecodeInputs, DecodeProblem
 from ..config import VECTOR_BYTES
 
@@ -271,16 +271,15 @@ forward_sm90_arguments = in_order(ForwardSm90Arguments)
 forward_sm80_arguments = in_order(ForwardSm80Arguments)
 
 
-def window_bounds(problem: AttentionProblem, mask: Mask | None = None) -> tuple[int | None, int | None]:
+def window_bounds(problem: AttentionProblem) -> tuple[int | None, int | None]:
     """The window as a kernel gets it: beyond the longer of both lengths a bound hides nothing, or everything if it is
-    negative, and sums of positions stay in 32 bits.
-
-    Args: mask: by default the one that the kernel computes.
-    """
-    mask = problem.computed_mask if mask is None else mask
+    negative, and sums of positions stay in 32 bits."""
     longest = max(problem.seqlen_q, problem.seqlen_k)
+    if problem.has_q_positions:  # of any length
+        longest = 2**30
     left, right = (
-        None if side is None else max(-longest, min(side, longest)) for side in (mask.window_left, mask.window_right)
+        None if side is None else max(-longest, min(side, longest))
+        for side in (problem.mask.window_left, problem.mask.window_right)
     )
     return left, right
 

@@ -243,8 +243,8 @@ def fake_scales_and_window(problem: AttentionProblem) -> dict[str, Any]:
     return {
         "scale_log2": Float32(1.0),
         "tanh_scale": None if problem.softcap is None else Float32(1.0),
-        "window_left": None if problem.computed_mask.window_left is None else Int32(0),
-        "window_right": None if problem.computed_mask.window_right is None else Int32(0),
+        "window_left": None if problem.mask.window_left is None else Int32(0),
+        "window_right": None if problem.mask.window_right is None else Int32(0),
     }
 
 

@@ -165,7 +165,7 @@ def tiles_in_step(problem: AttentionProblem) -> int:
     that it is behind (1 percent with 16 and no mask in the model of tests/geometry/test_backward_turns.py). In
     descending order no step is lost, and heads follow each other.
     """
-    if problem.computed_mask.is_full:
+    if problem.mask.is_full:
         return 16
     return 8 if problem.mask.window_left is None and problem.seqlen_k >= 4096 else 4
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
 from ...geometry.integers import ceil_div
+from ...geometry.rotary import rotate
 from ...problem import AttentionInputs
 from ...problem.decode import DecodeInputs, DecodeProblem
 from ...problem.lengths import read_cache_lengths
@@ -76,6 +77,8 @@ class DecodeLaunch(ABC):
 
     def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_outputs(self.problem.attention, AttentionInputs(*inputs[:3]))
+        if self.problem.has_rotary_positions:
+            inputs = rotated(self.problem, inputs)
         q = append(self.problem, inputs, self.arch) if needs_append(inputs) else inputs.q
         sinks = None if inputs.sinks is None else inputs.sinks.float().contiguous()
         if not self.is_split:
@@ -113,6 +116,22 @@ class DecodeLaunch(ABC):
         return out, q.new_empty_strided((n, b, h, m), lse_strides, dtype=dtype)
 
 
+def rotated(problem: DecodeProblem, inputs: DecodeInputs) -> DecodeInputs:
+    """The inputs of a call with rotary positions, rotated in PyTorch, so that nothing is left to be rotated."""
+    positions, cos, sin = inputs.rotary_positions, inputs.rotary_cos, inputs.rotary_sin
+    if cos is None or sin is None or positions is None:
+        return inputs._replace(rotary_positions=None)
+    ends = inputs.cache_seqlens.long()[:, None]
+    turned: dict[str, Any] = {}
+    for name, given, first in (("q", positions.q, inputs.seqlen_new - inputs.q.shape[1]), ("k_new", positions.k, 0)):
+        x: Tensor | None = getattr(inputs, name)
+        if x is not None:
+            rows = ends + torch.arange(first, first + x.shape[1], device=x.device)
+            rows = rows if given is None else given.long().expand_as(rows)
+            turned[name] = rotate(x, rows, cos, sin, problem.rotary_interleaved)
+    return inputs._replace(**turned, rotary_cos=None, rotary_sin=None, rotary_positions=None)
+
+
 def page_table_of(inputs: DecodeInputs) -> Tensor | None:
     """The page table with contiguous rows, as kernels read it; None without pages."""
     return None if inputs.page_table is None else with_rows(inputs.page_table)
@@ -133,6 +152,8 @@ def prepared(
 
 
 def _without_keys(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
+    if problem.has_rotary_positions:
+        inputs = rotated(problem, inputs)
     if needs_append(inputs):
         append(problem, inputs, arch_of(inputs.q.device))
     out, lse = empty_outputs(problem.attention, AttentionInputs(*inputs[:3]))
@@ -147,6 +168,8 @@ def compile_requests(
     Tensors on the "meta" device count as aligned. Args: launch: what a backend has prepared for the call.
     """
     requests: list[tuple[LaunchConfig | None, CompileRequest]] = []
+    if problem.has_rotary_positions:
+        inputs = inputs._replace(rotary_cos=None, rotary_sin=None)  # rotated before
     if needs_append(inputs):
         requests.append((None, request_of_call(problem, inputs, arch)))
     if isinstance(launch, DecodeLaunch):

@@ -20,6 +20,7 @@ from ..config.arch import arch_of
 from ..config.decode import DecodeConfigSm80
 from ..heuristics.decode import decode_config_sm80, num_splits_sm80
 from . import decode as decode_launch
+from . import modifiers
 from .arguments import (
     KEYS_OF_A_DESCALE,
     ForwardSm80Arguments,
@@ -127,6 +128,7 @@ class Launch(DecodeLaunch):
             tanh_scale=self.tanh_scale,
             window_left=self.window_left,
             window_right=self.window_right,
+            modifiers=modifiers.arguments_of(self.problem.attention, inputs.modifiers),
             heads_per_section=self.heads_per_section,
             num_tiles=self.num_tiles,
             page_table=page_table_of(inputs),
@@ -214,6 +216,7 @@ def trace(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split
         tanh_scale=None if attention.softcap is None else Float32(1.0),
         window_left=None if mask.window_left is None else Int32(0),
         window_right=None if mask.window_right is None else Int32(0),
+        modifiers=modifiers.fake_arguments(attention),
         heads_per_section=Int32(1),
         num_tiles=Int32(1),
         page_table=fake_tensor(Int32, None, None, align_bytes=4) if problem.is_paged else None,

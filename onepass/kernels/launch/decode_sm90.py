@@ -36,6 +36,8 @@ def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor
 def unsupported(problem: DecodeProblem) -> str | None:
     """Why this kernel does not compute a problem whose attention the Hopper forward does; None if it does."""
     attention = problem.attention
+    if attention.has_modifiers:
+        return f"{attention.modifiers_named}: expected none"
     if attention.dtype.itemsize != 2 or attention.has_e4m3_cache:
         given = f"{attention.dtype} and {attention.kv_dtype or attention.dtype}"
         return f"expected q and a cache in bfloat16 or float16, got {given}"

@@ -75,7 +75,7 @@ def prepare(
 
 def grid(problem: AttentionProblem, config: ForwardConfigSm80) -> tuple[int, int]:
     """Heads of a section (see geometry/tile_scheduler.py), and tiles: one thread block each."""
-    mask = problem.computed_mask
+    mask = problem.mask
     has_growing_tiles = problem.has_intervals or (mask.window_right is not None and mask.window_left is None)
     # with pack_gqa the heads of a group are one head to the scheduler
     group, positions = config.group(problem), config.positions(problem)
@@ -133,7 +133,7 @@ class Launch:
             tanh_scale=self.tanh_scale,
             window_left=self.window_left,
             window_right=self.window_right,
-            modifiers=modifiers.arguments_of(self.problem, inputs) if self.problem.has_modifiers else None,
+            modifiers=None if inputs.modifiers is None else modifiers.arguments_of(self.problem, inputs.modifiers),
             heads_per_section=self.heads_per_section,
             num_tiles=self.num_tiles,
         )
@@ -157,7 +157,7 @@ def trace(problem: AttentionProblem, config: ForwardConfigSm80, arch: str) -> tu
     def optional(value: object, is_given: bool):
         return value if is_given else None
 
-    dtype, mask = element_type(problem.dtype), problem.computed_mask
+    dtype, mask = element_type(problem.dtype), problem.mask
     batch = () if problem.is_packed else (None,)
     q, k, v, out = (
         fake_tensor(dtype, *batch, None, None, size, align_bytes=config.vector_bytes)

@@ -96,7 +96,7 @@ def prepare(
 
 def persistent_grid(problem: AttentionProblem, config: ForwardConfigSm90, num_sms: int) -> tuple[int, int]:
     """Heads of a section (see geometry/tile_scheduler.py), and thread blocks."""
-    mask = problem.computed_mask
+    mask = problem.mask
     has_growing_tiles = problem.has_intervals or (mask.window_right is not None and mask.window_left is None)
     # with pack_gqa the heads of a group are one head to the scheduler
     group, positions = config.group(problem), config.positions(problem) * config.cluster_size
@@ -223,7 +223,7 @@ class Launch:
                 tanh_scale=self.tanh_scale,
                 window_left=self.window_left,
                 window_right=self.window_right,
-                modifiers=modifiers.arguments_of(self.problem, inputs) if self.problem.has_modifiers else None,
+                modifiers=None if inputs.modifiers is None else modifiers.arguments_of(self.problem, inputs.modifiers),
                 counter=tile_counter(q.get_device()) if self.is_dynamic else None,
                 heads_per_section=self.heads_per_section,
                 num_ctas=self.num_ctas,
@@ -351,8 +351,8 @@ def trace(problem: AttentionProblem, config: ForwardConfigSm90, cache: tuple[boo
         q_block=optional(Int32(1), is_scaled),
         scale_log2=Float32(1.0),
         tanh_scale=optional(Float32(1.0), problem.softcap is not None),
-        window_left=optional(Int32(0), problem.computed_mask.window_left is not None),
-        window_right=optional(Int32(0), problem.computed_mask.window_right is not None),
+        window_left=optional(Int32(0), problem.mask.window_left is not None),
+        window_right=optional(Int32(0), problem.mask.window_right is not None),
         modifiers=modifiers.fake_arguments(problem),
         counter=optional(tensor(Int32, 1, align_bytes=4), config.dynamic_tiles),
         heads_per_section=Int32(1),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...geometry import philox
 from ...geometry.integers import ceil_div
-from ...problem import AttentionProblem, Inputs, QuantizedInputs
+from ...problem import AttentionProblem, Inputs, Modifiers
 from ..config import BackwardConfigSm80, BackwardConfigSm90
 from .arguments import LOG2_E, element_type, score_scales, strided_tensor, window_bounds
 
@@ -23,20 +23,20 @@ def entries_of(problem: AttentionProblem) -> int:
     return 1 if problem.is_packed else problem.batch
 
 
-def arguments_of(problem: AttentionProblem, inputs: Inputs | QuantizedInputs) -> tuple | None:
+def arguments_of(problem: AttentionProblem, given: Modifiers | None) -> tuple | None:
     """The fields of the device's `ModifierTensors` that the problem has, in their order; None without modifiers."""
-    if not problem.has_modifiers:
+    if given is None:
         return None
-    assert not isinstance(inputs, QuantizedInputs)
-    given = inputs.modifiers
-    assert given is not None
     found: list[Any] = []
-    if problem.has_intervals:
-        found.append(intervals(problem, inputs).permute(2, 3, 1, 0))
-    if problem.has_numbered_rows:
-        assert given.q_positions is not None
+    entries = entries_of(problem)
+    if given.key_ranges is not None:
+        ranges = given.key_ranges[None] if problem.is_packed else given.key_ranges
+        found.append(ranges.expand(entries, problem.num_heads_q, -1, -1).permute(2, 3, 1, 0))
+    if given.q_positions is not None:
         positions = given.q_positions if given.q_positions.dim() == 2 else given.q_positions[None]
-        found.append(positions.expand(entries_of(problem), -1).t())
+        found.append(positions.expand(entries, -1).t())
+    if given.seqstart_k is not None:
+        found.append(given.seqstart_k)
     if given.alibi_slopes is not None:
         found.append(given.alibi_slopes.expand(problem.batch, -1).t())
     if given.bias is not None:
@@ -71,16 +71,8 @@ def expanded_bias(problem: AttentionProblem, bias: Tensor) -> Tensor:
 
 
 def intervals(problem: AttentionProblem, inputs: Inputs) -> Tensor:
-    """(entries, heads, rows, 2) int32: the keys that each query sees, with everything that hides keys but a bias.
-
-    Where a call has ranges of keys alone, it is a view of them. The kernel cuts intervals off at the end of the keys.
-    """
-    entries, heads = entries_of(problem), problem.num_heads_q
-    return own_intervals(problem, inputs).expand(entries, heads, problem.seqlen_q, 2)
-
-
-def own_intervals(problem: AttentionProblem, inputs: Inputs) -> Tensor:
-    """`intervals` with a size of 1 where they do not differ between entries or heads."""
+    """(entries or 1, heads or 1, rows, 2) int32: the keys that each query sees, with everything that hides keys but a
+    bias and the end of the keys."""
     assert inputs.modifiers is not None
     ranges = inputs.modifiers.key_ranges
     if ranges is not None and problem.is_packed:
@@ -92,7 +84,7 @@ def own_intervals(problem: AttentionProblem, inputs: Inputs) -> Tensor:
 
 def _combined(problem: AttentionProblem, inputs: Inputs, ranges: Tensor | None) -> Tensor:
     """Intervals (entries or 1, heads or 1, rows, 2) from ranges, positions, window and the first keys."""
-    given, (left, right) = inputs.modifiers, window_bounds(problem, problem.mask)
+    given, (left, right) = inputs.modifiers, window_bounds(problem)
     assert given is not None
     positions = query_positions(problem, inputs)[:, None]
     low = torch.zeros_like(positions) if left is None else positions - left
@@ -117,11 +109,11 @@ def query_positions(problem: AttentionProblem, inputs: Inputs) -> Tensor:
     rows = torch.arange(problem.seqlen_q, device=inputs.q.device, dtype=torch.int32)
     if problem.is_packed:
         assert inputs.cu_seqlens_q is not None
-        assert inputs.cu_seqlens_k is not None
-        sequence = sequence_of_rows(problem, inputs)
-        ends_q, keys = inputs.cu_seqlens_q[1:], inputs.cu_seqlens_k.diff()
-        if inputs.seqused_k is not None:
-            keys = inputs.seqused_k
+        sequence, keys = sequence_of_rows(problem, inputs), inputs.seqused_k
+        if keys is None:
+            assert inputs.cu_seqlens_k is not None
+            keys = inputs.cu_seqlens_k.diff()
+        ends_q = inputs.cu_seqlens_q[1:]
         return (rows - ends_q[sequence] + keys[sequence])[None].int()
     if inputs.seqused_k is None:
         return rows[None] + (problem.seqlen_k - problem.seqlen_q)
@@ -169,7 +161,7 @@ def backward_arguments(
     problem: AttentionProblem, config: BackwardConfig, inputs: Inputs, terms: TermGradients
 ) -> tuple | None:
     """The fields of `ModifierTensors` that a backward of the problem has, in their order."""
-    found = arguments_of(problem, inputs)
+    found = arguments_of(problem, inputs.modifiers)
     assert found is not None
     if problem.has_intervals:
         found += (query_bounds(problem, config, inputs),)
@@ -271,7 +263,7 @@ def _dense_tiles(problem: AttentionProblem, config: BackwardConfig, inputs: Inpu
     num_blocks, num_tiles = ceil_div(seqlen_q, config.tile_m), ceil_div(problem.seqlen_k, config.tile_n)
     blocks = torch.arange(num_blocks, device=device)
     return Tiles(
-        rows=_within(own_intervals(problem, inputs), num_keys),
+        rows=_within(intervals(problem, inputs), num_keys),
         row_blocks=torch.arange(seqlen_q, device=device) // config.tile_m,
         is_full=(blocks + 1) * config.tile_m <= seqlen_q,
         first_keys=torch.arange(num_tiles, device=device) * config.tile_n,
@@ -291,7 +283,8 @@ def _packed_tiles(problem: AttentionProblem, config: BackwardConfig, inputs: Inp
     first_block, first_tile = offsets_q[:-1] // config.tile_m + entries, offsets_k[:-1] // config.tile_n + entries
     rows, sequence = torch.arange(problem.seqlen_q, device=device), sequence_of_rows(problem, inputs)
     exists = rows < offsets_q[-1]
-    num_blocks, num_tiles = problem.seqlen_q // config.tile_m + batch, problem.seqlen_k // config.tile_n + batch
+    # the last tiles may hold rows of no sequence, which come after the last one's
+    num_blocks, num_tiles = problem.seqlen_q // config.tile_m + batch, problem.seqlen_k // config.tile_n + batch + 1
     row_blocks = first_block[sequence] + (rows - offsets_q[sequence]) // config.tile_m
     counts = torch.zeros(num_blocks, device=device, dtype=torch.long).index_add_(0, row_blocks, exists.long())
     blocks, tiles = torch.arange(num_blocks, device=device), torch.arange(num_tiles, device=device)
@@ -300,7 +293,7 @@ def _packed_tiles(problem: AttentionProblem, config: BackwardConfig, inputs: Inp
         for starts, numbers in ((first_block.contiguous(), blocks), (first_tile.contiguous(), tiles))
     )
     return Tiles(
-        rows=_within(own_intervals(problem, inputs), num_keys[sequence], exists),
+        rows=_within(intervals(problem, inputs), num_keys[sequence], exists),
         row_blocks=row_blocks,
         is_full=counts == config.tile_m,
         first_keys=(tiles - first_tile[of_tile]) * config.tile_n,
@@ -338,10 +331,12 @@ def fake_arguments(problem: AttentionProblem) -> tuple | None:
     if not problem.has_modifiers:
         return None
     found: list[Any] = []
-    if problem.has_intervals:
+    if problem.has_key_ranges:
         found.append(strided_tensor(Int32, 4))
-    if problem.has_numbered_rows:
+    if problem.has_q_positions:
         found.append(strided_tensor(Int32, 2))
+    if problem.has_seqstart_k:
+        found.append(strided_tensor(Int32, 1))
     if problem.has_alibi:
         found.append(strided_tensor(Float32, 2))
     if problem.bias_dtype is not None:

@@ -315,7 +315,8 @@ class Postprocess(RowsKernel):
         rows = (mQ, mdO, mK, mV, cute.domain_offset((first_block, 0), again.stats))
         modifiers, place = None, None
         if cutlass.const_expr(again.modifiers is not None):
-            modifiers = Modifiers(again.modifiers, sources.q.shape[2])
+            window = again.window_left, again.window_right
+            modifiers = Modifiers(again.modifiers, sources.q.shape[2], window)
             place = place_of(head, origin_q, sequence, geometry, packed)
         for i in cutlass.range(16, unroll=1):
             if repair_gradients.has_nan(ballots, i):

@@ -11,6 +11,7 @@ from .....geometry.tile_scheduler import LANES
 from ..memory import warp
 from ..memory.e4m3 import pair_as_floats
 from ..softmax.cache_scales import CacheDescales
+from ..softmax.modifiers import PairsOfQuery
 from . import rows as repair_rows
 
 
@@ -38,10 +39,13 @@ def recompute_row(
     row_max: Float32,
     weight: Float32,
     descales: CacheDescales | None,
+    modified: PairsOfQuery | None = None,
 ):
     """out = weight * sum over the keys [low, high) of exp2(scale_log2 * (score - row_max)) * v, by all lanes of a warp.
 
     A lane computes the whole score of one key of every 32; in the sum over keys it has every 32nd pair of columns.
+
+    Args: modified: the modifiers of the row's pairs.
     """
     lane, num_pairs = cute.arch.lane_idx(), cute.size(out) // 2
     reference = (row_max if row_max > -Float32.inf else Float32(0.0)) * scale_log2
@@ -56,11 +60,18 @@ def recompute_row(
             score = score * k_descale
         if cutlass.const_expr(tanh_scale is not None):
             score = repair_rows.soft_cap(score, tanh_scale, q.element_type)
+        if cutlass.const_expr(modified is not None):
+            score = modified.score(score, low + lane)
         p = cute.math.exp2(score * scale_log2 - reference, fastmath=True) * v_descale
+        if cutlass.const_expr(modified is not None):
+            p = Float32(repair_rows.HIDDEN) if score == -Float32.inf else p
         for i in cutlass.range(minimum(high - low, LANES), unroll=1):
             p_i, pairs = warp.broadcast(p, i), cute.recast_tensor(mV[low + i, None], Int16)
             for c in cutlass.range_constexpr(cute.size(acc) // 2):
                 even, odd = pair_as_floats(pairs[minimum(lane + c * LANES, num_pairs - 1)].to(Int32))
+                if cutlass.const_expr(modified is not None):
+                    is_hidden = p_i == repair_rows.HIDDEN
+                    even, odd = (Float32(0.0) if is_hidden else x for x in (even, odd))
                 acc[2 * c] = acc[2 * c] + p_i * even
                 acc[2 * c + 1] = acc[2 * c + 1] + p_i * odd
         lost = repair_rows.is_lost(acc)

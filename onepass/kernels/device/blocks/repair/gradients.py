@@ -156,7 +156,7 @@ def recompute_dq(
     pairs = None
     if cutlass.const_expr(modifiers is not None):
         pairs = modifiers.pairs_of_query(place, query)
-    if cutlass.const_expr(modifiers is not None and modifiers.tensors.ranges is not None):
+    if cutlass.const_expr(modifiers is not None and modifiers.has_intervals):
         low, high = modifiers.interval(place, query)
     else:
         low, high = key_range(query, query + 1, *geometry)

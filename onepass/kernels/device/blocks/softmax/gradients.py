@@ -16,7 +16,7 @@ from ..memory.layouts import by_m_tile, rows_and_columns
 from ..memory.ptx import pack_pair, unpack_pair
 from ..repair.rows import soft_cap
 from . import mask
-from .modifiers import Block, Modifiers, Place, element, place_of
+from .modifiers import Block, Modifiers, element, place_of
 from .online import Scores
 
 # A score whose softcap has no slope any more; finite, because softmax_scale may be 0.
@@ -65,8 +65,7 @@ class GradientScores:
         self.mask_if_needed(acc_s, tile, head, m_block, FAR_BELOW if self.is_capped else -math.inf)
         terms = None
         if cutlass.const_expr(self.adds_terms):
-            place, blocks = self.place(tile, head), self.blocks_of(tile, m_block)
-            terms = [self.modifiers.terms(block, place) for block in blocks]
+            terms = [self.modifiers.terms(block) for block in self.blocks_of(tile, head, m_block)]
         if cutlass.const_expr(self.is_capped):
             # two at a time, so that no more than two slopes of the cap are in registers
             for i in cutlass.range_constexpr(cute.size(acc_s) // 2):
@@ -108,13 +107,13 @@ class GradientScores:
             for i in cutlass.range_constexpr(self.m_tiles):
                 scores, keys = rows_and_columns(pieces[i]), [self.key(tile, i, r) for r in range(2)]
                 if cutlass.const_expr(self.has_intervals):
-                    self.modifiers.hide(scores, self.blocks_of(tile, m_block)[i], self.place(tile, head), hidden)
+                    self.modifiers.hide(scores, self.blocks_of(tile, head, m_block)[i], hidden)
                 else:
                     mask.apply_to_keys(scores, keys, m_start, self.lane_in_quad, tile.geometry, hidden)
 
     @property
     def has_intervals(self) -> bool:
-        return self.modifiers is not None and self.modifiers.tensors.ranges is not None
+        return self.modifiers is not None and self.modifiers.has_intervals
 
     @property
     def adds_terms(self) -> bool:
@@ -124,22 +123,20 @@ class GradientScores:
     def drops(self) -> bool:
         return self.modifiers is not None and self.modifiers.drops
 
-    def place(self, tile, head: Int32) -> Place:
-        return place_of(head, tile.origin_q, tile.sequence, tile.geometry, self.kernel.is_packed)
-
-    def blocks_of(self, tile, m_block: Int32) -> list[Block]:
+    def blocks_of(self, tile, head: Int32, m_block: Int32) -> list[Block]:
         """The `Block` of each m_tile of this thread."""
+        places = 2 * [place_of(head, tile.origin_q, tile.sequence, tile.geometry, self.kernel.is_packed)]
         first_column = m_block * self.tile_m + self.first_query + 2 * self.lane_in_quad
         return [
-            Block([self.key(tile, i, r) for r in range(2)], first_column, has_keys_in_rows=True)
+            Block([self.key(tile, i, r) for r in range(2)], first_column, places, has_keys_in_rows=True)
             for i in range(self.m_tiles)
         ]
 
     @cute.jit
     def draw_kept(self, tile, head: Int32, m_block: Int32):
         """Set a bit of kept_words for each value of an accumulator that dropout keeps."""
-        place, columns = self.place(tile, head), cute.size(self.kept_values) // (2 * self.m_tiles)
-        kept = [self.modifiers.kept(block, place, columns) for block in self.blocks_of(tile, m_block)]
+        columns = cute.size(self.kept_values) // (2 * self.m_tiles)
+        kept = [self.modifiers.kept(block, columns) for block in self.blocks_of(tile, head, m_block)]
         for w in cutlass.range_constexpr(cute.size(self.kept_words)):
             word = Int32(0)
             for b in cutlass.range_constexpr(min(32, cute.size(self.kept_values) - 32 * w)):
@@ -200,5 +197,5 @@ class GradientScores:
                 # of a hidden pair, whose P is 0, dP may be NaN
                 found += [Float32(0.0) if p[c] == 0.0 else p[c] * dp[c] for c in range(2)]
         if cutlass.const_expr(self.adds_terms):
-            blocks, place = self.blocks_of(tile, m_block), self.place(tile, head)
-            self.modifiers.add_gradients(found, blocks, place, self.slot_of(tile), self.m_tiles)
+            blocks = self.blocks_of(tile, head, m_block)
+            self.modifiers.add_gradients(found, blocks, self.slot_of(tile), self.m_tiles)

@@ -1,6 +1,6 @@
 """What a call does to pairs of a query and a key beside scale, softcap and window, on accumulators in registers.
 
-    intervals     which keys a query sees, from a tensor: `key_ranges`, with window and left padding folded into it
+    intervals     which keys a query sees: a range, left padding, a window around a position that a tensor gives
     terms         what is added to scores after the softcap: ALiBi and a bias
     dropout       which probabilities are left out of the product with V
 
@@ -18,7 +18,6 @@ from cutlass import Boolean, Float32, Int32
 
 from .....geometry.block_range import KeyBlocks
 from .....geometry.integers import ceil_div, maximum, minimum, select
-from .....geometry.tile_scheduler import LANES
 from .....problem import AttentionProblem
 from ..memory.layouts import column_offset
 from ..memory.ptx import add_one_to_global, philox
@@ -32,8 +31,9 @@ class ModifierTensors(NamedTuple):
     broadcast over a mode has a stride of 0 there.
 
     Attributes:
-        ranges: (rows, 2, heads, entries) int32, the interval of keys of each query.
+        ranges: (rows, 2, heads, entries) int32, a range of keys for each query.
         positions: (rows, entries) int32, where queries stand among their keys.
+        starts: (batch,) int32, the first key of each sequence.
         slopes: (heads, batch) float32.
         bias: (rows, keys, heads, entries); with positions, rows are positions.
         dropout_state: (4,) int32: seed and offset, the low half of each first.
@@ -49,6 +49,7 @@ class ModifierTensors(NamedTuple):
 
     ranges: cute.Tensor | None = None
     positions: cute.Tensor | None = None
+    starts: cute.Tensor | None = None
     slopes: cute.Tensor | None = None
     bias: cute.Tensor | None = None
     dropout_state: cute.Tensor | None = None
@@ -65,7 +66,7 @@ class Place(NamedTuple):
 
     Attributes:
         first_row, row_entry: where the sequence's queries begin in tensors of rows.
-        entry: the batch entry, or the number of the packed sequence.
+        entry: the batch entry, or the number of the packed sequence; of rows that belong to none, one more.
     """
 
     head: Int32
@@ -80,8 +81,9 @@ def modifier_fields(problem: AttentionProblem, is_backward: bool = False) -> tup
     """The fields of `ModifierTensors` that a problem has, in their order."""
     drops = problem.dropout_p > 0
     has = {
-        "ranges": problem.has_intervals,
-        "positions": problem.has_numbered_rows,
+        "ranges": problem.has_key_ranges,
+        "positions": problem.has_q_positions,
+        "starts": problem.has_seqstart_k,
         "slopes": problem.has_alibi,
         "bias": problem.has_bias,
         "dropout_state": drops,
@@ -112,10 +114,12 @@ class Block(NamedTuple):
     Attributes:
         rows: the numbers of its two rows, 8 apart: queries, or keys with has_keys_in_rows.
         first_column: the number of its first column: 2 * (lane % 4) more than that of the block.
+        places: the place of each row. They differ in their head where the query heads of a kv head share a tile.
     """
 
     rows: list
     first_column: Int32
+    places: list
     has_keys_in_rows: bool = False
 
 
@@ -124,11 +128,18 @@ class Modifiers(Untraced):
 
     Args:
         num_heads: query heads of the call.
+        window: its left and right side; None: unbounded.
         is_deterministic: dbias has an element for each pair of a query and a key, so that no two are added together.
     """
 
-    def __init__(self, tensors: ModifierTensors, num_heads, is_deterministic: bool = False):
-        self.tensors, self.num_heads, self.is_deterministic = tensors, num_heads, is_deterministic
+    def __init__(self, tensors: ModifierTensors, num_heads, window: tuple, is_deterministic: bool = False):
+        self.tensors, self.num_heads, self.window = tensors, num_heads, window
+        self.is_deterministic = is_deterministic
+
+    @property
+    def has_intervals(self) -> bool:
+        """Whether the keys that a query sees follow from tensors."""
+        return not (self.tensors.ranges is self.tensors.positions is self.tensors.starts is None)
 
     @property
     def adds_terms(self) -> bool:
@@ -156,20 +167,32 @@ class Modifiers(Untraced):
 
     def interval(self, place: Place, query) -> tuple:
         """The keys [low, high) that a query sees; a query that does not exist sees none."""
-        row, ranges = self._row(place, query), self.tensors.ranges
-        low = maximum(ranges[row, 0, place.head, place.row_entry], 0)
-        high = minimum(ranges[row, 1, place.head, place.row_entry], place.seqlen_k)
+        row, (ranges, _, starts, *_) = self._row(place, query), self.tensors
+        left, right = self.window
+        low, high = Int32(0), place.seqlen_k
+        if ranges is not None:
+            low = maximum(low, ranges[row, 0, place.head, place.row_entry])
+            high = minimum(high, ranges[row, 1, place.head, place.row_entry])
+        position = self.position(place, query)
+        if left is not None:
+            low = maximum(low, position - left)
+        if right is not None:
+            high = minimum(high, position + right + 1)
+        if starts is not None:
+            start = starts[minimum(place.entry, cute.size(starts) - 1)]
+            low = maximum(low, start)
+            high = select(position >= start, high, low)
         return low, select(query < place.seqlen_q, high, low)
 
     # ---------------------------------------------------------------- intervals
 
-    @cute.jit
-    def key_blocks(self, place: Place, m_start: Int32, num_rows: cutlass.Constexpr[int], tile_n: int) -> KeyBlocks:
-        """`block_range.key_blocks` of the queries m_start, m_start + 1, ..; for all lanes of a warp."""
-        seqlen_k, lane = place.seqlen_k, cute.arch.lane_idx()
+    def key_blocks(self, rows: list[tuple], seqlen_k, tile_n: int) -> KeyBlocks:
+        """`block_range.key_blocks` of a tile's queries; for all lanes of a warp.
+
+        Args: rows: the places and the numbers of this lane's queries, which need not exist.
+        """
         first, clear_first, clear_last, last = seqlen_k, Int32(0), seqlen_k, Int32(0)
-        for i in cutlass.range_constexpr(ceil_div(num_rows, LANES)):
-            query = m_start + minimum(lane + i * LANES, num_rows - 1)
+        for place, query in rows:
             low, high = self.interval(place, query)
             # the block of a query that sees nothing is not clear, and begins nowhere
             is_empty = low >= high
@@ -190,45 +213,51 @@ class Modifiers(Untraced):
         return KeyBlocks(first, clear_first, clear_last, last)
 
     @cute.jit
-    def hide(self, scores: cute.Tensor, block: Block, place: Place, hidden: cutlass.Constexpr[float]):
+    def hide(self, scores: cute.Tensor, block: Block, hidden: cutlass.Constexpr[float]):
         """Replace the scores of pairs outside of the queries' intervals."""
         columns = cute.size(scores, mode=[1])
         if cutlass.const_expr(not block.has_keys_in_rows):
             for r in cutlass.range_constexpr(2):
-                low, high = self.interval(place, block.rows[r])
+                low, high = self.interval(block.places[r], block.rows[r])
                 low, high = low - block.first_column, high - block.first_column
                 for c in cutlass.range_constexpr(columns):
                     is_seen = low <= column_offset(c) and column_offset(c) < high
                     scores[r, c] = scores[r, c] if is_seen else Float32(hidden)
         else:
             for c in cutlass.range_constexpr(columns):
-                low, high = self.interval(place, block.first_column + column_offset(c))
+                low, high = self.interval(block.places[0], block.first_column + column_offset(c))
                 for r in cutlass.range_constexpr(2):
                     is_seen = low <= block.rows[r] and block.rows[r] < high
                     scores[r, c] = scores[r, c] if is_seen else Float32(hidden)
 
     # ---------------------------------------------------------------- terms
 
-    def add_terms(self, scores: cute.Tensor, block: Block, place: Place) -> None:
-        terms = self.terms(block, place)
+    def add_terms(self, scores: cute.Tensor, block: Block) -> None:
+        terms = self.terms(block)
         for r in range(2):
             for c in range(cute.size(scores, mode=[1])):
                 scores[r, c], _ = terms.added(scores[r, c], r, c)
 
-    def terms(self, block: Block, place: Place) -> Terms:
-        return Terms(self, block, place)
+    def terms(self, block: Block) -> Terms:
+        return Terms(self, block)
 
     def slope(self, place: Place) -> Float32:
         """The slope of a head, in the unit of scores."""
-        return self.tensors.slopes[place.head, place.entry] * self.tensors.term_scale
+        slopes = self.tensors.slopes
+        return slopes[place.head, minimum(place.entry, slopes.shape[1] - 1)] * self.tensors.term_scale
 
     def bias(self, place: Place, query, key) -> Float32:
         """The bias of a pair; past the last query or key, that of the last one."""
-        row = self._row(place, query)
-        if self.tensors.positions is not None:
-            row = self.tensors.positions[row, place.row_entry]
+        row = self._bias_row(place, query, self.tensors.bias)
         key = maximum(minimum(key, place.seqlen_k - 1), 0)
         return self.tensors.bias[row, key, place.head, place.row_entry].to(Float32)
+
+    def _bias_row(self, place: Place, query, bias: cute.Tensor) -> Int32:
+        """A query's row of a bias; the nearest one of a position that is none of its rows."""
+        row = self._row(place, query)
+        if self.tensors.positions is None:
+            return row
+        return maximum(minimum(self.tensors.positions[row, place.row_entry], bias.shape[0] - 1), 0)
 
     def of_pair(self, score: Float32, place: Place, query, key) -> Float32:
         """The score of one pair with its terms; -inf where a bias hides it."""
@@ -248,7 +277,7 @@ class Modifiers(Untraced):
     # ---------------------------------------------------------------- gradients of terms
 
     @cute.jit
-    def add_gradients(self, ds: list, blocks: list, place: Place, slot: Int32, m_tiles: cutlass.Constexpr[int]):
+    def add_gradients(self, ds: list, blocks: list, slot: Int32, m_tiles: cutlass.Constexpr[int]):
         """Add what the gradients of scores contribute to those of the slopes and of the bias.
 
         Args:
@@ -256,7 +285,7 @@ class Modifiers(Untraced):
             blocks: the `Block` of each of its m_tiles.
             slot: this warp's place in dslopes.
         """
-        terms = [self.terms(block, place) for block in blocks]
+        terms, place = [self.terms(block) for block in blocks], blocks[0].places[0]
         if cutlass.const_expr(self.tensors.dslopes is not None):
             total = Float32(0.0)
             for i in cutlass.range_constexpr(len(ds)):
@@ -272,23 +301,23 @@ class Modifiers(Untraced):
                 query, key = terms[m].pair(r, c)
                 if ds[i] != 0.0:
                     row = self._row(place, query)
-                    if cutlass.const_expr(self.tensors.positions is not None and not self.is_deterministic):
-                        row = self.tensors.positions[row, place.row_entry]
+                    if cutlass.const_expr(not self.is_deterministic):
+                        row = self._bias_row(place, query, self.tensors.dbias)
                     coordinate = (row, key, place.head, place.row_entry)
                     add_one_to_global(cute.domain_offset(coordinate, self.tensors.dbias).iterator, ds[i])
 
     # ---------------------------------------------------------------- dropout
 
-    def drop(self, probabilities: cute.Tensor, block: Block, place: Place) -> None:
+    def drop(self, probabilities: cute.Tensor, block: Block) -> None:
         """Set the probabilities that are left out to 0."""
         columns = cute.size(probabilities, mode=[1])
-        kept = self.kept(block, place, columns)
+        kept = self.kept(block, columns)
         for r in range(2):
             for c in range(columns):
                 probabilities[r, c] = select_float(kept.is_kept(r, c), probabilities[r, c], 0.0)
 
-    def kept(self, block: Block, place: Place, columns: int) -> KeptPairs:
-        return KeptPairs(self, block, place, columns)
+    def kept(self, block: Block, columns: int) -> KeptPairs:
+        return KeptPairs(self, block, columns)
 
     def _words(self, place: Place, row_group, column_group) -> tuple:
         """The 128 random bits of the pairs of these groups of rows and columns, see geometry/philox.py."""
@@ -340,7 +369,7 @@ class PairsOfKey(Untraced):
     def score(self, score: Float32, query) -> Float32:
         """The score with its terms; -inf where the query does not see the key."""
         score = self.modifiers.of_pair(score, self.place, query, self.key)
-        if self.modifiers.tensors.ranges is None:
+        if not self.modifiers.has_intervals:
             return score
         low, high = self.modifiers.interval(self.place, query)
         score = select_float(low <= self.key, score, -Float32.inf)
@@ -375,18 +404,19 @@ class Terms:
     What does not differ between the columns is computed here, once.
     """
 
-    def __init__(self, modifiers: Modifiers, block: Block, place: Place):
-        self.modifiers, self.block, self.place = modifiers, block, place
+    def __init__(self, modifiers: Modifiers, block: Block):
+        self.modifiers, self.block = modifiers, block
         tensors = modifiers.tensors
         self.has_alibi, self.has_bias = tensors.slopes is not None, tensors.bias is not None
         if not self.has_alibi:
             return
-        self.slope = modifiers.slope(place)
+        self.slopes = [modifiers.slope(place) for place in block.places]
         if not block.has_keys_in_rows:
             # position - key: the key of column c lies column_offset(c) behind the first one
-            self.base = [Float32(modifiers.position(place, row) - block.first_column) for row in block.rows]
+            rows = zip(block.places, block.rows, strict=True)
+            self.base = [Float32(modifiers.position(place, row) - block.first_column) for place, row in rows]
         elif tensors.positions is None:
-            first = modifiers.position(place, block.first_column)
+            first = modifiers.position(block.places[0], block.first_column)
             self.base = [Float32(first - row) for row in block.rows]
         else:
             self.base = [Float32(-row) for row in block.rows]
@@ -397,7 +427,7 @@ class Terms:
             return cute.math.absf(self.base[r] - float(column_offset(c)))
         if self.modifiers.tensors.positions is None:
             return cute.math.absf(self.base[r] + float(column_offset(c)))
-        position = self.modifiers.position(self.place, self.block.first_column + column_offset(c))
+        position = self.modifiers.position(self.block.places[r], self.block.first_column + column_offset(c))
         return cute.math.absf(Float32(position) + self.base[r])
 
     def pair(self, r: int, c: int) -> tuple:
@@ -409,9 +439,9 @@ class Terms:
         """The score of an element with its terms, -inf where a bias hides it; and whether one does, or None."""
         is_hidden = None
         if self.has_alibi:
-            score = score - self.slope * self.distance(r, c)
+            score = score - self.slopes[r] * self.distance(r, c)
         if self.has_bias:
-            bias = self.modifiers.bias(self.place, *self.pair(r, c))
+            bias = self.modifiers.bias(self.block.places[r], *self.pair(r, c))
             is_hidden = bias == -Float32.inf
             score = select_float(is_hidden, -Float32.inf, score + bias * self.modifiers.tensors.term_scale)
         return score, is_hidden
@@ -423,9 +453,11 @@ class KeptPairs:
     The block begins at a multiple of 16 in both directions, except for one of 8 columns.
     """
 
-    def __init__(self, modifiers: Modifiers, block: Block, place: Place, columns: int):
-        self.modifiers, self.block, self.place = modifiers, block, place
+    def __init__(self, modifiers: Modifiers, block: Block, columns: int):
+        self.modifiers, self.block = modifiers, block
+        # whether calls differ between the queries of a patch
         self.has_positions = modifiers.tensors.positions is not None
+        self.differs = self.has_positions or block.places[0] is not block.places[1]
         # bytes of the elements, by (r, c)
         self.bytes: dict[tuple[int, int], Any] = {}
         for c in range(0, columns, 4):
@@ -433,10 +465,10 @@ class KeptPairs:
 
     def _fill(self, first: int, count: int) -> None:
         """The bytes of the columns first, .., which share the generator's calls."""
-        block, modifiers, place = self.block, self.modifiers, self.place
+        block, modifiers, places = self.block, self.modifiers, self.block.places
         numbers = [block.first_column + column_offset(first + i) for i in range(count)]
         if block.has_keys_in_rows:
-            keys = block.rows
+            keys, place = block.rows, places[0]
             rows = [modifiers.number(place, n) for n in numbers]
             calls = rows if self.has_positions else rows[:1]
             words = [modifiers._words(place, group_of(row), group_of(keys[0])) for row in calls]
@@ -447,11 +479,11 @@ class KeptPairs:
                     word = select(is_odd, found[2 * r + 1], found[2 * r])
                     self.bytes[r, first + i] = self._byte(word, rows[i])
             return
-        rows = [modifiers.number(place, row) for row in block.rows]
-        calls = rows if self.has_positions else rows[:1]
-        words = [modifiers._words(place, group_of(row), group_of(numbers[0])) for row in calls]
+        rows = [modifiers.number(place, row) for place, row in zip(places, block.rows, strict=True)]
+        calls = list(zip(places, rows, strict=True))[: 2 if self.differs else 1]
+        words = [modifiers._words(place, group_of(row), group_of(numbers[0])) for place, row in calls]
         for r in range(2):
-            found = words[r if self.has_positions else 0]
+            found = words[r if self.differs else 0]
             for i in range(count):
                 # which word follows from the column: 2 i, 2 i + 1, 2 i + 8, 2 i + 9
                 word = found[i]

@@ -184,10 +184,12 @@ class BackwardSm80(KeyTiles):
         number = cute.arch.block_idx()[0]
         if cutlass.const_expr(self.is_deterministic):
             number = self.draw_number(smem, accumulator, thread)
-        modifiers = None
+        modifiers, window = None, (window_left, window_right)
         if cutlass.const_expr(modifier_tensors is not None):
-            modifiers = Modifiers(modifier_tensors, tensors.q.shape[2], self.adds_in_order)
-        seqlens = Sequences(tensors.q.shape[0], tensors.k.shape[0], window_left, window_right, lengths, modifiers)
+            modifiers = Modifiers(modifier_tensors, tensors.q.shape[2], window, self.adds_in_order)
+        if cutlass.const_expr(self.has_intervals):
+            window = None, None
+        seqlens = Sequences(tensors.q.shape[0], tensors.k.shape[0], *window, lengths, modifiers)
         if cutlass.const_expr(self.is_packed):
             schedule = self.schedule_of_keys(schedule, lengths, seqlens.seqlen_k, seqlens.seqlen_q)
             # the grid was made for the worst case

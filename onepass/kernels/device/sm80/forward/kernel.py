@@ -42,8 +42,10 @@ from cutlass.memory import SmemAllocator
 from .....geometry import tile_scheduler
 from .....geometry.block_range import key_blocks
 from .....geometry.integers import minimum, select
+from .....geometry.pack_gqa import unpack_row
 from .....geometry.splits import Splits, blocks_of_split
-from .....problem import AttentionProblem
+from .....geometry.tile_scheduler import LANES
+from .....problem import AttentionProblem, Mask
 from ....config import ForwardConfigSm80, head_dim_tile
 from ...blocks.memory.layouts import (
     as_batch_of_one,
@@ -105,9 +107,9 @@ class ForwardSm80:
         self.positions = config.positions(problem)  # positions of a tile
         self.head_dims = problem.head_dim, problem.head_dim_v  # columns of the tensors
         self.head_dim, self.head_dim_v = (head_dim_tile(d) for d in self.head_dims)  # columns of the tiles
-        mask = problem.computed_mask
-        self.has_window = mask.window_left is not None, mask.window_right is not None
         self.has_intervals, self.hides_pairs = problem.has_intervals, problem.hides_pairs
+        mask = Mask() if self.has_intervals else problem.mask
+        self.has_window = mask.window_left is not None, mask.window_right is not None
         self.modifier_fields = modifier_fields(problem)
         self.longest_first = config.longest_first and (self.has_window == (False, True) or self.has_intervals)
         self.is_packed, self.packs_keys = problem.is_packed, problem.is_packed and not reads_cache
@@ -219,10 +221,12 @@ class ForwardSm80:
         self.announce()
         number, split, _ = cute.arch.block_idx()
         seqlen_k = pages.capacity if self.is_paged else tensors.k.shape[0]
-        modifiers = None
+        modifiers, window = None, (window_left, window_right)
         if cutlass.const_expr(modifier_tensors is not None):
-            modifiers = Modifiers(modifier_tensors, tensors.q.shape[2])
-        seqlens = Sequences(tensors.q.shape[0], seqlen_k, window_left, window_right, lengths, modifiers)
+            modifiers = Modifiers(modifier_tensors, tensors.q.shape[2], window)
+        if cutlass.const_expr(self.has_intervals):
+            window = None, None
+        seqlens = Sequences(tensors.q.shape[0], seqlen_k, *window, lengths, modifiers)
         if cutlass.const_expr(self.is_packed):
             num_heads = schedule.divisors.num_heads
             schedule = PackedSchedule(
@@ -278,11 +282,27 @@ class ForwardSm80:
         geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
         m_start = m_block * self.positions
         if cutlass.const_expr(self.has_intervals):
-            place = place_of(head, origin_q, sequence, geometry, self.is_packed)
-            blocks = seqlens.modifiers.key_blocks(place, m_start, self.positions, self.config.block_keys)
+            rows = [
+                self.row_and_place(
+                    *(m_block, head, origin_q, sequence, geometry),
+                    minimum(cute.arch.lane_idx() + i, self.config.tile_m - 1),
+                )
+                for i in range(0, self.config.tile_m, LANES)
+            ]
+            blocks = seqlens.modifiers.key_blocks(rows, seqlen_k, self.config.block_keys)
         else:
             blocks = key_blocks(m_start, minimum(m_start + self.positions, seqlen_q), *geometry, self.config.block_keys)
         return Tile(m_block, head, origin_q, origin_k, geometry, blocks, sequence)
+
+    def row_and_place(self, m_block, head, origin_q, sequence, geometry: Geometry, row_in_tile) -> tuple:
+        """The place and the position of a row of a tile."""
+        row, head, is_used = row_in_tile, head, True
+        if self.group > 1:
+            row, in_group, is_used = unpack_row(row_in_tile, self.group, self.config.tile_m)
+            head = head * self.group + in_group
+        place = place_of(head, origin_q, sequence, geometry, self.is_packed)
+        # a row that is not used counts as one past the last query
+        return place, select(is_used, m_block * self.positions + row, geometry.seqlen_q)
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, origin) -> cute.Tensor:
         """A head of q, out or lse: `layouts.at_head` for tensors of queries."""

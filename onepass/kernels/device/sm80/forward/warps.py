@@ -108,18 +108,17 @@ class Warps(Untraced):
         if cutlass.const_expr(self.scores.tanh_scale is not None):
             for i in cutlass.range_constexpr(cute.size(self.acc_s)):
                 self.acc_s[i] = soft_cap(self.acc_s[i], self.scores.tanh_scale, self.kernel.dtype)
-        place = self.place(tile)
         blocks = [self.block_of(tile, i, n_start) for i in range(self.m_tiles)]
         if cutlass.const_expr(self.modifiers is not None and self.modifiers.adds_terms):
             for i in cutlass.range_constexpr(self.m_tiles):
-                self.modifiers.add_terms(self.s[i], blocks[i], place)
+                self.modifiers.add_terms(self.s[i], blocks[i])
         if cutlass.const_expr(not self.config.fold_scale):
             for i in cutlass.range_constexpr(cute.size(self.acc_s)):
                 self.acc_s[i] = self.acc_s[i] * self.natural_scale
         for i in cutlass.range_constexpr(self.m_tiles):
             if cutlass.const_expr(is_masked):
                 if cutlass.const_expr(self.kernel.has_intervals):
-                    self.modifiers.hide(self.s[i], blocks[i], place, -math.inf)
+                    self.modifiers.hide(self.s[i], blocks[i], -math.inf)
                 else:
                     rows = [self.row_of(tile, i, r)[0] for r in range(2)]
                     mask.apply(self.s[i], rows, n_start, self.lane_in_quad, tile.geometry)
@@ -130,19 +129,22 @@ class Warps(Untraced):
                 self.softmax[i].update(self.s[i])
                 self.softmax[i].rescale(self.o[i])
             if cutlass.const_expr(self.modifiers is not None and self.modifiers.drops):
-                self.modifiers.drop(self.s[i], blocks[i], place)
+                self.modifiers.drop(self.s[i], blocks[i])
         if cutlass.const_expr(self.descales is not None):
             self.descales.scale_p(self.acc_s, self.acc_o)
             if cutlass.const_expr(self.descales.by_block):
                 self.descales.look_up(n_start - self.config.block_keys, tile.geometry.seqlen_k)
         self.gemms.take_p()
 
-    def place(self, tile: Tile) -> Place:
-        return place_of(tile.head, tile.origin_q, tile.sequence, tile.geometry, self.kernel.is_packed)
+    def place(self, tile: Tile, head: Int32) -> Place:
+        return place_of(head, tile.origin_q, tile.sequence, tile.geometry, self.kernel.is_packed)
 
     def block_of(self, tile: Tile, i: int, n_start: Int32) -> Block:
-        rows = [self.row_of(tile, i, r)[0] for r in range(2)]
-        return Block(rows, n_start + 2 * self.lane_in_quad)
+        positions, heads, _ = zip(*(self.row_of(tile, i, r) for r in range(2)), strict=True)
+        places = 2 * [self.place(tile, tile.head)]
+        if self.kernel.group > 1:
+            places = [self.place(tile, head) for head in heads]
+        return Block(list(positions), n_start + 2 * self.lane_in_quad, places)
 
     @cute.jit
     def _scale_scores(self):
@@ -259,9 +261,9 @@ class Warps(Untraced):
                 mQ, mO = (at_head(t, t, head, tile.origin_q) for t in (self.tensors.q, self.mO))
                 pairs = None
                 if cutlass.const_expr(self.modifiers is not None):
-                    pairs = self.modifiers.pairs_of_query(self.place(tile), position)
+                    pairs = self.modifiers.pairs_of_query(self.place(tile, head), position)
                 if cutlass.const_expr(self.kernel.has_intervals):
-                    low, high = self.modifiers.interval(self.place(tile), position)
+                    low, high = self.modifiers.interval(self.place(tile, head), position)
                 else:
                     low, high = key_range(position, position + 1, *tile.geometry)
                 if cutlass.const_expr(self.kernel.is_split):
@@ -270,6 +272,6 @@ class Warps(Untraced):
                 scales = (self.scores.scale_log2, self.scores.tanh_scale)
                 row_arguments = (mQ[position, None], mK, mV, mO[position, None], low, high, *scales, reference, weight)
                 if cutlass.const_expr(self.kernel.has_e4m3_cache):
-                    e4m3_rows.recompute_row(*row_arguments, self.descales)
+                    e4m3_rows.recompute_row(*row_arguments, self.descales, pairs)
                 else:
                     repair_rows.recompute_row(*row_arguments, self.config.vector_bytes, pairs)

@@ -42,7 +42,7 @@ from cutlass.cute.nvgpu.warpgroup import MmaF16BF16Op, OperandSource
 from cutlass.memory import SmemAllocator
 
 from .....geometry.integers import ceil_div
-from .....problem import AttentionProblem
+from .....problem import AttentionProblem, Mask
 from ....config import DS_BUFFERS, REGISTERS, ROWS_PER_WARPGROUP, STAT_ROWS, BackwardConfigSm90
 from ...blocks.memory.layouts import as_batch_of_one, one_tile, rows_first, smem_tiles
 from ...blocks.memory.ptx import exit_if, increment
@@ -80,7 +80,7 @@ class BackwardSm90(KeyTiles):
         # of GEMMs that sum over columns; those past the last one are zero
         self.steps_of_s, self.steps_of_dp = (ceil_div(d, 16) for d in (problem.head_dim, problem.head_dim_v))
         self.key_tiles, self.dq_columns = config.key_tiles, config.dq_columns(problem)
-        mask = problem.computed_mask
+        mask = Mask() if problem.has_intervals else problem.mask
         self.has_window = mask.window_left is not None, mask.window_right is not None
         self.has_intervals, self.modifier_fields = problem.has_intervals, modifier_fields(problem, True)
         self.adds_in_order = problem.deterministic
@@ -307,10 +307,12 @@ class BackwardSm90(KeyTiles):
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        modifiers = None
+        modifiers, window = None, (window_left, window_right)
         if cutlass.const_expr(modifier_tensors is not None):
-            modifiers = Modifiers(modifier_tensors, mQ.shape[2], self.adds_in_order)
-        seqlens = Sequences(mQ.shape[0], mK.shape[0], window_left, window_right, lengths, modifiers)
+            modifiers = Modifiers(modifier_tensors, mQ.shape[2], window, self.adds_in_order)
+        if cutlass.const_expr(self.has_intervals):
+            window = None, None
+        seqlens = Sequences(mQ.shape[0], mK.shape[0], *window, lengths, modifiers)
         # made by each role, which then keeps nothing in registers for another one
         make_background = functools.partial(
             BackgroundRows,

@@ -39,7 +39,8 @@ from .....geometry import tile_scheduler
 from .....geometry.block_range import blocks_of_rows, key_blocks
 from .....geometry.integers import ceil_div, minimum
 from .....geometry.splits import Splits, blocks_of_split, visited_blocks
-from .....problem import AttentionProblem
+from .....geometry.tile_scheduler import LANES
+from .....problem import AttentionProblem, Mask
 from ....config import (
     REGISTERS,
     REGISTERS_OF_PAGES,
@@ -133,9 +134,9 @@ class ForwardSm90:
         self.head_dim, self.head_dim_v = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
         self.pv_columns = config.pv_columns or self.head_dim_v  # columns of one P V
         self.num_warpgroups, self.cluster_size = config.num_warpgroups, config.cluster_size
-        mask = problem.computed_mask
-        self.has_window = mask.window_left is not None, mask.window_right is not None
         self.has_intervals = problem.has_intervals
+        mask = Mask() if self.has_intervals else problem.mask
+        self.has_window = mask.window_left is not None, mask.window_right is not None
         # the sides on which blocks of keys are cut, beside the end of a sequence
         self.cut_sides = (True, True) if self.has_intervals else self.has_window
         self.longest_first = config.longest_first and (self.has_window == (False, True) or self.has_intervals)
@@ -365,8 +366,12 @@ class ForwardSm90:
             cute.arch.sync_threads()
 
         seqlen_k = pages.capacity if self.is_paged else mK.shape[0]
-        modifiers = None if cutlass.const_expr(tensors is None) else Modifiers(tensors, mQ.shape[2])
-        seqlens = Sequences(self._seqlen_q(mQ), seqlen_k, window_left, window_right, lengths, modifiers)
+        modifiers, window = None, (window_left, window_right)
+        if cutlass.const_expr(tensors is not None):
+            modifiers = Modifiers(tensors, mQ.shape[2] * self.group, window)
+        if cutlass.const_expr(self.has_intervals):
+            window = None, None
+        seqlens = Sequences(self._seqlen_q(mQ), seqlen_k, *window, lengths, modifiers)
         producer = Producer(self, tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sLoadedV, loaded, pages)
         tiled_mmas = (tiled_mma_qk, tiled_mma_pv)
         all_splits = None
@@ -453,8 +458,9 @@ class ForwardSm90:
         tile_m = self.tile_m * self.cluster_size
         m_start = m_block * tile_m
         if cutlass.const_expr(self.has_intervals):
-            place = place_of(head, origin_q, sequence, geometry, self.is_packed)
-            blocks = seqlens.modifiers.key_blocks(place, m_start, tile_m, self.tile_n)
+            place, lane = place_of(head, origin_q, sequence, geometry, self.is_packed), cute.arch.lane_idx()
+            rows = [(place, m_start + lane + i) for i in range(0, tile_m, LANES)]
+            blocks = seqlens.modifiers.key_blocks(rows, seqlen_k, self.tile_n)
         else:
             blocks = key_blocks(m_start, minimum(m_start + tile_m, seqlen_q), *geometry, self.tile_n)
         if cutlass.const_expr(self.cluster_size > 1):

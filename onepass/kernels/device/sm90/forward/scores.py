@@ -79,20 +79,21 @@ class WarpgroupScores(WarpgroupGemms):
             for i in cutlass.range_constexpr(cute.size(acc_s)):
                 acc_s[i] = soft_cap(acc_s[i], self.scores.tanh_scale)
         if cutlass.const_expr(self.modifiers is not None and self.modifiers.adds_terms):
-            self.modifiers.add_terms(self.s[buffer], self.block_of(tile, n_block, buffer), self.place(tile))
+            self.modifiers.add_terms(self.s[buffer], self.block_of(tile, n_block, buffer))
 
     def place(self, tile: Tile) -> Place:
         return place_of(tile.head, tile.origin_q, tile.sequence, tile.geometry, self.kernel.is_packed)
 
     def block_of(self, tile: Tile, n_block: Int32, buffer: int) -> Block:
         rows = [self.row_of(tile, self.row_in_tile + 8 * r)[0] for r in range(2)]
-        return Block(rows, n_block * self.tile_n + buffer * self.buffer_n + 2 * self.lane_in_quad)
+        first_column = n_block * self.tile_n + buffer * self.buffer_n + 2 * self.lane_in_quad
+        return Block(rows, first_column, 2 * [self.place(tile)])
 
     @cute.jit
     def drop(self, tile: Tile, n_block: Int32, buffer: cutlass.Constexpr[int]):
         """Leave out exponentials that dropout does not keep; they are in the sums already."""
         if cutlass.const_expr(self.modifiers is not None and self.modifiers.drops):
-            self.modifiers.drop(self.s[buffer], self.block_of(tile, n_block, buffer), self.place(tile))
+            self.modifiers.drop(self.s[buffer], self.block_of(tile, n_block, buffer))
 
     @cute.jit
     def mask_if_needed(self, tile: Tile, n_block: Int32, buffer: cutlass.Constexpr[int]):
@@ -102,7 +103,7 @@ class WarpgroupScores(WarpgroupGemms):
     @cute.jit
     def apply_mask(self, tile: Tile, n_block: Int32, buffer: cutlass.Constexpr[int]):
         if cutlass.const_expr(self.kernel.has_intervals):
-            self.modifiers.hide(self.s[buffer], self.block_of(tile, n_block, buffer), self.place(tile), -math.inf)
+            self.modifiers.hide(self.s[buffer], self.block_of(tile, n_block, buffer), -math.inf)
         else:
             rows = [self.row_of(tile, self.row_in_tile + 8 * r)[0] for r in range(2)]
             n_start = n_block * self.tile_n + buffer * self.buffer_n
