@@ -72,20 +72,24 @@ def attention(
     s = q @ k.mT * scale
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
-    mask = Mask.from_options(causal, window)
-    visible = visible_pairs(batch, seqlen_q, seqlen_k, mask, seqused_k, s.device, seqstart_k, q_positions)[:, None]
-    j = torch.arange(seqlen_k, device=s.device)
-    if key_ranges is not None:
-        visible = visible & (key_ranges[..., :1] <= j) & (j < key_ranges[..., 1:])
-    if alibi_slopes is not None:
-        position = positions(batch, seqlen_q, seqlen_k, seqused_k, q_positions, s.device)
-        s = s - alibi_slopes.to(compute_dtype).expand(batch, -1)[..., None, None] * (position - j).abs()[:, None]
-    if bias is not None:
-        rows = bias_of_rows(bias, seqlen_q, q_positions).to(compute_dtype)
-        visible = visible & (rows != -torch.inf)
-        s = s + rows.masked_fill(rows == -torch.inf, 0.0)
-    s = s.masked_fill(~visible, -torch.inf)
-    sees_a_key = visible.any(-1)  # (batch, 1 or heads, seqlen_q)
+    pairs = pairs_of(
+        q,
+        k,
+        Mask.from_options(causal, window),
+        seqused_k=seqused_k,
+        seqstart_k=seqstart_k,
+        key_ranges=key_ranges,
+        q_positions=q_positions,
+        alibi_slopes=alibi_slopes,
+        bias=bias,
+        dropout_p=dropout_p,
+        dropout_state=dropout_state,
+        first_entry=first_entry,
+    )
+    if pairs.terms is not None:
+        s = (s + pairs.terms).to(compute_dtype)
+    s = s.masked_fill(~pairs.visible, -torch.inf)
+    sees_a_key = pairs.visible.any(-1)  # (batch, 1 or heads, seqlen_q)
 
     has_weight, lse_of_empty = sees_a_key, s.new_full((), -torch.inf)
     if sinks is not None:  # one more key of value 0
@@ -96,16 +100,69 @@ def attention(
     # empty rows get harmless scores, and their results are replaced afterwards
     s = torch.where(sees_a_key[..., None], s, 0.0)
     p = s.softmax(-1)
-    if dropout_p > 0 and dropout_state is not None:
-        i = torch.arange(seqlen_q, device=s.device).expand(batch, -1) if q_positions is None else q_positions
-        instances = torch.arange(batch * num_heads_q, device=s.device).view(batch, num_heads_q, 1, 1)
-        instances = instances + first_entry * num_heads_q
-        kept = philox.kept_pairs(dropout_state, dropout_p, instances, i[:, None, :, None], j)
-        kept = torch.nn.functional.pad(kept, (0, p.shape[-1] - seqlen_k), value=True)  # the sink's value is 0
-        p = p * kept * philox.keep_scale(dropout_p)
+    if pairs.kept is not None:
+        p = p * torch.nn.functional.pad(pairs.kept, (0, p.shape[-1] - seqlen_k))  # the sink's value is 0
     out = torch.where(has_weight[..., None], p @ v, 0.0)
     lse = s.logsumexp(-1) if s.shape[-1] else s.new_zeros(s.shape[:3])
     return Reference(out.transpose(1, 2), torch.where(sees_a_key, lse, lse_of_empty))
+
+
+class Pairs(NamedTuple):
+    """What options do to the pairs of a query and a key beside scale and softcap.
+
+    All are (batch or 1, num_heads_q or 1, seqlen_q, seqlen_k).
+
+    Attributes:
+        visible: the pairs whose query sees the key.
+        terms: what is added to scores, in the dtype of q or float32, whichever is wider.
+        distance: between the position of the query and the key; the gradient of a slope is a sum of -distance * ds.
+        kept: what dropout multiplies probabilities with.
+    """
+
+    visible: Tensor
+    terms: Tensor | None
+    distance: Tensor
+    kept: Tensor | None
+
+
+def pairs_of(
+    q: Tensor,
+    k: Tensor,
+    mask: Mask,
+    *,
+    seqused_k: Tensor | None = None,
+    seqstart_k: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_state: Tensor | None = None,
+    first_entry: int = 0,
+) -> Pairs:
+    """The pairs of dense attention of q and k (batch, num_heads_q, seqlen, head_dim); options: see `attention`."""
+    (batch, num_heads_q, seqlen_q, _), seqlen_k, device = q.shape, k.shape[2], q.device
+    j = torch.arange(seqlen_k, device=device)
+    visible = visible_pairs(batch, seqlen_q, seqlen_k, mask, seqused_k, device, seqstart_k, q_positions)[:, None]
+    if key_ranges is not None:
+        visible = visible & (key_ranges[..., :1] <= j) & (j < key_ranges[..., 1:])
+    distance = (positions(batch, seqlen_q, seqlen_k, seqused_k, q_positions, device) - j).abs()[:, None]
+    terms, dtype = None, torch.promote_types(q.dtype, torch.float32)
+    if alibi_slopes is not None:
+        terms = -alibi_slopes.to(dtype).expand(batch, -1)[..., None, None] * distance
+    if bias is not None:
+        rows = bias_of_rows(bias, seqlen_q, q_positions)
+        visible = visible & (rows != -torch.inf)
+        finite = rows.to(dtype).masked_fill(rows == -torch.inf, 0.0)
+        terms = finite if terms is None else terms + finite
+    kept = None
+    if dropout_p > 0 and dropout_state is not None:
+        i = torch.arange(seqlen_q, device=device).expand(batch, -1) if q_positions is None else q_positions
+        entries = torch.arange(first_entry, first_entry + batch, device=device)[:, None]
+        instances = (entries * num_heads_q + torch.arange(num_heads_q, device=device))[..., None, None]
+        kept = philox.kept_pairs(dropout_state, dropout_p, instances, i[:, None, :, None], j)
+        kept = kept.to(q.dtype) * philox.keep_scale(dropout_p)
+    return Pairs(visible, terms, distance, kept)
 
 
 def positions(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..dispatch import attention as dispatch
 from ..dispatch import choice
+from ..geometry import philox
 from ..kernels.config import ForwardConfigSm80, ForwardConfigSm90
 from ..ops import attention as ops
 from ..ops import modified, quantize
@@ -174,10 +175,7 @@ def _modified_call(
         problem = check_attention_varlen(q, k, v, **packed, **arguments)
     if not problem.has_modifiers:
         return _first_call(inputs, max_seqlens, window, options, None)
-    state = None
-    if problem.dropout_p:
-        limits = torch.iinfo(torch.int64)
-        state = torch.randint(limits.min, limits.max, (2,), device=q.device)
+    state = philox.random_state(q.device) if problem.dropout_p else None
     modified_inputs = ModifiedInputs(q, k, v, *inputs[3:], Modifiers(**named, dropout_state=state))
     lost_gradients.refuse_forward_mode(*(t for t in (q, k, v, inputs.sinks, *given) if isinstance(t, Tensor)))
     tuning = arguments["tuning"]
@@ -345,7 +343,7 @@ def attention(
         bias: added to scores after the softcap; broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k). A pair with
             a bias of -inf is hidden. It may require a gradient, which is undefined for hidden pairs.
         dropout_p: 0 <= dropout_p < 1: each probability is left out of the product with v with this probability,
-            rounded to a multiple of 1 / 256, and the others are divided by that of being kept. lse does not change.
+            rounded to a multiple of 1 / 256, and the others are divided by 1 - dropout_p. lse does not change.
             Seed and offset come from torch's generator of q's device; see `geometry/philox.py` for the bits.
         deterministic: gradients are bitwise equal from run to run; None = torch.are_deterministic_algorithms_enabled().
         return_lse: also return lse, which is differentiable.

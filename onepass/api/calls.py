@@ -209,7 +209,8 @@ def _problem_of(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> AttentionP
     check = check_attention_varlen if _is_packed(arguments) else check_attention
     problem = check(q, k, v, modifiers={"given": given, "dropout_p": dropout_p}, **arguments)
     if precision is None:
-        return problem
+        slopes, bias = (t is not None and not t.requires_grad for t in (given["alibi_slopes"], given["bias"]))
+        return replace(problem, constant_slopes=slopes, constant_bias=bias)
     fp8.check_precision(precision, q)
     return quantize.quantized_problem(problem)
 
@@ -224,9 +225,11 @@ def jobs_of(
     """
     if problem.num_heads_q == 0:
         return []
-    forward = tuning or dispatch.forward_config(backend, problem)
-    request, *helpers = dispatch.forward_requests(backend, problem, forward)
-    jobs = [Job(backend, problem, forward, request), *(Job(backend, problem, None, helper) for helper in helpers)]
+    # which gradients a backward leaves out is nothing to the forward
+    own = replace(problem, constant_slopes=False, constant_bias=False)
+    forward = tuning or dispatch.forward_config(backend, own)
+    request, *helpers = dispatch.forward_requests(backend, own, forward)
+    jobs = [Job(backend, own, forward, request), *(Job(backend, own, None, helper) for helper in helpers)]
     for is_with_dlse in has_dlse:
         requests = dispatch.backward_requests(backend, problem, is_with_dlse)
         backward = dispatch.backend_of_backward(backend, problem)

@@ -208,16 +208,25 @@ def attention_decode(
         v_new,
     )
     tensors: tuple = inputs
-    has_positions = not (rotary_positions_q is rotary_positions_k is None)
-    if has_positions or not (seqstart_k is key_ranges is q_positions is alibi_slopes is bias is None):
-        given = seqstart_k, key_ranges, q_positions, alibi_slopes, bias, rotary_positions_q, rotary_positions_k
-        inputs = inputs.with_modifiers(given)
+    rows_q, rows_k = rotary_positions_q, rotary_positions_k
+    if not (seqstart_k is key_ranges is q_positions is alibi_slopes is bias is rows_q is rows_k is None):
+        inputs = inputs.with_modifiers((seqstart_k, key_ranges, q_positions, alibi_slopes, bias, rows_q, rows_k))
         tensors = inputs.tensors
     most_queries = None if max_seqlen_q is None else few_queries(max_seqlen_q, cu_seqlens_q)
     key = None
     if check_values is False:
-        score_options, split_options = (causal, softcap, softmax_scale), (num_splits, split_size)
-        options = *score_options, *split_options, rotary_interleaved, return_lse, kv_block, most_queries, backend
+        options = (
+            causal,
+            softcap,
+            softmax_scale,
+            num_splits,
+            split_size,
+            rotary_interleaved,
+            return_lse,
+            kv_block,
+            most_queries,
+            backend,
+        )
         key = fast_path.key_of("attention_decode", tensors, window, options)
     if key is not None and k_cache is not None and v_cache is not None:
         # validation looks at these, too

@@ -1,1 +1,10 @@
-"""Functions with the signatures of other libraries, computed by onepass: `compat.flash_attn` and `compat.sdpa`."""
+"""Functions with the signatures of other libraries, computed by onepass: flash-attn 2, 3 and 4, and SDPA of torch.
+
+import onepass.compat
+
+onepass.compat.install()  # from here on `import flash_attn` finds onepass
+"""
+
+from .installation import Installation, install, uninstall
+
+__all__ = ["Installation", "install", "uninstall"]

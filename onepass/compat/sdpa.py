@@ -1,14 +1,14 @@
 """`torch.nn.functional.scaled_dot_product_attention` with torch's signature and semantics, computed by onepass.
 
-No mask, `is_causal=True` and the biases of `torch.nn.attention.bias` (`causal_upper_left`, `causal_lower_right`) have
-a tile form and run in O(seqlen) memory. Every other mask is a dense tensor already, and takes the dense path at the
-end of this file, which is also exact but holds the score matrix in memory; a `DenseAttentionWarning` says so once.
+Every mask is read by tiles, in O(seqlen) memory beside the mask itself. `is_causal=True` and the biases of
+`torch.nn.attention.bias` (`causal_upper_left`, `causal_lower_right`) are computed from positions, without a tensor. Any
+other mask becomes the `bias` of `onepass.attention` in its own broadcast shape, and tensor operations on its device
+find for each query the first and the last key that it sees, so that tiles of keys outside are not visited.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import torch
@@ -16,15 +16,12 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..api import attention as api
-from ..errors import REFUSALS, UnsupportedError, renamed
+from ..errors import REFUSALS, renamed
 from ..validation import tensors
-from ..validation.scalars import check_flag, check_real, is_real
+from ..validation.scalars import check_flag, check_real
+from .masks import four_dimensional, mask_arguments
 
-__all__ = ["DenseAttentionWarning", "scaled_dot_product_attention"]
-
-
-class DenseAttentionWarning(UserWarning):
-    """A mask without a tile form made a call compute the whole score matrix."""
+__all__ = ["scaled_dot_product_attention"]
 
 
 def scaled_dot_product_attention(
@@ -51,31 +48,31 @@ def scaled_dot_product_attention(
         value: (..., num_heads_kv, seqlen_k, head_dim_v). The dimensions before the last two broadcast; there may be
             any number of them, including none.
         attn_mask: broadcastable to (..., num_heads_q, seqlen_q, seqlen_k). Bool: True = seen. Floating point
-            (query's dtype or float32): added to the scaled scores; it has a gradient. A
-            `torch.nn.attention.bias.CausalBias` is accepted, too.
-        dropout_p: must be 0.0.
-        is_causal: causal attention; it excludes an attn_mask.
+            (query's dtype or float32): added to the scaled scores; -inf hides a pair, whatever its key holds. It has a
+            gradient, which is undefined for hidden pairs. A `torch.nn.attention.bias.CausalBias` is accepted, too.
+        dropout_p: as in `onepass.attention`; with the same seed other probabilities are dropped than by torch.
+        is_causal: causal attention, together with attn_mask if that is given (not with a `CausalBias`).
         scale: None = head_dim ** -0.5.
         enable_gqa: the numbers of heads of key and value may divide query's instead of being equal to it.
 
     Returns: (..., num_heads_q, seqlen_q, head_dim_v) in query's dtype, accumulated in float32 (float64 for float64).
     A row that sees no key is 0, with zero gradients.
 
-    Raises: TypeError or ValueError for bad arguments, NotImplementedError for dropout, before any work is done.
+    Raises: TypeError, ValueError or NotImplementedError for bad arguments, before any work is done.
     """
     query, key, value = api.autocast_inputs(query, key, value)
     is_causal, scale = check_flag("is_causal", is_causal), None if scale is None else check_real("scale", scale)
-    leading = _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    if attn_mask is not None and not isinstance(attn_mask, CausalBias):
-        return _dense(query, key, value, attn_mask, scale)
-
-    is_bottom_right = isinstance(attn_mask, CausalBias) and attn_mask.variant == CausalVariant.LOWER_RIGHT
+    leading = _check(query, key, value, attn_mask, is_causal, enable_gqa)
+    causal_bias = attn_mask if isinstance(attn_mask, CausalBias) else None
+    is_bottom_right = causal_bias is not None and causal_bias.variant == CausalVariant.LOWER_RIGHT
+    mask = None if causal_bias is not None or attn_mask is None else four_dimensional(attn_mask, leading)
     window = None
-    if is_causal or (attn_mask is not None and not is_bottom_right):
+    if is_causal or (causal_bias is not None and not is_bottom_right):
         # onepass aligns at the bottom right, so keys past the diagonal, which no query sees, are cut off. If there are
         # fewer keys than queries, a window to the right makes up for the difference.
         seqlen_q = query.shape[-2]
         key, value = key[..., :seqlen_q, :], value[..., :seqlen_q, :]
+        mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., :seqlen_q]
         window = (None, seqlen_q - key.shape[-2])
     q, k, v = (_batch_seqlen_heads_dim(x, leading) for x in (query, key, value))
     num_heads = leading[-1] if leading else 1
@@ -83,10 +80,13 @@ def scaled_dot_product_attention(
         q = q.expand(-1, -1, num_heads, -1)
     if k.shape[2] != v.shape[2]:
         k, v = (x.repeat_interleave(num_heads // max(1, x.shape[2]), 2) for x in (k, v))
+    masks: dict[str, Any] = {} if mask is None else mask_arguments(mask, q.shape[1], k.shape[1])
     try:
-        out = api.attention(q, k, v, causal=is_bottom_right, window=window, softmax_scale=scale)
+        out = api.attention(
+            q, k, v, causal=is_bottom_right, window=window, softmax_scale=scale, dropout_p=dropout_p, **masks
+        )
     except REFUSALS as error:
-        raise renamed(error, {"q": "query", "k": "key", "v": "value"}) from None
+        raise renamed(error, {"q": "query", "k": "key", "v": "value", "bias": "attn_mask"}) from None
     return out.transpose(1, 2).reshape(*leading, *query.shape[-2:-1], value.shape[-1])
 
 
@@ -97,9 +97,10 @@ def _batch_seqlen_heads_dim(x: Tensor, leading: torch.Size) -> Tensor:
     return x.expand(*batch_shape, *x.shape[-3:]).reshape(math.prod(batch_shape), *x.shape[-3:]).transpose(1, 2)
 
 
-def _check(
-    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: bool, enable_gqa: Any
-) -> torch.Size:
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def _check(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool, enable_gqa: Any) -> torch.Size:
     """Check all arguments. Returns: the broadcast dimensions (..., num_heads_q), () if there are none."""
     named = {"query": query, "key": key, "value": value}
     tensors.check_tensors(named)
@@ -111,12 +112,10 @@ def _check(
     if value.shape[-2] != key.shape[-2]:
         raise ValueError(f"value: expected seqlen_k {key.shape[-2]} like key, got {value.shape[-2]}")
     enable_gqa = check_flag("enable_gqa", enable_gqa)
-    if not is_real(dropout_p) or dropout_p != 0:
-        raise UnsupportedError(f"dropout_p: expected 0.0, got {dropout_p!r}: onepass has no dropout")
     leading = _leading_shape(query, key, value, enable_gqa)
     if attn_mask is not None:
-        if is_causal:
-            raise ValueError("attn_mask: expected None where is_causal=True, got a mask; put the causal part into it")
+        if is_causal and isinstance(attn_mask, CausalBias):
+            raise ValueError("attn_mask: expected None or a tensor where is_causal=True, got a CausalBias")
         _check_mask(attn_mask, query, torch.Size((*leading, query.shape[-2], key.shape[-2])))
     return leading
 
@@ -163,46 +162,3 @@ def _check_mask(attn_mask: Any, query: Tensor, scores_shape: torch.Size) -> None
         raise ValueError(
             f"attn_mask: expected a shape that broadcasts to {tuple(scores_shape)}, got {tuple(attn_mask.shape)}"
         )
-
-
-_has_warned = False
-
-
-def _warn_once() -> None:
-    global _has_warned
-    # torch.compile cannot trace a warning
-    if not _has_warned and not torch.compiler.is_compiling():
-        _has_warned = True
-        warnings.warn(
-            "scaled_dot_product_attention: this attn_mask has no tile form, so the whole score matrix is computed: "
-            "memory is O(seqlen^2). Causal masks can be asked for with is_causal or torch.nn.attention.bias. "
-            "(This is said once per process.)",
-            DenseAttentionWarning,
-            stacklevel=4,
-        )
-
-
-def _dense(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, scale: float | None) -> Tensor:
-    """Attention under an arbitrary mask in plain PyTorch, differentiable in the mask, too."""
-    _warn_once()
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    dtype, accum_dtype = query.dtype, torch.float64 if query.dtype == torch.float64 else torch.float32
-    with torch.autocast(query.device.type, enabled=False):
-        query, key, value = (x.to(accum_dtype) for x in (query, key, value))
-        key, value = (_repeat_heads(x, query) for x in (key, value))
-        scores = query @ key.mT * scale
-        if attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, -torch.inf)
-        else:
-            scores = scores + attn_mask.to(accum_dtype)
-        # an empty row gets harmless scores, and its result is removed afterwards, so that no gradient is NaN
-        sees_a_key = (scores != -torch.inf).any(-1, keepdim=True)
-        probabilities = torch.where(sees_a_key, scores, 0.0).softmax(-1)
-        return torch.where(sees_a_key, probabilities @ value, 0.0).to(dtype)
-
-
-def _repeat_heads(x: Tensor, query: Tensor) -> Tensor:
-    """x with each kv head repeated for its group of query heads; a single kv head broadcasts and is not repeated."""
-    if x.dim() < 3 or query.dim() < 3 or not 1 < x.shape[-3] < query.shape[-3]:
-        return x
-    return x.repeat_interleave(query.shape[-3] // x.shape[-3], -3)

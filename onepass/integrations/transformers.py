@@ -8,14 +8,15 @@ transformers calls two functions per implementation. The mask function runs once
 the attention function runs in every layer and receives the result of the mask function. `register` sets both: with an
 attention function alone, transformers passes no mask at all and padding is silently ignored.
 
-The mask function of onepass never returns a score-sized mask, but one of
+The mask function of onepass returns one of
 
 - None: all keys are real;
 - bool (batch, num_keys): which keys are real; keys past num_keys are unused slots of a static cache;
-- int32 (batch, seqlen): which of several packed sequences each token belongs to.
+- int32 (batch, seqlen): which of several packed sequences each token belongs to;
+- bool (batch, 1, q_length, kv_length): the whole mask, for a pattern that the forms above cannot represent.
 
-The attention function knows the other properties of the mask (causal, sliding window). A mask with any other pattern
-raises, because this form could not represent it.
+With the first three, the attention function knows the other properties of the mask (causal, sliding window). A whole
+mask is read by tiles, like one of four dimensions that a caller passes to the model.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ..api import attention as api
+from ..compat.masks import four_dimensional, mask_arguments
 from ..errors import UnsupportedError
 
 __all__ = ["attention_forward", "padding_mask", "register"]
@@ -65,16 +67,24 @@ def padding_mask(
         q_offset, kv_offset: positions of the first query and of the first key in the sequence.
         mask_function: the pattern, composed by transformers.
         attention_mask: (batch, tokens seen so far), True = real token, or None.
-        kwargs: further arguments of transformers' mask functions, which concern dense masks only.
+        kwargs: further arguments of transformers' mask functions, which concern whole masks only.
 
-    Returns: None, bool (batch_size, num_keys) or int32 (batch_size, q_length), see the docstring of this module.
-    Raises: NotImplementedError for a pattern other than causal, bidirectional, sliding window and packed sequences.
+    Returns: None, bool (batch_size, num_keys), int32 (batch_size, q_length), or for a pattern other than causal,
+    bidirectional, sliding window and packed sequences bool (batch_size, 1, q_length, kv_length); see the docstring of
+    this module.
     """
-    pattern = _recognize(mask_function, kv_offset + kv_length)
-    if pattern.sequence_ids is not None:
-        return pattern.sequence_ids.to(torch.int32).expand(batch_size, -1)
     if attention_mask is not None and attention_mask.dim() != 2:
         raise UnsupportedError(f"attention_mask: expected (batch, tokens), got shape {tuple(attention_mask.shape)}")
+    pattern = _recognize(mask_function, kv_offset + kv_length)
+    if pattern is None:
+        from transformers.masking_utils import sdpa_mask
+
+        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "device": device}
+        kwargs |= {"mask_function": mask_function, "attention_mask": attention_mask}
+        # transformers gives, and takes, a tensor here in some versions
+        return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **kwargs)  # type: ignore[arg-type]
+    if pattern.sequence_ids is not None:
+        return pattern.sequence_ids.to(torch.int32).expand(batch_size, -1)
     # The last causal query stands at the last key, so slots of a static cache beyond it are cut off.
     num_keys = int(q_offset) + q_length - kv_offset if pattern.is_causal else kv_length
     if attention_mask is None:
@@ -91,8 +101,8 @@ class _Pattern(NamedTuple):
     sequence_ids: Tensor | None  # (batch, seqlen) for packed sequences
 
 
-def _recognize(mask_function: Callable | None, num_positions: int) -> _Pattern:
-    """The pattern of transformers' composed mask function; a pattern that `attention_forward` would lose is refused."""
+def _recognize(mask_function: Callable | None, num_positions: int) -> _Pattern | None:
+    """The pattern of transformers' composed mask function; None for one that `attention_forward` would lose."""
     is_causal, sequence_ids = False, None
     for name, variables in _conditions(mask_function):
         if name == "causal_mask_function":
@@ -106,10 +116,7 @@ def _recognize(mask_function: Callable | None, num_positions: int) -> _Pattern:
             "sliding_window_overlay",
             "sliding_window_bidirectional_overlay",
         ):
-            raise UnsupportedError(
-                f"mask_function: expected a causal, bidirectional, sliding window or packed pattern, got {name}; "
-                'use attn_implementation="sdpa" or "eager" for this model'
-            )
+            return None
     return _Pattern(is_causal, sequence_ids)
 
 
@@ -162,6 +169,7 @@ def attention_forward(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
@@ -176,13 +184,15 @@ def attention_forward(
         module: the attention layer; `module.is_causal` is used where is_causal is None.
         query: (batch, num_heads_q, q_length, head_dim). key: (batch, num_heads_kv, kv_length, head_dim).
         value: (batch, num_heads_kv, kv_length, head_dim_v).
-        attention_mask: the result of `padding_mask`.
-        dropout: must be 0.0.
+        attention_mask: the result of `padding_mask`; or a whole mask, bool or floating point, that broadcasts to
+            (batch, num_heads_q, q_length, kv_length or more): then it alone says which keys a query sees.
+        dropout: the probability with which a probability is left out of the product with value.
         scaling: None = head_dim ** -0.5.
         sliding_window: the number of keys that a causal query sees, including its own; a bidirectional query sees
             sliding_window - 1 keys on either side of its own.
         softcap: as in `onepass.attention`.
         s_aux: (num_heads_q,) attention sinks.
+        position_bias: added to scores; it broadcasts to (batch, num_heads_q, q_length, kv_length).
         position_ids: (1, q_length), read if attention_mask is None and there is no cache: a new packed sequence begins
             where a position does not follow the one before it.
         cu_seq_lens_q, cu_seq_lens_k: (num_sequences + 1,) offsets of packed sequences in the flattened batch;
@@ -191,11 +201,11 @@ def attention_forward(
         kwargs: arguments known to be irrelevant, or None or False; all others raise.
 
     Returns: out (batch, q_length, num_heads_q, head_dim_v), 0 at left padding, and None in place of attention weights.
-    Outputs at padding are arbitrary.
+    Outputs at padding on the right are arbitrary. With padding the host reads on which side it is.
 
     Raises: NotImplementedError naming an argument that is not supported.
     """
-    _refuse_unsupported(dropout, attention_mask, kwargs)
+    _refuse_unsupported(attention_mask, kwargs)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", None)
     if is_causal is None:
@@ -208,8 +218,14 @@ def attention_forward(
         "softmax_scale": scaling,
         "sinks": s_aux,
         "deterministic": deterministic,
+        "dropout_p": dropout,
     }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if position_bias is not None:
+        options["bias"] = four_dimensional(position_bias, query.shape[:2])
+    if attention_mask is not None and attention_mask.dim() == 4:
+        options |= {"causal": False, "window": None}
+        return _masked(q, k, v, attention_mask[..., : k.shape[1]], options), None
 
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         if attention_mask is not None and attention_mask.dtype == torch.bool:
@@ -225,18 +241,14 @@ def attention_forward(
     return _padded(q, k, v, attention_mask, options), None
 
 
-def _refuse_unsupported(dropout: float, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
-    if dropout:
+def _refuse_unsupported(attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+    if attention_mask is not None and attention_mask.dim() not in (2, 4):
         raise UnsupportedError(
-            f"dropout: expected 0.0, got {dropout}: onepass has no dropout; set attention_dropout=0.0 in the "
-            "configuration or call model.eval()"
+            f"attention_mask: expected None, (batch, tokens) or (batch, heads, q_length, kv_length), "
+            f"got shape {tuple(attention_mask.shape)}"
         )
-    if attention_mask is not None and attention_mask.dim() != 2:
-        raise UnsupportedError(
-            f"attention_mask: expected None or (batch, tokens), got shape {tuple(attention_mask.shape)}: "
-            'a mask of scores; use attn_implementation="sdpa" or "eager" for it'
-        )
-    if attention_mask is not None and attention_mask.dtype not in (torch.bool, torch.int32):
+    is_whole = attention_mask is not None and attention_mask.dim() == 4 and attention_mask.is_floating_point()
+    if attention_mask is not None and not is_whole and attention_mask.dtype not in (torch.bool, torch.int32):
         raise UnsupportedError(
             f"attention_mask: expected what padding_mask returns, bool or int32, got {attention_mask.dtype}: "
             "this model makes its own mask"
@@ -268,6 +280,8 @@ def _packed(
     options: dict[str, Any],
 ) -> Tensor:
     """Attention of packed sequences in the flattened batch."""
+    if "bias" in options:
+        raise UnsupportedError("position_bias: expected None with packed sequences, got a tensor")
     out = api.attention_varlen(
         *(x.flatten(0, 1) for x in (q, k, v)),
         cu_seqlens_q=cu_seqlens_q.to(q.device, torch.int32),
@@ -305,46 +319,27 @@ def _cu_seqlens_of(sequence_ids: Tensor) -> Tensor:
 def _padded(q: Tensor, k: Tensor, v: Tensor, is_real: Tensor, options: dict[str, Any]) -> Tensor:
     """Attention in which only the keys marked by is_real (batch, num_keys) exist.
 
-    Padding on the right needs no copy; other padding is removed, and the remaining tokens are packed.
+    The host reads whether all padding is on the right, or all of it on the left: the kernels then need no mask.
     """
-    batch, num_keys = is_real.shape
-    seqlen_q = q.shape[1]
+    num_keys = is_real.shape[1]
     k, v = k[:, :num_keys], v[:, :num_keys]
-    is_causal, has_window = options["causal"], options["window"] is not None
-    is_right_padded = not (is_real[:, 1:] & ~is_real[:, :-1]).any()
-    if is_right_padded and is_causal:
+    if "bias" in options and options["bias"].shape[-1] > num_keys:
+        options["bias"] = options["bias"][..., :num_keys]
+    begins, ends = ((is_real[:, 1:] > is_real[:, :-1]).any(), (is_real[:, 1:] < is_real[:, :-1]).any())
+    has_begins, has_ends = torch.stack((begins, ends)).tolist()
+    if options["causal"] and not has_begins:
         return api.attention(q, k, v, **options)  # a real query sees no padding: it all lies to its right
-    if is_right_padded and not is_causal and not has_window:
+    if options["causal"] and not has_ends:
+        return api.attention(q, k, v, **options, seqstart_k=num_keys - is_real.sum(-1, dtype=torch.int32))
+    if not has_begins and options["window"] is None:
         return api.attention(q, k, v, **options, seqused_k=is_real.sum(-1, dtype=torch.int32))
-
-    if has_window:
-        _refuse_holes(is_real)
-    # if masks count positions, padding is removed from queries and keys alike; otherwise every query is kept
-    has_positions = is_causal or has_window
-    is_query = is_real[:, num_keys - seqlen_q :] if has_positions else is_real.new_ones(batch, seqlen_q)
-    out = q.new_zeros(batch, seqlen_q, q.shape[2], v.shape[3])
-    out[is_query] = api.attention_varlen(
-        q[is_query],
-        k[is_real],
-        v[is_real],
-        cu_seqlens_q=_cumulative(is_query.sum(-1)),
-        cu_seqlens_k=_cumulative(is_real.sum(-1)),
-        max_seqlen_q=seqlen_q,
-        max_seqlen_k=num_keys,
-        **options,
-    )
-    return out
+    return _masked(q, k, v, is_real[:, None, None], options)
 
 
-def _cumulative(lengths: Tensor) -> Tensor:
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-
-
-def _refuse_holes(is_real: Tensor) -> None:
-    """Refuse padding between real tokens: without it they would be closer together, and a window counts distances."""
-    num_runs = is_real[:, :1].sum(-1) + (is_real[:, 1:] & ~is_real[:, :-1]).sum(-1)
-    if (num_runs > 1).any():
-        raise UnsupportedError(
-            "attention_mask: expected padding at the ends of each row where sliding_window is set, "
-            "got padding between real tokens"
-        )
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
+    """Attention under a mask of four dimensions, bool or floating point, beside the other options."""
+    arguments = mask_arguments(four_dimensional(mask, torch.Size((q.shape[0], q.shape[2]))), q.shape[1], k.shape[1])
+    if "bias" in options:
+        bias = options["bias"]
+        arguments["bias"] = bias + arguments["bias"].to(bias.dtype)
+    return api.attention(q, k, v, **options | arguments)

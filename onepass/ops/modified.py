@@ -5,6 +5,7 @@ They have tensors and options that few calls need, so that ordinary calls have s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ torch.library.define(
 )
 torch.library.define(
     "onepass::attention_modified_backward",
-    f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {ARGUMENTS})"
+    f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool constant_slopes, bool constant_bias, {ARGUMENTS})"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dslopes, Tensor dbias)",
     tags=attention.TAGS,
 )
@@ -61,21 +62,38 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     return empty_outputs(problem, inputs)
 
 
-def _backward(dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    constant_slopes: bool,
+    constant_bias: bool,
+    *args: Any,
+) -> tuple[Tensor, ...]:
+    """Args: constant_slopes, constant_bias: their gradient is not computed, and has a size of 0."""
     inputs, problem, options = _split(args)
+    constant_slopes, constant_bias = problem.has_alibi and constant_slopes, problem.has_bias and constant_bias
+    problem = replace(problem, constant_slopes=constant_slopes, constant_bias=constant_bias)
     dout = torch.zeros_like(out) if dout is None else dout
     with without_autocast(problem.device_type):
         module = dispatch.load_backward(choice.backend_name(options[-2]), problem)
         *found, dslopes, dbias = module.gradients(problem, inputs, out, lse, dout, dlse)
-    empty = out.new_empty(0)
-    return (*found, empty if dslopes is None else dslopes, empty.clone() if dbias is None else dbias)
+    terms = (None if constant_slopes else dslopes), (None if constant_bias else dbias)
+    return (*found, *(out.new_empty(0) if gradient is None else gradient for gradient in terms))
 
 
 @torch.library.register_fake("onepass::attention_modified_backward")
 def _backward_fake(
-    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    constant_slopes: bool,
+    constant_bias: bool,
+    *args: Any,
 ) -> tuple[Tensor, ...]:
-    terms = args[SLOPES], args[BIAS]
+    terms = None if constant_slopes else args[SLOPES], None if constant_bias else args[BIAS]
     dense = torch.contiguous_format
     like = (out.new_empty(0) if t is None else torch.empty_like(t, memory_format=dense) for t in terms)
     return (*empty_gradients(AttentionInputs(*args[: attention.NUM_INPUTS])), *like)
@@ -85,6 +103,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> No
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, *inputs[:NUM_TENSORS])
     ctx.options = inputs[NUM_TENSORS:]
+    ctx.constant = tuple(t is not None and not t.requires_grad for t in (inputs[SLOPES], inputs[BIAS]))
 
 
 def _autograd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
@@ -92,9 +111,10 @@ def _autograd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tu
     if dout is None and dlse is None:
         return tuple(gradients)
     out, lse, *tensors = ctx.saved_tensors
-    found = torch.ops.onepass.attention_modified_backward(dout, dlse, out, lse, *tensors, *ctx.options)
-    for place, gradient in zip((0, 1, 2, 3, SLOPES, BIAS), found, strict=True):
-        if tensors[place] is not None:
+    found = torch.ops.onepass.attention_modified_backward(dout, dlse, out, lse, *ctx.constant, *tensors, *ctx.options)
+    constant = (False,) * 4 + ctx.constant
+    for place, gradient, is_constant in zip((0, 1, 2, 3, SLOPES, BIAS), found, constant, strict=True):
+        if tensors[place] is not None and not is_constant:
             gradients[place] = gradient
     return tuple(gradients)
 
@@ -115,5 +135,5 @@ def forward_flops(*args: Any, out_val: Any = None) -> int:
 
 @register_flop_formula(torch.ops.onepass.attention_modified_backward, get_raw=True)
 def backward_flops(*args: Any, out_val: Any = None) -> int:
-    tensors, options = args[4 : 4 + attention.NUM_INPUTS], args[4 + NUM_TENSORS + 1 :]
+    tensors, options = args[6 : 6 + attention.NUM_INPUTS], args[6 + NUM_TENSORS + 1 :]
     return attention.backward_flops(*args[:4], *tensors, *options)

@@ -193,6 +193,8 @@ class AttentionProblem:
     has_alibi: bool = False
     bias_dtype: torch.dtype | None = None  # with a bias
     dropout_p: float = 0.0
+    constant_slopes: bool = False  # the backward does not compute the gradient of alibi_slopes
+    constant_bias: bool = False  # the backward does not compute the gradient of a bias
 
     # Fields that only change the data of a launch, never the code that runs.
     _DYNAMIC: ClassVar = frozenset(

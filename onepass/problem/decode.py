@@ -166,17 +166,6 @@ class DecodeProblem:
         )
 
     @property
-    def is_modified(self) -> bool:
-        """Whether a call has tensors that few calls have."""
-        return self.has_rotary_positions or self.attention.has_modifiers
-
-    @property
-    def modifiers_named(self) -> str:
-        """The tensors that few calls have, for a message."""
-        names = self.attention.modifiers_named, "rotary_positions" if self.has_rotary_positions else ""
-        return ", ".join(filter(None, names))
-
-    @property
     def sizing_problem(self) -> AttentionProblem:
         """The problem that a configuration is sized for: with max_seqlen_q, a batch with that many queries each."""
         if self.max_seqlen_q is None:

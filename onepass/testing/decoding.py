@@ -18,13 +18,15 @@ import onepass
 from .. import reference
 from .budget import Comparison, compare, compare_lse
 from .inputs import edges_of, heads_or_none, some_side_negative
+from .modifiers import NAMES, random_modifiers
 from .rounding import floor_of_out
 
 INT32, E4M3 = torch.int32, torch.float8_e4m3fn
 LARGEST_E4M3 = 448.0
 # q and new keys are rounded once more where they are rotated, and partials where they are merged.
 OUT_FACTOR = 3.0
-ATTENTION_OPTIONS = ("causal", "window", "softcap", "softmax_scale", "sinks")
+MODIFIERS = tuple(name for name in NAMES if name != "dropout_p")
+ATTENTION_OPTIONS = ("causal", "window", "softcap", "softmax_scale", "sinks", *MODIFIERS)
 
 
 @dataclass
@@ -81,7 +83,7 @@ class DecodeCall:
     def _entries(self, dtype: torch.dtype) -> list[reference.Reference]:
         """The expected result of each batch entry, as a batch of one."""
         return [
-            reference.attention(*self._entry(b, dtype), compute_dtype=dtype, **self._options())
+            reference.attention(*self._entry(b, dtype), compute_dtype=dtype, **self._options(b))
             for b in range(len(self.filled))
         ]
 
@@ -96,13 +98,29 @@ class DecodeCall:
 
     def _floor(self, entries: list[reference.Reference]) -> Tensor:
         """What rounding alone may do to out; see rounding.py."""
-        dtype, options = self.arguments["q"].dtype, self._options()
-        floors = [floor_of_out(dtype, *self._entry(b, torch.float64), e, **options) for b, e in enumerate(entries)]
+        dtype = self.arguments["q"].dtype
+        floors = [
+            floor_of_out(dtype, *self._entry(b, torch.float64), e, **self._options(b)) for b, e in enumerate(entries)
+        ]
         return self._joined([reference.Reference(floor, e.lse) for floor, e in zip(floors, entries, strict=True)]).out
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self, b: int) -> dict[str, Any]:
+        """The options of the attention of a batch entry, as a batch of one."""
         options = {name: self.arguments[name] for name in ATTENTION_OPTIONS if name in self.arguments}
-        return {"causal": True} | options
+        options, keys = {"causal": True} | options, self.filled[b] + self.seqlen_new
+        offsets = self.arguments.get("cu_seqlens_q")
+        if offsets is not None:
+            return reference.of_sequence(options, b, slice(int(offsets[b]), int(offsets[b + 1])), keys)
+        for name in set(MODIFIERS) & set(options):
+            own = options[name]
+            has_batch = own.dim() == 2 if name == "alibi_slopes" else len(own) > 1
+            own = own[b : b + 1] if has_batch else own
+            options[name] = own[..., :keys] if name == "bias" and own.shape[-1] > 1 else own
+        return options
+
+    def _start(self, b: int) -> int:
+        """The first key of an entry's sequence."""
+        return int(self.arguments["seqstart_k"][b]) if "seqstart_k" in self.arguments else 0
 
     def _entry(self, b: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of a batch entry, as a batch of one. Args: dtype: float64 keeps the exact rotation."""
@@ -110,20 +128,22 @@ class DecodeCall:
         q = q[b] if offsets is None else q[offsets[b] : offsets[b + 1]]
         if "rotary_cos" in self.arguments:
             positions = torch.arange(len(q)) + keys - len(q)
+            for name in ("q_positions", "rotary_positions_q"):
+                if name in self.arguments:
+                    positions = self.arguments[name].expand(len(self.filled), -1)[b].long()
             q = self._rotated(q, positions.clamp(min=0)).to(q.dtype if dtype != torch.float64 else dtype)
         k, v = (self._sequence(name, b, keys)[None] for name in "kv")
         return q[None], k, v
 
     def _sequence(self, name: str, b: int, keys: int) -> Tensor:
         """The real values of the first keys of an entry, (keys, num_heads_kv, dim)."""
-        cache = self.arguments[f"{name}_cache"]
-        pages, rows = self._locate(b, torch.arange(keys))
+        cache, existing = self.arguments[f"{name}_cache"], torch.arange(self._start(b), keys)
+        pages, rows = self._locate(b, existing)
         stored = _as_integers(cache)[pages, rows].view(cache.dtype)
-        if cache.dtype != E4M3:
-            return stored
-        return (
-            stored.to(torch.float32).double() * self._descales(name, b, pages, torch.arange(keys)).double()[..., None]
-        )
+        if cache.dtype == E4M3:
+            stored = stored.to(torch.float32).double() * self._descales(name, b, pages, existing).double()[..., None]
+        # zeros for keys before the sequence, which do not exist
+        return torch.cat([stored.new_zeros(keys - len(existing), *stored.shape[1:]), stored])
 
     def _locate(self, b: int, keys: Tensor) -> tuple[Tensor, Tensor]:
         """The page (or entry) of each key, and the row in it."""
@@ -146,6 +166,8 @@ class DecodeCall:
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         """x (rows, heads, dim) in float64, turned as complex numbers."""
+        if not x.numel():  # torch refuses to view it as complex
+            return x.double()
         cos, sin = (self.arguments[f"rotary_{name}"][positions].double() for name in ("cos", "sin"))
         half, x = cos.shape[1], x.double()
         turned, rest = x[..., : 2 * half], x[..., 2 * half :]
@@ -168,7 +190,10 @@ class DecodeCall:
             pages, rows = self._locate(b, keys)
             untouched[pages, rows] = False
             assert new is not None
-            exact = self._rotated(new[b], keys) if name == "k" and "rotary_cos" in self.arguments else new[b].double()
+            exact = new[b].double()
+            if name == "k" and "rotary_cos" in self.arguments:
+                given = self.arguments.get("rotary_positions_k")
+                exact = self._rotated(new[b], keys if given is None else given.expand(len(self.filled), -1)[b].long())
             actual = _as_integers(cache)[pages, rows].view(cache.dtype)
             actual = actual.to(torch.float32 if cache.dtype != torch.float64 else torch.float64).double()
             step = torch.finfo(cache.dtype).eps
@@ -190,7 +215,12 @@ def _as_integers(t: Tensor) -> Tensor:
 
 
 def random_decode_call(
-    seed: int, dtype: torch.dtype | None = None, max_keys: int = 200, many_rows: bool = False, packed: bool = False
+    seed: int,
+    dtype: torch.dtype | None = None,
+    max_keys: int = 200,
+    many_rows: bool = False,
+    packed: bool = False,
+    with_modifiers: bool = True,
 ) -> DecodeCall:
     """A random call of `attention_decode` on the CPU; equal arguments give equal calls.
 
@@ -199,6 +229,7 @@ def random_decode_call(
             and of 16.
         packed: whether q packs sequences of different lengths, some of length 0, with rows behind them. There are no
             new keys and no rotation then.
+        with_modifiers: also draw what `random_modifiers` does, and rotary positions.
     """
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     dtype = dtype or rng.choice([torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -285,4 +316,44 @@ def random_decode_call(
         arguments["cu_seqlens_q"] = torch.tensor([0, *itertools.accumulate(counts)], dtype=INT32)
         if rng.random() < 0.5:  # it is only a hint: a sequence may have more queries
             arguments["max_seqlen_q"] = rng.choice([max(counts), max(counts), 1])
+    if with_modifiers:
+        _add_modifiers(call)
     return call
+
+
+def _add_modifiers(call: DecodeCall) -> None:
+    arguments, filled, seqlen_new = call.arguments, call.filled, call.seqlen_new
+    q, cache, table = arguments["q"], arguments["k_cache"], arguments.get("page_table")
+    capacity = cache.shape[1] if table is None else table.shape[1] * cache.shape[1]
+    arguments |= random_modifiers(
+        call.seed,
+        dtype=q.dtype,
+        heads=q.shape[-2],
+        rows=q.shape[-3],
+        lengths=[n + seqlen_new for n in filled],
+        columns=capacity,
+        is_packed="cu_seqlens_q" in arguments,
+        names=MODIFIERS,
+    )
+    rng, generator = random.Random(f"{call.seed}, rotary"), torch.Generator().manual_seed(call.seed)
+    if "rotary_cos" in arguments:
+        if "q_positions" in arguments and q.shape[1]:  # which go beyond the keys
+            for name, function in (("rotary_cos", torch.cos), ("rotary_sin", torch.sin)):
+                half = arguments[name].shape[1]
+                angles = torch.arange(int(arguments["q_positions"].max()) + 1)[:, None]
+                rows = function(angles * 0.5 ** torch.arange(half, dtype=torch.float32)).to(arguments[name].dtype)
+                arguments[name] = max(arguments[name], rows, key=len)
+        for name, count in (("rotary_positions_q", q.shape[1]), ("rotary_positions_k", seqlen_new)):
+            if count and rng.random() < 0.5:
+                shape = rng.choice([1, len(filled)]), count
+                positions = torch.randint(len(arguments["rotary_cos"]), shape, generator=generator)
+                arguments[name] = positions.int()
+    shares = table is not None and len(table[:, 0].unique()) < len(table)  # another sequence may see the first keys
+    if "seqstart_k" in arguments and not shares:
+        for b, start in enumerate(arguments["seqstart_k"].tolist()):
+            unseen = torch.arange(min(start, filled[b]))
+            for t in (cache, arguments["v_cache"]):
+                nan = torch.full((1,), torch.nan, dtype=torch.float32).to(t.dtype)
+                _as_integers(t)[call._locate(b, unseen)] = _as_integers(nan)
+            if table is not None:
+                table[b, : len(unseen) // cache.shape[1]] = rng.choice([0, -7, 10**6])

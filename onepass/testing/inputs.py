@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +14,9 @@ from torch import Tensor
 import onepass
 
 from .. import reference
+from ..geometry import philox
 from .budget import Comparison, compare, compare_gradients, compare_lse
+from .modifiers import WITH_GRADIENT, random_modifiers
 from .rounding import rounding_terms
 
 
@@ -51,20 +55,39 @@ class Call:
     def run(self, **extra: Any) -> onepass.AttentionOutput:
         """Make the call under test."""
         arguments: dict[str, Any] = {**self.tensors, **self.options, **extra}
-        if self.is_packed:
-            return onepass.attention_varlen(**arguments, return_lse=True)
-        return onepass.attention(**arguments, return_lse=True)
+        with self._seeded():
+            if self.is_packed:
+                return onepass.attention_varlen(**arguments, return_lse=True)
+            return onepass.attention(**arguments, return_lse=True)
+
+    @contextlib.contextmanager
+    def _seeded(self) -> Iterator[None]:
+        """With dropout, torch's generators in the same state for each run, and as they were afterwards."""
+        if not self.options.get("dropout_p"):
+            yield
+            return
+        device = self.tensors["q"].device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(self.seed or 0)
+            yield
+
+    def _reference_options(self) -> dict[str, Any]:
+        """The options for the oracle, with the random state that `run` draws."""
+        if not self.options.get("dropout_p"):
+            return self.options
+        with self._seeded():
+            return self.options | {"dropout_state": philox.random_state(self.tensors["q"].device)}
 
     def expected(self, compute_dtype: torch.dtype = torch.float64) -> reference.Reference:
         """The oracle's answer, or plain PyTorch's with the inputs' own dtype."""
-        arguments: dict[str, Any] = {**self.tensors, **self.options, "compute_dtype": compute_dtype}
+        arguments: dict[str, Any] = {**self.tensors, **self._reference_options(), "compute_dtype": compute_dtype}
         return reference.attention_varlen(**arguments) if self.is_packed else reference.attention(**arguments)
 
     def compare(self, gradients: bool = True, with_floor: bool = False) -> list[Comparison]:
         """Run forward (and backward through out and lse) three ways and compare.
 
         Args:
-            gradients: also compare dq, dk, dv and dsinks.
+            gradients: also compare dq, dk, dv, dsinks, dalibi_slopes and dbias.
             with_floor: also allow out what rounding alone may do (`rounding.py`), for degenerate cases. Gradients
                 always have that floor, since they are recomputed from an lse that is rounded to its dtype.
 
@@ -72,7 +95,7 @@ class Call:
         """
         dtype = self.tensors["q"].dtype
         plain_dtype = torch.float32 if dtype == torch.float64 else dtype
-        inputs = {**self.tensors, **{n: self.options[n] for n in ("sinks",) if n in self.options}}
+        inputs = self.differentiable()
         results, all_leaves = [], []
         for compute_dtype in (None, torch.float64, plain_dtype):
             # gradients have the dtype of their leaves: without a cast the oracle's would be rounded, and plain
@@ -102,8 +125,16 @@ class Call:
                 loss = (result.out * dout.to(result.out)).sum() + lse_term.sum()
                 all_gradients.append(torch.autograd.grad(loss, list(leaves.values())))
             for name, mine, exact, standard in zip(inputs, *all_gradients, strict=True):
-                rows.append(compare_gradients(f"d{name}", mine, exact, standard, floors.get(f"d{name}", 0.0)))
+                found = [mine, exact, standard, torch.as_tensor(floors.get(f"d{name}", 0.0))]
+                if name == "bias":  # (.., rows, heads, keys), as `compare` has rows, heads and columns
+                    found = [t.transpose(-3, -2) for t in found]
+                rows.append(compare_gradients(f"d{name}", found[0], found[1], found[2], found[3]))
         return rows
+
+    def differentiable(self) -> dict[str, Tensor]:
+        """The tensors of the call that have a gradient."""
+        names = ("sinks", *WITH_GRADIENT)
+        return {**self.tensors, **{name: self.options[name] for name in names if name in self.options}}
 
     def check(self, gradients: bool = True, with_floor: bool = False) -> list[Comparison]:
         """`compare`, and raise AssertionError with the call in its message if anything is over its budget."""
@@ -115,23 +146,34 @@ class Call:
 
     def _floors(self, dout: Tensor, dlse: Tensor, oracle: reference.Reference) -> dict[str, Tensor]:
         """`rounding_terms` of the whole call, times the epsilons of the dtypes that the terms are rounded to."""
-        options, (q, k, v) = dict(self.options), self.tensors.values()
+        options, (q, k, v) = dict(self._reference_options()), self.tensors.values()
         eps = torch.finfo(torch.float64 if q.dtype == torch.float64 else torch.float32).eps
         if not self.is_packed:
             terms = rounding_terms(q, k, v, dout, dlse, oracle, **options)
         else:
             starts_q, starts_k = options.pop("cu_seqlens_q").tolist(), options.pop("cu_seqlens_k").tolist()
             used = options.pop("seqused_k", None)
-            terms = {}
+            terms, wholes = {}, {}
+            for name in WITH_GRADIENT:
+                if name in options:
+                    wholes[name] = options[name] = options[name].detach().requires_grad_()
             for b in range(len(starts_q) - 1):
                 end = starts_k[b + 1] if used is None else starts_k[b] + int(used[b])
                 rows, keys = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], end)
                 one = reference.Reference(oracle.out[None, rows], oracle.lse[None, :, rows])
                 tensors = q[None, rows], k[None, keys], v[None, keys], dout[None, rows], dlse[None, :, rows]
-                for name, sequence_terms in rounding_terms(*tensors, one, **options).items():
-                    # dsinks is a sum over sequences; each row of the other tensors belongs to one sequence
+                own = reference.of_sequence(options, b, rows, keys.stop - keys.start) | {"first_entry": b}
+                for name, sequence_terms in rounding_terms(*tensors, one, **own).items():
+                    # dsinks is a sum over sequences, and so may others be; each row of q, k and v belongs to one
                     if "dsinks" in name:
                         terms[name] = terms.get(name, 0.0) + sequence_terms
+                        continue
+                    argument = name.split()[0][1:]
+                    if argument in wholes:
+                        (found,) = torch.autograd.grad(
+                            own[argument], wholes[argument], sequence_terms.to(own[argument])
+                        )
+                        terms[name] = terms.get(name, 0.0) + found.double()
                         continue
                     is_of_keys = name[:2] in ("dk", "dv")
                     shape = (k if is_of_keys else q).shape[:-1] + sequence_terms.shape[-1:]
@@ -166,8 +208,17 @@ def some_side_negative(edges: random.Random, window: tuple[int | None, ...]) -> 
     return (size, window[1]) if edges.random() < 0.5 else (window[0], size)
 
 
-def random_call(seed: int, device: str = "cpu", max_seqlen: int = 160, dtype: torch.dtype | None = None) -> Call:
-    """A random call over all options; equal seeds give equal calls."""
+def random_call(
+    seed: int,
+    device: str = "cpu",
+    max_seqlen: int = 160,
+    dtype: torch.dtype | None = None,
+    with_modifiers: bool = True,
+) -> Call:
+    """A random call over all options; equal arguments give equal calls.
+
+    Args: with_modifiers: also draw what `random_modifiers` does. All other arguments of the call are the same.
+    """
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     dtype = dtype or rng.choice([torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -234,4 +285,17 @@ def random_call(seed: int, device: str = "cpu", max_seqlen: int = 160, dtype: to
     if rng.random() < 0.3:
         used = [rng.randint(0, n) for n in lengths_k]
         options["seqused_k"] = torch.tensor(used, dtype=torch.int32, device=device)
+        lengths_k = used
+    if with_modifiers:
+        columns = max(lengths_k) if "cu_seqlens_q" in options else k.shape[1]
+        modifiers = random_modifiers(
+            seed,
+            dtype=dtype,
+            heads=heads_q,
+            rows=q.shape[-3],
+            lengths=lengths_k,
+            columns=columns,
+            is_packed="cu_seqlens_q" in options,
+        )
+        options |= {n: value.to(device) if isinstance(value, Tensor) else value for n, value in modifiers.items()}
     return Call({"q": q, "k": k, "v": v}, options, seed)

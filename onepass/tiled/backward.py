@@ -82,7 +82,10 @@ def gradients(
     has_nan = not lse_is_safe and bool(lse.isnan().any())
     scratch = Scratch(q, work_dtype(problem))
     given = inputs.modifiers or NO_MODIFIERS
-    terms = given.alibi_slopes, given.bias
+    terms = (
+        None if problem.constant_slopes else given.alibi_slopes,
+        None if problem.constant_bias else given.bias,
+    )
     sums = Gradients(*(None if t is None else torch.zeros(t.shape, dtype=accum, device=t.device) for t in terms))
     for piece in pieces:
         rows = [piece.rows(x) for x in (q, dout, dq)]
@@ -153,12 +156,15 @@ def _backward_group(
     tile_mask = TileMask(problem, seqlen_k - seqlen_q, q, k, v, dout, delta, transposed=True)
     keep_apart = lse_has_nan or not tile_mask.operands_are_finite
     lowest = log_tiny(scratch.dtype)
+    has_gradients = any(t is not None for t in sums)
     # As in the forward pass, scores of ordinary size need no reference: p = exp(s) exp(-lse), and the second factor
     # belongs to the row, so dout and delta can carry it. |s| <= |q| |k| tells in advance; below 256 keys the norms
     # cost more than they save.
-    adds_terms = modifiers is not None and modifiers.adds_terms
-    fixed_reference = not adds_terms and (
-        lse_is_safe and seqlen_k >= 256 and abs(scale) * scratch.largest_norm(q) * scratch.largest_norm(k) <= SAFE_SCORE
+    largest_term = 0.0 if modifiers is None else modifiers.largest_term()
+    fixed_reference = (
+        lse_is_safe
+        and seqlen_k >= 256
+        and abs(scale) * scratch.largest_norm(q) * scratch.largest_norm(k) <= SAFE_SCORE - largest_term
     )
     group = problem.qhead_per_kvhead
     all_q, all_dout, all_dq = (
@@ -206,15 +212,16 @@ def _backward_group(
                 tanh = p.div_(softcap).tanh_().clone()
                 p.mul_(softcap)
             needs_mask = not problem.has_row_ranges and tile_needs_mask(m.m_start, m.m_end, n_start, n_end, *geometry)
-            pairs = tile_mask.pairs(queries, keys) if needs_mask else None
+            pairs, has_terms = tile_mask.pairs(queries, keys) if needs_mask else None, False
             if modifiers is not None:
                 by_window = tile_mask.window_pairs(queries, keys) if needs_mask else None
-                of_tile = modifiers.pairs(by_window, queries, keys, p.dtype)
-                pairs = pairs if of_tile is None or of_tile is by_window else of_tile.mT
-                modifiers.add_terms_(modifiers.as_rows(p), queries, keys)
+                found, has_terms = modifiers.modify_scores_(modifiers.as_rows(p), by_window, queries, keys)
+                pairs = pairs if found is None or found is by_window else found.mT
             if not fixed_reference:
                 # no visible score passes its row's lse; what a hidden one would overflow to is cut off
                 p.sub_(m.lse).clamp_(lowest, 0.0)
+            elif has_terms:
+                p.clamp_(min=lowest)  # a term may be as low as it likes
             p.exp_()
             if keep_apart:
                 fill_hidden(p, pairs, 0.0)
@@ -226,7 +233,7 @@ def _backward_group(
             ds.sub_(m.delta).mul_(p)
             if modifiers is not None and kept is not None:
                 modifiers.as_rows(p).mul_(kept)
-            if modifiers is not None and adds_terms:
+            if modifiers is not None and has_gradients:
                 fill_hidden(ds, pairs, 0.0)
                 modifiers.add_gradients(sums, modifiers.as_rows(ds), queries, keys)
             if softcap is not None:

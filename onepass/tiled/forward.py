@@ -116,8 +116,7 @@ def _forward_group(
             pairs = tile_mask.pairs(queries, keys) if by_window else None
             if modifiers is not None:
                 tile = acc_s.view(*modifiers.shape, queries[1] - queries[0], n_end - n_start)
-                modifiers.add_terms_(tile, queries, keys)
-                pairs = modifiers.pairs(pairs, queries, keys, acc_s.dtype)
+                pairs, _ = modifiers.modify_scores_(tile, pairs, queries, keys)
             p, is_first = softmax.update(acc_s, pairs)
             if is_fp8:
                 _round_probabilities_(p, scratch)

@@ -36,23 +36,28 @@ def hidden_pairs(
 class TilePairs(NamedTuple):
     """The mask of one tile, in the forms in which it is used.
 
-    It is (queries, keys), or (heads, qhead_per_kvhead, queries, keys) where heads differ.
+    It is (queries, keys), or for modifiers (entries, kv heads, qhead_per_kvhead, queries, keys) with a size of 1
+    wherever pairs do not differ.
     """
 
     hidden: Tensor  # bool, True where masked
     keep: Tensor  # 0.0 where masked, 1.0 elsewhere
+    tile: tuple[int, ...] = ()  # for modifiers: the five sizes of the whole tile
 
     @property
     def mT(self) -> TilePairs:
-        """(keys, 1, queries), or (heads, keys, qhead_per_kvhead, queries): for transposed tiles."""
-        if self.hidden.dim() == 4:
-            return TilePairs(*(x.permute(0, 3, 1, 2).contiguous() for x in self))
+        """(keys, 1, queries), or (entries, kv heads, keys, qhead_per_kvhead, queries): for transposed tiles."""
+        if self.tile:
+            entries, kv_heads, group, queries, keys = self.tile
+            hidden, keep = (x.permute(0, 1, 4, 2, 3).contiguous() for x in self[:2])
+            return TilePairs(hidden, keep, (entries, kv_heads, keys, group, queries))
         return TilePairs(self.hidden.T.unsqueeze(1), self.keep.T.contiguous().unsqueeze(1))
 
     def matrix(self, transposed: bool) -> Tensor:
         """Hidden pairs as (1 or heads, rows, columns) of a tile; fewer rows or columns if query heads share them."""
-        if self.hidden.dim() == 4:
-            return self.hidden.flatten(2, 3) if transposed else self.hidden.flatten(1, 2)
+        if self.tile:
+            hidden = self.hidden.expand(self.tile).flatten(0, 1)
+            return hidden.flatten(2, 3) if transposed else hidden.flatten(1, 2)
         return (self.hidden.squeeze(1) if transposed else self.hidden)[None]
 
 
@@ -108,8 +113,8 @@ def zero_hidden(tile: Tensor, pairs: TilePairs | None) -> None:
 
 def _by_query_head(tile: Tensor, pairs: TilePairs) -> Tensor:
     """Unstack the query heads of a tile (heads, qhead_per_kvhead * queries, keys), or of its transpose."""
-    if pairs.hidden.dim() == 4:
-        return tile.view(pairs.hidden.shape)
+    if pairs.tile:
+        return tile.view(pairs.tile)
     if pairs.hidden.dim() == 2:
         return tile.view(tile.shape[0], -1, *pairs.hidden.shape)
     keys, _, queries = pairs.hidden.shape

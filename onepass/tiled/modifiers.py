@@ -49,7 +49,6 @@ class ScoreModifiers:
         self.low, self.high = self._ranges() if problem.has_row_ranges else (self.positions, self.positions)
         self.slopes = None if self.inputs.alibi_slopes is None else self._slopes(self.inputs.alibi_slopes)
         self.bias = None if self.inputs.bias is None else self._bias(self.inputs.bias)
-        self.bias_hides = self.bias is not None and bool((self.bias == -torch.inf).any())
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -130,29 +129,47 @@ class ScoreModifiers:
         entries, kv_heads, group = self.shape
         return tile.view(entries, kv_heads, tile.shape[1], group, -1).permute(0, 1, 3, 4, 2)
 
-    def hidden(self, queries: Range, keys: Range) -> Tensor | None:
-        """Boolean tile, True where a query must not see a key by its interval or by a bias of -inf."""
-        found = None
-        if self.problem.has_row_ranges:
-            j = torch.arange(*keys, device=self.device)
-            low, high = (x[..., slice(*queries), None] for x in (self.low, self.high))
-            found = (j < low) | (j >= high)
-        if self.bias is not None and self.bias_hides:
-            is_hidden = self.bias_tile(self.bias, queries, keys) == -torch.inf
-            found = is_hidden if found is None else found | is_hidden
-        return found
-
-    def pairs(self, window: TilePairs | None, queries: Range, keys: Range, dtype: torch.dtype) -> TilePairs | None:
-        """The mask of a tile; window: that of the call's window alone, (queries, keys)."""
-        hidden = self.hidden(queries, keys)
-        if hidden is None:
-            return window
-        if window is not None:
-            hidden = hidden | window.hidden
-        hidden = hidden.expand(*self.shape, queries[1] - queries[0], keys[1] - keys[0]).flatten(0, 1)
-        return TilePairs(hidden, (~hidden).to(dtype))
+    def outside(self, queries: Range, keys: Range) -> Tensor | None:
+        """Boolean tile, True where a key is outside of a query's interval; None if intervals hold all pairs."""
+        low, high = (x[..., slice(*queries), None] for x in (self.low, self.high))
+        if not self.problem.has_row_ranges or (int(low.max()) <= keys[0] and keys[1] <= int(high.min())):
+            return None
+        j = torch.arange(*keys, device=self.device)
+        return (j < low) | (j >= high)
 
     # ---------------------------------------------------------------- scores
+
+    def modify_scores_(
+        self, scores: Tensor, window: TilePairs | None, queries: Range, keys: Range
+    ) -> tuple[TilePairs | None, bool]:
+        """Add the terms to scores, and find the mask of the tile. Hidden pairs get finite terms.
+
+        Args:
+            scores: (entries, kv heads, qhead_per_kvhead, queries, keys).
+            window: the mask of the call's window alone, (queries, keys); None if it hides nothing here.
+
+        Returns: the mask, window itself if nothing else hides pairs; and whether a term is not 0.
+        """
+        hidden = self.outside(queries, keys)
+        has_terms = self.slopes is not None
+        if self.slopes is not None:
+            scores.sub_(self.slopes.to(scores.dtype) * self.distance(queries, keys))
+        if self.bias is not None:
+            tile = self.bias_tile(self.bias, queries, keys)
+            lowest, highest = (float(x) for x in torch.aminmax(tile))
+            if not lowest > -torch.inf:  # or NaN, which may stand beside it
+                by_bias = tile == -torch.inf
+                hidden = by_bias if hidden is None else hidden | by_bias
+                tile = tile.masked_fill(by_bias, 0.0)
+                lowest = 0.0 if highest == 0.0 and not tile.any() else lowest
+            if not lowest == highest == 0.0:  # a mask of 0 and -inf adds nothing
+                has_terms = True
+                scores.add_(tile.to(scores.dtype))
+        if hidden is None:
+            return window, has_terms
+        if window is not None:
+            hidden = hidden | window.hidden
+        return TilePairs(hidden, (~hidden).to(scores.dtype), tuple(scores.shape)), has_terms
 
     def bias_tile(self, bias: Tensor, queries: Range, keys: Range) -> Tensor:
         columns = slice(*keys) if bias.shape[-1] > 1 else slice(None)
@@ -171,17 +188,15 @@ class ScoreModifiers:
         j = torch.arange(*keys, device=self.device) + self.piece.first_key
         return (self.positions[..., slice(*queries), None] - j).abs()
 
-    @property
-    def adds_terms(self) -> bool:
-        return self.slopes is not None or self.bias is not None
-
-    def add_terms_(self, scores: Tensor, queries: Range, keys: Range) -> None:
-        """Add to scores (entries, kv heads, qhead_per_kvhead, queries, keys). Hidden pairs get finite terms."""
-        if self.slopes is not None:
-            scores.sub_(self.slopes.to(scores.dtype) * self.distance(queries, keys))
-        if self.bias is not None:
-            tile = self.bias_tile(self.bias, queries, keys).to(scores.dtype)
-            scores.add_(tile.masked_fill(tile == -torch.inf, 0.0) if self.bias_hides else tile)
+    def largest_term(self) -> float:
+        """A bound, at least 0, of what is added to a score."""
+        bound = 0.0
+        if self.slopes is not None and self.slopes.numel():
+            farthest = max(int(self.positions.abs().max()), 0) + self.piece.first_key + self.seqlen_k
+            bound = max(0.0, -float(self.slopes.min())) * farthest
+        if self.bias is not None and self.bias.numel():
+            bound += max(0.0, float(self.bias.max()))
+        return bound
 
     def add_gradients(self, sums: Gradients, ds: Tensor, queries: Range, keys: Range) -> None:
         """Add what ds (entries, kv heads, qhead_per_kvhead, queries, keys), of scores with their terms, contributes."""

@@ -87,7 +87,9 @@ def check_sizes(
     if t.device != device:
         raise ValueError(f"{name}: expected device {device} like q, got {t.device}")
     agrees = t.dim() == len(sizes) and all(
-        allowed is None or size in allowed for size, allowed in zip(t.shape, sizes, strict=True)
+        # not `size in allowed`: under torch.compile that finds no symbolic number
+        allowed is None or any(size == one for one in allowed)
+        for size, allowed in zip(t.shape, sizes, strict=True)
     )
     if not agrees:
         words = ("any" if allowed is None else " or ".join(map(str, dict.fromkeys(allowed))) for allowed in sizes)

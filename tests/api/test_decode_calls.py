@@ -1,11 +1,13 @@
 """`supports` and `warmup` for calls of `attention_decode`, with a compiler that only records what it is asked for."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import onepass
+from onepass.api import decode_calls
 from onepass.dispatch import backends, decode
 from onepass.kernels.compiler import compile
 from onepass.kernels.launch import decode_sm80 as decode_launch
@@ -95,12 +97,35 @@ def test_names():
         onepass.warmup([{n: t for n, t in CALL.items() if n != "dtype"}])
 
 
+MODIFIERS = {
+    "seqstart_k": (4,),
+    "key_ranges": (4, 1, 1, 2),
+    "q_positions": (1, 1),
+    "alibi_slopes": (32,),
+    "bias": (1, 32, 1, 65536),
+    "rotary_positions_q": (4, 1),
+    "rotary_positions_k": (1, 1),
+}
+
+
+@pytest.mark.parametrize("name", MODIFIERS)
+def test_modifiers(hopper, name):
+    """They are asked about like everything else, and kernels take them."""
+    is_rotary = name.startswith("rotary")
+    call = CALL | {name: MODIFIERS[name]} | (NEW if is_rotary else {})
+    assert decode.choose_decode(on_cuda(call)).backend == "sm80"
+    refused = decode.choose_decode(on_cuda(call), "sm90")
+    # tables are applied before the kernel
+    assert refused.ok if is_rotary else refused == (False, "sm90", f"backend sm90: {name}: expected none")
+    names = ["append_to_cache"] * is_rotary + ["decode_sm80", "merge_splits"]
+    assert [kernel.name for kernel in onepass.warmup([call], workers=1)] == names
+    wrong = decode_calls.with_tensors(call | {name: (7, *MODIFIERS[name][1:])})
+    assert onepass.supports(**wrong).reason.startswith(f"{name}: expected shape (")
+    assert onepass.supports(**decode_calls.with_tensors(call)) == (True, "tiled", onepass.supports(**tensors()).reason)
+
+
 def on_cuda(call):
     """The problem of a call with its tensors on a GPU."""
-    from dataclasses import replace
-
-    from onepass.api import decode_calls
-
     problem, _ = decode_calls.problem_of("supports", decode_calls.with_tensors(call))
     return replace(problem, attention=replace(problem.attention, device_type="cuda"))
 

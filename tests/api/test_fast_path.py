@@ -49,7 +49,7 @@ def same(a, b):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_same_answer_the_second_time(seed, count_operator):
-    call = random_call(seed, max_seqlen=70)
+    call = random_call(seed, max_seqlen=70, with_modifiers=False)
     first = call.run()
     again = call.run()
     assert count_operator == [1]
@@ -342,6 +342,44 @@ def test_decoding_the_second_time(options, count_decode):
         assert count_decode == [1]
         same(first.out, again.out)
         same(first.lse, again.lse)
+
+
+MODIFIERS = {
+    "seqstart_k": torch.tensor([4, 6], dtype=INT32),
+    "key_ranges": torch.tensor([3, 20], dtype=INT32).expand(1, 1, 3, 2),
+    "q_positions": torch.tensor([[9, 4, 6]], dtype=INT32),
+    "alibi_slopes": torch.tensor([0.1, 0.3, 0.0, 0.2]),
+    "bias": torch.linspace(-2, 2, 40).view(1, 1, 1, 40),
+}
+
+
+@pytest.mark.parametrize("name", MODIFIERS)
+def test_decoding_with_a_modifier_the_second_time(name, count_decode):
+    arguments, plain = step(**{name: MODIFIERS[name]}), onepass.attention_decode(**step(), return_lse=True)
+    first, again = (onepass.attention_decode(**arguments, return_lse=True) for _ in range(2))
+    assert count_decode == [2]
+    same(first.out, again.out)
+    same(first.lse, again.lse)
+    assert not torch.equal(first.out, plain.out)
+    # its values are read every time, and other sizes are validated again
+    same(onepass.attention_decode(**step(), return_lse=True).out, plain.out)
+    other = onepass.attention_decode(**step(**{name: MODIFIERS[name] + 1}), return_lse=True)
+    assert count_decode == [2]
+    assert not torch.equal(first.lse, other.lse)
+    with pytest.raises(ValueError, match=name):
+        onepass.attention_decode(**step(**{name: MODIFIERS[name][..., :1].repeat(*[5] * MODIFIERS[name].dim())}))
+
+
+def test_rows_of_rotary_tables_the_second_time(count_decode):
+    angles = torch.arange(40)[:, None] * torch.tensor([1.0, 0.1])
+    tables = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    results = []
+    for rows in ([[3, 4, 5]], [[3, 4, 6]]):
+        arguments = step(**tables, rotary_positions_q=torch.tensor(rows, dtype=INT32))
+        results += [onepass.attention_decode(**arguments) for _ in range(2)]
+    assert count_decode == [1]
+    same(results[0], results[1])
+    assert not torch.equal(results[1], results[2])
 
 
 @pytest.mark.parametrize("name", ["causal", *SCORES, "rotary_interleaved"])

@@ -41,6 +41,18 @@ def decode_with_new_keys(**options):
     return onepass.attention_decode(Q[:, :1], *caches, cache_seqlens=LENGTHS - 1, **NEW, **ROTARY, **options), *caches
 
 
+def attention_with_modifiers(x):
+    ranges, positions = torch.tensor([0, 7], dtype=INT32).expand(1, 1, 9, 2), torch.arange(9, dtype=INT32)[None]
+    modifiers = {"key_ranges": ranges, "q_positions": positions, "bias": torch.ones(1, 4, 1, 9)}
+    return onepass.attention(Q, K, V, softmax_scale=x, alibi_slopes=torch.full((4,), 0.1), **modifiers)
+
+
+def decode_with_modifiers(x):
+    modifiers = {"seqstart_k": torch.tensor([1, 3], dtype=INT32), "alibi_slopes": torch.full((4,), 0.1)}
+    positions = {"rotary_positions_q": torch.tensor([[3]], dtype=INT32), "bias": torch.ones(1, 4, 1, 9)}
+    return decode_with_new_keys(softmax_scale=x, **modifiers, **positions)
+
+
 def packed_pages(**options):
     pages = {"page_table": TABLE, "cache_seqlens": LENGTHS, "cu_seqlens_q": OFFSETS}
     return onepass.attention_decode(PACKED[0], *PAGES, **pages, **options)
@@ -82,6 +94,8 @@ CALLS = {
     "attention_decode, split_size": (lambda x: decode(split_size=x), (64, 128, 192)),
     "attention_decode, new keys": (lambda x: decode_with_new_keys(softmax_scale=x), SCALES),
     "attention_decode, max_seqlen_q": (lambda x: packed_pages(max_seqlen_q=x), (6, 7, 8, 40)),
+    "attention, modifiers": (attention_with_modifiers, SCALES),
+    "attention_decode, modifiers": (decode_with_modifiers, SCALES),
     "merge_partials": (merged, SCALES),
     "flash_attn_func": (lambda x: flash_attn.flash_attn_func(Q, K, V, softmax_scale=x), SCALES),
     "flash_attn_func, softcap": (lambda x: flash_attn.flash_attn_func(Q, K, V, softcap=x), (0.0, *CAPS)),

@@ -3,18 +3,16 @@
 import inspect
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from onepass import reference
-from onepass.compat import sdpa
-from onepass.compat.sdpa import DenseAttentionWarning, scaled_dot_product_attention
+from onepass.api import attention as api
+from onepass.compat.masks import RANGE_KEYS
+from onepass.compat.sdpa import scaled_dot_product_attention
 from onepass.testing import compare
-
-pytestmark = pytest.mark.filterwarnings("ignore::onepass.compat.sdpa.DenseAttentionWarning")
 
 
 def randn(*shape, dtype=torch.float64, seed=0):
@@ -114,10 +112,10 @@ def test_no_keys_give_zero():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("path", ["tiles", "dense"])
-def test_accuracy(dtype, path):
+@pytest.mark.parametrize("mask", ["causal", "bool"])
+def test_accuracy(dtype, mask):
     qkv = tensors((2, 4, 33, 16), (2, 2, 33, 16), dtype=dtype)
-    options = {"is_causal": True} if path == "tiles" else {"attn_mask": torch.ones(33, 33).tril().bool()}
+    options = {"is_causal": True} if mask == "causal" else {"attn_mask": torch.ones(33, 33).tril().bool()}
     out = scaled_dot_product_attention(*qkv, enable_gqa=True, **options)
     assert out.dtype == dtype
     turned = [t.transpose(1, 2) for t in qkv]
@@ -172,20 +170,129 @@ def test_autocast(mask):
     assert torch.equal(out, expected)
 
 
-def test_tile_forms_do_not_warn_and_the_dense_path_warns_once(monkeypatch):
-    monkeypatch.setattr(sdpa, "_has_warned", False)
+def arguments_of_attention(monkeypatch, qkv, **options):
+    """The arguments that `onepass.attention` is called with."""
+    calls = []
+    attention = api.attention
+    monkeypatch.setattr(api, "attention", lambda *args, **kwargs: calls.append(kwargs) or attention(*args, **kwargs))
+    scaled_dot_product_attention(*qkv, **options)
+    return calls[0]
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_ranges_reach_from_the_first_to_the_last_block_of_keys_that_is_seen(monkeypatch, kind):
+    seqlen_k = 3 * RANGE_KEYS + 40
+    seen = torch.zeros(2, 1, 4, seqlen_k, dtype=torch.bool)
+    seen[0, 0, 0, [RANGE_KEYS, 2 * RANGE_KEYS - 1]] = True  # one block
+    seen[0, 0, 1, 3 * RANGE_KEYS] = True  # the last one, which is not whole
+    seen[0, 0, 2, [RANGE_KEYS - 1, 2 * RANGE_KEYS]] = True  # with a hole of a block
+    seen[1] = True
+    mask = seen if kind == "bool" else torch.where(seen, randn(2, 1, 4, seqlen_k), -torch.inf)
+    arguments = arguments_of_attention(monkeypatch, tensors((2, 3, 4, 8), (2, 3, seqlen_k, 8)), attn_mask=mask)
+    expected = [(RANGE_KEYS, 2 * RANGE_KEYS), (3 * RANGE_KEYS, seqlen_k), (0, 3 * RANGE_KEYS), (0, 0)]
+    assert arguments["key_ranges"].tolist() == [[[list(r) for r in expected]], [[[0, seqlen_k]] * 4]]
+    assert arguments["bias"].shape == mask.shape
+    assert torch.equal(arguments["bias"] != -torch.inf, seen)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 300), (1, 1, 1, 300), (1, 1, 9, 300), (1, 1, 9, 1)])
+def test_a_mask_stays_as_small_as_it_is(monkeypatch, shape):
+    for mask in (torch.ones(shape, dtype=torch.bool), torch.zeros(shape)):
+        mask = mask.expand(2, 3, 9, 300)  # as many models do
+        arguments = arguments_of_attention(monkeypatch, tensors((2, 3, 9, 8), (2, 3, 300, 8)), attn_mask=mask)
+        assert arguments["bias"].shape == shape
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("padding", ["left", "right", "holes"])
+def test_padding_with_nan_in_what_is_hidden(kind, padding):
+    lengths = 9, 700
+    seen = torch.ones(2, 1, 1, lengths[1], dtype=torch.bool)
+    seen[1, 0, 0, {"left": slice(0, 300), "right": slice(400, None), "holes": slice(200, 500)}[padding]] = False
+    query, key, value = tensors((2, 4, lengths[0], 16), (2, 2, lengths[1], 16))
+    results = []
+    for hidden, function in (
+        (torch.nan, scaled_dot_product_attention),
+        (0.0, torch.nn.functional.scaled_dot_product_attention),
+    ):
+        key, value = (x.where(seen.mT, hidden) for x in (key, value))
+        qkv = [t.clone().requires_grad_() for t in (query, key, value)]
+        mask = seen if kind == "bool" else torch.where(seen, randn(1, 1, 1, lengths[1]), -torch.inf)
+        out = function(*qkv, attn_mask=mask, enable_gqa=True)
+        out.square().sum().backward()
+        results.append([out.detach(), *(t.grad for t in qkv)])
+    for name, ours, theirs in zip(("out", "dq", "dk", "dv"), *results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("layout", ["4-D", "more queries than keys", "2-D", "5-D", "gqa"])
+@pytest.mark.parametrize("kind", ["bool", "float", "keys", "one column"])
+def test_a_mask_beside_is_causal(layout, kind):
+    query, key, value, enable_gqa = LAYOUTS[layout]
+    seqlen_q, seqlen_k = query[-2], key[-2]
+    mask = {
+        "bool": lambda: randn(seqlen_q, seqlen_k) > -0.3,
+        "float": lambda: randn(seqlen_q, seqlen_k),
+        "keys": lambda: randn(1, seqlen_k) > -0.3,
+        "one column": lambda: randn(seqlen_q, 1) > -0.3,
+    }[kind]()
+    causal = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool).tril()
+    both = mask & causal if mask.dtype == torch.bool else torch.where(causal, mask, -torch.inf)
+    qkv = tensors(query, key, value)
+    out = scaled_dot_product_attention(*qkv, attn_mask=mask, is_causal=True, enable_gqa=enable_gqa)
+    expected = torch.nn.functional.scaled_dot_product_attention(*qkv, attn_mask=both, enable_gqa=enable_gqa)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 5, 7), (3, 5, 7), (1, 2, 1, 5, 7), (2, 1, 3, 1, 7), (2, 2, 3, 5, 1)])
+def test_masks_of_batches_of_two_dimensions(shape):
+    qkv = tensors((2, 2, 3, 5, 8), (2, 2, 3, 7, 8))
+    assert_same_as_torch(qkv, attn_mask=randn(*shape) > -0.3)
+    masks = [randn(*shape).requires_grad_() for _ in range(2)]
+    functions = (scaled_dot_product_attention, torch.nn.functional.scaled_dot_product_attention)
+    outs = [function(*qkv, attn_mask=mask) for function, mask in zip(functions, masks, strict=True)]
+    torch.testing.assert_close(*outs, rtol=1e-10, atol=1e-11)
+    for out in outs:
+        out.square().sum().backward()
+    torch.testing.assert_close(masks[0].grad, masks[1].grad, rtol=1e-10, atol=1e-11)
+
+
+def test_the_gradient_of_a_mask_that_was_expanded():
     qkv = tensors((2, 3, 5, 8), (2, 3, 7, 8))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        scaled_dot_product_attention(*qkv)
-        scaled_dot_product_attention(*qkv, is_causal=True)
-        scaled_dot_product_attention(*qkv, attn_mask=causal_lower_right(5, 7))
-        assert not caught
-        for _ in range(2):
-            scaled_dot_product_attention(*qkv, attn_mask=torch.ones(5, 7, dtype=torch.bool))
-    assert [w.category for w in caught] == [DenseAttentionWarning]
-    assert "O(seqlen^2)" in str(caught[0].message)
-    assert caught[0].filename == __file__  # the warning points at the caller
+    masks = [randn(1, 1, 5, 7).expand(2, 3, 5, 7).requires_grad_() for _ in range(2)]
+    functions = (scaled_dot_product_attention, torch.nn.functional.scaled_dot_product_attention)
+    for function, mask in zip(functions, masks, strict=True):
+        function(*qkv, attn_mask=mask).square().sum().backward()
+    torch.testing.assert_close(masks[0].grad, masks[1].grad, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("dims", [2, 4])
+def test_dropout(dims):
+    """Values that are unit vectors show the probabilities."""
+    qkv = [t[(0,) * (4 - dims)] if dims < 4 else t for t in tensors((1, 2, 64, 8), (1, 2, 96, 8))]
+    qkv[2] = torch.eye(96, dtype=torch.float64).expand(*qkv[1].shape[:-2], 96, 96)
+    options = {"attn_mask": randn(1, 96) > -1.0, "is_causal": dims == 4}
+    torch.manual_seed(3)
+    out = scaled_dot_product_attention(*qkv, dropout_p=0.25, **options)
+    again = scaled_dot_product_attention(*qkv, dropout_p=0.25, **options)
+    torch.manual_seed(3)
+    assert torch.equal(scaled_dot_product_attention(*qkv, dropout_p=0.25, **options), out)
+    assert not torch.equal(again, out)
+    whole = scaled_dot_product_attention(*qkv, **options)
+    kept = out != 0
+    torch.testing.assert_close(out[kept], whole[kept] / 0.75, rtol=1e-9, atol=0)
+    assert (out[whole == 0] == 0).all()
+    count = int((whole != 0).sum())
+    share = int(kept.sum()) / count
+    assert abs(share - 0.75) < 5 * (0.75 * 0.25 / count) ** 0.5
+
+
+def test_compiled():
+    qkv = tensors((2, 3, 5, 8), (2, 3, 7, 8))
+    compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    for mask in (randn(2, 1, 1, 7) > -0.3, randn(5, 7)):
+        expected = scaled_dot_product_attention(*qkv, attn_mask=mask)
+        torch.testing.assert_close(compiled(*qkv, attn_mask=mask), expected, rtol=1e-12, atol=1e-13)
 
 
 def test_signature():
@@ -207,13 +314,12 @@ Q, K = (2, 4, 5, 8), (2, 4, 7, 8)
 @pytest.mark.parametrize(
     ("shapes", "options", "error", "match"),
     [
-        ((Q, K, K), {"dropout_p": 0.1}, NotImplementedError, r"dropout_p: expected 0\.0, got 0\.1"),
-        ((Q, K, K), {"attn_mask": BOOLS, "is_causal": True}, ValueError, "attn_mask: expected None where is_causal"),
+        ((Q, K, K), {"dropout_p": 1.5}, ValueError, r"dropout_p: expected a probability .*, got 1\.5"),
         (
             (Q, K, K),
             {"attn_mask": causal_upper_left(5, 7), "is_causal": True},
             ValueError,
-            "attn_mask: expected None where is_causal",
+            "attn_mask: expected None or a tensor where is_causal=True, got a CausalBias",
         ),
         ((Q, K, K), {"attn_mask": causal_upper_left(5, 6)}, ValueError, r"lengths \(5, 7\), got one for \(5, 6\)"),
         ((Q, K, K), {"attn_mask": BOOLS.int()}, TypeError, "attn_mask: expected dtype bool, float32 or"),

@@ -139,15 +139,76 @@ def test_cached_steps(decoders, cache, side):
     assert_close(ours, eager, mask.bool())
 
 
-def test_padding_between_real_tokens():
-    """Right-padded prompts that are continued; without a window, the padding in between has no effect."""
+def test_padding_between_real_tokens(decoders):
+    """Right-padded prompts that are continued."""
     mask = padding("right")
     mask[:, -1] = 1
-    eager, ours = (
-        make("Llama", {}, implementation)(tokens(), attention_mask=mask).logits
-        for implementation in ("eager", register())
-    )
+    eager, ours = (model(tokens(), attention_mask=mask).logits for model in decoders)
     assert_close(ours, eager, mask.bool())
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_mask_of_four_dimensions(decoders, kind):
+    """A caller's own mask alone says what a query sees; here also keys to its right."""
+    mask = torch.rand(BATCH, 1, SEQLEN, SEQLEN, generator=torch.Generator().manual_seed(2)) < 0.7
+    mask |= torch.eye(SEQLEN, dtype=torch.bool)
+    additive = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+    eager, ours = decoders
+    out = ours(tokens(), attention_mask=mask if kind == "bool" else additive, use_cache=False).logits
+    assert_close(out, eager(tokens(), attention_mask=additive, use_cache=False).logits)
+
+
+def test_dropout_in_training(decoders):
+    """The same seed gives the same result, and the mean of many is that without dropout."""
+    _, model = decoders
+    module = Layer()
+    q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    expected, _ = attention_forward(module, q, k, k, None)
+    outs = [attention_forward(module, q, k, k, None, dropout=0.5)[0] for _ in range(800)]
+    assert not torch.equal(*outs[:2])
+    error = (torch.stack(outs).mean(0) - expected).abs()
+    assert (error <= 6 * torch.stack(outs).std(0) / 800**0.5 + 1e-6).all()
+    for module in model.modules():
+        module.attention_dropout = 0.5
+    model.train()
+    results = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        results.append(model(tokens(), attention_mask=padding("left")).logits)
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("mask", ["none", "left", "right", "holes", "whole"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_position_bias(mask, is_causal):
+    """A learned bias beside padding, with its gradient."""
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    masks = {
+        "none": torch.ones(2, 5),
+        "left": torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]),
+        "right": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]),
+        "holes": torch.tensor([[1, 0, 1, 1, 1], [0, 1, 1, 0, 1]]),
+    }
+    masks["whole"] = masks["holes"]
+    is_real = masks[mask].bool()
+    seen = is_real[:, None, None] & (torch.ones(5, 5).tril().bool() | (not is_causal))
+    results = []
+    for ours in (True, False):
+        bias = torch.randn(1, 4, 5, 5, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        if ours:
+            given = {"none": None, "whole": seen}.get(mask, is_real)
+            out, _ = attention_forward(Layer(), q, k, k, given, position_bias=bias, is_causal=is_causal)
+        else:
+            total = torch.where(seen, bias, -torch.inf).double()
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q.double(), k.double(), k.double(), attn_mask=total, enable_gqa=True
+            ).transpose(1, 2)
+        where = is_real if is_causal else torch.ones_like(is_real)
+        out[where].square().sum().backward()
+        results.append((out[where], bias.grad))
+    for actual, expected in zip(*results, strict=True):
+        assert_close(actual, expected.to(actual.dtype))
 
 
 PACKED = (4, 1, 6)
@@ -252,12 +313,19 @@ def test_harmless_arguments_pass():
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
-        ({"dropout": 0.1}, "dropout: expected 0.0, got 0.1"),
         ({"output_attentions": True}, "output_attentions"),
-        ({"position_bias": torch.zeros(1, 4, 5, 5)}, "position_bias"),
+        (
+            {
+                "position_bias": torch.zeros(1, 4, 5, 5),
+                "cu_seq_lens_q": torch.tensor([0, 10]),
+                "cu_seq_lens_k": torch.tensor([0, 10]),
+            },
+            "position_bias: expected None with packed sequences",
+        ),
         ({"cache": object()}, "cache"),
         ({"block_table": torch.zeros(2, 1, dtype=torch.int32)}, "block_table"),
-        ({"attention_mask": torch.zeros(2, 1, 5, 5)}, r"attention_mask: .* a mask of scores"),
+        ({"attention_mask": torch.zeros(2, 5, 5)}, r"attention_mask: expected None, .* got shape \(2, 5, 5\)"),
+        ({"attention_mask": torch.ones(2, 1, 5, 5, dtype=torch.long)}, "this model makes its own mask"),
         ({"attention_mask": torch.ones(2, 5, dtype=torch.long)}, "this model makes its own mask"),
         (
             {
@@ -269,10 +337,6 @@ def test_harmless_arguments_pass():
         ),
         ({"sliding_window": 0}, "sliding_window: expected at least 1, the query's own key, or None, got 0"),
         ({"sliding_window": -1}, "sliding_window: expected at least 1, .*, got -1"),
-        (
-            {"attention_mask": torch.tensor([[1, 0, 1, 1, 1], [1, 1, 1, 1, 1]]).bool(), "sliding_window": 2},
-            "padding between real tokens",
-        ),
     ],
 )
 def test_refusals(kwargs, match):
@@ -290,26 +354,41 @@ def test_output_attentions_of_a_model_is_refused():
         make("Llama", {}, register())(tokens(), output_attentions=True)
 
 
-def test_masks_with_another_pattern_are_refused():
+def patterns(config):
+    """Masks that only a whole mask can represent, made as models make them."""
     from transformers import masking_utils
 
-    model = make("Llama", {}, register())
-    arguments = {"config": model.config, "inputs_embeds": torch.zeros(1, 9, 32), "past_key_values": None}
-    arguments["attention_mask"] = None
-    with pytest.raises(NotImplementedError, match=r"mask_function: expected a causal, .* or_masks"):
-        masking_utils.create_causal_mask(**arguments, or_mask_function=lambda b, h, i, j: j < 2)
-    with pytest.raises(NotImplementedError, match="lambda"):
-        masking_utils.create_causal_mask(**arguments, and_mask_function=lambda b, h, i, j: j < 2)
-    model.config.attention_chunk_size = 4
-    with pytest.raises(NotImplementedError, match="chunked_overlay"):
-        masking_utils.create_chunked_causal_mask(**arguments)
-    model.config.attention_chunk_size = 9
-    assert masking_utils.create_chunked_causal_mask(**arguments) is None
+    config.attention_chunk_size = 4
+    arguments = {"config": config, "inputs_embeds": torch.zeros(BATCH, SEQLEN, 32), "past_key_values": None}
+    arguments["attention_mask"] = padding("left")
+    return {
+        "or": masking_utils.create_causal_mask(**arguments, or_mask_function=lambda b, h, i, j: j < 7),
+        "and": masking_utils.create_causal_mask(**arguments, and_mask_function=lambda b, h, i, j: (i - j) % 3 < 2),
+        "chunks": masking_utils.create_chunked_causal_mask(**arguments),
+    }
+
+
+@pytest.mark.parametrize("name", ["or", "and", "chunks"])
+def test_masks_with_another_pattern(name):
+    eager, ours = (make("Llama", {}, implementation) for implementation in ("eager", register()))
+    mask = patterns(ours.config)[name]
+    assert mask.dtype == torch.bool
+    assert mask.shape == (BATCH, 1, SEQLEN, SEQLEN)
+    out = ours(tokens(), attention_mask=mask, use_cache=False).logits
+    expected = eager(tokens(), attention_mask=patterns(eager.config)[name], use_cache=False).logits
+    assert_close(out, expected, padding("left").bool())
+
+
+def test_one_chunk_is_causal():
+    from transformers import masking_utils
+
+    config = make("Llama", {"attention_chunk_size": 9}, register()).config
+    arguments = {"config": config, "inputs_embeds": torch.zeros(1, 9, 32), "past_key_values": None}
+    assert masking_utils.create_chunked_causal_mask(**arguments, attention_mask=None) is None
+
+
+def test_a_mask_of_three_dimensions_is_refused():
+    from transformers import masking_utils
+
     with pytest.raises(NotImplementedError, match="attention_mask"):
         padding_mask(1, 9, 9, mask_function=masking_utils.causal_mask_function, attention_mask=torch.ones(1, 9, 9))
-
-
-def test_dropout_in_training_is_refused():
-    model = make("Llama", {"attention_dropout": 0.1}, register()).train()
-    with pytest.raises(NotImplementedError, match=r"dropout: expected 0\.0, got 0\.1"):
-        model(tokens())

@@ -204,7 +204,16 @@ MODIFIED = {
 }
 
 
-@pytest.mark.parametrize("name", MODIFIED)
+SLOW_MODIFIED = (
+    "left padding, 4 heads in a tile",
+    "ranges of each head, ALiBi, pages",
+    "positions, bias, softcap, 48 rows",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_MODIFIED else ()) for name in MODIFIED]
+)
 def test_modifiers(name):
     inputs, options = MODIFIED[name]
     check(inputs, **options)
@@ -237,17 +246,24 @@ RANDOM = (18, 38, 2, 3, 4, 5, 7, 8, 12, 13, 14, 15, 19, 21, 23, 25, 27, 28, 29, 
 
 # Calls of 16 bits that have heads and fit into memory; the first two are over pages and in splits.
 PACKED = (12, 2, 0, 1, 4, 5, 6, 8, 9, 10, 13, 14)
+# Calls with modifiers, whose kernels keep all values in registers.
+MODIFIED, MODIFIED_PACKED = (1008, 1001, 1007), (1004, 1000, 1007, 1008)
 
 
 @pytest.mark.parametrize(
-    ("seed", "packed"),
+    ("seed", "packed", "with_modifiers"),
     [
-        pytest.param(seed, packed, marks=() if seed in quick else pytest.mark.slow)
-        for packed, seeds, quick in ((False, RANDOM, RANDOM[:1]), (True, PACKED, PACKED[:2]))
+        pytest.param(seed, packed, with_modifiers, marks=() if seed in quick else pytest.mark.slow)
+        for packed, with_modifiers, seeds, quick in (
+            (False, False, RANDOM, RANDOM[:1]),
+            (True, False, PACKED, PACKED[:2]),
+            (False, True, MODIFIED, MODIFIED[:1]),
+            (True, True, MODIFIED_PACKED, ()),
+        )
         for seed in seeds
     ],
 )
-def test_random_calls(seed, packed, monkeypatch):
+def test_random_calls(seed, packed, with_modifiers, monkeypatch):
     """The kernels run one after another, in place of what `attention_decode` would run here."""
 
     def by_kernels(**arguments):
@@ -259,7 +275,8 @@ def test_random_calls(seed, packed, monkeypatch):
         return out, lse
 
     monkeypatch.setattr(onepass, "attention_decode", by_kernels)
-    random_decode_call(seed, (BF16, FP16, BF16, FP32)[seed % 4], max_keys=70, packed=packed).check()
+    dtype = (BF16, FP16, BF16, FP32)[seed % 4]
+    random_decode_call(seed, dtype, max_keys=70, packed=packed, with_modifiers=with_modifiers).check()
 
 
 def test_references_of_the_warps_differ():

@@ -72,7 +72,15 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("names", NAMES, ids=lambda names: " ".join(sorted(names)))
+def cases(quick: int, all_names: list) -> list:
+    """Parameters of a test, of which one runs in the quick suite."""
+    return [
+        pytest.param(names, id=" ".join(sorted(names)), marks=() if i == quick else pytest.mark.slow)
+        for i, names in enumerate(all_names)
+    ]
+
+
+@pytest.mark.parametrize("names", cases(2, NAMES))
 def test_forward(names):
     problem, inputs, options = posed(names, 90, 130)
     config = heuristics_sm80.forward_config_sm80(problem, ARCH)
@@ -103,7 +111,7 @@ def oracle_gradients(inputs, options, dout, dtype) -> dict:
     return {n: x.nan_to_num(nan=0.0) for n, x in zip(leaves, found, strict=True)}
 
 
-@pytest.mark.parametrize("names", [*NAMES[:2], NAMES[2] | {"deterministic"}], ids=lambda names: " ".join(sorted(names)))
+@pytest.mark.parametrize("names", cases(1, [*NAMES[:2], NAMES[2] | {"deterministic"}]))
 def test_gradients(names):
     problem, inputs, options = posed(names, 70, 90)
     dout = normal(*inputs.q.shape, dtype=torch.bfloat16)

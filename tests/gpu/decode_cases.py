@@ -134,14 +134,17 @@ class RandomDecodeCase:
     seed: int
     many_rows: bool = False
     packed: bool = False
+    with_modifiers: bool = False
 
     def __str__(self) -> str:
-        return f"seed {self.seed}{' many rows' if self.many_rows else ''}{' packed' if self.packed else ''}"
+        words = {"many rows": self.many_rows, "packed": self.packed, "with modifiers": self.with_modifiers}
+        return " ".join([f"seed {self.seed}", *(word for word, is_said in words.items() if is_said)])
 
     def call(self, device: str = DEVICE) -> DecodeCall:
         dtypes = torch.bfloat16, torch.float16, torch.bfloat16, torch.float16 if self.many_rows else torch.float32
         dtype, max_keys = dtypes[self.seed % 4], size(700, 100)
-        return random_decode_call(self.seed, dtype, max_keys, self.many_rows, self.packed).on(device)
+        options = self.many_rows, self.packed, self.with_modifiers
+        return random_decode_call(self.seed, dtype, max_keys, *options).on(device)
 
     def arguments(self, device: str = DEVICE) -> dict[str, Any]:
         return self.call(device).arguments

@@ -75,8 +75,9 @@ def offsets(lengths: Iterable[int]) -> list[int]:
 class GpuCall(Call):
     """A call that is made harder without changing its answer.
 
-    Everything that no kernel may read is NaN during the call: keys past `seqused_k`, rows past the last packed
-    sequence, the fences around every tensor, and all memory that is allocated without values, outputs included.
+    Everything that no kernel may read is NaN during the call: keys past `seqused_k` and before `seqstart_k`, rows past
+    the last packed sequence, the fences around every tensor, and all memory that is allocated without values, outputs
+    included.
     """
 
     def run(self, **extra: Any) -> onepass.AttentionOutput:
@@ -96,6 +97,8 @@ class GpuCall(Call):
         if used is not None:
             for b, n in enumerate(used.tolist()):
                 yield from (t[b, n:] if starts is None else t[starts[b] + n : starts[b + 1]] for t in (k, v))
+        for b, n in enumerate(self.options["seqstart_k"].tolist() if "seqstart_k" in self.options else ()):
+            yield from (t[b, :n] if starts is None else t[starts[b] : starts[b] + n] for t in (k, v))
 
 
 @contextlib.contextmanager
@@ -193,12 +196,13 @@ class RandomCase:
     seed: int
     dtype: torch.dtype | None = None
     max_seqlen: int = 160
+    with_modifiers: bool = False
 
     def __str__(self) -> str:
-        return f"seed {self.seed}"
+        return f"seed {self.seed}{' with modifiers' if self.with_modifiers else ''}"
 
     def call(self, device: str = DEVICE) -> GpuCall:
-        call = random_call(self.seed, device, self.max_seqlen, self.dtype)
+        call = random_call(self.seed, device, self.max_seqlen, self.dtype, self.with_modifiers)
         return GpuCall(call.tensors, call.options, call.seed)
 
 

@@ -23,6 +23,7 @@ from gradient_cases import Loss, check_gradients, expected_gradients, gradients,
 from test_memory import LAYOUTS
 from test_packed import LENGTHS as PACKED_LENGTHS
 from test_random_calls import CASES as RANDOM_CASES
+from test_random_calls import MODIFIED as MODIFIED_CASES
 from test_values import GROUPS, OPTIONS, WINDOWS
 
 import onepass
@@ -392,6 +393,11 @@ def test_lengths_stay_on_the_device(case):
 
 @cases(RANDOM_CASES[:30])
 def test_random_calls(case):
+    check_gradients(case.call())
+
+
+@cases(MODIFIED_CASES[:60])
+def test_random_calls_with_modifiers(case):
     check_gradients(case.call())
 
 

@@ -88,6 +88,17 @@ def test_random_calls(case):
     call.check()
 
 
+MODIFIED = [
+    RandomDecodeCase(seed, many_rows, with_modifiers=True) for many_rows in (False, True) for seed in range(1000, 1060)
+]
+
+
+@pytest.mark.parametrize("case", MODIFIED[:: size(1, 4)], ids=str)
+def test_random_calls_with_modifiers(case):
+    """Random calls are right on whichever backend takes them."""
+    case.call().check()
+
+
 @needs_hopper_kernels
 @pytest.mark.parametrize("case", [c for c in CASES if is_read_by_tma(c.dtype, c.head_dims, c.page_size)][::3], ids=str)
 def test_few_rows_on_the_hopper_kernel(case):

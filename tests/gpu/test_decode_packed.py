@@ -38,6 +38,15 @@ def test_random_calls(case):
     call.check()
 
 
+MODIFIED = [RandomDecodeCase(seed, m, True, with_modifiers=True) for m in (False, True) for seed in range(1000, 1040)]
+
+
+@pytest.mark.parametrize("case", MODIFIED[:: size(1, 4)], ids=str)
+def test_random_calls_with_modifiers(case):
+    """Random calls are right on whichever backend takes them."""
+    case.call().check()
+
+
 @pytest.mark.parametrize("case", [case for case in RANDOM if case.many_rows][:20], ids=str)
 def test_the_ampere_kernels(case):
     """The Ampere kernels are right; other GPUs run them, and Hopper does for caches that TMA cannot read."""

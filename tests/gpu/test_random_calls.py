@@ -1,6 +1,6 @@
 """Random calls over all options on the Hopper kernel. A failure names its seed, and this call repeats it:
 
-    random_call(seed, "cuda", MAX_SEQLEN, DTYPES[seed % 2]).check(gradients=False, with_floor=True)
+    random_call(seed, "cuda", MAX_SEQLEN, DTYPES[seed % 2], with_modifiers).check(gradients=False, with_floor=True)
 
 In these tests, rows that no kernel may read are NaN as well (see GpuCall).
 """
@@ -9,6 +9,8 @@ import itertools
 
 import torch
 from gpu_cases import BF16, FP16, RandomCase, cases, check, needs_hopper, size
+
+from onepass.testing.modifiers import NAMES
 
 pytestmark = needs_hopper
 
@@ -24,12 +26,26 @@ def is_for_the_kernel(case: RandomCase) -> bool:
     return all(t.shape[-1] % 8 == 0 for t in call.tensors.values()) and (scale > 0 or softcap is not None)
 
 
-SEEDS = (RandomCase(seed, DTYPES[seed % 2], MAX_SEQLEN) for seed in itertools.count())
-CASES = list(itertools.islice(filter(is_for_the_kernel, SEEDS), NUM_CALLS))
+def first_cases(count: int, first_seed: int = 0, with_modifiers: bool = False) -> list[RandomCase]:
+    """The first cases for the kernel, from a seed on; with modifiers, those that have some."""
+    seeds = itertools.count(first_seed)
+    found = (RandomCase(seed, DTYPES[seed % 2], MAX_SEQLEN, with_modifiers) for seed in seeds)
+    if with_modifiers:
+        found = (case for case in found if set(NAMES) & set(case.call("meta").options))
+    return list(itertools.islice(filter(is_for_the_kernel, found), count))
+
+
+CASES = first_cases(NUM_CALLS)
+MODIFIED = first_cases(NUM_CALLS, 5000, with_modifiers=True)
 
 
 @cases(CASES)
 def test_random_calls(case):
+    check(case.call(), with_floor=True)
+
+
+@cases(MODIFIED)
+def test_random_calls_with_modifiers(case):
     check(case.call(), with_floor=True)
 
 
@@ -43,3 +59,13 @@ def test_the_calls_cover_the_options():
     assert min(counts.values()) > 20
     assert sum("cu_seqlens_q" in call.options and "seqused_k" in call.options for call in calls) > 10
     assert {call.tensors["q"].dtype for call in calls} == {torch.bfloat16, torch.float16}
+
+
+def test_the_modified_calls_cover_the_options():
+    calls = [case.call("meta").options for case in MODIFIED]
+    options = {"causal", "window", "softcap", "softmax_scale", "sinks", "cu_seqlens_q", "seqused_k"}
+    for name in NAMES:
+        having = [call for call in calls if name in call]
+        assert len(having) > 35, name
+        for other in {*NAMES, *options} - {name}:  # each pair of options
+            assert sum(other in call for call in having) > 5, (name, other)

@@ -96,8 +96,13 @@ AREAS = (
             Group(("onepass/ops/gradient_rule.py",), ("tests/api/test_functional.py", "tests/api/test_ops.py")),
             Group(("onepass/geometry/visible_pairs.py",), ("tests/api/test_flop_counter.py",)),
             Group(("onepass/geometry/philox.py",), ("tests/geometry/test_philox.py",)),
+            Group(("onepass/geometry/rotary.py",), ("tests/compat/test_rotary.py", "tests/tiled/test_decode.py")),
+            Group(
+                ("onepass/api/steps.py",),
+                ("tests/compat/test_flash_attn_private.py", "tests/compat/test_flash_attn_options.py"),
+            ),
             Group(("onepass/validation/modifiers.py",), ("tests/validation/test_modifier_checks.py", *CHECKS)),
-            Group(("onepass/tiled/modifiers.py", "onepass/ops/modified.py"), ("tests/tiled/test_modifiers.py",)),
+            Group(("onepass/tiled/modifiers.py", "onepass/ops/modified.py"), ("tests/tiled/test_tiled_modifiers.py",)),
             Group(
                 (
                     "onepass/dispatch/attention.py",

@@ -177,8 +177,11 @@ def test_random_calls_cover_the_options():
     of_e4m3 = {"k_descale", "v_descale", "kv_block"}
     splits = {"num_splits", "split_size"}
     options = {"causal", "window", "softcap", "softmax_scale", "sinks", "page_table"}
-    assert set(counts) == required | new | of_e4m3 | splits | options
-    assert min(counts[name] for name in set(counts) - of_e4m3) >= 30
+    modifiers = {"seqstart_k", "key_ranges", "q_positions", "alibi_slopes", "bias"}
+    rotary_positions = {"rotary_positions_q", "rotary_positions_k"}
+    assert set(counts) == required | new | of_e4m3 | splits | options | modifiers | rotary_positions
+    assert min(counts[name] for name in set(counts) - of_e4m3 - rotary_positions) >= 30
+    assert min(counts[name] for name in rotary_positions) >= 5
     assert min(counts[name] for name in of_e4m3) >= 3
     assert sum("page_table" in call and "rotary_cos" in call and "k_new" in call for call in calls) >= 15
 

@@ -246,7 +246,7 @@ def test_forward_takes_its_configurations():
     assert forward_sm90.configuration("3wg n80 q2 queue").dynamic_tiles
 
 
-@pytest.mark.parametrize("suite", ["forward_sm90", "decode_packed", "quantize", "call_cost"])
+@pytest.mark.parametrize("suite", ["forward_sm90", "decode_packed", "quantize", "call_cost", "modifiers"])
 def test_help(suite, capsys):
     module = importlib.import_module(f"onepass.bench.suites.{suite}")
     with pytest.raises(SystemExit) as end:

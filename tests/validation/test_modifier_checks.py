@@ -37,6 +37,68 @@ def test_refusals(options, error, message):
         onepass.attention(*tensors(), **options)
 
 
+def decode(**options):
+    q, k, v = tensors()
+    return onepass.attention_decode(q, k, v, cache_seqlens=torch.tensor([6, 3], dtype=torch.int32), **options)
+
+
+def decode_packed(**options):
+    pages = {"page_table": torch.zeros(2, 3, dtype=torch.int32)}
+    q, k, v = tensors()
+    offsets = torch.tensor([0, 1, 5], dtype=torch.int32)
+    lengths = torch.tensor([6, 3], dtype=torch.int32)
+    return onepass.attention_decode(q[0], k, v, cache_seqlens=lengths, cu_seqlens_q=offsets, **pages, **options)
+
+
+INT32 = torch.int32
+TABLES = {"rotary_cos": torch.ones(9, 4), "rotary_sin": torch.zeros(9, 4)}
+NEW = {"k_new": torch.zeros(2, 3, 4, 8), "v_new": torch.zeros(2, 3, 4, 8)}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"seqstart_k": torch.zeros(3, dtype=INT32)}, ValueError, "seqstart_k: expected shape"),
+        ({"seqstart_k": torch.tensor([0, 4], dtype=INT32)}, ValueError, r"seqstart_k\[1\]: expected 0 to 3, the keys"),
+        ({"seqstart_k": torch.tensor([-1, 0], dtype=INT32)}, ValueError, r"seqstart_k\[0\]: expected 0 to 6, the keys"),
+        ({"key_ranges": torch.zeros(2, 4, 5, 2, dtype=INT32)}, ValueError, r"\(1 or 2, 1 or 4, 6, 2\), got \(2, 4, 5"),
+        ({"key_ranges": torch.zeros(1, 1, 6, 2).long()}, TypeError, "key_ranges: expected int32, got int64"),
+        ({"q_positions": torch.zeros(6, dtype=INT32)}, ValueError, r"q_positions: expected shape \(1 or 2, 6\), got"),
+        ({"alibi_slopes": torch.zeros(1, 4)}, ValueError, r"alibi_slopes: expected shape \(2, 4\), got \(1, 4\)"),
+        ({"bias": torch.zeros(1, 1, 1, 5)}, ValueError, r"1 or 6, 1 or 6\), got \(1, 1, 1, 5\)"),
+        ({"bias": torch.zeros(1, 1, 1, 6, device="meta")}, ValueError, "bias: expected device cpu like q, got meta"),
+        ({"rotary_positions_q": torch.zeros(2, 6, dtype=INT32)}, ValueError, "expected None without rotary_cos, got T"),
+        (TABLES | {"rotary_positions_q": torch.zeros(2, 5, dtype=INT32)}, ValueError, r"q: .* \(1 or 2, 6\), got"),
+        (
+            TABLES | {"rotary_positions_q": torch.zeros(1, 6)},
+            TypeError,
+            "rotary_positions_q: expected int32, got float",
+        ),
+        (TABLES | {"rotary_positions_k": torch.zeros(1, 3, dtype=INT32)}, ValueError, "expected None without k_new"),
+        (TABLES | NEW | {"rotary_positions_k": torch.zeros(2, 4, dtype=INT32)}, ValueError, r"k: .* \(1 or 2, 3\)"),
+        ({"dropout_p": 0.1}, TypeError, "dropout_p: it is an argument of attention"),
+    ],
+)
+def test_refusals_over_a_cache(options, error, message):
+    with pytest.raises(error, match=message):
+        decode(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seqstart_k": torch.zeros(6, dtype=INT32)}, r"seqstart_k: expected shape \(2,\)"),
+        ({"key_ranges": torch.zeros(1, 1, 6, 2, dtype=INT32)}, r"key_ranges: expected shape \(1 or 4, 6, 2\)"),
+        ({"q_positions": torch.zeros(1, 6, dtype=INT32)}, r"q_positions: expected shape \(6,\), got \(1, 6\)"),
+        ({"bias": torch.zeros(1, 6, 6)}, r"bias: expected shape \(1 or 4, 1 or 6, 1 or 18\), got \(1, 6, 6\)"),
+        ({"bias": torch.zeros(1, 1, 6, 18)}, r"bias: expected shape \(1 or 4, 1 or 6, 1 or 18\)"),
+    ],
+)
+def test_refusals_over_a_cache_with_packed_queries(options, message):
+    with pytest.raises(ValueError, match=message):
+        decode_packed(**options)
+
+
 def test_quantized_calls_have_none():
     quantized = onepass.quantize_fp8(*(t.bfloat16() for t in tensors()))
     with pytest.raises(UnsupportedError, match=r"dropout_p: expected 0\.0 with a QuantizedQKV, got 0\.1"):

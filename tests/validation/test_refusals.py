@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import onepass
-from onepass.compat import flash_attn, sdpa
+from onepass.compat import flash_attn, flash_attn_3, flash_attn_4, sdpa
 
 INT32 = torch.int32
 E4M3 = torch.float8_e4m3fn
@@ -150,6 +150,43 @@ def flash_cache(**more):
     return {"q": rows(2, 1, 4, 16), "k_cache": rows(2, 6, 2, 16), "v_cache": rows(2, 6, 2, 16)} | more
 
 
+def flash_cache_e4m3():
+    ones = dict.fromkeys(("q_descale", "k_descale", "v_descale"), torch.ones(2, 2))
+    return {name: t.to(E4M3) for name, t in flash_cache().items()} | ones
+
+
+def flash_new_keys(**more):
+    turns = {"rotary_cos": torch.ones(8, 4), "rotary_sin": torch.zeros(8, 4)}
+    return flash_cache(k=rows(2, 1, 2, 16), v=rows(2, 1, 2, 16), cache_seqlens=lengths(3, 5), **turns, **more)
+
+
+def flash_packed_new_keys():
+    packed_rows = {"q": rows(3, 4, 16), "k": rows(4, 2, 16), "v": rows(4, 2, 16)}
+    cut = {"cu_seqlens_q": lengths(0, 2, 3), "cu_seqlens_k_new": lengths(0, 1, 4), "max_seqlen_q": 2}
+    pages = {"page_table": lengths(0, 1)[:, None], "cache_seqlens": lengths(3, 3), "rotary_seqlens": lengths(1, 2)}
+    return flash_new_keys() | packed_rows | cut | pages
+
+
+def private_forward():
+    options = {"dropout_p": 0.1, "softmax_scale": 0.5, "causal": True, "softcap": 0.0}
+    window = {"window_size_left": -1, "window_size_right": -1}
+    return options | window | {"alibi_slopes": torch.ones(4), "return_softmax": True}
+
+
+def private_backward(**lengths_of_sequences):
+    """Arguments of a backward of flash-attn 2 without its tensors."""
+    options = private_forward() | {"dropout_p": 0.1, "deterministic": False, "rng_state": torch.tensor([1, 2])}
+    del options["return_softmax"]
+    return options | lengths_of_sequences
+
+
+def results(tensors, out_name="out", dout_name="dout", lse_name="softmax_lse"):
+    """The results of a forward beside its tensors: out, its gradient, lse, and where gradients go."""
+    q = tensors["q"]
+    found = {out_name: q.clone(), dout_name: q.clone(), lse_name: rows(*q.shape[:-3], q.shape[-2], q.shape[-3])}
+    return tensors | found | {f"d{name}": torch.empty_like(tensors[name]) for name in "qkv"}
+
+
 def heads_first():
     return {"query": rows(2, 4, 6, 16), "key": rows(2, 4, 6, 16), "value": rows(2, 4, 6, 16)}
 
@@ -212,6 +249,58 @@ CALLS = {
     "flash_attn_with_kvcache of entries": (
         flash_attn.flash_attn_with_kvcache,
         lambda: flash_cache(cache_batch_idx=lengths(1, 0), cache_seqlens=4),
+    ),
+    "_flash_attn_forward": (flash_attn._flash_attn_forward, lambda: dense() | private_forward()),
+    "_flash_attn_varlen_forward": (
+        flash_attn._flash_attn_varlen_forward,
+        lambda: flash_packed() | private_forward() | {"leftpad_k": lengths(1, 0), "seqused_k": lengths(2, 3)},
+    ),
+    "_flash_attn_backward": (flash_attn._flash_attn_backward, lambda: results(dense()) | private_backward()),
+    "_flash_attn_varlen_backward": (
+        flash_attn._flash_attn_varlen_backward,
+        lambda: results(packed()) | private_backward(max_seqlen_q=4, max_seqlen_k=4),
+    ),
+    "flash_attn_3.flash_attn_func": (flash_attn_3.flash_attn_func, dense),
+    "flash_attn_3.flash_attn_qkvpacked_func": (
+        flash_attn_3.flash_attn_qkvpacked_func,
+        lambda: {"qkv": rows(2, 6, 8, 16), "num_heads_q": 4},
+    ),
+    "flash_attn_3.flash_attn_varlen_func": (
+        flash_attn_3.flash_attn_varlen_func,
+        lambda: flash_packed() | {"seqused_q": lengths(1, 2), "seqused_k": lengths(2, 3), "attention_chunk": 2},
+    ),
+    "flash_attn_3.flash_attn_with_kvcache": (flash_attn_3.flash_attn_with_kvcache, flash_cache_e4m3),
+    "flash_attn_3.flash_attn_with_kvcache with new keys": (
+        flash_attn_3.flash_attn_with_kvcache,
+        lambda: flash_new_keys(cache_leftpad=lengths(1, 0), cache_batch_idx=lengths(1, 0)),
+    ),
+    "flash_attn_3.flash_attn_with_kvcache of packed keys": (
+        flash_attn_3.flash_attn_with_kvcache,
+        flash_packed_new_keys,
+    ),
+    "flash_attn_3.flash_attn_combine": (
+        flash_attn_3.flash_attn_combine,
+        lambda: {"out_partial": rows(3, 2, 6, 4, 8), "lse_partial": rows(3, 2, 6, 4)},
+    ),
+    "flash_attn_3._flash_attn_forward": (flash_attn_3._flash_attn_forward, dense),
+    "flash_attn_3._flash_attn_backward": (flash_attn_3._flash_attn_backward, lambda: results(dense())),
+    "flash_attn_4.flash_attn_func": (flash_attn_4.flash_attn_func, lambda: dense() | {"learnable_sink": rows(4)}),
+    "flash_attn_4.flash_attn_varlen_func": (
+        flash_attn_4.flash_attn_varlen_func,
+        lambda: flash_packed() | {"seqused_q": lengths(1, 2), "seqused_k": lengths(2, 3)},
+    ),
+    "flash_attn_4.flash_attn_varlen_func in pages": (
+        flash_attn_4.flash_attn_varlen_func,
+        lambda: dense() | {"seqused_q": lengths(1, 2), "page_table": lengths(0, 1)[:, None]},
+    ),
+    "flash_attn_4.flash_attn_combine": (
+        flash_attn_4.flash_attn_combine,
+        lambda: {"out_partial": rows(3, 6, 4, 8), "lse_partial": rows(3, 6, 4)},
+    ),
+    "flash_attn_4._flash_attn_fwd": (flash_attn_4._flash_attn_fwd, dense),
+    "flash_attn_4._flash_attn_bwd": (
+        flash_attn_4._flash_attn_bwd,
+        lambda: results(dense(), lse_name="lse") | {"learnable_sink": rows(4), "dlse": rows(2, 4, 6)},
     ),
     "scaled_dot_product_attention": (sdpa.scaled_dot_product_attention, heads_first),
     "scaled_dot_product_attention with a mask": (

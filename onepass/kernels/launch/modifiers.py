@@ -143,10 +143,10 @@ def gradients_of_terms(problem: AttentionProblem, config: BackwardConfig, inputs
     given = inputs.modifiers
     assert given is not None
     slopes = bias = None
-    if given.alibi_slopes is not None:
+    if given.alibi_slopes is not None and not problem.constant_slopes:
         places = ceil_div(problem.seqlen_k, config.tile_n) * config.consumer_warps
         slopes = torch.zeros(problem.batch, problem.num_heads_q, places, device=inputs.q.device)
-    if given.bias is not None:
+    if given.bias is not None and not problem.constant_bias:
         shape = given.bias.shape
         if problem.deterministic:
             # sums over what the bias is broadcast over would come in any order: a place for each pair
@@ -357,8 +357,8 @@ def fake_backward_arguments(problem: AttentionProblem) -> tuple | None:
         return None
     if problem.has_intervals:
         found += (strided_tensor(Int32, 4),)
-    if problem.has_alibi:
+    if problem.has_alibi and not problem.constant_slopes:
         found += (strided_tensor(Float32, 3),)
-    if problem.has_bias:
+    if problem.has_bias and not problem.constant_bias:
         found += (strided_tensor(Float32, 4),)
     return found

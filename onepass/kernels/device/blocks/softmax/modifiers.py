@@ -10,7 +10,7 @@ and the columns keys, in a backward rows are keys and columns queries (`Block.ha
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -22,6 +22,7 @@ from .....problem import AttentionProblem
 from ..memory.layouts import column_offset
 from ..memory.ptx import add_one_to_global, philox
 from ..memory.untraced import Untraced
+from .dropout import KeptPairs, bit, group_of
 
 
 class ModifierTensors(NamedTuple):
@@ -91,8 +92,8 @@ def modifier_fields(problem: AttentionProblem, is_backward: bool = False) -> tup
         "keep_scale": drops,
         "term_scale": problem.adds_terms,
         "bounds": is_backward and problem.has_intervals,
-        "dslopes": is_backward and problem.has_alibi,
-        "dbias": is_backward and problem.has_bias,
+        "dslopes": is_backward and problem.has_alibi and not problem.constant_slopes,
+        "dbias": is_backward and problem.has_bias and not problem.constant_bias,
     }
     return tuple(name for name, is_given in has.items() if is_given)
 
@@ -319,7 +320,7 @@ class Modifiers(Untraced):
     def kept(self, block: Block, columns: int) -> KeptPairs:
         return KeptPairs(self, block, columns)
 
-    def _words(self, place: Place, row_group, column_group) -> tuple:
+    def words(self, place: Place, row_group, column_group) -> tuple:
         """The 128 random bits of the pairs of these groups of rows and columns, see geometry/philox.py."""
         state = self.tensors.dropout_state
         instance = place.entry * self.num_heads + place.head
@@ -334,7 +335,7 @@ class Modifiers(Untraced):
     def is_kept(self, place: Place, query, key) -> Boolean:
         """Whether dropout keeps one pair."""
         row = self.number(place, query)
-        words = self._words(place, group_of(row), group_of(key))
+        words = self.words(place, group_of(row), group_of(key))
         low, high = select(bit(key, 0), words[1], words[0]), select(bit(key, 0), words[3], words[2])
         word = select(bit(key, 3), high, low)
         return (word >> 8 * ((row & 1) + 2 * (row >> 3 & 1)) & 255) < self.tensors.keep_bytes
@@ -389,15 +390,6 @@ def select_float(condition, a, b) -> Float32:
     return Float32(select(condition, Float32(a), Float32(b)))
 
 
-def group_of(number) -> Int32:
-    """Which of the groups of four rows (or columns) has this one: 2 i, 2 i + 1, 2 i + 8, 2 i + 9 of sixteen."""
-    return (number >> 4) * 4 + ((number & 7) >> 1)
-
-
-def bit(number, i: int) -> Boolean:
-    return (number >> i & 1) != 0
-
-
 class Terms:
     """The terms of a block of scores, element by element, while a kernel is traced.
 
@@ -445,54 +437,3 @@ class Terms:
             is_hidden = bias == -Float32.inf
             score = select_float(is_hidden, -Float32.inf, score + bias * self.modifiers.tensors.term_scale)
         return score, is_hidden
-
-
-class KeptPairs:
-    """Which elements of a block dropout keeps, while a kernel is traced: one call of the generator for 8 elements.
-
-    The block begins at a multiple of 16 in both directions, except for one of 8 columns.
-    """
-
-    def __init__(self, modifiers: Modifiers, block: Block, columns: int):
-        self.modifiers, self.block = modifiers, block
-        # whether calls differ between the queries of a patch
-        self.has_positions = modifiers.tensors.positions is not None
-        self.differs = self.has_positions or block.places[0] is not block.places[1]
-        # bytes of the elements, by (r, c)
-        self.bytes: dict[tuple[int, int], Any] = {}
-        for c in range(0, columns, 4):
-            self._fill(c, min(4, columns - c))
-
-    def _fill(self, first: int, count: int) -> None:
-        """The bytes of the columns first, .., which share the generator's calls."""
-        block, modifiers, places = self.block, self.modifiers, self.block.places
-        numbers = [block.first_column + column_offset(first + i) for i in range(count)]
-        if block.has_keys_in_rows:
-            keys, place = block.rows, places[0]
-            rows = [modifiers.number(place, n) for n in numbers]
-            calls = rows if self.has_positions else rows[:1]
-            words = [modifiers._words(place, group_of(row), group_of(keys[0])) for row in calls]
-            is_odd = bit(keys[0], 0)
-            for i in range(count):
-                found = words[i if self.has_positions else 0]
-                for r in range(2):
-                    word = select(is_odd, found[2 * r + 1], found[2 * r])
-                    self.bytes[r, first + i] = self._byte(word, rows[i])
-            return
-        rows = [modifiers.number(place, row) for place, row in zip(places, block.rows, strict=True)]
-        calls = list(zip(places, rows, strict=True))[: 2 if self.differs else 1]
-        words = [modifiers._words(place, group_of(row), group_of(numbers[0])) for place, row in calls]
-        for r in range(2):
-            found = words[r if self.differs else 0]
-            for i in range(count):
-                # which word follows from the column: 2 i, 2 i + 1, 2 i + 8, 2 i + 9
-                word = found[i]
-                if count < 4:
-                    word = select(bit(numbers[0], 3), found[2 + i], found[i])
-                self.bytes[r, first + i] = self._byte(word, rows[r])
-
-    def _byte(self, word, row) -> Int32:
-        return word >> 8 * ((row & 1) + 2 * (row >> 3 & 1)) & 255
-
-    def is_kept(self, r: int, c: int) -> Boolean:
-        return self.bytes[r, c] < self.modifiers.tensors.keep_bytes

@@ -140,11 +140,11 @@ class WideConsumer(BackwardConsumer):
         vector = cute.make_rmem_tensor((P_WORDS,), Int32)
         copies = self.copies_of_p()
         for i in cutlass.range_constexpr(len(copies)):
-            count = cute.size(copies[i]) // P_WORDS
-            for j in cutlass.range_constexpr(count):
+            vectors = cute.size(copies[i]) // P_WORDS
+            for j in cutlass.range_constexpr(vectors):
                 for c in cutlass.range_constexpr(P_WORDS):
                     vector[c] = copies[i][P_WORDS * j + c]
-                cute.autovec_copy(vector, self.sP[None, self.thread, count * i + j])
+                cute.autovec_copy(vector, self.sP[None, self.thread, vectors * i + j])
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.p_full + count % 2)

@@ -1,11 +1,13 @@
 """Key ranges, positions, ALiBi, bias and dropout by tiles: random calls beside the oracle, with gradients."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
-from onepass import reference
+import onepass
+from onepass import reference, tiled
 from onepass.problem import AttentionProblem, Mask, ModifiedInputs, Modifiers
 from onepass.tiled import forward, gradients
 from onepass.tiled.tile_sizes import TileSizes
@@ -128,3 +130,73 @@ def test_what_does_not_exist_is_not_read(value):
         t[1, :6], t[:, :3], t[:, 15:], t[:, 9] = value, value, value, value
     for before, after in zip(clean, run(), strict=True):
         assert (before is None and after is None) or torch.allclose(before, after, rtol=1e-5, atol=1e-6)
+
+
+def test_terms_that_are_constant_get_no_gradient():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 20, 2, 8, dtype=DTYPE) for _ in range(3))
+    given = Modifiers(alibi_slopes=torch.rand(2), bias=torch.randn(2, 2, 20, 20, dtype=DTYPE))
+    inputs = ModifiedInputs(q, k, v, None, None, None, None, given)
+    problem = AttentionProblem.of(inputs, softmax_scale=0.3, mask=Mask(), softcap=None, deterministic=False)
+    out, lse = forward(problem, inputs)
+    every = gradients(problem, inputs, out, lse, torch.ones_like(out), None)
+    for names in ({"constant_slopes"}, {"constant_bias"}, {"constant_slopes", "constant_bias"}):
+        own = replace(problem, **dict.fromkeys(names, True))
+        found = gradients(own, inputs, out, lse, torch.ones_like(out), None)
+        for name, gradient, expected in zip((*"qkvs", "constant_slopes", "constant_bias"), found, every, strict=True):
+            assert gradient is None if name in names else torch.equal(gradient, expected), names
+
+
+@pytest.mark.parametrize("wants", [(), ("alibi_slopes",), ("bias",), ("alibi_slopes", "bias")])
+def test_autograd_asks_for_the_gradients_that_are_required(monkeypatch, wants):
+    problems = []
+
+    def spy(problem, *args):
+        problems.append(problem)
+        return gradients(problem, *args)
+
+    monkeypatch.setattr(tiled, "gradients", spy)
+    q, k, v = (torch.randn(2, 20, 2, 8, requires_grad=True) for _ in range(3))
+    terms = {"alibi_slopes": torch.rand(2), "bias": torch.randn(2, 1, 1, 20)}
+    for name in wants:
+        terms[name].requires_grad_()
+    onepass.attention(q, k, v, **terms).sum().backward()
+    assert [p.constant_slopes for p in problems] == ["alibi_slopes" not in wants]
+    assert [p.constant_bias for p in problems] == ["bias" not in wants]
+    assert all((t.grad is not None) == (name in wants) for name, t in terms.items())
+    if wants:  # one level of torch.func
+        tensors = torch.func.grad(lambda given: onepass.attention(q, k, v, **terms | given).sum())(
+            {name: terms[name] for name in wants}
+        )
+        for name in wants:
+            torch.testing.assert_close(tensors[name], terms[name].grad)
+
+
+@pytest.mark.parametrize("kind", ["bias", "alibi_slopes"])
+def test_a_large_term_of_a_hidden_pair(kind):
+    """exp of such a score is infinite in float32, and a causal mask hides it."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, 300, 1, 8) for _ in range(3)]
+    if kind == "bias":
+        term = torch.full((1, 1, 300, 300), 500.0).triu(1)
+    else:
+        term = torch.tensor([-1.0])
+        tensors[0][:, :] *= 0.01  # the visible keys farthest away have a large term, too
+    results = []
+    for function, dtype in ((onepass.attention, torch.float32), (reference.attention, torch.float64)):
+        qkv = [t.to(dtype).requires_grad_() for t in (x.clone() for x in tensors)]
+        window = (5, 0) if kind == "alibi_slopes" else (None, 0)
+        result = function(*qkv, window=window, **{kind: term})
+        out = result if isinstance(result, torch.Tensor) else result.out
+        out.square().sum().backward()
+        results.append([out.detach(), *(t.grad for t in qkv)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_bias_that_is_nowhere_above_zero():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 40, 2, 8, dtype=DTYPE) for _ in range(3))
+    bias = torch.tensor([0.0, -1.0, -torch.inf], dtype=DTYPE)[torch.randint(0, 3, (1, 1, 40, 40))]
+    out = onepass.attention(q, k, v, bias=bias)
+    torch.testing.assert_close(out, reference.attention(q, k, v, bias=bias).out, rtol=1e-10, atol=1e-11)

@@ -1,0 +1,167 @@
+"""What ranges of keys, left padding, ALiBi, a bias and dropout cost on a GPU, beside a call without them.
+
+    python -m onepass.bench.suites.modifiers                              # all cases, forward and backward
+    python -m onepass.bench.suites.modifiers --cases dropout,d128         # those whose names have all of the words
+
+A case is compared with the ordinary call that does as much work: a causal mask said by ranges, or by positions, with
+`causal=True`; documents said by ranges with packed sequences; the others with the same call without the option. All
+have 16k tokens of hidden size 2048 in bfloat16. The contenders take turns, and a ratio is that of their times. The
+results of ranges, documents and left padding are compared with those of the ordinary call, too. The results go to --out
+as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import onepass
+
+from ..machine import describe
+from ..rows import Report
+from . import grid
+
+DEVICE = "cuda"
+TOKENS, HIDDEN, DOCUMENT = 16384, 2048, 1000
+TOLERANCE = 0.02  # of the rough comparison with the ordinary call
+SAME = ("ranges", "positions", "documents")  # options that say what the ordinary call says
+
+
+class ModifierCase(NamedTuple):
+    """Causal self-attention with one option."""
+
+    option: str
+    head_dim: int
+    seqlen: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.option} d{self.head_dim} s{self.seqlen}"
+
+    @property
+    def batch(self) -> int:
+        return TOKENS // self.seqlen
+
+    @property
+    def heads(self) -> int:
+        return HIDDEN // self.head_dim
+
+
+OPTIONS = ("ranges", "positions", "documents", "left padding", "alibi", "bias", "dropout")
+
+
+def cases() -> list[ModifierCase]:
+    return [ModifierCase(*what) for what in itertools.product(OPTIONS, (64, 128), (2048, 8192))]
+
+
+class Tensors(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+
+def make_tensors(case: ModifierCase) -> Tensors:
+    torch.manual_seed(0)
+    shape = case.batch, case.seqlen, case.heads, case.head_dim
+    q, k, v, dout = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
+    return Tensors(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout)
+
+
+def options_of(case: ModifierCase) -> dict[str, Any]:
+    """The arguments of the call with the option."""
+    n = case.seqlen
+    rows = torch.arange(n, device=DEVICE, dtype=torch.int32)
+    zeros = torch.zeros_like(rows)
+    if case.option == "ranges":
+        return {"key_ranges": torch.stack((zeros, rows + 1), -1)[None, None]}
+    if case.option == "documents":
+        return {"key_ranges": torch.stack((rows // DOCUMENT * DOCUMENT, rows + 1), -1)[None, None]}
+    slopes = torch.tensor([2.0 ** (-8 * (h + 1) / case.heads) for h in range(case.heads)], device=DEVICE)
+    more: dict[str, Any] = {
+        "positions": {"q_positions": rows[None]},
+        "left padding": {"seqstart_k": torch.full((case.batch,), n // 8, device=DEVICE, dtype=torch.int32)},
+        "alibi": {"alibi_slopes": slopes},
+        "bias": {"bias": torch.randn(1, 1, n, n, device=DEVICE, dtype=torch.bfloat16)},
+        "dropout": {"dropout_p": 0.1},
+    }
+    return {"causal": True} | more[case.option]
+
+
+def with_option(case: ModifierCase, t: Tensors) -> Callable[[], Tensor]:
+    options = options_of(case)
+    return lambda: onepass.attention(t.q, t.k, t.v, **options)
+
+
+def ordinary(case: ModifierCase, t: Tensors) -> Callable[[], Tensor]:
+    """The call that the option is compared with."""
+    if case.option != "documents":
+        return lambda: onepass.attention(t.q, t.k, t.v, causal=True)
+    starts = [b * case.seqlen + i for b in range(case.batch) for i in range(0, case.seqlen, DOCUMENT)]
+    offsets = torch.tensor([*starts, TOKENS], device=DEVICE, dtype=torch.int32)
+    lengths: dict[str, Any] = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), offsets)
+    lengths |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), DOCUMENT)
+    q, k, v = (x.flatten(0, 1) for x in t[:3])
+    return lambda: onepass.attention_varlen(q, k, v, causal=True, **lengths).view_as(t.dout)
+
+
+def backward_of(attend: Callable[[], Tensor], t: Tensors) -> Callable[[], Any]:
+    """A function that runs the backward pass of a forward that is made now."""
+    out = attend()
+    return lambda: torch.autograd.grad(out, (t.q, t.k, t.v), t.dout, retain_graph=True)
+
+
+def measure(case: ModifierCase, args: argparse.Namespace, report: Report) -> None:
+    """Time the forward and the backward of a case, and add its row."""
+    t = make_tensors(case)
+    attend = {"with": with_option(case, t), "ordinary": ordinary(case, t)}
+    results = {name: (call().detach(), *backward_of(call, t)()) for name, call in attend.items()}
+    disagrees = False
+    if case.option in SAME:
+        pairs = zip(*results.values(), strict=True)
+        disagrees = any(float((a - b).abs().max() / b.abs().max()) > TOLERANCE for a, b in pairs)
+    del results
+    row: dict[str, Any] = {"case": case.label, **case._asdict(), "disagrees": disagrees}
+    for direction in ("forward", "backward"):
+        calls: dict[str, Callable[[], Any]] = dict(attend)
+        if direction == "backward":
+            calls = {name: backward_of(call, t) for name, call in attend.items()}
+        times = grid.time_in_turns(calls, args, seed=case.seqlen)
+        ms = {name: statistics.median(found) for name, found in times.items()}
+        row[direction] = {
+            "ms": {name: [round(x, 5) for x in found] for name, found in times.items()},
+            "added": round(ms["with"] / ms["ordinary"] - 1, 4),
+        }
+    report.add(row)
+    added = ", ".join(f"{name} {row[name]['added']:+.1%}" for name in ("forward", "backward"))
+    print(f"{case.label:32s} {added}{' DISAGREES' if disagrees else ''}", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default="", help="words that a case's name has, all of them; default: all cases")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each contender is timed in each case")
+    parser.add_argument("--warmup-ms", type=int, default=25, help="warm-up of each timing")
+    parser.add_argument("--rep-ms", type=int, default=50, help="length of each timing")
+    grid.add_out(parser, "modifiers.json")
+    args = parser.parse_args(argv)
+    words = [word for word in args.cases.split(",") if word]
+    chosen = [case for case in cases() if all(word in case.label for word in words)]
+    if not chosen:
+        parser.error(f"--cases: expected words of {', '.join(case.label for case in cases())}, got {args.cases}")
+    report = Report(describe(DEVICE) | {"suite": "modifiers"}, args.out)
+    with report.recording():
+        for case in chosen:
+            measure(case, args, report)
+    return report.exit_status(not any(row["disagrees"] for row in report.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

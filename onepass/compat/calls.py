@@ -1,0 +1,112 @@
+"""The road of calls without a cache in flash-attn 3 and 4: sequences cut in any way, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..api import attention as api
+from ..api import steps
+from ..errors import REFUSALS, renamed
+from ..ops.quantize import QuantizedQKV
+from ..quantization.codec import E4M3
+from ..validation import tensors
+from ..validation.scalars import check_flag
+from . import conventions
+from .gradients import Buffers, check_buffers, check_results, gradients, into_buffers
+from .quantization import NAMES as DESCALES
+from .quantization import check_descales, dequantized_queries, filled_descales, times_descale
+from .sequences import Arranged, Lengths
+
+# name of an argument in messages of onepass -> its name in flash-attn
+NAMES = {"window": "window_size", "sinks": "learnable_sink"}
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    options: dict[str, Any],
+    descales: tuple[Any, Any, Any] = (None, None, None),
+    *,
+    attention_chunk: Any = 0,
+    deterministic: Any = False,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of a call without a cache, in its shapes.
+
+    Args:
+        descales: q_descale, k_descale and v_descale (batch, num_heads_kv) float32 of e4m3 tensors, or None each.
+        options: causal, window, softcap, softmax_scale and sinks of `onepass.attention`.
+        attention_chunk: c > 0: a query sees the keys of the chunk of c keys in which it stands.
+    """
+    chunk = conventions.check_chunk(attention_chunk)
+    deterministic = check_flag("deterministic", deterministic, allow_none=True) or None
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        tensors.check_tensor(name, tensor)
+    try:
+        call = Arranged(q, k, v, lengths)
+        modifiers = {"key_ranges": call.chunks(chunk)} if chunk else {}
+        function: Any = api.attention if call.is_dense else api.attention_varlen
+        settings = options | call.options | {"deterministic": deterministic, "return_lse": True}
+        if q.dtype != E4M3:
+            conventions.refuse("only e4m3 tensors have descales", **dict(zip(DESCALES, descales, strict=True)))
+            result = function(*call.tensors, **settings, **modifiers)
+            return call.as_given(result.out), call.stats_as_given(result.lse)
+        batch = q.shape[0] if call.is_dense else (call.options["cu_seqlens_q"].shape[0] - 1) // call.entries
+        check_descales(descales, batch, k)
+        out, lse = _attend_e4m3(call, function, descales, settings, modifiers)
+    except REFUSALS as error:
+        raise renamed(error, NAMES) from None
+    out = conventions.without_backward("attention of e4m3 tensors", call.as_given(out), q, k, v)
+    return out, call.stats_as_given(lse)
+
+
+def _attend_e4m3(
+    call: Arranged, function: Any, descales: tuple, settings: dict[str, Any], modifiers: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """out (bfloat16) and lse of a call with e4m3 tensors."""
+    q, k, v = conventions.detached(*call.tensors)
+    group = q.shape[-2] // max(1, k.shape[-2])
+    given = tuple(None if d is None else call.per_entry(d) for d in descales)
+    if not modifiers:
+        q_descale, k_descale, v_descale = filled_descales(given, q.device)
+        per_head = q_descale.repeat_interleave(group, -1) if q_descale.dim() else q_descale
+        quantized = QuantizedQKV(q, k, v, per_head, k_descale, v_descale)
+        return function(quantized, **settings)
+    # kernels of FP8 have no ranges of keys: in bfloat16, with the descales of q and k in q and v's on out
+    cu_seqlens_q = call.options.get("cu_seqlens_q")
+    q = dequantized_queries(q, given, group, cu_seqlens_q)
+    result = function(q, k.to(q.dtype), v.to(q.dtype), **settings, **modifiers)
+    return times_descale(result.out, given[2], group, cu_seqlens_q), result.lse
+
+
+def backward(
+    dout: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    buffers: Buffers,
+    lengths: Lengths,
+    options: dict[str, Any],
+    dlse: Tensor | None = None,
+    lse_name: str = "softmax_lse",
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """dq, dk and dv in the shapes of q, k and v, and dsinks (of size 0 without sinks).
+
+    Args:
+        buffers: tensors that dq, dk and dv are copied into and that are returned then, or None each.
+        options: of `onepass.attention`. lse_name: of lse, for messages.
+    """
+    q, k, v, dout, out, lse, dlse = conventions.detached(*inputs, dout, out, lse, dlse)
+    try:
+        call = Arranged(q, k, v, lengths)
+        prepared = steps.prepare(*call.tensors, **call.options, **options)
+    except REFUSALS as error:
+        raise renamed(error, NAMES) from None
+    check_results(q, v, dout, out, {lse_name: lse, "dlse": dlse})
+    check_buffers((q, k, v), buffers)
+    dlse = None if dlse is None else call.stats(dlse)
+    *found, dsinks = gradients(prepared, call.rows(dout), call.rows(out), call.stats(lse), dlse)
+    return into_buffers(tuple(found), (q, k, v), buffers), dsinks

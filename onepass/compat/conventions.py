@@ -1,0 +1,147 @@
+"""Conventions that flash-attn's versions share and that differ from those of onepass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedError
+from ..validation import tensors
+from ..validation.scalars import LARGEST_BLOCK, check_int, is_real
+
+Window = tuple[int | None, int | None]
+
+
+def pair_of(window_size: Any) -> Window:
+    """The two sides of a window, as Python values.
+
+    Args:
+        window_size: a tuple, a list, a tensor or an array of two. Tensors are read, which waits for their device.
+    """
+    sides = window_size
+    if isinstance(window_size, Tensor):
+        sides = _values_of(window_size)
+    elif type(window_size).__module__ == "numpy" and hasattr(window_size, "tolist"):
+        sides = window_size.tolist()
+    if not isinstance(sides, (tuple, list)) or len(sides) != 2:
+        raise TypeError(f"window_size: expected a pair (left, right) of int, got {window_size!r}")
+    left, right = (_values_of(side) if isinstance(side, Tensor) else side for side in sides)
+    return _checked_side("window_size", left, " for its left side"), _checked_side(
+        "window_size", right, " for its right side"
+    )
+
+
+def pair_of_sides(window_size_left: Any, window_size_right: Any) -> Window:
+    """The two sides of a window that are arguments of their own."""
+    return _checked_side("window_size_left", window_size_left), _checked_side("window_size_right", window_size_right)
+
+
+def _checked_side(name: str, side: Any, where: str = "") -> int | None:
+    return None if side is None else check_int(name, side, f"an int or None{where}")
+
+
+def _values_of(t: Tensor) -> Any:
+    """A tensor of integers as a number or a list."""
+    tensors.check_tensor("window_size", t)
+    if t.is_meta or t.dim() > 1 or t.is_floating_point() or t.is_complex():
+        raise TypeError(f"window_size: expected a pair of int, got {t.dtype} of shape {tuple(t.shape)} on {t.device}")
+    return t.tolist()
+
+
+def opened(window: Window) -> Window:
+    """The window for `onepass.attention` of one in which a negative side is unbounded."""
+    left, right = (None if side is None or side < 0 else side for side in window)
+    return left, right
+
+
+def softcap_of(softcap: Any) -> Any:
+    """The softcap for `onepass.attention`: 0 and negative numbers mean that there is none."""
+    return None if softcap is None or (is_real(softcap) and softcap <= 0) else softcap
+
+
+def unpack(name: str, packed: Any, count: int, rank: int) -> tuple[Tensor, ...]:
+    """Views of the tensors stacked in the third dimension from the end, (..., count, num_heads, head_dim)."""
+    tensors.check_tensor(name, packed)
+    if packed.dim() != rank or packed.shape[-3] != count:
+        leading = "(batch, seqlen" if rank == 5 else "(total_tokens"
+        raise ValueError(f"{name}: expected shape {leading}, {count}, num_heads, head_dim), got {tuple(packed.shape)}")
+    return packed.unbind(-3)
+
+
+def lengths_between(name: str, cu_seqlens: Any) -> Tensor:
+    """The lengths of sequences from their offsets (batch + 1,), computed on the device of the offsets."""
+    tensors.check_tensor(name, cu_seqlens, "an int32 torch.Tensor")
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+        given = f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
+        raise TypeError(f"{name}: expected an int32 torch.Tensor of shape (batch + 1,), got {given}")
+    return cu_seqlens.diff()
+
+
+def check_per_entry(name: str, t: Any, batch: int, device: torch.device) -> None:
+    """Check an int32 tensor of one number for each batch entry, or None."""
+    if t is not None:
+        tensors.check_int32(name, t, (batch,), "one per batch entry or sequence", device)
+
+
+def check_chunk(attention_chunk: Any) -> int:
+    """The number of keys of a chunk; 0: there are no chunks."""
+    return min(check_int("attention_chunk", attention_chunk, least=0), LARGEST_BLOCK)
+
+
+def check_into(name: str, t: Any, q: Any, v: Any) -> None:
+    """Check a tensor that out is written into, or None."""
+    for tensor_name, tensor in (("q", q), ("v", v)):
+        tensors.check_tensor(tensor_name, tensor)
+    expected = (*q.shape[:-1], *v.shape[-1:])
+    if t is not None and tuple(tensors.check_tensor(name, t).shape) != expected:
+        raise ValueError(f"{name}: expected shape {expected}, got {tuple(t.shape)}")
+
+
+def check_hints(*, num_splits: Any = None, pack_gqa: Any = None, sm_margin: Any = 0) -> None:
+    """Check arguments that say how a result is computed, and have no meaning here."""
+    if num_splits is not None:
+        check_int("num_splits", num_splits)
+    if pack_gqa is not None and not isinstance(pack_gqa, bool):
+        raise TypeError(f"pack_gqa: expected a bool or None, got {pack_gqa!r}")
+    check_int("sm_margin", sm_margin, least=0)
+
+
+def refuse(because: str, **arguments: Any) -> None:
+    """Raise NotImplementedError for the first argument that is not None."""
+    for name, value in arguments.items():
+        if value is not None:
+            given = "a tensor" if isinstance(value, Tensor) else repr(value)
+            raise UnsupportedError(f"{name}: expected None, got {given}: {because}")
+
+
+class _WithoutBackward(torch.autograd.Function):
+    """The identity, with a backward that raises."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, function: str, *inputs: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        raise UnsupportedError(f"{ctx.function} has no backward: its result cannot be differentiated")
+
+
+def without_backward(function: str, out: Tensor, *inputs: Any) -> Tensor:
+    """out, which raises in a backward pass if gradients are recorded and one of the inputs requires one.
+
+    Args:
+        function: what has no backward, for the message. inputs: arguments; those that are no tensors have no effect.
+    """
+    if not torch.is_grad_enabled():
+        return out
+    recorded = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
+    return _WithoutBackward.apply(out, function, *recorded) if recorded else out
+
+
+def detached(*arguments: Any) -> Any:
+    """The arguments as a tuple, tensors without their history."""
+    return tuple(t.detach() if isinstance(t, Tensor) else t for t in arguments)

@@ -1,0 +1,291 @@
+"""flash-attn 2.8's functions of dense batches and packed sequences, with their names, arguments, order and defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...api import attention as api
+from ...api import steps
+from ...errors import REFUSALS, renamed
+from ...validation import tensors
+from ...validation.scalars import LARGEST_BLOCK, check_flag, check_int, check_real
+from .. import conventions, probabilities
+from ..paged import over_pages
+
+# name of an argument in messages of onepass -> its name in flash-attn
+NAMES = {"window": "window_size"}
+_MAX_SEQLENS = dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), "max_seqlen")
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dropout_p: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    deterministic: Any,
+    return_attn_probs: Any,
+    **lengths: Any,
+) -> Any:
+    """Run `onepass.attention`, or `onepass.attention_varlen` with lengths, and shape the result as flash-attn does."""
+    options = {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window": conventions.opened(conventions.pair_of(window_size)),
+        "softcap": conventions.softcap_of(softcap),
+        # without a wish torch.use_deterministic_algorithms decides
+        "deterministic": check_flag("deterministic", deterministic, allow_none=True) or None,
+    }
+    returns_probabilities = check_flag("return_attn_probs", return_attn_probs, allow_none=True)
+    try:
+        dropout_p = check_real("dropout_p", dropout_p)
+        if returns_probabilities and dropout_p > 0:
+            call = steps.prepare(
+                q, k, v, **options, **lengths, dropout_p=dropout_p, modifiers={"alibi_slopes": alibi_slopes}
+            )
+            out, lse = call.forward()
+            return out, lse, s_dmask(call, q, k, alibi_slopes, lengths)
+        function = api.attention_varlen if lengths else api.attention
+        result = function(
+            q,
+            k,
+            v,
+            **options,
+            **lengths,
+            alibi_slopes=alibi_slopes,
+            dropout_p=dropout_p,
+            return_lse=returns_probabilities,
+        )
+    except REFUSALS as error:
+        raise renamed(error, NAMES) from None
+    return (*result, q.new_empty(0)) if returns_probabilities else result
+
+
+def s_dmask(call: steps.Steps, q: Tensor, k: Tensor, alibi_slopes: Tensor | None, lengths: dict[str, Any]) -> Tensor:
+    """S_dmask of a call with dropout. Args: lengths: offsets and longest lengths of packed sequences, or {}."""
+    assert call.dropout_state is not None
+    if not lengths:
+        return probabilities.signed_probabilities(call.problem, q, k, alibi_slopes, call.dropout_state)
+    longest = {name: _longest(name, lengths[name]) for name in ("max_seqlen_q", "max_seqlen_k")}
+    return probabilities.signed_probabilities_packed(
+        call.problem, q, k, alibi_slopes, call.dropout_state, **(lengths | longest)
+    )
+
+
+def _longest(name: str, value: Any) -> int:
+    """A longest length, which is a size of S_dmask. A tensor is read, which waits for its device."""
+    value = value.item() if isinstance(value, Tensor) else value
+    value = check_int(name, value, "an int where the probabilities of a call with dropout are returned", least=0)
+    if value > LARGEST_BLOCK:
+        raise ValueError(f"{name}: expected at most {LARGEST_BLOCK}, got {value}")
+    return value
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention of a dense batch.
+
+    Args:
+        q: (batch, seqlen_q, num_heads_q, head_dim). k, v: (batch, seqlen_k, num_heads_kv, head_dim); dtypes, GQA and
+            strides are those of `onepass.attention`.
+        dropout_p: probabilities are left out of the product with v with this probability.
+        softmax_scale: None = head_dim ** -0.5.
+        causal, window_size: aligned at the bottom right; window_size is (left, right), inclusive, a negative side is
+            unbounded. It may be a tuple, a list, an array or a tensor, which is read.
+        softcap: 0.0 = no cap.
+        alibi_slopes: (num_heads_q,) or (batch, num_heads_q) float32: subtracts slope * |i + seqlen_k - seqlen_q - j|
+            from a score. They may require a gradient.
+        deterministic: ask for bitwise reproducible gradients.
+        return_attn_probs: return (out, softmax_lse, S_dmask) in place of out. Without dropout S_dmask is an empty
+            tensor; with dropout it is dense, see `onepass/compat/probabilities.py`.
+
+    Returns: out (batch, seqlen_q, num_heads_q, head_dim_v); softmax_lse (batch, num_heads_q, seqlen_q) float32.
+    Raises: what `onepass.attention` raises.
+    """
+    return attend(
+        q,
+        k,
+        v,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+    )
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` with k and v in one tensor, kv: (batch, seqlen_k, 2, num_heads_kv, head_dim)."""
+    k, v = conventions.unpack("kv", kv, 2, 5)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` with all three in one tensor, qkv: (batch, seqlen, 3, num_heads, head_dim)."""
+    q, k, v = conventions.unpack("qkv", qkv, 3, 5)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """Attention of packed sequences.
+
+    Args:
+        q: (total_q, num_heads_q, head_dim). k, v: (total_k, num_heads_kv, head_dim); with a block_table
+            (num_blocks, page_block_size, num_heads_kv, head_dim), any page_block_size.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, the start of each sequence and the end of the last one; with a
+            block_table only the differences of cu_seqlens_k matter.
+        max_seqlen_q, max_seqlen_k: hints; an int, a tensor or None. With dropout and return_attn_probs they are sizes
+            of S_dmask, and read.
+        block_table: (batch, max_blocks) int32: the keys of each sequence are rows of these blocks. Such a call without
+            dropout has no backward: if an input requires a gradient, a backward through the result raises.
+        All others: as for `flash_attn_func`; masks are aligned to each sequence's own lengths.
+
+    Returns: out (total_q, num_heads_q, head_dim_v); softmax_lse (num_heads_q, total_q) float32; S_dmask
+    (batch, num_heads_q, max_seqlen_q, max_seqlen_k), both lengths rounded up.
+    Raises: what `onepass.attention_varlen` raises, or with a block_table `onepass.attention_decode`.
+    """
+    if block_table is not None:
+        check_flag("deterministic", deterministic, allow_none=True)
+        returns_probabilities = check_flag("return_attn_probs", return_attn_probs, allow_none=True)
+        out, lse = over_pages(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_seqlens_q,
+            lengths=conventions.lengths_between("cu_seqlens_k", cu_seqlens_k),
+            block_table=block_table,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            dropout_p=dropout_p,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window=conventions.opened(conventions.pair_of(window_size)),
+            softcap=conventions.softcap_of(softcap),
+            alibi_slopes=alibi_slopes,
+        )
+        return (out, lse, q.new_empty(0)) if returns_probabilities else out
+    tensors.check_tensor("cu_seqlens_q", cu_seqlens_q, "an int32 torch.Tensor")
+    return attend(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+    )
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_varlen_func` with k and v in one tensor, kv: (total_k, 2, num_heads_kv, head_dim)."""
+    k, v = conventions.unpack("kv", kv, 2, 4)
+    options = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, *options)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_varlen_func` with all three in one tensor, qkv: (total_tokens, 3, num_heads, head_dim)."""
+    q, k, v = conventions.unpack("qkv", qkv, 3, 4)
+    options = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    try:
+        return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, *options)
+    except REFUSALS as error:
+        raise renamed(error, dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "cu_seqlens") | _MAX_SEQLENS) from None

@@ -1,0 +1,136 @@
+"""flash-attn 3's calls over a key/value cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import REFUSALS, renamed
+from ...validation import tensors
+from .. import conventions
+from ..cache_update import check_rotary
+from ..cached import NO_EXTRAS, Cache, Extras, append_and_attend, lengths_of, table_of_entries
+from ..quantization import check_descales, score_descale
+
+E4M3 = torch.float8_e4m3fn
+# name of an argument in messages of onepass -> its name in flash-attn
+_NAMES = {"window": "window_size", "k_new": "k", "v_new": "v", "seqstart_k": "cache_leftpad"}
+
+
+def over_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    *,
+    cache_seqlens: Any,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    page_table: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k_new: Tensor | None,
+    max_seqlen_q: Any,
+    rotary: tuple[Any, Any, Any, Any],
+    descales: tuple[Any, Any, Any],
+    attention_chunk: Any,
+    num_splits: Any,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """out and lse. If an input requires a gradient, a backward through them raises.
+
+    Args:
+        rotary: rotary_cos, rotary_sin, rotary_seqlens and rotary_interleaved.
+        descales: q_descale, k_descale and v_descale. options: of `onepass.attention`.
+        All others: as for `flash_attn_with_kvcache`.
+    """
+    chunk = conventions.check_chunk(attention_chunk) or None
+    tensors.check_tensor("q", q)
+    if cu_seqlens_q is not None:
+        tensors.check_int32("cu_seqlens_q", cu_seqlens_q, ("batch + 1",), "one more offset than sequences", q.device)
+    for name, tensor, rank in (
+        ("q", q, 4 if cu_seqlens_q is None else 3),
+        ("k_cache", k_cache, 4),
+        ("v_cache", v_cache, 4),
+    ):
+        tensors.check_tensor(name, tensor)
+        if tensor.dim() != rank:
+            raise ValueError(f"{name}: expected {rank} dimensions, got {tensor.dim()} in shape {tuple(tensor.shape)}")
+    if page_table is not None and tensors.check_tensor("page_table", page_table).dim() != 2:
+        raise ValueError(f"page_table: expected shape (batch, max_pages), got {tuple(page_table.shape)}")
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    conventions.check_per_entry("cache_leftpad", cache_leftpad, batch, q.device)
+    conventions.check_per_entry("rotary_seqlens", rotary[2], batch, q.device)
+    _check_new(q, k_cache, v_cache, k, v, batch, cache_seqlens, cu_seqlens_k_new)
+    table = table_of_entries(batch, q.device, k_cache, page_table, cache_batch_idx)
+    k_descale, v_descale = _cache_descales(q, k_cache, descales, batch)
+    cache = Cache(k_cache, v_cache, table, k_descale, v_descale)
+    seqlen_new = 0 if k is None or cu_seqlens_k_new is not None else k.shape[1]
+    lengths = lengths_of(cache_seqlens, batch, q.device, cache.capacity, seqlen_new)
+    cos, sin, rotary_seqlens, interleaved = rotary
+    starts = lengths if rotary_seqlens is None or rotary_seqlens is cache_seqlens else rotary_seqlens
+    try:
+        turned = check_rotary(cos, sin, starts, interleaved, q, k is not None)
+        return append_and_attend(
+            q.bfloat16() if q.dtype == E4M3 else q,
+            cache,
+            lengths,
+            None if k is None or v is None else (k, v),
+            rotary=turned,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_new=cu_seqlens_k_new,
+            max_seqlen_q=max_seqlen_q,
+            num_splits=num_splits,
+            extras=Extras(starts=cache_leftpad, chunk=chunk) if chunk or cache_leftpad is not None else NO_EXTRAS,
+            **options,
+        )
+    except REFUSALS as error:
+        raise renamed(error, _NAMES) from None
+
+
+def _cache_descales(
+    q: Tensor, k_cache: Tensor, descales: tuple[Any, Any, Any], batch: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """The descales of a cache's keys, with those of q in them, and of its values."""
+    if k_cache.dtype != E4M3:
+        conventions.refuse("only e4m3 tensors have descales", q_descale=descales[0])
+        conventions.refuse("only e4m3 tensors have descales", k_descale=descales[1], v_descale=descales[2])
+        return None, None
+    check_descales(descales, batch, k_cache)
+    k_descale, v_descale = score_descale(descales), descales[2]
+    if k_descale is None and v_descale is None:
+        return None, None
+    ones = torch.ones(batch, k_cache.shape[2], device=q.device)
+    return ones if k_descale is None else k_descale, ones if v_descale is None else v_descale
+
+
+def _check_new(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Any,
+    v: Any,
+    batch: int,
+    cache_seqlens: Any,
+    cu_seqlens_k_new: Any,
+) -> None:
+    """Check k and v: both or neither, and rows that fit the caches."""
+    if k is None and v is None:
+        return
+    for name, new in sorted((("k", k), ("v", v)), key=tensors.is_missing):
+        tensors.check_tensor(name, new, "a torch.Tensor where the other of k and v is given")
+    if cache_seqlens is None:
+        raise ValueError("cache_seqlens: expected an int or a (batch,) int32 tensor where k and v are given, got None")
+    if cu_seqlens_k_new is not None:
+        meaning = "one more offset than sequences"
+        tensors.check_int32("cu_seqlens_k_new", cu_seqlens_k_new, (batch + 1,), meaning, q.device)
+    rank = 4 if cu_seqlens_k_new is None else 3
+    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if new.dtype != q.dtype or new.device != q.device:
+            raise TypeError(f"{name}: expected {q.dtype} on {q.device} like q, got {new.dtype} on {new.device}")
+        count = k.shape[-3] if k.dim() == rank else "seqlen_new"
+        expected = (batch, count, *cache.shape[2:]) if rank == 4 else (count, *cache.shape[2:])
+        if tuple(new.shape) != expected:
+            raise ValueError(f"{name}: expected shape {expected}, got {tuple(new.shape)}")

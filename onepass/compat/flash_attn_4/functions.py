@@ -1,0 +1,200 @@
+"""flash-attn 4's functions, with their names, arguments, order and defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...validation.scalars import check_flag
+from .. import conventions
+from ..merging import merged
+from ..sequences import Lengths
+from .private import (
+    GATHER,
+    QV,
+    SchedulerMetadataTensorsTorch,
+    forward,
+    options_of,
+    refuse_foreign,
+    returns_lse,
+    scheduler_metadata,
+)
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Any = None,
+    score_mod_bwd: Any = None,
+    mask_mod: Any = None,
+    aux_tensors: list | None = None,
+    aux_scalars: tuple | None = None,
+    block_sparse_tensors: Any = None,
+    block_sparse_tensors_bwd: Any = None,
+    return_lse: bool = False,
+    gather_bwd_recompute_p: bool = False,
+    gather_bwd_token_chunk: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of a dense batch.
+
+    Args:
+        q: (batch, seqlen_q, num_heads_q, head_dim). k, v: (batch, seqlen_k, num_heads_kv, head_dim and head_dim_v);
+            dtypes are those of `onepass.attention`, or float8_e4m3fn, which has no backward and gives bfloat16.
+        softmax_scale: None = head_dim ** -0.5.
+        causal, window_size: aligned at the bottom right; window_size is (left, right), inclusive, None = unbounded. One
+            negative side shifts the band; two are unbounded.
+        learnable_sink: (num_heads_q,) floating point: adds exp(learnable_sink[h]) to the denominators of head h.
+        softcap: 0.0 = no cap.
+        deterministic: ask for bitwise reproducible gradients.
+        return_lse: return lse, which has a gradient.
+        qv, gather_kv_indices, score_mod, score_mod_bwd, mask_mod, block_sparse_tensors, block_sparse_tensors_bwd: must
+            be None.
+        All others: have no effect.
+
+    Returns: out (batch, seqlen_q, num_heads_q, head_dim_v); lse (batch, num_heads_q, seqlen_q) float32, or None where
+    it is not asked for and no input requires a gradient.
+    Raises: NotImplementedError for what must be None, and what `onepass.attention` raises.
+    """
+    conventions.refuse(QV, qv=qv)
+    conventions.refuse(GATHER, gather_kv_indices=gather_kv_indices)
+    refuse_foreign(
+        score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd,
+        mask_mod=mask_mod,
+        block_sparse_tensors=block_sparse_tensors,
+        block_sparse_tensors_bwd=block_sparse_tensors_bwd,
+    )
+    conventions.check_hints(num_splits=num_splits, pack_gqa=pack_gqa)
+    options = options_of(softmax_scale, causal, conventions.pair_of(window_size), softcap, learnable_sink)
+    out, lse = forward(q, k, v, Lengths(), options, deterministic=deterministic)
+    return out, lse if returns_lse(return_lse, q, k, v, learnable_sink) else None
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    min_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    page_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Any = None,
+    score_mod_bwd: Any = None,
+    mask_mod: Any = None,
+    block_sparse_tensors: Any = None,
+    aux_tensors: list | None = None,
+    aux_scalars: tuple | None = None,
+    return_lse: bool = False,
+    scheduler_metadata: SchedulerMetadataTensorsTorch | None = None,
+    seqlen_k_per_split: int | None = None,
+    disable_scheduler_metadata: bool = False,
+    gather_bwd_recompute_p: bool = False,
+    gather_bwd_token_chunk: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of sequences of different lengths, where queries and keys are cut independently.
+
+    Args:
+        q: packed (total_q, num_heads_q, head_dim) with cu_seqlens_q, else (batch, seqlen_q, num_heads_q, head_dim).
+        k, v: packed (total_k, num_heads_kv, ..) with cu_seqlens_k; in pages (num_pages, page_size, num_heads_kv, ..)
+            with a page_table; else (batch, seqlen_k, num_heads_kv, ..).
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, the start of each sequence and the end of the last one.
+        seqused_q, seqused_k: (batch,) int32: only the first rows of a sequence exist. Masks are aligned to the rows
+            that exist; out of the others is 0. With a page_table seqused_k=None means that all pages are full.
+        page_table: (batch, max_pages) int32. If an input requires a gradient, the backward of out raises.
+        max_seqlen_q, max_seqlen_k, min_seqlen_k: hints.
+        num_splits: with a page_table the number of splits of the keys, which a GPU computes side by side; 0 = chosen.
+        All others: as for `flash_attn_func`.
+
+    Returns: out in q's shape, with head_dim_v; lse (num_heads_q, total_q) or (batch, num_heads_q, seqlen_q) float32, or
+    None where it is not asked for and no input requires a gradient.
+    """
+    conventions.refuse(QV, qv=qv)
+    conventions.refuse(GATHER, gather_kv_indices=gather_kv_indices)
+    foreign = {"score_mod": score_mod, "score_mod_bwd": score_mod_bwd, "mask_mod": mask_mod}
+    refuse_foreign(**foreign, block_sparse_tensors=block_sparse_tensors)
+    conventions.check_hints(num_splits=num_splits, pack_gqa=pack_gqa)
+    options = options_of(softmax_scale, causal, conventions.pair_of(window_size), softcap, learnable_sink)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+    out, lse = forward(
+        q, k, v, lengths, options, page_table=page_table, num_splits=num_splits, deterministic=deterministic
+    )
+    return out, lse if returns_lse(return_lse, q, k, v, learnable_sink) else None
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    cu_seqlens: Tensor | None = None,
+    seqused: Tensor | None = None,
+    virtual_batch_idx: Tensor | None = None,
+    return_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Merge attention over disjoint sets of keys.
+
+    Args:
+        out_partial: (num_splits, batch, seqlen, num_heads, head_dim), or packed (num_splits, total_q, ..).
+        lse_partial: (num_splits, batch, seqlen, num_heads), or packed, float32; heads are in the last dimension.
+        out: a tensor to write into; None: a new one of out_dtype, by default that of out_partial.
+        cu_seqlens, seqused, virtual_batch_idx: say in which order to compute, and which rows may be left out; all rows
+            are merged.
+
+    Returns: out (batch, seqlen, num_heads, head_dim), and lse (batch, seqlen, num_heads), or None without return_lse.
+    """
+    return_lse = check_flag("return_lse", return_lse)
+    found, lse = merged(out_partial, lse_partial, out, out_dtype)
+    return found, lse if return_lse else None
+
+
+def get_scheduler_metadata(
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    nheads: int,
+    nheads_kv: int,
+    headdim: int,
+    num_splits: int,
+    headdim_v: int | None = None,
+    pack_gqa: bool | None = None,
+    causal: bool = False,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqlen_k_new: int = 0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqlen_k_per_split: int | None = None,
+    _arch: int | None = None,
+) -> SchedulerMetadataTensorsTorch:
+    """Metadata without a schedule: onepass needs none before a call. `flash_attn_varlen_func` takes it."""
+    return scheduler_metadata((cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), num_splits)

@@ -1,0 +1,61 @@
+"""The backward of flash-attn's private functions: gradients from out and lse, written into given tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..api.steps import Steps
+from ..validation import tensors
+
+Buffers = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def check_results(q: Tensor, v: Tensor, dout: Any, out: Any, stats: dict[str, Any]) -> None:
+    """Check the results of a forward, in the shapes of the call. Args: stats: as of `check_stats`."""
+    tensors.check_tensors({"q": q, "dout": dout, "out": out})
+    expected = (*q.shape[:-1], *v.shape[-1:])
+    for name, t in (("dout", dout), ("out", out)):
+        if tuple(t.shape) != expected:
+            raise ValueError(f"{name}: expected shape {expected}, got {tuple(t.shape)}")
+    check_stats(q, stats)
+
+
+def check_stats(q: Tensor, stats: dict[str, Any]) -> None:
+    """Check lse and its gradient dlse, which may be None, by name, in the shapes of the call."""
+    expected = (*q.shape[:-3], *q.shape[-2:-1], *q.shape[-3:-2])
+    for name, t in stats.items():
+        if (t is not None or name != "dlse") and tuple(tensors.check_tensor(name, t).shape) != expected:
+            raise ValueError(f"{name}: expected shape {expected}, one for each row of out, got {tuple(t.shape)}")
+
+
+def check_buffers(inputs: tuple[Tensor, ...], buffers: Buffers) -> None:
+    """Check the tensors that dq, dk and dv are copied into, or None each."""
+    for name, t, buffer in zip(("dq", "dk", "dv"), inputs, buffers, strict=True):
+        if buffer is not None and tensors.check_tensor(name, buffer).shape != t.shape:
+            raise ValueError(f"{name}: expected shape {tuple(t.shape)}, got {tuple(buffer.shape)}")
+
+
+def gradients(call: Steps, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None) -> tuple[Tensor, ...]:
+    """dq, dk, dv and dsinks of a call."""
+    with torch.no_grad():
+        return call.backward(dout, out, lse, dlse)
+
+
+def into_buffers(found: tuple[Tensor, ...], inputs: tuple[Tensor, ...], buffers: Buffers) -> tuple[Tensor, ...]:
+    """dq, dk and dv in the shapes of q, k and v, copied into the given tensors, which are returned then."""
+    shaped = [g.reshape(t.shape) for g, t in zip(found, inputs, strict=True)]
+    with torch.no_grad():
+        return tuple(g if b is None else b.copy_(g) for g, b in zip(shaped, buffers, strict=True))
+
+
+def row_sums(dout: Tensor, out: Tensor) -> Tensor:
+    """The float32 sums of dout * out over head_dim, (batch, num_heads, seqlen_q) or (num_heads, total_q)."""
+    return torch.linalg.vecdot(dout.float(), out.float()).transpose(-1, -2)
+
+
+def padded_rows(sums: Tensor, length: int) -> Tensor:
+    """Rows with zeros behind them, up to a length of the last dimension."""
+    return torch.nn.functional.pad(sums, (0, length - sums.shape[-1]))

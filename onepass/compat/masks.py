@@ -1,0 +1,54 @@
+"""Mask tensors as arguments of `onepass.attention`, with no value read on the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Ranges of keys that a mask leaves are multiples of it: the mask itself is still applied, so nothing is lost, and a
+# reduction over so many keys leaves little to look at.
+RANGE_KEYS = 128
+
+# The dtype of the bias that stands for a boolean mask; its values are 0 and -inf.
+BOOLEAN_BIAS = torch.bfloat16
+
+
+def four_dimensional(mask: Tensor, leading: torch.Size) -> Tensor:
+    """A mask as (batch or 1, heads or 1, queries or 1, keys or 1), a view except for some masks of many dimensions."""
+    if not mask.requires_grad:
+        # what was expanded is broadcast again, so that no copy of the mask is larger than what is in memory
+        for dim, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
+            mask = mask.narrow(dim, 0, 1) if stride == 0 and size > 1 else mask
+    rank = max(4, len(leading) + 2)
+    mask = mask.reshape((1,) * (rank - mask.dim()) + mask.shape)
+    if rank > 4:
+        batch_shape = leading[:-1] if any(size != 1 for size in mask.shape[:-3]) else (1,) * (rank - 3)
+        mask = mask.expand(*batch_shape, *mask.shape[-3:]).flatten(0, -4)
+    return mask
+
+
+def mask_arguments(mask: Tensor, seqlen_q: int, seqlen_k: int) -> dict[str, Tensor]:
+    """The arguments of `onepass.attention` for a mask of `four_dimensional`."""
+    if mask.dtype == torch.bool:
+        is_seen, zero = mask, torch.zeros((), dtype=BOOLEAN_BIAS, device=mask.device)
+        bias = torch.where(mask, zero, zero - torch.inf)
+    else:
+        is_seen, bias = mask.detach() != -torch.inf, mask
+    if 0 in is_seen.shape or mask.shape[-1] == 1:
+        return {"bias": bias}
+    return {"bias": bias, "key_ranges": _key_ranges(is_seen, seqlen_k).expand(-1, -1, seqlen_q, -1)}
+
+
+def _key_ranges(is_seen: Tensor, seqlen_k: int) -> Tensor:
+    """(..., 2) int32: from the first to the end of the last `RANGE_KEYS` keys of which a row sees one.
+
+    Args: is_seen: (..., seqlen_k) bool.
+    """
+    num_whole = seqlen_k // RANGE_KEYS
+    whole, rest = is_seen.split((num_whole * RANGE_KEYS, seqlen_k - num_whole * RANGE_KEYS), -1)
+    in_block = torch.cat((whole.unflatten(-1, (num_whole, RANGE_KEYS)).any(-1), rest.any(-1, keepdim=True)), -1)
+    # a row that sees nothing has the numbers 0 and -1
+    number = torch.arange(num_whole + 1, device=is_seen.device, dtype=torch.int32)
+    last = torch.where(in_block, number, -1).amax(-1)
+    first = torch.where(in_block, number, num_whole + 1).amin(-1).minimum(last + 1)
+    return (torch.stack((first, last + 1), -1) * RANGE_KEYS).clamp(max=seqlen_k).to(torch.int32)

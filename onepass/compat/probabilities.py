@@ -1,0 +1,95 @@
+"""S_dmask: the dense probabilities of a call with dropout, and which of them were dropped, for debugging.
+
+It is what `return_attn_probs=True` of flash-attn 2 returns. An element is exp(score - maximum of its row), so that
+dividing it by the sum of its row, without signs, gives the probability before dropout. It is negative where dropout
+left the pair out, even if the probability rounds to 0, and 0 where the mask hides the key.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..geometry import philox
+from ..problem import AttentionProblem
+
+ROUNDED_TO = 128  # the sizes of S_dmask are multiples of it
+ONE_BLOCK = 2**31 - 1  # elements of a row are relative to one maximum, as if a block of keys held all of them
+
+
+def round_up(length: int) -> int:
+    """The length as a size of S_dmask."""
+    return -(-length // ROUNDED_TO) * ROUNDED_TO
+
+
+def signed_probabilities(
+    problem: AttentionProblem, q: Tensor, k: Tensor, alibi_slopes: Tensor | None, state: Tensor
+) -> Tensor:
+    """S_dmask of a dense call, (batch, num_heads_q, round_up(seqlen_q), round_up(seqlen_k)) in q's dtype."""
+    batch, seqlen_q = q.shape[:2]
+    lengths = torch.full((batch,), seqlen_q, device=q.device), torch.full((batch,), k.shape[1], device=q.device)
+    return _signed(problem, q, k, *lengths, alibi_slopes, state)
+
+
+def signed_probabilities_packed(
+    problem: AttentionProblem,
+    q: Tensor,
+    k: Tensor,
+    alibi_slopes: Tensor | None,
+    state: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> Tensor:
+    """S_dmask of packed sequences, (batch, num_heads_q, round_up(max_seqlen_q), round_up(max_seqlen_k))."""
+    padded = _in_batches(q, cu_seqlens_q, max_seqlen_q), _in_batches(k, cu_seqlens_k, max_seqlen_k)
+    return _signed(problem, *padded, cu_seqlens_q.diff(), cu_seqlens_k.diff(), alibi_slopes, state)
+
+
+def _in_batches(packed: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+    """(batch, longest, num_heads, head_dim): packed rows, and arbitrary rows past the end of each sequence."""
+    if packed.shape[0] == 0:
+        return packed.new_zeros(cu_seqlens.shape[0] - 1, longest, *packed.shape[1:])
+    rows = cu_seqlens[:-1, None] + torch.arange(longest, device=packed.device)
+    return packed[rows.clamp(max=packed.shape[0] - 1)]
+
+
+def _signed(
+    problem: AttentionProblem,
+    q: Tensor,
+    k: Tensor,
+    lengths_q: Tensor,
+    lengths_k: Tensor,
+    alibi_slopes: Tensor | None,
+    state: Tensor,
+) -> Tensor:
+    """S_dmask of a padded batch. Args: lengths_q, lengths_k: (batch,), the rows of each entry that exist."""
+    batch, seqlen_q, heads, _ = q.shape
+    seqlen_k, dtype = k.shape[1], q.dtype
+    with torch.no_grad():
+        accum = problem.accum_dtype
+        q, k = (x.to(accum).transpose(1, 2) for x in (q, k))
+        scores = (q * problem.softmax_scale) @ k.repeat_interleave(problem.qhead_per_kvhead, 1).mT
+        if problem.softcap is not None:
+            scores = problem.softcap * torch.tanh(scores / problem.softcap)
+        row, column = (torch.arange(n, device=q.device) for n in (seqlen_q, seqlen_k))
+        position = (row + (lengths_k - lengths_q)[:, None])[:, None, :, None]
+        if alibi_slopes is not None:
+            slopes = alibi_slopes.to(accum).expand(batch, heads)[..., None, None]
+            scores = scores - slopes * (position - column).abs()
+        is_visible = (row < lengths_q[:, None])[:, None, :, None] & (column < lengths_k[:, None])[:, None, None]
+        left, right = problem.mask.window_left, problem.mask.window_right
+        if left is not None:
+            is_visible = is_visible & (column >= position - left)
+        if right is not None:
+            is_visible = is_visible & (column <= position + right)
+        scores = scores.masked_fill(~is_visible, -torch.inf)
+        maximum = scores.amax(-1, keepdim=True) if seqlen_k else scores
+        found = torch.where(is_visible, torch.exp(scores - maximum), 0.0).to(dtype)
+        instances = torch.arange(batch * heads, device=q.device).view(batch, heads, 1, 1)
+        is_kept = philox.kept_pairs(state, problem.dropout_p, instances, row[:, None], column)
+        dropped = -found.clamp(min=torch.finfo(dtype).smallest_normal)
+        found = torch.where(is_visible & ~is_kept, dropped, found)
+        return torch.nn.functional.pad(found, (0, round_up(seqlen_k) - seqlen_k, 0, round_up(seqlen_q) - seqlen_q))

@@ -1,0 +1,70 @@
+"""Random arguments that few calls have: ranges of keys, positions, left padding, ALiBi, bias and dropout."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMES = ("seqstart_k", "key_ranges", "q_positions", "alibi_slopes", "bias", "dropout_p")
+WITH_GRADIENT = ("alibi_slopes", "bias")
+
+
+def random_modifiers(
+    seed: int,
+    *,
+    dtype: torch.dtype,
+    heads: int,
+    rows: int,
+    lengths: Sequence[int],
+    columns: int,
+    is_packed: bool,
+    names: Sequence[str] = NAMES,
+) -> dict[str, Any]:
+    """Some of the arguments for a call; none for half of the seeds. Equal arguments give equal results.
+
+    Args:
+        dtype: of q.
+        rows: seqlen_q, or total_q of packed queries.
+        lengths: the number of keys of each batch entry or sequence.
+        columns: of a bias that has one for each key.
+        names: which arguments there may be.
+    """
+    rng, generator = random.Random(f"{seed}, modifiers"), torch.Generator().manual_seed(seed)
+    if rng.random() < 0.5:
+        return {}
+    chosen = {name for name in names if rng.random() < 0.35} or {rng.choice(names)}
+    batch, num_positions = len(lengths), max(rows, columns) + 3
+    lead = () if is_packed else (rng.choice([1, batch]),)
+    found: dict[str, Any] = {}
+
+    def integers(least: int, below: int, shape: tuple[int, ...]) -> Tensor:
+        return torch.randint(least, below, shape, generator=generator, dtype=torch.int32)
+
+    if "seqstart_k" in chosen:
+        starts = [rng.choice([0, rng.randint(0, n), rng.randint(0, n), n]) for n in lengths]
+        found["seqstart_k"] = torch.tensor(starts, dtype=torch.int32)
+    if "key_ranges" in chosen:
+        low = integers(-3, columns + 3, (*lead, rng.choice([1, heads]), rows, 1))
+        low = low.sort(-2).values if rng.random() < 0.5 else low  # as of documents
+        found["key_ranges"] = torch.cat([low, low + integers(0, columns + 1, low.shape)], -1)
+    if "q_positions" in chosen:
+        positions = [torch.randperm(num_positions, generator=generator)[:rows] for _ in range(lead[0] if lead else 1)]
+        positions = [p.sort().values if rng.random() < 0.5 else p for p in positions]  # as of a shard
+        found["q_positions"] = torch.stack(positions).int().view(*lead, rows)
+    if "alibi_slopes" in chosen:
+        shape = rng.choice([(heads,), (batch, heads)])
+        found["alibi_slopes"] = 0.3 * torch.rand(shape, generator=generator, dtype=torch.float32)
+    if "bias" in chosen:
+        bias_rows = rng.choice([1, num_positions if "q_positions" in chosen else rows])
+        shape = (*lead, rng.choice([1, heads]), bias_rows, rng.choice([1, columns, columns]))
+        bias = torch.randn(shape, generator=generator, dtype=torch.float32)
+        if rng.random() < 0.4:
+            bias[torch.rand(shape, generator=generator, dtype=torch.float32) < 0.3] = -torch.inf
+        found["bias"] = bias.to(rng.choice([dtype, dtype, torch.float32]))
+    if "dropout_p" in chosen:
+        found["dropout_p"] = rng.choice([0.1, 0.5, 0.9])
+    return found

@@ -1,0 +1,587 @@
+"""flash-attn 3's functions: signatures, lengths, chunks, e4m3 tensors and caches, beside the float64 oracle."""
+
+import inspect
+
+import pytest
+import torch
+
+from onepass import reference
+from onepass.compat import flash_attn
+from onepass.compat import flash_attn_3 as fa3
+from onepass.compat.cache_update import append
+from onepass.dispatch import attention as dispatch
+
+DTYPE = torch.float64
+E4M3 = torch.float8_e4m3fn
+INT32 = torch.int32
+
+
+def randn(*shape, seed=0, dtype=DTYPE):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(dtype)
+
+
+def qkv(batch=2, seqlen_q=7, seqlen_k=10, heads_q=4, heads_kv=2, head_dim=8, head_dim_v=8, dtype=DTYPE):
+    return [
+        randn(batch, seqlen_q, heads_q, head_dim, dtype=dtype),
+        randn(batch, seqlen_k, heads_kv, head_dim, seed=1, dtype=dtype),
+        randn(batch, seqlen_k, heads_kv, head_dim_v, seed=2, dtype=dtype),
+    ]
+
+
+DESCALES = "q_descale k_descale v_descale"
+HINTS = "num_splits pack_gqa deterministic sm_margin return_attn_probs"
+SIGNATURES = {
+    "flash_attn_func": f"q k v softmax_scale causal qv {DESCALES} window_size attention_chunk softcap {HINTS}",
+    "flash_attn_qkvpacked_func": f"qkv softmax_scale causal {DESCALES} window_size attention_chunk softcap "
+    "deterministic num_heads_q sm_margin return_attn_probs",
+    "flash_attn_varlen_func": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q seqused_k "
+    f"softmax_scale causal qv {DESCALES} window_size attention_chunk softcap {HINTS}",
+    "flash_attn_with_kvcache": "q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens cache_batch_idx "
+    f"cache_leftpad page_table cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens {DESCALES} softmax_scale "
+    "causal window_size attention_chunk softcap rotary_interleaved scheduler_metadata num_splits pack_gqa sm_margin "
+    "return_softmax_lse",
+    "flash_attn_combine": "out_partial lse_partial out out_dtype",
+    "get_scheduler_metadata": "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim cache_seqlens "
+    "qkv_dtype headdim_v cu_seqlens_q cu_seqlens_k_new cache_leftpad page_size max_seqlen_k_new causal window_size "
+    "attention_chunk has_softcap num_splits pack_gqa sm_margin",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name):
+    parameters = inspect.signature(getattr(fa3, name)).parameters
+    assert list(parameters) == SIGNATURES[name].split()
+    for argument, default in {"window_size": (-1, -1), "attention_chunk": 0, "softcap": 0.0, "sm_margin": 0}.items():
+        assert argument not in parameters or parameters[argument].default == default
+    assert all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters.values())
+
+
+def chunks(seqlen_q, seqlen_k, size, start=0):
+    """key_ranges of the oracle, in which keys before the start are cut off."""
+    position = torch.arange(seqlen_q) + seqlen_k - seqlen_q - start
+    begin = position.div(size, rounding_mode="floor") * size
+    return torch.stack([begin, begin + size], -1)[None, None]
+
+
+OPTIONS = [
+    ({}, {}),
+    (
+        {"causal": True, "softcap": 2.0, "num_splits": 3, "pack_gqa": True, "sm_margin": 8},
+        {"causal": True, "softcap": 2.0},
+    ),
+    ({"window_size": torch.tensor([3, -1]), "softmax_scale": 0.4}, {"window": (3, None), "softmax_scale": 0.4}),
+    ({"attention_chunk": 4}, {"chunk": 4}),
+    ({"attention_chunk": 3, "causal": True, "window_size": (1, 5)}, {"chunk": 3, "causal": True, "window": (1, 5)}),
+]
+
+
+def oracle(q, k, v, options, start=0):
+    options = dict(options)
+    size = options.pop("chunk", None)
+    if size:
+        options["key_ranges"] = chunks(q.shape[1], k.shape[1] + start, size, start)
+    return reference.attention(q, k, v, **options)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), OPTIONS)
+def test_dense(theirs, ours):
+    tensors = [t.requires_grad_() for t in qkv(head_dim_v=12)]
+    out, lse = fa3.flash_attn_func(*tensors, **theirs, return_attn_probs=True)
+    expected = oracle(*tensors, ours)
+    torch.testing.assert_close(out, expected.out)
+    torch.testing.assert_close(lse, expected.lse)
+    dout = randn(*out.shape, seed=5)
+    found, true = (torch.autograd.grad(o, tensors, dout) for o in (out, expected.out))
+    for a, b in zip(found, true, strict=True):
+        torch.testing.assert_close(a, b)
+    assert torch.equal(fa3.flash_attn_func(*tensors, **theirs), out)
+
+
+def test_qkvpacked():
+    q, k, v = qkv(seqlen_q=10, heads_q=2)
+    expected = fa3.flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(fa3.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), causal=True), expected)
+    q, k, v = qkv(seqlen_q=10)
+    expected = fa3.flash_attn_func(q, k, v, None, True)
+    beside = torch.cat([q, k, v], 2)
+    assert torch.equal(fa3.flash_attn_qkvpacked_func(beside, None, True, num_heads_q=4), expected)
+    with pytest.raises(ValueError, match="num_heads_q: expected an int"):
+        fa3.flash_attn_qkvpacked_func(beside)
+    with pytest.raises(ValueError, match="qkv: expected 5 heads of q"):
+        fa3.flash_attn_qkvpacked_func(beside, num_heads_q=5)
+
+
+# two sequences, of which some rows do not exist: NaN there must not show
+OFFSETS_Q, USED_Q = torch.tensor([0, 7, 12], dtype=INT32), torch.tensor([4, 5], dtype=INT32)
+OFFSETS_K, USED_K = torch.tensor([0, 9, 19], dtype=INT32), torch.tensor([9, 6], dtype=INT32)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), OPTIONS)
+@pytest.mark.parametrize("used", ["", "q", "k", "qk"])
+def test_packed(theirs, ours, used):
+    tensors = [randn(12, 4, 8), randn(19, 2, 8, seed=1), randn(19, 2, 8, seed=2)]
+    lengths_q = USED_Q if "q" in used else OFFSETS_Q.diff()
+    lengths_k = USED_K if "k" in used else OFFSETS_K.diff()
+    rows, keys = [], []
+    for b in range(2):
+        m, n = int(OFFSETS_Q[b]), int(OFFSETS_K[b])
+        rows.append(slice(m, m + int(lengths_q[b])))
+        keys.append(slice(n, n + int(lengths_k[b])))
+        tensors[0][rows[b].stop : OFFSETS_Q[b + 1]] = torch.nan
+        for t in tensors[1:]:
+            t[keys[b].stop : OFFSETS_K[b + 1]] = torch.nan
+    tensors = [t.requires_grad_() for t in tensors]
+    out, lse = fa3.flash_attn_varlen_func(
+        *tensors,
+        OFFSETS_Q,
+        OFFSETS_K,
+        7,
+        10,
+        seqused_q=USED_Q if "q" in used else None,
+        seqused_k=USED_K if "k" in used else None,
+        return_attn_probs=True,
+        **theirs,
+    )
+    expected = [
+        oracle(tensors[0][None, r], tensors[1][None, s], tensors[2][None, s], ours)
+        for r, s in zip(rows, keys, strict=True)
+    ]
+    exists = torch.zeros(12, dtype=torch.bool)
+    for r, one in zip(rows, expected, strict=True):
+        exists[r] = True
+        torch.testing.assert_close(out[r], one.out[0])
+        torch.testing.assert_close(lse[:, r], one.lse[0])
+    assert not out[~exists].any()
+    dout = randn(*out.shape, seed=5)
+    found = torch.autograd.grad(out, tensors, dout)
+    parts = sum((one.out[0] * dout[r]).sum() for r, one in zip(rows, expected, strict=True))
+    for a, b in zip(found, torch.autograd.grad(parts, tensors), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# --- private functions, e4m3 ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("uses", [False, True])
+def test_private_backward(is_packed, uses):
+    if is_packed:
+        tensors = [randn(12, 4, 8), randn(19, 2, 8, seed=1), randn(19, 2, 8, seed=2)]
+        lengths = {"cu_seqlens_q": OFFSETS_Q, "cu_seqlens_k": OFFSETS_K}
+    else:
+        tensors, lengths = qkv(), {}
+    used = (USED_Q, USED_K) if uses else (None, None)
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    options = {"softmax_scale": 0.3, "window_size_left": 4, "window_size_right": 2, "softcap": 3.0}
+    out, lse, *empty = fa3._flash_attn_forward(
+        *leaves, **lengths, seqused_q=used[0], seqused_k=used[1], max_seqlen_q=7, max_seqlen_k=10, **options
+    )
+    assert [t.numel() for t in empty] == [0, 0]
+    dout = randn(*out.shape, seed=5)
+    expected = torch.autograd.grad(out, leaves, dout)
+    buffers = [torch.full_like(t, torch.nan) for t in tensors]
+    softmax_d = fa3._flash_attn_backward(
+        dout,
+        *tensors,
+        out,
+        lse,
+        *(lengths.values() or (None, None)),
+        *used,
+        7,
+        10,
+        *buffers,
+        **options,
+        deterministic=True,
+    )
+    for a, b in zip(buffers, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    sums = (dout * out).sum(-1).transpose(-1, -2).float()
+    assert softmax_d.shape == ((4, 12 + 256) if is_packed else (2, 4, 128))
+    torch.testing.assert_close(softmax_d[..., : sums.shape[-1]], sums)
+
+
+def test_private_forward_runs_calls_over_caches():
+    q, k, v = qkv(seqlen_q=1)
+    lengths, starts = torch.tensor([4, 9], dtype=INT32), torch.tensor([1, 0], dtype=INT32)
+    into = torch.empty_like(q)
+    out, lse, *_ = fa3._flash_attn_forward(q, k, v, out_=into, seqused_k=lengths, leftpad_k=starts, causal=True)
+    assert out is into
+    expected = fa3.flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=lengths, cache_leftpad=starts, causal=True, return_softmax_lse=True
+    )
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+    with pytest.raises(NotImplementedError, match="seqused_q: expected None, got a tensor"):
+        fa3._flash_attn_forward(q, k, v, seqused_q=lengths, seqused_k=lengths, leftpad_k=starts)
+
+
+def real(t, descale):
+    """Real values of an e4m3 tensor (batch, seqlen, heads, dim) whose kv heads have descales."""
+    group = t.shape[2] // descale.shape[1]
+    return t.double() * descale.double().repeat_interleave(group, 1)[:, None, :, None]
+
+
+def descales(batch=2, heads=2):
+    return [torch.rand(batch, heads, generator=torch.Generator().manual_seed(s)) + 0.5 for s in range(3)]
+
+
+@pytest.mark.parametrize("theirs", [{}, {"causal": True}, {"attention_chunk": 5}])
+@pytest.mark.parametrize("has_descales", [False, True])
+def test_e4m3(theirs, has_descales):
+    tensors = [t.to(E4M3).requires_grad_() for t in qkv()]
+    given = descales() if has_descales else [None] * 3
+    out, lse = fa3.flash_attn_func(
+        *tensors, **theirs, **dict(zip(DESCALES.split(), given, strict=True)), return_attn_probs=True
+    )
+    assert out.dtype == torch.bfloat16
+    ones = torch.ones(2, 2)
+    values = [real(t.detach(), ones if d is None else d) for t, d in zip(tensors, given, strict=True)]
+    ours = {"causal": "causal" in theirs} | ({"chunk": 5} if "attention_chunk" in theirs else {})
+    expected = oracle(*values, ours)
+    # P has three bits of mantissa, 2 ** -4 of an average of values; with chunks it has bfloat16's eight
+    atol = 2 ** -(7 if "attention_chunk" in theirs else 4) * float(values[2].abs().max())
+    torch.testing.assert_close(out.double(), expected.out, atol=atol, rtol=0)
+    torch.testing.assert_close(lse.double(), expected.lse, atol=0.05, rtol=0)
+    with pytest.raises(NotImplementedError, match="e4m3 tensors has no backward"):
+        out.float().sum().backward()
+
+
+@pytest.mark.parametrize("theirs", [{}, {"attention_chunk": 5}])
+@pytest.mark.parametrize(
+    ("descale", "error", "match"),
+    [
+        (
+            torch.ones(2, 4),
+            ValueError,
+            r"expected shape \(2, 2\), one for each kv head of each batch entry, got \(2, 4\)",
+        ),
+        (torch.ones(2, 2, dtype=DTYPE), TypeError, "expected dtype float32, got float64"),
+        (1.0, TypeError, "expected a float32 torch.Tensor, got float"),
+    ],
+)
+@pytest.mark.parametrize("name", DESCALES.split())
+def test_bad_descales(theirs, name, descale, error, match):
+    tensors = [t.to(E4M3) for t in qkv()]
+    with pytest.raises(error, match=f"^{name}: {match}"):
+        fa3.flash_attn_func(*tensors, **theirs, **{name: descale})
+    with pytest.raises(error, match=f"^{name}: {match}"):
+        fa3.flash_attn_with_kvcache(*tensors, **theirs, **{name: descale})
+
+
+def test_e4m3_of_packed_sequences_with_unused_queries():
+    """Descales follow their sequences."""
+    tensors = [randn(12, 4, 8).to(E4M3), randn(19, 2, 8, seed=1).to(E4M3), randn(19, 2, 8, seed=2).to(E4M3)]
+    given = [d * torch.tensor([[1.0], [4.0]]) for d in descales()]
+    out = fa3.flash_attn_varlen_func(*tensors, OFFSETS_Q, OFFSETS_K, 7, 10, USED_Q, USED_K, None, True, None, *given)
+    for b in range(2):
+        rows = slice(int(OFFSETS_Q[b]), int(OFFSETS_Q[b] + USED_Q[b]))
+        keys = slice(int(OFFSETS_K[b]), int(OFFSETS_K[b] + USED_K[b]))
+        own = [real(t[None, s], d[b : b + 1]) for t, s, d in zip(tensors, (rows, keys, keys), given, strict=True)]
+        expected = reference.attention(*own, causal=True).out[0]
+        atol = 2**-4 * float(own[2].abs().max())
+        torch.testing.assert_close(out[rows].double(), expected, atol=atol, rtol=0)
+
+
+# --- caches -----------------------------------------------------------------------------------------------------------
+
+FILLED = torch.tensor([8, 0, 5], dtype=INT32)
+
+
+def cache(dtype=DTYPE):
+    """k and v of three entries with room for 14 keys, NaN where none is."""
+    caches = [randn(3, 14, 2, 8, seed=i, dtype=dtype) for i in (1, 2)]
+    for c in caches:
+        for b, n in enumerate(FILLED.tolist()):
+            c.view(torch.uint8 if dtype == E4M3 else dtype)[b, n:] = 0x7F if dtype == E4M3 else torch.nan
+    return caches
+
+
+CACHE_OPTIONS = [*OPTIONS, ({"window_size": (2, 4)}, {"window": (2, 4)})]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), CACHE_OPTIONS)
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("page_size", [None, 2, 7])
+@pytest.mark.parametrize("has_starts", [False, True])
+def test_kvcache(theirs, ours, is_packed, page_size, has_starts):
+    """Packed queries and new keys of different numbers, rotary positions of their own, picked entries and pages."""
+    counts_q, counts_new = ([3, 1, 4], [2, 0, 3]) if is_packed else ([2] * 3, [2] * 3)
+    q, k, v = (randn(sum(n), h, 8, seed=h) for n, h in ((counts_q, 4), (counts_new, 2), (counts_new, 2)))
+    offsets_q, offsets_new = (torch.tensor([0, *n]).cumsum(0).int() for n in (counts_q, counts_new))
+    caches = cache()
+    starts = torch.tensor([3, 0, 1], dtype=INT32) if has_starts else None
+    turns = torch.tensor([5, 1, 0], dtype=INT32)  # rotary_seqlens
+    angles = torch.arange(14)[:, None] * torch.tensor([1.0, 0.3], dtype=DTYPE)
+    cos, sin = angles.cos(), angles.sin()
+
+    def turned(x, positions):
+        a, b, rest = x.split([2, 2, 4], -1)
+        c, s = cos[positions][:, None], sin[positions][:, None]
+        return torch.cat([a * c - b * s, a * s + b * c, rest], -1)
+
+    full, rows = [c.clone() for c in caches], []
+    for b, n in enumerate(FILLED.tolist()):
+        own, new = slice(*offsets_q[b : b + 2]), slice(*offsets_new[b : b + 2])
+        steps = torch.arange(counts_q[b]) * bool(theirs)
+        rows.append(turned(q[own], turns[b] + steps))
+        full[0][b, n : n + counts_new[b]] = turned(k[new], turns[b] + torch.arange(counts_new[b]))
+        full[1][b, n : n + counts_new[b]] = v[new]
+    picked = torch.tensor([2, 4, 0], dtype=INT32)
+    given, table = [torch.full((5, 14, 2, 8), torch.nan, dtype=DTYPE) for _ in range(2)], None
+    for g, c in zip(given, caches, strict=True):
+        g[picked.long()] = c
+    if page_size is not None:
+        table = torch.randperm(5 * (14 // page_size), generator=torch.Generator().manual_seed(3)).view(5, -1).int()
+        pages = [torch.empty(table.numel(), page_size, 2, 8, dtype=DTYPE) for _ in range(2)]
+        for p, g in zip(pages, given, strict=True):
+            p[table.long()] = g.unflatten(1, (-1, page_size))
+        given = pages
+    shaped = [q, k, v] if is_packed else [t.unflatten(0, (3, -1)) for t in (q, k, v)]
+    out, lse, *empty = fa3.flash_attn_with_kvcache(
+        shaped[0],
+        *given,
+        *shaped[1:],
+        rotary_cos=cos,
+        rotary_sin=sin,
+        cache_seqlens=FILLED,
+        cache_batch_idx=picked,
+        cache_leftpad=starts,
+        page_table=table,
+        cu_seqlens_q=offsets_q if is_packed else None,
+        cu_seqlens_k_new=offsets_new if is_packed else None,
+        max_seqlen_q=4 if is_packed else None,
+        rotary_seqlens=turns,
+        rotary_interleaved=False,
+        scheduler_metadata=torch.empty(0, dtype=INT32),
+        return_softmax_lse=True,
+        **theirs,
+    )
+    assert [t.numel() for t in empty] == [0, 0]
+    for g, c in zip(given, full, strict=True):
+        whole = g if table is None else g[table.long()].flatten(1, 2)
+        torch.testing.assert_close(whole[picked.long()], c, equal_nan=True)
+        assert whole[[1, 3]].isnan().all()
+    for b, n in enumerate(FILLED.tolist()):
+        own, end = slice(*offsets_q[b : b + 2]), n + counts_new[b]
+        start = 0 if starts is None else min(int(starts[b]), end)
+        expected = oracle(rows[b][None], *(c[b : b + 1, start:end] for c in full), ours, start)
+        found, stats = (out[own], lse[:, own]) if is_packed else (out[b], lse[b])
+        torch.testing.assert_close(found, expected.out[0])
+        torch.testing.assert_close(stats, expected.lse[0])
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("page_size", [None, 7])
+@pytest.mark.parametrize("theirs", [{"causal": True}, {"attention_chunk": 6}])
+def test_kvcache_of_e4m3(is_packed, page_size, theirs):
+    """New keys are stored as given; descales belong to batch entries."""
+    q, k, v = (randn(6, h, 8, seed=h).to(E4M3) for h in (4, 2, 2))
+    offsets = torch.tensor([0, 2, 4, 6], dtype=INT32)
+    caches, given = cache(E4M3), descales(3)
+    full = [c.view(torch.uint8).clone() for c in caches]
+    for b, n in enumerate(FILLED.tolist()):
+        for c, new in zip(full, (k, v), strict=True):
+            c[b, n : n + 2] = new[2 * b : 2 * b + 2].view(torch.uint8)
+    table = None
+    if page_size is not None:
+        table = torch.tensor([[3, 0], [5, 1], [2, 4]], dtype=INT32)
+        pages = [torch.empty(6, 7, 2, 8, dtype=torch.uint8) for _ in range(2)]
+        for p, c in zip(pages, caches, strict=True):
+            p[table.long()] = c.view(torch.uint8).unflatten(1, (2, 7))
+        caches = [p.view(E4M3) for p in pages]
+    shaped = [q, k, v] if is_packed else [t.unflatten(0, (3, -1)) for t in (q, k, v)]
+    cut = {"cu_seqlens_q": offsets, "cu_seqlens_k_new": offsets, "max_seqlen_q": 2} if is_packed else {}
+    out = fa3.flash_attn_with_kvcache(
+        shaped[0],
+        *caches,
+        *shaped[1:],
+        cache_seqlens=FILLED,
+        page_table=table,
+        **cut,
+        **theirs,
+        **dict(zip(DESCALES.split(), given, strict=True)),
+    )
+    assert out.dtype == torch.bfloat16
+    out = out if is_packed else out.flatten(0, 1)
+    for c, expected in zip(caches, full, strict=True):
+        whole = c.view(torch.uint8) if table is None else c.view(torch.uint8)[table.long()].flatten(1, 2)
+        assert torch.equal(whole, expected)
+    for b, n in enumerate(FILLED.tolist()):
+        own = [q[None, 2 * b : 2 * b + 2], *(c[b : b + 1, : n + 2].view(E4M3) for c in full)]
+        values = [real(t, d[b : b + 1]) for t, d in zip(own, given, strict=True)]
+        expected = oracle(*values, {"causal": True} if "causal" in theirs else {"chunk": 6})
+        # q is scaled in bfloat16, and so is out
+        torch.testing.assert_close(out[2 * b : 2 * b + 2].double(), expected.out[0], atol=0.03, rtol=0.03)
+
+
+@pytest.mark.parametrize("page_size", [None, 7])
+def test_rows_past_the_last_offset_of_new_keys_are_not_written(page_size):
+    caches = cache()
+    table = torch.tensor([[3, 0], [5, 1], [2, 4]], dtype=INT32) if page_size else None
+    given = [c.reshape(6, 7, 2, 8).clone() for c in caches] if page_size else [c.clone() for c in caches]
+    q, k, v = randn(3, 4, 8), randn(5, 2, 8, seed=1), randn(5, 2, 8, seed=2)
+    for offsets in ([0, 0, 2, 3], [0, 0, 0, 0]):
+        before = [g.clone() for g in given]
+        fa3.flash_attn_with_kvcache(
+            q,
+            *given,
+            k,
+            v,
+            cache_seqlens=FILLED,
+            page_table=table,
+            cu_seqlens_q=torch.tensor([0, 1, 2, 3], dtype=INT32),
+            cu_seqlens_k_new=torch.tensor(offsets, dtype=INT32),
+        )
+        for g, was, new in zip(given, before, (k, v), strict=True):
+            whole, expected = (t if table is None else t[table.long()].flatten(1, 2) for t in (g, was.clone()))
+            for b, n in enumerate(FILLED.tolist()):
+                own = new[offsets[b] : offsets[b + 1]]
+                expected[b, n : n + len(own)] = own
+            torch.testing.assert_close(whole, expected, equal_nan=True)
+        if page_size:
+            given = before
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({}, None, None),
+        ({"cache_seqlens": torch.tensor([1, 13, 1], dtype=INT32)}, ValueError, "expected 0 to 12, .* got 13"),
+        ({"cache_seqlens": torch.tensor([1, -1, 1], dtype=INT32)}, ValueError, "cache_seqlens: expected 0 to 12"),
+        ({"softcap": "1"}, TypeError, "softcap: expected a float"),
+        ({"max_seqlen_q": 1.5}, TypeError, "max_seqlen_q: expected an int"),
+        ({"page_table": torch.full((3, 2), 9, dtype=INT32)}, ValueError, r"page_table\[0, 0\]: expected a page 0 to 5"),
+    ],
+)
+def test_refusals_of_packed_keys_leave_the_pages_alone(changes, error, match):
+    pages = [randn(6, 7, 2, 8, seed=s) for s in (1, 2)]
+    before = [p.clone() for p in pages]
+    call = {"q": randn(3, 4, 8), "k_cache": pages[0], "v_cache": pages[1], "k": randn(5, 2, 8), "v": randn(5, 2, 8)}
+    call |= {"cu_seqlens_q": torch.tensor([0, 1, 2, 3], dtype=INT32), "cache_seqlens": FILLED}
+    call |= {"cu_seqlens_k_new": torch.tensor([0, 1, 3, 5], dtype=INT32)}
+    call |= {"page_table": torch.arange(6, dtype=INT32).view(3, 2)}
+    if error is None:
+        assert fa3.flash_attn_with_kvcache(**call).isfinite().all()
+        return
+    with pytest.raises(error, match=match):
+        fa3.flash_attn_with_kvcache(**(call | changes))
+    assert all(torch.equal(p, b) for p, b in zip(pages, before, strict=True))
+
+
+@pytest.mark.parametrize("lengths", [[5, 0], [0, 5], [3, 5], [9, 9], [-4, 1]])
+def test_rows_without_room_are_dropped(lengths):
+    """What a GPU does with lengths that are not checked there: rows that have a place are written, and nothing else."""
+    caches = [torch.zeros(2, 4, 1, 1) for _ in range(2)]
+    new = [torch.arange(1.0, 7).view(2, 3, 1, 1), torch.arange(11.0, 17).view(2, 3, 1, 1)]
+    append((caches[0], caches[1]), None, (new[0], new[1]), torch.tensor(lengths, dtype=INT32), None)
+    for c, rows in zip(caches, new, strict=True):
+        expected = torch.zeros_like(c)
+        for b, start in enumerate(lengths):
+            for i in range(3):
+                if 0 <= start + i < 4:
+                    expected[b, start + i] = rows[b, i]
+        assert torch.equal(c, expected)
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leading", [(2, 5), (7,)])
+def test_combine(leading):
+    outs, lses = randn(3, *leading, 4, 8).float(), randn(3, *leading, 4).float()
+    lses[1, :1] = -torch.inf
+    out, lse = fa3.flash_attn_combine(outs, lses, out_dtype=torch.bfloat16)
+    assert out.dtype == torch.bfloat16
+    true = lses.double().logsumexp(0)
+    torch.testing.assert_close(lse.double(), true)
+    expected = ((lses - true).exp()[..., None] * outs.double()).sum(0)
+    torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
+    into = torch.empty_like(outs[0])
+    assert fa3.flash_attn_combine(outs, lses, into)[0] is into
+    torch.testing.assert_close(into.double(), expected)
+    with pytest.raises(ValueError, match="out_partial: expected 4 or 5 dimensions"):
+        fa3.flash_attn_combine(outs[0, 0], lses)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_is_passed_on(deterministic, monkeypatch):
+    asked, require = [], dispatch.require
+
+    def spy(problem, *arguments):
+        asked.append(problem.deterministic)
+        return require(problem, *arguments)
+
+    monkeypatch.setattr(dispatch, "require", spy)
+    fa3.flash_attn_func(*(t.requires_grad_() for t in qkv()), deterministic=deterministic)
+    flash_attn.flash_attn_func(*(t.requires_grad_() for t in qkv()), deterministic=deterministic)
+    assert asked == [deterministic] * 2
+
+
+def test_scheduler_metadata_is_empty():
+    metadata = fa3.get_scheduler_metadata(3, 1, 14, 4, 2, 8, FILLED, torch.bfloat16, num_splits=0)
+    assert metadata.numel() == 0
+    assert metadata.dtype == INT32
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"qv": torch.ones(2)}, NotImplementedError, "qv: expected None, got a tensor"),
+        ({"q_descale": torch.ones(2, 2)}, NotImplementedError, "q_descale: .* only e4m3 tensors have descales"),
+        ({"attention_chunk": -1}, ValueError, "attention_chunk: expected at least 0"),
+        ({"num_splits": "2"}, TypeError, "num_splits: expected an int"),
+        ({"pack_gqa": 1}, TypeError, "pack_gqa: expected a bool or None"),
+        ({"sm_margin": -1}, ValueError, "sm_margin: expected at least 0"),
+        ({"window_size": (1.5, 0)}, TypeError, "window_size: expected an int"),
+        ({"k": torch.ones(2, 10, 2, 4)}, TypeError, "k: expected dtype float64 like q"),
+    ],
+)
+def test_refusals(changes, error, match):
+    with pytest.raises(error, match=match):
+        fa3.flash_attn_func(**(dict(zip("qkv", qkv(), strict=True)) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"cu_seqlens_q": OFFSETS_Q.long()}, TypeError, "cu_seqlens_q: expected dtype int32"),
+        ({"cu_seqlens_k": OFFSETS_K[:2]}, ValueError, "k: expected 2 sequences like q, got 1"),
+        ({"seqused_q": USED_Q[:1]}, ValueError, r"seqused_q: expected shape \(2,\)"),
+        ({"q": torch.ones(1, 12, 4, 8, dtype=DTYPE)}, ValueError, r"q: expected shape \(total_tokens"),
+        ({"max_seqlen_q": 1.5}, TypeError, "max_seqlen_q: expected an int"),
+    ],
+)
+def test_packed_refusals(changes, error, match):
+    tensors = {"q": randn(12, 4, 8), "k": randn(19, 2, 8), "v": randn(19, 2, 8)}
+    lengths = {"cu_seqlens_q": OFFSETS_Q, "cu_seqlens_k": OFFSETS_K, "max_seqlen_q": 7, "max_seqlen_k": 10}
+    with pytest.raises(error, match=match):
+        fa3.flash_attn_varlen_func(**(tensors | lengths | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"cache_seqlens": None}, ValueError, "cache_seqlens: expected an int"),
+        (
+            {"cache_seqlens": torch.tensor([13, 1, 1], dtype=INT32)},
+            ValueError,
+            "cache_seqlens: expected 0 to 12, .* got 13",
+        ),
+        ({"k": torch.ones(3, 2, 4, 8, dtype=DTYPE)}, ValueError, r"k: expected shape \(3, 2, 2, 8\)"),
+        ({"v": None}, TypeError, "v: expected a torch.Tensor where the other"),
+        ({"cu_seqlens_k_new": torch.zeros(3, dtype=INT32)}, ValueError, r"cu_seqlens_k_new: expected shape \(4,\)"),
+        ({"rotary_seqlens": torch.zeros(2, dtype=INT32)}, ValueError, r"rotary_seqlens: expected shape \(3,\)"),
+        ({"k_descale": torch.ones(3, 2)}, NotImplementedError, "k_descale: .* only e4m3 tensors"),
+        ({"cache_leftpad": torch.zeros(2, dtype=INT32)}, ValueError, r"cache_leftpad: expected shape \(3,\)"),
+        ({"attention_chunk": 2, "softcap": "1"}, TypeError, "softcap"),
+        ({"attention_chunk": 2, "cache_seqlens": 13}, ValueError, "cache_seqlens: expected 0 to 12, .* got 13"),
+    ],
+)
+def test_refusals_leave_the_cache_alone(changes, error, match):
+    caches = cache()
+    before = [c.clone() for c in caches]
+    call = {"q": randn(3, 1, 4, 8), "k_cache": caches[0], "v_cache": caches[1], "cache_seqlens": FILLED}
+    call |= {"k": randn(3, 2, 2, 8), "v": randn(3, 2, 2, 8)}
+    with pytest.raises(error, match=match):
+        fa3.flash_attn_with_kvcache(**(call | changes))
+    assert all(torch.equal(c.nan_to_num(9), b.nan_to_num(9)) for c, b in zip(caches, before, strict=True))

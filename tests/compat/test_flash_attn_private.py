@@ -1,0 +1,233 @@
+"""flash-attn 2's private functions: their tuples, and a backward from given out and lse."""
+
+import inspect
+
+import pytest
+import torch
+
+from onepass.compat import flash_attn as fa
+
+DTYPE = torch.float64
+OFFSETS = torch.tensor([0, 4, 11], dtype=torch.int32)
+OFFSETS_K = torch.tensor([0, 6, 16], dtype=torch.int32)
+PACKED = OFFSETS, OFFSETS_K, 7, 10
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=DTYPE)
+
+
+def dense():
+    return randn(2, 5, 4, 8), randn(2, 7, 2, 8, seed=1), randn(2, 7, 2, 8, seed=2)
+
+
+def packed():
+    return randn(11, 4, 8), randn(16, 2, 8, seed=1), randn(16, 2, 8, seed=2)
+
+
+SLOPES = torch.tensor([0.1, 0.2, 0.3, 0.4])
+OPTIONS = [
+    {"causal": True},
+    {"window_size": (3, 1), "softcap": 2.0, "deterministic": True},
+    {"dropout_p": 0.3, "alibi_slopes": SLOPES},
+]
+
+
+def by_position(options):
+    """The options between the lengths and alibi_slopes, in the order of the private functions."""
+    left, right = options.get("window_size", (-1, -1))
+    p, softcap = options.get("dropout_p", 0.0), options.get("softcap", 0.0)
+    return p, 0.3, options.get("causal", False), left, right, softcap, options.get("alibi_slopes")
+
+
+def run(is_packed, options):
+    """(out, lse, gradients) of the public function, and (out, lse, gradients, softmax_d) of the private ones."""
+    tensors = packed() if is_packed else dense()
+    lengths = PACKED if is_packed else ()
+    public = fa.flash_attn_varlen_func if is_packed else fa.flash_attn_func
+    forward = fa._flash_attn_varlen_forward if is_packed else fa._flash_attn_forward
+    backward = fa._flash_attn_varlen_backward if is_packed else fa._flash_attn_backward
+    dout = randn(*tensors[0].shape, seed=9)
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    torch.manual_seed(1)
+    out, lse, _ = public(*leaves, *lengths, softmax_scale=0.3, return_attn_probs=True, **options)
+    expected = out, lse, torch.autograd.grad(out, leaves, dout)
+    torch.manual_seed(1)
+    arguments = by_position(options)
+    out, lse, probs, state = forward(*tensors, *lengths, *arguments, False)
+    assert probs.shape == (0,)
+    assert state.dtype == torch.int64
+    assert state.shape == (2,)
+    buffers = [torch.full_like(t, torch.nan) for t in tensors]
+    is_reproducible = options.get("deterministic", False)
+    softmax_d = backward(dout, *tensors, out, lse, *buffers, *lengths, *arguments, is_reproducible, state)
+    return expected, (out, lse, buffers, softmax_d, dout)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_forward_and_backward_are_those_of_the_public_function(is_packed, options):
+    (out, lse, gradients), (found, found_lse, buffers, softmax_d, dout) = run(is_packed, options)
+    assert torch.equal(found, out)
+    assert torch.equal(found_lse, lse)
+    for gradient, buffer in zip(gradients, buffers, strict=True):
+        torch.testing.assert_close(buffer, gradient)
+    sums = (dout * out).sum(-1).transpose(-1, -2).float()
+    assert softmax_d.dtype == torch.float32
+    assert softmax_d.shape == ((4, 11 + 128 * 2) if is_packed else (2, 4, 128))
+    torch.testing.assert_close(softmax_d[..., : sums.shape[-1]], sums)
+    assert not softmax_d[..., sums.shape[-1] :].any()
+
+
+def test_a_ring_of_two_blocks_of_keys():
+    """Partials of two blocks of keys, merged, and their backward from the merged out and lse."""
+    q, k, v = dense()
+    dout = randn(*q.shape, seed=9)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out = fa.flash_attn_func(*leaves, softmax_scale=0.3)
+    expected = torch.autograd.grad(out, leaves, dout)
+    parts = [slice(0, 3), slice(3, 7)]
+    partials = [fa._flash_attn_forward(q, k[:, s], v[:, s], *by_position({}), False)[:2] for s in parts]
+    lse = torch.logaddexp(*(p[1] for p in partials))
+    merged = sum(o * (own - lse).exp().transpose(1, 2)[..., None] for o, own in partials)
+    torch.testing.assert_close(merged, out)
+    found = [torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)]
+    for s in parts:
+        dq, dk, dv = torch.empty_like(q), found[1][:, s], found[2][:, s]
+        fa._flash_attn_backward(dout, q, k[:, s], v[:, s], merged, lse, dq, dk, dv, *by_position({}), False)
+        found[0] += dq
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_probabilities_of_the_forward():
+    q, k, v = dense()
+    torch.manual_seed(2)
+    *_, expected = fa.flash_attn_func(q, k, v, 0.3, 0.3, return_attn_probs=True)
+    torch.manual_seed(2)
+    assert torch.equal(fa._flash_attn_forward(q, k, v, *by_position({"dropout_p": 0.3}), True)[2], expected)
+    with pytest.raises(ValueError, match="return_softmax: expected False without dropout"):
+        fa._flash_attn_forward(q, k, v, *by_position({}), True)
+
+
+def test_left_padding_and_used_lengths_of_packed_keys():
+    q, k, v = packed()
+    starts, used = torch.tensor([2, 0], dtype=torch.int32), torch.tensor([5, 8], dtype=torch.int32)
+    k[:2], k[5:6], k[14:] = torch.nan, torch.nan, torch.nan
+    out, lse, *_ = fa._flash_attn_varlen_forward(
+        q, k, v, *PACKED, *by_position({"window_size": (3, 1)}), leftpad_k=starts, seqused_k=used, zero_tensors=True
+    )
+    for b, (first, end) in enumerate(((2, 5), (6, 14))):
+        rows = slice(*OFFSETS[b : b + 2])
+        own = q[None, rows], k[None, first:end], v[None, first:end]
+        expected = fa.flash_attn_func(*own, softmax_scale=0.3, window_size=(3, 1), return_attn_probs=True)
+        torch.testing.assert_close(out[rows], expected[0][0])
+        torch.testing.assert_close(lse[:, rows], expected[1][0])
+
+
+def test_pages_of_the_packed_forward():
+    q, pages = randn(2, 4, 8), [randn(6, 4, 2, 8, seed=s) for s in (1, 2)]
+    table, used = torch.tensor([[5, 0], [3, 1]], dtype=torch.int32), torch.tensor([7, 3], dtype=torch.int32)
+    one_each = torch.tensor([0, 1, 2], dtype=torch.int32)
+    arguments = {"block_table": table, "seqused_k": used, "num_splits": 0}
+    out, lse, probs, state = fa._flash_attn_varlen_forward(
+        q, *pages, one_each, one_each, 1, 7, *by_position({}), **arguments
+    )
+    assert probs.shape == (0,)
+    assert state.shape == (2,)
+    expected = fa.flash_attn_with_kvcache(
+        q[:, None], *pages, cache_seqlens=used, block_table=table, softmax_scale=0.3, return_softmax_lse=True
+    )
+    torch.testing.assert_close(out, expected[0][:, 0])
+    torch.testing.assert_close(lse, expected[1][..., 0].T)
+    starts = torch.tensor([3, 0], dtype=torch.int32)
+    out, *_ = fa._flash_attn_varlen_forward(
+        q, *pages, one_each, one_each, 1, 7, *by_position({}), **arguments, leftpad_k=starts
+    )
+    padded = {"cache_seqlens": used, "block_table": table, "cache_leftpad": starts, "softmax_scale": 0.3}
+    torch.testing.assert_close(out, fa.flash_attn_with_kvcache(q[:, None], *pages, **padded)[:, 0])
+    with pytest.raises(RuntimeError, match="num_splits > 1 is not supported"):
+        fa._flash_attn_varlen_forward(
+            q, *pages, one_each, one_each, 1, 7, *by_position({}), **(arguments | {"num_splits": 2})
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        (
+            {"dropout_p": 0.1},
+            TypeError,
+            "rng_state: expected the state that the forward with dropout returned, got None",
+        ),
+        (
+            {"dropout_p": 0.1, "rng_state": torch.ones(3)},
+            ValueError,
+            r"rng_state: expected int64 of shape \(2,\), got torch.float32 of shape \(3,\)",
+        ),
+        ({"dout": torch.ones(2, 5, 4, 9, dtype=DTYPE)}, ValueError, r"dout: expected shape \(2, 5, 4, 8\), got"),
+        ({"softmax_lse": torch.ones(2, 5, 4)}, ValueError, r"softmax_lse: expected shape \(2, 4, 5\)"),
+        ({"dk": torch.ones(2, 7, 4, 8, dtype=DTYPE)}, ValueError, r"dk: expected shape \(2, 7, 2, 8\)"),
+        ({"window_size_left": 1.5}, TypeError, "window_size_left: expected an int"),
+    ],
+)
+def test_bad_arguments_of_the_backward(changes, error, match):
+    q, k, v = dense()
+    out, lse, *_ = fa._flash_attn_forward(q, k, v, *by_position({}), False)
+    names = list(inspect.signature(fa._flash_attn_backward).parameters)
+    arguments = dict(zip(names, (out, q, k, v, out, lse, None, None, None, *by_position({}), False), strict=False))
+    assert fa._flash_attn_backward(**arguments).shape == (2, 4, 128)
+    with pytest.raises(error, match=match):
+        fa._flash_attn_backward(**(arguments | changes))
+
+
+def test_results_of_private_functions_cannot_be_differentiated():
+    q, k, v = dense()
+    out, *_ = fa._flash_attn_forward(q.requires_grad_(), k, v, *by_position({}), False)
+    with pytest.raises(NotImplementedError, match="_flash_attn_forward has no backward"):
+        out.sum().backward()
+
+
+def test_functions_of_the_extension_module():
+    """`flash_attn_gpu` has the functions of flash_attn_2_cuda, called by position."""
+    q, k, v = dense()
+    gpu, dout = fa.flash_attn_gpu, randn(*q.shape, seed=9)
+    rest = 0.3, True, -1, -1, 0.0
+    into = torch.empty_like(q)
+    out, lse, _, state = gpu.fwd(q, k, v, into, None, 0.0, *rest, False, None)
+    assert out is into
+    assert torch.equal(out, fa.flash_attn_func(q, k, v, 0.0, 0.3, True))
+    buffers = [torch.empty_like(t) for t in (q, k, v)]
+    fa._flash_attn_backward(dout, q, k, v, out, lse, *buffers, 0.0, *rest, None, False)
+    dq, dk, dv, _ = gpu.bwd(dout, q, k, v, out, lse, None, buffers[1], None, None, 0.0, *rest, False, None, state)
+    assert dk is buffers[1]
+    assert torch.equal(dq, buffers[0])
+    assert torch.equal(dv, buffers[2])
+
+    tensors = packed()
+    offsets = OFFSETS, OFFSETS_K
+    out, lse, *_ = gpu.varlen_fwd(
+        *tensors, None, *offsets, *[None] * 4, 7, 10, 0.0, 0.3, False, *rest[1:], False, None, 0
+    )
+    assert torch.equal(out, fa.flash_attn_varlen_func(*tensors, *PACKED, 0.0, 0.3, True))
+    found = gpu.varlen_bwd(
+        out, *tensors, out, lse, None, None, None, *offsets, None, 7, 10, 0.0, 0.3, True, *rest[1:], False, None, state
+    )
+    assert [t.shape for t in found] == [*(t.shape for t in tensors), (4, 11 + 256)]
+
+    lengths = torch.tensor([3, 5], dtype=torch.int32)
+    out, lse = gpu.fwd_kvcache(q, k, v, None, None, lengths, *[None] * 7, *rest, True, 0)
+    expected = fa.flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=lengths, softmax_scale=0.3, causal=True, return_softmax_lse=True
+    )
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+    with pytest.raises(RuntimeError, match="`generator` argument is no longer supported"):
+        gpu.fwd(q, k, v, None, None, 0.0, *rest, False, torch.Generator())
+
+
+def test_other_names_of_the_module():
+    assert fa._wrapped_flash_attn_forward is fa._flash_attn_forward
+    assert fa._wrapped_flash_attn_varlen_backward is fa._flash_attn_varlen_backward
+    assert fa._get_block_size_n("cpu", 64, True, False) > 2**30
+    assert fa.USE_TRITON_ROCM is False

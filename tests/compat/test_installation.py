@@ -1,0 +1,175 @@
+"""install: modules, distributions and operators of flash-attn's names, and what was there before.
+
+Each test runs in a process of its own, whose sys.modules holds what the test put there.
+"""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+
+def run(code, *arguments, **options):
+    command = [sys.executable, *(arguments or ("-c", textwrap.dedent(code)))]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+
+def check(code):
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_modules_and_their_functions():
+    check("""
+        import importlib, importlib.util, sys
+        from onepass import compat
+        assert importlib.util.find_spec("flash_attn") is None
+        compat.install()
+        import flash_attn
+        import flash_attn.layers.rotary
+        from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+        from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_varlen_backward
+        from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+        from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
+        from flash_attn.ops.triton.rotary import apply_rotary
+        from flash_attn.cute import flash_attn_func as f4
+        from flash_attn.cute.interface import _flash_attn_fwd
+        import flash_attn_2_cuda
+        from flash_attn_interface import flash_attn_func as f3
+        import onepass.compat.flash_attn as c2, onepass.compat.flash_attn_3 as c3, onepass.compat.flash_attn_4 as c4
+        assert (flash_attn_func, f3, f4) == (c2.flash_attn_func, c3.flash_attn_func, c4.flash_attn_func)
+        assert flash_attn.__version__ == "2.8.3"
+        assert flash_attn_2_cuda.fwd is c2.flash_attn_gpu.fwd
+        for name in ("flash_attn", "flash_attn.cute", "flash_attn.bert_padding", "flash_attn_interface"):
+            assert importlib.util.find_spec(name) is not None, name
+            module = sys.modules.pop(name)
+            assert importlib.import_module(name) is module
+        assert not hasattr(flash_attn, "_flash_attn_forward")
+        try:
+            import flash_attn.losses
+        except ModuleNotFoundError:
+            pass
+        else:
+            raise AssertionError
+    """)
+
+
+def test_distributions():
+    check("""
+        from importlib import metadata
+        from onepass import compat
+        compat.install()
+        assert metadata.version("flash_attn") == metadata.version("flash-attn") == "2.8.3"
+        assert metadata.version("flash_attn_3") == "3.0.0"
+        assert metadata.metadata("flash-attn-4")["Name"] == "flash-attn-4"
+        found = metadata.packages_distributions()
+        assert set(found["flash_attn"]) == {"flash_attn", "flash-attn-4"}
+        assert found["flash_attn_interface"] == ["flash_attn_3"]
+        assert "torch" in found
+        compat.uninstall()
+        assert "flash_attn" not in metadata.packages_distributions()
+        try:
+            metadata.version("flash_attn")
+        except metadata.PackageNotFoundError:
+            pass
+        else:
+            raise AssertionError
+    """)
+
+
+def test_undo_is_complete():
+    check("""
+        import importlib.util, sys, torch
+        from onepass import compat
+        before = list(sys.meta_path)
+        for _ in range(2):
+            with compat.install():
+                import flash_attn.cute
+                with compat.install():
+                    pass
+                import flash_attn_interface  # the inner block has undone nothing
+                assert hasattr(torch.ops.flash_attn, "_flash_attn_forward")
+            assert not [name for name in sys.modules if name.startswith("flash_attn")]
+            assert sys.meta_path == before
+            assert not hasattr(torch.ops.flash_attn, "_flash_attn_forward")
+            assert importlib.util.find_spec("flash_attn") is None
+        compat.uninstall()
+        with compat.install():
+            compat.uninstall()
+            compat.install()
+        import flash_attn  # the block has left the later installation alone
+    """)
+
+
+def test_operators():
+    check("""
+        import torch
+        from onepass import compat
+        compat.install()
+        q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+        options = 0.0, 8 ** -0.5, True, -1, -1, 0.0, None
+        out, lse, _, state = torch.ops.flash_attn._flash_attn_forward(q, k, v, *options, False)
+        from onepass import attention
+        torch.testing.assert_close(out, attention(q, k, v, causal=True))
+        dq, dk, dv = (torch.empty_like(q) for _ in range(3))
+        torch.ops.flash_attn._flash_attn_backward(out, q, k, v, out, lse, dq, dk, dv, *options, False, state)
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        expected = torch.autograd.grad(attention(*leaves, causal=True), leaves, out)
+        torch.testing.assert_close((dq, dk, dv), expected)
+    """)
+
+
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_a_real_library_is_refused_and_can_be_replaced(tmp_path, is_imported):
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text("real = True")
+    (tmp_path / "flash_attn" / "bert_padding.py").write_text("real = True")
+    (tmp_path / "flash_attn" / "losses.py").write_text("real = True")
+    imports = "import flash_attn.bert_padding, flash_attn.losses" if is_imported else ""
+    check(f"""
+        import sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        {imports}
+        from onepass import compat
+        before = dict(sys.modules), list(sys.meta_path)
+        try:
+            compat.install()
+        except RuntimeError as error:
+            assert "flash_attn" in str(error) and "replace=True" in str(error), error
+        else:
+            raise AssertionError
+        named = {{n for n in sys.modules if n.startswith("flash_attn")}}
+        assert named == {{n for n in before[0] if n.startswith("flash_attn")}} and sys.meta_path == before[1]
+        with compat.install(replace=True):
+            import flash_attn.bert_padding
+            assert not hasattr(flash_attn, "real") and not hasattr(flash_attn.bert_padding, "real")
+            assert "flash_attn.losses" not in sys.modules
+        for name in named:
+            assert sys.modules[name] is before[0][name]
+        import flash_attn.losses
+        assert flash_attn.real and flash_attn.losses.real
+    """)
+
+
+def test_run(tmp_path):
+    (tmp_path / "beside.py").write_text("value = 3")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, beside\n"
+        "from flash_attn import flash_attn_func\n"
+        "if __name__ == '__main__':\n"
+        "    print(sys.argv[1:], beside.value, flash_attn_func.__module__)\n"
+    )
+    done = run("", "-m", "onepass.compat", "run", str(script), "--flag", "x")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["['--flag',", "'x']", "3", "onepass.compat.flash_attn.functions"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("run",), ("walk", "x.py"), ("run", "--unknown", "x.py"), ("run", "none.py")]
+)
+def test_run_refuses_bad_arguments(arguments):
+    done = run("", "-m", "onepass.compat", *arguments)
+    assert done.returncode == 1
+    assert "usage: python -m onepass.compat run" in done.stderr or "expected a script" in done.stderr

@@ -1,0 +1,183 @@
+"""Rotary positions: complex multiplication in float64 is the oracle."""
+
+import pytest
+import torch
+
+from onepass.compat.rotary import (
+    RotaryEmbedding,
+    apply_rotary,
+    apply_rotary_emb,
+    apply_rotary_emb_kv_,
+    apply_rotary_emb_qkv_,
+    apply_rotary_emb_torch,
+)
+
+ANGLES = torch.rand(12, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 6
+COS, SIN = ANGLES.cos(), ANGLES.sin()
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def turned(x, positions, interleaved, angles=ANGLES):
+    """x (seqlen, heads, head_dim) with pairs as complex numbers; positions past the tables turn by nothing."""
+    angles = torch.cat((angles, torch.zeros_like(angles[:1])))[positions.clamp(max=len(angles))][:, None]
+    half = angles.shape[-1]
+    pairs = x[..., : 2 * half].unflatten(-1, (half, 2) if interleaved else (2, half))
+    pairs = pairs if interleaved else pairs.mT
+    result = torch.view_as_real(
+        torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles), angles)
+    )
+    return torch.cat(((result if interleaved else result.mT).flatten(-2), x[..., 2 * half :]), -1)
+
+
+def turned_batch(x, starts, interleaved):
+    rows = torch.arange(x.shape[1])
+    return torch.stack([turned(entry, start + rows, interleaved) for entry, start in zip(x, starts, strict=True)])
+
+
+def assert_same(function, expected, x):
+    """Values and gradients of two functions of x."""
+    results = []
+    for f in (function, expected):
+        leaf = x.clone().requires_grad_()
+        out = f(leaf)
+        weights = randn(*out.shape, seed=5)
+        results.append((out.detach(), *torch.autograd.grad((out * weights).sum(), leaf)))
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("offsets", [0, 4, [0, 3], [7, 10]])
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_dense(offsets, inplace, interleaved):
+    starts = offsets if isinstance(offsets, list) else [offsets] * 2
+    given = torch.tensor(offsets, dtype=torch.int32) if isinstance(offsets, list) else offsets
+    assert_same(
+        lambda x: apply_rotary_emb(x, COS, SIN, interleaved, inplace, seqlen_offsets=given),
+        lambda x: turned_batch(x, starts, interleaved),
+        randn(2, 5, 3, 8),
+    )
+
+
+@pytest.mark.parametrize("offsets", [0, 2, [1, 0, 5]])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_packed(offsets, inplace):
+    lengths, starts = [3, 0, 4], offsets if isinstance(offsets, list) else [offsets] * 3
+    positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
+    positions = torch.cat((positions, torch.full((2,), 99)))  # two rows that belong to no sequence
+    given = torch.tensor(offsets) if isinstance(offsets, list) else offsets
+    cu_seqlens = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
+    assert_same(
+        lambda x: apply_rotary_emb(x, COS, SIN, inplace=inplace, seqlen_offsets=given, cu_seqlens=cu_seqlens),
+        lambda x: turned(x, positions, False),
+        randn(9, 2, 8),
+    )
+
+
+@pytest.mark.parametrize("function", ["qkv", "grouped", "kv"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_packed_heads_are_rotated_in_place(function, interleaved):
+    shape = {"qkv": (2, 5, 3, 2, 8), "grouped": (2, 5, 8, 8), "kv": (2, 5, 2, 3, 8)}[function]
+    keys = (SIN * 0 + 1, COS * 0)  # keys are not rotated by these
+    offsets = torch.tensor([1, 3])
+
+    def ours(x):
+        if function == "kv":
+            return apply_rotary_emb_kv_(x, COS, SIN, interleaved, offsets)
+        tables = keys if function == "grouped" else (None, None)
+        heads = 4 if function == "grouped" else None
+        return apply_rotary_emb_qkv_(x, COS, SIN, *tables, interleaved, offsets, num_heads_q=heads)
+
+    def expected(x):
+        if function == "kv":
+            return torch.stack((turned_batch(x[:, :, 0], [1, 3], interleaved), x[:, :, 1]), 2)
+        if function == "grouped":
+            return torch.cat((turned_batch(x[:, :, :4], [1, 3], interleaved), x[:, :, 4:]), 2)
+        return torch.stack((*(turned_batch(x[:, :, i], [1, 3], interleaved) for i in (0, 1)), x[:, :, 2]), 2)
+
+    x = randn(*shape)
+    assert_same(ours, expected, x)
+    before = x.clone()
+    assert ours(x).data_ptr() == x.data_ptr()
+    torch.testing.assert_close(x, expected(before))
+
+
+def test_grouped_heads_rotate_queries_and_keys():
+    x = randn(1, 5, 8, 8)
+    expected = torch.cat((turned_batch(x[:, :, :6], [0], False), x[:, :, 6:]), 2)
+    torch.testing.assert_close(apply_rotary_emb_qkv_(x, COS, SIN, num_heads_q=4), expected)
+
+
+def test_conjugate_undoes_a_rotation():
+    x = randn(2, 5, 3, 8)
+    there = apply_rotary(x, COS, SIN, 2)
+    torch.testing.assert_close(apply_rotary(there, COS, SIN, 2, conjugate=True), x)
+
+
+def test_tables_of_batch_entries():
+    x, rows = randn(2, 5, 3, 8), torch.stack((torch.arange(5), torch.arange(3, 8)))
+    out = apply_rotary_emb_torch(x, COS[rows], SIN[rows])
+    torch.testing.assert_close(out, turned_batch(x, [0, 3], False))
+    torch.testing.assert_close(apply_rotary_emb_torch(x, COS, SIN), turned_batch(x, [0, 0], False))
+
+
+def test_16_bits_are_rounded_once():
+    x = randn(2, 5, 3, 8, dtype=torch.bfloat16)
+    tables = COS.bfloat16(), SIN.bfloat16()
+    expected = apply_rotary_emb(x.double(), *(t.double() for t in tables))
+    torch.testing.assert_close(apply_rotary_emb(x, *tables), expected.bfloat16(), rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("scale_base", [None, 16.0])
+def test_module(scale_base):
+    module = RotaryEmbedding(6, base=100.0, scale_base=scale_base)
+    q, kv = randn(2, 5, 4, 8, dtype=torch.float32), randn(2, 5, 2, 2, 8, dtype=torch.float32, seed=1)
+    frequencies = 100.0 ** (-torch.arange(0, 6, 2, dtype=torch.float64) / 6)
+    angles = torch.outer(torch.arange(9.0, dtype=torch.float64), frequencies)
+    scale = torch.ones_like(angles)
+    if scale_base is not None:
+        columns = (torch.arange(0, 6, 2, dtype=torch.float64) + 0.4 * 6) / (1.4 * 6)
+        scale = columns ** ((torch.arange(9, dtype=torch.float64) - 4) / scale_base)[:, None]
+    expected_q = apply_rotary_emb(q.double(), angles.cos() * scale, angles.sin() * scale, seqlen_offsets=4)
+    expected_k = apply_rotary_emb(kv[:, :, 0].double(), angles.cos() / scale, angles.sin() / scale, seqlen_offsets=4)
+    qkv = torch.cat((q, kv[:, :, 0], kv[:, :, 1]), 2)
+    both = module(qkv.clone(), seqlen_offset=4, num_heads_q=4)
+    out_q, out_kv = module(q.clone(), kv.clone(), seqlen_offset=4)
+    for ours, expected in (
+        (out_q, expected_q),
+        (both[:, :, :4], expected_q),
+        (out_kv[:, :, 0], expected_k),
+        (both[:, :, 4:6], expected_k),
+    ):
+        torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(out_kv[:, :, 1], kv[:, :, 1])
+    assert torch.equal(both[:, :, 6:], kv[:, :, 1])
+    assert not module.state_dict()
+
+
+def test_module_with_offsets_in_a_tensor():
+    module, x = RotaryEmbedding(6), randn(2, 5, 3, 2, 8, dtype=torch.float32)
+    with pytest.raises(ValueError, match="max_seqlen: expected an int"):
+        module(x.clone(), seqlen_offset=torch.tensor([0, 3]))
+    out = module(x.clone(), seqlen_offset=torch.tensor([0, 3]), max_seqlen=8)
+    torch.testing.assert_close(out[1:], module(x[1:].clone(), seqlen_offset=3))
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda x: apply_rotary_emb(x[0], COS, SIN), "x: expected 4 dimensions"),
+        (lambda x: apply_rotary_emb(x, COS[:4], SIN[:4]), "cos: expected a row for each of the 5 positions, got 4"),
+        (lambda x: apply_rotary_emb(x, COS, SIN[:4]), r"sin: expected shape \(12, 3\) like cos, got \(4, 3\)"),
+        (lambda x: apply_rotary_emb(x[..., :4], COS, SIN), "cos: expected shape .* rotary_dim up to 4"),
+        (lambda x: apply_rotary_emb(x, COS, SIN, seqlen_offsets=-1), "seqlen_offsets: expected an int from 0 on"),
+        (lambda x: apply_rotary_emb(x, COS, SIN, seqlen_offsets=torch.ones(3)), "seqlen_offsets: expected an int or"),
+        (lambda x: apply_rotary_emb_qkv_(x, COS, SIN), "num_heads_q: expected .* got None"),
+        (lambda x: apply_rotary_emb_kv_(x, COS, SIN), "kv: expected shape"),
+    ],
+)
+def test_refusals(call, match):
+    with pytest.raises(ValueError, match=match):
+        call(randn(2, 5, 3, 8))

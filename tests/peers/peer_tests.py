@@ -1,0 +1,190 @@
+"""A pytest plugin that runs another library's tests of attention on the functions of `onepass.compat`.
+
+    pytest -p peer_tests --peer-cases 40 --peer-seed 0 --peer-device cpu test_flash_attn.py
+
+It samples the cases of each test function as a Latin hypercube over its parameters, so that each value of each
+parameter is met equally often, and it lets tests that ask for device="cuda" run on a CPU. docs/guide/peer_tests.md says
+how to get the tests, and which cases are known to test the other library's internals.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import importlib.util
+import json
+import random
+import sys
+import types
+
+import peer_device
+import pytest
+
+LENGTHS = {"seqlen", "seqlen_q", "seqlen_k"}
+SPARE = 8  # times as many cases are chosen as are run, because tests skip some of their own combinations
+REPEATS = {50, 100, 250, 1000}  # the numbers of times that some tests repeat a call
+ENOUGH = "enough cases of this function have run"
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("peer tests")
+    group.addoption("--peer-cases", type=int, default=0, help="cases of each test function that run; 0: all")
+    group.addoption("--peer-seed", type=int, default=0, help="seed of the sample")
+    group.addoption("--peer-device", default="cuda", choices=("cpu", "cuda"), help="cpu: run device='cuda' on the CPU")
+    group.addoption("--peer-capability", default="9.0", help="compute capability that the CPU claims to have")
+    group.addoption("--peer-pairs", type=int, default=0, help="largest seqlen_q * seqlen_k of a case; 0: any")
+    group.addoption("--peer-repeats", type=int, default=0, help="how often a test repeats a call; 0: as it is")
+    group.addoption(
+        "--peer-module",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="a module that tests import, from a file",
+    )
+    group.addoption("--peer-json", default=None, help="file for the outcome of each case")
+
+
+def pytest_configure(config):
+    config._peer_outcomes = collections.defaultdict(dict)
+    config._peer_runs = collections.Counter()
+    config._peer_left_out = {}
+    if config.getoption("peer_device") == "cpu":
+        capability = tuple(int(n) for n in config.getoption("peer_capability").split("."))
+        peer_device.pretend_cuda(capability)
+    from onepass import compat
+
+    compat.install()
+    stub_module("flash_attn.cute.cache_utils", JITCache=type("JITCache", (), {}))
+    for option in config.getoption("peer_module"):
+        name, path = option.split("=", 1)
+        load_module(name, path)
+
+
+def stub_module(name, **attributes):
+    """Put a module with these attributes into sys.modules."""
+    module = types.ModuleType(name)
+    module.__dict__.update(attributes)
+    sys.modules[name] = module
+
+
+def load_module(name, path):
+    """Load a file as a module of this name."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    parent, _, child = name.rpartition(".")
+    if parent in sys.modules:
+        setattr(sys.modules[parent], child, module)
+
+
+# --- which cases run --------------------------------------------------------------------------------------------------
+
+
+def pytest_collection_modifyitems(config, items):
+    functions = collections.defaultdict(list)
+    for item in items:
+        functions[item.originalname, item.path].append(item)
+    kept = []
+    for (name, _), cases in functions.items():
+        small = [case for case in cases if is_small(case, config.getoption("peer_pairs"))]
+        config._peer_left_out[name] = len(cases) - len(small)
+        count = config.getoption("peer_cases")
+        seed = f"{config.getoption('peer_seed')} {name}"
+        kept += sample(small, count, seed) if count else small
+    chosen = set(map(id, kept))
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
+    items[:] = kept
+
+
+def is_small(case, most_pairs):
+    """Whether a case has at most so many pairs of a query and a key."""
+    params = getattr(case, "callspec", None) and case.callspec.params
+    if not most_pairs or not params or not LENGTHS & params.keys():
+        return True
+    seqlen_q = params.get("seqlen", params.get("seqlen_q", 1))
+    seqlen_k = params.get("seqlen", params.get("seqlen_k", 1))
+    return seqlen_q * seqlen_k <= most_pairs
+
+
+def axes_of(case):
+    """The names of the parameters of each decorator of a case."""
+    axes = []
+    for mark in case.iter_markers("parametrize"):
+        names = mark.args[0]
+        axes.append(tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else tuple(names))
+    return axes
+
+
+def sample(cases, count, seed):
+    """Cases in an order of which each `count` in turn are a Latin hypercube over the decorators' values."""
+    if not cases or not hasattr(cases[0], "callspec"):
+        return cases
+    axes = axes_of(cases[0])
+    by_values = {tuple(repr([case.callspec.params[n] for n in axis]) for axis in axes): case for case in cases}
+    levels_of = [list(dict.fromkeys(values[i] for values in by_values)) for i in range(len(axes))]
+    rng = random.Random(seed)
+    found, rounds = {}, 0
+    while len(found) < min(SPARE * count, len(by_values)) and rounds < 100 * SPARE:
+        rounds += 1
+        strata = []
+        for levels in levels_of:
+            column = [levels[n * len(levels) // count] for n in range(count)]
+            rng.shuffle(column)
+            strata.append(column)
+        for values in zip(*strata, strict=True):
+            if values in by_values:
+                found.setdefault(values, by_values[values])
+    return list(found.values())
+
+
+def pytest_runtest_setup(item):
+    config = item.config
+    count = config.getoption("peer_cases")
+    if count and config._peer_runs[item.originalname] >= count:
+        pytest.skip(ENOUGH)
+    repeats = config.getoption("peer_repeats")
+    if repeats:
+        item.module.range = lambda *args: builtins.range(
+            *((min(args[0], repeats),) if len(args) == 1 and args[0] in REPEATS else args)
+        )
+
+
+# --- outcomes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = (yield).get_result()
+    if report.when == "setup" and report.skipped and ENOUGH in str(report.longrepr):
+        return
+    if not (report.when == "call" or report.outcome != "passed"):
+        return
+    outcome, reason = report.outcome, ""
+    if call.excinfo is not None:
+        reason = f"{call.excinfo.typename}: {call.excinfo.value}".strip()[:300]
+        if call.excinfo.errisinstance(NotImplementedError):
+            outcome = "refused"
+    if hasattr(report, "wasxfail"):
+        outcome = "skipped"
+    if outcome != "skipped":
+        item.config._peer_runs[item.originalname] += 1
+    item.config._peer_outcomes[item.originalname][item.nodeid] = {"outcome": outcome, "reason": reason}
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    outcomes = config._peer_outcomes
+    kinds = ("passed", "failed", "refused", "skipped")
+    terminalreporter.section("peer tests")
+    terminalreporter.line(f"{'function':60}" + "".join(f"{kind:>9}" for kind in kinds) + "  too large")
+    total = collections.Counter()
+    for name, cases in outcomes.items():
+        counts = collections.Counter(case["outcome"] for case in cases.values())
+        total += counts
+        row = "".join(f"{counts[kind]:9}" for kind in kinds)
+        terminalreporter.line(f"{name:60}{row}{config._peer_left_out.get(name, 0):11}")
+    terminalreporter.line(f"{'all':60}" + "".join(f"{total[kind]:9}" for kind in kinds))
+    path = config.getoption("peer_json")
+    if path:
+        with open(path, "w") as file:
+            json.dump(outcomes, file, indent=1)
