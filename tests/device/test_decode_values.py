@@ -247,7 +247,7 @@ RANDOM = (18, 38, 2, 3, 4, 5, 7, 8, 12, 13, 14, 15, 19, 21, 23, 25, 27, 28, 29, 
 # Calls of 16 bits that have heads and fit into memory; the first two are over pages and in splits.
 PACKED = (12, 2, 0, 1, 4, 5, 6, 8, 9, 10, 13, 14)
 # Calls with modifiers, whose kernels keep all values in registers.
-MODIFIED, MODIFIED_PACKED = (1008, 1001, 1007), (1004, 1000, 1007, 1008)
+RANDOM_MODIFIED, RANDOM_MODIFIED_PACKED = (1008, 1001, 1007), (1004, 1000, 1007, 1008)
 
 
 @pytest.mark.parametrize(
@@ -257,8 +257,8 @@ MODIFIED, MODIFIED_PACKED = (1008, 1001, 1007), (1004, 1000, 1007, 1008)
         for packed, with_modifiers, seeds, quick in (
             (False, False, RANDOM, RANDOM[:1]),
             (True, False, PACKED, PACKED[:2]),
-            (False, True, MODIFIED, MODIFIED[:1]),
-            (True, True, MODIFIED_PACKED, ()),
+            (False, True, RANDOM_MODIFIED, RANDOM_MODIFIED[:1]),
+            (True, True, RANDOM_MODIFIED_PACKED, ()),
         )
         for seed in seeds
     ],

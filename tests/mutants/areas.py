@@ -98,6 +98,10 @@ AREAS = (
             Group(("onepass/geometry/philox.py",), ("tests/geometry/test_philox.py",)),
             Group(("onepass/geometry/rotary.py",), ("tests/compat/test_rotary.py", "tests/tiled/test_decode.py")),
             Group(
+                ("onepass/ops/without_backward.py",),
+                ("tests/api/test_modified_ops.py", "tests/compat/test_flash_attn_options.py"),
+            ),
+            Group(
                 ("onepass/api/steps.py",),
                 ("tests/compat/test_flash_attn_private.py", "tests/compat/test_flash_attn_options.py"),
             ),
@@ -242,7 +246,13 @@ AREAS = (
                 ),
                 BACKWARD,
             ),
-            Group(("onepass/kernels/device/blocks/softmax/modifiers.py",), MODIFIERS),
+            Group(
+                (
+                    "onepass/kernels/device/blocks/softmax/modifiers.py",
+                    "onepass/kernels/device/blocks/softmax/dropout.py",
+                ),
+                MODIFIERS,
+            ),
             Group(
                 (
                     "onepass/kernels/device/blocks/tiles/dq_sums.py",
