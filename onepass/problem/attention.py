@@ -195,6 +195,9 @@ class AttentionProblem:
     dropout_p: float = 0.0
     constant_slopes: bool = False  # the backward does not compute the gradient of alibi_slopes
     constant_bias: bool = False  # the backward does not compute the gradient of a bias
+    float32_dkv: bool = False  # the backward leaves dk and dv in the dtype in which it sums them
+    first_head: int = 0  # for dropout, if q has some of a call's heads: the number of its first one
+    all_heads: int | None = None  # and the number of heads of the call; None: those of q
 
     # Fields that only change the data of a launch, never the code that runs.
     _DYNAMIC: ClassVar = frozenset(
@@ -208,6 +211,8 @@ class AttentionProblem:
             "softcap",
             "mask",
             "dropout_p",
+            "first_head",
+            "all_heads",
         }
     )
 
@@ -294,6 +299,11 @@ class AttentionProblem:
     def hides_pairs(self) -> bool:
         """Whether a query may not see a key of its sequence."""
         return not self.mask.is_full or self.has_intervals or self.has_bias
+
+    @property
+    def dkv_dtype(self) -> torch.dtype | None:
+        """The dtype of dk and dv; None: that of k and v."""
+        return self.accum_dtype if self.float32_dkv else None
 
     @property
     def is_empty(self) -> bool:

@@ -57,8 +57,14 @@ def outputs_without_keys(problem: AttentionProblem, inputs: Inputs | QuantizedIn
     return without_keys(*empty_outputs(problem, inputs), inputs.sinks, inputs.cu_seqlens_q)
 
 
-def empty_gradients(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialized dq, dk, dv, with the memory order of q, k, v, and dsinks (of size 0 without sinks)."""
+def empty_gradients(
+    inputs: Inputs, dkv_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialized dq, dk, dv, with the memory order of q, k, v, and dsinks (of size 0 without sinks).
+
+    Args: dkv_dtype: of dk and dv; None: that of k and v.
+    """
     q, k, v, sinks = inputs[:4]
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks, memory_format=torch.contiguous_format)
-    return empty_as(q, q.shape[-1]), empty_as(k, k.shape[-1]), empty_as(v, v.shape[-1]), dsinks
+    dk, dv = (empty_as(t, t.shape[-1], dkv_dtype) for t in (k, v))
+    return empty_as(q, q.shape[-1]), dk, dv, dsinks

@@ -57,7 +57,7 @@ def gradients(
     """What `backward` returns; then the gradients of alibi_slopes and of bias, None where there are none."""
     q, k, v, sinks = inputs[:4]
     pieces = sequences(problem, inputs)
-    dq, dk, dv, dsinks = empty_gradients(inputs)
+    dq, dk, dv, dsinks = empty_gradients(inputs, problem.dkv_dtype)
     if problem.is_packed or problem.has_seqused_k or problem.has_seqstart_k or problem.is_empty:
         # tokens outside every sequence, keys past seqused_k, sequences without queries or keys, heads of keys alone
         for x in (dq, dk, dv):

@@ -231,7 +231,7 @@ class ScoreModifiers:
         """What probabilities are multiplied with, (entries, kv heads, qhead_per_kvhead, queries, keys)."""
         if not self.problem.dropout_p or self.inputs.dropout_state is None:
             return None
-        heads = torch.arange(self.problem.num_heads_q, device=self.device)
+        heads = torch.arange(self.problem.num_heads_q, device=self.device) + self.problem.first_head
         heads = heads.view(-1, self.problem.qhead_per_kvhead)[self.group.heads, :, None, None]
         entries = torch.arange(self.entries.start, self.entries.stop, device=self.device).view(-1, 1, 1, 1, 1)
         if self.inputs.q_positions is None:
@@ -240,7 +240,8 @@ class ScoreModifiers:
             rows = self.positions[..., slice(*queries), None]
         columns = torch.arange(*keys, device=self.device) + self.piece.first_key
         p, state = self.problem.dropout_p, self.inputs.dropout_state
-        kept = philox.kept_pairs(state, p, entries * self.problem.num_heads_q + heads, rows, columns)
+        instances = entries * (self.problem.all_heads or self.problem.num_heads_q) + heads
+        kept = philox.kept_pairs(state, p, instances, rows, columns)
         return kept.to(dtype) * philox.keep_scale(p)
 
     def drop_(self, p: Tensor, queries: Range, keys: Range) -> None:

@@ -50,6 +50,11 @@ def _check_window_side(side: str, size: Any) -> int | None:
     return -WIDEST_WINDOW if size < -WIDEST_WINDOW else size
 
 
+def checked_mask(causal: Any, window: Any) -> Mask:
+    """Check the options that hide keys."""
+    return Mask.from_options(check_flag("causal", causal), _check_window(window))
+
+
 def checked_options(
     q: torch.Tensor,
     *,
@@ -63,10 +68,9 @@ def checked_options(
     tuning: Any,
 ) -> dict[str, Any]:
     """Check the options of dense and packed calls; return them as keyword arguments of `AttentionProblem.of`."""
-    causal = check_flag("causal", causal)
+    mask = checked_mask(causal, window)
     check_flag("return_lse", return_lse)
     is_reproducible = check_flag("deterministic", deterministic, allow_none=True)
-    mask = Mask.from_options(causal, _check_window(window))
     if softcap is not None:
         softcap = check_real("softcap", softcap)
         if softcap <= 0:

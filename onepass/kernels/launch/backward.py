@@ -131,7 +131,7 @@ class BackwardLaunch:
         self, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         problem, config = self.problem, self.config
-        dq, dk, dv, dsinks = empty_gradients(inputs)
+        dq, dk, dv, dsinks = empty_gradients(inputs, problem.dkv_dtype)
         cu_seqlens_q, cu_seqlens_k, seqused_k = (
             None if t is None else t.contiguous() for t in (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k)
         )

@@ -1,0 +1,90 @@
+"""Checks of a call of `onepass.distributed.attention`, before any message is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..validation import fp8
+from ..validation import modifiers as modifier_checks
+from ..validation.attention import check_attention, check_attention_varlen
+from .agreement import signature
+from .local import Options, Terms
+from .plan import ContextPlan
+
+
+def check_call(
+    plan: ContextPlan, tensors: tuple[Any, Any, Any], terms: Terms, *, backend: Any, precision: Any, **options: Any
+) -> Options:
+    """The options of a call, checked as one device would check the whole call; then compared with other ranks'."""
+    if not isinstance(plan, ContextPlan):
+        raise TypeError(f"plan: expected a ContextPlan, as onepass.distributed.plan makes it, got {plan!r}")
+    if plan.group is None and plan.num_ranks > 1:
+        raise ValueError("plan: expected one that was made for a process group, got one that only describes")
+    whole = _whole_tensors(plan, tensors)
+    named = {name: getattr(terms, name) for name in modifier_checks.NAMES if name in terms._fields}
+    given = {name: named.get(name) for name in modifier_checks.NAMES}
+    dropout_p, mask = options.pop("dropout_p"), plan.schedule.mask
+    if precision is not None:
+        fp8.check_precision(precision, tensors[0])
+        modifier_checks.refuse_modifiers(f"with precision={precision!r}", tuple(given.values()), dropout_p)
+    arguments = dict(
+        options,
+        causal=False,
+        window=(mask.window_left, mask.window_right),
+        sinks=terms.sinks,
+        seqused_k=terms.seqused_k,
+        tuning=None,
+        modifiers={"given": given, "dropout_p": dropout_p},
+    )
+    if plan.is_packed:
+        offsets = plan.on_device("cu_seqlens", tensors[0].device, lambda: _offsets(plan, tensors[0].device))
+        problem = check_attention_varlen(
+            *whole, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=None, max_seqlen_k=None, **arguments
+        )
+    else:
+        problem = check_attention(*whole, **arguments)
+    if plan.control is not None:
+        values = {name: signature(t) for name, t in terms._asdict().items()}
+        q, k, v = tensors
+        values |= {"batch": None if plan.is_packed else q.shape[0], "dtype": str(q.dtype), "head_dim": q.shape[-1]}
+        values |= {"head_dim_v": v.shape[-1], "requires_grad": tuple(t.requires_grad for t in (q, k, v))}
+        values |= {"softcap": problem.softcap, "softmax_scale": problem.softmax_scale, "dropout_p": problem.dropout_p}
+        values |= {"deterministic": problem.deterministic, "precision": precision, "backend": backend}
+        values["plan"] = plan.fingerprint
+        plan.control.compare_once("attention", values)
+    return Options(
+        softmax_scale=problem.softmax_scale,
+        softcap=problem.softcap,
+        deterministic=problem.deterministic,
+        dropout_p=problem.dropout_p,
+        precision=precision,
+        backend=backend,
+    )
+
+
+def _whole_tensors(plan: ContextPlan, tensors: tuple[Any, Any, Any]) -> list[Tensor]:
+    """Tensors with all tokens, of one element each in memory, which stand for those of all ranks in checks."""
+    schedule, rows = plan.schedule, plan.num_local_tokens
+    found = []
+    for name, t, heads in zip(
+        "qkv", tensors, (schedule.num_heads_q, schedule.num_heads_kv, schedule.num_heads_kv), strict=True
+    ):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
+        shape = (rows, heads) if plan.is_packed else (*t.shape[:1], rows, heads)
+        if t.dim() != len(shape) + 1 or tuple(t.shape[:-1]) != shape:
+            expected = ", ".join(str(n) for n in (shape if plan.is_packed else ("batch", rows, heads)))
+            raise ValueError(
+                f"{name}: expected ({expected}, head_dim), with the {rows} tokens that rank {plan.rank} owns and the "
+                f"plan's heads, got {tuple(t.shape)}"
+            )
+        whole = (plan.num_tokens, *t.shape[1:]) if plan.is_packed else (t.shape[0], plan.num_tokens, *t.shape[2:])
+        found.append(t.detach().new_empty(1).expand(whole))
+    return found
+
+
+def _offsets(plan: ContextPlan, device: torch.device) -> Tensor:
+    return torch.tensor(plan.schedule.cu_seqlens, dtype=torch.int32, device=device)

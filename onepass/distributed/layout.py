@@ -1,0 +1,169 @@
+"""Which tokens of a sequence each rank owns: runs of neighboring tokens."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from ..problem import Mask
+
+LayoutName = Literal["contiguous", "head_tail", "balanced"]
+LAYOUTS: tuple[LayoutName, ...] = ("contiguous", "head_tail", "balanced")
+PIECES_PER_RANK = 16  # of the balanced layout: more of them balance better, and more of them are messages
+
+
+class Run(NamedTuple):
+    """The tokens start <= t < stop."""
+
+    start: int
+    stop: int
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+
+class OwnedRun(NamedTuple):
+    """A run of tokens, the rank that owns it, and the row of that rank's tensors at which it begins."""
+
+    start: int
+    stop: int
+    rank: int
+    row: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who owns which tokens.
+
+    Attributes:
+        runs: for each rank its runs, which ascend and do not touch each other. Its tensors have their tokens in this
+            order.
+    """
+
+    runs: tuple[tuple[Run, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.runs)
+
+    def count(self, rank: int) -> int:
+        """The number of tokens of a rank."""
+        return sum(run.count for run in self.runs[rank])
+
+    @cached_property
+    def owners(self) -> tuple[OwnedRun, ...]:
+        """All runs, by their first token."""
+        found = []
+        for rank, runs in enumerate(self.runs):
+            row = 0
+            for run in runs:
+                found.append(OwnedRun(run.start, run.stop, rank, row))
+                row += run.count
+        return tuple(sorted(found))
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [run.start for run in self.owners]
+
+    def owned(self, start: int, stop: int) -> list[OwnedRun]:
+        """The tokens start <= t < stop, by who owns them."""
+        found = []
+        for run in self.owners[max(0, bisect_right(self._starts, start) - 1) :]:
+            if run.start >= stop:
+                break
+            first, end = max(start, run.start), min(stop, run.stop)
+            if first < end:
+                found.append(OwnedRun(first, end, run.rank, run.row + first - run.start))
+        return found
+
+
+def make_layout(name: LayoutName, num_ranks: int, cu_seqlens: Sequence[int], mask: Mask) -> Layout:
+    """The layout of this name for sequences that begin at all offsets but the last."""
+    total = cu_seqlens[-1]
+    if name == "contiguous":
+        return Layout(tuple(_runs([(_cut(total, num_ranks, r), _cut(total, num_ranks, r + 1))]) for r in range(num_ranks)))
+    if name == "head_tail":
+        cuts = [_cut(total, 2 * num_ranks, i) for i in range(2 * num_ranks + 1)]
+        pairs = ((r, 2 * num_ranks - 1 - r) for r in range(num_ranks))
+        return Layout(tuple(_runs([(cuts[i], cuts[i + 1]) for i in pair]) for pair in pairs))
+    return _balanced(num_ranks, cu_seqlens, mask)
+
+
+def _cut(total: int, parts: int, index: int) -> int:
+    """Where part `index` of `total` tokens begins; parts differ by one token at most."""
+    return total * index // parts
+
+
+def _runs(pieces: list[tuple[int, int]]) -> tuple[Run, ...]:
+    """Ascending runs, of which none is empty and no two touch."""
+    runs: list[Run] = []
+    for start, stop in sorted(pieces):
+        if start == stop:
+            continue
+        if runs and runs[-1].stop == start:
+            runs[-1] = Run(runs[-1].start, stop)
+        else:
+            runs.append(Run(start, stop))
+    return tuple(runs)
+
+
+def _balanced(num_ranks: int, cu_seqlens: Sequence[int], mask: Mask) -> Layout:
+    """Equal pieces, the heaviest first to the rank that has the least work and not yet all of its pieces."""
+    total, count = cu_seqlens[-1], num_ranks * PIECES_PER_RANK
+    pieces = [(_cut(total, count, i), _cut(total, count, i + 1)) for i in range(count)]
+    work = [visible_pairs(Run(*piece), cu_seqlens, mask) for piece in pieces]
+    owned: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
+    load = [0] * num_ranks
+    for i in sorted(range(count), key=lambda i: (-work[i], i)):
+        rank = min((r for r in range(num_ranks) if len(owned[r]) < PIECES_PER_RANK), key=lambda r: (load[r], r))
+        owned[rank].append(pieces[i])
+        load[rank] += work[i]
+    return Layout(tuple(_runs(pieces) for pieces in owned))
+
+
+# ---------------------------------------------------------------- what queries see
+
+
+def documents(run: Run, cu_seqlens: Sequence[int]) -> list[tuple[int, Run]]:
+    """A run, cut where a sequence begins: the number of the sequence and its tokens."""
+    found, start = [], run.start
+    number = bisect_right(cu_seqlens, start) - 1
+    while start < run.stop:
+        stop = min(run.stop, cu_seqlens[number + 1])
+        if start < stop:
+            found.append((number, Run(start, stop)))
+        start, number = stop, number + 1
+    return found
+
+
+def visible_keys(run: Run, document: Run, mask: Mask) -> Run:
+    """The least run of keys that has all keys which queries of a run see, and these queries' own positions."""
+    left, right = mask.window_left, mask.window_right
+    start = document.start if left is None else max(document.start, run.start - left)
+    stop = document.stop if right is None else min(document.stop, run.stop + right)
+    return Run(min(start, run.start), max(stop, run.stop))
+
+
+def visible_pairs(run: Run, cu_seqlens: Sequence[int], mask: Mask) -> int:
+    """How many pairs of a query of the run and a key the mask leaves."""
+    total = 0
+    for number, piece in documents(run, cu_seqlens):
+        first, end = cu_seqlens[number], cu_seqlens[number + 1]
+        left = end if mask.window_left is None else mask.window_left
+        right = end if mask.window_right is None else mask.window_right
+        stops = _sum_clamped(piece, right + 1, first, end)
+        starts = _sum_clamped(piece, -left, first, end)
+        total += max(0, stops - starts)
+    return total
+
+
+def _sum_clamped(run: Run, shift: int, least: int, greatest: int) -> int:
+    """The sum of min(greatest, max(least, t + shift)) over the tokens t of a run."""
+    low = min(max(least - shift, run.start), run.stop)  # before it t + shift is below least
+    high = min(max(greatest - shift, low), run.stop)  # from it on t + shift is above greatest
+    middle = (low + high - 1) * (high - low) // 2 + shift * (high - low)
+    return least * (low - run.start) + middle + greatest * (run.stop - high)

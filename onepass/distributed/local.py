@@ -1,0 +1,319 @@
+"""What one rank computes in one step: an ordinary call over the heads, queries and keys that it has there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..dispatch import attention as dispatch
+from ..ops import attention as ops
+from ..ops.autocast import without_autocast
+from ..ops.quantize import quantized_problem
+from ..problem import AttentionInputs, AttentionProblem, Inputs, Mask, ModifiedInputs, Modifiers
+from .layout import Run, visible_keys
+from .packed import PackedTables, make_tables
+from .plan import ContextPlan
+from .schedule import Step
+
+
+class Terms(NamedTuple):
+    """Tensors that every rank has in full, as of `onepass.attention` of all tokens.
+
+    Attributes:
+        dropout_state: (2,) int64, the same on all ranks.
+    """
+
+    sinks: Tensor | None = None
+    seqused_k: Tensor | None = None
+    seqstart_k: Tensor | None = None
+    key_ranges: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    bias: Tensor | None = None
+    dropout_state: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a call that are no tensors."""
+
+    softmax_scale: float
+    softcap: float | None = None
+    deterministic: bool = False
+    dropout_p: float = 0.0
+    precision: str | None = None
+    backend: str | None = None
+
+
+class Part(NamedTuple):
+    """A call of one step: rows of its buffers, and where they stand.
+
+    Attributes:
+        queries, keys: rows of the buffers.
+        first_query, first_key: the first tokens, in numbers of their sequence; of a dense call.
+        shift: how much later the queries stand than the last key would have them stand.
+    """
+
+    queries: Run
+    keys: Run
+    first_query: int
+    first_key: int
+    shift: int
+
+
+class TermGradients(NamedTuple):
+    """What the gradients of terms are added to, in their shapes and in float32 or float64; None where there are none."""
+
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    bias: Tensor | None
+
+
+class LocalCalls:
+    """The calls of one step on one rank.
+
+    Buffers have rows first: q (rows, batch, heads, head_dim), and kv (rows, batch, kv heads, head_dim + head_dim_v).
+    """
+
+    def __init__(self, plan: ContextPlan, step: Step, options: Options, terms: Terms, head_dim: int):
+        self.plan, self.step, self.options, self.terms, self.head_dim = plan, step, options, terms, head_dim
+        schedule = plan.schedule
+        self.heads = schedule.heads_q(step, plan.rank)
+        self.mask = schedule.mask
+        self.documents: Tensor | None = None  # of packed calls: the number of each segment's sequence
+        self.counts_rows = counts_rows(options, terms)
+        self.needs_positions = terms.alibi_slopes is not None or terms.seqstart_k is not None or self.counts_rows
+
+    # ---------------------------------------------------------------- forward and backward
+
+    def forward(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """out (rows, batch, heads, head_dim_v) and lse (rows, batch, heads)."""
+        if self.plan.is_packed:
+            inputs, mask = self._packed_inputs(q, kv)
+            out, lse = self._run(inputs, mask)
+            return out[:, None], lse.t()[:, None]
+        out = q.new_empty((*q.shape[:3], kv.shape[-1] - self.head_dim))
+        lse = q.new_empty(q.shape[:3], dtype=accum_dtype(q.dtype))
+        for part in self._parts():
+            part_out, part_lse = self._run(*self._dense_inputs(part, q, kv))
+            out[slice(*part.queries)] = part_out.transpose(0, 1)
+            lse[slice(*part.queries)] = part_lse.permute(2, 0, 1)
+        return out, lse
+
+    def backward(
+        self, q: Tensor, kv: Tensor, dout: Tensor, stats: Tensor, sums: TermGradients
+    ) -> tuple[Tensor, Tensor]:
+        """dq, and dk beside dv, which are in float32 where the plan adds several of them.
+
+        The backward is called with out = 0, so that the gradient of lse holds all that it subtracts from dP.
+
+        Args:
+            stats: (rows, batch, heads, 2): lse, and the gradient of lse less dout . out.
+            sums: the gradients of terms are added to these.
+        """
+        lse, dlse = stats.unbind(-1)
+        sums_keys = self.plan.schedule.sums_keys()
+        if self.plan.is_packed:
+            inputs, mask = self._packed_inputs(q, kv)
+            given = dout[:, 0], lse[:, 0].t(), dlse[:, 0].t()
+            dq, dk, dv, *terms = self._run_backward(inputs, mask, *given, sums_keys, sums)
+            self._add_terms(sums, terms, None)
+            return dq[:, None], torch.cat((dk, dv), -1)[:, None]
+        dq = torch.empty_like(q)
+        dkv = torch.zeros_like(kv, dtype=accum_dtype(q.dtype) if sums_keys else None)
+        for part in self._parts():
+            rows, keys = slice(*part.queries), slice(*part.keys)
+            inputs, mask = self._dense_inputs(part, q, kv)
+            given = dout[rows].transpose(0, 1), *(t[rows].permute(1, 2, 0) for t in (lse, dlse))
+            part_dq, part_dk, part_dv, *terms = self._run_backward(inputs, mask, *given, sums_keys, sums)
+            dq[rows] = part_dq.transpose(0, 1)
+            dkv[keys] += torch.cat((part_dk, part_dv), -1).transpose(0, 1)
+            self._add_terms(sums, terms, part)
+        return dq, dkv
+
+    def _add_terms(self, sums: TermGradients, found: Sequence[Tensor | None], part: Part | None) -> None:
+        dsinks, dslopes, dbias = found
+        if sums.sinks is not None and dsinks is not None:
+            sums.sinks[self.heads] += dsinks
+        if sums.alibi_slopes is not None and dslopes is not None:
+            own = sums.alibi_slopes[..., self.heads]
+            if self.documents is not None and own.dim() == 2:
+                own.index_add_(0, self.documents, dslopes.to(own.dtype))
+            else:
+                own += dslopes
+        if sums.bias is not None and dbias is not None:
+            own = sums.bias[(None,) * (4 - sums.bias.dim())] if part is not None else sums.bias
+            own = _heads(own, -3, self.heads)
+            if part is not None and own.shape[-1] > 1:
+                own = own[..., part.first_key : part.first_key + part.keys.count]
+            own += dbias
+
+    # ---------------------------------------------------------------- inputs
+
+    def _parts(self) -> list[Part]:
+        """A call for each run of queries, so that masks are windows and few calls need positions."""
+        parts = []
+        for segment in self.plan.segments(self.step):
+            row = segment.query_row
+            for run in segment.runs:
+                keys = self._keys_of(run, segment.keys)
+                key_row = segment.key_row + keys.start - segment.keys.start
+                queries = Run(row, row + run.count)
+                shift = (run.start - keys.start) - (keys.count - run.count)
+                parts.append(Part(queries, Run(key_row, key_row + keys.count), run.start, keys.start, shift))
+                row += run.count
+        return parts
+
+    def _keys_of(self, run: Run, keys: Run) -> Run:
+        """The keys of a segment that one of its runs sees."""
+        if self.counts_rows:  # columns are counted from the first key
+            return keys
+        return visible_keys(run, keys, self.mask) if self.terms.seqused_k is None else keys
+
+    def _dense_inputs(self, part: Part, q: Tensor, kv: Tensor) -> tuple[Inputs, Mask]:
+        rows, keys = slice(*part.queries), slice(*part.keys)
+        total, count = self.plan.num_tokens, part.keys.count
+        q, kv = q[rows].transpose(0, 1), kv[keys].transpose(0, 1)
+        k, v = kv[..., : self.head_dim], kv[..., self.head_dim :]
+        used = self.terms.seqused_k
+        is_whole = part.queries.count == count == total
+        positions = None
+        mask = self.mask
+        if not is_whole and (self.needs_positions or used is not None):
+            end = part.first_query + part.queries.count
+            positions = torch.arange(part.first_query, end, device=q.device, dtype=torch.int32)[None]
+            if used is not None:
+                positions = positions + (used[:, None] - total)
+            positions = positions - part.first_key
+        elif part.shift:
+            mask = _shifted(mask, part.shift)
+        used = None if used is None else (used - part.first_key).clamp(0, count)
+        starts = self.terms.seqstart_k
+        starts = None if starts is None else (starts - part.first_key).clamp(0, count)
+        ranges = self.terms.key_ranges
+        if ranges is not None:
+            tokens = slice(part.first_query, part.first_query + part.queries.count)
+            ranges = (_heads(ranges, 1, self.heads)[:, :, tokens] - part.first_key).contiguous()
+        slopes = self.terms.alibi_slopes
+        slopes = None if slopes is None else slopes[..., self.heads]
+        bias = self.terms.bias
+        if bias is not None:
+            bias = bias[(None,) * (4 - bias.dim())]
+            bias = _heads(bias, 1, self.heads)
+            if bias.shape[-1] > 1:
+                bias = bias[..., part.first_key : part.first_key + count]
+        state = self.terms.dropout_state
+        return self._inputs(q, k, v, None, None, used, Modifiers(starts, ranges, positions, slopes, bias, state)), mask
+
+    def _packed_inputs(self, q: Tensor, kv: Tensor) -> tuple[Inputs, Mask]:
+        """One call, in which each segment is a sequence."""
+        tables = self.plan.on_device(("packed", self.step), q.device, lambda: self._tables(q.device))
+        q, kv = q[:, 0], kv[:, 0]
+        k, v = kv[..., : self.head_dim], kv[..., self.head_dim :]
+        terms, documents, rows = self.terms, tables.documents, tables.row_segments
+        self.documents = documents
+        used, starts, slopes, bias = terms.seqused_k, terms.seqstart_k, terms.alibi_slopes, terms.bias
+        positions = None
+        if not tables.is_whole and (
+            not (tables.are_aligned or self.mask.is_full) or self.needs_positions or used is not None
+        ):
+            positions = tables.positions
+            if used is not None:
+                positions = positions + (used - tables.lengths)[documents][rows]
+        used, starts = (
+            None if t is None else (t[documents] - tables.first_keys).clamp(min=0).minimum(tables.key_counts)
+            for t in (used, starts)
+        )
+        ranges = terms.key_ranges
+        if ranges is not None:
+            ranges = _heads(ranges, 0, self.heads)[:, tables.tokens] - tables.first_keys[rows][None, :, None]
+        if slopes is not None:
+            slopes = slopes[..., self.heads]
+            slopes = slopes[documents] if slopes.dim() == 2 else slopes
+        bias = None if bias is None else _heads(bias, 0, self.heads)
+        modifiers = Modifiers(starts, ranges, positions, slopes, bias, terms.dropout_state)
+        return self._inputs(q, k, v, tables.cu_seqlens_q, tables.cu_seqlens_k, used, modifiers), self.mask
+
+    def _tables(self, device: torch.device) -> PackedTables:
+        return make_tables(self.plan, self.step, device)
+
+    def _inputs(self, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, used: Any, modifiers: Modifiers) -> Inputs:
+        sinks = None if self.terms.sinks is None else self.terms.sinks[self.heads]
+        if all(t is None for t in modifiers):
+            return AttentionInputs(q, k, v, sinks, cu_q, cu_k, used)
+        return ModifiedInputs(q, k, v, sinks, cu_q, cu_k, used, modifiers)
+
+    # ---------------------------------------------------------------- calls
+
+    def _problem(self, inputs: Inputs, mask: Mask) -> AttentionProblem:
+        options = self.options
+        problem = AttentionProblem.of(
+            inputs,
+            softmax_scale=options.softmax_scale,
+            mask=mask,
+            softcap=options.softcap,
+            deterministic=options.deterministic,
+            dropout_p=options.dropout_p,
+        )
+        if options.dropout_p:
+            problem = replace(problem, first_head=self.heads.start, all_heads=self.plan.schedule.num_heads_q)
+        return problem
+
+    def _run(self, inputs: Inputs, mask: Mask) -> tuple[Tensor, Tensor]:
+        problem, device = self._problem(inputs, mask), inputs.q.device
+        if self.options.precision is not None:
+            assert isinstance(inputs, AttentionInputs)
+            forward = dispatch.require(quantized_problem(problem), self.options.backend, None, device)
+            options = ops.options_of(problem, dispatch.require(problem, self.options.backend, None, device))
+            return torch.ops.onepass.attention_fp8(*inputs, *options, forward)
+        name = dispatch.require(problem, self.options.backend, None, device)
+        with without_autocast(problem.device_type):
+            return dispatch.prepare(name, problem, device)(inputs)
+
+    def _run_backward(
+        self,
+        inputs: Inputs,
+        mask: Mask,
+        dout: Tensor,
+        lse: Tensor,
+        dlse: Tensor,
+        sums_keys: bool,
+        sums: TermGradients,
+    ) -> tuple:
+        """dq, dk, dv, dsinks, dslopes and dbias, None where there is none."""
+        problem, device = self._problem(inputs, mask), inputs.q.device
+        constant_slopes = problem.has_alibi and sums.alibi_slopes is None
+        constant_bias = problem.has_bias and sums.bias is None
+        problem = replace(
+            problem, constant_slopes=constant_slopes, constant_bias=constant_bias, float32_dkv=sums_keys
+        )
+        name = dispatch.require(problem, self.options.backend, None, device)
+        module = dispatch.load_backward(name, problem)
+        with without_autocast(problem.device_type):
+            found = module.gradients(problem, inputs, torch.zeros_like(dout), lse.contiguous(), dout, dlse.contiguous())
+        dq, dk, dv, dsinks, *terms = (*found, None, None)[:6]
+        return dq, dk, dv, (None if inputs.sinks is None else dsinks), *terms
+
+
+def counts_rows(options: Options, terms: Terms) -> bool:
+    """Whether what a query gets depends on its number: random bits, or rows of a bias."""
+    bias = terms.bias
+    return options.dropout_p > 0 or (bias is not None and bias.dim() > 1 and bias.shape[-2] > 1)
+
+
+def accum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _shifted(mask: Mask, shift: int) -> Mask:
+    """The mask of queries that stand `shift` keys later than the last key would have them stand."""
+    left = None if mask.window_left is None else mask.window_left - shift
+    return Mask(left, None if mask.window_right is None else mask.window_right + shift)
+
+
+def _heads(t: Tensor, dim: int, heads: slice) -> Tensor:
+    """The heads of a tensor, which may be the same for all."""
+    return t if t.shape[dim] == 1 else t.narrow(dim, heads.start, heads.stop - heads.start)

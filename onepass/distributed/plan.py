@@ -1,0 +1,327 @@
+"""`plan`: which tokens each rank owns, and how attention over all of them is computed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..problem import Mask
+from ..validation.attention import checked_mask
+from ..validation.scalars import check_flag, check_int
+from . import agreement
+from .cost import Hardware, estimate, report
+from .layout import LAYOUTS, Layout, LayoutName, Run, documents, make_layout
+from .schedule import Piece, Schedule, Segment, Step, make_steps, steps_over_heads
+from .shards import Gather
+
+Engine = Literal["heads", "keys"] | int
+CHUNKS = 16
+
+
+class Route(NamedTuple):
+    """The rows of one step that concern one rank.
+
+    Attributes:
+        incoming: pieces of this rank's buffer.
+        outgoing: for each rank that computes with rows of this one, the pieces of its buffer that come from here.
+    """
+
+    incoming: list[Piece]
+    outgoing: list[tuple[int, list[Piece]]]
+
+
+@dataclass(frozen=True, eq=False)
+class ContextPlan:
+    """How the tokens of sequences, and attention over them, are spread over the ranks of a process group.
+
+    Made by `plan`. It holds no tensor that depends on data, and serves every layer and every step of calls with the
+    same sequences.
+
+    Attributes:
+        schedule: the tokens of each rank, and the steps of the computation.
+        rank: this process's rank in the group.
+        group: the process group; None for a plan that only describes.
+        is_packed: sequences follow each other in one tensor.
+        keep_gathered: the forward keeps what it received for the backward, which then does not ask for it again.
+    """
+
+    schedule: Schedule
+    rank: int
+    group: Any
+    is_packed: bool
+    layout_name: str
+    engine: Engine
+    head_dim: int
+    chunks: int
+    keep_gathered: bool = False
+    control: agreement.Control | None = None
+    _kept: dict = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal on ranks whose plans are equal."""
+        return hashlib.sha256(repr((self.schedule, self.keep_gathered)).encode()).hexdigest()[:12]
+
+    # ---------------------------------------------------------------- tokens
+
+    @property
+    def num_ranks(self) -> int:
+        return self.schedule.layout.num_ranks
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all ranks."""
+        return self.schedule.cu_seqlens[-1]
+
+    @property
+    def local_runs(self) -> tuple[Run, ...]:
+        """The tokens of this rank, first <= t < last, in the order of its tensors."""
+        return self.schedule.layout.runs[self.rank]
+
+    @cached_property
+    def num_local_tokens(self) -> int:
+        return self.schedule.layout.count(self.rank)
+
+    def tokens(self, device: torch.device | str | None = None) -> Tensor:
+        """(num_local_tokens,) int64: the numbers of this rank's tokens among all tokens."""
+        ranges = [torch.arange(*run, device=device) for run in self.local_runs]
+        return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64, device=device)
+
+    def positions(self, device: torch.device | str | None = None) -> Tensor:
+        """(num_local_tokens,) int64: where this rank's tokens stand in their sequences, as rotary embeddings count."""
+        found = [
+            torch.arange(*piece, device=device) - self.schedule.cu_seqlens[number]
+            for run in self.local_runs
+            for number, piece in documents(run, self.schedule.cu_seqlens)
+        ]
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=device)
+
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's tokens of a tensor that has all tokens in dimension `dim`. Differentiable.
+
+        Raises: ValueError if the dimension has another size.
+        """
+        self._check_size("x", x, dim, self.num_tokens)
+        return torch.cat([x.narrow(dim, run.start, run.count) for run in self.local_runs] or [x.narrow(dim, 0, 0)], dim)
+
+    def unshard(self, x: Tensor, dim: int) -> Tensor:
+        """All tokens, on every rank, from each rank's own in dimension `dim`. Every rank of the group calls it.
+
+        Differentiable: the gradient of x is the sum of what the ranks have for its tokens. Raises: ValueError if the
+        dimension has another size than num_local_tokens.
+        """
+        self._check_size("x", x, dim, self.num_local_tokens)
+        return Gather.apply(x, dim % x.dim(), self)
+
+    @staticmethod
+    def _check_size(name: str, x: Tensor, dim: int, expected: int) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+        if x.shape[dim] != expected:
+            raise ValueError(f"{name}: expected {expected} tokens in dimension {dim}, got shape {tuple(x.shape)}")
+
+    # ---------------------------------------------------------------- steps
+
+    def segments(self, step: Step) -> tuple[Segment, ...]:
+        """What this rank computes in a step."""
+        return self._once(("segments", step), lambda: self.schedule.segments(step, self.rank))
+
+    def query_route(self, step: Step) -> Route:
+        """How rows of q travel in a step."""
+        row = self.schedule.row_of_ranks(step, self.rank)
+        return self._once(("queries", step), lambda: self._route(step, row, self.schedule.query_pieces))
+
+    def key_route(self, step: Step) -> Route:
+        """How rows of k and v travel in a step."""
+        ranks = range(self.num_ranks)
+        return self._once(("keys", step), lambda: self._route(step, ranks, self.schedule.key_pieces))
+
+    def _route(self, step: Step, ranks: range, pieces_of: Any) -> Route:
+        outgoing = ((rank, [p for p in pieces_of(step, rank) if p.source == self.rank]) for rank in ranks)
+        return Route(pieces_of(step, self.rank), [(rank, pieces) for rank, pieces in outgoing if pieces])
+
+    def _once(self, key: Any, make: Any) -> Any:
+        found = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = make()
+        return found
+
+    def on_device(self, key: Any, device: torch.device, make: Any) -> Any:
+        """A tensor that depends on the plan and on the device alone, made once."""
+        return self._once((key, device), make)
+
+    def for_call(self, counts_rows: bool, counts_from_end: bool, is_fp8: bool) -> ContextPlan:
+        """The plan by which a call is computed: this one, or one that gathers what the call needs beyond it.
+
+        Args:
+            counts_rows: what a query gets depends on its number in its sequence, and on that of a key.
+            counts_from_end: queries may stand before their own tokens, because of seqused_k.
+            is_fp8: the call has no modifiers.
+        """
+        schedule = self.schedule
+        if self.is_packed and (counts_rows or is_fp8):  # sequences must stay whole
+            steps = steps_over_heads(self.num_ranks, schedule.num_heads_q, schedule.num_heads_kv, self.chunks)
+            return self._variant(replace(schedule, steps=steps))
+        if counts_rows or (counts_from_end and schedule.mask.window_left is not None):
+            return self._variant(replace(schedule, from_start=True))
+        return self
+
+    def _variant(self, schedule: Schedule) -> ContextPlan:
+        return self._once(("variant", schedule.steps, schedule.from_start), lambda: replace(self, schedule=schedule, _kept={}))
+
+    # ---------------------------------------------------------------- words
+
+    def describe(self, hardware: Hardware | None = None) -> str:
+        """Work, bytes and balance of each rank, and the estimate by which the engine was chosen, as text."""
+        return report(self, hardware or Hardware())
+
+
+def plan(
+    tokens: int | Sequence[int] | Tensor,
+    group: Any = None,
+    *,
+    num_heads_q: int,
+    num_heads_kv: int,
+    head_dim: int = 128,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    layout: LayoutName | None = None,
+    engine: Engine | None = None,
+    chunks: int = CHUNKS,
+    keep_gathered: bool = False,
+    num_ranks: int | None = None,
+    rank: int = 0,
+    timeout: float = 60.0,
+) -> ContextPlan:
+    """Plan self-attention over sequences whose tokens are spread over the ranks of a process group.
+
+    Nothing has to divide anything: neither tokens nor heads nor the lengths of packed sequences by the ranks.
+
+    Args:
+        tokens: the tokens of the sequence (of each batch entry), or for packed sequences their offsets cu_seqlens, a
+            list or a tensor, whose values are read here.
+        group: a ProcessGroup, or a one-dimensional DeviceMesh; None = the default group. All of its ranks call `plan`.
+        num_heads_q, num_heads_kv: heads of q, and of k and v.
+        head_dim: for the estimate of costs alone.
+        causal, window: the mask, as of `onepass.attention`.
+        layout: "contiguous": each rank owns one run of tokens. "head_tail": rank r owns pieces r and 2 P - 1 - r of
+            2 P, which balances a causal mask. "balanced": each rank owns several pieces, with equal numbers of tokens
+            and nearly equal work. None = the best for the engine.
+        engine: "heads": each rank gets all queries and keys of some heads (all-to-all). "keys": each rank keeps its
+            queries, and gathers the keys and values that they see. A number of ranks, which divides the group's:
+            that many ranks deal heads among themselves, and gather keys from the others. None = the fastest by the
+            estimate that `describe` shows.
+        chunks: about how many steps the heads are cut into, so that messages of one step travel while another one is
+            computed, and only two steps need memory.
+        keep_gathered: keep received q, k and v for the backward instead of receiving them again.
+        num_ranks, rank: without a process group, to describe a plan for another machine.
+        timeout: seconds that a rank waits for the others where it compares its arguments with theirs.
+
+    Raises: TypeError or ValueError with what was expected and given; RuntimeError on all ranks if their arguments
+    differ, with the first rank that differs and how.
+    """
+    cu_seqlens, is_packed = _offsets(tokens)
+    heads_q = check_int("num_heads_q", num_heads_q, "an int of at least 1", least=1)
+    heads_kv = check_int("num_heads_kv", num_heads_kv, "an int of at least 1", least=1)
+    if heads_q % heads_kv:
+        raise ValueError(f"num_heads_q: expected a multiple of num_heads_kv = {heads_kv}, got {heads_q}")
+    head_dim = check_int("head_dim", head_dim, "an int of at least 1", least=1)
+    chunks = check_int("chunks", chunks, "an int of at least 1", least=1)
+    keep_gathered = check_flag("keep_gathered", keep_gathered)
+    mask = checked_mask(causal, window)
+    if layout is not None and layout not in LAYOUTS:
+        raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)} or None, got {layout!r}")
+    if num_ranks is not None:
+        if group is not None:
+            raise ValueError("num_ranks: expected None together with a group, got both")
+        num_ranks = check_int("num_ranks", num_ranks, "an int of at least 1", least=1)
+        rank = check_int("rank", rank, f"an int of at least 0 and below {num_ranks}", least=0)
+    else:
+        group = _process_group(group)
+        num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    widths = _widths(engine, num_ranks)
+    control = None
+    if group is not None and num_ranks > 1:
+        control = agreement.Control.of(group, timeout)
+        values = dict(
+            cu_seqlens=cu_seqlens,
+            num_heads_q=heads_q,
+            num_heads_kv=heads_kv,
+            causal=causal,
+            window=window,
+            layout=layout,
+            engine=engine,
+            chunks=chunks,
+            keep_gathered=keep_gathered,
+        )
+        control.compare("plan", values)
+    candidates = []
+    for width in widths:
+        steps = make_steps(num_ranks, heads_q, heads_kv, width, chunks)
+        name = layout or _best_layout(steps, num_ranks, is_packed, mask)
+        made = Schedule(make_layout(name, num_ranks, cu_seqlens, mask), cu_seqlens, mask, heads_q, heads_kv, steps)
+        candidates.append((width, name, made))
+    if len(candidates) > 1:
+        candidates.sort(key=lambda c: estimate(c[2], head_dim, Hardware()).seconds)
+    width, name, made = candidates[0]
+    chosen: Engine = "heads" if width == num_ranks else "keys" if width == 1 else width
+    return ContextPlan(made, rank, group, is_packed, name, chosen, head_dim, chunks, keep_gathered, control)
+
+
+def _offsets(tokens: Any) -> tuple[tuple[int, ...], bool]:
+    if isinstance(tokens, Tensor):
+        tokens = tokens.tolist()
+    if not isinstance(tokens, (list, tuple)):
+        return (0, check_int("tokens", tokens, "an int of at least 1, or offsets", least=1)), False
+    offsets = tuple(check_int("tokens", offset, "offsets of ints", least=0) for offset in tokens)
+    if len(offsets) < 2 or offsets[0] != 0 or any(a > b for a, b in zip(offsets, offsets[1:], strict=False)):
+        raise ValueError(f"tokens: expected offsets that begin with 0 and do not fall, got {offsets}")
+    if offsets[-1] == 0:
+        raise ValueError(f"tokens: expected at least 1 token, got offsets {offsets}")
+    return offsets, True
+
+
+def _process_group(group: Any) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError("group: expected an initialized torch.distributed, or num_ranks to describe a plan")
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"group: expected a DeviceMesh of one dimension, got {group}; pass mesh['name']")
+        return group.get_group()
+    if group is None:
+        return dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {group!r}")
+    return group
+
+
+def _widths(engine: Any, num_ranks: int) -> list[int]:
+    if engine is None:
+        return [width for width in range(num_ranks, 0, -1) if num_ranks % width == 0]
+    if engine in ("heads", "keys"):
+        return [num_ranks if engine == "heads" else 1]
+    if isinstance(engine, str):
+        raise ValueError(f"engine: expected 'heads', 'keys', a number of ranks or None, got {engine!r}")
+    width = check_int("engine", engine, "'heads', 'keys', a number of ranks or None", least=1)
+    if num_ranks % width:
+        raise ValueError(f"engine: expected a divisor of the {num_ranks} ranks, got {width}")
+    return [width]
+
+
+def _best_layout(steps: Sequence[Step], num_ranks: int, is_packed: bool, mask: Mask) -> LayoutName:
+    """Contiguous where every rank has all queries, or where all tokens have equal work, else a balanced one."""
+    if all(step.width == num_ranks for step in steps) or num_ranks == 1:
+        return "contiguous"
+    if is_packed:
+        return "balanced"
+    has_equal_work = mask.window_left is not None or mask.window_right is None
+    return "contiguous" if has_equal_work else "head_tail"

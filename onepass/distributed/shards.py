@@ -1,0 +1,46 @@
+"""All tokens of a tensor from the shards of all ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .plan import ContextPlan
+
+
+class Gather(torch.autograd.Function):
+    """`ContextPlan.unshard`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, plan: ContextPlan) -> Tensor:
+        ctx.dim, ctx.plan = dim, plan
+        return unshard(x, dim, plan)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple:
+        whole = gradients[0].contiguous()
+        if ctx.plan.num_ranks > 1:
+            whole = whole.clone()
+            dist.all_reduce(whole, group=ctx.plan.group)
+        return ctx.plan.shard(whole, ctx.dim), None, None
+
+
+def unshard(x: Tensor, dim: int, plan: ContextPlan) -> Tensor:
+    layout = plan.schedule.layout
+    rows = x.movedim(dim, 0).contiguous()
+    shape = rows.shape[1:]
+    shards = [rows]
+    if plan.num_ranks > 1:
+        most = max(layout.count(rank) for rank in range(plan.num_ranks))
+        own = rows.new_zeros((most, *shape))
+        own[: rows.shape[0]] = rows
+        shards = [torch.empty_like(own) for _ in range(plan.num_ranks)]
+        dist.all_gather(shards, own, group=plan.group)
+    whole = rows.new_empty((plan.num_tokens, *shape))
+    for run in layout.owners:
+        whole[run.start : run.stop] = shards[run.rank][run.row : run.row + run.stop - run.start]
+    return whole.movedim(0, dim)
