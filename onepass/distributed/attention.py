@@ -1,4 +1,4 @@
-"""`attention` over sequences whose tokens are spread over ranks: messages of one step travel while another is computed."""
+"""`attention` over sequences whose tokens are spread over ranks: messages travel while other heads are computed."""
 
 from __future__ import annotations
 
@@ -83,9 +83,7 @@ def attention(
         if plan.num_ranks > 1:
             dist.broadcast(state, dist.get_global_rank(plan.group, 0), plan.group)
         terms = terms._replace(dropout_state=state)
-    variant = plan.for_call(
-        counts_rows(options, terms), terms.seqused_k is not None, options.precision is not None
-    )
+    variant = plan.for_call(counts_rows(options, terms), terms.seqused_k is not None, options.precision is not None)
     call = Call(variant, options, terms)
     out, lse = _Attention.apply(q, k, v, sinks, alibi_slopes, bias, call)
     return AttentionOutput(out, lse) if return_lse else out
@@ -128,14 +126,15 @@ class _Attention(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         stats = row_stats(call, out, dout, lse, dlse)
         dq, dk, dv, sums = pipeline.backward(rows_first(dout, call.plan), stats, ctx.has_gradient)
-        found = [batch_first(t, call.plan) for t in (dq, dk, dv)]
+        found: list[Tensor | None] = [batch_first(t, call.plan) for t in (dq, dk, dv)]
         for total, t in zip(sums, (call.terms.sinks, call.terms.alibi_slopes, call.terms.bias), strict=True):
             if total is None:
-                found.append(None)  # type: ignore[arg-type]
+                found.append(None)
                 continue
             if call.plan.num_ranks > 1:
                 dist.all_reduce(total, group=call.plan.group)
-            found.append(total.to(t.dtype))  # type: ignore[union-attr]
+            assert t is not None
+            found.append(total.to(t.dtype))
         return (*found, None)
 
 
@@ -150,7 +149,7 @@ def batch_first(t: Tensor, plan: ContextPlan) -> Tensor:
 
 
 def row_stats(call: Call, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """(rows, batch, heads, 2): lse, and the gradient of lse less dout . out, which is all that a backward needs of out."""
+    """(rows, batch, heads, 2): lse, and the gradient of lse less dout . out, all that a backward needs of out."""
     plan, accum = call.plan, lse.dtype
     delta = torch.linalg.vecdot(rows_first(dout, plan).to(accum), rows_first(out, plan).to(accum))
     if call.terms.sinks is not None:  # out of a row that saw a sink alone is 0, whatever dout is
@@ -316,19 +315,19 @@ def send_keys(plan: ContextPlan, step: Step, keys_of: Any) -> tuple[Pending, Ten
 
 def _send(plan: ContextPlan, route: Route, rows_of: Any, own: Tensor) -> tuple[Pending, Tensor]:
     """Fill this rank's buffer, and other ranks' with rows of this one."""
-    buffer = own.new_empty((sum(piece.count for piece in route.incoming), *own.shape[1:]))
+    buffer = own.new_empty((sum(piece.rows for piece in route.incoming), *own.shape[1:]))
     sends, receives = [], []
     for rank, pieces in route.outgoing:
         rows = rows_of(rank)
         if rank == plan.rank:
             for piece in pieces:
-                buffer[piece.row : piece.row + piece.count] = rows[piece.source_row : piece.source_row + piece.count]
+                buffer[piece.row : piece.row + piece.rows] = rows[piece.source_row : piece.source_row + piece.rows]
             continue
         rows = rows.contiguous()
-        sends += [Message(rank, rows[piece.source_row : piece.source_row + piece.count]) for piece in pieces]
+        sends += [Message(rank, rows[piece.source_row : piece.source_row + piece.rows]) for piece in pieces]
     for piece in route.incoming:
         if piece.source != plan.rank:
-            receives.append(Message(piece.source, buffer[piece.row : piece.row + piece.count]))
+            receives.append(Message(piece.source, buffer[piece.row : piece.row + piece.rows]))
     return exchange(plan.group, sends, receives), buffer
 
 
@@ -347,12 +346,12 @@ class QueryReturn:
             for result in self.results:
                 for piece in route.incoming:
                     if piece.source != plan.rank:
-                        sends.append(Message(piece.source, result[piece.row : piece.row + piece.count]))
+                        sends.append(Message(piece.source, result[piece.row : piece.row + piece.rows]))
             for result in self.results:
                 for rank, pieces in route.outgoing:
                     heads = plan.schedule.heads_q(step, rank)
                     shape = result.shape[1], heads.stop - heads.start, *result.shape[3:]
-                    self.buffers.append([result.new_empty((piece.count, *shape)) for piece in pieces])
+                    self.buffers.append([result.new_empty((piece.rows, *shape)) for piece in pieces])
                     if rank != plan.rank:
                         receives += [Message(rank, buffer) for buffer in self.buffers[-1]]
         self.pending = exchange(plan.group, sends, receives)
@@ -370,8 +369,8 @@ class QueryReturn:
             for rank, pieces in self.plan.query_route(self.step).outgoing:
                 heads = schedule.heads_q(self.step, rank)
                 for piece, buffer in zip(pieces, next(buffers), strict=True):
-                    own = result[piece.row : piece.row + piece.count] if rank == me else buffer
-                    target[piece.source_row : piece.source_row + piece.count, :, heads] = own
+                    own = result[piece.row : piece.row + piece.rows] if rank == me else buffer
+                    target[piece.source_row : piece.source_row + piece.rows, :, heads] = own
 
 
 class KeyReturn:
@@ -382,7 +381,7 @@ class KeyReturn:
         route = plan.key_route(step)
         self.buffers: list[list[Tensor]] = []
         sends = [
-            Message(piece.source, self.dkv[piece.row : piece.row + piece.count])
+            Message(piece.source, self.dkv[piece.row : piece.row + piece.rows])
             for piece in route.incoming
             if piece.source != plan.rank
         ]
@@ -391,7 +390,7 @@ class KeyReturn:
             heads = plan.schedule.heads_kv(step, rank)
             shape = dkv.shape[1], heads.stop - heads.start, dkv.shape[3]
             is_own = rank == plan.rank
-            self.buffers.append([] if is_own else [dkv.new_empty((piece.count, *shape)) for piece in pieces])
+            self.buffers.append([] if is_own else [dkv.new_empty((piece.rows, *shape)) for piece in pieces])
             receives += [Message(rank, buffer) for buffer in self.buffers[-1]]
         self.pending = exchange(plan.group, sends, receives)
 
@@ -401,5 +400,5 @@ class KeyReturn:
         for (rank, pieces), buffers in zip(self.plan.key_route(self.step).outgoing, self.buffers, strict=True):
             heads = self.plan.schedule.heads_kv(self.step, rank)
             for i, piece in enumerate(pieces):
-                own = buffers[i] if buffers else self.dkv[piece.row : piece.row + piece.count]
-                target[piece.source_row : piece.source_row + piece.count, :, heads] += own
+                own = buffers[i] if buffers else self.dkv[piece.row : piece.row + piece.rows]
+                target[piece.source_row : piece.source_row + piece.rows, :, heads] += own

@@ -47,7 +47,7 @@ def check_call(
     else:
         problem = check_attention(*whole, **arguments)
     if plan.control is not None:
-        values = {name: signature(t) for name, t in terms._asdict().items()}
+        values: dict[str, Any] = {name: signature(t) for name, t in terms._asdict().items()}
         q, k, v = tensors
         values |= {"batch": None if plan.is_packed else q.shape[0], "dtype": str(q.dtype), "head_dim": q.shape[-1]}
         values |= {"head_dim_v": v.shape[-1], "requires_grad": tuple(t.requires_grad for t in (q, k, v))}

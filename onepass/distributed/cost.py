@@ -176,8 +176,10 @@ def _mask_in_words(schedule: Schedule) -> str:
     mask = schedule.mask
     if mask.is_full:
         return "no mask"
-    return "causal" if (mask.window_left, mask.window_right) == (None, 0) else (
-        f"window ({mask.window_left}, {mask.window_right})"
+    return (
+        "causal"
+        if (mask.window_left, mask.window_right) == (None, 0)
+        else (f"window ({mask.window_left}, {mask.window_right})")
     )
 
 

@@ -22,7 +22,7 @@ class Run(NamedTuple):
     stop: int
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         return self.stop - self.start
 
 
@@ -52,7 +52,7 @@ class Layout:
 
     def count(self, rank: int) -> int:
         """The number of tokens of a rank."""
-        return sum(run.count for run in self.runs[rank])
+        return sum(run.size for run in self.runs[rank])
 
     @cached_property
     def owners(self) -> tuple[OwnedRun, ...]:
@@ -62,7 +62,7 @@ class Layout:
             row = 0
             for run in runs:
                 found.append(OwnedRun(run.start, run.stop, rank, row))
-                row += run.count
+                row += run.size
         return tuple(sorted(found))
 
     @cached_property
@@ -85,7 +85,9 @@ def make_layout(name: LayoutName, num_ranks: int, cu_seqlens: Sequence[int], mas
     """The layout of this name for sequences that begin at all offsets but the last."""
     total = cu_seqlens[-1]
     if name == "contiguous":
-        return Layout(tuple(_runs([(_cut(total, num_ranks, r), _cut(total, num_ranks, r + 1))]) for r in range(num_ranks)))
+        return Layout(
+            tuple(_runs([(_cut(total, num_ranks, r), _cut(total, num_ranks, r + 1))]) for r in range(num_ranks))
+        )
     if name == "head_tail":
         cuts = [_cut(total, 2 * num_ranks, i) for i in range(2 * num_ranks + 1)]
         pairs = ((r, 2 * num_ranks - 1 - r) for r in range(num_ranks))

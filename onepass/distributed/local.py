@@ -65,7 +65,7 @@ class Part(NamedTuple):
 
 
 class TermGradients(NamedTuple):
-    """What the gradients of terms are added to, in their shapes and in float32 or float64; None where there are none."""
+    """What gradients of terms are added to, in their shapes, in float32 or float64; None where there are none."""
 
     sinks: Tensor | None
     alibi_slopes: Tensor | None
@@ -82,7 +82,7 @@ class LocalCalls:
         self.plan, self.step, self.options, self.terms, self.head_dim = plan, step, options, terms, head_dim
         schedule = plan.schedule
         self.heads = schedule.heads_q(step, plan.rank)
-        self.mask = schedule.mask
+        self.mask, self.sums_keys = schedule.mask, schedule.sums_keys()
         self.documents: Tensor | None = None  # of packed calls: the number of each segment's sequence
         self.counts_rows = counts_rows(options, terms)
         self.needs_positions = terms.alibi_slopes is not None or terms.seqstart_k is not None or self.counts_rows
@@ -115,20 +115,21 @@ class LocalCalls:
             sums: the gradients of terms are added to these.
         """
         lse, dlse = stats.unbind(-1)
-        sums_keys = self.plan.schedule.sums_keys()
+        dkv_dtype = accum_dtype(q.dtype) if self.sums_keys else kv.dtype
         if self.plan.is_packed:
             inputs, mask = self._packed_inputs(q, kv)
             given = dout[:, 0], lse[:, 0].t(), dlse[:, 0].t()
-            dq, dk, dv, *terms = self._run_backward(inputs, mask, *given, sums_keys, sums)
+            dq, dk, dv, *terms = self._run_backward(inputs, mask, *given, sums)
             self._add_terms(sums, terms, None)
-            return dq[:, None], torch.cat((dk, dv), -1)[:, None]
+            return dq[:, None], torch.cat((dk, dv), -1)[:, None].to(dkv_dtype)
         dq = torch.empty_like(q)
-        dkv = torch.zeros_like(kv, dtype=accum_dtype(q.dtype) if sums_keys else None)
+        dkv = torch.zeros_like(kv, dtype=dkv_dtype)
         for part in self._parts():
             rows, keys = slice(*part.queries), slice(*part.keys)
             inputs, mask = self._dense_inputs(part, q, kv)
-            given = dout[rows].transpose(0, 1), *(t[rows].permute(1, 2, 0) for t in (lse, dlse))
-            part_dq, part_dk, part_dv, *terms = self._run_backward(inputs, mask, *given, sums_keys, sums)
+            part_lse, part_dlse = (t[rows].permute(1, 2, 0) for t in (lse, dlse))
+            part_dout = dout[rows].transpose(0, 1)
+            part_dq, part_dk, part_dv, *terms = self._run_backward(inputs, mask, part_dout, part_lse, part_dlse, sums)
             dq[rows] = part_dq.transpose(0, 1)
             dkv[keys] += torch.cat((part_dk, part_dv), -1).transpose(0, 1)
             self._add_terms(sums, terms, part)
@@ -148,7 +149,7 @@ class LocalCalls:
             own = sums.bias[(None,) * (4 - sums.bias.dim())] if part is not None else sums.bias
             own = _heads(own, -3, self.heads)
             if part is not None and own.shape[-1] > 1:
-                own = own[..., part.first_key : part.first_key + part.keys.count]
+                own = own[..., part.first_key : part.first_key + part.keys.size]
             own += dbias
 
     # ---------------------------------------------------------------- inputs
@@ -161,10 +162,10 @@ class LocalCalls:
             for run in segment.runs:
                 keys = self._keys_of(run, segment.keys)
                 key_row = segment.key_row + keys.start - segment.keys.start
-                queries = Run(row, row + run.count)
-                shift = (run.start - keys.start) - (keys.count - run.count)
-                parts.append(Part(queries, Run(key_row, key_row + keys.count), run.start, keys.start, shift))
-                row += run.count
+                queries = Run(row, row + run.size)
+                shift = (run.start - keys.start) - (keys.size - run.size)
+                parts.append(Part(queries, Run(key_row, key_row + keys.size), run.start, keys.start, shift))
+                row += run.size
         return parts
 
     def _keys_of(self, run: Run, keys: Run) -> Run:
@@ -175,15 +176,15 @@ class LocalCalls:
 
     def _dense_inputs(self, part: Part, q: Tensor, kv: Tensor) -> tuple[Inputs, Mask]:
         rows, keys = slice(*part.queries), slice(*part.keys)
-        total, count = self.plan.num_tokens, part.keys.count
+        total, count = self.plan.num_tokens, part.keys.size
         q, kv = q[rows].transpose(0, 1), kv[keys].transpose(0, 1)
         k, v = kv[..., : self.head_dim], kv[..., self.head_dim :]
         used = self.terms.seqused_k
-        is_whole = part.queries.count == count == total
+        is_whole = part.queries.size == count == total
         positions = None
         mask = self.mask
         if not is_whole and (self.needs_positions or used is not None):
-            end = part.first_query + part.queries.count
+            end = part.first_query + part.queries.size
             positions = torch.arange(part.first_query, end, device=q.device, dtype=torch.int32)[None]
             if used is not None:
                 positions = positions + (used[:, None] - total)
@@ -195,7 +196,7 @@ class LocalCalls:
         starts = None if starts is None else (starts - part.first_key).clamp(0, count)
         ranges = self.terms.key_ranges
         if ranges is not None:
-            tokens = slice(part.first_query, part.first_query + part.queries.count)
+            tokens = slice(part.first_query, part.first_query + part.queries.size)
             ranges = (_heads(ranges, 1, self.heads)[:, :, tokens] - part.first_key).contiguous()
         slopes = self.terms.alibi_slopes
         slopes = None if slopes is None else slopes[..., self.heads]
@@ -280,7 +281,6 @@ class LocalCalls:
         dout: Tensor,
         lse: Tensor,
         dlse: Tensor,
-        sums_keys: bool,
         sums: TermGradients,
     ) -> tuple:
         """dq, dk, dv, dsinks, dslopes and dbias, None where there is none."""
@@ -288,7 +288,7 @@ class LocalCalls:
         constant_slopes = problem.has_alibi and sums.alibi_slopes is None
         constant_bias = problem.has_bias and sums.bias is None
         problem = replace(
-            problem, constant_slopes=constant_slopes, constant_bias=constant_bias, float32_dkv=sums_keys
+            problem, constant_slopes=constant_slopes, constant_bias=constant_bias, float32_dkv=self.sums_keys
         )
         name = dispatch.require(problem, self.options.backend, None, device)
         module = dispatch.load_backward(name, problem)

@@ -52,7 +52,7 @@ def make_tables(plan: ContextPlan, step: Step, device: torch.device) -> PackedTa
         queries, keys = [0], [0]
         for segment in segments:
             queries.append(queries[-1] + segment.num_queries)
-            keys.append(keys[-1] + segment.keys.count)
+            keys.append(keys[-1] + segment.keys.size)
     runs = [(run, segment.keys.start) for segment in segments for run in segment.runs]
     are_aligned = is_whole or all(len(s.runs) == 1 and s.runs[0].stop == s.keys.stop for s in segments)
 

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from ..validation.attention import checked_mask
 from ..validation.scalars import check_flag, check_int
 from . import agreement
 from .cost import Hardware, estimate, report
-from .layout import LAYOUTS, Layout, LayoutName, Run, documents, make_layout
+from .layout import LAYOUTS, LayoutName, Run, documents, make_layout
 from .schedule import Piece, Schedule, Segment, Step, make_steps, steps_over_heads
 from .shards import Gather
 
@@ -109,7 +110,7 @@ class ContextPlan:
         Raises: ValueError if the dimension has another size.
         """
         self._check_size("x", x, dim, self.num_tokens)
-        return torch.cat([x.narrow(dim, run.start, run.count) for run in self.local_runs] or [x.narrow(dim, 0, 0)], dim)
+        return torch.cat([x.narrow(dim, run.start, run.size) for run in self.local_runs] or [x.narrow(dim, 0, 0)], dim)
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """All tokens, on every rank, from each rank's own in dimension `dim`. Every rank of the group calls it.
@@ -166,7 +167,8 @@ class ContextPlan:
             is_fp8: the call has no modifiers.
         """
         schedule = self.schedule
-        if self.is_packed and (counts_rows or is_fp8):  # sequences must stay whole
+        # sequences must stay whole where numbers of queries are not their positions, and in packed FP8
+        if (self.is_packed and (counts_rows or is_fp8)) or (counts_rows and counts_from_end):
             steps = steps_over_heads(self.num_ranks, schedule.num_heads_q, schedule.num_heads_kv, self.chunks)
             return self._variant(replace(schedule, steps=steps))
         if counts_rows or (counts_from_end and schedule.mask.window_left is not None):
@@ -174,7 +176,9 @@ class ContextPlan:
         return self
 
     def _variant(self, schedule: Schedule) -> ContextPlan:
-        return self._once(("variant", schedule.steps, schedule.from_start), lambda: replace(self, schedule=schedule, _kept={}))
+        return self._once(
+            ("variant", schedule.steps, schedule.from_start), lambda: replace(self, schedule=schedule, _kept={})
+        )
 
     # ---------------------------------------------------------------- words
 
@@ -250,21 +254,21 @@ def plan(
     control = None
     if group is not None and num_ranks > 1:
         control = agreement.Control.of(group, timeout)
-        values = dict(
-            cu_seqlens=cu_seqlens,
-            num_heads_q=heads_q,
-            num_heads_kv=heads_kv,
-            causal=causal,
-            window=window,
-            layout=layout,
-            engine=engine,
-            chunks=chunks,
-            keep_gathered=keep_gathered,
-        )
+        values = {
+            "cu_seqlens": cu_seqlens,
+            "num_heads_q": heads_q,
+            "num_heads_kv": heads_kv,
+            "causal": causal,
+            "window": window,
+            "layout": layout,
+            "engine": engine,
+            "chunks": chunks,
+            "keep_gathered": keep_gathered,
+        }
         control.compare("plan", values)
     candidates = []
     for width in widths:
-        steps = make_steps(num_ranks, heads_q, heads_kv, width, chunks)
+        steps = make_steps(num_ranks, heads_q, heads_kv, width, chunks if num_ranks > 1 else 1)
         name = layout or _best_layout(steps, num_ranks, is_packed, mask)
         made = Schedule(make_layout(name, num_ranks, cu_seqlens, mask), cu_seqlens, mask, heads_q, heads_kv, steps)
         candidates.append((width, name, made))
@@ -281,7 +285,7 @@ def _offsets(tokens: Any) -> tuple[tuple[int, ...], bool]:
     if not isinstance(tokens, (list, tuple)):
         return (0, check_int("tokens", tokens, "an int of at least 1, or offsets", least=1)), False
     offsets = tuple(check_int("tokens", offset, "offsets of ints", least=0) for offset in tokens)
-    if len(offsets) < 2 or offsets[0] != 0 or any(a > b for a, b in zip(offsets, offsets[1:], strict=False)):
+    if len(offsets) < 2 or offsets[0] != 0 or any(a > b for a, b in pairwise(offsets)):
         raise ValueError(f"tokens: expected offsets that begin with 0 and do not fall, got {offsets}")
     if offsets[-1] == 0:
         raise ValueError(f"tokens: expected at least 1 token, got offsets {offsets}")

@@ -39,13 +39,13 @@ class Piece(NamedTuple):
 
     Attributes:
         source: the rank that owns the rows. source_row: where they begin in its tensors.
-        row: where they begin in the buffer. count: rows.
+        row: where they begin in the buffer. rows: how many there are.
     """
 
     source: int
     source_row: int
     row: int
-    count: int
+    rows: int
 
 
 class Segment(NamedTuple):
@@ -66,7 +66,7 @@ class Segment(NamedTuple):
 
     @property
     def num_queries(self) -> int:
-        return sum(run.count for run in self.runs)
+        return sum(run.size for run in self.runs)
 
 
 def make_steps(num_ranks: int, num_heads_q: int, num_heads_kv: int, width: int, chunks: int) -> tuple[Step, ...]:
@@ -167,12 +167,12 @@ class Schedule:
                 if last is not None and keys.start <= last.keys.stop:
                     runs = _extended(last.runs, run)
                     merged = Run(min(last.keys.start, keys.start), max(last.keys.stop, keys.stop))
-                    key_row += merged.count - last.keys.count
+                    key_row += merged.size - last.keys.size
                     found[-1] = last._replace(keys=merged, runs=runs)
                 else:
                     found.append(Segment(document, keys, (run,), query_row, key_row))
-                    key_row += keys.count
-                query_row += run.count
+                    key_row += keys.size
+                query_row += run.size
         return tuple(found)
 
     def query_pieces(self, step: Step, rank: int) -> list[Piece]:
@@ -206,14 +206,14 @@ def _append(pieces: list[Piece], piece: Piece) -> None:
     if (
         last is not None
         and last.source == piece.source
-        and last.source_row + last.count == piece.source_row
-        and last.row + last.count == piece.row
+        and last.source_row + last.rows == piece.source_row
+        and last.row + last.rows == piece.row
     ):
-        pieces[-1] = last._replace(count=last.count + piece.count)
-    elif piece.count:
+        pieces[-1] = last._replace(rows=last.rows + piece.rows)
+    elif piece.rows:
         pieces.append(piece)
 
 
 def rows_sent(pieces: Sequence[Piece], rank: int) -> int:
     """The rows of pieces that come from other ranks than the one whose buffer they fill."""
-    return sum(piece.count for piece in pieces if piece.source != rank)
+    return sum(piece.rows for piece in pieces if piece.source != rank)

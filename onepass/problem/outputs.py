@@ -57,9 +57,7 @@ def outputs_without_keys(problem: AttentionProblem, inputs: Inputs | QuantizedIn
     return without_keys(*empty_outputs(problem, inputs), inputs.sinks, inputs.cu_seqlens_q)
 
 
-def empty_gradients(
-    inputs: Inputs, dkv_dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def empty_gradients(inputs: Inputs, dkv_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Uninitialized dq, dk, dv, with the memory order of q, k, v, and dsinks (of size 0 without sinks).
 
     Args: dkv_dtype: of dk and dv; None: that of k and v.

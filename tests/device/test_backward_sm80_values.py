@@ -365,6 +365,27 @@ def test_values(name):
     check(CASES[name])
 
 
+IN_FLOAT32 = ("causal", "float16 8-byte copies, packed", "2-byte copies", "seqused")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if i else ()) for i, n in enumerate(IN_FLOAT32)]
+)
+def test_dk_and_dv_in_float32(name):
+    """They are the sums that are otherwise rounded to 16 bits."""
+    problem, inputs = problem_of(CASES[name])
+    out, lse = forward(problem, inputs)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out.dtype)
+    rounded, sums = (
+        gradients_of(replace(problem, float32_dkv=keeps), inputs, out, lse, dout, None) for keeps in (False, True)
+    )
+    assert torch.equal(sums[0], rounded[0])
+    for long, short in zip(sums[1:3], rounded[1:3], strict=True):
+        assert long.dtype == torch.float32
+        assert torch.equal(long.to(short.dtype), short)
+        assert not torch.equal(long, short.float())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deterministic", "deterministic packed"])
 def test_turns_from_the_last_tile_to_the_first(name):

@@ -1,6 +1,7 @@
 """Ranges of keys, ALiBi, bias and dropout in the Ampere kernels: their PTX runs on the CPU."""
 
 import importlib.util
+from dataclasses import replace
 
 import machine_code
 import pytest
@@ -14,7 +15,7 @@ from onepass.kernels.heuristics import sm80 as heuristics_sm80
 from onepass.kernels.launch import forward_sm80 as launch
 from onepass.problem import AttentionProblem, Mask, ModifiedInputs, Modifiers
 from onepass.testing.budget import compare, compare_gradients, compare_lse
-from onepass.tiled import forward
+from onepass.tiled import backward, forward
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
@@ -100,6 +101,23 @@ def test_forward(names):
     )
     found = compare("out", out, oracle.out, in_torch.out), compare_lse(lse, oracle.lse)
     assert all(row.ok for row in found), "\n".join(map(str, found))
+
+
+def test_dropout_of_some_heads_of_a_call():
+    """A kernel whose q has heads 3 and 4 of 7 drops the pairs that these heads have in the whole call."""
+    problem, inputs, _ = posed({"dropout_p"}, 40, 50)
+    problem = replace(problem, first_head=3, all_heads=7)
+    dout = normal(*inputs.q.shape, dtype=torch.bfloat16)
+    out, lse = forward(problem, inputs)
+    found = gradients_of(problem, inputs, out, lse, dout, None)[:3]
+    for actual, right, other in zip(
+        found,
+        backward(problem, inputs, out, lse, dout, None),
+        backward(replace(problem, first_head=2), inputs, out, lse, dout, None),
+        strict=False,
+    ):
+        # half of the distance between what the bits of neighboring heads give
+        assert (actual - right).abs().max() < 0.05 * (other - right).abs().max()
 
 
 def oracle_gradients(inputs, options, dout, dtype) -> dict:

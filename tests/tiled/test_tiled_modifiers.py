@@ -106,6 +106,29 @@ def check(seed):
         torch.testing.assert_close(actual.double(), right, rtol=atol, atol=atol, msg=f"{message}: {name}")
 
 
+def test_dropout_of_some_heads_of_a_call():
+    """Calls of some of the heads, which know their numbers, give what the call of all heads gives."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 20, heads, 8) for heads in (6, 3, 3))
+    state = torch.tensor([12345, 678])
+
+    def run(q_heads, kv_heads, **numbers):
+        tensors = q[:, :, q_heads], k[:, :, kv_heads], v[:, :, kv_heads]
+        inputs = ModifiedInputs(*tensors, None, None, None, None, Modifiers(dropout_state=state))
+        problem = AttentionProblem.of(
+            inputs, softmax_scale=0.3, mask=Mask(), softcap=None, deterministic=False, dropout_p=0.4
+        )
+        problem = replace(problem, **numbers)
+        out, lse = forward(problem, inputs)
+        return (out, *gradients(problem, inputs, out, lse, torch.ones_like(out), None)[:3])
+
+    whole = run(slice(None), slice(None))
+    some = run(slice(2, 6), slice(1, 3), first_head=2, all_heads=6)
+    for all_heads, own in zip(whole, some, strict=True):
+        first = all_heads.shape[2] // 3
+        torch.testing.assert_close(own, all_heads[:, :, first:])
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_does_not_exist_is_not_read(value):
     """Keys before the start, outside of ranges, and behind a bias of -inf may hold anything."""

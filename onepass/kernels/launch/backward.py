@@ -204,9 +204,16 @@ class BackwardLaunch:
 # ---------------------------------------------------------------- tracing
 
 
-def fake_rows(problem: AttentionProblem, columns: int, align_bytes: int = 16):
+def fake_rows(problem: AttentionProblem, columns: int, align_bytes: int = 16, dtype: torch.dtype | None = None):
     batch = () if problem.is_packed else (None,)
-    return fake_tensor(element_type(problem.dtype), *batch, None, None, columns, align_bytes=align_bytes)
+    return fake_tensor(element_type(dtype or problem.dtype), *batch, None, None, columns, align_bytes=align_bytes)
+
+
+def fake_gradients(problem: AttentionProblem, align_bytes: int = 16) -> dict[str, Any]:
+    """Stand-ins for dk and dv. Args: align_bytes: what divides rows of k and v."""
+    align_bytes = min(16, align_bytes * (problem.dkv_dtype or problem.dtype).itemsize // problem.dtype.itemsize)
+    columns = {"dk": problem.head_dim, "dv": problem.head_dim_v}
+    return {name: fake_rows(problem, n, align_bytes, problem.dkv_dtype) for name, n in columns.items()}
 
 
 def fake_lse(problem: AttentionProblem):

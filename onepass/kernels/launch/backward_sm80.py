@@ -146,10 +146,11 @@ def trace(problem: AttentionProblem, config: BackwardConfigSm80, arch: str) -> t
     from ..device.sm80.backward.kernel import BackwardSm80
 
     d, dv = problem.head_dim, problem.head_dim_v
-    rows = {"q": d, "k": d, "v": dv, "dout": dv, "dk": d, "dv": dv}
+    rows = {"q": d, "k": d, "v": dv, "dout": dv}
     dq_accum, stats = backward_launch.fake_accumulator(problem, config)
     arguments = BackwardSm80Arguments(
         **{name: backward_launch.fake_rows(problem, columns, config.vector_bytes) for name, columns in rows.items()},
+        **backward_launch.fake_gradients(problem, config.vector_bytes),
         dq_accum=dq_accum,
         stats=stats,
         turns=fake_tensor(Int32, None, align_bytes=4) if problem.deterministic else None,

@@ -26,6 +26,7 @@ from .backward import (
     counts,
     fake_accumulator,
     fake_cu_seqlens,
+    fake_gradients,
     fake_lse,
     fake_rows,
     fake_scales_and_window,
@@ -193,7 +194,7 @@ def trace(problem: AttentionProblem, config: BackwardConfigSm90, has_dlse: bool 
     from ..device.sm90.backward.kernel import BackwardSm90
 
     d, dv = problem.head_dim, problem.head_dim_v
-    rows = {"q": d, "k": d, "v": dv, "dout": dv, "dk": d, "dv": dv}
+    rows = {"q": d, "k": d, "v": dv, "dout": dv}
     if config.private_dq or config.rows_in_background(problem):
         rows["dq"] = d
     more = {}
@@ -205,6 +206,7 @@ def trace(problem: AttentionProblem, config: BackwardConfigSm90, has_dlse: bool 
     dq_accum, stats = fake_accumulator(problem, config)
     arguments = BackwardSm90Arguments(
         **{name: fake_rows(problem, columns) for name, columns in rows.items()},
+        **fake_gradients(problem),
         **more,
         dq_accum=dq_accum,
         stats=stats,

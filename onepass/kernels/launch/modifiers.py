@@ -45,6 +45,7 @@ def arguments_of(problem: AttentionProblem, given: Modifiers | None) -> tuple | 
         assert given.dropout_state is not None
         found.append(given.dropout_state.view(torch.int32))
         found += [philox.keep_bytes(problem.dropout_p), philox.keep_scale(problem.dropout_p)]
+        found += [problem.first_head, problem.all_heads or problem.num_heads_q]
     if problem.adds_terms:
         found.append(term_scale(problem))
     return tuple(found)
@@ -342,7 +343,7 @@ def fake_arguments(problem: AttentionProblem) -> tuple | None:
     if problem.bias_dtype is not None:
         found.append(strided_tensor(element_type(kernel_dtype(problem.bias_dtype)), 4))
     if problem.dropout_p > 0:
-        found += [strided_tensor(Int32, 1), Int32(1), Float32(1.0)]
+        found += [strided_tensor(Int32, 1), Int32(1), Float32(1.0), Int32(1), Int32(1)]
     if problem.adds_terms:
         found.append(Float32(1.0))
     return tuple(found)

@@ -316,7 +316,7 @@ class Postprocess(RowsKernel):
         modifiers, place = None, None
         if cutlass.const_expr(again.modifiers is not None):
             window = again.window_left, again.window_right
-            modifiers = Modifiers(again.modifiers, sources.q.shape[2], window)
+            modifiers = Modifiers(again.modifiers, window)
             place = place_of(head, origin_q, sequence, geometry, packed)
         for i in cutlass.range(16, unroll=1):
             if repair_gradients.has_nan(ballots, i):

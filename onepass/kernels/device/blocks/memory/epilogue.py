@@ -132,11 +132,11 @@ def store_16_bits(
     vector_bytes: cutlass.Constexpr[int],
     first_block=0,
 ):
-    """`store_rows`, or `store_pairs` if 16 does not divide the addresses and the rows of out.
+    """`store_rows`, or `store_pairs` if 16 does not divide the addresses and the rows of out, or out is in float32.
 
     Args: vector_bytes: the bytes that divide these addresses and rows.
     """
-    if cutlass.const_expr(vector_bytes == 16):
+    if cutlass.const_expr(vector_bytes == 16 and out_rows[0].element_type is not Float32):
         store_rows(acc_o, weights, out_rows, is_row, lane_in_quad, first_block)
     else:
         store_pairs(acc_o, weights, out_rows, is_row, lane_in_quad, vector_bytes, first_block)

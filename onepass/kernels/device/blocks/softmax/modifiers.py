@@ -40,6 +40,7 @@ class ModifierTensors(NamedTuple):
         dropout_state: (4,) int32: seed and offset, the low half of each first.
         keep_bytes: of the 256 values of a random byte, how many keep a pair.
         keep_scale: what a kept probability is multiplied with.
+        first_head, all_heads: the number of q's first head in the call whose random bits these are, and its heads.
         term_scale: what brings a term to the unit of scores: scale_log2 of `Scores`, inverted, times log2(e).
         bounds: (tiles of keys, 4, kv heads, entries) int32, the query blocks of a backward's tiles: `QueryBlocks`. The
             tiles of packed sequences are numbered one after the other, see launch/modifiers.py.
@@ -56,6 +57,8 @@ class ModifierTensors(NamedTuple):
     dropout_state: cute.Tensor | None = None
     keep_bytes: Int32 | None = None
     keep_scale: Float32 | None = None
+    first_head: Int32 | None = None
+    all_heads: Int32 | None = None
     term_scale: Float32 | None = None
     bounds: cute.Tensor | None = None
     dslopes: cute.Tensor | None = None
@@ -90,6 +93,8 @@ def modifier_fields(problem: AttentionProblem, is_backward: bool = False) -> tup
         "dropout_state": drops,
         "keep_bytes": drops,
         "keep_scale": drops,
+        "first_head": drops,
+        "all_heads": drops,
         "term_scale": problem.adds_terms,
         "bounds": is_backward and problem.has_intervals,
         "dslopes": is_backward and problem.has_alibi and not problem.constant_slopes,
@@ -128,13 +133,12 @@ class Modifiers(Untraced):
     """The modifiers of a kernel's calls.
 
     Args:
-        num_heads: query heads of the call.
         window: its left and right side; None: unbounded.
         is_deterministic: dbias has an element for each pair of a query and a key, so that no two are added together.
     """
 
-    def __init__(self, tensors: ModifierTensors, num_heads, window: tuple, is_deterministic: bool = False):
-        self.tensors, self.num_heads, self.window = tensors, num_heads, window
+    def __init__(self, tensors: ModifierTensors, window: tuple, is_deterministic: bool = False):
+        self.tensors, self.window = tensors, window
         self.is_deterministic = is_deterministic
 
     @property
@@ -323,7 +327,7 @@ class Modifiers(Untraced):
     def words(self, place: Place, row_group, column_group) -> tuple:
         """The 128 random bits of the pairs of these groups of rows and columns, see geometry/philox.py."""
         state = self.tensors.dropout_state
-        instance = place.entry * self.num_heads + place.head
+        instance = place.entry * self.tensors.all_heads + self.tensors.first_head + place.head
         return philox((column_group, row_group, instance, state[2]), (state[0], state[1] ^ state[3]))
 
     def keep_factor(self, place: Place, query, key) -> Float32:

@@ -186,7 +186,7 @@ class BackwardSm80(KeyTiles):
             number = self.draw_number(smem, accumulator, thread)
         modifiers, window = None, (window_left, window_right)
         if cutlass.const_expr(modifier_tensors is not None):
-            modifiers = Modifiers(modifier_tensors, tensors.q.shape[2], window, self.adds_in_order)
+            modifiers = Modifiers(modifier_tensors, window, self.adds_in_order)
         if cutlass.const_expr(self.has_intervals):
             window = None, None
         seqlens = Sequences(tensors.q.shape[0], tensors.k.shape[0], *window, lengths, modifiers)

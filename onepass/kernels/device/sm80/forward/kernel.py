@@ -223,7 +223,7 @@ class ForwardSm80:
         seqlen_k = pages.capacity if self.is_paged else tensors.k.shape[0]
         modifiers, window = None, (window_left, window_right)
         if cutlass.const_expr(modifier_tensors is not None):
-            modifiers = Modifiers(modifier_tensors, tensors.q.shape[2], window)
+            modifiers = Modifiers(modifier_tensors, window)
         if cutlass.const_expr(self.has_intervals):
             window = None, None
         seqlens = Sequences(tensors.q.shape[0], seqlen_k, *window, lengths, modifiers)

@@ -609,13 +609,13 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         # the first of this warp's 16 keys, made uniform: see Warpgroup.recompute
         first_key = cute.arch.make_warp_uniform(rows[0] - self.lane // 4)
         gradient = self.kernel.at_head(m, m, tile.head_kv, tile.origin_k)
-        if cutlass.const_expr(stage is not None):
+        if cutlass.const_expr(stage is not None and m.element_type is not Float32):
             epilogue.store_rows_staged(rows_and_columns(acc), scale, gradient, first_key, tile.rows_k, stage)
         else:
             weights = cute.make_rmem_tensor((2,), Float32)
             weights.fill(scale)
             out_rows = [gradient[row, None] for row in rows]
-            epilogue.store_rows(rows_and_columns(acc), weights, out_rows, is_row, self.lane_in_quad)
+            epilogue.store_16_bits(rows_and_columns(acc), weights, out_rows, is_row, self.lane_in_quad, 16)
         if cutlass.const_expr(self.sources is not None):
             ballots = repair_gradients.nan_rows(rows_and_columns(acc), is_row)
             if ballots[0] | ballots[1] != 0:

@@ -309,7 +309,7 @@ class BackwardSm90(KeyTiles):
 
         modifiers, window = None, (window_left, window_right)
         if cutlass.const_expr(modifier_tensors is not None):
-            modifiers = Modifiers(modifier_tensors, mQ.shape[2], window, self.adds_in_order)
+            modifiers = Modifiers(modifier_tensors, window, self.adds_in_order)
         if cutlass.const_expr(self.has_intervals):
             window = None, None
         seqlens = Sequences(mQ.shape[0], mK.shape[0], *window, lengths, modifiers)

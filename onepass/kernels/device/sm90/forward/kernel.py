@@ -368,7 +368,7 @@ class ForwardSm90:
         seqlen_k = pages.capacity if self.is_paged else mK.shape[0]
         modifiers, window = None, (window_left, window_right)
         if cutlass.const_expr(tensors is not None):
-            modifiers = Modifiers(tensors, mQ.shape[2] * self.group, window)
+            modifiers = Modifiers(tensors, window)
         if cutlass.const_expr(self.has_intervals):
             window = None, None
         seqlens = Sequences(self._seqlen_q(mQ), seqlen_k, *window, lengths, modifiers)

@@ -1,0 +1,18 @@
+"""Attention over several gloo ranks gives what one device gives, in float64, with every option."""
+
+import pytest
+import whole_calls
+from ranks import run_ranks
+
+CALLS = 24
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "first"),
+    [
+        (3, 0),
+        *(pytest.param(n, first, marks=pytest.mark.slow) for n in (1, 2, 4, 8) for first in (100 * n, 100 * n + CALLS)),
+    ],
+)
+def test_random_calls(num_ranks, first):
+    run_ranks(num_ranks, whole_calls.check, list(range(first, first + CALLS)))

@@ -1,0 +1,192 @@
+"""Random calls of attention over several ranks, and the call on one device that each of them must agree with."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import onepass
+from onepass import distributed
+from onepass.geometry import philox
+
+INT32 = torch.int32
+WITH_GRADIENT = ("sinks", "alibi_slopes", "bias")
+
+
+@dataclass
+class WholeCall:
+    """A call on all tokens.
+
+    Attributes:
+        plan: the arguments of `plan`, with tokens. options: those of `attention`.
+    """
+
+    tensors: dict[str, Tensor]
+    plan: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_packed(self) -> bool:
+        return not isinstance(self.plan["tokens"], int)
+
+    @property
+    def text(self) -> str:
+        shapes = {name: tuple(t.shape) for name, t in self.tensors.items()}
+        options = {name: tuple(x.shape) if isinstance(x, Tensor) else x for name, x in self.options.items()}
+        return f"{shapes} {self.plan} {options}"
+
+
+def random_call(seed: int, dtype: torch.dtype = torch.float64) -> WholeCall:
+    """A call with a random subset of everything that `onepass.distributed.attention` takes."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+
+    def given(p: float) -> bool:
+        return rng.random() < p
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    kv_heads = rng.choice([1, 1, 2, 3, 5, 8])
+    heads = kv_heads * rng.choice([1, 1, 2, 3])
+    batch, head_dim, head_dim_v = rng.choice([1, 2]), 8, rng.choice([8, 4])
+    is_packed = given(0.4)
+    if is_packed:
+        lengths = [rng.choice([0, 1, 5, 17, 40]) for _ in range(rng.randint(1, 5))]
+        lengths[0] = max(lengths[0], 1)
+        tokens: Any = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        total, longest, entries = tokens[-1], max(lengths), len(lengths)
+    else:
+        tokens = total = longest = rng.choice([1, 3, 16, 37, 64, 101])
+        entries = batch
+    lead = (total,) if is_packed else (batch, total)
+    tensors = {
+        "q": normal(*lead, heads, head_dim),
+        "k": normal(*lead, kv_heads, head_dim),
+        "v": normal(*lead, kv_heads, head_dim_v),
+    }
+    plan: dict[str, Any] = {
+        "tokens": tokens,
+        "num_heads_q": heads,
+        "num_heads_kv": kv_heads,
+        "engine": rng.choice(["heads", "keys", None]),
+        "layout": rng.choice([None, None, *distributed.layout.LAYOUTS]),
+        "chunks": rng.choice([1, 2, 8]),
+        "keep_gathered": given(0.3),
+    }
+    mask = rng.choice(["full", "causal", "causal", "window"])
+    if mask == "causal":
+        plan["causal"] = True
+    if mask == "window":
+        left = rng.choice([None, 0, 3, 20, -2])
+        right = rng.choice([None, 0, 5, -1]) if left is None or left >= 0 else None
+        plan["window"] = left, right
+    options: dict[str, Any] = {}
+    if given(0.3):
+        options["softcap"] = 3.0
+    if given(0.3):
+        options["sinks"] = normal(heads)
+    if given(0.25):
+        options["seqused_k"] = torch.tensor([rng.randint(0, n) for n in _lengths(tokens, batch)], dtype=INT32)
+    if given(0.25):
+        options["seqstart_k"] = torch.tensor([rng.randint(0, n) for n in _lengths(tokens, batch)], dtype=INT32)
+        if "seqused_k" in options:
+            options["seqstart_k"] = torch.minimum(options["seqstart_k"], options["seqused_k"])
+    if given(0.25):
+        shape = (rng.choice([1, heads]), total, 1)
+        shape = shape if is_packed else (rng.choice([1, batch]), *shape)
+        low = torch.randint(-3, longest + 3, shape, generator=generator)
+        high = low + torch.randint(0, longest + 1, shape, generator=generator)
+        options["key_ranges"] = torch.cat([low, high], -1).to(INT32)
+    if given(0.25):
+        shape = (heads,) if given(0.5) else (entries, heads)
+        options["alibi_slopes"] = torch.rand(shape, generator=generator) * 0.3
+    if given(0.25):
+        sizes = [rng.choice([1, heads]), rng.choice([1, total]), rng.choice([1, longest])]
+        sizes = sizes if is_packed else [rng.choice([1, batch]), *sizes]
+        options["bias"] = normal(*sizes)
+    if given(0.2):
+        options["dropout_p"] = rng.choice([0.1, 0.5])
+    return WholeCall(tensors, plan, options)
+
+
+def _lengths(tokens: Any, batch: int) -> list[int]:
+    if isinstance(tokens, int):
+        return [tokens] * batch
+    return [b - a for a, b in zip(tokens, tokens[1:], strict=False)]
+
+
+def loss_weights(call: WholeCall) -> tuple[Tensor, Tensor]:
+    """Gradients of out and lse."""
+    q, v = call.tensors["q"], call.tensors["v"]
+    generator = torch.Generator().manual_seed(9)
+    dout = torch.randn(*q.shape[:-1], v.shape[-1], generator=generator, dtype=torch.float64).to(q.dtype)
+    rows = q.shape[:-1]
+    lse_shape = (rows[1], rows[0]) if call.is_packed else (rows[0], rows[2], rows[1])
+    return dout, torch.randn(*lse_shape, generator=generator, dtype=torch.float64).to(_lse_dtype(q))
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def leaves_of(call: WholeCall, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    terms = {name: call.options[name] for name in WITH_GRADIENT if name in call.options}
+    return {name: t.detach().clone().requires_grad_() for name, t in (tensors | terms).items()}
+
+
+def on_one_device(call: WholeCall) -> dict[str, Tensor]:
+    """out, lse and gradients of the whole call; dropout in the state of torch's generator."""
+    leaves = leaves_of(call, call.tensors)
+    mask = {name: call.plan[name] for name in ("causal", "window") if name in call.plan}
+    options = call.options | {name: leaves[name] for name in WITH_GRADIENT if name in leaves} | mask
+    tensors = [leaves[name] for name in "qkv"]
+    if call.is_packed:
+        offsets = torch.tensor(call.plan["tokens"], dtype=INT32)
+        packed = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+        result = onepass.attention_varlen(*tensors, **packed, **options, return_lse=True)
+    else:
+        result = onepass.attention(*tensors, **options, return_lse=True)
+    dout, dlse = loss_weights(call)
+    torch.autograd.backward(tuple(result), (dout, dlse))
+    gradients = {f"d{name}": t.grad for name, t in leaves.items()}
+    return {"out": result.out.detach(), "lse": result.lse.detach(), **gradients}
+
+
+def on_ranks(call: WholeCall, group: Any = None) -> dict[str, Tensor]:
+    """The same from this rank's part of it, with all tokens of all ranks."""
+    plan = distributed.plan(group=group, **call.plan)
+    tokens_dim, lse_dim = (0, 1) if call.is_packed else (1, 2)
+    leaves = leaves_of(call, {name: plan.shard(t, tokens_dim) for name, t in call.tensors.items()})
+    options = call.options | {name: leaves[name] for name in WITH_GRADIENT if name in leaves}
+    result = distributed.attention(*(leaves[name] for name in "qkv"), plan, **options, return_lse=True)
+    dout, dlse = loss_weights(call)
+    torch.autograd.backward(tuple(result), (plan.shard(dout, tokens_dim), plan.shard(dlse, lse_dim)))
+    found = {"out": plan.unshard(result.out.detach(), tokens_dim), "lse": plan.unshard(result.lse.detach(), lse_dim)}
+    for name, t in leaves.items():
+        assert t.grad is not None, name
+        found[f"d{name}"] = t.grad if name in WITH_GRADIENT else plan.unshard(t.grad, tokens_dim)
+    return found
+
+
+def check(rank: int, seeds: list[int]) -> None:
+    """Random calls on this rank agree with one device."""
+    for seed in seeds:
+        call = random_call(seed)
+        torch.manual_seed(seed)
+        expected = on_one_device(call)
+        torch.manual_seed(seed if rank == 0 else 10_000 + rank)
+        found = on_ranks(call)
+        for name, right in expected.items():
+            # slopes have gradients in float32
+            tolerance = 1e-5 if name == "dalibi_slopes" else 1e-9
+            torch.testing.assert_close(
+                found[name], right, rtol=tolerance, atol=tolerance, msg=lambda m: f"seed {seed} {call.text} {name}: {m}"
+            )
+
+
+__all__ = ["WholeCall", "check", "on_one_device", "on_ranks", "philox", "random_call"]
