@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 
 import onepass
 from onepass import distributed
-from onepass.geometry import philox
 
 INT32 = torch.int32
 WITH_GRADIENT = ("sinks", "alibi_slopes", "bias")
@@ -117,7 +117,7 @@ def random_call(seed: int, dtype: torch.dtype = torch.float64) -> WholeCall:
 def _lengths(tokens: Any, batch: int) -> list[int]:
     if isinstance(tokens, int):
         return [tokens] * batch
-    return [b - a for a, b in zip(tokens, tokens[1:], strict=False)]
+    return [b - a for a, b in pairwise(tokens)]
 
 
 def loss_weights(call: WholeCall) -> tuple[Tensor, Tensor]:
@@ -184,9 +184,5 @@ def check(rank: int, seeds: list[int]) -> None:
         for name, right in expected.items():
             # slopes have gradients in float32
             tolerance = 1e-5 if name == "dalibi_slopes" else 1e-9
-            torch.testing.assert_close(
-                found[name], right, rtol=tolerance, atol=tolerance, msg=lambda m: f"seed {seed} {call.text} {name}: {m}"
-            )
-
-
-__all__ = ["WholeCall", "check", "on_one_device", "on_ranks", "philox", "random_call"]
+            where = f"seed {seed}, {name} of {call.text}"
+            torch.testing.assert_close(found[name], right, rtol=tolerance, atol=tolerance, msg=where)
