@@ -1,9 +1,10 @@
-"""One sequence over many ranks: `plan` says who owns which tokens, `attention` computes over all of them."""
+"""One sequence over many ranks: `plan` says who owns which tokens; `attention` and `decode` compute over them all."""
 
 from .attention import attention
 from .cost import Hardware
+from .decode import decode
 from .layout import Layout, Run
 from .plan import ContextPlan, plan
 from .schedule import Schedule, Segment, Step
 
-__all__ = ["ContextPlan", "Hardware", "Layout", "Run", "Schedule", "Segment", "Step", "attention", "plan"]
+__all__ = ["ContextPlan", "Hardware", "Layout", "Run", "Schedule", "Segment", "Step", "attention", "decode", "plan"]

@@ -38,3 +38,14 @@ def exchange(group: Any, sends: Sequence[Message], receives: Sequence[Message]) 
         if message.tensor.numel()
     ]
     return Pending(dist.batch_isend_irecv(operations) if operations else (), sends)
+
+
+# torch 2.13 renames it, and warns of the old name
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def gather(own: Tensor, group: Any, num_ranks: int) -> Tensor:
+    """(num_ranks, *own.shape): a tensor of equal shape from every rank."""
+    flat = own.new_empty((num_ranks * own.numel(),))
+    _ALL_GATHER(flat, own.contiguous().view(-1), group=group)
+    return flat.view(num_ranks, *own.shape)

@@ -10,8 +10,9 @@ from typing import Literal, NamedTuple
 
 from ..problem import Mask
 
-LayoutName = Literal["contiguous", "head_tail", "balanced"]
-LAYOUTS: tuple[LayoutName, ...] = ("contiguous", "head_tail", "balanced")
+LayoutName = Literal["contiguous", "head_tail", "balanced", "cyclic"]
+LAYOUTS: tuple[LayoutName, ...] = ("contiguous", "head_tail", "balanced", "cyclic")
+CYCLIC_BLOCK = 256  # tokens; a cache grows by such blocks on one rank after another
 PIECES_PER_RANK = 16  # of the balanced layout: more of them balance better, and more of them are messages
 
 
@@ -92,6 +93,10 @@ def make_layout(name: LayoutName, num_ranks: int, cu_seqlens: Sequence[int], mas
         cuts = [_cut(total, 2 * num_ranks, i) for i in range(2 * num_ranks + 1)]
         pairs = ((r, 2 * num_ranks - 1 - r) for r in range(num_ranks))
         return Layout(tuple(_runs([(cuts[i], cuts[i + 1]) for i in pair]) for pair in pairs))
+    if name == "cyclic":
+        starts = range(0, total, CYCLIC_BLOCK)
+        blocks = [(start, min(start + CYCLIC_BLOCK, total)) for start in starts]
+        return Layout(tuple(_runs(blocks[r::num_ranks]) for r in range(num_ranks)))
     return _balanced(num_ranks, cu_seqlens, mask)
 
 

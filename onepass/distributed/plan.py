@@ -217,7 +217,8 @@ def plan(
         causal, window: the mask, as of `onepass.attention`.
         layout: "contiguous": each rank owns one run of tokens. "head_tail": rank r owns pieces r and 2 P - 1 - r of
             2 P, which balances a causal mask. "balanced": each rank owns several pieces, with equal numbers of tokens
-            and nearly equal work. None = the best for the engine.
+            and nearly equal work. "cyclic": blocks of 256 tokens go to one rank after another, so that the shards of a
+            sequence are the beginnings of those of a longer one: a cache grows evenly. None = the best for the engine.
         engine: "heads": each rank gets all queries and keys of some heads (all-to-all). "keys": each rank keeps its
             queries, and gathers the keys and values that they see. A number of ranks, which divides the group's:
             that many ranks deal heads among themselves, and gather keys from the others. None = the fastest by the

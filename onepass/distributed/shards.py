@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .exchange import gather
+
 if TYPE_CHECKING:
     from .plan import ContextPlan
 
@@ -38,8 +40,7 @@ def unshard(x: Tensor, dim: int, plan: ContextPlan) -> Tensor:
         most = max(layout.count(rank) for rank in range(plan.num_ranks))
         own = rows.new_zeros((most, *shape))
         own[: rows.shape[0]] = rows
-        shards = [torch.empty_like(own) for _ in range(plan.num_ranks)]
-        dist.all_gather(shards, own, group=plan.group)
+        shards = list(gather(own, plan.group, plan.num_ranks))
     whole = rows.new_empty((plan.num_tokens, *shape))
     for run in layout.owners:
         whole[run.start : run.stop] = shards[run.rank][run.row : run.row + run.stop - run.start]

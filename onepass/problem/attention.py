@@ -196,6 +196,7 @@ class AttentionProblem:
     constant_slopes: bool = False  # the backward does not compute the gradient of alibi_slopes
     constant_bias: bool = False  # the backward does not compute the gradient of a bias
     float32_dkv: bool = False  # the backward leaves dk and dv in the dtype in which it sums them
+    float32_out: bool = False  # out in the dtype in which it is summed, so that it can be merged without rounding
     first_head: int = 0  # for dropout, if q has some of a call's heads: the number of its first one
     all_heads: int | None = None  # and the number of heads of the call; None: those of q
 
@@ -321,6 +322,8 @@ class AttentionProblem:
 
     @property
     def out_dtype(self) -> torch.dtype:
+        if self.float32_out:
+            return self.accum_dtype
         return self.dtype if self.quantization is None else self.quantization.out_dtype
 
     @property

@@ -64,7 +64,7 @@ def _decode_entry(problem: DecodeProblem, inputs: Inputs) -> tuple[Tensor, Tenso
     if not splits or q.shape[1] == 0:
         out, lse = empty_outputs(attention, inputs)
         return without_keys(out, lse, sinks, None)
-    if len(splits) == 1 and not attention.has_e4m3_cache:
+    if len(splits) == 1 and not (attention.has_e4m3_cache or attention.float32_out):
         return forward(attention, inputs)
     if isinstance(inputs, ModifiedInputs):
         partials = _forward_modified_splits(attention, inputs, splits)

@@ -61,7 +61,8 @@ class SplitPlan(NamedTuple):
             # always merged: how many there are must not matter
             return cls(ceil_div(problem.attention.seqlen_k, problem.split_size), problem.split_size // block_keys, True)
         num_splits = problem.num_splits or choose()
-        return cls(num_splits, 0, num_splits > 1)
+        # the merge is what writes out in float32
+        return cls(num_splits, 0, num_splits > 1 or problem.attention.float32_out)
 
 
 class DecodeLaunch(ABC):

@@ -78,7 +78,7 @@ def merge_request(attention: AttentionProblem, config: LaunchConfig, num_splits:
     aligned_to = next(n for n in VECTOR_BYTES if dv * float32.itemsize % n == 0)
     has_offsets = attention.has_sinks and attention.is_packed
     alignment_and_warps = aligned_to, row_warps(num_splits), is_early
-    key = MergeKey(float32, attention.dtype, dv, attention.has_sinks, *alignment_and_warps, has_offsets)
+    key = MergeKey(float32, attention.out_dtype, dv, attention.has_sinks, *alignment_and_warps, has_offsets)
     return _request(key, arch)
 
 
