@@ -4,7 +4,20 @@ from .attention import attention
 from .cost import Hardware
 from .decode import decode
 from .layout import Layout, Run
+from .parallel_style import ContextParallel
 from .plan import ContextPlan, plan
 from .schedule import Schedule, Segment, Step
 
-__all__ = ["ContextPlan", "Hardware", "Layout", "Run", "Schedule", "Segment", "Step", "attention", "decode", "plan"]
+__all__ = [
+    "ContextParallel",
+    "ContextPlan",
+    "Hardware",
+    "Layout",
+    "Run",
+    "Schedule",
+    "Segment",
+    "Step",
+    "attention",
+    "decode",
+    "plan",
+]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from .layout import Layout, Run, visible_pairs
-from .schedule import Schedule, Step, rows_sent
+from .layout import Layout, visible_pairs
+from .schedule import Piece, Schedule, Step
 
 if TYPE_CHECKING:
     from .plan import ContextPlan
 
 PICTURE_WIDTH = 64
+LSE_BYTES = 4
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
@@ -38,7 +39,7 @@ class Estimate:
     """Costs of a forward and a backward.
 
     Attributes:
-        pairs: for each rank, visible pairs of a query head.row and a key, summed over its heads.
+        pairs: for each rank, visible pairs of a query and a key, summed over its heads.
         forward_bytes, backward_bytes: received by each rank.
         forward_seconds, backward_seconds: of the slowest rank in each step, where messages overlap with computing.
         computing_seconds: what forward and backward would take if messages took no time.
@@ -61,46 +62,88 @@ class _Traffic:
 
     def __init__(self, schedule: Schedule, head_dim: int, itemsize: int):
         self.schedule, self.head_dim, self.itemsize = schedule, head_dim, itemsize
-        self.sums_keys = schedule.sums_keys()
-        self._rows: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self.key_element = head_dim * (4 if schedule.sums_keys() else itemsize)
+        self._rows: dict[int, Rows] = {}
+        self._sums: dict[Step, list[tuple[int, int, int, int]]] = {}
 
-    def rows(self, step: Step, rank: int) -> tuple[int, int, int]:
-        """Rows of q and of k that a rank receives, and pairs that it computes a head."""
-        key = step.width, rank
-        if key not in self._rows:
-            schedule = self.schedule
-            pairs = sum(
-                visible_pairs(Run(run.start, run.stop), schedule.cu_seqlens, schedule.mask)
-                for run in schedule.queries(step, rank)
-            )
-            queries = rows_sent(schedule.query_pieces(step, rank), rank)
-            self._rows[key] = queries, rows_sent(schedule.key_pieces(step, rank), rank), pairs
-        return self._rows[key]
+    def rows(self, step: Step) -> Rows:
+        """Rows that travel in a step, which depend on its width alone."""
+        if step.width not in self._rows:
+            self._rows[step.width] = Rows.of(self.schedule, step)
+        return self._rows[step.width]
 
-    def kv_heads(self, step: Step, rank: int) -> int:
-        heads = self.schedule.heads_kv(step, rank)
-        return heads.stop - heads.start
+    def heads(self, step: Step, rank: int) -> tuple[int, int]:
+        """Query heads and kv heads that a rank computes."""
+        sizes = (self.schedule.heads_q(step, rank), self.schedule.heads_kv(step, rank))
+        heads, kv_heads = (heads.stop - heads.start for heads in sizes)
+        return heads, kv_heads if heads else 0
+
+    def sums(self, step: Step, rank: int) -> tuple[int, int, int, int]:
+        """Head rows of q and of k that a rank receives before a step, and those that it gets back after it."""
+        first = step.first_head if step.first_head + step.width * step.heads > self.schedule.num_heads_q else 0
+        key = step._replace(first_head=first)  # steps with equal numbers of heads on all ranks are alike
+        if key not in self._sums:
+            self._sums[key] = self._sums_of_ranks(step)
+        return self._sums[key][rank]
+
+    def _sums_of_ranks(self, step: Step) -> list[tuple[int, int, int, int]]:
+        rows, ranks = self.rows(step), range(self.schedule.layout.num_ranks)
+        found = [[0, 0, 0, 0] for _ in ranks]
+        for rank in ranks:
+            heads = self.heads(step, rank)
+            for i, by_source in enumerate((rows.queries[rank], rows.keys[rank])):
+                for source, count in by_source.items():
+                    if source != rank:
+                        found[rank][i] += count * heads[i]
+                        found[source][2 + i] += count * heads[i]
+        return [(of_rank[0], of_rank[1], of_rank[2], of_rank[3]) for of_rank in found]
 
     def forward(self, step: Step, rank: int) -> tuple[int, int]:
-        queries, keys, _ = self.rows(step, rank)
+        queries, keys, own_queries, _ = self.sums(step, rank)
         element = self.head_dim * self.itemsize
-        before = queries * step.heads * element + 2 * keys * self.kv_heads(step, rank) * element
-        return before, queries * step.heads * (element + 4)  # a rank gets back as many rows as it sends, on average
+        return (queries + 2 * keys) * element, own_queries * (element + LSE_BYTES)
 
     def backward(self, step: Step, rank: int) -> tuple[int, int]:
-        queries, keys, _ = self.rows(step, rank)
+        queries, keys, own_queries, own_keys = self.sums(step, rank)
         element = self.head_dim * self.itemsize
-        kv_heads = self.kv_heads(step, rank)
-        before = queries * step.heads * (2 * element + 8) + 2 * keys * kv_heads * element
-        key_element = self.head_dim * (4 if self.sums_keys else self.itemsize)
-        return before, queries * step.heads * element + 2 * keys * kv_heads * key_element
+        before = queries * (2 * element + 2 * LSE_BYTES) + 2 * keys * element
+        return before, own_queries * element + 2 * own_keys * self.key_element
+
+
+class Rows(NamedTuple):
+    """For each rank: the rows that it computes with, by the rank that owns them, and its visible pairs a head."""
+
+    queries: list[dict[int, int]]
+    keys: list[dict[int, int]]
+    pairs: list[int]
+
+    @classmethod
+    def of(cls, schedule: Schedule, step: Step) -> Rows:
+        own = [
+            sum(visible_pairs(run, schedule.cu_seqlens, schedule.mask) for run in runs) for runs in schedule.layout.runs
+        ]
+        ranks = range(schedule.layout.num_ranks)
+        rows_of_ranks = [schedule.row_of_ranks(step, rank) for rank in ranks]
+        keys: dict[range, dict[int, int]] = {}
+        for rank, row in zip(ranks, rows_of_ranks, strict=True):
+            if row not in keys:
+                keys[row] = _by_source(schedule.key_pieces(step, rank))
+        queries = [{other: schedule.layout.count(other) for other in row} for row in rows_of_ranks]
+        return cls(queries, [keys[row] for row in rows_of_ranks], [sum(own[r] for r in row) for row in rows_of_ranks])
+
+
+def _by_source(pieces: Sequence[Piece]) -> dict[int, int]:
+    rows: dict[int, int] = {}
+    for piece in pieces:
+        rows[piece.source] = rows.get(piece.source, 0) + piece.rows
+    return rows
 
 
 def estimate(schedule: Schedule, head_dim: int, hardware: Hardware, batch: int = 1) -> Estimate:
     """Pairs, bytes and seconds of a schedule."""
     ranks = range(schedule.layout.num_ranks)
     traffic = _Traffic(schedule, head_dim, hardware.itemsize)
-    pairs = [sum(traffic.rows(s, r)[2] * s.heads for s in schedule.steps) * batch for r in ranks]
+    pairs = [[traffic.rows(s).pairs[r] * traffic.heads(s, r)[0] * batch for r in ranks] for s in schedule.steps]
     results = []
     computing_seconds = 0.0
     for received, flops_per_pair, rate in (
@@ -108,17 +151,13 @@ def estimate(schedule: Schedule, head_dim: int, hardware: Hardware, batch: int =
         (traffic.backward, 10 * head_dim, hardware.backward_flops),
     ):
         sizes = [[tuple(n * batch for n in received(step, rank)) for rank in ranks] for step in schedule.steps]
-        computing = [
-            max(traffic.rows(step, rank)[2] for rank in ranks) * step.heads * batch * flops_per_pair / rate
-            for step in schedule.steps
-        ]
-        times = [
-            tuple(_seconds(max(size[i] for size in step_sizes), hardware) for i in range(2)) for step_sizes in sizes
-        ]
+        computing = [max(of_step) * flops_per_pair / rate for of_step in pairs]
+        times = [tuple(_seconds(max(size[i] for size in of_step), hardware) for i in range(2)) for of_step in sizes]
         results.append((tuple(sum(sum(s[r]) for s in sizes) for r in ranks), _pipelined(computing, times)))
         computing_seconds += sum(computing)
     (forward_bytes, forward), (backward_bytes, backward) = results
-    return Estimate(tuple(pairs), forward_bytes, backward_bytes, forward, backward, computing_seconds)
+    by_rank = tuple(sum(of_step[rank] for of_step in pairs) for rank in ranks)
+    return Estimate(by_rank, forward_bytes, backward_bytes, forward, backward, computing_seconds)
 
 
 def _seconds(size: int, hardware: Hardware) -> float:

@@ -86,9 +86,9 @@ def make_layout(name: LayoutName, num_ranks: int, cu_seqlens: Sequence[int], mas
     """The layout of this name for sequences that begin at all offsets but the last."""
     total = cu_seqlens[-1]
     if name == "contiguous":
-        return Layout(
-            tuple(_runs([(_cut(total, num_ranks, r), _cut(total, num_ranks, r + 1))]) for r in range(num_ranks))
-        )
+        size = -(-total // num_ranks)  # as torch.chunk and DTensor have it
+        cuts = [min(total, size * r) for r in range(num_ranks + 1)]
+        return Layout(tuple(_runs([(cuts[r], cuts[r + 1])]) for r in range(num_ranks)))
     if name == "head_tail":
         cuts = [_cut(total, 2 * num_ranks, i) for i in range(2 * num_ranks + 1)]
         pairs = ((r, 2 * num_ranks - 1 - r) for r in range(num_ranks))

@@ -12,7 +12,6 @@ sees. Results and gradients travel back the same ways.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -102,8 +101,11 @@ def steps_over_heads(num_ranks: int, num_heads_q: int, num_heads_kv: int, chunks
 
 
 def _heads_of_a_rank(first: int, left: int, width: int, group: int, wanted: int) -> int:
-    """At most `wanted` query heads, whole kv heads or heads of one kv head; 0 if a row of ranks has not enough."""
-    most = min(wanted, left // width)
+    """About `wanted` query heads, whole kv heads or heads of one kv head; 0 if a row of ranks has not enough.
+
+    A kv head is divided only where there are fewer of them than ranks, since each division gathers it again.
+    """
+    most = min(max(wanted, group), left // width)
     if most >= group and first % group == 0:
         return most // group * group
     return max((n for n in range(1, most + 1) if group % n == 0 and first % n == 0), default=0)
@@ -212,8 +214,3 @@ def _append(pieces: list[Piece], piece: Piece) -> None:
         pieces[-1] = last._replace(rows=last.rows + piece.rows)
     elif piece.rows:
         pieces.append(piece)
-
-
-def rows_sent(pieces: Sequence[Piece], rank: int) -> int:
-    """The rows of pieces that come from other ranks than the one whose buffer they fill."""
-    return sum(piece.rows for piece in pieces if piece.source != rank)

@@ -11,6 +11,7 @@ CALLS = 24
     ("num_ranks", "first"),
     [
         (3, 0),
+        (4, 0),
         *(pytest.param(n, first, marks=pytest.mark.slow) for n in (1, 2, 4, 8) for first in (100 * n, 100 * n + CALLS)),
     ],
 )

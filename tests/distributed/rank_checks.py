@@ -1,0 +1,270 @@
+"""What tests of `onepass.distributed` run on each rank, by name."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import time
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import whole_calls
+from torch import nn
+
+import onepass
+from onepass import distributed, reference
+from onepass.distributed import agreement, cost
+
+engine = importlib.import_module("onepass.distributed.attention")  # the package has a function of this name
+HEADS = {"num_heads_q": 8, "num_heads_kv": 4}
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def qkv(tokens: int, heads: int = 8, kv_heads: int = 4, head_dim: int = 16, **options: Any) -> list[torch.Tensor]:
+    shapes = ((heads, head_dim), (kv_heads, head_dim), (kv_heads, head_dim))
+    return [normal(1, tokens, *shape, seed=i, **options) for i, shape in enumerate(shapes)]
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def root_mean_square_errors(rank: int, engine_name: str) -> dict[str, tuple[float, float]]:
+    """Errors of bfloat16 results against float64: over ranks, and on one device."""
+    tensors = dict(zip("qkv", qkv(200, head_dim=64, dtype=torch.bfloat16), strict=True))
+    arguments = {"tokens": 200, "causal": True, "engine": engine_name, **HEADS}
+    call = whole_calls.WholeCall(tensors, arguments)
+    exact = whole_calls.WholeCall({name: t.double() for name, t in tensors.items()}, arguments)
+    right, alone, found = whole_calls.on_one_device(exact), whole_calls.on_one_device(call), whole_calls.on_ranks(call)
+
+    def error(x: torch.Tensor, name: str) -> float:
+        return float((x.double() - right[name]).square().mean().sqrt())
+
+    return {name: (error(found[name], name), error(alone[name], name)) for name in right}
+
+
+def same_bits_twice(rank: int) -> None:
+    call = whole_calls.WholeCall(
+        dict(zip("qkv", qkv(150, dtype=torch.bfloat16), strict=True)),
+        {"tokens": 150, "causal": True, "engine": "keys", **HEADS},
+        {"deterministic": True},
+    )
+    first, second = whole_calls.on_ranks(call), whole_calls.on_ranks(call)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def bits_of_one_device(rank: int) -> None:
+    """A plan of one rank, and out of any number of ranks that share heads."""
+    tensors = dict(zip("qkv", qkv(150, dtype=torch.bfloat16), strict=True))
+    call = whole_calls.WholeCall(tensors, {"tokens": 150, "causal": True, "engine": "heads", **HEADS})
+    alone, found = whole_calls.on_one_device(call), whole_calls.on_ranks(call)
+    names = alone if dist.get_world_size() == 1 else ("out", "lse")
+    for name in names:
+        assert torch.equal(found[name], alone[name]), name
+
+
+def fp8(rank: int) -> None:
+    """FP8 over ranks is as far from exact attention as on one device."""
+    q, k, v = qkv(256, dtype=torch.bfloat16)
+    exact = reference.attention(q, k, v, causal=True).out
+    alone = onepass.attention(q, k, v, causal=True, precision="fp8")
+    for engine_name in ("heads", "keys"):
+        plan = distributed.plan(256, causal=True, engine=engine_name, **HEADS)
+        local = distributed.attention(*(plan.shard(t, 1) for t in (q, k, v)), plan, precision="fp8")
+        found = plan.unshard(local, 1)
+        errors = [float((x.double() - exact).square().mean().sqrt()) for x in (found, alone)]
+        assert errors[0] < 1.1 * errors[1], (engine_name, errors)
+        assert not torch.equal(found, onepass.attention(q, k, v, causal=True))
+
+
+def nan_stays_out(rank: int) -> None:
+    """A sequence of NaN reaches no other one, on no rank."""
+    q, k, v = (t[0] for t in qkv(64))
+    for t in (q, k, v):
+        t[30:50] = math.nan
+    others = torch.ones(64, dtype=torch.bool)
+    others[30:50] = False
+    for engine_name in ("heads", "keys"):
+        plan = distributed.plan([0, 30, 50, 64], engine=engine_name, layout="balanced", **HEADS)
+        leaves = [plan.shard(t, 0).requires_grad_() for t in (q, k, v)]
+        out = plan.unshard(distributed.attention(*leaves, plan), 0)
+        (out[others] ** 2).sum().backward()
+        gradients = [plan.unshard(t.grad, 0) for t in leaves]
+        assert out[others].isfinite().all()
+        assert all(gradient[others].isfinite().all() for gradient in gradients)
+
+
+# ---------------------------------------------------------------- costs
+
+
+def received_bytes(rank: int, arguments: dict[str, Any]) -> tuple[int, int]:
+    """What a forward and a backward receive, counted; the estimate says the same of each rank."""
+    tokens = arguments["tokens"]
+    plan = distributed.plan(**arguments)
+    total = tokens if isinstance(tokens, int) else tokens[-1]
+    tensors = qkv(total, plan.schedule.num_heads_q, plan.schedule.num_heads_kv, dtype=torch.bfloat16)
+    tensors = [t[0] if plan.is_packed else t for t in tensors]
+    dim = 0 if plan.is_packed else 1
+    leaves = [plan.shard(t, dim).requires_grad_() for t in tensors]
+    counted, exchange = [0], engine.exchange
+
+    def counting(group: Any, sends: Any, receives: Any) -> Any:
+        counted[0] += sum(message.tensor.nbytes for message in receives)
+        return exchange(group, sends, receives)
+
+    engine.exchange = counting
+    try:
+        out = distributed.attention(*leaves, plan)
+        forward, counted[0] = counted[0], 0
+        out.sum().backward()
+    finally:
+        engine.exchange = exchange
+    expected = cost.estimate(plan.schedule, 16, distributed.Hardware())
+    assert forward == expected.forward_bytes[rank], (rank, forward, expected.forward_bytes)
+    assert counted[0] == expected.backward_bytes[rank], (rank, counted[0], expected.backward_bytes)
+    return forward, counted[0]
+
+
+def largest_buffers(rank: int, chunks: int) -> tuple[int, int]:
+    """Bytes of the buffers of keys and values of steps that are alive at one time, and of all gathered ones."""
+    plan = distributed.plan(512, causal=False, engine="keys", chunks=chunks, num_heads_q=16, num_heads_kv=16)
+    leaves = [plan.shard(t, 1).requires_grad_() for t in qkv(512, 16, 16)]
+    alive: dict[int, int] = {}
+    most = [0]
+    send = engine.send_keys
+
+    def watching(*args: Any) -> Any:
+        pending, buffer = send(*args)
+        key = id(buffer.untyped_storage())
+        alive[key] = buffer.nbytes
+        weakref.finalize(buffer, alive.pop, key, None)
+        most[0] = max(most[0], sum(alive.values()))
+        return pending, buffer
+
+    engine.send_keys = watching
+    try:
+        distributed.attention(*leaves, plan).sum().backward()
+    finally:
+        engine.send_keys = send
+    return most[0], 2 * 512 * 16 * 16 * 4
+
+
+# ---------------------------------------------------------------- faults
+
+
+def message_of(function: Any) -> str:
+    """The message of what a call raises."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def different_plans(rank: int) -> str:
+    window = (16, 0) if rank == 1 else None
+    return message_of(lambda: distributed.plan(64, causal=True, window=window, **HEADS))
+
+
+def different_options(rank: int) -> list[str]:
+    plan = distributed.plan(64, causal=True, **HEADS)
+    q, k, v = (plan.shard(t, 1) for t in qkv(64))
+    messages = [message_of(lambda: distributed.attention(q, k, v, plan, softcap=5.0 + (rank == 2)))]
+    other = [t.double() if rank == 1 else t for t in (q, k, v)]
+    messages.append(message_of(lambda: distributed.attention(*other, plan)))
+    out = distributed.attention(q, k, v, plan)  # and the plan still works
+    assert out.isfinite().all()
+    return messages
+
+
+def a_rank_that_does_not_come(rank: int) -> tuple[str, float]:
+    plan = distributed.plan(64, causal=True, timeout=2.0, **HEADS)
+    q, k, v = (plan.shard(t, 1) for t in qkv(64))
+    start = time.monotonic()
+    if rank == 1:
+        message = message_of(lambda: distributed.attention(q[:, :3], k, v, plan))
+        time.sleep(4)
+    else:
+        message = message_of(lambda: distributed.attention(q, k, v, plan))
+    return message, time.monotonic() - start
+
+
+def refusals(rank: int) -> list[str]:
+    """Errors that need no other rank; all ranks make them."""
+    plan = distributed.plan(64, **HEADS)
+    q, k, v = (plan.shard(t, 1) for t in qkv(64))
+    only_words = distributed.plan(64, num_ranks=4, **HEADS)
+    calls = [
+        lambda: distributed.attention(q, k, v, None),
+        lambda: distributed.attention(q, k, v, only_words),
+        lambda: distributed.attention(q[:, :-1], k, v, plan),
+        lambda: distributed.attention(q[:, :, :4], k, v, plan),
+        lambda: distributed.attention(q, k, v, plan, sinks=torch.zeros(3)),
+        lambda: distributed.attention(q, k, v, plan, dropout_p=1.5),
+        lambda: distributed.attention(q, k, v, plan, precision="fp8", alibi_slopes=torch.zeros(8)),
+        lambda: plan.shard(q, 1),
+        lambda: plan.unshard(torch.zeros(1, 64), 1),
+        lambda: distributed.plan(0, **HEADS),
+        lambda: distributed.plan([0, 5, 3], **HEADS),
+        lambda: distributed.plan(64, engine="ring", **HEADS),
+        lambda: distributed.plan(64, engine=3, **HEADS),
+        lambda: distributed.plan(64, layout="zigzag", **HEADS),
+        lambda: distributed.plan(64, num_heads_q=3, num_heads_kv=2),
+        lambda: distributed.plan(64, "cpu", **HEADS),
+    ]
+    return [message_of(call) for call in calls]
+
+
+# ---------------------------------------------------------------- modules
+
+
+class Core(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("replaced by ContextParallel")
+
+
+def parallel_style(rank: int, seq_dim: int) -> None:
+    """Tensors and DTensors through a parallelized module."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    plan = distributed.plan(70, mesh["cp"], causal=True, layout="contiguous", **HEADS)
+    model = nn.ModuleDict({"core": Core()})
+    parallelize_module(model, mesh["cp"], {"core": distributed.ContextParallel(plan, seq_dim=seq_dim, softcap=4.0)})
+    q, k, v = qkv(70)
+    expected = onepass.attention(q, k, v, causal=True, softcap=4.0)
+    given = [t.transpose(1, 2).contiguous() if seq_dim == 2 else t for t in (q, k, v)]
+    local = [plan.shard(t, seq_dim).contiguous().requires_grad_() for t in given]
+    out = model["core"](*local)
+    whole = plan.unshard(out, seq_dim)
+    torch.testing.assert_close(whole.transpose(1, 2) if seq_dim == 2 else whole, expected)
+    tensors = [
+        DTensor.from_local(
+            t, mesh["cp"], (Shard(seq_dim),), run_check=False, shape=whole_t.shape, stride=whole_t.stride()
+        )
+        for t, whole_t in zip(local, given, strict=True)
+    ]
+    sharded = model["core"](*tensors)
+    assert isinstance(sharded, DTensor)
+    assert sharded.shape == given[0].shape
+    full = sharded.full_tensor()
+    torch.testing.assert_close(full.transpose(1, 2) if seq_dim == 2 else full, expected)
+    full.sum().backward()
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    onepass.attention(*leaves, causal=True, softcap=4.0).sum().backward()
+    for t, leaf in zip(local, leaves, strict=True):
+        right = plan.shard(leaf.grad.transpose(1, 2) if seq_dim == 2 else leaf.grad, seq_dim)
+        torch.testing.assert_close(t.grad, right)
+
+
+def controls_are_shared(rank: int) -> None:
+    first = distributed.plan(64, **HEADS)
+    second = distributed.plan(32, **HEADS)
+    assert first.control is second.control
+    assert isinstance(first.control, agreement.Control)

@@ -1,0 +1,105 @@
+"""Exactness, costs, faults and modules of `onepass.distributed` on several gloo ranks."""
+
+import pytest
+import rank_checks
+from ranks import run_ranks
+
+
+@pytest.mark.parametrize("engine", ["keys", "heads"])
+def test_errors_are_those_of_one_device(engine):
+    """At most 1.05 times its root mean square, of out, lse and gradients in bfloat16."""
+    for errors in run_ranks(4, rank_checks.root_mean_square_errors, engine):
+        for name, (found, alone) in errors.items():
+            assert alone > 0
+            assert found <= 1.05 * alone, (name, found, alone)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_bits_of_one_device(num_ranks):
+    run_ranks(num_ranks, rank_checks.bits_of_one_device)
+
+
+def test_same_bits_twice():
+    run_ranks(3, rank_checks.same_bits_twice)
+
+
+def test_fp8():
+    run_ranks(2, rank_checks.fp8)
+
+
+def test_nan_stays_out():
+    run_ranks(3, rank_checks.nan_stays_out)
+
+
+COSTS = [
+    {"tokens": 100, "causal": True, "engine": "keys", "num_heads_q": 8, "num_heads_kv": 4},
+    {"tokens": 97, "causal": True, "engine": "heads", "num_heads_q": 6, "num_heads_kv": 2},
+    {"tokens": 97, "causal": True, "engine": 2, "num_heads_q": 8, "num_heads_kv": 8, "chunks": 2},
+    {"tokens": 97, "window": (20, 0), "engine": "keys", "num_heads_q": 4, "num_heads_kv": 2},
+    {"tokens": [0, 30, 31, 90], "causal": True, "num_heads_q": 4, "num_heads_kv": 2},
+]
+
+
+@pytest.mark.parametrize("case", range(len(COSTS)))
+def test_bytes_are_those_of_the_estimate(case):
+    received = run_ranks(4, rank_checks.received_bytes, COSTS[case])
+    assert sum(forward for forward, _ in received) > 0
+
+
+def test_two_chunks_of_keys_are_in_memory():
+    for most, gathered in run_ranks(2, rank_checks.largest_buffers, 16):
+        assert most <= 2 * gathered / 16
+
+
+def test_plans_that_differ():
+    for message in run_ranks(2, rank_checks.different_plans):
+        assert message == (
+            "RuntimeError: plan: expected the same window on all ranks, but rank 0 has None and rank 1 (16, 0)"
+        )
+
+
+def test_calls_that_differ():
+    for messages in run_ranks(3, rank_checks.different_options):
+        assert messages[0].endswith("expected the same softcap on all ranks, but rank 0 has 5.0 and rank 2 6.0")
+        assert "expected the same dtype on all ranks" in messages[1]
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come():
+    (first, seconds), (second, _) = run_ranks(2, rank_checks.a_rank_that_does_not_come)
+    assert "expected all 2 ranks to make this call within 2 s" in first
+    assert seconds < 10
+    assert "q: expected (batch, 32, 8, head_dim), with the 32 tokens that rank 1 owns" in second
+
+
+def test_refusals():
+    expected = [
+        "TypeError: plan: expected a ContextPlan",
+        "ValueError: plan: expected one that was made for a process group",
+        "ValueError: q: expected (batch, 32, 8, head_dim)",
+        "ValueError: q: expected (batch, 32, 8, head_dim)",
+        "ValueError: sinks: expected",
+        "ValueError: dropout_p: expected",
+        "UnsupportedError: alibi_slopes: expected None",
+        "ValueError: x: expected 64 tokens in dimension 1",
+        "ValueError: x: expected 32 tokens in dimension 1",
+        "ValueError: tokens: expected",
+        "ValueError: tokens: expected offsets",
+        "ValueError: engine: expected",
+        "ValueError: engine: expected a divisor of the 2 ranks",
+        "ValueError: layout: expected one of contiguous",
+        "ValueError: num_heads_q: expected a multiple of num_heads_kv = 2",
+        "TypeError: group: expected a ProcessGroup",
+    ]
+    for messages in run_ranks(2, rank_checks.refusals):
+        for message, beginning in zip(messages, expected, strict=True):
+            assert message.startswith(beginning)
+
+
+@pytest.mark.parametrize("seq_dim", [1, 2])
+def test_parallel_style(seq_dim):
+    run_ranks(2, rank_checks.parallel_style, seq_dim)
+
+
+def test_controls_are_shared():
+    run_ranks(2, rank_checks.controls_are_shared)
