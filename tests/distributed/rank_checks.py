@@ -38,13 +38,7 @@ def root_mean_square_errors(rank: int, engine_name: str) -> dict[str, tuple[floa
     tensors = dict(zip("qkv", qkv(200, head_dim=64, dtype=torch.bfloat16), strict=True))
     arguments = {"tokens": 200, "causal": True, "engine": engine_name, **HEADS}
     call = whole_calls.WholeCall(tensors, arguments)
-    exact = whole_calls.WholeCall({name: t.double() for name, t in tensors.items()}, arguments)
-    right, alone, found = whole_calls.on_one_device(exact), whole_calls.on_one_device(call), whole_calls.on_ranks(call)
-
-    def error(x: torch.Tensor, name: str) -> float:
-        return float((x.double() - right[name]).square().mean().sqrt())
-
-    return {name: (error(found[name], name), error(alone[name], name)) for name in right}
+    return whole_calls.errors(call)
 
 
 def same_bits_twice(rank: int) -> None:

@@ -33,6 +33,17 @@ class WholeCall:
     def is_packed(self) -> bool:
         return not isinstance(self.plan["tokens"], int)
 
+    def to(self, device: str) -> WholeCall:
+        """The call with its tensors on a device."""
+        tensors = {name: t.to(device) for name, t in self.tensors.items()}
+        options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.options.items()}
+        return WholeCall(tensors, self.plan, options)
+
+    def in_float64(self) -> WholeCall:
+        tensors = {name: t.double() for name, t in self.tensors.items()}
+        options = {name: x.double() if name in ("sinks", "bias") else x for name, x in self.options.items()}
+        return WholeCall(tensors, self.plan, options)
+
     @property
     def text(self) -> str:
         shapes = {name: tuple(t.shape) for name, t in self.tensors.items()}
@@ -124,10 +135,10 @@ def loss_weights(call: WholeCall) -> tuple[Tensor, Tensor]:
     """Gradients of out and lse."""
     q, v = call.tensors["q"], call.tensors["v"]
     generator = torch.Generator().manual_seed(9)
-    dout = torch.randn(*q.shape[:-1], v.shape[-1], generator=generator, dtype=torch.float64).to(q.dtype)
+    dout = torch.randn(*q.shape[:-1], v.shape[-1], generator=generator, dtype=torch.float64).to(q)
     rows = q.shape[:-1]
     lse_shape = (rows[1], rows[0]) if call.is_packed else (rows[0], rows[2], rows[1])
-    return dout, torch.randn(*lse_shape, generator=generator, dtype=torch.float64).to(_lse_dtype(q))
+    return dout, torch.randn(*lse_shape, generator=generator, dtype=torch.float64).to(q.device, _lse_dtype(q))
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:
@@ -146,7 +157,7 @@ def on_one_device(call: WholeCall) -> dict[str, Tensor]:
     options = call.options | {name: leaves[name] for name in WITH_GRADIENT if name in leaves} | mask
     tensors = [leaves[name] for name in "qkv"]
     if call.is_packed:
-        offsets = torch.tensor(call.plan["tokens"], dtype=INT32)
+        offsets = torch.tensor(call.plan["tokens"], dtype=INT32, device=tensors[0].device)
         packed = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
         result = onepass.attention_varlen(*tensors, **packed, **options, return_lse=True)
     else:
@@ -186,3 +197,20 @@ def check(rank: int, seeds: list[int]) -> None:
             tolerance = 1e-5 if name == "dalibi_slopes" else 1e-9
             where = f"seed {seed}, {name} of {call.text}"
             torch.testing.assert_close(found[name], right, rtol=tolerance, atol=tolerance, msg=where)
+
+
+def errors(call: WholeCall, seed: int = 0) -> dict[str, tuple[float, float]]:
+    """Root mean square errors of out, lse and gradients against float64: over ranks, and on one device."""
+    results = []
+    for run, own in ((on_one_device, call.in_float64()), (on_one_device, call), (on_ranks, call)):
+        torch.manual_seed(seed)
+        results.append(run(own))
+    right, alone, found = results
+
+    def error(x: Tensor, exact: Tensor) -> float:
+        hidden = exact == -torch.inf
+        difference = (x.double() - exact).masked_fill(hidden, 0.0)
+        assert torch.equal(x == -torch.inf, hidden)
+        return float(difference.square().mean().sqrt())
+
+    return {name: (error(found[name], right[name]), error(alone[name], right[name])) for name in right}

@@ -1,4 +1,4 @@
-"""Functions that run on several ranks of a gloo process group, each in a process of its own."""
+"""Functions that run on several ranks of a process group, each in a process of its own: gloo, or NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from typing import Any
 TIMEOUT = 120.0
 
 
-def run_ranks(num_ranks: int, function: Callable, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+def run_ranks(
+    num_ranks: int, function: Callable, *args: Any, device: str = "cpu", timeout: float = TIMEOUT
+) -> list[Any]:
     """function(rank, *args) on each rank; the results by rank.
 
-    Args: function: of a module that can be imported. timeout: seconds for all.
+    Args:
+        function: of a module that can be imported.
+        device: "cuda": each rank has a GPU, its current one, and an NCCL group. timeout: seconds for all.
     Raises: AssertionError with the traceback of each rank that raised or did not end.
     """
     context = multiprocessing.get_context("forkserver")
@@ -27,7 +31,7 @@ def run_ranks(num_ranks: int, function: Callable, *args: Any, timeout: float = T
     with tempfile.TemporaryDirectory() as directory:
         store = os.path.join(directory, "store")
         processes = [
-            context.Process(target=_rank, args=(rank, num_ranks, store, results, function, args), daemon=True)
+            context.Process(target=_rank, args=(rank, num_ranks, store, results, device, function, args), daemon=True)
             for rank in range(num_ranks)
         ]
         for process in processes:
@@ -50,19 +54,24 @@ def run_ranks(num_ranks: int, function: Callable, *args: Any, timeout: float = T
     return [found[rank] for rank in range(num_ranks)]
 
 
-def _rank(rank: int, num_ranks: int, store: str, results: Any, function: Callable, args: tuple) -> None:
+def _rank(rank: int, num_ranks: int, store: str, results: Any, device: str, function: Callable, args: tuple) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
     try:
+        on_gpu = {}
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+            on_gpu["device_id"] = torch.device("cuda", rank)
         dist.init_process_group(
-            "gloo",
+            "nccl" if on_gpu else "gloo",
             rank=rank,
             world_size=num_ranks,
             store=dist.FileStore(store, num_ranks),
             timeout=timedelta(seconds=TIMEOUT),
+            **on_gpu,
         )
         results.put((rank, function(rank, *args), None))
         dist.destroy_process_group()

@@ -1,0 +1,106 @@
+"""What `test_several_gpus.py` runs on each rank: a process with a GPU of its own."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import whole_calls
+
+import onepass
+from onepass import distributed
+
+BF16, INT32 = torch.bfloat16, torch.int32
+
+
+def random_calls(rank: int, device: str, seeds: list[int]) -> None:
+    """Errors of random calls in bfloat16 are near those of one device."""
+    for seed in seeds:
+        call = whole_calls.random_call(seed, BF16).to(device)
+        for name, (found, alone) in whole_calls.errors(call, seed).items():
+            # a sum over few values has an error by chance
+            assert found <= 1.5 * alone + 1e-3, f"seed {seed}, {name} of {call.text}: {found} beside {alone}"
+
+
+def errors_of_a_large_call(rank: int, device: str, engine: str, tokens: int) -> dict[str, tuple[float, float]]:
+    shapes = {"q": (1, tokens, 8, 128), "k": (1, tokens, 4, 128), "v": (1, tokens, 4, 128)}
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(*shape, generator=generator).to(BF16) for name, shape in shapes.items()}
+    plan = {"tokens": tokens, "num_heads_q": 8, "num_heads_kv": 4, "causal": True, "engine": engine}
+    return whole_calls.errors(whole_calls.WholeCall(tensors, plan).to(device))
+
+
+def peak_memory(rank: int, tokens: int, engine: str) -> tuple[int, int, int]:
+    """Bytes at the peak of a forward and a backward: on one device, of this rank; and bytes of two chunks."""
+    heads, kv_heads, head_dim = 16, 16, 128
+    plan = distributed.plan(tokens, num_heads_q=heads, num_heads_kv=kv_heads, causal=True, engine=engine)
+
+    def peak(function) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def step(rows: int, attend) -> None:
+        leaves = [
+            torch.randn(1, rows, n, head_dim, device="cuda", dtype=BF16, requires_grad=True)
+            for n in (heads, kv_heads, kv_heads)
+        ]
+        attend(*leaves).sum().backward()
+
+    def alone() -> None:
+        step(tokens, lambda q, k, v: onepass.attention(q, k, v, causal=True))
+
+    def together() -> None:
+        step(plan.num_local_tokens, lambda q, k, v: distributed.attention(q, k, v, plan))
+
+    for function in (alone, together):
+        function()  # kernels, communicators
+    whole = peak(alone)
+    dist.barrier()
+    chunk = 2 * tokens * kv_heads * head_dim * BF16.itemsize // 16
+    return whole, peak(together), 2 * chunk
+
+
+def decoding_in_a_graph(rank: int, device: str, steps: int) -> None:
+    """A captured step of decoding, replayed while the cache grows past a block of the layout."""
+    capacity, batch, heads, kv_heads, head_dim = 2000, 2, 8, 2, 64
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, BF16)
+
+    caches = [normal(batch, capacity, kv_heads, head_dim) for _ in range(2)]
+    plan = distributed.plan(capacity, num_heads_q=heads, num_heads_kv=kv_heads, layout="cyclic")
+    own = [plan.shard(t, 1).contiguous() for t in caches]
+    lengths = torch.tensor([250, 1023], dtype=INT32, device=device)
+    q, k, v = normal(batch, 1, heads, head_dim), *(normal(batch, 1, kv_heads, head_dim) for _ in range(2))
+    new = {"k_new": k, "v_new": v, "cache_seqlens": lengths}
+
+    def step() -> torch.Tensor:
+        return distributed.decode(q, *own, plan, **new)
+
+    if device == "cuda":
+        step()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+    for _ in range(steps):
+        for t, other in zip((q, k, v), (normal(*t.shape) for t in (q, k, v)), strict=True):
+            t.copy_(other)
+        if device == "cuda":
+            graph.replay()
+            found = captured.clone()
+        else:
+            found = step()
+        expected = onepass.attention_decode(q, *caches, **new)
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+        lengths += 1
+    for t, whole in zip(own, caches, strict=True):
+        assert torch.equal(t, plan.shard(whole, 1))

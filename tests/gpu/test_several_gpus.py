@@ -1,0 +1,45 @@
+"""`onepass.distributed` with NCCL on all GPUs of a machine.
+
+python -m pytest -m gpu tests/gpu/test_several_gpus.py      on a machine with two or more GPUs
+"""
+
+import checks_on_gpus
+import pytest
+import torch
+from gpu_cases import BACKEND, DEVICE, ON_GPU, size
+from ranks import run_ranks
+
+NUM_RANKS = size(torch.cuda.device_count(), 2)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(ON_GPU and (NUM_RANKS < 2 or BACKEND != "sm90"), reason="needs two Hopper GPUs"),
+]
+CALLS = size(20, 3)
+
+
+def run(function, *args):
+    return run_ranks(NUM_RANKS, function, *args, device=DEVICE, timeout=400.0)
+
+
+@pytest.mark.parametrize("first", range(1000, 1000 + 5 * CALLS, CALLS))
+def test_random_calls(first):
+    run(checks_on_gpus.random_calls, DEVICE, list(range(first, first + CALLS)))
+
+
+@pytest.mark.parametrize("engine", ["keys", "heads"])
+def test_errors_are_those_of_one_device(engine):
+    for errors in run(checks_on_gpus.errors_of_a_large_call, DEVICE, engine, size(4096, 200)):
+        for name, (found, alone) in errors.items():
+            assert found <= 1.05 * alone, (name, found, alone)
+
+
+@pytest.mark.parametrize("engine", ["keys", "heads"])
+def test_memory(engine):
+    if not ON_GPU:
+        pytest.skip("needs the memory counters of a GPU")
+    for whole, found, two_chunks in run(checks_on_gpus.peak_memory, 32768, engine):
+        assert found <= whole / NUM_RANKS + two_chunks, (found, whole, two_chunks)
+
+
+def test_decoding_in_a_graph():
+    run(checks_on_gpus.decoding_in_a_graph, DEVICE, size(40, 3))
