@@ -296,6 +296,25 @@ AREAS = (
             ),
         ),
     ),
+    Area(
+        "distributed",
+        16,
+        (
+            Group(("onepass/distributed/decode.py",), ("tests/distributed/test_decode_on_ranks.py",)),
+            Group(
+                ("onepass/distributed/cost.py",),
+                ("tests/distributed/test_schedule.py", "tests/distributed/test_ranks.py"),
+            ),
+            Group(
+                ("onepass/distributed/*.py",),
+                (
+                    "tests/distributed/test_schedule.py",
+                    "tests/distributed/test_random_calls_on_ranks.py",
+                    "tests/distributed/test_ranks.py",
+                ),
+            ),
+        ),
+    ),
 )
 
 # Files that are left out, and why.
@@ -316,6 +335,7 @@ OUT_OF_REACH = {
     "onepass/kernels/compiler/*": "tests of the cache have faults of their own, planted in its files",
     "onepass/kernels/heuristics/*": "which configuration is fast: no value depends on it",
     "onepass/kernels/config*": "which configurations there are: their shipped ones are compiled by other tests",
+    "onepass/distributed/parallel_style.py": "an interface",
     "onepass/tiled/tile_sizes.py": "how large tiles are: no value depends on it",
     "onepass/tiled/scratch.py": "where memory comes from: no value depends on it",
 }

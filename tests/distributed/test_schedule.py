@@ -1,0 +1,204 @@
+"""Layouts, schedules and costs: integers alone, for any number of ranks."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from onepass import distributed
+from onepass.distributed import cost
+from onepass.distributed.layout import LAYOUTS, Run, make_layout, visible_keys, visible_pairs
+from onepass.distributed.schedule import Schedule, make_steps, steps_over_heads
+from onepass.problem import Mask
+
+MASKS = [Mask(), Mask(None, 0), Mask(7, 0), Mask(3, 5), Mask(None, -2), Mask(-3, None), Mask(20, -1)]
+
+
+def random_offsets(rng: random.Random) -> tuple[int, ...]:
+    offsets = [0]
+    for _ in range(rng.randint(1, 6)):
+        offsets.append(offsets[-1] + rng.choice([0, 1, 5, 30, 100]))
+    return tuple(offsets) if offsets[-1] else (0, 1)
+
+
+def sees(query: int, key: int, offsets: tuple[int, ...], mask: Mask) -> bool:
+    """By the definition, a pair at a time."""
+    left, right = mask.window_left, mask.window_right
+    is_one_document = not any(min(query, key) < cut <= max(query, key) for cut in offsets)
+    return is_one_document and (left is None or key >= query - left) and (right is None or key <= query + right)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_token_has_one_owner(name):
+    rng = random.Random(1)
+    for _ in range(40):
+        offsets, num_ranks = random_offsets(rng), rng.randint(1, 9)
+        layout = make_layout(name, num_ranks, offsets, rng.choice(MASKS))
+        tokens = sorted(t for runs in layout.runs for run in runs for t in range(*run))
+        assert tokens == list(range(offsets[-1]))
+        assert layout.num_ranks == num_ranks
+        for rank, runs in enumerate(layout.runs):
+            assert all(a.stop < b.start for a, b in pairwise(runs))
+            owned = [run for run in layout.owners if run.rank == rank]
+            assert [run.row for run in owned] == [sum(r.size for r in runs[:i]) for i in range(len(runs))]
+        start = rng.randrange(offsets[-1])
+        stop = rng.randint(start, offsets[-1])
+        for run in layout.owned(start, stop):
+            row = 0
+            for own in layout.runs[run.rank]:
+                for token in range(*own):
+                    if run.start <= token < run.stop:
+                        assert row == run.row + token - run.start
+                    row += 1
+        assert sum(run.stop - run.start for run in layout.owned(start, stop)) == stop - start
+
+
+def test_layouts():
+    assert make_layout("contiguous", 4, (0, 10), Mask()).runs == (
+        (Run(0, 3),),
+        (Run(3, 6),),
+        (Run(6, 9),),
+        (Run(9, 10),),
+    )
+    assert make_layout("head_tail", 2, (0, 8), Mask()).runs == ((Run(0, 2), Run(6, 8)), (Run(2, 6),))
+    assert make_layout("cyclic", 2, (0, 600), Mask()).runs == ((Run(0, 256), Run(512, 600)), (Run(256, 512),))
+
+
+@pytest.mark.parametrize("name", ["head_tail", "balanced"])
+def test_a_causal_mask_is_balanced(name):
+    for offsets in ((0, 4096), (0, 4096) if name == "head_tail" else (0, 500, 3000, 3100, 4096)):
+        layout = make_layout(name, 8, offsets, Mask(None, 0))
+        work = [sum(visible_pairs(run, offsets, Mask(None, 0)) for run in runs) for runs in layout.runs]
+        assert max(work) < 1.02 * sum(work) / 8
+        assert len({layout.count(rank) for rank in range(8)}) == 1
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_visible_keys_and_pairs(mask):
+    rng = random.Random(2)
+    for _ in range(20):
+        offsets = random_offsets(rng)
+        start = rng.randrange(offsets[-1])
+        run = Run(start, rng.randint(start + 1, offsets[-1]))
+        pairs = [(q, k) for q in range(*run) for k in range(offsets[-1]) if sees(q, k, offsets, mask)]
+        if min(mask.window_left or 0, mask.window_right or 0) >= 0:
+            assert visible_pairs(run, offsets, mask) == len(pairs)
+        for first, end in pairwise(offsets):
+            own = Run(max(first, run.start), min(end, run.stop))
+            if own.start < own.stop:
+                keys = visible_keys(own, Run(first, end), mask)
+                needed = {k for q, k in pairs if q in range(*own)} | set(range(*own))
+                assert needed <= set(range(*keys))
+                if needed > set(range(*own)):
+                    assert (min(needed), max(needed) + 1) == keys
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (8, 2), (6, 6), (10, 5), (64, 8), (7, 1), (12, 4)])
+def test_steps_deal_all_heads(heads, kv_heads):
+    """Every query of every head is computed once, and ranks have equal shares of the heads."""
+    for num_ranks in (1, 2, 3, 4, 6, 8):
+        for width in (w for w in range(1, num_ranks + 1) if num_ranks % w == 0):
+            for chunks in (1, 2, 16):
+                steps = make_steps(num_ranks, heads, kv_heads, width, chunks)
+                check_steps(num_ranks, heads, kv_heads, steps)
+                loads = [sum(step.heads * step.width for step in steps) for _ in range(num_ranks)]
+                assert loads == [heads] * num_ranks
+        check_steps(num_ranks, heads, kv_heads, steps_over_heads(num_ranks, heads, kv_heads, 2))
+
+
+def check_steps(num_ranks, heads, kv_heads, steps):
+    group = heads // kv_heads
+    layout = make_layout("contiguous", num_ranks, (0, 24), Mask())
+    schedule = Schedule(layout, (0, 24), Mask(), heads, kv_heads, steps)
+    computed = set()
+    for step in steps:
+        for rank in range(num_ranks):
+            own = schedule.heads_q(step, rank)
+            if own.start == own.stop:
+                continue
+            size = own.stop - own.start
+            assert own.start // group == (own.stop - 1) // group or own.start % group == size % group == 0
+            kv = schedule.heads_kv(step, rank)
+            assert (kv.start, kv.stop) == (own.start // group, (own.stop - 1) // group + 1)
+            for run in schedule.queries(step, rank):
+                pairs = {(h, t) for h in range(own.start, own.stop) for t in range(run.start, run.stop)}
+                assert not pairs & computed
+                computed |= pairs
+    assert len(computed) == heads * 24
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_pieces_fill_buffers(name):
+    """Each row of a buffer of keys comes from the rank that owns its token, and holds what a query may see."""
+    rng = random.Random(3)
+    for _ in range(30):
+        offsets, mask, num_ranks = random_offsets(rng), rng.choice(MASKS), rng.choice([1, 2, 4, 6])
+        layout = make_layout(name, num_ranks, offsets, mask)
+        steps = make_steps(num_ranks, 12, 12, rng.choice([w for w in (1, 2, num_ranks) if num_ranks % w == 0]), 2)
+        schedule = Schedule(layout, offsets, mask, 12, 12, steps, from_start=rng.random() < 0.3)
+        tokens = [[t for run in runs for t in range(*run)] for runs in layout.runs]
+        for rank in range(num_ranks):
+            segments = schedule.segments(steps[0], rank)
+            size = sum(segment.keys.size for segment in segments)
+            buffer = [None] * size
+            for piece in schedule.key_pieces(steps[0], rank):
+                for i in range(piece.rows):
+                    assert buffer[piece.row + i] is None
+                    buffer[piece.row + i] = tokens[piece.source][piece.source_row + i]
+            assert None not in buffer
+            rows = sum(piece.rows for piece in schedule.query_pieces(steps[0], rank))
+            assert rows == sum(segment.num_queries for segment in segments)
+            for segment in segments:
+                assert buffer[segment.key_row : segment.key_row + segment.keys.size] == list(range(*segment.keys))
+                for run in segment.runs:
+                    for query in range(*run):
+                        seen = {k for k in range(offsets[-1]) if sees(query, k, offsets, mask)}
+                        assert seen <= set(range(*segment.keys))
+
+
+def test_a_window_brings_keys_of_neighbors_alone():
+    plan = distributed.plan(6400, num_ranks=8, num_heads_q=8, num_heads_kv=2, window=(100, 0), engine="keys")
+    assert plan.layout_name == "contiguous"
+    found = cost.estimate(plan.schedule, 64, distributed.Hardware())
+    assert found.forward_bytes == (0, *[100 * 2 * 2 * 64 * 2] * 7)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "bandwidth", "ranks", "engine"),
+    [(64, 8, 250e9, 4, "keys"), (32, 32, 45e9, 16, 4), (32, 32, 45e9, 64, 4)],
+)
+def test_the_estimate_chooses(heads, kv_heads, bandwidth, ranks, engine):
+    """The engines of the guide's table."""
+    hardware = distributed.Hardware(bandwidth=bandwidth)
+    widths = [width for width in range(1, ranks + 1) if ranks % width == 0]
+    seconds = {}
+    for width in widths:
+        name = "keys" if width == 1 else "heads" if width == ranks else width
+        plan = distributed.plan(
+            ranks * 8192, num_ranks=ranks, num_heads_q=heads, num_heads_kv=kv_heads, causal=True, engine=name
+        )
+        seconds[name] = cost.estimate(plan.schedule, 128, hardware).seconds
+    assert min(seconds, key=seconds.get) == engine
+
+
+def test_pipeline():
+    """Two steps of 10 and 20 seconds; messages of 1 before and 2 after each."""
+    assert cost._pipelined([10.0, 20.0], [(1.0, 2.0), (1.0, 2.0)]) == 1 + 10 + 20 + 2
+    # messages that take longer than the computation
+    assert cost._pipelined([1.0, 1.0, 1.0], [(5.0, 0.0)] * 3) == 15 + 1
+    assert cost._pipelined([1.0], [(0.0, 0.0)]) == 1
+
+
+def test_describe():
+    plan = distributed.plan(1000, num_ranks=2, num_heads_q=4, num_heads_kv=2, causal=True, engine="keys")
+    lines = plan.describe().splitlines()
+    assert lines[0] == "1000 tokens on 2 ranks, 4 query and 2 kv heads, causal"
+    assert lines[1] == 'engine "keys", layout "head_tail", 2 steps'
+    assert lines[-1] == "0" * 16 + "1" * 32 + "0" * 16
+    assert "500  1.000" in lines[5]
+
+
+def test_positions_and_tokens_of_packed_sequences():
+    plan = distributed.plan([0, 3, 8], num_ranks=2, rank=1, num_heads_q=2, num_heads_kv=2, layout="contiguous")
+    assert plan.tokens().tolist() == [4, 5, 6, 7]
+    assert plan.positions().tolist() == [1, 2, 3, 4]
