@@ -195,8 +195,9 @@ def _local_keys(plan: ContextPlan, device: torch.device) -> LocalKeys:
 def append(cache: Tensor, new: Tensor, keys: LocalKeys, cache_seqlens: Tensor, page_table: Tensor | None) -> None:
     """Write the new rows that this rank owns to their place in its cache.
 
-    New rows are as many as slots may be needed from the first free one on. A slot whose token is not new keeps what it
-    has, so that slots beyond the last one, which all stand for the last one, write the same value.
+    It looks at as many slots of a sequence as there are new rows, from the first free one on. A slot whose token is not
+    new stands for the first slot whose token is, so that it writes the same value once more; if there is none, all
+    write what one row has.
     """
     if not len(keys.tokens):
         return
@@ -204,15 +205,17 @@ def append(cache: Tensor, new: Tensor, keys: LocalKeys, cache_seqlens: Tensor, p
     slots = keys.before(cache_seqlens)[:, None] + torch.arange(seqlen_new, device=new.device)
     slots = slots.clamp(max=len(keys.tokens) - 1)
     number = keys.tokens[slots] - cache_seqlens[:, None]  # among the new ones
-    is_new = (number >= 0) & (number < seqlen_new)
-    entries = torch.arange(batch, device=new.device)[:, None]
-    rows = new[entries, number.clamp(0, seqlen_new - 1)]
-    if page_table is None:
-        place: tuple[Tensor, Tensor] = (entries.expand_as(slots), slots)
-    else:
+    is_new = ((number >= 0) & (number < seqlen_new)).flatten()
+    entries = torch.arange(batch, device=new.device)[:, None].expand_as(slots)
+    rows = new[entries, number.clamp(0, seqlen_new - 1)].flatten(0, 1)
+    places = entries, slots
+    if page_table is not None:
         page_size = cache.shape[1]
-        place = page_table[entries, slots // page_size].long().clamp(0, cache.shape[0] - 1), slots % page_size
-    cache[place] = torch.where(is_new[..., None, None], rows, cache[place])
+        pages = page_table[entries, slots // page_size].long()
+        places = pages.clamp(0, cache.shape[0] - 1), slots % page_size
+    chosen = torch.where(is_new, torch.arange(len(is_new), device=new.device), is_new.int().argmax())
+    place = tuple(index.flatten()[chosen] for index in places)
+    cache[place] = torch.where(is_new[chosen, None, None], rows[chosen], cache[place])
 
 
 def _terms(

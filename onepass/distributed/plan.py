@@ -267,6 +267,8 @@ def plan(
             "keep_gathered": keep_gathered,
         }
         control.compare("plan", values)
+        if dist.get_backend(group) == "nccl":
+            dist.barrier(group)  # makes its connections, while all ranks are here
     candidates = []
     for width in widths:
         steps = make_steps(num_ranks, heads_q, heads_kv, width, chunks if num_ranks > 1 else 1)

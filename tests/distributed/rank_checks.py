@@ -25,9 +25,11 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def qkv(tokens: int, heads: int = 8, kv_heads: int = 4, head_dim: int = 16, **options: Any) -> list[torch.Tensor]:
+def qkv(
+    tokens: int, heads: int = 8, kv_heads: int = 4, head_dim: int = 16, seed: int = 0, **options: Any
+) -> list[torch.Tensor]:
     shapes = ((heads, head_dim), (kv_heads, head_dim), (kv_heads, head_dim))
-    return [normal(1, tokens, *shape, seed=i, **options) for i, shape in enumerate(shapes)]
+    return [normal(1, tokens, *shape, seed=3 * seed + i, **options) for i, shape in enumerate(shapes)]
 
 
 # ---------------------------------------------------------------- numbers
@@ -187,6 +189,16 @@ def a_rank_that_does_not_come(rank: int) -> tuple[str, float]:
     return message, time.monotonic() - start
 
 
+def a_rank_that_is_gone(rank: int) -> str:
+    """The other ranks have made this call before, so nothing is compared again."""
+    plan = distributed.plan(64, causal=True, engine="keys", **HEADS)
+    q, k, v = (plan.shard(t, 1) for t in qkv(64))
+    distributed.attention(q, k, v, plan)
+    if rank == 1:
+        return ""
+    return message_of(lambda: distributed.attention(q, k, v, plan))
+
+
 def refusals(rank: int) -> list[str]:
     """Errors that need no other rank; all ranks make them."""
     plan = distributed.plan(64, **HEADS)
@@ -211,6 +223,29 @@ def refusals(rank: int) -> list[str]:
         lambda: distributed.plan(64, "cpu", **HEADS),
     ]
     return [message_of(call) for call in calls]
+
+
+def groups_side_by_side(rank: int) -> None:
+    """Two groups of two ranks, each with data of its own."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    own = rank % 2
+    tensors = qkv(60, seed=own)
+    plan = distributed.plan(60, groups[own], causal=True, engine="keys", **HEADS)
+    assert (plan.rank, plan.num_ranks) == (rank // 2, 2)
+    leaves = [plan.shard(t, 1).requires_grad_() for t in tensors]
+    out = distributed.attention(*leaves, plan, dropout_p=0.2, sinks=torch.zeros(8))
+    state = torch.get_rng_state()
+    whole = plan.unshard(out, 1)
+    whole.square().sum().backward()
+    assert torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(0)
+    out = plan.unshard(distributed.attention(*leaves, plan, sinks=torch.ones(8)), 1)
+    torch.testing.assert_close(out, onepass.attention(*tensors, causal=True, sinks=torch.ones(8)))
+    cache = distributed.plan(60, groups[own], layout="contiguous", **HEADS)
+    lengths = torch.tensor([50], dtype=torch.int32)
+    caches = [cache.shard(t, 1).contiguous() for t in tensors[1:]]
+    found = distributed.decode(tensors[0][:, :1], *caches, cache, cache_seqlens=lengths)
+    torch.testing.assert_close(found, onepass.attention_decode(tensors[0][:, :1], *tensors[1:], cache_seqlens=lengths))
 
 
 # ---------------------------------------------------------------- modules

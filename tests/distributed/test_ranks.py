@@ -72,6 +72,11 @@ def test_a_rank_that_does_not_come():
     assert "q: expected (batch, 32, 8, head_dim), with the 32 tokens that rank 1 owns" in second
 
 
+def test_a_rank_that_is_gone():
+    first, _ = run_ranks(2, rank_checks.a_rank_that_is_gone)
+    assert first.startswith("RuntimeError: onepass.distributed: expected messages between this rank and ranks [1]")
+
+
 def test_refusals():
     expected = [
         "TypeError: plan: expected a ContextPlan",
@@ -99,6 +104,10 @@ def test_refusals():
 @pytest.mark.parametrize("seq_dim", [1, 2])
 def test_parallel_style(seq_dim):
     run_ranks(2, rank_checks.parallel_style, seq_dim)
+
+
+def test_groups_side_by_side():
+    run_ranks(4, rank_checks.groups_side_by_side)
 
 
 def test_controls_are_shared():

@@ -189,6 +189,16 @@ def test_pipeline():
     assert cost._pipelined([1.0], [(0.0, 0.0)]) == 1
 
 
+def test_computing_of_one_rank():
+    plan = distributed.plan(100, num_ranks=1, num_heads_q=6, num_heads_kv=2, causal=True)
+    assert plan.head_dim == 128
+    found = cost.estimate(plan.schedule, 64, distributed.Hardware(flops=1e3, backward_flops=1e2), batch=3)
+    assert found.pairs == (5050 * 6 * 3,)
+    assert found.forward_seconds == pytest.approx(4 * 64 * 5050 * 18 / 1e3)
+    assert found.backward_seconds == pytest.approx(10 * 64 * 5050 * 18 / 1e2)
+    assert found.forward_bytes == found.backward_bytes == (0,)
+
+
 def test_describe():
     plan = distributed.plan(1000, num_ranks=2, num_heads_q=4, num_heads_kv=2, causal=True, engine="keys")
     lines = plan.describe().splitlines()
