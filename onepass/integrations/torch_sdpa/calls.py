@@ -1,0 +1,132 @@
+"""A forward or a backward on behalf of an operator of aten, below autograd: checked, dispatched and run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dispatch import attention as dispatch
+from ...errors import UnsupportedError
+from ...geometry import philox
+from ...problem import AttentionInputs, AttentionProblem, Inputs, ModifiedInputs, Modifiers
+from ...validation import modifiers as modifier_checks
+from ...validation.attention import check_attention, check_attention_varlen
+
+# A random state of onepass has this many elements in memory, one more than two: its backward knows it by that.
+MARK = 3
+
+
+class NotOurs(NotImplementedError):
+    """A backward whose forward another implementation has computed."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of an operator that are neither q, k nor v, as `onepass.attention` has them."""
+
+    window: tuple[int | None, int | None] = (None, None)
+    scale: float | None = None
+    dropout_p: float = 0.0
+    cu_seqlens: tuple[Tensor | None, Tensor | None] = (None, None)
+    seqused_k: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out, lse, and with dropout the random state, (2,) int64. Raises: what `onepass.attention` raises."""
+    problem = _problem(call, q, k, v)
+    name = _backend(problem, q.device)
+    state = philox.random_state(q.device) if problem.dropout_p else None
+    out, lse = dispatch.prepare(name, problem, q.device)(_inputs(call, q, k, v, state))
+    return out, lse, state
+
+
+def backward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv."""
+    problem = _problem(call, q, k, v, has_gradients=False)
+    module = dispatch.load_backward(_backend(problem, q.device), problem)
+    dq, dk, dv, *_ = module.gradients(problem, _inputs(call, q, k, v, state), out, lse, dout, None)
+    return dq, dk, dv
+
+
+def _backend(problem: AttentionProblem, device: torch.device) -> str:
+    name = dispatch.require(problem, None, None, device)
+    if name == "tiled" and device.type == "cuda":
+        raise UnsupportedError(f"no kernel: {dispatch.choose(problem, None, None, device).reason}")
+    return name
+
+
+def _problem(call: Call, q: Tensor, k: Tensor, v: Tensor, has_gradients: bool = True) -> AttentionProblem:
+    given: dict[str, Any] = dict.fromkeys(modifier_checks.NAMES) | {
+        "alibi_slopes": call.alibi_slopes,
+        "bias": call.bias,
+    }
+    options: dict[str, Any] = {
+        "causal": False,
+        "window": call.window,
+        "softcap": None,
+        "sinks": None,
+        "softmax_scale": call.scale,
+        "seqused_k": call.seqused_k,
+        "deterministic": None,
+        "return_lse": True,
+        "tuning": None,
+        "modifiers": {"given": given, "dropout_p": call.dropout_p},
+    }
+    if call.cu_seqlens[0] is None:
+        problem = check_attention(q, k, v, **options)
+    else:
+        options |= zip(("cu_seqlens_q", "cu_seqlens_k"), call.cu_seqlens, strict=True)
+        problem = check_attention_varlen(q, k, v, max_seqlen_q=None, max_seqlen_k=None, **options)
+    if has_gradients:
+        return problem
+    return replace(problem, constant_slopes=problem.has_alibi, constant_bias=problem.has_bias)
+
+
+def _inputs(call: Call, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> Inputs:
+    if call.alibi_slopes is None and call.bias is None and state is None:
+        return AttentionInputs(q, k, v, None, *call.cu_seqlens, call.seqused_k)
+    modifiers = Modifiers(alibi_slopes=call.alibi_slopes, bias=call.bias, dropout_state=state)
+    return ModifiedInputs(q, k, v, None, *call.cu_seqlens, call.seqused_k, modifiers)
+
+
+# ---------------------------------------------------------------- random states
+
+
+def _memory(state: Tensor | None, device: torch.device) -> Tensor:
+    memory = torch.zeros(MARK, dtype=torch.int64, device=device)
+    if state is not None:
+        memory[:2] = state
+    return memory
+
+
+def marked(state: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A random state as flash attention's operators return it, (2,) uint64, and a tensor () uint64 without meaning."""
+    unused = torch.zeros((), dtype=torch.int64, device=device).view(torch.uint64)
+    return _memory(state, device).view(torch.uint64)[:2], unused
+
+
+def marked_numbers(state: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A random state as cuDNN's operators return it: seed and offset, () int64, of one piece of memory."""
+    memory = _memory(state, device)
+    return memory[0], memory[1]
+
+
+def state_of(rng: Tensor, dropout_p: float, must_be_marked: bool = False) -> Tensor | None:
+    """The random state of a forward, None without dropout, from the tensor with its first element.
+
+    Without dropout out and lse say everything that a backward has to know, whoever computed them.
+
+    Args: must_be_marked: another implementation's lse may mean something else.
+    Raises: NotOurs if another implementation has computed the forward.
+    """
+    is_ours = isinstance(rng, Tensor) and rng.untyped_storage().nbytes() == MARK * 8
+    if not is_ours and (dropout_p or must_be_marked):
+        raise NotOurs("expected a forward by onepass, got one by another implementation")
+    return rng.view(torch.int64).as_strided((2,), (1,), 0) if dropout_p else None

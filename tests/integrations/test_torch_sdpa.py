@@ -1,0 +1,301 @@
+"""torch's own attention by onepass: operators replaced and brought back, results of dense attention in float64."""
+
+import pytest
+import sdpa_ranks
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from torch import nn
+
+from onepass import reference
+from onepass.compat.flash_attn_3 import flash_attn_func
+from onepass.geometry import philox
+from onepass.integrations import torch_sdpa
+from onepass.integrations.torch_sdpa import calls, operators
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.nn.attention, "register_flash_attention_impl"), reason="torch's attention has no registry"
+)
+CPU_OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def qkv(heads=4, kv_heads=4, seqlen_q=37, seqlen_k=37, head_dim=16):
+    """(batch, heads, seqlen, head_dim)."""
+    return [
+        normal(2, h, n, head_dim, seed=i) for i, (h, n) in enumerate(((heads, seqlen_q), *[(kv_heads, seqlen_k)] * 2))
+    ]
+
+
+def results(function, *tensors):
+    """out and the gradients of all tensors."""
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+@pytest.fixture
+def active():
+    with torch_sdpa.activate("cpu") as activation:
+        yield activation
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often onepass has computed something."""
+    counts = {"forward": 0, "backward": 0}
+    for name in counts:
+        original = getattr(calls, name)
+
+        def counting(*args, name=name, original=original):
+            counts[name] += 1
+            return original(*args)
+
+        monkeypatch.setattr(calls, name, counting)
+    return counts
+
+
+OPTIONS = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "mask": {"attn_mask": normal(37, 37, seed=9)},
+    "mask of heads": {"attn_mask": normal(2, 4, 37, 37, seed=9)},
+    "boolean mask": {"attn_mask": normal(37, 37, seed=9) > -1},
+    "scale": {"scale": 0.7},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_scaled_dot_product_attention(name, active, counted):
+    options = OPTIONS[name]
+    found = results(lambda *t: F.scaled_dot_product_attention(*t, **options), *qkv())
+    assert counted == {"forward": 1, "backward": 1}
+    torch_sdpa.deactivate()
+    in_float64 = {n: x.double() if name.startswith("mask") and n == "attn_mask" else x for n, x in options.items()}
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = results(lambda *t: F.scaled_dot_product_attention(*t, **in_float64), *(t.double() for t in qkv()))
+    for actual, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual.double(), right, rtol=1e-4, atol=1e-5)
+
+
+def test_it_can_be_undone(counted):
+    before = F.scaled_dot_product_attention(*qkv())
+    with torch_sdpa.activate("cpu") as first:
+        assert torch_sdpa.is_active()
+        assert torch.nn.attention.current_flash_attention_impl() == "onepass"
+        F.scaled_dot_product_attention(*qkv())
+        torch_sdpa.activate("cpu")  # takes the place of the first one
+        assert counted["forward"] == 1
+    assert torch_sdpa.is_active()
+    F.scaled_dot_product_attention(*qkv())
+    assert counted["forward"] == 2
+    first.remove()  # once more does nothing
+    torch_sdpa.deactivate()
+    torch_sdpa.deactivate()
+    assert not torch_sdpa.is_active()
+    assert torch.nn.attention.current_flash_attention_impl() is None
+    assert torch.equal(F.scaled_dot_product_attention(*qkv()), before)
+    assert counted["forward"] == 2
+    assert torch_sdpa.fallbacks() == {}
+
+
+def test_another_choice_of_the_registry_brings_the_kernels_back(active, counted):
+    torch.nn.attention.restore_flash_attention_impl()
+    F.scaled_dot_product_attention(*qkv())
+    assert counted["forward"] == 0
+
+
+def test_refused_calls_go_to_the_kernel_that_was_there(active, monkeypatch):
+    def refuse(*args):
+        raise NotImplementedError("not today")
+
+    before = results(F.scaled_dot_product_attention, *qkv())
+    monkeypatch.setattr(calls, "forward", refuse)
+    monkeypatch.setattr(calls, "backward", refuse)
+    with pytest.warns(RuntimeWarning, match=f"{CPU_OPERATOR} runs without onepass: not today"):
+        found = results(F.scaled_dot_product_attention, *qkv())
+    F.scaled_dot_product_attention(*qkv())  # warns no more
+    for actual, right in zip(found, before, strict=True):
+        torch.testing.assert_close(actual, right, rtol=1e-4, atol=1e-5)
+    assert torch_sdpa.fallbacks() == {(CPU_OPERATOR, "not today"): 2, (f"{CPU_OPERATOR}_backward", "not today"): 1}
+
+
+def test_devices():
+    for devices in ("tpu", (), ("cpu", "xla")):
+        with pytest.raises(ValueError, match="devices: expected some of"):
+            torch_sdpa.activate(devices)
+    assert not torch_sdpa.is_active()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_code(backend, active, counted):
+    torch._dynamo.reset()
+    function = torch.compile(lambda *t: F.scaled_dot_product_attention(*t, is_causal=True), backend=backend)
+    found = results(function, *qkv())
+    assert counted["forward"] >= 1
+    assert counted["backward"] >= 1
+    expected = results(lambda *t: F.scaled_dot_product_attention(*t, is_causal=True), *qkv())
+    for actual, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual, right)
+
+
+def test_modules(active, counted):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    attention = nn.MultiheadAttention(32, 4, batch_first=True)
+    x = normal(2, 19, 32)
+    mask = nn.Transformer.generate_square_subsequent_mask(19)
+    found = [layer(x, src_mask=mask, is_causal=True), attention(x, x, x, need_weights=False)[0]]
+    sum(t.square().sum() for t in found).backward()
+    assert counted == {"forward": 2, "backward": 2}
+    gradients = [p.grad.clone() for m in (layer, attention) for p in m.parameters()]
+    torch_sdpa.deactivate()
+    layer.zero_grad()
+    attention.zero_grad()
+    expected = [layer(x, src_mask=mask, is_causal=True), attention(x, x, x, need_weights=False)[0]]
+    sum(t.square().sum() for t in expected).backward()
+    for actual, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual, right)
+    for actual, parameter in zip(gradients, (p for m in (layer, attention) for p in m.parameters()), strict=True):
+        torch.testing.assert_close(actual, parameter.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0)])
+def test_varlen_attn(window, active):
+    """torch's packed sequences, which have no kernel on a CPU but this one."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    offsets = torch.tensor([0, 9, 9, 30], dtype=torch.int32)
+    q, k, v = (normal(30, 4, 16, seed=i) for i in range(3))
+    found = results(lambda *t: varlen.varlen_attn(*t, offsets, offsets, 21, 21, window_size=window), q, k, v)
+    left, right = (None if side < 0 else side for side in window)
+    options = {"window": (left, right), "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    expected = results(lambda *t: reference.attention_varlen(*t, **options).out, *(t.double() for t in (q, k, v)))
+    for actual, correct in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual.double(), correct, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("rotation", ["allgather", "alltoall"])
+def test_context_parallel(num_ranks, rotation):
+    run_ranks(num_ranks, sdpa_ranks.ring, rotation)
+
+
+# ---------------------------------------------------------------- operators of GPUs, on CPU tensors
+
+
+def heads_second(t):
+    return t.transpose(1, 2)
+
+
+def oracle(q, k, v, state=None, dropout_p=0.0, **options):
+    """out and the gradients of q, k, v of (batch, heads, seqlen, head_dim) tensors, by the float64 oracle."""
+    named = options | ({"dropout_p": dropout_p, "dropout_state": state} if dropout_p else {})
+    return results(
+        lambda *t: heads_second(reference.attention(*map(heads_second, t), **named).out),
+        *(t.double() for t in (q, k, v)),
+    )
+
+
+def assert_close(found, expected):
+    for actual, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual.double(), right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_flash_operators(dropout_p, is_causal):
+    q, k, v = qkv(heads=4, kv_heads=2, seqlen_q=30, seqlen_k=37)
+    out, lse, _, _, max_q, max_k, rng, offset, mask = operators.sdpa_flash(q, k, v, dropout_p, is_causal)
+    assert (max_q, max_k, rng.shape, rng.dtype, offset.shape) == (30, 37, (2,), torch.uint64, ())
+    assert mask.numel() == 0
+    state = calls.state_of(rng, dropout_p)
+    window = (None, 30 - 37) if is_causal else None
+    expected = oracle(q, k, v, state, dropout_p, window=window)
+    arguments = q, k, v, out, lse, None, None, 30, 37, dropout_p, is_causal, rng, offset
+    gradients = operators.sdpa_flash_backward(2 * out, *arguments)
+    assert_close([out, *gradients], expected)
+    if dropout_p:
+        strangers = torch.zeros(2, dtype=torch.uint64)
+        with pytest.raises(calls.NotOurs):
+            operators.sdpa_flash_backward(2 * out, *arguments[:-2], strangers, offset)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_flash_forward_and_backward(is_packed):
+    q, k, v = (heads_second(t) for t in qkv())
+    offsets = None
+    if is_packed:
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+        offsets = torch.tensor([0, 20, 74], dtype=torch.int32)
+    slopes = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    arguments = q, k, v, offsets, offsets, 54, 54, 0.0, True, False
+    out, lse, rng, unused, _ = operators.flash_forward(*arguments, window_size_left=9, window_size_right=-1)
+    into = torch.empty_like(out)
+    again = operators.flash_forward_inplace(into, *arguments, window_size_left=9)
+    assert torch.equal(into, out)
+    assert torch.equal(again, lse)
+    options = {"window": (9, 0)} | ({"cu_seqlens_q": offsets, "cu_seqlens_k": offsets} if is_packed else {})
+    function = reference.attention_varlen if is_packed else reference.attention
+    expected = results(lambda *t: function(*t, **options).out, *(t.double() for t in (q, k, v)))
+    gradients = operators.flash_backward(
+        2 * out, q, k, v, out, lse, offsets, offsets, 54, 54, 0.0, True, rng, unused, window_size_left=9
+    )
+    assert_close([out, *gradients], expected)
+    with_slopes = operators.flash_forward(*arguments, alibi_slopes=slopes)[0]
+    options = options | {"window": (None, 0), "alibi_slopes": slopes}
+    assert_close([with_slopes], [function(*(t.double() for t in (q, k, v)), **options).out])
+    with pytest.raises(NotImplementedError, match="expected no block_table"):
+        operators.flash_forward(*arguments, block_table=torch.zeros(1, 1))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_cudnn_operators(dropout_p):
+    q, k, v = qkv()
+    bias = normal(1, 4, 37, 37, seed=7)
+    out, lse, _, _, max_q, max_k, seed, offset, _ = operators.sdpa_cudnn(q, k, v, bias, True, dropout_p, True)
+    assert (lse.shape, seed.shape, offset.shape, seed.dtype) == ((2, 4, 37, 1), (), (), torch.int64)
+    state = calls.state_of(seed, dropout_p, must_be_marked=True)
+    expected = oracle(q, k, v, state, dropout_p, causal=True, bias=bias.double())
+    rest = bias, None, None, max_q, max_k, dropout_p, True
+    gradients = operators.sdpa_cudnn_backward(2 * out, q, k, v, out, lse, seed, offset, *rest)
+    assert_close([out, *gradients], expected)
+    with pytest.raises(calls.NotOurs):
+        operators.sdpa_cudnn_backward(2 * out, q, k, v, out, lse, torch.tensor(1), torch.tensor(2), *rest)
+
+
+def test_packed_cudnn_operators():
+    q, k, v = (normal(30, 4, 16, seed=i) for i in range(3))
+    offsets = torch.tensor([0, 9, 30], dtype=torch.int32)
+    sizes = offsets, offsets, 21, 21
+    out, lse, _, _, _, _, seed, offset, _ = operators.cudnn_forward(q, k, v, None, *sizes, True, 0.0, True)
+    assert lse.shape == (30, 4, 1)
+    options = {"causal": True, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    expected = results(lambda *t: reference.attention_varlen(*t, **options).out, *(t.double() for t in (q, k, v)))
+    gradients = operators.cudnn_backward(2 * out, q, k, v, out, lse, seed, offset, None, *sizes, 0.0, True)
+    assert_close([out, *gradients], expected)
+
+
+def test_quantized_operators():
+    q, k, v = (t.to(torch.float8_e4m3fn) for t in qkv())
+    descales = [torch.full((2, 4), x) for x in (0.5, 2.0, 0.25)]
+    options = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
+    expected = flash_attn_func(*(heads_second(t) for t in (q, k, v)), causal=True, **options)
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    out, lse, _, _, max_q, *_ = operators.sdpa_flash_quantized(q, k, v, *descales, 0.0, True)
+    torch.testing.assert_close(heads_second(out), expected)
+    assert (lse.shape, max_q) == ((2, 4, 37), 37)
+
+
+def test_random_states_draw_from_torchs_generator():
+    q, k, v = qkv()
+    states = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        states.append(calls.state_of(operators.sdpa_flash(q, k, v, 0.5)[6], 0.5))
+    assert torch.equal(states[0], states[1])
+    assert not torch.equal(states[0], states[2])
+    torch.manual_seed(1)
+    assert torch.equal(philox.random_state(q.device), states[0])
