@@ -8,30 +8,27 @@ transformers calls two functions per implementation. The mask function runs once
 the attention function runs in every layer and receives the result of the mask function. `register` sets both: with an
 attention function alone, transformers passes no mask at all and padding is silently ignored.
 
-The mask function of onepass returns one of
-
-- None: all keys are real;
-- bool (batch, num_keys): which keys are real; keys past num_keys are unused slots of a static cache;
-- int32 (batch, seqlen): which of several packed sequences each token belongs to;
-- bool (batch, 1, q_length, kv_length): the whole mask, for a pattern that the forms above cannot represent.
-
-With the first three, the attention function knows the other properties of the mask (causal, sliding window). A whole
-mask is read by tiles, like one of four dimensions that a caller passes to the model.
+The mask function (transformers_masks.py) says once a forward what the layers need: where real keys begin and end,
+offsets of packed sequences, or a whole mask. The attention function knows the other properties of the mask (causal,
+sliding window) by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..api import attention as api
+from ..api.decode import attention_decode
 from ..compat.masks import four_dimensional, mask_arguments
 from ..errors import UnsupportedError
+from .transformers_masks import cu_seqlens_of, padding_mask
 
 __all__ = ["attention_forward", "padding_mask", "register"]
+
+FEW_QUERIES = 16
 
 
 def register(name: str = "onepass") -> str:
@@ -46,101 +43,9 @@ def register(name: str = "onepass") -> str:
     return name
 
 
-# --- the mask function ------------------------------------------------------------------------------------------------
-
-
-def padding_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable | None = None,
-    attention_mask: Tensor | None = None,
-    device: torch.device | str = "cpu",
-    **kwargs: Any,
-) -> Tensor | None:
-    """The mask that `attention_forward` cannot know by itself: padding, unused cache slots, packed sequences.
-
-    Args:
-        q_length, kv_length: lengths of the attention call; kv_length includes unused slots of a static cache.
-        q_offset, kv_offset: positions of the first query and of the first key in the sequence.
-        mask_function: the pattern, composed by transformers.
-        attention_mask: (batch, tokens seen so far), True = real token, or None.
-        kwargs: further arguments of transformers' mask functions, which concern whole masks only.
-
-    Returns: None, bool (batch_size, num_keys), int32 (batch_size, q_length), or for a pattern other than causal,
-    bidirectional, sliding window and packed sequences bool (batch_size, 1, q_length, kv_length); see the docstring of
-    this module.
-    """
-    if attention_mask is not None and attention_mask.dim() != 2:
-        raise UnsupportedError(f"attention_mask: expected (batch, tokens), got shape {tuple(attention_mask.shape)}")
-    pattern = _recognize(mask_function, kv_offset + kv_length)
-    if pattern is None:
-        from transformers.masking_utils import sdpa_mask
-
-        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "device": device}
-        kwargs |= {"mask_function": mask_function, "attention_mask": attention_mask}
-        # transformers gives, and takes, a tensor here in some versions
-        return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **kwargs)  # type: ignore[arg-type]
-    if pattern.sequence_ids is not None:
-        return pattern.sequence_ids.to(torch.int32).expand(batch_size, -1)
-    # The last causal query stands at the last key, so slots of a static cache beyond it are cut off.
-    num_keys = int(q_offset) + q_length - kv_offset if pattern.is_causal else kv_length
-    if attention_mask is None:
-        if num_keys == kv_length:
-            return None
-        return torch.ones(batch_size, num_keys, dtype=torch.bool, device=device)
-    is_real = attention_mask[:, kv_offset : kv_offset + num_keys].bool()
-    is_real = torch.nn.functional.pad(is_real, (0, num_keys - is_real.shape[1]))
-    return None if num_keys == kv_length and is_real.all() else is_real
-
-
-class _Pattern(NamedTuple):
-    is_causal: bool
-    sequence_ids: Tensor | None  # (batch, seqlen) for packed sequences
-
-
-def _recognize(mask_function: Callable | None, num_positions: int) -> _Pattern | None:
-    """The pattern of transformers' composed mask function; None for one that `attention_forward` would lose."""
-    is_causal, sequence_ids = False, None
-    for name, variables in _conditions(mask_function):
-        if name == "causal_mask_function":
-            is_causal = True
-        elif name == "packed_sequence_mask_function":
-            sequence_ids = variables["packed_sequence_mask"]
-        elif name == "chunked_overlay" and num_positions <= variables["chunk_size"]:
-            pass  # everything is still in the first chunk
-        elif name not in (
-            "bidirectional_mask_function",
-            "sliding_window_overlay",
-            "sliding_window_bidirectional_overlay",
-        ):
-            return None
-    return _Pattern(is_causal, sequence_ids)
-
-
-def _conditions(mask_function: Callable | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The conditions of a mask: for each the name of the function that made it, and the variables that it holds."""
-    code = getattr(mask_function, "__code__", None)
-    if mask_function is None or code is None:
-        yield str(mask_function), {}
-        return
-    cells = mask_function.__closure__ or ()
-    variables = {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
-    name = mask_function.__qualname__.split(".<locals>")[0]
-    if mask_function.__module__ != "transformers.masking_utils":
-        yield f"{mask_function.__module__}.{mask_function.__qualname__}", {}
-    elif name == "and_masks":
-        for condition in variables["mask_functions"]:
-            yield from _conditions(condition)
-    elif name == "remap_positions_for_packed_sequence":
-        yield from _conditions(variables["mask_function"])
-    else:
-        yield name, variables
-
-
 # --- the attention function -------------------------------------------------------------------------------------------
+
+_KNOWN_OFFSETS = "_onepass_cu_seqlens"  # an attribute of tensors of positions
 
 # Arguments of a model's forward pass that transformers also passes to the attention function, which ignores them.
 _IRRELEVANT = frozenset(
@@ -184,8 +89,9 @@ def attention_forward(
         module: the attention layer; `module.is_causal` is used where is_causal is None.
         query: (batch, num_heads_q, q_length, head_dim). key: (batch, num_heads_kv, kv_length, head_dim).
         value: (batch, num_heads_kv, kv_length, head_dim_v).
-        attention_mask: the result of `padding_mask`; or a whole mask, bool or floating point, that broadcasts to
-            (batch, num_heads_q, q_length, kv_length or more): then it alone says which keys a query sees.
+        attention_mask: the result of `padding_mask`; bool (batch, num_keys), the real keys; or a whole mask, bool or
+            floating point, that broadcasts to (batch, num_heads_q, q_length, kv_length or more): then it alone says
+            which keys a query sees.
         dropout: the probability with which a probability is left out of the product with value.
         scaling: None = head_dim ** -0.5.
         sliding_window: the number of keys that a causal query sees, including its own; a bidirectional query sees
@@ -201,7 +107,8 @@ def attention_forward(
         kwargs: arguments known to be irrelevant, or None or False; all others raise.
 
     Returns: out (batch, q_length, num_heads_q, head_dim_v), 0 at left padding, and None in place of attention weights.
-    Outputs at padding on the right are arbitrary. With padding the host reads on which side it is.
+    Outputs at padding on the right are arbitrary. No value is read on the host, but by the first layer that gets
+    position_ids without a mask and without a cache.
 
     Raises: NotImplementedError naming an argument that is not supported.
     """
@@ -223,22 +130,33 @@ def attention_forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if position_bias is not None:
         options["bias"] = four_dimensional(position_bias, query.shape[:2])
-    if attention_mask is not None and attention_mask.dim() == 4:
+    is_whole = attention_mask is not None and attention_mask.dim() == 4 and not _is_form(attention_mask)
+    if attention_mask is not None and is_whole:
         options |= {"causal": False, "window": None}
         return _masked(q, k, v, attention_mask[..., : k.shape[1]], options), None
 
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-        if attention_mask is not None and attention_mask.dtype == torch.bool:
+        if attention_mask is not None and attention_mask.dtype != torch.int32:
             raise UnsupportedError("cu_seq_lens_q: expected None where attention_mask has padding, got both")
         return _packed(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, options), None
     if attention_mask is None:
-        attention_mask = _sequence_ids(position_ids, q, k)
+        attention_mask = _packed_by_positions(position_ids, q, k)
     if attention_mask is None:
-        return api.attention(q, k, v, **options), None
-    if attention_mask.dtype != torch.bool:
-        cu_seqlens = _cu_seqlens_of(attention_mask)
-        return _packed(q, k, v, cu_seqlens, cu_seqlens, None, None, options), None
-    return _padded(q, k, v, attention_mask, options), None
+        return _attend(q, k, v, options), None
+    if attention_mask.dtype == torch.int32:
+        offsets = attention_mask.flatten()
+        return _packed(q, k, v, offsets, offsets, None, None, options), None
+    if attention_mask.dtype == torch.bool:
+        num_keys = attention_mask.shape[1]
+        return _masked(q, k[:, :num_keys], v[:, :num_keys], attention_mask[:, None, None], options), None
+    return _padded(q, k, v, attention_mask[:, 0, 0], options), None
+
+
+def _is_form(mask: Tensor) -> bool:
+    """Whether a mask is one that `padding_mask` returns in place of a whole one."""
+    if mask.dim() != 4 or tuple(mask.shape[1:3]) != (1, 1):
+        return False
+    return (mask.dtype == torch.int32 and mask.shape[0] == 1) or (mask.dtype == torch.int64 and mask.shape[3] in (1, 2))
 
 
 def _refuse_unsupported(attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
@@ -247,12 +165,14 @@ def _refuse_unsupported(attention_mask: Tensor | None, kwargs: dict[str, Any]) -
             f"attention_mask: expected None, (batch, tokens) or (batch, heads, q_length, kv_length), "
             f"got shape {tuple(attention_mask.shape)}"
         )
-    is_whole = attention_mask is not None and attention_mask.dim() == 4 and attention_mask.is_floating_point()
-    if attention_mask is not None and not is_whole and attention_mask.dtype not in (torch.bool, torch.int32):
-        raise UnsupportedError(
-            f"attention_mask: expected what padding_mask returns, bool or int32, got {attention_mask.dtype}: "
-            "this model makes its own mask"
-        )
+    is_known = attention_mask is None or attention_mask.dtype == torch.bool or _is_form(attention_mask)
+    if attention_mask is not None and not is_known:
+        is_whole = attention_mask.dim() == 4 and attention_mask.is_floating_point()
+        if not is_whole:
+            raise UnsupportedError(
+                "attention_mask: expected what padding_mask returns, or a bool or floating point tensor, got "
+                f"{attention_mask.dtype} of shape {tuple(attention_mask.shape)}: this model makes its own mask"
+            )
     for name, value in kwargs.items():
         if value is not None and value is not False and name not in _IRRELEVANT:
             given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -293,47 +213,52 @@ def _packed(
     return out.unflatten(0, q.shape[:2])
 
 
-def _sequence_ids(position_ids: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """(1, seqlen) number of the packed sequence that each token belongs to; None if there is only one.
+def _packed_by_positions(position_ids: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Offsets of the packed sequences that positions tell of; None if there is only one.
 
-    transformers infers sequences from positions only for a single row, and only if all keys are present.
+    transformers infers sequences from positions only for a single row, and only if all keys are present. All layers of
+    a forward get the same tensor of positions. It keeps the answer, so that one layer alone reads it from the device.
     """
     seqlen = q.shape[1]
     if position_ids is None or tuple(position_ids.shape) != (1, seqlen) or seqlen == 1 or k.shape[:2] != (1, seqlen):
         return None
-    is_start = position_ids.diff(dim=-1) != 1
-    if not is_start.any():
+    if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
-    return torch.nn.functional.pad(is_start.cumsum(-1), (1, 0))
+    known: tuple[Tensor | None] | None = getattr(position_ids, _KNOWN_OFFSETS, None)
+    if known is None:
+        is_start = position_ids.diff(dim=-1) != 1
+        offsets = cu_seqlens_of(torch.nn.functional.pad(is_start.cumsum(-1), (1, 0)))
+        known = (offsets if len(offsets) > 2 else None,)
+        setattr(position_ids, _KNOWN_OFFSETS, known)
+    return known[0]
 
 
-def _cu_seqlens_of(sequence_ids: Tensor) -> Tensor:
-    """Offsets of the runs of equal ids in each row, counted over the flattened batch."""
-    batch, seqlen = sequence_ids.shape
-    is_start = torch.ones(batch, seqlen + 1, dtype=torch.bool, device=sequence_ids.device)[:, :seqlen]
-    is_start[:, 1:] = sequence_ids.diff(dim=-1) != 0
-    starts = is_start.flatten().nonzero().flatten()
-    return torch.nn.functional.pad(starts, (0, 1), value=batch * seqlen).to(torch.int32)
+def _padded(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, options: dict[str, Any]) -> Tensor:
+    """Attention in which each row has real keys in one piece; see `padding_mask` for their forms."""
+    rows = rows.to(torch.int32)
+    if options["causal"]:
+        options["seqstart_k"] = rows[:, 0].contiguous()
+        return _attend(q, k, v, options, rows[:, 1].contiguous() if rows.shape[1] == 2 else None)
+    if rows.shape[1] == 1 and options["window"] is None:
+        return _attend(q, k, v, options, rows[:, 0].contiguous())
+    low = rows[:, 0] if rows.shape[1] == 2 else torch.zeros_like(rows[:, 0])
+    ranges = torch.stack((low, rows[:, -1]), -1)[:, None, None].expand(-1, 1, q.shape[1], 2)
+    return api.attention(q, k, v, **options, key_ranges=ranges.contiguous())
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, is_real: Tensor, options: dict[str, Any]) -> Tensor:
-    """Attention in which only the keys marked by is_real (batch, num_keys) exist.
+def _attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], ends: Tensor | None = None) -> Tensor:
+    """Attention of dense tensors: of a few queries without gradients over more keys by `attention_decode`.
 
-    The host reads whether all padding is on the right, or all of it on the left: the kernels then need no mask.
+    Args: ends: (batch,) int32, the number of keys that exist.
     """
-    num_keys = is_real.shape[1]
-    k, v = k[:, :num_keys], v[:, :num_keys]
-    if "bias" in options and options["bias"].shape[-1] > num_keys:
-        options["bias"] = options["bias"][..., :num_keys]
-    begins, ends = ((is_real[:, 1:] > is_real[:, :-1]).any(), (is_real[:, 1:] < is_real[:, :-1]).any())
-    has_begins, has_ends = torch.stack((begins, ends)).tolist()
-    if options["causal"] and not has_begins:
-        return api.attention(q, k, v, **options)  # a real query sees no padding: it all lies to its right
-    if options["causal"] and not has_ends:
-        return api.attention(q, k, v, **options, seqstart_k=num_keys - is_real.sum(-1, dtype=torch.int32))
-    if not has_begins and options["window"] is None:
-        return api.attention(q, k, v, **options, seqused_k=is_real.sum(-1, dtype=torch.int32))
-    return _masked(q, k, v, is_real[:, None, None], options)
+    tensors = q, k, v, *(t for t in options.values() if isinstance(t, Tensor))
+    has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if q.shape[1] > FEW_QUERIES or k.shape[1] <= q.shape[1] or has_gradient or options["dropout_p"]:
+        return api.attention(q, k, v, **options, seqused_k=ends)
+    if ends is None:
+        ends = torch.full(k.shape[:1], k.shape[1], dtype=torch.int32, device=k.device)
+    own = {name: value for name, value in options.items() if name not in ("deterministic", "dropout_p")}
+    return attention_decode(q, k, v, cache_seqlens=ends, **own)
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:

@@ -1,14 +1,17 @@
 """transformers models with onepass as their attention agree with eager attention."""
 
 import os
+import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
+import onepass.api.attention  # noqa: E402
 from onepass import reference  # noqa: E402
 from onepass.integrations.transformers import attention_forward, padding_mask, register  # noqa: E402
 
@@ -279,6 +282,105 @@ def test_cross_attention(side):
         for implementation in ("eager", register())
     )
     assert_close(ours, eager)
+
+
+# --- what waits for the device, and what decodes ---
+
+
+class HostReads(TorchDispatchMode):
+    """Counts operators whose result the host waits for."""
+
+    NAMES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero")
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function._schema.name in self.NAMES
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The calls of attention and decoding, which compute nothing: what they read is a backend's affair."""
+    made = []
+    for owner, name in ((onepass.api.attention, "attention"), (onepass.api.attention, "attention_varlen")):
+        monkeypatch.setattr(owner, name, lambda q, k, v, name=name, **options: made.append((name, options)) or q)
+    module = sys.modules[attention_forward.__module__]
+    monkeypatch.setattr(
+        module, "attention_decode", lambda q, k, v, **options: made.append(("attention_decode", options)) or q
+    )
+    return made
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right", "holes"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_layers_read_nothing(side, is_causal, calls):
+    """The mask function reads once whether padding is on one side; what a layer does needs no value."""
+    from transformers import masking_utils
+
+    mask = None if side == "none" else padding("left" if side == "holes" else side)
+    if side == "holes":
+        mask[:, 7] = 0
+    q, k = torch.randn(BATCH, 4, SEQLEN, 8), torch.randn(BATCH, 2, SEQLEN, 8)
+    function = masking_utils.causal_mask_function if is_causal else masking_utils.bidirectional_mask_function
+    with HostReads() as reads, torch.no_grad():
+        found = padding_mask(BATCH, SEQLEN, SEQLEN, mask_function=function, attention_mask=mask)
+        assert reads.count <= 3  # three flags of one tensor
+        reads.count = 0
+        attention_forward(Layer(), q, k, k, found, is_causal=is_causal)
+        last = found[:, :, -1:] if side == "holes" else found
+        attention_forward(Layer(), q[:, :, -1:], k, k, last, is_causal=is_causal)
+        assert reads.count == 0
+    names = [name for name, _ in calls]
+    assert names[0] == "attention"
+    is_whole = side == "holes"
+    assert ("bias" in calls[0][1]) == is_whole
+    if side == "left":
+        assert ("seqstart_k" if is_causal else "key_ranges") in calls[0][1]
+    if side == "none" or (side == "left" and is_causal) or (side == "right" and not is_causal):
+        assert names[1] == "attention_decode"
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_single_queries_decode(decoders, cache, monkeypatch):
+    """Each layer of each step of generation is one call of attention_decode."""
+    made, module = [], sys.modules[attention_forward.__module__]
+    original = module.attention_decode
+    monkeypatch.setattr(
+        module, "attention_decode", lambda q, *a, **o: made.append((q.shape[1], o)) or original(q, *a, **o)
+    )
+    _, ours = decoders
+    options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static" if cache == "static" else None}
+    ours.generate(tokens(), attention_mask=padding("left"), **options)
+    steps = [o for seqlen, o in made if seqlen == 1]
+    assert len(steps) == 2 * 3  # layers and steps after the prompt
+    assert all("bias" not in o for o in steps)
+
+
+def test_a_mask_of_a_compiled_forward_is_whole_where_there_may_be_padding():
+    from transformers import masking_utils
+
+    def make_mask(attention_mask):
+        return padding_mask(
+            BATCH, SEQLEN, SEQLEN, mask_function=masking_utils.causal_mask_function, attention_mask=attention_mask
+        )
+
+    torch._dynamo.reset()
+    found = torch.compile(make_mask, backend="eager", fullgraph=True)(padding("left").bool())
+    assert found.shape == (BATCH, 1, SEQLEN, SEQLEN)
+    assert torch.equal(found.any(2)[:, 0], padding("left").bool())
+
+
+def test_a_mask_that_is_ready_stays_as_it_is():
+    """transformers gives masks of a generation step to the model, which asks for its mask again."""
+    from transformers import masking_utils
+
+    function = masking_utils.causal_mask_function
+    first = padding_mask(BATCH, SEQLEN, SEQLEN, mask_function=function, attention_mask=padding("left"))
+    assert first.shape == (BATCH, 1, 1, 1)
+    assert padding_mask(BATCH, SEQLEN, SEQLEN, mask_function=function, attention_mask=first) is first
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
