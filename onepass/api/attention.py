@@ -341,7 +341,8 @@ def attention(
         alibi_slopes: (num_heads_q,) or (batch, num_heads_q) float32; subtracts slope * |position - j| from a score,
             after the softcap. They may require a gradient.
         bias: added to scores after the softcap; broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k). A pair with
-            a bias of -inf is hidden. It may require a gradient, which is undefined for hidden pairs.
+            a bias of -inf is hidden. It may require a gradient, which is undefined for hidden pairs. A row is undefined
+            if all its biases are as low as torch.finfo(dtype).min, beside which scores are lost.
         dropout_p: 0 <= dropout_p < 1: each probability is left out of the product with v with this probability,
             rounded to a multiple of 1 / 256, and the others are divided by 1 - dropout_p. lse does not change.
             Seed and offset come from torch's generator of q's device; see `geometry/philox.py` for the bits.

@@ -63,7 +63,7 @@ def verify(
         table.add_row(row.dtype, row.option, c.name, *errors, f"{c.scale.error:+.1e}", verdict)
     console.print(table)
     console.print(
-        "Each line shows the tensor (out, lse, dq, dk, dv or dsinks) that came closest to its budget: by its largest "
+        "Each line shows the tensor (out, lse or a gradient) that came closest to its budget: by its largest "
         "error, or by the scale of a block of rows."
     )
     for row in rows:
@@ -97,6 +97,7 @@ def verify(
 def _options(length: int) -> dict[str, Callable[[torch.dtype, str], Call]]:
     """For each option a function that makes a call with it. No length is a multiple of a tile."""
     m = length + 1
+    rows = torch.arange(m)
 
     def call(
         seqlen_q: int = m, seqlen_k: int = m, heads_kv: int = 2, head_dim_v: int = 64, **options: Any
@@ -133,6 +134,12 @@ def _options(length: int) -> dict[str, Callable[[torch.dtype, str], Call]]:
         "GQA 4:1": call(heads_kv=1),
         "head_dim_v 40": call(head_dim_v=40),
         "seqused_k": call(seqused_k=torch.tensor([m // 3, m], dtype=torch.int32)),
+        "left padding": call(seqstart_k=torch.tensor([m // 3, 0], dtype=torch.int32), causal=True),
+        "ranges": call(key_ranges=torch.stack([rows // 2, rows + 3], -1)[None, None].int()),
+        "positions": call(q_positions=rows.flip(0)[None].int(), causal=True),
+        "ALiBi": call(alibi_slopes=torch.linspace(0.01, 0.3, 4)),
+        "bias": call(bias=torch.linspace(-3.0, 3.0, 4 * m).view(1, 4, 1, m)),
+        "dropout": call(dropout_p=0.1),
         "packed": call(cu_seqlens_q=offsets(m // 3, m), cu_seqlens_k=offsets(m // 2, m), causal=True),
         "all at once": call(causal=True, window=(m // 2, 0), softcap=20.0, sinks=torch.linspace(-1.0, 2.0, 4)),
     }

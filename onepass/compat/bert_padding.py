@@ -27,7 +27,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
     Args:
         input: (rows, ...) with at least 2 dimensions.
-        indices: (count,) int64, numbers of rows.
+        indices: (count,) int64 or int32, numbers of rows.
 
     Returns: (count, ...), a new tensor.
     """
@@ -40,12 +40,12 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 
     Args:
         values: (count, ...) with at least 2 dimensions.
-        indices: (count,) int64, different numbers below first_axis_dim.
+        indices: (count,) int64 or int32, different numbers below first_axis_dim.
     """
     _check_indexed("values", values, indices)
     if values.shape[0] != indices.shape[0]:
         raise ValueError(f"values: expected {indices.shape[0]} rows, one per index, got {values.shape[0]}")
-    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices.long(), values)
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,12 +43,12 @@ class Cache(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """What few calls have beside a mask.
+    """Options that few calls have beside a mask.
 
     Attributes:
         starts: (batch,) int32: keys before it do not exist. Queries that stand before it still see what the mask
             leaves them.
-        chunk: a query sees the keys of its chunk of so many keys, counted from the first key that exists.
+        chunk: the number of keys in a chunk, counted from the first key that exists. A query sees its own chunk.
         alibi_slopes: as for `onepass.attention`.
     """
 
@@ -57,7 +57,7 @@ class Extras(NamedTuple):
     alibi_slopes: Tensor | None = None
 
     def modifiers(self, rows: int, cu_seqlens_q: Tensor | None, filled: Tensor, right: int | None) -> dict[str, Any]:
-        """These as arguments of `onepass.attention_decode`.
+        """The options as arguments of `onepass.attention_decode`.
 
         Args:
             rows: seqlen_q, or the number of packed queries. filled: (batch,) int32, the keys of each entry.

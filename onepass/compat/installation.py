@@ -19,7 +19,7 @@ import torch
 VERSIONS = {"flash_attn": "2.8.3", "flash_attn_3": "3.0.0", "flash-attn-4": "4.0.0b36"}
 _TOP_LEVEL = {
     "flash_attn": ("flash_attn", "flash_attn_2_cuda"),
-    "flash_attn_3": ("flash_attn_interface",),
+    "flash_attn_3": ("flash_attn_interface", "flash_attn_3"),
     "flash-attn-4": ("flash_attn",),
 }
 _OPERATORS = (
@@ -52,6 +52,8 @@ def _contents() -> dict[str, dict[str, Any]]:
         "flash_attn.cute.interface": cute,
         "flash_attn_2_cuda": vars(flash_attn.flash_attn_gpu),
         "flash_attn_interface": names(flash_attn_3),
+        "flash_attn_3": {"__version__": VERSIONS["flash_attn_3"]},
+        "flash_attn_3.flash_attn_interface": names(flash_attn_3),
     }
 
 
@@ -59,13 +61,13 @@ class _Distribution(importlib.metadata.Distribution):
     """The metadata of a distribution that has no files."""
 
     def __init__(self, name: str):
-        self._of = name
+        self._name = name
 
     def read_text(self, filename: str) -> str | None:
         if filename == "METADATA":
-            return f"Metadata-Version: 2.1\nName: {self._of}\nVersion: {VERSIONS[self._of]}\n"
+            return f"Metadata-Version: 2.1\nName: {self._name}\nVersion: {VERSIONS[self._name]}\n"
         if filename == "top_level.txt":
-            return "\n".join(_TOP_LEVEL[self._of]) + "\n"
+            return "\n".join(_TOP_LEVEL[self._name]) + "\n"
         return None
 
     def locate_file(self, path: Any) -> Any:
@@ -137,7 +139,7 @@ class _Installed:
             del sys.modules[name]
         sys.modules.update(self.finder.modules)
         sys.meta_path.insert(0, self.finder)
-        importlib.invalidate_caches()
+        _forget_answers()
         self.library = _define_operators(self.finder.modules["flash_attn.flash_attn_interface"])
 
     def undo(self) -> None:
@@ -147,9 +149,21 @@ class _Installed:
             if sys.modules.get(name) is module:
                 del sys.modules[name]
         sys.modules.update(self.replaced)
-        importlib.invalidate_caches()
+        _forget_answers()
         if self.library is not None:
             self.library._destroy()
+
+
+def _forget_answers() -> None:
+    """Clear what Python and transformers, if it is imported, remember of the modules and distributions that exist."""
+    importlib.invalidate_caches()
+    questions = sys.modules.get("transformers.utils.import_utils")
+    for name, function in list(vars(questions).items()) if questions is not None else ():
+        if "flash_attn" in name or name == "_package_distribution_mapping":
+            getattr(function, "cache_clear", lambda: None)()
+    loaded = sys.modules.get("transformers.modeling_flash_attention_utils")
+    if loaded is not None:
+        setattr(loaded, "_loaded_implementation", None)  # noqa: B010 - an attribute that the type does not declare
 
 
 def _exists(name: str) -> bool:
@@ -190,9 +204,10 @@ def install(*, replace: bool = False) -> Installation:
     """Put modules with the names of flash-attn's in place, whose functions onepass computes.
 
     The modules are `flash_attn` (with `flash_attn_interface`, `bert_padding`, `layers.rotary`, `ops.triton.rotary` and
-    `cute`), `flash_attn_interface` and `flash_attn_2_cuda`. `importlib.metadata` finds their distributions, and
-    `torch.ops.flash_attn` has flash-attn 2's operators. Code that asked for them before has had its answer: call this
-    before importing such code. A second call changes nothing.
+    `cute`), `flash_attn_interface`, `flash_attn_3.flash_attn_interface` and `flash_attn_2_cuda`. `importlib.metadata`
+    finds their distributions, and `torch.ops.flash_attn` has flash-attn 2's operators. Code that asked for them before
+    has had its answer, so call this before importing such code. transformers may be imported before: what it remembers
+    is cleared. A second call changes nothing.
 
     Args:
         replace: take the place of modules with these names that are imported or installed.

@@ -12,6 +12,10 @@ RANGE_KEYS = 128
 # The dtype of the bias that stands for a boolean mask; its values are 0 and -inf.
 BOOLEAN_BIAS = torch.bfloat16
 
+# A row of a mask without a value above this one, but not all of -inf, is lifted. Its scores would be lost in the
+# rounding of such numbers, and its lse, which the backward reads, would not know how many keys share the row.
+LOWEST = -(2.0**14)
+
 
 def four_dimensional(mask: Tensor, leading: torch.Size) -> Tensor:
     """A mask as (batch or 1, heads or 1, queries or 1, keys or 1), a view except for some masks of many dimensions."""
@@ -33,10 +37,21 @@ def mask_arguments(mask: Tensor, seqlen_q: int, seqlen_k: int) -> dict[str, Tens
         is_seen, zero = mask, torch.zeros((), dtype=BOOLEAN_BIAS, device=mask.device)
         bias = torch.where(mask, zero, zero - torch.inf)
     else:
-        is_seen, bias = mask.detach() != -torch.inf, mask
+        is_seen, bias = mask.detach() != -torch.inf, _lifted(mask)
     if 0 in is_seen.shape or mask.shape[-1] == 1:
         return {"bias": bias}
     return {"bias": bias, "key_ranges": _key_ranges(is_seen, seqlen_k).expand(-1, -1, seqlen_q, -1)}
+
+
+def _lifted(mask: Tensor) -> Tensor:
+    """The mask, less the largest value of each row that has none above `LOWEST`: softmax does not see the difference.
+
+    Masks that hide keys by `torch.finfo(dtype).min` have such rows for queries that are to see nothing.
+    """
+    if 0 in mask.shape:
+        return mask
+    highest = mask.detach().amax(-1, keepdim=True)
+    return mask - highest.masked_fill((highest >= LOWEST) | (highest == -torch.inf) | highest.isnan(), 0.0)
 
 
 def _key_ranges(is_seen: Tensor, seqlen_k: int) -> Tensor:

@@ -18,7 +18,7 @@ import onepass
 from .. import reference
 from .budget import Comparison, compare, compare_lse
 from .inputs import edges_of, heads_or_none, some_side_negative
-from .modifiers import NAMES, random_modifiers
+from .modifiers import NAMES, random_modifiers, with_layout_on
 from .rounding import floor_of_out
 
 INT32, E4M3 = torch.int32, torch.float8_e4m3fn
@@ -50,6 +50,7 @@ class DecodeCall:
 
     def on(self, device: str) -> DecodeCall:
         moved = {n: t.to(device, copy=True) if isinstance(t, Tensor) else t for n, t in self.arguments.items()}
+        moved |= {n: with_layout_on(self.arguments[n], device) for n in MODIFIERS if n in self.arguments}
         return DecodeCall(moved, self.filled, self.seed)
 
     @property

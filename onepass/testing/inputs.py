@@ -16,7 +16,7 @@ import onepass
 from .. import reference
 from ..geometry import philox
 from .budget import Comparison, compare, compare_gradients, compare_lse
-from .modifiers import WITH_GRADIENT, random_modifiers
+from .modifiers import WITH_GRADIENT, random_modifiers, with_layout_on
 from .rounding import rounding_terms
 
 
@@ -297,5 +297,5 @@ def random_call(
             columns=columns,
             is_packed="cu_seqlens_q" in options,
         )
-        options |= {n: value.to(device) if isinstance(value, Tensor) else value for n, value in modifiers.items()}
+        options |= {n: with_layout_on(x, device) if isinstance(x, Tensor) else x for n, x in modifiers.items()}
     return Call({"q": q, "k": k, "v": v}, options, seed)

@@ -67,4 +67,24 @@ def random_modifiers(
         found["bias"] = bias.to(rng.choice([dtype, dtype, torch.float32]))
     if "dropout_p" in chosen:
         found["dropout_p"] = rng.choice([0.1, 0.5, 0.9])
-    return found
+    layouts = random.Random(f"{seed}, layouts of modifiers")
+    return {n: _laid_out(layouts, x) if isinstance(x, Tensor) and x.dim() > 1 else x for n, x in found.items()}
+
+
+def with_layout_on(t: Tensor, device: str) -> Tensor:
+    """A copy of a tensor and of its gaps on a device, with equal strides: `Tensor.to` would close the gaps."""
+    memory = t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
+    return memory.to(device, copy=True).as_strided(t.shape, t.stride(), t.storage_offset())
+
+
+def _laid_out(rng: random.Random, t: Tensor) -> Tensor:
+    """A tensor of this shape in a random layout: with gaps, dimensions in another order, or broadcast along one."""
+    layout = rng.choice(["contiguous", "contiguous", "sliced", "transposed", "broadcast"])
+    if layout == "sliced":
+        return torch.stack([t, t], -1)[..., 0]
+    if layout == "transposed":
+        return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "broadcast":
+        dim = rng.randrange(t.dim() - 1)
+        return t.narrow(dim, 0, min(1, t.shape[dim])).expand(t.shape)
+    return t

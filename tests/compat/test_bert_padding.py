@@ -62,14 +62,20 @@ def test_no_tokens():
     assert (packed.shape, cu_seqlens.tolist(), longest) == ((0, 2), [0], 0)
 
 
-def test_gradients():
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_gradients(dtype):
     x = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
-    indices = torch.tensor([4, 0, 1])
+    indices = torch.tensor([4, 0, 1], dtype=dtype)
     assert torch.autograd.gradcheck(lambda t: index_first_axis(t, indices), x)
     assert torch.autograd.gradcheck(lambda t: index_first_axis_residual(t, indices), x)
     assert torch.autograd.gradcheck(lambda t: index_put_first_axis(t, indices, 7), x[:3].detach().requires_grad_())
     batch = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda t: pad_input(*unpad_input(t, MASK)[:2], 3, 4), batch)
+
+    def there_and_back(t):
+        packed, indices, *_ = unpad_input(t, MASK)
+        return pad_input(packed, indices.to(dtype), 3, 4)
+
+    assert torch.autograd.gradcheck(there_and_back, batch)
 
 
 @pytest.mark.parametrize(

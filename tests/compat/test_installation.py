@@ -37,9 +37,12 @@ def test_modules_and_their_functions():
         from flash_attn.cute.interface import _flash_attn_fwd
         import flash_attn_2_cuda
         from flash_attn_interface import flash_attn_func as f3
+        import flash_attn_3
+        from flash_attn_3.flash_attn_interface import _flash_attn_forward, flash_attn_with_kvcache as packaged
         import onepass.compat.flash_attn as c2, onepass.compat.flash_attn_3 as c3, onepass.compat.flash_attn_4 as c4
         assert (flash_attn_func, f3, f4) == (c2.flash_attn_func, c3.flash_attn_func, c4.flash_attn_func)
-        assert flash_attn.__version__ == "2.8.3"
+        assert packaged is c3.flash_attn_with_kvcache
+        assert (flash_attn.__version__, flash_attn_3.__version__) == ("2.8.3", "3.0.0")
         assert flash_attn_2_cuda.fwd is c2.flash_attn_gpu.fwd
         for name in ("flash_attn", "flash_attn.cute", "flash_attn.bert_padding", "flash_attn_interface"):
             assert importlib.util.find_spec(name) is not None, name
@@ -65,7 +68,7 @@ def test_distributions():
         assert metadata.metadata("flash-attn-4")["Name"] == "flash-attn-4"
         found = metadata.packages_distributions()
         assert set(found["flash_attn"]) == {"flash_attn", "flash-attn-4"}
-        assert found["flash_attn_interface"] == ["flash_attn_3"]
+        assert found["flash_attn_interface"] == found["flash_attn_3"] == ["flash_attn_3"]
         assert "torch" in found
         compat.uninstall()
         assert "flash_attn" not in metadata.packages_distributions()
@@ -120,6 +123,50 @@ def test_operators():
     """)
 
 
+def test_operators_are_traced():
+    """torch.compile follows them without graph breaks, and torch's own checks of an operator pass."""
+    check("""
+        import torch
+        from onepass import compat
+        compat.install()
+        q, k, v = (torch.randn(6, 2, 8) for _ in range(3))
+        offsets = torch.tensor([0, 2, 6], dtype=torch.int32)
+        options = 8 ** -0.5, True, 2, -1, 3.0, torch.rand(2)
+
+        def run(q, k, v, name, *lengths):
+            forward = getattr(torch.ops.flash_attn, f"_flash_attn{name}_forward")
+            backward = getattr(torch.ops.flash_attn, f"_flash_attn{name}_backward")
+            out, lse, _, state = forward(q, k, v, *lengths, 0.0, *options, False)
+            gradients = [torch.empty_like(t) for t in (q, k, v)]
+            sums = backward(out, q, k, v, out, lse, *gradients, *lengths, 0.0, *options, False, state)
+            return out, lse, *gradients, sums
+
+        for tensors, name, *lengths in (
+            [(q[None], k[None], v[None]), ""], [(q, k, v), "_varlen", offsets, offsets, 4, 4]
+        ):
+            traced = torch.compile(run, fullgraph=True, backend="aot_eager")(*tensors, name, *lengths)
+            torch.testing.assert_close(traced, run(*tensors, name, *lengths))
+            for dropout_p in (0.0, 0.2):
+                operator = getattr(torch.ops.flash_attn, f"_flash_attn{name}_forward").default
+                torch.library.opcheck(operator, (*tensors, *lengths, dropout_p, *options, False))
+    """)
+
+
+def test_transformers_forgets_what_it_knew():
+    pytest.importorskip("transformers")
+    check("""
+        import torch
+        torch.cuda.is_available = lambda: True
+        from transformers.utils import is_flash_attn_2_available as is_2, is_flash_attn_3_available as is_3
+        from transformers.utils import is_flash_attn_4_available as is_4
+        from onepass import compat
+        for _ in range(2):
+            assert not (is_2() or is_3() or is_4())
+            with compat.install():
+                assert is_2() and is_3() and is_4()
+    """)
+
+
 @pytest.mark.parametrize("is_imported", [False, True])
 def test_a_real_library_is_refused_and_can_be_replaced(tmp_path, is_imported):
     (tmp_path / "flash_attn").mkdir()
@@ -166,8 +213,19 @@ def test_run(tmp_path):
     assert done.stdout.split() == ["['--flag',", "'x']", "3", "onepass.compat.flash_attn.functions"]
 
 
+def test_run_a_module(tmp_path):
+    (tmp_path / "program.py").write_text(
+        "import sys\n"
+        "from flash_attn import flash_attn_func\n"
+        "print(__name__, sys.argv[1:], flash_attn_func.__module__)\n"
+    )
+    done = run("", "-m", "onepass.compat", "run", "-m", "program", "-x", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["__main__", "['-x']", "onepass.compat.flash_attn.functions"]
+
+
 @pytest.mark.parametrize(
-    "arguments", [(), ("run",), ("walk", "x.py"), ("run", "--unknown", "x.py"), ("run", "none.py")]
+    "arguments", [(), ("run",), ("run", "-m"), ("walk", "x.py"), ("run", "--unknown", "x.py"), ("run", "none.py")]
 )
 def test_run_refuses_bad_arguments(arguments):
     done = run("", "-m", "onepass.compat", *arguments)

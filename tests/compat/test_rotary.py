@@ -1,5 +1,7 @@
 """Rotary positions: complex multiplication in float64 is the oracle."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -155,6 +157,39 @@ def test_module(scale_base):
     assert torch.equal(out_kv[:, :, 1], kv[:, :, 1])
     assert torch.equal(both[:, :, 6:], kv[:, :, 1])
     assert not module.state_dict()
+
+
+ROTARY_ARGUMENTS = ("x", "cos", "sin", "interleaved", "inplace", "seqlen_offsets", "cu_seqlens", "max_seqlen")
+SIGNATURES = [
+    (RotaryEmbedding, ("dim", "base", "interleaved", "scale_base", "device")),
+    (RotaryEmbedding.forward, ("self", "qkv", "kv", "seqlen_offset", "max_seqlen", "num_heads_q")),
+    (apply_rotary_emb, ROTARY_ARGUMENTS),
+    (
+        apply_rotary_emb_qkv_,
+        ("qkv", "cos", "sin", "cos_k", "sin_k", "interleaved", "seqlen_offsets", "num_heads_q"),
+    ),
+    (apply_rotary_emb_kv_, ("kv", "cos", "sin", "interleaved", "seqlen_offsets")),
+    (
+        apply_rotary,
+        ("x", "cos", "sin", "seqlen_offsets", "cu_seqlens", "max_seqlen", "interleaved", "inplace", "conjugate"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "names"), SIGNATURES)
+def test_positional_arguments_are_in_the_order_of_flash_attn_2_8(function, names):
+    parameters = inspect.signature(function).parameters.values()
+    assert tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD) == names
+
+
+def test_module_of_positional_arguments():
+    """The third is interleaved, the fourth scale_base and the fifth the device; the module of 2.7 had one more."""
+    x = randn(1, 5, 3, 2, 8, dtype=torch.float32)
+    module = RotaryEmbedding(6, 100.0, True, 16.0, torch.device("cpu"))
+    named = RotaryEmbedding(dim=6, base=100.0, interleaved=True, scale_base=16.0, pos_idx_in_fp32=True)
+    assert (module.interleaved, module.scale_base) == (True, 16.0)
+    assert torch.equal(module(x.clone()), named(x.clone()))
+    assert not torch.equal(module(x.clone()), RotaryEmbedding(6, 100.0, False, 16.0)(x.clone()))
 
 
 def test_module_with_offsets_in_a_tensor():

@@ -139,6 +139,35 @@ def test_masked_rows_are_zero_with_zero_gradients(kind):
     assert (qkv[0].grad[:, :, 1] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(5, 7), (2, 1, 1, 7), (2, 3, 5, 7)])
+def test_masks_of_the_lowest_number(dtype, shape):
+    """Keys with torch.finfo(dtype).min have no weight; a row of nothing else is that of a mask of zeros."""
+    qkv = tensors((2, 3, 5, 8), (2, 3, 7, 8), dtype=dtype)
+    hidden = randn(*shape, dtype=torch.float32) < 0
+    hidden[..., -1, 2:] = False
+    if shape[-2] == 1:
+        hidden[0] = True
+    else:
+        hidden[..., 0, :] = True
+    is_whole = hidden.all(-1, keepdim=True)
+    assert is_whole.any()
+    assert not is_whole.all()
+    mask = torch.zeros(shape, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)
+    lifted = torch.where(hidden & ~is_whole, -torch.inf, 0.0).double()
+    results = []
+    for function, given in (
+        (scaled_dot_product_attention, (*qkv, mask)),
+        (torch.nn.functional.scaled_dot_product_attention, (*(t.double() for t in qkv), lifted)),
+    ):
+        leaves = [t.detach().requires_grad_() for t in given]
+        out = function(*leaves[:3], attn_mask=leaves[3])
+        results.append((out, *torch.autograd.grad(out.double().square().sum(), leaves)))
+    tolerance = 1e-9 if dtype == torch.float64 else 8 * torch.finfo(dtype).eps
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=4 * tolerance)
+
+
 @pytest.mark.parametrize("shape", [(5, 7), (1, 7), (5, 1), (3, 5, 7), (2, 1, 5, 7), (2, 3, 5, 7)])
 def test_mask_shapes_and_gradient(shape):
     qkv = tensors((2, 3, 5, 8), (2, 3, 7, 8))

@@ -5,7 +5,7 @@ They have the arguments of `flash_attn.flash_attn_interface`, and return its tup
     _flash_attn_forward, _flash_attn_varlen_forward      out, softmax_lse, S_dmask, rng_state
     _flash_attn_backward, _flash_attn_varlen_backward    softmax_d; dq, dk and dv are written into the given tensors
 
-rng_state is seed and offset of dropout, (2,) int64, and arbitrary without dropout. None of them records a gradient: a
+rng_state is seed and offset of dropout, (2,) int64, and 0 without dropout. None of them records a gradient: a
 backward through their results raises. out and softmax_lse of the backward may be those of attention over more keys
 than the call has, as in rings.
 """
@@ -67,7 +67,7 @@ def _forward(
     return_softmax = check_flag("return_softmax", return_softmax)
     if return_softmax and not dropout_p:
         raise ValueError("return_softmax: expected False without dropout, got True")
-    probs, state = q.new_empty(0), torch.empty(2, dtype=torch.int64, device=q.device)
+    probs, state = q.new_empty(0), torch.zeros(2, dtype=torch.int64, device=q.device)
     try:
         if dropout_p:
             call = steps.prepare(q, k, v, **lengths, **options, dropout_p=dropout_p, modifiers=modifiers)
@@ -160,7 +160,7 @@ def _flash_attn_varlen_forward(
             starts=leftpad_k,
             **options,
         )
-        return out, lse, q.new_empty(0), torch.empty(2, dtype=torch.int64, device=q.device)
+        return out, lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64, device=q.device)
     packed = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,

@@ -32,7 +32,7 @@ _NAMES = {
 
 
 class SchedulerMetadataTensorsTorch(NamedTuple):
-    """What `get_scheduler_metadata` returns: onepass needs no schedule, so that its tensors are empty or missing."""
+    """What `get_scheduler_metadata` returns: its tensors are empty or missing, because onepass needs no schedule."""
 
     num_m_blocks_ptr: Tensor | None = None
     num_splits_dynamic_ptr: Tensor | None = None

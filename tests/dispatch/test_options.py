@@ -1,0 +1,96 @@
+"""The backend of a call with ranges, positions, left padding, ALiBi, bias or dropout: on a GPU, never `tiled`."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from option_calls import CALLS, option_call
+
+import onepass
+from onepass.api import calls, decode_calls
+from onepass.dispatch import attention as dispatch
+from onepass.dispatch import backends
+from onepass.dispatch import decode as dispatch_decode
+from onepass.kernels.compiler import compile
+from onepass.kernels.heuristics import tuned
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A function that pretends a GPU of a compute capability, with the kernel compiler."""
+
+    def make(*capability):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        properties = SimpleNamespace(multi_processor_count=132, name="Pretended GPU")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+        monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", True)
+        monkeypatch.setattr(tuned, "gpu_name", lambda device=None: "Pretended GPU")
+
+    return make
+
+
+def expected_backend(function, dtype, capability):
+    """On Hopper, `attention_decode` and float32 with an option run on the kernels for Ampere."""
+    return "sm90" if capability == (9, 0) and dtype != FP32 and function != "attention_decode" else "sm80"
+
+
+def support_of(function, arguments, backend):
+    """What `onepass.supports` says about the call on a GPU."""
+    if function == "attention_decode":
+        problem, _ = decode_calls.problem_of("supports", arguments)
+        problem = replace(problem, attention=replace(problem.attention, device_type="cuda"))
+        return dispatch_decode.choose_decode(problem, backend)
+    problem, *_ = calls.problem_of_call("supports", arguments, backend)
+    return dispatch.choose(problem, backend)
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0), (8, 6), (10, 0), (12, 0)])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize(("function", "option"), CALLS)
+def test_kernels_take_every_option(gpu, function, option, dtype, capability):
+    gpu(*capability)
+    for head_dim in (64, 128, 256):
+        arguments = option_call(function, option, "meta", dtype, head_dim)
+        name = expected_backend(function, dtype, capability)
+        for requested in (None, name):
+            support = support_of(function, arguments, requested)
+            assert (support.ok, support.backend) == (True, name), support.reason
+        assert support_of(function, arguments, "sm80").ok
+        assert "gradients by" not in support.reason
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize(("function", "option"), [(f, o) for f, o in CALLS if f != "attention_decode"])
+def test_kernels_compute_the_gradients_of_every_option(gpu, monkeypatch, function, option, dtype):
+    """The kernels that `warmup` compiles for a call with gradients are those of its option."""
+    gpu(9, 0)
+    asked = []
+    monkeypatch.setattr(compile, "is_cached", lambda *request: False)
+    monkeypatch.setattr(compile, "get", lambda name, key, arch, trace: asked.append((name, key)) or print)
+    made = onepass.warmup([option_call(function, option, "meta", dtype)], gradients=True, workers=1)
+    name = expected_backend(function, dtype, (9, 0))
+    main = [kernel for kernel in made if kernel.name in ("forward", "forward_sm80", "backward", "backward_sm80")]
+    assert [kernel.backend for kernel in main] == [name, name], [k.name for k in made]
+    assert len(asked) == len(made)
+    for kernel in main:
+        assert kernel.problem.has_modifiers
+        assert dispatch.backend_of_backward(name, kernel.problem) == name
+        assert kernel.problem.has_alibi == (option in ("alibi_slopes", "all"))
+        assert kernel.problem.has_bias == (option in ("bias", "all"))
+        assert (kernel.problem.dropout_p > 0) == (option in ("dropout_p", "all"))
+
+
+@pytest.mark.parametrize("option", ["seqstart_k", "key_ranges", "q_positions", "alibi_slopes", "bias", "all"])
+@pytest.mark.parametrize("rows", [1, 70])
+def test_warmup_of_a_step_over_a_cache(gpu, monkeypatch, option, rows):
+    gpu(9, 0)
+    monkeypatch.setattr(compile, "is_cached", lambda *request: False)
+    monkeypatch.setattr(compile, "get", lambda name, key, arch, trace: print)
+    arguments = option_call("attention_decode", option, "meta", rows=rows)
+    made = onepass.warmup([arguments], workers=1)
+    assert made
+    assert all(kernel.backend == "sm80" for kernel in made), made
