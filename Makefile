@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow test-all test-gpu-on-cpu mutants lint test-gpu gpu-record bench clean
+.PHONY: demo test test-slow test-all test-gpu-on-cpu mutants lint test-gpu gpu-record hub bench clean
 
 # Rebuilt when the versions or the package's own description change.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -48,6 +48,10 @@ lint: $(VENV)/installed
 
 test-gpu: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 16 --dist worksteal -m gpu tests
+
+# The layout of a kernel on the Hugging Face Hub, in dist/hub.
+hub:
+	$(PYTHON) packaging/make_hub.py dist/hub
 
 bench: $(VENV)/installed
 	$(BIN)/onepass bench --device cpu --json benchmarks/results/cpu.json

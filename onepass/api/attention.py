@@ -11,6 +11,7 @@ from ..dispatch import attention as dispatch
 from ..dispatch import choice
 from ..geometry import philox
 from ..kernels.config import ForwardConfigSm80, ForwardConfigSm90
+from ..namespace import OPERATORS
 from ..ops import attention as ops
 from ..ops import modified, quantize
 from ..ops.quantize import QuantizedQKV
@@ -133,15 +134,13 @@ def _first_call(
         forward = dispatch.require(quantize.quantized_problem(problem), backend, tuning, device)
         gradients = dispatch.require(problem, backend, None, device)
         operator_options = ops.options_of(problem, choice.backend_argument(gradients, backend), tuning)
-        out, lse = torch.ops.onepass.attention_fp8(
-            *inputs, *operator_options, choice.backend_argument(forward, backend)
-        )
+        out, lse = OPERATORS.attention_fp8(*inputs, *operator_options, choice.backend_argument(forward, backend))
         if key is not None and not out.is_meta:
             fast_path.keep(key, quantize.prepare_call(forward, problem, inputs, tuning))
         return out, lse
     name = dispatch.require(problem, backend, tuning, device)
     operator_options = ops.options_of(problem, choice.backend_argument(name, backend), tuning)
-    out, lse = torch.ops.onepass.attention_forward(*inputs, *operator_options)
+    out, lse = OPERATORS.attention_forward(*inputs, *operator_options)
     if key is not None and not out.is_meta:
         fast_path.keep(key, dispatch.prepare(name, problem, device, tuning))
     return out, lse
@@ -181,7 +180,7 @@ def _modified_call(
     tuning = arguments["tuning"]
     name = dispatch.require(problem, backend, tuning, q.device)
     operator_options = ops.options_of(problem, choice.backend_argument(name, backend), tuning)
-    return torch.ops.onepass.attention_modified_forward(
+    return OPERATORS.attention_modified_forward(
         *modified.arguments_of(modified_inputs, problem.dropout_p, operator_options)
     )
 
@@ -225,7 +224,7 @@ def _run_quantized(
     problem = fp8.check_quantized_call(quantized, k, v, **arguments)
     tuning = arguments["tuning"]
     name = dispatch.require(problem, backend, tuning, quantized.q.device)
-    out, lse = torch.ops.onepass.attention_quantized(
+    out, lse = OPERATORS.attention_quantized(
         *inputs[:3],
         # a sink is compared with scores, so it is left out until the scores have their shift again
         sinks if quantized.score_shift is None else None,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..namespace import OPERATORS
 from ..ops.partials import merges_in_one_kernel
 from ..tiled.merge import merge_in_torch
 from ..validation import partials
@@ -36,6 +37,6 @@ def merge_partials(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Ten
     outs, lses = partials.check_partials(outs, lses)
     if merges_in_one_kernel(outs, lses):
         whole = (t if isinstance(t, Tensor) else torch.stack(tuple(t)) for t in stacked)
-        return AttentionOutput(*torch.ops.onepass.merge_partials(*whole))
+        return AttentionOutput(*OPERATORS.merge_partials(*whole))
     merged, lse = merge_in_torch(outs, lses)
     return AttentionOutput(merged.to(outs[0].dtype), lse)

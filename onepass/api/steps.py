@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..dispatch import attention as dispatch
 from ..dispatch import choice
 from ..geometry import philox
+from ..namespace import OPERATORS
 from ..ops import attention as ops
 from ..ops import modified
 from ..problem import AttentionInputs, AttentionProblem, ModifiedInputs, Modifiers
@@ -39,8 +39,8 @@ class Steps:
     def forward(self) -> tuple[Tensor, Tensor]:
         """out and lse, as `attention` or `attention_varlen` returns them; autograd knows their gradients."""
         if self.problem.has_modifiers:
-            return torch.ops.onepass.attention_modified_forward(*self.arguments)
-        return torch.ops.onepass.attention_forward(*self.arguments)
+            return OPERATORS.attention_modified_forward(*self.arguments)
+        return OPERATORS.attention_forward(*self.arguments)
 
     def backward(self, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None) -> tuple[Tensor, ...]:
         """The gradients dq, dk, dv and dsinks (of size 0 without sinks) that follow from dout and dlse.
@@ -51,9 +51,9 @@ class Steps:
         """
         lse = lse.contiguous()
         if self.problem.has_modifiers:
-            gradients = torch.ops.onepass.attention_modified_backward(dout, dlse, out, lse, True, True, *self.arguments)
+            gradients = OPERATORS.attention_modified_backward(dout, dlse, out, lse, True, True, *self.arguments)
         else:
-            gradients = torch.ops.onepass.attention_backward(dout, dlse, out, lse, *self.arguments)
+            gradients = OPERATORS.attention_backward(dout, dlse, out, lse, *self.arguments)
         return gradients[:4]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import attention as dispatch
+from ..namespace import OPERATORS
 from ..ops import attention as ops
 from ..ops.autocast import without_autocast
 from ..ops.quantize import quantized_problem
@@ -269,7 +270,7 @@ class LocalCalls:
             assert isinstance(inputs, AttentionInputs)
             forward = dispatch.require(quantized_problem(problem), self.options.backend, None, device)
             options = ops.options_of(problem, dispatch.require(problem, self.options.backend, None, device))
-            return torch.ops.onepass.attention_fp8(*inputs, *options, forward)
+            return OPERATORS.attention_fp8(*inputs, *options, forward)
         name = dispatch.require(problem, self.options.backend, None, device)
         with without_autocast(problem.device_type):
             return dispatch.prepare(name, problem, device)(inputs)

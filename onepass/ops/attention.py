@@ -18,6 +18,7 @@ from ..dispatch import backends, choice
 from ..errors import UnsupportedError
 from ..geometry.visible_pairs import visible_pairs
 from ..kernels.config import LaunchConfig
+from ..namespace import OPERATORS, qualified
 from ..problem import AttentionInputs, AttentionProblem, Inputs, Mask, Quantization, QuantizedInputs
 from ..problem.outputs import empty_gradients, empty_outputs
 from .autocast import without_autocast
@@ -31,9 +32,9 @@ OPTIONS = (
 NUM_INPUTS = len(AttentionInputs._fields)
 TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 
-torch.library.define("onepass::attention_forward", f"({INPUTS}, {OPTIONS}) -> (Tensor out, Tensor lse)", tags=TAGS)
+torch.library.define(qualified("attention_forward"), f"({INPUTS}, {OPTIONS}) -> (Tensor out, Tensor lse)", tags=TAGS)
 torch.library.define(
-    "onepass::attention_backward",
+    qualified("attention_backward"),
     f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {INPUTS}, {OPTIONS})"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
     tags=TAGS,
@@ -97,7 +98,7 @@ def forward_on(
         return dispatch.prepare(backend, problem, inputs.q.device, config)(inputs)
 
 
-@torch.library.register_fake("onepass::attention_forward")
+@torch.library.register_fake(qualified("attention_forward"))
 def forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     inputs, options = AttentionInputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
     return empty_outputs(problem_of(inputs, options), inputs)
@@ -114,7 +115,7 @@ def _backward(
         return module.backward(problem, inputs, out, lse, dout, dlse)
 
 
-@torch.library.register_fake("onepass::attention_backward")
+@torch.library.register_fake(qualified("attention_backward"))
 def _backward_fake(
     dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -132,11 +133,11 @@ def autograd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tup
     if dout is None and dlse is None:
         return (None, None, None, None, *no_grads)
     out, lse, *inputs = ctx.saved_tensors
-    dq, dk, dv, dsinks = torch.ops.onepass.attention_backward(dout, dlse, out, lse, *inputs, *ctx.options)
+    dq, dk, dv, dsinks = OPERATORS.attention_backward(dout, dlse, out, lse, *inputs, *ctx.options)
     return (dq, dk, dv, None if inputs[3] is None else dsinks, *no_grads)
 
 
-torch.library.impl("onepass::attention_forward", "default")(_forward)
+torch.library.impl(qualified("attention_forward"), "default")(_forward)
 register_gradient("attention_forward", _forward, autograd_backward, setup_context)
 
 
@@ -144,7 +145,7 @@ def refuse_double_backward(ctx: Any, *grads: Any) -> None:
     raise UnsupportedError("onepass attention has no second derivative: expected one backward pass, got backward twice")
 
 
-torch.library.impl("onepass::attention_backward", "default")(_backward)
+torch.library.impl(qualified("attention_backward"), "default")(_backward)
 register_gradient("attention_backward", _backward, refuse_double_backward)
 
 
@@ -156,10 +157,10 @@ def refuse_vmap(info: Any, in_dims: Any, *args: Any) -> None:
 
 
 for _name in ("attention_forward", "attention_backward"):
-    torch.library.register_vmap(f"onepass::{_name}", refuse_vmap)
+    torch.library.register_vmap(qualified(_name), refuse_vmap)
 
 
-@register_flop_formula(torch.ops.onepass.attention_forward, get_raw=True)
+@register_flop_formula(OPERATORS.attention_forward, get_raw=True)
 def forward_flops(*args: Any, out_val: Any = None) -> int:
     inputs, options = AttentionInputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
     return flops_of(inputs, options, inputs.v.shape[-1])
@@ -171,7 +172,7 @@ def flops_of(inputs: Inputs | QuantizedInputs, options: tuple, head_dim_v: int) 
     return 2 * pairs * (inputs.q.shape[-1] + head_dim_v)
 
 
-@register_flop_formula(torch.ops.onepass.attention_backward, get_raw=True)
+@register_flop_formula(OPERATORS.attention_backward, get_raw=True)
 def backward_flops(*args: Any, out_val: Any = None) -> int:
     """The FLOPs of a backward, five GEMMs over visible pairs: S, dQ, dK over head_dim and dP, dV over head_dim_v."""
     inputs, options = AttentionInputs(*args[4 : 4 + NUM_INPUTS]), args[4 + NUM_INPUTS :]

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..dispatch import decode as dispatch
 from ..errors import UnsupportedError
 from ..geometry.visible_pairs import visible_pairs_of_cache
+from ..namespace import OPERATORS, qualified
 from ..problem import AttentionInputs, Mask
 from ..problem.decode import MODIFIERS, TENSORS, DecodeInputs, DecodeProblem
 from ..problem.outputs import empty_outputs
@@ -41,12 +42,12 @@ _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 
 for _name, _more in (("decode", ""), ("decode_modified", f"{_MODIFIERS}, ")):
     torch.library.define(
-        f"onepass::{_name}",
+        qualified(_name),
         f"(Tensor q, Tensor k_cache, Tensor v_cache, {_AFTER_CACHES}, {_more}{_OPTIONS}) -> {_OUTPUTS}",
         tags=_TAGS,
     )
     torch.library.define(
-        f"onepass::{_name}_append",
+        qualified(f"{_name}_append"),
         f"(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {_AFTER_CACHES}, Tensor k_new, Tensor v_new, "
         f"{_more}{_OPTIONS}) -> {_OUTPUTS}",
         tags=_TAGS,
@@ -72,9 +73,9 @@ def run(problem: DecodeProblem, inputs: DecodeInputs, backend: str) -> tuple[Ten
     tensors = inputs.tensors
     given, modifiers = tensors[:_NUM_TENSORS], tensors[_NUM_TENSORS:]
     if inputs.seqlen_new:
-        operator = torch.ops.onepass.decode_modified_append if modifiers else torch.ops.onepass.decode_append
+        operator = OPERATORS.decode_modified_append if modifiers else OPERATORS.decode_append
         return operator(*given, *modifiers, *options)
-    operator = torch.ops.onepass.decode_modified if modifiers else torch.ops.onepass.decode
+    operator = OPERATORS.decode_modified if modifiers else OPERATORS.decode
     return operator(*given[:-2], *modifiers, *options)
 
 
@@ -157,19 +158,19 @@ for _name, _implementation, _fake in (
     ("decode", _decode, _decode_fake),
     ("decode_modified", _decode_modified, _decode_modified_fake),
 ):
-    for _operator in (f"onepass::{_name}", f"onepass::{_name}_append"):
+    for _operator in (qualified(_name), qualified(f"{_name}_append")):
         torch.library.impl(_operator, "default")(_implementation)
         torch.library.register_fake(_operator)(_fake)
         torch.library.register_vmap(_operator, _refuse_vmap)
 
 
-@register_flop_formula([torch.ops.onepass.decode, torch.ops.onepass.decode_append], get_raw=True)
+@register_flop_formula([OPERATORS.decode, OPERATORS.decode_append], get_raw=True)
 def _flops(*args: Any, out_val: Any = None) -> int:
     """The FLOPs of both GEMMs over the visible pairs; appending, rotating and merging splits count as none."""
     return _flops_of(*_unpacked(args))
 
 
-@register_flop_formula([torch.ops.onepass.decode_modified, torch.ops.onepass.decode_modified_append], get_raw=True)
+@register_flop_formula([OPERATORS.decode_modified, OPERATORS.decode_modified_append], get_raw=True)
 def _modified_flops(*args: Any, out_val: Any = None) -> int:
     """The FLOPs over the pairs that the window leaves; what else hides pairs is not looked at."""
     return _flops_of(*_unpacked_modified(args))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..namespace import OPERATORS, qualified
 from ..problem import AttentionInputs, Descales, Quantization, QuantizedInputs
 from ..problem.outputs import empty_outputs
 from . import attention, quantize
@@ -16,7 +17,7 @@ from .gradient_rule import register_gradient
 # All of attention(..., precision="fp8"). The options are those of the same call without precision, and their backend
 # is the one that computes the gradients.
 torch.library.define(
-    "onepass::attention_fp8",
+    qualified("attention_fp8"),
     f"({attention.INPUTS}, {attention.OPTIONS}, str forward_backend) -> (Tensor out, Tensor lse)",
     tags=attention.TAGS,
 )
@@ -25,7 +26,7 @@ _QUANTIZATION = "ScalarType out_dtype, SymInt? q_block, SymInt? kv_block, bool v
 _NUM_OPTIONS = attention.OPTIONS.count(",") + 1
 _NUM_DESCALES = len(Descales._fields)
 torch.library.define(
-    "onepass::attention_quantized",
+    qualified("attention_quantized"),
     f"({attention.INPUTS}, {attention.OPTIONS}, {_DESCALES}, {_QUANTIZATION}) -> (Tensor out, Tensor lse)",
     tags=attention.TAGS,
 )
@@ -38,7 +39,7 @@ def _fp8(*args: Any) -> tuple[Tensor, Tensor]:
     return attention.forward_on(forward_backend, options[-1], problem, quantized_inputs)
 
 
-@torch.library.register_fake("onepass::attention_fp8")
+@torch.library.register_fake(qualified("attention_fp8"))
 def _fp8_fake(*args: Any) -> tuple[Tensor, Tensor]:
     return attention.forward_fake(*args[:-1])
 
@@ -52,7 +53,7 @@ def _autograd_backward_fp8(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -
     return (*attention.autograd_backward(ctx, dout, dlse), None)
 
 
-torch.library.impl("onepass::attention_fp8", "default")(_fp8)
+torch.library.impl(qualified("attention_fp8"), "default")(_fp8)
 register_gradient("attention_fp8", _fp8, _autograd_backward_fp8, _setup_context_fp8)
 
 
@@ -68,25 +69,25 @@ def _split_at(args: tuple, count: int) -> tuple[tuple, tuple]:
     return args[:count], args[count:]
 
 
-@torch.library.impl("onepass::attention_quantized", "default")
+@torch.library.impl(qualified("attention_quantized"), "default")
 def _quantized(*args: Any) -> tuple[Tensor, Tensor]:
     inputs, options, quantization = _split_quantized(args)
     return attention.forward_on(options[-2], options[-1], attention.problem_of(inputs, options, quantization), inputs)
 
 
-@torch.library.register_fake("onepass::attention_quantized")
+@torch.library.register_fake(qualified("attention_quantized"))
 def _quantized_fake(*args: Any) -> tuple[Tensor, Tensor]:
     inputs, options, quantization = _split_quantized(args)
     return empty_outputs(attention.problem_of(inputs, options, quantization), inputs)
 
 
 for _name in ("attention_fp8", "attention_quantized"):
-    torch.library.register_vmap(f"onepass::{_name}", attention.refuse_vmap)
+    torch.library.register_vmap(qualified(_name), attention.refuse_vmap)
 
-register_flop_formula(torch.ops.onepass.attention_fp8, get_raw=True)(attention.forward_flops)
+register_flop_formula(OPERATORS.attention_fp8, get_raw=True)(attention.forward_flops)
 
 
-@register_flop_formula(torch.ops.onepass.attention_quantized, get_raw=True)
+@register_flop_formula(OPERATORS.attention_quantized, get_raw=True)
 def _quantized_flops(*args: Any, out_val: Any = None) -> int:
     inputs, options, quantization = _split_quantized(args)
     return attention.flops_of(inputs, options, attention.problem_of(inputs, options, quantization).head_dim_v)

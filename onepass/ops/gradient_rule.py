@@ -17,9 +17,10 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
+from ..namespace import NAMESPACE, OPERATORS
 from ..validation.lost_gradients import refuse_forward_mode
 
-_library = torch.library.Library("onepass", "FRAGMENT")
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def register_gradient(
@@ -32,7 +33,7 @@ def register_gradient(
         backward: (ctx, *gradients of outputs) -> gradients of inputs, None where there is none.
         setup_context: (ctx, inputs, output), called after the operator: saves what backward needs.
     """
-    op = getattr(torch.ops.onepass, name).default
+    op = getattr(OPERATORS, name).default
 
     class Rule(torch.autograd.Function):
         @staticmethod

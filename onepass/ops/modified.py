@@ -14,6 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..dispatch import attention as dispatch
 from ..dispatch import choice
+from ..namespace import OPERATORS, qualified
 from ..problem import AttentionInputs, AttentionProblem, ModifiedInputs, Modifiers
 from ..problem.outputs import empty_gradients, empty_outputs
 from . import attention
@@ -26,10 +27,10 @@ SLOPES, BIAS = (attention.NUM_INPUTS + Modifiers._fields.index(name) for name in
 ARGUMENTS = f"{attention.INPUTS}, {MODIFIERS}, float dropout_p, {attention.OPTIONS}"
 
 torch.library.define(
-    "onepass::attention_modified_forward", f"({ARGUMENTS}) -> (Tensor out, Tensor lse)", tags=attention.TAGS
+    qualified("attention_modified_forward"), f"({ARGUMENTS}) -> (Tensor out, Tensor lse)", tags=attention.TAGS
 )
 torch.library.define(
-    "onepass::attention_modified_backward",
+    qualified("attention_modified_backward"),
     f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool constant_slopes, bool constant_bias, {ARGUMENTS})"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dslopes, Tensor dbias)",
     tags=attention.TAGS,
@@ -56,7 +57,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     return attention.forward_on(options[-2], options[-1], problem, inputs)
 
 
-@torch.library.register_fake("onepass::attention_modified_forward")
+@torch.library.register_fake(qualified("attention_modified_forward"))
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     inputs, problem, _ = _split(args)
     return empty_outputs(problem, inputs)
@@ -83,7 +84,7 @@ def _backward(
     return (*found, *(out.new_empty(0) if gradient is None else gradient for gradient in terms))
 
 
-@torch.library.register_fake("onepass::attention_modified_backward")
+@torch.library.register_fake(qualified("attention_modified_backward"))
 def _backward_fake(
     dout: Tensor | None,
     dlse: Tensor | None,
@@ -111,7 +112,7 @@ def _autograd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tu
     if dout is None and dlse is None:
         return tuple(gradients)
     out, lse, *tensors = ctx.saved_tensors
-    found = torch.ops.onepass.attention_modified_backward(dout, dlse, out, lse, *ctx.constant, *tensors, *ctx.options)
+    found = OPERATORS.attention_modified_backward(dout, dlse, out, lse, *ctx.constant, *tensors, *ctx.options)
     constant = (False,) * 4 + ctx.constant
     for place, gradient, is_constant in zip((0, 1, 2, 3, SLOPES, BIAS), found, constant, strict=True):
         if tensors[place] is not None and not is_constant:
@@ -120,20 +121,20 @@ def _autograd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tu
 
 
 for _name, _implementation in (("forward", _forward), ("backward", _backward)):
-    torch.library.impl(f"onepass::attention_modified_{_name}", "default")(_implementation)
-    torch.library.register_vmap(f"onepass::attention_modified_{_name}", attention.refuse_vmap)
+    torch.library.impl(qualified(f"attention_modified_{_name}"), "default")(_implementation)
+    torch.library.register_vmap(qualified(f"attention_modified_{_name}"), attention.refuse_vmap)
 register_gradient("attention_modified_forward", _forward, _autograd_backward, _setup_context)
 register_gradient("attention_modified_backward", _backward, attention.refuse_double_backward)
 
 
-@register_flop_formula(torch.ops.onepass.attention_modified_forward, get_raw=True)
+@register_flop_formula(OPERATORS.attention_modified_forward, get_raw=True)
 def forward_flops(*args: Any, out_val: Any = None) -> int:
     """Of the pairs that the window leaves: what else hides pairs is not looked at."""
     tensors, options = args[: attention.NUM_INPUTS], args[NUM_TENSORS + 1 :]
     return attention.forward_flops(*tensors, *options)
 
 
-@register_flop_formula(torch.ops.onepass.attention_modified_backward, get_raw=True)
+@register_flop_formula(OPERATORS.attention_modified_backward, get_raw=True)
 def backward_flops(*args: Any, out_val: Any = None) -> int:
     tensors, options = args[6 : 6 + attention.NUM_INPUTS], args[6 + NUM_TENSORS + 1 :]
     return attention.backward_flops(*args[:4], *tensors, *options)

@@ -13,15 +13,16 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from ..dispatch import partials
+from ..namespace import qualified
 from ..tiled.merge import merge_in_torch
 from . import attention
 
 torch.library.define(
-    "onepass::merge_partials", "(Tensor outs, Tensor lses) -> (Tensor out, Tensor lse)", tags=attention.TAGS
+    qualified("merge_partials"), "(Tensor outs, Tensor lses) -> (Tensor out, Tensor lse)", tags=attention.TAGS
 )
 
 
-@torch.library.impl("onepass::merge_partials", "default")
+@torch.library.impl(qualified("merge_partials"), "default")
 def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     if outs.device.type != "cuda":
         merged, lse = merge_in_torch(outs.unbind(0), lses.unbind(0))
@@ -29,12 +30,12 @@ def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return partials.load_merge(outs.device)(outs, lses)
 
 
-@torch.library.register_fake("onepass::merge_partials")
+@torch.library.register_fake(qualified("merge_partials"))
 def _merge_fake(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])  # contiguous
 
 
-torch.library.register_vmap("onepass::merge_partials", attention.refuse_vmap)
+torch.library.register_vmap(qualified("merge_partials"), attention.refuse_vmap)
 
 
 def merges_in_one_kernel(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> bool:

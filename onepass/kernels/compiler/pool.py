@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, Any, NamedTuple, Protocol
 
+from ...namespace import PACKAGE
 from ...problem import AttentionProblem
 from ...problem.decode import DecodeProblem
 from ..config import LaunchConfig
@@ -107,7 +108,7 @@ def compile_all(jobs: Sequence[Job], workers: int | None = None) -> list[Compile
         distinct.setdefault(job.request.kernel, job)
     missing = _missing(job.request for job in distinct.values())
     outcomes: dict[Kernel, Outcome] = {}
-    if min(len(missing), workers or num_cpus()) > 1 and _has_disk_cache():
+    if min(len(missing), workers or num_cpus()) > 1 and _others_can_help():
         outcomes = _compile_beside_others(missing, workers)
         reasons = {kernel: failure for kernel, (_, failure) in outcomes.items() if failure is not None}
         if reasons:
@@ -140,7 +141,7 @@ def compile_each(
     """
     failures: dict[Kernel, str] = {}
     missing = _missing(requests)
-    if not missing or not _has_disk_cache():
+    if not missing or not _others_can_help():
         return failures
     with _Crew(missing, workers, make_worker) as crew:
         for done in range(1, len(missing) + 1):
@@ -166,7 +167,7 @@ def compiling_in_background(
     """
     failures: dict[Kernel, str] = {}
     missing = _missing(requests)
-    if not missing or not _has_disk_cache():
+    if not missing or not _others_can_help():
         yield failures
         return
     with _Crew(missing, workers, make_worker) as crew:
@@ -191,10 +192,14 @@ def _missing(requests: Iterable[Request]) -> dict[Kernel, Request]:
     return {kernel: request for kernel, request in distinct.items() if not compile.is_cached(*kernel)}
 
 
-def _has_disk_cache() -> bool:
+def _others_can_help() -> bool:
+    """Whether kernels that other processes compile reach this one: through the disk cache.
+
+    They have to import this package, which they cannot if it has been loaded from a folder under another name.
+    """
     from . import compile
 
-    return compile.has_disk_cache()
+    return PACKAGE == "onepass" and compile.has_disk_cache()
 
 
 def _get(request: Request) -> float:

@@ -8,6 +8,7 @@ import warnings
 import torch
 
 from ...errors import UnsupportedError
+from ...namespace import PACKAGE
 from . import SMEM_BYTES_BY_ARCH
 
 
@@ -59,6 +60,6 @@ def warn_if_unproven(device: torch.device) -> None:
 def _frames_to_caller() -> int:
     """How far the line that called onepass is above the caller of this function."""
     frame, count = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("onepass", "torch"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (PACKAGE, "torch"):
         frame, count = frame.f_back, count + 1
     return count
