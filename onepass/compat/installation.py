@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
+from .flash_attn_3.operators import define_operators
+
 # versions of the libraries whose functions `onepass.compat` has
 VERSIONS = {"flash_attn": "2.8.3", "flash_attn_3": "3.0.0", "flash-attn-4": "4.0.0b36"}
 _TOP_LEVEL = {
     "flash_attn": ("flash_attn", "flash_attn_2_cuda"),
-    "flash_attn_3": ("flash_attn_interface", "flash_attn_3"),
+    "flash_attn_3": ("flash_attn_3", "flash_attn_interface"),
     "flash-attn-4": ("flash_attn",),
 }
 _OPERATORS = (
@@ -37,7 +39,7 @@ def _contents() -> dict[str, dict[str, Any]]:
     def names(module: ModuleType) -> dict[str, Any]:
         return {name: getattr(module, name) for name in module.__all__}
 
-    interface, cute = names(flash_attn), names(flash_attn_4)
+    interface, cute, interface_3 = names(flash_attn), names(flash_attn_4), names(flash_attn_3)
     public = {name: value for name, value in interface.items() if name.startswith("flash_attn_") and callable(value)}
     return {
         "flash_attn": {**public, "__version__": VERSIONS["flash_attn"]},
@@ -51,9 +53,10 @@ def _contents() -> dict[str, dict[str, Any]]:
         "flash_attn.cute": {**cute, "__version__": VERSIONS["flash-attn-4"]},
         "flash_attn.cute.interface": cute,
         "flash_attn_2_cuda": vars(flash_attn.flash_attn_gpu),
-        "flash_attn_interface": names(flash_attn_3),
         "flash_attn_3": {"__version__": VERSIONS["flash_attn_3"]},
-        "flash_attn_3.flash_attn_interface": names(flash_attn_3),
+        "flash_attn_3._C": {},
+        "flash_attn_3.flash_attn_interface": interface_3,
+        "flash_attn_interface": interface_3,
     }
 
 
@@ -140,7 +143,8 @@ class _Installed:
         sys.modules.update(self.finder.modules)
         sys.meta_path.insert(0, self.finder)
         _forget_answers()
-        self.library = _define_operators(self.finder.modules["flash_attn.flash_attn_interface"])
+        interface = self.finder.modules["flash_attn.flash_attn_interface"]
+        self.libraries = [_define_operators(interface), define_operators()]
 
     def undo(self) -> None:
         if self.finder in sys.meta_path:
@@ -150,8 +154,9 @@ class _Installed:
                 del sys.modules[name]
         sys.modules.update(self.replaced)
         _forget_answers()
-        if self.library is not None:
-            self.library._destroy()
+        for library in self.libraries:
+            if library is not None:
+                library._destroy()
 
 
 def _forget_answers() -> None:
@@ -205,9 +210,9 @@ def install(*, replace: bool = False) -> Installation:
 
     The modules are `flash_attn` (with `flash_attn_interface`, `bert_padding`, `layers.rotary`, `ops.triton.rotary` and
     `cute`), `flash_attn_interface`, `flash_attn_3.flash_attn_interface` and `flash_attn_2_cuda`. `importlib.metadata`
-    finds their distributions, and `torch.ops.flash_attn` has flash-attn 2's operators. Code that asked for them before
-    has had its answer, so call this before importing such code. transformers may be imported before: what it remembers
-    is cleared. A second call changes nothing.
+    finds their distributions, and `torch.ops.flash_attn` and `torch.ops.flash_attn_3` have their operators. Code that
+    asked for them before has had its answer, so call this before importing such code. transformers may be imported
+    before: what it remembers is cleared. A second call changes nothing.
 
     Args:
         replace: take the place of modules with these names that are imported or installed.

@@ -93,9 +93,11 @@ def test_undo_is_complete():
                     pass
                 import flash_attn_interface  # the inner block has undone nothing
                 assert hasattr(torch.ops.flash_attn, "_flash_attn_forward")
+                assert hasattr(torch.ops.flash_attn_3, "fwd")
             assert not [name for name in sys.modules if name.startswith("flash_attn")]
             assert sys.meta_path == before
             assert not hasattr(torch.ops.flash_attn, "_flash_attn_forward")
+            assert not hasattr(torch.ops.flash_attn_3, "fwd")
             assert importlib.util.find_spec("flash_attn") is None
         compat.uninstall()
         with compat.install():
@@ -164,6 +166,52 @@ def test_transformers_forgets_what_it_knew():
             assert not (is_2() or is_3() or is_4())
             with compat.install():
                 assert is_2() and is_3() and is_4()
+    """)
+
+
+def test_operators_of_flash_attn_3():
+    check("""
+        import torch
+        from onepass import attention, compat
+        compat.install()
+        import flash_attn_3._C
+        q, k, v = (torch.randn(2, n, 2, 8) for n in (5, 9, 9))
+        absent = [None] * 7
+        into = torch.empty_like(q)
+        # all arguments, then those that have no default
+        out, lse, *rest = torch.ops.flash_attn_3.fwd(
+            q, k, v, *absent[:3], into, *absent[:5], 5, 9, *absent[:6], *absent[:3],
+            0.3, True, 3, -1, 0, 2.0, True, None, 0, None, 0,
+        )
+        expected, expected_lse = attention(
+            q, k, v, causal=True, softmax_scale=0.3, window=(3, None), softcap=2.0, return_lse=True
+        )
+        assert len(rest) == 2 and out.data_ptr() == into.data_ptr()
+        torch.testing.assert_close((out, lse), (expected, expected_lse))
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v)
+        torch.testing.assert_close(out, attention(q, k, v))
+
+        dout = torch.randn_like(q)
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        expected = torch.autograd.grad(attention(*leaves), leaves, dout)
+        found = torch.ops.flash_attn_3.bwd(dout, q, k, v, out, lse)
+        assert len(found) == 8
+        torch.testing.assert_close(tuple(found[:3]), expected)
+        torch.testing.assert_close(found[3][..., :5], (dout * out).sum(-1).transpose(1, 2))
+        given = [torch.empty_like(t) for t in (q, k, v)]
+        options = *absent[:4], 5, 9, None, True, 3, -1, 0.0, True, 0
+        expected = torch.autograd.grad(attention(*leaves, causal=True, window=(3, None)), leaves, dout)
+        out, lse = attention(q, k, v, causal=True, window=(3, None), return_lse=True)
+        torch.ops.flash_attn_3.bwd(dout, q, k, v, out, lse, *given, *options)
+        torch.testing.assert_close(tuple(given), expected)
+
+        outs, lses = torch.randn(3, 2, 5, 2, 8), torch.randn(3, 2, 5, 2)
+        merged, total = torch.ops.flash_attn_3.fwd_combine(outs, lses)
+        torch.testing.assert_close(total, lses.logsumexp(0))
+        torch.testing.assert_close(merged, (lses.softmax(0)[..., None] * outs).sum(0))
+        lengths = torch.ones(2, dtype=torch.int32)
+        metadata = torch.ops.flash_attn_3.get_scheduler_metadata(2, 5, 9, 2, 2, 8, 8, torch.bfloat16, lengths)
+        assert metadata.dtype == torch.int32 and not metadata.numel()
     """)
 
 
