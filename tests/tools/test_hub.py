@@ -99,7 +99,6 @@ def test_two_copies(hub):
     assert run(code).startswith("_onepass_cpu_")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
 def test_a_copy_compiles_kernels(hub, tmp_path):
     code = f"""
