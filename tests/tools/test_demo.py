@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -241,6 +242,22 @@ def test_example_runs(name, capsys):
     assert len(path.read_text().splitlines()) < 40
     runpy.run_path(str(path), run_name="__main__")
     assert capsys.readouterr().out
+
+
+def test_training_on_text(tmp_path, monkeypatch, capsys):
+    """Few steps: both kinds of attention learn alike; a wrong one is noticed."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib")
+    path, plot = ROOT / "examples" / "train_on_text.py", tmp_path / "losses.png"
+    monkeypatch.setattr(sys, "argv", [str(path), "--device", "cpu", "--steps", "4", "--plot", str(plot)])
+    runpy.run_path(str(path), run_name="__main__")
+    assert "losses of a step differ by" in capsys.readouterr().out
+    assert plot.stat().st_size > 1000
+    from onepass.integrations import transformers as integration
+
+    monkeypatch.setattr(integration.api, "attention", lambda q, k, v, **options: torch.zeros_like(q))
+    with pytest.raises(SystemExit, match="expected at most"):
+        runpy.run_path(str(path), run_name="__main__")
 
 
 def test_figure_can_be_drawn():
