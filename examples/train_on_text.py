@@ -110,7 +110,7 @@ def main() -> None:
         losses[name], speed = train(model, text, steps, batch, seqlen)
         millions = sum(p.numel() for p in model.parameters()) / 1e6
         print(
-            f"{name:8s} {millions:.1f}M parameters, {steps} steps of {batch} x {seqlen} bytes of {len(text) / 1e6:.1f}M: "
+            f"{name:8s} {millions:.1f}M parameters, {steps} steps of {batch} x {seqlen} of {len(text) / 1e6:.1f} MB: "
             f"loss {losses[name][0]:.3f} to {losses[name][-1]:.3f}, {speed:,.0f} tokens/s"
         )
     sdpa, onepass = losses.values()

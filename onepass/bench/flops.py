@@ -24,9 +24,14 @@ def flops(case: Case) -> int:
     over head_dim_v, which is 2.5 times the forward if head_dim_v = head_dim.
     """
     pairs = visible_pairs(case) * case.batch * case.heads_q
-    if case.direction == "fwd":
-        return 2 * pairs * (case.head_dim + case.head_dim_v)
-    return 2 * pairs * (3 * case.head_dim + 2 * case.head_dim_v)
+    return flops_of_pairs(pairs, case.direction, case.head_dim, case.head_dim_v)
+
+
+def flops_of_pairs(pairs: int, direction: str, head_dim: int, head_dim_v: int) -> int:
+    """The FLOPs of visible pairs, summed over heads, in one direction: "fwd" or "bwd"."""
+    if direction == "fwd":
+        return 2 * pairs * (head_dim + head_dim_v)
+    return 2 * pairs * (3 * head_dim + 2 * head_dim_v)
 
 
 def _tensor_bytes(case: Case) -> dict[str, int]:

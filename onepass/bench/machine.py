@@ -17,7 +17,16 @@ import torch
 import onepass
 
 # Packages whose versions explain a result, where they are installed.
-PEER_PACKAGES = ("flash-attn", "flash-attn-4", "fa3-fwd", "nvidia-cutlass-dsl", "apache-tvm-ffi", "triton")
+PEER_PACKAGES = (
+    "flash-attn",
+    "flash-attn-4",
+    "fa3-fwd",
+    "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
+    "triton",
+    "ring-flash-attn",
+    "yunchang",
+)
 
 
 def describe(device: str) -> dict[str, Any]:

@@ -16,13 +16,17 @@ from ..bench.rows import Options
 from ..bench.run import Report, run
 from .console import INTERRUPTED, TABLE_STYLE, fail, make_console, require_matplotlib, resolve_device
 
+_CONTEXT_PARALLEL = "context-parallel"  # a suite of its own, whose processes torchrun starts
 _DEFAULT_SETS = {"cpu": ("cpu", "window", "memory"), "cuda": ("paper",)}
 
 
 def bench(
     sets: Annotated[
         list[str] | None,
-        typer.Argument(help=f"case sets: {', '.join(CASE_SETS)}; default: cpu window memory, on a GPU paper"),
+        typer.Argument(
+            help=f"case sets: {', '.join(CASE_SETS)}; default: cpu window memory, on a GPU paper; "
+            f"under torchrun {_CONTEXT_PARALLEL}"
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
     peers: Annotated[str | None, typer.Option(help=f"comma-separated: {', '.join(PEERS)}; default: all")] = None,
@@ -45,6 +49,10 @@ def bench(
     """
     console = make_console()
     device = resolve_device(device)
+    if _CONTEXT_PARALLEL in (sets or ()):
+        if sets != [_CONTEXT_PARALLEL] or peers not in (None, "none") or plot_path is not None or dtype is not None:
+            fail(f"{_CONTEXT_PARALLEL}: expected no other set, --peers none or all of them, no --plot and no --dtype")
+        raise typer.Exit(_bench_context_parallel(device, json_path, rounds, only, peers is None))
     if plot_path is not None:
         require_matplotlib("--plot")
     names = sets or list(_DEFAULT_SETS[device.partition(":")[0]])
@@ -74,6 +82,18 @@ def bench(
         fail(f"interrupted after {len(report.rows)} of {sum(len(s.cases) for s in case_sets)} cases", code=INTERRUPTED)
     if report.wrong:
         fail(f"onepass failed in {len(report.wrong)} of {len(report.rows)} cases", code=1)
+
+
+def _bench_context_parallel(device: str, path: Path | None, rounds: int | None, only: str | None, peers: bool) -> int:
+    """Run this rank of the suite; on a CPU its small cases. `only` has words of cases. Returns: the exit status."""
+    from ..bench.suites import context_parallel
+
+    device_type = device.partition(":")[0]
+    arguments = ["--device", device_type, "--peers", str(int(peers)), "--cases", only or ""]
+    arguments += ["--smoke"] if device_type == "cpu" else []
+    arguments += ["--rounds", str(rounds)] if rounds is not None else []
+    arguments += ["--out", str(path)] if path is not None else []
+    return context_parallel.main(arguments)
 
 
 def _run_with_progress(console: Console, case_sets: list[CaseSet], options: Options, path: Path | None) -> Report:

@@ -22,9 +22,9 @@ class Control:
     def __init__(self, group: Any, timeout: float):
         ranks = dist.get_process_group_ranks(group)
         self.rank, self.num_ranks, self.timeout = dist.get_rank(group), len(ranks), timeout
-        self.group = dist.new_group(
-            ranks, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True
-        )
+        made = dist.new_group(ranks, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True)
+        # torch.distributed owns it: a gloo group that lives until the interpreter ends would abort the process
+        self._group = weakref.ref(made)
         self.seen: set[Any] = set()
 
     @classmethod
@@ -39,7 +39,7 @@ class Control:
         """Raise RuntimeError on all ranks if one of them gives other values than rank 0, or does not come in time."""
         everyone: list[Any] = [None] * self.num_ranks
         try:
-            dist.all_gather_object(everyone, (function, dict(values)), group=self.group)
+            dist.all_gather_object(everyone, (function, dict(values)), group=alive(self._group))
         except RuntimeError as error:
             raise RuntimeError(
                 f"{function}: expected all {self.num_ranks} ranks to make this call within {self.timeout:g} s, but "
@@ -58,6 +58,14 @@ class Control:
 
 
 _CONTROLS = weakref.WeakKeyDictionary()
+
+
+def alive(group: weakref.ref[Any]) -> Any:
+    """The process group. Raises: RuntimeError if it has been destroyed."""
+    found = group()
+    if found is None:
+        raise RuntimeError("plan: expected its process group to exist, but it has been destroyed")
+    return found
 
 
 def first_difference(everyone: list[tuple[str, dict[str, Any]]]) -> str | None:

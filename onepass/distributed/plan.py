@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -48,14 +49,13 @@ class ContextPlan:
     Attributes:
         schedule: the tokens of each rank, and the steps of the computation.
         rank: this process's rank in the group.
-        group: the process group; None for a plan that only describes.
         is_packed: sequences follow each other in one tensor.
         keep_gathered: the forward keeps what it received for the backward, which then does not ask for it again.
     """
 
     schedule: Schedule
     rank: int
-    group: Any
+    _group: weakref.ref[Any] | None
     is_packed: bool
     layout_name: str
     engine: Engine
@@ -64,6 +64,11 @@ class ContextPlan:
     keep_gathered: bool = False
     control: agreement.Control | None = None
     _kept: dict = field(default_factory=dict, repr=False)
+
+    @property
+    def group(self) -> Any:
+        """The process group, which torch.distributed owns; None for a plan that only describes."""
+        return None if self._group is None else agreement.alive(self._group)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -279,7 +284,8 @@ def plan(
         candidates.sort(key=lambda c: estimate(c[2], head_dim, Hardware()).seconds)
     width, name, made = candidates[0]
     chosen: Engine = "heads" if width == num_ranks else "keys" if width == 1 else width
-    return ContextPlan(made, rank, group, is_packed, name, chosen, head_dim, chunks, keep_gathered, control)
+    own_group = None if group is None else weakref.ref(group)
+    return ContextPlan(made, rank, own_group, is_packed, name, chosen, head_dim, chunks, keep_gathered, control)
 
 
 def _offsets(tokens: Any) -> tuple[tuple[int, ...], bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
 import time
@@ -223,6 +224,19 @@ def refusals(rank: int) -> list[str]:
         lambda: distributed.plan(64, "cpu", **HEADS),
     ]
     return [message_of(call) for call in calls]
+
+
+def a_group_that_is_destroyed(rank: int) -> str:
+    """A plan does not keep its group: one that lived until the interpreter ends would abort the process."""
+    group = dist.new_group([0, 1])
+    plan = distributed.plan(60, group, **HEADS)
+    q, k, v = (plan.shard(t, 1) for t in qkv(60))
+    distributed.attention(q, k, v, plan)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return message_of(lambda: distributed.attention(q, k, v, plan))
 
 
 def groups_side_by_side(rank: int) -> None:

@@ -106,6 +106,11 @@ def test_parallel_style(seq_dim):
     run_ranks(2, rank_checks.parallel_style, seq_dim)
 
 
+def test_a_group_that_is_destroyed():
+    for message in run_ranks(2, rank_checks.a_group_that_is_destroyed):
+        assert message == "RuntimeError: plan: expected its process group to exist, but it has been destroyed"
+
+
 def test_groups_side_by_side():
     run_ranks(4, rank_checks.groups_side_by_side)
 

@@ -1,0 +1,431 @@
+"""Attention over the ranks of a process group, beside one device and the peers.
+
+    torchrun --nproc-per-node 4 -m onepass.cli bench context-parallel --json context-parallel.json
+    torchrun --nproc-per-node 4 -m onepass.bench.suites.context_parallel --cases causal,64/8 --out part.json
+    torchrun --nproc-per-node 2 -m onepass.bench.suites.context_parallel --smoke --device cpu
+
+On GPUs each rank takes the GPU of its LOCAL_RANK and NCCL; on a CPU gloo. A row has, for each contender:
+
+- ms: the time of the slowest rank. The contenders take turns, and the median over the rounds counts.
+- E: T1 / (P TP), where T1 is the time of one device on the whole sequence (that of the fastest rank, while all of them
+  compute it) and TP is ms.
+- E_prime: the time of the slowest rank's own attention calls, on keys that have already arrived, over TP. It is 1 where
+  nothing but these calls takes time.
+- error: how far the results are from those of one device, by root mean squares, in the worst tensor of the worst rank.
+- peak_bytes: the inputs and the most memory beside them, of the rank that needs most; peak_limit_bytes: one device's
+  divided by P, and two of 16 chunks of all keys and values.
+- received_bytes: what the rank that receives most receives, by the estimate of the plan.
+
+A row's "skipped" says why a peer does not take the case. Rank 0 alone prints, and writes the results file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import os
+import random
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...distributed.layout import Run, visible_pairs
+from ...problem import Mask
+from ..flops import flops_of_pairs
+from ..machine import describe
+from ..rows import Report, Row, reason_of
+from ..timing import Samples, cpu_sampler, measure_interleaved
+from .context_parallel_contenders import Contender, LocalWork, Work, one_device, onepass_contenders, peers
+
+KINDS = ("causal", "full", "packed", "window")
+HEADS = ((64, 8), (32, 32))
+DIRECTIONS = ("fwd", "fwd+bwd")
+TOKENS_OF_WINDOWS = 65536  # of all ranks
+SHORTEST, LONGEST = 256, 16384  # packed documents
+TOLERANCE = 0.03  # of the rough comparison with one device, relative to the root mean square
+CHUNKS = 16
+SAMPLE_MS = 60.0
+ONE_DEVICE = "one device"
+
+
+@dataclass(frozen=True)
+class ContextCase:
+    """Self-attention over tokens that are spread over ranks.
+
+    Attributes:
+        kind: "causal", "full", "packed" (causal documents of log-uniform lengths) or "window" (causal).
+        tokens: of all ranks.
+        window: keys that a query sees, where kind is "window".
+    """
+
+    kind: str
+    heads_q: int
+    heads_kv: int
+    tokens: int
+    direction: str
+    head_dim: int = 128
+    window: int = 4096
+    document_lengths: tuple[int, int] = (SHORTEST, LONGEST)
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind} {self.heads_q}/{self.heads_kv} s{self.tokens} {self.direction}"
+
+    @property
+    def has_backward(self) -> bool:
+        return self.direction != "fwd"
+
+    @property
+    def mask_options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"causal": self.kind != "full"}
+        return options | ({"window": (self.window - 1, 0)} if self.kind == "window" else {})
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where documents begin, and the number of tokens. Equal in every process."""
+        if self.kind != "packed":
+            return [0, self.tokens]
+        generator, offsets = random.Random(0), [0]
+        low, high = (math.log(length) for length in self.document_lengths)
+        while offsets[-1] < self.tokens:
+            length = round(math.exp(generator.uniform(low, high)))
+            offsets.append(min(self.tokens, offsets[-1] + length))
+        return offsets
+
+    @property
+    def flops(self) -> int:
+        mask = Mask.from_options(self.mask_options["causal"], self.mask_options.get("window"))
+        pairs = visible_pairs(Run(0, self.tokens), self.offsets, mask) * self.heads_q
+        directions = ("fwd", "bwd") if self.has_backward else ("fwd",)
+        return sum(flops_of_pairs(pairs, direction, self.head_dim, self.head_dim) for direction in directions)
+
+
+def cases(num_ranks: int) -> list[ContextCase]:
+    """The cases on GPUs, with 8k and 16k tokens a rank."""
+    found = []
+    for kind, (heads_q, heads_kv) in itertools.product(KINDS, HEADS):
+        sizes = [TOKENS_OF_WINDOWS] if kind == "window" else [8192 * num_ranks, 16384 * num_ranks]
+        found += [ContextCase(kind, heads_q, heads_kv, *what) for what in itertools.product(sizes, DIRECTIONS)]
+    return found
+
+
+def smoke_cases(num_ranks: int) -> list[ContextCase]:
+    """Cases that a CPU computes at once; the tokens of the last one do not divide among the ranks."""
+    heads = (8, 2), (4, 4), (8, 2), (4, 4)
+    tokens = [48 * num_ranks] * 3 + [48 * num_ranks + 1]
+    return [
+        ContextCase(kind, *of_case, size, direction, 16, window=24, document_lengths=(4, 60))
+        for kind, of_case, size, direction in zip(KINDS, heads, tokens, ("fwd+bwd", "fwd") * 2, strict=True)
+    ]
+
+
+# ---------------------------------------------------------------- ranks
+
+
+@dataclass
+class Ranks:
+    """This process among the others."""
+
+    device: torch.device
+    rank: int
+    size: int
+
+    @classmethod
+    def join(cls, device_type: str) -> Ranks:
+        """Initialize the process group that torchrun describes. Raises: SystemExit without torchrun."""
+        if not dist.is_initialized():
+            if "LOCAL_RANK" not in os.environ:
+                raise SystemExit(
+                    "context-parallel: expected a process of torchrun, got none: "
+                    "torchrun --nproc-per-node 4 -m onepass.cli bench context-parallel"
+                )
+            if device_type == "cuda":
+                device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+                torch.cuda.set_device(device)
+                dist.init_process_group("nccl", device_id=device)
+            else:
+                dist.init_process_group("gloo")
+        index = f":{torch.cuda.current_device()}" if device_type == "cuda" else ""
+        return cls(torch.device(device_type + index), dist.get_rank(), dist.get_world_size())
+
+    def reduced(self, value: float, op: Any) -> float:
+        """A value of all ranks, equal on all of them."""
+        found = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, op=op)
+        return float(found)
+
+    def greatest(self, value: float) -> float:
+        return self.reduced(value, dist.ReduceOp.MAX)
+
+    def first_reason(self, reason: str | None) -> str | None:
+        """Why a rank cannot go on; None if all of them can."""
+        found: list[str | None] = [None] * self.size
+        dist.all_gather_object(found, reason)
+        return next((f"rank {rank}: {text}" for rank, text in enumerate(found) if text), None)
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.greatest(0.0)
+
+
+# ---------------------------------------------------------------- one contender
+
+
+@dataclass
+class Prepared:
+    """What is timed.
+
+    Attributes:
+        by_fastest: whether a sample is the time of the fastest rank, not of the slowest.
+    """
+
+    work: Work
+    surroundings: Callable[[], AbstractContextManager]
+    by_fastest: bool = False
+    calls: int = 1
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def sample(self, ranks: Ranks) -> float:
+        """Milliseconds of a call, equal on all ranks."""
+        with self.surroundings():
+            ranks.wait()
+            if ranks.device.type == "cuda":
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                for _ in range(self.calls):
+                    self.work()
+                end.record()
+                end.synchronize()
+                ms = start.elapsed_time(end)
+            else:
+                ms = cpu_sampler(lambda: [self.work() for _ in range(self.calls)])()
+        op = dist.ReduceOp.MIN if self.by_fastest else dist.ReduceOp.MAX
+        return ranks.reduced(ms, op) / self.calls
+
+    def warm_up(self, ranks: Ranks, sample_ms: float) -> None:
+        """Make the first calls, and choose how many a sample has; all ranks choose alike."""
+        self.sample(ranks)
+        self.calls = max(1, min(50, round(sample_ms / max(1e-3, self.sample(ranks)))))
+
+
+def step_of(contender: Contender, case: ContextCase, tensors: Sequence[Tensor]) -> tuple[Work, int]:
+    """A function that computes a case, and the bytes of its inputs. It returns out, or out, dq, dk and dv."""
+    q, k, v, dout = (contender.shard(t) for t in tensors)
+    if not case.has_backward:
+
+        def forward() -> list[Tensor]:
+            with torch.no_grad():
+                return [contender.attend(q, k, v)]
+
+        return forward, sum(t.nbytes for t in (q, k, v))
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+
+    def both() -> list[Tensor]:
+        out = contender.attend(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    return both, sum(t.nbytes for t in (q, k, v, dout))
+
+
+def prepare(contender: Contender, case: ContextCase, tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> Prepared:
+    """Check a contender, and measure its memory, on this rank: a rank that fails sends nothing beside its own calls."""
+    work, input_bytes = step_of(contender, case, tensors)
+    prepared = Prepared(work, contender.surroundings)
+    with contender.surroundings():
+        found = work()
+    pairs = zip(found, (contender.shard(t) for t in expected), strict=True)
+    prepared.facts["error"] = max(relative_error(a, b) for a, b in pairs)
+    del found
+    if tensors[0].is_cuda:
+        with contender.surroundings():
+            prepared.facts["peak_bytes"] = input_bytes + extra_bytes(work)
+    if contender.received_bytes is not None:
+        forward, backward = contender.received_bytes
+        prepared.facts["received_bytes"] = forward + backward * case.has_backward
+    return prepared
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """The root mean square of the difference, relative to that of what is expected; 1e9 if it is not finite."""
+    if not expected.numel():
+        return 0.0
+    error = (found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30)
+    return min(float(error.nan_to_num(1e9)), 1e9)
+
+
+def extra_bytes(work: Work) -> int:
+    """The most memory of the GPU that a call allocates."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+# ---------------------------------------------------------------- one case
+
+
+def make_tensors(case: ContextCase, ranks: Ranks) -> list[Tensor]:
+    """q, k, v and dout of all tokens, (1, tokens, heads, head_dim), equal on all ranks."""
+    generator = torch.Generator(ranks.device).manual_seed(0)
+    heads = case.heads_q, case.heads_kv, case.heads_kv, case.heads_q
+    found = []
+    for count in heads:
+        t = torch.randn(
+            1, case.tokens, count, case.head_dim, device=ranks.device, dtype=torch.bfloat16, generator=generator
+        )
+        dist.broadcast(t, 0)
+        found.append(t)
+    return found
+
+
+def measure(case: ContextCase, args: argparse.Namespace, ranks: Ranks) -> Row:
+    """The row of a case. All ranks call it and return equal rows."""
+    tensors = make_tensors(case, ranks)
+    row: Row = {
+        "case": case.label,
+        **asdict(case),
+        "ranks": ranks.size,
+        "documents": len(case.offsets) - 1,
+        "contenders": {},
+        "skipped": {},
+        "failed": {},
+    }
+    whole = one_device(case)
+    expected = [t if t.dim() == 4 else t[None] for t in step_of(whole, case, tensors)[0]()]
+    prepared: dict[str, Prepared] = {}
+    contenders, row["planned"] = onepass_contenders(case, ranks.device)
+    row["skipped"], others = peers(case, ranks.device, args.peers)
+    for contender in (whole, *contenders, *others):
+        reason = None
+        try:
+            prepared[contender.name] = prepare(contender, case, tensors, expected)
+        except Exception as error:
+            reason = reason_of(error)
+        reason = ranks.first_reason(reason)
+        if reason is None:
+            facts = prepared[contender.name].facts
+            facts |= {name: ranks.greatest(facts[name]) for name in ("error", "peak_bytes") if name in facts}
+            if facts["error"] > TOLERANCE:
+                reason = f"expected an error up to {TOLERANCE} beside one device, got {facts['error']:.3g}"
+        if reason is not None:
+            prepared.pop(contender.name, None)
+            row["failed"][contender.name] = reason
+    del expected
+    if ONE_DEVICE in row["failed"]:
+        return row
+    prepared[ONE_DEVICE].by_fastest = True
+    locals_of = {}
+    for contender in contenders:
+        if contender.name in prepared and contender.plan is not None:
+            name = locals_of[contender.name] = f"{contender.name}, own calls"
+            work = LocalWork(contender.plan, case.has_backward, [contender.shard(t) for t in tensors])
+            prepared[name] = Prepared(work, contender.surroundings)
+    del tensors
+    for one in prepared.values():
+        one.warm_up(ranks, args.sample_ms)
+    samplers = {name: (lambda one=one: one.sample(ranks)) for name, one in prepared.items()}
+    samples = measure_interleaved(samplers, rounds=args.rounds, seed=case.tokens, warms_up=False)
+    fill(row, case, samples, prepared, locals_of, ranks.size)
+    return row
+
+
+def fill(
+    row: Row,
+    case: ContextCase,
+    samples: Samples,
+    prepared: dict[str, Prepared],
+    locals_of: dict[str, str],
+    num_ranks: int,
+) -> None:
+    """Write times, shares and bytes of the contenders into the row."""
+    alone_ms = samples.spread(ONE_DEVICE).median
+    peak = prepared[ONE_DEVICE].facts.get("peak_bytes")
+    if peak is not None:
+        gathered = 2 * case.tokens * case.heads_kv * case.head_dim * 2
+        row["peak_limit_bytes"] = peak // num_ranks + 2 * gathered // CHUNKS
+    for name, one in prepared.items():
+        if name in locals_of.values():
+            continue
+        spread = samples.spread(name)
+        devices = 1 if name == ONE_DEVICE else num_ranks
+        entry = {
+            "ms": round(spread.median, 4),
+            "p20_ms": round(spread.p20, 4),
+            "p80_ms": round(spread.p80, 4),
+            "tflops_per_device": round(case.flops / devices / spread.median / 1e9, 3),
+            **one.facts,
+        }
+        if name != ONE_DEVICE:
+            entry["E"] = round(alone_ms / (num_ranks * spread.median), 4)
+        if name in locals_of:
+            own_ms = samples.spread(locals_of[name]).median
+            entry |= {"own_calls_ms": round(own_ms, 4), "E_prime": round(own_ms / spread.median, 4)}
+        row["contenders"][name] = entry
+
+
+def in_short(row: Row) -> list[str]:
+    """Lines for a reader."""
+    lines = [f"{row['case']} on {row['ranks']} ranks, planned: {row['planned']}"]
+    for name, entry in row["contenders"].items():
+        shares = "".join(f"  {key} {entry[key]:.3f}" for key in ("E", "E_prime") if key in entry)
+        peak = f"  {entry['peak_bytes'] / 2**20:.0f} MiB" if "peak_bytes" in entry else ""
+        lines.append(
+            f"  {name:34s} {entry['ms']:10.3f} ms {entry['tflops_per_device']:8.3g} TFLOP/s a device{shares}{peak}"
+        )
+    lines += [f"  FAILED {name}: {reason}" for name, reason in row["failed"].items()]
+    if row["skipped"]:
+        lines.append(f"  not measured: {', '.join(row['skipped'])}")
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default="", help="words that a case's name has, all of them; default: all cases")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--rounds", type=int, default=7, help="how often each contender is timed in each case")
+    parser.add_argument("--sample-ms", type=float, default=SAMPLE_MS, help="length of each timing")
+    parser.add_argument("--peers", type=int, default=1, choices=(0, 1), help="0: onepass and one device alone")
+    parser.add_argument("--smoke", action="store_true", help="a few small cases")
+    parser.add_argument("--out", type=Path, default=None, help="results file, JSON, written row by row")
+    args = parser.parse_args(argv)
+    ranks = Ranks.join(args.device)
+    every = smoke_cases(ranks.size) if args.smoke else cases(ranks.size)
+    words = [word for word in args.cases.split(",") if word]
+    chosen = [case for case in every if all(word in case.label for word in words)]
+    if not chosen:
+        parser.error(f"--cases: expected words of {', '.join(case.label for case in every)}, got {args.cases}")
+    return run(chosen, args, ranks)
+
+
+def run(chosen: Sequence[ContextCase], args: argparse.Namespace, ranks: Ranks) -> int:
+    """Measure the cases; rank 0 prints, and writes args.out. Returns: the exit status."""
+    path: Path | None = args.out if ranks.rank == 0 else None
+    header = describe(str(ranks.device)) | {"suite": "context-parallel", "ranks": ranks.size}
+    report = Report(header | {"backend": dist.get_backend(), "rounds": args.rounds}, path)
+    with report.recording():
+        for case in chosen:
+            row = measure(case, args, ranks)
+            report.add(row)
+            if ranks.rank == 0:
+                print("\n".join(in_short(row)), flush=True)
+            if ranks.device.type == "cuda":
+                torch.cuda.empty_cache()
+    wrong = any(name.startswith("onepass") or name == ONE_DEVICE for row in report.rows for name in row["failed"])
+    return report.exit_status(not wrong)
+
+
+if __name__ == "__main__":
+    status = main()
+    dist.destroy_process_group()
+    sys.exit(status)

@@ -1,0 +1,107 @@
+"""The suite context_parallel: small cases on ranks of a CPU, and what its rows say."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from onepass import distributed
+from onepass.bench.suites import context_parallel as suite
+from onepass.bench.suites import context_parallel_contenders as contenders
+from onepass.bench.timing import Samples
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_command_on_two_ranks(tmp_path):
+    path = tmp_path / "rows.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["bench", "context-parallel", "--device", "cpu", "--rounds", "2", "--peers", "none"]
+    command = [*launcher, "-m", "onepass.cli", *arguments, "--json", str(path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    data = json.loads(path.read_text())
+    assert data["status"] == "complete"
+    assert [row["kind"] for row in data["rows"]] == list(suite.KINDS)
+    for row in data["rows"]:
+        assert done.stdout.count(f"{row['case']} on 2 ranks") == 1  # one rank prints
+        assert row["failed"] == {}
+        assert set(row["contenders"]) == {"one device", "onepass heads", "onepass keys"}
+        assert row["planned"] in row["contenders"]
+        alone = row["contenders"]["one device"]
+        assert alone["error"] == 0
+        for name in ("onepass heads", "onepass keys"):
+            entry = row["contenders"][name]
+            assert entry["E"] == pytest.approx(alone["ms"] / 2 / entry["ms"], abs=1e-3)
+            assert entry["E_prime"] == pytest.approx(entry["own_calls_ms"] / entry["ms"], abs=1e-3)
+            assert entry["error"] < suite.TOLERANCE
+            assert entry["received_bytes"] > 0
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield suite.Ranks(torch.device("cpu"), 0, 1)
+    torch.distributed.destroy_process_group()
+
+
+def test_wrong_results_are_not_timed(one_rank, monkeypatch):
+    """A contender that is off beside one device is a failure, and so is the run."""
+    right = distributed.attention
+    monkeypatch.setattr(contenders.distributed, "attention", lambda *a, **k: _scaled(right(*a, **k)))
+    args = argparse.Namespace(rounds=1, sample_ms=0.1, peers=0, out=None)
+    case = suite.ContextCase("causal", 4, 2, 20, "fwd", 16)
+    row = suite.measure(case, args, one_rank)
+    assert set(row["contenders"]) == {"one device"}
+    assert set(row["failed"]) == {"onepass heads", "onepass keys"}
+    assert all("expected an error up to" in reason for reason in row["failed"].values())
+    assert suite.run([case], args, one_rank) == 1
+
+
+def _scaled(found):
+    return found * 1.1 if isinstance(found, torch.Tensor) else found
+
+
+def test_cases():
+    four = suite.cases(4)
+    assert len(four) == 28
+    assert {case.tokens for case in four} == {32768, 65536}
+    assert {case.tokens for case in four if case.kind == "window"} == {65536}
+    packed = next(case for case in four if case.kind == "packed")
+    lengths = torch.tensor(packed.offsets).diff()
+    assert packed.offsets[-1] == packed.tokens
+    assert lengths[:-1].min() >= 256
+    assert lengths.max() <= 16384
+    assert packed.offsets == packed.offsets
+
+
+def test_flops():
+    causal = suite.ContextCase("causal", 4, 2, 100, "fwd", 16)
+    assert causal.flops == 4 * 16 * 4 * 100 * 101 // 2
+    assert suite.ContextCase("causal", 4, 2, 100, "fwd+bwd", 16).flops == causal.flops * 7 // 2
+    assert suite.ContextCase("window", 4, 2, 100, "fwd", 16, window=1).flops == 4 * 16 * 4 * 100
+
+
+def test_shares():
+    case = suite.ContextCase("full", 4, 4, 64, "fwd", 16)
+    ms = {"one device": [8.0, 8.0], "onepass heads": [2.5, 2.5], "own": [2.0, 2.0]}
+    prepared = {name: suite.Prepared(lambda: None, lambda: None) for name in ms}
+    prepared["one device"].facts["peak_bytes"] = 4000
+    row = {"contenders": {}}
+    suite.fill(row, case, Samples(ms), prepared, {"onepass heads": "own"}, 4)
+    entry = row["contenders"]["onepass heads"]
+    assert (entry["E"], entry["E_prime"]) == (0.8, 0.8)
+    assert set(row["contenders"]) == {"one device", "onepass heads"}
+    assert row["peak_limit_bytes"] == 1000 + 2 * (2 * 64 * 4 * 16 * 2) // 16
+
+
+def test_without_torchrun(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit, match="expected a process of torchrun"):
+        suite.main(["--device", "cpu", "--smoke"])
