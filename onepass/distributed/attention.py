@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..api.attention import AttentionOutput, autocast_inputs
 from ..geometry import philox
@@ -89,6 +90,9 @@ def attention(
     return AttentionOutput(out, lse) if return_lse else out
 
 
+HEADS_AT_A_TIME = 8  # in `row_stats`, so that float32 copies of few heads are in memory
+
+
 @dataclass
 class Call:
     """A call, beside the tensors that may have gradients."""
@@ -115,6 +119,7 @@ class _Attention(torch.autograd.Function):
         return out, lse.contiguous()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
         dout, dlse = gradients
         if dout is None and dlse is None:
@@ -150,14 +155,19 @@ def batch_first(t: Tensor, plan: ContextPlan) -> Tensor:
 
 def row_stats(call: Call, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """(rows, batch, heads, 2): lse, and the gradient of lse less dout . out, all that a backward needs of out."""
-    plan, accum = call.plan, lse.dtype
-    delta = torch.linalg.vecdot(rows_first(dout, plan).to(accum), rows_first(out, plan).to(accum))
-    if call.terms.sinks is not None:  # out of a row that saw a sink alone is 0, whatever dout is
-        delta = torch.where((rows_first(out, plan) != 0).any(-1), delta, 0.0)
-    own = -delta
+    plan = call.plan
+    out, dout = rows_first(out, plan), rows_first(dout, plan)
+    stats = lse.new_empty((*lse.shape, 2))
+    stats[..., 0] = lse
+    for first in range(0, lse.shape[2], HEADS_AT_A_TIME):
+        heads = slice(first, first + HEADS_AT_A_TIME)
+        delta = torch.linalg.vecdot(dout[:, :, heads].to(lse.dtype), out[:, :, heads].to(lse.dtype))
+        if call.terms.sinks is not None:  # out of a row that saw a sink alone is 0, whatever dout is
+            delta = torch.where((out[:, :, heads] != 0).any(-1), delta, 0.0)
+        stats[:, :, heads, 1] = -delta
     if dlse is not None:
-        own = own + (dlse.t()[:, None] if plan.is_packed else dlse.permute(2, 0, 1)).to(accum)
-    return torch.stack((lse, own), -1)
+        stats[..., 1] += dlse.t()[:, None] if plan.is_packed else dlse.permute(2, 0, 1)
+    return stats
 
 
 class Pipeline:
