@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import platform
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from rich.table import Table
 
 import onepass
@@ -17,53 +19,97 @@ from ..kernels.config.arch import unproven
 from .console import TABLE_STYLE, make_console
 
 
-def info() -> None:
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
     """List devices, versions, backends and what they compute, and the peers that a benchmark would find."""
-    console = make_console()
+    found = gather()
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        show(found)
+
+
+def gather() -> dict[str, Any]:
+    """What the command shows. The library itself answers, so that it cannot say more than a call would do."""
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-
-    versions = Table("", "version", title="Versions", **TABLE_STYLE)
-    versions.add_row("onepass", onepass.__version__)
-    versions.add_row("torch", torch.__version__)
-    versions.add_row("python", platform.python_version())
-    for name, version in package_versions().items():
-        versions.add_row(name, version)
-    console.print(versions)
-
-    table = Table("device", "name", "memory", title="Devices", **TABLE_STYLE)
-    table.add_row("cpu", f"{cpu_model()}, {torch.get_num_threads()} threads", "")
-    for device in devices[1:]:
-        properties = torch.cuda.get_device_properties(device)
-        capability = f"sm_{properties.major}{properties.minor}"
-        table.add_row(device, f"{properties.name}, {capability}", f"{properties.total_memory / 2**30:.0f} GiB")
-    console.print(table)
-    for device in devices[1:]:
-        if (words := unproven(torch.device(device))) is not None:
-            console.print(f"{device}: {words}.", style="yellow", markup=False)
-    if (chosen := choice.current()) is not None:
-        console.print(f"backend of calls that name none: {chosen}, as {choice.VARIABLE} says", markup=False)
-
-    # The library itself answers, so that these tables cannot say more than a call would do.
+    versions = {"onepass": onepass.__version__, "torch": torch.__version__, "python": platform.python_version()}
     probes = _probes()
-    table = Table("backend", *devices, title="Backends, asked for bfloat16 attention without options", **TABLE_STYLE)
-    for name in backends.backends():
-        answers = [onepass.supports(**probes["bfloat16"](device), backend=name) for device in devices]
-        table.add_row(name, *(f"{'yes' if a.ok else 'no'}: {a.reason}" for a in answers))
-    console.print(table)
 
-    table = Table("", *devices, title="Which backend computes what", **TABLE_STYLE)
-    for feature, probe in probes.items():
-        answers = [onepass.supports(**probe(device)) for device in devices]
-        table.add_row(feature, *(a.backend if a.ok else f"no: {a.reason}" for a in answers))
-    console.print(table)
+    def answer(arguments: dict[str, Any], backend: str | None = None) -> dict[str, Any]:
+        support = onepass.supports(**arguments, backend=backend)
+        return {"ok": support.ok, "backend": support.backend, "reason": support.reason}
 
-    table = Table("peer", "what", "here", title="Peers for the bench", **TABLE_STYLE)
+    return {
+        "versions": versions | dict(package_versions()),
+        "devices": {device: _describe(device) for device in devices},
+        "unproven": {device: words for device in devices[1:] if (words := unproven(torch.device(device))) is not None},
+        "chosen_backend": choice.current(),
+        "backends": {
+            name: {device: answer(probes["bfloat16"](device), name) for device in devices}
+            for name in backends.backends()
+        },
+        "features": {
+            feature: {device: answer(probe(device)) for device in devices} for feature, probe in probes.items()
+        },
+        "peers": _peers(devices),
+    }
+
+
+def _describe(device: str) -> dict[str, Any]:
+    if device == "cpu":
+        return {"name": cpu_model(), "threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(device)
+    capability = f"sm_{properties.major}{properties.minor}"
+    return {"name": properties.name, "capability": capability, "memory_bytes": properties.total_memory}
+
+
+def _peers(devices: list[str]) -> dict[str, dict[str, str]]:
     found = {device: find_peers(device.partition(":")[0]) for device in devices[:2]}
+    peers = {}
     for name, peer in PEERS.items():
         found_there = [f for device, f in found.items() if device.startswith(peer.device_type)]
         reasons = [f.absent[name] for f in found_there if name in f.absent]
         here = reasons[0] if reasons else "yes" if found_there else f"no: needs {peer.device_type}"
-        table.add_row(name, peer.what, here)
+        peers[name] = {"what": peer.what, "here": here}
+    return peers
+
+
+def show(found: dict[str, Any]) -> None:
+    """Tables of what `gather` returns."""
+    console, devices = make_console(), list(found["devices"])
+    table = Table("", "version", title="Versions", **TABLE_STYLE)
+    for name, version in found["versions"].items():
+        table.add_row(name, version)
+    console.print(table)
+
+    table = Table("device", "name", "memory", title="Devices", **TABLE_STYLE)
+    for device, about in found["devices"].items():
+        if device == "cpu":
+            table.add_row(device, f"{about['name']}, {about['threads']} threads", "")
+        else:
+            memory = f"{about['memory_bytes'] / 2**30:.0f} GiB"
+            table.add_row(device, f"{about['name']}, {about['capability']}", memory)
+    console.print(table)
+    for device, words in found["unproven"].items():
+        console.print(f"{device}: {words}.", style="yellow", markup=False)
+    if found["chosen_backend"] is not None:
+        chosen = found["chosen_backend"]
+        console.print(f"backend of calls that name none: {chosen}, as {choice.VARIABLE} says", markup=False)
+
+    table = Table("backend", *devices, title="Backends, asked for bfloat16 attention without options", **TABLE_STYLE)
+    for name, answers in found["backends"].items():
+        table.add_row(name, *(f"{'yes' if a['ok'] else 'no'}: {a['reason']}" for a in answers.values()))
+    console.print(table)
+
+    table = Table("", *devices, title="Which backend computes what", **TABLE_STYLE)
+    for feature, answers in found["features"].items():
+        table.add_row(feature, *(a["backend"] if a["ok"] else f"no: {a['reason']}" for a in answers.values()))
+    console.print(table)
+
+    table = Table("peer", "what", "here", title="Peers for the bench", **TABLE_STYLE)
+    for name, peer in found["peers"].items():
+        table.add_row(name, peer["what"], peer["here"])
     console.print(table)
 
 

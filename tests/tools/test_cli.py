@@ -57,6 +57,34 @@ def test_info():
         assert "no: backend sm90: expected tensors on cuda, got cpu" in result.output
 
 
+def test_info_as_json():
+    found = json.loads(invoke("info", "--json").output)
+    assert found["versions"]["onepass"] == onepass.__version__
+    assert found["features"]["causal"]["cpu"]["backend"] == "tiled"
+    assert set(found["backends"]) == {"sm90", "sm80", "tiled"}
+
+
+def test_version():
+    result = invoke("--version")
+    assert (result.exit_code, result.output.strip()) == (0, onepass.__version__)
+
+
+@pytest.mark.parametrize("module", ["onepass", "onepass.cli"])
+def test_modules(module):
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == onepass.__version__
+
+
+def test_a_system_without_file_locks_can_compute():
+    """Windows has neither fcntl nor fork: onepass can be imported there, and `tiled` runs."""
+    code = (
+        "import os, sys, torch; sys.modules['fcntl'] = None; del os.register_at_fork; import onepass;"
+        "q = torch.randn(1, 5, 2, 8); print(onepass.attention(q, q, q, causal=True).shape)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "torch.Size([1, 5, 2, 8])"
+
+
 def test_info_says_no_where_the_library_does(monkeypatch):
     def supports(q, k, v, **options):
         return onepass.Support(False, "", "not today") if options.get("softcap") else onepass.Support(True, "tiled", "")

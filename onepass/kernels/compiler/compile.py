@@ -37,7 +37,8 @@ def _after_fork_in_child() -> None:
     _lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+if hasattr(os, "register_at_fork"):  # a POSIX system
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class CompileRequest(NamedTuple):

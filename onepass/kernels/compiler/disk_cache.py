@@ -15,7 +15,6 @@ SHA-256. Beside them lie <key>.lock and, while it is built, <key>.<pid>.part.o a
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -25,6 +24,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    fcntl = None  # type: ignore[assignment]
 
 _lock_files: set[IO[str]] = set()  # that are open, and may be locked
 
@@ -46,8 +50,11 @@ def cache_directory() -> Path:
 def make_usable(directory: Path) -> None:
     """Make the directory, private, if there is none.
 
-    Raises: OSError if it is another user's, if others may write to it, or if it cannot be written.
+    Raises: OSError if it is another user's, if others may write to it, if it cannot be written, or on a system without
+        file locks, such as Windows.
     """
+    if fcntl is None:
+        raise OSError("this system has no file locks that processes could share a cache by")
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     mode = stat.S_IMODE(check_owner(directory).st_mode)
     if mode & 0o022:
@@ -97,7 +104,8 @@ def _after_fork_in_child() -> None:
         _lock_files.pop().close()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+if hasattr(os, "register_at_fork"):  # a POSIX system
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
