@@ -88,11 +88,52 @@ def clear(
         console.print(f"kept {entry.key[:8]}: being built", markup=False)
 
 
-def _disk_cache() -> ModuleType:
+@app.command("export")
+def export_cache(file: Annotated[Path, typer.Argument(help="the archive to write, such as kernels.tar.gz")]) -> None:
+    """Write the compiled kernels into one file, for machines with the same versions and kind of CPU.
+
+    Exits with 1 if there are none, or the file cannot be written.
+    """
+    from ..kernels.compiler import cache_archive
+
+    disk_cache = _disk_cache()
     try:
-        from ..kernels.compiler import disk_cache
-    except ModuleNotFoundError as error:  # of fcntl: no kernel runs on such a system, either
-        fail(f"compiled kernels are not cached on this system: {error}", code=1)
+        entries = cache_archive.export_entries(disk_cache.cache_directory(), file)
+    except OSError as error:
+        fail(str(error), code=1)
+    if not entries:
+        fail(f"no compiled kernels in {disk_cache.cache_directory()}; {file} has none", code=1)
+    make_console().print(f"entries written to {file}: {len(entries)}, {_mib(file.stat().st_size)}", markup=False)
+
+
+@app.command("import")
+def import_cache(
+    file: Annotated[Path, typer.Argument(help="what onepass cache export wrote")],
+) -> None:
+    """Put the compiled kernels of an archive into the cache. They are machine code: import what you trust.
+
+    Exits with 1 if the archive cannot be read or an entry in it is broken.
+    """
+    from ..kernels.compiler import cache_archive
+
+    disk_cache = _disk_cache()
+    try:
+        found = cache_archive.import_entries(disk_cache.cache_directory(), file)
+    except (OSError, ValueError) as error:
+        fail(str(error), code=1)
+    console = make_console()
+    console.print(f"entries added: {len(found.added)}, there before: {len(found.present)}", markup=False)
+    for key, reason in found.broken.items():
+        console.print(f"not added {key[:8]}: {reason}", markup=False)
+    if found.broken:
+        raise typer.Exit(1)
+
+
+def _disk_cache() -> ModuleType:
+    from ..kernels.compiler import disk_cache
+
+    if disk_cache.fcntl is None:  # no kernel runs on such a system, either
+        fail("compiled kernels are not cached on this system, which has no file locks", code=1)
     return disk_cache
 
 

@@ -129,6 +129,16 @@ def test_the_entry_says_what_it_is(directory):
     assert about["compile_s"] >= 0
 
 
+def test_the_limit_holds_after_each_compile(directory, monkeypatch):
+    get(key=((("head_dim", 64),),))
+    size = disk_cache.entries(directory)[0].size_bytes
+    monkeypatch.setenv("ONEPASS_CACHE_LIMIT", str(2 * size + size // 2))
+    for head_dim in (72, 80, 88):
+        get(key=((("head_dim", head_dim),),))
+    assert len(disk_cache.entries(directory)) == 2
+    assert "88" in disk_cache.entries(directory)[-1].about["key"]
+
+
 def test_summaries():
     config = ForwardConfigSm90(tile_n=96, num_warpgroups=3, pingpong=False)
     assert compile.summary((KEY[0], config)) == "head_dim=64 causal; tile_n=96 num_warpgroups=3 pingpong=False"

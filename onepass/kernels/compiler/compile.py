@@ -157,6 +157,9 @@ def _build(entry: Path, name: str, key: tuple, arch: str, trace: Callable[[], tu
         }
 
     disk_cache.write(entry, export, about)
+    limit = disk_cache.size_limit()
+    if limit is not None:
+        disk_cache.prune(entry.parent, limit, keep=entry.stem)
 
 
 def _load(entry: Path) -> Callable | None:
@@ -174,6 +177,7 @@ def _load(entry: Path) -> Callable | None:
             raise
         return None  # the cache was cleared in between
     _keep_alive.append(module)
+    disk_cache.mark_used(entry)
     return getattr(module, SYMBOL)
 
 

@@ -241,6 +241,13 @@ def _problem(path: Path, files: list[Path]) -> str:
     return ""
 
 
+def _remove(entry: Entry, lock: Path) -> None:
+    """Remove the files of an entry whose lock is held."""
+    # the lock last: who waits for it looks for the file again
+    for file in sorted({*entry.files, lock}, key=lambda file: file == lock):
+        file.unlink(missing_ok=True)
+
+
 def clear(directory: Path) -> tuple[list[Entry], list[Entry]]:
     """Remove what `entries` lists: (removed, kept because they are being built). Other files are left alone.
 
@@ -251,11 +258,56 @@ def clear(directory: Path) -> tuple[list[Entry], list[Entry]]:
         lock = directory / f"{entry.key}.lock"
         try:
             with exclusive(lock, wait=False):
-                # the lock last, and while it is held: who waits for it looks for the file again
-                for file in sorted({*entry.files, lock}, key=lambda file: file == lock):
-                    file.unlink(missing_ok=True)
+                _remove(entry, lock)
         except BlockingIOError:
             kept.append(entry)
         else:
             removed.append(entry)
     return removed, kept
+
+
+# ---------------------------------------------------------------- a limit
+
+LIMIT = "ONEPASS_CACHE_LIMIT"
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def size_limit() -> int | None:
+    """$ONEPASS_CACHE_LIMIT in bytes: a number, or one with K, M or G behind it; None if it is not set.
+
+    Raises: ValueError for anything else.
+    """
+    text = os.environ.get(LIMIT, "").strip()
+    if not text:
+        return None
+    number, unit = (text[:-1], _UNITS[text[-1].upper()]) if text[-1].upper() in _UNITS else (text, 1)
+    if not number.isdecimal():
+        raise ValueError(f"{LIMIT}: expected a number of bytes, or one with K, M or G behind it, got {text!r}")
+    return int(number) * unit
+
+
+def mark_used(entry: Path) -> None:
+    """Note that an entry was loaded: entries that were not for the longest time go first."""
+    with contextlib.suppress(OSError):
+        os.utime(entry)
+
+
+def prune(directory: Path, limit: int, keep: str) -> list[Entry]:
+    """Remove what was not used for the longest time, until the cache is not larger than the limit.
+
+    Args: keep: the key of an entry that stays, whatever its size is. Returns: what was removed.
+    """
+    found = entries(directory)
+    total = sum(entry.size_bytes for entry in found)
+    removed = []
+    for entry in found:
+        if total <= limit:
+            break
+        if entry.key == keep:
+            continue
+        lock = directory / f"{entry.key}.lock"
+        with contextlib.suppress(BlockingIOError), exclusive(lock, wait=False):
+            _remove(entry, lock)
+            total -= entry.size_bytes
+            removed.append(entry)
+    return removed

@@ -1,0 +1,100 @@
+"""The cache in one file: compiled kernels for machines with the same versions and kind of CPU, such as containers."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import re
+import tarfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import disk_cache
+
+_NAME = re.compile(r"(?P<key>[0-9a-f]{32})\.(?P<kind>o|json)")
+
+
+class Imported(NamedTuple):
+    """Keys of the entries of an archive: what was added, what was there, and what is broken, with the reason."""
+
+    added: list[str]
+    present: list[str]
+    broken: dict[str, str]
+
+
+def export_entries(directory: Path, file: Path) -> list[disk_cache.Entry]:
+    """Write all intact entries into an archive (tar, gzip). Returns: these.
+
+    Raises: OSError if the directory is another user's, or the archive cannot be written.
+    """
+    intact = [entry for entry in disk_cache.entries(directory) if not entry.problem]
+    part = file.with_name(f"{file.name}.part")
+    try:
+        with tarfile.open(part, "w:gz") as archive:
+            for entry in intact:
+                for kind in ("o", "json"):
+                    content = disk_cache.read_private(directory / f"{entry.key}.{kind}")
+                    about = tarfile.TarInfo(f"{entry.key}.{kind}")
+                    about.size, about.mtime = len(content), int(entry.modified)
+                    archive.addfile(about, io.BytesIO(content))
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+    return intact
+
+
+def import_entries(directory: Path, file: Path) -> Imported:
+    """Put the entries of an archive into the cache. Entries that are there and intact stay as they are.
+
+    The objects are machine code that this user's processes will run: import archives of people you trust. Names in an
+    archive that are not those of entries are left alone, and nothing is written outside of the directory.
+
+    Raises: OSError if the archive cannot be read, or the cache cannot be used; ValueError if it is no archive.
+    """
+    contents: dict[str, dict[str, bytes]] = {}
+    try:
+        with tarfile.open(file, "r:gz") as archive:
+            for member in archive:
+                match = _NAME.fullmatch(member.name)
+                stream = archive.extractfile(member) if match and member.isfile() else None
+                if match and stream is not None:
+                    contents.setdefault(match["key"], {})[match["kind"]] = stream.read()
+    except tarfile.TarError as error:
+        raise ValueError(f"{file}: expected an archive of onepass cache export, got {error}") from None
+    disk_cache.make_usable(directory)
+    found = Imported([], [], {})
+    for key, files in contents.items():
+        entry = directory / f"{key}.o"
+        try:
+            about = _about(key, files)
+            with disk_cache.exclusive(entry.with_suffix(".lock")):
+                with contextlib.suppress(disk_cache.BrokenEntry):
+                    disk_cache.verify(entry)
+                    found.present.append(key)
+                    continue
+                _put(entry, files["o"], about)
+                found.added.append(key)
+        except disk_cache.BrokenEntry as error:
+            found.broken[key] = str(error)
+    return found
+
+
+def _put(entry: Path, content: bytes, about: dict[str, Any]) -> None:
+    disk_cache.write(entry, lambda path: path.write_bytes(content), lambda: about)
+
+
+def _about(key: str, files: dict[str, bytes]) -> dict[str, Any]:
+    """What an archive says of an entry, without what `disk_cache.write` adds. Raises: BrokenEntry with the reason."""
+    if set(files) != {"o", "json"}:
+        raise disk_cache.BrokenEntry(f"the archive has only its {', '.join(files)}")
+    try:
+        about = json.loads(files["json"])
+    except ValueError:
+        about = None
+    if not isinstance(about, dict) or about.get("entry") != key:
+        raise disk_cache.BrokenEntry("its .json cannot be read, or is another entry's")
+    if about.get("sha256") != hashlib.sha256(files["o"]).hexdigest():
+        raise disk_cache.BrokenEntry("the .o is not what the .json says")
+    return {name: value for name, value in about.items() if name not in ("entry", "sha256")}
