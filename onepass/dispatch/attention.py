@@ -9,6 +9,7 @@ from types import ModuleType
 
 import torch
 
+from .. import log
 from ..errors import UnsupportedError
 from ..kernels.compiler.compile import CompileRequest
 from ..kernels.config import LaunchConfig
@@ -182,6 +183,8 @@ def backward_requests(
 
 def prepare(name: str, problem: AttentionProblem, device: torch.device, tuning: LaunchConfig | None = None) -> Forward:
     """The backend's forward for calls of this problem, with all work done that does not depend on the tensors."""
+    if log.is_on():
+        log.say_once(f"forward by {name}: {problem.text}")
     backend = backends.BACKENDS[name]
     module = importlib.import_module(backend.forward)
     if backend.kernels is not None:
@@ -201,7 +204,10 @@ def forget_prepared() -> None:
 
 def load_backward(name: str, problem: AttentionProblem) -> ModuleType:
     """The module with the backward of this backend, or of the one that computes it instead."""
-    return importlib.import_module(backends.BACKENDS[backend_of_backward(name, problem)].backward)
+    computing = backend_of_backward(name, problem)
+    if log.is_on():
+        log.say_once(f"backward by {computing}: {problem.text}")
+    return importlib.import_module(backends.BACKENDS[computing].backward)
 
 
 def backend_of_backward(name: str, problem: AttentionProblem) -> str:

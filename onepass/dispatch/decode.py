@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from .. import log
 from ..kernels.compiler.compile import CompileRequest
 from ..kernels.config import LaunchConfig
 from ..problem.decode import DecodeInputs, DecodeProblem
@@ -82,7 +83,14 @@ def load_decode(name: str, device: torch.device) -> Callable:
     return importlib.import_module(MODULES[name]).decode
 
 
+def _say(name: str, problem: DecodeProblem) -> None:
+    if log.is_on():
+        pages = "" if problem.page_size is None else f", pages of {problem.page_size}"
+        log.say_once(f"attention over a cache by {name}: {problem.attention.text}{pages}")
+
+
 def prepare_decode(name: str, problem: DecodeProblem, device: torch.device) -> Callable:
     """inputs -> (out, lse) of a backend, for calls of this problem without `check_values`."""
+    _say(name, problem)
     module = importlib.import_module(MODULES[name])
     return functools.partial(module.decode, problem) if name == "tiled" else module.prepare(problem, device)

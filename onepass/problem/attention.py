@@ -255,6 +255,27 @@ class AttentionProblem:
         )
 
     @property
+    def text(self) -> str:
+        """The problem in a line, for people."""
+        pairs = (self.num_heads_q, self.num_heads_kv), (self.head_dim, self.head_dim_v)
+        heads, head_dim = (f"{a}" if a == b else f"{a}/{b}" for a, b in pairs)
+        left, right = self.mask.window_left, self.mask.window_right
+        options = {
+            "causal": (left, right) == (None, 0),
+            f"window ({left}, {right})": not self.mask.is_full and (left, right) != (None, 0),
+            f"softcap {self.softcap}": self.softcap is not None,
+            "sinks": self.has_sinks,
+            "seqused_k": self.has_seqused_k,
+            "packed": self.is_packed,
+            "deterministic": self.deterministic,
+            "FP8": self.quantization is not None,
+            self.modifiers_named: self.has_modifiers,
+        }
+        given = ", ".join(name for name, is_given in options.items() if is_given)
+        sizes = f"batch {self.batch}, seqlen {self.seqlen_q} x {self.seqlen_k}, heads {heads}, head_dim {head_dim}"
+        return f"{str(self.dtype).removeprefix('torch.')}, {sizes}{', ' * bool(given)}{given}"
+
+    @property
     def qhead_per_kvhead(self) -> int:
         """The number of query heads of a kv head; 1 if there are no query heads, so that it can be a divisor."""
         return self.num_heads_q // self.num_heads_kv if self.num_heads_q else 1

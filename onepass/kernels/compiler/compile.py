@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ... import log
 from . import disk_cache, sources
 
 SYMBOL = "onepass_kernel"
@@ -74,7 +75,11 @@ def get(name: str, key: tuple, arch: str, trace: Callable[[], tuple]) -> Callabl
         with _lock:
             kernel = _kernels.get(fingerprint)  # another thread may have got it meanwhile
             if kernel is None:
+                started = time.perf_counter()
                 kernel = _kernels[fingerprint] = _get_from_disk(fingerprint, name, key, arch, trace)
+                if log.is_on():
+                    seconds = time.perf_counter() - started
+                    log.say_once(f"kernel {name} for {arch} ready after {seconds:.2f} s: {summary(key)}")
     return kernel
 
 

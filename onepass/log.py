@@ -1,0 +1,29 @@
+"""What onepass says of its work, if it is asked: ONEPASS_LOG=1, or the level INFO of the logger "onepass".
+
+Each message comes once a process: which backend computes a problem, and which kernels were compiled or loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+
+VARIABLE = "ONEPASS_LOG"
+logger = logging.getLogger("onepass")
+
+if os.environ.get(VARIABLE, "0") not in ("", "0"):
+    _handler = logging.StreamHandler()
+    _handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    logger.addHandler(_handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def is_on() -> bool:
+    return logger.isEnabledFor(logging.INFO)
+
+
+@functools.lru_cache(maxsize=4096)
+def say_once(message: str) -> None:
+    logger.info(message)

@@ -1,0 +1,69 @@
+"""ONEPASS_LOG=1 says which backend runs a call, once for each problem."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import onepass
+from onepass import log
+
+CODE = """
+import onepass, torch
+q = torch.randn(1, 9, 4, 8, requires_grad=True)
+k = torch.randn(1, 9, 2, 8)
+for _ in range(3):
+    onepass.attention(q, k, k, causal=True).sum().backward()
+lengths = torch.tensor([5], dtype=torch.int32)
+onepass.attention_decode(q.detach()[:, :1], k, k, cache_seqlens=lengths, window=(3, None))
+"""
+
+
+def run(value):
+    environment = {**os.environ, "ONEPASS_LOG": value}
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True, env=environment)
+    return done.stderr.splitlines()
+
+
+def test_a_line_for_each_problem():
+    problem = "float32, batch 1, seqlen 9 x 9, heads 4/2, head_dim 8, causal"
+    assert run("1") == [
+        f"onepass: forward by tiled: {problem}",
+        f"onepass: backward by tiled: {problem}",
+        "onepass: attention over a cache by tiled: float32, batch 1, seqlen 1 x 9, heads 4/2, head_dim 8, "
+        "window (3, 0), seqused_k",
+    ]
+
+
+def test_nothing_unless_it_is_asked_for():
+    assert run("0") == []
+
+
+def test_by_logging(caplog):
+    log.say_once.cache_clear()
+    q = torch.randn(1, 5, 2, 8)
+    onepass.attention(q, q, q, softcap=2.5)
+    assert caplog.records == []
+    with caplog.at_level(logging.INFO, "onepass"):
+        onepass.attention(q, q, q, softcap=2.0, dropout_p=0.5)
+    assert [record.getMessage() for record in caplog.records] == [
+        "forward by tiled: float32, batch 1, seqlen 5 x 5, heads 2, head_dim 8, softcap 2.0, dropout_p"
+    ]
+
+
+@pytest.mark.parametrize("name", ["head_dim_v", "packed"])
+def test_problems_in_words(name):
+    q, v = torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 4)
+    call = {"q": q, "k": q, "v": v}
+    if name == "packed":
+        offsets = torch.tensor([0, 5], dtype=torch.int32)
+        call = {key: t[0] for key, t in call.items()} | {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    from onepass.api.calls import problem_of_call
+
+    problem = problem_of_call("warmup", call, None)[0]
+    assert (
+        problem.text == f"float32, batch 1, seqlen 5 x 5, heads 2, head_dim 8/4{', packed' if name == 'packed' else ''}"
+    )
