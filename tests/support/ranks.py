@@ -59,7 +59,7 @@ def _rank(rank: int, num_ranks: int, store: str, results: Any, device: str, func
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     try:
         on_gpu = {}
         if device == "cuda":
@@ -79,6 +79,7 @@ def _rank(rank: int, num_ranks: int, store: str, results: Any, device: str, func
         results.put((rank, None, traceback.format_exc()))
 
 
-def _loopback() -> str:
+def loopback() -> str:
+    """The network interface of this machine alone, for gloo, which otherwise looks up the machine's name."""
     names = [name for _, name in socket.if_nameindex()]
     return "lo" if "lo" in names else names[0]

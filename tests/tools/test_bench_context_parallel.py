@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import loopback
 
 from onepass import distributed
 from onepass.bench.suites import context_parallel as suite
@@ -23,7 +24,7 @@ def test_command_on_two_ranks(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     arguments = ["bench", "context-parallel", "--device", "cpu", "--rounds", "2", "--peers", "none"]
     command = [*launcher, "-m", "onepass.cli", *arguments, "--json", str(path)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback()}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     data = json.loads(path.read_text())

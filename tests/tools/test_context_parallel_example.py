@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import loopback
 
 transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
@@ -21,7 +22,7 @@ def losses_of_example(num_ranks: int, *arguments: str) -> list[float]:
     command = [sys.executable, *(launcher if num_ranks > 1 else []), str(EXAMPLE), "--device", "cpu"]
     command += ["--tokens", str(TOKENS), "--steps", str(STEPS)]
     command += ["--learning-rate", str(LEARNING_RATE), *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback()}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
