@@ -85,27 +85,28 @@ def _supports(q: Any, k: Any, v: Any, arguments: dict[str, Any], backend: str | 
 
 
 def warmup(
-    calls: Mapping[str, Any] | AttentionProblem | Iterable[Mapping[str, Any] | AttentionProblem],
+    calls: Mapping[str, Any] | AttentionProblem | Iterable[Mapping[str, Any] | AttentionProblem] | None = None,
     *,
     backend: str | None = None,
     workers: int | None = None,
     gradients: bool = False,
+    **call: Any,
 ) -> list[CompiledKernel]:
     """Compile the kernels of calls to come, several at a time, into the disk cache and this process.
 
-        onepass.warmup([dict(q=(2, 4096, 32, 128), k=(2, 4096, 8, 128), v=(2, 4096, 8, 128), dtype=torch.bfloat16,
-                             causal=True)])
+        onepass.warmup(q=(2, 4096, 32, 128), k=(2, 4096, 8, 128), v=(2, 4096, 8, 128), causal=True,
+                       dtype=torch.bfloat16)
 
     One kernel serves many calls. It does not depend on strides. It depends on lengths (a backward also on the batch and
     the number of heads) only through the choice of its configuration. The number of heads of q that share a head of k
     is compiled in.
 
     Args:
-        calls: one or several; for each, the arguments of `attention`, `attention_varlen` or (with cache_seqlens)
-            `attention_decode` by name, or an `AttentionProblem`. In place of a tensor the arguments may have its shape,
-            or a tensor on the "meta" device: both stand for a tensor on this machine's GPU, aligned to 16 bytes. With
-            shapes, `dtype` is given once for all tensors that are neither integers nor always float32, and
-            `cache_dtype` for caches of another dtype.
+        calls: several calls, or one; without it the keyword arguments are one call. For each, the arguments of
+            `attention`, `attention_varlen` or (with cache_seqlens) `attention_decode` by name, or an
+            `AttentionProblem`. In place of a tensor the arguments may have its shape, or a tensor on the "meta" device:
+            both stand for a tensor on this machine's GPU, aligned to 16 bytes. With shapes, `dtype` is given once for
+            all tensors that are neither integers nor always float32, and `cache_dtype` for caches of another dtype.
         backend: backend of the calls that name none. "sm90" compiles for Hopper wherever the compiler is installed,
             even without a GPU, for machines with the same CPU that get this cache directory; "sm80" compiles for this
             machine's GPU; None = the backend that the calls would run on here.
@@ -123,19 +124,33 @@ def warmup(
         workers = check_int("workers", workers, "an int of at least 1 or None", least=1)
     gradients = check_flag("gradients", gradients)
     jobs: list[pool.Job] = []
-    for call in calls_of(calls):
-        arguments = {} if isinstance(call, AttentionProblem) else dict(call)
+    for one in calls_of(given_calls("warmup", calls, call)):
+        arguments = {} if isinstance(one, AttentionProblem) else dict(one)
         if decode_calls.is_decode(arguments):
             requested = choice.named(arguments.pop("backend", backend))
             decode_problem, inputs = decode_calls.problem_of("warmup", decode_calls.with_tensors(arguments))
             jobs += jobs_of_decode(decode_problem, inputs, requested)
             continue
-        problem, requested, tuning, may_have_dlse = problem_of_call("warmup", call, backend)
+        problem, requested, tuning, may_have_dlse = problem_of_call("warmup", one, backend)
         name = dispatch.require_to_compile(problem, requested, tuning)
         if name is not None:
             has_dlse = () if not gradients else (False, True) if may_have_dlse else (False,)
             jobs += jobs_of(name, problem, tuning, has_dlse)
     return pool.compile_all(jobs, workers)
+
+
+def given_calls(function: str, calls: Any, call: dict[str, Any]) -> Any:
+    """The calls that a function such as `warmup` was given: as its argument, or one by keyword arguments.
+
+    Raises: TypeError for both, or neither.
+    """
+    if calls is not None and call:
+        raise TypeError(
+            f"{function}: expected calls, or the arguments of one call by name, got both: {', '.join(call)}"
+        )
+    if calls is None and not call:
+        raise TypeError(f"{function}: expected calls, or the arguments of one call by name, got neither")
+    return call if calls is None else calls
 
 
 def calls_of(calls: Any) -> list[Mapping[str, Any] | AttentionProblem]:

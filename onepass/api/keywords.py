@@ -19,8 +19,8 @@ _ELSEWHERE = {
     "onepass.compat.sdpa has torch's alignment",
     "scale": "it is called softmax_scale here",
     "sm_scale": "it is called softmax_scale here",
-    "attn_mask": "causal, window, seqused_k and packed sequences say which keys are visible; "
-    "onepass.compat.sdpa takes a mask",
+    "attn_mask": "causal, window, lengths, key_ranges and packed sequences say which keys are visible, and bias is "
+    "added to scores; onepass.compat.sdpa takes a mask",
     "enable_gqa": "it is always on here: leave it out",
     "query": "it is called q here",
     "key": "it is called k here",
@@ -30,7 +30,10 @@ _ELSEWHERE = {
     "learnable_sink": "it is called sinks here",
     "block_table": "it is called page_table here, an argument of attention_decode",
     "cache_batch_idx": "onepass.compat.flash_attn.flash_attn_with_kvcache takes it",
-    "cache_leftpad": "onepass has no left-padded caches",
+    "cache_leftpad": "it is called seqstart_k here",
+    "leftpad_k": "it is called seqstart_k here",
+    "attention_chunk": "key_ranges says it here",
+    "seqused_q": "onepass.compat.flash_attn_3 takes it",
     "cu_seqlens": "it is called cu_seqlens_q and cu_seqlens_k here, arguments of attention_varlen",
     "max_seqlen": "it is called max_seqlen_q and max_seqlen_k here, arguments of attention_varlen",
     "return_attn_probs": "return_lse=True also returns lse; the probabilities never exist in memory",

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..api.calls import calls_of, problem_of_call
+from ..api.calls import calls_of, given_calls, problem_of_call
 from ..dispatch import attention as dispatch
 from ..dispatch import backends
 from ..errors import UnsupportedError
@@ -24,16 +24,17 @@ __all__ = ["Candidate", "TuningResult", "tasks_of", "tune"]
 
 
 def tune(
-    calls: Mapping[str, Any] | AttentionProblem | Iterable[Mapping[str, Any] | AttentionProblem],
+    calls: Mapping[str, Any] | AttentionProblem | Iterable[Mapping[str, Any] | AttentionProblem] | None = None,
     *,
     backend: str | None = None,
     gradients: bool = False,
     workers: int | None = None,
+    **call: Any,
 ) -> list[TuningResult]:
     """Time other configurations of the kernels of calls to come, and let such calls use the fastest from now on.
 
-        (found,) = onepass.tune(dict(q=(4, 4096, 16, 128), k=(4, 4096, 16, 128), v=(4, 4096, 16, 128),
-                                     dtype=torch.bfloat16, causal=True))
+        (found,) = onepass.tune(q=(4, 4096, 16, 128), k=(4, 4096, 16, 128), v=(4, 4096, 16, 128),
+                                dtype=torch.bfloat16, causal=True)
         print(found.config, found.speedup)
 
     For each pass there are at most 24 candidates: the heuristics' choice, the other rows of the heuristics' tables, and
@@ -44,8 +45,9 @@ def tune(
     `ONEPASS_TUNED=0` in the environment no call uses it.
 
     Args:
-        calls: one call or several, each as `onepass.warmup` takes it: the arguments of `attention` or
-            `attention_varlen` by name, with shapes or tensors, whose values do not matter; or an `AttentionProblem`.
+        calls: several calls, or one; without it the keyword arguments are one call. Each is as `onepass.warmup` takes
+            it: the arguments of `attention` or `attention_varlen` by name, with shapes or tensors, whose values do not
+            matter; or an `AttentionProblem`.
         backend: the backend of calls that name none; None means the one that they would run on (see `use_backend`).
         gradients: whether to tune the kernels of their backward passes, too, where there are any.
         workers: processes that compile at the same time; None means one per CPU.
@@ -58,7 +60,7 @@ def tune(
     """
     if workers is not None:
         workers = check_int("workers", workers, "an int of at least 1 or None", least=1)
-    tasks = tasks_of(calls, backend, gradients)
+    tasks = tasks_of(given_calls("tune", calls, call), backend, gradients)
 
     from .tuner import Machine, tune_all
 

@@ -48,6 +48,18 @@ def test_calls_in_every_form_need_the_same_kernel(compiled):
     assert [kernel.was_cached for kernel in onepass.warmup([PROBLEM], backend="sm90")] == [True]
 
 
+def test_one_call_by_keyword_arguments(compiled):
+    """The calling style of attention and supports; a call by itself is the same one in a list."""
+    made = onepass.warmup(**CALL, causal=True, backend="sm90", workers=1, gradients=False)
+    again = onepass.warmup([CALL | {"causal": True}], backend="sm90")
+    assert [kernel.problem for kernel in made] == [kernel.problem for kernel in again]
+    for arguments, error in ((CALL, "got neither"), ({"calls": [CALL], **CALL}, "got both: q, k, v, dtype")):
+        given = {} if error == "got neither" else arguments
+        for function in (onepass.warmup, onepass.tune):
+            with pytest.raises(TypeError, match=f"{function.__name__}: expected calls, .*, {error}"):
+                function(**given)
+
+
 def test_one_kernel_each_in_the_order_of_the_calls(compiled):
     config = ForwardConfigSm90(tile_n=96)
     calls = [CALL, CALL | {"sinks": (32,)}, CALL | {"tuning": config}, CALL, CALL | {"causal": True, "window": (9, 0)}]

@@ -25,6 +25,7 @@ HINTS = {
     "is_causal": "it is called causal here, and aligned at the bottom right",
     "scale": "it is called softmax_scale here",
     "attn_mask": "onepass.compat.sdpa takes a mask",
+    "cache_leftpad": "it is called seqstart_k here",
     "enable_gqa": "it is always on here",
     "window_size": "it is called window here",
     "block_table": "it is called page_table here, an argument of attention_decode",
