@@ -83,4 +83,5 @@ def main():
                     sys.exit(f"{name} {backend} {dtype}: expected an error up to {2 * of_torch}, got {error}")
 
 
-main()
+if __name__ == "__main__":
+    main()
