@@ -100,9 +100,9 @@ def make_layout(name: LayoutName, num_ranks: int, cu_seqlens: Sequence[int], mas
     return _balanced(num_ranks, cu_seqlens, mask)
 
 
-def _cut(total: int, parts: int, index: int) -> int:
-    """Where part `index` of `total` tokens begins; parts differ by one token at most."""
-    return total * index // parts
+def _cut(total: int, count: int, index: int) -> int:
+    """Where piece `index` of `count` pieces of `total` tokens begins; they differ by one token at most."""
+    return total * index // count
 
 
 def _runs(pieces: list[tuple[int, int]]) -> tuple[Run, ...]:

@@ -49,8 +49,8 @@ class Options:
     backend: str | None = None
 
 
-class Part(NamedTuple):
-    """A call of one step: rows of its buffers, and where they stand.
+class RunCall(NamedTuple):
+    """A dense call for one run of a step's queries: rows of its buffers, and where they stand.
 
     Attributes:
         queries, keys: rows of the buffers.
@@ -98,10 +98,10 @@ class LocalCalls:
             return out[:, None], lse.t()[:, None]
         out = q.new_empty((*q.shape[:3], kv.shape[-1] - self.head_dim))
         lse = q.new_empty(q.shape[:3], dtype=accum_dtype(q.dtype))
-        for part in self._parts():
-            part_out, part_lse = self._run(*self._dense_inputs(part, q, kv))
-            out[slice(*part.queries)] = part_out.transpose(0, 1)
-            lse[slice(*part.queries)] = part_lse.permute(2, 0, 1)
+        for call in self._run_calls():
+            own_out, own_lse = self._run(*self._dense_inputs(call, q, kv))
+            out[slice(*call.queries)] = own_out.transpose(0, 1)
+            lse[slice(*call.queries)] = own_lse.permute(2, 0, 1)
         return out, lse
 
     def backward(
@@ -125,18 +125,18 @@ class LocalCalls:
             return dq[:, None], torch.cat((dk, dv), -1)[:, None].to(dkv_dtype)
         dq = torch.empty_like(q)
         dkv = torch.zeros_like(kv, dtype=dkv_dtype)
-        for part in self._parts():
-            rows, keys = slice(*part.queries), slice(*part.keys)
-            inputs, mask = self._dense_inputs(part, q, kv)
-            part_lse, part_dlse = (t[rows].permute(1, 2, 0) for t in (lse, dlse))
-            part_dout = dout[rows].transpose(0, 1)
-            part_dq, part_dk, part_dv, *terms = self._run_backward(inputs, mask, part_dout, part_lse, part_dlse, sums)
-            dq[rows] = part_dq.transpose(0, 1)
-            dkv[keys] += torch.cat((part_dk, part_dv), -1).transpose(0, 1)
-            self._add_terms(sums, terms, part)
+        for call in self._run_calls():
+            rows, keys = slice(*call.queries), slice(*call.keys)
+            inputs, mask = self._dense_inputs(call, q, kv)
+            own_lse, own_dlse = (t[rows].permute(1, 2, 0) for t in (lse, dlse))
+            own_dout = dout[rows].transpose(0, 1)
+            own_dq, own_dk, own_dv, *terms = self._run_backward(inputs, mask, own_dout, own_lse, own_dlse, sums)
+            dq[rows] = own_dq.transpose(0, 1)
+            dkv[keys] += torch.cat((own_dk, own_dv), -1).transpose(0, 1)
+            self._add_terms(sums, terms, call)
         return dq, dkv
 
-    def _add_terms(self, sums: TermGradients, found: Sequence[Tensor | None], part: Part | None) -> None:
+    def _add_terms(self, sums: TermGradients, found: Sequence[Tensor | None], call: RunCall | None) -> None:
         dsinks, dslopes, dbias = found
         if sums.sinks is not None and dsinks is not None:
             sums.sinks[self.heads] += dsinks
@@ -147,17 +147,17 @@ class LocalCalls:
             else:
                 own += dslopes
         if sums.bias is not None and dbias is not None:
-            own = sums.bias[(None,) * (4 - sums.bias.dim())] if part is not None else sums.bias
+            own = sums.bias[(None,) * (4 - sums.bias.dim())] if call is not None else sums.bias
             own = _heads(own, -3, self.heads)
-            if part is not None and own.shape[-1] > 1:
-                own = own[..., part.first_key : part.first_key + part.keys.size]
+            if call is not None and own.shape[-1] > 1:
+                own = own[..., call.first_key : call.first_key + call.keys.size]
             own += dbias
 
     # ---------------------------------------------------------------- inputs
 
-    def _parts(self) -> list[Part]:
+    def _run_calls(self) -> list[RunCall]:
         """A call for each run of queries, so that masks are windows and few calls need positions."""
-        parts = []
+        found = []
         for segment in self.plan.segments(self.step):
             row = segment.query_row
             for run in segment.runs:
@@ -165,9 +165,9 @@ class LocalCalls:
                 key_row = segment.key_row + keys.start - segment.keys.start
                 queries = Run(row, row + run.size)
                 shift = (run.start - keys.start) - (keys.size - run.size)
-                parts.append(Part(queries, Run(key_row, key_row + keys.size), run.start, keys.start, shift))
+                found.append(RunCall(queries, Run(key_row, key_row + keys.size), run.start, keys.start, shift))
                 row += run.size
-        return parts
+        return found
 
     def _keys_of(self, run: Run, keys: Run) -> Run:
         """The keys of a segment that one of its runs sees."""
@@ -175,30 +175,30 @@ class LocalCalls:
             return keys
         return visible_keys(run, keys, self.mask) if self.terms.seqused_k is None else keys
 
-    def _dense_inputs(self, part: Part, q: Tensor, kv: Tensor) -> tuple[Inputs, Mask]:
-        rows, keys = slice(*part.queries), slice(*part.keys)
-        total, count = self.plan.num_tokens, part.keys.size
+    def _dense_inputs(self, call: RunCall, q: Tensor, kv: Tensor) -> tuple[Inputs, Mask]:
+        rows, keys = slice(*call.queries), slice(*call.keys)
+        total, count = self.plan.num_tokens, call.keys.size
         q, kv = q[rows].transpose(0, 1), kv[keys].transpose(0, 1)
         k, v = kv[..., : self.head_dim], kv[..., self.head_dim :]
         used = self.terms.seqused_k
-        is_whole = part.queries.size == count == total
+        is_whole = call.queries.size == count == total
         positions = None
         mask = self.mask
         if not is_whole and (self.needs_positions or used is not None):
-            end = part.first_query + part.queries.size
-            positions = torch.arange(part.first_query, end, device=q.device, dtype=torch.int32)[None]
+            end = call.first_query + call.queries.size
+            positions = torch.arange(call.first_query, end, device=q.device, dtype=torch.int32)[None]
             if used is not None:
                 positions = positions + (used[:, None] - total)
-            positions = positions - part.first_key
-        elif part.shift:
-            mask = _shifted(mask, part.shift)
-        used = None if used is None else (used - part.first_key).clamp(0, count)
+            positions = positions - call.first_key
+        elif call.shift:
+            mask = _shifted(mask, call.shift)
+        used = None if used is None else (used - call.first_key).clamp(0, count)
         starts = self.terms.seqstart_k
-        starts = None if starts is None else (starts - part.first_key).clamp(0, count)
+        starts = None if starts is None else (starts - call.first_key).clamp(0, count)
         ranges = self.terms.key_ranges
         if ranges is not None:
-            tokens = slice(part.first_query, part.first_query + part.queries.size)
-            ranges = (_heads(ranges, 1, self.heads)[:, :, tokens] - part.first_key).contiguous()
+            tokens = slice(call.first_query, call.first_query + call.queries.size)
+            ranges = (_heads(ranges, 1, self.heads)[:, :, tokens] - call.first_key).contiguous()
         slopes = self.terms.alibi_slopes
         slopes = None if slopes is None else slopes[..., self.heads]
         bias = self.terms.bias
@@ -206,7 +206,7 @@ class LocalCalls:
             bias = bias[(None,) * (4 - bias.dim())]
             bias = _heads(bias, 1, self.heads)
             if bias.shape[-1] > 1:
-                bias = bias[..., part.first_key : part.first_key + count]
+                bias = bias[..., call.first_key : call.first_key + count]
         state = self.terms.dropout_state
         return self._inputs(q, k, v, None, None, used, Modifiers(starts, ranges, positions, slopes, bias, state)), mask
 

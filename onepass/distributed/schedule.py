@@ -20,7 +20,7 @@ from .layout import Layout, OwnedRun, Run, documents, visible_keys
 
 
 class Step(NamedTuple):
-    """A part of the work, between two exchanges.
+    """Some of the heads: an exchange of rows, and the computation with them.
 
     Attributes:
         width: ranks that share queries; a divisor of the number of ranks.
@@ -145,7 +145,7 @@ class Schedule:
         return range(first, first + step.width)
 
     def sums_keys(self) -> bool:
-        """Whether several ranks, or several steps, have parts of the gradient of one key."""
+        """Whether the gradient of one key is a sum over several ranks or steps."""
         return any(s.width < self.layout.num_ranks or s.heads % self.qhead_per_kvhead for s in self.steps)
 
     def queries(self, step: Step, rank: int) -> list[OwnedRun]:

@@ -12,7 +12,11 @@ CALLS = 24
     [
         (3, 0),
         (4, 0),
-        *(pytest.param(n, first, marks=pytest.mark.slow) for n in (1, 2, 4, 8) for first in (100 * n, 100 * n + CALLS)),
+        *(
+            pytest.param(n, first, marks=pytest.mark.slow)
+            for n in (1, 2, 4, 6, 8)
+            for first in (100 * n, 100 * n + CALLS)
+        ),
     ],
 )
 def test_random_calls(num_ranks, first):

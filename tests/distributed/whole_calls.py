@@ -8,12 +8,14 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import onepass
 from onepass import distributed
 
 INT32 = torch.int32
+MESH = "mesh"  # in place of an engine: rows of two or three ranks, where they divide the ranks
 WITH_GRADIENT = ("sinks", "alibi_slopes", "bias")
 
 
@@ -84,7 +86,7 @@ def random_call(seed: int, dtype: torch.dtype = torch.float64) -> WholeCall:
         "tokens": tokens,
         "num_heads_q": heads,
         "num_heads_kv": kv_heads,
-        "engine": rng.choice(["heads", "keys", None]),
+        "engine": rng.choice(["heads", "keys", MESH, None]),
         "layout": rng.choice([None, None, *distributed.layout.LAYOUTS]),
         "chunks": rng.choice([1, 2, 8]),
         "keep_gathered": given(0.3),
@@ -170,7 +172,10 @@ def on_one_device(call: WholeCall) -> dict[str, Tensor]:
 
 def on_ranks(call: WholeCall, group: Any = None) -> dict[str, Tensor]:
     """The same from this rank's part of it, with all tokens of all ranks."""
-    plan = distributed.plan(group=group, **call.plan)
+    num_ranks = dist.get_world_size(group)
+    in_rows = next((n for n in (2, 3) if n < num_ranks and num_ranks % n == 0), 1)
+    arguments = call.plan | ({"engine": in_rows} if call.plan.get("engine") == MESH else {})
+    plan = distributed.plan(group=group, **arguments)
     tokens_dim, lse_dim = (0, 1) if call.is_packed else (1, 2)
     leaves = leaves_of(call, {name: plan.shard(t, tokens_dim) for name, t in call.tensors.items()})
     options = call.options | {name: leaves[name] for name in WITH_GRADIENT if name in leaves}
