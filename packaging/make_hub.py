@@ -71,7 +71,7 @@ def write_hub(folder: Path) -> list[Path]:
 
 
 def digest(folder: Path) -> str:
-    """Of all files and their names."""
+    """The SHA-256 of all files of a folder and their names."""
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.is_file():

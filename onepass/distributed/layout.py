@@ -38,7 +38,7 @@ class OwnedRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Who owns which tokens.
+    """The tokens that each rank owns.
 
     Attributes:
         runs: for each rank its runs, which ascend and do not touch each other. Its tensors have their tokens in this

@@ -1,4 +1,4 @@
-"""Who computes which heads for which queries, in which order, and which rows travel for it.
+"""The schedule of a plan: each rank's heads and queries in each step, and the rows that travel for them.
 
 A rank computes a step's heads for a step's queries. The ranks are dealt into rows of `width` ranks; the ranks of a row
 share their queries, and deal the heads of the step among themselves. With width = P every rank has all queries and its

@@ -217,20 +217,22 @@ def _packed_by_positions(position_ids: Tensor | None, q: Tensor, k: Tensor) -> T
     """Offsets of the packed sequences that positions tell of; None if there is only one.
 
     transformers infers sequences from positions only for a single row, and only if all keys are present. All layers of
-    a forward get the same tensor of positions. It keeps the answer, so that one layer alone reads it from the device.
+    a forward get the same tensor of positions. It keeps the answer until it is written to, so that one layer alone
+    reads it from the device.
     """
     seqlen = q.shape[1]
     if position_ids is None or tuple(position_ids.shape) != (1, seqlen) or seqlen == 1 or k.shape[:2] != (1, seqlen):
         return None
     if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
-    known: tuple[Tensor | None] | None = getattr(position_ids, _KNOWN_OFFSETS, None)
-    if known is None:
+    version = None if position_ids.is_inference() else position_ids._version  # such tensors do not count their changes
+    known: tuple[int | None, Tensor | None] | None = getattr(position_ids, _KNOWN_OFFSETS, None)
+    if known is None or version is None or known[0] != version:
         is_start = position_ids.diff(dim=-1) != 1
         offsets = cu_seqlens_of(torch.nn.functional.pad(is_start.cumsum(-1), (1, 0)))
-        known = (offsets if len(offsets) > 2 else None,)
+        known = version, offsets if len(offsets) > 2 else None
         setattr(position_ids, _KNOWN_OFFSETS, known)
-    return known[0]
+    return known[1]
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, options: dict[str, Any]) -> Tensor:

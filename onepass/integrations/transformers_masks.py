@@ -85,7 +85,7 @@ def padding_mask(
 
 
 class RealKeys(NamedTuple):
-    """Of each row: its first real key and the end of its real keys, (batch,) int64, and whether all between are real.
+    """The first real key of each row, the end of its real keys, (batch,) int64, and whether all between are real.
 
     A row without real keys has both at its end.
     """

@@ -16,6 +16,21 @@ BACKENDS = ("flash", "flash_varlen", "_flash_varlen_3")
 SEQLEN, SEQLEN_TEXT, TEXT_DIM = 64, 24, 32
 
 
+def make_model():
+    torch.manual_seed(0)
+    return FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=2,
+        attention_head_dim=32,
+        num_attention_heads=4,
+        joint_attention_dim=TEXT_DIM,
+        pooled_projection_dim=TEXT_DIM,
+        axes_dims_rope=[8, 12, 12],
+    )
+
+
 def model_and_gradient(model, dtype, backend):
     """The output of a model and the gradient of its input."""
     model = copy.deepcopy(model).to(dtype)
@@ -59,18 +74,7 @@ def largest_error(found, expected):
 def main():
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    torch.manual_seed(0)
-    model = FluxTransformer2DModel(
-        patch_size=1,
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=2,
-        attention_head_dim=32,
-        num_attention_heads=4,
-        joint_attention_dim=TEXT_DIM,
-        pooled_projection_dim=TEXT_DIM,
-        axes_dims_rope=[8, 12, 12],
-    )
+    model = make_model()
     calls = {"model": lambda *arguments: model_and_gradient(model, *arguments), "padded": padded_and_gradients}
     for name, call in calls.items():
         expected = call(torch.float64, "native")

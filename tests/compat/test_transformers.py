@@ -162,7 +162,7 @@ def test_a_mask_of_four_dimensions(decoders, kind):
 
 
 def test_dropout_in_training(decoders):
-    """The same seed gives the same result, and the mean of many is that without dropout."""
+    """Equal seeds give equal results, and the mean over many seeds is the result without dropout."""
     _, model = decoders
     module = Layer()
     q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
@@ -219,6 +219,21 @@ PACKED = (4, 1, 6)
 
 def packed_positions():
     return torch.cat([torch.arange(n) for n in PACKED])[None]
+
+
+def test_positions_that_change_in_place():
+    """A tensor of positions keeps what was found in it until it is written to."""
+    q, k = torch.randn(1, 4, SEQLEN, 8), torch.randn(1, 2, SEQLEN, 8)
+    positions = packed_positions()
+    packed, again = (attention_forward(Layer(), q, k, k, None, position_ids=positions)[0] for _ in range(2))
+    assert torch.equal(packed, again)
+    positions.copy_(torch.arange(SEQLEN))
+    whole = attention_forward(Layer(), q, k, k, None, position_ids=positions)[0]
+    assert torch.equal(whole, attention_forward(Layer(), q, k, k, None)[0])
+    assert not torch.allclose(whole, packed)
+    with torch.inference_mode():
+        found = attention_forward(Layer(), q, k, k, None, position_ids=packed_positions())[0]
+    torch.testing.assert_close(found, packed)
 
 
 @pytest.mark.parametrize("use_cache", [False, True])

@@ -139,6 +139,13 @@ def test_the_limit_holds_after_each_compile(directory, monkeypatch):
     assert "88" in disk_cache.entries(directory)[-1].about["key"]
 
 
+def test_a_bad_limit_is_refused_before_the_compile(directory, monkeypatch):
+    monkeypatch.setenv("ONEPASS_CACHE_LIMIT", "much")
+    with pytest.raises(ValueError, match="ONEPASS_CACHE_LIMIT"):
+        get()
+    assert compiles(directory) == 0
+
+
 def test_summaries():
     config = ForwardConfigSm90(tile_n=96, num_warpgroups=3, pingpong=False)
     assert compile.summary((KEY[0], config)) == "head_dim=64 causal; tile_n=96 num_warpgroups=3 pingpong=False"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import math
 import time
 import weakref
@@ -131,12 +132,13 @@ def largest_buffers(rank: int, chunks: int) -> tuple[int, int]:
     plan = distributed.plan(512, causal=False, engine="keys", chunks=chunks, num_heads_q=16, num_heads_kv=16)
     leaves = [plan.shard(t, 1).requires_grad_() for t in qkv(512, 16, 16)]
     alive: dict[int, int] = {}
+    numbers = itertools.count()
     most = [0]
     send = engine.send_keys
 
     def watching(*args: Any) -> Any:
         pending, buffer = send(*args)
-        key = id(buffer.untyped_storage())
+        key = next(numbers)
         alive[key] = buffer.nbytes
         weakref.finalize(buffer, alive.pop, key, None)
         most[0] = max(most[0], sum(alive.values()))

@@ -171,7 +171,7 @@ def on_one_device(call: WholeCall) -> dict[str, Tensor]:
 
 
 def on_ranks(call: WholeCall, group: Any = None) -> dict[str, Tensor]:
-    """The same from this rank's part of it, with all tokens of all ranks."""
+    """What `on_one_device` returns, computed by all ranks from their shards and brought together."""
     num_ranks = dist.get_world_size(group)
     in_rows = next((n for n in (2, 3) if n < num_ranks and num_ranks % n == 0), 1)
     arguments = call.plan | ({"engine": in_rows} if call.plan.get("engine") == MESH else {})

@@ -144,7 +144,7 @@ def test_logits_and_gradients_of_padded_batches(called, name, version, side):
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_sequences(called, name, version):
-    """As DataCollatorWithFlattening packs them; each gives the logits that it gives alone."""
+    """Sequences that DataCollatorWithFlattening would pack: each gives the logits that it gives alone."""
     sequences = [row[:n] for row, n in zip(tokens().cpu(), LENGTHS, strict=True)]
     collator = transformers.DataCollatorWithFlattening()
     batch = collator([{"input_ids": s.tolist(), "labels": s.tolist()} for s in sequences])

@@ -16,18 +16,7 @@ def test_flux_transformer():
     spec = importlib.util.spec_from_file_location("diffusers_model", MODEL)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    torch.manual_seed(0)
-    model = script.FluxTransformer2DModel(
-        patch_size=1,
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=2,
-        attention_head_dim=32,
-        num_attention_heads=4,
-        joint_attention_dim=script.TEXT_DIM,
-        pooled_projection_dim=script.TEXT_DIM,
-        axes_dims_rope=(8, 12, 12),
-    )
+    model = script.make_model()
     expected = script.model_and_gradient(model, torch.float64, "native")
     with torch_sdpa.activate("cpu"):
         found = script.model_and_gradient(model, torch.float32, "native")

@@ -123,6 +123,25 @@ def test_refused_calls_go_to_the_kernel_that_was_there(active, monkeypatch):
     assert torch_sdpa.fallbacks() == {(CPU_OPERATOR, "not today"): 2, (f"{CPU_OPERATOR}_backward", "not today"): 1}
 
 
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_forward_and_backward_by_different_kernels(is_ours, counted):
+    """out and lse say all that a backward needs, whoever computed them."""
+    leaves = [t.requires_grad_() for t in qkv()]
+    expected = results(lambda *t: F.scaled_dot_product_attention(*t, is_causal=True), *qkv())
+    if is_ours:
+        torch_sdpa.activate("cpu")
+    out = F.scaled_dot_product_attention(*leaves, is_causal=True)
+    if is_ours:
+        torch_sdpa.deactivate()
+    else:
+        torch_sdpa.activate("cpu")
+    found = [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+    torch_sdpa.deactivate()
+    assert counted == {"forward": int(is_ours), "backward": int(not is_ours)}
+    for actual, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual, right, rtol=1e-4, atol=1e-5)
+
+
 def test_devices():
     for devices in ("tpu", (), ("cpu", "xla")):
         with pytest.raises(ValueError, match="devices: expected some of"):

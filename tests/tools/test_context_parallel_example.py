@@ -29,7 +29,7 @@ def losses_of_example(num_ranks: int, *arguments: str) -> list[float]:
 
 
 def losses_of_transformers() -> list[float]:
-    """The same training by transformers alone, on one device, with its own attention and its own shift of labels."""
+    """Losses of this training by transformers alone, on one device, with its own attention and shift of labels."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=1024,

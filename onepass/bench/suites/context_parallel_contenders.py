@@ -1,4 +1,4 @@
-"""Who computes attention over ranks in the suite `context_parallel`: onepass, torch, ring-flash-attn and yunchang."""
+"""The contenders of the suite `context_parallel`: onepass, torch, ring-flash-attn and yunchang."""
 
 from __future__ import annotations
 

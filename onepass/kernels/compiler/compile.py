@@ -145,6 +145,7 @@ def _shared(entry: Path, name: str, key: tuple, arch: str, trace: Callable[[], t
 
 
 def _build(entry: Path, name: str, key: tuple, arch: str, trace: Callable[[], tuple]) -> None:
+    limit = disk_cache.size_limit()  # raises before seconds of work
     started = time.perf_counter()
     compiled = compile_now(arch, trace)
 
@@ -162,7 +163,6 @@ def _build(entry: Path, name: str, key: tuple, arch: str, trace: Callable[[], tu
         }
 
     disk_cache.write(entry, export, about)
-    limit = disk_cache.size_limit()
     if limit is not None:
         disk_cache.prune(entry.parent, limit, keep=entry.stem)
 
