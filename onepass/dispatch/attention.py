@@ -61,7 +61,7 @@ def _choose(problem: AttentionProblem, requested: str | None, device: torch.devi
     support = backends.first_that_runs(
         requested, problem.device_type, lambda name: backends.refusal(name, problem, device)
     )
-    if not support.ok or support.backend == "tiled":
+    if not support.ok or support.backend not in backends.WITH_KERNELS:
         return support
     return support._replace(reason=support.reason + _gradient_backend_note(support.backend, problem))
 

@@ -42,6 +42,7 @@ _LAUNCH = f"{PACKAGE}.kernels.launch"
 BACKENDS = {
     "sm90": Backend(f"{_LAUNCH}.forward_sm90", f"{_LAUNCH}.backward_sm90", "Hopper kernels (CuTe DSL)"),
     "sm80": Backend(f"{_LAUNCH}.forward_sm80", f"{_LAUNCH}.backward_sm80", "Ampere kernels (CuTe DSL)"),
+    "cpu": Backend(f"{PACKAGE}.cpu", f"{PACKAGE}.cpu"),
     "tiled": Backend(f"{PACKAGE}.tiled", f"{PACKAGE}.tiled"),
 }
 WITH_KERNELS = ("sm90", "sm80")
@@ -79,26 +80,33 @@ def first_that_runs(requested: str | None, device_type: str, refusal_of: Callabl
     """The first backend that does not refuse a call. A requested backend runs or is refused.
 
     Args:
-        refusal_of: (name of a backend with kernels) -> why it does not run the call, or None if it does.
+        refusal_of: (name of a backend but `tiled`) -> why it does not run the call, or None if it does.
     """
     requested, words = named_backend(requested)
     if requested is not None and (reason := choice.refusal(requested)) is not None:
         return Support(False, str(requested), f"backend: {reason}")
     refusals = ""
     if requested != "tiled":
-        for name in WITH_KERNELS if requested is None else (requested,):
+        candidates = ("cpu",) if device_type == "cpu" else WITH_KERNELS
+        for name in candidates if requested is None else (requested,):
             reason = refusal_of(name)
             if reason is None:
-                return Support(True, name, f"{BACKENDS[name].kernels}{refusals}")
+                return Support(True, name, f"{BACKENDS[name].kernels or 'C++ attention of torch'}{refusals}")
             if requested is not None:
                 return Support(False, name, f"backend {name}{words}: {reason}")
             refusals += f"; {name}: {reason}"
-    because = f" ({refusals[2:]})" if device_type == "cuda" and requested is None else ""
+    because = f" ({refusals[2:]})" if refusals else ""
     return Support(True, "tiled", f"plain PyTorch tiles run on any torch device, here {device_type}{because}")
 
 
 def refusal(name: str, problem: AttentionProblem, device: torch.device | None) -> str | None:
-    """Why the kernels of a backend do not run this problem; None if they do."""
+    """Why a backend but `tiled` does not run this problem; None if it does."""
+    if name == "cpu":
+        return (
+            f"expected tensors on cpu, got {problem.device_type}"
+            if problem.device_type != "cpu"
+            else _refusal_cpu(problem)
+        )
     return device_refusal(name, problem, device) or compiler_refusal() or unsupported_by(name, problem)
 
 
@@ -127,6 +135,12 @@ def compiler_refusal() -> str | None:
 
 
 # The functions below import in their bodies and not with importlib, because torch.compile traces them.
+
+
+def _refusal_cpu(problem: AttentionProblem) -> str | None:
+    from ..cpu.operators import unsupported
+
+    return unsupported(problem)
 
 
 def unsupported_by(name: str, problem: AttentionProblem) -> str | None:

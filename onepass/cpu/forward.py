@@ -1,0 +1,58 @@
+"""The forward pass on a CPU: out and lse by torch's C++ operator."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .. import tiled
+from ..problem import AttentionProblem, Inputs
+from ..problem.outputs import empty_outputs, in_order_of, without_keys
+from ..tiled.merge import merge_in_torch
+from ..tiled.sequences import sequences
+from . import operators
+from .regions import Region, regions
+
+
+def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """out and lse of a call, as `onepass.tiled.forward` gives them."""
+    results = _by_operators(problem, inputs) if operators.are_exact(problem) else None
+    return tiled.forward(problem, inputs) if results is None else results
+
+
+def _by_operators(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+    """None: a result is not finite."""
+    q, k, v = inputs[:3]
+    if not (problem.is_packed or problem.has_seqused_k):
+        found = regions(problem.mask, problem.seqlen_q, problem.seqlen_k)
+        if len(found) == 1 and found[0].num_queries == problem.seqlen_q and not problem.is_empty:
+            whole = _region(problem, found[0], q, k, v)
+            return None if whole is None else (in_order_of(whole[0], q), whole[1])
+    out, lse = without_keys(*empty_outputs(problem, inputs), None, None)
+    for piece in sequences(problem, inputs):
+        q_rows, k_rows, v_rows = piece.rows(q), piece.cols(k), piece.cols(v)
+        if 0 in q_rows.shape:
+            continue
+        found = regions(problem.mask, q_rows.shape[1], k_rows.shape[1])
+        partials = [_region(problem, region, q_rows, k_rows, v_rows) for region in found]
+        if None in partials:
+            return None
+        if partials:
+            _write(piece.rows(out), piece.stats(lse), found, partials)
+    return out, lse
+
+
+def _region(problem: AttentionProblem, region: Region, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+    """out and lse of the region's queries over its keys alone; None if a hidden key may have reached them."""
+    q, k, v = q[:, region.queries], k[:, region.keys], v[:, region.keys]
+    out, lse = operators.forward(q, k, v, problem.softmax_scale, region.is_causal)
+    return (out, lse) if operators.is_finite(*((lse, out) if region.is_causal else (lse,))) else None
+
+
+def _write(out: Tensor, lse: Tensor, found: tuple[Region, ...], partials: list) -> None:
+    """Write the results of a sequence, merged where a row has two."""
+    rows = found[0].queries
+    (first, first_lse), *second = partials
+    if second:
+        first, first_lse = merge_in_torch([p[0] for p in partials], [p[1] for p in partials])
+    out[:, rows].copy_(first)
+    lse[:, :, rows].copy_(first_lse)
