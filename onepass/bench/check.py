@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import reference
 from ..testing.budget import GRADIENT_FACTOR, OUT_FACTOR, Comparison, compare
+from ..testing.rounding import floor_of_out
 from .cases import Case, Inputs
 
 # A peer that rounds more often than onepass is still a peer: the check is there to find wrong results, which are off by
@@ -130,6 +132,7 @@ class Oracle:
         plain_dtype = torch.float32 if case.torch_dtype == torch.float64 else case.torch_dtype
         self._exact = [expected_rows(case, inputs, s, torch.float64) for s in self.samples]
         self._plain = [expected_rows(case, inputs, s, plain_dtype) for s in self.samples]
+        self._floors = [_floor(case, inputs, s) for s in self.samples] if case.seqlen_q == 1 else None
 
     def compare(self, results: Mapping[str, Tensor], is_peer: bool) -> list[Comparison]:
         """One Comparison for each tensor of `results` (as `Prepared.results` gives them)."""
@@ -146,8 +149,20 @@ class Oracle:
                     picked = tensor[sample.batch, sample.keys.to(tensor.device), sample.kv_head]
                 actual.append(picked)
             exact, plain = (_as_heads([rows[name] for rows in samples]) for samples in (self._exact, self._plain))
-            rows.append(compare(name, _as_heads(actual), exact, plain, factor, block_rows=SAMPLED_BLOCK))
+            floor = 0.0 if self._floors is None else _as_heads(self._floors)
+            rows.append(compare(name, _as_heads(actual), exact, plain, factor, floor, block_rows=SAMPLED_BLOCK))
         return rows
+
+
+def _floor(case: Case, inputs: Inputs, sample: Sample) -> Tensor:
+    """`floor_of_out` of the one query of each head of a sample, (group, 1, head_dim_v)."""
+    group = case.heads_q // case.heads_kv
+    entry, head = slice(sample.batch, sample.batch + 1), slice(sample.kv_head, sample.kv_head + 1)
+    q = inputs.q[entry, :, sample.kv_head * group : (sample.kv_head + 1) * group]
+    k, v = (x[entry, :, head] for x in (inputs.k, inputs.v))
+    options = {"window": case.window}
+    oracle = reference.attention(q, k, v, compute_dtype=torch.float64, **options)
+    return floor_of_out(case.torch_dtype, q, k, v, oracle, **options)[0].transpose(0, 1)
 
 
 def _as_heads(samples: list[Tensor]) -> Tensor:

@@ -24,8 +24,8 @@ def _by_operators(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Te
     q, k, v = inputs[:3]
     if not (problem.is_packed or problem.has_seqused_k):
         found = regions(problem.mask, problem.seqlen_q, problem.seqlen_k)
-        if len(found) == 1 and found[0].num_queries == problem.seqlen_q and not problem.is_empty:
-            whole = _region(problem, found[0], q, k, v)
+        if len(found) == 1 and found[0].covers(problem.seqlen_q, problem.seqlen_k) and not problem.is_empty:
+            whole = _attention(problem, q, k, v, found[0].is_causal)
             return None if whole is None else (in_order_of(whole[0], q), whole[1])
     out, lse = without_keys(*empty_outputs(problem, inputs), None, None)
     for piece in sequences(problem, inputs):
@@ -33,7 +33,9 @@ def _by_operators(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Te
         if 0 in q_rows.shape:
             continue
         found = regions(problem.mask, q_rows.shape[1], k_rows.shape[1])
-        partials = [_region(problem, region, q_rows, k_rows, v_rows) for region in found]
+        partials = [
+            _attention(problem, q_rows[:, r.queries], k_rows[:, r.keys], v_rows[:, r.keys], r.is_causal) for r in found
+        ]
         if None in partials:
             return None
         if partials:
@@ -41,11 +43,12 @@ def _by_operators(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Te
     return out, lse
 
 
-def _region(problem: AttentionProblem, region: Region, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-    """out and lse of the region's queries over its keys alone; None if a hidden key may have reached them."""
-    q, k, v = q[:, region.queries], k[:, region.keys], v[:, region.keys]
-    out, lse = operators.forward(q, k, v, problem.softmax_scale, region.is_causal)
-    return (out, lse) if operators.is_finite(*((lse, out) if region.is_causal else (lse,))) else None
+def _attention(
+    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor] | None:
+    """out and lse of the queries and keys of a region; None if a hidden key may have reached them."""
+    out, lse = operators.forward(q, k, v, problem.softmax_scale, is_causal)
+    return (out, lse) if operators.is_finite(*((lse, out) if is_causal else (lse,))) else None
 
 
 def _write(out: Tensor, lse: Tensor, found: tuple[Region, ...], partials: list) -> None:

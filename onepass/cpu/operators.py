@@ -61,7 +61,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> t
     shape, is_folded = q.shape, _can_fold(q, k, v)
     q, k, v = (_heads_second(t, is_folded) for t in (q, k, v))
     out, lse = _forward(q, k, v, 0.0, is_causal, attn_mask=None, scale=scale)
-    return _heads_third(out, shape), lse.reshape(shape[0], shape[2], shape[1]).contiguous()
+    return _heads_third(out, shape), lse.reshape(shape[0], shape[2], shape[1]).contiguous().data
 
 
 def backward(
@@ -93,8 +93,8 @@ def _can_fold(*tensors: Tensor) -> bool:
     """
     num_heads = tensors[0].shape[2]
     return all(
-        t.shape[2] == num_heads
-        and t.stride(1) < t.stride(2)
+        t.stride(1) < t.stride(2)
+        and t.shape[2] == num_heads
         and (t.shape[0] == 1 or t.stride(0) == num_heads * t.stride(2))
         for t in tensors
     )
@@ -109,8 +109,11 @@ def _heads_second(t: Tensor, is_folded: bool) -> Tensor:
 
 
 def _heads_third(t: Tensor, shape: torch.Size) -> Tensor:
-    """What `_heads_second` gave, as (batch, seqlen, num_heads, head_dim)."""
+    """What `_heads_second` gave, as (batch, seqlen, num_heads, head_dim).
+
+    It counts as no view (`.data`): a view that was made without a gradient must not be changed in place with one.
+    """
     batch, seqlen, num_heads, head_dim = shape
-    if t.shape[0] == batch and t.shape[1] == num_heads:
-        return t.transpose(1, 2)
-    return t.view(batch, num_heads, seqlen, head_dim).transpose(1, 2)
+    if t.shape[:2] != (batch, num_heads):
+        t = t.view(batch, num_heads, seqlen, head_dim)
+    return t.transpose(1, 2).data

@@ -20,6 +20,10 @@ class Region(NamedTuple):
     num_keys: int
     is_causal: bool
 
+    def covers(self, seqlen_q: int, seqlen_k: int) -> bool:
+        """Whether it holds all queries and keys of a sequence."""
+        return (self.num_queries, self.num_keys) == (seqlen_q, seqlen_k)
+
     @property
     def queries(self) -> slice:
         return slice(self.first_query, self.first_query + self.num_queries)

@@ -187,7 +187,7 @@ def prepare(name: str, problem: AttentionProblem, device: torch.device, tuning: 
         log.say_once(f"forward by {name}: {problem.text}")
     backend = backends.BACKENDS[name]
     module = importlib.import_module(backend.forward)
-    if backend.kernels is not None:
+    if backend.has_kernels:
         backends.warn_if_unproven(device)
         return module.prepare(problem, device, tuning)
     return functools.partial(module.forward, problem)

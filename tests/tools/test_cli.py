@@ -60,8 +60,8 @@ def test_info():
 def test_info_as_json():
     found = json.loads(invoke("info", "--json").output)
     assert found["versions"]["onepass"] == onepass.__version__
-    assert found["features"]["causal"]["cpu"]["backend"] == "tiled"
-    assert set(found["backends"]) == {"sm90", "sm80", "tiled"}
+    assert found["features"]["causal"]["cpu"]["backend"] == "cpu"
+    assert set(found["backends"]) == {"sm90", "sm80", "cpu", "tiled"}
 
 
 def test_version():
