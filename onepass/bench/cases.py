@@ -215,7 +215,17 @@ def _smoke() -> CaseSet:
     )
 
 
-_SETS = _paper(), _cpu(), _cpu("cpu-bf16", "bfloat16"), _window(), _memory(), _decode(), _decode_rows(), _decode_cpu(), _smoke()
+_SETS = (
+    _paper(),
+    _cpu(),
+    _cpu("cpu-bf16", "bfloat16"),
+    _window(),
+    _memory(),
+    _decode(),
+    _decode_rows(),
+    _decode_cpu(),
+    _smoke(),
+)
 CASE_SETS = {s.name: s for s in _SETS}
 
 

@@ -7,6 +7,7 @@ blocks, and their sums are float32.
 
 from __future__ import annotations
 
+import collections
 import itertools
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from .. import tiled
 from ..problem import AttentionProblem, Inputs
 from ..problem.outputs import empty_gradients, in_order_of
+from ..tiled.scratch import Scratch
 from ..tiled.sequences import head_groups, sequences
 from . import operators
 from .regions import Region, chunks, regions
@@ -55,13 +57,15 @@ def _by_operators(
         found = _regions(problem, problem.seqlen_q, problem.seqlen_k)
         if len(found) == 1 and found[0].covers(problem.seqlen_q, problem.seqlen_k):
             results = operators.backward(dout, q, k, v, out, lse, problem.softmax_scale, found[0].is_causal)
-            if found[0].is_causal and not operators.is_finite(*results):
+            if not operators.is_finite(*(results if found[0].is_causal else (lse,))):
                 return None
             dq, dk, dv = (in_order_of(t, like) for t, like in zip(results, (q, k, v), strict=True))
             return dq, dk, dv
     dq, dk, dv, _ = empty_gradients(inputs)
-    for t in (dq, dk, dv):
-        t.zero_()
+    if problem.is_packed or problem.has_seqused_k:
+        for t in (dq, dk, dv):  # tokens outside every sequence, and keys past seqused_k
+            t.zero_()
+    scratch = Scratch(q, problem.accum_dtype)
     for piece in sequences(problem, inputs):
         rows = [piece.rows(t) for t in (dout, q, out, dq)]
         cols = [piece.cols(t) for t in (k, v, dk, dv)]
@@ -71,7 +75,7 @@ def _by_operators(
         for group in head_groups(problem, rows[0].shape[0], _heads_together(problem, rows[0].shape[1])):
             group_rows = [group.q_rows(t).permute(0, 3, 1, 2, 4).flatten(2, 3) for t in rows]
             group_cols = [group.kv_rows(t).transpose(1, 2) for t in cols]
-            _group(problem, found, group_rows, group_cols, group.stats(piece.stats(lse)).flatten(1, 2))
+            _group(problem, found, group_rows, group_cols, group.stats(piece.stats(lse)).flatten(1, 2), scratch)
     return (dq, dk, dv) if operators.is_finite(dq, dk, dv) else None
 
 
@@ -96,24 +100,56 @@ def _group(
     rows: list[Tensor],  # dout, q, out, dq: (entries, seqlen_q, query heads, head_dim)
     cols: list[Tensor],  # k, v, dk, dv: (entries, seqlen_k, kv heads, head_dim)
     lse: Tensor,  # (entries, query heads, seqlen_q)
+    scratch: Scratch,
 ) -> None:
     """Adds up the regions' gradients, and writes dq, dk and dv."""
     dout, q, out, dq = rows
     k, v, dk, dv = cols
-    accum = problem.accum_dtype
-    sum_dq = torch.zeros(q.shape, dtype=accum)
-    for (first_key, num_keys), with_these_keys in itertools.groupby(found, lambda region: region[2:4]):
-        keys = slice(first_key, first_key + num_keys)
-        sums: list[Tensor] = []
+    counts = collections.Counter(region.first_query for region in found)
+    sums_dq = {r.first_query: _Sum(dq[:, r.queries], counts[r.first_query], scratch) for r in found}
+    dq[:, : min(counts, default=dq.shape[1])] = 0  # rows that see no key
+    for t in (dk, dv):  # keys that no row sees
+        t[:, max((region.keys.stop for region in found), default=0) :] = 0
+    for (first_key, num_keys), regions_of_keys in itertools.groupby(found, lambda region: region[2:4]):
+        keys, with_these_keys = slice(first_key, first_key + num_keys), list(regions_of_keys)
+        sum_dk, sum_dv = (_Sum(t[:, keys], len(with_these_keys), scratch) for t in (dk, dv))
         for region in with_these_keys:
             queries = region.queries
             tensors = dout[:, queries], q[:, queries], k[:, keys], v[:, keys], out[:, queries], lse[:, :, queries]
             results = operators.backward(*tensors, problem.softmax_scale, region.is_causal)
-            sum_dq[:, queries] += results[0]
-            if not sums:
-                sums = [t.to(accum) for t in results[1:]]
-            else:
-                for total, t in zip(sums, results[1:], strict=True):
-                    total += t
-        dk[:, keys], dv[:, keys] = sums
-    dq.copy_(sum_dq)
+            for total, result in zip((sums_dq[region.first_query], sum_dk, sum_dv), results, strict=True):
+                total.add(result)
+
+
+class _Sum:
+    """The sum of a known number of tensors, written to `target` when the last one has come.
+
+    Tensors of 16 bits are added in the buffers' dtype, float32. Two of them need no buffer: torch adds them in float32
+    and rounds once.
+    """
+
+    def __init__(self, target: Tensor, count: int, scratch: Scratch):
+        self.target, self.count, self.scratch = target, count, scratch
+        self.first: Tensor | None = None
+        self.total: Tensor | None = None
+
+    def add(self, t: Tensor) -> None:
+        self.count -= 1
+        if self.first is None:
+            self.first = t
+        elif self.total is None and self.count == 0:
+            torch.add(self.first, t, out=self.target)
+            return
+        else:
+            if self.total is None:
+                self.total = self.first.to(self.scratch.dtype)
+            self.total += self._converted(t)
+        if self.count == 0:
+            self.target.copy_(self.first if self.total is None else self.total)
+
+    def _converted(self, t: Tensor) -> Tensor:
+        """t in the buffers' dtype and its own order. To add another dtype, torch would make a new tensor each time."""
+        entries, rows, heads, head_dim = t.shape
+        if t.stride(1) < t.stride(2):
+            return self.scratch.empty("result", entries, heads, rows, head_dim).transpose(1, 2).copy_(t)
+        return self.scratch.empty("result", *t.shape).copy_(t)

@@ -46,9 +46,10 @@ def _by_operators(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Te
 def _attention(
     problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, is_causal: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """out and lse of the queries and keys of a region; None if a hidden key may have reached them."""
+    """out and lse of a region's queries and keys; None if a hidden key may have reached them, or a NaN was lost."""
     out, lse = operators.forward(q, k, v, problem.softmax_scale, is_causal)
-    return (out, lse) if operators.is_finite(*((lse, out) if is_causal else (lse,))) else None
+    is_right = operators.are_regular(lse) and (not is_causal or operators.is_finite(out))
+    return (out, lse) if is_right else None
 
 
 def _write(out: Tensor, lse: Tensor, found: tuple[Region, ...], partials: list) -> None:

@@ -85,6 +85,14 @@ def is_finite(*tensors: Tensor) -> bool:
     )
 
 
+def are_regular(lse: Tensor) -> bool:
+    """Whether every lse is finite and not 0.
+
+    The operator gives 0 to a row whose scores are all -inf, or NaN among fewer keys than a vector register holds.
+    """
+    return math.isfinite(float((lse / lse).sum()))
+
+
 def _can_fold(*tensors: Tensor) -> bool:
     """Whether heads can count as batch entries.
 

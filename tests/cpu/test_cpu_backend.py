@@ -137,14 +137,18 @@ def test_any_strides(make, count):
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
-@pytest.mark.parametrize("lengths", [(40, 40), (20, 40), (40, 20)], ids=str)
-def test_special_values_reach_only_what_depends_on_them(name, value, lengths):
-    """Under a causal mask the operators spread a NaN of a hidden key; what comes out is what `tiled` computes."""
+@pytest.mark.parametrize("mask", [Mask(), Mask(None, 0)], ids=["full", "causal"])
+@pytest.mark.parametrize("lengths", [(40, 40), (20, 40), (40, 20), (5, 5), (5, 3), (600, 600)], ids=str)
+def test_special_values_reach_only_what_depends_on_them(name, value, lengths, mask):
+    """Under a causal mask the operators spread a NaN of a hidden key, and among few keys they lose one of a query.
+
+    What comes out is what `tiled` computes.
+    """
     q, k, v = qkv(*lengths, dtype=torch.float64)
     tensors = {"q": q, "k": k, "v": v, "dout": torch.randn_like(q)}
     t = tensors[name]
     t[0, 3 * t.shape[1] // 4, 1, 5] = value
-    problem, inputs = problem_of(q, k, v, Mask(None, 0)), AttentionInputs(q, k, v)
+    problem, inputs = problem_of(q, k, v, mask), AttentionInputs(q, k, v)
     out, lse = expected = tiled.forward(problem, inputs)
     actual = cpu.forward(problem, inputs)
     expected += tiled.backward(problem, inputs, out, lse, tensors["dout"], None)
@@ -152,6 +156,17 @@ def test_special_values_reach_only_what_depends_on_them(name, value, lengths):
     for mine, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(mine, theirs, equal_nan=True, rtol=1e-12, atol=1e-13)
     assert out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("seqlen", [3, 16, 40])
+@pytest.mark.parametrize("mask", [Mask(), Mask(None, 0)], ids=["full", "causal"])
+@pytest.mark.parametrize("queries", [NAN, 1.0], ids=["NaN", "-inf"])
+def test_rows_without_a_finite_score(seqlen, mask, queries):
+    q, k, v = qkv(seqlen, seqlen, dtype=torch.float64)
+    q[0, -1], k[..., 0] = queries, -INF
+    problem, inputs = problem_of(q.abs(), k, v, mask), AttentionInputs(q.abs(), k, v)
+    for mine, theirs in zip(cpu.forward(problem, inputs), tiled.forward(problem, inputs), strict=True):
+        torch.testing.assert_close(mine, theirs, equal_nan=True, rtol=1e-12, atol=1e-13)
 
 
 def test_the_operator_alone_spreads_them():

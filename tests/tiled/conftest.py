@@ -1,4 +1,4 @@
-"""These tests name the backend `tiled`. What holds for any data has to hold for a CPU's own choice, too (onepass/cpu)."""
+"""These tests name the backend `tiled`. What holds for any data holds for a CPU's own choice, too (onepass/cpu)."""
 
 import pytest
 
