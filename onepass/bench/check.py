@@ -164,10 +164,10 @@ def _floors(case: Case, inputs: Inputs, sample: Sample) -> dict[str, Tensor]:
     group, device = case.heads_q // case.heads_kv, inputs.q.device
     if group * len(sample.queries) * case.seqlen_k > _MOST_PAIRS:
         return {}
-    entry, rows = slice(sample.batch, sample.batch + 1), sample.queries.to(device)
+    rows = sample.queries.to(device)
     heads = slice(sample.kv_head * group, (sample.kv_head + 1) * group)
-    q, dout = (x.detach()[entry, rows, heads] for x in (inputs.q, inputs.dout))
-    k, v = (x.detach()[entry, :, sample.kv_head : sample.kv_head + 1] for x in (inputs.k, inputs.v))
+    q, dout = (x[sample.batch][None, rows, heads].detach() for x in (inputs.q, inputs.dout))
+    k, v = (x[sample.batch, :, sample.kv_head].detach()[None, :, None] for x in (inputs.k, inputs.v))
     positions = (rows + (case.seqlen_k - case.seqlen_q)).int()[None]
     options: dict[str, Any] = {"causal": case.causal, "window": case.window, "q_positions": positions}
     oracle = reference.attention(q, k, v, compute_dtype=torch.float64, **options)

@@ -20,7 +20,7 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _by_operators(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
-    """None: a result is not finite."""
+    """None: a result is not finite, or rounding partial results to 16 bits would add to its error."""
     q, k, v = inputs[:3]
     if not (problem.is_packed or problem.has_seqused_k):
         found = regions(problem.mask, problem.seqlen_q, problem.seqlen_k)
@@ -33,6 +33,8 @@ def _by_operators(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Te
         if 0 in q_rows.shape:
             continue
         found = regions(problem.mask, q_rows.shape[1], k_rows.shape[1])
+        if len(found) > 1 and problem.dtype.itemsize == 2:
+            return None
         partials = [
             _attention(problem, q_rows[:, r.queries], k_rows[:, r.keys], v_rows[:, r.keys], r.is_causal) for r in found
         ]
