@@ -177,7 +177,7 @@ def attention_decode(
             to the capacity of the cache, and a page that the cache does not have is read as its nearest one and never
             written.
         return_lse: also return lse.
-        backend: name of the backend that must run ("sm90", "sm80" or "tiled"); None = what `use_backend` or
+        backend: name of the backend that must run ("sm90", "sm80", "cpu" or "tiled"); None = what `use_backend` or
             ONEPASS_BACKEND chose, else the best one that computes the call.
 
     Returns: out, (batch, seqlen_q, num_heads_q, head_dim_v), in q's dtype and laid out as q, or

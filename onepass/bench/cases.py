@@ -134,15 +134,15 @@ def _paper() -> CaseSet:
     return CaseSet("paper", "the FlashAttention-3 paper's grid: 16k tokens, hidden size 2048", cases)
 
 
-def _cpu() -> CaseSet:
+def _cpu(name: str = "cpu", dtype: str = "float32") -> CaseSet:
     cases = tuple(
-        Case.square(seqlen, 4, head_dim, batch=2, dtype="float32", causal=causal, direction=direction)
+        Case.square(seqlen, 4, head_dim, batch=2, dtype=dtype, causal=causal, direction=direction)
         for direction in get_args(Direction)
         for head_dim in (64, 128)
         for causal in (False, True)
         for seqlen in (512, 2048, 8192)
     )
-    return CaseSet("cpu", "float32 on a CPU: batch * heads = 8", cases)
+    return CaseSet(name, f"{dtype} on a CPU: batch * heads = 8", cases)
 
 
 def _window() -> CaseSet:
@@ -215,7 +215,17 @@ def _smoke() -> CaseSet:
     )
 
 
-_SETS = _paper(), _cpu(), _window(), _memory(), _decode(), _decode_rows(), _decode_cpu(), _smoke()
+_SETS = (
+    _paper(),
+    _cpu(),
+    _cpu("cpu-bf16", "bfloat16"),
+    _window(),
+    _memory(),
+    _decode(),
+    _decode_rows(),
+    _decode_cpu(),
+    _smoke(),
+)
 CASE_SETS = {s.name: s for s in _SETS}
 
 

@@ -7,12 +7,14 @@ each, and the row sums of all queries, which are streamed in chunks, so that mem
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import reference
 from ..testing.budget import GRADIENT_FACTOR, OUT_FACTOR, Comparison, compare
+from ..testing.rounding import rounding_terms
 from .cases import Case, Inputs
 
 # A peer that rounds more often than onepass is still a peer: the check is there to find wrong results, which are off by
@@ -23,6 +25,7 @@ PEER_FACTOR = 8.0
 SAMPLED_BLOCK = 16
 # The number of pairs of a chunk: small enough for a CPU's cache, large enough for a GPU.
 _CHUNK_PAIRS = {"cpu": 2**20, "cuda": 2**26}
+_MOST_PAIRS = 2**24  # of a sample whose rounding is estimated
 
 
 class Sample(NamedTuple):
@@ -130,6 +133,7 @@ class Oracle:
         plain_dtype = torch.float32 if case.torch_dtype == torch.float64 else case.torch_dtype
         self._exact = [expected_rows(case, inputs, s, torch.float64) for s in self.samples]
         self._plain = [expected_rows(case, inputs, s, plain_dtype) for s in self.samples]
+        self._floors = [_floors(case, inputs, s) for s in self.samples]
 
     def compare(self, results: Mapping[str, Tensor], is_peer: bool) -> list[Comparison]:
         """One Comparison for each tensor of `results` (as `Prepared.results` gives them)."""
@@ -146,8 +150,35 @@ class Oracle:
                     picked = tensor[sample.batch, sample.keys.to(tensor.device), sample.kv_head]
                 actual.append(picked)
             exact, plain = (_as_heads([rows[name] for rows in samples]) for samples in (self._exact, self._plain))
-            rows.append(compare(name, _as_heads(actual), exact, plain, factor, block_rows=SAMPLED_BLOCK))
+            found = [floors[name] for floors in self._floors if name in floors]
+            floor = _as_heads(found) if found else 0.0
+            rows.append(compare(name, _as_heads(actual), exact, plain, factor, floor, block_rows=SAMPLED_BLOCK))
         return rows
+
+
+def _floors(case: Case, inputs: Inputs, sample: Sample) -> dict[str, Tensor]:
+    """What rounding alone may do to the sampled rows of out and dq, see `rounding_terms`: (group, rows, dim).
+
+    Empty for samples of many pairs, in whose many values plain PyTorch's largest error is no matter of chance.
+    """
+    group, device = case.heads_q // case.heads_kv, inputs.q.device
+    if group * len(sample.queries) * case.seqlen_k > _MOST_PAIRS:
+        return {}
+    rows = sample.queries.to(device)
+    heads = slice(sample.kv_head * group, (sample.kv_head + 1) * group)
+    q, dout = (x[sample.batch][None, rows, heads].detach() for x in (inputs.q, inputs.dout))
+    k, v = (x[sample.batch, :, sample.kv_head].detach()[None, :, None] for x in (inputs.k, inputs.v))
+    positions = (rows + (case.seqlen_k - case.seqlen_q)).int()[None]
+    options: dict[str, Any] = {"causal": case.causal, "window": case.window, "q_positions": positions}
+    oracle = reference.attention(q, k, v, compute_dtype=torch.float64, **options)
+    terms = rounding_terms(q, k, v, dout, torch.zeros_like(oracle.lse), oracle, **options)
+    eps = torch.finfo(torch.promote_types(case.torch_dtype, torch.float32)).eps
+    out_eps = torch.finfo(case.torch_dtype).eps
+    floors = {
+        "out": eps * terms["out"] + terms["out of steps"],
+        "dq": eps * terms["dq"] + out_eps * terms["dq of out"] + terms["dq of steps"],
+    }
+    return {name: floor[0].transpose(0, 1) for name, floor in floors.items()}
 
 
 def _as_heads(samples: list[Tensor]) -> Tensor:

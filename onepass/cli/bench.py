@@ -17,14 +17,14 @@ from ..bench.run import Report, run
 from .console import INTERRUPTED, TABLE_STYLE, fail, make_console, require_matplotlib, resolve_device
 
 _CONTEXT_PARALLEL = "context-parallel"  # a suite of its own, whose processes torchrun starts
-_DEFAULT_SETS = {"cpu": ("cpu", "window", "memory"), "cuda": ("paper",)}
+_DEFAULT_SETS = {"cpu": ("cpu", "cpu-bf16", "window", "memory"), "cuda": ("paper",)}
 
 
 def bench(
     sets: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"case sets: {', '.join(CASE_SETS)}; default: cpu window memory, on a GPU paper; "
+            help=f"case sets: {', '.join(CASE_SETS)}; default: cpu cpu-bf16 window memory, on a GPU paper; "
             f"under torchrun {_CONTEXT_PARALLEL}"
         ),
     ] = None,

@@ -61,7 +61,7 @@ def _choose(problem: AttentionProblem, requested: str | None, device: torch.devi
     support = backends.first_that_runs(
         requested, problem.device_type, lambda name: backends.refusal(name, problem, device)
     )
-    if not support.ok or support.backend == "tiled":
+    if not support.ok or support.backend not in backends.WITH_KERNELS:
         return support
     return support._replace(reason=support.reason + _gradient_backend_note(support.backend, problem))
 
@@ -187,7 +187,7 @@ def prepare(name: str, problem: AttentionProblem, device: torch.device, tuning: 
         log.say_once(f"forward by {name}: {problem.text}")
     backend = backends.BACKENDS[name]
     module = importlib.import_module(backend.forward)
-    if backend.kernels is not None:
+    if backend.has_kernels:
         backends.warn_if_unproven(device)
         return module.prepare(problem, device, tuning)
     return functools.partial(module.forward, problem)

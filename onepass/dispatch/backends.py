@@ -27,12 +27,14 @@ class Backend(NamedTuple):
             tensors.
         backward: module with backward(problem, inputs, out, lse, dout, dlse) -> (dq, dk, dv, dsinks). The gradients of
             a forward may be computed by another backend: out and lse have the same meaning in all of them.
-        kernels: a description of its kernels; None: it has none, and takes no configuration.
+        description: for people.
+        has_kernels: it compiles kernels, and takes a configuration.
     """
 
     forward: str
     backward: str
-    kernels: str | None = None
+    description: str
+    has_kernels: bool = False
 
 
 # The package may have been loaded under another name than onepass.
@@ -40,9 +42,10 @@ PACKAGE = __package__.rpartition(".")[0]
 _LAUNCH = f"{PACKAGE}.kernels.launch"
 # in the order in which they are asked; `tiled` comes last and computes everything
 BACKENDS = {
-    "sm90": Backend(f"{_LAUNCH}.forward_sm90", f"{_LAUNCH}.backward_sm90", "Hopper kernels (CuTe DSL)"),
-    "sm80": Backend(f"{_LAUNCH}.forward_sm80", f"{_LAUNCH}.backward_sm80", "Ampere kernels (CuTe DSL)"),
-    "tiled": Backend(f"{PACKAGE}.tiled", f"{PACKAGE}.tiled"),
+    "sm90": Backend(f"{_LAUNCH}.forward_sm90", f"{_LAUNCH}.backward_sm90", "Hopper kernels (CuTe DSL)", True),
+    "sm80": Backend(f"{_LAUNCH}.forward_sm80", f"{_LAUNCH}.backward_sm80", "Ampere kernels (CuTe DSL)", True),
+    "cpu": Backend(f"{PACKAGE}.cpu", f"{PACKAGE}.cpu", "torch's C++ attention"),
+    "tiled": Backend(f"{PACKAGE}.tiled", f"{PACKAGE}.tiled", "plain PyTorch tiles"),
 }
 WITH_KERNELS = ("sm90", "sm80")
 
@@ -79,31 +82,40 @@ def first_that_runs(requested: str | None, device_type: str, refusal_of: Callabl
     """The first backend that does not refuse a call. A requested backend runs or is refused.
 
     Args:
-        refusal_of: (name of a backend with kernels) -> why it does not run the call, or None if it does.
+        refusal_of: (name of a backend but `tiled`) -> why it does not run the call, or None if it does.
     """
     requested, words = named_backend(requested)
     if requested is not None and (reason := choice.refusal(requested)) is not None:
         return Support(False, str(requested), f"backend: {reason}")
     refusals = ""
-    if requested != "tiled":
-        for name in WITH_KERNELS if requested is None else (requested,):
-            reason = refusal_of(name)
-            if reason is None:
-                return Support(True, name, f"{BACKENDS[name].kernels}{refusals}")
-            if requested is not None:
-                return Support(False, name, f"backend {name}{words}: {reason}")
+    for name in choice.NAMES if requested is None else (requested,):
+        if name == "tiled":
+            break
+        reason = refusal_of(name)
+        if reason is None:
+            return Support(True, name, f"{BACKENDS[name].description}{refusals}")
+        if requested is not None:
+            return Support(False, name, f"backend {name}{words}: {reason}")
+        if (name == "cpu") == (device_type == "cpu"):
             refusals += f"; {name}: {reason}"
-    because = f" ({refusals[2:]})" if device_type == "cuda" and requested is None else ""
-    return Support(True, "tiled", f"plain PyTorch tiles run on any torch device, here {device_type}{because}")
+    because = f" ({refusals[2:]})" if refusals else ""
+    return Support(
+        True, "tiled", f"{BACKENDS['tiled'].description} run on any torch device, here {device_type}{because}"
+    )
 
 
 def refusal(name: str, problem: AttentionProblem, device: torch.device | None) -> str | None:
-    """Why the kernels of a backend do not run this problem; None if they do."""
-    return device_refusal(name, problem, device) or compiler_refusal() or unsupported_by(name, problem)
+    """Why a backend but `tiled` does not run this problem; None if it does."""
+    reason = device_refusal(name, problem, device)
+    if reason is None and name in WITH_KERNELS:
+        reason = compiler_refusal()
+    return reason or unsupported_by(name, problem)
 
 
 def device_refusal(name: str, problem: AttentionProblem, device: torch.device | None = None) -> str | None:
-    """Why the kernels of a backend do not run on the device; None if they do."""
+    """Why a backend but `tiled` does not run on the device; None if it does."""
+    if name == "cpu":
+        return None if problem.device_type == "cpu" else f"expected tensors on cpu, got {problem.device_type}"
     if problem.device_type != "cuda":
         return f"expected tensors on cuda, got {problem.device_type}"
     capability = torch.cuda.get_device_capability(device)
@@ -130,8 +142,10 @@ def compiler_refusal() -> str | None:
 
 
 def unsupported_by(name: str, problem: AttentionProblem) -> str | None:
-    """Why the forward kernel does not compute the problem on any GPU; None if it does."""
-    if name == "sm90":
+    """Why a backend but `tiled` does not compute the problem's forward on any device of its own; None if it does."""
+    if name == "cpu":
+        from ..cpu.operators import unsupported
+    elif name == "sm90":
         from ..kernels.launch.forward_sm90 import unsupported
     else:
         from ..kernels.launch.forward_sm80 import unsupported

@@ -17,7 +17,8 @@ from types import TracebackType
 
 import torch
 
-NAMES = ("sm90", "sm80", "tiled")  # in the order in which they are asked
+NAMES = ("sm90", "sm80", "cpu", "tiled")  # in the order in which they are asked
+WITHOUT_KERNELS = ("cpu", "tiled")
 VARIABLE = "ONEPASS_BACKEND"
 _NO_BLOCK = ""
 _TRACED = "traced:"  # the prefix of the name in an operator of a graph, if its call names no backend
@@ -56,15 +57,15 @@ class use_backend:
 
     A call that the chosen backend does not compute is refused with the reason, as it is with `backend=`; on a machine
     whose calls also have tensors on the CPU, "sm90" and "sm80" are therefore choices for blocks. The gradients of a
-    call are computed by the backend of its forward, wherever they are asked for. With "tiled" no kernel of onepass
-    runs, not in `merge_partials` and `quantize_fp8` either.
+    call are computed by the backend of its forward, wherever they are asked for. With "cpu" and "tiled" no kernel
+    of onepass runs, not in `merge_partials` and `quantize_fp8` either.
 
     Under torch.compile, another choice for the process makes another graph. A block around the call of a compiled
     function holds for the forwards in it, which look for it when they run; gradients of compiled functions follow the
     choice for the process, and `use_backend` itself cannot be called in a compiled function.
 
     Args:
-        name: "sm90", "sm80" or "tiled"; None: the best backend of each call, as if nothing had been chosen.
+        name: "sm90", "sm80", "cpu" or "tiled"; None: the best backend of each call, as if nothing had been chosen.
 
     Raises: TypeError or ValueError if name is not one of these; RuntimeError in a function that is being compiled, and
     for an object that was entered before.

@@ -19,6 +19,7 @@ from .backends import Support
 MODULES = {
     "sm90": f"{backends.PACKAGE}.kernels.launch.decode_sm90",
     "sm80": f"{backends.PACKAGE}.kernels.launch.decode_sm80",
+    "cpu": f"{backends.PACKAGE}.cpu.decode",
     "tiled": f"{backends.PACKAGE}.tiled.decode",
 }
 
@@ -51,6 +52,8 @@ def _unsupported(name: str, problem: DecodeProblem, is_named: bool, device: torc
     Args:
         is_named: the caller named the backend; if not, it also refuses where another backend is faster.
     """
+    if name == "cpu":
+        return None
     if name == "sm90":
         from ..kernels.launch import decode_sm90
 
@@ -71,7 +74,7 @@ def decode_requests(
 
     A backend without kernels has none.
     """
-    if name == "tiled":
+    if name not in backends.WITH_KERNELS:
         return []
     return importlib.import_module(MODULES[name]).compile_requests(problem, inputs, torch.device("cuda"))
 
@@ -93,4 +96,6 @@ def prepare_decode(name: str, problem: DecodeProblem, device: torch.device) -> C
     """inputs -> (out, lse) of a backend, for calls of this problem without `check_values`."""
     _say(name, problem)
     module = importlib.import_module(MODULES[name])
-    return functools.partial(module.decode, problem) if name == "tiled" else module.prepare(problem, device)
+    if name not in backends.WITH_KERNELS:
+        return functools.partial(module.decode, problem)
+    return module.prepare(problem, device)

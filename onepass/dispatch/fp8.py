@@ -48,7 +48,7 @@ def keys_last_kernel(v: Tensor, cu_seqlens: Tensor | None) -> Callable | None:
 
 def _has_e4m3_kernels(t: Tensor) -> bool:
     # torch.compile cannot trace a launch
-    if t.device.type != "cuda" or torch.compiler.is_compiling() or choice.current() == "tiled":
+    if t.device.type != "cuda" or torch.compiler.is_compiling() or choice.current() in choice.WITHOUT_KERNELS:
         return False
     # GPUs before compute capability 8.9 have no e4m3
     return torch.cuda.get_device_capability(t.device) >= (8, 9) and backends.compiler_refusal() is None

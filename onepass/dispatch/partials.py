@@ -12,7 +12,7 @@ from . import backends, choice
 
 def has_merge_kernel(device: torch.device) -> bool:
     """Whether `merge_partials` has a kernel on this GPU."""
-    if choice.current() == "tiled":
+    if choice.current() in choice.WITHOUT_KERNELS:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0) and backends.compiler_refusal() is None
 

@@ -27,6 +27,15 @@ def empty_as(t: Tensor, head_dim: int, dtype: torch.dtype | None = None) -> Tens
     return t.new_empty_strided((batch, seqlen, num_heads, head_dim), strides, dtype=dtype)
 
 
+def in_order_of(t: Tensor, like: Tensor) -> Tensor:
+    """t, or a copy, (batch, seqlen, num_heads, head_dim), with the strides of `empty_as(like, ...)`."""
+    _, seqlen, num_heads, head_dim = t.shape
+    row, head = (head_dim, seqlen * head_dim) if like.stride(1) < like.stride(2) else (num_heads * head_dim, head_dim)
+    if t.stride() == (seqlen * num_heads * head_dim, row, head, 1):
+        return t
+    return empty_as(like, head_dim, t.dtype).copy_(t)
+
+
 def empty_outputs(problem: AttentionProblem, inputs: Inputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
     """Uninitialized out, in q's memory order, and lse (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q)."""
     q, dtype = inputs.q, problem.accum_dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -17,10 +18,14 @@ from .forward import forward
 from .merge import merge_in_torch
 
 
-def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
+def decode(
+    problem: DecodeProblem, inputs: DecodeInputs, whole_forward: Callable[..., tuple[Tensor, Tensor]] = forward
+) -> tuple[Tensor, Tensor]:
     """out and lse of a call of `onepass.attention_decode`; the cache is untouched if it raises.
 
     Every sequence is computed by itself, so nothing about it depends on the rest of the batch.
+
+    Args: whole_forward: the forward of a sequence whose keys are not split.
     """
     attention = problem.attention
     lengths, offsets = read_cache_lengths(inputs), read_query_offsets(inputs)
@@ -49,12 +54,14 @@ def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor
         if inputs.modifiers is not None:
             own = modifiers_of_entry(inputs.modifiers, b, queries, seqlen_k)
             entry = ModifiedInputs(*operands, inputs.sinks, None, None, None, own)
-        for result, computed in zip(results, _decode_entry(problem, entry), strict=True):
+        for result, computed in zip(results, _decode_entry(problem, entry, whole_forward), strict=True):
             result.copy_(computed[0])
     return out, lse
 
 
-def _decode_entry(problem: DecodeProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def _decode_entry(
+    problem: DecodeProblem, inputs: Inputs, whole_forward: Callable[..., tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
     """out and lse of one sequence, as a batch of one."""
     q, k, v, sinks = inputs[:4]
     attention = replace(
@@ -65,7 +72,7 @@ def _decode_entry(problem: DecodeProblem, inputs: Inputs) -> tuple[Tensor, Tenso
         out, lse = empty_outputs(attention, inputs)
         return without_keys(out, lse, sinks, None)
     if len(splits) == 1 and not (attention.has_e4m3_cache or attention.float32_out):
-        return forward(attention, inputs)
+        return whole_forward(attention, inputs)
     if isinstance(inputs, ModifiedInputs):
         partials = _forward_modified_splits(attention, inputs, splits)
     else:

@@ -71,7 +71,7 @@ def test_supports_here():
     refused = onepass.supports(**tensors(), backend="sm90")
     assert refused == (False, "sm90", "backend sm90: expected tensors on cuda, got meta")
     assert onepass.supports(**tensors(), backend="fast").reason == (
-        "backend: expected one of sm80, sm90, tiled or None, got 'fast'"
+        "backend: expected one of cpu, sm80, sm90, tiled or None, got 'fast'"
     )
 
 

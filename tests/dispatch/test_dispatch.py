@@ -16,9 +16,9 @@ from onepass.problem import AttentionProblem, Mask
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
 
-def problem(dtype=BF16, head_dim=64, device_type="cuda", batch=1):
+def problem(dtype=BF16, head_dim=64, device_type="cuda", batch=1, head_dim_v=None):
     lengths = {"batch": batch, "seqlen_q": 5, "seqlen_k": 7, "num_heads_q": 4, "num_heads_kv": 2}
-    head_dims = {"head_dim": head_dim, "head_dim_v": head_dim}
+    head_dims = {"head_dim": head_dim, "head_dim_v": head_dim_v or head_dim}
     return AttentionProblem(
         dtype=dtype, device_type=device_type, **lengths, **head_dims, softmax_scale=1.0, mask=Mask()
     )
@@ -58,7 +58,8 @@ def gpu(monkeypatch):
         ((10, 3), {}, "sm80"),
         ((7, 5), {}, "tiled"),
         ((99, 0), {}, "tiled"),
-        ((9, 0), {"device_type": "cpu"}, "tiled"),
+        ((9, 0), {"device_type": "cpu"}, "cpu"),
+        ((9, 0), {"device_type": "cpu", "head_dim_v": 32}, "tiled"),
     ],
 )
 def test_the_newest_kernels_that_take_a_call_run_it(gpu, capability, asked, backend):

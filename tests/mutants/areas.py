@@ -190,6 +190,7 @@ AREAS = (
             ),
         ),
     ),
+    Area("cpu", 6, (Group(("onepass/cpu/*.py",), ("tests/cpu/test_regions.py", "tests/cpu/test_cpu_backend.py")),)),
     Area(
         "integer formulas",
         12,

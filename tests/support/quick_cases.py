@@ -131,6 +131,7 @@ QUICK_CASES: dict[str, list[str]] = {
     "compiler/test_warmup_compiles.py::test_two_processes_fill_the_cache": [],
     "launch/test_tuned.py::test_concurrent_writers_lose_nothing": [],
     "tiled/test_semantics.py::test_the_first_call_of_a_process_is_exact": [],
+    "cpu/test_cpu_backend.py::test_long_random_calls": ["torch.bfloat16"],
     "tools/test_bench_run.py::test_memory_rows_come_from_a_fresh_process": [],
     "tools/test_bench_suites.py::test_ampere_grid": ["bwd-dv"],
 }

@@ -146,7 +146,7 @@ DENSE = [
     (
         {"tuning": onepass.ForwardConfigSm90(tile_n=128)},
         NotImplementedError,
-        r"tuning: backend tiled takes none, expected None, got ForwardConfigSm90\(tile_n=128, .*\(plain PyTorch tiles",
+        r"tuning: backend cpu takes none, expected None, got ForwardConfigSm90\(tile_n=128, .*C\+\+ attention",
     ),
     (
         {"tuning": onepass.ForwardConfigSm90(tile_n=128), "backend": "tiled"},

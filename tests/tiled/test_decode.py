@@ -449,6 +449,7 @@ def test_compiled_without_a_break():
 def test_choice_of_a_kernel_is_traced_without_a_break(monkeypatch, taken, seqlen_q):
     """torch.compile traces the choice as on a Hopper GPU, for few rows and for many; tiled computes them."""
     torch._dynamo.reset()
+    onepass.use_backend(None)
     monkeypatch.setattr(backends, "device_refusal", lambda name, problem, device: None)
     monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", True)
     monkeypatch.setitem(decode.MODULES, taken, decode.MODULES["tiled"])
@@ -520,7 +521,7 @@ REFUSED = {
     },
     "rotary_interleaved: expected a bool, got 1": {"rotary_interleaved": 1},
     "check_values: expected a bool, got None": {"check_values": None},
-    "backend: expected one of sm80, sm90, tiled or None, got 'fast'": {"backend": "fast"},
+    "backend: expected one of cpu, sm80, sm90, tiled or None, got 'fast'": {"backend": "fast"},
     "backend sm80: expected tensors on cuda, got cpu": {"backend": "sm80"},
     "backend sm90: expected tensors on cuda, got cpu": {"backend": "sm90"},
 }

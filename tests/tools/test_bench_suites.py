@@ -154,7 +154,7 @@ def test_backward_without_a_kernel(backward, tmp_path, capsys):
     assert status == 0, text
     assert "fa4 not measured: measured on cuda only" in text
     assert "check: 6 of 6 passed" in text
-    assert "PyTorch tiles" in data["header"]["backend"]
+    assert "C++ attention" in data["header"]["backend"]
     by_cell = {}
     for row in data["rows"]:
         by_cell.setdefault((row["head_dim"], row["causal"], row["seqlen"]), []).append(row)

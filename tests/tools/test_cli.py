@@ -60,8 +60,8 @@ def test_info():
 def test_info_as_json():
     found = json.loads(invoke("info", "--json").output)
     assert found["versions"]["onepass"] == onepass.__version__
-    assert found["features"]["causal"]["cpu"]["backend"] == "tiled"
-    assert set(found["backends"]) == {"sm90", "sm80", "tiled"}
+    assert found["features"]["causal"]["cpu"]["backend"] == "cpu"
+    assert set(found["backends"]) == {"sm90", "sm80", "cpu", "tiled"}
 
 
 def test_version():
@@ -177,14 +177,14 @@ def test_bench_filters(tmp_path):
     assert (row["case"]["direction"], row["case"]["dtype"]) == ("bwd", "float64")
 
 
-def test_plain_bench_on_a_cpu_runs_the_three_sets_into_one_file(tmp_path, monkeypatch):
+def test_plain_bench_on_a_cpu_runs_its_sets_into_one_file(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "_time_row", lambda *args: _empty_row("time", *args))
     monkeypatch.setattr(run, "_memory_row", lambda *args: _empty_row("memory", *args))
     path = tmp_path / "all.json"
     result = invoke("bench", "--device", "cpu", "--json", str(path))
     assert result.exit_code == 0, result.output
     rows = json.loads(path.read_text())["rows"]
-    assert [row["set"] for row in rows] == ["cpu"] * 24 + ["window"] * 4 + ["memory"] * 4
+    assert [row["set"] for row in rows] == ["cpu"] * 24 + ["cpu-bf16"] * 24 + ["window"] * 4 + ["memory"] * 4
     assert {row["measure"] for row in rows if row["set"] == "memory"} == {"memory"}
 
 

@@ -200,7 +200,7 @@ def test_a_support_is_true_where_the_call_would_run():
     assert not no
     assert (bool(yes), bool(no)) == (yes.ok, no.ok)
     ok, backend, reason = yes
-    assert yes == (ok, backend, reason) == onepass.Support(True, "tiled", reason)
+    assert yes == (ok, backend, reason) == onepass.Support(True, "cpu", reason)
     assert len(yes) == 3
     assert no != yes
 

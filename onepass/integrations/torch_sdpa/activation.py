@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ... import cpu  # noqa: F401  # the backend takes torch's kernels when it is imported: before they are replaced
 from ...errors import REFUSALS
 from . import operators
 

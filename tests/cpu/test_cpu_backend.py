@@ -1,0 +1,269 @@
+"""The backend `cpu`: torch's C++ operators, with what onepass promises."""
+
+import contextlib
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import onepass
+from onepass import cpu, tiled
+from onepass.cpu import operators
+from onepass.problem import AttentionInputs, AttentionProblem, Mask
+from onepass.testing import random_call
+
+NAN, INF = float("nan"), float("inf")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+REFUSED = ("softcap", "sinks")
+
+
+@pytest.fixture
+def count(monkeypatch):
+    """How many times each of torch's operators has run."""
+    counts = {"_forward": 0, "_backward": 0}
+
+    def counted(name):
+        real = getattr(operators, name)
+
+        def run(*arguments, **options):
+            counts[name] += 1
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(operators, name, run)
+
+    for name in counts:
+        counted(name)
+    return counts
+
+
+def qkv(seqlen_q=24, seqlen_k=24, heads_q=4, heads_kv=2, head_dim=8, dtype=torch.float32, batch=2, heads_outside=False):
+    shapes = (batch, seqlen_q, heads_q), (batch, seqlen_k, heads_kv), (batch, seqlen_k, heads_kv)
+    if heads_outside:
+        return [torch.randn(b, h, s, head_dim).to(dtype).transpose(1, 2) for b, s, h in shapes]
+    return [torch.randn(*shape, head_dim).to(dtype) for shape in shapes]
+
+
+def problem_of(q, k, v, mask=Mask(), **changes):  # noqa: B008  # it is frozen
+    options = {"softmax_scale": 0.25, "mask": mask, "softcap": None, "deterministic": False}
+    return replace(AttentionProblem.of(AttentionInputs(q, k, v), **options), **changes)
+
+
+# ---------------------------------------------------------------- values
+
+
+def for_the_backend(dtype, seeds, max_seqlen):
+    """Random calls without what the backend refuses."""
+    for seed in seeds:
+        call = random_call(seed, "cpu", max_seqlen, dtype)
+        options = {name: value for name, value in call.options.items() if name not in REFUSED}
+        if "window" in options:
+            options["window"] = (None, options["window"][1])
+        call = replace(call, options=options)
+        with contextlib.suppress(AssertionError):
+            if onepass.supports(**call.tensors, **options).backend == "cpu":
+                yield call
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_random_calls(dtype, count):
+    calls = list(itertools.islice(for_the_backend(dtype, itertools.count(), 160), 25))
+    assert sum(call.is_packed for call in calls) > 3
+    for call in calls:
+        call.check(with_floor=True, through_lse=False)
+    assert count["_forward"] > 25
+    assert count["_backward"] > 25 or dtype.itemsize == 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_random_calls(dtype):
+    for call in itertools.islice(for_the_backend(dtype, itertools.count(1000), 1400), 4):
+        call.check(with_floor=True, through_lse=False)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_long_gradients_in_16_bits(causal, count):
+    """More queries and keys than a chunk has: without float32 sums dk and dv would be off by their budgets."""
+    tensors = dict(zip("qkv", qkv(2500, 2500, 1, 1, 32, torch.bfloat16, batch=1), strict=True))
+    call = onepass.testing.Call(tensors, {"causal": causal})
+    call.check(with_floor=True, through_lse=False)
+    assert count["_backward"] == (6 if causal else 9)
+
+
+def test_gradients_of_few_columns_in_16_bits(count):
+    """Their rounding errors would not average out: `tiled` computes them."""
+    q, k, v = (t.requires_grad_() for t in qkv(dtype=torch.bfloat16, head_dim=24))
+    onepass.attention(q, k, v).sum().backward()
+    assert count == {"_forward": 1, "_backward": 0}
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(None, 0), Mask(None, 3), Mask(None, -3)], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 30), (30, 30), (12, 30), (30, 12), (1, 1)], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1)], ids=str)
+def test_as_tiled(mask, lengths, heads):
+    """Values and layouts, in all orders of memory."""
+    for outside_q, outside_k in itertools.product((False, True), repeat=2):
+        q, *_ = qkv(*lengths, *heads, dtype=torch.float64, heads_outside=outside_q)
+        _, k, v = qkv(*lengths, *heads, dtype=torch.float64, heads_outside=outside_k)
+        problem, inputs, dout = problem_of(q, k, v, mask), AttentionInputs(q, k, v), torch.randn_like(q)
+        out, lse = expected = tiled.forward(problem, inputs)
+        expected += tiled.backward(problem, inputs, out, lse, dout, None)
+        actual = cpu.forward(problem, inputs) + cpu.backward(problem, inputs, out, lse, dout, None)
+        for mine, theirs in zip(actual, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+            strides = (
+                [s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1 and t.numel()] for t in (mine, theirs)
+            )
+            assert next(strides) == next(strides)
+
+
+@pytest.mark.parametrize(
+    "make", [torch.Tensor.contiguous, lambda t: t[:1, :1].expand(t.shape), lambda t: t.mT.contiguous().mT]
+)
+def test_any_strides(make, count):
+    q, k, v = (make(t) for t in qkv(dtype=torch.float64))
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    results = []
+    for backend in ("cpu", "tiled"):
+        out = onepass.attention(*leaves, causal=True, backend=backend)
+        results.append((out, *torch.autograd.grad(out, leaves, torch.ones(()).expand(out.shape).to(out.dtype))))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert count == {"_forward": 1, "_backward": 1}
+
+
+# ---------------------------------------------------------------- promises
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("mask", [Mask(), Mask(None, 0)], ids=["full", "causal"])
+@pytest.mark.parametrize("lengths", [(40, 40), (20, 40), (40, 20), (5, 5), (5, 3), (600, 600)], ids=str)
+def test_special_values_reach_only_what_depends_on_them(name, value, lengths, mask):
+    """Under a causal mask the operators spread a NaN of a hidden key, and among few keys they lose one of a query.
+
+    What comes out is what `tiled` computes.
+    """
+    q, k, v = qkv(*lengths, dtype=torch.float64)
+    tensors = {"q": q, "k": k, "v": v, "dout": torch.randn_like(q)}
+    t = tensors[name]
+    t[0, 3 * t.shape[1] // 4, 1, 5] = value
+    problem, inputs = problem_of(q, k, v, mask), AttentionInputs(q, k, v)
+    out, lse = expected = tiled.forward(problem, inputs)
+    actual = cpu.forward(problem, inputs)
+    expected += tiled.backward(problem, inputs, out, lse, tensors["dout"], None)
+    actual += cpu.backward(problem, inputs, out, lse, tensors["dout"], None)
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, equal_nan=True, rtol=1e-12, atol=1e-13)
+    assert out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("seqlen", [3, 16, 40])
+@pytest.mark.parametrize("mask", [Mask(), Mask(None, 0)], ids=["full", "causal"])
+@pytest.mark.parametrize("queries", [NAN, 1.0], ids=["NaN", "-inf"])
+def test_rows_without_a_finite_score(seqlen, mask, queries):
+    q, k, v = qkv(seqlen, seqlen, dtype=torch.float64)
+    q[0, -1], k[..., 0] = queries, -INF
+    problem, inputs = problem_of(q.abs(), k, v, mask), AttentionInputs(q.abs(), k, v)
+    for mine, theirs in zip(cpu.forward(problem, inputs), tiled.forward(problem, inputs), strict=True):
+        torch.testing.assert_close(mine, theirs, equal_nan=True, rtol=1e-12, atol=1e-13)
+
+
+def test_the_operator_alone_spreads_them():
+    """If this fails, torch keeps hidden keys out by itself, and onepass need not look."""
+    q, k, v = qkv(heads_q=2)
+    v[:, -1] = NAN
+    out, _ = operators.forward(q, k, v, 0.25, True)
+    assert out[:, 0].isnan().any()
+    assert not onepass.attention(q, k, v, causal=True)[:, :-1].isnan().any()
+
+
+def test_float32_is_not_rounded(count):
+    """Where torch may round float32 operands of a product, `tiled` computes, in float64."""
+    q, k, v = qkv()
+    precise = onepass.attention(q, k, v)
+    assert count["_forward"] == 1
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    try:
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        torch.testing.assert_close(onepass.attention(q, k, v), precise)
+        onepass.attention(*(t.bfloat16() for t in (q, k, v)))
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
+    assert count["_forward"] == 2
+
+
+def test_same_bits_every_time():
+    q, k, v = (t.requires_grad_() for t in qkv(300, 300, dtype=torch.bfloat16))
+    first = None
+    for _ in range(3):
+        out = onepass.attention(q, k, v, causal=True)
+        results = [out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))]
+        first = first or results
+        assert all(torch.equal(a, b) for a, b in zip(first, results, strict=True))
+
+
+def test_results_can_be_changed_in_place():
+    q, k, v = qkv()
+    with torch.no_grad():
+        results = onepass.attention(q, k, v, return_lse=True)
+    scale = torch.ones((), requires_grad=True)
+    for t in results:
+        assert not t._is_view()
+        t.mul_(scale)
+
+
+def test_a_gradient_of_lse_is_computed_by_tiled(count):
+    q, k, v = (t.requires_grad_() for t in qkv())
+    out, lse = onepass.attention(q, k, v, return_lse=True)
+    torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
+    assert count == {"_forward": 1, "_backward": 0}
+
+
+# ---------------------------------------------------------------- what it takes
+
+
+REFUSALS = {
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": torch.zeros(4)},
+    "window": {"window": (5, None)},
+    "alibi_slopes": {"alibi_slopes": torch.ones(4)},
+    "FP8": {"precision": "fp8"},
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_tiled_takes(name):
+    q, k, v = (t.bfloat16() for t in qkv())
+    support = onepass.supports(q, k, v, **REFUSALS[name])
+    assert support.backend == "tiled"
+    assert f"cpu: expected no {name}" in support.reason
+    with pytest.raises(onepass.UnsupportedError, match=f"backend cpu: expected no {name}"):
+        onepass.attention(q, k, v, **REFUSALS[name], backend="cpu")
+
+
+def test_a_window_that_hides_nothing(count):
+    q, k, v = qkv()
+    torch.testing.assert_close(onepass.attention(q, k, v, window=(24, 24)), onepass.attention(q, k, v))
+    assert count["_forward"] == 2
+
+
+def test_other_devices_and_head_dims():
+    q, k, v = qkv()
+    meta = [t.to("meta") for t in (q, k, v)]
+    support = onepass.supports(*meta, backend="cpu")
+    assert support == (False, "cpu", "backend cpu: expected tensors on cpu, got meta")
+    assert onepass.supports(q, k, v[..., :4]).backend == "tiled"
+
+
+def test_a_cache(count):
+    """A sequence whose keys are not split goes to torch's operator; splits go to `tiled`."""
+    q, k, v = qkv(seqlen_q=3, dtype=torch.float64)
+    call = {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": torch.tensor([20, 0], dtype=torch.int32)}
+    expected = onepass.attention_decode(**call, causal=True, return_lse=True, backend="tiled")
+    actual = onepass.attention_decode(**call, causal=True, return_lse=True)
+    assert count["_forward"] == 2  # the keys that all queries see, and those that some see
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    onepass.attention_decode(**call, causal=True, num_splits=2)
+    assert count["_forward"] == 2
