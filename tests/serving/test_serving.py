@@ -12,6 +12,8 @@ import sys
 import pytest
 import serve
 
+from onepass.bench.suites import vllm as vllm_bench
+
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 # In 16 bits two tokens whose logarithms are this close may change places: a logit of 8 is rounded by up to 0.03.
 TIE = 0.15
@@ -52,3 +54,17 @@ def test_tokens_are_those_of_vllm(name, folder):
         tokens = [[next(iter(step)) for step in request] for request in found]
         assert tokens[1] == tokens[-1]  # the same prompt, computed and from the cache
         assert len({token for request in tokens for token in request}) > 5
+
+
+@needs_vllm
+def test_bench(tmp_path):
+    """The program that measures tokens a second, on a small model: on a CPU both run, and their tokens agree."""
+    path = tmp_path / "vllm.json"
+    assert (
+        vllm_bench.main(["--small", "--requests=1,3", "--prompt=40", "--new=6", "--repeats=1", f"--json={path}"]) == 0
+    )
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["requests"] for row in rows] == [1, 3]
+    for row in rows:
+        assert row["same_tokens"] == 1.0
+        assert min(row["ratio"], row["onepass tokens/s"], row["FLASH_ATTN tokens/s"]) > 0
