@@ -39,10 +39,11 @@ def options(
     """Exact attention for PyTorch in one pass over memory."""
 
 
-app.command()(info)
-app.command()(demo)
-app.command()(verify)
-app.command()(bench)
-app.command()(ablate)
-app.command()(tune)
+def flowing(text: str) -> str:
+    """A docstring whose paragraphs are one line each, which the help wraps to the width of the terminal."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+
+
+for _command in (info, demo, verify, bench, ablate, tune):
+    app.command(help=flowing(_command.__doc__ or ""))(_command)
 app.add_typer(cache.app, name="cache")

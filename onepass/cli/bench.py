@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ..bench.cases import CASE_SETS, DTYPES, Case, CaseSet, get_case_set, select
+from ..bench.flops import flops
 from ..bench.peers import PEERS
 from ..bench.rows import Options
 from ..bench.run import Report, run
@@ -68,6 +70,8 @@ def bench(
     except ValueError as error:
         fail(str(error))
     options = Options(device, peer_names, rounds, time_budget)
+    if device == "cpu" and "paper" in names and only is None:
+        _confirm_on_cpu(next(case_set for case_set in case_sets if case_set.name == "paper"))
 
     report = _run_with_progress(console, case_sets, options, json_path)
     _print_report(console, report, case_sets)
@@ -82,6 +86,16 @@ def bench(
         fail(f"interrupted after {len(report.rows)} of {sum(len(s.cases) for s in case_sets)} cases", code=INTERRUPTED)
     if report.wrong:
         fail(f"onepass failed in {len(report.wrong)} of {len(report.rows)} cases", code=1)
+
+
+def _confirm_on_cpu(paper: CaseSet) -> None:
+    """Ask before the paper's cases run on a CPU; without a terminal, refuse."""
+    work = sum(flops(case) for case in paper.cases)
+    reason = f"paper: {len(paper.cases)} cases of {work / 1e12:.0f} TFLOP in all, made for a GPU"
+    if not sys.stdin.isatty():
+        fail(f"{reason}; expected the set cpu on a CPU, or --only with the cases to run")
+    if not typer.confirm(f"{reason}. Run them on a CPU?"):
+        raise typer.Exit(2)
 
 
 def _bench_context_parallel(device: str, path: Path | None, rounds: int | None, only: str | None, peers: bool) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import time
 from typing import Any, NoReturn
 
 import torch
 import typer
 from rich import box
 from rich.console import Console
+from rich.progress import Progress
 
 INTERRUPTED = 130  # exit code that a shell reports for a program that Ctrl-C ended
 # Without vertical lines more columns fit into a terminal.
@@ -26,6 +28,37 @@ def make_console() -> Console:
     """A console on standard output; wide enough for the tables where there is no terminal (CI, a pipe)."""
     is_terminal = sys.stdout.isatty()
     return Console(width=None if is_terminal or "COLUMNS" in os.environ else 140, soft_wrap=False, highlight=False)
+
+
+class Steps:
+    """Progress of a command: a bar on a terminal; elsewhere a line every 10 seconds, with the time that is left.
+
+    Args: name: of the work. total: the number of steps, which are taken to last equally long.
+    """
+
+    def __init__(self, console: Console, name: str, total: int, seconds_between: float = 10.0):
+        self.console, self.name, self.total, self.seconds_between = console, name, total, seconds_between
+        self.done = 0
+        self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task(name, total=total)
+        self._start = self._last = time.monotonic()
+
+    def __enter__(self) -> Steps:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._bar.__exit__(*error)
+
+    def advance(self) -> None:
+        """One more step is done."""
+        self.done += 1
+        self._bar.advance(self._task)
+        now = time.monotonic()
+        if not self.console.is_terminal and now - self._last >= self.seconds_between and self.done < self.total:
+            left = (now - self._start) / self.done * (self.total - self.done)
+            self.console.print(f"{self.name}: {self.done} of {self.total}, about {left:.0f} s left")
+            self._last = now
 
 
 def fail(message: str, code: int = 2) -> NoReturn:

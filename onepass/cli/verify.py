@@ -9,13 +9,13 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from rich.progress import Progress
+from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from ..bench.cases import DTYPES
 from ..testing import Call, Comparison, table3
-from .console import TABLE_STYLE, fail, make_console, resolve_device
+from .console import INTERRUPTED, TABLE_STYLE, Steps, fail, make_console, resolve_device
 
 
 class ErrorRow(NamedTuple):
@@ -38,7 +38,7 @@ def verify(
     Exits with 1 if any error is over its budget. The budget is two times (for gradients three times) the error of plain
     PyTorch in the same dtype, plus what rounding alone may do; for lse it is a tolerance that is fixed for each dtype.
     Each block of rows of each head must also have the right scale: within 0.4 % in bfloat16, 0.12 % in float16, 0.04 %
-    in float32.
+    in float32. After Ctrl-C, which exits with 130, the rows measured so far are shown and kept.
     """
     console = make_console()
     device = resolve_device(device)
@@ -46,13 +46,18 @@ def verify(
     options = _options(length)
 
     rows: list[ErrorRow] = []
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("verify", total=len(DTYPES) * len(options) + table3.steps(seeds))
-        for dtype in DTYPES:
-            for option, build in options.items():
-                rows.append(_error_row(dtype, option, build(DTYPES[dtype], device)))
-                progress.advance(task)
-        outliers = table3.table3(outlier_seqlen, device, seeds, lambda: progress.advance(task))
+    outliers: list[Any] = []
+    total = len(DTYPES) * len(options) + table3.steps(seeds)
+    is_interrupted = False
+    with Steps(console, "verify", total) as steps:
+        try:
+            for dtype in DTYPES:
+                for option, build in options.items():
+                    rows.append(_error_row(dtype, option, build(DTYPES[dtype], device)))
+                    steps.advance()
+            outliers = list(table3.table3(outlier_seqlen, device, seeds, steps.advance))
+        except KeyboardInterrupt:
+            is_interrupted = True
 
     columns = ("dtype", "option", "tensor", "max error", "budget", "plain PyTorch", "scale off by", "")
     table = Table(*columns, title=f"Errors against float64, {device}", **TABLE_STYLE)
@@ -70,7 +75,19 @@ def verify(
         if not row.ok:
             console.print(f"{row.dtype}, {row.option}: {row.worst}", style="red")
     console.print()
+    if outliers:
+        _print_outliers(console, outliers, device, outlier_seqlen, seeds)
+    if json_path is not None:
+        _write_json(json_path, device, rows, outliers)
+        console.print(f"wrote {json_path}")
+    if is_interrupted:
+        fail(f"interrupted after {len(rows)} of {len(DTYPES) * len(options)} rows", code=INTERRUPTED)
+    bad = sum(not row.ok for row in rows) + sum(not o.ok for o in outliers)
+    if bad:
+        fail(f"{bad} of {len(rows) + len(outliers)} rows are over their budget", code=1)
 
+
+def _print_outliers(console: Console, outliers: list[Any], device: str, outlier_seqlen: int, seeds: int) -> None:
     outlier_columns = ("method", "RMSE", "of rounded inputs", "paper", "limit", "")
     table = Table(*outlier_columns, title=f"RMSE with outliers, {outlier_seqlen} keys", **TABLE_STYLE)
     for o in outliers:
@@ -86,12 +103,6 @@ def verify(
         f'seed{"s" if seeds > 1 else ""}. Standard attention keeps its intermediates in 16 bits. "Of rounded inputs" '
         "compares with float64 attention of the inputs after their rounding to 16 bits."
     )
-    if json_path is not None:
-        _write_json(json_path, device, rows, outliers)
-        console.print(f"wrote {json_path}")
-    bad = sum(not row.ok for row in rows) + sum(not o.ok for o in outliers)
-    if bad:
-        fail(f"{bad} of {len(rows) + len(outliers)} rows are over their budget", code=1)
 
 
 def _options(length: int) -> dict[str, Callable[[torch.dtype, str], Call]]:

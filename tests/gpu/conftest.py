@@ -9,6 +9,8 @@ import decode_cases
 import gpu_cases
 import pytest
 
+import onepass
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_ahead(request):
@@ -28,6 +30,16 @@ def _compiled_ahead(request):
         return
     calls_by_kind = {name: [case.call("meta") for case in found] for name, found in calls.items()}
     with compile_ahead.compiled_ahead(**calls_by_kind, decoding=decoding):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _tiled_on_a_cpu(request):
+    """On a CPU these tests are of `tiled`, the algorithm that all backends follow."""
+    if gpu_cases.ON_GPU:
+        yield
+        return
+    with onepass.use_backend("tiled"):
         yield
 
 
