@@ -63,7 +63,7 @@ def test_tokens_are_those_of_vllm(name, folder):
 
 @needs_vllm
 def test_tokens_from_an_e4m3_cache(folder):
-    """Those of transformers with the same rounding. (vLLM's own kernel for CPUs departs from them within nine tokens.)"""
+    """Those of transformers with the same rounding. vLLM's own kernel for CPUs departs from them within nine tokens."""
     found, is_onepass = served(E4M3, folder, True)
     assert is_onepass
     path, _ = serve.make_model(E4M3, folder)
