@@ -29,7 +29,6 @@ MODELS = {
     "llama": ("LlamaConfig", GROUPED, {}),
     "llama in bfloat16": ("LlamaConfig", GROUPED, {"dtype": "bfloat16"}),
     "llama, e4m3 cache": ("LlamaConfig", GROUPED, {"kv_cache_dtype": "fp8"}),
-    "llama, e4m3 cache, bfloat16": ("LlamaConfig", GROUPED, {"kv_cache_dtype": "fp8", "dtype": "bfloat16"}),
     "llama, no prefix cache, whole prompts": (
         "LlamaConfig",
         GROUPED,
@@ -47,6 +46,7 @@ MODELS = {
         {},
     ),
 }
+NEW_TOKENS = 24
 PROMPTS = (5, 150, 77, 33, 1, 150)  # lengths; the last one has the tokens of the second one: its keys are in the cache
 
 
@@ -63,6 +63,34 @@ def make_model(name: str, folder: Path) -> tuple[Path, dict]:
     return path, engine
 
 
+def make_prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(1, 500, (n,), generator=generator).tolist() for n in PROMPTS]
+    return [*prompts[:-1], prompts[1]]
+
+
+def by_transformers_with_e4m3_keys(path: Path) -> list[list[int]]:
+    """Greedy tokens by transformers in float32, with keys and values rounded to e4m3; no cache is used."""
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def attention(module, q, k, v, mask, scaling=None, **options):
+        k, v = (t.to(torch.float8_e4m3fn).to(t.dtype).repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
+        return out.transpose(1, 2).contiguous(), None
+
+    ALL_ATTENTION_FUNCTIONS.register("e4m3_keys", attention)
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="e4m3_keys").float()
+    requests = []
+    for prompt in make_prompts():
+        ids = list(prompt)
+        with torch.no_grad():
+            for _ in range(NEW_TOKENS):
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        requests.append(ids[len(prompt) :])
+    return requests
+
+
 def serve(name: str, folder: Path) -> list[list[dict[int, float]]]:
     """For each request and each of its tokens, greedily chosen, the most likely tokens with their logarithms."""
     from vllm import LLM, SamplingParams
@@ -71,11 +99,8 @@ def serve(name: str, folder: Path) -> list[list[dict[int, float]]]:
     options = {"dtype": "float32", "max_model_len": 512, "max_num_batched_tokens": 64, "enable_chunked_prefill": True}
     options |= {"block_size": 32, "enforce_eager": True, "skip_tokenizer_init": True}
     model = LLM(str(path), **(options | engine))
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(1, 500, (n,), generator=generator).tolist() for n in PROMPTS]
-    prompts[-1] = prompts[1]
-    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    sampling = SamplingParams(temperature=0, max_tokens=24, detokenize=False, ignore_eos=True, logprobs=5)
+    requests = [{"prompt_token_ids": prompt} for prompt in make_prompts()]
+    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, detokenize=False, ignore_eos=True, logprobs=5)
     results = model.generate(requests[:-1], sampling) + model.generate(requests[-1:], sampling)
     steps = [zip(r.outputs[0].token_ids, r.outputs[0].logprobs, strict=True) for r in results]
     return [[{t: found[t].logprob for t in (token, *(set(found) - {token}))} for token, found in s] for s in steps]

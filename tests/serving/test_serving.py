@@ -15,9 +15,9 @@ import serve
 from onepass.bench.suites import vllm as vllm_bench
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
-# Two tokens whose logarithms are this close may change places. In 16 bits a logit of 8 is rounded by up to 0.03. To an
-# e4m3 cache the least difference is one of 6 % of a number, if it lies between two; a layer's own test is exact.
-TIES = {"bfloat16": 0.15, "e4m3": 0.5}
+# In 16 bits two tokens whose logarithms are this close may change places: a logit of 8 is rounded by up to 0.03.
+TIE = 0.15
+E4M3 = "llama, e4m3 cache"
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +36,16 @@ def served(name, folder, with_onepass):
 
 
 @needs_vllm
-@pytest.mark.parametrize("name", serve.MODELS)
+@pytest.mark.parametrize("name", [name for name in serve.MODELS if name != E4M3])
 def test_tokens_are_those_of_vllm(name, folder):
     (plain, by_onepass), (found, is_onepass) = served(name, folder, False), served(name, folder, True)
     assert (by_onepass, is_onepass) == (False, True)
-    assert [len(request) for request in found] == [len(request) for request in plain] == [24] * len(serve.PROMPTS)
-    tie = max((limit for word, limit in TIES.items() if word in name), default=0.0)
+    assert (
+        [len(request) for request in found]
+        == [len(request) for request in plain]
+        == [serve.NEW_TOKENS] * len(serve.PROMPTS)
+    )
+    tie = TIE if "bfloat16" in name else 0.0
     for mine, theirs in zip(found, plain, strict=True):
         for step, (one, other) in enumerate(zip(mine, theirs, strict=True)):
             token, expected = next(iter(one)), next(iter(other))
@@ -55,6 +59,16 @@ def test_tokens_are_those_of_vllm(name, folder):
         tokens = [[next(iter(step)) for step in request] for request in found]
         assert tokens[1] == tokens[-1]  # the same prompt, computed and from the cache
         assert len({token for request in tokens for token in request}) > 4
+
+
+@needs_vllm
+def test_tokens_from_an_e4m3_cache(folder):
+    """Those of transformers with the same rounding. vLLM's own kernel for CPUs departs from them within nine tokens."""
+    found, is_onepass = served(E4M3, folder, True)
+    assert is_onepass
+    path, _ = serve.make_model(E4M3, folder)
+    expected = serve.by_transformers_with_e4m3_keys(path)
+    assert [[int(next(iter(step))) for step in request] for request in found] == expected
 
 
 @needs_vllm

@@ -72,6 +72,7 @@ def run_in_process(name: str, folder: str, arguments: Sequence[str]) -> dict[str
     """What `serve` returns, in a process of its own with this backend; empty if it fails."""
     environment = {**os.environ, CHILD: folder, "ONEPASS_VLLM": str(int(name == OURS)), "VLLM_LOGGING_LEVEL": "WARNING"}
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; without it vLLM's CPU platform takes most memory
     environment["ONEPASS_BENCH_VLLM_BACKEND"] = "CUSTOM" if name == OURS else name
     command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
