@@ -23,6 +23,8 @@ LINK = re.compile(r"^```.*?^```|(?P<before>\]\()(?P<target>[^)\s]+)(?P<after>\))
 FORMULA = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">(?:\\\(|\\\[)(?P<latex>.*?)(?:\\\)|\\\])</(?P=tag)>', re.DOTALL
 )
+# "Returns: ..." in the docstring of a function, at the start of a paragraph or behind another such sentence
+SECTION = re.compile(r"(?P<start><p>|\s)(?P<name>Returns|Raises|Source): ")
 ALWAYS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml"}
 
@@ -115,10 +117,20 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
 
 
 def on_page_content(content: str, page, config, files) -> str:
-    """Write formulas as MathML, which browsers show by themselves."""
+    """Write formulas as MathML, which browsers show by themselves, and give sections of docstrings their headings."""
 
     def mathml(match: re.Match) -> str:
         display = "block" if match["tag"] == "div" else "inline"
-        return convert(html.unescape(match["latex"]).strip(), display=display)
+        latex = html.unescape(match["latex"]).strip().replace("{aligned}", "{align*}")  # the converter knows this one
+        return convert(latex, display=display)
 
+    def section(match: re.Match) -> str:
+        start = "<p>" if match["start"] == "<p>" else "</p>\n<p>"
+        return f"{start}<strong>{match['name']}:</strong> "
+
+    def paragraph(match: re.Match) -> str:
+        return SECTION.sub(section, match[0])
+
+    if page.file.src_uri.startswith("reference/"):
+        content = re.sub(r"<p>.*?</p>", paragraph, content, flags=re.DOTALL)
     return FORMULA.sub(mathml, content)
