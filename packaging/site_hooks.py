@@ -25,7 +25,7 @@ FORMULA = re.compile(
 )
 # "Returns: ..." in the docstring of a function, at the start of a paragraph or behind another such sentence
 SECTION = re.compile(r"(?P<start><p>|\s)(?P<name>Returns|Raises|Source): ")
-ALWAYS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+IN_NAVIGATION = ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")  # what mkdocs.yml names
 LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml"}
 
 _sources: dict[str, Path] = {}  # where a generated page of the site comes from
@@ -73,7 +73,7 @@ def listed(folder: Path) -> list[Path]:
 def on_files(files: Files, config) -> Files:
     """Add a page or a copy for each file outside of docs/ that a page links to, and that those pages link to."""
     _sources.clear()
-    waiting = [ROOT / name for name in ALWAYS]
+    waiting = [ROOT / name for name in IN_NAVIGATION]
     for page in DOCS.rglob("*.md"):
         waiting += linked_files(page)
     while waiting:
@@ -86,7 +86,7 @@ def on_files(files: Files, config) -> Files:
             file = File.generated(config, place, content=page_of(path))
         else:
             file = File.generated(config, place, abs_src_path=str(path))
-        if path.name == "README.md" or path.suffix != ".md":
+        if path.name not in IN_NAVIGATION:
             file.inclusion = InclusionLevel.NOT_IN_NAV
         files.append(file)
         if path.is_dir():
