@@ -25,6 +25,8 @@ FORMULA = re.compile(
 )
 # "Returns: ..." in the docstring of a function, at the start of a paragraph or behind another such sentence
 SECTION = re.compile(r"(?P<start><p>|\s)(?P<name>Returns|Raises|Source): ")
+# `**unknown: Any` in a signature, which help() leaves out, too (onepass/api/keywords.py)
+UNKNOWN = re.compile(r'\n[^\n]*<span class="o">\*\*</span><span class="n">unknown</span>[^\n]*')
 IN_NAVIGATION = ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")  # what mkdocs.yml names
 LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml"}
 
@@ -62,7 +64,8 @@ def page_of(path: Path) -> str:
     if path.suffix == ".md":
         return text
     fence = "`" * 6
-    return f"---\nsearch:\n  exclude: true\n---\n\n# {name}\n\n{fence}{LANGUAGES.get(path.suffix, 'text')}\n{text}{fence}\n"
+    language = LANGUAGES.get(path.suffix, "text")
+    return f"---\nsearch:\n  exclude: true\n---\n\n# {name}\n\n{fence}{language}\n{text}{fence}\n"
 
 
 def listed(folder: Path) -> list[Path]:
@@ -132,5 +135,6 @@ def on_page_content(content: str, page, config, files) -> str:
         return SECTION.sub(section, match[0])
 
     if page.file.src_uri.startswith("reference/"):
+        content = UNKNOWN.sub("", content)
         content = re.sub(r"<p>.*?</p>", paragraph, content, flags=re.DOTALL)
     return FORMULA.sub(mathml, content)

@@ -123,7 +123,9 @@ def unknown_names(tree: ast.AST) -> list[str]:
                 if not hasattr(module, alias.name):
                     missing.append(f"{node.module}.{alias.name}")
         if isinstance(node, ast.Import):
-            modules |= {a.asname: importlib.import_module(a.name) for a in node.names if a.asname and "onepass" in a.name}
+            modules |= {
+                a.asname: importlib.import_module(a.name) for a in node.names if a.asname and "onepass" in a.name
+            }
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
             if not hasattr(modules[node.value.id], node.attr):
@@ -138,5 +140,7 @@ def unknown_names(tree: ast.AST) -> list[str]:
 
 
 def test_unknown_names_are_seen():
-    code = "import onepass.distributed as d\nfrom onepass import nothing\nonepass.gone(1)\nonepass.attention(q, scale=1)"
+    code = (
+        "import onepass.distributed as d\nfrom onepass import nothing\nonepass.gone(1)\nonepass.attention(q, scale=1)"
+    )
     assert sorted(unknown_names(ast.parse(code))) == ["attention(scale=)", "onepass.gone", "onepass.nothing"]
