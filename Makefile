@@ -56,7 +56,7 @@ $(VENV)/docs-installed: $(VENV)/installed
 
 # The documentation site, in dist/site; a link that leads nowhere is an error.
 docs: $(VENV)/docs-installed
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Runs examples/tour.ipynb in a kernel of its own.
 notebook: $(VENV)/docs-installed
