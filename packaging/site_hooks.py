@@ -27,6 +27,10 @@ FORMULA = re.compile(
 SECTION = re.compile(r"(?P<start><p>|\s)(?P<name>Returns|Raises|Source): ")
 # `**unknown: Any` in a signature, which help() leaves out, too (onepass/api/keywords.py)
 UNKNOWN = re.compile(r'\n[^\n]*<span class="o">\*\*</span><span class="n">unknown</span>[^\n]*')
+# "q, k, v: ..." among the attributes of a class, of which the parser takes "(k, v)" for a type
+SEVERAL = re.compile(
+    r"<b><code>(?P<first>(?:<span[^>]*>)?\w+,(?:</span>)?)</code></b>\s*\(<code>\(?(?P<rest>.*?)\)?</code>\)"
+)
 IN_NAVIGATION = ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")  # what mkdocs.yml names
 LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml"}
 
@@ -136,5 +140,6 @@ def on_page_content(content: str, page, config, files) -> str:
 
     if page.file.src_uri.startswith("reference/"):
         content = UNKNOWN.sub("", content)
+        content = SEVERAL.sub(r"<b><code>\g<first> \g<rest></code></b>", content)
         content = re.sub(r"<p>.*?</p>", paragraph, content, flags=re.DOTALL)
     return FORMULA.sub(mathml, content)
