@@ -29,7 +29,7 @@ SECTION = re.compile(r"(?P<start><p>|\s)(?P<name>Returns|Raises|Source): ")
 UNKNOWN = re.compile(r'\n[^\n]*<span class="o">\*\*</span><span class="n">unknown</span>[^\n]*')
 # "q, k, v: ..." among the attributes of a class, of which the parser takes "(k, v)" for a type
 SEVERAL = re.compile(
-    r"<b><code>(?P<first>(?:<span[^>]*>)?\w+,(?:</span>)?)</code></b>\s*\(<code>\(?(?P<rest>.*?)\)?</code>\)"
+    r"<b><code>(?P<first>(?:<[^>]*>)*\w+,(?:<[^>]*>)*)</code></b>\s*\(<code>\(?(?P<rest>.*?)\)?</code>\)"
 )
 IN_NAVIGATION = ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")  # what mkdocs.yml names
 LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml"}
