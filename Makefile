@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow test-all test-vllm test-gpu-on-cpu mutants lint test-gpu gpu-record hub bench clean
+.PHONY: demo test test-slow test-all test-vllm test-gpu-on-cpu mutants lint test-gpu gpu-record docs notebook hub bench clean
 
 # Rebuilt when the versions or the package's own description change.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -62,6 +62,19 @@ lint: $(VENV)/installed
 
 test-gpu: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 16 --dist worksteal -m gpu tests
+
+# Into the same environment, when it is first needed: nothing but the site and the notebook's test needs it.
+$(VENV)/docs-installed: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs,notebook]'
+	touch $@
+
+# The documentation site, in dist/site; a link that leads nowhere is an error.
+docs: $(VENV)/docs-installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Runs examples/tour.ipynb in a kernel of its own.
+notebook: $(VENV)/docs-installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --nbmake --nbmake-timeout=120 -p no:cacheprovider examples/tour.ipynb
 
 # The layout of a kernel on the Hugging Face Hub, in dist/hub.
 hub:

@@ -468,7 +468,7 @@ def attention_varlen(
     Returns: out, (total_q, num_heads_q, head_dim_v), or AttentionOutput with lse (num_heads_q, total_q).
 
     Raises: what `attention` raises, and ValueError for offsets that are out of order from a backend that reads them on
-        the host (`tiled`). Kernels read them on the device only, and return undefined values for such offsets.
+    the host (`tiled`). Kernels read them on the device only, and return undefined values for such offsets.
     """
     if unknown:
         raise keywords.unexpected("attention_varlen", unknown)

@@ -93,6 +93,7 @@ class ContextPlan:
 
     @cached_property
     def num_local_tokens(self) -> int:
+        """The number of this rank's tokens."""
         return self.schedule.layout.count(self.rank)
 
     def tokens(self, device: torch.device | str | None = None) -> Tensor:

@@ -239,9 +239,9 @@ def keys_last(v: Tensor, cu_seqlens_k: Tensor | None = None) -> Tensor:
         cu_seqlens_k: (batch + 1,) int32, the offsets of packed sequences.
 
     Returns: e4m3, contiguous, (batch, num_heads_kv, head_dim_v, seqlen_k rounded up to a multiple of 64); for packed
-        sequences (num_heads_kv, head_dim_v, (total_k // 64 + batch) * 64), where sequence b begins at
-        (cu_seqlens_k[b] // 64 + b) * 64. Within every 16 keys, position 4q + 2h + e holds key 8h + 2q + e
-        (q = 0..3, h and e = 0, 1; kernels/device/blocks/softmax/scaled.py says why). Other positions hold zeros.
+    sequences (num_heads_kv, head_dim_v, (total_k // 64 + batch) * 64), where sequence b begins at
+    (cu_seqlens_k[b] // 64 + b) * 64. Within every 16 keys, position 4q + 2h + e holds key 8h + 2q + e
+    (q = 0..3, h and e = 0, 1; kernels/device/blocks/softmax/scaled.py says why). Other positions hold zeros.
     """
     kernel = e4m3_kernels.keys_last_kernel(v, cu_seqlens_k)
     return keys_last_in_torch(v, cu_seqlens_k) if kernel is None else kernel(v, cu_seqlens_k)

@@ -55,8 +55,8 @@ def tune(
     Returns: a TuningResult for each pass of each call.
 
     Raises: as the calls would; UnsupportedError where there is no GPU, and for calls without a kernel; OSError if the
-        cache directory belongs to another user or cannot be written. All of these come before anything is measured.
-        KeyboardInterrupt after Ctrl-C: what was found is kept.
+    cache directory belongs to another user or cannot be written. All of these come before anything is measured.
+    KeyboardInterrupt after Ctrl-C: what was found is kept.
     """
     if workers is not None:
         workers = check_int("workers", workers, "an int of at least 1 or None", least=1)

@@ -90,8 +90,9 @@ def _kernel(name: str, key: str) -> Any:
 def activate(devices: Sequence[str] | None = None) -> Activation:
     """Run torch's attention by onepass, in all threads of this process.
 
-    Args: devices: "cuda", "cpu" or both; None = "cuda" where there is a GPU, else "cpu". On a CPU torch's own kernel is
-        the faster one: it is meant for tests.
+    Args:
+        devices: "cuda", "cpu" or both; None = "cuda" where there is a GPU, else "cpu". On a CPU torch's own kernel is
+            the faster one: it is meant for tests.
 
     Returns: what was changed; `with activate(): ...` takes it back at the end. A second call replaces the first one.
     Raises: ImportError before torch 2.11; ValueError for other devices.
