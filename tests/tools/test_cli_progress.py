@@ -34,6 +34,7 @@ def test_ctrl_c_in_verify_keeps_what_was_measured(tmp_path, monkeypatch):
         return measure(*arguments)
 
     monkeypatch.setattr(cli_verify, "_error_row", interrupted)
+    monkeypatch.setenv("COLUMNS", "140")
     result = invoke("verify", "--quick", "--device", "cpu", "--json", str(path))
     assert result.exit_code == 130
     assert "interrupted after 3 of" in result.output

@@ -19,7 +19,8 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from ... import attention_decode, attention_varlen
+from ...api.attention import attention_varlen
+from ...api.decode import attention_decode
 from ...errors import UnsupportedError
 from . import cache
 
