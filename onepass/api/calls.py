@@ -112,7 +112,8 @@ def warmup(
             machine's GPU; None = the backend that the calls would run on here.
         workers: processes that compile at the same time; None = one per CPU.
         gradients: also compile the kernels of the calls' backward passes. Kernels for a loss that depends on lse are
-            among them for a call with return_lse=True, and for an `AttentionProblem`, which does not say.
+            among them for a call with return_lse=True, and for an `AttentionProblem`, which does not say. Slopes and a
+            bias have gradients where they are tensors that require one; the kernels are others where they do not.
 
     Returns: a CompiledKernel for each kernel, in the order of `calls`; within a call the forward comes first (for
     `attention_decode` the kernels come in the order in which they run). Calls and backward passes that run without a

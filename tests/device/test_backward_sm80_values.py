@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import ptx_interpreter
 import pytest
+import query_bounds_kernel
 import torch
 from test_forward_sm80_values import FLOAT32, PACKED, Arguments, call_of, fast_divisor, problem_of, shifted
 
@@ -106,10 +107,16 @@ class Kernels:
         self.problem, self.config, self.change, self.schedule = problem, config, change, schedule
         arch = "sm_90a" if config.vector_adds else ARCH
         requests = backward_launch.compile_requests(problem, has_dlse, config, arch)
-        self.programs = [program(name, key, arch, Request(trace)) for name, key, arch, trace in requests]
+        self.programs = {
+            name: program(name, key, arch, Request(trace))
+            for name, key, arch, trace in requests
+            if name != "backward_bounds"
+        }
+        self.query_bounds = query_bounds_kernel.kernel_of(problem, config) if problem.has_intervals else None
 
-    def run(self, number: int, p: Parameters, written: tuple, grid, num_threads: int, smem_bytes: int = 0, **schedule):
-        kernel = self.change(self.programs[number]) if number == 1 else self.programs[number]
+    def run(self, name: str, p: Parameters, written: tuple, grid, num_threads: int, smem_bytes: int = 0, **schedule):
+        kernel = self.programs[f"backward_{name}"]
+        kernel = self.change(kernel) if name == "sm80" else kernel
         ptx_interpreter.run(kernel, p.values, p.memory, grid, num_threads, smem_bytes, **schedule)
         p.copy_back(*written)
 
@@ -125,7 +132,7 @@ class Kernels:
         p.rows(lse, dlse, is_lse=True)
         p.blocks(stats, dq_accum)
         p.vectors(cu_seqlens_q)
-        self.run(0, p, (stats, dq_accum), self.grid_of_rows(1, blocks_per_head), THREADS)
+        self.run("preprocess", p, (stats, dq_accum), self.grid_of_rows(1, blocks_per_head), THREADS)
 
     def main(self, q, k, v, dout, dk, dv, dq_accum, stats, turns, *others):
         *lengths, softmax_scale, scale_log2, tanh_scale, left, right, modifiers = others[:-3]
@@ -151,7 +158,7 @@ class Kernels:
         schedule = self.schedule | {"one_by_one": turns is not None}
         # with modifiers, gradients of terms come after bounds
         written = (dk, dv, dq_accum, turns, *(t for t in modifiers or () if isinstance(t, torch.Tensor)))
-        self.run(1, p, written, num_tiles, config.num_threads, config.smem_bytes(problem), **schedule)
+        self.run("sm80", p, written, num_tiles, config.num_threads, config.smem_bytes(problem), **schedule)
 
     def postprocess(self, dq_accum, dq, cu_seqlens_q, softmax_scale, blocks_per_head, *again):
         q, k, v, dout, stats, cu_seqlens_k, seqused_k, scale_log2, tanh_scale, left, right, modifiers = again
@@ -165,7 +172,7 @@ class Kernels:
         p.numbers(scale_log2, tanh_scale, left, right)
         p.modifiers(modifiers)
         rows = min(64, self.config.tile_m)
-        self.run(2, p, (dq,), self.grid_of_rows(self.config.tile_m // rows, blocks_per_head), 2 * rows)
+        self.run("postprocess", p, (dq,), self.grid_of_rows(self.config.tile_m // rows, blocks_per_head), 2 * rows)
 
     def sink_gradients(self, stats, sinks, dsinks, blocks_per_head):
         from onepass.kernels.device.memory_bound.sink_gradients import THREADS
@@ -175,7 +182,7 @@ class Kernels:
         p.vectors(sinks, dsinks)
         p.values += fast_divisor(blocks_per_head)
         p.numbers(blocks_per_head)
-        self.run(3, p, (dsinks,), (len(sinks), 1, 1), THREADS, 4 * THREADS // 32)
+        self.run("sinks", p, (dsinks,), (len(sinks), 1, 1), THREADS, 4 * THREADS // 32)
 
 
 @pytest.mark.parametrize(("batch", "blocks_per_head"), [(1, 1), (3, 7)])
@@ -217,6 +224,7 @@ def gradients_of(problem, inputs, out, lse, dout, dlse, config=None, change=lamb
         kernels.main,
         kernels.postprocess,
         kernels.sink_gradients,
+        kernels.query_bounds,
         blocks_per_head,
         section,
         num_tiles,

@@ -48,23 +48,27 @@ def problem(**options):
         ({"has_seqused_k": True}, {"private_dq": True, "background_rows": False}),
         ({"has_sinks": True}, {}),
         ({"has_sinks": True, "is_packed": True}, {}),
+        ({"has_key_ranges": True, "mask": Mask(3, 5), "has_seqused_k": True, "has_sinks": True}, {}),
+        ({"has_q_positions": True, "mask": Mask(None, 0)}, {"dynamic_tiles": True}),
+        ({"has_seqstart_k": True, "has_q_positions": True, "is_packed": True, "deterministic": True}, {}),
     ],
 )
 def test_kernels_are_given_what_they_were_traced_with(options, fields, monkeypatch):
     wanted, config = problem(**{"has_sinks": False} | options), BackwardConfigSm90(**fields)
     requests = backward_launch.compile_requests(wanted, False, config)
     in_one = config.rows_in_background(wanted)
-    assert in_one == ((config.dynamic_tiles or config.private_dq) and config.background_rows and not wanted.is_packed)
-    assert len(requests) == (1 if in_one else 2 if config.private_dq else 3) + wanted.has_sinks
+    has_dense_rows = not (wanted.is_packed or wanted.has_modifiers)
+    assert in_one == ((config.dynamic_tiles or config.private_dq) and config.background_rows and has_dense_rows)
+    in_all = 1 if in_one else 2 if config.private_dq else 3
+    assert len(requests) == in_all + wanted.has_intervals + wanted.has_sinks
     monkeypatch.setattr(backward_launch, "tile_counter", lambda device: torch.zeros(1, dtype=torch.int32))
     monkeypatch.setattr(
         backward_launch, "zero_counters", lambda purpose, device, count: torch.zeros(count, dtype=torch.int32)
     )
 
     def launch(kernels):
-        by_name = dict(zip((request.name for request in requests), kernels, strict=True))
-        names = "backward_preprocess", "backward", "backward_postprocess", "backward_sinks"
-        return Launch(wanted, config, *(by_name.get(name) for name in names), 4, 1, 1)
+        names = "backward_preprocess", "backward", "backward_postprocess", "backward_sinks", "backward_bounds"
+        return Launch(wanted, config, *(kernels.get(name) for name in names), 4, 1, 1)
 
     assert_as_traced(wanted, launch, requests)
 
@@ -92,7 +96,7 @@ def test_blocks_of_queries_that_no_tile_visits_are_known(seqlen_q, seqlen_k):
             geometry = seqlen_q, seqlen_k, *window_bounds(asked)
             first, _, _, last = query_blocks(n_start, n_start + config.tile_n, *geometry, config.tile_m)
             left_out -= set(range(first, last))
-        may_skip = Launch(asked, config, *[None] * 4, 2, 1, 1).may_skip_blocks
+        may_skip = Launch(asked, config, *[None] * 5, 2, 1, 1).may_skip_blocks
         assert may_skip or not left_out, window
         assert may_skip == any(side is not None and side < 0 for side in mask_and_shift(mask, seqlen_k - seqlen_q))
 

@@ -40,14 +40,17 @@ def problem(**options):
         {"has_seqused_k": True, "is_packed": True},
         {"dtype": torch.float32, "mask": Mask(None, 0)},
         {"has_sinks": True},
+        {"has_key_ranges": True, "mask": Mask(3, 5), "has_seqused_k": True, "has_sinks": True},
+        {"has_seqstart_k": True, "has_q_positions": True, "is_packed": True, "deterministic": True},
     ],
 )
 def test_kernels_are_given_what_they_were_traced_with(options):
     wanted = problem(**options)
     config = heuristics_sm80.backward_config_sm80(wanted, "sm_80")
     requests = backward_launch.compile_requests(wanted, False, config, "sm_80")
+    names = [f"backward_{name}" for name in ("preprocess", "sm80", "postprocess", "sinks", "bounds")]
     assert_as_traced(
-        wanted, lambda kernels: Launch(wanted, config, *kernels[:3], *(kernels[3:] or [None]), 4, 1, 1), requests
+        wanted, lambda kernels: Launch(wanted, config, *(kernels.get(name) for name in names), 4, 1, 1), requests
     )
 
 

@@ -56,6 +56,7 @@ FP8 = ("tests/tiled/test_quantized.py", "tests/validation/test_validation_fp8.py
 OPERATORS = ("tests/api/test_ops.py", "tests/api/test_fast_path.py")
 DISPATCH = ("tests/dispatch/test_dispatch.py", "tests/launch/test_tuned.py", "tests/compiler/test_warmup.py")
 MODIFIERS = ("tests/device/test_sm80_modifiers.py",)
+BOUNDS = ("tests/launch/test_modifier_arguments.py", "tests/device/test_query_bounds_values.py")
 LAUNCH = (
     "tests/launch/test_launch.py",
     "tests/launch/test_decode_launch.py",
@@ -92,6 +93,7 @@ AREAS = (
                 ("onepass/dispatch/choice.py",),
                 ("tests/dispatch/test_use_backend.py", "tests/dispatch/test_mixed_gpus.py"),
             ),
+            Group(("onepass/dispatch/ahead.py",), ("tests/dispatch/test_ahead.py",)),
             Group(("onepass/ops/autocast.py",), ("tests/api/test_ops.py", *FP8[:1])),
             Group(("onepass/ops/gradient_rule.py",), ("tests/api/test_functional.py", "tests/api/test_ops.py")),
             Group(("onepass/geometry/visible_pairs.py",), ("tests/api/test_flop_counter.py",)),
@@ -223,6 +225,7 @@ AREAS = (
                 ("tests/launch/test_decode_launch.py", *DECODE),
             ),
             Group(("onepass/kernels/launch/modifiers.py",), ("tests/launch/test_modifier_arguments.py", *MODIFIERS)),
+            Group(("onepass/kernels/launch/query_bounds.py",), BOUNDS),
             Group(
                 ("onepass/kernels/launch/float32_halves.py",),
                 ("tests/launch/test_launch.py", "tests/device/test_float32_halves_values.py"),
@@ -247,6 +250,7 @@ AREAS = (
                 ),
                 BACKWARD,
             ),
+            Group(("onepass/kernels/device/memory_bound/query_bounds.py",), BOUNDS[1:]),
             Group(
                 (
                     "onepass/kernels/device/blocks/softmax/modifiers.py",

@@ -104,6 +104,11 @@ def parse(ptx: str) -> Program:
     return Program(instructions, labels, [int(n) if n else scalar[kind] for kind, n in declared])
 
 
+def parse_all(ptx: str) -> list[Program]:
+    """The programs of PTX with several kernels, in the order in which they are launched."""
+    return [parse(kernel) for kernel in re.split(r"^\.visible \.entry", ptx, flags=re.MULTILINE)[1:]]
+
+
 def without_scopes(body: str) -> str:
     """PTX without the scopes { .reg ..; .. } of inline assembly: their registers and labels become like all others."""
     found = list(re.finditer(r"\{\s*\.reg", body))
@@ -449,8 +454,9 @@ class Warp:
             a, b, selector = (self.value(o) for o in operands)
             both = (a.astype(uint64) | b.astype(uint64) << uint64(32)).view(np.uint8).reshape(-1, 8)
             which = selector[:, None] >> np.arange(0, 16, 4, dtype=uint32) & uint32(15)
-            assert (which < 8).all(), "signs of bytes are not modelled"
-            return np.take_along_axis(both, which.astype(int64), 1).view(uint32)[:, 0]
+            chosen = np.take_along_axis(both, (which & uint32(7)).astype(int64), 1)
+            signs = np.where(chosen >= 128, np.uint8(255), np.uint8(0))
+            return np.where(which >= 8, signs, chosen).view(uint32)[:, 0]
         if name == "abs" and kind in ("bf16", "f16"):
             return self.value(operands[0]) & uint16(0x7FFF)
         if name == "popc":

@@ -154,6 +154,22 @@ class PreprocessArguments(NamedTuple):
     blocks_per_head: Any = None
 
 
+class QueryBoundsArguments(NamedTuple):
+    """The arguments of `QueryBounds`."""
+
+    extremes: Any
+    bounds: Any
+    modifiers: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    group: Any
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqused_k: Any = None
+    window_left: Any = None
+    window_right: Any = None
+
+
 class SinkGradientsArguments(NamedTuple):
     """The arguments of `SinkGradients`."""
 

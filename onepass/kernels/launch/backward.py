@@ -16,7 +16,7 @@ from ...problem import AttentionProblem, Inputs
 from ...problem.outputs import empty_gradients
 from ..compiler.compile import CompileRequest
 from ..config import BackwardConfigSm80, BackwardConfigSm90
-from . import modifiers
+from . import modifiers, query_bounds
 from .arguments import (
     PostprocessArguments,
     PreprocessArguments,
@@ -74,6 +74,7 @@ class BackwardLaunch:
     main: Callable
     postprocess: Callable | None
     sink_gradients: Callable | None  # with sinks
+    query_bounds: Callable | None  # with intervals
     blocks_per_head: int
     heads_per_section: int
 
@@ -121,10 +122,14 @@ class BackwardLaunch:
         return (self.accumulator_blocks, tile_m * head_dim), (self.num_blocks, 2 * tile_m)
 
     @functools.cached_property
+    def window(self) -> tuple[int | None, int | None]:
+        return window_bounds(self.problem)
+
+    @functools.cached_property
     def numbers(self) -> dict[str, float | int | None]:
         """The arguments of the main kernel that are numbers, and of the postprocess for rows that it computes again."""
         scale_log2, tanh_scale = score_scales(self.problem)
-        left, right = window_bounds(self.problem)
+        left, right = self.window
         return {"scale_log2": scale_log2, "tanh_scale": tanh_scale, "window_left": left, "window_right": right}
 
     def __call__(
@@ -180,7 +185,12 @@ class BackwardLaunch:
         if problem.has_modifiers:
             assert inputs.modifiers is not None
             terms = modifiers.gradients_of_terms(problem, config, inputs)
-            sources["modifiers"] = modifiers.backward_arguments(problem, config, inputs, terms)
+            given, bounds = modifiers.arguments_of(problem, inputs.modifiers), None
+            assert given is not None
+            if self.query_bounds is not None:
+                lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
+                bounds = query_bounds.launch(self.query_bounds, problem, config, given, self.window, *lengths)
+            sources["modifiers"] = given + modifiers.backward_arguments(problem, bounds, terms)
         shared = {
             "dq_accum": dq_accum,
             "cu_seqlens_q": cu_seqlens_q,

@@ -20,7 +20,7 @@ from ..heuristics import sm80 as heuristics
 from ..heuristics import tuned
 from . import backward as backward_launch
 from . import forward_sm80 as launch
-from . import modifiers
+from . import modifiers, query_bounds
 from .arguments import BackwardSm80Arguments, element_type, fake_tensor
 from .backward import BackwardLaunch, counts, request_of_sinks, requests_of_rows, without_keys
 
@@ -75,11 +75,12 @@ def _backward_of_any_alignment(
 def launch_of(problem: AttentionProblem, has_dlse: bool, config: BackwardConfigSm80, arch: str) -> Launch:
     """The compiled kernels for tensors that copies of config.vector_bytes can read."""
     config.check(problem, arch)
-    preprocess, main, postprocess, *sinks = (compile.get(*r) for r in compile_requests(problem, has_dlse, config, arch))
+    kernels = {r.name: compile.get(*r) for r in compile_requests(problem, has_dlse, config, arch)}
+    before, main, after = (kernels[f"backward_{name}"] for name in ("preprocess", "sm80", "postprocess"))
+    sinks, bounds = kernels.get("backward_sinks"), kernels.get("backward_bounds")
     blocks_per_head, num_tiles = counts(problem, config)
     section = heads_per_section(problem, config)
-    kernels = preprocess, main, postprocess, sinks[0] if sinks else None
-    return Launch(problem, config, *kernels, blocks_per_head, section, num_tiles)
+    return Launch(problem, config, before, main, after, sinks, bounds, blocks_per_head, section, num_tiles)
 
 
 def compile_requests(
@@ -97,7 +98,7 @@ def compile_requests(
         "backward_sm80", (problem.static(), config), arch, functools.partial(trace, problem, config, arch)
     )
     preprocess, postprocess = requests_of_rows(problem, config, arch, has_dlse)
-    return [preprocess, main, postprocess, *sinks]
+    return [preprocess, *query_bounds.compile_requests(problem, config, arch), main, postprocess, *sinks]
 
 
 @dataclass(frozen=True)

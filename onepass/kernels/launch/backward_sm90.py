@@ -19,7 +19,7 @@ from ..config import PROGRESS_HEADER, BackwardConfigSm90
 from ..heuristics import sm90 as heuristics
 from ..heuristics import tuned
 from . import backward as backward_launch
-from . import modifiers
+from . import modifiers, query_bounds
 from .arguments import BackwardSm90Arguments, element_type, fake_tensor
 from .backward import (
     BackwardLaunch,
@@ -81,10 +81,12 @@ def prepare(
     num_ctas = min(shares, torch.cuda.get_device_properties(device).multi_processor_count)
     section = heads_per_section(problem, config, num_ctas)
     kernels = {request.name: compile.get(*request) for request in compile_requests(problem, has_dlse, config)}
-    before, after, sinks = (
-        kernels.get(name) for name in ("backward_preprocess", "backward_postprocess", "backward_sinks")
+    before, after, sinks, bounds = (
+        kernels.get(name)
+        for name in ("backward_preprocess", "backward_postprocess", "backward_sinks", "backward_bounds")
     )
-    return Launch(problem, config, before, kernels["backward"], after, sinks, blocks_per_head, section, num_ctas)
+    main = kernels["backward"]
+    return Launch(problem, config, before, main, after, sinks, bounds, blocks_per_head, section, num_ctas)
 
 
 def compile_requests(
@@ -97,7 +99,7 @@ def compile_requests(
     key = (problem.static(), config, has_dlse and config.rows_in_background(problem))
     main = CompileRequest("backward", key, arch, functools.partial(trace, problem, config, has_dlse))
     rows = requests_of_rows(problem, config, arch, has_dlse)
-    return [*rows[:1], main, *rows[1:], *sinks]
+    return [*rows[:1], *query_bounds.compile_requests(problem, config, arch), main, *rows[1:], *sinks]
 
 
 @dataclass(frozen=True)
