@@ -145,3 +145,20 @@ def test_gradients(names):
         error = compare_gradients(name, found[name], right, in_torch[name].to(found[name].dtype), floor)
         assert error.error <= error.budget, str(error)
         assert name in TERMS or error.ok, str(error)
+
+
+def test_gradients_of_a_block_in_between_that_sees_none_of_the_keys():
+    """Queries 0 to 63 and 128 to 191 see the first tile of keys, and the block between them sees the other one."""
+    rows, keys = 192, 128
+    low = torch.arange(rows, dtype=torch.int32) // 64 % 2 * 64
+    options = {"key_ranges": torch.stack([low, low + 64], -1)[None, None]}
+    q, k, v = (normal(1, n, h, 64, dtype=torch.bfloat16) for n, h in ((rows, 2), (keys, 1), (keys, 1)))
+    inputs = ModifiedInputs(q, k, v, *[None] * 4, Modifiers(key_ranges=options["key_ranges"]))
+    problem = AttentionProblem.of(inputs, softmax_scale=0.125, mask=Mask(), softcap=None, deterministic=False)
+    dout = normal(*q.shape, dtype=torch.bfloat16)
+    out, lse = forward(problem, inputs)
+    found = gradients_of(problem, inputs, out, lse, dout, None)[:3]
+    oracle, in_torch = (oracle_gradients(inputs, options, dout, t) for t in (torch.float64, torch.bfloat16))
+    for (name, right), gradient in zip(oracle.items(), found, strict=True):
+        error = compare_gradients(name, gradient, right, in_torch[name].to(gradient.dtype), 0.0)
+        assert error.ok, str(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64
 
 
 @cute.jit
@@ -148,6 +148,12 @@ def permute_bytes(a: Int32, b: Int32, selector: Int32) -> Int32:
     return cute.arch.inline_ptx(
         "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Int32], read_only_args=[a, b, selector]
     )
+
+
+def replicate_signs(word: Int32, first: int, second: int) -> Int32:
+    """A mask of two halves: all bits of one are the highest bit of the word's byte `first`, of the other `second`."""
+    selector = 0x88 | first << 4 | first | (0x88 | second << 4 | second) << 8
+    return permute_bytes(word, word, Int32(selector))
 
 
 @cute.jit
@@ -331,11 +337,9 @@ def philox(counter: tuple, key: tuple) -> tuple:
 
 def _multiply_wide(a: Int32, b: int) -> tuple:
     """The low and the high word of the product of two unsigned words."""
-    return cute.arch.inline_ptx(
-        f"{{ .reg .b64 product; mul.wide.u32 product, {{$r0}}, {b:#x}; mov.b64 {{ {{$w0}}, {{$w1}} }}, product; }}",
-        write_only_types=[Int32, Int32],
-        read_only_args=[a],
-    )
+    # arithmetic without assembly, so that what does not change from block to block is computed once
+    product = Uint64(Uint32(a)) * Uint64(b)
+    return product.to(Int32), (product >> 32).to(Int32)
 
 
 def _add_word(a: Int32, b: int) -> Int32:

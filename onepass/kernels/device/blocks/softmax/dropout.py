@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from .....geometry.integers import select
 from ..memory.layouts import column_offset
-from ..memory.ptx import permute_bytes
+from ..memory.ptx import permute_bytes, replicate_signs
 
 PATCH = 4  # columns of a thread in a patch: 0, 1, 8 and 9 of sixteen
 OTHER_LANE = 4
+HIGHEST_BITS = -0x7F7F7F80  # 0x80808080, of each byte the highest
 
 
 def group_of(number) -> Int32:
@@ -29,48 +31,77 @@ def bit(number, i: int) -> Boolean:
     return (number >> i & 1) != 0
 
 
+def flag_of(r: int, c: int, has_keys_in_rows: bool) -> tuple[int, int]:
+    """The word, and the byte in it, with the flag of a thread's value in row r and column c of its block."""
+    patch, c = divmod(c, PATCH)
+    return (2 * patch + r, c) if has_keys_in_rows else (2 * patch + c // 2, r + 2 * (c % 2))
+
+
+def flags_of(word: Int32, last: Int32) -> Int32:
+    """A word whose bytes have their highest bit set where the byte of `word` is at most that of `last`."""
+    lower = (last | HIGHEST_BITS) - (word & ~HIGHEST_BITS)  # of each byte the highest bit: whether the others are less
+    return (last & (word ^ -1)) | ((last ^ word ^ -1) & lower)
+
+
 class KeptPairs:
     """Which elements of a block dropout keeps, while a kernel is traced.
 
     The block begins at a multiple of 16 in both directions, except for one of 8 columns. All lanes of the warp are
     here, and their blocks lie side by side.
+
+    Attributes:
+        words: the flags, in the order of `flag_of`; only the highest bit of each byte means something.
     """
 
     def __init__(self, modifiers: Any, block: Any, columns: int):
         self.modifiers, self.block = modifiers, block
         # with positions, each query has calls of its own, and so have the heads of a group
         differs = modifiers.tensors.positions is not None or block.places[0] is not block.places[1]
-        # bytes of the elements, by (r, c)
-        self.bytes: dict[tuple[int, int], Any] = {}
+        self.last = (modifiers.tensors.keep_bytes - 1) * 0x01010101  # the greatest byte that keeps a pair, four times
+        self.words: list[Any] = []
         shared = 0 if differs else columns // (2 * PATCH) * (2 * PATCH)
         for c in range(0, shared, 2 * PATCH):
             self._fill_two(c)
         for c in range(shared, columns, PATCH):
-            self._fill(c, min(PATCH, columns - c), differs)
+            if differs or c + PATCH > columns:
+                self._fill_single(c, min(PATCH, columns - c), differs)
+            else:
+                self._fill(c)
 
     def is_kept(self, r: int, c: int) -> Boolean:
-        return self.bytes[r, c] < self.modifiers.tensors.keep_bytes
+        word, byte = flag_of(r, c, self.block.has_keys_in_rows)
+        return bit(self.words[word], 8 * byte + 7)
+
+    def _add(self, words: list) -> None:
+        self.words += [flags_of(word, self.last) for word in words]
 
     # ---------------------------------------------------------------- two patches for two lanes
 
     def _fill_two(self, first: int) -> None:
         """The bytes of two patches: the even one of two lanes calls the generator for the first, the other one for the
         second."""
-        block, place = self.block, self.block.places[0]
-        # of the thread's first row, which lies in a lane of this parity
-        is_odd = bit(block.rows[0], 0)
-        columns = group_of(block.first_column + column_offset(first)) + select(is_odd, Int32(PATCH), Int32(0))
+        is_odd = self._is_odd()
+        mine, others = self._words(first, select(is_odd, Int32(PATCH), Int32(0)))
+        got = [cute.arch.shuffle_sync_bfly(word, offset=OTHER_LANE) for word in others]
+        self._add([select(is_odd, b, a) for a, b in zip(mine, got, strict=True)])
+        self._add([select(is_odd, a, b) for a, b in zip(mine, got, strict=True)])
+
+    def _fill(self, first: int) -> None:
+        """The bytes of a patch, for which both lanes call the generator."""
+        self._add(self._words(first, Int32(0))[0])
+
+    def _is_odd(self) -> Boolean:
+        """The thread's first row lies in a lane of this parity."""
+        return bit(self.block.rows[0], 0)
+
+    def _words(self, first: int, more_columns: Int32) -> tuple[list, list]:
+        """The bytes of this lane's two rows, and those of the other lane's, from one call of the generator."""
+        block, place, is_odd = self.block, self.block.places[0], self._is_odd()
+        columns = group_of(block.first_column + column_offset(first)) + more_columns
         rows = group_of(block.rows[0])
         if block.has_keys_in_rows:
-            mine, others = self._of_keys(self.modifiers.words(place, columns, rows), is_odd)
-        else:
-            mine, others = self._of_queries(self.modifiers.words(place, rows, columns), is_odd)
-        got = [cute.arch.shuffle_sync_bfly(word, offset=OTHER_LANE) for word in others]
-        for i, word in enumerate(mine):
-            for patch, found in enumerate((select(is_odd, got[i], word), select(is_odd, word, got[i]))):
-                for j in range(4):
-                    at = (i, j) if block.has_keys_in_rows else (j % 2, 2 * i + j // 2)
-                    self.bytes[at[0], first + PATCH * patch + at[1]] = found >> 8 * j & 255
+            return self._of_keys(self.modifiers.words(place, columns, rows), is_odd)
+        return self._of_queries(self.modifiers.words(place, rows, columns), is_odd)
 
     def _of_queries(self, words: tuple, is_odd: Boolean) -> tuple[list, list]:
         """The bytes of this lane's two rows, which are queries, and those of the other lane's.
@@ -87,38 +118,59 @@ class KeptPairs:
         pairs = words[:2], words[2:]
         return [select(is_odd, b, a) for a, b in pairs], [select(is_odd, a, b) for a, b in pairs]
 
-    # ---------------------------------------------------------------- a patch for one lane
+    # ---------------------------------------------------------------- byte by byte
 
-    def _fill(self, first: int, count: int, differs: bool) -> None:
-        """The bytes of the columns first, .., which share the generator's calls.
+    def _fill_single(self, first: int, count: int, differs: bool) -> None:
+        """The bytes of the columns first, .., one by one.
 
-        Args: differs: whether the calls of queries differ.
+        Args: differs: whether the calls of queries differ; else the columns share them.
         """
-        block, modifiers, places = self.block, self.modifiers, self.block.places
-        numbers = [block.first_column + column_offset(first + i) for i in range(count)]
-        if block.has_keys_in_rows:
-            keys, place = block.rows, places[0]
-            rows = [modifiers.number(place, n) for n in numbers]
-            calls = rows if differs else rows[:1]
-            words = [modifiers.words(place, group_of(row), group_of(keys[0])) for row in calls]
-            is_odd = bit(keys[0], 0)
-            for i in range(count):
-                found = words[i if differs else 0]
-                for r in range(2):
-                    word = select(is_odd, found[2 * r + 1], found[2 * r])
-                    self.bytes[r, first + i] = self._byte(word, rows[i])
-            return
-        rows = [modifiers.number(place, row) for place, row in zip(places, block.rows, strict=True)]
-        calls = list(zip(places, rows, strict=True))[: 2 if differs else 1]
-        words = [modifiers.words(place, group_of(row), group_of(numbers[0])) for place, row in calls]
-        for r in range(2):
-            found = words[r if differs else 0]
+        keys_in_rows = self.block.has_keys_in_rows
+        found = self._of_key_rows(first, count, differs) if keys_in_rows else self._of_query_rows(first, count, differs)
+        words = [Int32(0)] * (2 if keys_in_rows or count > 2 else 1)
+        for (r, c), byte in found.items():
+            word, place = flag_of(r, c, keys_in_rows)
+            words[word] = words[word] | byte << 8 * place
+        self._add(words)
+
+    def _of_key_rows(self, first: int, count: int, differs: bool) -> dict:
+        modifiers, place, keys = self.modifiers, self.block.places[0], self.block.rows
+        rows = [modifiers.number(place, self.block.first_column + column_offset(first + i)) for i in range(count)]
+        words = [modifiers.words(place, group_of(row), group_of(keys[0])) for row in (rows if differs else rows[:1])]
+        found, is_odd = {}, bit(keys[0], 0)
+        for i, row in enumerate(rows):
+            call = words[i if differs else 0]
+            for r in range(2):
+                found[r, i] = self._byte(select(is_odd, call[2 * r + 1], call[2 * r]), row)
+        return found
+
+    def _of_query_rows(self, first: int, count: int, differs: bool) -> dict:
+        block, modifiers = self.block, self.modifiers
+        column = block.first_column + column_offset(first)
+        rows = [modifiers.number(place, row) for place, row in zip(block.places, block.rows, strict=True)]
+        calls = list(zip(block.places, rows, strict=True))[: 2 if differs else 1]
+        words = [modifiers.words(place, group_of(row), group_of(column)) for place, row in calls]
+        found = {}
+        for r, row in enumerate(rows):
+            call = words[r if differs else 0]
             for i in range(count):
                 # which word follows from the column: 2 i, 2 i + 1, 2 i + 8, 2 i + 9
-                word = found[i]
-                if count < PATCH:
-                    word = select(bit(numbers[0], 3), found[2 + i], found[i])
-                self.bytes[r, first + i] = self._byte(word, rows[r])
+                word = call[i] if count == PATCH else select(bit(column, 3), call[2 + i], call[i])
+                found[r, i] = self._byte(word, row)
+        return found
 
     def _byte(self, word, row) -> Int32:
         return word >> 8 * ((row & 1) + 2 * (row >> 3 & 1)) & 255
+
+
+@cute.jit
+def drop_packed(packed: cute.Tensor, flags: cute.Tensor):
+    """Set the values to 0 that dropout does not keep.
+
+    Args:
+        packed: pairs of 16-bit values of a thread, in the order of an accumulator: two columns of a row in a register.
+        flags: `KeptPairs.words`, of queries in rows.
+    """
+    for i in cutlass.range_constexpr(cute.size(packed)):
+        (word, first), (_, second) = (flag_of(i % 2, 2 * (i // 2) + c, False) for c in range(2))
+        packed[i] = packed[i] & replicate_signs(flags[word], first, second)

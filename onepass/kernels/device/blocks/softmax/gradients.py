@@ -16,11 +16,13 @@ from ..memory.layouts import by_m_tile, rows_and_columns
 from ..memory.ptx import pack_pair, unpack_pair
 from ..repair.rows import soft_cap
 from . import mask
+from .dropout import bit, flag_of
 from .modifiers import Block, Modifiers, element, place_of
 from .online import Scores
 
 # A score whose softcap has no slope any more; finite, because softmax_scale may be 0.
 FAR_BELOW = -3e38
+FLAGS_PER_WORD = 8  # words of flags, whose every eighth bit is one, in a word of kept_words
 
 
 def stat_of_column(stats: cute.Tensor, i: int, m_tiles: int = 1) -> Float32:
@@ -50,6 +52,7 @@ class GradientScores:
     capped: cute.Tensor | None  # with a softcap: P times its slope
 
     # with dropout: a bit for each value of an accumulator, and one of its shape
+    slope: cute.Tensor | None = None  # of ALiBi, where a kernel reads it ahead
     kept_words: cute.Tensor
     kept_values: cute.Tensor
 
@@ -127,27 +130,41 @@ class GradientScores:
         """The `Block` of each m_tile of this thread."""
         places = 2 * [place_of(head, tile.origin_q, tile.sequence, tile.geometry, self.kernel.is_packed)]
         first_column = m_block * self.tile_m + self.first_query + 2 * self.lane_in_quad
+        slope = None if self.slope is None else self.slope[0]
         return [
-            Block([self.key(tile, i, r) for r in range(2)], first_column, places, has_keys_in_rows=True)
+            Block([self.key(tile, i, r) for r in range(2)], first_column, places, has_keys_in_rows=True, slope=slope)
             for i in range(self.m_tiles)
         ]
+
+    @cute.jit
+    def load_slope(self, tile, head: Int32):
+        """With ALiBi: read the slope of the query head whose scores come next."""
+        if cutlass.const_expr(self.slope is not None):
+            place = place_of(head, tile.origin_q, tile.sequence, tile.geometry, self.kernel.is_packed)
+            self.slope[0] = self.modifiers.slope(place)
 
     @cute.jit
     def draw_kept(self, tile, head: Int32, m_block: Int32):
         """Set a bit of kept_words for each value of an accumulator that dropout keeps."""
         columns = cute.size(self.kept_values) // (2 * self.m_tiles)
         kept = [self.modifiers.kept(block, columns) for block in self.blocks_of(tile, head, m_block)]
+        flags = [word for pairs in kept for word in pairs.words]
         for w in cutlass.range_constexpr(cute.size(self.kept_words)):
             word = Int32(0)
-            for b in cutlass.range_constexpr(min(32, cute.size(self.kept_values) - 32 * w)):
-                m, r, c = element(32 * w + b, self.m_tiles)
-                bit = 1 << b if b < 31 else -(1 << 31)
-                word = word | (Int32(bit) if kept[m].is_kept(r, c) else Int32(0))
+            for i in cutlass.range_constexpr(min(FLAGS_PER_WORD, len(flags) - FLAGS_PER_WORD * w)):
+                # the shift brings copies of the sign, which the mask leaves out
+                mask = 0x80808080 >> i
+                mask = mask - (1 << 32) if mask >= 1 << 31 else mask
+                word = word | (flags[FLAGS_PER_WORD * w + i] >> i & mask)
             self.kept_words[w] = word
 
     def is_kept(self, i: int) -> Boolean:
         """Whether dropout keeps an accumulator's i-th value, after `draw_kept`."""
-        return (self.kept_words[i // 32] >> i % 32 & 1) != 0
+        m, r, c = element(i, self.m_tiles)
+        columns = cute.size(self.kept_values) // (2 * self.m_tiles)
+        word, byte = flag_of(r, c, has_keys_in_rows=True)
+        word += m * max(2, columns // 2)
+        return bit(self.kept_words[word // FLAGS_PER_WORD], 8 * byte + 7 - word % FLAGS_PER_WORD)
 
     @cute.jit
     def drop_p(self, acc_s: cute.Tensor):

@@ -121,12 +121,14 @@ class Block(NamedTuple):
         rows: the numbers of its two rows, 8 apart: queries, or keys with has_keys_in_rows.
         first_column: the number of its first column: 2 * (lane % 4) more than that of the block.
         places: the place of each row. They differ in their head where the query heads of a kv head share a tile.
+        slope: that of ALiBi for both rows, where a kernel has read it; None: it is read now.
     """
 
     rows: list
     first_column: Int32
     places: list
     has_keys_in_rows: bool = False
+    slope: Float32 | None = None
 
 
 class Modifiers(Untraced):
@@ -140,6 +142,8 @@ class Modifiers(Untraced):
     def __init__(self, tensors: ModifierTensors, window: tuple, is_deterministic: bool = False):
         self.tensors, self.window = tensors, window
         self.is_deterministic = is_deterministic
+        # read before the main loop: the compiler moves no load over its barriers, and each block would wait for it
+        self.random_key = self._random_key() if self.drops else None
 
     @property
     def has_intervals(self) -> bool:
@@ -326,9 +330,15 @@ class Modifiers(Untraced):
 
     def words(self, place: Place, row_group, column_group) -> tuple:
         """The 128 random bits of the pairs of these groups of rows and columns, see geometry/philox.py."""
-        state = self.tensors.dropout_state
+        offset, *seed = self.random_key
         instance = place.entry * self.tensors.all_heads + self.tensors.first_head + place.head
-        return philox((column_group, row_group, instance, state[2]), (state[0], state[1] ^ state[3]))
+        return philox((column_group, row_group, instance, offset), seed)
+
+    def _random_key(self) -> list:
+        """The low half of the offset, and a key of two words of the seed and the high half of the offset."""
+        state = self.tensors.dropout_state
+        words = state[2], state[0], state[1] ^ state[3]
+        return [cute.arch.make_warp_uniform(word) for word in words]
 
     def keep_factor(self, place: Place, query, key) -> Float32:
         """What dropout multiplies the probability of a pair with."""
@@ -406,7 +416,7 @@ class Terms:
         self.has_alibi, self.has_bias = tensors.slopes is not None, tensors.bias is not None
         if not self.has_alibi:
             return
-        self.slopes = [modifiers.slope(place) for place in block.places]
+        self.slopes = 2 * [block.slope] if block.slope is not None else [modifiers.slope(p) for p in block.places]
         if not block.has_keys_in_rows:
             # position - key: the key of column c lies column_offset(c) behind the first one
             rows = zip(block.places, block.rows, strict=True)

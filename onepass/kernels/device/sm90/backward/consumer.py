@@ -149,6 +149,8 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         if self.drops:
             self.rP_of_dv, self.kept_values = (cute.make_rmem_tensor(self.shape_s, kernel.dtype) for _ in range(2))
             self.kept_words = cute.make_rmem_tensor((ceil_div(cute.size(self.rP), 32),), Int32)
+        if self.modifiers is not None and self.modifiers.tensors.slopes is not None and kernel.group == 1:
+            self.slope = cute.make_rmem_tensor((1,), Float32)  # all steps of a tile are of one head
         # dS lies in shared memory as rows of queries, as dQ reads it
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=True, num_matrices=4), kernel.dtype)
         self.copy_ds = cute.make_tiled_copy_C(stmatrix, mmas.s).get_slice(self.thread)
@@ -172,6 +174,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
                 self.pipes.v.consumer_wait(kv_state)
                 self.clear_keys(tile, self.own_keys)
                 head, m_block = self.kernel.first_visit(tile)
+                self.load_slope(tile, head)
                 before = head, m_block  # the query block of the step before
                 self.pipes.q.consumer_wait(q_state)
                 acc_s = self.issue_s(q_state)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Boolean, Float32, pipeline
+from cutlass import Boolean, Float32, Int32, pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from ....config import ROWS_PER_WARPGROUP
@@ -103,6 +103,12 @@ class WarpgroupGemms(Turns):
         else:
             self.rP = [cute.make_rmem_tensor(self.acc_s[0].layout, kernel.dtype) for _ in range(kernel.num_halves)]
             self.p = [as_operand_a(rP) for rP in self.rP]
+        self.slope = None  # of ALiBi, of a tile's head
+        if self.modifiers is not None and self.modifiers.tensors.slopes is not None:
+            self.slope = cute.make_rmem_tensor((1,), Float32)
+        self.kept_words = None  # flags of the pairs that dropout keeps, where P is 16 bits wide
+        if self.modifiers is not None and self.modifiers.drops and kernel.num_halves == 1 and not kernel.is_fp8:
+            self.kept_words = cute.make_rmem_tensor((cute.size(self.acc_s[0]) // 4,), Int32)
         if kernel.is_scaled:
             self.row_scale = cute.make_rmem_tensor((2,), Float32)
             self.key_scales = scaled.KeyScales(self.tile_n)

@@ -15,6 +15,7 @@ from ....config import ROWS_PER_WARPGROUP
 from ...blocks.memory.ptx import pack, pack_halves
 from ...blocks.repair.rows import soft_cap
 from ...blocks.softmax import mask, scaled
+from ...blocks.softmax.dropout import drop_packed
 from ...blocks.softmax.modifiers import Block, Place, place_of
 from .gemms import WarpgroupGemms
 from .tile import Tile
@@ -44,10 +45,12 @@ class WarpgroupScores(WarpgroupGemms):
 
     @cute.jit
     def load_scales(self, tile: Tile):
-        """With FP8 or halves: the scales of the rows of a tile and of its first keys."""
+        """With FP8 or halves: the scales of the rows of a tile and of its first keys. With ALiBi: the head's slope."""
         if cutlass.const_expr(self.descales is not None):
             self.load_row_scales(tile)
             self.key_scales.load(*self.head_scales(tile), tile.last - 1)
+        if cutlass.const_expr(self.slope is not None):
+            self.slope[0] = self.modifiers.slope(self.place(tile))
 
     @cute.jit
     def pack_p(self, buffer: cutlass.Constexpr[int]):
@@ -58,6 +61,8 @@ class WarpgroupScores(WarpgroupGemms):
             pack_halves(self.acc_s[buffer], *self.rP)
         else:
             pack(self.acc_s[buffer], self.rP[0])
+            if cutlass.const_expr(self.kept_words is not None):
+                drop_packed(cute.recast_tensor(self.rP[0], Int32), self.kept_words)
 
     @cute.jit
     def modify_scores(
@@ -87,13 +92,20 @@ class WarpgroupScores(WarpgroupGemms):
     def block_of(self, tile: Tile, n_block: Int32, buffer: int) -> Block:
         rows = [self.row_of(tile, self.row_in_tile + 8 * r)[0] for r in range(2)]
         first_column = n_block * self.tile_n + buffer * self.buffer_n + 2 * self.lane_in_quad
-        return Block(rows, first_column, 2 * [self.place(tile)])
+        slope = None if self.slope is None else self.slope[0]
+        return Block(rows, first_column, 2 * [self.place(tile)], slope=slope)
 
     @cute.jit
     def drop(self, tile: Tile, n_block: Int32, buffer: cutlass.Constexpr[int]):
         """Leave out exponentials that dropout does not keep; they are in the sums already."""
         if cutlass.const_expr(self.modifiers is not None and self.modifiers.drops):
-            self.modifiers.drop(self.s[buffer], self.block_of(tile, n_block, buffer))
+            block = self.block_of(tile, n_block, buffer)
+            if cutlass.const_expr(self.kept_words is None):
+                self.modifiers.drop(self.s[buffer], block)
+            else:  # when they are packed, two at a time
+                words = self.modifiers.kept(block, cute.size(self.s[buffer], mode=[1])).words
+                for i in cutlass.range_constexpr(len(words)):
+                    self.kept_words[i] = words[i]
 
     @cute.jit
     def mask_if_needed(self, tile: Tile, n_block: Int32, buffer: cutlass.Constexpr[int]):
