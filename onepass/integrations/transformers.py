@@ -23,6 +23,7 @@ from torch import Tensor
 from ..api import attention as api
 from ..api.decode import attention_decode
 from ..compat.masks import four_dimensional, mask_arguments
+from ..dispatch import ahead
 from ..errors import UnsupportedError
 from .transformers_masks import cu_seqlens_of, padding_mask
 
@@ -34,12 +35,14 @@ FEW_QUERIES = 16
 def register(name: str = "onepass") -> str:
     """Make `attn_implementation=name` available to every model of transformers.
 
-    Calling it again is harmless. Returns: name. Raises: ImportError without transformers 5.
+    Calling it again is harmless. Where no kernel is in the disk cache yet, processes that will compile them start now.
+    Returns: name. Raises: ImportError without transformers 5.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, padding_mask)
+    ahead.start_early()
     return name
 
 
@@ -100,7 +103,7 @@ def attention_forward(
         s_aux: (num_heads_q,) attention sinks.
         position_bias: added to scores; it broadcasts to (batch, num_heads_q, q_length, kv_length).
         position_ids: (1, q_length), read if attention_mask is None and there is no cache: a new packed sequence begins
-            where a position does not follow the one before it.
+            where a position does not follow the one before it. Without gradients `padding_mask` has decided that.
         cu_seq_lens_q, cu_seq_lens_k: (num_sequences + 1,) offsets of packed sequences in the flattened batch;
             max_length_q, max_length_k are hints.
         deterministic: as in `onepass.attention`.
@@ -141,7 +144,7 @@ def attention_forward(
         return _packed(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, options), None
     if attention_mask is None:
         attention_mask = _packed_by_positions(position_ids, q, k)
-    if attention_mask is None:
+    if attention_mask is None or attention_mask.shape[-1] == 0:
         return _attend(q, k, v, options), None
     if attention_mask.dtype == torch.int32:
         offsets = attention_mask.flatten()
@@ -156,7 +159,7 @@ def _is_form(mask: Tensor) -> bool:
     """Whether a mask is one that `padding_mask` returns in place of a whole one."""
     if mask.dim() != 4 or tuple(mask.shape[1:3]) != (1, 1):
         return False
-    return (mask.dtype == torch.int32 and mask.shape[0] == 1) or (mask.dtype == torch.int64 and mask.shape[3] in (1, 2))
+    return (mask.dtype == torch.int32 and mask.shape[0] == 1) or (mask.dtype == torch.int64 and mask.shape[3] <= 2)
 
 
 def _refuse_unsupported(attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..dispatch import ahead, backends, choice
 from ..dispatch import attention as dispatch
-from ..dispatch import backends, choice
 from ..errors import UnsupportedError
 from ..geometry.visible_pairs import visible_pairs
 from ..kernels.config import LaunchConfig
@@ -22,7 +22,7 @@ from ..namespace import OPERATORS, qualified
 from ..problem import AttentionInputs, AttentionProblem, Inputs, Mask, Quantization, QuantizedInputs
 from ..problem.outputs import empty_gradients, empty_outputs
 from .autocast import without_autocast
-from .gradient_rule import register_gradient
+from .gradient_rule import is_recording, register_gradient
 
 INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k"
 OPTIONS = (
@@ -94,6 +94,8 @@ def forward_on(
     backend = choice.backend_name(backend_argument)
     config = None if tuning is None else backends.config_type(backend).from_text(tuning)
     backend = dispatch.backend_at_run(backend_argument, problem, config, inputs.q.device)
+    if is_recording():
+        ahead.compile_with_backward(backend, problem, inputs.q.device, config)
     with without_autocast(problem.device_type):
         return dispatch.prepare(backend, problem, inputs.q.device, config)(inputs)
 

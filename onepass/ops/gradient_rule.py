@@ -23,6 +23,17 @@ from ..validation.lost_gradients import refuse_forward_mode
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
+class _Recording:
+    """Whether an operator is running whose gradients autograd will ask for. Threads share it: it is a hint."""
+
+    is_on = False
+
+
+def is_recording() -> bool:
+    """Whether the operator that runs now has inputs that require a gradient."""
+    return _Recording.is_on
+
+
 def register_gradient(
     name: str, implementation: Callable, backward: Callable, setup_context: Callable | None = None
 ) -> None:
@@ -39,8 +50,12 @@ def register_gradient(
         @staticmethod
         def forward(ctx: Any, keyset: Any, is_one_level: bool, *inputs: Any) -> Any:
             # autograd records nothing here; the levels below make, or refuse, nodes of their own
-            with torch.set_grad_enabled(is_one_level), forward_ad._set_fwd_grad_enabled(is_one_level):
-                output = _below_autograd(op, implementation, keyset, inputs)
+            _Recording.is_on = True
+            try:
+                with torch.set_grad_enabled(is_one_level), forward_ad._set_fwd_grad_enabled(is_one_level):
+                    output = _below_autograd(op, implementation, keyset, inputs)
+            finally:
+                _Recording.is_on = False
             if setup_context is not None:
                 setup_context(ctx, inputs, output)
             return output

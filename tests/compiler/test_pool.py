@@ -1,12 +1,21 @@
 """The pool of compilers: each kernel compiles by itself, in processes that no caller has to wait for."""
 
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
-from onepass.kernels.compiler import compile
-from onepass.kernels.compiler.pool import Outcome, WorkerProcess, compile_each, compiling_in_background
+from onepass.kernels.compiler import compile, pool
+from onepass.kernels.compiler.pool import (
+    Outcome,
+    WorkerProcess,
+    compile_behind,
+    compile_each,
+    compiling_in_background,
+    start_early,
+)
 
 REQUESTS = [("forward", (i,), "sm_90a", None) for i in range(7)]
 
@@ -105,6 +114,68 @@ def test_nothing_to_do_in_the_background():
     with compiling_in_background(REQUESTS[:1], 1, crew) as failed:
         pass
     assert (failed, crew.compiled) == ({}, [])
+
+
+def test_behind_the_caller():
+    """The caller goes on at once; the worker is closed when all requests are done."""
+    crew = Crew()
+    assert compile_behind(REQUESTS, lambda: crew)
+    assert crew.has_begun_6.wait(10)
+    assert not crew.closed
+    crew.killed.set()
+    deadline = time.perf_counter() + 10
+    while not (crew.closed and len(crew.compiled) == 6) and time.perf_counter() < deadline:
+        time.sleep(0.01)  # the first of two workers is closed while the other one compiles
+    assert crew.closed
+    assert sorted(crew.compiled) == [1, 2, 3, 4, 5, 6]
+    assert not compile_behind(REQUESTS[:1], lambda: crew)
+
+
+def test_what_is_behind_the_caller_ends_with_it(tmp_path):
+    """A program that ends while a worker compiles does not wait for it."""
+    script = f"""
+import sys, threading, time
+sys.path[:0] = {sys.path!r}
+from onepass.kernels.compiler import compile, pool
+
+class Worker:
+    killed = threading.Event()
+    def compile(self, request):
+        print("begun", flush=True)
+        Worker.killed.wait(60)
+        return pool.Outcome(0.0, None)
+    def kill(self):
+        Worker.killed.set()
+    def close(self):
+        pass
+
+compile.is_cached = lambda *kernel: False
+compile.has_disk_cache = lambda: True
+pool.compile_behind([("forward", (0,), "sm_90a", None)], Worker)
+time.sleep(0.5)
+"""
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout) == (0, "begun\n"), done.stderr
+    assert time.perf_counter() - started < 40
+
+
+def test_workers_that_start_early_compile_first():
+    start_early(2)
+    start_early(2)
+    early = list(pool._early)
+    try:
+        assert len(early) == 2
+        processes = [worker._process.pid for worker in early]
+        worker = pool._new_worker()
+        assert worker in early
+        assert worker.compile(("forward", ("key",), "sm_90a", None)).failure.startswith("TypeError")
+        assert worker._process.pid in processes
+        assert len(pool._early) == 1
+    finally:
+        pool._early.clear()
+        for worker in early:
+            worker.close()
 
 
 class Deadly:

@@ -11,6 +11,7 @@ kernel of a backward less than 1.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import pickle
@@ -54,10 +55,10 @@ class CompiledKernel(NamedTuple):
 
     Attributes:
         name: which of its call's kernels it is: "forward", of float32 on Hopper "split_rows" (one for q and k, mostly,
-            and one for v), and in the order in which a backward runs them
-            "backward_preprocess" (two, where lse may have a gradient), "backward" and, in some configurations,
-            "backward_postprocess"; of `attention_decode` "append_to_cache", "decode_sm80" and "merge_splits", as far as
-            a call needs them.
+            and one for v), and in the order in which a backward runs them "backward_preprocess" (two, where lse may
+            have a gradient), "backward_bounds" (where tensors say which keys a query sees), "backward" and, in some
+            configurations, "backward_postprocess"; of `attention_decode` "append_to_cache", "decode_sm80" and
+            "merge_splits", as far as a call needs them.
         backend: the name of the backend that runs it.
         problem: the problem of the first call that needs it.
         config: the configuration that it was compiled with; None where there is nothing to choose.
@@ -176,7 +177,49 @@ def compiling_in_background(
     failures |= {kernel: failure for kernel, (_, failure) in outcomes.items() if failure is not None}
 
 
+def compile_behind(requests: Iterable[Request], make_worker: Callable[[], Worker] | None = None) -> bool:
+    """Begin to compile what the disk cache lacks in other processes, all of it at once, and return.
+
+    Whoever needs such a kernel meanwhile waits for it. A kernel that does not compile is left to whoever needs it, and
+    what is not done when the main thread ends is dropped.
+
+    Args: as `compile_each`. Returns: whether the cache lacks anything.
+    """
+    missing = _missing(requests)
+    if not missing or not _others_can_help():
+        return False
+    crew = _Crew(missing, None, make_worker)
+    threading.Thread(target=_attend, args=(crew, len(missing)), daemon=True).start()
+    return True
+
+
+def _attend(crew: _Crew, count: int) -> None:
+    """Keep a crew until it has finished this many requests, or the main thread has ended."""
+    with crew:
+        while count and threading.main_thread().is_alive():
+            with contextlib.suppress(queue.Empty):
+                crew.finished.get(timeout=0.2)
+                count -= 1
+
+
 # ---------------------------------------------------------------- the pool
+
+_early: list[WorkerProcess] = []  # that have loaded the compiler, or are about to, and have no work yet
+
+
+def start_early(count: int) -> None:
+    """Start processes that load the compiler now, so that they compile at once when they are needed.
+
+    They take the first requests of this process that other processes compile, and end with it.
+    """
+    for _ in range(count - len(_early)):
+        worker = WorkerProcess()
+        worker.start()
+        _early.append(worker)
+
+
+def _new_worker() -> WorkerProcess:
+    return _early.pop() if _early else WorkerProcess()
 
 
 def num_cpus() -> int:
@@ -234,7 +277,7 @@ class _Crew:
             self._waiting.put(request)
         self._is_ended = threading.Event()
         count = min(len(missing), workers or num_cpus())
-        self._workers = [(make_worker or WorkerProcess)() for _ in range(count)]
+        self._workers = [(make_worker or _new_worker)() for _ in range(count)]
         self._threads = [threading.Thread(target=self.work, args=(worker,)) for worker in self._workers]
 
     def __enter__(self) -> _Crew:
@@ -294,12 +337,17 @@ class WorkerProcess:
         self._process: subprocess.Popen | None = None
         self._errors: IO[bytes] | None = None
 
-    def compile(self, request: Request) -> Outcome:
-        started = time.perf_counter()
+    def start(self) -> None:
+        """Start the process, if there is none."""
         if self._process is None:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
             self._process = _start(self._errors)
+
+    def compile(self, request: Request) -> Outcome:
+        started = time.perf_counter()
+        self.start()
         process, errors = self._process, self._errors
+        assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
         assert errors is not None
@@ -343,6 +391,8 @@ def _start(errors: IO[bytes]) -> subprocess.Popen:
 
 def serve() -> None:
     """Run the whole life of a worker process."""
+    with contextlib.suppress(ImportError):  # then each request has its own error
+        importlib.import_module("cutlass.cute")  # takes seconds, in which there may be no request yet
     while True:
         try:
             request = pickle.load(sys.stdin.buffer)

@@ -1,0 +1,81 @@
+"""Which kernels a call that needs gradients lets other processes compile."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import onepass
+from onepass.dispatch import ahead, backends
+from onepass.kernels.compiler import compile, pool
+from onepass.kernels.heuristics import tuned
+from onepass.problem import AttentionProblem, Mask
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def requested(monkeypatch):
+    """The names of the kernels that are requested on a pretended Hopper GPU."""
+    names = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    properties = SimpleNamespace(multi_processor_count=132, name="Pretended GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", True)
+    monkeypatch.setattr(tuned, "gpu_name", lambda device=None: "Pretended GPU")
+    monkeypatch.setattr(pool, "compile_behind", lambda requests: names.extend(r.name for r in requests))
+    ahead.compile_with_backward.cache_clear()
+    yield names
+    ahead.compile_with_backward.cache_clear()
+
+
+def problem(head_dim, **changes):
+    sizes = {"batch": 2, "seqlen_q": 8192, "seqlen_k": 8192, "num_heads_q": 8, "num_heads_kv": 8}
+    dims = {"head_dim": head_dim, "head_dim_v": head_dim, "softmax_scale": 0.1, "mask": Mask()}
+    return AttentionProblem(**{"dtype": torch.bfloat16, "device_type": "cuda", **sizes, **dims, **changes})
+
+
+def test_forward_and_backward_at_once(requested):
+    ahead.compile_with_backward("sm90", problem(128), CUDA)
+    assert requested == ["forward", "backward_preprocess", "backward", "backward_postprocess"]
+    ahead.compile_with_backward("sm90", problem(128), CUDA)
+    assert len(requested) == 4
+    ahead.compile_with_backward("sm80", problem(64), CUDA)
+    assert requested[4:] == ["forward_sm80", "backward_preprocess", "backward_sm80", "backward_postprocess"]
+
+
+@pytest.mark.parametrize(("name", "changes"), [("tiled", {}), ("cpu", {}), ("sm90", {"num_heads_q": 0})])
+def test_nothing_without_kernels(requested, name, changes):
+    ahead.compile_with_backward(name, problem(128, **changes), CUDA)
+    assert requested == []
+
+
+def test_only_calls_that_need_gradients(monkeypatch):
+    asked = []
+    monkeypatch.setattr(ahead, "compile_with_backward", lambda *call: asked.append(call[0]))
+    q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
+    with torch.no_grad():
+        onepass.attention(q.requires_grad_(), k, v, backend="tiled")
+    onepass.attention(q.detach(), k, v, backend="tiled")
+    assert asked == []
+    onepass.attention(q, k, v, backend="tiled")
+    onepass.attention(q, k, v, backend="tiled", dropout_p=0.5)
+    assert asked == ["tiled", "tiled"]
+    onepass.attention(q.detach(), k, v, backend="tiled")
+    assert asked == ["tiled", "tiled"]
+
+
+def test_workers_start_early_where_no_kernel_is_cached(requested, monkeypatch, tmp_path):
+    counts = []
+    monkeypatch.setattr(pool, "start_early", counts.append)
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path / "kernels"))
+    ahead.start_early()
+    assert counts == [ahead.EARLY_WORKERS]
+    (tmp_path / "kernels" / f"{'0' * 32}.o").touch()
+    ahead.start_early()
+    monkeypatch.setattr(compile, "has_disk_cache", lambda: False)
+    ahead.start_early()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ahead.start_early()
+    assert counts == [ahead.EARLY_WORKERS]
