@@ -39,6 +39,9 @@ def padding_mask(
     Returns: one of these, which have four dimensions because transformers passes such a mask on as it is
 
     - None: every key that causal and window leave is real;
+    - int64 (batch_size, 1, 1, 0): every such key is real, and no sequences are packed, so that the layers need not
+      read the positions. An attention mask says so or, where no gradient is recorded, transformers, which looks for
+      packed sequences only without a cache;
     - int64 (batch_size, 1, 1, 1): causal, the first real key of each row; else the end of its real keys, which begin
       at 0;
     - int64 (batch_size, 1, 1, 2): the first real key of each row, and the end of its keys;
@@ -57,7 +60,11 @@ def padding_mask(
         end = q_offset + q_length - kv_offset if pattern.is_causal else kv_length
         has_slots = isinstance(end, Tensor) or end < kv_length
         if attention_mask is None:
-            return _ends(torch.zeros(batch_size, dtype=torch.int64, device=device), end) if has_slots else None
+            first = torch.zeros(batch_size, dtype=torch.int64, device=device)
+            if has_slots:
+                return _ends(first, end)
+            # transformers looks for packed sequences where there is no cache; in training there may be both
+            return None if torch.is_grad_enabled() else first[:, None, None, None][..., :0]
         if not _may_wait(attention_mask):
             pattern = None
     if pattern is not None and attention_mask is not None:
@@ -70,10 +77,10 @@ def padding_mask(
         if is_simple and pattern.is_causal:
             if has_slots:
                 return _ends(rows.first, end)
-            return None if begins_at_0 else rows.first[:, None, None, None]
+            return rows.first[:, None, None, None][..., : 0 if begins_at_0 else 1]
         if is_simple:
             if begins_at_0:
-                return None if is_full else rows.last[:, None, None, None]
+                return rows.last[:, None, None, None][..., : 0 if is_full else 1]
             return torch.stack((rows.first, rows.last), -1)[:, None, None]
     from transformers.masking_utils import sdpa_mask
 

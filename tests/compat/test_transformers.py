@@ -509,3 +509,16 @@ def test_a_mask_of_three_dimensions_is_refused():
 
     with pytest.raises(NotImplementedError, match="attention_mask"):
         padding_mask(1, 9, 9, mask_function=masking_utils.causal_mask_function, attention_mask=torch.ones(1, 9, 9))
+
+
+def test_positions_are_not_read_where_a_mask_says_that_all_tokens_are_real(monkeypatch):
+    """What a prompt's positions tell of packed sequences would have to be waited for, in the first layer."""
+
+    def not_asked(*arguments):
+        raise AssertionError("positions were read")
+
+    monkeypatch.setattr("onepass.integrations.transformers._packed_by_positions", not_asked)
+    model = make("Llama", {}, register()).eval()
+    prompt = tokens(batch=1)
+    found = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=3)
+    assert found.shape == (1, prompt.shape[1] + 3)

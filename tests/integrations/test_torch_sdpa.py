@@ -276,6 +276,7 @@ def test_cudnn_operators(dropout_p):
     bias = normal(1, 4, 37, 37, seed=7)
     out, lse, _, _, max_q, max_k, seed, offset, _ = operators.sdpa_cudnn(q, k, v, bias, True, dropout_p, True)
     assert (lse.shape, seed.shape, offset.shape, seed.dtype) == ((2, 4, 37, 1), (), (), torch.int64)
+    assert offset.storage_offset() * offset.itemsize % 16 == 0  # asserted by torch.compile's code
     state = calls.state_of(seed, dropout_p, must_be_marked=True)
     expected = oracle(q, k, v, state, dropout_p, causal=True, bias=bias.double())
     rest = bias, None, None, max_q, max_k, dropout_p, True

@@ -103,6 +103,7 @@ def _memory(state: Tensor | None, device: torch.device) -> Tensor:
     memory = torch.zeros(MARK, dtype=torch.int64, device=device)
     if state is not None:
         memory[:2] = state
+        memory[2] = state[1]
     return memory
 
 
@@ -113,9 +114,12 @@ def marked(state: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def marked_numbers(state: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A random state as cuDNN's operators return it: seed and offset, () int64, of one piece of memory."""
+    """A random state as cuDNN's operators return it: seed and offset, () int64, of one piece of memory.
+
+    They are 16 bytes apart: torch.compile's generated code asserts that each output is aligned to 16 bytes.
+    """
     memory = _memory(state, device)
-    return memory[0], memory[1]
+    return memory[0], memory[2]
 
 
 def state_of(rng: Tensor, dropout_p: float, must_be_marked: bool = False) -> Tensor | None:
