@@ -28,12 +28,12 @@ from ..bench.cases import DTYPES, Case, Direction
 from ..bench.rows import Options
 from .console import INTERRUPTED, TABLE_STYLE, fail, make_console, require_matplotlib, resolve_device
 
-_DIRECTIONS: dict[str, Direction] = {"forward": "fwd", "backward": "bwd"}
+DIRECTIONS: dict[str, Direction] = {"forward": "fwd", "backward": "bwd"}
 
 
 def ablate(
     arch: Annotated[str, typer.Option(help=f"architecture of the kernel: {', '.join(KERNELS)}")] = "sm90",
-    direction: Annotated[str, typer.Option(help=f"pass of the kernel: {' or '.join(_DIRECTIONS)}")] = "forward",
+    direction: Annotated[str, typer.Option(help=f"pass of the kernel: {' or '.join(DIRECTIONS)}")] = "forward",
     head_dim: Annotated[int, typer.Option(min=1)] = PAPER_HEAD_DIM,
     head_dim_v: Annotated[int | None, typer.Option(min=1, help="default: head_dim")] = None,
     causal: Annotated[bool, typer.Option("--causal", help="with a causal mask")] = False,
@@ -61,9 +61,9 @@ def ablate(
     the reason), 130 after Ctrl-C (the rounds finished so far are kept).
     """
     console = make_console()
-    if direction not in _DIRECTIONS:
-        fail(f"--direction: expected {' or '.join(_DIRECTIONS)}, got {direction!r}")
-    found = kernels(_DIRECTIONS[direction])
+    if direction not in DIRECTIONS:
+        fail(f"--direction: expected {' or '.join(DIRECTIONS)}, got {direction!r}")
+    found = kernels(DIRECTIONS[direction])
     if arch not in found:
         fail(f"--arch: expected one of {', '.join(found)}, got {arch!r}")
     if dtype not in DTYPES:
@@ -75,7 +75,7 @@ def ablate(
         require_matplotlib("--plot")
     batch = batch or max(1, PAPER_BATCH * PAPER_SEQLEN // seqlen)
     shape = batch, seqlen, seqlen, heads, heads_kv or heads, head_dim, head_dim_v or head_dim
-    case = Case(*shape, dtype, causal, direction=_DIRECTIONS[direction])
+    case = Case(*shape, dtype, causal, direction=DIRECTIONS[direction])
     kernel = found[arch]
     device = resolve_device(device)
     if reason := refusal(kernel, case, device):

@@ -12,6 +12,7 @@ from .ablate import ablate
 from .bench import bench
 from .demo import demo
 from .info import info
+from .trace import trace
 from .tune import tune
 from .verify import verify
 
@@ -44,6 +45,6 @@ def flowing(text: str) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
-for _command in (info, demo, verify, bench, ablate, tune):
+for _command in (info, demo, verify, bench, ablate, trace, tune):
     app.command(help=flowing(_command.__doc__ or ""))(_command)
 app.add_typer(cache.app, name="cache")

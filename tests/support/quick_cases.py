@@ -126,6 +126,7 @@ QUICK_CASES: dict[str, list[str]] = {
     "geometry/test_backward_turns.py::test_groups_of_heads_are_balanced": ["2048-4", "2048-8"],
     "tools/test_bench_context_parallel.py::test_command_on_two_ranks": [],
     "tools/test_context_parallel_example.py::test_losses_do_not_depend_on_the_number_of_ranks": [],
+    "tools/test_timeline.py::test_stamps_cost_no_registers_in_memory_and_do_not_stay": [],
     "tools/test_hub.py::test_two_copies": [],
     "tools/test_hub.py::test_a_copy_compiles_kernels": [],
     "tools/test_tune_calls.py::test_the_whole_way": [],
