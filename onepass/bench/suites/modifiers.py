@@ -13,6 +13,7 @@ as JSON.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import statistics
 import sys
@@ -68,61 +69,74 @@ class Tensors(NamedTuple):
     dout: Tensor
 
 
-def make_tensors(case: ModifierCase) -> Tensors:
+def make_tensors(case: ModifierCase, device: str = DEVICE) -> Tensors:
     torch.manual_seed(0)
     shape = case.batch, case.seqlen, case.heads, case.head_dim
-    q, k, v, dout = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
+    q, k, v, dout = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4))
     return Tensors(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout)
 
 
-def options_of(case: ModifierCase) -> dict[str, Any]:
+def with_option(case: ModifierCase, t: Tensors) -> dict[str, Any]:
     """The arguments of the call with the option."""
+    return {"q": t.q, "k": t.k, "v": t.v} | _option(case, t.q.device)
+
+
+def _option(case: ModifierCase, device: torch.device) -> dict[str, Any]:
     n = case.seqlen
-    rows = torch.arange(n, device=DEVICE, dtype=torch.int32)
+    rows = torch.arange(n, device=device, dtype=torch.int32)
     zeros = torch.zeros_like(rows)
     if case.option == "ranges":
         return {"key_ranges": torch.stack((zeros, rows + 1), -1)[None, None]}
     if case.option == "documents":
         return {"key_ranges": torch.stack((rows // DOCUMENT * DOCUMENT, rows + 1), -1)[None, None]}
-    slopes = torch.tensor([2.0 ** (-8 * (h + 1) / case.heads) for h in range(case.heads)], device=DEVICE)
+    slopes = torch.tensor([2.0 ** (-8 * (h + 1) / case.heads) for h in range(case.heads)], device=device)
     more: dict[str, Any] = {
         "positions": {"q_positions": rows[None]},
-        "left padding": {"seqstart_k": torch.full((case.batch,), n // 8, device=DEVICE, dtype=torch.int32)},
+        "left padding": {"seqstart_k": torch.full((case.batch,), n // 8, device=device, dtype=torch.int32)},
         "alibi": {"alibi_slopes": slopes},
-        "bias": {"bias": torch.randn(1, 1, n, n, device=DEVICE, dtype=torch.bfloat16)},
+        "bias": {"bias": torch.randn(1, 1, n, n, device=device, dtype=torch.bfloat16)},
         "dropout": {"dropout_p": 0.1},
     }
     return {"causal": True} | more[case.option]
 
 
-def with_option(case: ModifierCase, t: Tensors) -> Callable[[], Tensor]:
-    options = options_of(case)
-    return lambda: onepass.attention(t.q, t.k, t.v, **options)
-
-
-def ordinary(case: ModifierCase, t: Tensors) -> Callable[[], Tensor]:
-    """The call that the option is compared with."""
+def ordinary(case: ModifierCase, t: Tensors) -> dict[str, Any]:
+    """The arguments of the call that the option is compared with."""
     if case.option != "documents":
-        return lambda: onepass.attention(t.q, t.k, t.v, causal=True)
+        return {"q": t.q, "k": t.k, "v": t.v, "causal": True}
     starts = [b * case.seqlen + i for b in range(case.batch) for i in range(0, case.seqlen, DOCUMENT)]
-    offsets = torch.tensor([*starts, TOKENS], device=DEVICE, dtype=torch.int32)
+    offsets = torch.tensor([*starts, TOKENS], device=t.q.device, dtype=torch.int32)
     lengths: dict[str, Any] = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), offsets)
     lengths |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), DOCUMENT)
     q, k, v = (x.flatten(0, 1) for x in t[:3])
-    return lambda: onepass.attention_varlen(q, k, v, causal=True, **lengths).view_as(t.dout)
+    return {"q": q, "k": k, "v": v, "causal": True} | lengths
 
 
-def backward_of(attend: Callable[[], Tensor], t: Tensors) -> Callable[[], Any]:
+def attend(arguments: dict[str, Any], t: Tensors) -> Tensor:
+    function = onepass.attention_varlen if "cu_seqlens_q" in arguments else onepass.attention
+    return function(**arguments).view_as(t.dout)
+
+
+def compile_ahead(chosen: Sequence[ModifierCase]) -> None:
+    """Compile all kernels of the cases, several at a time."""
+    pairs = [(case, make_tensors(case, "meta")) for case in chosen]
+    onepass.warmup([call for pair in pairs for call in (with_option(*pair), ordinary(*pair))], gradients=True)
+
+
+def backward_of(call: Callable[[], Tensor], t: Tensors) -> Callable[[], Any]:
     """A function that runs the backward pass of a forward that is made now."""
-    out = attend()
+    out = call()
     return lambda: torch.autograd.grad(out, (t.q, t.k, t.v), t.dout, retain_graph=True)
 
 
 def measure(case: ModifierCase, args: argparse.Namespace, report: Report) -> None:
     """Time the forward and the backward of a case, and add its row."""
     t = make_tensors(case)
-    attend = {"with": with_option(case, t), "ordinary": ordinary(case, t)}
-    results = {name: (call().detach(), *backward_of(call, t)()) for name, call in attend.items()}
+    forward: dict[str, Callable[[], Tensor]] = {
+        "with": functools.partial(attend, with_option(case, t), t),
+        "ordinary": functools.partial(attend, ordinary(case, t), t),
+    }
+    results = {name: (call().detach(), *backward_of(call, t)()) for name, call in forward.items()}
     disagrees = False
     if case.option in SAME:
         pairs = zip(*results.values(), strict=True)
@@ -130,9 +144,9 @@ def measure(case: ModifierCase, args: argparse.Namespace, report: Report) -> Non
     del results
     row: dict[str, Any] = {"case": case.label, **case._asdict(), "disagrees": disagrees}
     for direction in ("forward", "backward"):
-        calls: dict[str, Callable[[], Any]] = dict(attend)
+        calls: dict[str, Callable[[], Any]] = dict(forward)
         if direction == "backward":
-            calls = {name: backward_of(call, t) for name, call in attend.items()}
+            calls = {name: backward_of(call, t) for name, call in forward.items()}
         times = grid.time_in_turns(calls, args, seed=case.seqlen)
         ms = {name: statistics.median(found) for name, found in times.items()}
         row[direction] = {
@@ -157,6 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not chosen:
         parser.error(f"--cases: expected words of {', '.join(case.label for case in cases())}, got {args.cases}")
     report = Report(describe(DEVICE) | {"suite": "modifiers"}, args.out)
+    compile_ahead(chosen)
     with report.recording():
         for case in chosen:
             measure(case, args, report)
