@@ -233,15 +233,33 @@ def test_search_by_meaning():
 # --- examples and figure
 
 
-@pytest.mark.parametrize("name", ["basic", "packed_sequences", "decoding", "continuous_batching", "hugging_face_model"])
+EXAMPLES = (
+    "basic",
+    "packed_sequences",
+    "decoding",
+    "continuous_batching",
+    "hugging_face_model",
+    "long_context",
+    "fp8",
+)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_example_runs(name, capsys):
     if name == "hugging_face_model":
         pytest.importorskip("transformers")
         pytest.importorskip("onepass.integrations.transformers")
     path = ROOT / "examples" / f"{name}.py"
-    assert len(path.read_text().splitlines()) < 40
+    assert len(path.read_text().splitlines()) < 46
     runpy.run_path(str(path), run_name="__main__")
     assert capsys.readouterr().out
+
+
+def test_each_example_is_listed_and_chooses_its_device():
+    scripts = sorted((ROOT / "examples").glob("*.py"))
+    listed = (ROOT / "examples" / "README.md").read_text()
+    assert [path.name for path in scripts if f"[{path.name}]({path.name})" not in listed] == []
+    assert [path.name for path in scripts if "torch.cuda.is_available()" not in path.read_text()] == []
 
 
 def test_training_on_text(tmp_path, monkeypatch, capsys):
