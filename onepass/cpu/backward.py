@@ -1,8 +1,8 @@
 """The backward pass on a CPU by torch's C++ operator, which takes the lse of whole rows and any of their keys.
 
-In 16 bits the operator adds the gradients of its blocks, up to 256 queries and 512 keys, to sums of 16 bits, whose error
-grows with the number of blocks: at 4096 queries that of dk and dv is three to four times that of rounding them once.
-Chunks of 2048 x 2048 have at most eight blocks, and their sums are float32.
+In 16 bits the operator adds the gradients of its blocks, up to 256 queries and 512 keys, to sums of 16 bits. The error
+of such a sum grows with the number of blocks: at 4096 queries that of dk and dv is three to four times that of rounding
+them once. Chunks of 2048 x 2048 have at most eight blocks, and their sums are float32.
 """
 
 from __future__ import annotations
