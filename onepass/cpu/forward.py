@@ -15,12 +15,18 @@ from .regions import Region, regions
 
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out and lse of a call, as `onepass.tiled.forward` gives them."""
-    results = _by_operators(problem, inputs) if operators.are_exact(problem) else None
+    results = by_operators(problem, inputs)
     return tiled.forward(problem, inputs) if results is None else results
 
 
-def _by_operators(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
-    """None: a result is not finite, or rounding partial results to 16 bits would add to its error."""
+def by_operators(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+    """out and lse, or None where `tiled` computes them.
+
+    This is where torch's settings round float32 operands, where a result is not finite, and where rounding partial
+    results to 16 bits would add to their error.
+    """
+    if not operators.are_exact(problem):
+        return None
     q, k, v = inputs[:3]
     if not (problem.is_packed or problem.has_seqused_k):
         found = regions(problem.mask, problem.seqlen_q, problem.seqlen_k)

@@ -19,13 +19,19 @@ from .merge import merge_in_torch
 
 
 def decode(
-    problem: DecodeProblem, inputs: DecodeInputs, whole_forward: Callable[..., tuple[Tensor, Tensor]] = forward
+    problem: DecodeProblem,
+    inputs: DecodeInputs,
+    whole_forward: Callable[..., tuple[Tensor, Tensor]] = forward,
+    batch_forward: Callable[..., tuple[Tensor, Tensor] | None] = lambda problem, inputs: None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a call of `onepass.attention_decode`; the cache is untouched if it raises.
 
-    Every sequence is computed by itself, so nothing about it depends on the rest of the batch.
+    Nothing about a sequence depends on the rest of the batch.
 
-    Args: whole_forward: the forward of a sequence whose keys are not split.
+    Args:
+        whole_forward: the forward of a sequence whose keys are not split.
+        batch_forward: the forward of a batch of such sequences, with the bits that `whole_forward` gives to each of
+            them; None where it cannot have them. It is asked if all sequences have their keys at the same places.
     """
     attention = problem.attention
     lengths, offsets = read_cache_lengths(inputs), read_query_offsets(inputs)
@@ -35,13 +41,27 @@ def decode(
     if inputs.seqlen_new:
         append(problem, inputs)
     q = rotated_queries(problem, inputs)
+    starts = [0] * len(lengths)
+    if problem.cuts_starts_off:
+        assert inputs.modifiers is not None
+        assert inputs.modifiers.seqstart_k is not None
+        starts = inputs.modifiers.seqstart_k.tolist()
+        inputs, attention = inputs._replace(modifiers=None), replace(attention, has_seqstart_k=False)
+    extents = [(start, length + inputs.seqlen_new) for start, length in zip(starts, lengths, strict=True)]
+    is_dense = offsets is None and inputs.page_table is None and inputs.modifiers is None
+    if is_dense and problem.is_whole and len(set(extents)) == 1:
+        start, end = extents[0]
+        k, v = (cache[:, start:end] for cache in (inputs.k_cache, inputs.v_cache))
+        whole = replace(attention, seqlen_k=end - start, has_seqused_k=False)
+        results_of_batch = batch_forward(whole, AttentionInputs(q, k, v, inputs.sinks))
+        if results_of_batch is not None:
+            return results_of_batch
     out, lse = empty_outputs(attention, AttentionInputs(inputs.q, inputs.k_cache, inputs.v_cache))
     if offsets is not None and offsets[-1] < inputs.q.shape[0]:
         out[offsets[-1] :].zero_()
         lse[:, offsets[-1] :].fill_(-torch.inf)
-    for b, length in enumerate(lengths):
-        seqlen_k = length + inputs.seqlen_new
-        k, v = (rows[None] for rows in keys_and_values(problem, inputs, b, seqlen_k))
+    for b, (start, end) in enumerate(extents):
+        k, v = (rows[None, start:] for rows in keys_and_values(problem, inputs, b, end))
         if offsets is None:
             queries = None
             operands = q[b : b + 1], k, v
@@ -52,20 +72,23 @@ def decode(
             results = out[queries], lse[:, queries]
         entry: Inputs = AttentionInputs(*operands, inputs.sinks)
         if inputs.modifiers is not None:
-            own = modifiers_of_entry(inputs.modifiers, b, queries, seqlen_k)
+            own = modifiers_of_entry(inputs.modifiers, b, queries, end)
             entry = ModifiedInputs(*operands, inputs.sinks, None, None, None, own)
-        for result, computed in zip(results, _decode_entry(problem, entry, whole_forward), strict=True):
+        for result, computed in zip(results, _decode_entry(problem, attention, entry, whole_forward), strict=True):
             result.copy_(computed[0])
     return out, lse
 
 
 def _decode_entry(
-    problem: DecodeProblem, inputs: Inputs, whole_forward: Callable[..., tuple[Tensor, Tensor]]
+    problem: DecodeProblem,
+    attention: AttentionProblem,
+    inputs: Inputs,
+    whole_forward: Callable[..., tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
     """out and lse of one sequence, as a batch of one."""
     q, k, v, sinks = inputs[:4]
     attention = replace(
-        problem.attention, batch=1, seqlen_q=q.shape[1], seqlen_k=k.shape[1], has_seqused_k=False, is_packed=False
+        attention, batch=1, seqlen_q=q.shape[1], seqlen_k=k.shape[1], has_seqused_k=False, is_packed=False
     )
     splits = split_ranges(k.shape[1], problem.num_splits or 1, problem.split_size)
     if not splits or q.shape[1] == 0:
