@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -30,10 +29,7 @@ def choose_decode(problem: DecodeProblem, requested: str | None = None, device: 
     is_named = choice.named(requested) is not None
 
     def refusal_of(name: str) -> str | None:
-        attention = problem.attention
-        if name == "cpu" and problem.cuts_starts_off:
-            attention = replace(attention, has_seqstart_k=False)
-        return backends.refusal(name, attention, device) or _unsupported(name, problem, is_named, device)
+        return backends.refusal(name, problem.attention, device) or _unsupported(name, problem, is_named, device)
 
     return backends.first_that_runs(requested, problem.attention.device_type, refusal_of)
 

@@ -181,17 +181,6 @@ class DecodeProblem:
         """Whether no sequence need be split."""
         return self.num_splits in (None, 1) and self.split_size is None
 
-    @property
-    def cuts_starts_off(self) -> bool:
-        """Whether keys before the start of a sequence can be cut off like those past its end, with no modifier left.
-
-        Under a causal mask a query before the start sees none of the keys that are left. Splits count from key 0.
-        """
-        attention = self.attention
-        is_causal = attention.mask.window_right is not None and attention.mask.window_right <= 0
-        has_more = attention.has_key_ranges or attention.has_q_positions or attention.adds_terms
-        return attention.has_seqstart_k and is_causal and self.is_whole and not has_more
-
 
 def _has_aligned_rows(cache: Tensor) -> bool:
     """Whether the rows of a cache begin at multiples of 16 bytes, if its memory does, as torch's allocations do.

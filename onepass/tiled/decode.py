@@ -30,8 +30,8 @@ def decode(
 
     Args:
         whole_forward: the forward of a sequence whose keys are not split.
-        batch_forward: the forward of a batch of such sequences, with the bits that `whole_forward` gives to each of
-            them; None where it cannot have them. It is asked if all sequences have their keys at the same places.
+        batch_forward: the forward of a dense batch of such sequences, with the bits that `whole_forward` gives to each
+            of them; None where they cannot be had.
     """
     attention = problem.attention
     lengths, offsets = read_cache_lengths(inputs), read_query_offsets(inputs)
@@ -41,27 +41,19 @@ def decode(
     if inputs.seqlen_new:
         append(problem, inputs)
     q = rotated_queries(problem, inputs)
-    starts = [0] * len(lengths)
-    if problem.cuts_starts_off:
-        assert inputs.modifiers is not None
-        assert inputs.modifiers.seqstart_k is not None
-        starts = inputs.modifiers.seqstart_k.tolist()
-        inputs, attention = inputs._replace(modifiers=None), replace(attention, has_seqstart_k=False)
-    extents = [(start, length + inputs.seqlen_new) for start, length in zip(starts, lengths, strict=True)]
-    is_dense = offsets is None and inputs.page_table is None and inputs.modifiers is None
-    if is_dense and problem.is_whole and len(set(extents)) == 1:
-        start, end = extents[0]
-        k, v = (cache[:, start:end] for cache in (inputs.k_cache, inputs.v_cache))
-        whole = replace(attention, seqlen_k=end - start, has_seqused_k=False)
-        results_of_batch = batch_forward(whole, AttentionInputs(q, k, v, inputs.sinks))
+    if offsets is None and inputs.page_table is None and problem.is_whole:
+        tensors = q, inputs.k_cache, inputs.v_cache, inputs.sinks, None, None, inputs.cache_seqlens + inputs.seqlen_new
+        whole = AttentionInputs(*tensors) if inputs.modifiers is None else ModifiedInputs(*tensors, inputs.modifiers)
+        results_of_batch = batch_forward(attention, whole)
         if results_of_batch is not None:
             return results_of_batch
     out, lse = empty_outputs(attention, AttentionInputs(inputs.q, inputs.k_cache, inputs.v_cache))
     if offsets is not None and offsets[-1] < inputs.q.shape[0]:
         out[offsets[-1] :].zero_()
         lse[:, offsets[-1] :].fill_(-torch.inf)
-    for b, (start, end) in enumerate(extents):
-        k, v = (rows[None, start:] for rows in keys_and_values(problem, inputs, b, end))
+    for b, length in enumerate(lengths):
+        seqlen_k = length + inputs.seqlen_new
+        k, v = (rows[None] for rows in keys_and_values(problem, inputs, b, seqlen_k))
         if offsets is None:
             queries = None
             operands = q[b : b + 1], k, v
@@ -72,23 +64,20 @@ def decode(
             results = out[queries], lse[:, queries]
         entry: Inputs = AttentionInputs(*operands, inputs.sinks)
         if inputs.modifiers is not None:
-            own = modifiers_of_entry(inputs.modifiers, b, queries, end)
+            own = modifiers_of_entry(inputs.modifiers, b, queries, seqlen_k)
             entry = ModifiedInputs(*operands, inputs.sinks, None, None, None, own)
-        for result, computed in zip(results, _decode_entry(problem, attention, entry, whole_forward), strict=True):
+        for result, computed in zip(results, _decode_entry(problem, entry, whole_forward), strict=True):
             result.copy_(computed[0])
     return out, lse
 
 
 def _decode_entry(
-    problem: DecodeProblem,
-    attention: AttentionProblem,
-    inputs: Inputs,
-    whole_forward: Callable[..., tuple[Tensor, Tensor]],
+    problem: DecodeProblem, inputs: Inputs, whole_forward: Callable[..., tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     """out and lse of one sequence, as a batch of one."""
     q, k, v, sinks = inputs[:4]
     attention = replace(
-        attention, batch=1, seqlen_q=q.shape[1], seqlen_k=k.shape[1], has_seqused_k=False, is_packed=False
+        problem.attention, batch=1, seqlen_q=q.shape[1], seqlen_k=k.shape[1], has_seqused_k=False, is_packed=False
     )
     splits = split_ranges(k.shape[1], problem.num_splits or 1, problem.split_size)
     if not splits or q.shape[1] == 0:

@@ -294,7 +294,7 @@ def test_sequences_of_equal_length_are_one_batch(count):
 
 @pytest.mark.parametrize("window", [None, (4, 0)])
 def test_keys_before_the_start_of_a_sequence_are_cut_off(window, count):
-    """Left padding of a cache needs no modifier under a causal mask; a query before the start sees nothing."""
+    """A sequence without keys needs no operator, and a window needs `tiled`."""
     starts = torch.tensor([0, 7, 19, 20], dtype=torch.int32)
     call = cache_call([20, 20, 20, 20], causal=True, window=window, seqstart_k=starts)
     for b, start in enumerate(starts):
@@ -310,9 +310,16 @@ def test_keys_before_the_start_of_a_sequence_are_cut_off(window, count):
     assert lse[3].isneginf().all()
 
 
-def test_a_start_is_left_to_tiled_where_queries_may_stand_before_it(count):
-    """Without a causal mask such a query would see keys that are left, and with splits they would begin elsewhere."""
-    call = cache_call([20, 20], seqstart_k=torch.tensor([0, 7], dtype=torch.int32))
-    onepass.attention_decode(**call, causal=False)
-    onepass.attention_decode(**call, causal=True, num_splits=2)
-    assert count["_forward"] == 0
+@pytest.mark.parametrize("causal", [False, True])
+def test_left_padding(causal, count):
+    """Keys and queries before the start of a sequence take part in nothing, forward and backward."""
+    q, k, v = (t.requires_grad_() for t in qkv(24, 20, dtype=torch.float64, batch=4))
+    call = {"q": q, "k": k, "v": v, "causal": causal, "seqstart_k": torch.tensor([0, 7, 7, 20], dtype=torch.int32)}
+    dout, results = torch.randn(4, 24, 4, 8, dtype=torch.float64), []
+    for backend in ("cpu", "tiled"):
+        out, lse = onepass.attention(**call, return_lse=True, backend=backend)
+        results.append((out, lse, *torch.autograd.grad(out, (q, k, v), dout)))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert count == {"_forward": 2, "_backward": 3}  # two sequences are alike, one has no keys
+    assert not results[0][3][1:3, :7].any()
