@@ -46,15 +46,14 @@ def check_call(
         )
     else:
         problem = check_attention(*whole, **arguments)
-    if plan.control is not None:
+    if plan.num_ranks > 1:
         values: dict[str, Any] = {name: signature(t) for name, t in terms._asdict().items()}
         q, k, v = tensors
         values |= {"batch": None if plan.is_packed else q.shape[0], "dtype": str(q.dtype), "head_dim": q.shape[-1]}
         values |= {"head_dim_v": v.shape[-1], "requires_grad": tuple(t.requires_grad for t in (q, k, v))}
         values |= {"softcap": problem.softcap, "softmax_scale": problem.softmax_scale, "dropout_p": problem.dropout_p}
         values |= {"deterministic": problem.deterministic, "precision": precision, "backend": backend}
-        values["plan"] = plan.fingerprint
-        plan.control.compare_once("attention", values)
+        plan.agree("attention", values)
     return Options(
         softmax_scale=problem.softmax_scale,
         softcap=problem.softcap,

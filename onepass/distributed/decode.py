@@ -132,8 +132,8 @@ def decode(
             "sinks": signature(sinks),
             "mask": str(mask),
         }
-        compared |= {"softcap": softcap, "softmax_scale": softmax_scale, "plan": plan.fingerprint}
-        plan.control.compare_once("decode", compared)
+        compared |= {"softcap": softcap, "softmax_scale": softmax_scale}
+        plan.agree("decode", compared)
     out, lse = _attend(replace(problem, attention=replace(problem.attention, float32_out=True)), inputs, backend)
     if plan.num_ranks > 1:
         own = torch.cat((out, lse.transpose(1, 2)[..., None]), -1)

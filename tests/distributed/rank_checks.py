@@ -6,7 +6,6 @@ import gc
 import importlib
 import itertools
 import math
-import time
 import weakref
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import nn
 
 import onepass
 from onepass import distributed, reference
-from onepass.distributed import agreement, cost
+from onepass.distributed import cost
 
 engine = importlib.import_module("onepass.distributed.attention")  # the package has a function of this name
 HEADS = {"num_heads_q": 8, "num_heads_kv": 4}
@@ -164,34 +163,6 @@ def message_of(function: Any) -> str:
     return "nothing was raised"
 
 
-def different_plans(rank: int) -> str:
-    window = (16, 0) if rank == 1 else None
-    return message_of(lambda: distributed.plan(64, causal=True, window=window, **HEADS))
-
-
-def different_options(rank: int) -> list[str]:
-    plan = distributed.plan(64, causal=True, **HEADS)
-    q, k, v = (plan.shard(t, 1) for t in qkv(64))
-    messages = [message_of(lambda: distributed.attention(q, k, v, plan, softcap=5.0 + (rank == 2)))]
-    other = [t.double() if rank == 1 else t for t in (q, k, v)]
-    messages.append(message_of(lambda: distributed.attention(*other, plan)))
-    out = distributed.attention(q, k, v, plan)  # and the plan still works
-    assert out.isfinite().all()
-    return messages
-
-
-def a_rank_that_does_not_come(rank: int) -> tuple[str, float]:
-    plan = distributed.plan(64, causal=True, timeout=2.0, **HEADS)
-    q, k, v = (plan.shard(t, 1) for t in qkv(64))
-    start = time.monotonic()
-    if rank == 1:
-        message = message_of(lambda: distributed.attention(q[:, :3], k, v, plan))
-        time.sleep(4)
-    else:
-        message = message_of(lambda: distributed.attention(q, k, v, plan))
-    return message, time.monotonic() - start
-
-
 def a_rank_that_is_gone(rank: int) -> str:
     """The other ranks have made this call before, so nothing is compared again."""
     plan = distributed.plan(64, causal=True, engine="keys", **HEADS)
@@ -306,10 +277,3 @@ def parallel_style(rank: int, seq_dim: int) -> None:
     for t, leaf in zip(local, leaves, strict=True):
         right = plan.shard(leaf.grad.transpose(1, 2) if seq_dim == 2 else leaf.grad, seq_dim)
         torch.testing.assert_close(t.grad, right)
-
-
-def controls_are_shared(rank: int) -> None:
-    first = distributed.plan(64, **HEADS)
-    second = distributed.plan(32, **HEADS)
-    assert first.control is second.control
-    assert isinstance(first.control, agreement.Control)

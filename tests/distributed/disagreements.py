@@ -1,0 +1,118 @@
+"""What tests of ranks that disagree run on each rank, by name."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_checks import HEADS, message_of, qkv
+
+from onepass import distributed
+from onepass.distributed import agreement
+
+
+def shards(plan: Any, tokens: int) -> list[torch.Tensor]:
+    return [plan.shard(t, 1) for t in qkv(tokens)]
+
+
+def new_group(seconds: float) -> Any:
+    """A group of all ranks whose own timeout is short."""
+    return dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=seconds))
+
+
+def different_plans(rank: int) -> str:
+    window = (16, 0) if rank == 1 else None
+    return message_of(lambda: distributed.plan(64, causal=True, window=window, **HEADS))
+
+
+def different_options(rank: int) -> list[str]:
+    plan = distributed.plan(64, causal=True, **HEADS)
+    q, k, v = shards(plan, 64)
+    messages = [message_of(lambda: distributed.attention(q, k, v, plan, softcap=5.0 + (rank == 2)))]
+    other = [t.double() if rank == 1 else t for t in (q, k, v)]
+    messages.append(message_of(lambda: distributed.attention(*other, plan)))
+    out = distributed.attention(q, k, v, plan)  # and the plan still works
+    assert out.isfinite().all()
+    return messages
+
+
+def a_rank_that_does_not_come(rank: int) -> list[str]:
+    """Rank 1 comes too late for the first call, and in time for the second."""
+    plan = distributed.plan(64, causal=True, timeout=1.0, **HEADS)
+    tensors = shards(plan, 64)
+    if rank == 1:
+        dist.barrier()
+    messages = [message_of(lambda: distributed.attention(*tensors, plan))]
+    if rank == 0:
+        dist.barrier()
+    messages.append(message_of(lambda: distributed.attention(*tensors, plan)))
+    return messages
+
+
+def a_rank_that_goes_on(rank: int) -> list[str]:
+    """Rank 1 makes a call that is new to it, while rank 0 makes one that it has made before."""
+    group = new_group(2.5)
+    plan = distributed.plan(64, group, causal=True, timeout=0.7, **HEADS)
+    tensors = shards(plan, 64)
+    distributed.attention(*tensors, plan, softcap=5.0)
+    messages = [message_of(lambda: distributed.attention(*tensors, plan, softcap=5.0 + rank))]
+    dist.barrier()
+    messages.append(message_of(lambda: distributed.plan(32, group, **HEADS)))
+    return messages
+
+
+def a_plan_that_one_rank_refuses(rank: int) -> tuple[list[str], float]:
+    start = time.monotonic()
+    messages = [message_of(lambda: distributed.plan(64, num_heads_q=8, num_heads_kv=4 if rank == 0 else 3))]
+    messages.append(message_of(lambda: distributed.plan(64, **HEADS)))
+    return messages, time.monotonic() - start
+
+
+def timeouts_that_differ(rank: int) -> None:
+    first = distributed.plan(64, timeout=20.0 + rank, **HEADS)
+    second = distributed.plan(32, timeout=30.0, **HEADS)
+    assert first.control is second.control
+    assert isinstance(first.control, agreement.Control)
+
+
+def ranks_in_another_order(rank: int) -> tuple[int, str]:
+    group = dist.new_group([1, 0], sort_ranks=False)
+    own = dist.get_rank(group)
+    return own, message_of(lambda: distributed.plan(60 + own, group, **HEADS))
+
+
+def repeated_calls(rank: int) -> None:
+    """Calls that alternate, and plans that are new in each step, write and read nothing once they have been made."""
+    plans = [distributed.plan(64, causal=causal, **HEADS) for causal in (True, False)]
+    tensors = shards(plans[0], 64)
+
+    def step() -> None:
+        for plan in (plans[0], plans[1], plans[1], plans[0]):
+            distributed.attention(*tensors, plan, softcap=2.0)
+
+    step()
+    step()
+    store = agreement.Control._store
+    agreement.Control._store = lambda self: 1 / 0  # type: ignore[method-assign]
+    try:
+        step()
+        step()
+    finally:
+        agreement.Control._store = store
+
+
+def rounds_of_new_plans(rank: int) -> tuple[int, int]:
+    """Rounds, and keys in the store, that five batches of packed sequences take, each with a plan of its own."""
+    tensors = [t[0] for t in qkv(64)]
+    control = agreement.Control.of(dist.group.WORLD)
+    for i in range(5):
+        plan = distributed.plan([0, 10 + i, 64], causal=True, **HEADS)
+        distributed.attention(*(plan.shard(t, 0) for t in tensors), plan)
+    dist.barrier()
+    store = control._store()
+    names = ("0", "1", "0/call", "1/call", "end")
+    keys = [f"{control._prefix}/{number}/{name}" for number in range(control._round) for name in names]
+    return control._round, sum(store.check([key]) for key in keys)

@@ -1,0 +1,70 @@
+"""Ranks that disagree get an error that names the rank and the difference, on several gloo ranks."""
+
+import disagreements
+from ranks import run_ranks
+
+
+def test_plans_that_differ():
+    for message in run_ranks(2, disagreements.different_plans):
+        assert message == (
+            "RuntimeError: plan: expected the same window on all ranks, but rank 0 has None and rank 1 has (16, 0)"
+        )
+
+
+def test_calls_that_differ():
+    for messages in run_ranks(3, disagreements.different_options):
+        assert messages[0].endswith("expected the same softcap on all ranks, but rank 0 has 5.0 and rank 2 has 6.0")
+        assert "expected the same dtype on all ranks" in messages[1]
+
+
+def test_a_rank_that_does_not_come():
+    first, second = run_ranks(2, disagreements.a_rank_that_does_not_come)
+    words = "expected all 2 ranks to make this call within 1 s, but rank 0 did not hear from ranks [1]"
+    assert first[0] == f"RuntimeError: attention: {words}"
+    assert second[0] == f"RuntimeError: attention: rank 0 ended this call before rank 1 came: {words}"
+    assert first[1] == second[1] == "nothing was raised"
+
+
+def test_a_rank_that_goes_on():
+    first, second = run_ranks(2, disagreements.a_rank_that_goes_on)
+    assert first[0].startswith("RuntimeError: onepass.distributed: expected messages between this rank and ranks [1]")
+    assert second[0] == (
+        "RuntimeError: attention: expected all 2 ranks to make this call within 0.7 s, but rank 1 did not hear from "
+        "ranks [0]; rank 0 last announced a call with softcap 5.0, where rank 1 has 6.0"
+    )
+    assert first[1] == second[1] == "nothing was raised"
+
+
+def test_a_plan_that_one_rank_refuses():
+    (first, seconds), (second, _) = run_ranks(2, disagreements.a_plan_that_one_rank_refuses)
+    error = "ValueError: num_heads_q: expected a multiple of num_heads_kv = 3, got 8"
+    words = "expected arguments that pass the checks on all ranks, but rank 1 raised"
+    assert words in first[0]
+    assert first[0].endswith(error)
+    assert second[0] == error
+    assert first[1] == second[1] == "nothing was raised"
+    assert seconds < 10
+
+
+def test_timeouts_that_differ():
+    run_ranks(2, disagreements.timeouts_that_differ)
+
+
+def test_ranks_in_another_order():
+    for rank, (own, message) in enumerate(run_ranks(2, disagreements.ranks_in_another_order)):
+        assert own == 1 - rank
+        assert message == (
+            "RuntimeError: plan: expected the same cu_seqlens on all ranks, but rank 0 has (0, 60) and rank 1 has "
+            "(0, 61)"
+        )
+
+
+def test_repeated_calls():
+    run_ranks(2, disagreements.repeated_calls)
+
+
+def test_rounds_of_new_plans():
+    """A round for each plan and one for the calls of all; what is left in the store is of the last round."""
+    for rounds, keys in run_ranks(2, disagreements.rounds_of_new_plans):
+        assert rounds == 6
+        assert keys <= 5
