@@ -295,12 +295,15 @@ def plan(
             "cu_seqlens": wanted.cu_seqlens,
             "num_heads_q": wanted.num_heads_q,
             "num_heads_kv": wanted.num_heads_kv,
+            "head_dim": wanted.head_dim,
             "causal": causal,
             "window": window,
             "layout": layout,
             "engine": engine,
             "chunks": wanted.chunks,
             "keep_gathered": keep_gathered,
+            # the same arguments have another result where ranks run other versions of this library
+            "tokens and steps": f"{made.layout_name}, {made.engine}, {made.fingerprint}",
         }
         control.compare_plans(values, made.fingerprint, timeout)
         if dist.get_backend(own_group) == "nccl":

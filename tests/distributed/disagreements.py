@@ -12,6 +12,7 @@ from rank_checks import HEADS, message_of, qkv
 
 from onepass import distributed
 from onepass.distributed import agreement
+from onepass.distributed import layout as layouts
 
 
 def shards(plan: Any, tokens: int) -> list[torch.Tensor]:
@@ -116,3 +117,11 @@ def rounds_of_new_plans(rank: int) -> tuple[int, int]:
     names = ("0", "1", "0/call", "1/call", "end")
     keys = [f"{control._prefix}/{number}/{name}" for number in range(control._round) for name in names]
     return control._round, sum(store.check([key]) for key in keys)
+
+
+def plans_that_come_out_differently(rank: int) -> list[str]:
+    """Arguments that change the choice alone, and a rank whose library deals tokens in another way."""
+    messages = [message_of(lambda: distributed.plan(64, causal=True, head_dim=64 * (1 + rank), **HEADS))]
+    layouts.PIECES_PER_RANK += rank
+    messages.append(message_of(lambda: distributed.plan([0, 20, 64], layout="balanced", **HEADS)))
+    return messages

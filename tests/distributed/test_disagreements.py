@@ -68,3 +68,9 @@ def test_rounds_of_new_plans():
     for rounds, keys in run_ranks(2, disagreements.rounds_of_new_plans):
         assert rounds == 6
         assert keys <= 5
+
+
+def test_plans_that_come_out_differently():
+    for messages in run_ranks(2, disagreements.plans_that_come_out_differently):
+        assert messages[0].endswith("expected the same head_dim on all ranks, but rank 0 has 64 and rank 1 has 128")
+        assert "plan: expected the same tokens and steps on all ranks, but rank 0 has balanced, " in messages[1]
