@@ -71,6 +71,8 @@ class Control:
 
     def __init__(self, group: Any):
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+        self.backends: dict[str, str] = dict(sorted((device, backend) for device, backend in pairs))  # by device types
         self._group = weakref.ref(group)  # torch.distributed owns it
         # a group may have the name of one that was destroyed, whose rounds are still in the store
         self._prefix = f"onepass/{_GENERATIONS[group.group_name]}"
@@ -308,4 +310,9 @@ def first_line(error: BaseException) -> str:
 
 def signature(t: torch.Tensor | None) -> tuple | None:
     """What ranks compare of a tensor that each of them has in full."""
-    return None if t is None else (tuple(t.shape), str(t.dtype), t.requires_grad)
+    return None if t is None else (tuple(t.shape), str(t.dtype), needs_gradient(t))
+
+
+def needs_gradient(t: torch.Tensor) -> bool:
+    """Whether a call with this tensor is recorded for a backward."""
+    return t.requires_grad and torch.is_grad_enabled()
