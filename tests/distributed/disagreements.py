@@ -125,3 +125,90 @@ def plans_that_come_out_differently(rank: int) -> list[str]:
     layouts.PIECES_PER_RANK += rank
     messages.append(message_of(lambda: distributed.plan([0, 20, 64], layout="balanced", **HEADS)))
     return messages
+
+
+def arguments_that_one_rank_refuses(rank: int) -> tuple[list[str], float]:
+    """Calls whose arguments rank 1 refuses, and calls after them."""
+    plan = distributed.plan(64, causal=True, **HEADS)
+    q, k, v = shards(plan, 64)
+    start = time.monotonic()
+    own = q[:, :3] if rank == 1 else q
+    messages = [message_of(lambda: distributed.attention(own, k, v, plan))]
+    messages.append(message_of(lambda: distributed.attention(q, k, v, plan)))
+    sinks = torch.zeros(8 - rank)
+    messages.append(message_of(lambda: decoded(plan, sinks=sinks)))
+    messages.append(message_of(lambda: decoded(plan)))
+    return messages, time.monotonic() - start
+
+
+def decoded(plan: Any, **options: Any) -> torch.Tensor:
+    """A step of decoding with 30 tokens in a cache of 64."""
+    q, k, v = qkv(64)
+    caches = options.pop("caches", None) or [plan.shard(t, 1).contiguous() for t in (k, v)]
+    lengths = torch.tensor([30], dtype=torch.int32)
+    return distributed.decode(q[:, :1], *caches, plan, cache_seqlens=lengths, **options)
+
+
+DECODE_TERMS = {
+    "alibi_slopes": lambda: torch.full((8,), 0.5),
+    "bias": lambda: torch.arange(64.0).expand(1, 1, 1, 64),
+    "seqstart_k": lambda: torch.tensor([5], dtype=torch.int32),
+    "sinks": lambda: torch.zeros(8),
+    "softcap": lambda: 3.0,
+}
+
+
+def terms_of_decode(rank: int) -> dict[str, str]:
+    """What a rank that has none of a term hears from the rank that has it."""
+    plan = distributed.plan(64, **HEADS)
+    found = {}
+    for name, make in DECODE_TERMS.items():
+        options = {name: make()} if rank == 0 else {}
+        found[name] = message_of(lambda options=options: decoded(plan, **options))
+    return found
+
+
+def descales_of_decode(rank: int) -> str:
+    plan = distributed.plan(64, **HEADS)
+    caches = [plan.shard(t, 1).to(torch.float8_e4m3fn) for t in qkv(64)[1:]]
+    options = {name: torch.ones(1, 4) for name in ("k_descale", "v_descale")} if rank == 0 else {}
+    return message_of(lambda: decoded(plan, caches=caches, **options))
+
+
+def refused_steps_write_nothing(rank: int) -> list[str]:
+    """Steps that are refused, or differ between ranks, leave caches as they were."""
+    plan = distributed.plan(64, **HEADS)
+    caches = [plan.shard(t, 1).contiguous() for t in qkv(64)[1:]]
+    before = [t.clone() for t in caches]
+    new = torch.ones(1, 40, 4, 16)
+    calls: list[dict[str, Any]] = [
+        {"sinks": torch.zeros(3)},
+        {"alibi_slopes": torch.zeros(1)},
+        {"bias": torch.zeros(1, 1, 1, 32)},
+        {"seqstart_k": torch.tensor([1, 2], dtype=torch.int32)},
+        {"backend": "sm90"},
+        {"k_new": new[:, :, :1]},
+        {"v_new": new[..., :1]},
+        {"softcap": 2.0 + rank},
+    ]
+    messages = []
+    for options in calls:
+        given = {"k_new": new, "v_new": new} | options
+        messages.append(message_of(lambda given=given: decoded(plan, caches=caches, **given)))
+    assert all(torch.equal(t, old) for t, old in zip(caches, before, strict=True))
+    decoded(plan, caches=caches, k_new=new, v_new=new)
+    assert not torch.equal(caches[0], before[0])
+    return messages
+
+
+def grad_mode_that_differs(rank: int) -> str:
+    plan = distributed.plan(64, causal=True, **HEADS)
+    tensors = [t.requires_grad_() for t in shards(plan, 64)]
+    with torch.set_grad_enabled(rank == 1):
+        return message_of(lambda: distributed.attention(*tensors, plan))
+
+
+def a_device_without_a_backend(rank: int) -> list[str]:
+    plan = distributed.plan(64, dist.new_group([0, 1], backend="cuda:gloo"), **HEADS)
+    tensors = shards(plan, 64)
+    return [message_of(lambda: distributed.attention(*tensors, plan)), message_of(lambda: decoded(plan))]

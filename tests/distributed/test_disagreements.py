@@ -74,3 +74,52 @@ def test_plans_that_come_out_differently():
     for messages in run_ranks(2, disagreements.plans_that_come_out_differently):
         assert messages[0].endswith("expected the same head_dim on all ranks, but rank 0 has 64 and rank 1 has 128")
         assert "plan: expected the same tokens and steps on all ranks, but rank 0 has balanced, " in messages[1]
+
+
+def test_arguments_that_one_rank_refuses():
+    (first, seconds), (second, _) = run_ranks(2, disagreements.arguments_that_one_rank_refuses)
+    errors = ["ValueError: q: expected (batch, 32, 8, head_dim)", "", "ValueError: sinks: expected", ""]
+    for function, error, heard, own in zip(("attention", "", "decode", ""), errors, first, second, strict=True):
+        if not error:
+            assert heard == own == "nothing was raised"
+            continue
+        words = "expected arguments that pass the checks on all ranks, but rank 1 raised"
+        assert own.startswith(error)
+        assert heard.startswith(f"RuntimeError: {function}: ")
+        assert f"{words} {error}" in heard
+    assert seconds < 10
+
+
+def test_terms_of_decode():
+    for messages in run_ranks(2, disagreements.terms_of_decode):
+        for name, message in messages.items():
+            assert message.startswith(f"RuntimeError: decode: expected the same {name} on all ranks, but rank 0 has ")
+            assert message.endswith("and rank 1 has None")
+
+
+def test_descales_of_decode():
+    for message in run_ranks(2, disagreements.descales_of_decode):
+        assert message.startswith("RuntimeError: decode: expected the same k_descale on all ranks, but rank 0 has ")
+
+
+def test_refused_steps_write_nothing():
+    names = ["sinks", "alibi_slopes", "bias", "seqstart_k", "backend", "k_new", "v_new", "decode: expected the same"]
+    for messages in run_ranks(2, disagreements.refused_steps_write_nothing):
+        for name, message in zip(names, messages, strict=True):
+            assert f"Error: {name}" in message
+
+
+def test_grad_mode_that_differs():
+    for message in run_ranks(2, disagreements.grad_mode_that_differs):
+        assert message.endswith(
+            "expected the same recorded gradients of q, k, v on all ranks, but rank 0 has (False, False, False) and "
+            "rank 1 has (True, True, True)"
+        )
+
+
+def test_a_device_without_a_backend():
+    for messages in run_ranks(2, disagreements.a_device_without_a_backend):
+        for message in messages:
+            assert message == (
+                "ValueError: q: expected a device for which the process group has a backend, cuda (gloo), got cpu"
+            )
