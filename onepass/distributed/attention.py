@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..api.attention import AttentionOutput, autocast_inputs
 from ..geometry import philox
 from . import checks
-from .exchange import Message, Pending, exchange
+from .exchange import Message, Pending, add_up, exchange, take_from_first
 from .local import LocalCalls, Options, TermGradients, Terms, accum_dtype, counts_rows
 from .plan import ContextPlan, Route
 from .schedule import Step
@@ -82,7 +81,7 @@ def attention(
     if options.dropout_p:
         state = philox.random_state(q.device)
         if plan.num_ranks > 1:
-            dist.broadcast(state, dist.get_global_rank(plan.group, 0), plan.group)
+            take_from_first(state, plan.group)
         terms = terms._replace(dropout_state=state)
     variant = plan.for_call(counts_rows(options, terms), terms.seqused_k is not None, options.precision is not None)
     call = Call(variant, options, terms)
@@ -137,7 +136,7 @@ class _Attention(torch.autograd.Function):
                 found.append(None)
                 continue
             if call.plan.num_ranks > 1:
-                dist.all_reduce(total, group=call.plan.group)
+                add_up(total, call.plan.group)
             assert t is not None
             found.append(total.to(t.dtype))
         return (*found, None)

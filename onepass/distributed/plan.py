@@ -138,9 +138,15 @@ class ContextPlan:
         """All tokens, on every rank, from each rank's own in dimension `dim`. Every rank of the group calls it.
 
         Differentiable: the gradient of x is the sum of what the ranks have for its tokens. Raises: ValueError if the
-        dimension has another size than num_local_tokens.
+        dimension has another size than num_local_tokens; RuntimeError on all ranks if their tensors differ otherwise.
         """
-        self._check_size("x", x, dim, self.num_local_tokens)
+        with self.reporting("unshard"):
+            self._check_size("x", x, dim, self.num_local_tokens)
+        if self.num_ranks > 1:
+            shape = [size for i, size in enumerate(x.shape) if i != dim % x.dim()]
+            values = {"dim": dim % x.dim(), "other sizes": tuple(shape), "dtype": str(x.dtype)}
+            values |= {"device": x.device.type, "recorded gradient": agreement.needs_gradient(x)}
+            self.agree("unshard", values)
         return Gather.apply(x, dim % x.dim(), self)
 
     @staticmethod

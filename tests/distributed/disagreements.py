@@ -212,3 +212,56 @@ def a_device_without_a_backend(rank: int) -> list[str]:
     plan = distributed.plan(64, dist.new_group([0, 1], backend="cuda:gloo"), **HEADS)
     tensors = shards(plan, 64)
     return [message_of(lambda: distributed.attention(*tensors, plan)), message_of(lambda: decoded(plan))]
+
+
+def tensors_to_unshard(rank: int) -> str:
+    plan = distributed.plan(64, **HEADS)
+    return message_of(lambda: plan.unshard(torch.zeros(1, 32, 2 + rank), 1))
+
+
+def ranks_that_are_gone(rank: int) -> list[str]:
+    """What rank 0 hears where rank 1 has ended, from each function that waits for all ranks."""
+    plan = distributed.plan(64, causal=True, **HEADS)
+    tensors = [t.requires_grad_() for t in shards(plan, 64)]
+    sinks = torch.zeros(8, requires_grad=True)
+    outs = [distributed.attention(*tensors, plan, sinks=sinks) for _ in range(2)]
+    outs[0].sum().backward()
+    distributed.attention(*tensors, plan, dropout_p=0.1)
+    whole = plan.unshard(tensors[0], 1)
+    plan.unshard(tensors[0].detach(), 1)
+    decoded(plan)
+    if rank == 1:
+        return []
+    time.sleep(0.5)
+    calls = [
+        lambda: distributed.attention(*tensors, plan, dropout_p=0.1),
+        lambda: plan.unshard(tensors[0].detach(), 1),
+        lambda: decoded(plan),
+        lambda: whole.sum().backward(),
+        lambda: outs[1].sum().backward(),
+    ]
+    return [message_of(call) for call in calls]
+
+
+def a_sum_that_is_gone(rank: int) -> str:
+    """Rank 1 has ended before the sums of the gradients of sinks, which nothing else travels before."""
+    plan = distributed.plan(64, window=(0, 0), engine="keys", **HEADS)
+    tensors = [t.requires_grad_() for t in shards(plan, 64)]
+    out = distributed.attention(*tensors, plan, sinks=torch.zeros(8, requires_grad=True))
+    dist.barrier()
+    if rank == 1:
+        return ""
+    time.sleep(0.5)
+    return message_of(lambda: out.sum().backward())
+
+
+def an_operation_that_fails(rank: int) -> str:
+    """An error of torch.distributed that no rank is to blame for."""
+    plan = distributed.plan(64, causal=True, **HEADS)
+    tensors = shards(plan, 64)
+    batch = dist.batch_isend_irecv
+    dist.batch_isend_irecv = lambda operations: operations[0].tensor.view(-1, 7)  # no tensor has such a size
+    try:
+        return message_of(lambda: distributed.attention(*tensors, plan))
+    finally:
+        dist.batch_isend_irecv = batch

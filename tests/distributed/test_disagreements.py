@@ -123,3 +123,31 @@ def test_a_device_without_a_backend():
             assert message == (
                 "ValueError: q: expected a device for which the process group has a backend, cuda (gloo), got cpu"
             )
+
+
+def test_tensors_to_unshard():
+    for message in run_ranks(2, disagreements.tensors_to_unshard):
+        assert message.endswith("same other sizes on all ranks, but rank 0 has (1, 2) and rank 1 has (1, 3)")
+
+
+GONE = "but one of them is gone or has not come within the group's timeout ("
+
+
+def test_ranks_that_are_gone():
+    messages, _ = run_ranks(2, disagreements.ranks_that_are_gone)
+    assert len(messages) == 5
+    for message in messages:
+        assert message.startswith("RuntimeError: onepass.distributed: expected ")
+        assert GONE in message
+
+
+def test_a_sum_that_is_gone():
+    message, _ = run_ranks(2, disagreements.a_sum_that_is_gone)
+    assert message.startswith("RuntimeError: onepass.distributed: expected all ranks of the group to give their part")
+    assert GONE in message
+
+
+def test_an_operation_that_fails():
+    for message in run_ranks(2, disagreements.an_operation_that_fails):
+        assert "of its group to arrive, but there was an error (shape " in message
+        assert GONE not in message
