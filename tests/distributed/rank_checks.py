@@ -277,3 +277,54 @@ def parallel_style(rank: int, seq_dim: int) -> None:
     for t, leaf in zip(local, leaves, strict=True):
         right = plan.shard(leaf.grad.transpose(1, 2) if seq_dim == 2 else leaf.grad, seq_dim)
         torch.testing.assert_close(t.grad, right)
+
+
+# ---------------------------------------------------------------- what a backward keeps
+
+
+def changes_in_place(rank: int) -> dict[str, str]:
+    """What the backward says where a term has been changed since the forward."""
+    plan = distributed.plan(64, causal=True, **HEADS)
+    found = {}
+    for name, shape in (("sinks", (8,)), ("alibi_slopes", (8,)), ("bias", (1, 8, 1, 64))):
+        leaves = [plan.shard(t, 1).requires_grad_() for t in qkv(64)]
+        term = torch.zeros(shape, requires_grad=True)
+        out = distributed.attention(*leaves, plan, **{name: term})
+        with torch.no_grad():
+            term.add_(5.0)
+        found[name] = message_of(out.sum().backward)
+    return found
+
+
+def kept_buffers(rank: int) -> None:
+    """Received tensors live until the first backward that does not retain the graph, and not without gradients."""
+    plan = distributed.plan(512, causal=True, engine="keys", keep_gathered=True, num_heads_q=16, num_heads_kv=16)
+    leaves = [plan.shard(t, 1).requires_grad_() for t in qkv(512, 16, 16)]
+    buffers: list[weakref.ref[Any]] = []
+    send = engine.send_keys
+
+    def watching(*args: Any) -> Any:
+        pending, buffer = send(*args)
+        buffers.append(weakref.ref(buffer.untyped_storage()))
+        return pending, buffer
+
+    def alive() -> int:
+        gc.collect()
+        return sum(buffer() is not None for buffer in buffers)
+
+    engine.send_keys = watching
+    try:
+        with torch.no_grad():
+            out = distributed.attention(*leaves, plan)
+        assert alive() == 0
+        out = distributed.attention(*leaves, plan)
+        assert alive() == len(plan.schedule.steps) == 16
+        first = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+        assert alive() == 16
+        second = torch.autograd.grad(out.sum(), leaves)
+        assert alive() == 0
+    finally:
+        engine.send_keys = send
+    assert len(buffers) == 32  # the backward received none
+    assert out.isfinite().all()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

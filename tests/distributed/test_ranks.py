@@ -92,3 +92,13 @@ def test_a_group_that_is_destroyed():
 
 def test_groups_side_by_side():
     run_ranks(4, rank_checks.groups_side_by_side)
+
+
+def test_changes_in_place():
+    for messages in run_ranks(2, rank_checks.changes_in_place):
+        for message in messages.values():
+            assert "has been modified by an inplace operation" in message
+
+
+def test_kept_buffers():
+    run_ranks(2, rank_checks.kept_buffers)
