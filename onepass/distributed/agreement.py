@@ -19,6 +19,8 @@ MOST_AGREED = 1024  # calls; what all ranks agreed on before the last ones is co
 MOST_ANNOUNCED = 4096
 RECENT = 8  # plans; their calls are those of earlier plans of the same age
 DIGEST_DIGITS = 12
+# what gloo, NCCL and the store say of a rank that is gone or late
+GONE = ("Connection closed", "Connection reset", "Connection refused", "Broken pipe", "imed out", "imeout", "aborted")
 COMPLETE = "complete"
 
 _CONTROLS: weakref.WeakKeyDictionary[Any, Control]
@@ -130,6 +132,16 @@ class Control:
         if age is not None and age <= RECENT:
             self._agreed[key, age] = None
         _forget(self._agreed, MOST_AGREED)
+
+    def connect(self) -> None:
+        """Have a backend of GPUs make its connections, once, while all ranks are here and compared."""
+        backend = self.backends.get("cuda", "gloo")  # gloo has made its own with the group
+        if self.is_connected or backend == "gloo" or not torch.cuda.is_available():
+            return
+        one = torch.ones(1, device="cuda")
+        with in_words("all ranks of the group to connect their GPUs"):
+            dist.all_reduce(one, group=alive(self._group))
+        self.is_connected = True
 
     @contextmanager
     def reporting(self, function: str) -> Iterator[None]:
@@ -273,6 +285,20 @@ def alive(group: weakref.ref[Any]) -> Any:
 
 def destroyed() -> RuntimeError:
     return RuntimeError("plan: expected its process group to exist, but it has been destroyed")
+
+
+@contextmanager
+def in_words(what: str) -> Iterator[None]:
+    """Say what was expected where torch.distributed raises. Args: what: words after "expected"."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        first = first_line(error)
+        is_gone = any(word in first for word in GONE)
+        found = "one of them is gone or has not come within the group's timeout" if is_gone else "there was an error"
+        raise RuntimeError(f"onepass.distributed: expected {what}, but {found} ({first})") from error
 
 
 def difference(rank: int, call: Call, other_rank: int, other: Call) -> str:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import first_line
-
-# what gloo, NCCL and the store say of a rank that is gone or late
-GONE = ("Connection closed", "Connection reset", "Connection refused", "Broken pipe", "imed out", "imeout", "aborted")
+from .agreement import in_words
 
 
 class Message(NamedTuple):
@@ -38,20 +33,6 @@ class Pending:
             for work in self._works:
                 work.wait()
         self._works, self._messages = (), ()
-
-
-@contextmanager
-def in_words(what: str) -> Iterator[None]:
-    """Say what was expected where torch.distributed raises. Args: what: words after "expected"."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        first = first_line(error)
-        is_gone = any(word in first for word in GONE)
-        found = "one of them is gone or has not come within the group's timeout" if is_gone else "there was an error"
-        raise RuntimeError(f"onepass.distributed: expected {what}, but {found} ({first})") from error
 
 
 def messages_of(messages: Sequence[Message]) -> str:

@@ -312,8 +312,7 @@ def plan(
             "tokens and steps": f"{made.layout_name}, {made.engine}, {made.fingerprint}",
         }
         control.compare_plans(values, made.fingerprint, timeout)
-        if dist.get_backend(own_group) == "nccl":
-            dist.barrier(own_group)  # makes its connections, while all ranks are here
+        control.connect()
     return made
 
 

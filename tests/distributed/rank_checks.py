@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import whole_calls
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import onepass
 from onepass import distributed, reference
@@ -328,3 +330,45 @@ def kept_buffers(rank: int) -> None:
     assert len(buffers) == 32  # the backward received none
     assert out.isfinite().all()
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# ---------------------------------------------------------------- connections
+
+
+def connections(rank: int) -> list[list[str]]:
+    """Collective operations of three plans for each of some groups, as if their backends of GPUs were on CPUs."""
+    found = []
+    ones, get_backend_config, is_available = torch.ones, dist.get_backend_config, torch.cuda.is_available
+    torch.ones = lambda *args, device=None: ones(*args)
+    torch.cuda.is_available = lambda: True
+    try:
+        for config in ("cpu:gloo,cuda:nccl", "cuda:nccl", "cpu:gloo,cuda:gloo", "cpu:gloo"):
+            group = dist.new_group([0, 1])
+            dist.get_backend_config = lambda group=None, config=config: config
+            with Operations() as operations:
+                for tokens in (32, 48, 64):
+                    distributed.plan(tokens, group, **HEADS)
+            found.append(operations.names)
+    finally:
+        torch.ones, dist.get_backend_config, torch.cuda.is_available = ones, get_backend_config, is_available
+    return found
+
+
+class Operations(TorchDispatchMode):
+    """Every operation of torch.distributed: its names, and the bytes of tensors that each of them receives into.
+
+    It sees what reaches a process group, whichever function of Python asked for it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.bytes: dict[str, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            name = function._opname
+            self.names.append(name)
+            received = tree_leaves(args[0]) if name != "send" else []
+            self.bytes[name] = self.bytes.get(name, 0) + sum(t.nbytes for t in received if isinstance(t, torch.Tensor))
+        return function(*args, **(kwargs or {}))

@@ -102,3 +102,9 @@ def test_changes_in_place():
 
 def test_kept_buffers():
     run_ranks(2, rank_checks.kept_buffers)
+
+
+def test_connections():
+    """Groups with NCCL connect with their first plan, whatever other backends they have; no plan waits for a GPU."""
+    for names in run_ranks(2, rank_checks.connections):
+        assert names == [["allreduce_"], ["allreduce_"], [], []]
