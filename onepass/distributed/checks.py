@@ -13,6 +13,7 @@ from ..validation import modifiers as modifier_checks
 from ..validation.attention import check_attention, check_attention_varlen
 from .agreement import needs_gradient, signature
 from .local import Options, Terms
+from .packed import to_device
 from .plan import ContextPlan
 
 
@@ -102,4 +103,4 @@ def _whole_tensors(plan: ContextPlan, tensors: tuple[Any, Any, Any]) -> list[Ten
 
 
 def _offsets(plan: ContextPlan, device: torch.device) -> Tensor:
-    return torch.tensor(plan.schedule.cu_seqlens, dtype=torch.int32, device=device)
+    return to_device(torch.tensor(plan.schedule.cu_seqlens, dtype=torch.int32), device)

@@ -20,6 +20,7 @@ from ..validation.tensors import check_int32
 from .agreement import signature
 from .checks import check_device
 from .exchange import gather
+from .packed import to_device
 from .plan import ContextPlan
 
 
@@ -225,9 +226,9 @@ def _check_terms(
 
 
 def _local_keys(plan: ContextPlan, device: torch.device) -> LocalKeys:
-    starts = torch.tensor([run.start for run in plan.local_runs], dtype=torch.int32, device=device)
-    sizes = torch.tensor([run.size for run in plan.local_runs], dtype=torch.int32, device=device)
-    return LocalKeys(starts, sizes, plan.tokens(device).int())
+    starts = torch.tensor([run.start for run in plan.local_runs], dtype=torch.int32)
+    sizes = torch.tensor([run.size for run in plan.local_runs], dtype=torch.int32)
+    return LocalKeys(*(to_device(t, device) for t in (starts, sizes, plan.tokens().int())))
 
 
 def append(cache: Tensor, new: Tensor, keys: LocalKeys, cache_seqlens: Tensor, page_table: Tensor | None) -> None:

@@ -156,21 +156,21 @@ class ContextPlan:
         if x.shape[dim] != expected:
             raise ValueError(f"{name}: expected {expected} tokens in dimension {dim}, got shape {tuple(x.shape)}")
 
-    # ---------------------------------------------------------------- steps
+    # ---------------------------------------------------------------- steps; those of one width have the same rows
 
     def segments(self, step: Step) -> tuple[Segment, ...]:
         """What this rank computes in a step."""
-        return self._once(("segments", step), lambda: self.schedule.segments(step, self.rank))
+        return self._once(("segments", step.width), lambda: self.schedule.segments(step, self.rank))
 
     def query_route(self, step: Step) -> Route:
         """How rows of q travel in a step."""
         row = self.schedule.row_of_ranks(step, self.rank)
-        return self._once(("queries", step), lambda: self._route(step, row, self.schedule.query_pieces))
+        return self._once(("queries", step.width), lambda: self._route(step, row, self.schedule.query_pieces))
 
     def key_route(self, step: Step) -> Route:
         """How rows of k and v travel in a step."""
         ranks = range(self.num_ranks)
-        return self._once(("keys", step), lambda: self._route(step, ranks, self.schedule.key_pieces))
+        return self._once(("keys", step.width), lambda: self._route(step, ranks, self.schedule.key_pieces))
 
     def _route(self, step: Step, ranks: range, pieces_of: Any) -> Route:
         outgoing = ((rank, [p for p in pieces_of(step, rank) if p.source == self.rank]) for rank in ranks)

@@ -265,3 +265,33 @@ def an_operation_that_fails(rank: int) -> str:
         return message_of(lambda: distributed.attention(*tensors, plan))
     finally:
         dist.batch_isend_irecv = batch
+
+
+def plans_that_differ_in_a_call(rank: int) -> str:
+    """Rank 1 calls with the plan before the last one, which no call has had."""
+    group = new_group(2.5)
+
+    def planned(tokens: int) -> Any:
+        return distributed.plan(tokens, group, causal=True, timeout=0.7, **HEADS)
+
+    def call(plan: Any, tokens: int) -> str:
+        tensors = shards(plan, tokens)
+        return message_of(lambda: distributed.attention(*tensors, plan))
+
+    assert call(planned(64), 64) == "nothing was raised"
+    first, second = planned(66), planned(68)
+    return call(second, 68) if rank == 0 else call(first, 66)
+
+
+def old_calls_are_forgotten(rank: int) -> tuple[int, int]:
+    """The number of calls that are kept, and of the rounds of one that is made again after many others."""
+    plan = distributed.plan(64, **HEADS)
+    tensors = shards(plan, 64)
+    agreement.MOST_AGREED = 4
+    for softcap in (1.0, 2.0, 3.0, 4.0):
+        distributed.attention(*tensors, plan, softcap=softcap)
+    assert plan.control is not None
+    rounds = plan.control._round
+    for softcap in (4.0, 1.0):
+        distributed.attention(*tensors, plan, softcap=softcap)
+    return len(plan.control._agreed), plan.control._round - rounds

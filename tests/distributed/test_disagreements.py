@@ -151,3 +151,13 @@ def test_an_operation_that_fails():
     for message in run_ranks(2, disagreements.an_operation_that_fails):
         assert "of its group to arrive, but there was an error (shape " in message
         assert GONE not in message
+
+
+def test_plans_that_differ_in_a_call():
+    first, second = run_ranks(2, disagreements.plans_that_differ_in_a_call)
+    assert GONE in first
+    assert second.endswith("ranks [0]; rank 0 has announced this call, with this plan or another one")
+
+
+def test_old_calls_are_forgotten():
+    assert run_ranks(2, disagreements.old_calls_are_forgotten) == [(4, 1)] * 2
