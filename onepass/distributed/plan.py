@@ -281,7 +281,9 @@ def plan(
             raise ValueError(f"timeout: expected seconds above 0, got {timeout}")
     candidates = [wanted.candidate(width) for width in wanted.widths]
     if len(candidates) > 1:
-        candidates.sort(key=lambda c: estimate(c.schedule, wanted.head_dim, Hardware()).seconds)
+        candidates.sort(
+            key=lambda c: estimate(c.schedule, wanted.head_dim, Hardware(), keep_gathered=keep_gathered).seconds
+        )
     chosen = candidates[0]
     made = ContextPlan(
         chosen.schedule,
