@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 import whole_calls
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import onepass
 from onepass import distributed, reference
-from onepass.distributed import cost
+from onepass.distributed import cost, local
+from onepass.distributed.exchange import gather
 
 engine = importlib.import_module("onepass.distributed.attention")  # the package has a function of this name
 HEADS = {"num_heads_q": 8, "num_heads_kv": 4}
@@ -109,23 +111,82 @@ def received_bytes(rank: int, arguments: dict[str, Any]) -> tuple[int, int]:
     tensors = [t[0] if plan.is_packed else t for t in tensors]
     dim = 0 if plan.is_packed else 1
     leaves = [plan.shard(t, dim).requires_grad_() for t in tensors]
-    counted, exchange = [0], engine.exchange
-
-    def counting(group: Any, sends: Any, receives: Any) -> Any:
-        counted[0] += sum(message.tensor.nbytes for message in receives)
-        return exchange(group, sends, receives)
-
-    engine.exchange = counting
-    try:
+    distributed.attention(*leaves, plan)  # ranks compare it
+    with Operations() as forward:
         out = distributed.attention(*leaves, plan)
-        forward, counted[0] = counted[0], 0
+    with Operations() as backward:
         out.sum().backward()
+    assert {*forward.bytes, *backward.bytes} <= {"send", "recv_"}
+    expected = cost.estimate(plan.schedule, 16, distributed.Hardware(), keep_gathered=plan.keep_gathered)
+    found = sum(forward.bytes.values()), sum(backward.bytes.values())
+    assert found[0] == expected.forward_bytes[rank], (rank, found, expected.forward_bytes)
+    assert found[1] == expected.backward_bytes[rank], (rank, found, expected.backward_bytes)
+    return found
+
+
+def peaks(rank: int) -> tuple[float, float]:
+    """The memory of a forward, and of both directions, beyond a rank's share, in chunks of the gathered k and v.
+
+    The share of a forward is out and lse, that of both directions the gradients, too, with a dq in float32 and two
+    numbers a row. Local calls give arbitrary values, as kernels that take no other memory would.
+    """
+    tokens, heads, head_dim = 4096, 16, 32
+    calls = local.LocalCalls.forward, local.LocalCalls.backward
+
+    def forward(self: Any, q: Any, kv: Any) -> Any:
+        return q.new_empty((*q.shape[:3], kv.shape[-1] - self.head_dim)), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+    def backward(self: Any, q: Any, kv: Any, *args: Any) -> Any:
+        return torch.empty_like(q), torch.empty_like(kv, dtype=torch.float32 if self.sums_keys else kv.dtype)
+
+    plan = distributed.plan(tokens, causal=True, engine="keys", num_heads_q=heads, num_heads_kv=heads)
+    shape = 1, plan.num_local_tokens, heads, head_dim
+    leaves = [torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    local.LocalCalls.forward, local.LocalCalls.backward = forward, backward
+    try:
+
+        def both() -> None:
+            torch.autograd.grad(distributed.attention(*leaves, plan).sum(), leaves)
+
+        both()
+        with torch.no_grad():
+            distributed.attention(*leaves, plan)
+            alone = peak_bytes(lambda: distributed.attention(*leaves, plan))
+        together = peak_bytes(both)
     finally:
-        engine.exchange = exchange
-    expected = cost.estimate(plan.schedule, 16, distributed.Hardware())
-    assert forward == expected.forward_bytes[rank], (rank, forward, expected.forward_bytes)
-    assert counted[0] == expected.backward_bytes[rank], (rank, counted[0], expected.backward_bytes)
-    return forward, counted[0]
+        local.LocalCalls.forward, local.LocalCalls.backward = calls
+    chunk = 2 * tokens * heads * head_dim * 2 / 16
+    one, numbers = leaves[0].nbytes, 4 * plan.num_local_tokens * heads
+    return (alone - one - numbers) / chunk, (together - 6 * one - 2 * numbers) / chunk
+
+
+def peak_bytes(function: Any) -> int:
+    """The most bytes that a function has at one time on the CPU, of all that it allocates."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        function()
+    now = most = 0
+    for event in found.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+def hidden_gather(rank: int, direction: str, arguments: dict[str, Any]) -> tuple[str, tuple[float, float]]:
+    """What both checks say where a forward or a backward gathers all keys and values beside its messages."""
+    right = getattr(engine.Pipeline, direction)
+
+    def leaky(self: Any, *args: Any) -> Any:
+        whole = [gather(t.contiguous(), self.plan.group, self.plan.num_ranks) for t in (self.k, self.v)]
+        result = right(self, *args)
+        del whole
+        return result
+
+    setattr(engine.Pipeline, direction, leaky)
+    try:
+        return message_of(lambda: received_bytes(rank, arguments)), peaks(rank)
+    finally:
+        setattr(engine.Pipeline, direction, right)
 
 
 def largest_buffers(rank: int, chunks: int) -> tuple[int, int]:

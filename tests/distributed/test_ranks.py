@@ -37,6 +37,8 @@ COSTS = [
     {"tokens": 97, "causal": True, "engine": 2, "num_heads_q": 8, "num_heads_kv": 8, "chunks": 2},
     {"tokens": 97, "window": (20, 0), "engine": "keys", "num_heads_q": 4, "num_heads_kv": 2},
     {"tokens": [0, 30, 31, 90], "causal": True, "num_heads_q": 4, "num_heads_kv": 2},
+    {"tokens": 97, "causal": True, "engine": "keys", "num_heads_q": 4, "num_heads_kv": 2, "keep_gathered": True},
+    {"tokens": 97, "causal": True, "engine": 2, "num_heads_q": 8, "num_heads_kv": 8, "keep_gathered": True},
 ]
 
 
@@ -44,6 +46,20 @@ COSTS = [
 def test_bytes_are_those_of_the_estimate(case):
     received = run_ranks(4, rank_checks.received_bytes, COSTS[case])
     assert sum(forward for forward, _ in received) > 0
+
+
+def test_memory():
+    """A gathered k and v would be 16 chunks."""
+    for forward, both in run_ranks(2, rank_checks.peaks):
+        assert 0 < forward < 4
+        assert 0 < both < 13
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_hidden_gather_is_noticed(direction):
+    for message, peaks in run_ranks(2, rank_checks.hidden_gather, direction, COSTS[0]):
+        assert message.startswith("AssertionError")
+        assert peaks[direction == "backward"] > 15
 
 
 def test_two_chunks_of_keys_are_in_memory():
