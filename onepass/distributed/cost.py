@@ -212,7 +212,36 @@ def report(plan: ContextPlan, hardware: Hardware) -> str:
             f"{rank:4d} {schedule.layout.count(rank):8d} {found.pairs[rank] / mean:6.3f} "
             f"{found.forward_bytes[rank] / 2**20:14.1f} MiB {found.backward_bytes[rank] / 2**20:6.1f} MiB"
         )
-    return "\n".join([*lines, "", "tokens by rank:", picture(schedule.layout)])
+    engines = ["engine   layout       steps   forward   backward   received   buffers"]
+    for candidate in plan.candidates():
+        costs = estimate(candidate.schedule, plan.head_dim, hardware, keep_gathered=plan.keep_gathered)
+        received = max(sum(sizes) for sizes in zip(costs.forward_bytes, costs.backward_bytes, strict=True))
+        memory = buffer_bytes(candidate.schedule, plan.head_dim, hardware.itemsize, plan.keep_gathered)
+        engines.append(
+            f"{candidate.engine!s:8} {candidate.layout_name:10} {len(candidate.schedule.steps):7d} "
+            f"{costs.forward_seconds * 1e3:6.3g} ms {costs.backward_seconds * 1e3:7.3g} ms "
+            f"{received / 2**20:6.0f} MiB {memory / 2**20:5.0f} MiB"
+            + ("   chosen" if candidate.engine == plan.engine else "")
+        )
+    return "\n".join([*lines, "", *engines, "", "tokens by rank:", picture(schedule.layout)])
+
+
+def buffer_bytes(schedule: Schedule, head_dim: int, itemsize: int, keep_gathered: bool = False) -> int:
+    """Bytes of received q, k and v that the rank with most of them has at one time in a forward.
+
+    They are those of two steps, one that is computed and one that is on its way, or of all steps with keep_gathered.
+    """
+    traffic = _Traffic(schedule, head_dim, itemsize)
+    most = 0
+    for rank in range(schedule.layout.num_ranks):
+        sizes = []
+        for step in schedule.steps:
+            rows, (heads, kv_heads) = traffic.rows(step), traffic.heads(step, rank)
+            queries = sum(rows.queries[rank].values()) * heads if step.width > 1 else 0
+            sizes.append((queries + 2 * sum(rows.keys[rank].values()) * kv_heads) * head_dim * itemsize)
+        pairs = [sum(sizes)] if keep_gathered else [sum(sizes[i : i + 2]) for i in range(len(sizes))]
+        most = max(most, *pairs, 0)
+    return most
 
 
 def _mask_in_words(schedule: Schedule) -> str:

@@ -63,8 +63,10 @@ class ContextPlan:
     head_dim: int
     chunks: int
     keep_gathered: bool = False
+    hardware: Hardware = field(default_factory=Hardware)
     timeout: float = 60.0
     control: agreement.Control | None = None
+    _wanted: Wanted | None = field(default=None, repr=False)
     _kept: dict = field(default_factory=dict, repr=False)
 
     @property
@@ -210,9 +212,18 @@ class ContextPlan:
 
     # ---------------------------------------------------------------- words
 
+    def candidates(self) -> list[Candidate]:
+        """What each engine would do with the arguments of this plan, "heads" first and "keys" last."""
+        assert self._wanted is not None
+        return [self._wanted.candidate(width) for width in _widths(None, self.num_ranks)]
+
     def describe(self, hardware: Hardware | None = None) -> str:
-        """Work, bytes and balance of each rank, and the estimate by which the engine was chosen, as text."""
-        return report(self, hardware or Hardware())
+        """Work, bytes and balance of each rank, and the estimate of each engine, of which one was chosen, as text.
+
+        Args:
+            hardware: None = that of the plan.
+        """
+        return report(self, hardware or self.hardware)
 
 
 def plan(
@@ -228,6 +239,7 @@ def plan(
     engine: Engine | None = None,
     chunks: int = CHUNKS,
     keep_gathered: bool = False,
+    hardware: Hardware | None = None,
     num_ranks: int | None = None,
     rank: int = 0,
     timeout: float = 60.0,
@@ -254,6 +266,8 @@ def plan(
         chunks: about how many steps the heads are cut into, so that messages of one step travel while another one is
             computed, and only two steps need memory.
         keep_gathered: keep received q, k and v for the backward instead of receiving them again.
+        hardware: what the estimate assumes of the ranks; None = `Hardware()`, near an H200 with NVLink. With ranks on
+            several hosts, give a lower bandwidth.
         num_ranks, rank: without a process group, to describe a plan for another machine.
         timeout: seconds that a rank waits for the others where it compares its arguments with theirs.
 
@@ -276,13 +290,16 @@ def plan(
             tokens, num_heads_q, num_heads_kv, head_dim, causal, window, layout, engine, chunks, num_ranks
         )
         keep_gathered = check_flag("keep_gathered", keep_gathered)
+        hardware = Hardware() if hardware is None else hardware
+        if not isinstance(hardware, Hardware):
+            raise TypeError(f"hardware: expected onepass.distributed.Hardware or None, got {hardware!r}")
         timeout = check_real("timeout", timeout)
         if timeout <= 0:
             raise ValueError(f"timeout: expected seconds above 0, got {timeout}")
     candidates = [wanted.candidate(width) for width in wanted.widths]
     if len(candidates) > 1:
         candidates.sort(
-            key=lambda c: estimate(c.schedule, wanted.head_dim, Hardware(), keep_gathered=keep_gathered).seconds
+            key=lambda c: estimate(c.schedule, wanted.head_dim, hardware, keep_gathered=keep_gathered).seconds
         )
     chosen = candidates[0]
     made = ContextPlan(
@@ -295,8 +312,10 @@ def plan(
         wanted.head_dim,
         wanted.chunks,
         keep_gathered,
+        hardware,
         timeout,
         control,
+        wanted,
     )
     if control is not None:
         values = {
@@ -310,6 +329,7 @@ def plan(
             "engine": engine,
             "chunks": wanted.chunks,
             "keep_gathered": keep_gathered,
+            "hardware": hardware,
             # the same arguments have another result where ranks run other versions of this library
             "tokens and steps": f"{made.layout_name}, {made.engine}, {made.fingerprint}",
         }

@@ -243,3 +243,38 @@ def test_steps_of_one_width_share_their_rows(engine):
         assert plan.query_route(step).incoming == schedule.query_pieces(step, plan.rank)
     widths = {step.width for step in schedule.steps}
     assert len(plan._kept) == 3 * len(widths)
+
+
+def test_plan_chooses_for_its_hardware():
+    """With one kv head for each query head, messages between hosts cost more than keys that are gathered."""
+    arguments = {"num_ranks": 16, "num_heads_q": 32, "num_heads_kv": 32, "causal": True}
+    network = distributed.Hardware(bandwidth=45e9)
+    assert distributed.plan(16 * 8192, **arguments).engine != 4
+    plan = distributed.plan(16 * 8192, hardware=network, **arguments)
+    assert plan.engine == 4
+    assert plan.describe() == plan.describe(network) != plan.describe(distributed.Hardware())
+    with pytest.raises(TypeError, match="hardware: expected"):
+        distributed.plan(64, hardware=45, **arguments)
+
+
+def test_describe_lists_engines():
+    plan = distributed.plan(1000, num_ranks=4, num_heads_q=8, num_heads_kv=8, causal=True, engine="keys", chunks=4)
+    lines = plan.describe().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("engine   layout"))
+    table = [line.split() for line in lines[first + 1 : first + 4]]
+    assert [row[:3] for row in table] == [
+        ["heads", "contiguous", "2"],
+        ["2", "head_tail", "4"],
+        ["keys", "head_tail", "4"],
+    ]
+    assert [row[-1] == "chosen" for row in table] == [False, False, True]
+
+
+def test_buffers():
+    """Two steps of two kv heads; every rank's queries see all keys of some rank's last piece."""
+    plan = distributed.plan(1000, num_ranks=4, num_heads_q=8, num_heads_kv=8, engine="keys", chunks=4)
+    assert [step.heads for step in plan.schedule.steps] == [2, 2, 2, 2]
+    assert cost.buffer_bytes(plan.schedule, 16, 2) == 2 * (2 * 1000 * 2 * 16 * 2)
+    assert cost.buffer_bytes(plan.schedule, 16, 2, keep_gathered=True) == 4 * (2 * 1000 * 2 * 16 * 2)
+    plan = distributed.plan(1000, num_ranks=4, num_heads_q=8, num_heads_kv=8, engine="heads", chunks=4)
+    assert cost.buffer_bytes(plan.schedule, 16, 2) == 2 * (3 * 1000 * 16 * 2)
