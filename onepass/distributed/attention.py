@@ -60,8 +60,8 @@ def attention(
     Returns: out, in q's shape with head_dim_v in place of head_dim, or AttentionOutput(out, lse) with lse
     (batch, num_heads_q, plan.num_local_tokens), or (num_heads_q, plan.num_local_tokens) for packed sequences.
 
-    Raises: TypeError, ValueError or NotImplementedError before any message is sent, with what was expected and given;
-    RuntimeError on all ranks if ranks call with different arguments.
+    Raises: TypeError, ValueError or NotImplementedError before any message is sent, with what was expected and given,
+    and then RuntimeError on the ranks that compare this call; RuntimeError on all ranks if their arguments differ.
     """
     q, k, v = autocast_inputs(q, k, v)
     terms = Terms(sinks, seqused_k, seqstart_k, key_ranges, alibi_slopes, bias)

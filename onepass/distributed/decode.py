@@ -70,7 +70,9 @@ def decode(
     """Exact attention of a few new queries over a cache that is spread over ranks. Every rank of the group calls it.
 
     Each rank appends the new keys that it owns, attends to its keys, and sends its out, in float32, and lse to the
-    others in one exchange. No value is read on the host, so that a CUDA graph can capture a step. There is no backward.
+    others in one exchange. No value is read on the host, so that a CUDA graph can capture a step after ordinary ones
+    of the same shapes, which ranks compare. There is no backward. Of `attention_decode` it lacks rotary embeddings,
+    packed queries, key_ranges and q_positions.
 
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim), the same on all ranks, already rotated.

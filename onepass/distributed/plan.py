@@ -253,7 +253,7 @@ def plan(
             list or a tensor, whose values are read here.
         group: a ProcessGroup, or a one-dimensional DeviceMesh; None = the default group. All of its ranks call `plan`.
         num_heads_q, num_heads_kv: heads of q, and of k and v.
-        head_dim: for the estimate of costs alone.
+        head_dim: for the estimate of costs alone; the same on all ranks, because it may change the choice of engine.
         causal, window: the mask, as of `onepass.attention`.
         layout: "contiguous": each rank owns one run of tokens. "head_tail": rank r owns pieces r and 2 P - 1 - r of
             2 P, which balances a causal mask. "balanced": each rank owns several pieces, with equal numbers of tokens
@@ -265,14 +265,15 @@ def plan(
             estimate that `describe` shows.
         chunks: about how many steps the heads are cut into, so that messages of one step travel while another one is
             computed, and only two steps need memory.
-        keep_gathered: keep received q, k and v for the backward instead of receiving them again.
+        keep_gathered: keep received q, k and v until the backward instead of receiving them again.
         hardware: what the estimate assumes of the ranks; None = `Hardware()`, near an H200 with NVLink. With ranks on
             several hosts, give a lower bandwidth.
         num_ranks, rank: without a process group, to describe a plan for another machine.
-        timeout: seconds that a rank waits for the others where it compares its arguments with theirs.
+        timeout: seconds that a rank waits for the others where it compares its arguments with theirs, here and in calls
+            with this plan. It may differ between ranks and plans.
 
-    Raises: TypeError or ValueError with what was expected and given; RuntimeError on all ranks if their arguments
-    differ, with the first rank that differs and how.
+    Raises: TypeError or ValueError with what was expected and given, and then RuntimeError on the other ranks;
+    RuntimeError on all ranks if their arguments differ, with the first rank that differs and how.
     """
     own_group, control = None, None
     if num_ranks is None:
