@@ -238,7 +238,7 @@ class Pipeline:
         self, dout: Tensor, stats: Tensor, has_gradient: tuple[bool, ...]
     ) -> tuple[Tensor, Tensor, Tensor, TermGradients]:
         """dq, dk, dv, and the gradients of sinks, slopes and bias from this rank's computations."""
-        self.head_dim = head_dim = self.q.shape[-1]
+        self.head_dim = self.q.shape[-1]
         given = self.call.terms.sinks, self.call.terms.alibi_slopes, self.call.terms.bias
         sums = TermGradients(
             *(
@@ -246,10 +246,9 @@ class Pipeline:
                 for t, has in zip(given, has_gradient, strict=True)
             )
         )
-        dq = torch.empty_like(self.q, memory_format=torch.contiguous_format)
-        rows, batch, heads = self.k.shape[:3]
+        dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (self.q, self.k, self.v))
         key_dtype = self.accum if self.plan.schedule.sums_keys() else self.k.dtype
-        dkv = self.k.new_zeros((rows, batch, heads, head_dim + self.v.shape[-1]), dtype=key_dtype)
+        keys = KeyGradients(self.plan, dk, dv, key_dtype)
 
         def start(index: int) -> Coming:
             step = self.steps[index]
@@ -267,16 +266,15 @@ class Pipeline:
                 step_dq, step_dkv = torch.empty_like(q), torch.empty_like(kv, dtype=key_dtype)
             going.append((QueryReturn(self.plan, step, (step_dq,)), KeyReturn(self.plan, step, step_dkv)))
             if len(going) > 1:
-                self._add(going.pop(0), dq, dkv)
+                self._add(going.pop(0), dq, keys)
         for last in going:
-            self._add(last, dq, dkv)
-        dk, dv = (t.to(self.k.dtype) for t in dkv.split((head_dim, self.v.shape[-1]), -1))
+            self._add(last, dq, keys)
         return dq, dk, dv, sums
 
     @staticmethod
-    def _add(returns: tuple[QueryReturn, KeyReturn], dq: Tensor, dkv: Tensor) -> None:
+    def _add(returns: tuple[QueryReturn, KeyReturn], dq: Tensor, keys: KeyGradients) -> None:
         returns[0].add_to((dq,))
-        returns[1].add_to(dkv)
+        keys.add(returns[1])
 
 
 # ---------------------------------------------------------------- rows to where they are needed
@@ -405,11 +403,52 @@ class KeyReturn:
             receives += [Message(rank, buffer) for buffer in self.buffers[-1]]
         self.pending = exchange(plan.group, sends, receives)
 
-    def add_to(self, target: Tensor) -> None:
-        """Add them up, in the order of the ranks, so that sums do not change from run to run."""
+    def add_to(self, target: Tensor, first_head: int) -> None:
+        """Add them up, in the order of the ranks, so that sums do not change from run to run.
+
+        Args: target: (rows, batch, heads, dim) of this rank's keys, for kv heads from first_head on.
+        """
         self.pending.wait()
         for (rank, pieces), buffers in zip(self.plan.key_route(self.step).outgoing, self.buffers, strict=True):
             heads = self.plan.schedule.heads_kv(self.step, rank)
+            heads = slice(heads.start - first_head, heads.stop - first_head)
             for i, piece in enumerate(pieces):
                 own = buffers[i] if buffers else self.dkv[piece.row : piece.row + piece.rows]
                 target[piece.source_row : piece.source_row + piece.rows, :, heads] += own
+
+
+class KeyGradients:
+    """dk and dv of this rank's keys, from what the steps send.
+
+    A kv head whose query heads are all in one step is rounded when that step has come, so that float32 sums of few
+    heads are in memory. Where a kv head is divided among steps, the sums of all heads stay until the last step.
+
+    Args: dtype: of the sums.
+    """
+
+    def __init__(self, plan: ContextPlan, dk: Tensor, dv: Tensor, dtype: torch.dtype):
+        self.plan, self.dk, self.dv, self.dtype = plan, dk, dv, dtype
+        self.steps_left = len(plan.schedule.steps)
+        self.whole: Tensor | None = None
+        if any(step.heads % plan.schedule.qhead_per_kvhead for step in plan.schedule.steps):
+            self.whole = self._zeros(dk.shape[2])
+
+    def add(self, returned: KeyReturn) -> None:
+        self.steps_left -= 1
+        if self.whole is not None:
+            returned.add_to(self.whole, 0)
+            if self.steps_left == 0:
+                self._round(self.whole, slice(None))
+            return
+        heads = self.plan.schedule.heads_kv_of_row(returned.step)
+        sums = self._zeros(heads.stop - heads.start)
+        returned.add_to(sums, heads.start)
+        self._round(sums, heads)
+
+    def _zeros(self, heads: int) -> Tensor:
+        rows, batch = self.dk.shape[:2]
+        return self.dk.new_zeros((rows, batch, heads, self.dk.shape[-1] + self.dv.shape[-1]), dtype=self.dtype)
+
+    def _round(self, sums: Tensor, heads: slice) -> None:
+        head_dim = self.dk.shape[-1]
+        self.dk[:, :, heads], self.dv[:, :, heads] = sums[..., :head_dim], sums[..., head_dim:]

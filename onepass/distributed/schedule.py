@@ -139,6 +139,10 @@ class Schedule:
         heads = self.heads_q(step, rank)
         return slice(heads.start // self.qhead_per_kvhead, -(-heads.stop // self.qhead_per_kvhead))
 
+    def heads_kv_of_row(self, step: Step) -> slice:
+        """The kv heads of all ranks of a row."""
+        return slice(self.heads_kv(step, 0).start, self.heads_kv(step, step.width - 1).stop)
+
     def row_of_ranks(self, step: Step, rank: int) -> range:
         """The ranks that share queries with this one."""
         first = rank // step.width * step.width
