@@ -1,8 +1,8 @@
 """The backward pass on a CPU by torch's C++ operator, which takes the lse of whole rows and any of their keys.
 
-In 16 bits the operator adds the gradients of its blocks, up to 256 queries and 512 keys, to sums of 16 bits, whose error
-grows with the number of blocks: at 4096 queries that of dk and dv is three to four times that of rounding them once.
-Chunks of 2048 x 2048 have at most eight blocks, and their sums are float32.
+In 16 bits the operator adds the gradients of its blocks, up to 256 queries and 512 keys, to sums of 16 bits. The error
+of such a sum grows with the number of blocks: at 4096 queries that of dk and dv is three to four times that of rounding
+them once. Chunks of 2048 x 2048 have at most eight blocks, and their sums are float32.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def _by_operators(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """None: a gradient is not finite."""
     q, k, v = inputs[:3]
-    if not (problem.is_packed or problem.has_seqused_k):
+    is_whole = not (problem.is_packed or problem.has_seqused_k or problem.has_seqstart_k)
+    if is_whole:
         found = _regions(problem, problem.seqlen_q, problem.seqlen_k)
         if len(found) == 1 and found[0].covers(problem.seqlen_q, problem.seqlen_k):
             results = operators.backward(dout, q, k, v, out, lse, problem.softmax_scale, found[0].is_causal)
@@ -62,8 +63,8 @@ def _by_operators(
             dq, dk, dv = (in_order_of(t, like) for t, like in zip(results, (q, k, v), strict=True))
             return dq, dk, dv
     dq, dk, dv, _ = empty_gradients(inputs)
-    if problem.is_packed or problem.has_seqused_k:
-        for t in (dq, dk, dv):  # tokens outside every sequence, and keys past seqused_k
+    if not is_whole:
+        for t in (dq, dk, dv):  # tokens outside every sequence, before its start, and keys past seqused_k
             t.zero_()
     scratch = Scratch(q, problem.accum_dtype)
     for piece in sequences(problem, inputs):

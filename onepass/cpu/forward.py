@@ -8,27 +8,33 @@ from .. import tiled
 from ..problem import AttentionProblem, Inputs
 from ..problem.outputs import empty_outputs, in_order_of, without_keys
 from ..tiled.merge import merge_in_torch
-from ..tiled.sequences import sequences
+from ..tiled.sequences import merged, sequences
 from . import operators
 from .regions import Region, regions
 
 
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out and lse of a call, as `onepass.tiled.forward` gives them."""
-    results = _by_operators(problem, inputs) if operators.are_exact(problem) else None
+    results = by_operators(problem, inputs)
     return tiled.forward(problem, inputs) if results is None else results
 
 
-def _by_operators(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
-    """None: a result is not finite, or rounding partial results to 16 bits would add to its error."""
+def by_operators(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+    """out and lse, or None where `tiled` computes them.
+
+    This is where torch's settings round float32 operands, where a result is not finite, and where rounding partial
+    results to 16 bits would add to their error.
+    """
+    if not operators.are_exact(problem):
+        return None
     q, k, v = inputs[:3]
-    if not (problem.is_packed or problem.has_seqused_k):
+    if not (problem.is_packed or problem.has_seqused_k or problem.has_seqstart_k):
         found = regions(problem.mask, problem.seqlen_q, problem.seqlen_k)
         if len(found) == 1 and found[0].covers(problem.seqlen_q, problem.seqlen_k) and not problem.is_empty:
             whole = _attention(problem, q, k, v, found[0].is_causal)
             return None if whole is None else (in_order_of(whole[0], q), whole[1])
     out, lse = without_keys(*empty_outputs(problem, inputs), None, None)
-    for piece in sequences(problem, inputs):
+    for piece in merged(sequences(problem, inputs)):
         q_rows, k_rows, v_rows = piece.rows(q), piece.cols(k), piece.cols(v)
         if 0 in q_rows.shape:
             continue

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..api.attention import AttentionOutput, autocast_inputs
 from ..geometry import philox
 from . import checks
-from .exchange import Message, Pending, exchange
+from .agreement import needs_gradient
+from .exchange import Message, Pending, add_up, exchange, take_from_first
 from .local import LocalCalls, Options, TermGradients, Terms, accum_dtype, counts_rows
 from .plan import ContextPlan, Route
 from .schedule import Step
@@ -60,8 +60,8 @@ def attention(
     Returns: out, in q's shape with head_dim_v in place of head_dim, or AttentionOutput(out, lse) with lse
     (batch, num_heads_q, plan.num_local_tokens), or (num_heads_q, plan.num_local_tokens) for packed sequences.
 
-    Raises: TypeError, ValueError or NotImplementedError before any message is sent, with what was expected and given;
-    RuntimeError on all ranks if ranks call with different arguments.
+    Raises: TypeError, ValueError or NotImplementedError before any message is sent, with what was expected and given,
+    and then RuntimeError on the ranks that compare this call; RuntimeError on all ranks if their arguments differ.
     """
     q, k, v = autocast_inputs(q, k, v)
     terms = Terms(sinks, seqused_k, seqstart_k, key_ranges, alibi_slopes, bias)
@@ -82,10 +82,11 @@ def attention(
     if options.dropout_p:
         state = philox.random_state(q.device)
         if plan.num_ranks > 1:
-            dist.broadcast(state, dist.get_global_rank(plan.group, 0), plan.group)
+            take_from_first(state, plan.group)
         terms = terms._replace(dropout_state=state)
     variant = plan.for_call(counts_rows(options, terms), terms.seqused_k is not None, options.precision is not None)
-    call = Call(variant, options, terms)
+    is_recorded = any(t is not None and needs_gradient(t) for t in (q, k, v, sinks, alibi_slopes, bias))
+    call = Call(variant, options, terms, is_recorded)
     out, lse = _Attention.apply(q, k, v, sinks, alibi_slopes, bias, call)
     return AttentionOutput(out, lse) if return_lse else out
 
@@ -95,11 +96,12 @@ HEADS_AT_A_TIME = 8  # in `row_stats`, so that float32 copies of few heads are i
 
 @dataclass
 class Call:
-    """A call, beside the tensors that may have gradients."""
+    """A call, beside q, k and v. Attributes: is_recorded: there may be a backward."""
 
     plan: ContextPlan
     options: Options
     terms: Terms
+    is_recorded: bool = False
 
 
 class _Attention(torch.autograd.Function):
@@ -108,14 +110,15 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Any, slopes: Any, bias: Any, call: Call) -> Any:
         ctx.set_materialize_grads(False)
-        pipeline = Pipeline(call, rows_first(q, call.plan), rows_first(k, call.plan), rows_first(v, call.plan))
+        plan = call.plan
+        pipeline = Pipeline(call, rows_first(q, plan), rows_first(k, plan), rows_first(v, plan))
         out, lse = pipeline.forward()
-        out = batch_first(out, call.plan)
-        ctx.pipeline, ctx.received = pipeline, pipeline.received
+        out = batch_first(out, plan)
+        # what is kept for the backward goes with the graph: autograd frees it, and notices changes in place
+        ctx.plan, ctx.options = plan, call.options
         ctx.has_gradient = tuple(t is not None and t.requires_grad for t in (sinks, slopes, bias))
-        ctx.save_for_backward(q, k, v, out, lse)
-        pipeline.release()
-        lse = lse.permute(1, 2, 0) if not call.plan.is_packed else lse[:, 0].t()
+        ctx.save_for_backward(q, k, v, out, lse, *call.terms, *(t for pair in pipeline.received if pair for t in pair))
+        lse = lse.permute(1, 2, 0) if not plan.is_packed else lse[:, 0].t()
         return out, lse.contiguous()
 
     @staticmethod
@@ -124,20 +127,23 @@ class _Attention(torch.autograd.Function):
         dout, dlse = gradients
         if dout is None and dlse is None:
             return (None,) * 7
-        q, k, v, out, lse = ctx.saved_tensors
-        call = ctx.pipeline.call
-        pipeline = Pipeline(call, *(rows_first(t, call.plan) for t in (q, k, v)))
-        pipeline.received = ctx.received
+        q, k, v, out, lse, *kept = ctx.saved_tensors
+        plan, terms = ctx.plan, Terms(*kept[: len(Terms._fields)])
+        call = Call(plan, ctx.options, terms)
+        pipeline = Pipeline(call, *(rows_first(t, plan) for t in (q, k, v)))
+        if plan.keep_gathered:
+            received = iter(kept[len(Terms._fields) :])
+            pipeline.received = list(zip(received, received, strict=True))
         dout = torch.zeros_like(out) if dout is None else dout
         stats = row_stats(call, out, dout, lse, dlse)
-        dq, dk, dv, sums = pipeline.backward(rows_first(dout, call.plan), stats, ctx.has_gradient)
-        found: list[Tensor | None] = [batch_first(t, call.plan) for t in (dq, dk, dv)]
-        for total, t in zip(sums, (call.terms.sinks, call.terms.alibi_slopes, call.terms.bias), strict=True):
+        dq, dk, dv, sums = pipeline.backward(rows_first(dout, plan), stats, ctx.has_gradient)
+        found: list[Tensor | None] = [batch_first(t, plan) for t in (dq, dk, dv)]
+        for total, t in zip(sums, (terms.sinks, terms.alibi_slopes, terms.bias), strict=True):
             if total is None:
                 found.append(None)
                 continue
-            if call.plan.num_ranks > 1:
-                dist.all_reduce(total, group=call.plan.group)
+            if plan.num_ranks > 1:
+                add_up(total, plan.group)
             assert t is not None
             found.append(total.to(t.dtype))
         return (*found, None)
@@ -182,11 +188,6 @@ class Pipeline:
         self.received: list[tuple[Tensor, Tensor] | None] = [None] * len(self.steps)
         self.accum = accum_dtype(q.dtype)
 
-    def release(self) -> None:
-        """Let go of the inputs, which autograd keeps."""
-        self.q = self.k = self.v = self.q[:0]
-        self.received = []
-
     def local(self, step: Step) -> LocalCalls:
         return LocalCalls(self.plan, step, self.call.options, self.call.terms, self.head_dim)
 
@@ -204,7 +205,7 @@ class Pipeline:
             q, kv = coming.wait()
             if i + 1 < len(self.steps):
                 coming = self._inputs_of(i + 1)
-            if self.plan.keep_gathered:
+            if self.call.is_recorded and self.plan.keep_gathered:
                 self.received[i] = q, kv
             if q.shape[2]:
                 results = self.local(step).forward(q, kv)

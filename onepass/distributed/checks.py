@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..problem import AttentionProblem
 from ..validation import fp8
 from ..validation import modifiers as modifier_checks
 from ..validation.attention import check_attention, check_attention_varlen
-from .agreement import signature
+from .agreement import needs_gradient, signature
 from .local import Options, Terms
+from .packed import to_device
 from .plan import ContextPlan
 
 
@@ -21,9 +23,34 @@ def check_call(
     """The options of a call, checked as one device would check the whole call; then compared with other ranks'."""
     if not isinstance(plan, ContextPlan):
         raise TypeError(f"plan: expected a ContextPlan, as onepass.distributed.plan makes it, got {plan!r}")
+    with plan.reporting("attention"):
+        problem = _checked_problem(plan, tensors, terms, precision=precision, **options)
+    if plan.num_ranks > 1:
+        values: dict[str, Any] = {name: signature(t) for name, t in terms._asdict().items()}
+        q, k, v = tensors
+        values |= {"batch": None if plan.is_packed else q.shape[0], "dtype": str(q.dtype), "head_dim": q.shape[-1]}
+        values |= {"head_dim_v": v.shape[-1], "device": q.device.type}
+        values |= {"recorded gradients of q, k, v": tuple(needs_gradient(t) for t in (q, k, v))}
+        values |= {"softcap": problem.softcap, "softmax_scale": problem.softmax_scale, "dropout_p": problem.dropout_p}
+        values |= {"deterministic": problem.deterministic, "precision": precision, "backend": backend}
+        plan.agree("attention", values)
+    return Options(
+        softmax_scale=problem.softmax_scale,
+        softcap=problem.softcap,
+        deterministic=problem.deterministic,
+        dropout_p=problem.dropout_p,
+        precision=precision,
+        backend=backend,
+    )
+
+
+def _checked_problem(
+    plan: ContextPlan, tensors: tuple[Any, Any, Any], terms: Terms, *, precision: Any, **options: Any
+) -> AttentionProblem:
     if plan.group is None and plan.num_ranks > 1:
         raise ValueError("plan: expected one that was made for a process group, got one that only describes")
     whole = _whole_tensors(plan, tensors)
+    check_device(plan, tensors[0])
     named = {name: getattr(terms, name) for name in modifier_checks.NAMES if name in terms._fields}
     given = {name: named.get(name) for name in modifier_checks.NAMES}
     dropout_p, mask = options.pop("dropout_p"), plan.schedule.mask
@@ -39,30 +66,19 @@ def check_call(
         tuning=None,
         modifiers={"given": given, "dropout_p": dropout_p},
     )
-    if plan.is_packed:
-        offsets = plan.on_device("cu_seqlens", tensors[0].device, lambda: _offsets(plan, tensors[0].device))
-        problem = check_attention_varlen(
-            *whole, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=None, max_seqlen_k=None, **arguments
-        )
-    else:
-        problem = check_attention(*whole, **arguments)
-    if plan.control is not None:
-        values: dict[str, Any] = {name: signature(t) for name, t in terms._asdict().items()}
-        q, k, v = tensors
-        values |= {"batch": None if plan.is_packed else q.shape[0], "dtype": str(q.dtype), "head_dim": q.shape[-1]}
-        values |= {"head_dim_v": v.shape[-1], "requires_grad": tuple(t.requires_grad for t in (q, k, v))}
-        values |= {"softcap": problem.softcap, "softmax_scale": problem.softmax_scale, "dropout_p": problem.dropout_p}
-        values |= {"deterministic": problem.deterministic, "precision": precision, "backend": backend}
-        values["plan"] = plan.fingerprint
-        plan.control.compare_once("attention", values)
-    return Options(
-        softmax_scale=problem.softmax_scale,
-        softcap=problem.softcap,
-        deterministic=problem.deterministic,
-        dropout_p=problem.dropout_p,
-        precision=precision,
-        backend=backend,
+    if not plan.is_packed:
+        return check_attention(*whole, **arguments)
+    offsets = plan.on_device("cu_seqlens", tensors[0].device, lambda: _offsets(plan, tensors[0].device))
+    return check_attention_varlen(
+        *whole, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=None, max_seqlen_k=None, **arguments
     )
+
+
+def check_device(plan: ContextPlan, q: Tensor) -> None:
+    """Raise ValueError if the plan's process group sends no tensors of this device."""
+    if plan.control is not None and q.device.type not in plan.control.backends:
+        devices = ", ".join(f"{device} ({backend})" for device, backend in plan.control.backends.items())
+        raise ValueError(f"q: expected a device for which the process group has a backend, {devices}, got {q.device}")
 
 
 def _whole_tensors(plan: ContextPlan, tensors: tuple[Any, Any, Any]) -> list[Tensor]:
@@ -87,4 +103,4 @@ def _whole_tensors(plan: ContextPlan, tensors: tuple[Any, Any, Any]) -> list[Ten
 
 
 def _offsets(plan: ContextPlan, device: torch.device) -> Tensor:
-    return torch.tensor(plan.schedule.cu_seqlens, dtype=torch.int32, device=device)
+    return to_device(torch.tensor(plan.schedule.cu_seqlens, dtype=torch.int32), device)

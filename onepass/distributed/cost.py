@@ -60,8 +60,8 @@ class Estimate:
 class _Traffic:
     """Bytes that a rank receives in one step: before the computation, and after it."""
 
-    def __init__(self, schedule: Schedule, head_dim: int, itemsize: int):
-        self.schedule, self.head_dim, self.itemsize = schedule, head_dim, itemsize
+    def __init__(self, schedule: Schedule, head_dim: int, itemsize: int, keep_gathered: bool = False):
+        self.schedule, self.head_dim, self.itemsize, self.keep_gathered = schedule, head_dim, itemsize, keep_gathered
         self.key_element = head_dim * (4 if schedule.sums_keys() else itemsize)
         self._rows: dict[int, Rows] = {}
         self._sums: dict[Step, list[tuple[int, int, int, int]]] = {}
@@ -106,7 +106,9 @@ class _Traffic:
     def backward(self, step: Step, rank: int) -> tuple[int, int]:
         queries, keys, own_queries, own_keys = self.sums(step, rank)
         element = self.head_dim * self.itemsize
-        before = queries * (2 * element + 2 * LSE_BYTES) + 2 * keys * element
+        before = queries * (element + 2 * LSE_BYTES)  # the gradient of out, and two numbers a row
+        if not self.keep_gathered:
+            before += (queries + 2 * keys) * element
         return before, own_queries * element + 2 * own_keys * self.key_element
 
 
@@ -139,10 +141,12 @@ def _by_source(pieces: Sequence[Piece]) -> dict[int, int]:
     return rows
 
 
-def estimate(schedule: Schedule, head_dim: int, hardware: Hardware, batch: int = 1) -> Estimate:
+def estimate(
+    schedule: Schedule, head_dim: int, hardware: Hardware, batch: int = 1, keep_gathered: bool = False
+) -> Estimate:
     """Pairs, bytes and seconds of a schedule."""
     ranks = range(schedule.layout.num_ranks)
-    traffic = _Traffic(schedule, head_dim, hardware.itemsize)
+    traffic = _Traffic(schedule, head_dim, hardware.itemsize, keep_gathered)
     pairs = [[traffic.rows(s).pairs[r] * traffic.heads(s, r)[0] * batch for r in ranks] for s in schedule.steps]
     results = []
     computing_seconds = 0.0
@@ -189,7 +193,7 @@ def _pipelined(computing: Sequence[float], times: Sequence[tuple[float, ...]]) -
 
 def report(plan: ContextPlan, hardware: Hardware) -> str:
     """`ContextPlan.describe`."""
-    schedule, found = plan.schedule, estimate(plan.schedule, plan.head_dim, hardware)
+    schedule, found = plan.schedule, estimate(plan.schedule, plan.head_dim, hardware, keep_gathered=plan.keep_gathered)
     mean = sum(found.pairs) / len(found.pairs) or 1.0
     sequences = len(schedule.cu_seqlens) - 1
     packed = f" in {sequences} packed sequences" if plan.is_packed else ""
@@ -208,7 +212,36 @@ def report(plan: ContextPlan, hardware: Hardware) -> str:
             f"{rank:4d} {schedule.layout.count(rank):8d} {found.pairs[rank] / mean:6.3f} "
             f"{found.forward_bytes[rank] / 2**20:14.1f} MiB {found.backward_bytes[rank] / 2**20:6.1f} MiB"
         )
-    return "\n".join([*lines, "", "tokens by rank:", picture(schedule.layout)])
+    engines = ["engine   layout       steps   forward   backward   received   buffers"]
+    for candidate in plan.candidates():
+        costs = estimate(candidate.schedule, plan.head_dim, hardware, keep_gathered=plan.keep_gathered)
+        received = max(sum(sizes) for sizes in zip(costs.forward_bytes, costs.backward_bytes, strict=True))
+        memory = buffer_bytes(candidate.schedule, plan.head_dim, hardware.itemsize, plan.keep_gathered)
+        engines.append(
+            f"{candidate.engine!s:8} {candidate.layout_name:10} {len(candidate.schedule.steps):7d} "
+            f"{costs.forward_seconds * 1e3:6.3g} ms {costs.backward_seconds * 1e3:7.3g} ms "
+            f"{received / 2**20:6.0f} MiB {memory / 2**20:5.0f} MiB"
+            + ("   chosen" if candidate.engine == plan.engine else "")
+        )
+    return "\n".join([*lines, "", *engines, "", "tokens by rank:", picture(schedule.layout)])
+
+
+def buffer_bytes(schedule: Schedule, head_dim: int, itemsize: int, keep_gathered: bool = False) -> int:
+    """Bytes of received q, k and v that the rank with most of them has at one time in a forward.
+
+    They are those of two steps, one that is computed and one that is on its way, or of all steps with keep_gathered.
+    """
+    traffic = _Traffic(schedule, head_dim, itemsize)
+    most = 0
+    for rank in range(schedule.layout.num_ranks):
+        sizes = []
+        for step in schedule.steps:
+            rows, (heads, kv_heads) = traffic.rows(step), traffic.heads(step, rank)
+            queries = sum(rows.queries[rank].values()) * heads if step.width > 1 else 0
+            sizes.append((queries + 2 * sum(rows.keys[rank].values()) * kv_heads) * head_dim * itemsize)
+        pairs = [sum(sizes)] if keep_gathered else [sum(sizes[i : i + 2]) for i in range(len(sizes))]
+        most = max(most, *pairs, 0)
+    return most
 
 
 def _mask_in_words(schedule: Schedule) -> str:

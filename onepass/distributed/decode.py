@@ -13,10 +13,14 @@ from ..api.attention import AttentionOutput
 from ..api.partials import merge_partials
 from ..dispatch import decode as dispatch
 from ..ops.autocast import without_autocast
-from ..problem.decode import DecodeProblem
+from ..problem import Mask
 from ..validation.attention import checked_mask
+from ..validation.modifiers import NAMES, check_modifiers
+from ..validation.tensors import check_int32
 from .agreement import signature
+from .checks import check_device
 from .exchange import gather
+from .packed import to_device
 from .plan import ContextPlan
 
 
@@ -66,7 +70,9 @@ def decode(
     """Exact attention of a few new queries over a cache that is spread over ranks. Every rank of the group calls it.
 
     Each rank appends the new keys that it owns, attends to its keys, and sends its out, in float32, and lse to the
-    others in one exchange. No value is read on the host, so that a CUDA graph can capture a step. There is no backward.
+    others in one exchange. No value is read on the host, so that a CUDA graph can capture a step after ordinary ones
+    of the same shapes, which ranks compare. There is no backward. Of `attention_decode` it lacks rotary embeddings,
+    packed queries, key_ranges and q_positions.
 
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim), the same on all ranks, already rotated.
@@ -84,16 +90,71 @@ def decode(
     Returns: out, (batch, seqlen_q, num_heads_q, head_dim_v), in q's dtype, equal on all ranks; or
     AttentionOutput(out, lse) with lse (batch, num_heads_q, seqlen_q).
 
-    Raises: TypeError, ValueError or NotImplementedError before any work, with what was expected and given.
+    Raises: TypeError, ValueError or NotImplementedError before any work, with what was expected and given (the caches
+    are as they were); RuntimeError on all ranks if ranks call with different arguments.
     """
-    keys, new = _checked(plan, q, k_cache, page_table, cache_seqlens, k_new, v_new)
-    mask = checked_mask(causal, window)
-    seqlen_q, seqlen_new = q.shape[1], 0 if k_new is None else k_new.shape[1]
+    if not isinstance(plan, ContextPlan):
+        raise TypeError(f"plan: expected a ContextPlan, as onepass.distributed.plan makes it, got {plan!r}")
+    with plan.reporting("decode"):
+        new = _checked(plan, q, k_cache, v_cache, page_table, cache_seqlens, k_new, v_new)
+        _check_terms(plan, q, cache_seqlens, seqstart_k, alibi_slopes, bias)
+        mask = checked_mask(causal, window)
+        keys = plan.on_device("local keys", q.device, lambda: _local_keys(plan, q.device))
+        seqlen_new = 0 if k_new is None else k_new.shape[1]
+        lengths, ranges, positions = _visible(keys, mask, q.shape[1], cache_seqlens[:, None] + seqlen_new, seqstart_k)
+        arguments: dict[str, Any] = {
+            "q": q,
+            "k_cache": k_cache,
+            "v_cache": v_cache,
+            "cache_seqlens": lengths,
+            "page_table": page_table,
+            "causal": False,
+            "softcap": softcap,
+            "sinks": sinks,
+            "softmax_scale": softmax_scale,
+            "key_ranges": ranges,
+            "bias": _terms(keys, positions, alibi_slopes, bias, k_cache, page_table),
+            "k_descale": k_descale,
+            "v_descale": v_descale,
+            "num_splits": num_splits,
+        }
+        problem, inputs = decode_calls.problem_of("decode", arguments)
+        if plan.rank != 0 and sinks is not None:  # they count once
+            problem, inputs = decode_calls.problem_of("decode", arguments | {"sinks": None})
+        problem = replace(problem, attention=replace(problem.attention, float32_out=True))
+        backend_name = dispatch.require_decode(problem, backend, q.device)
+    if plan.num_ranks > 1:
+        terms = {"q": q, "k_new": k_new, "v_new": v_new, "sinks": sinks, "seqstart_k": seqstart_k}
+        terms |= {"alibi_slopes": alibi_slopes, "bias": bias, "k_descale": k_descale, "v_descale": v_descale}
+        compared: dict[str, Any] = {name: signature(t) for name, t in terms.items()}
+        compared |= {"caches": (str(k_cache.dtype), *k_cache.shape[2:], v_cache.shape[3]), "device": q.device.type}
+        compared |= {"mask": str(mask), "softcap": softcap, "softmax_scale": softmax_scale}
+        plan.agree("decode", compared)
     if new is not None:
         for cache, rows in zip((k_cache, v_cache), new, strict=True):
             append(cache, rows, keys, cache_seqlens, page_table)
-    total = cache_seqlens[:, None] + seqlen_new  # (batch, 1)
-    positions = total - seqlen_q + torch.arange(seqlen_q, device=q.device, dtype=torch.int32)
+    with without_autocast(q.device.type):
+        out, lse = dispatch.prepare_decode(backend_name, problem, q.device)(inputs)
+    if plan.num_ranks > 1:
+        own = torch.cat((out, lse.transpose(1, 2)[..., None]), -1)
+        everyone = gather(own, plan.group, plan.num_ranks)
+        partials = everyone[..., :-1].contiguous(), everyone[..., -1].transpose(2, 3).contiguous()
+        out, lse = merge_partials(*partials)
+    out = out.to(q.dtype)
+    return AttentionOutput(out, lse) if return_lse else out
+
+
+def _visible(
+    keys: LocalKeys, mask: Mask, seqlen_q: int, total: Tensor, seqstart_k: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The filled rows of this rank's cache, the ranges of them that queries see, and the positions of the queries.
+
+    Args:
+        total: (batch, 1) int32: tokens of each sequence, with the new ones.
+
+    Returns: (batch,) int32; (batch, 1, seqlen_q, 2) int32, None if the rows say all; (batch, seqlen_q) int32.
+    """
+    positions = total - seqlen_q + torch.arange(seqlen_q, device=total.device, dtype=torch.int32)
     low, high = torch.zeros_like(positions), total.expand_as(positions)
     if mask.window_left is not None:
         low = (positions - mask.window_left).clamp(min=0)
@@ -105,91 +166,71 @@ def decode(
     has_low = mask.window_left is not None or seqstart_k is not None
     high = keys.before(high.clamp(min=0))
     if seqlen_q == 1 and not has_low:  # what one query sees ends where its sequence does
-        lengths, ranges = high[:, 0].contiguous(), None
-    else:
-        lengths, ranges = keys.before(total)[:, 0].contiguous(), torch.stack((keys.before(low), high), -1)[:, None]
-    arguments: dict[str, Any] = {
-        "q": q,
-        "k_cache": k_cache,
-        "v_cache": v_cache,
-        "cache_seqlens": lengths,
-        "page_table": page_table,
-        "causal": False,
-        "softcap": softcap,
-        "sinks": sinks if plan.rank == 0 else None,  # they count once
-        "softmax_scale": softmax_scale,
-        "key_ranges": ranges,
-        "bias": _terms(keys, positions, alibi_slopes, bias, k_cache, page_table),
-        "k_descale": k_descale,
-        "v_descale": v_descale,
-        "num_splits": num_splits,
-    }
-    problem, inputs = decode_calls.problem_of("decode", arguments)
-    if plan.control is not None:
-        compared: dict[str, Any] = {
-            "q": signature(q),
-            "k_new": signature(k_new),
-            "sinks": signature(sinks),
-            "mask": str(mask),
-        }
-        compared |= {"softcap": softcap, "softmax_scale": softmax_scale, "plan": plan.fingerprint}
-        plan.control.compare_once("decode", compared)
-    out, lse = _attend(replace(problem, attention=replace(problem.attention, float32_out=True)), inputs, backend)
-    if plan.num_ranks > 1:
-        own = torch.cat((out, lse.transpose(1, 2)[..., None]), -1)
-        everyone = gather(own, plan.group, plan.num_ranks)
-        partials = everyone[..., :-1].contiguous(), everyone[..., -1].transpose(2, 3).contiguous()
-        out, lse = merge_partials(*partials)
-    out = out.to(q.dtype)
-    return AttentionOutput(out, lse) if return_lse else out
-
-
-def _attend(problem: DecodeProblem, inputs: Any, backend: str | None) -> tuple[Tensor, Tensor]:
-    name = dispatch.require_decode(problem, backend, inputs.q.device)
-    with without_autocast(inputs.q.device.type):
-        return dispatch.prepare_decode(name, problem, inputs.q.device)(inputs)
+        return high[:, 0].contiguous(), None, positions
+    ranges = torch.stack((keys.before(low), high), -1)[:, None]
+    return keys.before(total)[:, 0].contiguous(), ranges, positions
 
 
 def _checked(
-    plan: ContextPlan, q: Any, k_cache: Any, page_table: Any, cache_seqlens: Any, k_new: Any, v_new: Any
-) -> tuple[LocalKeys, tuple[Tensor, Tensor] | None]:
-    """This rank's keys, and the new ones of all ranks."""
-    if not isinstance(plan, ContextPlan):
-        raise TypeError(f"plan: expected a ContextPlan, as onepass.distributed.plan makes it, got {plan!r}")
+    plan: ContextPlan,
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    page_table: Any,
+    cache_seqlens: Any,
+    k_new: Any,
+    v_new: Any,
+) -> tuple[Tensor, Tensor] | None:
+    """The new keys and values of all ranks, whose shapes are checked with those of the caches."""
     if plan.is_packed:
         raise ValueError("plan: expected one of a number of tokens, got one of packed sequences")
     if plan.group is None and plan.num_ranks > 1:
         raise ValueError("plan: expected one that was made for a process group, got one that only describes")
-    for name, t, dims in (("q", q, 4), ("k_cache", k_cache, 4), ("cache_seqlens", cache_seqlens, 1)):
+    check_device(plan, q)
+    for name, t, dims in (("q", q, 4), ("k_cache", k_cache, 4), ("v_cache", v_cache, 4)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
         if t.dim() != dims:
             raise ValueError(f"{name}: expected {dims} dimensions, got shape {tuple(t.shape)}")
+    batch = q.shape[0]
+    check_int32("cache_seqlens", cache_seqlens, (batch,), "one per batch entry", q.device)
+    if page_table is not None:
+        check_int32("page_table", page_table, (batch, "max_pages"), "(batch, max_pages)", q.device)
     rows = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     if rows < plan.num_local_tokens:
         raise ValueError(
             f"k_cache: expected room for the {plan.num_local_tokens} tokens that rank {plan.rank} owns, got {rows} rows"
         )
-    new = None
-    if k_new is not None or v_new is not None:
-        if k_new is None or v_new is None:
-            raise TypeError("k_new, v_new: expected both or neither")
-        if k_cache.dtype != q.dtype:
-            raise NotImplementedError(
-                f"k_new: expected None with a cache of another dtype, got a {k_cache.dtype} cache"
-            )
-        for name, t in (("k_new", k_new), ("v_new", v_new)):
-            if not isinstance(t, Tensor) or t.dim() != 4 or t.shape[0] != q.shape[0] or t.dtype != q.dtype:
-                expected = f"(batch, seqlen_new, num_heads_kv, head_dim) of {q.dtype} with batch {q.shape[0]}"
-                raise ValueError(f"{name}: expected {expected}, got {getattr(t, 'shape', t)}")
-        new = k_new, v_new
-    return plan.on_device("local keys", q.device, lambda: _local_keys(plan, q.device)), new
+    if k_new is None and v_new is None:
+        return None
+    if k_new is None or v_new is None:
+        raise TypeError("k_new, v_new: expected both or neither")
+    if k_cache.dtype != q.dtype:
+        raise NotImplementedError(f"k_new: expected None with a cache of another dtype, got a {k_cache.dtype} cache")
+    seqlen_new = k_new.shape[1] if isinstance(k_new, Tensor) and k_new.dim() == 4 else "seqlen_new"
+    for name, t, cache in (("k_new", k_new, k_cache), ("v_new", v_new, v_cache)):
+        expected = batch, seqlen_new, *cache.shape[2:]
+        if not isinstance(t, Tensor) or tuple(t.shape) != expected:
+            raise ValueError(f"{name}: expected shape {expected}, got {tuple(getattr(t, 'shape', ())) or t!r}")
+        if t.dtype != q.dtype or t.device != q.device:
+            raise TypeError(f"{name}: expected {q.dtype} on {q.device}, got {t.dtype} on {t.device}")
+    return k_new, v_new
+
+
+def _check_terms(
+    plan: ContextPlan, q: Tensor, cache_seqlens: Tensor, seqstart_k: Any, alibi_slopes: Any, bias: Any
+) -> None:
+    """Check what is given in numbers of the whole sequence, before this rank's part of it is taken."""
+    if plan.schedule.num_heads_q != q.shape[2]:
+        raise ValueError(f"q: expected the plan's {plan.schedule.num_heads_q} heads, got {q.shape[2]}")
+    given = {"seqstart_k": seqstart_k, "alibi_slopes": alibi_slopes, "bias": bias}
+    check_modifiers(q, plan.num_tokens, None, dict.fromkeys(NAMES) | given, 0.0)
 
 
 def _local_keys(plan: ContextPlan, device: torch.device) -> LocalKeys:
-    starts = torch.tensor([run.start for run in plan.local_runs], dtype=torch.int32, device=device)
-    sizes = torch.tensor([run.size for run in plan.local_runs], dtype=torch.int32, device=device)
-    return LocalKeys(starts, sizes, plan.tokens(device).int())
+    starts = torch.tensor([run.start for run in plan.local_runs], dtype=torch.int32)
+    sizes = torch.tensor([run.size for run in plan.local_runs], dtype=torch.int32)
+    return LocalKeys(*(to_device(t, device) for t in (starts, sizes, plan.tokens().int())))
 
 
 def append(cache: Tensor, new: Tensor, keys: LocalKeys, cache_seqlens: Tensor, page_table: Tensor | None) -> None:

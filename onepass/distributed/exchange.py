@@ -1,4 +1,4 @@
-"""Rows on their way between ranks: point-to-point messages of torch.distributed, grouped into one operation."""
+"""Tensors on their way between ranks: point-to-point messages of torch.distributed, and its collective operations."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
+
+from .agreement import in_words
 
 
 class Message(NamedTuple):
@@ -25,24 +27,17 @@ class Pending:
     def wait(self) -> None:
         """Wait until the messages have arrived; on a GPU the current stream waits, not the host.
 
-        Raises: RuntimeError if a rank is gone, where the process group notices it here.
+        Raises: RuntimeError if they do not arrive, where the process group notices it here.
         """
-        try:
+        with in_words(messages_of(self._messages)):
             for work in self._works:
                 work.wait()
-        except RuntimeError as error:
-            raise gone(self._messages, error) from error
         self._works, self._messages = (), ()
 
 
-def gone(messages: Sequence[Message], error: RuntimeError) -> RuntimeError:
-    """What is raised when messages cannot be sent or do not arrive."""
+def messages_of(messages: Sequence[Message]) -> str:
     ranks = sorted({message.rank for message in messages})
-    first_line = (str(error).splitlines() or [type(error).__name__])[0]
-    return RuntimeError(
-        f"onepass.distributed: expected messages between this rank and ranks {ranks} of its group to arrive, but one "
-        f"of them is gone or has not come within the group's timeout ({first_line})"
-    )
+    return f"messages between this rank and ranks {ranks} of its group to arrive"
 
 
 def exchange(group: Any, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
@@ -56,18 +51,27 @@ def exchange(group: Any, sends: Sequence[Message], receives: Sequence[Message]) 
     if not operations:
         return Pending()
     messages = [*sends, *receives]
-    try:
+    with in_words(messages_of(messages)):
         return Pending(dist.batch_isend_irecv(operations), messages)
-    except RuntimeError as error:
-        raise gone(messages, error) from error
-
-
-# torch 2.13 renames it, and warns of the old name
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def gather(own: Tensor, group: Any, num_ranks: int) -> Tensor:
-    """(num_ranks, *own.shape): a tensor of equal shape from every rank."""
+    """(num_ranks, *own.shape): a tensor of equal shape from every rank. Raises: what `Pending.wait` raises."""
     flat = own.new_empty((num_ranks * own.numel(),))
-    _ALL_GATHER(flat, own.contiguous().view(-1), group=group)
+    # torch 2.13 renames it, and warns of the old name
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    with in_words(f"all {num_ranks} ranks of the group to give their part of a tensor"):
+        all_gather(flat, own.contiguous().view(-1), group=group)
     return flat.view(num_ranks, *own.shape)
+
+
+def add_up(total: Tensor, group: Any) -> None:
+    """Put the sum over all ranks in a tensor's place. Raises: what `Pending.wait` raises."""
+    with in_words("all ranks of the group to give their part of a sum"):
+        dist.all_reduce(total, group=group)
+
+
+def take_from_first(t: Tensor, group: Any) -> None:
+    """Put what rank 0 of the group has in a tensor's place. Raises: what `Pending.wait` raises."""
+    with in_words("all ranks of the group to take what the first one has"):
+        dist.broadcast(t, dist.get_global_rank(group, 0), group)

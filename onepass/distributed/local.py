@@ -212,7 +212,7 @@ class LocalCalls:
 
     def _packed_inputs(self, q: Tensor, kv: Tensor) -> tuple[Inputs, Mask]:
         """One call, in which each segment is a sequence."""
-        tables = self.plan.on_device(("packed", self.step), q.device, lambda: self._tables(q.device))
+        tables = self.plan.on_device(("packed", self.step.width), q.device, lambda: self._tables(q.device))
         q, kv = q[:, 0], kv[:, 0]
         k, v = kv[..., : self.head_dim], kv[..., self.head_dim :]
         terms, documents, rows = self.terms, tables.documents, tables.row_segments

@@ -40,6 +40,11 @@ class PackedTables(NamedTuple):
     is_whole: bool
 
 
+def to_device(t: Tensor, device: torch.device) -> Tensor:
+    """A tensor that was made on the CPU, on a device, without waiting for the device."""
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
+
+
 def make_tables(plan: ContextPlan, step: Step, device: torch.device) -> PackedTables:
     segments, cu_seqlens = plan.segments(step), plan.schedule.cu_seqlens
     is_whole = plan.schedule.layout.num_ranks == step.width
@@ -56,24 +61,23 @@ def make_tables(plan: ContextPlan, step: Step, device: torch.device) -> PackedTa
     runs = [(run, segment.keys.start) for segment in segments for run in segment.runs]
     are_aligned = is_whole or all(len(s.runs) == 1 and s.runs[0].stop == s.keys.stop for s in segments)
 
-    def int32(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    query_offsets, key_offsets = int32(queries), int32(keys)
-    counts = query_offsets.diff().long()
+    lengths = torch.tensor(cu_seqlens).diff()
+    query_offsets, key_offsets = torch.tensor(queries), torch.tensor(keys)
     empty = [torch.empty(0, dtype=torch.int64)]
     tokens = torch.cat([torch.arange(*run) for run, _ in runs] or empty)
     positions = torch.cat([torch.arange(*run) - first for run, first in runs] or empty)
+    row_segments = torch.repeat_interleave(query_offsets.diff(), output_size=len(tokens))
+    int32, int64 = (lambda t, dtype=dtype: to_device(t.to(dtype), device) for dtype in (torch.int32, torch.int64))
     return PackedTables(
-        query_offsets,
-        key_offsets,
-        torch.tensor(documents, dtype=torch.int64, device=device),
-        int32(first_keys),
-        key_offsets.diff(),
-        int32(list(cu_seqlens)).diff(),
-        tokens.to(device),
-        torch.repeat_interleave(torch.arange(len(documents), device=device), counts),
-        positions.to(device, torch.int32),
+        int32(query_offsets),
+        int32(key_offsets),
+        int64(torch.tensor(documents)),
+        int32(torch.tensor(first_keys)),
+        int32(key_offsets.diff()),
+        int32(lengths),
+        int64(tokens),
+        int64(row_segments),
+        int32(positions),
         are_aligned,
         is_whole,
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ..problem import Mask
 from ..validation.attention import checked_mask
-from ..validation.scalars import check_flag, check_int
+from ..validation.scalars import check_flag, check_int, check_real
 from . import agreement
 from .cost import Hardware, estimate, report
 from .layout import LAYOUTS, LayoutName, Run, documents, make_layout
@@ -62,7 +63,10 @@ class ContextPlan:
     head_dim: int
     chunks: int
     keep_gathered: bool = False
+    hardware: Hardware = field(default_factory=Hardware)
+    timeout: float = 60.0
     control: agreement.Control | None = None
+    _wanted: Wanted | None = field(default=None, repr=False)
     _kept: dict = field(default_factory=dict, repr=False)
 
     @property
@@ -74,6 +78,20 @@ class ContextPlan:
     def fingerprint(self) -> str:
         """Equal on ranks whose plans are equal."""
         return hashlib.sha256(repr((self.schedule, self.keep_gathered)).encode()).hexdigest()[:12]
+
+    # ---------------------------------------------------------------- what ranks tell each other
+
+    def agree(self, function: str, values: Mapping[str, Any]) -> None:
+        """Compare a call with those of the other ranks, if they have not made it before.
+
+        Raises: RuntimeError on all ranks if they differ.
+        """
+        if self.control is not None:
+            self.control.compare_once(function, values, self.fingerprint, self.timeout)
+
+    def reporting(self, function: str) -> AbstractContextManager[None]:
+        """What is raised inside reaches the ranks that compare their call with this one, too."""
+        return nullcontext() if self.control is None else self.control.reporting(function)
 
     # ---------------------------------------------------------------- tokens
 
@@ -122,9 +140,15 @@ class ContextPlan:
         """All tokens, on every rank, from each rank's own in dimension `dim`. Every rank of the group calls it.
 
         Differentiable: the gradient of x is the sum of what the ranks have for its tokens. Raises: ValueError if the
-        dimension has another size than num_local_tokens.
+        dimension has another size than num_local_tokens; RuntimeError on all ranks if their tensors differ otherwise.
         """
-        self._check_size("x", x, dim, self.num_local_tokens)
+        with self.reporting("unshard"):
+            self._check_size("x", x, dim, self.num_local_tokens)
+        if self.num_ranks > 1:
+            shape = [size for i, size in enumerate(x.shape) if i != dim % x.dim()]
+            values = {"dim": dim % x.dim(), "other sizes": tuple(shape), "dtype": str(x.dtype)}
+            values |= {"device": x.device.type, "recorded gradient": agreement.needs_gradient(x)}
+            self.agree("unshard", values)
         return Gather.apply(x, dim % x.dim(), self)
 
     @staticmethod
@@ -134,21 +158,21 @@ class ContextPlan:
         if x.shape[dim] != expected:
             raise ValueError(f"{name}: expected {expected} tokens in dimension {dim}, got shape {tuple(x.shape)}")
 
-    # ---------------------------------------------------------------- steps
+    # ---------------------------------------------------------------- steps; those of one width have the same rows
 
     def segments(self, step: Step) -> tuple[Segment, ...]:
         """What this rank computes in a step."""
-        return self._once(("segments", step), lambda: self.schedule.segments(step, self.rank))
+        return self._once(("segments", step.width), lambda: self.schedule.segments(step, self.rank))
 
     def query_route(self, step: Step) -> Route:
         """How rows of q travel in a step."""
         row = self.schedule.row_of_ranks(step, self.rank)
-        return self._once(("queries", step), lambda: self._route(step, row, self.schedule.query_pieces))
+        return self._once(("queries", step.width), lambda: self._route(step, row, self.schedule.query_pieces))
 
     def key_route(self, step: Step) -> Route:
         """How rows of k and v travel in a step."""
         ranks = range(self.num_ranks)
-        return self._once(("keys", step), lambda: self._route(step, ranks, self.schedule.key_pieces))
+        return self._once(("keys", step.width), lambda: self._route(step, ranks, self.schedule.key_pieces))
 
     def _route(self, step: Step, ranks: range, pieces_of: Any) -> Route:
         outgoing = ((rank, [p for p in pieces_of(step, rank) if p.source == self.rank]) for rank in ranks)
@@ -188,9 +212,18 @@ class ContextPlan:
 
     # ---------------------------------------------------------------- words
 
+    def candidates(self) -> list[Candidate]:
+        """What each engine would do with the arguments of this plan, "heads" first and "keys" last."""
+        assert self._wanted is not None
+        return [self._wanted.candidate(width) for width in _widths(None, self.num_ranks)]
+
     def describe(self, hardware: Hardware | None = None) -> str:
-        """Work, bytes and balance of each rank, and the estimate by which the engine was chosen, as text."""
-        return report(self, hardware or Hardware())
+        """Work, bytes and balance of each rank, and the estimate of each engine, of which one was chosen, as text.
+
+        Args:
+            hardware: None = that of the plan.
+        """
+        return report(self, hardware or self.hardware)
 
 
 def plan(
@@ -206,6 +239,7 @@ def plan(
     engine: Engine | None = None,
     chunks: int = CHUNKS,
     keep_gathered: bool = False,
+    hardware: Hardware | None = None,
     num_ranks: int | None = None,
     rank: int = 0,
     timeout: float = 60.0,
@@ -219,7 +253,7 @@ def plan(
             list or a tensor, whose values are read here.
         group: a ProcessGroup, or a one-dimensional DeviceMesh; None = the default group. All of its ranks call `plan`.
         num_heads_q, num_heads_kv: heads of q, and of k and v.
-        head_dim: for the estimate of costs alone.
+        head_dim: for the estimate of costs alone; the same on all ranks, because it may change the choice of engine.
         causal, window: the mask, as of `onepass.attention`.
         layout: "contiguous": each rank owns one run of tokens. "head_tail": rank r owns pieces r and 2 P - 1 - r of
             2 P, which balances a causal mask. "balanced": each rank owns several pieces, with equal numbers of tokens
@@ -231,62 +265,138 @@ def plan(
             estimate that `describe` shows.
         chunks: about how many steps the heads are cut into, so that messages of one step travel while another one is
             computed, and only two steps need memory.
-        keep_gathered: keep received q, k and v for the backward instead of receiving them again.
+        keep_gathered: keep received q, k and v until the backward instead of receiving them again.
+        hardware: what the estimate assumes of the ranks; None = `Hardware()`, near an H200 with NVLink. With ranks on
+            several hosts, give a lower bandwidth.
         num_ranks, rank: without a process group, to describe a plan for another machine.
-        timeout: seconds that a rank waits for the others where it compares its arguments with theirs.
+        timeout: seconds that a rank waits for the others where it compares its arguments with theirs, here and in calls
+            with this plan. It may differ between ranks and plans.
 
-    Raises: TypeError or ValueError with what was expected and given; RuntimeError on all ranks if their arguments
-    differ, with the first rank that differs and how.
+    Raises: TypeError or ValueError with what was expected and given, and then RuntimeError on the other ranks;
+    RuntimeError on all ranks if their arguments differ, with the first rank that differs and how.
     """
-    cu_seqlens, is_packed = _offsets(tokens)
-    heads_q = check_int("num_heads_q", num_heads_q, "an int of at least 1", least=1)
-    heads_kv = check_int("num_heads_kv", num_heads_kv, "an int of at least 1", least=1)
-    if heads_q % heads_kv:
-        raise ValueError(f"num_heads_q: expected a multiple of num_heads_kv = {heads_kv}, got {heads_q}")
-    head_dim = check_int("head_dim", head_dim, "an int of at least 1", least=1)
-    chunks = check_int("chunks", chunks, "an int of at least 1", least=1)
-    keep_gathered = check_flag("keep_gathered", keep_gathered)
-    mask = checked_mask(causal, window)
-    if layout is not None and layout not in LAYOUTS:
-        raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)} or None, got {layout!r}")
-    if num_ranks is not None:
-        if group is not None:
-            raise ValueError("num_ranks: expected None together with a group, got both")
+    own_group, control = None, None
+    if num_ranks is None:
+        own_group = _process_group(group)
+        num_ranks, rank = dist.get_world_size(own_group), dist.get_rank(own_group)
+        control = agreement.Control.of(own_group) if num_ranks > 1 else None
+    elif group is not None:
+        raise ValueError("num_ranks: expected None together with a group, got both")
+    with nullcontext() if control is None else control.reporting("plan"):
         num_ranks = check_int("num_ranks", num_ranks, "an int of at least 1", least=1)
-        rank = check_int("rank", rank, f"an int of at least 0 and below {num_ranks}", least=0)
-    else:
-        group = _process_group(group)
-        num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    widths = _widths(engine, num_ranks)
-    control = None
-    if group is not None and num_ranks > 1:
-        control = agreement.Control.of(group, timeout)
+        rank = check_int("rank", rank, "an int of at least 0", least=0)
+        if rank >= num_ranks:
+            raise ValueError(f"rank: expected one below num_ranks = {num_ranks}, got {rank}")
+        wanted = Wanted.checked(
+            tokens, num_heads_q, num_heads_kv, head_dim, causal, window, layout, engine, chunks, num_ranks
+        )
+        keep_gathered = check_flag("keep_gathered", keep_gathered)
+        hardware = Hardware() if hardware is None else hardware
+        if not isinstance(hardware, Hardware):
+            raise TypeError(f"hardware: expected onepass.distributed.Hardware or None, got {hardware!r}")
+        timeout = check_real("timeout", timeout)
+        if timeout <= 0:
+            raise ValueError(f"timeout: expected seconds above 0, got {timeout}")
+    candidates = [wanted.candidate(width) for width in wanted.widths]
+    if len(candidates) > 1:
+        candidates.sort(
+            key=lambda c: estimate(c.schedule, wanted.head_dim, hardware, keep_gathered=keep_gathered).seconds
+        )
+    chosen = candidates[0]
+    made = ContextPlan(
+        chosen.schedule,
+        rank,
+        None if own_group is None else weakref.ref(own_group),
+        wanted.is_packed,
+        chosen.layout_name,
+        chosen.engine,
+        wanted.head_dim,
+        wanted.chunks,
+        keep_gathered,
+        hardware,
+        timeout,
+        control,
+        wanted,
+    )
+    if control is not None:
         values = {
-            "cu_seqlens": cu_seqlens,
-            "num_heads_q": heads_q,
-            "num_heads_kv": heads_kv,
+            "cu_seqlens": wanted.cu_seqlens,
+            "num_heads_q": wanted.num_heads_q,
+            "num_heads_kv": wanted.num_heads_kv,
+            "head_dim": wanted.head_dim,
             "causal": causal,
             "window": window,
             "layout": layout,
             "engine": engine,
-            "chunks": chunks,
+            "chunks": wanted.chunks,
             "keep_gathered": keep_gathered,
+            "hardware": hardware,
+            # the same arguments have another result where ranks run other versions of this library
+            "tokens and steps": f"{made.layout_name}, {made.engine}, {made.fingerprint}",
         }
-        control.compare("plan", values)
-        if dist.get_backend(group) == "nccl":
-            dist.barrier(group)  # makes its connections, while all ranks are here
-    candidates = []
-    for width in widths:
-        steps = make_steps(num_ranks, heads_q, heads_kv, width, chunks if num_ranks > 1 else 1)
-        name = layout or _best_layout(steps, num_ranks, is_packed, mask)
-        made = Schedule(make_layout(name, num_ranks, cu_seqlens, mask), cu_seqlens, mask, heads_q, heads_kv, steps)
-        candidates.append((width, name, made))
-    if len(candidates) > 1:
-        candidates.sort(key=lambda c: estimate(c[2], head_dim, Hardware()).seconds)
-    width, name, made = candidates[0]
-    chosen: Engine = "heads" if width == num_ranks else "keys" if width == 1 else width
-    own_group = None if group is None else weakref.ref(group)
-    return ContextPlan(made, rank, own_group, is_packed, name, chosen, head_dim, chunks, keep_gathered, control)
+        control.compare_plans(values, made.fingerprint, timeout)
+        control.connect()
+    return made
+
+
+class Candidate(NamedTuple):
+    """A schedule among which `plan` chooses."""
+
+    engine: Engine
+    layout_name: LayoutName
+    schedule: Schedule
+
+
+class Wanted(NamedTuple):
+    """Checked arguments of `plan`. Attributes: widths: those of the engines among which it chooses."""
+
+    cu_seqlens: tuple[int, ...]
+    is_packed: bool
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    mask: Mask
+    layout: LayoutName | None
+    chunks: int
+    num_ranks: int
+    widths: tuple[int, ...]
+
+    @classmethod
+    def checked(
+        cls,
+        tokens: Any,
+        num_heads_q: Any,
+        num_heads_kv: Any,
+        head_dim: Any,
+        causal: Any,
+        window: Any,
+        layout: Any,
+        engine: Any,
+        chunks: Any,
+        num_ranks: int,
+    ) -> Wanted:
+        cu_seqlens, is_packed = _offsets(tokens)
+        heads_q = check_int("num_heads_q", num_heads_q, "an int of at least 1", least=1)
+        heads_kv = check_int("num_heads_kv", num_heads_kv, "an int of at least 1", least=1)
+        if heads_q % heads_kv:
+            raise ValueError(f"num_heads_q: expected a multiple of num_heads_kv = {heads_kv}, got {heads_q}")
+        head_dim = check_int("head_dim", head_dim, "an int of at least 1", least=1)
+        chunks = check_int("chunks", chunks, "an int of at least 1", least=1)
+        mask = checked_mask(causal, window)
+        if layout is not None and layout not in LAYOUTS:
+            raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)} or None, got {layout!r}")
+        widths = tuple(_widths(engine, num_ranks))
+        return cls(cu_seqlens, is_packed, heads_q, heads_kv, head_dim, mask, layout, chunks, num_ranks, widths)
+
+    def candidate(self, width: int) -> Candidate:
+        """The schedule in which `width` ranks share queries."""
+        chunks = self.chunks if self.num_ranks > 1 else 1
+        steps = make_steps(self.num_ranks, self.num_heads_q, self.num_heads_kv, width, chunks)
+        name = self.layout or _best_layout(steps, self.num_ranks, self.is_packed, self.mask)
+        layout = make_layout(name, self.num_ranks, self.cu_seqlens, self.mask)
+        schedule = Schedule(layout, self.cu_seqlens, self.mask, self.num_heads_q, self.num_heads_kv, steps)
+        engine: Engine = "heads" if width == self.num_ranks else "keys" if width == 1 else width
+        return Candidate(engine, name, schedule)
 
 
 def _offsets(tokens: Any) -> tuple[tuple[int, ...], bool]:

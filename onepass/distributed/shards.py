@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import gather
+from .exchange import add_up, gather
 
 if TYPE_CHECKING:
     from .plan import ContextPlan
@@ -27,7 +26,7 @@ class Gather(torch.autograd.Function):
         whole = gradients[0].contiguous()
         if ctx.plan.num_ranks > 1:
             whole = whole.clone()
-            dist.all_reduce(whole, group=ctx.plan.group)
+            add_up(whole, ctx.plan.group)
         return ctx.plan.shard(whole, ctx.dim), None, None
 
 

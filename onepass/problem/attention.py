@@ -287,7 +287,11 @@ class AttentionProblem:
     @property
     def has_modifiers(self) -> bool:
         """Whether a call has `Modifiers`."""
-        return self.has_seqstart_k or self.has_row_ranges or self.has_alibi or self.has_bias or self.dropout_p > 0
+        return self.has_seqstart_k or self.has_modifiers_beside_starts
+
+    @property
+    def has_modifiers_beside_starts(self) -> bool:
+        return self.has_row_ranges or self.adds_terms or self.dropout_p > 0
 
     @property
     def modifiers_named(self) -> str:

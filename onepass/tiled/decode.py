@@ -19,13 +19,19 @@ from .merge import merge_in_torch
 
 
 def decode(
-    problem: DecodeProblem, inputs: DecodeInputs, whole_forward: Callable[..., tuple[Tensor, Tensor]] = forward
+    problem: DecodeProblem,
+    inputs: DecodeInputs,
+    whole_forward: Callable[..., tuple[Tensor, Tensor]] = forward,
+    batch_forward: Callable[..., tuple[Tensor, Tensor] | None] = lambda problem, inputs: None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a call of `onepass.attention_decode`; the cache is untouched if it raises.
 
-    Every sequence is computed by itself, so nothing about it depends on the rest of the batch.
+    Nothing about a sequence depends on the rest of the batch.
 
-    Args: whole_forward: the forward of a sequence whose keys are not split.
+    Args:
+        whole_forward: the forward of a sequence whose keys are not split.
+        batch_forward: the forward of a dense batch of such sequences, with the bits that `whole_forward` gives to each
+            of them; None where they cannot be had.
     """
     attention = problem.attention
     lengths, offsets = read_cache_lengths(inputs), read_query_offsets(inputs)
@@ -35,6 +41,12 @@ def decode(
     if inputs.seqlen_new:
         append(problem, inputs)
     q = rotated_queries(problem, inputs)
+    if offsets is None and inputs.page_table is None and problem.is_whole:
+        tensors = q, inputs.k_cache, inputs.v_cache, inputs.sinks, None, None, inputs.cache_seqlens + inputs.seqlen_new
+        whole = AttentionInputs(*tensors) if inputs.modifiers is None else ModifiedInputs(*tensors, inputs.modifiers)
+        results_of_batch = batch_forward(attention, whole)
+        if results_of_batch is not None:
+            return results_of_batch
     out, lse = empty_outputs(attention, AttentionInputs(inputs.q, inputs.k_cache, inputs.v_cache))
     if offsets is not None and offsets[-1] < inputs.q.shape[0]:
         out[offsets[-1] :].zero_()

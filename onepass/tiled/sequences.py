@@ -68,6 +68,18 @@ def sequences(problem: AttentionProblem, inputs: Inputs) -> list[Sequences]:
     return pieces
 
 
+def merged(pieces: list[Sequences]) -> list[Sequences]:
+    """The pieces of dense tensors with neighbors that have the same rows and keys as one."""
+    result: list[Sequences] = []
+    for piece in pieces:
+        last = result[-1] if result else None
+        if last is not None and last.batch is not None and piece.batch is not None and last[1:3] == piece[1:3]:
+            result[-1] = last._replace(batch=slice(last.batch.start, piece.batch.stop))
+        else:
+            result.append(piece)
+    return result
+
+
 class HeadGroup(NamedTuple):
     """Kv heads that go through the GEMMs together, with the query heads that they serve.
 

@@ -267,3 +267,59 @@ def test_a_cache(count):
         torch.testing.assert_close(mine, theirs)
     onepass.attention_decode(**call, causal=True, num_splits=2)
     assert count["_forward"] == 2
+
+
+def cache_call(lengths, **options):
+    q, k, v = qkv(seqlen_q=1, batch=len(lengths))
+    return {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": torch.tensor(lengths, dtype=torch.int32)} | options
+
+
+def entry_of(call, b):
+    return {name: t[b : b + 1] if isinstance(t, torch.Tensor) else t for name, t in call.items()}
+
+
+def test_sequences_of_equal_length_are_one_batch(count):
+    """One call of the operator, with the bits that each sequence has alone, even beside a NaN of another one."""
+    call = cache_call([20, 20, 20], causal=True)
+    for wanted_calls, value in ((1, 0.5), (4, torch.nan)):
+        call["k_cache"][1, 3] = value
+        before = count["_forward"]
+        out = onepass.attention_decode(**call)
+        assert count["_forward"] - before == wanted_calls
+        for b in range(3):
+            alone = onepass.attention_decode(**entry_of(call, b))
+            torch.testing.assert_close(out[b : b + 1], alone, rtol=0, atol=0, equal_nan=True)
+        assert out[::2].isfinite().all()
+
+
+@pytest.mark.parametrize("window", [None, (4, 0)])
+def test_keys_before_the_start_of_a_sequence_are_cut_off(window, count):
+    """A sequence without keys needs no operator, and a window needs `tiled`."""
+    starts = torch.tensor([0, 7, 19, 20], dtype=torch.int32)
+    call = cache_call([20, 20, 20, 20], causal=True, window=window, seqstart_k=starts)
+    for b, start in enumerate(starts):
+        call["k_cache"][b, :start] = torch.nan
+    support = onepass.supports(**call)
+    assert support.backend == ("cpu" if window is None else "tiled"), support
+    out, lse = onepass.attention_decode(**call, return_lse=True)
+    assert count["_forward"] == (3 if window is None else 0)
+    for b, start in enumerate(starts):
+        k, v = (call[name][b : b + 1, start:20] for name in ("k_cache", "v_cache"))
+        wanted = onepass.attention(call["q"][b : b + 1], k, v, causal=True, window=window, return_lse=True)
+        torch.testing.assert_close((out[b : b + 1], lse[b : b + 1]), tuple(wanted))
+    assert lse[3].isneginf().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_left_padding(causal, count):
+    """Keys and queries before the start of a sequence take part in nothing, forward and backward."""
+    q, k, v = (t.requires_grad_() for t in qkv(24, 20, dtype=torch.float64, batch=4))
+    call = {"q": q, "k": k, "v": v, "causal": causal, "seqstart_k": torch.tensor([0, 7, 7, 20], dtype=torch.int32)}
+    dout, results = torch.randn(4, 24, 4, 8, dtype=torch.float64), []
+    for backend in ("cpu", "tiled"):
+        out, lse = onepass.attention(**call, return_lse=True, backend=backend)
+        results.append((out, lse, *torch.autograd.grad(out, (q, k, v), dout)))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert count == {"_forward": 2, "_backward": 3}  # two sequences are alike, one has no keys
+    assert not results[0][3][1:3, :7].any()

@@ -286,15 +286,18 @@ class Machine:
             self.v.release(v, (t, n + 1))
 
 
-def random_tiles(seed, warpgroups, most_skipped):
+def random_tiles(seed, warpgroups, most_skipped, is_sorted=True):
+    """Args: is_sorted: they skip as they do under a causal mask. With intervals, any of them may skip the most."""
     choose = random.Random(seed)
     tiles, skips = [], []
     for _ in range(4):
         first, count = choose.randint(0, 2), choose.randint(1, 6)
         tiles.append((first, first + count))
-        # the last warpgroup needs all blocks, the ones before it at most as many as the one after
+        # one warpgroup needs all blocks: the last one, and the ones before it at most as many as the one after
         skipped = sorted((choose.randint(0, min(most_skipped, count - 1)) for _ in range(warpgroups - 1)), reverse=True)
         skips.append([*skipped, 0])
+        if not is_sorted:
+            choose.shuffle(skips[-1])
     return tiles, skips
 
 
@@ -308,6 +311,15 @@ def test_with_a_producer(pingpong, overlap_tiles):
         protocol = Protocol(warpgroups, k_stages, v_stages, q_stages, pingpong, overlap_tiles=overlap_tiles)
         for seed in range(4):
             protocol.run(*random_tiles(seed, warpgroups, k_stages - 1), seed)
+
+
+@pytest.mark.parametrize("overlap_tiles", [True, False])
+@pytest.mark.parametrize("pingpong", [True, False])
+def test_any_warpgroup_may_skip_blocks(pingpong, overlap_tiles):
+    for warpgroups, k_stages, v_stages, q_stages in STAGES:
+        protocol = Protocol(warpgroups, k_stages, v_stages, q_stages, pingpong, overlap_tiles=overlap_tiles)
+        for seed in range(6):
+            protocol.run(*random_tiles(seed, warpgroups, k_stages - 1, is_sorted=False), seed)
 
 
 @pytest.mark.parametrize("is_dynamic", [True, False])

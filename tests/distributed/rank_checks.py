@@ -6,7 +6,6 @@ import gc
 import importlib
 import itertools
 import math
-import time
 import weakref
 from typing import Any
 
@@ -14,10 +13,14 @@ import torch
 import torch.distributed as dist
 import whole_calls
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import onepass
 from onepass import distributed, reference
-from onepass.distributed import agreement, cost
+from onepass.distributed import cost, local
+from onepass.distributed.exchange import gather
 
 engine = importlib.import_module("onepass.distributed.attention")  # the package has a function of this name
 HEADS = {"num_heads_q": 8, "num_heads_kv": 4}
@@ -108,23 +111,82 @@ def received_bytes(rank: int, arguments: dict[str, Any]) -> tuple[int, int]:
     tensors = [t[0] if plan.is_packed else t for t in tensors]
     dim = 0 if plan.is_packed else 1
     leaves = [plan.shard(t, dim).requires_grad_() for t in tensors]
-    counted, exchange = [0], engine.exchange
-
-    def counting(group: Any, sends: Any, receives: Any) -> Any:
-        counted[0] += sum(message.tensor.nbytes for message in receives)
-        return exchange(group, sends, receives)
-
-    engine.exchange = counting
-    try:
+    distributed.attention(*leaves, plan)  # ranks compare it
+    with Operations() as forward:
         out = distributed.attention(*leaves, plan)
-        forward, counted[0] = counted[0], 0
+    with Operations() as backward:
         out.sum().backward()
+    assert {*forward.bytes, *backward.bytes} <= {"send", "recv_"}
+    expected = cost.estimate(plan.schedule, 16, distributed.Hardware(), keep_gathered=plan.keep_gathered)
+    found = sum(forward.bytes.values()), sum(backward.bytes.values())
+    assert found[0] == expected.forward_bytes[rank], (rank, found, expected.forward_bytes)
+    assert found[1] == expected.backward_bytes[rank], (rank, found, expected.backward_bytes)
+    return found
+
+
+def peaks(rank: int) -> tuple[float, float]:
+    """The memory of a forward, and of both directions, beyond a rank's share, in chunks of the gathered k and v.
+
+    The share of a forward is out and lse, that of both directions the gradients, too, with a dq in float32 and two
+    numbers a row. Local calls give arbitrary values, as kernels that take no other memory would.
+    """
+    tokens, heads, head_dim = 4096, 16, 32
+    calls = local.LocalCalls.forward, local.LocalCalls.backward
+
+    def forward(self: Any, q: Any, kv: Any) -> Any:
+        return q.new_empty((*q.shape[:3], kv.shape[-1] - self.head_dim)), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+    def backward(self: Any, q: Any, kv: Any, *args: Any) -> Any:
+        return torch.empty_like(q), torch.empty_like(kv, dtype=torch.float32 if self.sums_keys else kv.dtype)
+
+    plan = distributed.plan(tokens, causal=True, engine="keys", num_heads_q=heads, num_heads_kv=heads)
+    shape = 1, plan.num_local_tokens, heads, head_dim
+    leaves = [torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    local.LocalCalls.forward, local.LocalCalls.backward = forward, backward
+    try:
+
+        def both() -> None:
+            torch.autograd.grad(distributed.attention(*leaves, plan).sum(), leaves)
+
+        both()
+        with torch.no_grad():
+            distributed.attention(*leaves, plan)
+            alone = peak_bytes(lambda: distributed.attention(*leaves, plan))
+        together = peak_bytes(both)
     finally:
-        engine.exchange = exchange
-    expected = cost.estimate(plan.schedule, 16, distributed.Hardware())
-    assert forward == expected.forward_bytes[rank], (rank, forward, expected.forward_bytes)
-    assert counted[0] == expected.backward_bytes[rank], (rank, counted[0], expected.backward_bytes)
-    return forward, counted[0]
+        local.LocalCalls.forward, local.LocalCalls.backward = calls
+    chunk = 2 * tokens * heads * head_dim * 2 / 16
+    one, numbers = leaves[0].nbytes, 4 * plan.num_local_tokens * heads
+    return (alone - one - numbers) / chunk, (together - 6 * one - 2 * numbers) / chunk
+
+
+def peak_bytes(function: Any) -> int:
+    """The most bytes that a function has at one time on the CPU, of all that it allocates."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        function()
+    now = most = 0
+    for event in found.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+def hidden_gather(rank: int, direction: str, arguments: dict[str, Any]) -> tuple[str, tuple[float, float]]:
+    """What both checks say where a forward or a backward gathers all keys and values beside its messages."""
+    right = getattr(engine.Pipeline, direction)
+
+    def leaky(self: Any, *args: Any) -> Any:
+        whole = [gather(t.contiguous(), self.plan.group, self.plan.num_ranks) for t in (self.k, self.v)]
+        result = right(self, *args)
+        del whole
+        return result
+
+    setattr(engine.Pipeline, direction, leaky)
+    try:
+        return message_of(lambda: received_bytes(rank, arguments)), peaks(rank)
+    finally:
+        setattr(engine.Pipeline, direction, right)
 
 
 def largest_buffers(rank: int, chunks: int) -> tuple[int, int]:
@@ -162,34 +224,6 @@ def message_of(function: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
-
-
-def different_plans(rank: int) -> str:
-    window = (16, 0) if rank == 1 else None
-    return message_of(lambda: distributed.plan(64, causal=True, window=window, **HEADS))
-
-
-def different_options(rank: int) -> list[str]:
-    plan = distributed.plan(64, causal=True, **HEADS)
-    q, k, v = (plan.shard(t, 1) for t in qkv(64))
-    messages = [message_of(lambda: distributed.attention(q, k, v, plan, softcap=5.0 + (rank == 2)))]
-    other = [t.double() if rank == 1 else t for t in (q, k, v)]
-    messages.append(message_of(lambda: distributed.attention(*other, plan)))
-    out = distributed.attention(q, k, v, plan)  # and the plan still works
-    assert out.isfinite().all()
-    return messages
-
-
-def a_rank_that_does_not_come(rank: int) -> tuple[str, float]:
-    plan = distributed.plan(64, causal=True, timeout=2.0, **HEADS)
-    q, k, v = (plan.shard(t, 1) for t in qkv(64))
-    start = time.monotonic()
-    if rank == 1:
-        message = message_of(lambda: distributed.attention(q[:, :3], k, v, plan))
-        time.sleep(4)
-    else:
-        message = message_of(lambda: distributed.attention(q, k, v, plan))
-    return message, time.monotonic() - start
 
 
 def a_rank_that_is_gone(rank: int) -> str:
@@ -308,8 +342,94 @@ def parallel_style(rank: int, seq_dim: int) -> None:
         torch.testing.assert_close(t.grad, right)
 
 
-def controls_are_shared(rank: int) -> None:
-    first = distributed.plan(64, **HEADS)
-    second = distributed.plan(32, **HEADS)
-    assert first.control is second.control
-    assert isinstance(first.control, agreement.Control)
+# ---------------------------------------------------------------- what a backward keeps
+
+
+def changes_in_place(rank: int) -> dict[str, str]:
+    """What the backward says where a term has been changed since the forward."""
+    plan = distributed.plan(64, causal=True, **HEADS)
+    found = {}
+    for name, shape in (("sinks", (8,)), ("alibi_slopes", (8,)), ("bias", (1, 8, 1, 64))):
+        leaves = [plan.shard(t, 1).requires_grad_() for t in qkv(64)]
+        term = torch.zeros(shape, requires_grad=True)
+        out = distributed.attention(*leaves, plan, **{name: term})
+        with torch.no_grad():
+            term.add_(5.0)
+        found[name] = message_of(out.sum().backward)
+    return found
+
+
+def kept_buffers(rank: int) -> None:
+    """Received tensors live until the first backward that does not retain the graph, and not without gradients."""
+    plan = distributed.plan(512, causal=True, engine="keys", keep_gathered=True, num_heads_q=16, num_heads_kv=16)
+    leaves = [plan.shard(t, 1).requires_grad_() for t in qkv(512, 16, 16)]
+    buffers: list[weakref.ref[Any]] = []
+    send = engine.send_keys
+
+    def watching(*args: Any) -> Any:
+        pending, buffer = send(*args)
+        buffers.append(weakref.ref(buffer.untyped_storage()))
+        return pending, buffer
+
+    def alive() -> int:
+        gc.collect()
+        return sum(buffer() is not None for buffer in buffers)
+
+    engine.send_keys = watching
+    try:
+        with torch.no_grad():
+            out = distributed.attention(*leaves, plan)
+        assert alive() == 0
+        out = distributed.attention(*leaves, plan)
+        assert alive() == len(plan.schedule.steps) == 16
+        first = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+        assert alive() == 16
+        second = torch.autograd.grad(out.sum(), leaves)
+        assert alive() == 0
+    finally:
+        engine.send_keys = send
+    assert len(buffers) == 32  # the backward received none
+    assert out.isfinite().all()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# ---------------------------------------------------------------- connections
+
+
+def connections(rank: int) -> list[list[str]]:
+    """Collective operations of three plans for each of some groups, as if their backends of GPUs were on CPUs."""
+    found = []
+    ones, get_backend_config, is_available = torch.ones, dist.get_backend_config, torch.cuda.is_available
+    torch.ones = lambda *args, device=None: ones(*args)
+    torch.cuda.is_available = lambda: True
+    try:
+        for config in ("cpu:gloo,cuda:nccl", "cuda:nccl", "cpu:gloo,cuda:gloo", "cpu:gloo"):
+            group = dist.new_group([0, 1])
+            dist.get_backend_config = lambda group=None, config=config: config
+            with Operations() as operations:
+                for tokens in (32, 48, 64):
+                    distributed.plan(tokens, group, **HEADS)
+            found.append(operations.names)
+    finally:
+        torch.ones, dist.get_backend_config, torch.cuda.is_available = ones, get_backend_config, is_available
+    return found
+
+
+class Operations(TorchDispatchMode):
+    """Every operation of torch.distributed: its names, and the bytes of tensors that each of them receives into.
+
+    It sees what reaches a process group, whichever function of Python asked for it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.bytes: dict[str, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            name = function._opname
+            self.names.append(name)
+            received = tree_leaves(args[0]) if name != "send" else []
+            self.bytes[name] = self.bytes.get(name, 0) + sum(t.nbytes for t in received if isinstance(t, torch.Tensor))
+        return function(*args, **(kwargs or {}))

@@ -4,10 +4,12 @@ import random
 from itertools import pairwise
 
 import pytest
+import torch
 
 from onepass import distributed
 from onepass.distributed import cost
 from onepass.distributed.layout import LAYOUTS, Run, make_layout, visible_keys, visible_pairs
+from onepass.distributed.packed import make_tables
 from onepass.distributed.schedule import Schedule, make_steps, steps_over_heads
 from onepass.problem import Mask
 
@@ -212,3 +214,67 @@ def test_positions_and_tokens_of_packed_sequences():
     plan = distributed.plan([0, 3, 8], num_ranks=2, rank=1, num_heads_q=2, num_heads_kv=2, layout="contiguous")
     assert plan.tokens().tolist() == [4, 5, 6, 7]
     assert plan.positions().tolist() == [1, 2, 3, 4]
+
+
+def test_tables_wait_for_no_device():
+    """Tables are made on the CPU and copied: nothing on the device is read, which a meta tensor would not allow."""
+    offsets = [0, 0, 30, 37, 37, 90, 128]
+    for engine in ("keys", "heads", 2):
+        plan = distributed.plan(offsets, num_ranks=4, rank=1, num_heads_q=8, num_heads_kv=8, causal=True, engine=engine)
+        for step in plan.schedule.steps:
+            found, right = (make_tables(plan, step, torch.device(device)) for device in ("meta", "cpu"))
+            for name, t in right._asdict().items():
+                meta = getattr(found, name)
+                assert meta == t if isinstance(t, bool) else (meta.shape, meta.dtype) == (t.shape, t.dtype), name
+            segments = right.cu_seqlens_q.diff().tolist()
+            assert right.row_segments.tolist() == [i for i, count in enumerate(segments) for _ in range(count)]
+
+
+@pytest.mark.parametrize("engine", ["keys", "heads", 3])
+def test_steps_of_one_width_share_their_rows(engine):
+    plan = distributed.plan(
+        [0, 5, 30, 90], num_ranks=6, rank=2, num_heads_q=20, num_heads_kv=10, engine=engine, causal=True
+    )
+    schedule = plan.schedule
+    assert len(schedule.steps) > 1
+    for step in schedule.steps:
+        assert plan.segments(step) == schedule.segments(step, plan.rank)
+        assert plan.key_route(step).incoming == schedule.key_pieces(step, plan.rank)
+        assert plan.query_route(step).incoming == schedule.query_pieces(step, plan.rank)
+    widths = {step.width for step in schedule.steps}
+    assert len(plan._kept) == 3 * len(widths)
+
+
+def test_plan_chooses_for_its_hardware():
+    """With one kv head for each query head, messages between hosts cost more than keys that are gathered."""
+    arguments = {"num_ranks": 16, "num_heads_q": 32, "num_heads_kv": 32, "causal": True}
+    network = distributed.Hardware(bandwidth=45e9)
+    assert distributed.plan(16 * 8192, **arguments).engine != 4
+    plan = distributed.plan(16 * 8192, hardware=network, **arguments)
+    assert plan.engine == 4
+    assert plan.describe() == plan.describe(network) != plan.describe(distributed.Hardware())
+    with pytest.raises(TypeError, match="hardware: expected"):
+        distributed.plan(64, hardware=45, **arguments)
+
+
+def test_describe_lists_engines():
+    plan = distributed.plan(1000, num_ranks=4, num_heads_q=8, num_heads_kv=8, causal=True, engine="keys", chunks=4)
+    lines = plan.describe().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("engine   layout"))
+    table = [line.split() for line in lines[first + 1 : first + 4]]
+    assert [row[:3] for row in table] == [
+        ["heads", "contiguous", "2"],
+        ["2", "head_tail", "4"],
+        ["keys", "head_tail", "4"],
+    ]
+    assert [row[-1] == "chosen" for row in table] == [False, False, True]
+
+
+def test_buffers():
+    """Two steps of two kv heads; every rank's queries see all keys of some rank's last piece."""
+    plan = distributed.plan(1000, num_ranks=4, num_heads_q=8, num_heads_kv=8, engine="keys", chunks=4)
+    assert [step.heads for step in plan.schedule.steps] == [2, 2, 2, 2]
+    assert cost.buffer_bytes(plan.schedule, 16, 2) == 2 * (2 * 1000 * 2 * 16 * 2)
+    assert cost.buffer_bytes(plan.schedule, 16, 2, keep_gathered=True) == 4 * (2 * 1000 * 2 * 16 * 2)
+    plan = distributed.plan(1000, num_ranks=4, num_heads_q=8, num_heads_kv=8, engine="heads", chunks=4)
+    assert cost.buffer_bytes(plan.schedule, 16, 2) == 2 * (3 * 1000 * 16 * 2)

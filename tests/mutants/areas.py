@@ -306,6 +306,7 @@ AREAS = (
         16,
         (
             Group(("onepass/distributed/decode.py",), ("tests/distributed/test_decode_on_ranks.py",)),
+            Group(("onepass/distributed/agreement.py",), ("tests/distributed/test_disagreements.py",)),
             Group(
                 ("onepass/distributed/cost.py",),
                 ("tests/distributed/test_schedule.py", "tests/distributed/test_ranks.py"),

@@ -1,0 +1,297 @@
+"""What tests of ranks that disagree run on each rank, by name."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_checks import HEADS, message_of, qkv
+
+from onepass import distributed
+from onepass.distributed import agreement
+from onepass.distributed import layout as layouts
+
+
+def shards(plan: Any, tokens: int) -> list[torch.Tensor]:
+    return [plan.shard(t, 1) for t in qkv(tokens)]
+
+
+def new_group(seconds: float) -> Any:
+    """A group of all ranks whose own timeout is short."""
+    return dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=seconds))
+
+
+def different_plans(rank: int) -> str:
+    window = (16, 0) if rank == 1 else None
+    return message_of(lambda: distributed.plan(64, causal=True, window=window, **HEADS))
+
+
+def different_options(rank: int) -> list[str]:
+    plan = distributed.plan(64, causal=True, **HEADS)
+    q, k, v = shards(plan, 64)
+    messages = [message_of(lambda: distributed.attention(q, k, v, plan, softcap=5.0 + (rank == 2)))]
+    other = [t.double() if rank == 1 else t for t in (q, k, v)]
+    messages.append(message_of(lambda: distributed.attention(*other, plan)))
+    out = distributed.attention(q, k, v, plan)  # and the plan still works
+    assert out.isfinite().all()
+    return messages
+
+
+def a_rank_that_does_not_come(rank: int) -> list[str]:
+    """Rank 1 comes too late for the first call, and in time for the second."""
+    plan = distributed.plan(64, causal=True, timeout=1.0, **HEADS)
+    tensors = shards(plan, 64)
+    if rank == 1:
+        dist.barrier()
+    messages = [message_of(lambda: distributed.attention(*tensors, plan))]
+    if rank == 0:
+        dist.barrier()
+    messages.append(message_of(lambda: distributed.attention(*tensors, plan)))
+    return messages
+
+
+def a_rank_that_goes_on(rank: int) -> list[str]:
+    """Rank 1 makes a call that is new to it, while rank 0 makes one that it has made before."""
+    group = new_group(2.5)
+    plan = distributed.plan(64, group, causal=True, timeout=0.7, **HEADS)
+    tensors = shards(plan, 64)
+    distributed.attention(*tensors, plan, softcap=5.0)
+    messages = [message_of(lambda: distributed.attention(*tensors, plan, softcap=5.0 + rank))]
+    dist.barrier()
+    messages.append(message_of(lambda: distributed.plan(32, group, **HEADS)))
+    return messages
+
+
+def a_plan_that_one_rank_refuses(rank: int) -> tuple[list[str], float]:
+    start = time.monotonic()
+    messages = [message_of(lambda: distributed.plan(64, num_heads_q=8, num_heads_kv=4 if rank == 0 else 3))]
+    messages.append(message_of(lambda: distributed.plan(64, **HEADS)))
+    return messages, time.monotonic() - start
+
+
+def timeouts_that_differ(rank: int) -> None:
+    first = distributed.plan(64, timeout=20.0 + rank, **HEADS)
+    second = distributed.plan(32, timeout=30.0, **HEADS)
+    assert first.control is second.control
+    assert isinstance(first.control, agreement.Control)
+
+
+def ranks_in_another_order(rank: int) -> tuple[int, str]:
+    group = dist.new_group([1, 0], sort_ranks=False)
+    own = dist.get_rank(group)
+    return own, message_of(lambda: distributed.plan(60 + own, group, **HEADS))
+
+
+def repeated_calls(rank: int) -> None:
+    """Calls that alternate, and plans that are new in each step, write and read nothing once they have been made."""
+    plans = [distributed.plan(64, causal=causal, **HEADS) for causal in (True, False)]
+    tensors = shards(plans[0], 64)
+
+    def step() -> None:
+        for plan in (plans[0], plans[1], plans[1], plans[0]):
+            distributed.attention(*tensors, plan, softcap=2.0)
+
+    step()
+    step()
+    store = agreement.Control._store
+    agreement.Control._store = lambda self: 1 / 0  # type: ignore[method-assign]
+    try:
+        step()
+        step()
+    finally:
+        agreement.Control._store = store
+
+
+def rounds_of_new_plans(rank: int) -> tuple[int, int]:
+    """Rounds, and keys in the store, that five batches of packed sequences take, each with a plan of its own."""
+    tensors = [t[0] for t in qkv(64)]
+    control = agreement.Control.of(dist.group.WORLD)
+    for i in range(5):
+        plan = distributed.plan([0, 10 + i, 64], causal=True, **HEADS)
+        distributed.attention(*(plan.shard(t, 0) for t in tensors), plan)
+    dist.barrier()
+    store = control._store()
+    names = ("0", "1", "0/call", "1/call", "end")
+    keys = [f"{control._prefix}/{number}/{name}" for number in range(control._round) for name in names]
+    return control._round, sum(store.check([key]) for key in keys)
+
+
+def plans_that_come_out_differently(rank: int) -> list[str]:
+    """Arguments that change the choice alone, and a rank whose library deals tokens in another way."""
+    messages = [message_of(lambda: distributed.plan(64, causal=True, head_dim=64 * (1 + rank), **HEADS))]
+    layouts.PIECES_PER_RANK += rank
+    messages.append(message_of(lambda: distributed.plan([0, 20, 64], layout="balanced", **HEADS)))
+    return messages
+
+
+def arguments_that_one_rank_refuses(rank: int) -> tuple[list[str], float]:
+    """Calls whose arguments rank 1 refuses, and calls after them."""
+    plan = distributed.plan(64, causal=True, **HEADS)
+    q, k, v = shards(plan, 64)
+    start = time.monotonic()
+    own = q[:, :3] if rank == 1 else q
+    messages = [message_of(lambda: distributed.attention(own, k, v, plan))]
+    messages.append(message_of(lambda: distributed.attention(q, k, v, plan)))
+    sinks = torch.zeros(8 - rank)
+    messages.append(message_of(lambda: decoded(plan, sinks=sinks)))
+    messages.append(message_of(lambda: decoded(plan)))
+    return messages, time.monotonic() - start
+
+
+def decoded(plan: Any, **options: Any) -> torch.Tensor:
+    """A step of decoding with 30 tokens in a cache of 64."""
+    q, k, v = qkv(64)
+    caches = options.pop("caches", None) or [plan.shard(t, 1).contiguous() for t in (k, v)]
+    lengths = torch.tensor([30], dtype=torch.int32)
+    return distributed.decode(q[:, :1], *caches, plan, cache_seqlens=lengths, **options)
+
+
+DECODE_TERMS = {
+    "alibi_slopes": lambda: torch.full((8,), 0.5),
+    "bias": lambda: torch.arange(64.0).expand(1, 1, 1, 64),
+    "seqstart_k": lambda: torch.tensor([5], dtype=torch.int32),
+    "sinks": lambda: torch.zeros(8),
+    "softcap": lambda: 3.0,
+}
+
+
+def terms_of_decode(rank: int) -> dict[str, str]:
+    """What a rank that has none of a term hears from the rank that has it."""
+    plan = distributed.plan(64, **HEADS)
+    found = {}
+    for name, make in DECODE_TERMS.items():
+        options = {name: make()} if rank == 0 else {}
+        found[name] = message_of(lambda options=options: decoded(plan, **options))
+    return found
+
+
+def descales_of_decode(rank: int) -> str:
+    plan = distributed.plan(64, **HEADS)
+    caches = [plan.shard(t, 1).to(torch.float8_e4m3fn) for t in qkv(64)[1:]]
+    options = {name: torch.ones(1, 4) for name in ("k_descale", "v_descale")} if rank == 0 else {}
+    return message_of(lambda: decoded(plan, caches=caches, **options))
+
+
+def refused_steps_write_nothing(rank: int) -> list[str]:
+    """Steps that are refused, or differ between ranks, leave caches as they were."""
+    plan = distributed.plan(64, **HEADS)
+    caches = [plan.shard(t, 1).contiguous() for t in qkv(64)[1:]]
+    before = [t.clone() for t in caches]
+    new = torch.ones(1, 40, 4, 16)
+    calls: list[dict[str, Any]] = [
+        {"sinks": torch.zeros(3)},
+        {"alibi_slopes": torch.zeros(1)},
+        {"bias": torch.zeros(1, 1, 1, 32)},
+        {"seqstart_k": torch.tensor([1, 2], dtype=torch.int32)},
+        {"backend": "sm90"},
+        {"k_new": new[:, :, :1]},
+        {"v_new": new[..., :1]},
+        {"softcap": 2.0 + rank},
+    ]
+    messages = []
+    for options in calls:
+        given = {"k_new": new, "v_new": new} | options
+        messages.append(message_of(lambda given=given: decoded(plan, caches=caches, **given)))
+    assert all(torch.equal(t, old) for t, old in zip(caches, before, strict=True))
+    decoded(plan, caches=caches, k_new=new, v_new=new)
+    assert not torch.equal(caches[0], before[0])
+    return messages
+
+
+def grad_mode_that_differs(rank: int) -> str:
+    plan = distributed.plan(64, causal=True, **HEADS)
+    tensors = [t.requires_grad_() for t in shards(plan, 64)]
+    with torch.set_grad_enabled(rank == 1):
+        return message_of(lambda: distributed.attention(*tensors, plan))
+
+
+def a_device_without_a_backend(rank: int) -> list[str]:
+    plan = distributed.plan(64, dist.new_group([0, 1], backend="cuda:gloo"), **HEADS)
+    tensors = shards(plan, 64)
+    return [message_of(lambda: distributed.attention(*tensors, plan)), message_of(lambda: decoded(plan))]
+
+
+def tensors_to_unshard(rank: int) -> str:
+    plan = distributed.plan(64, **HEADS)
+    return message_of(lambda: plan.unshard(torch.zeros(1, 32, 2 + rank), 1))
+
+
+def ranks_that_are_gone(rank: int) -> list[str]:
+    """What rank 0 hears where rank 1 has ended, from each function that waits for all ranks."""
+    plan = distributed.plan(64, causal=True, **HEADS)
+    tensors = [t.requires_grad_() for t in shards(plan, 64)]
+    sinks = torch.zeros(8, requires_grad=True)
+    outs = [distributed.attention(*tensors, plan, sinks=sinks) for _ in range(2)]
+    outs[0].sum().backward()
+    distributed.attention(*tensors, plan, dropout_p=0.1)
+    whole = plan.unshard(tensors[0], 1)
+    plan.unshard(tensors[0].detach(), 1)
+    decoded(plan)
+    if rank == 1:
+        return []
+    time.sleep(0.5)
+    calls = [
+        lambda: distributed.attention(*tensors, plan, dropout_p=0.1),
+        lambda: plan.unshard(tensors[0].detach(), 1),
+        lambda: decoded(plan),
+        lambda: whole.sum().backward(),
+        lambda: outs[1].sum().backward(),
+    ]
+    return [message_of(call) for call in calls]
+
+
+def a_sum_that_is_gone(rank: int) -> str:
+    """Rank 1 has ended before the sums of the gradients of sinks, which nothing else travels before."""
+    plan = distributed.plan(64, window=(0, 0), engine="keys", **HEADS)
+    tensors = [t.requires_grad_() for t in shards(plan, 64)]
+    out = distributed.attention(*tensors, plan, sinks=torch.zeros(8, requires_grad=True))
+    dist.barrier()
+    if rank == 1:
+        return ""
+    time.sleep(0.5)
+    return message_of(lambda: out.sum().backward())
+
+
+def an_operation_that_fails(rank: int) -> str:
+    """An error of torch.distributed that no rank is to blame for."""
+    plan = distributed.plan(64, causal=True, **HEADS)
+    tensors = shards(plan, 64)
+    batch = dist.batch_isend_irecv
+    dist.batch_isend_irecv = lambda operations: operations[0].tensor.view(-1, 7)  # no tensor has such a size
+    try:
+        return message_of(lambda: distributed.attention(*tensors, plan))
+    finally:
+        dist.batch_isend_irecv = batch
+
+
+def plans_that_differ_in_a_call(rank: int) -> str:
+    """Rank 1 calls with the plan before the last one, which no call has had."""
+    group = new_group(2.5)
+
+    def planned(tokens: int) -> Any:
+        return distributed.plan(tokens, group, causal=True, timeout=0.7, **HEADS)
+
+    def call(plan: Any, tokens: int) -> str:
+        tensors = shards(plan, tokens)
+        return message_of(lambda: distributed.attention(*tensors, plan))
+
+    assert call(planned(64), 64) == "nothing was raised"
+    first, second = planned(66), planned(68)
+    return call(second, 68) if rank == 0 else call(first, 66)
+
+
+def old_calls_are_forgotten(rank: int) -> tuple[int, int]:
+    """The number of calls that are kept, and of the rounds of one that is made again after many others."""
+    plan = distributed.plan(64, **HEADS)
+    tensors = shards(plan, 64)
+    agreement.MOST_AGREED = 4
+    for softcap in (1.0, 2.0, 3.0, 4.0):
+        distributed.attention(*tensors, plan, softcap=softcap)
+    assert plan.control is not None
+    rounds = plan.control._round
+    for softcap in (4.0, 1.0):
+        distributed.attention(*tensors, plan, softcap=softcap)
+    return len(plan.control._agreed), plan.control._round - rounds
