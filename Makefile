@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+comma := ,
 
 .PHONY: demo test test-slow test-all test-vllm test-gpu-on-cpu mutants lint test-gpu gpu-record docs notebook hub bench clean
 
@@ -13,7 +14,15 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: $(VENV)/installed
+# Only what the demo needs: the kernel compiler where there is an NVIDIA GPU, and no tools of development.
+DEMO := demo$(if $(shell which nvidia-smi 2>/dev/null),$(comma)cuda)
+
+$(VENV)/demo-installed: pyproject.toml constraints.txt
+	test -e $(VENV)/installed || $(PYTHON) -m venv $(VENV)
+	test -e $(VENV)/installed || $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(DEMO)]'
+	touch $@
+
+demo: $(VENV)/demo-installed
 	$(BIN)/onepass demo
 
 # One process per core with one thread each: many small parallel regions on busy cores wait for one another. Who is done

@@ -7,7 +7,7 @@ The text is Python's own library and the licenses on this machine: no download. 
 and see the same batches. It exits with status 1 if a step's losses differ by more than 0.05, or the last ones by more
 than 1 %.
 
-Needs transformers: pip install "onepass[demo]"
+Needs transformers: pip install 'onepass[demo]'
 """
 
 import argparse

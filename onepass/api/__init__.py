@@ -1,4 +1,4 @@
-"""The functions that users call: what they take, what they return, and the fast path of a call like one before."""
+"""The functions that users call: their arguments, their results, and the fast path of repeated calls."""
 
 from .attention import AttentionOutput, attention_varlen
 from .calls import supports, warmup

@@ -1,4 +1,4 @@
-"""`attention` and `attention_varlen`: what they take, what they return, and the path of a first call to a backend."""
+"""`attention` and `attention_varlen`: their arguments, their results, and the path of a first call to a backend."""
 
 from __future__ import annotations
 

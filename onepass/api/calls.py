@@ -1,4 +1,4 @@
-"""Calls without data: whether one would run (`supports`), and compiling the kernels of calls to come (`warmup`)."""
+"""Calls without data: `supports` says whether a call would run, and `warmup` compiles the kernels of later calls."""
 
 from __future__ import annotations
 

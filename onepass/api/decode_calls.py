@@ -1,4 +1,4 @@
-"""Calls of `attention_decode` without data, for `supports` and `warmup`, which recognize them by `cache_seqlens`."""
+"""Calls of `attention_decode` without data, which `supports` and `warmup` recognize by `cache_seqlens`."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""The fast path of a call like one before: no checks, no torch operator, only the backend's forward.
+"""The fast path of a repeated call: no checks, no torch operator, only the backend's forward.
 
-Validation, the choice of a backend and its preparation depend on types, sizes and options alone, and take ten times as
-long as a launch. The first call of a kind therefore does all of it and leaves the prepared forward here, under a key
-that holds everything that validation looks at. No key holds values of tensors: the backend checks the tensors that are
-checked by value (`cu_seqlens_*`, `seqused_k`, `cache_seqlens`) in every call. No tensor is kept.
+Validation, the choice of a backend and its preparation depend only on types, sizes and options, and take ten times as
+long as a launch. So the first call of a kind does all of this and stores the prepared forward here, under a key that
+holds everything that validation looks at. A key does not hold values of tensors: the backend checks the tensors whose
+values matter (`cu_seqlens_*`, `seqused_k`, `cache_seqlens`) in every call. No tensor is kept.
 
-`key_of` returns None, so that the operator runs, where other code may observe the operator or a tensor is not an
-ordinary one: a gradient may be asked for; torch.compile, export and jit.trace; vmap and the other transforms of
-torch.func, forward-mode derivatives; dispatch and function modes (fake tensors, FLOP counters, a default device); the
-profiler; autocast; tensor subclasses, layouts other than strided, and negative views.
+`key_of` returns None, so that the operator runs, if other code may observe the operator or a tensor is not an
+ordinary one. These are the cases: a gradient may be needed; torch.compile, export and jit.trace; vmap and the other
+transforms of torch.func, forward-mode derivatives; dispatch and function modes (fake tensors, FLOP counters, a default
+device); the profiler; autocast; tensor subclasses, layouts other than strided, and negative views.
 """
 
 from __future__ import annotations

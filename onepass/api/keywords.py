@@ -1,4 +1,4 @@
-"""Keyword arguments that a function does not have: the name in onepass, for users who know them from other libraries.
+"""Keyword arguments that a function does not have: for names from other libraries, the error gives the name in onepass.
 
 The functions take such arguments as `**unknown`, at a negligible cost, and refuse them with `unexpected`.
 `hide_unknown` keeps `**unknown` out of the signatures that users see.

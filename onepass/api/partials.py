@@ -1,4 +1,4 @@
-"""`merge_partials`: attention over a union of key sets, from attention over each of the sets."""
+"""`merge_partials`: attention over a union of sets of keys, from attention over each set."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The two steps of a call, forward and backward, for callers that keep out, lse and the state of dropout themselves.
 
-Rings and pipelines of other libraries call the two by hand: they merge partial outputs between them, or run one of
-them twice. `attention` and `attention_varlen` are for everybody else.
+Rings and pipelines in other libraries call the two steps separately: they merge partial outputs between the steps, or
+run one of them twice. All other callers use `attention` and `attention_varlen`.
 """
 
 from __future__ import annotations

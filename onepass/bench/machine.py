@@ -129,3 +129,8 @@ def _git() -> dict[str, Any]:
         return {"commit": None, "has_local_changes": None}
     changes = _run("git", "-C", str(package), "status", "--porcelain", "--", "onepass")
     return {"commit": _run("git", "-C", str(package), "rev-parse", "HEAD"), "has_local_changes": bool(changes)}
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and a noun: "1 thread", "2 threads"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

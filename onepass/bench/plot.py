@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .machine import counted
+
 Row = dict[str, Any]
 
 # Each contender has one color in every picture, and onepass the strongest.
@@ -166,13 +168,11 @@ def _what_to_show(rows: Sequence[Row]) -> tuple[str, str, float]:
 
 def _bars(ax: Any, rows: Sequence[Row], names: Sequence[str], kind: str, scale: float, is_grid: bool) -> None:
     bar = 0.84 / len(names)
-    for index, name in enumerate(names):
-        for group, row in enumerate(rows):
-            entry = row["contenders"].get(name)
-            if entry is None:
-                continue
-            height = entry[kind] * scale
-            at = group - 0.42 + (index + 0.5) * bar
+    for group, row in enumerate(rows):
+        present = [name for name in names if name in row["contenders"]]
+        for index, name in enumerate(present):
+            height = row["contenders"][name][kind] * scale
+            at = group + (index + 0.5 - len(present) / 2) * bar
             ax.bar(at, height, 0.92 * bar, color=_COLORS.get(name, _FALLBACK))
             ax.annotate(
                 _number(height),
@@ -185,6 +185,7 @@ def _bars(ax: Any, rows: Sequence[Row], names: Sequence[str], kind: str, scale: 
             )
     labels = [_short_tick(row) if is_grid else _tick(row) for row in rows]
     ax.set_xticks(range(len(rows)), labels, fontsize=8)
+    ax.set_xlim(-0.5, len(rows) - 0.5)
     _without_frame(ax, "y")
 
 
@@ -201,15 +202,18 @@ def _short_tick(row: Row) -> str:
     if row["measure"] == "decode":
         queries = f"\n{case['seqlen_q']} queries" if case["seqlen_q"] > 1 else ""
         return f"{case['batch']} x {_length(case['seqlen_k'])}{queries}"
-    return _length(case["seqlen_q"])
+    return _length(case["seqlen_q"]) + _bounds(row)
+
+
+def _bounds(row: Row) -> str:
+    window = row["case"]["window"]
+    return "" if window is None else f"\nwindow ({window[0]}, {window[1]})"
 
 
 def _tick(row: Row) -> str:
     first, second = _panel(row)
     case = row["case"]
-    window = case["window"]
-    bounds = "" if window is None else f"\nwindow ({window[0]}, {window[1]})"
-    return f"{first}\n{second}, seqlen {_length(case['seqlen_q'])}{bounds}"
+    return f"{first}\n{second}, seqlen {_length(case['seqlen_q'])}{_bounds(row)}"
 
 
 def _number(value: float) -> str:
@@ -223,7 +227,7 @@ def _length(seqlen: int) -> str:
 def _title(rows: Sequence[Row], header: dict[str, Any]) -> str:
     versions = header["versions"]
     dtypes = "/".join(sorted({row["case"]["dtype"] for row in rows}))
-    threads = "" if header["device"].startswith("cuda") else f", {header['cpu']['torch_threads']} threads"
+    threads = "" if header["device"].startswith("cuda") else f", {counted(header['cpu']['torch_threads'], 'thread')}"
     return (
         f"{rows[0]['set']}: {dtypes} on {header['device_name']}{threads}; "
         f"onepass {versions['onepass']}, torch {versions['torch']}"

@@ -34,7 +34,7 @@ def _print_version(is_asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and end")
     ] = False,
 ) -> None:
     """Exact attention for PyTorch in one pass over memory."""
@@ -47,4 +47,6 @@ def flowing(text: str) -> str:
 
 for _command in (info, demo, verify, bench, ablate, trace, tune):
     app.command(help=flowing(_command.__doc__ or ""))(_command)
+for _command_of_cache in cache.app.registered_commands:
+    _command_of_cache.help = flowing(getattr(_command_of_cache.callback, "__doc__", None) or "")
 app.add_typer(cache.app, name="cache")

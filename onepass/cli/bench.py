@@ -13,10 +13,11 @@ from rich.table import Table
 
 from ..bench.cases import CASE_SETS, DTYPES, Case, CaseSet, get_case_set, select
 from ..bench.flops import flops
+from ..bench.machine import counted
 from ..bench.peers import PEERS
 from ..bench.rows import Options
 from ..bench.run import Report, run
-from .console import INTERRUPTED, TABLE_STYLE, fail, make_console, require_matplotlib, resolve_device
+from .console import INTERRUPTED, TABLE_STYLE, Steps, fail, make_console, require_matplotlib, resolve_device
 
 _CONTEXT_PARALLEL = "context-parallel"  # a suite of its own, whose processes torchrun starts
 _DEFAULT_SETS = {"cpu": ("cpu", "cpu-bf16", "window", "memory"), "cuda": ("paper",)}
@@ -41,9 +42,7 @@ def bench(
     ] = None,
     time_budget: Annotated[float, typer.Option(min=0.0, help="seconds of timing for each case")] = 10.0,
     dtype: Annotated[str | None, typer.Option(help=f"run all cases in this dtype: {', '.join(DTYPES)}")] = None,
-    only: Annotated[
-        str | None, typer.Option(help='cases to keep: "direction=fwd,head_dim=64/128,causal=true,seqlen=512"')
-    ] = None,
+    only: Annotated[str | None, typer.Option(help='cases to keep, such as "direction=fwd,head_dim=64/128"')] = None,
 ) -> None:
     """Time onepass and its peers in turns; each result is checked before it is timed.
 
@@ -111,10 +110,11 @@ def _bench_context_parallel(device: str, path: Path | None, rounds: int | None, 
 
 
 def _run_with_progress(console: Console, case_sets: list[CaseSet], options: Options, path: Path | None) -> Report:
-    """Show a bar on a terminal; elsewhere print a line for each case."""
+    """Show a bar on a terminal; elsewhere print a line for each case, and every 10 seconds the time that is left."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("bench", total=sum(len(case_set.cases) for case_set in case_sets))
+        total = sum(len(case_set.cases) for case_set in case_sets)
+        task, steps = progress.add_task("bench", total=total), Steps(console, "bench", total)
 
         def on_start(case_set: CaseSet, case: Case) -> None:
             progress.update(task, description=f"{case_set.name}: {case.label}")
@@ -123,6 +123,7 @@ def _run_with_progress(console: Console, case_sets: list[CaseSet], options: Opti
             progress.advance(task)
             if not console.is_terminal:
                 console.print(f"{row['set']}: {row['label']}: {_in_short(row)}", markup=False)
+                steps.advance()
 
         return run(case_sets, options, path, on_start, on_row)
 
@@ -138,7 +139,7 @@ def _in_short(row: dict[str, Any]) -> str:
 
 def _print_report(console: Console, report: Report, case_sets: list[CaseSet]) -> None:
     header = report.header
-    threads = "" if header["gpu"] else f", {header['cpu']['torch_threads']} threads"
+    threads = "" if header["gpu"] else f", {counted(header['cpu']['torch_threads'], 'thread')}"
     console.print(f"{header['device_name']}{threads}, torch {header['versions']['torch']}", markup=False)
     absent: dict[str, list[str]] = {}
     for name, reason in header["peers"]["absent"].items():
@@ -180,7 +181,7 @@ def _time_table(case_set: CaseSet, rows: list[dict[str, Any]]) -> Table:
     table = Table(title=_title(case_set, rows), caption="a ratio above 1x: onepass is faster", **TABLE_STYLE)
     table.add_column("case")
     for heading in ("onepass ms", "20-80 %", unit, "of GEMM", *(f"{name} ms, ratio" for name in others), "rounds"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     for row in rows:
         mine = row["contenders"].get("onepass")
         cells = ["-"] * 4
@@ -243,7 +244,7 @@ def _print_summary(console: Console, key: str, entry: dict[str, Any]) -> None:
     for name, ratio in entry.get("speed_ratio", {}).items():
         console.print(
             f"{key}, speed of onepass over {name}: geometric mean {ratio['geomean']:.2f},"
-            f" least {ratio['min']:.2f} ({ratio['min_case']}), {ratio['cases']} cases",
+            f" least {ratio['min']:.2f} ({ratio['min_case']}), {counted(ratio['cases'], 'case')}",
             markup=False,
         )
     for name, extra_bytes in entry.get("max_extra_bytes", {}).items():

@@ -102,7 +102,7 @@ def export_cache(file: Annotated[Path, typer.Argument(help="the archive to write
     except OSError as error:
         fail(str(error), code=1)
     if not entries:
-        fail(f"no compiled kernels in {disk_cache.cache_directory()}; {file} has none", code=1)
+        fail(f"no compiled kernels in {disk_cache.cache_directory()}; nothing was written to {file}", code=1)
     make_console().print(f"entries written to {file}: {len(entries)}, {_mib(file.stat().st_size)}", markup=False)
 
 
@@ -119,6 +119,8 @@ def import_cache(
     disk_cache = _disk_cache()
     try:
         found = cache_archive.import_entries(disk_cache.cache_directory(), file)
+    except FileNotFoundError:
+        fail(f"expected an archive of onepass cache export, got {file}, which does not exist", code=1)
     except (OSError, ValueError) as error:
         fail(str(error), code=1)
     console = make_console()

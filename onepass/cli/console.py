@@ -14,6 +14,8 @@ from rich import box
 from rich.console import Console
 from rich.progress import Progress
 
+from ..bench.machine import counted
+
 INTERRUPTED = 130  # exit code that a shell reports for a program that Ctrl-C ended
 # Without vertical lines more columns fit into a terminal.
 TABLE_STYLE: dict[str, Any] = {
@@ -70,7 +72,7 @@ def fail(message: str, code: int = 2) -> NoReturn:
 def require_matplotlib(option: str) -> None:
     """Exit if matplotlib is missing: before the measurements, not after them."""
     if importlib.util.find_spec("matplotlib") is None:
-        fail(f"{option} needs matplotlib: pip install onepass[bench]", code=1)
+        fail(f"{option} needs matplotlib: pip install 'onepass[bench]'", code=1)
 
 
 def resolve_device(name: str) -> str:
@@ -84,5 +86,6 @@ def resolve_device(name: str) -> str:
     if device is None or device.type not in ("cpu", "cuda"):
         fail(f"--device: expected auto, cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        fail(f"--device: expected a device that torch sees, got {name!r}; it sees {torch.cuda.device_count()} GPUs")
+        seen = counted(torch.cuda.device_count(), "GPU")
+        fail(f"--device: expected a device that torch sees, got {name!r}; it sees {seen}")
     return name

@@ -21,21 +21,21 @@ import onepass
 
 from ..bench.rows import write_json
 from . import demo_layer, demo_search
-from .console import INTERRUPTED, TABLE_STYLE, make_console, resolve_device
+from .console import INTERRUPTED, TABLE_STYLE, Steps, make_console, resolve_device
 from .demo_layer import GIB, LayerReport, Row
 from .demo_search import SearchReport
 
 
 def demo(
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
     seqlen: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of the layer; default: chosen by a short probe.")
+        int | None, typer.Option(min=1, help="tokens of the layer; default: chosen by a short probe")
     ] = None,
-    skip_search: Annotated[bool, typer.Option("--skip-search", help="Show only the attention layer.")] = False,
+    skip_search: Annotated[bool, typer.Option("--skip-search", help="show only the attention layer")] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Use 512 tokens, one timed run, and check fewer heads.")
+        bool, typer.Option("--quick", help="use 512 tokens, one timed run, and check fewer heads")
     ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write all measurements to this file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="also write all measurements to this file")] = None,
 ) -> None:
     """Show onepass at work: a model-sized attention layer, and a search by meaning. Takes about a minute.
 
@@ -53,10 +53,12 @@ def demo(
     num_steps = demo_layer.num_steps(repeats) + 1 + (0 if skip_search else demo_search.NUM_STEPS)
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=num_steps)
+        task, steps = progress.add_task("starting", total=num_steps), Steps(console, "demo", num_steps)
 
         def step(what: str) -> None:
             progress.update(task, description=escape(what), advance=1)
+            if not console.is_terminal:
+                steps.advance()
 
         try:
             step("choosing a length")
@@ -185,10 +187,10 @@ def summary(layer: LayerReport, found: SearchReport | None) -> str:
         layers = "Every attention layer" if found.every_layer_used_onepass else "NOT EVERY ATTENTION LAYER"
         agree = "agree with" if found.max_difference <= demo_search.MAX_DIFFERENCE else "DIFFER FROM"
         sentences.append(f"{layers} of MiniLM ran on onepass, and its embeddings {agree} eager attention's.")
-    if layer.device.startswith("CPU"):
-        sentences.append(
-            "On an NVIDIA GPU since Ampere the same calls run kernels of onepass, which README.md compares."
-        )
+    sentences.append(
+        "onepass is for exact attention whose memory does not grow with the square of the length. On NVIDIA GPUs since "
+        "Ampere these calls run its kernels, which README.md compares with other libraries."
+    )
     return " ".join(sentences)
 
 

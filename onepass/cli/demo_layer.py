@@ -21,6 +21,7 @@ from torch import Tensor
 import onepass
 
 from .. import reference
+from ..bench.machine import counted
 from ..bench.memory import peak_of
 from ..testing import Comparison, compare, compare_gradients
 
@@ -302,7 +303,11 @@ def prepare(device: torch.device, seqlen: int, checked_kv_heads: tuple[int, ...]
     """A report of the conditions, without measurements."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     values = 2 * seqlen * HEAD_DIM * (NUM_HEADS_Q + NUM_HEADS_KV)  # out, dq and dk, dv
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {counted(torch.get_num_threads(), 'thread')}"
+    )
     load_average = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     dtype_name = str(dtype).removeprefix("torch.")
     return LayerReport(name, dtype_name, seqlen, checked_kv_heads, values * dtype.itemsize, load_average)

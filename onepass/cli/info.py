@@ -12,27 +12,28 @@ from rich.table import Table
 
 import onepass
 
-from ..bench.machine import cpu_model, package_versions
+from ..bench.machine import counted, cpu_model, package_versions
 from ..bench.peers import PEERS, find_peers
 from ..dispatch import backends, choice
 from ..kernels.config.arch import unproven
-from .console import TABLE_STYLE, make_console
+from .console import TABLE_STYLE, make_console, resolve_device
 
 
 def info(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto: all of them")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")] = False,
 ) -> None:
     """List devices, versions, backends and what they compute, and the peers that a benchmark would find."""
-    found = gather()
+    found = gather(None if device == "auto" else resolve_device(device))
     if as_json:
         print(json.dumps(found, indent=1))
     else:
         show(found)
 
 
-def gather() -> dict[str, Any]:
-    """What the command shows. The library itself answers, so that it cannot say more than a call would do."""
-    devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+def gather(only: str | None = None) -> dict[str, Any]:
+    """What the command shows, of one device or of all. The library itself answers, as it would answer a call."""
+    devices = [only] if only else ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     versions = {"onepass": onepass.__version__, "torch": torch.__version__, "python": platform.python_version()}
     probes = _probes()
 
@@ -43,7 +44,11 @@ def gather() -> dict[str, Any]:
     return {
         "versions": versions | dict(package_versions()),
         "devices": {device: _describe(device) for device in devices},
-        "unproven": {device: words for device in devices[1:] if (words := unproven(torch.device(device))) is not None},
+        "unproven": {
+            device: words
+            for device in devices
+            if device != "cpu" and (words := unproven(torch.device(device))) is not None
+        },
         "chosen_backend": choice.current(),
         "backends": {
             name: {device: answer(probes["bfloat16"](device), name) for device in devices}
@@ -86,7 +91,7 @@ def show(found: dict[str, Any]) -> None:
     table = Table("device", "name", "memory", title="Devices", **TABLE_STYLE)
     for device, about in found["devices"].items():
         if device == "cpu":
-            table.add_row(device, f"{about['name']}, {about['threads']} threads", "")
+            table.add_row(device, f"{about['name']}, {counted(about['threads'], 'thread')}", "")
         else:
             memory = f"{about['memory_bytes'] / 2**30:.0f} GiB"
             table.add_row(device, f"{about['name']}, {about['capability']}", memory)
@@ -148,6 +153,14 @@ def _probes() -> dict[str, Any]:
         "GQA / MQA": call(heads_kv=1),
         "head_dim_v != head_dim": call(head_dim_v=8),
         "seqused_k": call(seqused_k=lambda device: torch.tensor([5], dtype=torch.int32, device=device)),
+        "left padding": call(seqstart_k=lambda device: torch.tensor([2], dtype=torch.int32, device=device)),
+        "ranges": call(
+            key_ranges=lambda device: torch.tensor([0, 8], dtype=torch.int32, device=device).expand(1, 1, 8, 2)
+        ),
+        "positions": call(q_positions=lambda device: torch.arange(8, dtype=torch.int32, device=device)[None]),
+        "ALiBi": call(alibi_slopes=lambda device: torch.ones(2, device=device)),
+        "bias": call(bias=lambda device: torch.zeros(1, 2, 8, 8, device=device)),
+        "dropout": call(dropout_p=0.1),
         "packed sequences": call(packed=True),
         "lse": call(return_lse=True),
         "deterministic": call(deterministic=True, backward=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from ..kernels.config import LaunchConfig
 from ..tuning import TuningResult, tasks_of
 from ..tuning.result import Progress as Listener
 from ..tuning.result import Task, changes, summary
-from .console import INTERRUPTED, TABLE_STYLE, fail, make_console
+from .console import INTERRUPTED, TABLE_STYLE, Steps, fail, make_console, resolve_device
 
 Shape = tuple[int, int, int, int]
 
@@ -35,6 +36,7 @@ def tune(
     causal: Annotated[bool, typer.Option("--causal", help="with a causal mask")] = False,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
     backend: Annotated[str | None, typer.Option(help="sm90 or sm80; default: what the call would run on")] = None,
+    device: Annotated[str, typer.Option(help="auto, cuda or cuda:N")] = "auto",
     backward: Annotated[bool, typer.Option("--backward", help="tune the backward pass instead of the forward")] = False,
     paper_grid: Annotated[
         bool, typer.Option("--paper-grid", help="tune the 36 cases of the FlashAttention-3 paper instead, in --dtype")
@@ -81,10 +83,30 @@ def tune(
         q = batch, seqlen, heads, head_dim
         k = batch, seqlen_k or seqlen, heads_kv or heads, head_dim
         calls = [_call(q, k, (*k[:3], head_dim_v or head_dim), dtype, causal)]
+    if device != "auto" and not resolve_device(device).startswith("cuda"):
+        fail(f"--device: expected a GPU to measure on, got {device!r}")
+    with contextlib.ExitStack() as stack:
+        if device != "auto":
+            stack.enter_context(torch.cuda.device(device))
+        _tune(console, calls, backend, backward, missing, (rounds, candidates, workers), verbose, table, json_path)
+
+
+def _tune(
+    console: Console,
+    calls: list[dict[str, Any]],
+    backend: str | None,
+    backward: bool,
+    missing: bool,
+    limits: tuple[int, int, int | None],
+    verbose: bool,
+    table: Path | None,
+    json_path: Path | None,
+) -> None:
+    """Tune calls on the current device, and show what was found. `limits`: rounds, candidates, workers."""
     try:
         tasks = tasks_of(calls, backend, gradients=backward)
     except (UnsupportedError, ValueError, TypeError) as error:
-        fail(f"cannot be tuned here: {error}")
+        fail(f"cannot be tuned here: {str(error).removeprefix('tune: ')}")
     tasks = [task for task in tasks if task.direction == ("bwd" if backward else "fwd")]
     if not tasks:
         fail("--backward: expected a case whose gradients come from kernels; in this case they do not")
@@ -97,7 +119,7 @@ def tune(
         progress = _Shown(console, bar, len(tasks), found, report, verbose)
         try:
             with report.recording():
-                _measure(tasks, rounds, candidates, workers, table, progress)
+                _measure(tasks, *limits, table, progress)
         except (OSError, RuntimeError) as error:
             if verbose:
                 raise
@@ -182,6 +204,7 @@ class _Shown(Listener):
         is_verbose: bool,
     ) -> None:
         self.console, self.bar, self.results, self.report, self.is_verbose = console, bar, found, report, is_verbose
+        self.steps = Steps(console, "tuning", num_tasks)
         self.overall: TaskID = bar.add_task("tuning", total=num_tasks)
         self.current: TaskID = bar.add_task("", total=None)
 
@@ -203,6 +226,8 @@ class _Shown(Listener):
         self.bar.update(self.overall, advance=1)
         self.report.add(result.to_dict())  # the file is written after each result: it outlives this process
         self.console.print(_line(result), markup=False)
+        if not self.console.is_terminal:
+            self.steps.advance()
         for candidate in result.candidates:
             if candidate.refusal is not None:
                 self.console.print(f"    not timed: {candidate.changes}: {candidate.refusal}", markup=False)

@@ -1,7 +1,8 @@
 """torch's C++ attention on a CPU, as functions of (batch, seqlen, num_heads, head_dim) tensors.
 
-Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp of torch. The operators take no empty tensors (they divide by
-their sizes), no mask but a triangle aligned at the top left, and rows without gaps between their elements.
+Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp of torch. The operators do not take empty tensors (they
+divide by their sizes). Their only mask is a triangle aligned at the top left, and the elements of a row must be
+contiguous.
 """
 
 from __future__ import annotations

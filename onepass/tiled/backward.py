@@ -1,4 +1,4 @@
-"""The backward pass by recomputation: every tile of probabilities is rebuilt from q, k and lse, used and dropped.
+"""The backward pass by recomputation: every tile of probabilities is rebuilt from q, k and lse, used, and discarded.
 
 With p_ij = exp(s_ij - lse_i) and dp_ij = dout_i . v_j, differentiating out_i = sum_j p_ij v_j and
 lse_i = log sum_j exp(s_ij) gives, for the scaled scores s,
@@ -7,7 +7,7 @@ lse_i = log sum_j exp(s_ij) gives, for the scaled scores s,
     ds_ij = p_ij (dp_ij - delta_i),    delta_i = dout_i . out_i - dlse_i
     dq_i  = scale * sum_j ds_ij k_j,   dk_j = scale * sum_i ds_ij q_i
 
-(FlashAttention-2, arXiv:2307.08691, Algorithm 2; the gradient of lse enters through delta alone.)
+(FlashAttention-2, arXiv:2307.08691, Algorithm 2; the gradient of lse enters only through delta.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A key/value cache in plain PyTorch: rotating, appending, and reading rows through a page table."""
+"""A key/value cache in plain PyTorch: rows are rotated, appended, and read through a page table."""
 
 from __future__ import annotations
 

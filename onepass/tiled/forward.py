@@ -1,4 +1,4 @@
-"""The forward pass: out and lse in one pass over the keys, never holding more than one tile of scores."""
+"""The forward pass: out and lse in one pass over the keys, with never more than one tile of scores in memory."""
 
 from __future__ import annotations
 

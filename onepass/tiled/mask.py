@@ -1,4 +1,4 @@
-"""Masking of one tile of scores: which pairs are hidden, and sums that hidden pairs must not reach."""
+"""Masks of one tile of scores: which pairs are hidden, and sums that hidden pairs must not reach."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over sets of keys, merged into attention over all of them: plain PyTorch, differentiable."""
+"""Results of attention over sets of keys, merged into attention over all keys: plain PyTorch, differentiable."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a call does to the scores of a group of heads beside scale, softcap and window.
+"""Changes to the scores of a group of heads other than scale, softcap and window.
 
-key_ranges, q_positions     the keys that each query sees: one interval a query, [low, high)
+key_ranges, q_positions     the keys that each query sees: one interval per query, [low, high)
 alibi_slopes, bias          terms that are added to scores, after the softcap
 dropout                     probabilities that are left out of the product with V
 """

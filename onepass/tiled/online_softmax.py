@@ -2,16 +2,16 @@
 
 For one row with scores s_j, after any set of keys has been seen, three values are enough:
 
-    m   = max_j s_j                   row_max   (the reference: any value would do, the maximum cannot overflow)
+    m   = max_j s_j                   row_max   (the reference; any value would do, but the maximum cannot overflow)
     l   = sum_j exp(s_j - m)          row_sum
     acc = sum_j exp(s_j - m) v_j      acc_o
 
-A new tile T moves the reference from m to m' = max(m, max_T s) and rescales what was summed before it:
+A new tile T moves the reference from m to m' = max(m, max_T s) and rescales the earlier sums:
 
     l'   = exp(m - m') l   + sum_T exp(s_j - m')
     acc' = exp(m - m') acc + sum_T exp(s_j - m') v_j
 
-and in the end out = acc / l and lse = m + log l, whatever the order of the keys was. This is exact: softmax does not
+At the end, out = acc / l and lse = m + log l, for any order of the keys. This is exact, because softmax does not
 depend on the reference. (Milakov & Gimelshein, arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691, section 3.1.)
 """
 

@@ -1,4 +1,4 @@
-"""Workspace of the tiles, in the role that shared memory and registers have in a GPU kernel."""
+"""The workspace of the tiles, which has the role of shared memory and registers in a GPU kernel."""
 
 from __future__ import annotations
 

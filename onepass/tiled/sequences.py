@@ -1,4 +1,4 @@
-"""The pieces of equal geometry that a call is cut into: first sequences, then groups of heads."""
+"""The parts with equal geometry into which a call is cut: first sequences, then groups of heads."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import torch
 
 import onepass
 from onepass.bench import memory, peers, rows, run
+from onepass.bench import plot as bench_plot
 from onepass.bench.cases import Case, CaseSet, get_case_set, make_inputs
 from onepass.bench.peers import PEERS, find_peers, prepare
 from onepass.bench.plot import plot
@@ -231,6 +232,19 @@ def test_plot_draws_one_picture_for_each_set(smoke, tmp_path):
     for path in both:
         assert path.read_bytes().startswith(b"\x89PNG")
     assert plot({**content, "rows": []}, tmp_path / "none.png") == []
+
+
+def test_bars_stand_over_their_labels_which_name_the_window(smoke):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    rows = smoke[0].to_dict()["rows"]
+    names = ["onepass", "onepass-no-window", "sdpa"]
+    figure, ax = plt.subplots()
+    bench_plot._bars(ax, [rows[0], rows[2]], names, "tflops", 1.0, is_grid=True)
+    middles = [bar.get_x() + bar.get_width() / 2 for bar in ax.patches]
+    assert sum(middles[:2]) / 2 == pytest.approx(0)
+    assert sum(middles[2:]) / 2 == pytest.approx(1)
+    assert [text.get_text() for text in ax.get_xticklabels()] == ["64", "64\nwindow (7, 0)"]
+    plt.close(figure)
 
 
 def test_the_current_device_needs_no_number(monkeypatch):

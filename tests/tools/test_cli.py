@@ -57,6 +57,14 @@ def test_info():
         assert "no: backend sm90: expected tensors on cuda, got cpu" in result.output
 
 
+def test_info_of_one_device():
+    found = json.loads(invoke("info", "--device", "cpu", "--json").output)
+    assert list(found["devices"]) == ["cpu"]
+    assert {"dropout", "bias", "ALiBi", "ranges", "positions", "left padding"} <= set(found["features"])
+    assert all(answers["cpu"]["ok"] for answers in found["features"].values())
+    assert invoke("info", "--device", "tpu").exit_code == 2
+
+
 def test_info_as_json():
     found = json.loads(invoke("info", "--json").output)
     assert found["versions"]["onepass"] == onepass.__version__
@@ -235,7 +243,7 @@ def test_missing_packages_are_named_in_one_line(missing):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr == f"onepass: the command line needs {missing}: pip install onepass[bench]\n"
+    assert done.stderr == f"onepass: the command line needs {missing}: pip install 'onepass[bench]'\n"
 
 
 def test_importing_onepass_imports_none_of_the_extras():

@@ -67,8 +67,15 @@ def test_the_papers_cases_are_not_run_on_a_cpu_by_accident():
 def test_paragraphs_of_help_are_wrapped_to_the_terminal(monkeypatch):
     assert flowing("One\n    two.\n\n    Three\n    four.\n    ") == "One two.\n\nThree four."
     monkeypatch.setenv("COLUMNS", "60")
-    for command in ("verify", "tune", "ablate", "demo", "bench"):
-        lines = [line.strip() for line in invoke(command, "--help").output.split("Options")[0].splitlines()]
+    for command in ("verify", "tune", "ablate", "demo", "bench", "cache clear", "cache import"):
+        lines = [line.strip() for line in invoke(*command.split(), "--help").output.split("╭─")[0].splitlines()]
         # a paragraph's lines are full but for its last one
         for line, after in itertools.pairwise(lines):
             assert not after or not line or len(line) + len(after.split()[0]) >= 50, (command, line, after)
+
+
+def test_bench_says_without_a_terminal_how_long_it_takes(monkeypatch):
+    monkeypatch.setattr(Steps.__init__, "__defaults__", (0.0,))
+    result = invoke("bench", "smoke", "--device", "cpu", "--rounds", "1", "--time-budget", "0.01")
+    assert result.exit_code == 0, result.output
+    assert "bench: 1 of 4, about " in result.output

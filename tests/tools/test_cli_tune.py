@@ -74,7 +74,11 @@ def test_help():
 def test_without_a_gpu():
     result = invoke("tune")
     assert result.exit_code == 2
-    assert "cannot be tuned here: tune: expected a GPU to measure on, torch sees none here" in result.stderr
+    assert "cannot be tuned here: expected a GPU to measure on, torch sees none here" in result.stderr
+    for device, text in (("cpu", "expected a GPU to measure on, got 'cpu'"), ("cuda:1", "it sees 0 GPUs")):
+        result = invoke("tune", "--device", device)
+        assert result.exit_code == 2
+        assert text in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")], key=lambda path: path.relative_to(ROOT).as_posix())
-WIDEST_LINE, LONGEST_README = 200, 150
+WIDEST_LINE, LONGEST_README = 230, 150  # a row of a table cannot be wrapped
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 IN_CODE = re.compile(r"`([^`\n]+)`")
