@@ -11,7 +11,7 @@ from onepass.integrations import torch_sdpa
 MODEL = Path(__file__).parents[1] / "compat" / "diffusers_model.py"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="needs diffusers 0.42.1")
+@pytest.mark.package("diffusers")
 def test_flux_transformer():
     spec = importlib.util.spec_from_file_location("diffusers_model", MODEL)
     script = importlib.util.module_from_spec(spec)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-HAS_KERNELS = importlib.util.find_spec("kernels") is not None
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +111,7 @@ def test_a_copy_compiles_kernels(hub, tmp_path):
     assert run(code, ONEPASS_CACHE_DIR=str(tmp_path)).split() == ["forward", "forward"]
 
 
-@pytest.mark.skipif(not HAS_KERNELS, reason="the library kernels is not installed")
+@pytest.mark.package("kernels")
 def test_get_kernel(hub):
     code = """
     import torch
