@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 comma := ,
 
-.PHONY: demo test test-slow test-all test-vllm test-gpu-on-cpu mutants lint test-gpu gpu-record docs notebook hub bench clean
+.PHONY: demo test test-slow test-all test-packages test-vllm test-gpu-on-cpu mutants lint test-gpu gpu-record docs notebook hub bench clean
 
 # Rebuilt when the versions or the package's own description change.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -44,6 +44,22 @@ test-slow: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not gpu" tests
 
 test-all: test test-slow
+
+# Packages that run on onepass as they are, in an environment of its own: nobody who works on the kernels needs them. It
+# sees what $(VENV) has, torch and transformers among them. A package that cannot be imported fails these tests, which
+# skip it elsewhere. triton is asked for by torchtitan.
+PACKAGES_VENV ?= .venv-packages
+PACKAGES_TESTS := tests/integrations tests/compat/test_packages.py tests/tools/test_hub.py
+
+$(PACKAGES_VENV)/installed: $(VENV)/installed tests/packages.txt
+	$(BIN)/python -m venv $(PACKAGES_VENV)
+	$(BIN)/python -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" \
+	    > "$$($(PACKAGES_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/of_venv.pth"
+	$(PACKAGES_VENV)/bin/python -m pip install --quiet --no-deps --requirement tests/packages.txt
+	touch $@
+
+test-packages: $(PACKAGES_VENV)/installed
+	OMP_NUM_THREADS=1 ONEPASS_TEST_PACKAGES=required $(PACKAGES_VENV)/bin/python -m pytest -q -m package $(PACKAGES_TESTS)
 
 # vLLM on a CPU with onepass and without, in an environment of its own: vLLM pins torch. Its torchvision and torchaudio
 # are built for another torch, and transformers would import them.
@@ -93,4 +109,4 @@ bench: $(VENV)/installed
 	$(BIN)/onepass bench --device cpu --json benchmarks/results/cpu.json
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(PACKAGES_VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -3,6 +3,7 @@
 import gc
 import os
 
+import packages
 import pytest
 import quick_cases
 import torch
@@ -24,6 +25,11 @@ if settings is not None:
         "onepass", deadline=None, print_blob=True, derandomize=False, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("onepass")
+
+
+def pytest_runtest_setup(item):
+    for mark in item.iter_markers("package"):
+        packages.skip_or_fail(*mark.args)
 
 
 COLLECTED = pytest.StashKey[list[str]]()

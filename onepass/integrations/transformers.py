@@ -138,6 +138,9 @@ def attention_forward(
         options |= {"causal": False, "window": None}
         return _masked(q, k, v, attention_mask[..., : k.shape[1]], options), None
 
+    if attention_mask is not None and _is_ranges(attention_mask):
+        options |= {"causal": False, "window": None}
+        return api.attention(q, k, v, **options, key_ranges=attention_mask), None
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         if attention_mask is not None and attention_mask.dtype != torch.int32:
             raise UnsupportedError("cu_seq_lens_q: expected None where attention_mask has padding, got both")
@@ -149,6 +152,8 @@ def attention_forward(
     if attention_mask.dtype == torch.int32:
         offsets = attention_mask.flatten()
         return _packed(q, k, v, offsets, offsets, None, None, options), None
+    if attention_mask.dtype == torch.uint8:
+        return _masked(q, k, v, attention_mask[..., : k.shape[1]].bool(), options), None
     if attention_mask.dtype == torch.bool:
         num_keys = attention_mask.shape[1]
         return _masked(q, k[:, :num_keys], v[:, :num_keys], attention_mask[:, None, None], options), None
@@ -158,8 +163,15 @@ def attention_forward(
 def _is_form(mask: Tensor) -> bool:
     """Whether a mask is one that `padding_mask` returns in place of a whole one."""
     if mask.dim() != 4 or tuple(mask.shape[1:3]) != (1, 1):
-        return False
-    return (mask.dtype == torch.int32 and mask.shape[0] == 1) or (mask.dtype == torch.int64 and mask.shape[3] <= 2)
+        return _is_ranges(mask)
+    is_offsets = mask.dtype == torch.int32 and mask.shape[0] == 1
+    return is_offsets or mask.dtype == torch.uint8 or (mask.dtype == torch.int64 and mask.shape[3] <= 2)
+
+
+def _is_ranges(mask: Tensor) -> bool:
+    """Whether a mask of `padding_mask` has the keys that each query sees."""
+    has_shape = mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2] > 1 and mask.shape[3] == 2
+    return has_shape and mask.dtype == torch.int32
 
 
 def _refuse_unsupported(attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 transformers calls it before the layers. It may wait for the device once, to learn whether padding is on one side; the
 layers then need no mask and wait for nothing. Under torch.compile, and while a CUDA graph is captured, it does not
-wait, and returns a whole mask where there may be padding.
+wait, and says of each key whether it is real.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def padding_mask(
         attention_mask: (batch, tokens seen so far), True = real token, or None.
         kwargs: further arguments of transformers' mask functions, which concern whole masks only.
 
-    Returns: one of these, which have four dimensions because transformers passes such a mask on as it is
+    Returns: one of these, which have four dimensions because transformers passes such a mask on as it is. All but the
+    last two go with the causal mask and the window that a layer knows.
 
     - None: every key that causal and window leave is real;
     - int64 (batch_size, 1, 1, 0): every such key is real, and no sequences are packed, so that the layers need not
@@ -46,16 +47,33 @@ def padding_mask(
       at 0;
     - int64 (batch_size, 1, 1, 2): the first real key of each row, and the end of its keys;
     - int32 (1, 1, 1, num_sequences + 1): offsets of packed sequences in the flattened batch;
+    - uint8 (batch_size, 1, 1, kv_length): 1 for each real key, where they have holes or may have some;
+    - int32 (batch_size, 1, q_length, 2), of more than one query: the keys that each query sees, start and end, where
+      every query sees neighbors (chunks of a causal mask, a prefix, blocks); for one query the fourth form says it;
     - bool (batch_size, 1, q_length, kv_length): a whole mask, for any other pattern.
     """
     if attention_mask is not None and attention_mask.dim() == 4:
         return attention_mask
     if attention_mask is not None and attention_mask.dim() != 2:
         raise UnsupportedError(f"attention_mask: expected (batch, tokens), got shape {tuple(attention_mask.shape)}")
-    pattern = _recognize(mask_function, kv_offset + kv_length)
+    pattern = _recognize(mask_function, kv_offset + kv_length, attention_mask is not None, kwargs)
     if pattern is not None and pattern.sequence_ids is not None:
-        return cu_seqlens_of(pattern.sequence_ids.expand(batch_size, -1))[None, None, None]
-    if pattern is not None:
+        ids = pattern.sequence_ids.expand(batch_size, -1)
+        if pattern.chunk_size is not None and pattern.positions is not None:
+            return _as_form(*_packed_chunks(ids, pattern.positions, pattern.chunk_size))
+        return cu_seqlens_of(ids)[None, None, None]
+    can_wait = attention_mask is None or _may_wait(attention_mask)
+    if pattern is not None and pattern.chunk_size is not None:
+        low, high = _chunks(pattern, batch_size, q_length, q_offset, device)
+        if attention_mask is None:
+            return _as_form(low - kv_offset, high - kv_offset)
+        if can_wait:
+            is_real = _real_keys(attention_mask, kv_offset, kv_length)
+            rows = RealKeys.of(is_real, q_offset + q_length - kv_offset, 0)
+            if rows.is_simple.all():
+                low = (low - kv_offset).maximum(rows.first[:, None])
+                return _as_form(low, (high - kv_offset).minimum(rows.last[:, None]))
+    elif pattern is not None:
         # the last causal query stands at the last key, so slots of a static cache beyond it hold none
         end = q_offset + q_length - kv_offset if pattern.is_causal else kv_length
         has_slots = isinstance(end, Tensor) or end < kv_length
@@ -65,30 +83,36 @@ def padding_mask(
                 return _ends(first, end)
             # transformers looks for packed sequences where there is no cache; in training there may be both
             return None if torch.is_grad_enabled() else first[:, None, None, None][..., :0]
-        if not _may_wait(attention_mask):
-            pattern = None
-    if pattern is not None and attention_mask is not None:
-        is_real = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
-        is_real = torch.nn.functional.pad(is_real, (0, kv_length - is_real.shape[1]))
-        rows = RealKeys.of(is_real, end, q_length if pattern.is_causal else 0)
-        is_simple, begins_at_0, is_full = torch.stack(
-            (rows.is_simple.all(), (rows.first == 0).all(), (rows.last == end).all())
-        ).tolist()
-        if is_simple and pattern.is_causal:
-            if has_slots:
-                return _ends(rows.first, end)
-            return rows.first[:, None, None, None][..., : 0 if begins_at_0 else 1]
-        if is_simple:
-            if begins_at_0:
-                return rows.last[:, None, None, None][..., : 0 if is_full else 1]
-            return torch.stack((rows.first, rows.last), -1)[:, None, None]
+        is_real = _real_keys(attention_mask, kv_offset, kv_length)
+        if can_wait:
+            rows = RealKeys.of(is_real, end, q_length if pattern.is_causal else 0)
+            is_simple, begins_at_0, is_full = torch.stack(
+                (rows.is_simple.all(), (rows.first == 0).all(), (rows.last == end).all())
+            ).tolist()
+            if is_simple and pattern.is_causal:
+                if has_slots:
+                    return _ends(rows.first, end)
+                return rows.first[:, None, None, None][..., : 0 if begins_at_0 else 1]
+            if is_simple:
+                if begins_at_0:
+                    return rows.last[:, None, None, None][..., : 0 if is_full else 1]
+                return torch.stack((rows.first, rows.last), -1)[:, None, None]
+        if not has_slots:
+            return is_real[:, None, None].to(torch.uint8)
     from transformers.masking_utils import sdpa_mask
 
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "device": device}
     attention_mask = None if attention_mask is None else attention_mask.bool()
     kwargs |= {"mask_function": mask_function, "attention_mask": attention_mask}
     # transformers gives, and takes, a tensor here in some versions
-    return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **kwargs)  # type: ignore[arg-type]
+    whole = sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **kwargs)  # type: ignore[arg-type]
+    return whole if whole is None or not _may_wait(whole) else _without_holes(whole, q_offset + 1 - kv_offset)
+
+
+def _real_keys(attention_mask: Tensor, kv_offset: int, kv_length: int) -> Tensor:
+    """(batch, kv_length) bool: what the mask of all tokens says of the keys of this call."""
+    is_real = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+    return torch.nn.functional.pad(is_real, (0, kv_length - is_real.shape[1]))
 
 
 class RealKeys(NamedTuple):
@@ -121,6 +145,50 @@ def _ends(first: Tensor, end: int | Tensor) -> Tensor:
     return torch.stack((first, end.reshape(-1)[:1].expand_as(first)), -1)[:, None, None]
 
 
+def _as_form(low: Tensor, high: Tensor) -> Tensor:
+    """The form for ranges of keys, low to high, (batch, q_length) each; a range that ends before it starts is empty."""
+    ranges = torch.stack((low.clamp(min=0).minimum(high), high), -1)[:, None]
+    return ranges.to(torch.int64 if low.shape[1] == 1 else torch.int32)
+
+
+def _chunks(
+    pattern: _Pattern, batch_size: int, q_length: int, q_offset: int | Tensor, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """The positions that each query sees, start and end, (batch, q_length) each: its chunk up to the query itself."""
+    assert pattern.chunk_size is not None
+    position = (torch.arange(q_length, device=device) + q_offset).expand(batch_size, -1)
+    in_sequence = position if pattern.left_padding is None else position - pattern.left_padding[:, None]
+    return position - in_sequence % pattern.chunk_size, position + 1
+
+
+def _packed_chunks(sequence_ids: Tensor, positions: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+    """The same in packed sequences, as numbers of tokens in the row.
+
+    Args: sequence_ids, positions: (batch, seqlen); positions are those in the sequence.
+    """
+    number = torch.arange(sequence_ids.shape[1], device=sequence_ids.device).expand_as(sequence_ids)
+    is_start = torch.nn.functional.pad(sequence_ids.diff(dim=-1) != 0, (1, 0), value=True)
+    start = torch.where(is_start, number, 0).cummax(-1).values
+    return start.maximum(number - positions % chunk_size), number + 1
+
+
+def _without_holes(whole: Tensor, own_end: int | Tensor) -> Tensor:
+    """A whole mask, (batch, 1, q_length, kv_length), as ranges of keys if each query sees neighbors. Reads one flag.
+
+    Args: own_end: the end of the first query's own key. A single query has to see it, since layers count windows from
+        the last key of such a form.
+    """
+    if 0 in whole.shape or whole.shape[1] != 1 or whole.dtype != torch.bool:
+        return whole
+    seen = whole[:, 0]
+    low = seen.view(torch.uint8).argmax(-1)
+    high = low + seen.sum(-1)
+    is_simple = (seen[..., 1:] & ~seen[..., :-1]).sum(-1) + seen[..., 0] <= 1
+    if seen.shape[1] == 1:
+        is_simple &= high == own_end
+    return _as_form(low, high) if is_simple.all() else whole
+
+
 def _may_wait(t: Tensor) -> bool:
     """Whether the host may read a value of this tensor."""
     if torch.compiler.is_compiling() or t.is_meta:
@@ -142,32 +210,70 @@ def cu_seqlens_of(sequence_ids: Tensor) -> Tensor:
 
 class _Pattern(NamedTuple):
     is_causal: bool
-    sequence_ids: Tensor | None  # (batch, seqlen) for packed sequences
+    sequence_ids: Tensor | None = None  # (batch, seqlen) for packed sequences
+    positions: Tensor | None = None  # (batch, seqlen), in packed sequences
+    chunk_size: int | None = None  # a query sees keys of its own chunk only
+    left_padding: Tensor | None = None  # (batch,): chunks begin behind it
 
 
-def _recognize(mask_function: Callable | None, num_positions: int) -> _Pattern | None:
-    """The pattern of transformers' composed mask function; None for one that `attention_forward` would lose."""
-    if torch.compiler.is_compiling():  # which cannot look into closures
-        from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+def _recognize(
+    mask_function: Callable | None, num_positions: int, has_padding: bool, options: dict[str, Any]
+) -> _Pattern | None:
+    """The pattern of transformers' composed mask function; None for one that `attention_forward` would lose.
 
-        if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
-            return _Pattern(mask_function is causal_mask_function, None)
-        return None
-    is_causal, sequence_ids = False, None
+    Args:
+        has_padding: whether there is an attention mask.
+        options: the further arguments of `padding_mask`.
+    """
+    if torch.compiler.is_compiling():
+        return _recognize_compiled(mask_function, has_padding, **options)
+    found = _Pattern(False)
+    has_window = False
     for name, variables in _conditions(mask_function):
         if name == "causal_mask_function":
-            is_causal = True
+            found = found._replace(is_causal=True)
         elif name == "packed_sequence_mask_function":
-            sequence_ids = variables["packed_sequence_mask"]
-        elif name == "chunked_overlay" and num_positions <= variables["chunk_size"]:
-            pass  # everything is still in the first chunk
-        elif name not in (
-            "bidirectional_mask_function",
-            "sliding_window_overlay",
-            "sliding_window_bidirectional_overlay",
-        ):
+            found = found._replace(sequence_ids=variables["packed_sequence_mask"])
+        elif name == "remap_positions_for_packed_sequence":
+            found = found._replace(positions=variables["position_ids"])
+        elif name == "chunked_overlay":
+            if num_positions > variables["chunk_size"]:  # else everything is still in the first chunk
+                found = found._replace(chunk_size=variables["chunk_size"], left_padding=variables["left_padding"])
+        elif name in ("sliding_window_overlay", "sliding_window_bidirectional_overlay"):
+            has_window = True
+        elif name != "bidirectional_mask_function":
             return None
-    return _Pattern(is_causal, sequence_ids)
+    if found.chunk_size is not None and (has_window or not found.is_causal):
+        return None
+    return found
+
+
+def _recognize_compiled(
+    mask_function: Callable | None,
+    has_padding: bool,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = False,
+    allow_is_bidirectional_skip: bool = False,
+    config: Any = None,
+    **kwargs: Any,
+) -> _Pattern | None:
+    """The pattern as far as it is known under torch.compile, which cannot look into closures.
+
+    transformers gives the size of a window or of a chunk, and allows skips where nothing else has been composed.
+    """
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
+        return _Pattern(mask_function is causal_mask_function)
+    chunk_size = getattr(config, "attention_chunk_size", None)
+    if local_size is None or config is None:
+        return None
+    if allow_is_bidirectional_skip and chunk_size is None:
+        return _Pattern(False)
+    if allow_is_causal_skip and chunk_size is None:
+        return _Pattern(True)
+    is_chunked = allow_is_causal_skip and getattr(config, "sliding_window", None) is None and local_size == chunk_size
+    return _Pattern(True, chunk_size=chunk_size) if is_chunked and not has_padding else None
 
 
 def _conditions(mask_function: Callable | None) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -185,6 +291,7 @@ def _conditions(mask_function: Callable | None) -> Iterator[tuple[str, dict[str,
         for condition in variables["mask_functions"]:
             yield from _conditions(condition)
     elif name == "remap_positions_for_packed_sequence":
+        yield name, variables
         yield from _conditions(variables["mask_function"])
     else:
         yield name, variables

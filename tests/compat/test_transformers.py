@@ -374,18 +374,43 @@ def test_single_queries_decode(decoders, cache, monkeypatch):
     assert all("bias" not in o for o in steps)
 
 
-def test_a_mask_of_a_compiled_forward_is_whole_where_there_may_be_padding():
-    from transformers import masking_utils
+def masks_of_layers(monkeypatch):
+    """What the layers of models get from now on as their masks."""
+    made, module = [], sys.modules[attention_forward.__module__]
 
-    def make_mask(attention_mask):
-        return padding_mask(
-            BATCH, SEQLEN, SEQLEN, mask_function=masking_utils.causal_mask_function, attention_mask=attention_mask
-        )
+    def spy(layer, query, key, value, attention_mask, **kwargs):
+        made.append(attention_mask)
+        return attention_forward(layer, query, key, value, attention_mask, **kwargs)
 
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "onepass", spy)
+    monkeypatch.setattr(module, "attention_forward", spy)  # what register() gives to transformers
+    return made
+
+
+def weighted_gradient(model, out):
+    """The gradient of a model's embedding; the weights are random since a norm's output has a constant square."""
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+    return torch.autograd.grad((out * weights).sum(), model.get_input_embeddings().weight)[0]
+
+
+@pytest.mark.parametrize(("name", "side"), [("llama", "left"), ("mistral", "holes"), ("gemma2", "right")])
+def test_padding_of_a_compiled_model(name, side, monkeypatch):
+    """No mask is dense: each key is real or not, and layers know causal and window."""
+    mask = padding("left" if side == "holes" else side)
+    if side == "holes":
+        mask[:, 7] = 0
+    family, extra = MODELS[name]
+    made = masks_of_layers(monkeypatch)
     torch._dynamo.reset()
-    found = torch.compile(make_mask, backend="eager", fullgraph=True)(padding("left").bool())
-    assert found.shape == (BATCH, 1, SEQLEN, SEQLEN)
-    assert torch.equal(found.any(2)[:, 0], padding("left").bool())
+    results = []
+    for implementation in (register(), "eager"):
+        model = make(family, extra, implementation)
+        forward = torch.compile(model.forward, backend="eager") if implementation == "onepass" else model
+        logits = forward(tokens(), attention_mask=mask, use_cache=False).logits[mask.bool()]
+        results.append((logits.detach(), weighted_gradient(model, logits)))
+    assert {(tuple(m.shape), m.dtype) for m in made} == {((BATCH, 1, 1, SEQLEN), torch.uint8)}
+    for actual, expected in zip(*results, strict=True):
+        assert_close(actual, expected)
 
 
 def test_a_mask_that_is_ready_stays_as_it_is():
@@ -482,18 +507,113 @@ def patterns(config):
         "or": masking_utils.create_causal_mask(**arguments, or_mask_function=lambda b, h, i, j: j < 7),
         "and": masking_utils.create_causal_mask(**arguments, and_mask_function=lambda b, h, i, j: (i - j) % 3 < 2),
         "chunks": masking_utils.create_chunked_causal_mask(**arguments),
+        "blocks": masking_utils.create_causal_mask(
+            **arguments, block_sequence_ids=torch.tensor([-1, -1, 0, 0, 0, -1, -1, 1, 1, 1, 1]).expand(BATCH, -1)
+        ),
     }
 
 
-@pytest.mark.parametrize("name", ["or", "and", "chunks"])
+@pytest.mark.parametrize("name", ["or", "and", "chunks", "blocks"])
 def test_masks_with_another_pattern(name):
+    """Where every query sees neighbors, ranges of keys say so; else there is a whole mask."""
     eager, ours = (make("Llama", {}, implementation) for implementation in ("eager", register()))
     mask = patterns(ours.config)[name]
-    assert mask.dtype == torch.bool
-    assert mask.shape == (BATCH, 1, SEQLEN, SEQLEN)
+    if name == "and":
+        assert (mask.dtype, mask.shape) == (torch.bool, (BATCH, 1, SEQLEN, SEQLEN))
+    else:
+        assert (mask.dtype, mask.shape) == (torch.int32, (BATCH, 1, SEQLEN, 2))
     out = ours(tokens(), attention_mask=mask, use_cache=False).logits
     expected = eager(tokens(), attention_mask=patterns(eager.config)[name], use_cache=False).logits
     assert_close(out, expected, padding("left").bool())
+
+
+LLAMA4 = {
+    "attention_chunk_size": 4,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "intermediate_size_mlp": 48,
+    "no_rope_layers": [1, 0],  # the first layer sees chunks, the second one all
+    "interleave_moe_layer_step": 2,
+}
+
+
+@pytest.fixture
+def llama4():
+    """Models whose first layer sees chunks of 4 keys: eager, and with onepass."""
+    return [make("Llama4Text", LLAMA4, name, head="Model") for name in ("eager", register())]
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right", "packed"])
+def test_chunks(llama4, side, monkeypatch):
+    made = masks_of_layers(monkeypatch)
+    where = torch.ones(BATCH, SEQLEN, dtype=torch.bool) if side in ("none", "packed") else padding(side).bool()
+    options = {"use_cache": False, "attention_mask": padding(side) if side in ("left", "right") else None}
+    if side == "packed":
+        options["position_ids"] = torch.stack(
+            [packed_positions()[0], torch.arange(SEQLEN), torch.arange(SEQLEN) % 7 + 2]
+        )
+    results = []
+    for model in llama4:
+        out = model(tokens(), **options).last_hidden_state[where]
+        results.append((out.detach(), weighted_gradient(model, out)))
+    assert (made[0].dtype, made[0].shape) == (torch.int32, (BATCH, 1, SEQLEN, 2))
+    assert made[1] is None or made[1].numel() <= SEQLEN
+    for actual, expected in zip(*reversed(results), strict=True):
+        assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_chunks_in_a_cache(llama4, side, cache, monkeypatch):
+    made = masks_of_layers(monkeypatch)
+    mask = torch.ones(BATCH, SEQLEN, dtype=torch.long) if side == "none" else padding(side)
+    results = []
+    for model in llama4:
+        if cache == "static":
+            past = transformers.StaticCache(config=model.config, max_cache_len=16)
+        else:
+            past = transformers.DynamicCache(config=model.config)
+        parts = []
+        for start, end in ((0, 6), (6, 9), (9, 10), (10, 11)):
+            given = None if side == "none" else mask[:, :end]
+            step = model(tokens()[:, start:end], attention_mask=given, past_key_values=past, use_cache=True)
+            parts.append(step.last_hidden_state)
+        results.append(torch.cat(parts, 1))
+    assert_close(*reversed(results), mask.bool())
+    assert all(m is None or m.dtype in (torch.int32, torch.int64) for m in made)
+
+
+def test_chunks_without_a_mask_wait_for_nothing():
+    from transformers import masking_utils
+
+    config = make("Llama4Text", LLAMA4, register(), head="Model").config
+    arguments = {"config": config, "inputs_embeds": torch.zeros(1, 9, 32), "past_key_values": None}
+    with HostReads() as reads:
+        assert masking_utils.create_chunked_causal_mask(**arguments, attention_mask=None).shape == (1, 1, 9, 2)
+    assert reads.count == 0
+
+
+def test_chunks_of_a_compiled_model(llama4, monkeypatch):
+    """A cache, as in training with default settings, keeps transformers from looking for packed sequences."""
+    eager, ours = llama4
+    made = masks_of_layers(monkeypatch)
+    torch._dynamo.reset()
+    out = torch.compile(ours.forward, backend="eager")(tokens(), use_cache=True).last_hidden_state
+    assert_close(out, eager(tokens(), use_cache=True).last_hidden_state)
+    assert (made[0].dtype, made[0].shape) == (torch.int32, (BATCH, 1, SEQLEN, 2))
+    assert made[1] is None
+
+
+def test_a_mask_of_a_single_query():
+    """Layers count a window from the last key that a range has, which must then be the query's own."""
+    from transformers import masking_utils
+
+    causal = masking_utils.causal_mask_function
+    with_blocks = masking_utils.or_masks(causal, lambda b, h, i, j: j == 2)
+    without_itself = masking_utils.and_masks(causal, lambda b, h, i, j: j < 5)
+    found = padding_mask(1, 1, 9, q_offset=8, mask_function=with_blocks)
+    assert found.tolist() == [[[[0, 9]]]]
+    assert padding_mask(1, 1, 9, q_offset=8, mask_function=without_itself).shape == (1, 1, 1, 9)
 
 
 def test_one_chunk_is_causal():

@@ -196,6 +196,16 @@ def test_varlen_attn(window, active):
         torch.testing.assert_close(actual.double(), correct, rtol=1e-4, atol=1e-5)
 
 
+def test_varlen_attn_over_pages(active):
+    """A cache in pages is left to the kernel that was there before, and on a CPU there is none."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    q, pages = normal(4, 2, 16), normal(6, 16, 2, 16)
+    offsets = torch.tensor([0, 2, 4], dtype=torch.int32)
+    options = {"block_table": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), "seqused_k": offsets[1:] * 8}
+    with pytest.raises(NotImplementedError, match="expected no block_table"):
+        varlen.varlen_attn(q, pages, pages, offsets, None, 2, 32, **options)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("rotation", ["allgather", "alltoall"])
 def test_context_parallel(num_ranks, rotation):

@@ -1,5 +1,6 @@
-"""torchtitan's and Megatron's attention, unmodified, over onepass. Without these packages the tests are skipped."""
+"""torchtitan's and Megatron's attention, unmodified, over onepass."""
 
+import importlib
 import subprocess
 import sys
 
@@ -23,13 +24,14 @@ assert rope_utils.apply_rotary_emb_flash.__module__.startswith("onepass.compat")
 
 
 def torchtitan_attention():
-    return pytest.importorskip("torchtitan.models.common.attention", reason="needs torchtitan")
+    return importlib.import_module("torchtitan.models.common.attention")
 
 
 def qkv(dtype):
     return [torch.randn(2, 40, heads, 32, dtype=dtype, requires_grad=True) for heads in (4, 2, 2)]
 
 
+@pytest.mark.package("torchtitan")
 def test_torchtitan_causal():
     attention = torchtitan_attention().ScaledDotProductAttention(None)
     q, k, v = qkv(torch.float32)
@@ -44,6 +46,7 @@ def test_torchtitan_causal():
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.package("torchtitan")
 def test_torchtitan_documents():
     module = torchtitan_attention()
     attention = module.VarlenAttention(module.VarlenAttention.Config())
@@ -58,7 +61,7 @@ def test_torchtitan_documents():
     torch.testing.assert_close(out.double().flatten(0, 1), expected, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.package("megatron")
 def test_megatron_takes_onepass_for_flash_attn():
-    pytest.importorskip("megatron.core", reason="needs megatron-core")
     done = subprocess.run([sys.executable, "-c", MEGATRON], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

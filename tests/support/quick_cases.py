@@ -123,6 +123,11 @@ QUICK_CASES: dict[str, list[str]] = {
     "compat/test_installation.py::test_run_refuses_bad_arguments": ["arguments0"],
     "compat/test_installation.py::test_run_a_module": [],
     "compat/test_installation.py::test_undo_is_complete": [],
+    # ---------------------------------------------------------------- transformers
+    "compat/test_transformers.py::test_padding_of_a_compiled_model": ["mistral-holes"],
+    "compat/test_transformers_generation.py::test_continuous_batching": ["2"],
+    "compat/test_transformers_generation.py::test_training_by_default": ["T5"],
+    # ---------------------------------------------------------------- others
     "geometry/test_backward_turns.py::test_groups_of_heads_are_balanced": ["2048-4", "2048-8"],
     "tools/test_bench_context_parallel.py::test_command_on_two_ranks": [],
     "tools/test_context_parallel_example.py::test_losses_do_not_depend_on_the_number_of_ranks": [],

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-HAS_KERNELS = importlib.util.find_spec("kernels") is not None
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +111,7 @@ def test_a_copy_compiles_kernels(hub, tmp_path):
     assert run(code, ONEPASS_CACHE_DIR=str(tmp_path)).split() == ["forward", "forward"]
 
 
-@pytest.mark.skipif(not HAS_KERNELS, reason="the library kernels is not installed")
+@pytest.mark.package("kernels")
 def test_get_kernel(hub):
     code = """
     import torch
@@ -126,3 +125,45 @@ def test_get_kernel(hub):
     print(kernel.__name__)
     """
     assert run(code, LOCAL_KERNELS=f"someone/onepass={hub}").startswith("_onepass_cpu_")
+
+
+@pytest.mark.package("kernels")
+def test_transformers_loads_it_by_its_name(hub):
+    """Padded generation and, since the name has flash in it, continuous batching."""
+    code = """
+    from transformers.utils import import_utils
+
+    # transformers 5.23 asks for kernels 0.18.2, and 0.17.2 has all that it uses here
+    import_utils.is_kernels_available.__wrapped__.__defaults__ = "0.17", "0.19"
+    import sys, torch, transformers
+
+    def make(name):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+        )
+        return transformers.LlamaForCausalLM._from_config(config, attn_implementation=name).eval()
+
+    tokens = torch.randint(2, 97, (2, 11))
+    mask = (torch.arange(11) >= torch.tensor([[0], [4]])).long()
+    options = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+    batching = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32)
+
+    def generate(name):
+        padded = make(name).generate(tokens, attention_mask=mask, generation_config=options)
+        batched = make(name).generate_batch(
+            inputs=[tokens[0].tolist(), tokens[1, :5].tolist()],
+            generation_config=options,
+            continuous_batching_config=batching,
+            progress_bar=False,
+        )
+        return padded.tolist(), sorted(o.generated_tokens for o in batched.values())
+
+    expected = generate("sdpa")
+    assert not any(name.startswith("_onepass_cpu_") for name in sys.modules)
+    assert generate("someone/onepass-flash") == expected
+    print(*(name for name in sys.modules if name.startswith("_onepass_cpu_")))
+    """
+    assert run(code, LOCAL_KERNELS=f"someone/onepass-flash={hub}").startswith("_onepass_cpu_")
