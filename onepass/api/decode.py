@@ -152,7 +152,8 @@ def attention_decode(
             from scores, after the softcap.
         bias: (batch or 1, num_heads_q or 1, seqlen_q or 1, max_seqlen or 1), packed without the batch: added to scores,
             after the softcap; -inf hides a pair. Column j belongs to key j of the cache, of which there are max_pages *
-            page_size with a page_table. With q_positions, row i belongs to position i, for any number of rows.
+            page_size with a page_table. With q_positions, row i belongs to position i, for any number of rows, and a
+            position that is none of them has the nearest one.
         rotary_positions_q, rotary_positions_k: (batch or 1, seqlen_q) and (batch or 1, seqlen_new) int32: the rows of
             rotary_cos and rotary_sin by which q and k_new are rotated, in place of their key positions. A negative
             number counts as 0.
