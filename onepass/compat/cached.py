@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..api.decode import attention_decode
+from ..errors import BeyondPagesError
 from ..geometry.splits import MAX_SPLITS
 from ..ops.without_backward import in_graph_of
 from ..problem import Mask
@@ -257,6 +258,13 @@ def _check_before_writing(
         read_cache_lengths(inputs)
 
 
+def check_over_pages(
+    q: Tensor, cache: Cache, lengths: Tensor, cu_seqlens_q: Tensor, extras: Extras, options: dict[str, Any]
+) -> None:
+    """Raise what `attend` would raise of packed queries over pages, for calls that are computed in another way."""
+    _check_before_writing(q, cache, lengths, lengths, cu_seqlens_q, extras, options)
+
+
 def table_of_entries(
     batch: int, device: torch.device, k_cache: Tensor, page_table: Tensor | None, cache_batch_idx: Any
 ) -> Tensor | None:
@@ -292,17 +300,54 @@ def lengths_of(
     capacity: int,
     seqlen_new: int,
     name: str = "cache_seqlens",
+    table: str | None = None,
 ) -> Tensor:
-    """The filled lengths as a (batch,) tensor. The host checks an int, but not the values of a tensor.
+    """The filled lengths as a (batch,) tensor. The host checks an int, but not the values of a tensor on a device.
 
-    Args: name: of the argument, for messages.
+    Args: name: of the argument, for messages. table: the name of the table of pages that the call has, if it has one.
     """
     if cache_seqlens is None:
         cache_seqlens = capacity
     if is_integer(cache_seqlens) and not isinstance(cache_seqlens, bool):
         cache_seqlens = check_int(name, cache_seqlens)
+        if table is not None and cache_seqlens + seqlen_new > capacity:
+            raise beyond_pages(name, table, cache_seqlens, capacity, seqlen_new)
         refuse_lengths(cache_seqlens, cache_seqlens, capacity, seqlen_new)
         return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
     tensors.check_tensor(name, cache_seqlens, "an int, an int32 torch.Tensor or None")
     tensors.check_int32(name, cache_seqlens, (batch,), "one per batch entry", device)
+    if table is not None:
+        refuse_beyond_pages(name, table, cache_seqlens, capacity, seqlen_new)
     return cache_seqlens
+
+
+def beyond_pages(name: str, table: str, length: int, capacity: int, seqlen_new: int) -> BeyondPagesError:
+    less = f" less {seqlen_new} new keys" if seqlen_new else ""
+    return BeyondPagesError(
+        f"{name}: expected at most {capacity - seqlen_new}, the {capacity} rows that {table} addresses{less}, "
+        f"got {length}"
+    )
+
+
+def refuse_beyond_pages(
+    name: str, table: str, lengths: Tensor, capacity: int, new: int | Tensor = 0, waits: bool = False
+) -> None:
+    """Raise `BeyondPagesError` if a length, read from the host's memory, is beyond the rows that a table addresses.
+
+    Args:
+        name, table: of the arguments, for messages.
+        new: the number of new keys, or (batch,) those of each entry.
+        waits: read lengths from a GPU, too, but not while a CUDA graph is captured.
+    """
+    is_ordinary = type(lengths) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+    if not is_ordinary or lengths.is_meta or not lengths.numel():
+        return
+    if lengths.device.type != "cpu" and not waits:
+        return
+    if lengths.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return
+    filled = lengths + new
+    longest = int(filled.argmax())
+    if int(filled[longest]) > capacity:
+        length = int(lengths[longest])
+        raise beyond_pages(name, table, length, capacity, int(filled[longest]) - length)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onepass import reference
-from onepass.compat import flash_attn
+from onepass.compat import flash_attn, flash_attn_3, flash_attn_4
 from onepass.geometry import philox
 
 DTYPE = torch.float64
@@ -169,6 +169,106 @@ def test_dropout_over_a_block_table(theirs):
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
     assert not torch.equal(results[0][0], flash_attn.flash_attn_varlen_func(q, *keys, offsets_q, offsets_k, 7, 10))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ([[0], [2]], "cu_seqlens_k: expected at most 4, the 4 rows that block_table addresses, got 7"),
+        ([[0, 1], [2, 50]], r"block_table\[1, 1\]: expected a page 0 to 5 of the cache, got 50"),
+    ],
+)
+def test_blocks_that_do_not_exist_are_refused(table, message, dropout_p):
+    q, pages = randn(10, 4, 8), [randn(6, 4, 2, 8, seed=i) for i in (1, 2)]
+    offsets_q, offsets_k = torch.tensor([0, 5, 10]).int(), torch.tensor([0, 7, 14]).int()
+    with pytest.raises(ValueError, match=message):
+        flash_attn.flash_attn_varlen_func(
+            q, *pages, offsets_q, offsets_k, 5, 7, dropout_p, block_table=torch.tensor(table, dtype=torch.int32)
+        )
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_a_block_table_without_blocks_or_offsets(dropout_p):
+    q, pages = randn(10, 4, 8), [randn(6, 4, 2, 8, seed=i) for i in (1, 2)]
+    offsets_q, offsets_k = torch.tensor([0, 5, 10]).int(), torch.tensor([0, 7, 14]).int()
+    table = {"block_table": torch.zeros(2, 2, dtype=torch.int32)}
+    with pytest.raises(ValueError, match="k: expected at least 1 page"):
+        flash_attn.flash_attn_varlen_func(q, *(p[:0] for p in pages), offsets_q, offsets_k, 5, 7, dropout_p, **table)
+    with pytest.raises(TypeError, match=r"cu_seqlens_q: expected an int32 torch\.Tensor, got None"):
+        flash_attn.flash_attn_varlen_func(q, *pages, None, offsets_k, 5, 7, dropout_p, **table)
+
+
+def test_the_probabilities_and_the_state_of_dropout_over_a_block_table():
+    """They are those of the same keys without blocks, of which the backward repeats the mask."""
+    q, pages = randn(11, 4, 8), [randn(6, 4, 2, 8, seed=i) for i in (1, 2)]
+    table = torch.tensor([[5, 0, 1], [3, 2, 4]], dtype=torch.int32)
+    offsets_q, offsets_k = torch.tensor([0, 7, 11]).int(), torch.tensor([0, 10, 16]).int()
+    rows = [torch.cat([p[table[b].long()].flatten(0, 1)[:n] for b, n in enumerate((10, 6))]) for p in pages]
+    results = []
+    for k, v, more in ((*pages, {"block_table": table}), (*rows, {})):
+        torch.manual_seed(4)
+        options = {"causal": True, "alibi_slopes": slopes(2, 4)} | more
+        *_, probs = flash_attn.flash_attn_varlen_func(
+            q, k, v, offsets_q, offsets_k, 7, 10, 0.3, return_attn_probs=True, **options
+        )
+        torch.manual_seed(4)
+        found = flash_attn._flash_attn_varlen_forward(
+            q, k, v, offsets_q, offsets_k, 7, 10, 0.3, 8**-0.5, return_softmax=True, **options
+        )
+        assert torch.equal(found[2], probs)
+        assert (probs < 0).any()
+        results.append(found)
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+    assert results[0][3].any()
+    with pytest.raises(ValueError, match="return_softmax: expected False without dropout, got True"):
+        flash_attn._flash_attn_varlen_forward(
+            q, *pages, offsets_q, offsets_k, 7, 10, 0.0, 0.3, False, return_softmax=True, block_table=table
+        )
+
+
+def test_no_gradient_flows_through_the_private_forward_over_a_block_table():
+    q, pages = randn(10, 4, 8).requires_grad_(), [randn(6, 4, 2, 8, seed=i) for i in (1, 2)]
+    offsets_q, offsets_k = torch.tensor([0, 5, 10]).int(), torch.tensor([0, 7, 14]).int()
+    table = torch.tensor([[5, 0], [3, 2]], dtype=torch.int32)
+    for dropout_p in (0.0, 0.2):
+        out, *_ = flash_attn._flash_attn_varlen_forward(
+            q, *pages, offsets_q, offsets_k, 5, 7, dropout_p, 0.3, False, block_table=table
+        )
+        with pytest.raises(NotImplementedError, match="_flash_attn_varlen_forward has no backward"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_s_dmask_is_0_for_keys_that_do_not_exist(is_paged):
+    q, pages = randn(5, 4, 8), [randn(5, 4, 2, 8, seed=i) for i in (1, 2)]
+    table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    keys = pages if is_paged else [p.flatten(0, 1)[:16] for p in pages]
+    offsets_q, offsets_k = torch.tensor([0, 3, 5]).int(), torch.tensor([0, 8, 16]).int()
+    starts, used = torch.tensor([2, 0], dtype=torch.int32), torch.tensor([7, 5], dtype=torch.int32)
+    more = {"block_table": table} if is_paged else {}
+    out, lse, probs, _ = flash_attn._flash_attn_varlen_forward(
+        q,
+        *keys,
+        offsets_q,
+        offsets_k,
+        3,
+        8,
+        0.5,
+        0.3,
+        False,
+        return_softmax=True,
+        leftpad_k=starts,
+        seqused_k=used,
+        **more,
+    )
+    probs = probs.abs()
+    for b, (first, end, rows) in enumerate(((2, 7, 3), (0, 5, 2))):
+        assert (probs[b, :, :rows, first:end] > 0).all()
+        assert not probs[b, :, :, :first].any()
+        assert not probs[b, :, :, end:].any()
+        assert not probs[b, :, rows:].any()
 
 
 def test_dropout_and_left_padding_over_a_block_table():
@@ -382,3 +482,47 @@ def test_caches_that_require_a_gradient_are_written_in_place():
     assert torch.equal(caches[0][range(3), FILLED.long()], k[:, 0])
     with pytest.raises(NotImplementedError, match=r"attention over a cache .* has no backward"):
         out.sum().backward()
+
+
+class TestLengthsBeyondATable:
+    """All are errors that callers of flash-attn, who expect RuntimeError, and of onepass understand."""
+
+    def check(self, name, table, call):
+        for error in (RuntimeError, ValueError):
+            with pytest.raises(error, match=f"^{name}: expected at most .* rows that {table} addresses.*, got"):
+                call()
+
+    def tensors(self):
+        lengths = torch.tensor([3, 9], dtype=torch.int32)
+        table = torch.arange(4, dtype=torch.int32).view(2, 2)
+        return randn(2, 1, 4, 8), [randn(6, 4, 2, 8, seed=i) for i in (1, 2)], table, lengths
+
+    def test_of_flash_attn_2(self):
+        q, pages, table, lengths = self.tensors()
+        offsets_q, offsets_k = torch.tensor([0, 1, 2]).int(), torch.tensor([0, 3, 12]).int()
+        call = flash_attn.flash_attn_with_kvcache
+        self.check("cache_seqlens", "block_table", lambda: call(q, *pages, cache_seqlens=lengths, block_table=table))
+        self.check("cache_seqlens", "block_table", lambda: call(q, *pages, cache_seqlens=9, block_table=table))
+        for p in (0.0, 0.1):
+            call = flash_attn.flash_attn_varlen_func
+            arguments = q[:, 0], *pages, offsets_q, offsets_k, 1, 9, p
+            self.check("cu_seqlens_k", "block_table", lambda: call(*arguments, block_table=table))
+            arguments = *arguments, 0.3, False
+            call = flash_attn._flash_attn_varlen_forward
+            self.check("seqused_k", "block_table", lambda: call(*arguments, block_table=table, seqused_k=lengths))
+
+    def test_of_flash_attn_3(self):
+        q, pages, table, lengths = self.tensors()
+        call = flash_attn_3.flash_attn_with_kvcache
+        self.check("cache_seqlens", "page_table", lambda: call(q, *pages, cache_seqlens=lengths, page_table=table))
+        self.check("cache_seqlens", "page_table", lambda: call(q, *pages, cache_seqlens=9, page_table=table))
+        new = [randn(3, 2, 8)] * 2
+        packed = {"cache_seqlens": lengths - 2, "cu_seqlens_k_new": torch.tensor([0, 1, 3]).int()}
+        self.check("cache_seqlens", "page_table", lambda: call(q, *pages, *new, **packed, page_table=table))
+        call = flash_attn_3._flash_attn_forward
+        self.check("seqused_k", "page_table", lambda: call(q, *pages, seqused_k=lengths, page_table=table))
+
+    def test_of_flash_attn_4(self):
+        q, pages, table, lengths = self.tensors()
+        call = flash_attn_4.flash_attn_varlen_func
+        self.check("seqused_k", "page_table", lambda: call(q, *pages, seqused_k=lengths, page_table=table))

@@ -11,7 +11,7 @@ from ...errors import REFUSALS, renamed
 from ...validation import tensors
 from .. import conventions
 from ..cache_update import check_rotary
-from ..cached import NO_EXTRAS, Cache, Extras, append_and_attend, lengths_of, table_of_entries
+from ..cached import NO_EXTRAS, Cache, Extras, append_and_attend, lengths_of, refuse_beyond_pages, table_of_entries
 from ..quantization import check_descales, score_descale
 
 E4M3 = torch.float8_e4m3fn
@@ -68,7 +68,10 @@ def over_cache(
     k_descale, v_descale = _cache_descales(q, k_cache, descales, batch)
     cache = Cache(k_cache, v_cache, table, k_descale, v_descale)
     seqlen_new = 0 if k is None or cu_seqlens_k_new is not None else k.shape[1]
-    lengths = lengths_of(cache_seqlens, batch, q.device, cache.capacity, seqlen_new)
+    table_name = None if page_table is None else "page_table"
+    lengths = lengths_of(cache_seqlens, batch, q.device, cache.capacity, seqlen_new, table=table_name)
+    if table_name is not None and cu_seqlens_k_new is not None:
+        refuse_beyond_pages("cache_seqlens", table_name, lengths, cache.capacity, cu_seqlens_k_new.diff())
     cos, sin, rotary_seqlens, interleaved = rotary
     starts = lengths if rotary_seqlens is None or rotary_seqlens is cache_seqlens else rotary_seqlens
     try:

@@ -103,7 +103,7 @@ def forward(
         score, value = score_descale(descales), descales[2]
         cache = cache._replace(k_descale=ones if score is None else score, v_descale=ones if value is None else value)
     conventions.check_per_entry("seqused_k", lengths.seqused_k, batch, q.device)
-    filled = lengths_of(lengths.seqused_k, batch, q.device, cache.capacity, 0, "seqused_k")
+    filled = lengths_of(lengths.seqused_k, batch, q.device, cache.capacity, 0, "seqused_k", "page_table")
     rows = q.bfloat16() if q.dtype == E4M3 else q
     try:
         return attend_in_pages(rows, cache, filled, lengths, num_splits=num_splits, **options)
