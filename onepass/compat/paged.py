@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..api import steps
+from ..api.decode import autocast_rows
 from ..errors import REFUSALS, renamed
 from ..validation import tensors
 from ..validation.scalars import check_real
@@ -57,6 +58,7 @@ def over_pages(
             expected = "4 dimensions (num_blocks, page_block_size, num_heads_kv, head_dim)"
             raise ValueError(f"{name}: expected {expected}, got shape {tuple(pages.shape)}")
     tensors.check_max_seqlens(max_seqlen_q, max_seqlen_k)
+    (q,) = autocast_rows(k, q)
     cut = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
     extras = NO_EXTRAS if starts is alibi_slopes is None else Extras(starts, None, alibi_slopes)
     cache = Cache(k, v, block_table)

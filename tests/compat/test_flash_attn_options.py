@@ -484,6 +484,55 @@ def test_caches_that_require_a_gradient_are_written_in_place():
         out.sum().backward()
 
 
+def test_probabilities_under_autocast():
+    """All results are in the dtype of autocast, as without the probabilities."""
+    tensors = [t.requires_grad_() for t in qkv(dtype=torch.float32)]
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = flash_attn.flash_attn_func(*tensors, 0.1)
+        out, lse, probs = flash_attn.flash_attn_func(*tensors, 0.1, return_attn_probs=True)
+        private = flash_attn._flash_attn_forward(*tensors, 0.1, 0.3, False, -1, -1, 0.0, None, True)
+    assert [t.dtype for t in (plain, out, probs, private[0], private[2])] == [torch.bfloat16] * 5
+    assert lse.dtype == torch.float32
+    found = gradients(out, tensors, torch.ones_like(out))
+    assert [g.dtype for g in found] == [torch.float32] * 3
+
+
+@pytest.mark.parametrize("library", [flash_attn, flash_attn_3])
+def test_a_cache_under_autocast(library):
+    """Queries and new keys meet a cache in the dtype of autocast, which is written in place."""
+    q, caches = randn(2, 1, 4, 8).float(), [randn(2, 6, 2, 8, seed=i).bfloat16() for i in (1, 2)]
+    new, lengths = [randn(2, 1, 2, 8, seed=i).float() for i in (3, 4)], torch.tensor([3, 5], dtype=torch.int32)
+    copies = [c.clone() for c in caches]
+    rows = [t.bfloat16() for t in (q, *new)]
+    expected = library.flash_attn_with_kvcache(rows[0], *copies, *rows[1:], cache_seqlens=lengths)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = library.flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=lengths)
+    assert torch.equal(out, expected)
+    assert all(torch.equal(c, copy) for c, copy in zip(caches, copies, strict=True))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+def test_blocks_under_autocast(dropout_p):
+    q, pages = randn(2, 4, 8).float(), [randn(6, 4, 2, 8, seed=i).bfloat16() for i in (1, 2)]
+    offsets_q, offsets_k = torch.tensor([0, 1, 2]).int(), torch.tensor([0, 7, 12]).int()
+    table = torch.arange(4, dtype=torch.int32).view(2, 2)
+    results = []
+    for rows, is_enabled in ((q, True), (q.bfloat16(), False)):
+        torch.manual_seed(4)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_enabled):
+            results.append(
+                flash_attn.flash_attn_varlen_func(
+                    rows, *pages, offsets_q, offsets_k, 1, 7, dropout_p, block_table=table
+                )
+            )
+    assert torch.equal(*results)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = flash_attn_4.flash_attn_varlen_func(
+            q[:, None], *pages, seqused_k=torch.tensor([7, 5], dtype=torch.int32), page_table=table
+        )
+    assert out.dtype == torch.bfloat16
+
+
 class TestLengthsBeyondATable:
     """All are errors that callers of flash-attn, who expect RuntimeError, and of onepass understand."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...api.decode import autocast_rows
 from ...errors import REFUSALS, renamed
 from ...validation import tensors
 from ...validation.scalars import check_flag, check_int
@@ -91,6 +92,7 @@ def flash_attn_with_kvcache(
         tensors.check_tensor(name, tensor)
         if tensor.dim() != 4:
             raise ValueError(f"{name}: expected 4 dimensions, got {tensor.dim()} in shape {tuple(tensor.shape)}")
+    q, k, v = autocast_rows(k_cache, q, k, v)
     if block_table is not None and tensors.check_tensor("block_table", block_table).dim() != 2:
         raise ValueError(f"block_table: expected shape (batch, max_blocks), got {tuple(block_table.shape)}")
     page_table = table_of_entries(q.shape[0], q.device, k_cache, block_table, cache_batch_idx)

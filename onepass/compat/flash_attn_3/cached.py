@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...api.decode import autocast_rows
 from ...errors import REFUSALS, renamed
 from ...validation import tensors
 from .. import conventions
@@ -58,6 +59,7 @@ def over_cache(
         tensors.check_tensor(name, tensor)
         if tensor.dim() != rank:
             raise ValueError(f"{name}: expected {rank} dimensions, got {tensor.dim()} in shape {tuple(tensor.shape)}")
+    q, k, v = autocast_rows(k_cache, q, k, v)
     if page_table is not None and tensors.check_tensor("page_table", page_table).dim() != 2:
         raise ValueError(f"page_table: expected shape (batch, max_pages), got {tuple(page_table.shape)}")
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1

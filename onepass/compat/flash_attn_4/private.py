@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...api.decode import autocast_rows
 from ...errors import REFUSALS, UnsupportedError, renamed
 from ...quantization.codec import E4M3
 from ...validation import tensors
@@ -104,7 +105,7 @@ def forward(
         cache = cache._replace(k_descale=ones if score is None else score, v_descale=ones if value is None else value)
     conventions.check_per_entry("seqused_k", lengths.seqused_k, batch, q.device)
     filled = lengths_of(lengths.seqused_k, batch, q.device, cache.capacity, 0, "seqused_k", "page_table")
-    rows = q.bfloat16() if q.dtype == E4M3 else q
+    rows = q.bfloat16() if q.dtype == E4M3 else autocast_rows(k, q)[0]
     try:
         return attend_in_pages(rows, cache, filled, lengths, num_splits=num_splits, **options)
     except REFUSALS as error:
