@@ -90,8 +90,12 @@ def unpad_input_for_concatenated_sequences(
     Returns: the first four results of `unpad_input`, with a sequence for each length.
     """
     _check_batch(hidden_states, "attention_mask_in_length", attention_mask_in_length)
-    tokens = attention_mask_in_length.sum(-1, keepdim=True)
-    is_token = torch.arange(attention_mask_in_length.shape[1], device=tokens.device) < tokens
+    tokens, seqlen = attention_mask_in_length.sum(-1, keepdim=True), attention_mask_in_length.shape[1]
+    longest = int(tokens.max()) if tokens.numel() else 0
+    if longest > seqlen:
+        expected = f"lengths that sum to at most {seqlen} in each row"
+        raise ValueError(f"attention_mask_in_length: expected {expected}, got a sum of {longest}")
+    is_token = torch.arange(seqlen, device=tokens.device) < tokens
     lengths = attention_mask_in_length[attention_mask_in_length != 0]
     return _packed(hidden_states, is_token.flatten().nonzero().flatten(), lengths)
 

@@ -18,7 +18,7 @@ from ..errors import UnsupportedError
 from ..tiled.cache import rotate
 from ..validation.scalars import check_flag, is_integer
 from ..validation.tensors import check_tensor, shape_of
-from .cache_update import rows_of_sequences
+from .cache_update import is_on_host, rows_of_sequences
 
 __all__ = [
     "RotaryEmbedding",
@@ -218,6 +218,8 @@ def _tables(x: Tensor, cos: Any, sin: Any, offsets: Any, cu_seqlens: Tensor | No
                 f"seqlen_offsets: expected an int or shape ({batch},) of int32 or int64, "
                 f"got {shape_of(offsets)} of {offsets.dtype}"
             )
+        if is_on_host(offsets) and int(offsets.min()) < 0:
+            raise ValueError(f"seqlen_offsets: expected positions from 0 on, got {offsets.tolist()}")
     elif not is_integer(offsets) or offsets < 0:
         raise ValueError(f"seqlen_offsets: expected an int from 0 on or a tensor, got {offsets!r}")
     elif cu_seqlens is None and offsets + x.shape[1] > cos.shape[0]:

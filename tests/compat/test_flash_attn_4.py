@@ -294,7 +294,7 @@ def test_refusals_of_pages():
     for changes, error, match in (
         ({"cu_seqlens_k": OFFSETS_K}, NotImplementedError, "cu_seqlens_k: expected None, got a tensor"),
         ({"page_table": torch.zeros(2, dtype=INT32)}, ValueError, r"page_table: expected shape \(batch, max_pages\)"),
-        ({"seqused_k": torch.tensor([1, 6], dtype=INT32)}, ValueError, "seqused_k: expected 0 to 5"),
+        ({"seqused_k": torch.tensor([1, 6], dtype=INT32)}, ValueError, "seqused_k: expected at most 5"),
         ({"seqused_k": torch.tensor([1, 2])}, TypeError, "seqused_k: expected dtype int32"),
     ):
         with pytest.raises(error, match=match):

@@ -216,3 +216,8 @@ def test_module_with_offsets_in_a_tensor():
 def test_refusals(call, match):
     with pytest.raises(ValueError, match=match):
         call(randn(2, 5, 3, 8))
+
+
+def test_positions_below_0_are_refused():
+    with pytest.raises(ValueError, match=r"seqlen_offsets: expected positions from 0 on, got \[2, -1\]"):
+        apply_rotary_emb(randn(2, 3, 2, 8), COS, SIN, seqlen_offsets=torch.tensor([2, -1]))

@@ -11,7 +11,7 @@ from ...api.decode import autocast_rows
 from ...errors import REFUSALS, renamed
 from ...validation import tensors
 from .. import conventions
-from ..cache_update import check_rotary
+from ..cache_update import check_rotary, is_on_host
 from ..cached import NO_EXTRAS, Cache, Extras, append_and_attend, lengths_of, refuse_beyond_pages, table_of_entries
 from ..quantization import check_descales, score_descale
 
@@ -39,10 +39,12 @@ def over_cache(
     attention_chunk: Any,
     num_splits: Any,
     options: dict[str, Any],
+    seqused_q: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse. If an input requires a gradient, a backward through them raises.
 
     Args:
+        seqused_q: (batch,) int32: only the first queries of each batch entry exist; out of the others is 0.
         rotary: rotary_cos, rotary_sin, rotary_seqlens and rotary_interleaved.
         descales: q_descale, k_descale and v_descale. options: of `onepass.attention`.
         All others: as for `flash_attn_with_kvcache`.
@@ -51,6 +53,8 @@ def over_cache(
     tensors.check_tensor("q", q)
     if cu_seqlens_q is not None:
         tensors.check_int32("cu_seqlens_q", cu_seqlens_q, ("batch + 1",), "one more offset than sequences", q.device)
+        if cu_seqlens_q.shape[0] < 1:
+            raise ValueError(f"cu_seqlens_q: expected shape (batch + 1,), got {tuple(cu_seqlens_q.shape)}")
     for name, tensor, rank in (
         ("q", q, 4 if cu_seqlens_q is None else 3),
         ("k_cache", k_cache, 4),
@@ -64,7 +68,8 @@ def over_cache(
         raise ValueError(f"page_table: expected shape (batch, max_pages), got {tuple(page_table.shape)}")
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     conventions.check_per_entry("cache_leftpad", cache_leftpad, batch, q.device)
-    conventions.check_per_entry("rotary_seqlens", rotary[2], batch, q.device)
+    conventions.check_per_entry("seqused_q", seqused_q, batch, q.device)
+    _check_rotary_seqlens(rotary, batch, q.device)
     _check_new(q, k_cache, v_cache, k, v, batch, cache_seqlens, cu_seqlens_k_new)
     table = table_of_entries(batch, q.device, k_cache, page_table, cache_batch_idx)
     k_descale, v_descale = _cache_descales(q, k_cache, descales, batch)
@@ -86,6 +91,7 @@ def over_cache(
             rotary=turned,
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_new=cu_seqlens_k_new,
+            seqused_q=seqused_q,
             max_seqlen_q=max_seqlen_q,
             num_splits=num_splits,
             extras=Extras(starts=cache_leftpad, chunk=chunk) if chunk or cache_leftpad is not None else NO_EXTRAS,
@@ -93,6 +99,17 @@ def over_cache(
         )
     except REFUSALS as error:
         raise renamed(error, _NAMES) from None
+
+
+def _check_rotary_seqlens(rotary: tuple[Any, Any, Any, Any], batch: int, device: torch.device) -> None:
+    cos, sin, seqlens, _ = rotary
+    conventions.check_per_entry("rotary_seqlens", seqlens, batch, device)
+    if seqlens is None:
+        return
+    if cos is sin is None:
+        raise ValueError("rotary_seqlens: expected None without rotary_cos and rotary_sin, got a tensor")
+    if is_on_host(seqlens) and int(seqlens.min()) < 0:
+        raise ValueError(f"rotary_seqlens: expected positions from 0 on, got {seqlens.tolist()}")
 
 
 def _cache_descales(

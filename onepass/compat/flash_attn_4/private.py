@@ -12,9 +12,8 @@ from ...errors import REFUSALS, UnsupportedError, renamed
 from ...quantization.codec import E4M3
 from ...validation import tensors
 from ...validation.scalars import check_flag, check_int
-from .. import conventions
-from ..cached import Cache, attend_in_pages, lengths_of
-from ..calls import attend, backward
+from .. import calls, conventions
+from ..cached import Cache, attend, lengths_of
 from ..gradients import check_stats
 from ..quantization import check_descales, score_descale
 from ..sequences import Lengths
@@ -85,7 +84,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out and lse in the shapes of the call; with a page_table they have no backward."""
     if page_table is None:
-        return attend(q, k, v, lengths, options, descales, deterministic=deterministic)
+        return calls.attend(q, k, v, lengths, options, descales, deterministic=deterministic)
     tensors.check_tensor("page_table", page_table, "an int32 torch.Tensor")
     conventions.refuse("keys in pages are not cut by offsets", cu_seqlens_k=lengths.cu_seqlens_k)
     if page_table.dim() != 2:
@@ -106,8 +105,13 @@ def forward(
     conventions.check_per_entry("seqused_k", lengths.seqused_k, batch, q.device)
     filled = lengths_of(lengths.seqused_k, batch, q.device, cache.capacity, 0, "seqused_k", "page_table")
     rows = q.bfloat16() if q.dtype == E4M3 else autocast_rows(k, q)[0]
+    cut: dict[str, Any] = {"cu_seqlens_q": lengths.cu_seqlens_q, "seqused_q": lengths.seqused_q}
     try:
-        return attend_in_pages(rows, cache, filled, lengths, num_splits=num_splits, **options)
+        if lengths.cu_seqlens_q is not None:
+            meaning = "one more offset than rows of the page_table"
+            tensors.check_int32("cu_seqlens_q", lengths.cu_seqlens_q, (batch + 1,), meaning, q.device)
+            cut["max_seqlen_q"] = lengths.max_seqlen_q
+        return attend(rows, cache, filled, num_splits=num_splits, **cut, **options)
     except REFUSALS as error:
         raise renamed(error, _NAMES) from None
 
@@ -250,7 +254,7 @@ def _flash_attn_bwd(
     options = options_of(softmax_scale, causal, window, softcap, learnable_sink)
     options["deterministic"] = check_flag("deterministic", deterministic, allow_none=True) or None
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-    gradients, dsink = backward(dout, (q, k, v), out, lse, (dq, dk, dv), lengths, options, dlse, "lse")
+    gradients, dsink = calls.backward(dout, (q, k, v), out, lse, (dq, dk, dv), lengths, options, dlse, "lse")
     return gradients if learnable_sink is None else (*gradients, dsink)
 
 
