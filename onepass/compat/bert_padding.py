@@ -13,6 +13,8 @@ from torch import Tensor
 from ..validation.tensors import check_tensor, shape_of
 
 __all__ = [
+    "IndexFirstAxis",
+    "IndexPutFirstAxis",
     "index_first_axis",
     "index_first_axis_residual",
     "index_put_first_axis",
@@ -46,6 +48,18 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
     if values.shape[0] != indices.shape[0]:
         raise ValueError(f"values: expected {indices.shape[0]} rows, one per index, got {values.shape[0]}")
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices.long(), values)
+
+
+class IndexFirstAxis:
+    """`index_first_axis` by the name of flash-attn's autograd function, as `apply`."""
+
+    apply = staticmethod(index_first_axis)
+
+
+class IndexPutFirstAxis:
+    """`index_put_first_axis` by the name of flash-attn's autograd function, as `apply`."""
+
+    apply = staticmethod(index_put_first_axis)
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:

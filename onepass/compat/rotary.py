@@ -21,6 +21,9 @@ from ..validation.tensors import check_tensor, shape_of
 from .cache_update import is_on_host, rows_of_sequences
 
 __all__ = [
+    "ApplyRotaryEmb",
+    "ApplyRotaryEmbKV_",
+    "ApplyRotaryEmbQKV_",
     "RotaryEmbedding",
     "apply_rotary",
     "apply_rotary_emb",
@@ -28,6 +31,7 @@ __all__ = [
     "apply_rotary_emb_kv_",
     "apply_rotary_emb_qkv_",
     "apply_rotary_emb_torch",
+    "rotate_half",
 ]
 
 # heads of dimension 2 of a tensor, and their tables
@@ -162,6 +166,31 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
     batch, seqlen = cos.shape[:2]
     positions = torch.arange(batch * seqlen, device=x.device).view(batch, seqlen)
     return rotate(x, positions, cos.flatten(0, 1), sin.flatten(0, 1), check_flag("interleaved", interleaved))
+
+
+def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
+    """x with each pair (a, b) of columns replaced by (-b, a): a quarter turn. Pairs are those of `apply_rotary_emb`."""
+    pairs = x.unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    a, b = pairs.unbind(-1 if interleaved else -2)
+    return torch.stack((-b, a), -1 if interleaved else -2).flatten(-2)
+
+
+class ApplyRotaryEmb:
+    """`apply_rotary_emb` by the name of flash-attn's autograd function, as `apply`."""
+
+    apply = staticmethod(apply_rotary_emb)
+
+
+class ApplyRotaryEmbQKV_:
+    """`apply_rotary_emb_qkv_` by the name of flash-attn's autograd function, as `apply`."""
+
+    apply = staticmethod(apply_rotary_emb_qkv_)
+
+
+class ApplyRotaryEmbKV_:
+    """`apply_rotary_emb_kv_` by the name of flash-attn's autograd function, as `apply`."""
+
+    apply = staticmethod(apply_rotary_emb_kv_)
 
 
 class _TurnInPlace(torch.autograd.Function):

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from onepass.compat.bert_padding import (
+    IndexFirstAxis,
+    IndexPutFirstAxis,
     index_first_axis,
     index_first_axis_residual,
     index_put_first_axis,
@@ -98,3 +100,9 @@ def test_gradients(dtype):
 def test_refusals(call, match):
     with pytest.raises(ValueError, match=match):
         call()
+
+
+def test_names_of_autograd_functions():
+    x, indices = hidden_states(4, 2), torch.tensor([3, 1])
+    assert torch.equal(IndexFirstAxis.apply(x, indices), x[[3, 1]])
+    assert torch.equal(IndexPutFirstAxis.apply(x[:2], indices, 4)[[3, 1]], x[:2])

@@ -575,3 +575,36 @@ class TestLengthsBeyondATable:
         q, pages, table, lengths = self.tensors()
         call = flash_attn_4.flash_attn_varlen_func
         self.check("seqused_k", "page_table", lambda: call(q, *pages, seqused_k=lengths, page_table=table))
+
+
+KINDS = {
+    "FlashAttnFunc": lambda q, k, v, cu: (q, k, v),
+    "FlashAttnKVPackedFunc": lambda q, k, v, cu: (q, torch.stack((k, v), 2)),
+    "FlashAttnQKVPackedFunc": lambda q, k, v, cu: (torch.stack((q, q, q), 2),),
+    "FlashAttnVarlenFunc": lambda q, k, v, cu: (q[0], k[0], v[0], cu, cu, 7, 7),
+    "FlashAttnVarlenKVPackedFunc": lambda q, k, v, cu: (q[0], torch.stack((k, v), 2)[0], cu, cu, 7, 7),
+    "FlashAttnVarlenQKVPackedFunc": lambda q, k, v, cu: (torch.stack((q, q, q), 2)[0], cu, 7),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_names_of_autograd_functions(name):
+    """`apply` has the arguments of the function, in its order, and whether gradients are recorded."""
+    tensors = [t.requires_grad_() for t in qkv(batch=1, seqlen_k=7)]
+    words = name.removeprefix("FlashAttn").removesuffix("Func").lower().replace("varlen", "varlen_").strip("_")
+    function = getattr(flash_attn, "_".join(("flash_attn", *filter(None, [words]), "func")))
+    given = KINDS[name](*tensors, torch.tensor([0, 3, 7], dtype=torch.int32))
+    options = 0.0, 0.3, True, (4, 0), 2.0, slopes(4), True, True
+    rest = (None,) if name == "FlashAttnVarlenFunc" else ()  # the block table
+    for is_recorded in (True, False):
+        found = getattr(flash_attn, name).apply(*given, *options, *rest, is_recorded)
+        for a, b in zip(found, function(*given, *options, *rest), strict=True):
+            assert torch.equal(a, b)
+        assert found[0].requires_grad == is_recorded
+
+
+def test_maybe_contiguous():
+    x = randn(2, 3, 4)
+    assert flash_attn.maybe_contiguous(x) is x
+    assert flash_attn.maybe_contiguous(None) is None
+    assert flash_attn.maybe_contiguous(x.mT).is_contiguous()

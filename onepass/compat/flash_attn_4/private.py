@@ -15,6 +15,7 @@ from ...validation.scalars import check_flag, check_int
 from .. import calls, conventions
 from ..cached import Cache, attend, lengths_of
 from ..gradients import check_stats
+from ..merging import merged
 from ..quantization import check_descales, score_descale
 from ..sequences import Lengths
 
@@ -261,6 +262,38 @@ def _flash_attn_bwd(
 def _flash_attn_bwd_sparse_mla(*args: Any, **kwargs: Any) -> None:
     """The backward of calls with qv or gather_kv_indices, which are refused."""
     raise UnsupportedError(f"qv, gather_kv_indices: expected a call without them: {QV}, and {GATHER}")
+
+
+def _flash_attn_fwd_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    seqused: Tensor | None = None,
+    num_splits_dynamic_ptr: Tensor | None = None,
+    virtual_batch_idx: Tensor | None = None,
+    semaphore_to_reset: Tensor | None = None,
+    *,
+    _arch: int | None = None,
+) -> None:
+    """Merge attention over disjoint sets of keys into out and, if it is given, lse.
+
+    Args:
+        lse: (batch, seqlen, num_heads) or packed, float32. num_splits_dynamic_ptr: must be None.
+        semaphore_to_reset: is set to 0.
+        All others: as for `flash_attn_combine`.
+    """
+    conventions.refuse("all splits are merged", num_splits_dynamic_ptr=num_splits_dynamic_ptr)
+    tensors.check_tensor("out", out)
+    expected = tuple(tensors.check_tensor("lse_partial", lse_partial).shape[1:])
+    if lse is not None and tuple(tensors.check_tensor("lse", lse).shape) != expected:
+        raise ValueError(f"lse: expected shape {expected}, got {tuple(lse.shape)}")
+    _, found = merged(out_partial, lse_partial, out, None)
+    if lse is not None:
+        lse.copy_(found)
+    if semaphore_to_reset is not None:
+        semaphore_to_reset.zero_()
 
 
 def scheduler_metadata(lengths: tuple[Tensor | None, ...], num_splits: Any) -> SchedulerMetadataTensorsTorch:
