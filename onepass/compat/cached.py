@@ -102,9 +102,8 @@ def attend(
     """
     if seqused_q is not None:
         assert new is rotary is None
-        cut = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
-        shared = {"sinks": sinks, "num_splits": num_splits, "extras": extras}
-        return _attend_used(q, cache, lengths, seqused_q, **cut, **shared, **options)
+        options |= {"max_seqlen_q": max_seqlen_q, "sinks": sinks, "num_splits": num_splits}
+        return _attend_used(q, cache, lengths, seqused_q, cu_seqlens_q=cu_seqlens_q, extras=extras, **options)
     modifiers = {}
     if extras is not NO_EXTRAS:
         right = Mask.from_options(options["causal"], options["window"]).window_right

@@ -57,7 +57,7 @@ def test_several_sequences_in_an_entry():
 
 def test_sequences_that_an_entry_has_no_room_for():
     with pytest.raises(
-        ValueError, match="attention_mask_in_length: expected lengths that sum to at most 4 .* sum of 6"
+        ValueError, match=r"attention_mask_in_length: expected lengths that sum to at most 4 .* sum of 6"
     ):
         unpad_input_for_concatenated_sequences(hidden_states(2, 4, 2), torch.tensor([[1, 3, 0, 0], [2, 4, 0, 0]]))
 

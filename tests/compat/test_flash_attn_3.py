@@ -270,7 +270,7 @@ def test_private_forward_over_a_cache_of_which_some_queries_exist(theirs, has_ne
 
 def test_what_calls_beside_a_cache_refuse_of_their_lengths():
     q, k, v = qkv()
-    with pytest.raises(TypeError, match="seqused_k: expected an int32 torch.Tensor, got list"):
+    with pytest.raises(TypeError, match=r"seqused_k: expected an int32 torch\.Tensor, got list"):
         fa3.flash_attn_varlen_func(q, k, v, None, None, 7, 10, attention_chunk=3, seqused_k=[1])
     with pytest.raises(ValueError, match="q: expected 4 dimensions"):
         fa3.flash_attn_func(*(torch.ones(3).to(E4M3) for _ in range(3)))

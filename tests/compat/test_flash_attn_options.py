@@ -248,7 +248,7 @@ def test_s_dmask_is_0_for_keys_that_do_not_exist(is_paged):
     offsets_q, offsets_k = torch.tensor([0, 3, 5]).int(), torch.tensor([0, 8, 16]).int()
     starts, used = torch.tensor([2, 0], dtype=torch.int32), torch.tensor([7, 5], dtype=torch.int32)
     more = {"block_table": table} if is_paged else {}
-    out, lse, probs, _ = flash_attn._flash_attn_varlen_forward(
+    *_, probs, _ = flash_attn._flash_attn_varlen_forward(
         q,
         *keys,
         offsets_q,
@@ -536,10 +536,10 @@ def test_blocks_under_autocast(dropout_p):
 class TestLengthsBeyondATable:
     """All are errors that callers of flash-attn, who expect RuntimeError, and of onepass understand."""
 
-    def check(self, name, table, call):
+    def check(self, name, table, function, *arguments, **options):
         for error in (RuntimeError, ValueError):
             with pytest.raises(error, match=f"^{name}: expected at most .* rows that {table} addresses.*, got"):
-                call()
+                function(*arguments, **options)
 
     def tensors(self):
         lengths = torch.tensor([3, 9], dtype=torch.int32)
@@ -548,33 +548,33 @@ class TestLengthsBeyondATable:
 
     def test_of_flash_attn_2(self):
         q, pages, table, lengths = self.tensors()
+        paged = {"block_table": table}
         offsets_q, offsets_k = torch.tensor([0, 1, 2]).int(), torch.tensor([0, 3, 12]).int()
-        call = flash_attn.flash_attn_with_kvcache
-        self.check("cache_seqlens", "block_table", lambda: call(q, *pages, cache_seqlens=lengths, block_table=table))
-        self.check("cache_seqlens", "block_table", lambda: call(q, *pages, cache_seqlens=9, block_table=table))
+        for given in (lengths, 9):
+            function = flash_attn.flash_attn_with_kvcache
+            self.check("cache_seqlens", "block_table", function, q, *pages, cache_seqlens=given, **paged)
         for p in (0.0, 0.1):
-            call = flash_attn.flash_attn_varlen_func
             arguments = q[:, 0], *pages, offsets_q, offsets_k, 1, 9, p
-            self.check("cu_seqlens_k", "block_table", lambda: call(*arguments, block_table=table))
-            arguments = *arguments, 0.3, False
-            call = flash_attn._flash_attn_varlen_forward
-            self.check("seqused_k", "block_table", lambda: call(*arguments, block_table=table, seqused_k=lengths))
+            self.check("cu_seqlens_k", "block_table", flash_attn.flash_attn_varlen_func, *arguments, **paged)
+            function = flash_attn._flash_attn_varlen_forward
+            self.check("seqused_k", "block_table", function, *arguments, 0.3, False, seqused_k=lengths, **paged)
 
     def test_of_flash_attn_3(self):
         q, pages, table, lengths = self.tensors()
-        call = flash_attn_3.flash_attn_with_kvcache
-        self.check("cache_seqlens", "page_table", lambda: call(q, *pages, cache_seqlens=lengths, page_table=table))
-        self.check("cache_seqlens", "page_table", lambda: call(q, *pages, cache_seqlens=9, page_table=table))
+        paged = {"page_table": table}
+        function = flash_attn_3.flash_attn_with_kvcache
+        for given in (lengths, 9):
+            self.check("cache_seqlens", "page_table", function, q, *pages, cache_seqlens=given, **paged)
         new = [randn(3, 2, 8)] * 2
-        packed = {"cache_seqlens": lengths - 2, "cu_seqlens_k_new": torch.tensor([0, 1, 3]).int()}
-        self.check("cache_seqlens", "page_table", lambda: call(q, *pages, *new, **packed, page_table=table))
-        call = flash_attn_3._flash_attn_forward
-        self.check("seqused_k", "page_table", lambda: call(q, *pages, seqused_k=lengths, page_table=table))
+        paged["cu_seqlens_k_new"] = torch.tensor([0, 1, 3]).int()
+        self.check("cache_seqlens", "page_table", function, q, *pages, *new, cache_seqlens=lengths - 2, **paged)
+        function = flash_attn_3._flash_attn_forward
+        self.check("seqused_k", "page_table", function, q, *pages, seqused_k=lengths, page_table=table)
 
     def test_of_flash_attn_4(self):
         q, pages, table, lengths = self.tensors()
-        call = flash_attn_4.flash_attn_varlen_func
-        self.check("seqused_k", "page_table", lambda: call(q, *pages, seqused_k=lengths, page_table=table))
+        function = flash_attn_4.flash_attn_varlen_func
+        self.check("seqused_k", "page_table", function, q, *pages, seqused_k=lengths, page_table=table)
 
 
 KINDS = {

@@ -77,8 +77,8 @@ def flash_attn_with_kvcache(
     Returns: out (batch, seqlen_q, num_heads_q, head_dim_v); softmax_lse (batch, num_heads_q, seqlen_q) float32. If an
     input requires a gradient, their backward raises.
     Raises: TypeError or ValueError for bad shapes, dtypes or lengths; an error that is both ValueError and RuntimeError
-    for lengths beyond the rows that a block_table addresses. The caches are unchanged whenever it raises. Without a block_table the host does not read
-    lengths from a GPU, so their values are not checked there.
+    for lengths beyond the rows that a block_table addresses. The caches are unchanged whenever it raises. Without a
+    block_table the host does not read lengths from a GPU, so their values are not checked there.
     """
     options = {
         "softmax_scale": softmax_scale,

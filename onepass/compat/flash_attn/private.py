@@ -158,7 +158,7 @@ def _flash_attn_varlen_forward(
         del options["deterministic"]
         dropout_p, return_softmax = _checked_dropout(dropout_p, return_softmax)
         with torch.no_grad():
-            out, *rest = over_pages(
+            out, lse, probs, state = over_pages(
                 *inputs,
                 cu_seqlens_q=cu_seqlens_q,
                 lengths=lengths,
@@ -172,7 +172,7 @@ def _flash_attn_varlen_forward(
                 returns_probabilities=return_softmax,
                 **options,
             )
-        return conventions.without_backward(function, out, *inputs), *rest
+        return conventions.without_backward(function, out, *inputs), lse, probs, state
     packed = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
