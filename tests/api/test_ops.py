@@ -230,6 +230,8 @@ def test_autocast_casts_what_meets_a_cache_in_its_dtype():
 
     expected = decode(torch.bfloat16, copies := [t.clone() for t in caches])
     with torch.autocast("cpu", dtype=torch.bfloat16):
+        given = {"q": q, "k_new": k_new, "v_new": v_new, "k_cache": caches[0], "v_cache": caches[1]}
+        assert onepass.supports(**given, cache_seqlens=lengths)
         assert torch.equal(decode(torch.float32, caches), expected)
         assert all(torch.equal(cache, copy) for cache, copy in zip(caches, copies, strict=True))
         # a cache in another dtype stays as it is, and so do queries and keys
