@@ -12,6 +12,10 @@ class UnsupportedError(NotImplementedError):
     """The request is well formed, but no backend of this release computes it; the message says why."""
 
 
+class BeyondPagesError(ValueError, RuntimeError):
+    """A length is beyond the rows that a table of pages addresses: a RuntimeError in flash-attn, a ValueError here."""
+
+
 def renamed(error: Exception, names: Mapping[str, str]) -> Exception:
     """A refusal for a caller who knows the argument by another name, which the message then begins with.
 

@@ -181,10 +181,10 @@ def positions(
 
 
 def bias_of_rows(bias: Tensor, seqlen_q: int, q_positions: Tensor | None) -> Tensor:
-    """The rows of a bias that queries use: row i, or the one of its position."""
+    """The rows of a bias that queries use: row i, or the one of its position, or else the nearest one."""
     if q_positions is None or bias.shape[-2] == 1:
         return bias
-    rows = q_positions.long()[:, None, :, None]
+    rows = q_positions.long().clamp(0, bias.shape[-2] - 1)[:, None, :, None]
     shape = torch.broadcast_shapes(bias.shape[:2], rows.shape[:2])
     return bias.expand(*shape, -1, -1).gather(2, rows.expand(*shape, seqlen_q, bias.shape[-1]))
 

@@ -336,10 +336,11 @@ def attention(
             lo <= j < hi, of those that all other arguments leave.
         q_positions: (batch or 1, seqlen_q) int32 on q's device: where each query stands among the keys, instead of
             i + seqlen_k - seqlen_q. causal, window, seqstart_k and alibi_slopes count from it, and it is the number of
-            a query's row in bias and for dropout.
+            a query's row in bias and for dropout. It may be any number; one that is no row of bias has the nearest row.
         alibi_slopes: (num_heads_q,) or (batch, num_heads_q) float32; subtracts slope * |position - j| from a score,
-            after the softcap. They may require a gradient.
-        bias: added to scores after the softcap; broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k). A pair with
+            after the softcap. They may require a gradient, and be negative.
+        bias: added to scores after the softcap; broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k), with
+            q_positions to (batch, num_heads_q, positions, seqlen_k) for any number of positions. A pair with
             a bias of -inf is hidden. It may require a gradient, which is undefined for hidden pairs. A row is undefined
             if all its biases are as low as torch.finfo(dtype).min, beside which scores are lost.
         dropout_p: 0 <= dropout_p < 1: each probability is left out of the product with v with this probability,
@@ -461,14 +462,17 @@ def attention_varlen(
         seqused_k: (batch,) int32; only the first seqused_k[b] keys of sequence b exist.
         seqstart_k, alibi_slopes, dropout_p: as for `attention`; keys are counted from the first one of a sequence.
         key_ranges: (num_heads_q or 1, total_q, 2) int32. q_positions: (total_q,) int32.
-        bias: (num_heads_q or 1, total_q or 1, columns): column j belongs to key j of each sequence.
+        bias: (num_heads_q or 1, total_q or 1, columns): column j belongs to key j of each sequence, so that there are
+            as many as the longest sequence has keys, or more, or 1 for all keys. With q_positions
+            (num_heads_q or 1, positions, columns).
         causal, window, softcap, sinks, softmax_scale, deterministic, return_lse, precision, backend, tuning: as for
             `attention`; masks are aligned to each sequence's own lengths.
 
     Returns: out, (total_q, num_heads_q, head_dim_v), or AttentionOutput with lse (num_heads_q, total_q).
 
-    Raises: what `attention` raises, and ValueError for offsets that are out of order from a backend that reads them on
-    the host (`tiled`). Kernels read them on the device only, and return undefined values for such offsets.
+    Raises: what `attention` raises, and from a backend that reads lengths on the host (`tiled`) ValueError for offsets
+    that are out of order, and for a bias with too few columns. Kernels read lengths on the device only: what they
+    return for such offsets and such a bias is undefined.
     """
     if unknown:
         raise keywords.unexpected("attention_varlen", unknown)

@@ -17,7 +17,7 @@ from ..validation.lost_gradients import refuse_forward_mode
 from ..validation.overlap import with_shared_caches_refused
 from ..validation.scalars import check_int
 from . import fast_path, keywords
-from .attention import AttentionOutput, Window
+from .attention import AttentionOutput, Window, autocast_inputs
 
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
@@ -54,6 +54,19 @@ class DecodeOptions(TypedDict, total=False):
     split_size: int | None
     check_values: bool
     backend: str | None
+
+
+def autocast_rows(k_cache: Any, *rows: Any) -> tuple[Any, ...]:
+    """Queries and new keys and values as a call over a cache takes them: cast under torch.autocast, None stays None.
+
+    A cache is never copied, so they are cast only to meet one in autocast's dtype.
+    """
+    if not isinstance(k_cache, Tensor) or k_cache.device.type == "meta":
+        return rows
+    device = k_cache.device.type
+    if not torch.is_autocast_enabled(device) or k_cache.dtype != torch.get_autocast_dtype(device):
+        return rows
+    return tuple(autocast_inputs(t)[0] if isinstance(t, Tensor) else t for t in rows)
 
 
 @overload
@@ -110,6 +123,8 @@ def attention_decode(
     Batch entry b has seqlen_k = cache_seqlens[b] + seqlen_new keys. Masks are aligned at their end, as in `attention`:
     query i stands at key position seqlen_k - seqlen_q + i.
 
+    Under torch.autocast, q, k_new and v_new are cast to its dtype if the caches have that dtype. Caches are never cast.
+
     There is no backward: tensors that require a gradient are taken, and a backward pass through the result raises
     NotImplementedError. New keys are written to the cache without their history.
 
@@ -152,7 +167,8 @@ def attention_decode(
             from scores, after the softcap.
         bias: (batch or 1, num_heads_q or 1, seqlen_q or 1, max_seqlen or 1), packed without the batch: added to scores,
             after the softcap; -inf hides a pair. Column j belongs to key j of the cache, of which there are max_pages *
-            page_size with a page_table. With q_positions, row i belongs to position i, for any number of rows.
+            page_size with a page_table. With q_positions, row i belongs to position i, for any number of rows, and a
+            position that is none of them has the nearest one.
         rotary_positions_q, rotary_positions_k: (batch or 1, seqlen_q) and (batch or 1, seqlen_new) int32: the rows of
             rotary_cos and rotary_sin by which q and k_new are rotated, in place of their key positions. A negative
             number counts as 0.
@@ -192,6 +208,7 @@ def attention_decode(
     """
     if unknown:
         raise keywords.unexpected("attention_decode", unknown)
+    q, k_new, v_new = autocast_rows(k_cache, q, k_new, v_new)
     inputs = DecodeInputs(
         q,
         k_cache,

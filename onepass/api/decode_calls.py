@@ -11,7 +11,7 @@ from ..problem.decode import MODIFIERS, TENSORS, DecodeInputs, DecodeProblem
 from ..validation.decode import check_decode
 from ..validation.tensors import tensor_of_shape
 from . import keywords
-from .decode import attention_decode
+from .decode import attention_decode, autocast_rows
 
 _TENSORS = (*TENSORS, *MODIFIERS)
 _REQUIRED = TENSORS[:4]
@@ -53,6 +53,8 @@ def problem_of(function: str, arguments: dict[str, Any]) -> tuple[DecodeProblem,
         raise keywords.unexpected(function, unknown, "attention_decode")
     arguments = _OPTIONAL_TENSORS | _OPTIONS | arguments
     inputs = DecodeInputs(*(arguments.pop(name) for name in TENSORS))
+    q, k_new, v_new = autocast_rows(inputs.k_cache, inputs.q, inputs.k_new, inputs.v_new)
+    inputs = inputs._replace(q=q, k_new=k_new, v_new=v_new)
     given = tuple(arguments.pop(name) for name in MODIFIERS)
     if any(t is not None for t in given):
         inputs = inputs.with_modifiers(given)

@@ -21,6 +21,7 @@ from ..ops import modified
 from ..problem import AttentionInputs, AttentionProblem, ModifiedInputs, Modifiers
 from ..validation.attention import check_attention, check_attention_varlen
 from ..validation.modifiers import NAMES
+from .attention import autocast_inputs
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Steps:
     """A checked call.
 
     Attributes:
-        arguments: the arguments of the operators after those for results: tensors, then options.
+        arguments: the arguments of the operators after those for results: tensors (q, k and v first), then options.
         dropout_state: (2,) int64, seed and offset; None without dropout.
     """
 
@@ -78,7 +79,7 @@ def prepare(
     dropout_state: Tensor | None = None,
     modifiers: Mapping[str, Any] | None = None,
 ) -> Steps:
-    """Check a call of `attention` or, with offsets, of `attention_varlen`, and choose its backend.
+    """Check a call of `attention` or, with offsets, of `attention_varlen`, and choose its backend. Autocast applies.
 
     Args:
         dropout_state: seed and offset of an earlier call with dropout; None: they are drawn here.
@@ -87,6 +88,7 @@ def prepare(
 
     Raises: what `attention_varlen` raises.
     """
+    q, k, v = autocast_inputs(q, k, v)
     given = {name: (modifiers or {}).get(name) for name in NAMES}
     options = {
         "causal": causal,

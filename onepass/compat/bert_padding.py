@@ -13,6 +13,8 @@ from torch import Tensor
 from ..validation.tensors import check_tensor, shape_of
 
 __all__ = [
+    "IndexFirstAxis",
+    "IndexPutFirstAxis",
     "index_first_axis",
     "index_first_axis_residual",
     "index_put_first_axis",
@@ -46,6 +48,18 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
     if values.shape[0] != indices.shape[0]:
         raise ValueError(f"values: expected {indices.shape[0]} rows, one per index, got {values.shape[0]}")
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices.long(), values)
+
+
+class IndexFirstAxis:
+    """`index_first_axis` by the name of flash-attn's autograd function, as `apply`."""
+
+    apply = staticmethod(index_first_axis)
+
+
+class IndexPutFirstAxis:
+    """`index_put_first_axis` by the name of flash-attn's autograd function, as `apply`."""
+
+    apply = staticmethod(index_put_first_axis)
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,8 +104,12 @@ def unpad_input_for_concatenated_sequences(
     Returns: the first four results of `unpad_input`, with a sequence for each length.
     """
     _check_batch(hidden_states, "attention_mask_in_length", attention_mask_in_length)
-    tokens = attention_mask_in_length.sum(-1, keepdim=True)
-    is_token = torch.arange(attention_mask_in_length.shape[1], device=tokens.device) < tokens
+    tokens, seqlen = attention_mask_in_length.sum(-1, keepdim=True), attention_mask_in_length.shape[1]
+    longest = int(tokens.max()) if tokens.numel() else 0
+    if longest > seqlen:
+        expected = f"lengths that sum to at most {seqlen} in each row"
+        raise ValueError(f"attention_mask_in_length: expected {expected}, got a sum of {longest}")
+    is_token = torch.arange(seqlen, device=tokens.device) < tokens
     lengths = attention_mask_in_length[attention_mask_in_length != 0]
     return _packed(hidden_states, is_token.flatten().nonzero().flatten(), lengths)
 

@@ -65,23 +65,34 @@ def check_rotary(cos: Any, sin: Any, starts: Tensor, interleaved: Any, q: Tensor
     return Rotary(cos, sin, starts, interleaved)
 
 
-def rotated(x: Tensor, cu_seqlens: Tensor | None, rotary: Rotary | None, one_position: bool = False) -> Tensor:
+def rotated(
+    x: Tensor,
+    cu_seqlens: Tensor | None,
+    rotary: Rotary | None,
+    one_position: bool = False,
+    used: Tensor | None = None,
+) -> Tensor:
     """Queries or new keys with their first columns rotated, in x's dtype, or in bfloat16 for an e4m3 x.
 
     Args:
         x: (batch, seqlen, num_heads, head_dim), or packed (total, num_heads, head_dim) with its cu_seqlens.
         one_position: all rows of a batch entry stand at its first position.
+        used: (batch,) int32: only the first rows of each entry exist; the tables need no rows for the others.
     """
     x = x.bfloat16() if x.dtype == E4M3 else x
     if rotary is None:
         return x
     starts = rotary.starts.long()
+    last = None if used is None else (used.long() - 1).clamp(min=0)
     if cu_seqlens is None:
-        steps = torch.arange(x.shape[1], device=x.device)
+        steps = torch.arange(x.shape[1], device=x.device).expand(len(starts), -1)
+        steps = steps if last is None else torch.minimum(steps, last[:, None])
         positions = starts[:, None] + (torch.zeros_like(steps) if one_position else steps)
     else:
         owner, step = rows_of_sequences(x.shape[0], cu_seqlens)
-        first = starts[owner.clamp(max=max(len(starts) - 1, 0))] if len(starts) else torch.zeros_like(step)
+        owner = owner.clamp(max=max(len(starts) - 1, 0))
+        first = starts[owner] if len(starts) else torch.zeros_like(step)
+        step = step if last is None or not len(last) else torch.minimum(step, last[owner])
         positions = first if one_position else first + step
     if is_on_host(positions) and int(positions.max()) >= rotary.cos.shape[0]:
         longest = int(positions.max()) + 1

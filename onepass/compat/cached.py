@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..api.decode import attention_decode
+from ..errors import BeyondPagesError
 from ..geometry.splits import MAX_SPLITS
 from ..ops.without_backward import in_graph_of
 from ..problem import Mask
@@ -18,7 +19,7 @@ from ..validation import tensors
 from ..validation.decode import check_decode
 from ..validation.scalars import check_int, is_integer
 from .cache_update import Rotary, append, is_on_host, rotated
-from .sequences import Lengths, Packed, as_packed, flattened, row_ranges, without_unused_queries
+from .sequences import Packed, as_packed, flattened, row_ranges, without_unused_queries
 
 
 class Cache(NamedTuple):
@@ -84,6 +85,7 @@ def attend(
     rotary: Rotary | None = None,
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: Any = None,
+    seqused_q: Tensor | None = None,
     sinks: Tensor | None = None,
     num_splits: int | None = None,
     extras: Extras = NO_EXTRAS,
@@ -95,8 +97,13 @@ def attend(
         q: (batch, seqlen_q, num_heads_q, head_dim), or packed (total_q, ..) with cu_seqlens_q.
         lengths: (batch,) int32: the keys in the cache. new: dense keys and values that are written behind them.
         rotary: rotates new keys and queries by their key positions.
+        seqused_q: (batch,) int32: only the first queries of each entry exist, without new keys.
         options: causal, window, softcap and softmax_scale of `onepass.attention`.
     """
+    if seqused_q is not None:
+        assert new is rotary is None
+        options |= {"max_seqlen_q": max_seqlen_q, "sinks": sinks, "num_splits": num_splits}
+        return _attend_used(q, cache, lengths, seqused_q, cu_seqlens_q=cu_seqlens_q, extras=extras, **options)
     modifiers = {}
     if extras is not NO_EXTRAS:
         right = Mask.from_options(options["causal"], options["window"]).window_right
@@ -126,35 +133,40 @@ def attend(
     return result.out, result.lse
 
 
-def attend_in_pages(
-    q: Tensor, cache: Cache, filled: Tensor, lengths: Lengths, *, num_splits: int | None, **options: Any
+def _attend_used(
+    q: Tensor,
+    cache: Cache,
+    lengths: Tensor,
+    seqused_q: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None,
+    extras: Extras,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`attend` of queries that are cut as flash-attn 4 cuts them; out and lse in their shapes.
-
-    Args: filled: (batch,) int32, the keys of each entry. lengths: how queries are cut.
-    """
-    batch, is_dense = len(filled), lengths.cu_seqlens_q is None
-    if not is_dense:
-        meaning = "one more offset than rows of the page_table"
-        tensors.check_int32("cu_seqlens_q", lengths.cu_seqlens_q, (batch + 1,), meaning, q.device)
-    if lengths.seqused_q is None:
-        cut = {"cu_seqlens_q": lengths.cu_seqlens_q, "max_seqlen_q": lengths.max_seqlen_q}
-        return attend(q, cache, filled, num_splits=num_splits, **cut, **options)
-    queries = as_packed(("cu_seqlens_q", "seqused_q"), q, lengths.cu_seqlens_q, lengths.seqused_q)
+    """`attend` of the first seqused_q queries of each batch entry, (batch,) int32; out of all others is 0."""
+    batch = len(lengths)
+    queries = as_packed(("cu_seqlens_q", "seqused_q"), q, cu_seqlens_q, seqused_q)
     # queries that do not exist become sequences of their own, without a key
-    keys = Packed(torch.zeros_like(queries.cu_seqlens), filled)
+    keys = Packed(torch.zeros_like(queries.cu_seqlens), lengths)
     queries, keys = without_unused_queries(queries, keys)
-    assert cache.page_table is not None
-    twice = cache._replace(
-        page_table=cache.page_table.repeat_interleave(2, 0),
-        k_descale=None if cache.k_descale is None else cache.k_descale.repeat_interleave(2, 0),
-        v_descale=None if cache.v_descale is None else cache.v_descale.repeat_interleave(2, 0),
+    table = cache.page_table
+    if table is None:  # each entry is a page as long as the cache
+        table = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None]
+
+    def twice(t: Tensor | None) -> Tensor | None:
+        return None if t is None else t.repeat_interleave(2, 0)
+
+    starts, slopes = extras.starts, extras.alibi_slopes
+    if starts is not None:
+        starts = torch.stack((starts, torch.zeros_like(starts)), 1).flatten()
+    extras = extras._replace(
+        starts=starts, alibi_slopes=twice(slopes) if slopes is not None and slopes.dim() == 2 else slopes
     )
-    rows = flattened("q", q, lengths.cu_seqlens_q)
-    cut = {"cu_seqlens_q": queries.cu_seqlens, "max_seqlen_q": lengths.max_seqlen_q}
+    doubled = Cache(cache.k, cache.v, twice(table), twice(cache.k_descale), twice(cache.v_descale))
+    rows = flattened("q", q, cu_seqlens_q)
     assert keys.seqused is not None
-    out, lse = attend(rows, twice, keys.seqused, num_splits=num_splits, **cut, **options)
-    if not is_dense:
+    out, lse = attend(rows, doubled, keys.seqused, cu_seqlens_q=queries.cu_seqlens, extras=extras, **options)
+    if cu_seqlens_q is not None:
         return out, lse
     return out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
 
@@ -176,7 +188,7 @@ def append_and_attend(
     Args:
         new: keys and values in q's dtype, (batch, seqlen_new, ..), or packed (total_new, ..) with cu_seqlens_new.
         rotary: rotates new keys and queries, which all stand at the first new position if no mask tells them apart.
-        options: as for `attend`.
+        options: as for `attend`, with seqused_q.
 
     The caches are unchanged if it raises. If an input requires a gradient, a backward through the results raises.
     """
@@ -199,9 +211,10 @@ def append_and_attend(
     k, v = new
     if rotary is not None and not _rotates_as_decode(q, k, lengths, rotary, extras, options, cache.capacity):
         is_masked = options["causal"] or extras.chunk is not None or _hides_keys(options["window"], cache.capacity)
-        q, k = rotated(q, cu_seqlens_q, rotary, not is_masked), rotated(k, cu_seqlens_new, rotary)
+        q = rotated(q, cu_seqlens_q, rotary, not is_masked, options.get("seqused_q"))
+        k = rotated(k, cu_seqlens_new, rotary)
         rotary = None
-    is_dense = cu_seqlens_q is None and cu_seqlens_new is None
+    is_dense = cu_seqlens_q is cu_seqlens_new is options.get("seqused_q") is None
     if is_dense and v.dtype != E4M3:
         return attend(q, cache, lengths, new=(k, v), rotary=rotary, extras=extras, **options)
     filled = lengths + (k.shape[1] if cu_seqlens_new is None else cu_seqlens_new.diff())
@@ -219,6 +232,8 @@ def _rotates_as_decode(
     q: Tensor, k: Tensor, lengths: Tensor, rotary: Rotary, extras: Extras, options: dict[str, Any], capacity: int
 ) -> bool:
     """Whether new keys and queries stand where `onepass.attention_decode` rotates them: at the last keys."""
+    if options.get("seqused_q") is not None:
+        return False
     if rotary.starts is not lengths or q.dim() != 4 or k.dim() != 4 or q.shape[1] != k.shape[1]:
         return False
     is_masked = options["causal"] or extras.chunk is not None or _hides_keys(options["window"], capacity)
@@ -257,6 +272,13 @@ def _check_before_writing(
         read_cache_lengths(inputs)
 
 
+def check_over_pages(
+    q: Tensor, cache: Cache, lengths: Tensor, cu_seqlens_q: Tensor, extras: Extras, options: dict[str, Any]
+) -> None:
+    """Raise what `attend` would raise of packed queries over pages, for calls that are computed in another way."""
+    _check_before_writing(q, cache, lengths, lengths, cu_seqlens_q, extras, options)
+
+
 def table_of_entries(
     batch: int, device: torch.device, k_cache: Tensor, page_table: Tensor | None, cache_batch_idx: Any
 ) -> Tensor | None:
@@ -292,17 +314,54 @@ def lengths_of(
     capacity: int,
     seqlen_new: int,
     name: str = "cache_seqlens",
+    table: str | None = None,
 ) -> Tensor:
-    """The filled lengths as a (batch,) tensor. The host checks an int, but not the values of a tensor.
+    """The filled lengths as a (batch,) tensor. The host checks an int, but not the values of a tensor on a device.
 
-    Args: name: of the argument, for messages.
+    Args: name: of the argument, for messages. table: the name of the table of pages that the call has, if it has one.
     """
     if cache_seqlens is None:
         cache_seqlens = capacity
     if is_integer(cache_seqlens) and not isinstance(cache_seqlens, bool):
         cache_seqlens = check_int(name, cache_seqlens)
+        if table is not None and cache_seqlens + seqlen_new > capacity:
+            raise beyond_pages(name, table, cache_seqlens, capacity, seqlen_new)
         refuse_lengths(cache_seqlens, cache_seqlens, capacity, seqlen_new)
         return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
     tensors.check_tensor(name, cache_seqlens, "an int, an int32 torch.Tensor or None")
     tensors.check_int32(name, cache_seqlens, (batch,), "one per batch entry", device)
+    if table is not None:
+        refuse_beyond_pages(name, table, cache_seqlens, capacity, seqlen_new)
     return cache_seqlens
+
+
+def beyond_pages(name: str, table: str, length: int, capacity: int, seqlen_new: int) -> BeyondPagesError:
+    less = f" less {seqlen_new} new keys" if seqlen_new else ""
+    return BeyondPagesError(
+        f"{name}: expected at most {capacity - seqlen_new}, the {capacity} rows that {table} addresses{less}, "
+        f"got {length}"
+    )
+
+
+def refuse_beyond_pages(
+    name: str, table: str, lengths: Tensor, capacity: int, new: int | Tensor = 0, waits: bool = False
+) -> None:
+    """Raise `BeyondPagesError` if a length, read from the host's memory, is beyond the rows that a table addresses.
+
+    Args:
+        name, table: of the arguments, for messages.
+        new: the number of new keys, or (batch,) those of each entry.
+        waits: read lengths from a GPU, too, but not while a CUDA graph is captured.
+    """
+    is_ordinary = type(lengths) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+    if not is_ordinary or lengths.is_meta or not lengths.numel():
+        return
+    if lengths.device.type != "cpu" and not waits:
+        return
+    if lengths.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return
+    filled = lengths + new
+    longest = int(filled.argmax())
+    if int(filled[longest]) > capacity:
+        length = int(lengths[longest])
+        raise beyond_pages(name, table, length, capacity, int(filled[longest]) - length)

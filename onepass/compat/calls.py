@@ -55,6 +55,7 @@ def attend(
             result = function(*call.tensors, **settings, **modifiers)
             return call.as_given(result.out), call.stats_as_given(result.lse)
         batch = q.shape[0] if call.is_dense else (call.options["cu_seqlens_q"].shape[0] - 1) // call.entries
+        tensors.check_groups({"q": q}, {"k": k, "v": v}, "k and v")
         check_descales(descales, batch, k)
         out, lse = _attend_e4m3(call, function, descales, settings, modifiers)
     except REFUSALS as error:

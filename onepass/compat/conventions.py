@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..validation import tensors
-from ..validation.scalars import LARGEST_BLOCK, check_int, is_real
+from ..validation.scalars import LARGEST_BLOCK, check_flag, check_int, is_real
 
 Window = tuple[int | None, int | None]
 
@@ -103,8 +103,7 @@ def check_hints(*, num_splits: Any = None, pack_gqa: Any = None, sm_margin: Any 
     """Check arguments that say how a result is computed, and have no meaning here."""
     if num_splits is not None:
         check_int("num_splits", num_splits)
-    if pack_gqa is not None and not isinstance(pack_gqa, bool):
-        raise TypeError(f"pack_gqa: expected a bool or None, got {pack_gqa!r}")
+    check_flag("pack_gqa", pack_gqa, allow_none=True)
     check_int("sm_margin", sm_margin, least=0)
 
 

@@ -1,9 +1,12 @@
-"""Mask tensors as arguments of `onepass.attention`, with no value read on the host."""
+"""Mask tensors as arguments of `onepass.attention`. No value is read from a device, only from the host's memory."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+
+from .cache_update import is_on_host
 
 # Ranges of keys that a mask leaves are multiples of it: the mask itself is still applied, so nothing is lost, and a
 # reduction over so many keys leaves little to look at.
@@ -29,6 +32,29 @@ def four_dimensional(mask: Tensor, leading: torch.Size) -> Tensor:
         batch_shape = leading[:-1] if any(size != 1 for size in mask.shape[:-3]) else (1,) * (rank - 3)
         mask = mask.expand(*batch_shape, *mask.shape[-3:]).flatten(0, -4)
     return mask
+
+
+def padding_arguments(mask: Tensor, batch: int, seqlen_q: int, is_aligned: bool) -> dict[str, Tensor] | None:
+    """The arguments of `onepass.attention` for a padding mask, without a bias; None for any other mask.
+
+    A padding mask is boolean, (batch or 1, 1, 1, seqlen_k), each of its rows is one run of True or has none, and its
+    values can be read without waiting for a device.
+
+    Args: is_aligned: the call has a causal mask or a window, which `seqused_k` would move.
+    """
+    if mask.dtype != torch.bool or mask.shape[1:3] != (1, 1) or mask.shape[-1] == 1:
+        return None
+    if not is_on_host(mask) or peek_interpreter_stack() is not None:
+        return None
+    row = mask[:, 0, 0]
+    count, (first, after) = row.sum(-1), (x.byte().argmax(-1) for x in (row, row.flip(-1)))
+    end = torch.where(count == 0, 0, row.shape[-1] - after)
+    if not torch.equal(end - first, count):
+        return None
+    if first.any() or is_aligned:
+        ranges = torch.stack((first, end), -1).int()
+        return {"key_ranges": ranges[:, None, None].expand(-1, -1, seqlen_q, -1)}
+    return {} if row.all() else {"seqused_k": end.int().expand(batch).contiguous()}
 
 
 def mask_arguments(mask: Tensor, seqlen_q: int, seqlen_k: int) -> dict[str, Tensor]:

@@ -22,6 +22,9 @@ def merged(
         raise ValueError(f"out: expected shape {tuple(out_partial.shape[1:])}, got {tuple(out.shape)}")
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype: expected a torch.dtype or None, got {out_dtype!r}")
+    for name, dtype in (("out_dtype", out_dtype), ("out", None if out is None else out.dtype)):
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"{name}: expected a floating point dtype, got {dtype}")
     try:
         result = merge_partials(out_partial, lse_partial.transpose(-1, -2))
     except REFUSALS as error:

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import attention as api
+from ..api import steps
+from ..api.decode import autocast_rows
 from ..errors import REFUSALS, renamed
 from ..validation import tensors
 from ..validation.scalars import check_real
-from .cached import NO_EXTRAS, Cache, Extras, attend
+from . import probabilities
+from .cached import NO_EXTRAS, Cache, Extras, attend, check_over_pages, refuse_beyond_pages
 
 # name of an argument in messages of onepass -> its name in flash-attn
 _NAMES = {
@@ -30,65 +32,86 @@ def over_pages(
     *,
     cu_seqlens_q: Tensor,
     lengths: Tensor,
+    lengths_name: str = "cu_seqlens_k",
     block_table: Any,
     max_seqlen_q: Any,
     max_seqlen_k: Any,
     dropout_p: Any,
     alibi_slopes: Tensor | None,
     starts: Tensor | None = None,
+    returns_probabilities: bool = False,
     **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """out and lse of packed queries over pages. Without dropout, a backward through them raises.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, lse, S_dmask and the state of dropout of packed queries over pages.
+
+    Without dropout a backward through out and lse raises, and the state is 0. S_dmask is empty without dropout, and
+    where it is not asked for.
 
     Args:
+        lengths: (batch,) int32, the keys of each sequence. lengths_name: the argument that says them, for messages.
         options: causal, window, softcap and softmax_scale of `onepass.attention`.
     """
     tensors.check_tensor("block_table", block_table, "an int32 torch.Tensor")
+    tensors.check_tensor("cu_seqlens_q", cu_seqlens_q, "an int32 torch.Tensor")
     for name, pages in (("k", k), ("v", v)):
         if tensors.check_tensor(name, pages).dim() != 4:
             expected = "4 dimensions (num_blocks, page_block_size, num_heads_kv, head_dim)"
             raise ValueError(f"{name}: expected {expected}, got shape {tuple(pages.shape)}")
     tensors.check_max_seqlens(max_seqlen_q, max_seqlen_k)
+    (q,) = autocast_rows(k, q)
+    cut = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
     extras = NO_EXTRAS if starts is alibi_slopes is None else Extras(starts, None, alibi_slopes)
+    cache = Cache(k, v, block_table)
     try:
-        if check_real("dropout_p", dropout_p):
-            tables = k, v, block_table, lengths, cu_seqlens_q
-            return _with_dropout(q, *tables, dropout_p=dropout_p, extras=extras, **options)
-        cut = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
-        return attend(q, Cache(k, v, block_table), lengths, **cut, extras=extras, **options)
+        dropout_p = check_real("dropout_p", dropout_p)
+        if block_table.dim() == 2:
+            refuse_beyond_pages(lengths_name, "block_table", lengths, cache.capacity)
+        if not dropout_p:
+            out, lse = attend(q, cache, lengths, **cut, extras=extras, **options)
+            return out, lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64, device=q.device)
+        check_over_pages(q, cache, lengths, cu_seqlens_q, extras, options | {"max_seqlen_q": max_seqlen_q})
+        longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k} if returns_probabilities else None
+        return _with_dropout(q, cache, lengths, cu_seqlens_q, longest, dropout_p=dropout_p, extras=extras, **options)
     except REFUSALS as error:
-        raise renamed(error, _NAMES) from None
+        raise renamed(error, _NAMES | {"cache_seqlens": lengths_name}) from None
 
 
 def _with_dropout(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_table: Tensor,
+    cache: Cache,
     lengths: Tensor,
     cu_seqlens_q: Tensor,
+    longest: dict[str, Any] | None,
     *,
     dropout_p: float,
     extras: Extras,
     **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """out and lse by `onepass.attention_varlen`, over pages that are gathered into one tensor."""
-    batch = lengths.shape[0]
-    tensors.check_int32("page_table", block_table, (batch, "max_pages"), "(batch, max_pages)", q.device)
-    pages = block_table.long().clamp(0, max(k.shape[0] - 1, 0))
-    capacity = block_table.shape[1] * k.shape[1]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The results of `over_pages`, over pages that are gathered into one tensor. Kernels clamp lengths and pages.
+
+    Args: longest: the sizes of S_dmask, None: it is not asked for.
+    """
+    batch, capacity = lengths.shape[0], cache.capacity
+    assert cache.page_table is not None
+    pages = cache.page_table.long().clamp(0, max(cache.k.shape[0] - 1, 0))
     filled = lengths.clamp(0, capacity)
-    given = extras.modifiers(q.shape[0], cu_seqlens_q, filled, None)
-    result = api.attention_varlen(
+    cut = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": torch.arange(batch + 1, dtype=torch.int32, device=q.device) * capacity,
+        "seqused_k": filled,
+    }
+    call = steps.prepare(
         q,
-        k[pages].flatten(0, 2),
-        v[pages].flatten(0, 2),
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=torch.arange(batch + 1, dtype=torch.int32, device=q.device) * capacity,
-        seqused_k=filled,
+        cache.k[pages].flatten(0, 2),
+        cache.v[pages].flatten(0, 2),
+        **cut,
         dropout_p=dropout_p,
-        return_lse=True,
-        **given,
+        modifiers=extras.modifiers(q.shape[0], cu_seqlens_q, filled, None),
         **options,
     )
-    return result.out, result.lse
+    out, lse = call.forward()
+    assert call.dropout_state is not None
+    probs = q.new_empty(0)
+    if longest is not None:
+        probs = probabilities.of_call(call, extras.alibi_slopes, cut | longest, extras.starts)
+    return out, lse, probs, call.dropout_state

@@ -7,11 +7,15 @@ left the pair out, even if the probability rounds to 0, and 0 where the mask hid
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ..api.steps import Steps
 from ..geometry import philox
 from ..problem import AttentionProblem
+from ..validation.scalars import LARGEST_BLOCK, check_int
 
 ROUNDED_TO = 128  # the sizes of S_dmask are multiples of it
 ONE_BLOCK = 2**31 - 1  # elements of a row are relative to one maximum, as if a block of keys held all of them
@@ -20,6 +24,31 @@ ONE_BLOCK = 2**31 - 1  # elements of a row are relative to one maximum, as if a 
 def round_up(length: int) -> int:
     """The length as a size of S_dmask."""
     return -(-length // ROUNDED_TO) * ROUNDED_TO
+
+
+def of_call(call: Steps, alibi_slopes: Tensor | None, lengths: dict[str, Any], starts: Tensor | None = None) -> Tensor:
+    """S_dmask of a call with dropout.
+
+    Args:
+        lengths: offsets, longest lengths and used lengths of packed sequences, or {}.
+        starts: (batch,) int32: keys of a sequence before it do not exist.
+    """
+    assert call.dropout_state is not None
+    q, k = call.arguments[:2]
+    if not lengths:
+        return signed_probabilities(call.problem, q, k, alibi_slopes, call.dropout_state)
+    longest = {name: _longest(name, lengths[name]) for name in ("max_seqlen_q", "max_seqlen_k")}
+    options = lengths | longest | {"starts": starts}
+    return signed_probabilities_packed(call.problem, q, k, alibi_slopes, call.dropout_state, **options)
+
+
+def _longest(name: str, value: Any) -> int:
+    """A longest length, which is a size of S_dmask. A tensor is read, which waits for its device."""
+    value = value.item() if isinstance(value, Tensor) else value
+    value = check_int(name, value, "an int where the probabilities of a call with dropout are returned", least=0)
+    if value > LARGEST_BLOCK:
+        raise ValueError(f"{name}: expected at most {LARGEST_BLOCK}, got {value}")
+    return value
 
 
 def signed_probabilities(
@@ -42,10 +71,16 @@ def signed_probabilities_packed(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
+    seqused_k: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> Tensor:
-    """S_dmask of packed sequences, (batch, num_heads_q, round_up(max_seqlen_q), round_up(max_seqlen_k))."""
+    """S_dmask of packed sequences, (batch, num_heads_q, round_up(max_seqlen_q), round_up(max_seqlen_k)).
+
+    Args: starts: (batch,) int32: keys of a sequence before it do not exist.
+    """
     padded = _in_batches(q, cu_seqlens_q, max_seqlen_q), _in_batches(k, cu_seqlens_k, max_seqlen_k)
-    return _signed(problem, *padded, cu_seqlens_q.diff(), cu_seqlens_k.diff(), alibi_slopes, state)
+    lengths_k = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+    return _signed(problem, *padded, cu_seqlens_q.diff(), lengths_k, alibi_slopes, state, starts)
 
 
 def _in_batches(packed: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
@@ -64,8 +99,12 @@ def _signed(
     lengths_k: Tensor,
     alibi_slopes: Tensor | None,
     state: Tensor,
+    starts: Tensor | None = None,
 ) -> Tensor:
-    """S_dmask of a padded batch. Args: lengths_q, lengths_k: (batch,), the rows of each entry that exist."""
+    """S_dmask of a padded batch.
+
+    Args: lengths_q, lengths_k: (batch,), the rows of each entry that exist. starts: (batch,), its first key, or None.
+    """
     batch, seqlen_q, heads, _ = q.shape
     seqlen_k, dtype = k.shape[1], q.dtype
     with torch.no_grad():
@@ -80,6 +119,8 @@ def _signed(
             slopes = alibi_slopes.to(accum).expand(batch, heads)[..., None, None]
             scores = scores - slopes * (position - column).abs()
         is_visible = (row < lengths_q[:, None])[:, None, :, None] & (column < lengths_k[:, None])[:, None, None]
+        if starts is not None:
+            is_visible = is_visible & (column >= starts[:, None])[:, None, None]
         left, right = problem.mask.window_left, problem.mask.window_right
         if left is not None:
             is_visible = is_visible & (column >= position - left)

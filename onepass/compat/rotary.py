@@ -18,9 +18,12 @@ from ..errors import UnsupportedError
 from ..tiled.cache import rotate
 from ..validation.scalars import check_flag, is_integer
 from ..validation.tensors import check_tensor, shape_of
-from .cache_update import rows_of_sequences
+from .cache_update import is_on_host, rows_of_sequences
 
 __all__ = [
+    "ApplyRotaryEmb",
+    "ApplyRotaryEmbKV_",
+    "ApplyRotaryEmbQKV_",
     "RotaryEmbedding",
     "apply_rotary",
     "apply_rotary_emb",
@@ -28,6 +31,7 @@ __all__ = [
     "apply_rotary_emb_kv_",
     "apply_rotary_emb_qkv_",
     "apply_rotary_emb_torch",
+    "rotate_half",
 ]
 
 # heads of dimension 2 of a tensor, and their tables
@@ -164,6 +168,31 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
     return rotate(x, positions, cos.flatten(0, 1), sin.flatten(0, 1), check_flag("interleaved", interleaved))
 
 
+def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
+    """x with each pair (a, b) of columns replaced by (-b, a): a quarter turn. Pairs are those of `apply_rotary_emb`."""
+    pairs = x.unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    a, b = pairs.unbind(-1 if interleaved else -2)
+    return torch.stack((-b, a), -1 if interleaved else -2).flatten(-2)
+
+
+class ApplyRotaryEmb:
+    """`apply_rotary_emb` by the name of flash-attn's autograd function, as `apply`."""
+
+    apply = staticmethod(apply_rotary_emb)
+
+
+class ApplyRotaryEmbQKV_:
+    """`apply_rotary_emb_qkv_` by the name of flash-attn's autograd function, as `apply`."""
+
+    apply = staticmethod(apply_rotary_emb_qkv_)
+
+
+class ApplyRotaryEmbKV_:
+    """`apply_rotary_emb_kv_` by the name of flash-attn's autograd function, as `apply`."""
+
+    apply = staticmethod(apply_rotary_emb_kv_)
+
+
 class _TurnInPlace(torch.autograd.Function):
     """Rotate heads of x (batch, seqlen, heads, ...) in place."""
 
@@ -218,6 +247,8 @@ def _tables(x: Tensor, cos: Any, sin: Any, offsets: Any, cu_seqlens: Tensor | No
                 f"seqlen_offsets: expected an int or shape ({batch},) of int32 or int64, "
                 f"got {shape_of(offsets)} of {offsets.dtype}"
             )
+        if is_on_host(offsets) and int(offsets.min()) < 0:
+            raise ValueError(f"seqlen_offsets: expected positions from 0 on, got {offsets.tolist()}")
     elif not is_integer(offsets) or offsets < 0:
         raise ValueError(f"seqlen_offsets: expected an int from 0 on or a tensor, got {offsets!r}")
     elif cu_seqlens is None and offsets + x.shape[1] > cos.shape[0]:

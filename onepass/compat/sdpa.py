@@ -3,7 +3,8 @@
 Every mask is read by tiles, in O(seqlen) memory beside the mask itself. `is_causal=True` and the biases of
 `torch.nn.attention.bias` (`causal_upper_left`, `causal_lower_right`) are computed from positions, without a tensor. Any
 other mask becomes the `bias` of `onepass.attention` in its own broadcast shape, and tensor operations on its device
-find for each query the first and the last key that it sees, so that tiles of keys outside are not visited.
+find for each query the first and the last key that it sees, so that tiles of keys outside are not visited. A boolean
+padding mask in the memory of a CPU becomes lengths or ranges of keys, without a bias.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..api import attention as api
 from ..errors import REFUSALS, renamed
 from ..validation import tensors
 from ..validation.scalars import check_flag, check_real
-from .masks import four_dimensional, mask_arguments
+from .masks import four_dimensional, mask_arguments, padding_arguments
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -81,7 +82,11 @@ def scaled_dot_product_attention(
         q = q.expand(-1, -1, num_heads, -1)
     if k.shape[2] != v.shape[2]:
         k, v = (x.repeat_interleave(num_heads // max(1, x.shape[2]), 2) for x in (k, v))
-    masks: dict[str, Any] = {} if mask is None else mask_arguments(mask, q.shape[1], k.shape[1])
+    masks: dict[str, Any] = {}
+    if mask is not None:
+        is_aligned = is_bottom_right or window is not None
+        padding = padding_arguments(mask, q.shape[0], q.shape[1], is_aligned)
+        masks = mask_arguments(mask, q.shape[1], k.shape[1]) if padding is None else padding
     try:
         out = api.attention(
             q, k, v, causal=is_bottom_right, window=window, softmax_scale=scale, dropout_p=dropout_p, **masks

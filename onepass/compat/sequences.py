@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..validation.tensors import check_int32, check_tensor, shape_of
+from ..validation.tensors import DENSE_DIMS, check_int32, check_ranks, check_tensor, shape_of
 
 
 class Packed(NamedTuple):
@@ -105,6 +105,12 @@ class Arranged:
         self.is_dense = lengths.cu_seqlens_q is lengths.cu_seqlens_k is lengths.seqused_q is None
         self.entries = 1  # sequences of the packed call for each one of the call
         if self.is_dense:
+            named = {"q": q, "k": k, "v": v}
+            for name, t in named.items():
+                check_tensor(name, t)
+            check_ranks(named, DENSE_DIMS, 4)
+            if lengths.seqused_k is not None:
+                check_int32("seqused_k", lengths.seqused_k, (q.shape[0],), "one per batch entry", q.device)
             self.tensors = q, k, v
             self.options: dict[str, Any] = {"seqused_k": lengths.seqused_k}
             return

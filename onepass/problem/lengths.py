@@ -67,6 +67,24 @@ def read_starts(
     return starts
 
 
+def refuse_short_bias(
+    problem: AttentionProblem, bias: torch.Tensor | None, cu_k: list[int] | None, used: list[int] | None
+) -> None:
+    """Raise ValueError if the bias of a packed call has fewer columns than a sequence has keys, but more than one.
+
+    Args: cu_k, used: from `read_lengths`.
+    """
+    if bias is None or cu_k is None or bias.shape[-1] == 1:
+        return
+    lengths = [b - a for a, b in itertools.pairwise(cu_k)] if used is None else used
+    longest = max(lengths, default=0)
+    if bias.shape[-1] < longest:
+        raise ValueError(
+            f"bias: expected at least {longest} columns, the keys of the longest sequence (or 1, for all keys), "
+            f"got shape {tuple(bias.shape)}"
+        )
+
+
 def read_cache_lengths(inputs: DecodeInputs) -> list[int]:
     """cache_seqlens as a list, after a check of all values that decide where the call reads and writes.
 

@@ -341,7 +341,7 @@ def _add_modifiers(call: DecodeCall) -> None:
         if "q_positions" in arguments and q.shape[1]:  # which go beyond the keys
             for name, function in (("rotary_cos", torch.cos), ("rotary_sin", torch.sin)):
                 half = arguments[name].shape[1]
-                angles = torch.arange(int(arguments["q_positions"].max()) + 1)[:, None]
+                angles = torch.arange(max(int(arguments["q_positions"].max()), 0) + 1)[:, None]
                 rows = function(angles * 0.5 ** torch.arange(half, dtype=torch.float32)).to(arguments[name].dtype)
                 arguments[name] = max(arguments[name], rows, key=len)
         for name, count in (("rotary_positions_q", q.shape[1]), ("rotary_positions_k", seqlen_new)):

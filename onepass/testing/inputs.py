@@ -290,7 +290,7 @@ def random_call(
         options["seqused_k"] = torch.tensor(used, dtype=torch.int32, device=device)
         lengths_k = used
     if with_modifiers:
-        columns = max(lengths_k) if "cu_seqlens_q" in options else k.shape[1]
+        columns = max(*lengths_k, 1 if len(k) else 0) if "cu_seqlens_q" in options else k.shape[1]
         modifiers = random_modifiers(
             seed,
             dtype=dtype,

@@ -40,6 +40,7 @@ def random_modifiers(
     batch, num_positions = len(lengths), max(rows, columns) + 3
     lead = () if is_packed else (rng.choice([1, batch]),)
     found: dict[str, Any] = {}
+    layouts = random.Random(f"{seed}, layouts of modifiers")
 
     def integers(least: int, below: int, shape: tuple[int, ...]) -> Tensor:
         return torch.randint(least, below, shape, generator=generator, dtype=torch.int32)
@@ -54,10 +55,13 @@ def random_modifiers(
     if "q_positions" in chosen:
         positions = [torch.randperm(num_positions, generator=generator)[:rows] for _ in range(lead[0] if lead else 1)]
         positions = [p.sort().values if rng.random() < 0.5 else p for p in positions]  # as of a shard
-        found["q_positions"] = torch.stack(positions).int().view(*lead, rows)
+        first = layouts.choice([0, 0, -5, num_positions - 4])  # some before all keys, or past the rows of a bias
+        found["q_positions"] = torch.stack(positions).int().view(*lead, rows) + first
     if "alibi_slopes" in chosen:
         shape = rng.choice([(heads,), (batch, heads)])
         found["alibi_slopes"] = 0.3 * torch.rand(shape, generator=generator, dtype=torch.float32)
+        if layouts.random() < 0.3:
+            found["alibi_slopes"] = found["alibi_slopes"] - 0.15  # slopes below 0 favor keys far away
     if "bias" in chosen:
         bias_rows = rng.choice([1, num_positions if "q_positions" in chosen else rows])
         shape = (*lead, rng.choice([1, heads]), bias_rows, rng.choice([1, columns, columns]))
@@ -67,7 +71,6 @@ def random_modifiers(
         found["bias"] = bias.to(rng.choice([dtype, dtype, torch.float32]))
     if "dropout_p" in chosen:
         found["dropout_p"] = rng.choice([0.1, 0.5, 0.9])
-    layouts = random.Random(f"{seed}, layouts of modifiers")
     return {n: _laid_out(layouts, x) if isinstance(x, Tensor) and x.dim() > 1 else x for n, x in found.items()}
 
 

@@ -177,11 +177,15 @@ class ScoreModifiers:
             return bias[..., columns]
         if self.inputs.q_positions is None:
             return bias[..., slice(*queries), columns]
-        rows = self.positions[..., slice(*queries)]
+        rows = self.bias_rows(bias, queries)
         if rows.shape[0] == 1:
             return bias[..., rows.flatten(), columns]
         entries = zip(bias.expand(rows.shape[0], -1, -1, -1, -1), rows, strict=True)
         return torch.stack([b[..., own.flatten(), columns] for b, own in entries])
+
+    def bias_rows(self, bias: Tensor, queries: Range) -> Tensor:
+        """The rows of a bias for positions, (entries or 1, 1, 1, queries): the nearest one where none is theirs."""
+        return self.positions[..., slice(*queries)].clamp(0, bias.shape[-2] - 1)
 
     def distance(self, queries: Range, keys: Range) -> Tensor:
         """|position - key|, (entries or 1, 1, 1, queries, keys)."""
@@ -217,7 +221,7 @@ class ScoreModifiers:
             dims = [d for d in range(by_positions, 5) if target.shape[d] == 1 and ds.shape[d] > 1]
             found = ds.sum(dims, keepdim=True) if dims else ds
             if by_positions:
-                rows = self.positions[..., slice(*queries)].expand(found.shape[0], -1, -1, -1)
+                rows = self.bias_rows(target, queries).expand(found.shape[0], -1, -1, -1)
                 for e in range(found.shape[0]):
                     target[min(e, target.shape[0] - 1)].index_add_(-2, rows[e].flatten(), found[e])
             elif target.shape[-2] == 1:

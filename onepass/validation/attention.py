@@ -103,7 +103,8 @@ def _problem_of(inputs: AttentionInputs, options: dict[str, Any], modifiers: dic
     """The problem of checked arguments; modifiers: the arguments of `check_modifiers` by name, None: there are none."""
     if modifiers is not None:
         num_keys = inputs.k.shape[1] if inputs.cu_seqlens_q is None else None
-        found, dropout_p = check_modifiers(inputs.q, num_keys, inputs.cu_seqlens_q, **modifiers)
+        has_keys = inputs.k.shape[-3] > 0
+        found, dropout_p = check_modifiers(inputs.q, num_keys, inputs.cu_seqlens_q, **modifiers, has_keys=has_keys)
         if found is not None:
             return AttentionProblem.of(ModifiedInputs(*inputs, found), **options, dropout_p=dropout_p)
     return AttentionProblem.of(inputs, **options)

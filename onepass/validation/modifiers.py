@@ -30,13 +30,19 @@ def refuse_modifiers(because: str, given: tuple, dropout_p: Any) -> None:
 
 
 def check_modifiers(
-    q: torch.Tensor, num_keys: int | None, cu_seqlens_q: torch.Tensor | None, given: dict[str, Any], dropout_p: Any
+    q: torch.Tensor,
+    num_keys: int | None,
+    cu_seqlens_q: torch.Tensor | None,
+    given: dict[str, Any],
+    dropout_p: Any,
+    has_keys: bool = True,
 ) -> tuple[Modifiers | None, float]:
     """The modifiers of a call whose other tensors are checked, without the state of dropout, and dropout_p.
 
     Args:
         num_keys: columns of a bias that has one for each key; None: any number of them.
         given: arguments by name, of `NAMES`.
+        has_keys: whether k has any rows.
     """
     dropout_p = check_real("dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
@@ -72,6 +78,10 @@ def check_modifiers(
             q.device,
             SUPPORTED_DTYPES,
         )
+        if bias_rows is None and rows and not bias.shape[-2]:
+            raise ValueError(f"bias: expected at least 1 row beside q_positions, got shape {shape_of(bias)}")
+        if columns is None and has_keys and not bias.shape[-1]:
+            raise ValueError(f"bias: expected at least 1 column, got shape {shape_of(bias)}")
     return Modifiers(*(given[name] for name in NAMES)), dropout_p
 
 

@@ -218,6 +218,28 @@ def test_autocast_casts_inputs_and_nothing_inside(dtype):
     assert torch.equal(out, expected)
 
 
+def test_autocast_casts_what_meets_a_cache_in_its_dtype():
+    q, k_new, v_new = (t[:, :2] for t in qkv(2, 9, dtype=torch.float32))
+    caches = [t.bfloat16() for t in qkv(2, 9, dtype=torch.float32)[1:]]
+    lengths = torch.tensor([3, 7], dtype=torch.int32)
+
+    def decode(cast, caches):
+        rows = (t.to(cast) for t in (q, k_new, v_new))
+        named = dict(zip(("q", "k_new", "v_new"), rows, strict=True))
+        return onepass.attention_decode(**named, k_cache=caches[0], v_cache=caches[1], cache_seqlens=lengths)
+
+    expected = decode(torch.bfloat16, copies := [t.clone() for t in caches])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        given = {"q": q, "k_new": k_new, "v_new": v_new, "k_cache": caches[0], "v_cache": caches[1]}
+        assert onepass.supports(**given, cache_seqlens=lengths)
+        assert torch.equal(decode(torch.float32, caches), expected)
+        assert all(torch.equal(cache, copy) for cache, copy in zip(caches, copies, strict=True))
+        # a cache in another dtype stays as it is, and so do queries and keys
+        assert decode(torch.float32, [t.float() for t in caches]).dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.float16), pytest.raises(TypeError, match="k_cache: expected dtype"):
+        decode(torch.float32, caches)
+
+
 def test_inference_mode_and_default_dtype():
     q, k, v = qkv(1, 9, dtype=torch.float32)
     expected = onepass.attention(q, k, v)

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from onepass.compat.bert_padding import (
+    IndexFirstAxis,
+    IndexPutFirstAxis,
     index_first_axis,
     index_first_axis_residual,
     index_put_first_axis,
@@ -53,6 +55,13 @@ def test_several_sequences_in_an_entry():
     assert (cu_seqlens.tolist(), cu_seqlens.dtype, longest) == ([0, 2, 5, 11], torch.int32, 6)
 
 
+def test_sequences_that_an_entry_has_no_room_for():
+    with pytest.raises(
+        ValueError, match=r"attention_mask_in_length: expected lengths that sum to at most 4 .* sum of 6"
+    ):
+        unpad_input_for_concatenated_sequences(hidden_states(2, 4, 2), torch.tensor([[1, 3, 0, 0], [2, 4, 0, 0]]))
+
+
 def test_no_tokens():
     packed, _, cu_seqlens, longest, _ = unpad_input(hidden_states(3, 4, 2), torch.zeros(3, 4))
     assert (packed.shape, cu_seqlens.tolist(), longest) == ((0, 2), [0, 0, 0, 0], 0)
@@ -91,3 +100,9 @@ def test_gradients(dtype):
 def test_refusals(call, match):
     with pytest.raises(ValueError, match=match):
         call()
+
+
+def test_names_of_autograd_functions():
+    x, indices = hidden_states(4, 2), torch.tensor([3, 1])
+    assert torch.equal(IndexFirstAxis.apply(x, indices), x[[3, 1]])
+    assert torch.equal(IndexPutFirstAxis.apply(x[:2], indices, 4)[[3, 1]], x[:2])

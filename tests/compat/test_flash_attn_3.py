@@ -211,8 +211,82 @@ def test_private_forward_runs_calls_over_caches():
     )
     assert torch.equal(out, expected[0])
     assert torch.equal(lse, expected[1])
-    with pytest.raises(NotImplementedError, match="seqused_q: expected None, got a tensor"):
-        fa3._flash_attn_forward(q, k, v, seqused_q=lengths, seqused_k=lengths, leftpad_k=starts)
+
+
+@pytest.mark.parametrize("theirs", [{}, {"causal": True}, {"attention_chunk": 5}])
+@pytest.mark.parametrize("has_new", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_private_forward_over_a_cache_of_which_some_queries_exist(theirs, has_new, is_packed, is_paged):
+    """The queries that exist give what they give by themselves; out of the others is 0."""
+    q, k, v = qkv(seqlen_q=4, seqlen_k=12)
+    lengths, starts = torch.tensor([4, 9], dtype=INT32), torch.tensor([1, 0], dtype=INT32)
+    used, new = torch.tensor([3, 1], dtype=INT32), [randn(2, 2, 2, 8, seed=s) for s in (5, 6)]
+    angles = torch.rand(12, 3, dtype=DTYPE)
+    more = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()} if has_new else {}
+    options = {**theirs, "softmax_scale": 0.3}
+    alone = [t.clone() for t in (k, v)]
+    pages, table = [k, v], None
+    if is_paged:
+        pages, table = (
+            [t.unflatten(1, (2, 6)).flatten(0, 1) for t in (k, v)],
+            torch.tensor([[0, 1], [2, 3]], dtype=INT32),
+        )
+    rows = {"k_new": new[0], "v_new": new[1]} if has_new else {}
+    cut = {"cu_seqlens_q": torch.tensor([0, 4, 8], dtype=INT32), "max_seqlen_q": 4} if is_packed else {}
+    out, lse, *_ = fa3._flash_attn_forward(
+        q.flatten(0, 1) if is_packed else q,
+        *pages,
+        **rows,
+        **cut,
+        **more,
+        **options,
+        seqused_q=used,
+        seqused_k=lengths,
+        leftpad_k=starts,
+        page_table=table,
+    )
+    out = out.view(2, 4, 4, 8)
+    lse = lse.view(4, 2, 4).transpose(0, 1) if is_packed else lse
+    for b, count in enumerate(used.tolist()):
+        entry = slice(b, b + 1)
+        own_new = {n: t[entry] for n, t in rows.items()}
+        expected = fa3._flash_attn_forward(
+            q[entry, :count],
+            *(t[entry] for t in alone),
+            **own_new,
+            **more,
+            **options,
+            seqused_k=lengths[entry],
+            leftpad_k=starts[entry],
+        )
+        torch.testing.assert_close(out[entry, :count], expected[0])
+        torch.testing.assert_close(lse[entry, :, :count], expected[1])
+        assert not out[b, count:].any()
+        assert (lse[b, :, count:] == -torch.inf).all()
+    for t, own in zip((k, v), alone, strict=True):
+        torch.testing.assert_close(t, own)
+
+
+def test_what_calls_beside_a_cache_refuse_of_their_lengths():
+    q, k, v = qkv()
+    with pytest.raises(TypeError, match=r"seqused_k: expected an int32 torch\.Tensor, got list"):
+        fa3.flash_attn_varlen_func(q, k, v, None, None, 7, 10, attention_chunk=3, seqused_k=[1])
+    with pytest.raises(ValueError, match="q: expected 4 dimensions"):
+        fa3.flash_attn_func(*(torch.ones(3).to(E4M3) for _ in range(3)))
+    tensors = [t.to(E4M3) for t in qkv(heads_q=3)]
+    for chunk in (0, 2):
+        with pytest.raises(
+            ValueError, match="q: expected a number of heads divisible by the 2 heads of k and v, got 3"
+        ):
+            fa3.flash_attn_func(*tensors, attention_chunk=chunk, q_descale=torch.ones(2, 2))
+
+
+def test_a_flag_of_numpy():
+    numpy = pytest.importorskip("numpy")
+    q, k, v = qkv()
+    for flag in (numpy.True_, numpy.bool_(False)):
+        fa3.flash_attn_func(q, k, v, pack_gqa=flag)
 
 
 def real(t, descale):
@@ -446,7 +520,7 @@ def test_rows_past_the_last_offset_of_new_keys_are_not_written(page_size):
     ("changes", "error", "match"),
     [
         ({}, None, None),
-        ({"cache_seqlens": torch.tensor([1, 13, 1], dtype=INT32)}, ValueError, "expected 0 to 12, .* got 13"),
+        ({"cache_seqlens": torch.tensor([1, 13, 1], dtype=INT32)}, RuntimeError, "expected at most 12, .* got 13"),
         ({"cache_seqlens": torch.tensor([1, -1, 1], dtype=INT32)}, ValueError, "cache_seqlens: expected 0 to 12"),
         ({"softcap": "1"}, TypeError, "softcap: expected a float"),
         ({"max_seqlen_q": 1.5}, TypeError, "max_seqlen_q: expected an int"),
@@ -501,6 +575,9 @@ def test_combine(leading):
     torch.testing.assert_close(into.double(), expected)
     with pytest.raises(ValueError, match="out_partial: expected 4 or 5 dimensions"):
         fa3.flash_attn_combine(outs[0, 0], lses)
+    for name, options in (("out_dtype", {"out_dtype": torch.int32}), ("out", {"out": into.int()})):
+        with pytest.raises(TypeError, match=rf"^{name}: expected a floating point dtype, got torch\.int32"):
+            fa3.flash_attn_combine(outs, lses, **options)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -571,6 +648,13 @@ def test_packed_refusals(changes, error, match):
         ({"v": None}, TypeError, "v: expected a torch.Tensor where the other"),
         ({"cu_seqlens_k_new": torch.zeros(3, dtype=INT32)}, ValueError, r"cu_seqlens_k_new: expected shape \(4,\)"),
         ({"rotary_seqlens": torch.zeros(2, dtype=INT32)}, ValueError, r"rotary_seqlens: expected shape \(3,\)"),
+        ({"rotary_seqlens": FILLED}, ValueError, "rotary_seqlens: expected None without rotary_cos and rotary_sin"),
+        (
+            {"rotary_seqlens": FILLED - 4, "rotary_cos": torch.ones(14, 2), "rotary_sin": torch.ones(14, 2)},
+            ValueError,
+            r"rotary_seqlens: expected positions from 0 on, got \[4, -4, 1\]",
+        ),
+        ({"cu_seqlens_q": FILLED[:0]}, ValueError, r"cu_seqlens_q: expected shape \(batch \+ 1,\), got \(0,\)"),
         ({"k_descale": torch.ones(3, 2)}, NotImplementedError, "k_descale: .* only e4m3 tensors"),
         ({"cache_leftpad": torch.zeros(2, dtype=INT32)}, ValueError, r"cache_leftpad: expected shape \(3,\)"),
         ({"attention_chunk": 2, "softcap": "1"}, TypeError, "softcap"),

@@ -253,6 +253,25 @@ def test_combine_without_lse():
     assert fa4.flash_attn_combine(outs, lses, return_lse=False)[1] is None
 
 
+def test_the_private_combine_writes_into_its_arguments():
+    outs, lses, semaphore = randn(3, 2, 5, 4, 8), randn(3, 2, 5, 4), torch.ones(1, dtype=INT32)
+    out, lse = torch.empty(2, 5, 4, 8, dtype=DTYPE), torch.empty(2, 4, 5, dtype=DTYPE).mT
+    expected = fa4.flash_attn_combine(outs, lses)
+    assert fa4._flash_attn_fwd_combine(outs, lses, out, lse, semaphore_to_reset=semaphore) is None
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+    assert not semaphore.any()
+    fa4._flash_attn_fwd_combine(outs, lses, out.zero_())
+    assert torch.equal(out, expected[0])
+    for options, error, match in (
+        ({"lse": lse.mT}, ValueError, r"lse: expected shape \(2, 5, 4\)"),
+        ({"out": None}, TypeError, "out: expected"),
+        ({"num_splits_dynamic_ptr": semaphore}, NotImplementedError, "num_splits_dynamic_ptr: expected None"),
+    ):
+        with pytest.raises(error, match=match):
+            fa4._flash_attn_fwd_combine(**({"out_partial": outs, "lse_partial": lses, "out": out} | options))
+
+
 def test_scheduler_metadata():
     arguments = 7, 9, 4, 2, 8
     metadata = fa4.get_scheduler_metadata(*arguments, 1, cu_seqlens_q=OFFSETS_Q)
@@ -294,7 +313,7 @@ def test_refusals_of_pages():
     for changes, error, match in (
         ({"cu_seqlens_k": OFFSETS_K}, NotImplementedError, "cu_seqlens_k: expected None, got a tensor"),
         ({"page_table": torch.zeros(2, dtype=INT32)}, ValueError, r"page_table: expected shape \(batch, max_pages\)"),
-        ({"seqused_k": torch.tensor([1, 6], dtype=INT32)}, ValueError, "seqused_k: expected 0 to 5"),
+        ({"seqused_k": torch.tensor([1, 6], dtype=INT32)}, ValueError, "seqused_k: expected at most 5"),
         ({"seqused_k": torch.tensor([1, 2])}, TypeError, "seqused_k: expected dtype int32"),
     ):
         with pytest.raises(error, match=match):

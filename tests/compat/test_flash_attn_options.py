@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onepass import reference
-from onepass.compat import flash_attn
+from onepass.compat import flash_attn, flash_attn_3, flash_attn_4
 from onepass.geometry import philox
 
 DTYPE = torch.float64
@@ -169,6 +169,106 @@ def test_dropout_over_a_block_table(theirs):
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
     assert not torch.equal(results[0][0], flash_attn.flash_attn_varlen_func(q, *keys, offsets_q, offsets_k, 7, 10))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ([[0], [2]], "cu_seqlens_k: expected at most 4, the 4 rows that block_table addresses, got 7"),
+        ([[0, 1], [2, 50]], r"block_table\[1, 1\]: expected a page 0 to 5 of the cache, got 50"),
+    ],
+)
+def test_blocks_that_do_not_exist_are_refused(table, message, dropout_p):
+    q, pages = randn(10, 4, 8), [randn(6, 4, 2, 8, seed=i) for i in (1, 2)]
+    offsets_q, offsets_k = torch.tensor([0, 5, 10]).int(), torch.tensor([0, 7, 14]).int()
+    with pytest.raises(ValueError, match=message):
+        flash_attn.flash_attn_varlen_func(
+            q, *pages, offsets_q, offsets_k, 5, 7, dropout_p, block_table=torch.tensor(table, dtype=torch.int32)
+        )
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_a_block_table_without_blocks_or_offsets(dropout_p):
+    q, pages = randn(10, 4, 8), [randn(6, 4, 2, 8, seed=i) for i in (1, 2)]
+    offsets_q, offsets_k = torch.tensor([0, 5, 10]).int(), torch.tensor([0, 7, 14]).int()
+    table = {"block_table": torch.zeros(2, 2, dtype=torch.int32)}
+    with pytest.raises(ValueError, match="k: expected at least 1 page"):
+        flash_attn.flash_attn_varlen_func(q, *(p[:0] for p in pages), offsets_q, offsets_k, 5, 7, dropout_p, **table)
+    with pytest.raises(TypeError, match=r"cu_seqlens_q: expected an int32 torch\.Tensor, got None"):
+        flash_attn.flash_attn_varlen_func(q, *pages, None, offsets_k, 5, 7, dropout_p, **table)
+
+
+def test_the_probabilities_and_the_state_of_dropout_over_a_block_table():
+    """They are those of the same keys without blocks, of which the backward repeats the mask."""
+    q, pages = randn(11, 4, 8), [randn(6, 4, 2, 8, seed=i) for i in (1, 2)]
+    table = torch.tensor([[5, 0, 1], [3, 2, 4]], dtype=torch.int32)
+    offsets_q, offsets_k = torch.tensor([0, 7, 11]).int(), torch.tensor([0, 10, 16]).int()
+    rows = [torch.cat([p[table[b].long()].flatten(0, 1)[:n] for b, n in enumerate((10, 6))]) for p in pages]
+    results = []
+    for k, v, more in ((*pages, {"block_table": table}), (*rows, {})):
+        torch.manual_seed(4)
+        options = {"causal": True, "alibi_slopes": slopes(2, 4)} | more
+        *_, probs = flash_attn.flash_attn_varlen_func(
+            q, k, v, offsets_q, offsets_k, 7, 10, 0.3, return_attn_probs=True, **options
+        )
+        torch.manual_seed(4)
+        found = flash_attn._flash_attn_varlen_forward(
+            q, k, v, offsets_q, offsets_k, 7, 10, 0.3, 8**-0.5, return_softmax=True, **options
+        )
+        assert torch.equal(found[2], probs)
+        assert (probs < 0).any()
+        results.append(found)
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+    assert results[0][3].any()
+    with pytest.raises(ValueError, match="return_softmax: expected False without dropout, got True"):
+        flash_attn._flash_attn_varlen_forward(
+            q, *pages, offsets_q, offsets_k, 7, 10, 0.0, 0.3, False, return_softmax=True, block_table=table
+        )
+
+
+def test_no_gradient_flows_through_the_private_forward_over_a_block_table():
+    q, pages = randn(10, 4, 8).requires_grad_(), [randn(6, 4, 2, 8, seed=i) for i in (1, 2)]
+    offsets_q, offsets_k = torch.tensor([0, 5, 10]).int(), torch.tensor([0, 7, 14]).int()
+    table = torch.tensor([[5, 0], [3, 2]], dtype=torch.int32)
+    for dropout_p in (0.0, 0.2):
+        out, *_ = flash_attn._flash_attn_varlen_forward(
+            q, *pages, offsets_q, offsets_k, 5, 7, dropout_p, 0.3, False, block_table=table
+        )
+        with pytest.raises(NotImplementedError, match="_flash_attn_varlen_forward has no backward"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_s_dmask_is_0_for_keys_that_do_not_exist(is_paged):
+    q, pages = randn(5, 4, 8), [randn(5, 4, 2, 8, seed=i) for i in (1, 2)]
+    table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    keys = pages if is_paged else [p.flatten(0, 1)[:16] for p in pages]
+    offsets_q, offsets_k = torch.tensor([0, 3, 5]).int(), torch.tensor([0, 8, 16]).int()
+    starts, used = torch.tensor([2, 0], dtype=torch.int32), torch.tensor([7, 5], dtype=torch.int32)
+    more = {"block_table": table} if is_paged else {}
+    *_, probs, _ = flash_attn._flash_attn_varlen_forward(
+        q,
+        *keys,
+        offsets_q,
+        offsets_k,
+        3,
+        8,
+        0.5,
+        0.3,
+        False,
+        return_softmax=True,
+        leftpad_k=starts,
+        seqused_k=used,
+        **more,
+    )
+    probs = probs.abs()
+    for b, (first, end, rows) in enumerate(((2, 7, 3), (0, 5, 2))):
+        assert (probs[b, :, :rows, first:end] > 0).all()
+        assert not probs[b, :, :, :first].any()
+        assert not probs[b, :, :, end:].any()
+        assert not probs[b, :, rows:].any()
 
 
 def test_dropout_and_left_padding_over_a_block_table():
@@ -382,3 +482,129 @@ def test_caches_that_require_a_gradient_are_written_in_place():
     assert torch.equal(caches[0][range(3), FILLED.long()], k[:, 0])
     with pytest.raises(NotImplementedError, match=r"attention over a cache .* has no backward"):
         out.sum().backward()
+
+
+def test_probabilities_under_autocast():
+    """All results are in the dtype of autocast, as without the probabilities."""
+    tensors = [t.requires_grad_() for t in qkv(dtype=torch.float32)]
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = flash_attn.flash_attn_func(*tensors, 0.1)
+        out, lse, probs = flash_attn.flash_attn_func(*tensors, 0.1, return_attn_probs=True)
+        private = flash_attn._flash_attn_forward(*tensors, 0.1, 0.3, False, -1, -1, 0.0, None, True)
+    assert [t.dtype for t in (plain, out, probs, private[0], private[2])] == [torch.bfloat16] * 5
+    assert lse.dtype == torch.float32
+    found = gradients(out, tensors, torch.ones_like(out))
+    assert [g.dtype for g in found] == [torch.float32] * 3
+
+
+@pytest.mark.parametrize("library", [flash_attn, flash_attn_3])
+def test_a_cache_under_autocast(library):
+    """Queries and new keys meet a cache in the dtype of autocast, which is written in place."""
+    q, caches = randn(2, 1, 4, 8).float(), [randn(2, 6, 2, 8, seed=i).bfloat16() for i in (1, 2)]
+    new, lengths = [randn(2, 1, 2, 8, seed=i).float() for i in (3, 4)], torch.tensor([3, 5], dtype=torch.int32)
+    copies = [c.clone() for c in caches]
+    rows = [t.bfloat16() for t in (q, *new)]
+    expected = library.flash_attn_with_kvcache(rows[0], *copies, *rows[1:], cache_seqlens=lengths)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = library.flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=lengths)
+    assert torch.equal(out, expected)
+    assert all(torch.equal(c, copy) for c, copy in zip(caches, copies, strict=True))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+def test_blocks_under_autocast(dropout_p):
+    q, pages = randn(2, 4, 8).float(), [randn(6, 4, 2, 8, seed=i).bfloat16() for i in (1, 2)]
+    offsets_q, offsets_k = torch.tensor([0, 1, 2]).int(), torch.tensor([0, 7, 12]).int()
+    table = torch.arange(4, dtype=torch.int32).view(2, 2)
+    results = []
+    for rows, is_enabled in ((q, True), (q.bfloat16(), False)):
+        torch.manual_seed(4)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_enabled):
+            results.append(
+                flash_attn.flash_attn_varlen_func(
+                    rows, *pages, offsets_q, offsets_k, 1, 7, dropout_p, block_table=table
+                )
+            )
+    assert torch.equal(*results)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = flash_attn_4.flash_attn_varlen_func(
+            q[:, None], *pages, seqused_k=torch.tensor([7, 5], dtype=torch.int32), page_table=table
+        )
+    assert out.dtype == torch.bfloat16
+
+
+class TestLengthsBeyondATable:
+    """All are errors that callers of flash-attn, who expect RuntimeError, and of onepass understand."""
+
+    def check(self, name, table, function, *arguments, **options):
+        for error in (RuntimeError, ValueError):
+            with pytest.raises(error, match=f"^{name}: expected at most .* rows that {table} addresses.*, got"):
+                function(*arguments, **options)
+
+    def tensors(self):
+        lengths = torch.tensor([3, 9], dtype=torch.int32)
+        table = torch.arange(4, dtype=torch.int32).view(2, 2)
+        return randn(2, 1, 4, 8), [randn(6, 4, 2, 8, seed=i) for i in (1, 2)], table, lengths
+
+    def test_of_flash_attn_2(self):
+        q, pages, table, lengths = self.tensors()
+        paged = {"block_table": table}
+        offsets_q, offsets_k = torch.tensor([0, 1, 2]).int(), torch.tensor([0, 3, 12]).int()
+        for given in (lengths, 9):
+            function = flash_attn.flash_attn_with_kvcache
+            self.check("cache_seqlens", "block_table", function, q, *pages, cache_seqlens=given, **paged)
+        for p in (0.0, 0.1):
+            arguments = q[:, 0], *pages, offsets_q, offsets_k, 1, 9, p
+            self.check("cu_seqlens_k", "block_table", flash_attn.flash_attn_varlen_func, *arguments, **paged)
+            function = flash_attn._flash_attn_varlen_forward
+            self.check("seqused_k", "block_table", function, *arguments, 0.3, False, seqused_k=lengths, **paged)
+
+    def test_of_flash_attn_3(self):
+        q, pages, table, lengths = self.tensors()
+        paged = {"page_table": table}
+        function = flash_attn_3.flash_attn_with_kvcache
+        for given in (lengths, 9):
+            self.check("cache_seqlens", "page_table", function, q, *pages, cache_seqlens=given, **paged)
+        new = [randn(3, 2, 8)] * 2
+        paged["cu_seqlens_k_new"] = torch.tensor([0, 1, 3]).int()
+        self.check("cache_seqlens", "page_table", function, q, *pages, *new, cache_seqlens=lengths - 2, **paged)
+        function = flash_attn_3._flash_attn_forward
+        self.check("seqused_k", "page_table", function, q, *pages, seqused_k=lengths, page_table=table)
+
+    def test_of_flash_attn_4(self):
+        q, pages, table, lengths = self.tensors()
+        function = flash_attn_4.flash_attn_varlen_func
+        self.check("seqused_k", "page_table", function, q, *pages, seqused_k=lengths, page_table=table)
+
+
+KINDS = {
+    "FlashAttnFunc": lambda q, k, v, cu: (q, k, v),
+    "FlashAttnKVPackedFunc": lambda q, k, v, cu: (q, torch.stack((k, v), 2)),
+    "FlashAttnQKVPackedFunc": lambda q, k, v, cu: (torch.stack((q, q, q), 2),),
+    "FlashAttnVarlenFunc": lambda q, k, v, cu: (q[0], k[0], v[0], cu, cu, 7, 7),
+    "FlashAttnVarlenKVPackedFunc": lambda q, k, v, cu: (q[0], torch.stack((k, v), 2)[0], cu, cu, 7, 7),
+    "FlashAttnVarlenQKVPackedFunc": lambda q, k, v, cu: (torch.stack((q, q, q), 2)[0], cu, 7),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_names_of_autograd_functions(name):
+    """`apply` has the arguments of the function, in its order, and whether gradients are recorded."""
+    tensors = [t.requires_grad_() for t in qkv(batch=1, seqlen_k=7)]
+    words = name.removeprefix("FlashAttn").removesuffix("Func").lower().replace("varlen", "varlen_").strip("_")
+    function = getattr(flash_attn, "_".join(("flash_attn", *filter(None, [words]), "func")))
+    given = KINDS[name](*tensors, torch.tensor([0, 3, 7], dtype=torch.int32))
+    options = 0.0, 0.3, True, (4, 0), 2.0, slopes(4), True, True
+    rest = (None,) if name == "FlashAttnVarlenFunc" else ()  # the block table
+    for is_recorded in (True, False):
+        found = getattr(flash_attn, name).apply(*given, *options, *rest, is_recorded)
+        for a, b in zip(found, function(*given, *options, *rest), strict=True):
+            assert torch.equal(a, b)
+        assert found[0].requires_grad == is_recorded
+
+
+def test_maybe_contiguous():
+    x = randn(2, 3, 4)
+    assert flash_attn.maybe_contiguous(x) is x
+    assert flash_attn.maybe_contiguous(None) is None
+    assert flash_attn.maybe_contiguous(x.mT).is_contiguous()

@@ -6,12 +6,16 @@ import pytest
 import torch
 
 from onepass.compat.rotary import (
+    ApplyRotaryEmb,
+    ApplyRotaryEmbKV_,
+    ApplyRotaryEmbQKV_,
     RotaryEmbedding,
     apply_rotary,
     apply_rotary_emb,
     apply_rotary_emb_kv_,
     apply_rotary_emb_qkv_,
     apply_rotary_emb_torch,
+    rotate_half,
 )
 
 ANGLES = torch.rand(12, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 6
@@ -216,3 +220,25 @@ def test_module_with_offsets_in_a_tensor():
 def test_refusals(call, match):
     with pytest.raises(ValueError, match=match):
         call(randn(2, 5, 3, 8))
+
+
+def test_positions_below_0_are_refused():
+    with pytest.raises(ValueError, match=r"seqlen_offsets: expected positions from 0 on, got \[2, -1\]"):
+        apply_rotary_emb(randn(2, 3, 2, 8), COS, SIN, seqlen_offsets=torch.tensor([2, -1]))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_quarter_turn(interleaved):
+    x = randn(2, 3, 2, 6)
+    angles = torch.full((1, 3), torch.pi / 2, dtype=torch.float64)
+    expected = torch.stack([turned(entry, torch.zeros(3, dtype=torch.int64), interleaved, angles) for entry in x])
+    torch.testing.assert_close(rotate_half(x, interleaved), expected)
+
+
+def test_names_of_autograd_functions():
+    x, qkv, kv = randn(2, 3, 2, 8), randn(2, 3, 3, 2, 8), randn(2, 3, 2, 2, 8)
+    assert torch.equal(ApplyRotaryEmb.apply(x, COS, SIN, True), apply_rotary_emb(x, COS, SIN, True))
+    expected = apply_rotary_emb_qkv_(qkv.clone(), COS, SIN)
+    assert torch.equal(ApplyRotaryEmbQKV_.apply(qkv, COS, SIN), expected)
+    expected = apply_rotary_emb_kv_(kv.clone(), COS, SIN)
+    assert torch.equal(ApplyRotaryEmbKV_.apply(kv, COS, SIN), expected)

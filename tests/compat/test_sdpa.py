@@ -227,9 +227,73 @@ def test_ranges_reach_from_the_first_to_the_last_block_of_keys_that_is_seen(monk
 @pytest.mark.parametrize("shape", [(2, 1, 1, 300), (1, 1, 1, 300), (1, 1, 9, 300), (1, 1, 9, 1)])
 def test_a_mask_stays_as_small_as_it_is(monkeypatch, shape):
     for mask in (torch.ones(shape, dtype=torch.bool), torch.zeros(shape)):
+        mask[..., shape[-1] // 2] = mask[..., 0] if shape[-1] == 1 else 0  # a hole: no padding
         mask = mask.expand(2, 3, 9, 300)  # as many models do
         arguments = arguments_of_attention(monkeypatch, tensors((2, 3, 9, 8), (2, 3, 300, 8)), attn_mask=mask)
         assert arguments["bias"].shape == shape
+
+
+def padding_mask(*runs, seqlen_k=7):
+    """(batch, 1, 1, seqlen_k): the keys of each entry that are seen."""
+    mask = torch.zeros(len(runs), 1, 1, seqlen_k, dtype=torch.bool)
+    for row, run in zip(mask, runs, strict=True):
+        row[..., slice(*run)] = True
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("runs", "is_causal", "expected"),
+    [
+        ([(0, 7), (0, 4)], False, {"seqused_k": [7, 4]}),
+        ([(0, 4)], False, {"seqused_k": [4, 4]}),
+        ([(0, 0), (0, 7)], False, {"seqused_k": [0, 7]}),
+        ([(0, 7)], False, {}),
+        ([(2, 7), (0, 4)], False, {"key_ranges": [[2, 7], [0, 4]]}),
+        ([(0, 7), (0, 4)], True, {"key_ranges": [[0, 7], [0, 4]]}),
+        ([(0, 0), (3, 4)], True, {"key_ranges": [[0, 0], [3, 4]]}),
+    ],
+)
+def test_a_padding_mask_in_the_memory_of_a_cpu_becomes_lengths_or_ranges(monkeypatch, runs, is_causal, expected):
+    qkv, mask = tensors((2, 3, 7, 8), (2, 3, 7, 8)), padding_mask(*runs)
+    options = {"attn_mask": mask, "is_causal": is_causal}
+    given = arguments_of_attention(monkeypatch, qkv, **options)
+    found = {
+        n: t.tolist() if n == "seqused_k" else t[:, 0, 3].tolist()
+        for n, t in given.items()
+        if isinstance(t, torch.Tensor)
+    }
+    assert found == expected
+    triangle = torch.ones(7, 7, dtype=torch.bool).tril() if is_causal else torch.ones(1, 1, dtype=torch.bool)
+    out = torch.nn.functional.scaled_dot_product_attention(*qkv, attn_mask=mask & triangle)
+    torch.testing.assert_close(scaled_dot_product_attention(*qkv, **options), out, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        padding_mask((0, 7), (2, 5)) ^ padding_mask((3, 4), (0, 0)),
+        padding_mask((0, 7), (0, 4)).expand(2, 3, 1, 7).contiguous(),
+        torch.ones(2, 1, 7, 7, dtype=torch.bool).tril(),
+    ],
+)
+def test_other_boolean_masks_become_a_bias(monkeypatch, mask):
+    qkv = tensors((2, 3, 7, 8), (2, 3, 7, 8))
+    given = arguments_of_attention(monkeypatch, qkv, attn_mask=mask)
+    assert torch.equal(given["bias"] == 0, mask)
+    assert given.get("seqused_k") is None
+
+
+def test_no_value_of_a_traced_mask_is_read():
+    qkv, mask = tensors((2, 3, 7, 8), (2, 3, 7, 8)), padding_mask((0, 7), (0, 4))
+    expected = scaled_dot_product_attention(*qkv, attn_mask=mask)
+    compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*qkv, attn_mask=mask), expected, rtol=1e-12, atol=1e-13)
+    other = padding_mask((1, 7), (0, 2))
+    torch.testing.assert_close(
+        compiled(*qkv, attn_mask=other), scaled_dot_product_attention(*qkv, attn_mask=other), rtol=1e-12, atol=1e-13
+    )
+    value = torch.func.grad(lambda q: scaled_dot_product_attention(q, *qkv[1:], attn_mask=mask).sum())(qkv[0])
+    assert value.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])

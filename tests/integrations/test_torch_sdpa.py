@@ -1,5 +1,7 @@
 """torch's own attention by onepass: operators replaced and brought back, results of dense attention in float64."""
 
+import warnings
+
 import pytest
 import sdpa_ranks
 import torch
@@ -146,7 +148,33 @@ def test_devices():
     for devices in ("tpu", (), ("cpu", "xla")):
         with pytest.raises(ValueError, match="devices: expected some of"):
             torch_sdpa.activate(devices)
+    with pytest.raises(TypeError, match=r"devices: expected a sequence of .* or None, got 3"):
+        torch_sdpa.activate(3)
     assert not torch_sdpa.is_active()
+
+
+def test_a_reason_has_no_values_of_tensors():
+    """Calls that differ in what a tensor holds have one reason, which is warned of once."""
+    q, k, v = (normal(9, 2, 16) for _ in range(3))
+    offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+
+    class Previous:
+        def call_boxed(self, keys, *args, **options):
+            return "torch's"
+
+    activation = torch_sdpa.Activation(("cpu",))
+    run = activation._with_fallback("_flash_attention_forward", operators.flash_forward, Previous(), "CPU")
+
+    def call(page):
+        table = torch.full((2, 2), page, dtype=torch.int32)
+        return run(q, k, v, offsets, offsets, 5, 5, 0.0, False, False, block_table=table)
+
+    with pytest.warns(RuntimeWarning, match="block_table: expected None, got Tensor"):
+        assert call(0) == "torch's"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [call(page) for page in (1, 2)] == ["torch's"] * 2
+    assert list(activation.refused.values()) == [3]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -276,7 +304,7 @@ def test_flash_forward_and_backward(is_packed):
     with_slopes = operators.flash_forward(*arguments, alibi_slopes=slopes)[0]
     options = options | {"window": (None, 0), "alibi_slopes": slopes}
     assert_close([with_slopes], [function(*(t.double() for t in (q, k, v)), **options).out])
-    with pytest.raises(NotImplementedError, match="expected no block_table"):
+    with pytest.raises(NotImplementedError, match="block_table: expected None, got Tensor"):
         operators.flash_forward(*arguments, block_table=torch.zeros(1, 1))
 
 

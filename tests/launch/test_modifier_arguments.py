@@ -65,7 +65,8 @@ def test_bounds_are_computed_once_for_what_shares_them(lead, given, entries, hea
 def test_gradients_of_pairs_add_up_by_position(is_packed):
     torch.manual_seed(0)
     heads, rows, keys, num_positions = 2, 7, 5, 9
-    positions = torch.randint(0, num_positions, (rows,) if is_packed else (3, rows)).int()
+    positions = torch.randint(-3, num_positions + 3, (rows,) if is_packed else (3, rows)).int()
+    nearest = positions.clamp(0, num_positions - 1).long()
     bias = torch.zeros(*(() if is_packed else (1,)), heads, num_positions, keys)
     found = torch.randn(*(() if is_packed else (3,)), heads, rows, keys)
     lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), LENGTHS) if is_packed else {}
@@ -74,5 +75,5 @@ def test_gradients_of_pairs_add_up_by_position(is_packed):
     expected = torch.zeros_like(total)
     for index in range(1 if is_packed else 3):
         target, source = (expected, found) if is_packed else (expected[index], found[index])
-        target.index_add_(1, (positions if is_packed else positions[index]).long(), source)
+        target.index_add_(1, nearest if is_packed else nearest[index], source)
     torch.testing.assert_close(total, expected)

@@ -42,9 +42,9 @@ def random_options(rng, batch, seqlen_q, seqlen_k, heads):
     num_positions = max(seqlen_q, seqlen_k) + 3
     if given(0.3):
         rows = [torch.randperm(num_positions)[:seqlen_q] for _ in range(rng.choice([1, batch]))]
-        options["q_positions"] = torch.stack(rows).int()
+        options["q_positions"] = torch.stack(rows).int() + rng.choice([0, -5, num_positions - 4])
     if given(0.3):
-        options["alibi_slopes"] = torch.rand((heads,) if given(0.5) else (batch, heads)) * 0.3
+        options["alibi_slopes"] = torch.rand((heads,) if given(0.5) else (batch, heads)) * 0.3 - rng.choice([0, 0.15])
     if given(0.4):
         rows = num_positions if "q_positions" in options else seqlen_q
         sizes = (1, batch), (1, heads), (1, rows), (1, seqlen_k)
@@ -223,3 +223,63 @@ def test_a_bias_that_is_nowhere_above_zero():
     bias = torch.tensor([0.0, -1.0, -torch.inf], dtype=DTYPE)[torch.randint(0, 3, (1, 1, 40, 40))]
     out = onepass.attention(q, k, v, bias=bias)
     torch.testing.assert_close(out, reference.attention(q, k, v, bias=bias).out, rtol=1e-10, atol=1e-11)
+
+
+POSITIONS = torch.tensor([[-7, -1, 0, 3, 8], [9, 50, 2, -1, 2**31 - 1]], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("kind", ["dense", "packed", "cache", "packed queries over a cache"])
+def test_a_position_that_is_no_row_of_the_bias_has_the_nearest_row(kind):
+    """out, and the gradient of the bias where there is one, beside a bias of rows that were looked up before."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8)
+    bias = torch.randn(4, 9, 7).requires_grad_()
+    looked_up = torch.stack([bias[:, own.clamp(0, 8).long()] for own in POSITIONS])
+    expected = onepass.attention(q, k, v, bias=looked_up)
+    lengths = torch.tensor([7, 7], dtype=torch.int32)
+    offsets_q, offsets_k = (torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (5, 7))
+    if kind == "dense":
+        out = onepass.attention(q, k, v, bias=bias[None], q_positions=POSITIONS)
+    elif kind == "packed":
+        rows = (t.flatten(0, 1) for t in (q, k, v))
+        offsets = {"cu_seqlens_q": offsets_q, "cu_seqlens_k": offsets_k}
+        out = onepass.attention_varlen(*rows, **offsets, bias=bias, q_positions=POSITIONS.flatten())
+    else:
+        packed = {} if kind == "cache" else {"cu_seqlens_q": offsets_q}
+        terms = {"bias": bias[None] if kind == "cache" else bias, "q_positions": POSITIONS}
+        if packed:
+            q, terms["q_positions"] = q.flatten(0, 1), POSITIONS.flatten()
+        out = onepass.attention_decode(q, k, v, cache_seqlens=lengths, causal=False, **packed, **terms)
+    torch.testing.assert_close(out.view_as(expected), expected)
+    if kind in ("dense", "packed"):
+        dout = torch.randn_like(expected)
+        (found,) = torch.autograd.grad(out.view_as(dout), bias, dout)
+        torch.testing.assert_close(found, torch.autograd.grad(expected, bias, dout)[0])
+
+
+def test_a_bias_with_fewer_columns_than_keys_of_a_sequence():
+    q, k, v = torch.randn(5, 4, 8), torch.randn(7, 2, 8), torch.randn(7, 2, 8)
+    offsets = {f"cu_seqlens_{name}": torch.tensor([0, 2, n], dtype=torch.int32) for name, n in (("q", 5), ("k", 7))}
+
+    def run(columns, **options):
+        return onepass.attention_varlen(q, k, v, **offsets, bias=torch.zeros(1, 5, columns), **options)
+
+    with pytest.raises(ValueError, match=r"bias: expected at least 5 columns, .* \(or 1, .*\), got shape \(1, 5, 3\)"):
+        run(3)
+    with pytest.raises(ValueError, match=r"bias: expected at least 1 column, got shape \(1, 5, 0\)"):
+        run(0)
+    expected = onepass.attention_varlen(q, k, v, **offsets)
+    used = torch.tensor([2, 3], dtype=torch.int32)
+    shorter = onepass.attention_varlen(q, k, v, **offsets, seqused_k=used)
+    for columns, options, right in (
+        (1, {}, expected),
+        (5, {}, expected),
+        (9, {}, expected),
+        (3, {"seqused_k": used}, shorter),
+    ):
+        torch.testing.assert_close(run(columns, **options), right)
+    without_keys = torch.zeros(3, dtype=torch.int32)
+    empty = onepass.attention_varlen(
+        q, k[:0], v[:0], cu_seqlens_q=offsets["cu_seqlens_q"], cu_seqlens_k=without_keys, bias=torch.zeros(1, 5, 0)
+    )
+    assert not empty.any()

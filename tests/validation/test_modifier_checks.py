@@ -27,6 +27,11 @@ def tensors():
         ({"alibi_slopes": torch.zeros(4).double()}, TypeError, "alibi_slopes: expected float32, got float64"),
         ({"bias": torch.zeros(3, 4, 6, 6)}, ValueError, r"bias: expected shape \(1 or 2, 1 or 4, 1 or 6, 1 or 6\)"),
         ({"bias": torch.zeros(6, 6).int()}, ValueError, "bias: expected shape"),
+        (
+            {"bias": torch.zeros(1, 1, 0, 6), "q_positions": torch.zeros(1, 6, dtype=torch.int32)},
+            ValueError,
+            r"bias: expected at least 1 row beside q_positions, got shape \(1, 1, 0, 6\)",
+        ),
         ({"bias": torch.zeros(1, 1, 6, 6).bool()}, TypeError, "bias: expected float64, .* got bool"),
         ({"bias": torch.zeros(1, 1, 6, 6, device="meta")}, ValueError, "bias: expected device cpu like q"),
         ({"bias": torch.zeros(1, 1, 6, 6), "precision": "fp8"}, UnsupportedError, "bias: expected None with precision"),

@@ -1,7 +1,7 @@
 """Every parameter of every public function, given unsuitable values: the call works, or refuses them with a message.
 
-A refusal is a TypeError, a ValueError or an UnsupportedError, raised by onepass itself, whose message names the
-parameter and says what was expected and what was given.
+A refusal is a TypeError, a ValueError, a BeyondPagesError or an UnsupportedError, raised by onepass itself, whose
+message names the parameter and says what was expected and what was given.
 """
 
 import inspect
@@ -14,6 +14,7 @@ import torch
 
 import onepass
 from onepass.compat import flash_attn, flash_attn_3, flash_attn_4, sdpa
+from onepass.errors import BeyondPagesError
 
 INT32 = torch.int32
 E4M3 = torch.float8_e4m3fn
@@ -343,7 +344,7 @@ def complaint(function, arguments, name):
     except Exception as error:
         words = str(error)
         raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        if type(error) not in (TypeError, ValueError, onepass.UnsupportedError):
+        if type(error) not in (TypeError, ValueError, BeyondPagesError, onepass.UnsupportedError):
             return f"{type(error).__name__}: {words}"
         if not raised_in.is_relative_to(PACKAGE):
             return f"raised in {raised_in}: {words}"

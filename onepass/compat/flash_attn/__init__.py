@@ -13,9 +13,19 @@ Results that differ: the log-sum-exp of a row that sees no key is -inf, where fl
 log-sum-exp that `return_attn_probs=True` returns has a gradient.
 
 The private functions that other libraries call are here, too: `_flash_attn_forward`, `_flash_attn_backward`, their
-packed forms, `_wrapped_*`, and `flash_attn_gpu` in place of the extension module `flash_attn_2_cuda`.
+packed forms, `_wrapped_*`, `FlashAttnFunc` and its kin with `apply` alone, and `flash_attn_gpu` in place of the
+extension module `flash_attn_2_cuda`.
 """
 
+from .autograd import (
+    FlashAttnFunc,
+    FlashAttnKVPackedFunc,
+    FlashAttnQKVPackedFunc,
+    FlashAttnVarlenFunc,
+    FlashAttnVarlenKVPackedFunc,
+    FlashAttnVarlenQKVPackedFunc,
+    maybe_contiguous,
+)
 from .extension import flash_attn_gpu
 from .functions import (
     flash_attn_func,
@@ -41,6 +51,12 @@ from .private import (
 
 __all__ = [
     "USE_TRITON_ROCM",
+    "FlashAttnFunc",
+    "FlashAttnKVPackedFunc",
+    "FlashAttnQKVPackedFunc",
+    "FlashAttnVarlenFunc",
+    "FlashAttnVarlenKVPackedFunc",
+    "FlashAttnVarlenQKVPackedFunc",
     "_flash_attn_backward",
     "_flash_attn_forward",
     "_flash_attn_varlen_backward",
@@ -58,4 +74,5 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "maybe_contiguous",
 ]

@@ -10,7 +10,7 @@ from ...api import attention as api
 from ...api import steps
 from ...errors import REFUSALS, renamed
 from ...validation import tensors
-from ...validation.scalars import LARGEST_BLOCK, check_flag, check_int, check_real
+from ...validation.scalars import check_flag, check_real
 from .. import conventions, probabilities
 from ..paged import over_pages
 
@@ -51,7 +51,7 @@ def attend(
                 q, k, v, **options, **lengths, dropout_p=dropout_p, modifiers={"alibi_slopes": alibi_slopes}
             )
             out, lse = call.forward()
-            return out, lse, s_dmask(call, q, k, alibi_slopes, lengths)
+            return out, lse, probabilities.of_call(call, alibi_slopes, lengths)
         function = api.attention_varlen if lengths else api.attention
         result = function(
             q,
@@ -66,26 +66,6 @@ def attend(
     except REFUSALS as error:
         raise renamed(error, NAMES) from None
     return (*result, q.new_empty(0)) if returns_probabilities else result
-
-
-def s_dmask(call: steps.Steps, q: Tensor, k: Tensor, alibi_slopes: Tensor | None, lengths: dict[str, Any]) -> Tensor:
-    """S_dmask of a call with dropout. Args: lengths: offsets and longest lengths of packed sequences, or {}."""
-    assert call.dropout_state is not None
-    if not lengths:
-        return probabilities.signed_probabilities(call.problem, q, k, alibi_slopes, call.dropout_state)
-    longest = {name: _longest(name, lengths[name]) for name in ("max_seqlen_q", "max_seqlen_k")}
-    return probabilities.signed_probabilities_packed(
-        call.problem, q, k, alibi_slopes, call.dropout_state, **(lengths | longest)
-    )
-
-
-def _longest(name: str, value: Any) -> int:
-    """A longest length, which is a size of S_dmask. A tensor is read, which waits for its device."""
-    value = value.item() if isinstance(value, Tensor) else value
-    value = check_int(name, value, "an int where the probabilities of a call with dropout are returned", least=0)
-    if value > LARGEST_BLOCK:
-        raise ValueError(f"{name}: expected at most {LARGEST_BLOCK}, got {value}")
-    return value
 
 
 def flash_attn_func(
@@ -200,7 +180,8 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: hints; an int, a tensor or None. With dropout and return_attn_probs they are sizes
             of S_dmask, and read.
         block_table: (batch, max_blocks) int32: the keys of each sequence are rows of these blocks. Such a call without
-            dropout has no backward: if an input requires a gradient, a backward through the result raises.
+            dropout has no backward: if an input requires a gradient, a backward through the result raises. Lengths
+            beyond the blocks raise an error that is a ValueError and a RuntimeError, where the host has them.
         All others: as for `flash_attn_func`; masks are aligned to each sequence's own lengths.
 
     Returns: out (total_q, num_heads_q, head_dim_v); softmax_lse (num_heads_q, total_q) float32; S_dmask
@@ -210,7 +191,7 @@ def flash_attn_varlen_func(
     if block_table is not None:
         check_flag("deterministic", deterministic, allow_none=True)
         returns_probabilities = check_flag("return_attn_probs", return_attn_probs, allow_none=True)
-        out, lse = over_pages(
+        out, lse, probs, _ = over_pages(
             q,
             k,
             v,
@@ -225,8 +206,9 @@ def flash_attn_varlen_func(
             window=conventions.opened(conventions.pair_of(window_size)),
             softcap=conventions.softcap_of(softcap),
             alibi_slopes=alibi_slopes,
+            returns_probabilities=returns_probabilities,
         )
-        return (out, lse, q.new_empty(0)) if returns_probabilities else out
+        return (out, lse, probs) if returns_probabilities else out
     tensors.check_tensor("cu_seqlens_q", cu_seqlens_q, "an int32 torch.Tensor")
     return attend(
         q,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ...api.decode import autocast_rows
 from ...errors import REFUSALS, renamed
 from ...validation import tensors
 from ...validation.scalars import check_flag, check_int
 from .. import conventions
 from ..cache_update import check_rotary
-from ..cached import NO_EXTRAS, Cache, Extras, append_and_attend, lengths_of, table_of_entries
+from ..cached import NO_EXTRAS, Cache, Extras, append_and_attend, lengths_of, refuse_beyond_pages, table_of_entries
 
 # name of an argument in messages of onepass -> its name in flash-attn
 _NAMES = {
@@ -76,9 +76,9 @@ def flash_attn_with_kvcache(
 
     Returns: out (batch, seqlen_q, num_heads_q, head_dim_v); softmax_lse (batch, num_heads_q, seqlen_q) float32. If an
     input requires a gradient, their backward raises.
-    Raises: TypeError or ValueError for bad shapes, dtypes or lengths; RuntimeError for lengths beyond the rows that a
-    block_table addresses. The caches are unchanged whenever it raises. Without a block_table the host does not read
-    lengths from a GPU, so their values are not checked there.
+    Raises: TypeError or ValueError for bad shapes, dtypes or lengths; an error that is both ValueError and RuntimeError
+    for lengths beyond the rows that a block_table addresses. The caches are unchanged whenever it raises. Without a
+    block_table the host does not read lengths from a GPU, so their values are not checked there.
     """
     options = {
         "softmax_scale": softmax_scale,
@@ -92,15 +92,17 @@ def flash_attn_with_kvcache(
         tensors.check_tensor(name, tensor)
         if tensor.dim() != 4:
             raise ValueError(f"{name}: expected 4 dimensions, got {tensor.dim()} in shape {tuple(tensor.shape)}")
+    q, k, v = autocast_rows(k_cache, q, k, v)
     if block_table is not None and tensors.check_tensor("block_table", block_table).dim() != 2:
         raise ValueError(f"block_table: expected shape (batch, max_blocks), got {tuple(block_table.shape)}")
     page_table = table_of_entries(q.shape[0], q.device, k_cache, block_table, cache_batch_idx)
     cache = Cache(k_cache, v_cache, page_table, k_descale, v_descale)
     conventions.check_per_entry("cache_leftpad", cache_leftpad, q.shape[0], q.device)
     _check_new(q, k_cache, v_cache, k, v, cache_seqlens)
-    lengths = lengths_of(cache_seqlens, q.shape[0], q.device, cache.capacity, 0 if k is None else k.shape[1])
-    if block_table is not None:
-        _refuse_beyond_blocks(lengths, cache.capacity, 0 if k is None else k.shape[1])
+    seqlen_new, table = 0 if k is None else k.shape[1], None if block_table is None else "block_table"
+    lengths = lengths_of(cache_seqlens, q.shape[0], q.device, cache.capacity, seqlen_new, table=table)
+    if table is not None:
+        refuse_beyond_pages("cache_seqlens", table, lengths, cache.capacity, seqlen_new, waits=True)
     try:
         rotary = check_rotary(rotary_cos, rotary_sin, lengths, rotary_interleaved, q, k is not None)
         out, lse = append_and_attend(
@@ -132,19 +134,3 @@ def _check_new(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any, cach
         expected = (q.shape[0], k.shape[1] if k.dim() == 4 else "seqlen_new", *cache.shape[2:])
         if tuple(new.shape) != expected:
             raise ValueError(f"{name}: expected shape {expected}, got {tuple(new.shape)}")
-
-
-def _refuse_beyond_blocks(lengths: Tensor, capacity: int, seqlen_new: int) -> None:
-    """Raise RuntimeError if a length, read from its device, is beyond the rows that a block table addresses."""
-    is_ordinary = type(lengths) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
-    if not is_ordinary or lengths.is_meta or not lengths.numel():
-        return
-    if lengths.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return
-    longest = int(lengths.max())
-    if longest + seqlen_new > capacity:
-        less = f" less {seqlen_new} new keys" if seqlen_new else ""
-        raise RuntimeError(
-            f"cache_seqlens: expected at most {capacity - seqlen_new}, the {capacity} rows that block_table "
-            f"addresses{less}, got {longest}"
-        )

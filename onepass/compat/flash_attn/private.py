@@ -26,7 +26,7 @@ from .. import conventions, probabilities
 from ..gradients import Buffers, check_buffers, check_results, gradients, into_buffers, padded_rows, row_sums
 from ..paged import over_pages
 from ..sequences import row_ranges
-from .functions import NAMES, s_dmask
+from .functions import NAMES
 
 USE_TRITON_ROCM = False
 
@@ -51,6 +51,13 @@ def _options(
     }
 
 
+def _checked_dropout(dropout_p: Any, return_softmax: Any) -> tuple[float, bool]:
+    dropout_p, return_softmax = check_real("dropout_p", dropout_p), check_flag("return_softmax", return_softmax)
+    if return_softmax and not dropout_p:
+        raise ValueError("return_softmax: expected False without dropout, got True")
+    return dropout_p, return_softmax
+
+
 def _forward(
     function: str,
     inputs: tuple[Tensor, Tensor, Tensor],
@@ -59,14 +66,17 @@ def _forward(
     options: dict[str, Any],
     modifiers: dict[str, Any],
     return_softmax: Any,
+    starts: Tensor | None = None,
 ) -> ForwardResult:
-    """The forward of a call. Args: lengths: the lengths of `onepass.attention_varlen`, or {}."""
+    """The forward of a call.
+
+    Args:
+        lengths: the lengths of `onepass.attention_varlen`, or {}.
+        starts: (batch,) int32, the first key of each sequence, as the modifiers say it, too.
+    """
     check_tensors(dict(zip("qkv", inputs, strict=True)))
     q, k, v = conventions.detached(*inputs)
-    dropout_p = check_real("dropout_p", dropout_p)
-    return_softmax = check_flag("return_softmax", return_softmax)
-    if return_softmax and not dropout_p:
-        raise ValueError("return_softmax: expected False without dropout, got True")
+    dropout_p, return_softmax = _checked_dropout(dropout_p, return_softmax)
     probs, state = q.new_empty(0), torch.zeros(2, dtype=torch.int64, device=q.device)
     try:
         if dropout_p:
@@ -75,8 +85,7 @@ def _forward(
                 out, lse = call.forward()
             state = call.dropout_state if call.dropout_state is not None else state
             if return_softmax and call.dropout_state is not None:
-                packed = {name: value for name, value in lengths.items() if name != "seqused_k"}
-                probs = s_dmask(call, q, k, modifiers.get("alibi_slopes"), packed)
+                probs = probabilities.of_call(call, modifiers.get("alibi_slopes"), lengths, starts)
         else:
             function_of_lengths = api.attention_varlen if lengths else api.attention
             with torch.no_grad():
@@ -138,6 +147,7 @@ def _flash_attn_varlen_forward(
     if check_int("num_splits", num_splits) > 1:
         raise UnsupportedError(f"num_splits: num_splits > 1 is not supported here, expected 0 or 1, got {num_splits}")
     options = _options(softmax_scale, causal, window_size_left, window_size_right, softcap)
+    function, inputs = "_flash_attn_varlen_forward", (q, k, v)
     check_tensors({"q": q, "k": k, "v": v})
     check_ranks({"q": q}, PACKED_DIMS, 3)
     lengths = conventions.lengths_between("cu_seqlens_k", cu_seqlens_k)
@@ -146,21 +156,23 @@ def _flash_attn_varlen_forward(
     lengths = lengths if seqused_k is None else seqused_k
     if block_table is not None:
         del options["deterministic"]
-        out, lse = over_pages(
-            q,
-            k,
-            v,
-            cu_seqlens_q=cu_seqlens_q,
-            lengths=lengths,
-            block_table=block_table,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-            dropout_p=dropout_p,
-            alibi_slopes=alibi_slopes,
-            starts=leftpad_k,
-            **options,
-        )
-        return out, lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64, device=q.device)
+        dropout_p, return_softmax = _checked_dropout(dropout_p, return_softmax)
+        with torch.no_grad():
+            out, lse, probs, state = over_pages(
+                *inputs,
+                cu_seqlens_q=cu_seqlens_q,
+                lengths=lengths,
+                lengths_name="cu_seqlens_k" if seqused_k is None else "seqused_k",
+                block_table=block_table,
+                max_seqlen_q=max_seqlen_q,
+                max_seqlen_k=max_seqlen_k,
+                dropout_p=dropout_p,
+                alibi_slopes=alibi_slopes,
+                starts=leftpad_k,
+                returns_probabilities=return_softmax,
+                **options,
+            )
+        return conventions.without_backward(function, out, *inputs), lse, probs, state
     packed = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
@@ -172,8 +184,7 @@ def _flash_attn_varlen_forward(
     if leftpad_k is not None:
         check_int32("cu_seqlens_q", cu_seqlens_q, (lengths.shape[0] + 1,), "batch + 1 like cu_seqlens_k", q.device)
         modifiers["key_ranges"] = row_ranges(q.shape[0], cu_seqlens_q, lengths, starts=leftpad_k)
-    function = "_flash_attn_varlen_forward"
-    return _forward(function, (q, k, v), packed, dropout_p, options, modifiers, return_softmax)
+    return _forward(function, inputs, packed, dropout_p, options, modifiers, return_softmax, leftpad_k)
 
 
 def _backward(

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...api.decode import autocast_rows
 from ...errors import REFUSALS, renamed
 from ...validation import tensors
 from .. import conventions
-from ..cache_update import check_rotary
-from ..cached import NO_EXTRAS, Cache, Extras, append_and_attend, lengths_of, table_of_entries
+from ..cache_update import check_rotary, is_on_host
+from ..cached import NO_EXTRAS, Cache, Extras, append_and_attend, lengths_of, refuse_beyond_pages, table_of_entries
 from ..quantization import check_descales, score_descale
 
 E4M3 = torch.float8_e4m3fn
@@ -38,10 +39,12 @@ def over_cache(
     attention_chunk: Any,
     num_splits: Any,
     options: dict[str, Any],
+    seqused_q: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse. If an input requires a gradient, a backward through them raises.
 
     Args:
+        seqused_q: (batch,) int32: only the first queries of each batch entry exist; out of the others is 0.
         rotary: rotary_cos, rotary_sin, rotary_seqlens and rotary_interleaved.
         descales: q_descale, k_descale and v_descale. options: of `onepass.attention`.
         All others: as for `flash_attn_with_kvcache`.
@@ -50,6 +53,8 @@ def over_cache(
     tensors.check_tensor("q", q)
     if cu_seqlens_q is not None:
         tensors.check_int32("cu_seqlens_q", cu_seqlens_q, ("batch + 1",), "one more offset than sequences", q.device)
+        if cu_seqlens_q.shape[0] < 1:
+            raise ValueError(f"cu_seqlens_q: expected shape (batch + 1,), got {tuple(cu_seqlens_q.shape)}")
     for name, tensor, rank in (
         ("q", q, 4 if cu_seqlens_q is None else 3),
         ("k_cache", k_cache, 4),
@@ -58,17 +63,22 @@ def over_cache(
         tensors.check_tensor(name, tensor)
         if tensor.dim() != rank:
             raise ValueError(f"{name}: expected {rank} dimensions, got {tensor.dim()} in shape {tuple(tensor.shape)}")
+    q, k, v = autocast_rows(k_cache, q, k, v)
     if page_table is not None and tensors.check_tensor("page_table", page_table).dim() != 2:
         raise ValueError(f"page_table: expected shape (batch, max_pages), got {tuple(page_table.shape)}")
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     conventions.check_per_entry("cache_leftpad", cache_leftpad, batch, q.device)
-    conventions.check_per_entry("rotary_seqlens", rotary[2], batch, q.device)
+    conventions.check_per_entry("seqused_q", seqused_q, batch, q.device)
+    _check_rotary_seqlens(rotary, batch, q.device)
     _check_new(q, k_cache, v_cache, k, v, batch, cache_seqlens, cu_seqlens_k_new)
     table = table_of_entries(batch, q.device, k_cache, page_table, cache_batch_idx)
     k_descale, v_descale = _cache_descales(q, k_cache, descales, batch)
     cache = Cache(k_cache, v_cache, table, k_descale, v_descale)
     seqlen_new = 0 if k is None or cu_seqlens_k_new is not None else k.shape[1]
-    lengths = lengths_of(cache_seqlens, batch, q.device, cache.capacity, seqlen_new)
+    table_name = None if page_table is None else "page_table"
+    lengths = lengths_of(cache_seqlens, batch, q.device, cache.capacity, seqlen_new, table=table_name)
+    if table_name is not None and cu_seqlens_k_new is not None:
+        refuse_beyond_pages("cache_seqlens", table_name, lengths, cache.capacity, cu_seqlens_k_new.diff())
     cos, sin, rotary_seqlens, interleaved = rotary
     starts = lengths if rotary_seqlens is None or rotary_seqlens is cache_seqlens else rotary_seqlens
     try:
@@ -81,6 +91,7 @@ def over_cache(
             rotary=turned,
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_new=cu_seqlens_k_new,
+            seqused_q=seqused_q,
             max_seqlen_q=max_seqlen_q,
             num_splits=num_splits,
             extras=Extras(starts=cache_leftpad, chunk=chunk) if chunk or cache_leftpad is not None else NO_EXTRAS,
@@ -88,6 +99,17 @@ def over_cache(
         )
     except REFUSALS as error:
         raise renamed(error, _NAMES) from None
+
+
+def _check_rotary_seqlens(rotary: tuple[Any, Any, Any, Any], batch: int, device: torch.device) -> None:
+    cos, sin, seqlens, _ = rotary
+    conventions.check_per_entry("rotary_seqlens", seqlens, batch, device)
+    if seqlens is None:
+        return
+    if cos is sin is None:
+        raise ValueError("rotary_seqlens: expected None without rotary_cos and rotary_sin, got a tensor")
+    if is_on_host(seqlens) and int(seqlens.min()) < 0:
+        raise ValueError(f"rotary_seqlens: expected positions from 0 on, got {seqlens.tolist()}")
 
 
 def _cache_descales(

@@ -96,7 +96,6 @@ def _flash_attn_forward(
         out, lse = attend(q, k, v, lengths, options, descales, attention_chunk=attention_chunk)
     else:
         conventions.refuse("keys in a cache are not cut by offsets", cu_seqlens_k=cu_seqlens_k)
-        conventions.refuse("all queries over a cache exist", seqused_q=seqused_q)
         try:
             out, lse = over_cache(
                 q,
@@ -110,6 +109,7 @@ def _flash_attn_forward(
                 page_table=page_table,
                 cu_seqlens_q=cu_seqlens_q,
                 cu_seqlens_k_new=cu_seqlens_k_new,
+                seqused_q=seqused_q,
                 max_seqlen_q=max_seqlen_q,
                 rotary=(rotary_cos, rotary_sin, seqlens_rotary, rotary_interleaved),
                 descales=descales,

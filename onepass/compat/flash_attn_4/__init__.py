@@ -11,13 +11,20 @@ Refused are `qv` and `gather_kv_indices`, and what is written in another library
 """
 
 from .functions import flash_attn_combine, flash_attn_func, flash_attn_varlen_func, get_scheduler_metadata
-from .private import SchedulerMetadataTensorsTorch, _flash_attn_bwd, _flash_attn_bwd_sparse_mla, _flash_attn_fwd
+from .private import (
+    SchedulerMetadataTensorsTorch,
+    _flash_attn_bwd,
+    _flash_attn_bwd_sparse_mla,
+    _flash_attn_fwd,
+    _flash_attn_fwd_combine,
+)
 
 __all__ = [
     "SchedulerMetadataTensorsTorch",
     "_flash_attn_bwd",
     "_flash_attn_bwd_sparse_mla",
     "_flash_attn_fwd",
+    "_flash_attn_fwd_combine",
     "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_varlen_func",

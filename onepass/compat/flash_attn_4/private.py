@@ -7,14 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...api.decode import autocast_rows
 from ...errors import REFUSALS, UnsupportedError, renamed
 from ...quantization.codec import E4M3
 from ...validation import tensors
 from ...validation.scalars import check_flag, check_int
-from .. import conventions
-from ..cached import Cache, attend_in_pages, lengths_of
-from ..calls import attend, backward
+from .. import calls, conventions
+from ..cached import Cache, attend, lengths_of
 from ..gradients import check_stats
+from ..merging import merged
 from ..quantization import check_descales, score_descale
 from ..sequences import Lengths
 
@@ -84,7 +85,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out and lse in the shapes of the call; with a page_table they have no backward."""
     if page_table is None:
-        return attend(q, k, v, lengths, options, descales, deterministic=deterministic)
+        return calls.attend(q, k, v, lengths, options, descales, deterministic=deterministic)
     tensors.check_tensor("page_table", page_table, "an int32 torch.Tensor")
     conventions.refuse("keys in pages are not cut by offsets", cu_seqlens_k=lengths.cu_seqlens_k)
     if page_table.dim() != 2:
@@ -103,10 +104,15 @@ def forward(
         score, value = score_descale(descales), descales[2]
         cache = cache._replace(k_descale=ones if score is None else score, v_descale=ones if value is None else value)
     conventions.check_per_entry("seqused_k", lengths.seqused_k, batch, q.device)
-    filled = lengths_of(lengths.seqused_k, batch, q.device, cache.capacity, 0, "seqused_k")
-    rows = q.bfloat16() if q.dtype == E4M3 else q
+    filled = lengths_of(lengths.seqused_k, batch, q.device, cache.capacity, 0, "seqused_k", "page_table")
+    rows = q.bfloat16() if q.dtype == E4M3 else autocast_rows(k, q)[0]
+    cut: dict[str, Any] = {"cu_seqlens_q": lengths.cu_seqlens_q, "seqused_q": lengths.seqused_q}
     try:
-        return attend_in_pages(rows, cache, filled, lengths, num_splits=num_splits, **options)
+        if lengths.cu_seqlens_q is not None:
+            meaning = "one more offset than rows of the page_table"
+            tensors.check_int32("cu_seqlens_q", lengths.cu_seqlens_q, (batch + 1,), meaning, q.device)
+            cut["max_seqlen_q"] = lengths.max_seqlen_q
+        return attend(rows, cache, filled, num_splits=num_splits, **cut, **options)
     except REFUSALS as error:
         raise renamed(error, _NAMES) from None
 
@@ -249,13 +255,45 @@ def _flash_attn_bwd(
     options = options_of(softmax_scale, causal, window, softcap, learnable_sink)
     options["deterministic"] = check_flag("deterministic", deterministic, allow_none=True) or None
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-    gradients, dsink = backward(dout, (q, k, v), out, lse, (dq, dk, dv), lengths, options, dlse, "lse")
+    gradients, dsink = calls.backward(dout, (q, k, v), out, lse, (dq, dk, dv), lengths, options, dlse, "lse")
     return gradients if learnable_sink is None else (*gradients, dsink)
 
 
 def _flash_attn_bwd_sparse_mla(*args: Any, **kwargs: Any) -> None:
     """The backward of calls with qv or gather_kv_indices, which are refused."""
     raise UnsupportedError(f"qv, gather_kv_indices: expected a call without them: {QV}, and {GATHER}")
+
+
+def _flash_attn_fwd_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    seqused: Tensor | None = None,
+    num_splits_dynamic_ptr: Tensor | None = None,
+    virtual_batch_idx: Tensor | None = None,
+    semaphore_to_reset: Tensor | None = None,
+    *,
+    _arch: int | None = None,
+) -> None:
+    """Merge attention over disjoint sets of keys into out and, if it is given, lse.
+
+    Args:
+        lse: (batch, seqlen, num_heads) or packed, float32. num_splits_dynamic_ptr: must be None.
+        semaphore_to_reset: is set to 0.
+        All others: as for `flash_attn_combine`.
+    """
+    conventions.refuse("all splits are merged", num_splits_dynamic_ptr=num_splits_dynamic_ptr)
+    tensors.check_tensor("out", out)
+    expected = tuple(tensors.check_tensor("lse_partial", lse_partial).shape[1:])
+    if lse is not None and tuple(tensors.check_tensor("lse", lse).shape) != expected:
+        raise ValueError(f"lse: expected shape {expected}, got {tuple(lse.shape)}")
+    _, found = merged(out_partial, lse_partial, out, None)
+    if lse is not None:
+        lse.copy_(found)
+    if semaphore_to_reset is not None:
+        semaphore_to_reset.zero_()
 
 
 def scheduler_metadata(lengths: tuple[Tensor | None, ...], num_splits: Any) -> SchedulerMetadataTensorsTorch:

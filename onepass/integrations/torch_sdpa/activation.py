@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -104,6 +104,8 @@ def activate(devices: Sequence[str] | None = None) -> Activation:
         raise ImportError(f"torch: expected 2.11 or newer, whose attention has a registry, got {torch.__version__}")
     if devices is None:
         devices = ("cuda",) if torch.cuda.is_available() else ("cpu",)
+    if not isinstance(devices, Iterable):
+        raise TypeError(f"devices: expected a sequence of {DEVICES} or None, got {devices!r}")
     chosen = (devices,) if isinstance(devices, str) else tuple(devices)
     if not chosen or any(device not in DEVICES for device in chosen):
         raise ValueError(f"devices: expected some of {DEVICES}, got {devices!r}")

@@ -47,9 +47,10 @@ def functions(device: str) -> dict[str, Callable]:
 
 def _refuse_others(options: dict[str, Any]) -> None:
     """Refuse arguments that a newer torch may have, and that are given."""
-    given = {name: value for name, value in options.items() if value is not None and value is not False}
-    if given:
-        raise UnsupportedError(f"expected no {', '.join(given)}, got {given}")
+    for name, value in options.items():
+        if value is not None and value is not False:
+            # not the value, which differs from call to call: there is one warning for a reason
+            raise UnsupportedError(f"{name}: expected None, got {type(value).__name__}")
 
 
 def _heads_second(*tensors: Tensor) -> list[Tensor]:

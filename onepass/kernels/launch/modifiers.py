@@ -129,11 +129,12 @@ def finished(problem: AttentionProblem, inputs: Inputs, terms: TermGradients) ->
 
 
 def _by_position(problem: AttentionProblem, bias: Tensor, found: Tensor, q_positions: Tensor) -> Tensor:
-    """Gradients of pairs, (.., heads, queries, keys), added up by the queries' positions, in a fixed order."""
+    """Gradients of pairs, (.., heads, queries, keys), added up by the queries' rows of the bias, in a fixed order."""
     rows = bias.shape[-2]
     found = found[None] if problem.is_packed else found
     entries, heads, _, keys = found.shape
     positions = q_positions.view(-1, 1, q_positions.shape[-1]).expand(entries, heads, -1).long()
+    positions = positions.clamp(0, rows - 1)  # a position that is none of the rows has the nearest one
     first = torch.arange(entries * heads, device=found.device).view(entries, heads, 1) * rows
     target = found.new_zeros(entries * heads * rows, keys)
     # on a GPU, too, this sums in the order of the indices, unlike index_add_
