@@ -162,3 +162,27 @@ def test_gradients_of_a_block_in_between_that_sees_none_of_the_keys():
     for (name, right), gradient in zip(oracle.items(), found, strict=True):
         error = compare_gradients(name, gradient, right, in_torch[name].to(gradient.dtype), 0.0)
         assert error.ok, str(error)
+
+
+def test_a_packed_bias_with_too_few_columns_is_not_left():
+    """The host does not know the lengths. Keys without a column have the bias of the last one, and give it nothing."""
+    rows, keys, columns = 40, 50, 30
+    q, k, v = (normal(n, h, 64, dtype=torch.bfloat16) for n, h in ((rows, 2), (keys, 1), (keys, 1)))
+    bias = normal(2, rows, columns, dtype=torch.bfloat16)
+    lengths = [torch.tensor([0, n], dtype=torch.int32) for n in (rows, keys)]
+    inputs = ModifiedInputs(q, k, v, None, *lengths, None, Modifiers(bias=bias))
+    problem = AttentionProblem.of(inputs, softmax_scale=0.125, mask=Mask(), softcap=None, deterministic=False)
+    padded = torch.cat((bias, bias[..., -1:].expand(-1, -1, keys - columns)), -1)
+    whole = inputs._replace(modifiers=Modifiers(bias=padded))
+    dout = normal(*q.shape, dtype=torch.bfloat16)
+    out, lse = forward(problem, whole)
+    config = heuristics_sm80.forward_config_sm80(problem, ARCH)
+    arguments = Arguments(problem, inputs, config)
+    program = sm80_forward.compiled(problem, config, ARCH).program
+    sizes = arguments.num_tiles, config.num_threads, config.smem_bytes(problem)
+    ptx_interpreter.run(program, arguments.values, arguments.memory, *sizes)
+    torch.testing.assert_close(arguments.result(arguments.out, out), out, rtol=2e-2, atol=2e-2)
+    *found, _, _, dbias = gradients_of(problem, inputs, out, lse, dout, None)
+    *wanted, _, _, wanted_dbias = gradients_of(problem, whole, out, lse, dout, None)
+    for gradient, right in zip((*found, dbias), (*wanted, wanted_dbias[..., :columns]), strict=True):
+        torch.testing.assert_close(gradient, right)

@@ -256,10 +256,14 @@ class Modifiers(Untraced):
         return slopes[place.head, minimum(place.entry, slopes.shape[1] - 1)] * self.tensors.term_scale
 
     def bias(self, place: Place, query, key) -> Float32:
-        """The bias of a pair; past the last query or key, that of the last one."""
-        row = self._bias_row(place, query, self.tensors.bias)
-        key = maximum(minimum(key, place.seqlen_k - 1), 0)
-        return self.tensors.bias[row, key, place.head, place.row_entry].to(Float32)
+        """The bias of a pair; past the last query or key, that of the last one.
+
+        A bias of packed sequences may lack columns, which no host can know; what it has is read then.
+        """
+        bias = self.tensors.bias
+        row = self._bias_row(place, query, bias)
+        key = maximum(minimum(key, minimum(place.seqlen_k, bias.shape[1]) - 1), 0)
+        return bias[row, key, place.head, place.row_entry].to(Float32)
 
     def _bias_row(self, place: Place, query, bias: cute.Tensor) -> Int32:
         """A query's row of a bias; the nearest one of a position that is none of its rows."""
@@ -308,7 +312,7 @@ class Modifiers(Untraced):
             for i in cutlass.range_constexpr(len(ds)):
                 m, r, c = element(i, m_tiles)
                 query, key = terms[m].pair(r, c)
-                if ds[i] != 0.0:
+                if ds[i] != 0.0 and key < self.tensors.dbias.shape[1]:
                     row = self._row(place, query)
                     if cutlass.const_expr(not self.is_deterministic):
                         row = self._bias_row(place, query, self.tensors.dbias)
