@@ -495,7 +495,7 @@ def test_tiles_of_keys_take_turns():
 
     blocks_per_head, num_tiles = backward_launch.counts(problem, config)
     launch = backward_launch.Launch(
-        problem, config, kernels.preprocess, main, kernels.postprocess, None, blocks_per_head, 1, num_tiles
+        problem, config, kernels.preprocess, main, kernels.postprocess, None, None, blocks_per_head, 1, num_tiles
     )
     launch(inputs, *given(call))
     assert (config.tile_m, config.tile_n) == (64, 64)
