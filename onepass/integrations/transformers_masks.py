@@ -162,7 +162,7 @@ def _chunks(
 
 
 def _packed_chunks(sequence_ids: Tensor, positions: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
-    """The same in packed sequences, as numbers of tokens in the row.
+    """What each query of packed sequences sees, start and end, as numbers of tokens in the row: its chunk up to itself.
 
     Args: sequence_ids, positions: (batch, seqlen); positions are those in the sequence.
     """

@@ -304,22 +304,14 @@ def random_tiles(seed, warpgroups, most_skipped, is_sorted=True):
 STAGES = list(itertools.product((1, 2, 3, 4), (2, 3), (2, 3), (1, 2)))
 
 
+@pytest.mark.parametrize("is_sorted", [True, False])
 @pytest.mark.parametrize("overlap_tiles", [True, False])
 @pytest.mark.parametrize("pingpong", [True, False])
-def test_with_a_producer(pingpong, overlap_tiles):
+def test_with_a_producer(pingpong, overlap_tiles, is_sorted):
     for warpgroups, k_stages, v_stages, q_stages in STAGES:
         protocol = Protocol(warpgroups, k_stages, v_stages, q_stages, pingpong, overlap_tiles=overlap_tiles)
         for seed in range(4):
-            protocol.run(*random_tiles(seed, warpgroups, k_stages - 1), seed)
-
-
-@pytest.mark.parametrize("overlap_tiles", [True, False])
-@pytest.mark.parametrize("pingpong", [True, False])
-def test_any_warpgroup_may_skip_blocks(pingpong, overlap_tiles):
-    for warpgroups, k_stages, v_stages, q_stages in STAGES:
-        protocol = Protocol(warpgroups, k_stages, v_stages, q_stages, pingpong, overlap_tiles=overlap_tiles)
-        for seed in range(6):
-            protocol.run(*random_tiles(seed, warpgroups, k_stages - 1, is_sorted=False), seed)
+            protocol.run(*random_tiles(seed, warpgroups, k_stages - 1, is_sorted), seed)
 
 
 @pytest.mark.parametrize("is_dynamic", [True, False])
