@@ -166,6 +166,10 @@ def _forget_answers() -> None:
     for name, function in list(vars(questions).items()) if questions is not None else ():
         if "flash_attn" in name or name == "_package_distribution_mapping":
             getattr(function, "cache_clear", lambda: None)()
+    distributions = getattr(questions, "PACKAGE_DISTRIBUTION_MAPPING", None)  # up to transformers 5.17
+    if isinstance(distributions, dict):
+        distributions.clear()
+        distributions.update(importlib.metadata.packages_distributions())
     loaded = sys.modules.get("transformers.modeling_flash_attention_utils")
     if loaded is not None:
         setattr(loaded, "_loaded_implementation", None)  # noqa: B010 - an attribute that the type does not declare

@@ -169,6 +169,23 @@ def test_transformers_forgets_what_it_knew():
     """)
 
 
+def test_older_transformers_forgets_what_it_knew():
+    """Up to 5.17 it has a dict of the distributions, made when it was imported, which others import by name."""
+    check("""
+        import importlib.metadata, sys, types
+        module = types.ModuleType("transformers.utils.import_utils")
+        module.PACKAGE_DISTRIBUTION_MAPPING = before = importlib.metadata.packages_distributions()
+        sys.modules[module.__name__] = module
+        from onepass import compat
+        assert "flash_attn" not in before
+        with compat.install():
+            names = {key: {name.replace("_", "-") for name in before[key]} for key in before if "flash" in key}
+            assert {"flash-attn", "flash-attn-4"} <= names["flash_attn"]
+            assert "flash-attn-3" in names["flash_attn_interface"]
+        assert "flash_attn" not in before and "torch" in before
+    """)
+
+
 def test_operators_of_flash_attn_3():
     check("""
         import torch
