@@ -122,6 +122,7 @@ class Block(NamedTuple):
         first_column: the number of its first column: 2 * (lane % 4) more than that of the block.
         places: the place of each row. They differ in their head where the query heads of a kv head share a tile.
         slope: that of ALiBi for both rows, where a kernel has read it; None: it is read now.
+        intervals: the keys [low, high) that each row sees, where a kernel has read them; None: they are read now.
     """
 
     rows: list
@@ -129,6 +130,7 @@ class Block(NamedTuple):
     places: list
     has_keys_in_rows: bool = False
     slope: Float32 | None = None
+    intervals: list[tuple] | None = None
 
 
 class Modifiers(Untraced):
@@ -227,7 +229,10 @@ class Modifiers(Untraced):
         columns = cute.size(scores, mode=[1])
         if cutlass.const_expr(not block.has_keys_in_rows):
             for r in cutlass.range_constexpr(2):
-                low, high = self.interval(block.places[r], block.rows[r])
+                if cutlass.const_expr(block.intervals is None):
+                    low, high = self.interval(block.places[r], block.rows[r])
+                else:
+                    low, high = block.intervals[r]
                 low, high = low - block.first_column, high - block.first_column
                 for c in cutlass.range_constexpr(columns):
                     is_seen = low <= column_offset(c) and column_offset(c) < high

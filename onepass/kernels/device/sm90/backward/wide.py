@@ -69,6 +69,7 @@ class WideConsumer(BackwardConsumer):
                 self.pipes.k.consumer_wait(kv_state)
                 self.clear_keys(tile, [(self.sK[None, None, 0], 0)])
                 head, m_block = self.kernel.first_visit(tile)
+                self.load_slope(tile, head)
                 self.pipes.q.consumer_wait(q_state)
                 acc_s = self.issue_s(q_state)
                 self.read_stats(self.minus_lse, q_state, 0)

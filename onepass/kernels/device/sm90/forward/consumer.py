@@ -25,6 +25,7 @@ from cutlass.cute.nvgpu import warpgroup
 from .....geometry.block_range import KeyBlocks, blocks_of_rows, key_blocks
 from .....geometry.integers import minimum
 from .....geometry.splits import blocks_within
+from .....geometry.tile_scheduler import LANES
 from ...blocks.memory.layouts import rows_and_columns
 from ...blocks.memory.ptx import order_after
 from .producer import as_producer
@@ -198,21 +199,25 @@ class Consumer(Warpgroup):
     def own_blocks(self, tile: Tile):
         """The blocks of a tile that this warpgroup visits.
 
-        Under a causal mask the rows of the first warpgroup need 64 keys fewer than those of the next one. A skipped K
-        is released at once, so as many blocks can be skipped as have a buffer beside the first one.
+        Under a causal mask the rows of the first warpgroup need 64 keys fewer than those of the next one, and intervals
+        may say such a mask. A skipped K is released at once, so as many blocks can be skipped as have a buffer beside
+        the first one.
 
         Returns: the tile with the blocks that this warpgroup's rows see; how many of its last blocks they do not see;
         and how many of the other blocks a warpgroup without rows leaves out: all but one, whose S and P V it computes
         in vain.
         """
         skipped, unused = Int32(0), Int32(0)
-        if cutlass.const_expr(self.has_window[1] and self.producer is None):
+        if cutlass.const_expr((self.has_window[1] or self.kernel.has_intervals) and self.producer is None):
             seqlen_q = tile.geometry.seqlen_q
             rows = self.tile_m // self.num_warpgroups
-            m_start = minimum(tile.m_block * self.tile_m + self.wg * rows, seqlen_q - 1)
-            m_end = minimum(m_start + rows, seqlen_q)
-            own = key_blocks(m_start, m_end, *tile.geometry, self.tile_n)
-            if cutlass.const_expr(self.kernel.is_split):
+            m_start = tile.m_block * self.tile_m + self.wg * rows
+            if cutlass.const_expr(self.kernel.has_intervals):
+                own = self.blocks_of_intervals(tile, m_start, rows)
+            else:
+                m_start = minimum(m_start, seqlen_q - 1)
+                own = key_blocks(m_start, minimum(m_start + rows, seqlen_q), *tile.geometry, self.tile_n)
+            if cutlass.const_expr(self.kernel.is_split or self.kernel.has_intervals):
                 own = blocks_within(own, tile.blocks)
             blocks, skipped = blocks_of_rows(tile.blocks, own, self.kernel.k_stages - 1)
             tile = tile.with_blocks(blocks)
@@ -221,6 +226,12 @@ class Consumer(Warpgroup):
                 unused = tile.last - 1 - tile.first
                 tile = tile.with_blocks(KeyBlocks(tile.last - 1, tile.last - 1, tile.last - 1, tile.last))
         return tile, skipped, unused
+
+    def blocks_of_intervals(self, tile: Tile, m_start: Int32, rows: int) -> KeyBlocks:
+        """The key blocks of this warpgroup's rows, of which m_start is the first one."""
+        place, lane = self.place(tile), cute.arch.lane_idx()
+        queries = [(place, m_start + lane + i) for i in range(0, rows, LANES)]
+        return self.modifiers.key_blocks(queries, tile.geometry.seqlen_k, self.tile_n)
 
     @cute.jit
     def skip(self, pipe: pipeline.PipelineTmaAsync, state):

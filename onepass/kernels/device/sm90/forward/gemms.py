@@ -106,6 +106,9 @@ class WarpgroupGemms(Turns):
         self.slope = None  # of ALiBi, of a tile's head
         if self.modifiers is not None and self.modifiers.tensors.slopes is not None:
             self.slope = cute.make_rmem_tensor((1,), Float32)
+        self.intervals = None  # the keys [low, high) that each of this thread's rows of a tile sees
+        if kernel.has_intervals:
+            self.intervals = cute.make_rmem_tensor((2, 2), Int32)
         self.kept_words = None  # flags of the pairs that dropout keeps, where P is 16 bits wide
         if self.modifiers is not None and self.modifiers.drops and kernel.num_halves == 1 and not kernel.is_fp8:
             self.kept_words = cute.make_rmem_tensor((cute.size(self.acc_s[0]) // 4,), Int32)

@@ -45,12 +45,19 @@ class WarpgroupScores(WarpgroupGemms):
 
     @cute.jit
     def load_scales(self, tile: Tile):
-        """With FP8 or halves: the scales of the rows of a tile and of its first keys. With ALiBi: the head's slope."""
+        """With FP8 or halves: the scales of the rows of a tile and of its first keys. With ALiBi: the head's slope.
+
+        With intervals: those of this thread's rows, because the compiler would move no load of theirs out of a step.
+        """
         if cutlass.const_expr(self.descales is not None):
             self.load_row_scales(tile)
             self.key_scales.load(*self.head_scales(tile), tile.last - 1)
         if cutlass.const_expr(self.slope is not None):
             self.slope[0] = self.modifiers.slope(self.place(tile))
+        if cutlass.const_expr(self.intervals is not None):
+            for r in cutlass.range_constexpr(2):
+                row, _, _ = self.row_of(tile, self.row_in_tile + 8 * r)
+                self.intervals[r, 0], self.intervals[r, 1] = self.modifiers.interval(self.place(tile), row)
 
     @cute.jit
     def pack_p(self, buffer: cutlass.Constexpr[int]):
@@ -93,7 +100,10 @@ class WarpgroupScores(WarpgroupGemms):
         rows = [self.row_of(tile, self.row_in_tile + 8 * r)[0] for r in range(2)]
         first_column = n_block * self.tile_n + buffer * self.buffer_n + 2 * self.lane_in_quad
         slope = None if self.slope is None else self.slope[0]
-        return Block(rows, first_column, 2 * [self.place(tile)], slope=slope)
+        intervals = self.intervals
+        if intervals is not None:
+            intervals = [(intervals[r, 0], intervals[r, 1]) for r in range(2)]
+        return Block(rows, first_column, 2 * [self.place(tile)], slope=slope, intervals=intervals)
 
     @cute.jit
     def drop(self, tile: Tile, n_block: Int32, buffer: cutlass.Constexpr[int]):
