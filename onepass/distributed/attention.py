@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +16,10 @@ from ..api.attention import AttentionOutput, autocast_inputs
 from ..geometry import philox
 from . import checks
 from .agreement import needs_gradient
-from .exchange import Message, Pending, add_up, exchange, take_from_first
+from .exchange import Expected, Message, Pending, add_up, copy, exchange, take_from_first
 from .local import LocalCalls, Options, TermGradients, Terms, accum_dtype, counts_rows
 from .plan import ContextPlan, Route
-from .schedule import Step
+from .schedule import AHEAD, Piece, Step
 
 
 @torch.compiler.disable
@@ -117,7 +120,7 @@ class _Attention(torch.autograd.Function):
         # what is kept for the backward goes with the graph: autograd frees it, and notices changes in place
         ctx.plan, ctx.options = plan, call.options
         ctx.has_gradient = tuple(t is not None and t.requires_grad for t in (sinks, slopes, bias))
-        ctx.save_for_backward(q, k, v, out, lse, *call.terms, *(t for pair in pipeline.received if pair for t in pair))
+        ctx.save_for_backward(q, k, v, out, lse, *call.terms, *(t for kept in pipeline.received if kept for t in kept))
         lse = lse.permute(1, 2, 0) if not plan.is_packed else lse[:, 0].t()
         return out, lse.contiguous()
 
@@ -133,7 +136,7 @@ class _Attention(torch.autograd.Function):
         pipeline = Pipeline(call, *(rows_first(t, plan) for t in (q, k, v)))
         if plan.keep_gathered:
             received = iter(kept[len(Terms._fields) :])
-            pipeline.received = list(zip(received, received, strict=True))
+            pipeline.received = list(zip(received, received, received, strict=True))
         dout = torch.zeros_like(out) if dout is None else dout
         stats = row_stats(call, out, dout, lse, dlse)
         dq, dk, dv, sums = pipeline.backward(rows_first(dout, plan), stats, ctx.has_gradient)
@@ -179,58 +182,53 @@ def row_stats(call: Call, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor |
 class Pipeline:
     """The steps of a call on this rank. Tensors have rows first: (rows, batch, heads, dim).
 
-    Messages of the next step are sent before a step is computed, and its results are sent back while the next one is.
+    Messages of the next `AHEAD` steps are under way while a step is computed, and its results are sent back while the
+    next one is.
     """
 
     def __init__(self, call: Call, q: Tensor, k: Tensor, v: Tensor):
         self.call, self.plan, self.q, self.k, self.v = call, call.plan, q, k, v
         self.steps = self.plan.schedule.steps
-        self.received: list[tuple[Tensor, Tensor] | None] = [None] * len(self.steps)
+        self.received: list[tuple[Tensor, Tensor, Tensor] | None] = [None] * len(self.steps)
         self.accum = accum_dtype(q.dtype)
 
     def local(self, step: Step) -> LocalCalls:
-        return LocalCalls(self.plan, step, self.call.options, self.call.terms, self.head_dim)
+        return LocalCalls(self.plan, step, self.call.options, self.call.terms)
 
     # ---------------------------------------------------------------- forward
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """out (rows, batch, heads, head_dim_v) and lse (rows, batch, heads) of this rank's queries."""
-        self.head_dim = self.q.shape[-1]
         rows, batch = self.q.shape[:2]
         heads = self.plan.schedule.num_heads_q
         out = self.q.new_empty((rows, batch, heads, self.v.shape[-1]))
         lse = self.q.new_empty((rows, batch, heads), dtype=self.accum)
-        coming, going = self._inputs_of(0), []
+        going: list[QueryReturn] = []
+        arrivals = Arrivals(self.plan, self._inputs_of)
         for i, step in enumerate(self.steps):
-            q, kv = coming.wait()
-            if i + 1 < len(self.steps):
-                coming = self._inputs_of(i + 1)
+            q, k, v = arrivals.wait()
+            arrivals.start_next()
             if self.call.is_recorded and self.plan.keep_gathered:
-                self.received[i] = q, kv
+                self.received[i] = q, k, v
             if q.shape[2]:
-                results = self.local(step).forward(q, kv)
+                results = self.local(step).forward(q, k, v)
             else:
                 results = q.new_empty((*q.shape[:3], out.shape[-1])), q.new_empty(q.shape[:3], dtype=self.accum)
             going.append(QueryReturn(self.plan, step, results))
+            start(going[-1])
             if len(going) > 1:  # the step before has had this one's time
                 going.pop(0).add_to((out, lse))
         for last in going:
             last.add_to((out, lse))
         return out, lse
 
-    def _inputs_of(self, index: int) -> Coming:
+    def _inputs_of(self, index: int) -> list[Shipment]:
+        """q, k and v of a step."""
         step = self.steps[index]
         kept = self.received[index]
         if kept is not None:
-            return Coming([], list(kept))
-        schedule, plan = self.plan.schedule, self.plan
-        queries = send_queries(plan, step, self.q)
-
-        def keys_of(rank: int) -> Tensor:
-            heads = schedule.heads_kv(step, rank)
-            return torch.cat((self.k[:, :, heads], self.v[:, :, heads]), -1)
-
-        return Coming.of(queries, send_keys(plan, step, keys_of))
+            return [Shipment(t) for t in kept]
+        return [send_queries(self.plan, step, self.q), *(send_keys(self.plan, step, t) for t in (self.k, self.v))]
 
     # ---------------------------------------------------------------- backward
 
@@ -238,7 +236,6 @@ class Pipeline:
         self, dout: Tensor, stats: Tensor, has_gradient: tuple[bool, ...]
     ) -> tuple[Tensor, Tensor, Tensor, TermGradients]:
         """dq, dk, dv, and the gradients of sinks, slopes and bias from this rank's computations."""
-        self.head_dim = self.q.shape[-1]
         given = self.call.terms.sinks, self.call.terms.alibi_slopes, self.call.terms.bias
         sums = TermGradients(
             *(
@@ -250,21 +247,21 @@ class Pipeline:
         key_dtype = self.accum if self.plan.schedule.sums_keys() else self.k.dtype
         keys = KeyGradients(self.plan, dk, dv, key_dtype)
 
-        def start(index: int) -> Coming:
-            step = self.steps[index]
-            gradients = Coming.of(send_queries(self.plan, step, dout), send_queries(self.plan, step, stats))
-            return self._inputs_of(index).joined(gradients)
+        def inputs_of(index: int) -> list[Shipment]:
+            gradients = (send_queries(self.plan, self.steps[index], t) for t in (dout, stats))
+            return [*self._inputs_of(index), *gradients]
 
-        coming, going = start(0), []
-        for i, step in enumerate(self.steps):
-            q, kv, step_dout, step_stats = coming.wait()
-            if i + 1 < len(self.steps):
-                coming = start(i + 1)
+        going: list[tuple[QueryReturn, KeyReturn]] = []
+        arrivals = Arrivals(self.plan, inputs_of)
+        for step in self.steps:
+            q, k, v, step_dout, step_stats = arrivals.wait()
+            arrivals.start_next()
             if q.shape[2]:
-                step_dq, step_dkv = self.local(step).backward(q, kv, step_dout, step_stats, sums)
+                step_dq, *of_keys = self.local(step).backward(q, k, v, step_dout, step_stats, sums)
             else:
-                step_dq, step_dkv = torch.empty_like(q), torch.empty_like(kv, dtype=key_dtype)
-            going.append((QueryReturn(self.plan, step, (step_dq,)), KeyReturn(self.plan, step, step_dkv)))
+                step_dq, *of_keys = torch.empty_like(q), *(torch.empty_like(t, dtype=key_dtype) for t in (k, v))
+            going.append((QueryReturn(self.plan, step, (step_dq,)), KeyReturn(self.plan, step, of_keys)))
+            start(*going[-1])
             if len(going) > 1:
                 self._add(going.pop(0), dq, keys)
         for last in going:
@@ -280,141 +277,196 @@ class Pipeline:
 # ---------------------------------------------------------------- rows to where they are needed
 
 
+class Shipment(NamedTuple):
+    """Rows of this rank that other ranks need, and rows of other ranks that this one needs. Nothing is sent yet.
+
+    Attributes:
+        own: rows of this rank, of its own heads.
+        incoming: pieces of the rows that this rank computes with; None: they are its own.
+        travels: whether any rank sends anything.
+    """
+
+    own: Tensor
+    incoming: Sequence[Piece] | None = None
+    sends: Sequence[Message] = ()
+    travels: bool = False
+
+    def expected(self, rank: int) -> list[Expected]:
+        """What other ranks send. Args: rank: this one."""
+        rest, dtype = tuple(self.own.shape[1:]), self.own.dtype
+        pieces = self.incoming or ()
+        return [Expected(piece.source, (piece.rows, *rest), dtype) for piece in pieces if piece.source != rank]
+
+    def rows(self, rank: int, received: Iterator[Tensor]) -> Tensor:
+        """The rows that this rank computes with. Args: received: what `expected` says comes next."""
+        if self.incoming is None:
+            return self.own
+        buffer = self.own.new_empty((sum(piece.rows for piece in self.incoming), *self.own.shape[1:]))
+        for piece in self.incoming:
+            is_own = piece.source == rank
+            rows = self.own[piece.source_row : piece.source_row + piece.rows] if is_own else next(received)
+            copy(buffer[piece.row : piece.row + piece.rows], rows)
+        return buffer
+
+
 class Coming:
-    """Buffers that are being filled."""
+    """Rows that are on their way. The messages of all shipments are one operation of the process group."""
 
-    def __init__(self, pending: list[Pending], buffers: list[Tensor]):
-        self._pending, self._buffers = pending, buffers
-
-    @classmethod
-    def of(cls, *arriving: tuple[Pending, Tensor]) -> Coming:
-        return cls([pending for pending, _ in arriving], [buffer for _, buffer in arriving])
-
-    def joined(self, other: Coming) -> Coming:
-        return Coming([*self._pending, *other._pending], [*self._buffers, *other._buffers])
+    def __init__(self, plan: ContextPlan, shipments: Sequence[Shipment]):
+        self._rank, self._shipments = plan.rank, shipments
+        self._pending = Pending()
+        if any(shipment.travels for shipment in shipments):
+            sends = [message for shipment in shipments for message in shipment.sends]
+            receives = [expected for shipment in shipments for expected in shipment.expected(plan.rank)]
+            self._pending = exchange(plan.group, sends, receives, shipments[0].own.device)
 
     def wait(self) -> list[Tensor]:
-        for pending in self._pending:
-            pending.wait()
-        return self._buffers
+        """The rows of each shipment."""
+        received = iter(self._pending.wait())
+        return [shipment.rows(self._rank, received) for shipment in self._shipments]
 
 
-def send_queries(plan: ContextPlan, step: Step, rows: Tensor) -> tuple[Pending, Tensor]:
+class Arrivals:
+    """The buffers of one step after the other, of which those of `AHEAD` steps are being filled at a time.
+
+    Args: inputs_of: what a step needs, by its number.
+    """
+
+    def __init__(self, plan: ContextPlan, inputs_of: Callable[[int], list[Shipment]]):
+        self._plan, self._inputs_of = plan, inputs_of
+        self._coming: deque[Coming] = deque()
+        self._left = iter(range(len(plan.schedule.steps)))
+        for _ in range(AHEAD):
+            self.start_next()
+
+    def start_next(self) -> None:
+        """Start the messages of one more step, if there is one. The caller has let go of the step before."""
+        index = next(self._left, None)
+        if index is not None:
+            self._coming.append(Coming(self._plan, self._inputs_of(index)))
+
+    def wait(self) -> list[Tensor]:
+        """The next step's buffers, filled."""
+        return self._coming.popleft().wait()
+
+
+def send_queries(plan: ContextPlan, step: Step, rows: Tensor) -> Shipment:
     """Rows (rows, batch, heads, dim) of all heads to the ranks that compute with them, each its heads."""
-    own = rows[:, :, plan.schedule.heads_q(step, plan.rank)]
     if step.width == 1:
-        return exchange(plan.group, [], []), own
-    return _send(plan, plan.query_route(step), lambda rank: rows[:, :, plan.schedule.heads_q(step, rank)], own)
+        return Shipment(rows[:, :, plan.schedule.heads_q(step, plan.rank)])
+    return _ship(plan, plan.query_route(step), rows, lambda rank: plan.schedule.heads_q(step, rank))
 
 
-def send_keys(plan: ContextPlan, step: Step, keys_of: Any) -> tuple[Pending, Tensor]:
-    """Rows of k and v to the ranks whose queries see them. Args: keys_of: the rows of a rank's heads."""
-    route = plan.key_route(step)
-    by_heads: dict[tuple[int, int], Tensor] = {}
-
-    def rows_of(rank: int) -> Tensor:
-        heads = plan.schedule.heads_kv(step, rank)
-        key = heads.start, heads.stop
-        if key not in by_heads:
-            by_heads[key] = keys_of(rank)
-        return by_heads[key]
-
-    return _send(plan, route, rows_of, rows_of(plan.rank))
+def send_keys(plan: ContextPlan, step: Step, rows: Tensor) -> Shipment:
+    """Rows of k or v to the ranks whose queries see them."""
+    return _ship(plan, plan.key_route(step), rows, lambda rank: plan.schedule.heads_kv(step, rank))
 
 
-def _send(plan: ContextPlan, route: Route, rows_of: Any, own: Tensor) -> tuple[Pending, Tensor]:
-    """Fill this rank's buffer, and other ranks' with rows of this one."""
-    buffer = own.new_empty((sum(piece.rows for piece in route.incoming), *own.shape[1:]))
-    sends, receives = [], []
-    for rank, pieces in route.outgoing:
-        rows = rows_of(rank)
-        if rank == plan.rank:
-            for piece in pieces:
-                buffer[piece.row : piece.row + piece.rows] = rows[piece.source_row : piece.source_row + piece.rows]
-            continue
-        rows = rows.contiguous()
-        sends += [Message(rank, rows[piece.source_row : piece.source_row + piece.rows]) for piece in pieces]
-    for piece in route.incoming:
-        if piece.source != plan.rank:
-            receives.append(Message(piece.source, buffer[piece.row : piece.row + piece.rows]))
-    return exchange(plan.group, sends, receives), buffer
+def _ship(plan: ContextPlan, route: Route, rows: Tensor, heads_of: Callable[[int], slice]) -> Shipment:
+    sends = [
+        Message(rank, rows[piece.source_row : piece.source_row + piece.rows, :, heads_of(rank)])
+        for rank, pieces in route.outgoing
+        for piece in pieces
+        if rank != plan.rank
+    ]
+    return Shipment(rows[:, :, heads_of(plan.rank)], route.incoming, sends, route.travels)
 
 
 # ---------------------------------------------------------------- results to where they belong
 
 
-class QueryReturn:
-    """Results of a step's queries, on the way to the ranks that own them."""
+class Return:
+    """Results of a step, (rows, batch, heads, ...), on the way to the ranks that own their rows.
 
-    def __init__(self, plan: ContextPlan, step: Step, results: tuple[Tensor, ...]):
-        self.plan, self.step, self.results = plan, step, [t.contiguous() for t in results]
-        self.buffers: list[list[Tensor]] = []
-        sends, receives = [], []
-        if step.width > 1:
-            route = plan.query_route(step)
-            for result in self.results:
-                for piece in route.incoming:
-                    if piece.source != plan.rank:
-                        sends.append(Message(piece.source, result[piece.row : piece.row + piece.rows]))
-            for result in self.results:
-                for rank, pieces in route.outgoing:
-                    heads = plan.schedule.heads_q(step, rank)
-                    shape = result.shape[1], heads.stop - heads.start, *result.shape[3:]
-                    self.buffers.append([result.new_empty((piece.rows, *shape)) for piece in pieces])
-                    if rank != plan.rank:
-                        receives += [Message(rank, buffer) for buffer in self.buffers[-1]]
-        self.pending = exchange(plan.group, sends, receives)
+    Args:
+        route: by which the rows came.
+        heads_of: the heads of a rank's results.
 
-    def add_to(self, targets: tuple[Tensor, ...]) -> None:
-        """Write the results into rows of all heads."""
-        self.pending.wait()
-        schedule, me = self.plan.schedule, self.plan.rank
-        if self.step.width == 1:
-            for target, result in zip(targets, self.results, strict=True):
-                target[:, :, schedule.heads_q(self.step, me)] = result
-            return
-        buffers = iter(self.buffers)
-        for target, result in zip(targets, self.results, strict=True):
-            for rank, pieces in self.plan.query_route(self.step).outgoing:
-                heads = schedule.heads_q(self.step, rank)
-                for piece, buffer in zip(pieces, next(buffers), strict=True):
-                    own = result[piece.row : piece.row + piece.rows] if rank == me else buffer
-                    target[piece.source_row : piece.source_row + piece.rows, :, heads] = own
+    """
 
-
-class KeyReturn:
-    """Gradients of a step's keys and values, on the way to the ranks that own them."""
-
-    def __init__(self, plan: ContextPlan, step: Step, dkv: Tensor):
-        self.plan, self.step, self.dkv = plan, step, dkv.contiguous()
-        route = plan.key_route(step)
-        self.buffers: list[list[Tensor]] = []
-        sends = [
-            Message(piece.source, self.dkv[piece.row : piece.row + piece.rows])
+    def __init__(self, plan: ContextPlan, route: Route, results: Sequence[Tensor], heads_of: Callable[[int], slice]):
+        self.plan, self.route, self.results, self.heads_of = plan, route, results, heads_of
+        self.sends = [
+            Message(piece.source, result[piece.row : piece.row + piece.rows])
+            for result in results
             for piece in route.incoming
             if piece.source != plan.rank
         ]
-        receives = []
-        for rank, pieces in route.outgoing:
-            heads = plan.schedule.heads_kv(step, rank)
-            shape = dkv.shape[1], heads.stop - heads.start, dkv.shape[3]
-            is_own = rank == plan.rank
-            self.buffers.append([] if is_own else [dkv.new_empty((piece.rows, *shape)) for piece in pieces])
-            receives += [Message(rank, buffer) for buffer in self.buffers[-1]]
-        self.pending = exchange(plan.group, sends, receives)
+        self.receives: list[Expected] = []
+        for result in results:
+            for rank, pieces in route.outgoing:
+                heads = heads_of(rank)
+                shape = result.shape[1], heads.stop - heads.start, *result.shape[3:]
+                if rank != plan.rank:
+                    self.receives += [Expected(rank, (piece.rows, *shape), result.dtype) for piece in pieces]
+        self.received: Callable[[], list[Tensor]] = list
 
-    def add_to(self, target: Tensor, first_head: int) -> None:
+    def pieces(self) -> Iterator[tuple[int, Piece, slice, Tensor]]:
+        """For each result, in the order of the ranks: its number, a piece, its heads, and its rows, arrived."""
+        received = iter(self.received())
+        for number, result in enumerate(self.results):
+            for rank, pieces in self.route.outgoing:
+                for piece in pieces:
+                    is_own = rank == self.plan.rank
+                    rows = result[piece.row : piece.row + piece.rows] if is_own else next(received)
+                    yield number, piece, self.heads_of(rank), rows
+
+
+class QueryReturn(Return):
+    """Results of a step's queries."""
+
+    def __init__(self, plan: ContextPlan, step: Step, results: Sequence[Tensor]):
+        super().__init__(plan, plan.query_route(step), results, lambda rank: plan.schedule.heads_q(step, rank))
+
+    def add_to(self, targets: Sequence[Tensor]) -> None:
+        """Write the results into rows of all heads."""
+        for number, piece, heads, rows in self.pieces():
+            copy(targets[number][piece.source_row : piece.source_row + piece.rows, :, heads], rows)
+
+
+class KeyReturn(Return):
+    """Gradients of a step's keys, and of its values."""
+
+    def __init__(self, plan: ContextPlan, step: Step, gradients: Sequence[Tensor]):
+        self.step = step
+        super().__init__(plan, plan.key_route(step), gradients, lambda rank: plan.schedule.heads_kv(step, rank))
+
+    def add_to(self, targets: Sequence[Tensor], first_head: int) -> None:
         """Add them up, in the order of the ranks, so that sums do not change from run to run.
 
-        Args: target: (rows, batch, heads, dim) of this rank's keys, for kv heads from first_head on.
+        Args: targets: (rows, batch, heads, dim) of this rank's keys and values, for kv heads from first_head on.
         """
-        self.pending.wait()
-        for (rank, pieces), buffers in zip(self.plan.key_route(self.step).outgoing, self.buffers, strict=True):
-            heads = self.plan.schedule.heads_kv(self.step, rank)
-            heads = slice(heads.start - first_head, heads.stop - first_head)
-            for i, piece in enumerate(pieces):
-                own = buffers[i] if buffers else self.dkv[piece.row : piece.row + piece.rows]
-                target[piece.source_row : piece.source_row + piece.rows, :, heads] += own
+        for number, piece, heads, rows in self.pieces():
+            own_heads = slice(heads.start - first_head, heads.stop - first_head)
+            targets[number][piece.source_row : piece.source_row + piece.rows, :, own_heads] += rows
+
+
+def start(*returns: Return) -> None:
+    """Send the messages of results in one operation of the process group."""
+    traveling = [returned for returned in returns if returned.route.travels]
+    if not traveling:
+        return
+    sends = [message for returned in traveling for message in returned.sends]
+    receives = [expected for returned in traveling for expected in returned.receives]
+    plan, device = returns[0].plan, returns[0].results[0].device
+    arrived = Arrived(exchange(plan.group, sends, receives, device))
+    for returned in traveling:
+        returned.received = functools.partial(arrived.take, len(returned.receives))
+
+
+class Arrived:
+    """What an operation of the process group brings to several parties, in their order."""
+
+    def __init__(self, pending: Pending):
+        self._pending: Pending | None = pending
+        self._left: list[Tensor] = []
+
+    def take(self, count: int) -> list[Tensor]:
+        """The next tensors; waits for all of them first."""
+        if self._pending is not None:
+            self._left, self._pending = self._pending.wait(), None
+        found, self._left = self._left[:count], self._left[count:]
+        return found
 
 
 class KeyGradients:
@@ -427,9 +479,9 @@ class KeyGradients:
     """
 
     def __init__(self, plan: ContextPlan, dk: Tensor, dv: Tensor, dtype: torch.dtype):
-        self.plan, self.dk, self.dv, self.dtype = plan, dk, dv, dtype
+        self.plan, self.gradients, self.dtype = plan, (dk, dv), dtype
         self.steps_left = len(plan.schedule.steps)
-        self.whole: Tensor | None = None
+        self.whole: list[Tensor] | None = None
         if any(step.heads % plan.schedule.qhead_per_kvhead for step in plan.schedule.steps):
             self.whole = self._zeros(dk.shape[2])
 
@@ -445,10 +497,9 @@ class KeyGradients:
         returned.add_to(sums, heads.start)
         self._round(sums, heads)
 
-    def _zeros(self, heads: int) -> Tensor:
-        rows, batch = self.dk.shape[:2]
-        return self.dk.new_zeros((rows, batch, heads, self.dk.shape[-1] + self.dv.shape[-1]), dtype=self.dtype)
+    def _zeros(self, heads: int) -> list[Tensor]:
+        return [t.new_zeros((*t.shape[:2], heads, t.shape[-1]), dtype=self.dtype) for t in self.gradients]
 
-    def _round(self, sums: Tensor, heads: slice) -> None:
-        head_dim = self.dk.shape[-1]
-        self.dk[:, :, heads], self.dv[:, :, heads] = sums[..., :head_dim], sums[..., head_dim:]
+    def _round(self, sums: Sequence[Tensor], heads: slice) -> None:
+        for gradient, total in zip(self.gradients, sums, strict=True):
+            gradient[:, :, heads] = total

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from .layout import Layout, visible_pairs
-from .schedule import Piece, Schedule, Step
+from .layout import Layout, Run, most_keys, visible_pairs
+from .schedule import AHEAD, Piece, Schedule, Step
 
 if TYPE_CHECKING:
     from .plan import ContextPlan
 
 PICTURE_WIDTH = 64
+TILE_ROWS = 128  # queries that one multiprocessor computes at a time
 LSE_BYTES = 4
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
@@ -25,6 +27,8 @@ class Hardware:
         flops: FLOP/s of a forward of attention. backward_flops: of a backward.
         bandwidth: bytes/s that a rank receives. latency: seconds before messages of a step arrive.
         itemsize: bytes of an element of q, k, v and out.
+        multiprocessors: of a GPU; each computes one tile at a time.
+        step: seconds of the host's time that a step takes, in a forward or in a backward.
     """
 
     flops: float = 650e12
@@ -32,6 +36,8 @@ class Hardware:
     bandwidth: float = 250e9
     latency: float = 30e-6
     itemsize: int = 2
+    multiprocessors: int = 132
+    step: float = 300e-6
 
 
 @dataclass(frozen=True)
@@ -60,16 +66,27 @@ class Estimate:
 class _Traffic:
     """Bytes that a rank receives in one step: before the computation, and after it."""
 
-    def __init__(self, schedule: Schedule, head_dim: int, itemsize: int, keep_gathered: bool = False):
+    def __init__(
+        self,
+        schedule: Schedule,
+        head_dim: int,
+        itemsize: int,
+        keep_gathered: bool = False,
+        rows: dict[tuple[Layout, int], Rows] | None = None,
+    ):
         self.schedule, self.head_dim, self.itemsize, self.keep_gathered = schedule, head_dim, itemsize, keep_gathered
         self.key_element = head_dim * (4 if schedule.sums_keys() else itemsize)
+        self._shared = {} if rows is None else rows
         self._rows: dict[int, Rows] = {}
         self._sums: dict[Step, list[tuple[int, int, int, int]]] = {}
 
     def rows(self, step: Step) -> Rows:
         """Rows that travel in a step, which depend on its width alone."""
         if step.width not in self._rows:
-            self._rows[step.width] = Rows.of(self.schedule, step)
+            key = self.schedule.layout, step.width
+            if key not in self._shared:
+                self._shared[key] = Rows.of(self.schedule, step)
+            self._rows[step.width] = self._shared[key]
         return self._rows[step.width]
 
     def heads(self, step: Step, rank: int) -> tuple[int, int]:
@@ -78,10 +95,14 @@ class _Traffic:
         heads, kv_heads = (heads.stop - heads.start for heads in sizes)
         return heads, kv_heads if heads else 0
 
+    def alike(self, step: Step) -> Step:
+        """One step for all that have equal numbers of heads on all ranks, and so cost the same."""
+        is_whole = step.first_head + step.width * step.heads <= self.schedule.num_heads_q
+        return step._replace(first_head=0) if is_whole else step
+
     def sums(self, step: Step, rank: int) -> tuple[int, int, int, int]:
         """Head rows of q and of k that a rank receives before a step, and those that it gets back after it."""
-        first = step.first_head if step.first_head + step.width * step.heads > self.schedule.num_heads_q else 0
-        key = step._replace(first_head=first)  # steps with equal numbers of heads on all ranks are alike
+        key = self.alike(step)
         if key not in self._sums:
             self._sums[key] = self._sums_of_ranks(step)
         return self._sums[key][rank]
@@ -112,26 +133,57 @@ class _Traffic:
         return before, own_queries * element + 2 * own_keys * self.key_element
 
 
+class Work(NamedTuple):
+    """A call of one head. Attributes: longest: the most keys that one of its queries sees."""
+
+    pairs: int
+    longest: int
+
+    def seconds(self, heads: int, flops_per_pair: int, rate: float, multiprocessors: int) -> float:
+        """A call ends with tiles that do not keep all multiprocessors busy, and lasts no shorter than one tile."""
+        tile = TILE_ROWS * self.longest * flops_per_pair / (rate / multiprocessors) if heads else 0.0
+        return max(tile, self.pairs * heads * flops_per_pair / rate + tile / 4)
+
+
 class Rows(NamedTuple):
-    """For each rank: the rows that it computes with, by the rank that owns them, and its visible pairs a head."""
+    """For each rank: the rows that it computes with, by the rank that owns them, and its calls."""
 
     queries: list[dict[int, int]]
     keys: list[dict[int, int]]
-    pairs: list[int]
+    calls: list[list[Work]]
 
     @classmethod
     def of(cls, schedule: Schedule, step: Step) -> Rows:
-        own = [
-            sum(visible_pairs(run, schedule.cu_seqlens, schedule.mask) for run in runs) for runs in schedule.layout.runs
-        ]
         ranks = range(schedule.layout.num_ranks)
         rows_of_ranks = [schedule.row_of_ranks(step, rank) for rank in ranks]
         keys: dict[range, dict[int, int]] = {}
+        calls: dict[range, list[Work]] = {}
         for rank, row in zip(ranks, rows_of_ranks, strict=True):
             if row not in keys:
                 keys[row] = _by_source(schedule.key_pieces(step, rank))
+                calls[row] = _calls(schedule, step, rank)
         queries = [{other: schedule.layout.count(other) for other in row} for row in rows_of_ranks]
-        return cls(queries, [keys[row] for row in rows_of_ranks], [sum(own[r] for r in row) for row in rows_of_ranks])
+        return cls(queries, [keys[row] for row in rows_of_ranks], [calls[row] for row in rows_of_ranks])
+
+    def pairs(self, rank: int) -> int:
+        """Visible pairs of a head."""
+        return sum(call.pairs for call in self.calls[rank])
+
+
+def _calls(schedule: Schedule, step: Step, rank: int) -> list[Work]:
+    """A dense call for each run of queries; packed sequences are one call."""
+    runs: list[Run] = []
+    for run in schedule.queries(step, rank):
+        if runs and runs[-1].stop == run.start:
+            runs[-1] = Run(runs[-1].start, run.stop)
+        else:
+            runs.append(Run(run.start, run.stop))
+    found = [
+        Work(*(count(run, schedule.cu_seqlens, schedule.mask) for count in (visible_pairs, most_keys))) for run in runs
+    ]
+    if len(schedule.cu_seqlens) > 2 and found:
+        return [Work(sum(call.pairs for call in found), max(call.longest for call in found))]
+    return found
 
 
 def _by_source(pieces: Sequence[Piece]) -> dict[int, int]:
@@ -142,25 +194,48 @@ def _by_source(pieces: Sequence[Piece]) -> dict[int, int]:
 
 
 def estimate(
-    schedule: Schedule, head_dim: int, hardware: Hardware, batch: int = 1, keep_gathered: bool = False
+    schedule: Schedule,
+    head_dim: int,
+    hardware: Hardware,
+    batch: int = 1,
+    keep_gathered: bool = False,
+    rows: dict[tuple[Layout, int], Rows] | None = None,
 ) -> Estimate:
-    """Pairs, bytes and seconds of a schedule."""
+    """Pairs, bytes and seconds of a schedule.
+
+    Args: rows: what estimates of other steps for the same sequences have found, to be used again.
+    """
     ranks = range(schedule.layout.num_ranks)
-    traffic = _Traffic(schedule, head_dim, hardware.itemsize, keep_gathered)
-    pairs = [[traffic.rows(s).pairs[r] * traffic.heads(s, r)[0] * batch for r in ranks] for s in schedule.steps]
+    traffic = _Traffic(schedule, head_dim, hardware.itemsize, keep_gathered, rows)
+    steps = [traffic.alike(step) for step in schedule.steps]
+    counts = Counter(steps)
+    heads = {step: [traffic.heads(step, rank)[0] * batch for rank in ranks] for step in counts}
+    least = hardware.step if schedule.layout.num_ranks > 1 else 0.0
     results = []
     computing_seconds = 0.0
     for received, flops_per_pair, rate in (
         (traffic.forward, 4 * head_dim, hardware.flops),
         (traffic.backward, 10 * head_dim, hardware.backward_flops),
     ):
-        sizes = [[tuple(n * batch for n in received(step, rank)) for rank in ranks] for step in schedule.steps]
-        computing = [max(of_step) * flops_per_pair / rate for of_step in pairs]
-        times = [tuple(_seconds(max(size[i] for size in of_step), hardware) for i in range(2)) for of_step in sizes]
-        results.append((tuple(sum(sum(s[r]) for s in sizes) for r in ranks), _pipelined(computing, times)))
-        computing_seconds += sum(computing)
+        sizes = {step: [tuple(n * batch for n in received(step, rank)) for rank in ranks] for step in counts}
+        computing = {
+            step: max(
+                sum(
+                    call.seconds(of_ranks[rank], flops_per_pair, rate, hardware.multiprocessors)
+                    for call in traffic.rows(step).calls[rank]
+                )
+                for rank in ranks
+            )
+            for step, of_ranks in heads.items()
+        }
+        times = {
+            step: tuple(_seconds(max(size[i] for size in sizes[step]), hardware) for i in range(2)) for step in counts
+        }
+        seconds = _pipelined([max(least, computing[step]) for step in steps], [times[step] for step in steps])
+        results.append((tuple(sum(sum(sizes[s][r]) * n for s, n in counts.items()) for r in ranks), seconds))
+        computing_seconds += sum(computing[step] for step in steps)
     (forward_bytes, forward), (backward_bytes, backward) = results
-    by_rank = tuple(sum(of_step[rank] for of_step in pairs) for rank in ranks)
+    by_rank = tuple(sum(traffic.rows(s).pairs(rank) * heads[s][rank] * n for s, n in counts.items()) for rank in ranks)
     return Estimate(by_rank, forward_bytes, backward_bytes, forward, backward, computing_seconds)
 
 
@@ -169,22 +244,23 @@ def _seconds(size: int, hardware: Hardware) -> float:
 
 
 def _pipelined(computing: Sequence[float], times: Sequence[tuple[float, ...]]) -> float:
-    """Seconds of steps whose messages travel while the step before or after is computed.
+    """Seconds of steps whose messages travel while other steps are computed.
 
-    Messages follow each other: those for step i + 1, then those after step i, and so on.
+    Messages follow each other: those for step i + AHEAD start with step i, and those after it when it is computed.
     """
+    count = len(computing)
     link = ready = 0.0
-    finished: list[float] = []
-    arrived = [0.0] * len(computing)
-    for i, (before, _) in enumerate(times):
-        if i >= 2:  # what step i - 2 returns goes first
-            link = max(link, finished[i - 2]) + times[i - 2][1]
+    arrived = []
+    for before, _ in times[:AHEAD]:
         link += before
-        arrived[i] = link
-        ready = max(ready, arrived[i]) + computing[i]
-        finished.append(ready)
-    for i in range(max(0, len(computing) - 2), len(computing)):
-        link = max(link, finished[i]) + times[i][1]
+        arrived.append(link)
+    for i in range(count):
+        ready = max(ready, arrived[i])
+        if i + AHEAD < count:
+            link = max(link, ready) + times[i + AHEAD][0]
+            arrived.append(link)
+        ready += computing[i]
+        link = max(link, ready) + times[i][1] if times[i][1] else link
     return max(link, ready)
 
 
@@ -213,8 +289,8 @@ def report(plan: ContextPlan, hardware: Hardware) -> str:
             f"{found.forward_bytes[rank] / 2**20:14.1f} MiB {found.backward_bytes[rank] / 2**20:6.1f} MiB"
         )
     engines = ["engine   layout       steps   forward   backward   received   buffers"]
-    for candidate in plan.candidates():
-        costs = estimate(candidate.schedule, plan.head_dim, hardware, keep_gathered=plan.keep_gathered)
+    for candidate in plan.candidates(hardware):
+        costs = candidate.costs
         received = max(sum(sizes) for sizes in zip(costs.forward_bytes, costs.backward_bytes, strict=True))
         memory = buffer_bytes(candidate.schedule, plan.head_dim, hardware.itemsize, plan.keep_gathered)
         engines.append(
@@ -229,7 +305,8 @@ def report(plan: ContextPlan, hardware: Hardware) -> str:
 def buffer_bytes(schedule: Schedule, head_dim: int, itemsize: int, keep_gathered: bool = False) -> int:
     """Bytes of received q, k and v that the rank with most of them has at one time in a forward.
 
-    They are those of two steps, one that is computed and one that is on its way, or of all steps with keep_gathered.
+    They are those of a step that is computed and of `AHEAD` steps that are on their way, or of all steps with
+    keep_gathered.
     """
     traffic = _Traffic(schedule, head_dim, itemsize)
     most = 0
@@ -239,8 +316,8 @@ def buffer_bytes(schedule: Schedule, head_dim: int, itemsize: int, keep_gathered
             rows, (heads, kv_heads) = traffic.rows(step), traffic.heads(step, rank)
             queries = sum(rows.queries[rank].values()) * heads if step.width > 1 else 0
             sizes.append((queries + 2 * sum(rows.keys[rank].values()) * kv_heads) * head_dim * itemsize)
-        pairs = [sum(sizes)] if keep_gathered else [sum(sizes[i : i + 2]) for i in range(len(sizes))]
-        most = max(most, *pairs, 0)
+        sums = [sum(sizes)] if keep_gathered else [sum(sizes[i : i + AHEAD + 1]) for i in range(len(sizes))]
+        most = max(most, *sums, 0)
     return most
 
 

@@ -1,58 +1,118 @@
-"""Tensors on their way between ranks: point-to-point messages of torch.distributed, and its collective operations."""
+"""Tensors on their way between ranks: collective operations of torch.distributed, one for all messages of a step."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import in_words
 
+WIDE = torch.complex128  # 16 bytes
+
 
 class Message(NamedTuple):
-    """A contiguous tensor that goes to a rank of the group, or comes from it."""
+    """A tensor of any strides that goes to a rank of the group."""
 
     rank: int
     tensor: Tensor
 
 
+class Expected(NamedTuple):
+    """A tensor that comes from a rank of the group."""
+
+    rank: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class Pending:
-    """Messages that are under way. It keeps their tensors alive."""
+    """Messages that are under way. It keeps their memory alive."""
 
-    def __init__(self, works: Sequence[Any] = (), messages: Sequence[Message] = ()):
-        self._works, self._messages = works, messages
+    def __init__(self, receives: Sequence[Expected] = (), flat: Tensor | None = None, kept: Any = None):
+        self._receives, self._flat, self._kept = receives, flat, kept
 
-    def wait(self) -> None:
-        """Wait until the messages have arrived; on a GPU the current stream waits, not the host.
+    def wait(self) -> list[Tensor]:
+        """The tensors that have arrived; on a GPU the current stream waits, not the host.
 
         Raises: RuntimeError if they do not arrive, where the process group notices it here.
         """
-        with in_words(messages_of(self._messages)):
-            for work in self._works:
-                work.wait()
-        self._works, self._messages = (), ()
+        if self._flat is None:
+            return []
+        flat, (work, _, words) = self._flat, self._kept
+        with in_words(words):
+            work.wait()
+        self._flat = self._kept = None
+        spans = _spans([(r.rank, math.prod(r.shape) * r.dtype.itemsize) for r in self._receives])
+        found = []
+        for (start, size), (_, shape, dtype) in zip(spans, self._receives, strict=True):
+            piece = flat[start : start + size]
+            if start % dtype.itemsize:
+                piece = piece.clone()
+            found.append(piece.view(dtype).view(shape))
+        return found
 
 
-def messages_of(messages: Sequence[Message]) -> str:
-    ranks = sorted({message.rank for message in messages})
-    return f"messages between this rank and ranks {ranks} of its group to arrive"
+def exchange(group: Any, sends: Sequence[Message], receives: Sequence[Expected], device: torch.device) -> Pending:
+    """Start messages. Every rank of the group calls it, also one that has none.
 
-
-def exchange(group: Any, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-    """Start messages. Two ranks give those between them in the same order. Raises: what `Pending.wait` raises."""
-    operations = [
-        dist.P2POp(operation, message.tensor, dist.get_global_rank(group, message.rank), group)
-        for operation, messages in ((dist.isend, sends), (dist.irecv, receives))
-        for message in messages
-        if message.tensor.numel()
-    ]
-    if not operations:
+    Two ranks give those between them in the same order. Raises: what `Pending.wait` raises.
+    """
+    num_ranks = dist.get_world_size(group) if group is not None else 1
+    if num_ranks == 1:
         return Pending()
-    messages = [*sends, *receives]
-    with in_words(messages_of(messages)):
-        return Pending(dist.batch_isend_irecv(operations), messages)
+    sizes = [message.tensor.numel() * message.tensor.itemsize for message in sends]
+    outgoing, incoming = [0] * num_ranks, [0] * num_ranks
+    for (rank, _), size in zip(sends, sizes, strict=True):
+        outgoing[rank] += size
+    for rank, shape, dtype in receives:
+        incoming[rank] += math.prod(shape) * dtype.itemsize
+    packed, flat = (torch.empty(sum(of_ranks), dtype=torch.uint8, device=device) for of_ranks in (outgoing, incoming))
+    spans = _spans([(message.rank, size) for message, size in zip(sends, sizes, strict=True)])
+    for (start, size), (_, tensor) in zip(spans, sends, strict=True):
+        piece = packed[start : start + size]
+        if start % tensor.itemsize:
+            piece.copy_(tensor.contiguous().view(-1).view(torch.uint8))
+        else:
+            copy(piece.view(tensor.dtype).view(tensor.shape), tensor)
+    ranks = sorted({message.rank for message in sends} | {expected.rank for expected in receives})
+    words = f"messages between this rank and ranks {ranks} of its group to arrive"
+    with in_words(words):
+        work = dist.all_to_all_single(flat, packed, incoming, outgoing, group=group, async_op=True)
+    return Pending(receives, flat, (work, packed, words))
+
+
+def _spans(messages: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Where each message begins, and its bytes: by ranks, and those of one rank in their order.
+
+    Args: messages: the rank and the bytes of each.
+    """
+    starts, start = [0] * len(messages), 0
+    for i in sorted(range(len(messages)), key=lambda i: messages[i][0]):
+        starts[i] = start
+        start += messages[i][1]
+    return [(start, size) for start, (_, size) in zip(starts, messages, strict=True)]
+
+
+def copy(target: Tensor, source: Tensor) -> None:
+    """Copy between tensors of one dtype, 16 bytes at a time where both permit it; torch would copy rows by elements."""
+    wide_target, wide_source = _wide(target), _wide(source)
+    if wide_target is None or wide_source is None:
+        target.copy_(source)
+    else:
+        wide_target.copy_(wide_source)
+
+
+def _wide(t: Tensor) -> Tensor | None:
+    count = WIDE.itemsize // t.itemsize
+    numbers = (t.shape[-1], t.storage_offset(), *t.stride()[:-1]) if t.dim() else (1,)
+    if t.is_meta or any(number % count for number in numbers) or t.stride(-1) != 1 or t.data_ptr() % WIDE.itemsize:
+        return None
+    return t.view(WIDE)
 
 
 def gather(own: Tensor, group: Any, num_ranks: int) -> Tensor:

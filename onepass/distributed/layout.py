@@ -168,6 +168,17 @@ def visible_pairs(run: Run, cu_seqlens: Sequence[int], mask: Mask) -> int:
     return total
 
 
+def most_keys(run: Run, cu_seqlens: Sequence[int], mask: Mask) -> int:
+    """The most keys that one query of the run sees."""
+    found = 0
+    for number, piece in documents(run, cu_seqlens):
+        document = Run(cu_seqlens[number], cu_seqlens[number + 1])
+        # with a window open on one side it is a query at the end of the run, with two sides one in the middle
+        queries = piece.start, (piece.start + piece.stop) // 2, piece.stop - 1
+        found = max(found, *(visible_keys(Run(q, q + 1), document, mask).size for q in queries))
+    return found
+
+
 def _sum_clamped(run: Run, shift: int, least: int, greatest: int) -> int:
     """The sum of min(greatest, max(least, t + shift)) over the tokens t of a run."""
     low = min(max(least - shift, run.start), run.stop)  # before it t + shift is below least

@@ -15,6 +15,7 @@ from ..ops import attention as ops
 from ..ops.autocast import without_autocast
 from ..ops.quantize import quantized_problem
 from ..problem import AttentionInputs, AttentionProblem, Inputs, Mask, ModifiedInputs, Modifiers
+from .exchange import copy
 from .layout import Run, visible_keys
 from .packed import PackedTables, make_tables
 from .plan import ContextPlan
@@ -76,11 +77,11 @@ class TermGradients(NamedTuple):
 class LocalCalls:
     """The calls of one step on one rank.
 
-    Buffers have rows first: q (rows, batch, heads, head_dim), and kv (rows, batch, kv heads, head_dim + head_dim_v).
+    Buffers have rows first: q (rows, batch, heads, head_dim), k and v (rows, batch, kv heads, head_dim or head_dim_v).
     """
 
-    def __init__(self, plan: ContextPlan, step: Step, options: Options, terms: Terms, head_dim: int):
-        self.plan, self.step, self.options, self.terms, self.head_dim = plan, step, options, terms, head_dim
+    def __init__(self, plan: ContextPlan, step: Step, options: Options, terms: Terms):
+        self.plan, self.step, self.options, self.terms = plan, step, options, terms
         schedule = plan.schedule
         self.heads = schedule.heads_q(step, plan.rank)
         self.mask, self.sums_keys = schedule.mask, schedule.sums_keys()
@@ -90,24 +91,28 @@ class LocalCalls:
 
     # ---------------------------------------------------------------- forward and backward
 
-    def forward(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out (rows, batch, heads, head_dim_v) and lse (rows, batch, heads)."""
         if self.plan.is_packed:
-            inputs, mask = self._packed_inputs(q, kv)
+            inputs, mask = self._packed_inputs(q, k, v)
             out, lse = self._run(inputs, mask)
             return out[:, None], lse.t()[:, None]
-        out = q.new_empty((*q.shape[:3], kv.shape[-1] - self.head_dim))
+        calls = self._run_calls()
+        if len(calls) == 1:  # of all rows
+            out, lse = self._run(*self._dense_inputs(calls[0], q, k, v))
+            return out.transpose(0, 1), lse.permute(2, 0, 1)
+        out = q.new_empty((*q.shape[:3], v.shape[-1]))
         lse = q.new_empty(q.shape[:3], dtype=accum_dtype(q.dtype))
-        for call in self._run_calls():
-            own_out, own_lse = self._run(*self._dense_inputs(call, q, kv))
-            out[slice(*call.queries)] = own_out.transpose(0, 1)
+        for call in calls:
+            own_out, own_lse = self._run(*self._dense_inputs(call, q, k, v))
+            copy(out[slice(*call.queries)], own_out.transpose(0, 1))
             lse[slice(*call.queries)] = own_lse.permute(2, 0, 1)
         return out, lse
 
     def backward(
-        self, q: Tensor, kv: Tensor, dout: Tensor, stats: Tensor, sums: TermGradients
-    ) -> tuple[Tensor, Tensor]:
-        """dq, and dk beside dv, which are in float32 where the plan adds several of them.
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, sums: TermGradients
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv. The last two are in float32 where the plan adds several of them.
 
         The backward is called with out = 0, so that the gradient of lse holds all that it subtracts from dP.
 
@@ -116,25 +121,32 @@ class LocalCalls:
             sums: the gradients of terms are added to these.
         """
         lse, dlse = stats.unbind(-1)
-        dkv_dtype = accum_dtype(q.dtype) if self.sums_keys else kv.dtype
+        key_dtype = accum_dtype(q.dtype) if self.sums_keys else k.dtype
         if self.plan.is_packed:
-            inputs, mask = self._packed_inputs(q, kv)
+            inputs, mask = self._packed_inputs(q, k, v)
             given = dout[:, 0], lse[:, 0].t(), dlse[:, 0].t()
             dq, dk, dv, *terms = self._run_backward(inputs, mask, *given, sums)
             self._add_terms(sums, terms, None)
-            return dq[:, None], torch.cat((dk, dv), -1)[:, None].to(dkv_dtype)
-        dq = torch.empty_like(q)
-        dkv = torch.zeros_like(kv, dtype=dkv_dtype)
-        for call in self._run_calls():
+            return dq[:, None], dk[:, None].to(key_dtype), dv[:, None].to(key_dtype)
+        calls = self._run_calls()
+        is_whole = len(calls) == 1 and calls[0].keys.size == k.shape[0]
+        if not is_whole:
+            dq = torch.empty_like(q)
+            dk, dv = (torch.zeros_like(t, dtype=key_dtype) for t in (k, v))
+        for call in calls:
             rows, keys = slice(*call.queries), slice(*call.keys)
-            inputs, mask = self._dense_inputs(call, q, kv)
+            inputs, mask = self._dense_inputs(call, q, k, v)
             own_lse, own_dlse = (t[rows].permute(1, 2, 0) for t in (lse, dlse))
             own_dout = dout[rows].transpose(0, 1)
             own_dq, own_dk, own_dv, *terms = self._run_backward(inputs, mask, own_dout, own_lse, own_dlse, sums)
-            dq[rows] = own_dq.transpose(0, 1)
-            dkv[keys] += torch.cat((own_dk, own_dv), -1).transpose(0, 1)
             self._add_terms(sums, terms, call)
-        return dq, dkv
+            own_dq, own_dk, own_dv = (t.transpose(0, 1) for t in (own_dq, own_dk, own_dv))
+            if is_whole:
+                return own_dq, own_dk.to(key_dtype), own_dv.to(key_dtype)
+            copy(dq[rows], own_dq)
+            dk[keys] += own_dk
+            dv[keys] += own_dv
+        return dq, dk, dv
 
     def _add_terms(self, sums: TermGradients, found: Sequence[Tensor | None], call: RunCall | None) -> None:
         dsinks, dslopes, dbias = found
@@ -175,11 +187,10 @@ class LocalCalls:
             return keys
         return visible_keys(run, keys, self.mask) if self.terms.seqused_k is None else keys
 
-    def _dense_inputs(self, call: RunCall, q: Tensor, kv: Tensor) -> tuple[Inputs, Mask]:
+    def _dense_inputs(self, call: RunCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Inputs, Mask]:
         rows, keys = slice(*call.queries), slice(*call.keys)
         total, count = self.plan.num_tokens, call.keys.size
-        q, kv = q[rows].transpose(0, 1), kv[keys].transpose(0, 1)
-        k, v = kv[..., : self.head_dim], kv[..., self.head_dim :]
+        q, k, v = q[rows].transpose(0, 1), k[keys].transpose(0, 1), v[keys].transpose(0, 1)
         used = self.terms.seqused_k
         is_whole = call.queries.size == count == total
         positions = None
@@ -210,11 +221,10 @@ class LocalCalls:
         state = self.terms.dropout_state
         return self._inputs(q, k, v, None, None, used, Modifiers(starts, ranges, positions, slopes, bias, state)), mask
 
-    def _packed_inputs(self, q: Tensor, kv: Tensor) -> tuple[Inputs, Mask]:
+    def _packed_inputs(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Inputs, Mask]:
         """One call, in which each segment is a sequence."""
         tables = self.plan.on_device(("packed", self.step.width), q.device, lambda: self._tables(q.device))
-        q, kv = q[:, 0], kv[:, 0]
-        k, v = kv[..., : self.head_dim], kv[..., self.head_dim :]
+        q, k, v = q[:, 0], k[:, 0], v[:, 0]
         terms, documents, rows = self.terms, tables.documents, tables.row_segments
         self.documents = documents
         used, starts, slopes, bias = terms.seqused_k, terms.seqstart_k, terms.alibi_slopes, terms.bias

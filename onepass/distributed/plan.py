@@ -19,13 +19,14 @@ from ..problem import Mask
 from ..validation.attention import checked_mask
 from ..validation.scalars import check_flag, check_int, check_real
 from . import agreement
-from .cost import Hardware, estimate, report
+from .cost import Estimate, Hardware, estimate, report
 from .layout import LAYOUTS, LayoutName, Run, documents, make_layout
 from .schedule import Piece, Schedule, Segment, Step, make_steps, steps_over_heads
 from .shards import Gather
 
 Engine = Literal["heads", "keys"] | int
-CHUNKS = 16
+CHUNKS = (16, 8, 4, 2, 1)  # from which `plan` chooses
+AS_FAST = 1.02  # of two numbers of steps whose times differ less, the greater one is chosen: its buffers are smaller
 
 
 class Route(NamedTuple):
@@ -34,10 +35,12 @@ class Route(NamedTuple):
     Attributes:
         incoming: pieces of this rank's buffer.
         outgoing: for each rank that computes with rows of this one, the pieces of its buffer that come from here.
+        travels: whether rows go from any rank to another one; all ranks of the group know it alike.
     """
 
     incoming: list[Piece]
     outgoing: list[tuple[int, list[Piece]]]
+    travels: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +170,8 @@ class ContextPlan:
     def query_route(self, step: Step) -> Route:
         """How rows of q travel in a step."""
         row = self.schedule.row_of_ranks(step, self.rank)
-        return self._once(("queries", step.width), lambda: self._route(step, row, self.schedule.query_pieces))
+        found = self._once(("queries", step.width), lambda: self._route(step, row, self.schedule.query_pieces))
+        return found._replace(travels=step.width > 1)  # other rows of ranks may have rows to send, too
 
     def key_route(self, step: Step) -> Route:
         """How rows of k and v travel in a step."""
@@ -175,8 +179,12 @@ class ContextPlan:
         return self._once(("keys", step.width), lambda: self._route(step, ranks, self.schedule.key_pieces))
 
     def _route(self, step: Step, ranks: range, pieces_of: Any) -> Route:
-        outgoing = ((rank, [p for p in pieces_of(step, rank) if p.source == self.rank]) for rank in ranks)
-        return Route(pieces_of(step, self.rank), [(rank, pieces) for rank, pieces in outgoing if pieces])
+        pieces_of_ranks = [(rank, pieces_of(step, rank)) for rank in ranks]
+        outgoing = (
+            (rank, [piece for piece in pieces if piece.source == self.rank]) for rank, pieces in pieces_of_ranks
+        )
+        travels = any(piece.source != rank for rank, pieces in pieces_of_ranks for piece in pieces)
+        return Route(dict(pieces_of_ranks)[self.rank], [(rank, pieces) for rank, pieces in outgoing if pieces], travels)
 
     def _once(self, key: Any, make: Any) -> Any:
         found = self._kept.get(key)
@@ -212,10 +220,14 @@ class ContextPlan:
 
     # ---------------------------------------------------------------- words
 
-    def candidates(self) -> list[Candidate]:
-        """What each engine would do with the arguments of this plan, "heads" first and "keys" last."""
+    def candidates(self, hardware: Hardware | None = None) -> list[Candidate]:
+        """What each engine would do with the arguments of this plan, "heads" first and "keys" last.
+
+        Args: hardware: None = that of the plan.
+        """
         assert self._wanted is not None
-        return [self._wanted.candidate(width) for width in _widths(None, self.num_ranks)]
+        wanted = self._wanted._replace(hardware=hardware or self.hardware)
+        return [wanted.candidate(width) for width in _widths(None, self.num_ranks)]
 
     def describe(self, hardware: Hardware | None = None) -> str:
         """Work, bytes and balance of each rank, and the estimate of each engine, of which one was chosen, as text.
@@ -237,7 +249,7 @@ def plan(
     window: tuple[int | None, int | None] | None = None,
     layout: LayoutName | None = None,
     engine: Engine | None = None,
-    chunks: int = CHUNKS,
+    chunks: int | None = None,
     keep_gathered: bool = False,
     hardware: Hardware | None = None,
     num_ranks: int | None = None,
@@ -264,7 +276,8 @@ def plan(
             that many ranks deal heads among themselves, and gather keys from the others. None = the fastest by the
             estimate that `describe` shows.
         chunks: about how many steps the heads are cut into, so that messages of one step travel while another one is
-            computed, and only two steps need memory.
+            computed, and only three steps need memory. None = up to 16, as many as are nearly as fast as fewer by the
+            estimate.
         keep_gathered: keep received q, k and v until the backward instead of receiving them again.
         hardware: what the estimate assumes of the ranks; None = `Hardware()`, near an H200 with NVLink. With ranks on
             several hosts, give a lower bandwidth.
@@ -287,22 +300,17 @@ def plan(
         rank = check_int("rank", rank, "an int of at least 0", least=0)
         if rank >= num_ranks:
             raise ValueError(f"rank: expected one below num_ranks = {num_ranks}, got {rank}")
-        wanted = Wanted.checked(
-            tokens, num_heads_q, num_heads_kv, head_dim, causal, window, layout, engine, chunks, num_ranks
-        )
         keep_gathered = check_flag("keep_gathered", keep_gathered)
         hardware = Hardware() if hardware is None else hardware
         if not isinstance(hardware, Hardware):
             raise TypeError(f"hardware: expected onepass.distributed.Hardware or None, got {hardware!r}")
+        wanted = Wanted.checked(
+            tokens, num_heads_q, num_heads_kv, head_dim, causal, window, layout, engine, chunks, num_ranks
+        )._replace(keep_gathered=keep_gathered, hardware=hardware)
         timeout = check_real("timeout", timeout)
         if timeout <= 0:
             raise ValueError(f"timeout: expected seconds above 0, got {timeout}")
-    candidates = [wanted.candidate(width) for width in wanted.widths]
-    if len(candidates) > 1:
-        candidates.sort(
-            key=lambda c: estimate(c.schedule, wanted.head_dim, hardware, keep_gathered=keep_gathered).seconds
-        )
-    chosen = candidates[0]
+    chosen = min((wanted.candidate(width) for width in wanted.widths), key=lambda found: found.costs.seconds)
     made = ContextPlan(
         chosen.schedule,
         rank,
@@ -311,7 +319,7 @@ def plan(
         chosen.layout_name,
         chosen.engine,
         wanted.head_dim,
-        wanted.chunks,
+        chosen.chunks,
         keep_gathered,
         hardware,
         timeout,
@@ -345,6 +353,8 @@ class Candidate(NamedTuple):
     engine: Engine
     layout_name: LayoutName
     schedule: Schedule
+    chunks: int
+    costs: Estimate
 
 
 class Wanted(NamedTuple):
@@ -357,9 +367,11 @@ class Wanted(NamedTuple):
     head_dim: int
     mask: Mask
     layout: LayoutName | None
-    chunks: int
+    chunks: int | None
     num_ranks: int
     widths: tuple[int, ...]
+    keep_gathered: bool = False
+    hardware: Hardware = Hardware()
 
     @classmethod
     def checked(
@@ -381,7 +393,8 @@ class Wanted(NamedTuple):
         if heads_q % heads_kv:
             raise ValueError(f"num_heads_q: expected a multiple of num_heads_kv = {heads_kv}, got {heads_q}")
         head_dim = check_int("head_dim", head_dim, "an int of at least 1", least=1)
-        chunks = check_int("chunks", chunks, "an int of at least 1", least=1)
+        if chunks is not None:
+            chunks = check_int("chunks", chunks, "an int of at least 1, or None", least=1)
         mask = checked_mask(causal, window)
         if layout is not None and layout not in LAYOUTS:
             raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)} or None, got {layout!r}")
@@ -390,13 +403,23 @@ class Wanted(NamedTuple):
 
     def candidate(self, width: int) -> Candidate:
         """The schedule in which `width` ranks share queries."""
-        chunks = self.chunks if self.num_ranks > 1 else 1
-        steps = make_steps(self.num_ranks, self.num_heads_q, self.num_heads_kv, width, chunks)
+        counts = (1,) if self.num_ranks == 1 else CHUNKS if self.chunks is None else (self.chunks,)
+        rows: dict = {}
+        found: dict[tuple[Step, ...], Candidate] = {}
+        for chunks in counts:
+            steps = make_steps(self.num_ranks, self.num_heads_q, self.num_heads_kv, width, chunks)
+            if steps not in found:
+                found[steps] = self._candidate(width, chunks, steps, rows)
+        fastest = min(candidate.costs.seconds for candidate in found.values())
+        return next(candidate for candidate in found.values() if candidate.costs.seconds <= AS_FAST * fastest)
+
+    def _candidate(self, width: int, chunks: int, steps: tuple[Step, ...], rows: dict) -> Candidate:
         name = self.layout or _best_layout(steps, self.num_ranks, self.is_packed, self.mask)
         layout = make_layout(name, self.num_ranks, self.cu_seqlens, self.mask)
         schedule = Schedule(layout, self.cu_seqlens, self.mask, self.num_heads_q, self.num_heads_kv, steps)
         engine: Engine = "heads" if width == self.num_ranks else "keys" if width == 1 else width
-        return Candidate(engine, name, schedule)
+        costs = estimate(schedule, self.head_dim, self.hardware, keep_gathered=self.keep_gathered, rows=rows)
+        return Candidate(engine, name, schedule, chunks, costs)
 
 
 def _offsets(tokens: Any) -> tuple[tuple[int, ...], bool]:

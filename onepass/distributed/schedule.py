@@ -18,6 +18,10 @@ from typing import NamedTuple
 from ..problem import Mask
 from .layout import Layout, OwnedRun, Run, documents, visible_keys
 
+# Steps whose messages are under way while one is computed. On a GPU a kernel of attention takes all multiprocessors.
+# Messages that become ready together with it would wait for its end, so those of the next step are ready before it.
+AHEAD = 2
+
 
 class Step(NamedTuple):
     """Some of the heads: an exchange of rows, and the computation with them.

@@ -116,7 +116,7 @@ def received_bytes(rank: int, arguments: dict[str, Any]) -> tuple[int, int]:
         out = distributed.attention(*leaves, plan)
     with Operations() as backward:
         out.sum().backward()
-    assert {*forward.bytes, *backward.bytes} <= {"send", "recv_"}
+    assert {*forward.bytes, *backward.bytes} <= {"alltoall_base_"}
     expected = cost.estimate(plan.schedule, 16, distributed.Hardware(), keep_gathered=plan.keep_gathered)
     found = sum(forward.bytes.values()), sum(backward.bytes.values())
     assert found[0] == expected.forward_bytes[rank], (rank, found, expected.forward_bytes)
@@ -133,13 +133,15 @@ def peaks(rank: int) -> tuple[float, float]:
     tokens, heads, head_dim = 4096, 16, 32
     calls = local.LocalCalls.forward, local.LocalCalls.backward
 
-    def forward(self: Any, q: Any, kv: Any) -> Any:
-        return q.new_empty((*q.shape[:3], kv.shape[-1] - self.head_dim)), q.new_empty(q.shape[:3], dtype=torch.float32)
+    def forward(self: Any, q: Any, k: Any, v: Any) -> Any:
+        return q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty(q.shape[:3], dtype=torch.float32)
 
-    def backward(self: Any, q: Any, kv: Any, *args: Any) -> Any:
-        return torch.empty_like(q), torch.empty_like(kv, dtype=torch.float32 if self.sums_keys else kv.dtype)
+    def backward(self: Any, q: Any, k: Any, v: Any, *args: Any) -> Any:
+        dtype = torch.float32 if self.sums_keys else k.dtype
+        return torch.empty_like(q), torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype)
 
-    plan = distributed.plan(tokens, causal=True, engine="keys", num_heads_q=heads, num_heads_kv=heads)
+    sizes = dict.fromkeys(("num_heads_q", "num_heads_kv", "chunks"), heads)
+    plan = distributed.plan(tokens, causal=True, engine="keys", **sizes)
     shape = 1, plan.num_local_tokens, heads, head_dim
     leaves = [torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     local.LocalCalls.forward, local.LocalCalls.backward = forward, backward
@@ -190,27 +192,27 @@ def hidden_gather(rank: int, direction: str, arguments: dict[str, Any]) -> tuple
 
 
 def largest_buffers(rank: int, chunks: int) -> tuple[int, int]:
-    """Bytes of the buffers of keys and values of steps that are alive at one time, and of all gathered ones."""
+    """Bytes of received messages that are alive at one time in a forward, and of all gathered keys and values."""
     plan = distributed.plan(512, causal=False, engine="keys", chunks=chunks, num_heads_q=16, num_heads_kv=16)
-    leaves = [plan.shard(t, 1).requires_grad_() for t in qkv(512, 16, 16)]
+    leaves = [plan.shard(t, 1) for t in qkv(512, 16, 16)]
     alive: dict[int, int] = {}
     numbers = itertools.count()
     most = [0]
-    send = engine.send_keys
+    right = engine.exchange
 
     def watching(*args: Any) -> Any:
-        pending, buffer = send(*args)
-        key = next(numbers)
-        alive[key] = buffer.nbytes
-        weakref.finalize(buffer, alive.pop, key, None)
+        pending = right(*args)
+        storage, key = pending._flat.untyped_storage(), next(numbers)
+        alive[key] = storage.nbytes()
+        weakref.finalize(storage, alive.pop, key, None)
         most[0] = max(most[0], sum(alive.values()))
-        return pending, buffer
+        return pending
 
-    engine.send_keys = watching
+    engine.exchange = watching
     try:
-        distributed.attention(*leaves, plan).sum().backward()
+        distributed.attention(*leaves, plan)
     finally:
-        engine.send_keys = send
+        engine.exchange = right
     return most[0], 2 * 512 * 16 * 16 * 4
 
 
@@ -361,34 +363,36 @@ def changes_in_place(rank: int) -> dict[str, str]:
 
 def kept_buffers(rank: int) -> None:
     """Received tensors live until the first backward that does not retain the graph, and not without gradients."""
-    plan = distributed.plan(512, causal=True, engine="keys", keep_gathered=True, num_heads_q=16, num_heads_kv=16)
+    heads = dict.fromkeys(("num_heads_q", "num_heads_kv", "chunks"), 16)
+    plan = distributed.plan(512, causal=True, engine="keys", keep_gathered=True, **heads)
     leaves = [plan.shard(t, 1).requires_grad_() for t in qkv(512, 16, 16)]
     buffers: list[weakref.ref[Any]] = []
-    send = engine.send_keys
+    right = engine.Shipment.rows
 
-    def watching(*args: Any) -> Any:
-        pending, buffer = send(*args)
-        buffers.append(weakref.ref(buffer.untyped_storage()))
-        return pending, buffer
+    def watching(self: Any, *args: Any) -> Any:
+        rows = right(self, *args)
+        if self.incoming is not None:
+            buffers.append(weakref.ref(rows.untyped_storage()))
+        return rows
 
     def alive() -> int:
         gc.collect()
         return sum(buffer() is not None for buffer in buffers)
 
-    engine.send_keys = watching
+    engine.Shipment.rows = watching
     try:
         with torch.no_grad():
             out = distributed.attention(*leaves, plan)
         assert alive() == 0
         out = distributed.attention(*leaves, plan)
-        assert alive() == len(plan.schedule.steps) == 16
+        assert alive() == 2 * len(plan.schedule.steps) == 32  # k and v
         first = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
-        assert alive() == 16
+        assert alive() == 32
         second = torch.autograd.grad(out.sum(), leaves)
         assert alive() == 0
     finally:
-        engine.send_keys = send
-    assert len(buffers) == 32  # the backward received none
+        engine.Shipment.rows = right
+    assert len(buffers) == 64  # the backward received none
     assert out.isfinite().all()
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 

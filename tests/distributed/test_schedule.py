@@ -8,7 +8,7 @@ import torch
 
 from onepass import distributed
 from onepass.distributed import cost
-from onepass.distributed.layout import LAYOUTS, Run, make_layout, visible_keys, visible_pairs
+from onepass.distributed.layout import LAYOUTS, Run, make_layout, most_keys, visible_keys, visible_pairs
 from onepass.distributed.packed import make_tables
 from onepass.distributed.schedule import Schedule, make_steps, steps_over_heads
 from onepass.problem import Mask
@@ -167,7 +167,7 @@ def test_a_window_brings_keys_of_neighbors_alone():
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "bandwidth", "ranks", "engine"),
-    [(64, 8, 250e9, 4, "keys"), (32, 32, 45e9, 16, 4), (32, 32, 45e9, 64, 4)],
+    [(64, 8, 250e9, 2, "keys"), (64, 8, 250e9, 8, "heads"), (32, 32, 45e9, 16, "heads"), (64, 8, 45e9, 16, 2)],
 )
 def test_the_estimate_chooses(heads, kv_heads, bandwidth, ranks, engine):
     """The engines of the guide's table."""
@@ -177,15 +177,46 @@ def test_the_estimate_chooses(heads, kv_heads, bandwidth, ranks, engine):
     for width in widths:
         name = "keys" if width == 1 else "heads" if width == ranks else width
         plan = distributed.plan(
-            ranks * 8192, num_ranks=ranks, num_heads_q=heads, num_heads_kv=kv_heads, causal=True, engine=name
+            ranks * 8192,
+            num_ranks=ranks,
+            num_heads_q=heads,
+            num_heads_kv=kv_heads,
+            causal=True,
+            engine=name,
+            hardware=hardware,
         )
         seconds[name] = cost.estimate(plan.schedule, 128, hardware).seconds
     assert min(seconds, key=seconds.get) == engine
 
 
+def test_most_keys():
+    for run, mask, most in (
+        (Run(0, 10), Mask(None, 0), 10),
+        (Run(20, 40), Mask(None, 0), 30),  # the sequence begins at 10
+        (Run(20, 40), Mask(5, 0), 6),
+        (Run(10, 12), Mask(50, 3), 5),
+        (Run(5, 40), Mask(None, None), 50),
+        (Run(5, 6), Mask(None, None), 10),
+    ):
+        assert most_keys(run, (0, 10, 60), mask) == most, (run, mask)
+
+
+def test_the_number_of_steps_is_chosen():
+    """Steps of the host's time at the least for short sequences; for long ones more, whose buffers are smaller."""
+    sizes = {"num_ranks": 4, "num_heads_q": 64, "num_heads_kv": 16, "causal": True, "engine": "keys"}
+    counts = [len(distributed.plan(tokens, **sizes).schedule.steps) for tokens in (256, 2**15, 2**20)]
+    assert counts[0] == 1 < counts[1] < counts[2] == 16
+    slow = distributed.Hardware(step=1.0)
+    assert len(distributed.plan(2**18, hardware=slow, **sizes).schedule.steps) == 1
+    assert len(distributed.plan(2**15, chunks=16, **sizes).schedule.steps) == 16
+
+
 def test_pipeline():
     """Two steps of 10 and 20 seconds; messages of 1 before and 2 after each."""
     assert cost._pipelined([10.0, 20.0], [(1.0, 2.0), (1.0, 2.0)]) == 1 + 10 + 20 + 2
+    # the third step's messages start with the first one's computation, and the first one's results go after them
+    assert cost._pipelined([10.0] * 3, [(1.0, 0.0), (1.0, 0.0), (25.0, 0.0)]) == 2 + 25 + 10
+    assert cost._pipelined([1.0] * 3, [(1.0, 9.0), (1.0, 0.0), (1.0, 0.0)]) == 3 + 9
     # messages that take longer than the computation
     assert cost._pipelined([1.0, 1.0, 1.0], [(5.0, 0.0)] * 3) == 15 + 1
     assert cost._pipelined([1.0], [(0.0, 0.0)]) == 1
@@ -194,15 +225,17 @@ def test_pipeline():
 def test_computing_of_one_rank():
     plan = distributed.plan(100, num_ranks=1, num_heads_q=6, num_heads_kv=2, causal=True)
     assert plan.head_dim == 128
-    found = cost.estimate(plan.schedule, 64, distributed.Hardware(flops=1e3, backward_flops=1e2), batch=3)
+    hardware = distributed.Hardware(flops=1e3, backward_flops=1e2, multiprocessors=1)
+    found = cost.estimate(plan.schedule, 64, hardware, batch=3)
     assert found.pairs == (5050 * 6 * 3,)
-    assert found.forward_seconds == pytest.approx(4 * 64 * 5050 * 18 / 1e3)
-    assert found.backward_seconds == pytest.approx(10 * 64 * 5050 * 18 / 1e2)
+    tail = 128 * 100 / 4  # a quarter of the tile that sees the most keys
+    assert found.forward_seconds == pytest.approx(4 * 64 * (5050 * 18 + tail) / 1e3)
+    assert found.backward_seconds == pytest.approx(10 * 64 * (5050 * 18 + tail) / 1e2)
     assert found.forward_bytes == found.backward_bytes == (0,)
 
 
 def test_describe():
-    plan = distributed.plan(1000, num_ranks=2, num_heads_q=4, num_heads_kv=2, causal=True, engine="keys")
+    plan = distributed.plan(1000, num_ranks=2, num_heads_q=4, num_heads_kv=2, causal=True, engine="keys", chunks=2)
     lines = plan.describe().splitlines()
     assert lines[0] == "1000 tokens on 2 ranks, 4 query and 2 kv heads, causal"
     assert lines[1] == 'engine "keys", layout "head_tail", 2 steps'
@@ -233,7 +266,7 @@ def test_tables_wait_for_no_device():
 @pytest.mark.parametrize("engine", ["keys", "heads", 3])
 def test_steps_of_one_width_share_their_rows(engine):
     plan = distributed.plan(
-        [0, 5, 30, 90], num_ranks=6, rank=2, num_heads_q=20, num_heads_kv=10, engine=engine, causal=True
+        [0, 5, 30, 90], num_ranks=6, rank=2, num_heads_q=20, num_heads_kv=10, engine=engine, causal=True, chunks=16
     )
     schedule = plan.schedule
     assert len(schedule.steps) > 1
@@ -246,12 +279,12 @@ def test_steps_of_one_width_share_their_rows(engine):
 
 
 def test_plan_chooses_for_its_hardware():
-    """With one kv head for each query head, messages between hosts cost more than keys that are gathered."""
-    arguments = {"num_ranks": 16, "num_heads_q": 32, "num_heads_kv": 32, "causal": True}
+    """Between hosts, queries and results of all ranks cost more than on one host."""
+    arguments = {"num_ranks": 16, "num_heads_q": 64, "num_heads_kv": 8, "causal": True}
     network = distributed.Hardware(bandwidth=45e9)
-    assert distributed.plan(16 * 8192, **arguments).engine != 4
+    assert distributed.plan(16 * 8192, **arguments).engine == "heads"
     plan = distributed.plan(16 * 8192, hardware=network, **arguments)
-    assert plan.engine == 4
+    assert plan.engine == 2
     assert plan.describe() == plan.describe(network) != plan.describe(distributed.Hardware())
     with pytest.raises(TypeError, match="hardware: expected"):
         distributed.plan(64, hardware=45, **arguments)
@@ -271,10 +304,10 @@ def test_describe_lists_engines():
 
 
 def test_buffers():
-    """Two steps of two kv heads; every rank's queries see all keys of some rank's last piece."""
+    """Three steps of two kv heads; every rank's queries see all keys of some rank's last piece."""
     plan = distributed.plan(1000, num_ranks=4, num_heads_q=8, num_heads_kv=8, engine="keys", chunks=4)
     assert [step.heads for step in plan.schedule.steps] == [2, 2, 2, 2]
-    assert cost.buffer_bytes(plan.schedule, 16, 2) == 2 * (2 * 1000 * 2 * 16 * 2)
+    assert cost.buffer_bytes(plan.schedule, 16, 2) == 3 * (2 * 1000 * 2 * 16 * 2)
     assert cost.buffer_bytes(plan.schedule, 16, 2, keep_gathered=True) == 4 * (2 * 1000 * 2 * 16 * 2)
     plan = distributed.plan(1000, num_ranks=4, num_heads_q=8, num_heads_kv=8, engine="heads", chunks=4)
     assert cost.buffer_bytes(plan.schedule, 16, 2) == 2 * (3 * 1000 * 16 * 2)

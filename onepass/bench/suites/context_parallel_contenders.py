@@ -18,7 +18,7 @@ from torch import Tensor
 import onepass
 from onepass import distributed
 
-from ...distributed.attention import Call, row_stats, rows_first, send_keys, send_queries
+from ...distributed.attention import Call, Coming, row_stats, rows_first, send_keys, send_queries
 from ...distributed.cost import Hardware, estimate
 from ...distributed.local import LocalCalls, Options, TermGradients, Terms
 from ...distributed.plan import ContextPlan
@@ -122,27 +122,24 @@ class LocalWork:
             lse = found.lse.t()[:, None] if plan.is_packed else found.lse.permute(2, 0, 1)
             stats = row_stats(Call(plan, options, terms), found.out, tensors[3], lse, None)
             q, k, v, dout = (rows_first(t, plan) for t in tensors)
-        kv = torch.cat((k, v), -1)
         self.steps = []
         for step in plan.schedule.steps:
             sent = [
                 send_queries(plan, step, q),
-                send_keys(plan, step, lambda rank, step=step: kv[:, :, plan.schedule.heads_kv(step, rank)]),
+                *(send_keys(plan, step, t) for t in (k, v)),
             ]
             if has_backward:
                 sent += [send_queries(plan, step, t) for t in (dout, stats)]
-            for pending, _ in sent:
-                pending.wait()
-            buffers = [buffer for _, buffer in sent]
+            buffers = Coming(plan, sent).wait()
             if buffers[0].shape[2]:
-                self.steps.append((LocalCalls(plan, step, options, terms, q.shape[-1]), buffers))
+                self.steps.append((LocalCalls(plan, step, options, terms), buffers))
 
     def __call__(self) -> None:
         for calls, buffers in self.steps:
-            calls.forward(*buffers[:2])
+            calls.forward(*buffers[:3])
         if self.has_backward:
-            for calls, (q, kv, dout, stats) in self.steps:
-                calls.backward(q, kv, dout, stats, TermGradients(None, None, None))
+            for calls, (q, k, v, dout, stats) in self.steps:
+                calls.backward(q, k, v, dout, stats, TermGradients(None, None, None))
 
 
 # ---------------------------------------------------------------- peers
