@@ -8,8 +8,15 @@ import compile_ahead
 import decode_cases
 import gpu_cases
 import pytest
+import torch
 
 import onepass
+
+# Many processes with a thread on every core each would wait for one another; oracles are small.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+    if gpu_cases.ON_GPU and gpu_cases.IS_READY:  # the processes are dealt to all GPUs
+        torch.cuda.set_device(int(os.environ["PYTEST_XDIST_WORKER"][2:]) % torch.cuda.device_count())
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -402,14 +402,24 @@ def backward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Backw
     if widest > 128:
         config = BackwardConfigSm90(by_gradient=True, dynamic_tiles=is_dynamic, background_rows=in_background)
         return replace(config, descending_turns=has_descending_turns(problem, config.tile_m, config.tile_n))
-    # the slopes of a softcap, and modifiers, take the registers of the larger tile
-    if widest > 64 or problem.softcap is not None or problem.has_modifiers:
+    # the slopes of a softcap, and most modifiers, take the registers of the larger tile
+    if widest > 64 or problem.softcap is not None or _takes_registers_in_backward(problem):
         config = BackwardConfigSm90(q_stages=3, dynamic_tiles=is_dynamic, background_rows=in_background)
     else:
         config = BackwardConfigSm90(tile_m=128, q_stages=3, dynamic_tiles=is_dynamic, background_rows=in_background)
     if _has_short_sequences(problem, config, is_growing):
         return replace(config, private_dq=True, dynamic_tiles=False)
     return replace(config, descending_turns=has_descending_turns(problem, config.tile_m, config.tile_n))
+
+
+def _takes_registers_in_backward(problem: AttentionProblem) -> bool:
+    """Whether tiles of 128 queries spill: by 27 to 108 values with these modifiers, by none with ALiBi or left padding.
+
+    ALiBi and left padding together were not tried, nor with grouped heads, whose slopes differ between steps.
+    """
+    few = problem.has_alibi + problem.has_seqstart_k <= 1 and not (problem.has_alibi and problem.qhead_per_kvhead > 1)
+    others = problem.has_key_ranges, problem.has_q_positions, problem.has_bias, problem.dropout_p > 0
+    return any(others) or not few
 
 
 FULL_SEQLEN_IN_BACKGROUND = 1024
