@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..api import decode_calls
 from ..api.attention import AttentionOutput
+from ..api.decode import autocast_rows
 from ..api.partials import merge_partials
 from ..dispatch import decode as dispatch
+from ..geometry.rotary import rotate
 from ..ops.autocast import without_autocast
-from ..problem import Mask
+from ..problem import Mask, Modifiers
+from ..problem.attention import NO_MODIFIERS
+from ..problem.decode import DecodeInputs, RotaryPositions
+from ..problem.descales import descale_of_keys
+from ..problem.lengths import read_cache_lengths
+from ..quantization.codec import E4M3
+from ..tiled.cache import to_e4m3
+from ..validation import decode as checks
 from ..validation.attention import checked_mask
 from ..validation.modifiers import NAMES, check_modifiers
+from ..validation.scalars import check_flag
 from ..validation.tensors import check_int32
 from .agreement import signature
 from .checks import check_device
 from .exchange import gather
 from .packed import to_device
 from .plan import ContextPlan
-
-
-class LocalKeys(NamedTuple):
-    """Where this rank's tokens stand.
-
-    Attributes:
-        starts, sizes: (runs,) int32. tokens: (num_local_tokens,) int32.
-    """
-
-    starts: Tensor
-    sizes: Tensor
-    tokens: Tensor
-
-    def before(self, position: Tensor) -> Tensor:
-        """How many of this rank's tokens stand before each position, int32."""
-        in_runs = (position.unsqueeze(-1) - self.starts).clamp(min=0)
-        return in_runs.minimum(self.sizes).sum(-1, dtype=torch.int32)
 
 
 @torch.compiler.disable
@@ -50,20 +44,32 @@ def decode(
     plan: ContextPlan,
     *,
     cache_seqlens: Tensor,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
     k_new: Tensor | None = None,
     v_new: Tensor | None = None,
-    page_table: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
     causal: bool = True,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     softmax_scale: float | None = None,
     seqstart_k: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    q_positions: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    rotary_positions_q: Tensor | None = None,
+    rotary_positions_k: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    kv_block: int | None = None,
     num_splits: int | None = None,
+    split_size: int | None = None,
+    check_values: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | AttentionOutput:
@@ -71,24 +77,40 @@ def decode(
 
     Each rank appends the new keys that it owns, attends to its keys, and sends its out, in float32, and lse to the
     others in one exchange. No value is read on the host, so that a CUDA graph can capture a step after ordinary ones
-    of the same shapes, which ranks compare. There is no backward. Of `attention_decode` it lacks rotary embeddings,
-    packed queries, key_ranges and q_positions.
+    of the same shapes, which ranks compare. There is no backward. All options of `attention_decode` are here. Lengths,
+    positions, ranges and the keys of a bias are numbers of the whole sequence; pages, blocks and splits of keys are
+    those of this rank's rows.
 
     Args:
-        q: (batch, seqlen_q, num_heads_q, head_dim), the same on all ranks, already rotated.
+        q: (batch, seqlen_q, num_heads_q, head_dim), with cu_seqlens_q (total_q, num_heads_q, head_dim), the same on all
+            ranks.
         k_cache, v_cache: (batch, rows, num_heads_kv, head_dim or head_dim_v): row i holds token plan.tokens()[i] of the
-            sequence; or pages, as of `onepass.attention_decode`.
-        plan: of the longest sequence that the cache is to hold; layout="cyclic" grows evenly. It must not be packed.
+            sequence; or pages, as in `onepass.attention_decode`. In q's dtype, or float8_e4m3fn.
+        plan: made for the longest sequence that the cache is to hold; layout="cyclic" grows evenly. It must not be
+            packed, even if queries are.
         cache_seqlens: (batch,) int32: tokens of each sequence on all ranks, before the call. It is not changed.
-        k_new, v_new: (batch, seqlen_new, num_heads_kv, head_dim or head_dim_v), the same on all ranks, already
-            rotated: tokens cache_seqlens[b], cache_seqlens[b] + 1, .. Not with an e4m3 cache.
         page_table: (batch, max_pages) int32: pages of this rank's rows.
-        seqstart_k, alibi_slopes, bias: as of `attention_decode`, in numbers of the whole sequence.
-        causal, window, softcap, sinks, softmax_scale, k_descale, v_descale, num_splits, return_lse, backend: as of
-            `attention_decode`.
+        cu_seqlens_q: (batch + 1,) int32: offsets of packed queries, as in `attention_decode`; not with k_new and v_new
+            or rotary tables.
+        max_seqlen_q: with cu_seqlens_q, an upper bound on the queries of a sequence, as in `attention_decode`.
+        k_new, v_new: (batch, seqlen_new, num_heads_kv, head_dim or head_dim_v) in q's dtype, the same on all ranks:
+            tokens cache_seqlens[b], cache_seqlens[b] + 1, .., each written by the rank that owns it.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), float32 or q's dtype, for the whole sequence: every rank
+            rotates q and k_new by their positions in it.
+        rotary_interleaved, rotary_positions_q, rotary_positions_k: as in `attention_decode`.
+        seqstart_k, key_ranges, q_positions: as in `attention_decode`, in numbers of the whole sequence.
+        alibi_slopes, bias: as in `attention_decode`; column j of a bias belongs to token j of the plan.num_tokens. Both
+            become one bias of this rank's rows, and with alibi_slopes it has a row for every query of every head.
+        k_descale, v_descale, kv_block: as in `attention_decode`, for this rank's caches: a descale for each block of
+            keys stands for kv_block rows of this rank, a descale for each page for one of its pages.
+        num_splits, split_size: splits of this rank's rows. With split_size and layout="cyclic" the result of a sequence
+            depends neither on the batch nor on the size of the cache, bit by bit.
+        check_values: check lengths, and this rank's pages, by value; on a CPU they always are.
+        causal, window, softcap, sinks, softmax_scale, return_lse, backend: as in `attention_decode`.
 
-    Returns: out, (batch, seqlen_q, num_heads_q, head_dim_v), in q's dtype, equal on all ranks; or
-    AttentionOutput(out, lse) with lse (batch, num_heads_q, seqlen_q).
+    Returns: out, (batch, seqlen_q, num_heads_q, head_dim_v), packed (total_q, num_heads_q, head_dim_v), in q's dtype,
+    equal on all ranks; or AttentionOutput(out, lse) with lse (batch, num_heads_q, seqlen_q), packed (num_heads_q,
+    total_q).
 
     Raises: TypeError, ValueError or NotImplementedError before any work, with what was expected and given (the caches
     are as they were); RuntimeError on all ranks if ranks call with different arguments.
@@ -96,189 +118,301 @@ def decode(
     if not isinstance(plan, ContextPlan):
         raise TypeError(f"plan: expected a ContextPlan, as onepass.distributed.plan makes it, got {plan!r}")
     with plan.reporting("decode"):
-        new = _checked(plan, q, k_cache, v_cache, page_table, cache_seqlens, k_new, v_new)
-        _check_terms(plan, q, cache_seqlens, seqstart_k, alibi_slopes, bias)
+        q, k_new, v_new = autocast_rows(k_cache, q, k_new, v_new)
+        inputs = DecodeInputs(
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens,
+            page_table,
+            rotary_cos,
+            rotary_sin,
+            sinks,
+            k_descale,
+            v_descale,
+            cu_seqlens_q,
+            k_new,
+            v_new,
+        )
+        given = seqstart_k, key_ranges, q_positions, alibi_slopes, bias, rotary_positions_q, rotary_positions_k
+        inputs = inputs.with_modifiers(given)
+        _check(plan, inputs)
+        interleaved = check_flag("rotary_interleaved", rotary_interleaved)
         mask = checked_mask(causal, window)
-        keys = plan.on_device("local keys", q.device, lambda: _local_keys(plan, q.device))
-        seqlen_new = 0 if k_new is None else k_new.shape[1]
-        lengths, ranges, positions = _visible(keys, mask, q.shape[1], cache_seqlens[:, None] + seqlen_new, seqstart_k)
+        tokens = plan.on_device("tokens", q.device, lambda: to_device(plan.tokens(), q.device))
+        if check_flag("check_values", check_values) or q.device.type == "cpu":
+            _check_values(plan, inputs, tokens)
+        queries = _Queries(inputs)
+        lengths, ranges = _visible(tokens, mask, queries, inputs)
         arguments: dict[str, Any] = {
             "q": q,
             "k_cache": k_cache,
             "v_cache": v_cache,
             "cache_seqlens": lengths,
-            "page_table": page_table,
+            "page_table": _readable_pages(inputs),
+            "cu_seqlens_q": cu_seqlens_q,
+            "max_seqlen_q": max_seqlen_q,
             "causal": False,
             "softcap": softcap,
             "sinks": sinks,
             "softmax_scale": softmax_scale,
             "key_ranges": ranges,
-            "bias": _terms(keys, positions, alibi_slopes, bias, k_cache, page_table),
+            "bias": _terms(tokens, queries, inputs),
             "k_descale": k_descale,
             "v_descale": v_descale,
+            "kv_block": kv_block,
             "num_splits": num_splits,
+            "split_size": split_size,
+            "return_lse": return_lse,
         }
-        problem, inputs = decode_calls.problem_of("decode", arguments)
+        problem, local = decode_calls.problem_of("decode", arguments)
         if plan.rank != 0 and sinks is not None:  # they count once
-            problem, inputs = decode_calls.problem_of("decode", arguments | {"sinks": None})
+            problem, local = decode_calls.problem_of("decode", arguments | {"sinks": None})
         problem = replace(problem, attention=replace(problem.attention, float32_out=True))
         backend_name = dispatch.require_decode(problem, backend, q.device)
     if plan.num_ranks > 1:
-        terms = {"q": q, "k_new": k_new, "v_new": v_new, "sinks": sinks, "seqstart_k": seqstart_k}
-        terms |= {"alibi_slopes": alibi_slopes, "bias": bias, "k_descale": k_descale, "v_descale": v_descale}
-        compared: dict[str, Any] = {name: signature(t) for name, t in terms.items()}
-        compared |= {"caches": (str(k_cache.dtype), *k_cache.shape[2:], v_cache.shape[3]), "device": q.device.type}
-        compared |= {"mask": str(mask), "softcap": softcap, "softmax_scale": softmax_scale}
-        plan.agree("decode", compared)
-    if new is not None:
-        for cache, rows in zip((k_cache, v_cache), new, strict=True):
-            append(cache, rows, keys, cache_seqlens, page_table)
+        plan.agree("decode", _compared(inputs, mask, softcap, softmax_scale, interleaved, kv_block))
+    if rotary_cos is not None and rotary_sin is not None:
+        inputs, local = _rotated(inputs, local, queries, interleaved)
+    if inputs.seqlen_new:
+        _append(inputs, tokens, kv_block)
     with without_autocast(q.device.type):
-        out, lse = dispatch.prepare_decode(backend_name, problem, q.device)(inputs)
+        out, lse = dispatch.prepare_decode(backend_name, problem, q.device)(local)
     if plan.num_ranks > 1:
-        own = torch.cat((out, lse.transpose(1, 2)[..., None]), -1)
+        own = torch.cat((out, lse.mT[..., None]), -1)
         everyone = gather(own, plan.group, plan.num_ranks)
-        partials = everyone[..., :-1].contiguous(), everyone[..., -1].transpose(2, 3).contiguous()
-        out, lse = merge_partials(*partials)
+        out, lse = merge_partials(everyone[..., :-1].contiguous(), everyone[..., -1].mT.contiguous())
     out = out.to(q.dtype)
     return AttentionOutput(out, lse) if return_lse else out
 
 
-def _visible(
-    keys: LocalKeys, mask: Mask, seqlen_q: int, total: Tensor, seqstart_k: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The filled rows of this rank's cache, the ranges of them that queries see, and the positions of the queries.
+# ---------------------------------------------------------------- checks
 
-    Args:
-        total: (batch, 1) int32: tokens of each sequence, with the new ones.
 
-    Returns: (batch,) int32; (batch, 1, seqlen_q, 2) int32, None if the rows say all; (batch, seqlen_q) int32.
+def _check(plan: ContextPlan, inputs: DecodeInputs) -> None:
+    """Check what is given for the whole sequence, and the shapes of this rank's caches.
+
+    The local call, which knows nothing of other ranks' tokens, checks all else.
     """
-    positions = total - seqlen_q + torch.arange(seqlen_q, device=total.device, dtype=torch.int32)
-    low, high = torch.zeros_like(positions), total.expand_as(positions)
-    if mask.window_left is not None:
-        low = (positions - mask.window_left).clamp(min=0)
-    if mask.window_right is not None:
-        high = torch.minimum(high, positions + (mask.window_right + 1))
-    if seqstart_k is not None:
-        low = torch.maximum(low, seqstart_k[:, None])
-        high = torch.where(positions >= seqstart_k[:, None], high, low)
-    has_low = mask.window_left is not None or seqstart_k is not None
-    high = keys.before(high.clamp(min=0))
-    if seqlen_q == 1 and not has_low:  # what one query sees ends where its sequence does
-        return high[:, 0].contiguous(), None, positions
-    ranges = torch.stack((keys.before(low), high), -1)[:, None]
-    return keys.before(total)[:, 0].contiguous(), ranges, positions
-
-
-def _checked(
-    plan: ContextPlan,
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    page_table: Any,
-    cache_seqlens: Any,
-    k_new: Any,
-    v_new: Any,
-) -> tuple[Tensor, Tensor] | None:
-    """The new keys and values of all ranks, whose shapes are checked with those of the caches."""
+    q, k_cache, v_cache = inputs[:3]
+    page_table, is_packed = inputs.page_table, inputs.cu_seqlens_q is not None
     if plan.is_packed:
         raise ValueError("plan: expected one of a number of tokens, got one of packed sequences")
     if plan.group is None and plan.num_ranks > 1:
         raise ValueError("plan: expected one that was made for a process group, got one that only describes")
-    check_device(plan, q)
-    for name, t, dims in (("q", q, 4), ("k_cache", k_cache, 4), ("v_cache", v_cache, 4)):
+    for name, t, dims in (("q", q, 3 if is_packed else 4), ("k_cache", k_cache, 4), ("v_cache", v_cache, 4)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
         if t.dim() != dims:
             raise ValueError(f"{name}: expected {dims} dimensions, got shape {tuple(t.shape)}")
-    batch = q.shape[0]
-    check_int32("cache_seqlens", cache_seqlens, (batch,), "one per batch entry", q.device)
+    check_device(plan, q)
+    if plan.schedule.num_heads_q != q.shape[-2]:
+        raise ValueError(f"q: expected the plan's {plan.schedule.num_heads_q} heads, got {q.shape[-2]}")
+    if is_packed:
+        checks.check_packed_queries(inputs)
+    batch = inputs.batch
+    check_int32("cache_seqlens", inputs.cache_seqlens, (batch,), "one per batch entry", q.device)
     if page_table is not None:
         check_int32("page_table", page_table, (batch, "max_pages"), "(batch, max_pages)", q.device)
-    rows = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
-    if rows < plan.num_local_tokens:
+    if inputs.capacity < plan.num_local_tokens:
         raise ValueError(
-            f"k_cache: expected room for the {plan.num_local_tokens} tokens that rank {plan.rank} owns, got {rows} rows"
+            f"k_cache: expected room for the {plan.num_local_tokens} tokens that rank {plan.rank} owns, got "
+            f"{inputs.capacity} rows"
         )
-    if k_new is None and v_new is None:
-        return None
-    if k_new is None or v_new is None:
-        raise TypeError("k_new, v_new: expected both or neither")
-    if k_cache.dtype != q.dtype:
-        raise NotImplementedError(f"k_new: expected None with a cache of another dtype, got a {k_cache.dtype} cache")
-    seqlen_new = k_new.shape[1] if isinstance(k_new, Tensor) and k_new.dim() == 4 else "seqlen_new"
-    for name, t, cache in (("k_new", k_new, k_cache), ("v_new", v_new, v_cache)):
-        expected = batch, seqlen_new, *cache.shape[2:]
-        if not isinstance(t, Tensor) or tuple(t.shape) != expected:
-            raise ValueError(f"{name}: expected shape {expected}, got {tuple(getattr(t, 'shape', ())) or t!r}")
-        if t.dtype != q.dtype or t.device != q.device:
-            raise TypeError(f"{name}: expected {q.dtype} on {q.device}, got {t.dtype} on {t.device}")
-    return k_new, v_new
+    checks.check_new_keys(inputs, plan.num_tokens)
+    checks.check_rotary(inputs)
+    modifiers = dict(zip(NAMES, (inputs.modifiers or NO_MODIFIERS)[:-1], strict=True))
+    check_modifiers(q, plan.num_tokens, inputs.cu_seqlens_q, modifiers, 0.0)
+    checks.check_rotary_positions(inputs)
 
 
-def _check_terms(
-    plan: ContextPlan, q: Tensor, cache_seqlens: Tensor, seqstart_k: Any, alibi_slopes: Any, bias: Any
-) -> None:
-    """Check what is given in numbers of the whole sequence, before this rank's part of it is taken."""
-    if plan.schedule.num_heads_q != q.shape[2]:
-        raise ValueError(f"q: expected the plan's {plan.schedule.num_heads_q} heads, got {q.shape[2]}")
-    given = {"seqstart_k": seqstart_k, "alibi_slopes": alibi_slopes, "bias": bias}
-    check_modifiers(q, plan.num_tokens, None, dict.fromkeys(NAMES) | given, 0.0)
+def _check_values(plan: ContextPlan, inputs: DecodeInputs, tokens: Tensor) -> None:
+    """Check lengths in the whole sequence, and the pages of this rank's rows, by value. The host waits for the device.
 
-
-def _local_keys(plan: ContextPlan, device: torch.device) -> LocalKeys:
-    starts = torch.tensor([run.start for run in plan.local_runs], dtype=torch.int32)
-    sizes = torch.tensor([run.size for run in plan.local_runs], dtype=torch.int32)
-    return LocalKeys(*(to_device(t, device) for t in (starts, sizes, plan.tokens().int())))
-
-
-def append(cache: Tensor, new: Tensor, keys: LocalKeys, cache_seqlens: Tensor, page_table: Tensor | None) -> None:
-    """Write the new rows that this rank owns to their place in its cache.
-
-    It looks at as many slots of a sequence as there are new rows, from the first free one on. A slot whose token is not
-    new stands for the first slot whose token is, so that it writes the same value once more; if there is none, all
-    write what one row has.
+    Raises: ValueError, see `read_cache_lengths`.
     """
-    if not len(keys.tokens):
+    whole = inputs.k_cache.new_empty(()).expand(inputs.batch, plan.num_tokens, 1, 1)
+    read_cache_lengths(inputs._replace(k_cache=whole, page_table=None))
+    if inputs.page_table is None:
         return
-    batch, seqlen_new = new.shape[:2]
-    slots = keys.before(cache_seqlens)[:, None] + torch.arange(seqlen_new, device=new.device)
-    slots = slots.clamp(max=len(keys.tokens) - 1)
-    number = keys.tokens[slots] - cache_seqlens[:, None]  # among the new ones
-    is_new = ((number >= 0) & (number < seqlen_new)).flatten()
-    entries = torch.arange(batch, device=new.device)[:, None].expand_as(slots)
-    rows = new[entries, number.clamp(0, seqlen_new - 1)].flatten(0, 1)
-    places = entries, slots
-    if page_table is not None:
-        page_size = cache.shape[1]
-        pages = page_table[entries, slots // page_size].long()
-        places = pages.clamp(0, cache.shape[0] - 1), slots % page_size
-    chosen = torch.where(is_new, torch.arange(len(is_new), device=new.device), is_new.int().argmax())
-    place = tuple(index.flatten()[chosen] for index in places)
-    cache[place] = torch.where(is_new[chosen, None, None], rows[chosen], cache[place])
+    first, start = inputs.cache_seqlens, (inputs.modifiers or NO_MODIFIERS).seqstart_k
+    local = DecodeInputs(*inputs[:3], _before(tokens, first + inputs.seqlen_new), inputs.page_table)
+    if start is not None:  # new keys are written even before the start of a sequence
+        local = local._replace(modifiers=Modifiers(_before(tokens, torch.minimum(start, first))))
+    read_cache_lengths(local)
 
 
-def _terms(
-    keys: LocalKeys,
-    positions: Tensor,
-    alibi_slopes: Tensor | None,
-    bias: Tensor | None,
-    k_cache: Tensor,
-    page_table: Tensor | None,
-) -> Tensor | None:
-    """ALiBi and bias of this rank's keys as one bias (batch or 1, heads or 1, seqlen_q or 1, rows of the cache)."""
-    capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
-    tokens = keys.tokens
-    terms = None
+def _compared(
+    inputs: DecodeInputs, mask: Mask, softcap: Any, softmax_scale: Any, interleaved: bool, kv_block: Any
+) -> dict[str, Any]:
+    """What ranks compare of a call."""
+    modifiers, rotary = inputs.modifiers or NO_MODIFIERS, inputs.rotary_positions or RotaryPositions()
+    names = ("q", "k_new", "v_new", "sinks", "cu_seqlens_q", "rotary_cos", "rotary_sin")
+    values: dict[str, Any] = {name: signature(getattr(inputs, name)) for name in names}
+    values |= {name: signature(t) for name, t in zip(NAMES, modifiers[:-1], strict=True)}
+    values |= {"rotary_positions_q": signature(rotary.q), "rotary_positions_k": signature(rotary.k)}
+    values |= {"rotary_interleaved": interleaved, "kv_block": kv_block}
+    for name in ("k_descale", "v_descale"):
+        descale = getattr(inputs, name)
+        # ranks may have different numbers of blocks and pages
+        values[name] = signature(descale) if kv_block is None or descale is None else f"{descale.dim()} dimensions"
+    caches = str(inputs.k_cache.dtype), *inputs.k_cache.shape[2:], inputs.v_cache.shape[3]
+    values |= {"caches": caches, "device": inputs.q.device.type, "mask": str(mask), "softcap": softcap}
+    return values | {"softmax_scale": softmax_scale}
+
+
+# ---------------------------------------------------------------- positions, and this rank's part of them
+
+
+def _before(tokens: Tensor, positions: Tensor) -> Tensor:
+    """How many of this rank's tokens, which ascend, stand before each position, int32."""
+    return torch.searchsorted(tokens, positions.long().contiguous(), out_int32=True)
+
+
+class _Queries:
+    """Where queries stand in their sequences.
+
+    Attributes:
+        positions: (batch or 1, seqlen_q) int64, packed (total_q,).
+        ends: (batch, 1) int64, packed (total_q,): tokens of each query's sequence, with the new ones.
+        entries: (total_q,) int64: the sequence of each packed query; -1 or batch for rows of none. None: not packed.
+    """
+
+    def __init__(self, inputs: DecodeInputs):
+        q, cu_seqlens_q, device = inputs.q, inputs.cu_seqlens_q, inputs.q.device
+        row = torch.arange(q.shape[-3], device=device)
+        self.entries = None
+        if cu_seqlens_q is not None:
+            self.entries = torch.searchsorted(cu_seqlens_q.long(), row, right=True) - 1
+        self.ends = self.each(inputs.cache_seqlens.long() + inputs.seqlen_new)
+        given = (inputs.modifiers or NO_MODIFIERS).q_positions
+        if given is not None:
+            self.positions = given.long()
+        elif cu_seqlens_q is not None:
+            self.positions = self.ends - self.each(cu_seqlens_q[1:].long()) + row
+        else:
+            self.positions = self.ends - q.shape[1] + row
+
+    def each(self, values: Tensor) -> Tensor:
+        """What each query has of values (batch, ..) of sequences: (batch, 1, ..), packed (total_q, ..)."""
+        if self.entries is None:
+            return values.unsqueeze(1)
+        return torch.cat((values, values.new_zeros(1, *values.shape[1:])))[self.entries]
+
+
+def _visible(tokens: Tensor, mask: Mask, queries: _Queries, inputs: DecodeInputs) -> tuple[Tensor, Tensor | None]:
+    """The filled rows of this rank's cache, and the ranges of them that queries see.
+
+    Returns: (batch,) int32; (batch, num_heads_q or 1, seqlen_q, 2) int32, packed (num_heads_q or 1, total_q, 2), None
+    if the rows say all.
+    """
+    modifiers, positions = inputs.modifiers or NO_MODIFIERS, queries.positions
+    start, key_ranges = modifiers.seqstart_k, modifiers.key_ranges
+    low, high = torch.zeros_like(positions), queries.ends
+    if mask.window_left is not None:
+        low = positions - mask.window_left
+    if mask.window_right is not None:
+        high = torch.minimum(high, positions + (mask.window_right + 1))
+    if start is not None:
+        first = queries.each(start.long())
+        low, high = torch.maximum(low, first), torch.where(positions >= first, high, 0)
+    if positions.shape[-1] == 1 and inputs.cu_seqlens_q is mask.window_left is start is key_ranges is None:
+        return _before(tokens, high[:, 0]), None  # what one query sees ends where its sequence does
+    low, high = low.unsqueeze(-2), high.unsqueeze(-2)
+    if key_ranges is not None:
+        low, high = torch.maximum(low, key_ranges[..., 0]), torch.minimum(high, key_ranges[..., 1])
+    ranges = torch.stack(torch.broadcast_tensors(_before(tokens, low), _before(tokens, high)), -1)
+    return _before(tokens, inputs.cache_seqlens + inputs.seqlen_new), ranges
+
+
+def _terms(tokens: Tensor, queries: _Queries, inputs: DecodeInputs) -> Tensor | None:
+    """ALiBi and bias of this rank's keys as one bias.
+
+    Returns: (batch or 1, num_heads_q or 1, seqlen_q or 1, rows of the cache or 1), packed without the batch.
+    """
+    modifiers, capacity, terms = inputs.modifiers or NO_MODIFIERS, inputs.capacity, None
+    bias, slopes = modifiers.bias, modifiers.alibi_slopes
     if bias is not None:
-        terms = bias if bias.shape[-1] == 1 else bias[..., tokens.long()]
-    if alibi_slopes is not None:
-        distance = (positions[..., None] - tokens).abs()  # (batch, seqlen_q, tokens)
-        slopes = alibi_slopes if alibi_slopes.dim() == 2 else alibi_slopes[None]
-        dtype = torch.float64 if k_cache.dtype == torch.float64 else torch.float32
-        alibi = -slopes[:, :, None, None].to(dtype) * distance[:, None]
+        if modifiers.q_positions is not None and bias.shape[-2] > 1:  # a row belongs to a position
+            rows = queries.positions.clamp(0, bias.shape[-2] - 1)
+            bias = torch.take_along_dim(bias, rows.unsqueeze(-2).unsqueeze(-1), -2)
+        terms = bias if bias.shape[-1] == 1 else bias[..., tokens]
+    if slopes is not None:
+        distance = (queries.positions[..., None] - tokens).abs().unsqueeze(-3)
+        slopes = slopes[:, None] if slopes.dim() == 1 else queries.each(slopes).mT
+        dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
+        alibi = -slopes.to(dtype).unsqueeze(-1) * distance
         terms = alibi if terms is None else terms + alibi
     if terms is None or terms.shape[-1] in (1, capacity):
         return terms
     return torch.nn.functional.pad(terms, (0, capacity - terms.shape[-1]))
+
+
+# ---------------------------------------------------------------- new keys
+
+
+def _rotated(
+    inputs: DecodeInputs, local: DecodeInputs, queries: _Queries, interleaved: bool
+) -> tuple[DecodeInputs, DecodeInputs]:
+    """The inputs with k_new, and the inputs of the local call with q, rotated by positions in the whole sequence."""
+    cos, sin, given = inputs.rotary_cos, inputs.rotary_sin, inputs.rotary_positions or RotaryPositions()
+    assert cos is not None
+    assert sin is not None
+    positions = queries.positions if given.q is None else given.q.long()
+    local = local._replace(q=rotate(local.q, positions, cos, sin, interleaved))
+    if inputs.k_new is not None:
+        positions = inputs.cache_seqlens.long()[:, None] + torch.arange(inputs.seqlen_new, device=cos.device)
+        positions = positions if given.k is None else given.k.long()
+        inputs = inputs._replace(k_new=rotate(inputs.k_new, positions, cos, sin, interleaved))
+    return inputs, local
+
+
+def _readable_pages(inputs: DecodeInputs) -> Tensor | None:
+    """The page table of the local call: pages that hold only keys before seqstart_k may be any number in the given one.
+
+    The local call has ranges in place of seqstart_k.
+    """
+    if inputs.page_table is None or (inputs.modifiers or NO_MODIFIERS).seqstart_k is None:
+        return inputs.page_table
+    return inputs.page_table.clamp(0, max(0, inputs.k_cache.shape[0] - 1))
+
+
+def _append(inputs: DecodeInputs, tokens: Tensor, kv_block: int | None) -> None:
+    """Write the new rows that this rank owns to their places in its caches.
+
+    It looks at as many slots of a sequence as there are new rows, from the first free one on. A slot whose token is not
+    new, or whose page does not exist, stands for the first slot that is written, so that it writes the same value once
+    more; if there is none, all write what one row has.
+    """
+    batch, page_table, device = inputs.batch, inputs.page_table, inputs.q.device
+    if not len(tokens) or not batch:
+        return
+    count = torch.arange(inputs.seqlen_new, device=device)
+    slots = _before(tokens, inputs.cache_seqlens)[:, None] + count
+    slots = slots.clamp(max=len(tokens) - 1)
+    number = tokens[slots] - inputs.cache_seqlens[:, None]  # among the new ones
+    is_new = (number >= 0) & (number < inputs.seqlen_new)
+    number = number.clamp(0, inputs.seqlen_new - 1)
+    entries = torch.arange(batch, device=device)[:, None].expand_as(slots)
+    places = entries, slots
+    if page_table is not None:
+        num_pages, page_size = inputs.k_cache.shape[:2]
+        pages = page_table[entries, slots // page_size].long()
+        is_new &= (pages >= 0) & (pages < num_pages)
+        places = pages.clamp(0, num_pages - 1), slots % page_size
+    is_new = is_new.flatten()
+    chosen = torch.where(is_new, torch.arange(len(is_new), device=device), is_new.int().argmax())
+    place = tuple(index.flatten()[chosen] for index in places)
+    for cache, new, descale in (
+        (inputs.k_cache, inputs.k_new, inputs.k_descale),
+        (inputs.v_cache, inputs.v_new, inputs.v_descale),
+    ):
+        assert new is not None
+        rows = new[entries, number]
+        if cache.dtype == E4M3:  # torch cannot index it
+            scale = None if descale is None else descale_of_keys(descale, inputs, kv_block, entries, slots)
+            cache, rows = cache.view(torch.uint8), to_e4m3(rows, scale).view(torch.uint8)
+        rows = rows.flatten(0, 1)[chosen]
+        # torch writes to a cache that was made in inference mode only in that mode
+        with torch.inference_mode() if cache.is_inference() else nullcontext():
+            cache[place] = torch.where(is_new[chosen, None, None], rows, cache[place])

@@ -62,7 +62,7 @@ def check_decode(
         if cache.stride(-1) != 1:
             raise ValueError(f"{name}: expected a last dimension of stride 1, got strides {cache.stride()}")
     if is_packed:
-        _check_packed_queries(inputs)
+        check_packed_queries(inputs)
     batch = inputs.batch
     check_int32("cache_seqlens", inputs.cache_seqlens, (batch,), "one per batch entry", q.device)
     if inputs.page_table is None:
@@ -79,12 +79,12 @@ def check_decode(
             raise ValueError(f"k_cache: expected at least 1 page, got shape {tuple(k_cache.shape)}")
     kv_block = check_block("kv_block", kv_block)
     check_descales(inputs, kv_block)
-    _check_new_keys(inputs)
-    _check_rotary(inputs)
+    check_new_keys(inputs, inputs.capacity)
+    check_rotary(inputs)
     if inputs.modifiers is not None:
         given = dict(zip(NAMES, inputs.modifiers[:-1], strict=True))
         check_modifiers(q, inputs.capacity, inputs.cu_seqlens_q, given, 0.0)
-    _check_rotary_positions(inputs)
+    check_rotary_positions(inputs)
     rotary_interleaved = check_flag("rotary_interleaved", rotary_interleaved)
     check_values = check_flag("check_values", check_values)
     num_splits, split_size = _check_splits(num_splits, split_size, inputs.capacity)
@@ -125,7 +125,7 @@ def _check_cache_shapes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.T
     check_groups({"q": q}, {"k_cache": k_cache, "v_cache": v_cache}, "the cache")
 
 
-def _check_packed_queries(inputs: DecodeInputs) -> None:
+def check_packed_queries(inputs: DecodeInputs) -> None:
     """Check cu_seqlens_q, and refuse new keys and rotary positions beside it."""
     cu_seqlens_q = inputs.cu_seqlens_q
     check_int32("cu_seqlens_q", cu_seqlens_q, ("batch + 1",), "one more offset than sequences", inputs.q.device)
@@ -156,8 +156,12 @@ def few_queries(max_seqlen_q: Any, cu_seqlens_q: Any) -> int | None:
     return check_int("max_seqlen_q", max_seqlen_q)
 
 
-def _check_new_keys(inputs: DecodeInputs) -> None:
-    """Check k_new and v_new: both or neither, rows like the rows of the caches, and room for them."""
+def check_new_keys(inputs: DecodeInputs, capacity: int) -> None:
+    """Check k_new and v_new: both or neither, rows like the rows of the caches, and room for them.
+
+    Args:
+        capacity: the number of keys that a batch entry has room for.
+    """
     q, k_new, v_new = inputs.q, inputs.k_new, inputs.v_new
     if k_new is None and v_new is None:
         return
@@ -169,10 +173,8 @@ def _check_new_keys(inputs: DecodeInputs) -> None:
         expected = (q.shape[0], "seqlen_new" if seqlen_new is None else seqlen_new, *cache.shape[2:])
         if tuple(new.shape) != expected:
             raise ValueError(f"{name}: expected shape {expected}, got {tuple(new.shape)}")
-    if inputs.seqlen_new > inputs.capacity:
-        raise ValueError(
-            f"k_new: expected at most {inputs.capacity} keys, the capacity of the cache, got {inputs.seqlen_new}"
-        )
+    if inputs.seqlen_new > capacity:
+        raise ValueError(f"k_new: expected at most {capacity} keys, the capacity of the cache, got {inputs.seqlen_new}")
     for name, cache in (("k_cache", inputs.k_cache), ("v_cache", inputs.v_cache)):
         if cache.requires_grad and torch.is_grad_enabled():
             raise UnsupportedError(f"{name}: expected no requires_grad where new keys are written to it in place")
@@ -183,7 +185,8 @@ def _check_new_keys(inputs: DecodeInputs) -> None:
         refuse_shared_caches(inputs.k_cache, inputs.v_cache)
 
 
-def _check_rotary(inputs: DecodeInputs) -> None:
+def check_rotary(inputs: DecodeInputs) -> None:
+    """Check rotary_cos and rotary_sin: both or neither, tables of one shape for columns that q has."""
     cos, sin, q = inputs.rotary_cos, inputs.rotary_sin, inputs.q
     if cos is None and sin is None:
         return
@@ -208,7 +211,8 @@ def _check_rotary(inputs: DecodeInputs) -> None:
         )
 
 
-def _check_rotary_positions(inputs: DecodeInputs) -> None:
+def check_rotary_positions(inputs: DecodeInputs) -> None:
+    """Check rotary_positions_q and rotary_positions_k beside what they rotate."""
     if inputs.rotary_positions is None:
         return
     for name, positions, rows, needed in (

@@ -11,9 +11,11 @@ from torch import Tensor
 import onepass
 from onepass import distributed
 from onepass.distributed import layout as layouts
+from onepass.testing.modifiers import NAMES, random_modifiers
 
-INT32 = torch.int32
+INT32, E4M3 = torch.int32, torch.float8_e4m3fn
 PAGE_SIZE = 3
+MODIFIERS = tuple(name for name in NAMES if name != "dropout_p")
 
 
 def random_step(seed: int) -> dict[str, Any]:
@@ -27,18 +29,29 @@ def random_step(seed: int) -> dict[str, Any]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
+    def integers(below: int, *shape: int) -> Tensor:
+        return torch.randint(-2, below, shape, generator=generator, dtype=INT32)
+
     batch, capacity, seqlen_q = rng.randint(1, 3), rng.choice([5, 40, 97]), rng.choice([1, 1, 2, 4])
     kv_heads = rng.choice([1, 2])
     heads, head_dim, head_dim_v = kv_heads * rng.choice([1, 3]), 8, rng.choice([8, 4])
-    seqlen_new = rng.choice([0, 1, seqlen_q, 3])
+    is_packed = given(0.25)
+    seqlen_new = 0 if is_packed else rng.choice([0, 1, seqlen_q, 3])
+    filled = [rng.randint(0, capacity - seqlen_new) for _ in range(batch)]
     call: dict[str, Any] = {
         "q": normal(batch, seqlen_q, heads, head_dim),
         "k_cache": normal(batch, capacity, kv_heads, head_dim),
         "v_cache": normal(batch, capacity, kv_heads, head_dim_v),
-        "cache_seqlens": torch.tensor([rng.randint(0, capacity - seqlen_new) for _ in range(batch)], dtype=INT32),
+        "cache_seqlens": torch.tensor(filled, dtype=INT32),
         "causal": given(0.8),
     }
-    if seqlen_new:
+    if is_packed:
+        counts = torch.tensor([0, *(rng.choice([0, 1, 1, 5]) for _ in range(batch))])
+        call["cu_seqlens_q"] = counts.cumsum(0).to(INT32)
+        call["q"] = normal(int(counts.sum()) + rng.choice([0, 2]), heads, head_dim)  # with rows of no sequence
+        if given(0.5):
+            call["max_seqlen_q"] = 5
+    if seqlen_new or (not is_packed and given(0.2)):
         call["k_new"], call["v_new"] = (normal(batch, seqlen_new, kv_heads, d) for d in (head_dim, head_dim_v))
     if given(0.3):
         call["window"] = rng.choice([(7, None), (0, 0), (20, 1), (None, -1)])
@@ -47,15 +60,30 @@ def random_step(seed: int) -> dict[str, Any]:
     if given(0.3):
         call["sinks"] = normal(heads)
     if given(0.3):
-        filled = call["cache_seqlens"] + seqlen_new
-        call["seqstart_k"] = torch.tensor([rng.randint(0, int(n)) for n in filled], dtype=INT32)
-    if given(0.3):
-        call["alibi_slopes"] = torch.rand((heads,) if given(0.5) else (batch, heads), generator=generator) * 0.3
-    if given(0.3):
-        sizes = [(1, batch), (1, heads), (1, seqlen_q), (1, capacity)]
-        call["bias"] = normal(*(rng.choice(size) for size in sizes))
-    if given(0.3):
-        call["num_splits"] = 2
+        call |= rng.choice([{"num_splits": 2}, {"split_size": 64}])
+    lengths, rows = [n + seqlen_new for n in filled], call["q"].shape[-3]
+    call |= random_modifiers(
+        seed,
+        dtype=torch.float64,
+        heads=heads,
+        rows=rows,
+        lengths=lengths,
+        columns=capacity,
+        is_packed=is_packed,
+        names=MODIFIERS,
+    )
+    if not is_packed and given(0.4):
+        # positions may go up to those of `random_modifiers`
+        angles = normal(max(rows, capacity) * 2 + 8, rng.choice([1, 3, 4]))
+        tables = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+        call |= tables if given(0.5) else {name: t.float() for name, t in tables.items()}
+        call["rotary_interleaved"] = given(0.5)
+        for name, count in (("q", rows), ("k", seqlen_new)):
+            if given(0.3) and (name == "q" or "k_new" in call):
+                call[f"rotary_positions_{name}"] = integers(capacity, rng.choice([1, batch]), count)
+    if given(0.2):
+        for name in ("k_cache", "v_cache"):
+            call[name] = call[name].to(E4M3)
     return call
 
 
@@ -64,34 +92,42 @@ def check(rank: int, seeds: list[int]) -> None:
     layouts.CYCLIC_BLOCK = 8  # so that small caches have blocks
     for seed in seeds:
         call = random_step(seed)
-        capacity, kv_heads = call["k_cache"].shape[1:3]
         own = dict(call)
         plan = distributed.plan(
-            capacity,
-            num_heads_q=call["q"].shape[2],
-            num_heads_kv=kv_heads,
+            call["k_cache"].shape[1],
+            num_heads_q=call["q"].shape[-2],
+            num_heads_kv=call["k_cache"].shape[2],
             layout=random.Random(seed).choice(layouts.LAYOUTS),
         )
-        caches = {name: plan.shard(call[name], 1).contiguous() for name in ("k_cache", "v_cache")}
+        caches = {name: sharded(plan, call[name]) for name in ("k_cache", "v_cache")}
         if seed % 3 == 0:  # in pages, of which the first one is nobody's
             caches, own["page_table"] = in_pages(caches, seed)
-            filled = call["cache_seqlens"] + (call["k_new"].shape[1] if "k_new" in call else 0)
-            used = [int((plan.tokens() < n).sum()) for n in filled]
-            truth, own["page_table"] = own["page_table"], own["page_table"].clone()
-            for entry, count in enumerate(used):  # no page is there for what is not filled
-                own["page_table"][entry, -(-count // PAGE_SIZE) :] = 10**6
+            truth, own["page_table"] = own["page_table"], with_unused_pages(plan, call, own["page_table"])
         own |= caches
+        if call["k_cache"].dtype == E4M3:
+            of_one_device, of_rank = descales(plan, seed, own, truth if "page_table" in own else None)
+            call |= of_one_device
+            own |= of_rank
         expected = onepass.attention_decode(**call, return_lse=True)
         found = distributed.decode(plan=plan, **own, return_lse=True)
         where = f"seed {seed} rank {rank}"
         for actual, right in zip(found, expected, strict=True):
-            torch.testing.assert_close(actual, right, rtol=1e-9, atol=1e-9, msg=where)
+            torch.testing.assert_close(actual, right, rtol=1e-9, atol=1e-9, msg=lambda m, where=where: f"{where}: {m}")
         for name in ("k_cache", "v_cache"):
-            right = plan.shard(call[name], 1)
-            actual = caches[name]
+            right = bits(sharded(plan, call[name]))
+            actual = bits(caches[name])
             if "page_table" in own:
                 actual = actual[truth.long()].flatten(1, 2)[:, : right.shape[1]]
             assert torch.equal(actual, right), f"{where}: {name}"
+
+
+def bits(t: Tensor) -> Tensor:
+    """A tensor that torch can index."""
+    return t.view(torch.uint8) if t.dtype == E4M3 else t
+
+
+def sharded(plan: Any, cache: Tensor) -> Tensor:
+    return plan.shard(bits(cache), 1).contiguous().view(cache.dtype)
 
 
 def in_pages(caches: dict[str, Tensor], seed: int, page_size: int = PAGE_SIZE) -> tuple[dict[str, Tensor], Tensor]:
@@ -101,9 +137,58 @@ def in_pages(caches: dict[str, Tensor], seed: int, page_size: int = PAGE_SIZE) -
     order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(seed)) + 1
     table = order.view(batch, pages).to(INT32)
     paged = {}
-    for name, t in caches.items():
-        padded = t.new_full((batch, pages * page_size, *t.shape[2:]), float("nan"))
+    for name, cache in caches.items():
+        t = bits(cache)
+        nan = 0x7F if cache.dtype == E4M3 else float("nan")
+        padded = t.new_full((batch, pages * page_size, *t.shape[2:]), nan)
         padded[:, :rows] = t
-        paged[name] = t.new_full((batch * pages + 1, page_size, *t.shape[2:]), float("nan"))
-        paged[name][order] = padded.view(batch * pages, page_size, *t.shape[2:])
+        in_order = t.new_full((batch * pages + 1, page_size, *t.shape[2:]), nan)
+        in_order[order] = padded.view(batch * pages, page_size, *t.shape[2:])
+        paged[name] = in_order.view(cache.dtype)
     return paged, table
+
+
+def with_unused_pages(plan: Any, call: dict[str, Any], page_table: Tensor) -> Tensor:
+    """A page table with numbers of no page where a sequence has no key of this rank: past its end, before its start."""
+    found, tokens = page_table.clone(), plan.tokens()
+    seqlen_new = call["k_new"].shape[1] if "k_new" in call else 0
+    for entry, filled in enumerate(call["cache_seqlens"]):
+        used = int((tokens < filled + seqlen_new).sum())
+        found[entry, -(-used // PAGE_SIZE) :] = 10**6
+        if "seqstart_k" in call:  # new keys are written even before the start
+            first = min(filled, call["seqstart_k"][entry])
+            found[entry, : int((tokens < first).sum()) // PAGE_SIZE] = -7
+    return found
+
+
+def descales(plan: Any, seed: int, own: dict[str, Any], page_table: Tensor | None) -> tuple[dict, dict]:
+    """Descales for one device and for this rank. Args: page_table: with the pages of all rows."""
+    rng, generator = random.Random(f"{seed}, descales"), torch.Generator().manual_seed(seed)
+    batch, heads = own["cache_seqlens"].shape[0], own["k_cache"].shape[2]
+    kind = rng.choice(["none", "tensor", "heads", "entries", "blocks", "blocks"])
+    if kind == "none":
+        return {}, {}
+    shape = {"tensor": (), "heads": (heads,), "entries": (batch, heads)}.get(kind)
+    names = "k_descale", "v_descale"
+    if shape is not None:
+        found = {name: torch.rand(shape, generator=generator) + 0.5 for name in names}
+        return found, found
+    block = PAGE_SIZE if page_table is not None else rng.choice([1, 2, 5])
+    whole: dict[str, Any] = {"kv_block": 1}
+    of_rank: dict[str, Any] = {"kv_block": block}
+    for name in names:
+        # every rank knows the blocks of all ranks
+        of_tokens = torch.empty(batch, heads, plan.num_tokens)
+        for rank, runs in enumerate(plan.schedule.layout.runs):
+            tokens = torch.cat([torch.arange(*run) for run in runs] or [torch.empty(0, dtype=torch.int64)])
+            blocks = torch.rand(batch, heads, -(-len(tokens) // block), generator=generator) + 0.5
+            of_tokens[..., tokens] = blocks[..., torch.arange(len(tokens)) // block]
+            if rank == plan.rank:
+                of_rank[name] = blocks
+        whole[name] = of_tokens
+        if page_table is not None:
+            pages = torch.ones(own["k_cache"].shape[0], heads)
+            blocks = of_rank[name]
+            pages[page_table[:, : blocks.shape[2]].long()] = blocks.mT
+            of_rank[name] = pages
+    return whole, of_rank

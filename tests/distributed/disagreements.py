@@ -145,16 +145,31 @@ def decoded(plan: Any, **options: Any) -> torch.Tensor:
     """A step of decoding with 30 tokens in a cache of 64."""
     q, k, v = qkv(64)
     caches = options.pop("caches", None) or [plan.shard(t, 1).contiguous() for t in (k, v)]
-    lengths = torch.tensor([30], dtype=torch.int32)
-    return distributed.decode(q[:, :1], *caches, plan, cache_seqlens=lengths, **options)
+    options = {"q": q[:, :1], "cache_seqlens": int32(30)} | options
+    return distributed.decode(options.pop("q"), *caches, plan, **options)
 
 
-DECODE_TERMS = {
-    "alibi_slopes": lambda: torch.full((8,), 0.5),
-    "bias": lambda: torch.arange(64.0).expand(1, 1, 1, 64),
-    "seqstart_k": lambda: torch.tensor([5], dtype=torch.int32),
-    "sinks": lambda: torch.zeros(8),
-    "softcap": lambda: 3.0,
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+TABLES = dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(64, 4))
+# options of rank 0, and what all ranks have beside them
+DECODE_TERMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "alibi_slopes": ({"alibi_slopes": torch.full((8,), 0.5)}, {}),
+    "bias": ({"bias": torch.arange(64.0).expand(1, 1, 1, 64)}, {}),
+    "seqstart_k": ({"seqstart_k": int32(5)}, {}),
+    "key_ranges": ({"key_ranges": int32(3, 20).view(1, 1, 1, 2)}, {}),
+    "q_positions": ({"q_positions": int32(7).view(1, 1)}, {}),
+    "sinks": ({"sinks": torch.zeros(8)}, {}),
+    "softcap": ({"softcap": 3.0}, {}),
+    "rotary_cos": (TABLES, {}),
+    "rotary_positions_q": ({"rotary_positions_q": int32(7).view(1, 1)}, TABLES),
+    "rotary_positions_k": (
+        {"rotary_positions_k": int32(7).view(1, 1)},
+        TABLES | dict.fromkeys(("k_new", "v_new"), torch.ones(1, 1, 4, 16)),
+    ),
+    "rotary_interleaved": ({"rotary_interleaved": True}, TABLES),
 }
 
 
@@ -162,17 +177,54 @@ def terms_of_decode(rank: int) -> dict[str, str]:
     """What a rank that has none of a term hears from the rank that has it."""
     plan = distributed.plan(64, **HEADS)
     found = {}
-    for name, make in DECODE_TERMS.items():
-        options = {name: make()} if rank == 0 else {}
+    for name, (own, common) in DECODE_TERMS.items():
+        options = common | own if rank == 0 else common
         found[name] = message_of(lambda options=options: decoded(plan, **options))
     return found
 
 
-def descales_of_decode(rank: int) -> str:
-    plan = distributed.plan(64, **HEADS)
+def descales_of_decode(rank: int) -> list[str]:
+    """What ranks hear of descales and of blocks that one of them has; blocks are those of a rank's own rows."""
+    plan = distributed.plan(64, layout="cyclic", **HEADS)  # rank 0 has all 64 tokens
     caches = [plan.shard(t, 1).to(torch.float8_e4m3fn) for t in qkv(64)[1:]]
-    options = {name: torch.ones(1, 4) for name in ("k_descale", "v_descale")} if rank == 0 else {}
-    return message_of(lambda: decoded(plan, caches=caches, **options))
+
+    def both(*shape: int) -> dict[str, Any]:
+        return dict.fromkeys(("k_descale", "v_descale"), torch.ones(*shape))
+
+    blocks = both(1, 4, caches[0].shape[1] // 8) | {"kv_block": 8}
+    calls = [both(1, 4) if rank == 0 else {}, blocks if rank == 0 else both(1, 4), blocks]
+    return [message_of(lambda call=call: decoded(plan, caches=caches, **call)) for call in calls]
+
+
+NEW = torch.ones(1, 34, 4, 16)
+PAGES = [[*range(8)], [*range(7), 9]]  # pages of 4 rows; one of rank 1 does not exist
+# the argument that the error names, and the call
+REFUSED_STEPS: list[tuple[str, dict[str, Any]]] = [
+    ("sinks", {"sinks": torch.zeros(3)}),
+    ("alibi_slopes", {"alibi_slopes": torch.zeros(1)}),
+    ("bias", {"bias": torch.zeros(1, 1, 1, 32)}),
+    ("seqstart_k", {"seqstart_k": int32(1, 2)}),
+    ("key_ranges", {"key_ranges": int32(1, 2)}),
+    ("q_positions", {"q_positions": int32(1, 2).view(1, 2)}),
+    ("rotary_sin", {"rotary_cos": torch.ones(64, 4)}),
+    ("rotary_cos", {name: torch.ones(64, 9) for name in TABLES}),
+    ("rotary_positions_q", {"rotary_positions_q": int32(1).view(1, 1)}),
+    ("rotary_interleaved", TABLES | {"rotary_interleaved": 1}),
+    ("k_new", {"q": torch.zeros(3, 8, 16), "cu_seqlens_q": int32(0, 3)}),
+    ("q", {"q": torch.zeros(1, 1, 6, 16)}),
+    ("max_seqlen_q", {"max_seqlen_q": 3}),
+    ("kv_block", {"kv_block": 8}),
+    ("split_size", {"split_size": 100}),
+    ("check_values", {"check_values": 1}),
+    ("backend sm90", {"backend": "sm90"}),
+    ("k_new", {"k_new": NEW[:, :, :1]}),
+    ("v_new", {"v_new": NEW[..., :1]}),
+    ("k_new", {"k_new": torch.ones(1, 65, 4, 16), "v_new": torch.ones(1, 65, 4, 16)}),
+    # values, which are read on a CPU
+    ("cache_seqlens", {"cache_seqlens": int32(31)}),
+    ("seqstart_k[0]", {"seqstart_k": int32(65)}),
+    ("rotary_cos", {name: t[:63] for name, t in TABLES.items()}),
+]
 
 
 def refused_steps_write_nothing(rank: int) -> list[str]:
@@ -180,23 +232,13 @@ def refused_steps_write_nothing(rank: int) -> list[str]:
     plan = distributed.plan(64, **HEADS)
     caches = [plan.shard(t, 1).contiguous() for t in qkv(64)[1:]]
     before = [t.clone() for t in caches]
-    new = torch.ones(1, 40, 4, 16)
-    calls: list[dict[str, Any]] = [
-        {"sinks": torch.zeros(3)},
-        {"alibi_slopes": torch.zeros(1)},
-        {"bias": torch.zeros(1, 1, 1, 32)},
-        {"seqstart_k": torch.tensor([1, 2], dtype=torch.int32)},
-        {"backend": "sm90"},
-        {"k_new": new[:, :, :1]},
-        {"v_new": new[..., :1]},
-        {"softcap": 2.0 + rank},
-    ]
+    pages = {"caches": [t.view(8, 4, 4, 16) for t in caches], "page_table": torch.tensor(PAGES[rank : rank + 1]).int()}
     messages = []
-    for options in calls:
-        given = {"k_new": new, "v_new": new} | options
-        messages.append(message_of(lambda given=given: decoded(plan, caches=caches, **given)))
+    for options in [options for _, options in REFUSED_STEPS] + [{"softcap": 2.0 + rank}, pages]:
+        given = {"k_new": NEW, "v_new": NEW, "caches": caches} | options
+        messages.append(message_of(lambda given=given: decoded(plan, **given)))
     assert all(torch.equal(t, old) for t, old in zip(caches, before, strict=True))
-    decoded(plan, caches=caches, k_new=new, v_new=new)
+    decoded(plan, caches=caches, k_new=NEW, v_new=NEW)
     assert not torch.equal(caches[0], before[0])
     return messages
 
