@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import onepass
 from onepass import distributed
@@ -72,6 +75,10 @@ def random_step(seed: int) -> dict[str, Any]:
         is_packed=is_packed,
         names=MODIFIERS,
     )
+    if given(0.15):  # positions, of which some are no row of the bias
+        lead = () if is_packed else (rng.choice([1, batch]),)
+        call["q_positions"] = integers(7, *lead, rows)
+        call["bias"] = normal(*lead, rng.choice([1, heads]), rng.choice([2, 5]), rng.choice([1, capacity]))
     if not is_packed and given(0.4):
         # positions may go up to those of `random_modifiers`
         angles = normal(max(rows, capacity) * 2 + 8, rng.choice([1, 3, 4]))
@@ -81,7 +88,7 @@ def random_step(seed: int) -> dict[str, Any]:
         for name, count in (("q", rows), ("k", seqlen_new)):
             if given(0.3) and (name == "q" or "k_new" in call):
                 call[f"rotary_positions_{name}"] = integers(capacity, rng.choice([1, batch]), count)
-    if given(0.2):
+    if given(0.3):
         for name in ("k_cache", "v_cache"):
             call[name] = call[name].to(E4M3)
     return call
@@ -165,7 +172,7 @@ def descales(plan: Any, seed: int, own: dict[str, Any], page_table: Tensor | Non
     """Descales for one device and for this rank. Args: page_table: with the pages of all rows."""
     rng, generator = random.Random(f"{seed}, descales"), torch.Generator().manual_seed(seed)
     batch, heads = own["cache_seqlens"].shape[0], own["k_cache"].shape[2]
-    kind = rng.choice(["none", "tensor", "heads", "entries", "blocks", "blocks"])
+    kind = rng.choice(["none", "tensor", "heads", "entries", "blocks", "blocks", "blocks"])
     if kind == "none":
         return {}, {}
     shape = {"tensor": (), "heads": (heads,), "entries": (batch, heads)}.get(kind)
@@ -192,3 +199,110 @@ def descales(plan: Any, seed: int, own: dict[str, Any], page_table: Tensor | Non
             pages[page_table[:, : blocks.shape[2]].long()] = blocks.mT
             of_rank[name] = pages
     return whole, of_rank
+
+
+# ---------------------------------------------------------------- what surrounds a call
+
+
+def growing(rank: int) -> None:
+    """With split_size the bits of a sequence are those that it has alone, in a larger cache and with other pages."""
+    layouts.CYCLIC_BLOCK = 8
+    generator = torch.Generator().manual_seed(0)
+    q, new = (torch.randn(3, 2, 4, 16, generator=generator) for _ in range(2))
+    cache = torch.randn(3, 700, 4, 16, generator=generator)
+    lengths = torch.tensor([130, 290, 300], dtype=INT32)
+    found = []
+    for capacity, entries in ((700, slice(0, 3)), (350, slice(1, 2)), (302, slice(1, 3))):
+        plan = distributed.plan(capacity, num_heads_q=4, num_heads_kv=4, layout="cyclic")
+        own = {name: sharded(plan, cache[entries, :capacity].clone()) for name in ("k_cache", "v_cache")}
+        more = {"cache_seqlens": lengths[entries], "k_new": new[entries], "v_new": new[entries], "split_size": 64}
+        out = distributed.decode(q[entries], plan=plan, **own, **more)
+        found.append(out[1 - (entries.start or 0)])
+    assert all(torch.equal(out, found[0]) for out in found)
+
+
+def under_autocast(rank: int) -> None:
+    """Rows in float32 are cast to a cache in autocast's dtype, as on one device."""
+    q, new = torch.ones(1, 1, 4, 8), torch.full((1, 1, 2, 8), 0.3)
+    plan = distributed.plan(20, num_heads_q=4, num_heads_kv=2, layout="cyclic")
+    cache = torch.ones(1, 20, 2, 8, dtype=torch.bfloat16)
+    caches = [sharded(plan, cache) for _ in range(2)]
+    lengths = torch.tensor([7], dtype=INT32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = distributed.decode(q, *caches, plan, cache_seqlens=lengths, k_new=new, v_new=new)
+        right = onepass.attention_decode(q, cache, cache.clone(), cache_seqlens=lengths, k_new=new, v_new=new)
+    assert out.dtype == right.dtype == torch.bfloat16
+    torch.testing.assert_close(out, right)
+    assert torch.equal(caches[0], sharded(plan, cache))
+
+
+def caches_of_inference_mode(rank: int) -> None:
+    """New keys are written to caches that were made in inference mode, by a call outside of it."""
+    plan = distributed.plan(20, num_heads_q=2, num_heads_kv=2, layout="cyclic")
+    for dtype in (torch.float32, E4M3):
+        with torch.inference_mode():
+            caches = [torch.zeros(1, plan.num_local_tokens, 2, 8).to(dtype) for _ in range(2)]
+        new = torch.ones(1, 3, 2, 8)
+        lengths = torch.tensor([7], dtype=INT32)
+        distributed.decode(new[:, :1], *caches, plan, cache_seqlens=lengths, k_new=new, v_new=new)
+        is_new = ((plan.tokens() >= 7) & (plan.tokens() < 10)).float()
+        assert torch.equal(caches[0].float(), is_new[None, :, None, None].expand(caches[0].shape))
+
+
+def pages_that_do_not_exist(rank: int) -> None:
+    """A new key whose page does not exist is not written, if values are not read, as on a GPU."""
+    importlib.import_module("onepass.distributed.decode")._check_values = lambda *args: None
+    plan = distributed.plan(24, num_heads_q=2, num_heads_kv=2, layout="contiguous")
+    caches = [torch.zeros(5, 4, 2, 8) for _ in range(2)]
+    new = torch.arange(1.0, 9.0).view(1, 8, 1, 1).expand(1, 8, 2, 8)
+    lengths = torch.tensor([2], dtype=INT32)
+    table = torch.tensor([[1, 10**6, 3, -1, 4, 2]], dtype=INT32)
+    own = table[:, : -(-plan.num_local_tokens // 4)]
+    # the sequence begins after all keys, so that no page is read
+    options = {"seqstart_k": torch.tensor([10], dtype=INT32), "causal": False}
+    distributed.decode(
+        new[:, :1], *caches, plan, cache_seqlens=lengths, page_table=own, k_new=new, v_new=new, **options
+    )
+    expected = torch.zeros(5, 4)
+    for row, token in enumerate(plan.tokens()):
+        if 2 <= token < 10 and 1 <= table[0, row // 4] < 5:
+            expected[table[0, row // 4], row % 4] = token - 1
+    assert torch.equal(caches[0][:, :, 0, 0], expected)
+
+
+def all_surroundings(rank: int) -> None:
+    under_autocast(rank)
+    caches_of_inference_mode(rank)
+    growing(rank)
+    pages_that_do_not_exist(rank)  # changes the module
+
+
+# ---------------------------------------------------------------- the host
+
+
+def reads_nothing(seed: int) -> None:
+    """A step of one rank on tensors without data, which raise where their values are asked for."""
+    module = importlib.import_module("onepass.distributed.decode")
+    call = random_step(seed)
+    plan = distributed.plan(
+        call["k_cache"].shape[1],
+        num_heads_q=call["q"].shape[-2],
+        num_heads_kv=call["k_cache"].shape[2],
+        layout="cyclic",
+        num_ranks=1,
+    )
+    if seed % 3 == 0:
+        caches, call["page_table"] = in_pages({name: call[name] for name in ("k_cache", "v_cache")}, seed)
+        call |= caches
+
+    def forward(inputs: Any) -> tuple[Tensor, Tensor]:
+        q, v_cache = inputs.q, inputs.v_cache
+        lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]))
+        return q.new_empty((*q.shape[:-1], v_cache.shape[3])), lse
+
+    with FakeTensorMode() as mode, mock.patch.object(module, "_check_values") as check_values:
+        call = {name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in call.items()}
+        with mock.patch.object(module.dispatch, "prepare_decode", return_value=forward):
+            out = distributed.decode(plan=plan, **call)
+    check_values.assert_called_once()  # as on the CPU
+    assert out.shape == (*call["q"].shape[:-1], call["v_cache"].shape[3])

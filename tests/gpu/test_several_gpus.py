@@ -41,5 +41,6 @@ def test_memory(engine):
         assert found <= whole / NUM_RANKS + two_chunks, (found, whole, two_chunks)
 
 
-def test_decoding_in_a_graph():
-    run(checks_on_gpus.decoding_in_a_graph, DEVICE, size(40, 3))
+@pytest.mark.parametrize("kind", ["plain", "rotary", "packed", "e4m3"])
+def test_decoding_in_a_graph(kind):
+    run(checks_on_gpus.decoding_in_a_graph, DEVICE, size(40, 3), kind)
