@@ -76,7 +76,7 @@ def random_step(seed: int) -> dict[str, Any]:
         names=MODIFIERS,
     )
     if given(0.15):  # positions, of which some are no row of the bias
-        lead = () if is_packed else (rng.choice([1, batch]),)
+        lead, call["causal"] = () if is_packed else (rng.choice([1, batch]),), given(0.5)
         call["q_positions"] = integers(7, *lead, rows)
         call["bias"] = normal(*lead, rng.choice([1, heads]), rng.choice([2, 5]), rng.choice([1, capacity]))
     if not is_packed and given(0.4):

@@ -197,6 +197,7 @@ def descales_of_decode(rank: int) -> list[str]:
 
 
 NEW = torch.ones(1, 34, 4, 16)
+PACKED = {"q": torch.zeros(3, 8, 16), "cu_seqlens_q": int32(0, 3)}
 PAGES = [[*range(8)], [*range(7), 9]]  # pages of 4 rows; one of rank 1 does not exist
 # the argument that the error names, and the call
 REFUSED_STEPS: list[tuple[str, dict[str, Any]]] = [
@@ -210,7 +211,9 @@ REFUSED_STEPS: list[tuple[str, dict[str, Any]]] = [
     ("rotary_cos", {name: torch.ones(64, 9) for name in TABLES}),
     ("rotary_positions_q", {"rotary_positions_q": int32(1).view(1, 1)}),
     ("rotary_interleaved", TABLES | {"rotary_interleaved": 1}),
-    ("k_new", {"q": torch.zeros(3, 8, 16), "cu_seqlens_q": int32(0, 3)}),
+    ("k_new", PACKED),
+    ("rotary_cos", PACKED | TABLES | {"k_new": None, "v_new": None}),
+    ("cu_seqlens_q", PACKED | {"cu_seqlens_q": torch.zeros(2), "k_new": None, "v_new": None}),
     ("q", {"q": torch.zeros(1, 1, 6, 16)}),
     ("max_seqlen_q", {"max_seqlen_q": 3}),
     ("kv_block", {"kv_block": 8}),
