@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..api import attention as api
 from ..api.attention import AttentionOutput, autocast_inputs
 from ..geometry import philox
 from . import checks
@@ -82,10 +84,11 @@ def attention(
         precision=precision,
         backend=backend,
     )
+    if plan.num_ranks == 1:
+        return _alone(plan, (q, k, v), terms, options, return_lse)
     if options.dropout_p:
         state = philox.random_state(q.device)
-        if plan.num_ranks > 1:
-            take_from_first(state, plan.group)
+        take_from_first(state, plan.group)
         terms = terms._replace(dropout_state=state)
     variant = plan.for_call(counts_rows(options, terms), terms.seqused_k is not None, options.precision is not None)
     is_recorded = any(t is not None and needs_gradient(t) for t in (q, k, v, sinks, alibi_slopes, bias))
@@ -95,6 +98,22 @@ def attention(
 
 
 HEADS_AT_A_TIME = 8  # in `row_stats`, so that float32 copies of few heads are in memory
+
+
+def _alone(
+    plan: ContextPlan, tensors: Sequence[Tensor], terms: Terms, options: Options, return_lse: bool
+) -> Tensor | AttentionOutput:
+    """The ordinary call, with its bits, where one rank owns all tokens."""
+    mask = plan.schedule.mask
+    given = {name: t for name, t in terms._asdict().items() if t is not None}
+    arguments: dict[str, Any] = {**asdict(options), **given, "return_lse": return_lse}
+    arguments["window"] = mask.window_left, mask.window_right
+    if not plan.is_packed:
+        return api.attention(*tensors, **arguments)
+    offsets = plan.on_device("cu_seqlens", tensors[0].device, lambda: checks.offsets(plan, tensors[0].device))
+    longest = max(stop - start for start, stop in pairwise(plan.schedule.cu_seqlens))
+    arguments |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), longest)
+    return api.attention_varlen(*tensors, cu_seqlens_q=offsets, cu_seqlens_k=offsets, **arguments)
 
 
 @dataclass
@@ -145,8 +164,7 @@ class _Attention(torch.autograd.Function):
             if total is None:
                 found.append(None)
                 continue
-            if plan.num_ranks > 1:
-                add_up(total, plan.group)
+            add_up(total, plan.group)
             assert t is not None
             found.append(total.to(t.dtype))
         return (*found, None)

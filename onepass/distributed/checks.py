@@ -68,9 +68,14 @@ def _checked_problem(
     )
     if not plan.is_packed:
         return check_attention(*whole, **arguments)
-    offsets = plan.on_device("cu_seqlens", tensors[0].device, lambda: _offsets(plan, tensors[0].device))
+    given_offsets = plan.on_device("cu_seqlens", tensors[0].device, lambda: offsets(plan, tensors[0].device))
     return check_attention_varlen(
-        *whole, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=None, max_seqlen_k=None, **arguments
+        *whole,
+        cu_seqlens_q=given_offsets,
+        cu_seqlens_k=given_offsets,
+        max_seqlen_q=None,
+        max_seqlen_k=None,
+        **arguments,
     )
 
 
@@ -102,5 +107,6 @@ def _whole_tensors(plan: ContextPlan, tensors: tuple[Any, Any, Any]) -> list[Ten
     return found
 
 
-def _offsets(plan: ContextPlan, device: torch.device) -> Tensor:
+def offsets(plan: ContextPlan, device: torch.device) -> Tensor:
+    """(sequences + 1,) int32: cu_seqlens of all tokens."""
     return to_device(torch.tensor(plan.schedule.cu_seqlens, dtype=torch.int32), device)
