@@ -52,6 +52,17 @@ PROBLEMS |= {
     for d in (192, 256)
     for name in ("full", "causal", "seqused", "float16 packed seqused GQA window softcap")
 }
+# modifiers with which head_dim 64 has the larger tile
+PROBLEMS |= {
+    "64 ALiBi": problem(64, 64, mask=CAUSAL, has_alibi=True),
+    "64 ALiBi packed deterministic": problem(
+        64, 64, mask=Mask(64, 64), has_alibi=True, is_packed=True, deterministic=True
+    ),
+    "64 left padding": problem(64, 64, mask=CAUSAL, has_seqstart_k=True),
+    "64 left padding seqused deterministic": problem(
+        64, 64, mask=FULL, has_seqstart_k=True, has_seqused_k=True, deterministic=True
+    ),
+}
 HEADS = 132  # with private_dq, one for each thread block
 SHORT = {
     "64 short": problem(64, 64, mask=FULL),
@@ -72,7 +83,7 @@ SLOW |= {f"192 {name}" for name in ("full", "causal", "seqused")} | {"64/128", "
 SLOW |= {f"64 {name}" for name in ("softcap", "packed", "short window", "deterministic")} | {"256 full", "256 seqused"}
 SLOW |= {f"128 {name}" for name in ("GQA softcap", "seqused", "short GQA seqused window", "deterministic window")}
 SLOW |= {f"{d} float16 packed seqused GQA window softcap" for d in (64, 256)} | {"128 softcap"}
-SLOW |= {"64 long", "256 long", "128 long softcap"}
+SLOW |= {"64 long", "256 long", "128 long softcap", *(name for name in PROBLEMS if "ALiBi" in name or "left" in name)}
 SLOW |= {"96/96", "192/128", "192 float16 packed seqused GQA window softcap", "64 short causal", "128 full"}
 # Loads and stores of values that do not fit into registers, outside of the loop: numbers of a tile.
 FEW_SPILLS = {"128 short GQA seqused window": 3, "128 GQA": 8}

@@ -58,3 +58,20 @@ def test_every_pair_of_head_dims_has_configurations_for_ampere_kernels(arch):
             heuristics_sm80.forward_config_sm80(asked, arch).check(asked, arch)
             if backward_launch.unsupported(asked) is None:
                 heuristics_sm80.backward_config_sm80(asked, arch).check(asked, arch)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tile_m"),
+    [
+        ({}, 128),
+        ({"has_alibi": True}, 128),
+        ({"has_seqstart_k": True}, 128),
+        ({"has_alibi": True, "has_seqstart_k": True}, 64),
+        ({"has_alibi": True, "num_heads_kv": 2}, 64),
+        ({"has_key_ranges": True}, 64),
+        ({"dropout_p": 0.1}, 64),
+    ],
+)
+def test_the_larger_tile_of_a_backward_is_for_modifiers_that_leave_it_registers(changes, tile_m):
+    asked = problem(64, 64, 4096, mask=CAUSAL, **changes)
+    assert heuristics.backward_config_sm90(asked).tile_m == tile_m
