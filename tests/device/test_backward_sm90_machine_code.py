@@ -58,6 +58,8 @@ PROBLEMS |= {
     "64 ALiBi packed deterministic": problem(
         64, 64, mask=Mask(64, 64), has_alibi=True, is_packed=True, deterministic=True
     ),
+    "64 ranges": problem(64, 64, mask=FULL, has_key_ranges=True),
+    "64 positions GQA": problem(64, 64, mask=CAUSAL, has_q_positions=True, num_heads_kv=2),
     "64 left padding": problem(64, 64, mask=CAUSAL, has_seqstart_k=True),
     "64 left padding seqused deterministic": problem(
         64, 64, mask=FULL, has_seqstart_k=True, has_seqused_k=True, deterministic=True
@@ -84,9 +86,11 @@ SLOW |= {f"64 {name}" for name in ("softcap", "packed", "short window", "determi
 SLOW |= {f"128 {name}" for name in ("GQA softcap", "seqused", "short GQA seqused window", "deterministic window")}
 SLOW |= {f"{d} float16 packed seqused GQA window softcap" for d in (64, 256)} | {"128 softcap"}
 SLOW |= {"64 long", "256 long", "128 long softcap", *(name for name in PROBLEMS if "ALiBi" in name or "left" in name)}
+SLOW |= {"64 ranges", "64 positions GQA"}
 SLOW |= {"96/96", "192/128", "192 float16 packed seqused GQA window softcap", "64 short causal", "128 full"}
-# Loads and stores of values that do not fit into registers, outside of the loop: numbers of a tile.
-FEW_SPILLS = {"128 short GQA seqused window": 3, "128 GQA": 8}
+# Loads and stores of values that do not fit into registers: numbers of a tile outside of the loop, and with ranges or
+# positions intervals where a block is masked.
+FEW_SPILLS = {"128 short GQA seqused window": 3, "128 GQA": 8, "64 ranges": 40, "64 positions GQA": 40}
 PARAMETERS = [
     pytest.param(name, asked, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
     for name, asked in PROBLEMS.items()

@@ -68,8 +68,12 @@ def test_every_pair_of_head_dims_has_configurations_for_ampere_kernels(arch):
         ({"has_seqstart_k": True}, 128),
         ({"has_alibi": True, "has_seqstart_k": True}, 64),
         ({"has_alibi": True, "num_heads_kv": 2}, 64),
-        ({"has_key_ranges": True}, 64),
+        ({"has_key_ranges": True}, 128),
+        ({"has_q_positions": True, "num_heads_kv": 2}, 128),
+        ({"has_key_ranges": True, "has_q_positions": True}, 64),
+        ({"has_key_ranges": True, "dropout_p": 0.1}, 64),
         ({"dropout_p": 0.1}, 64),
+        ({"bias_dtype": torch.bfloat16}, 64),
     ],
 )
 def test_the_larger_tile_of_a_backward_is_for_modifiers_that_leave_it_registers(changes, tile_m):
