@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -97,9 +96,6 @@ def attention(
     return AttentionOutput(out, lse) if return_lse else out
 
 
-HEADS_AT_A_TIME = 8  # in `row_stats`, so that float32 copies of few heads are in memory
-
-
 def _alone(
     plan: ContextPlan, tensors: Sequence[Tensor], terms: Terms, options: Options, return_lse: bool
 ) -> Tensor | AttentionOutput:
@@ -180,6 +176,9 @@ def batch_first(t: Tensor, plan: ContextPlan) -> Tensor:
     return (t.squeeze(1) if plan.is_packed else t.transpose(0, 1)).contiguous()
 
 
+HEADS_AT_A_TIME = 8  # in `row_stats`, so that float32 copies of few heads are in memory
+
+
 def row_stats(call: Call, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """(rows, batch, heads, 2): lse, and the gradient of lse less dout . out, all that a backward needs of out."""
     plan = call.plan
@@ -221,7 +220,7 @@ class Pipeline:
         heads = self.plan.schedule.num_heads_q
         out = self.q.new_empty((rows, batch, heads, self.v.shape[-1]))
         lse = self.q.new_empty((rows, batch, heads), dtype=self.accum)
-        going: list[QueryReturn] = []
+        going: list[tuple[QueryReturn, Pending]] = []
         arrivals = Arrivals(self.plan, self._inputs_of)
         for i, step in enumerate(self.steps):
             q, k, v = arrivals.wait()
@@ -232,13 +231,18 @@ class Pipeline:
                 results = self.local(step).forward(q, k, v)
             else:
                 results = q.new_empty((*q.shape[:3], out.shape[-1])), q.new_empty(q.shape[:3], dtype=self.accum)
-            going.append(QueryReturn(self.plan, step, results))
-            start(going[-1])
-            if len(going) > 1:  # the step before has had this one's time
-                going.pop(0).add_to((out, lse))
+            returned = QueryReturn(self.plan, step, results)
+            going.append((returned, start(self.plan, q.device, returned)))
+            del q, k, v, results  # before the next step's are put together
+            if i:  # the step before has had this one's time
+                self._write(*going.pop(0), (out, lse))
         for last in going:
-            last.add_to((out, lse))
+            self._write(*last, (out, lse))
         return out, lse
+
+    @staticmethod
+    def _write(returned: QueryReturn, pending: Pending, targets: tuple[Tensor, Tensor]) -> None:
+        returned.add_to(targets, iter(pending.wait()))
 
     def _inputs_of(self, index: int) -> list[Shipment]:
         """q, k and v of a step."""
@@ -269,27 +273,29 @@ class Pipeline:
             gradients = (send_queries(self.plan, self.steps[index], t) for t in (dout, stats))
             return [*self._inputs_of(index), *gradients]
 
-        going: list[tuple[QueryReturn, KeyReturn]] = []
+        going: list[tuple[QueryReturn, KeyReturn, Pending]] = []
         arrivals = Arrivals(self.plan, inputs_of)
-        for step in self.steps:
+        for i, step in enumerate(self.steps):
             q, k, v, step_dout, step_stats = arrivals.wait()
             arrivals.start_next()
             if q.shape[2]:
                 step_dq, *of_keys = self.local(step).backward(q, k, v, step_dout, step_stats, sums)
             else:
                 step_dq, *of_keys = torch.empty_like(q), *(torch.empty_like(t, dtype=key_dtype) for t in (k, v))
-            going.append((QueryReturn(self.plan, step, (step_dq,)), KeyReturn(self.plan, step, of_keys)))
-            start(*going[-1])
-            if len(going) > 1:
-                self._add(going.pop(0), dq, keys)
+            returned = QueryReturn(self.plan, step, (step_dq,)), KeyReturn(self.plan, step, of_keys)
+            going.append((*returned, start(self.plan, q.device, *returned)))
+            del q, k, v, step_dout, step_stats, step_dq, of_keys
+            if i:
+                self._add(*going.pop(0), dq, keys)
         for last in going:
-            self._add(last, dq, keys)
+            self._add(*last, dq, keys)
         return dq, dk, dv, sums
 
     @staticmethod
-    def _add(returns: tuple[QueryReturn, KeyReturn], dq: Tensor, keys: KeyGradients) -> None:
-        returns[0].add_to((dq,))
-        keys.add(returns[1])
+    def _add(of_queries: QueryReturn, of_keys: KeyReturn, pending: Pending, dq: Tensor, keys: KeyGradients) -> None:
+        received = iter(pending.wait())
+        of_queries.add_to((dq,), received)
+        keys.add(of_keys, received)
 
 
 # ---------------------------------------------------------------- rows to where they are needed
@@ -399,11 +405,10 @@ class Return:
     Args:
         route: by which the rows came.
         heads_of: the heads of a rank's results.
-
     """
 
     def __init__(self, plan: ContextPlan, route: Route, results: Sequence[Tensor], heads_of: Callable[[int], slice]):
-        self.plan, self.route, self.results, self.heads_of = plan, route, results, heads_of
+        self.plan, self.route, self.heads_of = plan, route, heads_of
         self.sends = [
             Message(piece.source, result[piece.row : piece.row + piece.rows])
             for result in results
@@ -411,23 +416,34 @@ class Return:
             if piece.source != plan.rank
         ]
         self.receives: list[Expected] = []
+        self.own: list[list[Tensor]] = []  # of each result, this rank's own pieces
         for result in results:
+            own: list[Tensor] = []
             for rank, pieces in route.outgoing:
                 heads = heads_of(rank)
                 shape = result.shape[1], heads.stop - heads.start, *result.shape[3:]
-                if rank != plan.rank:
+                if rank == plan.rank:
+                    own += [result[piece.row : piece.row + piece.rows] for piece in pieces]
+                else:
                     self.receives += [Expected(rank, (piece.rows, *shape), result.dtype) for piece in pieces]
-        self.received: Callable[[], list[Tensor]] = list
+            self.own.append(own)
 
-    def pieces(self) -> Iterator[tuple[int, Piece, slice, Tensor]]:
-        """For each result, in the order of the ranks: its number, a piece, its heads, and its rows, arrived."""
-        received = iter(self.received())
-        for number, result in enumerate(self.results):
+    def keep_own(self) -> None:
+        """Let go of what has been packed for other ranks."""
+        if self.sends:
+            self.sends = []
+            self.own = [[t.clone() for t in pieces] for pieces in self.own]
+
+    def pieces(self, received: Iterator[Tensor]) -> Iterator[tuple[int, Piece, slice, Tensor]]:
+        """For each result, in the order of the ranks: its number, a piece, its heads, and its rows.
+
+        Args: received: what has arrived, of which this takes its own part.
+        """
+        for number, pieces_of_own in enumerate(self.own):
+            own = iter(pieces_of_own)
             for rank, pieces in self.route.outgoing:
                 for piece in pieces:
-                    is_own = rank == self.plan.rank
-                    rows = result[piece.row : piece.row + piece.rows] if is_own else next(received)
-                    yield number, piece, self.heads_of(rank), rows
+                    yield number, piece, self.heads_of(rank), next(own if rank == self.plan.rank else received)
 
 
 class QueryReturn(Return):
@@ -436,9 +452,9 @@ class QueryReturn(Return):
     def __init__(self, plan: ContextPlan, step: Step, results: Sequence[Tensor]):
         super().__init__(plan, plan.query_route(step), results, lambda rank: plan.schedule.heads_q(step, rank))
 
-    def add_to(self, targets: Sequence[Tensor]) -> None:
+    def add_to(self, targets: Sequence[Tensor], received: Iterator[Tensor]) -> None:
         """Write the results into rows of all heads."""
-        for number, piece, heads, rows in self.pieces():
+        for number, piece, heads, rows in self.pieces(received):
             copy(targets[number][piece.source_row : piece.source_row + piece.rows, :, heads], rows)
 
 
@@ -449,42 +465,26 @@ class KeyReturn(Return):
         self.step = step
         super().__init__(plan, plan.key_route(step), gradients, lambda rank: plan.schedule.heads_kv(step, rank))
 
-    def add_to(self, targets: Sequence[Tensor], first_head: int) -> None:
+    def add_to(self, targets: Sequence[Tensor], first_head: int, received: Iterator[Tensor]) -> None:
         """Add them up, in the order of the ranks, so that sums do not change from run to run.
 
         Args: targets: (rows, batch, heads, dim) of this rank's keys and values, for kv heads from first_head on.
         """
-        for number, piece, heads, rows in self.pieces():
+        for number, piece, heads, rows in self.pieces(received):
             own_heads = slice(heads.start - first_head, heads.stop - first_head)
             targets[number][piece.source_row : piece.source_row + piece.rows, :, own_heads] += rows
 
 
-def start(*returns: Return) -> None:
-    """Send the messages of results in one operation of the process group."""
-    traveling = [returned for returned in returns if returned.route.travels]
-    if not traveling:
-        return
-    sends = [message for returned in traveling for message in returned.sends]
-    receives = [expected for returned in traveling for expected in returned.receives]
-    plan, device = returns[0].plan, returns[0].results[0].device
-    arrived = Arrived(exchange(plan.group, sends, receives, device))
-    for returned in traveling:
-        returned.received = functools.partial(arrived.take, len(returned.receives))
-
-
-class Arrived:
-    """What an operation of the process group brings to several parties, in their order."""
-
-    def __init__(self, pending: Pending):
-        self._pending: Pending | None = pending
-        self._left: list[Tensor] = []
-
-    def take(self, count: int) -> list[Tensor]:
-        """The next tensors; waits for all of them first."""
-        if self._pending is not None:
-            self._left, self._pending = self._pending.wait(), None
-        found, self._left = self._left[:count], self._left[count:]
-        return found
+def start(plan: ContextPlan, device: torch.device, *returns: Return) -> Pending:
+    """Send the messages of results in one operation of the process group, if any rank has some."""
+    pending = Pending()
+    if any(returned.route.travels for returned in returns):
+        sends = [message for returned in returns for message in returned.sends]
+        receives = [expected for returned in returns for expected in returned.receives]
+        pending = exchange(plan.group, sends, receives, device)
+    for returned in returns:
+        returned.keep_own()
+    return pending
 
 
 class KeyGradients:
@@ -503,16 +503,17 @@ class KeyGradients:
         if any(step.heads % plan.schedule.qhead_per_kvhead for step in plan.schedule.steps):
             self.whole = self._zeros(dk.shape[2])
 
-    def add(self, returned: KeyReturn) -> None:
+    def add(self, returned: KeyReturn, received: Iterator[Tensor]) -> None:
+        """Add a step's gradients. Args: received: what has arrived of them."""
         self.steps_left -= 1
         if self.whole is not None:
-            returned.add_to(self.whole, 0)
+            returned.add_to(self.whole, 0, received)
             if self.steps_left == 0:
                 self._round(self.whole, slice(None))
             return
         heads = self.plan.schedule.heads_kv_of_row(returned.step)
         sums = self._zeros(heads.stop - heads.start)
-        returned.add_to(sums, heads.start)
+        returned.add_to(sums, heads.start, received)
         self._round(sums, heads)
 
     def _zeros(self, heads: int) -> list[Tensor]:

@@ -48,7 +48,7 @@ class Estimate:
         pairs: for each rank, visible pairs of a query and a key, summed over its heads.
         forward_bytes, backward_bytes: received by each rank.
         forward_seconds, backward_seconds: of the slowest rank in each step, where messages overlap with computing.
-        computing_seconds: what forward and backward would take if messages took no time.
+        computing_seconds: of the calls of forward and backward alone, without messages and the host's time.
     """
 
     pairs: tuple[int, ...]
@@ -250,17 +250,19 @@ def _pipelined(computing: Sequence[float], times: Sequence[tuple[float, ...]]) -
     """
     count = len(computing)
     link = ready = 0.0
-    arrived = []
+    arrived: list[float] = []
+    returned: list[float] = []
     for before, _ in times[:AHEAD]:
         link += before
         arrived.append(link)
     for i in range(count):
-        ready = max(ready, arrived[i])
+        ready = max(ready, arrived[i], returned[i - 2] if i > 1 else 0.0)  # results are written a step later
         if i + AHEAD < count:
             link = max(link, ready) + times[i + AHEAD][0]
             arrived.append(link)
         ready += computing[i]
         link = max(link, ready) + times[i][1] if times[i][1] else link
+        returned.append(link if times[i][1] else 0.0)
     return max(link, ready)
 
 

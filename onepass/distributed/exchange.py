@@ -1,4 +1,4 @@
-"""Tensors on their way between ranks: collective operations of torch.distributed, one for all messages of a step."""
+"""Tensors on their way between ranks: collective operations of torch.distributed, one in a direction of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .agreement import in_words
 
-WIDE = torch.complex128  # 16 bytes
+WIDE = torch.complex128, torch.int64, torch.int32  # 16, 8 and 4 bytes
 
 
 class Message(NamedTuple):
@@ -31,10 +31,22 @@ class Expected(NamedTuple):
 
 
 class Pending:
-    """Messages that are under way. It keeps their memory alive."""
+    """Messages that are under way. It keeps their memory alive.
 
-    def __init__(self, receives: Sequence[Expected] = (), flat: Tensor | None = None, kept: Any = None):
-        self._receives, self._flat, self._kept = receives, flat, kept
+    Args:
+        flat: the bytes that arrive. packed: those that leave.
+        work: what torch.distributed waits with. words: what for.
+    """
+
+    def __init__(
+        self,
+        receives: Sequence[Expected] = (),
+        flat: Tensor | None = None,
+        packed: Tensor | None = None,
+        work: Any = None,
+        words: str = "",
+    ):
+        self._receives, self._flat, self._packed, self._work, self._words = receives, flat, packed, work, words
 
     def wait(self) -> list[Tensor]:
         """The tensors that have arrived; on a GPU the current stream waits, not the host.
@@ -43,10 +55,10 @@ class Pending:
         """
         if self._flat is None:
             return []
-        flat, (work, _, words) = self._flat, self._kept
-        with in_words(words):
-            work.wait()
-        self._flat = self._kept = None
+        flat = self._flat
+        with in_words(self._words):
+            self._work.wait()
+        self._flat = self._packed = self._work = None
         spans = _spans([(r.rank, math.prod(r.shape) * r.dtype.itemsize) for r in self._receives])
         found = []
         for (start, size), (_, shape, dtype) in zip(spans, self._receives, strict=True):
@@ -62,9 +74,7 @@ def exchange(group: Any, sends: Sequence[Message], receives: Sequence[Expected],
 
     Two ranks give those between them in the same order. Raises: what `Pending.wait` raises.
     """
-    num_ranks = dist.get_world_size(group) if group is not None else 1
-    if num_ranks == 1:
-        return Pending()
+    num_ranks = dist.get_world_size(group)
     sizes = [message.tensor.numel() * message.tensor.itemsize for message in sends]
     outgoing, incoming = [0] * num_ranks, [0] * num_ranks
     for (rank, _), size in zip(sends, sizes, strict=True):
@@ -76,14 +86,15 @@ def exchange(group: Any, sends: Sequence[Message], receives: Sequence[Expected],
     for (start, size), (_, tensor) in zip(spans, sends, strict=True):
         piece = packed[start : start + size]
         if start % tensor.itemsize:
-            piece.copy_(tensor.contiguous().view(-1).view(torch.uint8))
+            # a clone: a tensor of one element counts as contiguous whatever its strides are
+            piece.copy_(tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8))
         else:
             copy(piece.view(tensor.dtype).view(tensor.shape), tensor)
     ranks = sorted({message.rank for message in sends} | {expected.rank for expected in receives})
     words = f"messages between this rank and ranks {ranks} of its group to arrive"
     with in_words(words):
         work = dist.all_to_all_single(flat, packed, incoming, outgoing, group=group, async_op=True)
-    return Pending(receives, flat, (work, packed, words))
+    return Pending(receives, flat, packed, work, words)
 
 
 def _spans(messages: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -99,20 +110,20 @@ def _spans(messages: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def copy(target: Tensor, source: Tensor) -> None:
-    """Copy between tensors of one dtype, 16 bytes at a time where both permit it; torch would copy rows by elements."""
-    wide_target, wide_source = _wide(target), _wide(source)
-    if wide_target is None or wide_source is None:
-        target.copy_(source)
-    else:
-        wide_target.copy_(wide_source)
+    """Copy between tensors of one dtype, up to 16 bytes at a time; torch would copy strided rows by elements."""
+    for wide in WIDE:
+        if _fits(target, wide) and _fits(source, wide):
+            target, source = target.view(wide), source.view(wide)
+            break
+    target.copy_(source)
 
 
-def _wide(t: Tensor) -> Tensor | None:
-    count = WIDE.itemsize // t.itemsize
-    numbers = (t.shape[-1], t.storage_offset(), *t.stride()[:-1]) if t.dim() else (1,)
-    if t.is_meta or any(number % count for number in numbers) or t.stride(-1) != 1 or t.data_ptr() % WIDE.itemsize:
-        return None
-    return t.view(WIDE)
+def _fits(t: Tensor, wide: torch.dtype) -> bool:
+    """Whether a tensor is also one of wider elements."""
+    count = wide.itemsize // t.itemsize
+    if t.is_meta or not t.dim() or count < 2 or t.stride(-1) != 1 or t.data_ptr() % wide.itemsize:
+        return False
+    return not any(number % count for number in (t.shape[-1], t.storage_offset(), *t.stride()[:-1]))
 
 
 def gather(own: Tensor, group: Any, num_ranks: int) -> Tensor:

@@ -173,8 +173,10 @@ def most_keys(run: Run, cu_seqlens: Sequence[int], mask: Mask) -> int:
     found = 0
     for number, piece in documents(run, cu_seqlens):
         document = Run(cu_seqlens[number], cu_seqlens[number + 1])
-        # with a window open on one side it is a query at the end of the run, with two sides one in the middle
-        queries = piece.start, (piece.start + piece.stop) // 2, piece.stop - 1
+        # the ends of the run, and where the window leaves the ends of the sequence
+        before, behind = mask.window_left or 0, mask.window_right or 0
+        ends = piece.start, piece.stop - 1, document.start + before, document.stop - 1 - behind
+        queries = [min(max(query, piece.start), piece.stop - 1) for query in ends]
         found = max(found, *(visible_keys(Run(q, q + 1), document, mask).size for q in queries))
     return found
 

@@ -61,7 +61,7 @@ class ContextPlan:
     rank: int
     _group: weakref.ref[Any] | None
     is_packed: bool
-    layout_name: str
+    layout_name: LayoutName
     engine: Engine
     head_dim: int
     chunks: int
@@ -169,22 +169,19 @@ class ContextPlan:
 
     def query_route(self, step: Step) -> Route:
         """How rows of q travel in a step."""
-        row = self.schedule.row_of_ranks(step, self.rank)
-        found = self._once(("queries", step.width), lambda: self._route(step, row, self.schedule.query_pieces))
-        return found._replace(travels=step.width > 1)  # other rows of ranks may have rows to send, too
+        return self._once(("queries", step.width), lambda: self._route(step, self.schedule.query_pieces))
 
     def key_route(self, step: Step) -> Route:
         """How rows of k and v travel in a step."""
-        ranks = range(self.num_ranks)
-        return self._once(("keys", step.width), lambda: self._route(step, ranks, self.schedule.key_pieces))
+        return self._once(("keys", step.width), lambda: self._route(step, self.schedule.key_pieces))
 
-    def _route(self, step: Step, ranks: range, pieces_of: Any) -> Route:
-        pieces_of_ranks = [(rank, pieces_of(step, rank)) for rank in ranks]
+    def _route(self, step: Step, pieces_of: Any) -> Route:
+        pieces_of_ranks = [(rank, pieces_of(step, rank)) for rank in range(self.num_ranks)]
         outgoing = (
             (rank, [piece for piece in pieces if piece.source == self.rank]) for rank, pieces in pieces_of_ranks
         )
         travels = any(piece.source != rank for rank, pieces in pieces_of_ranks for piece in pieces)
-        return Route(dict(pieces_of_ranks)[self.rank], [(rank, pieces) for rank, pieces in outgoing if pieces], travels)
+        return Route(pieces_of_ranks[self.rank][1], [(rank, pieces) for rank, pieces in outgoing if pieces], travels)
 
     def _once(self, key: Any, make: Any) -> Any:
         found = self._kept.get(key)
@@ -223,11 +220,14 @@ class ContextPlan:
     def candidates(self, hardware: Hardware | None = None) -> list[Candidate]:
         """What each engine would do with the arguments of this plan, "heads" first and "keys" last.
 
-        Args: hardware: None = that of the plan.
+        That of the plan is as it is, whatever the hardware. Args: hardware: None = that of the plan.
         """
         assert self._wanted is not None
         wanted = self._wanted._replace(hardware=hardware or self.hardware)
-        return [wanted.candidate(width) for width in _widths(None, self.num_ranks)]
+        found = [wanted.candidate(width) for width in _widths(None, self.num_ranks)]
+        costs = estimate(self.schedule, self.head_dim, wanted.hardware, keep_gathered=self.keep_gathered)
+        own = Candidate(self.engine, self.layout_name, self.schedule, self.chunks, costs)
+        return [own if candidate.engine == self.engine else candidate for candidate in found]
 
     def describe(self, hardware: Hardware | None = None) -> str:
         """Work, bytes and balance of each rank, and the estimate of each engine, of which one was chosen, as text.
@@ -276,8 +276,8 @@ def plan(
             that many ranks deal heads among themselves, and gather keys from the others. None = the fastest by the
             estimate that `describe` shows.
         chunks: about how many steps the heads are cut into, so that messages of one step travel while another one is
-            computed, and only three steps need memory. None = up to 16, as many as are nearly as fast as fewer by the
-            estimate.
+            computed, and only three steps need memory. None = at most 16: the greatest number that is within 2 % of the
+            fastest one by the estimate.
         keep_gathered: keep received q, k and v until the backward instead of receiving them again.
         hardware: what the estimate assumes of the ranks; None = `Hardware()`, near an H200 with NVLink. With ranks on
             several hosts, give a lower bandwidth.

@@ -21,3 +21,7 @@ CALLS = 24
 )
 def test_random_calls(num_ranks, first):
     run_ranks(num_ranks, whole_calls.check, list(range(first, first + CALLS)))
+
+
+def test_odd_head_dims_in_16_bits():
+    run_ranks(3, whole_calls.check_odd_head_dims, list(range(3000, 3020)))

@@ -48,11 +48,12 @@ def test_bytes_are_those_of_the_estimate(case):
     assert sum(forward for forward, _ in received) > 0
 
 
-def test_memory():
+@pytest.mark.parametrize(("num_ranks", "of_forward", "of_both"), [(2, 3.3, 3.3), (4, 3.8, 7.5)])
+def test_memory(num_ranks, of_forward, of_both):
     """A gathered k and v would be 16 chunks."""
-    for forward, both in run_ranks(2, rank_checks.peaks):
-        assert 0 < forward < 5
-        assert 0 < both < 7
+    for forward, both in run_ranks(num_ranks, rank_checks.peaks):
+        assert 0 < forward < of_forward
+        assert 0 < both < of_both
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -66,6 +67,10 @@ def test_two_chunks_of_keys_are_under_way():
     """Half of each comes from the other rank."""
     for most, gathered in run_ranks(2, rank_checks.largest_buffers, 16):
         assert most == 2 * gathered / 16 / 2
+
+
+def test_messages_of_any_place():
+    run_ranks(2, rank_checks.messages_of_any_place)
 
 
 def test_a_rank_that_is_gone():

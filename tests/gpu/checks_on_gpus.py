@@ -30,9 +30,9 @@ def errors_of_a_large_call(rank: int, device: str, engine: str, tokens: int) -> 
 
 
 def peak_memory(rank: int, tokens: int, engine: str) -> tuple[int, int, int]:
-    """Bytes at the peak of a forward and a backward: on one device, of this rank; and bytes of two chunks."""
+    """Bytes at the peak of a forward and a backward: on one device, of this rank; and bytes of a chunk."""
     heads, kv_heads, head_dim = 16, 16, 128
-    plan = distributed.plan(tokens, num_heads_q=heads, num_heads_kv=kv_heads, causal=True, engine=engine)
+    plan = distributed.plan(tokens, num_heads_q=heads, num_heads_kv=kv_heads, causal=True, engine=engine, chunks=16)
 
     def peak(function) -> int:
         torch.cuda.synchronize()
@@ -61,7 +61,7 @@ def peak_memory(rank: int, tokens: int, engine: str) -> tuple[int, int, int]:
     whole = peak(alone)
     dist.barrier()
     chunk = 2 * tokens * kv_heads * head_dim * BF16.itemsize // 16
-    return whole, peak(together), 2 * chunk
+    return whole, peak(together), chunk
 
 
 def decoding_in_a_graph(rank: int, device: str, steps: int, kind: str) -> None:

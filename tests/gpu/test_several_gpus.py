@@ -37,8 +37,8 @@ def test_errors_are_those_of_one_device(engine):
 def test_memory(engine):
     if not ON_GPU:
         pytest.skip("needs the memory counters of a GPU")
-    for whole, found, two_chunks in run(checks_on_gpus.peak_memory, 32768, engine):
-        assert found <= whole / NUM_RANKS + two_chunks, (found, whole, two_chunks)
+    for whole, found, chunk in run(checks_on_gpus.peak_memory, 32768, engine):
+        assert found <= whole / NUM_RANKS + 10 * chunk, (found, whole, chunk)  # gathered keys and values are 16
 
 
 @pytest.mark.parametrize("kind", ["plain", "rotary", "packed", "e4m3"])
