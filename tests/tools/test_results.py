@@ -54,5 +54,5 @@ def test_each_file_is_the_source_of_something():
     """A page, a docstring or a test names it; git keeps what a newer run has replaced."""
     sources = [ROOT / "README.md", ROOT / "Makefile", *(ROOT / "docs").rglob("*.md")]
     sources += [*(ROOT / "onepass").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
-    named = {name for source in sources for name in re.findall(r"\b(?:cpu|h200)[\w*-]*\.json", source.read_text())}
+    named = {name for source in sources for name in re.findall(r"\b(?:cpu|h\d+)[\w*-]*\.json", source.read_text())}
     assert [path.name for path in FILES if not any(fnmatch(path.name, name) for name in named)] == []
