@@ -90,7 +90,7 @@ def clear(
 
 @app.command("export")
 def export_cache(file: Annotated[Path, typer.Argument(help="the archive to write, such as kernels.tar.gz")]) -> None:
-    """Write the compiled kernels into one file, for machines with the same versions and kind of CPU.
+    """Write the compiled kernels into one file, for other machines with the same versions.
 
     Exits with 1 if there are none, or the file cannot be written.
     """
@@ -112,7 +112,7 @@ def import_cache(
 ) -> None:
     """Put the compiled kernels of an archive into the cache. They are machine code: import what you trust.
 
-    Exits with 1 if the archive cannot be read or an entry in it is broken.
+    Exits with 1 if the archive cannot be read, or an entry in it is broken or needs features that this CPU lacks.
     """
     from ..kernels.compiler import cache_archive
 

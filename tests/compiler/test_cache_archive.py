@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from onepass.cli.app import app
-from onepass.kernels.compiler import cache_archive, disk_cache
+from onepass.kernels.compiler import cache_archive, compile, cpu, disk_cache
 
 
 def put(directory, key, size, used):
@@ -78,6 +78,46 @@ def test_what_is_broken_is_not_added(cache, tmp_path):
     file.write_bytes(b"no archive")
     with pytest.raises(ValueError, match="expected an archive of onepass cache export"):
         cache_archive.import_entries(tmp_path / "other", file)
+
+
+KERNEL = ("forward", "(('head_dim', 64),)", "sm_90a", "these versions")
+
+
+@pytest.fixture
+def archive_of_another_cpu(tmp_path, monkeypatch):
+    """An archive with one entry, compiled on a CPU with avx and avx2, and the entry's key there."""
+    directory, file = tmp_path / "there", tmp_path / "kernels.tar.gz"
+    monkeypatch.setattr(cpu, "features", lambda: "avx avx2 x86_64")
+    key = compile.entry_key(*KERNEL)
+    about = dict(zip(("name", "key", "arch", "environment"), KERNEL, strict=True)) | {"cpu": cpu.features()}
+    disk_cache.make_usable(directory)
+    disk_cache.write(directory / f"{key}.o", lambda path: path.write_bytes(b"code"), lambda: about)
+    cache_archive.export_entries(directory, file)
+    return file, key
+
+
+def test_kernels_of_another_cpu_run_on_one_with_more_features(archive_of_another_cpu, tmp_path, monkeypatch):
+    file, key_there = archive_of_another_cpu
+    monkeypatch.setattr(cpu, "features", lambda: "amx avx avx2 x86_64")
+    key = compile.entry_key(*KERNEL)
+    assert key != key_there
+    found = cache_archive.import_entries(tmp_path / "here", file)
+    assert (found.added, found.present, found.broken) == ([key], [], {})
+    assert keys(tmp_path / "here") == [key]
+    assert disk_cache.verify(tmp_path / "here" / f"{key}.o")["cpu"] == "avx avx2 x86_64"
+    assert cache_archive.import_entries(tmp_path / "here", file).present == [key]
+    # what was imported can be carried on, to a CPU like the first one
+    cache_archive.export_entries(tmp_path / "here", file)
+    monkeypatch.setattr(cpu, "features", lambda: "avx avx2 x86_64")
+    assert cache_archive.import_entries(tmp_path / "back", file).added == [key_there]
+
+
+def test_kernels_of_another_cpu_are_refused_on_one_with_fewer_features(archive_of_another_cpu, tmp_path, monkeypatch):
+    file, key_there = archive_of_another_cpu
+    monkeypatch.setattr(cpu, "features", lambda: "amx avx x86_64")
+    found = cache_archive.import_entries(tmp_path / "here", file)
+    assert found.broken == {key_there: "it was compiled for a CPU with features that this one lacks: avx2"}
+    assert (found.added, keys(tmp_path / "here")) == ([], [])
 
 
 def test_commands(cache, tmp_path, monkeypatch):

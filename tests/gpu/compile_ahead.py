@@ -1,20 +1,32 @@
 """Compile the kernels of many calls in parallel, before the tests that would compile them one by one.
 
-This is the one place of the GPU tests that knows how the backends are built.
+    ONEPASS_CACHE_DIR=kernels python tests/gpu/compile_ahead.py     compile them for Hopper, on any machine
+
+`onepass cache export` and `import` carry them to the machine with the GPU, where the tests then take minutes in place
+of hours. This is the one place of the GPU tests that knows how the backends are built.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import inspect
+import os
+import re
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
+import torch
 from decode_cases import DecodeCase, RandomDecodeCase
+from gpu_cases import Case, RandomCase
 
 from onepass.api import calls, decode_calls
 from onepass.dispatch import attention as dispatch
-from onepass.kernels.compiler import pool
+from onepass.kernels.compiler import compile, pool
 from onepass.kernels.config import ForwardConfigSm90
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.problem import AttentionProblem
@@ -38,31 +50,47 @@ def config_of(call: Call) -> ForwardConfigSm90:
 
 
 @contextlib.contextmanager
-def compiled_ahead(
-    forward: Iterable[Call],
-    backward: Iterable[Call],
-    deterministic: Iterable[Call],
-    decoding: Iterable[DecodeCase | RandomDecodeCase],
-) -> Iterator[None]:
-    """Fill the kernel cache in the order of the calls while the tests run, with a process on every core but one.
+def compiled_ahead(requests: Iterable[tuple]) -> Iterator[None]:
+    """Fill the kernel cache in this order while the tests run, with a process on every core but one.
 
     A test that comes to its kernel first waits for the process that compiles it, or compiles it itself.
-
-    Args:
-        forward: calls that need their forward kernels.
-        backward: calls that need the kernels of their forward and of their backward.
-        deterministic: calls that need the kernels of their forward and of their deterministic backward.
-        decoding: calls of attention_decode.
     """
-    requests = [request for case in decoding for request in decode_requests(case)]
-    requests += [request for call in forward for request in _requests(problem_of(call), False)]
-    requests += [request for call in backward for request in _requests(problem_of(call), True)]
-    for call in deterministic:
-        requests += _requests(replace(problem_of(call), deterministic=True), True)
     with pool.compiling_in_background(requests, max(1, pool.num_cpus() - 1)) as failures:
         yield
     for (name, *_), reason in failures.items():
         warnings.warn(f"{name} was not compiled ahead of time: {reason}", RuntimeWarning, stacklevel=1)
+
+
+def cases_of(items: Iterable[pytest.Item]) -> dict[tuple, None]:
+    """The cases of these tests, each with the last pass whose kernels it needs, in the order of the tests."""
+    found = {}
+    for item in items:
+        for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
+            if isinstance(value, (Case, RandomCase)):
+                found[value, kernels_of(item)] = None
+            elif isinstance(value, (DecodeCase, RandomDecodeCase)) or hasattr(value, "requests"):
+                found[value, "forward"] = None
+    return found
+
+
+def kernels_of(item: pytest.Item) -> str:
+    """The last pass whose kernels a test of attention needs: "forward", "backward" or "deterministic" (backward)."""
+    if not re.search("backward|gradients|training", item.nodeid):
+        return "forward"
+    is_deterministic = item.callspec.params.get(
+        "deterministic", "deterministic=True" in inspect.getsource(item.function)
+    )
+    return "deterministic" if is_deterministic else "backward"
+
+
+def requests_of(case: object, kernels: str) -> list[tuple]:
+    """The arguments of `compile.get` for every kernel of a case. Args: as `cases_of` finds them."""
+    if isinstance(case, (DecodeCase, RandomDecodeCase)):
+        return decode_requests(case)
+    if not isinstance(case, (Case, RandomCase)):
+        return case.requests()
+    problem = replace(problem_of(case.call("meta")), deterministic=kernels == "deterministic")
+    return _requests(problem, kernels != "forward")
 
 
 def _requests(problem: AttentionProblem, needs_gradients: bool) -> list[tuple]:
@@ -82,3 +110,40 @@ def decode_requests(case: DecodeCase | RandomDecodeCase) -> list[tuple]:
     """The arguments of `compile.get` for every kernel of a call of attention_decode."""
     problem, inputs = decode_calls.problem_of("compiled_ahead", case.arguments("meta"))
     return [job.request for job in calls.jobs_of_decode(problem, inputs, None)]
+
+
+class _Collected:
+    """A plugin of pytest that keeps the tests it has found."""
+
+    items: tuple[pytest.Item, ...] = ()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.items = tuple(session.items)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compile the kernels of the GPU tests for Hopper.")
+    parser.add_argument("--workers", type=int, default=pool.num_cpus(), help="processes that compile")
+    parser.add_argument("--expression", "-k", default="", help="tests, as pytest takes it")
+    options = parser.parse_args()
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
+    collected = _Collected()
+    tests = str(Path(__file__).parent)
+    pytest.main(["--collect-only", "-qq", "-m", "gpu", "-k", options.expression, tests], plugins=[collected])
+    requests = {}
+    for case, kernels in cases_of(collected.items):
+        requests |= {repr(request[:3]): request for request in requests_of(case, kernels)}
+    started = time.monotonic()
+    with pool.compiling_in_background(requests.values(), options.workers) as failures:
+        while missing := sum(not compile.is_cached(*request[:3]) for request in requests.values()) - len(failures):
+            print(
+                f"{time.monotonic() - started:.0f} s: {len(requests) - missing} of {len(requests)} kernels", flush=True
+            )
+            time.sleep(15)
+    for (name, key, _), reason in failures.items():
+        print(f"{name} was not compiled: {reason}: {compile.summary(key)}")
+
+
+if __name__ == "__main__":
+    main()

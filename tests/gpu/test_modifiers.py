@@ -1,6 +1,7 @@
 """Ranges of keys, positions, left padding, ALiBi, bias and dropout on the kernels, with gradients."""
 
 import random
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -123,6 +124,29 @@ class ModifierCase(NamedTuple):
             options["dropout_state"] = torch.tensor([rng.getrandbits(60), rng.getrandbits(40)])
         return Call(tensors, options)
 
+    def problem(self, inputs: ModifiedInputs) -> AttentionProblem:
+        options = self.call().options
+        return AttentionProblem.of(
+            inputs,
+            softmax_scale=self.head_dim**-0.5,
+            mask=Mask.from_options(options.get("causal", False), options.get("window")),
+            softcap=options.get("softcap"),
+            deterministic=self.deterministic,
+            dropout_p=options.get("dropout_p", 0.0),
+        )
+
+    def requests(self) -> list[tuple]:
+        """The kernels of the call and of its gradients, as `compile_ahead` takes them."""
+        problem = replace(self.problem(inputs_of(self.call())), device_type="cuda")
+        requests = [*dispatch.forward_requests(self.backend, problem, dispatch.forward_config(self.backend, problem))]
+        return requests + [request for _, request in dispatch.backward_requests(self.backend, problem, True)]
+
+
+def inputs_of(call: Call) -> ModifiedInputs:
+    lengths = (call.options.get(n) for n in ("sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"))
+    modifiers = Modifiers(*(call.options.get(n) for n in Modifiers._fields))
+    return ModifiedInputs(*call.tensors.values(), *lengths, modifiers)
+
 
 def on(call: Call, device: str) -> Call:
     return Call(*({n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in part.items()} for part in call))
@@ -153,17 +177,8 @@ def check(case: ModifierCase):
     plain, plain_gradients = oracle_of(call, q.dtype, (dout, dlse))
 
     there = on(call, DEVICE)
-    modifiers = Modifiers(*(there.options.get(n) for n in Modifiers._fields))
-    lengths = (there.options.get(n) for n in ("sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"))
-    inputs = ModifiedInputs(*there.tensors.values(), *lengths, modifiers)
-    problem = AttentionProblem.of(
-        inputs,
-        softmax_scale=case.head_dim**-0.5,
-        mask=Mask.from_options(options.get("causal", False), options.get("window")),
-        softcap=options.get("softcap"),
-        deterministic=case.deterministic,
-        dropout_p=options.get("dropout_p", 0.0),
-    )
+    inputs = inputs_of(there)
+    problem = case.problem(inputs)
     backend = case.backend if ON_GPU else "tiled"
     assert dispatch.require(problem, backend) == backend
     out, lse = dispatch.prepare(backend, problem, there.tensors["q"].device)(inputs)

@@ -36,6 +36,7 @@ QUICK_CASES: dict[str, list[str]] = {
     "device/test_decode_sm90_machine_code.py::test_loads": [],
     "device/test_decode_sm90_machine_code.py::test_configurations": [],
     "device/test_quantize_machine_code.py::test_machine_code": ["128 packed-sm_90a"],
+    "tools/test_gpu_compile_ahead.py::test_kernels_of_chosen_tests_are_compiled": [],
     # ---------------------------------------------------------------- values, in the interpreter
     "device/test_forward_sm80_values.py::test_values": ["causal"],
     "device/test_forward_sm80_values.py::test_no_order_of_copies_and_warps_matters": [],

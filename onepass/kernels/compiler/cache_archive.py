@@ -1,4 +1,7 @@
-"""The cache in one file: compiled kernels for machines with the same versions and kind of CPU, such as containers."""
+"""The cache in one file: compiled kernels for other machines with the same versions, such as containers.
+
+A GPU is not needed to compile. The CPU of the machine that imports must have the features of the one that compiled.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ import tarfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import disk_cache
+from . import compile, cpu, disk_cache
 
 _NAME = re.compile(r"(?P<key>[0-9a-f]{32})\.(?P<kind>o|json)")
 
 
 class Imported(NamedTuple):
-    """Keys of the entries of an archive: what was added, what was there, and what is broken, with the reason."""
+    """Keys of the entries of an archive: what was added, what was there, and what was not added, with the reason."""
 
     added: list[str]
     present: list[str]
@@ -49,7 +52,8 @@ def import_entries(directory: Path, file: Path) -> Imported:
     """Put the entries of an archive into the cache. Entries that are there and intact stay as they are.
 
     The objects are machine code that this user's processes will run: import archives of people you trust. Names in an
-    archive that are not those of entries are left alone, and nothing is written outside of the directory.
+    archive that are not those of entries are left alone, and nothing is written outside of the directory. An entry that
+    another CPU compiled gets the key that it has on this one, or is refused if this one has fewer features.
 
     Raises: OSError if the archive cannot be read, or the cache cannot be used; ValueError if it is no archive.
     """
@@ -66,9 +70,10 @@ def import_entries(directory: Path, file: Path) -> Imported:
     disk_cache.make_usable(directory)
     found = Imported([], [], {})
     for key, files in contents.items():
-        entry = directory / f"{key}.o"
         try:
             about = _about(key, files)
+            key = _key_here(key, about)
+            entry = directory / f"{key}.o"
             with disk_cache.exclusive(entry.with_suffix(".lock")):
                 with contextlib.suppress(disk_cache.BrokenEntry):
                     disk_cache.verify(entry)
@@ -83,6 +88,16 @@ def import_entries(directory: Path, file: Path) -> Imported:
 
 def _put(entry: Path, content: bytes, about: dict[str, Any]) -> None:
     disk_cache.write(entry, lambda path: path.write_bytes(content), lambda: about)
+
+
+def _key_here(key: str, about: dict[str, Any]) -> str:
+    """The key of an entry on this machine. Raises: BrokenEntry if this CPU cannot run its host code."""
+    if lacking := cpu.missing(about.get("cpu", "")):
+        raise disk_cache.BrokenEntry(
+            f"it was compiled for a CPU with features that this one lacks: {', '.join(lacking)}"
+        )
+    described = [about[name] for name in ("name", "key", "arch", "environment") if isinstance(about.get(name), str)]
+    return compile.entry_key(*described) if len(described) == 4 else key
 
 
 def _about(key: str, files: dict[str, bytes]) -> dict[str, Any]:

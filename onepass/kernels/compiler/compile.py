@@ -6,7 +6,6 @@ compiler's and this package's sources and versions, and the CPU (the object hold
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ... import log
-from . import disk_cache, sources
+from . import cpu, disk_cache, sources
 
 SYMBOL = "onepass_kernel"
 PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
@@ -159,6 +158,7 @@ def _build(entry: Path, name: str, key: tuple, arch: str, trace: Callable[[], tu
             "key": repr(key),
             "arch": arch,
             "environment": environment(),
+            "cpu": cpu.features(),
             "compile_s": round(time.perf_counter() - started, 3),
         }
 
@@ -203,19 +203,24 @@ def summary(key: tuple) -> str:
 
 
 def _fingerprint(name: str, key: tuple, arch: str) -> str:
-    parts = (name, key, arch, OPTIONS, environment())
+    return entry_key(name, repr(key), arch, environment())
+
+
+def entry_key(name: str, key_text: str, arch: str, environment: str) -> str:
+    """The name on this machine's disk of a kernel that runs on this CPU.
+
+    Args: what the .json of an entry says of it.
+    """
+    parts = (name, key_text, arch, environment, cpu.features())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 @functools.lru_cache(maxsize=1)
 def environment() -> str:
-    """Versions, CPU and sources, as one digest: an entry of another one is not used any more."""
-    digest = hashlib.sha256()
+    """Versions, options and sources, as one digest: an entry of another one is not used any more."""
+    digest = hashlib.sha256(OPTIONS.encode())
     for name in PACKAGES:
         digest.update(f"{name} {importlib.metadata.version(name)}\n".encode())
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        digest.update(next((line for line in lines if line.startswith(("flags", "Features"))), "").encode())
     for source in sources.of_kernels(sources.PACKAGE):
         digest.update(f"{source.relative_to(sources.PACKAGE).as_posix()}\n".encode())
         digest.update(source.read_bytes())
