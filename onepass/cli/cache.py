@@ -89,8 +89,10 @@ def clear(
 
 
 @app.command("export")
-def export_cache(file: Annotated[Path, typer.Argument(help="the archive to write, such as kernels.tar.gz")]) -> None:
+def export_cache(file: Annotated[Path, typer.Argument(help="the archive to write, such as kernels.tar.xz")]) -> None:
     """Write the compiled kernels into one file, for other machines with the same versions.
+
+    A name that ends in .xz makes a file half as large as one that ends in .gz.
 
     Exits with 1 if there are none, or the file cannot be written.
     """

@@ -36,11 +36,13 @@ def keys(directory):
     return [entry.key for entry in disk_cache.entries(directory)]
 
 
-def test_there_and_back(cache, tmp_path):
+@pytest.mark.parametrize(("suffix", "magic"), [("gz", b"\x1f\x8b"), ("xz", b"\xfd7zXZ")])
+def test_there_and_back(cache, tmp_path, suffix, magic):
     (cache / f"{KEYS[1]}.o").write_bytes(b"broken")
-    file, other = tmp_path / "kernels.tar.gz", tmp_path / "other"
+    file, other = tmp_path / f"kernels.tar.{suffix}", tmp_path / "other"
     assert [entry.key for entry in cache_archive.export_entries(cache, file)] == [KEYS[0], KEYS[2]]
     assert list(tmp_path.glob("*.part")) == []
+    assert file.read_bytes().startswith(magic)
     found = cache_archive.import_entries(other, file)
     assert (found.added, found.present, found.broken) == ([KEYS[0], KEYS[2]], [], {})
     assert disk_cache.verify(other / f"{KEYS[0]}.o")["name"] == "forward"
@@ -75,9 +77,20 @@ def test_what_is_broken_is_not_added(cache, tmp_path):
     }
     assert not (tmp_path / "outside.o").exists()
     assert not keys(tmp_path / "other")
-    file.write_bytes(b"no archive")
-    with pytest.raises(ValueError, match="expected an archive of onepass cache export"):
-        cache_archive.import_entries(tmp_path / "other", file)
+    cache_archive.export_entries(cache, tmp_path / "whole.tar.xz")
+    for content in (b"no archive", (tmp_path / "whole.tar.xz").read_bytes()[:250]):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match="expected an archive of onepass cache export"):
+            cache_archive.import_entries(tmp_path / "other", file)
+
+
+def test_a_python_without_xz_says_so(cache, tmp_path, monkeypatch):
+    def refuse(*args, **options):
+        raise tarfile.CompressionError("lzma module is not available")
+
+    monkeypatch.setattr(tarfile, "open", refuse)
+    with pytest.raises(OSError, match=r"kernels.tar.xz: lzma module is not available"):
+        cache_archive.export_entries(cache, tmp_path / "kernels.tar.xz")
 
 
 KERNEL = ("forward", "(('head_dim', 64),)", "sm_90a", "these versions")

@@ -14,6 +14,7 @@ import inspect
 import os
 import re
 import time
+import types
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -112,6 +113,18 @@ def decode_requests(case: DecodeCase | RandomDecodeCase) -> list[tuple]:
     return [job.request for job in calls.jobs_of_decode(problem, inputs, None)]
 
 
+@contextlib.contextmanager
+def _as_on(name: str) -> Iterator[None]:
+    """Let torch say that there is a Hopper GPU of this name. A call's kernels depend on name, architecture and size."""
+    properties = types.SimpleNamespace(name=name, multi_processor_count=132)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        patch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+        yield
+
+
 class _Collected:
     """A plugin of pytest that keeps the tests it has found."""
 
@@ -124,16 +137,17 @@ class _Collected:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compile the kernels of the GPU tests for Hopper.")
     parser.add_argument("--workers", type=int, default=pool.num_cpus(), help="processes that compile")
+    parser.add_argument("--gpu", default="NVIDIA H200", help="its name, as torch gives it: some have tuned kernels")
     parser.add_argument("--expression", "-k", default="", help="tests, as pytest takes it")
     options = parser.parse_args()
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)
     os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
     collected = _Collected()
     tests = str(Path(__file__).parent)
     pytest.main(["--collect-only", "-qq", "-m", "gpu", "-k", options.expression, tests], plugins=[collected])
     requests = {}
-    for case, kernels in cases_of(collected.items):
-        requests |= {repr(request[:3]): request for request in requests_of(case, kernels)}
+    with _as_on(options.gpu):
+        for case, kernels in cases_of(collected.items):
+            requests |= {repr(request[:3]): request for request in requests_of(case, kernels)}
     started = time.monotonic()
     with pool.compiling_in_background(requests.values(), options.workers) as failures:
         while missing := sum(not compile.is_cached(*request[:3]) for request in requests.values()) - len(failures):
