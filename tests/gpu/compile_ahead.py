@@ -13,7 +13,6 @@ import contextlib
 import inspect
 import os
 import re
-import time
 import types
 import warnings
 from collections.abc import Iterable, Iterator
@@ -148,15 +147,16 @@ def main() -> None:
     with _as_on(options.gpu):
         for case, kernels in cases_of(collected.items):
             requests |= {repr(request[:3]): request for request in requests_of(case, kernels)}
-    started = time.monotonic()
-    with pool.compiling_in_background(requests.values(), options.workers) as failures:
-        while missing := sum(not compile.is_cached(*request[:3]) for request in requests.values()) - len(failures):
-            print(
-                f"{time.monotonic() - started:.0f} s: {len(requests) - missing} of {len(requests)} kernels", flush=True
-            )
-            time.sleep(15)
+
+    def say(done: int, count: int) -> None:
+        if done % 20 == 0 or done == count:
+            print(f"{done} of {count} kernels", flush=True)
+
+    failures = pool.compile_each(requests.values(), options.workers, on_done=say)
+    print(f"kernels of these tests: {len(requests)}")
     for (name, key, _), reason in failures.items():
         print(f"{name} was not compiled: {reason}: {compile.summary(key)}")
+    raise SystemExit(bool(failures))
 
 
 if __name__ == "__main__":
