@@ -77,8 +77,11 @@ def test_what_is_broken_is_not_added(cache, tmp_path):
     }
     assert not (tmp_path / "outside.o").exists()
     assert not keys(tmp_path / "other")
-    cache_archive.export_entries(cache, tmp_path / "whole.tar.xz")
-    for content in (b"no archive", (tmp_path / "whole.tar.xz").read_bytes()[:250]):
+    broken = [b"no archive"]
+    for whole in (tmp_path / "whole.tar.xz", tmp_path / "whole.tar.gz"):
+        cache_archive.export_entries(cache, whole)
+        broken.append(whole.read_bytes()[:200])  # of 430 and more
+    for content in broken:
         file.write_bytes(content)
         with pytest.raises(ValueError, match="expected an archive of onepass cache export"):
             cache_archive.import_entries(tmp_path / "other", file)

@@ -89,7 +89,9 @@ def requests_of(case: object, kernels: str) -> list[tuple]:
         return decode_requests(case)
     if not isinstance(case, (Case, RandomCase)):
         return case.requests()
-    problem = replace(problem_of(case.call("meta")), deterministic=kernels == "deterministic")
+    problem = problem_of(case.call("meta"))
+    if kernels == "deterministic":
+        problem = replace(problem, deterministic=True)
     return _requests(problem, kernels != "forward")
 
 

@@ -124,10 +124,10 @@ class ModifierCase(NamedTuple):
             options["dropout_state"] = torch.tensor([rng.getrandbits(60), rng.getrandbits(40)])
         return Call(tensors, options)
 
-    def problem(self, inputs: ModifiedInputs) -> AttentionProblem:
-        options = self.call().options
+    def problem(self, call: Call) -> AttentionProblem:
+        options = call.options
         return AttentionProblem.of(
-            inputs,
+            inputs_of(call),
             softmax_scale=self.head_dim**-0.5,
             mask=Mask.from_options(options.get("causal", False), options.get("window")),
             softcap=options.get("softcap"),
@@ -137,7 +137,7 @@ class ModifierCase(NamedTuple):
 
     def requests(self) -> list[tuple]:
         """The kernels of the call and of its gradients, as `compile_ahead` takes them."""
-        problem = replace(self.problem(inputs_of(self.call())), device_type="cuda")
+        problem = replace(self.problem(self.call()), device_type="cuda")
         requests = [*dispatch.forward_requests(self.backend, problem, dispatch.forward_config(self.backend, problem))]
         return requests + [request for _, request in dispatch.backward_requests(self.backend, problem, True)]
 
@@ -178,7 +178,7 @@ def check(case: ModifierCase):
 
     there = on(call, DEVICE)
     inputs = inputs_of(there)
-    problem = case.problem(inputs)
+    problem = case.problem(there)
     backend = case.backend if ON_GPU else "tiled"
     assert dispatch.require(problem, backend) == backend
     out, lse = dispatch.prepare(backend, problem, there.tensors["q"].device)(inputs)

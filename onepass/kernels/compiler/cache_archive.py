@@ -35,8 +35,8 @@ class Imported(NamedTuple):
 def export_entries(directory: Path, file: Path) -> list[disk_cache.Entry]:
     """Write all intact entries into an archive. Returns: these.
 
-    Args: file: a name that ends in .xz makes a tar archive compressed by xz, any other name one compressed by gzip. xz
-        looks farther back, and kernels are much alike: it turns 346 MB into 52, gzip into 97.
+    Args: file: a name that ends in .xz makes a tar archive compressed by xz, any other name one compressed by gzip.
+        Kernels are much alike, and xz looks farther back: of 2990 kernels, 346 MB, it makes 52 MB, and gzip 97 MB.
 
     Raises: OSError if the directory is another user's, or the archive cannot be written.
     """
@@ -59,7 +59,7 @@ def export_entries(directory: Path, file: Path) -> list[disk_cache.Entry]:
 
 
 def _new_archive(file: Path, is_xz: bool) -> tarfile.TarFile:
-    # the lowest preset whose dictionary (2 MiB) holds several kernels
+    # the dictionary of this preset, 2 MiB, holds about 18 kernels
     return tarfile.open(file, "w:xz", preset=2) if is_xz else tarfile.open(file, "w:gz")
 
 
