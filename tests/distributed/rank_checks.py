@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import itertools
 import math
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -131,6 +133,17 @@ class Arrived:
         """Nothing is waited for."""
 
 
+@contextlib.contextmanager
+def nothing_travels() -> Iterator[None]:
+    """For checks of memory, which look at no values: a thread of gloo would let go of tensors at a time of its own."""
+    right, dist.all_to_all_single = dist.all_to_all_single, lambda *args, **options: Arrived()
+    try:
+        yield
+    finally:
+        dist.all_to_all_single = right
+
+
+@nothing_travels()
 def peaks(rank: int) -> tuple[float, float]:
     """The memory of a forward, and of both directions, beyond a rank's share, in chunks of the gathered k and v.
 
@@ -151,8 +164,6 @@ def peaks(rank: int) -> tuple[float, float]:
     plan = distributed.plan(tokens, causal=True, engine="keys", **sizes)
     shape = 1, plan.num_local_tokens, heads, head_dim
     leaves = [torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-    # no values are looked at; another thread of gloo would free tensors where the profiler does not see it
-    right, dist.all_to_all_single = dist.all_to_all_single, lambda *args, **options: Arrived()
     local.LocalCalls.forward, local.LocalCalls.backward = forward, backward
     try:
 
@@ -166,7 +177,6 @@ def peaks(rank: int) -> tuple[float, float]:
         together = peak_bytes(both)
     finally:
         local.LocalCalls.forward, local.LocalCalls.backward = calls
-        dist.all_to_all_single = right
     chunk = 2 * tokens * heads * head_dim * 2 / 16
     one, numbers = leaves[0].nbytes, 4 * plan.num_local_tokens * heads
     return (alone - one - numbers) / chunk, (together - 6 * one - 2 * numbers) / chunk
@@ -201,6 +211,7 @@ def hidden_gather(rank: int, direction: str, arguments: dict[str, Any]) -> tuple
         setattr(engine.Pipeline, direction, right)
 
 
+@nothing_travels()
 def largest_buffers(rank: int, chunks: int) -> tuple[int, int]:
     """Bytes of received messages that are alive at one time in a forward, and of all gathered keys and values."""
     plan = distributed.plan(512, causal=False, engine="keys", chunks=chunks, num_heads_q=16, num_heads_kv=16)
